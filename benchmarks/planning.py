@@ -45,10 +45,10 @@ from shardload.planning.hops import AUTO_WAY, MESSAGES, NODES, ROW_NBYTES, TWO_H
 from shardload.planning.parts import PartTable
 from shardload.planning.presets import PRESETS
 from shardload.planning.region import Region
-from shardload.planning.schedule import Grid, Schedule, plan_schedules, plan_shards
+from shardload.planning.schedule import Grid, Schedule, plan_shards
 from shardload.planning.selection import select_axes
 from shardload.planning.source_layout import SourceLayout
-from shardload.planning.strategies import DIRECT, PARALLEL
+from shardload.planning.strategies import DIRECT, PARALLEL, plan_schedules
 from shardload.planning.tuning import tuned
 from shardload.units import format_nbytes
 

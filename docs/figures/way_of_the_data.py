@@ -16,7 +16,8 @@ import numpy as np
 from matplotlib.colors import to_rgb
 from matplotlib.patches import FancyArrowPatch, Polygon, Rectangle
 
-from shardload.planning.schedule import Grid, Schedule, plan_blocks, plan_shards
+from shardload.planning.blocks import plan_blocks
+from shardload.planning.schedule import Grid, Schedule, plan_shards
 from shardload.planning.strategies import Parallel
 
 matplotlib.rcParams["svg.hashsalt"] = "shardload"  # else every run gives other ids to the same picture

@@ -32,8 +32,9 @@ from shardload.comm.group import Group
 from shardload.errors import VerifyError
 from shardload.formats.base import Source
 from shardload.options import FILE, FULL, INDEX, fill_value
+from shardload.planning.blocks import plan_blocks
 from shardload.planning.region import Region
-from shardload.planning.schedule import Schedule, plan_blocks
+from shardload.planning.schedule import Schedule
 from shardload.planning.source_layout import SourceLayout
 from shardload.transfer.checksum import join_sums
 from shardload.units import counted, first_ranks, format_nbytes

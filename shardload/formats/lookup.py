@@ -33,7 +33,8 @@ from shardload.formats.diagnosis import (
     only_array,
     unclaimed,
 )
-from shardload.formats.labels import SMALL_NBYTES, Labels, complete
+from shardload.formats.labelling import SMALL_NBYTES, complete
+from shardload.formats.labels import Labels
 from shardload.formats.leftovers import refuse_leftover
 from shardload.formats.untrusted.source import UntrustedSource, find, find_labels, list_all
 from shardload.planning.rates import START_SECONDS, one_reader_seconds

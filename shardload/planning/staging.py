@@ -146,7 +146,8 @@ def plan_staging(arrays: Sequence[tuple[Schedule, SourceLayout]], cap_nbytes: in
 
     >>> import numpy as np
     >>> from shardload.planning.selection import select_axes
-    >>> from shardload.planning.schedule import plan_schedules, plan_shards
+    >>> from shardload.planning.schedule import plan_shards
+    >>> from shardload.planning.strategies import plan_schedules
     >>> def planned(shape, chunk_shape):
     ...     f4 = np.dtype("f4")
     ...     layout = SourceLayout.cut(select_axes(None, shape), chunk_shape, f4, f4, "gzip")

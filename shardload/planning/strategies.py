@@ -1,4 +1,4 @@
-"""Which rank owns which block of the file?
+"""Which rank owns which block of the file, and how is an array cut into blocks for that?
 
 There are three strategies:
 
@@ -10,6 +10,8 @@ In the first two each block has one owner, and parts are sent between the owner 
 
 A strategy is a few integers. It answers for one rank at a time, at the cost of that rank's own work: the owner of a block is a
 formula, so no rank ever lists the work of the others.
+
+`plan_schedules` cuts an array into blocks for each strategy.
 """
 
 from __future__ import annotations
@@ -20,69 +22,25 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 
-from shardload.planning.grid import IntArray, numbers_in
+from shardload.planning.blocks import BLOCKS_PER_OWNER, NEAR_NBYTES, count_runs, most_chunks, plan_blocks, run_stride
+from shardload.planning.grid import Grid, IntArray, numbers_in
 from shardload.planning.parts import Block, Part, Parts, PartsByRank, PartTable
 from shardload.planning.region import Region
+from shardload.planning.schedule import Schedule
+from shardload.planning.shards import Shards
+from shardload.planning.source_layout import SourceLayout
 
-if TYPE_CHECKING:
-    from shardload.planning.schedule import Schedule
-
-__all__ = ["DIRECT", "MODES", "PARALLEL", "ROOT", "Alone", "Direct", "OneOwnerEach", "Parallel", "Root", "Strategy"]
+__all__ = [
+    "DIRECT", "MODES", "PARALLEL", "ROOT", "Alone", "Direct", "OneOwnerEach", "Parallel", "Root", "plan_direct",
+    "plan_schedules",
+]  # fmt: skip
 
 ROOT, PARALLEL, DIRECT = "root", "parallel", "direct"
 MODES = (ROOT, PARALLEL, DIRECT)
-
-
-class Strategy(Protocol):
-    """Which rank owns which block. The blocks and shards are those of the schedule that is passed."""
-
-    mode: ClassVar[str]
-    """Name of the strategy."""
-    is_direct: ClassVar[bool]
-    """True if every rank reads its own shards, so that nothing is sent."""
-
-    def check(self, n_ranks: int) -> None:
-        """Raise ValueError unless the strategy works for `n_ranks` ranks."""
-        ...
-
-    def n_owners_of(self, n_ranks: int) -> int:
-        """How many of `n_ranks` ranks may own blocks."""
-        ...
-
-    def extent(self, schedule: Schedule) -> tuple[int, ...]:
-        """Along each axis, the elements that are cut into blocks: those of the array, of one shard, or of what a rank holds."""
-        ...
-
-    def is_owner(self, schedule: Schedule, rank: int) -> bool:
-        """True if a rank reads or writes the file."""
-        ...
-
-    def owner(self, schedule: Schedule, block: int) -> int:
-        """The rank that owns a block; -1 if every rank may read it."""
-        ...
-
-    def owners(self, schedule: Schedule, blocks: IntArray) -> IntArray:
-        """`owner` of many blocks."""
-        ...
-
-    def blocks_of(self, schedule: Schedule, rank: int) -> range:
-        """The blocks that only this rank owns: the inverse of `owner`."""
-        ...
-
-    def owned_blocks(self, schedule: Schedule, rank: int) -> Iterator[Block]:
-        """A rank's blocks in file order, each with its parts."""
-        ...
-
-    def remote_parts(self, schedule: Schedule, rank: int, owners: Sequence[int] | None = None) -> Mapping[int, Sequence[Part]]:
-        """The parts of a rank's pieces that lie in blocks of other ranks, by owner, in the order of the owner's blocks.
-
-        If `owners` are given, only the parts in their blocks.
-        """
-        ...
 
 
 class OneOwnerEach(ABC):
@@ -373,3 +331,85 @@ class Direct:
     def remote_parts(self, schedule: Schedule, rank: int, owners: Sequence[int] | None = None) -> Mapping[int, Sequence[Part]]:
         """Empty: nothing is sent."""
         return {}
+
+
+def plan_direct(layout: SourceLayout, shards: Shards, n_ranks: int, *, max_nbytes: int) -> Schedule:
+    """Every rank reads what it holds. Blocks are read once for all shards of a rank if reading each shard by itself costs more.
+
+    That is so if a chunk may lie in two shards, or if runs are so close that the gaps between them are read too. Otherwise each
+    shard is read by itself: without a copy if it lies in the file as in memory, and the first shard is complete early.
+
+    Parameters
+    ----------
+    layout : SourceLayout
+        How the array lies in its file.
+    shards : Shards
+        Which rank holds which shard.
+    n_ranks : int
+        Number of ranks in the job.
+    max_nbytes : int
+        Cap on a block.
+    """
+    chunks, file_itemsize = layout.chunks, layout.file_dtype.itemsize
+
+    def cut(is_merged: bool) -> Schedule:
+        within = shards.reach if is_merged else shards.section_shape
+        blocks = _cut_blocks(layout, max_nbytes, within=within)
+        return Schedule(blocks, shards, layout.dtype.itemsize, n_ranks, Direct(is_merged))
+
+    if shards.sections_held == 1:
+        return cut(False)
+    if shards.has_halo:  # sections of one rank overlap
+        return cut(layout.has_chunks)
+    extent = shards.shard_shape
+    if layout.has_chunks:
+        axes = zip(shards.cuts, extent, chunks.cell, chunks.phase, strict=True)
+        return cut(any(n > 1 and (phase or e % cell) for n, e, cell, phase in axes))
+    is_near = run_stride(chunks.shape, extent) * file_itemsize <= NEAR_NBYTES
+    return cut(count_runs(chunks.shape, extent) > 1 and is_near)
+
+
+def plan_schedules(
+    layout: SourceLayout,
+    shards: Shards,
+    n_ranks: int,
+    *,
+    max_nbytes: int,
+    n_owners: int | None = None,
+    ranks_per_node: int | None = None,
+    per_owner: int = BLOCKS_PER_OWNER,
+    modes: Sequence[str] = MODES,
+) -> dict[str, Schedule]:
+    """The schedule of each strategy, by the strategy's name, in the order of `modes`.
+
+    Parameters
+    ----------
+    layout, shards, n_ranks, max_nbytes
+        As for `plan_direct`.
+    n_owners : int, optional
+        Number of ranks that own blocks in mode ``"parallel"``; default: all.
+    ranks_per_node : int, optional
+        Over whose nodes these are spread.
+    per_owner : int
+        Fewest blocks for each of them, as for `plan_blocks`.
+    modes : sequence of str
+        Names of strategies: ``"root"``, ``"parallel"``, ``"direct"``.
+    """
+    owners = Parallel(n_ranks if n_owners is None else min(n_owners, n_ranks), ranks_per_node)
+
+    def shared(strategy: Root | Parallel) -> Schedule:
+        blocks = _cut_blocks(layout, max_nbytes, n_owners=strategy.n_owners, per_owner=per_owner)
+        return Schedule(blocks, shards, layout.dtype.itemsize, n_ranks, strategy)
+
+    return {
+        mode: plan_direct(layout, shards, n_ranks, max_nbytes=max_nbytes)
+        if mode == Direct.mode
+        else shared(Root() if mode == ROOT else owners)
+        for mode in modes
+    }
+
+
+def _cut_blocks(layout: SourceLayout, max_nbytes: int, **how: Any) -> Grid:
+    """Blocks that fit into a staging buffer of `max_nbytes`, with all chunks that they meet."""
+    max_cells = most_chunks(layout.chunk_size * layout.wide_itemsize, max_nbytes) if layout.has_chunks else 1 << 62
+    return plan_blocks(layout.chunks, layout.wide_itemsize, max_nbytes=max_nbytes, max_cells=max_cells, **how)

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
+from shardload.planning.blocks import plan_blocks
 from shardload.planning.region import Region
-from shardload.planning.schedule import MAX_MESSAGE_NBYTES, Grid, Schedule, plan_blocks, plan_shards
+from shardload.planning.schedule import MAX_MESSAGE_NBYTES, Grid, Schedule, Strategy, plan_shards
 from shardload.planning.selection import Selection
 from shardload.planning.source_layout import SourceLayout
-from shardload.planning.strategies import Direct, Parallel, Root, Strategy
+from shardload.planning.strategies import Direct, Parallel, Root
 
 MAX_SIZE = 1500  # elements of the global array
 MAX_DEVICES = 24

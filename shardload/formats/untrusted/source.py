@@ -20,7 +20,8 @@ import numpy as np
 from shardload.errors import SourceError
 from shardload.formats.access import Access, Limits
 from shardload.formats.base import ArrayInfo, Encoded, Room, Source, check_request, fresh, native_dtype, settle_bools
-from shardload.formats.labels import SMALL_NBYTES, Labels
+from shardload.formats.labelling import SMALL_NBYTES
+from shardload.formats.labels import Labels
 from shardload.formats.untrusted.answers import HelperError, clean, info_of, is_int, labels_of, lie, loadable, state_of
 from shardload.formats.untrusted.helper import FIRST_NBYTES, Helper
 from shardload.planning.region import Region

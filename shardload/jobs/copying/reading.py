@@ -31,11 +31,11 @@ from shardload.planning.blocks import aligned
 from shardload.planning.copying import Round
 from shardload.planning.grid import Grid
 from shardload.planning.region import Region
-from shardload.planning.schedule import Schedule, plan_direct, plan_schedules
+from shardload.planning.schedule import Schedule
 from shardload.planning.shards import Shards
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.staging import plan_staging
-from shardload.planning.strategies import PARALLEL
+from shardload.planning.strategies import PARALLEL, plan_direct, plan_schedules
 from shardload.system.interruption import let_interruption_pass
 from shardload.transfer.buffers import Piece, Slots
 from shardload.transfer.cast import cast_into

@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardload.errors import ConfigError
 from shardload.formats.base import ArrayInfo
-from shardload.formats.labels import SMALL_NBYTES
+from shardload.formats.labelling import SMALL_NBYTES
 from shardload.formats.lookup import Finder, Labeller
 from shardload.formats.memory import MemorySource
 from shardload.jobs.consistency import State, check_unchanged

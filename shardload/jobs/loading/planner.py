@@ -26,18 +26,18 @@ from shardload.errors import ConfigError, SourceError
 from shardload.formats.base import ArrayInfo
 from shardload.jobs.loading.plan import Layout, Plan
 from shardload.options import AUTO, Options, pad_value
-from shardload.planning.blocks import BLOCKS_PER_OWNER, LONGEST_ROW_NBYTES
+from shardload.planning.blocks import BLOCKS_PER_OWNER, LONGEST_ROW_NBYTES, plan_blocks, plan_row_chunks
 from shardload.planning.cost import Cost, Costs, Nodes, choose_mode, plan_cost
 from shardload.planning.halo import HaloShards
 from shardload.planning.hops import MESSAGES, WAYS, n_partners
 from shardload.planning.limits import OnDisk
 from shardload.planning.machine import WORKSTATION, Machine
 from shardload.planning.readers import numbers_of_readers, pick_readers, readers_text, share_out
-from shardload.planning.schedule import Grid, Schedule, Shards, plan_blocks, plan_row_chunks, plan_schedules
+from shardload.planning.schedule import Grid, Schedule, Shards
 from shardload.planning.selection import select_axes
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.staging import ample_staging, least_staging, least_together
-from shardload.planning.strategies import DIRECT, MODES, PARALLEL, ROOT, Alone, Parallel, Root
+from shardload.planning.strategies import DIRECT, MODES, PARALLEL, ROOT, Alone, Parallel, Root, plan_schedules
 from shardload.planning.tuning import Tuning
 from shardload.units import format_nbytes
 from shardload.values.decoding import VALID, Decoding, decoding_of

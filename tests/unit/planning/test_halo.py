@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardload.planning import traffic
+from shardload.planning.blocks import plan_blocks
 from shardload.planning.cost import plan_cost
 from shardload.planning.halo import Halo, HaloShards, SectionGrid
 from shardload.planning.region import Region
-from shardload.planning.schedule import MAX_MESSAGE_NBYTES, Schedule, plan_blocks, plan_direct, plan_schedules, plan_shards
-from shardload.planning.strategies import Direct
+from shardload.planning.schedule import MAX_MESSAGE_NBYTES, Schedule, plan_shards
+from shardload.planning.strategies import Direct, plan_direct, plan_schedules
 from shardload.planning.traffic import count_direct, count_traffic
 from tests.unit.brute_force import Case, cases, cell_numbers, chunks_read, flat_index, grids
 

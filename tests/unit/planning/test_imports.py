@@ -21,7 +21,7 @@ modules = {name: importlib.import_module("shardload.planning." + name) for name 
 shape, f4 = (64, 64, 64), np.dtype("f4")
 layout = modules["source_layout"].SourceLayout.cut(modules["selection"].select_axes(None, shape), (1, 64, 64), f4, f4, "gzip")
 shards = modules["shards"].plan_shards(shape, [(), (0,), (1,)], np.arange(4).reshape(2, 2))
-schedules = modules["schedule"].plan_schedules(layout, shards, 4, max_nbytes=1 << 20)
+schedules = modules["strategies"].plan_schedules(layout, shards, 4, max_nbytes=1 << 20)
 costs = {mode: modules["cost"].plan_cost(schedule, layout) for mode, schedule in schedules.items()}
 staging = modules["staging"].plan_staging([(schedules["parallel"], layout)], 64 << 20)
 print(len(names), modules["cost"].choose_mode(costs, 4)[0], costs["direct"].chunks_decoded, staging.n_slots > 0)

@@ -18,10 +18,10 @@ from shardload.planning.limits import OnDisk
 from shardload.planning.machine import ASSUMED, GIVEN, MEASURED, WORKSTATION, Machine
 from shardload.planning.presets import PRESETS
 from shardload.planning.readers import numbers_of_readers, pick_readers
-from shardload.planning.schedule import RankBoxes, Schedule, plan_schedules, plan_shards
+from shardload.planning.schedule import RankBoxes, Schedule, plan_shards
 from shardload.planning.selection import select_axes
 from shardload.planning.source_layout import SourceLayout
-from shardload.planning.strategies import DIRECT, MODES, PARALLEL, ROOT
+from shardload.planning.strategies import DIRECT, MODES, PARALLEL, ROOT, plan_schedules
 from shardload.planning.traffic import count_direct_of_nodes
 from tests.unit.brute_force import Case, cases, chunks_read, elements_read, held_regions
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from shardload.planning.blocks import BLOCKS_PER_OWNER, plan_row_chunks
+from shardload.planning.blocks import BLOCKS_PER_OWNER, plan_blocks, plan_row_chunks
 from shardload.planning.region import Region
 from shardload.planning.schedule import (
     MAX_MESSAGE_NBYTES,
@@ -23,13 +23,12 @@ from shardload.planning.schedule import (
     RankBoxes,
     Schedule,
     Shards,
-    plan_blocks,
-    plan_direct,
+    Strategy,
     plan_shards,
 )
 from shardload.planning.selection import select_axes
 from shardload.planning.source_layout import SourceLayout
-from shardload.planning.strategies import Alone, Direct, Parallel, Root, Strategy
+from shardload.planning.strategies import Alone, Direct, Parallel, Root, plan_direct
 from tests.unit.brute_force import Case, cases, cell_numbers, chunks_read, flat_index, grids, held_regions, simulate
 
 

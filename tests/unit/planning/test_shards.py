@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardload.planning.blocks import plan_blocks
 from shardload.planning.cost import Nodes, plan_cost
 from shardload.planning.region import Region
-from shardload.planning.schedule import Grid, Part, Parts, RankBoxes, Schedule, Shards, plan_blocks, plan_shards
+from shardload.planning.schedule import Grid, Part, Parts, RankBoxes, Schedule, Shards, plan_shards
 from shardload.planning.selection import select_axes
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.strategies import Parallel

@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardload.planning.schedule import Schedule, plan_schedules, plan_shards
+from shardload.planning.schedule import Schedule, plan_shards
 from shardload.planning.selection import select_axes
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.staging import least_staging, plan_staging
+from shardload.planning.strategies import plan_schedules
 
 Array = tuple[Schedule, SourceLayout]
 

@@ -11,10 +11,10 @@ from shardload.planning.cost import Nodes, plan_cost
 from shardload.planning.hops import MESSAGES, NODES, TWO_HOPS, WAYS, EvenNodes, Hops
 from shardload.planning.parts import PartTable
 from shardload.planning.presets import PRESETS
-from shardload.planning.schedule import RankBoxes, Schedule, plan_schedules, plan_shards
+from shardload.planning.schedule import RankBoxes, Schedule, plan_shards
 from shardload.planning.selection import select_axes
 from shardload.planning.source_layout import SourceLayout
-from shardload.planning.strategies import PARALLEL
+from shardload.planning.strategies import PARALLEL, plan_schedules
 from shardload.planning.ways import Sending, choose_way, way_costs
 
 PENCILS = ((), (0,), (1,))
