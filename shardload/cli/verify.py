@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import IO, Any
 
@@ -51,8 +53,19 @@ def run(file: str, axes: Mapping[str, int], parts: tuple[Any, ...], as_json: boo
     int
         Exit code: 0 if the check passed, else 1.
     """
-    with own_stdout() as out:
+    with own_stdout() as out, _with_64_bit_types():
         return _run(out, file, axes, parts, as_json, how)
+
+
+@contextmanager
+def _with_64_bit_types() -> Iterator[None]:
+    """Have JAX keep the types of files of float64 or int64, unless the environment says whether it should."""
+    before = jax.config.read("jax_enable_x64")
+    jax.config.update("jax_enable_x64", before if "JAX_ENABLE_X64" in os.environ else True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_x64", before)
 
 
 def _run(out: IO[str], file: str, axes: Mapping[str, int], parts: tuple[Any, ...], as_json: bool, how: dict[str, Any]) -> int:

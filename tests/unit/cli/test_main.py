@@ -533,17 +533,25 @@ def test_messages_with_other_words_in_commands_are_still_so_worded() -> None:
     assert not lost
 
 
-def test_how_to_switch_64_bit_types_on_in_a_shell(tmp_path: Path) -> None:
-    """Wrong if a command told people to write Python."""
+def test_64_bit_types_in_a_shell(tmp_path: Path) -> None:
+    """Wrong if values were compared as float32, if a file of float64 needed a variable, or if a command told people to write
+    Python.
+    """
     with h5py.File(tmp_path / "x.h5", "w") as file:
-        file["x"] = np.arange(4.0)
-    done = subprocess.run(
-        [sys.executable, "-m", "shardload", "verify", tmp_path / "x.h5", "--mesh", "a=2", "--spec", "a"],
-        env={name: value for name, value in os.environ.items() if name != "JAX_ENABLE_X64"} | {"JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+        file["x"] = np.arange(4.0) + 2.0**-40
+
+    def verify(**more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "shardload", "verify", tmp_path / "x.h5", "--mesh", "a=2", "--spec", "a"],
+            env={k: v for k, v in os.environ.items() if k != "JAX_ENABLE_X64"} | {"JAX_PLATFORMS": "cpu"} | more,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    done = verify()
+    assert done.returncode == 0 and "4 float64 as slab" in " ".join(done.stdout.split()), done
+    done = verify(JAX_ENABLE_X64="0")
     assert done.returncode == 1 and "jax.config" not in done.stderr, done
     assert "Switch them on: type JAX_ENABLE_X64=1 in front of the command. Or pass --dtype float32" in done.stderr
 
