@@ -12,13 +12,16 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from shardload.cli.arguments import (
     as_typed,
@@ -34,6 +37,7 @@ from shardload.cli.arguments import (
     parse_spec,
     show_error,
 )
+from shardload.comm.environment import launched, task
 from shardload.errors import ConfigError, ShardloadError, printable
 from shardload.options import DEFAULTS, OPTIONS
 from shardload.system.terminal import Column, fit_table, width_of, wrap
@@ -82,8 +86,34 @@ MachineText = Annotated[
 RanksPerNode = Annotated[int | None, typer.Option(help=_HELP["ranks_per_node"])]
 Processes = Annotated[int | None, typer.Option(help=_HELP["processes"])]
 
+_UsageError: Any = typer.BadParameter.__base__  # of which are all wrong options; typer does not export it
+_LATER_SECONDS = 2.0
+
+
+class _Commands(TyperGroup):
+    """The commands. What is wrong with the options of a job is said once, by its first task.
+
+    Tasks cannot ask each other: MPI has not been started. Some launchers (Open MPI's, ``srun -K``) end a job at the first task
+    that fails, so the others wait for the first one's message. If they still run then, the first task may be late: they say it
+    too. MPICH's launcher waits for all tasks.
+    """
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command."""
+        try:
+            return super().invoke(ctx)
+        except _UsageError as error:
+            launcher, n = launched(os.environ)
+            if n > 1 and task(os.environ) > 0:
+                time.sleep(_LATER_SECONDS)
+                if launcher == "mpiexec":
+                    raise typer.Exit(error.exit_code) from error
+            raise
+
+
 app = typer.Typer(
     name="shardload",
+    cls=_Commands,
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,

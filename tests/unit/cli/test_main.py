@@ -533,6 +533,35 @@ def test_messages_with_other_words_in_commands_are_still_so_worded() -> None:
     assert not lost
 
 
+@pytest.mark.parametrize(
+    "wrong", [("verif",), ("verify", "x.h5", "--oops"), ("verify", "x.h5", "--mesh", "a=2", "--spec", "b")]
+)
+@pytest.mark.parametrize(
+    ("of_task", "n_slept", "is_said"),
+    [
+        ({}, 0, True),
+        ({"PMI_RANK": "0", "PMI_SIZE": "4"}, 0, True),
+        ({"PMI_RANK": "3", "PMI_SIZE": "4"}, 1, False),
+        ({"PMI_RANK": "0", "PMI_SIZE": "1"}, 0, True),
+        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4"}, 0, True),
+        ({"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4"}, 1, True),
+        ({"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4"}, 1, True),
+    ],
+)
+def test_what_is_wrong_with_options_is_said_by_the_first_task_first(
+    monkeypatch: pytest.MonkeyPatch, wrong: tuple[str, ...], of_task: dict[str, str], n_slept: int, is_said: bool
+) -> None:
+    """Wrong if each of a thousand tasks printed it, or if a launcher could end the job before task 0 has."""
+    slept: list[float] = []
+    monkeypatch.setattr(cli.time, "sleep", slept.append)
+    for name in ("PMI_RANK", "PMI_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in of_task.items():
+        monkeypatch.setenv(name, value)
+    code, out, err = run(*wrong)
+    assert (code, out, len(slept), "Usage: " in err) == (2, "", n_slept, is_said)
+
+
 def test_64_bit_types_in_a_shell(tmp_path: Path) -> None:
     """Wrong if values were compared as float32, if a file of float64 needed a variable, or if a command told people to write
     Python.
