@@ -478,12 +478,13 @@ def describe(array: Any, path: str, name: str, access: Access = STRICT) -> Array
     access : Access
         What the caller allows.
     """
-    refused = refusal(array.dtype) or _unsafe(array) or refuse_codecs(array.metadata, access) or _unbounded(array, access)
+    refused = refusal(array.dtype) or _unsafe(array) or refuse_codecs(array.metadata, access)
     grid = array.metadata.to_dict().get("chunk_grid")
-    if isinstance(grid, dict) and grid.get("name") != "regular":
+    if isinstance(grid, dict) and grid.get("name") != "regular":  # zarr-python may raise if asked for its chunks or shards
         refused = refused or f"chunks of a '{grid.get('name')}' grid; only regular grids can be loaded"
         chunks = shards = None
     else:
+        refused = refused or _unbounded(array, access)
         chunks, shards = array.chunks, array.shards
     refused = refused or unaddressable(array.shape, chunks) or unaddressable(array.shape, shards)
     return ArrayInfo(

@@ -24,6 +24,7 @@ from shardload.errors import ConfigError, SourceError
 from shardload.formats.access import Access
 from shardload.formats.base import ArrayInfo
 from shardload.formats.lookup import find_array, list_arrays, open_source
+from shardload.formats.zarr.source import describe
 from shardload.planning.region import Region
 from tests.unit.files import DTYPES, check_source, chunks_of, every_second, flat, read_all, write_zarr
 
@@ -265,6 +266,31 @@ def test_what_is_refused_says_what_it_is(tmp_path: Path, zarr_format: Any) -> No
                 attempt(path, name)
             assert (caught.value.path, caught.value.dataset) == (path, "/" + name)
     assert find_array(path).dataset == "/good"
+
+
+def test_a_grid_that_is_not_regular_is_refused(tmp_path: Path) -> None:
+    """Newer versions of zarr-python open such an array, and raise if it is asked for its chunks or shards."""
+    array = zarr.open_array(write_zarr(tmp_path / "a.zarr", {"a": flat((6, 4))}), path="a", mode="r")
+
+    class Metadata:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(array.metadata, name)
+
+        def to_dict(self) -> dict[str, Any]:
+            grid = {"name": "rectilinear", "configuration": {"kind": "inline", "chunk_shapes": [[2, 4], [4]]}}
+            return {**array.metadata.to_dict(), "chunk_grid": grid}
+
+    class Rectilinear:
+        metadata = Metadata()
+
+        def __getattr__(self, name: str) -> Any:
+            if name in ("chunks", "shards"):
+                raise NotImplementedError(f"`{name}` is only defined for arrays using regular chunk grids")
+            return getattr(array, name)
+
+    info = describe(Rectilinear(), "a.zarr", "/a")
+    assert info.refused == "chunks of a 'rectilinear' grid; only regular grids can be loaded"
+    assert (info.shape, info.chunks, info.shards) == ((6, 4), None, None)
 
 
 def test_broken_metadata_is_a_source_error_and_hides_no_other_array(tmp_path: Path) -> None:
