@@ -63,7 +63,7 @@ from shardload.formats.leftovers import ROOTS
 from shardload.formats.zarr.chunks import ZarrChunks, chunk_layout, chunk_reader
 from shardload.formats.zarr.codecs import refuse_codecs
 from shardload.formats.zarr.making import groups_of, properties_of
-from shardload.formats.zarr.metadata import is_stacked
+from shardload.formats.zarr.metadata import is_stacked, n_in_shard
 from shardload.formats.zarr.store import (
     MOST_METADATA_NBYTES,
     WatchedStore,
@@ -182,10 +182,9 @@ class ZarrSource(Source):
         return [index for index in itertools.product(*cells) if is_missing(index)]
 
     def _stored_nbytes(self) -> int:
-        """Bytes of one chunk, or of one shard with its index."""
-        inner, outer = self._info.chunks or (), self._info.shards or self._info.chunks or ()
-        index = 16 * math.prod(-(-n // m) for n, m in zip(outer, inner, strict=True)) if self._info.shards else 0
-        return math.prod(outer) * self._dtype.itemsize + index
+        """Bytes of one chunk, or of one shard with its index, and with those of shards inside."""
+        outer = self._info.shards or self._info.chunks or ()
+        return math.prod(outer) * self._dtype.itemsize + 16 * n_in_shard(self._array.metadata.to_dict())
 
     @functools.cached_property
     def _chunks(self) -> ZarrChunks | None:
@@ -567,9 +566,7 @@ def _unbounded(array: Any, access: Access) -> str | None:
             f"chunks compressed more than once ({_codec(array)}), which only zarr-python decodes, without a limit on the "
             "result's size. Keep them in a folder, with gzip, zstd or Blosc, or write it again with one compressor"
         )
-    if array.shards is None:
-        return None
-    n = math.prod(-(-outer // max(1, inner)) for outer, inner in zip(array.shards, array.chunks, strict=True))
+    n = n_in_shard(array.metadata.to_dict())
     return f"{n} chunks in each shard, more than are read" if 16 * n > _MOST_INDEX_NBYTES else None
 
 
