@@ -504,11 +504,11 @@ def describe(array: Any, path: str, name: str, access: Access = STRICT) -> Array
 
 
 def _dimensions(array: Any) -> tuple[str | None, ...]:
-    """The names of the axes; None for an axis without one."""
+    """The names of the axes; None for an axis without one, or with an empty one."""
     found = getattr(array.metadata, "dimension_names", None) or array.metadata.attributes.get("_ARRAY_DIMENSIONS")
     if not isinstance(found, list | tuple) or len(found) != array.ndim:
         return (None,) * int(array.ndim)
-    return tuple([name if isinstance(name, str) else None for name in found])
+    return tuple([name if isinstance(name, str) and name else None for name in found])
 
 
 def _packing(array: Any) -> Packing:

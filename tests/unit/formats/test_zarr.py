@@ -218,6 +218,15 @@ def test_attributes_and_coordinates(tmp_path: Path, zarr_format: Any) -> None:
 
 
 @pytest.mark.parametrize("zarr_format", [2, 3])
+def test_an_empty_name_is_no_name_of_an_axis(tmp_path: Path, zarr_format: Any) -> None:
+    """The array of a store that is one array has an empty name too, and was taken to be its axis's coordinate."""
+    path, named = str(tmp_path / "a.zarr"), {"dimension_names": [""]} if zarr_format == 3 else {}
+    zarr.create_array(path, data=flat((5,)), zarr_format=zarr_format, **named).attrs["_ARRAY_DIMENSIONS"] = [""]
+    assert find_array(path).dataset == "/"
+    assert open_source(path, "/").labels().dims == (None,)
+
+
+@pytest.mark.parametrize("zarr_format", [2, 3])
 @pytest.mark.parametrize(
     ("dtype", "stored", "told"),
     [
