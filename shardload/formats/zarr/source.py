@@ -24,7 +24,8 @@ import re
 import struct
 import warnings
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numcodecs.errors
@@ -283,6 +284,8 @@ class ZarrFormat(Format):
                 return list(itertools.islice(_describe_folder(path, fence, frozenset(), access=access), limit))
             store = open_store(path, access.allow_external)
             try:
+                if isinstance(inner_store(store), zarr.storage.ZipStore):
+                    return list(itertools.islice(_describe_zip(store, path, access), limit))
                 with _naming_codecs(path, "/"):
                     root = zarr.open(store, mode="r")
                 found = (
@@ -429,22 +432,44 @@ def _describe_folder(
     if real in above or not fence.holds(folder):
         return
     if _is_array(folder, fence):
-        try:
-            array = zarr.open_array(WatchedStore(zarr.storage.LocalStore(folder, read_only=True), fence), mode="r")
-        except _UNKNOWN_CODEC as error:
-            yield ArrayInfo(path, name, "Zarr", (), "unknown", refused=_unknown_codec(error))
-        except Exception as error:
-            if name == "/":
-                raise
-            refused = f"metadata that zarr-python cannot read ({error})"
-            yield ArrayInfo(path, name, "Zarr", (), "unknown", refused=refused)
-        else:
-            yield describe(array, path, name, access)
+        store = WatchedStore(zarr.storage.LocalStore(folder, read_only=True), fence)
+        yield from _described(lambda: zarr.open_array(store, mode="r"), path, name, access)
         return
     # An array's own folder is never listed: it may hold a million chunks.
     for entry in sorted(os.listdir(folder)):
         if any(os.path.exists(os.path.join(folder, entry, mark)) for mark in _MARKS):
             yield from _describe_folder(path, fence, above | {real}, f"{name.rstrip('/')}/{entry}", access)
+
+
+def _describe_zip(store: WatchedStore, path: str, access: Access) -> Iterator[ArrayInfo]:
+    """Do the same for a zip file, whose entries say where metadata are. Consolidated metadata may be old, and are not used."""
+    entries = (entry.filename.split("/") for entry in zip_entries(path))
+    folders = {tuple(parts[:-1]) for parts in entries if parts[-1] in ("zarr.json", ".zarray")}
+    array: tuple[str, ...] | None = None  # the last one: no other is below it
+    for parts in sorted(folders):
+        if (array is not None and parts[: len(array)] == array) or {"", ".", ".."} & set(parts):
+            continue
+        below = "/".join(parts)
+        node = partial(zarr.open, store, mode="r", path=below or None, use_consolidated=False)
+        for info in _described(node, path, f"/{below}", access):
+            array = parts
+            yield info
+
+
+def _described(node: Callable[[], Any], path: str, name: str, access: Access) -> Iterator[ArrayInfo]:
+    """Describe what `node` opens, if it is an array; with the reason, if it cannot be opened."""
+    try:
+        found = node()
+    except _UNKNOWN_CODEC as error:
+        yield ArrayInfo(path, name, "Zarr", (), "unknown", refused=_unknown_codec(error))
+    except Exception as error:
+        if name == "/":
+            raise
+        refused = f"metadata that zarr-python cannot read ({error})"
+        yield ArrayInfo(path, name, "Zarr", (), "unknown", refused=refused)
+    else:
+        if isinstance(found, zarr.Array):
+            yield describe(found, path, name, access)
 
 
 def _is_array(folder: str, fence: Fence) -> bool:

@@ -178,6 +178,26 @@ def test_zip_stores_and_urls(tmp_path: Path) -> None:
             attempt("s3://bucket/a.zarr")
 
 
+@pytest.mark.parametrize("zarr_format", [2, 3])
+def test_a_zip_file_is_listed_by_its_entries(tmp_path: Path, zarr_format: Any) -> None:
+    """Wrong if consolidated metadata that are old hid an array or its length, or a broken array hid the others."""
+    path = write_zarr(tmp_path / "a.zarr", {"g/a": flat((5, 7)), "g/b": flat((3,))}, zarr_format)
+    zarr.consolidate_metadata(path)
+    group = zarr.open_group(path, use_consolidated=False)
+    group.create_array("new", data=flat((4,)))
+    group.create_array("broken", data=flat((4,)))
+    grown = group["g/a"]
+    assert isinstance(grown, zarr.Array)
+    grown.append(flat((2, 7)))
+    file = tmp_path / "a.zarr" / "broken" / ("zarr.json" if zarr_format == 3 else ".zarray")
+    file.write_text(file.read_text().replace("float32", "float31").replace("<f4", "<f5"))
+    packed = shutil.make_archive(str(tmp_path / "a"), "zip", path)
+    found = {info.dataset: info for info in list_arrays(packed)}
+    assert {name: info.shape for name, info in found.items()} == {"/broken": (), "/g/a": (7, 7), "/g/b": (3,), "/new": (4,)}
+    assert [name for name, info in found.items() if info.refused] == ["/broken"]
+    assert [info.dataset for info in list_arrays(path)] == list(found)
+
+
 def test_the_store_is_one_array(tmp_path: Path) -> None:
     path = str(tmp_path / "a.zarr")
     zarr.create_array(path, data=flat((5, 7)), chunks=(2, 3))
