@@ -493,7 +493,8 @@ def save(
     dims : tuple of str, optional, or dict by name
         Name of each axis. In netCDF4 these are dimensions; an array of one axis that has its name is its coordinate.
     unlimited : str, int or tuple of them, optional, or dict by name
-        Axes that can grow, for `append`: names in `dims`, such as ``"time"``, or numbers. In Zarr every axis can.
+        Axes that can grow, for `append`: names in `dims`, such as ``"time"``, or numbers. In Zarr every axis can; chunks may be
+        longer than the array along these only.
     attrs : dict, optional
         Attributes of the array. For a dict of arrays, a dict by name: ``{"rho": {"units": "kg/m3"}, "/": {"title": "run 7"}}``,
         where ``"/"`` is the file.

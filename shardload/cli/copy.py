@@ -105,8 +105,8 @@ _FIRST = re.compile(r"^(chunks|shards|compression|unlimited|format|mode|dtype|ve
 def copy_as_typed(message: str) -> str:
     """A message of the library with the flags of ``copy``.
 
-    >>> copy_as_typed("'/a' has compression but no chunks; compression are of chunks. Pass chunks=, such as (64, 64)")
-    "'/a' has compression but no chunks; compression are of chunks. Type --chunks 64,64"
+    >>> copy_as_typed("'/a' has compression but no chunks; only chunks are compressed. Pass chunks=, such as (64, 64)")
+    "'/a' has compression but no chunks; only chunks are compressed. Type --chunks 64,64"
     >>> copy_as_typed("'out.h5' exists, and mode is 'w-'. Pass mode='w' to replace it, or choose another name")
     "'out.h5' exists, and mode is 'w-'. Type --mode w to replace it, or choose another name"
     """

@@ -249,6 +249,8 @@ def no_arrays_below(path: str, group: str, infos: Sequence[ArrayInfo]) -> Config
         return ConfigError(f"'{path}' holds no array that can be loaded below '{name}'. It holds there {some(told)}.")
     if any(info.dataset == group for info in infos):
         return ConfigError(f"'{group}' in '{path}' is an array, not a group. Pass dataset='{group}'.")
+    if not infos:
+        return ConfigError(f"'{path}' holds no arrays.")
     groups = sorted({info.dataset.rpartition("/")[0] for info in infos} - {""})
     if not groups:
         return ConfigError(f"'{path}' holds no group '{name}'. Pass '*' for all of its {len(infos)} arrays.")

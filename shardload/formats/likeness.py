@@ -175,7 +175,7 @@ def marked(kind: str, name: str, attrs: Mapping[str, Any], dtype: np.dtype[Any])
     """Attributes and fill value with which a ``_FillValue`` among `attrs` marks missing data, as a format says it.
 
     It gets the array's type, as CF asks for; numbers without a type of their own are rounded to it. In plain HDF5 it is an
-    attribute like others, and stays what it is if it has no value of that type.
+    attribute like others, and stays what it is if it has no value of that type. None marks nothing, as in xarray.
 
     Raises
     ------
@@ -188,9 +188,9 @@ def marked(kind: str, name: str, attrs: Mapping[str, Any], dtype: np.dtype[Any])
     ({'units': 'K'}, np.float32(1e+20))
     """
     found = dict(attrs)
-    if found.get("_FillValue") is None:
+    value = found.pop("_FillValue", None)
+    if value is None:
         return found, None
-    value = found.pop("_FillValue")
     if kind == "zarr" and _is_as_xarray(value, dtype):
         return found | {"_FillValue": value}, None
     try:

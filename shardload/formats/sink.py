@@ -141,10 +141,8 @@ class ArraySpec:
         is_plain = chunks is None and not self.unlimited
         compression, checksum = Compression.of(self.compression), self.checksum
         if is_plain and shape and 0 not in shape and (compression is not None or checksum):
-            what = "compression" if compression else "checksums"
-            raise ConfigError(
-                f"{name!r} has {what} but no chunks; {what} are of chunks. Pass chunks=, such as {_example(shape)}"
-            )
+            what, why = ("compression", "are compressed") if compression else ("checksums", "have them")
+            raise ConfigError(f"{name!r} has {what} but no chunks; only chunks {why}. Pass chunks=, such as {_example(shape)}")
         if chunks is None and self.unlimited:
             raise ConfigError(f"{name!r} has an axis that may grow, but no chunks. Pass chunks=, such as {_example(shape)}")
         if chunks is None:

@@ -333,6 +333,28 @@ def test_after_a_save_and_with_padding(ranks: Any, shared_tmp_path: Path) -> Non
     on_root(ranks, lambda: np.testing.assert_array_equal(np.asarray(zarr.open_group(str(path))["rho"][...]), expected))  # type: ignore[index]
 
 
+@pytest.mark.parametrize("n", [1, 0])
+@pytest.mark.parametrize(("kind", "shards"), [("zarr", None), ("zarr", (8, 16)), ("zarr2", None)])
+def test_chunks_that_are_longer_than_a_store_is_yet(ranks: Any, shared_tmp_path: Path, kind: Any, shards: Any, n: int) -> None:
+    """Wrong if chunks were cut to the first step of a run, which would then have a file for each step and time."""
+    path, mesh, values = shared_tmp_path / "run.zarr", mesh_of(), ramp((7, X))
+    first = {"rho": put(values[:n], mesh, P(None, "a")), "time": _times(n)}
+    dims, chunks = {"rho": ("time", "x"), "time": ("time",)}, {"rho": (4, 8)} if n else {"rho": (4, 8), "time": (512,)}
+    more = {} if shards is None else {"shards": {"rho": shards}}
+    shardload.save(path, first, format=kind, dims=dims, chunks=chunks, unlimited="time", **more)
+    shardload.append(path, {"rho": put(values[n:], mesh, P(None, "a")), "time": _times(7)[n:]}, dim="time")
+
+    def look() -> None:
+        group = zarr.open_group(str(path), mode="r")
+        rho, time = group["rho"], group["time"]
+        assert isinstance(rho, zarr.Array) and isinstance(time, zarr.Array)
+        np.testing.assert_array_equal(np.asarray(rho[...]), values)
+        np.testing.assert_array_equal(np.asarray(time[...]), _times(7))
+        assert (rho.chunks, rho.shards, time.chunks) == ((4, 8), shards, (512,))
+
+    on_root(ranks, look)
+
+
 @pytest.mark.parametrize("name", ["run.h5", "run.nc"])
 def test_after_a_save_with_axes_that_can_grow(ranks: Any, shared_tmp_path: Path, name: str) -> None:
     """Wrong if `unlimited` meant another axis, were forgotten for the coordinate, or gave a chunk to each element of it."""

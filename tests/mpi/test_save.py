@@ -375,7 +375,7 @@ def test_what_marks_missing_data(comm: Any, shared_tmp_path: Path, kind: str) ->
     whole = np.ma.masked_array(np.arange(3.0), False)  # as netCDF4-python gives it
     shardload.save(shared_tmp_path / f"packed-{name}", {"t": packed}, like=like, **how)
     shardload.save(shared_tmp_path / f"decoded-{name}", {"t": decoded}, like=like, **how)
-    for k, fill in enumerate((-9, -9.0, np.float32(-9), np.nan)):
+    for k, fill in enumerate((-9, -9.0, np.float32(-9), np.nan, None)):
         shardload.save(shared_tmp_path / f"{k}-{name}", {"t": plain, "w": whole}, attrs={"t": {"_FillValue": fill}}, **how)
 
     def look() -> None:
@@ -387,12 +387,15 @@ def test_what_marks_missing_data(comm: Any, shared_tmp_path: Path, kind: str) ->
                 np.testing.assert_allclose(found.t.values, wanted, rtol=0 if exact else 1e-6)
                 np.testing.assert_array_equal(found.z.values, levels)
                 assert found.t.units == "K" and (found.t.dtype == wanted.dtype or not exact)
-        for k in range(4):
+        for k in range(5):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # h5netcdf: axes have no names
                 with xarray.open_dataset(shared_tmp_path / f"{k}-{name}", engine=engine) as found:
                     assert np.isnan(found.t.values[0, 0, 0]) == (k < 3)
-                    assert kind == "zarr" or found.t.encoding["_FillValue"].dtype == np.float32
+                    if k == 4:
+                        assert "_FillValue" not in found.t.encoding | found.t.attrs
+                    else:
+                        assert kind == "zarr" or found.t.encoding["_FillValue"].dtype == np.float32
                     np.testing.assert_array_equal(found.w.values, whole)
 
     on_root(comm, look)

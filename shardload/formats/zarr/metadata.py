@@ -19,7 +19,7 @@ from shardload.formats.access import STRICT, Access
 from shardload.formats.codecs import Stage
 from shardload.formats.zarr.codecs import SURVIVED
 
-__all__ = ["MOST_INDEX_NBYTES", "Layout", "NotCovered", "codecs_of_2", "is_stacked", "layout_of"]
+__all__ = ["MOST_INDEX_NBYTES", "Layout", "NotCovered", "codecs_of_2", "is_stacked", "layout_of", "n_in_shard"]
 
 # The index of a shard is read whole and kept. An array whose shards have longer indexes is not covered.
 MOST_INDEX_NBYTES = 2**24
@@ -139,6 +139,23 @@ def _n_compressors(chain: Sequence[Any], access: Access) -> int:
         options = {} if isinstance(entry, str) else entry.get("configuration") or {}
         n += max((_n_compressors(options[key], access) for key in ("codecs", "index_codecs") if key in options), default=0)
     return n
+
+
+def n_in_shard(metadata: Mapping[str, Any]) -> int:
+    """The chunks inside one chunk of a regular grid, in shards of all levels: each has an entry in an index."""
+    if metadata.get("zarr_format") != 3:
+        return 0
+    return _n_inside(metadata["codecs"], math.prod(metadata["chunk_grid"]["configuration"]["chunk_shape"]))
+
+
+def _n_inside(chain: Sequence[Any], n_elements: int) -> int:
+    """`n_in_shard` for a chain of codecs and the elements that it encodes. Other codecs leave their number as it is."""
+    for entry in chain:
+        if not isinstance(entry, str) and entry["name"] == "sharding_indexed":
+            options = entry["configuration"]
+            n_inner = max(1, math.prod(map(int, options["chunk_shape"])))
+            return -(-n_elements // n_inner) * (1 + _n_inside(options["codecs"], n_inner))
+    return 0
 
 
 def _layout_2(metadata: Mapping[str, Any], dtype: np.dtype[Any]) -> Layout:

@@ -24,7 +24,8 @@ import re
 import struct
 import warnings
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numcodecs.errors
@@ -63,7 +64,7 @@ from shardload.formats.leftovers import ROOTS
 from shardload.formats.zarr.chunks import ZarrChunks, chunk_layout, chunk_reader
 from shardload.formats.zarr.codecs import refuse_codecs
 from shardload.formats.zarr.making import groups_of, properties_of
-from shardload.formats.zarr.metadata import is_stacked
+from shardload.formats.zarr.metadata import is_stacked, n_in_shard
 from shardload.formats.zarr.store import (
     MOST_METADATA_NBYTES,
     WatchedStore,
@@ -182,10 +183,9 @@ class ZarrSource(Source):
         return [index for index in itertools.product(*cells) if is_missing(index)]
 
     def _stored_nbytes(self) -> int:
-        """Bytes of one chunk, or of one shard with its index."""
-        inner, outer = self._info.chunks or (), self._info.shards or self._info.chunks or ()
-        index = 16 * math.prod(-(-n // m) for n, m in zip(outer, inner, strict=True)) if self._info.shards else 0
-        return math.prod(outer) * self._dtype.itemsize + index
+        """Bytes of one chunk, or of one shard with its index, and with those of shards inside."""
+        outer = self._info.shards or self._info.chunks or ()
+        return math.prod(outer) * self._dtype.itemsize + 16 * n_in_shard(self._array.metadata.to_dict())
 
     @functools.cached_property
     def _chunks(self) -> ZarrChunks | None:
@@ -284,6 +284,8 @@ class ZarrFormat(Format):
                 return list(itertools.islice(_describe_folder(path, fence, frozenset(), access=access), limit))
             store = open_store(path, access.allow_external)
             try:
+                if isinstance(inner_store(store), zarr.storage.ZipStore):
+                    return list(itertools.islice(_describe_zip(store, path, access), limit))
                 with _naming_codecs(path, "/"):
                     root = zarr.open(store, mode="r")
                 found = (
@@ -430,22 +432,44 @@ def _describe_folder(
     if real in above or not fence.holds(folder):
         return
     if _is_array(folder, fence):
-        try:
-            array = zarr.open_array(WatchedStore(zarr.storage.LocalStore(folder, read_only=True), fence), mode="r")
-        except _UNKNOWN_CODEC as error:
-            yield ArrayInfo(path, name, "Zarr", (), "unknown", refused=_unknown_codec(error))
-        except Exception as error:
-            if name == "/":
-                raise
-            refused = f"metadata that zarr-python cannot read ({error})"
-            yield ArrayInfo(path, name, "Zarr", (), "unknown", refused=refused)
-        else:
-            yield describe(array, path, name, access)
+        store = WatchedStore(zarr.storage.LocalStore(folder, read_only=True), fence)
+        yield from _described(lambda: zarr.open_array(store, mode="r"), path, name, access)
         return
     # An array's own folder is never listed: it may hold a million chunks.
     for entry in sorted(os.listdir(folder)):
         if any(os.path.exists(os.path.join(folder, entry, mark)) for mark in _MARKS):
             yield from _describe_folder(path, fence, above | {real}, f"{name.rstrip('/')}/{entry}", access)
+
+
+def _describe_zip(store: WatchedStore, path: str, access: Access) -> Iterator[ArrayInfo]:
+    """Do the same for a zip file, whose entries say where metadata are. Consolidated metadata may be old, and are not used."""
+    entries = (entry.filename.split("/") for entry in zip_entries(path))
+    folders = {tuple(parts[:-1]) for parts in entries if parts[-1] in ("zarr.json", ".zarray")}
+    array: tuple[str, ...] | None = None  # the last one: no other is below it
+    for parts in sorted(folders):
+        if (array is not None and parts[: len(array)] == array) or {"", ".", ".."} & set(parts):
+            continue
+        below = "/".join(parts)
+        node = partial(zarr.open, store, mode="r", path=below or None, use_consolidated=False)
+        for info in _described(node, path, f"/{below}", access):
+            array = parts
+            yield info
+
+
+def _described(node: Callable[[], Any], path: str, name: str, access: Access) -> Iterator[ArrayInfo]:
+    """Describe what `node` opens, if it is an array; with the reason, if it cannot be opened."""
+    try:
+        found = node()
+    except _UNKNOWN_CODEC as error:
+        yield ArrayInfo(path, name, "Zarr", (), "unknown", refused=_unknown_codec(error))
+    except Exception as error:
+        if name == "/":
+            raise
+        refused = f"metadata that zarr-python cannot read ({error})"
+        yield ArrayInfo(path, name, "Zarr", (), "unknown", refused=refused)
+    else:
+        if isinstance(found, zarr.Array):
+            yield describe(found, path, name, access)
 
 
 def _is_array(folder: str, fence: Fence) -> bool:
@@ -478,12 +502,13 @@ def describe(array: Any, path: str, name: str, access: Access = STRICT) -> Array
     access : Access
         What the caller allows.
     """
-    refused = refusal(array.dtype) or _unsafe(array) or refuse_codecs(array.metadata, access) or _unbounded(array, access)
+    refused = refusal(array.dtype) or _unsafe(array) or refuse_codecs(array.metadata, access)
     grid = array.metadata.to_dict().get("chunk_grid")
-    if isinstance(grid, dict) and grid.get("name") != "regular":
+    if isinstance(grid, dict) and grid.get("name") != "regular":  # zarr-python may raise if asked for its chunks or shards
         refused = refused or f"chunks of a '{grid.get('name')}' grid; only regular grids can be loaded"
         chunks = shards = None
     else:
+        refused = refused or _unbounded(array, access)
         chunks, shards = array.chunks, array.shards
     refused = refused or unaddressable(array.shape, chunks) or unaddressable(array.shape, shards)
     return ArrayInfo(
@@ -504,11 +529,11 @@ def describe(array: Any, path: str, name: str, access: Access = STRICT) -> Array
 
 
 def _dimensions(array: Any) -> tuple[str | None, ...]:
-    """The names of the axes; None for an axis without one."""
+    """The names of the axes; None for an axis without one, or with an empty one."""
     found = getattr(array.metadata, "dimension_names", None) or array.metadata.attributes.get("_ARRAY_DIMENSIONS")
     if not isinstance(found, list | tuple) or len(found) != array.ndim:
         return (None,) * int(array.ndim)
-    return tuple([name if isinstance(name, str) else None for name in found])
+    return tuple([name if isinstance(name, str) and name else None for name in found])
 
 
 def _packing(array: Any) -> Packing:
@@ -566,9 +591,7 @@ def _unbounded(array: Any, access: Access) -> str | None:
             f"chunks compressed more than once ({_codec(array)}), which only zarr-python decodes, without a limit on the "
             "result's size. Keep them in a folder, with gzip, zstd or Blosc, or write it again with one compressor"
         )
-    if array.shards is None:
-        return None
-    n = math.prod(-(-outer // max(1, inner)) for outer, inner in zip(array.shards, array.chunks, strict=True))
+    n = n_in_shard(array.metadata.to_dict())
     return f"{n} chunks in each shard, more than are read" if 16 * n > _MOST_INDEX_NBYTES else None
 
 

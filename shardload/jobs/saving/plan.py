@@ -247,7 +247,7 @@ def _check_unlimited(asked: SaveArguments) -> None:
                 raise ConfigError(f"unlimited of '{one.name}' is {name!r}; {has}")
 
 
-def _unlimited(one: ToSave, kind: str) -> tuple[int, ...]:
+def _unlimited(one: ToSave) -> tuple[int, ...]:
     """The axes of an array that can grow, by number. Of a name that another array has, none."""
     found = set()
     for axis in one.unlimited:
@@ -257,12 +257,12 @@ def _unlimited(one: ToSave, kind: str) -> tuple[int, ...]:
             found.add(axis % len(one.shape))
         else:
             raise ConfigError(f"unlimited of '{one.name}' is axis {axis}; expected one of an array of shape {one.shape}")
-    return () if kind.startswith("zarr") else tuple(sorted(found))
+    return tuple(sorted(found))
 
 
 def _spec(one: ToSave, shards: Shards, kind: str, cap_nbytes: int) -> tuple[ArraySpec, bool]:
     """How an array is stored, and whether its chunks were chosen here."""
-    chunks, is_chosen, unlimited = one.chunks, False, _unlimited(one, kind)
+    chunks, is_chosen, unlimited = one.chunks, False, _unlimited(one)
     if chunks == AUTO:
         chunks = None
         if one.shards is not None:
@@ -273,6 +273,8 @@ def _spec(one: ToSave, shards: Shards, kind: str, cap_nbytes: int) -> tuple[Arra
             chunks, is_chosen = plan_chunks(one.shape, one.dtype.itemsize, shards, cap_nbytes), True
             if unlimited and len(one.shape) == 1:  # a time axis: not a chunk for each element that comes
                 chunks = (max(chunks[0], _CHUNK_OF_COORDINATE),)
+    if kind.startswith("zarr") and chunks is None:  # every axis can grow there, and one chunk is the whole array
+        unlimited = ()
     attrs, fill = marked(kind, one.name, one.attrs, one.dtype)
     return (
         ArraySpec(

@@ -22,6 +22,7 @@ import shardload
 from shardload.errors import ConfigError, SourceError
 from shardload.formats import registry
 from shardload.formats.base import ArrayInfo, Format, Source, json_value, refusal
+from shardload.formats.diagnosis import no_arrays_below
 from shardload.formats.hdf5 import source as hdf5_module
 from shardload.formats.lookup import find_array, list_arrays, open_source, read_small, split_path
 from shardload.formats.memory import FORMAT, MemorySource
@@ -193,6 +194,7 @@ def test_no_array_to_load(write: Write, tmp_path: Path) -> None:
         find_array(path)
     with pytest.raises(ConfigError, match="holds no array '/a', nor any other"):
         find_array(path, "a")
+    assert str(no_arrays_below(path, "", [])) == f"'{path}' holds no arrays."
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file["lat"] = flat((3,))
         file["lat"].make_scale("lat")

@@ -24,6 +24,7 @@ from shardload.errors import ConfigError, SourceError
 from shardload.formats.access import Access
 from shardload.formats.base import ArrayInfo
 from shardload.formats.lookup import find_array, list_arrays, open_source
+from shardload.formats.zarr.source import describe
 from shardload.planning.region import Region
 from tests.unit.files import DTYPES, check_source, chunks_of, every_second, flat, read_all, write_zarr
 
@@ -177,6 +178,26 @@ def test_zip_stores_and_urls(tmp_path: Path) -> None:
             attempt("s3://bucket/a.zarr")
 
 
+@pytest.mark.parametrize("zarr_format", [2, 3])
+def test_a_zip_file_is_listed_by_its_entries(tmp_path: Path, zarr_format: Any) -> None:
+    """Wrong if consolidated metadata that are old hid an array or its length, or a broken array hid the others."""
+    path = write_zarr(tmp_path / "a.zarr", {"g/a": flat((5, 7)), "g/b": flat((3,))}, zarr_format)
+    zarr.consolidate_metadata(path)
+    group = zarr.open_group(path, use_consolidated=False)
+    group.create_array("new", data=flat((4,)))
+    group.create_array("broken", data=flat((4,)))
+    grown = group["g/a"]
+    assert isinstance(grown, zarr.Array)
+    grown.append(flat((2, 7)))
+    file = tmp_path / "a.zarr" / "broken" / ("zarr.json" if zarr_format == 3 else ".zarray")
+    file.write_text(file.read_text().replace("float32", "float31").replace("<f4", "<f5"))
+    packed = shutil.make_archive(str(tmp_path / "a"), "zip", path)
+    found = {info.dataset: info for info in list_arrays(packed)}
+    assert {name: info.shape for name, info in found.items()} == {"/broken": (), "/g/a": (7, 7), "/g/b": (3,), "/new": (4,)}
+    assert [name for name, info in found.items() if info.refused] == ["/broken"]
+    assert [info.dataset for info in list_arrays(path)] == list(found)
+
+
 def test_the_store_is_one_array(tmp_path: Path) -> None:
     path = str(tmp_path / "a.zarr")
     zarr.create_array(path, data=flat((5, 7)), chunks=(2, 3))
@@ -214,6 +235,15 @@ def test_attributes_and_coordinates(tmp_path: Path, zarr_format: Any) -> None:
     assert (infos["/lat"].is_coordinate, infos["/rho"].is_coordinate) == (True, False)
     assert infos["/rho"].attributes == {"scale_factor": 0.5, "_FillValue": -9, "units": "m"}
     assert find_array(tmp_path / "a.zarr").dataset == "/rho"
+
+
+@pytest.mark.parametrize("zarr_format", [2, 3])
+def test_an_empty_name_is_no_name_of_an_axis(tmp_path: Path, zarr_format: Any) -> None:
+    """The array of a store that is one array has an empty name too, and was taken to be its axis's coordinate."""
+    path, named = str(tmp_path / "a.zarr"), {"dimension_names": [""]} if zarr_format == 3 else {}
+    zarr.create_array(path, data=flat((5,)), zarr_format=zarr_format, **named).attrs["_ARRAY_DIMENSIONS"] = [""]
+    assert find_array(path).dataset == "/"
+    assert open_source(path, "/").labels().dims == (None,)
 
 
 @pytest.mark.parametrize("zarr_format", [2, 3])
@@ -265,6 +295,31 @@ def test_what_is_refused_says_what_it_is(tmp_path: Path, zarr_format: Any) -> No
                 attempt(path, name)
             assert (caught.value.path, caught.value.dataset) == (path, "/" + name)
     assert find_array(path).dataset == "/good"
+
+
+def test_a_grid_that_is_not_regular_is_refused(tmp_path: Path) -> None:
+    """Newer versions of zarr-python open such an array, and raise if it is asked for its chunks or shards."""
+    array = zarr.open_array(write_zarr(tmp_path / "a.zarr", {"a": flat((6, 4))}), path="a", mode="r")
+
+    class Metadata:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(array.metadata, name)
+
+        def to_dict(self) -> dict[str, Any]:
+            grid = {"name": "rectilinear", "configuration": {"kind": "inline", "chunk_shapes": [[2, 4], [4]]}}
+            return {**array.metadata.to_dict(), "chunk_grid": grid}
+
+    class Rectilinear:
+        metadata = Metadata()
+
+        def __getattr__(self, name: str) -> Any:
+            if name in ("chunks", "shards"):
+                raise NotImplementedError(f"`{name}` is only defined for arrays using regular chunk grids")
+            return getattr(array, name)
+
+    info = describe(Rectilinear(), "a.zarr", "/a")
+    assert info.refused == "chunks of a 'rectilinear' grid; only regular grids can be loaded"
+    assert (info.shape, info.chunks, info.shards) == ((6, 4), None, None)
 
 
 def test_broken_metadata_is_a_source_error_and_hides_no_other_array(tmp_path: Path) -> None:

@@ -636,6 +636,20 @@ def test_encodings_that_are_left_to_zarr_python(tmp_path: Path, name: str) -> No
     np.testing.assert_array_equal(read_all(source), data)
 
 
+TINY = sharding((1, 1), [{"name": "bytes"}])
+TRANSPOSED = {"name": "transpose", "configuration": {"order": [1, 0]}}
+
+
+@pytest.mark.parametrize("codecs", [[TRANSPOSED, TINY], [sharding((32, 32), [TINY])]])
+def test_shards_with_more_index_than_values(tmp_path: Path, codecs: list[dict[str, Any]]) -> None:
+    """What is stored of tiny chunks is mostly their index, also where only zarr-python sees that there are shards."""
+    data = flat((32, 32), "uint8", first=1)
+    write_tensorstore(tmp_path / "a.zarr", data, chunk_grid=regular(32, 32), codecs=codecs)
+    source = open_source(str(tmp_path / "a.zarr"), "/")
+    assert source.chunk_reader() is None
+    np.testing.assert_array_equal(read_all(source), data)
+
+
 def test_a_setting_that_refuses_missing_chunks_is_honoured(tmp_path: Path) -> None:
     path = write_zarr(tmp_path / "a.zarr", {"a": flat((4, 6))})
     with zarr.config.set({"array.read_missing_chunks": False}):
