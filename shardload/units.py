@@ -11,7 +11,7 @@ from typing import Any
 
 from shardload.errors import ConfigError
 
-__all__ = ["counted", "first_ranks", "format_nbytes", "parse_nbytes", "ranges", "ranks_text", "shown"]
+__all__ = ["counted", "first_ranks", "format_nbytes", "number_text", "parse_nbytes", "ranges", "ranks_text", "shown"]
 
 _MOST_SHOWN = 8  # elements of an array, entries of a list
 _UNITS = {"": 1, "B": 1} | {f"{p}B": 1000 ** (i + 1) for i, p in enumerate("KMGT")}
@@ -68,6 +68,16 @@ def format_nbytes(n: int) -> str:
             break
         value /= 1024
     return f"{n} B" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def number_text(value: float, digits: int) -> str:
+    """A number with so many digits, or with all before the point: never as 1.1e+02.
+
+    >>> number_text(0.00017, 2), number_text(1.23, 2), number_text(112.4, 2), number_text(2048, 3), number_text(8.31e-7, 2)
+    ('0.00017', '1.2', '112', '2,048', '8.3e-07')
+    """
+    text = f"{value:.{digits}g}"
+    return f"{value:,.0f}" if "e+" in text else text
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

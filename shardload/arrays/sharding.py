@@ -76,6 +76,11 @@ def read_sharding(mesh: Any, spec: Any) -> NamedSharding:
         raise ConfigError(
             "a mesh was given without a spec. Pass how the mesh cuts the array: P('a', 'b'), or P() to replicate it"
         )
+    if isinstance(spec, NamedSharding):
+        raise ConfigError(
+            f"the spec after a mesh is a NamedSharding, with {_spec_text(spec.spec)}: pass the sharding alone, in place of "
+            "the mesh"
+        )
     if not isinstance(spec, PartitionSpec):
         if not isinstance(spec, tuple):
             raise ConfigError(f"spec is {spec!r}; expected a PartitionSpec such as P('a', 'b')")

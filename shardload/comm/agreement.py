@@ -21,7 +21,7 @@ import numpy as np
 from shardload.comm.collectives import Collectives
 from shardload.comm.error_codec import as_shardload, from_json, to_json
 from shardload.comm.shelf import Shelf, lay
-from shardload.comm.tracebacks import share
+from shardload.comm.tracebacks import blame_calls, share
 from shardload.errors import PeerError, ShardloadError
 from shardload.system.interruption import let_interruption_pass
 from shardload.units import counted
@@ -429,31 +429,37 @@ class Agreement:
             self.agree(error)
         if 0 in differs:
             other, theirs, reference = self._first_other(asked.kind, asked.title)
-            raise PeerError(
-                f"rank {other} called {theirs}, rank 0 called {reference}: all ranks must make the same calls in the same "
-                "order, and all ranks must pass the same path, sharding and options. Nothing was done",
-                rank=other,
+            raise blame_calls(
+                PeerError(
+                    f"rank {other} called {theirs}, rank 0 called {reference}: all ranks must make the same calls in the same "
+                    "order, and all ranks must pass the same path, sharding and options. Nothing was done",
+                    rank=other,
+                )
             )
         if differs.size:
             other, theirs, reference = self._first_other(names, json.dumps([asked.title, *asked.names]))
             (their_call, *found), (call, *expected) = json.loads(theirs), json.loads(reference)
             told = _tell_names(found, expected)
-            raise PeerError(
-                f"rank {other} called {their_call} with {told[0]}, rank 0 called {call} with {told[1]}: all ranks must pass "
-                "the same arrays, under the same names and in the same order (a set has another order in each process). "
-                "Nothing was done",
-                rank=other,
+            raise blame_calls(
+                PeerError(
+                    f"rank {other} called {their_call} with {told[0]}, rank 0 called {call} with {told[1]}: all ranks must "
+                    "pass the same arrays, under the same names and in the same order (a set has another order in each process)"
+                    ". Nothing was done",
+                    rank=other,
+                )
             )
         _, differs = self._compare([digest_of(v) for v in asked.values.values()], True)
         if not differs.size:
             return
         name, mine = list(asked.values.items())[int(differs[0])]
         other, theirs, reference = self._first_other(mine, mine)
-        raise PeerError(
-            f"rank {other} was called with {name} = {theirs} (digest {digest_of(theirs):016x}), "
-            f"rank 0 with {reference} (digest {digest_of(reference):016x}): all ranks must pass the same path, sharding and "
-            "options. Nothing was done",
-            rank=other,
+        raise blame_calls(
+            PeerError(
+                f"rank {other} was called with {name} = {theirs} (digest {digest_of(theirs):016x}), "
+                f"rank 0 with {reference} (digest {digest_of(reference):016x}): all ranks must pass the same path, sharding "
+                "and options. Nothing was done",
+                rank=other,
+            )
         )
 
     def _first_other(self, mine: str, text: str) -> tuple[int, str, str]:

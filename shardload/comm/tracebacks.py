@@ -4,8 +4,8 @@ An error that the ranks have agreed on is the same everywhere: four ranks would 
 rank 0 shows it, and so does a rank whose error has a cause of its own, which no other rank has seen. Other ranks print one
 line; if there are many ranks, most print nothing.
 
-Where the call or the file is at fault, the traceback ends at the user's own line: the calls inside shardload, and causes that
-the text has already, say nothing more. With ``SHARDLOAD_TRACEBACKS=all`` all ranks show everything.
+Where the program's calls or the file are at fault, the traceback ends at the user's own line: the calls inside shardload, and
+causes that the text has already, say nothing more. With ``SHARDLOAD_TRACEBACKS=all`` all ranks show everything.
 
 Only the text that Python itself prints for an uncaught exception is cut. Code that handles the exception, and a hook that was
 set by others (IPython), get all of it.
@@ -19,12 +19,13 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
-from shardload.errors import ConfigError, ShardloadError, SourceError
+from shardload.errors import ConfigError, PeerError, ShardloadError, SourceError
 
-__all__ = ["is_pythons_own", "is_shown_elsewhere", "share", "show", "text_of"]
+__all__ = ["blame_calls", "is_pythons_own", "is_shown_elsewhere", "share", "show", "text_of"]
 
 _MOST_LINES = 8  # ranks that print a line
 _AGREED = "_shardload_rank"  # attribute of an agreed error: the rank it is raised on, or None if that rank shows it
+_OF_CALLS = "_shardload_of_calls"  # attribute of a `PeerError` whose cause is which calls the program makes
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"  # not resolved: frames name files as they were imported, over links too
 _ALL = "SHARDLOAD_TRACEBACKS=all shows the calls inside shardload\n"
 
@@ -40,6 +41,12 @@ def share(error: ShardloadError, rank: int, size: int, shows: bool | None = None
     setattr(error, _AGREED, None if shows or size == 1 else rank)
     if is_pythons_own():
         sys.excepthook = show
+
+
+def blame_calls(error: PeerError) -> PeerError:
+    """Mark an error of ranks that make different calls, or none: the user's lines say why. Return it."""
+    setattr(error, _OF_CALLS, True)
+    return error
 
 
 def is_shown_elsewhere(error: BaseException) -> bool:
@@ -80,11 +87,11 @@ def text_of(error: BaseException | None) -> str | None:
 
 
 def _end_at_the_call(error: BaseException, found: traceback.TracebackException) -> bool:
-    """Remove what the user did not write from the traceback of a wrong call or file. Return True if something was removed.
+    """Remove what the user did not write from the traceback of wrong calls or files. Return True if something was removed.
 
     A cause that the text does not have stays, with all of its calls.
     """
-    if not isinstance(error, (ConfigError, SourceError)):
+    if not isinstance(error, (ConfigError, SourceError)) and not hasattr(error, _OF_CALLS):
         return False
     own = next((i for i, frame in enumerate(found.stack) if frame.filename.startswith(_PACKAGE)), 0)
     if own:

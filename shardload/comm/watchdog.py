@@ -40,7 +40,7 @@ from shardload.comm.stall_report import (
     text_of_departed,
     text_without_monitor,
 )
-from shardload.comm.tracebacks import share
+from shardload.comm.tracebacks import blame_calls, share
 from shardload.errors import StallError
 
 __all__ = ["Mailbox", "Watchdog", "beat_seconds"]
@@ -117,7 +117,7 @@ class Watchdog:
         self._rank, self._size, self._mailbox, self._clock = rank, size, mailbox, clock
         self._on_stall, self._departed = on_stall, departed
         self._n_agreed = 0
-        self._stall: tuple[str, int | None] | None = None
+        self._stall: tuple[str, int | None, bool] | None = None
         self._shows = False  # whether this rank shows the traceback of the stall
         self._call, self._count, self._n_seen = 0, 0, 0
         self._what, self._phase = "initialize()", "begin"  # until a call says what it is
@@ -253,7 +253,7 @@ class Watchdog:
         self._n_gone = self._n_gone + 1 if gone else 0
         is_alone = self._rank == 0 or 0 in gone or self._mailbox is None
         if gone and (is_alone or self._n_gone > _LEARN_BEATS):  # if there is a monitor, it decides first
-            self._give_up(text_of_departed(self._what, gone), gone[0], gone)
+            self._give_up(text_of_departed(self._what, gone), gone[0], gone, is_departed=True)
 
     def _say(self, make: Callable[[], str]) -> None:
         """Warn once in a call which ranks are late; on one rank only, if ranks can send messages."""
@@ -270,7 +270,7 @@ class Watchdog:
         mailbox = self._mailbox
         for rank, message in () if mailbox is None else mailbox.receive():
             if message["kind"] == _STALLED:
-                self._set_stall(message["text"], message["rank"])
+                self._set_stall(message["text"], message["rank"], message["departed"])
             elif message["kind"] == _BEAT and self._rank == 0 and mailbox is not None:
                 state = RankState(*message["state"])
                 self._note(rank, state)
@@ -307,27 +307,29 @@ class Watchdog:
         lost = {r: state for r, state in self._states.items() if r not in heard and state.call >= self._call}
         return [r for r in ranks if r not in heard and r not in lost], lost, heard
 
-    def _give_up(self, text: str, late: int | None, silent: Sequence[int] = ()) -> None:
-        """Send the decision to all ranks, and raise it; `silent` ranks will not raise it."""
+    def _give_up(self, text: str, late: int | None, silent: Sequence[int] = (), is_departed: bool = False) -> None:
+        """Send the decision to all ranks, and raise it; `silent` ranks will not raise it, and may have departed."""
         self._shows = self._rank == next((rank for rank in range(self._size) if rank not in silent), 0)
         if self._mailbox is not None:
             for rank in range(self._size):
                 if rank != self._rank:
-                    self._mailbox.send(rank, {"kind": _STALLED, "text": text, "rank": late})
+                    self._mailbox.send(rank, {"kind": _STALLED, "text": text, "rank": late, "departed": is_departed})
             self._mailbox.flush()
-        self._set_stall(text, late)
+        self._set_stall(text, late, is_departed)
         self._raise_stall()
 
-    def _set_stall(self, text: str, late: int | None) -> None:
+    def _set_stall(self, text: str, late: int | None, is_departed: bool) -> None:
         if self._stall is None:
-            self._stall = (text, late)
+            self._stall = (text, late, is_departed)
             if self._on_stall is not None:
                 self._on_stall(_LEARN_BEATS * self._interval)
 
     def _raise_stall(self) -> None:
         if self._stall is not None:
-            text, rank = self._stall
+            text, rank, is_departed = self._stall
             error = StallError(text, rank=rank)
+            if is_departed:
+                blame_calls(error)
             share(error, self._rank, self._size, self._shows or self._rank == (1 if rank == 0 else 0))
             raise error
 

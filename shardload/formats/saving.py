@@ -95,6 +95,12 @@ def make_sink(
         full[one] = spec
     if not full:
         raise ConfigError("there are no arrays to save")
+    for one in full:
+        above = one.rpartition("/")[0]
+        while above:
+            if above in full:
+                raise ConfigError(f"'{above}' and '{one}' are both arrays, and an array holds no other. Rename one of them")
+            above = above.rpartition("/")[0]
     for name in group_attrs or {}:
         why = refused_group(kind, name, full)  # (an axis that gets its name later is in the way later: see `name_axes`)
         if why is not None:

@@ -30,7 +30,7 @@ from shardload.planning.staging import MOST_THREADS
 from shardload.planning.strategies import DIRECT, MODES, PARALLEL, ROOT, Direct
 from shardload.planning.traffic import Traffic, count_direct, count_held, count_traffic
 from shardload.planning.ways import Sending, WayCost, choose_way, way_costs
-from shardload.units import format_nbytes
+from shardload.units import format_nbytes, number_text
 
 __all__ = ["DIRECT", "MODES", "PARALLEL", "ROOT", "Cost", "Costs", "Nodes", "choose_mode", "plan_cost"]
 
@@ -339,7 +339,7 @@ def choose_mode(costs: Mapping[str, Cost], n_ranks: int) -> tuple[str, str]:
         return DIRECT, "the array is empty"
     verb = "decode" if direct.chunks_decoded else "read"
     if n_ranks == 1:  # there is no other rank to share reads with
-        return DIRECT, f"one process: it {verb}s what its devices hold, {direct.amplification:.3g}x the array"
+        return DIRECT, f"one process: it {verb}s what its devices hold, {number_text(direct.amplification, 3)}x the array"
     if direct.decoded_nbytes <= _SMALL_NBYTES:
         return DIRECT, f"so little data that each rank best {verb}s what it holds"
     best = direct
@@ -348,13 +348,13 @@ def choose_mode(costs: Mapping[str, Cost], n_ranks: int) -> tuple[str, str]:
             best = costs[mode]
     if best is direct:
         return DIRECT, (
-            f"each rank {verb}s what it holds, {direct.amplification:.3g}x the array in all: "
+            f"each rank {verb}s what it holds, {number_text(direct.amplification, 3)}x the array in all: "
             f"no dearer than {_sent(costs[PARALLEL])}{_slowest(direct)}"
         )
     runs = f" in {direct.runs:,} runs of {format_nbytes(direct.reader_nbytes // direct.runs)}" if direct.runs else ""
     who = "once in the job" if best.mode == PARALLEL else "once, by one rank for all"
     return best.mode, (
-        f"each rank by itself would {verb} {direct.amplification:.3g}x the array in all{runs}; "
+        f"each rank by itself would {verb} {number_text(direct.amplification, 3)}x the array in all{runs}; "
         f"{who}, and {_sent(best)}, is about {direct.seconds / best.seconds:.1f}x faster"
         f"{_slowest(direct, ' of the former')}{_slowest(best)}"
     )

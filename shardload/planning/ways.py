@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from shardload.planning.hops import BUNDLE_NBYTES, MESSAGES, NODES, ROW_NBYTES, SMALL_BUNDLE_NBYTES, TWO_HOPS, grid_of
 from shardload.planning.rates import WIRE_RATE
-from shardload.units import format_nbytes
+from shardload.units import format_nbytes, number_text
 
 __all__ = ["Sending", "WayCost", "choose_way", "way_costs"]
 
@@ -106,7 +106,7 @@ def choose_way(costs: Sequence[WayCost]) -> tuple[WayCost, str]:
     if best.seconds < _MARGIN * simplest.seconds and simplest.seconds - best.seconds > _LEAST_SAVED_SECONDS:
         return best, (
             f"{_count(best)} in place of {simplest.messages:,.0f} messages of {format_nbytes(int(simplest.message_nbytes))}, "
-            f"{simplest.partners:,} partners, {simplest.seconds:.2g} s"
+            f"{simplest.partners:,} partners, {number_text(simplest.seconds, 2)} s"
         )
     if simplest.way != MESSAGES:
         return simplest, _count(simplest)
@@ -116,7 +116,7 @@ def choose_way(costs: Sequence[WayCost]) -> tuple[WayCost, str]:
 def _count(cost: WayCost) -> str:
     return (
         f"{cost.messages:,.0f} messages of {format_nbytes(int(cost.message_nbytes))}, each rank with up to {cost.partners:,} "
-        f"partners, {cost.seconds:.2g} s"
+        f"partners, {number_text(cost.seconds, 2)} s"
     )
 
 

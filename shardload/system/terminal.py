@@ -173,8 +173,17 @@ def _drawn(columns: Sequence[Column], rows: Sequence[Sequence[str]], rule: bool)
         for row in table
     ]
     if rule:
-        lines.insert(1, "─" * (sum(widths) + 2 * (len(widths) - 1)))
+        lines.insert(1, _rule() * (sum(widths) + 2 * (len(widths) - 1)))
     return [line.rstrip() for line in lines]
+
+
+def _rule() -> str:
+    """What a rule is drawn with: standard output may be unable to hold more than ASCII (LC_ALL=POSIX, latin-1)."""
+    try:
+        "─".encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+    except (UnicodeEncodeError, LookupError):
+        return "-"
+    return "─"
 
 
 def say_error(text: str) -> None:

@@ -533,6 +533,11 @@ def test_bad_arguments(comm: Any, shared_tmp_path: Path) -> None:
         (path, {"a": np.ma.masked_less(np.arange(3.0), 1)}, {}, "'/a' has masked elements, and files have none. Save x.filled"),
         (path, x, {"attrs": {"_FillValue": 1e300}, "format": "netcdf4"}, "the fill value of '/data' is np.float64(1e+300)"),
         (path, {"a": x, "/a": x}, {}, "two arrays are called '/a'"),
+        *(
+            (path, tree, {"format": kind}, "'/a' and '/a/b/c' are both arrays, and an array holds no other. Rename one of them")
+            for kind in ("hdf5", "netcdf4", "zarr", "zarr2")
+            for tree in ({"a": x, "a/b/c": x}, {"a/b/c": x, "a": x})
+        ),
         (path, {3: x}, {}, "a key is 3"),
         (path, jax.random.key(0), {}, "jax.random.key_data"),
         (path, deleted, {}, "was deleted"),

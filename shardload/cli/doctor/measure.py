@@ -65,12 +65,16 @@ def measure(folder: str, output: str | None = None, system: System | None = None
     Raises
     ------
     ConfigError
-        On every rank, if the folder cannot be written to, or the TOML file exists.
+        On every rank, if the folder cannot be written to, or the TOML file exists or cannot be written.
     """
     group, path = group_of(), output or configuration_file()
     error: ConfigError | None = None
-    if group.rank == 0 and os.path.lexists(path):
-        error = ConfigError(f"{path!r} exists: rename it, or pass --output with the name of a new file")
+    if group.rank == 0:
+        why = _why_not_written(path)
+        if os.path.lexists(path):
+            error = ConfigError(f"{path!r} exists: rename it, or pass --output with the name of a new file")
+        elif why is not None:  # before two minutes of measuring
+            error = ConfigError(f"{path!r} cannot be written: {why}. Pass --output with the name of a new file")
     group.agree(error)
     own, error = "", None
     if group.rank == 0:
@@ -96,6 +100,16 @@ def measure(folder: str, output: str | None = None, system: System | None = None
             error = ConfigError(f"the figures cannot be written: {found}. Pass --output with the name of a new file")
     group.agree(error)
     return f"{text}\n# written to {path}"
+
+
+def _why_not_written(path: str) -> str | None:
+    """Why no file can be made at `path`, as far as that can be seen without making it; None if it can."""
+    above = os.path.dirname(os.path.abspath(path))
+    while not os.path.lexists(above):
+        above = os.path.dirname(above)
+    if not os.path.isdir(above):
+        return f"{above!r} is not a folder"
+    return None if os.access(above, os.W_OK | os.X_OK) else f"nothing can be written to {above!r}"
 
 
 def to_toml(figures: dict[str, float], folder: str, n_ranks: int, n_nodes: int) -> str:

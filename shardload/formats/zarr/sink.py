@@ -135,13 +135,6 @@ class ZarrSink(Sink):
         for name in self.arrays:
             if any(map(is_taken, name.split("/"))):
                 raise ConfigError(f"an array is called '{name}'; a Zarr store has files of such names itself. Rename it")
-            above = name
-            while above.strip("/"):
-                above = above.rpartition("/")[0]
-                if (above or "/") in self.arrays and above != name:
-                    raise ConfigError(
-                        f"'{above or '/'}' and '{name}' are both arrays; in Zarr an array holds no other. Rename one"
-                    )
 
     def create(self) -> Catalog:
         """See `Sink`."""

@@ -17,7 +17,7 @@ from shardload.planning.copying import Copied, CopyMemory, Unit, least_nbytes, p
 from shardload.planning.grid import Grid
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.staging import least_staging
-from shardload.units import counted, format_nbytes
+from shardload.units import counted, format_nbytes, number_text
 
 __all__ = ["CopyPlan", "plan_copy"]
 
@@ -79,8 +79,8 @@ class CopyPlan:
             )
             if one.unit.is_decoded and one.factor > 1:
                 lines.append(
-                    f"  each chunk of the source is decoded {one.factor:.2g} times: slabs with whole chunks of both do not "
-                    "fit. More staging= or more ranks make it less"
+                    f"  each chunk of the source is decoded {number_text(one.factor, 2)} times: slabs with whole chunks "
+                    "of both do not fit. More staging= or more ranks make it less"
                 )
             elif one.unit.is_decoded:
                 lines.append("  each chunk of the source is decoded once")

@@ -12,7 +12,7 @@ from shardload.errors import printable
 from shardload.planning.hops import MESSAGES, NODES, TWO_HOPS
 from shardload.planning.machine import ASSUMED, GIVEN, MEASURED
 from shardload.system.terminal import WIDTH, wrap, wrap_parts
-from shardload.units import counted, format_nbytes
+from shardload.units import counted, format_nbytes, number_text
 
 __all__ = ["describe_job", "describe_plan", "describe_plan_as_html", "describe_plan_in_a_line"]
 
@@ -151,7 +151,7 @@ def _quantities(plan: Plan) -> tuple[list[str], dict[str, list[str]]]:
         "between ranks": [f"{b}{format_nbytes(c.moved_nbytes)}" for b, c in zip(bounds, costs, strict=True)],
         "in node": [f"{'' if c.is_exact else '~'}{c.same_node:.0%}" if c.moved_nbytes else "-" for c in costs],
         "peak host": [format_nbytes(c.peak_nbytes) for c in costs],
-        "est. seconds": [f"{c.seconds:.2g}" for c in costs],
+        "est. seconds": [number_text(c.seconds, 2) for c in costs],
     }
     if plan.machine.has_limits or any(c.way != MESSAGES for c in costs):
         rows |= {"partners": [f"{c.partners:,}" if c.partners else "-" for c in costs]}

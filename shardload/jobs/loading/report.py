@@ -9,7 +9,7 @@ from shardload.arrays.verification import VerifyReport
 from shardload.options import INDEX
 from shardload.transfer.counters import Counters
 from shardload.transfer.exchange import Moved
-from shardload.units import counted, format_nbytes
+from shardload.units import counted, format_nbytes, number_text
 
 __all__ = ["ArrayReport", "LoadReport", "Phase", "join_proven", "make_report"]
 
@@ -93,11 +93,13 @@ class LoadReport:
         return "\n".join(lines)
 
     def _total(self) -> str:
-        parts = [f"{name} {p.seconds:.3g} s, {format_nbytes(p.nbytes)}" for name, p in self.phases.items() if p.nbytes]
+        parts = [
+            f"{name} {number_text(p.seconds, 3)} s, {format_nbytes(p.nbytes)}" for name, p in self.phases.items() if p.nbytes
+        ]
         missing = f" ({self.chunks_missing:,} not stored)" if self.chunks_missing else ""
         decoded = f"{counted(self.chunks_decoded, 'chunk')} decoded{missing}"
         return (
-            f"{self.seconds:.3g} s; {decoded} and {format_nbytes(self.nbytes_read)} read in the job; "
+            f"{number_text(self.seconds, 3)} s; {decoded} and {format_nbytes(self.nbytes_read)} read in the job; "
             f"on this rank: {'; '.join(parts)}; staging at most {format_nbytes(self.peak_staging_nbytes)}; "
             f"{self.proven}"
         )

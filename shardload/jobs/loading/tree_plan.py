@@ -16,7 +16,7 @@ from shardload.jobs.loading.plan import Plan
 from shardload.jobs.loading.report import LoadReport
 from shardload.planning.staging import Staging, plan_staging
 from shardload.system.terminal import Column, fit_table, width_of_prints, wrap
-from shardload.units import counted, format_nbytes
+from shardload.units import counted, format_nbytes, number_text
 
 __all__ = ["TreePlan", "staging_of"]
 
@@ -132,7 +132,8 @@ class TreePlan:
     def _totals(self) -> list[str]:
         chunks = sum(one.costs[one.readers].chunks_decoded for one in self.leaves)
         told = [
-            f"total: {format_nbytes(self.nbytes)}, {counted(chunks, 'chunk')} decoded in the job, about {self.seconds:.2g} s",
+            f"total: {format_nbytes(self.nbytes)}, {counted(chunks, 'chunk')} decoded in the job, "
+            f"about {number_text(self.seconds, 2)} s",
             f"peak host memory of a rank: {format_nbytes(self.peak_nbytes)}, at most; staging cap for all arrays together "
             f"{format_nbytes(self.staging_nbytes)}",
         ]

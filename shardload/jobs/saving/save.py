@@ -42,7 +42,7 @@ from shardload.transfer.buffers import Piece, Slots, StagedBlock, Tile, aligned_
 from shardload.transfer.checksum import checksum
 from shardload.transfer.exchange import Buffers, exchange
 from shardload.transfer.moves import ArrayMove, PiecesToBlocks
-from shardload.units import counted, format_nbytes
+from shardload.units import counted, format_nbytes, number_text
 
 __all__ = ["SaveReport", "Saving", "Steps", "plan_save", "planned", "save"]
 
@@ -96,12 +96,13 @@ class SaveReport:
     def __str__(self) -> str:
         """For a person: one line."""
         arrays = counted(self.n_arrays, "array")
-        phases = "; ".join(f"{name} {seconds:.3g} s" for name, seconds in self.phases.items() if seconds >= 5e-4)
+        phases = "; ".join(f"{name} {number_text(seconds, 3)} s" for name, seconds in self.phases.items() if seconds >= 5e-4)
         read = f"{self.n_read_back:,} read back, {self.n_decoded:,} of them decoded" if self.n_read_back else "none read back"
         writers = "" if self.writers == "all" else f"written by {self.writers}; "
         return (
-            f"saved '{self.path}' ({self.format}) in {self.seconds:.3g} s: {arrays}, {counted(self.n_chunks, 'chunk')}, "
-            f"{format_nbytes(self.nbytes)} as {format_nbytes(self.nbytes_stored)}; {read}; {writers}on this rank: {phases}"
+            f"saved '{self.path}' ({self.format}) in {number_text(self.seconds, 3)} s: {arrays}, "
+            f"{counted(self.n_chunks, 'chunk')}, {format_nbytes(self.nbytes)} as "
+            f"{format_nbytes(self.nbytes_stored)}; {read}; {writers}on this rank: {phases}"
         )
 
 

@@ -96,6 +96,7 @@ def test_a_mesh_and_a_spec(spec: Any) -> None:
         (np.zeros((99, 99)), P(), "found ndarray: an array of shape (99, 99) and dtype float64. Pass it before the spec"),
         (MESH, None, "a mesh was given without a spec. Pass how the mesh cuts the array"),
         (MESH, "a", "spec is 'a'; expected a PartitionSpec such as P('a', 'b')"),
+        (MESH, NamedSharding(MESH, P("a")), "is a NamedSharding, with P('a'): pass the sharding alone, in place of the mesh"),
         (MESH, ["a"], "spec is ['a']; expected a PartitionSpec"),
         (MESH, 3, "spec is 3; expected a PartitionSpec"),
         (MESH, P("x"), "P('x') names mesh axis 'x', but the mesh has 'a' of size 2, 'b' of size 4"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -59,6 +60,23 @@ def test_a_file_of_figures_is_not_overwritten(folder: Path, monkeypatch: pytest.
     with pytest.raises(ConfigError, match=r"site.toml' exists: rename it, or pass --output"):
         measure(str(folder), str(site))
     assert site.read_text() == "mine" and not os.listdir(folder)
+
+
+@pytest.mark.parametrize("what", ["a file", "read-only"])
+def test_a_home_that_cannot_be_written_is_told_before_it_measures(
+    what: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wrong if two minutes of measuring were lost at their end."""
+    config = folder.parent / "config"
+    if what == "a file":
+        config.write_text("")
+    else:  # root may write everywhere
+        monkeypatch.setattr(os, "access", lambda path, mode: os.path.samefile(path, folder.parent) is not bool(mode & os.W_OK))
+    monkeypatch.setattr(Probe, "write", lambda *_: pytest.fail("something was measured"))
+    why = f"'{config}' is not a folder" if what == "a file" else f"nothing can be written to '{folder.parent}'"
+    with pytest.raises(ConfigError, match=re.escape(f"cannot be written: {why}. Pass --output with the name of a new file")):
+        measure(str(folder))
+    assert not os.listdir(folder)
 
 
 def test_a_folder_that_is_not_there(folder: Path) -> None:

@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shardload.comm import agreement
 from shardload.comm.error_codec import from_json, to_json
 from shardload.comm.group import Group, Invocation, group_of
 from shardload.comm.heartbeat import Departures
 from shardload.comm.mpi import mpi_problem, world
+from shardload.comm.tracebacks import share, text_of
 from shardload.errors import ConfigError, PeerError, ShardloadError, SourceError
 from shardload.system.interruption import let_interruption_pass, outer_exception
 
@@ -329,6 +331,9 @@ def test_a_rank_that_was_called_otherwise_is_named(other: int) -> None:
     check_all_same(found, PeerError, str(found[0]), other)
     assert f"rank {other} was called with spec = P('b') (digest " in str(found[0])
     assert "rank 0 with P('a') (digest " in str(found[0])
+    share(found[0], 0, 3)
+    text = text_of(found[0])
+    assert text is not None and __file__ in text and agreement.__file__ not in text, "the user's line, and none inside"
 
 
 def test_an_error_goes_before_a_difference() -> None:

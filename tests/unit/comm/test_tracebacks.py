@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from shardload.comm import tracebacks
-from shardload.comm.tracebacks import is_pythons_own, share, show
+from shardload.comm.tracebacks import blame_calls, is_pythons_own, share, show
 from shardload.errors import ConfigError, PeerError, ShardloadError, SourceError
 
 
@@ -100,6 +100,13 @@ def test_a_wrong_call_is_shown_up_to_the_users_line(
     assert traceback.extract_tb(error.__traceback__)[-1].filename == tracebacks.__file__, "a debugger needs them"
     monkeypatch.setenv("SHARDLOAD_TRACEBACKS", "all")
     assert tracebacks.__file__ in printed(error, capsys)
+
+
+def test_calls_that_differ_are_shown_up_to_the_users_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """Wrong if an `if` around a load on one rank ended in calls inside shardload, which say nothing of it."""
+    text = printed(inside(blame_calls(PeerError("rank 1 called plan, rank 0 called load", rank=1))), capsys)
+    assert text.count("Traceback") == 1 and __file__ in text and tracebacks.__file__ not in text
+    assert text.endswith("called load\nSHARDLOAD_TRACEBACKS=all shows the calls inside shardload\n")
 
 
 def test_a_package_that_is_imported_over_a_link(tmp_path: Path) -> None:

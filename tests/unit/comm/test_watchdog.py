@@ -8,7 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
+from shardload.comm import watchdog
 from shardload.comm.stall_report import RankState, text_of, text_without_monitor
+from shardload.comm.tracebacks import is_shown_elsewhere
 from shardload.comm.tracebacks import text_of as shown_of
 from shardload.comm.watchdog import Watchdog, beat_seconds
 from shardload.errors import PeerError, StallError
@@ -187,8 +189,12 @@ def test_ranks_that_have_left_are_not_waited_for(gone: list[int], timeout: float
     assert not job.raised, "nobody has left yet"
     job.departed = dict.fromkeys(gone, 1)
     job.wait(3 * BEAT)
-    shown = [rank for rank, error in job.raised.items() if shown_of(error) is None]
+    shown = [rank for rank, error in job.raised.items() if not is_shown_elsewhere(error)]
     assert shown == [min(set(range(4)) - set(gone))], "one rank shows where, and there is one that does"
+    text = shown_of(job.raised[shown[0]]) or "all calls"
+    assert text.startswith("Traceback") and "waiting.py" in text and watchdog.__file__ not in text, (
+        "the caller's line, no others"
+    )
     names = {1: f"rank {gone[0]} has", 2: "ranks 0, 3 have", 3: "ranks 1, 2, 3 have"}[len(gone)]
     job.check(set(range(4)) - set(gone), gone[0], names, "'f.h5'", "sys.exit()", "can make no call together any more")
 

@@ -59,6 +59,14 @@ class Fake:
 WHY = "each rank by itself would decode 4x the array in all; once in the job, and 768.0 KiB sent between ranks, is faster"
 
 
+def test_minutes_are_written_out() -> None:
+    """Wrong if they were 1.1e+02."""
+    lines = describe_plan(
+        Fake(costs={"root": replace(ROOT, seconds=112.4), "parallel": PARALLEL, "direct": DIRECT})
+    ).splitlines()
+    assert next(line for line in lines if "est. seconds" in line).split()[2] == "112"
+
+
 def test_the_whole_text() -> None:
     assert describe_plan(Fake()).splitlines() == [
         "load '/rho', HDF5",

@@ -407,6 +407,12 @@ def test_contiguous_files_are_read_in_pieces_unless_these_are_small(axes: Any, e
     assert mode == expected and text in why, (why, found)
 
 
+def test_a_large_factor_is_written_out() -> None:
+    """Wrong if it were 2.05e+03."""
+    found, n_ranks = plan_all(CUBE, (1, 512, 512), PENCIL, (32, 64), "gzip")
+    assert " 2,048x the array in all" in choose_mode(found, n_ranks)[1]
+
+
 def test_small_chunks_cost_more_than_their_bytes() -> None:
     """Planes of 7 KiB, which pencils would fetch twice: too small for their bytes to matter."""
     found, n_ranks = plan_all((2400, 36, 48), (1, 36, 48), PENCIL, (1, 2), "none")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
@@ -49,6 +50,13 @@ def test_the_forms_of_a_table() -> None:
     ]
     assert fit_table(COLUMNS, ROWS[1:2], 20) == ["/x", "    12;", "    dtype float64;", "    size 96 B"]
     assert fit_table(COLUMNS, [], 80) == ["name  shape  dtype  size"]
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_rule_where_there_are_no_lines_to_draw(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if it were printed as an escape for each column."""
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding=encoding))
+    assert fit_table(COLUMNS, ROWS[1:2], 80, rule=True)[1] == "-" * len("name  shape  dtype    size")
 
 
 def test_what_is_read_as_one_is_not_broken() -> None:
