@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -66,7 +65,6 @@ SpecText = Annotated[
         metavar="NAME,...", help="Mesh axis of each array axis; - for none, a+b for two.", autocompletion=complete_spec
     ),
 ]
-_MOST_LINES = 8  # tasks that say in a line what is wrong with an option
 _MACHINES = ("ibex", "jean-zay", "perlmutter", "workstation")  # to complete with: `planning.presets` has the figures
 _HELP = {name: option.help for name, option in OPTIONS.items()}
 Dataset = Annotated[list[str] | None, typer.Option(help=_HELP["dataset"])]
@@ -164,27 +162,8 @@ def _every_command(
 
 
 def main() -> None:
-    """Entry point of the ``shardload`` command and of ``python -m shardload``.
-
-    A wrong option is wrong in all tasks of a job: the first task shows it in full, some others in a line.
-    """
-    from shardload.comm.environment import launched, task
-
-    number = task(os.environ) if launched(os.environ)[1] > 1 else 0
-    if number == 0:
-        app()
-        return
-    try:
-        code = app(standalone_mode=False)  # as above, but what is wrong with an option is raised, and not printed
-    except typer.Abort:
-        code = 1
-    except Exception as error:  # click's or typer's, by their versions
-        if not (hasattr(error, "format_message") and hasattr(error, "exit_code")):
-            raise
-        code = error.exit_code
-        if number < _MOST_LINES:
-            sys.stderr.write(f"task {number}: {error.format_message()} (as in task 0)\n")
-    sys.exit(code)
+    """Entry point of the ``shardload`` command and of ``python -m shardload``."""
+    app()
 
 
 @app.command()

@@ -65,48 +65,6 @@ def file(tmp_path: Path) -> str:
 # --- what was typed
 
 
-@pytest.mark.parametrize(
-    ("typed", "said"),
-    [
-        (["plan", "f.h5", "--mesh", "a=2"], "Missing option '--spec'."),
-        (["plan", "f.h5", "--mesh", "2", "--spec", "a"], "cannot read '2' in '2': each axis is NAME=SIZE. Type --mesh a=4,b=2"),
-        (["pln"], "No such command 'pln'."),
-    ],
-)
-@pytest.mark.parametrize("number", [0, 3, 8])
-def test_a_wrong_option_is_shown_once_in_a_job(
-    typed: list[str], said: str, number: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Wrong if as many boxes as there are tasks were printed, one into the other, or if a task that has others were silent."""
-    for name in ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "SLURM_STEP_NUM_TASKS"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("PMI_SIZE", "16")
-    monkeypatch.setenv("PMI_RANK", str(number))
-    monkeypatch.setattr(sys, "argv", ["shardload", *typed])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert ended.value.code == 2
-    out, err = capsys.readouterr()
-    assert not out and ("Usage:" in err) is (number == 0)
-    if number == 3:
-        assert err.startswith("task 3: ") and said in err and err.endswith(" (as in task 0)\n") and err.count("\n") == 1
-    assert (not err) is (number == 8)
-
-
-@pytest.mark.parametrize("number", ["0", "3"])
-def test_every_task_ends_with_the_code_of_its_command(
-    number: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("PMI_SIZE", "16")
-    monkeypatch.setenv("PMI_RANK", number)
-    for typed, expected in (["--version"], 0), (["info", str(tmp_path / "no.h5")], 1):
-        monkeypatch.setattr(sys, "argv", ["shardload", *typed])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        assert (ended.value.code or 0) == expected
-    assert "there is no file" in capsys.readouterr().err
-
-
 def test_mesh_keeps_the_order_of_its_axes() -> None:
     assert list(parse_mesh("b=2, a=16").items()) == [("b", 2), ("a", 16)]
 
