@@ -2,7 +2,8 @@
 
 An array with one axis, whose name is that of the axis, is the coordinate of that axis: it becomes a scale. In netCDF4 each
 other axis gets a scale without values. In plain HDF5 it gets a label; and a scale without values if another axis of the same
-array has a coordinate, because xarray opens no array of which some axes have scales and others have none.
+array has a coordinate, because xarray opens no array of which some axes have scales and others have none. A scale can grow if
+the axis of any of its arrays can.
 """
 
 from __future__ import annotations
@@ -103,8 +104,7 @@ def name_axes(file: h5py.File, specs: Mapping[str, ArraySpec], *, is_netcdf: boo
     lengths: dict[str, tuple[int, str, bool]] = {}
     scale_of: dict[tuple[str, int], str] = {}
     axes = _Axes(specs)
-    added = {} if is_netcdf else _scales_beside_coordinates(specs, axes)
-    added = {at: scale for at, scale in added.items() if scale not in file}  # a group that has attributes only
+    added = {} if is_netcdf else _scales_beside_coordinates(file, specs, axes)
     dimensions = axes.dimensions() if is_netcdf else {}
     for name, spec in specs.items():
         for axis, dim in enumerate(spec.dims or ()):
@@ -118,7 +118,8 @@ def name_axes(file: h5py.File, specs: Mapping[str, ArraySpec], *, is_netcdf: boo
                 own = added.get((name, axis))
             if own is None:
                 continue
-            known, first, _ = lengths.setdefault(own, (spec.shape[axis], name, axis in spec.unlimited))
+            known, first, grows = lengths.setdefault(own, (spec.shape[axis], name, False))
+            lengths[own] = known, first, grows or axis in spec.unlimited
             if known != spec.shape[axis]:
                 raise ConfigError(
                     f"axis {dim!r} has {spec.shape[axis]} elements in '{name}', but {known} in '{first}'. Axes of one name "
@@ -150,23 +151,33 @@ def name_axes(file: h5py.File, specs: Mapping[str, ArraySpec], *, is_netcdf: boo
                 file[name].attrs["_Netcdf4Coordinates"] = np.array(ids, dtype=np.int32)
 
 
-def _scales_beside_coordinates(specs: Mapping[str, ArraySpec], axes: _Axes) -> dict[tuple[str, int], str]:
-    """In plain HDF5: scales for the axes without a coordinate of arrays that have one on another axis.
+def _scales_beside_coordinates(file: h5py.File, specs: Mapping[str, ArraySpec], axes: _Axes) -> dict[tuple[str, int], str]:
+    """In plain HDF5: scales for the axes without a coordinate of arrays that have one on another axis. Other arrays get them
+    too, if all of their axes are among these: for readers it is one axis.
 
     None for a name that something else in the file has, or under which two arrays have axes of different lengths.
     """
     wanted: dict[str, list[tuple[str, int]]] = {}
+    others: list[str] = []
     for name, spec in specs.items():
         dims = spec.dims or ()
         without = [axis for axis, dim in enumerate(dims) if dim and axes.coordinate_of(name, axis) is None]
         if len(without) < sum(map(bool, dims)):  # axes without a name have no coordinate either
             for axis in without:
                 wanted.setdefault(f"/{dims[axis]}", []).append((name, axis))
-    taken = {one for name in specs for one in (name, *_groups(name))}
+        elif without and len(without) == len(dims):
+            others.append(name)
     found: dict[tuple[str, int], str] = {}
+    lengths: dict[str, int] = {}
     for scale, some in wanted.items():
-        if scale not in taken and len({(specs[name].shape[axis], axis in specs[name].unlimited) for name, axis in some}) == 1:
+        shortest, longest = (of(specs[name].shape[axis] for name, axis in some) for of in (min, max))
+        if scale not in file and shortest == longest:
+            lengths[scale] = longest
             found |= dict.fromkeys(some, scale)
+    for name in others:
+        own = [f"/{dim}" for dim in specs[name].dims or ()]
+        if all(lengths.get(scale) == n for scale, n in zip(own, specs[name].shape, strict=True)):
+            found |= {(name, axis): scale for axis, scale in enumerate(own)}
     return found
 
 

@@ -92,13 +92,17 @@ def read_file(path: str, names: Iterable[str]) -> Json:
             with h5py.File(view, "r") as file:
                 names = list(names)
                 arrays = _arrays(path, file, names)
+                names = [name for name in names if name in arrays]
                 for name in names:
-                    if name in arrays:
-                        arrays[name] |= _details(path, file[name], superblock, view.piece)
+                    arrays[name] |= _details(path, file[name], superblock, view.piece)
+                filters = {name: _filters(file[name].id.get_create_plist()) for name in names}
         except (OSError, RuntimeError, KeyError) as error:
             raise SourceError(f"'{path}' cannot be read by HDF5: {error}", path=path) from error
     finally:
         os.close(descriptor)
+    # Now that the file is closed: a filter that an open dataset has cannot be replaced by the one that we write with.
+    for name in names:
+        _check_filters(f"'{name}' in '{path}'", name, arrays[name], filters[name])
     return {"arrays": arrays, "state": state}
 
 
@@ -219,7 +223,6 @@ def _details(path: str, dataset: h5py.Dataset, superblock: Superblock, read: Rea
         "why_not": [facts.why_not(read, axis) for axis in range(dataset.ndim)],
         **meaning_of(dtype, {key: value for key, value in found.attrs.items() if not isinstance(value, h5py.Empty)}),
     }
-    _check_filters(where, dataset, known)
     return known
 
 
@@ -245,14 +248,13 @@ def spec_of(known: Json, shape: tuple[int, ...]) -> ArraySpec:
     )
 
 
-def _check_filters(where: str, dataset: h5py.Dataset, known: Json) -> None:
-    """ConfigError unless chunks that are made here go through the same filters as those of the file."""
-    filters = _filters(dataset.id.get_create_plist())
-    why = ""
+def _check_filters(where: str, name: str, known: Json, filters: list[tuple[int, tuple[int, ...]]]) -> None:
+    """ConfigError unless chunks that are made here go through the filters of those in the file."""
+    chunks, why = tuple(known["chunks"]), ""
     try:
-        mine = Pipeline(dataset.name, spec_of(known, tuple(dataset.chunks)))
+        mine = Pipeline(name, spec_of(known, chunks))
         with h5py.File("trial", "w", driver="core", backing_store=False) as trial:
-            space = h5py.h5s.create_simple(tuple(dataset.chunks))
+            space = h5py.h5s.create_simple(chunks)
             made = _filters(h5py.h5d.create(trial.id, b"x", mine.kind, space, mine.creation).get_create_plist())
     except (ConfigError, OSError, RuntimeError, ValueError, TypeError) as error:
         made, why = [], f" ({error})"

@@ -225,7 +225,14 @@ def _available(name: str, compressor: str, number: int) -> None:
             if compressor in _PLUGINS and plugins.get_config().registered_filters.get(own, "unknown") == "unknown":
                 # If netCDF4 was imported before, HDF5 found that package's filters, which are linked to another copy of HDF5
                 # and cannot be used to make a dataset.
-                plugins.register(own, force=True)
+                try:
+                    plugins.register(own, force=True)
+                except RuntimeError as error:
+                    raise ConfigError(
+                        f"compression of '{name}' is {compressor!r}, and HDF5 has this filter from another package (netCDF4 "
+                        f"has some); that of hdf5plugin cannot take its place: {error}. Close the files of h5py that have it, "
+                        "or import hdf5plugin first"
+                    ) from error
     able = h5py.h5z.filter_avail(number)
     if not able or not h5py.h5z.get_filter_info(number) & h5py.h5z.FILTER_CONFIG_ENCODE_ENABLED:
         raise ConfigError(

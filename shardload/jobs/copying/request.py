@@ -56,8 +56,9 @@ class CopyRequest:
     compression : object
         As in `Asked`; of the new arrays that have chunks.
     unlimited : tuple of str or int
-        Axes that can grow, beside those that can in the source: by name of every array that has the axis, also of coordinates;
-        by number of the new arrays. Arrays in one piece get chunks for it.
+        Axes that can grow, beside those that can in the source: by name, or by number in the new arrays that are no
+        coordinates. Every array that has an axis of that name can grow along it, coordinates too. Arrays in one piece get
+        chunks for it.
     format, mode : str
         As for `make_sink`.
     staging : int or ``"auto"``
@@ -269,12 +270,16 @@ def _like(
     main = [name for name in main if name in described] or list(described)
     parts = _parts(request.select, {name: described[name] for name in main})
     asked = _asked(request, {name: described[name][0] for name in main})
-    found, growing = [], set[str | int]()
+    found = []
+    selections = {
+        name: _selection(info, properties, parts, request.select if name in main else None)
+        for name, (info, properties, _) in described.items()
+    }
+    dims = {name: [described[name][1].dims[k] for k in one.kept] for name, one in selections.items()}
+    unlimited = _named_axes(request.unlimited, [dims[name] for name in main])
     for name, (info, properties, state) in described.items():
-        selection = _selection(info, properties, parts, request.select if name in main else None)
-        grows = _growing(request.unlimited, [properties.dims[k] for k in selection.kept], name in main)
-        growing |= set(grows)
-        wanted = _asked_of(asked, info, selection, name in main, tuple(sorted(set(grows.values()))))
+        selection, grows = selections[name], _growing(unlimited, dims[name], name in main)
+        wanted = _asked_of(asked, info, selection, name in main, grows)
         spec, more = spec_like(info, properties, selection, kind, wanted)
         notes += more
         target = "/data" if name == "/" and not kind.startswith("zarr") else name
@@ -282,7 +287,7 @@ def _like(
     if not found:
         raise ConfigError(f"'{request.source}' holds no arrays that could be copied")
     _check_asked(request, found, asked, main)
-    _check_growing(request.unlimited, growing, found)
+    _check_growing(request.unlimited, [dims[name] for name in main], found)
     if kind.startswith("zarr"):
         notes += _different_lengths(found)
     if request.untrusted:
@@ -373,26 +378,32 @@ def _asked(request: CopyRequest, main: Mapping[str, ArrayInfo]) -> Asked:
     return Asked(dtype, request.chunks, request.shards, request.compression)
 
 
-def _growing(unlimited: Sequence[str | int], dims: Sequence[str | None], is_main: bool) -> dict[str | int, int]:
-    """Which axes of one new array can grow, by what was asked for: numbers are of those that are no coordinates."""
-    named = {dim: k for k, dim in enumerate(dims) if dim in unlimited}
-    ndim = len(dims) if is_main else 0
-    numbers = {number: number % ndim for number in unlimited if isinstance(number, int) and -ndim <= number < ndim}
-    return {dim: k for dim, k in named.items() if dim is not None} | numbers
+def _named_axes(unlimited: Sequence[str | int], main: Sequence[Sequence[str | None]]) -> set[str | int]:
+    """The axes that can grow: what is asked for, and the names of those that are asked for by number. An axis that has a name
+    is one for all arrays, so that coordinates grow with it.
+    """
+    asked = (dims[n] for n in unlimited if isinstance(n, int) for dims in main if -len(dims) <= n < len(dims))
+    return {*unlimited, *filter(None, asked)}
 
 
-def _check_growing(unlimited: Sequence[str | int], growing: set[str | int], found: Sequence[Found]) -> None:
+def _growing(unlimited: set[str | int], dims: Sequence[str | None], is_main: bool) -> tuple[int, ...]:
+    """Which axes of one new array can grow. Numbers are of those that are no coordinates."""
+    numbers = {n % len(dims) for n in unlimited if isinstance(n, int) and -len(dims) <= n < len(dims)} if is_main else set()
+    return tuple(k for k, dim in enumerate(dims) if dim in unlimited or k in numbers)
+
+
+def _check_growing(unlimited: Sequence[str | int], main: Sequence[Sequence[str | None]], found: Sequence[Found]) -> None:
     """ConfigError if something shall be able to grow that no array has."""
     for one in unlimited:
-        if one in growing:
-            continue
         if isinstance(one, int):
-            shapes = some([f"{array.info.dataset} {array.spec.shape}" for array in found])
-            raise ConfigError(f"unlimited is axis {one}, which no array of the new file has: {shapes}")
-        dims = sorted({repr(dim) for array in found for dim in array.spec.dims or () if dim})
-        raise ConfigError(
-            f"unlimited is {one!r}, an axis that no array of the new file has; there are: {some(dims) or 'no names of axes'}"
-        )
+            if not any(-len(dims) <= one < len(dims) for dims in main):
+                shapes = some([f"{array.info.dataset} {array.spec.shape}" for array in found])
+                raise ConfigError(f"unlimited is axis {one}, which no array of the new file has: {shapes}")
+            continue
+        names = sorted({repr(dim) for array in found for dim in array.spec.dims or () if dim})
+        if repr(one) not in names:
+            there = some(names) or "no names of axes"
+            raise ConfigError(f"unlimited is {one!r}, an axis that no array of the new file has; there are: {there}")
 
 
 def _asked_of(asked: Asked, info: ArrayInfo, selection: Selection, is_main: bool, grows: tuple[int, ...]) -> Asked:

@@ -7,13 +7,14 @@ import fcntl
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import h5netcdf
 import h5py
-import hdf5plugin  # noqa: F401  # has HDF5 find its filters
+import hdf5plugin
 import netCDF4
 import numpy as np
 import pytest
@@ -288,6 +289,40 @@ def test_bytes_in_the_other_byte_order(tmp_path: Path) -> None:
     with netCDF4.Dataset(path) as file:
         for name, one in values.items():
             np.testing.assert_array_equal(file[name[1:]][:], one)
+
+
+def test_filters_that_netcdf4_has_brought(tmp_path: Path) -> None:
+    """Wrong if a file with zstd were refused because the program had imported netCDF4, whose filter HDF5 finds first then; or
+    if the error did not say that another file keeps that filter. In a process of its own: HDF5 finds filters once.
+    """
+    filters = {"zstd": hdf5plugin.Zstd(), "blosc": hdf5plugin.Blosc(), "bzip2": hdf5plugin.BZip2()}
+    values = ramp((7, 6), "f4")
+    for name, one in filters.items():
+        for path in (tmp_path / f"{name}.h5", tmp_path / f"open-{name}.h5"):
+            with h5py.File(path, "w") as file:
+                file.create_dataset("x", data=values[:4], chunks=(3, 6), maxshape=(None, 6), **one)
+    code = (
+        "import netCDF4, sys, h5py, numpy as np\nimport shardload\n"
+        "values = np.arange(42, dtype='f4').reshape(7, 6)\n"
+        "for name in sys.argv[1:]:\n"
+        "    kept = h5py.File(f'open-{name}.h5')\n    dataset = kept['x']\n"
+        "    for call in (lambda: shardload.append(f'{name}.h5', {'x': values[4:]}, dim=0),\n"
+        "                 lambda: shardload.save('new.h5', {'x': values}, chunks=(3, 6), compression=name)):\n"
+        "        try: call()\n        except shardload.ConfigError as error: print(error)\n"
+        "    kept.close()\n"
+        "    shardload.append(f'{name}.h5', {'x': values[4:]}, dim=0)\n"
+    )
+    command = [sys.executable, "-c", code, *filters]
+    path = ":".join([str(Path(__file__).parents[3]), *sys.path])
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=120, env=os.environ | {"PYTHONPATH": path}
+    )
+    assert done.returncode == 0, done.stderr
+    said = done.stdout.splitlines()
+    assert len(said) == 2 * len(filters) and all("Close the files of h5py that have it" in line for line in said), said
+    for name in filters:
+        with h5py.File(tmp_path / f"{name}.h5") as file:
+            np.testing.assert_array_equal(file["x"][...], values)
 
 
 # --- what is refused, and what goes wrong

@@ -385,6 +385,32 @@ def test_xarray_opens_plain_hdf5_of_which_some_axes_have_coordinates(tmp_path: P
 
 
 @pytest.mark.parametrize("name", ["x.h5", "x.nc"])
+@pytest.mark.parametrize("grows", [("a", "b", "lat"), ("a",), ("b",), ("lat",)])
+def test_an_axis_of_several_arrays_is_one(tmp_path: Path, name: str, grows: tuple[str, ...]) -> None:
+    """Wrong if xarray found one axis under several names: because not all of its arrays can grow, or one of them has no
+    coordinate at all (a track's latitudes). Arrays of which an axis has another length keep their labels.
+    """
+    values = {"a": ramp((3, 4), "f4"), "b": ramp((4, 3), "f4"), "lat": ramp((3,), "f8"), "x": ramp((4,), "f8")}
+    dims: dict[str, tuple[str, ...]] = {"a": ("time", "x"), "b": ("x", "time"), "lat": ("time",), "x": ("x",)}
+    specs = {}
+    for one, value in values.items():
+        unlimited = (dims[one].index("time"),) if one in grows else ()
+        chunks = value.shape if unlimited else None
+        specs[one] = spec(value.dtype, None, chunks, value.shape, dims=dims[one], unlimited=unlimited)
+    if name == "x.h5":
+        values["c"] = ramp((2, 3), "f4")
+        specs["c"] = spec("f4", None, None, (2, 3), dims=("y", "time"))
+    save(tmp_path / name, values, specs)
+    with xr.open_dataset(tmp_path / name, engine="netcdf4") as found:
+        for one in dims:
+            assert found[one].dims == dims[one]
+            np.testing.assert_array_equal(found[one].values, values[one])
+        assert found.encoding["unlimited_dims"] == {"time"}
+    with h5py.File(tmp_path / name) as file:
+        assert name == "x.nc" or [len(dim) for dim in file["c"].dims] == [0, 0]
+
+
+@pytest.mark.parametrize("name", ["x.h5", "x.nc"])
 def test_text_of_numpy_and_long_text_are_attributes(tmp_path: Path, name: str) -> None:
     """Wrong if text of NumPy were refused, or text of more than 64 KiB, of which HDF5 has room elsewhere in the file only."""
     attrs = {"one": np.str_("ü"), "row": np.array(["a", "bü"]), "list": [np.str_("c")], "none": np.array("d")}
