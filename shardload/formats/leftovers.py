@@ -1,8 +1,8 @@
 """What is this temporary of a save, is it whole, and what should be done with it?
 
 A save that was killed leaves ``NAME.TOKEN.unfinished``, and a Zarr store that was being replaced may stay as
-``NAME.TOKEN.replaced`` (see `target`). Nobody but the user removes them: a save may still be at work there. docs/design/save.md
-says when which of them is on disk.
+``NAME.TOKEN.replaced`` (see `target`). A copy also has a journal beside it. Nobody but the user removes them: a save may still
+be at work there. docs/design/save.md says when which of them is on disk.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from shardload.formats.containment import NotAFileError, open_file
 from shardload.formats.locks import locked_path
 from shardload.formats.target import FOLDER_MARK, MARK_BEGINS, MARK_NBYTES, temporary_of
 
-__all__ = ["GROWTH_MARK", "ROOTS", "Leftover", "find_leftover", "refuse_leftover"]
+__all__ = ["GROWTH_MARK", "JOURNAL", "ROOTS", "Leftover", "find_leftover", "refuse_leftover"]
 
 ROOTS = ("zarr.json", ".zgroup", ".zarray")  # one of them makes a folder a Zarr store
 
+JOURNAL = ".journal"  # behind the name of a temporary: what a copy notes, to go on after a kill
 GROWTH_MARK = "shardload-append"  # is in a temporary folder that has what will be appended to a store, or in that of a file
 
 
@@ -35,7 +36,8 @@ class Leftover:
         The name that was asked for.
     what : str
         ``"unfinished"``: what the save wrote. ``"replaced"``: what had the name before. ``"appended"``: new rows of the target,
-        which it may have or not. ``"appending"``: a file that keeps other appends away.
+        which it may have or not. ``"appending"``: a file that keeps other appends away. ``"journal"``: what a copy noted to
+        go on after a kill, and nothing to go on with.
     is_whole : bool
         Whether it can be used. Of what was replaced, parts may be removed already if the name exists.
     is_link : bool
@@ -55,6 +57,8 @@ class Leftover:
             return f"says that '{self.target}' is being appended to; if that was killed, no other append can begin"
         if self.what == "appended":
             return f"belongs to an append to '{self.target}' that has not ended"
+        if self.what == "journal":
+            return f"is the journal of a copy to '{self.target}', of which nothing unfinished is left: of no use any more"
         if self.is_link:
             return f"is a second name of '{self.target}', which was saved as a whole"
         if self.what == "replaced":
@@ -67,13 +71,14 @@ class Leftover:
     @property
     def condition(self) -> str:
         """When `commands` may be typed."""
-        call = "append" if self.what.startswith("append") else "copy" if os.path.exists(f"{self.path}.journal") else "save"
+        is_of_copy = self.what == "journal" or os.path.exists(f"{self.path}{JOURNAL}")
+        call = "append" if self.what.startswith("append") else "copy" if is_of_copy else "save"
         return f"If no {call} runs there any more"
 
     @property
     def commands(self) -> list[tuple[str, str]]:
         """What to do under this `condition`: in words, and what to type."""
-        journal = f"{self.path}.journal"
+        journal = f"{self.path}{JOURNAL}"
         has_journal = os.path.exists(journal)
         paths = " ".join(shlex.quote(path) for path in ([self.path, journal] if has_journal else [self.path]))
         remove = "remove it", f"rm {'-r ' if os.path.isdir(self.path) else ''}{paths}"
@@ -101,6 +106,9 @@ def find_leftover(path: str) -> Leftover | None:
     locked = locked_path(path)
     if locked is not None:
         return Leftover(path, locked, "appending", False)
+    noted = temporary_of(path.removesuffix(JOURNAL)) if path.endswith(JOURNAL) else None
+    if noted is not None and os.path.exists(path):
+        return find_leftover(path.removesuffix(JOURNAL)) or Leftover(path, noted[0], "journal", False)
     found = temporary_of(path)
     if found is None or not os.path.exists(path):
         return None

@@ -26,6 +26,7 @@ import numpy as np
 
 from shardload.errors import ConfigError
 from shardload.formats.base import read_at
+from shardload.formats.leftovers import JOURNAL
 from shardload.formats.sink import Encoder, Placed, Sink, Ticket
 from shardload.formats.target import sync_folder, temporary_of
 from shardload.system.scratch import shared_scratch
@@ -34,7 +35,6 @@ __all__ = ["Journal", "Left", "Resumed", "find_journal", "placed_in", "trusted",
 
 ARRAY, NUMBER, NBYTES, MASK, CRC, IS_ASKED, OFFSET = range(7)
 N_COLUMNS = 7
-_SUFFIX = ".journal"
 _MAGIC = b"shardload journal 1\n"
 _SYNCED_ROUNDS = 16
 _AT_ONCE_NBYTES = 1 << 20
@@ -63,7 +63,7 @@ class Journal:
         """Begin the journal of a temporary; `rounds` are trusted already, if the journal `left` by another job goes on."""
         if not self._is_writer:
             return
-        self._path = ticket.temporary + _SUFFIX
+        self._path = ticket.temporary + JOURNAL
         new = self._path if left is None else self._path + ".new"
         file = open(new, "wb")  # noqa: SIM115
         try:
@@ -131,7 +131,7 @@ def _lock(file: IO[bytes], path: str) -> None:
     try:
         fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise ConfigError(f"another job is writing '{path.removesuffix(_SUFFIX)}' now. Wait for it, or end it first") from None
+        raise ConfigError(f"another job is writing '{path.removesuffix(JOURNAL)}' now. Wait for it, or end it first") from None
     except OSError:  # a file system without locks
         return
 
@@ -180,11 +180,11 @@ def find_journal(target: str, about: Mapping[str, str]) -> Left | None:
     for name in names:
         path = os.path.join(folder, name)
         found = temporary_of(path)
-        if found is None or found != (final, "unfinished") or not os.path.exists(path + _SUFFIX):
+        if found is None or found != (final, "unfinished") or not os.path.exists(path + JOURNAL):
             continue
-        file = open(path + _SUFFIX, "r+b")  # noqa: SIM115
+        file = open(path + JOURNAL, "r+b")  # noqa: SIM115
         try:
-            _lock(file, path + _SUFFIX)
+            _lock(file, path + JOURNAL)
             head, rounds = _read(file)
             differs = "is no journal" if head is None else _difference(head["about"], about)
             if head is not None and not differs:

@@ -197,6 +197,11 @@ def test_who_must_not_run_there_any_more(tmp_path: Path) -> None:
     assert "If no save runs there any more" in " ".join(info(path).split())
     Path(f"{path}.journal").touch()
     assert "If no copy runs there any more" in " ".join(info(path).split())
+    assert f"shardload copy IN {tmp_path / 'out.h5'} --resume" in info(f"{path}.journal")  # as of the temporary itself
+    os.remove(path)  # or it has its name
+    said = " ".join(info(f"{path}.journal").split())
+    assert f"the journal of a copy to '{tmp_path / 'out.h5'}', of which nothing unfinished is left" in said
+    assert "If no copy runs there any more" in said and f"rm {path}.journal" in said
     lock = tmp_path / "out.zarr.appending"
     lock.touch()
     with pytest.raises(SourceError, match=r"is being appended to.* If no append runs there any more, remove it: `rm "):
