@@ -111,6 +111,9 @@ class Hdf5Source(Source):
         self._memory_type = getattr(h5py.h5t, name) if name else None
         if kind_of(dataset).get_class() == h5py.h5t.BITFIELD:  # HDF5 does not convert it to a number
             self._memory_type = h5py.h5t.NATIVE_B8
+        self._swaps = not info.refused and _has_unused_bits(kind_of(dataset)) and not dataset.dtype.isnative
+        if self._swaps:
+            self._memory_type = h5py.h5t.py_create(dataset.dtype)
         self._leaves_gaps = leaves_gaps(dataset)
 
     @property
@@ -157,6 +160,8 @@ class Hdf5Source(Source):
                         at = tuple(a - b for a, b in zip(part.start, region.start, strict=True))
                         in_memory.select_hyperslab(at, part.shape)
                     identifier.read(in_memory, in_file, out, self._memory_type)
+            if self._swaps:
+                out.byteswap(inplace=True)
         finally:  # if the file was cut, that error names the cause better
             if identifier.valid:
                 self._whole.check()
@@ -374,6 +379,15 @@ class _Hdf5File(OpenFile):
     def close(self) -> None:
         self._facts.close()
         close_all([self._file])
+
+
+def _has_unused_bits(kind: Any) -> bool:
+    """True for integers of fewer bits than their bytes have.
+
+    If HDF5 is to give them in the other byte order, it swaps the bytes and takes the unused bits, mostly zeros, for bits of the
+    number: -3 of 12 bits becomes 4093. So it gives them in their own byte order.
+    """
+    return bool(kind.get_class() == h5py.h5t.INTEGER and kind.get_precision() < 8 * kind.get_size())
 
 
 def _state_of(file: h5py.File) -> tuple[int, ...] | None:

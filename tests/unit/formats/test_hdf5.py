@@ -169,6 +169,24 @@ def test_enums_load_as_integers_and_bfloat16_as_float32(tmp_path: Path) -> None:
     source.close()
 
 
+@pytest.mark.parametrize("base", ["STD_I16LE", "STD_I16BE", "STD_I32BE", "STD_I64BE", "STD_U16BE"])
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_integers_of_fewer_bits_than_their_bytes_have(tmp_path: Path, base: str, is_packed: bool) -> None:
+    """In the other byte order HDF5 takes the unused bits for bits of the number, if it is to give native ones."""
+    kind = getattr(h5py.h5t, base).copy()
+    kind.set_precision(8 * kind.get_size() - 4)
+    data = np.arange(-17, 18).reshape(5, 7) * 100
+    data = np.abs(data) if "U" in base else data
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        creation.set_chunk((2, 3))
+        if is_packed:
+            creation.set_filter(h5py.h5z.FILTER_NBIT, 0)
+        made = h5py.h5d.create(file.id, b"a", kind, h5py.h5s.create_simple(data.shape), creation)
+        made.write(h5py.h5s.ALL, h5py.h5s.ALL, data.astype(kind.dtype))
+    check(str(tmp_path / "a.h5"), "/a", data.astype(kind.dtype.newbyteorder("=")))
+
+
 @pytest.mark.parametrize("shape", [(0,), (0, 5), (5, 0, 7)])
 def test_axes_of_length_zero(tmp_path: Path, shape: tuple[int, ...]) -> None:
     with h5py.File(tmp_path / "a.h5", "w") as file:
