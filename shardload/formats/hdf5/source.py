@@ -114,7 +114,11 @@ class Hdf5Source(Source):
         self._swaps = not info.refused and _has_unused_bits(kind_of(dataset)) and not dataset.dtype.isnative
         if self._swaps:
             self._memory_type = h5py.h5t.py_create(dataset.dtype)
-        self._leaves_gaps = leaves_gaps(dataset)
+        # What HDF5 does not write into the buffer: zero, as h5py has it there, if the creator chose never to fill. And of a
+        # virtual dataset what no mapping covers, if others overlap: HDF5 fills nothing if they are as many elements in all.
+        self._gaps: Any = None
+        if not info.refused and (leaves_gaps(dataset) or others.is_virtual):
+            self._gaps = 0 if leaves_gaps(dataset) else dataset.fillvalue
 
     @property
     def info(self) -> ArrayInfo:
@@ -145,8 +149,8 @@ class Hdf5Source(Source):
             return
         if identifier.valid:
             self._sizes.check()
-        if self._leaves_gaps:
-            out.fill(0)  # as h5py does; `out` may hold another block's values
+        if self._gaps is not None:
+            out.fill(self._gaps)  # it may hold another block's values
         try:
             if identifier.valid:
                 check_heads(self._dataset, region)
@@ -217,6 +221,11 @@ class Hdf5Source(Source):
                 read_by_chunks(self._bounded, self._info.chunks or (), part, np.empty(part.shape, self._dtype))
         else:
             check_heads(self._dataset, region)
+        if self._others.is_virtual and region.size:
+            out = np.full(region.shape, self._gaps, self._dataset.dtype)
+            for part in self._parts(region):
+                self._dataset.read_direct(out, part.slices(), part.slices(region.start))
+            return out
         return index_in_parts(self._dataset, region, self._parts)
 
     def labels(self) -> Labels:

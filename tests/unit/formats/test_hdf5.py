@@ -144,6 +144,23 @@ def test_virtual_and_external(tmp_path: Path, dtype: str) -> None:
         open_source(path, "/external")
 
 
+@pytest.mark.parametrize("dtype", ["int16", ">f8", "complex64", "bool"])
+def test_virtual_datasets_whose_mappings_overlap_and_leave_gaps(tmp_path: Path, dtype: str) -> None:
+    """HDF5 leaves the gaps in the reader's buffer as they are, if the mappings have as many elements as are read."""
+    layout, fill = h5py.VirtualLayout((4, 3), dtype), np.array(1, dtype)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        for first in (0, 50):
+            file[f"part{first}"] = flat((2, 3), dtype, first)
+            layout[:2] = h5py.VirtualSource(file[f"part{first}"])
+        file.create_virtual_dataset("virtual", layout, fillvalue=fill)
+        rows = np.concatenate([file["virtual"][k : k + 1] for k in range(4)])
+    np.testing.assert_array_equal(rows[2:], np.full((2, 3), fill))
+    check(str(tmp_path / "a.h5"), "/virtual", rows)
+    source = open_source(str(tmp_path / "a.h5"), "/virtual")
+    np.testing.assert_array_equal(source.plain(Region((0, 1), (4, 3))), rows[:, 1:])
+    source.close()
+
+
 def test_enums_load_as_integers_and_bfloat16_as_float32(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "a.h5", "w") as file:
         kind = h5py.enum_dtype({"SEA": 0, "LAND": 1, "ICE": 300}, basetype=">i2")
