@@ -224,7 +224,7 @@ def packed_by(dtype: np.dtype[Any], packing: Packing) -> list[str]:
     found = [
         f"{key}={packing[key][1][0] if len(packing[key][1]) == 1 else packing[key][1]}"
         for key in neutral
-        if key in packing and list(packing[key][1]) != [neutral[key]]
+        if key in packing and list(packing[key][1]) not in ([], [neutral[key]])
     ]
     sign = packing["_Unsigned"][1][0] if "_Unsigned" in packing else None
     return found + ([f"_Unsigned={sign}"] if (dtype.kind, sign) in (("i", "true"), ("u", "false")) else [])

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import h5py
+import netCDF4
 import numpy as np
 import pytest
 import xarray as xr
@@ -92,6 +93,22 @@ def test_attributes_that_are_not_read_are_not_passed_over(tmp_path: Path) -> Non
     ):
         with pytest.raises(ConfigError, match=says):
             decoded(tmp_path / "a.h5", name)
+
+
+@pytest.mark.parametrize("more", [{"scale_factor": np.int32(2)}, {"scale_factor": np.float64(0.5)}, {"add_offset": 0.5}, {}])
+def test_a_list_of_no_missing_values(tmp_path: Path, more: dict[str, Any]) -> None:
+    """The netCDF library stores it without a place for values; wrong if it were taken for no attribute."""
+    with netCDF4.Dataset(tmp_path / "a.nc", "w") as file:
+        file.createDimension("x", 4)
+        for dtype in ("i2", "u4", "f4", "f8"):
+            made = file.createVariable(dtype, dtype, ("x",))
+            made.set_auto_maskandscale(False)
+            made[:] = np.arange(4)
+            made.setncatts({"missing_value": np.array([], dtype)} | more)
+    with h5py.File(tmp_path / "a.nc") as file:
+        assert isinstance(file["f4"].attrs["missing_value"], h5py.Empty)
+    for variable, values in open_by_xarray(tmp_path / "a.nc").items():
+        assert_same(decoded(tmp_path / "a.nc", variable), values, variable)
 
 
 @pytest.mark.parametrize("zarr_format", [2, 3])
