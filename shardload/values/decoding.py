@@ -71,7 +71,8 @@ def typed(value: Any) -> list[Any]:
     if isinstance(value, str):
         return [_TEXT, [value[:_MOST_VALUES]]]
     if isinstance(value, np.ndarray | np.generic):
-        if value.dtype.kind not in "biufc" or value.size > _MOST_VALUES:
+        is_long = value.dtype.char in "gG"  # extended precision, which neither JSON nor JAX has
+        if value.dtype.kind not in "biufc" or is_long or value.size > _MOST_VALUES:
             return [_UNREADABLE, [f"{value.size} values of type {value.dtype}"]]
         parts: list[Any] = np.ravel(value).tolist()
         if value.dtype.kind == "c":

@@ -95,6 +95,18 @@ def test_attributes_that_are_not_read_are_not_passed_over(tmp_path: Path) -> Non
             decoded(tmp_path / "a.h5", name)
 
 
+@pytest.mark.parametrize("value", [np.longdouble(0.5), np.array([0.5, 1], "longdouble"), np.clongdouble(1)])
+def test_numbers_of_extended_precision(tmp_path: Path, value: Any) -> None:
+    """Wrong if an array could not be loaded at all, because its attributes cannot be sent as JSON."""
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["a"] = np.arange(3, dtype="i2")
+        file["a"].attrs["add_offset"] = value
+    found = find_array(tmp_path / "a.h5", "a")
+    assert ArrayInfo.from_json(found.to_json()).packing == found.packing
+    with pytest.raises(ConfigError, match=r"its attribute add_offset is (\d values of type c?\w+128|text, or another type)"):
+        decoded(tmp_path / "a.h5", "a")
+
+
 @pytest.mark.parametrize("more", [{"scale_factor": np.int32(2)}, {"scale_factor": np.float64(0.5)}, {"add_offset": 0.5}, {}])
 def test_a_list_of_no_missing_values(tmp_path: Path, more: dict[str, Any]) -> None:
     """The netCDF library stores it without a place for values; wrong if it were taken for no attribute."""
