@@ -227,7 +227,7 @@ def packed_by(dtype: np.dtype[Any], packing: Packing) -> list[str]:
         for key in neutral
         if key in packing and list(packing[key][1]) not in ([], [neutral[key]])
     ]
-    sign = packing["_Unsigned"][1][0] if "_Unsigned" in packing else None
+    sign = next(iter(packing["_Unsigned"][1]), None) if "_Unsigned" in packing else None
     return found + ([f"_Unsigned={sign}"] if (dtype.kind, sign) in (("i", "true"), ("u", "false")) else [])
 
 

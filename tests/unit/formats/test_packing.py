@@ -21,7 +21,7 @@ from shardload.formats.access import STRICT, Access, Limits
 from shardload.formats.base import ArrayInfo
 from shardload.formats.lookup import find_array, list_arrays, open_source
 from shardload.planning.region import Region
-from shardload.values.decoding import decoding_of
+from shardload.values.decoding import ATTRIBUTES, decoding_of, packed_by
 from tests.packed import VARIABLES, WRITERS, by_netcdf4, by_xarray, open_by_xarray
 
 Array = np.ndarray[Any, Any]
@@ -105,6 +105,17 @@ def test_numbers_of_extended_precision(tmp_path: Path, value: Any) -> None:
     assert ArrayInfo.from_json(found.to_json()).packing == found.packing
     with pytest.raises(ConfigError, match=r"its attribute add_offset is (\d values of type c?\w+128|text, or another type)"):
         decoded(tmp_path / "a.h5", "a")
+
+
+@pytest.mark.parametrize("empty", [np.zeros(0), h5py.Empty("f8"), h5py.Empty("S1")])
+def test_attributes_without_a_value_pack_nothing(tmp_path: Path, empty: Any) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["a"] = np.arange(3, dtype="i2")
+        for key in ATTRIBUTES:
+            if not key.startswith("valid"):
+                file["a"].attrs[key] = empty
+    assert packed_by(np.dtype("i2"), find_array(tmp_path / "a.h5", "a").packing) == []
+    assert_same(decoded(tmp_path / "a.h5", "a"), np.arange(3, dtype="i2"), "a")
 
 
 @pytest.mark.parametrize("more", [{"scale_factor": np.int32(2)}, {"scale_factor": np.float64(0.5)}, {"add_offset": 0.5}, {}])
