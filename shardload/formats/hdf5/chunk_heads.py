@@ -28,14 +28,13 @@ from shardload.formats.codecs import Stage, blosc, check_blosc, unshuffle, unzst
 from shardload.formats.hdf5.chunk_order import is_listed
 from shardload.formats.hdf5.missing import MISSING_WORDS
 from shardload.formats.hdf5.opened import creation_of, kind_of
-from shardload.formats.hdf5.unwrapped import number_of
+from shardload.formats.hdf5.unwrapped import has_plain_edges
 from shardload.planning.region import Region
 
 __all__ = ["check_heads"]
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 _SHUFFLE, _FLETCHER = 2, 3
-_PLAIN_EDGES = 2  # H5D_CHUNK_DONT_FILTER_PARTIAL_CHUNKS
 
 
 def check_heads(dataset: h5py.Dataset, region: Region) -> None:
@@ -54,7 +53,7 @@ def check_heads(dataset: h5py.Dataset, region: Region) -> None:
         return
     chunk = tuple(creation.get_chunk())
     size = int(kind_of(dataset).get_size())
-    edges = dataset.shape if (number_of("H5Pget_chunk_opts", creation) or 0) & _PLAIN_EDGES else None
+    edges = dataset.shape if has_plain_edges(creation) else None
     axes = chunks_met(region, chunk)
     for index in itertools.product(*axes):
         offsets = tuple(k * c for k, c in zip(index, chunk, strict=True))

@@ -350,7 +350,7 @@ def test_edge_chunks_that_are_not_filtered(tmp_path: Path, filters: str, dtype: 
 
 
 @pytest.mark.parametrize("more", ["", "shuffle", "fletcher32"])
-@pytest.mark.parametrize("name", ["szip", "nbit", "scaleoffset", "lz4", "lzf", "zstd"])
+@pytest.mark.parametrize("name", ["szip", "nbit", "scaleoffset", "lz4", "lzf", "gzip", "zstd"])
 def test_edge_chunks_that_are_not_filtered_and_left_to_hdf5(tmp_path: Path, name: str, more: str) -> None:
     """What such a chunk begins with says nothing of its length."""
     others: dict[str, Any] = {
@@ -373,11 +373,11 @@ def test_edge_chunks_that_are_not_filtered_and_left_to_hdf5(tmp_path: Path, name
     assert_same(read_all(source), data)
     assert_same(source.plain(Region.whole(data.shape)), data)
     source.close()
-    if name in ("szip", "nbit", "scaleoffset", "lz4"):  # HDF5 would read past the end of memory
+    if name != "zstd":  # HDF5 would read past the end of memory
         with h5py.File(path, "r+") as file:
             file["a"].id.write_direct_chunk((4, 0), b"short")
         source = open_source(str(path), "a")
-        with pytest.raises(ValueError, match=r"5 bytes are stored without a filter, expected 128|5 bytes; expected"):
+        with pytest.raises(ValueError, match=r"a stored chunk of 5 bytes; expected 128"):
             read_all(source)
         source.close()
 
