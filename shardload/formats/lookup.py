@@ -687,7 +687,7 @@ def _holds_numbers(info: ArrayInfo) -> bool:
         return True
     try:
         return refusal(np.dtype(info.dtype)) is None and not str(info.refused).startswith("nothing:")
-    except TypeError:  # a file's own name for a type
+    except (TypeError, ValueError):  # a name of ours, or the file's own, for a type that NumPy does not have
         return False
 
 

@@ -23,12 +23,13 @@ from typing import Any
 import numpy as np
 
 from shardload.arrays.compare import sample_regions
-from shardload.errors import SourceError
+from shardload.errors import ShardloadError, SourceError
 from shardload.formats.base import Source
 from shardload.planning.grid import Grid
 from shardload.planning.region import Region
 from shardload.planning.selection import Selection
 from shardload.transfer.checksum import checksum
+from shardload.transfer.read_errors import Naming
 
 __all__ = ["N_SUMS", "State", "check_same", "check_same_file", "check_unchanged", "contents_of", "is_open", "to_sums"]
 
@@ -67,6 +68,11 @@ def contents_of(source: Source, handle: Any, selection: Selection, chunks: Grid 
         Which elements are loaded.
     chunks : Grid or None
         The selected array cut into the file's chunks, so that each region lies in one chunk.
+
+    Raises
+    ------
+    SourceError
+        If values cannot be read. It names the chunk.
     """
     state = source.state()
     if state is not None:
@@ -79,7 +85,12 @@ def contents_of(source: Source, handle: Any, selection: Selection, chunks: Grid 
     for region in sample_regions(whole, chunks, source.dtype.itemsize, 0, _N_BOXES):
         place = selection.to_file(region)
         values = np.empty(place.shape, dtype=source.dtype)
-        source.read_into(place, values)
+        try:
+            source.read_into(place, values)
+        except (ShardloadError, MemoryError):
+            raise
+        except Exception as error:
+            raise Naming(source, selection, chunks).explain(error, region) from error
         sum_ = checksum(values, sum_)
     return whole.size * source.dtype.itemsize, sum_
 

@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
-from shardload.errors import ConfigError
+from shardload.errors import ConfigError, printable
 from shardload.formats.access import Access, Limits
 from shardload.formats.base import ArrayInfo, some
 from shardload.formats.diagnosis import in_path, no_such_array
@@ -63,7 +63,7 @@ class Contents(Mapping[str, ArrayInfo]):
             axes = f"({', '.join(names)})" if any(info.dims) else str(info.shape)
             what = "dimension without a variable" if info.is_dimension else info.refused or info.dtype
             lines.append(f"  {info.dataset}  {axes}  {what}")
-        return "\n".join(lines)
+        return "\n".join(map(printable, lines))
 
 
 def open(  # a public name: `shardload.open`

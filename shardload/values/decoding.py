@@ -71,7 +71,8 @@ def typed(value: Any) -> list[Any]:
     if isinstance(value, str):
         return [_TEXT, [value[:_MOST_VALUES]]]
     if isinstance(value, np.ndarray | np.generic):
-        if value.dtype.kind not in "biufc" or value.size > _MOST_VALUES:
+        is_long = value.dtype.char in "gG"  # extended precision, which neither JSON nor JAX has
+        if value.dtype.kind not in "biufc" or is_long or value.size > _MOST_VALUES:
             return [_UNREADABLE, [f"{value.size} values of type {value.dtype}"]]
         parts: list[Any] = np.ravel(value).tolist()
         if value.dtype.kind == "c":
@@ -224,9 +225,9 @@ def packed_by(dtype: np.dtype[Any], packing: Packing) -> list[str]:
     found = [
         f"{key}={packing[key][1][0] if len(packing[key][1]) == 1 else packing[key][1]}"
         for key in neutral
-        if key in packing and list(packing[key][1]) != [neutral[key]]
+        if key in packing and list(packing[key][1]) not in ([], [neutral[key]])
     ]
-    sign = packing["_Unsigned"][1][0] if "_Unsigned" in packing else None
+    sign = next(iter(packing["_Unsigned"][1]), None) if "_Unsigned" in packing else None
     return found + ([f"_Unsigned={sign}"] if (dtype.kind, sign) in (("i", "true"), ("u", "false")) else [])
 
 

@@ -10,6 +10,7 @@ opened                         what is asked once of a file and of a dataset
 chunks, contiguous, raw_file   read without the library and its lock
 chunk_index                    says where all chunks are, without the library
 chunk_order                    where the chunks that the library lists really are
+unwrapped                      functions of the library that h5py does not have
 making                         what must be known to make another dataset like one
 filters, chunk_heads           check filters and stored chunks before HDF5 decodes them
 sink, ledger                   write a new file: places of chunks, and metadata

@@ -7,7 +7,8 @@ bytes declare. So for each chunk that a read meets, `check_heads` does this:
 2. Undo the filters that were applied after such a filter.
 3. Compare the declared length with the chunk's real length.
 
-Chunks that are decoded without HDF5 (`chunks`) do not need it.
+Chunks that are decoded without HDF5 (`chunks`) do not need it. Nor do chunks over the array's edge, if the dataset's creator
+asked HDF5 not to filter them (``H5D_CHUNK_DONT_FILTER_PARTIAL_CHUNKS``).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from shardload.formats.codecs import Stage, blosc, check_blosc, unshuffle, unzst
 from shardload.formats.hdf5.chunk_order import is_listed
 from shardload.formats.hdf5.missing import MISSING_WORDS
 from shardload.formats.hdf5.opened import creation_of, kind_of
+from shardload.formats.hdf5.unwrapped import has_plain_edges
 from shardload.planning.region import Region
 
 __all__ = ["check_heads"]
@@ -51,6 +53,7 @@ def check_heads(dataset: h5py.Dataset, region: Region) -> None:
         return
     chunk = tuple(creation.get_chunk())
     size = int(kind_of(dataset).get_size())
+    edges = dataset.shape if has_plain_edges(creation) else None
     axes = chunks_met(region, chunk)
     for index in itertools.product(*axes):
         offsets = tuple(k * c for k, c in zip(index, chunk, strict=True))
@@ -58,6 +61,8 @@ def check_heads(dataset: h5py.Dataset, region: Region) -> None:
         if found is None:
             continue
         mask, data = found
+        if edges is not None and any(at + c > end for at, c, end in zip(offsets, chunk, edges, strict=True)):
+            mask = -1  # no filter was applied
         applied = [found for k, found in enumerate(filters) if not mask >> k & 1]
         try:
             _check_chunk(np.frombuffer(data, dtype=np.uint8), applied, math.prod(chunk), size)
@@ -85,6 +90,8 @@ def _stored(dataset: h5py.Dataset, offsets: tuple[int, ...]) -> tuple[int, bytes
 def _check_chunk(stored: Bytes, applied: list[tuple[int, tuple[int, ...]]], n: int, size: int) -> None:
     """Undo the filters of one chunk, the last one first, down to the filter that needs a check."""
     at = next((k for k, (number, _) in enumerate(applied) if number in _CHECKS), None)
+    if not applied and len(stored) != n * size:
+        raise ValueError(f"{len(stored)} bytes are stored without a filter, expected {n * size}")
     if at is None:
         return
     before = [number for number, _ in applied[:at]]

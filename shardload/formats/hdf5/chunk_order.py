@@ -12,7 +12,6 @@ dataset or outside of it (seen in HDF5 1.14.4 and 2.0.0). Reading values is righ
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import math
 from collections.abc import Callable
@@ -21,6 +20,8 @@ from typing import Any
 import h5py
 import numpy as np
 from h5py._objects import phil
+
+from shardload.formats.hdf5.unwrapped import number_of
 
 __all__ = ["PutRight", "UnknownOrderError", "is_listed", "true_place"]
 
@@ -114,20 +115,4 @@ def _is_in_order() -> bool:
 
 def _kind_of_index(identifier: Any) -> int | None:
     """The number of the kind of a dataset's index of chunks; None if the library does not say."""
-    ask = _ask_library()
-    found = ctypes.c_int(-1)
-    with phil:
-        if ask is None or ask(identifier.id, ctypes.byref(found)) < 0:
-            return None
-    return found.value
-
-
-@functools.cache
-def _ask_library() -> Callable[..., int] | None:
-    """``H5Dget_chunk_index_type`` of the library that h5py is linked with, which h5py itself does not have."""
-    try:
-        found = ctypes.CDLL(h5py.h5d.__file__).H5Dget_chunk_index_type
-    except (AttributeError, OSError):
-        return None
-    found.argtypes, found.restype = (ctypes.c_int64, ctypes.POINTER(ctypes.c_int)), ctypes.c_int
-    return found
+    return number_of("H5Dget_chunk_index_type", identifier)

@@ -14,8 +14,10 @@ from typing import Any
 import h5py
 from h5py._objects import phil
 
+from shardload.formats.hdf5.chunk_order import true_place
 from shardload.formats.hdf5.opened import OpenDataset, creation_of, kind_of
 from shardload.formats.hdf5.raw_file import plain_descriptor
+from shardload.formats.hdf5.unwrapped import has_plain_edges
 
 __all__ = ["Sizes", "Whole"]
 
@@ -41,24 +43,35 @@ class Sizes:
         self._filters = [creation.get_filter(k)[0] for k in range(creation.get_nfilters())]
         self._every_filter = (1 << creation.get_nfilters()) - 1
         self._fitting: dict[int, range | tuple[int, ...]] = {}  # by filter mask
+        self._chunk, self._shape = creation.get_chunk(), dataset.shape
+        self._has_plain_edges = self._every_filter > 0 and has_plain_edges(creation)
+        self._put_right = true_place(dataset) if self._has_plain_edges else None
         n_chunks, nbytes = identifier.get_num_chunks(), identifier.get_storage_size()
         if not self._every_filter:
             if nbytes != n_chunks * self._nbytes:
                 self._wrong = f"{n_chunks} chunks of {self._nbytes} bytes without a filter, in {nbytes} bytes"
         elif n_chunks <= _LIST_AT_ONCE or (
-            (self._most < nbytes or 3 in self._filters or set(self._filters) <= {2}) and n_chunks <= _MOST_LISTED
+            (self._most < nbytes or 3 in self._filters or set(self._filters) <= {2} or self._has_plain_edges)
+            and n_chunks <= _MOST_LISTED
         ):
             with phil:
                 identifier.chunk_iter(self._keep)
 
     def _keep(self, stored: Any) -> None:
-        mask = stored.filter_mask & self._every_filter
+        mask = self._every_filter if self._is_plain(stored) else stored.filter_mask & self._every_filter
         if mask not in self._fitting:
             self._fitting[mask] = self._fitting_sizes(mask)
         if stored.size not in self._fitting[mask]:
             fits = self._fitting[mask]
             expected = f"{fits.start} to {fits.stop - 1}" if isinstance(fits, range) else " or ".join(map(str, fits))
             self._wrong = f"a stored chunk of {stored.size} bytes; expected {expected}"
+
+    def _is_plain(self, stored: Any) -> bool:
+        """True for a chunk over the array's edge that HDF5 was asked not to filter."""
+        if not self._has_plain_edges:
+            return False
+        place = stored.chunk_offset if self._put_right is None else self._put_right(stored.chunk_offset)
+        return any(at + c > end for at, c, end in zip(place, self._chunk, self._shape, strict=True))
 
     def _fitting_sizes(self, mask: int) -> range | tuple[int, ...]:
         """The sizes that a chunk may have if the filters in `mask` were not applied to it."""

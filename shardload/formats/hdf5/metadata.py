@@ -273,6 +273,8 @@ def _attributes(dataset: h5py.Dataset, texts: bool, has_attributes: bool) -> tup
                 packing[key] = ["unreadable", ["text, or another type that is no number"]]
             continue
         value = _raw_attribute(dataset, key)
+        if isinstance(value, h5py.Empty):  # so the netCDF library stores a list of no numbers
+            value = np.zeros(0, value.dtype) if value.dtype.kind in "iuf" else None
         if key in TOLD:
             told[key] = value.text if isinstance(value, _Unreadable) else json_value(value)
         if key in ATTRIBUTES and value is not None:
@@ -310,11 +312,13 @@ def _attribute(dataset: h5py.Dataset, key: str) -> Any:
     if not _has(dataset, key):
         return None
     value = _raw_attribute(dataset, key)
+    if isinstance(value, h5py.Empty):
+        return None
     return value.text if isinstance(value, _Unreadable) else json_value(value)
 
 
 def _raw_attribute(dataset: h5py.Dataset, key: str) -> Any:
-    """An attribute as h5py gives it; None if it is empty."""
+    """An attribute as h5py gives it."""
     try:
         found = h5py.h5a.open(dataset.id, key.encode())
         kind = found.get_type()
@@ -325,7 +329,6 @@ def _raw_attribute(dataset: h5py.Dataset, key: str) -> Any:
             value = np.zeros(found.shape, found.dtype)
             found.read(value)
             return value[()]
-        value = dataset.attrs[key]
+        return dataset.attrs[key]
     except (OSError, RuntimeError, TypeError, ValueError) as error:
         return _Unreadable(f"unreadable ({error})")
-    return None if isinstance(value, h5py.Empty) else value

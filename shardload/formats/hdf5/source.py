@@ -111,7 +111,14 @@ class Hdf5Source(Source):
         self._memory_type = getattr(h5py.h5t, name) if name else None
         if kind_of(dataset).get_class() == h5py.h5t.BITFIELD:  # HDF5 does not convert it to a number
             self._memory_type = h5py.h5t.NATIVE_B8
-        self._leaves_gaps = leaves_gaps(dataset)
+        self._swaps = not info.refused and _has_unused_bits(kind_of(dataset)) and not dataset.dtype.isnative
+        if self._swaps:
+            self._memory_type = h5py.h5t.py_create(dataset.dtype)
+        # What HDF5 does not write into the buffer: zero, as h5py has it there, if the creator chose never to fill. And of a
+        # virtual dataset what no mapping covers, if others overlap: HDF5 fills nothing if they are as many elements in all.
+        self._gaps: Any = None
+        if not info.refused and (leaves_gaps(dataset) or others.is_virtual):
+            self._gaps = 0 if leaves_gaps(dataset) else dataset.fillvalue
 
     @property
     def info(self) -> ArrayInfo:
@@ -142,8 +149,8 @@ class Hdf5Source(Source):
             return
         if identifier.valid:
             self._sizes.check()
-        if self._leaves_gaps:
-            out.fill(0)  # as h5py does; `out` may hold another block's values
+        if self._gaps is not None:
+            out.fill(self._gaps)  # it may hold another block's values
         try:
             if identifier.valid:
                 check_heads(self._dataset, region)
@@ -157,6 +164,8 @@ class Hdf5Source(Source):
                         at = tuple(a - b for a, b in zip(part.start, region.start, strict=True))
                         in_memory.select_hyperslab(at, part.shape)
                     identifier.read(in_memory, in_file, out, self._memory_type)
+            if self._swaps:
+                out.byteswap(inplace=True)
         finally:  # if the file was cut, that error names the cause better
             if identifier.valid:
                 self._whole.check()
@@ -212,6 +221,11 @@ class Hdf5Source(Source):
                 read_by_chunks(self._bounded, self._info.chunks or (), part, np.empty(part.shape, self._dtype))
         else:
             check_heads(self._dataset, region)
+        if self._others.is_virtual and region.size:
+            out = np.full(region.shape, self._gaps, self._dataset.dtype)
+            for part in self._parts(region):
+                self._dataset.read_direct(out, part.slices(), part.slices(region.start))
+            return out
         return index_in_parts(self._dataset, region, self._parts)
 
     def labels(self) -> Labels:
@@ -374,6 +388,15 @@ class _Hdf5File(OpenFile):
     def close(self) -> None:
         self._facts.close()
         close_all([self._file])
+
+
+def _has_unused_bits(kind: Any) -> bool:
+    """True for integers of fewer bits than their bytes have.
+
+    If HDF5 is to give them in the other byte order, it swaps the bytes and takes the unused bits, mostly zeros, for bits of the
+    number: -3 of 12 bits becomes 4093. So it gives them in their own byte order.
+    """
+    return bool(kind.get_class() == h5py.h5t.INTEGER and kind.get_precision() < 8 * kind.get_size())
 
 
 def _state_of(file: h5py.File) -> tuple[int, ...] | None:

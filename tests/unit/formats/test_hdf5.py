@@ -144,6 +144,23 @@ def test_virtual_and_external(tmp_path: Path, dtype: str) -> None:
         open_source(path, "/external")
 
 
+@pytest.mark.parametrize("dtype", ["int16", ">f8", "complex64", "bool"])
+def test_virtual_datasets_whose_mappings_overlap_and_leave_gaps(tmp_path: Path, dtype: str) -> None:
+    """HDF5 leaves the gaps in the reader's buffer as they are, if the mappings have as many elements as are read."""
+    layout, fill = h5py.VirtualLayout((4, 3), dtype), np.array(1, dtype)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        for first in (0, 50):
+            file[f"part{first}"] = flat((2, 3), dtype, first)
+            layout[:2] = h5py.VirtualSource(file[f"part{first}"])
+        file.create_virtual_dataset("virtual", layout, fillvalue=fill)
+        rows = np.concatenate([file["virtual"][k : k + 1] for k in range(4)])
+    np.testing.assert_array_equal(rows[2:], np.full((2, 3), fill))
+    check(str(tmp_path / "a.h5"), "/virtual", rows)
+    source = open_source(str(tmp_path / "a.h5"), "/virtual")
+    np.testing.assert_array_equal(source.plain(Region((0, 1), (4, 3))), rows[:, 1:])
+    source.close()
+
+
 def test_enums_load_as_integers_and_bfloat16_as_float32(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "a.h5", "w") as file:
         kind = h5py.enum_dtype({"SEA": 0, "LAND": 1, "ICE": 300}, basetype=">i2")
@@ -167,6 +184,24 @@ def test_enums_load_as_integers_and_bfloat16_as_float32(tmp_path: Path) -> None:
     assert source.dtype == np.float32
     np.testing.assert_allclose(read_all(source), [1.5, -3e38, 0.25], rtol=2**-8)
     source.close()
+
+
+@pytest.mark.parametrize("base", ["STD_I16LE", "STD_I16BE", "STD_I32BE", "STD_I64BE", "STD_U16BE"])
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_integers_of_fewer_bits_than_their_bytes_have(tmp_path: Path, base: str, is_packed: bool) -> None:
+    """In the other byte order HDF5 takes the unused bits for bits of the number, if it is to give native ones."""
+    kind = getattr(h5py.h5t, base).copy()
+    kind.set_precision(8 * kind.get_size() - 4)
+    data = np.arange(-17, 18).reshape(5, 7) * 100
+    data = np.abs(data) if "U" in base else data
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        creation.set_chunk((2, 3))
+        if is_packed:
+            creation.set_filter(h5py.h5z.FILTER_NBIT, 0)
+        made = h5py.h5d.create(file.id, b"a", kind, h5py.h5s.create_simple(data.shape), creation)
+        made.write(h5py.h5s.ALL, h5py.h5s.ALL, data.astype(kind.dtype))
+    check(str(tmp_path / "a.h5"), "/a", data.astype(kind.dtype.newbyteorder("=")))
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 5), (5, 0, 7)])

@@ -180,6 +180,15 @@ def test_dimensions_of_a_group_above(tmp_path: Path) -> None:
     np.testing.assert_array_equal(info.coords["x"].values, [1.0, 2.0, 3.0])
 
 
+def test_control_characters_in_names_are_shown_as_escapes(tmp_path: Path) -> None:
+    """A file's names do not write to the terminal."""
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["a\nb\x1b[2J"] = np.zeros(3, "f4")
+        file["a\nb\x1b[2J"].dims[0].label = "x\r"
+    shown = repr(shardload.open(tmp_path / "a.h5")).splitlines()
+    assert shown[1:] == [r"  /a\nb\x1b[2J  (x\r=3)  float32"]
+
+
 def test_arrays_without_names(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file["plain"] = np.ones((2, 3), "f4")

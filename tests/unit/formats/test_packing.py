@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import h5py
+import netCDF4
 import numpy as np
 import pytest
 import xarray as xr
@@ -20,7 +21,7 @@ from shardload.formats.access import STRICT, Access, Limits
 from shardload.formats.base import ArrayInfo
 from shardload.formats.lookup import find_array, list_arrays, open_source
 from shardload.planning.region import Region
-from shardload.values.decoding import decoding_of
+from shardload.values.decoding import ATTRIBUTES, decoding_of, packed_by
 from tests.packed import VARIABLES, WRITERS, by_netcdf4, by_xarray, open_by_xarray
 
 Array = np.ndarray[Any, Any]
@@ -92,6 +93,45 @@ def test_attributes_that_are_not_read_are_not_passed_over(tmp_path: Path) -> Non
     ):
         with pytest.raises(ConfigError, match=says):
             decoded(tmp_path / "a.h5", name)
+
+
+@pytest.mark.parametrize("value", [np.longdouble(0.5), np.array([0.5, 1], "longdouble"), np.clongdouble(1)])
+def test_numbers_of_extended_precision(tmp_path: Path, value: Any) -> None:
+    """Wrong if an array could not be loaded at all, because its attributes cannot be sent as JSON."""
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["a"] = np.arange(3, dtype="i2")
+        file["a"].attrs["add_offset"] = value
+    found = find_array(tmp_path / "a.h5", "a")
+    assert ArrayInfo.from_json(found.to_json()).packing == found.packing
+    with pytest.raises(ConfigError, match=r"its attribute add_offset is (\d values of type c?\w+128|text, or another type)"):
+        decoded(tmp_path / "a.h5", "a")
+
+
+@pytest.mark.parametrize("empty", [np.zeros(0), h5py.Empty("f8"), h5py.Empty("S1")])
+def test_attributes_without_a_value_pack_nothing(tmp_path: Path, empty: Any) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["a"] = np.arange(3, dtype="i2")
+        for key in ATTRIBUTES:
+            if not key.startswith("valid"):
+                file["a"].attrs[key] = empty
+    assert packed_by(np.dtype("i2"), find_array(tmp_path / "a.h5", "a").packing) == []
+    assert_same(decoded(tmp_path / "a.h5", "a"), np.arange(3, dtype="i2"), "a")
+
+
+@pytest.mark.parametrize("more", [{"scale_factor": np.int32(2)}, {"scale_factor": np.float64(0.5)}, {"add_offset": 0.5}, {}])
+def test_a_list_of_no_missing_values(tmp_path: Path, more: dict[str, Any]) -> None:
+    """The netCDF library stores it without a place for values; wrong if it were taken for no attribute."""
+    with netCDF4.Dataset(tmp_path / "a.nc", "w") as file:
+        file.createDimension("x", 4)
+        for dtype in ("i2", "u4", "f4", "f8"):
+            made = file.createVariable(dtype, dtype, ("x",))
+            made.set_auto_maskandscale(False)
+            made[:] = np.arange(4)
+            made.setncatts({"missing_value": np.array([], dtype)} | more)
+    with h5py.File(tmp_path / "a.nc") as file:
+        assert isinstance(file["f4"].attrs["missing_value"], h5py.Empty)
+    for variable, values in open_by_xarray(tmp_path / "a.nc").items():
+        assert_same(decoded(tmp_path / "a.nc", variable), values, variable)
 
 
 @pytest.mark.parametrize("zarr_format", [2, 3])

@@ -204,3 +204,14 @@ def test_an_open_file_is_known_by_its_file(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "x.h5", "r") as file:
         found = os.stat(tmp_path / "x.h5")
         assert contents(file["x"]) == (found.st_size, found.st_mtime_ns)
+
+
+@pytest.mark.parametrize("driver", ["core", "stdio"])
+def test_an_open_array_that_cannot_be_read(tmp_path: Path, driver: str) -> None:
+    """Wrong if the error named neither the array nor the chunk, and called the cause the rank's."""
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        made = file.create_dataset("a", data=np.arange(64, dtype="i4"), chunks=(32,), compression="gzip")
+        made.id.write_direct_chunk((32,), b"no gzip")
+    names_it = pytest.raises(SourceError, match=r"chunk \(1,\) of '/a' in .*a.h5' could not be read")
+    with h5py.File(tmp_path / "a.h5", driver=driver) as file, names_it:
+        contents(file["a"])
