@@ -20,6 +20,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -328,7 +329,7 @@ def _cut_on_devices(array: jax.Array, extent: Extent, sharding: NamedSharding, n
 
 @lru_cache(maxsize=32)  # compiled once for a series of arrays
 def _cutter(extent: Extent, sharding: NamedSharding) -> Any:
-    return jax.jit(partial(_cut, extent), out_shardings=sharding)
+    return jax.jit(partial(_cut, extent, sharding), out_shardings=sharding)
 
 
 def _auto(sharding: NamedSharding) -> NamedSharding:
@@ -336,8 +337,18 @@ def _auto(sharding: NamedSharding) -> NamedSharding:
     return NamedSharding(Mesh(mesh.devices, mesh.axis_names), sharding.spec, memory_kind=sharding.memory_kind)
 
 
-def _cut(extent: Extent, x: Any) -> Any:
-    """The file's elements of a whole array."""
+def _cut(extent: Extent, sharding: NamedSharding, x: Any) -> Any:
+    """The file's elements of a whole array, moved as integers.
+
+    Where XLA adds zeros to what it moves, -0.0 would become 0.0; and it widens bfloat16, which changes some NaN. Without the
+    barriers it takes the types back.
+    """
+    if jnp.iscomplexobj(x):
+        return jax.lax.complex(_cut(extent, sharding, jnp.real(x)), _cut(extent, sharding, jnp.imag(x)))
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        bits = jax.lax.bitcast_convert_type(x, f"uint{jnp.finfo(x.dtype).bits}")  # type: ignore[no-untyped-call]
+        cut = jax.lax.optimization_barrier(_cut(extent, sharding, jax.lax.optimization_barrier(bits)))
+        return jax.lax.bitcast_convert_type(cut, x.dtype)
     for axis, (n, cuts, held, halo) in enumerate(zip(extent.shape, extent.cuts, extent.shard_shape, extent.halo, strict=True)):
         if halo:
             before, after = x.shape[:axis], x.shape[axis + 1 :]
@@ -345,4 +356,4 @@ def _cut(extent: Extent, x: Any) -> Any:
             x = jax.lax.slice_in_dim(x, halo, held - halo, axis=axis + 1)
             x = x.reshape(*before, cuts * (held - 2 * halo), *after)
         x = jax.lax.slice_in_dim(x, 0, n, axis=axis)
-    return x
+    return jax.lax.with_sharding_constraint(x, sharding)

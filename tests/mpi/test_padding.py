@@ -81,6 +81,22 @@ def test_unpad_is_the_file(file: str, mesh: Any) -> None:
         check(shardload.unpad(x, sharding=whole), values, mesh, P())
 
 
+@pytest.mark.parametrize("dtype", ["float32", "complex64", "bfloat16", "float16"])
+def test_unpad_keeps_every_bit(comm: Any, dtype: str) -> None:
+    """Wrong if what moves between devices were added to zeros, which makes 0.0 of -0.0, or widened, which changes some NaN."""
+    n = len(jax.devices())
+    kind = np.dtype(dtype)
+    words = {"float32": [0x80000000, 0x7F800001], "bfloat16": [0x8000, 0x7F81], "float16": [0x8000, 0x7C01]}
+    word = np.array(words.get(dtype, words["float32"]), f"u{kind.itemsize // (2 if kind.kind == 'c' else 1)}")
+    for rows in (max(1, n // 2), n + 1):
+        values = np.broadcast_to(word, (rows, 3 * kind.itemsize // word.itemsize, 2)).reshape(rows, -1).copy().view(kind)
+        mesh = Mesh(np.array(jax.devices()), "a")
+        x = shardload.scatter(values, mesh, P("a"), pad=1)
+        for found in (shardload.unpad(x, numpy=True), shardload.unpad(x, sharding=NamedSharding(mesh, P()))):
+            assert np.asarray(found).dtype == kind
+            assert np.asarray(found).tobytes() == values.tobytes(), rows
+
+
 def test_unpad_of_what_the_mesh_cannot_hold(comm: Any, file: str) -> None:
     """Wrong if JAX raised its own error, on some ranks, or an array of another shape were returned."""
     n = len(jax.devices())
