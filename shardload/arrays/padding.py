@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardload.arrays.sharding import read_spec
+from shardload.arrays.sharding import ids_text, read_spec
 from shardload.errors import ConfigError
 
 __all__ = ["Extent", "cut_out", "extent_of", "is_known", "make_mask", "remember", "to_numpy", "was_decoded"]
@@ -232,7 +232,7 @@ def to_numpy(array: jax.Array, extent: Extent, name: str) -> Array:
                 _place(out, np.asarray(shard.data), [extent.places(k, *bound) for k, bound in enumerate(bounds)])
         return out
     mesh = _named(array, name).mesh
-    whole = _cut_on_devices(array, extent, NamedSharding(mesh, PartitionSpec()), name)
+    whole = _cut_on_devices(array, extent, NamedSharding(mesh, PartitionSpec()))
     return np.asarray(whole.addressable_data(0))
 
 
@@ -268,18 +268,30 @@ def cut_out(array: jax.Array, extent: Extent, sharding: Any, name: str) -> jax.A
     Raises
     ------
     ConfigError
-        If the shape does not divide over the mesh.
+        If the shape does not divide over the mesh, or the sharding has other devices than the array, or another order of them.
     """
     if sharding is None and extent.is_whole:
         return array
     target = _named(array, name) if sharding is None else sharding
     if not isinstance(target, NamedSharding) or isinstance(target.mesh, jax.sharding.AbstractMesh):
         raise ConfigError(f"sharding is {target!r}; expected a NamedSharding over a mesh of devices")
+    found, expected = _device_ids(target), _device_ids(array.sharding)
+    if found != expected:
+        raise ConfigError(
+            f"sharding is over the devices [{ids_text(found)}], but {name} is on [{ids_text(expected)}]. Pass one over the "
+            "same devices in this order, such as NamedSharding(x.sharding.mesh, P()), and move the result by jax.device_put"
+        )
     _check_holds(target, extent.shape, name)
     is_cut_alike = target == array.sharding and array.sharding.shard_shape(array.shape) == extent.shard_shape
     if is_cut_alike and extent.shape == extent.shape_without_halo:
         return _cut_each_shard(array, extent, target)
-    return _cut_on_devices(array, extent, target, name)
+    return _cut_on_devices(array, extent, target)
+
+
+def _device_ids(sharding: Any) -> list[int]:
+    """In the order of the mesh, if there is one: JAX moves nothing between orders inside a compiled function."""
+    devices = sharding.mesh.devices.flat if isinstance(sharding, NamedSharding) else sharding.device_set
+    return [device.id for device in devices]
 
 
 def _named(array: jax.Array, name: str) -> NamedSharding:
@@ -315,12 +327,13 @@ def _cut_each_shard(array: jax.Array, extent: Extent, sharding: NamedSharding) -
     return jax.make_array_from_single_device_arrays(extent.shape, sharding, cores, dtype=array.dtype)
 
 
-def _cut_on_devices(array: jax.Array, extent: Extent, sharding: NamedSharding, name: str) -> jax.Array:
+def _cut_on_devices(array: jax.Array, extent: Extent, sharding: NamedSharding) -> jax.Array:
     """Let JAX cut it out, which moves what has to move. Over Auto axes, because JAX refuses such cuts of Explicit ones."""
-    held = _named(array, name)
-    apart = jax.make_array_from_single_device_arrays(
-        array.shape, _auto(held), [shard.data for shard in array.addressable_shards], dtype=array.dtype
-    )
+    apart = array
+    if isinstance(array.sharding, NamedSharding):
+        apart = jax.make_array_from_single_device_arrays(
+            array.shape, _auto(array.sharding), [shard.data for shard in array.addressable_shards], dtype=array.dtype
+        )
     cut = _cutter(extent, _auto(sharding))(apart)
     return jax.make_array_from_single_device_arrays(
         extent.shape, sharding, [shard.data for shard in cut.addressable_shards], dtype=array.dtype

@@ -113,6 +113,20 @@ def test_unpad_of_what_the_mesh_cannot_hold(comm: Any, file: str) -> None:
     check(shardload.unpad(x, (uneven()[0], n)), ramp(uneven())[:, :n], mesh, P(None, "a"))
 
 
+def test_unpad_to_other_devices(comm: Any, file: str) -> None:
+    """Wrong if JAX's own error about a jitted function were raised, or what was asked for were called missing."""
+    devices = jax.devices()
+    x = shardload.load(file, mesh_of(), P("a"), pad=0)
+    for others in (devices[1:], devices[::-1]) if len(devices) > 1 else ():
+        moved = NamedSharding(Mesh(np.array(others), "a"), P())
+        ids = ",".join(str(device.id) for device in others)
+        text = f"sharding is over the devices [{ids}], but x is on ["
+        same_error(comm, lambda s=moved: shardload.unpad(x, sharding=s), ConfigError, text, "jax.device_put")
+    alone = jnp.arange(4.0)  # on one device of each process, without a mesh
+    mesh = Mesh(np.array(list(alone.devices())), "a")
+    check(shardload.unpad(alone, (3,), sharding=NamedSharding(mesh, P())), ramp((3,)), mesh, P())
+
+
 def test_centre_of_mass_of_particles(comm: Any, shared_tmp_path: Path) -> None:
     """The use of it: a sum over particles whose number does not divide. Wrong by 1e9 if one padded particle counted."""
     n = 100 * len(jax.devices()) + 1
