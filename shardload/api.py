@@ -22,7 +22,7 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 import jax
 import numpy as np
 
-from shardload.arrays.padding import Extent, cut_out, extent_of, make_mask, to_numpy
+from shardload.arrays.padding import Extent, check_exists, cut_out, extent_of, make_mask, to_numpy
 from shardload.errors import ConfigError
 from shardload.jobs.loading.arguments import Arguments, ToScatter, ToVerify, describe_path
 from shardload.jobs.loading.execution import Loaded
@@ -794,6 +794,7 @@ def unpad(x: Any, plan: Any = None, *, sharding: Any = None, numpy: bool = False
 
     def one(name: str, x: Any, given: Any) -> Any:
         extent = _extent(name, x, given)
+        check_exists(x, name)
         return to_numpy(x, extent, name) if numpy else cut_out(x, extent, sharding, name)
 
     return _each(one, x, plan)

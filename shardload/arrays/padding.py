@@ -27,7 +27,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shardload.arrays.sharding import ids_text, read_spec
 from shardload.errors import ConfigError
 
-__all__ = ["Extent", "cut_out", "extent_of", "is_known", "make_mask", "remember", "to_numpy", "was_decoded"]
+__all__ = ["Extent", "check_exists", "cut_out", "extent_of", "is_known", "make_mask", "remember", "to_numpy", "was_decoded"]
 
 Array = np.ndarray[Any, Any]
 Index = np.ndarray[Any, np.dtype[np.int64]]
@@ -124,6 +124,12 @@ def was_decoded(array: Any) -> bool | None:
 def _known(array: Any) -> tuple[Extent, bool | None] | None:
     ref, extent, is_decoded = _loaded.get(id(array), (None, None, None))
     return None if extent is None or ref is None or ref() is not array else (extent, is_decoded)
+
+
+def check_exists(array: jax.Array, name: str) -> None:
+    """Raise ConfigError if the values of an array were deleted."""
+    if array.is_deleted():
+        raise ConfigError(f"{name} was deleted (donated to a jitted function?), so it has no values. Call unpad before that")
 
 
 def extent_of(array: jax.Array, given: Extent | Sequence[int] | None, name: str) -> Extent:

@@ -183,5 +183,10 @@ def test_an_array_that_nothing_is_known_of(comm: Any, file: str) -> None:
     same_error(comm, lambda: shardload.unpad(x, numpy=1), ConfigError, "numpy is 1")
     same_error(comm, lambda: shardload.unpad(x, numpy=True, sharding=x.sharding), ConfigError, "pass one of them")
     same_error(comm, lambda: shardload.unpad(x, sharding=P("a")), ConfigError, "expected a NamedSharding")
+    even = shardload.scatter(ramp((x.shape[0],)), mesh, P("a"))
+    for gone in (x, even):
+        gone.delete()
+        for how in ({"numpy": True}, {"sharding": NamedSharding(mesh, P())}, {}):
+            same_error(comm, lambda y=gone, h=how: shardload.unpad(y, **h), ConfigError, "x was deleted (donated")
     abstract = shardload.plan(file, AbstractMesh((2,), ("a",)), P("a"), pad=0)
     same_error(comm, lambda: shardload.mask(abstract), ConfigError, "AbstractMesh, which has no devices")
