@@ -335,6 +335,9 @@ def _cut_each_shard(array: jax.Array, extent: Extent, sharding: NamedSharding) -
 
 def _cut_on_devices(array: jax.Array, extent: Extent, sharding: NamedSharding) -> jax.Array:
     """Let JAX cut it out, which moves what has to move. Over Auto axes, because JAX refuses such cuts of Explicit ones."""
+    if 0 in extent.shape:  # JAX gives it another sharding than it is told
+        empty = np.empty(sharding.shard_shape(extent.shape), array.dtype)
+        return jax.make_array_from_callback(extent.shape, sharding, lambda _: empty, dtype=array.dtype)
     apart = array
     if isinstance(array.sharding, NamedSharding):
         apart = jax.make_array_from_single_device_arrays(

@@ -115,13 +115,15 @@ def test_unpad_of_what_the_mesh_cannot_hold(comm: Any, file: str) -> None:
 
 def test_unpad_to_other_devices(comm: Any, file: str) -> None:
     """Wrong if JAX's own error about a jitted function were raised, or what was asked for were called missing."""
-    devices = jax.devices()
+    devices, n = jax.devices(), len(jax.devices())
     x = shardload.load(file, mesh_of(), P("a"), pad=0)
-    for others in (devices[1:], devices[::-1]) if len(devices) > 1 else ():
+    for others in (devices[1:], devices[::-1]) if n > 1 else ():
         moved = NamedSharding(Mesh(np.array(others), "a"), P())
         ids = ",".join(str(device.id) for device in others)
         text = f"sharding is over the devices [{ids}], but x is on ["
         same_error(comm, lambda s=moved: shardload.unpad(x, sharding=s), ConfigError, text, "jax.device_put")
+    empty = shardload.scatter(np.empty((n, 0), "float32"), mesh_of(), P("a"))
+    check(shardload.unpad(empty, sharding=NamedSharding(mesh_of(), P(("a", "b")))), ramp((n, 0)), mesh_of(), P(("a", "b")))
     alone = jnp.arange(4.0)  # on one device of each process, without a mesh
     mesh = Mesh(np.array(list(alone.devices())), "a")
     check(shardload.unpad(alone, (3,), sharding=NamedSharding(mesh, P())), ramp((3,)), mesh, P())
