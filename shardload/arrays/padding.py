@@ -329,7 +329,10 @@ def _check_holds(sharding: NamedSharding, shape: tuple[int, ...], name: str) -> 
 def _cut_each_shard(array: jax.Array, extent: Extent, sharding: NamedSharding) -> jax.Array:
     """Take the halo off each shard where it is."""
     index = tuple(slice(h, n - h) for h, n in zip(extent.halo, extent.shard_shape, strict=True))
-    cores = [shard.data[index] for shard in array.addressable_shards]
+    cores = []
+    for shard in array.addressable_shards:
+        with jax.set_mesh(Mesh(np.array([shard.device]), ("device",))):  # the caller's mesh has other devices
+            cores.append(shard.data[index])
     return jax.make_array_from_single_device_arrays(extent.shape, sharding, cores, dtype=array.dtype)
 
 
@@ -343,7 +346,9 @@ def _cut_on_devices(array: jax.Array, extent: Extent, sharding: NamedSharding) -
         apart = jax.make_array_from_single_device_arrays(
             array.shape, _auto(array.sharding), [shard.data for shard in array.addressable_shards], dtype=array.dtype
         )
-    cut = _cutter(extent, _auto(sharding))(apart)
+    target = _auto(sharding)
+    with jax.set_mesh(_auto_mesh(sharding)):  # JAX compiles for the caller's mesh otherwise
+        cut = _cutter(extent, target)(apart)
     return jax.make_array_from_single_device_arrays(
         extent.shape, sharding, [shard.data for shard in cut.addressable_shards], dtype=array.dtype
     )
@@ -355,8 +360,11 @@ def _cutter(extent: Extent, sharding: NamedSharding) -> Any:
 
 
 def _auto(sharding: NamedSharding) -> NamedSharding:
-    mesh = sharding.mesh
-    return NamedSharding(Mesh(mesh.devices, mesh.axis_names), sharding.spec, memory_kind=sharding.memory_kind)
+    return NamedSharding(_auto_mesh(sharding), sharding.spec, memory_kind=sharding.memory_kind)
+
+
+def _auto_mesh(sharding: NamedSharding) -> Mesh:
+    return Mesh(sharding.mesh.devices, sharding.mesh.axis_names)
 
 
 def _cut(extent: Extent, sharding: NamedSharding, x: Any) -> Any:

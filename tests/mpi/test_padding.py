@@ -129,6 +129,19 @@ def test_unpad_to_other_devices(comm: Any, file: str) -> None:
     check(shardload.unpad(alone, (3,), sharding=NamedSharding(mesh, P())), ramp((3,)), mesh, P())
 
 
+@pytest.mark.parametrize("name", ["Explicit", "Auto"])
+def test_unpad_where_a_mesh_is_set(file: str, name: str) -> None:
+    """Wrong if JAX took the mesh that is set for that of the array, or of one of its shards."""
+    kinds = (getattr(jax.sharding.AxisType, name),) * 2
+    mesh = jax.make_mesh(grid_shape(len(jax.devices())), ("a", "b"), axis_types=kinds)
+    rows = 2 * len(jax.devices())
+    with jax.set_mesh(jax.make_mesh((len(jax.devices()),), ("c",), axis_types=kinds[:1])):
+        x = shardload.load(file, mesh, P("a"), pad=-1)
+        check(shardload.unpad(x, sharding=NamedSharding(mesh, P())), ramp(uneven()), mesh, P())
+        y = shardload.load(file, mesh, P("a"), select=np.s_[:rows], halo=1)
+        check(shardload.unpad(y), ramp(uneven())[:rows], mesh, P("a"))
+
+
 def test_centre_of_mass_of_particles(comm: Any, shared_tmp_path: Path) -> None:
     """The use of it: a sum over particles whose number does not divide. Wrong by 1e9 if one padded particle counted."""
     n = 100 * len(jax.devices()) + 1
