@@ -22,7 +22,7 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 import jax
 import numpy as np
 
-from shardload.arrays.padding import Extent, cut_out, extent_of, make_mask, to_numpy
+from shardload.arrays.padding import Extent, check_exists, cut_out, extent_of, make_mask, to_numpy
 from shardload.errors import ConfigError
 from shardload.jobs.loading.arguments import Arguments, ToScatter, ToVerify, describe_path
 from shardload.jobs.loading.execution import Loaded
@@ -758,7 +758,7 @@ def unpad(x: Any, plan: Any = None, *, sharding: Any = None, numpy: bool = False
         For an array that was computed from a loaded one: the plan that it was loaded by, or its shape without padding. For a
         tree: the same tree of these, or the TreePlan.
     sharding : NamedSharding, optional
-        The sharding of the result. By default that of `x`.
+        The sharding of the result, over the devices of `x` in the same order. By default that of `x`.
     numpy : bool
         True returns a NumPy array, whole on every process. If several processes have shards, each of their devices needs memory
         for the whole array.
@@ -795,6 +795,7 @@ def unpad(x: Any, plan: Any = None, *, sharding: Any = None, numpy: bool = False
 
     def one(name: str, x: Any, given: Any) -> Any:
         extent = _extent(name, x, given)
+        check_exists(x, name)
         return to_numpy(x, extent, name) if numpy else cut_out(x, extent, sharding, name)
 
     return _each(one, x, plan)

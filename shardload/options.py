@@ -644,9 +644,11 @@ def pad_value(pad: Any, dtype: np.dtype[Any], name: str = "pad") -> Any:
             given = given.real
         with np.errstate(all="ignore"):
             value = given.astype(dtype)[()]
+            largest = np.asarray(np.inf).astype(dtype)  # finite in types that have neither inf nor NaN
         kept = value == given or (given != given and value != value)
         has_fractions = np.asarray(0.5).astype(dtype) == 0.5  # bfloat16 and similar types are not np.inexact
-        rounded = given.dtype.kind in "fc" and has_fractions and np.isfinite(value)
+        is_in_range = np.isfinite(given) and np.isfinite(value) and not abs(given) > abs(largest)
+        rounded = given.dtype.kind in "fc" and has_fractions and is_in_range
     except (TypeError, ValueError, OverflowError):
         kept = rounded = False
         value = None

@@ -20,13 +20,14 @@ from functools import lru_cache, partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardload.arrays.sharding import read_spec
+from shardload.arrays.sharding import ids_text, read_spec
 from shardload.errors import ConfigError
 
-__all__ = ["Extent", "cut_out", "extent_of", "is_known", "make_mask", "remember", "to_numpy", "was_decoded"]
+__all__ = ["Extent", "check_exists", "cut_out", "extent_of", "is_known", "make_mask", "remember", "to_numpy", "was_decoded"]
 
 Array = np.ndarray[Any, Any]
 Index = np.ndarray[Any, np.dtype[np.int64]]
@@ -123,6 +124,12 @@ def was_decoded(array: Any) -> bool | None:
 def _known(array: Any) -> tuple[Extent, bool | None] | None:
     ref, extent, is_decoded = _loaded.get(id(array), (None, None, None))
     return None if extent is None or ref is None or ref() is not array else (extent, is_decoded)
+
+
+def check_exists(array: jax.Array, name: str) -> None:
+    """Raise ConfigError if the values of an array were deleted."""
+    if array.is_deleted():
+        raise ConfigError(f"{name} was deleted (donated to a jitted function?), so it has no values. Call unpad before that")
 
 
 def extent_of(array: jax.Array, given: Extent | Sequence[int] | None, name: str) -> Extent:
@@ -231,7 +238,7 @@ def to_numpy(array: jax.Array, extent: Extent, name: str) -> Array:
                 _place(out, np.asarray(shard.data), [extent.places(k, *bound) for k, bound in enumerate(bounds)])
         return out
     mesh = _named(array, name).mesh
-    whole = _cut_on_devices(array, extent, NamedSharding(mesh, PartitionSpec()), name)
+    whole = _cut_on_devices(array, extent, NamedSharding(mesh, PartitionSpec()))
     return np.asarray(whole.addressable_data(0))
 
 
@@ -267,18 +274,30 @@ def cut_out(array: jax.Array, extent: Extent, sharding: Any, name: str) -> jax.A
     Raises
     ------
     ConfigError
-        If the shape does not divide over the mesh.
+        If the shape does not divide over the mesh, or the sharding has other devices than the array, or another order of them.
     """
     if sharding is None and extent.is_whole:
         return array
     target = _named(array, name) if sharding is None else sharding
     if not isinstance(target, NamedSharding) or isinstance(target.mesh, jax.sharding.AbstractMesh):
         raise ConfigError(f"sharding is {target!r}; expected a NamedSharding over a mesh of devices")
+    found, expected = _device_ids(target), _device_ids(array.sharding)
+    if found != expected:
+        raise ConfigError(
+            f"sharding is over the devices [{ids_text(found)}], but {name} is on [{ids_text(expected)}]. Pass one over the "
+            "same devices in this order, such as NamedSharding(x.sharding.mesh, P()), and move the result by jax.device_put"
+        )
     _check_holds(target, extent.shape, name)
     is_cut_alike = target == array.sharding and array.sharding.shard_shape(array.shape) == extent.shard_shape
     if is_cut_alike and extent.shape == extent.shape_without_halo:
         return _cut_each_shard(array, extent, target)
-    return _cut_on_devices(array, extent, target, name)
+    return _cut_on_devices(array, extent, target)
+
+
+def _device_ids(sharding: Any) -> list[int]:
+    """In the order of the mesh, if there is one: JAX moves nothing between orders inside a compiled function."""
+    devices = sharding.mesh.devices.flat if isinstance(sharding, NamedSharding) else sharding.device_set
+    return [device.id for device in devices]
 
 
 def _named(array: jax.Array, name: str) -> NamedSharding:
@@ -310,17 +329,26 @@ def _check_holds(sharding: NamedSharding, shape: tuple[int, ...], name: str) -> 
 def _cut_each_shard(array: jax.Array, extent: Extent, sharding: NamedSharding) -> jax.Array:
     """Take the halo off each shard where it is."""
     index = tuple(slice(h, n - h) for h, n in zip(extent.halo, extent.shard_shape, strict=True))
-    cores = [shard.data[index] for shard in array.addressable_shards]
+    cores = []
+    for shard in array.addressable_shards:
+        with jax.set_mesh(Mesh(np.array([shard.device]), ("device",))):  # the caller's mesh has other devices
+            cores.append(shard.data[index])
     return jax.make_array_from_single_device_arrays(extent.shape, sharding, cores, dtype=array.dtype)
 
 
-def _cut_on_devices(array: jax.Array, extent: Extent, sharding: NamedSharding, name: str) -> jax.Array:
+def _cut_on_devices(array: jax.Array, extent: Extent, sharding: NamedSharding) -> jax.Array:
     """Let JAX cut it out, which moves what has to move. Over Auto axes, because JAX refuses such cuts of Explicit ones."""
-    held = _named(array, name)
-    apart = jax.make_array_from_single_device_arrays(
-        array.shape, _auto(held), [shard.data for shard in array.addressable_shards], dtype=array.dtype
-    )
-    cut = _cutter(extent, _auto(sharding))(apart)
+    if 0 in extent.shape:  # JAX gives it another sharding than it is told
+        empty = np.empty(sharding.shard_shape(extent.shape), array.dtype)
+        return jax.make_array_from_callback(extent.shape, sharding, lambda _: empty, dtype=array.dtype)
+    apart = array
+    if isinstance(array.sharding, NamedSharding):
+        apart = jax.make_array_from_single_device_arrays(
+            array.shape, _auto(array.sharding), [shard.data for shard in array.addressable_shards], dtype=array.dtype
+        )
+    target = _auto(sharding)
+    with jax.set_mesh(_auto_mesh(sharding)):  # JAX compiles for the caller's mesh otherwise
+        cut = _cutter(extent, target)(apart)
     return jax.make_array_from_single_device_arrays(
         extent.shape, sharding, [shard.data for shard in cut.addressable_shards], dtype=array.dtype
     )
@@ -328,16 +356,29 @@ def _cut_on_devices(array: jax.Array, extent: Extent, sharding: NamedSharding, n
 
 @lru_cache(maxsize=32)  # compiled once for a series of arrays
 def _cutter(extent: Extent, sharding: NamedSharding) -> Any:
-    return jax.jit(partial(_cut, extent), out_shardings=sharding)
+    return jax.jit(partial(_cut, extent, sharding), out_shardings=sharding)
 
 
 def _auto(sharding: NamedSharding) -> NamedSharding:
-    mesh = sharding.mesh
-    return NamedSharding(Mesh(mesh.devices, mesh.axis_names), sharding.spec, memory_kind=sharding.memory_kind)
+    return NamedSharding(_auto_mesh(sharding), sharding.spec, memory_kind=sharding.memory_kind)
 
 
-def _cut(extent: Extent, x: Any) -> Any:
-    """The file's elements of a whole array."""
+def _auto_mesh(sharding: NamedSharding) -> Mesh:
+    return Mesh(sharding.mesh.devices, sharding.mesh.axis_names)
+
+
+def _cut(extent: Extent, sharding: NamedSharding, x: Any) -> Any:
+    """The file's elements of a whole array, moved as integers.
+
+    Where XLA adds zeros to what it moves, -0.0 would become 0.0; and it widens bfloat16, which changes some NaN. Without the
+    barriers it takes the types back.
+    """
+    if jnp.iscomplexobj(x):
+        return jax.lax.complex(_cut(extent, sharding, jnp.real(x)), _cut(extent, sharding, jnp.imag(x)))
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        bits = jax.lax.bitcast_convert_type(x, f"uint{jnp.finfo(x.dtype).bits}")  # type: ignore[no-untyped-call]
+        cut = jax.lax.optimization_barrier(_cut(extent, sharding, jax.lax.optimization_barrier(bits)))
+        return jax.lax.bitcast_convert_type(cut, x.dtype)
     for axis, (n, cuts, held, halo) in enumerate(zip(extent.shape, extent.cuts, extent.shard_shape, extent.halo, strict=True)):
         if halo:
             before, after = x.shape[:axis], x.shape[axis + 1 :]
@@ -345,4 +386,4 @@ def _cut(extent: Extent, x: Any) -> Any:
             x = jax.lax.slice_in_dim(x, halo, held - halo, axis=axis + 1)
             x = x.reshape(*before, cuts * (held - 2 * halo), *after)
         x = jax.lax.slice_in_dim(x, 0, n, axis=axis)
-    return x
+    return jax.lax.with_sharding_constraint(x, sharding)

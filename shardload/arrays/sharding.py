@@ -34,6 +34,7 @@ __all__ = [
     "describe_sharding",
     "devices_of_regions",
     "devices_per_process",
+    "ids_text",
     "layout_shards",
     "local_regions",
     "padded_shape",
@@ -406,11 +407,12 @@ def describe_sharding(sharding: NamedSharding) -> str:
     """The sharding as one line of text. It is equal on two ranks exactly when the shardings are equal."""
     mesh = sharding.mesh
     devices = getattr(mesh, "devices", None) if not isinstance(mesh, jax.sharding.AbstractMesh) else None
-    ids = "abstract" if devices is None else _ids_text([d.id for d in devices.flat])
+    ids = "abstract" if devices is None else ids_text([d.id for d in devices.flat])
     return f"mesh {dict(mesh.shape)} of devices [{ids}], {_spec_text(sharding.spec)}, memory {sharding.memory_kind}"
 
 
-def _ids_text(ids: Sequence[int]) -> str:
+def ids_text(ids: Sequence[int]) -> str:
+    """The ids of devices in their order, as text."""
     if len(ids) <= 64:
         return ",".join(map(str, ids))
     # All ranks compare this text, and an error shows it, so a long list is replaced by its hash.

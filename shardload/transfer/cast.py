@@ -58,14 +58,17 @@ def _misfit(raw: Array, dtype: np.dtype[Any]) -> str:
 
 
 def _fits(raw: Array, out: Array) -> bool:
+    is_integer = out.dtype.kind in "iu"
     try:
-        with np.errstate(over="raise", invalid="raise"):
+        # Floating point types hold NaN, also one that signals (of which NumPy reports that it was invalid).
+        with np.errstate(over="raise", invalid="raise" if is_integer else "ignore"):
             np.copyto(out, raw, casting="unsafe")
     except FloatingPointError:
         return False
     if is_added(out.dtype):
-        return _fits_foreign(raw, out)
-    if out.dtype.kind not in "iu":
+        with np.errstate(invalid="ignore"):
+            return _fits_foreign(raw, out)
+    if not is_integer:
         return True
     # NumPy reports NaN and values that 32 bits cannot hold, but it silently wraps -1.0 to 255, and integers.
     return np.array_equal(out, np.trunc(raw) if raw.dtype.kind == "f" else raw)

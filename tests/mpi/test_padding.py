@@ -81,6 +81,22 @@ def test_unpad_is_the_file(file: str, mesh: Any) -> None:
         check(shardload.unpad(x, sharding=whole), values, mesh, P())
 
 
+@pytest.mark.parametrize("dtype", ["float32", "complex64", "bfloat16", "float16"])
+def test_unpad_keeps_every_bit(comm: Any, dtype: str) -> None:
+    """Wrong if what moves between devices were added to zeros, which makes 0.0 of -0.0, or widened, which changes some NaN."""
+    n = len(jax.devices())
+    kind = np.dtype(dtype)
+    words = {"float32": [0x80000000, 0x7F800001], "bfloat16": [0x8000, 0x7F81], "float16": [0x8000, 0x7C01]}
+    word = np.array(words.get(dtype, words["float32"]), f"u{kind.itemsize // (2 if kind.kind == 'c' else 1)}")
+    for rows in (max(1, n // 2), n + 1):
+        values = np.broadcast_to(word, (rows, 3 * kind.itemsize // word.itemsize, 2)).reshape(rows, -1).copy().view(kind)
+        mesh = Mesh(np.array(jax.devices()), "a")
+        x = shardload.scatter(values, mesh, P("a"), pad=1)
+        for found in (shardload.unpad(x, numpy=True), shardload.unpad(x, sharding=NamedSharding(mesh, P()))):
+            assert np.asarray(found).dtype == kind
+            assert np.asarray(found).tobytes() == values.tobytes(), rows
+
+
 def test_unpad_of_what_the_mesh_cannot_hold(comm: Any, file: str) -> None:
     """Wrong if JAX raised its own error, on some ranks, or an array of another shape were returned."""
     n = len(jax.devices())
@@ -95,6 +111,35 @@ def test_unpad_of_what_the_mesh_cannot_hold(comm: Any, file: str) -> None:
     assert shardload.unpad(even) is even  # without padding there is nothing to do
     # A shape that divides although another one was padded: its elements have to move to other devices.
     check(shardload.unpad(x, (uneven()[0], n)), ramp(uneven())[:, :n], mesh, P(None, "a"))
+
+
+def test_unpad_to_other_devices(comm: Any, file: str) -> None:
+    """Wrong if JAX's own error about a jitted function were raised, or what was asked for were called missing."""
+    devices, n = jax.devices(), len(jax.devices())
+    x = shardload.load(file, mesh_of(), P("a"), pad=0)
+    for others in (devices[1:], devices[::-1]) if n > 1 else ():
+        moved = NamedSharding(Mesh(np.array(others), "a"), P())
+        ids = ",".join(str(device.id) for device in others)
+        text = f"sharding is over the devices [{ids}], but x is on ["
+        same_error(comm, lambda s=moved: shardload.unpad(x, sharding=s), ConfigError, text, "jax.device_put")
+    empty = shardload.scatter(np.empty((n, 0), "float32"), mesh_of(), P("a"))
+    check(shardload.unpad(empty, sharding=NamedSharding(mesh_of(), P(("a", "b")))), ramp((n, 0)), mesh_of(), P(("a", "b")))
+    alone = jnp.arange(4.0)  # on one device of each process, without a mesh
+    mesh = Mesh(np.array(list(alone.devices())), "a")
+    check(shardload.unpad(alone, (3,), sharding=NamedSharding(mesh, P())), ramp((3,)), mesh, P())
+
+
+@pytest.mark.parametrize("name", ["Explicit", "Auto"])
+def test_unpad_where_a_mesh_is_set(file: str, name: str) -> None:
+    """Wrong if JAX took the mesh that is set for that of the array, or of one of its shards."""
+    kinds = (getattr(jax.sharding.AxisType, name),) * 2
+    mesh = jax.make_mesh(grid_shape(len(jax.devices())), ("a", "b"), axis_types=kinds)
+    rows = 2 * len(jax.devices())
+    with jax.set_mesh(jax.make_mesh((len(jax.devices()),), ("c",), axis_types=kinds[:1])):
+        x = shardload.load(file, mesh, P("a"), pad=-1)
+        check(shardload.unpad(x, sharding=NamedSharding(mesh, P())), ramp(uneven()), mesh, P())
+        y = shardload.load(file, mesh, P("a"), select=np.s_[:rows], halo=1)
+        check(shardload.unpad(y), ramp(uneven())[:rows], mesh, P("a"))
 
 
 def test_centre_of_mass_of_particles(comm: Any, shared_tmp_path: Path) -> None:
@@ -153,5 +198,10 @@ def test_an_array_that_nothing_is_known_of(comm: Any, file: str) -> None:
     same_error(comm, lambda: shardload.unpad(x, numpy=1), ConfigError, "numpy is 1")
     same_error(comm, lambda: shardload.unpad(x, numpy=True, sharding=x.sharding), ConfigError, "pass one of them")
     same_error(comm, lambda: shardload.unpad(x, sharding=P("a")), ConfigError, "expected a NamedSharding")
+    even = shardload.scatter(ramp((x.shape[0],)), mesh, P("a"))
+    for gone in (x, even):
+        gone.delete()
+        for how in ({"numpy": True}, {"sharding": NamedSharding(mesh, P())}, {}):
+            same_error(comm, lambda y=gone, h=how: shardload.unpad(y, **h), ConfigError, "x was deleted (donated")
     abstract = shardload.plan(file, AbstractMesh((2,), ("a",)), P("a"), pad=0)
     same_error(comm, lambda: shardload.mask(abstract), ConfigError, "AbstractMesh, which has no devices")

@@ -172,6 +172,10 @@ def test_arrays_that_cannot_be_of_the_file(comm: Any, files: dict[str, str]) -> 
     same_error(comm, call(x, how="all"), ConfigError, "verify is 'all'")
     same_error(comm, call(x, how="all"), ConfigError, "how of verify is 'all'; expected 'full' (all elements)")
     same_error(comm, call(x, seed=-1), ConfigError, "seed is -1")
+    same_error(comm, lambda: jax.jit(lambda x: call(x)())(x), ConfigError, "x is traced", "outside of jax.jit")
+    gone = array_of(values, mesh, P("a"))
+    gone.delete()
+    same_error(comm, call(gone), ConfigError, "x was deleted (donated to a jitted function?)", "Verify it before")
     same_error(comm, lambda: shardload.verify(x, path + ".none"), SourceError, "there is no file")
     same_error(comm, lambda: shardload.scatter(values, mesh, P(), verify="full"), ConfigError, "no file to read again")
 

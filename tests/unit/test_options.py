@@ -297,6 +297,12 @@ REFUSED = [
     (8, ml_dtypes.int4),
     (0.5, ml_dtypes.int4),
     (1e39, ml_dtypes.bfloat16),
+    (1e4, ml_dtypes.float8_e4m3fn),
+    # a type without NaN and inf, of which NumPy makes -0.0 and its largest value
+    (1000.0, ml_dtypes.float4_e2m1fn),
+    (-7.0, ml_dtypes.float4_e2m1fn),
+    (math.nan, ml_dtypes.float4_e2m1fn),
+    (math.inf, ml_dtypes.float4_e2m1fn),
 ]
 
 

@@ -379,13 +379,9 @@ class ToVerify(Arguments):
     @classmethod
     def of_arrays(cls, x: Any, path: Any, dataset: Any, options: dict[str, Any], seed: Any) -> ToVerify:
         """The arguments as the caller passed them; `error` says what is wrong with them."""
-        error = None
         leaves = jax.tree_util.tree_flatten_with_path(x)[0]
-        others = [(where, one) for where, one in leaves if not isinstance(one, jax.Array)]
-        if others or not leaves:
-            where, one = others[0] if others else ((), x)
-            error = ConfigError(f"x{text_of(where)} is a {type(one).__name__}; expected a jax.Array")
-        else:
+        error = next(filter(None, (_without_values(f"x{text_of(where)}", one) for where, one in leaves or [((), x)])), None)
+        if error is None:
             try:
                 OPTIONS["how"].check(options["verify"])  # as which it is checked below, where its name would be the other one
             except ConfigError as wrong:
@@ -556,6 +552,17 @@ def _tree_of(outline: Any) -> Any:
         return {key: _tree_of(child) for key, child in children}
     made = [_tree_of(child) for child in children]
     return made if kind == "list" else tuple(made)
+
+
+def _without_values(name: str, x: Any) -> ConfigError | None:
+    """What is wrong with something that is no array, or has no values that could be compared; None if nothing is."""
+    if not isinstance(x, jax.Array):
+        return ConfigError(f"{name} is a {type(x).__name__}; expected a jax.Array")
+    if isinstance(x, jax.core.Tracer):
+        return ConfigError(f"{name} is traced: it has no values yet. Call verify outside of jax.jit")
+    if x.is_deleted():
+        return ConfigError(f"{name} was deleted (donated to a jitted function?), so it has no values. Verify it before that")
+    return None
 
 
 def _sharding_of(x: Any) -> Any:
