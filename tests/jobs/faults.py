@@ -46,7 +46,8 @@ EXPECTED: dict[str, tuple[str | None, str]] = {
 OR: dict[str, tuple[str, ...]] = {
     "file truncated during the load": (CHANGED, "shorter than its own header"),
     "file written during the load": ("did not see the same file",),
-    "store replaced during the load": ("did not see the same file", "could not be read"),
+    # The last is what a rank says that opens it when the old store has lost its name and the new one has none yet.
+    "store replaced during the load": ("did not see the same file", "could not be read", "found in it before. It changed"),
 }
 # Where each rank reads for itself, one may open the file after the fault. Never a mixture.
 OR_REFUSED = ("file replaced during the load", "SourceError", "did not see the same file")
