@@ -25,7 +25,7 @@ from h5py._objects import phil
 
 from shardload.formats.base import chunks_met
 from shardload.formats.codecs import Stage, blosc, check_blosc, unshuffle, unzstd
-from shardload.formats.hdf5.chunk_order import is_listed
+from shardload.formats.hdf5.chunk_order import is_listed, is_over_edge
 from shardload.formats.hdf5.missing import MISSING_WORDS
 from shardload.formats.hdf5.opened import creation_of, kind_of
 from shardload.formats.hdf5.unwrapped import has_plain_edges
@@ -61,7 +61,7 @@ def check_heads(dataset: h5py.Dataset, region: Region) -> None:
         if found is None:
             continue
         mask, data = found
-        if edges is not None and any(at + c > end for at, c, end in zip(offsets, chunk, edges, strict=True)):
+        if edges is not None and is_over_edge(offsets, chunk, edges):
             mask = -1  # no filter was applied
         applied = [found for k, found in enumerate(filters) if not mask >> k & 1]
         try:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import h5py
@@ -23,7 +23,7 @@ from h5py._objects import phil
 
 from shardload.formats.hdf5.unwrapped import number_of
 
-__all__ = ["PutRight", "UnknownOrderError", "is_listed", "true_place"]
+__all__ = ["PutRight", "UnknownOrderError", "is_listed", "is_over_edge", "true_place"]
 
 Place = tuple[int, ...]
 PutRight = Callable[[Any], tuple[Any, ...]]  # of one position, or of arrays of them, one for each axis
@@ -32,6 +32,15 @@ _EXTENSIBLE_ARRAY = 4  # H5D_CHUNK_IDX_EARRAY
 
 class UnknownOrderError(ValueError):
     """The library lists chunks in places that are not understood."""
+
+
+def is_over_edge(place: Sequence[int], chunk: Sequence[int], shape: Sequence[int]) -> bool:
+    """True if a chunk that begins at `place` reaches over the array's edge.
+
+    >>> is_over_edge((4, 0), (4, 3), (8, 6)), is_over_edge((4, 3), (4, 4), (8, 6))
+    (False, True)
+    """
+    return any(at + c > end for at, c, end in zip(place, chunk, shape, strict=True))
 
 
 def true_place(dataset: h5py.Dataset) -> PutRight | None:

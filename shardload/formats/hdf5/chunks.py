@@ -28,7 +28,7 @@ from h5py._objects import phil  # HDF5's lock in h5py, which its raw reads did n
 from shardload.formats.base import Encoded, Room, Spans, fresh
 from shardload.formats.codecs import Chain, Stage, blosc, decode_many, fletcher32, inflate, swap_bytes, unshuffle, unzstd
 from shardload.formats.hdf5.chunk_index import list_tree
-from shardload.formats.hdf5.chunk_order import PutRight, UnknownOrderError, is_listed, true_place
+from shardload.formats.hdf5.chunk_order import PutRight, UnknownOrderError, is_listed, is_over_edge, true_place
 from shardload.formats.hdf5.integrity import Whole
 from shardload.formats.hdf5.missing import MISSING_WORDS
 from shardload.formats.hdf5.opened import OpenDataset, creation_of, kind_of
@@ -282,9 +282,9 @@ class Hdf5Chunks:
         n = len(self._filters)
         skipped = frozenset(n - 1 - k for k in range(n) if mask >> k & 1)
         # A dataset may ask HDF5 not to filter chunks that reach over the array's edge (H5D_CHUNK_DONT_FILTER_PARTIAL_CHUNKS).
-        # Only the size shows that: such a chunk is as long as its values. A shuffled chunk is too, so HDF5 has to read it. But
+        # Here the size shows that: such a chunk is as long as its values. A shuffled chunk is too, so HDF5 has to read it. But
         # HDF5's decoders trust the length that a chunk declares, so HDF5 gets no chunk that may declare an impossible one.
-        is_edge = any(at + c > end for at, c, end in zip(offsets, self._chunk, self._shape, strict=True))
+        is_edge = is_over_edge(offsets, self._chunk, self._shape)
         if is_edge and n > len(skipped) and len(data) == self._chain.nbytes:
             applied = [stage for k, stage in enumerate(self._filters) if k not in skipped]
             if _is_safe_for_hdf5(applied, data, self._chain.nbytes):

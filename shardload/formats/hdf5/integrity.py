@@ -14,7 +14,7 @@ from typing import Any
 import h5py
 from h5py._objects import phil
 
-from shardload.formats.hdf5.chunk_order import true_place
+from shardload.formats.hdf5.chunk_order import is_over_edge, true_place
 from shardload.formats.hdf5.opened import OpenDataset, creation_of, kind_of
 from shardload.formats.hdf5.raw_file import plain_descriptor
 from shardload.formats.hdf5.unwrapped import has_plain_edges
@@ -71,7 +71,7 @@ class Sizes:
         if not self._has_plain_edges:
             return False
         place = stored.chunk_offset if self._put_right is None else self._put_right(stored.chunk_offset)
-        return any(at + c > end for at, c, end in zip(place, self._chunk, self._shape, strict=True))
+        return is_over_edge(place, self._chunk, self._shape)
 
     def _fitting_sizes(self, mask: int) -> range | tuple[int, ...]:
         """The sizes that a chunk may have if the filters in `mask` were not applied to it."""

@@ -117,8 +117,8 @@ class Hdf5Source(Source):
         # What HDF5 does not write into the buffer: zero, as h5py has it there, if the creator chose never to fill. And of a
         # virtual dataset what no mapping covers, if others overlap: HDF5 fills nothing if they are as many elements in all.
         self._gaps: Any = None
-        if not info.refused and (leaves_gaps(dataset) or others.is_virtual):
-            self._gaps = 0 if leaves_gaps(dataset) else dataset.fillvalue
+        if not info.refused:
+            self._gaps = 0 if leaves_gaps(dataset) else dataset.fillvalue if others.is_virtual else None
 
     @property
     def info(self) -> ArrayInfo:
