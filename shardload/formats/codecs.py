@@ -32,6 +32,7 @@ from shardload.formats.base import has_missing
 from shardload.system.scratch import shared_scratch
 
 __all__ = [
+    "SWAP",
     "Chain",
     "Stage",
     "blosc",
@@ -48,6 +49,7 @@ __all__ = [
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 _SMALL_NBYTES = 1 << 15
+SWAP = "byte order"  # name of a stage
 
 Many = Sequence[Any] | Bytes  # bytes-like objects: of several chunks, in order
 
@@ -130,6 +132,11 @@ class Chain:
         codecs one after the other stay far below this limit.
         """
         return 2 * self.nbytes + (1 << 16)
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The stages, in the order in which they are undone."""
+        return self._stages
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -601,4 +608,4 @@ def swap_bytes(itemsize: int) -> Stage:
         undo(_joined(data, out).reshape(-1), out.reshape(-1))
         return out
 
-    return Stage("byte order", undo, 0, None, undo_many)
+    return Stage(SWAP, undo, 0, None, undo_many)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -248,7 +248,12 @@ def _count_direct_reading(schedule: Schedule, layout: SourceLayout) -> _Reading:
     n_holders, fullest = count_held(schedule.shards)
     met, busiest = count_direct(schedule, layout)
     if layout.has_chunks:
-        return _Reading(n_holders, met, met * layout.chunk_nbytes, busiest, busiest * layout.chunk_nbytes, 0)
+        nbytes, of_reader = met * layout.chunk_nbytes, busiest * layout.chunk_nbytes
+        if (excerpts := layout.excerpts) is not None:
+            cells, cell_nbytes = excerpts
+            n_cells, of_busiest = count_direct(schedule, replace(layout, chunks=cells))
+            nbytes, of_reader = min(nbytes, n_cells * cell_nbytes), min(of_reader, of_busiest * cell_nbytes)
+        return _Reading(n_holders, met, nbytes, busiest, of_reader, 0)
     itemsize, shape, extent = layout.file_dtype.itemsize, schedule.blocks.shape, schedule.extent
     runs = count_runs(shape, extent) * (1 if schedule.strategy == Direct(is_merged=True) else fullest)
     stride = run_stride(shape, extent) * itemsize

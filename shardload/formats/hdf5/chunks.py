@@ -25,8 +25,9 @@ import h5py
 import numpy as np
 from h5py._objects import phil  # HDF5's lock in h5py, which its raw reads did not always take (h5py issue 2764)
 
-from shardload.formats.base import Encoded, Room, Spans, fresh
+from shardload.formats.base import Encoded, Excerpt, Room, Spans, fresh
 from shardload.formats.codecs import Chain, Stage, blosc, decode_many, fletcher32, inflate, swap_bytes, unshuffle, unzstd
+from shardload.formats.excerpts import Excerpts
 from shardload.formats.hdf5.chunk_index import list_tree
 from shardload.formats.hdf5.chunk_order import PutRight, UnknownOrderError, is_listed, is_over_edge, true_place
 from shardload.formats.hdf5.integrity import Whole
@@ -152,6 +153,7 @@ class Hdf5Chunks:
         self._grid = tuple(-(-n // c) for n, c in zip(self._shape, self._chunk, strict=True))
         self._dataset = dataset
         self._most_nbytes = chain.most_stored_nbytes
+        self._excerpts = Excerpts(chain)
         # Where the dataset's object header is, if the file has addresses of the usual length, and this package has opened it.
         own = dataset if isinstance(dataset, OpenDataset) else None
         self._header = None if own is None or own.facts.sizes != (8, 8) else getattr(own.about, "addr", None)
@@ -200,6 +202,34 @@ class Hdf5Chunks:
         data = room(nbytes)
         self._raw.read_into(data, offset)
         return self._encoded(data, mask, offsets)
+
+    @property
+    def has_excerpts(self) -> bool:
+        """False if chunks can only be decoded whole."""
+        return self._excerpts.are_possible
+
+    def fetch_excerpt(
+        self, index: tuple[int, ...], first: int, out: np.ndarray[Any, Any], room: Room = fresh
+    ) -> Excerpt | None:
+        """Read some values of the chunk at `index`: see `ExcerptReader`."""
+        if self._is_empty or not self.has_excerpts:
+            return None
+        if len(index) != len(self._grid) or not all(0 <= k < n for k, n in zip(index, self._grid, strict=True)):
+            raise ValueError(f"there is no chunk {index} in a grid of {self._grid}")
+        listed = self._places()
+        if listed is None:
+            return None
+        at = ravel(index, self._grid)
+        offset, nbytes, mask = (int(column[at]) for column in listed)
+        if offset == _NOWHERE or mask or nbytes > self._most_nbytes:
+            return None
+        if self._filters and nbytes == self._chain.nbytes:  # it may not have been filtered: see `_encoded`
+            return None
+        return self._excerpts.fetch(self._raw.descriptor, offset, nbytes, first, out, room)
+
+    def decode_excerpt(self, excerpt: Excerpt, out: np.ndarray[Any, Any]) -> None:
+        """Decode what `fetch_excerpt` returned: see `ExcerptReader`."""
+        self._excerpts.decode(excerpt, out)
 
     def decode(self, encoded: Encoded | None, out: np.ndarray[Any, Any]) -> None:
         """Decode into `out`, which has the chunk's full shape. ValueError if the chunk is damaged."""

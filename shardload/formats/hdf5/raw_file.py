@@ -115,7 +115,7 @@ class RawFile:
     @property
     def nbytes(self) -> int:
         """Size of the file."""
-        return os.fstat(self._alive()).st_size
+        return os.fstat(self.descriptor).st_size
 
     def read_into(self, out: np.ndarray[Any, Any], offset: int) -> None:
         """Fill `out`, a C-contiguous array of bytes, from the file at `offset`.
@@ -125,17 +125,17 @@ class RawFile:
         OSError
             If the file is too short, cannot be read, or was closed by `close`.
         """
-        if read_at(self._alive(), out, offset) < len(out):
+        if read_at(self.descriptor, out, offset) < len(out):
             raise OSError(f"the file ends at byte {self.nbytes}, but values are stored up to byte {offset + len(out)}")
 
     def read_at_most(self, offset: int, nbytes: int) -> bytes:
         """Bytes of the file at `offset`: fewer than `nbytes` where it ends. OSError as for `read_into`."""
         room = np.empty(nbytes, dtype=np.uint8)
-        return room[: read_at(self._alive(), room, offset)].tobytes()
+        return room[: read_at(self.descriptor, room, offset)].tobytes()
 
     def read_spans(self, spans: Spans, room: np.ndarray[Any, Any]) -> list[memoryview]:
         """Several pieces of the file, in `room`. OSError as for `read_into`."""
-        return spans.read(self._alive(), room)
+        return spans.read(self.descriptor, room)
 
     def close(self) -> None:
         """Close the descriptor."""
@@ -145,7 +145,9 @@ class RawFile:
 
     __del__ = close
 
-    def _alive(self) -> int:
+    @property
+    def descriptor(self) -> int:
+        """The open file. OSError if it was closed by `close`."""
         if self._descriptor is None:
             raise OSError("the file was closed")  # its number may mean another file by now
         return self._descriptor

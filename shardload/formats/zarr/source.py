@@ -59,6 +59,7 @@ from shardload.formats.base import (
     unaddressable,
 )
 from shardload.formats.containment import Fence, open_file
+from shardload.formats.excerpts import excerpt_nbytes
 from shardload.formats.labels import Coordinate, Labels, names_in
 from shardload.formats.leftovers import ROOTS
 from shardload.formats.zarr.chunks import ZarrChunks, chunk_layout, chunk_reader
@@ -511,6 +512,7 @@ def describe(array: Any, path: str, name: str, access: Access = STRICT) -> Array
         refused = refused or _unbounded(array, access)
         chunks, shards = array.chunks, array.shards
     refused = refused or unaddressable(array.shape, chunks) or unaddressable(array.shape, shards)
+    codec = _codec(array)
     return ArrayInfo(
         path=path,
         dataset=name,
@@ -519,12 +521,13 @@ def describe(array: Any, path: str, name: str, access: Access = STRICT) -> Array
         dtype=array.dtype.name if refused else native_dtype(array.dtype).name,
         # Zarr allows chunks of length 0 along axes of length 0, but a grid needs steps of at least 1.
         chunks=None if chunks is None else tuple(max(1, n) for n in chunks),
-        codec=_codec(array),
+        codec=codec,
         shards=None if shards is None else tuple(shards),
         refused=refused,
         is_coordinate=array.ndim == 1 and _dimensions(array) == (name.rpartition("/")[2],),
         attributes={key: _attribute(array, key) for key in TOLD if key in array.attrs},
         packing=_packing(array),
+        excerpt_nbytes=excerpt_nbytes(codec) if type(inner_store(array.store)) is zarr.storage.LocalStore else 0,
     )
 
 

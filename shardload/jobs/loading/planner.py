@@ -314,7 +314,8 @@ def _source_layout(options: Options, info: ArrayInfo, decoding: Decoding | None)
         raise ConfigError(f"{error} ({info} has shape {info.shape})") from None
     found = np.dtype(info.dtype)
     dtype = _target_dtype(options.dtype, info, found if decoding is None else decoding.dtype)
-    return SourceLayout.cut(selection, info.chunks, found, dtype, info.codec, is_decoded=decoding is not None)
+    is_decoded = decoding is not None
+    return SourceLayout.cut(selection, info.chunks, found, dtype, info.codec, is_decoded, info.excerpt_nbytes)
 
 
 def _possible_modes(ask: Ask) -> tuple[str, ...]:
