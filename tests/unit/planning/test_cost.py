@@ -291,7 +291,7 @@ def test_a_part_of_a_chunk_is_decoded_alone_where_that_is_possible(
 
 @pytest.mark.parametrize("seed", range(30))
 def test_what_is_decoded_of_chunks_is_counted(seed: int) -> None:
-    """Against a sum over ranks and chunks: of each chunk, the rows from the first that is wanted to the last, in whole blocks."""
+    """Against a sum over ranks and chunks: of each chunk the rows from the first wanted to the last, in whole blocks."""
     rng = np.random.default_rng(seed)
     shape = tuple(int(n) * 6 for n in rng.integers(30, 66, 3))  # an even number for each rank
     inner, rows = int(rng.integers(140, shape[2] + 1)), int(rng.integers(60, 120)) * 4
