@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shardload.errors import printable
+from shardload.planning.cost import Cost
 from shardload.planning.hops import MESSAGES, NODES, TWO_HOPS
 from shardload.planning.machine import ASSUMED, GIVEN, MEASURED
 from shardload.system.terminal import WIDTH, wrap, wrap_parts
@@ -140,10 +141,7 @@ def _quantities(plan: Plan) -> tuple[list[str], dict[str, list[str]]]:
     bounds = ["" if cost.is_exact else "<= " for cost in costs]
     rows = {
         "readers": [f"{c.n_readers:,}" for c in costs],
-        "decoded": [
-            counted(c.chunks_decoded, "chunk") if plan.info.chunks is not None else format_nbytes(c.decoded_nbytes)
-            for c in costs
-        ],
+        "decoded": [_decoded(plan, c) for c in costs],
         "amplification": [f"{c.amplification:.2f}x" for c in costs],
         "per reader": [format_nbytes(c.reader_nbytes) for c in costs],
         "in runs": [f"{c.runs:,}" if c.runs else "-" for c in costs],
@@ -165,6 +163,14 @@ def _quantities(plan: Plan) -> tuple[list[str], dict[str, list[str]]]:
     if all(cost.runs <= 1 for cost in costs):
         del rows["in runs"]
     return list(plan.costs), rows
+
+
+def _decoded(plan: Plan, cost: Cost) -> str:
+    """What all ranks together decode or, without chunks, read."""
+    if plan.info.chunks is None:
+        return format_nbytes(cost.decoded_nbytes)
+    is_whole = cost.decoded_nbytes >= cost.chunks_decoded * math.prod(plan.info.chunks) * np.dtype(plan.info.dtype).itemsize
+    return ("" if is_whole else "parts of ") + counted(cost.chunks_decoded, "chunk")
 
 
 def _table(plan: Plan, width: int) -> list[str]:

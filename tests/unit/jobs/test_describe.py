@@ -91,6 +91,15 @@ def test_the_whole_text() -> None:
     ]
 
 
+def test_parts_of_chunks_are_called_so() -> None:
+    """Wrong if 2,048 chunks were said to be decoded, and the values once."""
+    direct = replace(DIRECT, decoded_nbytes=1 << 30, amplification=1.0)
+    text = describe_plan(Fake(costs={"root": ROOT, "parallel": PARALLEL, "direct": direct}))
+    (row,) = (line for line in text.splitlines() if "decoded" in line)
+    assert row.split() == ["decoded", "512", "chunks", "512", "chunks", "parts", "of", "2,048", "chunks"]
+    assert max(map(len, text.splitlines())) <= 80
+
+
 @pytest.mark.parametrize("width", [40, 50, 59, 60, 80, 119, 200])
 def test_it_fits_and_nothing_is_cut(width: int) -> None:
     """Wrong if a line were longer than the terminal, or a word, a shape, or a number from its unit, were cut in two."""
