@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import numpy as np
@@ -30,14 +30,13 @@ from shardload.jobs.loading.plan import Plan
 from shardload.jobs.loading.request import Request, Target
 from shardload.jobs.loading.tree_plan import TreePlan
 from shardload.jobs.loading.trees import ArrayTree, where_text
-from shardload.jobs.saving.append import AppendReport
-from shardload.jobs.saving.append import append as _append
-from shardload.jobs.saving.plan import SavePlan
-from shardload.jobs.saving.save import SaveReport
-from shardload.jobs.saving.save import plan_save as _plan_save
-from shardload.jobs.saving.save import save as _save
 from shardload.options import DEFAULTS, FILE, FULL, Progress, defaults_of, keywords_of, options_of
 from shardload.planning.strategies import ROOT
+
+if TYPE_CHECKING:
+    from shardload.jobs.saving.append import AppendReport
+    from shardload.jobs.saving.plan import SavePlan
+    from shardload.jobs.saving.save import SaveReport
 
 __all__ = ["append", "load", "mask", "plan", "plan_save", "save", "scatter", "unpad", "verify"]
 
@@ -554,7 +553,10 @@ def save(
     ...     file["rho"].compression, file["rho"].attrs["units"], float(file["rho"][...].sum())
     ('gzip', 'kg/m3', 48.0)
     """
-    return _save(path, tree, keywords_of("save", locals()), comm)
+    options = keywords_of("save", locals())
+    from shardload.jobs.saving.save import save as write  # here, because most jobs only load
+
+    return write(path, tree, options, comm)
 
 
 def plan_save(
@@ -606,7 +608,10 @@ def plan_save(
     ConfigError, PeerError
         As `save` does, as far as that is known without a disk.
     """
-    return _plan_save(path, tree, keywords_of("plan_save", locals()), comm)
+    options = keywords_of("plan_save", locals())
+    from shardload.jobs.saving.save import plan_save as describe
+
+    return describe(path, tree, options, comm)
 
 
 def append(
@@ -676,7 +681,10 @@ def append(
     >>> shardload.append("run.zarr", {"rho": 2 * rho}, dim="time").grown
     {'/rho': (3, 6)}
     """
-    return _append(path, tree, keywords_of("append", locals()), comm)
+    options = keywords_of("append", locals())
+    from shardload.jobs.saving.append import append as write
+
+    return write(path, tree, options, comm)
 
 
 @overload

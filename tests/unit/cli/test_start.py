@@ -67,3 +67,16 @@ def test_what_needs_them_is_stopped() -> None:
     """Wrong if the tests above could not fail."""
     done = blocked("import shardload\nshardload.load")
     assert done.returncode == 1 and done.stderr.startswith("imports ")
+
+
+def test_who_loads_does_not_wait_for_what_only_saves_need() -> None:
+    """On a thousand nodes each module is a file that all ranks open at once."""
+    program = """
+import sys, shardload
+assert callable(shardload.load) and callable(shardload.verify)
+rooms = ("shardload.jobs.saving", "shardload.jobs.writing", "shardload.jobs.copying")
+print(sorted(name for name in sys.modules if name.startswith(rooms)))
+assert callable(shardload.save) and shardload.SaveReport.__module__ in sys.modules
+"""
+    done = run_without((), program.strip(), stop="SystemExit")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[]\n", "")
