@@ -8,6 +8,7 @@ from pathlib import Path
 
 import h5py
 import hdf5plugin
+import netCDF4
 import numcodecs
 import numpy as np
 import pytest
@@ -145,6 +146,22 @@ def test_what_another_format_does_not_have_says_what_to_type(
     code, _, said = run("copy", f"{source}:/{name}", str(tmp_path / target), columns=200)
     assert code == 1
     assert told in unwrapped(said)
+
+
+def test_a_variable_with_the_name_of_an_axis_says_what_to_type(run: Run, tmp_path: Path) -> None:
+    """Wrong if a person were asked for another name, which a copy does not give; or what is proposed failed."""
+    path, out = tmp_path / "in.nc", tmp_path / "out.nc"
+    with netCDF4.Dataset(path, "w") as file:
+        for name, n in (("lat", 3), ("lon", 4)):
+            file.createDimension(name, n)
+        file.createVariable("lon", "f4", ("lat", "lon"))[:] = np.arange(12).reshape(3, 4)
+        file.createVariable("t", "f4", ("lat", "lon"))[:] = np.arange(12).reshape(3, 4)
+    code, _, said = run("copy", str(path), str(out), columns=200)
+    assert code == 1 and "Type --dataset for the other arrays, or use the suffix .h5 or .zarr" in unwrapped(said)
+    assert run("copy", str(path), str(out), "--dataset", "t")[0] == 0
+    assert run("copy", str(path), str(tmp_path / "out.zarr"))[0] == 0
+    for found in (netCDF4.Dataset(out)["t"], zarr.open_group(tmp_path / "out.zarr", mode="r")["lon"]):
+        np.testing.assert_array_equal(found[...], np.arange(12).reshape(3, 4))
 
 
 def test_a_file_that_exists(run: Run, file: str, tmp_path: Path) -> None:
