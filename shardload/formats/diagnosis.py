@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from shardload.errors import ConfigError, ShardloadError, SourceError, is_unread, printable
 from shardload.formats.base import ArrayInfo, nbytes_of, some
 from shardload.formats.containment import NotAFileError, OutsideError, kind_of, open_file
-from shardload.formats.leftovers import find_leftover
+from shardload.formats.leftovers import ROOTS, find_leftover
 from shardload.formats.untrusted.answers import HelperError
 from shardload.system.interruption import let_interruption_pass
 
@@ -161,7 +161,7 @@ def _what_it_is(path: str) -> str:
         return f"'{path}' is a URL of an unknown kind."
     if os.path.isdir(path):
         inside = [n for n in sorted(os.listdir(path)) if n.endswith((".h5", ".hdf5", ".nc", ".nc4", ".zarr", ".zip"))]
-        hint = f" In it: {some([repr(os.path.join(path, n)) for n in inside])}." if inside else ""
+        hint = f" In it: {some([repr(os.path.join(path, n)) for n in inside])}." if inside else _store_around(path)
         return f"'{path}' is a folder, but not a Zarr store: it has no zarr.json, .zarray or .zgroup.{hint}"
     with os.fdopen(open_file(path), "rb") as file:
         head = file.read(512)
@@ -170,7 +170,13 @@ def _what_it_is(path: str) -> str:
     for offset, mark, what, fix in _OTHERS:
         if head[offset:].startswith(mark):
             return f"'{path}' is {what}, which cannot be loaded. {fix}"
-    return f"'{path}' is of an unknown format: it starts with {head[:8]!r}."
+    return f"'{path}' is of an unknown format: it starts with {head[:8]!r}.{_store_around(path)}"
+
+
+def _store_around(path: str) -> str:
+    """What to pass for a file or folder inside a Zarr store (its metadata, a chunk); empty if it is in none."""
+    store = next((above for above in _above(path) if any(os.path.exists(os.path.join(above, mark)) for mark in ROOTS)), None)
+    return "" if store is None else f" It is a part of the Zarr store '{store}': pass that path."
 
 
 def candidates(infos: Sequence[ArrayInfo]) -> list[ArrayInfo]:

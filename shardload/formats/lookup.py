@@ -781,8 +781,22 @@ def _loadable(info: ArrayInfo, needs_numbers: bool = False) -> ArrayInfo:
         )
     if info.refused is not None:
         raise SourceError(
-            f"{info} cannot be loaded: it holds {info.refused}.",
+            f"{info} cannot be loaded: it holds {info.refused}.{_read_otherwise(info)}",
             path=info.path,
             dataset=info.dataset,
         )
     return info
+
+
+def _read_otherwise(info: ArrayInfo) -> str:
+    """What to type for an array of elements that are no numbers; empty for one that is refused for another reason."""
+    is_unread = info.dtype == "time" or info.dtype.endswith("-bit number")  # by h5py, too
+    if _holds_numbers(info) or is_unread or str(info.refused).startswith("nothing:"):
+        return ""
+    if info.format.startswith("Zarr"):
+        how = f"zarr.open_array({info.path!r}, path={info.dataset.strip('/')!r}, mode='r')[...]"
+    elif info.format in ("HDF5", "netCDF4"):
+        how = f"h5py.File({info.path!r})[{info.dataset!r}][()]"
+    else:
+        return ""
+    return f" shardload loads numbers only. Read this array by {how}; shardload.scatter takes the numbers in it."

@@ -267,6 +267,31 @@ def test_what_does_not_fit_into_a_file(ranks: Any, shared_tmp_path: Path) -> Non
     on_root(ranks, look)
 
 
+def test_texts_along_the_axis(ranks: Any, shared_tmp_path: Path) -> None:
+    """Wrong if the error asked for the texts only, as WRF has them for times: no append takes them. A copy has none."""
+    old, new, rows = shared_tmp_path / "old.nc", shared_tmp_path / "new.nc", np.arange(12, dtype="f4").reshape(4, 3)
+
+    def make() -> None:
+        with netCDF4.Dataset(old, "w") as file:
+            for name, n in (("Time", None), ("x", 3), ("DateStrLen", 2)):
+                file.createDimension(name, n)
+            file.createVariable("Times", "S1", ("Time", "DateStrLen"))[:] = np.full((3, 2), b"0")
+            file.createVariable("T2", "f4", ("Time", "x"))[:] = rows[:3]
+
+    on_root(ranks, make)
+    last = {"T2": rows[3:]}
+    says = "'/Times'", "its length would differ", "If it holds no numbers", "`shardload copy OLD NEW` makes a file without it"
+    same_error(ranks, lambda: shardload.append(old, last, dim="Time"), ConfigError, *says)
+    copy_file(CopyRequest(str(old), str(new), timeout=60.0), comm=ranks, progress=False)
+    shardload.append(new, last, dim="Time")
+
+    def look() -> None:
+        with netCDF4.Dataset(new) as file:
+            np.testing.assert_array_equal(file["T2"][:], rows)
+
+    on_root(ranks, look)
+
+
 @pytest.mark.parametrize(
     ("name", "axis"), [("run.nc", "time"), ("run.h5", "time"), ("run.nc", 0), ("run.h5", 0), ("plain.h5", 0)]
 )

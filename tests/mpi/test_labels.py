@@ -184,6 +184,38 @@ def test_to_xarray_of_stored_numbers_and_padding(comm: Any, path: str) -> None:
     assert ("lon" in found.coords) == (made.shape_global[2] == made.shape[2]), "integers cannot be padded with NaN"
 
 
+def test_to_xarray_of_coordinates_that_are_no_axes(comm: Any, shared_tmp_path: Path) -> None:
+    """Wrong if those too large for a plan, or along an axis of their own, became data variables, and a save forgot whose they
+    are; or if they kept the attribute ``coordinates``, which WRF gives to coordinates, too.
+    """
+    where = shared_tmp_path / "wrf.nc"
+    n = 2, 136, 136  # more than 64 KiB of latitudes
+    values = np.arange(np.prod(n), dtype="f4").reshape(n)
+    made = xr.Dataset(
+        {"t": (("time", "y", "x"), values, {"coordinates": "lat hour band"})},
+        coords={
+            "lat": (("y", "x"), values[0], {"units": "degrees_north", "coordinates": "lat hour"}),
+            "hour": ("time", np.arange(2.0), {"coordinates": "lat hour"}),
+            "band": ("number", np.arange(3, dtype="i2"), {"units": "1"}),
+        },
+    ).reset_coords()
+    on_root(comm, lambda: made.to_netcdf(where, engine="h5netcdf"))
+
+    def same(path: Path, found: xr.Dataset) -> None:
+        with xr.open_dataset(path, engine="h5netcdf", decode_times=False) as file:
+            xr.testing.assert_identical(found, file.load())
+
+    plan = shardload.plan(where, mesh_of(), P(), dataset={name: name for name in ("t", "lat", "band")}, decode=True)
+    given = shardload.to_xarray(plan.execute(), plan)
+    assert set(given.coords) == {"lat", "hour", "band"}
+    found = given.map(lambda one: one.copy(data=np.asarray(one.data.addressable_shards[0].data)))
+    local = {name: one.copy(data=np.asarray(one.data)) for name, one in given.coords.items()}
+    same(where, found.assign_coords({name: one.variable for name, one in local.items()}))
+    shardload.save(shared_tmp_path / "saved.nc", given)
+    with xr.open_dataset(where, engine="h5netcdf", decode_times=False) as file:
+        same(shared_tmp_path / "saved.nc", file.load())
+
+
 def test_to_xarray_of_what_does_not_fit(comm: Any, path: str) -> None:
     made = shardload.plan(path, mesh_of(), P(), dataset="t", decode=False)
     x = shardload.scatter(np.zeros((1, 2), "f4"), mesh_of(), P())

@@ -362,11 +362,12 @@ def _check_name(dataset: str) -> None:
 def _open_array(store: Any, path: str, dataset: str, access: Access, is_own: bool) -> ZarrSource:
     """Open an array of an open store. With `is_own`, the store is closed with the source."""
     try:
-        with _quiet(), _naming_codecs(path, dataset):
-            found = zarr.open(store, mode="r", path=dataset.strip("/") or None)
-        if not isinstance(found, zarr.Array):
-            raise KeyError(dataset)
-        return ZarrSource(found, describe(found, path, dataset, access), store if is_own else None, access)
+        with _quiet():
+            with _naming_codecs(path, dataset):
+                found = zarr.open(store, mode="r", path=dataset.strip("/") or None)
+            if not isinstance(found, zarr.Array):
+                raise KeyError(dataset)
+            return ZarrSource(found, describe(found, path, dataset, access), store if is_own else None, access)
     except FileNotFoundError as error:
         raise KeyError(dataset) from error
 

@@ -22,6 +22,7 @@ from shardload.values.decoding import ATTRIBUTES, VALID_RANGE
 
 __all__ = ["Cut", "axes_of", "coordinates_of", "haloed_axes", "to_xarray"]
 
+_NAMES_OF_COORDINATES = "coordinates"  # an attribute that objects of xarray do not have: their coordinates say it
 _ONE_BY_ONE = "Wrap each by itself: jax.tree.map(shardload.to_xarray, arrays, plan.plans)"
 
 
@@ -145,7 +146,7 @@ def _dataset(xarray: Any, wrapped: dict[str, Any], infos: Mapping[str, ArrayInfo
     values = {key: array.variable for key, array in wrapped.items() if key not in coords}
     # A variable with the name of its axis would become an index, for which xarray copies all values to each process.
     plain = {key: values.pop(key) for key in list(values) if key in lengths}
-    found = xarray.Dataset(values, coords)
+    found = xarray.Dataset(values, coords).set_coords([key for key in values if known.get(key) == infos[key].dataset])
     return found.assign_coords(xarray.Coordinates(plain, indexes={})) if plain else found
 
 
@@ -165,7 +166,7 @@ def _wrap(xarray: Any, array: Any, plan: Plan) -> Any:
         if haloed.isdisjoint(one.cut)
     }
     attrs, encoding = _split(info.attrs) if plan.is_decoded else (dict(info.attrs), {})
-    attrs.pop("coordinates", None)
+    attrs.pop(_NAMES_OF_COORDINATES, None)
     found = xarray.DataArray(array, dims=kept, coords=coords, attrs=attrs, name=info.dataset.rpartition("/")[2])
     found.encoding.update(encoding)
     return found
@@ -237,7 +238,7 @@ def _dims(plan: Plan) -> list[str]:
 def _split(attrs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The attributes that describe values, and those that were applied to the stored numbers."""
     encoding = {key: attrs[key] for key in ATTRIBUTES if key in attrs and key not in VALID_RANGE}
-    return {key: value for key, value in attrs.items() if key not in encoding}, encoding
+    return {key: value for key, value in attrs.items() if key not in (*encoding, _NAMES_OF_COORDINATES)}, encoding
 
 
 def _cut(

@@ -7,6 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import h5py
+import hdf5plugin
+import netCDF4
+import numcodecs
 import numpy as np
 import pytest
 import zarr
@@ -113,6 +116,52 @@ def test_what_zarr_does_not_have_says_what_to_type(run: Run, file: str, tmp_path
     code, _, said = run("copy", file, str(tmp_path / "out.zarr"), columns=200)
     assert code == 1
     assert "Type --compression blosc" in unwrapped(said)
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "told"),
+    [
+        (
+            "mask",
+            "out.nc",
+            "bool, which netCDF4 does not have. Type --dataset for the other arrays, or use the suffix .h5 or .zarr",
+        ),
+        ("psi", "out.nc", "complex64, which netCDF4 does not have. Type --dataset for the other arrays, or use the suffix .h5"),
+        ("frames", "out.zarr", "is 'lz4'; in Zarr --compression is one of gzip, zstd, blosc. Type --compression 'blosc(lz4)'"),
+        ("old", "out.h5", "is 'bz2'; expected one of bitshuffle,"),
+        ("old", "out.h5", "zstd. Type --compression with one of these"),
+    ],
+)
+def test_what_another_format_does_not_have_says_what_to_type(
+    run: Run, tmp_path: Path, name: str, target: str, told: str
+) -> None:
+    """Wrong if a person in a shell were asked for a dict of Python, or to save what they copy."""
+    with h5py.File(tmp_path / "in.h5", "w") as file:
+        file["mask"] = VALUES > 0
+        file["psi"] = VALUES.astype("c8")
+        file.create_dataset("frames", data=VALUES, chunks=(4, 8, 20), **hdf5plugin.LZ4())
+    group = zarr.open_group(tmp_path / "in.zarr", mode="w", zarr_format=2)
+    group.create_array("old", data=VALUES, chunks=(4, 8, 20), compressors=numcodecs.BZ2())
+    source = tmp_path / ("in.zarr" if name == "old" else "in.h5")
+    code, _, said = run("copy", f"{source}:/{name}", str(tmp_path / target), columns=200)
+    assert code == 1
+    assert told in unwrapped(said)
+
+
+def test_a_variable_with_the_name_of_an_axis_says_what_to_type(run: Run, tmp_path: Path) -> None:
+    """Wrong if a person were asked for another name, which a copy does not give; or what is proposed failed."""
+    path, out = tmp_path / "in.nc", tmp_path / "out.nc"
+    with netCDF4.Dataset(path, "w") as file:
+        for name, n in (("lat", 3), ("lon", 4)):
+            file.createDimension(name, n)
+        file.createVariable("lon", "f4", ("lat", "lon"))[:] = np.arange(12).reshape(3, 4)
+        file.createVariable("t", "f4", ("lat", "lon"))[:] = np.arange(12).reshape(3, 4)
+    code, _, said = run("copy", str(path), str(out), columns=200)
+    assert code == 1 and "Type --dataset for the other arrays, or use the suffix .h5 or .zarr" in unwrapped(said)
+    assert run("copy", str(path), str(out), "--dataset", "t")[0] == 0
+    assert run("copy", str(path), str(tmp_path / "out.zarr"))[0] == 0
+    for found in (netCDF4.Dataset(out)["t"], zarr.open_group(tmp_path / "out.zarr", mode="r")["lon"]):
+        np.testing.assert_array_equal(found[...], np.arange(12).reshape(3, 4))
 
 
 def test_a_file_that_exists(run: Run, file: str, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -271,6 +272,11 @@ def test_what_is_refused_says_what_it_is(tmp_path: Path) -> None:
             with pytest.raises(SourceError, match=f"'/{name}' in '.*a.h5' cannot be loaded: it holds .*{why}") as caught:
                 attempt(path, name)
             assert (caught.value.path, caught.value.dataset) == (path, "/" + name)
+        read = re.search(r"Read this array by (h5py.*\(\)\]); shardload.scatter takes", str(caught.value))
+        assert (read is None) == (name in ("null", "time", "quad", "int24")), name
+        if read is not None:
+            with h5py.File(path) as file:  # references are equal to themselves only
+                assert repr(eval(read[1], {"h5py": h5py})) == repr(file[name][()])
     assert find_array(path, None).dataset == "/good"  # the one array left that can be loaded
 
 

@@ -15,6 +15,7 @@ import h5py
 import ml_dtypes
 import numpy as np
 import pytest
+import zarr
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
@@ -306,6 +307,17 @@ def test_a_folder_that_is_no_store(tmp_path: Path) -> None:
     write_zarr(tmp_path / "a.zarr", {"a": flat((3,))})
     with pytest.raises(SourceError, match=rf"is a folder, but not a Zarr store.* In it: '{tmp_path}/a\.zarr'\."):
         find_array(tmp_path)
+
+
+@pytest.mark.parametrize("zarr_format", [2, 3])
+def test_a_part_of_a_store(tmp_path: Path, zarr_format: Any) -> None:
+    """Wrong if its metadata, which completion in a shell proposes, were a file of an unknown format and nothing more."""
+    store = tmp_path / "a.zarr" / "g" / "x"
+    zarr.create_array(store, data=flat((3,)), zarr_format=zarr_format)
+    for part in ("zarr.json", "c", "c/0") if zarr_format == 3 else (".zarray", "0"):
+        with pytest.raises(SourceError, match=f"It is a part of the Zarr store '{store}': pass that path."):
+            find_array(store / part)
+    assert find_array(store).shape == (3,)
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -294,6 +295,9 @@ def test_what_is_refused_says_what_it_is(tmp_path: Path, zarr_format: Any) -> No
             with pytest.raises(SourceError, match=f"'/{name}' in '.*' cannot be loaded: it holds .*({why})") as caught:
                 attempt(path, name)
             assert (caught.value.path, caught.value.dataset) == (path, "/" + name)
+        read = re.search(r"Read this array by (zarr.*\]); shardload.scatter takes", str(caught.value))
+        assert read is not None
+        np.testing.assert_array_equal(eval(read[1], {"zarr": zarr}), group[name][...])
     assert find_array(path).dataset == "/good"
 
 
