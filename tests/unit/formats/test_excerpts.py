@@ -298,3 +298,43 @@ def test_other_chunks_have_none(tmp_path: Path) -> None:
         reader: Any = source.chunk_reader()
         assert source.info.excerpt_nbytes == 0
         assert reader is None or (not reader.has_excerpts and reader.fetch_excerpt((0, 0), 0, np.empty(5, "<f4")) is None)
+
+
+def only_by_libraries(tmp_path: Path) -> dict[str, Any]:
+    """Arrays without a filter or with Blosc that only HDF5 or zarr-python can decode: chunk by whole chunk."""
+    data, chunks, blosc_filter = values_of(1 << 12, "<i4").reshape(4, 32, 32), (1, 32, 32), dict(hdf5plugin.Blosc("lz4", 5, 1))
+    found: dict[str, Any] = {}
+    few_bits = h5py.h5t.NATIVE_INT32.copy()
+    few_bits.set_precision(20)
+    with h5py.File(tmp_path / "block.h5", "w", userblock_size=512) as file:
+        for name, options in (("plain", {}), ("blosc", blosc_filter)):
+            file.create_dataset(name, data=data, chunks=chunks, **options)
+            found[f"behind a user block, {name}"] = (str(tmp_path / "block.h5"), name)
+    with h5py.File(tmp_path / "types.h5", "w") as file:
+        colours = h5py.enum_dtype({"red": 0, "blue": 1}, basetype="<i4")
+        file.create_dataset("colours", data=data % 2, chunks=chunks, dtype=colours, **blosc_filter)
+        file.create_dataset("plain", data=data, chunks=chunks)
+        layout = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        layout.set_chunk(chunks)
+        h5py.Dataset(h5py.h5d.create(file.id, b"bits", few_bits, h5py.h5s.create_simple(data.shape), layout))[...] = data
+    for name in ("colours", "bits"):
+        found[f"type {name}"] = (str(tmp_path / "types.h5"), name)
+    for driver in ("core", "stdio"):
+        found[f"the caller's, driver {driver}"] = (h5py.File(tmp_path / "types.h5", driver=driver)["plain"], "")
+    for name, options in (("blosc", numcodecs.Blosc()), ("plain", None)):
+        path = str(tmp_path / f"{name}.zarr")
+        array = zarr.create_array(path, data=data, chunks=chunks, zarr_format=2, order="F", compressors=options)
+        assert array.metadata.order == "F"
+        found[f"order F, {name}"] = (path, "/")
+    found["in memory"] = (zarr.create_array(zarr.storage.MemoryStore(), data=data, chunks=chunks, compressors=None), "")
+    return found
+
+
+def test_a_plan_expects_no_excerpts_from_a_library(tmp_path: Path) -> None:
+    """Else each rank decodes whole chunks, twice as much in all as the plan says, instead of sharing them."""
+    for what, (path, name) in only_by_libraries(tmp_path).items():
+        source = open_source(path, name)
+        assert source.info.codec in ("none", "blosc") and source.info.excerpt_nbytes == 0, what
+        assert source.chunk_reader() is None
+        if isinstance(path, h5py.Dataset):
+            path.file.close()
