@@ -300,6 +300,27 @@ def test_other_chunks_have_none(tmp_path: Path) -> None:
         assert reader is None or (not reader.has_excerpts and reader.fetch_excerpt((0, 0), 0, np.empty(5, "<f4")) is None)
 
 
+@pytest.mark.parametrize("address", [10_000_000, 2**63 - 300, 2**63, 2**64 - 2])
+def test_a_chunk_behind_the_end_of_its_file_is_left_to_the_whole_chunk(tmp_path: Path, address: int) -> None:
+    """Which says where the file ends, and where the chunk should be. No read takes numbers of more than 63 bits."""
+    data, path = values_of(1 << 12, "<i4").reshape(4, 32, 32), tmp_path / "far.h5"
+    with h5py.File(path, "w") as file:
+        for name, options in (("plain", {}), ("blosc", dict(hdf5plugin.Blosc("lz4", 5, 1)))):
+            file.create_dataset(name, data=data, chunks=(1, 32, 32), **options)
+        places = [file[name].id.get_chunk_info_by_coord((2, 0, 0)).byte_offset for name in file]
+    stored = path.read_bytes()
+    for place in places:
+        assert stored.count(struct.pack("<Q", place)) == 1, "the index alone has it"
+        stored = stored.replace(struct.pack("<Q", place), struct.pack("<Q", address))
+    path.write_bytes(stored)
+    for name in ("plain", "blosc"):
+        reader: Any = open_source(str(path), name).chunk_reader()
+        assert reader.fetch_excerpt((1, 0, 0), 0, np.empty(5, "<i4")) is not None or name == "blosc"  # of one block
+        assert reader.fetch_excerpt((2, 0, 0), 0, np.empty(5, "<i4")) is None
+        with pytest.raises(OSError, match=f"the file ends at byte {len(stored)}, but the chunk is stored at bytes {address}"):
+            reader.fetch((2, 0, 0))
+
+
 def only_by_libraries(tmp_path: Path) -> dict[str, Any]:
     """Arrays without a filter or with Blosc that only HDF5 or zarr-python can decode: chunk by whole chunk."""
     data, chunks, blosc_filter = values_of(1 << 12, "<i4").reshape(4, 32, 32), (1, 32, 32), dict(hdf5plugin.Blosc("lz4", 5, 1))
