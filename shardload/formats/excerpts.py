@@ -37,7 +37,8 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 _HEAD = struct.Struct("<BBBBIII")
 _VERSION, _IS_STORED = 2, 2  # the format; the flag of a buffer that could not be compressed
 _FIRST_READ = 512  # holds the header, and where each block starts, of nearly all buffers
-
+# Of a buffer. Numbers of Python for where each of very many tiny blocks starts would take more memory than the chunk.
+_MOST_BLOCKS = 1 << 14
 
 # How much is decoded together at least, for the plan. Blosc's blocks are from 32 KiB to some MiB long.
 _TOGETHER = {"none": 1, "blosc": 1 << 19}
@@ -152,7 +153,7 @@ class Excerpts:
         if high == n and low == n - 1 and nbytes % block_nbytes:
             low -= 1  # a buffer of a short block alone would be decoded like one of whole blocks
         begin = _HEAD.size + 4 * n
-        if (low <= 0 and high == n) or begin > nbytes_stored:
+        if (low <= 0 and high == n) or n > _MOST_BLOCKS or begin > nbytes_stored:
             return None
         if begin > len(head):
             head = os.pread(descriptor, begin, offset)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import struct
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,32 @@ def test_more_blocks_than_one_read_knows(tmp_path: Path) -> None:
     found = excerpt_of(excerpts, tmp_path, stored, 100_001, 11_111, "<i4")
     assert found is not None
     np.testing.assert_array_equal(found, values[100_001:111_112])
+
+
+def test_a_header_cannot_ask_for_memory(tmp_path: Path) -> None:
+    """Where each of very many blocks starts would be numbers of Python, which take many times the memory of the chunk."""
+    for n_blocks, is_alone in ((1 << 14, True), ((1 << 14) + 1, False)):
+        values = values_of(64 * n_blocks, "<i2")
+        stored = bytes(numcodecs.Blosc("zstd", 1, 0, 128).encode(values))
+        assert struct.unpack_from("<I", stored, 8) == (128,)
+        found = excerpt_of(Excerpts(Chain([blosc()], values.nbytes)), tmp_path, stored, 5, 3000, "<i2")
+        assert (found is not None) == is_alone
+        if found is not None:
+            np.testing.assert_array_equal(found, values[5:3005])
+    # A chunk of 16 MiB, of which each block has 2 bytes
+    nbytes, n = 1 << 24, 1 << 23
+    head = struct.pack("<BBBBIII", 2, 1, 16, 1, nbytes, 2, 16 + 4 * n)
+    excerpts, path = Excerpts(Chain([blosc()], nbytes)), tmp_path / "sparse"
+    with path.open("wb") as file:
+        file.write(head)
+        file.truncate(16 + 4 * n)
+    tracemalloc.start()
+    try:
+        with path.open("rb") as file:
+            assert excerpts.fetch(file.fileno(), 0, 16 + 4 * n, 0, np.empty(100, "u1"), fresh) is None
+        assert tracemalloc.get_traced_memory()[1] < nbytes
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_buffer_that_could_not_be_compressed(tmp_path: Path) -> None:
