@@ -149,6 +149,9 @@ class Excerpts:
             _HEAD.pack_into(data.data, 0, *marks, stop - start, min(block_nbytes, stop - start), len(data))
             return Excerpt(data, 0, stop - start, len(data))
         n = -(-nbytes // block_nbytes)
+        if n == 1:  # so are the other chunks, for the compressor chose by their size: asking each would open each file twice
+            self.are_possible = False
+            return None
         low, high = start // block_nbytes, -(-stop // block_nbytes)
         if high == n and low == n - 1 and nbytes % block_nbytes:
             low -= 1  # a buffer of a short block alone would be decoded like one of whole blocks

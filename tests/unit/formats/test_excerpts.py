@@ -20,6 +20,7 @@ from shardload.formats.base import ExcerptReader, Source, fresh
 from shardload.formats.codecs import Chain, blosc, inflate, swap_bytes, unshuffle
 from shardload.formats.excerpts import Excerpts, excerpt_nbytes
 from shardload.formats.lookup import open_source
+from shardload.formats.zarr import chunks as zarr_chunks
 
 Array = np.ndarray[Any, Any]
 BEFORE = 37  # bytes of something else in the file, before the chunk
@@ -312,6 +313,31 @@ def test_excerpts_of_files_are_the_values_of_their_libraries(tmp_path: Path) -> 
                 here = is_known.reshape(-1)[first : first + n]
                 np.testing.assert_array_equal(out[here], whole.reshape(-1)[first : first + n][here], name, strict=True)
     assert all(n > 3 for n in counts.values()), counts
+
+
+def test_files_of_chunks_of_one_block_are_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of such chunks no part can be decoded alone. Wrong if each was opened to see that, and again to be read whole."""
+    data = values_of(8 << 12, "<i4").reshape(8, 1 << 12)
+    path = str(tmp_path / "a.zarr")
+    zarr.create_array(path, data=data, chunks=(1, 1 << 12), compressors=zarr.codecs.BloscCodec(typesize=4, cname="lz4"))
+    head = struct.unpack_from("<BBBBIII", Path(path, "c", "0", "0").read_bytes())
+    assert not head[2] & 2 and head[4] == head[5] == 1 << 14, "one block, that was compressed"
+    source, opened = open_source(path, "/"), list[str]()
+    reader: Any = source.chunk_reader()
+
+    def count(path: str, fence: Any) -> Any:
+        opened.append(path)
+        return open_file(path, fence)
+
+    open_file = zarr_chunks._open_file
+    monkeypatch.setattr(zarr_chunks, "_open_file", count)
+    for k in range(8):
+        out = np.empty(1000, "<i4")
+        assert reader.fetch_excerpt((k, 0), 500, out) is None
+        whole = np.empty((1, 1 << 12), "<i4")
+        reader.decode(reader.fetch((k, 0)), whole)
+        np.testing.assert_array_equal(whole, data[k : k + 1])
+    assert len(opened) == 8 + 1
 
 
 def test_other_chunks_have_none(tmp_path: Path) -> None:
