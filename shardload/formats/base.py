@@ -111,7 +111,7 @@ class ArrayInfo:
         ``decode=True``.
     excerpt_nbytes : int
         If some values of a chunk can be decoded without the rest (`ExcerptReader`): the bytes of values that are decoded
-        together. 0 if only whole chunks can be decoded.
+        together. 0 if only whole chunks can be decoded, and in lists of arrays that were not opened.
     labels : Labels, OnDemand or None
         Names of the axes, all attributes, coordinates; None if they were not asked for.
     """

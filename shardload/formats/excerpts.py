@@ -37,7 +37,8 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 _HEAD = struct.Struct("<BBBBIII")
 _VERSION, _IS_STORED = 2, 2  # the format; the flag of a buffer that could not be compressed
 _FIRST_READ = 512  # holds the header, and where each block starts, of nearly all buffers
-
+# Of a buffer. Numbers of Python for where each of very many tiny blocks starts would take more memory than the chunk.
+_MOST_BLOCKS = 1 << 14
 
 # How much is decoded together at least, for the plan. Blosc's blocks are from 32 KiB to some MiB long.
 _TOGETHER = {"none": 1, "blosc": 1 << 19}
@@ -148,11 +149,14 @@ class Excerpts:
             _HEAD.pack_into(data.data, 0, *marks, stop - start, min(block_nbytes, stop - start), len(data))
             return Excerpt(data, 0, stop - start, len(data))
         n = -(-nbytes // block_nbytes)
+        if n == 1:  # so are the other chunks, for the compressor chose by their size: asking each would open each file twice
+            self.are_possible = False
+            return None
         low, high = start // block_nbytes, -(-stop // block_nbytes)
         if high == n and low == n - 1 and nbytes % block_nbytes:
             low -= 1  # a buffer of a short block alone would be decoded like one of whole blocks
         begin = _HEAD.size + 4 * n
-        if (low <= 0 and high == n) or begin > nbytes_stored:
+        if (low <= 0 and high == n) or n > _MOST_BLOCKS or begin > nbytes_stored:
             return None
         if begin > len(head):
             head = os.pread(descriptor, begin, offset)

@@ -270,8 +270,11 @@ def _count_shared_reading(schedule: Schedule, layout: SourceLayout) -> _Reading:
         itemsize = layout.file_dtype.itemsize
         nbytes = math.prod(blocks.shape) * itemsize
         return _Reading(n_owners, 0, nbytes, 0, min(nbytes, most * itemsize), 0)
-    of_owner = min(chunks.n_cells, most // math.prod(chunks.cell))
-    return _Reading(n_owners, chunks.n_cells, chunks.n_cells * layout.chunk_nbytes, of_owner, of_owner * layout.chunk_nbytes, 0)
+    of_owner, nbytes = min(chunks.n_cells, most // math.prod(chunks.cell)), chunks.n_cells * layout.chunk_nbytes
+    if (excerpts := layout.excerpts) is not None:  # what a selection leaves of each chunk
+        cells, cell_nbytes = excerpts
+        nbytes = min(nbytes, cells.n_cells * cell_nbytes)
+    return _Reading(n_owners, chunks.n_cells, nbytes, of_owner, -(-of_owner * nbytes // max(1, chunks.n_cells)), 0)
 
 
 def _read_seconds(reading: _Reading, n_ranks: int, per_node: int, cores: int, rate: float) -> float:

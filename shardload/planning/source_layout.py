@@ -11,12 +11,11 @@ import numpy as np
 from shardload.planning.blocks import plan_row_chunks
 from shardload.planning.grid import Grid
 from shardload.planning.selection import Selection
+from shardload.planning.tuning import Tuning
 
 __all__ = ["SourceLayout"]
 
-_BATCHED_NBYTES = (
-    1 << 17
-)  # chunks of up to so many bytes are read in batches, and decoded whole (`Tuning.batched_chunk_nbytes`)
+_BATCHED_NBYTES = Tuning.batched_chunk_nbytes  # chunks of up to so many bytes are read in batches, and decoded whole
 
 
 @dataclass(frozen=True, slots=True)

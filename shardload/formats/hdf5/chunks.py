@@ -221,7 +221,7 @@ class Hdf5Chunks:
             return None
         at = ravel(index, self._grid)
         offset, nbytes, mask = (int(column[at]) for column in listed)
-        if offset == _NOWHERE or mask or nbytes > self._most_nbytes:
+        if mask or nbytes > self._most_nbytes or offset + nbytes > self._raw.nbytes:  # also a missing chunk
             return None
         if self._filters and nbytes == self._chain.nbytes:  # it may not have been filtered: see `_encoded`
             return None

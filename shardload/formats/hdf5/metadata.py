@@ -15,7 +15,6 @@ import numpy as np
 
 from shardload.formats.access import STRICT, Access
 from shardload.formats.base import TOLD, ArrayInfo, json_value, native_dtype, refusal, unaddressable
-from shardload.formats.excerpts import excerpt_nbytes
 from shardload.formats.hdf5.filters import NAMES, SIZED, n_compressors, refuse_filters
 from shardload.formats.hdf5.links import Others
 from shardload.formats.hdf5.opened import OpenDataset, about, creation_of, kind_of, nbytes_stored_of
@@ -71,7 +70,6 @@ def describe(
         refused = "nothing: its dataspace is null, which is neither an array nor a number"
     elif refused is None:
         refused = refuse_filters(dataset, access) or _unbounded(filters, access) or others.refused
-    codec = _codec(filters)
     chunks = tuple(creation.get_chunk()) if creation.get_layout() == h5py.h5d.CHUNKED else None
     refused = refused or unaddressable(dataset.shape or (), chunks)
     attributes, packing = _attributes(dataset, texts, has_attributes)
@@ -83,14 +81,13 @@ def describe(
         shape=tuple(dataset.shape or ()),
         dtype=dtype,
         chunks=chunks,
-        codec=codec,
+        codec=_codec(filters),
         nbytes_stored=None if is_virtual else nbytes_stored_of(dataset),
         refused=refused,
         is_coordinate=is_scale,
         is_dimension=is_scale and _has_no_values(dataset),
         attributes=attributes,
         packing=packing,
-        excerpt_nbytes=0 if chunks is None else excerpt_nbytes(codec),
     )
 
 

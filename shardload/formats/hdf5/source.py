@@ -17,6 +17,7 @@ import functools
 import itertools
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import h5py
@@ -41,6 +42,7 @@ from shardload.formats.base import (
     state_of,
 )
 from shardload.formats.containment import Fence, NotAFileError, OutsideError, open_file
+from shardload.formats.excerpts import excerpt_nbytes
 from shardload.formats.hdf5.chunk_heads import check_heads
 from shardload.formats.hdf5.chunks import leaves_gaps, open_chunks
 from shardload.formats.hdf5.contiguous import Hdf5Contiguous, open_contiguous
@@ -51,7 +53,7 @@ from shardload.formats.hdf5.making import groups_of, properties_of
 from shardload.formats.hdf5.metadata import describe, filters_of, labels_of, stands_for_axis
 from shardload.formats.hdf5.missing import MissingChunks
 from shardload.formats.hdf5.opened import OpenDataset, OpenFacts, kind_of, raw_of
-from shardload.formats.hdf5.raw_file import RawFile, has_signature, open_to_read, plain_descriptor
+from shardload.formats.hdf5.raw_file import RawFile, has_signature, open_to_read, plain_descriptor, swap_size
 from shardload.formats.labels import Labels
 from shardload.planning.region import Region
 
@@ -119,6 +121,9 @@ class Hdf5Source(Source):
         self._gaps: Any = None
         if not info.refused:
             self._gaps = 0 if leaves_gaps(dataset) else dataset.fillvalue if others.is_virtual else None
+        together = 0 if info.refused is not None or info.chunks is None else excerpt_nbytes(info.codec)
+        if together and self._raw is not None and swap_size(kind_of(dataset), self._dtype) is not None:
+            self._info = replace(info, excerpt_nbytes=together)  # else HDF5 decodes, whole chunks
 
     @property
     def info(self) -> ArrayInfo:

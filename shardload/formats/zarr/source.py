@@ -25,6 +25,7 @@ import struct
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -121,6 +122,9 @@ class ZarrSource(Source):
         self._is_closed = False
         self._is_checked, self._is_stacked = False, is_stacked(array.metadata.to_dict(), access)
         self._array.store.most_nbytes = None if info.chunks is None else _LONGEST * self._stored_nbytes() + _HEAD_NBYTES
+        together = 0 if info.refused is not None else excerpt_nbytes(info.codec)
+        if together and self._chunks is not None:  # else zarr-python decodes, whole chunks
+            self._info = replace(info, excerpt_nbytes=together)
 
     @property
     def info(self) -> ArrayInfo:
@@ -513,7 +517,6 @@ def describe(array: Any, path: str, name: str, access: Access = STRICT) -> Array
         refused = refused or _unbounded(array, access)
         chunks, shards = array.chunks, array.shards
     refused = refused or unaddressable(array.shape, chunks) or unaddressable(array.shape, shards)
-    codec = _codec(array)
     return ArrayInfo(
         path=path,
         dataset=name,
@@ -522,13 +525,12 @@ def describe(array: Any, path: str, name: str, access: Access = STRICT) -> Array
         dtype=array.dtype.name if refused else native_dtype(array.dtype).name,
         # Zarr allows chunks of length 0 along axes of length 0, but a grid needs steps of at least 1.
         chunks=None if chunks is None else tuple(max(1, n) for n in chunks),
-        codec=codec,
+        codec=_codec(array),
         shards=None if shards is None else tuple(shards),
         refused=refused,
         is_coordinate=array.ndim == 1 and _dimensions(array) == (name.rpartition("/")[2],),
         attributes={key: _attribute(array, key) for key in TOLD if key in array.attrs},
         packing=_packing(array),
-        excerpt_nbytes=excerpt_nbytes(codec) if type(inner_store(array.store)) is zarr.storage.LocalStore else 0,
     )
 
 

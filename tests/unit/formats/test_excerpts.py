@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import struct
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from shardload.formats.base import ExcerptReader, Source, fresh
 from shardload.formats.codecs import Chain, blosc, inflate, swap_bytes, unshuffle
 from shardload.formats.excerpts import Excerpts, excerpt_nbytes
 from shardload.formats.lookup import open_source
+from shardload.formats.zarr import chunks as zarr_chunks
 
 Array = np.ndarray[Any, Any]
 BEFORE = 37  # bytes of something else in the file, before the chunk
@@ -116,6 +118,32 @@ def test_more_blocks_than_one_read_knows(tmp_path: Path) -> None:
     found = excerpt_of(excerpts, tmp_path, stored, 100_001, 11_111, "<i4")
     assert found is not None
     np.testing.assert_array_equal(found, values[100_001:111_112])
+
+
+def test_a_header_cannot_ask_for_memory(tmp_path: Path) -> None:
+    """Where each of very many blocks starts would be numbers of Python, which take many times the memory of the chunk."""
+    for n_blocks, is_alone in ((1 << 14, True), ((1 << 14) + 1, False)):
+        values = values_of(64 * n_blocks, "<i2")
+        stored = bytes(numcodecs.Blosc("zstd", 1, 0, 128).encode(values))
+        assert struct.unpack_from("<I", stored, 8) == (128,)
+        found = excerpt_of(Excerpts(Chain([blosc()], values.nbytes)), tmp_path, stored, 5, 3000, "<i2")
+        assert (found is not None) == is_alone
+        if found is not None:
+            np.testing.assert_array_equal(found, values[5:3005])
+    # A chunk of 16 MiB, of which each block has 2 bytes
+    nbytes, n = 1 << 24, 1 << 23
+    head = struct.pack("<BBBBIII", 2, 1, 16, 1, nbytes, 2, 16 + 4 * n)
+    excerpts, path = Excerpts(Chain([blosc()], nbytes)), tmp_path / "sparse"
+    with path.open("wb") as file:
+        file.write(head)
+        file.truncate(16 + 4 * n)
+    tracemalloc.start()
+    try:
+        with path.open("rb") as file:
+            assert excerpts.fetch(file.fileno(), 0, 16 + 4 * n, 0, np.empty(100, "u1"), fresh) is None
+        assert tracemalloc.get_traced_memory()[1] < nbytes
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_buffer_that_could_not_be_compressed(tmp_path: Path) -> None:
@@ -287,6 +315,31 @@ def test_excerpts_of_files_are_the_values_of_their_libraries(tmp_path: Path) -> 
     assert all(n > 3 for n in counts.values()), counts
 
 
+def test_files_of_chunks_of_one_block_are_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of such chunks no part can be decoded alone. Wrong if each was opened to see that, and again to be read whole."""
+    data = values_of(8 << 12, "<i4").reshape(8, 1 << 12)
+    path = str(tmp_path / "a.zarr")
+    zarr.create_array(path, data=data, chunks=(1, 1 << 12), compressors=zarr.codecs.BloscCodec(typesize=4, cname="lz4"))
+    head = struct.unpack_from("<BBBBIII", Path(path, "c", "0", "0").read_bytes())
+    assert not head[2] & 2 and head[4] == head[5] == 1 << 14, "one block, that was compressed"
+    source, opened = open_source(path, "/"), list[str]()
+    reader: Any = source.chunk_reader()
+
+    def count(path: str, fence: Any) -> Any:
+        opened.append(path)
+        return open_file(path, fence)
+
+    open_file = zarr_chunks._open_file
+    monkeypatch.setattr(zarr_chunks, "_open_file", count)
+    for k in range(8):
+        out = np.empty(1000, "<i4")
+        assert reader.fetch_excerpt((k, 0), 500, out) is None
+        whole = np.empty((1, 1 << 12), "<i4")
+        reader.decode(reader.fetch((k, 0)), whole)
+        np.testing.assert_array_equal(whole, data[k : k + 1])
+    assert len(opened) == 8 + 1
+
+
 def test_other_chunks_have_none(tmp_path: Path) -> None:
     data = values_of(1 << 15, "<f4").reshape(32, 1024)
     with h5py.File(tmp_path / "a.h5", "w") as file:
@@ -298,3 +351,64 @@ def test_other_chunks_have_none(tmp_path: Path) -> None:
         reader: Any = source.chunk_reader()
         assert source.info.excerpt_nbytes == 0
         assert reader is None or (not reader.has_excerpts and reader.fetch_excerpt((0, 0), 0, np.empty(5, "<f4")) is None)
+
+
+@pytest.mark.parametrize("address", [10_000_000, 2**63 - 300, 2**63, 2**64 - 2])
+def test_a_chunk_behind_the_end_of_its_file_is_left_to_the_whole_chunk(tmp_path: Path, address: int) -> None:
+    """Which says where the file ends, and where the chunk should be. No read takes numbers of more than 63 bits."""
+    data, path = values_of(1 << 12, "<i4").reshape(4, 32, 32), tmp_path / "far.h5"
+    with h5py.File(path, "w") as file:
+        for name, options in (("plain", {}), ("blosc", dict(hdf5plugin.Blosc("lz4", 5, 1)))):
+            file.create_dataset(name, data=data, chunks=(1, 32, 32), **options)
+        places = [file[name].id.get_chunk_info_by_coord((2, 0, 0)).byte_offset for name in file]
+    stored = path.read_bytes()
+    for place in places:
+        assert stored.count(struct.pack("<Q", place)) == 1, "the index alone has it"
+        stored = stored.replace(struct.pack("<Q", place), struct.pack("<Q", address))
+    path.write_bytes(stored)
+    for name in ("plain", "blosc"):
+        reader: Any = open_source(str(path), name).chunk_reader()
+        assert reader.fetch_excerpt((1, 0, 0), 0, np.empty(5, "<i4")) is not None or name == "blosc"  # of one block
+        assert reader.fetch_excerpt((2, 0, 0), 0, np.empty(5, "<i4")) is None
+        with pytest.raises(OSError, match=f"the file ends at byte {len(stored)}, but the chunk is stored at bytes {address}"):
+            reader.fetch((2, 0, 0))
+
+
+def only_by_libraries(tmp_path: Path) -> dict[str, Any]:
+    """Arrays without a filter or with Blosc that only HDF5 or zarr-python can decode: chunk by whole chunk."""
+    data, chunks, blosc_filter = values_of(1 << 12, "<i4").reshape(4, 32, 32), (1, 32, 32), dict(hdf5plugin.Blosc("lz4", 5, 1))
+    found: dict[str, Any] = {}
+    few_bits = h5py.h5t.NATIVE_INT32.copy()
+    few_bits.set_precision(20)
+    with h5py.File(tmp_path / "block.h5", "w", userblock_size=512) as file:
+        for name, options in (("plain", {}), ("blosc", blosc_filter)):
+            file.create_dataset(name, data=data, chunks=chunks, **options)
+            found[f"behind a user block, {name}"] = (str(tmp_path / "block.h5"), name)
+    with h5py.File(tmp_path / "types.h5", "w") as file:
+        colours = h5py.enum_dtype({"red": 0, "blue": 1}, basetype="<i4")
+        file.create_dataset("colours", data=data % 2, chunks=chunks, dtype=colours, **blosc_filter)
+        file.create_dataset("plain", data=data, chunks=chunks)
+        layout = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        layout.set_chunk(chunks)
+        h5py.Dataset(h5py.h5d.create(file.id, b"bits", few_bits, h5py.h5s.create_simple(data.shape), layout))[...] = data
+    for name in ("colours", "bits"):
+        found[f"type {name}"] = (str(tmp_path / "types.h5"), name)
+    for driver in ("core", "stdio"):
+        found[f"the caller's, driver {driver}"] = (h5py.File(tmp_path / "types.h5", driver=driver)["plain"], "")
+    for name, options in (("blosc", numcodecs.Blosc()), ("plain", None)):
+        path = str(tmp_path / f"{name}.zarr")
+        array = zarr.create_array(path, data=data, chunks=chunks, zarr_format=2, order="F", compressors=options)
+        assert array.metadata.order == "F"
+        found[f"order F, {name}"] = (path, "/")
+    found["in memory"] = (zarr.create_array(zarr.storage.MemoryStore(), data=data, chunks=chunks, compressors=None), "")
+    return found
+
+
+def test_a_plan_expects_no_excerpts_from_a_library(tmp_path: Path) -> None:
+    """Else each rank decodes whole chunks, twice as much in all as the plan says, instead of sharing them."""
+    for what, (path, name) in only_by_libraries(tmp_path).items():
+        source = open_source(path, name)
+        assert source.info.codec in ("none", "blosc") and source.info.excerpt_nbytes == 0, what
+        assert source.chunk_reader() is None
+        if isinstance(path, h5py.Dataset):
+            path.file.close()

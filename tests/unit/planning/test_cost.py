@@ -289,6 +289,34 @@ def test_a_part_of_a_chunk_is_decoded_alone_where_that_is_possible(
         assert found[DIRECT].reader_nbytes * n_ranks == decoded * 4 * math.prod(CUBE)
 
 
+@pytest.mark.parametrize(
+    ("index", "axes", "n_direct", "expected"),
+    [
+        (5, ((), ()), 16, PARALLEL),  # replicated
+        (5, ((), (0,)), 4, PARALLEL),  # each rank needs a quarter of each row of four columns of chunks
+        (5, ((0,), ()), 1, DIRECT),
+        (slice(8, 12), ((), (), ()), 16, PARALLEL),
+    ],
+)
+def test_what_a_selection_leaves_of_chunks_is_counted_however_it_is_read(
+    index: Any, axes: Any, n_direct: int, expected: str
+) -> None:
+    """Of chunks of 64 planes, some planes are decoded. Wrong if only "direct" were taken to leave out the others."""
+    shape, cell, f4 = (64, 4096, 4096), (64, 1024, 1024), np.dtype("f4")
+    layout = SourceLayout.cut(select_axes(index, shape), cell, f4, f4, "none", excerpt_nbytes=1)
+    plans = plan_schedules(layout, plan_shards(layout.selection.shape, axes, np.arange(16)), 16, max_nbytes=16 << 20)
+    found = {mode: plan_cost(plan, layout) for mode, plan in plans.items()}
+    wanted = 4 * math.prod(layout.selection.shape)
+    assert {mode: cost.decoded_nbytes for mode, cost in found.items()} == {
+        ROOT: wanted,
+        PARALLEL: wanted,
+        DIRECT: n_direct * wanted,
+    }
+    assert found[ROOT].reader_nbytes == wanted and found[PARALLEL].reader_nbytes * 16 == wanted
+    assert all(cost.chunks_decoded >= 16 for cost in found.values())
+    assert choose_mode(found, 16)[0] == expected
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_what_is_decoded_of_chunks_is_counted(seed: int) -> None:
     """Against a sum over ranks and chunks: of each chunk the rows from the first wanted to the last, in whole blocks."""
