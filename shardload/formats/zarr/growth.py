@@ -447,7 +447,7 @@ class GrowthCatalog(ZarrCatalog):
             folders: set[str] = set()
             for name, one in self._grows.arrays.items():
                 here = os.path.join(self.ticket.temporary, name.strip("/"))
-                there = os.path.join(self._store, name.strip("/"))
+                there = os.path.normpath(os.path.join(self._store, name.strip("/")))  # "/" is the store itself
                 for source, key, at_edge in one.files():
                     if at_edge != is_edge:
                         continue
