@@ -301,9 +301,11 @@ class Target:
                 old = self._link(self.temporary)
         # From here on the file has its name. No error may say that it has not, nor take anything back.
         self.temporary = None
-        if old is not None:
-            _remove(old)
-        sync_name(self.folder, self.path)
+        try:
+            sync_name(self.folder, self.path)
+        finally:  # not before: if the machine stops, the name may still be that of the old store
+            if old is not None:
+                _remove(old)
 
     def _link(self, temporary: str) -> str | None:
         """Give a file its name. Returns the name that is left over."""

@@ -37,7 +37,7 @@ def a_sink(folder: Path, name: str, mode: str = "w") -> Sink:
 
 
 def read(path: Path, name: str) -> Any:
-    if path.suffix == ".zarr":
+    if path.is_dir():
         return zarr.open_group(path, mode="r")[name][...]
     with h5py.File(path) as file:
         return file[name][...]
@@ -288,6 +288,24 @@ def test_a_name_that_is_not_confirmed(tmp_path: Path, name: str, mode: str, monk
     assert "as it was" not in str(caught.value) and caught.value.path == str(tmp_path / name)
     np.testing.assert_array_equal(read(tmp_path / name, "rho"), VALUES)
     assert os.listdir(tmp_path) == [name]
+
+
+@pytest.mark.parametrize("has_flags", [True, False])
+@pytest.mark.parametrize("name", ["x.zarr", "sharded.zarr"])
+def test_the_name_is_on_disk_before_what_was_replaced_goes(
+    tmp_path: Path, name: str, has_flags: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wrong if a machine that stops could be left with the old name of a store whose files are gone."""
+    if not has_flags:
+        monkeypatch.setattr(target, "_renameat2", lambda: None)
+    catalog, seen = finished(tmp_path, name, "w"), []
+
+    def synced(folder: str) -> None:
+        seen.extend(read(tmp_path / one, "old").tolist() for one in os.listdir(folder) if one != name)
+
+    monkeypatch.setattr(target, "sync_folder", synced)
+    catalog.commit()
+    assert seen == [OLD.tolist()] and os.listdir(tmp_path) == [name]
 
 
 @pytest.mark.parametrize("name", KINDS)
