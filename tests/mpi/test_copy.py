@@ -576,6 +576,33 @@ def test_a_copy_that_was_stopped_goes_on(
             np.testing.assert_array_equal(second[one][...], first[one][...], err_msg=one)
 
 
+@pytest.mark.parametrize("name", ["out.h5", "out.zarr", "sharded.zarr"])
+@pytest.mark.usefixtures("small")
+def test_what_another_job_has_written_is_on_disk(
+    comm: Any, shared_tmp_path: Path, stopped: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Wrong if a file got its name of which chunks are in memory alone: the job that wrote them did not wait for the disk."""
+    target, options = shared_tmp_path / name, RESUMED[name]
+    before = stopped(target, 4, staging=45_000, **options)
+    synced: set[tuple[int, int]] = set()
+
+    def noted(descriptor: int) -> None:
+        found = os.fstat(descriptor)
+        synced.add((found.st_dev, found.st_ino))
+
+    comm.barrier()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", noted)
+        report = copy(comm, before, target, staging=45_000, resume=True, **options)
+    assert report.n_resumed > 0
+    every = set().union(*comm.allgather(synced))
+    comm.barrier()
+    for one in [target, *target.rglob("*")]:
+        found = one.stat()
+        assert (found.st_dev, found.st_ino) in every, one
+    comm.barrier()
+
+
 @pytest.mark.parametrize("which", [1, 3], ids=["at once", "later"])
 @pytest.mark.usefixtures("small")
 def test_a_journal_for_which_there_is_no_room(

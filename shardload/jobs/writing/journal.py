@@ -228,9 +228,14 @@ def _read(file: IO[bytes]) -> tuple[dict[str, Any] | None, list[Int64s]]:
 
 
 def whole_chunks(sink: Sink, ticket: Ticket, rows: Int64s) -> list[bool]:
-    """Of each noted chunk, whether its stored bytes are on disk. Not collective: each rank looks at some."""
+    """Of each noted chunk, whether its stored bytes are on disk. Not collective: each rank looks at some.
+
+    The job that wrote them may not have waited for the disk, and nobody else will: each file is synced, and so are the folders
+    down to it.
+    """
     names, scratch = list(sink.arrays), shared_scratch()
     found, path, descriptor = [], "", -1
+    folders: set[str] = set()
     try:
         for row in rows.tolist():
             encoder = sink.arrays[names[row[ARRAY]]]
@@ -240,7 +245,7 @@ def whole_chunks(sink: Sink, ticket: Ticket, rows: Int64s) -> list[bool]:
                     if descriptor >= 0:
                         os.close(descriptor)
                     path, descriptor = where, -1
-                    descriptor = os.open(where, os.O_RDONLY)
+                    descriptor = _opened(where, ticket.temporary, folders)
                 found.append(descriptor >= 0 and _is_there(descriptor, row, scratch))
             except OSError:
                 found.append(False)
@@ -248,6 +253,22 @@ def whole_chunks(sink: Sink, ticket: Ticket, rows: Int64s) -> list[bool]:
         if descriptor >= 0:
             os.close(descriptor)
     return found
+
+
+def _opened(path: str, root: str, synced: set[str]) -> int:
+    """A file of a temporary, open to read, when it and all folders down to it are on disk: those in `synced` are already."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+        folder = os.path.dirname(path)
+        while len(folder) >= len(root) and folder not in synced:
+            sync_folder(folder)
+            synced.add(folder)
+            folder = os.path.dirname(folder)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def _is_there(descriptor: int, row: Sequence[int], scratch: Any) -> bool:
