@@ -131,9 +131,13 @@ def _lock(file: IO[bytes], path: str) -> None:
     try:
         fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise ConfigError(f"another job is writing '{path.removesuffix(JOURNAL)}' now. Wait for it, or end it first") from None
+        raise _busy(path) from None
     except OSError:  # a file system without locks
         return
+
+
+def _busy(path: str) -> ConfigError:
+    return ConfigError(f"another job is writing '{path.removesuffix(JOURNAL)}' now. Wait for it, or end it first")
 
 
 @dataclass(eq=False)
@@ -185,6 +189,8 @@ def find_journal(target: str, about: Mapping[str, str]) -> Left | None:
         file = open(path + JOURNAL, "r+b")  # noqa: SIM115
         try:
             _lock(file, path + JOURNAL)
+            if not _is_named(file, path + JOURNAL):  # a job has written it anew since it was opened, and locks that one
+                raise _busy(path)
             head, rounds = _read(file)
             differs = "is no journal" if head is None else _difference(head["about"], about)
             if head is not None and not differs:
@@ -197,6 +203,14 @@ def find_journal(target: str, about: Mapping[str, str]) -> Left | None:
     if why:
         raise ConfigError(f"{why}. Remove it, with its journal, or begin again without resume=True")
     return None
+
+
+def _is_named(file: IO[bytes], path: str) -> bool:
+    """True if an open file still has its name."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+    except FileNotFoundError:
+        return False
 
 
 def _difference(before: Mapping[str, str], now: Mapping[str, str]) -> str:
