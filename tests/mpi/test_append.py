@@ -25,7 +25,7 @@ from shardload.formats.hdf5.source import Hdf5Source
 from shardload.formats.leftovers import find_leftover
 from shardload.formats.locks import AppendLock
 from shardload.formats.zarr import growth
-from shardload.formats.zarr.growth import GrowthEncoder
+from shardload.formats.zarr.growth import GrowthCatalog, GrowthEncoder
 from shardload.formats.zarr.source import ZarrSource
 from shardload.jobs.copying.copy import copy_file
 from shardload.jobs.copying.request import CopyRequest
@@ -578,6 +578,27 @@ def test_a_store_that_somebody_else_changes(ranks: Any, shared_tmp_path: Path, m
 
     monkeypatch.setattr(growth, "AppendLock", lock)
     same_error(ranks, lambda: shardload.append(path, tree_of(values, 5, P())), ConfigError, "changed by somebody else")
+    assert on_disk(ranks, shared_tmp_path) == ["run.zarr"]
+
+
+@pytest.mark.parametrize("version", [3, 2])
+def test_a_store_that_takes_the_place_of_this_one(
+    ranks: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int
+) -> None:
+    """Wrong if old rows at the edge were put into a new store that has the same metadata, as one of the same run has."""
+    path, other, values = shared_tmp_path / "run.zarr", shared_tmp_path / "new.zarr", ramp((7, Y, X), "float32")
+    on_root(ranks, lambda: make(path, values[:5], version=version))
+    commit = GrowthCatalog.commit
+
+    def replaced(self: Any) -> None:
+        make(other, -values[:5], version=version)
+        shutil.rmtree(path)
+        other.rename(path)
+        commit(self)
+
+    monkeypatch.setattr(GrowthCatalog, "commit", replaced)
+    same_error(ranks, lambda: shardload.append(path, tree_of(values, 5, P())), ConfigError, "changed by somebody else")
+    on_root(ranks, lambda: look(path, -values[:5]))
     assert on_disk(ranks, shared_tmp_path) == ["run.zarr"]
 
 
