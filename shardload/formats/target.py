@@ -256,7 +256,7 @@ class Target:
         """Take a temporary that another job has made for this name in place of a new one. ConfigError as `create`."""
         self._refuse()
         found = temporary_of(temporary)
-        if found is None or os.path.abspath(found[0]) != os.path.abspath(self._final) or not os.path.lexists(temporary):
+        if found is None or os.path.realpath(found[0]) != os.path.realpath(self._final) or not os.path.lexists(temporary):
             raise ConfigError(f"'{temporary}' is no unfinished file of '{self.path}', or is not to be seen here")
         if os.path.islink(temporary) or os.path.isdir(temporary) != self._is_folder:
             raise ConfigError(f"'{temporary}' is not what another job began there. Remove it, and begin again")

@@ -576,6 +576,26 @@ def test_a_copy_that_was_stopped_goes_on(
             np.testing.assert_array_equal(second[one][...], first[one][...], err_msg=one)
 
 
+@pytest.mark.parametrize("name", ["out.h5", "out.zarr"])
+@pytest.mark.usefixtures("small")
+def test_a_copy_into_a_folder_by_a_link_goes_on(
+    comm: Any, shared_tmp_path: Path, stopped: Callable[..., Path], name: str
+) -> None:
+    """Wrong if what was left were taken for that of another file: home folders often have links to large file systems."""
+
+    def make() -> None:
+        (shared_tmp_path / "large").mkdir()
+        (shared_tmp_path / "link").symlink_to("large")
+
+    on_root(comm, make)
+    target, options = shared_tmp_path / "link" / name, RESUMED[name]
+    before = stopped(target, 4, staging=45_000, **options)
+    report = copy(comm, before, target, staging=45_000, resume=True, **options)
+    assert report.n_resumed > 0
+    comm.barrier()
+    assert os.listdir(shared_tmp_path / "large") == [name]
+
+
 @pytest.mark.parametrize("name", ["out.h5", "out.zarr", "sharded.zarr"])
 @pytest.mark.usefixtures("small")
 def test_what_another_job_has_written_is_on_disk(
