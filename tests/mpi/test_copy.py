@@ -301,6 +301,36 @@ def test_chunks_that_the_source_does_not_store(comm: Any, shared_tmp_path: Path)
             np.testing.assert_array_equal(found[...], file["x"][...])
 
 
+@pytest.mark.parametrize("name", ["out.h5", "out.nc"])
+def test_text_keeps_its_encoding(comm: Any, shared_tmp_path: Path, name: str) -> None:
+    """Wrong if text of a fixed length in UTF-8 became ASCII with other bytes in it, which no reader knows how to show."""
+    before, after = shared_tmp_path / "in.h5", shared_tmp_path / name
+    utf8 = h5py.string_dtype("utf-8", 8)
+
+    def make() -> None:
+        with h5py.File(before, "w") as file:
+            file["x"] = np.arange(6.0)
+            for owner in (file, file["x"]):
+                owner.attrs["place"] = np.array("Zürich".encode(), utf8)
+                owner.attrs["plain"] = np.bytes_("Bern")
+
+    def told(owner: Any, key: str) -> tuple[int, int, bytes]:
+        kind = h5py.h5a.open(owner.id, key.encode()).get_type()
+        return kind.get_cset(), kind.get_size(), bytes(owner.attrs[key])
+
+    on_root(comm, make)
+    copy(comm, before, after)
+    comm.barrier()
+    if comm.rank == 0:
+        with h5py.File(before) as first, h5py.File(after) as second:
+            for path in ("/", "x"):
+                for key in ("place", "plain"):
+                    assert told(second[path], key) == told(first[path], key)
+        if name.endswith(".nc"):
+            with netCDF4.Dataset(after) as read:
+                assert (read.place, read["x"].place) == ("Zürich", "Zürich")
+
+
 def test_what_cannot_be_copied_is_named(comm: Any, shared_tmp_path: Path) -> None:
     """Wrong if strings vanished without a word, or took the numbers with them."""
     before, after = shared_tmp_path / "in.h5", shared_tmp_path / "out.zarr"
@@ -311,6 +341,7 @@ def test_what_cannot_be_copied_is_named(comm: Any, shared_tmp_path: Path) -> Non
             file["x"] = np.arange(6.0)
             file["x"].attrs["bad"] = np.nan
             file.create_dataset("kinds", data=[0, 1], dtype=h5py.enum_dtype({"sea": 0, "land": 1}, basetype="i1"))
+            file["x"].attrs.create("season", 1, dtype=h5py.enum_dtype({"dry": 0, "wet": 1}, basetype="i1"))
             file["x"].attrs["ref"] = file["names"].ref
             file["x"].attrs["raw"] = np.bytes_(b"\xff")
             file.attrs["of file"] = file.ref
@@ -323,6 +354,7 @@ def test_what_cannot_be_copied_is_named(comm: Any, shared_tmp_path: Path) -> Non
     assert "'/names'" in text
     assert "'bad'" in text
     assert "what the numbers of '/kinds' stand for (an enumeration) was left out" in text
+    assert "what the numbers of attribute 'season' of '/x' stand for (an enumeration) was left out" in text
     assert "'ref'" in text
     assert "'raw' of '/x'" in text
     assert "'of file' of '/'" in text
