@@ -17,6 +17,7 @@ import functools
 import os
 import re
 import secrets
+import shlex
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -243,7 +244,8 @@ class Target:
         except FileNotFoundError as error:
             if os.path.isdir(self.folder):  # /proc, for one, makes no files
                 raise _unwritten(error, self.path) from error
-            raise ConfigError(f"the folder of '{self.path}' does not exist. Make it first: mkdir -p {self.folder}") from None
+            how = f"mkdir -p {shlex.quote(self.folder)}"
+            raise ConfigError(f"the folder of '{self.path}' does not exist. Make it first: {how}") from None
         except PermissionError:
             raise ConfigError(f"'{self.path}' cannot be made: no right to write in its folder '{self.folder}'") from None
         except OSError as error:

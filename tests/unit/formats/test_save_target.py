@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import shlex
 import subprocess
 import sys
 import threading
@@ -436,6 +437,9 @@ def test_a_name_that_is_taken_is_refused_before_anything_is_written(tmp_path: Pa
         a_sink(tmp_path, "y.h5").create()
     with pytest.raises(ConfigError, match=r"Make it first: mkdir -p .*nowhere"):
         a_sink(tmp_path / "nowhere", "x.h5").create()
+    with pytest.raises(ConfigError, match="Make it first: ") as caught:
+        a_sink(tmp_path / "with a space", "x.h5").create()
+    assert shlex.split(str(caught.value).partition("Make it first: ")[2]) == ["mkdir", "-p", str(tmp_path / "with a space")]
     with pytest.raises(SourceError, match=r"/proc/x.h5' cannot be written: No such file"):  # the folder exists
         a_sink(Path("/proc"), "x.h5").create()
     os.mkfifo(tmp_path / "pipe")  # as /dev/null is: a rename would put a file in its place
