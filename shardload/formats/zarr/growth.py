@@ -137,9 +137,12 @@ def _read_json(path: str) -> Json | None:
     return found
 
 
-def _nodes(root: str, below: str) -> Iterator[tuple[str, str, Json, list[Any] | None]]:
-    """Each array of a group: its name, folder, metadata and names of axes."""
+def _nodes(root: str, below: str, above: frozenset[str] = frozenset()) -> Iterator[tuple[str, str, Json, list[Any] | None]]:
+    """Each array of a group: its name, folder, metadata and names of axes. A link to a folder `above` is not followed."""
     folder = os.path.join(root, below.strip("/")) if below else root
+    real = os.path.realpath(folder)
+    if real in above:
+        return
     three = _read_json(os.path.join(folder, "zarr.json"))
     two = None if three is not None else _read_json(os.path.join(folder, ".zarray"))
     if three is not None and three.get("node_type") == "array":
@@ -153,7 +156,7 @@ def _nodes(root: str, below: str) -> Iterator[tuple[str, str, Json, list[Any] | 
         return
     for name in sorted(os.listdir(folder)):
         if not name.startswith(".") and os.path.isdir(os.path.join(folder, name)):
-            yield from _nodes(root, f"{below}/{name}")
+            yield from _nodes(root, f"{below}/{name}", above | {real})
 
 
 def _groups_of(root: str, arrays: Mapping[str, Any]) -> Iterator[tuple[str, Json]]:
