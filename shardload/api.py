@@ -480,7 +480,7 @@ def save(
     mode : {"w-", "w"}
         ``"w-"``: the name must not exist. ``"w"``: what has the name is replaced, at once, when all is written.
     format : {"hdf5", "netcdf4", "zarr", "zarr2"}, optional
-        By default the suffix tells: ``.h5``, ``.hdf5``, ``.nc``, ``.zarr``.
+        By default the suffix tells: ``.h5``, ``.hdf5``, ``.he5``, ``.hdf``, ``.nc``, ``.nc4``, ``.zarr``.
     chunks : tuple of int, "auto" or None, or dict of them by name
         Elements of a chunk along each axis. ``"auto"``: in HDF5 without compression one piece; otherwise chunks of up to 4 MiB
         which follow the shards. None: in one piece.
@@ -583,7 +583,9 @@ def plan_save(
     progress: Progress = _SAVE.progress,
     comm: Any = _SAVE.comm,
 ) -> SavePlan:
-    """Plan what `save` with the same arguments would do, without doing it. ``print(plan)`` shows it. Touches no disk.
+    """Plan what `save` with the same arguments would do, without doing it. ``print(plan)`` shows it.
+
+    Nothing is written, nor looked for where the new file will be; of `like` the metadata are read.
 
     Collective: yes, over `comm`.
 
@@ -605,8 +607,8 @@ def plan_save(
 
     Raises
     ------
-    ConfigError, PeerError
-        As `save` does, as far as that is known without a disk.
+    ConfigError, SourceError, PeerError
+        As `save` does, as far as that is known before anything is written.
     """
     options = keywords_of("plan_save", locals())
     from shardload.jobs.saving.save import plan_save as describe

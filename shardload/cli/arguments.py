@@ -113,6 +113,8 @@ def parse_select(text: str) -> tuple[slice | int | EllipsisType, ...] | dict[str
             if not name or len(parsed) != 1 or isinstance(parsed, dict) or isinstance(parsed[0], EllipsisType):
                 fix = 'Each is NAME=POSITION or NAME=START:STOP. Type for example --select "time=-1,lat=10:50"'
                 raise wrong("--select", f"cannot read {piece!r} in {text!r}. {fix}")
+            if name in named:
+                raise wrong("--select", f"{text!r} has the axis {name!r} twice; give each axis once")
             named[name] = parsed[0]
         return named
     parts: list[slice | int | EllipsisType] = []

@@ -29,13 +29,15 @@ def parse_sizes(text: str | None, flag: str) -> tuple[int, ...] | str | None:
 
     >>> parse_sizes("128,64", "--chunks"), parse_sizes("none", "--chunks"), parse_sizes(None, "--chunks")
     ((128, 64), None, 'keep')
+    >>> parse_sizes("(128,)", "--chunks")
+    (128,)
     """
     if text is None:
         return KEEP
     if text.strip().lower() == "none":
         return None
-    parts = [part.strip() for part in text.strip("() ").split(",") if part.strip()]
-    if not parts or not all(part.isascii() and part.isdecimal() and int(part) > 0 for part in parts):
+    parts = [part.strip() for part in text.strip("() ").removesuffix(",").split(",")]
+    if not all(part.isascii() and part.isdecimal() and int(part) > 0 for part in parts):
         raise wrong(flag, f"{text!r} is not a size for each axis. Type for example {flag} 128,128,128, or {flag} none")
     return tuple(int(part) for part in parts)
 

@@ -17,6 +17,7 @@ Anything unusual or damaged is left to the caller, which then reads the whole ch
 from __future__ import annotations
 
 import errno
+import math
 import os
 import struct
 from typing import Any
@@ -24,8 +25,9 @@ from typing import Any
 import numcodecs
 import numpy as np
 
-from shardload.formats.base import Excerpt, Room, read_at
+from shardload.formats.base import ArrayInfo, Excerpt, Room, read_at
 from shardload.formats.codecs import SWAP, Chain
+from shardload.planning.tuning import Tuning
 from shardload.system.scratch import shared_scratch
 
 __all__ = ["Excerpts", "excerpt_nbytes"]
@@ -44,13 +46,18 @@ _MOST_BLOCKS = 1 << 14
 _TOGETHER = {"none": 1, "blosc": 1 << 19}
 
 
-def excerpt_nbytes(codec: str) -> int:
-    """`ArrayInfo.excerpt_nbytes` of an array whose chunks this package decodes.
+def excerpt_nbytes(info: ArrayInfo) -> int:
+    """`ArrayInfo.excerpt_nbytes`, if this package decodes the array's chunks: the plan asks for it where they are not small.
 
-    >>> excerpt_nbytes("none"), excerpt_nbytes("gzip+shuffle")
-    (1, 0)
+    >>> from dataclasses import replace
+    >>> one = ArrayInfo("f.h5", "/x", "HDF5", (64, 512, 512), "float32", (1, 512, 512))
+    >>> excerpt_nbytes(one), excerpt_nbytes(replace(one, codec="gzip")), excerpt_nbytes(replace(one, chunks=(1, 8, 8)))
+    (1, 0, 0)
     """
-    return _TOGETHER.get(codec, 0)
+    if info.refused is not None or info.chunks is None or info.codec not in _TOGETHER:
+        return 0
+    is_batched = math.prod(info.chunks) * np.dtype(info.dtype).itemsize <= Tuning.batched_chunk_nbytes
+    return 0 if is_batched else _TOGETHER[info.codec]
 
 
 class Excerpts:

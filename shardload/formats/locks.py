@@ -49,7 +49,8 @@ class AppendLock:
     def __init__(self, path: str) -> None:
         self.path = path + _LOCK_SUFFIX
         self._is_mine = False
-        text = _LOCK_BEGINS + f"{secrets.token_hex(8)} {os.path.basename(path)} {socket.gethostname()} {os.getpid()}\n".encode()
+        about = f"{secrets.token_hex(8)} {os.path.basename(path)} {socket.gethostname()} {os.getpid()}\n"
+        self._text = _LOCK_BEGINS + os.fsencode(about)
         try:
             descriptor = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
         except FileExistsError:
@@ -63,11 +64,11 @@ class AppendLock:
         try:
             with named(path):
                 try:
-                    put_at(descriptor, text, 0)
+                    put_at(descriptor, self._text, 0)
                 finally:
                     os.close(descriptor)
         except BaseException:
-            self.release()
+            self._remove()
             raise
 
     def _by(self) -> str:
@@ -80,7 +81,14 @@ class AppendLock:
         return ""
 
     def release(self) -> None:
-        """Give it back. May be called again."""
+        """Give it back. May be called again. If somebody has removed it meanwhile, that of another append stays."""
+        with contextlib.suppress(OSError):
+            with open(self.path, "rb") as file:
+                is_there = file.read(len(self._text) + 1) == self._text
+            if is_there:
+                self._remove()
+
+    def _remove(self) -> None:
         if self._is_mine:
             self._is_mine = False
             with contextlib.suppress(OSError):

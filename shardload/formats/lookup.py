@@ -45,6 +45,7 @@ from shardload.system.interruption import let_interruption_pass
 __all__ = [
     "Finder",
     "Labeller",
+    "absolute",
     "file_of",
     "find_array",
     "find_untrusted",
@@ -104,6 +105,16 @@ def split_path(path: str) -> tuple[str, str | None]:
         if path[k + 1 : k + 2] == "/":
             return path[:k], path[k + 1 :]
     return path, None
+
+
+def absolute(path: str | os.PathLike[str]) -> str:
+    """A path that means the same in every working folder, with the name of an array in it, if it has one.
+
+    >>> absolute("s3://bucket/store.zarr"), absolute("/data/a.h5:/rho"), absolute("a.h5") == os.path.join(os.getcwd(), "a.h5")
+    ('s3://bucket/store.zarr', '/data/a.h5:/rho', True)
+    """
+    text = os.path.expanduser(_without_scheme(os.fsdecode(path)))
+    return text if "://" in text else os.path.join(os.getcwd(), text)
 
 
 def file_of(path: str) -> str:

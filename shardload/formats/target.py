@@ -17,6 +17,7 @@ import functools
 import os
 import re
 import secrets
+import shlex
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -243,7 +244,8 @@ class Target:
         except FileNotFoundError as error:
             if os.path.isdir(self.folder):  # /proc, for one, makes no files
                 raise _unwritten(error, self.path) from error
-            raise ConfigError(f"the folder of '{self.path}' does not exist. Make it first: mkdir -p {self.folder}") from None
+            how = f"mkdir -p {shlex.quote(self.folder)}"
+            raise ConfigError(f"the folder of '{self.path}' does not exist. Make it first: {how}") from None
         except PermissionError:
             raise ConfigError(f"'{self.path}' cannot be made: no right to write in its folder '{self.folder}'") from None
         except OSError as error:
@@ -256,7 +258,7 @@ class Target:
         """Take a temporary that another job has made for this name in place of a new one. ConfigError as `create`."""
         self._refuse()
         found = temporary_of(temporary)
-        if found is None or os.path.abspath(found[0]) != os.path.abspath(self._final) or not os.path.lexists(temporary):
+        if found is None or os.path.realpath(found[0]) != os.path.realpath(self._final) or not os.path.lexists(temporary):
             raise ConfigError(f"'{temporary}' is no unfinished file of '{self.path}', or is not to be seen here")
         if os.path.islink(temporary) or os.path.isdir(temporary) != self._is_folder:
             raise ConfigError(f"'{temporary}' is not what another job began there. Remove it, and begin again")
@@ -301,9 +303,11 @@ class Target:
                 old = self._link(self.temporary)
         # From here on the file has its name. No error may say that it has not, nor take anything back.
         self.temporary = None
-        if old is not None:
-            _remove(old)
-        sync_name(self.folder, self.path)
+        try:
+            sync_name(self.folder, self.path)
+        finally:  # not before: if the machine stops, the name may still be that of the old store
+            if old is not None:
+                _remove(old)
 
     def _link(self, temporary: str) -> str | None:
         """Give a file its name. Returns the name that is left over."""

@@ -17,7 +17,7 @@ from shardload.formats.access import Access, Limits
 from shardload.formats.base import ArrayInfo, some
 from shardload.formats.diagnosis import in_path, no_such_array
 from shardload.formats.labels import OnDemand
-from shardload.formats.lookup import list_labelled, read_labels, split_path
+from shardload.formats.lookup import absolute, list_labelled, read_labels, split_path
 from shardload.options import OPTIONS, filter_names
 
 __all__ = ["Contents", "open", "read_contents"]
@@ -133,4 +133,4 @@ def _on_demand(path: str, info: ArrayInfo, access: Access) -> ArrayInfo:
     """The array with its labels, which are read when they are looked at, if it has none yet."""
     if info.refused or info.labels is not None:
         return info
-    return replace(info, labels=OnDemand(partial(read_labels, path, info, access)))
+    return replace(info, labels=OnDemand(partial(read_labels, absolute(path), info, access)))

@@ -11,11 +11,8 @@ import numpy as np
 from shardload.planning.blocks import plan_row_chunks
 from shardload.planning.grid import Grid
 from shardload.planning.selection import Selection
-from shardload.planning.tuning import Tuning
 
 __all__ = ["SourceLayout"]
-
-_BATCHED_NBYTES = Tuning.batched_chunk_nbytes  # chunks of up to so many bytes are read in batches, and decoded whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +90,7 @@ class SourceLayout:
         >>> SourceLayout.cut(whole, (1, 1024, 512), f4, f4, "blosc", excerpt_nbytes=1 << 19).excerpts
         (Grid(shape=(8, 1024, 512), cell=(1, 256, 512), phase=(0, 0, 0)), 524288)
         """
-        if not self.excerpt_nbytes or self.chunk_shape is None or self.chunk_nbytes <= _BATCHED_NBYTES:
+        if not self.excerpt_nbytes or self.chunk_shape is None:
             return None
         kept = self.selection.kept
         for axis, n in enumerate(self.chunk_shape):

@@ -25,7 +25,7 @@ from shardload.formats.hdf5.source import Hdf5Source
 from shardload.formats.leftovers import find_leftover
 from shardload.formats.locks import AppendLock
 from shardload.formats.zarr import growth
-from shardload.formats.zarr.growth import GrowthEncoder
+from shardload.formats.zarr.growth import GrowthCatalog, GrowthEncoder
 from shardload.formats.zarr.source import ZarrSource
 from shardload.jobs.copying.copy import copy_file
 from shardload.jobs.copying.request import CopyRequest
@@ -419,6 +419,67 @@ def test_after_a_save_with_axes_that_can_grow(ranks: Any, shared_tmp_path: Path,
         same_error(ranks, lambda given=given: shardload.save(by_number, first, dims=dims, unlimited=given), ConfigError, text)
 
 
+@pytest.mark.parametrize("n_old", [0, 3])
+@pytest.mark.parametrize("version", [3, 2])
+@pytest.mark.parametrize("name", ["/", "/g/rho"])
+def test_names_of_chunks_are_on_disk_before_the_length(
+    ranks: Any, shared_tmp_path: Path, name: str, version: Any, n_old: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wrong if a machine that stops could keep the new length without its chunks: they would be read as the fill value."""
+    path, values = shared_tmp_path / "a.zarr", ramp((n_old + 4, X), np.float32)
+
+    def old() -> None:
+        kind = {"zarr_format": version, "shape": (n_old, X), "chunks": (2, X), "dtype": "f4"}
+        if name != "/":
+            zarr.open_group(str(path), mode="w", zarr_format=version).create_group("g")
+        zarr.create_array(str(path), name=name.strip("/") or None, **kind)[...] = values[:n_old]
+
+    on_root(ranks, old)
+    waiting: set[str] = set()  # folders with new names that are not on disk
+    at_length: list[set[str]] = []
+    replace, fsync, mkdir = os.replace, os.fsync, os.mkdir
+
+    def replaced(source: Any, target: Any) -> None:
+        replace(source, target)
+        if os.path.basename(target) in ("zarr.json", ".zarray"):
+            at_length.append(set(waiting))
+        waiting.add(os.path.dirname(os.path.realpath(target)))
+
+    def made(folder: Any, mode: int = 0o777) -> None:
+        mkdir(folder, mode)
+        if os.path.realpath(folder).startswith(f"{os.path.realpath(path)}{os.sep}"):
+            waiting.add(os.path.dirname(os.path.realpath(folder)))
+
+    def synced(descriptor: int) -> None:
+        fsync(descriptor)
+        waiting.discard(os.path.realpath(f"/proc/self/fd/{descriptor}"))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", replaced)
+        patch.setattr(os, "mkdir", made)
+        patch.setattr(os, "fsync", synced)
+        shardload.append(path, put(values[n_old:], mesh_of(), P(None, "a")), dim=0, dataset=name)
+    assert at_length == [set()] * (ranks.rank == 0) and not waiting
+    np.testing.assert_array_equal(zarr.open_array(str(path / name.strip("/")), mode="r")[...], values)
+
+
+def test_a_store_with_links_to_itself(ranks: Any, shared_tmp_path: Path) -> None:
+    """Wrong if each link were followed again and again: two of them are a million million groups."""
+    path, values = shared_tmp_path / "run.zarr", ramp((7, Y, X), "float32")
+
+    def make_with_links() -> None:
+        make(path, values[:5])
+        (path / "again").symlink_to(".")
+
+    on_root(ranks, make_with_links)
+    if ranks.rank == 0:
+        assert len(growth.read_store(str(path), ["/rho"])["arrays"]) == 6
+        (path / "more").symlink_to(".")
+    ranks.barrier()
+    shardload.append(path, tree_of(values, 5, P()))
+    on_root(ranks, lambda: [(path / name).unlink() for name in ("again", "more")] and look(path, values))
+
+
 def test_chunks_that_a_killed_append_left_are_replaced(ranks: Any, shared_tmp_path: Path) -> None:
     """Wrong if chunks beyond the old length were in the way, or stayed."""
     path, values = shared_tmp_path / "run.zarr", ramp((9, Y, X), "float32")
@@ -559,6 +620,27 @@ def test_a_store_that_somebody_else_changes(ranks: Any, shared_tmp_path: Path, m
 
     monkeypatch.setattr(growth, "AppendLock", lock)
     same_error(ranks, lambda: shardload.append(path, tree_of(values, 5, P())), ConfigError, "changed by somebody else")
+    assert on_disk(ranks, shared_tmp_path) == ["run.zarr"]
+
+
+@pytest.mark.parametrize("version", [3, 2])
+def test_a_store_that_takes_the_place_of_this_one(
+    ranks: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int
+) -> None:
+    """Wrong if old rows at the edge were put into a new store that has the same metadata, as one of the same run has."""
+    path, other, values = shared_tmp_path / "run.zarr", shared_tmp_path / "new.zarr", ramp((7, Y, X), "float32")
+    on_root(ranks, lambda: make(path, values[:5], version=version))
+    commit = GrowthCatalog.commit
+
+    def replaced(self: Any) -> None:
+        make(other, -values[:5], version=version)
+        shutil.rmtree(path)
+        other.rename(path)
+        commit(self)
+
+    monkeypatch.setattr(GrowthCatalog, "commit", replaced)
+    same_error(ranks, lambda: shardload.append(path, tree_of(values, 5, P())), ConfigError, "changed by somebody else")
+    on_root(ranks, lambda: look(path, -values[:5]))
     assert on_disk(ranks, shared_tmp_path) == ["run.zarr"]
 
 

@@ -359,6 +359,29 @@ def test_file_that_changes_between_plan_and_execution(comm: Any, shared_tmp_path
     same_error(comm, made.execute, SourceError, "there is no file")
 
 
+def test_plan_executed_in_another_folder(comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if the file of that name in the new working folder were loaded, which was not planned, or its names were told."""
+    values = ramp(cube())
+
+    def make() -> None:
+        for k, folder in enumerate(("first", "second")):
+            (shared_tmp_path / folder).mkdir()
+            with h5py.File(shared_tmp_path / folder / "x.h5", "w") as file:
+                file["x"] = values + k
+                file["x"].attrs["units"] = folder
+
+    on_root(comm, make)
+    monkeypatch.chdir(shared_tmp_path / "first")
+    mesh = mesh_of()
+    one, tree = shardload.plan("x.h5:/x", mesh, P("a")), shardload.plan(Path("x.h5"), mesh, P("a"), dataset={"a": "x"})
+    monkeypatch.chdir(shared_tmp_path / "second")
+    for x in (one.execute(), tree.execute()["a"], tree.leaves[0].execute()):
+        for shard in x.addressable_shards:
+            np.testing.assert_array_equal(np.asarray(shard.data), values[shard.index])
+    assert one.info.attrs["units"] == tree.leaves[0].info.attrs["units"] == "first"
+    assert one.info.path == "x.h5"
+
+
 def test_progress_is_told_and_may_fail(comm: Any, files: dict[str, str]) -> None:
     """Wrong if a caller's function that raises on one rank left the others waiting."""
     seen: list[tuple[int, int]] = []

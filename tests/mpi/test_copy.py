@@ -301,6 +301,36 @@ def test_chunks_that_the_source_does_not_store(comm: Any, shared_tmp_path: Path)
             np.testing.assert_array_equal(found[...], file["x"][...])
 
 
+@pytest.mark.parametrize("name", ["out.h5", "out.nc"])
+def test_text_keeps_its_encoding(comm: Any, shared_tmp_path: Path, name: str) -> None:
+    """Wrong if text of a fixed length in UTF-8 became ASCII with other bytes in it, which no reader knows how to show."""
+    before, after = shared_tmp_path / "in.h5", shared_tmp_path / name
+    utf8 = h5py.string_dtype("utf-8", 8)
+
+    def make() -> None:
+        with h5py.File(before, "w") as file:
+            file["x"] = np.arange(6.0)
+            for owner in (file, file["x"]):
+                owner.attrs["place"] = np.array("Zürich".encode(), utf8)
+                owner.attrs["plain"] = np.bytes_("Bern")
+
+    def told(owner: Any, key: str) -> tuple[int, int, bytes]:
+        kind = h5py.h5a.open(owner.id, key.encode()).get_type()
+        return kind.get_cset(), kind.get_size(), bytes(owner.attrs[key])
+
+    on_root(comm, make)
+    copy(comm, before, after)
+    comm.barrier()
+    if comm.rank == 0:
+        with h5py.File(before) as first, h5py.File(after) as second:
+            for path in ("/", "x"):
+                for key in ("place", "plain"):
+                    assert told(second[path], key) == told(first[path], key)
+        if name.endswith(".nc"):
+            with netCDF4.Dataset(after) as read:
+                assert (read.place, read["x"].place) == ("Zürich", "Zürich")
+
+
 def test_what_cannot_be_copied_is_named(comm: Any, shared_tmp_path: Path) -> None:
     """Wrong if strings vanished without a word, or took the numbers with them."""
     before, after = shared_tmp_path / "in.h5", shared_tmp_path / "out.zarr"
@@ -311,6 +341,7 @@ def test_what_cannot_be_copied_is_named(comm: Any, shared_tmp_path: Path) -> Non
             file["x"] = np.arange(6.0)
             file["x"].attrs["bad"] = np.nan
             file.create_dataset("kinds", data=[0, 1], dtype=h5py.enum_dtype({"sea": 0, "land": 1}, basetype="i1"))
+            file["x"].attrs.create("season", 1, dtype=h5py.enum_dtype({"dry": 0, "wet": 1}, basetype="i1"))
             file["x"].attrs["ref"] = file["names"].ref
             file["x"].attrs["raw"] = np.bytes_(b"\xff")
             file.attrs["of file"] = file.ref
@@ -323,6 +354,7 @@ def test_what_cannot_be_copied_is_named(comm: Any, shared_tmp_path: Path) -> Non
     assert "'/names'" in text
     assert "'bad'" in text
     assert "what the numbers of '/kinds' stand for (an enumeration) was left out" in text
+    assert "what the numbers of attribute 'season' of '/x' stand for (an enumeration) was left out" in text
     assert "'ref'" in text
     assert "'raw' of '/x'" in text
     assert "'of file' of '/'" in text
@@ -574,6 +606,53 @@ def test_a_copy_that_was_stopped_goes_on(
         first, second = h5py.File(before), opened(target)
         for one in ("rho", "g/big", "scalar", "empty"):
             np.testing.assert_array_equal(second[one][...], first[one][...], err_msg=one)
+
+
+@pytest.mark.parametrize("name", ["out.h5", "out.zarr"])
+@pytest.mark.usefixtures("small")
+def test_a_copy_into_a_folder_by_a_link_goes_on(
+    comm: Any, shared_tmp_path: Path, stopped: Callable[..., Path], name: str
+) -> None:
+    """Wrong if what was left were taken for that of another file: home folders often have links to large file systems."""
+
+    def make() -> None:
+        (shared_tmp_path / "large").mkdir()
+        (shared_tmp_path / "link").symlink_to("large")
+
+    on_root(comm, make)
+    target, options = shared_tmp_path / "link" / name, RESUMED[name]
+    before = stopped(target, 4, staging=45_000, **options)
+    report = copy(comm, before, target, staging=45_000, resume=True, **options)
+    assert report.n_resumed > 0
+    comm.barrier()
+    assert os.listdir(shared_tmp_path / "large") == [name]
+
+
+@pytest.mark.parametrize("name", ["out.h5", "out.zarr", "sharded.zarr"])
+@pytest.mark.usefixtures("small")
+def test_what_another_job_has_written_is_on_disk(
+    comm: Any, shared_tmp_path: Path, stopped: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Wrong if a file got its name of which chunks are in memory alone: the job that wrote them did not wait for the disk."""
+    target, options = shared_tmp_path / name, RESUMED[name]
+    before = stopped(target, 4, staging=45_000, **options)
+    synced: set[tuple[int, int]] = set()
+
+    def noted(descriptor: int) -> None:
+        found = os.fstat(descriptor)
+        synced.add((found.st_dev, found.st_ino))
+
+    comm.barrier()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", noted)
+        report = copy(comm, before, target, staging=45_000, resume=True, **options)
+    assert report.n_resumed > 0
+    every = set().union(*comm.allgather(synced))
+    comm.barrier()
+    for one in [target, *target.rglob("*")]:
+        found = one.stat()
+        assert (found.st_dev, found.st_ino) in every, one
+    comm.barrier()
 
 
 @pytest.mark.parametrize("which", [1, 3], ids=["at once", "later"])

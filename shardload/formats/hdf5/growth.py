@@ -28,6 +28,7 @@ import h5py
 import numpy as np
 
 from shardload.errors import ConfigError, SourceError
+from shardload.formats.base import state_of
 from shardload.formats.growing import Growing, GrowingSink
 from shardload.formats.hdf5.chunk_tree import Grown
 from shardload.formats.hdf5.growable import Facts, Overlay, Spots, file_state, spec_of, superblock_of, unfit
@@ -107,6 +108,10 @@ class GrowthSink(GrowingSink):
         """In which order arrays get their new shape: coordinates, which have one axis, last."""
         return sorted(self.arrays, key=lambda name: (len(self.arrays[name].old_shape) == 1, name))
 
+    def changed(self) -> ConfigError:
+        """The error about a file that is not what was planned for any more."""
+        return ConfigError(f"'{self.path}' was changed by somebody else during this append. Nothing was appended; run it again")
+
     def create(self) -> Catalog:
         """See `Sink`."""
         return GrowthCatalog(self)
@@ -139,7 +144,7 @@ class GrowthSink(GrowingSink):
 
 
 class _GrowthWriter(Hdf5Writer):
-    """See `Writer`: chunks go into the file itself, behind its end."""
+    """See `Writer`: chunks go into the file itself, behind its end. Nobody has written to it before all writers are open."""
 
     def __init__(self, sink: GrowthSink, ticket: Ticket) -> None:
         super().__init__(sink, ticket)  # looks for the token, in the temporary beside the file
@@ -147,6 +152,9 @@ class _GrowthWriter(Hdf5Writer):
         with named(sink.path):
             self._descriptor = os.open(sink.file, os.O_RDWR)
         self._close = weakref.finalize(self, os.close, self._descriptor)
+        if file_state(self._descriptor) != sink.state:  # another file has the name by now, and there the place is not free
+            self._close()
+            raise sink.changed()
 
 
 @dataclass
@@ -188,7 +196,7 @@ class GrowthCatalog(Catalog):
         """Look at the file again, now that nobody changes it."""
         self._size = os.fstat(self._descriptor).st_size
         if file_state(self._descriptor) != self._sink.state:
-            raise self._changed()
+            raise self._sink.changed()
         read = Overlay(self._descriptor).piece
         superblock = self._superblock = superblock_of(self._sink.path, read)
         self._end = _aligned(superblock.end, max(8, self._sink.alignment))
@@ -209,7 +217,7 @@ class GrowthCatalog(Catalog):
                 except UnknownError as error:
                     raise unfit(f"'{name}' in '{self._sink.path}'", error) from error
                 if dataset.shape != shapes.get(name, dataset.shape):
-                    raise self._changed()
+                    raise self._sink.changed()
                 self._changes[name] = _Change(facts, spots, axis, sorted(dataset.attrs))
                 self._before |= {one.offset: one.data for one in spots.header}
 
@@ -221,11 +229,6 @@ class GrowthCatalog(Catalog):
                 yield file
         except (OSError, RuntimeError, KeyError) as error:
             raise SourceError(f"'{self._sink.path}' cannot be read by HDF5: {error}", path=self._sink.path) from error
-
-    def _changed(self) -> ConfigError:
-        return ConfigError(
-            f"'{self._sink.path}' was changed by somebody else during this append. Nothing was appended; run it again"
-        )
 
     def _note(self, patches: Iterable[Patch]) -> None:
         """Write down what will be changed, for the ranks that read back."""
@@ -420,11 +423,12 @@ class GrowthCatalog(Catalog):
         self.abandon()
 
     def _compare(self) -> None:
-        """ConfigError if somebody has changed the file meanwhile."""
+        """ConfigError if somebody has changed the file meanwhile, or put another one in its place."""
         read = Overlay(self._descriptor).piece
         is_same = all(read(start, len(old)) == old for start, old in self._before.items())
+        is_same = is_same and state_of(self._path) == tuple(file_state(self._descriptor))
         if not is_same or os.fstat(self._descriptor).st_size < self._end:
-            raise self._changed()
+            raise self._sink.changed()
 
     def abandon(self) -> None:
         """See `Catalog`."""

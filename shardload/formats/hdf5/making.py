@@ -87,7 +87,12 @@ def _attributes(owner: Any, name: str) -> tuple[dict[str, Any], list[str]]:
             elif kind.get_class() not in _READ and not _is_complex(kind):
                 unread.append(f"{what} (neither text nor numbers)")
             else:
-                found[key] = owner.attrs[key]
+                value = owner.attrs[key]
+                if isinstance(value, bytes) and kind.get_cset() == h5py.h5t.CSET_UTF8:  # h5py writes bytes as ASCII
+                    value = np.array(value, kind.dtype)
+                if h5py.check_enum_dtype(kind.dtype) is not None:
+                    unread.append(f"what the numbers of {what} stand for (an enumeration)")
+                found[key] = value
         except (OSError, RuntimeError, TypeError, ValueError) as error:
             unread.append(f"{what} ({error})")
     return found, unread

@@ -121,7 +121,7 @@ class Hdf5Source(Source):
         self._gaps: Any = None
         if not info.refused:
             self._gaps = 0 if leaves_gaps(dataset) else dataset.fillvalue if others.is_virtual else None
-        together = 0 if info.refused is not None or info.chunks is None else excerpt_nbytes(info.codec)
+        together = excerpt_nbytes(info)
         if together and self._raw is not None and swap_size(kind_of(dataset), self._dtype) is not None:
             self._info = replace(info, excerpt_nbytes=together)  # else HDF5 decodes, whole chunks
 

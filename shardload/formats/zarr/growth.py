@@ -42,7 +42,7 @@ from shardload.formats.zarr.sink import ZarrCatalog, ZarrEncoder, ZarrSink, writ
 from shardload.formats.zarr.store import check_metadata
 from shardload.planning.grid import unravel
 
-__all__ = ["GrowthSink", "read_store"]
+__all__ = ["GrowthCatalog", "GrowthEncoder", "GrowthSink", "read_store"]
 
 Json = dict[str, Any]
 _INDEX_CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
@@ -137,9 +137,12 @@ def _read_json(path: str) -> Json | None:
     return found
 
 
-def _nodes(root: str, below: str) -> Iterator[tuple[str, str, Json, list[Any] | None]]:
-    """Each array of a group: its name, folder, metadata and names of axes."""
+def _nodes(root: str, below: str, above: frozenset[str] = frozenset()) -> Iterator[tuple[str, str, Json, list[Any] | None]]:
+    """Each array of a group: its name, folder, metadata and names of axes. A link to a folder `above` is not followed."""
     folder = os.path.join(root, below.strip("/")) if below else root
+    real = os.path.realpath(folder)
+    if real in above:
+        return
     three = _read_json(os.path.join(folder, "zarr.json"))
     two = None if three is not None else _read_json(os.path.join(folder, ".zarray"))
     if three is not None and three.get("node_type") == "array":
@@ -153,7 +156,7 @@ def _nodes(root: str, below: str) -> Iterator[tuple[str, str, Json, list[Any] | 
         return
     for name in sorted(os.listdir(folder)):
         if not name.startswith(".") and os.path.isdir(os.path.join(folder, name)):
-            yield from _nodes(root, f"{below}/{name}")
+            yield from _nodes(root, f"{below}/{name}", above | {real})
 
 
 def _groups_of(root: str, arrays: Mapping[str, Any]) -> Iterator[tuple[str, Json]]:
@@ -391,7 +394,8 @@ class GrowthCatalog(ZarrCatalog):
         self._grows, self._store = sink, os.path.realpath(sink.path)
         self._lock = AppendLock(self._store)
         try:
-            self._before = self._texts()
+            self._seen = self._look()
+            self._before = {key: text for key, (text, _) in self._seen.items()}
             for name, one in sink.arrays.items():
                 if not _is_same(json.loads(self._before[sink.metadata_key(name)]), one.metadata):
                     raise self._changed()
@@ -406,14 +410,16 @@ class GrowthCatalog(ZarrCatalog):
             self.abandon()
             raise
 
-    def _texts(self) -> dict[str, bytes]:
-        """The metadata that will change, as they are in the store."""
+    def _look(self) -> dict[str, tuple[bytes, int]]:
+        """The metadata that will change, as they are in the store, and when they were written: a store that has taken the place
+        of this one may have the same.
+        """
         keys = [key for key, _ in _groups_of(self._store, self._grows.arrays)]
         found = {}
         with named(self._grows.path):
             for key in [*map(self._grows.metadata_key, self._grows.arrays), *keys]:
                 with open(os.path.join(self._store, key), "rb") as file:
-                    found[key] = file.read()
+                    found[key] = file.read(), os.fstat(file.fileno()).st_mtime_ns
         return found
 
     def _changed(self) -> ConfigError:
@@ -422,12 +428,13 @@ class GrowthCatalog(ZarrCatalog):
         )
 
     def commit(self) -> None:
+        """See `Catalog`."""
         if not self._is_finished:
             raise ValueError("finish the catalog first")
         with named(self._grows.path):
             documents = self._new_documents()
             moved: list[str] = []
-            if self._texts() != self._before:
+            if self._look() != self._seen:
                 raise self._changed()
             try:
                 self._move(moved)
@@ -436,7 +443,7 @@ class GrowthCatalog(ZarrCatalog):
                     with contextlib.suppress(OSError):
                         os.unlink(path)
                 raise
-            if self._texts() != self._before:
+            if self._look() != self._seen:
                 raise self._changed()
             self._publish(documents)
         self.abandon()
@@ -447,7 +454,7 @@ class GrowthCatalog(ZarrCatalog):
             folders: set[str] = set()
             for name, one in self._grows.arrays.items():
                 here = os.path.join(self.ticket.temporary, name.strip("/"))
-                there = os.path.join(self._store, name.strip("/"))
+                there = os.path.normpath(os.path.join(self._store, name.strip("/")))  # "/" is the store itself
                 for source, key, at_edge in one.files():
                     if at_edge != is_edge:
                         continue
@@ -502,5 +509,6 @@ class GrowthCatalog(ZarrCatalog):
             sync_name(folder, self._grows.path)
 
     def abandon(self) -> None:
+        """See `Catalog`."""
         super().abandon()
         self._lock.release()

@@ -399,7 +399,8 @@ class _ZarrWriter(Writer):
         self._lock = threading.Lock()
         self._unsynced: dict[str, _Open] = {}  # by path: the chunks of a shard share a descriptor, and its fsync
         self._n_behind = 0
-        self._folders: set[str] = set()
+        self._made: set[str] = set()  # folders that are there
+        self._folders: set[str] = set()  # those with new names that are not synced
         self._is_open = True
         path = os.path.join(ticket.temporary, FOLDER_MARK)
         try:
@@ -424,6 +425,7 @@ class _ZarrWriter(Writer):
             # A chunk with a file of its own is written once: a second time would be a defect of the caller.
             once = os.O_TRUNC if self._ticket.is_resumed else os.O_EXCL
             file = self._opened(path, os.O_CREAT | os.O_WRONLY | (0 if one.is_asked else once), name, index)
+            self._note_folder(os.path.dirname(path))
             try:
                 put_at(file.descriptor, stored.data, offset)
             finally:
@@ -472,12 +474,16 @@ class _ZarrWriter(Writer):
     def _make_folder(self, folder: str) -> None:
         if not self._is_open:
             raise ValueError(f"the writer of '{self._sink.path}' is closed")
-        if folder not in self._folders:
+        if folder not in self._made:
             os.makedirs(folder, exist_ok=True)
-            with self._lock:
-                while len(folder) > len(self._ticket.temporary):
-                    self._folders.add(folder)
-                    folder = os.path.dirname(folder)
+            self._made.add(folder)
+
+    def _note_folder(self, folder: str) -> None:
+        """A file in it has its name, which is to be synced. Not before: a sync of another thread would not be one of that."""
+        with self._lock:
+            while len(folder) > len(self._ticket.temporary) and folder not in self._folders:
+                self._folders.add(folder)
+                folder = os.path.dirname(folder)
 
     def _sync_files(self, files: list[_Open]) -> None:
         failed: BaseException | None = None

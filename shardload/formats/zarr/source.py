@@ -122,7 +122,7 @@ class ZarrSource(Source):
         self._is_closed = False
         self._is_checked, self._is_stacked = False, is_stacked(array.metadata.to_dict(), access)
         self._array.store.most_nbytes = None if info.chunks is None else _LONGEST * self._stored_nbytes() + _HEAD_NBYTES
-        together = 0 if info.refused is not None else excerpt_nbytes(info.codec)
+        together = excerpt_nbytes(info)
         if together and self._chunks is not None:  # else zarr-python decodes, whole chunks
             self._info = replace(info, excerpt_nbytes=together)
 

@@ -25,7 +25,7 @@ from shardload.arrays.verification import Found, Verifier, VerifyHow
 from shardload.errors import SourceError, StallError, printable
 from shardload.formats.access import Access
 from shardload.formats.base import ArrayInfo, OpenFile, Source, settle_bools
-from shardload.formats.lookup import file_of, open_file, open_source
+from shardload.formats.lookup import absolute, file_of, open_file, open_source
 from shardload.formats.memory import MemorySource
 from shardload.formats.untrusted.source import UntrustedSource
 from shardload.jobs.consistency import State, check_same_file, check_unchanged, contents_of, is_open
@@ -118,6 +118,11 @@ class ArrayLoad:
             return self
         kind = replace(self.kind, staging_nbytes=nbytes, staging_is_raised=True)
         return replace(self, kind=kind, options=replace(self.options, staging=nbytes))
+
+    @property
+    def anywhere(self) -> ArrayLoad:
+        """The same load, whatever the working folder is when it is done."""
+        return replace(self, handle=absolute(self.handle)) if isinstance(self.handle, (str, os.PathLike)) else self
 
     def contents(self) -> State:
         """A fingerprint of the open array, to compare with those of the other ranks."""

@@ -615,6 +615,7 @@ class Request:
 
     def hand_out(self, load: ArrayLoad) -> Plan:
         """The plan for the caller, with the executor that can do it later."""
+        load = load.anywhere
         plan = _with_names(load)
         if self.group is None:
             return plan
@@ -625,6 +626,7 @@ class Request:
         self, loads: list[ArrayLoad], build: Callable[[Sequence[Any]], Any], left_out: Sequence[ArrayInfo]
     ) -> TreePlan:
         """The plan of a tree for the caller, with the executor of all arrays, and of each by itself."""
+        loads = [load.anywhere for load in loads]
         where = tuple(keys_text(load.where) for load in loads)
         if self.group is None:
             return TreePlan(build([_with_names(load) for load in loads]), where, tuple(left_out))

@@ -47,7 +47,6 @@ from shardload.units import counted, format_nbytes, number_text
 __all__ = ["SaveReport", "Saving", "Steps", "plan_save", "planned", "save"]
 
 _log = logging.getLogger("shardload")
-_MOST_TOLD = 8
 
 Array = np.ndarray[Any, Any]
 

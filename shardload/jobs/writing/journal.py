@@ -131,9 +131,13 @@ def _lock(file: IO[bytes], path: str) -> None:
     try:
         fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise ConfigError(f"another job is writing '{path.removesuffix(JOURNAL)}' now. Wait for it, or end it first") from None
+        raise _busy(path) from None
     except OSError:  # a file system without locks
         return
+
+
+def _busy(path: str) -> ConfigError:
+    return ConfigError(f"another job is writing '{path.removesuffix(JOURNAL)}' now. Wait for it, or end it first")
 
 
 @dataclass(eq=False)
@@ -185,6 +189,8 @@ def find_journal(target: str, about: Mapping[str, str]) -> Left | None:
         file = open(path + JOURNAL, "r+b")  # noqa: SIM115
         try:
             _lock(file, path + JOURNAL)
+            if not _is_named(file, path + JOURNAL):  # a job has written it anew since it was opened, and locks that one
+                raise _busy(path)
             head, rounds = _read(file)
             differs = "is no journal" if head is None else _difference(head["about"], about)
             if head is not None and not differs:
@@ -197,6 +203,14 @@ def find_journal(target: str, about: Mapping[str, str]) -> Left | None:
     if why:
         raise ConfigError(f"{why}. Remove it, with its journal, or begin again without resume=True")
     return None
+
+
+def _is_named(file: IO[bytes], path: str) -> bool:
+    """True if an open file still has its name."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+    except FileNotFoundError:
+        return False
 
 
 def _difference(before: Mapping[str, str], now: Mapping[str, str]) -> str:
@@ -228,9 +242,14 @@ def _read(file: IO[bytes]) -> tuple[dict[str, Any] | None, list[Int64s]]:
 
 
 def whole_chunks(sink: Sink, ticket: Ticket, rows: Int64s) -> list[bool]:
-    """Of each noted chunk, whether its stored bytes are on disk. Not collective: each rank looks at some."""
+    """Of each noted chunk, whether its stored bytes are on disk. Not collective: each rank looks at some.
+
+    The job that wrote them may not have waited for the disk, and nobody else will: each file is synced, and so are the folders
+    down to it.
+    """
     names, scratch = list(sink.arrays), shared_scratch()
     found, path, descriptor = [], "", -1
+    folders: set[str] = set()
     try:
         for row in rows.tolist():
             encoder = sink.arrays[names[row[ARRAY]]]
@@ -240,7 +259,7 @@ def whole_chunks(sink: Sink, ticket: Ticket, rows: Int64s) -> list[bool]:
                     if descriptor >= 0:
                         os.close(descriptor)
                     path, descriptor = where, -1
-                    descriptor = os.open(where, os.O_RDONLY)
+                    descriptor = _opened(where, ticket.temporary, folders)
                 found.append(descriptor >= 0 and _is_there(descriptor, row, scratch))
             except OSError:
                 found.append(False)
@@ -248,6 +267,22 @@ def whole_chunks(sink: Sink, ticket: Ticket, rows: Int64s) -> list[bool]:
         if descriptor >= 0:
             os.close(descriptor)
     return found
+
+
+def _opened(path: str, root: str, synced: set[str]) -> int:
+    """A file of a temporary, open to read, when it and all folders down to it are on disk: those in `synced` are already."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+        folder = os.path.dirname(path)
+        while len(folder) >= len(root) and folder not in synced:
+            sync_folder(folder)
+            synced.add(folder)
+            folder = os.path.dirname(folder)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def _is_there(descriptor: int, row: Sequence[int], scratch: Any) -> bool:

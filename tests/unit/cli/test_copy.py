@@ -84,6 +84,7 @@ def test_json_says_what_was_written(run: Run, file: str, tmp_path: Path) -> None
     ("arguments", "code", "told"),
     [
         (["--chunks", "4,x"], 2, "Type for example --chunks 128,128,128"),
+        (["--chunks", "4,,4"], 2, "Type for example --chunks 128,128,128"),
         (["--shards", "0,1"], 2, "Type for example --shards 128,128,128"),
         (["--compression", "gzip?"], 2, "Type for example --compression zstd, gzip:6+shuffle or none"),
         (["--compression", "gzip:77", "--chunks", "2,2,2"], 1, "the level of gzip is 77"),

@@ -132,6 +132,12 @@ def test_select_that_cannot_be_read(text: str) -> None:
     assert '"time=-1,lat=10:50" by names of axes' in str(raised.value)
 
 
+def test_select_with_an_axis_twice() -> None:
+    """Wrong if the last one counted, without a word."""
+    with pytest.raises(typer.BadParameter, match="'time' twice"):
+        parse_select("time=0,lat=3:5,time=-1")
+
+
 def test_pad() -> None:
     assert (parse_pad("0"), type(parse_pad("0"))) == (0, int)
     assert parse_pad("-9.99e8") == -9.99e8

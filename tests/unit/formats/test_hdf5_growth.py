@@ -504,6 +504,30 @@ def test_a_file_that_somebody_else_changes(tmp_path: Path) -> None:
         assert (len(file["time"]), len(file["g/rho"])) == (4, OLD)
 
 
+def test_a_file_that_takes_the_place_of_this_one(tmp_path: Path) -> None:
+    """Wrong if chunks were written into it, over its own bytes; or if rows were said to be in it that went into the old one."""
+    path, other = tmp_path / "x.h5", tmp_path / "other.h5"
+    by_h5py(path)
+    come = {name: one[sink_of(path, VALUES).arrays[name].base :] for name, one in VALUES.items()}
+    for is_early in (True, False):
+        with h5py.File(other, "w") as file:
+            file["much"] = ramp((9000,), "f8")
+        data, sink = other.read_bytes(), sink_of(path, VALUES)
+        with sink.create() as catalog:
+            if is_early:
+                os.replace(other, path)
+                with pytest.raises(ConfigError, match="changed by somebody else"):
+                    write_all(sink, catalog, come)
+            else:
+                write_all(sink, catalog, come)
+                catalog.finish()
+                os.replace(other, path)
+                with pytest.raises(ConfigError, match="changed by somebody else"):
+                    catalog.commit()
+        assert path.read_bytes() == data and [one.name for one in tmp_path.iterdir()] == ["x.h5"]
+        by_h5py(path)
+
+
 def test_a_write_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if an error at any write of the commit left arrays of two lengths, a lock, or a longer file."""
     path = tmp_path / "x.h5"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shlex
@@ -18,10 +19,11 @@ import zarr
 from typer.testing import CliRunner
 
 from shardload.cli.main import app
-from shardload.errors import SourceError
+from shardload.errors import ConfigError, SourceError
 from shardload.formats import target
 from shardload.formats.access import Access, Limits
 from shardload.formats.leftovers import find_leftover
+from shardload.formats.locks import AppendLock
 from shardload.formats.lookup import Finder, find_array, list_arrays
 from shardload.formats.saving import make_sink
 from shardload.formats.sink import ArraySpec, Compression
@@ -207,3 +209,30 @@ def test_who_must_not_run_there_any_more(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=r"is being appended to.* If no append runs there any more, remove it: `rm "):
         find_array(str(lock))
     assert "If no append runs there any more" in " ".join(info(str(lock)).split())
+
+
+def test_the_lock_of_another_append_stays(tmp_path: Path) -> None:
+    """Wrong if an append whose lock was removed, as that of one that is dead, took away the lock of the next one."""
+    path = str(tmp_path / "out \udcff.zarr")  # any name that a file can have
+    first = AppendLock(path)
+    os.unlink(first.path)
+    second = AppendLock(path)
+    first.release()
+    assert os.listdir(tmp_path) == ["out \udcff.zarr.appending"]
+    with pytest.raises(ConfigError, match="is being appended to"):
+        AppendLock(path)
+    second.release()
+    second.release()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_lock_for_which_there_is_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if it stayed, and kept all appends away."""
+
+    def fails(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", fails)
+    with pytest.raises(SourceError, match="no space is left"):
+        AppendLock(str(tmp_path / "out.zarr"))
+    assert os.listdir(tmp_path) == []

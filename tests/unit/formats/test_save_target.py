@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import shlex
 import subprocess
 import sys
 import threading
@@ -37,7 +38,7 @@ def a_sink(folder: Path, name: str, mode: str = "w") -> Sink:
 
 
 def read(path: Path, name: str) -> Any:
-    if path.suffix == ".zarr":
+    if path.is_dir():
         return zarr.open_group(path, mode="r")[name][...]
     with h5py.File(path) as file:
         return file[name][...]
@@ -290,6 +291,24 @@ def test_a_name_that_is_not_confirmed(tmp_path: Path, name: str, mode: str, monk
     assert os.listdir(tmp_path) == [name]
 
 
+@pytest.mark.parametrize("has_flags", [True, False])
+@pytest.mark.parametrize("name", ["x.zarr", "sharded.zarr"])
+def test_the_name_is_on_disk_before_what_was_replaced_goes(
+    tmp_path: Path, name: str, has_flags: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wrong if a machine that stops could be left with the old name of a store whose files are gone."""
+    if not has_flags:
+        monkeypatch.setattr(target, "_renameat2", lambda: None)
+    catalog, seen = finished(tmp_path, name, "w"), []
+
+    def synced(folder: str) -> None:
+        seen.extend(read(tmp_path / one, "old").tolist() for one in os.listdir(folder) if one != name)
+
+    monkeypatch.setattr(target, "sync_folder", synced)
+    catalog.commit()
+    assert seen == [OLD.tolist()] and os.listdir(tmp_path) == [name]
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_a_file_system_without_fsync_of_folders(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if nothing could be saved there. Files are still on disk before they have their name."""
@@ -418,6 +437,9 @@ def test_a_name_that_is_taken_is_refused_before_anything_is_written(tmp_path: Pa
         a_sink(tmp_path, "y.h5").create()
     with pytest.raises(ConfigError, match=r"Make it first: mkdir -p .*nowhere"):
         a_sink(tmp_path / "nowhere", "x.h5").create()
+    with pytest.raises(ConfigError, match="Make it first: ") as caught:
+        a_sink(tmp_path / "with a space", "x.h5").create()
+    assert shlex.split(str(caught.value).partition("Make it first: ")[2]) == ["mkdir", "-p", str(tmp_path / "with a space")]
     with pytest.raises(SourceError, match=r"/proc/x.h5' cannot be written: No such file"):  # the folder exists
         a_sink(Path("/proc"), "x.h5").create()
     os.mkfifo(tmp_path / "pipe")  # as /dev/null is: a rename would put a file in its place

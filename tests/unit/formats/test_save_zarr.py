@@ -403,6 +403,35 @@ def test_chunks_of_a_shard_are_synced_together(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("sharded", [False, True])
+def test_a_sync_right_before_a_file_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sharded: bool) -> None:
+    """Wrong if the folder counted as synced by that, and the name of the file never got to the disk."""
+    values = ramp(SHAPE, "f4")
+    sink = make_sink(str(tmp_path / "x.zarr"), {"x": spec("f4", None, shards=SHARDS if sharded else None)})
+    one, os_open, synced = sink.arrays["/x"], os.open, set[str]()  # what was synced after the file was there
+    with sink.create() as catalog, sink.writer(catalog.ticket) as writer:
+
+        def opened(path: str, flags: int, *more: Any) -> int:
+            if flags & os.O_CREAT:
+                writer.sync()  # another thread's
+                synced.clear()
+            return os_open(path, flags, *more)
+
+        region = one.region((0,) * len(SHAPE))
+        stored = one.encode(region, values[region.slices()])
+        offset = int(catalog.allocate("/x", [0], [stored.nbytes])[0]) if sharded else 0
+        with monkeypatch.context() as patch:
+            patch.setattr(zarr_sink, "sync_folder", synced.add)
+            patch.setattr(zarr_sink.os, "open", opened)
+            writer.put("/x", 0, offset, stored)
+            patch.setattr(zarr_sink.os, "open", os_open)
+            writer.sync()
+        folder = os.path.dirname(sink.file_of(catalog.ticket, "/x", 0))
+        while len(folder) >= len(catalog.ticket.temporary):
+            assert folder in synced
+            folder = os.path.dirname(folder)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
 def test_a_sync_while_other_threads_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sharded: bool) -> None:
     """Wrong if a file was closed that a thread writes to: its bytes would go into the one that gets its number."""
     values, write, n_written = ramp(SHAPE, "f4"), zarr_sink.put_at, 0

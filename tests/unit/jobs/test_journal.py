@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shardload.errors import ConfigError
 from shardload.formats.sink import Ticket
 from shardload.jobs.writing import journal
 from shardload.jobs.writing.journal import N_COLUMNS, Journal, find_journal
@@ -38,3 +40,28 @@ def test_a_journal_that_cannot_go_on_is_as_it_was(tmp_path: Path, monkeypatch: p
     again = find_journal(target, about)
     assert again is not None and len(again.rounds) == 1
     again.close()
+
+
+def test_two_jobs_that_resume_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if the second took the journal that it had opened before the first wrote it anew: both would write one file."""
+    target, token = str(tmp_path / "out.zarr"), "0" * 16
+    ticket, about = Ticket(f"{target}.{token}.unfinished", token), {"of": "in.h5"}
+    os.mkdir(ticket.temporary)
+    killed = Journal(about, True)
+    killed.begin(ticket)
+    killed.close()
+    first, flock, n = Journal(about, True), fcntl.flock, 0
+
+    def locked(descriptor: int, kind: int) -> None:
+        nonlocal n
+        n += 1
+        if n == 1:  # the second job has opened the journal: now the first one takes it
+            left = find_journal(target, about)
+            assert left is not None
+            first.begin(ticket, left.rounds, left)
+        flock(descriptor, kind)
+
+    monkeypatch.setattr(fcntl, "flock", locked)
+    with pytest.raises(ConfigError, match="another job is writing"):
+        find_journal(target, about)
+    first.remove()
