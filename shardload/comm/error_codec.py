@@ -7,7 +7,7 @@ import json
 
 import numpy as np
 
-from shardload.errors import ConfigError, PeerError, ShardloadError, SourceError, StallError, VerifyError
+from shardload.errors import ConfigError, PeerError, ShardloadError, SourceError, StallError, VerifyError, chain_of
 
 __all__ = ["as_shardload", "from_json", "to_json"]
 
@@ -32,11 +32,7 @@ def as_shardload(error: BaseException | None, rank: int | None) -> ShardloadErro
 
 
 def _lacks_descriptors(error: BaseException | None) -> bool:
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+    return any(isinstance(one, OSError) and one.errno in (errno.EMFILE, errno.ENFILE) for one in chain_of(error))
 
 
 def to_json(error: ShardloadError) -> str:

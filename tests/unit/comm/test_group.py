@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from shardload.comm import agreement
-from shardload.comm.error_codec import from_json, to_json
+from shardload.comm.error_codec import as_shardload, from_json, to_json
 from shardload.comm.group import Group, Invocation, group_of
 from shardload.comm.heartbeat import Departures
 from shardload.comm.mpi import mpi_problem, world
 from shardload.comm.tracebacks import share, text_of
-from shardload.errors import ConfigError, PeerError, ShardloadError, SourceError
+from shardload.errors import ConfigError, PeerError, ShardloadError, SourceError, is_unread
 from shardload.system.interruption import let_interruption_pass, outer_exception
 
 MPI = pytest.importorskip("mpi4py.MPI") if not mpi_problem() else None
@@ -131,6 +131,24 @@ def test_whatever_is_in_an_error_it_can_be_sent() -> None:
     error = SourceError("x", path=Path("/a"), chunk=(np.int64(3), np.int32(4)), rank=np.int64(1))  # type: ignore[arg-type]
     found = from_json(to_json(error), 1, 1, 2)
     assert isinstance(found, SourceError) and found.chunk == (3, 4) and found.path == "/a" and found.rank == 1
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_errors_that_caused_each_other_have_an_end(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Libraries write ``raise error from error``. Wrong if a rank that asks what caused it never came to an end."""
+
+    def handler(number: int, frame: object) -> None:
+        """Not called: so that there is a handler of signals."""
+
+    errors: list[Exception] = [KeyError(k) for k in range(n)]
+    for k, error in enumerate(errors):
+        error.__cause__ = errors[k - 1]
+    monkeypatch.setattr("shardload.system.interruption._handlers", lambda: {2: handler.__code__})
+    assert str(as_shardload(errors[0], 1)) == "KeyError: 0"
+    let_interruption_pass(errors[0])
+    assert not is_unread(errors[0])
+    errors[-1].__cause__ = OSError(24, "Too many open files")
+    assert "ulimit -n" in str(as_shardload(errors[-1], 1))
 
 
 # --- several ranks, as threads
