@@ -133,6 +133,28 @@ def test_whatever_is_in_an_error_it_can_be_sent() -> None:
     assert isinstance(found, SourceError) and found.chunk == (3, 4) and found.path == "/a" and found.rank == 1
 
 
+@pytest.mark.parametrize("kind", [ValueError, RuntimeError])
+def test_an_error_that_cannot_say_what_is_wrong(kind: type[Exception]) -> None:
+    """Wrong if the rank that it comes up on left the others waiting, with an error of its own."""
+
+    class Mute(kind):  # type: ignore[misc, valid-type]
+        def __str__(self) -> str:
+            return str(self.args[1])
+
+    def work(group: Group) -> str:
+        def fail() -> str:
+            raise Mute("too few")
+
+        with pytest.raises(PeerError) as told:
+            group.tell(fail, 0)
+        with pytest.raises(PeerError) as agreed:
+            group.agree(Mute("too few") if group.rank else None)
+        return f"{told.value}; {agreed.value}"
+
+    text = "Mute: it has no text, because making it fails (IndexError)"
+    assert on_ranks(3, work) == [f"on rank 0 of 3: {text}; on rank 1 of 3 (and on 1 more): {text}"] * 3
+
+
 @pytest.mark.parametrize("n", [1, 3])
 def test_errors_that_caused_each_other_have_an_end(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Libraries write ``raise error from error``. Wrong if a rank that asks what caused it never came to an end."""
