@@ -18,7 +18,7 @@ from shardload.comm.group import Group, Invocation, group_of
 from shardload.comm.heartbeat import Departures
 from shardload.comm.mpi import mpi_problem, world
 from shardload.comm.tracebacks import share, text_of
-from shardload.errors import ConfigError, PeerError, ShardloadError, SourceError, is_unread
+from shardload.errors import ConfigError, MissingChunksWarning, PackedWarning, PeerError, ShardloadError, SourceError, is_unread
 from shardload.system.interruption import let_interruption_pass, outer_exception
 
 MPI = pytest.importorskip("mpi4py.MPI") if not mpi_problem() else None
@@ -620,12 +620,17 @@ def test_what_a_signal_handler_raised_before_a_call_is_none_of_it(monkeypatch: p
         signal.signal(signal.SIGALRM, before)
 
 
-@pytest.mark.parametrize("error", [ConfigError, SourceError, PeerError, UserWarning])
-def test_what_ranks_raise_together_leaves_a_group_as_it_is(error: type[Exception]) -> None:
-    alone = Group(None)
-    with pytest.raises(error), alone.call():
-        raise error("")
-    assert not alone.is_torn
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("error", [ConfigError, SourceError, PeerError, MissingChunksWarning, PackedWarning])
+def test_what_ranks_raise_together_leaves_a_group_as_it_is(error: type[Exception], size: int) -> None:
+    """Wrong if each such call made another group: its communicator would never be given back."""
+
+    def work(group: Group) -> bool:
+        with pytest.raises(error), group.call():
+            raise error("")
+        return group.is_torn
+
+    assert (on_ranks(size, work) if size > 1 else [work(Group(None))]) == [False] * size
 
 
 # --- communicators
