@@ -230,11 +230,12 @@ class Group(Agreement):
             if self.comm is None:
                 self._node = Node(None, (self.rank,))
             else:
-                self.gather_int(0)  # the next call spins without a timeout: make it only when all ranks are there
-                comm = self.comm.Split_type(self.mpi.COMM_TYPE_SHARED, self.rank)
                 pretended = pretended_node(self.rank)
-                if pretended is not None:
-                    whole, comm = comm, comm.Split(pretended, self.rank)
+                # The next calls spin without a timeout: make them only when all ranks are there, and all the same ones.
+                told = self.gather_int(-1 if pretended is None else pretended)
+                comm = self.comm.Split_type(self.mpi.COMM_TYPE_SHARED, self.rank)
+                if told.max() >= 0:
+                    whole, comm = comm, comm.Split(int(told[self.rank]) + 1, self.rank)
                     whole.Free()
                 ranks = self._over(comm).gather(np.array([self.rank], dtype=np.int64))[:, 0]
                 self._node = Node(comm, tuple(int(r) for r in ranks))
