@@ -215,6 +215,8 @@ class Agreement:
         `find` raises on rank 0, every rank raises that error.
         Returns None if rank 0 made another call; the next message (`all_same`) tells all ranks.
         """
+        if self._shelf is not None:
+            self._shelf.begin()
         found = self._tell(find, 0, f"{asked.digest:016x}".encode())
         return None if found is None else self._told(found, 0)
 
@@ -269,7 +271,7 @@ class Agreement:
     def _send_bytes(self, parts: Sequence[Any], root: int, shelf: Shelf | None = None) -> memoryview:
         """Send bytes of `root`, given in parts, to every rank. Collective.
 
-        With a `shelf`, what is too long for one message lies there. It then stays until `root` sends something this way again.
+        With a `shelf`, what is too long for one message lies there. It then stays until `root` begins another call.
         """
         # The first message says where the bytes are; if they fit, it has all: most texts take one broadcast.
         head = np.zeros(_HEAD_NBYTES, dtype=np.uint8)
@@ -324,8 +326,6 @@ class Agreement:
         error: BaseException | None = None
         shelf = self._shelf
         if self.rank == root:
-            if shelf is not None:
-                shelf.begin()
             try:
                 made = make()
                 body = made if isinstance(made, list) else [_to_bytes(made) if isinstance(made, str) else made]
