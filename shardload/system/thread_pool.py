@@ -34,6 +34,7 @@ class _Task:
             found = self.call(*self.arguments)
         except BaseException as error:
             self.future.set_exception(error)
+            del self  # the error has this call in its traceback: neither would be freed before a garbage collection
         else:
             self.future.set_result(found)
 
