@@ -12,13 +12,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardload.comm import agreement
+from shardload.comm import agreement, collectives
 from shardload.comm.error_codec import as_shardload, from_json, to_json
 from shardload.comm.group import Group, Invocation, group_of
 from shardload.comm.heartbeat import Departures
 from shardload.comm.mpi import mpi_problem, world
 from shardload.comm.tracebacks import share, text_of
-from shardload.errors import ConfigError, MissingChunksWarning, PackedWarning, PeerError, ShardloadError, SourceError, is_unread
+from shardload.errors import (
+    ConfigError,
+    MissingChunksWarning,
+    PackedWarning,
+    PeerError,
+    ShardloadError,
+    SourceError,
+    StallError,
+    is_unread,
+)
 from shardload.system.interruption import let_interruption_pass, outer_exception
 
 MPI = pytest.importorskip("mpi4py.MPI") if not mpi_problem() else None
@@ -634,6 +643,28 @@ def test_what_ranks_raise_together_leaves_a_group_as_it_is(error: type[Exception
 
 
 # --- communicators
+
+
+@pytest.mark.parametrize(("steps", "is_late"), [([10_000.0, 0.5], False), ([0.5] * 58, False), ([0.5] * 62, True)])
+def test_a_job_that_was_suspended_blames_nobody(steps: list[float], is_late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if the first call failed because all ranks were stopped for longer than `timeout` while they waited."""
+    clock, left = [0.0], iter(steps)
+
+    def come() -> bool:
+        step = next(left, None)
+        clock[0] += step or 0.0
+        return step is None
+
+    request = SimpleNamespace(Test=come)
+    comm = SimpleNamespace(size=2, rank=1, Idup=lambda: ("made", request))
+    monkeypatch.setattr(
+        collectives, "time", SimpleNamespace(monotonic=lambda: clock[0], perf_counter=float, sleep=lambda _: None)
+    )
+    if is_late:
+        with pytest.raises(StallError, match="within 30 s"):
+            collectives.duplicate(comm, 30.0)
+    else:
+        assert collectives.duplicate(comm, 30.0) == "made"
 
 
 @pytest.mark.skipif(MPI is None, reason="no MPI library")
