@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import itertools
 import math
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -200,6 +201,22 @@ def test_what_failed_waits_for_no_garbage_collector(
 
     call()
     assert garbage_of(call) == []
+
+
+def test_an_array_that_is_not_the_files_can_be_dropped(comm: Any, field: tuple[dict[str, str], np.ndarray]) -> None:
+    """Wrong if the error kept the array until Python looks for garbage: loading it again would need its memory twice."""
+    paths, values = field
+    zeros, sharding = np.zeros_like(values), sharding_of(mesh_of(), P("a", "b"))
+    x = jax.make_array_from_callback(values.shape, sharding, lambda index: zeros[index])
+    kept = weakref.ref(x)
+    gc.disable()
+    try:
+        with pytest.raises(shardload.VerifyError):
+            shardload.verify(x, paths["plain.h5"])
+        del x
+        assert kept() is None
+    finally:
+        gc.enable()
 
 
 def garbage_of(call: Callable[[], object]) -> list[str]:

@@ -321,29 +321,22 @@ class Job:
 
     def verify(self, arrays: Sequence[jax.Array], seed: int) -> list[VerifyReport]:
         """Compare arrays with their files. The job has them in the same order."""
-        group, error = self.group, None
+        group, mine = self.group, Outcome([])
         states: list[State] = [None] * len(self.loads)
         found = [Found() for _ in self.loads]
         self.begin()
         group.watch.enter("verify")
-        try:
+        with mine.keeping_errors():
             states = [self._contents(load) for load in self.loads]
-        except Exception as raised:
-            let_interruption_pass(raised)
-            error = raised
-        sums = group.agree(error, [number for state in states for number in to_sums(state)])
+        sums = group.agree(mine.take_error(), [number for state in states for number in to_sums(state)])
         for k, load in enumerate(self.loads):
             check_same(load.name, sums[k * N_SUMS : (k + 1) * N_SUMS], load.info.path, load.info.dataset, is_open=True)
-        try:
-            with ExitStack() as opened:
-                sources = OpenSources(self.loads, opened)
-                for k, (load, array) in enumerate(zip(self.loads, arrays, strict=True)):
-                    with load.naming_errors():
-                        found[k] = load.verifier(seed, sources).check(array, group.rank)
-        except Exception as raised:
-            let_interruption_pass(raised)
-            error = raised
-        counts = group.agree(error, [number for one in found for number in one.counts])
+        with mine.keeping_errors(), ExitStack() as opened:
+            sources = OpenSources(self.loads, opened)
+            for k, (load, array) in enumerate(zip(self.loads, arrays, strict=True)):
+                with load.naming_errors():
+                    found[k] = load.verifier(seed, sources).check(array, group.rank)
+        counts = group.agree(mine.take_error(), [number for one in found for number in one.counts])
         n_each = len(counts) // len(found)
         sums_of = [counts[k * n_each : (k + 1) * n_each] for k in range(len(found))]
         proven = agree_all(group, self._options.verify, lambda: [load.verifier(seed) for load in self.loads], found, sums_of)
