@@ -20,6 +20,7 @@ from __future__ import annotations
 import errno
 import re
 import unicodedata
+from collections.abc import Iterator
 
 __all__ = [
     "ConfigError",
@@ -30,6 +31,7 @@ __all__ = [
     "SourceError",
     "StallError",
     "VerifyError",
+    "chain_of",
     "is_unread",
     "printable",
 ]
@@ -46,9 +48,25 @@ def is_unread(error: BaseException) -> bool:
     >>> is_unread(OSError(5, "Input/output error")), is_unread(OSError("truncated file")), is_unread(KeyError("x"))
     (True, False, False)
     """
+    return any(map(_is_unread, chain_of(error, has_contexts=False)))
+
+
+def _is_unread(error: BaseException) -> bool:
     by_system = isinstance(error, OSError) and error.errno in _BY_SYSTEM
     by_library = isinstance(error, (OSError, RuntimeError, KeyError)) and _BY_HDF5.search(str(error)) is not None
-    return by_system or by_library or (error.__cause__ is not None and is_unread(error.__cause__))
+    return by_system or by_library
+
+
+def chain_of(error: BaseException | None, has_contexts: bool = True) -> Iterator[BaseException]:
+    """An error, what caused it, what caused that, and so on; `has_contexts`: or what was being handled when it was raised.
+
+    Each comes once, though libraries make circles of them (``raise error from error``).
+    """
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or (error.__context__ if has_contexts else None)
 
 
 def printable(text: str, kept: str = "") -> str:

@@ -12,7 +12,9 @@ again. (Donating the array does not write into the piece either; a test checks t
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
+from importlib import import_module
 from typing import Any
 
 import jax
@@ -25,6 +27,7 @@ from shardload.planning.region import Region
 __all__ = ["EarlyPieces", "assemble", "device_values"]
 
 Array = np.ndarray[Any, Any]
+_MOST_IN_32_BITS = 2**31 - 1
 
 
 class EarlyPieces:
@@ -136,7 +139,15 @@ def device_values(data: jax.Array, region: Region, held: Region, view_on_cpu: bo
         view: Array = np.asarray(data)[index]
         return view
     start = [a - o for a, o in zip(region.start, held.start, strict=True)]
-    return np.asarray(jax.lax.dynamic_slice(data, start, region.shape))
+    with _wide_indices() if max(held.shape, default=0) > _MOST_IN_32_BITS else nullcontext():
+        return np.asarray(jax.lax.dynamic_slice(data, start, region.shape))
+
+
+def _wide_indices() -> AbstractContextManager[None]:
+    """Let JAX count along an axis with 64 bits. With 32 bits it takes other elements beyond 2**31, without an error."""
+    has: Any = jax if hasattr(jax, "enable_x64") else import_module("jax.experimental")  # where older releases have it
+    context: AbstractContextManager[None] = has.enable_x64(True)
+    return context
 
 
 def _region(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Region:

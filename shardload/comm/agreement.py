@@ -215,6 +215,8 @@ class Agreement:
         `find` raises on rank 0, every rank raises that error.
         Returns None if rank 0 made another call; the next message (`all_same`) tells all ranks.
         """
+        if self._shelf is not None:
+            self._shelf.begin()
         found = self._tell(find, 0, f"{asked.digest:016x}".encode())
         return None if found is None else self._told(found, 0)
 
@@ -269,7 +271,7 @@ class Agreement:
     def _send_bytes(self, parts: Sequence[Any], root: int, shelf: Shelf | None = None) -> memoryview:
         """Send bytes of `root`, given in parts, to every rank. Collective.
 
-        With a `shelf`, what is too long for one message lies there. It then stays until `root` sends something this way again.
+        With a `shelf`, what is too long for one message lies there. It then stays until `root` begins another call.
         """
         # The first message says where the bytes are; if they fit, it has all: most texts take one broadcast.
         head = np.zeros(_HEAD_NBYTES, dtype=np.uint8)
@@ -324,8 +326,6 @@ class Agreement:
         error: BaseException | None = None
         shelf = self._shelf
         if self.rank == root:
-            if shelf is not None:
-                shelf.begin()
             try:
                 made = make()
                 body = made if isinstance(made, list) else [_to_bytes(made) if isinstance(made, str) else made]
@@ -346,9 +346,7 @@ class Agreement:
         if isinstance(made, _Failure):
             # Wrong arguments are wrong on every rank, though only `root` has checked them.
             n_failed = self.size if json.loads(made.text)["kind"] == "ConfigError" else 1
-            shared = from_json(made.text, root, n_failed, self.size)
-            shared.__cause__ = error
-            raise self.shared(shared)
+            raise self.shared(_caused(from_json(made.text, root, n_failed, self.size), error))
         return made
 
     def agree(self, error: BaseException | None, counts: list[int] | None = None) -> list[int]:
@@ -359,16 +357,14 @@ class Agreement:
         failed, *sums = self.sum_ints([int(error is not None), *(counts or [])])
         if not failed:
             return sums
-        if self.size == 1:
-            alone = as_shardload(error, None)
-            if alone is error:
-                raise alone
-            raise alone from error
-        first = int(self.gather_int(self.rank if error is not None else self.size).min())
-        text = to_json(as_shardload(error, first)) if self.rank == first else None
-        shared = from_json(self.send_text(text, first), first, failed, self.size)
-        shared.__cause__ = error
-        raise self.shared(shared)
+        try:
+            if self.size == 1:
+                raise _alone(error)
+            first = int(self.gather_int(self.rank if error is not None else self.size).min())
+            text = to_json(as_shardload(error, first)) if self.rank == first else None
+            raise self.shared(_caused(from_json(self.send_text(text, first), first, failed, self.size), error))
+        finally:
+            del error  # a call that has the error which it raises as a variable holds what its callers have: see `let_go`
 
     def shared(self, error: ShardloadError) -> ShardloadError:
         """Mark an error that all ranks raise now, so that it is shown once if it is not caught. Return it."""
@@ -467,6 +463,17 @@ class Agreement:
         reference = self.send_text(mine, 0)
         other = int(self.gather_int(self.rank if mine != reference else self.size).min())
         return other, self.send_text(text, other), self.send_text(text, 0)
+
+
+def _alone(error: BaseException | None) -> ShardloadError:
+    """The error that the only rank raises."""
+    made = as_shardload(error, None)
+    return made if made is error else _caused(made, error)
+
+
+def _caused(error: ShardloadError, cause: BaseException | None) -> ShardloadError:
+    error.__cause__ = cause
+    return error
 
 
 def _tell_names(*lists: Sequence[str]) -> list[str]:

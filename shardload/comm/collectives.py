@@ -1,7 +1,7 @@
 """How do ranks gather, reduce and broadcast small buffers?
 
-There are two implementations of the same three collectives: over MPI and, for a job without MPI, over the service that
-coordinates the processes of JAX. A rank that waits sleeps; it does not spin.
+There are two implementations of the same collectives: over MPI and, for a job without MPI, over the service that coordinates
+the processes of JAX. A rank that waits sleeps; it does not spin.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ _BACKOFF = Backoff(n_awake=4, first_seconds=2e-5, longest_seconds=2e-3, n_before
 _WORTH_A_NAP_SECONDS, _LONGEST_NAP_SECONDS = 2e-4, 4e-3
 _PASS_ON_TAG = (1 << 15) - 2  # no exchange has it: see `Group.next_tags`
 _MOST_NBYTES = 1 << 30  # of a message
+_LONGEST_STEP_SECONDS = 1.0  # between two looks at the clock; if it was more, this process was stopped, and nobody is late
 _LOOK_SECONDS = 0.5  # between two looks, while JAX waits
 _LONGEST_WAIT_MS = 7 * 24 * 3600 * 1000  # JAX needs a number; a process that has died is noticed long before
 
@@ -211,12 +212,13 @@ def duplicate(comm: Any, timeout: float | None) -> Any:
     """A private duplicate of a communicator. Collective; StallError if some rank does not call within `timeout` seconds."""
     if timeout is None or comm.size == 1:
         return comm.Dup()
-    started = time.monotonic()
+    waited, seen = 0.0, time.monotonic()
     is_said = comm.rank > 0  # only rank 0 warns; it cannot know which ranks wait
 
     def look() -> None:
-        nonlocal is_said
-        waited = time.monotonic() - started
+        nonlocal waited, seen, is_said
+        now = time.monotonic()
+        waited, seen = waited + min(now - seen, _LONGEST_STEP_SECONDS), now
         if waited > timeout:  # without the duplicate, ranks cannot tell each other who is late
             raise StallError(text_before_first(timeout))
         if waited > NOTICE_SECONDS and not is_said:

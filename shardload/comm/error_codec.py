@@ -7,9 +7,9 @@ import json
 
 import numpy as np
 
-from shardload.errors import ConfigError, PeerError, ShardloadError, SourceError, StallError, VerifyError
+from shardload.errors import ConfigError, PeerError, ShardloadError, SourceError, StallError, VerifyError, chain_of
 
-__all__ = ["as_shardload", "from_json", "to_json"]
+__all__ = ["as_shardload", "from_json", "message_of", "to_json"]
 
 _TYPES: tuple[type[ShardloadError], ...] = (ShardloadError, ConfigError, SourceError, PeerError, StallError, VerifyError)
 _ERRORS = {e.__name__: e for e in _TYPES}
@@ -18,25 +18,30 @@ _MORE: dict[type[ShardloadError], tuple[str, ...]] = {SourceError: ("path", "dat
 
 def as_shardload(error: BaseException | None, rank: int | None) -> ShardloadError:
     """The error itself if it is a ShardloadError; otherwise a PeerError of `rank` in its place."""
+    said = message_of(error)
     if _lacks_descriptors(error):  # also as the cause of another error: neither the file nor the call is to blame
-        text = f"{error} (this process may open no more files: `ulimit -n 4096` before the job starts, or close some)"
+        text = f"{said} (this process may open no more files: `ulimit -n 4096` before the job starts, or close some)"
         return PeerError(text if isinstance(error, ShardloadError) else f"{type(error).__name__}: {text}", rank=rank)
-    if isinstance(error, RuntimeError) and "start new thread" in str(error):
-        text = f"{error} (the limit of processes and threads is reached: `ulimit -u`, or pids.max of the job's control group)"
+    if isinstance(error, RuntimeError) and "start new thread" in said:
+        text = f"{said} (the limit of processes and threads is reached: `ulimit -u`, or pids.max of the job's control group)"
         return PeerError(f"{type(error).__name__}: {text}", rank=rank)
     if isinstance(error, ShardloadError):
         if error.rank is None:
             error.rank = rank
         return error
-    return PeerError(f"{type(error).__name__}: {error}", rank=rank)
+    return PeerError(f"{type(error).__name__}: {said}", rank=rank)
+
+
+def message_of(error: object) -> str:
+    """Its text. Libraries have errors that fail when they are to say what is wrong, and the other ranks are waiting."""
+    try:
+        return str(error)
+    except Exception as found:
+        return f"it has no text, because making it fails ({type(found).__name__})"
 
 
 def _lacks_descriptors(error: BaseException | None) -> bool:
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+    return any(isinstance(one, OSError) and one.errno in (errno.EMFILE, errno.ENFILE) for one in chain_of(error))
 
 
 def to_json(error: ShardloadError) -> str:

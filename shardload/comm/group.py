@@ -29,7 +29,7 @@ from shardload.comm.shared_memory import Segment
 from shardload.comm.shelf import Shelf
 from shardload.comm.topology import Node, Topology, find_topology, pretended_node
 from shardload.comm.watchdog import Watchdog
-from shardload.errors import ConfigError, MissingChunksWarning, ShardloadError, StallError
+from shardload.errors import ConfigError, MissingChunksWarning, PackedWarning, ShardloadError, StallError
 
 __all__ = ["Arguments", "ArgumentsOfOne", "Group", "Invocation", "Texts", "compact", "group_of"]
 
@@ -208,7 +208,7 @@ class Group(Agreement):
             if not isinstance(error, StallError) and not self.is_torn:  # the watchdog has decided who shows a stall
                 self.shared(error)
             raise
-        except MissingChunksWarning:  # all ranks raise it if warnings are errors
+        except (MissingChunksWarning, PackedWarning):  # all ranks raise it if warnings are errors
             raise
         except BaseException:
             self.is_torn = self.size > 1  # a single process cannot be out of step
@@ -230,11 +230,12 @@ class Group(Agreement):
             if self.comm is None:
                 self._node = Node(None, (self.rank,))
             else:
-                self.gather_int(0)  # the next call spins without a timeout: make it only when all ranks are there
-                comm = self.comm.Split_type(self.mpi.COMM_TYPE_SHARED, self.rank)
                 pretended = pretended_node(self.rank)
-                if pretended is not None:
-                    whole, comm = comm, comm.Split(pretended, self.rank)
+                # The next calls spin without a timeout: make them only when all ranks are there, and all the same ones.
+                told = self.gather_int(-1 if pretended is None else pretended)
+                comm = self.comm.Split_type(self.mpi.COMM_TYPE_SHARED, self.rank)
+                if told.max() >= 0:
+                    whole, comm = comm, comm.Split(int(told[self.rank]) + 1, self.rank)
                     whole.Free()
                 ranks = self._over(comm).gather(np.array([self.rank], dtype=np.int64))[:, 0]
                 self._node = Node(comm, tuple(int(r) for r in ranks))

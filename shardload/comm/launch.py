@@ -183,7 +183,7 @@ def _meeting_place(group: Group, is_beside_0: bool) -> tuple[str, str | None]:
 
     `is_beside_0`: whether this rank is on the machine of rank 0.
     """
-    host, port = group.send_text(f"{socket.gethostname()} {free_port()}" if group.rank == 0 else None, 0).split()
+    host, port = group.tell(lambda: f"{socket.gethostname()} {free_port()}", 0).split()
     elsewhere = int(group.gather_int(group.size if is_beside_0 else group.rank).min())
     if elsewhere == group.size:
         return (join(LOOPBACK, port),) * 2

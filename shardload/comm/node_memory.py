@@ -31,21 +31,23 @@ class NodeMemory:
         self._rank = rank
         self.segments: dict[int, Segment] = {}
         self._nbytes = 0
-        self._can_share = os.environ.get("SHARDLOAD_SHARED_MEMORY", "1") != "0"
+        self._can_share = True  # the same on every rank
+        self._is_wanted = os.environ.get("SHARDLOAD_SHARED_MEMORY", "1") != "0"  # on this rank
 
     @property
     def can_share(self) -> bool:
         """False if it was tried and is not possible, or is not wanted."""
-        return self._can_share
+        return self._can_share and self._is_wanted
 
     def at_least(self, nbytes: int, ranks: Sequence[int], on_node: Collectives) -> dict[int, Segment]:
         """Shared memory of at least `nbytes` of every rank, by rank; empty if it cannot be shared. Collective over `ranks`."""
         if len(ranks) == 1 or not self._can_share:
             return {}
         # A rank whose exchange was interrupted has dropped its segments: then all ranks make new ones.
-        state = np.array([nbytes > self._nbytes or not self.segments, nbytes], dtype=np.int64)
+        state = np.array([nbytes > self._nbytes or not self.segments, nbytes, not self._is_wanted], dtype=np.int64)
         state = on_node.reduce(state, "max")
-        if state[0] and state[1]:
+        self._can_share = not state[2]
+        if state[0] and state[1] and self._can_share:
             self._make(nbytes, ranks, on_node)
         return self.segments
 

@@ -3,9 +3,9 @@
 A broadcast of a megabyte copies it several times on each rank, through buffers of MPI and into new memory. A rank that needs a
 quarter of it copies that quarter from here instead.
 
-The bytes stay as they are until the same rank begins the next call. It does so only after all ranks have said, in the last
-message of this call, that they are done. An interrupted call, in which a rank may not have said so, ends the group, and a new
-group has other memory.
+The bytes stay as they are until the same rank begins the next call, so one message of a call is put here, and others are
+broadcast. It begins the next call only after all ranks have said, in the last message of this call, that they are done. An
+interrupted call, in which a rank may not have said so, ends the group, and a new group has other memory.
 """
 
 from __future__ import annotations
@@ -43,40 +43,46 @@ class Shelf:
         self._rank, self._ranks, self._on_node = rank, tuple(ranks), on_node
         self._memory = NodeMemory(rank)
         self._given = 0  # bytes of `room`
+        self._is_taken = False  # by a message of this call
 
     def begin(self) -> None:
-        """Forget what this rank has put here: all ranks are done with it."""
-        self._given = 0
+        """Begin a call: forget what this rank has put here, for all ranks are done with it."""
+        self._given, self._is_taken = 0, False
 
     def room(self, nbytes: int) -> Bytes | None:
         """Memory to read into what will be sent: `lay` need not copy it then. Once after each `begin`; otherwise None."""
         own = self._memory.segments.get(self._rank)
-        if own is None or self._given or own.data.nbytes < _FRONT_NBYTES + nbytes:
+        if own is None or self._given or self._is_taken or own.data.nbytes < _FRONT_NBYTES + nbytes:
             return None
         self._given = nbytes
         return own.data[_FRONT_NBYTES : _FRONT_NBYTES + nbytes]
 
     def lay(self, parts: Sequence[Any]) -> tuple[int, int] | None:
-        """Put bytes-like parts here, one after the other. Returns where they begin and end; None if there is no room."""
+        """Put bytes-like parts here, one after the other. Returns where they begin and end; None if there is no room.
+
+        Once after each `begin`.
+        """
         own = self._memory.segments.get(self._rank)
-        if own is None:
+        if own is None or self._is_taken:
             return None
         length = sum(map(len, parts))
         last = np.frombuffer(parts[-1], dtype=np.uint8)
         front = length - len(last)
         is_there = 0 < self._given == len(last) and last.ctypes.data == own.data.ctypes.data + _FRONT_NBYTES
         if is_there and front <= _FRONT_NBYTES:
+            self._is_taken = True
             lay(parts[:-1], own.data[_FRONT_NBYTES - front :])
             return _FRONT_NBYTES - front, _FRONT_NBYTES + len(last)
         start = 0 if not self._given else _FRONT_NBYTES + self._given  # some of the parts may be where they were read
         if own.data.nbytes < start + length:
             return None
+        self._is_taken = True
         lay(parts, own.data[start:])
         return start, start + length
 
     def may_make(self, nbytes: int) -> bool:
         """True if it is worth a try to `make` room for so many bytes."""
-        return self._memory.can_share and nbytes + _FRONT_NBYTES <= _MOST_NBYTES
+        return self._memory.can_share and not self._is_taken and nbytes + _FRONT_NBYTES <= _MOST_NBYTES
 
     def make(self, root: int, nbytes: int) -> None:
         """Make room for so many bytes of `root`, if that is possible. Collective."""

@@ -19,6 +19,7 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
+from shardload.comm.error_codec import message_of
 from shardload.errors import ConfigError, PeerError, ShardloadError, SourceError
 
 __all__ = ["blame_calls", "is_pythons_own", "is_shown_elsewhere", "share", "show", "text_of"]
@@ -37,7 +38,7 @@ def share(error: ShardloadError, rank: int, size: int, shows: bool | None = None
     """
     if shows is None:
         cause = error.__cause__
-        shows = rank in (0, error.rank) or (cause is not None and str(cause) not in str(error))
+        shows = rank in (0, error.rank) or (cause is not None and message_of(cause) not in str(error))
     setattr(error, _AGREED, None if shows or size == 1 else rank)
     if is_pythons_own():
         sys.excepthook = show
@@ -97,7 +98,7 @@ def _end_at_the_call(error: BaseException, found: traceback.TracebackException) 
     if own:
         found.stack = traceback.StackSummary.from_list(found.stack[:own])
     cause = error.__cause__
-    said = cause is not None and str(cause) in str(error)
+    said = cause is not None and message_of(cause) in str(error)
     if said:
         found.__cause__ = None
         found.__suppress_context__ = True

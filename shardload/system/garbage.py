@@ -1,4 +1,4 @@
-"""Can Python's garbage collection wait until many objects have been made?
+"""Can Python's garbage collection wait until many objects have been made, and does nothing have to wait for it?
 
 Python looks for unreachable cycles each time that some hundred objects more exist, and now and then goes through all objects of
 the process: with JAX these are half a million. Describing a thousand arrays makes objects that are all needed, so every such
@@ -11,9 +11,14 @@ import gc
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE, CO_GENERATOR
+from types import FrameType
 
-__all__ = ["collections_wait"]
+from shardload.errors import chain_of
 
+__all__ = ["collections_wait", "let_go"]
+
+_SUSPENDED = CO_GENERATOR | CO_COROUTINE | CO_ASYNC_GENERATOR  # may go on later; to clear it would end it
 _lock = threading.Lock()
 _n_waiting = 0
 _was_enabled = False
@@ -41,3 +46,22 @@ def collections_wait(is_worth: bool = True) -> Iterator[None]:
             _n_waiting -= 1
             if _n_waiting == 0 and _was_enabled:
                 gc.enable()
+
+
+def let_go(error: BaseException) -> None:
+    """Clear the variables of the calls in which an error came up, and what caused it, as far as these calls have ended.
+
+    For an error that is kept. It holds the calls, and these hold what they have as variables, perhaps also the error: all of it
+    would stay until Python looks for unreachable cycles. After a load that failed, that would be its pieces.
+    """
+    for one in chain_of(error):
+        trace = one.__traceback__
+        while trace is not None:
+            frame: FrameType | None = trace.tb_frame
+            while frame is not None and not frame.f_code.co_flags & _SUSPENDED:
+                try:
+                    frame.clear()
+                except RuntimeError:  # it still runs, and so do its callers
+                    break
+                frame = frame.f_back
+            trace = trace.tb_next

@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import CodeType, FrameType
 
+from shardload.errors import chain_of
+
 __all__ = ["interrupt_again", "let_interruption_pass", "outer_exception"]
 
 _LOOK_SECONDS = 1e-3
@@ -40,14 +42,14 @@ def let_interruption_pass(error: BaseException) -> None:
     """
     outer = getattr(_own, "outer", None)
     handlers = set(_handlers().values())
-    seen: BaseException | None = error
-    while handlers and seen is not None and seen is not outer:
+    for seen in chain_of(error) if handlers else ():
+        if seen is outer:
+            return
         trace = seen.__traceback__
         while trace is not None:
             if trace.tb_frame.f_code in handlers:
                 raise seen
             trace = trace.tb_next
-        seen = seen.__cause__ or seen.__context__
 
 
 def interrupt_again(error: BaseException) -> None:

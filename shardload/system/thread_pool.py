@@ -12,7 +12,8 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from queue import SimpleQueue
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import Any
 
 __all__ = ["Lane", "Pool", "done_here"]
@@ -33,6 +34,7 @@ class _Task:
             found = self.call(*self.arguments)
         except BaseException as error:
             self.future.set_exception(error)
+            del self  # the error has this call in its traceback: neither would be freed before a garbage collection
         else:
             self.future.set_result(found)
 
@@ -85,10 +87,11 @@ class Pool:
         Without `wait`, a thread that is blocked in a call ends when the call returns, or with the process.
         """
         self._is_closed = True
-        while not self._tasks.empty():
-            task = self._tasks.get()
-            if task is not None:
-                task.future.cancel()
+        with suppress(Empty):  # a thread may take the last one
+            while True:
+                task = self._tasks.get_nowait()
+                if task is not None:
+                    task.future.cancel()
         self._end()
         for thread in self._threads if wait else ():
             _join(thread)

@@ -14,6 +14,7 @@ import numpy as np
 from shardload.errors import PeerError, ShardloadError
 from shardload.planning.region import Region
 from shardload.planning.schedule import Part
+from shardload.system.interruption import let_interruption_pass
 from shardload.transfer.buffers import Piece
 from shardload.transfer.moves import ArrayMove
 
@@ -80,6 +81,12 @@ class Arrivals:
                         f"{found} elements arrived for the shard {region}{_of(move)}, which has {wanted[target]}: nothing was "
                         f"loaded. {DEFECT}"
                     )
+
+    def keep(self, error: Exception) -> None:
+        """Keep an error that came up while a part was taken: the sender waits for an answer, and the others for this rank."""
+        let_interruption_pass(error)
+        if self.problem is None:
+            self.problem = error
 
     def report_list(self, region: Region | None, rank: int, array: int | None = None) -> None:
         """Report that a rank sends parts which this rank does not expect."""

@@ -285,9 +285,12 @@ class MessageChannel(Channel):
         del self._cancel[number]
         if number >= self._n_coming:
             return  # cancelled
-        if self._checksums:
-            self._sums[number] = checksum(view, self._common.seeds[array])
-        self._common.arrivals.count_sent(array, part, part.region, self._checksums)
+        try:
+            if self._checksums:
+                self._sums[number] = checksum(view, self._common.seeds[array])
+            self._common.arrivals.count_sent(array, part, part.region, self._checksums)
+        except Exception as error:
+            self._common.arrivals.keep(error)
         self._receive_next()
 
     def _expect_no_more(self) -> None:
@@ -381,6 +384,13 @@ class SharedMemoryChannel(Channel):
 
     def _take(self, array: int, row: list[int]) -> Region | None:
         """Copy the values that one row of an offer names. Problems are reported, not raised: the sender waits for an answer."""
+        try:
+            return self._copy(array, row)
+        except Exception as error:
+            self._common.arrivals.keep(error)
+            return None
+
+    def _copy(self, array: int, row: list[int]) -> Region | None:
         n, arrivals = self._common.arrays[array].flow.ndim, self._common.arrivals
         try:
             region = Region(tuple(row[1 : 1 + n]), tuple(row[1 + n : 1 + 2 * n]))

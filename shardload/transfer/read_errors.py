@@ -15,6 +15,7 @@ from shardload.formats.untrusted.answers import HelperError
 from shardload.planning.region import Region
 from shardload.planning.schedule import Grid
 from shardload.planning.selection import Selection
+from shardload.system.interruption import let_interruption_pass
 
 __all__ = ["Naming"]
 
@@ -93,6 +94,7 @@ class Naming:
             try:
                 self._source.read_into(place, np.empty(place.shape, dtype=self._source.dtype))
             except Exception as closer:
+                let_interruption_pass(closer)
                 return self.unreadable(closer, cell, self.index(cell))
         return self.unreadable(error, region, None)
 

@@ -455,6 +455,12 @@ class Relays:
 
     def _take(self, row: list[int], values: Bytes) -> None:
         """Copy a part into its target if the plan of this rank expects it. Problems are reported, not raised."""
+        try:
+            self._copy(row, values)
+        except Exception as error:
+            self._arrivals.keep(error)
+
+    def _copy(self, row: list[int], values: Bytes) -> None:
         receiver, sender, array, block, section, nbytes = row[:PROOF]
         arrivals, parts = self._arrivals, self._relayed.get(array)
         place = None if parts is None else parts.find(block, section)

@@ -453,6 +453,26 @@ def test_communicator_is_duplicated_once(comm: Any, files: dict[str, str], monke
     shardload.load(files["chunked"], mesh_of(), P("a"), dataset=NAME)
 
 
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(("name", "value"), [("SHARDLOAD_SHARED_MEMORY", "0"), ("SHARDLOAD_RANKS_PER_NODE", "1")])
+def test_variables_that_differ_between_ranks(
+    comm: Any, files: dict[str, str], monkeypatch: pytest.MonkeyPatch, tune: Any, name: str, value: str
+) -> None:
+    """A launcher may hand them to one machine alone. Wrong if one rank then waited for what the others do not do."""
+    tune(worth_sharing_nbytes=0)
+    for one in ("SHARDLOAD_SHARED_MEMORY", "SHARDLOAD_RANKS_PER_NODE"):
+        monkeypatch.delenv(one, raising=False)
+    if comm.rank == 1:
+        monkeypatch.setenv(name, value)
+    mine = comm.Dup()
+    try:
+        for readers in ("root", "parallel"):
+            x = shardload.load(files["chunked"], mesh_of(), P("a", "b"), dataset=NAME, comm=mine, readers=readers, timeout=30)
+            check(x, ramp(cube()), mesh_of(), P("a", "b"))
+    finally:
+        mine.Free()
+
+
 @pytest.mark.any_version
 @pytest.mark.any_library
 @pytest.mark.mpi(min_size=2)

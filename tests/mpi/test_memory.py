@@ -8,6 +8,8 @@ from __future__ import annotations
 import gc
 import itertools
 import math
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -164,18 +166,72 @@ def test_nothing_waits_for_the_garbage_collector(
     paths, values = field
     spec = P(None, "a", "b")
     check(shardload.load(paths[name], mesh_of(), spec, readers=readers, verify="checksum"), values, mesh_of(), spec)
+    assert garbage_of(lambda: shardload.load(paths[name], mesh_of(), spec, readers=readers, verify="checksum")) == []
+
+
+@pytest.mark.parametrize("readers", ["auto", "parallel", "root", "direct"])
+@pytest.mark.parametrize("what", ["chunk", "callback", "small"])
+def test_what_failed_waits_for_no_garbage_collector(
+    comm: Any, field: tuple[dict[str, str], np.ndarray], shared_tmp_path: Path, what: str, readers: str
+) -> None:
+    """Wrong if an error kept the memory and the descriptors of its load: a script that goes on would need the memory twice."""
+    path = field[0]["chunks.h5"]
+
+    def make() -> str:
+        if what == "small":
+            with h5py.File(shared_tmp_path / "small.h5", "w") as file:
+                file["x"] = np.zeros((unit(), unit(), unit()), "f4")
+            return str(shared_tmp_path / "small.h5")
+        with h5py.File(path, "r") as file:
+            at = file["x"].id.get_chunk_info(3).byte_offset
+        damaged = bytearray(Path(path).read_bytes())
+        damaged[at + 20 : at + 60] = b"\xff" * 40
+        (shared_tmp_path / "damaged.h5").write_bytes(damaged)
+        return str(shared_tmp_path / "damaged.h5")
+
+    def fail(done: int, total: int) -> None:
+        raise ZeroDivisionError
+
+    bad = on_root(comm, make)
+    given: dict[str, Any] = {} if what == "chunk" else {"progress": fail}
+
+    def call() -> None:
+        with pytest.raises(shardload.ShardloadError):
+            shardload.load(path if what == "callback" else bad, mesh_of(), P(None, "a", "b"), readers=readers, **given)
+
+    call()
+    assert garbage_of(call) == []
+
+
+def test_an_array_that_is_not_the_files_can_be_dropped(comm: Any, field: tuple[dict[str, str], np.ndarray]) -> None:
+    """Wrong if the error kept the array until Python looks for garbage: loading it again would need its memory twice."""
+    paths, values = field
+    zeros, sharding = np.zeros_like(values), sharding_of(mesh_of(), P("a", "b"))
+    x = jax.make_array_from_callback(values.shape, sharding, lambda index: zeros[index])
+    kept = weakref.ref(x)
+    gc.disable()
+    try:
+        with pytest.raises(shardload.VerifyError):
+            shardload.verify(x, paths["plain.h5"])
+        del x
+        assert kept() is None
+    finally:
+        gc.enable()
+
+
+def garbage_of(call: Callable[[], object]) -> list[str]:
+    """The types of this package's objects that only a garbage collection frees after a call."""
     gc.collect()
     gc.disable()
     gc.set_debug(gc.DEBUG_SAVEALL)
     try:
-        shardload.load(paths[name], mesh_of(), spec, readers=readers, verify="checksum")
+        call()
         gc.collect()
-        names = [type(found).__name__ for found in gc.garbage if type(found).__module__.startswith("shardload")]
-        gc.garbage.clear()
+        return [type(found).__name__ for found in gc.garbage if type(found).__module__.startswith("shardload")]
     finally:
+        gc.garbage.clear()
         gc.set_debug(0)
         gc.enable()
-    assert names == []
 
 
 # --- saves

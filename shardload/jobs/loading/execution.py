@@ -43,6 +43,7 @@ from shardload.planning.hops import MESSAGES, N_HOPS, WAYS, Hops, least_bundle_n
 from shardload.planning.staging import BundleStaging, Staging, least_together, plan_bundles, plan_staging
 from shardload.planning.tuning import Tuning
 from shardload.system.caller import warn_once
+from shardload.system.garbage import let_go
 from shardload.system.interruption import let_interruption_pass, outer_exception
 from shardload.transfer.allocator import empty_pieces_of_many
 from shardload.transfer.buffers import Slots
@@ -146,6 +147,11 @@ class Outcome:
         n = Counter(own.load.info.path for own in self.arrays) if is_opened else Counter[str]()
         return [path for path, count in n.items() if count > 1]
 
+    def take_error(self) -> BaseException | None:
+        """The error, which is not kept any longer: the ranks agree on it."""
+        error, self.error = self.error, None
+        return error
+
     def keeping_errors(self) -> AbstractContextManager[None]:
         """Keep an error that is raised inside, until the ranks agree. A stall passes: after it the ranks cannot agree."""
         return _KeepingErrors(self)
@@ -194,6 +200,7 @@ class _KeepingErrors(AbstractContextManager[None]):
         if not isinstance(found, Exception) or isinstance(found, StallError):
             return False
         let_interruption_pass(found)
+        let_go(found)
         self._outcome.error = self._outcome.error or found
         return True
 
@@ -286,7 +293,7 @@ class Job:
     def finish(self, mine: Outcome, sums: list[int] | None = None, started: float | None = None) -> Loaded:
         """Agree on what the ranks have done. `sums`: of `Outcome.counts` over the ranks, if they have agreed already."""
         self.group.watch.enter("agree")
-        loaded = self._agree(mine, self.group.agree(mine.error, list(mine.counts)) if sums is None else sums, started)
+        loaded = self._agree(mine, self.group.agree(mine.take_error(), list(mine.counts)) if sums is None else sums, started)
         self.group.watch.close()
         if _log.isEnabledFor(logging.INFO):
             _log.info("loaded %s: %s", self.name, loaded.report)
@@ -314,29 +321,22 @@ class Job:
 
     def verify(self, arrays: Sequence[jax.Array], seed: int) -> list[VerifyReport]:
         """Compare arrays with their files. The job has them in the same order."""
-        group, error = self.group, None
+        group, mine = self.group, Outcome([])
         states: list[State] = [None] * len(self.loads)
         found = [Found() for _ in self.loads]
         self.begin()
         group.watch.enter("verify")
-        try:
+        with mine.keeping_errors():
             states = [self._contents(load) for load in self.loads]
-        except Exception as raised:
-            let_interruption_pass(raised)
-            error = raised
-        sums = group.agree(error, [number for state in states for number in to_sums(state)])
+        sums = group.agree(mine.take_error(), [number for state in states for number in to_sums(state)])
         for k, load in enumerate(self.loads):
             check_same(load.name, sums[k * N_SUMS : (k + 1) * N_SUMS], load.info.path, load.info.dataset, is_open=True)
-        try:
-            with ExitStack() as opened:
-                sources = OpenSources(self.loads, opened)
-                for k, (load, array) in enumerate(zip(self.loads, arrays, strict=True)):
-                    with load.naming_errors():
-                        found[k] = load.verifier(seed, sources).check(array, group.rank)
-        except Exception as raised:
-            let_interruption_pass(raised)
-            error = raised
-        counts = group.agree(error, [number for one in found for number in one.counts])
+        with mine.keeping_errors(), ExitStack() as opened:
+            sources = OpenSources(self.loads, opened)
+            for k, (load, array) in enumerate(zip(self.loads, arrays, strict=True)):
+                with load.naming_errors():
+                    found[k] = load.verifier(seed, sources).check(array, group.rank)
+        counts = group.agree(mine.take_error(), [number for one in found for number in one.counts])
         n_each = len(counts) // len(found)
         sums_of = [counts[k * n_each : (k + 1) * n_each] for k in range(len(found))]
         proven = agree_all(group, self._options.verify, lambda: [load.verifier(seed) for load in self.loads], found, sums_of)
@@ -448,7 +448,7 @@ class Job:
                 buffers = self._make_buffers(segments)
                 advance = self._get_ready(mine, opened, buffers)
             if not self._is_direct:
-                self.group.agree(mine.error)  # a rank that cannot read or receive must say so before anything is sent
+                self.group.agree(mine.take_error())  # a rank that cannot read or receive must say so before anything is sent
             if mine.error is None and buffers is not None:
                 with mine.keeping_errors():
                     self._fill(mine, tags, buffers, advance)

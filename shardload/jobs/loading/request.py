@@ -582,7 +582,7 @@ class Request:
             if group is not None:
                 group.agree_same(Invocation(_PLAN, asked.title, planned), error)
                 if mine is not None:
-                    group.agree(mine.error)
+                    group.agree(mine.take_error())
         if group is not None and mine is None:
             group.watch.close()
         if made is None:

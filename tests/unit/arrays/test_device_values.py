@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -28,3 +30,13 @@ def test_a_part_of_a_shard(region: Region, dtype: Any, view: bool) -> None:
 def test_of_a_scalar(view: bool) -> None:
     found = device_values(jnp.float32(3), Region((), ()), Region((), ()), view)
     assert (found.shape, found[()]) == ((), 3)
+
+
+def test_beyond_what_32_bits_can_count() -> None:
+    """Wrong if JAX's 32-bit indices wrapped: of a long axis other elements would be saved, and verified."""
+    n = 2**31 + 4096
+    values = np.frombuffer(mmap.mmap(-1, n), dtype=np.uint8)  # takes memory only where it is written
+    place = Region((2**31 + 5,), (2**31 + 9,))
+    values[:4], values[place.slices()] = [1, 2, 3, 4], [11, 12, 13, 14]
+    found = device_values(jax.device_put(values), place, Region.whole((n,)), view_on_cpu=False)
+    np.testing.assert_array_equal(found, values[place.slices()], strict=True)

@@ -12,13 +12,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardload.comm import agreement
-from shardload.comm.error_codec import from_json, to_json
+from shardload.comm import agreement, collectives
+from shardload.comm.error_codec import as_shardload, from_json, to_json
 from shardload.comm.group import Group, Invocation, group_of
 from shardload.comm.heartbeat import Departures
 from shardload.comm.mpi import mpi_problem, world
 from shardload.comm.tracebacks import share, text_of
-from shardload.errors import ConfigError, PeerError, ShardloadError, SourceError
+from shardload.errors import (
+    ConfigError,
+    MissingChunksWarning,
+    PackedWarning,
+    PeerError,
+    ShardloadError,
+    SourceError,
+    StallError,
+    is_unread,
+)
 from shardload.system.interruption import let_interruption_pass, outer_exception
 
 MPI = pytest.importorskip("mpi4py.MPI") if not mpi_problem() else None
@@ -131,6 +140,46 @@ def test_whatever_is_in_an_error_it_can_be_sent() -> None:
     error = SourceError("x", path=Path("/a"), chunk=(np.int64(3), np.int32(4)), rank=np.int64(1))  # type: ignore[arg-type]
     found = from_json(to_json(error), 1, 1, 2)
     assert isinstance(found, SourceError) and found.chunk == (3, 4) and found.path == "/a" and found.rank == 1
+
+
+@pytest.mark.parametrize("kind", [ValueError, RuntimeError])
+def test_an_error_that_cannot_say_what_is_wrong(kind: type[Exception]) -> None:
+    """Wrong if the rank that it comes up on left the others waiting, with an error of its own."""
+
+    class Mute(kind):  # type: ignore[misc, valid-type]
+        def __str__(self) -> str:
+            return str(self.args[1])
+
+    def work(group: Group) -> str:
+        def fail() -> str:
+            raise Mute("too few")
+
+        with pytest.raises(PeerError) as told:
+            group.tell(fail, 0)
+        with pytest.raises(PeerError) as agreed:
+            group.agree(Mute("too few") if group.rank else None)
+        return f"{told.value}; {agreed.value}"
+
+    text = "Mute: it has no text, because making it fails (IndexError)"
+    assert on_ranks(3, work) == [f"on rank 0 of 3: {text}; on rank 1 of 3 (and on 1 more): {text}"] * 3
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_errors_that_caused_each_other_have_an_end(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Libraries write ``raise error from error``. Wrong if a rank that asks what caused it never came to an end."""
+
+    def handler(number: int, frame: object) -> None:
+        """Not called: so that there is a handler of signals."""
+
+    errors: list[Exception] = [KeyError(k) for k in range(n)]
+    for k, error in enumerate(errors):
+        error.__cause__ = errors[k - 1]
+    monkeypatch.setattr("shardload.system.interruption._handlers", lambda: {2: handler.__code__})
+    assert str(as_shardload(errors[0], 1)) == "KeyError: 0"
+    let_interruption_pass(errors[0])
+    assert not is_unread(errors[0])
+    errors[-1].__cause__ = OSError(24, "Too many open files")
+    assert "ulimit -n" in str(as_shardload(errors[-1], 1))
 
 
 # --- several ranks, as threads
@@ -580,15 +629,42 @@ def test_what_a_signal_handler_raised_before_a_call_is_none_of_it(monkeypatch: p
         signal.signal(signal.SIGALRM, before)
 
 
-@pytest.mark.parametrize("error", [ConfigError, SourceError, PeerError, UserWarning])
-def test_what_ranks_raise_together_leaves_a_group_as_it_is(error: type[Exception]) -> None:
-    alone = Group(None)
-    with pytest.raises(error), alone.call():
-        raise error("")
-    assert not alone.is_torn
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("error", [ConfigError, SourceError, PeerError, MissingChunksWarning, PackedWarning])
+def test_what_ranks_raise_together_leaves_a_group_as_it_is(error: type[Exception], size: int) -> None:
+    """Wrong if each such call made another group: its communicator would never be given back."""
+
+    def work(group: Group) -> bool:
+        with pytest.raises(error), group.call():
+            raise error("")
+        return group.is_torn
+
+    assert (on_ranks(size, work) if size > 1 else [work(Group(None))]) == [False] * size
 
 
 # --- communicators
+
+
+@pytest.mark.parametrize(("steps", "is_late"), [([10_000.0, 0.5], False), ([0.5] * 58, False), ([0.5] * 62, True)])
+def test_a_job_that_was_suspended_blames_nobody(steps: list[float], is_late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if the first call failed because all ranks were stopped for longer than `timeout` while they waited."""
+    clock, left = [0.0], iter(steps)
+
+    def come() -> bool:
+        step = next(left, None)
+        clock[0] += step or 0.0
+        return step is None
+
+    request = SimpleNamespace(Test=come)
+    comm = SimpleNamespace(size=2, rank=1, Idup=lambda: ("made", request))
+    monkeypatch.setattr(
+        collectives, "time", SimpleNamespace(monotonic=lambda: clock[0], perf_counter=float, sleep=lambda _: None)
+    )
+    if is_late:
+        with pytest.raises(StallError, match="within 30 s"):
+            collectives.duplicate(comm, 30.0)
+    else:
+        assert collectives.duplicate(comm, 30.0) == "made"
 
 
 @pytest.mark.skipif(MPI is None, reason="no MPI library")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ import pytest
 from shardload.comm import coordinator
 from shardload.comm.coordinator import addresses_of, await_listener, first_here, join, listening_host, split
 from shardload.comm.environment import free_port, is_free
-from shardload.errors import ConfigError
+from shardload.errors import ConfigError, PeerError
 from tests.ports import free_ports
+from tests.unit.comm.test_group import on_ranks
 
 launch = importlib.import_module("shardload.comm.launch")
 
@@ -139,7 +141,11 @@ class Ranks:
 
     def __init__(self, rank: int, seen: str, found: str) -> None:
         self.rank = rank
-        self.others = iter([(0, "n1 61440"), (2, seen), (0, found)])
+        self.others = iter([(2, seen), (0, found)])
+
+    def tell(self, make: Callable[[], str], root: int) -> str:
+        assert root == 0
+        return make() if self.rank == root else "n1 61440"
 
     def send_text(self, text: str | None, root: int) -> str:
         sender, said = next(self.others)
@@ -179,6 +185,18 @@ def test_ranks_on_two_machines(
         assert listens == bind
         assert comes == (address if rank < 2 or bind is None else "n1:61440")
     assert ["on all interfaces" in text for text in caplog.messages] == [True] * (bind is None), "rank 0 alone says so"
+
+
+def test_rank_0_that_finds_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if it failed alone: the others would wait for it, a quarter of an hour."""
+
+    def fail() -> int:
+        raise OSError(97, "Address family not supported by protocol")
+
+    monkeypatch.setattr(launch, "free_port", fail)
+    first, second = on_ranks(2, lambda group: launch._meeting_place(group, True))
+    assert type(first) is type(second) is PeerError
+    assert "Address family not supported" in str(first) == str(second)
 
 
 @pytest.mark.parametrize("address", ["n1", "n1:", ":61440", "n1:port", "n1:99999"])

@@ -129,6 +129,21 @@ def test_what_was_read_and_is_not_sent_harms_nothing() -> None:
     assert on_ranks(2, work) == [True] * 2
 
 
+@pytest.mark.parametrize("root", [0, 1])
+def test_what_was_told_stays_to_the_end_of_the_call(root: int) -> None:
+    """Wrong if the next long message of the same call lay over it: a slow rank would still read the one before."""
+
+    def work(group: OneMachine, comm: Counting) -> bool:
+        for k in range(4):
+            told = [group.begin(asked(), lambda k=k: [message(k, 50_000)])]  # type: ignore[misc]
+            told += [group.tell(lambda k=k, j=j: [message(10 * k + j, 60_000)], root) for j in range(3)]  # type: ignore[misc]
+            assert [bytes(one) for one in told] == [message(k, 50_000), *(message(10 * k + j, 60_000) for j in range(3))]
+            group.agree(None)
+        return True
+
+    assert on_ranks(3, work) == [True] * 3
+
+
 def test_nobody_can_write_to_it() -> None:
     def work(group: OneMachine, comm: Counting) -> bool:
         for k in range(2):

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gc
 import threading
+import traceback
+import weakref
+from collections.abc import Iterator
 
 import pytest
 
-from shardload.system.garbage import collections_wait
+from shardload.system.garbage import collections_wait, let_go
 
 
 def test_collections_wait_and_go_on() -> None:
@@ -45,3 +48,68 @@ def test_an_application_that_has_switched_them_off() -> None:
         gc.enable()
     with collections_wait(False):
         assert gc.isenabled()
+
+
+class Held:
+    """Something of which a test sees when it is freed."""
+
+
+def test_an_error_that_is_kept_holds_nothing_of_the_calls_that_have_ended() -> None:
+    """Also of those above it that caught it, and of what caused it. Wrong if the memory of a load that failed stayed."""
+    freed: list[weakref.ref[Held]] = []
+
+    def hold() -> Held:
+        held = Held()
+        freed.append(weakref.ref(held))
+        return held
+
+    def read() -> None:
+        _held = hold()
+        raise KeyError("damaged")
+
+    def name() -> None:
+        _held = hold()
+        try:
+            read()
+        except KeyError as error:
+            raise OSError("chunk 3") from error
+
+    def load() -> Exception:
+        _held, kept = hold(), list[Exception]()
+        try:
+            name()
+        except OSError as error:
+            kept.append(error)  # the call holds the error, and the error the call
+        return kept[0]
+
+    gc.collect()
+    gc.disable()
+    try:
+        error = load()
+        let_go(error)
+        assert [one() for one in freed] == [None] * 3
+        assert [found.name for found in traceback.extract_tb(error.__traceback__)] == ["load", "name"], "where it was, stays"
+    finally:
+        gc.enable()
+
+
+def test_a_generator_that_has_caught_the_error_goes_on() -> None:
+    """Wrong if its variables were cleared: that ends it."""
+    kept: list[Exception] = []
+
+    def fail() -> None:
+        raise KeyError("damaged")
+
+    def steps() -> Iterator[int]:
+        n = 7
+        try:
+            fail()
+        except KeyError as error:
+            kept.append(error)
+        yield n
+        yield n + 1
+
+    going = steps()
+    assert next(going) == 7
+    let_go(kept[0])
+    assert next(going) == 8

@@ -25,6 +25,7 @@ from shardload.planning.selection import select_axes
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.strategies import Parallel
 from shardload.transfer import channels, exchange
+from shardload.transfer.arrivals import Arrivals
 from shardload.transfer.buffers import Piece, StagedBlock, Tile
 from shardload.transfer.local_pieces import LocalPieces
 from shardload.transfer.moves import ArrayMove, BlocksToPieces, Expected, PiecesToBlocks
@@ -232,6 +233,22 @@ def test_a_reader_that_fails_keeps_its_promises(way: str) -> None:
     found = [error for error, _ in loads.run()]
     assert isinstance(found[2], ShardloadError) and "gone" in str(found[2])
     assert [found[k] for k in (0, 1, 3)] == [None] * 3, "these agree with rank 2 that it failed"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_receiver_that_fails_keeps_its_promises(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if a rank that has no memory left while a part arrives did not answer: its sender would wait for ever."""
+    loads, count_sent = Loads(way), Arrivals.count_sent
+
+    def fail(self: Arrivals, *given: Any) -> None:
+        if self._arrays is loads.arrays[1]:
+            raise MemoryError("no more")
+        count_sent(self, *given)
+
+    monkeypatch.setattr(Arrivals, "count_sent", fail)
+    errors = [error for error, _ in loads.run()]
+    assert isinstance(errors.pop(1), MemoryError)
+    assert errors == [None] * 3
 
 
 @pytest.mark.parametrize("checksums", [False, True])

@@ -205,6 +205,23 @@ def test_a_sender_that_fails_keeps_its_promises(where: str, way: str) -> None:
         assert [error for k, error in enumerate(found) if k != 2] == [None] * (loads.n - 1)
 
 
+@pytest.mark.parametrize("way", [NODES, TWO_HOPS])
+@pytest.mark.parametrize("shares", [True, False])
+def test_a_receiver_that_fails_keeps_its_promises(way: str, shares: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if a rank that has no memory left while a part arrives let a relay wait, or lost what it is to pass on."""
+    loads, count_sent = Loads(NODES_OF["two of two"], way, shares=shares), Arrivals.count_sent
+
+    def fail(self: Arrivals, *given: Any) -> None:
+        if self._arrays is loads.arrays[1]:
+            raise MemoryError("no more")
+        count_sent(self, *given)
+
+    monkeypatch.setattr(Arrivals, "count_sent", fail)
+    errors = [error for error, _ in loads.run()]
+    assert isinstance(errors.pop(1), MemoryError)
+    assert errors == [None] * 3
+
+
 def patch_relays(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any, Any], Any], rank: int = 1) -> None:
     """Let one rank pass on other groups than came to it."""
     right = relay.Relays._pass_on
