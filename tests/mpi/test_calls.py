@@ -459,7 +459,7 @@ def test_variables_that_differ_between_ranks(
     comm: Any, files: dict[str, str], monkeypatch: pytest.MonkeyPatch, tune: Any, name: str, value: str
 ) -> None:
     """A launcher may hand them to one machine alone. Wrong if one rank then waited for what the others do not do."""
-    tune(worth_sharing_nbytes=0)
+    tune(worth_sharing_nbytes=1)  # these parts choose their own way: `tests.jobs.scripts.ways` counts those with 0
     for one in ("SHARDLOAD_SHARED_MEMORY", "SHARDLOAD_RANKS_PER_NODE"):
         monkeypatch.delenv(one, raising=False)
     if comm.rank == 1:
