@@ -46,6 +46,7 @@ __all__ = [
     "Source",
     "Spans",
     "a_few_chunks",
+    "check_chunk",
     "check_request",
     "chunks_met",
     "fresh",
@@ -579,6 +580,12 @@ class Excerpt:
     before: int
     nbytes: int
     nbytes_stored: int
+
+
+def check_chunk(index: Sequence[int], counts: Sequence[int]) -> None:
+    """Raise ValueError if there is no chunk at `index` in a grid of so many chunks along each axis."""
+    if len(index) != len(counts) or not all(0 <= k < n for k, n in zip(index, counts, strict=True)):
+        raise ValueError(f"there is no chunk {tuple(index)} in a grid of {tuple(counts)}")
 
 
 def chunks_met(region: Region, chunk_shape: Sequence[int]) -> list[range]:

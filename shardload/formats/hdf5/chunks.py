@@ -25,7 +25,7 @@ import h5py
 import numpy as np
 from h5py._objects import phil  # HDF5's lock in h5py, which its raw reads did not always take (h5py issue 2764)
 
-from shardload.formats.base import Encoded, Excerpt, Room, Spans, fresh
+from shardload.formats.base import Encoded, Excerpt, Room, Spans, check_chunk, fresh
 from shardload.formats.codecs import Chain, Stage, blosc, decode_many, fletcher32, inflate, swap_bytes, unshuffle, unzstd
 from shardload.formats.excerpts import Excerpts
 from shardload.formats.hdf5.chunk_index import list_tree
@@ -182,8 +182,7 @@ class Hdf5Chunks:
         ValueError
             If `index` is outside the grid, or the file declares a size that no chunk of this dataset can have.
         """
-        if len(index) != len(self._grid) or not all(0 <= k < n for k, n in zip(index, self._grid, strict=True)):
-            raise ValueError(f"there is no chunk {index} in a grid of {self._grid}")
+        check_chunk(index, self._grid)
         if self._is_empty:
             return None
         offsets = tuple(k * c for k, c in zip(index, self._chunk, strict=True))
@@ -214,8 +213,7 @@ class Hdf5Chunks:
         """Read some values of the chunk at `index`: see `ExcerptReader`."""
         if self._is_empty or not self.has_excerpts:
             return None
-        if len(index) != len(self._grid) or not all(0 <= k < n for k, n in zip(index, self._grid, strict=True)):
-            raise ValueError(f"there is no chunk {index} in a grid of {self._grid}")
+        check_chunk(index, self._grid)
         listed = self._places()
         if listed is None:
             return None

@@ -19,7 +19,17 @@ import numpy as np
 
 from shardload.errors import SourceError
 from shardload.formats.access import Access, Limits
-from shardload.formats.base import ArrayInfo, Encoded, Room, Source, check_request, fresh, native_dtype, settle_bools
+from shardload.formats.base import (
+    ArrayInfo,
+    Encoded,
+    Room,
+    Source,
+    check_chunk,
+    check_request,
+    fresh,
+    native_dtype,
+    settle_bools,
+)
 from shardload.formats.labelling import SMALL_NBYTES
 from shardload.formats.labels import Labels
 from shardload.formats.untrusted.answers import HelperError, clean, info_of, is_int, labels_of, lie, loadable, state_of
@@ -381,8 +391,7 @@ class UntrustedChunks:
 
     def fetch(self, index: tuple[int, ...], room: Room = fresh) -> Encoded | None:
         """The values of a chunk; None if it is missing."""
-        if len(index) != len(self._counts) or not all(0 <= k < n for k, n in zip(index, self._counts, strict=True)):
-            raise ValueError(f"there is no chunk {index} in a grid of {self._counts}")
+        check_chunk(index, self._counts)
         values = room(self._nbytes).view(self._source.dtype).reshape(self._shape)
         n = self._source.chunk(index, values)
         if n is None:

@@ -26,7 +26,7 @@ import numpy as np
 import zarr
 import zarr.storage
 
-from shardload.formats.base import ArrayInfo, Encoded, Excerpt, Room, Spans, fresh, read_at
+from shardload.formats.base import ArrayInfo, Encoded, Excerpt, Room, Spans, check_chunk, fresh, read_at
 from shardload.formats.codecs import Chain, decode_many
 from shardload.formats.containment import TARGET_HINT, Fence, NotAFileError, OutsideError, kind_of
 from shardload.formats.excerpts import Excerpts
@@ -141,8 +141,7 @@ class ZarrChunks:
             If it is far longer than such a chunk can be, if the index of its shard is damaged or points outside the
             shard, or if there is no chunk at `index`.
         """
-        if len(index) != len(self._n_chunks) or any(not 0 <= i < n for i, n in zip(index, self._n_chunks, strict=True)):
-            raise ValueError(f"there is no chunk {index} in a grid of {self._n_chunks}")
+        check_chunk(index, self._n_chunks)
         if self._shards is not None:
             data = self._shards.read(index, self._most, room)
         else:
@@ -169,8 +168,7 @@ class ZarrChunks:
         """Read some values of the chunk at `index`: see `ExcerptReader`."""
         if not self.has_excerpts:
             return None
-        if len(index) != len(self._n_chunks) or any(not 0 <= i < n for i, n in zip(index, self._n_chunks, strict=True)):
-            raise ValueError(f"there is no chunk {index} in a grid of {self._n_chunks}")
+        check_chunk(index, self._n_chunks)
         if self._shards is not None:
             return self._shards.read_excerpt(self._excerpts, index, self._most, first, out, room)
         path = os.path.join(self._folder, self._layout.key(index))
