@@ -16,11 +16,17 @@ from shardload.jobs.writing import journal
 from shardload.jobs.writing.journal import N_COLUMNS, Journal, find_journal
 
 
+def begun(folder: Path) -> tuple[str, Ticket, dict[str, str]]:
+    """The name of a copy, where it is written, and what its journal is about."""
+    target, token = str(folder / "out.zarr"), "0" * 16
+    ticket = Ticket(f"{target}.{token}.unfinished", token)
+    os.mkdir(ticket.temporary)
+    return target, ticket, {"of": "in.h5"}
+
+
 def test_a_journal_that_cannot_go_on_is_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if a resumed copy without room left a second journal beside the first, or took that away."""
-    target, token = str(tmp_path / "out.zarr"), "0" * 16
-    ticket, about = Ticket(f"{target}.{token}.unfinished", token), {"of": "in.h5"}
-    os.mkdir(ticket.temporary)
+    target, ticket, about = begun(tmp_path)
     first = Journal(about, True)
     first.begin(ticket)
     first.note(np.arange(N_COLUMNS, dtype=np.int64)[None])
@@ -44,9 +50,7 @@ def test_a_journal_that_cannot_go_on_is_as_it_was(tmp_path: Path, monkeypatch: p
 
 def test_two_jobs_that_resume_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if the second took the journal that it had opened before the first wrote it anew: both would write one file."""
-    target, token = str(tmp_path / "out.zarr"), "0" * 16
-    ticket, about = Ticket(f"{target}.{token}.unfinished", token), {"of": "in.h5"}
-    os.mkdir(ticket.temporary)
+    target, ticket, about = begun(tmp_path)
     killed = Journal(about, True)
     killed.begin(ticket)
     killed.close()

@@ -11,11 +11,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from shardload.comm.shared_memory import Bell, Segment
 from shardload.comm.transport import Integers, Transport
 from shardload.comm.watchdog import Watchdog
 from shardload.transfer import exchange as engine
+from shardload.transfer.arrivals import Arrivals
 from shardload.transfer.buffers import Slots, aligned
 from shardload.transfer.exchange import Buffers, Moved
 from shardload.transfer.moves import ArrayMove
@@ -209,3 +211,15 @@ def exchange_all(
     raised = [error for error in found if error is None or isinstance(error, BaseException)]
     assert not raised, raised
     return found
+
+
+def leave_no_memory(monkeypatch: pytest.MonkeyPatch, arrays: Sequence[ArrayMove]) -> None:
+    """Let the rank that moves these arrays have no memory left while a part arrives."""
+    count_sent = Arrivals.count_sent
+
+    def fail(self: Arrivals, *given: Any) -> None:
+        if self._arrays is arrays:
+            raise MemoryError("no more")
+        count_sent(self, *given)
+
+    monkeypatch.setattr(Arrivals, "count_sent", fail)

@@ -25,14 +25,13 @@ from shardload.planning.selection import select_axes
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.strategies import Parallel
 from shardload.transfer import channels, exchange
-from shardload.transfer.arrivals import Arrivals
 from shardload.transfer.buffers import Piece, StagedBlock, Tile
 from shardload.transfer.local_pieces import LocalPieces
 from shardload.transfer.moves import ArrayMove, BlocksToPieces, Expected, PiecesToBlocks
 from shardload.transfer.reader import SourceReader
 from shardload.transfer.resources import Resources
 from tests.unit.fakes import FakeSource, pieces_of, tune
-from tests.unit.transfer.network import FakeTransport, Network, Rank, exchange_all, ranks_of
+from tests.unit.transfer.network import FakeTransport, Network, Rank, exchange_all, leave_no_memory, ranks_of
 
 Array = np.ndarray[Any, Any]
 MESH = np.array([[2, 0], [3, 1]])
@@ -238,14 +237,8 @@ def test_a_reader_that_fails_keeps_its_promises(way: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_a_receiver_that_fails_keeps_its_promises(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if a rank that has no memory left while a part arrives did not answer: its sender would wait for ever."""
-    loads, count_sent = Loads(way), Arrivals.count_sent
-
-    def fail(self: Arrivals, *given: Any) -> None:
-        if self._arrays is loads.arrays[1]:
-            raise MemoryError("no more")
-        count_sent(self, *given)
-
-    monkeypatch.setattr(Arrivals, "count_sent", fail)
+    loads = Loads(way)
+    leave_no_memory(monkeypatch, loads.arrays[1])
     errors = [error for error, _ in loads.run()]
     assert isinstance(errors.pop(1), MemoryError)
     assert errors == [None] * 3

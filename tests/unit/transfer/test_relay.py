@@ -35,7 +35,7 @@ from shardload.transfer.moves import ArrayMove, BlocksToPieces
 from shardload.transfer.reader import SourceReader
 from shardload.transfer.resources import Resources
 from tests.unit.fakes import FakeSource, pieces_of
-from tests.unit.transfer.network import FakeTransport, Network, exchange_all, ranks_of
+from tests.unit.transfer.network import FakeTransport, Network, exchange_all, leave_no_memory, ranks_of
 
 Array = np.ndarray[Any, Any]
 NBYTES_OF_SLOT = 1 << 12
@@ -209,14 +209,8 @@ def test_a_sender_that_fails_keeps_its_promises(where: str, way: str) -> None:
 @pytest.mark.parametrize("shares", [True, False])
 def test_a_receiver_that_fails_keeps_its_promises(way: str, shares: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if a rank that has no memory left while a part arrives let a relay wait, or lost what it is to pass on."""
-    loads, count_sent = Loads(NODES_OF["two of two"], way, shares=shares), Arrivals.count_sent
-
-    def fail(self: Arrivals, *given: Any) -> None:
-        if self._arrays is loads.arrays[1]:
-            raise MemoryError("no more")
-        count_sent(self, *given)
-
-    monkeypatch.setattr(Arrivals, "count_sent", fail)
+    loads = Loads(NODES_OF["two of two"], way, shares=shares)
+    leave_no_memory(monkeypatch, loads.arrays[1])
     errors = [error for error, _ in loads.run()]
     assert isinstance(errors.pop(1), MemoryError)
     assert errors == [None] * 3
