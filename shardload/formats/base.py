@@ -96,7 +96,8 @@ class ArrayInfo:
     codec : str
         How chunks are encoded, for people and for the cost model: ``"none"``, ``"gzip+shuffle"``, ``"zstd"``.
     nbytes_stored : int or None
-        Bytes on disk, if the format knows them.
+        Bytes on disk, if they are known. In a list of the arrays of a file they are; of the array of a load only if that costs
+        nothing, because HDF5 goes through the index of all chunks for it (`Source.nbytes_stored`).
     shards : tuple of int or None
         Zarr: elements per shard file, a multiple of `chunks`.
     refused : str or None
@@ -272,6 +273,16 @@ class Source(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """Close what this object opened. An object that the caller passed in stays open. May be called again."""
+
+    def expect(self, region: Region) -> None:
+        """Told once, before anything is read: only `region` will be, or a part of it. The default does nothing.
+
+        A format may then look for nothing but what lies there. Other reads are still right, if slower.
+        """
+
+    def nbytes_stored(self) -> int | None:
+        """Bytes on disk; None if the format does not know them. It may take long. The default is that of `info`."""
+        return self.info.nbytes_stored
 
     def plain(self, region: Region) -> np.ndarray[Any, Any]:
         """The values of `region` by the format library's own indexing, without code of this package: for verification.

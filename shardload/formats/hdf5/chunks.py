@@ -18,23 +18,23 @@ import math
 import threading
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import h5py
 import numpy as np
 from h5py._objects import phil  # HDF5's lock in h5py, which its raw reads did not always take (h5py issue 2764)
 
-from shardload.formats.base import Encoded, Excerpt, Room, Spans, check_chunk, fresh
+from shardload.formats.base import Encoded, Excerpt, Room, Spans, check_chunk, chunks_met, fresh
 from shardload.formats.codecs import Chain, Stage, blosc, decode_many, fletcher32, inflate, swap_bytes, unshuffle, unzstd
 from shardload.formats.excerpts import Excerpts
 from shardload.formats.hdf5.chunk_index import list_tree
 from shardload.formats.hdf5.chunk_order import PutRight, UnknownOrderError, is_listed, is_over_edge, true_place
 from shardload.formats.hdf5.integrity import Whole
 from shardload.formats.hdf5.missing import MISSING_WORDS
-from shardload.formats.hdf5.opened import OpenDataset, creation_of, kind_of
+from shardload.formats.hdf5.opened import creation_of, header_of, kind_of
 from shardload.formats.hdf5.raw_file import RawFile, swap_size
 from shardload.planning.grid import numbers_in, ravel
+from shardload.planning.region import Region
 
 __all__ = ["Hdf5Chunks", "fill_value", "open_chunks"]
 
@@ -47,12 +47,14 @@ _TOLD_AT_ONCE = 1 << 16  # chunks: HDF5's answers take some hundred bytes for ea
 _LEAST_IN_A_RUN = 4  # chunks that follow each other in the file; with fewer on average, HDF5 reads them as fast
 _NOWHERE = 2**64 - 1
 
-# Offset, size and filter mask of each chunk. If bit k of the mask is set, filter k was not applied to it.
-_Listed = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]]
 
+def open_chunks(
+    dataset: h5py.Dataset, dtype: np.dtype[Any], raw: RawFile, whole: Whole, expected: Region | None = None
+) -> Hdf5Chunks | None:
+    """A reader for the chunks of `dataset` as values of `dtype` (a native type); None if only HDF5 may decode them.
 
-def open_chunks(dataset: h5py.Dataset, dtype: np.dtype[Any], raw: RawFile, whole: Whole) -> Hdf5Chunks | None:
-    """A reader for the chunks of `dataset` as values of `dtype` (a native type); None if only HDF5 may decode them."""
+    Chunks that meet `expected` (by default: all) will be asked for, and hardly any other.
+    """
     creation = creation_of(dataset)
     swap = swap_size(kind_of(dataset), dtype)
     if creation.get_layout() != h5py.h5d.CHUNKED or swap is None:
@@ -62,11 +64,11 @@ def open_chunks(dataset: h5py.Dataset, dtype: np.dtype[Any], raw: RawFile, whole
     known = [stage for stage in stages if stage is not None]
     if len(known) < len(stages):
         return None
-    if _is_empty(dataset) and creation.fill_value_defined() == h5py.h5d.FILL_VALUE_UNDEFINED:
+    if creation.fill_value_defined() == h5py.h5d.FILL_VALUE_UNDEFINED and _is_empty(dataset):
         return None  # no values at all: HDF5 raises an error
     chunk = tuple(creation.get_chunk())
     chain = Chain([*known, *([swap_bytes(swap)] if swap else [])], math.prod(chunk) * dtype.itemsize)
-    return Hdf5Chunks(dataset, dtype, raw, whole, chain, known)
+    return Hdf5Chunks(dataset, dtype, raw, whole, chain, known, expected)
 
 
 def fill_value(dataset: h5py.Dataset, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
@@ -90,12 +92,7 @@ def leaves_gaps(dataset: h5py.Dataset) -> bool:
 
 
 def _is_empty(dataset: h5py.Dataset) -> bool:
-    """True if no chunk was ever written.
-
-    HDF5 goes through the index of all chunks for that. So if it was asked before what they take, that is enough.
-    """
-    if isinstance(dataset, OpenDataset) and dataset.nbytes_stored > 0:
-        return False
+    """True if no chunk was ever written. HDF5 goes through the index of all chunks for that."""
     return bool(dataset.id.get_space_status() == h5py.h5d.SPACE_STATUS_NOT_ALLOCATED)
 
 
@@ -112,16 +109,70 @@ def _stage_of(number: int, values: tuple[int, ...]) -> Stage | None:
     return unzstd() if number == 32015 else None
 
 
-@dataclass(frozen=True, slots=True)
-class _Usual:
-    """Where all chunks are, in the grid's shape, if nothing must be looked at for each of them: see `Hdf5Chunks._usual_of`.
+class _List:
+    """Where the chunks of a box are. Offset, size and filter mask of each; if bit k of the mask is set, filter k was left out.
 
-    `end` is where the last of them ends.
+    Attributes
+    ----------
+    box : sequence of range
+        The chunks, along each axis of the grid of all.
+    offsets, sizes, masks : ndarray
+        Of each chunk of the box, in C order. The offset of a missing chunk is `_NOWHERE`.
+    end : int or None
+        Where the last chunk in the file ends, if nothing must be looked at for each chunk: see `settle`.
     """
 
-    offsets: np.ndarray[Any, np.dtype[np.int64]]
-    sizes: np.ndarray[Any, np.dtype[np.int64]]
-    end: int
+    def __init__(self, box: Sequence[range]) -> None:
+        self.box = box
+        self._counts = tuple(map(len, box))
+        n = math.prod(self._counts)
+        self.offsets = np.full(n, _NOWHERE, dtype=np.uint64)
+        self.sizes = np.zeros(n, dtype=np.uint64)
+        self.masks = np.zeros(n, dtype=np.uint32)
+        self.end: int | None = None
+        self._usual: tuple[np.ndarray[Any, Any], ...] = ()
+
+    def settle(self, most_nbytes: int, unlikely_nbytes: int | None) -> None:
+        """Ask once, for batches, what would have to be asked for each: is every chunk there, was it filtered, may it be so long?
+
+        None may have `unlikely_nbytes`.
+        """
+        offsets, sizes = self.offsets.view(np.int64), self.sizes.view(np.int64)  # a missing chunk is at -1
+        if not len(offsets) or self.masks.any() or int(offsets.min()) < 0:
+            return
+        if int(sizes.min()) < 0 or int(sizes.max()) > most_nbytes or int(offsets.max()) > _NOWHERE // 4:
+            return
+        if unlikely_nbytes is not None and (sizes == unlikely_nbytes).any():
+            return
+        self._usual = offsets.reshape(self._counts), sizes.reshape(self._counts)
+        self.end = int((offsets + sizes).max())
+
+    def note(self, axes: Sequence[np.ndarray[Any, Any]], offsets: Any, sizes: Any, masks: Any) -> None:
+        """Add chunks, given by their positions along each axis of the grid. Those that are not of the box are left out."""
+        at, is_inside = np.zeros(len(axes[0]), dtype=np.int64), np.ones(len(axes[0]), dtype=bool)
+        for place, axis in zip(axes, self.box, strict=True):
+            is_inside &= (place >= axis.start) & (place < axis.stop)
+            at = at * len(axis) + (place - axis.start)
+        at = at[is_inside]
+        for column, values in ((self.offsets, offsets), (self.sizes, sizes), (self.masks, masks)):
+            column[at] = np.asarray(values, dtype=column.dtype)[is_inside]
+
+    def of(self, index: tuple[int, ...]) -> tuple[int, int, int]:
+        """Offset, size and mask of a chunk of the box."""
+        at = ravel([k - axis.start for k, axis in zip(index, self.box, strict=True)], self._counts)
+        return int(self.offsets[at]), int(self.sizes[at]), int(self.masks[at])
+
+    def of_many(self, box: Sequence[range]) -> tuple[np.ndarray[Any, Any], ...]:
+        """Offsets, sizes and masks of chunks of the box, in C order."""
+        inside = [range(one.start - axis.start, one.stop - axis.start) for one, axis in zip(box, self.box, strict=True)]
+        at = numbers_in(inside, self._counts)
+        return self.offsets[at], self.sizes[at], self.masks[at]
+
+    def spans(self, box: Sequence[range]) -> Spans:
+        """The same for a list with an `end`, faster."""
+        inside = tuple([slice(one.start - axis.start, one.stop - axis.start) for one, axis in zip(box, self.box, strict=True)])
+        offsets, sizes = self._usual
+        return Spans(offsets[inside].reshape(-1), sizes[inside].reshape(-1))
 
 
 class Hdf5Chunks:
@@ -141,10 +192,19 @@ class Hdf5Chunks:
         Undoes its filters, the last one first, and then the byte order.
     filters : sequence of Stage
         The stages of the chain that are filters; they come first.
+    expected : Region, optional
+        Chunks that meet it will be asked for, and hardly any other: only where these are is listed.
     """
 
     def __init__(
-        self, dataset: h5py.Dataset, dtype: np.dtype[Any], raw: RawFile, whole: Whole, chain: Chain, filters: Sequence[Stage]
+        self,
+        dataset: h5py.Dataset,
+        dtype: np.dtype[Any],
+        raw: RawFile,
+        whole: Whole,
+        chain: Chain,
+        filters: Sequence[Stage],
+        expected: Region | None = None,
     ) -> None:
         self._whole = whole
         self._identifier, self._dtype, self._raw, self._chain, self._filters = dataset.id, dtype, raw, chain, tuple(filters)
@@ -154,14 +214,12 @@ class Hdf5Chunks:
         self._dataset = dataset
         self._most_nbytes = chain.most_stored_nbytes
         self._excerpts = Excerpts(chain)
-        # Where the dataset's object header is, if the file has addresses of the usual length, and this package has opened it.
-        own = dataset if isinstance(dataset, OpenDataset) else None
-        self._header = None if own is None or own.facts.sizes != (8, 8) else getattr(own.about, "addr", None)
-        self._nbytes_stored = -1 if own is None else own.nbytes_stored
-        self._is_empty = _is_empty(dataset)
+        self._header = header_of(dataset)
         self._listing = threading.Lock()
-        self._listed: _Listed | None = None
-        self._usual: _Usual | None = None
+        self._listed: _List | None = None
+        self._box = [range(n) for n in self._grid]
+        if expected is not None and expected.size:
+            self._box = chunks_met(expected, self._chunk)
         self._may_list = math.prod(self._grid) <= _MOST_LISTED and hasattr(self._identifier, "chunk_iter")
         self._may_have_index = self._header is not None
         self._n_fetched = 0
@@ -183,14 +241,11 @@ class Hdf5Chunks:
             If `index` is outside the grid, or the file declares a size that no chunk of this dataset can have.
         """
         check_chunk(index, self._grid)
-        if self._is_empty:
-            return None
         offsets = tuple(k * c for k, c in zip(index, self._chunk, strict=True))
-        listed = self._places()
+        listed = self._places([range(k, k + 1) for k in index])
         if listed is None:
             return self._fetch_by_hdf5(offsets, room)
-        at = ravel(index, self._grid)
-        offset, nbytes, mask = (int(column[at]) for column in listed)
+        offset, nbytes, mask = listed.of(index)
         if offset == _NOWHERE:
             return None
         if nbytes > self._most_nbytes:
@@ -211,14 +266,13 @@ class Hdf5Chunks:
         self, index: tuple[int, ...], first: int, out: np.ndarray[Any, Any], room: Room = fresh
     ) -> Excerpt | None:
         """Read some values of the chunk at `index`: see `ExcerptReader`."""
-        if self._is_empty or not self.has_excerpts:
+        if not self.has_excerpts:
             return None
         check_chunk(index, self._grid)
-        listed = self._places()
+        listed = self._places([range(k, k + 1) for k in index])
         if listed is None:
             return None
-        at = ravel(index, self._grid)
-        offset, nbytes, mask = (int(column[at]) for column in listed)
+        offset, nbytes, mask = listed.of(index)
         if mask or nbytes > self._most_nbytes or offset + nbytes > self._raw.nbytes:  # also a missing chunk
             return None
         if self._filters and nbytes == self._chain.nbytes:  # it may not have been filtered: see `_encoded`
@@ -243,20 +297,15 @@ class Hdf5Chunks:
         ):
             raise ValueError(f"there are no chunks {box} in a grid of {self._grid}")
         n = math.prod(map(len, box))
-        if self._is_empty:
-            return [None] * n
         if not self._chain.takes_many:
             return None
-        listed = self._places(n)
+        listed = self._places(box)
         if listed is None:
             return self._fetch_many_by_hdf5(box, room)
-        usual = self._usual
-        if usual is not None and usual.end <= self._raw.nbytes:
-            inside = tuple([slice(axis.start, axis.stop) for axis in box])
-            spans = Spans(usual.offsets[inside].reshape(-1), usual.sizes[inside].reshape(-1))
+        if listed.end is not None and listed.end <= self._raw.nbytes:
+            spans = listed.spans(box)
             return list(self._raw.read_spans(spans, room(spans.nbytes)))
-        at = numbers_in(box, self._grid)
-        offsets, sizes, masks = (column[at] for column in listed)
+        offsets, sizes, masks = listed.of_many(box)
         stored = offsets != _NOWHERE
         offsets, sizes = offsets[stored].astype(np.int64), sizes[stored].astype(np.int64)
         is_usual = not masks[stored].any() and (sizes <= self._most_nbytes).all() and (offsets >= 0).all()
@@ -278,13 +327,12 @@ class Hdf5Chunks:
     def read_plain(self, box: Sequence[range], out: np.ndarray[Any, Any]) -> bool:
         """Read a box of chunks that are stored as plain values straight into `out`: see `PlainReader`."""
         n = math.prod(map(len, box))
-        if self._chain.names or self._is_empty or not n or out.nbytes != n * self._chain.nbytes:
+        if self._chain.names or not n or out.nbytes != n * self._chain.nbytes:
             return False
-        listed = self._places(n)
+        listed = self._places(box)
         if listed is None:
             return False
-        at = numbers_in(box, self._grid)
-        offsets, sizes, masks = (column[at] for column in listed)
+        offsets, sizes, masks = listed.of_many(box)
         size = self._chain.nbytes
         if masks.any() or (sizes != size).any() or (offsets == _NOWHERE).any():
             return False
@@ -349,7 +397,7 @@ class Hdf5Chunks:
             said = str(error)
             if any(words in said for words in MISSING_WORDS):
                 return None
-            if not is_listed(self._dataset, offsets):
+            if _is_empty(self._dataset) or not is_listed(self._dataset, offsets):
                 return None
             if isinstance(error, ValueError) and "buffer is only" in said:
                 raise self._too_long() from None
@@ -378,81 +426,65 @@ class Hdf5Chunks:
         self._whole.check()
         return out.reshape(-1).view(np.uint8)
 
-    def _places(self, n: int = 1) -> _Listed | None:
-        """Where all chunks are; None while listing them would cost too much for the number of chunks asked for so far.
+    def _places(self, box: Sequence[range]) -> _List | None:
+        """Where the chunks of a box are, and others; None while listing them would cost too much for what was asked for so far."""
+        listed = self._listed
+        if listed is None and (self._may_list or self._may_have_index):
+            listed = self._list(math.prod(map(len, box)))
+        is_there = listed is not None and all(
+            axis.start <= one.start and one.stop <= axis.stop for one, axis in zip(box, listed.box, strict=True)
+        )
+        return listed if is_there else None
 
-        `n` is the number of chunks that are asked for now.
-        """
-        if self._listed is not None or not self._may_list:
-            return self._listed
+    def _list(self, n: int) -> _List | None:
+        """List all chunks that are expected, if that is worth it for `n` chunks more."""
         with self._listing:
             self._n_fetched += n
-            cells, worth = math.prod(self._grid), _LIST_AT_ONCE + _LISTED_PER_FETCH * self._n_fetched
-            if self._listed is None and self._may_have_index and cells <= (worth if n == 1 else _FASTER_BY_INDEX * worth):
+            worth = _LIST_AT_ONCE + _LISTED_PER_FETCH * self._n_fetched
+            n_expected, n_all = math.prod(map(len, self._box)), math.prod(self._grid)
+            if self._listed is None and self._may_have_index and n_expected <= (worth if n == 1 else _FASTER_BY_INDEX * worth):
                 self._keep(self._list_by_index())
                 self._may_have_index = False
-            if self._listed is None and self._may_list and cells <= worth:
+            if self._listed is None and self._may_list and n_all <= worth:
                 self._keep(self._list_by_hdf5())
                 self._may_list = self._listed is not None
             return self._listed
 
-    def _keep(self, listed: _Listed | None) -> None:
+    def _keep(self, listed: _List | None) -> None:
         if listed is not None:
-            self._usual = self._usual_of(listed)  # first: other threads see the list as soon as it is there
-            self._listed = listed
+            listed.settle(self._most_nbytes, self._chain.nbytes if self._filters else None)  # see `_encoded`
+            self._listed = listed  # last: other threads see the list as soon as it is there
 
-    def _usual_of(self, listed: _Listed) -> _Usual | None:
-        """The list for batches, if each chunk of the dataset is there, was filtered, and may have its size; else None.
+    def _list_by_index(self) -> _List | None:
+        """Where all expected chunks are, from the file's own index; None if only HDF5 can say it.
 
-        What would have to be asked for each batch again is asked once.
+        If all chunks are expected, their number and that of their bytes must be what HDF5 has counted, in the same index.
         """
-        offsets, sizes = (column.view(np.int64) for column in listed[:2])  # a missing chunk is at -1
-        if not len(offsets) or listed[2].any() or int(offsets.min()) < 0:
+        n_expected, n_all = math.prod(map(len, self._box)), math.prod(self._grid)
+        if self._header is None or n_expected > _MOST_BY_INDEX:
             return None
-        if int(sizes.min()) < 0 or int(sizes.max()) > self._most_nbytes or int(offsets.max()) > _NOWHERE // 4:
+        box = None if n_expected == n_all else self._box
+        told = list_tree(self._raw.read_at_most, self._header, self._chunk, self._grid, min(n_all, _MOST_BY_INDEX), box)
+        if told is None:
             return None
-        if self._filters and (sizes == self._chain.nbytes).any():  # see `_encoded`
-            return None
-        return _Usual(offsets.reshape(self._grid), sizes.reshape(self._grid), int((offsets + sizes).max()))
+        numbers, entries = told.numbers, told.entries
+        if box is None:
+            with phil:
+                if self._identifier.get_num_chunks() != len(entries):
+                    return None
+                if self._identifier.get_storage_size() != int(entries["nbytes"].sum(dtype=np.uint64)):
+                    return None
+        found = _List(self._box)
+        found.note(np.unravel_index(numbers, self._grid), entries["child"], entries["nbytes"], entries["mask"])
+        return found
 
-    def _empty_list(self) -> _Listed:
-        n = math.prod(self._grid)
-        return np.full(n, _NOWHERE, dtype=np.uint64), np.zeros(n, dtype=np.uint64), np.zeros(n, dtype=np.uint32)
-
-    def _list_by_index(self) -> _Listed | None:
-        """Offset, size and filter mask of every chunk, from the file's own index; None if only HDF5 can say it.
-
-        The number of chunks and of their bytes must be what HDF5 has counted, in the same index.
-        """
-        n = math.prod(self._grid)
-        if self._header is None or n > _MOST_BY_INDEX:
-            return None
-        told = list_tree(self._raw.read_at_most, self._header, len(self._grid), n)
-        if told is None or int(told["nbytes"].sum(dtype=np.uint64)) != self._nbytes_stored:
-            return None
-        with phil:
-            if self._identifier.get_num_chunks() != len(told):
-                return None
-        at = np.zeros(len(told), dtype=np.int64)
-        for k, (c, count) in enumerate(zip(self._chunk, self._grid, strict=True)):
-            axis = told["at"][:, k].astype(np.int64)
-            place = axis // c  # much faster than divmod
-            if (place * c != axis).any() or (place < 0).any() or (place >= count).any():
-                return None
-            at = at * count + place
-        found = self._empty_list()
-        for column, name in zip(found, ("child", "nbytes", "mask"), strict=True):
-            column[at] = told[name]
-        is_twice = np.count_nonzero(found[0] != _NOWHERE) != len(told)
-        return None if is_twice or told["at"][:, -1].any() else found
-
-    def _list_by_hdf5(self) -> _Listed | None:
+    def _list_by_hdf5(self) -> _List | None:
         """The same as HDF5 says it; None if it contradicts itself."""
         try:
             put_right = true_place(self._dataset)
         except UnknownOrderError:
             return None
-        n, found = math.prod(self._grid), self._empty_list()
+        n, found = math.prod(self._grid), _List(self._box)
         told: list[Any] = []
 
         def tell(chunk: Any) -> None:
@@ -472,7 +504,7 @@ class Hdf5Chunks:
                     return None
         return found
 
-    def _note(self, told: list[Any], found: _Listed, put_right: PutRight | None) -> None:
+    def _note(self, told: list[Any], found: _List, put_right: PutRight | None) -> None:
         """Add to a list what HDF5 says of some chunks."""
         if not told:
             return
@@ -480,12 +512,8 @@ class Hdf5Chunks:
         ndim = len(self._grid)
         listed = np.fromiter(itertools.chain.from_iterable(offsets), np.int64, len(told) * ndim).reshape(-1, ndim).T
         coordinates = listed if put_right is None else put_right(listed)
-        at, is_inside = np.zeros(len(told), dtype=np.int64), np.ones(len(told), dtype=bool)
-        for axis, c, end, count in zip(coordinates, self._chunk, self._shape, self._grid, strict=True):
-            is_inside &= (axis >= 0) & (axis < end)  # outside the array: the index is damaged
-            at = at * count + axis // c
-        for column, values in zip(found, (places, sizes, masks), strict=True):
-            column[at[is_inside]] = np.array(values, dtype=column.dtype)[is_inside]
+        # Outside of the array: the index is damaged. `note` leaves these out, because the grid has no such chunk.
+        found.note([axis // c for axis, c in zip(coordinates, self._chunk, strict=True)], places, sizes, masks)
 
 
 def _is_safe_for_hdf5(applied: Sequence[Stage], data: np.ndarray[Any, Any], nbytes: int) -> bool:

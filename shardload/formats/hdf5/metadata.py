@@ -42,7 +42,7 @@ _READ = tuple(dict.fromkeys((*TOLD, *ATTRIBUTES)))
 
 
 def describe(
-    dataset: h5py.Dataset, path: str, name: str, others: Others, texts: bool = False, access: Access = STRICT
+    dataset: h5py.Dataset, path: str, name: str, others: Others, in_full: bool = False, access: Access = STRICT
 ) -> ArrayInfo:
     """Describe a dataset without reading its values.
 
@@ -54,10 +54,10 @@ def describe(
         File and dataset as the user named them.
     others : Others
         The other files that hold its values.
-    texts : bool
-        True to read attributes of variable length too. They are in the file's global heap. If the heap is damaged, HDF5 2.0.0
-        loops for ever (docs/trust-files.md). A load needs nothing from there, but the two short texts that change what integers
-        mean (`decoding.TEXTS`).
+    in_full : bool
+        True for what a load does not need. Bytes of the stored chunks: HDF5 goes through the index of all of them for that.
+        Attributes of variable length: they are in the file's global heap, and if that is damaged, HDF5 2.0.0 loops for ever
+        (docs/trust-files.md); of these a load needs but the two short texts that change what integers mean (`decoding.TEXTS`).
     access : Access
         What the caller allows.
     """
@@ -72,7 +72,7 @@ def describe(
         refused = refuse_filters(dataset, access) or _unbounded(filters, access) or others.refused
     chunks = tuple(creation.get_chunk()) if creation.get_layout() == h5py.h5d.CHUNKED else None
     refused = refused or unaddressable(dataset.shape or (), chunks)
-    attributes, packing = _attributes(dataset, texts, has_attributes)
+    attributes, packing = _attributes(dataset, in_full, has_attributes)
     is_scale = has_attributes and _is_scale(dataset)
     return ArrayInfo(
         path=path,
@@ -82,7 +82,7 @@ def describe(
         dtype=dtype,
         chunks=chunks,
         codec=_codec(filters),
-        nbytes_stored=None if is_virtual else nbytes_stored_of(dataset),
+        nbytes_stored=None if is_virtual or (chunks and not in_full) else nbytes_stored_of(dataset),
         refused=refused,
         is_coordinate=is_scale,
         is_dimension=is_scale and _has_no_values(dataset),

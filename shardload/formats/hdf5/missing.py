@@ -17,60 +17,68 @@ import numpy as np
 from h5py._objects import phil
 
 from shardload.formats.base import chunks_met
+from shardload.formats.hdf5.chunk_index import list_tree
 from shardload.formats.hdf5.chunk_order import true_place
-from shardload.formats.hdf5.opened import creation_of
+from shardload.formats.hdf5.opened import creation_of, header_of
+from shardload.formats.hdf5.raw_file import RawFile
+from shardload.planning.grid import numbers_in, unravel
 from shardload.planning.region import Region
 
 __all__ = ["MISSING_WORDS", "MissingChunks"]
 
 _MOST_LISTED = 1 << 21  # chunks
+_MOST_BY_INDEX = 1 << 17  # entries of the index
 MISSING_WORDS = ("not allocated", "address isn't defined")  # in HDF5's errors for missing chunks, by kind of index
 
 
 class MissingChunks:
     """Finds the missing chunks of a dataset.
 
-    First the stored chunks are counted (0.1 microseconds each): mostly none is missing. Otherwise the stored chunks are listed
-    once (a microsecond each). Asking HDF5 for single chunks would be wrong: it takes a chunk that it made for a read as stored.
+    If only a part of the dataset is read, the file's own index says which of its chunks are stored. Otherwise the stored chunks
+    are counted (0.1 microseconds each): mostly none is missing. If some are, the stored ones are listed once (a microsecond
+    each). Asking HDF5 for single chunks would be wrong: it takes a chunk that it made for a read as stored.
 
     Parameters
     ----------
     dataset : h5py.Dataset
         An open dataset.
+    raw : RawFile, optional
+        The file that holds it.
+    expected : Region, optional
+        What is read of it; by default all.
     """
 
-    def __init__(self, dataset: h5py.Dataset) -> None:
-        self._dataset = dataset
+    def __init__(self, dataset: h5py.Dataset, raw: RawFile | None = None, expected: Region | None = None) -> None:
+        self._dataset, self._raw = dataset, raw
         creation = creation_of(dataset)
         self._layout = creation.get_layout()
         self._chunk: tuple[int, ...] = ()
         self._grid: tuple[int, ...] = ()
-        self._none_missing = self._all_missing = False
-        self._n_stored = 0
+        self._is_unallocated = self._may_ask_index = False
         if self._layout == h5py.h5d.CHUNKED:
             self._chunk = tuple(creation.get_chunk())
             self._grid = tuple(-(-n // c) for n, c in zip(dataset.shape, self._chunk, strict=True))
-            n_stored = dataset.id.get_num_chunks()
-            self._none_missing, self._all_missing = n_stored >= math.prod(self._grid), n_stored == 0
-            self._n_stored = n_stored
+            is_part = expected is not None and expected != Region.whole(dataset.shape)
+            self._may_ask_index = is_part and raw is not None and header_of(dataset) is not None
         elif self._layout == h5py.h5d.CONTIGUOUS:
-            self._all_missing = dataset.id.get_offset() is None and creation.get_external_count() == 0
+            self._is_unallocated = dataset.id.get_offset() is None and creation.get_external_count() == 0
 
     def meeting(self, region: Region) -> list[tuple[int, ...]]:
         """The missing chunks that meet a non-empty region; ``[()]`` if the dataset has no chunks and no stored values."""
         if self._layout != h5py.h5d.CHUNKED:
-            return [()] if self._all_missing else []
-        if self._none_missing:
-            return []
+            return [()] if self._is_unallocated else []
         axes = chunks_met(region, self._chunk)
-        if self._all_missing:
+        found = self._by_index(axes)
+        if found is not None or self._n_stored >= math.prod(self._grid):
+            return found or []
+        if self._n_stored == 0:
             return list(itertools.product(*axes))
         first = np.array([axis.start for axis in axes])
         is_stored = np.zeros([len(axis) for axis in axes], dtype=bool)
         if self._n_stored * len(axes) <= _MOST_LISTED:
-            found = self._stored
-            met = np.logical_and.reduce([(found[k] >= axis.start) & (found[k] < axis.stop) for k, axis in enumerate(axes)])
-            is_stored[tuple(found[:, met].astype(np.intp) - first[:, None])] = True
+            stored = self._stored
+            met = np.logical_and.reduce([(stored[k] >= axis.start) & (stored[k] < axis.stop) for k, axis in enumerate(axes)])
+            is_stored[tuple(stored[:, met].astype(np.intp) - first[:, None])] = True
         else:  # too many to keep: list them again each time
 
             def mark(at: list[int]) -> None:
@@ -79,6 +87,22 @@ class MissingChunks:
 
             self._go_through(mark)
         return list(map(tuple, (np.argwhere(~is_stored) + first).tolist()))
+
+    def _by_index(self, axes: list[range]) -> list[tuple[int, ...]] | None:
+        """The missing chunks of a box, by the file's own index; None if it cannot say it."""
+        header = header_of(self._dataset) if self._may_ask_index else None
+        if header is None or self._raw is None:
+            return None
+        found = list_tree(self._raw.read_at_most, header, self._chunk, self._grid, _MOST_BY_INDEX, axes)
+        if found is None:
+            self._may_ask_index = False
+            return None
+        wanted = numbers_in(axes, self._grid)
+        return [unravel(number, self._grid) for number in np.setdiff1d(wanted, found.numbers, assume_unique=True).tolist()]
+
+    @functools.cached_property
+    def _n_stored(self) -> int:
+        return int(self._dataset.id.get_num_chunks())
 
     @functools.cached_property
     def _stored(self) -> np.ndarray[Any, np.dtype[np.int64]]:

@@ -14,7 +14,7 @@ import h5py
 
 from shardload.formats.hdf5.raw_file import RawFile, own_descriptor
 
-__all__ = ["OpenDataset", "OpenFacts", "about", "creation_of", "kind_of", "nbytes_stored_of", "raw_of"]
+__all__ = ["OpenDataset", "OpenFacts", "about", "creation_of", "header_of", "kind_of", "nbytes_stored_of", "raw_of"]
 
 _MOST_GROUPS = 64
 
@@ -111,11 +111,6 @@ class OpenDataset(h5py.Dataset):  # type: ignore[misc]  # h5py has no types
         return self.id.get_type()
 
     @functools.cached_property
-    def nbytes_stored(self) -> int:
-        """Bytes that its values take in the file: HDF5 goes through the index of its chunks for that."""
-        return int(self.id.get_storage_size())
-
-    @functools.cached_property
     def about(self) -> Any:
         """What HDF5 says of it as an object: where it is, and how much its attributes take."""
         return h5py.h5o.get_info(self.id)
@@ -126,14 +121,20 @@ def about(owner: h5py.Dataset | h5py.File) -> Any:
     return owner.about if isinstance(owner, OpenDataset) else h5py.h5o.get_info(owner.id)
 
 
+def header_of(dataset: h5py.Dataset) -> int | None:
+    """Where the object header of a dataset is; None unless this package has opened it, and addresses have the usual length."""
+    is_usual = isinstance(dataset, OpenDataset) and dataset.facts.sizes == (8, 8)
+    return getattr(dataset.about, "addr", None) if is_usual else None
+
+
 def creation_of(dataset: h5py.Dataset) -> Any:
     """The creation properties of a dataset."""
     return dataset.creation if isinstance(dataset, OpenDataset) else dataset.id.get_create_plist()
 
 
 def nbytes_stored_of(dataset: h5py.Dataset) -> int:
-    """Bytes that a dataset's values take in the file."""
-    return dataset.nbytes_stored if isinstance(dataset, OpenDataset) else int(dataset.id.get_storage_size())
+    """Bytes that a dataset's values take in the file. HDF5 goes through the index of its chunks for that."""
+    return int(dataset.id.get_storage_size())
 
 
 def kind_of(dataset: h5py.Dataset) -> Any:

@@ -52,7 +52,7 @@ from shardload.formats.hdf5.links import LostError, Others, close_all, follow, f
 from shardload.formats.hdf5.making import groups_of, properties_of
 from shardload.formats.hdf5.metadata import describe, filters_of, labels_of, stands_for_axis
 from shardload.formats.hdf5.missing import MissingChunks
-from shardload.formats.hdf5.opened import OpenDataset, OpenFacts, kind_of, raw_of
+from shardload.formats.hdf5.opened import OpenDataset, OpenFacts, kind_of, nbytes_stored_of, raw_of
 from shardload.formats.hdf5.raw_file import RawFile, has_signature, open_to_read, plain_descriptor, swap_size
 from shardload.formats.labels import Labels
 from shardload.planning.region import Region
@@ -104,6 +104,7 @@ class Hdf5Source(Source):
         self._facts = facts
         self._dataset, self._info, self._others, self._files, self._is_own = dataset, info, others, files, is_own
         self._whole = Whole.of(dataset)
+        self._expected: Region | None = None
         self._missing: list[tuple[int, ...]] | None = None  # chunks that `read_into` did not find, if it read chunk by chunk
         self._dtype = np.dtype("V1") if info.refused else native_dtype(dataset.dtype)
         # h5py makes the type in memory from NumPy's: for complex numbers a pair (r, i). HDF5 cannot convert the complex type of
@@ -134,6 +135,14 @@ class Hdf5Source(Source):
     def dtype(self) -> np.dtype[Any]:
         """Type of the values, in native byte order."""
         return self._dtype
+
+    def expect(self, region: Region) -> None:
+        """Only the places of chunks that meet `region` will be listed."""
+        self._expected = region
+
+    def nbytes_stored(self) -> int | None:
+        """Bytes that its values take in the file. HDF5 goes through the index of all chunks for that."""
+        return None if self._others.is_virtual else nbytes_stored_of(self._dataset)
 
     def read_into(self, region: Region, out: np.ndarray[Any, Any]) -> None:
         """Read `region` into `out`: straight from the file, or with ``H5Dread``."""
@@ -207,7 +216,7 @@ class Hdf5Source(Source):
 
     @functools.cached_property
     def _missing_chunks(self) -> MissingChunks:
-        return MissingChunks(self._dataset)
+        return MissingChunks(self._dataset, self._raw, self._expected)
 
     def plain(self, region: Region) -> np.ndarray[Any, Any]:
         """The values as h5py's indexing gives them."""
@@ -247,7 +256,7 @@ class Hdf5Source(Source):
         """A reader that decodes single chunks without HDF5; None if only HDF5 can decode them."""
         if self._info.refused is not None or self._info.chunks is None or self._raw is None:
             return None
-        return open_chunks(self._dataset, self._dtype, self._raw, self._whole)
+        return open_chunks(self._dataset, self._dtype, self._raw, self._whole, self._expected)
 
     @functools.cached_property
     def _raw(self) -> RawFile | None:
@@ -307,10 +316,10 @@ class Hdf5Format(Format):
     def list_arrays(self, path: str, access: Access = STRICT) -> list[ArrayInfo]:
         """Every dataset in the file; links to other files are not followed."""
         with open_explained(path) as file:
-            return list(_describe_all(file, path, Fence.around_file(path, access.allow_external), texts=True, access=access))
+            return list(_describe_all(file, path, Fence.around_file(path, access.allow_external), in_full=True, access=access))
 
     def sketch_arrays(self, path: str, access: Access = STRICT, most: int | None = None, like: str = "") -> list[ArrayInfo]:
-        """Like `list_arrays`, without text attributes, and at most `most` + 1 datasets."""
+        """Like `list_arrays`, without what a load does not need, and at most `most` + 1 datasets."""
         with open_explained(path) as file:
             found = _describe_all(
                 file, path, Fence.around_file(path, access.allow_external), most=most, like=like, access=access
@@ -493,13 +502,13 @@ def _variable_of(dataset: OpenDataset, name: str) -> OpenDataset:
 
 
 def _describe(
-    dataset: h5py.Dataset, path: str, name: str, others: Others, texts: bool = False, access: Access = STRICT
+    dataset: h5py.Dataset, path: str, name: str, others: Others, in_full: bool = False, access: Access = STRICT
 ) -> ArrayInfo:
     """Describe a dataset. Its shape is not asked for if the library would open refused files to find it."""
     if not (others.refused and others.is_unlimited):
         try:
             with others.watched():
-                return describe(dataset, path, name, others, texts, access)
+                return describe(dataset, path, name, others, in_full, access)
         except OutsideError as error:
             others.refused = str(error)
     return ArrayInfo(path, name, "HDF5", (), "unknown", refused=others.refused)
@@ -509,7 +518,7 @@ def _describe_all(
     group: h5py.Group,
     path: str,
     fence: Fence,
-    texts: bool = False,
+    in_full: bool = False,
     most: int | None = None,
     like: str = "",
     access: Access = STRICT,
@@ -539,7 +548,7 @@ def _describe_all(
         try:
             found = group[name]
             if isinstance(found, h5py.Dataset):
-                yield _describe(found, path, full, look_through(found, fence, access), texts, access)
+                yield _describe(found, path, full, look_through(found, fence, access), in_full, access)
         except (AssertionError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:  # h5py asserts, too
             yield ArrayInfo(path, full, "HDF5", (), "unknown", refused=f"metadata that HDF5 cannot read ({error})")
 

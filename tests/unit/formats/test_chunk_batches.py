@@ -211,8 +211,8 @@ def test_what_is_asked_once_for_all_chunks_of_a_file_is_what_would_be_asked_for_
     reader: Any = open_of(path, "/x").chunk_reader()
     boxes = [(range(a, b), range(c, d)) for a in range(4) for b in range(a, 5) for c in (0, 1) for d in range(c, 3)]
     found = [reader.fetch_many(box) for box in boxes]
-    assert (reader._usual is not None) == (odd == "none") and reader._listed is not None
-    reader._usual = None
+    assert reader._listed is not None and (reader._listed.end is not None) == (odd == "none")
+    reader._listed.end = None
     careful = [reader.fetch_many(box) for box in boxes]
     for one, other in zip(found, careful, strict=True):
         assert (one is None) == (other is None)
@@ -227,8 +227,8 @@ def test_a_file_that_was_cut_after_its_chunks_were_listed(tmp_path: Path) -> Non
     box = (range(8), range(1))
     assert read_box(source, box) is not None
     reader: Any = source.chunk_reader()
-    assert reader.fetch_many(box) is not None and reader._usual is not None
-    os.truncate(path, reader._usual.end - 1)
+    assert reader.fetch_many(box) is not None and reader._listed.end is not None
+    os.truncate(path, reader._listed.end - 1)
     assert reader.fetch_many(box) is None  # then they are read one by one, which says what is wrong
 
 
