@@ -34,7 +34,7 @@ from shardload.comm.topology import Topology
 from shardload.formats.base import ArrayInfo
 from shardload.formats.lookup import list_arrays
 from shardload.jobs.loading.plan import Plan
-from shardload.jobs.loading.planner import Ask, Ranks, plan_array
+from shardload.jobs.loading.planner import Ask, Ranks, plan_array, selection_for
 from shardload.options import Options
 from shardload.planning.machine import Machine
 from shardload.planning.tuning import Tuning
@@ -170,7 +170,8 @@ def replan(record: dict[str, Any]) -> dict[str, Any]:
 
         def plan(readers: str | int, *more: Any) -> Plan:
             sharding, ranks, at, by = more
-            return plan_array(Ask(sharding, Options.check(readers=readers), ranks, Tuning(), by), at)
+            options = Options.check(readers=readers)
+            return plan_array(Ask(sharding, options, ranks, Tuning(), by), at, selection_for(options, at))
 
         given = NamedSharding(mesh, P(*names)), Ranks(0, n, topology=nodes), info, machine
         taken = plan("auto", *given)

@@ -58,8 +58,8 @@ __all__ = [
     "nbytes_of",
     "read_at",
     "read_by_chunks",
-    "read_whole",
-    "read_whole_plain",
+    "read_chunks",
+    "read_plain_chunks",
     "refusal",
     "settle_bools",
     "some",
@@ -279,6 +279,7 @@ class Source(abc.ABC):
 
         A format may then look for nothing but what lies there. Other reads are still right, if slower.
         """
+        return None
 
     def nbytes_stored(self) -> int | None:
         """Bytes on disk; None if the format does not know them. It may take long. The default is that of `info`."""
@@ -627,57 +628,52 @@ def read_by_chunks(
     return missing
 
 
-def read_whole_plain(reader: Any, chunk_shape: tuple[int, ...], out: np.ndarray[Any, Any]) -> bool:
-    """Read a whole array straight into a buffer of its shape, if its chunks are plain values and lie there as in the buffer.
+def read_plain_chunks(reader: Any, chunk_shape: tuple[int, ...], region: Region, out: np.ndarray[Any, Any]) -> bool:
+    """Read a region straight into a buffer of its shape, if its chunks are plain values and lie there as in the buffer.
 
-    False, and the buffer may hold anything, if the array must be read another way. Errors are those of `PlainReader`.
+    False, and the buffer may hold anything, if the region must be read another way. Errors are those of `PlainReader`.
 
-    >>> read_whole_plain(None, (2,), np.empty(4))
+    >>> read_plain_chunks(None, (2,), Region((0,), (4,)), np.empty(4))
     False
     """
-    counts = _counts(out, chunk_shape)
-    lies = _lies_as_chunks(out, chunk_shape, counts)
-    return lies and isinstance(reader, PlainReader) and reader.read_plain([range(n) for n in counts], out)
+    box = chunks_met(region, chunk_shape)
+    return _lies_as_chunks(box, chunk_shape, out) and isinstance(reader, PlainReader) and reader.read_plain(box, out)
 
 
-def _counts(out: np.ndarray[Any, Any], chunk_shape: tuple[int, ...]) -> list[int]:
-    """Chunks of an array of the shape of `out`, along each axis."""
-    return [-(-n // c) for n, c in zip(out.shape, chunk_shape, strict=True)]
-
-
-def _lies_as_chunks(out: np.ndarray[Any, Any], chunk_shape: tuple[int, ...], counts: Sequence[int]) -> bool:
-    """True if all chunks of an array, one after the other, lie as in the buffer `out` of its shape."""
+def _lies_as_chunks(box: Sequence[range], chunk_shape: tuple[int, ...], out: np.ndarray[Any, Any]) -> bool:
+    """True if the chunks of a box, one after the other, lie as in the buffer `out` of a region that meets them."""
+    counts = list(map(len, box))
     return out.size == math.prod(counts) * math.prod(chunk_shape) and all(n == 1 for n in counts[1:])
 
 
-def read_whole(reader: Any, chunk_shape: tuple[int, ...], out: np.ndarray[Any, Any]) -> bool:
-    """Read a whole array of many small chunks with few calls of its `ChunkReader`, into a buffer of its shape.
+def read_chunks(reader: Any, chunk_shape: tuple[int, ...], region: Region, out: np.ndarray[Any, Any]) -> bool:
+    """Read a region of many small chunks with few calls of its `ChunkReader`, into a buffer of its shape.
 
     False, and the buffer may hold anything, if the chunks must be read another way: the reader is no `BatchReader`, or there
     is anything unusual, such as a missing chunk. Errors are those of `BatchReader`.
 
-    >>> read_whole(None, (2,), np.empty(4))
+    >>> read_chunks(None, (2,), Region((0,), (4,)), np.empty(4))
     False
     """
     if not isinstance(reader, BatchReader):
         return False
-    counts = _counts(out, chunk_shape)
-    stored = reader.fetch_many([range(n) for n in counts])
+    box = chunks_met(region, chunk_shape)
+    stored = reader.fetch_many(box)
     if stored is None or has_missing(stored):
         return False
-    if _lies_as_chunks(out, chunk_shape, counts):
+    if _lies_as_chunks(box, chunk_shape, out):
         reader.decode_many(stored, out.reshape(-1, *chunk_shape))
         return True
+    counts, ndim = list(map(len, box)), len(box)
     chunks = np.empty((math.prod(counts), *chunk_shape), out.dtype)
     reader.decode_many(stored, chunks)
-    ndim = len(counts)
     order = [axis for k in range(ndim) for axis in (k, ndim + k)]  # the chunks along an axis, then the elements of a chunk
     padded = (
         chunks.reshape((*counts, *chunk_shape))
         .transpose(order)
         .reshape([n * c for n, c in zip(counts, chunk_shape, strict=True)])
     )
-    np.copyto(out, padded[tuple(map(slice, out.shape))])
+    np.copyto(out, padded[region.slices([axis.start * c for axis, c in zip(box, chunk_shape, strict=True)])])
     return True
 
 

@@ -16,14 +16,25 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from shardload.errors import ConfigError, SourceError, is_unread
 from shardload.formats import registry
 from shardload.formats.access import STRICT, Access
-from shardload.formats.base import ArrayInfo, Format, OpenFile, Source, nbytes_of, read_whole, read_whole_plain, refusal
+from shardload.formats.base import (
+    ArrayInfo,
+    Format,
+    OpenFile,
+    Source,
+    chunks_met,
+    nbytes_of,
+    read_by_chunks,
+    read_chunks,
+    read_plain_chunks,
+    refusal,
+)
 from shardload.formats.diagnosis import (
     as_source_error,
     candidates,
@@ -37,6 +48,7 @@ from shardload.formats.labelling import SMALL_NBYTES, complete
 from shardload.formats.labels import Labels
 from shardload.formats.leftovers import refuse_leftover
 from shardload.formats.untrusted.source import UntrustedSource, find, find_labels, list_all
+from shardload.planning.blocks import count_runs
 from shardload.planning.rates import START_SECONDS, one_reader_seconds
 from shardload.planning.region import Region
 from shardload.planning.tuning import Tuning, default_tuning
@@ -44,7 +56,9 @@ from shardload.system.interruption import let_interruption_pass
 
 __all__ = [
     "Finder",
+    "Found",
     "Labeller",
+    "Look",
     "absolute",
     "file_of",
     "find_array",
@@ -241,10 +255,14 @@ class Labeller:
         What the caller allows.
     small_nbytes : int
         The most bytes of values of a coordinate.
+    file : callable, optional
+        Gives a file by its path, if somebody has it open already.
     """
 
-    def __init__(self, access: Access = STRICT, small_nbytes: int = SMALL_NBYTES) -> None:
-        self._access, self._small_nbytes = access, small_nbytes
+    def __init__(
+        self, access: Access = STRICT, small_nbytes: int = SMALL_NBYTES, file: Callable[[str], OpenFile] | None = None
+    ) -> None:
+        self._access, self._small_nbytes, self._given = access, small_nbytes, file
         self._path, self._file = "", ExitStack()
         self._opened: OpenFile | None = None
 
@@ -254,8 +272,8 @@ class Labeller:
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
-    def label(self, path_or_object: Any, info: ArrayInfo) -> ArrayInfo:
-        """The same `info`, with labels.
+    def label(self, path_or_object: Any, info: ArrayInfo, source: Source | None = None) -> ArrayInfo:
+        """The same `info`, with labels. `source` is the array, if it is open in this process.
 
         Raises
         ------
@@ -271,8 +289,11 @@ class Labeller:
                 source = _format_of_object(path_or_object).open_object(path_or_object, self._access)
             return self._complete(info, source, self._beside(info.path))
         file = self._open(split_path(path)[0])
-        with _naming_what_is_gone(info.path, info.dataset), closing(file.open(info.dataset)) as source:
-            return self._complete(info, source, file.open)
+        with _naming_what_is_gone(info.path, info.dataset):
+            if source is not None:
+                return self._complete(info, source, file.open)
+            with closing(file.open(info.dataset)) as opened:
+                return self._complete(info, opened, file.open)
 
     def _complete(self, info: ArrayInfo, source: Source, open_other: Callable[[str], Source]) -> ArrayInfo:
         try:
@@ -284,6 +305,9 @@ class Labeller:
         return replace(info, labels=labels)
 
     def _open(self, path: str) -> OpenFile:
+        if self._given is not None:
+            with as_source_error(path):
+                return self._given(path)
         if self._opened is None or path != self._path:
             self._file.close()
             file_format = format_of(path)
@@ -486,31 +510,69 @@ def read_small(
         return None
 
 
-def _is_small(info: ArrayInfo, tuning: Tuning) -> bool:
-    """True if the array is small, and so are its chunks."""
-    nbytes, unit = nbytes_of(info), info.shards or info.chunks
+def _is_small(info: ArrayInfo, tuning: Tuning, region: Region | None = None) -> bool:
+    """True if the array, or a region of it, is small, and so are the chunks that are decoded for it."""
+    wanted = Region.whole(info.shape) if region is None else region
+    nbytes, unit = nbytes_of(info, wanted.shape), info.shards or info.chunks
     if not 0 < nbytes <= tuning.small_nbytes or nbytes_of(info, unit or ()) > tuning.small_chunk_nbytes:
         return False
-    if nbytes <= tuning.tiny_nbytes:
+    if nbytes <= tuning.tiny_nbytes and wanted.shape == info.shape:
         return True
-    n_chunks = 0 if info.chunks is None else math.prod(-(-n // c) for n, c in zip(info.shape, info.chunks, strict=True))
-    return one_reader_seconds(nbytes, n_chunks, info.codec) <= START_SECONDS
+    if info.chunks is None:
+        return one_reader_seconds(nbytes, 0, info.codec, count_runs(info.shape, wanted.shape)) <= START_SECONDS
+    n_chunks = math.prod(map(len, chunks_met(wanted, info.chunks)))
+    decoded = nbytes if wanted.shape == info.shape else n_chunks * nbytes_of(info, info.chunks)
+    return one_reader_seconds(decoded, n_chunks, info.codec) <= START_SECONDS
 
 
-def _values_of(source: Source, room: Room = _no_room) -> memoryview | None:
-    """All values of an open array; None if chunks are missing, or the file changes meanwhile. Raises what reading raises."""
+def _values_of(source: Source, region: Region | None = None, room: Room = _no_room) -> memoryview | None:
+    """All values of an open array, or those of a region; None if chunks are missing, or the file changes meanwhile.
+
+    Raises what reading raises.
+    """
     before, info = source.state(), source.info
-    given = room(nbytes_of(info))
-    values = np.empty(info.shape, source.dtype) if given is None else given.view(source.dtype).reshape(info.shape)
     whole = Region.whole(info.shape)
-    has_many = info.chunks is not None and math.prod(info.chunks) * _WORTH_BATCHES <= whole.size
-    # Chunks that are not encoded, and would have to be copied, go through HDF5 as fast: a batch of them needs a second buffer.
-    read = read_whole_plain if info.codec == "none" else read_whole
-    if not (has_many and read(source.chunk_reader(), info.chunks or (), values)):
-        source.read_into(whole, values)
-        if source.missing(whole):
-            return None
-    return None if source.state() != before else values.reshape(-1).view(np.uint8).data
+    wanted = whole if region is None else region
+    given = room(nbytes_of(info, wanted.shape))
+    values = np.empty(wanted.shape, source.dtype) if given is None else given.view(source.dtype).reshape(wanted.shape)
+    if wanted != whole:
+        source.expect(wanted)
+    is_whole = _read(source, wanted, values) and source.state() == before
+    return values.reshape(-1).view(np.uint8).data if is_whole else None
+
+
+def _read(source: Source, region: Region, out: np.ndarray[Any, Any]) -> bool:
+    """Read a region in the way that is fastest for few bytes. False if chunks of it are missing."""
+    info = source.info
+    if info.chunks is not None:
+        if math.prod(map(len, chunks_met(region, info.chunks))) >= _WORTH_BATCHES:
+            # Chunks that are not encoded, and would have to be copied, go through HDF5 as fast: a batch needs a second buffer.
+            read = read_plain_chunks if info.codec == "none" else read_chunks
+            if read(source.chunk_reader(), info.chunks, region, out):
+                return True
+        # Of a part: before HDF5 decodes any chunk, it is asked about all chunks of the array.
+        reader = None if region.shape == info.shape else source.chunk_reader()
+        if reader is not None:
+            return not read_by_chunks(reader, info.chunks, region, out)
+    source.read_into(region, out)
+    return not source.missing(region)
+
+
+class Found(NamedTuple):
+    """An array that was found, and values of it if these are small: all, or those of `region`, in C order."""
+
+    info: ArrayInfo
+    values: bytes | memoryview | None = None
+    region: Region | None = None
+
+
+# What is to be loaded of an array that was found, given its open source if there is one: its metadata, perhaps with labels, and
+# the region (None: nothing is known, so no values are read).
+Look = Callable[[ArrayInfo, Source | None], tuple[ArrayInfo, Region | None]]
+
+
+def _look_at_all(info: ArrayInfo, _: Source | None) -> tuple[ArrayInfo, Region | None]:
+    return info, Region.whole(info.shape)
 
 
 class Finder:
@@ -564,55 +626,52 @@ class Finder:
         """Of each file that was opened: its place, and its state then and now."""
         for place, before in self._states.items():
             with as_source_error(place):
-                yield place, before, self._file(place).state()
+                yield place, before, self.file(place).state()
 
-    def find(
-        self, path_or_object: Any, dataset: str | None, needs_numbers: bool = False
-    ) -> tuple[ArrayInfo, bytes | memoryview | None]:
-        """The array's metadata, as from `find_array`, and its values, as from `read_small`."""
+    def find(self, path_or_object: Any, dataset: str | None, needs_numbers: bool = False, look: Look = _look_at_all) -> Found:
+        """The array's metadata, as from `find_array`, and its values if what `look` wants of it is small."""
         path = _as_path(path_or_object)
         if path is not None and dataset is None:
             path, dataset = split_path(path)
         if path is None or self._access.untrusted is not None:
             if self._tuning is None or path is None:
-                return find_array(path_or_object if path is None else path, dataset, self._access, needs_numbers), None
+                info = find_array(path_or_object if path is None else path, dataset, self._access, needs_numbers)
+                return Found(look(info, None)[0])
             info, values = find_untrusted(path, dataset, self._access, values=True, needs_numbers=needs_numbers)
-            return info, values if values is not None and self._takes(len(values)) else None
+            return Found(look(info, None)[0], values if values is not None and self._takes(len(values)) else None)
         if dataset is None:
-            found = self._find_only(path)
+            found = self._find_only(path, look)
             if found is not None:
                 return found
             info = find_array(path_or_object, None, self._access, needs_numbers)
-            return info, self._small(path, info)
+            return self._looked_at(path, info, look)
         name = _full_name(dataset)
         try:
             with as_source_error(path, name):
-                source = self._file(path).open(name)
+                source = self.file(path).open(name)
         except KeyError:
             raise no_such_array(path, name, *_sketch(format_of(path), path, self._access, name)) from None
         try:
-            return _loadable(source.info, needs_numbers), self._values(source)
+            return self._found(_loadable(source.info, needs_numbers), source, look)
         finally:
             source.close()
 
-    def _find_only(self, path: str) -> tuple[ArrayInfo, bytes | memoryview | None] | None:
+    def _find_only(self, path: str, look: Look) -> Found | None:
         """What `find` returns, if the file has one array and it can be loaded: then it is opened once."""
         try:
-            name = self._file(path).only_name()
-            source = None if name is None else self._file(path).open(name)
+            name = self.file(path).only_name()
+            source = None if name is None else self.file(path).open(name)
         except Exception as error:  # `find_array` says what is wrong
             let_interruption_pass(error)
             return None
         if source is None:
             return None
         try:
-            return (source.info, self._values(source)) if candidates([source.info]) else None
+            return self._found(source.info, source, look) if candidates([source.info]) else None
         finally:
             source.close()
 
-    def find_below(
-        self, path_or_object: Any, group: str, with_dimensions: bool = False
-    ) -> tuple[list[tuple[ArrayInfo, memoryview | None]], list[ArrayInfo]]:
+    def find_below(self, path_or_object: Any, group: str, with_dimensions: bool = False) -> tuple[list[Found], list[ArrayInfo]]:
         """All arrays below a group (empty: the root) that can be loaded, and those that hold no numbers. In the file's order.
 
         Links are not followed. A netCDF dimension without a variable holds no numbers, unless `with_dimensions`.
@@ -644,28 +703,39 @@ class Finder:
         found = [_loadable(info) for info in below if info.refused is None or _holds_numbers(info)]
         if not found:
             raise no_arrays_below(path, group, infos)
-        return [(info, self._small(path, info)) for info in found], left_out
+        return [self._looked_at(path, info, _look_at_all) for info in found], left_out
 
-    def _small(self, path: str, info: ArrayInfo) -> memoryview | None:
-        if self._tuning is None or self._access.untrusted is not None or not _is_small(info, self._tuning):
-            return None
+    def _looked_at(self, path: str, info: ArrayInfo, look: Look) -> Found:
+        """An array that was found without being opened here. If values of it may be small, it is opened."""
+        is_large = look is _look_at_all and self._tuning is not None and not _is_small(info, self._tuning)
+        if self._tuning is None or self._access.untrusted is not None or is_large:
+            return Found(look(info, None)[0])
         try:
-            source = self._file(path).open(info.dataset)
+            source = self.file(path).open(info.dataset)
         except Exception as error:  # the normal load reports it
             let_interruption_pass(error)
-            return None
+            return Found(look(info, None)[0])
         try:
             # Opened once more, so it may be another one. Compared as text, because a NaN is not equal to itself.
-            return self._values(source) if source.info.to_json() == info.to_json() else None
+            is_same = source.info.to_json() == info.to_json()
+            return self._found(info, source, look) if is_same else Found(look(info, None)[0])
         finally:
             source.close()
 
-    def _values(self, source: Source) -> memoryview | None:
-        nbytes = nbytes_of(source.info)
-        if self._tuning is None or not _is_small(source.info, self._tuning) or not self._takes(nbytes):
+    def _found(self, info: ArrayInfo, source: Source, look: Look) -> Found:
+        info, region = look(info, source)
+        if region is None:
+            return Found(info)
+        region = None if region.shape == info.shape else region
+        return Found(info, self._values(source, region), region)
+
+    def _values(self, source: Source, region: Region | None) -> memoryview | None:
+        if self._tuning is None or not _is_small(source.info, self._tuning, region):
+            return None
+        if not self._takes(nbytes_of(source.info, None if region is None else region.shape)):
             return None
         try:
-            return _values_of(source, self._room)
+            return _values_of(source, region, self._room)
         except Exception as error:
             let_interruption_pass(error)
             return None
@@ -676,7 +746,17 @@ class Finder:
         self._left_nbytes -= nbytes * takes
         return takes
 
-    def _file(self, path: str) -> OpenFile:
+    def nbytes_stored(self, path_or_object: Any, info: ArrayInfo, source: Source | None) -> int | None:
+        """Bytes on disk of an array that was found (`source`, if it is open here); None if they are not known."""
+        path = _as_path(path_or_object)
+        if source is not None or path is None or self._access.untrusted is not None:
+            return info.nbytes_stored if source is None else source.nbytes_stored()
+        path = split_path(path)[0]
+        with _naming_what_is_gone(path, info.dataset), closing(self.file(path).open(info.dataset)) as opened:
+            return opened.nbytes_stored()
+
+    def file(self, path: str) -> OpenFile:
+        """A file that is opened here once."""
         if path not in self._places:
             self._places[path] = _place_of(path)
         key = self._places[path]

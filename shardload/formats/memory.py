@@ -28,6 +28,8 @@ class MemorySource(Source):
         Metadata of the file that it was read from, for messages.
     read_in : tuple of int, optional
         The state of that file (`OpenFile.state`) before it was read.
+    origin : tuple of int, optional
+        Where `array` begins, if it is a part of the array of `info`; only regions inside of it can be read then.
 
     Raises
     ------
@@ -44,9 +46,13 @@ class MemorySource(Source):
     """
 
     def __init__(
-        self, array: np.ndarray[Any, Any], info: ArrayInfo | None = None, read_in: tuple[int, ...] | None = None
+        self,
+        array: np.ndarray[Any, Any],
+        info: ArrayInfo | None = None,
+        read_in: tuple[int, ...] | None = None,
+        origin: tuple[int, ...] | None = None,
     ) -> None:
-        self.read_in = read_in
+        self.read_in, self._origin = read_in, origin
         refused = refusal(array.dtype)
         if refused is not None:
             raise SourceError(
@@ -89,21 +95,28 @@ class MemorySource(Source):
     def read_into(self, region: Region, out: np.ndarray[Any, Any]) -> None:
         """Copy the values of `region` into `out`, swapping bytes where the array's are not native."""
         check_request(self._info, self._dtype, region, out)
-        out[...] = self._array[region.slices()]
+        out[...] = self._array[self._inside(region)]
 
     def plain(self, region: Region) -> np.ndarray[Any, Any]:
         """The values as NumPy's indexing gives them."""
-        return np.asarray(self._array[region.slices()])
+        return np.asarray(self._array[self._inside(region)])
 
     def view(self, region: Region) -> np.ndarray[Any, Any] | None:
         """The values of `region` without a copy, with the array's own strides. None if they cannot be sent as they are: the
         byte order is not native, or booleans have bytes other than 0 and 1.
         """
-        if not Region.whole(self._info.shape).contains(region):
-            raise ValueError(f"region {region} reaches outside {self._info}, which has shape {self._info.shape}")
         # Ending the index in `...` keeps a 0-d array an array: `array[()]` would be a scalar, hence a copy.
-        index: Any = (*region.slices(), ...)
+        index: Any = (*self._inside(region), ...)
         return self._array[index] if self._array.dtype.isnative and not self._has_odd_bools else None
+
+    def _inside(self, region: Region) -> tuple[slice, ...]:
+        """The index of a region. ValueError if this object does not have it: NumPy would give less without a word."""
+        start = (0,) * region.ndim if self._origin is None else self._origin
+        if not Region(start, tuple(a + n for a, n in zip(start, self._array.shape, strict=True))).contains(region):
+            raise ValueError(
+                f"region {region} is not among what is in memory of {self._info}, shape {self._array.shape} at {start}"
+            )
+        return region.slices(start)
 
     @functools.cached_property
     def _has_odd_bools(self) -> bool:

@@ -72,6 +72,18 @@ class SourceLayout:
         chunks = Grid(selection.shape, cell, phase)
         return cls(selection, chunks, chunk_shape, file_dtype, dtype, codec, is_decoded, excerpt_nbytes)
 
+    @staticmethod
+    def pattern(selection: Selection, chunk_shape: tuple[int, ...] | None) -> tuple[Any, ...]:
+        """What is equal for selections that are cut by the chunks in the same way, wherever they are: planning takes long.
+
+        >>> from shardload.planning.selection import select_axes
+        >>> [SourceLayout.pattern(select_axes(index, (8, 16)), (4, 4)) for index in (0, 5, (7, slice(4, 16)))]
+        [((16,), (1,), (0,)), ((16,), (1,), (0,)), ((12,), (1,), (0,))]
+        """
+        kept = selection.kept
+        phase = () if chunk_shape is None else tuple(o % chunk_shape[k] for k, o in zip(kept, selection.offset, strict=True))
+        return selection.shape, kept, phase
+
     @property
     def has_chunks(self) -> bool:
         """True if the file has chunks, so that `chunks` are not stand-ins."""

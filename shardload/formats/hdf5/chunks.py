@@ -133,7 +133,7 @@ class _List:
         self._usual: tuple[np.ndarray[Any, Any], ...] = ()
 
     def settle(self, most_nbytes: int, unlikely_nbytes: int | None) -> None:
-        """Ask once, for batches, what would have to be asked for each: is every chunk there, was it filtered, may it be so long?
+        """Ask once, for batches, what would have to be asked for each: is each chunk there, was it filtered, may it be so long?
 
         None may have `unlikely_nbytes`.
         """
@@ -427,7 +427,7 @@ class Hdf5Chunks:
         return out.reshape(-1).view(np.uint8)
 
     def _places(self, box: Sequence[range]) -> _List | None:
-        """Where the chunks of a box are, and others; None while listing them would cost too much for what was asked for so far."""
+        """Where the chunks of a box are, and others; None while listing them would cost too much for what was asked for."""
         listed = self._listed
         if listed is None and (self._may_list or self._may_have_index):
             listed = self._list(math.prod(map(len, box)))

@@ -242,7 +242,7 @@ def find(request: CopyRequest) -> tuple[list[Found], dict[str, Any], list[str]]:
             if name == "*" or name.endswith("/*"):
                 group = "" if name == "*" else "/" + name[:-2].strip("/")
                 below, left_out = finder.find_below(path, group, with_dimensions=True)
-                infos |= {info.dataset: info for info, _ in below}
+                infos |= {one.info.dataset: one.info for one in below}
                 notes += [f"{one} was left out: it holds {one.refused}" for one in left_out]
             else:
                 info = find_array(path, name, request.access)

@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -21,9 +20,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardload.errors import ConfigError
-from shardload.formats.base import ArrayInfo
+from shardload.formats.base import ArrayInfo, Source
 from shardload.formats.labelling import SMALL_NBYTES
-from shardload.formats.lookup import Finder, Labeller
+from shardload.formats.lookup import Finder, Found, Labeller
 from shardload.formats.memory import MemorySource
 from shardload.jobs.consistency import State, check_unchanged
 from shardload.jobs.loading.array_load import ArrayLoad
@@ -61,7 +60,6 @@ from shardload.system.interruption import let_interruption_pass
 from shardload.transfer.messages import sendable
 
 _SEARCHED_NBYTES = 1 << 24  # of a coordinate in which a selection is searched
-Label = Callable[[Any, ArrayInfo], ArrayInfo]
 
 __all__ = ["Arguments", "ToScatter", "ToVerify", "describe_path"]
 
@@ -124,47 +122,52 @@ class Arguments:
 
         With names of axes and coordinates if a selection may name them.
         """
-        selections = [call.options.select for call in calls]
-        if any(map(is_by_name, [*selections, self._select])):
-            room = _SEARCHED_NBYTES if any(map(needs_coordinates, selections)) else SMALL_NBYTES
-            with Labeller(calls[0].options.access, room) as labeller:
-                return self._find_all(calls, values, labeller.label)
-        return self._find_all(calls, values, _as_it_is)
+        options, tuning = calls[0].options, calls[0].tuning
+        if calls[0].is_alone:  # there is no other rank that would have to open the file
+            tuning = replace(tuning, small_nbytes=min(tuning.small_nbytes, tuning.tiny_nbytes))
+        most_nbytes = options.staging_nbytes // _SHARE_OF_STAGING
+        is_many = not self.tree.is_single
+        is_read, group = values and options.readers == AUTO, calls[0].group
+        more = {} if is_many or group is None else {"room": group.room}  # for one array: that of the last part of the message
+        with Finder(options.access, tuning if is_read else None, most_nbytes, is_many, **more) as finder:
+            return self._find_all(calls, finder)
 
     @property
     def _select(self) -> Any:
         """The option as the caller passed it."""
         return None if self._given is None else self._given[2].get("select")
 
-    def _find_all(self, calls: list[Call], values: bool, label: Label) -> list[bytes | memoryview]:
-        options, tuning = calls[0].options, calls[0].tuning
-        if calls[0].is_alone:  # there is no other rank that would have to open the file
-            tuning = replace(tuning, small_nbytes=min(tuning.small_nbytes, tuning.tiny_nbytes))
-        found: list[Any] = []
-        sent = _Values()
-        most_nbytes = options.staging_nbytes // _SHARE_OF_STAGING
-        is_many = not self.tree.is_single
-        is_read, group = values and options.readers == AUTO, calls[0].group
-        more = {} if is_many or group is None else {"room": group.room}  # for one array: that of the last part of the message
-        with Finder(options.access, tuning if is_read else None, most_nbytes, is_many, **more) as finder:
+    def _find_all(self, calls: list[Call], finder: Finder) -> list[bytes | memoryview]:
+        options, found, sent = calls[0].options, list[Any](), _Values()
+        selections = [call.options.select for call in calls]
+        is_labelled = any(map(is_by_name, [*selections, self._select]))
+        room = _SEARCHED_NBYTES if any(map(needs_coordinates, selections)) else SMALL_NBYTES
+        machine = self._told_machine(options)
+        with Labeller(options.access, room, finder.file) as labeller:
+
+            def complete(path: Any, info: ArrayInfo, source: Source | None = None) -> ArrayInfo:
+                if machine is not None and info.nbytes_stored is None:  # how much is read from disk
+                    info = replace(info, nbytes_stored=finder.nbytes_stored(path, info, source))
+                return labeller.label(path, info, source) if is_labelled else info
+
             for place, target, call in zip(self.tree.places, self.targets, calls, strict=True):
+                state = partial(finder.state_of, place.path)
                 with naming_errors(target.where):
                     if not place.is_pattern:
-                        info, of_array = finder.find(place.path, place.dataset, bool(call.options.decode))
-                        found.append(sent.add(label(place.path, info), of_array, partial(finder.state_of, place.path)))
+                        look = partial(_look, partial(complete, place.path), call.options.select)
+                        one = finder.find(place.path, place.dataset, bool(call.options.decode), look)
+                        found.append(sent.add(one, state))
                         continue
-                    infos, left_out = finder.find_below(place.path, place.group)
+                    below, left_out = finder.find_below(place.path, place.group)
                 found.append(
                     {
-                        "all": [
-                            sent.add(label(place.path, info), one, partial(finder.state_of, place.path)) for info, one in infos
-                        ],
+                        "all": [sent.add(one._replace(info=complete(place.path, one.info)), state) for one in below],
                         "left_out": [info.to_dict() for info in left_out],
                     }
                 )
             for path, before, now in finder.states():  # else the small arrays could be of different versions of the file
                 check_unchanged(f"'{path}'", before, now, path, "")
-        return sent.join(found, self._told_machine(options))
+        return sent.join(found, machine)
 
     @staticmethod
     def _told_machine(options: Options) -> Any:
@@ -315,18 +318,21 @@ class _Values:
         self._n = 0
         self._stated: set[str] = set()
 
-    def add(self, info: ArrayInfo, values: bytes | memoryview | None, state: Callable[[], State]) -> list[Any]:
+    def add(self, found: Found, state: Callable[[], State]) -> list[Any]:
         """What the text says of an array: its metadata, and where its values begin (None: they are not sent).
 
-        With the first values of each file, also the state of the file in which they were read.
+        With the first values of each file, also the state of the file in which they were read; and the region of which they
+        are, if that is not all of the array.
         """
+        info, values, region = found
         if values is None:
-            return [info.to_dict(), None, None]
+            return [info.to_dict(), None, None, None]
         start, self._n = self._n, self._n + len(values)
         self._parts.append(values)
         is_first = info.path not in self._stated
         self._stated.add(info.path)
-        return [info.to_dict(), start, state() if is_first else None]
+        part = None if region is None else [region.start, region.stop]
+        return [info.to_dict(), start, state() if is_first else None, part]
 
     def join(self, found: list[Any], figures: Any) -> list[bytes | memoryview]:
         """The message, in parts. `figures` are those of the machine."""
@@ -356,19 +362,26 @@ def _selected(info: ArrayInfo, select: Any) -> Selection | None:
         return None
 
 
-def _as_it_is(path: Any, info: ArrayInfo) -> ArrayInfo:
-    return info
+def _look(
+    complete: Callable[[ArrayInfo, Source | None], ArrayInfo], select: Any, info: ArrayInfo, source: Source | None
+) -> tuple[ArrayInfo, Region | None]:
+    """What `find` wants of an array: its metadata, and the region of a selection; None if it means nothing (`make` says so)."""
+    info = complete(info, source)
+    selection = _selected(info, select)
+    return info, None if selection is None else selection.region
 
 
 def _plan_found(
     call: Call, path: Any, found: list[Any], values: memoryview, where: str = "", planned: Planned | None = None
 ) -> ArrayLoad:
-    told, start, state = found
+    told, start, state, part = found
     info = ArrayInfo.from_dict(told)
     if start is None:
         return plan_file(call, info, path, None, where, planned)
-    array = np.frombuffer(values, dtype=info.dtype, count=math.prod(info.shape), offset=start).reshape(info.shape)
-    return plan_file(call, info, MemorySource(array, info, None if state is None else tuple(state)), path, where, planned)
+    region = Region.whole(info.shape) if part is None else Region(*map(tuple, part))
+    array = np.frombuffer(values, dtype=info.dtype, count=region.size, offset=start).reshape(region.shape)
+    source = MemorySource(array, info, None if state is None else tuple(state), region.start)
+    return plan_file(call, info, source, path, where, planned)
 
 
 class ToVerify(Arguments):

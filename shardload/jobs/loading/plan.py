@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -29,6 +29,7 @@ from shardload.planning.hops import MESSAGES, least_bundle_nbytes
 from shardload.planning.machine import WORKSTATION, Machine
 from shardload.planning.region import Region
 from shardload.planning.schedule import Schedule
+from shardload.planning.selection import Selection
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.staging import BundleStaging, Staging, plan_bundles, plan_staging
 from shardload.planning.traffic import count_held
@@ -109,6 +110,14 @@ class Layout:
     _staging: dict[int, Staging] = field(default_factory=dict, init=False)
     _shares: dict[int, Share] = field(default_factory=dict, init=False)
     _cuts: dict[int, Cut | None] = field(default_factory=dict, init=False)
+
+    def at(self, selection: Selection) -> Layout:
+        """The same for another part of the file's array that is cut in the same way (`SourceLayout.pattern`)."""
+        if selection == self.source.selection:
+            return self
+        moved = replace(self, source=replace(self.source, selection=selection))
+        vars(moved).update(_staging=self._staging, _shares=self._shares)  # which say nothing of where the part is
+        return moved
 
     def staging(self, cap_nbytes: int) -> Staging:
         """How the memory under a cap is used if this array is loaded alone."""
@@ -217,6 +226,11 @@ class Plan:
     _executor: Executor | None = field(default=None, kw_only=True)
     # The report of the last execution, or nothing. Only this changes in a plan, and each copy has its own.
     _reports: list[LoadReport] = field(default_factory=list, init=False)
+
+    def at(self, selection: Selection) -> Plan:
+        """The plan for another part of the file's array that is cut in the same way (`SourceLayout.pattern`)."""
+        layout = self._layout.at(selection)
+        return self if layout is self._layout else replace(self, _layout=layout)
 
     @property
     def report(self) -> LoadReport | None:

@@ -34,7 +34,7 @@ from shardload.planning.limits import OnDisk
 from shardload.planning.machine import WORKSTATION, Machine
 from shardload.planning.readers import numbers_of_readers, pick_readers, readers_text, share_out
 from shardload.planning.schedule import Grid, Schedule, Shards
-from shardload.planning.selection import select_axes
+from shardload.planning.selection import Selection, select_axes
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.staging import ample_staging, least_staging, least_together
 from shardload.planning.strategies import DIRECT, MODES, PARALLEL, ROOT, Alone, Parallel, Root, plan_schedules
@@ -42,7 +42,7 @@ from shardload.planning.tuning import Tuning
 from shardload.units import format_nbytes
 from shardload.values.decoding import VALID, Decoding, decoding_of
 
-__all__ = ["Ask", "Ranks", "plan_array", "plan_scatter", "read_in_turn", "staging_together"]
+__all__ = ["Ask", "Ranks", "plan_array", "plan_scatter", "read_in_turn", "selection_for", "staging_together"]
 
 # Memory of one reading rank, in blocks: three staging buffers, two buffers of packed parts, and about as much again in the
 # threads that decode.
@@ -140,10 +140,18 @@ class Ask:
         return min(cap, self.options.staging_nbytes // _BLOCKS_HELD)
 
 
-def plan_array(ask: Ask, info: ArrayInfo) -> Plan:
+def selection_for(options: Options, info: ArrayInfo) -> Selection:
+    """The elements of an array that are loaded. ConfigError if the array has no such elements."""
+    try:
+        return select_axes(options.select, info.shape, info.dims)
+    except (ValueError, IndexError) as error:
+        raise ConfigError(f"{error} ({info} has shape {info.shape})") from None
+
+
+def plan_array(ask: Ask, info: ArrayInfo, selection: Selection) -> Plan:
     """Plan the load of an array in a file from its metadata."""
     decoding = decoding_for(ask.options, info)
-    source = _source_layout(ask.options, info, decoding)
+    source = _source_layout(ask.options, info, selection, decoding)
     name = f"{info}, decoded," if decoding is not None and source.dtype == decoding.dtype else str(info)
     shards = _lay_out(ask, source.selection.shape, source.dtype, name)
     staging = _staging_for(ask, info, source)
@@ -306,12 +314,8 @@ def decoding_for(options: Options, info: ArrayInfo) -> Decoding | None:
     return decoding_of(np.dtype(info.dtype), info.packing, str(info), with_valid=options.decode == VALID)
 
 
-def _source_layout(options: Options, info: ArrayInfo, decoding: Decoding | None) -> SourceLayout:
+def _source_layout(options: Options, info: ArrayInfo, selection: Selection, decoding: Decoding | None) -> SourceLayout:
     """How the selected array lies in its file."""
-    try:
-        selection = select_axes(options.select, info.shape, info.dims)
-    except (ValueError, IndexError) as error:
-        raise ConfigError(f"{error} ({info} has shape {info.shape})") from None
     found = np.dtype(info.dtype)
     dtype = _target_dtype(options.dtype, info, found if decoding is None else decoding.dtype)
     is_decoded = decoding is not None

@@ -39,12 +39,13 @@ from shardload.jobs.loading.array_load import ArrayLoad
 from shardload.jobs.loading.describe import describe_job
 from shardload.jobs.loading.execution import Execution, ExecutionOfMany, Job, Loaded
 from shardload.jobs.loading.plan import Plan
-from shardload.jobs.loading.planner import Ask, Ranks, plan_array, plan_scatter
+from shardload.jobs.loading.planner import Ask, Ranks, plan_array, plan_scatter, selection_for
 from shardload.jobs.loading.tree_plan import TreePlan
 from shardload.jobs.loading.trees import ArrayTree, Place, in_array, is_one, is_one_spec, keys_text, text_of, where_text
 from shardload.options import OPTIONS, OWN, TIMEOUT, Options, key_of
 from shardload.planning.machine import WORKSTATION, Machine
 from shardload.planning.selection import Between, Near, is_by_name, name_axes
+from shardload.planning.source_layout import SourceLayout
 from shardload.planning.strategies import DIRECT
 from shardload.planning.tuning import Tuning, default_tuning
 from shardload.system.garbage import collections_wait
@@ -241,14 +242,18 @@ class Known:
         The arguments, without a group.
     texts : Texts
         What every rank must pass alike.
-    held : tuple
+    plans : tuple
+        What is equal for calls that plan alike: all but what is selected, and the name of the array.
+    held : object
         What has its id in the key.
     """
 
-    __slots__ = ("call", "held", "texts")
+    __slots__ = ("call", "held", "plans", "texts")
 
-    def __init__(self, call: Call, texts: Texts, held: tuple[Any, ...]) -> None:
-        self.call, self.texts, self.held = replace(call, known=self), texts, held
+    def __init__(self, call: Call, texts: Texts, target: Target) -> None:
+        options = key_of({**target.options, "select": None, "dataset": None}) or ()
+        self.plans = (call.tuning, call.sharding, repr(call.sharding.spec), *options)
+        self.call, self.texts, self.held = replace(call, known=self), texts, target.mesh
 
     @staticmethod
     def key(kind: str, target: Target) -> tuple[Any, ...] | None:
@@ -468,7 +473,7 @@ class Request:
                     calls[0].options.check_shared(options)
                 if key is not None:
                     texts = Texts(targets[0].describe_rest(calls[0], memo))
-                    known = _keep(key, Known(calls[0], texts, (targets[0].mesh,)))
+                    known = _keep(key, Known(calls[0], texts, targets[0]))
             if known is not None:
                 calls = [known.call]
             asked = _invocation(kind, targets, calls, memo)
@@ -770,31 +775,33 @@ def _plan_kind(call: Call, info: ArrayInfo, is_sent: bool, kind: tuple[Any, ...]
     """A plan for arrays of a kind, and the options with its staging cap; `is_sent` if every rank has the values."""
     if is_by_name(call.options.select):
         call = call.but(options=_with_positions(call.options, info))
-    group = call.group
+    group, selection = call.group, selection_for(call.options, info)
     if group is None:
-        alone = plan_array(call.ask(), info)
+        alone = plan_array(call.ask(), info, selection)
         return alone, _with_staging(call.options, alone)
-    # A series of files of the same kind is planned once: planning takes a good part of the time of a small load.
+    # A series of files of the same kind, or of parts of an array, is planned once: planning takes long for a small load.
     kept = _recent.get(group)
     if kept is None:
         kept = _recent[group] = OrderedDict()
-    asked = (call.known,) if call.known is not None else _key_of_call(call)
-    key = (*asked, is_sent, *kind, jax.config.read("jax_enable_x64"))
+    asked = _key_of_call(call) if call.known is None else call.known.plans
+    pattern = SourceLayout.pattern(selection, info.chunks)
+    key = (*asked, *pattern, is_sent, *kind, jax.config.read("jax_enable_x64"))
     made = kept.get(key)
     if made is not None:
         kept.move_to_end(key)
     else:
         if is_sent:  # none needs to send any
             call = call.but(options=replace(call.options, readers=DIRECT))
-        made = kept[key] = plan_array(call.ask(), info)
+        made = kept[key] = plan_array(call.ask(), info, selection)
         while len(kept) > _RECENT:
             kept.popitem(last=False)
+    made = made.at(selection)
     return made, _with_staging(call.options, made)
 
 
 def _key_of_call(call: Call) -> tuple[Any, ...]:
-    """What is equal for calls that plan alike. The name of the array changes nothing."""
-    how = call.options.describe() | {"dataset": ""}
+    """What is equal for calls that plan alike. The name of the array changes nothing; what is selected is asked apart."""
+    how = call.options.describe() | {"dataset": "", "select": ""}
     return (call.sharding, call.tuning, call.machine, *how.items())
 
 

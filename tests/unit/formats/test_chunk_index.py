@@ -92,9 +92,7 @@ def test_chunks_of_a_box(tmp_path: Path, shape: tuple[int, ...], chunk: tuple[in
     boxes = [[range(a, int(rng.integers(a, n)) + 1) for a, n in zip(one, grid, strict=True)] for one in firsts]
     boxes += [[range(n) for n in grid], [range(n - 1, n) for n in grid], [range(1) for _ in grid]]
     for box in boxes:
-        inside = {
-            at: one for at, one in said.items() if all(k // c in axis for k, c, axis in zip(at, chunk, box, strict=True))
-        }
+        inside = {at: one for at, one in said.items() if all(k // c in axis for k, c, axis in zip(at, chunk, box, strict=True))}
         assert listed(path, box=box) == inside, box
     n_read = 0
 

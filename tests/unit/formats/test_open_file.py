@@ -147,6 +147,6 @@ def test_a_name_in_the_path_of_an_untrusted_file(tuning: Tuning | None, tmp_path
     """Wrong if the name were taken for a part of the file's name."""
     path = write_hdf5(tmp_path / "a.h5", ARRAYS)
     with Finder(Access(untrusted=Limits(1 << 26)), tuning) as finder:
-        info, values = finder.find(f"{path}:/group/b", None)
+        info, values, _ = finder.find(f"{path}:/group/b", None)
     assert info.dataset == "/group/b"
     assert values is None if tuning is None else bytes(values or b"") == ARRAYS["group/b"].tobytes()

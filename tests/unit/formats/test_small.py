@@ -106,7 +106,7 @@ def test_without_a_name(tmp_path: Path, write: Callable[[Any], None], error: Any
         write(file)
     with Finder(lookup.STRICT, Tuning()) as finder:
         if error is None:
-            info, values = finder.find(str(tmp_path / "one.h5"), None)
+            info, values, _ = finder.find(str(tmp_path / "one.h5"), None)
             assert info.dataset == said and values is not None and bytes(values) == TINY.astype("=i2").tobytes()
             return
         with pytest.raises(error, match=said):
