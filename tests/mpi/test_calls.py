@@ -170,6 +170,28 @@ def test_messages_of_small_loads(shared_tmp_path: Path, comm: Any, monkeypatch: 
 
 
 @pytest.mark.usefixtures("as_it_is")
+def test_messages_of_a_series_of_parts(shared_tmp_path: Path, comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if each time step cost the ranks more than one broadcast and one sum, because the whole array is large."""
+    values, comm = ramp((600, 2 * unit(), 3 * unit())), comm.Dup()
+
+    def write_steps() -> str:
+        with h5py.File(shared_tmp_path / "x.h5", "w") as file:
+            file.create_dataset("x", data=values, chunks=(1, *values.shape[1:]), compression="gzip")
+        return str(shared_tmp_path / "x.h5")
+
+    path, mesh, group = on_root(comm, write_steps), mesh_of(), group_of(comm, None)
+    shardload.load(path, mesh, P(), dataset="x", select=(0,), comm=comm)  # the ranks of a group get to know each other
+    for k in (3, 500):
+        counted = Counted(group._collectives)
+        with monkeypatch.context() as patch:
+            patch.setattr(group, "_collectives", counted)
+            x = shardload.load(path, mesh, P("a", "b"), dataset="x", select=(k,), comm=comm)
+        check(x, values[k], mesh, P("a", "b"), k)
+        assert dict(counted.names) == ({"broadcast": 1, "reduce": 1} if comm.size > 1 else {})
+    comm.Free()
+
+
+@pytest.mark.usefixtures("as_it_is")
 def test_one_rank_that_cannot_make_a_small_array(files: dict[str, str], comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if the other ranks had gone on with their arrays: they had all they needed."""
     module = importlib.import_module("shardload.jobs.loading.array_load")

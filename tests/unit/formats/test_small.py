@@ -14,9 +14,11 @@ import zarr
 
 from shardload import ConfigError, SourceError
 from shardload.formats import lookup
+from shardload.formats.hdf5 import chunks as chunks_module
 from shardload.formats.hdf5 import source as hdf5
 from shardload.formats.hdf5.chunks import Hdf5Chunks
 from shardload.formats.lookup import Finder
+from shardload.planning.region import Region
 from shardload.planning.tuning import Tuning
 
 TINY = np.arange(24, dtype=">i2").reshape(4, 6)
@@ -118,10 +120,10 @@ def test_an_archive_that_was_not_read(tmp_path: Path) -> None:
     with zarr.storage.ZipStore(tmp_path / "a.zarr.zip", mode="w") as store:
         zarr.create_array(store, name="x", data=TINY.astype("i2"))
     with Finder(lookup.STRICT, Tuning()) as finder:
-        assert finder._file(str(tmp_path / "a.zarr.zip")).only_name() is None
+        assert finder.file(str(tmp_path / "a.zarr.zip")).only_name() is None
         assert finder.find(str(tmp_path / "a.zarr.zip"), None)[0].shape == TINY.shape
     with Finder(lookup.STRICT, Tuning()) as finder:
-        finder._file(str(tmp_path / "a.zarr.zip"))
+        finder.file(str(tmp_path / "a.zarr.zip"))
 
 
 # --- chunks that are stored as plain values
@@ -224,3 +226,86 @@ def test_plain_chunks_that_were_cut_off(tmp_path: Path) -> None:
     assert ends > size - 100, "the last chunk is at the end of the file"
     assert isinstance(reader, Hdf5Chunks) and not reader.read_plain([range(40), range(1), range(1)], out)
     source.close()
+
+
+BLOCK = np.arange(36 * 10 * 14, dtype="float32").reshape(36, 10, 14)
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "contiguous": {},
+    "gzip": {"chunks": (1, 10, 14), "compression": "gzip", "shuffle": True},
+    "gzip cubes": {"chunks": (5, 4, 4), "compression": "gzip"},
+    "plain": {"chunks": (1, 5, 7)},
+    "checksum": {"chunks": (7, 3, 14), "fletcher32": True},
+    "big-endian": {"chunks": (4, 10, 3), "dtype": ">f4"},
+}
+PARTS = [
+    (0, 0, 0, 1, 10, 14),
+    (35, 0, 0, 36, 10, 14),
+    (3, 0, 0, 11, 10, 14),
+    (6, 2, 5, 7, 3, 6),
+    (4, 1, 3, 29, 9, 13),
+    (0, 9, 0, 36, 10, 1),
+]
+
+
+def part_of(path: str, name: str, region: Region, **more: Any) -> lookup.Found:
+    with Finder(lookup.STRICT, Tuning(**more)) as finder:
+        return finder.find(path, name, look=lambda info, _: (info, region))
+
+
+@pytest.mark.parametrize("kind", [*LAYOUTS, "zarr", "zarr v2", "zarr shards"])
+def test_values_of_a_part(tmp_path: Path, kind: str) -> None:
+    """Wrong if a part came from elsewhere in the array, or chunks that it meets in part were not cut; h5py and Zarr say it."""
+    path = str(tmp_path / "x.h5")
+    if kind in LAYOUTS:
+        with h5py.File(path, "w") as file:
+            file.create_dataset("x", data=BLOCK, **LAYOUTS[kind])
+        opened: Any = h5py.File(path)["x"]
+    else:
+        path = str(tmp_path / "x.zarr")
+        how: dict[str, Any] = {"zarr": {"chunks": (5, 4, 4)}, "zarr v2": {"chunks": (1, 10, 14), "zarr_format": 2}}.get(
+            kind, {"chunks": (1, 5, 7), "shards": (4, 10, 14)}
+        )
+        zarr.open_group(path, mode="w", zarr_format=how.get("zarr_format", 3))
+        zarr.open_group(path).create_array("x", data=BLOCK, **{k: v for k, v in how.items() if k != "zarr_format"})
+        opened = zarr.open_group(path, mode="r")["x"]
+    for *start, a, b, c in PARTS:
+        region = Region(tuple(start), (a, b, c))
+        found = part_of(path, "x", region)
+        assert found.region == region and found.values is not None and found.info.shape == BLOCK.shape, region
+        values = np.frombuffer(found.values, "f4").reshape(region.shape)
+        np.testing.assert_array_equal(values, np.asarray(opened[region.slices()]))
+
+
+def test_a_part_of_a_large_array(tmp_path: Path) -> None:
+    """Wrong if the size of the array counted, of which only a part is read, or that of the part and not of its chunks."""
+    path = str(tmp_path / "x.h5")
+    with h5py.File(path, "w") as file:
+        for name, chunk in {"steps": (1, 64, 64), "series": (1, 64, 64), "wide": (128, 64, 64)}.items():
+            made = file.create_dataset(name, (1000, 64, 64), "f4", chunks=chunk, compression="gzip")
+            made[7] = np.arange(64 * 64).reshape(64, 64)
+    step = part_of(path, "steps", Region((7, 0, 0), (8, 64, 64)))
+    assert step.values is not None and bytes(step.values) == np.arange(64 * 64, dtype="f4").tobytes()
+    assert part_of(path, "steps", Region((8, 0, 0), (9, 64, 64))).values is None, "it is missing"
+    assert part_of(path, "steps", Region((7, 0, 0), (8, 64, 64)), small_nbytes=1 << 13).values is None
+    assert part_of(path, "series", Region((0, 3, 3), (1000, 4, 4))).values is None, "4 KB, but of 1,000 chunks of 16 KiB"
+    assert part_of(path, "wide", Region((7, 3, 3), (8, 4, 4))).values is None, "for 4 bytes a chunk of 2 MiB is decoded"
+
+
+def test_only_the_chunks_of_a_part_are_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if each load of a time step went through the index of all of them."""
+    path, listed = str(tmp_path / "x.h5"), []
+    with h5py.File(path, "w") as file:
+        file.create_dataset("x", (4000, 2, 6), "f4", chunks=(1, 2, 3), compression="gzip")[5:3999] = 1
+    right = chunks_module.list_tree
+    monkeypatch.setattr(chunks_module, "list_tree", lambda *a: (listed.append(found := right(*a)), found)[1])
+    for name in ("_list_by_hdf5", "_fetch_by_hdf5"):
+        monkeypatch.setattr(Hdf5Chunks, name, lambda *_: pytest.fail("the library was asked"))
+    monkeypatch.setattr(hdf5.Hdf5Source, "_read_into", lambda *_: pytest.fail("read by the library"))
+    monkeypatch.setattr(hdf5.Hdf5Source, "nbytes_stored", lambda *_: pytest.fail("all chunks were counted"))
+    for region, n, is_there in (
+        (Region((3000, 0, 0), (3001, 2, 6)), 2, True),
+        (Region((5, 0, 0), (45, 2, 6)), 80, True),
+        (Region((4, 0, 0), (6, 2, 6)), 2, False),
+    ):
+        assert (part_of(path, "x", region).values is not None) == is_there
+        assert len(listed.pop().numbers) == n and not listed
