@@ -315,6 +315,13 @@ class Source(abc.ABC):
         """
         return Labels((None,) * len(self.info.shape), self.info.attributes)
 
+    def axes(self) -> Labels:
+        """The names of the axes, and of the arrays that are coordinates of an axis: what a selection by names needs.
+
+        The default is all of `labels`.
+        """
+        return self.labels()
+
     def properties(self) -> Properties:
         """What else must be known to make another array like this one (`Properties`).
 

@@ -58,11 +58,14 @@ class Labels:
         All attributes that are the author's, as plain Python.
     coords : mapping of str to Coordinate
         The coordinates, by name.
+    is_brief : bool
+        True if there is only what a selection by names needs: attributes, and other coordinates, were not asked for.
     """
 
     dims: Dims
     attrs: Mapping[str, Any] = field(default_factory=dict)
     coords: Mapping[str, Coordinate] = field(default_factory=dict)
+    is_brief: bool = False
 
 
 class OnDemand:
@@ -122,7 +125,7 @@ def to_plain(labels: Labels | None) -> dict[str, Any] | None:
         ]
         for name, one in labels.coords.items()
     }
-    return {"dims": list(labels.dims), "attrs": dict(labels.attrs), "coords": coords}
+    return {"dims": list(labels.dims), "attrs": dict(labels.attrs), "coords": coords, "is_brief": labels.is_brief}
 
 
 def from_plain(found: Any, n_axes: int, clean: Callable[[str], str] = str) -> Labels | None:
@@ -172,7 +175,7 @@ def from_plain(found: Any, n_axes: int, clean: Callable[[str], str] = str) -> La
             text(name): Coordinate(text(dataset), dims(axes), attrs(own), values(data))
             for name, (dataset, axes, own, data) in found["coords"].items()
         }
-        labels = Labels(dims(found["dims"]), attrs(found["attrs"]), coords)
+        labels = Labels(dims(found["dims"]), attrs(found["attrs"]), coords, found.get("is_brief") is True)
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"no labels: {error}") from None
     if len(labels.dims) != n_axes:

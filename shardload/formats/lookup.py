@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -257,12 +257,18 @@ class Labeller:
         The most bytes of values of a coordinate.
     file : callable, optional
         Gives a file by its path, if somebody has it open already.
+    names : collection of str, optional
+        For a selection by names (`Labels.is_brief`): the only coordinates to read. Attributes are not read then.
     """
 
     def __init__(
-        self, access: Access = STRICT, small_nbytes: int = SMALL_NBYTES, file: Callable[[str], OpenFile] | None = None
+        self,
+        access: Access = STRICT,
+        small_nbytes: int = SMALL_NBYTES,
+        file: Callable[[str], OpenFile] | None = None,
+        names: Collection[str] | None = None,
     ) -> None:
-        self._access, self._small_nbytes, self._given = access, small_nbytes, file
+        self._access, self._small_nbytes, self._given, self._names = access, small_nbytes, file, names
         self._path, self._file = "", ExitStack()
         self._opened: OpenFile | None = None
 
@@ -297,7 +303,12 @@ class Labeller:
 
     def _complete(self, info: ArrayInfo, source: Source, open_other: Callable[[str], Source]) -> ArrayInfo:
         try:
-            labels = complete(source.labels(), open_other, self._small_nbytes)
+            if self._names is None:
+                labels = complete(source.labels(), open_other, self._small_nbytes)
+            else:
+                labels = source.axes()
+                named = {name: one for name, one in labels.coords.items() if name in self._names}
+                labels = complete(replace(labels, attrs={}, coords=named, is_brief=True), open_other, self._small_nbytes)
         except (LookupError, OSError, RuntimeError, TypeError, ValueError) as error:  # damaged names; the values may be fine
             if is_unread(error):
                 raise

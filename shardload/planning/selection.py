@@ -21,7 +21,7 @@ import numpy as np
 from shardload.planning.region import Region
 from shardload.units import shown
 
-__all__ = ["Between", "Near", "Selection", "between", "is_by_name", "name_axes", "near", "needs_coordinates", "select_axes"]
+__all__ = ["Between", "Near", "Selection", "between", "is_by_name", "name_axes", "named_coordinates", "near", "select_axes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,9 +234,16 @@ def is_by_name(select: Any) -> bool:
     return isinstance(select, Mapping)
 
 
-def needs_coordinates(select: Any) -> bool:
-    """True if a selection names values of coordinates."""
-    return isinstance(select, Mapping) and any(isinstance(part, Near | Between) for part in select.values())
+def named_coordinates(select: Any) -> set[str]:
+    """The axes for which a selection, or a tree of selections, names values of coordinates.
+
+    >>> named_coordinates({"time": 3, "lat": near(52.5)}), named_coordinates({"x": {"lon": between(0, 9)}})
+    ({'lat'}, {'lon'})
+    """
+    if isinstance(select, Mapping):
+        own = {str(name) for name, part in select.items() if isinstance(part, Near | Between)}
+        return own.union(*map(named_coordinates, select.values()))
+    return set[str]().union(*map(named_coordinates, select)) if isinstance(select, list | tuple) else set()
 
 
 def name_axes(

@@ -36,7 +36,7 @@ from shardload.formats.access import STRICT, Access
 from shardload.formats.containment import TARGET_HINT, Fence, OutsideError, why_not_a_file
 from shardload.formats.hdf5.filters import is_stacked, refuse_filters
 from shardload.formats.hdf5.integrity import Sizes
-from shardload.formats.hdf5.opened import OpenFacts, creation_of, kind_of
+from shardload.formats.hdf5.opened import OpenDataset, OpenFacts, creation_of, kind_of
 from shardload.formats.hdf5.raw_file import has_signature, plain_descriptor
 
 __all__ = ["LostError", "Others", "close_all", "follow", "follow_hard", "look_through", "nothing_else_opened", "place_of"]
@@ -140,8 +140,8 @@ def follow(file: h5py.File, name: str, fence: Fence) -> tuple[Any, list[h5py.Fil
         raise
 
 
-def follow_hard(facts: OpenFacts, name: str) -> Any:
-    """What `follow` finds, if hard links alone lead to it and nothing is wrong; else None."""
+def follow_hard(facts: OpenFacts, name: str) -> OpenDataset | None:
+    """The dataset that `follow` finds, if hard links alone lead to it and nothing is wrong; else None."""
     parts = [part for part in os.fsencode(name).split(b"/") if part not in (b"", b".")]
     above = b"/".join(parts[:-1])
     try:
@@ -150,15 +150,19 @@ def follow_hard(facts: OpenFacts, name: str) -> Any:
             at = facts.root
         else:
             parts = parts[-1:]
+        address = 0
         for k, part in enumerate(parts):
             if k == len(parts) - 1:
                 facts.keep_group(above, at)
-            if b"\0" in part or not isinstance(at, h5py.h5g.GroupID) or at.links.get_info(part).type != h5py.h5l.TYPE_HARD:
+            if b"\0" in part or not isinstance(at, h5py.h5g.GroupID):
                 return None
-            at = h5py.h5o.open(at, part)
+            link = at.links.get_info(part)
+            if link.type != h5py.h5l.TYPE_HARD:
+                return None
+            at, address = h5py.h5o.open(at, part), int(link.u)
     except (KeyError, RuntimeError, ValueError):  # `follow` says what is wrong
         return None
-    return at
+    return OpenDataset(at, facts, address) if isinstance(at, h5py.h5d.DatasetID) else None
 
 
 def close_all(files: Sequence[h5py.File]) -> None:

@@ -17,7 +17,7 @@ from shardload.formats.access import STRICT, Access
 from shardload.formats.base import TOLD, ArrayInfo, json_value, native_dtype, refusal, unaddressable
 from shardload.formats.hdf5.filters import NAMES, SIZED, n_compressors, refuse_filters
 from shardload.formats.hdf5.links import Others
-from shardload.formats.hdf5.opened import OpenDataset, about, creation_of, kind_of, nbytes_stored_of
+from shardload.formats.hdf5.opened import OpenDataset, creation_of, kind_of, nbytes_of_attributes_of, nbytes_stored_of
 from shardload.formats.labels import Coordinate, Labels, names_in
 from shardload.values.decoding import ATTRIBUTES, TEXTS, Packing, typed
 
@@ -119,28 +119,36 @@ def labels_of(dataset: h5py.Dataset, has_coords: bool = True) -> Labels:
     has_coords : bool
         False if its file is another one than that which the caller opens by name.
     """
-    own = str(dataset.name or "")
+    axes = axes_of(dataset)
     if not _has_attributes(dataset):
-        return Labels((None,) * len(dataset.shape or ()))
+        return axes
     attrs = {
         key: _attribute(dataset, key)
         for key in dataset.attrs
         if isinstance(key, str) and key not in HIDDEN and not key.startswith("_Netcdf4")
     }
-    dims: list[str | None] = [None] * len(dataset.shape or ())
-    coords: dict[str, Coordinate] = {}
-    if h5py.h5ds.is_scale(dataset.id) and len(dims) == 1:
-        dims = [own.rpartition("/")[2]]
-    elif not h5py.h5ds.is_scale(dataset.id):
-        for axis in range(len(dims)):
-            dims[axis] = _axis_name(dataset, axis, coords)
-    above = own.rpartition("/")[0]
+    coords, above = dict(axes.coords), str(dataset.name or "").rpartition("/")[0]
     for name in names_in(attrs.get("coordinates")):
         place = above
         while f"{place}/{name}" not in dataset.file and place:  # netCDF looks in the groups above, too
             place = place.rpartition("/")[0]
         coords[name.rpartition("/")[2]] = Coordinate(f"{place}/{name}" if not name.startswith("/") else name)
-    return Labels(tuple(dims), attrs, coords if has_coords else {})
+    return Labels(axes.dims, attrs, coords if has_coords else {})
+
+
+def axes_of(dataset: h5py.Dataset, has_coords: bool = True) -> Labels:
+    """Of `labels_of`, the names of the axes and their coordinates."""
+    dims: list[str | None] = [None] * len(dataset.shape or ())
+    coords: dict[str, Coordinate] = {}
+    if not _has_attributes(dataset):
+        return Labels(tuple(dims))
+    if h5py.h5ds.is_scale(dataset.id):
+        if len(dims) == 1:
+            dims = [str(dataset.name or "").rpartition("/")[2]]
+    else:
+        for axis in range(len(dims)):
+            dims[axis] = _axis_name(dataset, axis, coords)
+    return Labels(tuple(dims), {}, coords if has_coords else {})
 
 
 def _axis_name(dataset: h5py.Dataset, axis: int, coords: dict[str, Coordinate]) -> str | None:
@@ -236,19 +244,18 @@ def _file_has_marks(dataset: h5py.Dataset) -> bool:
     if facts is not None and facts.has_marks is not None:
         return facts.has_marks
     file = dataset.file
-    has_any = _has_attributes(file) if facts is None else _has_attributes(file, facts.about_root)
+    has_any = _has_attributes(file, None if facts is None else lambda: facts.nbytes_of_attributes)
     found = has_any and any(_has(file, key) for key in ("_NCProperties", "_nc3_strict"))
     if facts is not None:
         facts.has_marks = found
     return found
 
 
-def _has_attributes(owner: h5py.Dataset | h5py.File, known: Any = None) -> bool:
-    """True if there are attributes, and together they are not too long to read. `known`: from `about`."""
+def _has_attributes(owner: h5py.Dataset | h5py.File, nbytes: Callable[[], int] | None = None) -> bool:
+    """True if there are attributes, and together they are not too long to read. `nbytes` says what they take."""
     if not h5py.h5a.get_num_attrs(owner.id):
         return False
-    stored = (about(owner) if known is None else known).meta_size.attr
-    return bool(stored.heap_size + stored.index_size <= _MOST_ATTRIBUTES_NBYTES)
+    return (nbytes_of_attributes_of(owner) if nbytes is None else nbytes()) <= _MOST_ATTRIBUTES_NBYTES
 
 
 def _attributes(dataset: h5py.Dataset, texts: bool, has_attributes: bool) -> tuple[dict[str, Any], Packing]:

@@ -1,4 +1,4 @@
-"""Which bytes of an HDF5 file say where it ends, how long a dataset is, and where the index of its chunks is?
+"""Which bytes of an HDF5 file say where it ends, how long a dataset is, where the index of its chunks is?
 
 They are few, and each can be changed by one small write:
 
@@ -38,6 +38,7 @@ __all__ = [
     "UnknownError",
     "check_moves",
     "lookup3",
+    "nbytes_of_attributes",
     "read_header",
     "read_superblock",
 ]
@@ -45,6 +46,7 @@ __all__ = [
 UNDEFINED = 2**64 - 1  # an address that is none
 PAGE = 4096  # bytes that the system changes at once: a write within one cannot be cut by a kill
 DATASPACE, LAYOUT, CONTINUATION = 0x01, 0x08, 0x10
+_ATTRIBUTE_INFO = 0x15
 _B_TREE_KS, _DRIVER, _FILE_SPACE, _SHARED_TABLE, _CACHE_IMAGE = 0x13, 0x14, 0x17, 0x0F, 0x18
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _MOST_USER_BLOCKS = 24  # lengths that are looked at
@@ -329,6 +331,25 @@ def _read_2(read: Read, address: int, head: bytes, is_checked: bool) -> list[Mes
                 todo.append((_int(content, 0), 4, _int(content, 8)))
             at += prefix + size
     return found
+
+
+def nbytes_of_attributes(read: Read, address: int) -> int:
+    """Bytes of an object's attributes that are stored apart from its header, in a heap; 0 if there is none.
+
+    HDF5 says it too, but goes through the index of all chunks of a dataset for it. UnknownError if it cannot be told.
+    """
+    for message in read_header(read, address, is_checked=False):
+        if message.kind == _ATTRIBUTE_INFO:
+            place = _int(message.data, 2 + 2 * (message.data[1] & 1))
+            if message.is_shared or message.data[0] != 0:
+                raise UnknownError("attributes of an unknown kind")
+            if place == UNDEFINED:
+                return 0
+            heap = read(place, 94)
+            if len(heap) < 94 or not heap.startswith(b"FRHP\0"):
+                raise UnknownError(f"a heap of attributes that begins with {heap[:4]!r} at {place}")
+            return _int(heap, 54) + _int(heap, 78)  # of blocks for small attributes, and of large ones
+    return 0
 
 
 @dataclass(frozen=True)

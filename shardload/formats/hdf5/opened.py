@@ -7,14 +7,25 @@ changes while it is open. An `h5py.Dataset` of the caller is asked each time: th
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
 import h5py
 
+from shardload.formats.hdf5.on_disk import UnknownError, nbytes_of_attributes
 from shardload.formats.hdf5.raw_file import RawFile, own_descriptor
 
-__all__ = ["OpenDataset", "OpenFacts", "about", "creation_of", "header_of", "kind_of", "nbytes_stored_of", "raw_of"]
+__all__ = [
+    "OpenDataset",
+    "OpenFacts",
+    "creation_of",
+    "header_of",
+    "kind_of",
+    "nbytes_of_attributes_of",
+    "nbytes_stored_of",
+    "raw_of",
+]
 
 _MOST_GROUPS = 64
 
@@ -50,14 +61,9 @@ class OpenFacts:
         self._groups[name] = group
 
     @functools.cached_property
-    def about_root(self) -> Any:
-        """What HDF5 says of the root group as an object."""
-        return h5py.h5o.get_info(self.file.id)
-
-    @property
-    def number(self) -> Any:
-        """HDF5's number for this file, which all objects in it have."""
-        return self.about_root.fileno
+    def nbytes_of_attributes(self) -> int:
+        """Bytes of the root group's attributes that are not in its object header."""
+        return _nbytes_of_attributes(h5py.h5o.get_info(self.file.id))
 
     @functools.cached_property
     def raw(self) -> RawFile | None:
@@ -89,11 +95,21 @@ class OpenFacts:
 
 
 class OpenDataset(h5py.Dataset):  # type: ignore[misc]  # h5py has no types
-    """A dataset of a file that this package has opened for reading only."""
+    """A dataset of a file that this package has opened for reading only: hard links alone lead to it, so it is in that file.
 
-    def __init__(self, identifier: Any, facts: OpenFacts) -> None:
+    Parameters
+    ----------
+    identifier : h5py.h5d.DatasetID
+        The open dataset.
+    facts : OpenFacts
+        The file that it is in.
+    address : int
+        Where its object header is, as the link to it says.
+    """
+
+    def __init__(self, identifier: Any, facts: OpenFacts, address: int) -> None:
         super().__init__(identifier, readonly=True)
-        self.facts = facts
+        self.facts, self.address = facts, address
 
     @property
     def file(self) -> h5py.File:
@@ -111,20 +127,30 @@ class OpenDataset(h5py.Dataset):  # type: ignore[misc]  # h5py has no types
         return self.id.get_type()
 
     @functools.cached_property
-    def about(self) -> Any:
-        """What HDF5 says of it as an object: where it is, and how much its attributes take."""
-        return h5py.h5o.get_info(self.id)
+    def nbytes_of_attributes(self) -> int:
+        """Bytes of its attributes that are not in its object header."""
+        header, raw = header_of(self), self.facts.raw
+        if header is not None and raw is not None:
+            with contextlib.suppress(UnknownError, IndexError, OSError):  # then HDF5 says it
+                return nbytes_of_attributes(raw.read_at_most, header)
+        return _nbytes_of_attributes(h5py.h5o.get_info(self.id))
 
 
-def about(owner: h5py.Dataset | h5py.File) -> Any:
-    """What HDF5 says of a dataset, or of a file's root group, as an object."""
-    return owner.about if isinstance(owner, OpenDataset) else h5py.h5o.get_info(owner.id)
+def nbytes_of_attributes_of(owner: h5py.Dataset | h5py.File) -> int:
+    """Bytes of the attributes of a dataset, or of a file's root group, that are not in its object header."""
+    if isinstance(owner, OpenDataset):
+        return owner.nbytes_of_attributes
+    return _nbytes_of_attributes(h5py.h5o.get_info(owner.id))
+
+
+def _nbytes_of_attributes(about: Any) -> int:
+    stored = about.meta_size.attr
+    return int(stored.heap_size + stored.index_size)
 
 
 def header_of(dataset: h5py.Dataset) -> int | None:
     """Where the object header of a dataset is; None unless this package has opened it, and addresses have the usual length."""
-    is_usual = isinstance(dataset, OpenDataset) and dataset.facts.sizes == (8, 8)
-    return getattr(dataset.about, "addr", None) if is_usual else None
+    return dataset.address if isinstance(dataset, OpenDataset) and dataset.facts.sizes == (8, 8) else None
 
 
 def creation_of(dataset: h5py.Dataset) -> Any:
@@ -149,4 +175,4 @@ def raw_of(dataset: h5py.Dataset) -> RawFile | None:
     """
     if not isinstance(dataset, OpenDataset):
         return RawFile.open(dataset)
-    return dataset.facts.raw if dataset.about.fileno == dataset.facts.number else None
+    return dataset.facts.raw

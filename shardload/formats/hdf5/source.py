@@ -50,7 +50,7 @@ from shardload.formats.hdf5.filters import is_stacked
 from shardload.formats.hdf5.integrity import Sizes, Whole
 from shardload.formats.hdf5.links import LostError, Others, close_all, follow, follow_hard, look_through, place_of
 from shardload.formats.hdf5.making import groups_of, properties_of
-from shardload.formats.hdf5.metadata import describe, filters_of, labels_of, stands_for_axis
+from shardload.formats.hdf5.metadata import axes_of, describe, filters_of, labels_of, stands_for_axis
 from shardload.formats.hdf5.missing import MissingChunks
 from shardload.formats.hdf5.opened import OpenDataset, OpenFacts, kind_of, nbytes_stored_of, raw_of
 from shardload.formats.hdf5.raw_file import RawFile, has_signature, open_to_read, plain_descriptor, swap_size
@@ -246,6 +246,11 @@ class Hdf5Source(Source):
         """The dimension scales and all attributes."""
         with self._others.watched():
             return labels_of(self._dataset, has_coords=len(self._files) < 2)
+
+    def axes(self) -> Labels:
+        """The dimension scales."""
+        with self._others.watched():
+            return axes_of(self._dataset, has_coords=len(self._files) < 2)
 
     def properties(self) -> Properties:
         """Filters with their options, and attributes with their types."""
@@ -472,8 +477,8 @@ def _look_up(facts: OpenFacts, path: str, name: str, fence: Fence) -> tuple[h5py
     has no target, or leads outside.
     """
     found = follow_hard(facts, name)
-    if isinstance(found, h5py.h5d.DatasetID):
-        return _variable_of(OpenDataset(found, facts), name), []
+    if found is not None:
+        return _variable_of(found, name), []
     try:
         found, opened = follow(facts.file, name, fence)
     except OutsideError as error:
@@ -498,7 +503,7 @@ def _variable_of(dataset: OpenDataset, name: str) -> OpenDataset:
         return dataset
     above, _, last = name.rpartition("/")
     found = follow_hard(dataset.facts, f"{above}/{_NON_COORDINATE}{last}")
-    return OpenDataset(found, dataset.facts) if isinstance(found, h5py.h5d.DatasetID) else dataset
+    return dataset if found is None else found
 
 
 def _describe(

@@ -21,7 +21,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardload.errors import ConfigError
 from shardload.formats.base import ArrayInfo, Source
-from shardload.formats.labelling import SMALL_NBYTES
 from shardload.formats.lookup import Finder, Found, Labeller
 from shardload.formats.memory import MemorySource
 from shardload.jobs.consistency import State, check_unchanged
@@ -55,7 +54,7 @@ from shardload.jobs.machine_file import machine_for
 from shardload.options import AUTO, OPTIONS, OWN, Options
 from shardload.planning.machine import WORKSTATION, Machine
 from shardload.planning.region import Region
-from shardload.planning.selection import Selection, is_by_name, needs_coordinates, select_axes
+from shardload.planning.selection import Selection, is_by_name, named_coordinates, select_axes
 from shardload.system.interruption import let_interruption_pass
 from shardload.transfer.messages import sendable
 
@@ -141,9 +140,9 @@ class Arguments:
         options, found, sent = calls[0].options, list[Any](), _Values()
         selections = [call.options.select for call in calls]
         is_labelled = any(map(is_by_name, [*selections, self._select]))
-        room = _SEARCHED_NBYTES if any(map(needs_coordinates, selections)) else SMALL_NBYTES
+        names = named_coordinates([*selections, self._select])
         machine = self._told_machine(options)
-        with Labeller(options.access, room, finder.file) as labeller:
+        with Labeller(options.access, _SEARCHED_NBYTES, finder.file, names) as labeller:
 
             def complete(path: Any, info: ArrayInfo, source: Source | None = None) -> ArrayInfo:
                 if machine is not None and info.nbytes_stored is None:  # how much is read from disk

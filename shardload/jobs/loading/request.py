@@ -32,7 +32,7 @@ from shardload.comm.group import Arguments, ArgumentsOfOne, Group, Invocation, T
 from shardload.comm.launch import rank_of_process
 from shardload.errors import ConfigError, ShardloadError, StallError
 from shardload.formats.base import ArrayInfo
-from shardload.formats.labels import OnDemand
+from shardload.formats.labels import Labels, OnDemand
 from shardload.formats.lookup import read_labels
 from shardload.formats.memory import MemorySource
 from shardload.jobs.loading.array_load import ArrayLoad
@@ -725,7 +725,7 @@ def _with(values: Mapping[str, str], **more: str) -> Mapping[str, str]:
 def _with_names(load: ArrayLoad) -> Plan:
     """The plan, whose `info` reads names of axes and coordinates from the file when they are first looked at."""
     info = load.info
-    if info.labels is not None:
+    if isinstance(info.labels, Labels) and not info.labels.is_brief:
         return load.plan
     read = partial(read_labels, load.handle, info, load.options.access)
     return replace(load.kind, info=replace(info, labels=OnDemand(read)))
