@@ -112,10 +112,10 @@ class MemorySource(Source):
     def _inside(self, region: Region) -> tuple[slice, ...]:
         """The index of a region. ValueError if this object does not have it: NumPy would give less without a word."""
         start = (0,) * region.ndim if self._origin is None else self._origin
-        if not Region(start, tuple(a + n for a, n in zip(start, self._array.shape, strict=True))).contains(region):
-            raise ValueError(
-                f"region {region} is not among what is in memory of {self._info}, shape {self._array.shape} at {start}"
-            )
+        here = Region(start, tuple(a + n for a, n in zip(start, self._array.shape, strict=True)))
+        if not here.contains(region):
+            what = f"{self._info}, which has shape {self._info.shape}"
+            raise ValueError(f"region {region} reaches outside {what if self._origin is None else f'{here} of {what}'}")
         return region.slices(start)
 
     @functools.cached_property

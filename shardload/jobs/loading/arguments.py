@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardload.errors import ConfigError
 from shardload.formats.base import ArrayInfo, Source
+from shardload.formats.labelling import SMALL_NBYTES
 from shardload.formats.lookup import Finder, Found, Labeller
 from shardload.formats.memory import MemorySource
 from shardload.jobs.consistency import State, check_unchanged
@@ -142,7 +143,8 @@ class Arguments:
         is_labelled = any(map(is_by_name, [*selections, self._select]))
         names = named_coordinates([*selections, self._select])
         machine = self._told_machine(options)
-        with Labeller(options.access, _SEARCHED_NBYTES, finder.file, names) as labeller:
+        room = _SEARCHED_NBYTES if names else SMALL_NBYTES
+        with Labeller(options.access, room, finder.file, names) as labeller:
 
             def complete(path: Any, info: ArrayInfo, source: Source | None = None) -> ArrayInfo:
                 if machine is not None and info.nbytes_stored is None:  # how much is read from disk
