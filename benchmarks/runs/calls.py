@@ -3,8 +3,10 @@
     mpiexec -n 4 python -m benchmarks.runs.calls [--repeats 200] [--steps]
 
 Loads of 1 KiB, of the real field, and of a small gzip array: of one file, and of a series of files of the same kind, beside
-slicing in every process, in one warm job, in turns of 20. Another version is measured with its folder in PYTHONPATH. With
-``--steps``: seconds on the wall inside each step of ranks 0 and 1, with the steps that it calls, and what the clock takes.
+slicing in every process, in one warm job, in turns of 20. And one time step after the other of a file with 2,000 of them, by
+position and by name, beside slicing of a file that each process opens each time, or keeps open. Another version is measured
+with its folder in PYTHONPATH. With ``--steps``: seconds on the wall inside each step of ranks 0 and 1, with the steps that it
+calls, and what the clock takes.
 
 CPU time says more than seconds on a machine that has other work, but it too grows, by half, when caches are shared: compare
 with slicing in the same job, and the least tenth of the calls.
@@ -33,7 +35,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 
-N_FILES, TURN = 24, 20
+N_FILES, N_STEPS, TURN = 24, 2000, 20
 FIELD = "air_temperature"
 STEPS = {
     "api": ("_load",),
@@ -44,7 +46,7 @@ STEPS = {
     "arrays.assemble": ("_verify_shards",),
     "comm.agreement": ("Agreement.all_same", "Agreement._send_bytes", "Invocation.digest"),
     "comm.collectives": ("MpiCollectives.broadcast", "MpiCollectives.reduce"),
-    "formats.lookup": ("Finder.find", "Finder._file", "Finder._values", "Finder.__exit__", "format_of"),
+    "formats.lookup": ("Finder.find", "Finder.file", "Finder._values", "Finder.__exit__", "format_of"),
     "formats.hdf5.source": ("_open_file", "_look_up", "_describe", "Hdf5Source.chunk_reader"),
     "formats.hdf5.chunks": ("Hdf5Chunks._list", "Hdf5Chunks.read_plain"),
 }
@@ -62,7 +64,16 @@ def make_files(folder: Path) -> dict[str, tuple[list[str], str]]:
         with h5py.File(folder / f"gzip{k}.h5", "w") as file:
             file.create_dataset("x", data=gzip + k, chunks=(16, 16, 16), compression="gzip", shuffle=True)
         shutil.copy(Path(iris_sample_data.path) / "A1B_north_america.nc", folder / f"field{k}.nc")
-    names = {"kib": (".h5", "x"), "field": (".nc", FIELD), "gzip": (".h5", "x")}
+    smooth = np.cumsum(np.random.default_rng(0).normal(size=(192, 288)), axis=1, dtype=np.float32)
+    with h5py.File(folder / "steps0.h5", "w") as file:
+        steps = file.create_dataset("x", (N_STEPS, *smooth.shape), "f4", chunks=(1, *smooth.shape), compression=1, shuffle=True)
+        for axis, dim in enumerate(("time", "lat", "lon")):
+            file[dim] = np.arange(steps.shape[axis], dtype=np.float64)
+            file[dim].make_scale(dim)
+            steps.dims[axis].attach_scale(file[dim])
+        for k in range(N_STEPS):
+            steps[k] = smooth + k
+    names = {"kib": (".h5", "x"), "field": (".nc", FIELD), "gzip": (".h5", "x"), "steps": (".h5", "x")}
     return {kind: ([str(folder / f"{kind}{k}{end}") for k in range(N_FILES)], name) for kind, (end, name) in names.items()}
 
 
@@ -73,9 +84,29 @@ def slicing(path: str, name: str, sharding: NamedSharding) -> jax.Array:
         return jax.make_array_from_callback(data.shape, sharding, lambda index: data[index])
 
 
-def ways_of(sharding: NamedSharding, files: list[str], name: str) -> dict[str, Callable[[int], jax.Array]]:
+def step_of(file: h5py.File, name: str, k: int, sharding: NamedSharding) -> jax.Array:
+    """The same for one time step of an open file."""
+    data = file[name]
+    return jax.make_array_from_callback(data.shape[1:], sharding, lambda index: data[(k, *index)])
+
+
+def reopened(path: str, name: str, k: int, sharding: NamedSharding) -> jax.Array:
+    """The same for a file that is opened for it."""
+    with h5py.File(path) as file:
+        return step_of(file, name, k, sharding)
+
+
+def ways_of(kind: str, sharding: NamedSharding, files: list[str], name: str) -> dict[str, Callable[[int], jax.Array]]:
     """Call number k, of each way."""
     mesh, spec = sharding.mesh, sharding.spec
+    if kind == "steps":
+        path, opened = files[0], h5py.File(files[0])
+        return {
+            "by position": lambda k: shardload.load(path, mesh, spec, dataset=name, select=(7 * k % N_STEPS,)),
+            "by name": lambda k: shardload.load(path, mesh, spec, dataset=name, select={"time": 7 * k % N_STEPS}),
+            "slicing": lambda k: reopened(path, name, 7 * k % N_STEPS, sharding),
+            "slicing, kept open": lambda k: step_of(opened, name, 7 * k % N_STEPS, sharding),
+        }
     return {
         "one file": lambda k: shardload.load(files[0], mesh, spec, dataset=name),
         "series": lambda k: shardload.load(files[k % N_FILES], mesh, spec, dataset=name),
@@ -153,9 +184,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         files = comm.bcast(make_files(Path(folder)) if comm.rank == 0 else None)
         for kind, (paths, name) in files.items():
-            ways = ways_of(slabs if kind == "field" else pencils, paths, name)
+            ways = ways_of(kind, slabs if kind == "field" else pencils, paths, name)
             if asked.steps:
-                _tell_steps(comm, kind, ways["series"], asked.repeats)
+                _tell_steps(comm, kind, next(way for name, way in ways.items() if name in ("series", "by name")), asked.repeats)
                 continue
             took = turns(comm, ways, asked.repeats)
             for way, seconds in took.items():

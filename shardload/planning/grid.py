@@ -82,6 +82,18 @@ class Grid:
         bounds.reverse()
         return bounds
 
+    def around(self, numbers: range) -> Region:
+        """The smallest box around cells whose numbers follow each other, at least one.
+
+        >>> str(Grid((10, 6), (4, 3), (0, 0)).around(range(1, 2))), str(Grid((10, 6), (4, 3), (0, 0)).around(range(1, 3)))
+        ('[0:4, 3:6]', '[0:8, 0:6]')
+        """
+        first, last = self.index(numbers.start), self.index(numbers.stop - 1)
+        axis = next((k for k, (a, b) in enumerate(zip(first, last, strict=True)) if a != b), len(first))
+        low, high = self.region(numbers.start), self.region(numbers.stop - 1)  # up to that axis, cells are the same
+        rest = self.shape[axis + 1 :]
+        return Region((*low.start[: axis + 1], *(0,) * len(rest)), (*high.stop[: axis + 1], *rest))
+
     def index(self, number: int) -> tuple[int, ...]:
         """A cell's position along each axis, by its number in C order."""
         return unravel(number, self.counts)

@@ -80,6 +80,10 @@ class Strategy(Protocol):
         """The blocks that only this rank owns: the inverse of `owner`."""
         ...
 
+    def around(self, schedule: Schedule, rank: int) -> Region | None:
+        """A box around all that a rank reads or writes; None if that is nothing."""
+        ...
+
     def owned_blocks(self, schedule: Schedule, rank: int) -> Iterator[Block]:
         """A rank's blocks in file order, each with its parts."""
         ...
@@ -152,6 +156,10 @@ class Schedule:
     def is_owner(self, rank: int) -> bool:
         """True if a rank reads or writes the file."""
         return self.strategy.is_owner(self, rank)
+
+    def around(self, rank: int) -> Region | None:
+        """A box around all that a rank reads or writes; None if that is nothing."""
+        return self.strategy.around(self, rank)
 
     def true_region(self, section: int) -> Region | None:
         """The elements of a section of a shard, without padding; None if all of it is padding."""

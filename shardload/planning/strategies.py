@@ -79,6 +79,11 @@ class OneOwnerEach(ABC):
         owner, n = self.owner_at(rank, schedule.n_ranks), schedule.blocks.n_cells
         return range(0) if owner is None else range(owner * n // self.n_owners, (owner + 1) * n // self.n_owners)
 
+    def around(self, schedule: Schedule, rank: int) -> Region | None:
+        """A box around the rank's blocks."""
+        blocks = self.blocks_of(schedule, rank)
+        return schedule.blocks.around(blocks) if blocks else None
+
     def is_owner(self, schedule: Schedule, rank: int) -> bool:
         """True if a rank owns blocks."""
         return len(self.blocks_of(schedule, rank)) > 0
@@ -305,6 +310,15 @@ class Direct:
     def blocks_of(self, schedule: Schedule, rank: int) -> range:
         """No block has an owner."""
         return range(0)
+
+    def around(self, schedule: Schedule, rank: int) -> Region | None:
+        """A box around the sections of the rank's shards."""
+        held = [schedule.true_region(section) for section in schedule.shards.sections_of(rank)]
+        regions = [region for region in held if region is not None]
+        if not regions:
+            return None
+        start, stop = zip(*[region.start for region in regions], strict=True), zip(*[r.stop for r in regions], strict=True)
+        return Region(tuple(map(min, start)), tuple(map(max, stop)))
 
     def owned_blocks(self, schedule: Schedule, rank: int) -> Iterator[Block]:
         """The regions of blocks that a rank needs."""

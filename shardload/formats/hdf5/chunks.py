@@ -41,6 +41,8 @@ __all__ = ["Hdf5Chunks", "fill_value", "open_chunks"]
 _LIST_AT_ONCE = 1024  # chunks: listing them takes a millisecond
 _LISTED_PER_FETCH = 64  # chunks more to list, at 1-2 microseconds each, per chunk that was asked for
 _MOST_LISTED = 1 << 21  # chunks: the list takes 20 bytes for each
+_WORTH_A_BOX = 8  # times more chunks than are expected; with fewer, all are listed, and compared with what HDF5 has counted
+_MOST_COMPARED = 1 << 16  # chunks of a dataset; of more, only the expected ones are listed
 _FASTER_BY_INDEX = 8  # if batches are asked for, so many times more chunks may be listed in that way
 _MOST_BY_INDEX = 1 << 17  # chunks: the entries of the index take 50 bytes for each, twice
 _TOLD_AT_ONCE = 1 << 16  # chunks: HDF5's answers take some hundred bytes for each, until they are in the list
@@ -219,7 +221,9 @@ class Hdf5Chunks:
         self._listed: _List | None = None
         self._box = [range(n) for n in self._grid]
         if expected is not None and expected.size:
-            self._box = chunks_met(expected, self._chunk)
+            box, n = chunks_met(expected, self._chunk), math.prod(self._grid)
+            if n > _MOST_COMPARED or math.prod(map(len, box)) * _WORTH_A_BOX <= n:
+                self._box = box
         self._may_list = math.prod(self._grid) <= _MOST_LISTED and hasattr(self._identifier, "chunk_iter")
         self._may_have_index = self._header is not None
         self._n_fetched = 0

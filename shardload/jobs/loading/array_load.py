@@ -302,6 +302,9 @@ class OwnArray:
     def make_reader(self, opened: ExitStack, resources: Resources, tuning: Tuning) -> None:
         """Make the reader of this rank's blocks. `opened` waits for the reads that it has begun."""
         layout = self.load.layout
+        around = layout.schedule.around(self.rank)
+        if self._source is not None and around is not None:
+            self._source.expect(layout.source.selection.to_file(around))
         if isinstance(self._source, MemorySource) and tuning.inline_nbytes > 0:  # a copy: not worth a thread
             tuning = replace(tuning, inline_nbytes=max(tuning.inline_nbytes, tuning.small_nbytes))
         self._reader = SourceReader(

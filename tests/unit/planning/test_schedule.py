@@ -62,6 +62,14 @@ def check_chunks_and_owners(case: Case, plan: Schedule) -> None:
 def test_every_element_arrives_once_from_the_right_place(case: Case) -> None:
     plan = case.plan()
     simulate(case, plan)
+    for rank in range(case.n_ranks):
+        regions, around = [read.region for read in plan.owned_blocks(rank)], plan.around(rank)
+        assert bool(regions) == (around is not None)
+        assert around is None or all(around.contains(region) for region in regions), "a file would not be asked about a block"
+        assert len(regions) != 1 or around == regions[0]
+        if around is not None and around.ndim:  # no larger than the rows of blocks that it goes through
+            assert around.start[0] == min(region.start[0] for region in regions)
+            assert around.stop[0] == max(region.stop[0] for region in regions)
     if case.n_readers:
         check_chunks_and_owners(case, plan)
     else:
