@@ -21,7 +21,19 @@ import numpy as np
 from shardload.planning.region import Region
 from shardload.units import shown
 
-__all__ = ["Between", "Near", "Selection", "between", "is_by_name", "name_axes", "named_coordinates", "near", "select_axes"]
+__all__ = [
+]
+    "Between",
+    "Near",
+    "Selection",
+    "between",
+    "is_by_name",
+    "name_axes",
+    "named_coordinates",
+    "near",
+    "needs_coordinates",
+    "select_axes",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,14 +246,19 @@ def is_by_name(select: Any) -> bool:
     return isinstance(select, Mapping)
 
 
-def named_coordinates(select: Any) -> set[str]:
-    """The axes for which a selection, or a tree of selections, names values of coordinates.
+def needs_coordinates(select: Any) -> bool:
+    """True if a selection names values of coordinates."""
+    return isinstance(select, Mapping) and any(isinstance(part, Near | Between) for part in select.values())
 
-    >>> named_coordinates({"time": 3, "lat": near(52.5)}), named_coordinates({"x": {"lon": between(0, 9)}})
+
+def named_coordinates(select: Any) -> set[str]:
+    """The axes of which a selection, or a tree of selections, needs the coordinate: its values, or how many it has.
+
+    >>> named_coordinates({"time": 3, "lat": near(52.5)}), named_coordinates({"x": {"lon": -1}})
     ({'lat'}, {'lon'})
     """
     if isinstance(select, Mapping):
-        own = {str(name) for name, part in select.items() if isinstance(part, Near | Between)}
+        own = {str(name) for name, part in select.items() if isinstance(part, Near | Between) or _counts_from_end(part)}
         return own.union(*map(named_coordinates, select.values()))
     return set[str]().union(*map(named_coordinates, select)) if isinstance(select, list | tuple) else set()
 

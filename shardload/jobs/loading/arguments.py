@@ -55,7 +55,7 @@ from shardload.jobs.machine_file import machine_for
 from shardload.options import AUTO, OPTIONS, OWN, Options
 from shardload.planning.machine import WORKSTATION, Machine
 from shardload.planning.region import Region
-from shardload.planning.selection import Selection, is_by_name, named_coordinates, select_axes
+from shardload.planning.selection import Selection, is_by_name, named_coordinates, needs_coordinates, select_axes
 from shardload.system.interruption import let_interruption_pass
 from shardload.transfer.messages import sendable
 
@@ -143,7 +143,7 @@ class Arguments:
         is_labelled = any(map(is_by_name, [*selections, self._select]))
         names = named_coordinates([*selections, self._select])
         machine = self._told_machine(options)
-        room = _SEARCHED_NBYTES if names else SMALL_NBYTES
+        room = _SEARCHED_NBYTES if any(map(needs_coordinates, selections)) else SMALL_NBYTES
         with Labeller(options.access, room, finder.file, names) as labeller:
 
             def complete(path: Any, info: ArrayInfo, source: Source | None = None) -> ArrayInfo:
