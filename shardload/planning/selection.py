@@ -22,7 +22,6 @@ from shardload.planning.region import Region
 from shardload.units import shown
 
 __all__ = [
-]
     "Between",
     "Near",
     "Selection",
