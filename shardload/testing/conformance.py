@@ -432,6 +432,19 @@ def _expect_value_error(call: Callable[[], None], what: str) -> None:
     raise _BrokenError(f"no error for {what}: call `shardload.formats.check_request` first")
 
 
+def _check_expected(source: Source, expected: Array) -> None:
+    """Told that the middle of the array alone will be read, the source still gives all of it."""
+    shape = expected.shape
+    middle = Region(tuple(n // 3 for n in shape), tuple(max(n // 3 + 1, 2 * n // 3) for n in shape))
+    if 0 in shape:
+        return
+    source.expect(middle)
+    for region in (middle, Region.whole(shape), *itertools.islice(regions_of(shape, source.info.chunks), 12)):
+        _compare(source.info, region, _read(source, region), expected)
+        _expect_missing(source, region, expected)
+    _check_chunks(source, expected)
+
+
 def _check_plain(source: Source, expected: Array) -> None:
     for region in itertools.islice(regions_of(expected.shape, source.info.chunks), 12):
         found = np.asarray(source.plain(region))
@@ -450,10 +463,14 @@ def _check_missing(source: Source, expected: Array) -> None:
     """No chunk is missing here, except that a format may leave out chunks that are equal to their fill value."""
     for region in regions_of(expected.shape, source.info.chunks):
         source.read_into(region, np.empty(region.shape, source.dtype))
-        for index in source.missing(region):
-            values = expected[_cell(source.info, index).slices()] if source.info.chunks else expected
-            same = values.size == 0 or bool((values == values.reshape(-1)[0]).all())
-            _expect(same, f"missing({region}) of {source.info} names the chunk {index}, which was written")
+        _expect_missing(source, region, expected)
+
+
+def _expect_missing(source: Source, region: Region, expected: Array) -> None:
+    for index in source.missing(region):
+        values = expected[_cell(source.info, index).slices()] if source.info.chunks else expected
+        same = values.size == 0 or bool((values == values.reshape(-1)[0]).all())
+        _expect(same, f"missing({region}) of {source.info} names the chunk {index}, which was written")
 
 
 def _cell(info: ArrayInfo, index: Sequence[int]) -> Region:
@@ -517,6 +534,7 @@ _OF_A_SOURCE: dict[str, Callable[[Source, Array], None]] = {
     "delivers the same by view(), or None": _check_view,
     "names no chunk as missing that was written": _check_missing,
     "delivers the same chunk by chunk, in several threads": _check_chunks,
+    "delivers all of the array, also after it was told that a part will be read": _check_expected,
     "has a state that stays while nothing changes": _check_state,
     "is read from any thread, one at a time": _check_other_thread,
 }

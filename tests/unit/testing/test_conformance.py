@@ -258,6 +258,18 @@ def format_with(**methods: Any) -> Format:
     return made
 
 
+def forgets_the_rest(self: Raw, region: Region) -> None:
+    """It gives zeros beside what is expected."""
+    right = self.values
+
+    def values() -> Array:
+        made = np.zeros(self.shape, self.stored)
+        made[region.slices()] = right()[region.slices()]
+        return made
+
+    self.values = values  # type: ignore[method-assign]
+
+
 def transposed(self: Raw, region: Region, out: Array) -> None:
     check_request(self.info, self.dtype, region, out)
     values = self.values()
@@ -490,6 +502,11 @@ WRONG: dict[str, tuple[Format, str, str]] = {
         "wrong values",
     ),
     "view is something else": (source_with(view=lambda self, r: np.zeros(r.shape, self.dtype)), "by view", "wrong values"),
+    "what was not expected is lost": (
+        source_with(expect=forgets_the_rest),
+        "told that a part will be read",
+        "wrong values of",
+    ),
     "chunks too short": (source_with(chunk_reader=lambda self: OneTooShort(self)), "chunk by chunk", "wrong values"),
     "chunks one at a time": (source_with(chunk_reader=lambda self: OneAtATime(self)), "chunk by chunk", "."),
     "KeyError for damage": (raising(KeyError), "where a file was cut", "says that the file is sound"),
