@@ -179,6 +179,22 @@ def test_parts_of_one_array(shared_tmp_path: Path, comm: Any, monkeypatch: pytes
                 spec = P(*("a", "b")[: expected.ndim])
                 x = shardload.load(path, mesh, spec, dataset="x", select=select, pad=-1)
                 check(x, padded(expected, mesh, spec, -1), mesh, spec, (small, select))
+            for select, how in (((3,), {"dtype": "int32"}), (slice(2, 5), {"verify": "full"}), ((..., 2), {"halo": 1})):
+                expected = values[select].astype(how.get("dtype", "float32"))
+                given = {"pad": 0, **how} if "halo" not in how else {"edge": "wrap", **how}
+                if "halo" in how and any(n % k for n, k in zip(expected.shape, mesh.shape.values(), strict=True)):
+                    continue
+                spec = P(*("a", "b")[: expected.ndim])
+                x = shardload.load(path, mesh, spec, dataset="x", select=select, **given)
+                if "halo" not in how:
+                    check(x, padded(expected, mesh, spec, 0), mesh, spec, (small, select, how))
+                    continue
+                around = np.pad(expected, 1, mode="wrap")
+                for one in x.addressable_shards:
+                    at = [(s.start or 0) // one.data.shape[k] for k, s in enumerate(one.index)]
+                    size = [n - 2 for n in one.data.shape]
+                    window = tuple(slice(i * n, (i + 1) * n + 2) for i, n in zip(at, size, strict=True))
+                    np.testing.assert_array_equal(np.asarray(one.data), around[window])
     plans: list[Any] = []
     right = request.plan_array
     monkeypatch.setattr(request, "plan_array", lambda *given: (plans.append(given), right(*given))[1])
