@@ -521,8 +521,8 @@ def read_small(
         return None
 
 
-def _is_small(info: ArrayInfo, tuning: Tuning, region: Region | None = None) -> bool:
-    """True if the array, or a region of it, is small, and so are the chunks that are decoded for it."""
+def _is_small(info: ArrayInfo, tuning: Tuning, region: Region | None = None, most_seconds: float = START_SECONDS) -> bool:
+    """True if the array, or a region of it, is small, and so are the chunks that are decoded for it, in so much time."""
     wanted = Region.whole(info.shape) if region is None else region
     nbytes, unit = nbytes_of(info, wanted.shape), info.shards or info.chunks
     if not 0 < nbytes <= tuning.small_nbytes or nbytes_of(info, unit or ()) > tuning.small_chunk_nbytes:
@@ -530,10 +530,10 @@ def _is_small(info: ArrayInfo, tuning: Tuning, region: Region | None = None) -> 
     if nbytes <= tuning.tiny_nbytes and wanted.shape == info.shape:
         return True
     if info.chunks is None:
-        return one_reader_seconds(nbytes, 0, info.codec, count_runs(info.shape, wanted.shape)) <= START_SECONDS
+        return one_reader_seconds(nbytes, 0, info.codec, count_runs(info.shape, wanted.shape)) <= most_seconds
     n_chunks = math.prod(map(len, chunks_met(wanted, info.chunks)))
     decoded = nbytes if wanted.shape == info.shape else n_chunks * nbytes_of(info, info.chunks)
-    return one_reader_seconds(decoded, n_chunks, info.codec) <= START_SECONDS
+    return one_reader_seconds(decoded, n_chunks, info.codec) <= most_seconds
 
 
 def _values_of(source: Source, region: Region | None = None, room: Room = _no_room) -> memoryview | None:
@@ -603,6 +603,8 @@ class Finder:
         True if the state of each file is kept from when it was opened, to see if it changed (`state_of`, `states`).
     room : callable, optional
         Gives memory for the values of an array; by default they are in new memory.
+    most_seconds : float
+        How long reading the values of an array may take.
     """
 
     def __init__(
@@ -612,8 +614,9 @@ class Finder:
         most_nbytes: int | None = None,
         keeps_states: bool = False,
         room: Room = _no_room,
+        most_seconds: float = START_SECONDS,
     ) -> None:
-        self._access, self._tuning, self._room = access, tuning, room
+        self._access, self._tuning, self._room, self._most_seconds = access, tuning, room, most_seconds
         self._keeps_states = keeps_states and tuning is not None
         self._states: dict[str, State] = {}
         cap = 0 if tuning is None else tuning.small_total_nbytes
@@ -718,7 +721,9 @@ class Finder:
 
     def _looked_at(self, path: str, info: ArrayInfo, look: Look) -> Found:
         """An array that was found without being opened here. If values of it may be small, it is opened."""
-        is_large = look is _look_at_all and self._tuning is not None and not _is_small(info, self._tuning)
+        is_large = (
+            look is _look_at_all and self._tuning is not None and not _is_small(info, self._tuning, None, self._most_seconds)
+        )
         if self._tuning is None or self._access.untrusted is not None or is_large:
             return Found(look(info, None)[0])
         try:
@@ -741,7 +746,7 @@ class Finder:
         return Found(info, self._values(source, region), region)
 
     def _values(self, source: Source, region: Region | None) -> memoryview | None:
-        if self._tuning is None or not _is_small(source.info, self._tuning, region):
+        if self._tuning is None or not _is_small(source.info, self._tuning, region, self._most_seconds):
             return None
         if not self._takes(nbytes_of(source.info, None if region is None else region.shape)):
             return None

@@ -54,6 +54,7 @@ from shardload.jobs.loading.trees import (
 from shardload.jobs.machine_file import machine_for
 from shardload.options import AUTO, OPTIONS, OWN, Options
 from shardload.planning.machine import WORKSTATION, Machine
+from shardload.planning.rates import most_alone_seconds
 from shardload.planning.region import Region
 from shardload.planning.selection import Selection, is_by_name, named_coordinates, needs_coordinates, select_axes
 from shardload.system.interruption import let_interruption_pass
@@ -127,8 +128,14 @@ class Arguments:
             tuning = replace(tuning, small_nbytes=min(tuning.small_nbytes, tuning.tiny_nbytes))
         most_nbytes = options.staging_nbytes // _SHARE_OF_STAGING
         is_many = not self.tree.is_single
+        if not is_many and not calls[0].is_alone:
+            tuning = tuning.for_one()
+        tuning = replace(tuning, small_chunk_nbytes=min(tuning.small_chunk_nbytes, most_nbytes))
         is_read, group = values and options.readers == AUTO, calls[0].group
-        more = {} if is_many or group is None else {"room": group.room}  # for one array: that of the last part of the message
+        more: dict[str, Any] = {}
+        if group is not None and not is_many:  # for one array: room for the last part of the message
+            found = group.machine
+            more = {"room": group.room, "most_seconds": most_alone_seconds(group.size, found.ranks_per_node, found.n_cores)}
         with Finder(options.access, tuning if is_read else None, most_nbytes, is_many, **more) as finder:
             return self._find_all(calls, finder)
 

@@ -52,6 +52,24 @@ def test_values_that_are_read_sooner_than_a_file_is_opened_everywhere(path: str)
     assert values_of(path, "plain", Tuning(small_nbytes=1 << 20)) is None
 
 
+def test_the_only_array_of_a_call_may_be_longer_and_ranks_that_share_cores_wait_longer(path: str) -> None:
+    """Wrong if a field of some megabytes went the way of large ones, which takes longer than reading it."""
+    with h5py.File(path, "a") as file:
+        file["contiguous"] = np.tile(SLOW, (2, 1))  # 2.4 MB, and nothing to decode
+        file.create_dataset("4 MiB", data=np.tile(SLOW, (4, 1))[:1048], chunks=(1, 1000), compression="gzip")
+    for name, tuning, seconds, is_small in (
+        ("contiguous", Tuning(), 1.0, False),
+        ("contiguous", Tuning().for_one(), 0.005, True),
+        ("4 MiB", Tuning().for_one(), 0.005, False),
+        ("4 MiB", Tuning().for_one(), 0.03, True),
+        ("4 MiB", Tuning(single_nbytes=1 << 22).for_one(), 0.03, True),
+        ("4 MiB", Tuning(single_nbytes=1 << 21).for_one(), 0.03, False),
+        ("4 MiB", Tuning(small_nbytes=0).for_one(), 0.03, False),
+    ):
+        with Finder(lookup.STRICT, tuning, most_seconds=seconds) as finder:
+            assert (finder.find(path, name)[1] is not None) == is_small, (name, tuning, seconds)
+
+
 def test_values_of_all_arrays_together_are_capped(path: str) -> None:
     """Wrong if a thousand small arrays were all held by every rank, whatever `staging` is."""
     names = ["small", "tiny", "small", "small", "tiny"]
