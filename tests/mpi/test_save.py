@@ -219,6 +219,23 @@ def test_others_open_it(comm: Any, shared_tmp_path: Path) -> None:
     on_root(comm, look)
 
 
+@pytest.mark.any_library
+@pytest.mark.parametrize("kind", ["netcdf4", "zarr", "zarr2"])
+def test_axes_of_one_name_in_two_groups(comm: Any, shared_tmp_path: Path, kind: str) -> None:
+    """Wrong if lengths that may differ were refused, or if xarray did not open each group."""
+    path, tree = shared_tmp_path / "out", {"a": ramp((3,), "i4"), "g": {"a": ramp((2, 2), "i4")}}
+    shardload.save(path, tree, dims={"a": "t", "g/a": ("t", "u")}, format=kind)
+
+    def look() -> None:
+        engine: Any = "netcdf4" if kind == "netcdf4" else "zarr"
+        for group, values in (("/", tree["a"]), ("/g", tree["g"]["a"])):
+            with xarray.open_dataset(path, engine=engine, group=group) as found:
+                assert found.a.dims == ("t", "u")[: values.ndim]
+                np.testing.assert_array_equal(found.a, values)
+
+    on_root(comm, look)
+
+
 def test_what_was_saved_loads_again(comm: Any, shared_tmp_path: Path) -> None:
     """Wrong if another sharding gave other values; a nested dict is groups."""
     values = ramp(cube())
@@ -555,6 +572,19 @@ def test_bad_arguments(comm: Any, shared_tmp_path: Path) -> None:
         (path, x, {"compression": {"name": "gzip", "level": 99}}, "level of gzip is 99"),
         (path, x, {"dims": ("z", "y")}, "dims of '/data'"),
         (path, x, {"dims": 3}, "dims of '/data' is 3"),
+        *(
+            (
+                path,
+                tree,
+                {"dims": dims, "format": kind},
+                f"axis 't' has {told}. Axes of one name have one length: pass other dims=",
+            )
+            for kind in ("netcdf4", "zarr", "zarr2")
+            for tree, dims, told in (
+                ({"a": np.zeros((2, 3))}, {"a": ("t", "t")}, "3 elements in '/a', but 2 in '/a'"),
+                ({"g/a": np.zeros(3), "g/t": np.zeros(2)}, {"g/a": "t", "g/t": "t"}, "2 elements in '/g/t', but 3 in '/g/a'"),
+            )
+        ),
         (path, x, {"attrs": {"a": object()}}, "a"),
         (path, {"x": x}, {"attrs": {"units": "kg"}}, "attrs names 'units'"),
         (path, x, {"byteorder": "middle"}, "byteorder of '/data' is 'middle'"),

@@ -19,7 +19,7 @@ from shardload.errors import ConfigError
 from shardload.formats.base import is_added
 from shardload.formats.hdf5.metadata import NO_VARIABLE
 from shardload.formats.netcdf import NETCDF_TYPES, refused_by_hdf5, refused_by_netcdf, unreadable_name
-from shardload.formats.sink import ArraySpec
+from shardload.formats.sink import ONE_LENGTH, ArraySpec
 
 __all__ = ["check_netcdf", "name_axes", "write_attrs"]
 
@@ -122,8 +122,7 @@ def name_axes(file: h5py.File, specs: Mapping[str, ArraySpec], *, is_netcdf: boo
             lengths[own] = known, first, grows or axis in spec.unlimited
             if known != spec.shape[axis]:
                 raise ConfigError(
-                    f"axis {dim!r} has {spec.shape[axis]} elements in '{name}', but {known} in '{first}'. Axes of one name "
-                    "have one length: pass other dims=, or cut the longer one (padding is not saved)"
+                    f"axis {dim!r} has {spec.shape[axis]} elements in '{name}', but {known} in '{first}'. {ONE_LENGTH}"
                 )
             scale_of[name, axis] = own
     numbers = {}
