@@ -146,30 +146,33 @@ def planned(
     with outer_exception(), group.call(timeout) as refusal:
         group.watch.begin(title, timeout)
         _ = group.machine, group.processes(jax.process_index())  # collective the first time, and here every rank is present
-        error = refusal or error
-        invocation = _invocation(call, title, asked if error is None else None)
         told, unfound, unplanned = None, None, None
         try:
-            told = group.begin(invocation, lambda: "" if asked is None else steps.read(asked))
-        except StallError:
-            raise
-        except ShardloadError as found:  # the same on every rank
-            unfound = found
-        if asked is not None and told is not None and error is None:
+            error = refusal or error
+            invocation = _invocation(call, title, asked if error is None else None)
             try:
-                asked, plan = steps.plan(asked, told, group)
-            except Exception as found:
-                let_interruption_pass(found)
-                unplanned = found
-        planned = {"plan": "" if plan is None else plan.describe()}
-        agreed = invocation.also(**planned)
-        if not group.all_same(agreed, plan is not None):
-            group.agree_same(invocation, error)
-            if unfound is not None:
-                raise unfound
-            group.agree_same(Invocation("a plan", title, planned), unplanned)
-        if asked is None or plan is None:
-            raise unfound or unplanned or error or ConfigError("nothing was planned")
+                told = group.begin(invocation, lambda: "" if asked is None else steps.read(asked))
+            except StallError:
+                raise
+            except ShardloadError as found:  # the same on every rank
+                unfound = found
+            if asked is not None and told is not None and error is None:
+                try:
+                    asked, plan = steps.plan(asked, told, group)
+                except Exception as found:
+                    let_interruption_pass(found)
+                    unplanned = found
+            planned = {"plan": "" if plan is None else plan.describe()}
+            agreed = invocation.also(**planned)
+            if not group.all_same(agreed, plan is not None):
+                group.agree_same(invocation, error)
+                if unfound is not None:
+                    raise unfound
+                group.agree_same(Invocation("a plan", title, planned), unplanned)
+            if asked is None or plan is None:
+                raise unfound or unplanned or error or ConfigError("nothing was planned")
+        finally:
+            del error, refusal, unfound, unplanned  # see `let_go`: arrays would stay after a save that was refused
         yield group, asked, plan, f"{agreed.digest:016x}"
         group.watch.close()
 
@@ -331,7 +334,10 @@ class Saving:
         except Exception as found:
             let_interruption_pass(found)
             error = found
-        group.agree(error)
+        try:
+            group.agree(error)
+        finally:
+            del error  # as in `planned`
         return replicas
 
     def _flow(self, item: Item) -> PiecesToBlocks:
