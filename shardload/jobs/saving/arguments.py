@@ -115,6 +115,8 @@ class SaveArguments:
         Existing arrays after which new ones are stored, by the names of these.
     packed : frozenset of str
         The arrays of which the caller said how they are compressed.
+    left_out : str
+        What the arrays in `like` have and the new file will not have, in words for a warning.
     """
 
     path: str
@@ -126,6 +128,7 @@ class SaveArguments:
     writers: str = AUTO
     like: Mapping[str, str] = field(default_factory=dict)
     packed: frozenset[str] = frozenset()
+    left_out: str = ""
 
     @classmethod
     def of(cls, path: Any, tree: Any, given: Mapping[str, Any], call: str = "save") -> SaveArguments:

@@ -20,7 +20,6 @@ from shardload.formats.lookup import find_array, open_file, read_labels
 from shardload.formats.sink import Compression
 from shardload.jobs.saving.arguments import SaveArguments, ToSave
 from shardload.options import AUTO
-from shardload.system.caller import warn_once
 from shardload.values.decoding import OF_STORED, PACKING
 
 __all__ = ["apply_like", "read_like"]
@@ -60,10 +59,10 @@ def read_like(like: Mapping[str, str]) -> str:
     return json.dumps(found)
 
 
-def apply_like(asked: SaveArguments, text: str, rank: int) -> SaveArguments:
+def apply_like(asked: SaveArguments, text: str) -> SaveArguments:
     """The arguments, with what existing arrays have where the caller passed nothing; and their coordinates.
 
-    Every rank calls this. Rank 0 warns of coordinates that the new arrays cannot have.
+    Every rank calls this.
 
     Raises
     ------
@@ -86,11 +85,12 @@ def apply_like(asked: SaveArguments, text: str, rank: int) -> SaveArguments:
             else:
                 more.setdefault(name, coordinate)
     missing = {name: why for name, why in left_out.items() if name not in more}
+    told = ""
     if missing:
         first = next(iter(missing)).lstrip("/")
         how = f"Pass the values, too, such as '{first}', with dims={{'{first}': ('{first.rpartition('/')[2]}',)}}"
-        warn_once(f"coordinates that are not saved: {some(list(missing.values()))}. {how}", UserWarning, rank)
-    return replace(asked, arrays=[*arrays, *more.values()])
+        told = f"coordinates that are not saved: {some(list(missing.values()))}. {how}"
+    return replace(asked, arrays=[*arrays, *more.values()], left_out=told)
 
 
 def _like(one: ToSave, known: Mapping[str, Any], asked: SaveArguments) -> ToSave:

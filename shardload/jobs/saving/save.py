@@ -25,7 +25,7 @@ import numpy as np
 from shardload.arrays.disassemble import HostShards, check_replicas
 from shardload.comm.group import Arguments, Group, Invocation, group_of
 from shardload.comm.shared_memory import Bell
-from shardload.errors import ConfigError, PeerError, ShardloadError, SourceError, StallError
+from shardload.errors import ConfigError, LeftOutWarning, PeerError, ShardloadError, SourceError, StallError
 from shardload.jobs.progress import progress_of
 from shardload.jobs.saving.arguments import SaveArguments
 from shardload.jobs.saving.like import apply_like, read_like
@@ -37,6 +37,7 @@ from shardload.planning.region import Region
 from shardload.planning.saving import Held, Item, Sent
 from shardload.planning.schedule import Block
 from shardload.planning.tuning import default_tuning
+from shardload.system.caller import warn_once
 from shardload.system.interruption import let_interruption_pass, outer_exception
 from shardload.transfer.buffers import Piece, Slots, StagedBlock, Tile, aligned_empty
 from shardload.transfer.checksum import checksum
@@ -120,7 +121,7 @@ class Steps:
 
     def plan(self, asked: SaveArguments, told: str, group: Group) -> tuple[SaveArguments, SavePlan]:
         """The plan, when all ranks know what was read; and the arguments with what comes from there."""
-        asked = apply_like(asked, told, group.rank) if told else asked
+        asked = apply_like(asked, told) if told else asked
         return asked, plan_file(asked, group)
 
 
@@ -173,8 +174,21 @@ def planned(
                 raise unfound or unplanned or error or ConfigError("nothing was planned")
         finally:
             del error, refusal, unfound, unplanned  # see `let_go`: arrays would stay after a save that was refused
+        if asked.left_out:
+            _warn(asked.left_out, group)
         yield group, asked, plan, f"{agreed.digest:016x}"
         group.watch.close()
+
+
+def _warn(left_out: str, group: Group) -> None:
+    """Warn once in the job, before anything is written. If warnings are errors on any rank, all raise this one. Collective."""
+    is_error = False
+    try:
+        warn_once(left_out, LeftOutWarning, group.rank)
+    except LeftOutWarning:
+        is_error = True
+    if any(group.sum_ints([is_error])):
+        raise LeftOutWarning(left_out)
 
 
 def _invocation(call: str, title: str, asked: SaveArguments | None) -> Invocation:
