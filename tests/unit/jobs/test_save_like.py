@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
+from typing import Any
 
 import h5py
 import netCDF4
 import numpy as np
 import pytest
+import xarray
 import zarr
 
 import shardload
@@ -79,3 +82,40 @@ def test_decoded_values_like_those_that_were_unsigned(tmp_path: Path) -> None:
         one = ToSave("/x", x, x.shape, x.dtype, None, None, None, None, {})
         found[kind] = {*_attrs(one, json.loads(read_like({"/x": f"{path}:/x"}))["/x"], "hdf5")}
     assert found == {"u1": {"units"}, "i1": {"_Unsigned", "valid_max", "units"}, "f4": {"units"}}
+
+
+@pytest.mark.parametrize("name", ["in.nc", "in.zarr"])
+@pytest.mark.parametrize("suffix", [".nc", ".zarr"])
+def test_coordinates_that_are_no_axes(tmp_path: Path, name: str, suffix: str) -> None:
+    """Wrong if xarray found other ones in the new file, or if any were left out without a word."""
+    lon, flags = np.arange(6.0).reshape(2, 3), np.array([True, False, True])
+    coords = {
+        "x": ["p", "q", "r"],  # texts along an axis
+        "letters": ("x", np.array([b"a", b"b", b"c"])),  # netCDF has an axis of letters
+        "lon": (("y", "x"), lon, {"units": "degrees_east"}),
+        "flags": ("x", flags),
+        "height": ((), 2.0),
+        "run": ((), "first"),
+        "years": ("year", [1, 2]),  # of an axis that the new array has not
+    }
+    old = xarray.Dataset({"t": (("y", "x"), np.zeros((2, 3))), "u": (("y", "x", "year"), np.zeros((2, 3, 2)))}, coords)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # zarr-python: texts have no final form there
+        old.to_netcdf(tmp_path / name) if name == "in.nc" else old.to_zarr(tmp_path / name)
+    with pytest.warns(shardload.LeftOutWarning) as said:
+        shardload.save(tmp_path / f"out{suffix}", {"v": np.ones((2, 3))}, like=f"{tmp_path}/{name}:/t")
+    (told,) = (str(one.message) for one in said)
+    assert all(f"'/{key}' in like= holds " in told for key in ("x", "letters", "run")) and told.count("holds") == 3
+    assert told.endswith("Only numbers are saved: add other values afterwards, by h5py or zarr-python")
+    how: dict[str, Any] = {"engine": "zarr"} if suffix == ".zarr" else {}
+    with xarray.open_dataset(tmp_path / f"out{suffix}", **how) as new:
+        assert set(new.v.coords) == {"lon", "flags", "height"}
+        xarray.testing.assert_identical(
+            new.lon.drop_vars(("flags", "height")), old.lon.drop_vars(("x", "letters", "flags", "height", "run"))
+        )
+        assert new.flags.dtype == bool and new.flags.values.tolist() == flags.tolist() and new.height == 2.0
+    with pytest.warns(
+        shardload.LeftOutWarning,
+        match=r"'/lon' in like= has shape \(2, 3\), .* such as 'flags', with dims=\{'flags': \('x',\)\}",
+    ):
+        shardload.plan_save(tmp_path / f"out{suffix}", {"v": np.ones((2, 2))}, like=f"{tmp_path}/{name}:/t")
