@@ -391,6 +391,30 @@ def test_attributes_of_more_than_64_kib(comm: Any, shared_tmp_path: Path, target
         assert ("table" in found["v"].attrs) == (target == "out.zarr")
 
 
+@pytest.mark.parametrize("target", ["out.h5", "out.nc"])
+def test_lists_in_attributes_of_zarr(comm: Any, shared_tmp_path: Path, target: str) -> None:
+    """Wrong if rows of rows were lost where HDF5 has arrays of two axes, a large number ended the copy, or one were rounded."""
+    attrs = {"rows": [[1, 2], [3, 4]], "words": [["a", "b"], ["c", "d"]], "cube": [[[1.5]]], "units": "K", "most": 2**64 - 1}
+    lost = {"large": 10**30, "mixed": [2**53 + 1, 0.5], "ragged": [[1, 2], [3]], "words of two": [["a"], ["b", "c"]]}
+
+    def make() -> None:
+        root = zarr.open_group(str(shared_tmp_path / "in.zarr"), mode="w", attributes=attrs | lost)
+        root.create_array("x", shape=(4,), dtype="i4").attrs.update(attrs | lost)
+
+    on_root(comm, make)
+    notes = "\n".join(copy(comm, shared_tmp_path / "in.zarr", shared_tmp_path / target).notes)
+    comm.barrier()
+    if target == "out.nc":  # which has no attributes of two axes
+        lost |= {key: attrs.pop(key) for key in ("rows", "words", "cube")}
+    with h5py.File(shared_tmp_path / target) as file:
+        for owner, name in ((file, "group '/'"), (file["x"], "'/x'")):
+            found = {key: owner.attrs[key] for key in attrs}
+            assert {key: getattr(one, "tolist", lambda one=one: one)() for key, one in found.items()} == attrs | (
+                {"units": b"K"} if target == "out.nc" else {}
+            )
+            assert lost.keys().isdisjoint(owner.attrs) and all(f"attribute {key!r} of {name}" in notes for key in lost)
+
+
 def test_a_netcdf_file_of_a_run_that_died(comm: Any, shared_tmp_path: Path) -> None:
     """Wrong if a store that xarray does not open were made without a word, or if no way out were told."""
     before = shared_tmp_path / "in.nc"

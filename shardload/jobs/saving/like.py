@@ -106,7 +106,21 @@ def apply_like(asked: SaveArguments, text: str) -> SaveArguments:
         told += f". Pass the values, too, such as '{to_pass[0]}', with dims={{'{to_pass[0]}': {to_pass[1]}}}"
     if any(one.dims is None for one in missing.values()):
         told += ". Only numbers are saved: add other values afterwards, by h5py or zarr-python"
-    return replace(asked, arrays=[*arrays, *more.values()], left_out=told)
+    held, lost = _with_attrs_held(more, asked.format)
+    if lost:
+        told += f"{'. ' if told else ''}attributes of coordinates that are not saved: {some(lost)}"
+    return replace(asked, arrays=[*arrays, *held], left_out=told)
+
+
+def _with_attrs_held(coordinates: Mapping[str, ToSave], kind: str) -> tuple[list[ToSave], list[str]]:
+    """Coordinates with the attributes that a format holds, and which it does not hold."""
+    made, lost = [], list[str]()
+    for name, one in coordinates.items():
+        attrs = {key: value for key, value in one.attrs.items() if value is not None or kind.startswith("zarr")}  # JSON's null
+        held, _, more = attrs_for(kind, f"'{name}'", attrs)
+        made.append(replace(one, attrs=held))
+        lost += more
+    return made, lost
 
 
 def _like(one: ToSave, known: Mapping[str, Any], asked: SaveArguments) -> ToSave:

@@ -49,6 +49,26 @@ def test_complex_and_empty_attributes_of_an_array_in_like(tmp_path: Path, name: 
 
 
 @pytest.mark.parametrize("name", ["out.h5", "out.nc", "out.zarr"])
+def test_attributes_of_coordinates_that_a_format_does_not_hold(tmp_path: Path, name: str) -> None:
+    """Wrong if one of them were an error, of an array that nobody passed, or were lost without a word."""
+    old = zarr.open_group(tmp_path / "in.zarr", mode="w")
+    for key in ("x", "t"):
+        old.create_array(key, shape=(4,), dtype="f4", dimension_names=["t"])
+    old["t"].attrs.update({"units": "s", "rows": [[1, 2], [3]], "null": None, "mixed": [1, "a"]})
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        shardload.save(tmp_path / name, {"y": np.zeros(4)}, like=f"{tmp_path}/in.zarr:/x")
+    found = shardload.open(tmp_path / name)["t"].attrs
+    if name == "out.zarr":
+        assert not said and found == dict(old["t"].attrs)
+        return
+    assert found == {"units": "s"}
+    (told,) = (str(one.message) for one in said)
+    assert told.startswith("attributes of coordinates that are not saved: attribute 'rows' of '/t' (a list of JSON whose rows")
+    assert "attribute 'mixed' of '/t' (a list of JSON that is no array of numbers or texts)" in told
+
+
+@pytest.mark.parametrize("name", ["out.h5", "out.nc", "out.zarr"])
 def test_text_that_netcdf_has_as_an_array_of_one(tmp_path: Path, name: str) -> None:
     """Wrong if it became a list in JSON: so the netCDF library stores text that is not ASCII."""
     with netCDF4.Dataset(tmp_path / "in.nc", "w") as file:
