@@ -26,7 +26,7 @@ import numpy as np
 
 from shardload.errors import ConfigError
 from shardload.formats.base import read_at
-from shardload.formats.leftovers import JOURNAL
+from shardload.formats.leftovers import JOURNAL, NEW_JOURNAL
 from shardload.formats.sink import Encoder, Placed, Sink, Ticket
 from shardload.formats.target import sync_folder, temporary_of
 from shardload.system.scratch import shared_scratch
@@ -64,7 +64,7 @@ class Journal:
         if not self._is_writer:
             return
         self._path = ticket.temporary + JOURNAL
-        new = self._path if left is None else self._path + ".new"
+        new = self._path if left is None else ticket.temporary + NEW_JOURNAL
         file = open(new, "wb")  # noqa: SIM115
         try:
             _lock(file, self._path)
