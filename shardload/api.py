@@ -487,8 +487,8 @@ def save(
     shards : tuple of int, optional, or dict by name
         Zarr: elements of a file along each axis, a multiple of `chunks`.
     compression : str or dict, optional, or dict by name
-        ``"gzip"``, ``"zstd"``, ``"blosc"``, ``"lz4"``, ...; ``{"name": "gzip", "level": 6, "shuffle": True}``. The same name
-        means the same in HDF5 and Zarr.
+        ``"gzip"``, ``"zstd"``, ``"blosc"``, ``"lz4"``, ...; ``"gzip:6+shuffle"`` is short for ``{"name": "gzip", "level": 6,
+        "shuffle": True}``. The same name means the same in HDF5 and Zarr.
     dims : tuple of str, optional, or dict by name
         Name of each axis. In netCDF4 these are dimensions; an array of one axis that has its name is its coordinate.
     unlimited : str, int or tuple of them, optional, or dict by name

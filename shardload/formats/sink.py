@@ -23,6 +23,7 @@ import numpy as np
 
 from shardload.errors import ConfigError
 from shardload.formats.base import ArrayInfo, refusal
+from shardload.formats.compression_words import compression_typed
 from shardload.planning.grid import ravel
 from shardload.planning.region import Region
 
@@ -74,18 +75,20 @@ class Compression:
 
     @classmethod
     def of(cls, found: object) -> Compression | None:
-        """From what a caller writes: ``"gzip"``, ``{"name": "gzip", "level": 6}``, None.
+        """From what a caller writes: ``"gzip"``, ``"gzip:6+shuffle"``, ``{"name": "gzip", "level": 6}``, None.
 
-        >>> Compression.of("gzip"), Compression.of(None)
-        (Compression(name='gzip', level=None, shuffle=False, options={}), None)
+        >>> Compression.of("gzip:6"), Compression.of(None)
+        (Compression(name='gzip', level=6, shuffle=False, options={}), None)
         """
         if found is None or isinstance(found, Compression):
             return found
         if isinstance(found, str):
-            return None if found == "none" else cls(found, shuffle=found == "blosc")
+            if found.strip().lower() == "none":
+                return None
+            found = compression_typed(found) or found
         if not isinstance(found, Mapping) or not set(found) <= _KEYS or not isinstance(found.get("name"), str):
             raise ConfigError(
-                f"compression is {found!r}; expected a name such as 'gzip', None, or "
+                f"compression is {found!r}; expected a name such as 'gzip' or 'gzip:6+shuffle', None, or "
                 "{'name': 'gzip', 'level': 6, 'shuffle': True}"
             )
         return cls(**{"shuffle": found["name"] == "blosc", **found})

@@ -365,6 +365,29 @@ KINDS_OF_XARRAY = {
 }
 
 
+@pytest.mark.any_library
+def test_compression_in_one_text(comm: Any, shared_tmp_path: Path) -> None:
+    """Wrong if what the command takes were refused here, or meant something else."""
+    values = ramp((8, 8))
+    tree, chunks = {"a": values, "b": values}, {"a": (4, 8), "b": (8, 4)}
+    shardload.save(shared_tmp_path / "out.h5", tree, chunks=chunks, compression={"a": "gzip:6+shuffle", "b": "GZIP:1"})
+    shardload.save(
+        shared_tmp_path / "out.zarr", tree, chunks=chunks, compression={"a": "zstd:7", "b": "blosc(zstd):2+bitshuffle"}
+    )
+
+    def look() -> None:
+        with h5py.File(shared_tmp_path / "out.h5") as file:
+            assert [(one.compression, one.compression_opts, one.shuffle) for one in (file["a"], file["b"])] == [
+                ("gzip", 6, True),
+                ("gzip", 1, False),
+            ]
+        found = zarr.open_group(shared_tmp_path / "out.zarr", mode="r")
+        (zstd,), (blosc,) = found["a"].compressors, found["b"].compressors
+        assert zstd.level == 7 and (blosc.cname.value, blosc.clevel, blosc.shuffle.value) == ("zstd", 2, "bitshuffle")
+
+    on_root(comm, look)
+
+
 @pytest.mark.parametrize("where", ["on all ranks", "on the last rank"])
 @pytest.mark.parametrize("call", ["save", "plan_save"])
 def test_a_warning_that_is_an_error(comm: Any, shared_tmp_path: Path, call: str, where: str) -> None:
@@ -587,6 +610,8 @@ def test_bad_arguments(comm: Any, shared_tmp_path: Path) -> None:
         (path, x, {"shards": (4, 4, 4)}, "but no chunks"),
         (path, x, {"chunks": (2, 2, 2), "shards": (4, 4, 4)}, "which HDF5 does not have"),
         (path, x, {"compression": "zip"}, "zip"),
+        (path, x, {"compression": "gzip:x"}, "compression is 'gzip:x'; expected a name such as 'gzip' or 'gzip:6+shuffle'"),
+        (path, x, {"compression": "gzip:99"}, "level of gzip is 99"),
         (path, x, {"compression": {"name": "gzip", "level": 99}}, "level of gzip is 99"),
         (path, x, {"dims": ("z", "y")}, "dims of '/data'"),
         (path, x, {"dims": 3}, "dims of '/data' is 3"),
