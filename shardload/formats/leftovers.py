@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from shardload.errors import SourceError
 from shardload.formats.containment import NotAFileError, open_file
 from shardload.formats.locks import locked_path
-from shardload.formats.target import FOLDER_MARK, MARK_BEGINS, MARK_NBYTES, temporary_of
+from shardload.formats.target import FOLDER_MARK, MARK_BEGINS, MARK_NBYTES, shortened, temporary_of
 
 __all__ = ["GROWTH_MARK", "JOURNAL", "NEW_JOURNAL", "ROOTS", "Leftover", "find_leftover", "refuse_leftover"]
 
@@ -118,7 +118,7 @@ def find_leftover(path: str) -> Leftover | None:
     found = temporary_of(path)
     if found is None or not os.path.exists(path):
         return None
-    target, what = found
+    target, what = _whole_name(found[0]), found[1]
     if os.path.isdir(path):
         names = set(os.listdir(path))
         if GROWTH_MARK in names:
@@ -135,6 +135,15 @@ def find_leftover(path: str) -> Leftover | None:
         return None
     is_link = what == "unfinished" and os.path.exists(target) and os.path.samefile(path, target)
     return Leftover(path, target, what, bool(head) and head != MARK_BEGINS, is_link)
+
+
+def _whole_name(path: str) -> str:
+    """The path that was `shortened` to this one, if it is there; else the same."""
+    folder, name = os.path.split(path)
+    if "~" not in name:
+        return path
+    there = (os.path.join(folder, one) for one in os.listdir(folder or "."))
+    return next((one for one in there if shortened(one) == path), path)
 
 
 def refuse_leftover(path: str) -> None:

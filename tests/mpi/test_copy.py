@@ -676,6 +676,17 @@ def test_a_copy_into_a_folder_by_a_link_goes_on(
     assert os.listdir(shared_tmp_path / "large") == [name]
 
 
+@pytest.mark.parametrize("name", ["out.h5", "out.zarr"])
+@pytest.mark.usefixtures("small")
+def test_a_copy_with_a_long_name_goes_on(comm: Any, shared_tmp_path: Path, stopped: Callable[..., Path], name: str) -> None:
+    """Wrong if what was left, of which the name is cut, were not found again."""
+    target, options = shared_tmp_path / f"{'n' * (255 - len(name))}{name}", RESUMED[name]
+    before = stopped(target, 4, staging=45_000, **options)
+    assert copy(comm, before, target, staging=45_000, resume=True, **options).n_resumed > 0
+    comm.barrier()
+    assert sorted(os.listdir(shared_tmp_path)) == sorted([before.name, target.name])
+
+
 @pytest.mark.parametrize("name", ["out.h5", "out.zarr", "sharded.zarr"])
 @pytest.mark.usefixtures("small")
 def test_what_another_job_has_written_is_on_disk(
