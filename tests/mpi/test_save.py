@@ -629,6 +629,16 @@ def test_bad_arguments(comm: Any, shared_tmp_path: Path) -> None:
             )
         ),
         (path, x, {"attrs": {"a": object()}}, "a"),
+        *(
+            (path, tree, {"attrs": attrs, "format": kind}, f"an attribute of '{name}' is called {key!r}; expected text")
+            for kind in ("hdf5", "zarr")
+            for key in (3, (1, 2), "")
+            for tree, attrs, name in (
+                (x, {key: 1}, "/data"),
+                ({"a": x}, {"a": {key: 1}}, "/a"),
+                ({"a": x}, {"/": {key: 1}}, "/"),
+            )
+        ),
         (path, {"x": x}, {"attrs": {"units": "kg"}}, "attrs names 'units'"),
         (path, x, {"byteorder": "middle"}, "byteorder of '/data' is 'middle'"),
         (path, x, {"writers": 3}, "writers is 3"),
