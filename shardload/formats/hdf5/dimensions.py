@@ -2,8 +2,8 @@
 
 An array with one axis, whose name is that of the axis, is the coordinate of that axis: it becomes a scale. In netCDF4 each
 other axis gets a scale without values. In plain HDF5 it gets a label; and a scale without values if another axis of the same
-array has a coordinate, because xarray opens no array of which some axes have scales and others have none. A scale can grow if
-the axis of any of its arrays can.
+array has a coordinate, because xarray opens no array of which some axes have scales and others have none: one without a name
+gets a name for that. A scale can grow if the axis of any of its arrays can.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from shardload.errors import ConfigError
 from shardload.formats.base import is_added
 from shardload.formats.hdf5.metadata import NO_VARIABLE
 from shardload.formats.netcdf import NETCDF_TYPES, refused_by_hdf5, refused_by_netcdf, unreadable_name
-from shardload.formats.sink import ONE_LENGTH, ArraySpec
+from shardload.formats.sink import ONE_LENGTH, ArraySpec, with_dims
 
-__all__ = ["check_netcdf", "name_axes", "write_attrs"]
+__all__ = ["check_netcdf", "name_axes", "with_dims_beside_coordinates", "write_attrs"]
 
 _MOST_FIXED = 64_000  # bytes of text that HDF5 keeps beside the array: an attribute has less than 64 KiB with its name
 _RESERVED = {"CLASS", "NAME", "REFERENCE_LIST", "DIMENSION_LIST", "_Netcdf4Dimid", "_Netcdf4Coordinates", "_NCProperties"}
@@ -90,6 +90,15 @@ class _Axes:
                 if dim and self.coordinate_of(name, axis) is None:
                     found[name, axis] = f"/{dim}" if len(lengths[dim]) == 1 else f"{name.rpartition('/')[0]}/{dim}"
         return found
+
+
+def with_dims_beside_coordinates(specs: Mapping[str, ArraySpec]) -> dict[str, ArraySpec]:
+    """In plain HDF5: the specs, with a name for each axis of the arrays that have a coordinate on some axis."""
+    axes, named = _Axes(specs), with_dims(specs)
+    return {
+        name: named[name] if any(axes.coordinate_of(name, axis) for axis in range(len(spec.dims or ()))) else spec
+        for name, spec in specs.items()
+    }
 
 
 def _groups(name: str) -> Iterator[str]:
