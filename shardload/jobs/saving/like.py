@@ -15,6 +15,7 @@ from shardload.errors import ConfigError
 from shardload.formats.access import STRICT
 from shardload.formats.base import some
 from shardload.formats.diagnosis import as_source_error, in_path
+from shardload.formats.growing import units_of
 from shardload.formats.labels import Coordinate, from_plain, to_plain
 from shardload.formats.likeness import attrs_for, is_empty_text
 from shardload.formats.lookup import find_array, format_of, open_file, read_labels
@@ -82,7 +83,7 @@ def apply_like(asked: SaveArguments, text: str) -> SaveArguments:
     Raises
     ------
     ConfigError
-        If an array's codec cannot be written.
+        If an array's codec cannot be written, or two arrays have different coordinates of one name.
     """
     found, arrays, more, left_out = json.loads(text), [], dict[str, ToSave](), dict[str, _LeftOut]()
     names = {one.name for one in asked.arrays}
@@ -97,8 +98,12 @@ def apply_like(asked: SaveArguments, text: str) -> SaveArguments:
                 continue
             if isinstance(coordinate, _LeftOut):
                 left_out.setdefault(name, coordinate)
-            else:
-                more.setdefault(name, coordinate)
+            elif _is_other(more.setdefault(name, coordinate), coordinate):
+                key = name.lstrip("/")
+                raise ConfigError(
+                    f"the arrays in like= have different coordinates '{key}'. Pass its values, '{key}', with dims={{'{key}': "
+                    f"{coordinate.dims}}}; or save '{one.name}' in a group of its own"
+                )
     missing = {name: one for name, one in left_out.items() if name not in more}
     told = f"coordinates that are not saved: {some([one.why for one in missing.values()])}" if missing else ""
     to_pass = next(((name.lstrip("/"), one.dims) for name, one in missing.items() if one.dims is not None), None)
@@ -110,6 +115,16 @@ def apply_like(asked: SaveArguments, text: str) -> SaveArguments:
     if lost:
         told += f"{'. ' if told else ''}attributes of coordinates that are not saved: {some(lost)}"
     return replace(asked, arrays=[*arrays, *held], left_out=told)
+
+
+def _is_other(first: ToSave, second: ToSave) -> bool:
+    """Whether two coordinates of one name are not the same: other values, or in other units."""
+    is_float = first.dtype.kind in "fc" and second.dtype.kind in "fc"
+    return (
+        first.dims != second.dims
+        or not np.array_equal(first.x, second.x, equal_nan=is_float)
+        or units_of(first.attrs) != units_of(second.attrs)
+    )
 
 
 def _with_attrs_held(coordinates: Mapping[str, ToSave], kind: str) -> tuple[list[ToSave], list[str]]:

@@ -79,6 +79,26 @@ def test_text_that_netcdf_has_as_an_array_of_one(tmp_path: Path, name: str) -> N
     assert found["long_name"] == "Größe" and found["two"] == ["a", "ö"]
 
 
+@pytest.mark.parametrize("units", ["hours", "days"])
+def test_two_arrays_in_like_with_coordinates_of_one_name(tmp_path: Path, units: str) -> None:
+    """Wrong if one array got the coordinate of the other without a word."""
+    for name, unit in (("a.nc", "hours"), ("b.nc", units)):
+        dims, attrs = {"x": ("t",), "t": ("t",)}, {"t": {"units": f"{unit} since 2000-01-01"}}
+        shardload.save(tmp_path / name, {"x": np.zeros(3), "t": np.array([np.nan, 2, 3])}, dims=dims, attrs=attrs)
+    dims = {"x": ("t",), "t": ("t",)}
+    shardload.save(tmp_path / "c.nc", {"x": np.zeros(3), "t": np.array([1.0, 2, 4])}, dims=dims)
+    like = {"u": f"{tmp_path}/a.nc:/x", "v": f"{tmp_path}/b.nc:/x"}
+    tree: dict[str, Any] = {"u": np.zeros(3), "v": np.ones(3)}
+    if units == "hours":
+        shardload.save(tmp_path / "same.nc", tree, like=like)
+        like["v"] = f"{tmp_path}/c.nc:/x"
+    with pytest.raises(shardload.ConfigError, match=r"have different coordinates 't'\. Pass its values, 't', with dims="):
+        shardload.save(tmp_path / "out.nc", tree, like=like)
+    shardload.save(tmp_path / "groups.nc", {"u": tree["u"], "g/v": tree["v"]}, like={"u": like["u"], "g/v": like["v"]})
+    shardload.save(tmp_path / "out.nc", tree | {"t": np.arange(3)}, like=like, dims={"t": ("t",)})
+    assert shardload.open(tmp_path / "out.nc")["u"].coords["t"].values.tolist() == [0, 1, 2]
+
+
 def test_null_of_json_in_like(tmp_path: Path) -> None:
     """Wrong if another Zarr store lost it, or if HDF5, which does not have it, were refused."""
     made = zarr.open_group(tmp_path / "in.zarr", mode="w").create_array("x", shape=(4,), dtype="f4")
