@@ -415,6 +415,23 @@ def test_lists_in_attributes_of_zarr(comm: Any, shared_tmp_path: Path, target: s
             assert lost.keys().isdisjoint(owner.attrs) and all(f"attribute {key!r} of {name}" in notes for key in lost)
 
 
+@pytest.mark.parametrize("name", ["in.zarr", "in.nc"])
+def test_axes_without_a_coordinate(comm: Any, shared_tmp_path: Path, name: str) -> None:
+    """Wrong if notes told of arrays that were never there, or if a coordinate that is there were not copied."""
+    before, after = shared_tmp_path / name, shared_tmp_path / "out.nc"
+
+    def make() -> None:
+        found = xarray.Dataset({"t": (("y", "x"), ramp((3, 4)), {"coordinates": "none lat"})}, {"x": np.arange(4)})
+        found["lat"] = ("y", np.arange(3))
+        found.to_netcdf(before) if name == "in.nc" else found.to_zarr(before, zarr_format=2)
+
+    on_root(comm, make)
+    assert copy(comm, before, after, dataset=("t",)).notes == ()
+    comm.barrier()
+    with xarray.open_dataset(after) as found:
+        assert set(found.variables) == {"t", "x", "lat"} and found["t"].dims == ("y", "x")
+
+
 def test_a_netcdf_file_of_a_run_that_died(comm: Any, shared_tmp_path: Path) -> None:
     """Wrong if a store that xarray does not open were made without a word, or if no way out were told."""
     before = shared_tmp_path / "in.nc"

@@ -265,7 +265,8 @@ def _like(
                 try:
                     described[other] = _describe(file, other)
                 except SourceError as error:
-                    notes.append(f"the coordinate '{other}' of '{name}' was left out: {error}")
+                    if not isinstance(error.__context__, KeyError):  # else there is none: many axes have a name only
+                        notes.append(f"the coordinate '{other}' of '{name}' was left out: {error}")
     described = {name: one for name, one in described.items() if not one[1].is_dimension}
     main = [name for name in main if name in described] or list(described)
     parts = _parts(request.select, {name: described[name] for name in main})
