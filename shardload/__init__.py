@@ -34,10 +34,12 @@ if TYPE_CHECKING:
     from shardload.comm.launch import initialize
     from shardload.errors import (
         ConfigError,
+        LeftOutWarning,
         MissingChunksWarning,
         PackedWarning,
         PeerError,
         ShardloadError,
+        ShardloadWarning,
         SourceError,
         StallError,
         VerifyError,
@@ -55,6 +57,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AppendReport",
     "ConfigError",
+    "LeftOutWarning",
     "LoadReport",
     "MissingChunksWarning",
     "PackedWarning",
@@ -63,6 +66,7 @@ __all__ = [
     "SavePlan",
     "SaveReport",
     "ShardloadError",
+    "ShardloadWarning",
     "SourceError",
     "StallError",
     "TreePlan",

@@ -487,8 +487,8 @@ def save(
     shards : tuple of int, optional, or dict by name
         Zarr: elements of a file along each axis, a multiple of `chunks`.
     compression : str or dict, optional, or dict by name
-        ``"gzip"``, ``"zstd"``, ``"blosc"``, ``"lz4"``, ...; ``{"name": "gzip", "level": 6, "shuffle": True}``. The same name
-        means the same in HDF5 and Zarr.
+        ``"gzip"``, ``"zstd"``, ``"blosc"``, ``"lz4"``, ...; ``"gzip:6+shuffle"`` is short for ``{"name": "gzip", "level": 6,
+        "shuffle": True}``. The same name means the same in HDF5 and Zarr.
     dims : tuple of str, optional, or dict by name
         Name of each axis. In netCDF4 these are dimensions; an array of one axis that has its name is its coordinate.
     unlimited : str, int or tuple of them, optional, or dict by name
@@ -504,8 +504,8 @@ def save(
         are matched by their names, and coordinates that `to_xarray` left out are taken from the plan.
     like : str, optional, or dict by name
         An array in a file, ``"in.h5:/rho"``, of which chunks, compression, checksums, names of axes, attributes and coordinates
-        are taken, where they are not passed. Coordinates of at most 64 KiB, and only along axes of the same length. The level
-        of the compressor is its usual one.
+        are taken, where they are not passed. Coordinates of at most 64 KiB, and only along axes of the same length; a
+        `LeftOutWarning` names others. The level of the compressor is its usual one.
     byteorder : {"little", "big"}, optional, or dict by name
         Of the numbers in the file; by default the machine's.
     writers : {"auto", "all", "root"}

@@ -24,10 +24,12 @@ from collections.abc import Iterator
 
 __all__ = [
     "ConfigError",
+    "LeftOutWarning",
     "MissingChunksWarning",
     "PackedWarning",
     "PeerError",
     "ShardloadError",
+    "ShardloadWarning",
     "SourceError",
     "StallError",
     "VerifyError",
@@ -162,11 +164,19 @@ class StallError(PeerError):
     """
 
 
-class MissingChunksWarning(UserWarning):
+class ShardloadWarning(UserWarning):
+    """Base class of everything shardload warns of in a collective call. If warnings are errors, all ranks raise it."""
+
+
+class LeftOutWarning(ShardloadWarning):
+    """A new file is saved without something that the array in `like` has beside it. Warned once in the job, on rank 0."""
+
+
+class MissingChunksWarning(ShardloadWarning):
     """Chunks of the loaded file are missing: their values are the file's fill value. Warned once in the job, on rank 0."""
 
 
-class PackedWarning(UserWarning):
+class PackedWarning(ShardloadWarning):
     """The loaded numbers are packed: the file says how they become values (scale_factor, add_offset), and `decode` does not say
     whether they should. Warned once in the job, on rank 0.
     """

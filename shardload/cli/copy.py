@@ -11,6 +11,7 @@ from typing import IO, Any
 from shardload.cli.arguments import as_typed, reworded, show_error, wrong
 from shardload.comm.mpi import world_rank_and_size
 from shardload.errors import ConfigError, ShardloadError, printable
+from shardload.formats.compression_words import compression_typed
 from shardload.jobs.copying.copy import CopyReport, copy_file, refuse_copy
 from shardload.jobs.copying.request import CopyRequest
 from shardload.system.terminal import own_stdout, width_of, wrap
@@ -19,9 +20,6 @@ from shardload.units import counted, format_nbytes
 __all__ = ["IN_COPY", "copy_as_typed", "parse_axes", "parse_compression", "parse_sizes", "run"]
 
 KEEP = "keep"
-_COMPRESSION = re.compile(
-    r"(?P<name>[a-z0-9]+)(\((?P<inner>[a-z0-9]+)\))?(:(?P<level>-?\d+))?(?P<shuffle>\+shuffle|\+bitshuffle)?"
-)
 
 
 def parse_sizes(text: str | None, flag: str) -> tuple[int, ...] | str | None:
@@ -68,21 +66,12 @@ def parse_compression(text: str | None) -> Any:
     """
     if text is None:
         return KEEP
-    given = text.strip().lower()
-    if given == "none":
+    if text.strip().lower() == "none":
         return None
-    found = _COMPRESSION.fullmatch(given)
+    found = compression_typed(text)
     if found is None:
         raise wrong("--compression", f"cannot read {text!r}. Type for example --compression zstd, gzip:6+shuffle or none")
-    if found["level"] is found["inner"] is found["shuffle"] is None:
-        return given
-    options: dict[str, Any] = {} if found["inner"] is None else {"cname": found["inner"]}
-    if found["shuffle"] == "+bitshuffle":
-        options["bitshuffle"] = True
-    is_shuffled = found["shuffle"] == "+shuffle" or (given.startswith("blosc") and found["shuffle"] is None)
-    level = None if found["level"] is None else int(found["level"])
-    made: dict[str, Any] = {"name": found["name"], "level": level, "shuffle": is_shuffled}
-    return {**made, "options": options} if options else made
+    return found["name"] if found == compression_typed(found["name"]) else found
 
 
 # Parts of messages that name what the command does not have. A test looks for each in the package: it may be worded anew.

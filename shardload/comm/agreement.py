@@ -218,7 +218,10 @@ class Agreement:
         if self._shelf is not None:
             self._shelf.begin()
         found = self._tell(find, 0, f"{asked.digest:016x}".encode())
-        return None if found is None else self._told(found, 0)
+        try:
+            return None if found is None else self._told(found, 0)
+        finally:
+            del found  # as in `agree`
 
     def gather_int(self, value: int) -> Int64s:
         """Gather one integer from every rank, on every rank. Collective."""
@@ -306,9 +309,12 @@ class Agreement:
     def tell(self, make: Callable[[], Any], root: int) -> Any:
         """Return on every rank what `make` returns on `root`, or raise on every rank what it raises there. Collective."""
         found = self._tell(make, root, b"")
-        if found is None:
-            raise ValueError("a message without a mark has none that could differ")
-        return self._told(found, root)
+        try:
+            if found is None:
+                raise ValueError("a message without a mark has none that could differ")
+            return self._told(found, root)
+        finally:
+            del found  # as in `agree`
 
     def _tell(self, make: Callable[[], Any], root: int, mark: bytes) -> tuple[Any, BaseException | None] | None:
         """What `root` made or how it failed and, on `root`, the exception; None if the mark of `root` differs."""
@@ -339,7 +345,10 @@ class Agreement:
             return None
         kind, rest = bytes(came[n : n + 1]), came[n + 1 :]
         told: Any = _Failure(_to_text(rest)) if kind == _FAILED else rest if kind == _BYTES else _to_text(rest)
-        return told, error
+        try:
+            return told, error
+        finally:
+            del error  # as in `agree`
 
     def _told(self, found: tuple[Any, BaseException | None], root: int) -> Any:
         made, error = found
@@ -394,8 +403,11 @@ class Agreement:
     def settle(self, asked: Invocation, error: BaseException | None) -> None:
         """Send both messages that every call begins with, if rank 0 has no text to send. Raises as `agree_same`. Collective."""
         is_same = self.begin(asked, str) is not None
-        if not self.all_same(asked, is_same and error is None):
-            self.agree_same(asked, error)
+        try:
+            if not self.all_same(asked, is_same and error is None):
+                self.agree_same(asked, error)
+        finally:
+            del error  # as in `agree`
 
     def _compare(self, digests: list[int], is_fine: bool) -> tuple[bool, np.ndarray[Any, np.dtype[np.intp]]]:
         """Return whether no rank has an error, and the indices of the digests that differ."""
@@ -416,13 +428,16 @@ class Agreement:
         PeerError
             The text names the first rank that differs from rank 0, and the two calls, or the first array or value that differs.
         """
-        if self.size == 1:
-            self.agree(error)
-            return
-        names = json.dumps(asked.names)
-        all_fine, differs = self._compare([digest_of(asked.kind), digest_of(names)], error is None)
-        if not all_fine:
-            self.agree(error)
+        try:
+            if self.size == 1:
+                self.agree(error)
+                return
+            names = json.dumps(asked.names)
+            all_fine, differs = self._compare([digest_of(asked.kind), digest_of(names)], error is None)
+            if not all_fine:
+                self.agree(error)
+        finally:
+            del error  # as in `agree`
         if 0 in differs:
             other, theirs, reference = self._first_other(asked.kind, asked.title)
             raise blame_calls(

@@ -29,7 +29,7 @@ from shardload.comm.shared_memory import Segment
 from shardload.comm.shelf import Shelf
 from shardload.comm.topology import Node, Topology, find_topology, pretended_node
 from shardload.comm.watchdog import Watchdog
-from shardload.errors import ConfigError, MissingChunksWarning, PackedWarning, ShardloadError, StallError
+from shardload.errors import ConfigError, ShardloadError, ShardloadWarning, StallError
 
 __all__ = ["Arguments", "ArgumentsOfOne", "Group", "Invocation", "Texts", "compact", "group_of"]
 
@@ -208,7 +208,7 @@ class Group(Agreement):
             if not isinstance(error, StallError) and not self.is_torn:  # the watchdog has decided who shows a stall
                 self.shared(error)
             raise
-        except (MissingChunksWarning, PackedWarning):  # all ranks raise it if warnings are errors
+        except ShardloadWarning:  # all ranks raise it if warnings are errors
             raise
         except BaseException:
             self.is_torn = self.size > 1  # a single process cannot be out of step

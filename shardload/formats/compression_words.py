@@ -1,20 +1,47 @@
-"""How is it said how an existing array is compressed? In the words of `sink.Compression`, the same for every format.
+"""How is it said how an array is compressed? In the words of `sink.Compression`, the same for every format.
+
+A caller may write these words as one text, as in a shell.
 
 A format lists the codecs of a chunk and reads their options; what these mean together is decided here.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["BLOSC_CODES", "BLOSC_SHUFFLES", "blosc_told", "compression_told"]
+__all__ = ["BLOSC_CODES", "BLOSC_SHUFFLES", "blosc_told", "compression_told", "compression_typed"]
 
 BLOSC_CODES = {"blosclz": 0, "lz4": 1, "lz4hc": 2, "zlib": 4, "zstd": 5}
 """The compressors inside of Blosc, with its numbers for them."""
 
 BLOSC_SHUFFLES = ("noshuffle", "shuffle", "bitshuffle")
 """What Blosc does to the bytes first, by its numbers."""
+
+_TYPED = re.compile(
+    r"(?P<name>[a-z0-9]+)(\((?P<inner>[a-z0-9]+)\))?(:(?P<level>-?\d+))?(?P<shuffle>\+shuffle|\+bitshuffle)?", re.ASCII
+)
+
+
+def compression_typed(text: str) -> dict[str, Any] | None:
+    """The keywords of `sink.Compression` that a text says, ``NAME(CODEC):LEVEL+shuffle``; None if it cannot be read.
+
+    >>> compression_typed("gzip:6+shuffle"), compression_typed("gzip 6")
+    ({'name': 'gzip', 'level': 6, 'shuffle': True}, None)
+    >>> compression_typed("blosc(zstd):5+bitshuffle")
+    {'name': 'blosc', 'level': 5, 'shuffle': False, 'options': {'cname': 'zstd', 'bitshuffle': True}}
+    """
+    found = _TYPED.fullmatch(text.strip().lower())
+    if found is None:
+        return None
+    options: dict[str, Any] = {} if found["inner"] is None else {"cname": found["inner"]}
+    if found["shuffle"] == "+bitshuffle":
+        options["bitshuffle"] = True
+    is_shuffled = found["shuffle"] == "+shuffle" or (found["name"] == "blosc" and found["shuffle"] is None)
+    level = None if found["level"] is None else int(found["level"])
+    told: dict[str, Any] = {"name": found["name"], "level": level, "shuffle": is_shuffled}
+    return {**told, "options": options} if options else told
 
 
 def compression_told(

@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from shardload.errors import SourceError
 from shardload.formats.containment import NotAFileError, open_file
 from shardload.formats.locks import locked_path
-from shardload.formats.target import FOLDER_MARK, MARK_BEGINS, MARK_NBYTES, temporary_of
+from shardload.formats.target import FOLDER_MARK, MARK_BEGINS, MARK_NBYTES, shortened, temporary_of
 
-__all__ = ["GROWTH_MARK", "JOURNAL", "ROOTS", "Leftover", "find_leftover", "refuse_leftover"]
+__all__ = ["GROWTH_MARK", "JOURNAL", "NEW_JOURNAL", "ROOTS", "Leftover", "find_leftover", "refuse_leftover"]
 
 ROOTS = ("zarr.json", ".zgroup", ".zarray")  # one of them makes a folder a Zarr store
 
 JOURNAL = ".journal"  # behind the name of a temporary: what a copy notes, to go on after a kill
+NEW_JOURNAL = f"{JOURNAL}.new"  # the same, while a copy that goes on writes it anew
 GROWTH_MARK = "shardload-append"  # is in a temporary folder that has what will be appended to a store, or in that of a file
 
 
@@ -37,7 +38,7 @@ class Leftover:
     what : str
         ``"unfinished"``: what the save wrote. ``"replaced"``: what had the name before. ``"appended"``: new rows of the target,
         which it may have or not. ``"appending"``: a file that keeps other appends away. ``"journal"``: what a copy noted to
-        go on after a kill, and nothing to go on with.
+        go on after a kill, and nothing to go on with. ``"new journal"``: one that had not taken the place of the old one.
     is_whole : bool
         Whether it can be used. Of what was replaced, parts may be removed already if the name exists.
     is_link : bool
@@ -59,6 +60,8 @@ class Leftover:
             return f"belongs to an append to '{self.target}' that has not ended"
         if self.what == "journal":
             return f"is the journal of a copy to '{self.target}', of which nothing unfinished is left: of no use any more"
+        if self.what == "new journal":
+            return f"is what a copy to '{self.target}' began to note when it went on after a kill: of no use any more"
         if self.is_link:
             return f"is a second name of '{self.target}', which was saved as a whole"
         if self.what == "replaced":
@@ -71,16 +74,16 @@ class Leftover:
     @property
     def condition(self) -> str:
         """When `commands` may be typed."""
-        is_of_copy = self.what == "journal" or os.path.exists(f"{self.path}{JOURNAL}")
+        is_of_copy = self.what.endswith("journal") or os.path.exists(f"{self.path}{JOURNAL}")
         call = "append" if self.what.startswith("append") else "copy" if is_of_copy else "save"
         return f"If no {call} runs there any more"
 
     @property
     def commands(self) -> list[tuple[str, str]]:
         """What to do under this `condition`: in words, and what to type."""
-        journal = f"{self.path}{JOURNAL}"
-        has_journal = os.path.exists(journal)
-        paths = " ".join(shlex.quote(path) for path in ([self.path, journal] if has_journal else [self.path]))
+        beside = [path for path in (f"{self.path}{JOURNAL}", f"{self.path}{NEW_JOURNAL}") if os.path.exists(path)]
+        has_journal = f"{self.path}{JOURNAL}" in beside
+        paths = " ".join(map(shlex.quote, [self.path, *beside]))
         remove = "remove it", f"rm {'-r ' if os.path.isdir(self.path) else ''}{paths}"
         if has_journal and not self.is_whole:
             return [("go on with it", f"shardload copy IN {shlex.quote(self.target)} --resume"), remove]
@@ -109,10 +112,13 @@ def find_leftover(path: str) -> Leftover | None:
     noted = temporary_of(path.removesuffix(JOURNAL)) if path.endswith(JOURNAL) else None
     if noted is not None and os.path.exists(path):
         return find_leftover(path.removesuffix(JOURNAL)) or Leftover(path, noted[0], "journal", False)
+    noted = temporary_of(path.removesuffix(NEW_JOURNAL)) if path.endswith(NEW_JOURNAL) else None
+    if noted is not None and os.path.exists(path):
+        return Leftover(path, noted[0], "new journal", False)
     found = temporary_of(path)
     if found is None or not os.path.exists(path):
         return None
-    target, what = found
+    target, what = _whole_name(found[0]), found[1]
     if os.path.isdir(path):
         names = set(os.listdir(path))
         if GROWTH_MARK in names:
@@ -129,6 +135,15 @@ def find_leftover(path: str) -> Leftover | None:
         return None
     is_link = what == "unfinished" and os.path.exists(target) and os.path.samefile(path, target)
     return Leftover(path, target, what, bool(head) and head != MARK_BEGINS, is_link)
+
+
+def _whole_name(path: str) -> str:
+    """The path that was `shortened` to this one, if it is there; else the same."""
+    folder, name = os.path.split(path)
+    if "~" not in name:
+        return path
+    there = (os.path.join(folder, one) for one in os.listdir(folder or "."))
+    return next((one for one in there if shortened(one) == path), path)
 
 
 def refuse_leftover(path: str) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import base64
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -276,12 +276,36 @@ def is_empty_text(value: Any) -> bool:
 
 
 def _typed(value: Any) -> Any:
-    """An attribute as HDF5 has it."""
+    """An attribute as HDF5 has it.
+
+    >>> _typed([[1, 2], [3, 4]]).shape, _typed(["a", "b"]), _typed(1.5)
+    ((2, 2), ['a', 'b'], 1.5)
+    """
     if value is None or isinstance(value, Mapping):
         raise TypeError("a null or an object of JSON, which HDF5 does not have")
+    if not isinstance(value, int | list | tuple):
+        return value
+    leaves = list(_leaves(value))
+    kinds = {type(leaf) for leaf in leaves}
+    if not kinds <= {int, float, bool} and kinds != {str}:
+        raise TypeError("a list of JSON that is no array of numbers or texts")
+    try:
+        found = np.array(value, dtype=object if kinds == {str} else None)
+    except ValueError:
+        raise TypeError("a list of JSON whose rows have different lengths") from None
+    if found.size != len(leaves):
+        raise TypeError("a list of JSON whose rows have different lengths")
+    if kinds != {str} and any(a != b and b == b for a, b in zip(found.reshape(-1).tolist(), leaves, strict=True)):
+        raise TypeError("whole numbers that HDF5 does not hold exactly beside the others")
+    if kinds != {str} and found.dtype.kind == "O":
+        raise TypeError("a whole number of more than 64 bits, which HDF5 does not have")
+    return found if isinstance(value, list | tuple) and (found.ndim > 1 or kinds != {str}) else value
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """What is no list, in lists of lists."""
     if isinstance(value, list | tuple):
-        kinds = {type(part) for part in value}
-        if not kinds <= {int, float, bool} and kinds != {str}:
-            raise TypeError("a list of JSON that is no array of numbers or texts")
-        return list(value) if kinds == {str} else np.array(value)
-    return value
+        for part in value:
+            yield from _leaves(part)
+    else:
+        yield value

@@ -17,7 +17,7 @@ import shlex
 import socket
 
 from shardload.errors import ConfigError
-from shardload.formats.target import named, put_at
+from shardload.formats.target import named, put_at, shortened
 
 __all__ = ["AppendLock", "FileLock", "locked_path"]
 
@@ -47,7 +47,7 @@ class AppendLock:
     """
 
     def __init__(self, path: str) -> None:
-        self.path = path + _LOCK_SUFFIX
+        self.path = shortened(path) + _LOCK_SUFFIX
         self._is_mine = False
         about = f"{secrets.token_hex(8)} {os.path.basename(path)} {socket.gethostname()} {os.getpid()}\n"
         self._text = _LOCK_BEGINS + os.fsencode(about)

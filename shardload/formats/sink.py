@@ -23,10 +23,12 @@ import numpy as np
 
 from shardload.errors import ConfigError
 from shardload.formats.base import ArrayInfo, refusal
+from shardload.formats.compression_words import compression_typed
 from shardload.planning.grid import ravel
 from shardload.planning.region import Region
 
 __all__ = [
+    "ONE_LENGTH",
     "ArraySpec",
     "Catalog",
     "Compression",
@@ -38,12 +40,14 @@ __all__ = [
     "Stored",
     "Ticket",
     "Writer",
+    "axes_of_two_lengths",
     "place_again",
     "with_dims",
 ]
 
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
 Decode = Callable[[Region], np.ndarray[Any, Any]]
+ONE_LENGTH = "Axes of one name have one length: pass other dims=, or cut the longer one (padding is not saved)"
 _KEYS = {"name", "level", "shuffle", "options"}
 
 
@@ -71,18 +75,20 @@ class Compression:
 
     @classmethod
     def of(cls, found: object) -> Compression | None:
-        """From what a caller writes: ``"gzip"``, ``{"name": "gzip", "level": 6}``, None.
+        """From what a caller writes: ``"gzip"``, ``"gzip:6+shuffle"``, ``{"name": "gzip", "level": 6}``, None.
 
-        >>> Compression.of("gzip"), Compression.of(None)
-        (Compression(name='gzip', level=None, shuffle=False, options={}), None)
+        >>> Compression.of("gzip:6"), Compression.of(None)
+        (Compression(name='gzip', level=6, shuffle=False, options={}), None)
         """
         if found is None or isinstance(found, Compression):
             return found
         if isinstance(found, str):
-            return None if found == "none" else cls(found, shuffle=found == "blosc")
+            if found.strip().lower() == "none":
+                return None
+            found = compression_typed(found) or found
         if not isinstance(found, Mapping) or not set(found) <= _KEYS or not isinstance(found.get("name"), str):
             raise ConfigError(
-                f"compression is {found!r}; expected a name such as 'gzip', None, or "
+                f"compression is {found!r}; expected a name such as 'gzip' or 'gzip:6+shuffle', None, or "
                 "{'name': 'gzip', 'level': 6, 'shuffle': True}"
             )
         return cls(**{"shuffle": found["name"] == "blosc", **found})
@@ -222,6 +228,24 @@ def with_dims(specs: Mapping[str, ArraySpec]) -> dict[str, ArraySpec]:
             dims.append(dim)
         found[name] = replace(spec, dims=tuple(dims))
     return found
+
+
+def axes_of_two_lengths(specs: Mapping[str, ArraySpec]) -> list[str]:
+    """The axes that have one name but two lengths in a group, in words. Zarr has such groups, but xarray does not open them.
+
+    >>> x, y = (ArraySpec((n,), np.dtype("f4"), dims=("t",)) for n in (3, 4))
+    >>> axes_of_two_lengths({"/x": x, "/g/y": y}), axes_of_two_lengths({"/x": x, "/y": y})
+    ([], ["axis 't' has 4 elements in '/y', but 3 in '/x'"])
+    """
+    first: dict[tuple[str, str], tuple[int, str]] = {}
+    found: dict[tuple[str, str], str] = {}
+    for name, spec in specs.items():
+        for dim, n in zip(spec.dims or (), spec.shape, strict=False):
+            axis = (name.rpartition("/")[0], dim or "")
+            known, other = first.setdefault(axis, (n, name))
+            if dim and known != n:
+                found.setdefault(axis, f"axis {dim!r} has {n} elements in '{name}', but {known} in '{other}'")
+    return list(found.values())
 
 
 def _example(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ import shlex
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from hashlib import blake2b
 from typing import Any
 
 from shardload.errors import ConfigError, SourceError
@@ -35,6 +36,7 @@ __all__ = [
     "named",
     "put_at",
     "reserve",
+    "shortened",
     "sync_folder",
     "sync_name",
     "temporary_of",
@@ -45,6 +47,9 @@ MARK_NBYTES = 64
 MARK_BEGINS = b"shardload unfinished "  # a temporary file, until its own first bytes are written
 FOLDER_MARK = "shardload-unfinished"  # is in a temporary folder, until all of it is written
 _NAME = re.compile(r"(?P<name>.+)\.(?P<token>[0-9a-f]{16})\.(?P<what>unfinished|replaced)")
+_MOST_NAME_NBYTES = 255
+_MOST_BEHIND_NBYTES = len(".0123456789abcdef.unfinished.journal.new")  # of the names that stand beside a file
+_MOST_SUFFIX_NBYTES = 16
 _NOREPLACE, _EXCHANGE = 1, 2  # of renameat2
 _FIRST_RESERVED, _MOST_RESERVED = 16 << 20, 1 << 30  # bytes that one call reserves
 _SLOW_SECONDS, _FAST_NBYTES = 5e-3, 16 << 30  # a call that is slower than this and so many bytes in a second
@@ -60,12 +65,13 @@ _WHY = {
     errno.EIO: "the device or the file server failed",
     errno.EFBIG: "it would be larger than its file system or the limit of this process (ulimit -f) allows",
     errno.EROFS: "its file system can only be read",
+    errno.ENAMETOOLONG: "its name is too long: most file systems take 255 bytes. Choose a shorter one",
 }
 
 
 def temporary_of(path: str) -> tuple[str, str] | None:
-    """The path for which this temporary was made, and ``"unfinished"`` (a save that has not ended) or ``"replaced"`` (what had
-    the name before); None for any other name. Decides by the name alone.
+    """The path for which this temporary was made, `shortened`, and ``"unfinished"`` (a save that has not ended) or
+    ``"replaced"`` (what had the name before); None for any other name. Decides by the name alone.
 
     >>> temporary_of("d/out.h5.0123456789abcdef.unfinished"), temporary_of("out.h5")
     (('d/out.h5', 'unfinished'), None)
@@ -73,6 +79,26 @@ def temporary_of(path: str) -> tuple[str, str] | None:
     folder, name = os.path.split(path)
     found = _NAME.fullmatch(name)
     return None if found is None else (os.path.join(folder, found["name"]), found["what"])
+
+
+def shortened(path: str) -> str:
+    """The path that a temporary begins with: a name that is too long for what comes behind it is cut, and told from others by
+    a digest.
+
+    >>> shortened("d/out.h5"), shortened("d/" + "n" * 250 + ".zarr")[-20:]
+    ('d/out.h5', 'nnnnnn~1a9a7d97.zarr')
+    """
+    folder, name = os.path.split(path)
+    most = _MOST_NAME_NBYTES - _MOST_BEHIND_NBYTES
+    if len(os.fsencode(name)) <= most:
+        return path
+    root, suffix = os.path.splitext(name)
+    if len(os.fsencode(suffix)) > _MOST_SUFFIX_NBYTES:
+        root, suffix = name, ""
+    tail = f"~{blake2b(os.fsencode(name), digest_size=4).hexdigest()}{suffix}"
+    while len(os.fsencode(root + tail)) > most:
+        root = root[:-1]
+    return os.path.join(folder, root + tail)
 
 
 def mark(token: str, path: str) -> bytes:
@@ -233,8 +259,10 @@ class Target:
         """Make the temporary; returns its path. ConfigError if the name is taken or cannot be made."""
         self._refuse()  # early, for the caller's sake: `commit` is what decides
         self.token = secrets.token_hex(8)
-        temporary = f"{self._final}.{self.token}.unfinished"
+        temporary = f"{shortened(self._final)}.{self.token}.unfinished"
         try:
+            with contextlib.suppress(FileNotFoundError):
+                os.lstat(self._final)  # a name that is too long would be noticed by `commit` only
             if self._is_folder:
                 os.mkdir(temporary)
             else:
@@ -258,7 +286,8 @@ class Target:
         """Take a temporary that another job has made for this name in place of a new one. ConfigError as `create`."""
         self._refuse()
         found = temporary_of(temporary)
-        if found is None or os.path.realpath(found[0]) != os.path.realpath(self._final) or not os.path.lexists(temporary):
+        expected = shortened(os.path.realpath(self._final))
+        if found is None or os.path.realpath(found[0]) != expected or not os.path.lexists(temporary):
             raise ConfigError(f"'{temporary}' is no unfinished file of '{self.path}', or is not to be seen here")
         if os.path.islink(temporary) or os.path.isdir(temporary) != self._is_folder:
             raise ConfigError(f"'{temporary}' is not what another job began there. Remove it, and begin again")
@@ -343,7 +372,7 @@ class Target:
         if not os.path.lexists(self._final) and self._renamed(temporary, _NOREPLACE, refuse=False):
             return None
         self._refuse()
-        old = f"{self._final}.{self.token}.replaced"
+        old = f"{shortened(self._final)}.{self.token}.replaced"
         if self._renamed(temporary, _EXCHANGE):
             with contextlib.suppress(OSError):
                 os.rename(temporary, old)

@@ -8,10 +8,10 @@ unnoticed. So the call stack is searched for the first call from outside the pac
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import warnings
-from contextlib import nullcontext
 
 __all__ = ["levels_to_caller", "warn_once"]
 
@@ -21,16 +21,17 @@ def warn_once(text: str, kind: type[Warning], rank: int) -> None:
 
     Only rank 0 shows the warning. But if the user turned warnings into errors, every rank must raise it.
     """
-    with nullcontext() if rank == 0 else warnings.catch_warnings(record=True):
+    with contextlib.nullcontext() if rank == 0 else warnings.catch_warnings(record=True):
         warnings.warn(text, kind, stacklevel=levels_to_caller())
 
 
 def levels_to_caller() -> int:
     """The ``stacklevel`` with which the caller of this function should warn: that of the first call from outside the package.
 
-    If there is none, as in a thread of the package itself, it is that of the outermost call.
+    If there is none, as in a thread of the package itself, it is that of the outermost call. Context managers of the package
+    are called by Python's `contextlib`, which does not count.
     """
-    package, level = os.path.dirname(os.path.dirname(__file__)) + os.sep, 1
+    package, level = (os.path.dirname(os.path.dirname(__file__)) + os.sep, contextlib.__file__), 1
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
         frame, level = frame.f_back, level + 1

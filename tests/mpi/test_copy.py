@@ -391,6 +391,47 @@ def test_attributes_of_more_than_64_kib(comm: Any, shared_tmp_path: Path, target
         assert ("table" in found["v"].attrs) == (target == "out.zarr")
 
 
+@pytest.mark.parametrize("target", ["out.h5", "out.nc"])
+def test_lists_in_attributes_of_zarr(comm: Any, shared_tmp_path: Path, target: str) -> None:
+    """Wrong if rows of rows were lost where HDF5 has arrays of two axes, a large number ended the copy, or one were rounded."""
+    attrs = {"rows": [[1, 2], [3, 4]], "words": [["a", "b"], ["c", "d"]], "cube": [[[1.5]]], "units": "K", "most": 2**64 - 1}
+    lost = {"large": 10**30, "mixed": [2**53 + 1, 0.5], "ragged": [[1, 2], [3]], "words of two": [["a"], ["b", "c"]]}
+
+    def make() -> None:
+        root = zarr.open_group(str(shared_tmp_path / "in.zarr"), mode="w", attributes=attrs | lost)
+        root.create_array("x", shape=(4,), dtype="i4").attrs.update(attrs | lost)
+
+    on_root(comm, make)
+    notes = "\n".join(copy(comm, shared_tmp_path / "in.zarr", shared_tmp_path / target).notes)
+    comm.barrier()
+    if target == "out.nc":  # which has no attributes of two axes
+        lost |= {key: attrs.pop(key) for key in ("rows", "words", "cube")}
+    with h5py.File(shared_tmp_path / target) as file:
+        for owner, name in ((file, "group '/'"), (file["x"], "'/x'")):
+            found = {key: owner.attrs[key] for key in attrs}
+            assert {key: getattr(one, "tolist", lambda one=one: one)() for key, one in found.items()} == attrs | (
+                {"units": b"K"} if target == "out.nc" else {}
+            )
+            assert lost.keys().isdisjoint(owner.attrs) and all(f"attribute {key!r} of {name}" in notes for key in lost)
+
+
+@pytest.mark.parametrize("name", ["in.zarr", "in.nc"])
+def test_axes_without_a_coordinate(comm: Any, shared_tmp_path: Path, name: str) -> None:
+    """Wrong if notes told of arrays that were never there, or if a coordinate that is there were not copied."""
+    before, after = shared_tmp_path / name, shared_tmp_path / "out.nc"
+
+    def make() -> None:
+        found = xarray.Dataset({"t": (("y", "x"), ramp((3, 4)), {"coordinates": "none lat"})}, {"x": np.arange(4)})
+        found["lat"] = ("y", np.arange(3))
+        found.to_netcdf(before) if name == "in.nc" else found.to_zarr(before, zarr_format=2)
+
+    on_root(comm, make)
+    assert copy(comm, before, after, dataset=("t",)).notes == ()
+    comm.barrier()
+    with xarray.open_dataset(after) as found:
+        assert set(found.variables) == {"t", "x", "lat"} and found["t"].dims == ("y", "x")
+
+
 def test_a_netcdf_file_of_a_run_that_died(comm: Any, shared_tmp_path: Path) -> None:
     """Wrong if a store that xarray does not open were made without a word, or if no way out were told."""
     before = shared_tmp_path / "in.nc"
@@ -444,6 +485,30 @@ def test_groups_of_netcdf_with_axes_of_their_own(comm: Any, shared_tmp_path: Pat
             assert set(one.coords) <= set(other.coords) or name == "b/c"
             for key in set(one.coords) & set(other.coords):
                 np.testing.assert_array_equal(one[key], other[key])
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_a_store_with_links_to_itself(comm: Any, shared_tmp_path: Path, version: Any) -> None:
+    """Wrong if a link to a folder above it were followed, or if a group below lost its attributes."""
+    before, after = shared_tmp_path / "in.zarr", shared_tmp_path / "out.zarr"
+
+    def make() -> None:
+        root = zarr.open_group(str(before), mode="w", zarr_format=version, attributes={"title": "a store"})
+        for name in ("g", "g/h"):
+            group = root.create_group(name, attributes={"name": name})
+            group.create_array("x", shape=(4,), dtype="i4")[...] = np.arange(4)
+        root.create_group("empty", attributes={"name": "empty"})
+        (before / "again").symlink_to(".")
+        (before / "g" / "h" / "up").symlink_to("..")
+
+    on_root(comm, make)
+    copy(comm, before, after)
+    comm.barrier()
+    found = zarr.open_group(str(after), mode="r")
+    assert sorted(name for name, _ in found.members(max_depth=None)) == ["empty", "g", "g/h", "g/h/x", "g/x"]
+    assert {name: found[name].attrs["name"] for name in ("g", "g/h", "empty")} == {"g": "g", "g/h": "g/h", "empty": "empty"}
+    assert found.attrs["title"] == "a store"
+    np.testing.assert_array_equal(found["g/h/x"][...], np.arange(4))
 
 
 def test_groups_that_the_new_file_cannot_have(comm: Any, shared_tmp_path: Path) -> None:
@@ -626,6 +691,17 @@ def test_a_copy_into_a_folder_by_a_link_goes_on(
     assert report.n_resumed > 0
     comm.barrier()
     assert os.listdir(shared_tmp_path / "large") == [name]
+
+
+@pytest.mark.parametrize("name", ["out.h5", "out.zarr"])
+@pytest.mark.usefixtures("small")
+def test_a_copy_with_a_long_name_goes_on(comm: Any, shared_tmp_path: Path, stopped: Callable[..., Path], name: str) -> None:
+    """Wrong if what was left, of which the name is cut, were not found again."""
+    target, options = shared_tmp_path / f"{'n' * (255 - len(name))}{name}", RESUMED[name]
+    before = stopped(target, 4, staging=45_000, **options)
+    assert copy(comm, before, target, staging=45_000, resume=True, **options).n_resumed > 0
+    comm.barrier()
+    assert sorted(os.listdir(shared_tmp_path)) == sorted([before.name, target.name])
 
 
 @pytest.mark.parametrize("name", ["out.h5", "out.zarr", "sharded.zarr"])

@@ -21,7 +21,7 @@ import zarr
 from jax.sharding import PartitionSpec as P
 
 import shardload
-from shardload import ConfigError
+from shardload import ConfigError, SourceError
 from shardload.comm.group import group_of
 from tests.mpi.support import check, mesh_of, on_root, peak_nbytes, peak_of, ramp, same_error, sharding_of, unit
 
@@ -277,3 +277,59 @@ def test_peak_of_a_save(
     assert report.n_rounds > 3 and big.nbytes * (comm.size - 1) // comm.size > most
     group_of(comm).forget_shared_memory()
     comm.Free()
+
+
+FAULTS = {
+    "arguments": "shardload.jobs.saving.arguments.Options.check",
+    "what is there": "shardload.jobs.saving.save.read_like",
+    "plan": "shardload.jobs.saving.save.plan_file",
+    "buffers": "shardload.jobs.saving.save.HostShards",
+    "create": "shardload.formats.hdf5.sink.Hdf5Sink.create",
+    "open": "shardload.formats.hdf5.sink.Hdf5Sink.writer",
+    "exchange": "shardload.jobs.saving.save._Pieces.start",
+    "encode": "shardload.formats.hdf5.sink.Hdf5Encoder._encode",
+    "place": "shardload.formats.hdf5.sink._Hdf5Catalog.allocate",
+    "put": "shardload.formats.hdf5.sink.Hdf5Writer.put",
+    "sync": "shardload.formats.hdf5.sink.Hdf5Writer.sync",
+    "finish": "shardload.formats.hdf5.sink._Hdf5Catalog.finish",
+    "read back": "shardload.jobs.writing.read_back.ReadBack._compare_stored",
+    "decode": "shardload.jobs.writing.read_back.ReadBack._compare_values",
+    "commit": "shardload.formats.hdf5.sink._Hdf5Catalog.commit",
+}
+
+
+@pytest.mark.parametrize(
+    "what", [pytest.param(what, marks=pytest.mark.mpi(min_size=2)) if what == "exchange" else what for what in FAULTS]
+)
+def test_what_was_not_saved_can_be_dropped(
+    comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Wrong if the error kept the array until Python looks for garbage: a script that goes on would need its memory twice."""
+    n, kept = unit(), list[weakref.ref[Any]]()
+    values = ramp((2 * n, 3 * n, 5 * n))
+    shardload.save(shared_tmp_path / "like.h5", {"x": values})
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise SourceError("this fails") if what != "arguments" else ConfigError("this fails")
+
+    def call() -> None:
+        x = jax.make_array_from_callback(values.shape, sharding_of(mesh_of(), P(None, "a", "b")), lambda index: values[index])
+        kept.append(weakref.ref(x))
+        how: dict[str, Any] = {"like": f"{shared_tmp_path}/like.h5:/x"} if what == "what is there" else {}
+        with pytest.raises((SourceError, ConfigError), match="this fails"):
+            shardload.save(
+                shared_tmp_path / "out.h5", {"x": x}, chunks=(1, 3 * n, 5 * n), compression="gzip", writers="all", **how
+            )
+
+    if comm.rank == comm.size - 1 or what in ("what is there", "create", "place", "finish", "commit"):  # those are rank 0's
+        monkeypatch.setattr(FAULTS[what], fails)
+    call()  # what the first one keeps is for the next
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            call()
+        assert [one() for one in kept] == [None] * 4
+    finally:
+        gc.enable()
+    assert garbage_of(call) == []

@@ -26,8 +26,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardload
-from shardload import ConfigError, PeerError, ShardloadError, SourceError, VerifyError
+from shardload import ConfigError, LeftOutWarning, PeerError, ShardloadError, SourceError, VerifyError
 from shardload.comm.collectives import MpiCollectives
+from shardload.comm.group import group_of
 from shardload.comm.shared_memory import Segment
 from shardload.formats.hdf5.sink import Hdf5Writer
 from shardload.formats.sink import Encoder
@@ -219,6 +220,23 @@ def test_others_open_it(comm: Any, shared_tmp_path: Path) -> None:
     on_root(comm, look)
 
 
+@pytest.mark.any_library
+@pytest.mark.parametrize("kind", ["netcdf4", "zarr", "zarr2"])
+def test_axes_of_one_name_in_two_groups(comm: Any, shared_tmp_path: Path, kind: str) -> None:
+    """Wrong if lengths that may differ were refused, or if xarray did not open each group."""
+    path, tree = shared_tmp_path / "out", {"a": ramp((3,), "i4"), "g": {"a": ramp((2, 2), "i4")}}
+    shardload.save(path, tree, dims={"a": "t", "g/a": ("t", "u")}, format=kind)
+
+    def look() -> None:
+        engine: Any = "netcdf4" if kind == "netcdf4" else "zarr"
+        for group, values in (("/", tree["a"]), ("/g", tree["g"]["a"])):
+            with xarray.open_dataset(path, engine=engine, group=group) as found:
+                assert found.a.dims == ("t", "u")[: values.ndim]
+                np.testing.assert_array_equal(found.a, values)
+
+    on_root(comm, look)
+
+
 def test_what_was_saved_loads_again(comm: Any, shared_tmp_path: Path) -> None:
     """Wrong if another sharding gave other values; a nested dict is groups."""
     values = ramp(cube())
@@ -324,7 +342,7 @@ def test_like_another_array(comm: Any, shared_tmp_path: Path) -> None:
             like={"data": like},
             dims={"z": ("z",)},
         )
-    said = [str(one.message) for one in found if one.category is UserWarning]
+    said = [str(one.message) for one in found if one.category is LeftOutWarning and one.filename == __file__]
     assert len(said) == (comm.rank == 0) and all(f"'/z' in like= has shape ({shape[0]},)" in one for one in said)
     on_root(comm, lambda: no_coordinates(shared_tmp_path / "short.nc"))
     same_error(
@@ -345,6 +363,46 @@ KINDS_OF_XARRAY = {
     "zarr": ("x.zarr", "zarr"),
     "zarr2": ("y.zarr", "zarr"),
 }
+
+
+@pytest.mark.any_library
+def test_compression_in_one_text(comm: Any, shared_tmp_path: Path) -> None:
+    """Wrong if what the command takes were refused here, or meant something else."""
+    values = ramp((8, 8))
+    tree, chunks = {"a": values, "b": values}, {"a": (4, 8), "b": (8, 4)}
+    shardload.save(shared_tmp_path / "out.h5", tree, chunks=chunks, compression={"a": "gzip:6+shuffle", "b": "GZIP:1"})
+    shardload.save(
+        shared_tmp_path / "out.zarr", tree, chunks=chunks, compression={"a": "zstd:7", "b": "blosc(zstd):2+bitshuffle"}
+    )
+
+    def look() -> None:
+        with h5py.File(shared_tmp_path / "out.h5") as file:
+            assert [(one.compression, one.compression_opts, one.shuffle) for one in (file["a"], file["b"])] == [
+                ("gzip", 6, True),
+                ("gzip", 1, False),
+            ]
+        found = zarr.open_group(shared_tmp_path / "out.zarr", mode="r")
+        (zstd,), (blosc,) = found["a"].compressors, found["b"].compressors
+        assert zstd.level == 7 and (blosc.cname.value, blosc.clevel, blosc.shuffle.value) == ("zstd", 2, "bitshuffle")
+
+    on_root(comm, look)
+
+
+@pytest.mark.parametrize("where", ["on all ranks", "on the last rank"])
+@pytest.mark.parametrize("call", ["save", "plan_save"])
+def test_a_warning_that_is_an_error(comm: Any, shared_tmp_path: Path, call: str, where: str) -> None:
+    """Wrong if ranks raised different errors, some went on without the others, a file were left, or the next call failed."""
+    path = shared_tmp_path / "out.h5"
+    shardload.save(shared_tmp_path / "in.nc", {"x": np.arange(3), "t": np.arange(3)}, dims={"x": ("t",), "t": ("t",)})
+    is_error = where == "on all ranks" or comm.rank == comm.size - 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error" if is_error else "ignore")
+        with pytest.raises(LeftOutWarning, match="'/t' in like= has shape"):
+            getattr(shardload, call)(path, np.arange(2), like=f"{shared_tmp_path}/in.nc:/x")
+    assert not group_of(comm).is_torn
+    assert on_disk(comm, shared_tmp_path) == ["in.nc"]
+    shardload.save(path, np.arange(2))
+    compare(comm, path, {"data": np.arange(2)})
 
 
 @pytest.mark.parametrize("kind", KINDS_OF_XARRAY)
@@ -552,10 +610,35 @@ def test_bad_arguments(comm: Any, shared_tmp_path: Path) -> None:
         (path, x, {"shards": (4, 4, 4)}, "but no chunks"),
         (path, x, {"chunks": (2, 2, 2), "shards": (4, 4, 4)}, "which HDF5 does not have"),
         (path, x, {"compression": "zip"}, "zip"),
+        (path, x, {"compression": "gzip:x"}, "compression is 'gzip:x'; expected a name such as 'gzip' or 'gzip:6+shuffle'"),
+        (path, x, {"compression": "gzip:99"}, "level of gzip is 99"),
         (path, x, {"compression": {"name": "gzip", "level": 99}}, "level of gzip is 99"),
         (path, x, {"dims": ("z", "y")}, "dims of '/data'"),
         (path, x, {"dims": 3}, "dims of '/data' is 3"),
+        *(
+            (
+                path,
+                tree,
+                {"dims": dims, "format": kind},
+                f"axis 't' has {told}. Axes of one name have one length: pass other dims=",
+            )
+            for kind in ("netcdf4", "zarr", "zarr2")
+            for tree, dims, told in (
+                ({"a": np.zeros((2, 3))}, {"a": ("t", "t")}, "3 elements in '/a', but 2 in '/a'"),
+                ({"g/a": np.zeros(3), "g/t": np.zeros(2)}, {"g/a": "t", "g/t": "t"}, "2 elements in '/g/t', but 3 in '/g/a'"),
+            )
+        ),
         (path, x, {"attrs": {"a": object()}}, "a"),
+        *(
+            (path, tree, {"attrs": attrs, "format": kind}, f"an attribute of '{name}' is called {key!r}; expected text")
+            for kind in ("hdf5", "zarr")
+            for key in (3, (1, 2), "")
+            for tree, attrs, name in (
+                (x, {key: 1}, "/data"),
+                ({"a": x}, {"a": {key: 1}}, "/a"),
+                ({"a": x}, {"/": {key: 1}}, "/"),
+            )
+        ),
         (path, {"x": x}, {"attrs": {"units": "kg"}}, "attrs names 'units'"),
         (path, x, {"byteorder": "middle"}, "byteorder of '/data' is 'middle'"),
         (path, x, {"writers": 3}, "writers is 3"),

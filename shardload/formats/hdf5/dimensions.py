@@ -2,8 +2,8 @@
 
 An array with one axis, whose name is that of the axis, is the coordinate of that axis: it becomes a scale. In netCDF4 each
 other axis gets a scale without values. In plain HDF5 it gets a label; and a scale without values if another axis of the same
-array has a coordinate, because xarray opens no array of which some axes have scales and others have none. A scale can grow if
-the axis of any of its arrays can.
+array has a coordinate, because xarray opens no array of which some axes have scales and others have none: one without a name
+gets a name for that. A scale can grow if the axis of any of its arrays can.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from shardload.errors import ConfigError
 from shardload.formats.base import is_added
 from shardload.formats.hdf5.metadata import NO_VARIABLE
 from shardload.formats.netcdf import NETCDF_TYPES, refused_by_hdf5, refused_by_netcdf, unreadable_name
-from shardload.formats.sink import ArraySpec
+from shardload.formats.sink import ONE_LENGTH, ArraySpec, with_dims
 
-__all__ = ["check_netcdf", "name_axes", "write_attrs"]
+__all__ = ["check_netcdf", "name_axes", "with_dims_beside_coordinates", "write_attrs"]
 
 _MOST_FIXED = 64_000  # bytes of text that HDF5 keeps beside the array: an attribute has less than 64 KiB with its name
 _RESERVED = {"CLASS", "NAME", "REFERENCE_LIST", "DIMENSION_LIST", "_Netcdf4Dimid", "_Netcdf4Coordinates", "_NCProperties"}
@@ -92,6 +92,15 @@ class _Axes:
         return found
 
 
+def with_dims_beside_coordinates(specs: Mapping[str, ArraySpec]) -> dict[str, ArraySpec]:
+    """In plain HDF5: the specs, with a name for each axis of the arrays that have a coordinate on some axis."""
+    axes, named = _Axes(specs), with_dims(specs)
+    return {
+        name: named[name] if any(axes.coordinate_of(name, axis) for axis in range(len(spec.dims or ()))) else spec
+        for name, spec in specs.items()
+    }
+
+
 def _groups(name: str) -> Iterator[str]:
     """The group of an array, and those above it; "" is the root."""
     while name:
@@ -122,8 +131,7 @@ def name_axes(file: h5py.File, specs: Mapping[str, ArraySpec], *, is_netcdf: boo
             lengths[own] = known, first, grows or axis in spec.unlimited
             if known != spec.shape[axis]:
                 raise ConfigError(
-                    f"axis {dim!r} has {spec.shape[axis]} elements in '{name}', but {known} in '{first}'. Axes of one name "
-                    "have one length: pass other dims=, or cut the longer one (padding is not saved)"
+                    f"axis {dim!r} has {spec.shape[axis]} elements in '{name}', but {known} in '{first}'. {ONE_LENGTH}"
                 )
             scale_of[name, axis] = own
     numbers = {}

@@ -27,7 +27,7 @@ from h5py._objects import phil
 
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.base import ArrayInfo, native_dtype, read_at
-from shardload.formats.hdf5.dimensions import check_netcdf, name_axes, write_attrs
+from shardload.formats.hdf5.dimensions import check_netcdf, name_axes, with_dims_beside_coordinates, write_attrs
 from shardload.formats.hdf5.ledger import MOST_NBYTES, Ledger
 from shardload.formats.hdf5.pipeline import Pipeline
 from shardload.formats.hdf5.source import open_explained
@@ -131,8 +131,7 @@ class Hdf5Sink(Sink):
                 raise ConfigError(f"'{name}' has shards, which HDF5 does not have. Leave shards= out, or use the suffix .zarr")
             if is_netcdf:
                 check_netcdf(name, checked[name])
-        if is_netcdf:
-            checked = with_dims(checked)
+        checked = with_dims(checked) if is_netcdf else with_dims_beside_coordinates(checked)
         flavour = "netCDF4" if is_netcdf else "HDF5"
         self.arrays: dict[str, Hdf5Encoder] = {name: Hdf5Encoder(path, name, spec, flavour) for name, spec in checked.items()}
         # All that the metadata can be wrong in is tried in memory, on every rank: before the first byte is on disk.

@@ -349,8 +349,13 @@ class _ZarrStore(OpenFile):
 
     def groups(self) -> dict[str, dict[str, Any]]:
         """The attributes of all groups."""
+        folder = _folder_of(self._store)
         with _quiet():
-            return groups_of(zarr.open(self._store.another_watch(), mode="r"))
+            root = zarr.open(self._store.another_watch(), mode="r")
+            if folder is None or not isinstance(root, zarr.Group) or root.metadata.consolidated_metadata is not None:
+                return groups_of(root)
+            fence = Fence.around_store(self._path, self._access.allow_external)
+            return dict(_groups_in(folder, fence, frozenset()))
 
     def close(self) -> None:
         close_store(self._store)
@@ -445,6 +450,19 @@ def _describe_folder(
     for entry in sorted(os.listdir(folder)):
         if any(os.path.exists(os.path.join(folder, entry, mark)) for mark in _MARKS):
             yield from _describe_folder(path, fence, above | {real}, f"{name.rstrip('/')}/{entry}", access)
+
+
+def _groups_in(path: str, fence: Fence, above: frozenset[str], name: str = "/") -> Iterator[tuple[str, dict[str, Any]]]:
+    """The groups of a store that is a folder, and their attributes, by the same walk: zarr-python's follows links to above."""
+    folder = os.path.join(path, name.strip("/"))
+    real = os.path.realpath(folder)
+    if real in above or not fence.holds(folder) or _is_array(folder, fence):
+        return
+    store = WatchedStore(zarr.storage.LocalStore(folder, read_only=True), fence)
+    yield name, dict(zarr.open_group(store, mode="r", use_consolidated=False).metadata.attributes)
+    for entry in sorted(os.listdir(folder)):
+        if any(os.path.exists(os.path.join(folder, entry, mark)) for mark in _MARKS):
+            yield from _groups_in(path, fence, above | {real}, f"{name.rstrip('/')}/{entry}")
 
 
 def _describe_zip(store: WatchedStore, path: str, access: Access) -> Iterator[ArrayInfo]:

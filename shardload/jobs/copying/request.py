@@ -22,7 +22,7 @@ from shardload.formats.base import ArrayInfo, OpenFile, Properties, some
 from shardload.formats.diagnosis import as_source_error
 from shardload.formats.likeness import KEEP, Asked, attrs_for, spec_like
 from shardload.formats.lookup import Finder, find_array, open_file, split_path
-from shardload.formats.sink import ArraySpec, Compression, Sink
+from shardload.formats.sink import ArraySpec, Compression, Sink, axes_of_two_lengths
 from shardload.jobs.consistency import State
 from shardload.options import AUTO, CHECKSUM, FULL, INDEX, TIMEOUT, Options
 from shardload.planning.copying import growing_chunks
@@ -265,7 +265,8 @@ def _like(
                 try:
                     described[other] = _describe(file, other)
                 except SourceError as error:
-                    notes.append(f"the coordinate '{other}' of '{name}' was left out: {error}")
+                    if not isinstance(error.__context__, KeyError):  # else there is none: many axes have a name only
+                        notes.append(f"the coordinate '{other}' of '{name}' was left out: {error}")
     described = {name: one for name, one in described.items() if not one[1].is_dimension}
     main = [name for name in main if name in described] or list(described)
     parts = _parts(request.select, {name: described[name] for name in main})
@@ -288,8 +289,9 @@ def _like(
         raise ConfigError(f"'{request.source}' holds no arrays that could be copied")
     _check_asked(request, found, asked, main)
     _check_growing(request.unlimited, [dims[name] for name in main], found)
-    if kind.startswith("zarr"):
-        notes += _different_lengths(found)
+    if kind.startswith("zarr"):  # as of a netCDF file of a run that died: a copy has the rows that are there
+        lengths = axes_of_two_lengths({one.full_name: one.spec for one in found})
+        notes += [f"{one}: xarray opens no group with both" for one in lengths]
     if request.untrusted:
         notes.append("attributes of the file and its groups were left out, because it is untrusted")
     used = {""} | {name.strip("/")[:k] for name in described for k, c in enumerate(name.strip("/")) if c == "/"}
@@ -445,26 +447,6 @@ def _check_asked(request: CopyRequest, found: Sequence[Found], asked: Asked, mai
         raise ConfigError(
             f"compression is of chunks, and {first.info} is in one piece. Pass chunks= too, such as chunks='{example}'"
         )
-
-
-def _different_lengths(found: Sequence[Found]) -> list[str]:
-    """Notes of axes that have one name but two lengths in a group, as in a netCDF file of a run that died: netCDF shows fill
-    values where rows are missing, but a copy has the rows that are there.
-    """
-    known: dict[tuple[str, str], Found] = {}
-    lengths: dict[tuple[str, str], int] = {}
-    notes: dict[tuple[str, str], str] = {}
-    for one in found:
-        for dim, n in zip(one.spec.dims or (), one.spec.shape, strict=False):
-            at = (one.full_name.rpartition("/")[0], dim or "")
-            first = known.setdefault(at, one)
-            if dim and lengths.setdefault(at, n) != n:
-                notes.setdefault(
-                    at,
-                    f"axis {dim!r} has {n} elements in '{one.full_name}', but {lengths[at]} in '{first.full_name}': "
-                    "xarray opens no group with both",
-                )
-    return list(notes.values())
 
 
 def _check_apart(source: str, target: str) -> None:

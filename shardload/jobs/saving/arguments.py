@@ -115,6 +115,8 @@ class SaveArguments:
         Existing arrays after which new ones are stored, by the names of these.
     packed : frozenset of str
         The arrays of which the caller said how they are compressed.
+    left_out : str
+        What the arrays in `like` have and the new file will not have, in words for a warning.
     """
 
     path: str
@@ -126,6 +128,7 @@ class SaveArguments:
     writers: str = AUTO
     like: Mapping[str, str] = field(default_factory=dict)
     packed: frozenset[str] = frozenset()
+    left_out: str = ""
 
     @classmethod
     def of(cls, path: Any, tree: Any, given: Mapping[str, Any], call: str = "save") -> SaveArguments:
@@ -346,6 +349,7 @@ def _attrs(names: list[str], is_single: bool, given: Any) -> tuple[dict[str, Map
     if not isinstance(given, Mapping):
         raise ConfigError(f"attrs is {given!r}; expected a dict, such as {{'units': 'kg/m3'}}")
     if is_single:
+        _check_keys(names[0], given)
         return {names[0]: dict(given)}, {}
     known = {"/" + str(key).strip("/"): value for key, value in given.items()}
     of_file = known.pop("/", {})
@@ -358,7 +362,15 @@ def _attrs(names: list[str], is_single: bool, given: Any) -> tuple[dict[str, Map
     for name, one in {**known, "/": of_file}.items():
         if not isinstance(one, Mapping):
             raise ConfigError(f"attrs of '{name}' are {one!r}; expected a dict, such as {{'units': 'kg/m3'}}")
+        _check_keys(name, one)
     return {name: dict(known.get(name, {})) for name in names}, dict(of_file)
+
+
+def _check_keys(name: str, attrs: Mapping[Any, Any]) -> None:
+    """ConfigError for an attribute without a name: JSON would make one text of 3 and "3", and of a tuple none."""
+    for key in attrs:
+        if not isinstance(key, str) or not key:
+            raise ConfigError(f"an attribute of '{name}' is called {key!r}; expected text, such as 'units'")
 
 
 def _sizes(option: str, name: str, given: Any, words: tuple[Any, ...]) -> Any:

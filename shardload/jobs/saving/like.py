@@ -6,21 +6,23 @@ import json
 from base64 import b64decode, b64encode
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from shardload.errors import ConfigError
+from shardload.formats.access import STRICT
 from shardload.formats.base import some
-from shardload.formats.diagnosis import in_path
-from shardload.formats.labels import from_plain, to_plain
+from shardload.formats.diagnosis import as_source_error, in_path
+from shardload.formats.growing import units_of
+from shardload.formats.labels import Coordinate, from_plain, to_plain
 from shardload.formats.likeness import attrs_for, is_empty_text
-from shardload.formats.lookup import find_array, open_file, read_labels
+from shardload.formats.lookup import find_array, format_of, open_file, read_labels
+from shardload.formats.netcdf import NETCDF_TYPES
 from shardload.formats.sink import Compression
 from shardload.jobs.saving.arguments import SaveArguments, ToSave
 from shardload.options import AUTO
-from shardload.system.caller import warn_once
 from shardload.values.decoding import OF_STORED, PACKING
 
 __all__ = ["apply_like", "read_like"]
@@ -47,6 +49,7 @@ def read_like(like: Mapping[str, str]) -> str:
                 raise ConfigError(f"like of '{name}': {in_path(str(error))}") from None
             with open_file(info.path) as file, closing(file.open(info.dataset)) as source:
                 kind, attrs = source.dtype.kind, source.properties().attrs
+            labels = to_plain(read_labels(path, info))
             known[path] = {
                 "kind": kind,
                 "attrs": {key: told for key, value in attrs.items() if (told := _told(value)) is not None},
@@ -54,23 +57,35 @@ def read_like(like: Mapping[str, str]) -> str:
                 "chunks": info.chunks,
                 "shards": info.shards,
                 "codec": info.codec,
-                "labels": to_plain(read_labels(path, info)),
+                "labels": labels,
+                "no numbers": _no_numbers(info.path, labels),
             }
         found[name] = known[path]
     return json.dumps(found)
 
 
-def apply_like(asked: SaveArguments, text: str, rank: int) -> SaveArguments:
+def _no_numbers(path: str, labels: Mapping[str, Any] | None) -> dict[str, str]:
+    """What the coordinates hold that are no numbers, by their names."""
+    found = {}
+    for name, (dataset, _, _, values) in ({} if labels is None else labels["coords"]).items():
+        if values is None:
+            with as_source_error(path, dataset), closing(format_of(path).open_path(path, dataset, STRICT)) as source:
+                if source.info.refused is not None:
+                    found[name] = source.info.refused
+    return found
+
+
+def apply_like(asked: SaveArguments, text: str) -> SaveArguments:
     """The arguments, with what existing arrays have where the caller passed nothing; and their coordinates.
 
-    Every rank calls this. Rank 0 warns of coordinates that the new arrays cannot have.
+    Every rank calls this.
 
     Raises
     ------
     ConfigError
-        If an array's codec cannot be written.
+        If an array's codec cannot be written, or two arrays have different coordinates of one name.
     """
-    found, arrays, more, left_out = json.loads(text), [], dict[str, ToSave](), dict[str, str]()
+    found, arrays, more, left_out = json.loads(text), [], dict[str, ToSave](), dict[str, _LeftOut]()
     names = {one.name for one in asked.arrays}
     for one in asked.arrays:
         if one.name not in found:
@@ -78,19 +93,49 @@ def apply_like(asked: SaveArguments, text: str, rank: int) -> SaveArguments:
             continue
         made = _like(one, found[one.name], asked)
         arrays.append(made)
-        for name, coordinate in _coordinates(made, found[one.name]).items():
+        for name, coordinate in _coordinates(made, found[one.name], asked.format).items():
             if name in names:
                 continue
-            if isinstance(coordinate, str):
+            if isinstance(coordinate, _LeftOut):
                 left_out.setdefault(name, coordinate)
-            else:
-                more.setdefault(name, coordinate)
-    missing = {name: why for name, why in left_out.items() if name not in more}
-    if missing:
-        first = next(iter(missing)).lstrip("/")
-        how = f"Pass the values, too, such as '{first}', with dims={{'{first}': ('{first.rpartition('/')[2]}',)}}"
-        warn_once(f"coordinates that are not saved: {some(list(missing.values()))}. {how}", UserWarning, rank)
-    return replace(asked, arrays=[*arrays, *more.values()])
+            elif _is_other(more.setdefault(name, coordinate), coordinate):
+                key = name.lstrip("/")
+                raise ConfigError(
+                    f"the arrays in like= have different coordinates '{key}'. Pass its values, '{key}', with dims={{'{key}': "
+                    f"{coordinate.dims}}}; or save '{one.name}' in a group of its own"
+                )
+    missing = {name: one for name, one in left_out.items() if name not in more}
+    told = f"coordinates that are not saved: {some([one.why for one in missing.values()])}" if missing else ""
+    to_pass = next(((name.lstrip("/"), one.dims) for name, one in missing.items() if one.dims is not None), None)
+    if to_pass is not None:
+        told += f". Pass the values, too, such as '{to_pass[0]}', with dims={{'{to_pass[0]}': {to_pass[1]}}}"
+    if any(one.dims is None for one in missing.values()):
+        told += ". Only numbers are saved: add other values afterwards, by h5py or zarr-python"
+    held, lost = _with_attrs_held(more, asked.format)
+    if lost:
+        told += f"{'. ' if told else ''}attributes of coordinates that are not saved: {some(lost)}"
+    return replace(asked, arrays=[*arrays, *held], left_out=told)
+
+
+def _is_other(first: ToSave, second: ToSave) -> bool:
+    """Whether two coordinates of one name are not the same: other values, or in other units."""
+    is_float = first.dtype.kind in "fc" and second.dtype.kind in "fc"
+    return (
+        first.dims != second.dims
+        or not np.array_equal(first.x, second.x, equal_nan=is_float)
+        or units_of(first.attrs) != units_of(second.attrs)
+    )
+
+
+def _with_attrs_held(coordinates: Mapping[str, ToSave], kind: str) -> tuple[list[ToSave], list[str]]:
+    """Coordinates with the attributes that a format holds, and which it does not hold."""
+    made, lost = [], list[str]()
+    for name, one in coordinates.items():
+        attrs = {key: value for key, value in one.attrs.items() if value is not None or kind.startswith("zarr")}  # JSON's null
+        held, _, more = attrs_for(kind, f"'{name}'", attrs)
+        made.append(replace(one, attrs=held))
+        lost += more
+    return made, lost
 
 
 def _like(one: ToSave, known: Mapping[str, Any], asked: SaveArguments) -> ToSave:
@@ -195,26 +240,47 @@ def _packing(name: str, codec: str) -> tuple[Compression | None, bool]:
     return Compression(rest[0] if rest else "none", shuffle=shuffle or rest == ["blosc"]), checksum
 
 
-def _coordinates(one: ToSave, known: Mapping[str, Any]) -> dict[str, ToSave | str]:
-    """The coordinates of the axes of an array, from the one that it is like, by their new names; or why it cannot have one."""
+@dataclass(frozen=True)
+class _LeftOut:
+    """A coordinate that a new array cannot have: why, and the names of its axes if the caller can pass it."""
+
+    why: str
+    dims: tuple[str | None, ...] | None
+
+
+def _coordinates(one: ToSave, known: Mapping[str, Any], kind: str) -> dict[str, ToSave | _LeftOut]:
+    """The coordinates of an array, from the one that it is like, by their new names; or why it cannot have one."""
     labels = from_plain(known["labels"], len(known["shape"]))
-    found: dict[str, ToSave | str] = {}
+    found: dict[str, ToSave | _LeftOut] = {}
     group = one.name.rpartition("/")[0]
-    for dim, coordinate in ({} if labels is None else labels.coords).items():
-        if one.dims is None or coordinate.dims != (dim,) or dim not in one.dims:
+    lengths = {dim: n for dim, n in zip(one.dims or (), one.shape, strict=False) if dim}
+    for key, coordinate in ({} if labels is None else labels.coords).items():
+        name, where, dims = f"{group}/{key}", f"'{coordinate.dataset}' in like=", coordinate.dims
+        text = known["no numbers"].get(key)
+        if text is not None and (not dims or not lengths.keys().isdisjoint(dims)):  # texts may have an axis of letters
+            found[name] = _LeftOut(f"{where} holds {text}", None)
+        elif not lengths.keys() >= set(dims):  # of other axes
             continue
-        name, length = f"{group}/{dim}", one.shape[one.dims.index(dim)]
-        if coordinate.values is None:
-            found[name] = f"'{coordinate.dataset}' in like= is long, or holds no numbers"
-            continue
-        values = np.asarray(coordinate.values)
-        if values.shape != (length,):
-            found[name] = (
-                f"'{coordinate.dataset}' in like= has shape {values.shape}, and axis '{dim}' of '{one.name}' {length} elements"
-            )
-            continue
-        is_packed = not PACKING.isdisjoint(coordinate.attrs)  # these values were decoded
-        without = _OF_PACKED if is_packed else {"_FillValue"}
-        attrs = {key: value for key, value in coordinate.attrs.items() if key not in without}
-        found[name] = ToSave(name, values, values.shape, values.dtype, None, None, None, (dim,), attrs)
+        elif coordinate.values is None:
+            found[name] = _LeftOut(f"{where} has more than 64 KiB", dims)
+        elif wrong := [dim for dim, n in zip(dims, coordinate.values.shape, strict=True) if dim and lengths[dim] != n]:
+            why = f"has shape {coordinate.values.shape}, and axis '{wrong[0]}' of '{one.name}' {lengths[wrong[0]]} elements"
+            found[name] = _LeftOut(f"{where} {why}", dims)
+        else:
+            found[name] = _coordinate(name, coordinate, kind)
     return found
+
+
+def _coordinate(name: str, known: Coordinate, kind: str) -> ToSave | _LeftOut:
+    """A coordinate as an array of its own."""
+    values = np.asarray(known.values)
+    is_packed = not PACKING.isdisjoint(known.attrs)  # these values were decoded
+    without = _OF_PACKED if is_packed else {"_FillValue"}
+    attrs = {key: value for key, value in known.attrs.items() if key not in without}
+    if values.dtype.kind == "b":
+        attrs.pop("dtype", None)
+        if kind == "netcdf4":  # which has no booleans: as xarray writes them
+            values, attrs = values.astype("int8"), attrs | {"dtype": "bool"}
+    if kind == "netcdf4" and f"{values.dtype.kind}{values.dtype.itemsize}" not in NETCDF_TYPES:
+        return _LeftOut(f"'{known.dataset}' in like= holds {values.dtype}, which netCDF4 does not have", None)
+    return ToSave(name, values, values.shape, values.dtype, None, None, None, known.dims, attrs)

@@ -25,7 +25,7 @@ import numpy as np
 from shardload.arrays.disassemble import HostShards, check_replicas
 from shardload.comm.group import Arguments, Group, Invocation, group_of
 from shardload.comm.shared_memory import Bell
-from shardload.errors import ConfigError, PeerError, ShardloadError, SourceError, StallError
+from shardload.errors import ConfigError, LeftOutWarning, PeerError, ShardloadError, SourceError, StallError
 from shardload.jobs.progress import progress_of
 from shardload.jobs.saving.arguments import SaveArguments
 from shardload.jobs.saving.like import apply_like, read_like
@@ -37,6 +37,7 @@ from shardload.planning.region import Region
 from shardload.planning.saving import Held, Item, Sent
 from shardload.planning.schedule import Block
 from shardload.planning.tuning import default_tuning
+from shardload.system.caller import warn_once
 from shardload.system.interruption import let_interruption_pass, outer_exception
 from shardload.transfer.buffers import Piece, Slots, StagedBlock, Tile, aligned_empty
 from shardload.transfer.checksum import checksum
@@ -120,7 +121,7 @@ class Steps:
 
     def plan(self, asked: SaveArguments, told: str, group: Group) -> tuple[SaveArguments, SavePlan]:
         """The plan, when all ranks know what was read; and the arguments with what comes from there."""
-        asked = apply_like(asked, told, group.rank) if told else asked
+        asked = apply_like(asked, told) if told else asked
         return asked, plan_file(asked, group)
 
 
@@ -146,32 +147,48 @@ def planned(
     with outer_exception(), group.call(timeout) as refusal:
         group.watch.begin(title, timeout)
         _ = group.machine, group.processes(jax.process_index())  # collective the first time, and here every rank is present
-        error = refusal or error
-        invocation = _invocation(call, title, asked if error is None else None)
         told, unfound, unplanned = None, None, None
         try:
-            told = group.begin(invocation, lambda: "" if asked is None else steps.read(asked))
-        except StallError:
-            raise
-        except ShardloadError as found:  # the same on every rank
-            unfound = found
-        if asked is not None and told is not None and error is None:
+            error = refusal or error
+            invocation = _invocation(call, title, asked if error is None else None)
             try:
-                asked, plan = steps.plan(asked, told, group)
-            except Exception as found:
-                let_interruption_pass(found)
-                unplanned = found
-        planned = {"plan": "" if plan is None else plan.describe()}
-        agreed = invocation.also(**planned)
-        if not group.all_same(agreed, plan is not None):
-            group.agree_same(invocation, error)
-            if unfound is not None:
-                raise unfound
-            group.agree_same(Invocation("a plan", title, planned), unplanned)
-        if asked is None or plan is None:
-            raise unfound or unplanned or error or ConfigError("nothing was planned")
+                told = group.begin(invocation, lambda: "" if asked is None else steps.read(asked))
+            except StallError:
+                raise
+            except ShardloadError as found:  # the same on every rank
+                unfound = found
+            if asked is not None and told is not None and error is None:
+                try:
+                    asked, plan = steps.plan(asked, told, group)
+                except Exception as found:
+                    let_interruption_pass(found)
+                    unplanned = found
+            planned = {"plan": "" if plan is None else plan.describe()}
+            agreed = invocation.also(**planned)
+            if not group.all_same(agreed, plan is not None):
+                group.agree_same(invocation, error)
+                if unfound is not None:
+                    raise unfound
+                group.agree_same(Invocation("a plan", title, planned), unplanned)
+            if asked is None or plan is None:
+                raise unfound or unplanned or error or ConfigError("nothing was planned")
+        finally:
+            del error, refusal, unfound, unplanned  # see `let_go`: arrays would stay after a save that was refused
+        if asked.left_out:
+            _warn(asked.left_out, group)
         yield group, asked, plan, f"{agreed.digest:016x}"
         group.watch.close()
+
+
+def _warn(left_out: str, group: Group) -> None:
+    """Warn once in the job, before anything is written. If warnings are errors on any rank, all raise this one. Collective."""
+    is_error = False
+    try:
+        warn_once(left_out, LeftOutWarning, group.rank)
+    except LeftOutWarning:
+        is_error = True
+    if any(group.sum_ints([is_error])):
+        raise LeftOutWarning(left_out)
 
 
 def _invocation(call: str, title: str, asked: SaveArguments | None) -> Invocation:
@@ -331,7 +348,10 @@ class Saving:
         except Exception as found:
             let_interruption_pass(found)
             error = found
-        group.agree(error)
+        try:
+            group.agree(error)
+        finally:
+            del error  # as in `planned`
         return replicas
 
     def _flow(self, item: Item) -> PiecesToBlocks:

@@ -41,6 +41,7 @@ from shardload.options import FILE, FULL, INDEX
 from shardload.planning.blocks import run_of
 from shardload.planning.partners import plan_partners
 from shardload.planning.region import Region
+from shardload.system.garbage import let_go
 from shardload.system.interruption import let_interruption_pass
 from shardload.system.thread_pool import Pool
 from shardload.units import first_ranks
@@ -287,6 +288,7 @@ class _Writing:
             raise
         finally:
             self._leave(stalled)
+            self._error = None  # the error has this object in its calls: see `let_go`
 
     def _leave(self, stalled: bool) -> None:
         """End the threads and, if the file was not committed, remove the temporary."""
@@ -336,7 +338,10 @@ class _Writing:
         """The result of a call that may take long or hang: a thread makes it, and this one watches over the job."""
         future = self._pool.submit(call)
         self._wait([future])
-        found: Found = future.result()
+        try:
+            found: Found = future.result()
+        finally:
+            del future  # it has the error that is raised here: see `let_go`
         return found
 
     def _on_root(self, call: Callable[[Catalog], Any]) -> None:
@@ -366,6 +371,7 @@ class _Writing:
             self._keep(error)
 
     def _keep(self, error: BaseException) -> None:
+        let_go(error)
         with self._lock:
             self._error = self._error or error
 

@@ -26,9 +26,9 @@ import numpy as np
 
 from shardload.errors import ConfigError
 from shardload.formats.base import read_at
-from shardload.formats.leftovers import JOURNAL
+from shardload.formats.leftovers import JOURNAL, NEW_JOURNAL
 from shardload.formats.sink import Encoder, Placed, Sink, Ticket
-from shardload.formats.target import sync_folder, temporary_of
+from shardload.formats.target import shortened, sync_folder, temporary_of
 from shardload.system.scratch import shared_scratch
 
 __all__ = ["Journal", "Left", "Resumed", "find_journal", "placed_in", "trusted", "whole_chunks"]
@@ -64,7 +64,7 @@ class Journal:
         if not self._is_writer:
             return
         self._path = ticket.temporary + JOURNAL
-        new = self._path if left is None else self._path + ".new"
+        new = self._path if left is None else ticket.temporary + NEW_JOURNAL
         file = open(new, "wb")  # noqa: SIM115
         try:
             _lock(file, self._path)
@@ -184,7 +184,7 @@ def find_journal(target: str, about: Mapping[str, str]) -> Left | None:
     for name in names:
         path = os.path.join(folder, name)
         found = temporary_of(path)
-        if found is None or found != (final, "unfinished") or not os.path.exists(path + JOURNAL):
+        if found is None or found != (shortened(final), "unfinished") or not os.path.exists(path + JOURNAL):
             continue
         file = open(path + JOURNAL, "r+b")  # noqa: SIM115
         try:

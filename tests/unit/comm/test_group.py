@@ -20,6 +20,7 @@ from shardload.comm.mpi import mpi_problem, world
 from shardload.comm.tracebacks import share, text_of
 from shardload.errors import (
     ConfigError,
+    LeftOutWarning,
     MissingChunksWarning,
     PackedWarning,
     PeerError,
@@ -630,7 +631,7 @@ def test_what_a_signal_handler_raised_before_a_call_is_none_of_it(monkeypatch: p
 
 
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("error", [ConfigError, SourceError, PeerError, MissingChunksWarning, PackedWarning])
+@pytest.mark.parametrize("error", [ConfigError, SourceError, PeerError, LeftOutWarning, MissingChunksWarning, PackedWarning])
 def test_what_ranks_raise_together_leaves_a_group_as_it_is(error: type[Exception], size: int) -> None:
     """Wrong if each such call made another group: its communicator would never be given back."""
 

@@ -377,6 +377,16 @@ def test_xarray_opens_plain_hdf5_of_which_some_axes_have_coordinates(tmp_path: P
         assert list(file) == ["a", "b", "c", "g", "z"] and file["a"].dims[1].label == "y"
     with xr.open_dataset(tmp_path / "w.h5", engine="h5netcdf", phony_dims="sort") as found:
         np.testing.assert_array_equal(found["a"].values, values["a"])
+    dims |= {"a": ("z", None), "b": (None, "z"), "c": (None, None)}
+    values["b"] = ramp((5, 3), "f4")
+    save(tmp_path / "u.h5", values, {n: spec(v.dtype, None, None, v.shape, dims=dims[n]) for n, v in values.items()})
+    with xr.open_dataset(tmp_path / "u.h5", engine="h5netcdf", phony_dims="sort") as found:
+        assert found["a"].dims == ("z", "dim_0") and found["b"].dims == ("dim_1", "z") and set(found.coords) == {"z"}
+        for name in ("a", "b", "c"):
+            np.testing.assert_array_equal(found[name].values, values[name])
+    with h5py.File(tmp_path / "u.h5") as file:
+        assert [len(dim) or dim.label for dim in file["c"].dims] == ["", ""], "as it was: it has no coordinate"
+    values["b"] = ramp((3, 5), "f4")
     dims |= {"a": ("z", "y"), "c": ("z", "y"), "b": ("z", "g")}
     save(tmp_path / "y.h5", values, {n: spec(v.dtype, None, None, v.shape, dims=dims[n]) for n, v in values.items()})
     with h5py.File(tmp_path / "y.h5") as file:

@@ -198,6 +198,11 @@ def test_who_must_not_run_there_any_more(tmp_path: Path) -> None:
     path = left_after(tmp_path, "out.h5", "put")
     assert "If no save runs there any more" in " ".join(info(path).split())
     Path(f"{path}.journal").touch()
+    Path(f"{path}.journal.new").touch()  # the copy that went on was killed too, as it wrote its journal anew
+    said = " ".join(info(f"{path}.journal.new").split())
+    assert "began to note when it went on after a kill: of no use any more. If no copy runs there any more" in said
+    assert f"rm {path}.journal.new" in said and f"rm {path} {path}.journal {path}.journal.new" in " ".join(info(path).split())
+    Path(f"{path}.journal.new").unlink()
     assert "If no copy runs there any more" in " ".join(info(path).split())
     assert f"shardload copy IN {tmp_path / 'out.h5'} --resume" in info(f"{path}.journal")  # as of the temporary itself
     os.remove(path)  # or it has its name

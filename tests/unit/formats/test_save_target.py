@@ -19,6 +19,7 @@ import zarr
 
 from shardload.errors import ConfigError, SourceError
 from shardload.formats import Region, target
+from shardload.formats.leftovers import find_leftover
 from shardload.formats.saving import make_sink
 from shardload.formats.sink import ArraySpec, Compression, Sink, Ticket
 from shardload.formats.target import Target, temporary_of
@@ -420,6 +421,36 @@ def test_a_name_that_is_no_utf_8(tmp_path: Path, name: str) -> None:
     """Loads take such a path as the system gives it."""
     save(tmp_path / f"\udcff{name}", {"rho": VALUES})
     assert np.array_equal(read(tmp_path / f"\udcff{name}", "rho"), VALUES)
+
+
+@pytest.mark.parametrize("letter", ["n", "ö", "\udcff"])
+@pytest.mark.parametrize("suffix", [".h5", ".zarr"])
+@pytest.mark.parametrize("nbytes", [215, 216, 228, 255])
+def test_a_name_as_long_as_the_file_system_takes(tmp_path: Path, suffix: str, letter: str, nbytes: int) -> None:
+    """Wrong if the name of the temporary were too long, if it were that of another file, or if nobody knew what it is."""
+    room = nbytes - len(suffix) - 1
+    names = [f"{letter * (room // len(os.fsencode(letter)))}{last}" for last in "ab"]
+    names = [f"{name}{'x' * (room + 1 - len(os.fsencode(name)))}{suffix}" for name in names]
+    for name in names:
+        assert len(os.fsencode(name)) == nbytes
+        save(tmp_path / name, {"old": OLD})
+        save(tmp_path / name, {"rho": VALUES}, mode="w")
+        assert np.array_equal(read(tmp_path / name, "rho"), VALUES)
+    assert sorted(os.listdir(tmp_path)) == sorted(names)
+    first, second = (Target(str(tmp_path / name), "w", is_folder=suffix == ".zarr", known=("zarr.json",)) for name in names)
+    left = first.create()
+    for behind in ("", ".journal.new"):
+        assert len(os.fsencode(os.path.basename(left) + behind)) <= 255
+    found = find_leftover(left)
+    assert found is not None and (found.target, found.what) == (str(tmp_path / names[0]), "unfinished")
+    with pytest.raises(ConfigError, match="is no unfinished file of"):
+        second.adopt(left, first.token)
+    again = Target(str(tmp_path / names[0]), "w", is_folder=suffix == ".zarr", known=("zarr.json",))
+    again.adopt(left, first.token)
+    again.abandon()
+    assert sorted(os.listdir(tmp_path)) == sorted(names)
+    with pytest.raises(SourceError, match="its name is too long: most file systems take 255 bytes"):
+        Target(str(tmp_path / f"{'n' * 256}{suffix}"), "w-").create()
 
 
 def test_a_name_that_is_taken_is_refused_before_anything_is_written(tmp_path: Path) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
+from typing import Any
 
 import h5py
 import netCDF4
 import numpy as np
 import pytest
+import xarray
 import zarr
 
 import shardload
@@ -46,6 +49,26 @@ def test_complex_and_empty_attributes_of_an_array_in_like(tmp_path: Path, name: 
 
 
 @pytest.mark.parametrize("name", ["out.h5", "out.nc", "out.zarr"])
+def test_attributes_of_coordinates_that_a_format_does_not_hold(tmp_path: Path, name: str) -> None:
+    """Wrong if one of them were an error, of an array that nobody passed, or were lost without a word."""
+    old = zarr.open_group(tmp_path / "in.zarr", mode="w")
+    for key in ("x", "t"):
+        old.create_array(key, shape=(4,), dtype="f4", dimension_names=["t"])
+    old["t"].attrs.update({"units": "s", "rows": [[1, 2], [3]], "null": None, "mixed": [1, "a"]})
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        shardload.save(tmp_path / name, {"y": np.zeros(4)}, like=f"{tmp_path}/in.zarr:/x")
+    found = shardload.open(tmp_path / name)["t"].attrs
+    if name == "out.zarr":
+        assert not said and found == dict(old["t"].attrs)
+        return
+    assert found == {"units": "s"}
+    (told,) = (str(one.message) for one in said)
+    assert told.startswith("attributes of coordinates that are not saved: attribute 'rows' of '/t' (a list of JSON whose rows")
+    assert "attribute 'mixed' of '/t' (a list of JSON that is no array of numbers or texts)" in told
+
+
+@pytest.mark.parametrize("name", ["out.h5", "out.nc", "out.zarr"])
 def test_text_that_netcdf_has_as_an_array_of_one(tmp_path: Path, name: str) -> None:
     """Wrong if it became a list in JSON: so the netCDF library stores text that is not ASCII."""
     with netCDF4.Dataset(tmp_path / "in.nc", "w") as file:
@@ -54,6 +77,26 @@ def test_text_that_netcdf_has_as_an_array_of_one(tmp_path: Path, name: str) -> N
     shardload.save(tmp_path / name, np.arange(4, dtype="f4"), like=f"{tmp_path}/in.nc:/x", dataset="x")
     found = shardload.open(tmp_path / name)["x"].attrs
     assert found["long_name"] == "Größe" and found["two"] == ["a", "ö"]
+
+
+@pytest.mark.parametrize("units", ["hours", "days"])
+def test_two_arrays_in_like_with_coordinates_of_one_name(tmp_path: Path, units: str) -> None:
+    """Wrong if one array got the coordinate of the other without a word."""
+    for name, unit in (("a.nc", "hours"), ("b.nc", units)):
+        dims, attrs = {"x": ("t",), "t": ("t",)}, {"t": {"units": f"{unit} since 2000-01-01"}}
+        shardload.save(tmp_path / name, {"x": np.zeros(3), "t": np.array([np.nan, 2, 3])}, dims=dims, attrs=attrs)
+    dims = {"x": ("t",), "t": ("t",)}
+    shardload.save(tmp_path / "c.nc", {"x": np.zeros(3), "t": np.array([1.0, 2, 4])}, dims=dims)
+    like = {"u": f"{tmp_path}/a.nc:/x", "v": f"{tmp_path}/b.nc:/x"}
+    tree: dict[str, Any] = {"u": np.zeros(3), "v": np.ones(3)}
+    if units == "hours":
+        shardload.save(tmp_path / "same.nc", tree, like=like)
+        like["v"] = f"{tmp_path}/c.nc:/x"
+    with pytest.raises(shardload.ConfigError, match=r"have different coordinates 't'\. Pass its values, 't', with dims="):
+        shardload.save(tmp_path / "out.nc", tree, like=like)
+    shardload.save(tmp_path / "groups.nc", {"u": tree["u"], "g/v": tree["v"]}, like={"u": like["u"], "g/v": like["v"]})
+    shardload.save(tmp_path / "out.nc", tree | {"t": np.arange(3)}, like=like, dims={"t": ("t",)})
+    assert shardload.open(tmp_path / "out.nc")["u"].coords["t"].values.tolist() == [0, 1, 2]
 
 
 def test_null_of_json_in_like(tmp_path: Path) -> None:
@@ -79,3 +122,40 @@ def test_decoded_values_like_those_that_were_unsigned(tmp_path: Path) -> None:
         one = ToSave("/x", x, x.shape, x.dtype, None, None, None, None, {})
         found[kind] = {*_attrs(one, json.loads(read_like({"/x": f"{path}:/x"}))["/x"], "hdf5")}
     assert found == {"u1": {"units"}, "i1": {"_Unsigned", "valid_max", "units"}, "f4": {"units"}}
+
+
+@pytest.mark.parametrize("name", ["in.nc", "in.zarr"])
+@pytest.mark.parametrize("suffix", [".nc", ".zarr"])
+def test_coordinates_that_are_no_axes(tmp_path: Path, name: str, suffix: str) -> None:
+    """Wrong if xarray found other ones in the new file, or if any were left out without a word."""
+    lon, flags = np.arange(6.0).reshape(2, 3), np.array([True, False, True])
+    coords = {
+        "x": ["p", "q", "r"],  # texts along an axis
+        "letters": ("x", np.array([b"a", b"b", b"c"])),  # netCDF has an axis of letters
+        "lon": (("y", "x"), lon, {"units": "degrees_east"}),
+        "flags": ("x", flags),
+        "height": ((), 2.0),
+        "run": ((), "first"),
+        "years": ("year", [1, 2]),  # of an axis that the new array has not
+    }
+    old = xarray.Dataset({"t": (("y", "x"), np.zeros((2, 3))), "u": (("y", "x", "year"), np.zeros((2, 3, 2)))}, coords)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # zarr-python: texts have no final form there
+        old.to_netcdf(tmp_path / name) if name == "in.nc" else old.to_zarr(tmp_path / name)
+    with pytest.warns(shardload.LeftOutWarning) as said:
+        shardload.save(tmp_path / f"out{suffix}", {"v": np.ones((2, 3))}, like=f"{tmp_path}/{name}:/t")
+    (told,) = (str(one.message) for one in said)
+    assert all(f"'/{key}' in like= holds " in told for key in ("x", "letters", "run")) and told.count("holds") == 3
+    assert told.endswith("Only numbers are saved: add other values afterwards, by h5py or zarr-python")
+    how: dict[str, Any] = {"engine": "zarr"} if suffix == ".zarr" else {}
+    with xarray.open_dataset(tmp_path / f"out{suffix}", **how) as new:
+        assert set(new.v.coords) == {"lon", "flags", "height"}
+        xarray.testing.assert_identical(
+            new.lon.drop_vars(("flags", "height")), old.lon.drop_vars(("x", "letters", "flags", "height", "run"))
+        )
+        assert new.flags.dtype == bool and new.flags.values.tolist() == flags.tolist() and new.height == 2.0
+    with pytest.warns(
+        shardload.LeftOutWarning,
+        match=r"'/lon' in like= has shape \(2, 3\), .* such as 'flags', with dims=\{'flags': \('x',\)\}",
+    ):
+        shardload.plan_save(tmp_path / f"out{suffix}", {"v": np.ones((2, 2))}, like=f"{tmp_path}/{name}:/t")

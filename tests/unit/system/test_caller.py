@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,3 +35,16 @@ def test_the_line_is_that_of_the_first_call_from_outside(n: int) -> None:
         assert frame is not None
         line = frame.f_lineno - 3
     assert (said[0].filename, said[0].lineno) == (__file__, line)
+
+
+def test_context_managers_of_the_package_do_not_count() -> None:
+    """Wrong if the line were one of Python's own `contextlib`, which calls the package's functions."""
+    names: dict[str, Any] = {"warnings": warnings, "levels_to_caller": levels_to_caller, "contextmanager": contextmanager}
+    source = (
+        "@contextmanager\ndef call():\n    warnings.warn('x', stacklevel=levels_to_caller())\n    yield\n"
+        "def save():\n    with call(): pass\n"
+    )
+    exec(compile(source, INSIDE, "exec"), names)
+    with pytest.warns(UserWarning) as said:
+        names["save"]()
+    assert said[0].filename == __file__
