@@ -15,7 +15,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import is_
 from typing import Any, ClassVar, Protocol, Self, runtime_checkable
@@ -315,8 +315,8 @@ class Source(abc.ABC):
         """
         return Labels((None,) * len(self.info.shape), self.info.attributes)
 
-    def axes(self) -> Labels:
-        """The names of the axes, and of the arrays that are coordinates of an axis: what a selection by names needs.
+    def axes(self, names: Collection[str]) -> Labels:
+        """The names of the axes, and for those of `names` the arrays that are their coordinates: what a selection needs.
 
         The default is all of `labels`.
         """

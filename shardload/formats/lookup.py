@@ -306,7 +306,7 @@ class Labeller:
             if self._names is None:
                 labels = complete(source.labels(), open_other, self._small_nbytes)
             else:
-                labels = source.axes()
+                labels = source.axes(self._names)
                 named = {name: one for name, one in labels.coords.items() if name in self._names}
                 labels = complete(replace(labels, attrs={}, coords=named, is_brief=True), open_other, self._small_nbytes)
         except (LookupError, OSError, RuntimeError, TypeError, ValueError) as error:  # damaged names; the values may be fine

@@ -6,7 +6,7 @@ not.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,8 +136,8 @@ def labels_of(dataset: h5py.Dataset, has_coords: bool = True) -> Labels:
     return Labels(axes.dims, attrs, coords if has_coords else {})
 
 
-def axes_of(dataset: h5py.Dataset, has_coords: bool = True) -> Labels:
-    """Of `labels_of`, the names of the axes and their coordinates."""
+def axes_of(dataset: h5py.Dataset, has_coords: bool = True, names: Collection[str] | None = None) -> Labels:
+    """Of `labels_of`, the names of the axes and their coordinates; only these coordinates, if `names` are given."""
     dims: list[str | None] = [None] * len(dataset.shape or ())
     coords: dict[str, Coordinate] = {}
     if not _has_attributes(dataset):
@@ -146,25 +146,34 @@ def axes_of(dataset: h5py.Dataset, has_coords: bool = True) -> Labels:
         if len(dims) == 1:
             dims = [str(dataset.name or "").rpartition("/")[2]]
     else:
+        has_scales = _has(dataset, "DIMENSION_LIST")
         for axis in range(len(dims)):
-            dims[axis] = _axis_name(dataset, axis, coords)
+            dims[axis] = _axis_name(dataset, axis, coords, has_scales, names)
     return Labels(tuple(dims), {}, coords if has_coords else {})
 
 
-def _axis_name(dataset: h5py.Dataset, axis: int, coords: dict[str, Coordinate]) -> str | None:
-    """The name of an axis; its coordinate is added to `coords`, if it has one."""
-    found = dataset.dims[axis]
-    label = str(found.label) or None
-    if "DIMENSION_LIST" not in dataset.attrs or not len(found):
-        return label
-    scale = found[0]
-    full = str(scale.name or "")
-    name = full.rpartition("/")[2] or label
+def _axis_name(
+    dataset: h5py.Dataset, axis: int, coords: dict[str, Coordinate], has_scales: bool, names: Collection[str] | None
+) -> str | None:
+    """The name of an axis; its coordinate is added to `coords`, if it has one and is asked for."""
+    found: list[Any] = []
+    if has_scales:
+        h5py.h5ds.iterate(dataset.id, axis, lambda one: (found.append(one), True)[1])  # the first one
+    full = _text_of(h5py.h5i.get_name(found[0])) if found else ""
+    name = full.rpartition("/")[2] or _text_of(h5py.h5ds.get_label(dataset.id, axis)) or None
+    if not found or name is None or (names is not None and name not in names):
+        return name
+    scale = h5py.Dataset(found[0])
     told = _attribute(scale, "NAME") if _has_attributes(scale) else None
-    nearer = None if name is None else _nearer(dataset, name, scale)
-    if name is not None and (nearer or not str(told).startswith(NO_VARIABLE)):
+    nearer = _nearer(dataset, name, scale)
+    if nearer or not str(told).startswith(NO_VARIABLE):
         coords[name] = Coordinate(nearer or full)
     return name
+
+
+def _text_of(name: bytes | None) -> str:
+    """A name of HDF5's as h5py shows it."""
+    return (name or b"").decode("utf-8", "surrogateescape")
 
 
 def _nearer(dataset: h5py.Dataset, name: str, scale: h5py.Dataset) -> str | None:

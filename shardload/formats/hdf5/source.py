@@ -16,7 +16,7 @@ import difflib
 import functools
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -247,10 +247,10 @@ class Hdf5Source(Source):
         with self._others.watched():
             return labels_of(self._dataset, has_coords=len(self._files) < 2)
 
-    def axes(self) -> Labels:
+    def axes(self, names: Collection[str]) -> Labels:
         """The dimension scales."""
         with self._others.watched():
-            return axes_of(self._dataset, has_coords=len(self._files) < 2)
+            return axes_of(self._dataset, len(self._files) < 2, names)
 
     def properties(self) -> Properties:
         """Filters with their options, and attributes with their types."""
