@@ -113,8 +113,9 @@ test-doctests: $(VENV)/.test-$(KEY) ## the examples in docstrings
 test-plain: setup ## plain pytest: tests/unit, tests/mpi on one process, tests/jobs
 	@$(if $(ARGS),,TESTS_SHARE=0/4 TESTS_SHARE_OF_ONE=0/4) $(PY) -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder tests $(ARGS)
 
+# Each of 4 ranks compiles each computation: here with few of XLA's optimizations, in the other stages with all of them.
 test-mpi: $(VENV)/.test-$(KEY) ## tests/mpi on N ranks (MPICH; in shared memory)
-	@$(call must,notes,4) $(call share,0/2,4) $(PY) $(JOB) -n $(N) --timeout 900 -- $(SUITE) $(call without,few_ranks) $(WAYS) $(ARGS)
+	@JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(call must,notes,4) $(call share,0/2,4) $(PY) $(JOB) -n $(N) --timeout 900 -- $(SUITE) $(call without,few_ranks) $(WAYS) $(ARGS)
 
 # As if ranks 0 and 1, and 2 and 3, were on one machine each.
 test-openmpi: $(VENV)/.test-$(KEY) $(OPENMPI)/.installed-$(KEY) ## tests/mpi on N ranks (Open MPI; in shared memory and as messages)

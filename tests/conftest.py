@@ -244,7 +244,8 @@ def _elsewhere(item: pytest.Item, config: pytest.Config) -> str | None:
 
 def _shared_to_us(items: list[pytest.Item]) -> set[pytest.Item]:
     """The items whose parameters this stage of ``make test`` takes; of each test with parameters at least one."""
-    steps = {item: _steps_to_our_share(item) if _folder(item) == "mpi" else 0 for item in items}
+    places = _places(items)
+    steps = {item: _steps_to_our_share(item, places[item]) if _folder(item) == "mpi" else 0 for item in items}
     nearest: dict[str, pytest.Item] = {}
     for item in items:
         least = nearest.setdefault(_test(item), item)
@@ -258,22 +259,46 @@ def _test(item: pytest.Item) -> str:
     return item.nodeid.partition("[")[0]
 
 
-def _steps_to_our_share(item: pytest.Item) -> int:
+def _places(items: list[pytest.Item]) -> dict[pytest.Item, list[int]]:
+    """For each ``parametrize`` of an item's test, which of its values the item has, counted from 0.
+
+    (pytest's own ``callspec.indices`` count the items instead, for each parameter the same.)
+    """
+    seen: dict[tuple[str, int], list[list[Any]]] = {}
+    places: dict[pytest.Item, list[int]] = {}
+    for item in items:
+        places[item] = []
+        for axis, mark in enumerate(item.iter_markers("parametrize") if isinstance(item, pytest.Function) else ()):
+            names = [name.strip() for name in mark.args[0].split(",")] if isinstance(mark.args[0], str) else mark.args[0]
+            value = [_parameter(item, name) for name in names]
+            values = seen.setdefault((_test(item), axis), [])
+            if not any(_are_the_same(value, one) for one in values):
+                values.append(value)
+            places[item].append(next(k for k, one in enumerate(values) if _are_the_same(value, one)))
+    return places
+
+
+def _are_the_same(one: list[Any], other: list[Any]) -> bool:
+    """Whether these are the same objects: arrays, for one, cannot be asked whether they are equal."""
+    return all(a is b for a, b in zip(one, other, strict=True))
+
+
+def _steps_to_our_share(item: pytest.Item, places: list[int]) -> int:
     """How far the item's parameters are from those that this stage of ``make test`` takes; 0 if it is one of these."""
-    if not isinstance(item, pytest.Function) or any(mark.kwargs.get("min_size", 2) > 2 for mark in item.iter_markers("mpi")):
+    if any(mark.kwargs.get("min_size", 2) > 2 for mark in item.iter_markers("mpi")):
         return 0
-    names = (mark.args[0] for mark in item.iter_markers("parametrize"))
-    axes = [(name.split(",") if isinstance(name, str) else name)[0].strip() for name in names]
-    share = os.environ.get({0: "", 1: "TESTS_SHARE_OF_ONE"}.get(len(axes), "TESTS_SHARE"))
+    share = os.environ.get({0: "", 1: "TESTS_SHARE_OF_ONE"}.get(len(places), "TESTS_SHARE"))
     if not share:
         return 0
     k, n = map(int, share.split("/"))
     alike = [name for name in ALIKE if item.get_closest_marker(name)]
     if {"any_library", "any_version"} <= {*alike}:
         return 0  # one stage on several ranks has it
+    if {"any_library", "by_ranks"} <= {*alike} and k == 0:
+        return 0  # no other stage has as many ranks
     if alike:
         k, n = k % 2, 2
-    return (zlib.crc32(_test(item).encode()) + sum(item.callspec.indices[name] for name in axes) - k) % n
+    return (zlib.crc32(_test(item).encode()) + sum(places) - k) % n
 
 
 def _parameter(item: pytest.Item, name: str) -> object:

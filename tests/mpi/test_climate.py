@@ -13,7 +13,7 @@ import xarray as xr
 from jax.sharding import PartitionSpec as P
 
 import shardload
-from tests.mpi.support import mesh_of, on_root
+from tests.mpi.support import mesh_of, on_root, share
 
 pytestmark = pytest.mark.any_library
 
@@ -35,7 +35,7 @@ def test_means_and_centres_are_those_of_xarray(comm: Any, shared_tmp_path: Path)
     """Wrong if packed numbers, fill values or padding were part of a mean, or latitudes went with other rows."""
     path = str(shared_tmp_path / "climate.nc")
     on_root(comm, lambda: example.write_example(path, (2, 37, 74)))
-    for mesh in (mesh_of(), mesh_of(jax.devices()[::-1])):
+    for (mesh,) in share((mesh_of(), mesh_of(jax.devices()[::-1]))):
         x, plan = example.load(path, ["t2m", "tp"], mesh)
         wrapped = shardload.to_xarray(x, plan)
         assert isinstance(wrapped, xr.Dataset) and wrapped["tp"].attrs["units"] == "mm"

@@ -37,6 +37,7 @@ TAKE_TURNS = ("gzip_shuffle", "zarr_v3")
 DISTINCT = distinct(DECOMPOSITIONS)
 
 
+@pytest.mark.by_ranks
 @pytest.mark.parametrize("name", DISTINCT)
 @pytest.mark.parametrize("source", SOURCES)
 def test_each_shard_is_its_part_of_the_file(files: dict[str, str], source: str, name: str) -> None:

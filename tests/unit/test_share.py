@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import math
+from pathlib import Path
 
 import pytest
 
+from tests import conftest
 from tests.mpi.support import share
 
 AXES = ("abc", range(4), "xy")
@@ -25,3 +28,47 @@ def test_shares_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
             assert {(c[one], c[other]) for c in shares[k]} == {*itertools.product(AXES[one], AXES[other])}
     assert sorted(shares[0] + shares[1]) == sorted(everything)
     assert len(shares[0]) == len(shares[1])
+
+
+TEST = """
+import pytest
+
+@pytest.mark.parametrize("c", "xy")
+@pytest.mark.parametrize(("b", "more"), [(k, None) for k in range(4)])
+@pytest.mark.parametrize("a", [[], [], []])
+def test_three(a, b, more, c): ...
+
+@pytest.mark.parametrize("b", range(6))
+@pytest.mark.parametrize("a", "xyz")
+def test_two(a, b): ...
+
+@pytest.mark.by_ranks
+@pytest.mark.any_library
+@pytest.mark.parametrize("b", range(6))
+@pytest.mark.parametrize("a", "xyz")
+def test_by_ranks(a, b): ...
+"""
+STAGES = ("0/2", "1/4", "3/4")  # on several ranks: see the Makefile
+
+
+def test_parameters_are_shared_out_by_their_values(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Wrong if half of a test lacked a value, one stage had all of it, or a combination were in none or in two."""
+    monkeypatch.setattr(conftest, "TESTS", tmp_path)
+    (tmp_path / "mpi").mkdir()
+    (tmp_path / "mpi" / "test_it.py").write_text(TEST)
+    module = pytest.Module.from_parent(request.session, path=tmp_path / "mpi" / "test_it.py")
+    items = [item for item in module.collect() if isinstance(item, pytest.Function)]
+    shares: dict[str, list[list[tuple[str, ...]]]] = {"test_three": [], "test_two": [], "test_by_ranks": []}
+    for stage in STAGES:
+        monkeypatch.setenv("TESTS_SHARE", stage)
+        ours = [item for item in items if item in conftest._shared_to_us(items)]
+        for name, its in shares.items():
+            its.append([tuple(item.callspec.id.split("-")) for item in ours if item.originalname == name])
+    for name, sizes in (("test_three", [3, 4, 1, 2]), ("test_two", [3, 6])):
+        half, *quarters = shares[name]
+        every = [*itertools.chain(half, *quarters)]
+        assert len(every) == len({*every}) == math.prod(sizes) == 2 * len(half) and min(map(len, quarters)) > 3
+        assert [len({*values}) for values in zip(*half, strict=True)] == sizes
+    assert [len(one) for one in shares["test_by_ranks"]] == [18, 9, 9], "no other stage with this library has as many ranks"
