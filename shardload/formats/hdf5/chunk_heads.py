@@ -26,6 +26,7 @@ from h5py._objects import phil
 from shardload.formats.base import chunks_met
 from shardload.formats.codecs import Stage, blosc, check_blosc, unshuffle, unzstd
 from shardload.formats.hdf5.chunk_order import is_listed, is_over_edge
+from shardload.formats.hdf5.filters import scaleoffset_is_idle
 from shardload.formats.hdf5.missing import MISSING_WORDS
 from shardload.formats.hdf5.opened import creation_of, kind_of
 from shardload.formats.hdf5.unwrapped import has_plain_edges
@@ -191,6 +192,8 @@ def _bits(values: tuple[int, ...]) -> tuple[int, int]:
 def _scaleoffset(stored: Bytes, nbytes: int, values: tuple[int, ...], n: int) -> None:
     """The header: bits per number (4 bytes), bytes of the minimum (1), the minimum (8), 8 unused bytes. Then the bits."""
     size = values[4]
+    if scaleoffset_is_idle(values):
+        raise ValueError(f"it is said to be encoded by scale-offset, whose parameters {values} encode no chunk")
     if values[0] == 2 and values[1] == 8 * size:  # all bits are kept, so the filter did nothing
         if len(stored) != nbytes:
             raise ValueError(f"{len(stored)} bytes are stored, expected {nbytes}")
