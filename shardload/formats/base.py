@@ -30,6 +30,7 @@ from shardload.planning.region import Region
 from shardload.values.decoding import Packing
 
 __all__ = [
+    "GROUP",
     "MOST_NAMED",
     "TOLD",
     "ArrayInfo",
@@ -50,6 +51,7 @@ __all__ = [
     "check_request",
     "chunks_met",
     "fresh",
+    "group_info",
     "has_missing",
     "index_in_parts",
     "is_added",
@@ -738,8 +740,8 @@ class Format(abc.ABC):
         """At most `most` + 1 arrays of the file, to say which arrays the caller could mean: a short `list_arrays`.
 
         If the result has more than `most` arrays, the file has more. The result then includes arrays below `like`, or with a
-        similar name, if the format lists names quickly. Text attributes may be left out: in some formats it is not safe to read
-        those of a damaged file.
+        similar name, if the format lists names quickly. If `like` is a group without arrays, the result may begin with
+        `group_info`. Text attributes may be left out: in some formats it is not safe to read those of a damaged file.
         """
         return self.list_arrays(path, access)[: None if most is None else most + 1]
 
@@ -812,6 +814,20 @@ def some(texts: Sequence[str], more: str = "") -> str:
     """
     rest = len(texts) - MOST_NAMED
     return ", ".join(texts[:MOST_NAMED]) + (f" and {more or rest} more" if rest > 0 else "")
+
+
+GROUP = "group"
+
+
+def group_info(path: str, name: str, format_name: str, attributes: Sequence[str], how: str) -> ArrayInfo:
+    """What stands for a group without arrays among the arrays that the caller could mean. `how` reads its attributes.
+
+    >>> group_info("a.h5", "/Header", "HDF5", ["Time"], "f['/Header'].attrs").refused
+    "a group without arrays. It has attributes ('Time'), which f['/Header'].attrs reads"
+    """
+    names = some([f"'{printable(key)}'" for key in attributes])
+    told = f". It has attributes ({names}), which {how} reads" if attributes else ""
+    return ArrayInfo(path, name, format_name, (), GROUP, refused=f"a group without arrays{told}")
 
 
 _KINDS = {

@@ -14,7 +14,7 @@ import stat
 from collections.abc import Iterator, Sequence
 
 from shardload.errors import ConfigError, ShardloadError, SourceError, is_unread, printable
-from shardload.formats.base import ArrayInfo, nbytes_of, some
+from shardload.formats.base import GROUP, ArrayInfo, nbytes_of, some
 from shardload.formats.containment import NotAFileError, OutsideError, kind_of, open_file
 from shardload.formats.leftovers import ROOTS, find_leftover
 from shardload.formats.untrusted.answers import HelperError
@@ -214,22 +214,30 @@ def in_path(message: str) -> str:
 
 
 def no_such_array(path: str, name: str, infos: Sequence[ArrayInfo], has_more: bool) -> ConfigError:
-    """The error about a name that no array has (a group may have it). With `has_more`, `infos` has only some of the arrays."""
+    """The error about a name that no array has. A group may have it: `infos` then has arrays in it, or `base.group_info`.
+
+    With `has_more`, `infos` has only some of the arrays.
+    """
     more = "many" * has_more
     below = [info for info in infos if info.dataset.startswith(name.rstrip("/") + "/") and info.dataset != name]
     if below:
         what = f"'{name}' in '{path}' is a group, not an array. Pass dataset= one of those in it"
         return ConfigError(f"{what}: {some([_told(i) for i in below], more)}.")
+    empty = next((info for info in infos if info.dtype == GROUP and info.dataset == name), None)
+    infos = [info for info in infos if info is not empty]
+    what = f"'{path}' holds no array '{name}'" if empty is None else f"'{name}' in '{path}' is {empty.refused}"
     if not infos:
-        return ConfigError(f"'{path}' holds no array '{name}', nor any other.")
+        return ConfigError(f"{what}, nor any other." if empty is None else f"{what}. The file holds no array.")
 
     by_name = {info.dataset: info for info in infos}
     near = some([_told(by_name[other]) for other in _nearest(name, list(by_name))], more)
     hint = ""
-    if "*" in name and not name.endswith("/*"):
+    if name.endswith("/*"):
+        hint = _links_below(name.removesuffix("/*"), infos)
+    elif "*" in name:
         group = name.rpartition("/")[0].strip("/")
         hint = f" (A '*' stands for all arrays below a group, and is all of the last part: '{f'{group}/*'.lstrip('/')}'.)"
-    return ConfigError(f"'{path}' holds no array '{name}'. Pass dataset= one of these (nearest first): {near}.{hint}")
+    return ConfigError(f"{what}. Pass dataset= one of these (nearest first): {near}.{hint}")
 
 
 def _nearest(name: str, names: Sequence[str]) -> list[str]:
@@ -249,6 +257,7 @@ def _nearest(name: str, names: Sequence[str]) -> list[str]:
 def no_arrays_below(path: str, group: str, infos: Sequence[ArrayInfo]) -> ConfigError:
     """The error about a pattern that stands for no array. `infos` has what the file holds."""
     name = group or "/"
+    hint = _links_below(group, infos)
     inside = [info for info in infos if info.dataset.startswith(f"{group}/")]
     if inside:
         told = [f"{_told(info)}: {info.refused}" for info in inside]
@@ -259,10 +268,17 @@ def no_arrays_below(path: str, group: str, infos: Sequence[ArrayInfo]) -> Config
         return ConfigError(f"'{path}' holds no arrays.")
     groups = sorted({info.dataset.rpartition("/")[0] for info in infos} - {""})
     if not groups:
-        return ConfigError(f"'{path}' holds no group '{name}'. Pass '*' for all of its {len(infos)} arrays.")
+        return ConfigError(f"'{path}' holds no group '{name}'. Pass '*' for all of its {len(infos)} arrays.{hint}")
     groups.sort(key=lambda other: difflib.SequenceMatcher(None, other.lower(), name.lower()).ratio(), reverse=True)
     near = some([f"'{other}/*'" for other in groups])
-    return ConfigError(f"'{path}' holds no arrays below '{name}'. Pass dataset= one of these (nearest first): {near}.")
+    return ConfigError(f"'{path}' holds no arrays below '{name}'. Pass dataset= one of these (nearest first): {near}.{hint}")
+
+
+def _links_below(group: str, infos: Sequence[ArrayInfo]) -> str:
+    """What a pattern below `group` does not do with links, if the file may have some; for the end of a message."""
+    if not group or not any(info.format in ("HDF5", "netCDF4") for info in infos):
+        return ""
+    return f" (A '*' follows no links in HDF5. If '{group}' is one, name it alone: the error lists the arrays there.)"
 
 
 def _told(info: ArrayInfo) -> str:
