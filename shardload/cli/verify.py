@@ -22,7 +22,7 @@ from shardload.comm.mpi import world_rank_and_size
 from shardload.errors import ConfigError, ShardloadError, printable
 from shardload.jobs.loading.plan import Plan
 from shardload.jobs.loading.tree_plan import TreePlan
-from shardload.system.terminal import own_stdout, width_of, wrap, wrap_parts
+from shardload.system.terminal import own_stdout, tell, width_of, wrap, wrap_parts
 from shardload.units import counted
 
 __all__ = ["run"]
@@ -87,7 +87,7 @@ def _run(out: IO[str], file: str, axes: Mapping[str, int], parts: tuple[Any, ...
             text = _tree_as_json(made, n_wanted) if as_json else _tree_as_text(made, n_wanted, width_of(out))
         else:
             text = _as_json(made, n_wanted) if as_json else _as_text(made, n_wanted, width_of(out))
-        print(text, file=out, flush=True)
+        tell(text, out)
     return 0
 
 

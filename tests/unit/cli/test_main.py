@@ -439,6 +439,39 @@ def test_a_plan_for_65536_devices(file: str) -> None:
     assert json.loads(done.stdout)["n_ranks"] == 65536
 
 
+FULL = [
+    ["--version"],
+    ["info", "FILE", "--json"],
+    ["info", "FILE:/no-such", "--json"],
+    ["plan", "FILE:/big", "--mesh", "a=2", "--spec", "a"],
+    ["copy", "FILE:/x", "OUT.h5", "--dry-run"],
+    ["verify", "FILE:/x", "--mesh", "a=1", "--spec", "a"],
+    ["doctor"],
+]
+
+
+@pytest.mark.parametrize("asked", FULL, ids=lambda asked: " ".join(asked[:2]))
+@pytest.mark.parametrize("reader", ["a full disk", "nobody"])
+def test_output_that_cannot_be_written(file: str, tmp_path: Path, asked: list[str], reader: str) -> None:
+    """One line says so on a full disk; nothing where the reader has enough (``| head``). A traceback says neither."""
+    command = [word.replace("FILE", file).replace("OUT", str(tmp_path / "out")) for word in asked]
+    own = {"error: '"} if "/no-such" in " ".join(asked) else set()
+    if reader == "nobody":
+        reading, writing = os.pipe()
+        os.close(reading)
+    else:
+        writing = os.open("/dev/full", os.O_WRONLY)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "shardload", *command], stdout=writing, stderr=subprocess.PIPE, text=True, check=False
+        )
+    finally:
+        os.close(writing)
+    assert done.returncode == 1, done
+    said = {line[:8] for line in done.stderr.splitlines() if "standard output" not in line}
+    assert said == own and done.stderr.count("standard output cannot be written (") == (reader != "nobody"), done.stderr
+
+
 def test_version() -> None:
     assert run("--version") == (0, f"shardload {shardload.__version__}\n", "")
 
