@@ -49,6 +49,10 @@ _OTHERS = (
 )
 
 
+# What Python and the formats' libraries raise about what they have read. A server's refusal is of a type of its client's own.
+_OF_CONTENT = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+
+
 @contextlib.contextmanager
 def as_source_error(path: str, dataset: str | None = None) -> Iterator[None]:
     """Turn any error of a format's library into a SourceError; ``KeyError(dataset)`` (no such name) passes."""
@@ -71,6 +75,8 @@ def _damaged(path: str, dataset: str | None, error: Exception) -> SourceError:
     if isinstance(error, ModuleNotFoundError):
         text = f"{what} cannot be opened without '{error.name}', which is not installed: `pip install {error.name}`."
         return SourceError(text, path=path, dataset=dataset)
+    if isinstance(error, ImportError):  # fsspec says which package it needs for a URL, in its own words
+        return SourceError(f"{what} cannot be opened with the packages installed here: {error}.", path=path, dataset=dataset)
     if isinstance(error, HelperError):
         return SourceError(f"{what} could not be opened in a helper process: {error}.", path=path, dataset=dataset)
     if isinstance(error, NotAFileError | OutsideError):
@@ -80,6 +86,12 @@ def _damaged(path: str, dataset: str | None, error: Exception) -> SourceError:
         if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
             why = "Not the file, but this process or machine has reached a limit: `ulimit -a` and `free -h` show them"
         text = f"{what} cannot be read: {type(error).__name__}: {error}. {why}"
+        return SourceError(text, path=path, dataset=dataset)
+    if "://" in path and isinstance(error, FileNotFoundError):
+        text = f"there is no Zarr store at '{path}': no zarr.json, .zgroup or .zarray is found there. Check the address."
+        return SourceError(text, path=path, dataset=dataset)
+    if "://" in path and (isinstance(error, OSError) or not isinstance(error, _OF_CONTENT)):
+        text = f"{what} cannot be read: {type(error).__name__}: {error}. Check the address, your access to it and the network."
         return SourceError(text, path=path, dataset=dataset)
     return SourceError(
         f"{what} cannot be opened: its metadata is damaged, or asks for something unknown here. The library below "
