@@ -27,7 +27,7 @@ from shardload.formats.access import STRICT, Access
 from shardload.formats.labels import Coordinate, Labels, OnDemand, from_plain, to_plain
 from shardload.planning.batches import cut_box
 from shardload.planning.region import Region
-from shardload.values.decoding import Packing
+from shardload.values.decoding import TEXTS, VALID_RANGE, Packing
 
 __all__ = [
     "GROUP",
@@ -70,7 +70,8 @@ __all__ = [
 ]
 
 
-TOLD = ("scale_factor", "add_offset", "_FillValue", "missing_value", "units", "calendar")  # `ArrayInfo.attributes`
+# `ArrayInfo.attributes`
+TOLD = ("scale_factor", "add_offset", "_FillValue", "missing_value", *TEXTS, *VALID_RANGE, "units", "calendar")
 _MOST_SHOWN = 1024  # values or characters of an attribute to show
 _MOST_AXES = 64 if np.lib.NumpyVersion(np.__version__) >= "2.0.0" else 32
 _MOST_ELEMENTS, _WIDEST = 2**63 - 1, 16  # bytes of complex128

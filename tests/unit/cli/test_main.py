@@ -10,12 +10,14 @@ import subprocess
 import sys
 from pathlib import Path
 from types import EllipsisType, SimpleNamespace
+from typing import Any
 
 import h5py
 import hdf5plugin
 import numpy as np
 import pytest
 import typer
+import zarr
 from typer.testing import CliRunner
 
 import shardload
@@ -27,6 +29,7 @@ from shardload.comm.stall_report import _END
 from shardload.formats.access import Limits
 from shardload.formats.containment import TARGET_HINT
 from shardload.formats.untrusted.helper import Helper
+from shardload.values.decoding import ATTRIBUTES
 
 MESH = {"a": 4, "b": 2}
 
@@ -227,6 +230,27 @@ def test_info_says_the_same_in_a_pipe_and_in_80_columns(file: str) -> None:
     command = [sys.executable, "-m", "shardload", "info", file]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=environ)
     assert done.stdout == run("info", file)[1]
+
+
+@pytest.mark.parametrize("suffix", ["h5", "zarr"])
+def test_info_lists_what_changes_what_values_mean(tmp_path: Path, suffix: str) -> None:
+    """Wrong if a list showed the numbers of an array and not that they are unsigned: every attribute that xarray decodes by."""
+    told: dict[str, Any] = dict.fromkeys(("scale_factor", "add_offset"), 0.5) | {"_Unsigned": "true", "dtype": "bool"}
+    told |= dict.fromkeys(("_FillValue", "missing_value", "valid_min", "valid_max"), -1) | {"valid_range": [0, 7]}
+    assert set(told) == set(ATTRIBUTES)
+    path = tmp_path / f"a.{suffix}"
+    if suffix == "h5":
+        with h5py.File(path, "w") as file:
+            file["x"] = np.arange(3, dtype="i1")
+            file["x"].attrs.update(told)
+    else:
+        zarr.open_group(path, mode="w").create_array("x", data=np.arange(3, dtype="i1")).attrs.update(told)
+    code, out, _ = run("info", str(path))
+    assert code == 0
+    said = " ".join(out.split())
+    for key, value in told.items():
+        assert f"{key}={value if isinstance(value, str) else json.dumps(value)}" in said, key
+    assert json.loads(run("info", str(path), "--json")[1])[0]["attributes"] == told
 
 
 def test_a_name_is_never_cut(tmp_path: Path) -> None:
