@@ -477,6 +477,25 @@ def test_filters_after_one_whose_lengths_are_checked(tmp_path: Path) -> None:
         source.close()
 
 
+@pytest.mark.parametrize("numbers", [(5, 32004), (6, 32004), (6, 32026)], ids=str)  # in an order that HDF5 itself survives
+def test_filters_behind_which_lengths_cannot_be_checked(tmp_path: Path, numbers: tuple[int, ...]) -> None:
+    """Wrong if a file that h5py reads were called damaged: what it needs is one compressor."""
+    data, creation = flat((6, 5), "i4"), h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    creation.set_chunk((4, 5))
+    for number in numbers:
+        creation.set_filter(number, 1, (2, 0) if number == 6 else ())
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        kind, space = h5py.h5t.NATIVE_INT32, h5py.h5s.create_simple(data.shape)
+        made = h5py.Dataset(h5py.h5d.create(file.id, b"a", kind, space, creation))
+        made[:] = data
+        np.testing.assert_array_equal(made[:], data)
+    told = ", then ".join(hdf5_filters.NAMES[number] for number in numbers)
+    with pytest.raises(ValueError, match=r"^chunk \(0, 0\) cannot be decoded safely") as caught:
+        values_of(str(tmp_path / "a.h5"), ())
+    said = str(caught.value)
+    assert "damaged" not in said and told in said and "h5repack -f GZIP=4" in said, said
+
+
 def test_lzf_as_the_library_writes_it(tmp_path: Path) -> None:
     seed = np.random.default_rng(2)
     for k, data in enumerate([bytes(5000), b"abc" * 700, seed.bytes(100) * 9, bytes(seed.integers(0, 3, 9000, "u1"))]):
