@@ -10,6 +10,7 @@ grep. ``COLUMNS=1000`` prints one line per array, and ``--json`` is for programs
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -164,6 +165,8 @@ def _every_command(
 
 def main() -> None:
     """Entry point of the ``shardload`` command and of ``python -m shardload``."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # names that its encoding does not have are shown as escapes
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         app()
     except OutputError as error:

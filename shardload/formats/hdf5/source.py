@@ -49,7 +49,7 @@ from shardload.formats.hdf5.chunks import leaves_gaps, open_chunks
 from shardload.formats.hdf5.contiguous import Hdf5Contiguous, open_contiguous
 from shardload.formats.hdf5.filters import is_stacked
 from shardload.formats.hdf5.integrity import Sizes, Whole
-from shardload.formats.hdf5.links import LostError, Others, close_all, follow, follow_hard, look_through, place_of
+from shardload.formats.hdf5.links import LostError, Others, close_all, decoded, follow, follow_hard, look_through, place_of
 from shardload.formats.hdf5.making import attribute_names, groups_of, properties_of
 from shardload.formats.hdf5.metadata import describe, filters_of, labels_of, stands_for_axis
 from shardload.formats.hdf5.missing import MissingChunks
@@ -372,7 +372,7 @@ class _Hdf5File(OpenFile):
 
         self._file.visit(keep)
         is_one = len(names) == 1 and self._file.get(names[0], getclass=True) is h5py.Dataset
-        return f"/{os.fsdecode(names[0])}" if is_one else None
+        return f"/{decoded(names[0])}" if is_one else None
 
     def groups(self) -> dict[str, dict[str, Any]]:
         """The attributes of all groups."""
@@ -534,7 +534,7 @@ def _describe_all(
     netcdf = _netcdf_names(group, names)
     dimensions = set(netcdf.values())  # whose names variables have
     for name in names:
-        text = os.fsdecode(name)  # h5py gives bytes for names that are not UTF-8
+        text = decoded(name)
         if text in dimensions:
             continue
         full = f"{base}/{netcdf.get(text, text)}"
@@ -570,7 +570,7 @@ def _describe_group(file: h5py.File, path: str, name: str, fence: Fence, access:
 def _netcdf_names(group: h5py.Group, names: list[Any]) -> dict[str, str]:
     """The names in netCDF of variables that have another one in HDF5: see `_variable_of`."""
     found = {}
-    for text in (text for text in map(os.fsdecode, names) if _NON_COORDINATE in text):
+    for text in (text for text in map(decoded, names) if _NON_COORDINATE in text):
         above, _, last = text.rpartition("/")
         plain = f"{above}/{last.removeprefix(_NON_COORDINATE)}".lstrip("/")
         if last.startswith(_NON_COORDINATE) and _is_dimension_at(group, plain):
@@ -588,7 +588,7 @@ def _is_dimension_at(group: h5py.Group, name: str) -> bool:
 
 def _likest_first(names: list[Any], like: str) -> list[Any]:
     """Names below the group `like` first, then names similar to it, then the others."""
-    texts = {os.fsdecode(name): name for name in names}
+    texts = {decoded(name): name for name in names}
     below = itertools.islice((text for text in texts if text.startswith(like + "/")), MOST_NAMED)
     near = [*below, *difflib.get_close_matches(like, texts, n=MOST_NAMED)]
     return [texts[text] for text in dict.fromkeys([*near, *texts])]

@@ -496,6 +496,30 @@ def test_output_that_cannot_be_written(file: str, tmp_path: Path, asked: list[st
     assert said == own and done.stderr.count("standard output cannot be written (") == (reader != "nobody"), done.stderr
 
 
+@pytest.mark.parametrize(
+    "coded", [{"PYTHONIOENCODING": "latin-1"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}], ids=str
+)
+def test_names_that_the_terminal_or_the_locale_does_not_have(tmp_path: Path, coded: dict[str, str]) -> None:
+    """They are shown as escapes. HDF5's own are UTF-8 whatever the locale is: wrong if the file were damaged there."""
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["g/\u4e2d\u03c1"] = np.zeros(3)
+        file["link"] = h5py.SoftLink("/g/\u4e2d\u03c1")
+        layout = h5py.VirtualLayout((3,), "f8")
+        layout[:] = h5py.VirtualSource(".", "/g/\u4e2d\u03c1", (3,))
+        file.create_virtual_dataset("all", layout)
+    for name in ("", ":/g/\u4e2d\u03c1", ":/link", ":/all"):
+        done = subprocess.run(
+            [sys.executable, "-m", "shardload", "info", f"{tmp_path}/a.h5{name}"],
+            env=os.environ | coded,
+            capture_output=True,
+            encoding="latin-1",
+            check=False,
+        )
+        assert (done.returncode, done.stderr) == (0, ""), done
+        said = done.stdout.replace("\\udce4\\udcb8\\udcad\\udccf\\udc81", "\\u4e2d\\u03c1")  # typed in an ASCII locale
+        assert "float64" in said and "refused" not in said and (r"/g/\u4e2d\u03c1" in said or name in (":/link", ":/all"))
+
+
 def test_version() -> None:
     assert run("--version") == (0, f"shardload {shardload.__version__}\n", "")
 
