@@ -162,7 +162,14 @@ def _sizes_text(axes: Mapping[str, int]) -> str:
 
 
 def _mesh(axes: Mapping[str, int], n: int) -> Mesh:
-    devices = jax.devices()
+    try:
+        devices = jax.devices()
+    except (AssertionError, RuntimeError) as error:  # JAX asserts where a plugin is not installed
+        asked = os.environ.get("JAX_PLATFORMS")
+        hint = f"JAX_PLATFORMS is '{asked}': JAX_PLATFORMS=cpu takes the CPU" if asked else "JAX_PLATFORMS=cpu takes the CPU"
+        raise ConfigError(
+            f"JAX has no devices here ({str(error) or type(error).__name__}). {hint}; shardload doctor says more"
+        ) from error
     if len(devices) < n:
         raise ConfigError(
             f"--mesh {_sizes_text(axes)} needs {n} devices, but this job has {len(devices)}. Use a smaller mesh, or start "

@@ -77,6 +77,8 @@ def _damaged(path: str, dataset: str | None, error: Exception) -> SourceError:
         return SourceError(text, path=path, dataset=dataset)
     if isinstance(error, ImportError):  # fsspec says which package it needs for a URL, in its own words
         return SourceError(f"{what} cannot be opened with the packages installed here: {error}.", path=path, dataset=dataset)
+    if isinstance(error, FileNotFoundError) and _working_folder() is None:
+        return SourceError(f"{what} cannot be opened: {error}. {_GONE}.", path=path, dataset=dataset)
     if isinstance(error, HelperError):
         return SourceError(f"{what} could not be opened in a helper process: {error}.", path=path, dataset=dataset)
     if isinstance(error, NotAFileError | OutsideError):
@@ -146,8 +148,20 @@ def _what_is_there_instead(path: str) -> str:
         return f"there is no file '{path}', nor a folder '{folder}'. Pass a path that this machine sees."
     near = difflib.get_close_matches(name, os.listdir(folder or "."), n=3)
     if not near:
-        return f"there is no file '{path}'. The working folder is '{os.getcwd()}'."
+        here = _working_folder()
+        return f"there is no file '{path}'. {_GONE if here is None else f'The working folder is {here!r}'}."
     return f"there is no file '{path}'. Near it: {', '.join(repr(os.path.join(folder, n)) for n in near)}."
+
+
+_GONE = 'The working folder is gone: it was removed, or made anew. Type: cd "$PWD"'
+
+
+def _working_folder() -> str | None:
+    """The working folder; None if it was removed, so that no relative path means anything."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return None
 
 
 def _above(path: str) -> Iterator[str]:

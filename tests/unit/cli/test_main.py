@@ -520,6 +520,41 @@ def test_names_that_the_terminal_or_the_locale_does_not_have(tmp_path: Path, cod
         assert "float64" in said and "refused" not in said and (r"/g/\u4e2d\u03c1" in said or name in (":/link", ":/all"))
 
 
+GONE = """
+import os, sys
+from shardload.cli.main import main
+
+os.mkdir("gone")
+os.chdir("gone")
+os.rmdir("../gone")
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    "command", [["info", "x.h5"], ["plan", "x.h5:/x", "--mesh", "a=1", "--spec", "a"]], ids=lambda one: one[0]
+)
+def test_a_working_folder_that_is_gone(tmp_path: Path, command: list[str]) -> None:
+    """As in a shell after another one has made the folder anew. Wrong if it ended in a traceback of the message itself."""
+    done = subprocess.run([sys.executable, "-c", GONE, *command], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and done.stderr.startswith("error: "), done
+    assert "The working folder is gone" in done.stderr and 'cd "$PWD"' in done.stderr, done
+
+
+def test_verify_where_jax_has_no_devices(file: str) -> None:
+    """Wrong if it ended in a traceback that says nothing: a batch script asks for GPUs, and no plugin is installed."""
+    for platform in ("cuda", "no-such"):
+        done = subprocess.run(
+            [sys.executable, "-m", "shardload", "verify", f"{file}:/x", "--mesh", "a=1", "--spec", "a"],
+            env=os.environ | {"JAX_PLATFORMS": platform},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 1 and "Traceback" not in done.stderr, done
+        assert f"JAX_PLATFORMS is '{platform}'" in done.stderr and "JAX_PLATFORMS=cpu" in done.stderr, done
+
+
 def test_version() -> None:
     assert run("--version") == (0, f"shardload {shardload.__version__}\n", "")
 
