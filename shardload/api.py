@@ -115,6 +115,10 @@ def load(
 
     Collective: yes, over `comm`. Every rank passes the same arguments, and all return or all raise the same error.
 
+    Call it outside of `jax.jit`, and pass the array in as an argument. Inside, the file is read once, while the function is
+    traced: the values are a constant of the compiled function, also if the file changes. With several processes that is an
+    error of JAX.
+
     Parameters
     ----------
     path : str, PathLike, h5py.Dataset, zarr.Array or tree of them

@@ -630,10 +630,15 @@ def pad_value(pad: Any, dtype: np.dtype[Any], name: str = "pad") -> Any:
     Raises
     ------
     ConfigError
-        If `dtype` cannot hold it: NaN in an integer array, 300 in an int8 array.
+        If `dtype` cannot hold it: NaN in an integer array, 300 in an int8 array. Or if it is True or False, which say whether
+        and not what, and `dtype` is not bool.
     """
     import numpy as np
 
+    if isinstance(pad, (bool, np.bool_)) and dtype.kind != "b":
+        raise ConfigError(
+            f"{name} is {pad!r}, which is no number of {dtype}; pass the value that fills, such as {name}=0, or leave it out"
+        )
     try:
         given = np.asarray(pad)
         if given.ndim or given.dtype.kind not in "biufc":

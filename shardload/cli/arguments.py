@@ -18,7 +18,7 @@ import typer
 
 from shardload.errors import ShardloadError
 from shardload.options import OPTIONS
-from shardload.system.terminal import say_error
+from shardload.system.terminal import say_error, tell
 
 __all__ = [
     "IN_COMMANDS",
@@ -255,7 +255,9 @@ def wrong(flag: str, message: str) -> typer.BadParameter:
 
 def show_error(error: ShardloadError, message: str, out: IO[str], as_json: bool) -> None:
     """Say on stderr what went wrong, as `message`; with `as_json` also as one JSON document on `out`."""
-    if as_json:
-        told = {"ok": False, "error": type(error).__name__, "message": message}
-        print(json.dumps(told, indent=2), file=out, flush=True)
-    say_error(message)
+    try:
+        if as_json:
+            told = {"ok": False, "error": type(error).__name__, "message": message}
+            tell(json.dumps(told, indent=2), out)
+    finally:
+        say_error(message)

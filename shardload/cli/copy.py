@@ -14,7 +14,7 @@ from shardload.errors import ConfigError, ShardloadError, printable
 from shardload.formats.compression_words import compression_typed
 from shardload.jobs.copying.copy import CopyReport, copy_file, refuse_copy
 from shardload.jobs.copying.request import CopyRequest
-from shardload.system.terminal import own_stdout, width_of, wrap
+from shardload.system.terminal import own_stdout, tell, width_of, wrap
 from shardload.units import counted, format_nbytes
 
 __all__ = ["IN_COPY", "copy_as_typed", "parse_axes", "parse_compression", "parse_sizes", "run"]
@@ -159,7 +159,7 @@ def _run(out: IO[str], source: str, target: str, only_plan: bool, as_json: bool,
     if rank == 0:
         for note in report.notes if not as_json else ():
             print(f"shardload: {printable(note)}", file=sys.stderr, flush=True)
-        print(_as_json(report) if as_json else _as_text(report, request, width_of(out)), file=out, flush=True)
+        tell(_as_json(report) if as_json else _as_text(report, request, width_of(out)), out)
     return 0
 
 

@@ -40,7 +40,7 @@ from zarr.storage import LocalStore, WrapperStore
 import shardload
 from shardload.comm.objects import ObjectRanks
 from shardload.errors import ConfigError, ShardloadError
-from shardload.system.terminal import Column, fit_table, own_stdout, say_error, width_of, wrap
+from shardload.system.terminal import Column, fit_table, own_stdout, say_error, tell, width_of, wrap
 
 __all__ = ["run"]
 
@@ -106,7 +106,7 @@ class _Demo:
                 if isinstance(what, str)
                 else what.lines(width)
             )
-            print("\n".join(lines), file=self.out, flush=True)
+            tell("\n".join(lines), self.out)
 
     def median_seconds(self, load: Callable[[], jax.Array]) -> tuple[jax.Array, float]:
         """Time `load` as stated below the table. Returns its last array and the median seconds."""

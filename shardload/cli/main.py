@@ -10,6 +10,7 @@ grep. ``COLUMNS=1000`` prints one line per array, and ``--json`` is for programs
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -40,7 +41,7 @@ from shardload.cli.arguments import (
 from shardload.comm.environment import launched, task
 from shardload.errors import ConfigError, ShardloadError, printable
 from shardload.options import DEFAULTS, OPTIONS
-from shardload.system.terminal import Column, fit_table, width_of, wrap
+from shardload.system.terminal import Column, OutputError, discard_stdout, fit_table, say_error, tell, width_of, wrap
 from shardload.units import counted, format_nbytes
 
 if TYPE_CHECKING:
@@ -149,7 +150,7 @@ def _print_version(wanted: bool) -> None:
     if wanted:
         from shardload import __version__
 
-        typer.echo(f"shardload {__version__}")
+        tell(f"shardload {__version__}")
         raise typer.Exit
 
 
@@ -164,7 +165,14 @@ def _every_command(
 
 def main() -> None:
     """Entry point of the ``shardload`` command and of ``python -m shardload``."""
-    app()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # names that its encoding does not have are shown as escapes
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        app()
+    except OutputError as error:
+        discard_stdout()
+        say_error(str(error))
+        sys.exit(1)
 
 
 @app.command()
@@ -220,7 +228,7 @@ def info(
             if arrays[0].labels is None and not arrays[0].refused:
                 arrays = [replace(arrays[0], labels=read_labels(path, arrays[0], access))]
     if as_json:
-        typer.echo(_to_json([_describe(array) for array in arrays]))
+        tell(_to_json([_describe(array) for array in arrays]))
     elif dataset is None or is_group:
         _print_arrays(path, arrays)
     else:
@@ -291,9 +299,9 @@ def plan(
         how |= {"machine": machine, "ranks_per_node": ranks_per_node}
         found = shardload.plan(file, *_target(axes, partition), dataset=names_of(dataset), select=index, **how)
         if isinstance(found, TreePlan):
-            typer.echo(_to_json(_describe_tree(found)) if as_json else found.describe(width_of()))
+            tell(_to_json(_describe_tree(found)) if as_json else found.describe(width_of()))
         else:
-            typer.echo(_to_json(_describe_plan(found)) if as_json else describe_plan(found, width_of()))
+            tell(_to_json(_describe_plan(found)) if as_json else describe_plan(found, width_of()))
 
 
 @app.command()
@@ -476,7 +484,7 @@ def doctor(
 
             found = measure_folder(measure, output)
             if group_of().rank == 0:
-                typer.echo(found)
+                tell(found)
             return
         from shardload.cli.doctor.run import run
 
@@ -539,7 +547,7 @@ def _print_arrays(path: str, arrays: Sequence[ArrayInfo]) -> None:
     if not any(row[-1] for row in rows):  # no notes, nor a title above nothing
         columns, rows = columns[:-1], [row[:-1] for row in rows]
     lines += fit_table(columns, rows, width_of(), narrow) if arrays else []
-    typer.echo("\n".join(lines))
+    tell("\n".join(lines))
 
 
 def _print_leftover(left: Leftover, arrays: Sequence[ArrayInfo], as_json: bool) -> None:
@@ -547,11 +555,11 @@ def _print_leftover(left: Leftover, arrays: Sequence[ArrayInfo], as_json: bool) 
     if as_json:
         about = {"path": left.path, "save_of": left.target, "what": left.what, "is_whole": left.is_whole}
         about |= {"commands": dict(left.commands), "arrays": [_describe(array) for array in arrays]}
-        typer.echo(_to_json(about))
+        tell(_to_json(about))
         return
     lines = wrap(printable(f"{left.path} {left.told}. {left.condition},"), width_of())
     lines += [printable(f"  {what}:  {command}") for what, command in left.commands]  # in one line each, to be copied
-    typer.echo("\n".join(lines))
+    tell("\n".join(lines))
     if left.is_whole:
         _print_arrays(left.path, arrays)
 
@@ -581,7 +589,7 @@ def _print_array(array: ArrayInfo) -> None:
         told.append((printable(key), f"{_plain_text(value)}{'  (reported, not applied)' if key in ATTRIBUTES else ''}"))
     widest = max(len(title) for title, _ in told)
     lines = [wrap(printable(text), width_of(), f"{title:<{widest}}  ") for title, text in told]
-    typer.echo("\n".join(line for some in lines for line in some))
+    tell("\n".join(line for some in lines for line in some))
 
 
 def _axes_text(array: ArrayInfo) -> str:

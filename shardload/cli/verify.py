@@ -22,7 +22,7 @@ from shardload.comm.mpi import world_rank_and_size
 from shardload.errors import ConfigError, ShardloadError, printable
 from shardload.jobs.loading.plan import Plan
 from shardload.jobs.loading.tree_plan import TreePlan
-from shardload.system.terminal import own_stdout, width_of, wrap, wrap_parts
+from shardload.system.terminal import own_stdout, tell, width_of, wrap, wrap_parts
 from shardload.units import counted
 
 __all__ = ["run"]
@@ -87,7 +87,7 @@ def _run(out: IO[str], file: str, axes: Mapping[str, int], parts: tuple[Any, ...
             text = _tree_as_json(made, n_wanted) if as_json else _tree_as_text(made, n_wanted, width_of(out))
         else:
             text = _as_json(made, n_wanted) if as_json else _as_text(made, n_wanted, width_of(out))
-        print(text, file=out, flush=True)
+        tell(text, out)
     return 0
 
 
@@ -162,7 +162,14 @@ def _sizes_text(axes: Mapping[str, int]) -> str:
 
 
 def _mesh(axes: Mapping[str, int], n: int) -> Mesh:
-    devices = jax.devices()
+    try:
+        devices = jax.devices()
+    except (AssertionError, RuntimeError) as error:  # JAX asserts where a plugin is not installed
+        asked = os.environ.get("JAX_PLATFORMS")
+        hint = f"JAX_PLATFORMS is '{asked}': JAX_PLATFORMS=cpu takes the CPU" if asked else "JAX_PLATFORMS=cpu takes the CPU"
+        raise ConfigError(
+            f"JAX has no devices here ({str(error) or type(error).__name__}). {hint}; shardload doctor says more"
+        ) from error
     if len(devices) < n:
         raise ConfigError(
             f"--mesh {_sizes_text(axes)} needs {n} devices, but this job has {len(devices)}. Use a smaller mesh, or start "

@@ -27,9 +27,10 @@ from shardload.formats.access import STRICT, Access
 from shardload.formats.labels import Coordinate, Labels, OnDemand, from_plain, to_plain
 from shardload.planning.batches import cut_box
 from shardload.planning.region import Region
-from shardload.values.decoding import Packing
+from shardload.values.decoding import TEXTS, VALID_RANGE, Packing
 
 __all__ = [
+    "GROUP",
     "MOST_NAMED",
     "TOLD",
     "ArrayInfo",
@@ -50,6 +51,7 @@ __all__ = [
     "check_request",
     "chunks_met",
     "fresh",
+    "group_info",
     "has_missing",
     "index_in_parts",
     "is_added",
@@ -68,7 +70,8 @@ __all__ = [
 ]
 
 
-TOLD = ("scale_factor", "add_offset", "_FillValue", "missing_value", "units", "calendar")  # `ArrayInfo.attributes`
+# `ArrayInfo.attributes`
+TOLD = ("scale_factor", "add_offset", "_FillValue", "missing_value", *TEXTS, *VALID_RANGE, "units", "calendar")
 _MOST_SHOWN = 1024  # values or characters of an attribute to show
 _MOST_AXES = 64 if np.lib.NumpyVersion(np.__version__) >= "2.0.0" else 32
 _MOST_ELEMENTS, _WIDEST = 2**63 - 1, 16  # bytes of complex128
@@ -752,8 +755,8 @@ class Format(abc.ABC):
         """At most `most` + 1 arrays of the file, to say which arrays the caller could mean: a short `list_arrays`.
 
         If the result has more than `most` arrays, the file has more. The result then includes arrays below `like`, or with a
-        similar name, if the format lists names quickly. Text attributes may be left out: in some formats it is not safe to read
-        those of a damaged file.
+        similar name, if the format lists names quickly. If `like` is a group without arrays, the result may begin with
+        `group_info`. Text attributes may be left out: in some formats it is not safe to read those of a damaged file.
         """
         return self.list_arrays(path, access)[: None if most is None else most + 1]
 
@@ -826,6 +829,20 @@ def some(texts: Sequence[str], more: str = "") -> str:
     """
     rest = len(texts) - MOST_NAMED
     return ", ".join(texts[:MOST_NAMED]) + (f" and {more or rest} more" if rest > 0 else "")
+
+
+GROUP = "group"
+
+
+def group_info(path: str, name: str, format_name: str, attributes: Sequence[str], how: str) -> ArrayInfo:
+    """What stands for a group without arrays among the arrays that the caller could mean. `how` reads its attributes.
+
+    >>> group_info("a.h5", "/Header", "HDF5", ["Time"], "f['/Header'].attrs").refused
+    "a group without arrays. It has attributes ('Time'), which f['/Header'].attrs reads"
+    """
+    names = some([f"'{printable(key)}'" for key in attributes])
+    told = f". It has attributes ({names}), which {how} reads" if attributes else ""
+    return ArrayInfo(path, name, format_name, (), GROUP, refused=f"a group without arrays{told}")
 
 
 _KINDS = {

@@ -14,7 +14,7 @@ import stat
 from collections.abc import Iterator, Sequence
 
 from shardload.errors import ConfigError, ShardloadError, SourceError, is_unread, printable
-from shardload.formats.base import ArrayInfo, nbytes_of, some
+from shardload.formats.base import GROUP, ArrayInfo, nbytes_of, some
 from shardload.formats.containment import NotAFileError, OutsideError, kind_of, open_file
 from shardload.formats.leftovers import ROOTS, find_leftover
 from shardload.formats.untrusted.answers import HelperError
@@ -49,6 +49,10 @@ _OTHERS = (
 )
 
 
+# What Python and the formats' libraries raise about what they have read. A server's refusal is of a type of its client's own.
+_OF_CONTENT = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+
+
 @contextlib.contextmanager
 def as_source_error(path: str, dataset: str | None = None) -> Iterator[None]:
     """Turn any error of a format's library into a SourceError; ``KeyError(dataset)`` (no such name) passes."""
@@ -71,6 +75,10 @@ def _damaged(path: str, dataset: str | None, error: Exception) -> SourceError:
     if isinstance(error, ModuleNotFoundError):
         text = f"{what} cannot be opened without '{error.name}', which is not installed: `pip install {error.name}`."
         return SourceError(text, path=path, dataset=dataset)
+    if isinstance(error, ImportError):  # fsspec says which package it needs for a URL, in its own words
+        return SourceError(f"{what} cannot be opened with the packages installed here: {error}.", path=path, dataset=dataset)
+    if isinstance(error, FileNotFoundError) and _working_folder() is None:
+        return SourceError(f"{what} cannot be opened: {error}. {_GONE}.", path=path, dataset=dataset)
     if isinstance(error, HelperError):
         return SourceError(f"{what} could not be opened in a helper process: {error}.", path=path, dataset=dataset)
     if isinstance(error, NotAFileError | OutsideError):
@@ -80,6 +88,12 @@ def _damaged(path: str, dataset: str | None, error: Exception) -> SourceError:
         if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
             why = "Not the file, but this process or machine has reached a limit: `ulimit -a` and `free -h` show them"
         text = f"{what} cannot be read: {type(error).__name__}: {error}. {why}"
+        return SourceError(text, path=path, dataset=dataset)
+    if "://" in path and isinstance(error, FileNotFoundError):
+        text = f"there is no Zarr store at '{path}': no zarr.json, .zgroup or .zarray is found there. Check the address."
+        return SourceError(text, path=path, dataset=dataset)
+    if "://" in path and (isinstance(error, OSError) or not isinstance(error, _OF_CONTENT)):
+        text = f"{what} cannot be read: {type(error).__name__}: {error}. Check the address, your access to it and the network."
         return SourceError(text, path=path, dataset=dataset)
     return SourceError(
         f"{what} cannot be opened: its metadata is damaged, or asks for something unknown here. The library below "
@@ -134,8 +148,20 @@ def _what_is_there_instead(path: str) -> str:
         return f"there is no file '{path}', nor a folder '{folder}'. Pass a path that this machine sees."
     near = difflib.get_close_matches(name, os.listdir(folder or "."), n=3)
     if not near:
-        return f"there is no file '{path}'. The working folder is '{os.getcwd()}'."
+        here = _working_folder()
+        return f"there is no file '{path}'. {_GONE if here is None else f'The working folder is {here!r}'}."
     return f"there is no file '{path}'. Near it: {', '.join(repr(os.path.join(folder, n)) for n in near)}."
+
+
+_GONE = 'The working folder is gone: it was removed, or made anew. Type: cd "$PWD"'
+
+
+def _working_folder() -> str | None:
+    """The working folder; None if it was removed, so that no relative path means anything."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return None
 
 
 def _above(path: str) -> Iterator[str]:
@@ -214,22 +240,30 @@ def in_path(message: str) -> str:
 
 
 def no_such_array(path: str, name: str, infos: Sequence[ArrayInfo], has_more: bool) -> ConfigError:
-    """The error about a name that no array has (a group may have it). With `has_more`, `infos` has only some of the arrays."""
+    """The error about a name that no array has. A group may have it: `infos` then has arrays in it, or `base.group_info`.
+
+    With `has_more`, `infos` has only some of the arrays.
+    """
     more = "many" * has_more
     below = [info for info in infos if info.dataset.startswith(name.rstrip("/") + "/") and info.dataset != name]
     if below:
         what = f"'{name}' in '{path}' is a group, not an array. Pass dataset= one of those in it"
         return ConfigError(f"{what}: {some([_told(i) for i in below], more)}.")
+    empty = next((info for info in infos if info.dtype == GROUP and info.dataset == name), None)
+    infos = [info for info in infos if info is not empty]
+    what = f"'{path}' holds no array '{name}'" if empty is None else f"'{name}' in '{path}' is {empty.refused}"
     if not infos:
-        return ConfigError(f"'{path}' holds no array '{name}', nor any other.")
+        return ConfigError(f"{what}, nor any other." if empty is None else f"{what}. The file holds no array.")
 
     by_name = {info.dataset: info for info in infos}
     near = some([_told(by_name[other]) for other in _nearest(name, list(by_name))], more)
     hint = ""
-    if "*" in name and not name.endswith("/*"):
+    if name.endswith("/*"):
+        hint = _links_below(name.removesuffix("/*"), infos)
+    elif "*" in name:
         group = name.rpartition("/")[0].strip("/")
         hint = f" (A '*' stands for all arrays below a group, and is all of the last part: '{f'{group}/*'.lstrip('/')}'.)"
-    return ConfigError(f"'{path}' holds no array '{name}'. Pass dataset= one of these (nearest first): {near}.{hint}")
+    return ConfigError(f"{what}. Pass dataset= one of these (nearest first): {near}.{hint}")
 
 
 def _nearest(name: str, names: Sequence[str]) -> list[str]:
@@ -249,6 +283,7 @@ def _nearest(name: str, names: Sequence[str]) -> list[str]:
 def no_arrays_below(path: str, group: str, infos: Sequence[ArrayInfo]) -> ConfigError:
     """The error about a pattern that stands for no array. `infos` has what the file holds."""
     name = group or "/"
+    hint = _links_below(group, infos)
     inside = [info for info in infos if info.dataset.startswith(f"{group}/")]
     if inside:
         told = [f"{_told(info)}: {info.refused}" for info in inside]
@@ -259,10 +294,17 @@ def no_arrays_below(path: str, group: str, infos: Sequence[ArrayInfo]) -> Config
         return ConfigError(f"'{path}' holds no arrays.")
     groups = sorted({info.dataset.rpartition("/")[0] for info in infos} - {""})
     if not groups:
-        return ConfigError(f"'{path}' holds no group '{name}'. Pass '*' for all of its {len(infos)} arrays.")
+        return ConfigError(f"'{path}' holds no group '{name}'. Pass '*' for all of its {len(infos)} arrays.{hint}")
     groups.sort(key=lambda other: difflib.SequenceMatcher(None, other.lower(), name.lower()).ratio(), reverse=True)
     near = some([f"'{other}/*'" for other in groups])
-    return ConfigError(f"'{path}' holds no arrays below '{name}'. Pass dataset= one of these (nearest first): {near}.")
+    return ConfigError(f"'{path}' holds no arrays below '{name}'. Pass dataset= one of these (nearest first): {near}.{hint}")
+
+
+def _links_below(group: str, infos: Sequence[ArrayInfo]) -> str:
+    """What a pattern below `group` does not do with links, if the file may have some; for the end of a message."""
+    if not group or not any(info.format in ("HDF5", "netCDF4") for info in infos):
+        return ""
+    return f" (A '*' follows no links in HDF5. If '{group}' is one, name it alone: the error lists the arrays there.)"
 
 
 def _told(info: ArrayInfo) -> str:

@@ -15,9 +15,9 @@ from typing import Any
 from shardload.errors import ConfigError, printable
 from shardload.formats.access import Access, Limits
 from shardload.formats.base import ArrayInfo, some
-from shardload.formats.diagnosis import in_path, no_such_array
+from shardload.formats.diagnosis import in_path
 from shardload.formats.labels import OnDemand
-from shardload.formats.lookup import absolute, list_labelled, read_labels, split_path
+from shardload.formats.lookup import absolute, find_array, list_labelled, read_labels, split_path
 from shardload.options import OPTIONS, filter_names
 
 __all__ = ["Contents", "open", "read_contents"]
@@ -40,6 +40,8 @@ class Contents(Mapping[str, ArrayInfo]):
         self.path, self._infos = path, {info.dataset: info for info in infos}
 
     def __getitem__(self, name: str) -> ArrayInfo:
+        if not isinstance(name, str):
+            raise KeyError(f"{name!r} is no name; '{self.path}' has {some(list(self._infos)) or 'none'}")
         try:
             return self._infos["/" + name.strip("/")]
         except KeyError:
@@ -122,11 +124,19 @@ def read_contents(path: str, access: Access) -> Contents:
     infos = list_labelled(file, access, _MOST_LABELLED)
     if name is not None:
         full = "/" + name.strip("/")
-        below = [info for info in infos if info.dataset == full or info.dataset.startswith(f"{full.rstrip('/')}/")]
-        if not below:
-            raise ConfigError(in_path(str(no_such_array(file, full, infos, has_more=False))))
-        infos = below
+        group = full.removesuffix("*").rstrip("/")
+        infos = [info for info in infos if info.dataset == full or info.dataset.startswith(f"{group}/")] or [
+            _behind_links(file, full, access)
+        ]
     return Contents(file, [_on_demand(file, info, access) for info in infos])
+
+
+def _behind_links(path: str, name: str, access: Access) -> ArrayInfo:
+    """The array to which links lead, that no list has. ConfigError if there is none."""
+    try:
+        return find_array(path, name, access)
+    except ConfigError as error:
+        raise ConfigError(in_path(str(error))) from None
 
 
 def _on_demand(path: str, info: ArrayInfo, access: Access) -> ArrayInfo:

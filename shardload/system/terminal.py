@@ -5,7 +5,7 @@
    is wider than the terminal is not broken, so that it can be copied.
 3. `fit_table` prints a table in the first form that fits: all columns; fewer columns, with the others in lines below each row;
    or a record for each row. No form leaves anything out.
-4. `own_stdout` redirects standard output, so that only the command prints there.
+4. `own_stdout` redirects standard output, so that only the command prints there. `tell` prints, and says if that cannot be.
 """
 
 from __future__ import annotations
@@ -25,9 +25,12 @@ from shardload.errors import printable
 __all__ = [
     "WIDTH",
     "Column",
+    "OutputError",
+    "discard_stdout",
     "fit_table",
     "own_stdout",
     "say_error",
+    "tell",
     "width_of",
     "width_of_prints",
     "wrap",
@@ -198,6 +201,28 @@ def say_error(text: str) -> None:
     Console(stderr=True, soft_wrap=True, highlight=False).print(Text(said, style="red"))
 
 
+class OutputError(OSError):
+    """Standard output cannot be written."""
+
+
+def tell(text: str, out: IO[str] | None = None) -> None:
+    """Print text on `out`, by default standard output.
+
+    Raises
+    ------
+    OutputError
+        If it cannot be written: the disk is full, for one.
+    BrokenPipeError
+        If its reader has enough (``| head``), which is no error of anybody.
+    """
+    try:
+        print(text, file=out, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OutputError(f"standard output cannot be written ({error}): what was to be printed is lost") from error
+
+
 @contextmanager
 def own_stdout() -> Iterator[IO[str]]:
     """A stream to print to, while all other output to standard output (Gloo: a line per connection) is discarded.
@@ -209,20 +234,24 @@ def own_stdout() -> Iterator[IO[str]]:
             yield nowhere
         return
     sys.stdout.flush()
-    with os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding, errors="backslashreplace") as out:
-        _send_stdout_to(os.devnull)
-        try:
-            yield out
-        finally:
-            out.flush()
-            sys.stdout.flush()
-            with suppress(
-                OSError, AttributeError
-            ):  # or text in the C library's buffer would be printed after the descriptor is restored
-                ctypes.CDLL(None).fflush(None)
-            os.dup2(out.fileno(), 1)
+    descriptor = os.dup(1)
+    out = os.fdopen(descriptor, "w", encoding=sys.stdout.encoding, errors="backslashreplace", closefd=False)
+    discard_stdout()
+    try:
+        yield out
+    finally:
+        sys.stdout.flush()
+        with suppress(
+            OSError, AttributeError
+        ):  # or text in the C library's buffer would be printed after the descriptor is restored
+            ctypes.CDLL(None).fflush(None)
+        os.dup2(descriptor, 1)
+        with suppress(OSError):  # `tell` has raised it
+            out.close()
+        os.close(descriptor)
 
 
-def _send_stdout_to(path: str) -> None:
-    with open(path, "w") as nowhere:
+def discard_stdout() -> None:
+    """Send what is still printed on standard output, also by Python as it ends, to nowhere."""
+    with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 1)

@@ -216,6 +216,38 @@ def test_to_xarray_of_coordinates_that_are_no_axes(comm: Any, shared_tmp_path: P
         same(shared_tmp_path / "saved.nc", file.load())
 
 
+def test_to_xarray_of_coordinates_without_names_of_axes(comm: Any, shared_tmp_path: Path) -> None:
+    """Plain HDF5 has none. Wrong if latitudes and longitudes were left out, or lay along an axis that only has their length."""
+    n, where = (2, 4, 6), shared_tmp_path / "plain.h5"
+    values = np.arange(np.prod(n), dtype="f4").reshape(n)
+
+    def write() -> None:
+        with h5py.File(where, "w") as file:
+            file["t"], file["square"] = values, values[0, :, :4]
+            file["lat"], file["lon"], file["level"], file["short"] = values[0], values[1], np.arange(4.0), np.arange(3.0)
+            file["t"].attrs["coordinates"] = "lat lon level short"
+            file["square"].attrs["coordinates"] = "level"  # along which of its axes?
+            file["half"] = values[0]
+            file["half"].dims[0].label = "level"
+            file["half"].attrs["coordinates"] = "lat level"
+
+    on_root(comm, write)
+    plan = shardload.plan(where, mesh_of(), P(), dataset="t", select=(slice(0, 2), slice(1, 3)))
+    found = shardload.to_xarray(plan.execute(), plan)
+    with xr.open_dataset(where, engine="h5netcdf", phony_dims="access") as theirs:  # names axes by their lengths
+        wanted = theirs["t"][:, 1:3]
+        for name in ("lat", "lon", "level"):
+            axes = [wanted.dims.index(dim) for dim in wanted[name].dims]
+            assert [found.dims.index(dim) for dim in found[name].dims] == axes, name
+            np.testing.assert_array_equal(found[name].values, wanted[name].values, err_msg=name)
+    assert "short" not in found.coords
+    plan = shardload.plan(where, mesh_of(), P(), dataset="square")
+    assert not shardload.to_xarray(plan.execute(), plan).coords
+    plan = shardload.plan(where, mesh_of(), P(), dataset="half")
+    found = shardload.to_xarray(plan.execute(), plan)
+    assert {name: one.dims for name, one in found.coords.items()} == {"lat": ("level", "dim_1"), "level": ("level",)}
+
+
 def test_to_xarray_of_what_does_not_fit(comm: Any, path: str) -> None:
     made = shardload.plan(path, mesh_of(), P(), dataset="t", decode=False)
     x = shardload.scatter(np.zeros((1, 2), "f4"), mesh_of(), P())

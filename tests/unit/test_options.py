@@ -248,7 +248,6 @@ KEPT = [
     (0, "float32", 0.0),
     (0, "bool", False),
     (True, "bool", True),
-    (True, "float32", 1.0),
     (255, "uint8", 255),
     (-128, "int8", -128),
     (3.0, "int32", 3),
@@ -323,6 +322,17 @@ def test_pad_that_the_array_cannot_hold(pad: Any, dtype: Any) -> None:
     text = f"pad is {pad!r}, which an array of {np.dtype(dtype)} cannot hold; pass a value that it can, such as pad=0"
     with pytest.raises(ConfigError, match=re.escape(text)):
         pad_value(pad, np.dtype(dtype))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8", "complex64", ml_dtypes.bfloat16])
+def test_pad_that_says_whether_and_not_what(dtype: Any) -> None:
+    """Wrong if pad=False, meant to say that there shall be no padding, padded with zeros."""
+    for pad in (True, False, np.True_, np.False_):
+        with pytest.raises(
+            ConfigError, match=rf"^pad is {re.escape(repr(pad))}, which is no number of .*such as pad=0, or leave it"
+        ):
+            pad_value(pad, np.dtype(dtype))
+        assert pad_value(pad, np.dtype(bool)) == pad
 
 
 @given(st.integers(-(2**65), 2**65), st.sampled_from(["int8", "uint8", "int16", "uint32", "int64", "uint64"]))

@@ -27,7 +27,7 @@ from shardload.comm.environment import launched
 from shardload.comm.group import Group, group_of
 from shardload.comm.launch import initialize
 from shardload.errors import ShardloadError
-from shardload.system.terminal import own_stdout, width_of
+from shardload.system.terminal import own_stdout, tell, width_of
 
 __all__ = ["run"]
 
@@ -64,9 +64,11 @@ def run(timeout: float, json: bool = False) -> int:
         deadline.rename(f"rank {facts.rank} on {facts.host}" if facts.size > 1 else f"task {facts.task} on {facts.host}")
         report = _examine(facts, deadline)
         group = group_of()
-        if facts.task == 0 if group.size == 1 else group.rank == 0:
-            print(as_json(report) if json else as_text(report, width_of(out)), file=out, flush=True)
-        _wait_for_the_printer(group, facts, deadline)
+        try:
+            if facts.task == 0 if group.size == 1 else group.rank == 0:
+                tell(as_json(report) if json else as_text(report, width_of(out)), out)
+        finally:
+            _wait_for_the_printer(group, facts, deadline)
     return 0 if report.is_ok else 1
 
 

@@ -26,6 +26,7 @@ from h5py._objects import phil
 from shardload.formats.base import chunks_met
 from shardload.formats.codecs import Stage, blosc, check_blosc, unshuffle, unzstd
 from shardload.formats.hdf5.chunk_order import is_listed, is_over_edge
+from shardload.formats.hdf5.filters import NAMES, scaleoffset_is_idle
 from shardload.formats.hdf5.missing import MISSING_WORDS
 from shardload.formats.hdf5.opened import creation_of, kind_of
 from shardload.formats.hdf5.unwrapped import has_plain_edges
@@ -43,7 +44,7 @@ def check_heads(dataset: h5py.Dataset, region: Region) -> None:
     Raises
     ------
     ValueError
-        If a chunk declares an impossible length, or its filters hide what it declares.
+        If a chunk declares an impossible length, or other filters hide what it declares: the texts say which.
     """
     creation = creation_of(dataset)
     if creation.get_layout() != h5py.h5d.CHUNKED or region.size == 0:
@@ -66,8 +67,21 @@ def check_heads(dataset: h5py.Dataset, region: Region) -> None:
         applied = [found for k, found in enumerate(filters) if not mask >> k & 1]
         try:
             _check_chunk(np.frombuffer(data, dtype=np.uint8), applied, math.prod(chunk), size)
+        except _UncheckedError as error:
+            raise ValueError(f"chunk {index} cannot be decoded safely: {error}") from None
         except ValueError as error:
             raise ValueError(f"chunk {index} is damaged: {error}") from None
+
+
+class _UncheckedError(ValueError):
+    """What a chunk declares cannot be seen behind its other filters, whether it is damaged or not."""
+
+    def __init__(self, applied: list[tuple[int, tuple[int, ...]]]) -> None:
+        told = ", then ".join(NAMES.get(number, str(number)) for number, _ in applied)
+        super().__init__(
+            f"it is encoded twice or more ({told}), so what it declares of its length cannot be checked before HDF5 believes "
+            "it. Write the file again with one compressor: `h5repack -f GZIP=4 in.h5 out.h5`"
+        )
 
 
 def _stored(dataset: h5py.Dataset, offsets: tuple[int, ...]) -> tuple[int, bytes] | None:
@@ -96,13 +110,11 @@ def _check_chunk(stored: Bytes, applied: list[tuple[int, tuple[int, ...]]], n: i
         return
     before = [number for number, _ in applied[:at]]
     if not set(before) <= {_SHUFFLE, _FLETCHER}:
-        raise ValueError(f"it is compressed twice (filters {[number for number, _ in applied]})")
+        raise _UncheckedError(applied)
     nbytes = n * size + 4 * before.count(_FLETCHER)
     for number, values in reversed(applied[at + 1 :]):
         if number not in _UNDO:
-            raise ValueError(
-                f"filter {number} hides what it says of its length (it need not be damaged: write it again with one compressor)"
-            )
+            raise _UncheckedError(applied)
         stored = _UNDO[number](stored, nbytes + nbytes // 2 + 4096, values)
     _CHECKS[applied[at][0]](stored, nbytes, applied[at][1], n)
 
@@ -191,6 +203,8 @@ def _bits(values: tuple[int, ...]) -> tuple[int, int]:
 def _scaleoffset(stored: Bytes, nbytes: int, values: tuple[int, ...], n: int) -> None:
     """The header: bits per number (4 bytes), bytes of the minimum (1), the minimum (8), 8 unused bytes. Then the bits."""
     size = values[4]
+    if scaleoffset_is_idle(values):
+        raise ValueError(f"it is said to be encoded by scale-offset, whose parameters {values} encode no chunk")
     if values[0] == 2 and values[1] == 8 * size:  # all bits are kept, so the filter did nothing
         if len(stored) != nbytes:
             raise ValueError(f"{len(stored)} bytes are stored, expected {nbytes}")

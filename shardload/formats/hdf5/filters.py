@@ -24,7 +24,16 @@ import h5py
 from shardload.formats.access import STRICT, Access
 from shardload.formats.hdf5.opened import creation_of, kind_of
 
-__all__ = ["NAMES", "SIZED", "SURVIVED", "is_stacked", "n_compressors", "refuse_filter", "refuse_filters"]
+__all__ = [
+    "NAMES",
+    "SIZED",
+    "SURVIVED",
+    "is_stacked",
+    "n_compressors",
+    "refuse_filter",
+    "refuse_filters",
+    "scaleoffset_is_idle",
+]
 
 # Common names. Numbers below 32000 are HDF5's own, except bzip2; the others are registered with the HDF Group.
 NAMES = {
@@ -243,17 +252,31 @@ def _scaleoffset(values: tuple[int, ...], kind: Any, chunk: tuple[int, ...]) -> 
     way, factor, n, number, size, sign, order, has_fill, *_ = values
     is_float = kind.get_class() == h5py.h5t.FLOAT
     is_signed = not is_float and kind.get_class() == h5py.h5t.INTEGER and kind.get_sign() == h5py.h5t.SGN_2
-    factors = range(-400, 401) if is_float else range(8 * size + 1)
-    return _compare(
+    wrong = _compare(
         ("the number of elements", n, math.prod(chunk)),
         ("the size of an element", size, kind.get_size()),
         ("the kind of number", number, int(is_float)),
-        ("the way of scaling", way, (0,) if is_float else (2,)),
-        ("the factor", _signed(factor), factors),
+        ("the way of scaling", way, range(3)),
         ("the sign", sign, int(is_signed)),
         ("the byte order", order, int(kind.get_order() == h5py.h5t.ORDER_BE)),
         ("whether there is a fill value", has_fill, (0, 1)),
     )
+    if wrong is not None or scaleoffset_is_idle(values):
+        return wrong
+    return _compare(("the factor", _signed(factor), range(-400, 401) if is_float else range(8 * size + 1)))
+
+
+def scaleoffset_is_idle(values: tuple[int, ...]) -> bool:
+    """True if HDF5's scale-offset filter cannot encode by these parameters, so that HDF5 leaves it out of every chunk.
+
+    They are legal: ``h5repack -f SOFF=0,IN`` scales all arrays as integers, and stores those of floats as they are. Where such
+    a chunk says that the filter was applied, it is damaged (`chunk_heads`).
+
+    >>> scaleoffset_is_idle((2, 0, 77, 1, 4)), scaleoffset_is_idle((2, 0, 77, 0, 4)), scaleoffset_is_idle((2, 33, 77, 0, 4))
+    (True, False, True)
+    """
+    way, factor, _, number, size, *_ = values
+    return way != (0 if number == 1 else 2) or (way == 2 and _signed(factor) > 8 * size)
 
 
 def _lzf(values: tuple[int, ...], kind: Any, chunk: tuple[int, ...]) -> str | None:

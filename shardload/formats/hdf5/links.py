@@ -39,7 +39,10 @@ from shardload.formats.hdf5.integrity import Sizes
 from shardload.formats.hdf5.opened import OpenDataset, OpenFacts, creation_of, kind_of
 from shardload.formats.hdf5.raw_file import has_signature, plain_descriptor
 
-__all__ = ["LostError", "Others", "close_all", "follow", "follow_hard", "look_through", "nothing_else_opened", "place_of"]
+__all__ = [
+    "LostError", "Others", "close_all", "decoded", "encoded", "follow", "follow_hard", "look_through", "nothing_else_opened",
+    "place_of",
+]  # fmt: skip
 
 _MOST_LINKS = 40  # links in one name, as for the system's own symbolic links
 _MOST_LEVELS = 16  # levels of virtual datasets that consist of virtual datasets
@@ -132,7 +135,7 @@ def follow(file: h5py.File, name: str, fence: Fence) -> tuple[Any, list[h5py.Fil
     """
     opened: list[h5py.File] = []
     try:
-        return _walk(file, os.fsencode(name), fence, opened), opened
+        return _walk(file, encoded(name), fence, opened), opened
     except BaseException as error:
         close_all(opened)
         if isinstance(error, _NotThereError):
@@ -142,7 +145,7 @@ def follow(file: h5py.File, name: str, fence: Fence) -> tuple[Any, list[h5py.Fil
 
 def follow_hard(facts: OpenFacts, name: str) -> OpenDataset | None:
     """The dataset that `follow` finds, if hard links alone lead to it and nothing is wrong; else None."""
-    parts = [part for part in os.fsencode(name).split(b"/") if part not in (b"", b".")]
+    parts = [part for part in encoded(name).split(b"/") if part not in (b"", b".")]
     above = b"/".join(parts[:-1])
     try:
         at = facts.group(above)
@@ -215,8 +218,18 @@ def _walk(file: h5py.File, name: bytes, fence: Fence, opened: list[h5py.File]) -
     return at
 
 
+def encoded(name: str) -> bytes:
+    """The name of an object as HDF5 stores it: UTF-8, whatever the locale's encoding, in which names of files are."""
+    return name.encode("utf-8", "surrogateescape")
+
+
+def decoded(name: str | bytes) -> str:
+    """The inverse of `encoded`. h5py gives bytes for names that are not UTF-8, and text for others."""
+    return name if isinstance(name, str) else name.decode("utf-8", "surrogateescape")
+
+
 def _shown(name: bytes) -> str:
-    return printable(os.fsdecode(name))
+    return printable(decoded(name))
 
 
 def _root(file: h5py.File) -> Any:
@@ -346,7 +359,7 @@ class _Mapping:
     @classmethod
     def of(cls, creation: Any, k: int) -> _Mapping:
         try:
-            names = (os.fsdecode(creation.get_virtual_filename(k)), os.fsdecode(creation.get_virtual_dsetname(k)))
+            names = (os.fsdecode(creation.get_virtual_filename(k)), decoded(creation.get_virtual_dsetname(k)))
         except UnicodeError:
             raise _RefusedError("values of another file, with a name that h5py cannot read") from None
         file, inside = (_pattern(name) for name in names)

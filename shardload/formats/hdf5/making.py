@@ -17,9 +17,10 @@ from shardload.formats.hdf5.filters import NAMES
 from shardload.formats.hdf5.metadata import HIDDEN, NO_VARIABLE, filters_of, labels_of
 from shardload.formats.hdf5.opened import creation_of
 
-__all__ = ["groups_of", "properties_of"]
+__all__ = ["attribute_names", "groups_of", "properties_of"]
 
 _MOST_NBYTES = 1 << 20  # of one attribute
+_MOST_ATTRIBUTES_NBYTES = 1 << 24
 _READ = (h5py.h5t.INTEGER, h5py.h5t.FLOAT, h5py.h5t.STRING, h5py.h5t.ENUM)
 _BLOSC_NAMES = {code: name for name, code in BLOSC_CODES.items()}
 _ARGUMENTS = {6: slice(0, 2), 4: slice(0, 2), 32008: slice(3, None), 5: slice(0, 0), 32000: slice(0, 0)}  # the caller's own
@@ -68,6 +69,14 @@ def groups_of(file: h5py.File) -> tuple[dict[str, dict[str, Any]], list[str]]:
 
     file.visititems(visit)
     return found, unread
+
+
+def attribute_names(group: h5py.Group) -> list[str]:
+    """The names of the author's attributes of a group; none if they are too long: HDF5 reads the attributes, too."""
+    stored = h5py.h5o.get_info(group.id).meta_size.attr
+    if stored.heap_size + stored.index_size > _MOST_ATTRIBUTES_NBYTES:
+        return []
+    return [key for key in group.attrs if isinstance(key, str) and key not in HIDDEN]
 
 
 def _attributes(owner: Any, name: str) -> tuple[dict[str, Any], list[str]]:

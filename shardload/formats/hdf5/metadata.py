@@ -16,7 +16,7 @@ import numpy as np
 from shardload.formats.access import STRICT, Access
 from shardload.formats.base import TOLD, ArrayInfo, json_value, native_dtype, refusal, unaddressable
 from shardload.formats.hdf5.filters import NAMES, SIZED, n_compressors, refuse_filters
-from shardload.formats.hdf5.links import Others
+from shardload.formats.hdf5.links import Others, decoded
 from shardload.formats.hdf5.opened import OpenDataset, creation_of, kind_of, nbytes_of_attributes_of, nbytes_stored_of
 from shardload.formats.labels import Coordinate, Labels, names_in
 from shardload.values.decoding import ATTRIBUTES, TEXTS, Packing, typed
@@ -156,24 +156,17 @@ def _axis_name(
     dataset: h5py.Dataset, axis: int, coords: dict[str, Coordinate], has_scales: bool, names: Collection[str] | None
 ) -> str | None:
     """The name of an axis; its coordinate is added to `coords`, if it has one and is asked for."""
-    found: list[Any] = []
-    if has_scales:
-        h5py.h5ds.iterate(dataset.id, axis, lambda one: (found.append(one), True)[1])  # the first one
-    full = _text_of(h5py.h5i.get_name(found[0])) if found else ""
-    name = full.rpartition("/")[2] or _text_of(h5py.h5ds.get_label(dataset.id, axis)) or None
-    if not found or name is None or (names is not None and name not in names):
+    found = h5py.h5ds.iterate(dataset.id, axis, lambda one: one) if has_scales else None  # the first one
+    full = "" if found is None else decoded(h5py.h5i.get_name(found) or b"")
+    name = full.rpartition("/")[2] or decoded(h5py.h5ds.get_label(dataset.id, axis)) or None
+    if found is None or name is None or (names is not None and name not in names):
         return name
-    scale = h5py.Dataset(found[0])
+    scale = h5py.Dataset(found)
     told = _attribute(scale, "NAME") if _has_attributes(scale) else None
     nearer = _nearer(dataset, name, scale)
     if nearer or not str(told).startswith(NO_VARIABLE):
         coords[name] = Coordinate(nearer or full)
     return name
-
-
-def _text_of(name: bytes | None) -> str:
-    """A name of HDF5's as h5py shows it."""
-    return (name or b"").decode("utf-8", "surrogateescape")
 
 
 def _nearer(dataset: h5py.Dataset, name: str, scale: h5py.Dataset) -> str | None:

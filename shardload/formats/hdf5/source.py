@@ -35,6 +35,7 @@ from shardload.formats.base import (
     Source,
     a_few_chunks,
     check_request,
+    group_info,
     index_in_parts,
     native_dtype,
     read_by_chunks,
@@ -48,8 +49,8 @@ from shardload.formats.hdf5.chunks import leaves_gaps, open_chunks
 from shardload.formats.hdf5.contiguous import Hdf5Contiguous, open_contiguous
 from shardload.formats.hdf5.filters import is_stacked
 from shardload.formats.hdf5.integrity import Sizes, Whole
-from shardload.formats.hdf5.links import LostError, Others, close_all, follow, follow_hard, look_through, place_of
-from shardload.formats.hdf5.making import groups_of, properties_of
+from shardload.formats.hdf5.links import LostError, Others, close_all, decoded, follow, follow_hard, look_through, place_of
+from shardload.formats.hdf5.making import attribute_names, groups_of, properties_of
 from shardload.formats.hdf5.metadata import axes_of, describe, filters_of, labels_of, stands_for_axis
 from shardload.formats.hdf5.missing import MissingChunks
 from shardload.formats.hdf5.opened import OpenDataset, OpenFacts, kind_of, nbytes_stored_of, raw_of
@@ -325,11 +326,11 @@ class Hdf5Format(Format):
 
     def sketch_arrays(self, path: str, access: Access = STRICT, most: int | None = None, like: str = "") -> list[ArrayInfo]:
         """Like `list_arrays`, without what a load does not need, and at most `most` + 1 datasets."""
+        fence = Fence.around_file(path, access.allow_external)
         with open_explained(path) as file:
-            found = _describe_all(
-                file, path, Fence.around_file(path, access.allow_external), most=most, like=like, access=access
-            )
-            return list(itertools.islice(found, None if most is None else most + 1))
+            named = {info.dataset: info for info in _describe_group(file, path, like, fence, access)}
+            found = _describe_all(file, path, fence, most=most, like=like, access=access, known=named)
+            return list(itertools.islice(itertools.chain(named.values(), found), None if most is None else most + 1))
 
     def open_path(self, path: str, dataset: str, access: Access = STRICT) -> Source:
         """Open a dataset by its name, or by the name of a link to it; KeyError if there is none."""
@@ -385,7 +386,7 @@ class _Hdf5File(OpenFile):
 
         self._file.visit(keep)
         is_one = len(names) == 1 and self._file.get(names[0], getclass=True) is h5py.Dataset
-        return f"/{os.fsdecode(names[0])}" if is_one else None
+        return f"/{decoded(names[0])}" if is_one else None
 
     def groups(self) -> dict[str, dict[str, Any]]:
         """The attributes of all groups."""
@@ -527,8 +528,9 @@ def _describe_all(
     most: int | None = None,
     like: str = "",
     access: Access = STRICT,
+    known: Collection[str] = (),
 ) -> Iterator[ArrayInfo]:
-    """Describe every dataset below `group`. A dataset that cannot be opened is listed as refused.
+    """Describe every dataset below `group`, but those that are `known`. A dataset that cannot be opened is listed as refused.
 
     With `most`, only a limited number of names is read (16 microseconds each; a dataset takes 300). If there are more than
     `most`, the names most similar to `like` come first.
@@ -546,10 +548,12 @@ def _describe_all(
     netcdf = _netcdf_names(group, names)
     dimensions = set(netcdf.values())  # whose names variables have
     for name in names:
-        text = os.fsdecode(name)  # h5py gives bytes for names that are not UTF-8
+        text = decoded(name)
         if text in dimensions:
             continue
         full = f"{base}/{netcdf.get(text, text)}"
+        if full in known:
+            continue
         try:
             found = group[name]
             if isinstance(found, h5py.Dataset):
@@ -558,10 +562,29 @@ def _describe_all(
             yield ArrayInfo(path, full, "HDF5", (), "unknown", refused=f"metadata that HDF5 cannot read ({error})")
 
 
+def _describe_group(file: h5py.File, path: str, name: str, fence: Fence, access: Access) -> list[ArrayInfo]:
+    """Some of the arrays below a group, to which links may lead, or what it is without arrays; nothing if there is no group."""
+    opened: list[h5py.File] = []
+    try:
+        found, opened = follow(file, name, fence)
+        if not name or not isinstance(found, h5py.h5g.GroupID):
+            return []
+        group = h5py.Group(found)
+        arrays = itertools.islice(_describe_all(group, path, fence, most=MOST_NAMED, access=access), MOST_NAMED + 1)
+        below, own = name.rstrip("/"), len((group.name or "").rstrip("/"))
+        infos = [replace(info, dataset=f"{below}{info.dataset[own:]}") for info in arrays]
+        how = f"h5py.File({path!r})[{name!r}].attrs"
+        return infos or [group_info(path, name, "HDF5", attribute_names(group), how)]
+    except (KeyError, OSError, RuntimeError, ValueError):  # the search for the array has said what is wrong
+        return []
+    finally:
+        close_all(opened)
+
+
 def _netcdf_names(group: h5py.Group, names: list[Any]) -> dict[str, str]:
     """The names in netCDF of variables that have another one in HDF5: see `_variable_of`."""
     found = {}
-    for text in (text for text in map(os.fsdecode, names) if _NON_COORDINATE in text):
+    for text in (text for text in map(decoded, names) if _NON_COORDINATE in text):
         above, _, last = text.rpartition("/")
         plain = f"{above}/{last.removeprefix(_NON_COORDINATE)}".lstrip("/")
         if last.startswith(_NON_COORDINATE) and _is_dimension_at(group, plain):
@@ -579,7 +602,7 @@ def _is_dimension_at(group: h5py.Group, name: str) -> bool:
 
 def _likest_first(names: list[Any], like: str) -> list[Any]:
     """Names below the group `like` first, then names similar to it, then the others."""
-    texts = {os.fsdecode(name): name for name in names}
+    texts = {decoded(name): name for name in names}
     below = itertools.islice((text for text in texts if text.startswith(like + "/")), MOST_NAMED)
     near = [*below, *difflib.get_close_matches(like, texts, n=MOST_NAMED)]
     return [texts[text] for text in dict.fromkeys([*near, *texts])]

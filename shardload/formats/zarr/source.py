@@ -50,6 +50,7 @@ from shardload.formats.base import (
     a_few_chunks,
     check_request,
     chunks_met,
+    group_info,
     index_in_parts,
     json_value,
     native_dtype,
@@ -281,8 +282,12 @@ class ZarrFormat(Format):
         return self.sketch_arrays(path, access)
 
     def sketch_arrays(self, path: str, access: Access = STRICT, most: int | None = None, like: str = "") -> list[ArrayInfo]:
-        """The same, but at most `most` + 1 arrays."""
+        """The same, but at most `most` + 1 arrays; first what a group `like` is that has none."""
         limit = None if most is None else most + 1
+        found = self._sketch(path, access, limit)
+        return [*_empty_group(path, like, access), *found][:limit] if like else found
+
+    def _sketch(self, path: str, access: Access, limit: int | None) -> list[ArrayInfo]:
         with _quiet():
             if os.path.isdir(path):
                 fence = Fence.around_store(path, access.allow_external)
@@ -379,6 +384,23 @@ def _open_array(store: Any, path: str, dataset: str, access: Access, is_own: boo
             return ZarrSource(found, describe(found, path, dataset, access), store if is_own else None, access)
     except FileNotFoundError as error:
         raise KeyError(dataset) from error
+
+
+def _empty_group(path: str, name: str, access: Access) -> list[ArrayInfo]:
+    """What a group of that name is, if there is one and it has no arrays; else nothing."""
+    store = open_store(path, access.allow_external)
+    try:
+        _check_name(name)
+        with _quiet():
+            found = zarr.open(store, mode="r", path=name.strip("/") or None)
+        if not isinstance(found, zarr.Group) or any(True for _ in _describe_all(found, path)):
+            return []
+        how = f"zarr.open_group({path!r}, path={name.strip('/')!r}, mode='r').attrs"
+        return [group_info(path, name, "Zarr", list(found.attrs), how)]
+    except (KeyError, OSError, RuntimeError, ValueError):  # the search for the array has said what is wrong
+        return []
+    finally:
+        close_store(store)
 
 
 def _folder_of(store: Any) -> str | None:

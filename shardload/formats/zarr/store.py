@@ -164,7 +164,10 @@ def open_store(path: str, allow_external: bool = False) -> Any:
     if "://" in path:
         if not allow_external and "reference" in path.lower().split("://")[0].split("::"):
             raise OutsideError(f"it {_REFERENCES}; {TARGET_HINT}")
-        store = zarr.storage.FsspecStore.from_url(path, read_only=True)
+        try:
+            store = zarr.storage.FsspecStore.from_url(path, read_only=True)
+        except ValueError as error:  # nothing has been read yet
+            raise SourceError(f"'{path}' is a URL that cannot be opened here: {error}. Check it.", path=path) from error
         return WatchedStore(store, _fence_of(store, path, allow_external))
     if os.path.isdir(path):
         return WatchedStore(zarr.storage.LocalStore(path, read_only=True), Fence.around_store(path, allow_external))

@@ -5,7 +5,7 @@ The values stay where they are: a `DataArray` wraps the `jax.Array`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -223,12 +223,44 @@ def coordinates_of(plan: Plan, n: Mapping[str, int]) -> dict[str, Cut]:
     dims, selection = _dims(plan), plan._layout.source.selection
     found = {}
     for name, one in plan.info.coords.items():
-        own = tuple(str(dim) for dim in one.dims)
-        if one.values is not None and set(own) <= set(dims):
-            cut = _cut(one.values, own, dims, selection, n)
-            if cut is not None:
-                found[name] = Cut(*cut, *_split(one.attrs), frozenset(own))
+        if one.values is None:
+            continue
+        own = _own_axes(name, one.dims, one.values.shape, dims, plan.info.shape)
+        cut = None if own is None else _cut(one.values, own, dims, selection, n)
+        if own is not None and cut is not None:
+            found[name] = Cut(*cut, *_split(one.attrs), frozenset(own))
     return found
+
+
+def _own_axes(
+    coordinate: str, own: Sequence[str | None], own_shape: Sequence[int], dims: list[str], shape: Sequence[int]
+) -> tuple[str, ...] | None:
+    """The names of a coordinate's axes among those of its array; None if they are not there, or more than one way fits.
+
+    Axes without names are found by their lengths, as the array has them one after the other.
+
+    >>> _own_axes("lat", (None, None), (4, 6), ["time", "dim_1", "dim_2"], (2, 4, 6))
+    ('dim_1', 'dim_2')
+    >>> _own_axes("mass", (None,), (4,), ["dim_0", "dim_1"], (4, 4)) is None
+    True
+    """
+    if None not in own:
+        return tuple(map(str, own)) if set(own) <= set(dims) else None
+    if coordinate in dims:  # the axis of its name, or none
+        own = (coordinate,) if len(own) == 1 and own_shape[0] == shape[dims.index(coordinate)] else ()
+        return tuple(own) or None
+    axes, wanted = list(zip(dims, shape, strict=True)), list(zip(own, own_shape, strict=True))
+    first, last = _run(wanted, axes), _run(wanted[::-1], axes[::-1])
+    return first if first is not None and last is not None and first == last[::-1] else None
+
+
+def _run(wanted: Sequence[tuple[str | None, int]], axes: Sequence[tuple[str, int]]) -> tuple[str, ...] | None:
+    """The first axes that fit what is wanted, in its order; None if some fit none."""
+    found: list[str] = []
+    for name, n in axes:
+        if len(found) < len(wanted) and n == wanted[len(found)][1] and wanted[len(found)][0] in (None, name):
+            found.append(name)
+    return tuple(found) if len(found) == len(wanted) else None
 
 
 def _dims(plan: Plan) -> list[str]:

@@ -10,12 +10,14 @@ import subprocess
 import sys
 from pathlib import Path
 from types import EllipsisType, SimpleNamespace
+from typing import Any
 
 import h5py
 import hdf5plugin
 import numpy as np
 import pytest
 import typer
+import zarr
 from typer.testing import CliRunner
 
 import shardload
@@ -27,6 +29,7 @@ from shardload.comm.stall_report import _END
 from shardload.formats.access import Limits
 from shardload.formats.containment import TARGET_HINT
 from shardload.formats.untrusted.helper import Helper
+from shardload.values.decoding import ATTRIBUTES
 
 MESH = {"a": 4, "b": 2}
 
@@ -227,6 +230,27 @@ def test_info_says_the_same_in_a_pipe_and_in_80_columns(file: str) -> None:
     command = [sys.executable, "-m", "shardload", "info", file]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=environ)
     assert done.stdout == run("info", file)[1]
+
+
+@pytest.mark.parametrize("suffix", ["h5", "zarr"])
+def test_info_lists_what_changes_what_values_mean(tmp_path: Path, suffix: str) -> None:
+    """Wrong if a list showed the numbers of an array and not that they are unsigned: every attribute that xarray decodes by."""
+    told: dict[str, Any] = dict.fromkeys(("scale_factor", "add_offset"), 0.5) | {"_Unsigned": "true", "dtype": "bool"}
+    told |= dict.fromkeys(("_FillValue", "missing_value", "valid_min", "valid_max"), -1) | {"valid_range": [0, 7]}
+    assert set(told) == set(ATTRIBUTES)
+    path = tmp_path / f"a.{suffix}"
+    if suffix == "h5":
+        with h5py.File(path, "w") as file:
+            file["x"] = np.arange(3, dtype="i1")
+            file["x"].attrs.update(told)
+    else:
+        zarr.open_group(path, mode="w").create_array("x", data=np.arange(3, dtype="i1")).attrs.update(told)
+    code, out, _ = run("info", str(path))
+    assert code == 0
+    said = " ".join(out.split())
+    for key, value in told.items():
+        assert f"{key}={value if isinstance(value, str) else json.dumps(value)}" in said, key
+    assert json.loads(run("info", str(path), "--json")[1])[0]["attributes"] == told
 
 
 def test_a_name_is_never_cut(tmp_path: Path) -> None:
@@ -437,6 +461,98 @@ def test_a_plan_for_65536_devices(file: str) -> None:
     done = shell("plan", f"{file}:/big", "--mesh", "a=256,b=256", "--spec", "-,a,b", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["n_ranks"] == 65536
+
+
+FULL = [
+    ["--version"],
+    ["info", "FILE", "--json"],
+    ["info", "FILE:/no-such", "--json"],
+    ["plan", "FILE:/big", "--mesh", "a=2", "--spec", "a"],
+    ["copy", "FILE:/x", "OUT.h5", "--dry-run"],
+    ["verify", "FILE:/x", "--mesh", "a=1", "--spec", "a"],
+    ["doctor"],
+]
+
+
+@pytest.mark.parametrize("asked", FULL, ids=lambda asked: " ".join(asked[:2]))
+@pytest.mark.parametrize("reader", ["a full disk", "nobody"])
+def test_output_that_cannot_be_written(file: str, tmp_path: Path, asked: list[str], reader: str) -> None:
+    """One line says so on a full disk; nothing where the reader has enough (``| head``). A traceback says neither."""
+    command = [word.replace("FILE", file).replace("OUT", str(tmp_path / "out")) for word in asked]
+    own = {"error: '"} if "/no-such" in " ".join(asked) else set()
+    if reader == "nobody":
+        reading, writing = os.pipe()
+        os.close(reading)
+    else:
+        writing = os.open("/dev/full", os.O_WRONLY)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "shardload", *command], stdout=writing, stderr=subprocess.PIPE, text=True, check=False
+        )
+    finally:
+        os.close(writing)
+    assert done.returncode == 1, done
+    said = {line[:8] for line in done.stderr.splitlines() if "standard output" not in line}
+    assert said == own and done.stderr.count("standard output cannot be written (") == (reader != "nobody"), done.stderr
+
+
+@pytest.mark.parametrize(
+    "coded", [{"PYTHONIOENCODING": "latin-1"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}], ids=str
+)
+def test_names_that_the_terminal_or_the_locale_does_not_have(tmp_path: Path, coded: dict[str, str]) -> None:
+    """They are shown as escapes. HDF5's own are UTF-8 whatever the locale is: wrong if the file were damaged there."""
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["g/\u4e2d\u03c1"] = np.zeros(3)
+        file["link"] = h5py.SoftLink("/g/\u4e2d\u03c1")
+        layout = h5py.VirtualLayout((3,), "f8")
+        layout[:] = h5py.VirtualSource(".", "/g/\u4e2d\u03c1", (3,))
+        file.create_virtual_dataset("all", layout)
+    for name in ("", ":/g/\u4e2d\u03c1", ":/link", ":/all"):
+        done = subprocess.run(
+            [sys.executable, "-m", "shardload", "info", f"{tmp_path}/a.h5{name}"],
+            env=os.environ | coded,
+            capture_output=True,
+            encoding="latin-1",
+            check=False,
+        )
+        assert (done.returncode, done.stderr) == (0, ""), done
+        said = done.stdout.replace("\\udce4\\udcb8\\udcad\\udccf\\udc81", "\\u4e2d\\u03c1")  # typed in an ASCII locale
+        assert "float64" in said and "refused" not in said and (r"/g/\u4e2d\u03c1" in said or name in (":/link", ":/all"))
+
+
+GONE = """
+import os, sys
+from shardload.cli.main import main
+
+os.mkdir("gone")
+os.chdir("gone")
+os.rmdir("../gone")
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    "command", [["info", "x.h5"], ["plan", "x.h5:/x", "--mesh", "a=1", "--spec", "a"]], ids=lambda one: one[0]
+)
+def test_a_working_folder_that_is_gone(tmp_path: Path, command: list[str]) -> None:
+    """As in a shell after another one has made the folder anew. Wrong if it ended in a traceback of the message itself."""
+    done = subprocess.run([sys.executable, "-c", GONE, *command], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and done.stderr.startswith("error: "), done
+    assert "The working folder is gone" in done.stderr and 'cd "$PWD"' in done.stderr, done
+
+
+def test_verify_where_jax_has_no_devices(file: str) -> None:
+    """Wrong if it ended in a traceback that says nothing: a batch script asks for GPUs, and no plugin is installed."""
+    for platform in ("cuda", "no-such"):
+        done = subprocess.run(
+            [sys.executable, "-m", "shardload", "verify", f"{file}:/x", "--mesh", "a=1", "--spec", "a"],
+            env=os.environ | {"JAX_PLATFORMS": platform},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 1 and "Traceback" not in done.stderr, done
+        assert f"JAX_PLATFORMS is '{platform}'" in done.stderr and "JAX_PLATFORMS=cpu" in done.stderr, done
 
 
 def test_version() -> None:

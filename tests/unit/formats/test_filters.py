@@ -229,9 +229,9 @@ WRONG = [
     ("nbit: int32 of 17 bits", 7, 2**32 - 1, "what they say of type and chunk"),
     ("nbit: complex64", 6, 1, "what they say of type and chunk"),
     ("scaleoffset: int32", 3, 2**32 - 1, "number of elements is 4294967295, expected 960"),
-    ("scaleoffset: int32", 2, 33, "the factor is 33"),
+    ("scaleoffset: float32, 3 digits", 2, 401, "the factor is 401"),
     ("scaleoffset: int32", 5, 8, "size of an element is 8"),
-    ("scaleoffset: int32", 1, 0, "way of scaling"),
+    ("scaleoffset: int32", 1, 3, "way of scaling"),
     ("scaleoffset: float32, 3 digits", 2, 2**31, "the factor"),
     ("scaleoffset: int32", 0, 2, "their number"),
     ("lzf: float32", 3, 16, "bytes of a chunk is 16, expected 3840"),
@@ -267,6 +267,53 @@ def test_parameters_that_do_not_fit(
     own = rf"HDF5 filter \d+ \({name.partition(':')[0]}\), whose parameters .* do not fit.*{said}"
     with pytest.raises(SourceError, match=rf"{own}|tuple index out of range|Unknown SZIP"):  # h5py 3.12 trips over some
         open_source(path, "/a", Access(allow_filters={"all"}))
+
+
+# Type; way of scaling (0: decimal, 1: by exponent, 2: integers); factor. HDF5 leaves the filter out, and h5py reads it.
+IDLE = [
+    ("f4", 2, 0),
+    (">f4", 2, 3),
+    ("f8", 2, 64),
+    ("f8", 1, 2),
+    ("i4", 0, 3),
+    (">i2", 1, 0),
+    ("u1", 2, 9),
+    ("i8", 2, 2**31 - 1),
+]
+
+
+@pytest.mark.parametrize("more", [{}, {"shuffle": True, "compression": "gzip", "fletcher32": True}], ids=["alone", "gzip"])
+@pytest.mark.parametrize(("dtype", "way", "factor"), IDLE)
+def test_scaleoffset_that_hdf5_leaves_out(tmp_path: Path, dtype: str, way: int, factor: int, more: dict[str, Any]) -> None:
+    """As ``h5repack -f SOFF=0,IN`` writes floats, and ``-f SOFF=3,DS`` integers: with the filter named, and unused."""
+    data, path = flat((6, 5), dtype), tmp_path / "a.h5"
+    with h5py.File(path, "w") as file:
+        file.create_dataset("like", (6, 5), dtype, chunks=(4, 3), **more)
+        like, creation = file["like"].id.get_create_plist(), h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        creation.set_chunk((4, 3))
+        creation.set_scaleoffset(way, factor)
+        for k in range(like.get_nfilters()):
+            number, flags, values, _ = like.get_filter(k)
+            creation.set_filter(number, flags, values[:1] if number == 1 else ())
+        kind, space = h5py.h5t.py_create(np.dtype(dtype)), h5py.h5s.create_simple((6, 5))
+        made = h5py.Dataset(h5py.h5d.create(file.id, b"a", kind, space, creation))
+        made[:] = data
+    with h5py.File(path) as file:
+        assert file["a"].id.get_create_plist().get_filter(0)[0] == h5py.h5z.FILTER_SCALEOFFSET
+        np.testing.assert_array_equal(file["a"][:], data)
+    assert list_arrays(str(path))[0].refused is None
+    np.testing.assert_array_equal(values_of(str(path), ()), data)
+    with h5py.File(path, "r+") as file:
+        damaged = h5py.h5d.create(file.id, b"damaged", kind, space, creation)
+        for at in ((0, 0), (0, 3), (4, 0), (4, 3)):
+            mask, stored = file["a"].id.read_direct_chunk(at)
+            assert mask & 1
+            damaged.write_direct_chunk(at, stored, mask - (at == (4, 0)))
+    source = open_source(path, "/damaged")
+    with pytest.raises(ValueError, match=r"chunk \(1, 0\) is damaged: .*scale-offset, whose parameters .* encode no chunk"):
+        read_all(source)
+    np.testing.assert_array_equal(source.plain(Region((0, 0), (4, 5))), data[:4])
+    source.close()
 
 
 @pytest.mark.parametrize("kind", ["bool", "enum", "native complex"])
@@ -428,6 +475,25 @@ def test_filters_after_one_whose_lengths_are_checked(tmp_path: Path) -> None:
         np.testing.assert_array_equal(read_all(source), data[name.partition("-")[0]], err_msg=name)
         np.testing.assert_array_equal(source.plain(Region.whole(shape)), data[name.partition("-")[0]], err_msg=name)
         source.close()
+
+
+@pytest.mark.parametrize("numbers", [(5, 32004), (6, 32004), (6, 32026)], ids=str)  # in an order that HDF5 itself survives
+def test_filters_behind_which_lengths_cannot_be_checked(tmp_path: Path, numbers: tuple[int, ...]) -> None:
+    """Wrong if a file that h5py reads were called damaged: what it needs is one compressor."""
+    data, creation = flat((6, 5), "i4"), h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    creation.set_chunk((4, 5))
+    for number in numbers:
+        creation.set_filter(number, 1, (2, 0) if number == 6 else ())
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        kind, space = h5py.h5t.NATIVE_INT32, h5py.h5s.create_simple(data.shape)
+        made = h5py.Dataset(h5py.h5d.create(file.id, b"a", kind, space, creation))
+        made[:] = data
+        np.testing.assert_array_equal(made[:], data)
+    told = ", then ".join(hdf5_filters.NAMES[number] for number in numbers)
+    with pytest.raises(ValueError, match=r"^chunk \(0, 0\) cannot be decoded safely") as caught:
+        values_of(str(tmp_path / "a.h5"), ())
+    said = str(caught.value)
+    assert "damaged" not in said and told in said and "h5repack -f GZIP=4" in said, said
 
 
 def test_lzf_as_the_library_writes_it(tmp_path: Path) -> None:

@@ -228,6 +228,33 @@ def test_a_group_is_not_an_array(tmp_path: Path) -> None:
         shardload.open(tmp_path / "a.h5")["gas"]
 
 
+def test_open_takes_what_a_load_takes(tmp_path: Path) -> None:
+    """Wrong if an array could be loaded by the name of a link, and open said that it is not there."""
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["gas/rho"] = np.ones((2, 3), "f4")
+        file["gas/rho"].attrs["units"] = "K"
+        file["time"], file["link"] = 0.5, h5py.SoftLink("/gas/rho")
+        file["about"], file["to"] = h5py.SoftLink("/gas"), h5py.SoftLink("/nowhere")
+        file.create_group("Header").attrs["BoxSize"] = 1.0
+    path = f"{tmp_path}/a.h5"
+    found = shardload.open(f"{path}:/link")
+    assert list(found) == ["/link"] and found["link"].shape == (2, 3) and found["link"].attrs == {"units": "K"}
+    for pattern, names in (("/gas/*", {"/gas/rho"}), ("*", {"/gas/rho", "/time"}), ("/gas", {"/gas/rho"})):
+        assert set(shardload.open(f"{path}:{pattern}")) == names
+    for name, said in (
+        ("Header", r"'/Header' in .* is a group without arrays. It has attributes \('BoxSize'\).*Pass FILE:/NAME, one of"),
+        ("about", r"'/about' in .* is a group, not an array. Pass FILE:/NAME, one of those in it: '/about/rho'"),
+        ("no", r"holds no array '/no'. Pass FILE:/NAME, one of these"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            shardload.open(f"{path}:/{name}")
+    with pytest.raises(SourceError, match=r"'/to' in .* is a link to '/nowhere'"):
+        shardload.open(f"{path}:/to")
+    assert 0 not in found and found.get(None) is None  # type: ignore[call-overload]
+    with pytest.raises(KeyError, match=r"0 is no name; .* has /link"):
+        found[0]  # type: ignore[index]
+
+
 def test_large_coordinates_are_named_only(tmp_path: Path) -> None:
     """Wrong if a plan of a small array had to read, and send to all ranks, the coordinates of millions of points."""
     made = xr.Dataset({"v": (("p",), np.zeros(20000, "f4"))}, coords={"p": np.arange(20000.0)})

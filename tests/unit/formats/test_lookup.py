@@ -22,14 +22,15 @@ from jax.sharding import PartitionSpec as P
 import shardload
 from shardload.errors import ConfigError, SourceError
 from shardload.formats import registry
+from shardload.formats.access import Access
 from shardload.formats.base import ArrayInfo, Format, Source, json_value, refusal
 from shardload.formats.diagnosis import no_arrays_below
 from shardload.formats.hdf5 import source as hdf5_module
-from shardload.formats.lookup import find_array, list_arrays, open_source, read_small, split_path
+from shardload.formats.lookup import Finder, find_array, list_arrays, open_source, read_small, split_path
 from shardload.formats.memory import FORMAT, MemorySource
 from shardload.jobs.loading.arguments import describe_path
 from shardload.planning.region import Region
-from tests.unit.files import DTYPES, SHAPES, check_source, flat, write_hdf5, write_zarr
+from tests.unit.files import DTYPES, SHAPES, check_source, flat, read_all, write_hdf5, write_zarr
 
 
 @pytest.fixture(autouse=True)
@@ -187,6 +188,64 @@ def test_a_wrong_name_lists_those_near_it(write: Write) -> None:
     with pytest.raises(SourceError, match=r"holds no array '/nope', which was found in it before.*all ranks share") as caught:
         open_source(path, "nope")
     assert (caught.value.path, caught.value.dataset) == (path, "/nope")
+
+
+def test_a_group_says_what_is_in_it(tmp_path: Path) -> None:
+    """Wrong if the header of a Gadget snapshot, which has attributes alone, were said not to be there."""
+    write_hdf5(tmp_path / "other.h5", {"g/far": flat((2,))})
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["PartType0/Density"], file["PartType0/deep/x"] = flat((3, 4)), flat((5,))
+        file.create_group("Header").attrs.update({"BoxSize": 1.0, "\x1bTime": 0.5})
+        file.create_group("Empty")
+        file["gas"], file["about"] = h5py.SoftLink("/PartType0"), h5py.SoftLink("/Header")
+        file["PartType0/up"], file["out"] = file["/"], h5py.ExternalLink("other.h5", "/g")
+    path = str(tmp_path / "a.h5")
+    with h5py.File(path) as file:
+        for name in ("/Header", "/about"):
+            with pytest.raises(ConfigError) as caught:
+                find_array(path, name)
+            said = rf"'{name}' in '{path}' is a group without arrays\. It has attributes \((.*)\), which (.*) reads\. Pass "
+            found = re.match(said, str(caught.value))
+            assert found is not None and found[1] == r"'\x1bTime', 'BoxSize'", caught.value
+            assert dict(eval(found[2])) == dict(file[name].attrs)
+        for name in ("/PartType0", "/gas", "/PartType0/up/PartType0", "/out"):
+            with pytest.raises(
+                ConfigError, match=rf"'{name}' in .* is a group, not an array\. Pass dataset= one of those"
+            ) as caught:
+                find_array(path, name)
+            named = re.findall(r"'([^']*)' \(", str(caught.value))
+            assert named and all(inside.startswith(f"{name}/") for inside in named)
+            for inside in named:
+                source = open_source(path, inside)
+                np.testing.assert_array_equal(read_all(source), file[inside][:])
+                source.close()
+    with pytest.raises(
+        ConfigError, match=r"'/Empty' in .* is a group without arrays\. Pass dataset= one of these .*: '/PartType0"
+    ):
+        find_array(path, "Empty")
+    with Finder(Access()) as finder, pytest.raises(ConfigError, match=r"follows no links.*'/gas' is one, name it alone"):
+        finder.find_below(path, "/gas")
+    with pytest.raises(ConfigError, match=r"holds no array '/gas/\*'.*follows no links.*'/gas' is one"):
+        find_array(path, "gas/*")
+
+
+@pytest.mark.parametrize("form", [2, 3])
+def test_a_group_of_zarr_says_what_is_in_it(tmp_path: Path, form: Any) -> None:
+    path = str(tmp_path / "a.zarr")
+    root = zarr.open_group(path, mode="w", zarr_format=form)
+    root.create_array("g/x", data=flat((3,)))
+    root.create_group("Header").attrs.update({"BoxSize": 1.0, "Time": 0.5})
+    root.create_group("Empty")
+    with pytest.raises(ConfigError) as caught:
+        find_array(path, "Header")
+    found = re.match(
+        r".* is a group without arrays\. It has attributes \('BoxSize', 'Time'\), which (.*) reads\.", str(caught.value)
+    )
+    assert found is not None and dict(eval(found[1])) == {"BoxSize": 1.0, "Time": 0.5}, caught.value
+    with pytest.raises(ConfigError, match=r"'/Empty' in .* is a group without arrays\. Pass dataset= one of these .*: '/g/x'"):
+        find_array(path, "Empty")
+    with pytest.raises(ConfigError, match=r"'/g' in .* is a group, not an array\. .*: '/g/x'"):
+        find_array(path, "g")
 
 
 def test_no_array_to_load(write: Write, tmp_path: Path) -> None:
