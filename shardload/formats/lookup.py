@@ -128,7 +128,7 @@ def absolute(path: str | os.PathLike[str]) -> str:
     ('s3://bucket/store.zarr', '/data/a.h5:/rho', True)
     """
     text = os.path.expanduser(_without_scheme(os.fsdecode(path)))
-    return text if "://" in text else os.path.join(os.getcwd(), text)
+    return text if "://" in text or os.path.isabs(text) else os.path.join(os.getcwd(), text)  # which may be gone
 
 
 def file_of(path: str) -> str:
