@@ -533,6 +533,8 @@ def _is_small(info: ArrayInfo, tuning: Tuning, region: Region | None = None, mos
         return one_reader_seconds(nbytes, 0, info.codec, count_runs(info.shape, wanted.shape)) <= most_seconds
     n_chunks = math.prod(map(len, chunks_met(wanted, info.chunks)))
     decoded = nbytes if wanted.shape == info.shape else n_chunks * nbytes_of(info, info.chunks)
+    if decoded > tuning.small_nbytes:  # perhaps at once
+        return False
     return one_reader_seconds(decoded, n_chunks, info.codec) <= most_seconds
 
 

@@ -130,7 +130,8 @@ class Arguments:
         is_many = not self.tree.is_single
         if not is_many and not calls[0].is_alone:
             tuning = tuning.for_one()
-        tuning = replace(tuning, small_chunk_nbytes=min(tuning.small_chunk_nbytes, most_nbytes))
+        caps = {name: min(getattr(tuning, name), most_nbytes) for name in ("small_nbytes", "small_chunk_nbytes")}
+        tuning = replace(tuning, **caps)
         is_read, group = values and options.readers == AUTO, calls[0].group
         more: dict[str, Any] = {}
         if group is not None and not is_many:  # for one array: room for the last part of the message

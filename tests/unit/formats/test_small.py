@@ -265,8 +265,8 @@ PARTS = [
 ]
 
 
-def part_of(path: str, name: str, region: Region, **more: Any) -> lookup.Found:
-    with Finder(lookup.STRICT, Tuning(**more)) as finder:
+def part_of(path: str, name: str, region: Region, most_seconds: float = 0.005, **more: Any) -> lookup.Found:
+    with Finder(lookup.STRICT, Tuning(**more), most_seconds=most_seconds) as finder:
         return finder.find(path, name, look=lambda info, _: (info, region))
 
 
@@ -306,6 +306,8 @@ def test_a_part_of_a_large_array(tmp_path: Path) -> None:
     assert part_of(path, "steps", Region((8, 0, 0), (9, 64, 64))).values is None, "it is missing"
     assert part_of(path, "steps", Region((7, 0, 0), (8, 64, 64)), small_nbytes=1 << 13).values is None
     assert part_of(path, "series", Region((0, 3, 3), (1000, 4, 4))).values is None, "4 KB, but of 1,000 chunks of 16 KiB"
+    rows = Region((0, 0, 0), (1000, 1, 64))
+    assert part_of(path, "series", rows, most_seconds=9.0).values is None, "250 KB, but 16 MB are decoded"
     assert part_of(path, "wide", Region((7, 3, 3), (8, 4, 4))).values is None, "for 4 bytes a chunk of 2 MiB is decoded"
 
 
