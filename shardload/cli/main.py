@@ -224,7 +224,7 @@ def info(
             arrays = [array for array in arrays if array.dataset.startswith(f"{group}/")] or [find_array(path, dataset, access)]
         elif dataset is not None:  # list_arrays also has what find_array refuses, and find_array what is behind links
             named = [array for array in arrays if array.dataset == "/" + dataset.strip("/")]
-            arrays = named or [find_array(path, dataset, access)]
+            arrays = named or [find_array(path, dataset, access, is_counted=True)]
             if arrays[0].labels is None and not arrays[0].refused:
                 arrays = [replace(arrays[0], labels=read_labels(path, arrays[0], access))]
     if as_json:

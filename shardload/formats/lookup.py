@@ -181,7 +181,11 @@ def list_labelled(path: str, access: Access, most: int) -> list[ArrayInfo]:
 
 
 def find_array(
-    path_or_object: Any, dataset: str | None = None, access: Access = STRICT, needs_numbers: bool = False
+    path_or_object: Any,
+    dataset: str | None = None,
+    access: Access = STRICT,
+    needs_numbers: bool = False,
+    is_counted: bool = False,
 ) -> ArrayInfo:
     """Find the array that the caller means, from metadata alone.
 
@@ -198,6 +202,8 @@ def find_array(
         What the caller allows.
     needs_numbers : bool
         True if the caller asks for what only numbers have, such as decoding.
+    is_counted : bool
+        True to say how many bytes are stored (`Source.nbytes_stored`) of an array with a name.
 
     Returns
     -------
@@ -233,8 +239,9 @@ def find_array(
             source = file_format.open_path(path, name, access)
     except KeyError:
         raise no_such_array(path, name, *_sketch(file_format, path, access, name)) from None
-    source.close()
-    return _loadable(source.info, needs_numbers)
+    with closing(source), as_source_error(path, name):
+        info = replace(source.info, nbytes_stored=source.nbytes_stored()) if is_counted else source.info
+    return _loadable(info, needs_numbers)
 
 
 def _sketch(file_format: Format, path: str, access: Access, like: str = "") -> tuple[list[ArrayInfo], bool]:
@@ -767,8 +774,10 @@ class Finder:
     def nbytes_stored(self, path_or_object: Any, info: ArrayInfo, source: Source | None) -> int | None:
         """Bytes on disk of an array that was found (`source`, if it is open here); None if they are not known."""
         path = _as_path(path_or_object)
-        if source is not None or path is None or self._access.untrusted is not None:
+        if source is not None or self._access.untrusted is not None:
             return info.nbytes_stored if source is None else source.nbytes_stored()
+        if path is None:
+            return _format_of_object(path_or_object).open_object(path_or_object, self._access).nbytes_stored()
         path = split_path(path)[0]
         with _naming_what_is_gone(path, info.dataset), closing(self.file(path).open(info.dataset)) as opened:
             return opened.nbytes_stored()

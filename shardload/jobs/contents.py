@@ -134,7 +134,7 @@ def read_contents(path: str, access: Access) -> Contents:
 def _behind_links(path: str, name: str, access: Access) -> ArrayInfo:
     """The array to which links lead, that no list has. ConfigError if there is none."""
     try:
-        return find_array(path, name, access)
+        return find_array(path, name, access, is_counted=True)
     except ConfigError as error:
         raise ConfigError(in_path(str(error))) from None
 
