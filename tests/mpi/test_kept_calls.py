@@ -137,6 +137,30 @@ def test_a_rank_that_makes_another_call_than_the_last_one(shared_tmp_path: Path,
         check(load(**usual), values, mesh, P("a", "b"))
 
 
+@pytest.mark.mpi(min_size=2)
+def test_ranks_that_have_kept_plans_for_other_parts(shared_tmp_path: Path, comm: Any) -> None:
+    """Wrong if a call was refused because ranks keep plans for other parts, after a call in which they named other parts."""
+    values, mesh = ramp((6, 2 * unit(), 3 * unit())), mesh_of()
+
+    def write_labelled() -> str:
+        with h5py.File(shared_tmp_path / "x.h5", "w") as file:
+            for name in ("x", "y"):
+                made = file.create_dataset(name, data=values, chunks=(1, *values.shape[1:]))
+                for k, label in enumerate(("time", "lat", "lon")):
+                    made.dims[k].label = label
+        return str(shared_tmp_path / "x.h5")
+
+    path = on_root(comm, write_labelled)
+
+    def load(step: int) -> Any:
+        return shardload.load(path, mesh, P("a", "b"), dataset=["x", "y"], select={"time": step})
+
+    same_error(comm, lambda: load(4 if comm.rank == comm.size - 1 else 3), PeerError, "all ranks must pass the same", "select")
+    for step in (4, 3):
+        for x in load(step):
+            check(x, values[step], mesh, P("a", "b"), step)
+
+
 def parts_of(values: np.ndarray[Any, Any]) -> list[tuple[Any, np.ndarray[Any, Any]]]:
     """Selections of an array with axes time, lat and lon, and what NumPy says of each."""
     rows = [(k,) for k in (0, 1, 5, len(values) - 1, 2, -2)]

@@ -703,10 +703,12 @@ def for_each_kind(calls: Sequence[Call], make: Callable[[Call], Call]) -> list[C
 
 
 def _describe_jobs(loads: Sequence[ArrayLoad]) -> str:
-    """All plans as text. Arrays of the same kind share theirs, and neighbours of the same kind are counted."""
+    """All plans as text. Arrays of the same kind share theirs. Neighbours of the same text are counted: which plans are kept,
+    and so one object, may differ from rank to rank after a call that failed.
+    """
     kinds = {id(load.layout): load.kind for load in loads}
     said = {key: _describe_kind(plan) for key, plan in kinds.items()}
-    counted = [(said[key], len(list(same))) for key, same in groupby(id(load.layout) for load in loads)]
+    counted = [(text, len(list(same))) for text, same in groupby(said[id(load.layout)] for load in loads)]
     return "; ".join(f"{n} times {text}" if n > 1 else text for text, n in counted)
 
 
@@ -795,7 +797,7 @@ def _plan_kind(call: Call, info: ArrayInfo, is_sent: bool, kind: tuple[Any, ...]
         made = kept[key] = plan_array(call.ask(), info, selection)
         while len(kept) > _RECENT:
             kept.popitem(last=False)
-    made = made.at(selection)
+    made = kept[key] = made.at(selection)  # the next array of a tree is mostly cut out at the same place
     return made, _with_staging(call.options, made)
 
 
