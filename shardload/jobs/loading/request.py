@@ -797,7 +797,10 @@ def _plan_kind(call: Call, info: ArrayInfo, is_sent: bool, kind: tuple[Any, ...]
         made = kept[key] = plan_array(call.ask(), info, selection)
         while len(kept) > _RECENT:
             kept.popitem(last=False)
-    made = kept[key] = made.at(selection)  # the next array of a tree is mostly cut out at the same place
+    text, made = _described.get(made), made.at(selection)
+    kept[key] = made  # the next array of a tree is mostly cut out at the same place
+    if text is not None:
+        _described[made] = text  # it says nothing of the place
     return made, _with_staging(call.options, made)
 
 
