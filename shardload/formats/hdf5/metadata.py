@@ -156,7 +156,8 @@ def _axis_name(
     dataset: h5py.Dataset, axis: int, coords: dict[str, Coordinate], has_scales: bool, names: Collection[str] | None
 ) -> str | None:
     """The name of an axis; its coordinate is added to `coords`, if it has one and is asked for."""
-    found = h5py.h5ds.iterate(dataset.id, axis, lambda one: one) if has_scales else None  # the first one
+    has_scales = has_scales and h5py.h5ds.get_num_scales(dataset.id, axis) > 0  # else it is an error to ask for the first one
+    found = h5py.h5ds.iterate(dataset.id, axis, lambda one: one) if has_scales else None
     full = "" if found is None else decoded(h5py.h5i.get_name(found) or b"")
     name = full.rpartition("/")[2] or decoded(h5py.h5ds.get_label(dataset.id, axis)) or None
     if found is None or name is None or (names is not None and name not in names):
