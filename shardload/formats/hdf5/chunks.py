@@ -490,17 +490,20 @@ class Hdf5Chunks:
             return None
         n, found = math.prod(self._grid), _List(self._box)
         told: list[Any] = []
+        is_ordered = True
 
         def tell(chunk: Any) -> None:
+            nonlocal is_ordered
             told.append(chunk)
             if len(told) > _TOLD_AT_ONCE:
-                self._note(told, found, put_right)
-                del told[:-1]  # the last one is compared below
+                is_ordered &= self._note(told, found, put_right)
+                del told[:-1]  # the last one is compared below, and with the next one
 
         with phil:
             # A function in Python takes as long for each chunk as HDF5 itself: only if the list must not grow.
             self._identifier.chunk_iter(told.append if n <= _TOLD_AT_ONCE else tell)
-            self._note(told, found, put_right)
+            if not (self._note(told, found, put_right) and is_ordered):
+                return None
             if told:
                 last = told[-1]
                 info = self._identifier.get_chunk_info_by_coord(last.chunk_offset)  # searches the same list: not the true place
@@ -508,16 +511,30 @@ class Hdf5Chunks:
                     return None
         return found
 
-    def _note(self, told: list[Any], found: _List, put_right: PutRight | None) -> None:
-        """Add to a list what HDF5 says of some chunks."""
+    def _note(self, told: list[Any], found: _List, put_right: PutRight | None) -> bool:
+        """Add to a list what HDF5 says of some chunks. False if they are not in order: the index is damaged.
+
+        To find one chunk, HDF5 takes it that they are, so it finds none in such a place, or another one.
+        """
         if not told:
-            return
+            return True
         offsets, masks, places, sizes = zip(*told, strict=True)
         ndim = len(self._grid)
         listed = np.fromiter(itertools.chain.from_iterable(offsets), np.int64, len(told) * ndim).reshape(-1, ndim).T
         coordinates = listed if put_right is None else put_right(listed)
         # Outside of the array: the index is damaged. `note` leaves these out, because the grid has no such chunk.
         found.note([axis // c for axis, c in zip(coordinates, self._chunk, strict=True)], places, sizes, masks)
+        return put_right is not None or _is_ascending(listed)
+
+
+def _is_ascending(coordinates: np.ndarray[Any, Any]) -> bool:
+    """True if each point comes after the one before, in C order; `coordinates` has a row for each axis.
+
+    >>> _is_ascending(np.array([[0, 0, 4], [0, 5, 0]])), _is_ascending(np.array([[0, 0], [5, 5]]))
+    (True, False)
+    """
+    steps = np.diff(coordinates)
+    return bool((np.take_along_axis(steps, (steps != 0).argmax(axis=0)[np.newaxis], axis=0) > 0).all())
 
 
 def _is_safe_for_hdf5(applied: Sequence[Stage], data: np.ndarray[Any, Any], nbytes: int) -> bool:

@@ -159,6 +159,26 @@ def test_what_a_damaged_file_says(tmp_path: Path) -> None:
         assert damaged(second + 8, b"\x04") is None, "inside of an element"
 
 
+@pytest.mark.parametrize(("entry", "place"), [(20, 10), (20, 21), (3, 45), (49, 0)])
+def test_a_tree_that_is_not_in_order(tmp_path: Path, entry: int, place: int) -> None:
+    """Wrong if a chunk in the place of another one were read where HDF5, which looks for the place, finds the other or none."""
+    path = make(tmp_path / "x.h5", "earliest", (400,), (8,), fillvalue=-1)
+    content = bytearray(Path(path).read_bytes())
+    leaf = content.index(b"TREE\x01\x00")
+    at = leaf + 24 + entry * 32 + 8
+    assert int.from_bytes(content[at : at + 8], "little") == entry * 8
+    content[at : at + 8] = (place * 8).to_bytes(8, "little")
+    Path(path).write_bytes(content)
+    source, out = open_source(path, "/g/x"), np.empty(8, "f4")
+    reader = source.chunk_reader()
+    assert isinstance(reader, module.Hdf5Chunks)
+    with h5py.File(path) as file:
+        for k in range(50):
+            reader.decode(reader.fetch((k,)), out)
+            np.testing.assert_array_equal(out, file["g/x"][8 * k : 8 * k + 8], str(k))
+    source.close()
+
+
 @pytest.mark.parametrize("change", ["size", "left out"])
 def test_what_contradicts_hdf5_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
     """Wrong if a list were used although HDF5 has counted something else in the same file."""
