@@ -220,6 +220,26 @@ def test_arrays_without_names(tmp_path: Path) -> None:
         found["plane"]
 
 
+def test_axes_of_which_only_some_have_scales(tmp_path: Path) -> None:
+    """Wrong if HDF5 were asked for the scale of an axis that has none; and coordinates that nobody names are not opened."""
+    path = str(tmp_path / "a.h5")
+    with h5py.File(path, "w") as file:
+        made = file.create_dataset("x", data=np.arange(24.0).reshape(2, 3, 4))
+        for axis, name in ((0, "time"), (2, "lon")):
+            file[name] = np.arange(made.shape[axis]) * 2.0
+            file[name].make_scale(name)
+            made.dims[axis].attach_scale(file[name])
+        made.dims[1].label = "level"
+    opened = shardload.open(path)["x"]
+    assert opened.dims == ("time", "level", "lon") and set(opened.coords) == {"time", "lon"}
+    for names, coords in (((), set()), (("lon",), {"lon"}), (("level", "time"), {"time"})):
+        with Labeller(names=names) as labeller:
+            found = labeller.label(path, find_array(path, "x"))
+        assert found.dims == ("time", "level", "lon") and set(found.coords) == coords and not found.attrs
+        if "lon" in coords:
+            np.testing.assert_array_equal(found.coords["lon"].values, [0, 2, 4, 6])
+
+
 def test_a_group_is_not_an_array(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file["gas/rho"] = np.ones(2, "f4")
