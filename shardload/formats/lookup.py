@@ -564,15 +564,15 @@ def _values_of(source: Source, region: Region | None = None, room: Room = _no_ro
 def _read(source: Source, region: Region, out: np.ndarray[Any, Any]) -> bool:
     """Read a region in the way that is fastest for few bytes. False if chunks of it are missing."""
     info = source.info
-    if info.chunks is not None:
-        if math.prod(map(len, chunks_met(region, info.chunks))) >= _WORTH_BATCHES:
-            # Chunks that are not encoded, and would have to be copied, go through HDF5 as fast: a batch needs a second buffer.
-            read = read_plain_chunks if info.codec == "none" else read_chunks
-            if read(source.chunk_reader(), info.chunks, region, out):
-                return True
-        # Of a part: before HDF5 decodes any chunk, it is asked about all chunks of the array.
-        reader = None if region.shape == info.shape else source.chunk_reader()
-        if reader is not None:
+    has_many = info.chunks is not None and math.prod(map(len, chunks_met(region, info.chunks))) >= _WORTH_BATCHES
+    is_part = region.shape != info.shape
+    reader = source.chunk_reader() if has_many or is_part else None
+    if reader is not None and info.chunks is not None:
+        # Chunks that are not encoded, and would have to be copied, go through HDF5 as fast: a batch needs a second buffer.
+        read = read_plain_chunks if info.codec == "none" else read_chunks
+        if has_many and read(reader, info.chunks, region, out):
+            return True
+        if is_part:  # before HDF5 decodes any chunk, it is asked about all chunks of the array
             return not read_by_chunks(reader, info.chunks, region, out)
     source.read_into(region, out)
     return not source.missing(region)

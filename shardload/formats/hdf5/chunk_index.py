@@ -26,8 +26,9 @@ from shardload.formats.hdf5.chunk_tree import MOST_CHILDREN, Entries, entry_of
 from shardload.formats.hdf5.on_disk import LAYOUT, UNDEFINED, Read, read_header
 from shardload.planning.grid import IntArray, ravel
 
-__all__ = ["ListedChunks", "list_tree"]
+__all__ = ["MOST_ENTRIES", "ListedChunks", "list_tree"]
 
+MOST_ENTRIES = 1 << 17  # to read at once: they take 50 bytes for each, twice
 _CHUNKED = 2
 _MOST_LEVELS = 16
 _HEAD = struct.Struct("<4sBBHQQ")  # of a node: mark, type, level, number of entries, siblings

@@ -27,7 +27,7 @@ from h5py._objects import phil  # HDF5's lock in h5py, which its raw reads did n
 from shardload.formats.base import Encoded, Excerpt, Room, Spans, check_chunk, chunks_met, fresh
 from shardload.formats.codecs import Chain, Stage, blosc, decode_many, fletcher32, inflate, swap_bytes, unshuffle, unzstd
 from shardload.formats.excerpts import Excerpts
-from shardload.formats.hdf5.chunk_index import list_tree
+from shardload.formats.hdf5.chunk_index import MOST_ENTRIES, list_tree
 from shardload.formats.hdf5.chunk_order import PutRight, UnknownOrderError, is_listed, is_over_edge, true_place
 from shardload.formats.hdf5.integrity import Whole
 from shardload.formats.hdf5.missing import MISSING_WORDS
@@ -44,7 +44,6 @@ _MOST_LISTED = 1 << 21  # chunks: the list takes 20 bytes for each
 _WORTH_A_BOX = 8  # times more chunks than are expected; with fewer, all are listed, and compared with what HDF5 has counted
 _MOST_COMPARED = 1 << 16  # chunks of a dataset; of more, only the expected ones are listed
 _FASTER_BY_INDEX = 8  # if batches are asked for, so many times more chunks may be listed in that way
-_MOST_BY_INDEX = 1 << 17  # chunks: the entries of the index take 50 bytes for each, twice
 _TOLD_AT_ONCE = 1 << 16  # chunks: HDF5's answers take some hundred bytes for each, until they are in the list
 _LEAST_IN_A_RUN = 4  # chunks that follow each other in the file; with fewer on average, HDF5 reads them as fast
 _NOWHERE = 2**64 - 1
@@ -465,10 +464,10 @@ class Hdf5Chunks:
         If all chunks are expected, their number and that of their bytes must be what HDF5 has counted, in the same index.
         """
         n_expected, n_all = math.prod(map(len, self._box)), math.prod(self._grid)
-        if self._header is None or n_expected > _MOST_BY_INDEX:
+        if self._header is None or n_expected > MOST_ENTRIES:
             return None
         box = None if n_expected == n_all else self._box
-        told = list_tree(self._raw.read_at_most, self._header, self._chunk, self._grid, min(n_all, _MOST_BY_INDEX), box)
+        told = list_tree(self._raw.read_at_most, self._header, self._chunk, self._grid, min(n_all, MOST_ENTRIES), box)
         if told is None:
             return None
         numbers, entries = told.numbers, told.entries

@@ -17,7 +17,7 @@ import numpy as np
 from h5py._objects import phil
 
 from shardload.formats.base import chunks_met
-from shardload.formats.hdf5.chunk_index import list_tree
+from shardload.formats.hdf5.chunk_index import MOST_ENTRIES, list_tree
 from shardload.formats.hdf5.chunk_order import true_place
 from shardload.formats.hdf5.opened import creation_of, header_of
 from shardload.formats.hdf5.raw_file import RawFile
@@ -27,7 +27,6 @@ from shardload.planning.region import Region
 __all__ = ["MISSING_WORDS", "MissingChunks"]
 
 _MOST_LISTED = 1 << 21  # chunks
-_MOST_BY_INDEX = 1 << 17  # entries of the index
 MISSING_WORDS = ("not allocated", "address isn't defined")  # in HDF5's errors for missing chunks, by kind of index
 
 
@@ -93,7 +92,7 @@ class MissingChunks:
         header = header_of(self._dataset) if self._may_ask_index else None
         if header is None or self._raw is None:
             return None
-        found = list_tree(self._raw.read_at_most, header, self._chunk, self._grid, _MOST_BY_INDEX, axes)
+        found = list_tree(self._raw.read_at_most, header, self._chunk, self._grid, MOST_ENTRIES, axes)
         if found is None:
             self._may_ask_index = False
             return None
