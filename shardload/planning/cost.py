@@ -5,7 +5,8 @@ they are exact if that is cheap, else marked as bounds. Seconds come from a mode
 docs/design/auto.md), which is good for choosing between ways, not for predicting a time.
 
 1. Reading: the bytes that the busiest rank decodes (by codec) or reads, and the number of runs that it reads.
-2. Sending: one copy inside a node, messages or relays between nodes (`ways`), and a cost per message of either kind.
+2. Sending: one copy inside a node, messages or relays between nodes (`ways`), a cost per message of either kind, and one for
+   the start: below some tens of megabytes it decides.
 3. All at the rates of the cores that the ranks of a node share. The fastest way wins, unless a simpler way is about as fast.
 4. On a machine whose memory, network or file system is known (`machine`), a load takes as long as the slowest of these
    (`limits`), if that is longer.
@@ -23,7 +24,7 @@ from shardload.planning.blocks import NEAR_NBYTES, count_runs, run_stride
 from shardload.planning.hops import MESSAGES
 from shardload.planning.limits import Load, OnDisk, count_file_reads, seconds_of
 from shardload.planning.machine import WORKSTATION, Machine
-from shardload.planning.rates import CHUNK_SECONDS, decode_rate
+from shardload.planning.rates import CHUNK_SECONDS, EXCHANGE_SECONDS, decode_rate
 from shardload.planning.schedule import Schedule
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.staging import MOST_THREADS
@@ -177,8 +178,8 @@ def plan_cost(
         The ways (`hops.WAYS`) in which parts may go to other nodes, the simplest first, and the bytes of memory that each needs
         for bundles. The best of them is taken.
     """
-    per_node, cores = (nodes or Nodes()).spread(schedule.n_ranks)
-    itemsize = schedule.itemsize
+    n_ranks, itemsize = schedule.n_ranks, schedule.itemsize
+    per_node, cores = (nodes or Nodes()).spread(n_ranks)
     array_nbytes = math.prod(schedule.blocks.shape) * layout.file_dtype.itemsize
     n_holders, fullest = count_held(schedule.shards)
     piece_nbytes = math.prod(schedule.shards.shard_shape) * itemsize * fullest
@@ -187,16 +188,17 @@ def plan_cost(
     takes_apart = schedule.strategy == Direct(is_merged=False)  # each shard is read by itself
     is_staged = layout.casts or not takes_apart or _has_gaps(schedule)
     rate = machine.decode_rate(layout.codec, decode_rate(layout.codec, layout.has_chunks))
-    seconds = _read_seconds(reading, schedule.n_ranks, per_node, cores, rate)
+    seconds = _read_seconds(reading, n_ranks, per_node, cores, rate)
     is_in_place = takes_apart and reading.runs > 0 and not reading.span_nbytes
     seconds += 0.0 if is_in_place else piece_nbytes / _COPY_RATE / min(1, cores / per_node)
     way, way_why = _way(schedule, traffic, reading.n_readers, n_holders, per_node, machine.network_latency, [*ways])
     seconds += way.seconds + traffic.handovers * _HANDOVER_SECONDS / max(1, min(reading.n_readers, n_holders))
+    if not schedule.is_direct:
+        seconds += EXCHANGE_SECONDS / min(1, cores / per_node) + _into_slots_seconds(reading, layout, n_ranks, per_node, cores)
     between_nbytes = way.between_nbytes
     limits: dict[str, Any] = {}
     if machine.has_limits and array_nbytes:
         stored, n_threads = stored or OnDisk(), min(MOST_THREADS, max(1, cores // per_node)) if layout.has_chunks else 1
-        n_ranks = schedule.n_ranks
         reads = count_file_reads(schedule, layout, machine, stored, per_node, reading.n_readers, reading.reader_nbytes)
         load = Load(
             seconds,
@@ -279,13 +281,26 @@ def _count_shared_reading(schedule: Schedule, layout: SourceLayout) -> _Reading:
 
 def _read_seconds(reading: _Reading, n_ranks: int, per_node: int, cores: int, rate: float) -> float:
     """Seconds of the busiest reader, which shares the cores of its node with the other readers there."""
-    busy = min(per_node, -(-reading.n_readers * per_node // n_ranks))
+    share = cores / _busy(reading, n_ranks, per_node)
     threads = max(1, cores // per_node)  # decoding threads of one rank
     calls = reading.reader_chunks * CHUNK_SECONDS + reading.runs * (_RUN_SECONDS if reading.span_nbytes else _CALL_SECONDS)
     nbytes = max(reading.reader_nbytes, reading.runs * reading.span_nbytes)
-    share = cores / max(1, busy)
     # Calls are made one after the other (h5py has one lock); only decoding runs in several threads.
     return nbytes / rate / min(threads, share) + calls / min(1, share)
+
+
+def _into_slots_seconds(reading: _Reading, layout: SourceLayout, n_ranks: int, per_node: int, cores: int) -> float:
+    """Seconds of the busiest reader for what it reads as it is into staging blocks. They are too large for a core's cache, in
+    which decoded chunks, and runs that are read together, stay until they are copied.
+    """
+    if layout.has_chunks:
+        return 0.0
+    return reading.reader_nbytes / _COPY_RATE / min(1, cores / _busy(reading, n_ranks, per_node))
+
+
+def _busy(reading: _Reading, n_ranks: int, per_node: int) -> int:
+    """Ranks of a node that read."""
+    return max(1, min(per_node, -(-reading.n_readers * per_node // n_ranks)))
 
 
 def _between(traffic: Traffic) -> float:

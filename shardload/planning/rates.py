@@ -7,12 +7,17 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["CHUNK_SECONDS", "START_SECONDS", "WIRE_RATE", "decode_rate", "most_alone_seconds", "one_reader_seconds"]
+__all__ = [
+    "CHUNK_SECONDS", "EXCHANGE_SECONDS", "START_SECONDS", "WIRE_RATE", "decode_rate", "most_alone_seconds",
+    "one_reader_seconds",
+]  # fmt: skip
 
 CHUNK_SECONDS = 1e-5  # to find and fetch a chunk, however small
 WIRE_RATE = 1.5e9  # between nodes, into or out of one rank
 # What a load on several ranks costs before it moves a value, beside the reads: each rank opens the file, all agree to start.
 START_SECONDS = 5e-3
+# The part of it that only ranks have which send each other values: they agree to start, and each starts a thread.
+EXCHANGE_SECONDS = 1e-3
 _RUN_SECONDS = 5e-6  # to read a run that is apart from the others, however short
 _CONTIGUOUS_RATE = 8e9  # positional reads
 _CODEC_RATES = {"none": 4e9, "zstd": 1.2e9, "blosc": 2e9, "lz4": 2e9, "lzf": 6e8, "gzip": 6.5e8, "zlib": 6.5e8}

@@ -47,6 +47,9 @@ class Tuning:
     small_chunk_nbytes : int
         Exception to `small_nbytes`: not if the array lies in a larger chunk or shard than this, because a chunk is decoded
         whole, before the staging cap is checked.
+    apart_nbytes : int
+        If each rank reads its own part of arrays of up to this size, it does so before the ranks compare their plans: that
+        saves a message, which takes as long as reading some megabytes, and no rank finds out late that another differs.
     block_nbytes, block_between_nodes_nbytes : int
         Cap on a block if all ranks are on one machine, and if they are not. Large enough that a read is efficient, small enough
         that reading and sending overlap. Inside a machine parts need no messages of their own; between machines there should
@@ -70,6 +73,7 @@ class Tuning:
     single_nbytes: int = 15 << 20
     small_total_nbytes: int = 4 << 20
     small_chunk_nbytes: int = 1 << 20
+    apart_nbytes: int = 64 << 20
     block_nbytes: int = 4 << 20
     large_block_nbytes: int = 16 << 20
     large_blocks_per_rank: int = 4

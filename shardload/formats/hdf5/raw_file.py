@@ -128,6 +128,14 @@ class RawFile:
         if read_at(self.descriptor, out, offset) < len(out):
             raise OSError(f"the file ends at byte {self.nbytes}, but values are stored up to byte {offset + len(out)}")
 
+    def read_rows(self, out: np.ndarray[Any, Any], offset: int, step: int) -> None:
+        """Fill each row of `out`, C-contiguous bytes along two axes: row k from `offset` + k * `step`. OSError as above."""
+        descriptor, whole, n = self.descriptor, out.reshape(-1).data, out.shape[1]
+        for k in range(len(out)):
+            at = offset + k * step
+            if os.preadv(descriptor, [whole[k * n : (k + 1) * n]], at) < n:  # it may give less than was asked for
+                self.read_into(out[k], at)
+
     def read_at_most(self, offset: int, nbytes: int) -> bytes:
         """Bytes of the file at `offset`: fewer than `nbytes` where it ends. OSError as for `read_into`."""
         room = np.empty(nbytes, dtype=np.uint8)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import sys
 import time
 from collections import Counter
@@ -58,6 +59,7 @@ __all__ = ["Execution", "ExecutionOfMany", "Job", "Loaded", "Outcome"]
 
 _log = logging.getLogger("shardload")
 _MOST_TOLD = 8  # arrays with missing chunks in one message
+_NO_TAGS = (0, 0, 0)  # of an exchange without messages
 _NOTHING_OPEN: AbstractContextManager[ExitStack | None] = nullcontext()
 
 
@@ -264,16 +266,36 @@ class Job:
         self.group.watch.begin(self.name, self._options.timeout)
 
     @property
-    def is_here(self) -> bool:
-        """True if every rank has all values already: then no rank waits for another one until the last agreement."""
+    def is_apart(self) -> bool:
+        """True if no rank waits for another one until the last agreement, and all come to it soon: the values are here already,
+        or each rank reads its own, and these are few.
+        """
+        if self._is_here:
+            return True
+        nbytes = sum(math.prod(load.kind.shape) * load.kind.dtype.itemsize for load in self.loads)
+        return self._is_direct and nbytes <= self.tuning.apart_nbytes
+
+    @property
+    def _is_here(self) -> bool:
+        """True if every rank has all values already."""
         return all(load.is_here for load in self.loads)
 
-    def fill(self) -> Outcome:
-        """Load arrays whose values this rank has already, as far as this rank can do it alone. Not collective.
+    def do_apart(self) -> Outcome:
+        """Load the arrays as far as this rank can do it alone (`is_apart`). Not collective.
 
         Errors are kept. `finish` makes the ranks agree on them.
         """
         mine = Outcome([OwnArray(load, self.group.rank) for load in self.loads])
+        if self._is_here:
+            self._fill_here(mine)
+        else:
+            self.begin()
+            self._do_own(mine, _NO_TAGS, {})
+        self._verify(mine)
+        return mine
+
+    def _fill_here(self, mine: Outcome) -> None:
+        """Fill the pieces from values in memory, and hand them to JAX."""
         self.group.watch.enter("assemble")
         with mine.keeping_errors():
             _each(mine.arrays, OwnArray.take)
@@ -287,8 +309,6 @@ class Job:
                     advance(own.nbytes)
 
                 _each(mine.arrays, fill)
-        self._verify(mine)
-        return mine
 
     def finish(self, mine: Outcome, sums: list[int] | None = None, started: float | None = None) -> Loaded:
         """Agree on what the ranks have done. `sums`: of `Outcome.counts` over the ranks, if they have agreed already."""

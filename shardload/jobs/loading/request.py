@@ -576,7 +576,7 @@ class Request:
         planned = {_PLAN: "" if made is None else _describe_jobs(made)}
         asked = self.asked.also(**planned)
         job = None if group is None or made is None or not loads else Job(group, made, asked.values, self._checked()[0].tuning)
-        mine = job.fill() if job is not None and job.is_here else None
+        mine = job.do_apart() if job is not None and job.is_apart else None
         sums = [] if mine is None else list(mine.counts)
         fits = mine is not None and len(sums) <= MOST_COUNTS
         is_fine = made is not None and (mine is None or mine.error is None)

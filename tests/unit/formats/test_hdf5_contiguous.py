@@ -83,26 +83,59 @@ def test_merged_axes_cover_the_same_elements(case: tuple[tuple[int, ...], Region
 
 
 def test_few_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One read where the region is one run; many short runs share one."""
+    """One read where the region is one run; many short runs share one; small planes that are far apart share a copy."""
     data = flat((6, 50, 40))
     path = write_hdf5(tmp_path / "a.h5", {"a": data})
     reader = reader_of(path)
     assert reader is not None
     sizes: list[int] = []
-    whole = RawFile.read_into
-    monkeypatch.setattr(RawFile, "read_into", lambda raw, out, at: (sizes.append(len(out)), whole(raw, out, at)))
-    for region, expected in (
-        (Region((0, 0, 0), (6, 50, 40)), [data.nbytes]),
-        (Region((2, 0, 0), (4, 50, 40)), [data.nbytes // 3]),
-        (Region((2, 10, 0), (3, 20, 40)), [10 * 40 * 4]),
-        (Region((0, 0, 3), (6, 50, 9)), [data.nbytes]),
-        (Region((1, 7, 3), (5, 11, 9)), [data.nbytes * 4 // 6]),
+    copies: list[tuple[int, ...]] = []
+    read, copy = os.preadv, np.copyto
+
+    def counted_read(descriptor: int, buffers: Any, at: int) -> int:
+        sizes.append(sum(map(len, buffers)))
+        return read(descriptor, buffers, at)
+
+    def counted_copy(target: Any, values: Any) -> None:
+        copies.append(target.shape)
+        copy(target, values)
+
+    monkeypatch.setattr(os, "preadv", counted_read)
+    monkeypatch.setattr(np, "copyto", counted_copy)
+    plane, row = 50 * 40 * 4, 40 * 4
+    for near, span, region, expected, expected_copies in (
+        (1 << 15, 1 << 20, Region((0, 0, 0), (6, 50, 40)), [6 * plane], 0),
+        (1 << 15, 1 << 20, Region((2, 0, 0), (4, 50, 40)), [2 * plane], 0),
+        (1 << 15, 1 << 20, Region((2, 10, 0), (3, 20, 40)), [10 * row], 0),
+        (1 << 15, 1 << 20, Region((0, 0, 3), (6, 50, 9)), [6 * plane], 1),
+        (1 << 15, 1 << 20, Region((1, 7, 3), (5, 11, 9)), [4 * plane], 1),
+        (row, 1 << 20, Region((1, 7, 3), (6, 11, 9)), [4 * row] * 5, 1),
+        (row, 8 * row, Region((1, 7, 3), (6, 11, 9)), [4 * row] * 5, 3),
+        (row, 3 * row, Region((1, 7, 3), (3, 11, 9)), [3 * row, row] * 2, 4),
+        (1, 1 << 20, Region((1, 7, 0), (3, 9, 40)), [2 * row] * 2, 0),
     ):
+        monkeypatch.setattr(hdf5_contiguous, "NEAR_NBYTES", near)
+        monkeypatch.setattr(hdf5_contiguous, "_SPAN_NBYTES", span)
         out = np.empty(region.shape, "f4")
-        sizes.clear()
+        sizes.clear(), copies.clear()
         reader.read_into(region, out)
-        assert sizes == expected
+        assert (sizes, len(copies)) == (expected, expected_copies)
         np.testing.assert_array_equal(out, data[region.slices()])
+
+
+def test_reads_that_give_less_than_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if the rest of a plane were left as it was: a file system may end a read early."""
+    data, read = flat((6, 50, 40)), os.preadv
+    path = write_hdf5(tmp_path / "a.h5", {"a": data})
+    reader = reader_of(path)
+    assert reader is not None
+    monkeypatch.setattr(os, "preadv", lambda descriptor, buffers, at: read(descriptor, [buffers[0][:100]], at))
+    for near in (1, 160, 1 << 15):
+        monkeypatch.setattr(hdf5_contiguous, "NEAR_NBYTES", near)
+        for region in (Region((1, 7, 3), (6, 11, 9)), Region((1, 7, 0), (6, 11, 40)), Region((0, 0, 0), (6, 50, 40))):
+            out = np.full(region.shape, -1, "f4")
+            reader.read_into(region, out)
+            np.testing.assert_array_equal(out, data[region.slices()])
 
 
 def test_a_file_that_lost_its_end(tmp_path: Path) -> None:
