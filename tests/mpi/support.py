@@ -154,6 +154,7 @@ def share(*axes: Iterable[Any], first: int | None = None) -> list[tuple[Any, ...
 def on_root(comm: Any, make: Callable[[], Any]) -> Any:
     """What `make` returns on rank 0, on all ranks; what it raises there fails them all."""
     value, error = None, None
+    jax.devices()  # the first time, JAX waits until all processes ask for them
     if comm.rank == 0:
         try:
             value = make()

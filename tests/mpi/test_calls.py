@@ -27,7 +27,7 @@ from shardload import ConfigError, PeerError, SourceError
 from shardload.cli.doctor import measure as measuring
 from shardload.cli.doctor import probe
 from shardload.comm.group import Invocation, group_of
-from shardload.planning.tuning import Tuning
+from shardload.planning.tuning import Tuning, tuned
 from tests.mpi.sources import CHUNKS, NAME
 from tests.mpi.support import DECOMPOSITIONS, READERS, check, cube, mesh_of, on_root, padded, ramp, same_error, share, unit
 from tests.ports import catches_sigterm, listeners
@@ -163,7 +163,10 @@ def test_messages_of_small_loads(shared_tmp_path: Path, comm: Any, monkeypatch: 
     # The counts of so many arrays do not fit beside the comparison.
     tree = [f"tree/{k}" for k in range(5)]
     assert messages(lambda: load(dataset=tree)) == expected(broadcast=1, reduce=2)
-    assert messages(lambda: load(dataset="tiny", readers="direct")) == expected(broadcast=1, reduce=2)
+    # A rank that reads its own part of a small array does so before the ranks compare their plans.
+    assert messages(lambda: load(dataset="tiny", readers="direct")) == expected(broadcast=1, reduce=1)
+    with tuned(apart_nbytes=-1):
+        assert messages(lambda: load(dataset="tiny", readers="direct")) == expected(broadcast=1, reduce=2)
     assert messages(lambda: load(dataset="tiny", readers="parallel")) == expected(broadcast=1, reduce=3)
     group.forget_shared_memory()
     comm.Free()
@@ -189,6 +192,41 @@ def test_messages_of_a_series_of_parts(shared_tmp_path: Path, comm: Any, monkeyp
         check(x, values[k], mesh, P("a", "b"), k)
         assert dict(counted.names) == ({"broadcast": 1, "reduce": 1} if comm.size > 1 else {})
     comm.Free()
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_ranks_that_differ_when_each_reads_by_itself(files: dict[str, str], comm: Any, before: bool) -> None:
+    """Wrong if a rank kept what it read before it learned that another asks for something else, or were then out of step."""
+    values, mesh, last = ramp(cube()), mesh_of(), comm.rank == comm.size - 1
+    load = partial(shardload.load, files["contiguous"], mesh, dataset=NAME, readers="direct")
+    with tuned(apart_nbytes=values.nbytes if before else -1):
+        for theirs in (dict(pad=1), dict(select=slice(0, -1)), dict(verify="checksum"), dict(readers="parallel")):
+            if comm.size > 1:
+                call = partial(load, spec=P("a"), **(theirs if last else {}))
+                same_error(comm, call, PeerError, "all ranks must")
+            check(load(spec=P("b", "a")), values, mesh, P("b", "a"), theirs)
+            x = shardload.load(files["chunked"], mesh, P("b", "a"), dataset=NAME, readers="parallel")
+            check(x, values, mesh, P("b", "a"), theirs)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_one_rank_that_cannot_read_its_own_part(
+    files: dict[str, str], comm: Any, monkeypatch: pytest.MonkeyPatch, before: bool
+) -> None:
+    """Wrong if the ranks that could read had gone on with their arrays, or if one that cannot left the others waiting."""
+    values, mesh, name = ramp(cube()), mesh_of(), "open_source"
+    module = importlib.import_module("shardload.jobs.loading.array_load")
+
+    def fails(*_: Any) -> None:
+        raise OSError("no such disk here")
+
+    with tuned(apart_nbytes=values.nbytes if before else -1, small_nbytes=0):
+        if comm.rank == comm.size - 1:
+            monkeypatch.setattr(module, name, fails)
+        call = partial(shardload.load, files["contiguous"], mesh, P("a"), dataset=NAME, readers="direct")
+        same_error(comm, call, PeerError, f"on rank {comm.size - 1}" if comm.size > 1 else "", "no such disk here")
+        monkeypatch.undo()
+        check(call(), values, mesh, P("a"))
 
 
 @pytest.mark.usefixtures("as_it_is")

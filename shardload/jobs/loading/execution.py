@@ -292,6 +292,7 @@ class Job:
             self.begin()
             self._do_own(mine, _NO_TAGS, {})
         self._verify(mine)
+        self.group.watch.enter("agree")
         return mine
 
     def _fill_here(self, mine: Outcome) -> None:
