@@ -3,7 +3,8 @@
     mpiexec -n 4 python -m benchmarks.runs.calls [--repeats 200] [--steps]
 
 Loads of 1 KiB, of the real field, and of a small gzip array: of one file, and of a series of files of the same kind, beside
-slicing in every process, in one warm job, in turns of 20. And one time step after the other of a file with 2,000 of them, by
+slicing in every process, in one warm job, in turns of 20. Arrays of 16 and 64 MiB without chunks, sharded along the last two
+axes. And one time step after the other of a file with 2,000 of them, by
 position and by name, beside slicing of a file that each process opens each time, or keeps open. Another version is measured
 with its folder in PYTHONPATH. With ``--steps``: seconds on the wall inside each step of ranks 0 and 1, with the steps that it
 calls, and what the clock takes.
@@ -37,6 +38,7 @@ import shardload
 
 N_FILES, N_STEPS, TURN = 24, 2000, 20
 FIELD = "air_temperature"
+PLAIN = {"16 MiB": 16, "64 MiB": 64}
 STEPS = {
     "api": ("_load",),
     "jobs.loading.arguments": ("Arguments.of", "Arguments.find", "Arguments.make", "_plan_found"),
@@ -73,8 +75,12 @@ def make_files(folder: Path) -> dict[str, tuple[list[str], str]]:
             steps.dims[axis].attach_scale(file[dim])
         for k in range(N_STEPS):
             steps[k] = smooth + k
+    with h5py.File(folder / "plain0.h5", "w") as file:
+        for name, n in PLAIN.items():
+            file[name] = np.arange(n << 18, dtype=np.float32).reshape(-1, 128, 128)
     names = {"kib": (".h5", "x"), "field": (".nc", FIELD), "gzip": (".h5", "x"), "steps": (".h5", "x")}
-    return {kind: ([str(folder / f"{kind}{k}{end}") for k in range(N_FILES)], name) for kind, (end, name) in names.items()}
+    found = {kind: ([str(folder / f"{kind}{k}{end}") for k in range(N_FILES)], name) for kind, (end, name) in names.items()}
+    return found | {name: ([str(folder / "plain0.h5")] * N_FILES, name) for name in PLAIN}
 
 
 def slicing(path: str, name: str, sharding: NamedSharding) -> jax.Array:
@@ -106,6 +112,12 @@ def ways_of(kind: str, sharding: NamedSharding, files: list[str], name: str) -> 
             "by name": lambda k: shardload.load(path, mesh, spec, dataset=name, select={"time": 7 * k % N_STEPS}),
             "slicing": lambda k: reopened(path, name, 7 * k % N_STEPS, sharding),
             "slicing, kept open": lambda k: step_of(opened, name, 7 * k % N_STEPS, sharding),
+        }
+    if kind in PLAIN:
+        sharding = NamedSharding(mesh, P(None, *spec))
+        return {
+            "one file": lambda k: shardload.load(files[0], mesh, sharding.spec, dataset=name),
+            "slicing": lambda k: slicing(files[0], name, sharding),
         }
     return {
         "one file": lambda k: shardload.load(files[0], mesh, spec, dataset=name),
@@ -186,7 +198,7 @@ def main() -> None:
         for kind, (paths, name) in files.items():
             ways = ways_of(kind, slabs if kind == "field" else pencils, paths, name)
             if asked.steps:
-                _tell_steps(comm, kind, next(way for name, way in ways.items() if name in ("series", "by name")), asked.repeats)
+                _tell_steps(comm, kind, next(ways[name] for name in ("series", "by name", "one file") if name in ways), asked.repeats)
                 continue
             took = turns(comm, ways, asked.repeats)
             for way, seconds in took.items():
