@@ -628,6 +628,12 @@ def test_bad_arguments(comm: Any, shared_tmp_path: Path) -> None:
                 ({"g/a": np.zeros(3), "g/t": np.zeros(2)}, {"g/a": "t", "g/t": "t"}, "2 elements in '/g/t', but 3 in '/g/a'"),
             )
         ),
+        (
+            path,
+            {"a": np.zeros(3), "t": np.zeros(())},
+            {"dims": {"a": "t"}, "format": "zarr"},
+            "axis 't' of '/a' has the name of '/t', a single number. Call one of them by another name",
+        ),
         (path, x, {"attrs": {"a": object()}}, "a"),
         *(
             (path, tree, {"attrs": attrs, "format": kind}, f"an attribute of '{name}' is called {key!r}; expected text")
