@@ -657,6 +657,9 @@ def test_bad_arguments(comm: Any, shared_tmp_path: Path) -> None:
     ]
     for where, tree, how, text in bad:
         same_error(comm, lambda w=where, t=tree, h=how: shardload.save(w, t, **h), ConfigError, text)  # type: ignore[misc]
+    for attrs in (lambda y: {"a": y}, lambda y: {"a": [1, y]}):
+        traced = jax.jit(lambda y, attrs=attrs: shardload.save(path, np.zeros(3), attrs=attrs(y)))
+        same_error(comm, lambda f=traced: f(1.0), ConfigError, "attribute 'a' of '/data' is traced: it has no value yet")  # type: ignore[misc]
     assert on_disk(comm, shared_tmp_path) == []
 
 
