@@ -40,14 +40,15 @@ __all__ = [
     "Stored",
     "Ticket",
     "Writer",
-    "axes_of_two_lengths",
     "place_again",
+    "unopened_by_xarray",
     "with_dims",
 ]
 
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
 Decode = Callable[[Region], np.ndarray[Any, Any]]
 ONE_LENGTH = "Axes of one name have one length: pass other dims=, or cut the longer one (padding is not saved)"
+_ONE_NAME = "Call one of them by another name"
 _KEYS = {"name", "level", "shuffle", "options"}
 
 
@@ -230,12 +231,15 @@ def with_dims(specs: Mapping[str, ArraySpec]) -> dict[str, ArraySpec]:
     return found
 
 
-def axes_of_two_lengths(specs: Mapping[str, ArraySpec]) -> list[str]:
-    """The axes that have one name but two lengths in a group, in words. Zarr has such groups, but xarray does not open them.
+def unopened_by_xarray(specs: Mapping[str, ArraySpec]) -> list[tuple[str, str]]:
+    """Why xarray would not open a group of Zarr, and what to do, in words: axes that have one name but two lengths, or the name
+    of a single number. Zarr has such groups.
 
-    >>> x, y = (ArraySpec((n,), np.dtype("f4"), dims=("t",)) for n in (3, 4))
-    >>> axes_of_two_lengths({"/x": x, "/g/y": y}), axes_of_two_lengths({"/x": x, "/y": y})
-    ([], ["axis 't' has 4 elements in '/y', but 3 in '/x'"])
+    >>> x, y, t = (ArraySpec(shape, np.dtype("f4"), dims=("t",) * len(shape)) for shape in ((3,), (4,), ()))
+    >>> [what for what, _ in unopened_by_xarray({"/x": x, "/y": y, "/t": t})]
+    ["axis 't' has 4 elements in '/y', but 3 in '/x'", "axis 't' of '/x' has the name of '/t', a single number"]
+    >>> unopened_by_xarray({"/x": x, "/g/y": y})
+    []
     """
     first: dict[tuple[str, str], tuple[int, str]] = {}
     found: dict[tuple[str, str], str] = {}
@@ -245,7 +249,12 @@ def axes_of_two_lengths(specs: Mapping[str, ArraySpec]) -> list[str]:
             known, other = first.setdefault(axis, (n, name))
             if dim and known != n:
                 found.setdefault(axis, f"axis {dim!r} has {n} elements in '{name}', but {known} in '{other}'")
-    return list(found.values())
+    numbers = {
+        f"axis {dim!r} of '{name}' has the name of '{group}/{dim}', a single number"
+        for (group, dim), (_, name) in first.items()
+        if dim and f"{group}/{dim}" in specs and not specs[f"{group}/{dim}"].shape
+    }
+    return [*((what, ONE_LENGTH) for what in found.values()), *((what, _ONE_NAME) for what in sorted(numbers))]
 
 
 def _example(shape: tuple[int, ...]) -> tuple[int, ...]:

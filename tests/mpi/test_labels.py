@@ -184,6 +184,37 @@ def test_to_xarray_of_stored_numbers_and_padding(comm: Any, path: str) -> None:
     assert ("lon" in found.coords) == (made.shape_global[2] == made.shape[2]), "integers cannot be padded with NaN"
 
 
+@pytest.mark.parametrize("suffix", [".nc", ".zarr"])
+def test_to_xarray_of_time_spans(comm: Any, shared_tmp_path: Path, suffix: str) -> None:
+    """Wrong if they lost the attribute by which xarray reads them as such, so that a save made plain numbers of them."""
+    where = shared_tmp_path / f"in{suffix}"
+    spans = np.arange(5) * np.timedelta64(90, "s").astype("m8[ns]")
+    made = xr.Dataset({"age": ("x", spans, {"long_name": "age"})}, coords={"lag": ("x", spans[::-1])})
+    how: dict[str, Any] = {"consolidated": False} if suffix == ".zarr" else {"engine": "h5netcdf"}
+    on_root(comm, lambda: made.to_zarr(where, zarr_format=3, **how) if suffix == ".zarr" else made.to_netcdf(where, **how))
+    plan = shardload.plan(where, mesh_of(), P(), dataset="age", decode=True, dtype="int32")
+    found = shardload.to_xarray(plan.execute(), plan)
+    assert found.attrs["dtype"] == "timedelta64[ns]" and found["lag"].attrs["dtype"] == "timedelta64[ns]"
+    shardload.save(shared_tmp_path / f"out{suffix}", found)
+    with xr.open_dataset(shared_tmp_path / f"out{suffix}", **({"engine": "zarr"} | how)) as new:
+        xr.testing.assert_identical(new.load(), made)
+
+
+def test_to_xarray_of_stored_numbers_of_zarr_2(comm: Any, shared_tmp_path: Path) -> None:
+    """Wrong if they lost the fill value, which marks missing data in this format, so that nothing was masked any more."""
+    where = shared_tmp_path / "in.zarr"
+    made = xr.Dataset({"t": ("x", np.array([1, np.nan, 3], "f4"))}, coords={"c": ("x", np.array([2, np.nan, 1], "f4"))})
+    for name, fill in (("t", np.int16(-9)), ("c", np.float32(-1))):
+        made[name].encoding.update(dtype=fill.dtype, _FillValue=fill)
+    on_root(comm, lambda: made.to_zarr(where, zarr_format=2, consolidated=False))
+    plan = shardload.plan(where, mesh_of(), P(), dataset="t", decode=False)
+    found = shardload.to_xarray(plan.execute(), plan)
+    assert found.attrs == {"_FillValue": -9} and shardload.open(where)["c"].attrs == {"_FillValue": -1.0}
+    shardload.save(shared_tmp_path / "out.nc", found)
+    with xr.open_dataset(shared_tmp_path / "out.nc", engine="h5netcdf") as new:
+        xr.testing.assert_identical(new.load(), made)
+
+
 def test_to_xarray_of_coordinates_that_are_no_axes(comm: Any, shared_tmp_path: Path) -> None:
     """Wrong if those too large for a plan, or along an axis of their own, became data variables, and a save forgot whose they
     are; or if they kept the attribute ``coordinates``, which WRF gives to coordinates, too.

@@ -628,6 +628,12 @@ def test_bad_arguments(comm: Any, shared_tmp_path: Path) -> None:
                 ({"g/a": np.zeros(3), "g/t": np.zeros(2)}, {"g/a": "t", "g/t": "t"}, "2 elements in '/g/t', but 3 in '/g/a'"),
             )
         ),
+        (
+            path,
+            {"a": np.zeros(3), "t": np.zeros(())},
+            {"dims": {"a": "t"}, "format": "zarr"},
+            "axis 't' of '/a' has the name of '/t', a single number. Call one of them by another name",
+        ),
         (path, x, {"attrs": {"a": object()}}, "a"),
         *(
             (path, tree, {"attrs": attrs, "format": kind}, f"an attribute of '{name}' is called {key!r}; expected text")
@@ -651,6 +657,9 @@ def test_bad_arguments(comm: Any, shared_tmp_path: Path) -> None:
     ]
     for where, tree, how, text in bad:
         same_error(comm, lambda w=where, t=tree, h=how: shardload.save(w, t, **h), ConfigError, text)  # type: ignore[misc]
+    for attrs in (lambda y: {"a": y}, lambda y: {"a": [1, y]}):
+        traced = jax.jit(lambda y, attrs=attrs: shardload.save(path, np.zeros(3), attrs=attrs(y)))
+        same_error(comm, lambda f=traced: f(1.0), ConfigError, "attribute 'a' of '/data' is traced: it has no value yet")  # type: ignore[misc]
     assert on_disk(comm, shared_tmp_path) == []
 
 

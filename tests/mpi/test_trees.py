@@ -254,6 +254,11 @@ def test_scatter_a_tree(comm: Any) -> None:
     same_error(
         comm, lambda: shardload.scatter({"x": None}, mesh, P()), ConfigError, "array ['x']: array is None on rank 0, the root"
     )
+    for make in (lambda x: x, lambda x: {"x": x}, lambda x: [x, x]):
+        call = jax.jit(lambda x, make=make: shardload.scatter(make(x), mesh, P()))
+        same_error(
+            comm, lambda call=call: call(two[0]), ConfigError, "traced on rank 0: it has no values yet. Call scatter outside"
+        )
     good = {"x": two[0], "y": two[1]}
     same_error(comm, lambda: shardload.scatter(good, mesh, {"x": P()}), ConfigError, "spec has no ['y']")
     same_error(comm, lambda: shardload.scatter({2.5: two[0]}, mesh, P()), ConfigError, "keys such as 2.5")

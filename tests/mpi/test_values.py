@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -340,6 +341,25 @@ def test_selection_that_cannot_be(comm: Any, shared_tmp_path: Path, select: Any,
         check(shardload.load(path, mesh_of(), P(), select=None), ramp(cube()), mesh_of(), P())
         return
     same_error(comm, lambda: shardload.load(path, mesh_of(), P(), select=select), ConfigError, "select", says, "'/x' in")
+
+
+@pytest.mark.parametrize("trace", [jax.jit, jax.vmap, jax.grad], ids=["jit", "vmap", "grad"])
+def test_options_that_are_traced(comm: Any, shared_tmp_path: Path, trace: Any) -> None:
+    """Wrong if the error were that of a selection, which the caller wrote as it must be."""
+    path = write(comm, shared_tmp_path, ramp(cube()))
+    given: list[Callable[[Any], dict[str, Any]]] = [
+        lambda k: {"select": k},
+        lambda k: {"select": (0, slice(k, None))},
+        lambda k: {"select": {"z": shardload.near(k)}},
+        lambda k: {"select": {"z": shardload.between(0, k)}},
+        lambda k: {"pad": k},
+        lambda k: {"halo": 1, "edge": {0: k}},
+    ]
+    for how in given:
+        name = list(how(0))[-1]
+        call = trace(lambda k, how=how: shardload.load(path, mesh_of(), P(), **how(k)))
+        value = np.zeros(2 if trace is jax.vmap else (), "f4" if trace is jax.grad else "i4")
+        same_error(comm, lambda f=call, v=value: f(v), ConfigError, f"{name} has a traced number", "outside of jax.jit")
 
 
 # --- many small blocks and messages -----------------------------------------------------------------------------------

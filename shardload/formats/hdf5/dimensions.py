@@ -4,11 +4,15 @@ An array with one axis, whose name is that of the axis, is the coordinate of tha
 other axis gets a scale without values. In plain HDF5 it gets a label; and a scale without values if another axis of the same
 array has a coordinate, because xarray opens no array of which some axes have scales and others have none: one without a name
 gets a name for that. A scale can grow if the axis of any of its arrays can.
+
+An array may have the name of an axis, and not be its coordinate. In netCDF4 it gets a prefix, as by the netCDF library, which
+takes it away when it reads. In plain HDF5 it keeps its name, and a scale that the axis needs has another one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -17,11 +21,11 @@ import numpy as np
 
 from shardload.errors import ConfigError
 from shardload.formats.base import is_added
-from shardload.formats.hdf5.metadata import NO_VARIABLE
+from shardload.formats.hdf5.metadata import NO_VARIABLE, NON_COORDINATE
 from shardload.formats.netcdf import NETCDF_TYPES, refused_by_hdf5, refused_by_netcdf, unreadable_name
 from shardload.formats.sink import ONE_LENGTH, ArraySpec, with_dims
 
-__all__ = ["check_netcdf", "name_axes", "with_dims_beside_coordinates", "write_attrs"]
+__all__ = ["check_netcdf", "name_axes", "netcdf_names", "with_dims_beside_coordinates", "write_attrs"]
 
 _MOST_FIXED = 64_000  # bytes of text that HDF5 keeps beside the array: an attribute has less than 64 KiB with its name
 _RESERVED = {"CLASS", "NAME", "REFERENCE_LIST", "DIMENSION_LIST", "_Netcdf4Dimid", "_Netcdf4Coordinates", "_NCProperties"}
@@ -78,8 +82,8 @@ class _Axes:
         return None
 
     def dimensions(self) -> dict[tuple[str, int], str]:
-        """In netCDF4: the dimension of each axis without a coordinate. It is one of the file, for all groups; but where groups
-        have axes of one name with different lengths, as netCDF allows, each has a dimension of its own.
+        """The scale of each axis without a coordinate. It is one of the file, for all groups; but where groups have axes of one
+        name with different lengths, as netCDF allows, each has one of its own.
         """
         lengths: dict[str, set[int]] = {}
         for (_, one), some in self.lengths.items():
@@ -99,6 +103,34 @@ def with_dims_beside_coordinates(specs: Mapping[str, ArraySpec]) -> dict[str, Ar
         name: named[name] if any(axes.coordinate_of(name, axis) for axis in range(len(spec.dims or ()))) else spec
         for name, spec in specs.items()
     }
+
+
+def netcdf_names(specs: Mapping[str, ArraySpec]) -> dict[str, str]:
+    """In netCDF4: the names that arrays have in HDF5. One that has the name of an axis, and is not its coordinate, gets the
+    library's prefix. ConfigError for a single number of such a name, which the library has, but xarray does not open.
+
+    >>> x, lat = (ArraySpec((2, 3), np.dtype("f4"), dims=dims) for dims in (("lat", "lon"), ("j", "i")))
+    >>> netcdf_names({"/x": x, "/lat": lat})
+    {'/x': '/x', '/lat': '/_nc4_non_coord_lat'}
+    """
+    found, axes = {name: name for name in specs}, _Axes(specs)
+    for (name, _), own in axes.dimensions().items():
+        if own not in specs:
+            continue
+        above, _, last = own.rpartition("/")
+        if not specs[own].shape and (above, last) in axes.lengths:
+            raise ConfigError(
+                f"'{own}' is a single number, and has the name of an axis of '{name}': xarray opens no such file. Call one of "
+                "them by another name"
+            )
+        found[own] = f"{above}/{NON_COORDINATE}{last}"
+        if found[own] in specs or unreadable_name(f"{NON_COORDINATE}{last}") is not None:
+            why = "an array, too" if found[own] in specs else "too long"
+            raise ConfigError(
+                f"'{own}' has the name of an axis of '{name}', but is not its coordinate, with dims=({last!r},), and netCDF "
+                f"has no place for it: '{found[own]}' is {why}. Call one of them by another name"
+            )
+    return found
 
 
 def _groups(name: str) -> Iterator[str]:
@@ -136,16 +168,10 @@ def name_axes(file: h5py.File, specs: Mapping[str, ArraySpec], *, is_netcdf: boo
             scale_of[name, axis] = own
     numbers = {}
     for number, (scale, (length, _, grows)) in enumerate(lengths.items()):
-        dim = scale.rpartition("/")[2]
-        if scale in specs and specs[scale].dims != (dim,):
-            raise ConfigError(
-                f"'{scale}' has the name of an axis, so it must be the coordinate of that axis, with dims=({dim!r},); "
-                f"its dims are {specs[scale].dims!r}. Call one of them by another name"
-            )
         if scale not in specs:
             _valueless(file, scale, length, grows)
         else:
-            file[scale].make_scale(dim)
+            file[scale].make_scale(scale.rpartition("/")[2])
         numbers[scale] = number
         if is_netcdf:
             file[scale].attrs["_Netcdf4Dimid"] = np.int32(number)
@@ -163,29 +189,30 @@ def _scales_beside_coordinates(file: h5py.File, specs: Mapping[str, ArraySpec], 
     """In plain HDF5: scales for the axes without a coordinate of arrays that have one on another axis. Other arrays get them
     too, if all of their axes are among these: for readers it is one axis.
 
-    None for a name that something else in the file has, or under which two arrays have axes of different lengths.
+    Where something else in the file has the name, or arrays of one group use it for axes of different lengths, the scale is
+    called ``lat_axis``; the label of the axis has the name.
     """
-    wanted: dict[str, list[tuple[str, int]]] = {}
+    places = axes.dimensions()
+    made: dict[tuple[str, int], str] = {}
+    found: dict[tuple[str, int], str] = {}
     others: list[str] = []
     for name, spec in specs.items():
         dims = spec.dims or ()
         without = [axis for axis, dim in enumerate(dims) if dim and axes.coordinate_of(name, axis) is None]
         if len(without) < sum(map(bool, dims)):  # axes without a name have no coordinate either
             for axis in without:
-                wanted.setdefault(f"/{dims[axis]}", []).append((name, axis))
+                place = places[name, axis]
+                key = place, spec.shape[axis]
+                if key not in made:
+                    more = (f"{place}_axis_{n}" for n in itertools.count(2))
+                    tried = itertools.chain([place, f"{place}_axis"], more)
+                    made[key] = next(scale for scale in tried if scale not in file and scale not in made.values())
+                found[name, axis] = made[key]
         elif without and len(without) == len(dims):
             others.append(name)
-    found: dict[tuple[str, int], str] = {}
-    lengths: dict[str, int] = {}
-    for scale, some in wanted.items():
-        shortest, longest = (of(specs[name].shape[axis] for name, axis in some) for of in (min, max))
-        if scale not in file and shortest == longest:
-            lengths[scale] = longest
-            found |= dict.fromkeys(some, scale)
     for name in others:
-        own = [f"/{dim}" for dim in specs[name].dims or ()]
-        if all(lengths.get(scale) == n for scale, n in zip(own, specs[name].shape, strict=True)):
-            found |= {(name, axis): scale for axis, scale in enumerate(own)}
+        own = [made.get((places[name, axis], n)) for axis, n in enumerate(specs[name].shape)]
+        found |= {(name, axis): scale for axis, scale in enumerate(own) if scale is not None and None not in own}
     return found
 
 

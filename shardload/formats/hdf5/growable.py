@@ -149,15 +149,24 @@ def _arrays(path: str, file: h5py.File, names: Iterable[str]) -> dict[str, Json]
     found: dict[str, Json] = {}
     for name, dataset in datasets.items():
         scopes = _scopes(name, dataset, numbers, called)
-        is_scale = h5py.h5ds.is_scale(dataset.id)
-        told = h5py.h5ds.get_scale_name(dataset.id).decode(errors="replace") if is_scale else ""
         found[name] = {
             "shape": dataset.shape,
             "dims": [None if one is None else one.rpartition("/")[2].rpartition(":")[2] for one in scopes],
             "scopes": scopes,
-            "is_dimension": told.startswith(NO_VARIABLE),
+            "is_dimension": _is_dimension(dataset),
         }
+    for name, one in found.items():  # a scale without values may have another name than the axis, which then has a label
+        for axis, scope in enumerate(one["scopes"]):
+            if scope in found and scope != name and found[scope]["is_dimension"]:
+                one["dims"][axis] = str(datasets[name].dims[axis].label) or one["dims"][axis]
     return found
+
+
+def _is_dimension(dataset: h5py.Dataset) -> bool:
+    """True for a scale without values."""
+    is_scale = h5py.h5ds.is_scale(dataset.id)
+    told = h5py.h5ds.get_scale_name(dataset.id).decode(errors="replace") if is_scale else ""
+    return bool(told.startswith(NO_VARIABLE))
 
 
 def _address(dataset: h5py.Dataset) -> int:

@@ -21,7 +21,7 @@ from shardload.formats.hdf5.opened import OpenDataset, creation_of, kind_of, nby
 from shardload.formats.labels import Coordinate, Labels, names_in
 from shardload.values.decoding import ATTRIBUTES, TEXTS, Packing, typed
 
-__all__ = ["HIDDEN", "NO_VARIABLE", "describe", "filters_of", "labels_of", "stands_for_axis"]
+__all__ = ["HIDDEN", "NON_COORDINATE", "NO_VARIABLE", "describe", "filters_of", "labels_of", "stands_for_axis"]
 
 _HELPERS = (2, 3)  # filters that rearrange or check bytes; listed after the filter that compresses
 _DECODED_HERE = {1, 32001, 32015}  # `codecs.Chain` limits the size of the data between them
@@ -94,6 +94,7 @@ def describe(
 # What HDF5 and the netCDF library keep in attributes for themselves.
 HIDDEN = {"CLASS", "NAME", "REFERENCE_LIST", "DIMENSION_LIST", "DIMENSION_LABELS", "_NCProperties", "_nc3_strict"}
 NO_VARIABLE = "This is a netCDF dimension but not a netCDF variable"
+NON_COORDINATE = "_nc4_non_coord_"  # the netCDF library's prefix of a variable that has the name of a dimension
 
 
 def stands_for_axis(dataset: h5py.Dataset) -> bool:
@@ -143,29 +144,65 @@ def axes_of(dataset: h5py.Dataset, has_coords: bool = True, names: Collection[st
     if not _has_attributes(dataset):
         return Labels(tuple(dims))
     if h5py.h5ds.is_scale(dataset.id):
-        if len(dims) == 1:
-            dims = [str(dataset.name or "").rpartition("/")[2]]
+        dims = _axes_of_scale(dataset)
     else:
-        has_scales = _has(dataset, "DIMENSION_LIST")
+        has_scales, has_texts = (_has(dataset, key) for key in ("DIMENSION_LIST", "DIMENSION_LABELS"))
         for axis in range(len(dims)):
-            dims[axis] = _axis_name(dataset, axis, coords, has_scales, names)
+            text = decoded(h5py.h5ds.get_label(dataset.id, axis)) if has_texts else ""
+            dims[axis] = _axis_name(dataset, axis, text, coords, has_scales, names)
     return Labels(tuple(dims), {}, coords if has_coords else {})
 
 
+def _axes_of_scale(scale: h5py.Dataset) -> list[str | None]:
+    """The names of the axes of a scale. It has the name of its axis; if it has several, the netCDF library keeps the numbers of
+    their dimensions, which are in its group or one above.
+    """
+    last = str(scale.name or "").rpartition("/")[2]
+    if len(scale.shape or ()) < 2:
+        return [last] * len(scale.shape or ())
+    numbers = _attribute(scale, "_Netcdf4Coordinates")
+    if not isinstance(numbers, list) or list(map(type, numbers)) != [int] * len(scale.shape):
+        return [None] * len(scale.shape)
+    found: dict[Any, str] = {}
+    above = str(scale.name or "")
+    while above and not found.keys() >= set(numbers):
+        above = above.rpartition("/")[0]
+        group = scale.file[above or "/"]
+        for name in group:
+            one = group[name] if isinstance(group.get(name, getlink=True), h5py.HardLink) else None
+            if isinstance(one, h5py.Dataset) and _has_attributes(one) and _is_scale(one):
+                found.setdefault(_plain_attribute(one, "_Netcdf4Dimid"), decoded(name))
+    return [found.get(number) for number in numbers]
+
+
 def _axis_name(
-    dataset: h5py.Dataset, axis: int, coords: dict[str, Coordinate], has_scales: bool, names: Collection[str] | None
+    dataset: h5py.Dataset,
+    axis: int,
+    text: str,
+    coords: dict[str, Coordinate],
+    has_scales: bool,
+    names: Collection[str] | None,
 ) -> str | None:
-    """The name of an axis; its coordinate is added to `coords`, if it has one and is asked for."""
+    """The name of an axis, of which `text` is the label; its coordinate is added to `coords`, if it has one and is asked for.
+
+    A scale without values may have another name than the axis, if something else has that name: then the label is right.
+    """
     has_scales = has_scales and h5py.h5ds.get_num_scales(dataset.id, axis) > 0  # else it is an error to ask for the first one
-    found = h5py.h5ds.iterate(dataset.id, axis, lambda one: one) if has_scales else None
-    full = "" if found is None else decoded(h5py.h5i.get_name(found) or b"")
-    name = full.rpartition("/")[2] or decoded(h5py.h5ds.get_label(dataset.id, axis)) or None
-    if found is None or name is None or (names is not None and name not in names):
+    if not has_scales:
+        return text or None
+    scale = h5py.Dataset(h5py.h5ds.iterate(dataset.id, axis, lambda one: one))
+    full = decoded(h5py.h5i.get_name(scale.id) or b"")
+    name = full.rpartition("/")[2]
+    is_labelled_otherwise = text not in ("", name)
+    if not is_labelled_otherwise and (not name or (names is not None and name not in names)):
+        return name or None
+    has_values = not str(_attribute(scale, "NAME") if _has_attributes(scale) else None).startswith(NO_VARIABLE)
+    if is_labelled_otherwise and (not name or not has_values):
+        name = text
+    if names is not None and name not in names:
         return name
-    scale = h5py.Dataset(found)
-    told = _attribute(scale, "NAME") if _has_attributes(scale) else None
     nearer = _nearer(dataset, name, scale)
-    if nearer or not str(told).startswith(NO_VARIABLE):
+    if nearer or has_values:
         coords[name] = Coordinate(nearer or full)
     return name
 

@@ -27,7 +27,7 @@ from h5py._objects import phil
 
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.base import ArrayInfo, native_dtype, read_at
-from shardload.formats.hdf5.dimensions import check_netcdf, name_axes, with_dims_beside_coordinates, write_attrs
+from shardload.formats.hdf5.dimensions import check_netcdf, name_axes, netcdf_names, with_dims_beside_coordinates, write_attrs
 from shardload.formats.hdf5.ledger import MOST_NBYTES, Ledger
 from shardload.formats.hdf5.pipeline import Pipeline
 from shardload.formats.hdf5.source import open_explained
@@ -102,6 +102,11 @@ class Hdf5Sink(Sink):
         Attributes of the file.
     group_attrs : mapping
         Attributes of its groups, by their full names.
+
+    Attributes
+    ----------
+    stored_names : mapping of str to str
+        The name of each array in HDF5: see `netcdf_names`.
     """
 
     def __init__(
@@ -132,6 +137,7 @@ class Hdf5Sink(Sink):
             if is_netcdf:
                 check_netcdf(name, checked[name])
         checked = with_dims(checked) if is_netcdf else with_dims_beside_coordinates(checked)
+        self.stored_names = netcdf_names(checked) if is_netcdf else {name: name for name in checked}
         flavour = "netCDF4" if is_netcdf else "HDF5"
         self.arrays: dict[str, Hdf5Encoder] = {name: Hdf5Encoder(path, name, spec, flavour) for name, spec in checked.items()}
         # All that the metadata can be wrong in is tried in memory, on every rank: before the first byte is on disk.
@@ -156,7 +162,7 @@ class Hdf5Sink(Sink):
 
     def describe(self, file: h5py.File, *, is_trial: bool = False) -> None:
         """Create all that is not values: groups, datasets, attributes, names of axes."""
-        specs = {name: one.spec for name, one in self.arrays.items()}
+        specs = {self.stored_names[name]: one.spec for name, one in self.arrays.items()}
         if self._is_netcdf:
             file.attrs["_NCProperties"] = np.bytes_(
                 f"version=2,shardload=1,hdf5={h5py.version.hdf5_version},h5py={h5py.__version__}"
@@ -167,7 +173,7 @@ class Hdf5Sink(Sink):
             attrs = dict(one.spec.attrs)
             if self._is_netcdf and one.spec.fill_value is not None:
                 attrs["_FillValue"] = np.asarray(one.spec.fill_value, dtype=native_dtype(one.spec.dtype))
-            write_attrs(file[name], name, attrs, is_netcdf=self._is_netcdf)
+            write_attrs(file[self.stored_names[name]], name, attrs, is_netcdf=self._is_netcdf)
         for name, found in self._group_attrs.items():
             if name.strip("/"):
                 write_attrs(self._group(file, name.strip("/")), name, found, is_netcdf=self._is_netcdf)
@@ -184,7 +190,7 @@ class Hdf5Sink(Sink):
         return found
 
     def _make(self, file: h5py.File, name: str, one: Hdf5Encoder, is_trial: bool) -> None:
-        group, _, last = name.strip("/").rpartition("/")
+        group, _, last = self.stored_names[name].strip("/").rpartition("/")
         try:
             parent = self._group(file, group)
             most = tuple(h5py.h5s.UNLIMITED if k in one.spec.unlimited else n for k, n in enumerate(one.spec.shape))
@@ -300,7 +306,7 @@ class _Hdf5Catalog(Catalog):
     def _dataset(self, name: str) -> h5py.h5d.DatasetID:
         if self._file is None:
             raise ValueError("the catalog is finished")
-        return self._file[name].id
+        return self._file[self._sink.stored_names[name]].id
 
     def allocate(self, name: str, numbers: Sequence[int] | Int64s, nbytes: Sequence[int] | Int64s, masks: Any = 0) -> Int64s:
         one, noted = self._sink.arrays[name], self._chunks[name]
@@ -382,7 +388,7 @@ class _Hdf5Catalog(Catalog):
             with open_explained(self.ticket.temporary) as file:
                 limit_cache(file)
                 for name, noted in self._chunks.items():
-                    spec, dataset = self._sink.arrays[name].spec, file[name].id
+                    spec, dataset = self._sink.arrays[name].spec, file[self._sink.stored_names[name]].id
                     if spec.chunks is not None:
                         self._check_chunks(name, spec, dataset, noted)
                     elif noted.sizes[0] and dataset.get_offset() != noted.offsets[0]:

@@ -51,7 +51,7 @@ from shardload.formats.hdf5.filters import is_stacked
 from shardload.formats.hdf5.integrity import Sizes, Whole
 from shardload.formats.hdf5.links import LostError, Others, close_all, decoded, follow, follow_hard, look_through, place_of
 from shardload.formats.hdf5.making import attribute_names, groups_of, properties_of
-from shardload.formats.hdf5.metadata import axes_of, describe, filters_of, labels_of, stands_for_axis
+from shardload.formats.hdf5.metadata import NON_COORDINATE, axes_of, describe, filters_of, labels_of, stands_for_axis
 from shardload.formats.hdf5.missing import MissingChunks
 from shardload.formats.hdf5.opened import OpenDataset, OpenFacts, kind_of, nbytes_stored_of, raw_of
 from shardload.formats.hdf5.raw_file import RawFile, has_signature, open_to_read, plain_descriptor, swap_size
@@ -61,7 +61,6 @@ from shardload.planning.region import Region
 __all__ = ["FORMAT", "Hdf5Format", "Hdf5Source", "describe", "open_explained"]
 
 _MOST_NAMES = 1 << 17  # names to read for the message about a name that does not exist
-_NON_COORDINATE = "_nc4_non_coord_"  # the netCDF library's prefix
 _DRIVERS = {b"NCSAfami": "family driver", b"NCSAmult": "split or multi driver"}  # the names of drivers in a file's first block
 _JOINED = {
     "family driver": "`h5repart -family_to_sec2 part%d.h5 whole.h5`",
@@ -503,7 +502,7 @@ def _variable_of(dataset: OpenDataset, name: str) -> OpenDataset:
     if not stands_for_axis(dataset):
         return dataset
     above, _, last = name.rpartition("/")
-    found = follow_hard(dataset.facts, f"{above}/{_NON_COORDINATE}{last}")
+    found = follow_hard(dataset.facts, f"{above}/{NON_COORDINATE}{last}")
     return dataset if found is None else found
 
 
@@ -584,10 +583,10 @@ def _describe_group(file: h5py.File, path: str, name: str, fence: Fence, access:
 def _netcdf_names(group: h5py.Group, names: list[Any]) -> dict[str, str]:
     """The names in netCDF of variables that have another one in HDF5: see `_variable_of`."""
     found = {}
-    for text in (text for text in map(decoded, names) if _NON_COORDINATE in text):
+    for text in (text for text in map(decoded, names) if NON_COORDINATE in text):
         above, _, last = text.rpartition("/")
-        plain = f"{above}/{last.removeprefix(_NON_COORDINATE)}".lstrip("/")
-        if last.startswith(_NON_COORDINATE) and _is_dimension_at(group, plain):
+        plain = f"{above}/{last.removeprefix(NON_COORDINATE)}".lstrip("/")
+        if last.startswith(NON_COORDINATE) and _is_dimension_at(group, plain):
             found[text] = plain
     return found
 

@@ -214,8 +214,13 @@ class ZarrSource(Source):
         return index_in_parts(self._array, region, self._parts)
 
     def labels(self) -> Labels:
-        """``dimension_names``, or xarray's ``_ARRAY_DIMENSIONS``; coordinates are the arrays of those names beside this one."""
+        """``dimension_names``, or xarray's ``_ARRAY_DIMENSIONS``; coordinates are the arrays of those names beside this one. In
+        format 2 the fill value is an attribute for xarray.
+        """
         attrs = {key: _attribute(self._array, key) for key in self._array.metadata.attributes if key != "_ARRAY_DIMENSIONS"}
+        fill = _fill_of_2(self._array)
+        if fill is not None and fill.dtype.kind != "c":
+            attrs["_FillValue"] = json_value(fill)
         dims = _dimensions(self._array)
         above, _, own = ("/" + self._array.path.strip("/")).rpartition("/")
         names = dict.fromkeys([*(dim for dim in dims if dim), *names_in(attrs.get("coordinates"))])
@@ -595,10 +600,17 @@ def _packing(array: Any) -> Packing:
     value = attributes.get("_FillValue")
     if kind in "iu" and array.metadata.zarr_format == 3 and isinstance(value, float) and math.isfinite(value):
         found["_FillValue"] = typed(int(value))  # as xarray: without its fraction
-    fill = array.metadata.fill_value if array.metadata.zarr_format == 2 else None
-    if fill is not None and kind in "biufc":
-        found["_FillValue"] = typed(np.asarray(fill, array.dtype)[()])
+    fill = _fill_of_2(array)
+    if fill is not None:
+        found["_FillValue"] = typed(fill)
     return found
+
+
+def _fill_of_2(array: Any) -> Any:
+    """The fill value of an array of numbers in format 2, as a scalar of its type; None if there is none."""
+    fill = array.metadata.fill_value if array.metadata.zarr_format == 2 else None
+    is_number = getattr(array.dtype, "kind", "") in tuple("biufc")
+    return np.asarray(fill, array.dtype)[()] if fill is not None and is_number else None
 
 
 def _attribute(array: Any, key: str) -> Any:

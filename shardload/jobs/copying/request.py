@@ -22,7 +22,7 @@ from shardload.formats.base import ArrayInfo, OpenFile, Properties, some
 from shardload.formats.diagnosis import as_source_error
 from shardload.formats.likeness import KEEP, Asked, attrs_for, spec_like
 from shardload.formats.lookup import Finder, find_array, open_file, split_path
-from shardload.formats.sink import ArraySpec, Compression, Sink, axes_of_two_lengths
+from shardload.formats.sink import ArraySpec, Compression, Sink, unopened_by_xarray
 from shardload.jobs.consistency import State
 from shardload.options import AUTO, CHECKSUM, FULL, INDEX, TIMEOUT, Options
 from shardload.planning.copying import growing_chunks
@@ -290,8 +290,8 @@ def _like(
     _check_asked(request, found, asked, main)
     _check_growing(request.unlimited, [dims[name] for name in main], found)
     if kind.startswith("zarr"):  # as of a netCDF file of a run that died: a copy has the rows that are there
-        lengths = axes_of_two_lengths({one.full_name: one.spec for one in found})
-        notes += [f"{one}: xarray opens no group with both" for one in lengths]
+        unopened = unopened_by_xarray({one.full_name: one.spec for one in found})
+        notes += [f"{what}: xarray opens no group with both" for what, _ in unopened]
     if request.untrusted:
         notes.append("attributes of the file and its groups were left out, because it is untrusted")
     used = {""} | {name.strip("/")[:k] for name in described for k, c in enumerate(name.strip("/")) if c == "/"}

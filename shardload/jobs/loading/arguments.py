@@ -515,6 +515,11 @@ class ToScatter:
             )
         try:
             return value if isinstance(value, np.ma.MaskedArray) else np.asarray(value)  # `MemorySource` looks at the mask
+        except jax.errors.TracerArrayConversionError:
+            raise ConfigError(
+                f"array is traced on rank {self._root}: it has no values yet. Call scatter outside of jax.jit; inside, "
+                "jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec)) shards an array"
+            ) from None
         except ValueError as error:
             raise ConfigError(
                 f"array is a {type(value).__name__} on rank {self._root}, of which NumPy makes no array: {error} A list is one "

@@ -268,8 +268,12 @@ def _dims(plan: Plan) -> list[str]:
 
 
 def _split(attrs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The attributes that describe values, and those that were applied to the stored numbers."""
-    encoding = {key: attrs[key] for key in ATTRIBUTES if key in attrs and key not in VALID_RANGE}
+    """The attributes that describe values, and those that were applied to the stored numbers.
+
+    xarray's ``dtype`` is applied if it is bool; another one (``timedelta64[ns]``) says what `xarray.decode_cf` makes of them.
+    """
+    applied = (key for key in ATTRIBUTES if key in attrs and key not in VALID_RANGE)
+    encoding = {key: attrs[key] for key in applied if key != "dtype" or attrs[key] == "bool"}
     return {key: value for key, value in attrs.items() if key not in (*encoding, _NAMES_OF_COORDINATES)}, encoding
 
 

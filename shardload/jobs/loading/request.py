@@ -288,6 +288,29 @@ def _keep(key: tuple[Any, ...], known: Known) -> Known:
     return known
 
 
+def _refuse_traced(given: Mapping[str, Any]) -> None:
+    """ConfigError if a number in an option is traced by `jax.jit`, `jax.vmap` or `jax.grad`: it has no value yet."""
+    for name in ("select", "pad", "edge"):
+        if any(isinstance(one, jax.core.Tracer) for one in _numbers_in(given.get(name))):
+            fix = ", or load all of it and index the array" if name == "select" else ""
+            raise ConfigError(
+                f"{name} has a traced number, which has no value yet, and files are read while the function is traced. Call "
+                f"this outside of jax.jit, or pass a Python number{fix}"
+            )
+
+
+def _numbers_in(value: Any) -> Iterator[Any]:
+    if isinstance(value, slice):
+        yield from (value.start, value.stop)
+    elif isinstance(value, Near | Between):
+        yield from vars(value).values()
+    elif isinstance(value, Mapping | list | tuple):
+        for one in value.values() if isinstance(value, Mapping) else value:
+            yield from _numbers_in(one)
+    else:
+        yield value
+
+
 class Memo:
     """What was checked for one array of a call, for the next one that has the same: many arrays share all but their name."""
 
@@ -310,6 +333,7 @@ class Memo:
         """See `Options.check`."""
         key = id(given)
         if key not in self._options:
+            _refuse_traced(given)
             self._options[key] = Options.check(**given)
             self._held.append(given)
         return self._options[key]

@@ -349,7 +349,7 @@ def _attrs(names: list[str], is_single: bool, given: Any) -> tuple[dict[str, Map
     if not isinstance(given, Mapping):
         raise ConfigError(f"attrs is {given!r}; expected a dict, such as {{'units': 'kg/m3'}}")
     if is_single:
-        _check_keys(names[0], given)
+        _check_each(names[0], given)
         return {names[0]: dict(given)}, {}
     known = {"/" + str(key).strip("/"): value for key, value in given.items()}
     of_file = known.pop("/", {})
@@ -362,15 +362,17 @@ def _attrs(names: list[str], is_single: bool, given: Any) -> tuple[dict[str, Map
     for name, one in {**known, "/": of_file}.items():
         if not isinstance(one, Mapping):
             raise ConfigError(f"attrs of '{name}' are {one!r}; expected a dict, such as {{'units': 'kg/m3'}}")
-        _check_keys(name, one)
+        _check_each(name, one)
     return {name: dict(known.get(name, {})) for name in names}, dict(of_file)
 
 
-def _check_keys(name: str, attrs: Mapping[Any, Any]) -> None:
-    """ConfigError for an attribute without a name: JSON would make one text of 3 and "3", and of a tuple none."""
-    for key in attrs:
+def _check_each(name: str, attrs: Mapping[Any, Any]) -> None:
+    """ConfigError for an attribute without a name (JSON would make one text of 3 and "3", and of a tuple none) or a value."""
+    for key, value in attrs.items():
         if not isinstance(key, str) or not key:
             raise ConfigError(f"an attribute of '{name}' is called {key!r}; expected text, such as 'units'")
+        if any(isinstance(one, jax.core.Tracer) for one in (value if isinstance(value, list | tuple) else [value])):
+            raise ConfigError(f"the attribute {key!r} of '{name}' is traced: it has no value yet. Call save outside of jax.jit")
 
 
 def _sizes(option: str, name: str, given: Any, words: tuple[Any, ...]) -> Any:

@@ -1,32 +1,45 @@
-"""How is an existing array stored, so that a new one can be stored like it? Rank 0 reads that; the others get it as text."""
+"""How is an existing array stored, so that a new one can be stored like it? Rank 0 reads that; the others get it as text.
+
+What belongs to an array is taken with it: its coordinates, and what its attributes name, or theirs (`_NAMING`). All of it is
+taken as it is stored, with the types of its attributes.
+"""
 
 from __future__ import annotations
 
 import json
 from base64 import b64decode, b64encode
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from shardload.errors import ConfigError
+from shardload.errors import ConfigError, is_unread
 from shardload.formats.access import STRICT
-from shardload.formats.base import some
+from shardload.formats.base import ArrayInfo, OpenFile, Source, json_value, native_dtype, some
 from shardload.formats.diagnosis import as_source_error, in_path
 from shardload.formats.growing import units_of
-from shardload.formats.labels import Coordinate, from_plain, to_plain
+from shardload.formats.labelling import SMALL_NBYTES
 from shardload.formats.likeness import attrs_for, is_empty_text
-from shardload.formats.lookup import find_array, format_of, open_file, read_labels
+from shardload.formats.lookup import find_array, format_of
 from shardload.formats.netcdf import NETCDF_TYPES
 from shardload.formats.sink import Compression
 from shardload.jobs.saving.arguments import SaveArguments, ToSave
 from shardload.options import AUTO
+from shardload.planning.region import Region
 from shardload.values.decoding import OF_STORED, PACKING
 
 __all__ = ["apply_like", "read_like"]
 
+Json = dict[str, Any]
+
+# Attributes whose words are names of other variables, in CF. A word with a colon behind it says what the next ones are.
+_NAMING = (
+    *("coordinates", "bounds", "climatology", "grid_mapping", "ancillary_variables", "cell_measures", "formula_terms"),
+    *("geometry", "node_coordinates", "node_count", "part_node_count", "interior_ring"),
+)
+_MOST_BESIDE, _MOST_BESIDE_NBYTES = 256, 1 << 20  # of what belongs to an array: variables, and bytes of their values
 _CHECKSUMS = ("fletcher32", "crc32c")
 _OF_PACKED = PACKING.union(OF_STORED)  # of the packed values
 _AS_IT_IS = ("", "none", "bytes", "raw")
@@ -47,32 +60,102 @@ def read_like(like: Mapping[str, str]) -> str:
                 info = find_array(path)
             except ConfigError as error:
                 raise ConfigError(f"like of '{name}': {in_path(str(error))}") from None
-            with open_file(info.path) as file, closing(file.open(info.dataset)) as source:
-                kind, attrs = source.dtype.kind, source.properties().attrs
-            labels = to_plain(read_labels(path, info))
-            known[path] = {
-                "kind": kind,
-                "attrs": {key: told for key, value in attrs.items() if (told := _told(value)) is not None},
-                "shape": info.shape,
-                "chunks": info.chunks,
-                "shards": info.shards,
-                "codec": info.codec,
-                "labels": labels,
-                "no numbers": _no_numbers(info.path, labels),
-            }
+            with as_source_error(info.path, info.dataset), format_of(info.path).open_file(info.path, STRICT) as file:
+                known[path] = _array(file, info)
         found[name] = known[path]
     return json.dumps(found)
 
 
-def _no_numbers(path: str, labels: Mapping[str, Any] | None) -> dict[str, str]:
-    """What the coordinates hold that are no numbers, by their names."""
-    found = {}
-    for name, (dataset, _, _, values) in ({} if labels is None else labels["coords"]).items():
-        if values is None:
-            with as_source_error(path, dataset), closing(format_of(path).open_path(path, dataset, STRICT)) as source:
-                if source.info.refused is not None:
-                    found[name] = source.info.refused
+def _array(file: OpenFile, info: ArrayInfo) -> Json:
+    with closing(file.open(info.dataset)) as source:
+        told = _described(source)
+        layout = {"chunks": info.chunks, "shards": info.shards, "codec": info.codec}
+        return told | layout | {"kind": source.dtype.kind, "beside": _beside(file, source, told)}
+
+
+def _described(source: Source) -> Json:
+    """The shape, the axes and the attributes of an array."""
+    labels = source.labels()
+    attrs = {} if source.info.refused is not None else source.properties().attrs
+    return {
+        "shape": source.info.shape,
+        "dims": labels.dims,
+        "attrs": {key: told for key, value in attrs.items() if (told := _told(value)) is not None},
+        "coords": list(labels.coords),
+    }
+
+
+def _named_by(attrs: Mapping[str, Any]) -> list[str]:
+    """The names of other variables in attributes.
+
+    >>> _named_by({"bounds": np.bytes_(b"time_bnds"), "cell_measures": "area: cell_area volume: /g/cell_volume"})
+    ['time_bnds', 'cell_area', '/g/cell_volume']
+    """
+    texts = [json_value(attrs[key]) for key in _NAMING if key in attrs and not is_empty_text(attrs[key])]
+    return [word for text in texts if isinstance(text, str) for word in text.split() if not word.endswith(":")]
+
+
+def _beside(file: OpenFile, source: Source, told: Json) -> Json:
+    """What belongs to an array, by its name, if it is in the file."""
+    own, room = source.info.dataset, _MOST_BESIDE_NBYTES
+    todo = [(name, [one.dataset]) for name, one in source.labels().coords.items()]
+    todo += _places(own, told)
+    found: Json = {}
+    while todo and len(found) < _MOST_BESIDE:
+        name, places = todo.pop(0)
+        other = None if name in found or own in places else _opened(file, places)
+        if other is None:
+            continue
+        with closing(other):
+            one = found[name] = _described(other) | {"dataset": other.info.dataset}
+            one |= _values(other, min(SMALL_NBYTES, room))
+            room -= len(one.get("values", ()))
+        todo += _places(other.info.dataset, one)
     return found
+
+
+def _places(dataset: str, told: Json) -> list[tuple[str, list[str]]]:
+    """Where variables may be that the attributes of an array name: in its group, or in the nearest one above."""
+    found = []
+    for name in _named_by({key: _typed(one) for key, one in told["attrs"].items() if key in _NAMING}):
+        above, places = dataset, [name]
+        while above and not name.startswith("/"):
+            above = above.rpartition("/")[0]
+            places.append(f"{above}/{name}")
+        found.append((name.rpartition("/")[2], places if name.startswith("/") else places[1:]))
+    return found
+
+
+def _opened(file: OpenFile, places: Iterable[str]) -> Source | None:
+    """The first array that is there. None if there is none, or it is only a dimension of netCDF."""
+    for place in places:
+        try:
+            found = file.open(place)
+        except (KeyError, OSError, ValueError, RuntimeError) as error:
+            if is_unread(error):
+                raise
+            continue
+        if not found.info.is_dimension:
+            return found
+        found.close()
+    return None
+
+
+def _values(source: Source, most_nbytes: int) -> Json:
+    """The values of an array as they are stored, if they are small; else why there are none."""
+    info, whole = source.info, Region.whole(source.info.shape)
+    if info.refused is not None:
+        return {"no numbers": info.refused}
+    if whole.size * source.dtype.itemsize > most_nbytes:
+        return {"why": "has more than 64 KiB" if most_nbytes == SMALL_NBYTES else "has, with the others, more than 1 MiB"}
+    try:
+        values = np.empty(info.shape, source.dtype)
+        source.read_into(whole, values)
+    except (ConfigError, OSError, ValueError, RuntimeError) as error:  # the array itself can be loaded all the same
+        if is_unread(error):
+            raise
+        return {"why": f"cannot be read ({error})"}
+    return {"dtype": native_dtype(values.dtype).name, "values": b64encode(values.tobytes()).decode()}
 
 
 def apply_like(asked: SaveArguments, text: str) -> SaveArguments:
@@ -93,9 +176,7 @@ def apply_like(asked: SaveArguments, text: str) -> SaveArguments:
             continue
         made = _like(one, found[one.name], asked)
         arrays.append(made)
-        for name, coordinate in _coordinates(made, found[one.name], asked.format).items():
-            if name in names:
-                continue
+        for name, coordinate in _coordinates(made, found[one.name], asked.format, names).items():
             if isinstance(coordinate, _LeftOut):
                 left_out.setdefault(name, coordinate)
             elif _is_other(more.setdefault(name, coordinate), coordinate):
@@ -105,7 +186,7 @@ def apply_like(asked: SaveArguments, text: str) -> SaveArguments:
                     f"{coordinate.dims}}}; or save '{one.name}' in a group of its own"
                 )
     missing = {name: one for name, one in left_out.items() if name not in more}
-    told = f"coordinates that are not saved: {some([one.why for one in missing.values()])}" if missing else ""
+    told = f"variables that are not saved: {some([one.why for one in missing.values()])}" if missing else ""
     to_pass = next(((name.lstrip("/"), one.dims) for name, one in missing.items() if one.dims is not None), None)
     if to_pass is not None:
         told += f". Pass the values, too, such as '{to_pass[0]}', with dims={{'{to_pass[0]}': {to_pass[1]}}}"
@@ -113,17 +194,19 @@ def apply_like(asked: SaveArguments, text: str) -> SaveArguments:
         told += ". Only numbers are saved: add other values afterwards, by h5py or zarr-python"
     held, lost = _with_attrs_held(more, asked.format)
     if lost:
-        told += f"{'. ' if told else ''}attributes of coordinates that are not saved: {some(lost)}"
+        told += f"{'. ' if told else ''}attributes that are not saved: {some(lost)}"
     return replace(asked, arrays=[*arrays, *held], left_out=told)
 
 
 def _is_other(first: ToSave, second: ToSave) -> bool:
-    """Whether two coordinates of one name are not the same: other values, or in other units."""
+    """Whether two coordinates of one name are not the same: other values, in other units, or packed in another way."""
     is_float = first.dtype.kind in "fc" and second.dtype.kind in "fc"
+    packing, other = ({key: value for key, value in one.attrs.items() if key in PACKING} for one in (first, second))
     return (
         first.dims != second.dims
         or not np.array_equal(first.x, second.x, equal_nan=is_float)
         or units_of(first.attrs) != units_of(second.attrs)
+        or packing != other
     )
 
 
@@ -131,11 +214,18 @@ def _with_attrs_held(coordinates: Mapping[str, ToSave], kind: str) -> tuple[list
     """Coordinates with the attributes that a format holds, and which it does not hold."""
     made, lost = [], list[str]()
     for name, one in coordinates.items():
-        attrs = {key: value for key, value in one.attrs.items() if value is not None or kind.startswith("zarr")}  # JSON's null
-        held, _, more = attrs_for(kind, f"'{name}'", attrs)
+        held, more = _held(f"'{name}'", one.attrs, kind)
         made.append(replace(one, attrs=held))
         lost += more
     return made, lost
+
+
+def _held(name: str, attrs: Mapping[str, Any], kind: str) -> tuple[dict[str, Any], list[str]]:
+    """The attributes that a format holds, and which it does not hold. What marks missing data is left to `marked`."""
+    if not kind.startswith("zarr"):  # JSON's null, which says nothing
+        attrs = {key: value for key, value in attrs.items() if value is not None}
+    found, _, lost = attrs_for(kind, name, {key: value for key, value in attrs.items() if key != "_FillValue"})
+    return found | {key: attrs[key] for key in ("_FillValue",) if key in attrs}, lost
 
 
 def _like(one: ToSave, known: Mapping[str, Any], asked: SaveArguments) -> ToSave:
@@ -150,10 +240,9 @@ def _like(one: ToSave, known: Mapping[str, Any], asked: SaveArguments) -> ToSave
             shards = tuple(known["shards"])
         if one.name not in asked.packed:
             compression, checksum = _packing(one.name, known["codec"])
-    labels = from_plain(known["labels"], len(known["shape"]))
     dims = one.dims
-    if dims is None and labels is not None and len(labels.dims) == len(one.shape) and any(labels.dims):
-        dims = tuple(labels.dims)
+    if dims is None and len(known["dims"]) == len(one.shape) and any(known["dims"]):
+        dims = tuple(known["dims"])
     return replace(
         one,
         chunks=chunks,
@@ -168,15 +257,12 @@ def _like(one: ToSave, known: Mapping[str, Any], asked: SaveArguments) -> ToSave
 def _attrs(one: ToSave, known: Mapping[str, Any], kind: str) -> dict[str, Any]:
     """The attributes of the array that this one is like, without those that its values do not have."""
     attrs = {key: _typed(told) for key, told in known["attrs"].items() if key not in one.attrs}
-    if not kind.startswith("zarr"):  # JSON's null, which says nothing
-        attrs = {key: value for key, value in attrs.items() if value is not None}
     if _is_decoded(one, known["kind"], attrs):  # they would be so a second time
         attrs = {key: value for key, value in attrs.items() if key not in _OF_PACKED}
-    fill = {key: attrs.pop(key) for key in ("_FillValue",) if key in attrs}
-    found, _, lost = attrs_for(kind, f"'{one.name}'", attrs)
+    found, lost = _held(f"'{one.name}'", attrs, kind)
     if lost:
         raise ConfigError(f"{lost[0]} cannot be taken from the array in like=. Pass another value for it in attrs=")
-    return found | fill
+    return found
 
 
 def _is_decoded(one: ToSave, kind: str, attrs: Mapping[str, Any]) -> bool:
@@ -242,45 +328,62 @@ def _packing(name: str, codec: str) -> tuple[Compression | None, bool]:
 
 @dataclass(frozen=True)
 class _LeftOut:
-    """A coordinate that a new array cannot have: why, and the names of its axes if the caller can pass it."""
+    """A variable that a new array cannot have: why, and the names of its axes if the caller can pass it."""
 
     why: str
     dims: tuple[str | None, ...] | None
 
 
-def _coordinates(one: ToSave, known: Mapping[str, Any], kind: str) -> dict[str, ToSave | _LeftOut]:
-    """The coordinates of an array, from the one that it is like, by their new names; or why it cannot have one."""
-    labels = from_plain(known["labels"], len(known["shape"]))
+def _coordinates(one: ToSave, known: Json, kind: str, passed: set[str]) -> dict[str, ToSave | _LeftOut]:
+    """What belongs to an array that this one is like, by its new names; or why this one cannot have it.
+
+    What an attribute names is told if it cannot be had. A coordinate is not, if it belongs to an axis that is not there.
+    """
     found: dict[str, ToSave | _LeftOut] = {}
     group = one.name.rpartition("/")[0]
     lengths = {dim: n for dim, n in zip(one.dims or (), one.shape, strict=False) if dim}
-    for key, coordinate in ({} if labels is None else labels.coords).items():
-        name, where, dims = f"{group}/{key}", f"'{coordinate.dataset}' in like=", coordinate.dims
-        text = known["no numbers"].get(key)
-        if text is not None and (not dims or not lengths.keys().isdisjoint(dims)):  # texts may have an axis of letters
-            found[name] = _LeftOut(f"{where} holds {text}", None)
-        elif not lengths.keys() >= set(dims):  # of other axes
+    named = set(_named_by(one.attrs))
+    todo, seen = [*known["coords"], *named], set[str]()
+    while todo:
+        path = todo.pop(0)
+        key = path.rpartition("/")[2]
+        name, other = f"{group}/{key}", known["beside"].get(key)
+        if key in seen or other is None or name in passed:
             continue
-        elif coordinate.values is None:
-            found[name] = _LeftOut(f"{where} has more than 64 KiB", dims)
-        elif wrong := [dim for dim, n in zip(dims, coordinate.values.shape, strict=True) if dim and lengths[dim] != n]:
-            why = f"has shape {coordinate.values.shape}, and axis '{wrong[0]}' of '{one.name}' {lengths[wrong[0]]} elements"
-            found[name] = _LeftOut(f"{where} {why}", dims)
-        else:
-            found[name] = _coordinate(name, coordinate, kind)
+        seen.add(key)
+        made = _taken(name, other, one, lengths, kind, set(known["dims"]), path in named)
+        if made is not None:
+            found[name] = made
+        if isinstance(made, ToSave):
+            more = _named_by(made.attrs)
+            named.update(more)
+            todo += more
     return found
 
 
-def _coordinate(name: str, known: Coordinate, kind: str) -> ToSave | _LeftOut:
-    """A coordinate as an array of its own."""
-    values = np.asarray(known.values)
-    is_packed = not PACKING.isdisjoint(known.attrs)  # these values were decoded
-    without = _OF_PACKED if is_packed else {"_FillValue"}
-    attrs = {key: value for key, value in known.attrs.items() if key not in without}
-    if values.dtype.kind == "b":
-        attrs.pop("dtype", None)
-        if kind == "netcdf4":  # which has no booleans: as xarray writes them
-            values, attrs = values.astype("int8"), attrs | {"dtype": "bool"}
+def _taken(
+    name: str, other: Json, one: ToSave, lengths: Mapping[str, int], kind: str, dims_like: set[Any], is_named: bool
+) -> ToSave | _LeftOut | None:
+    """A variable that belongs to an array, as an array of its own; or why it cannot be had, or None if nobody misses it."""
+    where, dims = f"'{other['dataset']}' in like=", tuple(other["dims"])
+    text, absent = other.get("no numbers"), [dim for dim in dims if dim not in lengths and (dim is None or dim in dims_like)]
+    if text is not None and (is_named or not dims or not lengths.keys().isdisjoint(dims)):  # texts may have an axis of letters
+        return _LeftOut(f"{where} holds {text}", None)
+    if not is_named and not lengths.keys() >= set(dims):
+        return None
+    if absent:
+        axis = "an axis without a name" if None in absent else f"the axis '{absent[0]}', which '{one.name}' does not have"
+        return _LeftOut(f"{where} has {axis}", None if None in absent else dims)
+    if "values" not in other:
+        return _LeftOut(f"{where} {other['why']}", dims)
+    shape, dtype = tuple(other["shape"]), np.dtype(other["dtype"])
+    if wrong := [dim for dim, n in zip(dims, shape, strict=True) if lengths.get(dim, n) != n]:
+        why = f"has shape {shape}, and axis '{wrong[0]}' of '{one.name}' {lengths[wrong[0]]} elements"
+        return _LeftOut(f"{where} {why}", dims)
+    values = np.frombuffer(b64decode(other["values"]), dtype).reshape(shape)
+    attrs = {key: _typed(told) for key, told in other["attrs"].items()}
+    if kind == "netcdf4" and dtype.kind == "b":  # which has no booleans: as xarray writes them
+        values, attrs = values.astype("int8"), attrs | {"dtype": "bool"}
     if kind == "netcdf4" and f"{values.dtype.kind}{values.dtype.itemsize}" not in NETCDF_TYPES:
-        return _LeftOut(f"'{known.dataset}' in like= holds {values.dtype}, which netCDF4 does not have", None)
-    return ToSave(name, values, values.shape, values.dtype, None, None, None, known.dims, attrs)
+        return _LeftOut(f"{where} holds {values.dtype}, which netCDF4 does not have", None)
+    return ToSave(name, values, values.shape, values.dtype, None, None, None, dims, attrs)

@@ -18,7 +18,7 @@ from shardload.errors import ConfigError
 from shardload.formats.base import ArrayInfo, native_dtype
 from shardload.formats.likeness import marked
 from shardload.formats.saving import make_sink
-from shardload.formats.sink import ONE_LENGTH, ArraySpec, Sink, axes_of_two_lengths
+from shardload.formats.sink import ArraySpec, Sink, unopened_by_xarray
 from shardload.jobs.saving.arguments import SaveArguments, ToSave
 from shardload.options import AUTO
 from shardload.planning.saving import (
@@ -168,7 +168,7 @@ def plan_file(asked: SaveArguments, group: Group) -> SavePlan:
     for one, shards in zip(asked.arrays, of_array, strict=True):
         specs[one.name], is_chosen = _spec(one, shards, asked.format, asked.options.staging_nbytes)
         chosen.append(is_chosen)
-    _check_lengths(asked.format, specs)
+    _check_axes(asked.format, specs)
     alignment = alignment_of(group)
     sink = make_sink(asked.path, specs, format=asked.format, mode=asked.mode, alignment=alignment, attrs=asked.attrs)
     return plan_into(sink, asked, of_array, group, chosen)
@@ -234,13 +234,12 @@ def _dtype_text(dtype: np.dtype[Any]) -> str:
     return native_dtype(dtype).name
 
 
-def _check_lengths(kind: str, specs: Mapping[str, ArraySpec]) -> None:
-    """ConfigError if axes of one name have two lengths in a group of Zarr. (netCDF's sink says so itself, and where HDF5's own
-    names of axes differ readers do not mind.)
+def _check_axes(kind: str, specs: Mapping[str, ArraySpec]) -> None:
+    """ConfigError if xarray would not open a group of Zarr. (netCDF's sink says so itself, and in plain HDF5 two axes of one
+    name are two for readers.)
     """
-    found = axes_of_two_lengths(specs) if kind.startswith("zarr") else []
-    if found:
-        raise ConfigError(f"{found[0]}. {ONE_LENGTH}")
+    for what, fix in unopened_by_xarray(specs) if kind.startswith("zarr") else ():
+        raise ConfigError(f"{what}. {fix}")
 
 
 def _check_unlimited(asked: SaveArguments) -> None:

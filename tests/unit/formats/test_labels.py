@@ -190,6 +190,24 @@ def test_dimensions_of_a_group_above(tmp_path: Path) -> None:
     np.testing.assert_array_equal(info.coords["x"].values, [1.0, 2.0, 3.0])
 
 
+@pytest.mark.parametrize("dims", [("lat", "lon"), ("lat", "bare"), ("lat", "lat"), ("lon", "lat"), ("bare",)])
+def test_a_variable_of_netcdf_with_the_name_of_a_dimension(tmp_path: Path, dims: tuple[str, ...]) -> None:
+    """Wrong if its axes had no names: where the first one is that dimension, the library makes it a scale of several axes, and
+    keeps the numbers of the other dimensions alone.
+    """
+    with netCDF4.Dataset(tmp_path / "a.nc", "w") as file:
+        file.createDimension("bare", 4)
+        group = file.createGroup("g")
+        for name, n in (("lat", 2), ("lon", 3)):
+            group.createDimension(name, n)
+        group.createVariable("v", "f4", ("lat", "lon"))[:] = 1
+        group.createVariable("lat", "f4", dims)[:] = 2
+    found = shardload.open(tmp_path / "a.nc")
+    with netCDF4.Dataset(tmp_path / "a.nc") as file:
+        for name in ("g/v", "g/lat"):
+            assert found[name].dims == file[name].dimensions
+
+
 def test_control_characters_in_names_are_shown_as_escapes(tmp_path: Path) -> None:
     """A file's names do not write to the terminal."""
     with h5py.File(tmp_path / "a.h5", "w") as file:

@@ -25,6 +25,7 @@ from shardload.errors import ConfigError, SourceError
 from shardload.formats import Region
 from shardload.formats.encoding import EncodeChain
 from shardload.formats.hdf5 import sink as hdf5_sink
+from shardload.formats.hdf5.growable import read_file
 from shardload.formats.hdf5.ledger import HEAD_NBYTES, Ledger
 from shardload.formats.hdf5.source import FORMAT as HDF5
 from shardload.formats.lookup import open_source
@@ -360,7 +361,7 @@ def test_attributes_groups_and_names_of_axes(tmp_path: Path) -> None:
 
 def test_xarray_opens_plain_hdf5_of_which_some_axes_have_coordinates(tmp_path: Path) -> None:
     """Wrong if an array had a scale on one axis only: h5netcdf opens no such array. A name that is taken, or that
-    two arrays use for other lengths, is a label as before.
+    two arrays use for other lengths, is the label; the scale has another one.
     """
     values = {"a": ramp((3, 4), "f4"), "b": ramp((3, 5), "f4"), "c": ramp((3, 5), "f4"), "g/x": ramp((2,), "i4")}
     values["z"] = ramp((3,), "f8")
@@ -390,8 +391,56 @@ def test_xarray_opens_plain_hdf5_of_which_some_axes_have_coordinates(tmp_path: P
     dims |= {"a": ("z", "y"), "c": ("z", "y"), "b": ("z", "g")}
     save(tmp_path / "y.h5", values, {n: spec(v.dtype, None, None, v.shape, dims=dims[n]) for n, v in values.items()})
     with h5py.File(tmp_path / "y.h5") as file:
-        assert list(file) == ["a", "b", "c", "g", "z"]
         assert [file[name].dims[1].label for name in ("a", "b", "c")] == ["y", "g", "y"]
+    for engine in ("netcdf4", "h5netcdf"):
+        with xr.open_dataset(tmp_path / "y.h5", engine=engine) as found:
+            assert [found[name].dims for name in "abc"] == [("z", "y"), ("z", "g_axis"), ("z", "y_axis")]
+            for name in ("a", "b", "c"):
+                np.testing.assert_array_equal(found[name].values, values[name])
+    source = open_source(str(tmp_path / "y.h5"), "/b")
+    assert source.labels().dims == ("z", "g") and set(source.labels().coords) == {"z"}
+    source.close()
+
+
+NAMED_AS_AXES: list[tuple[str, tuple[int, ...], tuple[str, ...]]] = [
+    ("lat", (2, 3), ("lat", "lon")),
+    ("lat", (3, 2), ("lon", "lat")),
+    ("lat", (4, 5), ("y", "x")),
+    ("lat", (5,), ("x",)),
+    ("lat", (2,), ("n",)),
+    ("g/lat", (2, 3), ("lat", "lon")),
+]
+
+
+@pytest.mark.parametrize("suffix", ["h5", "nc"])
+@pytest.mark.parametrize(("name", "shape", "dims"), NAMED_AS_AXES)
+def test_an_array_with_the_name_of_an_axis(
+    tmp_path: Path, suffix: str, name: str, shape: tuple[int, ...], dims: tuple[str, ...]
+) -> None:
+    """Wrong if it were taken for the coordinate, or if xarray did not open the file: with the name of the axis taken, h5netcdf
+    found a scale on one axis of an array, and none on the other.
+    """
+    path = tmp_path / f"out.{suffix}"
+    values = {"v": ramp((2, 3), "f4"), "lon": ramp((3,), "f8"), name: ramp(shape, "i4"), "g/w": ramp((2,), "i2")}
+    of = {"v": ("lat", "lon"), "lon": ("lon",), name: dims, "g/w": ("lat",)}
+    specs = {key: spec(one.dtype, "gzip", one.shape, one.shape, dims=of[key]) for key, one in values.items()}
+    save(path, values, specs)
+    for engine in ("netcdf4", "h5netcdf"):
+        for key, expected in values.items():
+            above, _, last = key.rpartition("/")
+            how: dict[str, Any] = {"phony_dims": "sort"} if engine == "h5netcdf" else {}
+            with xr.open_dataset(path, engine=engine, group=above or None, **how) as found:
+                np.testing.assert_array_equal(found[last].values, expected)
+                assert suffix == "h5" or found[last].dims == of[key]
+                assert above or "lon" in found.indexes
+    if suffix == "nc":
+        with netCDF4.Dataset(path) as file:
+            assert file[name].dimensions == dims and file["v"].dimensions == of["v"]
+            np.testing.assert_array_equal(file[name][...], values[name])
+    source = open_source(str(path), "/v")
+    assert source.labels().dims == ("lat", "lon") and source.axes({"lat", "lon"}).dims == ("lat", "lon")
+    source.close()
+    assert read_file(str(path), [])["arrays"]["/v"]["dims"] == ["lat", "lon"], "an append asks for the axis by its name"
 
 
 @pytest.mark.parametrize("name", ["x.h5", "x.nc"])
@@ -544,8 +593,12 @@ def test_netcdf_shows_all_attributes_that_are_taken(tmp_path: Path) -> None:
             "axis 'b' has 6 elements in '/y', but 4",
         ),
         (
-            {"a": spec("f4", None, None, (3, 2), dims=("a", "b")), "x": spec("f4", dims=("a", None, None))},
-            "must be the coordinate",
+            {"a": spec("f4", None, None, ()), "x": spec("f4", dims=("a", None, None))},
+            "'/a' is a single number, and has the name of an axis of '/x': xarray opens no such file. Call one",
+        ),
+        (
+            {"a": spec("f4", None, None, (6,)), "_nc4_non_coord_a": spec("f4"), "x": spec("f4", dims=("a", None, None))},
+            "no place for it: '/_nc4_non_coord_a' is an array, too. Call one",
         ),
         ({"x": spec("f4", "lzf")}, "is 'lzf', which is h5py's own: the netCDF library does not read it. Pa"),
         # HDF5 holds all of these, but the netCDF library does not open such a file, or does not show the attribute.
