@@ -10,7 +10,6 @@ grep. ``COLUMNS=1000`` prints one line per array, and ``--json`` is for programs
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import os
@@ -41,7 +40,16 @@ from shardload.cli.arguments import (
 from shardload.comm.environment import launched, task
 from shardload.errors import ConfigError, ShardloadError, printable
 from shardload.options import DEFAULTS, OPTIONS
-from shardload.system.terminal import Column, OutputError, discard_stdout, fit_table, say_error, tell, width_of, wrap
+from shardload.system.terminal import (
+    Column,
+    OutputError,
+    fit_table,
+    say_error,
+    stdout_of_a_command,
+    tell,
+    width_of,
+    wrap,
+)
 from shardload.units import counted, format_nbytes
 
 if TYPE_CHECKING:
@@ -165,12 +173,10 @@ def _every_command(
 
 def main() -> None:
     """Entry point of the ``shardload`` command and of ``python -m shardload``."""
-    if isinstance(sys.stdout, io.TextIOWrapper):  # names that its encoding does not have are shown as escapes
-        sys.stdout.reconfigure(errors="backslashreplace")
     try:
+        sys.stdout = stdout_of_a_command()  # also for what typer prints: --help, the completion of a shell
         app()
     except OutputError as error:
-        discard_stdout()
         say_error(str(error))
         sys.exit(1)
 

@@ -464,6 +464,9 @@ def test_a_plan_for_65536_devices(file: str) -> None:
 
 
 FULL = [
+    ["--help"],
+    [],
+    ["--show-completion", "bash"],
     ["--version"],
     ["info", "FILE", "--json"],
     ["info", "FILE:/no-such", "--json"],
@@ -471,6 +474,7 @@ FULL = [
     ["copy", "FILE:/x", "OUT.h5", "--dry-run"],
     ["verify", "FILE:/x", "--mesh", "a=1", "--spec", "a"],
     ["doctor"],
+    ["demo", "--size", "8"],
 ]
 
 
