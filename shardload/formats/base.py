@@ -206,8 +206,9 @@ class Properties:
     attrs : mapping
         The author's attributes, with their types. ``_FillValue``, a scalar of the array's type, is there if a value marks
         missing data, however the format says that.
-    compression : mapping or None
-        How chunks are compressed: the keywords of `sink.Compression`.
+    compression : mapping, str or None
+        How chunks are compressed: the keywords of `sink.Compression`. Text says why no other array can be compressed like this
+        one, in words that follow its name.
     checksum : bool
         Whether chunks have a checksum of the format's own.
     fill_value : object
@@ -225,7 +226,7 @@ class Properties:
     dtype: np.dtype[Any]
     dims: tuple[str | None, ...]
     attrs: Mapping[str, Any] = field(default_factory=dict)
-    compression: Mapping[str, Any] | None = None
+    compression: Mapping[str, Any] | str | None = None
     checksum: bool = False
     fill_value: Any = None
     unlimited: tuple[int, ...] = ()

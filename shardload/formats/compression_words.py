@@ -2,7 +2,8 @@
 
 A caller may write these words as one text, as in a shell.
 
-A format lists the codecs of a chunk and reads their options; what these mean together is decided here.
+A format lists the codecs of a chunk and reads their options; what these mean together is decided here. If a new array cannot be
+compressed like that, it is said why.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ def compression_typed(text: str) -> dict[str, Any] | None:
 
 def compression_told(
     names: Sequence[str], is_shuffled: bool, options: Callable[[], Mapping[str, Any]]
-) -> dict[str, Any] | None:
-    """The keywords of `sink.Compression`; None for an array that is not compressed.
+) -> dict[str, Any] | str | None:
+    """The keywords of `sink.Compression`; None for an array that is not compressed; text as in `base.Properties`.
 
     Parameters
     ----------
@@ -63,12 +64,13 @@ def compression_told(
     >>> compression_told(["gzip"], True, lambda: {"level": 4})
     {'name': 'gzip', 'shuffle': True, 'level': 4}
     >>> compression_told([], False, dict), compression_told(["zstd", "gzip"], False, dict)
-    (None, {'name': 'zstd then gzip', 'shuffle': False})
+    (None, 'is encoded by zstd, then by gzip; a new array has one compressor')
     """
     if not names:
         return {"name": "none", "shuffle": True} if is_shuffled else None
-    told: dict[str, Any] = {"name": " then ".join(names), "shuffle": is_shuffled}
-    return told if len(names) > 1 else told | dict(options())  # no format takes two
+    if len(names) > 1:
+        return f"is encoded by {', then by '.join(names)}; a new array has one compressor"
+    return {"name": names[0], "shuffle": is_shuffled, **options()}
 
 
 def blosc_told(level: int, codec: str, shuffle: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from typing import Any
 from zlib import crc32
@@ -281,6 +281,8 @@ def _like(
     for name, (info, properties, state) in described.items():
         selection, grows = selections[name], _growing(unlimited, dims[name], name in main)
         wanted = _asked_of(asked, info, selection, name in main, grows)
+        if name not in main and not _can_stay(kind, info, properties, selection, wanted):
+            wanted = replace(wanted, compression=asked.compression)
         spec, more = spec_like(info, properties, selection, kind, wanted)
         notes += more
         target = "/data" if name == "/" and not kind.startswith("zarr") else name
@@ -426,6 +428,20 @@ def _asked_of(asked: Asked, info: ArrayInfo, selection: Selection, is_main: bool
     if not has_chunks:
         compression = KEEP
     return Asked(asked.dtype, chunks, shards, compression, grows)
+
+
+def _can_stay(kind: str, info: ArrayInfo, properties: Properties, selection: Selection, wanted: Asked) -> bool:
+    """Whether a coordinate can be compressed in the new file as it is in the source. Where it cannot, it takes the compression
+    that is asked for: the caller has no other way to say what it shall have.
+    """
+    if properties.compression is None and not properties.checksum:
+        return True
+    try:
+        spec, _ = spec_like(info, properties, selection, kind, wanted)
+        import_module("shardload.formats.saving").make_sink("x", {"x": replace(spec, dims=None, attrs={})}, format=kind)
+    except ConfigError:
+        return False
+    return True
 
 
 def _check_asked(request: CopyRequest, found: Sequence[Found], asked: Asked, main: Sequence[str]) -> None:

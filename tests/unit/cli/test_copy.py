@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import h5py
 import hdf5plugin
@@ -128,9 +130,9 @@ def test_what_zarr_does_not_have_says_what_to_type(run: Run, file: str, tmp_path
             "bool, which netCDF4 does not have. Type --dataset for the other arrays, or use the suffix .h5 or .zarr",
         ),
         ("psi", "out.nc", "complex64, which netCDF4 does not have. Type --dataset for the other arrays, or use the suffix .h5"),
-        ("frames", "out.zarr", "is 'lz4'; in Zarr --compression is one of gzip, zstd, blosc. Type --compression 'blosc(lz4)'"),
+        ("frames", "out.zarr", "is 'lz4'; Zarr has gzip, zstd, blosc. Pass --compression 'blosc(lz4)'"),
         ("old", "out.h5", "is 'bz2'; expected one of bitshuffle,"),
-        ("old", "out.h5", "zstd. Type --compression with one of these"),
+        ("old", "out.h5", "Pass --compression gzip, which every HDF5 has, or another of these"),
     ],
 )
 def test_what_another_format_does_not_have_says_what_to_type(
@@ -147,6 +149,98 @@ def test_what_another_format_does_not_have_says_what_to_type(
     code, _, said = run("copy", f"{source}:/{name}", str(tmp_path / target), columns=200)
     assert code == 1
     assert told in unwrapped(said)
+
+
+FILTERS: dict[str, dict[str, Any]] = {
+    "szip": {"compression": "szip"},
+    "lzf": {"compression": "lzf"},
+    "shuffle, gzip": {"compression": "gzip", "shuffle": True},
+    "checksums": {"fletcher32": True},
+    "scale-offset": {"scaleoffset": 2},
+    "scale-offset, gzip": {"scaleoffset": 2, "compression": "gzip"},
+    "ZFP": dict(hdf5plugin.Zfp(accuracy=0.5)),
+    "SZ": dict(hdf5plugin.SZ(absolute=0.5)),
+    "SPERR": dict(hdf5plugin.Sperr(rate=8)),
+    "blosc2": dict(hdf5plugin.Blosc2()),
+}
+
+
+@pytest.mark.parametrize("target", ["out.h5", "out.nc", "out.zarr", "zarr2"])
+@pytest.mark.parametrize("name", FILTERS)
+def test_a_filter_that_is_not_taken_over_says_what_to_type(run: Run, tmp_path: Path, name: str, target: str) -> None:
+    """Wrong if what is proposed failed, or a copy was of other values: a lossy filter changed them once more, without a word
+    where the first chunk stayed what it was.
+    """
+    path, out = tmp_path / "in.h5", tmp_path / target.replace("zarr2", "out.zarr")
+    with h5py.File(path, "w") as file:
+        values = (np.linspace(0, 1e6, 64) + np.random.default_rng(0).normal(0, 1e3, (64, 64))).T.astype("f4")
+        values[:32, :32] = 0
+        file.create_dataset("x", data=values, chunks=(32, 32), **FILTERS[name])
+    with h5py.File(path) as file:
+        values = file["x"][...]
+    command = ["copy", str(path), str(out), "--allow-filters", "zfp,sz,sperr"]
+    command += ["--format", "zarr2"] if target == "zarr2" else []
+    code, _, said = run(*command, columns=200)
+    if code:
+        assert code == 1 and "'/x'" in said
+        typed = re.search(r"(?:Type|Pass) --compression (?:with another name, such as --compression )?(\w+)", unwrapped(said))
+        assert typed is not None, said
+        code, _, said = run(*command, "--compression", typed[1])
+    assert code == 0, said
+    if out.suffix == ".zarr":
+        np.testing.assert_array_equal(zarr.open_group(out, mode="r")["x"][...], values)
+        return
+    with h5py.File(out) as file:
+        np.testing.assert_array_equal(file["x"][...], values)
+
+
+@pytest.mark.parametrize("target", ["out.h5", "out.zarr"])
+def test_a_coordinate_that_cannot_stay_compressed_takes_what_is_typed(run: Run, tmp_path: Path, target: str) -> None:
+    """Wrong if --compression was proposed and did nothing, or if a coordinate that can stay what it is did not."""
+    path, out = tmp_path / "in.h5", tmp_path / target
+    with h5py.File(path, "w") as file:
+        rho = file.create_dataset("rho", data=VALUES, chunks=(4, 8, 20), compression="gzip")
+        filters: tuple[dict[str, Any], ...] = ({"scaleoffset": 3}, {"compression": "gzip", "compression_opts": 7})
+        for k, (name, more) in enumerate(zip("xy", filters, strict=True)):
+            scale = file.create_dataset(name, data=np.linspace(0, 1, VALUES.shape[k]), chunks=(4,), **more)
+            scale.make_scale(name)
+            rho.dims[k].attach_scale(scale)
+        x = file["x"][...]
+    code, _, said = run("copy", str(path), str(out), columns=200)
+    assert code == 1 and "'/x'" in said and "Pass --compression gzip" in unwrapped(said)
+    code, _, said = run("copy", str(path), str(out), "--compression", "zstd")
+    assert code == 0, said
+    if target == "out.h5":
+        with h5py.File(out) as file:
+            np.testing.assert_array_equal(file["x"][...], x)
+            assert "32015" in file["x"]._filters and file["y"].compression_opts == 7
+    else:
+        group = zarr.open_group(out, mode="r")
+        np.testing.assert_array_equal(group["x"][...], x)
+        names = [type(group[name].compressors[0]).__name__ for name in "xy"]
+        assert names == ["ZstdCodec", "GzipCodec"]
+
+
+def test_integers_of_few_bits_in_larger_chunks(run: Run, tmp_path: Path) -> None:
+    """Wrong if they were cut off to as many bits as the smaller chunks of the source need."""
+    path, out = tmp_path / "in.h5", tmp_path / "out.h5"
+    values = np.repeat(np.arange(8, dtype="i4") * 1000, 16) + np.tile(np.arange(16, dtype="i4"), 8)
+    with h5py.File(path, "w") as file:
+        file.create_dataset("x", data=values, chunks=(16,), scaleoffset=5)
+    with h5py.File(path) as file:
+        np.testing.assert_array_equal(file["x"][...], values)
+    code, _, said = run("copy", str(path), str(out), "--chunks", "64")
+    assert code == 0, said
+    with h5py.File(out) as file:
+        assert file["x"].scaleoffset is not None
+        np.testing.assert_array_equal(file["x"][...], values)
+
+
+@pytest.mark.parametrize("typed", ["zfp", "sz", "scaleoffset", "bzip2:9", "lz4:3"])
+def test_parameters_that_nobody_can_type_are_not_asked_for(run: Run, file: str, tmp_path: Path, typed: str) -> None:
+    code, _, said = run("copy", f"{file}:/rho", str(tmp_path / "out.h5"), "--compression", typed, columns=200)
+    assert code == 1 and "cd_values" not in said
+    assert ("Pass its name alone" if ":" in typed else "Pass --compression zstd") in unwrapped(said)
 
 
 def test_a_variable_with_the_name_of_an_axis_says_what_to_type(run: Run, tmp_path: Path) -> None:
