@@ -604,12 +604,22 @@ def _axes_text(array: ArrayInfo) -> str:
 
 
 def _coordinate_text(name: str, one: Coordinate) -> str:
+    """The first and last value of the coordinate of an axis, which say its direction; of others, such as the latitudes of a
+    curvilinear grid or of stations, the axes, and the least and greatest value. What is not small was not read.
+    """
+    is_of_axis = one.dims in ((name,), (None,))
+    axes = "" if is_of_axis or not one.dims else f"({', '.join(dim or '-' for dim in one.dims)})"
     if one.values is None:
-        return name
+        return f"{name}{axes}"
     values = one.values.reshape(-1)
+    if not is_of_axis and values.dtype.kind != "c":  # complex numbers have no order
+        there = values[values == values]  # what is missing is NaN
+        if values.size and not there.size:
+            return f"{name}{axes} all missing"
+        values = there if there.size < 2 else there.take([there.argmin(), there.argmax()])
     ends = f" {values[0]}" if values.size == 1 else f" {values[0]} to {values[-1]}" if values.size else ""
     units = one.attrs.get("units")
-    return f"{name}{ends}{f' {_plain_text(units)}' if units else ''}"
+    return f"{name}{axes}{ends}{f' {_plain_text(units)}' if units else ''}"
 
 
 def _packing_text(array: ArrayInfo) -> str:
