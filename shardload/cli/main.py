@@ -227,7 +227,8 @@ def info(
         is_group = dataset is not None and (dataset == "*" or dataset.endswith("/*"))
         if dataset is not None and is_group:
             group = f"/{dataset[:-1].strip('/')}".rstrip("/")
-            arrays = [array for array in arrays if array.dataset.startswith(f"{group}/")] or [find_array(path, dataset, access)]
+            below = [array for array in arrays if array.dataset.startswith(f"{group}/")]
+            arrays = below or list_labelled(path, access, _MOST_LABELLED, group) or [find_array(path, dataset, access)]
         elif dataset is not None:  # list_arrays also has what find_array refuses, and find_array what is behind links
             named = [array for array in arrays if array.dataset == "/" + dataset.strip("/")]
             arrays = named or [find_array(path, dataset, access, is_counted=True)]

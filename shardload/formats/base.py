@@ -761,6 +761,14 @@ class Format(abc.ABC):
         """
         return self.list_arrays(path, access)[: None if most is None else most + 1]
 
+    def list_linked(self, path: str, group: str, access: Access = STRICT, in_full: bool = True) -> list[ArrayInfo]:
+        """The arrays below `group`, if links lead to it, under the names by which `open_path` opens them. By default none.
+
+        `list_arrays` follows no links, so it has none of these. With `in_full` they are described as there, else as in
+        `sketch_arrays`. Raises SourceError for a link without a target, and for one that the caller does not allow.
+        """
+        return []
+
     def open_file(self, path: str, access: Access = STRICT) -> OpenFile:
         """Open the file once, for several of its arrays. By default each array opens the file by itself."""
         return _OpenedByEach(self, path, access)

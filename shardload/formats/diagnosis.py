@@ -301,10 +301,10 @@ def no_arrays_below(path: str, group: str, infos: Sequence[ArrayInfo]) -> Config
 
 
 def _links_below(group: str, infos: Sequence[ArrayInfo]) -> str:
-    """What a pattern below `group` does not do with links, if the file may have some; for the end of a message."""
+    """What a pattern does not do with links below `group`, if the file may have some; for the end of a message."""
     if not group or not any(info.format in ("HDF5", "netCDF4") for info in infos):
         return ""
-    return f" (A '*' follows no links in HDF5. If '{group}' is one, name it alone: the error lists the arrays there.)"
+    return f" (A '*' follows no links below '{group}' in HDF5. Name each array to which one leads.)"
 
 
 def _told(info: ArrayInfo) -> str:

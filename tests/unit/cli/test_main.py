@@ -744,6 +744,10 @@ def test_info_of_a_group_lists_its_arrays(file: str) -> None:
     assert sorted(names) == ["/big", "/fields/density", "/words", "/x"]
     code, _, err = run("info", f"{file}:/nothing/*")
     assert code == 1 and "holds no array '/nothing/*'" in err
+    with h5py.File(file, "a") as h5:
+        h5["latest"] = h5py.SoftLink("/fields")
+    listed = [run("info", f"{file}:/{group}/*")[1] for group in ("fields", "latest")]
+    assert "/fields/density" in listed[0] and listed[1] == listed[0].replace("/fields/", "/latest/")
 
 
 def test_help_of_decode_says_what_can_be_typed() -> None:
