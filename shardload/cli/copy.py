@@ -84,6 +84,10 @@ IN_COPY = {
         "Type --compression with another name, such as --compression zstd, which leaves them out, or --format zarr"
     ),
     ", or the parameters of this one, 'cd_values': (...) in options (hdf5plugin knows them)": "",
+    "Pass no dtype, to keep": "Leave --dtype out to keep",
+    ", or one that holds all values": ", or type one that holds all values",
+    ", which needs jax.config.update('jax_enable_x64', True)": "",
+    "; only step 1 is possible: load all and slice": "; only step 1 is possible",
     "compression=None": "--compression none",
     "compression='blosc(lz4)'": "--compression 'blosc(lz4)'",
     "Save it as int8": "Type --dataset for the other arrays",

@@ -30,11 +30,13 @@ def compression_typed(text: str) -> dict[str, Any] | None:
 
     >>> compression_typed("gzip:6+shuffle"), compression_typed("gzip 6")
     ({'name': 'gzip', 'level': 6, 'shuffle': True}, None)
+    >>> compression_typed("gzip(6)") is None, compression_typed("zstd+bitshuffle") is None  # Blosc alone has these inside
+    (True, True)
     >>> compression_typed("blosc(zstd):5+bitshuffle")
     {'name': 'blosc', 'level': 5, 'shuffle': False, 'options': {'cname': 'zstd', 'bitshuffle': True}}
     """
     found = _TYPED.fullmatch(text.strip().lower())
-    if found is None:
+    if found is None or (found["name"] != "blosc" and (found["inner"] or found["shuffle"] == "+bitshuffle")):
         return None
     options: dict[str, Any] = {} if found["inner"] is None else {"cname": found["inner"]}
     if found["shuffle"] == "+bitshuffle":

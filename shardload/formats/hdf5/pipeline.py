@@ -138,8 +138,8 @@ class Pipeline:
             self.creation.set_deflate(level)
             return encoding.zlib(level)
         values = options.pop("cd_values", None)
-        number = _NUMBERS.get(name, int(name) if name.isdigit() else None)
-        if number is None or number in (1, 2, 3):
+        number = _NUMBERS.get(name, int(name) if name.isascii() and name.isdecimal() else None)
+        if number is None or number in (0, 1, 2, 3) or number > h5py.h5z.FILTER_MAX:
             known = ", ".join(sorted(key for key, k in _NUMBERS.items() if k not in (2, 3) and k not in LOSSY))
             raise ConfigError(
                 f"compression of '{self._name}' is {name!r}; expected one of {known}, or a filter's number as text. "

@@ -90,6 +90,19 @@ def test_json_says_what_was_written(run: Run, file: str, tmp_path: Path) -> None
         (["--shards", "0,1"], 2, "Type for example --shards 128,128,128"),
         (["--compression", "gzip?"], 2, "Type for example --compression zstd, gzip:6+shuffle or none"),
         (["--compression", "gzip:77", "--chunks", "2,2,2"], 1, "the level of gzip is 77"),
+        (["--compression", "gzip(4)"], 2, "cannot read 'gzip(4)'. Type for example --compression zstd, gzip:6+shuffle"),
+        (["--compression", "99999", "--dataset", "rho"], 1, "compression of '/rho' is '99999'; expected one of"),
+        (["--dtype", "int8", "--dataset", "rho"], 1, "Leave --dtype out to keep float32, or type one that holds all values"),
+        (["--verify", "none"], 1, "--verify is 'none'; expected one of 'index', 'checksum', 'full'"),
+        (["--dataset", "rho,whole"], 1, "(For several arrays, type the option once for each.)"),
+        (["--select", "0"], 1, "--select has positions, and there are 2 arrays"),
+        (["--select", "99", "--dataset", "rho"], 1, "--select has 99 on axis 0, which has 12 elements"),
+        (["--select", "time=0"], 1, "no axis has a name. Select by positions, such as --select 0,:"),
+        (
+            ["--select", "lat=35.5"],
+            2,
+            "cannot read 'lat=35.5' in 'lat=35.5'. Each is NAME=POSITION or NAME=START:STOP, with positions",
+        ),
         (["--compression", "what", "--chunks", "2,2,2"], 1, "is 'what'"),
         (["--mode", "a"], 1, "--mode is 'a'"),
         (["--verify", "file"], 1, "--verify is 'file'"),
@@ -113,6 +126,39 @@ def test_what_it_refuses_says_what_to_type(
     assert found == code
     assert told in unwrapped(said)
     assert sorted(one.name for one in tmp_path.iterdir()) == ["in.h5"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--dataset", "g"], "Pass --dataset one of those in it: '/g/large' (2,) float64. All of them are '/g/*'."),
+        (["--dtype", "float16"], "such as 1e+300. Leave --dtype out to keep float64, or type one that holds all values"),
+    ],
+)
+def test_what_it_refuses_of_a_group(run: Run, tmp_path: Path, arguments: list[str], told: str) -> None:
+    """Wrong if JAX were to be told of float64, which a copy does not need."""
+    with h5py.File(tmp_path / "in.h5", "w") as opened:
+        opened["g/large"] = np.full(2, 1e300)
+    code, _, said = run("copy", str(tmp_path / "in.h5"), str(tmp_path / "out.h5"), *arguments, columns=200)
+    assert code == 1 and told in unwrapped(said) and "jax" not in said
+
+
+@pytest.mark.parametrize(
+    ("out", "told"),
+    [
+        ("folder", "'folder' is a folder. Pass the new file's name in it, such as 'folder/out.h5'"),
+        (".", "'.' is a folder. Pass the new file's name in it, such as './out.h5'"),
+        ("out.h5:/rho", "'out.h5:/rho' names an array, and arrays keep their names in a copy. Pass 'out.h5', the file alone"),
+    ],
+)
+def test_where_other_commands_would_write(
+    run: Run, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str, told: str
+) -> None:
+    """As ``cp`` to a folder. Wrong if a person were asked for a suffix of the folder."""
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    code, _, said = run("copy", file, out, columns=200)
+    assert code == 1 and told in unwrapped(said)
 
 
 def test_what_zarr_does_not_have_says_what_to_type(run: Run, file: str, tmp_path: Path) -> None:

@@ -185,7 +185,10 @@ def test_a_wrong_name_lists_those_near_it(write: Write) -> None:
         find_array(path, "velocty")
     with pytest.raises(ConfigError, match=r"holds no array '/DENSITY'.*nearest first\): '/density'"):
         find_array(path, "DENSITY")
-    with pytest.raises(ConfigError, match=r"'/g' in .* is a group, not an array. .*: '/g/[pv].*, '/g/[pv][^']*' [^']*\.$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"'/g' in .* is a group, not an array. .*: '/g/[pv].*, '/g/[pv][^']*' [^']*\. All of them are '/g/\*'\.$",
+    ):
         find_array(path, "g")
     with pytest.raises(SourceError, match=r"holds no array '/nope', which was found in it before.*all ranks share") as caught:
         open_source(path, "nope")
