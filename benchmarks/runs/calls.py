@@ -198,7 +198,8 @@ def main() -> None:
         for kind, (paths, name) in files.items():
             ways = ways_of(kind, slabs if kind == "field" else pencils, paths, name)
             if asked.steps:
-                _tell_steps(comm, kind, next(ways[name] for name in ("series", "by name", "one file") if name in ways), asked.repeats)
+                way = next(ways[name] for name in ("series", "by name", "one file") if name in ways)
+                _tell_steps(comm, kind, way, asked.repeats)
                 continue
             took = turns(comm, ways, asked.repeats)
             for way, seconds in took.items():

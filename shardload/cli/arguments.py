@@ -108,30 +108,41 @@ def parse_select(text: str) -> tuple[slice | int | EllipsisType, ...] | dict[str
     if "=" in text:
         named: dict[str, slice | int] = {}
         for piece in text.strip("[] ").split(","):
-            name, _, position = (word.strip() for word in piece.partition("="))
-            parsed = parse_select(position) if position and "=" not in position else ()
-            if not name or len(parsed) != 1 or isinstance(parsed, dict) or isinstance(parsed[0], EllipsisType):
-                fix = 'Each is NAME=POSITION or NAME=START:STOP. Type for example --select "time=-1,lat=10:50"'
-                raise wrong("--select", f"cannot read {piece!r} in {text!r}. {fix}")
+            name, _, typed = (word.strip() for word in piece.partition("="))
+            part = _position(typed)
+            if not name or part is None or isinstance(part, EllipsisType):
+                fix = (
+                    "Each is NAME=POSITION or NAME=START:STOP, with positions that count from 0, not the values of coordinates"
+                )
+                raise wrong(
+                    "--select", f'cannot read {piece!r} in {text!r}. {fix}. Type for example --select "time=-1,lat=10:50"'
+                )
             if name in named:
                 raise wrong("--select", f"{text!r} has the axis {name!r} twice; give each axis once")
-            named[name] = parsed[0]
+            named[name] = part
         return named
     parts: list[slice | int | EllipsisType] = []
-    for part in (piece.strip() for piece in text.strip("[] ").split(",")):
-        try:
-            if part == "...":
-                parts.append(...)
-            elif ":" in part:
-                bounds = [int(bound) if bound.strip() else None for bound in part.split(":")]
-                parts.append(slice(*bounds) if len(bounds) > 2 else slice(bounds[0], bounds[1]))
-            else:
-                parts.append(int(part))
-        except (ValueError, TypeError):
+    for typed in (piece.strip() for piece in text.strip("[] ").split(",")):
+        part = _position(typed)
+        if part is None:
             fix = "Each axis takes an integer, a slice or '...'. Type for example --select \"0,:,10:20\", "
             fix += 'or "time=-1,lat=10:50" by names of axes'
-            raise wrong("--select", f"cannot read {part!r} in {text!r}. {fix}") from None
+            raise wrong("--select", f"cannot read {typed!r} in {text!r}. {fix}")
+        parts.append(part)
     return tuple(parts)
+
+
+def _position(text: str) -> slice | int | EllipsisType | None:
+    """An integer, a slice or ``...``, of one axis; None if it cannot be read."""
+    if text == "...":
+        return ...
+    try:
+        if ":" not in text:
+            return int(text)
+        bounds = [int(bound) if bound.strip() else None for bound in text.split(":")]
+        return slice(*bounds) if len(bounds) > 2 else slice(bounds[0], bounds[1])
+    except (ValueError, TypeError):
+        return None
 
 
 def parse_pad(text: str) -> int | float:
@@ -200,7 +211,7 @@ def as_typed(message: str) -> str:
     ("--readers is 'all'; expected 'auto'", 'pass --dataset ... (largest first)')
     """
     message = reworded(message, IN_COMMANDS)
-    message = _SAID_FIRST.sub(lambda found: f"{_FLAGS[found[1]]} is ", message)
+    message = _SAID_FIRST.sub(lambda found: f"{_FLAGS[found[1] or found[2]]} ", message)
     return _KEYWORD.sub(lambda found: _flag(found[1], found[2]), message)
 
 
@@ -226,18 +237,20 @@ IN_COMMANDS = {
     "pass a longer timeout=": "load it from Python with a longer timeout=",
     "pass a tree of specs, with one for each": "give each a command of its own",
     "pass a tree of selections, with one for each": "give each a command of its own",
+    "(Several arrays are a list of names.)": "(For several arrays, type the option once for each.)",
     "on before the first array: jax.config.update('jax_enable_x64', True), or JAX_ENABLE_X64=1 in the environment": (
         "on: type JAX_ENABLE_X64=1 in front of the command"
     ),
 }
 IN_INFO = {
+    " (Several arrays are a list of names.)": "",
     ". Pass dataset= one": ". Type FILE:/NAME, one",
     ". Pass a larger staging= if you think that it needs so much": "",
 }
 
 
 _FLAGS = {name: option.flag for name, option in OPTIONS.items() if option.flag}
-_SAID_FIRST = re.compile(rf"^({'|'.join(_FLAGS)}) is (?=['\d\[(-])")
+_SAID_FIRST = re.compile(rf"^(?:({'|'.join(_FLAGS)}) (?=is ['\d\[(-])|(select) (?=has |names ))")
 _KEYWORD = re.compile(rf"(?<![\w.\"'/])({'|'.join(_FLAGS)})=((?:'[^']*'|\"[^\"]*\"|[\w.]*\w)?)")
 
 

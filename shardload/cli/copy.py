@@ -83,9 +83,13 @@ IN_COPY = {
     "Leave them out, or save as Zarr format 3": (
         "Type --compression with another name, such as --compression zstd, which leaves them out, or --format zarr"
     ),
-    ", or a filter's number as text": ". Type --compression with one of these",
-    "in Zarr it is one of": "in Zarr --compression is one of",
-    "Zarr format 3 has lz4 inside of Blosc: {'name': 'blosc', 'options': {'cname': 'lz4'}}": "Type --compression 'blosc(lz4)'",
+    ", or the parameters of this one, 'cd_values': (...) in options (hdf5plugin knows them)": "",
+    "Pass no dtype, to keep": "Leave --dtype out to keep",
+    ", or one that holds all values": ", or type one that holds all values",
+    ", which needs jax.config.update('jax_enable_x64', True)": "",
+    "; only step 1 is possible: load all and slice": "; only step 1 is possible",
+    "compression=None": "--compression none",
+    "compression='blosc(lz4)'": "--compression 'blosc(lz4)'",
     "Save it as int8": "Type --dataset for the other arrays",
     "Save its real and imaginary parts as two arrays": "Type --dataset for the other arrays",
     "Call one of them by another name": "Type --dataset for the other arrays, or use the suffix .h5 or .zarr",

@@ -40,7 +40,7 @@ from zarr.storage import LocalStore, WrapperStore
 import shardload
 from shardload.comm.objects import ObjectRanks
 from shardload.errors import ConfigError, ShardloadError
-from shardload.system.terminal import Column, fit_table, own_stdout, say_error, tell, width_of, wrap
+from shardload.system.terminal import Column, OutputError, fit_table, own_stdout, say_error, tell, width_of, wrap
 
 __all__ = ["run"]
 
@@ -434,6 +434,12 @@ def _all_end_together(ranks: ObjectRanks) -> Iterator[None]:
         yield
     except ShardloadError:  # raised on all ranks alike
         raise
+    except (OutputError, BrokenPipeError) as error:  # on rank 0, which prints
+        if ranks.size == 1:
+            raise
+        if isinstance(error, OutputError):
+            say_error(str(error))
+        ranks.abort()
     except BaseException as error:
         if isinstance(error, Exception):  # not Ctrl-C, and not SIGTERM
             traceback.print_exc()

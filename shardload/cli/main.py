@@ -10,7 +10,6 @@ grep. ``COLUMNS=1000`` prints one line per array, and ``--json`` is for programs
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import os
@@ -41,7 +40,16 @@ from shardload.cli.arguments import (
 from shardload.comm.environment import launched, task
 from shardload.errors import ConfigError, ShardloadError, printable
 from shardload.options import DEFAULTS, OPTIONS
-from shardload.system.terminal import Column, OutputError, discard_stdout, fit_table, say_error, tell, width_of, wrap
+from shardload.system.terminal import (
+    Column,
+    OutputError,
+    fit_table,
+    say_error,
+    stdout_of_a_command,
+    tell,
+    width_of,
+    wrap,
+)
 from shardload.units import counted, format_nbytes
 
 if TYPE_CHECKING:
@@ -165,12 +173,10 @@ def _every_command(
 
 def main() -> None:
     """Entry point of the ``shardload`` command and of ``python -m shardload``."""
-    if isinstance(sys.stdout, io.TextIOWrapper):  # names that its encoding does not have are shown as escapes
-        sys.stdout.reconfigure(errors="backslashreplace")
     try:
+        sys.stdout = stdout_of_a_command()  # also for what typer prints: --help, the completion of a shell
         app()
     except OutputError as error:
-        discard_stdout()
         say_error(str(error))
         sys.exit(1)
 
@@ -221,7 +227,8 @@ def info(
         is_group = dataset is not None and (dataset == "*" or dataset.endswith("/*"))
         if dataset is not None and is_group:
             group = f"/{dataset[:-1].strip('/')}".rstrip("/")
-            arrays = [array for array in arrays if array.dataset.startswith(f"{group}/")] or [find_array(path, dataset, access)]
+            below = [array for array in arrays if array.dataset.startswith(f"{group}/")]
+            arrays = below or list_labelled(path, access, _MOST_LABELLED, group) or [find_array(path, dataset, access)]
         elif dataset is not None:  # list_arrays also has what find_array refuses, and find_array what is behind links
             named = [array for array in arrays if array.dataset == "/" + dataset.strip("/")]
             arrays = named or [find_array(path, dataset, access, is_counted=True)]
@@ -598,12 +605,22 @@ def _axes_text(array: ArrayInfo) -> str:
 
 
 def _coordinate_text(name: str, one: Coordinate) -> str:
+    """The first and last value of the coordinate of an axis, which say its direction; of others, such as the latitudes of a
+    curvilinear grid or of stations, the axes, and the least and greatest value. What is not small was not read.
+    """
+    is_of_axis = one.dims in ((name,), (None,))
+    axes = "" if is_of_axis or not one.dims else f"({', '.join(dim or '-' for dim in one.dims)})"
     if one.values is None:
-        return name
+        return f"{name}{axes}"
     values = one.values.reshape(-1)
+    if not is_of_axis and values.dtype.kind != "c":  # complex numbers have no order
+        there = values[values == values]  # what is missing is NaN
+        if values.size and not there.size:
+            return f"{name}{axes} all missing"
+        values = there if there.size < 2 else there.take([there.argmin(), there.argmax()])
     ends = f" {values[0]}" if values.size == 1 else f" {values[0]} to {values[-1]}" if values.size else ""
     units = one.attrs.get("units")
-    return f"{name}{ends}{f' {_plain_text(units)}' if units else ''}"
+    return f"{name}{axes}{ends}{f' {_plain_text(units)}' if units else ''}"
 
 
 def _packing_text(array: ArrayInfo) -> str:

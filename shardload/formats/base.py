@@ -206,8 +206,9 @@ class Properties:
     attrs : mapping
         The author's attributes, with their types. ``_FillValue``, a scalar of the array's type, is there if a value marks
         missing data, however the format says that.
-    compression : mapping or None
-        How chunks are compressed: the keywords of `sink.Compression`.
+    compression : mapping, str or None
+        How chunks are compressed: the keywords of `sink.Compression`. Text says why no other array can be compressed like this
+        one, in words that follow its name.
     checksum : bool
         Whether chunks have a checksum of the format's own.
     fill_value : object
@@ -225,7 +226,7 @@ class Properties:
     dtype: np.dtype[Any]
     dims: tuple[str | None, ...]
     attrs: Mapping[str, Any] = field(default_factory=dict)
-    compression: Mapping[str, Any] | None = None
+    compression: Mapping[str, Any] | str | None = None
     checksum: bool = False
     fill_value: Any = None
     unlimited: tuple[int, ...] = ()
@@ -759,6 +760,14 @@ class Format(abc.ABC):
         `group_info`. Text attributes may be left out: in some formats it is not safe to read those of a damaged file.
         """
         return self.list_arrays(path, access)[: None if most is None else most + 1]
+
+    def list_linked(self, path: str, group: str, access: Access = STRICT, in_full: bool = True) -> list[ArrayInfo]:
+        """The arrays below `group`, if links lead to it, under the names by which `open_path` opens them. By default none.
+
+        `list_arrays` follows no links, so it has none of these. With `in_full` they are described as there, else as in
+        `sketch_arrays`. Raises SourceError for a link without a target, and for one that the caller does not allow.
+        """
+        return []
 
     def open_file(self, path: str, access: Access = STRICT) -> OpenFile:
         """Open the file once, for several of its arrays. By default each array opens the file by itself."""

@@ -2,7 +2,8 @@
 
 A caller may write these words as one text, as in a shell.
 
-A format lists the codecs of a chunk and reads their options; what these mean together is decided here.
+A format lists the codecs of a chunk and reads their options; what these mean together is decided here. If a new array cannot be
+compressed like that, it is said why.
 """
 
 from __future__ import annotations
@@ -29,11 +30,13 @@ def compression_typed(text: str) -> dict[str, Any] | None:
 
     >>> compression_typed("gzip:6+shuffle"), compression_typed("gzip 6")
     ({'name': 'gzip', 'level': 6, 'shuffle': True}, None)
+    >>> compression_typed("gzip(6)") is None, compression_typed("zstd+bitshuffle") is None  # Blosc alone has these inside
+    (True, True)
     >>> compression_typed("blosc(zstd):5+bitshuffle")
     {'name': 'blosc', 'level': 5, 'shuffle': False, 'options': {'cname': 'zstd', 'bitshuffle': True}}
     """
     found = _TYPED.fullmatch(text.strip().lower())
-    if found is None:
+    if found is None or (found["name"] != "blosc" and (found["inner"] or found["shuffle"] == "+bitshuffle")):
         return None
     options: dict[str, Any] = {} if found["inner"] is None else {"cname": found["inner"]}
     if found["shuffle"] == "+bitshuffle":
@@ -46,8 +49,8 @@ def compression_typed(text: str) -> dict[str, Any] | None:
 
 def compression_told(
     names: Sequence[str], is_shuffled: bool, options: Callable[[], Mapping[str, Any]]
-) -> dict[str, Any] | None:
-    """The keywords of `sink.Compression`; None for an array that is not compressed.
+) -> dict[str, Any] | str | None:
+    """The keywords of `sink.Compression`; None for an array that is not compressed; text as in `base.Properties`.
 
     Parameters
     ----------
@@ -63,12 +66,13 @@ def compression_told(
     >>> compression_told(["gzip"], True, lambda: {"level": 4})
     {'name': 'gzip', 'shuffle': True, 'level': 4}
     >>> compression_told([], False, dict), compression_told(["zstd", "gzip"], False, dict)
-    (None, {'name': 'zstd then gzip', 'shuffle': False})
+    (None, 'is encoded by zstd, then by gzip; a new array has one compressor')
     """
     if not names:
         return {"name": "none", "shuffle": True} if is_shuffled else None
-    told: dict[str, Any] = {"name": " then ".join(names), "shuffle": is_shuffled}
-    return told if len(names) > 1 else told | dict(options())  # no format takes two
+    if len(names) > 1:
+        return f"is encoded by {', then by '.join(names)}; a new array has one compressor"
+    return {"name": names[0], "shuffle": is_shuffled, **options()}
 
 
 def blosc_told(level: int, codec: str, shuffle: str) -> dict[str, Any]:

@@ -53,6 +53,9 @@ _OTHERS = (
 _OF_CONTENT = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
+_ALL_BELOW = " All of them are "  # before a pattern
+
+
 @contextlib.contextmanager
 def as_source_error(path: str, dataset: str | None = None) -> Iterator[None]:
     """Turn any error of a format's library into a SourceError; ``KeyError(dataset)`` (no such name) passes."""
@@ -230,11 +233,12 @@ def only_array(path: str, infos: Sequence[ArrayInfo], has_more: bool) -> ArrayIn
 
 
 def in_path(message: str) -> str:
-    """The same message for a call without `dataset=`: there the name is a part of the path.
+    """The same message for a call without `dataset=`: there the name is a part of the path, and of one array.
 
     >>> in_path("'a.h5' holds no array '/rh'. Pass dataset= one of these (nearest first): '/rho' (8,) float32.")
     "'a.h5' holds no array '/rh'. Pass FILE:/NAME, one of these (nearest first): '/rho' (8,) float32."
     """
+    message = message.partition(_ALL_BELOW)[0]
     message = message.replace("; pass dataset='...' (", "; pass FILE:/NAME, one of these (")
     return message.replace(". Pass dataset= one of", ". Pass FILE:/NAME, one of")
 
@@ -248,7 +252,7 @@ def no_such_array(path: str, name: str, infos: Sequence[ArrayInfo], has_more: bo
     below = [info for info in infos if info.dataset.startswith(name.rstrip("/") + "/") and info.dataset != name]
     if below:
         what = f"'{name}' in '{path}' is a group, not an array. Pass dataset= one of those in it"
-        return ConfigError(f"{what}: {some([_told(i) for i in below], more)}.")
+        return ConfigError(f"{what}: {some([_told(i) for i in below], more)}.{_ALL_BELOW}'{name.rstrip('/')}/*'.")
     empty = next((info for info in infos if info.dtype == GROUP and info.dataset == name), None)
     infos = [info for info in infos if info is not empty]
     what = f"'{path}' holds no array '{name}'" if empty is None else f"'{name}' in '{path}' is {empty.refused}"
@@ -260,6 +264,8 @@ def no_such_array(path: str, name: str, infos: Sequence[ArrayInfo], has_more: bo
     hint = ""
     if name.endswith("/*"):
         hint = _links_below(name.removesuffix("/*"), infos)
+    elif "," in name:
+        hint = " (Several arrays are a list of names.)"
     elif "*" in name:
         group = name.rpartition("/")[0].strip("/")
         hint = f" (A '*' stands for all arrays below a group, and is all of the last part: '{f'{group}/*'.lstrip('/')}'.)"
@@ -301,10 +307,10 @@ def no_arrays_below(path: str, group: str, infos: Sequence[ArrayInfo]) -> Config
 
 
 def _links_below(group: str, infos: Sequence[ArrayInfo]) -> str:
-    """What a pattern below `group` does not do with links, if the file may have some; for the end of a message."""
+    """What a pattern does not do with links below `group`, if the file may have some; for the end of a message."""
     if not group or not any(info.format in ("HDF5", "netCDF4") for info in infos):
         return ""
-    return f" (A '*' follows no links in HDF5. If '{group}' is one, name it alone: the error lists the arrays there.)"
+    return f" (A '*' follows no links below '{group}' in HDF5. Name each array to which one leads.)"
 
 
 def _told(info: ArrayInfo) -> str:

@@ -61,7 +61,7 @@ def spec_like(info: ArrayInfo, found: Properties, selection: Selection, kind: st
     Raises
     ------
     ConfigError
-        If a value that marks missing data is none of the type that is asked for.
+        If a value that marks missing data is none of the type that is asked for, or no array can be compressed like this one.
     """
     dtype = found.dtype if asked.dtype is None else asked.dtype
     kept = selection.kept
@@ -73,9 +73,10 @@ def spec_like(info: ArrayInfo, found: Properties, selection: Selection, kind: st
     if isinstance(chunks, str):
         chunks = None if info.chunks is None else tuple(info.chunks[k] for k in kept)
     is_kept = isinstance(asked.compression, str) and asked.compression == KEEP
-    compression = Compression.of(found.compression if is_kept else asked.compression)
-    if chunks is None and is_kept and compression is not None:  # chunks were given up, and so is what is done to them
-        compression = None
+    kept_compression = None if chunks is None else found.compression  # if chunks are given up, so is what is done to them
+    if is_kept and isinstance(kept_compression, str):
+        raise ConfigError(f"{info} {kept_compression}. Pass compression='gzip', or compression=None")
+    compression = Compression.of(kept_compression if is_kept else asked.compression)
     attrs = dict(found.attrs)
     if asked.dtype is not None:
         attrs = {key: _cast(info, key, value, found.dtype, dtype) for key, value in attrs.items()}

@@ -164,16 +164,23 @@ def list_arrays(path: str, access: Access = STRICT) -> list[ArrayInfo]:
         return file_format.list_arrays(path, access)
 
 
-def list_labelled(path: str, access: Access, most: int) -> list[ArrayInfo]:
+def list_labelled(path: str, access: Access, most: int, linked: str = "") -> list[ArrayInfo]:
     """What `list_arrays` says, with the labels of every array that can be loaded, if there are at most `most` arrays.
 
-    Collective: no. Raises what `list_arrays` raises.
+    With `linked`, the arrays below this group, to which links lead (`Format.list_linked`); none if there is no such group.
+
+    Collective: no. Raises what `list_arrays` raises, and SourceError if a link has no target or leads outside.
     """
     path = _without_scheme(path)
     if access.untrusted is not None:
         with as_source_error(path):
-            return list_all(path, access, most)
-    infos = list_arrays(path, access)
+            return list_all(path, access, most, linked)
+    if linked:
+        file_format = format_of(path)
+        with as_source_error(path):
+            infos = file_format.list_linked(path, linked, access)
+    else:
+        infos = list_arrays(path, access)
     if len(infos) > most:
         return infos
     with Labeller(access) as labeller:
@@ -697,7 +704,8 @@ class Finder:
     def find_below(self, path_or_object: Any, group: str, with_dimensions: bool = False) -> tuple[list[Found], list[ArrayInfo]]:
         """All arrays below a group (empty: the root) that can be loaded, and those that hold no numbers. In the file's order.
 
-        Links are not followed. A netCDF dimension without a variable holds no numbers, unless `with_dimensions`.
+        Links to the group are followed, those below it are not. A netCDF dimension without a variable holds no numbers, unless
+        `with_dimensions`.
 
         Raises
         ------
@@ -720,6 +728,12 @@ class Finder:
             with as_source_error(path):
                 infos = file_format.sketch_arrays(path, self._access)
         below = [info for info in infos if info.dataset.startswith(f"{group}/")]
+        if group and not below:
+            if self._access.untrusted is not None:
+                below = list_labelled(path, self._access, 0, group)
+            else:
+                with as_source_error(path):
+                    below = file_format.list_linked(path, group, self._access, in_full=False)
         if not with_dimensions:
             below = [replace(info, refused=_NO_VARIABLE) if info.is_dimension else info for info in below]
         left_out = [info for info in below if info.refused is not None and not _holds_numbers(info)]

@@ -144,12 +144,14 @@ class _Server:
         format_of(split_path(path)[0])
         _limit_memory(_BASE_NBYTES + self._memory_nbytes)
 
-    def do_list(self, path: str, allow_external: bool, most_labelled: int) -> Answer:
-        """List all arrays; with names of axes and coordinates, if there are at most so many."""
+    def do_list(self, path: str, allow_external: bool, most_labelled: int, linked: str) -> Answer:
+        """List all arrays, or those below a group to which links lead; with names of axes and coordinates, if there are at most
+        so many.
+        """
         from shardload.formats.lookup import list_labelled
 
         self._prepare(path)
-        infos = list_labelled(path, _access(allow_external), most_labelled)
+        infos = list_labelled(path, _access(allow_external), most_labelled, linked)
         return {"infos": [json.loads(info.to_json()) for info in infos]}
 
     def do_find(

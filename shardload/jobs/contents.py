@@ -125,9 +125,10 @@ def read_contents(path: str, access: Access) -> Contents:
     if name is not None:
         full = "/" + name.strip("/")
         group = full.removesuffix("*").rstrip("/")
-        infos = [info for info in infos if info.dataset == full or info.dataset.startswith(f"{group}/")] or [
-            _behind_links(file, full, access)
-        ]
+        infos = [info for info in infos if info.dataset == full or info.dataset.startswith(f"{group}/")]
+        if group and not infos:
+            infos = list_labelled(file, access, _MOST_LABELLED, group)
+        infos = infos or [_behind_links(file, full, access)]
     return Contents(file, [_on_demand(file, info, access) for info in infos])
 
 

@@ -5,12 +5,14 @@
    is wider than the terminal is not broken, so that it can be copied.
 3. `fit_table` prints a table in the first form that fits: all columns; fewer columns, with the others in lines below each row;
    or a record for each row. No form leaves anything out.
-4. `own_stdout` redirects standard output, so that only the command prints there. `tell` prints, and says if that cannot be.
+4. `own_stdout` redirects standard output, so that only the command prints there. If its stream, or that of
+   `stdout_of_a_command`, cannot be written, that is an `OutputError`, whoever prints: `tell`, or the library of ``--help``.
 """
 
 from __future__ import annotations
 
 import ctypes
+import io
 import os
 import re
 import sys
@@ -18,18 +20,21 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 from shardload.errors import printable
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 __all__ = [
     "WIDTH",
     "Column",
     "OutputError",
-    "discard_stdout",
     "fit_table",
     "own_stdout",
     "say_error",
+    "stdout_of_a_command",
     "tell",
     "width_of",
     "width_of_prints",
@@ -205,22 +210,48 @@ class OutputError(OSError):
     """Standard output cannot be written."""
 
 
+class _Descriptor(io.FileIO):
+    """A file descriptor to print to. That its reader has enough (``| head``) stays a BrokenPipeError: it is nobody's error."""
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:  # the disk is full, for one
+            _discard(self.fileno())  # what is still in a buffer would be another error when that is closed
+            if isinstance(error, BrokenPipeError):
+                raise
+            raise OutputError(f"standard output cannot be written ({error}): what was to be printed is lost") from error
+
+
+def _stream_to(descriptor: int, encoding: str) -> io.TextIOWrapper:
+    """A stream of lines. Names that the encoding does not have are shown as escapes."""
+    lines = io.BufferedWriter(_Descriptor(descriptor, "w", closefd=False))
+    return io.TextIOWrapper(lines, encoding=encoding, errors="backslashreplace", line_buffering=True)
+
+
+def stdout_of_a_command() -> IO[str]:
+    """What a command has as ``sys.stdout``: where that goes now, but what cannot be written is an `OutputError`."""
+    if not isinstance(sys.stdout, io.TextIOWrapper):  # closed by the parent process, or replaced by a program that calls us
+        return sys.stdout
+    sys.stdout.flush()
+    try:
+        return _stream_to(sys.stdout.fileno(), sys.stdout.encoding)
+    except io.UnsupportedOperation:  # in memory
+        sys.stdout.reconfigure(errors="backslashreplace")
+        return sys.stdout
+
+
 def tell(text: str, out: IO[str] | None = None) -> None:
-    """Print text on `out`, by default standard output.
+    """Print text on `out`, by default standard output, now: an error comes here, not when the process ends.
 
     Raises
     ------
     OutputError
-        If it cannot be written: the disk is full, for one.
+        If a stream of a command cannot be written: the disk is full, for one.
     BrokenPipeError
         If its reader has enough (``| head``), which is no error of anybody.
     """
-    try:
-        print(text, file=out, flush=True)
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        raise OutputError(f"standard output cannot be written ({error}): what was to be printed is lost") from error
+    print(text, file=out, flush=True)
 
 
 @contextmanager
@@ -235,8 +266,8 @@ def own_stdout() -> Iterator[IO[str]]:
         return
     sys.stdout.flush()
     descriptor = os.dup(1)
-    out = os.fdopen(descriptor, "w", encoding=sys.stdout.encoding, errors="backslashreplace", closefd=False)
-    discard_stdout()
+    out = _stream_to(descriptor, sys.stdout.encoding)
+    _discard(1)
     try:
         yield out
     finally:
@@ -246,12 +277,12 @@ def own_stdout() -> Iterator[IO[str]]:
         ):  # or text in the C library's buffer would be printed after the descriptor is restored
             ctypes.CDLL(None).fflush(None)
         os.dup2(descriptor, 1)
-        with suppress(OSError):  # `tell` has raised it
+        with suppress(OSError):  # raised when it was printed
             out.close()
         os.close(descriptor)
 
 
-def discard_stdout() -> None:
-    """Send what is still printed on standard output, also by Python as it ends, to nowhere."""
+def _discard(descriptor: int) -> None:
+    """Send what is still written to a file descriptor to nowhere."""
     with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), 1)
+        os.dup2(nowhere.fileno(), descriptor)

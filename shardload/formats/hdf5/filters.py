@@ -25,6 +25,7 @@ from shardload.formats.access import STRICT, Access
 from shardload.formats.hdf5.opened import creation_of, kind_of
 
 __all__ = [
+    "LOSSY",
     "NAMES",
     "SIZED",
     "SURVIVED",
@@ -59,6 +60,7 @@ NAMES = {
 }
 
 SIZED = {2, 3, 5, 6}  # the size of their output follows from their parameters; for other filters it depends on the data
+LOSSY = frozenset({32013, 32017, 32018, 32024, 32028, 32033})  # they change values (SZ: or end the process) unless told how
 SURVIVED = frozenset({1, 2, 3, 4, 5, 6, 32000, 32001, 32004, 32015, 32026})
 
 _OWN = frozenset({1, 2, 3, 4, 5, 6, 32000})  # filters of HDF5 and h5py themselves

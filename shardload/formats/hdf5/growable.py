@@ -261,6 +261,8 @@ def _check_filters(where: str, name: str, known: Json, filters: list[tuple[int, 
     """ConfigError unless chunks that are made here go through the filters of those in the file."""
     chunks, why = tuple(known["chunks"]), ""
     try:
+        if isinstance(known["compression"], str):
+            raise ConfigError(f"'{name}' {known['compression']}")
         mine = Pipeline(name, spec_of(known, chunks))
         with h5py.File("trial", "w", driver="core", backing_store=False) as trial:
             space = h5py.h5s.create_simple(chunks)

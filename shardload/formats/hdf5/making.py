@@ -13,7 +13,7 @@ import numpy as np
 
 from shardload.formats.base import Properties, native_dtype, refusal
 from shardload.formats.compression_words import BLOSC_CODES, BLOSC_SHUFFLES, blosc_told, compression_told
-from shardload.formats.hdf5.filters import NAMES
+from shardload.formats.hdf5.filters import LOSSY, NAMES, scaleoffset_is_idle
 from shardload.formats.hdf5.metadata import HIDDEN, NO_VARIABLE, filters_of, labels_of
 from shardload.formats.hdf5.opened import creation_of
 
@@ -33,7 +33,7 @@ def properties_of(dataset: h5py.Dataset) -> Properties:
     if h5py.check_enum_dtype(dataset.dtype) is not None:
         unread.append(f"what the numbers of '{dataset.name}' stand for (an enumeration)")
     dtype = dataset.dtype if refusal(dataset.dtype) is not None else np.dtype(dataset.dtype.str)
-    compression, checksum = _compression(filters_of(dataset))
+    compression, checksum = _compression(filters_of(dataset), dtype.kind)
     fill = None
     if creation.fill_value_defined() == h5py.h5d.FILL_VALUE_USER_DEFINED and refusal(dataset.dtype) is None:
         value = np.zeros((), native_dtype(dataset.dtype))
@@ -112,12 +112,26 @@ def _is_complex(kind: h5py.h5t.TypeID) -> bool:
     return kind.get_class() == h5py.h5t.COMPOUND and bool(kind.dtype.kind == "c") and refusal(kind.dtype) is None
 
 
-def _compression(filters: list[tuple[int, int, Any, bytes]]) -> tuple[dict[str, Any] | None, bool]:
-    """The compression, in the words of `sink.Compression`, and whether there is a checksum."""
+def _compression(filters: list[tuple[int, int, Any, bytes]], kind: str) -> tuple[dict[str, Any] | str | None, bool]:
+    """The compression of values of this kind, as in `Properties`, and whether there is a checksum."""
     numbers = {number for number, *_ in filters}
     rest = [(number, tuple(int(v) for v in values)) for number, _, values, _ in filters if number not in (2, 3)]
     names = [NAMES.get(number, str(number)) for number, _ in rest]
-    return compression_told(names, 2 in numbers, lambda: _options(*rest[0])), 3 in numbers
+    why = _changing(*rest[0], kind) if len(rest) == 1 else ""
+    return why or compression_told(names, 2 in numbers, lambda: _options(*rest[0])), 3 in numbers
+
+
+def _changing(number: int, values: tuple[int, ...], kind: str) -> str:
+    """Why a filter is not used for a copy of what it has encoded, in words that follow the array's name; empty if it is.
+
+    The values that a lossy filter gives are not those that it was given, also if it has been used on them before: what is
+    rounded to the least value of a chunk is rounded to another one in chunks of another shape.
+    """
+    if number in LOSSY or (number == 6 and kind == "f" and not scaleoffset_is_idle(values)):
+        return f"is encoded by {NAMES[number]}, which could change the values once more"
+    if number not in NAMES:
+        return f"is encoded by HDF5 filter {number}, of which is not known whether it changes values"
+    return ""
 
 
 def _options(number: int, values: tuple[int, ...]) -> dict[str, Any]:
@@ -129,5 +143,7 @@ def _options(number: int, values: tuple[int, ...]) -> dict[str, Any]:
         return blosc_told(values[4], _BLOSC_NAMES.get(values[6], str(values[6])), kind)
     if number == 32004 and values in ((), (0,)):
         return {}
+    if number == 6 and not scaleoffset_is_idle(values):  # of integers: as many bits as a chunk needs, for none is to be lost
+        return {"options": {"cd_values": (values[0], 0)}}
     own = values[_ARGUMENTS.get(number, slice(None))]
     return {"options": {"cd_values": own} if own else {}}

@@ -25,7 +25,7 @@ from shardload.formats import encoding
 from shardload.formats.base import is_added
 from shardload.formats.compression_words import BLOSC_CODES
 from shardload.formats.encoding import EncodeChain, Step, level_of
-from shardload.formats.hdf5.filters import NAMES
+from shardload.formats.hdf5.filters import LOSSY, NAMES
 from shardload.formats.sink import ArraySpec, Stored
 
 __all__ = ["Pipeline", "create_type"]
@@ -33,8 +33,6 @@ __all__ = ["Pipeline", "create_type"]
 _NUMBERS = {name: number for number, name in NAMES.items()}
 # Filters of hdf5plugin, with the classes that know their usual parameters.
 _PLUGINS = {"blosc": "Blosc", "blosc2": "Blosc2", "bitshuffle": "Bitshuffle", "bzip2": "BZip2", "lz4": "LZ4", "zstd": "Zstd"}
-# Filters that change values, or (SZ) end the process, unless they are told how: zfp, SZ, FCIDECOMP, SZ3, SPERR, HTJ2K.
-_TOLD_HOW = {32013, 32017, 32018, 32024, 32028, 32033}
 _OPTIONAL = h5py.h5z.FLAG_OPTIONAL
 _MOST_NBYTES = 2**32 - 1  # of a chunk
 _files = itertools.count()
@@ -140,16 +138,17 @@ class Pipeline:
             self.creation.set_deflate(level)
             return encoding.zlib(level)
         values = options.pop("cd_values", None)
-        number = _NUMBERS.get(name, int(name) if name.isdigit() else None)
-        if number is None or number in (1, 2, 3):
-            known = ", ".join(sorted(key for key, k in _NUMBERS.items() if k not in (2, 3) and k not in _TOLD_HOW))
+        number = _NUMBERS.get(name, int(name) if name.isascii() and name.isdecimal() else None)
+        if number is None or number in (0, 1, 2, 3) or number > h5py.h5z.FILTER_MAX:
+            known = ", ".join(sorted(key for key, k in _NUMBERS.items() if k not in (2, 3) and k not in LOSSY))
             raise ConfigError(
-                f"compression of '{self._name}' is {name!r}; expected one of {known}, or a filter's number as text"
+                f"compression of '{self._name}' is {name!r}; expected one of {known}, or a filter's number as text. "
+                "Pass compression='gzip', which every HDF5 has, or another of these"
             )
-        if values is None and (number in _TOLD_HOW or (number == 6 and self._spec.dtype.kind == "f")):
+        if values is None and (number in LOSSY or (number == 6 and self._spec.dtype.kind == "f")):
             raise ConfigError(
-                f"compression of '{self._name}' is {name!r}, which changes values unless it is told how not to. Pass zstd, or "
-                f"its parameters (hdf5plugin knows them): {{'name': {name!r}, 'options': {{'cd_values': (...)}}}}"
+                f"compression of '{self._name}' is {name!r}, which changes values unless it is told how not to. Pass "
+                "compression='zstd', or the parameters of this one, 'cd_values': (...) in options (hdf5plugin knows them)"
             )
         _available(self._name, name, number)
         step: Step | None = None
@@ -170,7 +169,8 @@ class Pipeline:
             values, step = (), encoding.lz4()
         elif level is not None:
             raise ConfigError(
-                f"compression of '{self._name}' is {name!r} with level {level}; this filter takes 'cd_values': (...) in options"
+                f"compression of '{self._name}' is {name!r} with level {level}, which it does not have. Pass its name "
+                "alone, or the parameters of this one, 'cd_values': (...) in options (hdf5plugin knows them)"
             )
         _none_left(self._name, name, options)
         if name == "szip" and values is None:

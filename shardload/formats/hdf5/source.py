@@ -331,6 +331,19 @@ class Hdf5Format(Format):
             found = _describe_all(file, path, fence, most=most, like=like, access=access, known=named)
             return list(itertools.islice(itertools.chain(named.values(), found), None if most is None else most + 1))
 
+    def list_linked(self, path: str, group: str, access: Access = STRICT, in_full: bool = True) -> list[ArrayInfo]:
+        """The datasets below a group to which links lead, as h5py follows them."""
+        fence, opened = Fence.around_file(path, access.allow_external), list[h5py.File]()
+        with open_explained(path) as file:
+            try:
+                found, opened = _follow(file, path, group, fence)
+                is_group = isinstance(found, h5py.h5g.GroupID)
+                return list(_describe_below(h5py.Group(found), path, group, fence, access, in_full)) if is_group else []
+            except KeyError:  # no such name
+                return []
+            finally:
+                close_all(opened)
+
     def open_path(self, path: str, dataset: str, access: Access = STRICT) -> Source:
         """Open a dataset by its name, or by the name of a link to it; KeyError if there is none."""
         file = open_explained(path)
@@ -479,18 +492,23 @@ def _look_up(facts: OpenFacts, path: str, name: str, fence: Fence) -> tuple[h5py
     found = follow_hard(facts, name)
     if found is not None:
         return _variable_of(found, name), []
+    found, opened = _follow(facts.file, path, name, fence)
+    if not isinstance(found, h5py.h5d.DatasetID):
+        close_all(opened)
+        raise KeyError(name)
+    return h5py.Dataset(found), opened
+
+
+def _follow(file: h5py.File, path: str, name: str, fence: Fence) -> tuple[Any, list[h5py.File]]:
+    """What `follow` finds; SourceError if a link has no target, or leads outside."""
     try:
-        found, opened = follow(facts.file, name, fence)
+        return follow(file, name, fence)
     except OutsideError as error:
         raise SourceError(f"'{name}' in '{path}' cannot be loaded: {error}.", path=path, dataset=name) from None
     except LostError as error:
         text = str(error) if str(error).startswith(f"'{name}' in '{path}'") else f"'{name}' in '{path}' leads nowhere: {error}"
         text += ". Restore the target, or name another array."
         raise SourceError(text, path=path, dataset=name) from error
-    if not isinstance(found, h5py.h5d.DatasetID):
-        close_all(opened)
-        raise KeyError(name)
-    return h5py.Dataset(found), opened
 
 
 def _variable_of(dataset: OpenDataset, name: str) -> OpenDataset:
@@ -569,15 +587,22 @@ def _describe_group(file: h5py.File, path: str, name: str, fence: Fence, access:
         if not name or not isinstance(found, h5py.h5g.GroupID):
             return []
         group = h5py.Group(found)
-        arrays = itertools.islice(_describe_all(group, path, fence, most=MOST_NAMED, access=access), MOST_NAMED + 1)
-        below, own = name.rstrip("/"), len((group.name or "").rstrip("/"))
-        infos = [replace(info, dataset=f"{below}{info.dataset[own:]}") for info in arrays]
+        infos = list(itertools.islice(_describe_below(group, path, name, fence, access, most=MOST_NAMED), MOST_NAMED + 1))
         how = f"h5py.File({path!r})[{name!r}].attrs"
         return infos or [group_info(path, name, "HDF5", attribute_names(group), how)]
     except (KeyError, OSError, RuntimeError, ValueError):  # the search for the array has said what is wrong
         return []
     finally:
         close_all(opened)
+
+
+def _describe_below(
+    group: h5py.Group, path: str, name: str, fence: Fence, access: Access, in_full: bool = False, most: int | None = None
+) -> Iterator[ArrayInfo]:
+    """What `_describe_all` says of a group, with the name that the caller has for it, to which links may have led."""
+    below, own = name.rstrip("/"), len((group.name or "").rstrip("/"))
+    for info in _describe_all(group, path, fence, in_full, most, access=access):
+        yield replace(info, dataset=f"{below}{info.dataset[own:]}")
 
 
 def _netcdf_names(group: h5py.Group, names: list[Any]) -> dict[str, str]:

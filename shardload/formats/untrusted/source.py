@@ -80,12 +80,12 @@ def _named(path: str, dataset: str | None) -> Iterator[None]:
         raise
 
 
-def list_all(path: str, access: Access, most_labelled: int = 0) -> list[ArrayInfo]:
+def list_all(path: str, access: Access, most_labelled: int = 0, linked: str = "") -> list[ArrayInfo]:
     """Run `list_labelled` in a helper. With 0, arrays have no labels."""
     with _helper(access, path) as helper:
         answer = helper.ask(
             "list", 0, _FIND_FACTOR, _MOST_LIST_NBYTES, path=path, allow_external=access.allow_external,
-            most_labelled=most_labelled,
+            most_labelled=most_labelled, linked=linked,
         )  # fmt: skip
     infos = answer.get("infos")
     if not isinstance(infos, list):

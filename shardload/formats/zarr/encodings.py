@@ -187,12 +187,11 @@ def _compressor(name: str, asked: Compression, itemsize: int, known: tuple[str, 
     elif asked.name == "lz4" and "lz4" in known and asked.level is None:
         found = numcodecs.lz4.compress, {"acceleration": 1}, "lz4"
     else:
-        more = (
-            ". Zarr format 3 has lz4 inside of Blosc: {'name': 'blosc', 'options': {'cname': 'lz4'}}"
-            if asked.name == "lz4"
-            else ""
-        )
-        raise ConfigError(f"compression of '{name}' is {asked.name!r}; in Zarr it is one of {', '.join(known)}{more}")
+        fix = "compression='zstd', or another of these"
+        if asked.name == "lz4":
+            fix = "compression='lz4'" if "lz4" in known else "compression='blosc(lz4)', which has it inside"
+        found_level = f" with level {asked.level}" if asked.name in known else ""
+        raise ConfigError(f"compression of '{name}' is {asked.name!r}{found_level}; Zarr has {', '.join(known)}. Pass {fix}")
     if options:
         raise ConfigError(
             f"compression of '{name}': {asked.name} has no option {', '.join(map(repr, sorted(options)))} in Zarr"

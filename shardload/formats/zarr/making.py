@@ -82,8 +82,8 @@ def _named(entry: Any) -> tuple[str, Mapping[str, Any]]:
     return str(entry["name"]).removeprefix("numcodecs."), dict(entry.get("configuration") or {})
 
 
-def _compression(chain: list[tuple[str, Any]], itemsize: int) -> tuple[dict[str, Any] | None, bool]:
-    """The compression, in the words of `sink.Compression`, and whether there is a checksum."""
+def _compression(chain: list[tuple[str, Any]], itemsize: int) -> tuple[dict[str, Any] | str | None, bool]:
+    """The compression, as in `Properties`, and whether there is a checksum."""
     names = [name for name, _ in chain]
     rest = [(name, options) for name, options in chain if name not in ("shuffle", "crc32c")]
     others = [{"zlib": "gzip"}.get(name, name) for name, _ in rest]

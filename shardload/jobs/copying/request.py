@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from typing import Any
 from zlib import crc32
@@ -93,11 +93,11 @@ class CopyRequest:
     @classmethod
     def check(cls, source: str, target: str, **given: Any) -> CopyRequest:
         """The request, with its options checked. ConfigError names what was found and what is expected."""
+        if given.get("verify", CHECKSUM) not in _VERIFY:  # said before what other calls would take, too
+            raise ConfigError(f"verify is {given['verify']!r}; expected one of {', '.join(map(repr, _VERIFY))}")
         checked = Options.check(
             **{name: given[name] for name in ("dtype", "staging", "verify", "allow_external", "allow_filters", "untrusted")}
         )
-        if checked.verify not in _VERIFY:
-            raise ConfigError(f"verify is {checked.verify!r}; expected one of {', '.join(map(repr, _VERIFY))}")
         if given.get("mode", "w-") not in _MODES:
             raise ConfigError(f"mode is {given['mode']!r}; expected 'w-' (the name must not exist) or 'w' (it is replaced)")
         for name in given.get("dataset", ()):
@@ -228,6 +228,7 @@ def describe(request: CopyRequest, found: Sequence[Found], groups: Mapping[str, 
 def find(request: CopyRequest) -> tuple[list[Found], dict[str, Any], list[str]]:
     """On rank 0: the arrays, the attributes of groups, and notes of what is left out."""
     saving = import_module("shardload.formats.saving")
+    _check_name(request.target, saving.SUFFIXES, request.format)
     kind = saving.format_for(request.target, request.format)
     path, inside = split_path(request.source)
     _check_apart(path, request.target)
@@ -281,6 +282,8 @@ def _like(
     for name, (info, properties, state) in described.items():
         selection, grows = selections[name], _growing(unlimited, dims[name], name in main)
         wanted = _asked_of(asked, info, selection, name in main, grows)
+        if name not in main and not _can_stay(kind, info, properties, selection, wanted):
+            wanted = replace(wanted, compression=asked.compression)
         spec, more = spec_like(info, properties, selection, kind, wanted)
         notes += more
         target = "/data" if name == "/" and not kind.startswith("zarr") else name
@@ -337,8 +340,9 @@ def _parts(select: Any, main: Mapping[str, tuple[ArrayInfo, Properties, State]])
     if isinstance(select, Mapping):
         for name in select:
             if name not in dims:
-                names = some([repr(dim) for dim in sorted(dims)]) or "none"
-                raise ConfigError(f"select names the axis {name!r}, which no array has; there are: {names}")
+                there = f"there are: {some([repr(dim) for dim in sorted(dims)])}" if dims else "no axis has a name. Select by "
+                there += "" if dims else "positions, such as select='0,:'"
+                raise ConfigError(f"select names the axis {name!r}, which no array has; {there}")
         return dict(select)
     if len(main) > 1:
         names = some(list(main))
@@ -428,6 +432,20 @@ def _asked_of(asked: Asked, info: ArrayInfo, selection: Selection, is_main: bool
     return Asked(asked.dtype, chunks, shards, compression, grows)
 
 
+def _can_stay(kind: str, info: ArrayInfo, properties: Properties, selection: Selection, wanted: Asked) -> bool:
+    """Whether a coordinate can be compressed in the new file as it is in the source. Where it cannot, it takes the compression
+    that is asked for: the caller has no other way to say what it shall have.
+    """
+    if properties.compression is None and not properties.checksum:
+        return True
+    try:
+        spec, _ = spec_like(info, properties, selection, kind, wanted)
+        import_module("shardload.formats.saving").make_sink("x", {"x": replace(spec, dims=None, attrs={})}, format=kind)
+    except ConfigError:
+        return False
+    return True
+
+
 def _check_asked(request: CopyRequest, found: Sequence[Found], asked: Asked, main: Sequence[str]) -> None:
     """ConfigError if something was asked for that no array can have."""
     mine = [one for one in found if one.info.dataset in main]
@@ -447,6 +465,15 @@ def _check_asked(request: CopyRequest, found: Sequence[Found], asked: Asked, mai
         raise ConfigError(
             f"compression is of chunks, and {first.info} is in one piece. Pass chunks= too, such as chunks='{example}'"
         )
+
+
+def _check_name(target: str, suffixes: tuple[str, ...], kind: str | None) -> None:
+    """ConfigError if the target is a folder, or names an array, as other commands and the source do."""
+    file, colon, name = target.rpartition(":")
+    if colon and file.lower().endswith(suffixes) and not name.lower().endswith(suffixes):
+        raise ConfigError(f"'{target}' names an array, and arrays keep their names in a copy. Pass '{file}', the file alone")
+    if kind is None and os.path.isdir(target) and not target.rstrip("/").lower().endswith(suffixes):
+        raise ConfigError(f"'{target}' is a folder. Pass the new file's name in it, such as '{os.path.join(target, 'out.h5')}'")
 
 
 def _check_apart(source: str, target: str) -> None:

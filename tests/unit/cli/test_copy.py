@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import h5py
 import hdf5plugin
@@ -88,6 +90,19 @@ def test_json_says_what_was_written(run: Run, file: str, tmp_path: Path) -> None
         (["--shards", "0,1"], 2, "Type for example --shards 128,128,128"),
         (["--compression", "gzip?"], 2, "Type for example --compression zstd, gzip:6+shuffle or none"),
         (["--compression", "gzip:77", "--chunks", "2,2,2"], 1, "the level of gzip is 77"),
+        (["--compression", "gzip(4)"], 2, "cannot read 'gzip(4)'. Type for example --compression zstd, gzip:6+shuffle"),
+        (["--compression", "99999", "--dataset", "rho"], 1, "compression of '/rho' is '99999'; expected one of"),
+        (["--dtype", "int8", "--dataset", "rho"], 1, "Leave --dtype out to keep float32, or type one that holds all values"),
+        (["--verify", "none"], 1, "--verify is 'none'; expected one of 'index', 'checksum', 'full'"),
+        (["--dataset", "rho,whole"], 1, "(For several arrays, type the option once for each.)"),
+        (["--select", "0"], 1, "--select has positions, and there are 2 arrays"),
+        (["--select", "99", "--dataset", "rho"], 1, "--select has 99 on axis 0, which has 12 elements"),
+        (["--select", "time=0"], 1, "no axis has a name. Select by positions, such as --select 0,:"),
+        (
+            ["--select", "lat=35.5"],
+            2,
+            "cannot read 'lat=35.5' in 'lat=35.5'. Each is NAME=POSITION or NAME=START:STOP, with positions",
+        ),
         (["--compression", "what", "--chunks", "2,2,2"], 1, "is 'what'"),
         (["--mode", "a"], 1, "--mode is 'a'"),
         (["--verify", "file"], 1, "--verify is 'file'"),
@@ -113,6 +128,39 @@ def test_what_it_refuses_says_what_to_type(
     assert sorted(one.name for one in tmp_path.iterdir()) == ["in.h5"]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--dataset", "g"], "Pass --dataset one of those in it: '/g/large' (2,) float64. All of them are '/g/*'."),
+        (["--dtype", "float16"], "such as 1e+300. Leave --dtype out to keep float64, or type one that holds all values"),
+    ],
+)
+def test_what_it_refuses_of_a_group(run: Run, tmp_path: Path, arguments: list[str], told: str) -> None:
+    """Wrong if JAX were to be told of float64, which a copy does not need."""
+    with h5py.File(tmp_path / "in.h5", "w") as opened:
+        opened["g/large"] = np.full(2, 1e300)
+    code, _, said = run("copy", str(tmp_path / "in.h5"), str(tmp_path / "out.h5"), *arguments, columns=200)
+    assert code == 1 and told in unwrapped(said) and "jax" not in said
+
+
+@pytest.mark.parametrize(
+    ("out", "told"),
+    [
+        ("folder", "'folder' is a folder. Pass the new file's name in it, such as 'folder/out.h5'"),
+        (".", "'.' is a folder. Pass the new file's name in it, such as './out.h5'"),
+        ("out.h5:/rho", "'out.h5:/rho' names an array, and arrays keep their names in a copy. Pass 'out.h5', the file alone"),
+    ],
+)
+def test_where_other_commands_would_write(
+    run: Run, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str, told: str
+) -> None:
+    """As ``cp`` to a folder. Wrong if a person were asked for a suffix of the folder."""
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    code, _, said = run("copy", file, out, columns=200)
+    assert code == 1 and told in unwrapped(said)
+
+
 def test_what_zarr_does_not_have_says_what_to_type(run: Run, file: str, tmp_path: Path) -> None:
     code, _, said = run("copy", file, str(tmp_path / "out.zarr"), columns=200)
     assert code == 1
@@ -128,9 +176,9 @@ def test_what_zarr_does_not_have_says_what_to_type(run: Run, file: str, tmp_path
             "bool, which netCDF4 does not have. Type --dataset for the other arrays, or use the suffix .h5 or .zarr",
         ),
         ("psi", "out.nc", "complex64, which netCDF4 does not have. Type --dataset for the other arrays, or use the suffix .h5"),
-        ("frames", "out.zarr", "is 'lz4'; in Zarr --compression is one of gzip, zstd, blosc. Type --compression 'blosc(lz4)'"),
+        ("frames", "out.zarr", "is 'lz4'; Zarr has gzip, zstd, blosc. Pass --compression 'blosc(lz4)'"),
         ("old", "out.h5", "is 'bz2'; expected one of bitshuffle,"),
-        ("old", "out.h5", "zstd. Type --compression with one of these"),
+        ("old", "out.h5", "Pass --compression gzip, which every HDF5 has, or another of these"),
     ],
 )
 def test_what_another_format_does_not_have_says_what_to_type(
@@ -147,6 +195,98 @@ def test_what_another_format_does_not_have_says_what_to_type(
     code, _, said = run("copy", f"{source}:/{name}", str(tmp_path / target), columns=200)
     assert code == 1
     assert told in unwrapped(said)
+
+
+FILTERS: dict[str, dict[str, Any]] = {
+    "szip": {"compression": "szip"},
+    "lzf": {"compression": "lzf"},
+    "shuffle, gzip": {"compression": "gzip", "shuffle": True},
+    "checksums": {"fletcher32": True},
+    "scale-offset": {"scaleoffset": 2},
+    "scale-offset, gzip": {"scaleoffset": 2, "compression": "gzip"},
+    "ZFP": dict(hdf5plugin.Zfp(accuracy=0.5)),
+    "SZ": dict(hdf5plugin.SZ(absolute=0.5)),
+    "SPERR": dict(hdf5plugin.Sperr(rate=8)),
+    "blosc2": dict(hdf5plugin.Blosc2()),
+}
+
+
+@pytest.mark.parametrize("target", ["out.h5", "out.nc", "out.zarr", "zarr2"])
+@pytest.mark.parametrize("name", FILTERS)
+def test_a_filter_that_is_not_taken_over_says_what_to_type(run: Run, tmp_path: Path, name: str, target: str) -> None:
+    """Wrong if what is proposed failed, or a copy was of other values: a lossy filter changed them once more, without a word
+    where the first chunk stayed what it was.
+    """
+    path, out = tmp_path / "in.h5", tmp_path / target.replace("zarr2", "out.zarr")
+    with h5py.File(path, "w") as file:
+        values = (np.linspace(0, 1e6, 64) + np.random.default_rng(0).normal(0, 1e3, (64, 64))).T.astype("f4")
+        values[:32, :32] = 0
+        file.create_dataset("x", data=values, chunks=(32, 32), **FILTERS[name])
+    with h5py.File(path) as file:
+        values = file["x"][...]
+    command = ["copy", str(path), str(out), "--allow-filters", "zfp,sz,sperr"]
+    command += ["--format", "zarr2"] if target == "zarr2" else []
+    code, _, said = run(*command, columns=200)
+    if code:
+        assert code == 1 and "'/x'" in said
+        typed = re.search(r"(?:Type|Pass) --compression (?:with another name, such as --compression )?(\w+)", unwrapped(said))
+        assert typed is not None, said
+        code, _, said = run(*command, "--compression", typed[1])
+    assert code == 0, said
+    if out.suffix == ".zarr":
+        np.testing.assert_array_equal(zarr.open_group(out, mode="r")["x"][...], values)
+        return
+    with h5py.File(out) as file:
+        np.testing.assert_array_equal(file["x"][...], values)
+
+
+@pytest.mark.parametrize("target", ["out.h5", "out.zarr"])
+def test_a_coordinate_that_cannot_stay_compressed_takes_what_is_typed(run: Run, tmp_path: Path, target: str) -> None:
+    """Wrong if --compression was proposed and did nothing, or if a coordinate that can stay what it is did not."""
+    path, out = tmp_path / "in.h5", tmp_path / target
+    with h5py.File(path, "w") as file:
+        rho = file.create_dataset("rho", data=VALUES, chunks=(4, 8, 20), compression="gzip")
+        filters: tuple[dict[str, Any], ...] = ({"scaleoffset": 3}, {"compression": "gzip", "compression_opts": 7})
+        for k, (name, more) in enumerate(zip("xy", filters, strict=True)):
+            scale = file.create_dataset(name, data=np.linspace(0, 1, VALUES.shape[k]), chunks=(4,), **more)
+            scale.make_scale(name)
+            rho.dims[k].attach_scale(scale)
+        x = file["x"][...]
+    code, _, said = run("copy", str(path), str(out), columns=200)
+    assert code == 1 and "'/x'" in said and "Pass --compression gzip" in unwrapped(said)
+    code, _, said = run("copy", str(path), str(out), "--compression", "zstd")
+    assert code == 0, said
+    if target == "out.h5":
+        with h5py.File(out) as file:
+            np.testing.assert_array_equal(file["x"][...], x)
+            assert "32015" in file["x"]._filters and file["y"].compression_opts == 7
+    else:
+        group = zarr.open_group(out, mode="r")
+        np.testing.assert_array_equal(group["x"][...], x)
+        names = [type(group[name].compressors[0]).__name__ for name in "xy"]
+        assert names == ["ZstdCodec", "GzipCodec"]
+
+
+def test_integers_of_few_bits_in_larger_chunks(run: Run, tmp_path: Path) -> None:
+    """Wrong if they were cut off to as many bits as the smaller chunks of the source need."""
+    path, out = tmp_path / "in.h5", tmp_path / "out.h5"
+    values = np.repeat(np.arange(8, dtype="i4") * 1000, 16) + np.tile(np.arange(16, dtype="i4"), 8)
+    with h5py.File(path, "w") as file:
+        file.create_dataset("x", data=values, chunks=(16,), scaleoffset=5)
+    with h5py.File(path) as file:
+        np.testing.assert_array_equal(file["x"][...], values)
+    code, _, said = run("copy", str(path), str(out), "--chunks", "64")
+    assert code == 0, said
+    with h5py.File(out) as file:
+        assert file["x"].scaleoffset is not None
+        np.testing.assert_array_equal(file["x"][...], values)
+
+
+@pytest.mark.parametrize("typed", ["zfp", "sz", "scaleoffset", "bzip2:9", "lz4:3"])
+def test_parameters_that_nobody_can_type_are_not_asked_for(run: Run, file: str, tmp_path: Path, typed: str) -> None:
+    code, _, said = run("copy", f"{file}:/rho", str(tmp_path / "out.h5"), "--compression", typed, columns=200)
+    assert code == 1 and "cd_values" not in said
+    assert ("Pass its name alone" if ":" in typed else "Pass --compression zstd") in unwrapped(said)
 
 
 def test_a_variable_with_the_name_of_an_axis(run: Run, tmp_path: Path) -> None:

@@ -298,6 +298,32 @@ def test_a_dimension_without_a_variable_is_no_array_of_zeros(tmp_path: Path) -> 
     assert "it holds no values" in run("info", f"{tmp_path / 'f.nc'}:/x")[1]
 
 
+def test_info_says_the_range_of_a_coordinate_that_is_no_axis(tmp_path: Path) -> None:
+    """Wrong if corners of a curvilinear grid were said to be its ends, or if a large one were read."""
+    netcdf, path = pytest.importorskip("netCDF4"), tmp_path / "ocean.nc"
+    lat = np.ma.masked_less(np.array([[-999, 41.5, 43], [40, 61.5, 45], [44, 42, -999]], dtype="f4"), -90)
+    with netcdf.Dataset(path, "w") as file:
+        for name, n in (("time", 3), ("y", 3), ("x", 3), ("large", 20_000)):
+            file.createDimension(name, n)
+        for name, dims, values in (
+            ("time", ("time",), [9, 1, 5]),
+            ("lat", ("y", "x"), lat),
+            ("mean", ("time",), [2, np.nan, -3]),
+            ("gone", ("y", "x"), np.ma.masked_all((3, 3))),
+            ("far", ("large",), np.zeros(20_000)),
+        ):
+            made = file.createVariable(name, "f4", dims, fill_value=-999.0)
+            made[:] = values
+            made.units = "degrees" if name == "lat" else ""
+        file.createVariable("t", "f4", ("time", "y", "x")).coordinates = "lat mean gone far"
+    with netcdf.Dataset(path) as file:
+        least, greatest = float(file["lat"][...].min()), float(file["lat"][...].max())
+    code, out, _ = run("info", f"{path}:/t", columns=200)
+    told = next(line for line in out.splitlines() if line.startswith("coords "))
+    expected = [f"lat(y, x) {least} to {greatest} degrees", "mean(time) -3.0 to 2.0", "gone(y, x) all missing", "far(large)"]
+    assert code == 0 and sorted(told.removeprefix("coords").strip().split("; ")) == sorted([*expected, "time 9.0 to 5.0"])
+
+
 def test_info_of_one_array_that_cannot_be_loaded_says_why(file: str) -> None:
     code, out, _ = run("info", f"{file}:/words")
     assert code == 0
@@ -464,6 +490,9 @@ def test_a_plan_for_65536_devices(file: str) -> None:
 
 
 FULL = [
+    ["--help"],
+    [],
+    ["--show-completion", "bash"],
     ["--version"],
     ["info", "FILE", "--json"],
     ["info", "FILE:/no-such", "--json"],
@@ -471,6 +500,7 @@ FULL = [
     ["copy", "FILE:/x", "OUT.h5", "--dry-run"],
     ["verify", "FILE:/x", "--mesh", "a=1", "--spec", "a"],
     ["doctor"],
+    ["demo", "--size", "8"],
 ]
 
 
@@ -714,6 +744,10 @@ def test_info_of_a_group_lists_its_arrays(file: str) -> None:
     assert sorted(names) == ["/big", "/fields/density", "/words", "/x"]
     code, _, err = run("info", f"{file}:/nothing/*")
     assert code == 1 and "holds no array '/nothing/*'" in err
+    with h5py.File(file, "a") as h5:
+        h5["latest"] = h5py.SoftLink("/fields")
+    listed = [run("info", f"{file}:/{group}/*")[1] for group in ("fields", "latest")]
+    assert "/fields/density" in listed[0] and listed[1] == listed[0].replace("/fields/", "/latest/")
 
 
 def test_help_of_decode_says_what_can_be_typed() -> None:

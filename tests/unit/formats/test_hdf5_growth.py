@@ -226,6 +226,25 @@ def test_axes_edges_and_filters(tmp_path: Path, axis: int) -> None:
             assert axis != 1 or sum(one.byte_offset % 4096 == 0 for one in chunks) >= len(chunks) // 2
 
 
+@pytest.mark.parametrize(
+    ("dtype", "filters", "told"),
+    [
+        ("f4", {"scaleoffset": 2}, "'/x' is encoded by scaleoffset, which could change the values once more"),
+        ("f4", dict(hdf5plugin.Zfp(accuracy=0.5)), "'/x' is encoded by zfp, which could change the values once more"),
+        ("i4", {"scaleoffset": 5}, "which append does not write"),
+    ],
+)
+def test_filters_that_change_values(tmp_path: Path, dtype: str, filters: dict[str, Any], told: str) -> None:
+    """Wrong if rows were rounded that had been rounded before, or cut to few bits: only some chunks are read back as values."""
+    path = tmp_path / "x.h5"
+    with h5py.File(path, "w") as file:
+        file.create_dataset("x", data=ramp((4, 8), dtype), chunks=(2, 8), maxshape=(None, 8), **filters)
+    before = path.read_bytes()
+    with pytest.raises(ConfigError, match=f"{told}.*--compression gzip"):
+        grow(path, {"/x": ramp((8, 8), dtype)})
+    assert path.read_bytes() == before
+
+
 def test_rows_one_by_one_and_what_hdf5_does_then(tmp_path: Path) -> None:
     """Wrong if an append did not begin where the one before it ended; or if HDF5 could not go on with such a file."""
     path, values = tmp_path / "x.h5", ramp((200, 3), "int64")

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 import shardload
 from shardload.errors import ConfigError, SourceError
 from shardload.formats import registry
-from shardload.formats.access import Access
+from shardload.formats.access import Access, Limits
 from shardload.formats.base import ArrayInfo, Format, Source, json_value, refusal
 from shardload.formats.diagnosis import no_arrays_below
 from shardload.formats.hdf5 import source as hdf5_module
@@ -183,7 +185,10 @@ def test_a_wrong_name_lists_those_near_it(write: Write) -> None:
         find_array(path, "velocty")
     with pytest.raises(ConfigError, match=r"holds no array '/DENSITY'.*nearest first\): '/density'"):
         find_array(path, "DENSITY")
-    with pytest.raises(ConfigError, match=r"'/g' in .* is a group, not an array. .*: '/g/[pv].*, '/g/[pv][^']*' [^']*\.$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"'/g' in .* is a group, not an array. .*: '/g/[pv].*, '/g/[pv][^']*' [^']*\. All of them are '/g/\*'\.$",
+    ):
         find_array(path, "g")
     with pytest.raises(SourceError, match=r"holds no array '/nope', which was found in it before.*all ranks share") as caught:
         open_source(path, "nope")
@@ -223,10 +228,39 @@ def test_a_group_says_what_is_in_it(tmp_path: Path) -> None:
         ConfigError, match=r"'/Empty' in .* is a group without arrays\. Pass dataset= one of these .*: '/PartType0"
     ):
         find_array(path, "Empty")
-    with Finder(Access()) as finder, pytest.raises(ConfigError, match=r"follows no links.*'/gas' is one, name it alone"):
-        finder.find_below(path, "/gas")
-    with pytest.raises(ConfigError, match=r"holds no array '/gas/\*'.*follows no links.*'/gas' is one"):
-        find_array(path, "gas/*")
+
+
+@pytest.mark.parametrize("limits", [None, Limits()], ids=["", "untrusted"])
+def test_a_pattern_below_a_link(tmp_path: Path, limits: Limits | None) -> None:
+    """As h5py follows links to a group. Wrong if a link out of the folder were followed, too, or one that the pattern meets."""
+    (tmp_path / "in").mkdir()
+    write_hdf5(tmp_path / "far.h5", {"g/x": flat((2,))})
+    write_hdf5(tmp_path / "in" / "other.h5", {"g/far": flat((2,))})
+    with h5py.File(tmp_path / "in" / "a.h5", "w") as file:
+        file["step/9/rho"], file["step/9/deep/x"], file["alone"] = flat((3, 4)), flat((5,)), flat((2,))
+        file["step/9/one"], file["only/one"] = h5py.SoftLink("/alone"), h5py.SoftLink("/alone")
+        file["latest"], file["step/last"], file["now"] = map(h5py.SoftLink, ("/step/9", "9", "/latest"))
+        file["same"], file["gone"], file["dataset"] = file["step"], h5py.SoftLink("/step/8"), h5py.SoftLink("/alone")
+        file["beside"], file["away"] = h5py.ExternalLink("other.h5", "/g"), h5py.ExternalLink("../far.h5", "/g")
+    path, access = str(tmp_path / "in" / "a.h5"), Access(untrusted=limits)
+    with Finder(access) as finder, h5py.File(path) as file:
+        for group in ("latest", "latest/deep", "step/last", "now", "same/9", "same", "beside"):
+            expected: list[str] = []
+            file[group].visititems(lambda name, one: expected.append(name) if isinstance(one, h5py.Dataset) else None)  # noqa: B023
+            found, _ = finder.find_below(path, f"/{group}")
+            assert expected and [one.info.dataset for one in found] == [f"/{group}/{name}" for name in expected]
+            for one in found:
+                with closing(open_source(path, one.info.dataset, access)) as source:
+                    np.testing.assert_array_equal(read_all(source), file[one.info.dataset][:])
+        for group in ("only", "dataset", "no"):
+            with pytest.raises(ConfigError, match=f"A '\\*' follows no links below '/{group}'"):
+                finder.find_below(path, f"/{group}")
+        with pytest.raises(SourceError, match=r"'/gone' in .* is a link to '/step/8', which cannot be opened"):
+            finder.find_below(path, "/gone")
+        with pytest.raises(SourceError, match=r"a link to '/g' in '\.\./far\.h5', which is outside the folder"):
+            finder.find_below(path, "/away")
+    with Finder(replace(access, allow_external=True)) as finder:
+        assert [one.info.dataset for one in finder.find_below(path, "/away")[0]] == ["/away/x"]
 
 
 @pytest.mark.parametrize("form", [2, 3])

@@ -11,7 +11,17 @@ from pathlib import Path
 import pytest
 
 from shardload.errors import printable
-from shardload.system.terminal import Column, fit_table, own_stdout, width_of, width_of_prints, wrap, wrap_parts
+from shardload.system.terminal import (
+    Column,
+    OutputError,
+    fit_table,
+    own_stdout,
+    stdout_of_a_command,
+    width_of,
+    width_of_prints,
+    wrap,
+    wrap_parts,
+)
 
 COLUMNS = (Column("name"), Column("shape", lead=""), Column("dtype"), Column("size", is_number=True))
 ROWS = [
@@ -123,3 +133,24 @@ def test_without_standard_output(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", None)
     with own_stdout() as out:
         print("said", file=out, flush=True)
+
+
+def test_the_standard_output_of_a_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Wrong if a name that the encoding does not have were an error, or what was printed before came later."""
+    with open(tmp_path / "log", "w", encoding="ascii") as log:
+        for stream in (log, io.TextIOWrapper(io.BytesIO(), encoding="ascii")):
+            monkeypatch.setattr(sys, "stdout", stream)
+            stream.write("before ")
+            out = stdout_of_a_command()
+            print("\u03c1", file=out)
+            stream.write("after")
+            stream.flush()
+    memory = stream.buffer
+    assert isinstance(memory, io.BytesIO)
+    assert (tmp_path / "log").read_bytes() == memory.getvalue() == b"before \\u03c1\nafter"
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        with pytest.raises(OutputError, match="No space left"):
+            print("x", file=stdout_of_a_command())
+    monkeypatch.setattr(sys, "stdout", None)
+    assert stdout_of_a_command() is None
