@@ -217,7 +217,7 @@ class Hdf5Source(Source):
 
     @functools.cached_property
     def _missing_chunks(self) -> MissingChunks:
-        return MissingChunks(self._dataset, self._raw, self._expected)
+        return MissingChunks(self._dataset, self._raw)
 
     def plain(self, region: Region) -> np.ndarray[Any, Any]:
         """The values as h5py's indexing gives them."""
