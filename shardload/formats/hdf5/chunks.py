@@ -224,7 +224,7 @@ class Hdf5Chunks:
             if n > _MOST_COMPARED or math.prod(map(len, box)) * _WORTH_A_BOX <= n:
                 self._box = box
         self._may_list = math.prod(self._grid) <= _MOST_LISTED and hasattr(self._identifier, "chunk_iter")
-        self._may_have_index = self._header is not None
+        self._may_have_index = self._is_tree = self._header is not None
         self._n_fetched = 0
 
     @functools.cached_property
@@ -399,14 +399,23 @@ class Hdf5Chunks:
             # (by coordinates) has a sure answer.
             said = str(error)
             if any(words in said for words in MISSING_WORDS):
+                self._check_search(offsets)
                 return None
             if _is_empty(self._dataset) or not is_listed(self._dataset, offsets):
+                self._check_search(offsets)
                 return None
             if isinstance(error, ValueError) and "buffer is only" in said:
                 raise self._too_long() from None
             raise OSError(said) from error
         self._whole.check()  # HDF5 gives zeros past the end of the file
         return self._encoded(np.frombuffer(data, dtype=np.uint8), mask, offsets)
+
+    def _check_search(self, offsets: tuple[int, ...]) -> None:
+        """DamagedIndexError if HDF5 does not find a chunk only because the index contradicts itself."""
+        if self._is_tree and self._header is not None:
+            box = [range(at // c, at // c + 1) for at, c in zip(offsets, self._chunk, strict=True)]
+            told = list_tree(self._raw.read_at_most, self._header, self._chunk, self._grid, MOST_ENTRIES, box)
+            self._is_tree = told is not None
 
     def _fetch_many_by_hdf5(self, box: Sequence[range], room: Room) -> list[Any] | None:
         """Do the same as `fetch_many`, without knowing where the chunks are."""

@@ -9,7 +9,7 @@ import functools
 import itertools
 import math
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import h5py
@@ -33,9 +33,10 @@ MISSING_WORDS = ("not allocated", "address isn't defined")  # in HDF5's errors f
 class MissingChunks:
     """Finds the missing chunks of a dataset.
 
-    If only a part of the dataset is read, the file's own index says which of its chunks are stored. Otherwise the stored chunks
-    are counted (0.1 microseconds each): mostly none is missing. If some are, the stored ones are listed once (a microsecond
-    each). Asking HDF5 for single chunks would be wrong: it takes a chunk that it made for a read as stored.
+    The file's own index says which chunks are stored (0.1 microseconds each), and is compared with itself: HDF5 gives fill
+    values for chunks that it does not find in a damaged one. If the index is of another kind, the stored chunks are counted
+    (0.1 microseconds each): mostly none is missing. If some are, the stored ones are listed once (a microsecond each). Asking
+    HDF5 for single chunks would be wrong: it takes a chunk that it made for a read as stored.
 
     Parameters
     ----------
@@ -43,11 +44,9 @@ class MissingChunks:
         An open dataset.
     raw : RawFile, optional
         The file that holds it.
-    expected : Region, optional
-        What is read of it; by default all.
     """
 
-    def __init__(self, dataset: h5py.Dataset, raw: RawFile | None = None, expected: Region | None = None) -> None:
+    def __init__(self, dataset: h5py.Dataset, raw: RawFile | None = None) -> None:
         self._dataset, self._raw = dataset, raw
         creation = creation_of(dataset)
         self._layout = creation.get_layout()
@@ -57,13 +56,15 @@ class MissingChunks:
         if self._layout == h5py.h5d.CHUNKED:
             self._chunk = tuple(creation.get_chunk())
             self._grid = tuple(-(-n // c) for n, c in zip(dataset.shape, self._chunk, strict=True))
-            is_part = expected is not None and expected != Region.whole(dataset.shape)
-            self._may_ask_index = is_part and raw is not None and header_of(dataset) is not None
+            self._may_ask_index = raw is not None and header_of(dataset) is not None
         elif self._layout == h5py.h5d.CONTIGUOUS:
             self._is_unallocated = dataset.id.get_offset() is None and creation.get_external_count() == 0
 
     def meeting(self, region: Region) -> list[tuple[int, ...]]:
-        """The missing chunks that meet a non-empty region; ``[()]`` if the dataset has no chunks and no stored values."""
+        """The missing chunks that meet a non-empty region; ``[()]`` if the dataset has no chunks and no stored values.
+
+        DamagedIndexError if the index of chunks contradicts itself.
+        """
         if self._layout != h5py.h5d.CHUNKED:
             return [()] if self._is_unallocated else []
         axes = chunks_met(region, self._chunk)
@@ -92,12 +93,17 @@ class MissingChunks:
         header = header_of(self._dataset) if self._may_ask_index else None
         if header is None or self._raw is None:
             return None
-        found = list_tree(self._raw.read_at_most, header, self._chunk, self._grid, MOST_ENTRIES, axes)
-        if found is None:
-            self._may_ask_index = False
-            return None
-        wanted = numbers_in(axes, self._grid)
-        return [unravel(number, self._grid) for number in np.setdiff1d(wanted, found.numbers, assume_unique=True).tolist()]
+        missing: list[tuple[int, ...]] = []
+        for box in _in_parts(axes, MOST_ENTRIES):
+            some = None if tuple(map(len, box)) == self._grid else box
+            found = list_tree(self._raw.read_at_most, header, self._chunk, self._grid, MOST_ENTRIES, some)
+            if found is None:
+                self._may_ask_index = False
+                return None
+            if len(found.numbers) < math.prod(map(len, box)):
+                numbers = np.setdiff1d(numbers_in(box, self._grid), found.numbers, assume_unique=True)
+                missing += [unravel(number, self._grid) for number in numbers.tolist()]
+        return missing
 
     @functools.cached_property
     def _n_stored(self) -> int:
@@ -119,3 +125,19 @@ class MissingChunks:
 
         with phil:
             self._dataset.id.chunk_iter(keep)
+
+
+def _in_parts(box: list[range], most: int) -> Iterator[list[range]]:
+    """Cut a box of chunks, in C order, into boxes of at most about `most` chunks.
+
+    >>> list(_in_parts([range(3), range(4)], 6)) == [[range(1), range(4)], [range(1, 3), range(4)]]
+    True
+    """
+    n = math.prod(map(len, box))
+    if n <= most:
+        yield box
+        return
+    axis = next(k for k, one in enumerate(box) if len(one) > 1)
+    half = box[axis].start + len(box[axis]) // 2
+    for one in (range(box[axis].start, half), range(half, box[axis].stop)):
+        yield from _in_parts([*box[:axis], one, *box[axis + 1 :]], most)

@@ -49,7 +49,17 @@ from shardload.formats.hdf5.chunks import leaves_gaps, open_chunks
 from shardload.formats.hdf5.contiguous import Hdf5Contiguous, open_contiguous
 from shardload.formats.hdf5.filters import is_stacked
 from shardload.formats.hdf5.integrity import Sizes, Whole
-from shardload.formats.hdf5.links import LostError, Others, close_all, decoded, follow, follow_hard, look_through, place_of
+from shardload.formats.hdf5.links import (
+    LostError,
+    Others,
+    close_all,
+    decoded,
+    encoded,
+    follow,
+    follow_hard,
+    look_through,
+    place_of,
+)
 from shardload.formats.hdf5.making import attribute_names, groups_of, properties_of
 from shardload.formats.hdf5.metadata import NON_COORDINATE, axes_of, describe, filters_of, labels_of, stands_for_axis
 from shardload.formats.hdf5.missing import MissingChunks
@@ -216,7 +226,7 @@ class Hdf5Source(Source):
 
     @functools.cached_property
     def _missing_chunks(self) -> MissingChunks:
-        return MissingChunks(self._dataset, self._raw, self._expected)
+        return MissingChunks(self._dataset, self._raw)
 
     def plain(self, region: Region) -> np.ndarray[Any, Any]:
         """The values as h5py's indexing gives them."""
@@ -558,7 +568,11 @@ def _describe_all(
         names.append(name)
         return True if most is not None and len(names) >= _MOST_NAMES else None
 
-    group.visit(keep)
+    lost: dict[str, str] = {}
+    try:
+        group.visit(keep)
+    except RuntimeError:  # one object that HDF5 cannot read ends the visit, also one whose index of chunks is damaged
+        names, lost = _readable(group)
     base = (group.name or "").rstrip("/")
     if most is not None and len(names) > most and like:
         names = _likest_first(names, like.removeprefix(base).strip("/"))
@@ -577,6 +591,43 @@ def _describe_all(
                 yield _describe(found, path, full, look_through(found, fence, access), in_full, access)
         except (AssertionError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:  # h5py asserts, too
             yield ArrayInfo(path, full, "HDF5", (), "unknown", refused=f"metadata that HDF5 cannot read ({error})")
+    for name, why in lost.items():
+        yield ArrayInfo(path, f"{base}/{name}", "HDF5", (), "unknown", refused=f"a group that HDF5 cannot read ({why})")
+
+
+def _readable(group: h5py.Group) -> tuple[list[Any], dict[str, str]]:
+    """Names below a group, and those of groups of which HDF5 cannot read all, with the reason. RuntimeError if it cannot read
+    `group` itself.
+    """
+    names: list[str] = []
+    lost: dict[str, str] = {}
+    todo, seen = [""], set[int]()
+    for above in todo:  # grows
+        found: list[tuple[bytes, int]] = []
+        try:
+            opened = h5py.h5g.open(group.id, encoded(above) or b".")
+            opened.links.iterate(functools.partial(_keep_link, found), info=True)
+        except (KeyError, OSError, RuntimeError, ValueError) as error:
+            if not above:
+                raise
+            lost[above] = str(error)
+        for name, address in found:
+            if address in seen or len(names) >= _MOST_NAMES:
+                continue
+            seen.add(address)
+            names.append(f"{above}/{decoded(name)}".lstrip("/"))
+            try:
+                if isinstance(h5py.h5o.open(group.id, encoded(names[-1])), h5py.h5g.GroupID):
+                    todo.append(names[-1])
+            except (KeyError, OSError, RuntimeError, ValueError):
+                pass  # `_describe_all` says so
+    return sorted(names), lost
+
+
+def _keep_link(found: list[tuple[bytes, int]], name: bytes, link: Any) -> None:
+    """Add the name and the object's address of a hard link; h5py hands the same `link` in for the next one."""
+    if link.type == h5py.h5l.TYPE_HARD:
+        found.append((name, int(link.u)))
 
 
 def _describe_group(file: h5py.File, path: str, name: str, fence: Fence, access: Access) -> list[ArrayInfo]:

@@ -1,18 +1,27 @@
-"""Where the chunks are, by the file's own index: always what HDF5 says, or nothing."""
+"""Where the chunks are, by the file's own index: always what HDF5 says, or nothing, or an error if it is damaged."""
 
 from __future__ import annotations
 
+import math
+import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import h5py
+import jax
 import numpy as np
 import pytest
+from jax.sharding import Mesh, PartitionSpec
 
+import shardload
+from shardload.errors import SourceError
+from shardload.formats.base import read_by_chunks
 from shardload.formats.hdf5 import chunks as module
-from shardload.formats.hdf5.chunk_index import ListedChunks, list_tree
+from shardload.formats.hdf5.chunk_index import DamagedIndexError, ListedChunks, list_tree
 from shardload.formats.lookup import open_source
 from shardload.planning.region import Region
+from shardload.planning.tuning import tuned
 
 
 def make(path: Path, libver: str, shape: tuple[int, ...], chunk: tuple[int, ...], written: Any = ..., **how: Any) -> str:
@@ -140,43 +149,185 @@ def test_what_a_damaged_file_says(tmp_path: Path) -> None:
         return list_tree(lambda offset, nbytes: changed[offset : offset + nbytes], header, (1,), (5000,), 5000)
 
     leaf = next(at for at in nodes if content[at + 5] == 0)
-    for node in (top[0], leaf):
-        assert damaged(node, b"TRIE") is None
-        assert damaged(node + 4, b"\x00") is None, "a node of groups"
-        assert damaged(node + 5, b"\x05") is None, "another level"
-        assert damaged(node + 6, b"\x00\x00") is None, "no entries"
     first_child = top[0] + 24 + 8 + 16
-    assert damaged(first_child, top[0].to_bytes(8, "little")) is None, "a node that leads to itself"
-    assert damaged(first_child, (len(content) + 8).to_bytes(8, "little")) is None, "a node behind the end"
-    assert damaged(first_child, content[first_child + 32 : first_child + 40]) is None, "the same node twice"
-    assert damaged(header, b"\x07") is None
+    cases = [
+        (top[0] + 6, b"\x00\x00", "no entries"),
+        (leaf + 6, b"\x00\x00", "no entries"),
+        (first_child, top[0].to_bytes(8, "little"), "is of level"),  # a node that leads to itself
+        (first_child, (len(content) + 8).to_bytes(8, "little"), "outside of the file"),
+        (first_child, content[first_child + 32 : first_child + 40], "not between the keys"),  # the same node twice
+    ]
     for node in (top[0], leaf):
         second = node + 24 + 32 + 8  # the position of its second entry
         value = int.from_bytes(content[second : second + 8], "little")
         assert damaged(second, value.to_bytes(8, "little")) is not None
-        for other in (value - 20, value + 3000, 2**63, 5000):
-            assert damaged(second, (other % 2**64).to_bytes(8, "little")) is None, "not in order, or outside"
-        assert damaged(second + 8, b"\x04") is None, "inside of an element"
+        cases += [
+            (second, (other % 2**64).to_bytes(8, "little"), "not be") for other in (value - 300, value + 3000, 2**63, 5000)
+        ]
+        cases += [(node, b"TRIE", "begins with"), (node + 4, b"\x00", "begins with"), (node + 5, b"\x05", "level")]
+    cases += [(leaf + 24 + 32 + 8 + 8, b"\x04", "where no chunk begins")]  # inside of an element
+    for at, value, text in cases:
+        with pytest.raises(DamagedIndexError, match=f"index of chunks is damaged.*{text}"):
+            damaged(at, value)
+    assert damaged(header, b"\x07") is None
 
 
-@pytest.mark.parametrize(("entry", "place"), [(20, 10), (20, 21), (3, 45), (49, 0)])
-def test_a_tree_that_is_not_in_order(tmp_path: Path, entry: int, place: int) -> None:
-    """Wrong if a chunk in the place of another one were read where HDF5, which looks for the place, finds the other or none."""
-    path = make(tmp_path / "x.h5", "earliest", (400,), (8,), fillvalue=-1)
+FILL = -1
+
+
+class Tree:
+    """A file whose index has two levels, or one, and where its parts are."""
+
+    def __init__(self, folder: Path, n: int) -> None:
+        self.path = make(folder / "x.h5", "earliest", (2 * n,), (2,), fillvalue=FILL)
+        self.content = bytearray(Path(self.path).read_bytes())
+        self.n, self.values = n, np.arange(2 * n, dtype="f4")
+        nodes = [at for at in range(len(self.content)) if self.content[at : at + 5] == b"TREE\x01"]
+        self.root = max(nodes, key=lambda at: self.content[at + 5])
+        self.leaf = min(at for at in nodes if self.content[at + 5] == 0)
+
+    def number(self, at: int) -> int:
+        return int.from_bytes(self.content[at : at + 8], "little")
+
+    def key(self, node: int, k: int) -> int:
+        """Where the position in a key is; -1 is the last one, behind all entries."""
+        n = int.from_bytes(self.content[node + 6 : node + 8], "little")
+        return node + 24 + (k % (n + 1)) * 32 + 8
+
+    def child(self, node: int, k: int) -> int:
+        return self.key(node, k) + 16
+
+    def put(self, at: int, value: int) -> None:
+        self.content[at : at + 8] = value.to_bytes(8, "little")
+        Path(self.path).write_bytes(self.content)
+
+
+DAMAGES: dict[str, Callable[[Tree], tuple[int, int]]] = {
+    "last key of the last leaf": lambda tree: (tree.key(tree.number(tree.child(tree.root, -2)), -1), 2 * tree.n - 4),
+    "key above the leaves, too large": lambda tree: (tree.key(tree.root, 1), tree.number(tree.key(tree.root, 1)) + 20),
+    "key above the leaves, too small": lambda tree: (tree.key(tree.root, 1), tree.number(tree.key(tree.root, 1)) - 20),
+    "last key of the root": lambda tree: (tree.key(tree.root, -1), 2 * tree.n - 40),
+    "first key of the root": lambda tree: (tree.key(tree.root, 0), 2),
+    "key in a leaf, of another chunk": lambda tree: (tree.key(tree.leaf, 7), 4),
+    "key in a leaf, outside of the array": lambda tree: (tree.key(tree.leaf, 7), 2**40),
+    "address of another chunk": lambda tree: (tree.child(tree.leaf, 7), tree.number(tree.child(tree.leaf, 8))),
+    "address inside of another chunk": lambda tree: (tree.child(tree.leaf, 7), tree.number(tree.child(tree.leaf, 8)) + 4),
+    "address of the dataset": lambda tree: (tree.child(tree.leaf, 7), header_of(tree.path) + 8),
+    "address inside of the index": lambda tree: (tree.child(tree.leaf, 7), tree.leaf + 32),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("least", [0, 1 << 15], ids=["chunk by chunk", "by HDF5"])
+def test_an_index_that_contradicts_itself(tmp_path: Path, damage: str, least: int) -> None:
+    """Wrong if fill values came in the place of stored chunks, or one chunk's values in another place, as h5py gives them."""
+    tree = Tree(tmp_path, 150)
+    tree.put(*DAMAGES[damage](tree))
+    with h5py.File(tree.path) as file:
+        found = file["g/x"][...]
+    assert not np.array_equal(found, tree.values), "HDF5 finds all chunks: no damage"
+    wrong = int(np.flatnonzero(found != tree.values)[0])
+    mesh = Mesh(np.array(jax.devices()[:1]), ("d",))
+    region = slice(max(0, wrong - 50), wrong + 50)
+    for select in (None, (region,)):
+        with tuned(min_chunk_nbytes=least), pytest.raises(SourceError, match="index of chunks is damaged"):
+            shardload.load(tree.path, mesh, PartitionSpec(), dataset="/g/x", select=select, missing="fill")
+
+
+@pytest.mark.parametrize("maxshape", [(20, 6), (20, None)])
+def test_a_chunk_that_is_outside_of_the_array(tmp_path: Path, maxshape: tuple[int, int | None]) -> None:
+    """Wrong if its place in the array had fill values and were not counted as missing: there are as many chunks as places."""
+    path = make(tmp_path / "x.h5", "earliest", (20, 6), (4, 4), maxshape=maxshape, fillvalue=FILL)
     content = bytearray(Path(path).read_bytes())
-    leaf = content.index(b"TREE\x01\x00")
-    at = leaf + 24 + entry * 32 + 8
-    assert int.from_bytes(content[at : at + 8], "little") == entry * 8
-    content[at : at + 8] = (place * 8).to_bytes(8, "little")
+    at = content.index(b"TREE\x01\x00") + 24 + 5 * 40 + 16  # of chunk (2, 1)
+    assert content[at] == 4
+    content[at] = 132
     Path(path).write_bytes(content)
-    source, out = open_source(path, "/g/x"), np.empty(8, "f4")
+    expected = np.arange(120, dtype="f4").reshape(20, 6)
+    expected[8:12, 4:] = FILL
+    with h5py.File(path) as file:
+        np.testing.assert_array_equal(file["g/x"][...], expected)
+        assert file["g/x"].id.get_num_chunks() == 10
+    whole, out = Region.whole((20, 6)), np.empty((20, 6), "f4")
+    source = open_source(path, "/g/x")
+    source.read_into(whole, out)
+    if maxshape[1] is not None:
+        with pytest.raises(DamagedIndexError, match="outside of the array"):
+            source.missing(whole)
+    else:  # as after an append that was killed
+        assert source.missing(whole) == [(2, 1)]
+        np.testing.assert_array_equal(out, expected)
+    source.close()
+
+
+def test_a_chunk_that_hdf5_does_not_find(tmp_path: Path) -> None:
+    """Wrong if a chunk were taken for a missing one before all are listed: of many chunks single ones are asked for first."""
+    n = 20_000
+    path = make(tmp_path / "x.h5", "earliest", (n,), (1,), fillvalue=FILL)
+    content = bytearray(Path(path).read_bytes())
+    nodes = [at for at in range(len(content)) if content[at : at + 5] == b"TREE\x01"]
+    root = max(nodes, key=lambda at: content[at + 5])
+    key = root + 24 + 32 + 8
+    lost = int.from_bytes(content[key : key + 8], "little")
+    content[key : key + 8] = (lost + 1).to_bytes(8, "little")
+    Path(path).write_bytes(content)
+    with h5py.File(path) as file:
+        assert file["g/x"][lost] == FILL and file["g/x"][lost + 1] == lost + 1
+    source = open_source(path, "/g/x")
     reader = source.chunk_reader()
     assert isinstance(reader, module.Hdf5Chunks)
-    with h5py.File(path) as file:
-        for k in range(50):
-            reader.decode(reader.fetch((k,)), out)
-            np.testing.assert_array_equal(out, file["g/x"][8 * k : 8 * k + 8], str(k))
+    out = np.empty(1, "f4")
+    reader.decode(reader.fetch((lost + 1,)), out)
+    assert out == lost + 1 and reader._listed is None
+    with pytest.raises(DamagedIndexError, match="would not find a stored chunk"):
+        reader.fetch((lost,))
     source.close()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_what_hdf5_writes_and_cuts_is_no_damage(tmp_path: Path, seed: int) -> None:
+    """Wrong if an index that HDF5 has made, in any order, or from which it took chunks, were called damaged."""
+    rng = random.Random(seed)
+    path, grid, chunk = str(tmp_path / "x.h5"), *rng.choice([((700,), (3,)), ((40, 15), (3, 2)), ((8, 9, 10), (3, 2, 2))])
+    shape, nbytes = tuple(n * c for n, c in zip(grid, chunk, strict=True)), 4 * math.prod(chunk)
+    with h5py.File(path, "w", libver="earliest") as file:
+        made = file.create_dataset("g/x", shape, "f4", chunks=chunk, maxshape=[None] * len(grid), fillvalue=FILL)
+        for _ in range(rng.randint(1, 4)):
+            index = list(np.ndindex(*grid))
+            for one in rng.sample(index, rng.randrange(len(index))):
+                data = np.full(nbytes // 4, len(index), "f4").tobytes()
+                made.id.write_direct_chunk(tuple(k * c for k, c in zip(one, chunk, strict=True)), data)
+            made.resize([rng.choice([n, n, rng.randint(0, n)]) for n in shape])
+            made.resize(shape)
+    assert (listed(path) or {}) == said_by_hdf5(path)
+    with h5py.File(path) as file:
+        expected = file["g/x"][...]
+    source, whole, out = open_source(path, "/g/x"), Region.whole(shape), np.empty(shape, "f4")
+    source.read_into(whole, out)
+    assert len(source.missing(whole)) == math.prod(grid) - len(said_by_hdf5(path))
+    source.close()
+    np.testing.assert_array_equal(out, expected)
+
+
+def test_chunks_outside_of_the_array_are_no_damage(tmp_path: Path) -> None:
+    """Wrong if a file could not be read after an append that was killed before the array had its new length."""
+    tree = Tree(tmp_path, 150)
+    dims = tree.content.index((2 * tree.n).to_bytes(8, "little") * 2)  # the shape, and the largest
+    tree.put(dims, 200)
+    with h5py.File(tree.path) as file:
+        assert file["g/x"].shape == (200,)
+        expected = file["g/x"][...]
+    whole = Region.whole((200,))
+    source, out = open_source(tree.path, "/g/x"), np.empty(200, "f4")
+    source.read_into(whole, out)
+    assert source.missing(whole) == []
+    np.testing.assert_array_equal(out, expected)
+    reader = source.chunk_reader()
+    assert isinstance(reader, module.Hdf5Chunks)
+    out[...] = 0
+    assert read_by_chunks(reader, (2,), whole, out) == []
+    source.close()
+    np.testing.assert_array_equal(out, expected)
 
 
 @pytest.mark.parametrize("change", ["size", "left out"])

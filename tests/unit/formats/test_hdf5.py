@@ -623,3 +623,30 @@ def test_one_of_several_files_that_are_one(tmp_path: Path, driver: str, how: dic
         file["x"] = flat((30, 40))
     with pytest.raises(SourceError, match=rf"is one of the files of HDF5's .*{driver}.* driver, .* Make one of them: `h5re"):
         open_source(str(tmp_path / part), "x")
+
+
+@pytest.mark.parametrize("what", ["index of chunks", "group", "header of a group"])
+def test_what_can_be_read_is_listed_beside_what_is_damaged(tmp_path: Path, what: str) -> None:
+    """Wrong if one damaged object hid all arrays of a file, or were not listed itself."""
+    path = tmp_path / "x.h5"
+    with h5py.File(path, "w", libver="earliest") as file:
+        file["a"] = np.arange(4.0)
+        file.create_dataset("chunked", data=np.arange(6.0), chunks=(2,))
+        file["g/inside"] = np.arange(3)
+        file["g/same"] = file["a"]
+        file["z"] = file["g"]
+        header = h5py.h5o.get_info(file["g"].id).addr
+    content = bytearray(path.read_bytes())
+    groups = [at for at in range(len(content)) if content[at : at + 5] == b"TREE\0"]
+    group = next(at for at in groups if at > header)
+    at = {"index of chunks": content.index(b"TREE\1"), "group": group, "header of a group": header}[what]
+    content[at] = 9
+    path.write_bytes(content)
+    with h5py.File(path) as file, pytest.raises(RuntimeError):
+        file.visit(lambda name: None)
+    found = {info.dataset: info for info in list_arrays(str(path))}
+    assert found["/a"].shape == (4,) and found["/a"].refused is None
+    lost = found.pop("/chunked" if what == "index of chunks" else "/g")
+    assert lost.refused is not None and "HDF5 cannot read" in lost.refused
+    assert sorted(found) == (["/a", "/g/inside"] if what == "index of chunks" else ["/a", "/chunked"])
+    assert all(info.refused is None for info in found.values())
