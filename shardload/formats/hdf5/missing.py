@@ -130,7 +130,7 @@ class MissingChunks:
 def _in_parts(box: list[range], most: int) -> Iterator[list[range]]:
     """Cut a box of chunks, in C order, into boxes of at most about `most` chunks.
 
-    >>> list(_in_parts([range(3), range(4)], 6)) == [[range(1), range(4)], [range(1, 3), range(4)]]
+    >>> list(_in_parts([range(3), range(4)], 8)) == [[range(1), range(4)], [range(1, 3), range(4)]]
     True
     """
     n = math.prod(map(len, box))
