@@ -25,7 +25,6 @@ Imports run down this list only; docs/design/data-flow.md has a picture. Importi
 public name is imported when it is first used, so that `shardload --help` and `shardload.planning` do not wait for JAX.
 """
 
-import gc
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -113,14 +112,10 @@ if not TYPE_CHECKING:  # or a type checker would accept any name
     def __getattr__(name: str) -> Any:
         if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        # What is imported here is enough for Python to look for garbage among all objects of JAX, in vain: a third of the time.
-        collects = gc.isenabled()
-        gc.disable()
-        try:
+        from shardload.system.garbage import collections_wait
+
+        with collections_wait():  # among all objects of JAX: a third of the time that the imports take
             found = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-        finally:
-            if collects:
-                gc.enable()
         return found
 
 

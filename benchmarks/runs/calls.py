@@ -43,7 +43,7 @@ STEPS = {
     "api": ("_load",),
     "jobs.loading.arguments": ("Arguments.of", "Arguments.find", "Arguments.make", "_plan_found"),
     "jobs.loading.request": ("Request._plan", "Request._find", "Known.key", "group_of", "plan_file"),
-    "jobs.loading.execution": ("Job.fill", "Job.finish", "Outcome.counts"),
+    "jobs.loading.execution": ("Job.do_apart", "Job.finish", "Outcome.counts"),
     "jobs.loading.array_load": ("OwnArray.make_room", "OwnArray.fill", "OwnArray.assemble"),
     "arrays.assemble": ("_verify_shards",),
     "comm.agreement": ("Agreement.all_same", "Agreement._send_bytes", "Invocation.digest"),

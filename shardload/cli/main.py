@@ -213,7 +213,7 @@ def info(
     with _one_message(info_as_typed, as_json):
         from shardload.formats.access import Access, Limits
         from shardload.formats.leftovers import find_leftover
-        from shardload.formats.lookup import find_array, list_labelled, read_labels, split_path
+        from shardload.formats.lookup import find_array, labelled_below, list_labelled, read_labels, split_path
         from shardload.options import filter_names
 
         path, dataset = split_path(file)
@@ -227,8 +227,7 @@ def info(
         is_group = dataset is not None and (dataset == "*" or dataset.endswith("/*"))
         if dataset is not None and is_group:
             group = f"/{dataset[:-1].strip('/')}".rstrip("/")
-            below = [array for array in arrays if array.dataset.startswith(f"{group}/")]
-            arrays = below or list_labelled(path, access, _MOST_LABELLED, group) or [find_array(path, dataset, access)]
+            arrays = labelled_below(arrays, path, access, _MOST_LABELLED, group) or [find_array(path, dataset, access)]
         elif dataset is not None:  # list_arrays also has what find_array refuses, and find_array what is behind links
             named = [array for array in arrays if array.dataset == "/" + dataset.strip("/")]
             arrays = named or [find_array(path, dataset, access, is_counted=True)]

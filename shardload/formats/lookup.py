@@ -64,6 +64,7 @@ __all__ = [
     "find_array",
     "find_untrusted",
     "format_of",
+    "labelled_below",
     "list_arrays",
     "list_labelled",
     "open_file",
@@ -162,6 +163,12 @@ def list_arrays(path: str, access: Access = STRICT) -> list[ArrayInfo]:
     file_format = format_of(path)
     with as_source_error(path):
         return file_format.list_arrays(path, access)
+
+
+def labelled_below(infos: Sequence[ArrayInfo], path: str, access: Access, most: int, group: str) -> list[ArrayInfo]:
+    """The arrays of a file that are below a group (empty: the root); if links lead to it, what `list_labelled` has there."""
+    below = [info for info in infos if info.dataset.startswith(f"{group}/")]
+    return below or (list_labelled(path, access, most, group) if group else [])
 
 
 def list_labelled(path: str, access: Access, most: int, linked: str = "") -> list[ArrayInfo]:

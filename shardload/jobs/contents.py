@@ -17,7 +17,7 @@ from shardload.formats.access import Access, Limits
 from shardload.formats.base import ArrayInfo, some
 from shardload.formats.diagnosis import in_path
 from shardload.formats.labels import OnDemand
-from shardload.formats.lookup import absolute, find_array, list_labelled, read_labels, split_path
+from shardload.formats.lookup import absolute, find_array, labelled_below, list_labelled, read_labels, split_path
 from shardload.options import OPTIONS, filter_names
 
 __all__ = ["Contents", "open", "read_contents"]
@@ -125,10 +125,8 @@ def read_contents(path: str, access: Access) -> Contents:
     if name is not None:
         full = "/" + name.strip("/")
         group = full.removesuffix("*").rstrip("/")
-        infos = [info for info in infos if info.dataset == full or info.dataset.startswith(f"{group}/")]
-        if group and not infos:
-            infos = list_labelled(file, access, _MOST_LABELLED, group)
-        infos = infos or [_behind_links(file, full, access)]
+        named = [info for info in infos if info.dataset == full]
+        infos = named or labelled_below(infos, file, access, _MOST_LABELLED, group) or [_behind_links(file, full, access)]
     return Contents(file, [_on_demand(file, info, access) for info in infos])
 
 

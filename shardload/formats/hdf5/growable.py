@@ -23,7 +23,7 @@ from shardload.formats.base import native_dtype, read_at
 from shardload.formats.growing import HOW_TO_GROW, meaning_of
 from shardload.formats.hdf5.chunk_tree import ChunkTree
 from shardload.formats.hdf5.making import properties_of
-from shardload.formats.hdf5.metadata import NO_VARIABLE
+from shardload.formats.hdf5.metadata import stands_for_axis
 from shardload.formats.hdf5.on_disk import (
     DATASPACE,
     LAYOUT,
@@ -153,20 +153,13 @@ def _arrays(path: str, file: h5py.File, names: Iterable[str]) -> dict[str, Json]
             "shape": dataset.shape,
             "dims": [None if one is None else one.rpartition("/")[2].rpartition(":")[2] for one in scopes],
             "scopes": scopes,
-            "is_dimension": _is_dimension(dataset),
+            "is_dimension": stands_for_axis(dataset),
         }
     for name, one in found.items():  # a scale without values may have another name than the axis, which then has a label
         for axis, scope in enumerate(one["scopes"]):
             if scope in found and scope != name and found[scope]["is_dimension"]:
                 one["dims"][axis] = str(datasets[name].dims[axis].label) or one["dims"][axis]
     return found
-
-
-def _is_dimension(dataset: h5py.Dataset) -> bool:
-    """True for a scale without values."""
-    is_scale = h5py.h5ds.is_scale(dataset.id)
-    told = h5py.h5ds.get_scale_name(dataset.id).decode(errors="replace") if is_scale else ""
-    return bool(told.startswith(NO_VARIABLE))
 
 
 def _address(dataset: h5py.Dataset) -> int:

@@ -14,7 +14,7 @@ import numpy as np
 from shardload.formats.base import Properties, native_dtype, refusal
 from shardload.formats.compression_words import BLOSC_CODES, BLOSC_SHUFFLES, blosc_told, compression_told
 from shardload.formats.hdf5.filters import LOSSY, NAMES, scaleoffset_is_idle
-from shardload.formats.hdf5.metadata import HIDDEN, NO_VARIABLE, filters_of, labels_of
+from shardload.formats.hdf5.metadata import HIDDEN, filters_of, labels_of, stands_for_axis
 from shardload.formats.hdf5.opened import creation_of
 
 __all__ = ["attribute_names", "groups_of", "properties_of"]
@@ -42,8 +42,6 @@ def properties_of(dataset: h5py.Dataset) -> Properties:
     if "_FillValue" in attrs:
         value = np.asarray(attrs["_FillValue"])
         attrs["_FillValue"] = value.reshape(-1)[0] if value.size == 1 else attrs["_FillValue"]
-    told = dataset.attrs.get("NAME") if "NAME" in dataset.attrs else b""
-    text = told.decode(errors="replace") if isinstance(told, bytes) else str(told)
     return Properties.of(
         labels,
         dtype,
@@ -52,7 +50,7 @@ def properties_of(dataset: h5py.Dataset) -> Properties:
         checksum=checksum,
         fill_value=fill,
         unlimited=tuple(k for k, n in enumerate(dataset.maxshape or ()) if n is None),
-        is_dimension=h5py.h5ds.is_scale(dataset.id) and text.startswith(NO_VARIABLE),
+        is_dimension=stands_for_axis(dataset),
         unread=tuple(unread),
     )
 
