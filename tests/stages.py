@@ -4,7 +4,7 @@ Stages in lanes: those of a lane run one after the other, lanes beside each othe
 shown whole when it has ended, so that stages do not mix their lines. The quick checks come first, and end everything if one
 of them fails; after them all stages run, whatever fails, and those that failed are named at the end.
 
-At the end: the seconds of each stage, the slowest tests of all stages together, and how many passed.
+At the end: the seconds and CPU seconds of each stage, the slowest tests of all stages together, and how many passed.
 """
 
 from __future__ import annotations
@@ -83,6 +83,7 @@ class Run:
         self.tally = tally
         self.scratch = scratch
         self.seconds: dict[str, float] = {}
+        self.cpu_seconds: dict[str, float] = {}  # of its processes that were waited for
         self.failed: list[str] = []
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         self._lock = threading.Lock()
@@ -108,12 +109,14 @@ class Run:
                     start_new_session=True,  # Ctrl-C is for this program, which passes it on
                 )
                 self._running[stage.name] = process
-            code = process.wait()
+            _, status, used = os.wait4(process.pid, 0)
+            code = process.returncode = os.waitstatus_to_exitcode(status)
         seconds = time.monotonic() - began
         said = stage.log.read_text(errors="replace").strip()
         with self._lock:
             del self._running[stage.name]
             self.seconds[stage.name] = seconds
+            self.cpu_seconds[stage.name] = used.ru_utime + used.ru_stime
             how = f"FAILED with exit status {code} after" if code else "passed in"
             lines = [f"\n=== {stage.name}", *([said] if said else []), f"=== {stage.name}: {how} {seconds:.1f} s"]
             if code:
@@ -188,9 +191,9 @@ def counts(tally: Path) -> tuple[int, int, list[tuple[float, str, str]]]:
 def report(run: Run, tally: Path, seconds: float) -> None:
     """Say how long everything took."""
     passed, failed, slowest = counts(tally)
-    print("\n--- seconds of each stage (some run beside each other)")
+    print("\n--- seconds of each stage (some run beside each other), CPU seconds")
     for name, took in sorted(run.seconds.items(), key=lambda item: -item[1]):
-        print(f"{took:8.1f}  {name}")
+        print(f"{took:8.1f} {run.cpu_seconds[name]:8.1f}  {name}")
     print(f"\n--- the slowest {len(slowest)} tests of all stages: seconds, test, stage")
     for took, name, stage in slowest:
         print(f"{took:8.1f}  {name}  [{stage.removeprefix('pytest: ')}]")
