@@ -78,7 +78,7 @@ def test_peak(
 @pytest.mark.parametrize("readers", ["root", "parallel", "direct"])
 def test_chunks_of_one_byte(comm: Any, shared_tmp_path: Path, readers: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if what is kept for each chunk, written or not, were kept for all chunks of a block of so many bytes."""
-    side, staging = 96 * unit(), 2 << 20
+    side, staging = 72 * unit(), 2 << 20
 
     def write() -> str:
         with h5py.File(shared_tmp_path / "a.h5", "w") as file:
