@@ -418,6 +418,21 @@ class _Hdf5File(OpenFile):
         """What could not be read of them."""
         return self._groups[1]
 
+    def links(self) -> dict[str, str]:
+        """The external links. Nothing is opened to find out what they lead to."""
+        names: list[Any] = []
+
+        def keep(name: Any, link: Any) -> None:
+            if link.type == h5py.h5l.TYPE_EXTERNAL:
+                names.append(name)
+
+        try:
+            self._file.id.links.visit(keep, info=True)
+            found = {decoded(name): self._file.id.links.get_val(name) for name in names}
+        except (KeyError, OSError, RuntimeError, ValueError):  # who lists the arrays is told what cannot be read
+            return {}
+        return {f"/{name}": f"'{decoded(inside)}' in '{os.fsdecode(file)}'" for name, (file, inside) in found.items()}
+
     @functools.cached_property
     def _groups(self) -> tuple[dict[str, dict[str, Any]], list[str]]:
         return groups_of(self._file)  # goes through the whole file

@@ -16,7 +16,7 @@ from zlib import crc32
 
 import numpy as np
 
-from shardload.errors import ConfigError, SourceError
+from shardload.errors import ConfigError, SourceError, printable
 from shardload.formats.access import Access, Limits
 from shardload.formats.base import ArrayInfo, OpenFile, Properties, some
 from shardload.formats.diagnosis import as_source_error
@@ -34,6 +34,7 @@ __all__ = ["PAGE_NBYTES", "STAGING_NBYTES", "CopyRequest", "Found", "describe", 
 
 STAGING_NBYTES = 512 << 20
 PAGE_NBYTES = 4096  # clients of a file system on several nodes may lose each other's bytes in a page
+_ALL_AND = "--dataset '*' "
 _VERIFY, _MODES = (INDEX, CHECKSUM, FULL), ("w-", "w")
 
 
@@ -238,11 +239,16 @@ def find(request: CopyRequest) -> tuple[list[Found], dict[str, Any], list[str]]:
     notes: list[str] = []
     infos: dict[str, ArrayInfo] = {}
     is_all = not request.dataset and not inside
+    links = _links(path, request.access) if is_all else ""
+    notes += [links] * bool(links)
     with Finder(request.access) as finder:
         for name in names:
             if name == "*" or name.endswith("/*"):
                 group = "" if name == "*" else "/" + name[:-2].strip("/")
-                below, left_out = finder.find_below(path, group, with_dimensions=True)
+                try:
+                    below, left_out = finder.find_below(path, group, with_dimensions=True)
+                except ConfigError as error:
+                    raise ConfigError(f"{error} ({links.replace(_ALL_AND, '')})") if links else error from None
                 infos |= {one.info.dataset: one.info for one in below}
                 notes += [f"{one} was left out: it holds {one.refused}" for one in left_out]
             else:
@@ -250,6 +256,21 @@ def find(request: CopyRequest) -> tuple[list[Found], dict[str, Any], list[str]]:
                 infos[info.dataset] = info
     with open_file(path, request.access) as file:
         return _like(request, kind, file, infos, is_all, notes)
+
+
+def _links(path: str, access: Access) -> str:
+    """What is said of links into other files, which a copy of all arrays does not follow; empty without any."""
+    try:
+        with open_file(path, access) as file:
+            links = file.links()
+    except SourceError:  # the search for arrays says why
+        return ""
+    if not links:
+        return ""
+    told = some([f"'{printable(name)}' (to {printable(to)})" for name, to in links.items()])
+    name = printable(next(iter(links)).lstrip("/"))
+    how = f"{_ALL_AND}--dataset '{name}', or '{name}/*' for a group"
+    return f"links into other files were left out: {told}. To copy what they lead to, name it, too: {how}"
 
 
 def _like(
@@ -408,7 +429,7 @@ def _check_growing(unlimited: Sequence[str | int], main: Sequence[Sequence[str |
             continue
         names = sorted({repr(dim) for array in found for dim in array.spec.dims or () if dim})
         if repr(one) not in names:
-            there = some(names) or "no names of axes"
+            there = some(names) or "none with a name. Type its number: --unlimited 0"
             raise ConfigError(f"unlimited is {one!r}, an axis that no array of the new file has; there are: {there}")
 
 
