@@ -60,6 +60,23 @@ def test_it_prints_what_it_did(run: Run, file: str, tmp_path: Path) -> None:
     np.testing.assert_array_equal(found["rho"][...], VALUES)
 
 
+def test_bounds_stay_as_their_coordinate_does(run: Run, tmp_path: Path) -> None:
+    """Wrong if `--dtype` rounded the ends of the intervals of a time that it leaves alone."""
+    seconds, before, out = np.arange(4) * 86_401 + 978_393_601, tmp_path / "in.nc", tmp_path / "out.nc"
+    with netCDF4.Dataset(before, "w") as opened:
+        for name, n in (("time", None), ("bnds", 2), ("x", 3)):
+            opened.createDimension(name, n)
+        time = opened.createVariable("time", "i8", ("time",))
+        time.units, time.bounds, time[:] = "seconds since 1970-01-01", "time_bnds", seconds
+        opened.createVariable("time_bnds", "i8", ("time", "bnds"), chunksizes=(4, 2))[:] = seconds[:, None] + np.arange(2)
+        opened.createVariable("t", "f8", ("time", "x"))[:] = 0.1
+    code, _, said = run("copy", str(before), str(out), "--dtype", "float32", "--chunks", "2,1", "--select", "time=1:")
+    assert (code, said) == (0, "")
+    with h5py.File(out) as opened:
+        np.testing.assert_array_equal(opened["time_bnds"][...], seconds[1:, None] + np.arange(2), strict=True)
+        assert opened["time_bnds"].chunks == (4, 2) and (opened["t"].dtype, opened["t"].chunks) == ("f4", (2, 1))
+
+
 def test_links_into_other_files_are_named(run: Run, file: str, tmp_path: Path) -> None:
     """Wrong if a copy, or the list of arrays, were silent about what is behind them."""
     master, out = str(tmp_path / "master.h5"), str(tmp_path / "out.h5")
