@@ -135,7 +135,8 @@ def load(
         ``{"time": -1, "lat": slice(10, 50)}``; `near` and `between` select by coordinate: ``{"lat": between(30, 60)}``,
         ``{"time": between("2001-06", "2002-05")}``.
     dtype : dtype, optional
-        Cast the values to this dtype. By default the file's dtype is kept exactly; if JAX cannot hold it, that is an error.
+        Cast the values to this dtype. By default the file's dtype is kept exactly; if JAX cannot hold it, that is an error. So
+        is a value that this dtype cannot hold, and an integer that it would round: identifiers may not become others.
         With `decode`, decoded values are cast.
     decode : bool, "valid" or None
         True turns stored numbers into values by their attributes, as xarray does: ``_Unsigned``, fill values (NaN),

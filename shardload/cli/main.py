@@ -16,7 +16,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -213,7 +213,7 @@ def info(
     with _one_message(info_as_typed, as_json):
         from shardload.formats.access import Access, Limits
         from shardload.formats.leftovers import find_leftover
-        from shardload.formats.lookup import find_array, labelled_below, list_labelled, read_labels, split_path
+        from shardload.formats.lookup import find_array, labelled_below, list_labelled, open_file, read_labels, split_path
         from shardload.options import filter_names
 
         path, dataset = split_path(file)
@@ -233,10 +233,14 @@ def info(
             arrays = named or [find_array(path, dataset, access, is_counted=True)]
             if arrays[0].labels is None and not arrays[0].refused:
                 arrays = [replace(arrays[0], labels=read_labels(path, arrays[0], access))]
+        links: Mapping[str, str] = {}
+        if dataset is None and not untrusted and not as_json:
+            with suppress(ShardloadError), open_file(path, access) as opened:
+                links = opened.links()
     if as_json:
         tell(_to_json([_describe(array) for array in arrays]))
     elif dataset is None or is_group:
-        _print_arrays(path, arrays)
+        _print_arrays(path, arrays, links)
     else:
         _print_array(arrays[0])
 
@@ -522,7 +526,7 @@ def _one_message(typed: Callable[[str], str] = as_typed, as_json: bool = False) 
         raise typer.Exit(1) from None
 
 
-def _print_arrays(path: str, arrays: Sequence[ArrayInfo]) -> None:
+def _print_arrays(path: str, arrays: Sequence[ArrayInfo], links: Mapping[str, str] | None = None) -> None:
     said = f"{arrays[0].format}, {counted(len(arrays), 'array')}" if arrays else "no arrays"
     lines = wrap(f"{printable(path)}: {said}", width_of())
     sharded = any(array.shards for array in arrays)
@@ -553,6 +557,12 @@ def _print_arrays(path: str, arrays: Sequence[ArrayInfo]) -> None:
     if not any(row[-1] for row in rows):  # no notes, nor a title above nothing
         columns, rows = columns[:-1], [row[:-1] for row in rows]
     lines += fit_table(columns, rows, width_of(), narrow) if arrays else []
+    if links:
+        from shardload.formats.base import some as few
+
+        told = printable(few([f"{name} (to {to})" for name, to in links.items()]))
+        how = f"shardload info {printable(path)}:/NAME shows what one leads to"
+        lines += wrap(f"links into other files, not listed: {told}; {how}", width_of())
     tell("\n".join(lines))
 
 

@@ -803,6 +803,13 @@ class OpenFile(abc.ABC):
         """What could not be read of these attributes, in words."""
         return ()
 
+    def links(self) -> Mapping[str, str]:
+        """The links into other files, by their full names, and what each leads to, in words. By default none.
+
+        What is behind them is not among the arrays of this file.
+        """
+        return {}
+
     @abc.abstractmethod
     def close(self) -> None:
         """Close the file. Close its arrays first. May be called again."""

@@ -86,6 +86,8 @@ def _damaged(path: str, dataset: str | None, error: Exception) -> SourceError:
         return SourceError(f"{what} could not be opened in a helper process: {error}.", path=path, dataset=dataset)
     if isinstance(error, NotAFileError | OutsideError):
         return SourceError(f"{what} cannot be opened: {error}.", path=path, dataset=dataset)
+    if isinstance(error, PermissionError) and "://" not in path:
+        return SourceError(f"{what} may not be read by this user ({error}). Ask for access.", path=path, dataset=dataset)
     if is_unread(error):
         why = "Its device or file server failed, or it is gone there"
         if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):

@@ -468,6 +468,9 @@ class _Opened(OpenFile):
         with as_source_error(str(self._handle)):
             return self._file.unread()
 
+    def links(self) -> Mapping[str, str]:
+        return {} if self._file is None else self._file.links()
+
     def state(self) -> State:
         return None if self._file is None else self._file.state()
 

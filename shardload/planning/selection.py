@@ -90,6 +90,12 @@ class Selection:
 Index = slice | SupportsIndex | EllipsisType
 
 
+def _is_date(part: object) -> bool:
+    """True for a date as text, and for NumPy's, pandas' and cftime's dates, which xarray takes in this place."""
+    is_text = isinstance(part, str) and part[:4].isdigit()
+    return is_text or isinstance(part, np.datetime64) or (hasattr(part, "year") and hasattr(part, "month"))
+
+
 def select_axes(
     index: Index | tuple[Index, ...] | None, shape: Sequence[int], dims: Sequence[str | None] | None = None
 ) -> Selection:
@@ -134,7 +140,7 @@ def select_axes(
                 low, high, _ = part.indices(size)
             except TypeError:
                 fix = "; for a range of coordinates pass shardload.between() by the name of the axis"
-                is_range = any(isinstance(end, Real) for end in (part.start, part.stop))
+                is_range = any(isinstance(end, Real) or _is_date(end) for end in (part.start, part.stop))
                 raise ValueError(
                     f"select has {part} on axis {name}; the bounds of a slice are integers{fix if is_range else ''}"
                 ) from None
@@ -149,9 +155,10 @@ def select_axes(
                 raise ValueError(
                     f"select has {part!r} on axis {name}; a coordinate needs the name of its axis: select={{'lat': {part}}}"
                 ) from None
+            fix = "; for a date pass shardload.near() by the name of the axis, for a range shardload.between()"
             raise ValueError(
                 f"select has {shown(part)} on axis {name}; each axis takes a slice with step 1 or an integer, as in "
-                "select=np.s_[0, 10:20]"
+                f"select=np.s_[0, 10:20]{fix if _is_date(part) else ''}"
             ) from None
         if not -size <= i < size:
             raise IndexError(f"select has {part!r} on axis {name}, which has {size} elements")

@@ -15,11 +15,16 @@ __all__ = ["cast_into"]
 _CAST_SIZE = 1 << 14  # elements: checking a cast takes temporaries of this size, not of a block's
 _NEEDS_X64 = ", which needs jax.config.update('jax_enable_x64', True)"
 
+_HOW_TO_ROUND = ". To round integers on purpose, load them as they are and use astype"
+
 Array = np.ndarray[Any, Any]
 
 
 def cast_into(raw: Array, out: Array, name: str) -> None:
-    """Cast values to the dtype of `out`. Rounding and cutting off fractions are allowed; a value out of range is an error.
+    """Cast values to the dtype of `out`. Floating point numbers are rounded, and lose their fraction in integers.
+
+    A value out of range is an error. So is an integer that would be rounded: identifiers and counts differ by one, and many of
+    them would become the same number.
 
     Parameters
     ----------
@@ -39,7 +44,7 @@ def cast_into(raw: Array, out: Array, name: str) -> None:
             keep = f"{raw.dtype}{_NEEDS_X64 if _is_wide(raw.dtype) else ''}"
             raise ConfigError(
                 f"{name} have values that {out.dtype} cannot hold, such as {_misfit(raw[index], out.dtype)}. Pass no dtype, to "
-                f"keep {keep}, or one that holds all values"
+                f"keep {keep}, or one that holds all values{_HOW_TO_ROUND if _is_rounded(raw.dtype, out.dtype) else ''}"
             )
 
 
@@ -68,10 +73,30 @@ def _fits(raw: Array, out: Array) -> bool:
     if is_added(out.dtype):
         with np.errstate(invalid="ignore"):
             return _fits_foreign(raw, out)
+    if _is_rounded(raw.dtype, out.dtype):
+        return _is_exact(raw, out, 1 << (np.finfo(out.dtype).nmant + 1))
     if not is_integer:
         return True
     # NumPy reports NaN and values that 32 bits cannot hold, but it silently wraps -1.0 to 255, and integers.
     return np.array_equal(out, np.trunc(raw) if raw.dtype.kind == "f" else raw)
+
+
+def _is_rounded(raw: np.dtype[Any], out: np.dtype[Any]) -> bool:
+    """True if NumPy rounds integers to floating point numbers that cannot hold them all."""
+    if raw.kind not in "iu" or out.kind in "iub":
+        return False
+    return is_added(out) or raw.itemsize * 8 - (raw.kind == "i") > np.finfo(out).nmant + 1
+
+
+def _is_exact(raw: Array, out: Array, most: int = 0) -> bool:
+    """True if integers are the same as floating point numbers. Up to `most` all are, of either sign."""
+    if raw.size == 0 or (-most <= int(raw.min()) and int(raw.max()) <= most):
+        return True
+    try:
+        with np.errstate(invalid="raise"):  # 2**63 - 1 becomes 2**63, which is no int64
+            return np.array_equal(out.real.astype(raw.dtype), raw)
+    except FloatingPointError:
+        return False
 
 
 def _fits_foreign(raw: Array, out: Array) -> bool:
@@ -79,6 +104,8 @@ def _fits_foreign(raw: Array, out: Array) -> bool:
     found = out.astype(np.float64)
     if not np.asarray(0.5).astype(out.dtype).astype(np.float64):  # integers
         return np.array_equal(found, np.trunc(raw))
+    if _is_rounded(raw.dtype, out.dtype):
+        return _is_exact(raw, found)
     largest = np.asarray(np.inf).astype(out.dtype).astype(np.float64)
     if np.isfinite(largest):  # types without inf and NaN, which saturate
         return bool((np.abs(raw) <= largest).all())

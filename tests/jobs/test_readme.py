@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import h5py
+import jax
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
+import shardload
 from tests.jobs.launch import ROOT, job_environment, run_job
 
 README = ROOT / "README.md"
@@ -71,6 +75,47 @@ def test_load_transform_and_save(tmp_path: Path) -> None:
         np.testing.assert_allclose(file["modes"][...], np.fft.fftn(values), rtol=1e-4, atol=1e-4)
         np.testing.assert_array_equal(file["fields/rho"][...], values)
         assert file["modes"].compression == "gzip"
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
+    """docs/save.md: each run adds three rows to those of the run before."""
+    head = HEAD.replace('Mesh(np.array(jax.devices()), ("a",))', 'Mesh(np.array(jax.devices()).reshape(2, -1), ("a", "b"))')
+    (tmp_path / "run.py").write_text(head + block("restart", ROOT / "docs" / "save.md"))
+    for n_ranks in (4, 2):
+        job = run_job([str(tmp_path / "run.py")], n_ranks, cwd=tmp_path, timeout=240, fresh=False)
+        assert job.returncode == 0, job.stderr
+    with h5py.File(tmp_path / "run.nc") as file:
+        np.testing.assert_array_equal(file["time"], 50 * np.arange(7))
+        np.testing.assert_array_equal(file["rho"], np.broadcast_to(100 * np.arange(7.0)[:, None, None, None], (7, 16, 12, 10)))
+
+
+def test_one_array_in_several_files(tmp_path: Path) -> None:
+    """docs/many-arrays.md: the parts in their order, what they mean, and a refusal where that differs."""
+    ids, rows = [np.arange(n, dtype="i8") + 2**40 for n in (5, 3)], np.arange(6, dtype="i2").reshape(2, 1, 3)
+    for k in range(3):
+        with h5py.File(tmp_path / f"snap_000.{k}.hdf5", "w") as file:
+            for name in ("ParticleIDs", "Coordinates") if k != 1 else ():
+                file[f"PartType1/{name}"] = ids[k // 2]
+    for k, year in enumerate((2001, 2002)):
+        with h5py.File(tmp_path / f"era5_{year}.nc", "w") as file:
+            packed = file.create_dataset("t2m", data=rows[k : k + 1], chunks=(1, 1, 3), compression="gzip")
+            packed.attrs["scale_factor"] = np.float32(0.5)
+            file["time"] = [k]
+            file["time"].attrs["units"] = "days since 2001-01-01"
+    code = block("join", ROOT / "docs" / "many-arrays.md")
+    with contextlib.chdir(tmp_path):
+        exec(code, {})
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("a",))
+    with jax.enable_x64(True):
+        found = shardload.load(tmp_path / "snap_000.hdf5", mesh, P("a"), dataset="PartType1/ParticleIDs")
+        np.testing.assert_array_equal(found, np.concatenate(ids))
+    second = {"time": shardload.between("2001-01-02", "2001-01-03")}
+    whole = shardload.load(tmp_path / "era5.h5", mesh, P(), dataset="t2m", decode=True, select=second)
+    np.testing.assert_array_equal(whole, rows[1:] / np.float32(2))
+    with h5py.File(tmp_path / "era5_2002.nc", "r+") as file:
+        file["t2m"].attrs["scale_factor"] = np.float32(0.25)
+    with contextlib.chdir(tmp_path), pytest.raises(ValueError, match="packed in another way"):
+        exec(code, {})
 
 
 @pytest.mark.parametrize("n_devices", [1, 8])

@@ -56,12 +56,12 @@ def netcdf4(folder: Path, shape: Shape) -> str:
 
 
 def virtual(folder: Path, shape: Shape) -> str:
-    """One plane of axis 0 in each of several files, put together."""
+    """One plane of axis 0 in each of several files, in chunks, put together."""
     layout = h5py.VirtualLayout(shape, "f4")
     values = ramp(shape)
     for k in range(shape[0]):
         with h5py.File(folder / f"plane-{k}.h5", "w") as file:
-            file["plane"] = values[k]
+            file.create_dataset("plane", data=values[k], chunks=CHUNKS[1:], compression="gzip")
         layout[k] = h5py.VirtualSource(f"plane-{k}.h5", "plane", shape=shape[1:])
     path = folder / "virtual.h5"
     with h5py.File(path, "w") as file:

@@ -579,6 +579,7 @@ def test_bad_arguments(comm: Any, shared_tmp_path: Path) -> None:
         (f"{path}:/rho", x, {}, f"Pass '{path}', and the array's name in the file as a key: {{'rho': x}}"),
         (path, {"a": x}, {"dataset": "b"}, "dataset is 'b', the name of an array that is passed by itself"),
         (path, {"a": 3.0}, {}, "same on every rank). Pass numpy.asarray of it"),
+        (path, {"a": [x]}, {}, "Its arrays need names: {'a/0': ..., 'a/1': ...}"),
         (
             path,
             {"a": SimpleNamespace(dims=("x",), attrs={})},

@@ -73,6 +73,8 @@ class Others:
         True if the library opens files to find the dataset's shape.
     chunks : list of tuple of int
         The chunk shapes of the datasets in a virtual dataset.
+    filters : list of tuple
+        The filters of the first of them that has chunks: number, flags, parameters, name of each.
     access : Access
         What the caller allows.
     """
@@ -83,10 +85,15 @@ class Others:
     is_virtual: bool = False
     is_unlimited: bool = False
     chunks: list[tuple[int, ...]] = field(default_factory=list)
+    filters: list[tuple[int, int, Any, bytes]] = field(default_factory=list)
     access: Access = STRICT
 
     def smallest_chunk(self, ndim: int) -> tuple[int, ...] | None:
-        """The least length of those chunks along each of `ndim` axes, aligned at the last axis; None without chunks."""
+        """The least length of those chunks along each of `ndim` axes, aligned at the last axis; None without chunks.
+
+        HDF5 decodes them whole. They are where this grid has them if each dataset begins at a multiple of its chunks; otherwise
+        some are decoded twice, by two ranks.
+        """
         if not self.chunks:
             return None
         padded = [((1,) * ndim + chunk)[len(chunk) :] for chunk in self.chunks]
@@ -95,6 +102,8 @@ class Others:
     def add_part(self, dataset: h5py.Dataset) -> None:
         """Note the chunks of a dataset in a virtual dataset. ValueError if their declared sizes are impossible."""
         if dataset.chunks is not None and tuple(dataset.chunks) not in self.chunks:
+            creation = creation_of(dataset)
+            self.filters = self.filters or [creation.get_filter(k) for k in range(creation.get_nfilters())]
             self.chunks.append(tuple(dataset.chunks))
         if is_stacked(dataset, self.access):
             raise ValueError("its chunks are compressed more than once: HDF5 decodes them without a limit on the size")

@@ -26,14 +26,14 @@ _BLOSC_NAMES = {code: name for name, code in BLOSC_CODES.items()}
 _ARGUMENTS = {6: slice(0, 2), 4: slice(0, 2), 32008: slice(3, None), 5: slice(0, 0), 32000: slice(0, 0)}  # the caller's own
 
 
-def properties_of(dataset: h5py.Dataset) -> Properties:
-    """The properties of an open dataset."""
+def properties_of(dataset: h5py.Dataset, filters: list[tuple[int, int, Any, bytes]] | None = None) -> Properties:
+    """The properties of an open dataset. `filters` are those of the datasets behind a virtual one."""
     creation, labels = creation_of(dataset), labels_of(dataset)
     attrs, unread = _attributes(dataset, str(dataset.name))
     if h5py.check_enum_dtype(dataset.dtype) is not None:
         unread.append(f"what the numbers of '{dataset.name}' stand for (an enumeration)")
     dtype = dataset.dtype if refusal(dataset.dtype) is not None else np.dtype(dataset.dtype.str)
-    compression, checksum = _compression(filters_of(dataset), dtype.kind)
+    compression, checksum = _compression(filters_of(dataset) if filters is None else filters, dtype.kind)
     fill = None
     if creation.fill_value_defined() == h5py.h5d.FILL_VALUE_USER_DEFINED and refusal(dataset.dtype) is None:
         value = np.zeros((), native_dtype(dataset.dtype))

@@ -71,6 +71,8 @@ def describe(
     elif refused is None:
         refused = refuse_filters(dataset, access) or _unbounded(filters, access) or others.refused
     chunks = tuple(creation.get_chunk()) if creation.get_layout() == h5py.h5d.CHUNKED else None
+    if is_virtual and refused is None:  # HDF5 decodes the chunks of the datasets behind it, whole, however small a part is read
+        chunks, filters = others.smallest_chunk(len(dataset.shape)), others.filters
     refused = refused or unaddressable(dataset.shape or (), chunks)
     attributes, packing = _attributes(dataset, in_full, has_attributes)
     is_scale = has_attributes and _is_scale(dataset)

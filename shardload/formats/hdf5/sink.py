@@ -131,9 +131,9 @@ class Hdf5Sink(Sink):
         )
         checked = {}
         for name, spec in specs.items():
-            checked[name] = spec.checked(name)
             if spec.shards is not None:
                 raise ConfigError(f"'{name}' has shards, which HDF5 does not have. Leave shards= out, or use the suffix .zarr")
+            checked[name] = spec.checked(name)
             if is_netcdf:
                 check_netcdf(name, checked[name])
         checked = with_dims(checked) if is_netcdf else with_dims_beside_coordinates(checked)

@@ -132,7 +132,7 @@ class Hdf5Source(Source):
         self._gaps: Any = None
         if not info.refused:
             self._gaps = 0 if leaves_gaps(dataset) else dataset.fillvalue if others.is_virtual else None
-        together = excerpt_nbytes(info)
+        together = 0 if others.is_virtual else excerpt_nbytes(info)
         if together and self._raw is not None and swap_size(kind_of(dataset), self._dtype) is not None:
             self._info = replace(info, excerpt_nbytes=together)  # else HDF5 decodes, whole chunks
 
@@ -197,7 +197,7 @@ class Hdf5Source(Source):
 
     def _parts(self, region: Region) -> Iterator[Region]:
         """Cut a non-empty region into regions to read in one call of HDF5."""
-        chunk = self._info.chunks or self._others.smallest_chunk(region.ndim)
+        chunk = self._info.chunks
         return iter((region,)) if chunk is None else a_few_chunks(region, chunk, _MOST_AT_ONCE)
 
     def missing(self, region: Region) -> list[tuple[int, ...]]:
@@ -265,11 +265,11 @@ class Hdf5Source(Source):
     def properties(self) -> Properties:
         """Filters with their options, and attributes with their types."""
         with self._others.watched():
-            return properties_of(self._dataset)
+            return properties_of(self._dataset, self._others.filters if self._others.is_virtual else None)
 
     def chunk_reader(self) -> ChunkReader | None:
         """A reader that decodes single chunks without HDF5; None if only HDF5 can decode them."""
-        if self._info.refused is not None or self._info.chunks is None or self._raw is None:
+        if self._info.refused is not None or self._info.chunks is None or self._others.is_virtual or self._raw is None:
             return None
         return open_chunks(self._dataset, self._dtype, self._raw, self._whole, self._expected)
 
@@ -417,6 +417,21 @@ class _Hdf5File(OpenFile):
     def unread(self) -> list[str]:
         """What could not be read of them."""
         return self._groups[1]
+
+    def links(self) -> dict[str, str]:
+        """The external links. Nothing is opened to find out what they lead to."""
+        names: list[Any] = []
+
+        def keep(name: Any, link: Any) -> None:
+            if link.type == h5py.h5l.TYPE_EXTERNAL:
+                names.append(name)
+
+        try:
+            self._file.id.links.visit(keep, info=True)
+            found = {decoded(name): self._file.id.links.get_val(name) for name in names}
+        except (KeyError, OSError, RuntimeError, ValueError):  # who lists the arrays is told what cannot be read
+            return {}
+        return {f"/{name}": f"'{decoded(inside)}' in '{os.fsdecode(file)}'" for name, (file, inside) in found.items()}
 
     @functools.cached_property
     def _groups(self) -> tuple[dict[str, dict[str, Any]], list[str]]:

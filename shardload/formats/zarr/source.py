@@ -36,7 +36,7 @@ import zarr.buffer
 import zarr.errors
 import zarr.storage
 
-from shardload.errors import ConfigError, SourceError, printable
+from shardload.errors import ConfigError, SourceError, is_unread, printable
 from shardload.formats.access import STRICT, Access
 from shardload.formats.base import (
     MOST_NAMED,
@@ -474,8 +474,15 @@ def _describe_folder(
         yield from _described(lambda: zarr.open_array(store, mode="r"), path, name, access)
         return
     # An array's own folder is never listed: it may hold a million chunks.
-    for entry in sorted(os.listdir(folder)):
-        if any(os.path.exists(os.path.join(folder, entry, mark)) for mark in _MARKS):
+    try:
+        entries = sorted(os.listdir(folder))
+    except OSError as error:  # a group whose metadata may be read: which arrays it has is not known
+        if name == "/":
+            raise
+        yield _unread(path, name, error)
+        return
+    for entry in entries:
+        if _has_metadata(os.path.join(folder, entry)):
             yield from _describe_folder(path, fence, above | {real}, f"{name.rstrip('/')}/{entry}", access)
 
 
@@ -488,7 +495,7 @@ def _groups_in(path: str, fence: Fence, above: frozenset[str], name: str = "/") 
     store = WatchedStore(zarr.storage.LocalStore(folder, read_only=True), fence)
     yield name, dict(zarr.open_group(store, mode="r", use_consolidated=False).metadata.attributes)
     for entry in sorted(os.listdir(folder)):
-        if any(os.path.exists(os.path.join(folder, entry, mark)) for mark in _MARKS):
+        if _has_metadata(os.path.join(folder, entry)):
             yield from _groups_in(path, fence, above | {real}, f"{name.rstrip('/')}/{entry}")
 
 
@@ -516,18 +523,40 @@ def _described(node: Callable[[], Any], path: str, name: str, access: Access) ->
     except Exception as error:
         if name == "/":
             raise
-        refused = f"metadata that zarr-python cannot read ({error})"
-        yield ArrayInfo(path, name, "Zarr", (), "unknown", refused=refused)
+        yield _unread(path, name, error)
     else:
         if isinstance(found, zarr.Array):
             yield describe(found, path, name, access)
 
 
+def _unread(path: str, name: str, error: Exception) -> ArrayInfo:
+    """What stands for an array or group that cannot be opened: it is listed, with the reason."""
+    refused = f"metadata that zarr-python cannot read ({error})"
+    return ArrayInfo(path, name, "Zarr", (), "unknown", refused=refused)
+
+
+def _has_metadata(folder: str) -> bool:
+    """True if a folder of a store has metadata, or if that cannot be known: an array may not be overlooked."""
+    return any(_is_there(os.path.join(folder, mark)) for mark in _MARKS)
+
+
+def _is_there(path: str) -> bool:
+    """True if there is such a file, or if its folder may not be read, or cannot be just now. (`os.path.exists` says False.)"""
+    try:
+        os.stat(path)
+    except (OSError, ValueError) as error:
+        return isinstance(error, PermissionError) or is_unread(error)
+    return True
+
+
 def _is_array(folder: str, fence: Fence) -> bool:
-    """True if a folder of a store is an array, by its metadata. Broken metadata counts as an array, so that it is listed."""
+    """True if a folder of a store is an array, by its metadata. Broken metadata counts as an array, so that it is listed.
+
+    So does metadata that cannot be read.
+    """
     file = os.path.join(folder, "zarr.json")
-    if not os.path.exists(file):
-        return os.path.exists(os.path.join(folder, ".zarray"))
+    if not _is_there(file):
+        return _is_there(os.path.join(folder, ".zarray"))
     if not fence.holds(file):
         return True
     try:

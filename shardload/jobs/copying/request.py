@@ -16,10 +16,11 @@ from zlib import crc32
 
 import numpy as np
 
-from shardload.errors import ConfigError, SourceError
+from shardload.errors import ConfigError, SourceError, printable
 from shardload.formats.access import Access, Limits
 from shardload.formats.base import ArrayInfo, OpenFile, Properties, some
 from shardload.formats.diagnosis import as_source_error
+from shardload.formats.labels import names_in
 from shardload.formats.likeness import KEEP, Asked, attrs_for, spec_like
 from shardload.formats.lookup import Finder, find_array, open_file, split_path
 from shardload.formats.sink import ArraySpec, Compression, Sink, unopened_by_xarray
@@ -34,6 +35,7 @@ __all__ = ["PAGE_NBYTES", "STAGING_NBYTES", "CopyRequest", "Found", "describe", 
 
 STAGING_NBYTES = 512 << 20
 PAGE_NBYTES = 4096  # clients of a file system on several nodes may lose each other's bytes in a page
+_ALL_AND = "--dataset '*' "
 _VERIFY, _MODES = (INDEX, CHECKSUM, FULL), ("w-", "w")
 
 
@@ -238,11 +240,16 @@ def find(request: CopyRequest) -> tuple[list[Found], dict[str, Any], list[str]]:
     notes: list[str] = []
     infos: dict[str, ArrayInfo] = {}
     is_all = not request.dataset and not inside
+    links = _links(path, request.access) if is_all else ""
+    notes += [links] * bool(links)
     with Finder(request.access) as finder:
         for name in names:
             if name == "*" or name.endswith("/*"):
                 group = "" if name == "*" else "/" + name[:-2].strip("/")
-                below, left_out = finder.find_below(path, group, with_dimensions=True)
+                try:
+                    below, left_out = finder.find_below(path, group, with_dimensions=True)
+                except ConfigError as error:
+                    raise ConfigError(f"{error} ({links.replace(_ALL_AND, '')})") if links else error from None
                 infos |= {one.info.dataset: one.info for one in below}
                 notes += [f"{one} was left out: it holds {one.refused}" for one in left_out]
             else:
@@ -250,6 +257,21 @@ def find(request: CopyRequest) -> tuple[list[Found], dict[str, Any], list[str]]:
                 infos[info.dataset] = info
     with open_file(path, request.access) as file:
         return _like(request, kind, file, infos, is_all, notes)
+
+
+def _links(path: str, access: Access) -> str:
+    """What is said of links into other files, which a copy of all arrays does not follow; empty without any."""
+    try:
+        with open_file(path, access) as file:
+            links = file.links()
+    except SourceError:  # the search for arrays says why
+        return ""
+    if not links:
+        return ""
+    told = some([f"'{printable(name)}' (to {printable(to)})" for name, to in links.items()])
+    name = printable(next(iter(links)).lstrip("/"))
+    how = f"{_ALL_AND}--dataset '{name}', or '{name}/*' for a group"
+    return f"links into other files were left out: {told}. To copy what they lead to, name it, too: {how}"
 
 
 def _like(
@@ -326,10 +348,19 @@ def _describe(file: OpenFile, name: str, expected: ArrayInfo | None = None) -> t
 
 
 def _is_beside(name: str, described: Mapping[str, tuple[ArrayInfo, Properties, State]]) -> bool:
-    """True for a coordinate of the other arrays, which keeps its own type and layout."""
+    """True for a coordinate of the other arrays, and for its bounds: they keep their own type and layout."""
     return described[name][0].is_coordinate or any(
-        name in properties.coordinates for other, (_, properties, _) in described.items() if other != name
+        name in properties.coordinates or name in _bounds(other, properties)
+        for other, (_, properties, _) in described.items()
+        if other != name
     )
+
+
+def _bounds(name: str, properties: Properties) -> list[str]:
+    """The full names of what CF calls the bounds of a coordinate, in the coordinate's group."""
+    above, told = name.rpartition("/")[0], (properties.attrs.get(key) for key in ("bounds", "climatology"))
+    texts = (text.decode(errors="replace") if isinstance(text, bytes) else text for text in told)
+    return [f"{above}/{one}" for text in texts for one in names_in(text)]
 
 
 def _parts(select: Any, main: Mapping[str, tuple[ArrayInfo, Properties, State]]) -> dict[str, Any]:
@@ -408,7 +439,7 @@ def _check_growing(unlimited: Sequence[str | int], main: Sequence[Sequence[str |
             continue
         names = sorted({repr(dim) for array in found for dim in array.spec.dims or () if dim})
         if repr(one) not in names:
-            there = some(names) or "no names of axes"
+            there = some(names) or "none with a name. Type its number: --unlimited 0"
             raise ConfigError(f"unlimited is {one!r}, an axis that no array of the new file has; there are: {there}")
 
 

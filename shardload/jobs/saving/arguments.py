@@ -291,7 +291,9 @@ def _check_array(name: str, x: Any) -> None:
         raise ConfigError(f"'{name}' is traced: it has no values yet. Call save outside of jax.jit")
     if not isinstance(x, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
         fix = ""
-        if isinstance(x, (Number, np.generic, list, tuple, range)):
+        if isinstance(x, (list, tuple)) and any(isinstance(one, (jax.Array, np.ndarray)) for one in x):
+            fix = f". Its arrays need names: {{'{name.strip('/')}/0': ..., '{name.strip('/')}/1': ...}}"
+        elif isinstance(x, (Number, np.generic, list, tuple, range)):
             fix = ". Pass numpy.asarray of it"
         elif hasattr(x, "dims") and hasattr(x, "attrs"):  # of xarray
             fix = ". Pass its values, x.data, with dims= and attrs=; or one xarray.Dataset in place of the dict"

@@ -60,6 +60,42 @@ def test_it_prints_what_it_did(run: Run, file: str, tmp_path: Path) -> None:
     np.testing.assert_array_equal(found["rho"][...], VALUES)
 
 
+def test_bounds_stay_as_their_coordinate_does(run: Run, tmp_path: Path) -> None:
+    """Wrong if `--dtype` rounded the ends of the intervals of a time that it leaves alone."""
+    seconds, before, out = np.arange(4) * 86_401 + 978_393_601, tmp_path / "in.nc", tmp_path / "out.nc"
+    with netCDF4.Dataset(before, "w") as opened:
+        for name, n in (("time", None), ("bnds", 2), ("x", 3)):
+            opened.createDimension(name, n)
+        time = opened.createVariable("time", "i8", ("time",))
+        time.units, time.bounds, time[:] = "seconds since 1970-01-01", "time_bnds", seconds
+        opened.createVariable("time_bnds", "i8", ("time", "bnds"), chunksizes=(4, 2))[:] = seconds[:, None] + np.arange(2)
+        opened.createVariable("t", "f8", ("time", "x"))[:] = 0.1
+    code, _, said = run("copy", str(before), str(out), "--dtype", "float32", "--chunks", "2,1", "--select", "time=1:")
+    assert (code, said) == (0, "")
+    with h5py.File(out) as opened:
+        np.testing.assert_array_equal(opened["time_bnds"][...], seconds[1:, None] + np.arange(2), strict=True)
+        assert opened["time_bnds"].chunks == (4, 2) and (opened["t"].dtype, opened["t"].chunks) == ("f4", (2, 1))
+
+
+def test_links_into_other_files_are_named(run: Run, file: str, tmp_path: Path) -> None:
+    """Wrong if a copy, or the list of arrays, were silent about what is behind them."""
+    master, out = str(tmp_path / "master.h5"), str(tmp_path / "out.h5")
+    with h5py.File(master, "w") as opened:
+        opened["g/det"] = h5py.ExternalLink("in.h5", "/rho")
+    code, _, said = run("copy", master, out)
+    assert code == 1 and "holds no arrays" in said and "'/g/det' (to '/rho' in 'in.h5')" in said
+    assert "name it, too: --dataset 'g/det'" in said
+    with h5py.File(master, "r+") as opened:
+        opened["own"], opened["same"] = VALUES, h5py.SoftLink("/own")
+    code, _, said = run("copy", master, out)
+    assert code == 0 and "were left out: '/g/det' (to" in said and "same" not in said
+    assert run("copy", master, out, "--mode", "w", "--dataset", "*", "--dataset", "g/det")[::2] == (0, "")
+    with h5py.File(out) as opened:
+        np.testing.assert_array_equal(opened["g/det"][...], VALUES)
+    code, printed, _ = test_main.run("info", master)
+    assert code == 0 and "not listed: /g/det (to '/rho' in 'in.h5')" in " ".join(printed.split())
+
+
 def test_a_dry_run_writes_nothing(run: Run, file: str, tmp_path: Path) -> None:
     out = str(tmp_path / "out.h5")
     code, printed, _ = run("copy", file, out, "--dry-run", "--chunks", "6,8,2", "--staging", "8MiB")
@@ -113,7 +149,11 @@ def test_json_says_what_was_written(run: Run, file: str, tmp_path: Path) -> None
         (["--select", "time=1"], 1, "no array has"),
         (["--shards", "4,8,20"], 1, "Leave --shards out"),
         (["--unlimited", "time,"], 2, "Type for example --unlimited time, or --unlimited 0"),
-        (["--unlimited", "time"], 1, "--unlimited is 'time', an axis that no array of the new file has; there are: no names"),
+        (
+            ["--unlimited", "time"],
+            1,
+            "--unlimited is 'time', an axis that no array of the new file has; there are: none with a name. Type its number",
+        ),
         (["--unlimited", "3"], 1, "--unlimited is axis 3, which no array of the new file has: /rho (12, 8, 20)"),
         (["--unlimited", "0", "--chunks", "none"], 1, "an axis that may grow, but no chunks. Type --chunks 12,8,20"),
     ],

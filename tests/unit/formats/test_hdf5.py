@@ -127,14 +127,22 @@ def test_virtual_and_external(tmp_path: Path, dtype: str) -> None:
     for part in range(3):
         write_hdf5(tmp_path / f"part{part}.h5", {"x": data[2 * part : 2 * part + 2]}, chunks=(1, 5, 4), shuffle=True)
         layout[2 * part : 2 * part + 2] = h5py.VirtualSource(f"part{part}.h5", "x", shape=(2, 5, 7))
+    write_hdf5(tmp_path / "part3.h5", {"x": data[1:]}, chunks=(3, 4, 2))
+    shifted = h5py.VirtualLayout(shape=data.shape, dtype=data.dtype)
+    shifted[1:] = h5py.VirtualSource("part3.h5", "x", shape=data[1:].shape)
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file.create_virtual_dataset("virtual", layout)
+        file.create_virtual_dataset("shifted", shifted)
         size = data.nbytes
         raw = [(str(tmp_path / "a.raw"), 0, size // 2), (str(tmp_path / "b.raw"), 16, size - size // 2)]
         file.create_dataset("external", data=data, external=raw)
     path = str(tmp_path / "a.h5")
     info = check(path, "/virtual", data)
-    assert info.chunks is None and info.nbytes_stored is None
+    assert info.nbytes_stored is None
+    # HDF5 decodes these whole, on each rank that needs a part of one: a plan must know, and a copy has the same.
+    assert (info.chunks, info.codec) == ((1, 5, 4), "shuffle")
+    behind = np.concatenate([np.zeros_like(data[:1]), data[1:]])
+    assert check(path, "/shifted", behind).chunks == (3, 4, 2)  # of which none is where the plan has it
     assert check(path, "/external", data).chunks is None
     (tmp_path / "part1.h5").unlink()
     # HDF5 itself would deliver zeros for the missing part, without a word.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -421,24 +422,56 @@ def unprivileged() -> Iterator[Path]:
         yield Path(folder)
 
 
-def test_a_file_that_may_not_be_read(unprivileged: Path) -> None:
-    paths = [
-        write_hdf5(unprivileged / "a.h5", {"a": flat((3,))}),
-        write_zarr(unprivileged / "a.zarr", {"a": flat((3,))}),
-    ]
+@contextlib.contextmanager
+def _kept_out(*paths: Path) -> Iterator[None]:
+    """Files and folders that this user may not read."""
     for path in paths:
         os.chmod(path, 0)
     user = os.geteuid()
     if user == 0:
         os.seteuid(65534)
     try:
-        for path in paths:
-            with pytest.raises(SourceError, match=f"'{path}' may not be read by this user .Permission denied"):
-                find_array(path)
+        yield
     finally:
         os.seteuid(user)
         for path in paths:
             os.chmod(path, 0o755)
+
+
+def test_a_file_that_may_not_be_read(unprivileged: Path) -> None:
+    paths = [
+        write_hdf5(unprivileged / "a.h5", {"a": flat((3,))}),
+        write_zarr(unprivileged / "a.zarr", {"a": flat((3,))}),
+    ]
+    with _kept_out(*paths):
+        for path in paths:
+            with pytest.raises(SourceError, match=f"'{path}' may not be read by this user .Permission denied"):
+                find_array(path)
+
+
+@pytest.mark.parametrize("zarr_format", [2, 3])
+def test_a_part_of_a_store_that_may_not_be_read(unprivileged: Path, zarr_format: Any) -> None:
+    """Wrong if it were overlooked: what stands for all arrays would be less, and a copy would be without it."""
+    store = unprivileged / "a.zarr"
+    root = zarr.create_group(store, zarr_format=zarr_format)
+    for name in ("a", "b", "g/c"):
+        root.create_array(name, data=flat((3,)))
+    with _kept_out(store / "b"), Finder(Access()) as finder:
+        told = {info.dataset: info.refused for info in list_arrays(str(store))}
+        assert list(told) == ["/a", "/b", "/g/c"] and "Permission denied" in str(told.pop("/b"))
+        assert set(told.values()) == {None}
+        with pytest.raises(SourceError, match=r"'/b' in '.*a\.zarr' cannot be loaded.*Permission denied"):
+            finder.find_below(str(store), "")
+        assert [one.info.dataset for one in finder.find_below(str(store), "/g")[0]] == ["/g/c"]
+    with _kept_out(store / "g"):
+        assert [info.dataset for info in list_arrays(str(store)) if info.refused] == ["/g"]
+    (store / "g").chmod(0o311)  # its metadata may be read, and the names in it may not
+    with _kept_out():
+        assert [info.dataset for info in list_arrays(str(store)) if info.refused] == ["/g"]
+    (store / "g").chmod(0o755)
+    if zarr_format == 3:  # format 2 has a file for what is an array, and one for its attributes
+        with _kept_out(store / "zarr.json"), pytest.raises(SourceError, match=r"may not be read by this user .*Ask for access"):
+            list_arrays(str(store))
 
 
 def test_other_objects_are_refused() -> None:

@@ -650,6 +650,10 @@ def test_what_netcdf_cannot_hold(tmp_path: Path, specs: dict[str, ArraySpec], wo
         (spec("i2", fill_value=1.5), "the fill value of '/x' is 1.5; expected one value of type int16"),
         (spec("i2", fill_value=70000), "the fill value of '/x' is 70000"),
         (spec("f4", shards=(4, 6, 8)), "'/x' has shards, which HDF5 does not have"),
+        (
+            spec("f4", chunks=(3, 5, 7), shards=(4, 6, 8)),
+            "'/x' has shards, which HDF5 does not have",
+        ),  # also if they do not fit
         (spec("f4", attrs={"a": object()}), "the attribute 'a' of '/x' is <object .*which HDF5 cannot hold"),
         (spec("f4", attrs={"a": [1, "b"]}), "the attribute 'a' of '/x' is .*which HDF5 cannot hold"),
         (spec("f4", attrs={"a": np.zeros(9000)}), "of 72,001 bytes; .* less than 64 KiB. Save it as an array"),
