@@ -30,6 +30,7 @@ from shardload.comm.shelf import Shelf
 from shardload.comm.topology import Node, Topology, find_topology, pretended_node
 from shardload.comm.watchdog import Watchdog
 from shardload.errors import ConfigError, ShardloadError, ShardloadWarning, StallError
+from shardload.system.scratch import scratch_of_its_own
 
 __all__ = ["Arguments", "ArgumentsOfOne", "Group", "Invocation", "Texts", "compact", "group_of"]
 
@@ -203,7 +204,8 @@ class Group(Agreement):
         try:
             if self.is_torn:
                 raise ConfigError("a call of this plan's ranks was interrupted: make the plan again, on all ranks")
-            yield refusal
+            with scratch_of_its_own():
+                yield refusal
         except ShardloadError as error:  # all ranks raise it, though each may have found it by itself
             if not isinstance(error, StallError) and not self.is_torn:  # the watchdog has decided who shows a stall
                 self.shared(error)

@@ -53,6 +53,7 @@ from shardload.planning.rates import START_SECONDS, one_reader_seconds
 from shardload.planning.region import Region
 from shardload.planning.tuning import Tuning, default_tuning
 from shardload.system.interruption import let_interruption_pass
+from shardload.system.scratch import scratch_of_its_own
 
 __all__ = [
     "Finder",
@@ -190,7 +191,7 @@ def list_labelled(path: str, access: Access, most: int, linked: str = "") -> lis
         infos = list_arrays(path, access)
     if len(infos) > most:
         return infos
-    with Labeller(access) as labeller:
+    with scratch_of_its_own(), Labeller(access) as labeller:
         return [info if info.refused else labeller.label(path, info) for info in infos]
 
 
@@ -369,7 +370,7 @@ def read_labels(path_or_object: Any, info: ArrayInfo, access: Access = STRICT, s
     SourceError
         If the array cannot be opened any more.
     """
-    with Labeller(access, small_nbytes) as labeller:
+    with scratch_of_its_own(), Labeller(access, small_nbytes) as labeller:
         found = labeller.label(path_or_object, info).labels
     return found if isinstance(found, Labels) else Labels((None,) * len(info.shape), info.attributes)
 
