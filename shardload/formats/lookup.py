@@ -45,7 +45,7 @@ from shardload.formats.diagnosis import (
     unclaimed,
 )
 from shardload.formats.labelling import SMALL_NBYTES, complete
-from shardload.formats.labels import Labels
+from shardload.formats.labels import MIXED, Labels
 from shardload.formats.leftovers import refuse_leftover
 from shardload.formats.untrusted.source import UntrustedSource, find, find_labels, list_all
 from shardload.planning.blocks import count_runs
@@ -324,6 +324,7 @@ class Labeller:
                 return self._complete(info, opened, file.open)
 
     def _complete(self, info: ArrayInfo, source: Source, open_other: Callable[[str], Source]) -> ArrayInfo:
+        read_in = source.state()  # before anything is read
         try:
             if self._names is None:
                 labels = complete(source.labels(), open_other, self._small_nbytes)
@@ -335,7 +336,9 @@ class Labeller:
             if is_unread(error):
                 raise
             labels = Labels((None,) * len(info.shape), info.attributes)
-        return replace(info, labels=labels)
+        if source.state() != read_in:  # these may be of two versions, and no values belong to them
+            read_in = MIXED
+        return replace(info, labels=replace(labels, read_in=read_in))
 
     def _open(self, path: str) -> OpenFile:
         if self._given is not None:
