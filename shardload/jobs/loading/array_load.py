@@ -104,8 +104,8 @@ class ArrayLoad:
     def named_in(self) -> State:
         """The state of the file in which a selection by names was looked up; None if there is no such selection."""
         labels = self.info.labels
-        brief = labels.brief if isinstance(labels, OnDemand) else labels
-        return brief.read_in if brief is not None and brief.is_brief else None
+        known = labels.brief if isinstance(labels, OnDemand) else labels  # read for a selection by names alone
+        return None if known is None else known.read_in
 
     def named(self, error: BaseException) -> BaseException:
         """An error of this array, which names it if there are others."""
