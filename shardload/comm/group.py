@@ -30,7 +30,8 @@ from shardload.comm.shelf import Shelf
 from shardload.comm.topology import Node, Topology, find_topology, pretended_node
 from shardload.comm.watchdog import Watchdog
 from shardload.errors import ConfigError, ShardloadError, ShardloadWarning, StallError
-from shardload.system.scratch import scratch_of_its_own
+from shardload.system.interruption import is_called_by_handler
+from shardload.system.scratch import is_in_a_call, scratch_of_its_own
 
 __all__ = ["Arguments", "ArgumentsOfOne", "Group", "Invocation", "Texts", "compact", "group_of"]
 
@@ -180,13 +181,18 @@ class Group(Agreement):
         Raises
         ------
         ConfigError
-            If this thread is in a call already, if another thread is in a call for `timeout` seconds, or if a call of this
-            group was interrupted.
+            If this thread is in a call already, if a signal handler has interrupted any other call of it, if another thread is
+            in a call for `timeout` seconds, or if a call of this group was interrupted.
         """
         if self._caller == threading.get_ident():
             raise ConfigError(
                 "this thread is in a call over the same communicator already (a function that was passed to it, such as "
                 "progress=, calls shardload): call it afterwards, or pass comm=MPI.COMM_WORLD.Dup()"
+            )
+        if is_in_a_call() and is_called_by_handler():
+            raise ConfigError(
+                "a signal handler calls shardload in the middle of another call of this thread, which has locks that the new "
+                "one may wait for. Set a flag in the handler, and call when that call has returned"
             )
         refusal = None
         if not self._one_call.acquire(blocking=False):

@@ -2,8 +2,8 @@
 
 Decoders of many arrays share it (`shared_scratch`), so that a thread has one buffer of each kind, however many arrays are open.
 
-A call may interrupt another call of the same thread at any point (a signal handler that saves, a finalizer), and that goes on
-with what it has in these buffers. So each call has buffers of its own (`scratch_of_its_own`).
+A call may begin in the middle of another one of the same thread (in a finalizer, a signal handler, a function of the caller),
+and that goes on with what it has in these buffers. So each call has buffers of its own (`scratch_of_its_own`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["ThreadScratch", "scratch_of_its_own", "shared_scratch"]
+__all__ = ["ThreadScratch", "is_in_a_call", "scratch_of_its_own", "shared_scratch"]
 
 Array = np.ndarray[Any, Any]
 
@@ -29,6 +29,11 @@ class _Calls(threading.local):
 
 
 _calls = _Calls()
+
+
+def is_in_a_call() -> bool:
+    """True inside of `scratch_of_its_own`, in this thread."""
+    return _calls.depth > 0
 
 
 @contextmanager
