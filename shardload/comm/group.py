@@ -68,7 +68,7 @@ def group_of(comm: Any = None, timeout: float | None = None) -> Group:
         return cast(Group, kept.value)
 
 
-_making = threading.Lock()  # two threads may make their first calls at the same time
+_making = threading.RLock()  # two threads may make their first calls at the same time
 
 
 @cache
