@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from shardload.errors import ShardloadError
 from shardload.planning.region import Region
@@ -139,7 +139,8 @@ def device_values(data: jax.Array, region: Region, held: Region, view_on_cpu: bo
         view: Array = np.asarray(data)[index]
         return view
     start = [a - o for a, o in zip(region.start, held.start, strict=True)]
-    with _wide_indices() if max(held.shape, default=0) > _MOST_IN_32_BITS else nullcontext():
+    here = Mesh(np.array(list(data.devices())), ("device",))  # the caller's mesh (`jax.set_mesh`) has other devices
+    with jax.set_mesh(here), _wide_indices() if max(held.shape, default=0) > _MOST_IN_32_BITS else nullcontext():
         return np.asarray(jax.lax.dynamic_slice(data, start, region.shape))
 
 

@@ -4,7 +4,8 @@ A load may give an array that is larger than the file's: `pad` adds elements at 
 rows to each shard. An `Extent` says where the file's own elements are, each exactly once: in the core of its shard, before the
 padding. It is a few integers, and each axis is independent of the others.
 
-1. `remember` keeps the extent of each array that a load returns, for as long as that array exists. `extent_of` finds it again.
+1. `remember` keeps the extent of each array that a load returns (and `remember_version`, of which version of its file it is),
+   for as long as that array exists. `extent_of` finds it again.
    It knows the array object itself: an array that was computed from it is another object, so it is never taken for it.
 2. `make_mask` makes the boolean array: each process makes its own shards, and nothing is sent.
 3. `to_numpy` and `cut_out` return the file's elements alone: as a NumPy array, or as a `jax.Array` where the mesh can hold it.
@@ -27,7 +28,19 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shardload.arrays.sharding import ids_text, read_spec
 from shardload.errors import ConfigError
 
-__all__ = ["Extent", "check_exists", "cut_out", "extent_of", "is_known", "make_mask", "remember", "to_numpy", "was_decoded"]
+__all__ = [
+    "Extent",
+    "check_exists",
+    "cut_out",
+    "extent_of",
+    "is_known",
+    "make_mask",
+    "remember",
+    "remember_version",
+    "to_numpy",
+    "version_of",
+    "was_decoded",
+]
 
 Array = np.ndarray[Any, Any]
 Index = np.ndarray[Any, np.dtype[np.int64]]
@@ -95,8 +108,21 @@ class Extent:
 
 # --- which extent has an array?
 
+Version = tuple[int, ...]  # of a file
+
+
+@dataclass(eq=False)
+class _Loaded:
+    """What is known of an array that a load returned."""
+
+    ref: weakref.ref[Any]
+    extent: Extent
+    is_decoded: bool | None
+    version: Version | None = None
+
+
 # By the id of an array that a load returned. An entry goes when its array does, so an id is never that of another array.
-_loaded: dict[int, tuple[weakref.ref[Any], Extent, bool | None]] = {}
+_loaded: dict[int, _Loaded] = {}
 
 
 def remember(array: jax.Array, extent: Extent, is_decoded: bool | None = None) -> None:
@@ -104,10 +130,23 @@ def remember(array: jax.Array, extent: Extent, is_decoded: bool | None = None) -
     key = id(array)
 
     def forget(ref: weakref.ref[Any]) -> None:
-        if key in _loaded and _loaded[key][0] is ref:
+        if key in _loaded and _loaded[key].ref is ref:
             del _loaded[key]
 
-    _loaded[key] = (weakref.ref(array, forget), extent, is_decoded)
+    _loaded[key] = _Loaded(weakref.ref(array, forget), extent, is_decoded)
+
+
+def remember_version(array: jax.Array, version: Version | None) -> None:
+    """Keep which version of its file a load has read, for an array that is remembered."""
+    known = _known(array)
+    if known is not None:
+        known.version = version
+
+
+def version_of(array: Any) -> Version | None:
+    """Which version of its file a load has read for this very array; None if nothing says so."""
+    known = _known(array)
+    return None if known is None else known.version
 
 
 def is_known(array: Any) -> bool:
@@ -118,12 +157,12 @@ def is_known(array: Any) -> bool:
 def was_decoded(array: Any) -> bool | None:
     """Whether a load decoded this very array, or left its packed numbers as they are stored; None if nothing says so."""
     known = _known(array)
-    return None if known is None else known[1]
+    return None if known is None else known.is_decoded
 
 
-def _known(array: Any) -> tuple[Extent, bool | None] | None:
-    ref, extent, is_decoded = _loaded.get(id(array), (None, None, None))
-    return None if extent is None or ref is None or ref() is not array else (extent, is_decoded)
+def _known(array: Any) -> _Loaded | None:
+    found = _loaded.get(id(array))
+    return None if found is None or found.ref() is not array else found
 
 
 def check_exists(array: jax.Array, name: str) -> None:
@@ -157,7 +196,7 @@ def extent_of(array: jax.Array, given: Extent | Sequence[int] | None, name: str)
                 "are the file's. (An array that was computed, copied or moved from a loaded one is another array.) Pass the "
                 "plan too, or the shape without padding: mask(x, plan), unpad(x, (1000, 3))"
             )
-        return known[0]
+        return known.extent
     if not isinstance(given, Extent):
         given = _extent_of_shape(array, given, name)
     if given.shape_global != array.shape:

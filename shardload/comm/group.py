@@ -30,6 +30,8 @@ from shardload.comm.shelf import Shelf
 from shardload.comm.topology import Node, Topology, find_topology, pretended_node
 from shardload.comm.watchdog import Watchdog
 from shardload.errors import ConfigError, ShardloadError, ShardloadWarning, StallError
+from shardload.system.interruption import is_called_by_handler
+from shardload.system.scratch import is_in_a_call, scratch_of_its_own
 
 __all__ = ["Arguments", "ArgumentsOfOne", "Group", "Invocation", "Texts", "compact", "group_of"]
 
@@ -66,7 +68,7 @@ def group_of(comm: Any = None, timeout: float | None = None) -> Group:
         return cast(Group, kept.value)
 
 
-_making = threading.Lock()  # two threads may make their first calls at the same time
+_making = threading.RLock()  # two threads may make their first calls at the same time
 
 
 @cache
@@ -179,13 +181,18 @@ class Group(Agreement):
         Raises
         ------
         ConfigError
-            If this thread is in a call already, if another thread is in a call for `timeout` seconds, or if a call of this
-            group was interrupted.
+            If this thread is in a call already, if a signal handler has interrupted any other call of it, if another thread is
+            in a call for `timeout` seconds, or if a call of this group was interrupted.
         """
         if self._caller == threading.get_ident():
             raise ConfigError(
                 "this thread is in a call over the same communicator already (a function that was passed to it, such as "
                 "progress=, calls shardload): call it afterwards, or pass comm=MPI.COMM_WORLD.Dup()"
+            )
+        if is_in_a_call() and is_called_by_handler():
+            raise ConfigError(
+                "a signal handler calls shardload in the middle of another call of this thread, which has locks that the new "
+                "one may wait for. Set a flag in the handler, and call when that call has returned"
             )
         refusal = None
         if not self._one_call.acquire(blocking=False):
@@ -203,7 +210,8 @@ class Group(Agreement):
         try:
             if self.is_torn:
                 raise ConfigError("a call of this plan's ranks was interrupted: make the plan again, on all ranks")
-            yield refusal
+            with scratch_of_its_own():
+                yield refusal
         except ShardloadError as error:  # all ranks raise it, though each may have found it by itself
             if not isinstance(error, StallError) and not self.is_torn:  # the watchdog has decided who shows a stall
                 self.shared(error)

@@ -106,10 +106,11 @@ class Kept:
 
     value: Any = None
     free: Callable[[Any], None] | None = None
-    making: threading.Lock = field(default_factory=threading.Lock)
+    making: threading.RLock = field(default_factory=threading.RLock)
 
 
-_keeping = threading.Lock()  # two threads may make their first calls at the same time
+# Two threads may make their first calls at the same time. A signal handler may make a call where this thread holds the lock.
+_keeping = threading.RLock()
 
 
 def kept_on(comm: Any) -> Kept:

@@ -85,4 +85,6 @@ def _read(coordinate: Coordinate, source: Source, most_nbytes: int) -> Coordinat
             if is_unread(error):
                 raise
             values = None
+    if values is not None:
+        values.flags.writeable = False  # they are kept for all who ask
     return replace(coordinate, dims=labels.dims, attrs=_bounded(labels.attrs, 1 << 12), values=values)

@@ -19,9 +19,10 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Coordinate", "Labels", "OnDemand", "from_plain", "names_in", "to_plain"]
+__all__ = ["MIXED", "Coordinate", "Labels", "OnDemand", "from_plain", "names_in", "to_plain"]
 
 Dims = tuple[str | None, ...]
+MIXED = (-1, -1)  # in the place of the state of a file that changed while labels were read: no file has it
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,12 +61,15 @@ class Labels:
         The coordinates, by name.
     is_brief : bool
         True if there is only what a selection by names needs: attributes, and other coordinates, were not asked for.
+    read_in : tuple of int or None
+        The state of the file in which they were read (`Source.state`); None if it has none.
     """
 
     dims: Dims
     attrs: Mapping[str, Any] = field(default_factory=dict)
     coords: Mapping[str, Coordinate] = field(default_factory=dict)
     is_brief: bool = False
+    read_in: tuple[int, ...] | None = None
 
 
 class OnDemand:
@@ -75,15 +79,26 @@ class OnDemand:
     ----------
     read : callable
         Returns the labels.
+    brief : Labels, optional
+        Those in which a selection by names was looked up.
     """
 
-    def __init__(self, read: Callable[[], Labels]) -> None:
-        self._read = read
+    def __init__(self, read: Callable[[], Labels], brief: Labels | None = None) -> None:
+        self._read, self.brief = read, brief
 
     @cached_property
     def found(self) -> Labels:
         """The labels."""
         return self._read()
+
+    def read_again(self) -> None:
+        """Read them anew, because the file is another one than it was then."""
+        self.__dict__.pop("found", None)
+
+    @property
+    def read_in(self) -> tuple[int, ...] | None:
+        """As in `Labels`."""
+        return self.found.read_in
 
     @property
     def dims(self) -> Dims:
@@ -125,7 +140,13 @@ def to_plain(labels: Labels | None) -> dict[str, Any] | None:
         ]
         for name, one in labels.coords.items()
     }
-    return {"dims": list(labels.dims), "attrs": dict(labels.attrs), "coords": coords, "is_brief": labels.is_brief}
+    return {
+        "dims": list(labels.dims),
+        "attrs": dict(labels.attrs),
+        "coords": coords,
+        "is_brief": labels.is_brief,
+        "read_in": None if labels.read_in is None else list(labels.read_in),
+    }
 
 
 def from_plain(found: Any, n_axes: int, clean: Callable[[str], str] = str) -> Labels | None:
@@ -170,12 +191,20 @@ def from_plain(found: Any, n_axes: int, clean: Callable[[str], str] = str) -> La
             raise ValueError("no coordinate values")
         return np.frombuffer(b64decode(data), dtype).reshape(shape)
 
+    def state(value: Any) -> tuple[int, ...] | None:
+        if value is None:
+            return None
+        if not isinstance(value, list) or len(value) > 8 or not all(type(n) is int and abs(n) < 2**64 for n in value):
+            raise ValueError("no state of a file")
+        return tuple(value)
+
     try:
         coords = {
             text(name): Coordinate(text(dataset), dims(axes), attrs(own), values(data))
             for name, (dataset, axes, own, data) in found["coords"].items()
         }
-        labels = Labels(dims(found["dims"]), attrs(found["attrs"]), coords, found.get("is_brief") is True)
+        is_brief, read_in = found.get("is_brief") is True, state(found.get("read_in"))
+        labels = Labels(dims(found["dims"]), attrs(found["attrs"]), coords, is_brief, read_in)
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"no labels: {error}") from None
     if len(labels.dims) != n_axes:

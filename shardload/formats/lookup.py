@@ -45,7 +45,7 @@ from shardload.formats.diagnosis import (
     unclaimed,
 )
 from shardload.formats.labelling import SMALL_NBYTES, complete
-from shardload.formats.labels import Labels
+from shardload.formats.labels import MIXED, Labels
 from shardload.formats.leftovers import refuse_leftover
 from shardload.formats.untrusted.source import UntrustedSource, find, find_labels, list_all
 from shardload.planning.blocks import count_runs
@@ -53,6 +53,7 @@ from shardload.planning.rates import START_SECONDS, one_reader_seconds
 from shardload.planning.region import Region
 from shardload.planning.tuning import Tuning, default_tuning
 from shardload.system.interruption import let_interruption_pass
+from shardload.system.scratch import scratch_of_its_own
 
 __all__ = [
     "Finder",
@@ -190,7 +191,7 @@ def list_labelled(path: str, access: Access, most: int, linked: str = "") -> lis
         infos = list_arrays(path, access)
     if len(infos) > most:
         return infos
-    with Labeller(access) as labeller:
+    with scratch_of_its_own(), Labeller(access) as labeller:
         return [info if info.refused else labeller.label(path, info) for info in infos]
 
 
@@ -323,6 +324,7 @@ class Labeller:
                 return self._complete(info, opened, file.open)
 
     def _complete(self, info: ArrayInfo, source: Source, open_other: Callable[[str], Source]) -> ArrayInfo:
+        read_in = source.state()  # before anything is read
         try:
             if self._names is None:
                 labels = complete(source.labels(), open_other, self._small_nbytes)
@@ -334,7 +336,9 @@ class Labeller:
             if is_unread(error):
                 raise
             labels = Labels((None,) * len(info.shape), info.attributes)
-        return replace(info, labels=labels)
+        if source.state() != read_in:  # these may be of two versions, and no values belong to them
+            read_in = MIXED
+        return replace(info, labels=replace(labels, read_in=read_in))
 
     def _open(self, path: str) -> OpenFile:
         if self._given is not None:
@@ -369,7 +373,7 @@ def read_labels(path_or_object: Any, info: ArrayInfo, access: Access = STRICT, s
     SourceError
         If the array cannot be opened any more.
     """
-    with Labeller(access, small_nbytes) as labeller:
+    with scratch_of_its_own(), Labeller(access, small_nbytes) as labeller:
         found = labeller.label(path_or_object, info).labels
     return found if isinstance(found, Labels) else Labels((None,) * len(info.shape), info.attributes)
 

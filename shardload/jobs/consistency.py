@@ -7,7 +7,9 @@ without any error. Therefore:
    They must be equal (`check_unchanged`).
 2. An array that the caller has open or in memory may differ from rank to rank, with the same name and shape. So every rank,
    also one that does not read, takes a fingerprint of its own array (`contents_of`).
-3. All ranks compare these numbers (`to_sums`, `check_same`) in the sums of the last agreement: a few more integers, no further
+3. If a selection names axes or coordinates, one rank has looked these up. The file is still the same one when it is opened to
+   be read, which may be much later, if a plan is executed (`check_names`).
+4. All ranks compare these numbers (`to_sums`, `check_same`) in the sums of the last agreement: a few more integers, no further
    message.
 
 The comparison: if each of `n` ranks has a number `h`, ``n * sum(h * h) == sum(h) ** 2`` holds exactly when all are equal.
@@ -31,12 +33,26 @@ from shardload.planning.selection import Selection
 from shardload.transfer.checksum import checksum
 from shardload.transfer.read_errors import Naming
 
-__all__ = ["N_SUMS", "State", "check_same", "check_same_file", "check_unchanged", "contents_of", "is_open", "to_sums"]
+__all__ = [
+    "N_SUMS",
+    "State",
+    "Version",
+    "check_names",
+    "check_same",
+    "check_same_file",
+    "check_unchanged",
+    "contents_of",
+    "is_open",
+    "to_sums",
+    "version_in",
+    "version_of_state",
+]
 
 State = tuple[int, ...] | None
 _N_COMPARED = 2  # size and time: the numbers after them tell files apart only on one machine
 _BITS, _N_NUMBERS = 20, 3
 N_SUMS = 1 + 2 * _N_NUMBERS
+Version = tuple[int, ...]
 _N_BOXES = 8
 _FIX = "Load it again when nothing writes to it any more; write a new version beside the old one and rename it"
 
@@ -112,9 +128,23 @@ def to_sums(state: State) -> list[int]:
     """
     if state is None:
         return [0] * N_SUMS
-    digest = int.from_bytes(blake2b(repr(state[:_N_COMPARED]).encode(), digest_size=8).digest(), "little")
-    numbers = [digest >> k * _BITS & ((1 << _BITS) - 1) for k in range(_N_NUMBERS)]
+    numbers = version_of_state(state)
     return [1, *numbers, *(number * number for number in numbers)]
+
+
+def version_of_state(state: tuple[int, ...]) -> Version:
+    """What tells the version of a file that has this state from others, on every rank."""
+    digest = int.from_bytes(blake2b(repr(tuple(state[:_N_COMPARED])).encode(), digest_size=8).digest(), "little")
+    return tuple(digest >> k * _BITS & ((1 << _BITS) - 1) for k in range(_N_NUMBERS))
+
+
+def version_in(sums: list[int]) -> Version | None:
+    """The version that all ranks have read, by the sums that `check_same` has found in order; None if none had a state.
+
+    >>> version_in(to_sums((5, 7))) == version_of_state((5, 7)), version_in(to_sums(None))
+    (True, None)
+    """
+    return tuple(first // sums[0] for first in sums[1 : 1 + _N_NUMBERS]) if sums[0] else None
 
 
 def check_same(name: str, sums: list[int], path: str, dataset: str, is_open: bool = False) -> None:
@@ -142,6 +172,17 @@ def check_same_file(name: str, before: State, now: State, path: str, dataset: st
     """Raise SourceError if another rank read an array in another file than the one that is open here under the same path."""
     if before is not None and now is not None:
         check_unchanged(name, before[:_N_COMPARED], now[:_N_COMPARED], path, dataset)
+
+
+def check_names(name: str, before: State, now: State, path: str, dataset: str) -> None:
+    """Raise SourceError if a file is another one than that in which the names of a selection were looked up."""
+    if before is not None and now is not None and before[:_N_COMPARED] != now[:_N_COMPARED]:
+        raise SourceError(
+            f"{name} has changed since select was looked up in it: what it names may lie elsewhere now. Nothing was loaded. "
+            "Make the plan again (or call load again), when nothing writes to the file any more",
+            path=path,
+            dataset=dataset,
+        )
 
 
 def check_unchanged(name: str, before: State, after: State, path: str, dataset: str) -> None:

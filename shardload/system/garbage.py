@@ -19,7 +19,7 @@ from shardload.errors import chain_of
 __all__ = ["collections_wait", "let_go"]
 
 _SUSPENDED = CO_GENERATOR | CO_COROUTINE | CO_ASYNC_GENERATOR  # may go on later; to clear it would end it
-_lock = threading.Lock()
+_lock = threading.RLock()  # a signal handler may make a call while this thread holds it
 _n_waiting = 0
 _was_enabled = False
 

@@ -3,6 +3,9 @@
 An exception of a signal handler (an alarm, Ctrl-C) is no error of the call: it interrupts the call at any point, and ends it
 there. Code that stores errors, to agree on them later, calls `let_interruption_pass` first. A finalizer, of which Python
 prints and forgets all exceptions, calls `interrupt_again`.
+
+A signal handler may also call this package while it is at work in the same thread. That work holds locks, such as h5py's, for
+which other threads of the new call would wait for ever: `is_called_by_handler`.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from types import CodeType, FrameType
 
 from shardload.errors import chain_of
 
-__all__ = ["interrupt_again", "let_interruption_pass", "outer_exception"]
+__all__ = ["interrupt_again", "is_called_by_handler", "let_interruption_pass", "outer_exception"]
 
 _LOOK_SECONDS = 1e-3
 _own = threading.local()
@@ -69,6 +72,25 @@ def interrupt_again(error: BaseException) -> None:
         # A thread, because handlers run wherever the main thread is, and that is still in the caller.
         call = (numbers[0], signal.getsignal(numbers[0]), threading.main_thread().ident, caller.f_code)
         threading.Thread(target=_send, args=call, daemon=True).start()
+
+
+def is_called_by_handler() -> bool:
+    """True if a signal handler of the application has called this package, and what it interrupted is a call of this package.
+
+    For the beginning of a call inside another one: on the way from here to that one there is a frame of a handler.
+    """
+    handlers, package = set(_handlers().values()), __name__.partition(".")[0]
+    frame: FrameType | None = sys._getframe(1)
+    has_left = False  # the frames of the new call
+    while frame is not None:
+        is_own = frame.f_globals.get("__name__", "").partition(".")[0] == package
+        if frame.f_code in handlers:
+            return True
+        if is_own and has_left:
+            return False
+        has_left = has_left or not (is_own or frame.f_globals.get("__name__") == "contextlib")
+        frame = frame.f_back
+    return False
 
 
 def _handled_in(frame: FrameType) -> list[int]:

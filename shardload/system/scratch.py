@@ -1,6 +1,9 @@
 """Where does a thread put temporary values? In memory of its own, which its next task uses again.
 
 Decoders of many arrays share it (`shared_scratch`), so that a thread has one buffer of each kind, however many arrays are open.
+
+A call may begin in the middle of another one of the same thread (in a finalizer, a signal handler, a function of the caller),
+and that goes on with what it has in these buffers. So each call has buffers of its own (`scratch_of_its_own`).
 """
 
 from __future__ import annotations
@@ -8,13 +11,49 @@ from __future__ import annotations
 import math
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
-__all__ = ["ThreadScratch", "shared_scratch"]
+__all__ = ["ThreadScratch", "is_in_a_call", "scratch_of_its_own", "shared_scratch"]
 
 Array = np.ndarray[Any, Any]
+
+
+class _Calls(threading.local):
+    """How many calls of this thread are under way, one inside the other."""
+
+    depth = 0
+
+
+_calls = _Calls()
+
+
+def is_in_a_call() -> bool:
+    """True inside of `scratch_of_its_own`, in this thread."""
+    return _calls.depth > 0
+
+
+@contextmanager
+def scratch_of_its_own() -> Iterator[None]:
+    """Inside, this thread has other scratch memory than around it.
+
+    >>> scratch = ThreadScratch()
+    >>> outer = scratch.bytes("chunk", 3)
+    >>> with scratch_of_its_own():
+    ...     np.shares_memory(outer, scratch.bytes("chunk", 3))
+    False
+    >>> np.shares_memory(outer, scratch.bytes("chunk", 3))
+    True
+    """
+    before = _calls.depth
+    try:
+        _calls.depth = before + 1
+        yield
+    finally:
+        _calls.depth = before
 
 
 class ThreadScratch(threading.local):
@@ -29,18 +68,23 @@ class ThreadScratch(threading.local):
     """
 
     def __init__(self) -> None:
-        self._held: dict[str, Array] = {}
+        self._held: list[dict[str, Array]] = []  # by the depth of the call, from the outermost
 
     def bytes(self, name: str, nbytes: int, at_least: int = 0) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """`nbytes` uninitialised bytes, valid until this thread asks for the same name again.
+        """`nbytes` uninitialised bytes, valid until this thread asks for the same name again in the same call.
 
         `at_least`: bytes to allocate if the buffer is too small, so that growing requests do not allocate each time.
         """
-        held = self._held.get(name)
+        depth = _calls.depth
+        while len(self._held) <= depth:
+            self._held.append({})
+        del self._held[depth + 1 :]  # of calls that have ended
+        mine = self._held[depth]
+        held = mine.get(name)
         if held is None or held.nbytes < nbytes:
             held = None
-            self._held.pop(name, None)  # free the old memory before asking for more
-            held = self._held[name] = np.empty(max(nbytes, at_least), dtype=np.uint8)
+            mine.pop(name, None)  # free the old memory before asking for more
+            held = mine[name] = np.empty(max(nbytes, at_least), dtype=np.uint8)
         return held[:nbytes]
 
     def array(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
@@ -49,7 +93,7 @@ class ThreadScratch(threading.local):
 
 
 _shared: weakref.ref[ThreadScratch] | None = None
-_sharing = threading.Lock()
+_sharing = threading.RLock()  # a call that interrupts another one of this thread asks, too
 
 
 def shared_scratch() -> ThreadScratch:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import signal
 import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from shardload import ConfigError, PeerError, SourceError
 from shardload.cli.doctor import measure as measuring
 from shardload.cli.doctor import probe
 from shardload.comm.group import Invocation, group_of
+from shardload.formats import codecs
 from shardload.planning.tuning import Tuning, tuned
 from tests.mpi.sources import CHUNKS, NAME
 from tests.mpi.support import DECOMPOSITIONS, READERS, check, cube, mesh_of, on_root, padded, ramp, same_error, share, unit
@@ -460,6 +462,55 @@ def test_progress_is_told_and_may_fail(comm: Any, files: dict[str, str]) -> None
         call = lambda r=readers: shardload.load(files["chunked"], mesh, P("a", "b"), dataset=NAME, progress=fails, readers=r)  # noqa: E731
         same_error(comm, call, shardload.PeerError, "no terminal")
     check(shardload.load(files["chunked"], mesh, P(), dataset=NAME), ramp(cube()), mesh, P())
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("by", ["finalizer", "signal"])
+def test_a_call_in_the_middle_of_another(comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
+    """Wrong if it decoded into the memory where the other one has a chunk half decoded, or could wait for a lock of that."""
+    values, others, path = ramp(cube()), -1 - ramp(cube()), str(shared_tmp_path / "x.h5")
+
+    def write() -> None:
+        with h5py.File(path, "w") as file:
+            for name, data in (("x", values), ("y", others)):
+                file.create_dataset(name, data=data.astype(">f4"), chunks=(2, 3, 5), compression="gzip", shuffle=True)
+
+    on_root(comm, write)
+    own, alone = comm.Split(comm.rank), mesh_of(jax.local_devices())
+    right, found, is_inside = codecs.Chain.__init__, list[Any](), False
+
+    def call() -> None:
+        nonlocal is_inside
+        is_inside = True
+        try:
+            found.append(shardload.load(path, alone, P(), dataset="y", comm=own))
+        except ConfigError as error:
+            found.append(error)
+
+    def interrupted(self: codecs.Chain, stages: Any, nbytes: int) -> None:
+        *first, last = stages
+
+        def undo(data: Any, out: Any) -> Any:
+            if not is_inside and threading.current_thread() is threading.main_thread():
+                signal.raise_signal(signal.SIGUSR1) if by == "signal" else call()
+            return last.undo(data, out)
+
+        right(self, [*first, replace(last, undo=undo)], nbytes)
+
+    monkeypatch.setattr(codecs.Chain, "__init__", interrupted)
+    before = signal.signal(signal.SIGUSR1, lambda *_: call())
+    try:
+        with tuned(inline_nbytes=1 << 30, min_chunk_nbytes=1, batched_chunk_nbytes=0, small_nbytes=0, tiny_nbytes=0):
+            x = shardload.load(path, mesh_of(), P("a"), dataset="x", readers="direct")
+            signal.raise_signal(signal.SIGUSR1)  # not in the middle of any call
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    check(x, values, mesh_of(), P("a"))
+    assert len(found) == 2
+    for one in found[by == "signal" :]:
+        check(one, others, alone, P())
+    assert by != "signal" or "Set a flag in the handler" in str(found[0])
+    own.Free()
 
 
 # --- beside the user's own messages -----------------------------------------------------------------------------------

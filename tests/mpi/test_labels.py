@@ -21,6 +21,8 @@ from jax.sharding import PartitionSpec as P
 import shardload
 from shardload import ConfigError, SourceError, between, near
 from shardload.formats.lookup import Labeller
+from shardload.jobs.loading.arguments import Arguments
+from shardload.planning.tuning import tuned
 from tests.mpi.support import check, mesh_of, on_root, padded, same_error, sharding_of, unit
 
 pytestmark = pytest.mark.any_library
@@ -172,6 +174,26 @@ def test_to_xarray(comm: Any, path: str) -> None:
     assert found.encoding["scale_factor"] == 0.5
     both = shardload.to_xarray({"t": x, "u": x}, {"t": made, "u": made})
     assert isinstance(both, xr.Dataset) and both["u"].dims == ("time", "lat") and set(both.coords) == set(wanted.coords)
+
+
+def test_what_is_done_to_an_object_is_not_done_to_the_plan(comm: Any, shared_tmp_path: Path) -> None:
+    """Wrong if the next object that is made with the plan had what the caller wrote into this one."""
+    path = str(shared_tmp_path / "x.nc")
+    made = xr.Dataset(
+        {"x": (("y", "z"), np.zeros((4, 3), "f4"), {"levels": [1, 2]})},
+        coords={"height": (("y", "z"), np.arange(12.0).reshape(4, 3), {"range": [0, 9]})},
+    )
+    on_root(comm, lambda: made.to_netcdf(path, engine="h5netcdf"))
+    plan = shardload.plan(path, mesh_of(), P(), dataset="x")
+    x = plan.execute()
+    with pytest.raises(ValueError, match="read-only"):
+        plan.info.coords["height"].values[...] = -1
+    for _ in range(2):
+        found = shardload.to_xarray(x, plan)
+        np.testing.assert_array_equal(found["height"], made["height"])
+        assert list(found.attrs["levels"]) == [1, 2] and list(found["height"].attrs["range"]) == [0, 9]
+        found["height"].values[...] = -1
+        found.attrs["levels"][0] = found["height"].attrs["range"][0] = -1
 
 
 def test_to_xarray_of_stored_numbers_and_padding(comm: Any, path: str) -> None:
@@ -457,6 +479,70 @@ def test_a_plan_whose_file_is_gone(comm: Any, shared_tmp_path: Path) -> None:
     same_error(comm, lambda: shardload.save(shared_tmp_path / "a.nc", u, plan=plan), SourceError, "packed.nc")
     on_root(comm, lambda: (shared_tmp_path / "gone.nc").rename(path))
     shardload.save(shared_tmp_path / "a.nc", u, plan=plan)
+
+
+@pytest.mark.parametrize("suffix", [".nc", ".zarr"])
+def test_a_file_that_is_replaced(comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
+    """Wrong if what the coordinates of one version select was taken from another, or values got the other's coordinates."""
+    first = climate().assign(t=lambda one: one["t"].astype("f4"))
+    second = first.assign(t=first["t"] + 1000).assign_coords(lat=first["lat"].values[::-1], time=first["time"].values + 6)
+    at, beside = (str(shared_tmp_path / f"{name}{suffix}") for name in ("at", "beside"))
+
+    def write() -> None:
+        for one, where in ((first, at), (second, beside)):
+            one.to_netcdf(where, engine="h5netcdf") if suffix == ".nc" else one.to_zarr(where, consolidated=False)
+
+    def swap() -> None:
+        Path(at).rename(shared_tmp_path / "away")
+        Path(beside).rename(at)
+        (shared_tmp_path / "away").rename(beside)
+
+    def replace_it() -> None:
+        comm.barrier()  # ranks look names up by themselves
+        on_root(comm, swap)
+
+    def wrapped(x: jax.Array, plan: shardload.Plan, wanted: xr.Dataset) -> None:
+        found = shardload.to_xarray(x, plan)
+        xr.testing.assert_equal(found.copy(data=np.asarray(x.addressable_shards[0].data)), wanted["t"])
+
+    on_root(comm, write)
+    mesh, lat = mesh_of(), {"lat": between(55, 60)}
+    for small in (0, 1 << 20):
+        with tuned(small_nbytes=small, tiny_nbytes=small):
+            named, whole = (shardload.plan(at, mesh, P(), dataset="t", select=select) for select in (lat, None))
+            plans = [named]
+            if suffix == ".nc" and not small:  # a helper process says more of it at once
+                plans.append(shardload.plan(at, mesh, P(), dataset="t", select=lat, untrusted=True))
+            old, again = shardload.load(at, mesh, P(), dataset="t"), whole.execute()
+            wrapped(again, whole, first)
+            replace_it()
+            for plan in plans:
+                same_error(comm, plan.execute, SourceError, "has changed since select was looked up in it")
+            with pytest.raises(SourceError, match="has changed since select was looked up in it"):
+                _ = named.info.dims
+            wrapped(old, whole, first)  # whose names were looked up before
+            unseen = shardload.plan(at, mesh, P(), dataset="t")
+            new, computed = whole.execute(), unseen.execute() + 1
+            wrapped(new, whole, second)
+            with pytest.raises(SourceError, match="has changed since it was loaded"):
+                shardload.to_xarray(old, whole)
+            replace_it()
+            for x, plan in ((computed, unseen), (new, shardload.plan(at, mesh, P(), dataset="t"))):
+                with pytest.raises(SourceError, match="has changed since it was loaded"):
+                    shardload.to_xarray(x, plan)
+
+    comm.barrier()
+    right = Arguments.make
+
+    def late(self: Arguments, *given: Any) -> Any:
+        on_root(comm, swap)
+        return right(self, *given)
+
+    with tuned(small_nbytes=0, tiny_nbytes=0), monkeypatch.context() as patch:
+        patch.setattr(Arguments, "make", late)
+        call = lambda: shardload.load(at, mesh, P(), dataset="t", select=lat)  # noqa: E731
+        same_error(comm, call, SourceError, "has changed since select was looked up in it")
+    check(shardload.load(at, mesh, P(), dataset="t", select=lat), second["t"].sel(lat=slice(55, 60)).values, mesh, P())
 
 
 def test_what_nothing_says_of_padding(comm: Any, shared_tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardload
-from shardload.arrays.assemble import EarlyPieces, assemble
+from shardload.arrays.assemble import EarlyPieces, assemble, device_values
 from shardload.arrays.sharding import layout_shards, local_regions, read_sharding, read_spec, verify_layout
 from shardload.errors import ShardloadError
 from shardload.planning.region import Region
@@ -410,6 +410,19 @@ def load_counts_chunks_that_are_not_stored_once() -> None:
             plan = shardload.plan(made, mesh, spec, missing="fill", readers="direct")
             plan.execute()
             assert plan.report and plan.report.chunks_missing == 3, f"{spec}: {plan.report}"
+
+
+def assemble_and_look_beside_a_mesh_of_the_caller() -> None:
+    """Wrong if a save from a GPU failed below `jax.set_mesh`, because that mesh has other devices than a shard."""
+    values = np.arange(8 * 6, dtype="f4").reshape(8, 6)
+    x = jax.device_put(values, NamedSharding(MESHES["4x2"](), P("a", "b")))
+    for name in ("2x4", "2x2 of the last", "make_mesh explicit"):
+        with jax.set_mesh(MESHES[name]()):
+            for shard in x.addressable_shards:
+                held = Region.from_index(shard.index, x.shape)
+                part = Region((held.start[0] + 1, held.start[1]), held.stop)
+                found = device_values(shard.data, part, held, view_on_cpu=False)
+                np.testing.assert_array_equal(found, values[part.slices()], strict=True)
 
 
 CHECKS = [

@@ -153,14 +153,17 @@ class Arguments:
         machine = self._told_machine(options)
         room = _SEARCHED_NBYTES if any(map(needs_coordinates, selections)) else SMALL_NBYTES
         with Labeller(options.access, room, finder.file, names) as labeller:
+            states: list[State] = []  # of the only array, before its values are read
 
             def complete(path: Any, info: ArrayInfo, source: Source | None = None) -> ArrayInfo:
+                if source is not None and self.tree.is_single:
+                    states.append(source.state())
                 if machine is not None and info.nbytes_stored is None:  # how much is read from disk
                     info = replace(info, nbytes_stored=finder.nbytes_stored(path, info, source))
                 return labeller.label(path, info, source) if is_labelled else info
 
             for place, target, call in zip(self.tree.places, self.targets, calls, strict=True):
-                state = partial(finder.state_of, place.path)
+                state = partial(_last, states) if self.tree.is_single else partial(finder.state_of, place.path)
                 with naming_errors(target.where):
                     if not place.is_pattern:
                         look = partial(_look, partial(complete, place.path), call.options.select)
@@ -359,6 +362,10 @@ class _Values:
 
 def _what_of_path(place: Place) -> dict[str, str]:
     return {"path": describe_path(place.path)}
+
+
+def _last(states: list[State]) -> State:
+    return states[-1] if states else None
 
 
 def _selected(info: ArrayInfo, select: Any) -> Selection | None:

@@ -25,10 +25,11 @@ from shardload.arrays.verification import Found, Verifier, VerifyHow
 from shardload.errors import SourceError, StallError, printable
 from shardload.formats.access import Access
 from shardload.formats.base import ArrayInfo, OpenFile, Source, settle_bools
+from shardload.formats.labels import OnDemand
 from shardload.formats.lookup import absolute, file_of, open_file, open_source
 from shardload.formats.memory import MemorySource
 from shardload.formats.untrusted.source import UntrustedSource
-from shardload.jobs.consistency import State, check_same_file, check_unchanged, contents_of, is_open
+from shardload.jobs.consistency import State, check_names, check_same_file, check_unchanged, contents_of, is_open
 from shardload.jobs.loading.plan import Layout, Plan
 from shardload.jobs.loading.report import Phase
 from shardload.jobs.loading.trees import in_array, naming_errors
@@ -99,6 +100,13 @@ class ArrayLoad:
         """True if the caller has the array open or in memory on every rank."""
         return is_open(self.handle)
 
+    @property
+    def named_in(self) -> State:
+        """The state of the file in which a selection by names was looked up; None if there is no such selection."""
+        labels = self.info.labels
+        known = labels.brief if isinstance(labels, OnDemand) else labels  # read for a selection by names alone
+        return None if known is None else known.read_in
+
     def named(self, error: BaseException) -> BaseException:
         """An error of this array, which names it if there are others."""
         return in_array(self.where, error, f"'{printable(self.info.dataset)}'")
@@ -111,6 +119,11 @@ class ArrayLoad:
     def is_here(self) -> bool:
         """True if every rank has all values in memory, as they are to be loaded: they came with the metadata."""
         return self.origin is not None and not self.layout.source.casts
+
+    @property
+    def read_in(self) -> State:
+        """The state of the file in which values that are in memory already were read; None if that is not known."""
+        return self.handle.read_in if self.origin is not None else None
 
     def with_staging(self, nbytes: int) -> ArrayLoad:
         """The same load under another staging cap."""
@@ -269,6 +282,7 @@ class OwnArray:
         if self.reads:
             self._source = sources.open(self.load)
             self._state = self._source.state()
+            check_names(self.load.name, self.load.named_in, self._state, self.load.info.path, self.load.info.dataset)
         self.contents = self.load.contents() if self.load.is_open else self._state
 
     def take(self) -> None:

@@ -27,12 +27,13 @@ from zlib import crc32
 import jax
 import numpy as np
 
+from shardload.arrays.padding import remember_version
 from shardload.arrays.verification import Found, VerifyReport, agree_all
 from shardload.comm.group import Group, Invocation, compact, group_of
 from shardload.comm.shared_memory import Bell, Segment
 from shardload.errors import ConfigError, PackedWarning, StallError
 from shardload.formats.base import some
-from shardload.jobs.consistency import N_SUMS, State, check_same, to_sums
+from shardload.jobs.consistency import N_SUMS, State, check_same, to_sums, version_in, version_of_state
 from shardload.jobs.loading.array_load import ArrayLoad, OpenSources, OwnArray
 from shardload.jobs.loading.plan import Layout, Plan
 from shardload.jobs.loading.report import ArrayReport, LoadReport, Phase, join_proven, make_report
@@ -527,6 +528,10 @@ class Job:
             if any(one[3 : 3 + N_SUMS]):  # some rank had the file open
                 load = own.load
                 check_same(load.name, one[3 : 3 + N_SUMS], load.info.path, load.info.dataset, is_open=load.is_open)
+            if own.array is not None:
+                state = own.load.read_in if len(mine.arrays) == 1 else None
+                version = version_in(one[3 : 3 + N_SUMS]) if state is None else version_of_state(state)
+                remember_version(own.array, version)
         for k, path in enumerate(mine.shared_paths):  # also if each array was read by one rank, but not all by the same
             check_same(f"'{path}'", of_files[k * N_SUMS : (k + 1) * N_SUMS], path, "")
         proven = agree_all(

@@ -6,14 +6,18 @@ The values stay where they are: a `DataArray` wraps the `jax.Array`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 
-from shardload.errors import ConfigError
+from shardload.arrays.padding import version_of
+from shardload.errors import ConfigError, SourceError
 from shardload.formats.base import ArrayInfo
+from shardload.formats.labels import Labels, OnDemand
+from shardload.jobs.consistency import version_of_state
 from shardload.jobs.loading.plan import Plan
 from shardload.jobs.loading.tree_plan import TreePlan
 from shardload.jobs.loading.trees import Where, node_of, rebuilt, text_of
@@ -52,7 +56,8 @@ def to_xarray(tree: Any, plan: Any) -> Any:
     ConfigError
         If xarray is not installed, the plan is not that of the arrays, or arrays of a dict do not share their axes.
     SourceError
-        If the file, in which names and coordinates are looked up now, cannot be read by this process.
+        If the file, in which names and coordinates are looked up now, cannot be read by this process, or has changed since the
+        arrays were loaded.
 
     Examples
     --------
@@ -156,6 +161,7 @@ def _wrap(xarray: Any, array: Any, plan: Plan) -> Any:
             f"the array has shape {array.shape}, but this plan of {plan.info} gives {plan.shape_global}. Pass the plan "
             "that loaded it"
         )
+    _check_version(plan, array)
     info, kept = plan.info, axes_of(plan)
     n = dict(zip(kept, array.shape, strict=True))
     # With a halo, rows are in the array more than once, and a row does not lie where its coordinate does.
@@ -165,11 +171,37 @@ def _wrap(xarray: Any, array: Any, plan: Plan) -> Any:
         for name, one in coordinates_of(plan, n).items()
         if haloed.isdisjoint(one.cut)
     }
-    attrs, encoding = _split(info.attrs) if plan.is_decoded else (dict(info.attrs), {})
+    attrs, encoding = _split(info.attrs) if plan.is_decoded else (deepcopy(dict(info.attrs)), {})
     attrs.pop(_NAMES_OF_COORDINATES, None)
     found = xarray.DataArray(array, dims=kept, coords=coords, attrs=attrs, name=info.dataset.rpartition("/")[2])
     found.encoding.update(encoding)
     return found
+
+
+def _check_version(plan: Plan, array: Any = None) -> None:
+    """Raise SourceError if names and coordinates are those of another version of the file than the one that was loaded.
+
+    They are looked up when somebody asks for them, and the file may be another one then. If they were looked up for an earlier
+    version, they are read again.
+    """
+    labels, info = plan.info.labels, plan.info
+    wanted = None if array is None else version_of(array)
+    wanted = plan._version if wanted is None else wanted
+    if wanted is None or not isinstance(labels, Labels | OnDemand):
+        return
+    if _is_other(labels, wanted) and isinstance(labels, OnDemand):
+        labels.read_again()
+    if _is_other(labels, wanted):
+        raise SourceError(
+            f"{info} has changed since it was loaded, so its names and coordinates may be those of other values. Load it "
+            "again; or look at plan.info.coords right after the load, when nothing writes to the file",
+            path=info.path,
+            dataset=info.dataset,
+        )
+
+
+def _is_other(labels: Labels | OnDemand, version: tuple[int, ...]) -> bool:
+    return labels.read_in is not None and version_of_state(labels.read_in) != version
 
 
 @dataclass(frozen=True, eq=False)
@@ -220,6 +252,7 @@ def coordinates_of(plan: Plan, n: Mapping[str, int]) -> dict[str, Cut]:
     """The coordinates that a plan knows, cut as its array is selected, for axes of lengths `n`, by name. Along an axis with
     padding, floating point coordinates go on with NaN, and others are left out.
     """
+    _check_version(plan)
     dims, selection = _dims(plan), plan._layout.source.selection
     found = {}
     for name, one in plan.info.coords.items():
@@ -274,7 +307,8 @@ def _split(attrs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """
     applied = (key for key in ATTRIBUTES if key in attrs and key not in VALID_RANGE)
     encoding = {key: attrs[key] for key in applied if key != "dtype" or attrs[key] == "bool"}
-    return {key: value for key, value in attrs.items() if key not in (*encoding, _NAMES_OF_COORDINATES)}, encoding
+    own = {key: value for key, value in attrs.items() if key not in (*encoding, _NAMES_OF_COORDINATES)}
+    return deepcopy(own), deepcopy(encoding)  # the plan's stay as they are, whatever the caller does with these
 
 
 def _cut(
@@ -286,7 +320,7 @@ def _cut(
     for name in own:
         axis = dims.index(name)
         index.append(slice(region.start[axis], region.stop[axis]) if name in n else region.start[axis])
-    cut = np.asarray(values[tuple(index)])
+    cut = np.array(values[tuple(index)])  # a copy: the caller may write to it
     names = [name for name in own if name in n]
     more = [(0, n[name] - size) for name, size in zip(names, cut.shape, strict=True)]
     if any(tail for _, tail in more):

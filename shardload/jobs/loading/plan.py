@@ -17,10 +17,11 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from shardload.arrays.padding import Extent
+from shardload.arrays.padding import Extent, version_of
 from shardload.arrays.sharding import devices_of_regions
 from shardload.errors import ConfigError
 from shardload.formats.base import ArrayInfo
+from shardload.jobs.consistency import Version
 from shardload.jobs.loading.describe import describe_plan, describe_plan_as_html, describe_plan_in_a_line
 from shardload.jobs.loading.picture import draw_shards
 from shardload.jobs.loading.report import LoadReport
@@ -224,13 +225,19 @@ class Plan:
     _layout: Layout = field(kw_only=True)
     _is_decoded: bool = field(default=False, kw_only=True)
     _executor: Executor | None = field(default=None, kw_only=True)
-    # The report of the last execution, or nothing. Only this changes in a plan, and each copy has its own.
+    # Of the last execution, or nothing. Only this changes in a plan, and each copy has its own.
     _reports: list[LoadReport] = field(default_factory=list, init=False)
+    _versions: list[Version | None] = field(default_factory=list, init=False)  # of the file that it read
 
     def at(self, selection: Selection) -> Plan:
         """The plan for another part of the file's array that is cut in the same way (`SourceLayout.pattern`)."""
         layout = self._layout.at(selection)
         return self if layout is self._layout else replace(self, _layout=layout)
+
+    @property
+    def _version(self) -> Version | None:
+        """Which version of the file the last `execute` has read; None before, or if nothing says so."""
+        return self._versions[-1] if self._versions else None
 
     @property
     def report(self) -> LoadReport | None:
@@ -326,4 +333,5 @@ class Plan:
             )
         array, report = self._executor(self)
         self._reports[:] = [report]
+        self._versions[:] = [version_of(array)]
         return array

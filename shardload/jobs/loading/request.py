@@ -31,10 +31,12 @@ from shardload.comm.agreement import MOST_COUNTS
 from shardload.comm.group import Arguments, ArgumentsOfOne, Group, Invocation, Texts, group_of
 from shardload.comm.launch import rank_of_process
 from shardload.errors import ConfigError, ShardloadError, StallError
+from shardload.formats.access import Access
 from shardload.formats.base import ArrayInfo
 from shardload.formats.labels import Labels, OnDemand
 from shardload.formats.lookup import read_labels
 from shardload.formats.memory import MemorySource
+from shardload.jobs.consistency import check_names
 from shardload.jobs.loading.array_load import ArrayLoad
 from shardload.jobs.loading.describe import describe_job
 from shardload.jobs.loading.execution import Execution, ExecutionOfMany, Job, Loaded
@@ -753,8 +755,17 @@ def _with_names(load: ArrayLoad) -> Plan:
     info = load.info
     if isinstance(info.labels, Labels) and not info.labels.is_brief:
         return load.plan
-    read = partial(read_labels, load.handle, info, load.options.access)
-    return replace(load.kind, info=replace(info, labels=OnDemand(read)))
+    brief = info.labels if isinstance(info.labels, Labels) else None
+    read = partial(_read_names, load.handle, info, load.options.access, brief)
+    return replace(load.kind, info=replace(info, labels=OnDemand(read, brief)))
+
+
+def _read_names(handle: Any, info: ArrayInfo, access: Access, brief: Labels | None) -> Labels:
+    """The labels of an array, of the same version of the file as those in which its selection was looked up."""
+    labels = read_labels(handle, info, access)
+    if brief is not None:
+        check_names(str(info), brief.read_in, labels.read_in, info.path, info.dataset)
+    return labels
 
 
 def _mesh_of(mesh: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from shardload.arrays.padding import version_of
 from shardload.errors import ConfigError, printable
 from shardload.formats.base import ArrayInfo
 from shardload.jobs.loading.plan import Plan
@@ -162,6 +163,8 @@ class TreePlan:
             )
         arrays, report = self._executor(self.leaves)
         self._reports[:] = [report]
+        for plan, array in zip(self.leaves, arrays, strict=True):
+            plan._versions[:] = [version_of(array)]
         return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(self.plans), arrays)
 
 

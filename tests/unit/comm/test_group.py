@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardload.comm import agreement, collectives
+from shardload.comm import agreement, collectives, mpi
+from shardload.comm import group as groups
 from shardload.comm.error_codec import as_shardload, from_json, to_json
 from shardload.comm.group import Group, Invocation, group_of
 from shardload.comm.heartbeat import Departures
@@ -29,6 +30,7 @@ from shardload.errors import (
     StallError,
     is_unread,
 )
+from shardload.system import garbage, scratch
 from shardload.system.interruption import let_interruption_pass, outer_exception
 
 MPI = pytest.importorskip("mpi4py.MPI") if not mpi_problem() else None
@@ -747,3 +749,11 @@ def test_a_wait_does_not_fail_because_no_thread_can_ask_who_has_left(monkeypatch
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     assert departures.known() == {} and departures.known() == {}
+
+
+def test_a_call_in_a_signal_handler_can_take_what_the_thread_holds() -> None:
+    """Wrong if it waited for ever, because the thread was in one of these few lines at that moment: nothing watches there."""
+    for lock in (mpi._keeping, mpi.Kept().making, groups._making, scratch._sharing, garbage._lock):
+        with lock:
+            assert lock.acquire(blocking=False)
+            lock.release()
