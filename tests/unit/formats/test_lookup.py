@@ -249,7 +249,7 @@ def test_a_pattern_below_a_link(tmp_path: Path, limits: Limits | None) -> None:
             file[group].visititems(lambda name, one: expected.append(name) if isinstance(one, h5py.Dataset) else None)  # noqa: B023
             found, _ = finder.find_below(path, f"/{group}")
             assert expected and [one.info.dataset for one in found] == [f"/{group}/{name}" for name in expected]
-            for one in found:
+            for one in found if limits is None else found[-1:]:  # a helper process each, which opens the name as this one does
                 with closing(open_source(path, one.info.dataset, access)) as source:
                     np.testing.assert_array_equal(read_all(source), file[one.info.dataset][:])
         for group in ("only", "dataset", "no"):
