@@ -59,7 +59,16 @@ TOGETHER = {
         "test_ways_of_travelling",
         "test_wrong_implementations",
     ),
-    "eight devices": ("test_assemble", "test_cost", "test_sharding"),
+    # Copies of one process (`tests.unit.copies`).
+    "copies": (
+        "test_assemble",
+        "test_cost",
+        "test_doctor_report",
+        "test_main",
+        "test_save_ledger",
+        "test_save_target",
+        "test_sharding",
+    ),
 }
 APART_IN_JOBS = (
     "test_benchmarks",
