@@ -59,7 +59,16 @@ TOGETHER = {
         "test_ways_of_travelling",
         "test_wrong_implementations",
     ),
-    "eight devices": ("test_assemble", "test_cost", "test_sharding"),
+    # Copies of one process (`tests.unit.copies`).
+    "copies": (
+        "test_assemble",
+        "test_cost",
+        "test_doctor_report",
+        "test_main",
+        "test_save_ledger",
+        "test_save_target",
+        "test_sharding",
+    ),
 }
 APART_IN_JOBS = (
     "test_benchmarks",
@@ -289,8 +298,8 @@ def _elsewhere(item: pytest.Item, config: pytest.Config) -> str | None:
 
 def _shared_to_us(items: list[pytest.Item]) -> set[pytest.Item]:
     """The items whose parameters this stage of ``make test`` takes; of each test with parameters at least one."""
-    places = _places(items)
-    steps = {item: _steps_to_our_share(item, places[item]) if _folder(item) == "mpi" else 0 for item in items}
+    places = _places([item for item in items if _folder(item) == "mpi"])
+    steps = {item: _steps_to_our_share(item, places[item]) if item in places else 0 for item in items}
     nearest: dict[str, pytest.Item] = {}
     for item in items:
         least = nearest.setdefault(_test(item), item)

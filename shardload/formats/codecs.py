@@ -13,18 +13,18 @@ libraries see docs/design/decode.md.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import struct
 import sys
 import threading
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import deflate
 import google_crc32c
-import numcodecs
 import numpy as np
 import zstandard
 
@@ -42,6 +42,7 @@ __all__ = [
     "fletcher32",
     "gunzip",
     "inflate",
+    "numcodecs",
     "swap_bytes",
     "unshuffle",
     "unzstd",
@@ -52,6 +53,12 @@ _SMALL_NBYTES = 1 << 15
 SWAP = "byte order"  # name of a stage
 
 Many = Sequence[Any] | Bytes  # bytes-like objects: of several chunks, in order
+
+
+@cache
+def numcodecs() -> Any:
+    """The library of this name. It takes as long to import as h5py, and most files need nothing of it."""
+    return importlib.import_module("numcodecs")
 
 
 @dataclass(frozen=True)
@@ -381,7 +388,7 @@ def _unshuffle_by_blosc(data: Many, out: Bytes, itemsize: int) -> None:
     parts = [length] * (2 * n)
     parts[0], parts[1::2] = head, data
     try:
-        numcodecs.blosc.decompress(b"".join(parts), out.reshape(-1))
+        numcodecs().blosc.decompress(b"".join(parts), out.reshape(-1))
     except RuntimeError as error:
         raise ValueError(f"blosc cannot un-shuffle {n} chunks of {nbytes} bytes ({error})") from None
 
@@ -423,7 +430,7 @@ def _one_by_one(undo: Callable[[Bytes, Bytes], Bytes | None]) -> Callable[[Many,
 
 def fletcher32() -> Stage:
     """HDF5's Fletcher-32 checksum, after the data. Uses numcodecs."""
-    codec = numcodecs.Fletcher32()
+    codec = numcodecs().Fletcher32()
 
     def undo(data: Bytes, out: Bytes) -> Bytes:
         if len(data) < 4:
@@ -464,7 +471,7 @@ def unzstd() -> Stage:
         _check_zstd(data, len(out))
         try:
             # Always decode into `out`: a frame written as a stream declares no size, and would get any amount of memory.
-            numcodecs.zstd.decompress(data, out)
+            numcodecs().zstd.decompress(data, out)
         except (RuntimeError, ValueError) as error:
             raise ValueError(f"the zstd data is damaged ({error})") from None
 
@@ -492,7 +499,7 @@ def unzstd() -> Stage:
                     # A microsecond less than a buffer of ours, which numcodecs examines in Python.
                     rows[k * nbytes : (k + 1) * nbytes] = decompress(one)
                 else:
-                    numcodecs.zstd.decompress(one, out[k])
+                    numcodecs().zstd.decompress(one, out[k])
         except Exception as error:  # zstandard has an exception of its own
             if isinstance(error, MemoryError):
                 raise
@@ -557,7 +564,7 @@ def blosc() -> Stage:
     def undo(data: Bytes, out: Bytes) -> None:
         check_blosc(data, len(out))
         try:
-            numcodecs.blosc.decompress(data, out)
+            numcodecs().blosc.decompress(data, out)
         except (RuntimeError, ValueError) as error:
             raise ValueError(f"the blosc data is damaged ({error})") from None
 
@@ -575,7 +582,7 @@ def blosc() -> Stage:
             for one, row in zip(data, out, strict=True):
                 if len(one) < 16 or struct.unpack_from("<III", one, 4)[::2] != (nbytes, len(one)):
                     check_blosc(np.frombuffer(one, dtype=np.uint8), nbytes)
-                numcodecs.blosc.decompress(one, row)
+                numcodecs().blosc.decompress(one, row)
         except RuntimeError as error:
             raise ValueError(f"the blosc data is damaged ({error})") from None
         return out

@@ -22,11 +22,10 @@ import os
 import struct
 from typing import Any
 
-import numcodecs
 import numpy as np
 
 from shardload.formats.base import ArrayInfo, Excerpt, Room, read_at
-from shardload.formats.codecs import SWAP, Chain
+from shardload.formats.codecs import SWAP, Chain, numcodecs
 from shardload.planning.tuning import Tuning
 from shardload.system.scratch import shared_scratch
 
@@ -128,7 +127,7 @@ class Excerpts:
         is_all = excerpt.nbytes == len(target)
         decoded = target if is_all else self._scratch.bytes("excerpt", excerpt.nbytes)
         try:
-            numcodecs.blosc.decompress(excerpt.data, decoded)
+            numcodecs().blosc.decompress(excerpt.data, decoded)
         except (RuntimeError, ValueError) as error:
             raise ValueError(f"the blosc data is damaged ({error})") from None
         if not is_all:

@@ -47,7 +47,7 @@ from shardload.formats.diagnosis import (
 from shardload.formats.labelling import SMALL_NBYTES, complete
 from shardload.formats.labels import MIXED, Labels
 from shardload.formats.leftovers import refuse_leftover
-from shardload.formats.untrusted.source import UntrustedSource, find, find_labels, list_all
+from shardload.formats.untrusted.source import UntrustedSource, find, find_labels, list_all, list_below
 from shardload.planning.blocks import count_runs
 from shardload.planning.rates import START_SECONDS, one_reader_seconds
 from shardload.planning.region import Region
@@ -735,19 +735,18 @@ class Finder:
                 "array. Pass the path of the file"
             )
         refuse_leftover(path)
+        linked: list[ArrayInfo] = []
         if self._access.untrusted is not None:
-            infos = list_arrays(path, self._access)
+            with as_source_error(path):
+                infos, linked = list_below(_without_scheme(path), self._access, group)
         else:
             file_format = format_of(path)
             with as_source_error(path):
                 infos = file_format.sketch_arrays(path, self._access)
-        below = [info for info in infos if info.dataset.startswith(f"{group}/")]
-        if group and not below:
-            if self._access.untrusted is not None:
-                below = list_labelled(path, self._access, 0, group)
-            else:
-                with as_source_error(path):
-                    below = file_format.list_linked(path, group, self._access, in_full=False)
+        below = [info for info in infos if info.dataset.startswith(f"{group}/")] or linked
+        if group and not below and self._access.untrusted is None:
+            with as_source_error(path):
+                below = file_format.list_linked(path, group, self._access, in_full=False)
         if not with_dimensions:
             below = [replace(info, refused=_NO_VARIABLE) if info.is_dimension else info for info in below]
         left_out = [info for info in below if info.refused is not None and not _holds_numbers(info)]

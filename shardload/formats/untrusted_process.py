@@ -154,6 +154,17 @@ class _Server:
         infos = list_labelled(path, _access(allow_external), most_labelled, linked)
         return {"infos": [json.loads(info.to_json()) for info in infos]}
 
+    def do_list_below(self, path: str, allow_external: bool, group: str) -> Answer:
+        """List all arrays, and if none of them is below the group, those to which links lead from there."""
+        from shardload.formats.lookup import list_arrays, list_labelled
+
+        self._prepare(path)
+        access = _access(allow_external)
+        infos = list_arrays(path, access)
+        is_there = not group or any(info.dataset.startswith(f"{group}/") for info in infos)
+        linked = [] if is_there else list_labelled(path, access, 0, group)
+        return {"infos": [json.loads(one.to_json()) for one in infos], "linked": [json.loads(one.to_json()) for one in linked]}
+
     def do_find(
         self, path: str, dataset: str | None, allow_external: bool, values: bool, needs_numbers: bool = False
     ) -> Answer:

@@ -9,8 +9,6 @@ import json
 import math
 import os
 import re
-import subprocess
-import sys
 import tempfile
 import traceback
 import warnings
@@ -35,6 +33,7 @@ from shardload.errors import ShardloadError
 from shardload.planning.region import Region
 from shardload.planning.schedule import Shards, plan_shards
 from shardload.transfer.buffers import aligned_empty
+from tests.unit.copies import run_copy
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,8 +47,7 @@ def outcome(name: str) -> str:
 def _outcomes() -> dict[str, str]:
     flags = "--xla_force_host_platform_device_count=8"
     env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-W", "error", "-m", "tests.unit.eight_devices"]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
+    done = run_copy(["-W", "error", "-m", "tests.unit.eight_devices"], cwd=ROOT, env=env, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
     return dict(json.loads(done.stdout))
 

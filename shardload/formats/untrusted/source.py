@@ -36,7 +36,7 @@ from shardload.formats.untrusted.answers import HelperError, clean, info_of, is_
 from shardload.formats.untrusted.helper import FIRST_NBYTES, Helper
 from shardload.planning.region import Region
 
-__all__ = ["UntrustedChunks", "UntrustedSource", "find", "find_labels", "list_all"]
+__all__ = ["UntrustedChunks", "UntrustedSource", "find", "find_labels", "list_all", "list_below"]
 
 _FIND_FACTOR, _SMALL_FACTOR = 2.0, 0.25  # more CPU time for a file with many arrays, less for a small array
 _MOST_LIST_NBYTES = 32 << 20  # of an answer to "list"
@@ -87,7 +87,19 @@ def list_all(path: str, access: Access, most_labelled: int = 0, linked: str = ""
             "list", 0, _FIND_FACTOR, _MOST_LIST_NBYTES, path=path, allow_external=access.allow_external,
             most_labelled=most_labelled, linked=linked,
         )  # fmt: skip
-    infos = answer.get("infos")
+    return _infos_of(answer.get("infos"), path)
+
+
+def list_below(path: str, access: Access, group: str) -> tuple[list[ArrayInfo], list[ArrayInfo]]:
+    """Run `list_arrays`, and `list_labelled` for a group if only links lead to arrays below it, in one helper."""
+    with _helper(access, path) as helper:
+        answer = helper.ask(
+            "list_below", 0, _FIND_FACTOR, _MOST_LIST_NBYTES, path=path, allow_external=access.allow_external, group=group
+        )
+    return _infos_of(answer.get("infos"), path), _infos_of(answer.get("linked"), path)
+
+
+def _infos_of(infos: object, path: str) -> list[ArrayInfo]:
     if not isinstance(infos, list):
         raise lie("no list of arrays")
     return [info_of(found, path) for found in infos]

@@ -19,6 +19,7 @@ from shardload.cli.doctor.report import Report, as_json, as_text
 from shardload.cli.doctor.rules import ERROR, NOTE, Finding, diagnose
 from shardload.comm.group import Group
 from tests.unit.cli.test_doctor import alone, job, singleton
+from tests.unit.copies import run_copy
 
 
 def table(text: str) -> list[list[str]]:
@@ -186,11 +187,10 @@ def test_a_process_that_ends_inside_leaves_a_word(tmp_path: Path) -> None:
         "sys.exit(os.waitstatus_to_exitcode(os.wait()[1]) - 3)\n"
     )
     with os.fdopen(read) as errors:
-        arguments = [sys.executable, str(script)]
-        child = os.posix_spawn(sys.executable, arguments, os.environ, file_actions=[(os.POSIX_SPAWN_DUP2, write, 2)])
+        done = run_copy([script], stderr=write, check=False)
         os.close(write)
         found = errors.read()  # until the process and whoever speaks for it have ended
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert done.returncode == 0
     assert found == "what to type\n"
 
 
@@ -202,14 +202,10 @@ def test_no_words_no_listener() -> None:
 
 def test_the_first_to_come_speaks_for_its_launcher() -> None:
     """Wrong if nobody spoke when task 0 is ended before it comes, or all tasks of a machine at once."""
-    second = [
-        sys.executable,
-        "-c",
-        "from shardload.cli.doctor.run import _first_here\nwith _first_here() as first: print(first)",
-    ]
+    second = ["-c", "from shardload.cli.doctor.run import _first_here\nwith _first_here() as first: print(first)"]
     with doctor._first_here() as one, doctor._first_here() as other:
         assert (one, other) == (True, False)
-        child = subprocess.run(second, stdout=subprocess.PIPE, text=True, check=True)
+        child = run_copy(second, stdout=subprocess.PIPE, check=True)
         assert child.stdout == "True\n"  # of another parent
     with doctor._first_here() as again:
         assert again

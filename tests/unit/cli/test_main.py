@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import EllipsisType, SimpleNamespace
+from types import CodeType, EllipsisType, SimpleNamespace
 from typing import Any
 
 import h5py
@@ -30,6 +31,7 @@ from shardload.formats.access import Limits
 from shardload.formats.containment import TARGET_HINT
 from shardload.formats.untrusted.helper import Helper
 from shardload.values.decoding import ATTRIBUTES
+from tests.unit.copies import run_copy
 
 MESH = {"a": 4, "b": 2}
 
@@ -227,8 +229,7 @@ def test_info_fits_and_loses_nothing(file: str, columns: int) -> None:
 def test_info_says_the_same_in_a_pipe_and_in_80_columns(file: str) -> None:
     """Wrong if what goes to a log, a mail or a pager were laid out for a screen that nobody has."""
     environ = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
-    command = [sys.executable, "-m", "shardload", "info", file]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=environ)
+    done = run_copy(["-m", "shardload", "info", file], capture_output=True, check=True, env=environ)
     assert done.stdout == run("info", file)[1]
 
 
@@ -477,9 +478,8 @@ def test_plan_refuses(file: str, args: tuple[str, ...], code: int, text: str) ->
 # --- the command itself
 
 
-def shell(*args: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-W", "error", "-m", "shardload", *args]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+def shell(*args: str) -> Any:
+    return run_copy(["-W", "error", "-m", "shardload", *args], capture_output=True, check=False)
 
 
 def test_a_plan_for_65536_devices(file: str) -> None:
@@ -516,14 +516,30 @@ def test_output_that_cannot_be_written(file: str, tmp_path: Path, asked: list[st
     else:
         writing = os.open("/dev/full", os.O_WRONLY)
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", "shardload", *command], stdout=writing, stderr=subprocess.PIPE, text=True, check=False
-        )
+        done = run_copy(["-m", "shardload", *command], is_end_whole=True, stdout=writing, stderr=subprocess.PIPE, check=False)
     finally:
         os.close(writing)
     assert done.returncode == 1, done
     said = {line[:8] for line in done.stderr.splitlines() if "standard output" not in line}
     assert said == own and done.stderr.count("standard output cannot be written (") == (reader != "nobody"), done.stderr
+
+
+# Commands one after the other, in one process that starts as in a shell.
+SEVERAL = """
+import sys
+from shardload.cli.main import main
+
+words = sys.argv[1:]
+while words:
+    n = words.index("then")
+    sys.argv = ["shardload", *words[:n]]
+    words = words[n + 1:]
+    try:
+        main()
+    except SystemExit as end:
+        for stream in (sys.stdout, sys.stderr):
+            print("exit code", end.code or 0, file=stream, flush=True)
+"""
 
 
 @pytest.mark.parametrize(
@@ -537,50 +553,58 @@ def test_names_that_the_terminal_or_the_locale_does_not_have(tmp_path: Path, cod
         layout = h5py.VirtualLayout((3,), "f8")
         layout[:] = h5py.VirtualSource(".", "/g/\u4e2d\u03c1", (3,))
         file.create_virtual_dataset("all", layout)
-    for name in ("", ":/g/\u4e2d\u03c1", ":/link", ":/all"):
-        done = subprocess.run(
-            [sys.executable, "-m", "shardload", "info", f"{tmp_path}/a.h5{name}"],
-            env=os.environ | coded,
-            capture_output=True,
-            encoding="latin-1",
-            check=False,
-        )
-        assert (done.returncode, done.stderr) == (0, ""), done
-        said = done.stdout.replace("\\udce4\\udcb8\\udcad\\udccf\\udc81", "\\u4e2d\\u03c1")  # typed in an ASCII locale
+    names = ("", ":/g/\u4e2d\u03c1", ":/link", ":/all")
+    typed = [word for name in names for word in ("info", f"{tmp_path}/a.h5{name}", "then")]
+    done = subprocess.run(
+        [sys.executable, "-c", SEVERAL, *typed], env=os.environ | coded, capture_output=True, encoding="latin-1", check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "exit code 0\n" * len(names)), done
+    for name, printed in zip(names, done.stdout.split("exit code 0\n")[:-1], strict=True):
+        said = printed.replace("\\udce4\\udcb8\\udcad\\udccf\\udc81", "\\u4e2d\\u03c1")  # typed in an ASCII locale
         assert "float64" in said and "refused" not in said and (r"/g/\u4e2d\u03c1" in said or name in (":/link", ":/all"))
 
 
 GONE = """
-import os, sys
-from shardload.cli.main import main
+import os
 
 os.mkdir("gone")
 os.chdir("gone")
 os.rmdir("../gone")
-main()
 """
 
 
-@pytest.mark.parametrize(
-    "command", [["info", "x.h5"], ["plan", "x.h5:/x", "--mesh", "a=1", "--spec", "a"]], ids=lambda one: one[0]
-)
-def test_a_working_folder_that_is_gone(tmp_path: Path, command: list[str]) -> None:
+def test_a_working_folder_that_is_gone(tmp_path: Path) -> None:
     """As in a shell after another one has made the folder anew. Wrong if it ended in a traceback of the message itself."""
-    done = subprocess.run([sys.executable, "-c", GONE, *command], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 1 and done.stderr.startswith("error: "), done
-    assert "The working folder is gone" in done.stderr and 'cd "$PWD"' in done.stderr, done
+    commands = (["info", "x.h5"], ["plan", "x.h5:/x", "--mesh", "a=1", "--spec", "a"])
+    program = SEVERAL.replace("words =", f"{GONE}\nwords =", 1)
+    typed = [word for command in commands for word in (*command, "then")]
+    done = subprocess.run([sys.executable, "-c", program, *typed], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done
+    *each, rest = done.stderr.split("exit code 1\n")
+    assert len(each) == len(commands) and not rest, done
+    for said in each:
+        assert said.startswith("error: ") and "The working folder is gone" in said and 'cd "$PWD"' in said, done
+
+
+# A variable of JAX's, as if it had been set when JAX was imported.
+SET = """
+import os, sys
+import jax
+
+name, value = sys.argv.pop(1).split("=")
+os.environ[name] = value
+jax.config.update(name.lower(), {"0": False}.get(value, value))
+
+from shardload.cli.main import main
+main()
+"""
 
 
 def test_verify_where_jax_has_no_devices(file: str) -> None:
     """Wrong if it ended in a traceback that says nothing: a batch script asks for GPUs, and no plugin is installed."""
     for platform in ("cuda", "no-such"):
-        done = subprocess.run(
-            [sys.executable, "-m", "shardload", "verify", f"{file}:/x", "--mesh", "a=1", "--spec", "a"],
-            env=os.environ | {"JAX_PLATFORMS": platform},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        command = ["-c", SET, f"JAX_PLATFORMS={platform}", "verify", f"{file}:/x", "--mesh", "a=1", "--spec", "a"]
+        done = run_copy(command, is_imported_anew=True, capture_output=True, check=False)
         assert done.returncode == 1 and "Traceback" not in done.stderr, done
         assert f"JAX_PLATFORMS is '{platform}'" in done.stderr and "JAX_PLATFORMS=cpu" in done.stderr, done
 
@@ -671,12 +695,20 @@ def test_a_message_names_what_can_be_typed() -> None:
         assert as_typed(said) == typed
 
 
+def texts_of(constant: object) -> Iterator[str]:
+    """All texts in compiled code, which Python keeps beside the source."""
+    if isinstance(constant, str):
+        yield constant
+    elif isinstance(constant, (CodeType, tuple, frozenset)):
+        for one in constant.co_consts if isinstance(constant, CodeType) else constant:
+            yield from texts_of(one)
+
+
 def test_messages_with_other_words_in_commands_are_still_so_worded() -> None:
     """Wrong if a message was worded anew while its command looks for the old words: it would name what nobody can type."""
     package = Path(shardload.__file__).parent
     files = [path for path in package.rglob("*.py") if "cli" not in path.relative_to(package).parts]
-    trees = [ast.walk(ast.parse(path.read_text())) for path in files]
-    texts = [node.value for tree in trees for node in tree if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    texts = [text for path in files for text in texts_of(SourceFileLoader("", str(path)).get_code(""))]
     lost = [
         words
         for words in (*IN_COMMANDS, *IN_INFO, *IN_COPY, "Axes of one name have one length")
@@ -721,18 +753,11 @@ def test_64_bit_types_in_a_shell(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file["x"] = np.arange(4.0) + 2.0**-40
 
-    def verify(**more: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "shardload", "verify", tmp_path / "x.h5", "--mesh", "a=2", "--spec", "a"],
-            env={k: v for k, v in os.environ.items() if k != "JAX_ENABLE_X64"} | {"JAX_PLATFORMS": "cpu"} | more,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-
-    done = verify()
+    env = {k: v for k, v in os.environ.items() if k != "JAX_ENABLE_X64"} | {"JAX_PLATFORMS": "cpu"}
+    command = ["verify", f"{tmp_path}/x.h5", "--mesh", "a=2", "--spec", "a"]
+    done = run_copy(["-m", "shardload", *command], env=env, is_imported_anew=True, capture_output=True, check=False)
     assert done.returncode == 0 and "4 float64 as slab" in " ".join(done.stdout.split()), done
-    done = verify(JAX_ENABLE_X64="0")
+    done = run_copy(["-c", SET, "JAX_ENABLE_X64=0", *command], env=env, is_imported_anew=True, capture_output=True, check=False)
     assert done.returncode == 1 and "jax.config" not in done.stderr, done
     assert "Switch them on: type JAX_ENABLE_X64=1 in front of the command. Or pass --dtype float32" in done.stderr
 

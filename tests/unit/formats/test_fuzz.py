@@ -151,7 +151,7 @@ from benchmarks.fuzz import filters as f
 kinds = f.good_kinds()
 found = f.fuzz_filters(7, 3 * len(kinds), kinds=kinds)
 record = found.record() | {"promises": found.broken_promises(), "table": found.table(), "n_kinds": len(kinds)}
-do = {0: "os.abort()", 1: "os._exit(0)", 2: "while True: pass", 3: "bytearray(600 << 20)"}
+do = {0: "os.abort()", 1: "os._exit(0)", 2: "while True: pass", 3: "bytearray(300 << 20)"}
 def outcome(kind, seed, turn, folder):
     exec(do.get(turn, ""), {"os": f.os})
     return "right", ""

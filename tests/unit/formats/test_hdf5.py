@@ -481,7 +481,12 @@ def test_damaged_metadata_never_crashes(tmp_path: Path) -> None:
         file["soft"] = h5py.SoftLink("/g/a")
     whole = (tmp_path / "a.h5").read_bytes()
     path, errors = str(tmp_path / "b.h5"), 0
-    for at in range(8, len(whole), 7):
+    # Three quarters of the file are room for more names and chunks, in which HDF5 looks at nothing: there only some bytes.
+    room = re.compile(rb"\0{64,}")
+    inside = {at for found in room.finditer(whole) for at in range(found.start() + 32, found.end() - 8)}
+    for k, at in enumerate(range(8, len(whole), 7)):
+        if at in inside and k % 5:
+            continue
         (tmp_path / "b.h5").write_bytes(whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :])
         try:
             list_arrays(path)

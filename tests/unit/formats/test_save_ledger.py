@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from shardload.formats.saving import make_sink
 from shardload.formats.sink import ArraySpec, Compression, Sink
 from shardload.formats.target import Target
 from tests.jobs.launch import ROOT
+from tests.unit.copies import run_copy
 from tests.unit.saving import quick_fsync, ramp, write_all  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("quick_fsync")
@@ -185,7 +184,7 @@ def test_metadata_that_cannot_be_put_early(tmp_path: Path, call: str, when: int,
     after an error in a write of HDF5's own it would crash.
     """
     script = f"from {__name__} import fail_in; fail_in({str(tmp_path)!r}, {call!r}, {when}, {code})"
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    done = run_copy(["-c", script], is_end_whole=True, cwd=ROOT, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"{code} True [] '{tmp_path}/x.h5' cannot be written: "), done.stdout
     assert errno.errorcode[code] in done.stdout and not done.stderr

@@ -6,8 +6,6 @@ import errno
 import itertools
 import os
 import shlex
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from shardload.formats.saving import make_sink
 from shardload.formats.sink import ArraySpec, Compression, Sink, Ticket
 from shardload.formats.target import Target, temporary_of
 from tests.jobs.launch import ROOT
+from tests.unit.copies import run_copy
 from tests.unit.saving import forked, put_whole, quick_fsync, ramp, save, write_all  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("quick_fsync")
@@ -110,10 +109,10 @@ def fork_all(folder: str) -> None:
 
 @pytest.fixture(scope="module")
 def forks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of `fork_all`, called in a process of its own: this one may have JAX, whose threads do not survive a fork."""
+    """The folder of `fork_all`, called in a process of its own: this one may have threads, which do not survive a fork."""
     folder = tmp_path_factory.mktemp("forks")
     code = f"from {__name__} import fork_all; fork_all({str(folder)!r})"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    done = run_copy(["-c", code], cwd=ROOT, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
     return folder
 
