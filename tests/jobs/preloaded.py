@@ -1,6 +1,6 @@
 """How do ranks start without importing JAX each? As copies of a process that has imported it and waits.
 
-To import JAX, h5py and Zarr takes a rank four fifths of a second of a core, which is most of what many a test does. Here one
+To import JAX, h5py, Zarr and pytest takes a rank four fifths of a second of a core, which is most of what many a test does. Here one
 process per run of pytest imports them; ``mpiexec`` starts `rank`, which asks it for a copy (``fork``) with the rank's files,
 variables, folder and arguments. MPI is not started before that: each copy does so itself, and initializes JAX's devices. At its
 end it does what Python does for a program (`end`), and leaves the interpreter and the libraries as they are: to take them
@@ -236,9 +236,9 @@ def keep_code(folder: str) -> None:
     dataclasses.exec = execute  # type: ignore[attr-defined]  # in place of the builtin
 
 
-def forget_project() -> None:
+def forget(package: str) -> None:
     """Have it imported anew."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == PROJECT]:
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
         del sys.modules[name]
 
 
@@ -325,7 +325,7 @@ def run(arguments: list[str], paths: list[str]) -> None:
     first = {"-m": os.getcwd(), "-c": ""}
     sys.path.insert(0, first[arguments[0]] if arguments[0] in first else str(Path(arguments[0]).resolve().parent))
     if options or is_another_project():
-        forget_project()
+        forget(PROJECT)
     if arguments[0] == "-m":
         sys.argv[:] = ["-m", *arguments[2:]]
         runpy._run_module_as_main(arguments[1])  # type: ignore[attr-defined]  # what the interpreter calls
@@ -427,8 +427,10 @@ def main(address: str) -> int:
     libraries: dict[str, types.ModuleType] = {}
     atexit.register(_leave, libraries)  # the first one: it is called last, when all others have been
     import h5py
+    import hypothesis
     import jax
     import numpy as np
+    import pytest  # some tests are about jobs that run tests
     import zarr
 
     for late in ("encodings.idna", "jaxlib.mlir.dialects.mhlo"):  # JAX imports them as it starts, and as it first compiles
@@ -436,6 +438,7 @@ def main(address: str) -> int:
             importlib.import_module(late)
     paths = [path for path in sys.path if path not in (str(Path(__file__).parent), SITE)]
     import_project()
+    forget("tests")  # of which a program may have others
     map_mpi()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     others = {*sys.stdlib_module_names, "__main__", PROJECT}
@@ -452,7 +455,7 @@ def main(address: str) -> int:
     for path in reversed(env.get("HDF5_PLUGIN_PATH", "").split(os.pathsep)):
         if path:
             h5py.h5pl.prepend(os.fsencode(path))
-    del jax, zarr
+    del hypothesis, jax, pytest, zarr
     if WHOLE_END in env or arguments[:2] == ["-m", "mpi4py"]:  # which has an end of its own
         return run_as_interpreter(arguments, paths)
     atexit.unregister(_leave)
