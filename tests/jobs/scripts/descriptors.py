@@ -22,7 +22,7 @@ import shardload
 from tests.mpi.support import check, mesh_of, on_root, ramp
 from tests.tuning import tune
 
-SHAPE, CHUNKS = (16, 24, 20), (4, 6, 20)
+SHAPE, CHUNKS = (16, 24, 20), (8, 12, 10)  # two chunks for each of 4 ranks
 WAYS = (("chunks.h5", "parallel"), ("plain.h5", "parallel"), ("chunks.zarr", "parallel"), ("chunks.h5", "direct"))
 MOST = 12  # descriptors that a load needs at the same time, and a few more
 
