@@ -1,10 +1,11 @@
 """How do ranks start without importing JAX each? As copies of a process that has imported it and waits.
 
-To import JAX, h5py, Zarr and pytest takes a rank four fifths of a second of a core, which is most of what many a test does. Here one
-process per run of pytest imports them; ``mpiexec`` starts `rank`, which asks it for a copy (``fork``) with the rank's files,
-variables, folder and arguments. MPI is not started before that: each copy does so itself, and initializes JAX's devices. At its
-end it does what Python does for a program (`end`), and leaves the interpreter and the libraries as they are: to take them
-apart, object by object, is half of a short job's time. Programs whose end is their subject ask for all of it (`WHOLE_END`).
+To import JAX, h5py, Zarr and pytest takes a rank four fifths of a second of a core, which is most of what many a test does.
+Here one process per run of pytest imports them; ``mpiexec`` starts `rank`, which asks it for a copy (``fork``) with the
+rank's files, variables, folder and arguments. MPI is not started before that: each copy does so itself, and initializes JAX's
+devices. At its end it does what Python does for a program (`end`), and leaves the interpreter and the libraries as they are:
+to take them apart, object by object, is half of a short job's time. Programs whose end is their subject ask for all of it
+(`WHOLE_END`).
 
 The project is imported too, a fifth of a second more for each rank. A copy to which the name means another folder, or one with
 options for warnings, forgets it and imports what it finds. To import it again, as each program of a job that stays does
