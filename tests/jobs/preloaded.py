@@ -435,7 +435,8 @@ def main(address: str) -> int:
     import pytest  # some tests are about jobs that run tests
     import zarr
 
-    for late in ("encodings.idna", "jaxlib.mlir.dialects.mhlo"):  # JAX imports them as it starts, and as it first compiles
+    # JAX imports them as it starts, and as it first compiles; typer, as it first parses a command line: a fifth of a second.
+    for late in ("encodings.idna", "jaxlib.mlir.dialects.mhlo", "typer._adapters"):
         with suppress(ImportError):
             importlib.import_module(late)
     paths = [path for path in sys.path if path not in (str(Path(__file__).parent), SITE)]
