@@ -1,10 +1,11 @@
 """How do ranks start without importing JAX each? As copies of a process that has imported it and waits.
 
-To import JAX, h5py and Zarr takes a rank four fifths of a second of a core, which is most of what many a test does. Here one
-process per run of pytest imports them; ``mpiexec`` starts `rank`, which asks it for a copy (``fork``) with the rank's files,
-variables, folder and arguments. MPI is not started before that: each copy does so itself, and initializes JAX's devices. At its
-end it does what Python does for a program (`end`), and leaves the interpreter and the libraries as they are: to take them
-apart, object by object, is half of a short job's time. Programs whose end is their subject ask for all of it (`WHOLE_END`).
+To import JAX, h5py, Zarr and pytest takes a rank four fifths of a second of a core, which is most of what many a test does.
+Here one process per run of pytest imports them; ``mpiexec`` starts `rank`, which asks it for a copy (``fork``) with the
+rank's files, variables, folder and arguments. MPI is not started before that: each copy does so itself, and initializes JAX's
+devices. At its end it does what Python does for a program (`end`), and leaves the interpreter and the libraries as they are:
+to take them apart, object by object, is half of a short job's time. Programs whose end is their subject ask for all of it
+(`WHOLE_END`).
 
 The project is imported too, a fifth of a second more for each rank. A copy to which the name means another folder, or one with
 options for warnings, forgets it and imports what it finds. To import it again, as each program of a job that stays does
@@ -236,9 +237,9 @@ def keep_code(folder: str) -> None:
     dataclasses.exec = execute  # type: ignore[attr-defined]  # in place of the builtin
 
 
-def forget_project() -> None:
+def forget(package: str) -> None:
     """Have it imported anew."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == PROJECT]:
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
         del sys.modules[name]
 
 
@@ -251,7 +252,8 @@ def is_another_project() -> bool:
 def is_installed(module: Any) -> bool:
     """Whether a module is a library's, and no file of the project or of a test."""
     places = [getattr(module, "__file__", None), *getattr(module, "__path__", ())][:2]
-    return not any(place and not str(Path(place).resolve()).startswith(INSTALLED) for place in places)
+    # To resolve the places of all modules takes a tenth of a second; most need not be.
+    return all(not place or place.startswith(INSTALLED) or str(Path(place).resolve()).startswith(INSTALLED) for place in places)
 
 
 def map_mpi() -> None:
@@ -325,7 +327,7 @@ def run(arguments: list[str], paths: list[str]) -> None:
     first = {"-m": os.getcwd(), "-c": ""}
     sys.path.insert(0, first[arguments[0]] if arguments[0] in first else str(Path(arguments[0]).resolve().parent))
     if options or is_another_project():
-        forget_project()
+        forget(PROJECT)
     if arguments[0] == "-m":
         sys.argv[:] = ["-m", *arguments[2:]]
         runpy._run_module_as_main(arguments[1])  # type: ignore[attr-defined]  # what the interpreter calls
@@ -399,10 +401,10 @@ def end(status: int, known: frozenset[str]) -> NoReturn:
 
 def _forget_program(known: frozenset[str]) -> None:
     """Let go of what the program has made and imported itself: files are closed, and objects come to their end."""
-    for name, module in [*sys.modules.items()]:
-        if name == "__main__" or (name not in known and not is_installed(module)):
-            del sys.modules[name]
-            vars(module).clear()
+    own = [(k, v) for k, v in [*sys.modules.items()] if k == "__main__" or (k not in known and not is_installed(v))]
+    for name, module in own:
+        del sys.modules[name]
+        vars(module).clear()
     gc.collect()
 
 
@@ -427,15 +429,19 @@ def main(address: str) -> int:
     libraries: dict[str, types.ModuleType] = {}
     atexit.register(_leave, libraries)  # the first one: it is called last, when all others have been
     import h5py
+    import hypothesis
     import jax
     import numpy as np
+    import pytest  # some tests are about jobs that run tests
     import zarr
 
-    for late in ("encodings.idna", "jaxlib.mlir.dialects.mhlo"):  # JAX imports them as it starts, and as it first compiles
+    # JAX imports them as it starts, and as it first compiles; typer, as it first parses a command line: a fifth of a second.
+    for late in ("encodings.idna", "jaxlib.mlir.dialects.mhlo", "typer._adapters"):
         with suppress(ImportError):
             importlib.import_module(late)
     paths = [path for path in sys.path if path not in (str(Path(__file__).parent), SITE)]
     import_project()
+    forget("tests")  # of which a program may have others
     map_mpi()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     others = {*sys.stdlib_module_names, "__main__", PROJECT}
@@ -452,7 +458,7 @@ def main(address: str) -> int:
     for path in reversed(env.get("HDF5_PLUGIN_PATH", "").split(os.pathsep)):
         if path:
             h5py.h5pl.prepend(os.fsencode(path))
-    del jax, zarr
+    del hypothesis, jax, pytest, zarr
     if WHOLE_END in env or arguments[:2] == ["-m", "mpi4py"]:  # which has an end of its own
         return run_as_interpreter(arguments, paths)
     atexit.unregister(_leave)

@@ -57,7 +57,11 @@ EXPECTED: dict[str, tuple[str | None, int | None, tuple[str, ...]]] = {
     "pad that does not fit": ("ConfigError", None, ("pad is nan", "int32", "pad=0")),
     "select out of range": ("ConfigError", None, ("select has 12 on axis 1", "12 elements", "'/x' in 'good.h5'")),
     "readers": ("ConfigError", None, ("readers is 'some'", "'parallel'")),
-    "staging too small": ("ConfigError", None, ("one chunk of '/x' in 'good.h5' is 420", "staging is 1000", "Pass staging='")),
+    "staging too small": (
+        "ConfigError",
+        None,
+        ("one chunk of '/x' in 'good.h5' is 1.9 KiB", "staging is 1000", "Pass staging='"),
+    ),
     "staging without unit": ("ConfigError", None, ("staging is 'many'", "'256MiB'")),
     "object of no format": ("ConfigError", None, ("object", "h5py.Dataset")),
     # the file

@@ -159,8 +159,8 @@ def _environ(process: psutil.Process) -> dict[str, str]:
 def _pytest(folder: Path, body: str, n: int = 3, *options: str, mpi: str = "mpich") -> Job:
     """Run a test file under mpiexec with this project's conftest and configuration, in a folder of its own.
 
-    What is looked at here does without JAX, which each rank would take a second to start: so what conftest calls in `shardload`
-    does nothing.
+    What is looked at here does without JAX's devices, which each rank would start: so what conftest calls in `shardload` does
+    nothing.
     """
     (folder / "tests" / "mpi").mkdir(parents=True)
     (folder / "shardload.py").write_text("def initialize(): ...\n")
@@ -168,10 +168,8 @@ def _pytest(folder: Path, body: str, n: int = 3, *options: str, mpi: str = "mpic
     shutil.copy(ROOT / "tests" / "conftest.py", folder / "tests")
     (folder / "tests" / "mpi" / "test_it.py").write_text("import pytest, time\n" + body)
     env = {"PYTHONPATH": str(ROOT), "SHARDLOAD_TALLY": ""}
-    arguments = ["-m", "pytest", "--with-mpi", *options, "tests"]
-    return run_job(
-        arguments, n, timeout=240, env=env, cwd=folder, mpi=mpi, preloaded=False
-    )  # pytest loads modules in its own way
+    loaded = ["-W", "ignore:Module already imported"]  # libraries that have a plugin, which is not used here
+    return run_job(["-m", "pytest", "--with-mpi", *loaded, *options, "tests"], n, timeout=240, env=env, cwd=folder, mpi=mpi)
 
 
 @LIBRARIES

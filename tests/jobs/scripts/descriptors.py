@@ -10,7 +10,7 @@ import os
 import resource
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import h5py
 import numpy as np
@@ -22,7 +22,7 @@ import shardload
 from tests.mpi.support import check, mesh_of, on_root, ramp
 from tests.tuning import tune
 
-SHAPE, CHUNKS = (16, 24, 20), (4, 6, 20)
+SHAPE, CHUNKS = (16, 24, 20), (8, 12, 10)  # two chunks for each of 4 ranks
 WAYS = (("chunks.h5", "parallel"), ("plain.h5", "parallel"), ("chunks.zarr", "parallel"), ("chunks.h5", "direct"))
 MOST = 12  # descriptors that a load needs at the same time, and a few more
 
@@ -65,7 +65,7 @@ def main(folder: str) -> None:
             plan = shardload.plan(path, mesh_of(), P("a", "b"), readers=readers, comm=own)
             said = {"path": path, "readers": readers, "left": left, "type": None}
             try:
-                with descriptors_left(left if comm.rank == 2 else 1000):
+                with descriptors_left(left) if comm.rank == 2 else nullcontext():
                     x = plan.execute()
             except shardload.ShardloadError as error:
                 said |= {"type": type(error).__name__, "text": str(error)}

@@ -252,17 +252,22 @@ def load_tree(path: str, readers: Any, comm: Any) -> jax.Array:
 
 
 def survive(names: list[str]) -> None:
+    """Each fault is met once by the first load over a communicator, and else over one that has met others before."""
+    used = comm.Dup()
     for k, name in enumerate(names or FAULTS):
-        for readers in READERS:
-            survive_one(name, readers, in_tree=False)
-        survive_one(name, READERS[k % len(READERS)], in_tree=True)
+        makes_memory = "shared memory" in name  # which the first load does
+        for readers, in_tree in (*((one, False) for one in READERS), (READERS[k % len(READERS)], True)):
+            own = comm.Dup() if makes_memory or (readers, in_tree) == ("parallel", False) else used
+            survive_one(name, readers, own, in_tree)
+            if own is not used:
+                own.Free()
+    used.Free()
 
 
-def survive_one(name: str, readers: Any, in_tree: bool) -> None:
+def survive_one(name: str, readers: Any, own: Any, in_tree: bool) -> None:
     where, patch, path_of = FAULTS[name]
     path = at_fault[0] = path_of()
     rank = first_reader(readers, in_tree) if where is None else where
-    own = comm.Dup()  # shared memory is made anew
     said: dict[str, Any] = {"rank": comm.rank, "case": name, "readers": readers, "tree": in_tree, "type": None, "text": ""}
     started = time.perf_counter()
     try:
@@ -274,7 +279,6 @@ def survive_one(name: str, readers: Any, in_tree: bool) -> None:
     said["seconds"] = round(time.perf_counter() - started, 2)
     print(json.dumps(said), flush=True)
     check(load(comm=own), ramp(SHAPE), mesh_of(), SPEC, name)
-    own.Free()
 
 
 # Where a rank is when it dies, or Ctrl-C comes.
