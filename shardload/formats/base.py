@@ -27,6 +27,7 @@ from shardload.formats.access import STRICT, Access
 from shardload.formats.labels import Coordinate, Labels, OnDemand, from_plain, to_plain
 from shardload.planning.batches import cut_box
 from shardload.planning.region import Region
+from shardload.system.scratch import empty_bytes
 from shardload.values.decoding import TEXTS, VALID_RANGE, Packing
 
 __all__ = [
@@ -371,7 +372,7 @@ def state_of(file: int | str) -> tuple[int, ...] | None:
 
 def fresh(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """New memory."""
-    return np.empty(nbytes, dtype=np.uint8)
+    return empty_bytes(nbytes)
 
 
 Room = Callable[[int], np.ndarray[Any, np.dtype[np.uint8]]]
