@@ -152,6 +152,8 @@ def scratch() -> Iterator[Path | None]:
     try:
         free = shutil.disk_usage(SHARED_MEMORY).free
         folder = Path(tempfile.mkdtemp(prefix="shardload-tests-", dir=SHARED_MEMORY)) if free >= SCRATCH_NBYTES else None
+        if folder is not None:
+            folder.chmod(0o711)  # a test takes the rights of another user, who must come to what that one may read
     except OSError:
         folder = None
     try:
