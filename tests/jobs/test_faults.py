@@ -49,7 +49,7 @@ def test_interrupted_while_relays_pass_on(tmp_path: Path) -> None:
 
 def ours_in_shared_memory() -> set[str]:
     """What is in /dev/shm, without what MPI libraries leave there when they are killed."""
-    foreign = ("mpich_shm", "vader_segment", "ompi", "prte", "pmix", "sm_segment", "dstore")
+    foreign = ("mpich_shm", "vader_segment", "ompi", "prte", "pmix", "sm_segment", "dstore", "ucx_shm")
     return {name for name in os.listdir("/dev/shm") if not name.startswith(foreign)}
 
 
