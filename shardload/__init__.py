@@ -45,6 +45,8 @@ if TYPE_CHECKING:
         VerifyError,
     )
     from shardload.jobs.contents import open
+    from shardload.jobs.joining.join import join
+    from shardload.jobs.joining.request import JoinReport
     from shardload.jobs.loading.labelled import to_xarray
     from shardload.jobs.loading.plan import Plan
     from shardload.jobs.loading.report import LoadReport
@@ -57,6 +59,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AppendReport",
     "ConfigError",
+    "JoinReport",
     "LeftOutWarning",
     "LoadReport",
     "MissingChunksWarning",
@@ -75,6 +78,7 @@ __all__ = [
     "append",
     "between",
     "initialize",
+    "join",
     "load",
     "mask",
     "near",
@@ -100,6 +104,8 @@ _HOMES = {
     "TreePlan": "jobs.loading.tree_plan",
     "VerifyReport": "arrays.verification",
     "initialize": "comm.launch",
+    "JoinReport": "jobs.joining.request",
+    "join": "jobs.joining.join",
     "open": "jobs.contents",
     "to_xarray": "jobs.loading.labelled",
     **dict.fromkeys(("between", "near"), "planning.selection"),

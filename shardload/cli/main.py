@@ -1,4 +1,4 @@
-"""Which commands are there, what do they take, and what do they print? info, plan, verify, copy, demo, doctor.
+"""Which commands are there, what do they take, and what do they print? info, plan, verify, copy, join, demo, doctor.
 
 Each command imports what it needs when it runs, so that ``--help`` and ``info`` do not wait for JAX. A wrong option ends with
 exit code 2 and says what to type. A `ShardloadError` ends with exit code 1 and its message alone, without a traceback.
@@ -142,6 +142,10 @@ app = typer.Typer(
     [bold]Copy into other chunks, or another format:[/bold]
 
       mpiexec -n 8 shardload copy run.h5 run.zarr --chunks 128,128,128
+
+    [bold]Make one file of several[/bold] (without a copy of the values):
+
+      shardload join era5_2001.nc era5_2002.nc era5.nc --axis time
 
     [bold]Try it on example data:[/bold]
 
@@ -437,6 +441,39 @@ def copy(
     more |= {"resume": resume, "dataset": names, "select": index, "compression": packing, **sizes}
     more["unlimited"] = parse_axes(unlimited)
     raise typer.Exit(run(source, target, only_plan=dry_run, as_json=as_json, **more))
+
+
+@app.command()
+def join(
+    files: Annotated[list[str], typer.Argument(metavar="PART... WHOLE", help="HDF5 or netCDF4; the new file: .h5 or .nc.")],
+    axis: Annotated[
+        str | None,
+        typer.Option(help="The axis along which they follow each other, by name, or number (default: the one that can grow)."),
+    ] = None,
+    dataset: Annotated[
+        list[str] | None, typer.Option(help='Names of arrays; "group/*" for all below (default: all of the files).')
+    ] = None,
+    mode: Annotated[
+        str,
+        typer.Option(help="w-: WHOLE must not exist; w: it is replaced.", autocompletion=completes("w-", "w")),
+    ] = "w-",
+    allow_external: AllowExternal = DEFAULTS.allow_external,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text, also of what went wrong.")] = False,
+) -> None:
+    """Join the arrays of several files, without a copy of their values: the new file says where they are.
+
+    An ordinary HDF5 or netCDF4 file with virtual datasets, which every program
+    reads. The parts stay where they are. Needs neither devices nor JAX nor MPI.
+
+    For example:
+
+      shardload join era5_2001.nc era5_2002.nc era5.nc --axis time
+
+      shardload join $(ls -v snap_000.*.hdf5) snap_000.hdf5
+    """
+    from shardload.cli.join import run
+
+    raise typer.Exit(run(files, axis=axis, dataset=dataset, mode=mode, allow_external=allow_external, as_json=as_json))
 
 
 @app.command()

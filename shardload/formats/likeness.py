@@ -21,12 +21,13 @@ import numpy as np
 
 from shardload.errors import ConfigError
 from shardload.formats.base import ArrayInfo, Properties, native_dtype
+from shardload.formats.labels import names_in
 from shardload.formats.netcdf import refused_by_hdf5, refused_by_netcdf
 from shardload.formats.sink import ArraySpec, Compression, fitting
 from shardload.planning.selection import Selection
 from shardload.values.decoding import OF_STORED
 
-__all__ = ["KEEP", "Asked", "attrs_for", "is_empty_text", "marked", "spec_like"]
+__all__ = ["KEEP", "Asked", "as_text", "attrs_for", "bounds_of", "is_empty_text", "marked", "same_value", "spec_like"]
 
 KEEP = "keep"
 """In `Asked`: as in the source."""
@@ -238,6 +239,31 @@ def _is_as_xarray(value: Any, dtype: np.dtype[Any]) -> bool:
 
 def _base64(value: Any) -> str:
     return base64.b64encode(struct.pack("<d", float(value))).decode()
+
+
+def as_text(value: Any) -> Any:
+    """An attribute, with bytes as text: the same text may be either, as its author's library writes it."""
+    if isinstance(value, np.ndarray) and value.dtype.kind == "S" and value.size == 1:
+        value = value.reshape(-1)[0]
+    return value.decode(errors="replace") if isinstance(value, bytes) else value
+
+
+def same_value(one: Any, other: Any) -> bool:
+    """True if two attributes say the same, with the same type. NaN is itself.
+
+    >>> same_value(np.float32("nan"), np.float32("nan")), same_value(1.0, 1), same_value("K", np.bytes_("K"))
+    (True, False, True)
+    """
+    first, second = np.asarray(as_text(one)), np.asarray(as_text(other))
+    if first.dtype.kind in "OSU" or second.dtype.kind in "OSU":
+        return bool(first.tolist() == second.tolist())
+    return first.dtype == second.dtype and first.shape == second.shape and first.tobytes() == second.tobytes()
+
+
+def bounds_of(name: str, properties: Properties) -> list[str]:
+    """The full names of what CF calls the bounds of a coordinate, in the coordinate's group."""
+    above, told = name.rpartition("/")[0], (properties.attrs.get(key) for key in ("bounds", "climatology"))
+    return [f"{above}/{one}" for text in told for one in names_in(as_text(text))]
 
 
 def _json(name: str, attrs: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

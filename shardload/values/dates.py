@@ -1,7 +1,7 @@
 """Which number of a time axis is a date? By the ``units`` and ``calendar`` of its coordinate, as CF has them.
 
 `near` and `between` may be given dates: text, objects of `datetime`, `numpy.datetime64`, objects of cftime. `in_numbers` turns
-them into the numbers of one coordinate.
+them into the numbers of one coordinate. `recounted` turns the numbers of one axis into those of another one.
 
 1. A date is a name: year, month, day, time of day. Which day it is, the axis's calendar says (`_day`).
 2. Text may be a span: ``"2001-06"`` is a month. A range begins where its first span begins, and ends where its last one ends.
@@ -23,7 +23,7 @@ import numpy as np
 
 from shardload.planning.selection import Between, Near
 
-__all__ = ["has_dates", "in_numbers"]
+__all__ = ["has_dates", "in_numbers", "recounted"]
 
 _SECONDS = {
     **dict.fromkeys(("nanosecond", "nanoseconds", "nanosec", "nanosecs", "ns"), Fraction(1, 10**9)),
@@ -38,6 +38,7 @@ _CALENDARS = {"gregorian": "standard", "365_day": "noleap", "366_day": "all_leap
 _KNOWN = ("standard", "proleptic_gregorian", "julian", "noleap", "all_leap", "360_day")
 _MONTHS = (31, 28, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31)
 _REFORM = (1582, 10, 15)  # the first day of the Gregorian calendar; the day before was 4 October
+_MOST_ROUNDED = Fraction(1, 1000)  # seconds
 _HALF = Fraction(1, 2 * 10**6)  # of a microsecond: to this, floating point times are exact
 
 _ZONE = r"(?:\s*(?P<zone>Z|UTC|GMT|[+-]\d{1,2}(?::?\d{2})?))?"
@@ -93,6 +94,43 @@ def in_numbers(part: Near | Between, name: str, attrs: Mapping[str, Any], dtype:
         return _near(part, axis, dtype)
     except _NoDate as error:
         raise ValueError(f"select has {part} on the axis {name!r}{error}") from None
+
+
+def recounted(values: np.ndarray[Any, Any], attrs: Mapping[str, Any], wanted: Mapping[str, Any]) -> np.ndarray[Any, Any]:
+    """Times by the units and the calendar of `attrs`, as numbers of the same type by those of `wanted`. NaN stays.
+
+    Raises
+    ------
+    ValueError
+        If either counts no time, their calendars differ, or a time is no number of that type. The text follows "because".
+
+    Examples
+    --------
+    >>> one, other = ({"units": f"days since {year}-01-01", "calendar": "noleap"} for year in (2002, 2001))
+    >>> recounted(np.array([0, 1], "i4"), one, other)
+    array([365, 366], dtype=int32)
+    """
+    try:
+        given, axis = _Axis.of(attrs), _Axis.of(wanted)
+    except _NoDate:
+        raise ValueError("these are no units of time that have a length of their own and a known calendar") from None
+    if given.calendar != axis.calendar:
+        raise ValueError(f"one is of the calendar {given.calendar!r}, the other of {axis.calendar!r}")
+    times, step, zero = values.reshape(-1), given.unit / axis.unit, (given.zero - axis.zero) / axis.unit
+    found = np.array(times)
+    for k, number in enumerate(times):
+        if values.dtype.kind == "f":
+            if np.isfinite(number):
+                exact = _exact(number) * step + zero
+                found[k] = _rounded(exact, values.dtype)
+                if not np.isfinite(found[k]) or abs(_exact(found[k]) - exact) * axis.unit > _MOST_ROUNDED:
+                    raise ValueError(f"{axis.text(exact)} would be rounded by more than a millisecond, as {values.dtype}")
+            continue
+        count, limits = _exact(number) * step + zero, np.iinfo(values.dtype)
+        if count.denominator != 1 or not limits.min <= count <= limits.max:
+            raise ValueError(f"{axis.text(count)} is {float(count):g} in these units, which {values.dtype} does not have")
+        found[k] = int(count)
+    return found.reshape(values.shape)
 
 
 class _NoDate(Exception):

@@ -20,8 +20,7 @@ from shardload.errors import ConfigError, SourceError, printable
 from shardload.formats.access import Access, Limits
 from shardload.formats.base import ArrayInfo, OpenFile, Properties, some
 from shardload.formats.diagnosis import as_source_error
-from shardload.formats.labels import names_in
-from shardload.formats.likeness import KEEP, Asked, attrs_for, spec_like
+from shardload.formats.likeness import KEEP, Asked, attrs_for, bounds_of, spec_like
 from shardload.formats.lookup import Finder, find_array, open_file, split_path
 from shardload.formats.sink import ArraySpec, Compression, Sink, unopened_by_xarray
 from shardload.jobs.consistency import State
@@ -350,17 +349,10 @@ def _describe(file: OpenFile, name: str, expected: ArrayInfo | None = None) -> t
 def _is_beside(name: str, described: Mapping[str, tuple[ArrayInfo, Properties, State]]) -> bool:
     """True for a coordinate of the other arrays, and for its bounds: they keep their own type and layout."""
     return described[name][0].is_coordinate or any(
-        name in properties.coordinates or name in _bounds(other, properties)
+        name in properties.coordinates or name in bounds_of(other, properties)
         for other, (_, properties, _) in described.items()
         if other != name
     )
-
-
-def _bounds(name: str, properties: Properties) -> list[str]:
-    """The full names of what CF calls the bounds of a coordinate, in the coordinate's group."""
-    above, told = name.rpartition("/")[0], (properties.attrs.get(key) for key in ("bounds", "climatology"))
-    texts = (text.decode(errors="replace") if isinstance(text, bytes) else text for text in told)
-    return [f"{above}/{one}" for text in texts for one in names_in(text)]
 
 
 def _parts(select: Any, main: Mapping[str, tuple[ArrayInfo, Properties, State]]) -> dict[str, Any]:

@@ -1,0 +1,153 @@
+"""How does an HDF5 file say that its arrays lie in other files? By virtual datasets, whose parts are arrays of other files.
+
+1. `JoinedFile` is a sink of all that is not values: groups, datasets, attributes, names of axes. Virtual datasets among its
+   arrays are given by their `Placed` parts.
+2. `JoinedFile.write` makes the file in memory, and puts it on disk under a temporary name, its first bytes last. It is opened
+   there again, as a load would, and each part is looked up: HDF5 itself takes fill values for one that it does not find.
+3. Then it gets its name.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import h5py
+import numpy as np
+
+from shardload.errors import ConfigError, SourceError
+from shardload.formats.access import Access
+from shardload.formats.hdf5.links import look_through
+from shardload.formats.hdf5.sink import Hdf5Encoder, Hdf5Sink
+from shardload.formats.sink import ArraySpec
+from shardload.formats.target import MARK_NBYTES, Target, mark, named, put_at
+from shardload.planning.region import Region
+
+__all__ = ["JoinedFile", "PlacedPart"]
+
+Blocks = Iterable[tuple[Region, np.ndarray[Any, Any]]]
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedPart:
+    """Where one part of a virtual dataset is.
+
+    Attributes
+    ----------
+    path : str
+        Its file: absolute, or as seen from the folder of the new file.
+    dataset : str
+        Its full name there.
+    region : Region
+        The elements of the virtual dataset that it holds: all of its own.
+    """
+
+    path: str
+    dataset: str
+    region: Region
+
+
+class JoinedFile(Hdf5Sink):
+    """A new file whose arrays, or some of them, lie in other files.
+
+    Parameters
+    ----------
+    path, specs, mode, is_netcdf, attrs, group_attrs
+        As for `Hdf5Sink`. An array of `specs` that lies in other files has no chunks here.
+    parts : mapping of str to sequence of PlacedPart
+        The parts of each array that lies in other files. Together they hold each of its elements once.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        specs: Mapping[str, ArraySpec],
+        parts: Mapping[str, Sequence[PlacedPart]],
+        **how: Any,
+    ) -> None:
+        self._parts = parts
+        super().__init__(path, specs, **how)
+
+    def write(self, values: Mapping[str, Blocks]) -> None:
+        """Write the file. `values` are those of the arrays that lie in it.
+
+        Raises
+        ------
+        ConfigError, SourceError
+            If the name is taken, the file cannot be written, or a part is not found where it was said to be. What had the name
+            before is as it was.
+        """
+        target = Target(self.path, self.mode)
+        temporary = target.create()
+        try:
+            with named(self.path):
+                _put(temporary, mark(target.token, self.path), self._image(values))
+            self._check(temporary)
+            target.commit()
+        except BaseException:
+            target.abandon()
+            raise
+
+    def _image(self, values: Mapping[str, Blocks]) -> memoryview:
+        """The bytes of the file."""
+        order = self._is_netcdf or None
+        with h5py.File("joined", "w", driver="core", backing_store=False, track_order=order) as file:
+            self.describe(file)
+            for name, blocks in values.items():
+                dataset = file[self.stored_names[name]]
+                for region, block in blocks:
+                    dataset[region.slices() if region.ndim else ()] = block
+            file.flush()
+            return memoryview(file.id.get_file_image())
+
+    def _make(self, file: h5py.File, name: str, one: Hdf5Encoder, is_trial: bool) -> None:
+        parts = self._parts.get(name)
+        if parts is None:
+            super()._make(file, name, one, is_trial)
+            return
+        group, _, last = self.stored_names[name].strip("/").rpartition("/")
+        space = h5py.h5s.create_simple(one.spec.shape)
+        creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        if one.spec.fill_value is not None:
+            creation.set_fill_value(np.asarray(one.spec.fill_value, one.spec.dtype))
+        for part in parts:
+            if not part.region.size:
+                continue
+            space.select_hyperslab(part.region.start, (1,) * part.region.ndim, block=part.region.shape)
+            its = h5py.h5s.create_simple(part.region.shape)
+            creation.set_virtual(space, _escaped(os.fsencode(part.path)), _escaped(part.dataset.encode()), its)
+        space.select_all()
+        try:
+            h5py.h5d.create(self._group(file, group).id, last.encode(), one.pipeline.kind, space, creation)
+        except (TypeError, ValueError, OSError, RuntimeError) as error:
+            raise ConfigError(f"'{name}' cannot be made in an HDF5 file: {error}") from error
+
+    def _check(self, temporary: str) -> None:
+        """Raise SourceError if a load would not find the parts of an array."""
+        access = Access(allow_external=True)
+        with h5py.File(temporary, "r") as file:
+            for name in self._parts:
+                dataset = file[self.stored_names[name]]
+                found = look_through(dataset, access.fence(temporary), access)
+                if found.refused is not None:
+                    raise SourceError(f"'{name}' in '{self.path}' would hold {found.refused}", path=self.path, dataset=name)
+
+
+def _escaped(name: bytes) -> bytes:
+    """A name as HDF5 takes it in a virtual dataset, where a percent sign begins the number of a block."""
+    return name.replace(b"%", b"%%")
+
+
+def _put(path: str, begin: bytes, image: memoryview) -> None:
+    """Write a file. Until it is whole, it begins as a temporary does."""
+    descriptor = os.open(path, os.O_WRONLY)
+    try:
+        put_at(descriptor, begin, 0)
+        put_at(descriptor, image[MARK_NBYTES:], MARK_NBYTES)
+        os.fsync(descriptor)
+        put_at(descriptor, image[:MARK_NBYTES], 0)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,603 @@
+"""How do several files become one, without a copy of their values? By a small HDF5 file that says where they are.
+
+A simulation writes a snapshot in several files, a climate model a file for each year. The new file has the arrays that go on
+from part to part as virtual datasets of HDF5, which every program reads.
+
+1. Each part is opened once: the shapes, types and attributes of its arrays (`_Member`).
+2. An array that has the axis goes on from part to part: there must be no doubt that its parts belong together. Types, the other
+   axes, units and packing are the same; an array is in all parts that others of its group are in.
+3. Every other array is the same in all parts, value for value.
+4. The coordinate of the axis is stored in the new file. It goes on in one direction: else parts are twice there, or in another
+   order. If parts count time from different days, it is counted from the first one's.
+5. The new file is written, each part is looked up in it, and it gets its name (`JoinedFile`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shlex
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from shardload.errors import ConfigError, printable
+from shardload.formats.access import Access
+from shardload.formats.base import ArrayInfo, OpenFile, Properties, some
+from shardload.formats.diagnosis import as_source_error
+from shardload.formats.likeness import Asked, as_text, attrs_for, bounds_of, same_value, spec_like
+from shardload.formats.lookup import Finder, find_array, list_arrays, open_file, split_path
+from shardload.formats.sink import ArraySpec
+from shardload.jobs.joining.request import JoinReport, JoinRequest, Row
+from shardload.planning.region import Region
+from shardload.planning.selection import select_axes
+from shardload.values.dates import recounted
+from shardload.values.decoding import ATTRIBUTES
+
+__all__ = ["join", "join_files"]
+
+_STORED_NBYTES = 1 << 20  # an array that is the same in all parts is stored in the new file up to this size
+_AT_ONCE_NBYTES = 16 << 20  # of values, when parts are compared
+_MEANING = (*dict.fromkeys((*ATTRIBUTES, "units", "calendar")),)  # attributes without which numbers mean nothing
+_TIME = {"units", "calendar"}
+
+
+@dataclass(eq=False)
+class _Member:
+    """One array, over the parts.
+
+    Attributes
+    ----------
+    info, properties : ArrayInfo, Properties
+        In the first part that has it.
+    attrs : dict
+        The attributes that are the same in all parts that have it.
+    lengths : list of (int, tuple of int)
+        The parts that have it, and its shape there.
+    meanings : list of dict
+        The attributes of each of them without which its numbers mean nothing.
+    differing : dict of str to None
+        The names of the other attributes that are not the same in all.
+    """
+
+    info: ArrayInfo
+    properties: Properties
+    attrs: dict[str, Any]
+    lengths: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+    meanings: list[dict[str, Any]] = field(default_factory=list)
+    differing: dict[str, None] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Its full name."""
+        return self.info.dataset
+
+    def axis_of(self, axis: str | int) -> int | None:
+        """The number of the axis that is joined; None if it has it not."""
+        if isinstance(axis, str):
+            dims = self.properties.dims
+            return dims.index(axis) if axis in dims else None
+        return axis if axis < len(self.info.shape) else None
+
+    def shape(self, axis: int | None) -> tuple[int, ...]:
+        """Of the joined array."""
+        if axis is None:
+            return self.info.shape
+        n = sum(shape[axis] for _, shape in self.lengths)
+        return (*self.info.shape[:axis], n, *self.info.shape[axis + 1 :])
+
+    def regions(self, axis: int) -> Iterator[tuple[int, Region]]:
+        """Each part that has it, and what of the joined array lies there."""
+        whole, at = Region.whole(self.shape(axis)), 0
+        for part, shape in self.lengths:
+            n = shape[axis]
+            yield (
+                part,
+                Region(
+                    (*whole.start[:axis], at, *whole.start[axis + 1 :]), (*whole.stop[:axis], at + n, *whole.stop[axis + 1 :])
+                ),
+            )
+            at += n
+
+
+def join(
+    path: str | os.PathLike[str],
+    parts: Sequence[str | os.PathLike[str]],
+    *,
+    axis: str | int | None = None,
+    dataset: str | Sequence[str] | None = None,
+    mode: str = "w-",
+    allow_external: bool = False,
+) -> JoinReport:
+    """Join the arrays of several files, without a copy of their values: a small HDF5 file says where they are.
+
+    Collective: no. Call it on one process, before the job, as ``shardload join`` does. The new file is an ordinary HDF5 or
+    netCDF4 file with virtual datasets: `load`, h5py, xarray and the netCDF library read it, as long as the parts are where they
+    were.
+
+    Every array that has the axis goes on from part to part. It must have the same type, other axes, units and packing in all of
+    them; and it must be in all, or, without names of axes, in the same as the other arrays of its group (a part of a snapshot
+    may have no stars). Every other array must be the same in all parts, value for value. The coordinate of the axis must go on
+    in one direction. If parts count time from different days, it is counted from the day of the first. Attributes that differ
+    are left out, and named in the report.
+
+    Parameters
+    ----------
+    path : str or path-like
+        The new file, ``.h5`` or ``.nc``. If the parts are in its folder or below, they may be moved with it; else they are
+        noted by their absolute paths, and loads need ``allow_external=True``.
+    parts : sequence of str or path-like
+        HDF5 and netCDF4 files, in their order along the axis.
+    axis : str or int, optional
+        The axis by name; by number, from 0, if axes have no names. By default the axis that can grow (netCDF's unlimited
+        dimension), or the first one if axes have no names.
+    dataset : str or sequence of str, optional
+        Names of the arrays, and patterns such as ``"PartType1/*"``. By default all arrays.
+    mode : str
+        ``"w-"``: `path` must not exist. ``"w"``: it is replaced, when the new file is whole.
+    allow_external : bool
+        Whether links in the parts may lead outside their folders.
+
+    Returns
+    -------
+    JoinReport
+        A row for each array, and what was left out. ``print`` shows it.
+
+    Raises
+    ------
+    ConfigError
+        If the parts do not belong together, or are in another order. No file is made.
+    SourceError
+        If a part cannot be opened, or the file cannot be written.
+    """
+    return join_files(JoinRequest.check(path, parts, axis, dataset, mode, allow_external))
+
+
+def join_files(request: JoinRequest, progress: Callable[[int, int], None] | None = None) -> JoinReport:
+    """Join files. Not collective: one process does it.
+
+    Parameters
+    ----------
+    request : JoinRequest
+        What is asked for.
+    progress : callable, optional
+        Called with the number of parts that were looked at, and of all.
+
+    Raises
+    ------
+    ConfigError
+        If the parts do not belong together, or the axis is not theirs.
+    SourceError
+        If a part cannot be opened, or the new file cannot be written.
+    """
+    return _Join(request).run(progress)
+
+
+class _Join:
+    """One call."""
+
+    def __init__(self, request: JoinRequest) -> None:
+        self._ask, self._paths = request, request.parts
+        self._access = Access(request.allow_external)
+        self._kind = "netcdf4" if request.path.lower().endswith((".nc", ".nc4")) else "hdf5"
+        self._members: dict[str, _Member] = {}
+        self._groups: dict[str, dict[str, Any]] = {}
+        self._differing: dict[str, dict[str, None]] = {}  # attributes of groups
+        self._notes: dict[str, None] = {}
+        self._axis: str | int = 0
+
+    def run(self, progress: Callable[[int, int], None] | None) -> JoinReport:
+        """Do it all."""
+        self._check_apart()
+        for k, path in enumerate(self._paths):
+            self._look_at(k, path)
+            if progress is not None:
+                progress(k + 1, len(self._paths))
+        self._axis = self._find_axis()
+        joined = {name: axis for name, one in self._members.items() if (axis := one.axis_of(self._axis)) is not None}
+        if not joined:
+            raise ConfigError(f"no array of '{self._paths[0]}' has {self._axis_told}: {self._shapes(self._members)}")
+        self._check_presence(joined)
+        for name, axis in joined.items():
+            self._check_shapes(self._members[name], axis)
+        stored = self._coordinates(joined)
+        for name, one in self._members.items():
+            if name not in stored:
+                self._check_meaning(one)
+            if name not in joined:
+                self._check_same(one)
+        self._keep_values(joined.keys() - stored.keys())
+        return self._write(joined, stored)
+
+    @property
+    def _axis_told(self) -> str:
+        return f"the axis {self._axis!r}" if isinstance(self._axis, str) else f"an axis {self._axis}"
+
+    # --- 1: what is in the parts
+
+    def _check_apart(self) -> None:
+        seen: dict[str, str] = {}
+        for path in self._paths:
+            if "://" in path:
+                raise ConfigError(f"'{path}' is a URL; an HDF5 file leads to files in folders only. Join copies of them")
+            inside = split_path(path)[1]
+            if inside:
+                raise ConfigError(
+                    f"'{path}' names an array; the parts are files. Pass dataset={inside!r} to join this one alone"
+                )
+            place = os.path.realpath(path)
+            if place in seen:
+                raise ConfigError(f"'{path}' is among the parts twice{'' if path == seen[place] else f' (as {seen[place]!r})'}")
+            seen[place] = path
+        if os.path.realpath(self._ask.path) in seen:
+            raise ConfigError(f"'{self._ask.path}' is the new file, and one of the parts. Choose another name")
+
+    def _look_at(self, k: int, path: str) -> None:
+        """Take in one part."""
+        with open_file(path, self._access) as file:
+            for info in self._arrays_of(path):
+                if not info.format.startswith(("HDF5", "netCDF4")):
+                    raise ConfigError(
+                        f"'{path}' is {info.format}; an HDF5 file leads to arrays of HDF5 and netCDF4 files only. Copy it "
+                        f"first: `shardload copy {shlex.quote(path)} part.h5`"
+                    )
+                source = file.open(info.dataset)
+                try:
+                    with as_source_error(path, info.dataset):
+                        properties = source.properties()
+                finally:
+                    source.close()
+                if not properties.is_dimension:
+                    self._take(k, info, properties)
+            self._take_groups(k, file)
+
+    def _arrays_of(self, path: str) -> list[ArrayInfo]:
+        with Finder(self._access) as finder:
+            found: dict[str, ArrayInfo] = {}
+            for name in self._ask.dataset or ("*",):
+                if name == "*" or name.endswith("/*"):
+                    group = "" if name == "*" else "/" + name[:-2].strip("/")
+                    try:
+                        below, left_out = finder.find_below(path, group, with_dimensions=True)
+                    except ConfigError:
+                        if not group or path == self._paths[0]:
+                            raise
+                        continue  # a part may have no stars
+                    found |= {one.info.dataset: one.info for one in below}
+                    self._note(*(f"'{printable(one.dataset)}' was left out: it holds {one.refused}" for one in left_out))
+                else:
+                    info = find_array(path, name, self._access)
+                    found[info.dataset] = info
+        return list(found.values())
+
+    def _note(self, *texts: str) -> None:
+        self._notes |= dict.fromkeys(texts)
+
+    def _take(self, k: int, info: ArrayInfo, properties: Properties) -> None:
+        one = self._members.get(info.dataset)
+        attrs = dict(properties.attrs)
+        meaning = {key: as_text(attrs[key]) for key in _MEANING if key in attrs}
+        if one is None:
+            one = self._members[info.dataset] = _Member(info, properties, attrs)
+        else:
+            first = self._paths[one.lengths[0][0]]
+            for what, was, now in (
+                ("type", one.properties.dtype, properties.dtype),
+                ("number of axes", len(one.info.shape), len(info.shape)),
+                ("names of axes", one.properties.dims, properties.dims),
+            ):
+                if was != now:
+                    raise ConfigError(
+                        f"the {what} of '{printable(info.dataset)}' differs: {was} in '{first}', {now} in '{self._paths[k]}'. "
+                        "Join those that are alike, or name the arrays to join with dataset="
+                    )
+            for key in list(one.attrs):
+                if key not in attrs or not same_value(one.attrs[key], attrs[key]):
+                    del one.attrs[key]
+                    if key not in _MEANING:
+                        one.differing[key] = None
+            one.differing |= dict.fromkeys(key for key in attrs if key not in one.attrs and key not in _MEANING)
+        one.lengths.append((k, info.shape))
+        one.meanings.append(meaning)
+
+    def _take_groups(self, k: int, file: OpenFile) -> None:
+        found = file.groups()
+        self._note(*(f"{what} was left out" for what in file.unread()))
+        for group in {**found, **(self._groups if k else {})}:
+            attrs = dict(found.get(group, {}))
+            if k == 0:
+                self._groups[group] = attrs
+                continue
+            known, differing = self._groups.setdefault(group, {}), self._differing.setdefault(group, {})
+            for key in {**known, **attrs}:
+                if key in differing or (key in known and key in attrs and same_value(known[key], attrs[key])):
+                    continue
+                differing[key] = None
+                known.pop(key, None)
+
+    # --- 2: what goes on from part to part
+
+    def _find_axis(self) -> str | int:
+        asked = self._ask.axis
+        names = dict.fromkeys(dim for one in self._members.values() for dim in one.properties.dims if dim)
+        if asked is None and not names:
+            return 0
+        if asked is None:
+            grow = {one.properties.dims[k]: None for one in self._members.values() for k in one.properties.unlimited}
+            found = [dim for dim in grow if dim]
+            if len(found) == 1:
+                return found[0]
+            which = "several that can grow" if found else "none that can grow"
+            raise ConfigError(
+                f"along which axis do the parts follow each other? Pass axis=, one of {some([repr(name) for name in names])} "
+                f"(there are {which})"
+            )
+        if isinstance(asked, str):
+            if asked not in names:
+                there = some([repr(name) for name in names]) or "none with a name. Pass its number, such as axis=0"
+                raise ConfigError(f"axis is {asked!r}, which no array has; there are: {there}")
+            return asked
+        if names:
+            raise ConfigError(
+                f"axis is {asked}, but the axes have names, and one axis may be the first of one array and the second of "
+                f"another. Pass one of {some([repr(name) for name in names])}"
+            )
+        if asked < 0:
+            raise ConfigError(
+                f"axis is {asked}; expected a number from 0 on, because the arrays have different numbers of axes"
+            )
+        return asked
+
+    @staticmethod
+    def _shapes(members: Mapping[str, _Member]) -> str:
+        return some([f"'{printable(name)}' {one.info.shape}" for name, one in members.items()])
+
+    def _check_presence(self, joined: Mapping[str, int]) -> None:
+        """What belongs together is in the same parts. Without names of axes, an array belongs to those of its group."""
+        expected: dict[str, tuple[str, list[int]]] = {}
+        for name in joined:
+            key = "" if isinstance(self._axis, str) else name.rpartition("/")[0]
+            parts = [k for k, _ in self._members[name].lengths]
+            first, known = expected.setdefault(key, (name, parts))
+            if parts != known:
+                lacking = sorted(set(parts) ^ set(known))[0]
+                absent, present = (first, name) if lacking in parts else (name, first)
+                raise ConfigError(
+                    f"'{printable(absent)}' is not in '{self._paths[lacking]}', which has '{printable(present)}': joined, they "
+                    "would no longer belong together, row by row. Leave that part out, or name the arrays to join with dataset="
+                )
+        if isinstance(self._axis, str):
+            (first, known), *_ = expected.values()
+            if len(known) < len(self._paths):
+                lacking = next(k for k in range(len(self._paths)) if k not in known)
+                raise ConfigError(f"'{self._paths[lacking]}' has no '{printable(first)}', and no array along {self._axis!r}")
+
+    def _check_shapes(self, one: _Member, axis: int) -> None:
+        k0, first = one.lengths[0]
+        for k, shape in one.lengths:
+            if shape[:axis] != first[:axis] or shape[axis + 1 :] != first[axis + 1 :]:
+                raise ConfigError(
+                    f"'{printable(one.name)}' has shape {first} in '{self._paths[k0]}' and {shape} in '{self._paths[k]}': they "
+                    f"may differ along axis {axis} only. Join files of the same shape, or name the arrays to join with dataset="
+                )
+        if isinstance(self._axis, int):
+            return
+        expected = {k: shape[a] for n, a in self._along.items() for k, shape in self._members[n].lengths}
+        for k, shape in one.lengths:
+            if shape[axis] != expected[k]:
+                raise ConfigError(
+                    f"{self._axis!r} has {shape[axis]} elements in '{printable(one.name)}' of '{self._paths[k]}', and "
+                    f"{expected[k]} in another array there: is the file whole?"
+                )
+
+    @property
+    def _along(self) -> dict[str, int]:
+        return {name: axis for name, one in self._members.items() if (axis := one.axis_of(self._axis)) is not None}
+
+    def _check_meaning(self, one: _Member, but: Collection[str] = ()) -> None:
+        """Units and packing must be the same in all parts: the new file has them once."""
+        for key in _MEANING:
+            if key in but or key in one.attrs or not any(key in meaning for meaning in one.meanings):
+                continue
+            found = [meaning.get(key) for meaning in one.meanings]
+            other = next(n for n, value in enumerate(found) if not same_value(value, found[0]))
+            first, second = (f"{found[n]!r} in '{self._paths[one.lengths[n][0]]}'" for n in (0, other))
+            raise ConfigError(
+                f"the attribute {key!r} of '{printable(one.name)}' differs: {first}, {second}. Joined, the numbers of one of "
+                "them would mean something else. Load each file for itself, and join the arrays: docs/many-arrays.md says how"
+            )
+
+    # --- 3: what is the same in all parts
+
+    def _check_same(self, one: _Member) -> None:
+        k0, first = one.lengths[0]
+        if len(one.lengths) < len(self._paths):
+            lacking = next(k for k in range(len(self._paths)) if k not in dict(one.lengths))
+            self._note(
+                f"'{printable(one.name)}' is not in every part, such as '{self._paths[lacking]}'; it is that of the others"
+            )
+        for k, shape in one.lengths[1:]:
+            if shape != first:
+                raise ConfigError(
+                    f"'{printable(one.name)}' does not have {self._axis_told}, and has shape {first} in '{self._paths[k0]}' "
+                    f"but {shape} in '{self._paths[k]}'. Name the arrays to join with dataset="
+                )
+        at_once = max(1, _AT_ONCE_NBYTES // max(1, one.properties.dtype.itemsize))
+        with open_file(self._paths[k0], self._access) as file, closing(file.open(one.name)) as source:
+            for k, _ in one.lengths[1:]:
+                with open_file(self._paths[k], self._access) as other_file, closing(other_file.open(one.name)) as other:
+                    for region in _blocks(first, at_once):
+                        mine, its = source.plain(region), other.plain(region)
+                        if mine.tobytes() != its.astype(mine.dtype, copy=False).tobytes():
+                            raise ConfigError(
+                                f"'{printable(one.name)}' does not have {self._axis_told}, but other values in "
+                                f"'{self._paths[k]}' than in '{self._paths[k0]}': which are right? Name the arrays to join "
+                                "with dataset="
+                            )
+
+    # --- 4: coordinates along the axis
+
+    def _coordinates(self, joined: Mapping[str, int]) -> dict[str, np.ndarray[Any, Any]]:
+        """The values that are stored: those of coordinates along the axis."""
+        found: dict[str, np.ndarray[Any, Any]] = {}
+        for name in joined:
+            one = self._members[name]
+            if len(one.info.shape) != 1 or name.rpartition("/")[2] != self._axis:
+                continue
+            blocks = self._counted(one, one)
+            self._check_direction(one, blocks)
+            found[name] = np.concatenate(blocks)
+            for other in bounds_of(name, one.properties):
+                beside = self._members.get(other)
+                if beside is not None and other in joined and self._is_recounted(one):
+                    found[other] = np.concatenate(self._counted(beside, one), axis=joined[other])
+                    self._keep_time(beside)
+            self._keep_time(one)
+        return found
+
+    def _keep_time(self, one: _Member) -> None:
+        """Its units and calendar are those of the first part, whatever the others have."""
+        one.attrs |= {key: value for key, value in one.meanings[0].items() if key in _TIME}
+        self._check_meaning(one, but=_TIME)
+
+    @staticmethod
+    def _is_recounted(one: _Member) -> bool:
+        return any(key not in one.attrs for meaning in one.meanings for key in _TIME & meaning.keys())
+
+    def _counted(self, one: _Member, by: _Member) -> list[np.ndarray[Any, Any]]:
+        """The values of each part, counted as those of the first one. `by` has the units: bounds have none of their own."""
+        blocks = [self._read(k, one.name, shape) for k, shape in one.lengths]
+        if not self._is_recounted(by):
+            return blocks
+        for n, (meaning, block) in enumerate(zip(by.meanings, blocks, strict=True)):
+            if all(same_value(meaning.get(key), by.meanings[0].get(key)) for key in _TIME):
+                continue
+            k0, k = by.lengths[0][0], by.lengths[n][0]
+            units = [m.get("units") for m in (by.meanings[0], meaning)]
+            told = (
+                f"'{printable(by.name)}' has the units {units[0]!r} in '{self._paths[k0]}' and {units[1]!r} in "
+                f"'{self._paths[k]}'"
+            )
+            if meaning.keys() - _TIME or by.meanings[0].keys() - _TIME:
+                raise ConfigError(f"{told}, and is packed. Unpack it first, or join files that count from one day")
+            try:
+                blocks[n] = recounted(block, {**meaning}, {**by.meanings[0]})
+            except ValueError as error:
+                raise ConfigError(f"{told}, which cannot be counted alike, because {error}") from None
+        return blocks
+
+    def _read(self, k: int, name: str, shape: Sequence[int]) -> np.ndarray[Any, Any]:
+        path = self._paths[k]
+        with open_file(path, self._access) as file, closing(file.open(name)) as source, as_source_error(path, name):
+            found = source.plain(Region.whole(shape))
+            return found.astype(found.dtype.newbyteorder("="), copy=False)
+
+    def _check_direction(self, one: _Member, blocks: Sequence[np.ndarray[Any, Any]]) -> None:
+        """ConfigError unless the coordinate goes on in the direction that it has in each part."""
+        if any(block.dtype.kind not in "iuf" for block in blocks):
+            return
+        there = [(k, block) for (k, _), block in zip(one.lengths, blocks, strict=True) if len(block)]
+        signs = {sign for _, block in there for sign in np.sign(np.diff(block.astype("f8"))).tolist()}
+        if not (signs <= {1.0} or signs <= {-1.0}):
+            return  # it has no direction
+        if not signs and len(there) > 1:  # one element in each part
+            signs = {float(np.sign(float(there[1][1][0]) - float(there[0][1][0])))}
+        (sign,) = signs or {1.0}
+        for (k, block), (k_next, after) in itertools.pairwise(there):
+            if sign * (float(after[0]) - float(block[-1])) <= 0:
+                raise ConfigError(
+                    f"'{printable(one.name)}' does not go on from part to part: '{self._paths[k]}' ends with {block[-1]}, and "
+                    f"'{self._paths[k_next]}', the next one, begins with {after[0]}. Pass the parts in their order, each once"
+                )
+
+    # --- 5: the new file
+
+    def _keep_values(self, joined: Collection[str]) -> None:
+        """ConfigError if the file that is to be replaced has values itself: it may be a part, taken for the new file."""
+        path = self._ask.path
+        if self._ask.mode != "w" or not os.path.isfile(path):
+            return
+        own = [one.dataset for one in list_arrays(path, self._access) if one.dataset in joined and one.nbytes_stored]
+        if own:
+            raise ConfigError(
+                f"'{path}' has values of '{printable(own[0])}' itself, which would be lost: is it one of the parts? The new "
+                "file comes in addition to them. Remove it first if it is not wanted, or choose another name"
+            )
+
+    def _write(self, joined: Mapping[str, int], stored: Mapping[str, np.ndarray[Any, Any]]) -> JoinReport:
+        # Here, because nothing else of the package needs the writer.
+        from shardload.formats.hdf5.joined import JoinedFile, PlacedPart
+
+        folder = os.path.realpath(os.path.dirname(self._ask.path) or ".")
+        real = [os.path.realpath(path) for path in self._paths]
+        inside = [path.startswith(folder.rstrip(os.sep) + os.sep) for path in real]
+        places = [os.path.relpath(path, folder) if is_in else path for path, is_in in zip(real, inside, strict=True)]
+        specs: dict[str, ArraySpec] = {}
+        parts: dict[str, list[PlacedPart]] = {}
+        values: dict[str, Iterator[tuple[Region, np.ndarray[Any, Any]]]] = {}
+        rows, nbytes = [], 0
+        for name, one in self._members.items():
+            axis = joined.get(name)
+            shape, full = one.shape(axis), name if name != "/" else "/data"
+            specs[full] = self._spec(one, shape)
+            size = int(np.prod(shape, dtype=object)) * one.properties.dtype.itemsize
+            nbytes += size
+            n = f"{len(one.lengths)} of {len(self._paths)} parts" if len(one.lengths) < len(self._paths) else "all parts"
+            if name in stored:
+                values[full], how = iter([(Region.whole(shape), stored[name])]), f"stored here, from {n}"
+            elif axis is not None:
+                parts[full] = [PlacedPart(places[k], name, region) for k, region in one.regions(axis)]
+                how = f"in {n}"
+            elif size <= _STORED_NBYTES or not shape:
+                k, how = one.lengths[0][0], f"stored here, the same in {n}"
+                values[full] = iter([(Region.whole(shape), self._read(k, name, shape))])
+            else:
+                k, how = one.lengths[0][0], f"the same in {n}"
+                parts[full] = [PlacedPart(places[k], name, Region.whole(shape))]
+            rows.append(Row(name, shape, one.info.dtype, how))
+        groups = self._group_attrs()
+        is_netcdf = self._kind == "netcdf4"
+        file = JoinedFile(
+            self._ask.path,
+            specs,
+            parts,
+            mode=self._ask.mode,
+            is_netcdf=is_netcdf,
+            attrs=groups.pop("/", {}),
+            group_attrs=groups,
+        )
+        file.write(values)
+        used = {part.path for its in parts.values() for part in its}
+        outside = any(place in used and not is_in for place, is_in in zip(places, inside, strict=True))
+        return JoinReport(self._ask.path, len(self._paths), self._axis, tuple(rows), tuple(self._notes), nbytes, outside)
+
+    def _spec(self, one: _Member, shape: tuple[int, ...]) -> ArraySpec:
+        properties = replace(one.properties, attrs=one.attrs, unlimited=(), unread=())
+        self._note(*(f"{what} was left out" for what in one.properties.unread))
+        if one.differing:
+            keys = some([repr(key) for key in one.differing])
+            self._note(f"attributes of '{printable(one.name)}' that differ from part to part were left out: {keys}")
+        info = replace(one.info, shape=shape)
+        as_it_is = Asked(chunks=None, shards=None, compression=None)
+        spec, notes = spec_like(info, properties, select_axes(None, shape), self._kind, as_it_is)
+        self._note(*notes)
+        return spec
+
+    def _group_attrs(self) -> dict[str, dict[str, Any]]:
+        found = {}
+        for group, attrs in self._groups.items():
+            found[group], _, notes = attrs_for(self._kind, f"group '{group}'", attrs)
+            self._note(*(f"{what} was left out" for what in notes))
+            if differing := self._differing.get(group):
+                keys = some([repr(key) for key in differing])
+                what = "the file" if group == "/" else f"group '{group}'"
+                self._note(f"attributes of {what} that differ from part to part were left out: {keys}")
+        return found
+
+
+def _blocks(shape: tuple[int, ...], at_once: int) -> Iterator[Region]:
+    whole = Region.whole(shape)
+    return iter((whole,)) if not shape else whole.split(at_once)

@@ -1,0 +1,150 @@
+"""What shall be joined, and what became of it?"""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardload.errors import ConfigError
+from shardload.units import counted, format_nbytes
+
+__all__ = ["JoinReport", "JoinRequest", "Row"]
+
+_SUFFIXES = (".h5", ".hdf5", ".he5", ".hdf", ".nc", ".nc4")
+_NUMBER = re.compile(r"\d+")
+
+
+@dataclass(frozen=True)
+class JoinRequest:
+    """What a caller asks for.
+
+    Attributes
+    ----------
+    path : str
+        The new file.
+    parts : tuple of str
+        The files, in their order along the axis.
+    axis : str, int or None
+        By name, or by number; None: the axis that can grow, or the first one if axes have no names.
+    dataset : tuple of str
+        Names of arrays, and patterns; none for all arrays.
+    mode : str
+        ``"w-"`` or ``"w"``.
+    allow_external : bool
+        Whether parts may refer to files outside their folders.
+    """
+
+    path: str
+    parts: tuple[str, ...]
+    axis: str | int | None = None
+    dataset: tuple[str, ...] = ()
+    mode: str = "w-"
+    allow_external: bool = False
+
+    @classmethod
+    def check(cls, path: Any, parts: Any, axis: Any, dataset: Any, mode: str, allow_external: bool) -> JoinRequest:
+        """The request, with its options checked. ConfigError names what was found and what is expected."""
+        if isinstance(parts, (str, os.PathLike)):
+            text = os.fspath(parts)
+            is_pattern = glob.has_magic(text)
+            found = f"sorted(glob.glob({text!r}))" if is_pattern else f"[{text!r}, ...]"
+            raise ConfigError(f"parts is {text!r}; expected a list of paths, in their order. Pass {found}")
+        names = (dataset,) if isinstance(dataset, str) else tuple(dataset or ())
+        paths = tuple(os.path.expanduser(os.fspath(part)) for part in parts)
+        if not paths:
+            raise ConfigError("parts is empty: there is nothing to join. Does the pattern match no file?")
+        if not (axis is None or isinstance(axis, str) or (isinstance(axis, int) and not isinstance(axis, bool))):
+            raise ConfigError(f"axis is {axis!r}; expected the name of an axis, or its number")
+        target = os.path.expanduser(os.fspath(path))
+        if not target.lower().endswith(_SUFFIXES):
+            raise ConfigError(
+                f"'{target}' would be an HDF5 file: only HDF5 has arrays that lie in other files. Expected one of the suffixes "
+                f"{', '.join(_SUFFIXES)}"
+            )
+        _check_order(paths)
+        return cls(target, paths, axis, names, mode, allow_external)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What became of one array.
+
+    Attributes
+    ----------
+    name : str
+        Its full name.
+    shape : tuple of int
+        In the new file.
+    dtype : str
+        Type of its values.
+    how : str
+        In words: what it is made of.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    how: str
+
+
+@dataclass(frozen=True)
+class JoinReport:
+    """What was joined.
+
+    Attributes
+    ----------
+    path : str
+        The new file.
+    n_parts : int
+        Number of files.
+    axis : str or int
+        The axis along which they follow each other.
+    rows : tuple of Row
+        A row for each array.
+    notes : tuple of str
+        What was left out.
+    nbytes : int
+        Bytes of the values that the new file leads to, and has.
+    needs_external : bool
+        True if parts are outside the folder of the new file: loads then need ``allow_external=True``.
+    """
+
+    path: str
+    n_parts: int
+    axis: str | int
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...]
+    nbytes: int
+    needs_external: bool
+
+    def __str__(self) -> str:
+        axis = f"axis {self.axis!r}" if isinstance(self.axis, str) else f"axis {self.axis}"
+        lines = [f"joined {counted(self.n_parts, 'file')} along {axis}: '{self.path}', {format_nbytes(self.nbytes)} of values"]
+        lines += [f"  {row.name} {row.shape} {row.dtype}: {row.how}" for row in self.rows]
+        lines += [f"  note: {note}" for note in self.notes]
+        if self.needs_external:
+            lines.append(
+                "  note: parts are outside the folder of the new file: load it with allow_external=True, and leave them "
+                "where they are"
+            )
+        return "\n".join(lines)
+
+
+def _check_order(paths: Sequence[str]) -> None:
+    """ConfigError if the paths are in the order of a sorted list of names, and their numbers are not: 10 before 2.
+
+    >>> _check_order(["s.0.h5", "s.2.h5", "s.10.h5"])
+    """
+    numbers = [tuple(map(int, _NUMBER.findall(path))) for path in paths]
+    if list(paths) != sorted(paths) or len({_NUMBER.sub("#", path) for path in paths}) > 1:
+        return
+    for before, after, first, second in zip(numbers, numbers[1:], paths, paths[1:], strict=False):
+        if before > after:
+            raise ConfigError(
+                f"the parts are in the order of their names, not of their numbers: '{first}' comes before '{second}'. Pass "
+                "them in their order: sorted(paths, key=lambda p: [int(n) for n in re.findall(r'[0-9]+', p)])"
+            )

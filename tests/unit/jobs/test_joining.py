@@ -1,0 +1,356 @@
+"""`shardload.join`: what goes on from part to part, what must be the same, what is refused. Compared with h5py and xarray."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import h5py
+import netCDF4
+import numpy as np
+import pytest
+import xarray as xr
+
+import shardload
+from shardload import ConfigError, SourceError
+from shardload.formats.access import Access
+from shardload.formats.leftovers import find_leftover
+from shardload.formats.lookup import open_source
+from shardload.planning.region import Region
+from shardload.values.dates import recounted
+from tests.unit.cli.test_copy import Run, run, unwrapped
+
+__all__ = ["run"]  # a fixture
+
+LENGTHS = (5, 7, 4)
+
+
+@pytest.fixture
+def snapshot(tmp_path: Path) -> list[str]:
+    """A snapshot in three files, the values of which are their places in the whole."""
+    first, paths = 0, []
+    for k, n in enumerate(LENGTHS):
+        paths.append(str(tmp_path / f"snap.{k}.h5"))
+        with h5py.File(paths[-1], "w") as file:
+            file.attrs["code"] = "x"
+            header = file.create_group("Header")
+            header.attrs["Time"], header.attrs["NumPart_ThisFile"] = 0.5, [n]
+            file["dm/pos"] = np.arange(first * 3, (first + n) * 3, dtype="f4").reshape(n, 3)
+            file.create_dataset("dm/id", data=np.arange(first, first + n, dtype=">u8"), chunks=(3,), compression="gzip")
+            file["dm/pos"].attrs["unit"], file["dm/pos"].attrs["n"] = "kpc", n
+            if k != 1:
+                file["stars/mass"] = np.full(k + 1, k, dtype="f8")
+                file["stars/age"] = np.full(k + 1, k, dtype="f4")
+            file["table"] = 7
+        first += n
+    return paths
+
+
+def climate(folder: Path, years: Sequence[int], **changes: Any) -> list[str]:
+    """Monthly data, a file for each year, each of which counts from its own new year."""
+    paths = []
+    for year in years:
+        given = {
+            "units": f"days since {year}-01-01",
+            "values": np.arange(12) * 30,
+            "lat": [10.0, 20, 30],
+            "scale": 0.5,
+            **changes,
+        }
+        paths.append(str(folder / f"y{year}.nc"))
+        with netCDF4.Dataset(paths[-1], "w") as file:
+            file.title, file.history = "monthly", f"made in {year}"
+            for dim, n in (("time", None), ("lat", 3), ("lon", 4), ("nv", 2)):
+                file.createDimension(dim, n)
+            time = file.createVariable("time", given.get("time_type", "f8"), ("time",))
+            time.units, time.calendar, time.bounds = given["units"], "noleap", "time_bnds"
+            time[:] = given["values"]
+            file.createVariable("time_bnds", "f8", ("time", "nv"))[:] = np.stack(
+                [np.arange(12) * 30, np.arange(12) * 30 + 30], 1
+            )
+            file.createVariable("lat", "f8", ("lat",))[:] = given["lat"]
+            t2m = file.createVariable("t2m", "i2", ("time", "lat", "lon"), zlib=True, chunksizes=(1, 3, 4), fill_value=-9)
+            t2m.scale_factor, t2m.units = np.float32(given["scale"]), "K"
+            t2m.set_auto_maskandscale(False)
+            t2m[:] = (np.arange(12 * 3 * 4) + 12 * 3 * 4 * (year - 2001)).reshape(12, 3, 4)
+            file.createVariable("land", "i1", ("lat", "lon"))[:] = np.arange(12).reshape(3, 4)
+    return paths
+
+
+def test_a_snapshot_of_several_files(snapshot: list[str], tmp_path: Path) -> None:
+    whole = str(tmp_path / "snap.h5")
+    report = shardload.join(whole, snapshot)
+    assert report.axis == 0 and not report.needs_external
+    assert {row.name: (row.shape, row.how) for row in report.rows}["/stars/mass"] == ((4,), "in 2 of 3 parts")
+    assert any("'NumPart_ThisFile'" in note for note in report.notes) and any("'n'" in note for note in report.notes)
+    with h5py.File(whole) as file:
+        np.testing.assert_array_equal(file["dm/pos"][...], np.arange(48, dtype="f4").reshape(16, 3))
+        np.testing.assert_array_equal(file["dm/id"][...], np.arange(16))
+        assert file["dm/id"].dtype == ">u8" and file["dm/id"].is_virtual
+        np.testing.assert_array_equal(file["stars/mass"][...], [0, 2, 2, 2])
+        assert file["table"][()] == 7 and not file["table"].is_virtual
+        assert dict(file["Header"].attrs) == {"Time": 0.5} and dict(file.attrs) == {"code": "x"}
+        assert dict(file["dm/pos"].attrs) == {"unit": "kpc"}
+    moved = tmp_path / "elsewhere"
+    moved.mkdir()
+    for path in [*snapshot, whole]:
+        shutil.move(path, moved)
+    source = open_source(str(moved / "snap.h5"), "/dm/id")
+    out = np.empty(9, "u8")
+    source.read_into(Region((3,), (12,)), out)
+    source.close()
+    np.testing.assert_array_equal(out, np.arange(3, 12))
+
+
+@pytest.mark.parametrize("suffix", [".nc", ".h5"])
+def test_years_of_a_climate_model(tmp_path: Path, suffix: str) -> None:
+    paths, whole = climate(tmp_path, (2001, 2002, 2003)), str(tmp_path / f"all{suffix}")
+    report = shardload.join(whole, paths)
+    assert report.axis == "time" and any("'history'" in note for note in report.notes)
+    opened = [xr.open_dataset(path, engine="netcdf4", mask_and_scale=False).load() for path in paths]
+    expected = xr.concat(opened, "time", data_vars="minimal", combine_attrs="drop_conflicts")
+    for engine in ("netcdf4", "h5netcdf") if suffix == ".nc" else ("h5netcdf",):
+        with xr.open_dataset(whole, engine=engine, mask_and_scale=False) as found:
+            xr.testing.assert_equal(found.load().drop_attrs(), expected.drop_attrs())  # dates too
+            assert found.t2m.attrs["scale_factor"] == np.float32(0.5) and found.attrs == {"title": "monthly"}
+            assert found.t2m.dtype == np.int16
+    with h5py.File(whole) as file:
+        np.testing.assert_array_equal(file["time"][[0, 12, 35]], [0, 365, 730 + 330])
+        assert [file[name].is_virtual for name in ("t2m", "time", "time_bnds", "land", "lat")] == [True, *[False] * 4]
+    info = shardload.open(whole)["t2m"]
+    assert info.dims == ("time", "lat", "lon") and info.chunks == (1, 3, 4)
+    np.testing.assert_array_equal(info.coords["time"].values, np.concatenate([np.arange(12) * 30 + 365 * k for k in range(3)]))
+
+
+def test_a_large_array_that_is_the_same_in_all_parts_is_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardload.jobs.joining.join._STORED_NBYTES", 8)
+    monkeypatch.setattr("shardload.jobs.joining.join._AT_ONCE_NBYTES", 8)
+    paths, whole = climate(tmp_path, (2001, 2002)), str(tmp_path / "all.nc")
+    shardload.join(whole, paths)
+    with h5py.File(whole) as file:
+        assert file["land"].is_virtual and len(file["land"].virtual_sources()) == 1
+        np.testing.assert_array_equal(file["land"][...], np.arange(12).reshape(3, 4))
+    with h5py.File(paths[1], "r+") as file:
+        file["land"][2, 3] = 0  # the last element
+    with pytest.raises(ConfigError, match=r"'/land' does not have the axis 'time', but other values in .*y2002\.nc' than in"):
+        shardload.join(str(tmp_path / "other.nc"), paths)
+
+
+def test_names_with_percent_signs_and_parts_elsewhere(snapshot: list[str], tmp_path: Path) -> None:
+    """HDF5 takes ``%b`` in a name for the number of a block."""
+    paths = []
+    for k, path in enumerate(snapshot):
+        paths.append(str(tmp_path / f"100%b {k}.h5"))
+        os.rename(path, paths[-1])
+        with h5py.File(paths[-1], "r+") as file:
+            file.move("dm/pos", "dm/50%")
+    folder = tmp_path / "below"
+    folder.mkdir()
+    whole = str(folder / "whole%.h5")
+    report = shardload.join(whole, paths, dataset="dm/*", axis=0)
+    assert report.needs_external and "allow_external=True" in str(report)
+    with h5py.File(whole) as file:
+        np.testing.assert_array_equal(file["dm/50%"][...], np.arange(48, dtype="f4").reshape(16, 3))
+    source = open_source(whole, "/dm/50%", Access(allow_external=True))
+    np.testing.assert_array_equal(source.plain(Region((4, 0), (6, 3))), np.arange(12, 18).reshape(2, 3))
+    source.close()
+
+
+def edit(path: str, change: Callable[[h5py.File], None]) -> None:
+    with h5py.File(path, "r+") as file:
+        change(file)
+
+
+def replaced(name: str, values: Any) -> Callable[[h5py.File], None]:
+    def change(file: h5py.File) -> None:
+        del file[name]
+        file[name] = values
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda file: file.__delitem__("dm/id"), r"'/dm/id' is not in '.*snap\.1\.h5', which has '/dm/pos'.*row by row"),
+        (replaced("dm/pos", np.zeros((7, 2), "f4")), r"'/dm/pos' has shape \(5, 3\) in '.*0\.h5' and \(7, 2\) in '.*1\.h5'"),
+        (replaced("dm/pos", np.zeros((7, 3), "f8")), r"the type of '/dm/pos' differs: float32 in .* float64 in '.*1\.h5'"),
+        (replaced("dm/id", np.zeros(7, "<u8")), r"the type of '/dm/id' differs: >u8 in .*, uint64 in"),
+        (replaced("table", 8), r"'/table' does not have an axis 0, but other values in '.*1\.h5' than in '.*0\.h5'"),
+        (replaced("table", [8]), r"the number of axes of '/table' differs: 0 in .*, 1 in"),
+        (
+            lambda file: file["dm/id"].attrs.update(scale_factor=2.0),
+            "'scale_factor' of '/dm/id' differs: None in .*, .*2.0.* in",
+        ),
+        (lambda file: file["dm/id"].attrs.update(units="m"), "the attribute 'units' of '/dm/id' differs"),
+    ],
+)
+def test_what_does_not_belong_together(
+    snapshot: list[str], tmp_path: Path, change: Callable[[h5py.File], None], said: str
+) -> None:
+    edit(snapshot[1], change)
+    with pytest.raises(ConfigError, match=said):
+        shardload.join(str(tmp_path / "whole.h5"), snapshot)
+    assert sorted(os.listdir(tmp_path)) == sorted(map(os.path.basename, snapshot))
+
+
+@pytest.mark.parametrize(
+    ("changes", "years", "said"),
+    [
+        ({}, (2002, 2001), r"'/time' does not go on from part to part: '.*y2002\.nc' ends with 330\.0, and '.*y2001.* -365"),
+        ({"units": "days since 2001-01-01"}, (2001, 2002), r"does not go on .* ends with 330\.0, and .* begins with 0\.0"),
+    ],
+)
+def test_an_axis_goes_on_in_one_direction(tmp_path: Path, changes: Mapping[str, Any], years: Sequence[int], said: str) -> None:
+    paths, whole = climate(tmp_path, years, **changes), str(tmp_path / "all.nc")
+    with pytest.raises(ConfigError, match=said):
+        shardload.join(whole, paths)
+    assert not os.path.exists(whole)
+
+
+def test_what_a_climate_model_may_not_change(tmp_path: Path) -> None:
+    whole = str(tmp_path / "all.nc")
+    first, second = climate(tmp_path, (2001, 2002))
+    climate(tmp_path, (2002,), scale=0.25)
+    with pytest.raises(
+        ConfigError, match=r"the attribute 'scale_factor' of '/t2m' differs: .*0\.5.* in '.*2001.*0\.25.* in '.*2002"
+    ):
+        shardload.join(whole, [first, second])
+    climate(tmp_path, (2002,), lat=[10.0, 20, 31])
+    with pytest.raises(
+        ConfigError, match=r"'/lat' does not have the axis 'time', but other values in '.*2002.*' than in '.*2001"
+    ):
+        shardload.join(whole, [first, second])
+    climate(tmp_path, (2002,), units="months since 2002-01-01")
+    with pytest.raises(
+        ConfigError, match=r"the units 'days since 2001-01-01' in .* and 'months since 2002-01-01' in .*2002.*because"
+    ):
+        shardload.join(whole, [first, second])
+    climate(tmp_path, (2002,))
+    edit(second, lambda file: file.__delitem__("t2m"))
+    with pytest.raises(ConfigError, match=r"'/t2m' is not in '.*2002.*', which has '/time"):
+        shardload.join(whole, [first, second])
+
+
+def test_times_are_counted_exactly() -> None:
+    days = {"units": "days since 2000-01-01", "calendar": "standard"}
+    hours = {"units": "hours since 2001-01-01 06:00", "calendar": "gregorian"}
+    np.testing.assert_array_equal(recounted(np.array([18, 42], "i4"), hours, days), [367, 368])
+    np.testing.assert_array_equal(recounted(np.array([0.0, np.nan]), hours, days), [366.25, np.nan])
+    with pytest.raises(ValueError, match=r"2001-01-01T06:00:00 is 366\.25 in these units, which int32 does not have"):
+        recounted(np.array([0], "i4"), hours, days)
+    with pytest.raises(ValueError, match="rounded by more than a millisecond, as float32"):
+        recounted(np.array([0.1], "f4"), days, {"units": "days since 1900-01-01"})
+    with pytest.raises(ValueError, match="'noleap', the other of 'standard'"):
+        recounted(np.array([1.0]), {**days, "calendar": "noleap"}, days)
+
+
+def test_what_to_pass(snapshot: list[str], tmp_path: Path) -> None:
+    whole = str(tmp_path / "whole.h5")
+    years = climate(tmp_path, (2001, 2002))
+
+    def refused(said: str, parts: Any = snapshot, path: str = whole, **given: Any) -> None:
+        with pytest.raises(ConfigError, match=said):
+            shardload.join(path, parts, **given)
+
+    refused(r"parts is 'snap\.\*\.h5'; expected a list of paths.*Pass sorted\(glob\.glob\('snap\.\*\.h5'\)\)", "snap.*.h5")
+    refused("parts is empty", [])
+    refused("'x.zarr' would be an HDF5 file", path="x.zarr")
+    refused("is among the parts twice", [*snapshot, snapshot[0]])
+    refused("is the new file, and one of the parts", path=snapshot[1], mode="w")
+    refused("names an array; the parts are files", [f"{snapshot[0]}:/dm/id"])
+    refused("axis is 'time', which no array has; there are: none with a name. Pass its number", axis="time")
+    refused(r"no array of '.*' has an axis 2: '/dm/id' \(5,\)", axis=2)
+    refused("axis is -1; expected a number from 0 on", axis=-1)
+    refused(r"axis is True; expected", axis=True)
+    refused(r"axis is 'tiem', which no array has; there are: .*'time'", years, axis="tiem")
+    refused(r"axis is 0, but the axes have names", years, axis=0)
+    refused("mode is 'x'", mode="x")
+    with netCDF4.Dataset(str(tmp_path / "fixed.nc"), "w") as file:
+        file.createDimension("t", 2)
+        file.createVariable("x", "f4", ("t",))[:] = 1
+    refused(
+        "along which axis do the parts follow each other.* one of 't' .there are none that can grow",
+        [str(tmp_path / "fixed.nc")],
+    )
+    with pytest.raises(SourceError, match="there is no file"):
+        shardload.join(whole, [str(tmp_path / "snap.9.h5")])
+    ten = []
+    for k in (0, 1, 10, 2):
+        ten.append(str(tmp_path / f"ten.{k}.h5"))
+        shutil.copy(snapshot[0], ten[-1])
+    refused(r"not of their numbers: '.*ten\.10\.h5' comes before '.*ten\.2\.h5'", ten)
+    assert not os.path.exists(whole)
+
+
+def test_no_values_are_lost(snapshot: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = str(tmp_path / "whole.h5")
+    shardload.join(whole, snapshot)
+    with pytest.raises(ConfigError, match=r"exists, and mode is 'w-'"):
+        shardload.join(whole, snapshot)
+    shardload.join(whole, snapshot[:2], mode="w")
+    with h5py.File(whole) as file:
+        assert file["dm/id"].shape == (12,)
+    with pytest.raises(ConfigError, match=r"snap\.2\.h5' has values of '/dm/(id|pos)' itself, which would be lost"):
+        shardload.join(snapshot[2], snapshot[:2], mode="w")
+
+    def fails(*_: Any) -> None:
+        raise OSError(28, "no space")
+
+    before = Path(whole).read_bytes()
+    monkeypatch.setattr("shardload.formats.hdf5.joined.put_at", fails)
+    with pytest.raises(SourceError, match="no space is left"):
+        shardload.join(whole, snapshot, mode="w")
+    assert Path(whole).read_bytes() == before and len(os.listdir(tmp_path)) == 4
+
+
+def test_a_temporary_is_recognised(snapshot: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A join that was killed leaves what says of itself what it is, until all of it is written."""
+    from shardload.formats.hdf5 import joined
+
+    seen, put = [], joined.put_at
+
+    def look(descriptor: int, data: Any, offset: int) -> None:
+        put(descriptor, data, offset)
+        path = next(str(one) for one in tmp_path.iterdir() if one.name.endswith(".unfinished"))
+        found = find_leftover(path)
+        seen.append(None if found is None else found.is_whole)
+
+    monkeypatch.setattr(joined, "put_at", look)
+    shardload.join(str(tmp_path / "whole.h5"), snapshot)
+    assert seen == [False, False, True]
+
+
+def test_a_part_that_is_gone_is_an_error(snapshot: list[str], tmp_path: Path) -> None:
+    """HDF5 gives fill values in its place."""
+    whole = str(tmp_path / "whole.h5")
+    shardload.join(whole, snapshot)
+    os.remove(snapshot[1])
+    with pytest.raises(SourceError, match=r"snap\.1\.h5"):
+        open_source(whole, "/dm/id")
+
+
+def test_the_command(run: Run, snapshot: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = str(tmp_path / "whole.h5")
+    code, printed, said = run("join", *snapshot, whole, "--axis", "0", "--dataset", "dm/*")
+    assert code == 0, said
+    assert f"{whole}: 3 files along axis 0, 2 arrays" in unwrapped(printed) and "(16, 3)" in printed
+    assert "'NumPart_ThisFile'" in unwrapped(said)
+    assert max(map(len, printed.splitlines())) <= 80 or len(str(tmp_path)) > 40
+    code, _, said = run("join", *snapshot, whole)
+    assert code == 1 and "Type --mode w to replace it" in unwrapped(said)
+    code, printed, said = run("join", *snapshot, whole, "--mode", "w", "--json")
+    assert code == 0 and json.loads(printed)["rows"][0]["shape"] == [16]
+    years = climate(tmp_path, (2001, 2002))
+    code, _, said = run("join", *years, str(tmp_path / "y.nc"), "--axis", "0")
+    assert code == 1 and "Type --axis with one of 'lat'" in unwrapped(said)
+    code, _, said = run("join", whole)
+    assert code == 2 and "then the new file" in unwrapped(said)
+    monkeypatch.setenv("PMI_RANK", "1")
+    monkeypatch.setenv("PMI_SIZE", "2")
+    assert run("join", *snapshot, str(tmp_path / "never.h5")) == (0, "", "")
+    assert not (tmp_path / "never.h5").exists()
