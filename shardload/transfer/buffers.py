@@ -17,11 +17,12 @@ from typing import Any
 import numpy as np
 
 from shardload.errors import ShardloadError
-from shardload.planning.blocks import ALIGNMENT, aligned
+from shardload.planning.blocks import aligned
 from shardload.planning.region import Region, padding_of
 from shardload.planning.schedule import Block
+from shardload.system.scratch import aligned_bytes
 
-__all__ = ["ALIGNMENT", "Block", "Piece", "Slot", "Slots", "Tile", "aligned", "aligned_empty", "fill_padding", "view_of"]
+__all__ = ["Block", "Piece", "Slot", "Slots", "Tile", "aligned", "aligned_empty", "fill_padding", "view_of"]
 
 Array = np.ndarray[Any, Any]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -29,10 +30,7 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     """An uninitialised array on a 64-byte boundary, which JAX on CPU can use as it is instead of copying it."""
-    nbytes = math.prod(shape) * dtype.itemsize
-    raw = np.empty(nbytes + ALIGNMENT, dtype=np.uint8)
-    start = -raw.__array_interface__["data"][0] % ALIGNMENT
-    return raw[start : start + nbytes].view(dtype).reshape(shape)
+    return aligned_bytes(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
 
 
 def view_of(data: Array, region: Region, held: Region) -> Array:

@@ -26,6 +26,7 @@ import stat
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any
 
 import h5py
@@ -33,15 +34,17 @@ from h5py._objects import phil
 
 from shardload.errors import printable
 from shardload.formats.access import STRICT, Access
+from shardload.formats.base import state_of
 from shardload.formats.containment import TARGET_HINT, Fence, OutsideError, why_not_a_file
 from shardload.formats.hdf5.filters import is_stacked, refuse_filters
 from shardload.formats.hdf5.integrity import Sizes
 from shardload.formats.hdf5.opened import OpenDataset, OpenFacts, creation_of, kind_of
 from shardload.formats.hdf5.raw_file import has_signature, plain_descriptor
+from shardload.formats.hdf5.tiles import Behind, behind
 
 __all__ = [
     "LostError", "Others", "close_all", "decoded", "encoded", "follow", "follow_hard", "look_through", "nothing_else_opened",
-    "place_of",
+    "open_other", "place_of",
 ]  # fmt: skip
 
 _MOST_LINKS = 40  # links in one name, as for the system's own symbolic links
@@ -77,6 +80,10 @@ class Others:
         The filters of the first of them that has chunks: number, flags, parameters, name of each.
     access : Access
         What the caller allows.
+    names : list of (str, str) or None
+        For each mapping of a virtual dataset, the names of its file and of the dataset in it; None for a pattern of names.
+    behind : dict of (str, str) to Behind
+        What is at these names.
     """
 
     sizes: dict[str, int] = field(default_factory=dict)
@@ -87,6 +94,18 @@ class Others:
     chunks: list[tuple[int, ...]] = field(default_factory=list)
     filters: list[tuple[int, int, Any, bytes]] = field(default_factory=list)
     access: Access = STRICT
+    names: list[tuple[str, str] | None] = field(default_factory=list)
+    behind: dict[tuple[str, str], Behind] = field(default_factory=dict)
+
+    def state(self) -> tuple[int, int] | None:
+        """The bytes of all files, and a number that changes if the size or the time of last change of one does; None without
+        files.
+        """
+        if not self.sizes:
+            return None
+        found = [state_of(path) for path in self.sizes]
+        digest = blake2b(repr(found).encode(), digest_size=7).digest()
+        return sum(one[0] for one in found if one is not None), int.from_bytes(digest, "little")
 
     def smallest_chunk(self, ndim: int) -> tuple[int, ...] | None:
         """The least length of those chunks along each of `ndim` axes, aligned at the last axis; None without chunks.
@@ -272,10 +291,10 @@ def _open_linked(file: h5py.File, name: str, link: str, fence: Fence) -> h5py.Fi
         if not fence.holds(path):
             raise OutsideError(_leads_outside(link))
         raise LostError(f"{link}, which cannot be opened (there is no such file)")
-    return _open_other(path, link, fence)
+    return open_other(path, link, fence)
 
 
-def _open_other(path: str, what: str, fence: Fence) -> h5py.File:
+def open_other(path: str, what: str, fence: Fence) -> h5py.File:
     """Open a file that `what` leads to, and check the file that was opened.
 
     Raises
@@ -336,6 +355,8 @@ def _look(dataset: h5py.Dataset, others: Others, seen: set[tuple[str, str]], lev
     others.is_virtual = True
     sources = [_Mapping.of(creation, k) for k in range(creation.get_virtual_count())]
     others.is_unlimited |= any(one.is_unlimited for one in sources)
+    if level == 0:
+        others.names = [one.names(0) if one.axis is None else None for one in sources]
     for one in sources:
         if one.axis is None:
             _look_at_source(dataset.file, *one.names(0), others, seen, level)
@@ -444,26 +465,33 @@ def _look_at_source(
     may_be_missing: bool = False,
 ) -> bool:
     """Check one dataset in a virtual dataset of `file`. False if it does not exist and `may_be_missing`."""
-    path = str(file.filename) if name == "." else _place(name, "HDF5_VDS_PREFIX", file)
+    # The working folder may be another one when it is opened again.
+    path = os.path.abspath(str(file.filename) if name == "." else _place(name, "HDF5_VDS_PREFIX", file))
     what = f"values of another file, '{printable(name)}'"
     if not others.fence.holds(path):
         raise OutsideError(_leads_outside(what))
     if may_be_missing and not os.path.exists(path):
         return False
-    if (os.path.realpath(path), inside) in seen:
+    place = os.path.realpath(path), inside
+    if place in seen:
+        if level == 0 and place in others.behind:
+            others.behind[name, inside] = others.behind[place]
         return True
-    seen.add((os.path.realpath(path), inside))
+    seen.add(place)
     if len(seen) > _MOST_SOURCES:
         raise _RefusedError(f"values of more than {_MOST_SOURCES} other datasets")
     if (why := why_not_a_file(path)) is not None:
         raise _RefusedError(f"{what}, which is {why} (HDF5 would deliver fill values in its place)")
     try:
         others.sizes[path] = os.path.getsize(path)
-        with _open_other(path, what, others.fence) as opened:
+        with open_other(path, what, others.fence) as opened:
             found, files = follow(opened, inside, others.fence)
             try:
                 if isinstance(found, h5py.h5d.DatasetID):
-                    _look(h5py.Dataset(found), others, seen, level + 1)
+                    dataset = h5py.Dataset(found)
+                    _look(dataset, others, seen, level + 1)
+                    if level == 0:
+                        others.behind[name, inside] = others.behind[place] = behind(dataset, path)
                     return True
             finally:
                 close_all(files)

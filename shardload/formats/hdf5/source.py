@@ -23,7 +23,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from shardload.errors import ConfigError, SourceError
+from shardload.errors import ConfigError, SourceError, printable
 from shardload.formats.access import STRICT, Access
 from shardload.formats.base import (
     MOST_NAMED,
@@ -45,7 +45,7 @@ from shardload.formats.base import (
 from shardload.formats.containment import Fence, NotAFileError, OutsideError, open_file
 from shardload.formats.excerpts import excerpt_nbytes
 from shardload.formats.hdf5.chunk_heads import check_heads
-from shardload.formats.hdf5.chunks import leaves_gaps, open_chunks
+from shardload.formats.hdf5.chunks import fill_value, leaves_gaps, open_chunks
 from shardload.formats.hdf5.contiguous import Hdf5Contiguous, open_contiguous
 from shardload.formats.hdf5.filters import is_stacked
 from shardload.formats.hdf5.integrity import Sizes, Whole
@@ -58,6 +58,7 @@ from shardload.formats.hdf5.links import (
     follow,
     follow_hard,
     look_through,
+    open_other,
     place_of,
 )
 from shardload.formats.hdf5.making import attribute_names, groups_of, properties_of
@@ -65,6 +66,7 @@ from shardload.formats.hdf5.metadata import NON_COORDINATE, axes_of, describe, f
 from shardload.formats.hdf5.missing import MissingChunks
 from shardload.formats.hdf5.opened import OpenDataset, OpenFacts, kind_of, nbytes_stored_of, raw_of
 from shardload.formats.hdf5.raw_file import RawFile, has_signature, open_to_read, plain_descriptor, swap_size
+from shardload.formats.hdf5.tiles import Tiles, find_tiles
 from shardload.formats.labels import Labels
 from shardload.planning.region import Region
 
@@ -149,6 +151,8 @@ class Hdf5Source(Source):
     def expect(self, region: Region) -> None:
         """Only the places of chunks that meet `region` will be listed."""
         self._expected = region
+        if self._tiles is not None:
+            self._tiles.expect(region)
 
     def nbytes_stored(self) -> int | None:
         """Bytes that its values take in the file. HDF5 goes through the index of all chunks for that."""
@@ -158,6 +162,9 @@ class Hdf5Source(Source):
         """Read `region` into `out`: straight from the file, or with ``H5Dread``."""
         check_request(self._info, self._dtype, region, out)
         if region.size == 0:
+            return
+        if self._dataset.id.valid and self._tiles is not None:
+            self._tiles.read_into(region, out)
             return
         with self._others.watched():
             self._read_into(region, out)
@@ -204,6 +211,8 @@ class Hdf5Source(Source):
         """The missing chunks that meet `region`; ``[()]`` for a dataset without chunks and without stored values."""
         if region.size == 0 or not self._dataset.id.valid:
             return []
+        if self._tiles is not None:
+            return self._tiles.missing(region)
         return self._missing_chunks.meeting(region) if self._missing is None else self._missing
 
     @functools.cached_property
@@ -269,9 +278,25 @@ class Hdf5Source(Source):
 
     def chunk_reader(self) -> ChunkReader | None:
         """A reader that decodes single chunks without HDF5; None if only HDF5 can decode them."""
-        if self._info.refused is not None or self._info.chunks is None or self._others.is_virtual or self._raw is None:
+        if self._info.refused is not None or self._info.chunks is None:
+            return None
+        if self._others.is_virtual:
+            return None if self._tiles is None else self._tiles.chunk_reader()
+        if self._raw is None:
             return None
         return open_chunks(self._dataset, self._dtype, self._raw, self._whole, self._expected)
+
+    @functools.cached_property
+    def _tiles(self) -> Tiles | None:
+        """The parts of a virtual dataset; None for any other one, and if HDF5 has to read it."""
+        if not self._others.is_virtual or self._others.is_unlimited or self._info.refused is not None:
+            return None
+        boxes = find_tiles(self._dataset, self._others.behind, self._others.names, kind_of(self._dataset))
+        if boxes is None:
+            return None
+        fence, access = self._others.fence, self._others.access
+        open_part = functools.partial(_open_part, fence=fence, access=access)
+        return Tiles(boxes, self._info.shape, self._info.chunks, fill_value(self._dataset, self._dtype), open_part)
 
     @functools.cached_property
     def _raw(self) -> RawFile | None:
@@ -286,17 +311,25 @@ class Hdf5Source(Source):
         return open_contiguous(self._dataset, self._dtype, self._raw)
 
     def state(self) -> tuple[int, ...] | None:
-        """The state of the open file that holds the dataset, if it is a plain file and open for reading only; else None."""
+        """The state of the open file that holds the dataset, if it is a plain file and open for reading only; else None. If
+        other files hold values, their sizes and times are in it.
+        """
         try:
             if isinstance(self._dataset, OpenDataset):
                 descriptor = self._dataset.facts.state_descriptor()
-                return None if descriptor is None else state_of(descriptor)
-            return _state_of(self._dataset.file)
+                found = None if descriptor is None else state_of(descriptor)
+            else:
+                found = _state_of(self._dataset.file)
         except (RuntimeError, ValueError):  # it was closed
             return None
+        others = self._others.state()
+        return found if found is None or others is None else (found[0] + others[0], found[1] ^ others[1], *found[2:])
 
     def close(self) -> None:
         """Close the dataset and the files, if this object opened them."""
+        tiles = self.__dict__.get("_tiles")
+        if tiles is not None:
+            tiles.close()
         raw = self.__dict__.get("_raw")
         if raw is not None and not isinstance(self._dataset, OpenDataset):
             raw.close()
@@ -474,6 +507,16 @@ def _open_dataset(
         return Hdf5Source(found, info, others, files, is_own=True, facts=facts if is_own else None)
     except BaseException:
         close_all(opened)
+        raise
+
+
+def _open_part(path: str, dataset: str, fence: Fence, access: Access) -> Hdf5Source:
+    """Open a dataset of which a virtual one consists."""
+    file = open_other(path, f"values of another file, '{printable(path)}'", fence)
+    try:
+        return _open_dataset(OpenFacts(file), path, dataset, access, is_own=True, fence=fence)
+    except BaseException:
+        close_all([file])
         raise
 
 

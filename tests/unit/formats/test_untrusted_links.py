@@ -277,6 +277,9 @@ def test_what_the_library_opened_is_compared(home: Path, monkeypatch: pytest.Mon
     """Where this package understands a name in another way than HDF5, the open files tell."""
     with h5py.File(home / "a.h5", "w", libver="latest") as file:
         virtual(file, "v", "in.h5", "x")
+        every_other = h5py.VirtualLayout((N,), file["v"].dtype)
+        every_other[::2] = h5py.VirtualSource("in.h5", "x", (N,))[: len(range(0, N, 2))]
+        file.create_virtual_dataset("rows", every_other)
         make(file, "longer", "unlimited", "in.h5", "x", "")
     fence = Fence.around_file(str(home / "a.h5"))
     with hdf5_links.nothing_else_opened(fence), h5py.File(home / "in.h5"), open(home.parent / "else" / "raw", "rb"):
@@ -284,11 +287,12 @@ def test_what_the_library_opened_is_compared(home: Path, monkeypatch: pytest.Mon
     with monkeypatch.context() as patched:
         patched.setattr(hdf5_links, "_place", lambda name, *_: str(home / name))
         patched.setenv("HDF5_VDS_PREFIX", str(home.parent / "else"))
-        for read in (read_all, lambda source: source.plain(Region.whole((N,)))):
-            source = open_source(home / "a.h5", "/v")
+        for name, read in (("/rows", read_all), ("/v", lambda source: source.plain(Region.whole((N,))))):
+            source = open_source(home / "a.h5", name)
             with pytest.raises(OutsideError, match=r"else/in.h5', as the HDF5 library says"):
                 read(source)
             source.close()
+        np.testing.assert_array_equal(load(home / "a.h5", "/v"), np.ones(N))  # without the library
         refused(home / "a.h5", "/longer", r"else/in.h5', as the HDF5 library says")  # opened to say how long it is
     for name in ("/v", "/longer"):
         np.testing.assert_array_equal(load(home / "a.h5", name), np.ones(N))
@@ -301,6 +305,11 @@ def test_the_working_folder_is_changed_under_an_open_file(home: Path, monkeypatc
     with h5py.File("a.h5") as file:
         monkeypatch.chdir(home.parent / "else")
         np.testing.assert_array_equal(read_all(open_source(file["v"], "/v")), np.ones(N))
+    monkeypatch.chdir(home)
+    source = open_source("a.h5", "/v")
+    monkeypatch.chdir(home.parent / "else")
+    np.testing.assert_array_equal(read_all(source), np.ones(N))
+    source.close()
 
 
 # --- what is no file

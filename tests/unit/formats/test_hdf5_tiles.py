@@ -1,0 +1,269 @@
+"""Virtual datasets that are read part by part: compared with what h5py reads through HDF5's own virtual layer."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import h5py
+import hdf5plugin
+import numpy as np
+import pytest
+import zstandard
+
+from shardload.errors import SourceError
+from shardload.formats.base import BatchReader, ChunkReader, read_by_chunks, read_chunks, read_plain_chunks
+from shardload.formats.hdf5 import tiles
+from shardload.formats.hdf5.source import Hdf5Source
+from shardload.formats.lookup import open_source
+from shardload.planning.region import Region
+
+Place = tuple[slice, ...]
+
+
+def write(folder: Path, name: str, values: np.ndarray[Any, Any], **how: Any) -> h5py.VirtualSource:
+    with h5py.File(folder / name, "w") as file:
+        file.create_dataset("g/x", data=values, **how)
+    return h5py.VirtualSource(name, "g/x", values.shape, values.dtype)
+
+
+def whole(folder: Path, shape: tuple[int, ...], placed: Sequence[tuple[Place, Any]], dtype: Any = "f4", fill: Any = 7) -> str:
+    layout = h5py.VirtualLayout(shape, np.dtype(dtype))
+    for place, source in placed:
+        layout[place] = source
+    with h5py.File(folder / "whole.h5", "w") as file:
+        file.create_virtual_dataset("x", layout, fillvalue=fill)
+    return str(folder / "whole.h5")
+
+
+def numbered(shape: tuple[int, ...], dtype: Any = "f4") -> np.ndarray[Any, Any]:
+    return np.arange(np.prod(shape)).reshape(shape).astype(dtype)
+
+
+def rows(folder: Path, lengths: Sequence[int], rest: tuple[int, ...] = (6, 5), dtype: Any = "f4", **how: Any) -> str:
+    """Parts one after the other along the first axis."""
+    values, placed, first = numbered((sum(lengths), *rest), dtype), [], 0
+    for k, n in enumerate(lengths):
+        placed.append(((slice(first, first + n),), write(folder, f"p{k}.h5", values[first : first + n], **how)))
+        first += n
+    return whole(folder, values.shape, placed, dtype)
+
+
+def check(path: str, is_tiled: bool = True, has_reader: bool | None = None) -> Hdf5Source:
+    """Every box of a few cuts along each axis, by all ways of reading, against h5py."""
+    with h5py.File(path) as file:
+        expected = file["x"][...]
+    source = open_source(path, "/x")
+    assert isinstance(source, Hdf5Source) and (source._tiles is not None) == is_tiled
+    reader = source.chunk_reader()
+    assert has_reader is None or (reader is not None) == has_reader
+    cuts = [
+        sorted(({0, 1, n // 2, n - 1, n} if k == 0 else {0, n - 1, n}) & set(range(n + 1)))
+        for k, n in enumerate(expected.shape)
+    ]
+    for bounds in itertools.product(*(itertools.combinations(cut, 2) for cut in cuts)):
+        region = Region(tuple(a for a, _ in bounds), tuple(b for _, b in bounds))
+        out = np.full(region.shape, 99, source.dtype)
+        source.read_into(region, out)
+        np.testing.assert_array_equal(out, expected[region.slices()], err_msg=str(region))
+        if reader is not None:
+            chunks = source.info.chunks or ()
+            out = np.full(region.shape, 99, source.dtype)
+            read_by_chunks(reader, chunks, region, out)
+            np.testing.assert_array_equal(out, expected[region.slices()], err_msg=str(region))
+            if read_chunks(reader, chunks, region, out):
+                np.testing.assert_array_equal(out, expected[region.slices()], err_msg=str(region))
+    np.testing.assert_array_equal(source.plain(Region.whole(expected.shape)), expected)
+    source.close()
+    with pytest.raises((OSError, ValueError, RuntimeError)):
+        source.read_into(Region.whole(expected.shape), np.empty(expected.shape, source.dtype))
+    return source
+
+
+@pytest.mark.parametrize(
+    ("lengths", "how", "has_reader"),
+    [
+        ((4, 2, 6, 3), {"chunks": (2, 4, 5), "compression": "gzip", "shuffle": True}, True),
+        ((4, 3, 6), {"chunks": (2, 4, 5), "compression": "gzip"}, False),  # the second part ends inside of a chunk
+        ((3, 4), {}, False),
+        ((2, 0, 1), {"chunks": (1, 2, 3), "maxshape": (None, 6, 5)}, True),
+        ((4, 4), {"chunks": (2, 3, 4), "fletcher32": True, "dtype": ">f4"}, True),
+        ((1, 1, 1), {"chunks": (1, 6, 5), "compression": "gzip"}, True),
+    ],
+)
+def test_parts_one_after_the_other(
+    tmp_path: Path, lengths: Sequence[int], how: dict[str, Any], has_reader: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiles, "_MOST_OPEN", 1)
+    dtype = how.pop("dtype", "f4")
+    check(rows(tmp_path, lengths, dtype=dtype, **how), has_reader=has_reader)
+
+
+def test_parts_in_rows_and_columns(tmp_path: Path) -> None:
+    """Wrong if parts were taken to follow each other along one axis."""
+    values, placed = numbered((8, 9)), []
+    for n, (rows_, columns) in enumerate(itertools.product([slice(0, 2), slice(2, 8)], [slice(0, 3), slice(3, 9)])):
+        how = {"chunks": (2, 3), "compression": "gzip"}
+        placed.append(((rows_, columns), write(tmp_path, f"p{n}.h5", values[rows_, columns], **how)))
+    check(whole(tmp_path, (8, 9), placed), has_reader=True)
+
+
+def test_one_part_for_each_step(tmp_path: Path) -> None:
+    """Parts have an axis less than the whole."""
+    values = numbered((3, 4, 6))
+    how = {"chunks": (2, 3), "compression": "gzip"}
+    placed = [((k, slice(None), slice(None)), write(tmp_path, f"p{k}.h5", values[k], **how)) for k in range(3)]
+    source = check(whole(tmp_path, values.shape, placed), has_reader=True)
+    assert source.info.chunks == (1, 2, 3)
+
+
+def test_a_part_of_a_part(tmp_path: Path) -> None:
+    """What is mapped begins inside of its dataset, at a border of chunks and not."""
+    values = numbered((8, 6))
+    how = {"chunks": (2, 3), "compression": "gzip"}
+    first, second = (write(tmp_path, name, values, **how) for name in ("p0.h5", "p1.h5"))
+    placed = [((slice(0, 4),), first[2:6]), ((slice(4, 8),), second[4:8])]
+    check(whole(tmp_path, (8, 6), placed), has_reader=True)
+    check(whole(tmp_path, (7, 6), [((slice(0, 4),), first[1:5]), ((slice(4, 7),), second[5:8])]), has_reader=False)
+    check(whole(tmp_path, (8, 6), [((slice(0, 4),), first[0:4]), ((slice(4, 8),), first[0:4])]), has_reader=True)  # twice
+    column = [((slice(0, 8), 0), first[:, 2]), ((slice(0, 8), 1), second[:, 5])]
+    check(whole(tmp_path, (8, 2), column))
+
+
+def test_what_no_part_covers_is_the_fill_value(tmp_path: Path) -> None:
+    values = numbered((4, 6))
+    how = {"chunks": (2, 3), "compression": "gzip", "fillvalue": 7}
+    placed = [
+        ((slice(0, 4),), write(tmp_path, "p0.h5", values, **how)),
+        ((slice(6, 10),), write(tmp_path, "p1.h5", values, **how)),
+    ]
+    path = whole(tmp_path, (12, 6), placed)
+    check(path, has_reader=True)
+    source = open_source(path, "/x")
+    assert sorted(source.missing(Region((3, 0), (12, 6)))) == [(2, 0), (2, 1), (5, 0), (5, 1)]
+    assert source.missing(Region((0, 0), (4, 6))) == []
+    source.close()
+    check(whole(tmp_path, (12, 6), placed, fill=8), has_reader=False)  # other than in the parts
+    placed = [((slice(1, 3),), write(tmp_path, "p2.h5", values[:2]))]
+    path = whole(tmp_path, (4, 6), placed)
+    check(path)
+    source = open_source(path, "/x")
+    assert source.missing(Region((1, 0), (3, 6))) == [] and source.missing(Region((0, 0), (3, 6))) == [()]
+    source.close()
+
+
+def test_missing_chunks_of_a_part_are_told(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "p1.h5", "w") as file:
+        file.create_dataset("g/x", (4, 6), "f4", chunks=(2, 3), compression="gzip", fillvalue=3)[0:2, 3:6] = 1
+    how = {"chunks": (2, 3), "compression": "gzip", "fillvalue": 3}
+    first = write(tmp_path, "p0.h5", numbered((4, 6)), **how)
+    placed = [((slice(0, 4),), first), ((slice(4, 8),), h5py.VirtualSource("p1.h5", "g/x", (4, 6), "f4"))]
+    path = whole(tmp_path, (8, 6), placed, fill=3)
+    check(path, has_reader=True)
+    source = open_source(path, "/x")
+    assert sorted(source.missing(Region((2, 0), (8, 6)))) == [(2, 0), (3, 0), (3, 1)]
+    reader = source.chunk_reader()
+    assert reader is not None and reader.fetch((2, 0)) is None and reader.fetch((2, 1)) is not None
+    source.close()
+
+
+def test_what_is_left_to_hdf5(tmp_path: Path) -> None:
+    """Overlaps, every other row, another type, another order of elements."""
+    values = numbered((8, 6))
+    first, second = write(tmp_path, "p0.h5", values), write(tmp_path, "p1.h5", -values)
+    check(whole(tmp_path, (10, 6), [((slice(0, 8),), first), ((slice(2, 10),), second)]), is_tiled=False)
+    check(whole(tmp_path, (8, 6), [((slice(0, 8, 2),), first[:4]), ((slice(1, 8, 2),), second[:4])]), is_tiled=False)
+    check(whole(tmp_path, (8, 6), [((slice(0, 8),), first)], dtype="f8"), is_tiled=False)
+    check(whole(tmp_path, (6, 8), [((slice(0, 6),), first)]), is_tiled=False)
+
+
+def test_a_virtual_dataset_of_virtual_datasets(tmp_path: Path) -> None:
+    inner = rows(tmp_path, (2, 3), chunks=(1, 6, 5), compression="gzip")
+    os.rename(inner, tmp_path / "inner.h5")
+    placed = [((slice(1, 6),), h5py.VirtualSource("inner.h5", "x", (5, 6, 5), "f4"))]
+    check(whole(tmp_path, (6, 6, 5), placed))
+
+
+def test_many_small_chunks_are_read_in_batches(tmp_path: Path) -> None:
+    path = rows(tmp_path, (4, 4), chunks=(2, 2, 5), compression="gzip")
+    source = open_source(path, "/x")
+    reader = source.chunk_reader()
+    assert isinstance(reader, BatchReader)
+    with h5py.File(path) as file:
+        expected = file["x"][...]
+    for low, high, is_read in ((0, 4, True), (4, 8, True), (2, 8, False)):
+        out = np.zeros((high - low, 6, 5), "f4")
+        assert read_chunks(reader, (2, 2, 5), Region((low, 0, 0), (high, 6, 5)), out) == is_read
+        if is_read:
+            np.testing.assert_array_equal(out, expected[low:high])
+    source.close()
+    plain = open_source(rows(tmp_path, (4, 4), chunks=(1, 6, 5)), "/x")
+    out = np.zeros((4, 6, 5), "f4")
+    assert read_plain_chunks(plain.chunk_reader(), (1, 6, 5), Region((4, 0, 0), (8, 6, 5)), out)
+    np.testing.assert_array_equal(out, expected[4:])
+    assert not read_plain_chunks(plain.chunk_reader(), (1, 6, 5), Region((3, 0, 0), (7, 6, 5)), out)
+    plain.close()
+
+
+def test_a_damaged_chunk_of_a_part_is_an_error(tmp_path: Path) -> None:
+    """HDF5 gives values for a chunk that is too short: its filter does not know how long a chunk is."""
+    path = rows(tmp_path, (2, 2), chunks=(1, 6, 5), compression=hdf5plugin.Zstd())
+    with h5py.File(tmp_path / "p1.h5", "r+") as file:
+        file["g/x"].id.write_direct_chunk((1, 0, 0), zstandard.compress(numbered((5, 5)).tobytes()))
+    with h5py.File(path) as file:
+        assert file["x"][3].shape == (6, 5)
+    source = open_source(path, "/x")
+    out = np.empty((1, 6, 5), "f4")
+    source.read_into(Region((2, 0, 0), (3, 6, 5)), out)  # the chunk beside it is fine
+    with pytest.raises(ValueError):
+        source.read_into(Region((3, 0, 0), (4, 6, 5)), out)
+    reader: ChunkReader | None = source.chunk_reader()
+    assert reader is not None
+    with pytest.raises(ValueError):
+        reader.decode(reader.fetch((3, 0, 0)), out)
+    source.close()
+
+
+def test_a_change_of_a_part_is_seen(tmp_path: Path) -> None:
+    path = rows(tmp_path, (2, 2))
+    source = open_source(path, "/x")
+    before = source.state()
+    assert before is not None and before == source.state()
+    stat = os.stat(tmp_path / "p1.h5")
+    os.utime(tmp_path / "p1.h5", ns=(stat.st_atime_ns, stat.st_mtime_ns - 1))  # older, too
+    assert source.state() != before and source.state()[:2] != before[:2]  # type: ignore[index]
+    source.close()
+
+
+def test_parts_that_are_gone_or_others(tmp_path: Path) -> None:
+    path = rows(tmp_path, (2, 2))
+    source = open_source(path, "/x")
+    os.remove(tmp_path / "p1.h5")
+    with pytest.raises(OSError, match=r"p1\.h5"):
+        source.read_into(Region((0, 0, 0), (4, 6, 5)), np.empty((4, 6, 5), "f4"))
+    write(tmp_path, "p1.h5", numbered((3, 6, 5)))
+    with pytest.raises(OSError, match=r"had the shape \(2, 6, 5\), and has \(3, 6, 5\)"):
+        source.read_into(Region((0, 0, 0), (4, 6, 5)), np.empty((4, 6, 5), "f4"))
+    source.close()
+    os.remove(tmp_path / "p1.h5")
+    with pytest.raises(SourceError, match=r"p1\.h5"):
+        open_source(path, "/x")
+
+
+def test_few_parts_are_open_at_a_time(tmp_path: Path) -> None:
+    n = tiles._MOST_OPEN + 5
+    path = rows(tmp_path, (1,) * n, (2,), chunks=(1, 2))
+    before = len(os.listdir("/proc/self/fd"))
+    source = open_source(path, "/x")
+    reader = source.chunk_reader()
+    out = np.empty((n, 2), "f4")
+    source.read_into(Region((0, 0), (n, 2)), out)
+    np.testing.assert_array_equal(out, numbered((n, 2)))
+    assert reader is not None
+    read_by_chunks(reader, (1, 2), Region((0, 0), (n, 2)), out)
+    assert len(source._tiles._open) <= tiles._MOST_OPEN + 1  # type: ignore[attr-defined]
+    source.close()
+    assert len(os.listdir("/proc/self/fd")) <= before
