@@ -407,8 +407,10 @@ def describe_sharding(sharding: NamedSharding) -> str:
     """The sharding as one line of text. It is equal on two ranks exactly when the shardings are equal."""
     mesh = sharding.mesh
     devices = getattr(mesh, "devices", None) if not isinstance(mesh, jax.sharding.AbstractMesh) else None
-    ids = "abstract" if devices is None else ids_text([d.id for d in devices.flat])
-    return f"mesh {dict(mesh.shape)} of devices [{ids}], {_spec_text(sharding.spec)}, memory {sharding.memory_kind}"
+    ids, whose = "abstract" if devices is None else ids_text([d.id for d in devices.flat]), ""
+    if devices is not None and jax.process_count() > 1 and len({d.process_index for d in devices.flat}) == 1:
+        whose = " of one process (jax.devices() has those of all)"
+    return f"mesh {dict(mesh.shape)} of devices [{ids}]{whose}, {_spec_text(sharding.spec)}, memory {sharding.memory_kind}"
 
 
 def ids_text(ids: Sequence[int]) -> str:

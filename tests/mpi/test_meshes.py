@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import shardload
-from shardload import ConfigError
+from shardload import ConfigError, PeerError
 from tests.mpi.sources import NAME
 from tests.mpi.support import READERS, check, cube, grid_shape, mesh_of, ramp, same_error, share, unit
 
@@ -220,6 +220,9 @@ def test_meshes_that_cannot_be(files: dict[str, str], comm: Any) -> None:
     refused(mesh, P("a"), "staging", staging="lots")
     refused(mesh, P("a"), "dtype is", dtype="float33")
     refused(mesh, P("a"), "comm is", comm="world")
+    if comm.size > 1:
+        own = lambda: shardload.load(path, mesh_of(jax.local_devices()), P(), dataset=NAME)  # noqa: E731
+        same_error(comm, own, PeerError, "of one process (jax.devices() has those of all)")
 
 
 @pytest.mark.mpi(min_size=2)

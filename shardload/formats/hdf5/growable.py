@@ -200,6 +200,11 @@ def _scopes(name: str, dataset: h5py.Dataset, numbers: Mapping[int, str], called
 def _details(path: str, dataset: h5py.Dataset, superblock: Superblock, read: Read) -> Json:
     """How one array is stored. ConfigError if nothing can be appended to it."""
     where = f"'{dataset.name}' in '{path}'"
+    if dataset.is_virtual:
+        raise ConfigError(
+            f"{where} is virtual: its values are in other files, so that it cannot grow. Append to the last part, and join the "
+            "parts anew (`shardload join`); or make one file of them: `shardload copy OLD NEW --unlimited AXIS`"
+        )
     if dataset.chunks is None:
         raise ConfigError(f"{where} has no chunks, so that it cannot grow. {HOW_TO_GROW}")
     if dataset.dtype.kind not in "biufc" or not _is_written(dataset):

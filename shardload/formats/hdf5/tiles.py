@@ -46,6 +46,7 @@ __all__ = ["Behind", "Opener", "Tiles", "behind", "find_tiles"]
 
 _MOST_OPEN = 32  # parts
 _AT_ONCE_NBYTES, _WORTH_BATCHES = 1 << 20, 4  # of small chunks that are read together; how many are worth it
+_MOST_TILES = 1 << 16  # of one dataset; asking HDF5 where each is takes 20 microseconds, on every rank
 _MOST_COMPARED = 2048  # tiles in two or more rows and columns, each compared with every other one
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -146,6 +147,8 @@ def find_tiles(
         The type of its values in the file.
     """
     creation, found = dataset.id.get_create_plist(), []
+    if len(names) > _MOST_TILES:
+        return None
     for k, name in enumerate(names):
         one = None if name is None else known.get(name)
         if name is None or one is None or not one.kind.equal(kind):

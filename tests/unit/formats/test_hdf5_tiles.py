@@ -20,6 +20,7 @@ from shardload.formats.hdf5 import tiles
 from shardload.formats.hdf5.source import Hdf5Source
 from shardload.formats.lookup import open_source
 from shardload.planning.region import Region
+from shardload.testing import check_source
 
 Place = tuple[slice, ...]
 
@@ -267,3 +268,13 @@ def test_few_parts_are_open_at_a_time(tmp_path: Path) -> None:
     assert len(source._tiles._open) <= tiles._MOST_OPEN + 1  # type: ignore[attr-defined]
     source.close()
     assert len(os.listdir("/proc/self/fd")) <= before
+
+
+@pytest.mark.parametrize(
+    ("lengths", "how"),
+    [((4, 2, 5), {"chunks": (2, 4, 5), "compression": "gzip"}), ((4, 3, 4), {"chunks": (2, 4, 5)}), ((4, 2, 5), {})],
+    ids=["one grid", "no grid", "runs"],
+)
+def test_it_behaves_as_every_format_must(tmp_path: Path, lengths: Sequence[int], how: dict[str, Any]) -> None:
+    path = rows(tmp_path, lengths, **how)
+    check_source(lambda: open_source(path, "/x"), numbered((11, 6, 5)))

@@ -325,6 +325,13 @@ def test_a_temporary_is_recognised(snapshot: list[str], tmp_path: Path, monkeypa
     assert seen == [False, False, True]
 
 
+def test_what_is_joined_does_not_grow(tmp_path: Path) -> None:
+    paths, whole = climate(tmp_path, (2001, 2002)), str(tmp_path / "all.nc")
+    shardload.join(whole, paths)
+    with pytest.raises(ConfigError, match=r"'/t2m' in .* is virtual.*Append to the last part, and join the parts anew"):
+        shardload.append(whole, {"t2m": np.zeros((1, 3, 4), "i2"), "time": np.array([730.0])}, dim="time")
+
+
 def test_a_part_that_is_gone_is_an_error(snapshot: list[str], tmp_path: Path) -> None:
     """HDF5 gives fill values in its place."""
     whole = str(tmp_path / "whole.h5")
