@@ -118,6 +118,9 @@ class ArrayInfo:
     excerpt_nbytes : int
         If some values of a chunk can be decoded without the rest (`ExcerptReader`): the bytes of values that are decoded
         together. 0 if only whole chunks can be decoded, and in lists of arrays that were not opened.
+    parts : mapping or None
+        If the values are in many other files: what ranks that read must know of these, as plain JSON, so that each of them need
+        not look at all. The format that wrote it understands it (HDF5: `tiles.tell_parts`).
     labels : Labels, OnDemand or None
         Names of the axes, all attributes, coordinates; None if they were not asked for.
     """
@@ -137,6 +140,7 @@ class ArrayInfo:
     attributes: Mapping[str, Any] = field(default_factory=dict)
     packing: Packing = field(default_factory=dict)
     excerpt_nbytes: int = field(default=0, compare=False, repr=False)  # not of the array, but of how it is read
+    parts: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
     labels: Labels | OnDemand | None = field(default=None, compare=False, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
@@ -739,6 +743,13 @@ class Format(abc.ABC):
     def open_path(self, path: str, dataset: str, access: Access = STRICT) -> Source:
         """Open one array by its full name. Raises ``KeyError(dataset)`` if there is no array of that name."""
 
+    def open_planned(self, path: str, info: ArrayInfo, access: Access = STRICT) -> Source:
+        """Open an array that was described before, maybe on another rank: what that cost need not be done again.
+
+        The caller compares shape, dtype and chunks of the source with `info`. By default the same as `open_path`.
+        """
+        return self.open_path(path, info.dataset, access)
+
     def claims_url(self, url: str) -> bool:
         """True if `url`, which has a ``://``, is for this format. Decides by the text alone. Never raises."""
         return False
@@ -781,6 +792,10 @@ class OpenFile(abc.ABC):
     @abc.abstractmethod
     def open(self, dataset: str) -> Source:
         """Open one array by its full name, as `Format.open_path` does. It is valid until it or this file is closed."""
+
+    def open_planned(self, info: ArrayInfo) -> Source:
+        """The same for an array that was described before: see `Format.open_planned`."""
+        return self.open(info.dataset)
 
     def state(self) -> tuple[int, ...] | None:
         """The state of the file itself, as `Source.state` has it; None if there is no such thing. Never raises.

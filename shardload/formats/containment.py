@@ -56,6 +56,10 @@ class Fence:
         """True if `path`, resolved, is inside. It need not exist."""
         return not self.folders or self._is_inside(os.path.realpath(path))
 
+    def holds_real(self, path: str) -> bool:
+        """The same for a path without symbolic links."""
+        return not self.folders or self._is_inside(path)
+
     def holds_open(self, descriptor: int, path: str) -> bool:
         """The same for an open file: by where it really is, even if its name has changed since."""
         if not self.folders:

@@ -378,7 +378,7 @@ def read_labels(path_or_object: Any, info: ArrayInfo, access: Access = STRICT, s
     return found if isinstance(found, Labels) else Labels((None,) * len(info.shape), info.attributes)
 
 
-def open_source(path_or_object: Any, dataset: str, access: Access = STRICT) -> Source:
+def open_source(path_or_object: Any, dataset: str, access: Access = STRICT, planned: ArrayInfo | None = None) -> Source:
     """Open the array that `find_array` found.
 
     Collective: no. Each reading rank opens and closes its own source.
@@ -391,6 +391,8 @@ def open_source(path_or_object: Any, dataset: str, access: Access = STRICT) -> S
         The name that `find_array` returned; ignored for an open array.
     access : Access
         What the caller allows.
+    planned : ArrayInfo, optional
+        What `find_array` has found, maybe on another rank.
 
     Raises
     ------
@@ -405,6 +407,8 @@ def open_source(path_or_object: Any, dataset: str, access: Access = STRICT) -> S
     path, name = split_path(path)[0], _full_name(dataset)
     file_format = format_of(path)
     with _naming_what_is_gone(path, name):
+        if planned is not None:
+            return _checked(file_format.open_planned(path, planned, access))
         return _checked(file_format.open_path(path, name, access))
 
 
@@ -451,12 +455,18 @@ class _Opened(OpenFile):
             self._held.callback(file.close)
 
     def open(self, dataset: str) -> Source:
+        return self._opened(dataset)
+
+    def open_planned(self, info: ArrayInfo) -> Source:
+        return self._opened(info.dataset, info)
+
+    def _opened(self, dataset: str, planned: ArrayInfo | None = None) -> Source:
         if self._file is None:
             source = open_source(self._handle, dataset, self._access)
         else:
             name = _full_name(dataset)
             with _naming_what_is_gone(self._handle, name):
-                source = _checked(self._file.open(name))
+                source = _checked(self._file.open(name) if planned is None else self._file.open_planned(planned))
         self._held.callback(source.close)
         return source
 

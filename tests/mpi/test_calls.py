@@ -30,7 +30,7 @@ from shardload.cli.doctor import probe
 from shardload.comm.group import Invocation, group_of
 from shardload.formats import codecs
 from shardload.planning.tuning import Tuning, tuned
-from tests.mpi.sources import CHUNKS, NAME
+from tests.mpi.sources import CHUNKS, NAME, SOURCES
 from tests.mpi.support import DECOMPOSITIONS, READERS, check, cube, mesh_of, on_root, padded, ramp, same_error, share, unit
 from tests.ports import catches_sigterm, listeners
 
@@ -419,6 +419,24 @@ def test_file_that_changes_between_plan_and_execution(comm: Any, shared_tmp_path
         Path(path).unlink()
     comm.Barrier()
     same_error(comm, made.execute, SourceError, "there is no file")
+
+
+@pytest.mark.parametrize("readers", READERS)
+def test_a_part_of_a_virtual_dataset_that_changes(comm: Any, shared_tmp_path: Path, readers: Any) -> None:
+    """Wrong if old parts were mixed with new ones, or HDF5 put fill values in the place of one that is gone."""
+    part, values, spec = shared_tmp_path / "plane-1.h5", ramp(cube()), P("a", "b")
+    whole = on_root(comm, lambda: SOURCES["virtual"](shared_tmp_path, cube()))
+    stat = part.stat()
+    with tuned(small_nbytes=0, tiny_nbytes=0, worth_sharing_nbytes=1):
+        made = shardload.plan(whole, mesh_of(), spec, dataset=NAME, readers=readers)
+        check(made.execute(), values, mesh_of(), spec)
+        comm.Barrier()
+        on_root(comm, lambda: os.utime(part, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1)))
+        same_error(comm, made.execute, SourceError, "plane-1.h5' has changed since it was looked at", NAME)
+        check(shardload.load(whole, mesh_of(), spec, dataset=NAME, readers=readers), values, mesh_of(), spec)
+        comm.Barrier()
+        on_root(comm, part.unlink)
+        same_error(comm, made.execute, SourceError, "plane-1.h5'", NAME)
 
 
 def test_plan_executed_in_another_folder(comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

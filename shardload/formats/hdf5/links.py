@@ -23,9 +23,10 @@ import contextlib
 import math
 import os
 import stat
+import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any
 
@@ -39,12 +40,12 @@ from shardload.formats.containment import TARGET_HINT, Fence, OutsideError, why_
 from shardload.formats.hdf5.filters import is_stacked, refuse_filters
 from shardload.formats.hdf5.integrity import Sizes
 from shardload.formats.hdf5.opened import OpenDataset, OpenFacts, creation_of, kind_of
-from shardload.formats.hdf5.raw_file import has_signature, plain_descriptor
-from shardload.formats.hdf5.tiles import Behind, behind
+from shardload.formats.hdf5.raw_file import has_signature, open_to_read, own_descriptor, plain_descriptor
+from shardload.formats.hdf5.tiles import Behind, Names
 
 __all__ = [
-    "LostError", "Others", "close_all", "decoded", "encoded", "follow", "follow_hard", "look_through", "nothing_else_opened",
-    "open_other", "place_of",
+    "LostError", "Others", "Places", "close_all", "decoded", "encoded", "follow", "follow_hard", "look_through",
+    "nothing_else_opened", "open_other", "place_of",
 ]  # fmt: skip
 
 _MOST_LINKS = 40  # links in one name, as for the system's own symbolic links
@@ -80,10 +81,12 @@ class Others:
         The filters of the first of them that has chunks: number, flags, parameters, name of each.
     access : Access
         What the caller allows.
-    names : list of (str, str) or None
+    names : list of Names or None
         For each mapping of a virtual dataset, the names of its file and of the dataset in it; None for a pattern of names.
-    behind : dict of (str, str) to Behind
+    behind : dict of Names to Behind
         What is at these names.
+    versions : dict of str to tuple of int
+        Size and time of each of the files of a virtual dataset, when it was checked.
     """
 
     sizes: dict[str, int] = field(default_factory=dict)
@@ -94,8 +97,9 @@ class Others:
     chunks: list[tuple[int, ...]] = field(default_factory=list)
     filters: list[tuple[int, int, Any, bytes]] = field(default_factory=list)
     access: Access = STRICT
-    names: list[tuple[str, str] | None] = field(default_factory=list)
-    behind: dict[tuple[str, str], Behind] = field(default_factory=dict)
+    names: list[Names | None] = field(default_factory=list)
+    behind: dict[Names, Behind] = field(default_factory=dict)
+    versions: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def state(self) -> tuple[int, int] | None:
         """The bytes of all files, and a number that changes if the size or the time of last change of one does; None without
@@ -286,7 +290,7 @@ def _open_at(at: Any, part: bytes, here: bytes) -> Any:
 
 
 def _open_linked(file: h5py.File, name: str, link: str, fence: Fence) -> h5py.File:
-    path = _place(name, "HDF5_EXT_PREFIX", file)
+    path = Places("HDF5_EXT_PREFIX", file).of(name)
     if not os.path.exists(path):
         if not fence.holds(path):
             raise OutsideError(_leads_outside(link))
@@ -308,11 +312,15 @@ def open_other(path: str, what: str, fence: Fence) -> h5py.File:
         raise OutsideError(_leads_outside(what))
     if (why := why_not_a_file(path)) is not None:
         raise OutsideError(f"{what}, which is {why}")
+    return _open_checked(path, what, fence)
+
+
+def _open_checked(path: str, what: str, fence: Fence) -> h5py.File:
     try:
-        opened = h5py.File(path, "r")
+        opened = open_to_read(path)
     except OSError as error:
         raise LostError(f"{what}, which cannot be opened (HDF5 says: {error})") from error
-    descriptor = plain_descriptor(opened)
+    descriptor = own_descriptor(opened)
     if descriptor is not None and not fence.holds_open(descriptor, path):
         opened.close()
         raise OutsideError(_leads_outside(what))
@@ -323,21 +331,59 @@ def _leads_outside(what: str) -> str:
     return f"{what}, which is outside the folder of this file; {TARGET_HINT}"
 
 
-def look_through(dataset: h5py.Dataset, fence: Fence, access: Access = STRICT) -> Others:
-    """Find the other files that hold values of `dataset`. Opens the datasets in a virtual dataset; reads no values."""
+def look_through(dataset: h5py.Dataset, fence: Fence, access: Access = STRICT, is_known: bool = False) -> Others:
+    """Find the other files that hold values of `dataset`. Reads no values.
+
+    Opens the datasets in a virtual dataset, unless it `is_known`: another rank has looked, or this one.
+    """
+    key = None if is_known else _key_of(dataset, fence, access)
+    found = None if key is None else _looked_before(key)
+    if found is not None:
+        return found
     others = Others(fence=fence, access=access)
     try:
-        _look(dataset, others, set(), 0)
+        _look(dataset, others, set(), 0, is_known)
     except (OutsideError, _RefusedError) as error:
         others.refused = str(error)
+    if key is not None and others.refused is None and not others.is_unlimited and len(others.versions) <= _MOST_KEPT:
+        with _keeping:
+            _LOOKS[key] = others
+            while sum(len(one.versions) for one in _LOOKS.values()) > _MOST_KEPT:
+                _LOOKS.pop(next(iter(_LOOKS)))
     return others
+
+
+# A job asks for the same virtual dataset several times, and loops load parts of one file; looking at a thousand parts takes a
+# second. What was found is taken again as long as size and time of all files are the same.
+_LOOKS: dict[Any, Others] = {}
+_keeping = threading.Lock()
+_MOST_KEPT = 1 << 14  # files
+
+
+def _key_of(dataset: h5py.Dataset, fence: Fence, access: Access) -> Any:
+    """What a look depends on, besides the files that it finds; None if the dataset is not virtual, or may be written to."""
+    if creation_of(dataset).get_layout() != h5py.h5d.VIRTUAL:
+        return None
+    descriptor = dataset.facts.state_descriptor() if isinstance(dataset, OpenDataset) else plain_descriptor(dataset.file)
+    if descriptor is None:
+        return None
+    place = os.getcwd(), str(dataset.file.filename), os.environ.get("HDF5_VDS_PREFIX"), os.environ.get("HDF5_EXTFILE_PREFIX")
+    return place, state_of(descriptor), dataset.name, fence.folders, access
+
+
+def _looked_before(key: Any) -> Others | None:
+    with _keeping:
+        others = _LOOKS.get(key)
+    if others is None or any(state_of(path) != version for path, version in others.versions.items()):
+        return None
+    return replace(others)
 
 
 class _RefusedError(Exception):
     """A dataset cannot be loaded; the text says why."""
 
 
-def _look(dataset: h5py.Dataset, others: Others, seen: set[tuple[str, str]], level: int) -> None:
+def _look(dataset: h5py.Dataset, others: Others, seen: set[tuple[str, str]], level: int, is_known: bool = False) -> None:
     creation = creation_of(dataset)
     layout = creation.get_layout()
     if level > _MOST_LEVELS:
@@ -357,12 +403,15 @@ def _look(dataset: h5py.Dataset, others: Others, seen: set[tuple[str, str]], lev
     others.is_unlimited |= any(one.is_unlimited for one in sources)
     if level == 0:
         others.names = [one.names(0) if one.axis is None else None for one in sources]
+    if is_known:
+        return
+    places = Places("HDF5_VDS_PREFIX", dataset.file)
     for one in sources:
         if one.axis is None:
-            _look_at_source(dataset.file, *one.names(0), others, seen, level)
+            _look_at_source(places, *one.names(0), others, seen, level)
     for one in sources:
         if one.axis is not None:
-            _look_at_pattern(dataset, one, others, seen, level)
+            _look_at_pattern(places, dataset, one, others, seen, level)
 
 
 @dataclass(frozen=True)
@@ -440,10 +489,12 @@ def _limits(space: Any) -> tuple[int, int, int] | None:
     return None
 
 
-def _look_at_pattern(dataset: h5py.Dataset, one: _Mapping, others: Others, seen: set[tuple[str, str]], level: int) -> None:
+def _look_at_pattern(
+    places: Places, dataset: h5py.Dataset, one: _Mapping, others: Others, seen: set[tuple[str, str]], level: int
+) -> None:
     """Check the files and datasets of a pattern: numbers from 0 up to the first that does not exist, as HDF5 does."""
     number = 0
-    while _look_at_source(dataset.file, *one.names(number), others, seen, level, may_be_missing=True):
+    while _look_at_source(places, *one.names(number), others, seen, level, may_be_missing=True):
         number += 1
     name, inside = one.names(number)
     lost = f"values of another file, '{printable(inside)}' in '{printable(name)}', which is not there (HDF5 would deliver"
@@ -456,7 +507,7 @@ def _look_at_pattern(dataset: h5py.Dataset, one: _Mapping, others: Others, seen:
 
 
 def _look_at_source(
-    file: h5py.File,
+    places: Places,
     name: str,
     inside: str,
     others: Others,
@@ -464,15 +515,14 @@ def _look_at_source(
     level: int,
     may_be_missing: bool = False,
 ) -> bool:
-    """Check one dataset in a virtual dataset of `file`. False if it does not exist and `may_be_missing`."""
-    # The working folder may be another one when it is opened again.
-    path = os.path.abspath(str(file.filename) if name == "." else _place(name, "HDF5_VDS_PREFIX", file))
+    """Check one dataset in a virtual dataset. False if it does not exist and `may_be_missing`."""
+    path, real = places.find(name)
     what = f"values of another file, '{printable(name)}'"
-    if not others.fence.holds(path):
+    if not others.fence.holds_real(real):
         raise OutsideError(_leads_outside(what))
     if may_be_missing and not os.path.exists(path):
         return False
-    place = os.path.realpath(path), inside
+    place = real, inside
     if place in seen:
         if level == 0 and place in others.behind:
             others.behind[name, inside] = others.behind[place]
@@ -483,15 +533,16 @@ def _look_at_source(
     if (why := why_not_a_file(path)) is not None:
         raise _RefusedError(f"{what}, which is {why} (HDF5 would deliver fill values in its place)")
     try:
-        others.sizes[path] = os.path.getsize(path)
-        with open_other(path, what, others.fence) as opened:
+        version = state_of(path) or (0, 0)
+        others.sizes[path], others.versions[path] = version[0], version
+        with _open_checked(path, what, others.fence) as opened:
             found, files = follow(opened, inside, others.fence)
             try:
                 if isinstance(found, h5py.h5d.DatasetID):
                     dataset = h5py.Dataset(found)
                     _look(dataset, others, seen, level + 1)
                     if level == 0:
-                        others.behind[name, inside] = others.behind[place] = behind(dataset, path)
+                        others.behind[name, inside] = others.behind[place] = Behind.of(dataset, version)
                     return True
             finally:
                 close_all(files)
@@ -531,7 +582,7 @@ def _look_at_storage(dataset: h5py.Dataset, creation: Any, others: Others) -> No
             raise _RefusedError(
                 f"{what}, which has {found} bytes where {int(offset) + here} are needed (HDF5 would deliver zeros for the rest)"
             )
-        others.sizes[path] = int(offset) + here
+        others.sizes[path], others.versions[path] = int(offset) + here, state_of(path) or (0, 0)
 
 
 def place_of(file: h5py.File) -> str:
@@ -554,19 +605,47 @@ def _beside(file: h5py.File) -> str:
     return os.path.dirname(place_of(file)) or "."
 
 
-def _place(name: str, variable: str, file: h5py.File) -> str:
-    """Where HDF5 finds the file `name` that `file` names: the first place where it exists, or else beside `file`."""
-    beside, setting = _beside(file), os.environ.get(variable, "")
-    prefixes = [text for text in setting.split(":") if text]
-    if setting.startswith("${ORIGIN}"):  # HDF5 understands it at the beginning, and then takes one prefix
-        prefixes.append(beside + "/" + setting.removeprefix("${ORIGIN}"))
-    prefixes += [text.replace("${ORIGIN}", beside) for text in prefixes if "${ORIGIN}" in text]
-    real = os.path.dirname(os.path.realpath(place_of(file)))
-    last = os.path.basename(name) if os.path.isabs(name) else name  # if that path does not exist, HDF5 looks for its name
-    places = [os.path.join(folder, last) for folder in (*prefixes, beside, "", real)]
-    if os.path.isabs(name):
-        places.insert(0, name)
-    return next(filter(os.path.exists, places), name if os.path.isabs(name) else os.path.join(beside, name))
+class Places:
+    """Where HDF5 finds the files that `file` names: each in the first place where it exists, or else beside `file`.
+
+    Parameters
+    ----------
+    variable : str
+        The variable of the environment with which HDF5 is told of other places.
+    file : h5py.File
+        The file, which is open.
+    """
+
+    def __init__(self, variable: str, file: h5py.File) -> None:
+        place, setting = place_of(file), os.environ.get(variable, "")
+        self._own = str(file.filename)
+        self._beside = beside = os.path.dirname(place) or "."
+        prefixes = [text for text in setting.split(":") if text]
+        if setting.startswith("${ORIGIN}"):  # HDF5 understands it at the beginning, and then takes one prefix
+            prefixes.append(beside + "/" + setting.removeprefix("${ORIGIN}"))
+        prefixes += [text.replace("${ORIGIN}", beside) for text in prefixes if "${ORIGIN}" in text]
+        self._folders = (*prefixes, beside, "", os.path.dirname(os.path.realpath(place)))
+        self._resolved: dict[str, str] = {}
+
+    def of(self, name: str) -> str:
+        """Where the file of this name is."""
+        last = os.path.basename(name) if os.path.isabs(name) else name  # if that path does not exist, HDF5 looks for its name
+        places = [os.path.join(folder, last) for folder in self._folders]
+        if os.path.isabs(name):
+            places.insert(0, name)
+        return next(filter(os.path.exists, places), name if os.path.isabs(name) else os.path.join(self._beside, name))
+
+    def find(self, name: str) -> tuple[str, str]:
+        """The same for a virtual dataset, as an absolute path, because the working folder may be another one when it is opened
+        again; and that path without symbolic links.
+        """
+        path = os.path.join(os.getcwd(), self._own if name == "." else self.of(name))  # not abspath: ".." may follow a link
+        if os.path.islink(path):
+            return path, os.path.realpath(path)
+        folder, last = os.path.split(path)
+        if folder not in self._resolved:
+            self._resolved[folder] = os.path.realpath(folder)
+        return path, os.path.join(self._resolved[folder], last)
 
 
 @contextlib.contextmanager

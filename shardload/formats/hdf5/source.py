@@ -52,6 +52,7 @@ from shardload.formats.hdf5.integrity import Sizes, Whole
 from shardload.formats.hdf5.links import (
     LostError,
     Others,
+    Places,
     close_all,
     decoded,
     encoded,
@@ -66,7 +67,7 @@ from shardload.formats.hdf5.metadata import NON_COORDINATE, axes_of, describe, f
 from shardload.formats.hdf5.missing import MissingChunks
 from shardload.formats.hdf5.opened import OpenDataset, OpenFacts, kind_of, nbytes_stored_of, raw_of
 from shardload.formats.hdf5.raw_file import RawFile, has_signature, open_to_read, plain_descriptor, swap_size
-from shardload.formats.hdf5.tiles import Tiles, find_tiles
+from shardload.formats.hdf5.tiles import Tiles, code_of, find_boxes, tell_parts
 from shardload.formats.labels import Labels
 from shardload.planning.region import Region
 
@@ -291,12 +292,14 @@ class Hdf5Source(Source):
         """The parts of a virtual dataset; None for any other one, and if HDF5 has to read it."""
         if not self._others.is_virtual or self._others.is_unlimited or self._info.refused is not None:
             return None
-        boxes = find_tiles(self._dataset, self._others.behind, self._others.names, kind_of(self._dataset))
-        if boxes is None:
+        if self._info.parts is None:
             return None
-        fence, access = self._others.fence, self._others.access
-        open_part = functools.partial(_open_part, fence=fence, access=access)
-        return Tiles(boxes, self._info.shape, self._info.chunks, fill_value(self._dataset, self._dtype), open_part)
+        shapes = map(tuple, self._info.parts["shapes"])
+        boxes = find_boxes(self._dataset, self._others.names, lambda _: next(shapes, None))
+        if boxes is None or len(boxes) != len(self._info.parts["versions"]):  # HDF5 must not read parts that nobody looked at
+            raise OSError(f"{self._info} has other parts than when it was looked at: load it again")
+        open_part = OtherFiles(self._dataset.file, self._others.fence, self._others.access)
+        return Tiles(boxes, self._info, fill_value(self._dataset, self._dtype), open_part)
 
     @functools.cached_property
     def _raw(self) -> RawFile | None:
@@ -311,8 +314,10 @@ class Hdf5Source(Source):
         return open_contiguous(self._dataset, self._dtype, self._raw)
 
     def state(self) -> tuple[int, ...] | None:
-        """The state of the open file that holds the dataset, if it is a plain file and open for reading only; else None. If
-        other files hold values, their sizes and times are in it.
+        """The state of the open file that holds the dataset, if it is a plain file and open for reading only; else None.
+
+        If other files hold values, their sizes and times are in it. Those of `Tiles` have been compared when they were opened,
+        and are again.
         """
         try:
             if isinstance(self._dataset, OpenDataset):
@@ -322,8 +327,13 @@ class Hdf5Source(Source):
                 found = _state_of(self._dataset.file)
         except (RuntimeError, ValueError):  # it was closed
             return None
+        if found is None:
+            return None
+        tiles = self.__dict__.get("_tiles")
+        if self._info.parts is not None:
+            return *found, 0 if tiles is None else tiles.n_changed()
         others = self._others.state()
-        return found if found is None or others is None else (found[0] + others[0], found[1] ^ others[1], *found[2:])
+        return found if others is None else (found[0] + others[0], found[1] ^ others[1], *found[2:])
 
     def close(self) -> None:
         """Close the dataset and the files, if this object opened them."""
@@ -396,6 +406,15 @@ class Hdf5Format(Format):
             close_all([file])
             raise
 
+    def open_planned(self, path: str, info: ArrayInfo, access: Access = STRICT) -> Source:
+        """The same for a dataset that was described before: if it is virtual, its parts are not looked at again."""
+        file = open_explained(path)
+        try:
+            return _open_dataset(OpenFacts(file), path, info.dataset, access, is_own=True, planned=info)
+        except BaseException:
+            close_all([file])
+            raise
+
     def open_file(self, path: str, access: Access = STRICT) -> OpenFile:
         """Open the file once for several datasets."""
         return _Hdf5File(open_explained(path), path, access)
@@ -431,6 +450,9 @@ class _Hdf5File(OpenFile):
 
     def open(self, dataset: str) -> Source:
         return _open_dataset(self._facts, self._path, dataset, self._access, is_own=False, fence=self._fence)
+
+    def open_planned(self, info: ArrayInfo) -> Source:
+        return _open_dataset(self._facts, self._path, info.dataset, self._access, False, self._fence, info)
 
     def only_name(self) -> str | None:
         names: list[Any] = []
@@ -495,14 +517,23 @@ def _state_of(file: h5py.File) -> tuple[int, ...] | None:
 
 
 def _open_dataset(
-    facts: OpenFacts, path: str, name: str, access: Access, is_own: bool, fence: Fence | None = None
+    facts: OpenFacts,
+    path: str,
+    name: str,
+    access: Access,
+    is_own: bool,
+    fence: Fence | None = None,
+    planned: ArrayInfo | None = None,
 ) -> Hdf5Source:
-    """Open a dataset of an open file. With `is_own`, the file is closed with the source. `fence` is that around the file."""
+    """Open a dataset of an open file. With `is_own`, the file is closed with the source. `fence` is that around the file.
+
+    `planned` is what is known of it already: of a virtual dataset, what it says of the parts is not looked at again.
+    """
     fence, opened = fence or Fence.around_file(path, access.allow_external), list[h5py.File]()
     try:
         found, opened = _look_up(facts, path, name, fence)
-        others = look_through(found, fence, access)
-        info = _describe(found, path, name, others, access=access)
+        others = look_through(found, fence, access, planned is not None and planned.parts is not None)
+        info = _describe(found, path, name, others, access=access, planned=planned)
         files = [facts.file, *opened] if is_own else opened
         return Hdf5Source(found, info, others, files, is_own=True, facts=facts if is_own else None)
     except BaseException:
@@ -510,14 +541,32 @@ def _open_dataset(
         raise
 
 
-def _open_part(path: str, dataset: str, fence: Fence, access: Access) -> Hdf5Source:
-    """Open a dataset of which a virtual one consists."""
-    file = open_other(path, f"values of another file, '{printable(path)}'", fence)
-    try:
-        return _open_dataset(OpenFacts(file), path, dataset, access, is_own=True, fence=fence)
-    except BaseException:
-        close_all([file])
-        raise
+class OtherFiles:
+    """Opens datasets of which a virtual one consists.
+
+    Parameters
+    ----------
+    file : h5py.File
+        The file with the virtual dataset.
+    fence, access : Fence, Access
+        Those of this file: the others are inside, too.
+    """
+
+    def __init__(self, file: h5py.File, fence: Fence, access: Access) -> None:
+        self._places, self._fence, self._access = Places("HDF5_VDS_PREFIX", file), fence, access
+
+    def __call__(self, name: str, dataset: str) -> Source:
+        """Open the dataset of this name in the file that is named so."""
+        path, _ = self._places.find(name)
+        file = open_other(path, f"values of another file, '{printable(name)}'", self._fence)
+        try:
+            return _open_dataset(OpenFacts(file), path, dataset, self._access, is_own=True, fence=self._fence)
+        except KeyError:
+            close_all([file])
+            raise OSError(f"'{printable(path)}' has no '{printable(dataset)}' any more") from None
+        except BaseException:
+            close_all([file])
+            raise
 
 
 def open_explained(path: str) -> h5py.File:
@@ -593,16 +642,37 @@ def _variable_of(dataset: OpenDataset, name: str) -> OpenDataset:
 
 
 def _describe(
-    dataset: h5py.Dataset, path: str, name: str, others: Others, in_full: bool = False, access: Access = STRICT
+    dataset: h5py.Dataset,
+    path: str,
+    name: str,
+    others: Others,
+    in_full: bool = False,
+    access: Access = STRICT,
+    planned: ArrayInfo | None = None,
 ) -> ArrayInfo:
     """Describe a dataset. Its shape is not asked for if the library would open refused files to find it."""
     if not (others.refused and others.is_unlimited):
         try:
             with others.watched():
-                return describe(dataset, path, name, others, in_full, access)
+                found = describe(dataset, path, name, others, in_full, access)
+            return _with_parts(found, dataset, others, planned) if others.is_virtual and found.refused is None else found
         except OutsideError as error:
             others.refused = str(error)
     return ArrayInfo(path, name, "HDF5", (), "unknown", refused=others.refused)
+
+
+def _with_parts(info: ArrayInfo, dataset: h5py.Dataset, others: Others, planned: ArrayInfo | None) -> ArrayInfo:
+    """What must be known of the parts of a virtual dataset, by those who look at them or by those who have."""
+    if others.is_unlimited:
+        return info
+    if planned is not None and planned.parts is not None:
+        return replace(info, chunks=planned.chunks, codec=planned.codec, parts=planned.parts)
+    seen = others.behind
+    boxes = find_boxes(dataset, others.names, lambda names: seen[names].shape if names in seen else None)
+    if boxes is None:
+        return info
+    fill = fill_value(dataset, native_dtype(dataset.dtype)).tobytes()
+    return replace(info, parts=tell_parts(boxes, others.behind, info.shape, info.chunks, code_of(kind_of(dataset)), fill))
 
 
 def _describe_all(

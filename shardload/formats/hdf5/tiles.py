@@ -3,11 +3,13 @@
 HDF5 would read it in one thread, under its lock. It takes fill values for what it does not find, and decodes chunks of the
 parts without the checks that this package makes (docs/trust.md). So:
 
-1. `find_tiles` accepts a virtual dataset if each part is a box of another dataset, in the same order, and no two boxes
+1. `find_boxes` accepts a virtual dataset if each part is a box of another dataset, in the same order, and no two boxes
    overlap: a *tile*. Others (every other row, patterns of names) are left to HDF5.
-2. `Tiles.read_into` cuts a region at the borders of the tiles. The source of each part reads what lies in it. What no part
+2. One rank looks at all parts (`Behind`). What the others must know goes to them with the metadata (`tell_parts`): which
+   version of each file was seen, and whether chunks lie on one grid.
+3. `Tiles.read_into` cuts a region at the borders of the tiles. The source of each part reads what lies in it. What no part
    covers is the fill value.
-3. `Tiles.chunk_reader`: if the chunks of all parts lie on one grid, and are encoded alike, several threads may decode them.
+4. `Tiles.chunk_reader`: if the chunks of all parts lie on one grid, and are encoded alike, several threads may decode them.
 
 A part is opened when something of it is first read, and the last few stay open: a rank may read a few of a thousand.
 """
@@ -16,7 +18,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -25,6 +27,7 @@ import h5py
 import numpy as np
 
 from shardload.formats.base import (
+    ArrayInfo,
     BatchReader,
     ChunkReader,
     Encoded,
@@ -38,17 +41,23 @@ from shardload.formats.base import (
     native_dtype,
     read_by_chunks,
     read_chunks,
+    state_of,
 )
 from shardload.formats.hdf5.chunks import fill_value
+from shardload.formats.hdf5.opened import creation_of, kind_of
 from shardload.planning.region import Region
 
-__all__ = ["Behind", "Opener", "Tiles", "behind", "find_tiles"]
+__all__ = ["Behind", "Box", "Names", "Opener", "Tiles", "code_of", "find_boxes", "tell_parts"]
 
-_MOST_OPEN = 32  # parts
+_NUMBERS = (h5py.h5t.INTEGER, h5py.h5t.FLOAT, h5py.h5t.COMPOUND, h5py.h5t.ENUM)
+_MOST_OPEN = 8  # parts: with hundreds of open objects, HDF5 takes a millisecond to close a file
 _AT_ONCE_NBYTES, _WORTH_BATCHES = 1 << 20, 4  # of small chunks that are read together; how many are worth it
 _MOST_TILES = 1 << 16  # of one dataset; asking HDF5 where each is takes 20 microseconds, on every rank
 _MOST_COMPARED = 2048  # tiles in two or more rows and columns, each compared with every other one
 Ints = np.ndarray[Any, np.dtype[np.int64]]
+
+
+Names = tuple[str, str]  # of a file as it is named there, and of a dataset in it
 
 
 @dataclass(frozen=True)
@@ -57,57 +66,64 @@ class Behind:
 
     Attributes
     ----------
-    path : str
-        Where its file was found.
+    version : tuple of int
+        Size and time of last change of its file.
     shape, chunks : tuple of int
         Its shape, and its chunks if it has some.
-    kind : h5py.h5t.TypeID
-        The type of its values in the file.
+    kind : bytes
+        The type of its values in the file, as HDF5 encodes it.
     filters : tuple
         Number and parameters of each filter.
     fill : bytes
         Its value where nothing was written, in native byte order.
     """
 
-    path: str
+    version: tuple[int, ...]
     shape: tuple[int, ...]
     chunks: tuple[int, ...] | None
-    kind: Any
+    kind: bytes
     filters: tuple[tuple[int, tuple[int, ...]], ...]
     fill: bytes
 
+    @classmethod
+    def of(cls, dataset: h5py.Dataset, version: tuple[int, ...]) -> Behind:
+        """Of an open dataset, whose file had this state when it was opened."""
+        creation = creation_of(dataset)
+        told = (creation.get_filter(k) for k in range(creation.get_nfilters()))
+        filters = tuple((number, tuple(values)) for number, _, values, _ in told)
+        kind = kind_of(dataset)
+        is_number = kind.get_class() in _NUMBERS and kind.dtype.kind in "biufc"
+        fill = fill_value(dataset, native_dtype(kind.dtype)).tobytes() if is_number else b""
+        chunks = tuple(creation.get_chunk()) if creation.get_layout() == h5py.h5d.CHUNKED else None
+        # Not the identifier: closing a file takes HDF5 a millisecond more if a thousand of them are alive.
+        return cls(version[:2], tuple(dataset.shape or ()), chunks, code_of(kind), filters, fill)
 
-def behind(dataset: h5py.Dataset, path: str) -> Behind:
-    """What must be known of a dataset in a virtual dataset, while it is open. `path` is where its file was found."""
-    creation = dataset.id.get_create_plist()
-    filters = (creation.get_filter(k) for k in range(creation.get_nfilters()))
-    fill = b""
-    if dataset.dtype.kind in "biufc":
-        fill = fill_value(dataset, native_dtype(dataset.dtype)).tobytes()
-    chunks = None if dataset.chunks is None else tuple(dataset.chunks)
-    told = tuple((number, tuple(values)) for number, _, values, _ in filters)
-    return Behind(path, tuple(dataset.shape or ()), chunks, dataset.id.get_type(), told, fill)
+
+def code_of(kind: Any) -> bytes:
+    """A type of HDF5 as bytes."""
+    return bytes(kind.copy().encode())
 
 
 class Opener(Protocol):
     """Opens the source of a part."""
 
-    def __call__(self, path: str, dataset: str) -> Source:
-        """Open the dataset of this name in the file at `path`."""
+    def __call__(self, name: str, dataset: str) -> Source:
+        """Open the dataset of this name in the file that is named so."""
         ...
 
 
 @dataclass(frozen=True)
-class _Box:
+class Box:
     """One tile: a region of the virtual dataset, and where it begins in which dataset.
 
-    `axes` has, for each axis of that dataset, the axis of the virtual dataset that it lies along; -1 for an axis with one
-    element here that lies along none.
+    `names` are those of its file and dataset, `shape` is what that dataset had when it was looked at. `axes` has, for
+    each axis of that dataset, the axis of the virtual dataset that it lies along; -1 for an axis with one element here that
+    lies along none.
     """
 
     region: Region
-    behind: Behind
-    dataset: str
+    names: Names
+    shape: tuple[int, ...]
     start: tuple[int, ...]
     axes: tuple[int, ...]
 
@@ -130,41 +146,85 @@ class _Box:
         return tuple(at)
 
 
-def find_tiles(
-    dataset: h5py.Dataset, known: Mapping[tuple[str, str], Behind], names: Sequence[tuple[str, str] | None], kind: Any
-) -> list[_Box] | None:
-    """The tiles of a virtual dataset; None if HDF5 has to read it.
+def find_boxes(
+    dataset: h5py.Dataset, names: Sequence[Names | None], shape_of: Callable[[Names], tuple[int, ...] | None]
+) -> list[Box] | None:
+    """The tiles of a virtual dataset; None if it is not made of boxes.
 
     Parameters
     ----------
     dataset : h5py.Dataset
         Open.
-    known : mapping
-        What was found at each name of a file and of a dataset in it.
     names : sequence
         The names of each mapping; None if they are a pattern.
-    kind : h5py.h5t.TypeID
-        The type of its values in the file.
+    shape_of : callable
+        From the names of a part to its shape; None if that is not known. It is asked in the order of the boxes.
     """
-    creation, found = dataset.id.get_create_plist(), []
     if len(names) > _MOST_TILES:
         return None
+    creation, found = creation_of(dataset), []
     for k, name in enumerate(names):
-        one = None if name is None else known.get(name)
-        if name is None or one is None or not one.kind.equal(kind):
-            return None
-        space = creation.get_virtual_vspace(k)
+        space, its_space = creation.get_virtual_vspace(k), creation.get_virtual_srcspace(k)
         if not space.get_select_npoints():
             continue
         region = _box_of(space, dataset.shape)
-        its = _box_of(creation.get_virtual_srcspace(k), one.shape)
-        axes = None if region is None or its is None else _axes_along(region.shape, its.shape)
-        if region is None or its is None or axes is None:
+        shape = None if name is None or region is None else shape_of(name)
+        its = None if shape is None else _box_of(its_space, shape)
+        if name is None or region is None or shape is None or its is None:
             return None
-        if not (Region.whole(dataset.shape).contains(region) and Region.whole(one.shape).contains(its)):
+        axes = _axes_along(region.shape, its.shape)
+        if axes is None or not Region.whole(dataset.shape).contains(region) or not Region.whole(shape).contains(its):
             return None
-        found.append(_Box(region, one, name[1], its.start, axes))
+        found.append(Box(region, name, shape, its.start, axes))
     return None if _overlap([one.region for one in found]) else found
+
+
+def tell_parts(
+    boxes: Sequence[Box],
+    known: Mapping[Names, Behind],
+    shape: tuple[int, ...],
+    chunks: tuple[int, ...] | None,
+    kind: bytes,
+    fill: bytes,
+) -> dict[str, Any] | None:
+    """What ranks that read must know of the parts, as plain JSON (`ArrayInfo.parts`); None if HDF5 has to read them.
+
+    Parameters
+    ----------
+    boxes : sequence of Box
+        From `find_boxes`.
+    known : mapping
+        What was found at each of their names.
+    shape, chunks : tuple of int
+        Of the virtual dataset, and the grid of chunks that is told of it.
+    kind, fill : bytes
+        Its type, and its value where no part covers it, as in `Behind`.
+    """
+    behind = [known.get(box.names) for box in boxes]
+    if any(one is None or one.kind != kind for one in behind):
+        return None  # HDF5 converts types
+    found = [one for one in behind if one is not None]
+    versions, shapes = [list(one.version) for one in found], [list(box.shape) for box in boxes]
+    return {"versions": versions, "shapes": shapes, "is_one_grid": _is_one_grid(boxes, found, shape, chunks, fill)}
+
+
+def _is_one_grid(
+    boxes: Sequence[Box], behind: Sequence[Behind], shape: tuple[int, ...], chunks: tuple[int, ...] | None, fill: bytes
+) -> bool:
+    """True if each chunk of the grid that is told is one chunk of one part, and all are encoded alike."""
+    if chunks is None or not boxes:
+        return False
+    for box, one in zip(boxes, behind, strict=True):
+        if one.chunks is None or (one.filters, one.fill) != (behind[0].filters, behind[0].fill):
+            return False
+        n = len(shape) - len(one.chunks)
+        if n < 0 or (1,) * n + one.chunks != chunks or box.axes != tuple(range(n, len(shape))):
+            return False
+        first = (0,) * n + box.start
+        for a, b, c, its, length in zip(box.region.start, box.region.stop, chunks, first, shape, strict=True):
+            if a % c or its % c or (b % c and b != length):
+                return False
+    return sum(box.region.size for box in boxes) == math.prod(shape) or behind[0].fill == fill
 
 
 def _box_of(space: Any, shape: Sequence[int]) -> Region | None:
@@ -213,6 +273,10 @@ def _overlap(regions: Sequence[Region]) -> bool:
     return bool(meets.sum() > len(regions))
 
 
+def _encoding_of(source: Source) -> tuple[Any, ...]:
+    return source.info.chunks, source.info.codec, source.dtype
+
+
 @dataclass(eq=False)
 class _Part:
     """A part that is open."""
@@ -228,37 +292,39 @@ class Tiles:
 
     Parameters
     ----------
-    boxes : sequence
-        From `find_tiles`.
-    shape : tuple of int
-        Of the virtual dataset.
-    chunks : tuple of int or None
-        The grid of chunks that is told of it.
+    boxes : sequence of Box
+        From `find_boxes`.
+    info : ArrayInfo
+        Of the virtual dataset, with `parts`.
     fill : ndarray
         Value of what no part covers: an array without axes.
     open_part : Opener
         Opens the source of a part.
     """
 
-    def __init__(
-        self,
-        boxes: Sequence[_Box],
-        shape: tuple[int, ...],
-        chunks: tuple[int, ...] | None,
-        fill: np.ndarray[Any, Any],
-        open_part: Opener,
-    ) -> None:
-        self._boxes, self._shape, self._chunks, self._fill, self._open_part = boxes, shape, chunks, fill, open_part
+    def __init__(self, boxes: Sequence[Box], info: ArrayInfo, fill: np.ndarray[Any, Any], open_part: Opener) -> None:
+        self._boxes, self._shape, self._chunks, self._fill, self._open_part = boxes, info.shape, info.chunks, fill, open_part
+        self._parts: Mapping[str, Any] = info.parts or {}
         ends = (np.array([getattr(one.region, end) for one in boxes], dtype=np.int64) for end in ("start", "stop"))
-        self._start, self._stop = (end.reshape(len(boxes), len(shape)) for end in ends)
+        self._start, self._stop = (end.reshape(len(boxes), len(info.shape)) for end in ends)
         self._lock = threading.Lock()
         self._open: dict[int, _Part] = {}  # the last used ones last
         self._is_closed = False
         self._expected: Region | None = None
+        self._decoder: Any = None
+        self._encoding: Any = None  # of the part of the decoder
+        self._used: dict[int, str] = {}  # where parts that were read are
+        self._lost: tuple[Region, list[tuple[int, ...]]] | None = None  # the missing chunks of what was read last
 
     def expect(self, region: Region) -> None:
         """Told once, before anything is read: only `region` will be."""
         self._expected = region
+
+    def n_changed(self) -> int:
+        """How many of the parts that were read are others now."""
+        with self._lock:
+            used = list(self._used.items())
+        return sum((state_of(path) or ())[:2] != tuple(self._parts["versions"][k]) for k, path in used)
 
     def meeting(self, region: Region) -> Iterator[tuple[int, Region]]:
         """The tiles that a non-empty region meets, and what it has in common with each."""
@@ -275,16 +341,7 @@ class Tiles:
         with self._lock:
             if self._is_closed:
                 raise OSError("the file was closed")
-            part = self._open.pop(k, None)
-            if part is None:
-                box = self._boxes[k]
-                part = _Part(self._open_part(box.behind.path, box.dataset))
-                wanted = None if self._expected is None else box.region.intersect(self._expected)
-                if wanted is not None:
-                    part.source.expect(box.inside(wanted))
-                if part.source.info.shape != box.behind.shape:
-                    part.source.close()
-                    raise OSError(f"{part.source.info} had the shape {box.behind.shape}, and has {part.source.info.shape}")
+            part = self._open.pop(k, None) or self._opened(k)
             self._open[k] = part
             part.n_users += 1
             for other in [n for n, one in self._open.items() if not one.n_users][: max(0, len(self._open) - _MOST_OPEN)]:
@@ -295,38 +352,63 @@ class Tiles:
             with self._lock:
                 part.n_users -= 1
 
+    def _opened(self, k: int) -> _Part:
+        """Open a part. OSError if it is another one than that which was looked at."""
+        box = self._boxes[k]
+        source = self._open_part(*box.names)
+        try:
+            expected, state = tuple(self._parts["versions"][k]), source.state()
+            if state is not None and state[:2] != expected:
+                changed = f"had {expected[0]} bytes and has {state[0]}" if state[0] != expected[0] else "has another time"
+                raise OSError(f"'{source.info.path}' has changed since it was looked at ({changed}): load it again")
+            if source.info.shape != box.shape:
+                raise OSError(f"{source.info} had the shape {box.shape}, and has {source.info.shape}")
+            self._used[k] = source.info.path
+            wanted = None if self._expected is None else box.region.intersect(self._expected)
+            if wanted is not None:
+                source.expect(box.inside(wanted))
+            return _Part(source)
+        except BaseException:
+            source.close()
+            raise
+
     def read_into(self, region: Region, out: np.ndarray[Any, Any]) -> None:
         """Write the values of a non-empty region into `out`, as `Source.read_into` does."""
+        self._lost = None
         met = list(self.meeting(region))
+        found = self._uncovered(region, [common for _, common in met])
         if sum(common.size for _, common in met) < region.size:
             out[...] = self._fill
         for k, common in met:
             box = self._boxes[k]
             its = box.inside(common)
             into = out[common.slices(region.start)] if region.ndim else out
+            values = into if into.flags.c_contiguous else np.empty(common.shape, out.dtype)
             with self.use(k) as part:
-                if into.flags.c_contiguous:
-                    self._read(part, box, its, into.reshape(its.shape))
-                else:
-                    values = np.empty(its.shape, out.dtype)
-                    self._read(part, box, its, values)
-                    np.copyto(into, values.reshape(common.shape))
+                lost = self._read(part, its, values.reshape(its.shape))
+                found |= self._told(lost, part, box)
+            if values is not into:
+                np.copyto(into, values)
+        self._lost = region, list(found)
 
-    def _read(self, part: _Part, box: _Box, region: Region, out: np.ndarray[Any, Any]) -> None:
-        """Read a region of an open part: its chunks without HDF5 where that is possible, which is twice as fast."""
-        chunks = box.behind.chunks
+    def _read(self, part: _Part, region: Region, out: np.ndarray[Any, Any]) -> Sequence[tuple[int, ...]]:
+        """Read a region of an open part: its chunks without HDF5 where that is possible, which is twice as fast. Returns its
+        missing chunks.
+        """
+        chunks = part.source.info.chunks
         reader = None if chunks is None or not region.ndim else self._reader_of(part)
         if reader is None or chunks is None:
             part.source.read_into(region, out)
-            return
-        n = max(1, _AT_ONCE_NBYTES // max(1, math.prod(chunks) * out.dtype.itemsize))
+            return part.source.missing(region)
+        n, lost = max(1, _AT_ONCE_NBYTES // max(1, math.prod(chunks) * out.dtype.itemsize)), list[tuple[int, ...]]()
         for some in a_few_chunks(region, chunks, n):
             into = out[some.slices(region.start)]
             values = into if into.flags.c_contiguous else np.empty(some.shape, out.dtype)
             if n < _WORTH_BATCHES or not read_chunks(reader, chunks, some, values):
-                read_by_chunks(reader, chunks, some, values)
+                lost += read_by_chunks(reader, chunks, some, values)
             if values is not into:
                 np.copyto(into, values)
+        return lost
 
     def _reader_of(self, part: _Part) -> ChunkReader | None:
         with self._lock:
@@ -336,64 +418,55 @@ class Tiles:
 
     def missing(self, region: Region) -> list[tuple[int, ...]]:
         """The chunks, of the grid that is told, in which chunks of parts are missing, or which no part covers. ``[()]`` without
-        chunks.
+        chunks. What the last `read_into` has found is not looked for again.
         """
-        found: dict[tuple[int, ...], None] = {}
+        if self._lost is not None and self._lost[0] == region:
+            return self._lost[1]
         met = list(self.meeting(region))
-        if sum(common.size for _, common in met) < region.size:
-            found |= dict.fromkeys(self._uncovered(region, [common for _, common in met]))
+        found = self._uncovered(region, [common for _, common in met])
         for k, common in met:
             box = self._boxes[k]
             with self.use(k) as part:
-                lost = part.source.missing(box.inside(common))
-            if self._chunks is None or box.behind.chunks is None:
-                found |= dict.fromkeys([()] if lost else [])
-                continue
-            for index in lost:
-                at = box.outside([i * c for i, c in zip(index, box.behind.chunks, strict=True)])
-                found[tuple(a // c for a, c in zip(at, self._chunks, strict=True))] = None
+                found |= self._told(part.source.missing(box.inside(common)), part, box)
         return list(found)
 
-    def _uncovered(self, region: Region, covered: Sequence[Region]) -> list[tuple[int, ...]]:
+    def _told(self, lost: Sequence[tuple[int, ...]], part: _Part, box: Box) -> dict[tuple[int, ...], None]:
+        """The missing chunks of a part, as those of the grid that is told."""
+        chunks, its = self._chunks, part.source.info.chunks
+        if chunks is None or its is None:
+            return dict.fromkeys([()] if lost else [])
+        places = (box.outside([i * c for i, c in zip(index, its, strict=True)]) for index in lost)
+        return dict.fromkeys(tuple(a // c for a, c in zip(at, chunks, strict=True)) for at in places)
+
+    def _uncovered(self, region: Region, covered: Sequence[Region]) -> dict[tuple[int, ...], None]:
+        """The chunks of which no part covers any element, of a region whose other elements are `covered`."""
+        if sum(one.size for one in covered) == region.size:
+            return {}
         if self._chunks is None:
-            return [()]
+            return {(): None}
         box = chunks_met(region, self._chunks)
         is_met = np.zeros(tuple(map(len, box)), dtype=bool)
         for one in covered:
             its = chunks_met(one, self._chunks)
             is_met[tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(its, box, strict=True))] = True
-        return list(map(tuple, (np.argwhere(~is_met) + [axis.start for axis in box]).tolist()))
+        places = np.argwhere(~is_met) + [axis.start for axis in box]
+        return dict.fromkeys(map(tuple, places.tolist()))
 
     def chunk_reader(self) -> ChunkReader | None:
         """A reader of the chunks of all parts; None if they do not lie on one grid, or are not encoded alike."""
-        if self._chunks is None or not self._boxes or not self._is_one_grid():
+        if self._chunks is None or not self._parts.get("is_one_grid"):
             return None
-        with self.use(0) as part:
+        expected = Region.whole(self._shape) if self._expected is None else self._expected
+        k = next((k for k, _ in self.meeting(expected)), 0) if expected.size else 0
+        with self.use(k) as part:
             reader = self._reader_of(part)
             if reader is None:
                 return None
-            part.n_users += 1  # it decodes for all, until they are closed
+            if self._decoder is None:
+                part.n_users += 1  # it decodes for all, until they are closed
+                self._decoder, self._encoding = reader, _encoding_of(part.source)
         kind = _TileBatches if isinstance(reader, BatchReader) else _TileChunks
-        return kind(self, self._chunks, reader, len(self._boxes[0].start))
-
-    def _is_one_grid(self) -> bool:
-        """True if each chunk of the grid that is told is one chunk of one part."""
-        first = self._boxes[0].behind
-        for box in self._boxes:
-            one = box.behind
-            if one.chunks is None or (one.filters, one.fill) != (first.filters, first.fill) or not one.kind.equal(first.kind):
-                return False
-            n = len(self._shape) - len(one.chunks)
-            if n < 0 or (1,) * n + one.chunks != self._chunks or box.axes != tuple(range(n, len(self._shape))):
-                return False
-            its_start = (0,) * n + box.start
-            for a, b, c, its, length in zip(
-                box.region.start, box.region.stop, self._chunks, its_start, self._shape, strict=True
-            ):
-                if a % c or its % c or (b % c and b != length):
-                    return False
-        covered = sum(box.region.size for box in self._boxes)
-        return covered == math.prod(self._shape) or first.fill == self._fill.tobytes()
+        return kind(self, self._chunks, self._decoder, len(self._boxes[k].start))
 
     @contextmanager
     def at(self, index: Sequence[int], chunks: tuple[int, ...]) -> Iterator[tuple[ChunkReader, int, tuple[int, ...]] | None]:
@@ -409,8 +482,8 @@ class Tiles:
         box = self._boxes[k]
         with self.use(k) as part:
             reader = self._reader_of(part)
-            if reader is None:
-                raise OSError(f"{part.source.info} can no longer be decoded as it could be when it was first opened")
+            if reader is None or _encoding_of(part.source) != self._encoding:
+                raise OSError(f"{part.source.info} is encoded in another way than when it was looked at")
             n = len(chunks) - len(box.start)
             its_start = (0,) * n + box.start
             steps = tuple((a - b) // c for a, b, c in zip(box.region.start, its_start, chunks, strict=True))

@@ -155,7 +155,7 @@ class ArrayLoad:
         return Verifier(self.name, self.layout.schedule, self.layout.source, how, open_again)
 
     def _open(self, handle: Any, access: Access | None = None) -> Source:
-        return _as_planned(open_source(handle, self.info.dataset, access or self.options.access), self)
+        return _as_planned(open_source(handle, self.info.dataset, access or self.options.access, self.info), self)
 
 
 class OpenSources:
@@ -213,7 +213,7 @@ class OpenSources:
         if file is None:
             file = self._files[key] = open_file(handle, self._access(load))
             self._opened.push(partial(_close, file))
-        return _as_planned(file.open(load.info.dataset), load)
+        return _as_planned(file.open_planned(load.info), load)
 
     def states(self, paths: Sequence[str], loads: Sequence[ArrayLoad]) -> dict[str, State]:
         """The state of each of some files, by the path in `ArrayInfo`: of those that are open here for several arrays.

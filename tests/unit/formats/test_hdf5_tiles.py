@@ -15,8 +15,8 @@ import pytest
 import zstandard
 
 from shardload.errors import SourceError
-from shardload.formats.base import BatchReader, ChunkReader, read_by_chunks, read_chunks, read_plain_chunks
-from shardload.formats.hdf5 import tiles
+from shardload.formats.base import ArrayInfo, BatchReader, ChunkReader, read_by_chunks, read_chunks, read_plain_chunks
+from shardload.formats.hdf5 import links, tiles
 from shardload.formats.hdf5.source import Hdf5Source
 from shardload.formats.lookup import open_source
 from shardload.planning.region import Region
@@ -148,6 +148,7 @@ def test_what_no_part_covers_is_the_fill_value(tmp_path: Path) -> None:
     assert source.missing(Region((0, 0), (4, 6))) == []
     source.close()
     check(whole(tmp_path, (12, 6), placed, fill=8), has_reader=False)  # other than in the parts
+    check(whole(tmp_path, (12, 6), [((slice(1, 5),), placed[0][1]), ((slice(5, 9),), placed[1][1])]))  # within chunks
     placed = [((slice(1, 3),), write(tmp_path, "p2.h5", values[:2]))]
     path = whole(tmp_path, (4, 6), placed)
     check(path)
@@ -232,10 +233,14 @@ def test_a_change_of_a_part_is_seen(tmp_path: Path) -> None:
     path = rows(tmp_path, (2, 2))
     source = open_source(path, "/x")
     before = source.state()
+    source.read_into(Region((2, 0, 0), (4, 6, 5)), np.empty((2, 6, 5), "f4"))
     assert before is not None and before == source.state()
-    stat = os.stat(tmp_path / "p1.h5")
-    os.utime(tmp_path / "p1.h5", ns=(stat.st_atime_ns, stat.st_mtime_ns - 1))  # older, too
-    assert source.state() != before and source.state()[:2] != before[:2]  # type: ignore[index]
+    for name in ("p0.h5", "p1.h5"):  # the first has not been read
+        stat = os.stat(tmp_path / name)
+        os.utime(tmp_path / name, ns=(stat.st_atime_ns, stat.st_mtime_ns - 1))  # older, too
+    assert source.state() != before
+    with pytest.raises(OSError, match=r"p0\.h5' has changed since it was looked at"):
+        source.read_into(Region((0, 0, 0), (1, 6, 5)), np.empty((1, 6, 5), "f4"))
     source.close()
 
 
@@ -246,12 +251,43 @@ def test_parts_that_are_gone_or_others(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"p1\.h5"):
         source.read_into(Region((0, 0, 0), (4, 6, 5)), np.empty((4, 6, 5), "f4"))
     write(tmp_path, "p1.h5", numbered((3, 6, 5)))
-    with pytest.raises(OSError, match=r"had the shape \(2, 6, 5\), and has \(3, 6, 5\)"):
+    with pytest.raises(OSError, match=r"p1\.h5' has changed since it was looked at \(had \d+ bytes and has"):
         source.read_into(Region((0, 0, 0), (4, 6, 5)), np.empty((4, 6, 5), "f4"))
     source.close()
     os.remove(tmp_path / "p1.h5")
     with pytest.raises(SourceError, match=r"p1\.h5"):
         open_source(path, "/x")
+
+
+def test_one_rank_looks_at_the_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others open only those that they read, and take no other version of them, nor of the file that leads to them."""
+    path = rows(tmp_path, (2, 2, 2), chunks=(1, 6, 5), compression="gzip")
+    source = open_source(path, "/x")
+    told = ArrayInfo.from_json(source.info.to_json())
+    source.close()
+    opened: list[str] = []
+    right = links._open_checked
+    monkeypatch.setattr(links, "_open_checked", lambda path, *more: opened.append(path) or right(path, *more))
+    source = open_source(path, "/x", planned=told)
+    assert source.info == told and opened == []
+    region = Region((2, 0, 0), (4, 6, 5))
+    source.expect(region)
+    reader, out = source.chunk_reader(), np.empty((2, 6, 5), "f4")
+    assert reader is not None
+    read_by_chunks(reader, (1, 6, 5), region, out)
+    np.testing.assert_array_equal(out, numbered((6, 6, 5))[2:4])
+    assert opened == [str(tmp_path / "p1.h5")]
+    source.close()
+    write(tmp_path, "p1.h5", -numbered((2, 6, 5)), chunks=(1, 6, 5), compression="gzip")
+    source = open_source(path, "/x", planned=told)
+    with pytest.raises(OSError, match=r"p1\.h5' has changed since it was looked at"):
+        source.read_into(region, out)
+    source.close()
+    rows(tmp_path, (3, 3), chunks=(1, 6, 5), compression="gzip")
+    source = open_source(path, "/x", planned=told)
+    with pytest.raises(OSError, match="has other parts than when it was looked at"):
+        source.read_into(region, out)
+    source.close()
 
 
 def test_few_parts_are_open_at_a_time(tmp_path: Path) -> None:

@@ -285,7 +285,7 @@ def test_what_the_library_opened_is_compared(home: Path, monkeypatch: pytest.Mon
     with hdf5_links.nothing_else_opened(fence), h5py.File(home / "in.h5"), open(home.parent / "else" / "raw", "rb"):
         pass  # inside, and no HDF5 file
     with monkeypatch.context() as patched:
-        patched.setattr(hdf5_links, "_place", lambda name, *_: str(home / name))
+        patched.setattr(hdf5_links.Places, "of", lambda _, name: str(home / name))
         patched.setenv("HDF5_VDS_PREFIX", str(home.parent / "else"))
         for name, read in (("/rows", read_all), ("/v", lambda source: source.plain(Region.whole((N,))))):
             source = open_source(home / "a.h5", name)
