@@ -41,11 +41,11 @@ from shardload.formats.hdf5.filters import is_stacked, refuse_filters
 from shardload.formats.hdf5.integrity import Sizes
 from shardload.formats.hdf5.opened import OpenDataset, OpenFacts, creation_of, kind_of
 from shardload.formats.hdf5.raw_file import has_signature, open_to_read, own_descriptor, plain_descriptor
-from shardload.formats.hdf5.tiles import Behind, Names
+from shardload.formats.hdf5.tiles import Behind, Names, version_of
 
 __all__ = [
     "LostError", "Others", "Places", "close_all", "decoded", "encoded", "follow", "follow_hard", "look_through",
-    "nothing_else_opened", "open_other", "place_of",
+    "nothing_else_opened", "open_other", "place_of", "versions_of",
 ]  # fmt: skip
 
 _MOST_LINKS = 40  # links in one name, as for the system's own symbolic links
@@ -86,7 +86,9 @@ class Others:
     behind : dict of Names to Behind
         What is at these names.
     versions : dict of str to tuple of int
-        Size and time of each of the files of a virtual dataset, when it was checked.
+        Size and time of each of the other files, and of those that links in them lead to, when it was checked.
+    n_looked : int
+        How many datasets were looked at.
     """
 
     sizes: dict[str, int] = field(default_factory=dict)
@@ -100,6 +102,19 @@ class Others:
     names: list[Names | None] = field(default_factory=list)
     behind: dict[Names, Behind] = field(default_factory=dict)
     versions: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    n_looked: int = 0
+
+    def add_file(self, path: str, version: tuple[int, ...]) -> None:
+        """Note a file that values depend on."""
+        self.sizes[path], self.versions[path] = version[0], version
+
+    def add_all(self, inner: Others) -> None:
+        """Take in what was found behind one of the datasets."""
+        self.is_unlimited |= inner.is_unlimited
+        self.n_looked, self.filters = inner.n_looked, self.filters or inner.filters
+        self.sizes |= inner.sizes
+        self.versions |= inner.versions
+        self.chunks += [chunk for chunk in inner.chunks if chunk not in self.chunks]
 
     def state(self) -> tuple[int, int] | None:
         """The bytes of all files, and a number that changes if the size or the time of last change of one does; None without
@@ -342,7 +357,7 @@ def look_through(dataset: h5py.Dataset, fence: Fence, access: Access = STRICT, i
         return found
     others = Others(fence=fence, access=access)
     try:
-        _look(dataset, others, set(), 0, is_known)
+        _look(dataset, others, {}, 0, is_known)
     except (OutsideError, _RefusedError) as error:
         others.refused = str(error)
     if key is not None and others.refused is None and not others.is_unlimited and len(others.versions) <= _MOST_KEPT:
@@ -383,7 +398,10 @@ class _RefusedError(Exception):
     """A dataset cannot be loaded; the text says why."""
 
 
-def _look(dataset: h5py.Dataset, others: Others, seen: set[tuple[str, str]], level: int, is_known: bool = False) -> None:
+Seen = dict[tuple[str, str], bool]  # real path and name of datasets that were found; False until all behind them was looked at
+
+
+def _look(dataset: h5py.Dataset, others: Others, seen: Seen, level: int, is_known: bool = False) -> None:
     creation = creation_of(dataset)
     layout = creation.get_layout()
     if level > _MOST_LEVELS:
@@ -489,9 +507,7 @@ def _limits(space: Any) -> tuple[int, int, int] | None:
     return None
 
 
-def _look_at_pattern(
-    places: Places, dataset: h5py.Dataset, one: _Mapping, others: Others, seen: set[tuple[str, str]], level: int
-) -> None:
+def _look_at_pattern(places: Places, dataset: h5py.Dataset, one: _Mapping, others: Others, seen: Seen, level: int) -> None:
     """Check the files and datasets of a pattern: numbers from 0 up to the first that does not exist, as HDF5 does."""
     number = 0
     while _look_at_source(places, *one.names(number), others, seen, level, may_be_missing=True):
@@ -511,7 +527,7 @@ def _look_at_source(
     name: str,
     inside: str,
     others: Others,
-    seen: set[tuple[str, str]],
+    seen: Seen,
     level: int,
     may_be_missing: bool = False,
 ) -> bool:
@@ -524,25 +540,36 @@ def _look_at_source(
         return False
     place = real, inside
     if place in seen:
-        if level == 0 and place in others.behind:
+        if not seen[place]:
+            raise _RefusedError(f"{what}, whose '{printable(inside)}' consists of itself")
+        if level == 0:
             others.behind[name, inside] = others.behind[place]
         return True
-    seen.add(place)
-    if len(seen) > _MOST_SOURCES:
+    seen[place] = False
+    others.n_looked += 1
+    if others.n_looked > _MOST_SOURCES:
         raise _RefusedError(f"values of more than {_MOST_SOURCES} other datasets")
     if (why := why_not_a_file(path)) is not None:
         raise _RefusedError(f"{what}, which is {why} (HDF5 would deliver fill values in its place)")
     try:
         version = state_of(path) or (0, 0)
-        others.sizes[path], others.versions[path] = version[0], version
+        others.add_file(path, version)
         with _open_checked(path, what, others.fence) as opened:
             found, files = follow(opened, inside, others.fence)
             try:
                 if isinstance(found, h5py.h5d.DatasetID):
                     dataset = h5py.Dataset(found)
-                    _look(dataset, others, seen, level + 1)
+                    linked = versions_of(files)
+                    for other, its in linked.items():
+                        others.add_file(other, its)
+                    # What is behind each of them is looked at by itself, so that all files are known that it depends on.
+                    inner = Others(fence=others.fence, access=others.access, n_looked=others.n_looked) if level == 0 else others
+                    _look(dataset, inner, seen if level else {place: False}, level + 1)
                     if level == 0:
-                        others.behind[name, inside] = others.behind[place] = Behind.of(dataset, version)
+                        others.add_all(inner)
+                        whole = version_of({path: version, **linked, **inner.versions})
+                        others.behind[name, inside] = others.behind[place] = Behind.of(dataset, whole)
+                    seen[place] = True
                     return True
             finally:
                 close_all(files)
@@ -556,6 +583,15 @@ def _look_at_source(
             f"{what}, whose '{printable(inside)}' cannot be opened (HDF5 may deliver fill values in its place; it says: {why})"
         ) from None
     raise _RefusedError(f"{what}, whose '{printable(inside)}' is a group (HDF5 would deliver fill values in its place)")
+
+
+def versions_of(files: Sequence[h5py.File]) -> dict[str, tuple[int, ...]]:
+    """Path, and size and time, of files that `open_to_read` opened."""
+    found = {}
+    for file in files:
+        path, descriptor = os.path.join(os.getcwd(), str(file.filename)), own_descriptor(file)
+        found[path] = (state_of(path if descriptor is None else descriptor) or (0, 0))[:2]
+    return found
 
 
 def _look_at_storage(dataset: h5py.Dataset, creation: Any, others: Others) -> None:
@@ -617,8 +653,8 @@ class Places:
     """
 
     def __init__(self, variable: str, file: h5py.File) -> None:
-        place, setting = place_of(file), os.environ.get(variable, "")
-        self._own = str(file.filename)
+        place, setting = os.path.join(os.getcwd(), place_of(file)), os.environ.get(variable, "")
+        self._own = place
         self._beside = beside = os.path.dirname(place) or "."
         prefixes = [text for text in setting.split(":") if text]
         if setting.startswith("${ORIGIN}"):  # HDF5 understands it at the beginning, and then takes one prefix

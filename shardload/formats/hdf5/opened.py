@@ -8,8 +8,8 @@ changes while it is open. An `h5py.Dataset` of the caller is asked each time: th
 from __future__ import annotations
 
 import contextlib
-import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar, overload
 
 import h5py
 
@@ -21,6 +21,7 @@ __all__ = [
     "OpenFacts",
     "creation_of",
     "header_of",
+    "kept",
     "kind_of",
     "nbytes_of_attributes_of",
     "nbytes_stored_of",
@@ -28,6 +29,28 @@ __all__ = [
 ]
 
 _MOST_GROUPS = 64
+T = TypeVar("T")
+
+
+class kept(Generic[T]):
+    """As `functools.cached_property`, without the lock that this has in Python 3.11, one for all objects of a class.
+
+    A thread that asks HDF5 for a value would have that lock and wait for h5py's, while another one has h5py's
+    (`links.nothing_else_opened`) and waits for that lock. Two threads may both ask, and the first answer is kept.
+    """
+
+    def __init__(self, ask: Callable[[Any], T]) -> None:
+        self._ask, self.__doc__, self._name = ask, ask.__doc__, ask.__name__
+
+    @overload
+    def __get__(self, owner: None, kind: type) -> kept[T]: ...
+    @overload
+    def __get__(self, owner: object, kind: type) -> T: ...
+    def __get__(self, owner: Any, kind: type) -> Any:
+        if owner is None:
+            return self
+        found = owner.__dict__
+        return found[self._name] if self._name in found else found.setdefault(self._name, self._ask(owner))
 
 
 class OpenFacts:
@@ -45,7 +68,7 @@ class OpenFacts:
         self._groups: dict[bytes, Any] = {}
         self.has_marks: bool | None = None  # of the netCDF library; None until somebody has looked
 
-    @functools.cached_property
+    @kept
     def root(self) -> Any:
         """The root group."""
         return h5py.h5g.open(self.file.id, b"/")
@@ -60,23 +83,23 @@ class OpenFacts:
             self._groups.clear()
         self._groups[name] = group
 
-    @functools.cached_property
+    @kept
     def nbytes_of_attributes(self) -> int:
         """Bytes of the root group's attributes that are not in its object header."""
         return _nbytes_of_attributes(h5py.h5o.get_info(self.file.id))
 
-    @functools.cached_property
+    @kept
     def raw(self) -> RawFile | None:
         """The bytes of the file; None if only the HDF5 library may read them."""
         has_block = self.descriptor is None or self.creation.get_userblock()
         return None if has_block or self.descriptor is None else RawFile.of_plain(self.descriptor)
 
-    @functools.cached_property
+    @kept
     def creation(self) -> Any:
         """The properties with which the file was made."""
         return self.file.id.get_create_plist()
 
-    @functools.cached_property
+    @kept
     def sizes(self) -> tuple[int, int]:
         """Bytes of an address, and of a length, in the file."""
         offset, length = self.creation.get_sizes()
@@ -116,17 +139,17 @@ class OpenDataset(h5py.Dataset):  # type: ignore[misc]  # h5py has no types
         """The file that it is in."""
         return self.facts.file
 
-    @functools.cached_property
+    @kept
     def creation(self) -> Any:
         """Its creation properties."""
         return self.id.get_create_plist()
 
-    @functools.cached_property
+    @kept
     def kind(self) -> Any:
         """The type of its values in the file."""
         return self.id.get_type()
 
-    @functools.cached_property
+    @kept
     def nbytes_of_attributes(self) -> int:
         """Bytes of its attributes that are not in its object header."""
         header, raw = header_of(self), self.facts.raw

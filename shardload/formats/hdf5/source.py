@@ -61,11 +61,12 @@ from shardload.formats.hdf5.links import (
     look_through,
     open_other,
     place_of,
+    versions_of,
 )
 from shardload.formats.hdf5.making import attribute_names, groups_of, properties_of
 from shardload.formats.hdf5.metadata import NON_COORDINATE, axes_of, describe, filters_of, labels_of, stands_for_axis
 from shardload.formats.hdf5.missing import MissingChunks
-from shardload.formats.hdf5.opened import OpenDataset, OpenFacts, kind_of, nbytes_stored_of, raw_of
+from shardload.formats.hdf5.opened import OpenDataset, OpenFacts, kept, kind_of, nbytes_stored_of, raw_of
 from shardload.formats.hdf5.raw_file import RawFile, has_signature, open_to_read, plain_descriptor, swap_size
 from shardload.formats.hdf5.tiles import Tiles, code_of, find_boxes, tell_parts
 from shardload.formats.labels import Labels
@@ -216,7 +217,7 @@ class Hdf5Source(Source):
             return self._tiles.missing(region)
         return self._missing_chunks.meeting(region) if self._missing is None else self._missing
 
-    @functools.cached_property
+    @kept
     def _bounded(self) -> ChunkReader | None:
         """A reader of single chunks, if HDF5's own filters would take as much memory as the file declares; else None."""
         numbers = {number for number, *_ in filters_of(self._dataset)}
@@ -230,11 +231,11 @@ class Hdf5Source(Source):
             )
         return found
 
-    @functools.cached_property
+    @kept
     def _sizes(self) -> Sizes:
         return Sizes(self._dataset)
 
-    @functools.cached_property
+    @kept
     def _missing_chunks(self) -> MissingChunks:
         return MissingChunks(self._dataset, self._raw)
 
@@ -287,7 +288,7 @@ class Hdf5Source(Source):
             return None
         return open_chunks(self._dataset, self._dtype, self._raw, self._whole, self._expected)
 
-    @functools.cached_property
+    @kept
     def _tiles(self) -> Tiles | None:
         """The parts of a virtual dataset; None for any other one, and if HDF5 has to read it."""
         if not self._others.is_virtual or self._others.is_unlimited or self._info.refused is not None:
@@ -301,12 +302,12 @@ class Hdf5Source(Source):
         open_part = OtherFiles(self._dataset.file, self._others.fence, self._others.access)
         return Tiles(boxes, self._info, fill_value(self._dataset, self._dtype), open_part)
 
-    @functools.cached_property
+    @kept
     def _raw(self) -> RawFile | None:
         """The bytes of the file; None if only HDF5 may read them."""
         return raw_of(self._dataset)
 
-    @functools.cached_property
+    @kept
     def _contiguous(self) -> Hdf5Contiguous | None:
         """A reader of contiguous values without HDF5; None if only HDF5 can read them."""
         if self._info.chunks is not None or self._raw is None:
@@ -488,7 +489,7 @@ class _Hdf5File(OpenFile):
             return {}
         return {f"/{name}": f"'{decoded(inside)}' in '{os.fsdecode(file)}'" for name, (file, inside) in found.items()}
 
-    @functools.cached_property
+    @kept
     def _groups(self) -> tuple[dict[str, dict[str, Any]], list[str]]:
         return groups_of(self._file)  # goes through the whole file
 
@@ -555,18 +556,43 @@ class OtherFiles:
     def __init__(self, file: h5py.File, fence: Fence, access: Access) -> None:
         self._places, self._fence, self._access = Places("HDF5_VDS_PREFIX", file), fence, access
 
-    def __call__(self, name: str, dataset: str) -> Source:
-        """Open the dataset of this name in the file that is named so."""
+    def __call__(self, name: str, dataset: str) -> tuple[Source, dict[str, tuple[int, ...]]]:
+        """Open the dataset of this name in the file that is named so. Returns also the files that its values depend on, and
+        their versions, which had been seen when it was looked at.
+        """
         path, _ = self._places.find(name)
         file = open_other(path, f"values of another file, '{printable(name)}'", self._fence)
         try:
-            return _open_dataset(OpenFacts(file), path, dataset, self._access, is_own=True, fence=self._fence)
+            return _open_part(file, path, dataset, self._access, self._fence)
         except KeyError:
             close_all([file])
             raise OSError(f"'{printable(path)}' has no '{printable(dataset)}' any more") from None
         except BaseException:
             close_all([file])
             raise
+
+
+def _open_part(
+    file: h5py.File, path: str, name: str, access: Access, fence: Fence
+) -> tuple[Hdf5Source, dict[str, tuple[int, ...]]]:
+    """As `_open_dataset`, of the very name: a virtual dataset knows no names of netCDF."""
+    facts, linked = OpenFacts(file), list[h5py.File]()
+    try:
+        found: Any = follow_hard(facts, name)
+        if found is None:
+            target, linked = _follow(file, path, name, fence)
+            if not isinstance(target, h5py.h5d.DatasetID):
+                raise KeyError(name)
+            found = h5py.Dataset(target)
+        files = versions_of([file, *linked])
+        others = look_through(found, fence, access)
+        info = _describe(found, path, name, others, access=access)
+        if info.refused is not None:
+            raise OSError(f"{info} holds {info.refused}")
+        return Hdf5Source(found, info, others, [file, *linked], is_own=True, facts=facts), {**files, **others.versions}
+    except BaseException:
+        close_all(linked)
+        raise
 
 
 def open_explained(path: str) -> h5py.File:

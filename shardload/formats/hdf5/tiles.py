@@ -16,11 +16,13 @@ A part is opened when something of it is first read, and the last few stay open:
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any, Protocol
 
 import h5py
@@ -47,9 +49,9 @@ from shardload.formats.hdf5.chunks import fill_value
 from shardload.formats.hdf5.opened import creation_of, kind_of
 from shardload.planning.region import Region
 
-__all__ = ["Behind", "Box", "Names", "Opener", "Tiles", "code_of", "find_boxes", "tell_parts"]
+__all__ = ["Behind", "Box", "Names", "Opener", "Tiles", "code_of", "find_boxes", "tell_parts", "version_of"]
 
-_NUMBERS = (h5py.h5t.INTEGER, h5py.h5t.FLOAT, h5py.h5t.COMPOUND, h5py.h5t.ENUM)
+_NUMBERS = (h5py.h5t.INTEGER, h5py.h5t.FLOAT, h5py.h5t.COMPOUND, h5py.h5t.ENUM, getattr(h5py.h5t, "COMPLEX", None))
 _MOST_OPEN = 8  # parts: with hundreds of open objects, HDF5 takes a millisecond to close a file
 _AT_ONCE_NBYTES, _WORTH_BATCHES = 1 << 20, 4  # of small chunks that are read together; how many are worth it
 _MOST_TILES = 1 << 16  # of one dataset; asking HDF5 where each is takes 20 microseconds, on every rank
@@ -67,7 +69,7 @@ class Behind:
     Attributes
     ----------
     version : tuple of int
-        Size and time of last change of its file.
+        Size and time of last change of its file; or the `version_of` that and others behind it.
     shape, chunks : tuple of int
         Its shape, and its chunks if it has some.
     kind : bytes
@@ -76,6 +78,8 @@ class Behind:
         Number and parameters of each filter.
     fill : bytes
         Its value where nothing was written, in native byte order.
+    is_raw : bool
+        Whether its chunks can be read without HDF5, as far as its file is concerned.
     """
 
     version: tuple[int, ...]
@@ -84,10 +88,11 @@ class Behind:
     kind: bytes
     filters: tuple[tuple[int, tuple[int, ...]], ...]
     fill: bytes
+    is_raw: bool = True
 
     @classmethod
     def of(cls, dataset: h5py.Dataset, version: tuple[int, ...]) -> Behind:
-        """Of an open dataset, whose file had this state when it was opened."""
+        """Of an open dataset, and the version of what is behind it."""
         creation = creation_of(dataset)
         told = (creation.get_filter(k) for k in range(creation.get_nfilters()))
         filters = tuple((number, tuple(values)) for number, _, values, _ in told)
@@ -96,7 +101,17 @@ class Behind:
         fill = fill_value(dataset, native_dtype(kind.dtype)).tobytes() if is_number else b""
         chunks = tuple(creation.get_chunk()) if creation.get_layout() == h5py.h5d.CHUNKED else None
         # Not the identifier: closing a file takes HDF5 a millisecond more if a thousand of them are alive.
-        return cls(version[:2], tuple(dataset.shape or ()), chunks, code_of(kind), filters, fill)
+        is_raw = not dataset.file.userblock_size
+        return cls(version, tuple(dataset.shape or ()), chunks, code_of(kind), filters, fill, is_raw)
+
+
+def version_of(files: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
+    """The size and time of one file; of several their bytes, and a number that changes if one of them does."""
+    states = sorted(files.values())
+    if len(states) == 1:
+        return states[0][0], states[0][1]
+    digest = blake2b(repr(states).encode(), digest_size=7).digest()
+    return sum(one[0] for one in states), int.from_bytes(digest, "little")
 
 
 def code_of(kind: Any) -> bytes:
@@ -107,8 +122,8 @@ def code_of(kind: Any) -> bytes:
 class Opener(Protocol):
     """Opens the source of a part."""
 
-    def __call__(self, name: str, dataset: str) -> Source:
-        """Open the dataset of this name in the file that is named so."""
+    def __call__(self, name: str, dataset: str) -> tuple[Source, dict[str, tuple[int, ...]]]:
+        """Open the dataset of this name in the file that is named so. Returns also the versions of all files behind it."""
         ...
 
 
@@ -137,13 +152,13 @@ class Box:
             high.append(first + a + n)
         return Region(tuple(low), tuple(high))
 
-    def outside(self, place: Sequence[int]) -> tuple[int, ...]:
-        """The element of the virtual dataset that an element of its dataset is, or the nearest one."""
-        at = list(self.region.start)
-        for k, (first, axis) in enumerate(zip(self.start, self.axes, strict=True)):
+    def outside(self, start: Sequence[int], stop: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Where a region of its dataset is in the virtual dataset; it may be in part beside the tile."""
+        low, high = list(self.region.start), list(self.region.stop)
+        for a, b, first, axis in zip(start, stop, self.start, self.axes, strict=True):
             if axis >= 0:
-                at[axis] = min(max(at[axis] + place[k] - first, at[axis]), self.region.stop[axis] - 1)
-        return tuple(at)
+                low[axis], high[axis] = self.region.start[axis] + a - first, self.region.start[axis] + b - first
+        return low, high
 
 
 def find_boxes(
@@ -215,7 +230,9 @@ def _is_one_grid(
     if chunks is None or not boxes:
         return False
     for box, one in zip(boxes, behind, strict=True):
-        if one.chunks is None or (one.filters, one.fill) != (behind[0].filters, behind[0].fill):
+        if one.chunks is None or not one.is_raw:
+            return False
+        if (one.chunks, one.filters, one.fill) != (behind[0].chunks, behind[0].filters, behind[0].fill):
             return False
         n = len(shape) - len(one.chunks)
         if n < 0 or (1,) * n + one.chunks != chunks or box.axes != tuple(range(n, len(shape))):
@@ -313,7 +330,7 @@ class Tiles:
         self._expected: Region | None = None
         self._decoder: Any = None
         self._encoding: Any = None  # of the part of the decoder
-        self._used: dict[int, str] = {}  # where parts that were read are
+        self._used: dict[int, list[str]] = {}  # the files behind parts that were read
         self._lost: tuple[Region, list[tuple[int, ...]]] | None = None  # the missing chunks of what was read last
 
     def expect(self, region: Region) -> None:
@@ -324,7 +341,8 @@ class Tiles:
         """How many of the parts that were read are others now."""
         with self._lock:
             used = list(self._used.items())
-        return sum((state_of(path) or ())[:2] != tuple(self._parts["versions"][k]) for k, path in used)
+        states = [(k, {path: state_of(path) or (0, 0) for path in paths}) for k, paths in used]
+        return sum(version_of(now) != tuple(self._parts["versions"][k]) for k, now in states)
 
     def meeting(self, region: Region) -> Iterator[tuple[int, Region]]:
         """The tiles that a non-empty region meets, and what it has in common with each."""
@@ -355,15 +373,15 @@ class Tiles:
     def _opened(self, k: int) -> _Part:
         """Open a part. OSError if it is another one than that which was looked at."""
         box = self._boxes[k]
-        source = self._open_part(*box.names)
+        source, files = self._open_part(*box.names)
         try:
-            expected, state = tuple(self._parts["versions"][k]), source.state()
-            if state is not None and state[:2] != expected:
+            expected, state = tuple(self._parts["versions"][k]), version_of(files)
+            if state != expected:
                 changed = f"had {expected[0]} bytes and has {state[0]}" if state[0] != expected[0] else "has another time"
                 raise OSError(f"'{source.info.path}' has changed since it was looked at ({changed}): load it again")
             if source.info.shape != box.shape:
                 raise OSError(f"{source.info} had the shape {box.shape}, and has {source.info.shape}")
-            self._used[k] = source.info.path
+            self._used[k] = list(files)
             wanted = None if self._expected is None else box.region.intersect(self._expected)
             if wanted is not None:
                 source.expect(box.inside(wanted))
@@ -386,7 +404,7 @@ class Tiles:
             values = into if into.flags.c_contiguous else np.empty(common.shape, out.dtype)
             with self.use(k) as part:
                 lost = self._read(part, its, values.reshape(its.shape))
-                found |= self._told(lost, part, box)
+                found |= self._told(lost, part, box, common)
             if values is not into:
                 np.copyto(into, values)
         self._lost = region, list(found)
@@ -420,23 +438,31 @@ class Tiles:
         """The chunks, of the grid that is told, in which chunks of parts are missing, or which no part covers. ``[()]`` without
         chunks. What the last `read_into` has found is not looked for again.
         """
-        if self._lost is not None and self._lost[0] == region:
-            return self._lost[1]
+        last = self._lost  # another thread may read meanwhile
+        if last is not None and last[0] == region:
+            return last[1]
         met = list(self.meeting(region))
         found = self._uncovered(region, [common for _, common in met])
         for k, common in met:
             box = self._boxes[k]
             with self.use(k) as part:
-                found |= self._told(part.source.missing(box.inside(common)), part, box)
+                found |= self._told(part.source.missing(box.inside(common)), part, box, common)
         return list(found)
 
-    def _told(self, lost: Sequence[tuple[int, ...]], part: _Part, box: Box) -> dict[tuple[int, ...], None]:
-        """The missing chunks of a part, as those of the grid that is told."""
+    def _told(self, lost: Sequence[tuple[int, ...]], part: _Part, box: Box, region: Region) -> dict[tuple[int, ...], None]:
+        """The missing chunks that a part has in `region`, as those of the grid that is told."""
         chunks, its = self._chunks, part.source.info.chunks
-        if chunks is None or its is None:
+        if chunks is None or not lost:
             return dict.fromkeys([()] if lost else [])
-        places = (box.outside([i * c for i, c in zip(index, its, strict=True)]) for index in lost)
-        return dict.fromkeys(tuple(a // c for a, c in zip(at, chunks, strict=True)) for at in places)
+        if its is None:  # no value of it is stored
+            return dict.fromkeys(itertools.product(*chunks_met(region, chunks)))
+        found: dict[tuple[int, ...], None] = {}
+        for index in lost:
+            ends = ([(i + k) * c for i, c in zip(index, its, strict=True)] for k in (0, 1))
+            low, high = box.outside(*ends)
+            inside = Region(tuple(map(max, low, region.start)), tuple(map(min, high, region.stop)))
+            found |= dict.fromkeys(itertools.product(*chunks_met(inside, chunks)))
+        return found
 
     def _uncovered(self, region: Region, covered: Sequence[Region]) -> dict[tuple[int, ...], None]:
         """The chunks of which no part covers any element, of a region whose other elements are `covered`."""

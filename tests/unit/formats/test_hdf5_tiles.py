@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import zstandard
 from shardload.errors import SourceError
 from shardload.formats.base import ArrayInfo, BatchReader, ChunkReader, read_by_chunks, read_chunks, read_plain_chunks
 from shardload.formats.hdf5 import links, tiles
+from shardload.formats.hdf5.opened import kept
 from shardload.formats.hdf5.source import Hdf5Source
 from shardload.formats.lookup import open_source
 from shardload.planning.region import Region
@@ -314,3 +316,160 @@ def test_few_parts_are_open_at_a_time(tmp_path: Path) -> None:
 def test_it_behaves_as_every_format_must(tmp_path: Path, lengths: Sequence[int], how: dict[str, Any]) -> None:
     path = rows(tmp_path, lengths, **how)
     check_source(lambda: open_source(path, "/x"), numbered((11, 6, 5)))
+
+
+def two(folder: Path, first: Any, second: Any, **how: Any) -> str:
+    return whole(folder, (8, 6), [((slice(0, 4),), first), ((slice(4, 8),), second)], **how)
+
+
+def test_parts_that_are_reached_or_stored_in_another_way(tmp_path: Path) -> None:
+    """By a link into a file beside it; behind a user block; a virtual dataset that HDF5 reads; values in a raw file."""
+    values, how = numbered((4, 6)), {"chunks": (2, 3), "compression": "gzip"}
+    first = write(tmp_path, "p0.h5", values, **how)
+
+    def part(name: str) -> h5py.VirtualSource:
+        return h5py.VirtualSource(name, "x", (4, 6), "f4")
+
+    with h5py.File(tmp_path / "linked.h5", "w") as file:
+        file["x"] = h5py.ExternalLink("p0.h5", "/g/x")
+    check(two(tmp_path, first, part("linked.h5")), has_reader=True)
+    with h5py.File(tmp_path / "block.h5", "w", userblock_size=512) as file:
+        file.create_dataset("x", data=-values, **how)
+    check(two(tmp_path, first, part("block.h5")), has_reader=False)
+    layout = h5py.VirtualLayout((4, 6), "f4")
+    layout[::2], layout[1::2] = first[2:], first[:2]
+    with h5py.File(tmp_path / "mixed.h5", "w") as file:
+        file.create_virtual_dataset("x", layout)
+    check(two(tmp_path, first, part("mixed.h5")))
+    (values * 2).tofile(tmp_path / "raw")
+    with h5py.File(tmp_path / "outside.h5", "w") as file:
+        file.create_dataset("x", (4, 6), "f4", external=[(str(tmp_path / "raw"), 0, 96)])
+    check(two(tmp_path, first, part("outside.h5")))
+    row = write(tmp_path, "row.h5", numbered((6,)), chunks=(3,), compression="gzip")
+    check(whole(tmp_path, (5, 6), [((slice(0, 4),), first), ((4, slice(0, 6)), row)]), has_reader=False)
+
+
+@pytest.mark.parametrize("behind", ["p0.h5", "p1.h5"])
+def test_a_change_of_a_file_behind_a_part_is_seen(tmp_path: Path, behind: str) -> None:
+    _, second = (write(tmp_path, name, numbered((4, 6))) for name in ("p0.h5", "p1.h5"))
+    with h5py.File(tmp_path / "linked.h5", "w") as file:
+        file["x"] = h5py.ExternalLink("p0.h5", "/g/x")
+    layout = h5py.VirtualLayout((4, 6), "f4")
+    layout[::2], layout[1::2] = second[2:], second[:2]
+    with h5py.File(tmp_path / "mixed.h5", "w") as file:
+        file.create_virtual_dataset("x", layout)
+    path = two(tmp_path, *(h5py.VirtualSource(name, "x", (4, 6), "f4") for name in ("linked.h5", "mixed.h5")))
+    used, fresh = open_source(path, "/x"), open_source(path, "/x")
+    used.read_into(Region((0, 0), (8, 6)), np.empty((8, 6), "f4"))
+    before = used.state()
+    os.utime(tmp_path / behind, ns=(1, 1))
+    assert used.state() != before
+    with pytest.raises(OSError, match="has changed since it was looked at"):
+        fresh.read_into(Region((0, 0), (8, 6)), np.empty((8, 6), "f4"))
+    used.close()
+    fresh.close()
+    check(path)
+
+
+def test_what_consists_of_itself_is_refused(tmp_path: Path) -> None:
+    for name, other in (("a.h5", "b.h5"), ("b.h5", "a.h5"), ("c.h5", ".")):
+        layout = h5py.VirtualLayout((4,), "f4")
+        layout[:] = h5py.VirtualSource(other, "x", (4,))
+        with h5py.File(tmp_path / name, "w") as file:
+            file.create_virtual_dataset("x", layout)
+    for name in ("a.h5", "c.h5"):
+        with pytest.raises(SourceError, match="whose 'x' consists of itself"):
+            open_source(str(tmp_path / name), "/x")
+
+
+def test_missing_chunks_are_those_that_meet_the_region(tmp_path: Path) -> None:
+    """Chunks of a part are not those that are told: they begin elsewhere, are larger, or the part has none."""
+    with h5py.File(tmp_path / "p1.h5", "w") as file:
+        file.create_dataset("chunked", (4, 6), "f4", chunks=(4, 6))
+        file.create_dataset("plain", (4, 6), "f4")
+    first = write(tmp_path, "p0.h5", numbered((4, 6)), chunks=(2, 3))
+    for name in ("chunked", "plain"):
+        path = whole(
+            tmp_path,
+            (9, 6),
+            [((slice(0, 4),), first), ((slice(5, 9),), h5py.VirtualSource("p1.h5", name, (4, 6), "f4"))],
+            fill=0,
+        )
+        source = open_source(path, "/x")
+        assert source.info.chunks == (2, 3)
+        assert source.missing(Region((2, 0), (4, 6))) == []
+        assert sorted(source.missing(Region((6, 3), (9, 6)))) == [(3, 1), (4, 1)]
+        assert sorted(source.missing(Region((4, 0), (6, 2)))) == [(2, 0)]
+        source.close()
+
+
+def test_missing_complex_numbers_are_the_fill_values_of_their_parts(tmp_path: Path) -> None:
+    """HDF5 2.0 has a type of its own for them."""
+    kind = getattr(h5py.h5t, "COMPLEX_IEEE_F32LE", None)
+    placed = []
+    for k in range(2):
+        creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        creation.set_chunk((2,))
+        creation.set_fill_value(np.array(k + 3j, "c8"))
+        with h5py.File(tmp_path / f"p{k}.h5", "w") as file:
+            space = h5py.h5s.create_simple((4,))
+            h5py.h5d.create(file.id, b"x", kind or h5py.h5t.py_create("c8"), space, creation)
+            file["x"][:2] = 5
+        placed.append((f"p{k}.h5", 4 * k))
+    creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    for name, first in placed:
+        space = h5py.h5s.create_simple((8,))
+        space.select_hyperslab((first,), (1,), block=(4,))
+        creation.set_virtual(space, name.encode(), b"x", h5py.h5s.create_simple((4,)))
+    with h5py.File(tmp_path / "whole.h5", "w") as file:
+        h5py.h5d.create(file.id, b"x", kind or h5py.h5t.py_create("c8"), h5py.h5s.create_simple((8,)), creation)
+    check(str(tmp_path / "whole.h5"), has_reader=False)
+
+
+def test_the_working_folder_is_changed_between_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows(tmp_path, (2, 2))
+    monkeypatch.chdir(tmp_path)
+    source, out = open_source("whole.h5", "/x"), np.empty((4, 6, 5), "f4")
+    source.read_into(Region((0, 0, 0), (2, 6, 5)), out[:2])
+    (tmp_path / "below").mkdir()
+    monkeypatch.chdir(tmp_path / "below")
+    source.read_into(Region((2, 0, 0), (4, 6, 5)), out[2:])
+    np.testing.assert_array_equal(out, numbered((4, 6, 5)))
+    source.close()
+
+
+def test_no_thread_waits_for_what_another_one_asks_of_hdf5() -> None:
+    """It may have h5py's lock, for which the other one waits."""
+    asked, go_on = threading.Event(), threading.Event()
+
+    class Asker:
+        def __init__(self, is_slow: bool) -> None:
+            self.is_slow = is_slow
+
+        @kept
+        def answer(self) -> int:
+            if self.is_slow:
+                asked.set()
+                assert go_on.wait(60)
+            return 1
+
+    slow, found = Asker(True), list[int]()
+    threads = [threading.Thread(target=lambda one=one: found.append(one.answer)) for one in (slow, Asker(False))]
+    threads[0].start()
+    assert asked.wait(60)
+    threads[1].start()
+    threads[1].join(10)
+    assert found == [1]
+    go_on.set()
+    for thread in threads:
+        thread.join()
+    assert found == [1, 1] and slow.answer == 1
+
+
+def test_a_virtual_dataset_knows_no_names_of_netcdf(tmp_path: Path) -> None:
+    """A variable that is no coordinate has another name in HDF5 than the dimension of its name."""
+    with h5py.File(tmp_path / "p0.h5", "w") as file:
+        file["n"] = np.arange(3, dtype="f4")
+        file["n"].make_scale("This is a netCDF dimension but not a netCDF variable.         3")
+        file["_nc4_non_coord_n"] = -np.ones(3, "f4")
+    check(whole(tmp_path, (3,), [((slice(0, 3),), h5py.VirtualSource("p0.h5", "n", (3,), "f4"))]))
