@@ -226,6 +226,8 @@ class Properties:
         True for an array without values that stands for an axis (a netCDF dimension without a variable).
     unread : tuple of str
         What could not be read of the attributes, in words.
+    stored_name : str or None
+        The last part of its name in the file, if that is another one: netCDF has its own names over those of HDF5.
     """
 
     dtype: np.dtype[Any]
@@ -238,6 +240,7 @@ class Properties:
     coordinates: tuple[str, ...] = ()
     is_dimension: bool = False
     unread: tuple[str, ...] = ()
+    stored_name: str | None = None
 
     @classmethod
     def of(cls, labels: Labels | OnDemand, dtype: np.dtype[Any], attrs: Mapping[str, Any], **more: Any) -> Properties:

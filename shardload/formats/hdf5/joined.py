@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ import numpy as np
 
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.access import Access
-from shardload.formats.hdf5.links import look_through
+from shardload.formats.hdf5.links import encoded, look_through
 from shardload.formats.hdf5.sink import Hdf5Encoder, Hdf5Sink
 from shardload.formats.sink import ArraySpec
 from shardload.formats.target import MARK_NBYTES, Target, mark, named, put_at
@@ -117,7 +118,7 @@ class JoinedFile(Hdf5Sink):
                 continue
             space.select_hyperslab(part.region.start, (1,) * part.region.ndim, block=part.region.shape)
             its = h5py.h5s.create_simple(part.region.shape)
-            creation.set_virtual(space, _escaped(os.fsencode(part.path)), _escaped(part.dataset.encode()), its)
+            creation.set_virtual(space, _escaped(os.fsencode(part.path)), _escaped(encoded(part.dataset)), its)
         space.select_all()
         try:
             h5py.h5d.create(self._group(file, group).id, last.encode(), one.pipeline.kind, space, creation)
@@ -125,14 +126,29 @@ class JoinedFile(Hdf5Sink):
             raise ConfigError(f"'{name}' cannot be made in an HDF5 file: {error}") from error
 
     def _check(self, temporary: str) -> None:
-        """Raise SourceError if a load would not find the parts of an array."""
-        access = Access(allow_external=True)
+        """Raise SourceError if a load would not find the parts of an array; ConfigError if the file would be one of them."""
+        access, folder, real_of = Access(allow_external=True), os.path.dirname(temporary), functools.cache(os.path.realpath)
         with h5py.File(temporary, "r") as file:
-            for name in self._parts:
+            for name, parts in self._parts.items():
                 dataset = file[self.stored_names[name]]
                 found = look_through(dataset, access.fence(temporary), access)
                 if found.refused is not None:
                     raise SourceError(f"'{name}' in '{self.path}' would hold {found.refused}", path=self.path, dataset=name)
+                if real_of(self.path) in map(real_of, found.versions):
+                    raise ConfigError(
+                        f"'{self.path}' is the new file, and the parts of '{name}' lead to it: it would consist of itself. "
+                        "Choose another name"
+                    )
+                for part in parts:
+                    its = found.behind.get((real_of(os.path.join(folder, part.path)), part.dataset))
+                    if part.region.size and (its is None or its.shape != part.region.shape):
+                        now = "is not where it was looked for: unset HDF5_VDS_PREFIX" if its is None else f"has {its.shape} now"
+                        raise SourceError(
+                            f"'{name}' in '{self.path}' cannot be made: its part '{part.path}', of shape "
+                            f"{part.region.shape}, {now}",
+                            path=self.path,
+                            dataset=name,
+                        )
 
 
 def _escaped(name: bytes) -> bytes:

@@ -14,7 +14,7 @@ import numpy as np
 from shardload.formats.base import Properties, native_dtype, refusal
 from shardload.formats.compression_words import BLOSC_CODES, BLOSC_SHUFFLES, blosc_told, compression_told
 from shardload.formats.hdf5.filters import LOSSY, NAMES, scaleoffset_is_idle
-from shardload.formats.hdf5.metadata import HIDDEN, filters_of, labels_of, stands_for_axis
+from shardload.formats.hdf5.metadata import HIDDEN, NON_COORDINATE, filters_of, labels_of, stands_for_axis
 from shardload.formats.hdf5.opened import creation_of
 
 __all__ = ["attribute_names", "groups_of", "properties_of"]
@@ -34,7 +34,7 @@ def properties_of(dataset: h5py.Dataset, filters: list[tuple[int, int, Any, byte
         unread.append(f"what the numbers of '{dataset.name}' stand for (an enumeration)")
     dtype = dataset.dtype if refusal(dataset.dtype) is not None else np.dtype(dataset.dtype.str)
     compression, checksum = _compression(filters_of(dataset) if filters is None else filters, dtype.kind)
-    fill = None
+    fill, last = None, str(dataset.name or "").rpartition("/")[2]
     if creation.fill_value_defined() == h5py.h5d.FILL_VALUE_USER_DEFINED and refusal(dataset.dtype) is None:
         value = np.zeros((), native_dtype(dataset.dtype))
         creation.get_fill_value(value)
@@ -52,6 +52,7 @@ def properties_of(dataset: h5py.Dataset, filters: list[tuple[int, int, Any, byte
         unlimited=tuple(k for k, n in enumerate(dataset.maxshape or ()) if n is None),
         is_dimension=stands_for_axis(dataset),
         unread=tuple(unread),
+        stored_name=last if last.startswith(NON_COORDINATE) else None,
     )
 
 

@@ -41,8 +41,11 @@ __all__ = ["join", "join_files"]
 
 _STORED_NBYTES = 1 << 20  # an array that is the same in all parts is stored in the new file up to this size
 _AT_ONCE_NBYTES = 16 << 20  # of values, when parts are compared
-_MEANING = (*dict.fromkeys((*ATTRIBUTES, "units", "calendar")),)  # attributes without which numbers mean nothing
+_UNITS = ("units", "unit", "Units", "Unit", "UNITS", "UNIT")
+_FLAGS = ("flag_values", "flag_masks", "flag_meanings")
+_MEANING = (*dict.fromkeys((*ATTRIBUTES, *_UNITS, "calendar", *_FLAGS)),)  # attributes without which numbers mean nothing
 _TIME = {"units", "calendar"}
+_MISSING = {"_FillValue", "missing_value"}  # numbers that are no times
 
 
 @dataclass(eq=False)
@@ -74,6 +77,12 @@ class _Member:
     def name(self) -> str:
         """Its full name."""
         return self.info.dataset
+
+    @property
+    def stored_name(self) -> str:
+        """That which HDF5 knows."""
+        own = self.properties.stored_name
+        return self.name if own is None else f"{self.name.rpartition('/')[0]}/{own}"
 
     def axis_of(self, axis: str | int) -> int | None:
         """The number of the axis that is joined; None if it has it not."""
@@ -187,6 +196,7 @@ class _Join:
         self._groups: dict[str, dict[str, Any]] = {}
         self._differing: dict[str, dict[str, None]] = {}  # attributes of groups
         self._notes: dict[str, None] = {}
+        self._empty: dict[str, list[ConfigError]] = {}  # groups, and why parts have no arrays in them
         self._axis: str | int = 0
 
     def run(self, progress: Callable[[int, int], None] | None) -> JoinReport:
@@ -196,6 +206,8 @@ class _Join:
             self._look_at(k, path)
             if progress is not None:
                 progress(k + 1, len(self._paths))
+        if lost := [errors[0] for errors in self._empty.values() if len(errors) == len(self._paths)]:
+            raise lost[0]
         self._axis = self._find_axis()
         joined = {name: axis for name, one in self._members.items() if (axis := one.axis_of(self._axis)) is not None}
         if not joined:
@@ -262,9 +274,10 @@ class _Join:
                     group = "" if name == "*" else "/" + name[:-2].strip("/")
                     try:
                         below, left_out = finder.find_below(path, group, with_dimensions=True)
-                    except ConfigError:
-                        if not group or path == self._paths[0]:
+                    except ConfigError as error:
+                        if not group:
                             raise
+                        self._empty.setdefault(group, []).append(error)
                         continue  # a part may have no stars
                     found |= {one.info.dataset: one.info for one in below}
                     self._note(*(f"'{printable(one.dataset)}' was left out: it holds {one.refused}" for one in left_out))
@@ -385,12 +398,18 @@ class _Join:
                 )
         if isinstance(self._axis, int):
             return
+        if one.properties.dims.count(self._axis) > 1:
+            raise ConfigError(
+                f"'{printable(one.name)}' has the axis {self._axis!r} twice: what is between two parts is in neither. Name the "
+                "arrays to join with dataset="
+            )
         expected = {k: shape[a] for n, a in self._along.items() for k, shape in self._members[n].lengths}
         for k, shape in one.lengths:
             if shape[axis] != expected[k]:
                 raise ConfigError(
                     f"{self._axis!r} has {shape[axis]} elements in '{printable(one.name)}' of '{self._paths[k]}', and "
-                    f"{expected[k]} in another array there: is the file whole?"
+                    f"{expected[k]} in another array there: is the file whole? If these are two axes of one name, name the "
+                    "arrays to join with dataset="
                 )
 
     @property
@@ -452,8 +471,9 @@ class _Join:
             found[name] = np.concatenate(blocks)
             for other in bounds_of(name, one.properties):
                 beside = self._members.get(other)
-                if beside is not None and other in joined and self._is_recounted(one):
-                    found[other] = np.concatenate(self._counted(beside, one), axis=joined[other])
+                by = one if beside is None or not any("units" in its for its in beside.meanings) else beside
+                if beside is not None and other in joined and self._is_recounted(by):
+                    found[other] = np.concatenate(self._counted(beside, by), axis=joined[other])
                     self._keep_time(beside)
             self._keep_time(one)
         return found
@@ -481,13 +501,22 @@ class _Join:
                 f"'{printable(by.name)}' has the units {units[0]!r} in '{self._paths[k0]}' and {units[1]!r} in "
                 f"'{self._paths[k]}'"
             )
-            if meaning.keys() - _TIME or by.meanings[0].keys() - _TIME:
+            if (meaning.keys() | by.meanings[0].keys() | one.meanings[n].keys()) - _TIME - _MISSING:
                 raise ConfigError(f"{told}, and is packed. Unpack it first, or join files that count from one day")
             try:
-                blocks[n] = recounted(block, {**meaning}, {**by.meanings[0]})
+                is_time = ~np.isin(block, self._no_times(one, n))
+                block[is_time] = recounted(block[is_time], {**meaning}, {**by.meanings[0]})
             except ValueError as error:
                 raise ConfigError(f"{told}, which cannot be counted alike, because {error}") from None
         return blocks
+
+    @staticmethod
+    def _no_times(one: _Member, n: int) -> list[Any]:
+        """The numbers that stand for missing times; netCDF has one of its own for whole numbers that were never written."""
+        found = [number for key, value in one.meanings[n].items() if key in _MISSING for number in np.ravel(value)]
+        own, dtype = one.properties.fill_value, one.properties.dtype
+        is_default = own is not None and dtype.kind in "iu" and abs(int(own)) >= np.iinfo(dtype).max - 1
+        return [*found, own] if is_default else found
 
     def _read(self, k: int, name: str, shape: Sequence[int]) -> np.ndarray[Any, Any]:
         path = self._paths[k]
@@ -500,14 +529,13 @@ class _Join:
         if any(block.dtype.kind not in "iuf" for block in blocks):
             return
         there = [(k, block) for (k, _), block in zip(one.lengths, blocks, strict=True) if len(block)]
-        signs = {sign for _, block in there for sign in np.sign(np.diff(block.astype("f8"))).tolist()}
-        if not (signs <= {1.0} or signs <= {-1.0}):
+        rises = all((block[1:] > block[:-1]).all() for _, block in there)
+        if not rises and not all((block[1:] < block[:-1]).all() for _, block in there):
             return  # it has no direction
-        if not signs and len(there) > 1:  # one element in each part
-            signs = {float(np.sign(float(there[1][1][0]) - float(there[0][1][0])))}
-        (sign,) = signs or {1.0}
+        if rises and all(len(block) == 1 for _, block in there):
+            rises = len(there) < 2 or bool(there[1][1][0] > there[0][1][0])
         for (k, block), (k_next, after) in itertools.pairwise(there):
-            if sign * (float(after[0]) - float(block[-1])) <= 0:
+            if not (after[0] > block[-1] if rises else after[0] < block[-1]):
                 raise ConfigError(
                     f"'{printable(one.name)}' does not go on from part to part: '{self._paths[k]}' ends with {block[-1]}, and "
                     f"'{self._paths[k_next]}', the next one, begins with {after[0]}. Pass the parts in their order, each once"
@@ -531,7 +559,7 @@ class _Join:
         # Here, because nothing else of the package needs the writer.
         from shardload.formats.hdf5.joined import JoinedFile, PlacedPart
 
-        folder = os.path.realpath(os.path.dirname(self._ask.path) or ".")
+        folder = os.path.dirname(os.path.realpath(self._ask.path))  # mode "w" replaces what a link leads to
         real = [os.path.realpath(path) for path in self._paths]
         inside = [path.startswith(folder.rstrip(os.sep) + os.sep) for path in real]
         places = [os.path.relpath(path, folder) if is_in else path for path, is_in in zip(real, inside, strict=True)]
@@ -549,14 +577,14 @@ class _Join:
             if name in stored:
                 values[full], how = iter([(Region.whole(shape), stored[name])]), f"stored here, from {n}"
             elif axis is not None:
-                parts[full] = [PlacedPart(places[k], name, region) for k, region in one.regions(axis)]
+                parts[full] = [PlacedPart(places[k], one.stored_name, region) for k, region in one.regions(axis)]
                 how = f"in {n}"
             elif size <= _STORED_NBYTES or not shape:
                 k, how = one.lengths[0][0], f"stored here, the same in {n}"
                 values[full] = iter([(Region.whole(shape), self._read(k, name, shape))])
             else:
                 k, how = one.lengths[0][0], f"the same in {n}"
-                parts[full] = [PlacedPart(places[k], name, Region.whole(shape))]
+                parts[full] = [PlacedPart(places[k], one.stored_name, Region.whole(shape))]
             rows.append(Row(name, shape, one.info.dtype, how))
         groups = self._group_attrs()
         is_netcdf = self._kind == "netcdf4"

@@ -187,6 +187,11 @@ def replaced(name: str, values: Any) -> Callable[[h5py.File], None]:
             "'scale_factor' of '/dm/id' differs: None in .*, .*2.0.* in",
         ),
         (lambda file: file["dm/id"].attrs.update(units="m"), "the attribute 'units' of '/dm/id' differs"),
+        (
+            lambda file: file["dm/pos"].attrs.update(unit="Mpc"),
+            "the attribute 'unit' of '/dm/pos' differs: 'kpc' in .*'Mpc' in",
+        ),
+        (lambda file: file["dm/id"].attrs.update(flag_meanings="a b"), "the attribute 'flag_meanings' of '/dm/id' differs"),
     ],
 )
 def test_what_does_not_belong_together(
@@ -236,6 +241,121 @@ def test_what_a_climate_model_may_not_change(tmp_path: Path) -> None:
         shardload.join(whole, [first, second])
 
 
+def netcdf(path: Path, unlimited: int | None = None, **variables: tuple[tuple[str, ...], Any, Mapping[str, Any]]) -> str:
+    """A file with the dimensions time, level and nv; a value of each variable's attributes with the name fill is its own."""
+    with netCDF4.Dataset(str(path), "w") as file:
+        for dim, n in (("time", unlimited), ("level", 3), ("nv", 2)):
+            file.createDimension(dim, n)
+        for name, (dims, values, attrs) in variables.items():
+            one = file.createVariable(name, np.asarray(values).dtype, dims, fill_value=attrs.get("fill"))
+            one.setncatts({key: value for key, value in attrs.items() if key != "fill"})
+            one[: len(values)] = values
+    return str(path)
+
+
+def test_a_variable_that_has_the_name_of_another_axis(tmp_path: Path) -> None:
+    """netCDF has it by another name in HDF5, where a dataset without values stands for the axis."""
+    values = np.arange(12, dtype="f4").reshape(4, 3)
+    paths = [
+        netcdf(
+            tmp_path / f"p{k}.nc",
+            time=(("time",), [2.0 * k, 2.0 * k + 1], {}),
+            level=(("time", "level"), values[2 * k : 2 * k + 2], {}),
+        )
+        for k in range(2)
+    ]
+    whole = str(tmp_path / "whole.nc")
+    shardload.join(whole, paths)
+    with netCDF4.Dataset(whole) as file:
+        np.testing.assert_array_equal(file["level"][:], values)
+    source, out = open_source(whole, "/level"), np.empty((4, 3), "f4")
+    source.read_into(Region.whole((4, 3)), out)
+    source.close()
+    np.testing.assert_array_equal(out, values)
+
+
+def test_what_is_no_time_is_not_counted(tmp_path: Path) -> None:
+    """Marks of missing times stay; bounds with units of their own are counted by these."""
+    whole = str(tmp_path / "whole.nc")
+
+    def parts(values: Any, bounds: Callable[[int], Mapping[str, Any]] = lambda _: {}, **attrs: Any) -> list[str]:
+        return [
+            netcdf(
+                tmp_path / f"p{k}.nc",
+                3,
+                time=(("time",), values, {"units": f"days since {2001 + k}-01-01", "bounds": "b", **attrs}),
+                b=(("time", "nv"), np.arange(6.0).reshape(3, 2) + (365 * k if bounds(k) else 0), bounds(k)),
+            )
+            for k in range(2)
+        ]
+
+    def times() -> tuple[list[Any], list[Any]]:
+        with h5py.File(whole) as file:
+            return file["time"][...].tolist(), file["b"][:, 0].tolist()
+
+    shardload.join(whole, parts([0.0, 10, 20], fill=np.nan), axis="time")
+    assert times() == ([0, 10, 20, 365, 375, 385], [0, 2, 4, 365, 367, 369])
+    shardload.join(whole, parts(np.array([0, -9, 20], "i4"), fill=-9), axis="time", mode="w")
+    assert times()[0] == [0, -9, 20, 365, -9, 385]
+    shardload.join(whole, parts(np.array([0, 10], "i4")), axis="time", mode="w")  # the last was never written
+    assert times()[0] == [0, 10, -(2**31) + 1, 365, 375, -(2**31) + 1]
+    os.remove(whole)
+    shardload.join(whole, parts([0.0, 10, 20], lambda _: {"units": "days since 2001-01-01"}), axis="time")
+    assert times() == ([0, 10, 20, 365, 375, 385], [0, 2, 4, 365, 367, 369])
+    with pytest.raises(ConfigError, match="and is packed"):
+        shardload.join(whole, parts([0.0, 10, 20], scale_factor=2.0), axis="time", mode="w")
+
+
+def test_whole_numbers_of_64_bits_are_compared_exactly(tmp_path: Path) -> None:
+    """Nanoseconds since 1970: as floating point numbers, steps of 10 are none."""
+    units = {"units": "nanoseconds since 1970-01-01"}
+    paths = [
+        netcdf(tmp_path / f"p{k}.nc", time=(("time",), 1_700_000_000_000_000_000 + 40 * n + 10 * np.arange(4), units))
+        for k, n in enumerate((0, 1, 0))
+    ]
+    shardload.join(str(tmp_path / "whole.nc"), paths[:2])
+    with pytest.raises(ConfigError, match=r"ends with 1700000000000000070, and .* begins with 1700000000000000000"):
+        shardload.join(str(tmp_path / "other.nc"), paths[1:])
+
+
+def test_a_part_that_leads_to_the_new_file(snapshot: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would consist of itself."""
+    first, second = str(tmp_path / "first.h5"), str(tmp_path / "second.h5")
+    shardload.join(first, snapshot[:2], dataset="dm/*")
+    shardload.join(second, [first, snapshot[2]], dataset="dm/*")
+    with h5py.File(second) as file:
+        np.testing.assert_array_equal(file["dm/id"][...], np.arange(16))
+    before = Path(first).read_bytes()
+    with pytest.raises(ConfigError, match=r"first\.h5' is the new file, and the parts of '/dm/(id|pos)' lead to it"):
+        shardload.join(first, [second, snapshot[2]], dataset="dm/*", mode="w")
+    assert Path(first).read_bytes() == before
+    (tmp_path / "else").mkdir()
+    shutil.copy(snapshot[1], tmp_path / "else" / "snap.0.h5")
+    monkeypatch.setenv("HDF5_VDS_PREFIX", str(tmp_path / "else"))
+    with pytest.raises(SourceError, match=r"part 'snap\.0\.h5', of shape \(5,.*\), is not where .* HDF5_VDS_PREFIX"):
+        shardload.join(str(tmp_path / "third.h5"), snapshot, dataset="dm/*")
+
+
+def test_a_link_in_place_of_the_new_file(snapshot: list[str], tmp_path: Path) -> None:
+    """What it leads to is replaced, and names its parts from there."""
+    (tmp_path / "else").mkdir()
+    shardload.join(str(tmp_path / "else" / "whole.h5"), snapshot)
+    os.symlink("else/whole.h5", tmp_path / "whole.h5")
+    assert shardload.join(str(tmp_path / "whole.h5"), snapshot, mode="w").needs_external
+    for path in ("whole.h5", "else/whole.h5"):
+        with h5py.File(tmp_path / path) as file:
+            np.testing.assert_array_equal(file["dm/id"][...], np.arange(16))
+
+
+def test_the_first_part_may_have_no_stars(snapshot: list[str], tmp_path: Path) -> None:
+    edit(snapshot[0], lambda file: file.__delitem__("stars"))
+    shardload.join(str(tmp_path / "whole.h5"), snapshot, dataset="stars/*")
+    with h5py.File(tmp_path / "whole.h5") as file:
+        np.testing.assert_array_equal(file["stars/mass"][...], [2, 2, 2])
+    with pytest.raises(ConfigError, match="holds no arrays below '/gas'"):
+        shardload.join(str(tmp_path / "other.h5"), snapshot, dataset="gas/*")
+
+
 def test_times_are_counted_exactly() -> None:
     days = {"units": "days since 2000-01-01", "calendar": "standard"}
     hours = {"units": "hours since 2001-01-01 06:00", "calendar": "gregorian"}
@@ -270,6 +390,11 @@ def test_what_to_pass(snapshot: list[str], tmp_path: Path) -> None:
     refused(r"axis is 'tiem', which no array has; there are: .*'time'", years, axis="tiem")
     refused(r"axis is 0, but the axes have names", years, axis=0)
     refused("mode is 'x'", mode="x")
+    times = np.arange(2.0)
+    square = [
+        netcdf(tmp_path / f"s{k}.nc", time=(("time",), times + 2 * k, {}), x=(("time", "time"), np.eye(2), {})) for k in (0, 1)
+    ]
+    refused(r"'/x' has the axis 'time' twice", square)
     with netCDF4.Dataset(str(tmp_path / "fixed.nc"), "w") as file:
         file.createDimension("t", 2)
         file.createVariable("x", "f4", ("t",))[:] = 1
