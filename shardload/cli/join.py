@@ -52,7 +52,7 @@ def run(files: Sequence[str], *, axis: str | None, as_json: bool, **given: Any) 
     which: Any = int(axis) if axis is not None and axis.isascii() and axis.isdecimal() else axis
     with own_stdout() as out:
         try:
-            report = join_files(JoinRequest.check(whole, parts, which, **given))
+            report = join_files(JoinRequest.check(whole, parts, axis=which, **given))
         except ShardloadError as error:
             show_error(error, join_as_typed(str(error)), out, as_json)
             return 1

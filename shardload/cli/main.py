@@ -450,6 +450,9 @@ def join(
         str | None,
         typer.Option(help="The axis along which they follow each other, by name, or number (default: the one that can grow)."),
     ] = None,
+    stack: Annotated[
+        str | None, typer.Option(metavar="NAME", help="In place of --axis: a new axis, of which each part is one step.")
+    ] = None,
     dataset: Annotated[
         list[str] | None, typer.Option(help='Names of arrays; "group/*" for all below (default: all of the files).')
     ] = None,
@@ -470,10 +473,14 @@ def join(
       shardload join era5_2001.nc era5_2002.nc era5.nc --axis time
 
       shardload join $(ls -v snap_000.*.hdf5) snap_000.hdf5
+
+      shardload join step_000.h5 step_001.h5 steps.h5 --stack time
     """
     from shardload.cli.join import run
 
-    raise typer.Exit(run(files, axis=axis, dataset=dataset, mode=mode, allow_external=allow_external, as_json=as_json))
+    raise typer.Exit(
+        run(files, axis=axis, stack=stack, dataset=dataset, mode=mode, allow_external=allow_external, as_json=as_json)
+    )
 
 
 @app.command()

@@ -42,11 +42,14 @@ class PlacedPart:
         Its full name there.
     region : Region
         The elements of the virtual dataset that it holds: all of its own.
+    shape : tuple of int
+        Its own shape, which may lack axes of one element.
     """
 
     path: str
     dataset: str
     region: Region
+    shape: tuple[int, ...]
 
 
 class JoinedFile(Hdf5Sink):
@@ -116,7 +119,7 @@ class JoinedFile(Hdf5Sink):
             if not part.region.size:
                 continue
             space.select_hyperslab(part.region.start, (1,) * part.region.ndim, block=part.region.shape)
-            its = h5py.h5s.create_simple(part.region.shape)
+            its = h5py.h5s.create_simple(part.shape)
             creation.set_virtual(space, _escaped(os.fsencode(part.path)), _escaped(part.dataset.encode()), its)
         space.select_all()
         try:

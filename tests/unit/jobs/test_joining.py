@@ -140,6 +140,44 @@ def test_a_large_array_that_is_the_same_in_all_parts_is_not_copied(tmp_path: Pat
         shardload.join(str(tmp_path / "other.nc"), paths)
 
 
+def test_steps_become_a_new_axis(tmp_path: Path) -> None:
+    """A file for each output of a simulation, none of which has the axis of time."""
+    paths, whole, opened = [], str(tmp_path / "steps.nc"), []
+    for k in range(3):
+        paths.append(str(tmp_path / f"step{k}.nc"))
+        rho = (("z", "x"), np.arange(8, dtype="f4").reshape(2, 4) + 8 * k, {"units": "g", "step": k})
+        coords = {"x": [1.0, 2, 3, 4], "t": ((), 0.5 * k, {"units": "s"})}
+        opened.append(xr.Dataset({"rho": rho, "n": ((), np.int32(k))}, coords))
+        opened[-1].to_netcdf(paths[-1], engine="netcdf4")
+    report = shardload.join(whole, paths, stack="t")
+    assert report.axis == "t" and {row.name: row.shape for row in report.rows}["/rho"] == (3, 2, 4)
+    expected = xr.concat(opened, "t", combine_attrs="drop_conflicts")
+    for engine in ("netcdf4", "h5netcdf"):
+        with xr.open_dataset(whole, engine=engine) as found:
+            xr.testing.assert_equal(found.load(), expected)
+            assert found.rho.dims == ("t", "z", "x") and found.rho.attrs == {"units": "g"} and found.t.attrs == {"units": "s"}
+    with h5py.File(whole) as file:
+        assert [file[name].is_virtual for name in ("rho", "n", "t", "x")] == [True, False, False, False]
+    source = open_source(whole, "/rho")
+    np.testing.assert_array_equal(source.plain(Region((1, 1, 0), (3, 2, 4))), expected.rho[1:, 1:])
+    out = np.empty((2, 1, 4), "f4")
+    source.read_into(Region((1, 1, 0), (3, 2, 4)), out)
+    np.testing.assert_array_equal(out, expected.rho[1:, 1:])
+    source.close()
+    for change, said in (
+        ({"stack": "x"}, r"stack is 'x', but '/rho' has an axis of that name.*Pass axis='x' in its place"),
+        ({"stack": "t", "axis": "x"}, r"axis is 'x' and stack 't'\. Pass one"),
+        ({"stack": 0}, "stack is 0; expected the name of the new axis"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            shardload.join(str(tmp_path / "no.nc"), paths, **change)
+    with pytest.raises(ConfigError, match=r"'/t' does not go on from part to part"):
+        shardload.join(str(tmp_path / "no.nc"), [paths[0], paths[2], paths[1]], stack="t")
+    (opened[1].isel(x=slice(3))).to_netcdf(paths[1], engine="netcdf4")
+    with pytest.raises(ConfigError, match=r"'/rho' has shape \(2, 4\) in .*step0.* and \(2, 3\) in .*step1"):
+        shardload.join(str(tmp_path / "no.nc"), paths, stack="t")
+
+
 def test_names_with_percent_signs_and_parts_elsewhere(snapshot: list[str], tmp_path: Path) -> None:
     """HDF5 takes ``%b`` in a name for the number of a block."""
     paths = []
