@@ -464,10 +464,15 @@ class _Join:
                     for region in _blocks(first, at_once):
                         mine, its = source.plain(region), other.plain(region)
                         if mine.tobytes() != its.astype(mine.dtype, copy=False).tobytes():
+                            new = (
+                                " If each part is one step, pass stack='time' for a new axis."
+                                if self._ask.stack is None
+                                else ""
+                            )
                             raise ConfigError(
                                 f"'{printable(one.name)}' does not have {self._axis_told}, but other values in "
-                                f"'{self._paths[k]}' than in '{self._paths[k0]}': which are right? Name the arrays to join "
-                                "with dataset="
+                                f"'{self._paths[k]}' than in '{self._paths[k0]}': which are right?{new} Name the arrays to "
+                                "join with dataset="
                             )
 
     # --- 4: coordinates along the axis
