@@ -697,14 +697,16 @@ def _packing_text(array: ArrayInfo) -> str:
 def _notes(array: ArrayInfo) -> str:
     notes = [f"cannot be loaded: {as_typed(array.refused)}"] if array.refused else []
     notes += ["dimension without a variable" if array.is_dimension else "coordinate"] if array.is_coordinate else []
+    notes += [f"in {counted(array.n_parts, 'part')}"] if array.n_parts else []
     notes += [f"{key}={_plain_text(value)}" for key, value in array.attributes.items()]
     return ", ".join(notes)
 
 
 def _describe(array: ArrayInfo) -> dict[str, Any]:
-    told = {part.name: getattr(array, part.name) for part in fields(array) if part.name not in ("labels", "packing")}
+    told = {part.name: getattr(array, part.name) for part in fields(array) if part.name not in ("labels", "packing", "parts")}
     packing = {key: {"dtype": kind, "values": values} for key, (kind, values) in array.packing.items()}
     more: dict[str, Any] = {"packing": packing, "nbytes": _nbytes(array), "dims": array.dims, "attrs": array.attrs}
+    more["n_parts"] = array.n_parts or None
     return {**told, **more, "coords": {name: one.dataset for name, one in array.coords.items()}}
 
 

@@ -120,7 +120,8 @@ class ArrayInfo:
         together. 0 if only whole chunks can be decoded, and in lists of arrays that were not opened.
     parts : mapping or None
         If the values are in many other files: what ranks that read must know of these, as plain JSON, so that each of them need
-        not look at all. The format that wrote it understands it (HDF5: `tiles.tell_parts`).
+        not look at all. The format that wrote it understands it (HDF5: `tiles.tell_parts`); ``"versions"`` has an item for
+        each.
     labels : Labels, OnDemand or None
         Names of the axes, all attributes, coordinates; None if they were not asked for.
     """
@@ -182,6 +183,11 @@ class ArrayInfo:
     def dims(self) -> tuple[str | None, ...]:
         """The name of each axis; None for an axis without one, or if names were not asked for."""
         return (None,) * len(self.shape) if self.labels is None else self.labels.dims
+
+    @property
+    def n_parts(self) -> int:
+        """How many parts it has, if its values are in many other files and `parts` says so; else 0."""
+        return 0 if self.parts is None else len(self.parts["versions"])
 
     @property
     def attrs(self) -> Mapping[str, Any]:

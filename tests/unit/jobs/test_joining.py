@@ -20,8 +20,10 @@ from shardload import ConfigError, SourceError
 from shardload.formats.access import Access
 from shardload.formats.leftovers import find_leftover
 from shardload.formats.lookup import open_source
+from shardload.jobs.copying.request import CopyRequest, describe, find
 from shardload.planning.region import Region
 from shardload.values.dates import recounted
+from tests.unit.cli import test_main
 from tests.unit.cli.test_copy import Run, run, unwrapped
 
 __all__ = ["run"]  # a fixture
@@ -370,6 +372,22 @@ def test_what_is_joined_does_not_grow(tmp_path: Path) -> None:
         shardload.append(whole, {"t2m": np.zeros((1, 3, 4), "i2"), "time": np.array([730.0])}, dim="time")
 
 
+def test_a_copy_does_not_go_on_with_other_parts(snapshot: list[str], tmp_path: Path) -> None:
+    whole = str(tmp_path / "whole.h5")
+    shardload.join(whole, snapshot)
+    request = CopyRequest(whole, str(tmp_path / "out.h5"))
+
+    def about() -> dict[str, str]:
+        found, groups, _ = find(request)
+        return describe(request, found, groups, 1)
+
+    before = about()
+    assert about() == before
+    os.utime(snapshot[1], (1, 1))
+    changed = {key for key, text in about().items() if text != before[key]}  # there are no stars in that part
+    assert changed == {f"the digest of sizes and times of the parts of '{name}'" for name in ("/dm/id", "/dm/pos")}
+
+
 def test_a_part_that_is_gone_is_an_error(snapshot: list[str], tmp_path: Path) -> None:
     """HDF5 gives fill values in its place."""
     whole = str(tmp_path / "whole.h5")
@@ -386,6 +404,7 @@ def test_the_command(run: Run, snapshot: list[str], tmp_path: Path, monkeypatch:
     assert f"{whole}: 3 files along axis 0, 2 arrays" in unwrapped(printed) and "(16, 3)" in printed
     assert "'NumPart_ThisFile'" in unwrapped(said)
     assert max(map(len, printed.splitlines())) <= 80 or len(str(tmp_path)) > 40
+    assert "in 3 parts" in unwrapped(test_main.run("info", whole)[1])
     code, _, said = run("join", *snapshot, whole)
     assert code == 1 and "Type --mode w to replace it" in unwrapped(said)
     code, printed, said = run("join", *snapshot, whole, "--mode", "w", "--json")
