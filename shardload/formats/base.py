@@ -36,6 +36,7 @@ __all__ = [
     "TOLD",
     "ArrayInfo",
     "BatchReader",
+    "ChangedError",
     "ChunkReader",
     "Encoded",
     "Excerpt",
@@ -76,6 +77,10 @@ TOLD = ("scale_factor", "add_offset", "_FillValue", "missing_value", *TEXTS, *VA
 _MOST_SHOWN = 1024  # values or characters of an attribute to show
 _MOST_AXES = 64 if np.lib.NumpyVersion(np.__version__) >= "2.0.0" else 32
 _MOST_ELEMENTS, _WIDEST = 2**63 - 1, 16  # bytes of complex128
+
+
+class ChangedError(OSError):
+    """A file is another one than that which was looked at when the plan was made. The text says what to do."""
 
 
 @dataclass(frozen=True)
