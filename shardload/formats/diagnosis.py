@@ -155,8 +155,8 @@ def _what_is_there_instead(path: str) -> str:
     if glob.has_magic(path) and (fitting := glob.glob(path)):
         where = f"{shlex.quote(folder)}/" if folder else ""
         return (
-            f"'{path}' is a pattern, which fits {counted(len(fitting), 'file')}. Pass one path, or a list of them for an array of "
-            f"each. For one array in all of them, join them first: `shardload join {where}{name} whole.h5`."
+            f"'{path}' is a pattern, which fits {counted(len(fitting), 'file')}. Pass one path, or a list of them for an array "
+            f"of each. For one array in all of them, join them first: `shardload join {where}{name} whole.h5`."
         )
     if folder and not os.path.isdir(folder):
         return f"there is no file '{path}', nor a folder '{folder}'. Pass a path that this machine sees."
