@@ -27,7 +27,9 @@ IN_JOIN = {
     "Pass mode='w' to replace it": "Type --mode w to replace it",
 }
 _AXIS = re.compile(r"Pass (?:axis=, )?one of ('[^']+')")
-_NUMBER = re.compile(r"(Pass its number, such as )axis=")
+_NUMBER = re.compile(r"Pass its number, such as axis=")
+_VALUE = re.compile(r"\b(Pass|pass) (axis|stack)='([^']+)'")
+_FLAG = re.compile(r"\b(axis|stack)(?= is )|\b(axis|stack)=")
 
 
 def join_as_typed(message: str) -> str:
@@ -35,11 +37,16 @@ def join_as_typed(message: str) -> str:
 
     >>> join_as_typed("no name. Pass axis=, one of 'time', 'lat'")
     "no name. Type --axis with one of 'time', 'lat'"
+    >>> join_as_typed("stack is 'x', and there is one. Pass axis='x' in its place")
+    "--stack is 'x', and there is one. Type --axis x in its place"
     """
-    message = _NUMBER.sub(
-        "Type its number, such as --axis ", _AXIS.sub(r"Type --axis with one of \1", reworded(message, IN_JOIN))
-    )
-    return as_typed(message.replace("axis is ", "--axis is ", 1) if message.startswith("axis is ") else message)
+    is_of_flag = message.startswith(("axis is ", "stack is "))
+    message = _AXIS.sub(r"Type --axis with one of \1", reworded(message, IN_JOIN))
+    message = _NUMBER.sub("Type its number, such as --axis ", message)
+    message = _VALUE.sub(lambda found: f"{'Type' if found[1] == 'Pass' else 'type'} --{found[2]} {found[3]}", message)
+    if is_of_flag:
+        message = _FLAG.sub(lambda found: f"--{found[1] or found[2]}", message).replace(". Pass one:", ". Type one:")
+    return as_typed(message)
 
 
 def run(files: Sequence[str], *, axis: str | None, as_json: bool, **given: Any) -> int:
@@ -52,7 +59,7 @@ def run(files: Sequence[str], *, axis: str | None, as_json: bool, **given: Any) 
     which: Any = int(axis) if axis is not None and axis.isascii() and axis.isdecimal() else axis
     with own_stdout() as out:
         try:
-            report = join_files(JoinRequest.check(whole, parts, which, **given))
+            report = join_files(JoinRequest.check(whole, parts, axis=which, **given))
         except ShardloadError as error:
             show_error(error, join_as_typed(str(error)), out, as_json)
             return 1

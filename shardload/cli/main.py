@@ -450,6 +450,9 @@ def join(
         str | None,
         typer.Option(help="The axis along which they follow each other, by name, or number (default: the one that can grow)."),
     ] = None,
+    stack: Annotated[
+        str | None, typer.Option(metavar="NAME", help="In place of --axis: a new axis, of which each part is one step.")
+    ] = None,
     dataset: Annotated[
         list[str] | None, typer.Option(help='Names of arrays; "group/*" for all below (default: all of the files).')
     ] = None,
@@ -470,10 +473,14 @@ def join(
       shardload join era5_2001.nc era5_2002.nc era5.nc --axis time
 
       shardload join $(ls -v snap_000.*.hdf5) snap_000.hdf5
+
+      shardload join step_000.h5 step_001.h5 steps.h5 --stack time
     """
     from shardload.cli.join import run
 
-    raise typer.Exit(run(files, axis=axis, dataset=dataset, mode=mode, allow_external=allow_external, as_json=as_json))
+    raise typer.Exit(
+        run(files, axis=axis, stack=stack, dataset=dataset, mode=mode, allow_external=allow_external, as_json=as_json)
+    )
 
 
 @app.command()
@@ -690,14 +697,16 @@ def _packing_text(array: ArrayInfo) -> str:
 def _notes(array: ArrayInfo) -> str:
     notes = [f"cannot be loaded: {as_typed(array.refused)}"] if array.refused else []
     notes += ["dimension without a variable" if array.is_dimension else "coordinate"] if array.is_coordinate else []
+    notes += [f"in {counted(array.n_parts, 'part')}"] if array.n_parts else []
     notes += [f"{key}={_plain_text(value)}" for key, value in array.attributes.items()]
     return ", ".join(notes)
 
 
 def _describe(array: ArrayInfo) -> dict[str, Any]:
-    told = {part.name: getattr(array, part.name) for part in fields(array) if part.name not in ("labels", "packing")}
+    told = {part.name: getattr(array, part.name) for part in fields(array) if part.name not in ("labels", "packing", "parts")}
     packing = {key: {"dtype": kind, "values": values} for key, (kind, values) in array.packing.items()}
     more: dict[str, Any] = {"packing": packing, "nbytes": _nbytes(array), "dims": array.dims, "attrs": array.attrs}
+    more["n_parts"] = array.n_parts or None
     return {**told, **more, "coords": {name: one.dataset for name, one in array.coords.items()}}
 
 

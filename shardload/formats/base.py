@@ -36,6 +36,7 @@ __all__ = [
     "TOLD",
     "ArrayInfo",
     "BatchReader",
+    "ChangedError",
     "ChunkReader",
     "Encoded",
     "Excerpt",
@@ -76,6 +77,10 @@ TOLD = ("scale_factor", "add_offset", "_FillValue", "missing_value", *TEXTS, *VA
 _MOST_SHOWN = 1024  # values or characters of an attribute to show
 _MOST_AXES = 64 if np.lib.NumpyVersion(np.__version__) >= "2.0.0" else 32
 _MOST_ELEMENTS, _WIDEST = 2**63 - 1, 16  # bytes of complex128
+
+
+class ChangedError(OSError):
+    """A file is another one than that which was looked at when the plan was made. The text says what to do."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +125,8 @@ class ArrayInfo:
         together. 0 if only whole chunks can be decoded, and in lists of arrays that were not opened.
     parts : mapping or None
         If the values are in many other files: what ranks that read must know of these, as plain JSON, so that each of them need
-        not look at all. The format that wrote it understands it (HDF5: `tiles.tell_parts`).
+        not look at all. The format that wrote it understands it (HDF5: `tiles.tell_parts`); ``"versions"`` has an item for
+        each.
     labels : Labels, OnDemand or None
         Names of the axes, all attributes, coordinates; None if they were not asked for.
     """
@@ -182,6 +188,11 @@ class ArrayInfo:
     def dims(self) -> tuple[str | None, ...]:
         """The name of each axis; None for an axis without one, or if names were not asked for."""
         return (None,) * len(self.shape) if self.labels is None else self.labels.dims
+
+    @property
+    def n_parts(self) -> int:
+        """How many parts it has, if its values are in many other files and `parts` says so; else 0."""
+        return 0 if self.parts is None else len(self.parts["versions"])
 
     @property
     def attrs(self) -> Mapping[str, Any]:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import difflib
 import errno
+import glob
 import os
+import shlex
 import stat
 from collections.abc import Iterator, Sequence
 
@@ -19,6 +21,7 @@ from shardload.formats.containment import NotAFileError, OutsideError, kind_of, 
 from shardload.formats.leftovers import ROOTS, find_leftover
 from shardload.formats.untrusted.answers import HelperError
 from shardload.system.interruption import let_interruption_pass
+from shardload.units import counted
 
 __all__ = [
     "as_source_error",
@@ -148,6 +151,12 @@ def _what_is_there_instead(path: str) -> str:
         name = os.path.normpath(path)[len(whole) :]
         return (
             f"there is no file '{path}': '{whole}' is a file, not a folder. Pass '{whole}:{name}' if you mean an array in it."
+        )
+    if glob.has_magic(path) and (fitting := glob.glob(path)):
+        where = f"{shlex.quote(folder)}/" if folder else ""
+        return (
+            f"'{path}' is a pattern, which fits {counted(len(fitting), 'file')}. Pass one path, or a list of them for an array "
+            f"of each. For one array in all of them, join them first: `shardload join {where}{name} whole.h5`."
         )
     if folder and not os.path.isdir(folder):
         return f"there is no file '{path}', nor a folder '{folder}'. Pass a path that this machine sees."

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from shardload.errors import SourceError
-from shardload.formats.base import Source
+from shardload.formats.base import ChangedError, Source
 from shardload.formats.containment import NotAFileError, OutsideError
 from shardload.formats.untrusted.answers import HelperError
 from shardload.planning.region import Region
@@ -19,7 +19,13 @@ from shardload.system.interruption import let_interruption_pass
 
 __all__ = ["Naming"]
 
-_SAYS_WHY = (OutsideError, NotAFileError, HelperError, MemoryError)  # errors that a new copy of the file would not fix
+_SAYS_WHY = (
+    ChangedError,
+    OutsideError,
+    NotAFileError,
+    HelperError,
+    MemoryError,
+)  # errors that a new copy of the file would not fix
 
 
 class Naming:

@@ -4,6 +4,7 @@ Read `source` first.
 
 metadata                       describes an array
 links                          follows a name, and finds the other files of a dataset
+tiles                          reads a virtual dataset part by part
 missing                        finds the missing chunks
 integrity                      checks that what the file says of itself is true
 opened                         what is asked once of a file and of a dataset
@@ -15,6 +16,7 @@ making                         what must be known to make another dataset like o
 filters, chunk_heads           check filters and stored chunks before HDF5 decodes them
 sink, ledger                   write a new file: places of chunks, and metadata
 pipeline, dimensions           ... its filters and types, and the names of its axes
+joined                         writes a file of virtual datasets
 growable, growth               add to a file: can it grow, what is new, what is changed in place
 on_disk, chunk_tree            ... which bytes these are, and the index of chunks
 """

@@ -43,11 +43,14 @@ class PlacedPart:
         Its full name there.
     region : Region
         The elements of the virtual dataset that it holds: all of its own.
+    shape : tuple of int
+        Its own shape, which may lack axes of one element.
     """
 
     path: str
     dataset: str
     region: Region
+    shape: tuple[int, ...]
 
 
 class JoinedFile(Hdf5Sink):
@@ -117,7 +120,7 @@ class JoinedFile(Hdf5Sink):
             if not part.region.size:
                 continue
             space.select_hyperslab(part.region.start, (1,) * part.region.ndim, block=part.region.shape)
-            its = h5py.h5s.create_simple(part.region.shape)
+            its = h5py.h5s.create_simple(part.shape)
             creation.set_virtual(space, _escaped(os.fsencode(part.path)), _escaped(encoded(part.dataset)), its)
         space.select_all()
         try:
@@ -141,11 +144,10 @@ class JoinedFile(Hdf5Sink):
                     )
                 for part in parts:
                     its = found.behind.get((real_of(os.path.join(folder, part.path)), part.dataset))
-                    if part.region.size and (its is None or its.shape != part.region.shape):
+                    if part.region.size and (its is None or its.shape != part.shape):
                         now = "is not where it was looked for: unset HDF5_VDS_PREFIX" if its is None else f"has {its.shape} now"
                         raise SourceError(
-                            f"'{name}' in '{self.path}' cannot be made: its part '{part.path}', of shape "
-                            f"{part.region.shape}, {now}",
+                            f"'{name}' in '{self.path}' cannot be made: its part '{part.path}', of shape {part.shape}, {now}",
                             path=self.path,
                             dataset=name,
                         )

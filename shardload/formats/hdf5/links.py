@@ -371,7 +371,7 @@ def look_through(dataset: h5py.Dataset, fence: Fence, access: Access = STRICT, i
 # A job asks for the same virtual dataset several times, and loops load parts of one file; looking at a thousand parts takes a
 # second. What was found is taken again as long as size and time of all files are the same.
 _LOOKS: dict[Any, Others] = {}
-_keeping = threading.Lock()
+_keeping = threading.RLock()  # a call in a signal handler asks, too
 _MOST_KEPT = 1 << 14  # files
 
 

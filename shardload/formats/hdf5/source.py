@@ -28,6 +28,7 @@ from shardload.formats.access import STRICT, Access
 from shardload.formats.base import (
     MOST_NAMED,
     ArrayInfo,
+    ChangedError,
     ChunkReader,
     Format,
     OpenFile,
@@ -153,8 +154,9 @@ class Hdf5Source(Source):
     def expect(self, region: Region) -> None:
         """Only the places of chunks that meet `region` will be listed."""
         self._expected = region
-        if self._tiles is not None:
-            self._tiles.expect(region)
+        tiles = self.__dict__.get("_tiles")
+        if tiles is not None:
+            tiles.expect(region)
 
     def nbytes_stored(self) -> int | None:
         """Bytes that its values take in the file. HDF5 goes through the index of all chunks for that."""
@@ -298,9 +300,12 @@ class Hdf5Source(Source):
         shapes = map(tuple, self._info.parts["shapes"])
         boxes = find_boxes(self._dataset, self._others.names, lambda _: next(shapes, None))
         if boxes is None or len(boxes) != len(self._info.parts["versions"]):  # HDF5 must not read parts that nobody looked at
-            raise OSError(f"{self._info} has other parts than when it was looked at: load it again")
+            raise ChangedError(f"{self._info} has other parts than when it was looked at. Load it again, or make a new plan")
         open_part = OtherFiles(self._dataset.file, self._others.fence, self._others.access)
-        return Tiles(boxes, self._info, fill_value(self._dataset, self._dtype), open_part)
+        tiles = Tiles(boxes, self._info, fill_value(self._dataset, self._dtype), open_part)
+        if self._expected is not None:
+            tiles.expect(self._expected)
+        return tiles
 
     @kept
     def _raw(self) -> RawFile | None:

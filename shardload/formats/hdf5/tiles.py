@@ -31,6 +31,7 @@ import numpy as np
 from shardload.formats.base import (
     ArrayInfo,
     BatchReader,
+    ChangedError,
     ChunkReader,
     Encoded,
     PlainReader,
@@ -378,9 +379,11 @@ class Tiles:
             expected, state = tuple(self._parts["versions"][k]), version_of(files)
             if state != expected:
                 changed = f"had {expected[0]} bytes and has {state[0]}" if state[0] != expected[0] else "has another time"
-                raise OSError(f"'{source.info.path}' has changed since it was looked at ({changed}): load it again")
+                raise ChangedError(
+                    f"'{source.info.path}' has changed since it was looked at ({changed}). Load it again, or make a new plan"
+                )
             if source.info.shape != box.shape:
-                raise OSError(f"{source.info} had the shape {box.shape}, and has {source.info.shape}")
+                raise ChangedError(f"{source.info} had the shape {box.shape}, and has {source.info.shape}. Make a new plan")
             self._used[k] = list(files)
             wanted = None if self._expected is None else box.region.intersect(self._expected)
             if wanted is not None:
@@ -509,7 +512,7 @@ class Tiles:
         with self.use(k) as part:
             reader = self._reader_of(part)
             if reader is None or _encoding_of(part.source) != self._encoding:
-                raise OSError(f"{part.source.info} is encoded in another way than when it was looked at")
+                raise ChangedError(f"{part.source.info} is encoded in another way than when it was looked at. Make a new plan")
             n = len(chunks) - len(box.start)
             its_start = (0,) * n + box.start
             steps = tuple((a - b) // c for a, b, c in zip(box.region.start, its_start, chunks, strict=True))

@@ -245,7 +245,7 @@ class CopyReading:
             path = split_path(self._request.source)[0]
             if self._file is None:
                 self._file = open_file(path, self._request.access)
-            source = self._file.open(one.info.dataset)
+            source = self._file.open_planned(one.info)
             found = source.info
             if (found.shape, found.dtype, found.chunks) != (one.info.shape, one.info.dtype, one.info.chunks):
                 source.close()

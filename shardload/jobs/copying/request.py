@@ -217,6 +217,9 @@ def describe(request: CopyRequest, found: Sequence[Found], groups: Mapping[str, 
         for one in found
     }
     for one in found:
+        if one.info.parts is not None:
+            versions = repr(one.info.parts["versions"]).encode()
+            about[f"the digest of sizes and times of the parts of '{one.info.dataset}'"] = f"{crc32(versions):08x}"
         told = {key: value for key, value in one.to_dict().items() if key not in ("info", "state")}
         about[f"what is made of '{one.info.dataset}'"] = json.dumps(told)
         attrs = repr([(key, getattr(value, "dtype", type(value)), value) for key, value in one.spec.attrs.items()])

@@ -117,6 +117,7 @@ def join(
     parts: Sequence[str | os.PathLike[str]],
     *,
     axis: str | int | None = None,
+    stack: str | None = None,
     dataset: str | Sequence[str] | None = None,
     mode: str = "w-",
     allow_external: bool = False,
@@ -143,6 +144,9 @@ def join(
     axis : str or int, optional
         The axis by name; by number, from 0, if axes have no names. By default the axis that can grow (netCDF's unlimited
         dimension), or the first one if axes have no names.
+    stack : str, optional
+        In place of `axis`: the name of a new first axis, if each part is one step of it. Every array gets it, but the
+        coordinates of other axes, which must be the same in all parts.
     dataset : str or sequence of str, optional
         Names of the arrays, and patterns such as ``"PartType1/*"``. By default all arrays.
     mode : str
@@ -162,7 +166,8 @@ def join(
     SourceError
         If a part cannot be opened, or the file cannot be written.
     """
-    return join_files(JoinRequest.check(path, parts, axis, dataset, mode, allow_external))
+    how: dict[str, Any] = {"axis": axis, "stack": stack, "dataset": dataset, "mode": mode, "allow_external": allow_external}
+    return join_files(JoinRequest.check(path, parts, **how))
 
 
 def join_files(request: JoinRequest, progress: Callable[[int, int], None] | None = None) -> JoinReport:
@@ -263,8 +268,20 @@ class _Join:
                 finally:
                     source.close()
                 if not properties.is_dimension:
-                    self._take(k, info, properties)
+                    self._take(k, *self._stacked(info, properties))
             self._take_groups(k, file)
+
+    def _stacked(self, info: ArrayInfo, properties: Properties) -> tuple[ArrayInfo, Properties]:
+        """An array as it is joined: with the new axis, if there is one and it gets it."""
+        if self._ask.stack is None or info.is_coordinate:
+            return info, properties
+        dims = (self._ask.stack, *properties.dims)
+        return replace(info, shape=(1, *info.shape)), replace(properties, dims=dims, unlimited=())
+
+    def _own_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of an array in its part, from that with the new axis."""
+        is_stacked = self._ask.stack is not None and not self._members[name].info.is_coordinate
+        return shape[1:] if is_stacked else shape
 
     def _arrays_of(self, path: str) -> list[ArrayInfo]:
         with Finder(self._access) as finder:
@@ -334,7 +351,16 @@ class _Join:
     # --- 2: what goes on from part to part
 
     def _find_axis(self) -> str | int:
-        asked = self._ask.axis
+        asked, stack = self._ask.axis, self._ask.stack
+        if stack is not None:
+            own = {one.name: one.properties.dims[not one.info.is_coordinate :] for one in self._members.values()}
+            with_it = [name for name, dims in own.items() if stack in dims]
+            if with_it:
+                raise ConfigError(
+                    f"stack is {stack!r}, but '{printable(with_it[0])}' has an axis of that name: the parts go on along it. "
+                    f"Pass axis={stack!r} in its place"
+                )
+            return stack
         names = dict.fromkeys(dim for one in self._members.values() for dim in one.properties.dims if dim)
         if asked is None and not names:
             return 0
@@ -392,9 +418,15 @@ class _Join:
         k0, first = one.lengths[0]
         for k, shape in one.lengths:
             if shape[:axis] != first[:axis] or shape[axis + 1 :] != first[axis + 1 :]:
+                were, are = (self._own_shape(one.name, found) for found in (first, shape))
+                only = (
+                    "they may differ along axis {axis} only"
+                    if self._ask.stack is None
+                    else "with a new axis they may not differ"
+                )
                 raise ConfigError(
-                    f"'{printable(one.name)}' has shape {first} in '{self._paths[k0]}' and {shape} in '{self._paths[k]}': they "
-                    f"may differ along axis {axis} only. Join files of the same shape, or name the arrays to join with dataset="
+                    f"'{printable(one.name)}' has shape {were} in '{self._paths[k0]}' and {are} in '{self._paths[k]}': "
+                    f"{only.format(axis=axis)}. Join files of the same shape, or name the arrays to join with dataset="
                 )
         if isinstance(self._axis, int):
             return
@@ -451,10 +483,15 @@ class _Join:
                     for region in _blocks(first, at_once):
                         mine, its = source.plain(region), other.plain(region)
                         if mine.tobytes() != its.astype(mine.dtype, copy=False).tobytes():
+                            new = (
+                                " If each part is one step, pass stack='time' for a new axis."
+                                if self._ask.stack is None
+                                else ""
+                            )
                             raise ConfigError(
                                 f"'{printable(one.name)}' does not have {self._axis_told}, but other values in "
-                                f"'{self._paths[k]}' than in '{self._paths[k0]}': which are right? Name the arrays to join "
-                                "with dataset="
+                                f"'{self._paths[k]}' than in '{self._paths[k0]}': which are right?{new} Name the arrays to "
+                                "join with dataset="
                             )
 
     # --- 4: coordinates along the axis
@@ -476,6 +513,11 @@ class _Join:
                     found[other] = np.concatenate(self._counted(beside, by), axis=joined[other])
                     self._keep_time(beside)
             self._keep_time(one)
+        for name in joined:
+            one = self._members[name]
+            if name not in found and not self._own_shape(name, one.info.shape):  # HDF5 has no virtual numbers without axes
+                self._check_meaning(one)
+                found[name] = np.concatenate([self._read(k, name, shape) for k, shape in one.lengths])
         return found
 
     def _keep_time(self, one: _Member) -> None:
@@ -521,7 +563,7 @@ class _Join:
     def _read(self, k: int, name: str, shape: Sequence[int]) -> np.ndarray[Any, Any]:
         path = self._paths[k]
         with open_file(path, self._access) as file, closing(file.open(name)) as source, as_source_error(path, name):
-            found = source.plain(Region.whole(shape))
+            found = np.asarray(source.plain(Region.whole(self._own_shape(name, tuple(shape))))).reshape(shape)
             return found.astype(found.dtype.newbyteorder("="), copy=False)
 
     def _check_direction(self, one: _Member, blocks: Sequence[np.ndarray[Any, Any]]) -> None:
@@ -577,14 +619,17 @@ class _Join:
             if name in stored:
                 values[full], how = iter([(Region.whole(shape), stored[name])]), f"stored here, from {n}"
             elif axis is not None:
-                parts[full] = [PlacedPart(places[k], one.stored_name, region) for k, region in one.regions(axis)]
+                parts[full] = [
+                    PlacedPart(places[k], one.stored_name, region, self._own_shape(name, region.shape))
+                    for k, region in one.regions(axis)
+                ]
                 how = f"in {n}"
             elif size <= _STORED_NBYTES or not shape:
                 k, how = one.lengths[0][0], f"stored here, the same in {n}"
                 values[full] = iter([(Region.whole(shape), self._read(k, name, shape))])
             else:
                 k, how = one.lengths[0][0], f"the same in {n}"
-                parts[full] = [PlacedPart(places[k], one.stored_name, Region.whole(shape))]
+                parts[full] = [PlacedPart(places[k], one.stored_name, Region.whole(shape), shape)]
             rows.append(Row(name, shape, one.info.dtype, how))
         groups = self._group_attrs()
         is_netcdf = self._kind == "netcdf4"

@@ -32,6 +32,8 @@ class JoinRequest:
         By name, or by number; None: the axis that can grow, or the first one if axes have no names.
     dataset : tuple of str
         Names of arrays, and patterns; none for all arrays.
+    stack : str or None
+        The name of a new axis, along which the arrays of the parts are put one behind the other.
     mode : str
         ``"w-"`` or ``"w"``.
     allow_external : bool
@@ -42,11 +44,14 @@ class JoinRequest:
     parts: tuple[str, ...]
     axis: str | int | None = None
     dataset: tuple[str, ...] = ()
+    stack: str | None = None
     mode: str = "w-"
     allow_external: bool = False
 
     @classmethod
-    def check(cls, path: Any, parts: Any, axis: Any, dataset: Any, mode: str, allow_external: bool) -> JoinRequest:
+    def check(
+        cls, path: Any, parts: Any, *, axis: Any = None, dataset: Any = None, stack: Any = None, **more: Any
+    ) -> JoinRequest:
         """The request, with its options checked. ConfigError names what was found and what is expected."""
         if isinstance(parts, (str, os.PathLike)):
             text = os.fspath(parts)
@@ -59,6 +64,12 @@ class JoinRequest:
             raise ConfigError("parts is empty: there is nothing to join. Does the pattern match no file?")
         if not (axis is None or isinstance(axis, str) or (isinstance(axis, int) and not isinstance(axis, bool))):
             raise ConfigError(f"axis is {axis!r}; expected the name of an axis, or its number")
+        if stack is not None and (not isinstance(stack, str) or not stack or "/" in stack):
+            raise ConfigError(f"stack is {stack!r}; expected the name of the new axis, such as 'time'")
+        if stack is not None and axis is not None:
+            raise ConfigError(
+                f"axis is {axis!r} and stack {stack!r}. Pass one: axis= if the arrays have it, stack= if it is new"
+            )
         target = os.path.expanduser(os.fspath(path))
         if not target.lower().endswith(_SUFFIXES):
             raise ConfigError(
@@ -66,7 +77,7 @@ class JoinRequest:
                 f"{', '.join(_SUFFIXES)}"
             )
         _check_order(paths)
-        return cls(target, paths, axis, names, mode, allow_external)
+        return cls(target, paths, axis, names, stack, **more)
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,10 @@ from shardload import ConfigError, SourceError
 from shardload.formats.access import Access
 from shardload.formats.leftovers import find_leftover
 from shardload.formats.lookup import open_source
+from shardload.jobs.copying.request import CopyRequest, describe, find
 from shardload.planning.region import Region
 from shardload.values.dates import recounted
+from tests.unit.cli import test_main
 from tests.unit.cli.test_copy import Run, run, unwrapped
 
 __all__ = ["run"]  # a fixture
@@ -138,6 +140,44 @@ def test_a_large_array_that_is_the_same_in_all_parts_is_not_copied(tmp_path: Pat
         file["land"][2, 3] = 0  # the last element
     with pytest.raises(ConfigError, match=r"'/land' does not have the axis 'time', but other values in .*y2002\.nc' than in"):
         shardload.join(str(tmp_path / "other.nc"), paths)
+
+
+def test_steps_become_a_new_axis(tmp_path: Path) -> None:
+    """A file for each output of a simulation, none of which has the axis of time."""
+    paths, whole, opened = [], str(tmp_path / "steps.nc"), []
+    for k in range(3):
+        paths.append(str(tmp_path / f"step{k}.nc"))
+        rho = (("z", "x"), np.arange(8, dtype="f4").reshape(2, 4) + 8 * k, {"units": "g", "step": k})
+        coords = {"x": [1.0, 2, 3, 4], "t": ((), 0.5 * k, {"units": "s"})}
+        opened.append(xr.Dataset({"rho": rho, "n": ((), np.int32(k))}, coords))
+        opened[-1].to_netcdf(paths[-1], engine="netcdf4")
+    report = shardload.join(whole, paths, stack="t")
+    assert report.axis == "t" and {row.name: row.shape for row in report.rows}["/rho"] == (3, 2, 4)
+    expected = xr.concat(opened, "t", combine_attrs="drop_conflicts")
+    for engine in ("netcdf4", "h5netcdf"):
+        with xr.open_dataset(whole, engine=engine) as found:
+            xr.testing.assert_equal(found.load(), expected)
+            assert found.rho.dims == ("t", "z", "x") and found.rho.attrs == {"units": "g"} and found.t.attrs == {"units": "s"}
+    with h5py.File(whole) as file:
+        assert [file[name].is_virtual for name in ("rho", "n", "t", "x")] == [True, False, False, False]
+    source = open_source(whole, "/rho")
+    np.testing.assert_array_equal(source.plain(Region((1, 1, 0), (3, 2, 4))), expected.rho[1:, 1:])
+    out = np.empty((2, 1, 4), "f4")
+    source.read_into(Region((1, 1, 0), (3, 2, 4)), out)
+    np.testing.assert_array_equal(out, expected.rho[1:, 1:])
+    source.close()
+    for change, said in (
+        ({"stack": "x"}, r"stack is 'x', but '/rho' has an axis of that name.*Pass axis='x' in its place"),
+        ({"stack": "t", "axis": "x"}, r"axis is 'x' and stack 't'\. Pass one"),
+        ({"stack": 0}, "stack is 0; expected the name of the new axis"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            shardload.join(str(tmp_path / "no.nc"), paths, **change)
+    with pytest.raises(ConfigError, match=r"'/t' does not go on from part to part"):
+        shardload.join(str(tmp_path / "no.nc"), [paths[0], paths[2], paths[1]], stack="t")
+    (opened[1].isel(x=slice(3))).to_netcdf(paths[1], engine="netcdf4")
+    with pytest.raises(ConfigError, match=r"'/rho' has shape \(2, 4\) in .*step0.* and \(2, 3\) in .*step1"):
+        shardload.join(str(tmp_path / "no.nc"), paths, stack="t")
 
 
 def test_names_with_percent_signs_and_parts_elsewhere(snapshot: list[str], tmp_path: Path) -> None:
@@ -457,6 +497,22 @@ def test_what_is_joined_does_not_grow(tmp_path: Path) -> None:
         shardload.append(whole, {"t2m": np.zeros((1, 3, 4), "i2"), "time": np.array([730.0])}, dim="time")
 
 
+def test_a_copy_does_not_go_on_with_other_parts(snapshot: list[str], tmp_path: Path) -> None:
+    whole = str(tmp_path / "whole.h5")
+    shardload.join(whole, snapshot)
+    request = CopyRequest(whole, str(tmp_path / "out.h5"))
+
+    def about() -> dict[str, str]:
+        found, groups, _ = find(request)
+        return describe(request, found, groups, 1)
+
+    before = about()
+    assert about() == before
+    os.utime(snapshot[1], (1, 1))
+    changed = {key for key, text in about().items() if text != before[key]}  # there are no stars in that part
+    assert changed == {f"the digest of sizes and times of the parts of '{name}'" for name in ("/dm/id", "/dm/pos")}
+
+
 def test_a_part_that_is_gone_is_an_error(snapshot: list[str], tmp_path: Path) -> None:
     """HDF5 gives fill values in its place."""
     whole = str(tmp_path / "whole.h5")
@@ -473,6 +529,7 @@ def test_the_command(run: Run, snapshot: list[str], tmp_path: Path, monkeypatch:
     assert f"{whole}: 3 files along axis 0, 2 arrays" in unwrapped(printed) and "(16, 3)" in printed
     assert "'NumPart_ThisFile'" in unwrapped(said)
     assert max(map(len, printed.splitlines())) <= 80 or len(str(tmp_path)) > 40
+    assert "in 3 parts" in unwrapped(test_main.run("info", whole)[1])
     code, _, said = run("join", *snapshot, whole)
     assert code == 1 and "Type --mode w to replace it" in unwrapped(said)
     code, printed, said = run("join", *snapshot, whole, "--mode", "w", "--json")
