@@ -128,7 +128,7 @@ def join(
     netCDF4 file with virtual datasets: `load`, h5py, xarray and the netCDF library read it, as long as the parts are where they
     were.
 
-    Every array that has the axis goes on from part to part. It must have the same type, other axes, units and packing in all of
+    Every array that has the axis goes on from part to part. It must have the same type, other axes, units, flags and packing in all of
     them; and it must be in all, or, without names of axes, in the same as the other arrays of its group (a part of a snapshot
     may have no stars). Every other array must be the same in all parts, value for value. The coordinate of the axis must go on
     in one direction. If parts count time from different days, it is counted from the day of the first. Attributes that differ
@@ -449,7 +449,7 @@ class _Join:
         return {name: axis for name, one in self._members.items() if (axis := one.axis_of(self._axis)) is not None}
 
     def _check_meaning(self, one: _Member, but: Collection[str] = ()) -> None:
-        """Units and packing must be the same in all parts: the new file has them once."""
+        """Units, flags and packing must be the same in all parts: the new file has them once."""
         for key in _MEANING:
             if key in but or key in one.attrs or not any(key in meaning for meaning in one.meanings):
                 continue
