@@ -128,11 +128,11 @@ def join(
     netCDF4 file with virtual datasets: `load`, h5py, xarray and the netCDF library read it, as long as the parts are where they
     were.
 
-    Every array that has the axis goes on from part to part. It must have the same type, other axes, units, flags and packing in all of
-    them; and it must be in all, or, without names of axes, in the same as the other arrays of its group (a part of a snapshot
-    may have no stars). Every other array must be the same in all parts, value for value. The coordinate of the axis must go on
-    in one direction. If parts count time from different days, it is counted from the day of the first. Attributes that differ
-    are left out, and named in the report.
+    Every array that has the axis goes on from part to part. It must have the same type, other axes, units, flags and packing in
+    all of them; and it must be in all, or, without names of axes, in the same as the other arrays of its group (a part of a
+    snapshot may have no stars). Every other array must be the same in all parts, value for value. The coordinate of the axis
+    must go on in one direction. If parts count time from different days, it is counted from the day of the first. Attributes
+    that differ are left out, and named in the report.
 
     Parameters
     ----------
