@@ -71,7 +71,6 @@ TOGETHER = {
     ),
 }
 APART_IN_JOBS = (
-    "test_benchmarks",
     "test_doctor",
     "test_harness",
     "test_modes_of_launch",
