@@ -486,6 +486,7 @@ class Ranks:
         """Every rank must have collected the same tests, or they would wait for each other for ever."""
         names = "\n".join(item.nodeid for item in session.items)
         mine = (hashlib.sha256(names.encode()).hexdigest(), len(session.items), "\n".join(self.collect_errors))
+        wait_asleep(self.comm.Ibarrier())  # they need the cores to import all tests
         everyone = self.comm.allgather(mine)
         if len({(digest, bool(errors)) for digest, _, errors in everyone}) > 1:
             lines = [f"rank {k} collected {n} tests {errors}".rstrip() for k, (_, n, errors) in enumerate(everyone)]

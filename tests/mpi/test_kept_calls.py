@@ -90,6 +90,7 @@ def test_another_mesh_of_the_same_shape(shared_tmp_path: Path, comm: Any) -> Non
             check(shardload.load(path, *given, dataset="x"), values, mesh, P("a", "b"), [d.id for d in order])
 
 
+@pytest.mark.any_library
 def test_options_that_change_between_calls(shared_tmp_path: Path, comm: Any) -> None:
     """Wrong if an option of an earlier call counted: 0, 0.0, -0.0 and False are equal, and so are 1, 1.0 and True."""
     values, mesh = ramp((2 * unit() + 1, 3 * unit())), mesh_of()

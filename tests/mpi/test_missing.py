@@ -16,6 +16,8 @@ import shardload
 from shardload import MissingChunksWarning, SourceError
 from tests.mpi.support import READERS, check, cube, mesh_of, on_root, ramp, same_error
 
+pytestmark = pytest.mark.any_library
+
 Array = np.ndarray[Any, Any]
 
 
