@@ -64,10 +64,14 @@ TOGETHER = {
         "test_assemble",
         "test_cost",
         "test_doctor_report",
+        "test_labels",
+        "test_lookup",
         "test_main",
+        "test_packing",
         "test_save_ledger",
         "test_save_target",
         "test_sharding",
+        "test_untrusted_helpers",
     ),
 }
 APART_IN_JOBS = (
