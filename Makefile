@@ -51,8 +51,8 @@ WAYS := -p tests.jobs.scripts.ways
 # $(call must,NOTES|MESSAGES|BOTH,RANKS): asked only of all tests.
 must = $(if $(ARGS),,$(if $(filter $(2),$(N)),WAYS_MUST=$(1)))
 # $(call share,0/4|1/4|3/4,0/2|1/4|3/4,RANKS): these too. The parameters of tests are shared out: of combinations of several a quarter
-# in each stage (2/4 on one process), of single values half here and a quarter in each of two other stages; of each test at least one
-# is in each stage. What a test tries in a loop: half, and the other half in both.
+# in each of three stages, of single values half here and a quarter in each of the two others; on one process half a quarter (2/8 of
+# 2/4) of both; of each test at least one is in each stage. What a test tries in a loop: half, and the other half in both.
 share = $(if $(ARGS),,$(if $(filter $(3),$(N)),TESTS_SHARE=$(1) TESTS_SHARE_OF_ONE=$(2)))
 # What the marks mean: ALIKE in tests/conftest.py.
 without = $(if $(ARGS),,-m 'not $(1)')
@@ -112,7 +112,7 @@ test-doctests: $(VENV)/.test-$(KEY) ## the examples in docstrings
 
 # Several files at a time, because a job of 4 ranks waits more than it works: for its own start, for MPI, for what must time out.
 test-plain: setup ## plain pytest: tests/unit, tests/mpi on one process, tests/jobs
-	@$(if $(ARGS),,TESTS_SHARE=2/4 TESTS_SHARE_OF_ONE=0/4) $(PY) -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder tests $(ARGS)
+	@$(if $(ARGS),,TESTS_SHARE=2/8 TESTS_SHARE_OF_ONE=0/8) $(PY) -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder tests $(ARGS)
 
 # Each of 4 ranks compiles each computation: here with few of XLA's optimizations, in the other stages with all of them.
 test-mpi: $(VENV)/.test-$(KEY) ## tests/mpi on N ranks (MPICH; in shared memory)

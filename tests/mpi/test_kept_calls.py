@@ -200,7 +200,7 @@ def test_parts_of_one_array(shared_tmp_path: Path, comm: Any, monkeypatch: pytes
     usual = {"worth_sharing_nbytes": 1, "min_chunk_nbytes": 1}
     for small in (1 << 20, 0):  # with the metadata, and read by several ranks
         with tuned(small_nbytes=small, **usual):
-            for select, expected in parts_of(values):
+            for select, expected in parts_of(values)[:: 1 if small else 2]:
                 spec = P(*("a", "b")[: expected.ndim])
                 x = shardload.load(path, mesh, spec, dataset="x", select=select, pad=-1)
                 check(x, padded(expected, mesh, spec, -1), mesh, spec, (small, select))

@@ -19,7 +19,7 @@ from shardload import PeerError, SourceError
 from shardload.formats.base import ArrayInfo
 from shardload.formats.untrusted import helper as helper_module
 from tests.mpi.sources import NAME, SOURCES, read_part
-from tests.mpi.support import DECOMPOSITIONS, READERS, VERIFY, check, cube, distinct, mesh_of, on_root, ramp, same_error
+from tests.mpi.support import DECOMPOSITIONS, READERS, VERIFY, check, cube, distinct, mesh_of, on_root, ramp, same_error, share
 from tests.unit.files import spoiled
 
 pytestmark = pytest.mark.any_library
@@ -188,13 +188,14 @@ def test_ctrl_c_while_helpers_are_at_work(
 def test_a_format_of_another_package(comm: Any, shared_tmp_path: Path) -> None:
     """Found by its entry point on every rank that reads, or by the helper processes; its errors are every rank's."""
     shape, mesh, spec = cube(), mesh_of(), P("a", "b")
-    for name, values in {"c": ramp(shape), "fortran": ramp(shape).copy(order="F"), "big": ramp(shape, ">f4")}.items():
+    layouts = {"c": ramp(shape), "fortran": ramp(shape).copy(order="F"), "big": ramp(shape, ">f4")}
+    for name, values in layouts.items():
         path = str(shared_tmp_path / f"{name}.npy")
         on_root(comm, lambda path=path, values=values: np.save(path, values))
-        for readers in READERS:
-            plan = shardload.plan(path, mesh, spec, readers=readers, verify="full")
-            check(plan.execute(), ramp(shape), mesh, spec, f"{name} {readers}")
-            assert plan.info.format == "NumPy .npy"
+    for name, readers in share(layouts, READERS):
+        plan = shardload.plan(str(shared_tmp_path / f"{name}.npy"), mesh, spec, readers=readers, verify="full")
+        check(plan.execute(), ramp(shape), mesh, spec, f"{name} {readers}")
+        assert plan.info.format == "NumPy .npy"
     check(shardload.load(path, mesh, spec, untrusted=True), ramp(shape), mesh, spec, "untrusted")
     on_root(comm, lambda: np.save(path, np.array([{}, None]), allow_pickle=True))
     same_error(comm, lambda: shardload.load(path, mesh, P()), SourceError, "Python objects")

@@ -23,8 +23,8 @@ def _start_one() -> None:
 
 @pytest.fixture
 def quick_helpers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Helper processes of untrusted files are copies of one that has imported h5py and Zarr, which takes each a quarter of a second
-    and more. Not for tests of how they start, of what they are as processes, or of their memory."""
+    """Helper processes of untrusted files are copies of one that has imported h5py and Zarr, which takes each a quarter of a
+    second and more. Not for tests of how they start, of what they are as processes, or of their memory."""
     from shardload.formats.untrusted import helper
     from tests.unit.copies import copy_of_a_helper
 

@@ -79,6 +79,11 @@ def test_parameters_are_shared_out_by_their_values(
         assert [len({*values}) for values in zip(*itertools.chain(*on_several_ranks), strict=True)] == sizes
         for one in shares[name]:
             assert all(len({*values}) > n // 2 for values, n in zip(zip(*one, strict=True), sizes, strict=True))
+    monkeypatch.setenv("TESTS_SHARE", "2/8")  # on one process
+    ours = {item for item in items if item in conftest._shared_to_us(items)}
+    for name in names[:3]:
+        found = {tuple(item.callspec.id.split("-")) for item in ours if item.originalname == name}
+        assert found and found < {*shares[name][2]}, name
     one, with_open_mpi, other, last = shares["test_any_library"]
     assert sorted(one + other + last) == [*itertools.product("xyz", "012345")] and with_open_mpi == last
     n_by_ranks = [len(one) for one in shares["test_by_ranks"]]
