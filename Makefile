@@ -112,9 +112,9 @@ test-doctests: $(VENV)/.test-$(KEY) ## the examples in docstrings
 
 # Several files at a time, because a job of 4 ranks waits more than it works: for its own start, for MPI, for what must time out.
 test-plain: setup ## plain pytest: tests/unit, tests/mpi on one process, tests/jobs
-	@$(if $(ARGS),,TESTS_SHARE=2/8 TESTS_SHARE_OF_ONE=0/8) $(PY) -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder tests $(ARGS)
+	@JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(if $(ARGS),,TESTS_SHARE=2/8 TESTS_SHARE_OF_ONE=0/8) $(PY) -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder tests $(ARGS)
 
-# Each of 4 ranks compiles each computation: here with few of XLA's optimizations, in the other stages with all of them.
+# Each of 4 ranks compiles each computation: here with few of XLA's optimizations, with Open MPI and old versions with all of them.
 test-mpi: $(VENV)/.test-$(KEY) ## tests/mpi on N ranks (MPICH; in shared memory)
 	@JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(call must,notes,4) $(call share,0/4,0/2,4) $(PY) $(JOB) -n $(N) --timeout 900 -- $(SUITE) $(call without,few_ranks) $(WAYS) $(ARGS)
 
