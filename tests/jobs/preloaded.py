@@ -451,6 +451,7 @@ def main(address: str) -> int:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     others = {*sys.stdlib_module_names, "__main__", PROJECT}
     libraries |= {k: v for k, v in sys.modules.items() if k.partition(".")[0] not in others}
+    known = frozenset(sys.modules)  # not in each copy, which would have pages of all their names for itself
     gc.collect()
     gc.freeze()
     request = serve(address)
@@ -469,7 +470,6 @@ def main(address: str) -> int:
     atexit.unregister(_leave)
     libc = ctypes.CDLL(None)
     libc.on_exit(libc._exit, None)  # what C libraries register from here on is still called, as by MPICH; what stands by is not
-    known = frozenset(sys.modules)
     end(status_of(arguments, paths), known)
 
 
