@@ -270,6 +270,7 @@ class OfDigest:
     digest: int
 
 
+@pytest.mark.any_version
 @pytest.mark.any_library
 def test_plans_that_are_kept(files: dict[str, str], comm: Any) -> None:
     """Wrong if a plan for one mesh, option or dtype were taken for another, or the file before were read again."""

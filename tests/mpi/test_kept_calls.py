@@ -21,6 +21,8 @@ from shardload.jobs.loading import request
 from shardload.planning.tuning import tuned
 from tests.mpi.support import check, mesh_of, on_root, padded, ramp, same_error, unit
 
+pytestmark = pytest.mark.any_library
+
 
 def write(path: Path, values: np.ndarray[Any, Any], in_place: bool = False, **how: Any) -> str:
     """A file with the array x: a new one that takes the name, or the same one with other values."""
@@ -90,7 +92,7 @@ def test_another_mesh_of_the_same_shape(shared_tmp_path: Path, comm: Any) -> Non
             check(shardload.load(path, *given, dataset="x"), values, mesh, P("a", "b"), [d.id for d in order])
 
 
-@pytest.mark.any_library
+@pytest.mark.any_version
 def test_options_that_change_between_calls(shared_tmp_path: Path, comm: Any) -> None:
     """Wrong if an option of an earlier call counted: 0, 0.0, -0.0 and False are equal, and so are 1, 1.0 and True."""
     values, mesh = ramp((2 * unit() + 1, 3 * unit())), mesh_of()

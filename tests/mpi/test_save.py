@@ -247,6 +247,7 @@ def test_what_was_saved_loads_again(comm: Any, shared_tmp_path: Path) -> None:
     check(shardload.load(shared_tmp_path / "y.h5", mesh_of(), P("a"), dataset="data"), values, mesh_of(), P("a"))
 
 
+@pytest.mark.any_version
 @pytest.mark.any_library
 def test_padding_is_not_written(comm: Any, shared_tmp_path: Path) -> None:
     """Wrong if the file had the padded shape, or lost what the last shard has of the file."""
@@ -998,6 +999,7 @@ def test_wrong_implementations_are_found(comm: Any, shared_tmp_path: Path, monke
 # --- memory
 
 
+@pytest.mark.any_version
 @pytest.mark.any_library
 def test_memory_beyond_the_arrays(comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if a rank, rank 0 too, held more of the array than the staging memory, plus what libraries take."""

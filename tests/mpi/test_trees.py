@@ -207,6 +207,7 @@ def test_the_plan_of_a_tree(snap: tuple[str, str]) -> None:
     check(plan.plans["gas"][0].execute(), of["/gas/rho"], mesh, P("b"))
 
 
+@pytest.mark.any_version
 @pytest.mark.any_library
 def test_verify_a_tree(comm: Any, snap: tuple[str, str]) -> None:
     """Wrong if an array were compared with another one's file, or one of them with none."""
