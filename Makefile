@@ -50,9 +50,9 @@ SUITE := -m pytest --with-mpi tests
 WAYS := -p tests.jobs.scripts.ways
 # $(call must,NOTES|MESSAGES|BOTH,RANKS): asked only of all tests.
 must = $(if $(ARGS),,$(if $(filter $(2),$(N)),WAYS_MUST=$(1)))
-# $(call share,0/4|1/4|3/4,0/2|1/4|3/4,RANKS): these too. The parameters of tests are shared out: of combinations of several a quarter
-# in each of three stages, of single values half here and a quarter in each of the two others; on one process half a quarter (2/8 of
-# 2/4) of both; of each test at least one is in each stage. What a test tries in a loop: half, and the other half in both.
+# $(call share,0/4|1/4|3/8,0/2|1/4|3/4,RANKS): these too. The parameters of tests are shared out: of combinations of several a quarter
+# here and with Open MPI, and an eighth with old versions; of single values half here and a quarter in each of the two others; on one
+# process an eighth of both; of each test at least one is in each stage. What a test tries in a loop: half, and the other half in both.
 share = $(if $(ARGS),,$(if $(filter $(3),$(N)),TESTS_SHARE=$(1) TESTS_SHARE_OF_ONE=$(2)))
 # What the marks mean: ALIKE in tests/conftest.py.
 without = $(if $(ARGS),,-m 'not $(1)')
@@ -124,7 +124,7 @@ test-openmpi: $(VENV)/.test-$(KEY) $(OPENMPI)/.installed-$(KEY) ## tests/mpi on 
 
 # Old releases beside new neighbours warn of each other, which is no fault of ours.
 test-oldest: $(OLDEST)/.installed-$(KEY) ## tests/mpi on N ranks with the oldest supported versions (as messages)
-	@SHARDLOAD_SHARED_MEMORY=0 WAYS_HALF=1 $(call must,messages,2) $(call share,3/4,3/4,2) $(OLDEST)/bin/python $(JOB) -n $(N) --timeout 900 -- $(SUITE) $(call without,any_version) $(WAYS) -W ignore $(ARGS)
+	@SHARDLOAD_SHARED_MEMORY=0 WAYS_HALF=1 $(call must,messages,2) $(call share,3/8,3/4,2) $(OLDEST)/bin/python $(JOB) -n $(N) --timeout 900 -- $(SUITE) $(call without,any_version) $(WAYS) -W ignore $(ARGS)
 
 clean: ## remove what this Makefile and the tools made
 	rm -rf $(VENV) $(OLDEST) $(OPENMPI) .uv .venv-clients .venv-heat build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache .test-logs
