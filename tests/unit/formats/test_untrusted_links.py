@@ -161,7 +161,7 @@ def load(path: Path, name: str) -> np.ndarray[Any, Any] | None:
         source.close()
 
 
-@settings(max_examples=int(os.environ.get("SHARDLOAD_FUZZ_CASES", "150")), deadline=None, derandomize=True)
+@settings(max_examples=int(os.environ.get("SHARDLOAD_FUZZ_CASES", "250")), deadline=None, derandomize=True)
 @given(cases)
 def test_no_name_leads_outside_and_no_fill_value_replaces_a_source(home: Path, case: dict[str, tuple[str, ...]]) -> None:
     path = home / "evil.h5"
