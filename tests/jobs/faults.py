@@ -85,7 +85,8 @@ def check_survivors(ranks: list[list[dict[str, Any]]], cases: Sequence[str] = tu
     """Every rank saw the same, in each case and way of reading, and it is what `EXPECTED` has."""
     found = list(zip(*ranks, strict=True))
     assert {one[0]["case"] for one in found} == set(cases)
-    assert [one[0]["tree"] for one in found] == [False, False, False, False, True] * len(cases)
+    for case in cases:
+        assert [one[0]["tree"] for one in found if one[0]["case"] == case] in ([False] * 4 + [True], [False] * 2 + [True]), case
     for one in found:
         if one[0]["tree"] and one[0]["type"] is not None:  # the third array of five
             assert "array ['2, bad']" in one[0]["text"], one[0]

@@ -49,7 +49,7 @@ from typing import Any, NoReturn
 
 from tests.jobs.rank import LENGTH, read_when_loaded
 
-__all__ = ["close", "command_for", "is_installed", "prefix"]
+__all__ = ["Server", "close", "command_for", "is_installed", "prefix", "server_for"]
 
 PROJECT = "shardload"
 SITE = str(Path(__file__).with_name("site"))
@@ -90,13 +90,18 @@ def command_for(interpreter: str, arguments: Sequence[str], env: Mapping[str, st
 
 def prefix(env: Mapping[str, str]) -> list[str]:
     """What to write in place of the interpreter, in programs that will have these variables."""
+    return [sys.executable, "-I", "-S", str(RANK), server_for(env).address]
+
+
+def server_for(env: Mapping[str, str]) -> Server:
+    """The process that waits to be a program with these variables."""
     loaded = read_when_loaded(env)
     key = tuple(sorted(loaded.items()))
     with _lock:
         server = _servers.get(key)
         if server is None or server.process.poll() is not None:
             server = _servers[key] = _start(loaded, env)
-    return [sys.executable, "-I", "-S", str(RANK), server.address]
+    return server
 
 
 def close() -> None:
@@ -446,6 +451,7 @@ def main(address: str) -> int:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     others = {*sys.stdlib_module_names, "__main__", PROJECT}
     libraries |= {k: v for k, v in sys.modules.items() if k.partition(".")[0] not in others}
+    known = frozenset(sys.modules)  # not in each copy, which would have pages of all their names for itself
     gc.collect()
     gc.freeze()
     request = serve(address)
@@ -464,7 +470,6 @@ def main(address: str) -> int:
     atexit.unregister(_leave)
     libc = ctypes.CDLL(None)
     libc.on_exit(libc._exit, None)  # what C libraries register from here on is still called, as by MPICH; what stands by is not
-    known = frozenset(sys.modules)
     end(status_of(arguments, paths), known)
 
 

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 LENGTH = 8  # bytes that say how long a request is
 OPTIONS = ("-W",)  # of the interpreter, that a copy understands
-# Libraries read these as they are loaded. (HDF5 too reads some: where its plug-ins are, a copy tells it; whether it locks
-# files, no program here rests on.)
-READ_WHEN_LOADED = ("JAX_", "LD_", "NUMEXPR_", "OMP_", "OPENBLAS_", "PYTHON", "ZARR_")
+# Libraries read these as they are loaded, that of C too. (HDF5 reads some: where its plug-ins are, a copy tells it; whether it
+# locks files, no program here rests on.)
+READ_WHEN_LOADED = ("BLOSC_", "JAX_", "LD_", "MALLOC_", "NUMEXPR_", "OMP_", "OPENBLAS_", "PYTHON", "ZARR_")
 NOT_OF_PROGRAMS = ("PYTHONPATH",)  # each copy's own
 PATHS_OF_LIBRARIES = "LD_LIBRARY_PATH"
 PASSED_ON = ["SIGABRT", "SIGALRM", "SIGCONT", "SIGHUP", "SIGINT", "SIGPIPE", "SIGQUIT", "SIGTERM", "SIGUSR1", "SIGUSR2"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from benchmarks.__main__ import app
 from benchmarks.cases.cells import FLOOR, LAYOUTS, OURS, Cell
 from benchmarks.cases.layouts import make, reference_of
 from benchmarks.cases.saves import SAVE_LAYOUTS, SAVE_SPECS
+from benchmarks.remote import RemoteJob
 from benchmarks.reports.tables import read_records, write_report
 from benchmarks.runs import environments
 from benchmarks.runs.measure import measure
@@ -24,14 +27,31 @@ HERE = Path(__file__).parent
 WAYS = (OURS, "slice", "scatter", "jax-power", "tensorstore", FLOOR)  # those that need no other environment
 
 
-@pytest.fixture(autouse=True)
-def _preloaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The jobs start as those of other tests do: how long that takes is not in any figure, and no figure is looked at here."""
+@pytest.fixture(autouse=True, scope="module")
+def _shared_jobs() -> Iterator[None]:
+    """The jobs start as those of other tests do, and stay for the next command that asks for one like it: to start each was
+    most of what these tests took, and no figure is looked at here."""
+    jobs: dict[Any, RemoteJob] = {}
 
     def command(program: Any, n: int, **options: Any) -> list[str]:
         return job_command(program, n, env=job_environment(n), **options)
 
-    monkeypatch.setattr(environments, "job_command", command)
+    def shared(name: str, n: int, program: Sequence[str] | None = None, devices: int = 1) -> Any:
+        if program:  # one that does wrong
+            return environments.start(name, n, program, devices)
+        key = name, n, devices
+        if key not in jobs or not jobs[key].is_alive:
+            jobs[key] = environments.start(name, n, None, devices)
+        return nullcontext(jobs[key])  # which does not end it
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(environments, "job_command", command)
+        patched.setattr("benchmarks.runs.measure.start", shared)
+        try:
+            yield
+        finally:
+            for job in jobs.values():
+                job.close()
 
 
 def command(*arguments: str) -> str:
@@ -43,7 +63,7 @@ def command(*arguments: str) -> str:
 def test_every_layout_and_way_is_verified_and_reported(tmp_path: Path) -> None:
     data, out = tmp_path / "data", tmp_path / "results"
     command(
-        "run", "--size", "16", "--ranks", "2", "--specs", "-,a,b", "--ways", ",".join(WAYS), "--repeats", "2",
+        "run", "--size", "16", "--ranks", "2", "--specs", "-,a,b", "--ways", ",".join(WAYS), "--repeats", "1",
         "--data", str(data), "--out", str(out / "run.json"), "--cold",
     )  # fmt: skip
     record = json.loads((out / "run.json").read_text())
@@ -54,7 +74,7 @@ def test_every_layout_and_way_is_verified_and_reported(tmp_path: Path) -> None:
         for way, took in cell["ways"].items():
             assert "error" not in took, (cell["layout"], way, took)
             assert took["verified"] == (way != FLOOR)
-            assert len(took["seconds"]) == 2
+            assert len(took["seconds"]) == 1
             assert all(seconds > 0 for seconds in took["seconds"])
     assert {"jax", "floor"} <= set(record["versions"])
     assert str(tmp_path) not in (out / "run.json").read_text()
@@ -68,28 +88,29 @@ def test_every_layout_and_way_is_verified_and_reported(tmp_path: Path) -> None:
 
 def test_the_other_commands(tmp_path: Path) -> None:
     places = ["--data", str(tmp_path / "data"), "--results", str(tmp_path)]
+    command("memory", "--size", "64", "--ranks", "2", "--layouts", "hdf5-gzip-planes", *places)
     command("scatter", "--size", "16", "--ranks", "2", "--repeats", "1", "--results", str(tmp_path))
     command("small", "--ranks", "2", "--repeats", "2", *places)
-    command("many", "--ranks", "2", "--series", "3", "--tiny", "5", "--repeats", "1", *places)
-    command("memory", "--size", "64", "--ranks", "2", "--layouts", "hdf5-gzip-planes", *places)
-    command("verify", "--sizes", "64", "--ranks", "2", "--specs", "a,b", "--repeats", "1", *places)
-    options = ["--size", "64", "--layouts", "hdf5-gzip-planes", "--specs", "-,a,b", "--jobs", "1x2", "--repeats", "1"]
+    command("many", "--ranks", "2", "--series", "2", "--tiny", "5", "--repeats", "1", *places)
+    command("verify", "--sizes", "32", "--ranks", "2", "--specs", "a,b", "--repeats", "1", *places)
+    options = ["--size", "32", "--layouts", "hdf5-gzip-planes", "--specs", "-,a,b", "--jobs", "1x2", "--repeats", "1"]
     command("devices", *options, *places)
     table = command("report", "--results", str(tmp_path))
     assert '| 1 x 2 | hdf5-gzip-planes | `P(None, "a", "b")` |' in table
     assert "| scatter of 0 MiB, 2 ranks" in table
-    assert '| hdf5-gzip-planes, 64^3 | `P("a", "b")` |' in table
+    assert '| hdf5-gzip-planes, 32^3 | `P("a", "b")` |' in table
     for cell in json.loads((tmp_path / "verify.json").read_text())["cells"]:
         assert [took["proven"]["how"] for took in cell["levels"].values()] == ["index", "checksum", "file", "full"]
-        assert cell["levels"]["full"]["proven"]["n_elements"] == 64**3
+        assert cell["levels"]["full"]["proven"]["n_elements"] == 32**3
     memory = json.loads((tmp_path / "memory.json").read_text())
     assert [cell["readers"] for cell in memory["cells"]] == ["auto", "root", "parallel", "direct"]
     for cell in memory["cells"]:
         assert [rank["pieces_nbytes"] for rank in cell["ranks"]] == [64**3 * 4 // 2] * 2
-        assert all(rank["peak_nbytes"] > 0 for rank in cell["ranks"])
+        assert all(rank["peak_nbytes"] >= 0 for rank in cell["ranks"])
+    assert all(rank["peak_nbytes"] > 0 for rank in memory["cells"][0]["ranks"]), "the first loads of this size in their job"
     many = json.loads((tmp_path / "many.json").read_text())["cells"]
     assert [(cell["layout"], cell["n_arrays"]) for cell in many] == [
-        ("series-of-40", 3), ("many-tiny", 5), ("real-field", 1), ("one-kib", 1)
+        ("series-of-40", 2), ("many-tiny", 5), ("real-field", 1), ("one-kib", 1)
     ]  # fmt: skip
     for cell in many:
         assert all(took["verified"] and len(took["seconds"]) == 1 for took in cell["ways"].values()), cell

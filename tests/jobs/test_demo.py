@@ -14,7 +14,7 @@ import zarr
 from shardload.cli import demo
 from tests.jobs.launch import run_job
 
-DEMO = ["-W", "error", "-m", "shardload", "demo", "--size", "64"]
+DEMO = ["-W", "error", "-m", "shardload", "demo", "--size", "32"]
 
 
 def rows(out: str) -> list[list[str]]:
@@ -35,8 +35,8 @@ def test_demo(n: int, tmp_path: Path) -> None:
     for file in ("field.h5", "field.zarr"):
         assert names.count(file) == 3  # shardload and the two usual ways
         load = next(row for row in table if row[0] == f"{file}:/density")
-        assert (load[1], load[-1]) == ("64 x 64 x 64", "0")
-        assert load[3] == {1: "64 x 64 x 64", 4: "64 x 32 x 32"}[n]
+        assert (load[1], load[-1]) == ("32 x 32 x 32", "0")
+        assert load[3] == {1: "32 x 32 x 32", 4: "32 x 16 x 16"}[n]
         assert float(load[-3]) > 0
     ffts = [row for row in table if "FFT" in row[0]]
     assert len(ffts) == 2

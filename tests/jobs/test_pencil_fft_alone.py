@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.jobs.preloaded import command_for
+
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "pencil_fft.py"
 TESTS = str(ROOT / "tests" / "mpi" / "test_pencil_fft.py")
@@ -24,31 +26,18 @@ def four_devices() -> dict[str, str]:
 
 def test_four_devices_of_one_process(four_devices: dict[str, str]) -> None:
     tests = "equals_numpy or explicit or loaded or plane_wave or not_a_pencil"
-    command = [
-        sys.executable,
-        "-W",
-        "error",
-        "-m",
-        "pytest",
-        "-q",
-        "--with-mpi",
-        "-p",
-        "no:cacheprovider",
-        TESTS,
-        "-k",
-        tests,
-    ]
+    arguments = ["-W", "error", "-m", "pytest", "-q", "--with-mpi", "-p", "no:cacheprovider", TESTS, "-k", tests]
+    arguments += ["-W", "ignore:Module already imported"]  # a library in a copy, whose plugin is not used here
+    command = command_for(sys.executable, arguments, four_devices)
     done = subprocess.run(command, env=four_devices, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "6 passed" in done.stdout
 
 
 def test_script_says_what_it_found(four_devices: dict[str, str]) -> None:
-    command = [sys.executable, "-W", "error", str(EXAMPLE)]
-    root = str(EXAMPLE.parents[1])
-    done = subprocess.run(
-        command, env={**four_devices, "PYTHONPATH": root}, capture_output=True, text=True, timeout=240, check=False
-    )
+    env = {**four_devices, "PYTHONPATH": str(EXAMPLE.parents[1])}
+    command = command_for(sys.executable, ["-W", "error", str(EXAMPLE)], env)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     assert "(16, 16, 16) float32, shard (16, 8, 8) on each of 4 devices" in done.stdout
     strongest = re.search(r"strongest mode .*\((\d+), (\d+), (\d+)\): (\S+)", done.stdout)

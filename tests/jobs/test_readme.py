@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from tests.jobs.launch import ROOT, job_environment, run_job
+from tests.jobs.preloaded import command_for
 
 README = ROOT / "README.md"
 FIRST_RUN = ROOT / "docs" / "first-run.md"
@@ -136,7 +137,8 @@ def test_the_scripts_of_the_pages_run_without_mpi(tmp_path: Path, n_devices: int
     run = "import runpy, sys; scripts, sys.argv[1:] = sys.argv[1:], ['first.h5:/density']\n"
     run += "for script in scripts: runpy.run_path(script, run_name='__main__')"
     env = {k: v for k, v in job_environment(1).items() if k not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
-    command = [sys.executable, "-W", "error", "-c", run, "example.py", "first.py", str(ROOT / "examples" / "pencil_fft.py")]
+    arguments = ["-W", "error", "-c", run, "example.py", "first.py", str(ROOT / "examples" / "pencil_fft.py")]
+    command = command_for(sys.executable, arguments, env)
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     shape, shard = {1: ((240, 37, 49), (96, 64, 32)), 8: ((240, 38, 49), (96, 16, 16))}[n_devices]

@@ -86,7 +86,7 @@ BY_RECEIVER = {
     "one bit changes in a row of a bundle": ("PeerError", "a bundle of parts that came from rank 0 is not what was sent"),
 }
 BY_CHECKSUM_OF_RELAYED = {"one bit changes in a relay": SUMS}
-# A rank waits for what nobody sends, or fails in the middle of an exchange. Each in a call of its own.
+# A rank waits for what nobody sends, or fails in the middle of an exchange. In a program of their own.
 ALONE = ("a reader drops its last block", "a receiver expects a block too few", "blocks smaller than their parts")
 
 
@@ -221,11 +221,15 @@ def test_what_relays_do_wrong(tmp_path: Path, mpi: str, way: str) -> None:
         assert {one["type"] for one in said["two ranks get each other's part", verify]} == {"PeerError"}
 
 
-@pytest.mark.parametrize("where", [("mpich", "shared memory"), ("openmpi", "messages")], ids=" ".join)
+@pytest.fixture(scope="module", params=[("mpich", "shared memory"), ("openmpi", "messages")], ids=" ".join)
+def left_waiting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    mpi, way = request.param
+    return meet_defects(tmp_path_factory.mktemp("waiting"), *ALONE, mpi=mpi, way=way, timeout=90)
+
+
 @pytest.mark.parametrize("case", ALONE)
-def test_defect_that_leaves_a_rank_waiting(tmp_path: Path, case: str, where: tuple[str, str]) -> None:
+def test_defect_that_leaves_a_rank_waiting(left_waiting: Found, case: str) -> None:
     """Wrong if the rank waited for ever: all must raise, whoever is at fault."""
-    mpi, way = where
-    for said in meet_defects(tmp_path, case, mpi=mpi, way=way, timeout=90).values():
+    for said in (said for (name, _), said in left_waiting.items() if name == case):
         assert len({(one["type"], one["text"]) for one in said}) == 1
         assert said[0]["type"] in ("PeerError", "ShardloadError")

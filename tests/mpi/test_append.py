@@ -33,6 +33,8 @@ from shardload.jobs.saving.append import _Appending
 from tests.mpi.support import mesh_of, on_root, padded, ramp, same_error
 from tests.mpi.test_save import on_disk, put, turned
 
+pytestmark = pytest.mark.any_library
+
 Array = np.ndarray[Any, Any]
 Y, X = 24, 12  # axes of different lengths, which every mesh of these tests divides
 # How the old store is made, by zarr-python: version, chunks, shards, compressor, fill value.
@@ -190,7 +192,6 @@ def test_every_file_sharding_and_edge(ranks: Any, shared_tmp_path: Path, kind: s
         on_root(ranks, check)
 
 
-@pytest.mark.any_library
 @pytest.mark.any_version
 def test_a_file_axis_by_number_and_without_values(ranks: Any, shared_tmp_path: Path) -> None:
     """Wrong if an axis in the middle, or one with a limit, could not grow; or a dimension without values stayed behind."""
@@ -229,7 +230,6 @@ def test_a_file_axis_by_number_and_without_values(ranks: Any, shared_tmp_path: P
     on_root(ranks, look)
 
 
-@pytest.mark.any_library
 @pytest.mark.any_version
 def test_what_does_not_fit_into_a_file(ranks: Any, shared_tmp_path: Path) -> None:
     """Wrong if a file changed although there was an error; or the copy that the error advises could not grow."""
@@ -547,7 +547,6 @@ def test_consolidated_metadata_that_are_old(ranks: Any, shared_tmp_path: Path) -
     )
 
 
-@pytest.mark.any_library
 @pytest.mark.any_version
 def test_arrays_that_a_killed_append_left_with_two_lengths(ranks: Any, shared_tmp_path: Path) -> None:
     """Wrong if the error said nothing of the lengths that are there, or if what it says to type did not help."""

@@ -127,6 +127,7 @@ def test_with_select_dtype_and_pad(files: dict[str, str]) -> None:
     ), with_halos(expected, mesh, spec, (1, 0), ("edge", 0)), mesh, spec)  # fmt: skip
 
 
+@pytest.mark.any_library
 def test_verify_mask_and_unpad_of_halos(comm: Any, files: dict[str, str]) -> None:
     """Wrong if a level of verification looked at other elements than those that a shard must hold, or counted some twice."""
     mesh, spec, values = turned(), P("b", None, "a"), ramp(cube())

@@ -159,6 +159,8 @@ def test_ranks_that_ask_for_other_arrays(comm: Any, paths: dict[str, str]) -> No
     check_all(load(paths, ("mask", "rho")), ("mask", "rho"))
 
 
+@pytest.mark.any_version
+@pytest.mark.any_library
 def test_staging_bounds_all_of_them_together(comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if each array had staging buffers or threads of its own."""
     n, names, staging = unit(), ("a", "b", "c", "d"), 1 << 20

@@ -155,12 +155,9 @@ def test_ranks_in_another_order_than_processes(comm: Any, files: dict[str, str])
     assert backwards.rank == comm.size - 1 - jax.process_index()
     values = ramp(cube())
     for mesh in (mesh_of(), mesh_of(shuffled())):
-        for spec in SPECS:
-            for readers in READERS:
-                x = shardload.load(
-                    files["chunked"], mesh, spec, dataset=NAME, readers=readers, comm=backwards, verify="checksum"
-                )
-                check(x, values, mesh, spec, (spec, readers))
+        for spec, readers in share(SPECS, READERS):
+            x = shardload.load(files["chunked"], mesh, spec, dataset=NAME, readers=readers, comm=backwards, verify="checksum")
+            check(x, values, mesh, spec, (spec, readers))
         root = comm.size - 1  # in `backwards`: the process that is rank 0 of COMM_WORLD
         x = shardload.scatter(values if comm.rank == 0 else None, mesh, P("b"), root=root, comm=backwards)
         check(x, values, mesh, P("b"))

@@ -14,7 +14,9 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload import MissingChunksWarning, SourceError
-from tests.mpi.support import READERS, check, cube, mesh_of, on_root, ramp, same_error
+from tests.mpi.support import READERS, check, cube, mesh_of, on_root, ramp, same_error, share
+
+pytestmark = pytest.mark.any_library
 
 Array = np.ndarray[Any, Any]
 
@@ -57,7 +59,7 @@ def test_counted_once_and_said_once(
     """Wrong if a chunk that several ranks read, or that replicas share, were counted twice."""
     tune(min_chunk_nbytes=0 if chunk_by_chunk else 1 << 30)
     values, n_missing, n = expected(cube())
-    for spec in (P("a", "b"), P(None, "b"), P()):
+    for (spec,) in share((P("a", "b"), P(None, "b"), P())):
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             plan = shardload.plan(torn[kind], mesh_of(), spec, dataset="rho", readers=readers)

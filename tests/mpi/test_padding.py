@@ -17,6 +17,8 @@ import shardload
 from shardload import ConfigError
 from tests.mpi.support import check, grid_shape, mesh_of, on_root, padded, ramp, same_error
 
+pytestmark = pytest.mark.any_library
+
 SPECS = (P("a"), P("b", "a"), P(None, ("b", "a")), P())
 MOVED = (P("b", "a"), P(None, ("b", "a")))  # for tests in which JAX compiles a program for each
 

@@ -207,6 +207,8 @@ def test_the_plan_of_a_tree(snap: tuple[str, str]) -> None:
     check(plan.plans["gas"][0].execute(), of["/gas/rho"], mesh, P("b"))
 
 
+@pytest.mark.any_version
+@pytest.mark.any_library
 def test_verify_a_tree(comm: Any, snap: tuple[str, str]) -> None:
     """Wrong if an array were compared with another one's file, or one of them with none."""
     x = shardload.load(snap[0], mesh_of(), SPECS, dataset=NAMES, pad=PADS)
@@ -470,6 +472,7 @@ def test_each_rank_reads_another_array_of_a_file_that_is_replaced(
 # --- memory
 
 
+@pytest.mark.any_library
 @pytest.mark.parametrize("readers", ["root", "parallel", "direct"])
 def test_memory_of_forty_arrays(comm: Any, shared_tmp_path: Path, readers: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if each array had buffers of its own: those of the decoders alone would be 40 times a chunk per thread."""

@@ -19,6 +19,8 @@ from tests.mpi.sources import NAME, SOURCES
 from tests.mpi.support import DECOMPOSITIONS, check, cube, distinct, mesh_of, padded, ramp, same_error, unit
 from tests.mpi.test_values import X64, write
 
+pytestmark = pytest.mark.any_library
+
 HOW = ("index", "checksum", "file", "full")
 
 
@@ -65,7 +67,6 @@ def test_the_digest_is_of_the_array_not_of_the_sharding(files: dict[str, str], n
     assert f"{zlib.crc32(values):08x}" in str(found)
 
 
-@pytest.mark.any_library
 @pytest.mark.parametrize("dtype", ["bool", "int8", "uint32", "float16", "bfloat16", "complex64", ">f8", ">c16", ">i2"])
 @pytest.mark.parametrize("name", ["x.h5", "x.zarr"])
 def test_types(comm: Any, shared_tmp_path: Path, dtype: str, name: str) -> None:

@@ -45,7 +45,7 @@ def placed(done: Done, n_nodes: int, n_ranks: int) -> None:
         assert line["node"] == here
         assert line["notes"] == [rank for rank in here if rank != line["rank"]], line
         assert line["messages"] == [rank for rank in range(n_ranks) if rank not in here], line
-        assert line["loads"] == 24
+        assert line["loads"] == 16
         # Blocks of one chunk on two nodes, of several on four.
         assert line.get("chunks decoded", 0) + line.get("batches decoded", 0) > 0 and line.get("tiles taken", 0) > 0, line
 
@@ -90,12 +90,12 @@ def test_saves_on_two_nodes(cluster: Cluster, site: Site, run_script: Path, tmp_
 def test_relays_between_nodes(cluster: Cluster, site: Site, run_script: Path, tmp_path: Path) -> None:
     """Wrong if a relay offered parts to ranks of another node, or one of four nodes in two rows and columns was passed over."""
     env = {**site(), "WAYS_RELAYS": "two hops"}
-    command = ("srun", "--mpi=pmi2", "-K1", env["SITE_PYTHON"], RUN, LOADS, str(tmp_path))
+    command = ("srun", "--mpi=pmi2", "-K1", env["SITE_PYTHON"], RUN, LOADS, str(tmp_path), "few")
     done = cluster.run(run_script, "--nodes=4", "--ntasks-per-node=2", env=env, arguments=command, cwd=ROOT).check()
     found = done.said()
     assert len(found) == 8
     for line in found:
-        assert line["loads"] == 24 and min(line["bundles sent"], line["parts of bundles taken"]) > 24, line
+        assert line["loads"] == 8 and min(line["bundles sent"], line["parts of bundles taken"]) > 8, line
 
 
 def test_without_mpi(cluster: Cluster, site: Site, run_script: Path, tmp_path: Path) -> None:

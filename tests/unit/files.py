@@ -27,6 +27,9 @@ DTYPES = (
     *(">i2", ">i4", ">i8", ">u2", ">f2", ">f4", ">f8", ">c8", ">c16"),
 )
 
+# One of each size, kind and byte order. What filters and chunks do to bytes rests on no more of a type.
+SIZES = ("bool", "int8", ">i2", "float16", "int32", ">f4", "uint64", ">f8", "complex64", ">c16")
+
 _PRIMES = {"bool": 2, "int8": 113, "uint8": 251, "float16": 2039}
 
 

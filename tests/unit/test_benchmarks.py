@@ -50,7 +50,7 @@ def test_every_layout_holds_the_same_field(files: dict[str, Any], layout: str) -
 
 
 def test_a_field_of_some_size_compresses_neither_to_nothing_nor_not_at_all(tmp_path: Path) -> None:
-    for layout, file in make(tmp_path, 128, [name for name in LAYOUTS if name != "hdf5-contiguous"]).items():
+    for layout, file in make(tmp_path, 64, [name for name in LAYOUTS if name != "hdf5-contiguous"]).items():
         assert 0.4 < file.stored_nbytes / file.nbytes < 0.8, layout
 
 

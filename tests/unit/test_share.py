@@ -42,33 +42,53 @@ def test_three(a, b, more, c): ...
 @pytest.mark.parametrize("a", "xyz")
 def test_two(a, b): ...
 
+@pytest.mark.any_library
+@pytest.mark.parametrize("b", range(6))
+@pytest.mark.parametrize("a", "xyz")
+def test_any_library(a, b): ...
+
 @pytest.mark.by_ranks
 @pytest.mark.any_library
 @pytest.mark.parametrize("b", range(6))
 @pytest.mark.parametrize("a", "xyz")
 def test_by_ranks(a, b): ...
 """
-STAGES = ("0/2", "1/4", "3/4")  # on several ranks: see the Makefile
+STAGES = ("0/4", "1/4", "2/4", "3/4")  # see the Makefile
 
 
 def test_parameters_are_shared_out_by_their_values(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """Wrong if half of a test lacked a value, one stage had all of it, or a combination were in none or in two."""
+    """Wrong if a value were on no stage with several ranks, or a combination of them in no stage or in two."""
     monkeypatch.setattr(conftest, "TESTS", tmp_path)
     (tmp_path / "mpi").mkdir()
     (tmp_path / "mpi" / "test_it.py").write_text(TEST)
     module = pytest.Module.from_parent(request.session, path=tmp_path / "mpi" / "test_it.py")
     items = [item for item in module.collect() if isinstance(item, pytest.Function)]
-    shares: dict[str, list[list[tuple[str, ...]]]] = {"test_three": [], "test_two": [], "test_by_ranks": []}
+    names = ("test_three", "test_two", "test_any_library", "test_by_ranks")
+    shares: dict[str, list[list[tuple[str, ...]]]] = {name: [] for name in names}
     for stage in STAGES:
         monkeypatch.setenv("TESTS_SHARE", stage)
         ours = [item for item in items if item in conftest._shared_to_us(items)]
         for name, its in shares.items():
             its.append([tuple(item.callspec.id.split("-")) for item in ours if item.originalname == name])
     for name, sizes in (("test_three", [3, 4, 1, 2]), ("test_two", [3, 6])):
-        half, *quarters = shares[name]
-        every = [*itertools.chain(half, *quarters)]
-        assert len(every) == len({*every}) == math.prod(sizes) == 2 * len(half) and min(map(len, quarters)) > 3
-        assert [len({*values}) for values in zip(*half, strict=True)] == sizes
-    assert [len(one) for one in shares["test_by_ranks"]] == [18, 9, 9], "no other stage with this library has as many ranks"
+        every = [*itertools.chain(*shares[name])]
+        assert len(every) == len({*every}) == math.prod(sizes) and min(map(len, shares[name])) > 3
+        monkeypatch.setenv("TESTS_SHARE", "3/8")  # with the oldest versions
+        ours = {item for item in items if item in conftest._shared_to_us(items)}
+        oldest = [tuple(item.callspec.id.split("-")) for item in ours if item.originalname == name]
+        assert oldest and {*oldest} <= {*shares[name][3]}
+        on_several_ranks = [*shares[name][:2], oldest]
+        assert [len({*values}) for values in zip(*itertools.chain(*on_several_ranks), strict=True)] == sizes
+        for one in shares[name]:
+            assert all(len({*values}) > n // 2 for values, n in zip(zip(*one, strict=True), sizes, strict=True))
+    monkeypatch.setenv("TESTS_SHARE", "2/8")  # on one process
+    ours = {item for item in items if item in conftest._shared_to_us(items)}
+    for name in names[:3]:
+        found = {tuple(item.callspec.id.split("-")) for item in ours if item.originalname == name}
+        assert found and found < {*shares[name][2]}, name
+    one, with_open_mpi, other, last = shares["test_any_library"]
+    assert sorted(one + other + last) == [*itertools.product("xyz", "012345")] and with_open_mpi == last
+    n_by_ranks = [len(one) for one in shares["test_by_ranks"]]
+    assert n_by_ranks == [18, 6, 6, 6], "no other stage with this library has as many ranks"

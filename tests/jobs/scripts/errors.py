@@ -32,6 +32,8 @@ from tests.tuning import tune
 SHAPE, CHUNKS = (8, 12, 20), (3, 5, 7)
 LAYERS = (8, 12, 5)  # chunks of which each of 4 ranks reads one, and has a part for each other rank
 DAMAGED = (1, 2, 1)  # index of the chunk that cannot be decoded
+# Each kind of reader, and each of the two ways to be sure on the way: with some readers the one, with others the other.
+WAYS: tuple[tuple[str | int, str], ...] = (("root", "index"), ("parallel", "checksum"), ("direct", "index"), (2, "checksum"))
 
 # Cases in which a rank fails in the middle of an exchange: should one hang, it takes none of the others with it.
 ALONE = (
@@ -145,14 +147,13 @@ case("object of no format")(lambda: load(object()))
 # --- the file ---------------------------------------------------------------------------------------------------------
 
 case("truncated")(lambda: load("truncated.h5", P("a", "b")))
-for way in ("root", "parallel", "direct", 2):
-    for sure in ("index", "checksum"):
-        more: dict[str, Any] = {"readers": way, "verify": sure}
-        name = f"{way}, {sure}"
-        case(f"damaged chunk, {name}")(lambda more=more: load("damaged.h5", **more))
-        case(f"damaged Zarr chunk, {name}")(lambda more=more: load("damaged.zarr", P("b", "a"), **more))
-        case(f"damaged Zarr v2 chunk, {name}")(lambda more=more: load("damaged2.zarr", P(None, "a"), **more))
-        case(f"damaged Zarr shard, {name}")(lambda more=more: load("sharded.zarr", P(), **more))
+for way, sure in WAYS:
+    more: dict[str, Any] = {"readers": way, "verify": sure}
+    name = f"{way}, {sure}"
+    case(f"damaged chunk, {name}")(lambda more=more: load("damaged.h5", **more))
+    case(f"damaged Zarr chunk, {name}")(lambda more=more: load("damaged.zarr", P("b", "a"), **more))
+    case(f"damaged Zarr v2 chunk, {name}")(lambda more=more: load("damaged2.zarr", P(None, "a"), **more))
+    case(f"damaged Zarr shard, {name}")(lambda more=more: load("sharded.zarr", P(), **more))
 case("damaged chunk, cast and selected")(
     lambda: load("damaged.h5", P("b"), select=(slice(2, 6), 11, slice(None)), dtype="float16", readers="parallel")
 )
@@ -344,13 +345,12 @@ def plans(*datasets: str, **options: Any) -> list[shardload.Plan]:
     return [shardload.plan("several.h5", mesh_of(), P("a"), dataset=name, **options) for name in datasets]
 
 
-for way in ("root", "parallel", "direct"):
-    for sure in ("index", "checksum"):
+for way, sure in WAYS[:3]:
 
-        @case(f"plans in another order, {way}, {sure}")
-        def _(way: str = way, sure: str = sure) -> None:
-            one, two = plans("density", "group/pressure", readers=way, verify=sure)
-            mine((one, two), (two, one), 1)[0].execute()
+    @case(f"plans in another order, {way}, {sure}")
+    def _(way: str | int = way, sure: str = sure) -> None:
+        one, two = plans("density", "group/pressure", readers=way, verify=sure)
+        mine((one, two), (two, one), 1)[0].execute()
 
 
 @case("plans with other options")
@@ -409,12 +409,12 @@ def one_off(values: np.ndarray) -> np.ndarray:
 
 for way in ("root", "parallel", "direct", "auto"):
     case(f"NumPy arrays differ in an element, {way}")(lambda way=way: load(one_off(ramp(SHAPE)), readers=way))
-    case(f"pieces in place of the array, {way}")(lambda way=way: load(ramp(SHAPE) + comm.rank, readers=way))
-    case(f"HDF5 in memory differs, {way}")(lambda way=way: load(memory_file(ramp(SHAPE) + comm.rank), readers=way))
-    case(f"Zarr in memory differs, {way}")(
-        lambda way=way: load(zarr.create_array({}, data=ramp(SHAPE) + comm.rank, chunks=LAYERS), readers=way)
-    )
-    case(f"open files differ, {way}")(lambda way=way: load(h5py.File(mine("good.h5", "good2.h5"), "r")["x"], readers=way))
+case("pieces in place of the array, root")(lambda: load(ramp(SHAPE) + comm.rank, readers="root"))
+case("HDF5 in memory differs, parallel")(lambda: load(memory_file(ramp(SHAPE) + comm.rank), readers="parallel"))
+case("Zarr in memory differs, direct")(
+    lambda: load(zarr.create_array({}, data=ramp(SHAPE) + comm.rank, chunks=LAYERS), readers="direct")
+)
+case("open files differ, auto")(lambda: load(h5py.File(mine("good.h5", "good2.h5"), "r")["x"], readers="auto"))
 case("memory maps differ")(lambda: load(np.load(mine("map.npy", "map2.npy"), mmap_mode="r"), readers="parallel"))
 case("verify against other arrays")(lambda: shardload.verify(load(), one_off(ramp(SHAPE))))
 

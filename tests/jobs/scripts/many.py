@@ -77,7 +77,7 @@ def threads() -> None:
     rolling = jax.jit(lambda x: jax.lax.fori_loop(0, 300, lambda _, y: jnp.roll(y, 1, axis=1) + 1, x))(field)
 
     def work(k: int) -> None:
-        for _ in range(20):
+        for _ in range(10):
             load(k, owns[k])
             right[k] += 1
 

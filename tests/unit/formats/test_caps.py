@@ -582,7 +582,7 @@ def check_bools(x: jax.Array, expected: np.ndarray[Any, Any]) -> None:
     np.testing.assert_array_equal(np.asarray(jnp.where(x, 1.5, 2.5)), np.where(expected, 1.5, 2.5))
 
 
-@pytest.mark.parametrize("readers", ["direct", "parallel", "root"])
+@pytest.mark.parametrize("readers", ["direct", "root"])
 @pytest.mark.parametrize("how", ["contiguous", "chunks", "gzip", "lzf", "fill", "zarr 2", "zarr 3"])
 def test_booleans_other_than_0_and_1(tmp_path: Path, how: str, readers: str, tune: Callable[..., Any]) -> None:
     path, mesh = write_bools(tmp_path / "a", how), Mesh(np.array(jax.devices()[:1]), ("a",))

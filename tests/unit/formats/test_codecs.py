@@ -258,8 +258,8 @@ def in_a_thread(work: Callable[[], Any]) -> Any:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8, 16])
-@pytest.mark.parametrize("length", [1, 2, 7, 15, 16, 17, 31, 33, 127, 128, 129, 257, 4096])
-@pytest.mark.parametrize("n", [1, 2, 5, 48])
+@pytest.mark.parametrize("length", [1, 7, 16, 17, 33, 127, 128, 257, 4096])
+@pytest.mark.parametrize("n", [1, 2, 48])
 def test_many_shuffled_chunks(size: int, length: int, n: int) -> None:
     """In a thread and in the main one: values that are shuffled again are what was stored, to the last byte."""
     stored = np.random.default_rng(length).integers(0, 256, (n, size * length), dtype=np.uint8)

@@ -27,7 +27,7 @@ from shardload.formats.hdf5.chunk_order import is_listed
 from shardload.formats.lookup import open_source
 from shardload.planning.region import Region
 from tests.unit.batches import check_batches
-from tests.unit.files import DTYPES, SHAPES, assert_same, chunks_of, flat, read_all, write_hdf5
+from tests.unit.files import SHAPES, SIZES, assert_same, chunks_of, flat, read_all, write_hdf5
 
 LIBVERS: tuple[Any, ...] = ("earliest", "latest")
 
@@ -134,7 +134,7 @@ def test_every_filter_type_and_rank(tmp_path: Path, filters: str, either_way: st
     """Two shapes for each pair of filters and a type, one for each way in which a chunk is found: that knows of neither."""
     path = tmp_path / "a.h5"
     shift = 0 if either_way == "listed" else 2
-    cases = [(dtype, SHAPES[1 + (at + shift) % 5]) for at, dtype in enumerate(DTYPES)]
+    cases = [(dtype, SHAPES[1 + (at + at // 5 + shift) % 5]) for at, dtype in enumerate(SIZES)]
     with h5py.File(path, "w") as file:
         for dtype, shape in cases:
             make(file, f"{dtype} {len(shape)}", flat(shape, dtype), chunks_of(shape), filters)
@@ -188,7 +188,7 @@ def test_many_chunks_are_listed_only_when_many_are_read(tmp_path: Path) -> None:
     source.close()
 
 
-@pytest.mark.parametrize("dtype", ["bool", "int16", ">f4", ">c16"])
+@pytest.mark.parametrize("dtype", ["bool", ">f4"])
 @pytest.mark.parametrize("libver", LIBVERS)
 @pytest.mark.parametrize("maxshape", [None, (None, 7, 4), (None, None, 4), (5, None, 9), (6, 7, None)])
 def test_chunks_never_written(tmp_path: Path, dtype: str, libver: Any, maxshape: Any, either_way: str) -> None:
@@ -331,7 +331,7 @@ def library() -> ctypes.CDLL:
     return hdf5
 
 
-@pytest.mark.parametrize("dtype", ["int16", ">f8", "complex64"])
+@pytest.mark.parametrize("dtype", ["int16", ">f8"])
 @pytest.mark.parametrize("filters", [f for f in PIPELINES if f and "blosc" not in f])  # HDF5 fails to write them with it
 def test_edge_chunks_that_are_not_filtered(tmp_path: Path, filters: str, dtype: str, either_way: str) -> None:
     path, data = tmp_path / "a.h5", flat((5, 7), dtype)

@@ -123,6 +123,7 @@ def test_coordinates_of_a_group_along_axes_of_the_file(tmp_path: Path, has_varia
             np.testing.assert_array_equal(coordinate.values, expected["v"].coords["x"].values)
 
 
+@pytest.mark.usefixtures("quick_helpers")
 @pytest.mark.parametrize("writer", ["h5netcdf", "Zarr, format 3"])
 def test_in_a_helper_process(tmp_path: Path, writer: str) -> None:
     """Wrong if an untrusted file's names were not asked of a helper, or came back as others."""

@@ -232,6 +232,7 @@ def test_a_group_says_what_is_in_it(tmp_path: Path) -> None:
         find_array(path, "Empty")
 
 
+@pytest.mark.usefixtures("quick_helpers")
 @pytest.mark.parametrize("limits", [None, Limits()], ids=["", "untrusted"])
 def test_a_pattern_below_a_link(tmp_path: Path, limits: Limits | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """As h5py follows links to a group. Wrong if a link out of the folder were followed, too, or one that the pattern meets, or

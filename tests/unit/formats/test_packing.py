@@ -68,6 +68,7 @@ def test_in_a_group_with_an_unlimited_axis(tmp_path: Path, write: Any) -> None:
         assert_same(decoded(path, f"model/run1/{variable}"), values, variable)
 
 
+@pytest.mark.usefixtures("quick_helpers")
 @pytest.mark.parametrize("writer", ["xarray, h5netcdf", "to_zarr, format 3"])
 def test_in_a_helper_process(tmp_path: Path, writer: str) -> None:
     """Wrong if a helper's answer lacked the attributes, or could not be told from a lie."""

@@ -44,11 +44,13 @@ ONE = Limits(memory_nbytes=1 << 20)  # so little that there is one helper
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
+def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     """No helper outlives its test, nor is one left as a zombie."""
-    before = set(psutil.Process().children())
+    if "quick_helpers" in request.fixturenames:
+        request.getfixturevalue("quick_helpers")  # first, since the process that it starts stays
+    before = set(psutil.Process().children(recursive=True))
     yield
-    assert set(psutil.Process().children()) == before
+    assert set(psutil.Process().children(recursive=True)) == before
 
 
 # --- good files
@@ -105,6 +107,7 @@ GOOD: dict[str, Callable[[Path], str]] = {
 }
 
 
+@pytest.mark.usefixtures("quick_helpers")
 @pytest.mark.parametrize("kind", GOOD)
 def test_the_same_as_in_this_process(kind: str, tmp_path: Path) -> None:
     """Wrong if a region, a chunk at the edge, a hole, or what is known of the array were another."""
@@ -135,6 +138,7 @@ def test_the_same_as_in_this_process(kind: str, tmp_path: Path) -> None:
     other.close()
 
 
+@pytest.mark.usefixtures("quick_helpers")
 def test_what_is_in_a_file_is_asked_of_a_helper(tmp_path: Path) -> None:
     path = write_hdf5(tmp_path / "two.h5", {"a": DATA, "b": DATA})
     assert list_arrays(path, access=Access(untrusted=LIMITS)) == list_arrays(path)
@@ -212,7 +216,7 @@ BAD: dict[str, tuple[Callable[[Path], str], str]] = {
 }
 
 
-@pytest.mark.usefixtures("careless")
+@pytest.mark.usefixtures("careless", "quick_helpers")
 @pytest.mark.parametrize(
     ("kind", "chunk_by_chunk"),
     [*((kind, True) for kind in BAD), ("szip, division by zero", False), ("scale-offset, all memory", False)],
@@ -232,7 +236,7 @@ def test_a_chunk_that_harms_whoever_decodes_it(
     source.close()
 
 
-@pytest.mark.usefixtures("careless")
+@pytest.mark.usefixtures("careless", "quick_helpers")
 def test_a_helper_that_was_lost_is_replaced_a_few_times(tmp_path: Path) -> None:
     path = spoiled(tmp_path / "bad.h5", 1, 0, compression="szip")
     with h5py.File(path, "a") as file:  # the second chunk as it is, without the filter
@@ -262,6 +266,7 @@ def test_memory_is_limited(tmp_path: Path) -> None:
     source.close()
 
 
+@pytest.mark.usefixtures("quick_helpers")
 def test_a_way_out_is_told_as_in_this_process(tmp_path: Path) -> None:
     """Wrong if it came as any OSError, which is called damage."""
     path = write_zarr(tmp_path / "a.zarr", {"x": np.arange(8)}, chunks=(4,))
@@ -312,6 +317,7 @@ OPEN = f"say(info={json.loads(INFO.to_json())!r}, state=[1, 2])"
 AT = -(-4 * DATA.size // 8) * 8
 
 
+@pytest.mark.usefixtures("quick_helpers")
 @pytest.mark.parametrize(
     "lie",
     [
@@ -342,6 +348,7 @@ def test_an_answer_that_cannot_be_right(lie: str, fake: Callable[..., None]) -> 
     source.close()
 
 
+@pytest.mark.usefixtures("quick_helpers")
 @pytest.mark.parametrize("stored", ["-1", "True", "2**64", "'1'", "1.5"])
 def test_a_stored_size_that_cannot_be_right(stored: str, fake: Callable[..., None]) -> None:
     fake(OPEN, f"say(nbytes_stored={stored})")
@@ -351,6 +358,7 @@ def test_a_stored_size_that_cannot_be_right(stored: str, fake: Callable[..., Non
     source.close()
 
 
+@pytest.mark.usefixtures("quick_helpers")
 @pytest.mark.parametrize("state", ["'x'", "[1.5, 2]", "[True]", "[2**80]", "[0] * 9", "{}"])
 def test_a_state_that_cannot_be_right(state: str, fake: Callable[..., None]) -> None:
     fake(OPEN.replace("[1, 2]", state))
@@ -358,6 +366,7 @@ def test_a_state_that_cannot_be_right(state: str, fake: Callable[..., None]) -> 
         UntrustedSource("f.h5", "/x", Access(untrusted=ONE))
 
 
+@pytest.mark.usefixtures("quick_helpers")
 def test_another_array_than_the_one_that_was_named(fake: Callable[..., None]) -> None:
     fake(OPEN)
     with pytest.raises(
@@ -405,6 +414,7 @@ def test_what_is_printed_cannot_move_a_terminal_and_a_path_is_not_the_helpers_to
     assert (found.path, found.codec, found.attributes) == ("f.h5", "\\x1b[2J", {"a\\n": ["\\x07"]})
 
 
+@pytest.mark.usefixtures("quick_helpers")
 def test_shared_memory_stays_as_long_as_it_is(fake: Callable[..., None]) -> None:
     """Wrong if a helper could make it shorter: who looks at what is gone is ended by SIGBUS."""
     shorten = "try:\n    os.ftruncate(values, 0)\nexcept PermissionError:\n    pass\nelse:\n    os._exit(9)\n"
@@ -414,6 +424,7 @@ def test_shared_memory_stays_as_long_as_it_is(fake: Callable[..., None]) -> None
     source.close()
 
 
+@pytest.mark.usefixtures("quick_helpers")
 def test_truth_that_is_neither(fake: Callable[..., None]) -> None:
     """As in this process: it is 1 where it is not 0, before NumPy or JAX see it."""
     info = json.loads(dataclasses.replace(INFO, shape=(3, 1), chunks=(3, 1), dtype="bool").to_json())
@@ -434,6 +445,7 @@ def test_truth_that_is_neither(fake: Callable[..., None]) -> None:
     assert find("f.h5", "f.h5", "/x", Access(untrusted=ONE), values=True)[1] == bytes(expected)
 
 
+@pytest.mark.usefixtures("quick_helpers")
 def test_what_a_library_printed_last_is_told(fake: Callable[..., None]) -> None:
     fake("os.write(2, b'one\\n\\x1b[2J two\\n\\n'); os._exit(7)")
     with pytest.raises(SourceError, match=r"with status 7; it had printed '\\x1b\[2J two'"):
@@ -443,6 +455,7 @@ def test_what_a_library_printed_last_is_told(fake: Callable[..., None]) -> None:
 # --- when helpers end
 
 
+@pytest.mark.usefixtures("quick_helpers")
 def test_no_answer_in_time(fake: Callable[..., None]) -> None:
     fake(OPEN, "time.sleep(600)")
     source = UntrustedSource("f.h5", "/x", Access(untrusted=Limits(1 << 20, seconds=0.0)))

@@ -58,7 +58,7 @@ def by_node(of_rank: list[set[int]], per_node: int) -> list[set[int]]:
     return [set().union(*of_rank[k : k + per_node]) for k in range(0, len(of_rank), per_node)]
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(cases(), machines(), st.integers(1, 5), storages())
 @example(UNEVEN, replace(SLOW, node_rate=1e-3), 5, OnDisk())
 def test_no_estimate_beats_a_resource_that_ranks_share(case: Case, machine: Machine, per_node: int, stored: OnDisk) -> None:
@@ -103,7 +103,7 @@ def test_no_estimate_beats_a_resource_that_ranks_share(case: Case, machine: Mach
     assert enough >= max(sum(held[k : k + per_node]) for k in range(0, case.n_ranks, per_node)) / machine.memory_rate
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(cases(), st.integers(1, 5))
 def test_what_ranks_of_a_node_share_is_fetched_once(case: Case, per_node: int) -> None:
     """Wrong if the page cache were forgotten, or if it served other nodes too."""

@@ -63,11 +63,11 @@ def sharded(spec: ArraySpec) -> ArraySpec:
 NETCDF_TYPES = [one for one in DTYPES if np.dtype(one).kind in "iuf" and np.dtype(one) != "f2" and np.dtype(one) != ">f2"]
 FORMATS: dict[str, Any] = {  # all types once: their tests of saving have the rest
     "hdf5": (".h5", None, read_hdf5, lambda spec: spec, DTYPES),
-    "hdf5 gzip": (".h5", None, read_hdf5, gzip, DTYPES[2::4]),
+    "hdf5 gzip": (".h5", None, read_hdf5, gzip, DTYPES[2::6]),
     "netcdf4": (".nc", None, read_netcdf, gzip, NETCDF_TYPES[::3]),
-    "zarr": (".zarr", None, read_zarr, lambda spec: spec, DTYPES[::2]),
-    "zarr sharded": (".zarr", None, read_zarr, sharded, DTYPES[::4]),
-    "zarr2": (".zarr", "zarr2", read_zarr, gzip, DTYPES[1::4]),
+    "zarr": (".zarr", None, read_zarr, lambda spec: spec, DTYPES[::3]),
+    "zarr sharded": (".zarr", None, read_zarr, sharded, DTYPES[::6]),
+    "zarr2": (".zarr", "zarr2", read_zarr, gzip, DTYPES[1::6]),
 }
 
 
