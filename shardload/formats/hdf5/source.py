@@ -405,21 +405,11 @@ class Hdf5Format(Format):
 
     def open_path(self, path: str, dataset: str, access: Access = STRICT) -> Source:
         """Open a dataset by its name, or by the name of a link to it; KeyError if there is none."""
-        file = open_explained(path)
-        try:
-            return _open_dataset(OpenFacts(file), path, dataset, access, is_own=True)
-        except BaseException:
-            close_all([file])
-            raise
+        return _open_alone(path, dataset, access)
 
     def open_planned(self, path: str, info: ArrayInfo, access: Access = STRICT) -> Source:
         """The same for a dataset that was described before: if it is virtual, its parts are not looked at again."""
-        file = open_explained(path)
-        try:
-            return _open_dataset(OpenFacts(file), path, info.dataset, access, is_own=True, planned=info)
-        except BaseException:
-            close_all([file])
-            raise
+        return _open_alone(path, info.dataset, access, info)
 
     def open_file(self, path: str, access: Access = STRICT) -> OpenFile:
         """Open the file once for several datasets."""
@@ -522,6 +512,16 @@ def _state_of(file: h5py.File) -> tuple[int, ...] | None:
     return None if descriptor is None else state_of(descriptor)
 
 
+def _open_alone(path: str, name: str, access: Access, planned: ArrayInfo | None = None) -> Hdf5Source:
+    """Open a dataset and its file, which is closed with it."""
+    file = open_explained(path)
+    try:
+        return _open_dataset(OpenFacts(file), path, name, access, is_own=True, planned=planned)
+    except BaseException:
+        close_all([file])
+        raise
+
+
 def _open_dataset(
     facts: OpenFacts,
     path: str,
@@ -583,12 +583,7 @@ def _open_part(
     """As `_open_dataset`, of the very name: a virtual dataset knows no names of netCDF."""
     facts, linked = OpenFacts(file), list[h5py.File]()
     try:
-        found: Any = follow_hard(facts, name)
-        if found is None:
-            target, linked = _follow(file, path, name, fence)
-            if not isinstance(target, h5py.h5d.DatasetID):
-                raise KeyError(name)
-            found = h5py.Dataset(target)
+        found, linked = _look_up(facts, path, name, fence, has_own_names=False)
         files = versions_of([file, *linked])
         others = look_through(found, fence, access)
         info = _describe(found, path, name, others, access=access)
@@ -633,13 +628,15 @@ def _driver_of(path: str) -> str | None:
     return next((driver for mark, driver in _DRIVERS.items() if mark in start), None)
 
 
-def _look_up(facts: OpenFacts, path: str, name: str, fence: Fence) -> tuple[h5py.Dataset, list[h5py.File]]:
+def _look_up(
+    facts: OpenFacts, path: str, name: str, fence: Fence, has_own_names: bool = True
+) -> tuple[h5py.Dataset, list[h5py.File]]:
     """The dataset of that name, and the files opened on the way. KeyError if there is no such dataset; SourceError if a link
-    has no target, or leads outside.
+    has no target, or leads outside. With `has_own_names`, netCDF's names count before those of HDF5.
     """
     found = follow_hard(facts, name)
     if found is not None:
-        return _variable_of(found, name), []
+        return _variable_of(found, name) if has_own_names else found, []
     found, opened = _follow(facts.file, path, name, fence)
     if not isinstance(found, h5py.h5d.DatasetID):
         close_all(opened)

@@ -57,7 +57,6 @@ _MOST_OPEN = 8  # parts: with hundreds of open objects, HDF5 takes a millisecond
 _AT_ONCE_NBYTES, _WORTH_BATCHES = 1 << 20, 4  # of small chunks that are read together; how many are worth it
 _MOST_TILES = 1 << 16  # of one dataset; asking HDF5 where each is takes 20 microseconds, on every rank
 _MOST_COMPARED = 2048  # tiles in two or more rows and columns, each compared with every other one
-Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 
 Names = tuple[str, str]  # of a file as it is named there, and of a dataset in it

@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import os
 import shlex
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,10 +26,11 @@ import numpy as np
 
 from shardload.errors import ConfigError, printable
 from shardload.formats.access import Access
-from shardload.formats.base import ArrayInfo, OpenFile, Properties, some
+from shardload.formats.base import ArrayInfo, OpenFile, Properties, nbytes_of, some
 from shardload.formats.diagnosis import as_source_error
 from shardload.formats.likeness import Asked, as_text, attrs_for, bounds_of, same_value, spec_like
 from shardload.formats.lookup import Finder, find_array, list_arrays, open_file, split_path
+from shardload.formats.saving import format_for
 from shardload.formats.sink import ArraySpec
 from shardload.jobs.joining.request import JoinReport, JoinRequest, Row
 from shardload.planning.region import Region
@@ -170,15 +171,13 @@ def join(
     return join_files(JoinRequest.check(path, parts, **how))
 
 
-def join_files(request: JoinRequest, progress: Callable[[int, int], None] | None = None) -> JoinReport:
+def join_files(request: JoinRequest) -> JoinReport:
     """Join files. Not collective: one process does it.
 
     Parameters
     ----------
     request : JoinRequest
         What is asked for.
-    progress : callable, optional
-        Called with the number of parts that were looked at, and of all.
 
     Raises
     ------
@@ -187,7 +186,7 @@ def join_files(request: JoinRequest, progress: Callable[[int, int], None] | None
     SourceError
         If a part cannot be opened, or the new file cannot be written.
     """
-    return _Join(request).run(progress)
+    return _Join(request).run()
 
 
 class _Join:
@@ -196,7 +195,7 @@ class _Join:
     def __init__(self, request: JoinRequest) -> None:
         self._ask, self._paths = request, request.parts
         self._access = Access(request.allow_external)
-        self._kind = "netcdf4" if request.path.lower().endswith((".nc", ".nc4")) else "hdf5"
+        self._kind = format_for(request.path)
         self._members: dict[str, _Member] = {}
         self._groups: dict[str, dict[str, Any]] = {}
         self._differing: dict[str, dict[str, None]] = {}  # attributes of groups
@@ -204,13 +203,11 @@ class _Join:
         self._empty: dict[str, list[ConfigError]] = {}  # groups, and why parts have no arrays in them
         self._axis: str | int = 0
 
-    def run(self, progress: Callable[[int, int], None] | None) -> JoinReport:
+    def run(self) -> JoinReport:
         """Do it all."""
         self._check_apart()
         for k, path in enumerate(self._paths):
             self._look_at(k, path)
-            if progress is not None:
-                progress(k + 1, len(self._paths))
         if lost := [errors[0] for errors in self._empty.values() if len(errors) == len(self._paths)]:
             raise lost[0]
         self._axis = self._find_axis()
@@ -218,8 +215,9 @@ class _Join:
         if not joined:
             raise ConfigError(f"no array of '{self._paths[0]}' has {self._axis_told}: {self._shapes(self._members)}")
         self._check_presence(joined)
+        lengths = {k: shape[axis] for name, axis in joined.items() for k, shape in self._members[name].lengths}
         for name, axis in joined.items():
-            self._check_shapes(self._members[name], axis)
+            self._check_shapes(self._members[name], axis, lengths)
         stored = self._coordinates(joined)
         for name, one in self._members.items():
             if name not in stored:
@@ -414,7 +412,8 @@ class _Join:
                 lacking = next(k for k in range(len(self._paths)) if k not in known)
                 raise ConfigError(f"'{self._paths[lacking]}' has no '{printable(first)}', and no array along {self._axis!r}")
 
-    def _check_shapes(self, one: _Member, axis: int) -> None:
+    def _check_shapes(self, one: _Member, axis: int, expected: Mapping[int, int]) -> None:
+        """`expected` has the length of an axis with a name, by the number of the part."""
         k0, first = one.lengths[0]
         for k, shape in one.lengths:
             if shape[:axis] != first[:axis] or shape[axis + 1 :] != first[axis + 1 :]:
@@ -435,7 +434,6 @@ class _Join:
                 f"'{printable(one.name)}' has the axis {self._axis!r} twice: what is between two parts is in neither. Name the "
                 "arrays to join with dataset="
             )
-        expected = {k: shape[a] for n, a in self._along.items() for k, shape in self._members[n].lengths}
         for k, shape in one.lengths:
             if shape[axis] != expected[k]:
                 raise ConfigError(
@@ -443,10 +441,6 @@ class _Join:
                     f"{expected[k]} in another array there: is the file whole? If these are two axes of one name, name the "
                     "arrays to join with dataset="
                 )
-
-    @property
-    def _along(self) -> dict[str, int]:
-        return {name: axis for name, one in self._members.items() if (axis := one.axis_of(self._axis)) is not None}
 
     def _check_meaning(self, one: _Member, but: Collection[str] = ()) -> None:
         """Units, flags and packing must be the same in all parts: the new file has them once."""
@@ -480,7 +474,7 @@ class _Join:
         with open_file(self._paths[k0], self._access) as file, closing(file.open(one.name)) as source:
             for k, _ in one.lengths[1:]:
                 with open_file(self._paths[k], self._access) as other_file, closing(other_file.open(one.name)) as other:
-                    for region in _blocks(first, at_once):
+                    for region in Region.whole(first).split(at_once):
                         mine, its = source.plain(region), other.plain(region)
                         if mine.tobytes() != its.astype(mine.dtype, copy=False).tobytes():
                             new = (
@@ -547,7 +541,7 @@ class _Join:
                 raise ConfigError(f"{told}, and is packed. Unpack it first, or join files that count from one day")
             try:
                 is_time = ~np.isin(block, self._no_times(one, n))
-                block[is_time] = recounted(block[is_time], {**meaning}, {**by.meanings[0]})
+                block[is_time] = recounted(block[is_time], meaning, by.meanings[0])
             except ValueError as error:
                 raise ConfigError(f"{told}, which cannot be counted alike, because {error}") from None
         return blocks
@@ -613,7 +607,7 @@ class _Join:
             axis = joined.get(name)
             shape, full = one.shape(axis), name if name != "/" else "/data"
             specs[full] = self._spec(one, shape)
-            size = int(np.prod(shape, dtype=object)) * one.properties.dtype.itemsize
+            size = nbytes_of(one.info, shape)
             nbytes += size
             n = f"{len(one.lengths)} of {len(self._paths)} parts" if len(one.lengths) < len(self._paths) else "all parts"
             if name in stored:
@@ -669,8 +663,3 @@ class _Join:
                 what = "the file" if group == "/" else f"group '{group}'"
                 self._note(f"attributes of {what} that differ from part to part were left out: {keys}")
         return found
-
-
-def _blocks(shape: tuple[int, ...], at_once: int) -> Iterator[Region]:
-    whole = Region.whole(shape)
-    return iter((whole,)) if not shape else whole.split(at_once)

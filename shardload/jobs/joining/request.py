@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardload.errors import ConfigError
+from shardload.formats.saving import SUFFIXES
 from shardload.units import counted, format_nbytes
 
 __all__ = ["JoinReport", "JoinRequest", "Row"]
 
-_SUFFIXES = (".h5", ".hdf5", ".he5", ".hdf", ".nc", ".nc4")
+_SUFFIXES = tuple(suffix for suffix in SUFFIXES if suffix != ".zarr")
 _NUMBER = re.compile(r"\d+")
 
 
