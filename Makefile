@@ -118,7 +118,7 @@ test-doctests: $(VENV)/.test-$(KEY) ## the examples in docstrings
 
 # Several files at a time, because a job of 4 ranks waits more than it works: for its own start, for MPI, for what must time out.
 test-plain: setup ## plain pytest: tests/unit, tests/mpi on one process, tests/jobs
-	@JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(if $(ARGS),,TESTS_SHARE=2/8 TESTS_SHARE_OF_ONE=0/8) $(call quick,TESTS_QUICK=1 TESTS_TURN=one) $(PY) -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder tests $(ARGS)
+	@JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(if $(ARGS),,TESTS_SHARE=2/8 TESTS_SHARE_OF_ONE=2/8) $(call quick,TESTS_QUICK=1 TESTS_TURN=one) $(PY) -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder tests $(ARGS)
 
 # Each of 4 ranks compiles each computation: here with few of XLA's optimizations, with Open MPI and old versions with all of them.
 test-mpi: $(VENV)/.test-$(KEY) ## tests/mpi on N ranks (MPICH; in shared memory)
@@ -126,11 +126,11 @@ test-mpi: $(VENV)/.test-$(KEY) ## tests/mpi on N ranks (MPICH; in shared memory)
 
 # As if ranks 0 and 1, and 2 and 3, were on one machine each.
 test-openmpi: $(VENV)/.test-$(KEY) $(OPENMPI)/.installed-$(KEY) ## tests/mpi on N ranks (Open MPI; in shared memory and as messages)
-	@SHARDLOAD_RANKS_PER_NODE=2 $(call must,both,4) $(call share,1/4,1/4,4) $(call quick,TESTS_QUICK=1 TESTS_TURN=openmpi) $(PY) $(JOB) -n $(N) --timeout $(if $(ALL),3000,900) --mpi openmpi -- $(SUITE) $(call without,any_library) $(WAYS) $(ARGS)
+	@SHARDLOAD_RANKS_PER_NODE=2 $(call must,both,4) $(call share,1/8,1/4,4) $(call quick,TESTS_QUICK=1 TESTS_TURN=openmpi) $(PY) $(JOB) -n $(N) --timeout $(if $(ALL),3000,900) --mpi openmpi -- $(SUITE) $(call without,any_library) $(WAYS) $(ARGS)
 
 # Old releases beside new neighbours warn of each other, which is no fault of ours.
 test-oldest: $(OLDEST)/.installed-$(KEY) ## tests/mpi on N ranks with the oldest supported versions (as messages)
-	@SHARDLOAD_SHARED_MEMORY=0 WAYS_HALF=1 $(call must,messages,2) $(call share,3/8,3/4,2) $(call quick,TESTS_QUICK=1 TESTS_TURN=oldest) $(OLDEST)/bin/python $(JOB) -n $(N) --timeout $(if $(ALL),3000,900) -- $(SUITE) $(call without,any_version) $(WAYS) -W ignore $(ARGS)
+	@SHARDLOAD_SHARED_MEMORY=0 WAYS_HALF=1 $(call must,messages,2) $(call share,3/8,3/8,2) $(call quick,TESTS_QUICK=1 TESTS_TURN=oldest) $(OLDEST)/bin/python $(JOB) -n $(N) --timeout $(if $(ALL),3000,900) -- $(SUITE) $(call without,any_version) $(WAYS) -W ignore $(ARGS)
 
 clean: ## remove what this Makefile and the tools made
 	rm -rf $(VENV) $(OLDEST) $(OPENMPI) .uv .venv-clients .venv-heat build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache .test-logs

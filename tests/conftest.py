@@ -81,11 +81,10 @@ APART_IN_JOBS = (
     "test_verify_command",
 )
 
-# Marks of tests in `tests/mpi`: `make test` runs these in fewer stages, or shares them out otherwise (`_steps_to_our_share`).
+# Marks of tests in `tests/mpi`: `make test` and `make test-all` run these in fewer stages.
 ALIKE = {
     "any_library": "the same whichever MPI library there is: left out with Open MPI",
     "any_version": "the same in every version of JAX and the others: left out with the oldest",
-    "by_ranks": "the number of ranks says which parameters there are, so that stages do not number them alike",
     "few_ranks": "each rank starts processes of its own: left out on 4 ranks",
 }
 
@@ -366,22 +365,14 @@ def _are_the_same(one: list[Any], other: list[Any]) -> bool:
 
 
 def _steps_to_our_share(item: pytest.Item, places: list[int]) -> int:
-    """How far the item's parameters are from those that this stage of ``make test`` takes; 0 if it is one of these."""
-    if any(mark.kwargs.get("min_size", 2) > 2 for mark in item.iter_markers("mpi")):
-        return 0
+    """How far the item's parameters are from those that this stage of ``make test`` takes; 0 if it is one of these.
+
+    Which values those are differs from test to test, so that each value, a file format say, is in the share of some test.
+    """
     share = os.environ.get({0: "", 1: "TESTS_SHARE_OF_ONE"}.get(len(places), "TESTS_SHARE"))
-    if not share:
+    if not share or item.get_closest_marker("few_ranks"):  # which are left out where all others have all values
         return 0
     k, n = map(int, share.split("/"))
-    alike = [name for name in ALIKE if item.get_closest_marker(name)]
-    if {"any_library", "any_version"} <= {*alike}:
-        return 0  # one stage on several ranks has it
-    if {"any_library", "by_ranks"} <= {*alike} and k == 0:
-        return 0  # no other stage has as many ranks
-    if alike:  # one of the stages 1/4 and 3/4 has it: of single values it takes all that stage 0/4 leaves
-        is_half = n == 8
-        k, n = ({0: 0, 2: 1}.get(k, 2), 3) if len(places) > 1 else (k % 2, 2)
-        n *= 1 + is_half
     return (zlib.crc32(_test(item).encode()) + sum(places) - k) % n
 
 

@@ -95,7 +95,6 @@ LAYOUTS: tuple[Callable[[Array], Array], ...] = (
 SENT = ("float32", ">f4", "bool", "int8", "complex64", "float16")
 
 
-@pytest.mark.by_ranks
 @pytest.mark.parametrize("spec", distinct(DECOMPOSITIONS).values(), ids=distinct(DECOMPOSITIONS))
 def test_decomposition(comm: Any, spec: Any) -> None:
     """Wrong in the table of this decomposition, or if views were cut wrongly."""

@@ -43,7 +43,6 @@ PAIRS = [
 ]
 
 
-@pytest.mark.by_ranks
 @pytest.mark.parametrize(("source", "name"), PAIRS)
 def test_each_shard_is_its_part_of_the_file(files: dict[str, str], source: str, name: str) -> None:
     """Wrong in a way of reading, in the cut of this file into blocks, or in the table of this decomposition."""

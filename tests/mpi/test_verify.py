@@ -55,7 +55,6 @@ def test_every_source_is_read_again(files: dict[str, str], source: str) -> None:
             assert (again.n_elements, again.n_boxes, again.digest) == (found.n_elements, found.n_boxes, found.digest)
 
 
-@pytest.mark.by_ranks
 @pytest.mark.parametrize("name", distinct(DECOMPOSITIONS))
 def test_the_digest_is_of_the_array_not_of_the_sharding(files: dict[str, str], name: str) -> None:
     """Wrong if replicas counted twice, or a shard's place did not count."""

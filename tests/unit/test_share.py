@@ -1,4 +1,4 @@
-"""Do the stages of ``make test`` leave nothing out between them?"""
+"""Which tests and which of their parameters does a stage of ``make test`` take, and does ``make test-all`` leave nothing out?"""
 
 from __future__ import annotations
 
@@ -42,53 +42,88 @@ def test_three(a, b, more, c): ...
 @pytest.mark.parametrize("a", "xyz")
 def test_two(a, b): ...
 
-@pytest.mark.any_library
-@pytest.mark.parametrize("b", range(6))
-@pytest.mark.parametrize("a", "xyz")
-def test_any_library(a, b): ...
+@pytest.mark.parametrize("a", "xyzuvw")
+def test_one(a): ...
 
-@pytest.mark.by_ranks
 @pytest.mark.any_library
-@pytest.mark.parametrize("b", range(6))
+def test_any_library(): ...
+
+@pytest.mark.any_version
+@pytest.mark.mpi(min_size=2)
+def test_any_version(): ...
+
+@pytest.mark.any_version
+@pytest.mark.mpi(min_size=3)
+def test_three_ranks(): ...
+
+@pytest.mark.few_ranks
 @pytest.mark.parametrize("a", "xyz")
-def test_by_ranks(a, b): ...
+def test_few_ranks(a): ...
+
+@pytest.mark.thorough
+def test_thorough(): ...
 """
-STAGES = ("0/4", "1/4", "2/4", "3/4")  # see the Makefile
+NAMES = ("test_three", "test_two", "test_one", "test_any_library", "test_any_version", "test_three_ranks", "test_few_ranks")
 
 
-def test_parameters_are_shared_out_by_their_values(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    """Wrong if a value were on no stage with several ranks, or a combination of them in no stage or in two."""
+@pytest.fixture
+def items(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, request: pytest.FixtureRequest) -> list[pytest.Function]:
+    """Of `TEST`, as if it were one of tests/mpi."""
     monkeypatch.setattr(conftest, "TESTS", tmp_path)
+    for name in ("TESTS_SHARE", "TESTS_SHARE_OF_ONE", "TESTS_QUICK", "TESTS_TURN"):
+        monkeypatch.delenv(name, raising=False)
     (tmp_path / "mpi").mkdir()
     (tmp_path / "mpi" / "test_it.py").write_text(TEST)
     module = pytest.Module.from_parent(request.session, path=tmp_path / "mpi" / "test_it.py")
-    items = [item for item in module.collect() if isinstance(item, pytest.Function)]
-    names = ("test_three", "test_two", "test_any_library", "test_by_ranks")
-    shares: dict[str, list[list[tuple[str, ...]]]] = {name: [] for name in names}
-    for stage in STAGES:
-        monkeypatch.setenv("TESTS_SHARE", stage)
-        ours = [item for item in items if item in conftest._shared_to_us(items)]
-        for name, its in shares.items():
-            its.append([tuple(item.callspec.id.split("-")) for item in ours if item.originalname == name])
+    return [item for item in module.collect() if isinstance(item, pytest.Function)]
+
+
+def values_of(items: list[pytest.Function], name: str) -> list[tuple[str, ...]]:
+    """What the test has that is called so, in the share of this stage."""
+    ours = conftest._shared_to_us([*items])
+    return [tuple(item.callspec.id.split("-")) for item in items if item in ours and item.originalname == name]
+
+
+def test_parameters_are_shared_out_by_their_values(items: list[pytest.Function], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if a combination were in two shares or in none, or a share lacked a value."""
     for name, sizes in (("test_three", [3, 4, 1, 2]), ("test_two", [3, 6])):
-        every = [*itertools.chain(*shares[name])]
-        assert len(every) == len({*every}) == math.prod(sizes) and min(map(len, shares[name])) > 3
-        monkeypatch.setenv("TESTS_SHARE", "3/8")  # with the oldest versions
-        ours = {item for item in items if item in conftest._shared_to_us(items)}
-        oldest = [tuple(item.callspec.id.split("-")) for item in ours if item.originalname == name]
-        assert oldest and {*oldest} <= {*shares[name][3]}
-        on_several_ranks = [*shares[name][:2], oldest]
-        assert [len({*values}) for values in zip(*itertools.chain(*on_several_ranks), strict=True)] == sizes
-        for one in shares[name]:
-            assert all(len({*values}) > n // 2 for values, n in zip(zip(*one, strict=True), sizes, strict=True))
-    monkeypatch.setenv("TESTS_SHARE", "2/8")  # on one process
-    ours = {item for item in items if item in conftest._shared_to_us(items)}
-    for name in names[:3]:
-        found = {tuple(item.callspec.id.split("-")) for item in ours if item.originalname == name}
-        assert found and found < {*shares[name][2]}, name
-    one, with_open_mpi, other, last = shares["test_any_library"]
-    assert sorted(one + other + last) == [*itertools.product("xyz", "012345")] and with_open_mpi == last
-    n_by_ranks = [len(one) for one in shares["test_by_ranks"]]
-    assert n_by_ranks == [18, 6, 6, 6], "no other stage with this library has as many ranks"
+        monkeypatch.delenv("TESTS_SHARE", raising=False)
+        every, shares = values_of(items, name), []
+        assert len(every) == len({*every}) == math.prod(sizes)
+        for k in range(4):
+            monkeypatch.setenv("TESTS_SHARE", f"{k}/4")
+            shares.append(values_of(items, name))
+            assert all(len({*values}) > n // 2 for values, n in zip(zip(*shares[k], strict=True), sizes, strict=True))
+            monkeypatch.setenv("TESTS_SHARE", f"{k}/8")
+            assert {*values_of(items, name)} <= {*shares[k]}
+            monkeypatch.setenv("TESTS_SHARE", f"{k}/1000")
+            assert len(values_of(items, name)) == 1, "the nearest one, if none is in the share"
+        assert sorted(itertools.chain(*shares)) == sorted(every)
+    assert [value for (value,) in values_of(items, "test_one")] == [*"xyzuvw"], "this has a share of its own"
+    monkeypatch.setenv("TESTS_SHARE_OF_ONE", "1/2")
+    assert len(values_of(items, "test_one")) == 3
+    assert len(values_of(items, "test_few_ranks")) == 3, "4 ranks have none of these"
+
+
+def test_each_test_has_its_turn_in_one_stage(items: list[pytest.Function], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if a test were in none of the stages beside 4 ranks, or in one that cannot have it."""
+    turns: dict[str, set[str]] = {name: set() for name in NAMES}
+    for stage in ("openmpi", "oldest", "one"):
+        for item in items:
+            if item.originalname in turns and conftest._is_its_turn(item, stage):
+                turns[item.originalname].add(stage)
+    assert all(conftest._is_its_turn(item, "") for item in items), "4 ranks, and `make test-all`"
+    assert all(len(turns[name]) == 1 for name in NAMES if name != "test_few_ranks"), turns
+    assert "openmpi" not in turns["test_any_library"]
+    assert turns["test_any_version"] == turns["test_three_ranks"] == {"openmpi"}
+    assert turns["test_few_ranks"] == {"openmpi", "oldest", "one"}, "all but 4 ranks"
+
+
+def test_what_is_thorough_is_left_to_all_tests(
+    items: list[pytest.Function], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """Wrong if `make test-all`, or a run by hand, left it out too."""
+    one = items[-1]
+    assert one.originalname == "test_thorough" and conftest._elsewhere(one, request.config) is None
+    monkeypatch.setenv("TESTS_QUICK", "1")
+    assert "make test-all" in (conftest._elsewhere(one, request.config) or "")
