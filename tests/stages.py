@@ -1,4 +1,4 @@
-"""How are all checks and tests run, in as little time as two cores allow? ``make test`` is this program.
+"""How are all checks and tests run, in as little time as two cores allow? ``make test`` is this program, and ``make test-all``.
 
 Stages in lanes: those of a lane run one after the other, lanes beside each other. What a stage prints is kept in a file and
 shown whole when it has ended, so that stages do not mix their lines. The quick checks come first, and end everything if one
@@ -203,7 +203,7 @@ def report(run: Run, tally: Path, seconds: float) -> None:
     if run.failed:
         print(f"*** FAILED after {seconds:.0f} s: {'; '.join(run.failed)}")
     else:
-        print(f"make test: all stages passed in {seconds:.0f} s")
+        print(f"make test{'-all' if os.environ.get('ALL') else ''}: all stages passed in {seconds:.0f} s")
     print(f"{passed} passed, {failed} failed")
 
 

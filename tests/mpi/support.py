@@ -137,11 +137,11 @@ def padded(expected: Array, mesh: Any, spec: Any, value: Any) -> Array:
 
 
 def share(*axes: Iterable[Any], first: int | None = None) -> list[tuple[Any, ...]]:
-    """Of all combinations that a test tries in a loop, those of this stage of ``make test``; all of them in any other run.
+    """Of all combinations that a test tries in a loop, half in a stage of ``make test``; all of them in any other run.
 
     ``TESTS_SHARE=0/2`` takes the black fields of a chessboard, and ``1/2`` the white ones. So each value is in each stage;
-    of three axes, each pair of values too. Whether the first field is black (`first`, even) differs from test to test. Between
-    them, the stages on several ranks take all fields. ``3/4``, a quarter of what is parametrized, is the half ``1/2`` here.
+    of three axes, each pair of values too. Whether the first field is black (`first`, even) differs from test to test.
+    ``3/8``, an eighth of what is parametrized, is the half ``1/2`` here.
     """
     k, n = map(int, (os.environ.get("TESTS_SHARE") or "0/1").split("/"))
     k, n = k % 2, min(n, 2)
