@@ -1,4 +1,4 @@
-"""Which tests and which of their parameters does a stage of ``make test`` take, and does ``make test-all`` leave nothing out?"""
+"""Which tests and parameters does a stage of ``make test`` take, and does ``make test-all`` leave nothing out?"""
 
 from __future__ import annotations
 
