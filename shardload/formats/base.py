@@ -32,8 +32,10 @@ from shardload.values.decoding import TEXTS, VALID_RANGE, Packing
 
 __all__ = [
     "GROUP",
+    "MOST_KEPT",
     "MOST_NAMED",
     "TOLD",
+    "TOO_LONG",
     "ArrayInfo",
     "BatchReader",
     "ChangedError",
@@ -57,6 +59,7 @@ __all__ = [
     "has_missing",
     "index_in_parts",
     "is_added",
+    "is_shortened",
     "json_value",
     "native_dtype",
     "nbytes_of",
@@ -75,6 +78,9 @@ __all__ = [
 # `ArrayInfo.attributes`
 TOLD = ("scale_factor", "add_offset", "_FillValue", "missing_value", *TEXTS, *VALID_RANGE, "units", "calendar")
 _MOST_SHOWN = 1024  # values or characters of an attribute to show
+MOST_KEPT = 1 << 16  # ... to give to the caller
+TOO_LONG = "attributes are too long, not shown"
+_NOT_ALL = "... (not all shown)"
 _MOST_AXES = 64 if np.lib.NumpyVersion(np.__version__) >= "2.0.0" else 32
 _MOST_ELEMENTS, _WIDEST = 2**63 - 1, 16  # bytes of complex128
 
@@ -203,6 +209,11 @@ class ArrayInfo:
     def coords(self) -> Mapping[str, Coordinate]:
         """The coordinates by name, with their values if they are small; none if they were not asked for."""
         return {} if self.labels is None else self.labels.coords
+
+    @property
+    def group_attrs(self) -> Mapping[str, Any]:
+        """The attributes of the group that the array is in (of the file, for the root); none if they were not asked for."""
+        return {} if self.labels is None else self.labels.of_group
 
     def __str__(self) -> str:
         """As messages name it: ``'/density' in 'data.h5'``."""
@@ -344,6 +355,13 @@ class Source(abc.ABC):
         The default is all of `labels`.
         """
         return self.labels()
+
+    def group_attrs(self) -> Mapping[str, Any]:
+        """The attributes of the group that the array is in, as plain Python. The default is none.
+
+        Called only if somebody asks.
+        """
+        return {}
 
     def properties(self) -> Properties:
         """What else must be known to make another array like this one (`Properties`).
@@ -987,28 +1005,38 @@ def nbytes_of(info: ArrayInfo, shape: tuple[int, ...] | None = None) -> int:
         return n
 
 
-def json_value(value: Any) -> Any:
+def json_value(value: Any, most: int = _MOST_SHOWN) -> Any:
     """An attribute's value as plain Python: text for bytes, numbers for NumPy scalars, lists for arrays.
 
     Other values (references, records) become their text. An array of one element becomes that element, because netCDF stores
-    scalars so. A long value is replaced by a text with its length: attributes are sent to every rank and shown to people.
+    scalars so. A value longer than `most` is replaced by a text with its length: attributes are sent to every rank and shown to
+    people (`is_shortened`).
 
     >>> json_value(np.array([1.5], dtype=">f4")), json_value(b"K"), json_value(np.int16(3)), json_value([0] * 5000)
     (1.5, 'K', 3, '5000 values, not shown')
     """
     n = value.size if isinstance(value, np.ndarray) else len(value) if isinstance(value, list | tuple) else 0
-    if n > _MOST_SHOWN:
+    if n > most:
         return f"{n} values, not shown"
     if isinstance(value, np.ndarray | np.generic):
         value = value.item() if value.size == 1 else value.tolist()
     if isinstance(value, bytes):
-        value = value[: 4 * _MOST_SHOWN + 1].decode("utf-8", errors="replace")
+        value = value[: 4 * most + 1].decode("utf-8", errors="replace")
     if isinstance(value, list | tuple):
-        return [json_value(part) for part in value]
+        return [json_value(part, most) for part in value]
     if value is None or isinstance(value, bool | int | float):
         return value
     text = str(value)
-    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}... (not all shown)"
+    return text if len(text) <= most else f"{text[:_MOST_SHOWN]}{_NOT_ALL}"
+
+
+def is_shortened(value: Any) -> bool:
+    """Whether an attribute, as plain Python, stands for one that is too long.
+
+    >>> is_shortened(json_value("x" * 2000)), is_shortened(json_value([0] * 5000)), is_shortened("K"), is_shortened([0])
+    (True, True, False, False)
+    """
+    return isinstance(value, str) and value.endswith((_NOT_ALL, ", not shown"))
 
 
 def settle_bools(values: np.ndarray[Any, Any]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from shardload.errors import ConfigError, is_unread
-from shardload.formats.base import Source
+from shardload.formats.base import TOO_LONG, Source
 from shardload.formats.labels import Coordinate, Labels
 from shardload.planning.region import Region
 from shardload.values.decoding import decoding_of
@@ -22,27 +22,33 @@ __all__ = ["SMALL_NBYTES", "complete"]
 
 SMALL_NBYTES = 1 << 16  # of the values of one coordinate
 _MOST_COORDS, _MOST_ALL_NBYTES = 32, 1 << 18
-_MOST_ATTRS_NBYTES = 1 << 16
+_MOST_ATTRS_OF_COORDINATE = 1 << 13
+_MOST_ATTRS_NBYTES, _MOST_ATTRS_IN_FULL = 1 << 16, 1 << 18
 
 
 def _bounded(attrs: Mapping[str, Any], most_nbytes: int = _MOST_ATTRS_NBYTES) -> dict[str, Any]:
     """The attributes that fit together into `most_nbytes` of JSON; of the others a note.
 
     >>> _bounded({"a": "x" * 100, "b": 1}, 50)
-    {'a': 'not shown: attributes are too long', 'b': 1}
+    {'a': 'attributes are too long, not shown', 'b': 1}
     """
     found: dict[str, Any] = {}
     for key, value in attrs.items():
         nbytes = len(json.dumps([key, value]))
         if nbytes > most_nbytes:
-            value, nbytes = "not shown: attributes are too long", 0
+            value, nbytes = TOO_LONG, 0
         found[key], most_nbytes = value, most_nbytes - nbytes
         if len(found) >= 256:
             break
     return found
 
 
-def complete(labels: Labels, open_other: Callable[[str], Source], small_nbytes: int = SMALL_NBYTES) -> Labels:
+def complete(
+    labels: Labels,
+    open_other: Callable[[str], Source],
+    small_nbytes: int = SMALL_NBYTES,
+    of_group: Mapping[str, Any] | None = None,
+) -> Labels:
     """The same labels, with what `open_other` says of each coordinate. Coordinates that cannot be opened are left out.
 
     Parameters
@@ -53,6 +59,8 @@ def complete(labels: Labels, open_other: Callable[[str], Source], small_nbytes: 
         Opens another array of the file by its full name; KeyError, OSError or ValueError if it cannot.
     small_nbytes : int
         The most bytes of values of a coordinate.
+    of_group : mapping, optional
+        The attributes of the array's group. Given for a single array: then long attributes are kept, too.
     """
     coords: dict[str, Coordinate] = {}
     room = max(_MOST_ALL_NBYTES, small_nbytes)
@@ -69,7 +77,8 @@ def complete(labels: Labels, open_other: Callable[[str], Source], small_nbytes: 
             source.close()
         room -= 0 if found.values is None else found.values.nbytes
         coords[name] = found
-    return replace(labels, attrs=_bounded(labels.attrs), coords=coords)
+    most = _MOST_ATTRS_NBYTES if of_group is None else _MOST_ATTRS_IN_FULL
+    return replace(labels, attrs=_bounded(labels.attrs, most), coords=coords, of_group=_bounded(of_group or {}, most))
 
 
 def _read(coordinate: Coordinate, source: Source, most_nbytes: int) -> Coordinate:
@@ -87,4 +96,4 @@ def _read(coordinate: Coordinate, source: Source, most_nbytes: int) -> Coordinat
             values = None
     if values is not None:
         values.flags.writeable = False  # they are kept for all who ask
-    return replace(coordinate, dims=labels.dims, attrs=_bounded(labels.attrs, 1 << 12), values=values)
+    return replace(coordinate, dims=labels.dims, attrs=_bounded(labels.attrs, _MOST_ATTRS_OF_COORDINATE), values=values)

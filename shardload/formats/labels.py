@@ -61,6 +61,8 @@ class Labels:
         The coordinates, by name.
     is_brief : bool
         True if there is only what a selection by names needs: attributes, and other coordinates, were not asked for.
+    of_group : mapping
+        The attributes of the group that the array is in (of the file, for the root): title, history. Only of a single array.
     read_in : tuple of int or None
         The state of the file in which they were read (`Source.state`); None if it has none.
     """
@@ -69,6 +71,7 @@ class Labels:
     attrs: Mapping[str, Any] = field(default_factory=dict)
     coords: Mapping[str, Coordinate] = field(default_factory=dict)
     is_brief: bool = False
+    of_group: Mapping[str, Any] = field(default_factory=dict)
     read_in: tuple[int, ...] | None = None
 
 
@@ -115,6 +118,11 @@ class OnDemand:
         """As in `Labels`."""
         return self.found.coords
 
+    @property
+    def of_group(self) -> Mapping[str, Any]:
+        """As in `Labels`."""
+        return self.found.of_group
+
 
 def names_in(text: Any) -> list[str]:
     """The names in a ``coordinates`` attribute: ``"lat lon"``.
@@ -145,6 +153,7 @@ def to_plain(labels: Labels | None) -> dict[str, Any] | None:
         "attrs": dict(labels.attrs),
         "coords": coords,
         "is_brief": labels.is_brief,
+        "of_group": dict(labels.of_group),
         "read_in": None if labels.read_in is None else list(labels.read_in),
     }
 
@@ -204,7 +213,8 @@ def from_plain(found: Any, n_axes: int, clean: Callable[[str], str] = str) -> La
             for name, (dataset, axes, own, data) in found["coords"].items()
         }
         is_brief, read_in = found.get("is_brief") is True, state(found.get("read_in"))
-        labels = Labels(dims(found["dims"]), attrs(found["attrs"]), coords, is_brief, read_in)
+        of_group = attrs(found.get("of_group", {}))
+        labels = Labels(dims(found["dims"]), attrs(found["attrs"]), coords, is_brief, of_group, read_in)
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"no labels: {error}") from None
     if len(labels.dims) != n_axes:

@@ -281,6 +281,8 @@ class Labeller:
         Gives a file by its path, if somebody has it open already.
     names : collection of str, optional
         For a selection by names (`Labels.is_brief`): the only coordinates to read. Attributes are not read then.
+    of_groups : bool
+        Whether the attributes of an array's group are asked for, too.
     """
 
     def __init__(
@@ -289,8 +291,10 @@ class Labeller:
         small_nbytes: int = SMALL_NBYTES,
         file: Callable[[str], OpenFile] | None = None,
         names: Collection[str] | None = None,
+        of_groups: bool = False,
     ) -> None:
         self._access, self._small_nbytes, self._given, self._names = access, small_nbytes, file, names
+        self._of_groups = of_groups
         self._path, self._file = "", ExitStack()
         self._opened: OpenFile | None = None
 
@@ -327,7 +331,8 @@ class Labeller:
         read_in = source.state()  # before anything is read
         try:
             if self._names is None:
-                labels = complete(source.labels(), open_other, self._small_nbytes)
+                of_group = source.group_attrs() if self._of_groups else None
+                labels = complete(source.labels(), open_other, self._small_nbytes, of_group)
             else:
                 labels = source.axes(self._names)
                 named = {name: one for name, one in labels.coords.items() if name in self._names}
@@ -373,7 +378,7 @@ def read_labels(path_or_object: Any, info: ArrayInfo, access: Access = STRICT, s
     SourceError
         If the array cannot be opened any more.
     """
-    with scratch_of_its_own(), Labeller(access, small_nbytes) as labeller:
+    with scratch_of_its_own(), Labeller(access, small_nbytes, of_groups=True) as labeller:
         found = labeller.label(path_or_object, info).labels
     return found if isinstance(found, Labels) else Labels((None,) * len(info.shape), info.attributes)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -239,7 +240,8 @@ def test_to_xarray_of_stored_numbers_of_zarr_2(comm: Any, shared_tmp_path: Path)
 
 def test_to_xarray_of_coordinates_that_are_no_axes(comm: Any, shared_tmp_path: Path) -> None:
     """Wrong if those too large for a plan, or along an axis of their own, became data variables, and a save forgot whose they
-    are; or if they kept the attribute ``coordinates``, which WRF gives to coordinates, too.
+    are; or if they kept the attribute ``coordinates``, which WRF gives to coordinates, too. Or if the file's own attributes
+    were lost, or long ones cut.
     """
     where = shared_tmp_path / "wrf.nc"
     n = 2, 136, 136  # more than 64 KiB of latitudes
@@ -247,10 +249,11 @@ def test_to_xarray_of_coordinates_that_are_no_axes(comm: Any, shared_tmp_path: P
     made = xr.Dataset(
         {"t": (("time", "y", "x"), values, {"coordinates": "lat hour band"})},
         coords={
-            "lat": (("y", "x"), values[0], {"units": "degrees_north", "coordinates": "lat hour"}),
+            "lat": (("y", "x"), values[0], {"units": "degrees_north", "coordinates": "lat hour", "comment": "y" * 3000}),
             "hour": ("time", np.arange(2.0), {"coordinates": "lat hour"}),
             "band": ("number", np.arange(3, dtype="i2"), {"units": "1"}),
         },
+        attrs={"title": "a run", "levels": [1, 2], "history": "2026: made\n" * 500},
     ).reset_coords()
     on_root(comm, lambda: made.to_netcdf(where, engine="h5netcdf"))
 
@@ -267,6 +270,25 @@ def test_to_xarray_of_coordinates_that_are_no_axes(comm: Any, shared_tmp_path: P
     shardload.save(shared_tmp_path / "saved.nc", given)
     with xr.open_dataset(where, engine="h5netcdf", decode_times=False) as file:
         same(shared_tmp_path / "saved.nc", file.load())
+
+
+@pytest.mark.any_version
+@pytest.mark.any_library
+def test_to_xarray_of_attributes_that_are_too_long(comm: Any, shared_tmp_path: Path) -> None:
+    """Wrong if a note that they are too long were saved in their place, or they were lost without a word."""
+    where = shared_tmp_path / "in.zarr"
+    attrs = {"table": "x" * (1 << 19), "units": "K"}
+    made = xr.Dataset({"t": ("x", np.arange(3.0), attrs), "u": ("x", np.arange(3.0))}, {"x": np.arange(3.0)}, attrs)
+    on_root(comm, lambda: made.to_zarr(where, zarr_format=3, consolidated=False))
+    plan = shardload.plan(where, mesh_of(), P(), dataset={"t": "t", "u": "u"}, dtype="float32")
+    tree = plan.execute()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = shardload.to_xarray(tree, plan)
+    told = [str(one.message) for one in caught]
+    assert len(told) == (comm.rank == 0) and all("'table' of /t, 'table' of the group" in one for one in told)
+    assert found.attrs == {"units": "K"} and found["t"].attrs["units"] == "K"
+    assert "table" not in {**found["t"].attrs, **found["u"].attrs}
 
 
 def test_to_xarray_of_coordinates_without_names_of_axes(comm: Any, shared_tmp_path: Path) -> None:

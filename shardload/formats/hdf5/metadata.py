@@ -14,14 +14,23 @@ import h5py
 import numpy as np
 
 from shardload.formats.access import STRICT, Access
-from shardload.formats.base import TOLD, ArrayInfo, json_value, native_dtype, refusal, unaddressable
+from shardload.formats.base import MOST_KEPT, TOLD, ArrayInfo, json_value, native_dtype, refusal, unaddressable
 from shardload.formats.hdf5.filters import NAMES, SIZED, n_compressors, refuse_filters
 from shardload.formats.hdf5.links import Others, decoded
 from shardload.formats.hdf5.opened import OpenDataset, creation_of, kind_of, nbytes_of_attributes_of, nbytes_stored_of
 from shardload.formats.labels import Coordinate, Labels, names_in
 from shardload.values.decoding import ATTRIBUTES, TEXTS, Packing, typed
 
-__all__ = ["HIDDEN", "NON_COORDINATE", "NO_VARIABLE", "describe", "filters_of", "labels_of", "stands_for_axis"]
+__all__ = [
+    "HIDDEN",
+    "NON_COORDINATE",
+    "NO_VARIABLE",
+    "describe",
+    "filters_of",
+    "group_attrs_of",
+    "labels_of",
+    "stands_for_axis",
+]
 
 _HELPERS = (2, 3)  # filters that rearrange or check bytes; listed after the filter that compresses
 _DECODED_HERE = {1, 32001, 32015}  # `codecs.Chain` limits the size of the data between them
@@ -125,11 +134,7 @@ def labels_of(dataset: h5py.Dataset, has_coords: bool = True) -> Labels:
     axes = axes_of(dataset)
     if not _has_attributes(dataset):
         return axes
-    attrs = {
-        key: _attribute(dataset, key)
-        for key in dataset.attrs
-        if isinstance(key, str) and key not in HIDDEN and not key.startswith("_Netcdf4")
-    }
+    attrs = _author_s(dataset)
     coords, above = dict(axes.coords), str(dataset.name or "").rpartition("/")[0]
     for name in names_in(attrs.get("coordinates")):
         place = above
@@ -137,6 +142,21 @@ def labels_of(dataset: h5py.Dataset, has_coords: bool = True) -> Labels:
             place = place.rpartition("/")[0]
         coords[name.rpartition("/")[2]] = Coordinate(f"{place}/{name}" if not name.startswith("/") else name)
     return Labels(axes.dims, attrs, coords if has_coords else {})
+
+
+def group_attrs_of(dataset: h5py.Dataset) -> dict[str, Any]:
+    """The attributes of the group that a dataset is in, as plain Python."""
+    found = _author_s(dataset.parent) if dataset.name else {}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _author_s(owner: h5py.Dataset | h5py.Group) -> dict[str, Any]:
+    """All attributes but those that HDF5 and the netCDF library keep for themselves."""
+    return {
+        key: _attribute(owner, key, MOST_KEPT)
+        for key in owner.attrs
+        if isinstance(key, str) and key not in HIDDEN and not key.startswith("_Netcdf4")
+    }
 
 
 def axes_of(dataset: h5py.Dataset, has_coords: bool = True, names: Collection[str] | None = None) -> Labels:
@@ -356,14 +376,14 @@ class _Unreadable:
     text: str
 
 
-def _attribute(dataset: h5py.Dataset, key: str) -> Any:
-    """An attribute as plain Python; None if there is none, a text if h5py cannot read it."""
+def _attribute(dataset: h5py.Dataset, key: str, *most: int) -> Any:
+    """An attribute as plain Python (`json_value`); None if there is none, a text if h5py cannot read it."""
     if not _has(dataset, key):
         return None
     value = _raw_attribute(dataset, key)
     if isinstance(value, h5py.Empty):
         return None
-    return value.text if isinstance(value, _Unreadable) else json_value(value)
+    return value.text if isinstance(value, _Unreadable) else json_value(value, *most)
 
 
 def _raw_attribute(dataset: h5py.Dataset, key: str) -> Any:

@@ -16,7 +16,7 @@ import difflib
 import functools
 import itertools
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -65,7 +65,15 @@ from shardload.formats.hdf5.links import (
     versions_of,
 )
 from shardload.formats.hdf5.making import attribute_names, groups_of, properties_of
-from shardload.formats.hdf5.metadata import NON_COORDINATE, axes_of, describe, filters_of, labels_of, stands_for_axis
+from shardload.formats.hdf5.metadata import (
+    NON_COORDINATE,
+    axes_of,
+    describe,
+    filters_of,
+    group_attrs_of,
+    labels_of,
+    stands_for_axis,
+)
 from shardload.formats.hdf5.missing import MissingChunks
 from shardload.formats.hdf5.opened import OpenDataset, OpenFacts, kept, kind_of, nbytes_stored_of, raw_of
 from shardload.formats.hdf5.raw_file import RawFile, has_signature, open_to_read, plain_descriptor, swap_size
@@ -269,6 +277,11 @@ class Hdf5Source(Source):
         """The dimension scales and all attributes."""
         with self._others.watched():
             return labels_of(self._dataset, has_coords=len(self._files) < 2)
+
+    def group_attrs(self) -> Mapping[str, Any]:
+        """Those of the group in this file; if a link leads to the array in another file, none."""
+        with self._others.watched():
+            return group_attrs_of(self._dataset) if len(self._files) < 2 else {}
 
     def axes(self, names: Collection[str]) -> Labels:
         """The dimension scales."""

@@ -24,7 +24,7 @@ import re
 import struct
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -39,6 +39,7 @@ import zarr.storage
 from shardload.errors import ConfigError, SourceError, is_unread, printable
 from shardload.formats.access import STRICT, Access
 from shardload.formats.base import (
+    MOST_KEPT,
     MOST_NAMED,
     TOLD,
     ArrayInfo,
@@ -217,7 +218,11 @@ class ZarrSource(Source):
         """``dimension_names``, or xarray's ``_ARRAY_DIMENSIONS``; coordinates are the arrays of those names beside this one. In
         format 2 the fill value is an attribute for xarray.
         """
-        attrs = {key: _attribute(self._array, key) for key in self._array.metadata.attributes if key != "_ARRAY_DIMENSIONS"}
+        attrs = {
+            key: _attribute(self._array, key, MOST_KEPT)
+            for key in self._array.metadata.attributes
+            if key != "_ARRAY_DIMENSIONS"
+        }
         fill = _fill_of_2(self._array)
         if fill is not None and fill.dtype.kind != "c":
             attrs["_FillValue"] = json_value(fill)
@@ -226,6 +231,17 @@ class ZarrSource(Source):
         names = dict.fromkeys([*(dim for dim in dims if dim), *names_in(attrs.get("coordinates"))])
         coords = {name: Coordinate(f"{above}/{name}") for name in names if name != own}
         return Labels(dims, attrs, coords)
+
+    def group_attrs(self) -> Mapping[str, Any]:
+        """Those of the group above. In format 3 there may be none: a folder is enough."""
+        above = self._array.path.strip("/").rpartition("/")[0]
+        try:
+            found = zarr.open_group(
+                self._array.store, path=above, mode="r", zarr_format=self._array.metadata.zarr_format, use_consolidated=False
+            )
+        except FileNotFoundError:
+            return {}
+        return {key: json_value(value, MOST_KEPT) for key, value in found.metadata.attributes.items()}
 
     def properties(self) -> Properties:
         """Codecs with their options, and attributes as JSON has them."""
@@ -642,9 +658,9 @@ def _fill_of_2(array: Any) -> Any:
     return np.asarray(fill, array.dtype)[()] if fill is not None and is_number else None
 
 
-def _attribute(array: Any, key: str) -> Any:
+def _attribute(array: Any, key: str, *most: int) -> Any:
     """An attribute as plain Python. A ``_FillValue`` from xarray (base64 of a float64's bytes) becomes that number."""
-    value = json_value(array.attrs[key])
+    value = json_value(array.attrs[key], *most)
     kind = getattr(array.dtype, "kind", "")
     if key != "_FillValue" or kind not in "fcV":  # V: bfloat16 and similar types
         return value

@@ -15,13 +15,14 @@ import numpy as np
 
 from shardload.arrays.padding import version_of
 from shardload.errors import ConfigError, SourceError
-from shardload.formats.base import ArrayInfo
+from shardload.formats.base import ArrayInfo, is_shortened
 from shardload.formats.labels import Labels, OnDemand
 from shardload.jobs.consistency import version_of_state
 from shardload.jobs.loading.plan import Plan
 from shardload.jobs.loading.tree_plan import TreePlan
 from shardload.jobs.loading.trees import Where, node_of, rebuilt, text_of
 from shardload.planning.selection import Selection
+from shardload.system.caller import warn_once
 from shardload.values.decoding import ATTRIBUTES, VALID_RANGE
 
 __all__ = ["Cut", "axes_of", "coordinates_of", "haloed_axes", "to_xarray"]
@@ -50,6 +51,7 @@ def to_xarray(tree: Any, plan: Any) -> Any:
     -------
     xarray.DataArray, or a tree of them
         A dict of arrays with names as keys becomes an `xarray.Dataset`; what is a coordinate of the others becomes one there.
+        Its attributes are those of the file, or of the group that the arrays are in; of several groups, those alike in all.
 
     Raises
     ------
@@ -79,7 +81,26 @@ def to_xarray(tree: Any, plan: Any) -> Any:
         import xarray
     except ImportError:
         raise ConfigError("to_xarray needs xarray. Type: pip install 'shardload[xarray]'") from None
-    return _wrap_tree(xarray, tree, plan.plans if isinstance(plan, TreePlan) else plan, ())
+    found = _wrap_tree(xarray, tree, plan.plans if isinstance(plan, TreePlan) else plan, ())
+    _warn_of_long_attributes(plan)
+    return found
+
+
+def _warn_of_long_attributes(plan: Any) -> None:
+    """Say which attributes the objects of xarray do not have, because they are too long to be kept in a plan."""
+    plans = plan.leaves if isinstance(plan, TreePlan) else jax.tree.leaves(plan, is_leaf=lambda one: isinstance(one, Plan))
+    lost: dict[str, None] = {}
+    for info in (one.info for one in plans):
+        owners = {info.dataset: info.attrs} | ({} if isinstance(plan, Plan) else {"the group": info.group_attrs})
+        owners |= {one.dataset: one.attrs for one in info.coords.values()}
+        lost |= dict.fromkeys(
+            f"{key!r} of {owner}" for owner, attrs in owners.items() for key in attrs if is_shortened(attrs[key])
+        )
+    if lost:
+        text = (
+            f"left out attributes that are too long: {', '.join(lost)}. Set them by hand, or save with like= or copy the file"
+        )
+        warn_once(text, UserWarning, jax.process_index())
 
 
 def _wrap_tree(xarray: Any, tree: Any, plan: Any, where: Where) -> Any:
@@ -151,8 +172,24 @@ def _dataset(xarray: Any, wrapped: dict[str, Any], infos: Mapping[str, ArrayInfo
     values = {key: array.variable for key, array in wrapped.items() if key not in coords}
     # A variable with the name of its axis would become an index, for which xarray copies all values to each process.
     plain = {key: values.pop(key) for key in list(values) if key in lengths}
-    found = xarray.Dataset(values, coords).set_coords([key for key in values if known.get(key) == infos[key].dataset])
+    own = [key for key in values if known.get(key) == infos[key].dataset]
+    found = xarray.Dataset(values, coords, _of_all([info.group_attrs for info in infos.values()])).set_coords(own)
     return found.assign_coords(xarray.Coordinates(plain, indexes={})) if plain else found
+
+
+def _of_all(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The attributes that are the same in all groups.
+
+    >>> _of_all([{"title": "a run", "step": 1}, {"title": "a run", "step": 2}]), _of_all([])
+    ({'title': 'a run'}, {})
+    """
+    first, *others = groups or [{}]
+    return {
+        key: deepcopy(value)
+        for key, value in first.items()
+        if all(key in other and repr(other[key]) == repr(value) for other in others)  # NaN, too, is the same
+        and not is_shortened(value)
+    }
 
 
 def _wrap(xarray: Any, array: Any, plan: Plan) -> Any:
@@ -171,7 +208,7 @@ def _wrap(xarray: Any, array: Any, plan: Plan) -> Any:
         for name, one in coordinates_of(plan, n).items()
         if haloed.isdisjoint(one.cut)
     }
-    attrs, encoding = _split(info.attrs) if plan.is_decoded else (deepcopy(dict(info.attrs)), {})
+    attrs, encoding = _split(info.attrs) if plan.is_decoded else (_own(info.attrs), {})
     attrs.pop(_NAMES_OF_COORDINATES, None)
     found = xarray.DataArray(array, dims=kept, coords=coords, attrs=attrs, name=info.dataset.rpartition("/")[2])
     found.encoding.update(encoding)
@@ -308,7 +345,12 @@ def _split(attrs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     applied = (key for key in ATTRIBUTES if key in attrs and key not in VALID_RANGE)
     encoding = {key: attrs[key] for key in applied if key != "dtype" or attrs[key] == "bool"}
     own = {key: value for key, value in attrs.items() if key not in (*encoding, _NAMES_OF_COORDINATES)}
-    return deepcopy(own), deepcopy(encoding)  # the plan's stay as they are, whatever the caller does with these
+    return _own(own), deepcopy(encoding)
+
+
+def _own(attrs: Mapping[str, Any]) -> dict[str, Any]:
+    """Attributes that the caller may change: the plan's stay as they are. None of them stands for one that is too long."""
+    return {key: deepcopy(value) for key, value in attrs.items() if not is_shortened(value)}
 
 
 def _cut(

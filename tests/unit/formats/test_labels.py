@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from shardload.errors import ConfigError, SourceError
 from shardload.formats.access import Access, Limits
 from shardload.formats.base import ArrayInfo
 from shardload.formats.labels import from_plain, to_plain
-from shardload.formats.lookup import Labeller, find_array
+from shardload.formats.lookup import Labeller, find_array, read_labels
 from shardload.formats.untrusted import source as untrusted_source
 from shardload.jobs import contents
 from tests.unit.blocked import run_without
@@ -90,6 +91,31 @@ def test_as_xarray_finds_them(tmp_path: Path, writer: str) -> None:
                 assert plain(coordinate.attrs) == plain(wanted[key].attrs)
         assert set(found["t"].coords) >= {"time", "lat", "lon", "area"}
         assert found["t"].attrs["scale_factor"] == 0.5 and found["time"].attrs["calendar"] == "noleap"
+
+
+@pytest.mark.usefixtures("quick_helpers")
+@pytest.mark.parametrize("writer", WRITERS)
+def test_attributes_of_the_group(tmp_path: Path, writer: str) -> None:
+    """Wrong if they were those of another group, or had what the netCDF library writes for itself."""
+    name, how, engine = WRITERS[writer]
+    more = {"consolidated": False} if name == "a.zarr" else {}
+    for group in (None, "g/h"):
+        made = climate().assign_attrs(title=f"a run, {group}", levels=[1, 2], factor=0.5, history="x" * 5000)
+        made.attrs |= {"nested": {"a": [1]}} if name == "a.zarr" else {}
+        path = write(tmp_path / name, how, made, group=group, **({} if group is None else {"mode": "a"}))
+    for group in (None, "g/h"):
+        with xr.open_dataset(path, group=group, **engine, **more) as expected:
+            info = find_array(path, f"{group or ''}/t")
+            found = read_labels(path, info)
+            of_group = plain(found.of_group)
+            assert of_group | {"nested": 0} == plain(expected.attrs) | {"nested": 0} and of_group["title"].endswith(str(group))
+        assert ("a" in str(found.of_group["nested"])) if name == "a.zarr" else "nested" not in found.of_group
+        apart = read_labels(path, info, Access(untrusted=Limits()))
+        assert apart.of_group == found.of_group == from_plain(json.loads(json.dumps(to_plain(found))), 3).of_group
+    if name == "a.zarr":
+        (tmp_path / name / "g" / "h" / ("zarr.json" if "3" in writer else ".zgroup")).unlink()
+        (tmp_path / name / "g" / "h" / ".zattrs").unlink(missing_ok=True)
+        assert read_labels(path, info).of_group == {}
 
 
 @pytest.mark.parametrize("writer", WRITERS)
