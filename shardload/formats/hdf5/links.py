@@ -39,7 +39,7 @@ from shardload.formats.base import state_of
 from shardload.formats.containment import TARGET_HINT, Fence, OutsideError, why_not_a_file
 from shardload.formats.hdf5.filters import is_stacked, refuse_filters
 from shardload.formats.hdf5.integrity import Sizes
-from shardload.formats.hdf5.opened import OpenDataset, OpenFacts, creation_of, kind_of
+from shardload.formats.hdf5.opened import OpenDataset, OpenFacts, OpenParts, creation_of, kind_of
 from shardload.formats.hdf5.raw_file import has_signature, open_to_read, own_descriptor, plain_descriptor
 from shardload.formats.hdf5.tiles import Behind, Names, version_of
 
@@ -356,10 +356,15 @@ def look_through(dataset: h5py.Dataset, fence: Fence, access: Access = STRICT, i
     if found is not None:
         return found
     others = Others(fence=fence, access=access)
+    is_alone = not isinstance(dataset, OpenDataset)  # nobody asks for another dataset of this file
+    parts = OpenParts() if is_alone else dataset.facts.parts
     try:
-        _look(dataset, others, {}, 0, is_known)
+        _look(dataset, others, {}, 0, parts, is_known)
     except (OutsideError, _RefusedError) as error:
         others.refused = str(error)
+    finally:
+        if is_alone:
+            parts.close()
     if key is not None and others.refused is None and not others.is_unlimited and len(others.versions) <= _MOST_KEPT:
         with _keeping:
             _LOOKS[key] = others
@@ -401,7 +406,7 @@ class _RefusedError(Exception):
 Seen = dict[tuple[str, str], bool]  # real path and name of datasets that were found; False until all behind them was looked at
 
 
-def _look(dataset: h5py.Dataset, others: Others, seen: Seen, level: int, is_known: bool = False) -> None:
+def _look(dataset: h5py.Dataset, others: Others, seen: Seen, level: int, parts: OpenParts, is_known: bool = False) -> None:
     creation = creation_of(dataset)
     layout = creation.get_layout()
     if level > _MOST_LEVELS:
@@ -426,10 +431,10 @@ def _look(dataset: h5py.Dataset, others: Others, seen: Seen, level: int, is_know
     places = Places("HDF5_VDS_PREFIX", dataset.file)
     for one in sources:
         if one.axis is None:
-            _look_at_source(places, *one.names(0), others, seen, level)
+            _look_at_source(places, *one.names(0), others, seen, level, parts)
     for one in sources:
         if one.axis is not None:
-            _look_at_pattern(places, dataset, one, others, seen, level)
+            _look_at_pattern(places, dataset, one, others, seen, level, parts)
 
 
 @dataclass(frozen=True)
@@ -507,10 +512,12 @@ def _limits(space: Any) -> tuple[int, int, int] | None:
     return None
 
 
-def _look_at_pattern(places: Places, dataset: h5py.Dataset, one: _Mapping, others: Others, seen: Seen, level: int) -> None:
+def _look_at_pattern(
+    places: Places, dataset: h5py.Dataset, one: _Mapping, others: Others, seen: Seen, level: int, parts: OpenParts
+) -> None:
     """Check the files and datasets of a pattern: numbers from 0 up to the first that does not exist, as HDF5 does."""
     number = 0
-    while _look_at_source(places, *one.names(number), others, seen, level, may_be_missing=True):
+    while _look_at_source(places, *one.names(number), others, seen, level, parts, may_be_missing=True):
         number += 1
     name, inside = one.names(number)
     lost = f"values of another file, '{printable(inside)}' in '{printable(name)}', which is not there (HDF5 would deliver"
@@ -529,6 +536,7 @@ def _look_at_source(
     others: Others,
     seen: Seen,
     level: int,
+    parts: OpenParts,
     may_be_missing: bool = False,
 ) -> bool:
     """Check one dataset in a virtual dataset. False if it does not exist and `may_be_missing`."""
@@ -554,17 +562,19 @@ def _look_at_source(
     try:
         version = state_of(path) or (0, 0)
         others.add_file(path, version)
-        with _open_checked(path, what, others.fence) as opened:
-            found, files = follow(opened, inside, others.fence)
+        with parts.open(path, version, others.fence, lambda: _open_checked(path, what, others.fence)) as facts:
+            dataset, files = follow_hard(facts, inside), list[h5py.File]()
+            if dataset is None:
+                found, files = follow(facts.file, inside, others.fence)
+                dataset = h5py.Dataset(found) if isinstance(found, h5py.h5d.DatasetID) else None
             try:
-                if isinstance(found, h5py.h5d.DatasetID):
-                    dataset = h5py.Dataset(found)
+                if dataset is not None:
                     linked = versions_of(files)
                     for other, its in linked.items():
                         others.add_file(other, its)
                     # What is behind each of them is looked at by itself, so that all files are known that it depends on.
                     inner = Others(fence=others.fence, access=others.access, n_looked=others.n_looked) if level == 0 else others
-                    _look(dataset, inner, seen if level else {place: False}, level + 1)
+                    _look(dataset, inner, seen if level else {place: False}, level + 1, parts)
                     if level == 0:
                         others.add_all(inner)
                         whole = version_of({path: version, **linked, **inner.versions})

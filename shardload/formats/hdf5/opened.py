@@ -8,7 +8,8 @@ changes while it is open. An `h5py.Dataset` of the caller is asked each time: th
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar, overload
 
 import h5py
@@ -19,6 +20,7 @@ from shardload.formats.hdf5.raw_file import RawFile, own_descriptor
 __all__ = [
     "OpenDataset",
     "OpenFacts",
+    "OpenParts",
     "creation_of",
     "header_of",
     "kept",
@@ -29,6 +31,7 @@ __all__ = [
 ]
 
 _MOST_GROUPS = 64
+_MOST_PARTS = 32  # HDF5 takes 570 KiB for each open file
 T = TypeVar("T")
 
 
@@ -83,6 +86,16 @@ class OpenFacts:
             self._groups.clear()
         self._groups[name] = group
 
+    def forget_groups(self) -> None:
+        """Close those that were kept: the more objects are open, the longer HDF5 takes to close a file."""
+        self._groups.clear()
+        self.__dict__.pop("root", None)
+
+    @kept
+    def parts(self) -> OpenParts:
+        """The files of which virtual datasets in this one consist."""
+        return OpenParts()
+
     @kept
     def nbytes_of_attributes(self) -> int:
         """Bytes of the root group's attributes that are not in its object header."""
@@ -110,11 +123,75 @@ class OpenFacts:
         return self.descriptor if self.descriptor is not None and self.file.id.valid else None
 
     def close(self) -> None:
-        """Close the groups and the descriptor of this object."""
-        self._groups.clear()
-        self.__dict__.pop("root", None)
+        """Close the groups, the parts and the descriptor of this object."""
+        if (parts := self.__dict__.pop("parts", None)) is not None:
+            parts.close()
+        self.forget_groups()
         if (raw := self.__dict__.pop("raw", None)) is not None:
             raw.close()
+
+
+class OpenParts:
+    """Files that stay open from one virtual dataset to the next: those of a snapshot all consist of the same files, and a file
+    server takes milliseconds for each that is opened.
+
+    Those that come first are kept: if there are too many to keep all, those used last are not the next ones to be used.
+
+    Parameters
+    ----------
+    most : int, optional
+        How many are kept.
+    """
+
+    def __init__(self, most: int | None = None) -> None:
+        self._most = _MOST_PARTS if most is None else most
+        self._kept: dict[tuple[Any, ...], OpenFacts] = {}
+        self._is_closed = False
+
+    def take(self, path: str, version: tuple[int, ...], fence: Any, ask: Callable[[], h5py.File]) -> OpenFacts:
+        """The file at a path: in this version, and opened inside this fence. From `ask` if it is not open yet."""
+        key = path, version, fence
+        facts = self._kept.get(key)
+        if facts is None or not _is_still(facts, path):
+            facts = OpenFacts(ask())
+            if not self._is_closed and len(self._kept) < self._most:
+                self._kept.setdefault(key, facts)  # another thread may have been quicker
+        return facts
+
+    def give_back(self, facts: OpenFacts) -> None:
+        """Close a file that was taken, unless it is kept."""
+        facts.forget_groups()
+        if all(facts is not one for one in list(self._kept.values())):
+            _close(facts)
+
+    @contextlib.contextmanager
+    def open(self, path: str, version: tuple[int, ...], fence: Any, ask: Callable[[], h5py.File]) -> Iterator[OpenFacts]:
+        """`take`, and `give_back` at the end."""
+        facts = self.take(path, version, fence, ask)
+        try:
+            yield facts
+        finally:
+            self.give_back(facts)
+
+    def close(self) -> None:
+        """Close all that are kept."""
+        self._is_closed = True
+        while self._kept:
+            _close(self._kept.popitem()[1])
+
+
+def _is_still(facts: OpenFacts, path: str) -> bool:
+    """Whether the file of that path is the open one."""
+    try:
+        return facts.descriptor is not None and os.path.samestat(os.stat(path), os.fstat(facts.descriptor))
+    except OSError:
+        return False
+
+
+def _close(facts: OpenFacts) -> None:
+    facts.close()
+    with contextlib.suppress(OSError, RuntimeError):  # it was open for reading only
+        facts.file.close()
 
 
 class OpenDataset(h5py.Dataset):  # type: ignore[misc]  # h5py has no types

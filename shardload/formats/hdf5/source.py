@@ -16,7 +16,7 @@ import difflib
 import functools
 import itertools
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -75,7 +75,7 @@ from shardload.formats.hdf5.metadata import (
     stands_for_axis,
 )
 from shardload.formats.hdf5.missing import MissingChunks
-from shardload.formats.hdf5.opened import OpenDataset, OpenFacts, kept, kind_of, nbytes_stored_of, raw_of
+from shardload.formats.hdf5.opened import OpenDataset, OpenFacts, OpenParts, kept, kind_of, nbytes_stored_of, raw_of
 from shardload.formats.hdf5.raw_file import RawFile, has_signature, open_to_read, plain_descriptor, swap_size
 from shardload.formats.hdf5.tiles import Tiles, code_of, find_boxes, tell_parts
 from shardload.formats.labels import Labels
@@ -113,6 +113,8 @@ class Hdf5Source(Source):
         True if `close` closes the dataset; False if it is the caller's.
     facts : OpenFacts, optional
         Closed with this source.
+    give_back : callable, optional
+        Called when this source was closed.
     """
 
     def __init__(
@@ -123,8 +125,9 @@ class Hdf5Source(Source):
         files: Sequence[h5py.File] = (),
         is_own: bool = False,
         facts: OpenFacts | None = None,
+        give_back: Callable[[], None] | None = None,
     ) -> None:
-        self._facts = facts
+        self._facts, self._give_back = facts, give_back
         self._dataset, self._info, self._others, self._files, self._is_own = dataset, info, others, files, is_own
         self._whole = Whole.of(dataset)
         self._expected: Region | None = None
@@ -314,7 +317,7 @@ class Hdf5Source(Source):
         boxes = find_boxes(self._dataset, self._others.names, lambda _: next(shapes, None))
         if boxes is None or len(boxes) != len(self._info.parts["versions"]):  # HDF5 must not read parts that nobody looked at
             raise ChangedError(f"{self._info} has other parts than when it was looked at. Load it again, or make a new plan")
-        open_part = OtherFiles(self._dataset.file, self._others.fence, self._others.access)
+        open_part = OtherFiles(self._dataset, self._others.fence, self._others.access)
         tiles = Tiles(boxes, self._info, fill_value(self._dataset, self._dtype), open_part)
         if self._expected is not None:
             tiles.expect(self._expected)
@@ -368,6 +371,9 @@ class Hdf5Source(Source):
             if self._dataset.id.valid:
                 self._dataset.id.close()
             close_all(self._files)
+        if self._give_back is not None:
+            self._give_back()
+            self._give_back = None
 
 
 class Hdf5Format(Format):
@@ -565,44 +571,47 @@ class OtherFiles:
 
     Parameters
     ----------
-    file : h5py.File
-        The file with the virtual dataset.
+    dataset : h5py.Dataset
+        The virtual one.
     fence, access : Fence, Access
         Those of this file: the others are inside, too.
     """
 
-    def __init__(self, file: h5py.File, fence: Fence, access: Access) -> None:
-        self._places, self._fence, self._access = Places("HDF5_VDS_PREFIX", file), fence, access
+    def __init__(self, dataset: h5py.Dataset, fence: Fence, access: Access) -> None:
+        self._places, self._fence, self._access = Places("HDF5_VDS_PREFIX", dataset.file), fence, access
+        # A dataset of the caller's file may be the only one that is loaded, and nobody would close what is kept for others.
+        self._parts = dataset.facts.parts if isinstance(dataset, OpenDataset) else OpenParts(most=0)
 
     def __call__(self, name: str, dataset: str) -> tuple[Source, dict[str, tuple[int, ...]]]:
         """Open the dataset of this name in the file that is named so. Returns also the files that its values depend on, and
         their versions, which had been seen when it was looked at.
         """
         path, _ = self._places.find(name)
-        file = open_other(path, f"values of another file, '{printable(name)}'", self._fence)
+        what = f"values of another file, '{printable(name)}'"
+        facts = self._parts.take(path, state_of(path) or (0, 0), self._fence, lambda: open_other(path, what, self._fence))
         try:
-            return _open_part(file, path, dataset, self._access, self._fence)
-        except KeyError:
-            close_all([file])
-            raise OSError(f"'{printable(path)}' has no '{printable(dataset)}' any more") from None
-        except BaseException:
-            close_all([file])
+            return _open_part(facts, path, dataset, self._access, self._fence, lambda: self._parts.give_back(facts))
+        except BaseException as error:
+            self._parts.give_back(facts)
+            if isinstance(error, KeyError):
+                raise OSError(f"'{printable(path)}' has no '{printable(dataset)}' any more") from None
             raise
 
 
 def _open_part(
-    file: h5py.File, path: str, name: str, access: Access, fence: Fence
+    facts: OpenFacts, path: str, name: str, access: Access, fence: Fence, give_back: Callable[[], None]
 ) -> tuple[Hdf5Source, dict[str, tuple[int, ...]]]:
-    """As `_open_dataset`, of the very name: a virtual dataset knows no names of netCDF."""
-    facts, linked = OpenFacts(file), list[h5py.File]()
+    """As `_open_dataset`, of the very name: a virtual dataset knows no names of netCDF. `give_back` is for the source's end."""
+    linked = list[h5py.File]()
     try:
         found, linked = _look_up(facts, path, name, fence, has_own_names=False)
-        files = versions_of([file, *linked])
+        files = versions_of([facts.file, *linked])
         others = look_through(found, fence, access)
         info = _describe(found, path, name, others, access=access)
         if info.refused is not None:
             raise OSError(f"{info} holds {info.refused}")
-        return Hdf5Source(found, info, others, [file, *linked], is_own=True, facts=facts), {**files, **others.versions}
+        source = Hdf5Source(found, info, others, linked, is_own=True, give_back=give_back)
+        return source, {**files, **others.versions}
     except BaseException:
         close_all(linked)
         raise

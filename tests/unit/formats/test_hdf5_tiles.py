@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import threading
@@ -18,9 +19,10 @@ import zstandard
 from shardload.errors import SourceError
 from shardload.formats.base import ArrayInfo, BatchReader, ChunkReader, read_by_chunks, read_chunks, read_plain_chunks
 from shardload.formats.hdf5 import links, tiles
+from shardload.formats.hdf5 import opened as opened_module
 from shardload.formats.hdf5.opened import kept
 from shardload.formats.hdf5.source import Hdf5Source
-from shardload.formats.lookup import open_source
+from shardload.formats.lookup import format_of, open_source
 from shardload.planning.region import Region
 from shardload.testing import check_source
 
@@ -475,3 +477,52 @@ def test_a_virtual_dataset_knows_no_names_of_netcdf(tmp_path: Path) -> None:
         file["n"].make_scale("This is a netCDF dimension but not a netCDF variable.         3")
         file["_nc4_non_coord_n"] = -np.ones(3, "f4")
     check(whole(tmp_path, (3,), [((slice(0, 3),), h5py.VirtualSource("p0.h5", "n", (3,), "f4"))]))
+
+
+def two_arrays(folder: Path) -> str:
+    """Two arrays that both go on through the same three parts."""
+    layouts = {name: h5py.VirtualLayout((6, 4), dtype) for name, dtype in (("x", "f4"), ("y", "i8"))}
+    for k in range(3):
+        with h5py.File(folder / f"p{k}.h5", "w") as file:
+            for name, layout in layouts.items():
+                file[f"g/{name}"] = numbered((2, 4), layout.dtype) + 8 * k
+                layout[2 * k : 2 * k + 2] = h5py.VirtualSource(f"p{k}.h5", f"g/{name}", (2, 4), layout.dtype)
+    with h5py.File(folder / "whole.h5", "w") as file:
+        for name, layout in layouts.items():
+            file.create_virtual_dataset(name, layout)
+    return str(folder / "whole.h5")
+
+
+@pytest.mark.parametrize("most", [3, 2, 0])
+def test_files_stay_open_from_one_array_to_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """Wrong if each array opened all files again, those that are too many to keep stayed open, or one did after the end."""
+    path, opened, right = two_arrays(tmp_path), list[str](), links.open_to_read
+    monkeypatch.setattr(links, "open_to_read", lambda path: (opened.append(path), right(path))[1])
+    monkeypatch.setattr(opened_module, "_MOST_PARTS", most)
+    with format_of(path).open_file(path) as file:
+        for name, dtype in (("x", "f4"), ("y", "i8")):
+            with contextlib.closing(file.open(f"/{name}")) as source:
+                out = np.empty((6, 4), source.dtype)
+                source.read_into(Region.whole((6, 4)), out)
+            np.testing.assert_array_equal(out, numbered((6, 4), dtype), strict=True)
+    # Without keeping: each is opened to look at it, and to read it, for both arrays.
+    assert len(opened) == {3: 3, 2: 2 + 4, 0: 12}[most]
+    assert not [one for one in map(os.path.realpath, Path("/proc/self/fd").iterdir()) if one.endswith(".h5")]
+
+
+def test_a_file_that_takes_the_place_of_one_that_is_open(tmp_path: Path) -> None:
+    """Of the same size and time. Wrong if the second array were read from the file that was replaced."""
+    path = two_arrays(tmp_path)
+    before = os.stat(tmp_path / "p1.h5")
+    with format_of(path).open_file(path) as file:
+        file.open("/x").close()
+        with h5py.File(tmp_path / "new.h5", "w") as other:
+            for name, dtype in (("x", "f4"), ("y", "i8")):
+                other[f"g/{name}"] = np.full((2, 4), -1, dtype)
+        assert os.stat(tmp_path / "new.h5").st_size == before.st_size
+        os.utime(tmp_path / "new.h5", ns=(before.st_atime_ns, before.st_mtime_ns))
+        (tmp_path / "new.h5").replace(tmp_path / "p1.h5")
+        with contextlib.closing(file.open("/y")) as source:
+            out = np.empty((6, 4), source.dtype)
+            source.read_into(Region.whole((6, 4)), out)
+    assert (out[2:4] == -1).all() and (out[[0, 1, 4, 5]] == numbered((6, 4), "i8")[[0, 1, 4, 5]]).all()
