@@ -144,7 +144,7 @@ _how = _level(
 
 def _progress(progress: Any) -> Any:
     if progress is not None and not isinstance(progress, bool) and not callable(progress):
-        raise ConfigError(f"progress is {progress!r}; expected True, False, None or a function(done_nbytes, total_nbytes)")
+        raise ConfigError(f"progress is {progress!r}; expected True, False, None or a function of what is done and the total")
     return progress
 
 

@@ -18,10 +18,11 @@ from shardload.options import Progress
 from shardload.system.terminal import width_of
 from shardload.units import format_nbytes
 
-__all__ = ["progress_of"]
+__all__ = ["progress_of", "progress_over_files"]
 
 # A load of this size takes about a second with a slow codec. For shorter loads a bar would only flicker.
 _WORTH_SHOWING_NBYTES = 256 << 20
+_WORTH_SHOWING_FILES = 100  # to look at them takes a second
 _REDRAWN_SECONDS = 0.1
 
 
@@ -46,7 +47,24 @@ def progress_of(
         rank != 0 or progress is False or (progress is None and total_nbytes < _WORTH_SHOWING_NBYTES)
     ):
         return _UNSEEN
-    return _shown(progress, name if isinstance(name, str) else name(), total_nbytes)
+    return _shown(progress, f"rank 0: {name if isinstance(name, str) else name()}", total_nbytes, format_nbytes)
+
+
+def progress_over_files(progress: Progress, name: str, n_files: int) -> AbstractContextManager[Callable[[int], None]]:
+    """The same for one process that goes through files: give the function to call with how many more are done.
+
+    Parameters
+    ----------
+    progress : bool, callable or None
+        As above. None shows a bar for many files. A function gets ``(n_done, n_files)``.
+    name : str
+        What is made of them.
+    n_files : int
+        How many there are.
+    """
+    if not callable(progress) and (progress is False or (progress is None and n_files < _WORTH_SHOWING_FILES)):
+        return _UNSEEN
+    return _shown(progress, name, n_files, str)
 
 
 def _ignore(nbytes: int) -> None:
@@ -57,14 +75,14 @@ _UNSEEN: AbstractContextManager[Callable[[int], None]] = nullcontext(_ignore)
 
 
 @contextmanager
-def _shown(progress: Progress, name: str, total_nbytes: int) -> Iterator[Callable[[int], None]]:
+def _shown(progress: Progress, name: str, total: int, as_text: Callable[[int], str]) -> Iterator[Callable[[int], None]]:
     done = 0
     if callable(progress):
 
-        def call(nbytes: int) -> None:
+        def call(more: int) -> None:
             nonlocal done
-            done += nbytes
-            progress(done, total_nbytes)
+            done += more
+            progress(done, total)
 
         yield call
         return
@@ -75,24 +93,32 @@ def _shown(progress: Progress, name: str, total_nbytes: int) -> Iterator[Callabl
         return
     name = printable(name)
     if is_notebook:
-        with _in_notebook(name, total_nbytes) as advance:
+        with _in_notebook(name, total, as_text) as advance:
             yield advance
         return
     from rich.console import Console  # imported late: a job without a terminal never needs it
     from rich.markup import escape as escape_markup
-    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        MofNCompleteColumn,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
     from rich.progress import Progress as Bar
 
     width = width_of(sys.stderr)
-    columns: list[Any] = [TextColumn("{task.description}"), DownloadColumn(True)]
+    is_bytes = as_text is format_nbytes
+    columns: list[Any] = [TextColumn("{task.description}"), DownloadColumn(True) if is_bytes else MofNCompleteColumn()]
     if width >= 60:
         columns = [columns[0], BarColumn(16 if width < 100 else 30), columns[1], TimeRemainingColumn()]
-    if width >= 100:
+    if width >= 100 and is_bytes:
         columns.insert(3, TransferSpeedColumn())
     room = max(8, width - {2: 18, 4: 44, 5: 70}[len(columns)])  # the width that the columns leave for the name
     with Bar(*columns, console=Console(stderr=True, width=width)) as bar:
-        task = bar.add_task(escape_markup(_short(f"rank 0: {name}", room)), total=total_nbytes)
-        yield lambda nbytes: bar.advance(task, nbytes)
+        task = bar.add_task(escape_markup(_short(name, room)), total=total)
+        yield lambda more: bar.advance(task, more)
 
 
 def _short(text: str, room: int) -> str:
@@ -113,33 +139,33 @@ def _is_notebook() -> bool:
 class _Bar:
     """A bar as HTML for notebooks, and as text for consoles."""
 
-    def __init__(self, name: str, done: int, total: int, seconds: float) -> None:
-        self.name, self.done, self.total, self.seconds = name, done, total, seconds
+    def __init__(self, name: str, done: int, total: int, seconds: float, as_text: Callable[[int], str]) -> None:
+        self.name, self.done, self.total, self.seconds, self.as_text = name, done, total, seconds, as_text
 
     def __repr__(self) -> str:
-        rate = f", {format_nbytes(int(self.done / self.seconds))}/s" if self.seconds > 0 else ""
-        return f"rank 0: {self.name}: {format_nbytes(self.done)} of {format_nbytes(self.total)}{rate}"
+        rate = f", {self.as_text(int(self.done / self.seconds))}/s" if self.seconds > 0 else ""
+        return f"{self.name}: {self.as_text(self.done)} of {self.as_text(self.total)}{rate}"
 
     def _repr_html_(self) -> str:
         return f'<progress value="{self.done}" max="{max(1, self.total)}"></progress> {escape(repr(self))}'
 
 
 @contextmanager
-def _in_notebook(name: str, total: int) -> Iterator[Callable[[int], None]]:
+def _in_notebook(name: str, total: int, as_text: Callable[[int], str]) -> Iterator[Callable[[int], None]]:
     """A bar below the cell, drawn with IPython alone; rich's bar would need ipywidgets there."""
     began = drawn = time.monotonic()
     done = 0
-    shown: Any = import_module("IPython.display").display(_Bar(name, 0, total, 0.0), display_id=True)
+    shown: Any = import_module("IPython.display").display(_Bar(name, 0, total, 0.0, as_text), display_id=True)
 
-    def advance(nbytes: int) -> None:
+    def advance(more: int) -> None:
         nonlocal done, drawn
-        done += nbytes
+        done += more
         now = time.monotonic()
         if now - drawn >= _REDRAWN_SECONDS or done >= total:
             drawn = now
-            shown.update(_Bar(name, done, total, now - began))
+            shown.update(_Bar(name, done, total, now - began, as_text))
 
     try:
         yield advance
     finally:
-        shown.update(_Bar(name, done, total, time.monotonic() - began))
+        shown.update(_Bar(name, done, total, time.monotonic() - began, as_text))

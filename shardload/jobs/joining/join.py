@@ -33,6 +33,8 @@ from shardload.formats.lookup import Finder, find_array, list_arrays, open_file,
 from shardload.formats.saving import format_for
 from shardload.formats.sink import ArraySpec
 from shardload.jobs.joining.request import JoinReport, JoinRequest, Row
+from shardload.jobs.progress import progress_over_files
+from shardload.options import OPTIONS, Progress
 from shardload.planning.region import Region
 from shardload.planning.selection import select_axes
 from shardload.values.dates import recounted
@@ -122,6 +124,7 @@ def join(
     dataset: str | Sequence[str] | None = None,
     mode: str = "w-",
     allow_external: bool = False,
+    progress: Progress = None,
 ) -> JoinReport:
     """Join the arrays of several files, without a copy of their values: a small HDF5 file says where they are.
 
@@ -154,6 +157,9 @@ def join(
         ``"w-"``: `path` must not exist. ``"w"``: it is replaced, when the new file is whole.
     allow_external : bool
         Whether links in the parts may lead outside their folders.
+    progress : bool or callable, optional
+        True shows a progress bar; None shows it for a hundred parts and more, in a terminal or a notebook. Or a function
+        ``f(n_done, n_parts)``.
 
     Returns
     -------
@@ -168,16 +174,18 @@ def join(
         If a part cannot be opened, or the file cannot be written.
     """
     how: dict[str, Any] = {"axis": axis, "stack": stack, "dataset": dataset, "mode": mode, "allow_external": allow_external}
-    return join_files(JoinRequest.check(path, parts, **how))
+    return join_files(JoinRequest.check(path, parts, **how), OPTIONS["progress"].check(progress))
 
 
-def join_files(request: JoinRequest) -> JoinReport:
+def join_files(request: JoinRequest, progress: Progress = None) -> JoinReport:
     """Join files. Not collective: one process does it.
 
     Parameters
     ----------
     request : JoinRequest
         What is asked for.
+    progress : bool, callable or None
+        As for `join`.
 
     Raises
     ------
@@ -186,7 +194,7 @@ def join_files(request: JoinRequest) -> JoinReport:
     SourceError
         If a part cannot be opened, or the new file cannot be written.
     """
-    return _Join(request).run()
+    return _Join(request).run(progress)
 
 
 class _Join:
@@ -203,11 +211,13 @@ class _Join:
         self._empty: dict[str, list[ConfigError]] = {}  # groups, and why parts have no arrays in them
         self._axis: str | int = 0
 
-    def run(self) -> JoinReport:
+    def run(self, progress: Progress) -> JoinReport:
         """Do it all."""
         self._check_apart()
-        for k, path in enumerate(self._paths):
-            self._look_at(k, path)
+        with progress_over_files(progress, f"parts of {self._ask.path}", len(self._paths)) as advance:
+            for k, path in enumerate(self._paths):
+                self._look_at(k, path)
+                advance(1)
         if lost := [errors[0] for errors in self._empty.values() if len(errors) == len(self._paths)]:
             raise lost[0]
         self._axis = self._find_axis()

@@ -108,6 +108,19 @@ def test_a_snapshot_of_several_files(snapshot: list[str], tmp_path: Path) -> Non
     np.testing.assert_array_equal(out, np.arange(3, 12))
 
 
+def test_progress(snapshot: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    told: list[tuple[int, int]] = []
+    shardload.join(tmp_path / "a.h5", snapshot, progress=lambda *done: told.append(done))
+    assert told == [(1, 3), (2, 3), (3, 3)]
+    shardload.join(tmp_path / "b.h5", snapshot)
+    assert capfd.readouterr().err == ""
+    shardload.join(tmp_path / "c.h5", snapshot, progress=True)
+    out, err = capfd.readouterr()
+    assert out == "" and "c.h5" in err and "3/3" in err
+    with pytest.raises(ConfigError, match="progress is 'yes'"):
+        shardload.join(tmp_path / "d.h5", snapshot, progress="yes")
+
+
 @pytest.mark.parametrize("suffix", [".nc", ".h5"])
 def test_years_of_a_climate_model(tmp_path: Path, suffix: str) -> None:
     paths, whole = climate(tmp_path, (2001, 2002, 2003)), str(tmp_path / f"all{suffix}")
