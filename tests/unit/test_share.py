@@ -92,3 +92,36 @@ def test_parameters_are_shared_out_by_their_values(
     assert sorted(one + other + last) == [*itertools.product("xyz", "012345")] and with_open_mpi == last
     n_by_ranks = [len(one) for one in shares["test_by_ranks"]]
     assert n_by_ranks == [18, 6, 6, 6], "no other stage with this library has as many ranks"
+
+
+EACH = """
+import pytest
+
+@pytest.fixture(params=["here", "there"])
+def where(request): ...
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("c", [True, False])
+@pytest.mark.parametrize(("b", "more"), [(k, None) for k in range(6)])
+@pytest.mark.parametrize("a", [[], [], []])
+def test_each(a, b, more, c, where): ...
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("a", "xyz")
+def test_single(a): ...
+
+def test_other(where): ...
+"""
+
+
+def test_each_value_is_met_at_least_once(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """Wrong if `make test` left out a value of a parameter, took more than that needs, or always had the same two meet."""
+    (tmp_path / "test_it.py").write_text(EACH)
+    module = pytest.Module.from_parent(request.session, path=tmp_path / "test_it.py")
+    items = [item for item in module.collect() if isinstance(item, pytest.Function)]
+    left_out = conftest._beside_the_diagonal(items)
+    assert {item.originalname for item in left_out} == {"test_each"}
+    found = [item.callspec.params for item in items if item not in left_out and item.originalname == "test_each"]
+    assert len(found) == 6 and {one["b"] for one in found} == {*range(6)}
+    assert len({id(one["a"]) for one in found}) == 3
+    assert len({(one["c"], one["where"]) for one in found}) == 4

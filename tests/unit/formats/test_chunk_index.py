@@ -69,6 +69,7 @@ def listed(
     return {tuple(one["at"][:-1].tolist()): (int(one["child"]), int(one["nbytes"]), int(one["mask"])) for one in entries}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("libver", ["earliest", "v108"])
 @pytest.mark.parametrize(
     ("shape", "chunk"), [((100,), (7,)), ((30, 41), (4, 9)), ((9, 1, 25, 6), (2, 1, 3, 6)), ((5000,), (1,)), ((3,), (5,))]
@@ -217,6 +218,7 @@ DAMAGES: dict[str, Callable[[Tree], tuple[int, int]]] = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("least", [0, 1 << 15], ids=["chunk by chunk", "by HDF5"])
 def test_an_index_that_contradicts_itself(tmp_path: Path, damage: str, least: int) -> None:

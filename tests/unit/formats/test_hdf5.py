@@ -80,6 +80,7 @@ def test_contiguous_and_compact_of_every_type_and_rank(tmp_path: Path, dtype: st
             assert info.nbytes_stored == flat(shape, dtype).nbytes
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("codec", CHUNKED)
 @pytest.mark.parametrize("dtype", SIZES)
 def test_chunked_with_every_filter_type_and_rank(tmp_path: Path, dtype: str, codec: str) -> None:

@@ -412,6 +412,7 @@ NAMED_AS_AXES: list[tuple[str, tuple[int, ...], tuple[str, ...]]] = [
 ]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("suffix", ["h5", "nc"])
 @pytest.mark.parametrize(("name", "shape", "dims"), NAMED_AS_AXES)
 def test_an_array_with_the_name_of_an_axis(
@@ -443,6 +444,7 @@ def test_an_array_with_the_name_of_an_axis(
     assert read_file(str(path), [])["arrays"]["/v"]["dims"] == ["lat", "lon"], "an append asks for the axis by its name"
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", ["x.h5", "x.nc"])
 @pytest.mark.parametrize("grows", [("a", "b", "lat"), ("a",), ("b",), ("lat",)])
 def test_an_axis_of_several_arrays_is_one(tmp_path: Path, name: str, grows: tuple[str, ...]) -> None:

@@ -121,6 +121,7 @@ def test_xarray_opens_it_where_axes_have_no_names(tmp_path: Path, version: str) 
         assert found["x"].dims == ("dim_0", "dim_1") and found["y"].dims == ("dim_1", "dim_2", "dim_3")
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("shape", [(), (0, 3), (1,), (5, 7)], ids=str)
 @pytest.mark.parametrize("version", ["zarr", "zarr2"])
 def test_arrays_without_chunks_and_a_store_that_is_one_array(tmp_path: Path, version: str, shape: tuple[int, ...]) -> None:

@@ -62,6 +62,7 @@ def open_files() -> set[str]:
     return {str(link.resolve()) for link in Path("/proc/self/fd").iterdir()}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("zarr_format", [2, 3])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_type_and_rank(tmp_path: Path, dtype: str, zarr_format: int) -> None:
@@ -74,6 +75,7 @@ def test_every_type_and_rank(tmp_path: Path, dtype: str, zarr_format: int) -> No
         assert info.format == f"Zarr v{zarr_format}"
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("order", ["C", "F"])
 @pytest.mark.parametrize("codec", CODECS_V2)
 def test_format_2_codecs_and_orders(tmp_path: Path, codec: str, order: str) -> None:
@@ -107,6 +109,7 @@ def test_format_3_transposed_and_big_endian(tmp_path: Path) -> None:
     assert check(write_zarr(tmp_path / "a.zarr", {"a": data}, **options), "/a", data).codec == "zstd+transpose"
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", ["int16", "uint8", "float32", "float64", "complex64", "bool"])
 @pytest.mark.parametrize("driver", ["zarr", "zarr3"])
 def test_arrays_that_tensorstore_wrote(tmp_path: Path, driver: str, dtype: str) -> None:
@@ -138,6 +141,7 @@ def test_agrees_with_tensorstore_on_regions(tmp_path: Path, zarr_format: int) ->
     source.close()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("zarr_format", [2, 3])
 @pytest.mark.parametrize("shape", [(0,), (0, 5), (5, 0, 7)])
 def test_axes_of_length_zero(tmp_path: Path, shape: tuple[int, ...], zarr_format: int) -> None:
@@ -298,6 +302,7 @@ def test_an_empty_name_is_no_name_of_an_axis(tmp_path: Path, zarr_format: Any) -
     assert open_source(path, "/").labels().dims == (None,)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("zarr_format", [2, 3])
 @pytest.mark.parametrize(
     ("dtype", "stored", "told"),

@@ -118,6 +118,7 @@ def serial(endian: str = "little") -> dict[str, Any]:
     return {"name": "bytes", "configuration": {"endian": endian}}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("zarr_format", [2, 3])
 @pytest.mark.parametrize("dtype", SIZES)
 def test_every_type_and_rank(tmp_path: Path, dtype: str, zarr_format: int) -> None:
@@ -137,6 +138,7 @@ def test_big_endian_in_format_3(tmp_path: Path, dtype: str) -> None:
     assert reader_of(open_source(path, "a")).stages == ("zstd", "byte order")
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("endian", ["little", "big"])
 @pytest.mark.parametrize("codec", BYTES_TO_BYTES)
 def test_format_3_codecs_in_chunks_and_shards(tmp_path: Path, codec: str, endian: str) -> None:
@@ -153,6 +155,7 @@ def test_format_3_codecs_in_chunks_and_shards(tmp_path: Path, codec: str, endian
         check(tmp_path / name, "/", data)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("index_location", ["start", "end"])
 @pytest.mark.parametrize("codec", ["none", "zstd", "gzip+crc32c"])
 def test_shards_that_zarr_python_wrote(tmp_path: Path, codec: str, index_location: Any) -> None:
@@ -169,6 +172,7 @@ def test_shards_that_zarr_python_wrote(tmp_path: Path, codec: str, index_locatio
 COMPRESSORS_2 = (None, numcodecs.Zstd(3), numcodecs.Zlib(1), numcodecs.GZip(1), numcodecs.Blosc("lz4", shuffle=2))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("separator", [".", "/"])
 @pytest.mark.parametrize("compressor", COMPRESSORS_2, ids=str)
 def test_format_2(tmp_path: Path, compressor: Any, separator: str) -> None:
@@ -234,6 +238,7 @@ FILLS = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("zarr_format", [2, 3])
 @pytest.mark.parametrize("dtype", FILLS)
 def test_fill_values(tmp_path: Path, dtype: str, zarr_format: Any) -> None:
@@ -285,6 +290,7 @@ def test_missing_inner_chunks_and_shards(tmp_path: Path, index_location: str) ->
     check(tmp_path / "a", "/", data)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("zarr_format", [2, 3])
 @pytest.mark.parametrize("shape", [(0,), (0, 5), (5, 0, 7)])
 def test_axes_of_length_zero(tmp_path: Path, shape: tuple[int, ...], zarr_format: int) -> None:

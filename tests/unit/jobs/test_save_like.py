@@ -127,6 +127,7 @@ def test_decoded_values_like_those_that_were_unsigned(tmp_path: Path) -> None:
     assert found == {"u1": {"units"}, "i1": {"_Unsigned", "valid_max", "units"}, "f4": {"units"}}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", ["in.nc", "in.zarr"])
 @pytest.mark.parametrize("suffix", [".nc", ".zarr"])
 def test_coordinates_that_are_no_axes(tmp_path: Path, name: str, suffix: str) -> None:

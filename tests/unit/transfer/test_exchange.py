@@ -112,6 +112,7 @@ class Loads:
                     np.testing.assert_array_equal(piece.data, given.values[piece.region.slices()], move.name)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("checksums", [False, True])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("n", [1, 3, 4])

@@ -136,6 +136,7 @@ class Loads:
                     np.testing.assert_array_equal(piece.data, given.values[piece.region.slices()], move.name)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("shares", [True, False], ids=["shared memory", "messages inside nodes"])
 @pytest.mark.parametrize("way", [NODES, TWO_HOPS])
 @pytest.mark.parametrize("where", NODES_OF)
