@@ -9,7 +9,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-__all__ = ["examples", "quick_ones", "some_of"]
+__all__ = ["IS_QUICK", "examples", "quick_ones", "some_of"]
 
 IS_QUICK = "TESTS_QUICK" in os.environ
 
@@ -34,6 +34,7 @@ def _thorough(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.thorough)
 
 
-def some_of(cases: Iterable[Any]) -> list[Any]:
-    """What a test tries in a loop; in `make test` a seventh, which meets all of a shorter loop inside."""
-    return list(cases)[:: 7 if IS_QUICK else 1]
+def some_of(cases: Iterable[Any], one_of: int = 7) -> list[Any]:
+    """What a test tries in a loop; in `make test` one of so many, the first among them. A number that has no divisor in common
+    with the length of a shorter loop inside meets all of that."""
+    return list(cases)[:: one_of if IS_QUICK else 1]

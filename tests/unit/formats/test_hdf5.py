@@ -27,6 +27,7 @@ from shardload.formats.hdf5 import source as source_module
 from shardload.formats.lookup import find_array, list_arrays, open_source
 from shardload.planning.region import Region
 from tests.unit.files import DTYPES, SHAPES, SIZES, check_source, chunks_of, flat, read_all, write_hdf5
+from tests.unit.quick import IS_QUICK, some_of
 
 CHUNKED: dict[str, dict[str, Any]] = {
     "none": {},
@@ -485,7 +486,7 @@ def test_damaged_metadata_never_crashes(tmp_path: Path) -> None:
     # Three quarters of the file are room for more names and chunks, in which HDF5 looks at nothing: there only some bytes.
     room = re.compile(rb"\0{64,}")
     inside = {at for found in room.finditer(whole) for at in range(found.start() + 32, found.end() - 8)}
-    for k, at in enumerate(range(8, len(whole), 7)):
+    for k, at in enumerate(some_of(range(8, len(whole), 7), 3)):
         if at in inside and k % 5:
             continue
         (tmp_path / "b.h5").write_bytes(whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :])
@@ -494,7 +495,7 @@ def test_damaged_metadata_never_crashes(tmp_path: Path) -> None:
             open_source(path, "/g/a").close()
         except SourceError:
             errors += 1
-    assert errors > 20
+    assert errors > (6 if IS_QUICK else 20)
 
 
 def test_links(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import zarr
 import shardload
 from shardload.jobs.saving.arguments import ToSave
 from shardload.jobs.saving.like import _attrs, _typed, read_like
+from tests.unit.quick import quick_ones
 
 
 def test_attributes_of_json_that_are_no_arrays(tmp_path: Path) -> None:
@@ -197,7 +198,7 @@ def climate(path: Path) -> None:
         add("other", "f4", ("y", "x"), units="of nobody")
 
 
-@pytest.mark.parametrize("suffix", [".nc", ".h5", ".zarr"])
+@pytest.mark.parametrize("suffix", quick_ones([".nc", ".h5", ".zarr"], ".nc", ".zarr"))
 def test_variables_that_attributes_name(tmp_path: Path, suffix: str) -> None:
     """Wrong if an attribute named a variable that is not in the new file (the bounds of its times), and nothing said so; or if
     one that is packed, or an attribute, changed its type.
