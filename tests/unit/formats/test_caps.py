@@ -328,7 +328,9 @@ STAGES: dict[str, tuple[Callable[[], Stage], Callable[[bytes], bytes]]] = {
 }
 
 
-@pytest.mark.parametrize(("outer", "inner"), list(itertools.product(STAGES, STAGES)))
+@pytest.mark.each_value
+@pytest.mark.parametrize("inner", [*STAGES])
+@pytest.mark.parametrize("outer", [*STAGES])
 def test_compressors_over_compressors(outer: str, inner: str) -> None:
     (undo_outer, outside), (undo_inner, inside) = STAGES[outer], STAGES[inner]
     chain, out = Chain([undo_outer(), undo_inner()], 1000), np.empty(1000, "u1")

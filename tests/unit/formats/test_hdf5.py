@@ -27,7 +27,7 @@ from shardload.formats.hdf5 import source as source_module
 from shardload.formats.lookup import find_array, list_arrays, open_source
 from shardload.planning.region import Region
 from tests.unit.files import DTYPES, SHAPES, SIZES, check_source, chunks_of, flat, read_all, write_hdf5
-from tests.unit.quick import IS_QUICK, some_of
+from tests.unit.quick import IS_QUICK, quick_ones, some_of
 
 CHUNKED: dict[str, dict[str, Any]] = {
     "none": {},
@@ -61,7 +61,7 @@ def check(path: str, name: str, expected: np.ndarray[Any, Any]) -> ArrayInfo:
     return source.info
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", quick_ones(DTYPES, *SIZES))
 def test_contiguous_and_compact_of_every_type_and_rank(tmp_path: Path, dtype: str) -> None:
     with h5py.File(tmp_path / "a.h5", "w") as file:
         for shape in SHAPES:

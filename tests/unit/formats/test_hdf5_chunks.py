@@ -241,6 +241,7 @@ def test_which_chunks_are_missing_whichever_axis_can_grow(tmp_path: Path, libver
         source.close()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("most", [2, 1000])
 @pytest.mark.parametrize("maxshape", [None, (5, None), (None, 7)])
 def test_a_library_that_contradicts_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, maxshape: Any, most: int) -> None:
@@ -470,6 +471,7 @@ def test_the_checksum_of_old_versions_is_accepted(tmp_path: Path) -> None:
     np.testing.assert_array_equal(check(path, "a"), data)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("filters", ["", "gzip"])
 def test_a_file_that_lost_its_end(tmp_path: Path, filters: str, either_way: str) -> None:
     path, data = tmp_path / "a.h5", flat((6, 500), "int32")
@@ -495,6 +497,7 @@ def stored_sizes(path: Path, old: int, new: int) -> None:
     path.write_bytes(raw[:at] + new.to_bytes(4, "little") + raw[at + 4 :])
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("nbytes", [70_000, 2**32 - 1])
 def test_hostile_sizes(tmp_path: Path, nbytes: int, either_way: str) -> None:
     path = tmp_path / "a.h5"

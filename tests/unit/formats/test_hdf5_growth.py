@@ -169,6 +169,7 @@ def test_an_append_after_a_kill(tmp_path: Path) -> None:
         assert set(lengths(path).values()) == {NEW}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("engine", ["netcdf4", "h5netcdf"])
 @pytest.mark.parametrize("has_time", [True, False])
 def test_files_of_xarray(tmp_path: Path, engine: Any, has_time: bool) -> None:

@@ -164,6 +164,7 @@ def test_every_part_arrives_once(where: str, way: str, shares: bool) -> None:
         assert any(hop == 2 for _, _, hop, _ in loads.network.bundles) == (not shares)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("checksums", [False, True])
 @pytest.mark.parametrize("way", [NODES, TWO_HOPS])
 def test_an_array_without_axes(way: str, checksums: bool) -> None:
@@ -194,6 +195,7 @@ def test_one_bundle_for_a_node_where_there_was_a_message_for_each_part() -> None
         assert max(sent.values()) <= most
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("way", [NODES, TWO_HOPS])
 @pytest.mark.parametrize("where", ["in turns", "seven"])
 def test_a_sender_that_fails_keeps_its_promises(where: str, way: str) -> None:
@@ -206,6 +208,7 @@ def test_a_sender_that_fails_keeps_its_promises(where: str, way: str) -> None:
         assert [error for k, error in enumerate(found) if k != 2] == [None] * (loads.n - 1)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("way", [NODES, TWO_HOPS])
 @pytest.mark.parametrize("shares", [True, False])
 def test_a_receiver_that_fails_keeps_its_promises(way: str, shares: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,6 +267,7 @@ DEFECTS: dict[str, tuple[Callable[[Any, Any], None], str]] = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("way", [NODES, TWO_HOPS])
 @pytest.mark.parametrize("name", DEFECTS)
 def test_what_a_relay_confuses_is_found(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,6 +314,7 @@ def test_a_relay_that_passes_on_the_bundle_before_again(way: str, monkeypatch: p
     assert all(isinstance(error, PeerError) for error in found) and any(LISTS in str(error) for error in found)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("way", [NODES, TWO_HOPS])
 @pytest.mark.parametrize("what", ["a value", "a row", "the head"])
 def test_a_byte_that_changes_in_a_relay(what: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
