@@ -101,7 +101,7 @@ def test_overlaps_with_what_was_put_early() -> None:
     assert ledger.overlap(places, np.array([5900, 1000, 10])) is None
 
 
-N_CHUNKS = 4000
+N_CHUNKS = 2500
 
 
 def many(folder: Path, alignment: int = 1) -> tuple[Sink, Any]:
