@@ -69,14 +69,15 @@ def test_parameters_are_shared_out_by_their_values(
     shares: dict[str, list[list[tuple[str, ...]]]] = {name: [] for name in names}
     for stage in STAGES:
         monkeypatch.setenv("TESTS_SHARE", stage)
-        ours = [item for item in items if item in conftest._shared_to_us(items)]
+        shared = conftest._shared_to_us(items)
+        ours = [item for item in items if item in shared]
         for name, its in shares.items():
             its.append([tuple(item.callspec.id.split("-")) for item in ours if item.originalname == name])
     for name, sizes in (("test_three", [3, 4, 1, 2]), ("test_two", [3, 6])):
         every = [*itertools.chain(*shares[name])]
         assert len(every) == len({*every}) == math.prod(sizes) and min(map(len, shares[name])) > 3
         monkeypatch.setenv("TESTS_SHARE", "3/8")  # with the oldest versions
-        ours = {item for item in items if item in conftest._shared_to_us(items)}
+        ours = conftest._shared_to_us(items)
         oldest = [tuple(item.callspec.id.split("-")) for item in ours if item.originalname == name]
         assert oldest and {*oldest} <= {*shares[name][3]}
         on_several_ranks = [*shares[name][:2], oldest]
@@ -84,7 +85,7 @@ def test_parameters_are_shared_out_by_their_values(
         for one in shares[name]:
             assert all(len({*values}) > n // 2 for values, n in zip(zip(*one, strict=True), sizes, strict=True))
     monkeypatch.setenv("TESTS_SHARE", "2/8")  # on one process
-    ours = {item for item in items if item in conftest._shared_to_us(items)}
+    ours = conftest._shared_to_us(items)
     for name in names[:3]:
         found = {tuple(item.callspec.id.split("-")) for item in ours if item.originalname == name}
         assert found and found < {*shares[name][2]}, name

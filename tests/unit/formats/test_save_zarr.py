@@ -65,7 +65,7 @@ def test_every_type_is_read_back(tmp_path: Path, version: str, name: str, sharde
     more: dict[str, Any] = {"dims": ("z", None, "x"), "attrs": {"units": "K"}}
     if sharded:
         more["shards"] = SHARDS
-    values = {f"g/x{k}": ramp(SHAPE, kind) for k, kind in enumerate(DTYPES)}
+    values = {f"g/x{k}": ramp(SHAPE, kind) for k, kind in some_of(enumerate(DTYPES), 1 if name == "none" else 3)}
     specs = {
         key: spec(one.dtype, (COMMON | ONLY_2)[name], checksum=version == "zarr" and k % 2 == 1, **more)
         for k, (key, one) in enumerate(values.items())

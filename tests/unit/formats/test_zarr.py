@@ -27,7 +27,8 @@ from shardload.formats.base import ArrayInfo
 from shardload.formats.lookup import find_array, list_arrays, open_source
 from shardload.formats.zarr.source import describe
 from shardload.planning.region import Region
-from tests.unit.files import DTYPES, check_source, chunks_of, every_second, flat, read_all, write_zarr
+from tests.unit.files import DTYPES, SIZES, check_source, chunks_of, every_second, flat, read_all, write_zarr
+from tests.unit.quick import quick_ones
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The data type",
@@ -64,7 +65,7 @@ def open_files() -> set[str]:
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("zarr_format", [2, 3])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", quick_ones(DTYPES, *SIZES))
 def test_every_type_and_rank(tmp_path: Path, dtype: str, zarr_format: int) -> None:
     """Each type in one format or in the other meets every rank, and so does each format. In test_zarr_chunks.py they trade."""
     shapes = every_second(DTYPES.index(dtype) + zarr_format)

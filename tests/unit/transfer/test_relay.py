@@ -140,7 +140,8 @@ class Loads:
 @pytest.mark.parametrize("shares", [True, False], ids=["shared memory", "messages inside nodes"])
 @pytest.mark.parametrize("way", [NODES, TWO_HOPS])
 @pytest.mark.parametrize("where", NODES_OF)
-def test_every_part_arrives_once(where: str, way: str, shares: bool) -> None:
+@pytest.mark.parametrize("checksums", [False, True])
+def test_every_part_arrives_once(where: str, way: str, shares: bool, checksums: bool) -> None:
     """Wrong if a part were lost, doubled or given to another rank, an array taken for another, or a rank waited for ever."""
     n = sum(map(len, NODES_OF[where]))
     schedules = [given.schedule(n) for given in GIVEN]
@@ -151,17 +152,16 @@ def test_every_part_arrives_once(where: str, way: str, shares: bool) -> None:
         for parts in schedule.remote_parts(rank).values()
         for part in parts
     )
-    for checksums in (False, True):
-        loads = Loads(NODES_OF[where], way, shares=shares)
-        found = loads.run(checksums)
-        assert [error for error, _ in found] == [None] * loads.n
-        loads.check()
-        assert sum(moved.nbytes for _, moved in found) == wanted
-        for rank in loads.ranks:
-            assert rank.relay is not None
-            assert rank.slots.n_taken == 0 and all(s.n_taken == 0 for s in (*rank.relay.arriving, *rank.relay.leaving))
-        assert {hop for _, _, hop, _ in loads.network.bundles} >= ({0} if way == NODES else {0, 1})
-        assert any(hop == 2 for _, _, hop, _ in loads.network.bundles) == (not shares)
+    loads = Loads(NODES_OF[where], way, shares=shares)
+    found = loads.run(checksums)
+    assert [error for error, _ in found] == [None] * loads.n
+    loads.check()
+    assert sum(moved.nbytes for _, moved in found) == wanted
+    for rank in loads.ranks:
+        assert rank.relay is not None
+        assert rank.slots.n_taken == 0 and all(s.n_taken == 0 for s in (*rank.relay.arriving, *rank.relay.leaving))
+    assert {hop for _, _, hop, _ in loads.network.bundles} >= ({0} if way == NODES else {0, 1})
+    assert any(hop == 2 for _, _, hop, _ in loads.network.bundles) == (not shares)
 
 
 @pytest.mark.each_value
