@@ -119,7 +119,7 @@ def test_space_is_reserved_for_what_has_its_place(tmp_path: Path, monkeypatch: p
 
     target_reserve = hdf5_sink.reserve
     values = {"z": ramp((30, 40, 50), "f4"), "plain": ramp((40, 50, 60), "f8"), "run": ramp((50, 60, 70), "i2")}
-    specs = {"z": spec("f4", "gzip", (7, 8, 9), (30, 40, 50)), "plain": spec("f8", None, (4, 5, 6), (40, 50, 60))}
+    specs = {"z": spec("f4", "gzip", (7, 8, 9), (30, 40, 50)), "plain": spec("f8", None, (8, 10, 12), (40, 50, 60))}
     specs["run"] = spec("i2", None, None, (50, 60, 70))
     save(tmp_path / "without.h5", values, specs)
     monkeypatch.setattr(hdf5_sink, "reserve", reserve)

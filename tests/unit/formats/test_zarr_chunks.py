@@ -410,7 +410,7 @@ def test_a_frame_that_declares_another_size(tmp_path: Path) -> None:
     path = write_zarr(tmp_path / "a.zarr", {"a": flat((4, 6), "int32")}, chunks=(4, 6))
     file = tmp_path / "a.zarr" / "a" / "c" / "0" / "0"
     reader, out = reader_of(open_source(path, "a")), np.empty((4, 6), "int32")
-    for n in (0, 4, 92, 100, 2**30):
+    for n in (0, 4, 92, 100, 2**26):
         file.write_bytes(numcodecs.Zstd().encode(bytes(n)))
         with pytest.raises(ValueError, match=f"declares {n} bytes, the chunk has 96"):
             reader.decode(reader.fetch((0, 0)), out)
@@ -478,7 +478,7 @@ def test_many_threads_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, s
     source = open_source(path, "a")
     reader_of(source)
     with ThreadPoolExecutor(8) as pool:
-        for seed in range(3):
+        for seed in range(2):
             out = np.full(data.shape, -1.0)
             indices = chunk_indices(source)
             np.random.default_rng(seed).shuffle(indices)
