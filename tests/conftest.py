@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import functools
 import gc
 import hashlib
 import json
@@ -32,7 +33,7 @@ import threading
 import time
 import traceback
 import zlib
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
@@ -88,7 +89,10 @@ ALIKE = {
     "few_ranks": "each rank starts processes of its own: left out on 4 ranks",
 }
 
+# `make test` leaves these to `make test-all`: whole tests, and combinations of parameters (see `_beside_the_diagonal`).
 THOROUGH = "looks deeper at what cheaper tests look at too, and takes long: left out of `make test`, part of `make test-all`"
+EACH_VALUE = "`make test` takes as many combinations of the parameters as show each value once; `make test-all` all of them"
+IS_QUICK = "TESTS_QUICK" in os.environ
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before anything imports jax
 atexit.register(gc.freeze)  # see jobs/site/sitecustomize.py
@@ -207,10 +211,10 @@ def tune() -> Iterator[Callable[..., Any]]:
 
 
 @pytest.fixture(autouse=True)
-def _examples_write_elsewhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def _examples_write_elsewhere(request: pytest.FixtureRequest) -> None:
     """An example in a docstring may write a file where it runs: not into the checkout."""
     if isinstance(request.node, pytest.DoctestItem):
-        monkeypatch.chdir(request.getfixturevalue("tmp_path"))
+        request.getfixturevalue("monkeypatch").chdir(request.getfixturevalue("tmp_path"))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -223,10 +227,11 @@ def pytest_configure(config: pytest.Config) -> None:
         deadline=None,  # the machine may be busy; pytest-timeout is the limit
         derandomize=SIZE > 1 or "CI" in os.environ,
         print_blob=True,
+        max_examples=30 if IS_QUICK else 100,
         **(together if SIZE > 1 else {}),
     )
     hypothesis.settings.load_profile("shardload")
-    for name, why in {**ALIKE, "thorough": THOROUGH}.items():
+    for name, why in {**ALIKE, "thorough": THOROUGH, "each_value": EACH_VALUE}.items():
         config.addinivalue_line("markers", f"{name}: {why}")
     # What runs is chosen below. pytest-mpi's own choice would skip all of tests/mpi in plain runs: to it a folder of
     # that name is the mark.
@@ -258,6 +263,22 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     for plugin in session.config.pluginmanager.get_plugins():
         if type(plugin).__module__ == "pytest_mpi":
             plugin._is_testing_mpi = False  # all it does is print 40 lines about the MPI library at the end
+        if type(plugin).__name__ == "WorkerInteractor":
+            _send_what_counts(plugin)
+
+
+def _send_what_counts(worker: Any) -> None:
+    """Of a test that passes, a worker of xdist sends the report of its call: each message takes longer, at both ends, than many
+    a test, and there are five of them."""
+    send = worker.sendevent
+
+    def send_some(name: str, **what: Any) -> None:
+        report = what["data"] if name == "testreport" else {}
+        is_silent = report and report["when"] != "call" and report["outcome"] == "passed" and report["duration"] < 0.1
+        if name not in ("logstart", "logfinish") and not is_silent:
+            send(name, **what)
+
+    worker.sendevent = send_some
 
 
 @pytest.hookimpl(trylast=True)
@@ -265,6 +286,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept: list[pytest.Item] = []
     dropped: dict[str, list[pytest.Item]] = {}
     reasons = {item: _elsewhere(item, config) for item in items}
+    if IS_QUICK:
+        reasons.update(dict.fromkeys(_beside_the_diagonal(items), "left to `make test-all`"))
     ours = _shared_to_us([item for item in items if reasons[item] is None])
     for item in items:
         reason = reasons[item] or (None if item in ours else "left to the other stages")
@@ -281,7 +304,12 @@ DROPPED = pytest.StashKey[dict[str, int]]()
 
 
 def _folder(item: pytest.Item) -> str:
-    return item.path.relative_to(TESTS).parts[0] if item.path.is_relative_to(TESTS) else ""
+    return _folder_of(item.path)
+
+
+@functools.cache
+def _folder_of(path: Path) -> str:
+    return path.relative_to(TESTS).parts[0] if path.is_relative_to(TESTS) else ""
 
 
 def _elsewhere(item: pytest.Item, config: pytest.Config) -> str | None:
@@ -290,7 +318,7 @@ def _elsewhere(item: pytest.Item, config: pytest.Config) -> str | None:
         return "left to plain pytest"
     if _folder(item) == "slurm" and not _is_named(TESTS / "slurm", config):
         return "left to `make test-slurm`"  # it needs root, and starts a cluster
-    if "TESTS_QUICK" in os.environ and item.get_closest_marker("thorough"):
+    if IS_QUICK and item.get_closest_marker("thorough"):
         return "left to `make test-all`"
     if _folder(item) == "mpi" and not _is_its_turn(item, os.environ.get("TESTS_TURN", "")):
         return "left to the other stages"
@@ -350,13 +378,54 @@ def _places(items: list[pytest.Item]) -> dict[pytest.Item, list[int]]:
     for item in items:
         places[item] = []
         for axis, mark in enumerate(item.iter_markers("parametrize") if isinstance(item, pytest.Function) else ()):
-            names = [name.strip() for name in mark.args[0].split(",")] if isinstance(mark.args[0], str) else mark.args[0]
-            value = [_parameter(item, name) for name in names]
-            values = seen.setdefault((_test(item), axis), [])
-            if not any(_are_the_same(value, one) for one in values):
-                values.append(value)
-            places[item].append(next(k for k, one in enumerate(values) if _are_the_same(value, one)))
+            value = [_parameter(item, name) for name in _names_of(mark)]
+            places[item].append(_place(value, seen.setdefault((_test(item), axis), [])))
     return places
+
+
+def _names_of(mark: pytest.Mark) -> Sequence[str]:
+    """The parameters that a ``parametrize`` gives."""
+    names = mark.args[0]
+    return [name.strip() for name in names.split(",")] if isinstance(names, str) else names
+
+
+def _place(value: list[Any], values: list[list[Any]]) -> int:
+    """Which one it is of those that were seen, to which it is added if it is new."""
+    for k, one in enumerate(values):
+        if _are_the_same(value, one):
+            return k
+    values.append(value)
+    return len(values) - 1
+
+
+def _beside_the_diagonal(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Of tests marked `each_value` all combinations but those on a diagonal of the grid: there each value of each parameter is
+    met, of a fixture's too.
+    """
+    marked = [item for item in items if item.get_closest_marker("each_value") and hasattr(item, "callspec")]
+    places = _places(marked)
+    seen: dict[tuple[str, str], list[list[Any]]] = {}
+    longest: dict[str, list[int]] = {}
+    for item in marked:
+        named = {name for mark in item.iter_markers("parametrize") for name in _names_of(mark)}
+        for name, value in getattr(item, "callspec").params.items():  # noqa: B009  # mypy knows of no such attribute
+            if name not in named:
+                places[item].append(_place([value], seen.setdefault((_test(item), name), [])))
+        sizes = longest.setdefault(_test(item), [0] * len(places[item]))
+        sizes[:] = [max(n, place + 1) for n, place in zip(sizes, places[item], strict=True)]
+    return {item for item in marked if not _is_on_diagonal(places[item], longest[_test(item)])}
+
+
+def _is_on_diagonal(places: list[int], sizes: list[int]) -> bool:
+    """Whether the places are where the longest axis leads. Shorter ones begin anew with another step each time, and another one
+    each, so that two of them do not always meet in the same places.
+
+    >>> [(a, b, c) for a in range(4) for b in range(2) for c in range(2) if _is_on_diagonal([a, b, c], [4, 2, 2])]
+    [(0, 0, 0), (1, 1, 1), (2, 1, 0), (3, 0, 1)]
+    """
+    main = sizes.index(max(sizes))
+    along, others = places[main], [k for k in range(len(sizes)) if k != main]
+    return all(places[k] == (along + step * (along // sizes[k])) % sizes[k] for step, k in enumerate(others, 1))
 
 
 def _are_the_same(one: list[Any], other: list[Any]) -> bool:

@@ -194,8 +194,10 @@ def _bytes_case(rng: random.Random, number: int, kind: Kind, files: dict[str, by
         a, b = rng.choice(mine)
         at = rng.randrange(a, b) if b > a else a
     else:
-        free = [k for k in range(len(data)) if where == "any" or not any(a <= k < b for a, b in mine)]
-        at = rng.choice(free or [0])
+        is_free = np.ones(len(data), bool)
+        for a, b in mine if where != "any" else ():
+            is_free[a:b] = False
+        at = rng.choice(np.flatnonzero(is_free).tolist() or [0])
     what, files[name] = damaged(rng, data, at)
     return Case(number, kind, f"{name} byte {at}: {what}", files, _touched(kind, name, data, files[name]))
 

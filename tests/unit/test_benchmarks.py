@@ -26,6 +26,7 @@ from benchmarks.reports.saves import BEGIN, END, copy_section, plot_saves, put_s
 from benchmarks.reports.tables import must_table, read_records
 from benchmarks.runs import grid, rechunking
 from benchmarks.runs.saves import Clock, measure_saves, save_memory_table, save_musts, save_table
+from tests.unit.quick import IS_QUICK, some_of
 
 SIZE = 16
 
@@ -156,8 +157,9 @@ def test_what_is_asked_of_the_grid() -> None:
 def test_plans_take_the_right_way_in_the_measured_grid() -> None:
     """Times of all ways on slowed-down machines are on record. Wrong if a change of the model made plans take worse ones."""
     record = json.loads((Path(grid.__file__).parents[1] / "results" / "grid.json").read_text())
-    found = grid.replan(record)
-    assert len(record["cells"]) == 120 and found["not timed"] <= 6
+    assert len(record["cells"]) == 120
+    found = grid.replan(record | {"cells": some_of(record["cells"][1:], 5) if IS_QUICK else record["cells"]})
+    assert found["not timed"] <= 6
     asked = grid.summary(found["cells"])
     assert asked["fastest or within 15 %"] >= 0.9 and asked["worst ratio"] <= grid.NEVER
     assert asked["estimate within 2x, of the way taken"] >= 0.9 and asked["estimate within 2x, of all ways"] >= 0.9

@@ -70,7 +70,7 @@ NAMES = ("test_three", "test_two", "test_one", "test_any_library", "test_any_ver
 def items(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, request: pytest.FixtureRequest) -> list[pytest.Function]:
     """Of `TEST`, as if it were one of tests/mpi."""
     monkeypatch.setattr(conftest, "TESTS", tmp_path)
-    for name in ("TESTS_SHARE", "TESTS_SHARE_OF_ONE", "TESTS_QUICK", "TESTS_TURN"):
+    for name in ("TESTS_SHARE", "TESTS_SHARE_OF_ONE", "TESTS_TURN"):
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "mpi").mkdir()
     (tmp_path / "mpi" / "test_it.py").write_text(TEST)
@@ -124,6 +124,40 @@ def test_what_is_thorough_is_left_to_all_tests(
 ) -> None:
     """Wrong if `make test-all`, or a run by hand, left it out too."""
     one = items[-1]
+    monkeypatch.setattr(conftest, "IS_QUICK", False)
     assert one.originalname == "test_thorough" and conftest._elsewhere(one, request.config) is None
-    monkeypatch.setenv("TESTS_QUICK", "1")
+    monkeypatch.setattr(conftest, "IS_QUICK", True)
     assert "make test-all" in (conftest._elsewhere(one, request.config) or "")
+
+
+EACH = """
+import pytest
+
+@pytest.fixture(params=["here", "there"])
+def where(request): ...
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("c", [True, False])
+@pytest.mark.parametrize(("b", "more"), [(k, None) for k in range(6)])
+@pytest.mark.parametrize("a", [[], [], []])
+def test_each(a, b, more, c, where): ...
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("a", "xyz")
+def test_single(a): ...
+
+def test_other(where): ...
+"""
+
+
+def test_each_value_is_met_at_least_once(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """Wrong if `make test` left out a value of a parameter, took more than that needs, or always had the same two meet."""
+    (tmp_path / "test_it.py").write_text(EACH)
+    module = pytest.Module.from_parent(request.session, path=tmp_path / "test_it.py")
+    items = [item for item in module.collect() if isinstance(item, pytest.Function)]
+    left_out = conftest._beside_the_diagonal(items)
+    assert {item.originalname for item in left_out} == {"test_each"}
+    found = [item.callspec.params for item in items if item not in left_out and item.originalname == "test_each"]
+    assert len(found) == 6 and {one["b"] for one in found} == {*range(6)}
+    assert len({id(one["a"]) for one in found}) == 3
+    assert len({(one["c"], one["where"]) for one in found}) == 4

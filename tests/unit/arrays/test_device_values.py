@@ -17,6 +17,7 @@ HELD = Region((4, 10, 1), (7, 15, 3))
 PARTS = [HELD, Region((5, 11, 2), (6, 15, 3)), Region((6, 14, 2), (7, 15, 3)), Region((5, 11, 2), (5, 11, 2))]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("view", [True, False])
 @pytest.mark.parametrize("region", PARTS, ids=str)
 @pytest.mark.parametrize("dtype", ["bool", "float32", "complex64", "bfloat16"])

@@ -251,6 +251,7 @@ FILTERS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("target", ["out.h5", "out.nc", "out.zarr", "zarr2"])
 @pytest.mark.parametrize("name", FILTERS)
 def test_a_filter_that_is_not_taken_over_says_what_to_type(run: Run, tmp_path: Path, name: str, target: str) -> None:

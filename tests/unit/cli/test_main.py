@@ -33,6 +33,7 @@ from shardload.formats.containment import TARGET_HINT
 from shardload.formats.untrusted.helper import Helper
 from shardload.values.decoding import ATTRIBUTES
 from tests.unit.copies import run_copy
+from tests.unit.quick import quick_ones
 
 MESH = {"a": 4, "b": 2}
 
@@ -507,7 +508,11 @@ FULL = [
 
 @pytest.mark.parametrize(
     ("reader", "asked"),
-    [*(("a full disk", asked) for asked in FULL), *(("nobody", asked) for asked in FULL[::3])],
+    quick_ones(
+        [*(("a full disk", asked) for asked in FULL), *(("nobody", asked) for asked in FULL[::3])],
+        *(("a full disk", asked) for asked in (FULL[0], FULL[4], FULL[5], FULL[8])),
+        ("nobody", FULL[3]),
+    ),
     ids=lambda given: given if isinstance(given, str) else " ".join(given[:2]),
 )
 def test_output_that_cannot_be_written(file: str, tmp_path: Path, asked: list[str], reader: str) -> None:
@@ -721,6 +726,7 @@ def test_messages_with_other_words_in_commands_are_still_so_worded() -> None:
     assert not lost
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "wrong", [("verif",), ("verify", "x.h5", "--oops"), ("verify", "x.h5", "--mesh", "a=2", "--spec", "b")]
 )

@@ -145,6 +145,7 @@ class SlowSystem(System):
         return n
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("write_rate", [None, 1e9])
 @pytest.mark.parametrize(
     ("rate", "latency"), [(1e9, 1e-4), (1e9, 0.0), (1e7, 1e-2), (1e6, 0.5), (3e4, 0.01), (1e4, 1.0), (1e9, 2.0)]

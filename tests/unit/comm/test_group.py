@@ -632,6 +632,7 @@ def test_what_a_signal_handler_raised_before_a_call_is_none_of_it(monkeypatch: p
         signal.signal(signal.SIGALRM, before)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("error", [ConfigError, SourceError, PeerError, LeftOutWarning, MissingChunksWarning, PackedWarning])
 def test_what_ranks_raise_together_leaves_a_group_as_it_is(error: type[Exception], size: int) -> None:

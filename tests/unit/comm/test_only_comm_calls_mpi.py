@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,9 +52,14 @@ METHODS = {
 }
 
 
-def calls(tree: ast.AST) -> Iterator[str]:
+SUSPECT = re.compile(rf"\b(mpi|comm|mpi4py|{'|'.join(METHODS)})\b")
+
+
+def calls(code: str) -> Iterator[str]:
     """What of MPI a module uses: a method of its objects, its module (`.mpi`), or anything of a communicator (`.comm.x`)."""
-    for node in ast.walk(tree):
+    if not SUSPECT.search(code):  # most modules, and to parse one takes twenty times as long
+        return
+    for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Attribute):
             inner = node.value.attr if isinstance(node.value, ast.Attribute) else ""
             is_package = isinstance(node.value, ast.Attribute) and ast.unparse(node.value) == "shardload.comm"
@@ -66,9 +72,8 @@ def calls(tree: ast.AST) -> Iterator[str]:
             yield from (f"line {node.lineno}: import {name}" for name in names if name.partition(".")[0] == "mpi4py")
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_other_room_calls_mpi(path: Path) -> None:
-    assert [*calls(ast.parse(path.read_text()))] == []
+def test_no_other_room_calls_mpi() -> None:
+    assert [(str(path.relative_to(ROOT)), call) for path in FILES for call in calls(path.read_text())] == []
 
 
 @pytest.mark.parametrize(
@@ -86,9 +91,9 @@ def test_no_other_room_calls_mpi(path: Path) -> None:
 )
 def test_a_call_of_mpi_is_seen(code: str) -> None:
     """Wrong if the search passed whatever there is."""
-    assert [*calls(ast.parse(code))]
+    assert [*calls(code)]
 
 
 def test_what_is_searched_is_there() -> None:
     assert len(FILES) > 40 and any(path.parent.name == "transfer" for path in FILES)
-    assert [*calls(ast.parse((ROOT / "comm" / "transport.py").read_text()))], "comm itself calls MPI"
+    assert [*calls((ROOT / "comm" / "transport.py").read_text())], "comm itself calls MPI"

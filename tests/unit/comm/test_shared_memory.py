@@ -200,7 +200,7 @@ def mapped_nbytes() -> int:
 def test_many_come_and_go_and_nothing_is_left() -> None:
     """Wrong if a long job that loads again and again ran out of descriptors, or of memory."""
     before = mapped_nbytes()
-    for k in range(200):
+    for k in range(50):
         made = Segment.create(1 << 20)
         found = Segment.attach(made.handle)
         made.seal()

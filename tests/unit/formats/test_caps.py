@@ -102,6 +102,7 @@ def test_a_region_is_cut_into_parts_of_a_few_chunks(case: tuple[Region, tuple[in
     assert (chunks <= 1).all()  # none is decoded twice
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("most", [1, 2, 5])
 @pytest.mark.parametrize("dtype", ["f4", ">i2", "c8", "bool"])
 def test_hdf5_read_in_parts(tmp_path: Path, most: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,6 +124,7 @@ def test_hdf5_read_in_parts(tmp_path: Path, most: int, dtype: str, monkeypatch: 
         source.close()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "more", [{"order": "F"}, {"shards": (4, 8, 6), "filters": [zarr.codecs.TransposeCodec(order=(2, 1, 0))]}]
 )
@@ -159,6 +161,7 @@ def test_chunks_that_are_too_many_to_be_kept(tmp_path: Path, monkeypatch: pytest
     source.close()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
 @pytest.mark.parametrize("shards", [None, (4, 8)])
 def test_zip_files_of_any_method(tmp_path: Path, method: int, shards: tuple[int, ...] | None) -> None:
@@ -325,7 +328,9 @@ STAGES: dict[str, tuple[Callable[[], Stage], Callable[[bytes], bytes]]] = {
 }
 
 
-@pytest.mark.parametrize(("outer", "inner"), list(itertools.product(STAGES, STAGES)))
+@pytest.mark.each_value
+@pytest.mark.parametrize("inner", [*STAGES])
+@pytest.mark.parametrize("outer", [*STAGES])
 def test_compressors_over_compressors(outer: str, inner: str) -> None:
     (undo_outer, outside), (undo_inner, inside) = STAGES[outer], STAGES[inner]
     chain, out = Chain([undo_outer(), undo_inner()], 1000), np.empty(1000, "u1")
@@ -582,6 +587,7 @@ def check_bools(x: jax.Array, expected: np.ndarray[Any, Any]) -> None:
     np.testing.assert_array_equal(np.asarray(jnp.where(x, 1.5, 2.5)), np.where(expected, 1.5, 2.5))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("readers", ["direct", "root"])
 @pytest.mark.parametrize("how", ["contiguous", "chunks", "gzip", "lzf", "fill", "zarr 2", "zarr 3"])
 def test_booleans_other_than_0_and_1(tmp_path: Path, how: str, readers: str, tune: Callable[..., Any]) -> None:

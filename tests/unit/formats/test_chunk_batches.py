@@ -64,6 +64,7 @@ def test_spans_join_neighbours_in_any_order_and_keep_theirs(tmp_path: Path) -> N
         assert Spans(offsets[:0], sizes[:0]).read(file.fileno(), np.empty(0, np.uint8)) == []
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("most", [1, 3, 1000])
 @pytest.mark.parametrize("shards", [(4, 4, 6), (2, 8, 12), (6, 16, 12)])
 def test_batches_across_shards_some_of_which_are_missing(tmp_path: Path, shards: tuple[int, ...], most: int) -> None:
@@ -94,6 +95,7 @@ def test_decoders_of_small_frames(tmp_path: Path, codec: Any) -> None:
     assert check_batches(open_of(write_zarr_3(tmp_path / "a.zarr", codec)), DATA, 20) == 48
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("options", [{"checksum": True}, {"level": 19}, {"level": -5}])
 @pytest.mark.parametrize("edge", [1, 7, 8, 20, 32])  # frames declare their size in 1, 2 or 4 bytes
 def test_zstd_frames_of_every_size(tmp_path: Path, options: dict[str, Any], edge: int) -> None:

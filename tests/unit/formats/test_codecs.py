@@ -64,6 +64,7 @@ def values(n: int = 300) -> np.ndarray[Any, Any]:
     return (np.arange(n) * 7 % 1000).astype("<i4")
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("compressor", [None, *COMPRESSORS])
 @pytest.mark.parametrize("others", [o for n in range(4) for o in itertools.permutations(OTHERS, n)])
 def test_any_order_of_stages(compressor: str | None, others: tuple[str, ...]) -> None:
@@ -95,6 +96,7 @@ def test_stages_that_were_not_applied(skipped: frozenset[int]) -> None:
     np.testing.assert_array_equal(out, data)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8, 16, 300, 301])
 @pytest.mark.parametrize("n", [1, 2, 5, 16, 300])
 def test_shuffle(size: int, n: int) -> None:
@@ -113,6 +115,7 @@ def test_byte_order(dtype: str) -> None:
     np.testing.assert_array_equal(out, data)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("n", [*range(1, 12), 359, 360, 361, 719, 720, 721, 100_001])
 @pytest.mark.parametrize("byte", [None, 0, 255])
 def test_fletcher32_after_its_definition(n: int, byte: int | None) -> None:
@@ -148,6 +151,7 @@ def test_every_damaged_byte_gives_the_values_or_a_value_error(name: str) -> None
     assert refused > 3
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", COMPRESSORS)
 @pytest.mark.parametrize("nbytes", [0, 1, 3, 7, 15, 100])
 def test_cut_short(name: str, nbytes: int) -> None:
@@ -157,6 +161,7 @@ def test_cut_short(name: str, nbytes: int) -> None:
         Chain([stage], 1200).decode(encode(values().tobytes())[:nbytes], out)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", COMPRESSORS)
 @pytest.mark.parametrize("n", [299, 301, 1])
 def test_another_size_than_the_chunk(name: str, n: int) -> None:
@@ -257,6 +262,7 @@ def in_a_thread(work: Callable[[], Any]) -> Any:
         return thread.submit(work).result()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8, 16])
 @pytest.mark.parametrize("length", [1, 7, 16, 17, 33, 127, 128, 257, 4096])
 @pytest.mark.parametrize("n", [1, 2, 48])

@@ -60,6 +60,7 @@ def some_ranges(n: int, block: int, seed: int) -> list[tuple[int, int]]:
     return chosen + [(a, a + int(rng.integers(1, n - a + 1))) for a in rng.integers(0, n - 1, 4).tolist()]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("blocksize", [0, 1 << 16])
 @pytest.mark.parametrize("shuffle", [0, 1, 2])
 @pytest.mark.parametrize("cname", numcodecs.blosc.list_compressors())

@@ -282,6 +282,7 @@ IDLE = [
 ]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("more", [{}, {"shuffle": True, "compression": "gzip", "fletcher32": True}], ids=["alone", "gzip"])
 @pytest.mark.parametrize(("dtype", "way", "factor"), IDLE)
 def test_scaleoffset_that_hdf5_leaves_out(tmp_path: Path, dtype: str, way: int, factor: int, more: dict[str, Any]) -> None:

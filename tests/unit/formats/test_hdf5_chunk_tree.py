@@ -15,6 +15,7 @@ import pytest
 from shardload.formats.hdf5.chunk_tree import ChunkTree, Grown
 from shardload.formats.hdf5.growable import Facts
 from shardload.formats.hdf5.on_disk import UNDEFINED, UnknownError, read_superblock
+from tests.unit.quick import quick_ones
 
 Place = tuple[int, int, int]
 CHUNKS = (3, 2, 5, 4)
@@ -114,7 +115,10 @@ def test_a_first_index(grid: tuple[int, ...]) -> None:
         assert [len(row) for row in file.walk()] == nodes
 
 
-@pytest.mark.parametrize(("grid", "axis"), [(grid, axis) for grid in GRIDS for axis in range(len(grid))])
+GROWING = [(grid, axis) for grid in GRIDS for axis in range(len(grid))]
+
+
+@pytest.mark.parametrize(("grid", "axis"), quick_ones(GROWING, *GROWING[::2]))
 def test_an_index_that_grows(grid: tuple[int, ...], axis: int) -> None:
     """Wrong if old chunks were lost, doubled or in the wrong order; if old nodes changed; if those before the edge were copied
     along the slowest axis.

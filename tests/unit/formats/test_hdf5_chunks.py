@@ -129,6 +129,7 @@ def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     return str(request.param)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("filters", PIPELINES)
 def test_every_filter_type_and_rank(tmp_path: Path, filters: str, either_way: str) -> None:
     """Two shapes for each pair of filters and a type, one for each way in which a chunk is found: that knows of neither."""
@@ -156,6 +157,7 @@ def test_chunks_that_every_filter_was_applied_to(tmp_path: Path, filters: str) -
     np.testing.assert_array_equal(check(path, "a"), native(data))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("libver", LIBVERS)
 @pytest.mark.parametrize("maxshape", [None, (None, 7), (None, None), (11, 14), (5, None), (11, None)])
 def test_every_chunk_index(tmp_path: Path, libver: Any, maxshape: Any, either_way: str) -> None:
@@ -188,6 +190,7 @@ def test_many_chunks_are_listed_only_when_many_are_read(tmp_path: Path) -> None:
     source.close()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", ["bool", ">f4"])
 @pytest.mark.parametrize("libver", LIBVERS)
 @pytest.mark.parametrize("maxshape", [None, (None, 7, 4), (None, None, 4), (5, None, 9), (6, 7, None)])
@@ -208,6 +211,7 @@ def test_chunks_never_written(tmp_path: Path, dtype: str, libver: Any, maxshape:
         assert_same(found[name], expected)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("libver", LIBVERS)
 @pytest.mark.parametrize("growing", [0, 1, 2])
 def test_which_chunks_are_missing_whichever_axis_can_grow(tmp_path: Path, libver: Any, growing: int) -> None:
@@ -237,6 +241,7 @@ def test_which_chunks_are_missing_whichever_axis_can_grow(tmp_path: Path, libver
         source.close()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("most", [2, 1000])
 @pytest.mark.parametrize("maxshape", [None, (5, None), (None, 7)])
 def test_a_library_that_contradicts_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, maxshape: Any, most: int) -> None:
@@ -331,6 +336,7 @@ def library() -> ctypes.CDLL:
     return hdf5
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", ["int16", ">f8"])
 @pytest.mark.parametrize("filters", [f for f in PIPELINES if f and "blosc" not in f])  # HDF5 fails to write them with it
 def test_edge_chunks_that_are_not_filtered(tmp_path: Path, filters: str, dtype: str, either_way: str) -> None:
@@ -351,6 +357,7 @@ def test_edge_chunks_that_are_not_filtered(tmp_path: Path, filters: str, dtype: 
     check(path, "grows")
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("more", ["", "shuffle", "fletcher32"])
 @pytest.mark.parametrize("name", ["szip", "nbit", "scaleoffset", "lz4", "lzf", "gzip", "zstd"])
 def test_edge_chunks_that_are_not_filtered_and_left_to_hdf5(tmp_path: Path, name: str, more: str) -> None:
@@ -464,6 +471,7 @@ def test_the_checksum_of_old_versions_is_accepted(tmp_path: Path) -> None:
     np.testing.assert_array_equal(check(path, "a"), data)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("filters", ["", "gzip"])
 def test_a_file_that_lost_its_end(tmp_path: Path, filters: str, either_way: str) -> None:
     path, data = tmp_path / "a.h5", flat((6, 500), "int32")
@@ -489,6 +497,7 @@ def stored_sizes(path: Path, old: int, new: int) -> None:
     path.write_bytes(raw[:at] + new.to_bytes(4, "little") + raw[at + 4 :])
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("nbytes", [70_000, 2**32 - 1])
 def test_hostile_sizes(tmp_path: Path, nbytes: int, either_way: str) -> None:
     path = tmp_path / "a.h5"

@@ -9,7 +9,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardload.formats.hdf5 import contiguous as hdf5_contiguous
@@ -18,6 +18,7 @@ from shardload.formats.hdf5.raw_file import RawFile
 from shardload.formats.lookup import open_source
 from shardload.planning.region import Region
 from tests.unit.files import DTYPES, SHAPES, SIZES, check_source, flat, write_hdf5
+from tests.unit.quick import examples, quick_ones
 
 
 def reader_of(path: Path | str, name: str = "a", dtype: Any = "float32") -> Hdf5Contiguous | None:
@@ -27,16 +28,19 @@ def reader_of(path: Path | str, name: str = "a", dtype: Any = "float32") -> Hdf5
         return None if raw is None else open_contiguous(file[name], np.dtype(dtype), raw)
 
 
+NEAR_AND_SPAN = ((1 << 40, 1 << 20), (1 << 40, 40), (100, 300), (32, 1))
+
+
 @pytest.mark.parametrize(
     ("near", "span", "dtype"),
-    [
-        *((0, 1 << 20, dtype) for dtype in DTYPES),
-        *(
-            (near, span, dtype)
-            for near, span in ((1 << 40, 1 << 20), (1 << 40, 40), (100, 300), (32, 1))
-            for dtype in SIZES[::2]
-        ),
-    ],
+    quick_ones(
+        [
+            *((0, 1 << 20, dtype) for dtype in DTYPES),
+            *((near, span, dtype) for near, span in NEAR_AND_SPAN for dtype in SIZES[::2]),
+        ],
+        *((0, 1 << 20, dtype) for dtype in SIZES),
+        *((*both, SIZES[2 * k + 2]) for k, both in enumerate(NEAR_AND_SPAN)),
+    ),
 )
 def test_runs_and_spans_of_every_type_and_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, near: int, span: int, dtype: str
@@ -61,7 +65,7 @@ def boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], Region]:
     return shape, Region(start, stop)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(boxes(), st.integers(0, 400), st.integers(1, 400), st.sampled_from([(0, "u1"), (2, "u2"), (4, "c8"), (0, "c16")]))
 def test_any_region(
     tmp_path_factory: pytest.TempPathFactory, case: tuple[tuple[int, ...], Region], near: int, span: int, kind: tuple[int, str]

@@ -28,6 +28,7 @@ from shardload.formats.hdf5.growth import GrowthCatalog
 from shardload.formats.hdf5.on_disk import PAGE, Patch, Spot, read_superblock
 from shardload.formats.leftovers import find_leftover
 from tests.unit.growing import Disk, grow, sink_of
+from tests.unit.quick import quick_ones
 from tests.unit.saving import forked, quick_fsync, ramp, write_all  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("quick_fsync")
@@ -96,7 +97,7 @@ def lengths(path: Path) -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize("maker", quick_ones(MAKERS, "h5py", "netCDF4"))
 def test_every_state_of_the_disk(tmp_path: Path, maker: str) -> None:
     """Wrong if at any moment a reader found a row without its values, other old values, another length, or no file."""
     path, state = tmp_path / "x.h5", tmp_path / "state.h5"
@@ -168,6 +169,7 @@ def test_an_append_after_a_kill(tmp_path: Path) -> None:
         assert set(lengths(path).values()) == {NEW}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("engine", ["netcdf4", "h5netcdf"])
 @pytest.mark.parametrize("has_time", [True, False])
 def test_files_of_xarray(tmp_path: Path, engine: Any, has_time: bool) -> None:

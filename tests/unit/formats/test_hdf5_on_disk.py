@@ -42,6 +42,7 @@ def write(n_attributes: int, how: dict[str, Any]) -> bytes:
     return room.getvalue()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n", [0, 1, 7])
 def test_numbers_of_a_dataset(kind: str, n: int) -> None:

@@ -86,6 +86,7 @@ CHUNKED = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", CHUNKED)
 @pytest.mark.parametrize("dtype", ["<i4", ">i2"])
 def test_small_arrays_of_many_chunks_are_read_in_batches(

@@ -348,6 +348,7 @@ def test_damaged_names_do_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert shardload.open(path)["t"].dims == (None, None, None)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("call", ["labels_of", "Hdf5Source.read_into"])
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), KeyError("file read failed: errno = 116, ...")])
 def test_names_that_cannot_be_read_now(tmp_path: Path, call: str, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,8 @@ from shardload.formats.memory import FORMAT, MemorySource
 from shardload.formats.untrusted.helper import Helper
 from shardload.jobs.loading.arguments import describe_path
 from shardload.planning.region import Region
-from tests.unit.files import DTYPES, SHAPES, check_source, flat, read_all, write_hdf5, write_zarr
+from tests.unit.files import DTYPES, SHAPES, SIZES, check_source, flat, read_all, write_hdf5, write_zarr
+from tests.unit.quick import quick_ones
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +44,7 @@ def our_own_formats_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "installed", lambda: ())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", quick_ones(DTYPES, *SIZES))
 def test_memory_of_every_type_rank_and_stride(dtype: str) -> None:
     for shape in SHAPES:
         data = flat(shape, dtype)

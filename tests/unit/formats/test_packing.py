@@ -23,6 +23,7 @@ from shardload.formats.lookup import find_array, list_arrays, open_source
 from shardload.planning.region import Region
 from shardload.values.decoding import ATTRIBUTES, decoding_of, packed_by
 from tests.packed import VARIABLES, WRITERS, by_netcdf4, by_xarray, open_by_xarray
+from tests.unit.quick import quick_ones
 
 Array = np.ndarray[Any, Any]
 SHAPE = (4, 6, 10)
@@ -46,7 +47,7 @@ def assert_same(found: Array, expected: Array, name: str) -> None:
     assert found.tobytes() == expected.tobytes(), name
 
 
-@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("writer", quick_ones(WRITERS, "netCDF4", "h5py", "to_zarr, format 2", "zarr, format 3"))
 def test_twelve_variables(tmp_path: Path, writer: str) -> None:
     """Wrong if an attribute, or its type, were lost on the way; or if Zarr's fill value were taken for another one."""
     write, name = WRITERS[writer]

@@ -21,6 +21,7 @@ from shardload.formats.sink import ArraySpec, Compression, Sink
 from shardload.formats.target import Target
 from tests.jobs.launch import ROOT
 from tests.unit.copies import run_copy
+from tests.unit.quick import quick_ones
 from tests.unit.saving import quick_fsync, ramp, write_all  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("quick_fsync")
@@ -44,7 +45,7 @@ class Memory:
         return bytes(self.data[offset : offset + nbytes])
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", quick_ones(range(20), *range(5)))
 def test_it_is_read_back_and_never_touches_a_chunk(seed: int) -> None:
     """Against one buffer that remembers who wrote each byte. Wrong if what is newer in memory were read from the file, if a
     page were put as a whole, if freed metadata were put over a chunk, or if the last write before a put were cut.
@@ -100,7 +101,7 @@ def test_overlaps_with_what_was_put_early() -> None:
     assert ledger.overlap(places, np.array([5900, 1000, 10])) is None
 
 
-N_CHUNKS = 4000
+N_CHUNKS = 2500
 
 
 def many(folder: Path, alignment: int = 1) -> tuple[Sink, Any]:
@@ -120,7 +121,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("alignment", [1, 512])
+@pytest.mark.parametrize("alignment", quick_ones([1, 512], 512))
 def test_a_file_whose_index_was_put_early(tmp_path: Path, alignment: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks in an order of chance, and other ranks put theirs between: wrong if a node of the index came over a chunk."""
     sink, values = many(tmp_path, alignment)
@@ -177,7 +178,11 @@ def fail_in(folder: str, call: str, when: int, code: int) -> None:
 
 @pytest.mark.parametrize(
     ("call", "when", "code"),
-    [("pwrite", 5, errno.ENOSPC), ("pwrite", 100, errno.EDQUOT), ("pread", 100, errno.EIO), ("pread", 9, errno.EIO)],
+    quick_ones(
+        [("pwrite", 5, errno.ENOSPC), ("pwrite", 100, errno.EDQUOT), ("pread", 100, errno.EIO), ("pread", 9, errno.EIO)],
+        ("pwrite", 5, errno.ENOSPC),
+        ("pread", 100, errno.EIO),
+    ),
 )
 def test_metadata_that_cannot_be_put_early(tmp_path: Path, call: str, when: int, code: int) -> None:
     """In `create` and in `allocate`. The error names the file and says why, nothing is left, and the process ends as it should:
@@ -241,6 +246,7 @@ def test_the_temporary_is_read_as_long_as_it_was_written(tmp_path: Path) -> None
     os.close(store.descriptor)
 
 
+@pytest.mark.thorough  # test_a_file_whose_index_was_put_early sees the same with smaller limits
 def test_little_is_kept_of_many_chunks(tmp_path: Path) -> None:
     """With the usual limits. In one piece the index of a million chunks would be 122 MiB."""
     n = 100_000

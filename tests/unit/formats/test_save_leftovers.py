@@ -70,6 +70,7 @@ LOADS: dict[str, Callable[[str], Any]] = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("phase", ["create", "put"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_not_whole(tmp_path: Path, kind: str, phase: str) -> None:

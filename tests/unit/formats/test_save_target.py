@@ -117,6 +117,7 @@ def forks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("name", KINDS)
 def test_a_process_that_is_killed(forks: Path, name: str, phase: str) -> None:
@@ -141,6 +142,7 @@ def write_it(folder: Path, name: str, mode: str = "w") -> None:
         catalog.commit()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
 @pytest.mark.parametrize("name", KINDS)
 def test_no_room_for_a_chunk(tmp_path: Path, name: str, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,6 +208,7 @@ def test_a_system_that_writes_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("without", [(), ("rename",), ("rename", "link")], ids=["", "no flags", "no links"])
 @pytest.mark.parametrize("name", KINDS)
 def test_two_saves_to_one_name(tmp_path: Path, name: str, without: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,6 +248,7 @@ def test_two_saves_to_one_name(tmp_path: Path, name: str, without: tuple[str, ..
     assert os.listdir(tmp_path) == [name]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("has_flags", [True, False])
 @pytest.mark.parametrize("name", KINDS)
 def test_two_saves_that_replace(tmp_path: Path, name: str, has_flags: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,6 +280,7 @@ def finished(folder: Path, name: str, mode: str) -> Any:
     return catalog
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("mode", ["w", "w-"])
 @pytest.mark.parametrize("name", KINDS)
 def test_a_name_that_is_not_confirmed(tmp_path: Path, name: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,6 +331,7 @@ def test_a_file_system_without_fsync_of_folders(tmp_path: Path, name: str, monke
     assert files and os.listdir(tmp_path) == [name]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("call", ["rename", "rmtree", "unlink"])
 @pytest.mark.parametrize("mode", ["w", "w-"])
 @pytest.mark.parametrize("name", KINDS)
@@ -422,6 +428,7 @@ def test_a_name_that_is_no_utf_8(tmp_path: Path, name: str) -> None:
     assert np.array_equal(read(tmp_path / f"\udcff{name}", "rho"), VALUES)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("letter", ["n", "ö", "\udcff"])
 @pytest.mark.parametrize("suffix", [".h5", ".zarr"])
 @pytest.mark.parametrize("nbytes", [215, 216, 228, 255])

@@ -292,6 +292,7 @@ def test_a_chunk_that_is_too_short_in_hdf5(tmp_path: Path) -> None:
 # --- Zarr
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("zarr_format", [2, 3])
 @pytest.mark.parametrize("order", ["C", "F"])
 @pytest.mark.parametrize("what", ["chunk", "folder", "metadata", "array"])
@@ -359,6 +360,7 @@ class Program:
         return (Path.touch, (Path("was-unpickled"),))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", ["<f4", "|O"])
 @pytest.mark.parametrize("codec", ["pickle", "json2", "msgpack2"])
 @pytest.mark.parametrize("where", ["filters", "compressor"])

@@ -18,7 +18,7 @@ import h5py
 import numpy as np
 import pytest
 import zarr
-from hypothesis import event, given, settings
+from hypothesis import event, given
 from hypothesis import strategies as st
 
 import shardload.formats.lookup as sources_module
@@ -31,6 +31,7 @@ from shardload.formats.lookup import find_array, list_arrays, open_source
 from shardload.formats.zarr import store as zarr_store
 from shardload.planning.region import Region
 from tests.unit.files import flat, read_all, write_hdf5, write_zarr
+from tests.unit.quick import examples
 
 N = 4
 FILL, SECRET = -5, 0x5EC2E7
@@ -161,7 +162,7 @@ def load(path: Path, name: str) -> np.ndarray[Any, Any] | None:
         source.close()
 
 
-@settings(max_examples=int(os.environ.get("SHARDLOAD_FUZZ_CASES", "250")), deadline=None, derandomize=True)
+@examples(int(os.environ.get("SHARDLOAD_FUZZ_CASES", "250")), derandomize=True)
 @given(cases)
 def test_no_name_leads_outside_and_no_fill_value_replaces_a_source(home: Path, case: dict[str, tuple[str, ...]]) -> None:
     path = home / "evil.h5"

@@ -27,7 +27,8 @@ from shardload.formats.base import ArrayInfo
 from shardload.formats.lookup import find_array, list_arrays, open_source
 from shardload.formats.zarr.source import describe
 from shardload.planning.region import Region
-from tests.unit.files import DTYPES, check_source, chunks_of, every_second, flat, read_all, write_zarr
+from tests.unit.files import DTYPES, SIZES, check_source, chunks_of, every_second, flat, read_all, write_zarr
+from tests.unit.quick import quick_ones
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The data type",
@@ -62,8 +63,9 @@ def open_files() -> set[str]:
     return {str(link.resolve()) for link in Path("/proc/self/fd").iterdir()}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("zarr_format", [2, 3])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", quick_ones(DTYPES, *SIZES))
 def test_every_type_and_rank(tmp_path: Path, dtype: str, zarr_format: int) -> None:
     """Each type in one format or in the other meets every rank, and so does each format. In test_zarr_chunks.py they trade."""
     shapes = every_second(DTYPES.index(dtype) + zarr_format)
@@ -74,6 +76,7 @@ def test_every_type_and_rank(tmp_path: Path, dtype: str, zarr_format: int) -> No
         assert info.format == f"Zarr v{zarr_format}"
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("order", ["C", "F"])
 @pytest.mark.parametrize("codec", CODECS_V2)
 def test_format_2_codecs_and_orders(tmp_path: Path, codec: str, order: str) -> None:
@@ -107,6 +110,7 @@ def test_format_3_transposed_and_big_endian(tmp_path: Path) -> None:
     assert check(write_zarr(tmp_path / "a.zarr", {"a": data}, **options), "/a", data).codec == "zstd+transpose"
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", ["int16", "uint8", "float32", "float64", "complex64", "bool"])
 @pytest.mark.parametrize("driver", ["zarr", "zarr3"])
 def test_arrays_that_tensorstore_wrote(tmp_path: Path, driver: str, dtype: str) -> None:
@@ -138,6 +142,7 @@ def test_agrees_with_tensorstore_on_regions(tmp_path: Path, zarr_format: int) ->
     source.close()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("zarr_format", [2, 3])
 @pytest.mark.parametrize("shape", [(0,), (0, 5), (5, 0, 7)])
 def test_axes_of_length_zero(tmp_path: Path, shape: tuple[int, ...], zarr_format: int) -> None:
@@ -298,6 +303,7 @@ def test_an_empty_name_is_no_name_of_an_axis(tmp_path: Path, zarr_format: Any) -
     assert open_source(path, "/").labels().dims == (None,)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("zarr_format", [2, 3])
 @pytest.mark.parametrize(
     ("dtype", "stored", "told"),

@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardload.planning.blocks import aligned
 from shardload.planning.copying import Unit, least_nbytes, plan_array, plan_memory, plan_rounds, run_units
 from shardload.planning.grid import Grid
 from shardload.planning.region import Region
+from tests.unit.quick import examples
 
 
 @st.composite
@@ -30,7 +31,7 @@ def cases(draw: Any) -> tuple[Unit, int, int]:
 
 
 @given(cases())
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_every_element_is_copied_once_in_whole_units(case: tuple[Unit, int, int]) -> None:
     """Wrong if slabs overlapped, left out a last remainder, cut a unit, took more memory, or counted decoded chunks wrongly."""
     unit, n_ranks, room = case

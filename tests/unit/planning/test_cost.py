@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shardload.planning import traffic as count
@@ -35,6 +35,7 @@ from tests.unit.brute_force import (
     simulate,
 )
 from tests.unit.eight_devices import CHECKS, outcome
+from tests.unit.quick import examples
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -56,7 +57,7 @@ def cost_of(
     return plan_cost(plan, case.layout(**more), Nodes(ranks_per_node, n_cores), staging_blocks=staging_blocks)
 
 
-@settings(max_examples=80)
+@examples(80)
 @given(cases())
 def test_counts_are_those_of_the_plan_carried_out(case: Case) -> None:
     plan = case.plan()
@@ -91,7 +92,7 @@ def test_counts_are_those_of_the_plan_carried_out(case: Case) -> None:
 WITH_A_GAP = Case((3, 1), ((0,), ()), np.array([0, 1, 0]), 2, (1, 1), (0, 0), 0, is_merged=True)
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(cases())
 @example(WITH_A_GAP)
 def test_without_chunks_each_byte_counts_as_often_as_it_is_read(case: Case) -> None:
@@ -109,7 +110,7 @@ def test_without_chunks_each_byte_counts_as_often_as_it_is_read(case: Case) -> N
         assert cost.peak_nbytes >= max(pieces) * case.itemsize
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(cases())
 def test_peak_memory_is_pieces_and_staging_where_reads_are_staged(case: Case) -> None:
     case = replace(case, n_readers=0, is_merged=False)
@@ -152,7 +153,7 @@ def test_chunks_along_dropped_axes_are_decoded_too() -> None:
     assert cost.seconds - EXCHANGE_SECONDS > 50 * (plain - EXCHANGE_SECONDS) - 1e-3
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(st.data())
 def test_bounds_are_bounds(data: st.DataObject) -> None:
     case = replace(data.draw(cases()), n_readers=data.draw(st.integers(1, 2)))
@@ -169,7 +170,7 @@ def test_bounds_are_bounds(data: st.DataObject) -> None:
     assert replace(bound, **same) == replace(exact, **same)
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(cases())
 def test_runs_of_a_piece_against_its_elements(case: Case) -> None:
     if math.prod(case.shape) == 0:
@@ -390,7 +391,7 @@ def test_a_large_plan_is_counted_within_bounds_at_once() -> None:
 MANY_PARTS = Case((4, 5, 8, 9), ((), (), (), ()), np.zeros((3, 4), np.int64), 1, (1,) * 4, (0,) * 4, 1, block_nbytes=1)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(cases(), st.integers(1, 7))
 @example(MANY_PARTS, 1)
 def test_traffic_of_nodes_is_that_of_the_parts(case: Case, per_node: int) -> None:
@@ -428,6 +429,7 @@ def test_pairs_along_an_axis_against_its_elements(size: int, cell: int, phase: i
     assert shared.tolist() == [pairs.count(p) for p in sorted(set(pairs))]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("axes", [((0,), (1,), ()), ((), (0,), (1,)), ((), (), (1, 0)), ((1,), (), ())])
 @pytest.mark.parametrize("per_node", [1, 4, 64])
 def test_sampled_shares_are_near_the_exact_ones(axes: Any, per_node: int) -> None:
@@ -444,7 +446,7 @@ def test_sampled_shares_are_near_the_exact_ones(axes: Any, per_node: int) -> Non
     assert (per_node == 64) == (sampled.same_node == 1.0)
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(cases(), st.integers(1, 8), st.integers(1, 8))
 def test_more_of_what_is_fast_is_never_slower(case: Case, per_node: int, n_cores: int) -> None:
     plan = case.plan()
@@ -511,7 +513,7 @@ def test_small_chunks_cost_more_than_their_bytes() -> None:
 ONE_BY_ONE = Case((2, 2, 2), ((), (0,), (1,)), np.arange(4).reshape(2, 2), 4, (1, 1, 1), (0, 0, 0), 0)
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(cases())
 @example(ONE_BY_ONE)  # the axis before the last that is cut is no step: a piece has one element of it
 def test_distance_of_runs_against_elements(case: Case) -> None:

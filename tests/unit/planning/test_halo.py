@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardload.planning import traffic
@@ -20,6 +20,7 @@ from shardload.planning.schedule import MAX_MESSAGE_NBYTES, Schedule, plan_shard
 from shardload.planning.strategies import Direct, plan_direct, plan_schedules
 from shardload.planning.traffic import count_direct, count_traffic
 from tests.unit.brute_force import Case, cases, cell_numbers, chunks_read, flat_index, grids
+from tests.unit.quick import examples
 
 Array = np.ndarray[Any, Any]
 PAD = -7
@@ -117,7 +118,7 @@ def carry_out(case: Case, halo: Halo, plan: Schedule) -> None:
             np.testing.assert_array_equal(buffer, expected[shard], err_msg=f"shard {shard} of rank {rank}: {halo}")
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(st.data())
 def test_every_shard_is_a_window_of_numpys_pad(data: st.DataObject) -> None:
     """Wrong if a halo came from the wrong neighbour, wrapped where it must not, or corners were not those of the diagonal."""
@@ -136,7 +137,7 @@ def test_every_shard_is_a_window_of_numpys_pad(data: st.DataObject) -> None:
     carry_out(case, halo, plan)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.data())
 def test_each_chunk_is_decoded_once(data: st.DataObject) -> None:
     """Wrong if the rows that several shards have were read for each of them: in the job, or by one rank for its own shards."""
@@ -152,7 +153,7 @@ def test_each_chunk_is_decoded_once(data: st.DataObject) -> None:
             assert everybody == np.unique(cell_numbers(layout.chunks)).tolist(), f"{mode}: each chunk once"
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.data())
 def test_what_a_load_costs(data: st.DataObject) -> None:
     """Wrong if the rows of the halos were not counted, or `auto` could fail on a plan with halos."""
@@ -180,7 +181,7 @@ def test_what_a_load_costs(data: st.DataObject) -> None:
         assert found.parts == n_parts or not plan.is_never_split
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.data())
 def test_each_element_is_the_own_of_one_shard(data: st.DataObject) -> None:
     """Wrong if missing chunks, or the CRC of the whole array, counted the rows of a halo a second time."""

@@ -87,6 +87,7 @@ def check(ranks: NodeMap, way: str) -> None:
             assert not onward
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", JOBS)
 def test_every_part_comes_to_the_node_of_its_receiver(name: str, way: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shardload.errors import ConfigError
@@ -24,6 +24,7 @@ from shardload.planning.source_layout import SourceLayout
 from shardload.planning.strategies import DIRECT, MODES, PARALLEL, ROOT, plan_schedules
 from shardload.planning.traffic import count_direct_of_nodes
 from tests.unit.brute_force import Case, cases, chunks_read, elements_read, held_regions
+from tests.unit.quick import examples
 
 PENCIL = ((), (0,), (1,))
 F4 = np.dtype("f4")
@@ -58,7 +59,7 @@ def by_node(of_rank: list[set[int]], per_node: int) -> list[set[int]]:
     return [set().union(*of_rank[k : k + per_node]) for k in range(0, len(of_rank), per_node)]
 
 
-@settings(max_examples=80)
+@examples(80)
 @given(cases(), machines(), st.integers(1, 5), storages())
 @example(UNEVEN, replace(SLOW, node_rate=1e-3), 5, OnDisk())
 def test_no_estimate_beats_a_resource_that_ranks_share(case: Case, machine: Machine, per_node: int, stored: OnDisk) -> None:
@@ -103,7 +104,7 @@ def test_no_estimate_beats_a_resource_that_ranks_share(case: Case, machine: Mach
     assert enough >= max(sum(held[k : k + per_node]) for k in range(0, case.n_ranks, per_node)) / machine.memory_rate
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(cases(), st.integers(1, 5))
 def test_what_ranks_of_a_node_share_is_fetched_once(case: Case, per_node: int) -> None:
     """Wrong if the page cache were forgotten, or if it served other nodes too."""
@@ -117,6 +118,7 @@ def test_what_ranks_of_a_node_share_is_fetched_once(case: Case, per_node: int) -
     assert total <= sum(elements) and busiest <= math.prod(case.shape)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("per_node", [1, 2, 4, 8, 16, 32, 64])
 @pytest.mark.parametrize("axes", [((0,), (1,), ()), ((), (0,), (1,)), ((1,), (), (0,)), ((0, 1), (), ()), ((1, 0), (), ())])
 @pytest.mark.parametrize("devices", [1, 2])
@@ -285,6 +287,7 @@ def costs(shape: Any, cell: Any, mesh: tuple[int, ...], machine: Machine, per_no
 GIB, TIB = 1 << 30, 1 << 40
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", ["perlmutter", "jean-zay", "ibex"])
 @pytest.mark.parametrize(
     ("shape", "cell", "mesh", "array_nbytes", "direct_nbytes"),

@@ -21,6 +21,7 @@ def carried_out(plan: Schedule) -> dict[tuple[int, int], list[int]]:
     return found
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("readers", ["parallel", 3])
 @pytest.mark.parametrize("spec", planning.SPECS)
 @pytest.mark.parametrize("chunks", [(8, 8, 8), (1, 32, 32)])

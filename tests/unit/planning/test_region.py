@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardload.planning.region import Region, padding_of
 from shardload.planning.selection import Selection, select_axes
+from tests.unit.quick import examples
 
 SHAPES = st.lists(st.integers(0, 6), max_size=4).map(tuple)
 
@@ -32,7 +33,7 @@ def mask(region: Region, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
     return found
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(st.data(), SHAPES)
 def test_two_regions_against_every_element(data: st.DataObject, shape: tuple[int, ...]) -> None:
     a, b = data.draw(regions(shape)), data.draw(regions(shape))
@@ -55,7 +56,7 @@ def test_two_regions_against_every_element(data: st.DataObject, shape: tuple[int
         np.testing.assert_array_equal(buffer[both.slices(a.start)], table[both.slices()])
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(st.data(), SHAPES, st.integers(1, 40))
 def test_split_is_every_element_once_in_c_order(data: st.DataObject, shape: tuple[int, ...], max_size: int) -> None:
     region = data.draw(regions(shape))
@@ -151,7 +152,7 @@ def indices(draw: st.DrawFn, shape: tuple[int, ...]) -> Any:
     return parts[0] if len(parts) == 1 and draw(st.booleans()) else tuple(parts)
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(st.data(), SHAPES)
 def test_select_takes_what_numpy_takes(data: st.DataObject, shape: tuple[int, ...]) -> None:
     table = np.arange(math.prod(shape)).reshape(shape)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from shardload.planning.blocks import BLOCKS_PER_OWNER, plan_blocks, plan_row_chunks
@@ -30,6 +30,7 @@ from shardload.planning.selection import select_axes
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.strategies import Alone, Direct, Parallel, Root, plan_direct
 from tests.unit.brute_force import Case, cases, cell_numbers, chunks_read, flat_index, grids, held_regions, simulate
+from tests.unit.quick import examples
 
 
 def check_chunks_and_owners(case: Case, plan: Schedule) -> None:
@@ -57,7 +58,7 @@ def check_chunks_and_owners(case: Case, plan: Schedule) -> None:
         assert mine == list(range(mine[0], mine[-1] + 1)) if mine else True, "reads are not a run of the file"
 
 
-@settings(max_examples=250)
+@examples(250)
 @given(cases())
 def test_every_element_arrives_once_from_the_right_place(case: Case) -> None:
     plan = case.plan()
@@ -80,7 +81,7 @@ def test_every_element_arrives_once_from_the_right_place(case: Case) -> None:
             assert all(part.rank == rank for read in plan.owned_blocks(rank) for part in read.parts)
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(st.data())
 def test_any_blocks_will_do_and_no_message_is_too_long(data: st.DataObject) -> None:
     case = data.draw(cases())
@@ -223,6 +224,7 @@ def test_a_wrong_grid_is_found_out(wrong: str) -> None:
         simulate(case, case.plan(Wrong(case.shape, case.cell, case.phase)))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("n_readers", [1, 2, 3, 4, 5, 7])
 @pytest.mark.parametrize("n_blocks", [1, 2, 5, 7, 8, 100])
 def test_readers_are_spread_over_the_ranks(n_readers: int, n_blocks: int) -> None:
@@ -301,7 +303,7 @@ def test_who_gets_what_on_a_permuted_mesh_with_replicas_and_padding() -> None:
 # --- grids
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(st.data())
 def test_grid_against_every_element(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(0, 6), max_size=3)))
@@ -332,7 +334,7 @@ def test_grids_that_cannot_be(shape: tuple[int, ...], cell: tuple[int, ...], pha
 # --- shards
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(cases())
 def test_shards_against_every_device(case: Case) -> None:
     shards = plan_shards(case.shape_global, case.axes, case.ranks)
@@ -384,7 +386,7 @@ def test_plans_that_cannot_be(strategy: Strategy, said: str) -> None:
 # --- blocks
 
 
-@settings(max_examples=250)
+@examples(250)
 @given(cases(), st.integers(1, 4000), st.integers(1, 9))
 def test_blocks_are_whole_chunks_in_file_order_below_the_cap(case: Case, cap: int, n_readers: int) -> None:
     chunks = case.chunks
@@ -404,7 +406,7 @@ def test_blocks_are_whole_chunks_in_file_order_below_the_cap(case: Case, cap: in
         assert -(-blocks.n_cells // n_readers) <= 1.25 * blocks.n_cells / n_readers, "the busiest has a quarter more"
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(cases(), st.integers(1, 4000), st.integers(1, 9), st.integers(1, BLOCKS_PER_OWNER))
 def test_fewer_blocks_are_fair(case: Case, cap: int, n_readers: int, per_owner: int) -> None:
     """Wrong if, with fewer blocks, one reader had to read more than the others, or a block held more than it may."""
@@ -419,7 +421,7 @@ def test_fewer_blocks_are_fair(case: Case, cap: int, n_readers: int, per_owner: 
     assert all(n_chunks[nbytes > cap] == 1)
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(cases(), st.integers(1, 4000), st.booleans())
 def test_direct_reads_stay_below_the_cap(case: Case, cap: int, is_merged: bool) -> None:
     """Wrong if a chunk were decoded twice for one shard or, merged, for two shards of one rank."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardload.planning.blocks import plan_blocks
@@ -18,6 +18,7 @@ from shardload.planning.selection import select_axes
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.strategies import Parallel
 from tests.unit.brute_force import Case, cases, simulate
+from tests.unit.quick import examples
 
 
 @st.composite
@@ -32,7 +33,7 @@ def regular_cases(draw: st.DrawFn) -> tuple[Case, int]:
     return replace(case, ranks=ranks, n_ranks=n_ranks, n_readers=n_readers, root=0), per_rank
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(regular_cases())
 def test_a_formula_is_the_table_it_stands_for(drawn: tuple[Case, int]) -> None:
     case, per_rank = drawn
@@ -58,7 +59,7 @@ def test_a_formula_is_the_table_it_stands_for(drawn: tuple[Case, int]) -> None:
     assert (formula.table.ranks_at(shards, replicas) == table.table.ranks_at(shards, replicas)).all()
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(regular_cases(), st.integers(1, 4))
 def test_a_plan_from_a_formula_is_the_plan_from_the_table(drawn: tuple[Case, int], per_node: int) -> None:
     case, per_rank = drawn

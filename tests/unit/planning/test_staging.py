@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardload.planning.schedule import Schedule, plan_shards
@@ -12,6 +12,7 @@ from shardload.planning.selection import select_axes
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.staging import least_staging, plan_staging
 from shardload.planning.strategies import plan_schedules
+from tests.unit.quick import examples
 
 Array = tuple[Schedule, SourceLayout]
 
@@ -41,7 +42,7 @@ def scratch_nbytes(planned: list[Array]) -> int:
     return max(by_chunks, max(block)) if len(planned) == 1 else by_chunks + max(block)
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(st.lists(arrays(), min_size=1, max_size=3), st.integers(1, 40), st.integers(0, 1 << 22))
 def test_all_of_it_is_under_the_cap_if_one_of_each_is(planned: list[Array], n_threads: int, more: int) -> None:
     least = plan_staging(planned, 0, n_threads)
@@ -53,7 +54,7 @@ def test_all_of_it_is_under_the_cap_if_one_of_each_is(planned: list[Array], n_th
     assert 1 <= found.n_threads <= min(n_threads, 16) and found.n_blocks == found.n_slots + found.n_pack
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(st.lists(arrays(), min_size=1, max_size=3), st.integers(1, 1 << 22))
 def test_every_array_finds_room(planned: list[Array], cap: int) -> None:
     """Wrong if the buffers were those of the first array, or of the last."""

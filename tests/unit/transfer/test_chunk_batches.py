@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardload.errors import ConfigError, PeerError, SourceError
@@ -25,6 +25,7 @@ from shardload.transfer.reader import SourceReader
 from shardload.transfer.resources import Resources
 from tests.unit.brute_force import Case, cases, chunks_read
 from tests.unit.fakes import FakeChunks, FakeSource, failure, fetch, piece_of, pieces_of, reader_of, tune, values_of, whole
+from tests.unit.quick import examples
 
 Array = np.ndarray[Any, Any]
 TABLE = np.arange(96, dtype="f4").reshape(8, 12)
@@ -219,7 +220,7 @@ def test_out_of_memory_is_not_tried_again() -> None:
 # --- everything at once
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(cases(), st.booleans(), st.booleans(), st.sampled_from([1, 3]), st.integers(2, 9), st.data())
 def test_all_ranks_readers_together_read_a_selection_in_batches(
     case: Case, casts: bool, checksums: bool, n_threads: int, n_batch: int, data: st.DataObject

@@ -112,6 +112,7 @@ class Loads:
                     np.testing.assert_array_equal(piece.data, given.values[piece.region.slices()], move.name)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("checksums", [False, True])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("n", [1, 3, 4])
@@ -244,6 +245,7 @@ def test_a_receiver_that_fails_keeps_its_promises(way: str, monkeypatch: pytest.
     assert errors == [None] * 3
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("checksums", [False, True])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_rank_that_has_two_arrays_in_another_order(way: str, checksums: bool) -> None:
@@ -307,6 +309,7 @@ def test_an_offer_of_another_array(what: str, monkeypatch: pytest.MonkeyPatch) -
     assert any(isinstance(error, PeerError) and error.rank == 2 for error in failed(Loads("shared memory")))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("n_slots", [1, 2])
 @pytest.mark.parametrize("way", WAYS)
 def test_nothing_overtakes_what_waits_for_the_same_rank(way: str, n_slots: int) -> None:
@@ -397,6 +400,7 @@ class Done:
         return self.block
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("checksums", [False, True])
 @pytest.mark.parametrize("way", WAYS)
 def test_pieces_move_to_blocks_through_the_same_exchange(way: str, checksums: bool) -> None:

@@ -128,6 +128,7 @@ def hdf5(path: Path, rows: int, **options: Any) -> str:
     return str(path)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("libver", ["earliest", "latest"])
 @pytest.mark.parametrize("growing", [False, True])
 @pytest.mark.parametrize("filters", [{}, {"compression": "gzip"}, {"compression": "lzf"}])
@@ -159,6 +160,7 @@ def test_hdf5_contiguous_never_written(tmp_path: Path) -> None:
         source.close()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("zarr_format", [2, 3])
 @pytest.mark.parametrize("zipped", [False, True])
 @pytest.mark.parametrize("way", ["plain", "order F", "shards"])

@@ -200,6 +200,7 @@ HOSTILE: dict[str, tuple[Any, Any]] = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("what", HOSTILE)
 @pytest.mark.parametrize("checksums", [False, True])
 def test_a_note_that_cannot_be_right(what: str, checksums: bool) -> None:

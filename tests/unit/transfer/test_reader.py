@@ -75,6 +75,7 @@ def test_a_block_that_is_all_of_ones_own_goes_straight_into_the_piece() -> None:
     assert list(block.views(rows(2, 4))) == [], "nothing of it is in the block"
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "read",
     [
@@ -240,6 +241,7 @@ def test_values_that_cannot_be_sent_as_they_are_are_staged(shown: Array) -> None
     np.testing.assert_array_equal(tile.data, TABLE)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("shows", [False, True])
 @pytest.mark.parametrize(
     ("index", "expected"),

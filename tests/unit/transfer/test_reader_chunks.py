@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardload.errors import ConfigError, PeerError, SourceError
@@ -38,6 +38,7 @@ from tests.unit.fakes import (
     values_of,
     whole,
 )
+from tests.unit.quick import examples
 
 Array = np.ndarray[Any, Any]
 
@@ -146,6 +147,7 @@ def test_chunks_that_follow_each_other_are_one_tile_of_the_block() -> None:
     assert len(inside) == 7 and sorted(inside) == sorted(wanted)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("shape", "chunk", "region"),
     [
@@ -173,6 +175,7 @@ def test_what_travels_is_right_however_chunks_lie_in_a_block(
     assert (covered[region.slices()] == 1).all(), "each element is in one tile"
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", ["f4", "f8"])
 @pytest.mark.parametrize("travels", [False, True])
 @pytest.mark.parametrize("n", [1, 4, 32])
@@ -264,6 +267,7 @@ def test_a_cast_that_values_do_not_fit_is_an_error_and_not_the_files() -> None:
         assert isinstance(error, ConfigError) and "float16 cannot hold" in str(error) and "[4:6, 0:4]" in str(error)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("stays", [True, False])
 @pytest.mark.parametrize(
     ("index", "expected"),
@@ -459,7 +463,7 @@ def test_booleans_of_an_excerpt_are_0_or_1() -> None:
 # --- everything at once
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(cases(), st.booleans(), st.sampled_from([0, 1, 3]), st.sampled_from([-1, 64]), st.booleans(), st.data())
 def test_all_ranks_readers_together_read_a_selection(
     case: Case, casts: bool, n_threads: int, inline_nbytes: int, has_excerpts: bool, data: st.DataObject

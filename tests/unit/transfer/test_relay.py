@@ -136,10 +136,12 @@ class Loads:
                     np.testing.assert_array_equal(piece.data, given.values[piece.region.slices()], move.name)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("shares", [True, False], ids=["shared memory", "messages inside nodes"])
 @pytest.mark.parametrize("way", [NODES, TWO_HOPS])
 @pytest.mark.parametrize("where", NODES_OF)
-def test_every_part_arrives_once(where: str, way: str, shares: bool) -> None:
+@pytest.mark.parametrize("checksums", [False, True])
+def test_every_part_arrives_once(where: str, way: str, shares: bool, checksums: bool) -> None:
     """Wrong if a part were lost, doubled or given to another rank, an array taken for another, or a rank waited for ever."""
     n = sum(map(len, NODES_OF[where]))
     schedules = [given.schedule(n) for given in GIVEN]
@@ -150,19 +152,19 @@ def test_every_part_arrives_once(where: str, way: str, shares: bool) -> None:
         for parts in schedule.remote_parts(rank).values()
         for part in parts
     )
-    for checksums in (False, True):
-        loads = Loads(NODES_OF[where], way, shares=shares)
-        found = loads.run(checksums)
-        assert [error for error, _ in found] == [None] * loads.n
-        loads.check()
-        assert sum(moved.nbytes for _, moved in found) == wanted
-        for rank in loads.ranks:
-            assert rank.relay is not None
-            assert rank.slots.n_taken == 0 and all(s.n_taken == 0 for s in (*rank.relay.arriving, *rank.relay.leaving))
-        assert {hop for _, _, hop, _ in loads.network.bundles} >= ({0} if way == NODES else {0, 1})
-        assert any(hop == 2 for _, _, hop, _ in loads.network.bundles) == (not shares)
+    loads = Loads(NODES_OF[where], way, shares=shares)
+    found = loads.run(checksums)
+    assert [error for error, _ in found] == [None] * loads.n
+    loads.check()
+    assert sum(moved.nbytes for _, moved in found) == wanted
+    for rank in loads.ranks:
+        assert rank.relay is not None
+        assert rank.slots.n_taken == 0 and all(s.n_taken == 0 for s in (*rank.relay.arriving, *rank.relay.leaving))
+    assert {hop for _, _, hop, _ in loads.network.bundles} >= ({0} if way == NODES else {0, 1})
+    assert any(hop == 2 for _, _, hop, _ in loads.network.bundles) == (not shares)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("checksums", [False, True])
 @pytest.mark.parametrize("way", [NODES, TWO_HOPS])
 def test_an_array_without_axes(way: str, checksums: bool) -> None:
@@ -193,6 +195,7 @@ def test_one_bundle_for_a_node_where_there_was_a_message_for_each_part() -> None
         assert max(sent.values()) <= most
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("way", [NODES, TWO_HOPS])
 @pytest.mark.parametrize("where", ["in turns", "seven"])
 def test_a_sender_that_fails_keeps_its_promises(where: str, way: str) -> None:
@@ -205,6 +208,7 @@ def test_a_sender_that_fails_keeps_its_promises(where: str, way: str) -> None:
         assert [error for k, error in enumerate(found) if k != 2] == [None] * (loads.n - 1)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("way", [NODES, TWO_HOPS])
 @pytest.mark.parametrize("shares", [True, False])
 def test_a_receiver_that_fails_keeps_its_promises(way: str, shares: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,6 +267,7 @@ DEFECTS: dict[str, tuple[Callable[[Any, Any], None], str]] = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("way", [NODES, TWO_HOPS])
 @pytest.mark.parametrize("name", DEFECTS)
 def test_what_a_relay_confuses_is_found(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,6 +314,7 @@ def test_a_relay_that_passes_on_the_bundle_before_again(way: str, monkeypatch: p
     assert all(isinstance(error, PeerError) for error in found) and any(LISTS in str(error) for error in found)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("way", [NODES, TWO_HOPS])
 @pytest.mark.parametrize("what", ["a value", "a row", "the head"])
 def test_a_byte_that_changes_in_a_relay(what: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,6 +135,7 @@ def test_the_nearest_is_that_of_xarray(axis: Any, text: str) -> None:
     assert position(near(label), *axis) == wanted
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", ["f8", "f4"])
 @pytest.mark.parametrize("since", ["2001-01-01", "1850-01-01", "0001-01-01"])
 def test_times_that_floating_point_does_not_have(since: str, dtype: str) -> None:

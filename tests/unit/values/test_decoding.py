@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 import xarray as xr
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shardload.errors import ConfigError
 from shardload.transfer.decode import conversion, decode_into
 from shardload.values.decoding import decoding_of, packed_by, typed
+from tests.unit.quick import examples
 
 INTEGERS = ["i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8"]
 FLOATS = ["f2", "f4", "f8"]
@@ -94,7 +95,7 @@ def packings(draw: st.DrawFn) -> tuple[Array, dict[str, Any]]:
     return stored, attributes
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(packings())
 @example((np.arange(-4, 4, dtype="i1"), {"_Unsigned": "true", "_FillValue": np.int8(-1), "scale_factor": np.float32(0.1)}))
 @example((np.array([0.1, np.nan], "f4"), {"_FillValue": np.float32(np.nan), "scale_factor": np.float64(0.1)}))

@@ -1,0 +1,40 @@
+"""What of a test does `make test` leave to `make test-all`? See THOROUGH and EACH_VALUE in tests/conftest.py."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import hypothesis
+import pytest
+
+__all__ = ["IS_QUICK", "examples", "quick_ones", "some_of"]
+
+IS_QUICK = "TESTS_QUICK" in os.environ
+
+
+def examples(n: int, **settings: Any) -> hypothesis.settings:
+    """So many examples, in `make test` a fourth."""
+    return hypothesis.settings(max_examples=-(-n // 4) if IS_QUICK else n, **settings)
+
+
+def quick_ones(values: Iterable[Any], *these: Any) -> list[Any]:
+    """Values for ``parametrize``, of which `make test` takes these. Tuples are for several parameters.
+
+    >>> [getattr(value, "values", value) for value in quick_ones([("a", 1), ("b", 2), ("c", 3)], ("c", 3))]
+    [('a', 1), ('b', 2), ('c', 3)]
+    """
+    values = list(values)
+    assert these and all(one in values for one in these), "no such value"
+    return [one if one in these else _thorough(*one) if isinstance(one, tuple) else _thorough(one) for one in values]
+
+
+def _thorough(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.thorough)
+
+
+def some_of(cases: Iterable[Any], one_of: int = 7) -> list[Any]:
+    """What a test tries in a loop; in `make test` one of so many, the first among them. A number that has no divisor in common
+    with the length of a shorter loop inside meets all of that."""
+    return list(cases)[:: one_of if IS_QUICK else 1]
