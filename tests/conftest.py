@@ -291,7 +291,7 @@ def _elsewhere(item: pytest.Item, config: pytest.Config) -> str | None:
         return "left to plain pytest"
     if _folder(item) == "slurm" and not _is_named(TESTS / "slurm", config):
         return "left to `make test-slurm`"  # it needs root, and starts a cluster
-    if "TESTS_QUICK" in os.environ and item.get_closest_marker("thorough"):
+    if os.environ.get("TESTS_QUICK") and item.get_closest_marker("thorough"):
         return "left to `make test-all`"
     if _folder(item) == "mpi" and not _is_its_turn(item, os.environ.get("TESTS_TURN", "")):
         return "left to the other stages"

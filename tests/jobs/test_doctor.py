@@ -164,8 +164,9 @@ def test_mpiexec_of_the_other_library() -> None:
 def test_mpirun_of_the_other_library() -> None:
     """Open MPI's mpirun with MPICH below mpi4py: MPICH ends the process, and what to type is said nevertheless."""
     # Without run_job's choice mpi4py takes what stands beside it: MPICH.
-    plain = ["-u", "MPI4PY_LIBMPI", sys.executable]
-    job = run_job([*plain, *DOCTOR], 2, timeout=240, mpi="openmpi", env=ENV, python="/usr/bin/env")
+    env = {**job_environment(2, mpi="openmpi"), **ENV}
+    plain = ["-u", "MPI4PY_LIBMPI", *command_for(sys.executable, DOCTOR, env)]
+    job = run_job(plain, 2, timeout=240, mpi="openmpi", env=ENV, python="/usr/bin/env")
     assert job.returncode != 0
     # Once; twice where the second rank comes when the first is gone and the launcher has not noticed.
     assert job.stderr.count("MPI ended this process while MPI was starting") in (1, 2)
