@@ -17,6 +17,8 @@ import pytest
 
 from tests.jobs.launch import MARK, ROOT, Job, run_job
 
+# Tests inside of tests are all run, whichever stage of `make test` this is, and counted by nobody.
+NO_STAGE = {"TESTS_TURN": "", "TESTS_QUICK": "", "TESTS_SHARE": "", "TESTS_SHARE_OF_ONE": "", "SHARDLOAD_TALLY": ""}
 LIBRARIES = pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
 STARTS = pytest.mark.parametrize("preloaded", [False, True], ids=["started", "preloaded"])
 
@@ -167,7 +169,7 @@ def _pytest(folder: Path, body: str, n: int = 3, *options: str, mpi: str = "mpic
     shutil.copy(ROOT / "pyproject.toml", folder)
     shutil.copy(ROOT / "tests" / "conftest.py", folder / "tests")
     (folder / "tests" / "mpi" / "test_it.py").write_text("import pytest, time\n" + body)
-    env = {"PYTHONPATH": str(ROOT), "SHARDLOAD_TALLY": ""}
+    env = {"PYTHONPATH": str(ROOT), **NO_STAGE}
     loaded = ["-W", "ignore:Module already imported"]  # libraries that have a plugin, which is not used here
     return run_job(["-m", "pytest", "--with-mpi", *loaded, *options, "tests"], n, timeout=240, env=env, cwd=folder, mpi=mpi)
 
@@ -254,7 +256,7 @@ def test_tests_for_any_number_of_ranks_run_in_one_process_too(tmp_path: Path) ->
     (tmp_path / "tests" / "mpi" / "test_it.py").write_text("def test_it(comm): assert comm.size == 1\n")
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     shutil.copy(ROOT / "tests" / "conftest.py", tmp_path / "tests")
-    job = run_job(["-m", "pytest"], 1, timeout=240, cwd=tmp_path, env={"SHARDLOAD_TALLY": ""}, preloaded=False).check()
+    job = run_job(["-m", "pytest"], 1, timeout=240, cwd=tmp_path, env=NO_STAGE).check()
     assert "1 passed in" in job.stdout
     assert "MPI Information" not in job.stdout
 

@@ -81,6 +81,8 @@ def main(folder: str, how: str) -> None:
     # A third of the decompositions on each mesh, another on the next.
     thirds = [[*DECOMPOSITIONS.values()][k::3] for k in range(3)]
     pairs = [(*mesh, k, spec) for at, mesh in enumerate(meshes().items()) for k, spec in enumerate(thirds[at % 3])]
+    if how == "backwards":  # all meshes, each with a decomposition of its own or two
+        pairs = pairs[::3]
     for where, mesh, k, spec in pairs:
         for readers in READERS[(k + comm.size) % 2 :: 2] if where == "mixed" else (("parallel", "root")[n_loads % 2],):
             path, sure = paths[n_loads % 2], ("index", "checksum")[n_loads // 2 % 2]
