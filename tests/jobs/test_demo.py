@@ -22,7 +22,7 @@ def rows(out: str) -> list[list[str]]:
     return [re.split("  +", line.strip()) for line in out.splitlines() if "  " in line.strip()]
 
 
-@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.thorough), 4])
 def test_demo(n: int, tmp_path: Path) -> None:
     job = run_job(DEMO, n, timeout=300, env={"TMPDIR": str(tmp_path), "COLUMNS": "200"}).check()
     assert "all 7 loads verified element by element" in job.stdout

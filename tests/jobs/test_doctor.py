@@ -17,6 +17,7 @@ import pytest
 from tests.jobs.launch import PATHS, ROOT, job_environment, mpiexec_of, run_job
 from tests.jobs.preloaded import command_for
 from tests.mpi.support import ramp
+from tests.tiers import thorough
 from tests.unit.cli.test_doctor import CASES
 
 DOCTOR = ["-W", "error", "-m", "shardload", "doctor"]
@@ -31,7 +32,7 @@ def by_name(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {check["name"]: check for check in report["checks"]}
 
 
-@pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
+@pytest.mark.parametrize("mpi", thorough(["mpich", "openmpi"], ["openmpi"]))
 def test_four_ranks_are_four_rows(mpi: str) -> None:
     job = run_job(DOCTOR, 4, timeout=240, mpi=mpi, env=ENV).check()
     assert [bool(out) for out in job.rank_stdout] == [True, False, False, False]
@@ -149,6 +150,7 @@ def test_one_process_without_mpi() -> None:
     assert by_name(report)["scatter"]["ok"]
 
 
+@pytest.mark.thorough  # test_singletons_are_told_once has the report, test_modes_of_launch such a launch
 def test_mpiexec_of_the_other_library() -> None:
     """MPICH's mpiexec with Open MPI below mpi4py: singletons, as they really come about."""
     env = {k: v for k, v in job_environment(2, mpi="openmpi").items() if k.startswith(("OMPI_", "PRTE_"))}

@@ -269,7 +269,9 @@ def test_rank_that_fails_in_the_middle(by_messages: dict[str, list[Said]], case:
 NOTED = [case for case in ALONE if case not in ONLY_MESSAGES]
 
 
-@pytest.fixture(scope="module", params=[("mpich", {}), ("openmpi", BOTH)], ids=["notes", "both"])
+@pytest.fixture(
+    scope="module", params=[pytest.param(("mpich", {}), marks=pytest.mark.thorough), ("openmpi", BOTH)], ids=["notes", "both"]
+)
 def by_notes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Said]]:
     mpi, env = request.param
     return make_mistakes(tmp_path_factory.mktemp("notes"), *NOTED, mpi=mpi, timeout=90, env=env)

@@ -16,11 +16,13 @@ import psutil
 import pytest
 
 from tests.jobs.launch import MARK, ROOT, Job, run_job
+from tests.tiers import thorough
 
 # Tests inside of tests are all run, whichever stage of `make test` this is, and counted by nobody.
 NO_STAGE = {"TESTS_TURN": "", "TESTS_QUICK": "", "TESTS_SHARE": "", "TESTS_SHARE_OF_ONE": "", "SHARDLOAD_TALLY": ""}
 LIBRARIES = pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
-STARTS = pytest.mark.parametrize("preloaded", [False, True], ids=["started", "preloaded"])
+# (Started as outside of the tests: those that compare a copy with it, and one that hangs.)
+STARTS = pytest.mark.parametrize("preloaded", thorough([False, True], [False]), ids=["started", "preloaded"])
 
 HELLO = """
 import os, sys
@@ -174,7 +176,7 @@ def _pytest(folder: Path, body: str, n: int = 3, *options: str, mpi: str = "mpic
     return run_job(["-m", "pytest", "--with-mpi", *loaded, *options, "tests"], n, timeout=240, env=env, cwd=folder, mpi=mpi)
 
 
-@LIBRARIES
+@pytest.mark.parametrize("mpi", thorough(["mpich", "openmpi"], ["openmpi"]))  # where all of tests/mpi shows it
 def test_rank_0_alone_prints_when_all_is_well(tmp_path: Path, mpi: str) -> None:
     job = _pytest(tmp_path, "def test_a(comm): assert comm.size == 3\ndef test_b(shared_tmp_path): pass\n", mpi=mpi)
     job.check()
@@ -256,7 +258,8 @@ def test_tests_for_any_number_of_ranks_run_in_one_process_too(tmp_path: Path) ->
     (tmp_path / "tests" / "mpi" / "test_it.py").write_text("def test_it(comm): assert comm.size == 1\n")
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     shutil.copy(ROOT / "tests" / "conftest.py", tmp_path / "tests")
-    job = run_job(["-m", "pytest"], 1, timeout=240, cwd=tmp_path, env=NO_STAGE).check()
+    loaded = ["-W", "ignore:Module already imported"]
+    job = run_job(["-m", "pytest", *loaded], 1, timeout=240, cwd=tmp_path, env=NO_STAGE).check()
     assert "1 passed in" in job.stdout
     assert "MPI Information" not in job.stdout
 

@@ -61,6 +61,7 @@ def test_doctor_finds_the_limits(tmp_path: Path) -> None:
     assert found == pytest.approx(FOUND, rel=0.2)
 
 
+@pytest.mark.thorough  # tests/unit has what it makes of its records
 def test_the_grid_times_every_way_and_what_plans_say(tmp_path: Path) -> None:
     """One cell on two ranks, which compare what they load with the file. The bytes show that the limits were there."""
     files = make(tmp_path / "data", 32, ["hdf5-contiguous"])
