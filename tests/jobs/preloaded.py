@@ -441,6 +441,7 @@ def _leave(modules: dict[str, types.ModuleType]) -> None:
 
 def main(address: str) -> int:
     """Import, wait, and in a copy: run."""
+    gc.disable()  # until all is imported: a sixth of the time
     libraries: dict[str, types.ModuleType] = {}
     atexit.register(_leave, libraries)  # the first one: it is called last, when all others have been
     import h5py
@@ -464,6 +465,7 @@ def main(address: str) -> int:
     known = frozenset(sys.modules)  # not in each copy, which would have pages of all their names for itself
     gc.collect()
     gc.freeze()
+    gc.enable()
     request = serve(address)
     if request is None:
         return 0

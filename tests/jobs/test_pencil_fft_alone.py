@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.jobs.launch import job_environment
 from tests.jobs.preloaded import command_for
 from tests.tiers import is_quick
 
@@ -21,8 +21,8 @@ TESTS = str(ROOT / "tests" / "mpi" / "test_pencil_fft.py")
 @pytest.fixture
 def four_devices() -> dict[str, str]:
     """The environment of a single process with four devices, for all tests, whichever stage this is."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith("TESTS_SHARE")}
-    return {**env, "XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    env = job_environment(1, devices_per_process=4)
+    return {name: value for name, value in env.items() if not name.startswith("TESTS_")}
 
 
 def test_four_devices_of_one_process(four_devices: dict[str, str]) -> None:

@@ -40,6 +40,7 @@ FOUND = {
 }
 
 
+@pytest.mark.thorough  # tests/unit/cli/test_measure.py has the figures of this machine
 def test_doctor_finds_the_limits(tmp_path: Path) -> None:
     """Wrong if a figure were that of a cache, of too few ranks, or of one rank where it is shared. Within 20 %.
 
