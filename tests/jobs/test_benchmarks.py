@@ -141,9 +141,10 @@ def test_every_way_of_saving_is_verified_and_reported(tmp_path: Path) -> None:
     ways = tuple(way for way in SAVES if not is_quick() or way in (OURS, "gather", FLOOR))
     options = ["--ways", ",".join(ways), "--repeats", "1", "--data", str(tmp_path / "data"), "--ranks", "2"]
     options += ["--folder", str(tmp_path / "saves"), "--out", str(tmp_path / "save.json")]
-    command("save", "--size", "16", "--specs", "-,a,b;a,b", *options)
+    specs = SAVE_SPECS[: 1 if is_quick() else None]
+    command("save", "--size", "16", "--specs", ";".join(specs), *options)
     record = json.loads((tmp_path / "save.json").read_text())
-    assert [(cell["layout"], cell["spec"]) for cell in record["cells"]] == [(n, s) for n in SAVE_LAYOUTS for s in SAVE_SPECS]
+    assert [(cell["layout"], cell["spec"]) for cell in record["cells"]] == [(n, s) for n in SAVE_LAYOUTS for s in specs]
     for cell in record["cells"]:
         expected = [way for way in ways if way not in ("zarr-python", "tensorstore") or cell["layout"].startswith("zarr")]
         assert sorted(cell["ways"]) == sorted(expected)

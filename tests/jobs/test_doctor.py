@@ -48,7 +48,9 @@ def test_four_ranks_are_four_rows(mpi: str) -> None:
     assert "Gloo" not in job.stdout
 
 
-@pytest.mark.parametrize(("n", "devices", "per_node"), [(1, 3, ""), (3, 2, "2"), (2, 1, "1")])
+@pytest.mark.parametrize(
+    ("n", "devices", "per_node"), [(1, 3, ""), (3, 2, "2"), pytest.param(2, 1, "1", marks=pytest.mark.thorough)]
+)
 def test_json(n: int, devices: int, per_node: str) -> None:
     env = {**ENV, "SHARDLOAD_RANKS_PER_NODE": per_node}
     job = run_job([*DOCTOR, "--json"], n, timeout=240, devices_per_process=devices, env=env).check()
@@ -136,7 +138,7 @@ def test_slurm_without_mpi() -> None:
     assert {name: check["ok"] for name, check in checks.items()} == {"all-reduce": True, "scatter": None}
 
 
-@pytest.mark.parametrize("level", ["single", "funneled"])
+@pytest.mark.parametrize("level", thorough(["single", "funneled"], ["single"]))
 def test_mpi_without_threads(level: str) -> None:
     report = json.loads(alone(MPI4PY_RC_THREAD_LEVEL=level).stdout)
     assert report["ranks"][0]["mpi_threads"] == level.upper()
@@ -229,7 +231,10 @@ def spoiled(what: str, rank: int, timeout: float = 100) -> list[str]:
     return ["-W", "error", "-c", SPOILED.format(what=what, rank=rank, timeout=timeout)]
 
 
-@pytest.mark.parametrize(("what", "check", "rank"), [("devices", "all-reduce", 2), ("look", "shared memory", 0)])
+@pytest.mark.parametrize(
+    ("what", "check", "rank"),
+    [pytest.param("devices", "all-reduce", 2, marks=pytest.mark.thorough), ("look", "shared memory", 0)],
+)
 def test_a_rank_that_fails_fails_all_and_nobody_waits(what: str, check: str, rank: int) -> None:
     job = run_job(spoiled(what, rank), 3, timeout=240, env=ENV)
     assert job.returncode == 1

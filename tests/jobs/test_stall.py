@@ -36,8 +36,14 @@ CASES: dict[str, tuple[int, bool, int | None, tuple[str, ...]]] = {
 }
 OPEN_MPI = ("thread parallel", "absent")
 LEFT = ("0", "1,3")
-# Left to `make test-all`: what is like "thread parallel", with MPICH, and like rank 0 that leaves.
-THOROUGH = (("thread direct", "mpich", 4), ("thread parallel", "openmpi", 4), ("left 1,3", "mpich", 4))
+# Left to `make test-all`: what is like "thread parallel", like a rank that never starts (test_modes_of_launch), with MPICH, and
+# like rank 0 that leaves.
+THOROUGH = (
+    ("thread direct", "mpich", 4),
+    ("absent_at_first", "mpich", 4),
+    ("thread parallel", "openmpi", 4),
+    ("left 1,3", "mpich", 4),
+)
 
 What = tuple[str, str, int]  # the case, the MPI library, the number of ranks
 ALL: tuple[What, ...] = (  # what takes longest comes first
