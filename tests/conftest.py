@@ -92,7 +92,7 @@ ALIKE = {
 # `make test` leaves these to `make test-all`: whole tests, and combinations of parameters (see `_beside_the_diagonal`).
 THOROUGH = "looks deeper at what cheaper tests look at too, and takes long: left out of `make test`, part of `make test-all`"
 EACH_VALUE = "`make test` takes as many combinations of the parameters as show each value once; `make test-all` all of them"
-IS_QUICK = "TESTS_QUICK" in os.environ
+IS_QUICK = bool(os.environ.get("TESTS_QUICK"))
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before anything imports jax
 atexit.register(gc.freeze)  # see jobs/site/sitecustomize.py

@@ -21,7 +21,7 @@ SCRIPT = Path(__file__).parent / "scripts" / "faults.py"
 PHASES = ("metadata", "planning", "opening", "reading", "exchange", "assembly")
 DEATHS = ("metadata", "reading", "assembly", "passing on")
 RELAYS = {"FAULTS_RELAYS": "two hops", "SHARDLOAD_RANKS_PER_NODE": "2"}
-INTERRUPTS = PHASES
+INTERRUPTS, SIGNALS = PHASES, ("SIGINT", "SIGALRM")
 N = 4
 
 CHANGED = "changed while it was read"
@@ -76,17 +76,24 @@ def said(job: Job) -> list[list[dict[str, Any]]]:
     return [[json.loads(line) for line in out.splitlines() if line.startswith("{")] for out in job.rank_stdout]
 
 
-def survivors(folder: Path, cases: Sequence[str] = tuple(EXPECTED), mpi: str = "mpich") -> list[list[dict[str, Any]]]:
-    """What each rank said in each case that a job survives; it loaded well after each."""
-    return said(start(folder, *cases, timeout=240, mpi=mpi, fresh=False).check())
+def survivors(
+    folder: Path, cases: Sequence[str] = tuple(EXPECTED), mpi: str = "mpich", third: int | None = None
+) -> list[list[dict[str, Any]]]:
+    """What each rank said in each case that a job survives; it loaded well after each. All ways of reading, or a third."""
+    env = {} if third is None else {"FAULTS_THIRD": str(third)}
+    return said(start(folder, *cases, timeout=240, mpi=mpi, env=env, fresh=False).check())
 
 
-def check_survivors(ranks: list[list[dict[str, Any]]], cases: Sequence[str] = tuple(EXPECTED)) -> None:
+def check_survivors(
+    ranks: list[list[dict[str, Any]]], cases: Sequence[str] = tuple(EXPECTED), third: int | None = None
+) -> None:
     """Every rank saw the same, in each case and way of reading, and it is what `EXPECTED` has."""
     found = list(zip(*ranks, strict=True))
     assert {one[0]["case"] for one in found} == set(cases)
-    for case in cases:
-        assert [one[0]["tree"] for one in found if one[0]["case"] == case] in ([False] * 4 + [True], [False] * 2 + [True]), case
+    ways = ([False] * 4 + [True], [False] * 2 + [True])  # in a tree or not, of damaged files and others
+    for k, case in enumerate(cases):
+        expected = [few if third is None else few[(k + third) % 3 :: 3] for few in ways]
+        assert [one[0]["tree"] for one in found if one[0]["case"] == case] in expected, case
     for one in found:
         if one[0]["tree"] and one[0]["type"] is not None:  # the third array of five
             assert "array ['2, bad']" in one[0]["text"], one[0]
@@ -105,10 +112,15 @@ def dies(folder: Path, phase: str, mpi: str = "mpich") -> Job:
 
 
 def interrupted(
-    folder: Path, mpi: str = "mpich", phases: Sequence[str] = INTERRUPTS, env: Mapping[str, str] | None = None
+    folder: Path,
+    mpi: str = "mpich",
+    phases: Sequence[str] = INTERRUPTS,
+    env: Mapping[str, str] | None = None,
+    which: str = "all",
 ) -> list[list[dict[str, Any]]]:
-    """What each rank said after Ctrl-C in each phase; it loaded well after each."""
-    return said(start(folder, "interrupt", *phases, mpi=mpi, env=env, fresh=False).check())
+    """What each rank said after each signal in each phase; it loaded well after each. With `which`, one of both: ``0`` or
+    ``1`` says whether in the first phase it is Ctrl-C or an alarm; in the next phase it is the other."""
+    return said(start(folder, "interrupt", which, *phases, mpi=mpi, env=env, fresh=False).check())
 
 
 def rows() -> Iterator[Row]:

@@ -7,9 +7,9 @@ devices. At its end it does what Python does for a program (`end`), and leaves t
 to take them apart, object by object, is half of a short job's time. Programs whose end is their subject ask for all of it
 (`WHOLE_END`).
 
-The project is imported too, a fifth of a second more for each rank. A copy to which the name means another folder, or one with
-options for warnings, forgets it and imports what it finds. To import it again, as each program of a job that stays does
-(`server`), takes a quarter of the time, because its compiled code is kept.
+The project is imported too, a fifth of a second more for each rank. A copy to which the name means another folder forgets it
+and imports what it finds; so does one with options for warnings, if there was any when the project was imported. To import it
+again, as each program of a job that stays does (`server`), takes a quarter of the time, because its compiled code is kept.
 
 What a copy is not: a process with its own hash seed (sets of strings have the same order on all ranks), with its own size in
 memory, or one whose libraries read their variables as they were loaded. Programs that have those as their subject start as they
@@ -203,8 +203,18 @@ def _receive(connection: socket.socket) -> tuple[list[int], list[str]]:
 # --- the project --------------------------------------------------------------------------------------------------------
 
 
+warned: list[warnings.WarningMessage] = []  # what was said when the project was imported
+
+
 def import_project() -> None:
     """Import all of it: what a program would import sooner or later. Nothing of it starts MPI, devices or threads by that."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        _import_project()
+    warned[:] = said
+
+
+def _import_project() -> None:
     found = importlib.machinery.PathFinder.find_spec(PROJECT, sys.path)
     if found is None or found.origin is None:
         raise ImportError(PROJECT)
@@ -331,7 +341,7 @@ def run(arguments: list[str], paths: list[str]) -> None:
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     first = {"-m": os.getcwd(), "-c": ""}
     sys.path.insert(0, first[arguments[0]] if arguments[0] in first else str(Path(arguments[0]).resolve().parent))
-    if options or is_another_project():
+    if (options and warned) or is_another_project():
         forget(PROJECT)
     if arguments[0] == "-m":
         sys.argv[:] = ["-m", *arguments[2:]]
@@ -431,6 +441,7 @@ def _leave(modules: dict[str, types.ModuleType]) -> None:
 
 def main(address: str) -> int:
     """Import, wait, and in a copy: run."""
+    gc.disable()  # until all is imported: a sixth of the time
     libraries: dict[str, types.ModuleType] = {}
     atexit.register(_leave, libraries)  # the first one: it is called last, when all others have been
     import h5py
@@ -454,6 +465,7 @@ def main(address: str) -> int:
     known = frozenset(sys.modules)  # not in each copy, which would have pages of all their names for itself
     gc.collect()
     gc.freeze()
+    gc.enable()
     request = serve(address)
     if request is None:
         return 0

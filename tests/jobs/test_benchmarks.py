@@ -22,6 +22,7 @@ from benchmarks.runs import environments
 from benchmarks.runs.measure import measure
 from benchmarks.runs.saves import measure_saves
 from tests.jobs.launch import job_command, job_environment
+from tests.tiers import is_quick
 
 HERE = Path(__file__).parent
 WAYS = (OURS, "slice", "scatter", "jax-power", "tensorstore", FLOOR)  # those that need no other environment
@@ -137,13 +138,15 @@ SAVES = (OURS, "shardload-unread", "gather", "zarr-python", "tensorstore", FLOOR
 
 def test_every_way_of_saving_is_verified_and_reported(tmp_path: Path) -> None:
     """Pieces that are whole chunks, and planes and shards cut between ranks: what is written is read by h5py and zarr."""
-    options = ["--ways", ",".join(SAVES), "--repeats", "1", "--data", str(tmp_path / "data"), "--ranks", "2"]
+    ways = tuple(way for way in SAVES if not is_quick() or way in (OURS, "gather", FLOOR))
+    options = ["--ways", ",".join(ways), "--repeats", "1", "--data", str(tmp_path / "data"), "--ranks", "2"]
     options += ["--folder", str(tmp_path / "saves"), "--out", str(tmp_path / "save.json")]
-    command("save", "--size", "16", "--specs", "-,a,b;a,b", *options)
+    specs = SAVE_SPECS[: 1 if is_quick() else None]
+    command("save", "--size", "16", "--specs", ";".join(specs), *options)
     record = json.loads((tmp_path / "save.json").read_text())
-    assert [(cell["layout"], cell["spec"]) for cell in record["cells"]] == [(n, s) for n in SAVE_LAYOUTS for s in SAVE_SPECS]
+    assert [(cell["layout"], cell["spec"]) for cell in record["cells"]] == [(n, s) for n in SAVE_LAYOUTS for s in specs]
     for cell in record["cells"]:
-        expected = [way for way in SAVES if way not in ("zarr-python", "tensorstore") or cell["layout"].startswith("zarr")]
+        expected = [way for way in ways if way not in ("zarr-python", "tensorstore") or cell["layout"].startswith("zarr")]
         assert sorted(cell["ways"]) == sorted(expected)
         for way, took in cell["ways"].items():
             assert "error" not in took, (cell["layout"], way, took)

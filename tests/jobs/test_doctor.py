@@ -17,6 +17,7 @@ import pytest
 from tests.jobs.launch import PATHS, ROOT, job_environment, mpiexec_of, run_job
 from tests.jobs.preloaded import command_for
 from tests.mpi.support import ramp
+from tests.tiers import thorough
 from tests.unit.cli.test_doctor import CASES
 
 DOCTOR = ["-W", "error", "-m", "shardload", "doctor"]
@@ -31,7 +32,7 @@ def by_name(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {check["name"]: check for check in report["checks"]}
 
 
-@pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
+@pytest.mark.parametrize("mpi", thorough(["mpich", "openmpi"], ["openmpi"]))
 def test_four_ranks_are_four_rows(mpi: str) -> None:
     job = run_job(DOCTOR, 4, timeout=240, mpi=mpi, env=ENV).check()
     assert [bool(out) for out in job.rank_stdout] == [True, False, False, False]
@@ -47,7 +48,9 @@ def test_four_ranks_are_four_rows(mpi: str) -> None:
     assert "Gloo" not in job.stdout
 
 
-@pytest.mark.parametrize(("n", "devices", "per_node"), [(1, 3, ""), (3, 2, "2"), (2, 1, "1")])
+@pytest.mark.parametrize(
+    ("n", "devices", "per_node"), [(1, 3, ""), (3, 2, "2"), pytest.param(2, 1, "1", marks=pytest.mark.thorough)]
+)
 def test_json(n: int, devices: int, per_node: str) -> None:
     env = {**ENV, "SHARDLOAD_RANKS_PER_NODE": per_node}
     job = run_job([*DOCTOR, "--json"], n, timeout=240, devices_per_process=devices, env=env).check()
@@ -135,7 +138,7 @@ def test_slurm_without_mpi() -> None:
     assert {name: check["ok"] for name, check in checks.items()} == {"all-reduce": True, "scatter": None}
 
 
-@pytest.mark.parametrize("level", ["single", "funneled"])
+@pytest.mark.parametrize("level", thorough(["single", "funneled"], ["single"]))
 def test_mpi_without_threads(level: str) -> None:
     report = json.loads(alone(MPI4PY_RC_THREAD_LEVEL=level).stdout)
     assert report["ranks"][0]["mpi_threads"] == level.upper()
@@ -149,6 +152,7 @@ def test_one_process_without_mpi() -> None:
     assert by_name(report)["scatter"]["ok"]
 
 
+@pytest.mark.thorough  # test_singletons_are_told_once has the report, test_modes_of_launch such a launch
 def test_mpiexec_of_the_other_library() -> None:
     """MPICH's mpiexec with Open MPI below mpi4py: singletons, as they really come about."""
     env = {k: v for k, v in job_environment(2, mpi="openmpi").items() if k.startswith(("OMPI_", "PRTE_"))}
@@ -164,8 +168,9 @@ def test_mpiexec_of_the_other_library() -> None:
 def test_mpirun_of_the_other_library() -> None:
     """Open MPI's mpirun with MPICH below mpi4py: MPICH ends the process, and what to type is said nevertheless."""
     # Without run_job's choice mpi4py takes what stands beside it: MPICH.
-    plain = ["-u", "MPI4PY_LIBMPI", sys.executable]
-    job = run_job([*plain, *DOCTOR], 2, timeout=240, mpi="openmpi", env=ENV, python="/usr/bin/env")
+    env = {**job_environment(2, mpi="openmpi"), **ENV}
+    plain = ["-u", "MPI4PY_LIBMPI", *command_for(sys.executable, DOCTOR, env)]
+    job = run_job(plain, 2, timeout=240, mpi="openmpi", env=ENV, python="/usr/bin/env")
     assert job.returncode != 0
     # Once; twice where the second rank comes when the first is gone and the launcher has not noticed.
     assert job.stderr.count("MPI ended this process while MPI was starting") in (1, 2)
@@ -226,7 +231,10 @@ def spoiled(what: str, rank: int, timeout: float = 100) -> list[str]:
     return ["-W", "error", "-c", SPOILED.format(what=what, rank=rank, timeout=timeout)]
 
 
-@pytest.mark.parametrize(("what", "check", "rank"), [("devices", "all-reduce", 2), ("look", "shared memory", 0)])
+@pytest.mark.parametrize(
+    ("what", "check", "rank"),
+    [pytest.param("devices", "all-reduce", 2, marks=pytest.mark.thorough), ("look", "shared memory", 0)],
+)
 def test_a_rank_that_fails_fails_all_and_nobody_waits(what: str, check: str, rank: int) -> None:
     job = run_job(spoiled(what, rank), 3, timeout=240, env=ENV)
     assert job.returncode == 1

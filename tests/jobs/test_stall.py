@@ -16,6 +16,7 @@ import pytest
 
 from tests.jobs.launch import ROOT, Job, run_job
 from tests.jobs.preloaded import WHOLE_END
+from tests.tiers import is_quick, thorough
 
 SCRIPT = Path(__file__).parent / "scripts" / "stall.py"
 SECONDS = 90
@@ -35,6 +36,14 @@ CASES: dict[str, tuple[int, bool, int | None, tuple[str, ...]]] = {
 }
 OPEN_MPI = ("thread parallel", "absent")
 LEFT = ("0", "1,3")
+# Left to `make test-all`: what is like "thread parallel", like a rank that never starts (test_modes_of_launch), with MPICH, and
+# like rank 0 that leaves.
+THOROUGH = (
+    ("thread direct", "mpich", 4),
+    ("absent_at_first", "mpich", 4),
+    ("thread parallel", "openmpi", 4),
+    ("left 1,3", "mpich", 4),
+)
 
 What = tuple[str, str, int]  # the case, the MPI library, the number of ranks
 ALL: tuple[What, ...] = (  # what takes longest comes first
@@ -59,8 +68,9 @@ def hold_up(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
     folders = {what: tmp_path_factory.mktemp("stall") for what in ALL}
     n_tests = sum(item.path == request.path for item in request.session.items)
+    wanted = [what for what in ALL if not (is_quick() and what in THOROUGH)]
     with ThreadPoolExecutor(N_AT_A_TIME) as pool:
-        jobs = {what: pool.submit(run, *what) for what in ALL if n_tests >= len(ALL)}
+        jobs = {what: pool.submit(run, *what) for what in wanted if n_tests >= len(wanted)}
 
         def job(case: str, mpi: str = "mpich", n: int = 4) -> Job:
             what = (case, mpi, n)
@@ -95,12 +105,12 @@ def check(job: Job, held: int, speaks: bool, rank: int | None, parts: tuple[str,
     assert "outlived" not in job.stderr, "a process did not end by itself"
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", thorough(CASES, [case for case, mpi, _ in THOROUGH if mpi == "mpich"]))
 def test_a_rank_that_is_held_up(hold_up: Callable[..., Job], case: str) -> None:
     check(hold_up(case), *CASES[case])
 
 
-@pytest.mark.parametrize("case", OPEN_MPI)
+@pytest.mark.parametrize("case", thorough(OPEN_MPI, [case for case, mpi, _ in THOROUGH if mpi == "openmpi"]))
 def test_with_open_mpi(hold_up: Callable[..., Job], case: str) -> None:
     check(hold_up(case, "openmpi"), *CASES[case])
 
@@ -118,7 +128,7 @@ def test_alone_inside_the_library(hold_up: Callable[..., Job]) -> None:
     assert job.returncode != 0
 
 
-@pytest.mark.parametrize("ranks", LEFT)
+@pytest.mark.parametrize("ranks", thorough(LEFT, ["1,3"]))
 def test_ranks_that_leave(hold_up: Callable[..., Job], ranks: str) -> None:
     """Wrong if the others waited out the timeout, or JAX's shutdown in those that have left came to its own end first."""
     job, left = hold_up(f"left {ranks}"), [*map(int, ranks.split(","))]

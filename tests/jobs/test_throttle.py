@@ -40,6 +40,7 @@ FOUND = {
 }
 
 
+@pytest.mark.thorough  # tests/unit/cli/test_measure.py has the figures of this machine
 def test_doctor_finds_the_limits(tmp_path: Path) -> None:
     """Wrong if a figure were that of a cache, of too few ranks, or of one rank where it is shared. Within 20 %.
 
@@ -61,6 +62,7 @@ def test_doctor_finds_the_limits(tmp_path: Path) -> None:
     assert found == pytest.approx(FOUND, rel=0.2)
 
 
+@pytest.mark.thorough  # tests/unit has what it makes of its records
 def test_the_grid_times_every_way_and_what_plans_say(tmp_path: Path) -> None:
     """One cell on two ranks, which compare what they load with the file. The bytes show that the limits were there."""
     files = make(tmp_path / "data", 32, ["hdf5-contiguous"])

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tests.jobs.launch import ROOT, run_job
+from tests.tiers import is_quick
 
 # What covers the exchange: every layout and reader, padding, selections, casts, checksums, small blocks. By file: every rank
 # would import all the others too, to find that it runs none of their tests.
@@ -38,10 +39,8 @@ def run_suite(
     command = ["-m", "pytest", "-p", "tests.jobs.scripts.ways", "--with-mpi", "-q", *files, "-k", these]
     command += ["-W", "ignore:Module already imported"]  # in a job that stays: a library whose plugin is not used here
     env = {"PYTHONPATH": str(ROOT), "WAYS_COUNTS": str(folder), "SHARDLOAD_TALLY": "", **more}
-    env |= {
-        "TESTS_SHARE": share,
-        "TESTS_SHARE_OF_ONE": "0/2",
-    }  # all combinations or a share of them, and half of the single values
+    # All combinations or a share of them, and half of the single values; which stage of `make test` this is does not matter.
+    env |= {"TESTS_SHARE": share, "TESTS_SHARE_OF_ONE": "0/2", "TESTS_TURN": ""}
     job = run_job(command, n, timeout=300, env=env, cwd=ROOT, devices_per_process=devices, fresh=fresh)
     assert job.returncode == 0, job.tail()
     assert " passed" in job.rank_stdout[0] and "failed" not in job.rank_stdout[0], job.tail()
@@ -50,7 +49,7 @@ def run_suite(
 
 def test_memory_that_one_rank_cannot_share(tmp_path: Path) -> None:
     """Wrong if the ranks disagreed: some would send notes of memory that others cannot see."""
-    found = run_suite(tmp_path, FEW, 4, {"WAYS_WITHOUT": "1"}, fresh=False, share="0/2")
+    found = run_suite(tmp_path, FEW, 4, {"WAYS_WITHOUT": "1"}, fresh=False, share="0/4" if is_quick() else "0/2")
     assert [one.get("segments refused", 0) > 0 for one in found] == [False, True, False, False]
     for one in found:
         assert one["messages sent"] > 50 and "notes sent" not in one, one
@@ -61,7 +60,7 @@ def test_many_threads_several_devices_and_both_ways_in_one_load(tmp_path: Path) 
     that gets notes from some and messages from others lost one of them (ranks 0 and 1 share memory), or a rank with several
     pieces put what a note names into one of the others."""
     env = {"WAYS_THREADS": "3", "SHARDLOAD_RANKS_PER_NODE": "2"}
-    first, second, third = run_suite(tmp_path, FEW, 3, env, devices=2)
+    first, second, third = run_suite(tmp_path, FEW, 3, env, devices=2, share="0/2" if is_quick() else "")
     for found in (first, second, third):
         assert min(found["chunks decoded"], found["batches decoded"], found["messages sent"]) > 50, found
     for found in (first, second):

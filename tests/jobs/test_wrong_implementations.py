@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.jobs.launch import ROOT, run_job
+from tests.tiers import thorough
 
 SCRIPT = Path(__file__).parent / "scripts" / "wrong.py"
 
@@ -133,7 +134,11 @@ class Travelled:
         }[self.way]
 
 
-@pytest.fixture(scope="module", params=[("mpich", "shared memory"), ("mpich", "messages"), ("openmpi", "both")], ids=" ".join)
+# In the last one, all that the others have: in `make test` it is enough.
+TRAVELS = [("mpich", "shared memory"), ("mpich", "messages"), ("openmpi", "both")]
+
+
+@pytest.fixture(scope="module", params=thorough(TRAVELS, TRAVELS[:2]), ids=" ".join)
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Travelled:
     mpi, way = request.param
     return Travelled(way, meet_defects(tmp_path_factory.mktemp("wrong"), mpi=mpi, way=way))
@@ -208,7 +213,7 @@ def test_every_defect_is_looked_at(found: Travelled) -> None:
     assert {case for case, _ in found.said} == {*found.by_index, *found.by_checksum, *BY_FILE, *BY_FULL}
 
 
-@pytest.mark.parametrize(("mpi", "way"), [("mpich", "nodes"), ("openmpi", "two hops")])
+@pytest.mark.parametrize(("mpi", "way"), [("mpich", "nodes"), pytest.param("openmpi", "two hops", marks=pytest.mark.thorough)])
 def test_what_relays_do_wrong(tmp_path: Path, mpi: str, way: str) -> None:
     """Wrong if a receiver believed a relay more than its own plan, or the error did not say from whom a part is."""
     cases = {**BY_RECEIVER, **BY_CHECKSUM_OF_RELAYED}
@@ -221,7 +226,10 @@ def test_what_relays_do_wrong(tmp_path: Path, mpi: str, way: str) -> None:
         assert {one["type"] for one in said["two ranks get each other's part", verify]} == {"PeerError"}
 
 
-@pytest.fixture(scope="module", params=[("mpich", "shared memory"), ("openmpi", "messages")], ids=" ".join)
+WAITS = [("mpich", "shared memory"), ("openmpi", "messages")]
+
+
+@pytest.fixture(scope="module", params=thorough(WAITS, WAITS[1:]), ids=" ".join)
 def left_waiting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
     mpi, way = request.param
     return meet_defects(tmp_path_factory.mktemp("waiting"), *ALONE, mpi=mpi, way=way, timeout=90)

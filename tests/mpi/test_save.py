@@ -20,7 +20,6 @@ import netCDF4
 import numpy as np
 import pytest
 import tensorstore
-import xarray
 import zarr
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -52,6 +51,7 @@ from tests.mpi.support import (
     unit,
 )
 
+# xarray, and pandas with it, is imported where it is used: six ranks import this file for what else is here.
 Array = np.ndarray[Any, Any]
 DTYPES = ("float32", "int16", "bool", "complex64", "float16", "uint8", "int32", "int8")
 # How it is stored: the suffix, and keywords of `save`. Chunks that fit into shards, and such that do not.
@@ -191,6 +191,8 @@ def test_types_that_need_care(comm: Any, shared_tmp_path: Path) -> None:
 @pytest.mark.any_library
 def test_others_open_it(comm: Any, shared_tmp_path: Path) -> None:
     """Wrong if xarray, netCDF4, TensorStore or zarr found other names, coordinates, attributes or values."""
+    import xarray
+
     nz, ny, nx = cube()
     values, z = ramp(cube()), np.arange(nz, dtype="float64") / 4
     tree = {"rho": put(values, mesh_of(), P(None, "a", "b")), "z": z, "run": jnp.int32(7)}
@@ -224,6 +226,8 @@ def test_others_open_it(comm: Any, shared_tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["netcdf4", "zarr", "zarr2"])
 def test_axes_of_one_name_in_two_groups(comm: Any, shared_tmp_path: Path, kind: str) -> None:
     """Wrong if lengths that may differ were refused, or if xarray did not open each group."""
+    import xarray
+
     path, tree = shared_tmp_path / "out", {"a": ramp((3,), "i4"), "g": {"a": ramp((2, 2), "i4")}}
     shardload.save(path, tree, dims={"a": "t", "g/a": ("t", "u")}, format=kind)
 
@@ -301,6 +305,8 @@ def test_empty_scalar_and_numpy_arrays(comm: Any, shared_tmp_path: Path) -> None
 
 
 def no_coordinates(path: Path) -> None:
+    import xarray
+
     with xarray.open_dataset(path, engine="h5netcdf") as found:
         assert not found.coords
 
@@ -308,6 +314,8 @@ def no_coordinates(path: Path) -> None:
 @pytest.mark.any_library
 def test_like_another_array(comm: Any, shared_tmp_path: Path) -> None:
     """Wrong if the new array had another layout, lost a coordinate, or what the caller passes did not count."""
+    import xarray
+
     shape, values = cube(), ramp(cube())
 
     def make() -> None:
@@ -410,6 +418,8 @@ def test_a_warning_that_is_an_error(comm: Any, shared_tmp_path: Path, call: str,
 @pytest.mark.parametrize("kind", KINDS_OF_XARRAY)
 def test_what_marks_missing_data(comm: Any, shared_tmp_path: Path, kind: str) -> None:
     """Wrong if xarray could not open the file, or did not see which values are missing."""
+    import xarray
+
     name, engine = KINDS_OF_XARRAY[kind]
     how: dict[str, Any] = {"format": "zarr2"} if kind == "zarr2" else {}
     shape = cube()

@@ -12,6 +12,7 @@ import pytest
 
 from tests.jobs.launch import ROOT
 from tests.slurm.cluster import Cluster
+from tests.tiers import thorough
 
 Site = Callable[..., dict[str, str]]
 
@@ -104,7 +105,8 @@ def test_every_script_is_tried() -> None:
         assert f"{name}.sh" in (ROOT / "docs" / "slurm.md").read_text()
 
 
-@pytest.mark.parametrize("name", PLAIN)
+# To compile an FFT on eight processes takes long: tests/jobs/test_pencil_fft_alone.py has the example, two-nodes the flags.
+@pytest.mark.parametrize("name", thorough(PLAIN, ["pencil-fft"]))
 def test_script(cluster: Cluster, site: Site, tmp_path: Path, name: str) -> None:
     """Wrong if a flag of the script, site.sh or shardload.initialize did not do what its comment says."""
     env = {**site(devices=DEVICES.get(name, 1)), "TRY_FOLDER": str(tmp_path)}

@@ -1,7 +1,8 @@
 """Break something in the middle of loads, on one rank or in the file; print what every rank sees, one line of JSON each.
 
 ``faults.py FOLDER [CASE ...]``: faults that a job survives. After each one a good load must work.
-``faults.py FOLDER die PHASE RANK``: one that it does not survive. ``faults.py FOLDER interrupt PHASE ...``: Ctrl-C, an alarm.
+``faults.py FOLDER die PHASE RANK``: one that it does not survive.
+``faults.py FOLDER interrupt all|0|1 PHASE ...``: Ctrl-C and an alarm, or one of both.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ comm = MPI.COMM_WORLD
 execute = importlib.import_module("shardload.jobs.loading.array_load")
 # Faults happen at a chunk, or with relays at a bundle, which needs more room.
 RELAYS = os.environ.get("FAULTS_RELAYS", "")
+THIRD = os.environ.get("FAULTS_THIRD")  # of the ways of reading: for the first fault; for the next fault it is the next third
 as_large(batched_chunk_nbytes=0, **({"way": RELAYS} if RELAYS else {}))
 
 
@@ -258,7 +260,8 @@ def survive(names: list[str]) -> None:
     for k, name in enumerate(names or FAULTS):
         makes_memory = "shared memory" in name  # which the first load does
         all_readers = READERS if FAULTS[name][0] != DAMAGED else READERS[k % 2 :: 2]  # test_errors has each with damaged files
-        for readers, in_tree in (*((one, False) for one in all_readers), (READERS[k % len(READERS)], True)):
+        ways = [*((one, False) for one in all_readers), (READERS[k % len(READERS)], True)]
+        for readers, in_tree in ways if THIRD is None else ways[(k + int(THIRD)) % 3 :: 3]:
             own = comm.Dup() if makes_memory or (readers, in_tree) == ("parallel", False) else used
             survive_one(name, readers, own, in_tree)
             if own is not used:
@@ -370,9 +373,13 @@ def main(folder: str, *what: str) -> None:
         die(*what[1:])
     elif what[:1] == ("interrupt",):
         signal.signal(signal.SIGALRM, alarm)
-        for sent in (signal.SIGINT, signal.SIGALRM):
-            for phase in what[1:]:
-                interrupt(phase, sent)
+        which, *phases = what[1:]
+        signals = (signal.SIGINT, signal.SIGALRM)
+        pairs = [(phase, sent) for sent in signals for phase in phases]
+        if which != "all":
+            pairs = [(phase, signals[(k + int(which)) % 2]) for k, phase in enumerate(phases)]
+        for phase, sent in pairs:
+            interrupt(phase, sent)
     else:
         survive(list(what))
 

@@ -1,6 +1,6 @@
 """Load on all ranks, in every decomposition and on several meshes; print what was checked, one line of JSON a rank.
 
-``modes.py FOLDER [mpi|backwards]``: how JAX is started. ``backwards``: process k is rank size - 1 - k.
+``modes.py FOLDER [mpi|backwards [few]]``: how JAX is started. ``backwards``: process k is rank size - 1 - k.
 
 Each mesh takes a third of the decompositions, and both ways to scatter. One of them takes its third with every kind of reader:
 half of these combinations on an even number of ranks, the others on an odd one.
@@ -67,7 +67,7 @@ def write_files(folder: Path, values: np.ndarray[Any, Any]) -> tuple[str, str]:
     return str(folder / "x.h5"), str(folder / "x.zarr")
 
 
-def main(folder: str, how: str) -> None:
+def main(folder: str, how: str, few: str) -> None:
     start(how)
     from mpi4py import MPI
 
@@ -81,6 +81,8 @@ def main(folder: str, how: str) -> None:
     # A third of the decompositions on each mesh, another on the next.
     thirds = [[*DECOMPOSITIONS.values()][k::3] for k in range(3)]
     pairs = [(*mesh, k, spec) for at, mesh in enumerate(meshes().items()) for k, spec in enumerate(thirds[at % 3])]
+    if few:  # all meshes, each with a decomposition of its own or two
+        pairs = pairs[::3]
     for where, mesh, k, spec in pairs:
         for readers in READERS[(k + comm.size) % 2 :: 2] if where == "mixed" else (("parallel", "root")[n_loads % 2],):
             path, sure = paths[n_loads % 2], ("index", "checksum")[n_loads // 2 % 2]
@@ -105,4 +107,4 @@ def main(folder: str, how: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else "mpi")
+    main(sys.argv[1], *(sys.argv[2:] + ["mpi", ""][len(sys.argv) - 2 :]))
