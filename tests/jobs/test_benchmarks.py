@@ -22,7 +22,7 @@ from benchmarks.runs import environments
 from benchmarks.runs.measure import measure
 from benchmarks.runs.saves import measure_saves
 from tests.jobs.launch import job_command, job_environment
-from tests.tiers import is_quick
+from tests.tiers import IS_QUICK
 
 HERE = Path(__file__).parent
 WAYS = (OURS, "slice", "scatter", "jax-power", "tensorstore", FLOOR)  # those that need no other environment
@@ -138,10 +138,10 @@ SAVES = (OURS, "shardload-unread", "gather", "zarr-python", "tensorstore", FLOOR
 
 def test_every_way_of_saving_is_verified_and_reported(tmp_path: Path) -> None:
     """Pieces that are whole chunks, and planes and shards cut between ranks: what is written is read by h5py and zarr."""
-    ways = tuple(way for way in SAVES if not is_quick() or way in (OURS, "gather", FLOOR))
+    ways = tuple(way for way in SAVES if not IS_QUICK or way in (OURS, "gather", FLOOR))
     options = ["--ways", ",".join(ways), "--repeats", "1", "--data", str(tmp_path / "data"), "--ranks", "2"]
     options += ["--folder", str(tmp_path / "saves"), "--out", str(tmp_path / "save.json")]
-    specs = SAVE_SPECS[: 1 if is_quick() else None]
+    specs = SAVE_SPECS[: 1 if IS_QUICK else None]
     command("save", "--size", "16", "--specs", ";".join(specs), *options)
     record = json.loads((tmp_path / "save.json").read_text())
     assert [(cell["layout"], cell["spec"]) for cell in record["cells"]] == [(n, s) for n in SAVE_LAYOUTS for s in specs]

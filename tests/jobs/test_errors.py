@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.jobs.launch import ROOT, run_job
-from tests.tiers import is_quick, thorough
+from tests.tiers import IS_QUICK, thorough
 
 SCRIPT = Path(__file__).parent / "scripts" / "errors.py"
 
@@ -198,7 +198,7 @@ assert all(case in EXPECTED for case in THOROUGH)
 
 @pytest.fixture(scope="module")
 def mistakes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Said]]:
-    names = [case for case in EXPECTED if case not in THOROUGH] if is_quick() else []
+    names = [case for case in EXPECTED if case not in THOROUGH] if IS_QUICK else []
     return make_mistakes(tmp_path_factory.mktemp("errors"), *names)
 
 

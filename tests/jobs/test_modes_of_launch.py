@@ -20,7 +20,7 @@ from tests.jobs.launch import PATHS, Job, job_environment, mpiexec_of, run_job
 from tests.jobs.preloaded import command_for
 from tests.mpi.support import ramp
 from tests.ports import free_ports
-from tests.tiers import is_quick, thorough
+from tests.tiers import IS_QUICK, thorough
 
 SCRIPTS = Path(__file__).parent / "scripts"
 # mpi4py itself warns of the launches that are tried here; what shardload does then must not rest on that.
@@ -54,14 +54,14 @@ def field(tmp_path: Path) -> str:
 )
 def test_ranks_and_devices(tmp_path: Path, n: int, devices: int, mpi: str) -> None:
     """Wrong if a rank were taken for a device, or a number of ranks that is no power of 2 for one that is."""
-    command = [*PYTHON, SCRIPTS / "modes.py", tmp_path, "mpi", *["few"] * is_quick()]
+    command = [*PYTHON, SCRIPTS / "modes.py", tmp_path, "mpi", *["few"] * IS_QUICK]
     job = run_job(command, n, timeout=240, mpi=mpi, devices_per_process=devices, env=ENV).check()
     found = [lines(out)[-1] for out in job.rank_stdout]
     assert [line["rank"] for line in found] == list(range(n))
     assert {line["devices"] for line in found} == {devices}
     mixed = 2 + 3 + 2 if n % 2 else 3 + 2 + 3  # readers of each of three decompositions
     all_loads, few_loads = 4 + mixed + 3 + 4 + 3 + 3 + 4, 7 + (2 if n % 2 else 3)
-    assert {line["loads"] for line in found} == {few_loads if is_quick() else all_loads}
+    assert {line["loads"] for line in found} == {few_loads if IS_QUICK else all_loads}
     assert {line["scatters"] for line in found} == {2 * 7}
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.jobs.launch import job_environment
 from tests.jobs.preloaded import command_for
-from tests.tiers import is_quick
+from tests.tiers import IS_QUICK
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "pencil_fft.py"
@@ -27,7 +27,7 @@ def four_devices() -> dict[str, str]:
 
 def test_four_devices_of_one_process(four_devices: dict[str, str]) -> None:
     tests, n_tests = "equals_numpy or explicit or loaded or plane_wave or not_a_pencil", 6
-    if is_quick():  # each compiles its own programs, on 4 ranks as well
+    if IS_QUICK:  # each compiles its own programs, on 4 ranks as well
         tests, n_tests = "(equals_numpy and float32) or loaded or not_a_pencil", 3
     arguments = ["-W", "error", "-m", "pytest", "-q", "--with-mpi", "-p", "no:cacheprovider", TESTS, "-k", tests]
     arguments += ["-W", "ignore:Module already imported"]  # a library in a copy, whose plugin is not used here

@@ -16,7 +16,7 @@ import pytest
 
 from tests.jobs.launch import ROOT, Job, run_job
 from tests.jobs.preloaded import WHOLE_END
-from tests.tiers import is_quick, thorough
+from tests.tiers import IS_QUICK, thorough
 
 SCRIPT = Path(__file__).parent / "scripts" / "stall.py"
 SECONDS = 90
@@ -68,7 +68,7 @@ def hold_up(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
     folders = {what: tmp_path_factory.mktemp("stall") for what in ALL}
     n_tests = sum(item.path == request.path for item in request.session.items)
-    wanted = [what for what in ALL if not (is_quick() and what in THOROUGH)]
+    wanted = [what for what in ALL if not (IS_QUICK and what in THOROUGH)]
     with ThreadPoolExecutor(N_AT_A_TIME) as pool:
         jobs = {what: pool.submit(run, *what) for what in wanted if n_tests >= len(wanted)}
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tests.jobs.launch import ROOT, run_job
-from tests.tiers import is_quick
+from tests.tiers import IS_QUICK
 
 # What covers the exchange: every layout and reader, padding, selections, casts, checksums, small blocks. By file: every rank
 # would import all the others too, to find that it runs none of their tests.
@@ -49,7 +49,7 @@ def run_suite(
 
 def test_memory_that_one_rank_cannot_share(tmp_path: Path) -> None:
     """Wrong if the ranks disagreed: some would send notes of memory that others cannot see."""
-    found = run_suite(tmp_path, FEW, 4, {"WAYS_WITHOUT": "1"}, fresh=False, share="0/4" if is_quick() else "0/2")
+    found = run_suite(tmp_path, FEW, 4, {"WAYS_WITHOUT": "1"}, fresh=False, share="0/4" if IS_QUICK else "0/2")
     assert [one.get("segments refused", 0) > 0 for one in found] == [False, True, False, False]
     for one in found:
         assert one["messages sent"] > 50 and "notes sent" not in one, one
@@ -60,7 +60,7 @@ def test_many_threads_several_devices_and_both_ways_in_one_load(tmp_path: Path) 
     that gets notes from some and messages from others lost one of them (ranks 0 and 1 share memory), or a rank with several
     pieces put what a note names into one of the others."""
     env = {"WAYS_THREADS": "3", "SHARDLOAD_RANKS_PER_NODE": "2"}
-    first, second, third = run_suite(tmp_path, FEW, 3, env, devices=2, share="0/2" if is_quick() else "")
+    first, second, third = run_suite(tmp_path, FEW, 3, env, devices=2, share="0/2" if IS_QUICK else "")
     for found in (first, second, third):
         assert min(found["chunks decoded"], found["batches decoded"], found["messages sent"]) > 50, found
     for found in (first, second):

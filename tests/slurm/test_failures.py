@@ -23,7 +23,7 @@ from tests.mpi.support import ramp
 from tests.slurm import daemons
 from tests.slurm.cluster import Cluster
 from tests.slurm.daemons import marked, why_not
-from tests.tiers import is_quick
+from tests.tiers import IS_QUICK
 
 Site = Callable[..., dict[str, str]]
 
@@ -62,8 +62,8 @@ def test_rank_that_dies(cluster: Cluster, site: Site, run_script: Path, tmp_path
 
 def test_what_a_job_survives(cluster: Cluster, site: Site, run_script: Path, tmp_path: Path) -> None:
     """Wrong if ranks of one node saw something else than those of the other, or waited for what it could not send."""
-    third = 0 if is_quick() else None
-    env = {**site(), **({"FAULTS_THIRD": str(third)} if is_quick() else {})}
+    third = 0 if IS_QUICK else None
+    env = {**site(), **({"FAULTS_THIRD": str(third)} if IS_QUICK else {})}
     command = ("srun", "--mpi=pmi2", "-K1", env["SITE_PYTHON"], "slurm/run.py", str(faults.SCRIPT), str(tmp_path), *SURVIVED)
     done = cluster.run(run_script, "--nodes=2", "--ntasks-per-node=2", env=env, arguments=command, seconds=180).check()
     ranks: list[list[dict[str, Any]]] = [[] for _ in range(faults.N)]

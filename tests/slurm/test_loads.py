@@ -17,7 +17,7 @@ import zarr
 from tests.jobs.launch import ROOT
 from tests.mpi.support import cube, ramp
 from tests.slurm.cluster import Cluster, Done
-from tests.tiers import is_quick
+from tests.tiers import IS_QUICK
 
 Site = Callable[..., dict[str, str]]
 
@@ -55,7 +55,7 @@ def placed(done: Done, n_nodes: int, n_ranks: int, few: bool) -> None:
 def test_two_nodes(cluster: Cluster, site: Site, run_script: Path, tmp_path: Path, way: str) -> None:
     """Wrong if a launcher's ranks were placed otherwise than believed, or notes named memory of another node."""
     mpi, launcher = WAYS[way]
-    few = is_quick() and way != next(iter(WAYS))  # what a launcher does differently shows in the first loads
+    few = IS_QUICK and way != next(iter(WAYS))  # what a launcher does differently shows in the first loads
     env = site(mpi)
     command = (*launcher, env["SITE_PYTHON"], "-W", "error", RUN, LOADS, str(tmp_path), *["few"] * few)
     placed(cluster.run(run_script, "--nodes=2", "--ntasks-per-node=2", env=env, arguments=command, cwd=ROOT), 2, 4, few)
@@ -64,9 +64,9 @@ def test_two_nodes(cluster: Cluster, site: Site, run_script: Path, tmp_path: Pat
 def test_four_nodes(cluster: Cluster, site: Site, run_script: Path, tmp_path: Path) -> None:
     """Wrong if only two nodes, each the other's only partner, went well."""
     env = site()
-    command = ("srun", "--mpi=pmi2", "-K1", env["SITE_PYTHON"], RUN, LOADS, str(tmp_path), *["few"] * is_quick())
+    command = ("srun", "--mpi=pmi2", "-K1", env["SITE_PYTHON"], RUN, LOADS, str(tmp_path), *["few"] * IS_QUICK)
     done = cluster.run(run_script, "--nodes=4", "--ntasks-per-node=2", env=env, arguments=command, cwd=ROOT)
-    placed(done, 4, 8, is_quick())
+    placed(done, 4, 8, IS_QUICK)
 
 
 def test_saves_on_two_nodes(cluster: Cluster, site: Site, run_script: Path, tmp_path: Path) -> None:

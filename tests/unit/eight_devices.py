@@ -34,8 +34,8 @@ from shardload.errors import ShardloadError
 from shardload.planning.region import Region
 from shardload.planning.schedule import Shards, plan_shards
 from shardload.transfer.buffers import aligned_empty
+from tests.tiers import IS_QUICK, some_of
 from tests.unit.copies import run_copy
-from tests.unit.quick import IS_QUICK, some_of
 
 ROOT = Path(__file__).parents[2]
 

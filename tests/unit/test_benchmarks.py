@@ -26,7 +26,7 @@ from benchmarks.reports.saves import BEGIN, END, copy_section, plot_saves, put_s
 from benchmarks.reports.tables import must_table, read_records
 from benchmarks.runs import grid, rechunking
 from benchmarks.runs.saves import Clock, measure_saves, save_memory_table, save_musts, save_table
-from tests.unit.quick import IS_QUICK, some_of
+from tests.tiers import IS_QUICK, some_of
 
 SIZE = 16
 

@@ -32,8 +32,8 @@ from shardload.formats.access import Limits
 from shardload.formats.containment import TARGET_HINT
 from shardload.formats.untrusted.helper import Helper
 from shardload.values.decoding import ATTRIBUTES
+from tests.tiers import quick_ones
 from tests.unit.copies import run_copy
-from tests.unit.quick import quick_ones
 
 MESH = {"a": 4, "b": 2}
 

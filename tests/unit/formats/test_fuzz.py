@@ -19,7 +19,7 @@ from benchmarks.fuzz.filter_files import FilterKind, filter_case
 from benchmarks.fuzz.filters import FilterOutcomes, is_listed
 from benchmarks.fuzz.loads import GOOD, Outcomes, Worker, fuzz
 from benchmarks.fuzz.worker import by_library, judge
-from tests.unit.quick import IS_QUICK
+from tests.tiers import IS_QUICK
 
 N_CASES = 60 if IS_QUICK else 150
 N_OF_A_FILTER = 1 if IS_QUICK else 3

@@ -26,8 +26,8 @@ from shardload.formats.base import ArrayInfo, Source
 from shardload.formats.hdf5 import source as source_module
 from shardload.formats.lookup import find_array, list_arrays, open_source
 from shardload.planning.region import Region
+from tests.tiers import IS_QUICK, quick_ones, some_of
 from tests.unit.files import DTYPES, SHAPES, SIZES, check_source, chunks_of, flat, read_all, write_hdf5
-from tests.unit.quick import IS_QUICK, quick_ones, some_of
 
 CHUNKED: dict[str, dict[str, Any]] = {
     "none": {},

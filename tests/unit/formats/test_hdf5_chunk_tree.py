@@ -15,7 +15,7 @@ import pytest
 from shardload.formats.hdf5.chunk_tree import ChunkTree, Grown
 from shardload.formats.hdf5.growable import Facts
 from shardload.formats.hdf5.on_disk import UNDEFINED, UnknownError, read_superblock
-from tests.unit.quick import quick_ones
+from tests.tiers import quick_ones
 
 Place = tuple[int, int, int]
 CHUNKS = (3, 2, 5, 4)

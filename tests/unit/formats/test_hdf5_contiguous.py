@@ -17,8 +17,8 @@ from shardload.formats.hdf5.contiguous import Hdf5Contiguous, merged_axes, open_
 from shardload.formats.hdf5.raw_file import RawFile
 from shardload.formats.lookup import open_source
 from shardload.planning.region import Region
+from tests.tiers import examples, quick_ones
 from tests.unit.files import DTYPES, SHAPES, SIZES, check_source, flat, write_hdf5
-from tests.unit.quick import examples, quick_ones
 
 
 def reader_of(path: Path | str, name: str = "a", dtype: Any = "float32") -> Hdf5Contiguous | None:

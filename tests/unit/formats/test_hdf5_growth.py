@@ -27,8 +27,8 @@ from shardload.formats.hdf5.growable import Facts, read_file
 from shardload.formats.hdf5.growth import GrowthCatalog
 from shardload.formats.hdf5.on_disk import PAGE, Patch, Spot, read_superblock
 from shardload.formats.leftovers import find_leftover
+from tests.tiers import quick_ones
 from tests.unit.growing import Disk, grow, sink_of
-from tests.unit.quick import quick_ones
 from tests.unit.saving import forked, quick_fsync, ramp, write_all  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("quick_fsync")

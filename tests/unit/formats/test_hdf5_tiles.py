@@ -25,7 +25,7 @@ from shardload.formats.hdf5.source import Hdf5Source
 from shardload.formats.lookup import format_of, open_source
 from shardload.planning.region import Region
 from shardload.testing import check_source
-from tests.unit.quick import some_of
+from tests.tiers import some_of
 
 Place = tuple[slice, ...]
 

@@ -34,8 +34,8 @@ from shardload.formats.memory import FORMAT, MemorySource
 from shardload.formats.untrusted.helper import Helper
 from shardload.jobs.loading.arguments import describe_path
 from shardload.planning.region import Region
+from tests.tiers import quick_ones
 from tests.unit.files import DTYPES, SHAPES, SIZES, check_source, flat, read_all, write_hdf5, write_zarr
-from tests.unit.quick import quick_ones
 
 
 @pytest.fixture(autouse=True)

@@ -23,7 +23,7 @@ from shardload.formats.lookup import find_array, list_arrays, open_source
 from shardload.planning.region import Region
 from shardload.values.decoding import ATTRIBUTES, decoding_of, packed_by
 from tests.packed import VARIABLES, WRITERS, by_netcdf4, by_xarray, open_by_xarray
-from tests.unit.quick import quick_ones
+from tests.tiers import quick_ones
 
 Array = np.ndarray[Any, Any]
 SHAPE = (4, 6, 10)

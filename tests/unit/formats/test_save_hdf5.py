@@ -33,7 +33,7 @@ from shardload.formats.saving import make_sink
 from shardload.formats.sink import ArraySpec, Compression, Places, Stored, Ticket
 from shardload.planning.blocks import runs
 from shardload.testing import check_format
-from tests.unit.quick import some_of
+from tests.tiers import some_of
 from tests.unit.saving import put_whole, quick_fsync, ramp, save, write_all  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("quick_fsync")

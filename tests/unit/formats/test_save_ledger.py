@@ -20,8 +20,8 @@ from shardload.formats.saving import make_sink
 from shardload.formats.sink import ArraySpec, Compression, Sink
 from shardload.formats.target import Target
 from tests.jobs.launch import ROOT
+from tests.tiers import quick_ones
 from tests.unit.copies import run_copy
-from tests.unit.quick import quick_ones
 from tests.unit.saving import quick_fsync, ramp, write_all  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("quick_fsync")

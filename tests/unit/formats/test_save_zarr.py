@@ -28,7 +28,7 @@ from shardload.formats.sink import ArraySpec, Compression, Ticket
 from shardload.formats.zarr import sink as zarr_sink
 from shardload.formats.zarr.source import FORMAT as ZARR
 from shardload.testing import check_format
-from tests.unit.quick import quick_ones, some_of
+from tests.tiers import quick_ones, some_of
 from tests.unit.saving import quick_fsync, ramp, save, write_all  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("quick_fsync")

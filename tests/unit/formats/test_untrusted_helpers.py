@@ -34,9 +34,9 @@ from shardload.formats.untrusted.helper import Helper
 from shardload.formats.untrusted.source import UntrustedSource, find
 from shardload.planning.region import Region
 from tests.jobs.launch import ROOT
+from tests.tiers import quick_ones
 from tests.unit.fakes import fetch, reader_of, whole
 from tests.unit.files import flat, read_all, spoiled, write_hdf5, write_zarr
-from tests.unit.quick import quick_ones
 
 SHAPE, CHUNKS = (7, 10), (4, 4)
 DATA = flat(SHAPE, "int32")

@@ -30,8 +30,8 @@ from shardload.formats.hdf5 import source as hdf5_module
 from shardload.formats.lookup import find_array, list_arrays, open_source
 from shardload.formats.zarr import store as zarr_store
 from shardload.planning.region import Region
+from tests.tiers import examples
 from tests.unit.files import flat, read_all, write_hdf5, write_zarr
-from tests.unit.quick import examples
 
 N = 4
 FILL, SECRET = -5, 0x5EC2E7

@@ -27,8 +27,8 @@ from shardload.formats.base import ArrayInfo
 from shardload.formats.lookup import find_array, list_arrays, open_source
 from shardload.formats.zarr.source import describe
 from shardload.planning.region import Region
+from tests.tiers import quick_ones
 from tests.unit.files import DTYPES, SIZES, check_source, chunks_of, every_second, flat, read_all, write_zarr
-from tests.unit.quick import quick_ones
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The data type",

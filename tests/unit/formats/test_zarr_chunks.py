@@ -25,9 +25,9 @@ from shardload.formats.lookup import open_source
 from shardload.formats.zarr import chunks as zarr_chunks
 from shardload.formats.zarr import metadata as zarr_layout
 from shardload.formats.zarr.metadata import NotCovered, layout_of
+from tests.tiers import some_of
 from tests.unit.batches import check_batches
 from tests.unit.files import DTYPES, SIZES, assert_same, every_second, flat, read_all, write_zarr
-from tests.unit.quick import some_of
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The data type", "ignore:The codec", "ignore:Numcodecs codecs", "ignore:Combining"

@@ -17,7 +17,7 @@ import zarr
 import shardload
 from shardload.jobs.saving.arguments import ToSave
 from shardload.jobs.saving.like import _attrs, _typed, read_like
-from tests.unit.quick import quick_ones
+from tests.tiers import quick_ones
 
 
 def test_attributes_of_json_that_are_no_arrays(tmp_path: Path) -> None:

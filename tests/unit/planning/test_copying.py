@@ -15,7 +15,7 @@ from shardload.planning.blocks import aligned
 from shardload.planning.copying import Unit, least_nbytes, plan_array, plan_memory, plan_rounds, run_units
 from shardload.planning.grid import Grid
 from shardload.planning.region import Region
-from tests.unit.quick import examples
+from tests.tiers import examples
 
 
 @st.composite

@@ -22,6 +22,7 @@ from shardload.planning.schedule import Grid, Schedule, plan_shards
 from shardload.planning.selection import select_axes
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.strategies import DIRECT, MODES, PARALLEL, ROOT, Direct, Parallel, plan_schedules
+from tests.tiers import examples
 from tests.unit.brute_force import (
     MAX_DEVICES,
     MAX_SIZE,
@@ -35,7 +36,6 @@ from tests.unit.brute_force import (
     simulate,
 )
 from tests.unit.eight_devices import CHECKS, outcome
-from tests.unit.quick import examples
 
 
 @pytest.fixture(autouse=True, scope="module")

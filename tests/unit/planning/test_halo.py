@@ -19,8 +19,8 @@ from shardload.planning.region import Region
 from shardload.planning.schedule import MAX_MESSAGE_NBYTES, Schedule, plan_shards
 from shardload.planning.strategies import Direct, plan_direct, plan_schedules
 from shardload.planning.traffic import count_direct, count_traffic
+from tests.tiers import examples
 from tests.unit.brute_force import Case, cases, cell_numbers, chunks_read, flat_index, grids
-from tests.unit.quick import examples
 
 Array = np.ndarray[Any, Any]
 PAD = -7

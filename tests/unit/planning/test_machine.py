@@ -23,8 +23,8 @@ from shardload.planning.selection import select_axes
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.strategies import DIRECT, MODES, PARALLEL, ROOT, plan_schedules
 from shardload.planning.traffic import count_direct_of_nodes
+from tests.tiers import examples
 from tests.unit.brute_force import Case, cases, chunks_read, elements_read, held_regions
-from tests.unit.quick import examples
 
 PENCIL = ((), (0,), (1,))
 F4 = np.dtype("f4")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from shardload.planning.region import Region, padding_of
 from shardload.planning.selection import Selection, select_axes
-from tests.unit.quick import examples
+from tests.tiers import examples
 
 SHAPES = st.lists(st.integers(0, 6), max_size=4).map(tuple)
 

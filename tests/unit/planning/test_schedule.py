@@ -29,8 +29,8 @@ from shardload.planning.schedule import (
 from shardload.planning.selection import select_axes
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.strategies import Alone, Direct, Parallel, Root, plan_direct
+from tests.tiers import examples
 from tests.unit.brute_force import Case, cases, cell_numbers, chunks_read, flat_index, grids, held_regions, simulate
-from tests.unit.quick import examples
 
 
 def check_chunks_and_owners(case: Case, plan: Schedule) -> None:

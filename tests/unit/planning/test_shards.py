@@ -17,8 +17,8 @@ from shardload.planning.schedule import Grid, Part, Parts, RankBoxes, Schedule, 
 from shardload.planning.selection import select_axes
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.strategies import Parallel
+from tests.tiers import examples
 from tests.unit.brute_force import Case, cases, simulate
-from tests.unit.quick import examples
 
 
 @st.composite

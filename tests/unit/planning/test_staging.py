@@ -12,7 +12,7 @@ from shardload.planning.selection import select_axes
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.staging import least_staging, plan_staging
 from shardload.planning.strategies import plan_schedules
-from tests.unit.quick import examples
+from tests.tiers import examples
 
 Array = tuple[Schedule, SourceLayout]
 

@@ -28,7 +28,7 @@ from shardload.formats.memory import MemorySource
 from shardload.formats.zarr.source import FORMAT as ZARR
 from shardload.testing import ConformanceError, check_format, check_source
 from shardload.testing.conformance import DTYPES, SHAPES, ramp
-from tests.unit.quick import quick_ones, some_of
+from tests.tiers import quick_ones, some_of
 
 Array = np.ndarray[Any, Any]
 

@@ -23,7 +23,7 @@ from shardload.formats.saving import make_sink
 from shardload.formats.sink import ArraySpec, Compression, Encoder, Sink, Stored
 from shardload.testing import ConformanceError, check_sink
 from shardload.testing.conformance import DTYPES, SHAPES
-from tests.unit.quick import some_of
+from tests.tiers import some_of
 from tests.unit.saving import quick_fsync  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("quick_fsync")

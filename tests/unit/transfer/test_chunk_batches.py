@@ -23,9 +23,9 @@ from shardload.transfer.buffers import Slots, aligned
 from shardload.transfer.local_pieces import LocalPieces
 from shardload.transfer.reader import SourceReader
 from shardload.transfer.resources import Resources
+from tests.tiers import examples
 from tests.unit.brute_force import Case, cases, chunks_read
 from tests.unit.fakes import FakeChunks, FakeSource, failure, fetch, piece_of, pieces_of, reader_of, tune, values_of, whole
-from tests.unit.quick import examples
 
 Array = np.ndarray[Any, Any]
 TABLE = np.arange(96, dtype="f4").reshape(8, 12)

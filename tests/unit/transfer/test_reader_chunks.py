@@ -22,6 +22,7 @@ from shardload.transfer.buffers import Piece, Slots, aligned
 from shardload.transfer.local_pieces import LocalPieces
 from shardload.transfer.reader import SourceReader
 from shardload.transfer.resources import Resources
+from tests.tiers import examples
 from tests.unit.brute_force import Case, cases, chunks_read
 from tests.unit.fakes import (
     TABLE,
@@ -38,7 +39,6 @@ from tests.unit.fakes import (
     values_of,
     whole,
 )
-from tests.unit.quick import examples
 
 Array = np.ndarray[Any, Any]
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from shardload.errors import ConfigError
 from shardload.transfer.decode import conversion, decode_into
 from shardload.values.decoding import decoding_of, packed_by, typed
-from tests.unit.quick import examples
+from tests.tiers import examples
 
 INTEGERS = ["i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8"]
 FLOATS = ["f2", "f4", "f8"]
