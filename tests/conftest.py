@@ -43,8 +43,6 @@ import hypothesis
 import numpy as np
 import pytest
 
-from tests.tiers import IS_QUICK
-
 TESTS = Path(__file__).parent
 JOB_SECONDS = 900.0  # a test that starts jobs; their own timeouts are shorter and say more
 OUTCOMES = ("passed", "skipped", "failed")
@@ -94,6 +92,8 @@ ALIKE = {
 # `make test` leaves these to `make test-all`: whole tests, and combinations of parameters (see `_beside_the_diagonal`).
 THOROUGH = "looks deeper at what cheaper tests look at too, and takes long: left out of `make test`, part of `make test-all`"
 EACH_VALUE = "`make test` takes as many combinations of the parameters as show each value once; `make test-all` all of them"
+
+IS_QUICK = bool(os.environ.get("TESTS_QUICK"))  # as in `tests.tiers`; tests of this file copy it alone
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before anything imports jax
 atexit.register(gc.freeze)  # see jobs/site/sitecustomize.py
