@@ -74,6 +74,7 @@ def test_peak(
     comm.Free()
 
 
+@pytest.mark.thorough  # test_peak has small chunks, and tests/unit what is kept for each
 @pytest.mark.any_version
 @pytest.mark.parametrize("readers", ["parallel", "direct"])
 def test_chunks_of_one_byte(comm: Any, shared_tmp_path: Path, readers: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -188,6 +188,7 @@ def test_ctrl_c_while_helpers_are_at_work(
     check(x, ramp(cube()), mesh, spec)
 
 
+@pytest.mark.thorough  # tests/unit has the package, test_each_shard_is_its_part_of_the_file every way of reading
 def test_a_format_of_another_package(comm: Any, shared_tmp_path: Path) -> None:
     """Found by its entry point on every rank that reads, or by the helper processes; its errors are every rank's."""
     shape, mesh, spec = cube(), mesh_of(), P("a", "b")

@@ -472,6 +472,7 @@ def test_each_rank_reads_another_array_of_a_file_that_is_replaced(
 # --- memory
 
 
+@pytest.mark.thorough  # test_memory.py has as large a tree, by the resident set
 @pytest.mark.any_library
 @pytest.mark.parametrize("readers", ["root", "parallel", "direct"])
 def test_memory_of_forty_arrays(comm: Any, shared_tmp_path: Path, readers: str, monkeypatch: pytest.MonkeyPatch) -> None:
