@@ -236,8 +236,8 @@ class OpenDataset(h5py.Dataset):  # type: ignore[misc]  # h5py has no types
         return _nbytes_of_attributes(h5py.h5o.get_info(self.id))
 
 
-def nbytes_of_attributes_of(owner: h5py.Dataset | h5py.File) -> int:
-    """Bytes of the attributes of a dataset, or of a file's root group, that are not in its object header."""
+def nbytes_of_attributes_of(owner: h5py.Dataset | h5py.Group) -> int:
+    """Bytes of the attributes of a dataset or a group (of a file, its root), that are not in its object header."""
     if isinstance(owner, OpenDataset):
         return owner.nbytes_of_attributes
     return _nbytes_of_attributes(h5py.h5o.get_info(owner.id))
