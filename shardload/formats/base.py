@@ -24,7 +24,7 @@ import numpy as np
 
 from shardload.errors import printable
 from shardload.formats.access import STRICT, Access
-from shardload.formats.labels import Coordinate, Labels, OnDemand, from_plain, to_plain
+from shardload.formats.labels import Coordinate, Labels, Note, OnDemand, from_plain, to_plain
 from shardload.planning.batches import cut_box
 from shardload.planning.region import Region
 from shardload.system.scratch import empty_bytes
@@ -35,7 +35,6 @@ __all__ = [
     "MOST_KEPT",
     "MOST_NAMED",
     "TOLD",
-    "TOO_LONG",
     "ArrayInfo",
     "BatchReader",
     "ChangedError",
@@ -59,7 +58,6 @@ __all__ = [
     "has_missing",
     "index_in_parts",
     "is_added",
-    "is_shortened",
     "json_value",
     "native_dtype",
     "nbytes_of",
@@ -79,8 +77,6 @@ __all__ = [
 TOLD = ("scale_factor", "add_offset", "_FillValue", "missing_value", *TEXTS, *VALID_RANGE, "units", "calendar")
 _MOST_SHOWN = 1024  # values or characters of an attribute to show
 MOST_KEPT = 1 << 16  # ... to give to the caller
-TOO_LONG = "attributes are too long, not shown"
-_NOT_ALL = "... (not all shown)"
 _MOST_AXES = 64 if np.lib.NumpyVersion(np.__version__) >= "2.0.0" else 32
 _MOST_ELEMENTS, _WIDEST = 2**63 - 1, 16  # bytes of complex128
 
@@ -1009,34 +1005,26 @@ def json_value(value: Any, most: int = _MOST_SHOWN) -> Any:
     """An attribute's value as plain Python: text for bytes, numbers for NumPy scalars, lists for arrays.
 
     Other values (references, records) become their text. An array of one element becomes that element, because netCDF stores
-    scalars so. A value longer than `most` is replaced by a text with its length: attributes are sent to every rank and shown to
-    people (`is_shortened`).
+    scalars so. A value longer than `most`, or a list of which a part is, is replaced by a `Note` with its length: attributes
+    are sent to every rank and shown to people.
 
     >>> json_value(np.array([1.5], dtype=">f4")), json_value(b"K"), json_value(np.int16(3)), json_value([0] * 5000)
     (1.5, 'K', 3, '5000 values, not shown')
     """
     n = value.size if isinstance(value, np.ndarray) else len(value) if isinstance(value, list | tuple) else 0
     if n > most:
-        return f"{n} values, not shown"
+        return Note(f"{n} values, not shown")
     if isinstance(value, np.ndarray | np.generic):
         value = value.item() if value.size == 1 else value.tolist()
     if isinstance(value, bytes):
         value = value[: 4 * most + 1].decode("utf-8", errors="replace")
     if isinstance(value, list | tuple):
-        return [json_value(part, most) for part in value]
+        found = [json_value(part, most) for part in value]
+        return Note(f"{n} values, too long, not shown") if any(isinstance(part, Note) for part in found) else found
     if value is None or isinstance(value, bool | int | float):
         return value
     text = str(value)
-    return text if len(text) <= most else f"{text[:_MOST_SHOWN]}{_NOT_ALL}"
-
-
-def is_shortened(value: Any) -> bool:
-    """Whether an attribute, as plain Python, stands for one that is too long.
-
-    >>> is_shortened(json_value("x" * 2000)), is_shortened(json_value([0] * 5000)), is_shortened("K"), is_shortened([0])
-    (True, True, False, False)
-    """
-    return isinstance(value, str) and value.endswith((_NOT_ALL, ", not shown"))
+    return text if len(text) <= most else Note(f"{text[:_MOST_SHOWN]}... (not all shown)")
 
 
 def settle_bools(values: np.ndarray[Any, Any]) -> None:

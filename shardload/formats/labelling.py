@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from shardload.errors import ConfigError, is_unread
-from shardload.formats.base import TOO_LONG, Source
-from shardload.formats.labels import Coordinate, Labels
+from shardload.formats.base import Source
+from shardload.formats.labels import LONGEST_NAME, MOST_ATTRS, Coordinate, Labels, Note
 from shardload.planning.region import Region
 from shardload.values.decoding import decoding_of
 
@@ -33,14 +33,16 @@ def _bounded(attrs: Mapping[str, Any], most_nbytes: int = _MOST_ATTRS_NBYTES) ->
     {'a': 'attributes are too long, not shown', 'b': 1}
     """
     found: dict[str, Any] = {}
+    n_left = 0  # that have no place of their own
     for key, value in attrs.items():
+        if len(key) > LONGEST_NAME or len(found) >= MOST_ATTRS - 1:
+            n_left += 1
+            continue
         nbytes = len(json.dumps([key, value]))
         if nbytes > most_nbytes:
-            value, nbytes = TOO_LONG, 0
+            value, nbytes = Note("attributes are too long, not shown"), 0
         found[key], most_nbytes = value, most_nbytes - nbytes
-        if len(found) >= 256:
-            break
-    return found
+    return found if not n_left else found | {f"... and {n_left} more": Note("too many, or their names are too long; not shown")}
 
 
 def complete(

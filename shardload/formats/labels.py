@@ -19,10 +19,28 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["MIXED", "Coordinate", "Labels", "OnDemand", "from_plain", "names_in", "to_plain"]
+__all__ = [
+    "LONGEST_NAME",
+    "MIXED",
+    "MOST_ATTRS",
+    "Coordinate",
+    "Labels",
+    "Note",
+    "OnDemand",
+    "from_plain",
+    "names_in",
+    "to_plain",
+]
 
 Dims = tuple[str | None, ...]
+LONGEST_NAME, MOST_ATTRS = 4096, 256  # that one rank takes from another process
 MIXED = (-1, -1)  # in the place of the state of a file that changed while labels were read: no file has it
+
+
+class Note(str):
+    """In the place of an attribute's value: a text for people that says why the value is not here."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,11 +155,15 @@ def to_plain(labels: Labels | None) -> dict[str, Any] | None:
     """As plain JSON, for another rank."""
     if labels is None:
         return None
+
+    def marked(attrs: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: {"note": str(value)} if isinstance(value, Note) else value for key, value in attrs.items()}
+
     coords = {
         name: [
             one.dataset,
             list(one.dims),
-            dict(one.attrs),
+            marked(one.attrs),
             None
             if one.values is None
             else [one.values.dtype.name, list(one.values.shape), b64encode(one.values.tobytes()).decode()],
@@ -150,10 +172,10 @@ def to_plain(labels: Labels | None) -> dict[str, Any] | None:
     }
     return {
         "dims": list(labels.dims),
-        "attrs": dict(labels.attrs),
+        "attrs": marked(labels.attrs),
         "coords": coords,
         "is_brief": labels.is_brief,
-        "of_group": dict(labels.of_group),
+        "of_group": marked(labels.of_group),
         "read_in": None if labels.read_in is None else list(labels.read_in),
     }
 
@@ -170,7 +192,7 @@ def from_plain(found: Any, n_axes: int, clean: Callable[[str], str] = str) -> La
         return None
 
     def text(value: Any) -> str:
-        if not isinstance(value, str) or len(value) > 4096:
+        if not isinstance(value, str) or len(value) > LONGEST_NAME:
             raise ValueError("no name")
         return clean(value)
 
@@ -187,9 +209,14 @@ def from_plain(found: Any, n_axes: int, clean: Callable[[str], str] = str) -> La
         return clean(value) if isinstance(value, str) else value
 
     def attrs(value: Any) -> dict[str, Any]:
-        if not isinstance(value, dict) or len(value) > 256:
+        if not isinstance(value, dict) or len(value) > MOST_ATTRS:
             raise ValueError("no attributes")
-        return {text(key): plain(part) for key, part in value.items()}
+        return {text(key): note(part) if isinstance(part, dict) else plain(part) for key, part in value.items()}
+
+    def note(value: dict[Any, Any]) -> Note:
+        if set(value) != {"note"} or not isinstance(value["note"], str):
+            raise ValueError("an attribute that is an object")
+        return Note(clean(value["note"]))
 
     def values(value: Any) -> np.ndarray[Any, Any] | None:
         if value is None:

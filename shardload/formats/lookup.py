@@ -45,7 +45,7 @@ from shardload.formats.diagnosis import (
     unclaimed,
 )
 from shardload.formats.labelling import SMALL_NBYTES, complete
-from shardload.formats.labels import MIXED, Labels
+from shardload.formats.labels import MIXED, Labels, Note
 from shardload.formats.leftovers import refuse_leftover
 from shardload.formats.untrusted.source import UntrustedSource, find, find_labels, list_all, list_below
 from shardload.planning.blocks import count_runs
@@ -331,8 +331,7 @@ class Labeller:
         read_in = source.state()  # before anything is read
         try:
             if self._names is None:
-                of_group = source.group_attrs() if self._of_groups else None
-                labels = complete(source.labels(), open_other, self._small_nbytes, of_group)
+                labels = complete(source.labels(), open_other, self._small_nbytes, self._of_group(source))
             else:
                 labels = source.axes(self._names)
                 named = {name: one for name, one in labels.coords.items() if name in self._names}
@@ -344,6 +343,17 @@ class Labeller:
         if source.state() != read_in:  # these may be of two versions, and no values belong to them
             read_in = MIXED
         return replace(info, labels=replace(labels, read_in=read_in))
+
+    def _of_group(self, source: Source) -> Mapping[str, Any] | None:
+        """The attributes of the array's group; a note if they are damaged: then the array's own may be fine."""
+        if not self._of_groups:
+            return None
+        try:
+            return source.group_attrs()
+        except (LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
+            if is_unread(error):
+                raise
+            return {"attributes": Note("cannot be read")}
 
     def _open(self, path: str) -> OpenFile:
         if self._given is not None:

@@ -18,7 +18,7 @@ from shardload.formats.base import MOST_KEPT, TOLD, ArrayInfo, json_value, nativ
 from shardload.formats.hdf5.filters import NAMES, SIZED, n_compressors, refuse_filters
 from shardload.formats.hdf5.links import Others, decoded
 from shardload.formats.hdf5.opened import OpenDataset, creation_of, kind_of, nbytes_of_attributes_of, nbytes_stored_of
-from shardload.formats.labels import Coordinate, Labels, names_in
+from shardload.formats.labels import Coordinate, Labels, Note, names_in
 from shardload.values.decoding import ATTRIBUTES, TEXTS, Packing, typed
 
 __all__ = [
@@ -146,7 +146,12 @@ def labels_of(dataset: h5py.Dataset, has_coords: bool = True) -> Labels:
 
 def group_attrs_of(dataset: h5py.Dataset) -> dict[str, Any]:
     """The attributes of the group that a dataset is in, as plain Python."""
-    found = _author_s(dataset.parent) if dataset.name else {}
+    if not dataset.name:
+        return {}
+    group = dataset.parent
+    if not _has_attributes(group):
+        return {"attributes": Note("too long to be read")} if h5py.h5a.get_num_attrs(group.id) else {}
+    found = _author_s(group)
     return {key: value for key, value in found.items() if value is not None}
 
 
@@ -313,7 +318,7 @@ def _file_has_marks(dataset: h5py.Dataset) -> bool:
     return found
 
 
-def _has_attributes(owner: h5py.Dataset | h5py.File, nbytes: Callable[[], int] | None = None) -> bool:
+def _has_attributes(owner: h5py.Dataset | h5py.Group, nbytes: Callable[[], int] | None = None) -> bool:
     """True if there are attributes, and together they are not too long to read. `nbytes` says what they take."""
     if not h5py.h5a.get_num_attrs(owner.id):
         return False
@@ -383,7 +388,7 @@ def _attribute(dataset: h5py.Dataset, key: str, *most: int) -> Any:
     value = _raw_attribute(dataset, key)
     if isinstance(value, h5py.Empty):
         return None
-    return value.text if isinstance(value, _Unreadable) else json_value(value, *most)
+    return Note(value.text) if isinstance(value, _Unreadable) else json_value(value, *most)
 
 
 def _raw_attribute(dataset: h5py.Dataset, key: str) -> Any:

@@ -63,10 +63,12 @@ class OpenFacts:
     ----------
     file : h5py.File
         The file, from `open_to_read`. It stays the caller's; `close` ends what this object has opened besides.
+    among : OpenParts, optional
+        What this file is a part of: its own parts are kept there, too, so that one number limits all.
     """
 
-    def __init__(self, file: h5py.File) -> None:
-        self.file = file
+    def __init__(self, file: h5py.File, among: OpenParts | None = None) -> None:
+        self.file, self._among = file, among
         self.descriptor = own_descriptor(file)
         self._groups: dict[bytes, Any] = {}
         self.has_marks: bool | None = None  # of the netCDF library; None until somebody has looked
@@ -94,7 +96,7 @@ class OpenFacts:
     @kept
     def parts(self) -> OpenParts:
         """The files of which virtual datasets in this one consist."""
-        return OpenParts()
+        return OpenParts() if self._among is None else self._among
 
     @kept
     def nbytes_of_attributes(self) -> int:
@@ -124,7 +126,7 @@ class OpenFacts:
 
     def close(self) -> None:
         """Close the groups, the parts and the descriptor of this object."""
-        if (parts := self.__dict__.pop("parts", None)) is not None:
+        if (parts := self.__dict__.pop("parts", None)) is not None and parts is not self._among:
             parts.close()
         self.forget_groups()
         if (raw := self.__dict__.pop("raw", None)) is not None:
@@ -153,7 +155,7 @@ class OpenParts:
         key = path, version, fence
         facts = self._kept.get(key)
         if facts is None or not _is_still(facts, path):
-            facts = OpenFacts(ask())
+            facts = OpenFacts(ask(), self)
             if not self._is_closed and len(self._kept) < self._most:
                 self._kept.setdefault(key, facts)  # another thread may have been quicker
         return facts
@@ -236,8 +238,8 @@ class OpenDataset(h5py.Dataset):  # type: ignore[misc]  # h5py has no types
         return _nbytes_of_attributes(h5py.h5o.get_info(self.id))
 
 
-def nbytes_of_attributes_of(owner: h5py.Dataset | h5py.File) -> int:
-    """Bytes of the attributes of a dataset, or of a file's root group, that are not in its object header."""
+def nbytes_of_attributes_of(owner: h5py.Dataset | h5py.Group) -> int:
+    """Bytes of the attributes of a dataset or a group (of a file, its root), that are not in its object header."""
     if isinstance(owner, OpenDataset):
         return owner.nbytes_of_attributes
     return _nbytes_of_attributes(h5py.h5o.get_info(owner.id))

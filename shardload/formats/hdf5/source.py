@@ -115,6 +115,8 @@ class Hdf5Source(Source):
         Closed with this source.
     give_back : callable, optional
         Called when this source was closed.
+    is_linked : bool
+        True if a link led to the dataset from another file, whose names it does not know.
     """
 
     def __init__(
@@ -126,7 +128,9 @@ class Hdf5Source(Source):
         is_own: bool = False,
         facts: OpenFacts | None = None,
         give_back: Callable[[], None] | None = None,
+        is_linked: bool = False,
     ) -> None:
+        self._is_linked = is_linked
         self._facts, self._give_back = facts, give_back
         self._dataset, self._info, self._others, self._files, self._is_own = dataset, info, others, files, is_own
         self._whole = Whole.of(dataset)
@@ -279,17 +283,17 @@ class Hdf5Source(Source):
     def labels(self) -> Labels:
         """The dimension scales and all attributes."""
         with self._others.watched():
-            return labels_of(self._dataset, has_coords=len(self._files) < 2)
+            return labels_of(self._dataset, has_coords=not self._is_linked)
 
     def group_attrs(self) -> Mapping[str, Any]:
         """Those of the group in this file; if a link leads to the array in another file, none."""
         with self._others.watched():
-            return group_attrs_of(self._dataset) if len(self._files) < 2 else {}
+            return {} if self._is_linked else group_attrs_of(self._dataset)
 
     def axes(self, names: Collection[str]) -> Labels:
         """The dimension scales."""
         with self._others.watched():
-            return axes_of(self._dataset, len(self._files) < 2, names)
+            return axes_of(self._dataset, not self._is_linked, names)
 
     def properties(self) -> Properties:
         """Filters with their options, and attributes with their types."""
@@ -560,7 +564,8 @@ def _open_dataset(
         others = look_through(found, fence, access, planned is not None and planned.parts is not None)
         info = _describe(found, path, name, others, access=access, planned=planned)
         files = [facts.file, *opened] if is_own else opened
-        return Hdf5Source(found, info, others, files, is_own=True, facts=facts if is_own else None)
+        facts_to_close = facts if is_own else None
+        return Hdf5Source(found, info, others, files, True, facts_to_close, is_linked=bool(opened))
     except BaseException:
         close_all(opened)
         raise

@@ -234,7 +234,10 @@ class ZarrSource(Source):
 
     def group_attrs(self) -> Mapping[str, Any]:
         """Those of the group above. In format 3 there may be none: a folder is enough."""
-        above = self._array.path.strip("/").rpartition("/")[0]
+        own = self._array.path.strip("/")
+        if not own:  # the store is the array
+            return {}
+        above = own.rpartition("/")[0]
         try:
             found = zarr.open_group(
                 self._array.store, path=above, mode="r", zarr_format=self._array.metadata.zarr_format, use_consolidated=False

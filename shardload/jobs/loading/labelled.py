@@ -15,8 +15,8 @@ import numpy as np
 
 from shardload.arrays.padding import version_of
 from shardload.errors import ConfigError, SourceError
-from shardload.formats.base import ArrayInfo, is_shortened
-from shardload.formats.labels import Labels, OnDemand
+from shardload.formats.base import ArrayInfo, some
+from shardload.formats.labels import Labels, Note, OnDemand
 from shardload.jobs.consistency import version_of_state
 from shardload.jobs.loading.plan import Plan
 from shardload.jobs.loading.tree_plan import TreePlan
@@ -87,19 +87,19 @@ def to_xarray(tree: Any, plan: Any) -> Any:
 
 
 def _warn_of_long_attributes(plan: Any) -> None:
-    """Say which attributes the objects of xarray do not have, because they are too long to be kept in a plan."""
+    """Say which attributes the objects of xarray do not have, because a plan does not: they are too long, or cannot be read."""
     plans = plan.leaves if isinstance(plan, TreePlan) else jax.tree.leaves(plan, is_leaf=lambda one: isinstance(one, Plan))
     lost: dict[str, None] = {}
     for info in (one.info for one in plans):
         owners = {info.dataset: info.attrs} | ({} if isinstance(plan, Plan) else {"the group": info.group_attrs})
         owners |= {one.dataset: one.attrs for one in info.coords.values()}
         lost |= dict.fromkeys(
-            f"{key!r} of {owner}" for owner, attrs in owners.items() for key in attrs if is_shortened(attrs[key])
+            f"{key!r} of {owner}" for owner, attrs in owners.items() for key in attrs if isinstance(attrs[key], Note)
         )
     if lost:
-        text = (
-            f"left out attributes that are too long: {', '.join(lost)}. Set them by hand, or save with like= or copy the file"
-        )
+        names = some(list(lost))
+        hint = "Set them by hand, or save with like= or copy the file"
+        text = f"left out attributes that are too long, or cannot be read: {names}. {hint}"
         warn_once(text, UserWarning, jax.process_index())
 
 
@@ -188,7 +188,7 @@ def _of_all(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         key: deepcopy(value)
         for key, value in first.items()
         if all(key in other and repr(other[key]) == repr(value) for other in others)  # NaN, too, is the same
-        and not is_shortened(value)
+        and not isinstance(value, Note)
     }
 
 
@@ -345,12 +345,12 @@ def _split(attrs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     applied = (key for key in ATTRIBUTES if key in attrs and key not in VALID_RANGE)
     encoding = {key: attrs[key] for key in applied if key != "dtype" or attrs[key] == "bool"}
     own = {key: value for key, value in attrs.items() if key not in (*encoding, _NAMES_OF_COORDINATES)}
-    return _own(own), deepcopy(encoding)
+    return _own(own), _own(encoding)
 
 
 def _own(attrs: Mapping[str, Any]) -> dict[str, Any]:
-    """Attributes that the caller may change: the plan's stay as they are. None of them stands for one that is too long."""
-    return {key: deepcopy(value) for key, value in attrs.items() if not is_shortened(value)}
+    """Attributes that the caller may change: the plan's stay as they are. None of them is a note in the place of a value."""
+    return {key: deepcopy(value) for key, value in attrs.items() if not isinstance(value, Note)}
 
 
 def _cut(

@@ -511,6 +511,35 @@ def test_files_stay_open_from_one_array_to_the_next(tmp_path: Path, monkeypatch:
     assert not [one for one in map(os.path.realpath, Path("/proc/self/fd").iterdir()) if one.startswith(str(tmp_path))]
 
 
+def test_files_of_files_stay_open_within_one_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if each part kept as many parts of its own: a thousand descriptors for a thousand files."""
+    path = whole(
+        tmp_path, (6,), [((slice(2 * k, 2 * k + 2),), h5py.VirtualSource(f"m{k}.h5", "a", (2,), "f4")) for k in range(3)]
+    )
+    for k in range(3):
+        layout = h5py.VirtualLayout((2,), "f4")
+        for i in range(2):
+            with h5py.File(tmp_path / f"p{2 * k + i}.h5", "w") as file:
+                file["a"] = np.full(1, 2 * k + i, "f4")
+            layout[i : i + 1] = h5py.VirtualSource(f"p{2 * k + i}.h5", "a", (1,), "f4")
+        with h5py.File(tmp_path / f"m{k}.h5", "w") as file:
+            file.create_virtual_dataset("a", layout)
+    monkeypatch.setattr(opened_module, "_MOST_PARTS", 2)
+    monkeypatch.setattr(tiles, "_MOST_OPEN", 0)
+
+    def others() -> set[str]:
+        found = map(os.path.realpath, Path("/proc/self/fd").iterdir())
+        return {one for one in found if one.startswith(str(tmp_path)) and one != os.path.realpath(path)}
+
+    with format_of(path).open_file(path) as file:
+        with contextlib.closing(file.open("/x")) as source:
+            out = np.empty(6, "f4")
+            source.read_into(Region.whole((6,)), out)
+            np.testing.assert_array_equal(out, np.arange(6, dtype="f4"))
+        assert len(others()) == 2
+    assert not others()
+
+
 def test_a_file_that_takes_the_place_of_one_that_is_open(tmp_path: Path) -> None:
     """Of the same size and time. Wrong if the second array were read from the file that was replaced."""
     path = two_arrays(tmp_path)

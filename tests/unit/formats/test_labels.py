@@ -19,7 +19,7 @@ import shardload
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.access import Access, Limits
 from shardload.formats.base import ArrayInfo
-from shardload.formats.labels import from_plain, to_plain
+from shardload.formats.labels import Note, from_plain, to_plain
 from shardload.formats.lookup import Labeller, find_array, read_labels
 from shardload.formats.untrusted import source as untrusted_source
 from shardload.jobs import contents
@@ -116,6 +116,60 @@ def test_attributes_of_the_group(tmp_path: Path, writer: str) -> None:
         (tmp_path / name / "g" / "h" / ("zarr.json" if "3" in writer else ".zgroup")).unlink()
         (tmp_path / name / "g" / "h" / ".zattrs").unlink(missing_ok=True)
         assert read_labels(path, info).of_group == {}
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_names_do_not_depend_on_the_group(tmp_path: Path, writer: str) -> None:
+    """Wrong if all names of an array were lost where its group is damaged, or where a store is one array and has no group."""
+    name, how, _ = WRITERS[writer]
+    path = write(tmp_path / name, how, climate().assign_attrs(title="a run"))
+    if name != "a.zarr":  # more than is read, in the group alone
+        with h5py.File(path, "a", libver="latest") as file:
+            file.move("t", "large/t")
+            for key in range(300):
+                file["large"].attrs[str(key)] = np.zeros(60000, "u1")
+        found = read_labels(path, find_array(path, "large/t"))
+    else:
+        mark = next(file for file in (Path(path) / "zarr.json", Path(path) / ".zattrs") if file.exists())
+        mark.write_text(mark.read_text().replace('"title"', "title"))
+        found = read_labels(path, find_array(path, "t"))
+        alone = tmp_path / "alone.zarr"
+        (Path(path) / "t").rename(alone)
+        assert read_labels(alone, find_array(alone)).dims == ("time", "lat", "lon")
+        assert read_labels(alone, find_array(alone)).of_group == {}
+    assert found.dims == ("time", "lat", "lon") and found.attrs["units"] == "K"
+    assert isinstance(found.of_group["attributes"], Note)
+
+
+def test_names_behind_a_link_to_another_file(tmp_path: Path) -> None:
+    """Wrong if coordinates or attributes were those of what has the same names in this file, or in the other file's group."""
+    write(tmp_path / "other.nc", {"engine": "h5netcdf"}, climate().assign_attrs(title="other"))
+    path = tmp_path / "here.h5"
+    with h5py.File(path, "w") as file:
+        file["t"], file["time"], file.attrs["title"] = h5py.ExternalLink("other.nc", "/t"), np.zeros(4), "here"
+    found = read_labels(path, find_array(path, "t"))
+    assert found.dims == ("time", "lat", "lon") and found.attrs["units"] == "K"
+    assert (found.coords, found.of_group) == ({}, {})
+
+
+@pytest.mark.usefixtures("quick_helpers")
+def test_notes_in_the_place_of_attributes(tmp_path: Path) -> None:
+    """Wrong if a text of the author were taken for one, a note for a value, or too many attributes were lost unseen."""
+    path = tmp_path / "a.h5"
+    with h5py.File(path, "w") as file:
+        file["t"] = np.zeros(3)
+        file.attrs["comment"], file.attrs["texts"] = "land, not shown", ["a" * 70000, "b"]
+        file.attrs["n" * 5000] = 1
+        file["g/t"] = np.zeros(3)
+        for key in range(300):
+            file["g"].attrs[f"{key:03}"] = key
+    for access in (Access(), Access(untrusted=Limits())):
+        found = read_labels(path, find_array(path, "t"), access).of_group
+        assert found["comment"] == "land, not shown" and not isinstance(found["comment"], Note)
+        assert [key for key, value in found.items() if isinstance(value, Note)] == ["texts", "... and 1 more"]
+        many = read_labels(path, find_array(path, "g/t"), access).of_group
+        assert [key for key, value in many.items() if isinstance(value, Note)] == ["... and 45 more"]
+        assert {key: value for key, value in many.items() if key.isdigit()} == {f"{key:03}": key for key in range(255)}
 
 
 @pytest.mark.parametrize("writer", WRITERS)
