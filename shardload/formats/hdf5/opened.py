@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar, overload
 
@@ -148,22 +149,47 @@ class OpenParts:
     def __init__(self, most: int | None = None) -> None:
         self._most = _MOST_PARTS if most is None else most
         self._kept: dict[tuple[Any, ...], OpenFacts] = {}
+        self._n_users: dict[OpenFacts, int] = {}
+        self._lock = threading.RLock()  # a call in a signal handler asks, too
         self._is_closed = False
 
     def take(self, path: str, version: tuple[int, ...], fence: Any, ask: Callable[[], h5py.File]) -> OpenFacts:
-        """The file at a path: in this version, and opened inside this fence. From `ask` if it is not open yet."""
+        """The file at a path: in this version, and opened inside this fence. From `ask` if it is not open yet.
+
+        Raises
+        ------
+        OSError
+            If the file is another one than that of an array that is being read.
+        """
         key = path, version, fence
-        facts = self._kept.get(key)
-        if facts is None or not _is_still(facts, path):
-            facts = OpenFacts(ask(), self)
+        with self._lock:  # not while HDF5 is asked, whose own lock another thread may have that waits for this one
+            facts = self._kept.get(key)
+            if facts is not None and _is_still(facts, path):
+                self._n_users[facts] = self._n_users.get(facts, 0) + 1
+                return facts
+            older = [one for one, kept in self._kept.items() if one[1] != version and _is_still(kept, path)]
+            if any(self._kept[one] in self._n_users for one in older):
+                raise OSError(f"'{path}' has changed since it was opened")
+            dropped = [self._kept.pop(one) for one in older]
+        for facts in dropped:  # while it is open, HDF5 has the old metadata of a file for whoever opens it again
+            _close(facts)
+        facts = OpenFacts(ask(), self)
+        with self._lock:
+            self._n_users[facts] = 1
             if not self._is_closed and len(self._kept) < self._most:
-                self._kept.setdefault(key, facts)  # another thread may have been quicker
+                self._kept.setdefault(key, facts)
         return facts
 
     def give_back(self, facts: OpenFacts) -> None:
         """Close a file that was taken, unless it is kept."""
-        facts.forget_groups()
-        if all(facts is not one for one in list(self._kept.values())):
+        with self._lock:
+            self._n_users[facts] -= 1
+            if self._n_users[facts]:
+                return
+            del self._n_users[facts]
+            facts.forget_groups()
+            is_kept = any(facts is one for one in self._kept.values())
+        if not is_kept:
             _close(facts)
 
     @contextlib.contextmanager

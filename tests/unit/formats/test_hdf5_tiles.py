@@ -556,3 +556,20 @@ def test_a_file_that_takes_the_place_of_one_that_is_open(tmp_path: Path) -> None
             out = np.empty((6, 4), source.dtype)
             source.read_into(Region.whole((6, 4)), out)
     assert (out[2:4] == -1).all() and (out[[0, 1, 4, 5]] == numbered((6, 4), "i8")[[0, 1, 4, 5]]).all()
+
+
+def test_a_file_that_is_written_anew_while_it_is_open(tmp_path: Path) -> None:
+    """In the same place on disk. Wrong if HDF5's old metadata of it told where the second array is."""
+    path = two_arrays(tmp_path)
+    with format_of(path).open_file(path) as file:
+        file.open("/x").close()
+        with h5py.File(tmp_path / "new.h5", "w") as other:
+            other["first"] = np.zeros(1000)
+            for name, dtype in (("y", "i8"), ("x", "f4")):
+                other[f"g/{name}"] = np.full((2, 4), -1, dtype)
+        with open(tmp_path / "p1.h5", "r+b") as old:
+            old.write((tmp_path / "new.h5").read_bytes())
+        with contextlib.closing(file.open("/y")) as source:
+            out = np.empty((6, 4), source.dtype)
+            source.read_into(Region.whole((6, 4)), out)
+    assert (out[2:4] == -1).all() and (out[[0, 1, 4, 5]] == numbered((6, 4), "i8")[[0, 1, 4, 5]]).all()
