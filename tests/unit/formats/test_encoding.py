@@ -96,3 +96,10 @@ def test_threads_encode_at_the_same_time() -> None:
     for mine, (_, frames) in enumerate(found):
         for k, frame in enumerate(frames):
             assert bytes(numcodecs.zstd.decompress(frame)) == bytes_of(50_000 - k, 100 * mine + k).tobytes()
+
+
+def test_a_whole_chunk_in_the_other_byte_order() -> None:
+    """Wrong if values that need no padding were stored as they lie in memory."""
+    values = np.arange(6, dtype="<i4").reshape(2, 3)
+    chain = encoding.EncodeChain([], (2, 3), np.dtype(">i4"), 0)
+    assert bytes(chain.encode(values)) == values.astype(">i4").tobytes()

@@ -146,6 +146,8 @@ def test_virtual_and_external(tmp_path: Path, dtype: str) -> None:
     behind = np.concatenate([np.zeros_like(data[:1]), data[1:]])
     assert check(path, "/shifted", behind).chunks == (3, 4, 2)  # of which none is where the plan has it
     assert check(path, "/external", data).chunks is None
+    with closing(open_source(path, "/external")) as source:
+        assert source.missing(Region.whole(data.shape)) == [], "the file has no place for these values, another one has"
     (tmp_path / "part1.h5").unlink()
     # HDF5 itself would deliver zeros for the missing part, without a word.
     with pytest.raises(SourceError, match=r"'/virtual' in .* values of another file, 'part1.h5', which is not there"):

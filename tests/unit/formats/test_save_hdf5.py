@@ -90,6 +90,11 @@ def test_every_type_is_read_back_by_h5py(tmp_path: Path, name: str) -> None:
             assert len(chunks) == 8
             if name in COMPRESSIONS:
                 assert {one.filter_mask for one in chunks} == {0}
+            head = found.id.read_direct_chunk((0, 0, 0))[1][:4]
+            if name.startswith("blosc") and name in COMPRESSIONS:
+                assert head[3] == expected.itemsize, "by which it shuffles"
+            if name.startswith("gzip"):
+                assert head[1] >> 6 == {"gzip": 1, "gzip9+shuffle": 3, "gzip0": 0}[name], "how well, by the stream's own words"
     for key, expected in values.items() if name not in ("bzip2", "bitshuffle") else ():
         # Our own reader, and what the encoder said of the array.
         source = open_source(str(tmp_path / "x.h5"), key)

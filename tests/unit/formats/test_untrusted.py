@@ -179,6 +179,9 @@ def test_a_virtual_dataset_of_a_pattern_of_files(places: tuple[Path, Path]) -> N
     plain[1].rename(other / "p1.h5")
     plain[1].symlink_to(other / "p1.h5")
     refused(home / "a.h5", "/v", "outside the folder of this file")
+    (other / "p1.h5").unlink()
+    with pytest.raises(SourceError, match="outside the folder of this file"):  # which does not tell what is there
+        open_source(home / "a.h5", "/v")
 
 
 def test_external_storage(places: tuple[Path, Path]) -> None:

@@ -69,3 +69,25 @@ def test_two_jobs_that_resume_at_once(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(ConfigError, match="another job is writing"):
         find_journal(target, about)
     first.remove()
+
+
+def test_rounds_behind_a_damaged_record_do_not_count(tmp_path: Path) -> None:
+    """Wrong if a record with a flipped bit were taken, or one that was cut short: both would name chunks that nobody wrote."""
+    target, ticket, about = begun(tmp_path)
+    first = Journal(about, True)
+    first.begin(ticket)
+    rounds = [np.arange(N_COLUMNS, dtype=np.int64)[None] + k for k in range(3)]
+    for rows in rounds:
+        first.note(rows)
+    first.close()
+    path = Path(f"{ticket.temporary}.journal")
+    whole, nbytes = path.read_bytes(), 12 + rounds[0].nbytes  # of a record: its size and checksum come first
+    flipped = bytearray(whole)
+    flipped[-nbytes - 1] ^= 1
+    damaged = {3: whole, 2: whole[:-1], 1: bytes(flipped)}
+    for n, data in damaged.items():
+        path.write_bytes(data)
+        left = find_journal(target, about)
+        assert left is not None
+        np.testing.assert_array_equal(left.rows, np.concatenate(rounds[:n]))
+        left.close()

@@ -316,7 +316,7 @@ def test_a_relay_that_passes_on_the_bundle_before_again(way: str, monkeypatch: p
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("way", [NODES, TWO_HOPS])
-@pytest.mark.parametrize("what", ["a value", "a row", "the head"])
+@pytest.mark.parametrize("what", ["a value", "a row", "a receiver", "the head"])
 def test_a_byte_that_changes_in_a_relay(what: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if a damaged row led a part elsewhere (found always), or a changed value were believed (found by checksums)."""
     done: list[int] = []
@@ -329,7 +329,8 @@ def test_a_byte_that_changes_in_a_relay(what: str, way: str, monkeypatch: pytest
             if what == "a value":
                 values[len(values) // 2] ^= 1
             else:
-                message[{"a row": 16 + 8 + 4 * NBYTES, "the head": 8}[what]] ^= 1
+                row = 16 + 8  # the first one
+                message[{"a row": row + 4 * NBYTES, "a receiver": row + 4 * RECEIVER, "the head": 8}[what]] ^= 1
         return message
 
     patch_relays(monkeypatch, flip)
