@@ -95,7 +95,7 @@ test: setup ## all checks and tests, as CI runs them (7 minutes)
 	@$(PY) -m tests.slurm.cluster --check || printf '*** NOT RUN: pytest: slurm\n'
 	@for program in h5dump ncdump; do command -v $$program >/dev/null || printf '*** NOT RUN: tests with %s\n' $$program; done
 
-test-all: ## ... and what takes longer: before a release (half an hour)
+test-all: ## ... and what takes longer: before a release (a quarter of an hour)
 	@ALL=1 $(MAKE) test
 
 lint: $(VENV)/.test-$(KEY) ## style, types and import direction only
