@@ -87,6 +87,7 @@ def test_every_layout_and_way_is_verified_and_reported(tmp_path: Path) -> None:
     assert (out / "ratios.svg").stat().st_size > 10_000
 
 
+@pytest.mark.thorough  # the test above runs the one that all results come from
 def test_the_other_commands(tmp_path: Path) -> None:
     places = ["--data", str(tmp_path / "data"), "--results", str(tmp_path)]
     command("memory", "--size", "64", "--ranks", "2", "--layouts", "hdf5-gzip-planes", *places)

@@ -229,6 +229,7 @@ def test_every_rank_raises_the_same(mistakes: dict[str, list[Said]], case: str) 
     check(mistakes[case], *EXPECTED[case])
 
 
+@pytest.mark.thorough  # tests/mpi has errors with Open MPI, too
 @pytest.mark.parametrize("case", SOME)
 def test_every_rank_raises_the_same_with_open_mpi(mistakes_with_open_mpi: dict[str, list[Said]], case: str) -> None:
     """Wrong if a rank went on by itself, waited for one that did not, or said something else."""

@@ -21,7 +21,7 @@ from benchmarks.fuzz.loads import GOOD, Outcomes, Worker, fuzz
 from benchmarks.fuzz.worker import by_library, judge
 from tests.tiers import IS_QUICK
 
-N_CASES = 60 if IS_QUICK else 150
+N_CASES = 45 if IS_QUICK else 150
 N_OF_A_FILTER = 1 if IS_QUICK else 3
 
 
