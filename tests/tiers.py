@@ -19,7 +19,7 @@ IS_QUICK = bool(os.environ.get("TESTS_QUICK"))
 
 def thorough(values: Iterable[Any], these: Container[Any]) -> list[Any]:
     """Values for ``parametrize``, of which `make test` leaves `these` to `make test-all`."""
-    return [pytest.param(value, marks=pytest.mark.thorough) if value in these else value for value in values]
+    return [_thorough(value) if value in these else value for value in values]
 
 
 def examples(n: int, **settings: Any) -> hypothesis.settings:

@@ -40,11 +40,11 @@ from shardload.formats.containment import TARGET_HINT, Fence, OutsideError, why_
 from shardload.formats.hdf5.filters import is_stacked, refuse_filters
 from shardload.formats.hdf5.integrity import Sizes
 from shardload.formats.hdf5.opened import OpenDataset, OpenFacts, OpenParts, creation_of, kind_of
-from shardload.formats.hdf5.raw_file import has_signature, open_to_read, own_descriptor, plain_descriptor
+from shardload.formats.hdf5.raw_file import close_all, has_signature, open_to_read, own_descriptor, plain_descriptor
 from shardload.formats.hdf5.tiles import Behind, Names, version_of
 
 __all__ = [
-    "LostError", "Others", "Places", "close_all", "decoded", "encoded", "follow", "follow_hard", "look_through",
+    "LostError", "Others", "Places", "decoded", "encoded", "follow", "follow_hard", "look_through",
     "nothing_else_opened", "open_other", "place_of", "versions_of",
 ]  # fmt: skip
 
@@ -213,13 +213,6 @@ def follow_hard(facts: OpenFacts, name: str) -> OpenDataset | None:
     except (KeyError, RuntimeError, ValueError):  # `follow` says what is wrong
         return None
     return OpenDataset(at, facts, address) if isinstance(at, h5py.h5d.DatasetID) else None
-
-
-def close_all(files: Sequence[h5py.File]) -> None:
-    """Close files that were opened for reading only. No error of that says anything of what was read."""
-    for file in reversed(files):
-        with contextlib.suppress(OSError, RuntimeError):
-            file.close()
 
 
 class _NotThereError(Exception):

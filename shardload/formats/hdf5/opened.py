@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar, overload
 import h5py
 
 from shardload.formats.hdf5.on_disk import UnknownError, nbytes_of_attributes
-from shardload.formats.hdf5.raw_file import RawFile, own_descriptor
+from shardload.formats.hdf5.raw_file import RawFile, close_all, own_descriptor
 
 __all__ = [
     "OpenDataset",
@@ -95,6 +95,11 @@ class OpenFacts:
         self.__dict__.pop("root", None)
 
     @kept
+    def inode(self) -> tuple[int, ...] | None:
+        """Which file it is, whatever its path leads to now."""
+        return None if self.descriptor is None else _inode_of(self.descriptor)
+
+    @kept
     def parts(self) -> OpenParts:
         """The files of which virtual datasets in this one consist."""
         return OpenParts() if self._among is None else self._among
@@ -161,13 +166,13 @@ class OpenParts:
         OSError
             If the file is another one than that of an array that is being read.
         """
-        key = path, version, fence
+        key, inode = (path, version, fence), _inode_of(path)
         with self._lock:  # not while HDF5 is asked, whose own lock another thread may have that waits for this one
             facts = self._kept.get(key)
-            if facts is not None and _is_still(facts, path):
+            if facts is not None and facts.inode == inode:
                 self._n_users[facts] = self._n_users.get(facts, 0) + 1
                 return facts
-            older = [one for one, kept in self._kept.items() if one[1] != version and _is_still(kept, path)]
+            older = [one for one, kept in self._kept.items() if one[1] != version and kept.inode == inode]
             if any(self._kept[one] in self._n_users for one in older):
                 raise OSError(f"'{path}' has changed since it was opened")
             dropped = [self._kept.pop(one) for one in older]
@@ -188,7 +193,7 @@ class OpenParts:
                 return
             del self._n_users[facts]
             facts.forget_groups()
-            is_kept = any(facts is one for one in self._kept.values())
+            is_kept = facts in self._kept.values()
         if not is_kept:
             _close(facts)
 
@@ -208,18 +213,18 @@ class OpenParts:
             _close(self._kept.popitem()[1])
 
 
-def _is_still(facts: OpenFacts, path: str) -> bool:
-    """Whether the file of that path is the open one."""
+def _inode_of(file: int | str) -> tuple[int, ...]:
+    """Which file a path, or a descriptor, leads to; empty if to none."""
     try:
-        return facts.descriptor is not None and os.path.samestat(os.stat(path), os.fstat(facts.descriptor))
+        found = os.stat(file)
     except OSError:
-        return False
+        return ()
+    return found.st_dev, found.st_ino
 
 
 def _close(facts: OpenFacts) -> None:
     facts.close()
-    with contextlib.suppress(OSError, RuntimeError):  # it was open for reading only
-        facts.file.close()
+    close_all([facts.file])
 
 
 class OpenDataset(h5py.Dataset):  # type: ignore[misc]  # h5py has no types

@@ -12,9 +12,11 @@ load, the duplicate's number cannot come to mean another file.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import h5py
@@ -22,7 +24,16 @@ import numpy as np
 
 from shardload.formats.base import Spans, read_at
 
-__all__ = ["RawFile", "file_number", "has_signature", "open_to_read", "own_descriptor", "plain_descriptor", "swap_size"]
+__all__ = [
+    "RawFile",
+    "close_all",
+    "file_number",
+    "has_signature",
+    "open_to_read",
+    "own_descriptor",
+    "plain_descriptor",
+    "swap_size",
+]
 
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 
@@ -45,6 +56,13 @@ def open_to_read(path: str) -> h5py.File:
             return h5py.File(h5py.h5f.open(os.fsencode(path), h5py.h5f.ACC_RDONLY, fapl=_to_read()[0]))
         except InterruptedError:
             continue
+
+
+def close_all(files: Sequence[h5py.File]) -> None:
+    """Close files that were opened for reading only. No error of that says anything of what was read."""
+    for file in reversed(files):
+        with contextlib.suppress(OSError, RuntimeError):
+            file.close()
 
 
 def own_descriptor(file: h5py.File) -> int | None:

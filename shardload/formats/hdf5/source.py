@@ -54,7 +54,6 @@ from shardload.formats.hdf5.links import (
     LostError,
     Others,
     Places,
-    close_all,
     decoded,
     encoded,
     follow,
@@ -76,7 +75,7 @@ from shardload.formats.hdf5.metadata import (
 )
 from shardload.formats.hdf5.missing import MissingChunks
 from shardload.formats.hdf5.opened import OpenDataset, OpenFacts, OpenParts, kept, kind_of, nbytes_stored_of, raw_of
-from shardload.formats.hdf5.raw_file import RawFile, has_signature, open_to_read, plain_descriptor, swap_size
+from shardload.formats.hdf5.raw_file import RawFile, close_all, has_signature, open_to_read, plain_descriptor, swap_size
 from shardload.formats.hdf5.tiles import Tiles, code_of, find_boxes, tell_parts
 from shardload.formats.labels import Labels
 from shardload.planning.region import Region
