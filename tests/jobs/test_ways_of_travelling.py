@@ -11,6 +11,8 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+import pytest
+
 from tests.jobs.launch import ROOT, run_job
 from tests.tiers import IS_QUICK
 
@@ -49,7 +51,7 @@ def run_suite(
 
 def test_memory_that_one_rank_cannot_share(tmp_path: Path) -> None:
     """Wrong if the ranks disagreed: some would send notes of memory that others cannot see."""
-    found = run_suite(tmp_path, FEW, 4, {"WAYS_WITHOUT": "1"}, fresh=False, share="0/4" if IS_QUICK else "0/2")
+    found = run_suite(tmp_path, FEW, 4, {"WAYS_WITHOUT": "1"}, fresh=False, share="0/8" if IS_QUICK else "0/2")
     assert [one.get("segments refused", 0) > 0 for one in found] == [False, True, False, False]
     for one in found:
         assert one["messages sent"] > 50 and "notes sent" not in one, one
@@ -82,6 +84,7 @@ def test_two_hops_over_nodes_of_different_sizes(tmp_path: Path) -> None:
         assert min(found["bundles sent"], found["parts of bundles taken"]) > 10, found
 
 
+@pytest.mark.thorough
 def test_relays_where_ranks_of_a_node_share_no_memory(tmp_path: Path) -> None:
     """Wrong if a relay could give parts to the ranks of its node through shared memory only."""
     env = {"WAYS_RELAYS": "nodes", "SHARDLOAD_RANKS_PER_NODE": "0,1,0,1", "SHARDLOAD_SHARED_MEMORY": "0"}
