@@ -220,6 +220,26 @@ class _Doing:
         self._job._end(self._phase, self._one, time.perf_counter() - self._started)
 
 
+class _KeepingErrors:
+    """Hand an error to `keep`, which keeps it until the ranks agree. A stall passes.
+
+    (A generator of `contextlib` would be shorter. In Python 3.13 the frame of one that ended keeps that of its caller in
+    `contextlib`, where the error is a variable: a cycle, see `let_go`.)
+    """
+
+    def __init__(self, keep: Callable[[BaseException], None]) -> None:
+        self._keep = keep
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
+        if not isinstance(error, Exception) or isinstance(error, StallError):
+            return False
+        let_interruption_pass(error)
+        self._keep(error)
+        return True
+
+
 class _Writing:
     """One rank's part in writing one file."""
 
@@ -359,17 +379,6 @@ class _Writing:
 
         self._group.tell(make, 0)
 
-    @contextmanager
-    def _keeping_errors(self) -> Iterator[None]:
-        """Keep an error until the ranks agree. A stall passes."""
-        try:
-            yield
-        except StallError:
-            raise
-        except Exception as error:
-            let_interruption_pass(error)
-            self._keep(error)
-
     def _keep(self, error: BaseException) -> None:
         let_go(error)
         with self._lock:
@@ -401,7 +410,7 @@ class _Writing:
 
         self._ticket = Ticket.from_json(group.tell(create, 0))
         ticket = self._ticket
-        with self._keeping_errors(), named(sink.path):
+        with _KeepingErrors(self._keep), named(sink.path):
             self._writer = self._apart(lambda: sink.writer(ticket))
         self._choose_writers()
         if self._resumed is not None and self._verify != INDEX:  # once more at the end: they are part of what gets the name
@@ -443,7 +452,7 @@ class _Writing:
             self._tell_progress()
             current: _Round | None = None
             # Also if a thread has failed: the iterator may make collective calls, and this rank tells only below.
-            with self._keeping_errors():
+            with _KeepingErrors(self._keep):
                 found = next(rounds, None)
                 if found is not None:
                     current = self._start(found)
@@ -465,7 +474,7 @@ class _Writing:
         writer = self._writer
         if self._error is None and writer is not None:
             self._group.watch.enter("sync")
-            with self._keeping_errors(), self._timed("sync"):
+            with _KeepingErrors(self._keep), self._timed("sync"):
                 self._apart(writer.sync)
                 writer.close()
         self._group.agree(self._error)
@@ -653,7 +662,7 @@ class _Writing:
         done = self._nbytes  # threads go on counting
         n, self._n_told = done - self._n_told, done
         if n and self._on_progress is not None:
-            with self._keeping_errors():
+            with _KeepingErrors(self._keep):
                 self._on_progress(n)
 
     @contextmanager
@@ -759,7 +768,7 @@ class _Writing:
             source = partners.index(group.rank)
             given = [(source, group.pass_on(mine, partners[group.rank], source))]
         del mine
-        with self._keeping_errors(), self._timed("read back"):
+        with _KeepingErrors(self._keep), self._timed("read back"):
             while given:
                 source, notes = given.pop()
                 self._read_back_of(ReadBack(self._sink, ticket, notes, source if not self._is_root else 0, group.rank))
