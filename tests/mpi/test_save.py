@@ -393,7 +393,8 @@ def test_compression_in_one_text(comm: Any, shared_tmp_path: Path) -> None:
             ]
         found = zarr.open_group(shared_tmp_path / "out.zarr", mode="r")
         (zstd,), (blosc,) = found["a"].compressors, found["b"].compressors
-        assert zstd.level == 7 and (blosc.cname.value, blosc.clevel, blosc.shuffle.value) == ("zstd", 2, "bitshuffle")
+        names = [getattr(name, "value", name) for name in (blosc.cname, blosc.shuffle)]  # text, in newer versions
+        assert zstd.level == 7 and [*names, blosc.clevel] == ["zstd", "bitshuffle", 2]
 
     on_root(comm, look)
 

@@ -312,7 +312,6 @@ def test_bytes_in_the_other_byte_order(tmp_path: Path) -> None:
             np.testing.assert_array_equal(file[name[1:]][:], one)
 
 
-@pytest.mark.thorough
 def test_filters_that_netcdf4_has_brought(tmp_path: Path) -> None:
     """Wrong if a file with zstd were refused because the program had imported netCDF4, whose filter HDF5 finds first then; or
     if the error did not say that another file keeps that filter. In a process of its own: HDF5 finds filters once.
