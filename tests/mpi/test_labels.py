@@ -633,9 +633,12 @@ def test_a_dataset_is_appended(comm: Any, shared_tmp_path: Path, name: str) -> N
 
     def make(start: int, put: Any = lambda values: values) -> xr.Dataset:
         values = np.arange(n * n * 3, dtype="f4").reshape(n, n, 3) + start
-        time = ("time", (np.arange(n) + start) * 6, {"units": "hours since 2000-01-01", "calendar": "noleap"})
+        hours = (np.arange(n) + start) * 6
+        attrs = {"units": "hours since 2000-01-01", "calendar": "noleap", "bounds": "ends"}
+        ends = ("time", "two"), np.stack([hours - 3, hours + 3], 1)
         return xr.Dataset(
-            {"t": (("time", "lat", "lon"), put(values), {"units": "K"})}, {"time": time, "lat": np.arange(float(n))}
+            {"t": (("time", "lat", "lon"), put(values), {"units": "K"}), "ends": ends},
+            {"time": ("time", hours, attrs), "lat": np.arange(float(n))},
         )
 
     def put(values: Any) -> Any:
@@ -643,17 +646,24 @@ def test_a_dataset_is_appended(comm: Any, shared_tmp_path: Path, name: str) -> N
 
     shardload.save(path, make(0, put), unlimited="time", compression="gzip")
     more = make(n, put)
-    for given, says in (
-        (more.transpose("lat", "time", "lon"), "Pass it with .transpose('time', 'lat', 'lon')"),
+    def dated(**attrs: str) -> xr.Dataset:
+        """With dates, which become numbers by the units of the file, as a save makes them."""
+        return xr.decode_cf(more.assign_coords(time=more.time.assign_attrs(attrs)))
+
+    for given, *says in (
+        (more.transpose("lat", "time", ...), "Pass it with .transpose('time', 'lat', 'lon')"),
         (more.rename(lat="y"), "has the axes ('time', 'lat', 'lon')"),
         (more.drop_vars("time"), "Pass 'time' too"),
+        (more.drop_vars("ends"), "Pass 'ends' too"),
         (more.drop_dims("time"), "the axes of the object that is appended are 'lat'"),
-        (xr.decode_cf(make(n)), "'/time' holds"),
+        (dated(calendar="360_day"), "dates cannot be appended to '/ends'", "this is a date of the calendar '360_day'"),
+        (dated(units="minutes since 2000-01-01"), f"T00:{6 * n:02}:00 is {n / 10:g} in these units, which int64 does not have"),
         (more.assign_coords(time=more.time.assign_attrs(units="days since 2000-01-01")), "has the units 'hours since"),
         (more.assign_coords(time=more.time.assign_attrs(calendar="360_day")), "has the calendar 'noleap'"),
     ):
-        same_error(comm, lambda g=given: shardload.append(path, g), ConfigError, says)  # type: ignore[misc]
-    assert shardload.append(path, more).grown == {"/t": (n, 2 * n), "/time": (n, 2 * n)}
+        same_error(comm, lambda g=given: shardload.append(path, g), ConfigError, *says)  # type: ignore[misc]
+    rows = dated() if name == "a.nc" else more
+    assert shardload.append(path, rows).grown == dict.fromkeys(("/t", "/ends", "/time"), (n, 2 * n))
 
     def look() -> None:
         with xr.open_dataset(path, engine="zarr" if name == "a.zarr" else "h5netcdf", decode_times=False) as found:
