@@ -646,6 +646,7 @@ def test_a_dataset_is_appended(comm: Any, shared_tmp_path: Path, name: str) -> N
 
     shardload.save(path, make(0, put), unlimited="time", compression="gzip")
     more = make(n, put)
+
     def dated(**attrs: str) -> xr.Dataset:
         """With dates, which become numbers by the units of the file, as a save makes them."""
         return xr.decode_cf(more.assign_coords(time=more.time.assign_attrs(attrs)))
@@ -657,7 +658,7 @@ def test_a_dataset_is_appended(comm: Any, shared_tmp_path: Path, name: str) -> N
         (more.drop_vars("ends"), "Pass 'ends' too"),
         (more.drop_dims("time"), "the axes of the object that is appended are 'lat'"),
         (dated(calendar="360_day"), "dates cannot be appended to '/ends'", "this is a date of the calendar '360_day'"),
-        (dated(units="minutes since 2000-01-01"), f"T00:{6 * n:02}:00 is {n / 10:g} in these units, which int64 does not have"),
+        (dated(units="minutes since 2000-01-01"), "in these units, which int64 does not have. Convert them"),
         (more.assign_coords(time=more.time.assign_attrs(units="days since 2000-01-01")), "has the units 'hours since"),
         (more.assign_coords(time=more.time.assign_attrs(calendar="360_day")), "has the calendar 'noleap'"),
     ):

@@ -71,7 +71,7 @@ def test_arrays_of_dates() -> None:
     wanted, *_ = xr.coding.times.encode_cf_datetime(instants, modern["units"], dtype=np.dtype("f8"))
     np.testing.assert_array_equal(counted(instants, modern, np.dtype("f8")), wanted)
     assert is_dates(dates) and is_dates(instants) and not is_dates(np.array(["a"], object)) and not is_dates([instants])
-    for given, units, dtype, says in (
+    for array, units, dtype, says in (
         (dates, modern, "f8", "calendar 'noleap', the axis has 'standard'"),
         (instants, modern, "i4", "2000-03-01T06:00:00 is 61.25 in these units, which int32 does not have"),
         (instants, {"units": "seconds since 1900-01-01"}, "f4", "would be rounded by more than a millisecond"),
@@ -79,7 +79,7 @@ def test_arrays_of_dates() -> None:
         (instants, {}, "f8", "whose coordinate has no units"),
     ):
         with pytest.raises(ValueError, match=says):
-            counted(given, units, np.dtype(dtype))
+            counted(array, units, np.dtype(dtype))
 
 
 @st.composite
