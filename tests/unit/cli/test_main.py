@@ -484,6 +484,14 @@ def shell(*args: str) -> Any:
     return run_copy(["-W", "error", "-m", "shardload", *args], capture_output=True, check=False)
 
 
+def test_a_mesh_or_spec_that_is_missing(file: str) -> None:
+    """Wrong if it were only named: nobody knows what to type then."""
+    for given in ((), ("--mesh", "a=2")):
+        for command in ("plan", "verify"):
+            code, _, err = run(command, file, *given)
+            assert code == 2 and "Type for example --mesh a=4,b=2 --spec -,a,b: " in unwrapped(err)
+
+
 def test_a_plan_for_65536_devices(file: str) -> None:
     """Wrong if devices that nobody has were needed, or each looked at the pieces of all others: a minute is the limit."""
     done = shell("plan", f"{file}:/big", "--mesh", "a=256,b=256", "--spec", "-,a,b", "--json")
@@ -781,8 +789,24 @@ def test_info_of_a_group_lists_its_arrays(file: str) -> None:
     assert code == 1 and "holds no array '/nothing/*'" in err
     with h5py.File(file, "a") as h5:
         h5["latest"] = h5py.SoftLink("/fields")
-    listed = [run("info", f"{file}:/{group}/*")[1] for group in ("fields", "latest")]
+    listed = [run("info", f"{file}:/{group}")[1] for group in ("fields/*", "latest/*", "fields", "latest")]
     assert "/fields/density" in listed[0] and listed[1] == listed[0].replace("/fields/", "/latest/")
+    assert listed[2:] == listed[:2]
+
+
+def test_info_shows_attributes_of_groups(file: str) -> None:
+    """Where snapshots have their header. Wrong if a group of attributes were an error, or nobody were told of it."""
+    with h5py.File(file, "a") as h5:
+        h5.create_group("Header").attrs["BoxSize"] = 100.0
+        h5["fields"].attrs["by"], h5.attrs["title"] = np.bytes_("x"), "a run"
+    assert "attributes of groups: / (title), /Header (BoxSize), /fields (by); shardload info" in unwrapped(run("info", file)[1])
+    for group, count, told in (
+        ("", "4 arrays", "title a run"),
+        ("Header", "no arrays", "BoxSize 100.0"),
+        ("fields", "1 array", "by x"),
+    ):
+        code, out, _ = run("info", f"{file}:/{group}")
+        assert code == 0 and count in unwrapped(out) and unwrapped(out).endswith(told)
 
 
 def test_help_of_decode_says_what_can_be_typed() -> None:
@@ -799,12 +823,10 @@ def test_a_spec_for_arrays_of_several_shapes(file: str) -> None:
 
 def test_info_names_no_flag_that_it_lacks(file: str) -> None:
     """Its flags are those of its help; what is said of arrays in its table, too."""
-    for name, said in (("fields/densty", "holds no array"), ("fields", "is a group")):
-        code, _, text = run("info", f"{file}:/{name}")
-        text = unwrapped(text)
-        assert (
-            code == 1 and said in text and "Type FILE:/NAME, one of th" in text and "--" not in text and "dataset=" not in text
-        )
+    code, _, text = run("info", f"{file}:/fields/densty")
+    text = unwrapped(text)
+    assert code == 1 and "holds no array" in text and "Type FILE:/NAME, one of th" in text
+    assert "--" not in text and "dataset=" not in text
     with pytest.raises(OSError, match=r"staging=") as error:
         Helper._raise(SimpleNamespace(_limits=Limits(1 << 20)), {"error": "MemoryError", "text": ""})  # type: ignore[arg-type]
     assert info_as_typed(str(error.value)).endswith("its libraries take)")
