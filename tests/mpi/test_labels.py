@@ -84,8 +84,12 @@ def test_selected_by_name_and_coordinate(comm: Any, path: str) -> None:
         ({"depth": 0}, "names the axis 'depth', but the array has the axes 'time', 'lat', 'lon'"),
         ({"time": slice(None, None, 2)}, "step 2"),
         ({"time": 10**6}, "1000000"),
-        ({"lat": slice(41.0, 45.0)}, "for a range of coordinates pass shardload.between()"),
-        ({"time": "2001-02-01"}, "for dates see docs/values.md"),
+        ({"lat": slice(45.0, 41.0)}, "for coordinates pass select={'lat': shardload.between(41.0, 45.0)}"),
+        ({"time": slice("2001", None)}, "for coordinates pass select={'time': shardload.between(LOW, HIGH)}"),
+        (
+            {"time": "2001-02"},
+            "shardload.near('2001-02'), the nearest one, or shardload.between('2001-02', '2001-02'), all of a",
+        ),
         (
             {"time": shardload.between("2001-02", "2001-03")},
             "no coordinate is in that range; it goes from 2000-01-01 to 2000-01-0",
