@@ -712,9 +712,13 @@ def _coordinate_text(name: str, one: Coordinate) -> str:
         if values.size and not there.size:
             return f"{name}{axes} all missing"
         values = there if there.size < 2 else there.take([there.argmin(), there.argmax()])
-    ends = f" {values[0]}" if values.size == 1 else f" {values[0]} to {values[-1]}" if values.size else ""
+    from shardload.values.dates import as_dates
+
+    ends = values[[0, -1]] if values.size > 1 else values
+    dates = " to ".join(as_dates(ends, one.attrs)) if ends.dtype.kind in "iuf" else ""
     units = one.attrs.get("units")
-    return f"{name}{axes}{ends}{f' {_plain_text(units)}' if units else ''}"
+    told = [name + axes, " to ".join(map(str, ends)), _plain_text(units) if units else "", f"({dates})" if dates else ""]
+    return " ".join(filter(None, told))
 
 
 def _packing_text(array: ArrayInfo) -> str:

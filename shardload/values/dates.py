@@ -14,7 +14,7 @@ from __future__ import annotations
 import datetime
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from numbers import Real
@@ -24,7 +24,7 @@ import numpy as np
 
 from shardload.planning.selection import Between, Near
 
-__all__ = ["counted", "has_dates", "in_numbers", "is_dates", "recounted"]
+__all__ = ["as_dates", "counted", "has_dates", "in_numbers", "is_dates", "recounted"]
 
 _SECONDS = {
     **dict.fromkeys(("nanosecond", "nanoseconds", "nanosec", "nanosecs", "ns"), Fraction(1, 10**9)),
@@ -123,6 +123,18 @@ def recounted(values: np.ndarray[Any, Any], attrs: Mapping[str, Any], wanted: Ma
         if values.dtype.kind != "f" or np.isfinite(number):
             found[k] = _as_type(_exact(number) * step + zero, axis, values.dtype)
     return found.reshape(values.shape)
+
+
+def as_dates(numbers: Iterable[Any], attrs: Mapping[str, Any]) -> list[str]:
+    """Numbers of a coordinate as dates, for a person; none if it does not count time.
+
+    >>> as_dates([0, 36.5], {"units": "hours since 2000-02-28"})
+    ['2000-02-28', '2000-02-29T12:30:00']
+    """
+    try:
+        return list(map(_Axis.of(attrs).text, numbers))
+    except _NoDate:
+        return []
 
 
 def is_dates(values: Any) -> bool:

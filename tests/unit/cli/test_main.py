@@ -317,14 +317,17 @@ def test_info_says_the_range_of_a_coordinate_that_is_no_axis(tmp_path: Path) -> 
         ):
             made = file.createVariable(name, "f4", dims, fill_value=-999.0)
             made[:] = values
-            made.units = "degrees" if name == "lat" else ""
+            made.units = {"lat": "degrees", "time": "hours since 2000-02-28"}.get(name, "")
         file.createVariable("t", "f4", ("time", "y", "x")).coordinates = "lat mean gone far"
     with netcdf.Dataset(path) as file:
         least, greatest = float(file["lat"][...].min()), float(file["lat"][...].max())
     code, out, _ = run("info", f"{path}:/t", columns=200)
     told = next(line for line in out.splitlines() if line.startswith("coords "))
     expected = [f"lat(y, x) {least} to {greatest} degrees", "mean(time) -3.0 to 2.0", "gone(y, x) all missing", "far(large)"]
-    assert code == 0 and sorted(told.removeprefix("coords").strip().split("; ")) == sorted([*expected, "time 9.0 to 5.0"])
+    dates = "hours since 2000-02-28 (2000-02-28T09:00:00 to 2000-02-28T05:00:00)"
+    assert code == 0 and sorted(told.removeprefix("coords").strip().split("; ")) == sorted(
+        [*expected, f"time 9.0 to 5.0 {dates}"]
+    )
 
 
 def test_info_of_one_array_that_cannot_be_loaded_says_why(file: str) -> None:
