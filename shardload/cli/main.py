@@ -634,12 +634,12 @@ def _print_arrays(
         told = printable(few([f"{name} (to {to})" for name, to in links.items()]))
         how = f"shardload info {printable(path)}:/NAME shows what one leads to"
         lines += wrap(f"links into other files, not listed: {told}; {how}", width_of())
-    named = [f"{name} ({', '.join(attrs)})" for name, attrs in (groups or {}).items() if attrs]
-    if named:
+    owners = [f"{name} ({', '.join(attrs)})" for name, attrs in (groups or {}).items() if attrs]
+    if owners:
         from shardload.formats.base import some as few
 
         how = f"shardload info {printable(path)}:/GROUP shows them"
-        lines += wrap(f"attributes of groups: {printable(few(named))}; {how}", width_of())
+        lines += wrap(f"attributes of groups: {printable(few(owners))}; {how}", width_of())
     tell("\n".join(lines))
 
 
