@@ -372,11 +372,28 @@ def _check_array(name: str, x: Any) -> None:
 def _by_name(names: list[str], option: str, given: Any, default: Any) -> dict[str, Any]:
     """A value for each array: one for all, or a dict by name."""
     if isinstance(given, Mapping):
-        known = {"/" + str(key).strip("/"): value for key, value in given.items()}
+        known = _flat(names, given)
         if option != "compression" or set(known) <= set(names):
             _check_names(names, option, known)
             return {name: known.get(name, default) for name in names}
     return dict.fromkeys(names, given)
+
+
+def _flat(names: list[str], given: Mapping[Any, Any], above: str = "") -> dict[str, Any]:
+    """A dict by name without its levels: dicts may be nested as the arrays are."""
+    found: dict[str, Any] = {}
+    for key, value in given.items():
+        name = f"{above}/{str(key).strip('/')}"
+        if isinstance(value, Mapping) and _is_above(names, name):
+            found |= _flat(names, value, name)
+        else:
+            found[name] = value
+    return found
+
+
+def _is_above(names: list[str], name: str) -> bool:
+    """True if this is a group that has arrays."""
+    return name not in names and any(other.startswith(f"{name}/") for other in names)
 
 
 def _check_names(names: list[str], option: str, known: Mapping[str, Any]) -> None:
@@ -399,10 +416,7 @@ def _attrs(
         return {names[0]: dict(given)}, {}, {}
     known: dict[str, Any] = {}
     groups: dict[str, Any] = {}
-    for key, one in given.items():
-        name = "/" + str(key).strip("/")
-        is_group = name not in names and (str(key).endswith("/") or any(other.startswith(f"{name}/") for other in names))
-        (groups if is_group else known)[name] = one
+    _part(names, given, "", known, groups)
     of_file = groups.pop("/", {})
     try:
         _check_names(names, "attrs", known)
@@ -417,6 +431,19 @@ def _attrs(
             raise ConfigError(f"attrs of '{name}' are {one!r}; expected a dict, such as {{'units': 'kg/m3'}}")
         _check_each(name, one)
     return {name: dict(known.get(name, {})) for name in names}, dict(of_file), {name: dict(one) for name, one in groups.items()}
+
+
+def _part(names: list[str], given: Mapping[Any, Any], above: str, known: dict[str, Any], groups: dict[str, Any]) -> None:
+    """Attributes of arrays, and those of groups, by full names: dicts may be nested as the arrays are."""
+    for key, one in given.items():
+        name = f"{above}/{str(key).strip('/')}"
+        if name in names or not (str(key).endswith("/") or _is_above(names, name)):
+            known[name] = one
+        elif name == "/" or not isinstance(one, Mapping):
+            groups[name] = one
+        else:  # no attribute is a dict
+            groups[name] = {sub: value for sub, value in one.items() if not isinstance(value, Mapping)}
+            _part(names, {sub: value for sub, value in one.items() if isinstance(value, Mapping)}, name, known, groups)
 
 
 def _check_each(name: str, attrs: Mapping[Any, Any]) -> None:
