@@ -168,12 +168,13 @@ def looks_like(array: jax.Array) -> Extent | None:
     """
     for one in list(_loaded.values()):
         extent, known = one.extent, one.ref()
-        axes = [k for k, (own, n) in enumerate(zip(extent.shape, extent.shape_global, strict=True)) if own != n]
-        if known is None or known.is_deleted() or not axes or axes[-1] >= array.ndim:
+        if known is None or extent.is_whole or known.is_deleted():
             continue
-        cut, own_cut = known.sharding.shard_shape(known.shape), array.sharding.shard_shape(array.shape)
-        if all((known.shape[k], cut[k]) == (array.shape[k], own_cut[k]) for k in axes):
-            return extent
+        axes = [k for k, (own, n) in enumerate(zip(extent.shape, extent.shape_global, strict=True)) if own != n]
+        if axes[-1] < array.ndim and all(known.shape[k] == array.shape[k] for k in axes):
+            cut, own_cut = known.sharding.shard_shape(known.shape), array.sharding.shard_shape(array.shape)
+            if all(cut[k] == own_cut[k] for k in axes):
+                return extent
     return None
 
 
