@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 
 __all__ = ["app", "main"]
 
-_MOST_LABELLED = 256  # arrays whose axes' names are looked up: a millisecond each
+_MOST_LABELLED = 256  # arrays whose axes' names, and groups' attributes, are looked up: a millisecond each
 _PLAN_NAMES = ["shape", "shape_global", "dtype", "chunks", "decomposition", "shard_shape", "n_ranks", "readers"]
 _PLAN_NAMES += ["n_readers", "why"]
 
@@ -247,7 +247,8 @@ def info(
         groups: Mapping[str, Mapping[str, Any]] = {}
         if dataset is None and not untrusted and not as_json:
             with suppress(ShardloadError), open_file(path, access) as opened:
-                links, groups = opened.links(), opened.groups()
+                links = opened.links()
+                groups = opened.groups() if len(arrays) <= _MOST_LABELLED else {}
     if as_json:
         tell(_to_json([_describe(array) for array in arrays]))
     elif dataset is None or is_group:

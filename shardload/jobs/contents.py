@@ -44,7 +44,8 @@ class Contents(Mapping[str, ArrayInfo]):
     path : str
         The file.
     attrs : mapping
-        Attributes of the file, or of the group that was named. They are read when they are first looked at.
+        Attributes of the file, or of the group that was named. They are read when they are first looked at. None of an
+        untrusted file.
     """
 
     def __init__(self, path: str, infos: list[ArrayInfo], group: str = "/", access: Access | None = None) -> None:
