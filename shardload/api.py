@@ -501,9 +501,10 @@ def save(
         longer than the array along these only.
     attrs : dict, optional
         Attributes of the array. For a dict of arrays, a dict by name: ``{"rho": {"units": "kg/m3"}, "/": {"title": "run 7"}}``,
-        where ``"/"`` is the file.
+        where ``"/"`` is the file, and ``"Header/"`` a group, which is made if it has no arrays.
     shape : tuple of int, optional, or dict by name
-        The shape without padding: padding is not written. Not needed for an array that `load` returned.
+        The shape without padding: padding is not written. Not needed for an array that `load` returned. For an array that is
+        as long as such a one with its padding, and of which nothing says if it has some, there is a `PaddingWarning`.
     plan : Plan or TreePlan, optional, or dict by name
         The same, by the plan with which the array was loaded from which this one was computed. For an object of xarray, axes
         are matched by their names, and coordinates that `to_xarray` left out are taken from the plan.

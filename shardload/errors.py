@@ -27,6 +27,7 @@ __all__ = [
     "LeftOutWarning",
     "MissingChunksWarning",
     "PackedWarning",
+    "PaddingWarning",
     "PeerError",
     "ShardloadError",
     "ShardloadWarning",
@@ -179,4 +180,10 @@ class MissingChunksWarning(ShardloadWarning):
 class PackedWarning(ShardloadWarning):
     """The loaded numbers are packed: the file says how they become values (scale_factor, add_offset), and `decode` does not say
     whether they should. Warned once in the job, on rank 0.
+    """
+
+
+class PaddingWarning(ShardloadWarning):
+    """An array is saved as long as a loaded one is with its padding or halos: it may have been computed from that one, and
+    nothing says which of its elements are no padding. Warned once in the job, on rank 0.
     """

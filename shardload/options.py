@@ -402,7 +402,7 @@ _DECLARED = (
     ),
     Option("dims", None, "Name of each axis. Or a dict by name.", _SAVES, field=""),
     Option("unlimited", None, "Axes that can grow (append): names in dims, or numbers. Or a dict by name.", _SAVES, field=""),
-    Option("attrs", None, "Attributes of the array; of several arrays a dict by name, with / for the file.", _SAVES, field=""),
+    Option("attrs", None, "Attributes of the array; of several a dict by name: / the file, g/ a group.", _SAVES, field=""),
     Option("shape", None, "Shape without padding, which is not written. Or a dict by name.", _ADDS, field=""),
     Option("plan", None, "The plan that loaded the array, or a dict by name: padding is not written.", _ADDS, field=""),
     Option("like", None, 'An array whose layout and attributes are taken: "in.h5:/rho". Or a dict by name.', _SAVES, field=""),

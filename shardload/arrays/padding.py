@@ -34,6 +34,7 @@ __all__ = [
     "cut_out",
     "extent_of",
     "is_known",
+    "looks_like",
     "make_mask",
     "remember",
     "remember_version",
@@ -160,6 +161,23 @@ def was_decoded(array: Any) -> bool | None:
     return None if known is None else known.is_decoded
 
 
+def looks_like(array: jax.Array) -> Extent | None:
+    """The extent of an array that a load returned, and that still exists, from which this one may have been computed.
+
+    Along each axis on which that one has padding or halos, it is as long, and cut as that one is.
+    """
+    for one in list(_loaded.values()):
+        extent, known = one.extent, one.ref()
+        if known is None or extent.is_whole or known.is_deleted():
+            continue
+        axes = [k for k, (own, n) in enumerate(zip(extent.shape, extent.shape_global, strict=True)) if own != n]
+        if axes[-1] < array.ndim and all(known.shape[k] == array.shape[k] for k in axes):
+            cut, own_cut = known.sharding.shard_shape(known.shape), array.sharding.shard_shape(array.shape)
+            if all(cut[k] == own_cut[k] for k in axes):
+                return extent
+    return None
+
+
 def _known(array: Any) -> _Loaded | None:
     found = _loaded.get(id(array))
     return None if found is None or found.ref() is not array else found
@@ -208,13 +226,14 @@ def extent_of(array: jax.Array, given: Extent | Sequence[int] | None, name: str)
 
 
 def _extent_of_shape(array: jax.Array, given: Any, name: str) -> Extent:
-    numbers = given if isinstance(given, (tuple, list)) else None
+    is_number = isinstance(given, (int, np.integer)) and not isinstance(given, bool)
+    numbers = given if isinstance(given, (tuple, list)) else (given,) if is_number else None
     is_shape = numbers is not None and all(isinstance(n, (int, np.integer)) and not isinstance(n, bool) for n in numbers)
     if numbers is None or not is_shape:
         what = "a tree" if isinstance(given, (dict, list)) else repr(given)
         raise ConfigError(
-            f"plan is {what}; expected the Plan of {name}, or its shape without padding, such as (1000, 3). If it is "
-            "the plan of a tree, pass the Plan of this array: plan.plans['name']"
+            f"the plan or shape is {what}; expected the Plan of {name}, or its shape without padding, such as (1000, 3). If it "
+            "is the plan of a tree, pass the Plan of this array: plan.plans['name']"
         )
     shape = tuple(int(n) for n in numbers)
     if len(shape) != array.ndim or any(not 0 <= n <= m for n, m in zip(shape, array.shape, strict=True)):

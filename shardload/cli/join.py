@@ -25,6 +25,7 @@ _COLUMNS = [Column("array"), Column("shape"), Column("dtype"), Column("values", 
 IN_JOIN = {
     "sorted(paths, key=lambda p: [int(n) for n in re.findall(r'[0-9]+', p)])": "$(ls -v PART...)",
     "Pass mode='w' to replace it": "Type --mode w to replace it",
+    "The new file comes in addition to them. Choose another name for it": "Type the name of the new file behind them",
 }
 _AXIS = re.compile(r"Pass (?:axis=, )?one of ('[^']+')")
 _NUMBER = re.compile(r"Pass its number, such as axis=")

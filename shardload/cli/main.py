@@ -53,6 +53,7 @@ from shardload.system.terminal import (
 from shardload.units import counted, format_nbytes
 
 if TYPE_CHECKING:
+    from shardload.formats.access import Access
     from shardload.formats.base import ArrayInfo
     from shardload.formats.labels import Coordinate
     from shardload.formats.leftovers import Leftover
@@ -60,7 +61,7 @@ if TYPE_CHECKING:
 
 __all__ = ["app", "main"]
 
-_MOST_LABELLED = 256  # arrays whose axes' names are looked up: a millisecond each
+_MOST_LABELLED = 256  # arrays whose axes' names, and groups' attributes, are looked up: a millisecond each
 _PLAN_NAMES = ["shape", "shape_global", "dtype", "chunks", "decomposition", "shard_shape", "n_ranks", "readers"]
 _PLAN_NAMES += ["n_readers", "why"]
 
@@ -97,6 +98,7 @@ Processes = Annotated[int | None, typer.Option(help=_HELP["processes"])]
 
 _UsageError: Any = typer.BadParameter.__base__  # of which are all wrong options; typer does not export it
 _LATER_SECONDS = 2.0
+_HOW_TO_SHARD = "Type for example --mesh a=4,b=2 --spec -,a,b: the mesh of devices, and which of its axes cuts each array axis"
 
 
 class _Commands(TyperGroup):
@@ -112,6 +114,8 @@ class _Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except _UsageError as error:
+            if type(error).__name__ == "MissingParameter" and error.param is not None and error.param.name in ("mesh", "spec"):
+                error.message = _HOW_TO_SHARD
             launcher, n = launched(os.environ)
             if n > 1 and task(os.environ) > 0:
                 time.sleep(_LATER_SECONDS)
@@ -187,9 +191,7 @@ def main() -> None:
 
 @app.command()
 def info(
-    file: Annotated[
-        str, typer.Argument(metavar="FILE[:/DATASET]", help="HDF5, netCDF4 or Zarr: all, a group (/group/*), or one array.")
-    ],
+    file: Annotated[str, typer.Argument(metavar="FILE[:/DATASET]", help="HDF5, netCDF4 or Zarr: all, a group, or one array.")],
     allow_external: AllowExternal = DEFAULTS.allow_external,
     allow_filters: AllowFilters = "",
     untrusted: Untrusted = DEFAULTS.untrusted,
@@ -199,7 +201,7 @@ def info(
 
     Attributes such as scale_factor or _FillValue are shown because they change
     the meaning of the values. A load applies them with --decode only. Of one
-    array all attributes are shown.
+    array or group all attributes are shown; / is the group of all.
 
     For example:
 
@@ -207,7 +209,7 @@ def info(
 
       shardload info run.h5:/fields/density
 
-      shardload info "run.h5:/fields/*"
+      shardload info run.h5:/fields
 
       shardload info run.zarr --json
 
@@ -229,22 +231,29 @@ def info(
             return
         arrays = list_labelled(path, access, _MOST_LABELLED)
         is_group = dataset is not None and (dataset == "*" or dataset.endswith("/*"))
+        of_group: Mapping[str, Any] = {}
         if dataset is not None and is_group:
             group = f"/{dataset[:-1].strip('/')}".rstrip("/")
             arrays = labelled_below(arrays, path, access, _MOST_LABELLED, group) or [find_array(path, dataset, access)]
+        elif dataset is not None and (below := _below_group(path, dataset, arrays, access)) is not None:
+            arrays, of_group = below
+            is_group = True
         elif dataset is not None:  # list_arrays also has what find_array refuses, and find_array what is behind links
             named = [array for array in arrays if array.dataset == "/" + dataset.strip("/")]
             arrays = named or [find_array(path, dataset, access, is_counted=True)]
             if arrays[0].labels is None and not arrays[0].refused:
                 arrays = [replace(arrays[0], labels=read_labels(path, arrays[0], access))]
         links: Mapping[str, str] = {}
+        groups: Mapping[str, Mapping[str, Any]] = {}
         if dataset is None and not untrusted and not as_json:
             with suppress(ShardloadError), open_file(path, access) as opened:
                 links = opened.links()
+                groups = opened.groups() if len(arrays) <= _MOST_LABELLED else {}
     if as_json:
         tell(_to_json([_describe(array) for array in arrays]))
     elif dataset is None or is_group:
-        _print_arrays(path, arrays, links)
+        _print_arrays(path, arrays, links, groups)
+        tell("\n".join(_rows_of(_attrs_told(of_group)))) if of_group else None
     else:
         _print_array(arrays[0])
 
@@ -570,7 +579,26 @@ def _one_message(typed: Callable[[str], str] = as_typed, as_json: bool = False) 
         raise typer.Exit(1) from None
 
 
-def _print_arrays(path: str, arrays: Sequence[ArrayInfo], links: Mapping[str, str] | None = None) -> None:
+def _below_group(
+    path: str, name: str, arrays: Sequence[ArrayInfo], access: Access
+) -> tuple[list[ArrayInfo], Mapping[str, Any]] | None:
+    """The arrays below a group, and its attributes; None if nothing is called so, or an array."""
+    from shardload.formats.lookup import labelled_below
+    from shardload.jobs.contents import groups_of
+
+    full = "/" + name.strip("/")
+    if any(array.dataset == full for array in arrays):
+        return None
+    below, groups = labelled_below(arrays, path, access, _MOST_LABELLED, full.rstrip("/")), groups_of(path, access)
+    return (below, groups.get(full, {})) if below or full in groups else None
+
+
+def _print_arrays(
+    path: str,
+    arrays: Sequence[ArrayInfo],
+    links: Mapping[str, str] | None = None,
+    groups: Mapping[str, Mapping[str, Any]] | None = None,
+) -> None:
     said = f"{arrays[0].format}, {counted(len(arrays), 'array')}" if arrays else "no arrays"
     lines = wrap(f"{printable(path)}: {said}", width_of())
     sharded = any(array.shards for array in arrays)
@@ -607,6 +635,12 @@ def _print_arrays(path: str, arrays: Sequence[ArrayInfo], links: Mapping[str, st
         told = printable(few([f"{name} (to {to})" for name, to in links.items()]))
         how = f"shardload info {printable(path)}:/NAME shows what one leads to"
         lines += wrap(f"links into other files, not listed: {told}; {how}", width_of())
+    owners = [f"{name} ({', '.join(attrs)})" for name, attrs in (groups or {}).items() if attrs]
+    if owners:
+        from shardload.formats.base import some as few
+
+        how = f"shardload info {printable(path)}:/GROUP shows them"
+        lines += wrap(f"attributes of groups: {printable(few(owners))}; {how}", width_of())
     tell("\n".join(lines))
 
 
@@ -642,14 +676,22 @@ def _print_array(array: ArrayInfo) -> None:
         "dimension": "without a variable: it holds no values" if array.is_dimension else "",
         "refused": as_typed(array.refused or ""),
     }
+    told = [(title, text) for title, text in rows.items() if text]  # an attribute may be called shape, too
+    tell("\n".join(_rows_of([*told, *_attrs_told({**array.attributes, **array.attrs}, is_array=True)])))
+
+
+def _attrs_told(attrs: Mapping[str, Any], is_array: bool = False) -> list[tuple[str, str]]:
+    """Names and values of attributes, for a person."""
     from shardload.values.decoding import ATTRIBUTES
 
-    told = [(title, text) for title, text in rows.items() if text]
-    for key, value in {**array.attributes, **array.attrs}.items():  # an attribute may be called shape, too
-        told.append((printable(key), f"{_plain_text(value)}{'  (reported, not applied)' if key in ATTRIBUTES else ''}"))
+    notes = {key: "  (reported, not applied)" for key in attrs if is_array and key in ATTRIBUTES}
+    return [(printable(key), f"{_plain_text(value)}{notes.get(key, '')}") for key, value in attrs.items()]
+
+
+def _rows_of(told: Sequence[tuple[str, str]]) -> list[str]:
+    """Lines of titles and texts."""
     widest = max(len(title) for title, _ in told)
-    lines = [wrap(printable(text), width_of(), f"{title:<{widest}}  ") for title, text in told]
-    tell("\n".join(line for some in lines for line in some))
+    return [line for title, text in told for line in wrap(printable(text), width_of(), f"{title:<{widest}}  ")]
 
 
 def _axes_text(array: ArrayInfo) -> str:
@@ -671,9 +713,13 @@ def _coordinate_text(name: str, one: Coordinate) -> str:
         if values.size and not there.size:
             return f"{name}{axes} all missing"
         values = there if there.size < 2 else there.take([there.argmin(), there.argmax()])
-    ends = f" {values[0]}" if values.size == 1 else f" {values[0]} to {values[-1]}" if values.size else ""
+    from shardload.values.dates import as_dates
+
+    ends = values[[0, -1]] if values.size > 1 else values
+    dates = " to ".join(as_dates(ends, one.attrs)) if ends.dtype.kind in "iuf" else ""
     units = one.attrs.get("units")
-    return f"{name}{axes}{ends}{f' {_plain_text(units)}' if units else ''}"
+    told = [name + axes, " to ".join(map(str, ends)), _plain_text(units) if units else "", f"({dates})" if dates else ""]
+    return " ".join(filter(None, told))
 
 
 def _packing_text(array: ArrayInfo) -> str:

@@ -20,9 +20,10 @@ import jax
 import numpy as np
 
 from shardload.comm.coordinator import LOOPBACK, addresses_of, await_listener, first_here, is_port, join, listening_host, split
-from shardload.comm.environment import free_port, gpu_files, is_free, launched, mpi_is_off, slurm_step
+from shardload.comm.environment import free_port, gpu_files, is_free, mpi_is_off, slurm_step
 from shardload.comm.group import Group, group_of
 from shardload.comm.mpi import end_job, mpi_problem, world
+from shardload.comm.singletons import WITHOUT, refuse_singletons, unnoticed
 from shardload.comm.tracebacks import is_pythons_own, show
 from shardload.errors import ConfigError, PeerError, StallError
 from shardload.units import counted
@@ -31,36 +32,14 @@ __all__ = ["initialize", "rank_of_process"]
 
 _log = logging.getLogger("shardload")
 
-# Messages for a launcher that started several tasks which MPI did not notice.
-_UNNOTICED = {
-    "srun": (
-        "srun started {n} tasks, but MPI was not told: add --mpi=pmix (Open MPI) or --mpi=pmi2 (MPICH, Intel MPI) to srun; "
-        "'srun --mpi=list' shows what this cluster has. If you typed mpiexec, take the one of the library that mpi4py uses"
-    ),
-    "mpirun": (
-        "Open MPI's mpirun started {n} tasks, but mpi4py uses another MPI library: use the mpiexec of that library, "
-        "or MPI4PY_LIBMPI=/path/to/openmpi/lib/libmpi.so, or rebuild mpi4py against Open MPI"
-    ),
-    "mpiexec": (
-        "an MPICH-like mpiexec started {n} tasks, but mpi4py uses another MPI library: use the mpirun of that library, "
-        "or MPI4PY_LIBMPI=/path/to/mpich/lib/libmpi.so, or rebuild mpi4py against this MPI"
-    ),
-}
 _NO_MPI_HERE = (
     "MPI cannot be loaded (%s): JAX starts from Slurm's variables alone, and every process will read for itself. "
     "If this is intended, set SHARDLOAD_MPI=0"
 )
-_NO_MPI = (
-    "no MPI library can be loaded ({problem}). On a cluster load the site's MPI module and build mpi4py against it "
-    "(pip install --no-binary=mpi4py mpi4py); on one machine: pip install 'shardload[mpich]'"
-)
-
 _BIND = "JAX_COORDINATOR_BIND_ADDRESS"  # JAX's own variable
 _PREEMPTION = "jax_enable_preemption_service"  # its option
 _MEET_SECONDS = 900.0  # how long ranks wait for each other to start JAX; a load waits as long by default
 _LAST_WORDS_SECONDS = 1.0  # for other ranks, which may be about to print the same error
-
-_WITHOUT = "To run without MPI, where every process reads for itself, set SHARDLOAD_MPI=0"
 
 
 def initialize(
@@ -147,7 +126,7 @@ def initialize(
             _log.warning(_NO_MPI_HERE, mpi_problem())
         _start(step.coordinator, step.n_tasks, step.task, local_device_ids, preemption, _listen_at(step.coordinator, step.task))
         return
-    _refuse_singletons()
+    refuse_singletons()
 
 
 def _start_from_mpi(comm: Any, local_device_ids: list[int] | None, preemption: bool) -> None:
@@ -366,26 +345,11 @@ def _cpu_only() -> bool:
     return str(getattr(jax.config, "jax_platforms", None) or "").partition(",")[0] == "cpu"
 
 
-def _unnoticed() -> str:
-    """The message for a launcher that started several tasks while MPI sees one; empty if the launcher started one."""
-    launcher, n = launched(os.environ)
-    return _UNNOTICED[launcher].format(n=n) if launcher else ""
-
-
-def _refuse_singletons() -> None:
-    unnoticed = _unnoticed()
-    if world() is None:
-        if unnoticed:
-            raise ConfigError(_NO_MPI.format(problem=mpi_problem()))
-    elif unnoticed:
-        raise ConfigError(f"every process believes that it is alone: COMM_WORLD has size 1. {unnoticed}. {_WITHOUT}")
-
-
 def _singletons(n_processes: int) -> str:
-    hint = _unnoticed() or "start the job with the mpiexec or srun that belongs to mpi4py's MPI library"
+    hint = unnoticed() or "start the job with the mpiexec or srun that belongs to mpi4py's MPI library"
     return (
         f"JAX sees {n_processes} processes, but COMM_WORLD has size 1: MPI was started as {n_processes} singletons. {hint}. "
-        f"{_WITHOUT}"
+        f"{WITHOUT}"
     )
 
 
@@ -401,10 +365,10 @@ def rank_of_process(group: Group) -> dict[int, int]:
     comm = world()
     if comm is None:
         if n_processes == 1:
-            _refuse_singletons()
+            refuse_singletons()
         return {process: process for process in range(n_processes)} if group.size > 1 else {jax.process_index(): 0}
     if comm.size == 1 and n_processes == 1:
-        _refuse_singletons()
+        refuse_singletons()
     elif comm.size == 1:
         raise ConfigError(_singletons(n_processes))
     elif n_processes == 1:

@@ -39,7 +39,7 @@ __all__ = [
 def load_mpi() -> tuple[Any, str]:
     """mpi4py's MPI module and ""; or None and the reason. The first call imports mpi4py, which starts MPI."""
     if mpi_is_off(os.environ):
-        return None, "SHARDLOAD_MPI=0 turns it off"
+        return None, "SHARDLOAD_MPI=0 turns it off: unset SHARDLOAD_MPI"
     try:
         from mpi4py import MPI
     except ImportError as error:

@@ -9,19 +9,28 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from shardload.errors import ConfigError, printable
 from shardload.formats.access import Access, Limits
-from shardload.formats.base import ArrayInfo, some
+from shardload.formats.base import ArrayInfo, json_value, some
 from shardload.formats.diagnosis import in_path
 from shardload.formats.labels import OnDemand
-from shardload.formats.lookup import absolute, find_array, labelled_below, list_labelled, read_labels, split_path
+from shardload.formats.lookup import (
+    absolute,
+    find_array,
+    labelled_below,
+    list_labelled,
+    open_file,
+    read_labels,
+    split_path,
+)
 from shardload.options import OPTIONS, filter_names
 
-__all__ = ["Contents", "open", "read_contents"]
+__all__ = ["Contents", "groups_of", "open", "read_contents"]
 
+_MOST_VALUES = 1 << 16  # of an attribute
 _MOST_LABELLED = 1000  # arrays of a file whose labels are read at once: a millisecond each
 
 
@@ -34,10 +43,19 @@ class Contents(Mapping[str, ArrayInfo]):
     ----------
     path : str
         The file.
+    attrs : mapping
+        Attributes of the file, or of the group that was named. They are read when they are first looked at. None of an
+        untrusted file.
     """
 
-    def __init__(self, path: str, infos: list[ArrayInfo]) -> None:
+    def __init__(self, path: str, infos: list[ArrayInfo], group: str = "/", access: Access | None = None) -> None:
         self.path, self._infos = path, {info.dataset: info for info in infos}
+        self._group, self._access = group, access or Access()
+
+    @cached_property
+    def attrs(self) -> Mapping[str, Any]:
+        """Attributes of the file, or of the group that was named."""
+        return groups_of(self.path, self._access).get(self._group, {})
 
     def __getitem__(self, name: str) -> ArrayInfo:
         if not isinstance(name, str):
@@ -50,6 +68,10 @@ class Contents(Mapping[str, ArrayInfo]):
                 raise KeyError(f"{name!r} in '{self.path}' is a group, not an array; in it are {some(below)}") from None
             near_it = get_close_matches("/" + name.strip("/"), self._infos, 1)
             hint = f". Did you mean {near_it[0]!r}?" if near_it else ""
+            if "/" + name.strip("/") in groups_of(self.path, self._access):
+                hint = (
+                    f". It is a group without arrays: shardload.open('{self.path}:/{name.strip('/')}').attrs has its attributes"
+                )
             raise KeyError(f"'{self.path}' holds no array {name!r}; it has {some(list(self._infos)) or 'none'}{hint}") from None
 
     def __iter__(self) -> Iterator[str]:
@@ -86,7 +108,7 @@ def open(  # a public name: `shardload.open`
     -------
     Contents
         A mapping from names to `ArrayInfo`: ``shape``, ``dtype``, ``chunks``, ``dims``, ``attrs``, ``coords`` (with values, if
-        they are at most 64 KiB) and more.
+        they are at most 64 KiB) and more. Its own ``attrs`` are those of the file, or of the group in `path`.
 
     Raises
     ------
@@ -126,8 +148,18 @@ def read_contents(path: str, access: Access) -> Contents:
         full = "/" + name.strip("/")
         group = full.removesuffix("*").rstrip("/")
         named = [info for info in infos if info.dataset == full]
-        infos = named or labelled_below(infos, file, access, _MOST_LABELLED, group) or [_behind_links(file, full, access)]
-    return Contents(file, [_on_demand(file, info, access) for info in infos])
+        infos = named or labelled_below(infos, file, access, _MOST_LABELLED, group)
+        if not infos and group not in groups_of(file, access):
+            infos = [_behind_links(file, full, access)]
+        return Contents(file, [_on_demand(file, info, access) for info in infos], group or "/", access)
+    return Contents(file, [_on_demand(file, info, access) for info in infos], access=access)
+
+
+def groups_of(path: str, access: Access) -> Mapping[str, Mapping[str, Any]]:
+    """The attributes of the file (``"/"``) and of its groups, as those of arrays are shown. None if the file is untrusted."""
+    with open_file(path, access) as opened:
+        found = opened.groups()
+    return {name: {key: json_value(value, _MOST_VALUES) for key, value in attrs.items()} for name, attrs in found.items()}
 
 
 def _behind_links(path: str, name: str, access: Access) -> ArrayInfo:

@@ -139,10 +139,8 @@ def select_axes(
             try:
                 low, high, _ = part.indices(size)
             except TypeError:
-                fix = "; for a range of coordinates pass shardload.between() by the name of the axis"
-                is_range = any(isinstance(end, Real) or _is_date(end) for end in (part.start, part.stop))
                 raise ValueError(
-                    f"select has {part} on axis {name}; the bounds of a slice are integers{fix if is_range else ''}"
+                    f"select has {part} on axis {name}; the bounds of a slice are integers{_range_of(part, axis, dims)}"
                 ) from None
             start.append(low)
             stop.append(max(low, high))
@@ -243,6 +241,17 @@ def between(low: Any, high: Any) -> Between:
     return Between(low, high)
 
 
+def _range_of(part: slice, axis: int, dims: Sequence[str | None] | None) -> str:
+    """What to pass for a slice of coordinates, for the end of a message."""
+    ends = [end for end in (part.start, part.stop) if end is not None]
+    if not any(isinstance(end, Real) or _is_date(end) for end in ends):
+        return ""
+    if all(isinstance(end, Real) for end in ends):
+        ends.sort()  # however the coordinate is sorted
+    pair = ", ".join(map(repr, ends)) if len(ends) == 2 else "LOW, HIGH"
+    return f"; for coordinates pass select={{{dims[axis] if dims and dims[axis] else 'lat'!r}: shardload.between({pair})}}"
+
+
 def is_by_name(select: Any) -> bool:
     """True if a selection of one array is by names of axes.
 
@@ -301,9 +310,9 @@ def name_axes(
             raise ValueError(f"select names the axis {name!r}, but the array {_what_axes(name, len(axes), dims)}")
         if isinstance(part, (str, Real)) and not isinstance(part, Integral):
             raise ValueError(
-                f"select has {part!r} on the axis {name!r}; a position is an integer or a slice with step 1. For the nearest "
-                "coordinate pass shardload.near(), for a range shardload.between(), of numbers or dates; for dates see "
-                "docs/values.md"
+                f"select has {part!r} on the axis {name!r}; a position is an integer or a slice with step 1. For coordinates "
+                f"pass shardload.near({part!r}), the nearest one, or shardload.between({part!r}, {part!r}), all of a range; "
+                "for dates see docs/values.md"
             )
         values, needs = coordinates.get(name), isinstance(part, Near | Between) or _counts_from_end(part)
         if needs and shape is not None and values is not None and values.ndim == 1 and values.size != shape[axes[0]]:

@@ -1,7 +1,8 @@
 """Which number of a time axis is a date? By the ``units`` and ``calendar`` of its coordinate, as CF has them.
 
 `near` and `between` may be given dates: text, objects of `datetime`, `numpy.datetime64`, objects of cftime. `in_numbers` turns
-them into the numbers of one coordinate. `recounted` turns the numbers of one axis into those of another one.
+them into the numbers of one coordinate, and `counted` an array of dates. `recounted` turns the numbers of one axis into those
+of another one.
 
 1. A date is a name: year, month, day, time of day. Which day it is, the axis's calendar says (`_day`).
 2. Text may be a span: ``"2001-06"`` is a month. A range begins where its first span begins, and ends where its last one ends.
@@ -13,7 +14,7 @@ from __future__ import annotations
 import datetime
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from numbers import Real
@@ -23,7 +24,7 @@ import numpy as np
 
 from shardload.planning.selection import Between, Near
 
-__all__ = ["has_dates", "in_numbers", "recounted"]
+__all__ = ["as_dates", "counted", "has_dates", "in_numbers", "is_dates", "recounted"]
 
 _SECONDS = {
     **dict.fromkeys(("nanosecond", "nanoseconds", "nanosec", "nanosecs", "ns"), Fraction(1, 10**9)),
@@ -119,18 +120,63 @@ def recounted(values: np.ndarray[Any, Any], attrs: Mapping[str, Any], wanted: Ma
     times, step, zero = values.reshape(-1), given.unit / axis.unit, (given.zero - axis.zero) / axis.unit
     found = np.array(times)
     for k, number in enumerate(times):
-        if values.dtype.kind == "f":
-            if np.isfinite(number):
-                exact = _exact(number) * step + zero
-                found[k] = _rounded(exact, values.dtype)
-                if not np.isfinite(found[k]) or abs(_exact(found[k]) - exact) * axis.unit > _MOST_ROUNDED:
-                    raise ValueError(f"{axis.text(exact)} would be rounded by more than a millisecond, as {values.dtype}")
-            continue
-        count, limits = _exact(number) * step + zero, np.iinfo(values.dtype)
-        if count.denominator != 1 or not limits.min <= count <= limits.max:
-            raise ValueError(f"{axis.text(count)} is {float(count):g} in these units, which {values.dtype} does not have")
-        found[k] = int(count)
+        if values.dtype.kind != "f" or np.isfinite(number):
+            found[k] = _as_type(_exact(number) * step + zero, axis, values.dtype)
     return found.reshape(values.shape)
+
+
+def as_dates(numbers: Iterable[Any], attrs: Mapping[str, Any]) -> list[str]:
+    """Numbers of a coordinate as dates, for a person; none if it does not count time.
+
+    >>> as_dates([0, 36.5], {"units": "hours since 2000-02-28"})
+    ['2000-02-28', '2000-02-29T12:30:00']
+    """
+    try:
+        return list(map(_Axis.of(attrs).text, numbers))
+    except _NoDate:
+        return []
+
+
+def is_dates(values: Any) -> bool:
+    """True for a NumPy array of dates: ``datetime64``, or objects of `datetime` or cftime."""
+    if not isinstance(values, np.ndarray):
+        return False
+    one = values.flat[0] if values.dtype.kind == "O" and values.size else None
+    return values.dtype.kind == "M" or isinstance(one, datetime.date) or _is_cftime(one)
+
+
+def counted(values: np.ndarray[Any, Any], attrs: Mapping[str, Any], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """Dates as numbers of a type, by the units and the calendar of `attrs`.
+
+    Raises
+    ------
+    ValueError
+        If `attrs` count no time, a date is none of their calendar, or is no number of that type.
+
+    Examples
+    --------
+    >>> counted(np.array(["2000-01-02", "2000-03-01"], "M8[D]"), {"units": "hours since 2000-01-01"}, np.dtype("i4"))
+    array([  24, 1440], dtype=int32)
+    """
+    try:
+        axis = _Axis.of(attrs)
+        exact = [axis.span(date).begin for date in values.reshape(-1)]
+    except _NoDate as error:
+        raise ValueError(str(error).lstrip(",; ").partition(". Pass")[0]) from None
+    return np.array([_as_type(count, axis, dtype) for count in exact], dtype).reshape(values.shape)
+
+
+def _as_type(count: Fraction, axis: _Axis, dtype: np.dtype[Any]) -> Any:
+    """A number of an axis, exactly, or as the nearest one of floating point. ValueError if that is another time."""
+    if dtype.kind == "f":
+        found = _rounded(count, dtype)
+        if not np.isfinite(found) or abs(_exact(found) - count) * axis.unit > _MOST_ROUNDED:
+            raise ValueError(f"{axis.text(count)} would be rounded by more than a millisecond, as {dtype}")
+        return found
+    limits = np.iinfo(dtype)
+    if count.denominator != 1 or not limits.min <= count <= limits.max:
+        raise ValueError(f"{axis.text(count)} is {float(count):g} in these units, which {dtype} does not have")
+    return int(count)
 
 
 class _NoDate(Exception):

@@ -84,8 +84,12 @@ def test_selected_by_name_and_coordinate(comm: Any, path: str) -> None:
         ({"depth": 0}, "names the axis 'depth', but the array has the axes 'time', 'lat', 'lon'"),
         ({"time": slice(None, None, 2)}, "step 2"),
         ({"time": 10**6}, "1000000"),
-        ({"lat": slice(41.0, 45.0)}, "for a range of coordinates pass shardload.between()"),
-        ({"time": "2001-02-01"}, "for dates see docs/values.md"),
+        ({"lat": slice(45.0, 41.0)}, "for coordinates pass select={'lat': shardload.between(41.0, 45.0)}"),
+        ({"time": slice("2001", None)}, "for coordinates pass select={'time': shardload.between(LOW, HIGH)}"),
+        (
+            {"time": "2001-02"},
+            "shardload.near('2001-02'), the nearest one, or shardload.between('2001-02', '2001-02'), all of a",
+        ),
         (
             {"time": shardload.between("2001-02", "2001-03")},
             "no coordinate is in that range; it goes from 2000-01-01 to 2000-01-0",
@@ -633,9 +637,12 @@ def test_a_dataset_is_appended(comm: Any, shared_tmp_path: Path, name: str) -> N
 
     def make(start: int, put: Any = lambda values: values) -> xr.Dataset:
         values = np.arange(n * n * 3, dtype="f4").reshape(n, n, 3) + start
-        time = ("time", (np.arange(n) + start) * 6, {"units": "hours since 2000-01-01", "calendar": "noleap"})
+        hours = (np.arange(n) + start) * 6
+        attrs = {"units": "hours since 2000-01-01", "calendar": "noleap", "bounds": "ends"}
+        ends = ("time", "two"), np.stack([hours - 3, hours + 3], 1)
         return xr.Dataset(
-            {"t": (("time", "lat", "lon"), put(values), {"units": "K"})}, {"time": time, "lat": np.arange(float(n))}
+            {"t": (("time", "lat", "lon"), put(values), {"units": "K"}), "ends": ends},
+            {"time": ("time", hours, attrs), "lat": np.arange(float(n))},
         )
 
     def put(values: Any) -> Any:
@@ -643,17 +650,25 @@ def test_a_dataset_is_appended(comm: Any, shared_tmp_path: Path, name: str) -> N
 
     shardload.save(path, make(0, put), unlimited="time", compression="gzip")
     more = make(n, put)
-    for given, says in (
-        (more.transpose("lat", "time", "lon"), "Pass it with .transpose('time', 'lat', 'lon')"),
+
+    def dated(**attrs: str) -> xr.Dataset:
+        """With dates, which become numbers by the units of the file, as a save makes them."""
+        return xr.decode_cf(more.assign_coords(time=more.time.assign_attrs(attrs)))
+
+    for given, *says in (
+        (more.transpose("lat", "time", ...), "Pass it with .transpose('time', 'lat', 'lon')"),
         (more.rename(lat="y"), "has the axes ('time', 'lat', 'lon')"),
         (more.drop_vars("time"), "Pass 'time' too"),
+        (more.drop_vars("ends"), "Pass 'ends' too"),
         (more.drop_dims("time"), "the axes of the object that is appended are 'lat'"),
-        (xr.decode_cf(make(n)), "'/time' holds"),
+        (dated(calendar="360_day"), "dates cannot be appended to '/ends'", "this is a date of the calendar '360_day'"),
+        (dated(units="minutes since 2000-01-01"), "in these units, which int64 does not have. Convert them"),
         (more.assign_coords(time=more.time.assign_attrs(units="days since 2000-01-01")), "has the units 'hours since"),
         (more.assign_coords(time=more.time.assign_attrs(calendar="360_day")), "has the calendar 'noleap'"),
     ):
-        same_error(comm, lambda g=given: shardload.append(path, g), ConfigError, says)  # type: ignore[misc]
-    assert shardload.append(path, more).grown == {"/t": (n, 2 * n), "/time": (n, 2 * n)}
+        same_error(comm, lambda g=given: shardload.append(path, g), ConfigError, *says)  # type: ignore[misc]
+    rows = dated() if name == "a.nc" else more
+    assert shardload.append(path, rows).grown == dict.fromkeys(("/t", "/ends", "/time"), (n, 2 * n))
 
     def look() -> None:
         with xr.open_dataset(path, engine="zarr" if name == "a.zarr" else "h5netcdf", decode_times=False) as found:

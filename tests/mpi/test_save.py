@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardload
-from shardload import ConfigError, LeftOutWarning, PeerError, ShardloadError, SourceError, VerifyError
+from shardload import ConfigError, LeftOutWarning, PaddingWarning, PeerError, ShardloadError, SourceError, VerifyError
 from shardload.comm.collectives import MpiCollectives
 from shardload.comm.group import group_of
 from shardload.comm.shared_memory import Segment
@@ -198,9 +198,11 @@ def test_others_open_it(comm: Any, shared_tmp_path: Path) -> None:
     tree = {"rho": put(values, mesh_of(), P(None, "a", "b")), "z": z, "run": jnp.int32(7)}
     how: dict[str, Any] = {
         "dims": {"rho": ("z", "y", "x"), "z": ("z",)},
-        "attrs": {"rho": {"units": "kg/m3"}, "/": {"title": "a run"}},
+        "attrs": {"rho": {"units": "kg/m3"}, "/": {"title": "a run"}, "Header/": {"BoxSize": 100.0}},
         "compression": {"rho": "gzip"},
     }
+    how["attrs"]["g"], how["dims"]["g"] = {"step": 3, "n": {"units": "m"}}, {"n": ("i",)}  # nested as the arrays are
+    tree["g"] = {"n": np.arange(3)}
     for name in ("out.nc", "out.zarr"):
         shardload.save(shared_tmp_path / name, tree, **how)
 
@@ -212,6 +214,9 @@ def test_others_open_it(comm: Any, shared_tmp_path: Path) -> None:
                 np.testing.assert_array_equal(found.rho.values, values, strict=True)
                 np.testing.assert_array_equal(found.rho.z.values, z, strict=True)
                 assert int(found.run) == 7
+            for group, attrs in (("Header", {"BoxSize": 100.0}), ("g", {"step": 3})):
+                with xarray.open_dataset(shared_tmp_path / name, engine=engine, group=group) as found:  # type: ignore[arg-type]
+                    assert found.attrs == attrs and (group != "g" or (found.n.attrs, found.n.dims) == ({"units": "m"}, ("i",)))
         with netCDF4.Dataset(shared_tmp_path / "out.nc") as file:
             np.testing.assert_array_equal(file["rho"][...].data, values)
             assert file["rho"].dimensions == ("z", "y", "x") and file["rho"].filters()["zlib"]
@@ -262,15 +267,25 @@ def test_padding_is_not_written(comm: Any, shared_tmp_path: Path) -> None:
     plan = shardload.plan(source, mesh, spec, pad=-1)
     x = plan.execute()
     twice = put(padded(2 * values, mesh, spec, 99), mesh, spec)
-    for k, (given, how) in enumerate([(x, {}), (twice, {"plan": plan}), (twice, {"shape": shape}), (twice, {})]):
+    whole = {"shape": {"data": twice.shape}}
+    for k, (given, how) in enumerate([(x, {}), (twice, {"plan": plan}), (twice, {"shape": shape}), (twice, whole)]):
         for kind in ("HDF5 in one piece", "HDF5 gzip, odd chunks", "Zarr"):
             path, more = file_at(shared_tmp_path, kind, f"out{k}")
             shardload.save(path, given, mode="w", **how, **more)
-            compare(comm, path, {"data": values if given is x else 2 * values if how else padded(2 * values, mesh, spec, 99)})
+            other = padded(2 * values, mesh, spec, 99) if how is whole else 2 * values
+            compare(comm, path, {"data": values if given is x else other})
     path = shared_tmp_path / "no.h5"
+    if comm.size > 1:  # or nothing is padded
+        says = ("only with its padding", f"pass shape={{'data': {shape}}}; if not, shape={{'data': {twice.shape}}}")
+        same_error(comm, lambda: shardload.save(path, twice), PaddingWarning, *says)
     same_error(comm, lambda: shardload.save(path, twice, shape=(1, 2)), ConfigError, "cannot be (1, 2) with padding")
+    tree = shardload.plan(source, mesh, spec, dataset={"a": "data"}, pad=-1)
+    says = "plan names 'a', which is not saved", "plan={'b': plan.plans['a']}"
+    same_error(comm, lambda: shardload.save(path, {"b": twice}, plan=tree), ConfigError, *says)
     halo = shardload.load(source, mesh_of(), P(None, None, None), halo={1: 1})
     same_error(comm, lambda: shardload.save(path, halo), ConfigError, "has halos", "shardload.unpad(x)")
+    same_error(comm, lambda: shardload.save(path, 2 * halo), PaddingWarning, "only with its halos", "shardload.unpad(x, plan)")
+    assert not path.exists()
 
 
 @pytest.mark.mpi(min_size=2)
@@ -660,6 +675,13 @@ def test_bad_arguments(comm: Any, shared_tmp_path: Path) -> None:
             )
         ),
         (path, {"x": x}, {"attrs": {"units": "kg"}}, "attrs names 'units'"),
+        (
+            path,
+            {"x": x},
+            {"attrs": {"Header": {"n": 3}}},
+            "a group with / behind its name: attrs={'x': {'units': 'kg'}, 'Header/'",
+        ),
+        (path, {"x": x}, {"attrs": {"x/y/": {"n": 3}}}, "a group is called '/x/y', which is an array, or below one"),
         (path, x, {"byteorder": "middle"}, "byteorder of '/data' is 'middle'"),
         (path, x, {"writers": 3}, "writers is 3"),
         (path, x, {"verify": "yes"}, "verify is 'yes'"),
@@ -686,6 +708,7 @@ def test_ranks_that_do_not_ask_for_the_same(comm: Any, shared_tmp_path: Path) ->
         (lambda: shardload.save(f"{path}{comm.rank}.h5", x), "was called with path"),
         (lambda: shardload.save(path, x, chunks=(2, 2, 2 + last)), "was called with chunks of '/data'"),
         (lambda: shardload.save(path, x, attrs={"a": np.arange(3 + last)}), "was called with attrs of '/data'"),
+        (lambda: shardload.save(path, {"a": x}, attrs={"h/": {"a": 3 + last}}), "was called with attrs of groups"),
         (lambda: shardload.save(path, {"a": x, "b" if last else "c": x}), "called save"),
         (lambda: shardload.save(path, {k: x for k in ("aba" if last else "ab")[last:]}), "2 arrays, of which number 1 is '/a'"),
         (lambda: shardload.save(path, x, verify="full" if last else "index"), "was called with verify"),

@@ -332,7 +332,7 @@ def test_the_plan_of_a_tree_is_not_that_of_one_array(snap: tuple[str, str]) -> N
     made = shardload.plan(snap[0], mesh_of(), P(), dataset={"p": "stars/pos"})
     x = made.execute()
     for call in (lambda: shardload.mask(2 * x["p"], made), lambda: shardload.unpad(2 * x["p"], made, numpy=True)):
-        with pytest.raises(ConfigError, match=r"plan is a tree; .* pass the Plan of this array: plan.plans\['name'\]"):
+        with pytest.raises(ConfigError, match=r"plan or shape is a tree; .* pass the Plan of this array: plan.plans\['name'\]"):
             call()
     with pytest.raises(ConfigError, match=r"Pass the plan of that array: plan.plans\['p'\]"):
         shardload.to_xarray(x["p"], made)

@@ -11,13 +11,16 @@ JAX is not needed, and not imported.
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from shardload.comm.environment import mpi_is_off
 from shardload.comm.group import Group, Invocation, group_of
+from shardload.comm.singletons import refuse_singletons
 from shardload.errors import ConfigError
 from shardload.formats.sink import Sink
 from shardload.jobs.copying.plan import CopyPlan, plan_copy
@@ -104,6 +107,8 @@ def _call(
 ) -> Iterator[Group]:
     """The call of all ranks, once they have agreed on its arguments. If any rank has an error, all raise it here."""
     group = group_of(comm, timeout)
+    if comm is None and group.size == 1 and not mpi_is_off(os.environ):
+        refuse_singletons()  # each would write the whole file
     with group.call(timeout) as refusal:
         title = f"copy of '{source}'"
         group.watch.begin(title, timeout)

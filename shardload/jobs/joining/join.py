@@ -590,15 +590,15 @@ class _Join:
     # --- 5: the new file
 
     def _keep_values(self, joined: Collection[str]) -> None:
-        """ConfigError if the file that is to be replaced has values itself: it may be a part, taken for the new file."""
-        path = self._ask.path
-        if self._ask.mode != "w" or not os.path.isfile(path):
+        """ConfigError if a file of that name has values itself: it may be a part, taken for the new file."""
+        path, lost = self._ask.path, ", which would be lost" * (self._ask.mode == "w")
+        if not os.path.isfile(path):
             return
         own = [one.dataset for one in list_arrays(path, self._access) if one.dataset in joined and one.nbytes_stored]
         if own:
             raise ConfigError(
-                f"'{path}' has values of '{printable(own[0])}' itself, which would be lost: is it one of the parts? The new "
-                "file comes in addition to them. Remove it first if it is not wanted, or choose another name"
+                f"'{path}' exists, and has values of '{printable(own[0])}' itself{lost}: is it one of the parts? The new file "
+                "comes in addition to them. Choose another name for it; if this file is not wanted, remove it first"
             )
 
     def _write(self, joined: Mapping[str, int], stored: Mapping[str, np.ndarray[Any, Any]]) -> JoinReport:

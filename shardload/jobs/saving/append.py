@@ -28,12 +28,13 @@ from shardload.formats.base import Source, native_dtype
 from shardload.formats.growing import HOW_TO_GROW, Growing, GrowingSink
 from shardload.formats.leftovers import ROOTS, refuse_leftover
 from shardload.formats.lookup import format_of
-from shardload.jobs.saving.arguments import SaveArguments
+from shardload.jobs.saving.arguments import SaveArguments, ToSave
 from shardload.jobs.saving.plan import SavePlan, alignment_of, plan_into, shards_of
 from shardload.jobs.saving.save import SaveReport, Saving, Steps, planned
 from shardload.jobs.writing.file import Values, Written
 from shardload.planning.region import Region
 from shardload.system.interruption import let_interruption_pass
+from shardload.values.dates import counted, is_dates
 
 __all__ = ["AppendReport", "append"]
 
@@ -96,6 +97,7 @@ class _Steps(Steps):
         if not isinstance(asked, _Arguments):
             raise TypeError("these are no arguments of an append")
         known = json.loads(told)
+        asked = replace(asked, arrays=[_in_numbers(one, asked.path, known["arrays"]) for one in asked.arrays])
         axes, dimensions = _check(asked, known["arrays"])
         sink = _sink(asked, known, axes, dimensions, group)
         arrays = [replace(one, dtype=sink.arrays[one.name].spec.dtype) for one in asked.arrays]
@@ -173,6 +175,25 @@ def _read(asked: SaveArguments) -> dict[str, Any]:
     from shardload.formats.zarr.growth import read_store
 
     return read_store(path, names)
+
+
+def _in_numbers(one: ToSave, path: str, found: Mapping[str, Any]) -> ToSave:
+    """An array; dates as the numbers that the file has for them. ConfigError if it has none."""
+    if not is_dates(one.x) or one.name not in found:
+        return one
+    dtype = native_dtype(np.dtype(found[one.name]["dtype"]))
+    if dtype.kind not in "iuf":
+        raise ConfigError(f"'{one.name}' in '{path}' holds {dtype}, what is to be appended are dates")
+    attrs = found[one.name]["attrs"]
+    if "units" not in attrs:  # bounds have those of their coordinate
+        beside = [f"{one.name.rpartition('/')[0]}/{dim}" for dim in found[one.name]["dims"] or ()]
+        attrs = next((found[name]["attrs"] for name in beside if name in found), attrs)
+    try:
+        return replace(one, x=counted(one.x, attrs, dtype), dtype=dtype)
+    except ValueError as error:
+        raise ConfigError(
+            f"dates cannot be appended to '{one.name}' in '{path}': {error}. Convert them, or append numbers"
+        ) from None
 
 
 def _check(asked: _Arguments, found: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, int]]:

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardload.arrays.padding import Extent, extent_of, is_known, was_decoded
+from shardload.arrays.padding import Extent, extent_of, is_known, looks_like, was_decoded
 from shardload.arrays.sharding import describe_sharding
 from shardload.errors import ConfigError
 from shardload.formats.base import refusal
@@ -30,6 +30,7 @@ from shardload.jobs.loading.tree_plan import TreePlan
 from shardload.jobs.saving.labelled import is_labelled, of_xarray, refuse_halo
 from shardload.options import AUTO, OPTIONS, Options, options_of
 from shardload.units import shown
+from shardload.values.dates import is_dates
 
 __all__ = ["SaveArguments", "ToSave"]
 
@@ -58,6 +59,8 @@ class ToSave:
         Axes that can grow: names or numbers.
     is_decoded : bool or None
         Whether the load of a packed array decoded it; None if nothing says so.
+    is_told : bool
+        Whether a load, a plan or the caller says which of its elements are padding.
     """
 
     name: str
@@ -72,6 +75,7 @@ class ToSave:
     checksum: bool = False
     unlimited: tuple[str | int, ...] = ()
     is_decoded: bool | None = None
+    is_told: bool = True
 
     @property
     def is_everywhere(self) -> bool:
@@ -117,6 +121,8 @@ class SaveArguments:
         The arrays of which the caller said how they are compressed.
     left_out : str
         What the arrays in `like` have and the new file will not have, in words for a warning.
+    group_attrs : mapping
+        Attributes of groups, by their full names.
     """
 
     path: str
@@ -129,6 +135,7 @@ class SaveArguments:
     like: Mapping[str, str] = field(default_factory=dict)
     packed: frozenset[str] = frozenset()
     left_out: str = ""
+    group_attrs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, path: Any, tree: Any, given: Mapping[str, Any], call: str = "save") -> SaveArguments:
@@ -158,7 +165,7 @@ class SaveArguments:
             tree, given = own.arrays, own.given
         leaves, is_single = _arrays_of(tree, given["dataset"])
         leaves = {name: _unmasked(name, x) if isinstance(x, np.ndarray) else x for name, x in leaves.items()}
-        arrays, attrs = _spread(leaves, is_single, given)
+        arrays, attrs, of_groups = _spread(leaves, is_single, given)
         if own is not None:
             arrays = [
                 replace(
@@ -174,7 +181,7 @@ class SaveArguments:
                 raise ConfigError(f"like of '{key}' is {text!r}; expected an array in a file, such as 'in.h5:/rho'")
         like = {key: str(os.fspath(text)) for key, text in like.items()}
         of_caller = frozenset(key for key, one in packed.items() if one is not None)
-        return cls(name, kind, mode, arrays, attrs, options, writers, like, of_caller)
+        return cls(name, kind, mode, arrays, attrs, options, writers, like, of_caller, group_attrs=of_groups)
 
     def describe(self) -> dict[str, str]:
         """What must be the same on all ranks, as text."""
@@ -187,7 +194,38 @@ class SaveArguments:
             "like": repr(self.like),
             **{name: told[name] for name in _CHECKED if name in told},
             "attrs of the file": _text_of(self.attrs),
+            "attrs of groups": _text_of(self.group_attrs),
         }
+
+    def padding_warning(self) -> str:
+        """The text of a warning, if an array may have padding or halos of which nobody has told; else none.
+
+        It goes by the loaded arrays that exist on this rank: one rank asks, for all.
+        """
+        found: dict[str, tuple[tuple[int, ...], Extent]] = {}
+        for one in self.arrays:
+            if not one.is_told and not one.is_everywhere and isinstance(one.x, jax.Array):
+                like = looks_like(one.x)
+                if like is not None:
+                    found[one.name.lstrip("/")] = one.x.shape, like
+        return _padding_warning(found) if found else ""
+
+
+def _padding_warning(found: Mapping[str, tuple[tuple[int, ...], Extent]]) -> str:
+    """What to pass for arrays of these shapes, which are as long as those with these extents."""
+    whole, own = {name: shape for name, (shape, _) in found.items()}, {}
+    for name, (shape, like) in found.items():
+        lengths = zip(shape, like.shape, like.shape_global)  # noqa: B905 (it may have other axes behind these)
+        own[name] = (*(n if n != held else here for here, n, held in lengths), *shape[len(like.shape) :])
+    likes = [like for _, like in found.values()]
+    what, fix = "padding", f"shape={own}"
+    if any(any(like.halo) for like in likes):
+        what, fix = "halos", "shardload.unpad(x, plan) in its place, with the plan that loaded that array"
+    some = ", ".join(f"'{name}' {shape}" for name, shape in whole.items())
+    return (
+        f"saved with the whole shape: {some}. A loaded array is as long, but only with its {what}: without, its shape is "
+        f"{likes[0].shape}. If what is saved was computed from it, pass {fix}; if not, shape={whole}"
+    )
 
 
 _CHECKED = ("verify", "staging", "timeout", "progress")
@@ -241,18 +279,21 @@ def _walk(tree: Mapping[Any, Any], above: str, found: dict[str, Any]) -> None:
             found[name] = value
 
 
-def _spread(leaves: dict[str, Any], is_single: bool, given: Mapping[str, Any]) -> tuple[list[ToSave], Mapping[str, Any]]:
-    """Each array with what is its own, and the attributes of the file."""
+def _spread(
+    leaves: dict[str, Any], is_single: bool, given: Mapping[str, Any]
+) -> tuple[list[ToSave], Mapping[str, Any], dict[str, Mapping[str, Any]]]:
+    """Each array with what is its own, the attributes of the file, and those of its groups."""
     names = list(leaves)
     for name, x in leaves.items():
-        _check_array(name, x)
+        if not ("dim" in given and is_dates(x)):  # appended dates become numbers by the units of the file
+            _check_array(name, x)
     chunks = _by_name(names, "chunks", given["chunks"], AUTO)
     shards = _by_name(names, "shards", given["shards"], None)
     compression = _by_name(names, "compression", given["compression"], None)
     dims = _by_name(names, "dims", given["dims"], None)
     unlimited = _by_name(names, "unlimited", given["unlimited"], None)
     order = _by_name(names, "byteorder", given["byteorder"], None)
-    attrs, of_file = _attrs(names, is_single, given["attrs"])
+    attrs, of_file, of_groups = _attrs(names, is_single, given["attrs"])
     loaded = _loaded(leaves, is_single, given["shape"], given["plan"])
     asks_if_decoded = given["like"] is not None or "dim" in given  # the other array, or what is appended to, may be packed
     made = []
@@ -272,9 +313,10 @@ def _spread(leaves: dict[str, Any], is_single: bool, given: Mapping[str, Any]) -
                 attrs=attrs[name],
                 unlimited=_axes(name, unlimited[name]),
                 is_decoded=loaded[name][1] if asks_if_decoded else None,
+                is_told=loaded[name][2],
             )
         )
-    return made, of_file
+    return made, of_file, of_groups
 
 
 def _unmasked(name: str, x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -330,11 +372,28 @@ def _check_array(name: str, x: Any) -> None:
 def _by_name(names: list[str], option: str, given: Any, default: Any) -> dict[str, Any]:
     """A value for each array: one for all, or a dict by name."""
     if isinstance(given, Mapping):
-        known = {"/" + str(key).strip("/"): value for key, value in given.items()}
+        known = _flat(names, given)
         if option != "compression" or set(known) <= set(names):
             _check_names(names, option, known)
             return {name: known.get(name, default) for name in names}
     return dict.fromkeys(names, given)
+
+
+def _flat(names: list[str], given: Mapping[Any, Any], above: str = "") -> dict[str, Any]:
+    """A dict by name without its levels: dicts may be nested as the arrays are."""
+    found: dict[str, Any] = {}
+    for key, value in given.items():
+        name = f"{above}/{str(key).strip('/')}"
+        if isinstance(value, Mapping) and _is_above(names, name):
+            found |= _flat(names, value, name)
+        else:
+            found[name] = value
+    return found
+
+
+def _is_above(names: list[str], name: str) -> bool:
+    """True if this is a group that has arrays."""
+    return name not in names and any(other.startswith(f"{name}/") for other in names)
 
 
 def _check_names(names: list[str], option: str, known: Mapping[str, Any]) -> None:
@@ -344,28 +403,47 @@ def _check_names(names: list[str], option: str, known: Mapping[str, Any]) -> Non
         raise ConfigError(f"{option} names '{unknown[0].lstrip('/')}', which is not saved; expected some of {some}")
 
 
-def _attrs(names: list[str], is_single: bool, given: Any) -> tuple[dict[str, Mapping[str, Any]], Mapping[str, Any]]:
-    """Attributes of each array, and those of the file."""
+def _attrs(
+    names: list[str], is_single: bool, given: Any
+) -> tuple[dict[str, Mapping[str, Any]], Mapping[str, Any], dict[str, Mapping[str, Any]]]:
+    """Attributes of each array, those of the file, and those of groups."""
     if given is None:
-        return {name: {} for name in names}, {}
+        return {name: {} for name in names}, {}, {}
     if not isinstance(given, Mapping):
         raise ConfigError(f"attrs is {given!r}; expected a dict, such as {{'units': 'kg/m3'}}")
     if is_single:
         _check_each(names[0], given)
-        return {names[0]: dict(given)}, {}
-    known = {"/" + str(key).strip("/"): value for key, value in given.items()}
-    of_file = known.pop("/", {})
+        return {names[0]: dict(given)}, {}, {}
+    known: dict[str, Any] = {}
+    groups: dict[str, Any] = {}
+    _part(names, given, "", known, groups)
+    of_file = groups.pop("/", {})
     try:
         _check_names(names, "attrs", known)
     except ConfigError as error:
+        unknown = next(name for name in known if name not in names).lstrip("/")
         raise ConfigError(
-            f"{error}, or '/' for the attributes of the file: attrs={{'{names[0].lstrip('/')}': {{'units': 'kg'}}}}"
+            f"{error}, '/' for the attributes of the file, or a group with / behind its name: "
+            f"attrs={{'{names[0].lstrip('/')}': {{'units': 'kg'}}, '{unknown}/': {{'step': 3}}}}"
         ) from None
-    for name, one in {**known, "/": of_file}.items():
+    for name, one in {**known, **groups, "/": of_file}.items():
         if not isinstance(one, Mapping):
             raise ConfigError(f"attrs of '{name}' are {one!r}; expected a dict, such as {{'units': 'kg/m3'}}")
         _check_each(name, one)
-    return {name: dict(known.get(name, {})) for name in names}, dict(of_file)
+    return {name: dict(known.get(name, {})) for name in names}, dict(of_file), {name: dict(one) for name, one in groups.items()}
+
+
+def _part(names: list[str], given: Mapping[Any, Any], above: str, known: dict[str, Any], groups: dict[str, Any]) -> None:
+    """Attributes of arrays, and those of groups, by full names: dicts may be nested as the arrays are."""
+    for key, one in given.items():
+        name = f"{above}/{str(key).strip('/')}"
+        if name in names or not (str(key).endswith("/") or _is_above(names, name)):
+            known[name] = one
+        elif name == "/" or not isinstance(one, Mapping):
+            groups[name] = one
+        else:  # no attribute is a dict
+            groups[name] = {sub: value for sub, value in one.items() if not isinstance(value, Mapping)}
+            _part(names, {sub: value for sub, value in one.items() if isinstance(value, Mapping)}, name, known, groups)
 
 
 def _check_each(name: str, attrs: Mapping[Any, Any]) -> None:
@@ -425,8 +503,10 @@ def _axes(name: str, given: Any) -> tuple[str | int, ...]:
     return tuple(one if isinstance(one, str) else int(one) for one in given)
 
 
-def _loaded(leaves: dict[str, Any], is_single: bool, shape: Any, plan: Any) -> dict[str, tuple[tuple[int, ...], bool | None]]:
-    """What is known of each array from its load: the shape without padding, and whether it was decoded."""
+def _loaded(
+    leaves: dict[str, Any], is_single: bool, shape: Any, plan: Any
+) -> dict[str, tuple[tuple[int, ...], bool | None, bool]]:
+    """What is known of each array: the shape without padding, whether its load decoded it, and whether anything says that."""
     given: dict[str, Any] = {}
     if shape is not None:
         given = _by_name(list(leaves), "shape", shape, None)
@@ -440,9 +520,16 @@ def _loaded(leaves: dict[str, Any], is_single: bool, shape: Any, plan: Any) -> d
             )
         found: dict[str, Any] = {}
         _walk(plans, "", found)
-        _check_names(list(leaves), "plan", found)
+        try:
+            _check_names(list(leaves), "plan", found)
+        except ConfigError as error:
+            name, loaded = next((one for one in leaves if one not in found), next(iter(leaves))), next(iter(found))
+            raise ConfigError(
+                f"{error}. Pass the Plan of what each array was loaded or computed from, by its name in the new file: "
+                f"plan={{{name.lstrip('/')!r}: plan.plans[{loaded.lstrip('/')!r}]}}"
+            ) from None
         given = found
-    loaded = {}
+    known = {}
     for name, x in leaves.items():
         one, is_decoded = given.get(name), was_decoded(x)
         if isinstance(one, Plan):
@@ -451,12 +538,12 @@ def _loaded(leaves: dict[str, Any], is_single: bool, shape: Any, plan: Any) -> d
                 is_decoded = True
             one = one.extent
         if one is None and not is_known(x):
-            loaded[name] = tuple(x.shape), is_decoded
+            known[name] = tuple(x.shape), is_decoded, False
             continue
         extent = extent_of(x, one, f"'{name}'")
         refuse_halo(name, extent)
-        loaded[name] = extent.shape, is_decoded
-    return loaded
+        known[name] = extent.shape, is_decoded, True
+    return known
 
 
 def _text_of(value: Any) -> str:

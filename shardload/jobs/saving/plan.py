@@ -170,7 +170,8 @@ def plan_file(asked: SaveArguments, group: Group) -> SavePlan:
         chosen.append(is_chosen)
     _check_axes(asked.format, specs)
     alignment = alignment_of(group)
-    sink = make_sink(asked.path, specs, format=asked.format, mode=asked.mode, alignment=alignment, attrs=asked.attrs)
+    how: dict[str, Any] = {"format": asked.format, "mode": asked.mode, "alignment": alignment}
+    sink = make_sink(asked.path, specs, attrs=asked.attrs, group_attrs=asked.group_attrs, **how)
     return plan_into(sink, asked, of_array, group, chosen)
 
 

@@ -25,7 +25,16 @@ import numpy as np
 from shardload.arrays.disassemble import HostShards, check_replicas
 from shardload.comm.group import Arguments, Group, Invocation, group_of
 from shardload.comm.shared_memory import Bell
-from shardload.errors import ConfigError, LeftOutWarning, PeerError, ShardloadError, SourceError, StallError
+from shardload.errors import (
+    ConfigError,
+    LeftOutWarning,
+    PaddingWarning,
+    PeerError,
+    ShardloadError,
+    ShardloadWarning,
+    SourceError,
+    StallError,
+)
 from shardload.jobs.progress import progress_of
 from shardload.jobs.saving.arguments import SaveArguments
 from shardload.jobs.saving.like import apply_like, read_like
@@ -147,17 +156,20 @@ def planned(
     with outer_exception(), group.call(timeout) as refusal:
         group.watch.begin(title, timeout)
         _ = group.machine, group.processes(jax.process_index())  # collective the first time, and here every rank is present
-        told, unfound, unplanned = None, None, None
+        told, padded, unfound, unplanned = None, "", None, None
         try:
             error = refusal or error
             invocation = _invocation(call, title, asked if error is None else None)
             try:
-                told = group.begin(invocation, lambda: "" if asked is None else steps.read(asked))
+                told = group.begin(
+                    invocation, lambda: "" if asked is None else f"{asked.padding_warning()}\0{steps.read(asked)}"
+                )
             except StallError:
                 raise
             except ShardloadError as found:  # the same on every rank
                 unfound = found
             if asked is not None and told is not None and error is None:
+                padded, _, told = told.partition("\0")
                 try:
                     asked, plan = steps.plan(asked, told, group)
                 except Exception as found:
@@ -174,21 +186,22 @@ def planned(
                 raise unfound or unplanned or error or ConfigError("nothing was planned")
         finally:
             del error, refusal, unfound, unplanned  # see `let_go`: arrays would stay after a save that was refused
-        if asked.left_out:
-            _warn(asked.left_out, group)
+        for text, kind in ((padded, PaddingWarning), (asked.left_out, LeftOutWarning)):
+            if text:
+                _warn(text, kind, group)
         yield group, asked, plan, f"{agreed.digest:016x}"
         group.watch.close()
 
 
-def _warn(left_out: str, group: Group) -> None:
+def _warn(text: str, kind: type[ShardloadWarning], group: Group) -> None:
     """Warn once in the job, before anything is written. If warnings are errors on any rank, all raise this one. Collective."""
     is_error = False
     try:
-        warn_once(left_out, LeftOutWarning, group.rank)
-    except LeftOutWarning:
+        warn_once(text, kind, group.rank)
+    except kind:
         is_error = True
     if any(group.sum_ints([is_error])):
-        raise LeftOutWarning(left_out)
+        raise kind(text)
 
 
 def _invocation(call: str, title: str, asked: SaveArguments | None) -> Invocation:

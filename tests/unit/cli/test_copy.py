@@ -378,6 +378,16 @@ finally:
 """
 
 
+def test_tasks_of_which_each_is_alone(run: Run, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if each task of a launcher, of which MPI knows nothing, copied the whole file to the same name."""
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    code, _, err = run("copy", file, f"{tmp_path}/out.h5")
+    assert code == 1 and "srun started 4 tasks, but MPI was not told: add --mpi=pmix" in unwrapped(err)
+    assert not (tmp_path / "out.h5").exists()
+    monkeypatch.setenv("SHARDLOAD_MPI", "0")  # each is alone, as its user wants it
+    assert run("copy", file, f"{tmp_path}/out.h5")[0] == 0
+
+
 def test_it_needs_no_jax(file: str, tmp_path: Path) -> None:
     """Wrong if any part of a copy imported JAX: here it cannot be imported."""
     out = tmp_path / "out.h5"

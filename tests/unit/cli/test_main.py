@@ -317,14 +317,17 @@ def test_info_says_the_range_of_a_coordinate_that_is_no_axis(tmp_path: Path) -> 
         ):
             made = file.createVariable(name, "f4", dims, fill_value=-999.0)
             made[:] = values
-            made.units = "degrees" if name == "lat" else ""
+            made.units = {"lat": "degrees", "time": "hours since 2000-02-28"}.get(name, "")
         file.createVariable("t", "f4", ("time", "y", "x")).coordinates = "lat mean gone far"
     with netcdf.Dataset(path) as file:
         least, greatest = float(file["lat"][...].min()), float(file["lat"][...].max())
     code, out, _ = run("info", f"{path}:/t", columns=200)
     told = next(line for line in out.splitlines() if line.startswith("coords "))
     expected = [f"lat(y, x) {least} to {greatest} degrees", "mean(time) -3.0 to 2.0", "gone(y, x) all missing", "far(large)"]
-    assert code == 0 and sorted(told.removeprefix("coords").strip().split("; ")) == sorted([*expected, "time 9.0 to 5.0"])
+    dates = "hours since 2000-02-28 (2000-02-28T09:00:00 to 2000-02-28T05:00:00)"
+    assert code == 0 and sorted(told.removeprefix("coords").strip().split("; ")) == sorted(
+        [*expected, f"time 9.0 to 5.0 {dates}"]
+    )
 
 
 def test_info_of_one_array_that_cannot_be_loaded_says_why(file: str) -> None:
@@ -482,6 +485,14 @@ def test_plan_refuses(file: str, args: tuple[str, ...], code: int, text: str) ->
 
 def shell(*args: str) -> Any:
     return run_copy(["-W", "error", "-m", "shardload", *args], capture_output=True, check=False)
+
+
+def test_a_mesh_or_spec_that_is_missing(file: str) -> None:
+    """Wrong if it were only named: nobody knows what to type then."""
+    for given in ((), ("--mesh", "a=2")):
+        for command in ("plan", "verify"):
+            code, _, err = run(command, file, *given)
+            assert code == 2 and "Type for example --mesh a=4,b=2 --spec -,a,b: " in unwrapped(err)
 
 
 def test_a_plan_for_65536_devices(file: str) -> None:
@@ -781,8 +792,24 @@ def test_info_of_a_group_lists_its_arrays(file: str) -> None:
     assert code == 1 and "holds no array '/nothing/*'" in err
     with h5py.File(file, "a") as h5:
         h5["latest"] = h5py.SoftLink("/fields")
-    listed = [run("info", f"{file}:/{group}/*")[1] for group in ("fields", "latest")]
+    listed = [run("info", f"{file}:/{group}")[1] for group in ("fields/*", "latest/*", "fields", "latest")]
     assert "/fields/density" in listed[0] and listed[1] == listed[0].replace("/fields/", "/latest/")
+    assert listed[2:] == listed[:2]
+
+
+def test_info_shows_attributes_of_groups(file: str) -> None:
+    """Where snapshots have their header. Wrong if a group of attributes were an error, or nobody were told of it."""
+    with h5py.File(file, "a") as h5:
+        h5.create_group("Header").attrs["BoxSize"] = 100.0
+        h5["fields"].attrs["by"], h5.attrs["title"] = np.bytes_("x"), "a run"
+    assert "attributes of groups: / (title), /Header (BoxSize), /fields (by); shardload info" in unwrapped(run("info", file)[1])
+    for group, count, told in (
+        ("", "4 arrays", "title a run"),
+        ("Header", "no arrays", "BoxSize 100.0"),
+        ("fields", "1 array", "by x"),
+    ):
+        code, out, _ = run("info", f"{file}:/{group}")
+        assert code == 0 and count in unwrapped(out) and unwrapped(out).endswith(told)
 
 
 def test_help_of_decode_says_what_can_be_typed() -> None:
@@ -799,12 +826,10 @@ def test_a_spec_for_arrays_of_several_shapes(file: str) -> None:
 
 def test_info_names_no_flag_that_it_lacks(file: str) -> None:
     """Its flags are those of its help; what is said of arrays in its table, too."""
-    for name, said in (("fields/densty", "holds no array"), ("fields", "is a group")):
-        code, _, text = run("info", f"{file}:/{name}")
-        text = unwrapped(text)
-        assert (
-            code == 1 and said in text and "Type FILE:/NAME, one of th" in text and "--" not in text and "dataset=" not in text
-        )
+    code, _, text = run("info", f"{file}:/fields/densty")
+    text = unwrapped(text)
+    assert code == 1 and "holds no array" in text and "Type FILE:/NAME, one of th" in text
+    assert "--" not in text and "dataset=" not in text
     with pytest.raises(OSError, match=r"staging=") as error:
         Helper._raise(SimpleNamespace(_limits=Limits(1 << 20)), {"error": "MemoryError", "text": ""})  # type: ignore[arg-type]
     assert info_as_typed(str(error.value)).endswith("its libraries take)")

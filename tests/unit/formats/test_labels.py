@@ -354,7 +354,7 @@ def test_open_takes_what_a_load_takes(tmp_path: Path) -> None:
         file["gas/rho"].attrs["units"] = "K"
         file["time"], file["link"] = 0.5, h5py.SoftLink("/gas/rho")
         file["about"], file["to"] = h5py.SoftLink("/gas"), h5py.SoftLink("/nowhere")
-        file.create_group("Header").attrs["BoxSize"] = 1.0
+        file.create_group("Header").attrs.update({"BoxSize": 1.0, "by": np.bytes_("x")})
     path = f"{tmp_path}/a.h5"
     found = shardload.open(f"{path}:/link")
     assert list(found) == ["/link"] and found["link"].shape == (2, 3) and found["link"].attrs == {"units": "K"}
@@ -366,12 +366,12 @@ def test_open_takes_what_a_load_takes(tmp_path: Path) -> None:
         ("/about", {"/about/rho"}),
     ):
         assert set(shardload.open(f"{path}:{pattern}")) == names
-    for name, said in (
-        ("Header", r"'/Header' in .* is a group without arrays. It has attributes \('BoxSize'\).*Pass FILE:/NAME, one of"),
-        ("no", r"holds no array '/no'. Pass FILE:/NAME, one of these"),
-    ):
-        with pytest.raises(ConfigError, match=said):
-            shardload.open(f"{path}:/{name}")
+    header = shardload.open(f"{path}:/Header")
+    assert not len(header) and header.attrs == {"BoxSize": 1.0, "by": "x"} and not shardload.open(path).attrs
+    with pytest.raises(KeyError, match=r"It is a group without arrays: shardload.open\('.*a.h5:/Header'\).attrs has"):
+        shardload.open(path)["Header"]
+    with pytest.raises(ConfigError, match=r"holds no array '/no'. Pass FILE:/NAME, one of these"):
+        shardload.open(f"{path}:/no")
     with pytest.raises(SourceError, match=r"'/to' in .* is a link to '/nowhere'"):
         shardload.open(f"{path}:/to")
     assert 0 not in found and found.get(None) is None  # type: ignore[call-overload]

@@ -16,7 +16,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shardload.planning.selection import Near, between, name_axes, near
-from shardload.values.dates import has_dates, in_numbers
+from shardload.values.dates import counted, has_dates, in_numbers, is_dates
 
 CALENDARS = ("standard", "gregorian", "proleptic_gregorian", "noleap", "365_day", "360_day", "all_leap", "366_day", "julian")
 UNITS = {"days": 86400, "hours": 3600, "minutes": 60, "seconds": 1, "milliseconds": Fraction(1, 1000)}
@@ -59,6 +59,27 @@ def test_each_date_is_the_number_of_cftime(
     exact = Fraction((wanted - first) // datetime.timedelta(seconds=1)) / UNITS[unit]
     assert number(text, units, calendar) == exact == number(wanted, units, calendar)
     assert number(text, units + zone, calendar) == exact + Fraction(ZONES[zone]) / UNITS[unit]
+
+
+def test_arrays_of_dates() -> None:
+    """Wrong if the numbers were others than cftime's and xarray's, or a date was taken for another one without a word."""
+    attrs = {"units": "hours since 1999-12-31", "calendar": "noleap"}
+    dates = cftime.num2date(np.array([[0, 1440], [1441, 9000]]), attrs["units"], attrs["calendar"])
+    np.testing.assert_array_equal(counted(dates, attrs, np.dtype("i4")), cftime.date2num(dates, **attrs))
+    modern = {"units": "days since 1999-12-31"}
+    instants = np.array(["2000-03-01T06:00", "2000-02-29"], "M8[ns]")
+    wanted, *_ = xr.coding.times.encode_cf_datetime(instants, modern["units"], dtype=np.dtype("f8"))
+    np.testing.assert_array_equal(counted(instants, modern, np.dtype("f8")), wanted)
+    assert is_dates(dates) and is_dates(instants) and not is_dates(np.array(["a"], object)) and not is_dates([instants])
+    for array, units, dtype, says in (
+        (dates, modern, "f8", "calendar 'noleap', the axis has 'standard'"),
+        (instants, modern, "i4", "2000-03-01T06:00:00 is 61.25 in these units, which int32 does not have"),
+        (instants, {"units": "seconds since 1900-01-01"}, "f4", "would be rounded by more than a millisecond"),
+        (np.array(["NaT"], "M8[s]"), modern, "f8", "NaT is no date"),
+        (instants, {}, "f8", "whose coordinate has no units"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            counted(array, units, np.dtype(dtype))
 
 
 @st.composite
