@@ -122,9 +122,11 @@ class Others:
         """
         if not self.sizes:
             return None
-        found = [state_of(path) for path in self.sizes]
-        digest = blake2b(repr(found).encode(), digest_size=7).digest()
-        return sum(one[0] for one in found if one is not None), int.from_bytes(digest, "little")
+        return _one_of([state_of(path) for path in self.sizes])
+
+    def opened_in(self) -> tuple[int, int] | None:
+        """`state` as it was when the files were checked."""
+        return _one_of([self.versions[path] for path in self.sizes]) if self.sizes else None
 
     def smallest_chunk(self, ndim: int) -> tuple[int, ...] | None:
         """The least length of those chunks along each of `ndim` axes, aligned at the last axis; None without chunks.
@@ -157,6 +159,11 @@ class Others:
     def watched(self) -> contextlib.AbstractContextManager[None]:
         """Read inside this context: it raises OutsideError if the library opened a file outside the fence."""
         return nothing_else_opened(self.fence) if self.is_virtual else contextlib.nullcontext()
+
+
+def _one_of(states: list[tuple[int, ...] | None]) -> tuple[int, int]:
+    digest = blake2b(repr(states).encode(), digest_size=7).digest()
+    return sum(one[0] for one in states if one is not None), int.from_bytes(digest, "little")
 
 
 def follow(file: h5py.File, name: str, fence: Fence) -> tuple[Any, list[h5py.File]]:
