@@ -84,8 +84,8 @@ class JoinedFile(Hdf5Sink):
             before is as it was.
         """
         target = Target(self.path, self.mode)
-        temporary = target.create()
         try:
+            temporary = target.create()
             with named(self.path):
                 _put(temporary, mark(target.token, self.path), self._image(values))
             self._check(temporary)
