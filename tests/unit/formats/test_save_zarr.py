@@ -300,6 +300,7 @@ def test_the_comparison_notices_a_wrong_implementation(tmp_path: Path, wrong: st
             "'/x' holds float8_e5m2, for which Zarr has no type .* Save it as float32 or int8",
         ),
         (spec("f4", attrs={"a": np.nan}), "zarr", "the attribute 'a' of '/x' is nan, which Zarr's JSON cannot hold"),
+        (spec("f4", attrs={"a": np.datetime64("NaT")}), "zarr", "'a' of '/x' is .*NaT.*, which Zarr's JSON cannot hold"),
     ],
 )
 def test_what_zarr_cannot_hold(tmp_path: Path, asked: ArraySpec, version: str, words: str) -> None:
