@@ -660,11 +660,16 @@ class Places:
         The variable of the environment with which HDF5 is told of other places.
     file : h5py.File
         The file, which is open.
+
+    Attributes
+    ----------
+    own : str
+        Where `file` is, as an absolute path.
     """
 
     def __init__(self, variable: str, file: h5py.File) -> None:
         place, setting = os.path.join(os.getcwd(), place_of(file)), os.environ.get(variable, "")
-        self._own = place
+        self.own = place
         self._beside = beside = os.path.dirname(place) or "."
         prefixes = [text for text in setting.split(":") if text]
         if setting.startswith("${ORIGIN}"):  # HDF5 understands it at the beginning, and then takes one prefix
@@ -685,7 +690,7 @@ class Places:
         """The same for a virtual dataset, as an absolute path, because the working folder may be another one when it is opened
         again; and that path without symbolic links.
         """
-        path = os.path.join(os.getcwd(), self._own if name == "." else self.of(name))  # not abspath: ".." may follow a link
+        path = os.path.join(os.getcwd(), self.own if name == "." else self.of(name))  # not abspath: ".." may follow a link
         if os.path.islink(path):
             return path, os.path.realpath(path)
         folder, last = os.path.split(path)

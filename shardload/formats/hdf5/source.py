@@ -601,6 +601,7 @@ class OtherFiles:
 
     def __init__(self, dataset: h5py.Dataset, fence: Fence, access: Access) -> None:
         self._places, self._fence, self._access = Places("HDF5_VDS_PREFIX", dataset.file), fence, access
+        self._path, self._place = os.path.join(os.getcwd(), str(dataset.file.filename)), self._places.own
         # A dataset of the caller's file may be the only one that is loaded, and nobody would close what is kept for others.
         self._parts = dataset.facts.parts if isinstance(dataset, OpenDataset) else OpenParts(most=0)
 
@@ -610,7 +611,15 @@ class OtherFiles:
         """
         path, _ = self._places.find(name)
         what = f"values of another file, '{printable(name)}'"
-        facts = self._parts.take(path, state_of(path) or (0, 0), self._fence, lambda: open_other(path, what, self._fence))
+        try:
+            facts = self._parts.take(path, state_of(path) or (0, 0), self._fence, lambda: open_other(path, what, self._fence))
+        except OutsideError as error:  # of the folder in which the file was opened
+            if self._place == self._path:
+                raise
+            raise ChangedError(
+                f"'{printable(self._path)}' was moved or replaced since it was opened: it is '{printable(self._place)}' now, "
+                "and its parts are looked for there. Load it again"
+            ) from error
         try:
             return _open_part(facts, path, dataset, self._access, self._fence, lambda: self._parts.give_back(facts))
         except BaseException as error:
