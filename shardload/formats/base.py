@@ -300,6 +300,14 @@ class Source(abc.ABC):
         None if there is no such thing. Never raises. See `state_of`.
         """
 
+    def opened_in(self) -> tuple[int, ...] | None:
+        """`state` as it was before the metadata of this array were read: what has changed since, also while it was opened, is
+        noticed. Never raises.
+
+        The default is the state of now. A format that reads metadata when it opens an array takes the state first.
+        """
+        return self.state()
+
     @abc.abstractmethod
     def close(self) -> None:
         """Close what this object opened. An object that the caller passed in stays open. May be called again."""

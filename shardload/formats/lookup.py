@@ -328,7 +328,7 @@ class Labeller:
                 return self._complete(info, opened, file.open)
 
     def _complete(self, info: ArrayInfo, source: Source, open_other: Callable[[str], Source]) -> ArrayInfo:
-        read_in = source.state()  # before anything is read
+        read_in = source.opened_in()
         try:
             if self._names is None:
                 labels = complete(source.labels(), open_other, self._small_nbytes, self._of_group(source))
@@ -596,7 +596,7 @@ def _values_of(source: Source, region: Region | None = None, room: Room = _no_ro
 
     Raises what reading raises.
     """
-    before, info = source.state(), source.info
+    before, info = source.opened_in(), source.info
     whole = Region.whole(info.shape)
     wanted = whole if region is None else region
     given = room(nbytes_of(info, wanted.shape))

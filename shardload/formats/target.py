@@ -32,6 +32,7 @@ __all__ = [
     "MARK_NBYTES",
     "MODES",
     "Target",
+    "make_below",
     "mark",
     "named",
     "put_at",
@@ -54,6 +55,7 @@ _NOREPLACE, _EXCHANGE = 1, 2  # of renameat2
 _FIRST_RESERVED, _MOST_RESERVED = 16 << 20, 1 << 30  # bytes that one call reserves
 _SLOW_SECONDS, _FAST_NBYTES = 5e-3, 16 << 30  # a call that is slower than this and so many bytes in a second
 _AT_FDCWD = -100
+_PAUSES = (0.0, 0.01, 0.05, 0.2, 0.5)  # seconds before each attempt to remove a folder
 _MOUNTS = "/proc/self/mountinfo"
 _IN_MEMORY = {"tmpfs", "ramfs"}
 _NO_FSYNC = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
@@ -266,9 +268,8 @@ class Target:
             if self._is_folder:
                 os.mkdir(temporary)
             else:
-                descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
-                self.temporary = temporary
-                os.close(descriptor)
+                self.temporary = temporary  # from here on `abandon` removes it, also if Ctrl-C comes before the next line
+                os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
         except FileNotFoundError as error:
             if os.path.isdir(self.folder):  # /proc, for one, makes no files
                 raise _unwritten(error, self.path) from error
@@ -422,13 +423,33 @@ class Target:
             _remove(temporary)
 
 
+def make_below(root: str, folder: str) -> None:
+    """Make a folder, and those between it and `root`. If that is gone it is not made again: who removed it wants it gone."""
+    if len(folder) <= len(root):
+        return
+    try:
+        os.mkdir(folder)
+    except FileExistsError:
+        return
+    except FileNotFoundError:
+        if len(os.path.dirname(folder)) <= len(root):
+            raise
+        make_below(root, os.path.dirname(folder))
+        with contextlib.suppress(FileExistsError):  # another thread, or rank
+            os.mkdir(folder)
+
+
 def _remove(path: str) -> None:
     """Remove a file or a folder, or as much of it as can be removed."""
     with contextlib.suppress(OSError):  # `rmtree` itself raises some, whatever it is told
         if os.path.islink(path) or not os.path.isdir(path):
             os.unlink(path)
-        else:
+            return
+        for pause in _PAUSES:  # other ranks, which have stopped too, may still put the last file into it
+            time.sleep(pause)
             shutil.rmtree(path, ignore_errors=True)
+            if not os.path.lexists(path):
+                return
 
 
 def _is_same(first: str, second: str) -> bool:

@@ -199,7 +199,7 @@ class _Server:
         self._scratch = Scratch()
         self._source = open_source(path, dataset, _access(allow_external))
         self._chunks = self._source.chunk_reader()
-        return {"info": json.loads(self._source.info.to_json()), "state": self._source.state()}
+        return {"info": json.loads(self._source.info.to_json()), "state": self._source.opened_in()}
 
     def do_limit(self, memory_nbytes: int) -> Answer:
         """Lower the limit on memory."""

@@ -3,8 +3,8 @@
 If a file is replaced while ranks open it, or written while they read it, the array would be a mixture of old and new values,
 without any error. Therefore:
 
-1. Each reading rank takes the file's size and time of last change (`Source.state`) after opening and again after reading.
-   They must be equal (`check_unchanged`).
+1. Each reading rank takes the file's size and time of last change before its metadata are read (`Source.opened_in`), and again
+   after reading (`Source.state`). They must be equal (`check_unchanged`).
 2. An array that the caller has open or in memory may differ from rank to rank, with the same name and shape. So every rank,
    also one that does not read, takes a fingerprint of its own array (`contents_of`).
 3. If a selection names axes or coordinates, one rank has looked these up. The file is still the same one when it is opened to
@@ -90,7 +90,7 @@ def contents_of(source: Source, handle: Any, selection: Selection, chunks: Grid 
     SourceError
         If values cannot be read. It names the chunk.
     """
-    state = source.state()
+    state = source.opened_in()
     if state is not None:
         return state[0], state[1]
     whole = Region.whole(selection.shape)

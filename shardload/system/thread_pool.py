@@ -81,10 +81,11 @@ class Pool:
                     raise
         return future
 
-    def close(self, wait: bool = True) -> None:
-        """Cancel calls that have not begun, and end the threads; with `wait`, return when they have ended.
+    def close(self, wait: bool = True, seconds: float | None = None) -> bool:
+        """Cancel calls that have not begun, and end the threads; with `wait`, return when they have ended, or after so many
+        seconds. True if they have.
 
-        Without `wait`, a thread that is blocked in a call ends when the call returns, or with the process.
+        A thread that is blocked in a call, and not waited for, ends when the call returns, or with the process.
         """
         self._is_closed = True
         with suppress(Empty):  # a thread may take the last one
@@ -93,8 +94,10 @@ class Pool:
                 if task is not None:
                     task.future.cancel()
         self._end()
+        deadline = None if seconds is None else time.monotonic() + seconds
         for thread in self._threads if wait else ():
-            _join(thread)
+            _join(thread, deadline)
+        return not any(thread.is_alive() for thread in self._threads)
 
 
 class Lane:
@@ -153,14 +156,16 @@ def _work(tasks: SimpleQueue[_Task | None], waiting: threading.Semaphore) -> Non
         waiting.release()
 
 
-def _join(thread: threading.Thread) -> None:
-    """Return when the thread has ended. Ctrl-C during its start leaves a thread that begins a little later, or never."""
-    deadline = time.monotonic() + _START_SECONDS
+def _join(thread: threading.Thread, deadline: float | None) -> None:
+    """Return when the thread has ended, or at the deadline. Ctrl-C during its start leaves a thread that begins a little later,
+    or never.
+    """
+    started_by = time.monotonic() + _START_SECONDS
     while True:
         try:
-            return thread.join()
+            return thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
         except RuntimeError:  # not started yet
-            if time.monotonic() > deadline:
+            if time.monotonic() > started_by:
                 return None
         time.sleep(0.001)
 

@@ -521,6 +521,8 @@ def _check_chunks(source: Source, expected: Array) -> None:
 def _check_state(source: Source, expected: Array) -> None:
     first, second = source.state(), source.state()
     _expect(first == second, f"state() of {source.info} is {first}, then {second}, and nothing has changed")
+    before = source.opened_in()
+    _expect(before == first, f"opened_in() of {source.info} is {before}, its state() {first}, and nothing has changed")
     fits = first is None or (isinstance(first, tuple) and all(type(n) is int for n in first))
     _expect(fits, f"state() of {source.info} is {first!r}, expected a tuple of int, or None")
 

@@ -110,7 +110,12 @@ class Naming:
         what = f"chunk {chunk} of {info}" if chunk is not None else str(info)
         where = "" if region is None else f" (elements {self._selection.to_file(region)})"
         text = f"{what} could not be read{where}: {type(error).__name__}: {error}. "
-        if isinstance(error, _SAYS_WHY):
+        if self._has_changed(error):
+            text += (
+                "The file has changed since it was opened, which may be the cause; nothing was loaded. Load it again when "
+                "nothing writes to it any more"
+            )
+        elif isinstance(error, _SAYS_WHY):
             text += "Nothing was loaded"
         else:
             text += "The file is damaged, incomplete or out of reach there; nothing was loaded. Copy it again or recreate it"
@@ -120,3 +125,10 @@ class Naming:
             dataset=info.dataset,
             chunk=chunk,
         )
+
+    def _has_changed(self, error: Exception) -> bool:
+        """True if the file is another one than when it was opened. (A helper that has failed is asked nothing.)"""
+        before = self._source.opened_in()
+        if before is None or isinstance(error, ChangedError | HelperError | MemoryError):  # the first says so already
+            return False
+        return self._source.state() != before

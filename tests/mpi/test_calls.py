@@ -422,6 +422,91 @@ def test_file_that_changes_between_plan_and_execution(comm: Any, shared_tmp_path
     same_error(comm, made.execute, SourceError, "there is no file")
 
 
+def make_pair(folder: Path, kind: str) -> tuple[Path, Path]:
+    """A file, and another of the same shape whose numbers have the other byte order."""
+    found = []
+    for name, values in (("old", ramp(cube())), ("new", ramp(cube()).astype(">f4") + 1)):
+        path = folder / f"{name}.{kind}"
+        if kind == "h5":
+            with h5py.File(path, "w") as file:
+                file["x"] = values
+        else:
+            codec = zarr.codecs.BytesCodec(endian="big" if name == "new" else "little")
+            how = {"shape": values.shape, "chunks": (unit(), *cube()[1:]), "dtype": "float32", "serializer": codec}
+            with zarr.storage.ZipStore(path, mode="w") if kind == "zip" else zarr.storage.LocalStore(path) as store:
+                zarr.create_array(store, name="x", compressors=None, **how)[...] = values
+        found.append(path)
+    for path in folder.glob("old.*/**/zarr.json" if kind == "zarr" else "old.*"):
+        os.utime(path, ns=(0, 0))  # not the time of the other one
+    return found[0], found[1]
+
+
+@pytest.mark.any_library
+@pytest.mark.parametrize("kind", ["h5", "zarr", "zip"])
+@pytest.mark.parametrize("is_small", [False, True])
+def test_a_file_that_changes_when_it_has_been_opened(
+    comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, is_small: bool
+) -> None:
+    """Wrong if numbers of the new file were read as the metadata of the old one say."""
+    paths = on_root(comm, lambda: [str(one) for one in make_pair(shared_tmp_path, kind)])
+    path, other = map(Path, paths)
+
+    def change() -> None:
+        if not other.exists():
+            return
+        if kind == "h5":  # in place: an open file stays what it is if another one gets its name
+            path.write_bytes(other.read_bytes())
+            other.unlink()
+        else:
+            os.rename(path, shared_tmp_path / "gone")
+            os.rename(other, path)
+
+    module = importlib.import_module("shardload.formats.lookup" if is_small else "shardload.jobs.loading.array_load")
+    name = "_values_of" if is_small else "open_source"
+    right = getattr(module, name)
+
+    def then_changed(*arguments: Any, **options: Any) -> Any:
+        found = None if is_small else right(*arguments, **options)
+        change()
+        return right(*arguments, **options) if is_small else found
+
+    if comm.rank == 0:
+        monkeypatch.setattr(module, name, then_changed)
+    values = ramp(cube())
+    with tuned() if is_small else tuned(small_nbytes=0, tiny_nbytes=0):
+        try:
+            x = shardload.load(path, mesh_of(), P("a"), dataset="x", readers="auto" if is_small else "root")
+        except SourceError as error:
+            assert "changed while it was read" in str(error)
+            assert kind != "zip"  # that one stays open, and what it holds is what it was
+        else:  # the values of one file, and all of them
+            assert is_small or kind == "zip"
+            check(x, values if kind == "zip" else values + 1, mesh_of(), P("a"))
+    comm.Barrier()
+
+
+@pytest.mark.any_library
+@pytest.mark.mpi(min_size=2)
+def test_a_zip_file_that_is_replaced_while_it_is_opened(
+    comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wrong if some ranks read the old file, and others the new one."""
+    path, other = map(Path, on_root(comm, lambda: [str(one) for one in make_pair(shared_tmp_path, "zip")]))
+    module = importlib.import_module("shardload.jobs.loading.array_load")
+    right = module.open_source
+
+    def open_in_turn(*arguments: Any, **options: Any) -> Any:
+        found = right(*arguments, **options) if comm.rank else None
+        comm.Barrier()
+        on_root(comm, lambda: os.replace(other, path))
+        return right(*arguments, **options) if found is None else found
+
+    monkeypatch.setattr(module, "open_source", open_in_turn)
+    with tuned(small_nbytes=0, tiny_nbytes=0):
+        load = partial(shardload.load, path, mesh_of(), P("a"), dataset="x", readers="direct")
+        same_error(comm, load, SourceError, "did not see the same file")
+
+
 @pytest.mark.parametrize("readers", READERS)
 def test_a_part_of_a_virtual_dataset_that_changes(comm: Any, shared_tmp_path: Path, readers: Any) -> None:
     """Wrong if old parts were mixed with new ones, or HDF5 put fill values in the place of one that is gone."""

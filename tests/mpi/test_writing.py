@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,46 @@ def test_a_rank_whose_values_cannot_be_made(comm: Any, shared_tmp_path: Path, ki
             raise SourceError("no more values", path="in.h5")
 
     same_error(comm, lambda: write(comm, shared_tmp_path / f"out.{kind}", change=change), SourceError, "no more values")
+    assert on_disk(comm, shared_tmp_path) == []
+
+
+class Stopped(KeyboardInterrupt):
+    """As Ctrl-C."""
+
+
+@pytest.mark.parametrize("kind", ["h5", "zarr"])
+@pytest.mark.parametrize("step", [0, 1])  # the temporary is made, and opened
+def test_ctrl_c_while_a_thread_is_at_work(
+    comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, step: int
+) -> None:
+    """Wrong if what the thread makes, after the wait for it was given up, were left behind."""
+    own = comm.Split(comm.rank)  # each rank alone
+    path, is_given_up = shared_tmp_path / f"out-{comm.rank}.{kind}", threading.Event()
+    submits, waits = itertools.count(), itertools.count()
+    right_submit, right_wait, right_close = writing.Pool.submit, writing._Writing._wait, writing.Pool.close
+
+    def submit(self: Any, call: Any, *arguments: Any) -> Any:
+        def late() -> Any:
+            assert is_given_up.wait(60.0)
+            return call(*arguments)
+
+        return right_submit(self, late) if next(submits) == step else right_submit(self, call, *arguments)
+
+    def wait(self: Any, futures: Any) -> None:
+        if next(waits) == step:
+            raise Stopped
+        right_wait(self, futures)
+
+    def close(self: Any, *arguments: Any, **options: Any) -> Any:
+        is_given_up.set()
+        return right_close(self, *arguments, **options)
+
+    monkeypatch.setattr(writing.Pool, "submit", submit)
+    monkeypatch.setattr(writing.Pool, "close", close)
+    monkeypatch.setattr(writing._Writing, "_wait", wait)
+    with pytest.raises(Stopped):
+        write(own, path)
+    own.Free()
     assert on_disk(comm, shared_tmp_path) == []
 
 

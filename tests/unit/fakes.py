@@ -153,6 +153,9 @@ class FakeSource:
     def state(self) -> None:
         return None
 
+    def opened_in(self) -> None:
+        return None
+
     def close(self) -> None: ...
 
 

@@ -87,6 +87,7 @@ class NpySource(Source):
     def __init__(self, path: str, access: Access = STRICT) -> None:
         self._path, self._array = path, None
         self._file = os.fdopen(access.open_file(path), "rb", buffering=0)
+        self._opened_in = state_of(self._file.fileno())
         try:
             dtype, shape, is_fortran, start = read_header(self._file.fileno())
             refused = refusal(dtype) or unaddressable(shape, None)
@@ -138,6 +139,10 @@ class NpySource(Source):
     def state(self) -> tuple[int, ...] | None:
         """Of the open file."""
         return None if self._file.closed else state_of(self._file.fileno())
+
+    def opened_in(self) -> tuple[int, ...] | None:
+        """As it was before the header was read."""
+        return self._opened_in
 
     def close(self) -> None:
         """Give back the map and the file."""

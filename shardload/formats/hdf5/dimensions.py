@@ -151,8 +151,8 @@ def name_axes(file: h5py.File, specs: Mapping[str, ArraySpec], *, is_netcdf: boo
         for axis, dim in enumerate(spec.dims or ()):
             if dim is None:
                 continue
-            if not dim or "/" in dim:
-                raise ConfigError(f"axis {axis} of '{name}' is called {dim!r}; expected a name without '/'")
+            if not dim or "/" in dim or "\0" in dim:  # HDF5 would cut it off at a zero byte
+                raise ConfigError(f"axis {axis} of '{name}' is called {dim!r}; expected a name without '/' or zero bytes")
             own = axes.coordinate_of(name, axis) or dimensions.get((name, axis))
             if own is None:
                 file[name].dims[axis].label = dim
@@ -238,6 +238,11 @@ def write_attrs(owner: Any, name: str, attrs: Mapping[str, Any], *, is_netcdf: b
             raise ConfigError(f"the attribute {key!r} of '{name}' is None, which HDF5 does not have. Leave it out")
         if "\0" in str(key):  # HDF5 would cut it off there
             raise ConfigError(f"the attribute {key!r} of '{name}' has a zero byte in its name. Choose another one")
+        if np.ma.is_masked(value):  # HDF5 would write what is behind the mask
+            raise ConfigError(
+                f"the attribute {key!r} of '{name}' is {_told(value)}, with values that are masked, which HDF5 does not have. "
+                "Leave it out, or fill it: .filled(value)"
+            )
         if (added := _added_type(value)) is not None:
             raise ConfigError(
                 f"the attribute {key!r} of '{name}' is {added}, which HDF5 would hold as bytes without a meaning. "

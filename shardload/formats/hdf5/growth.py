@@ -175,6 +175,7 @@ class GrowthCatalog(Catalog):
         self._sink, self._path = sink, sink.file
         self._descriptor, self._is_begun, self._is_finished = -1, False, False
         self._size: int | None = None
+        self._before: dict[int, bytes] = {}  # what says how the file is, by the place
         self._target = Target(self._path, "w")
         self._lock = AppendLock(self._path)
         self._patches: dict[str, list[Patch]] = {kind: [] for kind in (*_KINDS, "links")}
@@ -424,18 +425,21 @@ class GrowthCatalog(Catalog):
 
     def _compare(self) -> None:
         """ConfigError if somebody has changed the file meanwhile, or put another one in its place."""
-        read = Overlay(self._descriptor).piece
-        is_same = all(read(start, len(old)) == old for start, old in self._before.items())
-        is_same = is_same and state_of(self._path) == tuple(file_state(self._descriptor))
+        is_same = self._is_as_before() and state_of(self._path) == tuple(file_state(self._descriptor))
         if not is_same or os.fstat(self._descriptor).st_size < self._end:
             raise self._sink.changed()
 
+    def _is_as_before(self) -> bool:
+        read = Overlay(self._descriptor).piece
+        return all(read(start, len(old)) == old for start, old in self._before.items())
+
     def abandon(self) -> None:
-        """See `Catalog`."""
+        """See `Catalog`. What is behind the old end goes, unless somebody else has changed the file: it may be theirs."""
         if self._descriptor >= 0:
             with contextlib.suppress(OSError):
-                if not self._is_begun and self._size is not None and os.fstat(self._descriptor).st_size > self._size:
-                    os.ftruncate(self._descriptor, self._size)
+                is_longer = self._size is not None and os.fstat(self._descriptor).st_size > self._size
+                if is_longer and not self._is_begun and self._is_as_before():
+                    os.ftruncate(self._descriptor, self._size or 0)
             with contextlib.suppress(OSError):
                 os.close(self._descriptor)  # gives the file's lock back
             self._descriptor = -1

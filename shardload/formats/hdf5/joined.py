@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,8 +74,8 @@ class JoinedFile(Hdf5Sink):
         self._parts = parts
         super().__init__(path, specs, **how)
 
-    def write(self, values: Mapping[str, Blocks]) -> None:
-        """Write the file. `values` are those of the arrays that lie in it.
+    def write(self, values: Mapping[str, Blocks], check: Callable[[], None] = lambda: None) -> None:
+        """Write the file. `values` are those of the arrays that lie in it; `check` is called before it gets its name.
 
         Raises
         ------
@@ -84,11 +84,12 @@ class JoinedFile(Hdf5Sink):
             before is as it was.
         """
         target = Target(self.path, self.mode)
-        temporary = target.create()
         try:
+            temporary = target.create()
             with named(self.path):
                 _put(temporary, mark(target.token, self.path), self._image(values))
             self._check(temporary)
+            check()
             target.commit()
         except BaseException:
             target.abandon()

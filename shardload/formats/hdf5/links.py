@@ -122,9 +122,11 @@ class Others:
         """
         if not self.sizes:
             return None
-        found = [state_of(path) for path in self.sizes]
-        digest = blake2b(repr(found).encode(), digest_size=7).digest()
-        return sum(one[0] for one in found if one is not None), int.from_bytes(digest, "little")
+        return _one_of([state_of(path) for path in self.sizes])
+
+    def opened_in(self) -> tuple[int, int] | None:
+        """`state` as it was when the files were checked."""
+        return _one_of([self.versions[path] for path in self.sizes]) if self.sizes else None
 
     def smallest_chunk(self, ndim: int) -> tuple[int, ...] | None:
         """The least length of those chunks along each of `ndim` axes, aligned at the last axis; None without chunks.
@@ -157,6 +159,11 @@ class Others:
     def watched(self) -> contextlib.AbstractContextManager[None]:
         """Read inside this context: it raises OutsideError if the library opened a file outside the fence."""
         return nothing_else_opened(self.fence) if self.is_virtual else contextlib.nullcontext()
+
+
+def _one_of(states: list[tuple[int, ...] | None]) -> tuple[int, int]:
+    digest = blake2b(repr(states).encode(), digest_size=7).digest()
+    return sum(one[0] for one in states if one is not None), int.from_bytes(digest, "little")
 
 
 def follow(file: h5py.File, name: str, fence: Fence) -> tuple[Any, list[h5py.File]]:
@@ -653,11 +660,16 @@ class Places:
         The variable of the environment with which HDF5 is told of other places.
     file : h5py.File
         The file, which is open.
+
+    Attributes
+    ----------
+    own : str
+        Where `file` is, as an absolute path.
     """
 
     def __init__(self, variable: str, file: h5py.File) -> None:
         place, setting = os.path.join(os.getcwd(), place_of(file)), os.environ.get(variable, "")
-        self._own = place
+        self.own = place
         self._beside = beside = os.path.dirname(place) or "."
         prefixes = [text for text in setting.split(":") if text]
         if setting.startswith("${ORIGIN}"):  # HDF5 understands it at the beginning, and then takes one prefix
@@ -678,7 +690,7 @@ class Places:
         """The same for a virtual dataset, as an absolute path, because the working folder may be another one when it is opened
         again; and that path without symbolic links.
         """
-        path = os.path.join(os.getcwd(), self._own if name == "." else self.of(name))  # not abspath: ".." may follow a link
+        path = os.path.join(os.getcwd(), self.own if name == "." else self.of(name))  # not abspath: ".." may follow a link
         if os.path.islink(path):
             return path, os.path.realpath(path)
         folder, last = os.path.split(path)

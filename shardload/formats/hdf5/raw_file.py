@@ -22,10 +22,11 @@ from typing import Any
 import h5py
 import numpy as np
 
-from shardload.formats.base import Spans, read_at
+from shardload.formats.base import Spans, read_at, state_of
 
 __all__ = [
     "RawFile",
+    "ReadFile",
     "close_all",
     "file_number",
     "has_signature",
@@ -46,14 +47,26 @@ def _to_read() -> tuple[Any, bool]:
     return properties, properties.get_driver() == h5py.h5fd.SEC2
 
 
-def open_to_read(path: str) -> h5py.File:
+class ReadFile(h5py.File):  # type: ignore[misc]  # h5py has no types
+    """A file that `open_to_read` has opened. Of it nothing has been read then but its first block, which leads to the rest.
+
+    `opened_in` is its state (`state_of`) at that moment; None if it is not a plain file.
+    """
+
+    def __init__(self, identifier: Any) -> None:
+        super().__init__(identifier)
+        descriptor = own_descriptor(self)
+        self.opened_in = None if descriptor is None else state_of(descriptor)
+
+
+def open_to_read(path: str) -> ReadFile:
     """The same as ``h5py.File(path, "r")``, which makes new properties each time. Raises OSError as that does.
 
     HDF5 does not try again if a signal comes while it opens or locks the file.
     """
     while True:
         try:
-            return h5py.File(h5py.h5f.open(os.fsencode(path), h5py.h5f.ACC_RDONLY, fapl=_to_read()[0]))
+            return ReadFile(h5py.h5f.open(os.fsencode(path), h5py.h5f.ACC_RDONLY, fapl=_to_read()[0]))
         except InterruptedError:
             continue
 

@@ -116,6 +116,8 @@ class Hdf5Source(Source):
         Called when this source was closed.
     is_linked : bool
         True if a link led to the dataset from another file, whose names it does not know.
+    opened_in : tuple of int, optional
+        The state of its file before anything was read of it; by default that of now.
     """
 
     def __init__(
@@ -128,10 +130,12 @@ class Hdf5Source(Source):
         facts: OpenFacts | None = None,
         give_back: Callable[[], None] | None = None,
         is_linked: bool = False,
+        opened_in: tuple[int, ...] | None = None,
     ) -> None:
         self._is_linked = is_linked
         self._facts, self._give_back = facts, give_back
         self._dataset, self._info, self._others, self._files, self._is_own = dataset, info, others, files, is_own
+        self._opened_in = self._state_of_file() if opened_in is None else opened_in
         self._whole = Whole.of(dataset)
         self._expected: Region | None = None
         self._missing: list[tuple[int, ...]] | None = None  # chunks that `read_into` did not find, if it read chunk by chunk
@@ -344,21 +348,29 @@ class Hdf5Source(Source):
         If other files hold values, their sizes and times are in it. Those of `Tiles` have been compared when they were opened,
         and are again.
         """
-        try:
-            if isinstance(self._dataset, OpenDataset):
-                descriptor = self._dataset.facts.state_descriptor()
-                found = None if descriptor is None else state_of(descriptor)
-            else:
-                found = _state_of(self._dataset.file)
-        except (RuntimeError, ValueError):  # it was closed
-            return None
+        found = self._state_of_file()
         if found is None:
             return None
         tiles = self.__dict__.get("_tiles")
         if self._info.parts is not None:
             return *found, 0 if tiles is None else tiles.n_changed()
-        others = self._others.state()
-        return found if others is None else (found[0] + others[0], found[1] ^ others[1], *found[2:])
+        return _together(found, self._others.state())
+
+    def opened_in(self) -> tuple[int, ...] | None:
+        """`state` before anything was read of these files."""
+        found = self._opened_in
+        if found is None:
+            return None
+        return (*found, 0) if self._info.parts is not None else _together(found, self._others.opened_in())
+
+    def _state_of_file(self) -> tuple[int, ...] | None:
+        try:
+            if isinstance(self._dataset, OpenDataset):
+                descriptor = self._dataset.facts.state_descriptor()
+                return None if descriptor is None else state_of(descriptor)
+            return _state_of(self._dataset.file)
+        except (RuntimeError, ValueError):  # it was closed
+            return None
 
     def close(self) -> None:
         """Close the dataset and the files, if this object opened them."""
@@ -444,7 +456,7 @@ class Hdf5Format(Format):
                 f"the {type(obj).__module__.partition('.')[0]}.{type(obj).__name__} handed in is closed, so nothing "
                 "can be read from it. Keep its file open during the load, or pass the path of the file."
             )
-        path = str(obj.file.filename)
+        path, opened_in = str(obj.file.filename), _state_of(obj.file)
         fence = Fence.around_file(place_of(obj.file), access.allow_external)
         if isinstance(obj, h5py.Group):
             found = itertools.islice(_describe_all(obj, path, fence, most=MOST_NAMED), MOST_NAMED + 1)
@@ -453,7 +465,8 @@ class Hdf5Format(Format):
                 f"'{obj.name}' in '{path}' is a group, not an array. Pass group['name'] with a name of an array in it: {names}."
             )
         others = look_through(obj, fence, access)
-        return Hdf5Source(obj, _describe(obj, path, str(obj.name or "<unnamed>"), others, access=access), others)
+        info = _describe(obj, path, str(obj.name or "<unnamed>"), others, access=access)
+        return Hdf5Source(obj, info, others, opened_in=opened_in)
 
 
 FORMAT = Hdf5Format()
@@ -529,6 +542,10 @@ def _has_unused_bits(kind: Any) -> bool:
     return bool(kind.get_class() == h5py.h5t.INTEGER and kind.get_precision() < 8 * kind.get_size())
 
 
+def _together(state: tuple[int, ...], others: tuple[int, int] | None) -> tuple[int, ...]:
+    return state if others is None else (state[0] + others[0], state[1] ^ others[1], *state[2:])
+
+
 def _state_of(file: h5py.File) -> tuple[int, ...] | None:
     descriptor = plain_descriptor(file)
     return None if descriptor is None else state_of(descriptor)
@@ -564,7 +581,8 @@ def _open_dataset(
         info = _describe(found, path, name, others, access=access, planned=planned)
         files = [facts.file, *opened] if is_own else opened
         facts_to_close = facts if is_own else None
-        return Hdf5Source(found, info, others, files, True, facts_to_close, is_linked=bool(opened))
+        opened_in = (opened or [facts.file])[-1].opened_in
+        return Hdf5Source(found, info, others, files, True, facts_to_close, is_linked=bool(opened), opened_in=opened_in)
     except BaseException:
         close_all(opened)
         raise
@@ -583,6 +601,7 @@ class OtherFiles:
 
     def __init__(self, dataset: h5py.Dataset, fence: Fence, access: Access) -> None:
         self._places, self._fence, self._access = Places("HDF5_VDS_PREFIX", dataset.file), fence, access
+        self._path, self._place = os.path.join(os.getcwd(), str(dataset.file.filename)), self._places.own
         # A dataset of the caller's file may be the only one that is loaded, and nobody would close what is kept for others.
         self._parts = dataset.facts.parts if isinstance(dataset, OpenDataset) else OpenParts(most=0)
 
@@ -592,7 +611,15 @@ class OtherFiles:
         """
         path, _ = self._places.find(name)
         what = f"values of another file, '{printable(name)}'"
-        facts = self._parts.take(path, state_of(path) or (0, 0), self._fence, lambda: open_other(path, what, self._fence))
+        try:
+            facts = self._parts.take(path, state_of(path) or (0, 0), self._fence, lambda: open_other(path, what, self._fence))
+        except OutsideError as error:  # of the folder in which the file was opened
+            if self._place == self._path:
+                raise
+            raise ChangedError(
+                f"'{printable(self._path)}' was moved or replaced since it was opened: it is '{printable(self._place)}' now, "
+                "and its parts are looked for there. Load it again"
+            ) from error
         try:
             return _open_part(facts, path, dataset, self._access, self._fence, lambda: self._parts.give_back(facts))
         except BaseException as error:
@@ -614,7 +641,8 @@ def _open_part(
         info = _describe(found, path, name, others, access=access)
         if info.refused is not None:
             raise OSError(f"{info} holds {info.refused}")
-        source = Hdf5Source(found, info, others, linked, is_own=True, give_back=give_back)
+        opened_in = (linked or [facts.file])[-1].opened_in
+        source = Hdf5Source(found, info, others, linked, is_own=True, give_back=give_back, opened_in=opened_in)
         return source, {**files, **others.versions}
     except BaseException:
         close_all(linked)

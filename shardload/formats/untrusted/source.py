@@ -305,6 +305,10 @@ class UntrustedSource(Source):
                 self._give(helper)
         return found
 
+    def opened_in(self) -> tuple[int, ...] | None:
+        """The state that the first helper saw when it opened the file."""
+        return self._first_state
+
     def close(self) -> None:
         """End the helpers. A thread that waits for one gets a `HelperError`."""
         with self._lock:

@@ -220,7 +220,7 @@ def plain_attrs(name: str, attrs: Mapping[str, Any]) -> Json:
 
 
 def _plain(name: str, key: str, value: Any) -> Any:
-    if isinstance(value, np.ndarray | np.generic):
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind not in "mM":  # a date that is none would become null
         value = value.tolist()
     if isinstance(value, list | tuple):
         return [_plain(name, key, one) for one in value]

@@ -37,7 +37,7 @@ from shardload.formats.sink import (
     place_again,
     with_dims,
 )
-from shardload.formats.target import FOLDER_MARK, Target, mark, named, put_at, sync_folder
+from shardload.formats.target import FOLDER_MARK, Target, make_below, mark, named, put_at, sync_folder
 from shardload.formats.zarr.encodings import group_metadata, layout, plain_attrs
 from shardload.planning.grid import unravel
 from shardload.planning.region import Region
@@ -475,7 +475,7 @@ class _ZarrWriter(Writer):
         if not self._is_open:
             raise ValueError(f"the writer of '{self._sink.path}' is closed")
         if folder not in self._made:
-            os.makedirs(folder, exist_ok=True)
+            make_below(self._ticket.temporary, folder)
             self._made.add(folder)
 
     def _note_folder(self, folder: str) -> None:

@@ -79,6 +79,7 @@ from shardload.formats.zarr.store import (
     open_store,
     watch,
     zip_entries,
+    zip_state,
 )
 from shardload.planning.region import Region
 from shardload.values.decoding import ATTRIBUTES, Packing, typed
@@ -122,6 +123,7 @@ class ZarrSource(Source):
         )
         self._missing: list[tuple[int, ...]] = []
         self._is_closed = False
+        self._opened_in = self._array.store.state_before(self._metadata_key) or self.state()
         self._is_checked, self._is_stacked = False, is_stacked(array.metadata.to_dict(), access)
         self._array.store.most_nbytes = None if info.chunks is None else _LONGEST * self._stored_nbytes() + _HEAD_NBYTES
         together = excerpt_nbytes(info)
@@ -261,10 +263,18 @@ class ZarrSource(Source):
         """
         below = inner_store(self._array.store)
         if isinstance(below, zarr.storage.ZipStore):
-            return None if below.path is None else state_of(os.fspath(below.path))
+            return zip_state(below)
         folder = _folder_of(below)
+        return None if folder is None else state_of(os.path.join(folder, self._metadata_key))
+
+    def opened_in(self) -> tuple[int, ...] | None:
+        """`state` before the metadata were read."""
+        return self._opened_in
+
+    @property
+    def _metadata_key(self) -> str:
         mark = "zarr.json" if self._array.metadata.zarr_format == 3 else ".zarray"
-        return None if folder is None else state_of(os.path.join(folder, self._array.path, mark))
+        return f"{self._array.path}/{mark}" if self._array.path else mark
 
     def close(self) -> None:
         """Close the store, if this object opened it, and the shards that its chunk reader keeps open."""
@@ -371,7 +381,7 @@ class _ZarrStore(OpenFile):
         """The state of the zip file, or of the metadata file of the root, which is another one in a store that was replaced."""
         below = inner_store(self._store)
         if isinstance(below, zarr.storage.ZipStore):
-            return None if below.path is None else state_of(os.fspath(below.path))
+            return zip_state(below)
         folder = _folder_of(below)
         states = (state_of(os.path.join(folder, mark)) for mark in ROOTS) if folder is not None else ()
         return next((state for state in states if state is not None), None)

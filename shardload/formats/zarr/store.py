@@ -23,6 +23,7 @@ import zarr.storage
 from zarr.abc.store import OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
 
 from shardload.errors import SourceError
+from shardload.formats.base import state_of
 from shardload.formats.containment import TARGET_HINT, Fence, NotAFileError, OutsideError, kind_of
 from shardload.formats.zarr.codecs import checked
 
@@ -35,6 +36,7 @@ __all__ = [
     "open_store",
     "watch",
     "zip_entries",
+    "zip_state",
 ]
 
 _METADATA = ("zarr.json", ".zarray", ".zgroup", ".zattrs", ".zmetadata")
@@ -55,6 +57,8 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
         The store that it wraps.
     fence : Fence
         For a store that is a folder: where its files may be.
+    opened_in : tuple of int, optional
+        The state of a zip file before it was opened.
 
     Attributes
     ----------
@@ -64,9 +68,10 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
         The most bytes that a value may have, except metadata.
     """
 
-    def __init__(self, store: Any, fence: Fence | None = None) -> None:
+    def __init__(self, store: Any, fence: Fence | None = None, opened_in: tuple[int, ...] | None = None) -> None:
         super().__init__(store)
-        self._fence = fence or Fence()
+        self._fence, self._opened_in = fence or Fence(), opened_in
+        self._seen: dict[str, tuple[int, ...] | None] = {}
         self._folder = local_folder(store)
         self.missing: set[str] = set()
         self.most_nbytes: int | None = None
@@ -81,7 +86,11 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
         return self._with_store(self._store)
 
     def _with_store(self, store: Any) -> WatchedStore:
-        return type(self)(store, self._fence)
+        return type(self)(store, self._fence, self._opened_in)
+
+    def state_before(self, key: str) -> tuple[int, ...] | None:
+        """The state that a metadata file, or the zip file that it is in, had before it was read; None if it is not known."""
+        return self._opened_in or self._seen.get(key)
 
     async def get(self, key: str, prototype: Any, byte_range: Any = None) -> Any:
         """The value of `key`; None if it does not exist.
@@ -95,8 +104,12 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
         """
         self._check_key(key)
         is_metadata = key.rpartition("/")[2] in _METADATA
-        if self._folder is not None and (is_metadata or self.most_nbytes is not None):
-            self._check_length(key, self._stored_nbytes(key, byte_range), is_metadata)  # before memory is allocated
+        if self._folder is not None and is_metadata:
+            state = state_of(os.path.join(self._folder, key))
+            self._seen.setdefault(key, state)
+            self._check_length(key, 0 if state is None else state[0], is_metadata)  # before memory is allocated
+        elif self._folder is not None and self.most_nbytes is not None:
+            self._check_length(key, self._stored_nbytes(key, byte_range), is_metadata)
         archive = _unwrapped(self._store)
         if isinstance(archive, zarr.storage.ZipStore):
             found = _of_zip(archive, key, prototype, byte_range, MOST_METADATA_NBYTES if is_metadata else self.most_nbytes)
@@ -171,12 +184,13 @@ def open_store(path: str, allow_external: bool = False) -> Any:
         return WatchedStore(store, _fence_of(store, path, allow_external))
     if os.path.isdir(path):
         return WatchedStore(zarr.storage.LocalStore(path, read_only=True), Fence.around_store(path, allow_external))
+    opened_in = state_of(path)
     for entry in zip_entries(path):
         if entry.filename.rpartition("/")[2] in _METADATA and entry.file_size > MOST_METADATA_NBYTES:
             raise ValueError(
                 f"'{entry.filename}' would have {entry.file_size} bytes; metadata has {MOST_METADATA_NBYTES} at most"
             )
-    return WatchedStore(zarr.storage.ZipStore(path, mode="r", read_only=True))
+    return WatchedStore(zarr.storage.ZipStore(path, mode="r", read_only=True), opened_in=opened_in)
 
 
 def check_metadata(name: str, text: bytes) -> None:
@@ -188,6 +202,19 @@ def check_metadata(name: str, text: bytes) -> None:
         raise ValueError(
             f"'{name}' has some {n_values} values; metadata has {_MOST_VALUES} at most. Put long data into an array"
         )
+
+
+def zip_state(store: Any) -> tuple[int, ...] | None:
+    """Size and time of last change of an open zip file, whatever has its path now; None if it is not a plain file."""
+    if store.path is None:
+        return None
+    if not getattr(store, "_is_open", False):
+        return state_of(os.fspath(store.path))
+    try:
+        found = state_of(store._zf.fp.fileno())
+    except (AttributeError, OSError, ValueError):  # it was closed, or is a file object's
+        return None
+    return None if found is None else found[:2]  # as by its path, before it is opened
 
 
 def zip_entries(path: str) -> list[zipfile.ZipInfo]:

@@ -256,7 +256,7 @@ class CopyReading:
                     path=one.info.path,
                     dataset=one.info.dataset,
                 )
-            self._sources[array] = source, source.state()
+            self._sources[array] = source, source.opened_in()
             check_same_file(str(one.info), one.state, self._sources[array][1], one.info.path, one.info.dataset)
         return self._sources[array][0]
 

@@ -344,7 +344,7 @@ def _describe(file: OpenFile, name: str, expected: ArrayInfo | None = None) -> t
     try:
         info = source.info if expected is None else expected
         with as_source_error(info.path, name):
-            return info, source.properties(), source.state()
+            return info, source.properties(), source.opened_in()
     finally:
         source.close()
 

@@ -24,9 +24,9 @@ from typing import Any
 
 import numpy as np
 
-from shardload.errors import ConfigError, printable
+from shardload.errors import ConfigError, SourceError, printable
 from shardload.formats.access import Access
-from shardload.formats.base import ArrayInfo, OpenFile, Properties, nbytes_of, some
+from shardload.formats.base import ArrayInfo, OpenFile, Properties, nbytes_of, some, state_of
 from shardload.formats.diagnosis import as_source_error
 from shardload.formats.likeness import Asked, as_text, attrs_for, bounds_of, same_value, spec_like
 from shardload.formats.lookup import Finder, find_array, list_arrays, open_file, split_path
@@ -210,6 +210,7 @@ class _Join:
         self._notes: dict[str, None] = {}
         self._empty: dict[str, list[ConfigError]] = {}  # groups, and why parts have no arrays in them
         self._axis: str | int = 0
+        self._versions: dict[str, tuple[int, ...] | None] = {}  # of the parts, before they were opened for the first time
 
     def run(self, progress: Progress) -> JoinReport:
         """Do it all."""
@@ -262,6 +263,7 @@ class _Join:
 
     def _look_at(self, k: int, path: str) -> None:
         """Take in one part."""
+        self._versions[path] = state_of(path)
         with open_file(path, self._access) as file:
             for info in self._arrays_of(path):
                 if not info.format.startswith(("HDF5", "netCDF4")):
@@ -601,6 +603,16 @@ class _Join:
                 "comes in addition to them. Choose another name for it; if this file is not wanted, remove it first"
             )
 
+    def _check_unchanged(self) -> None:
+        """Raise SourceError if a part is not the one that was looked at: its coordinate, which is stored, may be old."""
+        for path, version in self._versions.items():
+            if state_of(path) != version:
+                raise SourceError(
+                    f"'{path}' has changed while it was joined, or was replaced. '{self._ask.path}' was not made, because what "
+                    "it says of that part may be old. Join the files again when nothing writes to them any more",
+                    path=path,
+                )
+
     def _write(self, joined: Mapping[str, int], stored: Mapping[str, np.ndarray[Any, Any]]) -> JoinReport:
         # Here, because nothing else of the package needs the writer.
         from shardload.formats.hdf5.joined import JoinedFile, PlacedPart
@@ -646,7 +658,7 @@ class _Join:
             attrs=groups.pop("/", {}),
             group_attrs=groups,
         )
-        file.write(values)
+        file.write(values, self._check_unchanged)
         used = {part.path for its in parts.values() for part in its}
         outside = any(place in used and not is_in for place, is_in in zip(places, inside, strict=True))
         return JoinReport(self._ask.path, len(self._paths), self._axis, tuple(rows), tuple(self._notes), nbytes, outside)

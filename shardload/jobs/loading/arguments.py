@@ -157,7 +157,7 @@ class Arguments:
 
             def complete(path: Any, info: ArrayInfo, source: Source | None = None) -> ArrayInfo:
                 if source is not None and self.tree.is_single:
-                    states.append(source.state())
+                    states.append(source.opened_in())
                 if machine is not None and info.nbytes_stored is None:  # how much is read from disk
                     info = replace(info, nbytes_stored=finder.nbytes_stored(path, info, source))
                 return labeller.label(path, info, source) if is_labelled else info

@@ -281,7 +281,7 @@ class OwnArray:
         """Open the source, if this rank reads."""
         if self.reads:
             self._source = sources.open(self.load)
-            self._state = self._source.state()
+            self._state = self._source.opened_in()
             check_names(self.load.name, self.load.named_in, self._state, self.load.info.path, self.load.info.dataset)
         self.contents = self.load.contents() if self.load.is_open else self._state
 

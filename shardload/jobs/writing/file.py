@@ -55,7 +55,7 @@ take up to two rounds more, so that memory is bounded by five rounds."""
 _TASKS_A_THREAD = 4  # tasks of a round for each thread, so that all end at about the same time
 _DECODED_IN_FILE = 16  # one chunk in so many is decoded by verify="file"
 _SYNCED_ROUNDS = 16  # with a journal
-_LEAVE_SECONDS = 5.0  # for removing the temporary after a stall, when the file system may hang
+_LEAVE_SECONDS = 5.0  # for ending what threads do, and removing the temporary, when the file system may hang
 
 Array = np.ndarray[Any, Any]
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
@@ -282,7 +282,7 @@ class _Writing:
 
     def run(self, rounds: Iterator[Sequence[Values]]) -> Written:
         """Do it all."""
-        stalled = True
+        stalled, interrupted = False, False
         try:
             self._open()
             self._write(rounds)
@@ -298,22 +298,28 @@ class _Writing:
             self._on_root(lambda catalog: catalog.commit())
             if self._journal is not None:
                 self._journal.remove()
-            stalled = False
             return written
         except Exception as error:
             stalled = isinstance(error, StallError)
             raise
-        except BaseException:  # Ctrl-C: another job can go on with it
-            self._is_kept = self._journal is not None
+        except BaseException:  # Ctrl-C: another job can go on with it, if it has begun
+            interrupted = True
+            self._is_kept = self._journal is not None and (self._resumed is not None or self._ticket is not None)
             raise
         finally:
-            self._leave(stalled)
+            self._leave(stalled, interrupted)
             self._error = None  # the error has this object in its calls: see `let_go`
 
-    def _leave(self, stalled: bool) -> None:
-        """End the threads and, if the file was not committed, remove the temporary."""
+    def _leave(self, stalled: bool, interrupted: bool) -> None:
+        """End the threads and, if the file was not committed, remove the temporary.
+
+        After a stall the file system hangs, and after Ctrl-C it may: then what a thread has in hand stays, and so does the
+        temporary. Otherwise threads have to end first: they may be making the temporary just now.
+        """
         self._is_stopped = True
-        self._pool.close(wait=not stalled)
+        may_hang = stalled or interrupted
+        has_ended = self._pool.close(wait=not stalled, seconds=_LEAVE_SECONDS if may_hang else None)
+        stalled = may_hang and not has_ended
         if self._writer is not None and not stalled:
             with suppress(Exception):
                 self._writer.close()
@@ -322,7 +328,6 @@ class _Writing:
             self._journal.close()
         if catalog is None or (stalled and self._is_apart):
             return
-        # After a stall, and after Ctrl-C, the file system may hang: then the temporary stays.
         end = catalog.leave if self._is_kept else catalog.abandon
         thread = threading.Thread(target=end, name="shardload-abandon", daemon=True)
         try:
@@ -330,7 +335,7 @@ class _Writing:
         except RuntimeError:  # no thread can be started
             end()
         else:
-            thread.join(_LEAVE_SECONDS if stalled else None)
+            thread.join(_LEAVE_SECONDS if may_hang else None)
         if self._journal is not None and not self._is_kept:
             self._journal.remove()
 
@@ -397,21 +402,29 @@ class _Writing:
 
         def make() -> str:
             resumed, journal = self._resumed, self._journal
-            if resumed is None:
-                self._catalog = self._apart(sink.create)
-            else:
-                placed = resumed.placed(self._encoders)
-                self._catalog = self._apart(lambda: sink.resume(resumed.temporary, resumed.token, placed))
+            placed = [] if resumed is None else resumed.placed(self._encoders)
+
+            def begin() -> Catalog:
+                # Noted by the thread itself: after Ctrl-C nobody takes its result, and the temporary must be removed.
+                self._catalog = found = (
+                    sink.create() if resumed is None else sink.resume(resumed.temporary, resumed.token, placed)
+                )
+                return found
+
+            ticket = self._apart(begin).ticket
             if journal is not None:
-                ticket = self._catalog.ticket
                 rounds, left = ([], None) if resumed is None else (resumed.rounds, resumed.left)
                 self._apart(lambda: journal.begin(ticket, rounds, left))
-            return self._catalog.ticket.to_json()
+            return ticket.to_json()
 
         self._ticket = Ticket.from_json(group.tell(create, 0))
         ticket = self._ticket
+
+        def open_writer() -> None:
+            self._writer = sink.writer(ticket)
+
         with _KeepingErrors(self._keep), named(sink.path):
-            self._writer = self._apart(lambda: sink.writer(ticket))
+            self._apart(open_writer)
         self._choose_writers()
         if self._resumed is not None and self._verify != INDEX:  # once more at the end: they are part of what gets the name
             self._notes.add([(row[0], row[1], row[6], row[2], row[4]) for row in self._resumed.mine.tolist()])

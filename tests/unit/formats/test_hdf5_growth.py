@@ -525,6 +525,21 @@ def test_a_file_that_somebody_else_changes(tmp_path: Path) -> None:
         assert (len(file["time"]), len(file["g/rho"])) == (4, OLD)
 
 
+def test_an_append_that_is_given_up_leaves_what_somebody_else_has_appended(tmp_path: Path) -> None:
+    """Wrong if the file were cut to the length that it had before: h5py would not open it any more."""
+    path = tmp_path / "x.h5"
+    by_h5py(path)
+    sink = sink_of(path, VALUES)
+    with sink.create() as catalog:
+        write_all(sink, catalog, {name: one[sink.arrays[name].base :] for name, one in VALUES.items()})
+        with h5py.File(path, "r+", locking=False) as file:
+            file["g/rho"].resize(OLD + 30, 0)
+            file["g/rho"][OLD:] = 7
+    with h5py.File(path) as file:
+        assert len(file["g/rho"]) == OLD + 30 and (file["g/rho"][OLD:] == 7).all()
+        np.testing.assert_array_equal(file["g/rho"][:OLD], VALUES["/g/rho"][:OLD])
+
+
 def test_a_file_that_takes_the_place_of_this_one(tmp_path: Path) -> None:
     """Wrong if chunks were written into it, over its own bytes; or if rows were said to be in it that went into the old one."""
     path, other = tmp_path / "x.h5", tmp_path / "other.h5"

@@ -17,7 +17,15 @@ import pytest
 import zstandard
 
 from shardload.errors import SourceError
-from shardload.formats.base import ArrayInfo, BatchReader, ChunkReader, read_by_chunks, read_chunks, read_plain_chunks
+from shardload.formats.base import (
+    ArrayInfo,
+    BatchReader,
+    ChangedError,
+    ChunkReader,
+    read_by_chunks,
+    read_chunks,
+    read_plain_chunks,
+)
 from shardload.formats.hdf5 import links, tiles
 from shardload.formats.hdf5 import opened as opened_module
 from shardload.formats.hdf5.opened import kept
@@ -262,6 +270,20 @@ def test_parts_that_are_gone_or_others(tmp_path: Path) -> None:
     os.remove(tmp_path / "p1.h5")
     with pytest.raises(SourceError, match=r"p1\.h5"):
         open_source(path, "/x")
+
+
+def test_a_folder_that_is_moved_meanwhile(tmp_path: Path) -> None:
+    """Wrong if the advice were to allow files outside: another version of the whole folder has the name now."""
+    for name in ("now", "next"):
+        (tmp_path / name).mkdir()
+        path = rows(tmp_path / name, (2, 2))
+    path = str(tmp_path / "now" / Path(path).name)
+    source = open_source(path, "/x")
+    os.rename(tmp_path / "now", tmp_path / "gone")
+    os.rename(tmp_path / "next", tmp_path / "now")
+    with pytest.raises(ChangedError, match=r"now/.*' was moved or replaced since it was opened: it is '.*gone/"):
+        source.read_into(Region((0, 0, 0), (4, 6, 5)), np.empty((4, 6, 5), "f4"))
+    source.close()
 
 
 def test_one_rank_looks_at_the_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -665,6 +665,12 @@ def test_what_netcdf_cannot_hold(tmp_path: Path, specs: dict[str, ArraySpec], wo
             "'/x' has shards, which HDF5 does not have",
         ),  # also if they do not fit
         (spec("f4", attrs={"a": object()}), "the attribute 'a' of '/x' is <object .*which HDF5 cannot hold"),
+        (spec("f4", attrs={"a": np.ma.masked}), "the attribute 'a' of '/x' is masked, with values that are masked"),
+        (
+            spec("f4", attrs={"a": np.ma.array([1, 2], mask=[0, 1])}),
+            r"masked, which HDF5 does not have.*\.filled\(value",
+        ),
+        (spec("f4", dims=("y", "z\0a", "x")), r"axis 1 of '/x' is called 'z\\x00a'; expected a name without '/' or zero bytes"),
         (spec("f4", attrs={"a": [1, "b"]}), "the attribute 'a' of '/x' is .*which HDF5 cannot hold"),
         (spec("f4", attrs={"a": np.zeros(9000)}), "of 72,001 bytes; .* less than 64 KiB. Save it as an array"),
         (spec("f4", attrs={"CLASS": "x"}), "keep for themselves"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import struct
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,7 +21,7 @@ import xarray as xr
 import zarr
 
 from shardload.errors import ConfigError, SourceError
-from shardload.formats import Region
+from shardload.formats import Region, target
 from shardload.formats.likeness import marked
 from shardload.formats.lookup import open_source
 from shardload.formats.saving import format_for, make_sink
@@ -234,6 +235,31 @@ def test_a_chunk_is_written_once(tmp_path: Path) -> None:
         writer.put("/x", 1, 0, stored)
 
 
+def test_a_store_that_is_abandoned_while_another_rank_writes_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if a chunk that comes last were left beside the name, or made the folder again."""
+    sink = make_sink(str(tmp_path / "x.zarr"), {"x": spec("f4", None)})
+    one, right = sink.arrays["/x"], shutil.rmtree
+    catalog = sink.create()
+    with sink.writer(catalog.ticket) as writer:
+        stored = one.encode(one.region((0, 0, 0)), ramp(CHUNKS, "f4"))
+        writer.put("/x", 0, 0, stored)
+        late = iter([1, 2])
+
+        def remove(path: str, **how: Any) -> None:  # a file comes when the folders were listed
+            right(path, **how)
+            if (number := next(late, None)) is not None:
+                os.makedirs(os.path.join(path, "x/c/0/0"))
+                Path(path, f"x/c/0/0/{number}").touch()
+
+        monkeypatch.setattr(target.shutil, "rmtree", remove)
+        monkeypatch.setattr(target, "_PAUSES", (0.0,) * 3)
+        catalog.abandon()
+        assert os.listdir(tmp_path) == []
+        with pytest.raises(SourceError, match="ENOENT"):
+            writer.put("/x", 1, 0, stored)
+        assert os.listdir(tmp_path) == []
+
+
 @pytest.mark.parametrize("wrong", ["swapped", "stale"])
 def test_the_comparison_notices_a_wrong_implementation(tmp_path: Path, wrong: str) -> None:
     """Offsets of two chunks of a shard swapped; all chunks of a round encoded into the same memory."""
@@ -274,6 +300,7 @@ def test_the_comparison_notices_a_wrong_implementation(tmp_path: Path, wrong: st
             "'/x' holds float8_e5m2, for which Zarr has no type .* Save it as float32 or int8",
         ),
         (spec("f4", attrs={"a": np.nan}), "zarr", "the attribute 'a' of '/x' is nan, which Zarr's JSON cannot hold"),
+        (spec("f4", attrs={"a": np.datetime64("NaT")}), "zarr", "'a' of '/x' is .*NaT.*, which Zarr's JSON cannot hold"),
     ],
 )
 def test_what_zarr_cannot_hold(tmp_path: Path, asked: ArraySpec, version: str, words: str) -> None:

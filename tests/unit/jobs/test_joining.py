@@ -508,6 +508,23 @@ def test_a_temporary_is_recognised(snapshot: list[str], tmp_path: Path, monkeypa
     assert seen == [False, False, True]
 
 
+def test_a_part_that_changes_meanwhile(tmp_path: Path) -> None:
+    """Wrong if the time that the new file stores were that of the old part, beside values of the new one."""
+    parts = climate(tmp_path, (2001, 2002))
+    for part in parts:
+        os.utime(part, ns=(0, 0))
+    kept = sorted(os.listdir(tmp_path))
+
+    def change(n_done: int, n_parts: int) -> None:
+        if n_done == n_parts:
+            edit(parts[0], lambda file: file["t2m"].write_direct(np.zeros((12, 3, 4), "i2")))
+
+    with pytest.raises(SourceError, match=r"2001.*' has changed while it was joined, or was replaced\. .* was not made"):
+        shardload.join(tmp_path / "all.nc", parts, axis="time", progress=change)
+    assert sorted(os.listdir(tmp_path)) == kept
+    shardload.join(tmp_path / "all.nc", parts, axis="time")
+
+
 def test_what_is_joined_does_not_grow(tmp_path: Path) -> None:
     paths, whole = climate(tmp_path, (2001, 2002)), str(tmp_path / "all.nc")
     shardload.join(whole, paths)

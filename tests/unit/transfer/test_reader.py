@@ -394,6 +394,15 @@ def test_a_failure_names_the_chunk_of_the_file_not_of_the_selection() -> None:
     assert (reader.counters.chunks_decoded, reader.counters.nbytes_read) == (2, 3 * 17 * 4), "what failed was not decoded"
 
 
+def test_what_cannot_be_read_in_a_file_that_has_changed_is_not_called_damage(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = FakeSource(np.zeros((20, 30), "f4"), (4, 10), failing_at((13, 27), OSError("inflate failed")))
+    monkeypatch.setattr(source, "opened_in", lambda: (2400, 1))
+    monkeypatch.setattr(source, "state", lambda: (2400, 2))
+    told = str(failure(reader_of(source, chunks=Grid((20, 30), (4, 10), (0, 0))), whole(Region((0, 0), (20, 30)), rank=1)))
+    assert "OSError: inflate failed. The file has changed since it was opened" in told
+    assert "damaged" not in told
+
+
 def test_with_a_dropped_axis_the_chunk_has_all_axes_of_the_file() -> None:
     data = np.zeros((20, 9, 8), dtype="f4")
     source = FakeSource(data, (4, 3, 4), failing_at((13, 7, 5), RuntimeError("bad")))
