@@ -13,6 +13,7 @@ import h5py
 import hdf5plugin
 import jax
 import netCDF4
+import numcodecs
 import numpy as np
 import pytest
 import xarray
@@ -45,6 +46,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "v3 big-endian": {"chunks": (2, 7, 20), "compressors": None, "serializer": zarr.codecs.BytesCodec(endian="big")},
     "v3 shards": {"chunks": (2, 5, 8), "shards": (6, 10, 16)},
     "v2": {"zarr_format": 2, "chunks": (4, 10, 7)},
+    "v2 gzip, shuffle": {
+        "zarr_format": 2,
+        "chunks": (4, 10, 7),
+        "filters": [numcodecs.Shuffle(4)],
+        "compressors": numcodecs.GZip(1),
+    },
     "v2 plain": {"zarr_format": 2, "chunks": (5, 9, 11), "compressors": None, "fill_value": 1},
 }
 # The same for files, by h5py and xarray.

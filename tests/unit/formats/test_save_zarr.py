@@ -187,6 +187,18 @@ def test_metadata_is_that_of_zarr_python(tmp_path: Path) -> None:
     assert ours.keys() <= theirs.keys() and {key: theirs[key] for key in ours} == ours
 
 
+@pytest.mark.parametrize("version", ["zarr", "zarr2"])
+def test_fill_values_that_json_does_not_have(tmp_path: Path, version: str) -> None:
+    """Wrong if one became another: it is the value of chunks that nobody has written."""
+    for fill in map(np.float32, ("nan", "inf", "-inf")):
+        for value in (fill, np.complex64(complex(1, fill))):
+            values = np.full(SHAPE, 3, value.dtype)
+            save(tmp_path / "x.zarr", {"x": values}, {"x": spec(value.dtype, fill_value=value)}, format=version, mode="w")
+            found = zarr.open_array(tmp_path / "x.zarr" / "x", mode="r").fill_value
+            np.testing.assert_array_equal(found, value)
+            np.testing.assert_array_equal(np.imag(found), np.imag(value))
+
+
 def test_metadata_comes_last(tmp_path: Path) -> None:
     """Before `finish` the folder has no metadata, so nobody takes it for a store."""
     values = {"x": ramp(SHAPE, "f4"), "g/y": ramp(SHAPE, "f4")}
