@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 import zarr
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardload
@@ -148,6 +148,10 @@ def test_verify_mask_and_unpad_of_halos(comm: Any, files: dict[str, str]) -> Non
         np.testing.assert_array_equal(np.asarray(at.data), np.asarray(again.data))
     check(shardload.unpad(x), values, mesh, spec)
     np.testing.assert_array_equal(shardload.unpad(x, numpy=True), values, strict=True)
+    # Cut along other axes: a shard has the halos of several, with what they surround in between.
+    for other in (P(), P("a", "b")):
+        moved = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, other))(x)
+        np.testing.assert_array_equal(shardload.unpad(moved, plan, numpy=True), values, strict=True)
 
 
 @pytest.mark.parametrize("at", ["own", "wrapped", "repeated", "value"])
