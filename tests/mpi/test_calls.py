@@ -472,8 +472,8 @@ def test_a_file_that_changes_when_it_has_been_opened(
 
     if comm.rank == 0:
         monkeypatch.setattr(module, name, then_changed)
-    values = ramp(cube())
-    with tuned() if is_small else tuned(small_nbytes=0, tiny_nbytes=0):
+    values, small = ramp(cube()), 1 << 20 if is_small else 0
+    with tuned(small_nbytes=small, tiny_nbytes=small):
         try:
             x = shardload.load(path, mesh_of(), P("a"), dataset="x", readers="auto" if is_small else "root")
         except SourceError as error:
@@ -483,6 +483,7 @@ def test_a_file_that_changes_when_it_has_been_opened(
             assert is_small or kind == "zip"
             check(x, values if kind == "zip" else values + 1, mesh_of(), P("a"))
     comm.Barrier()
+    assert not other.exists(), "nothing has changed"
 
 
 @pytest.mark.any_library
