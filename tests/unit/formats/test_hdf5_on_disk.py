@@ -18,6 +18,7 @@ from shardload.formats.hdf5.on_disk import PAGE, Spot, UnknownError, lookup3, re
 KINDS: dict[str, tuple[dict[str, Any], int, bytes]] = {
     "as h5py writes": ({"libver": "earliest"}, 0, b"\1"),
     "1.8": ({"libver": ("v108", "v108")}, 2, b"O"),
+    "1.8, limits": ({"libver": ("v108", "v108"), "limits": (9, 5)}, 2, b"O"),  # of attributes: two more numbers in a header
     "creation order": ({"libver": "earliest", "track_order": True}, 0, b"O"),
 }
 
@@ -28,13 +29,15 @@ def reader(data: bytes) -> Any:
 
 def write(n_attributes: int, how: dict[str, Any]) -> bytes:
     """A file with a dataset; attributes that come later make its header go on elsewhere."""
-    room = io.BytesIO()
-    order = how.get("track_order")
+    room, how = io.BytesIO(), dict(how)
+    order, limits = how.get("track_order"), how.pop("limits", None)
+    more: dict[str, Any] = {"chunks": (3, 2, 4), "maxshape": (None, 5, 20), "compression": "gzip", "track_order": order}
     with h5py.File(room, "w", **how) as file:
         for name in ("x", "y"):
-            x = file.create_dataset(
-                name, (7, 5, 9), ">f4", chunks=(3, 2, 4), maxshape=(None, 5, 20), compression="gzip", track_order=order
-            )
+            if limits is not None:
+                more["dcpl"] = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+                more["dcpl"].set_attr_phase_change(*limits)
+            x = file.create_dataset(name, (7, 5, 9), ">f4", **more)
             x[...] = np.arange(7 * 5 * 9).reshape(7, 5, 9)
         for k in range(n_attributes):
             for name in ("y", "x"):
