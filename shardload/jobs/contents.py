@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import cached_property, partial
 from typing import Any
 
-from shardload.errors import ConfigError, printable
+from shardload.errors import ConfigError, ShardloadError, printable
 from shardload.formats.access import Access, Limits
 from shardload.formats.base import ArrayInfo, json_value, some
 from shardload.formats.diagnosis import in_path
@@ -55,7 +56,18 @@ class Contents(Mapping[str, ArrayInfo]):
     @cached_property
     def attrs(self) -> Mapping[str, Any]:
         """Attributes of the file, or of the group that was named."""
-        return groups_of(self.path, self._access).get(self._group, {})
+        return self._groups.get(self._group, {})
+
+    @cached_property
+    def _groups(self) -> Mapping[str, Mapping[str, Any]]:
+        return groups_of(self.path, self._access)
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and f"/{name.strip('/')}" in self._infos
+
+    def get(self, name: Any, default: Any = None) -> Any:
+        """The `ArrayInfo` of an array; `default` if there is none of that name."""
+        return self._infos.get(f"/{name.strip('/')}", default) if isinstance(name, str) else default
 
     def __getitem__(self, name: str) -> ArrayInfo:
         if not isinstance(name, str):
@@ -68,10 +80,10 @@ class Contents(Mapping[str, ArrayInfo]):
                 raise KeyError(f"{name!r} in '{self.path}' is a group, not an array; in it are {some(below)}") from None
             near_it = get_close_matches("/" + name.strip("/"), self._infos, 1)
             hint = f". Did you mean {near_it[0]!r}?" if near_it else ""
-            if "/" + name.strip("/") in groups_of(self.path, self._access):
-                hint = (
-                    f". It is a group without arrays: shardload.open('{self.path}:/{name.strip('/')}').attrs has its attributes"
-                )
+            with suppress(ShardloadError):  # this is for a hint
+                if f"/{name.strip('/')}" in self._groups:
+                    here = f"{self.path}:/{name.strip('/')}"
+                    hint = f". It is a group without arrays: shardload.open('{here}').attrs has its attributes"
             raise KeyError(f"'{self.path}' holds no array {name!r}; it has {some(list(self._infos)) or 'none'}{hint}") from None
 
     def __iter__(self) -> Iterator[str]:
