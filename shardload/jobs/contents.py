@@ -45,8 +45,8 @@ class Contents(Mapping[str, ArrayInfo]):
     path : str
         The file.
     attrs : mapping
-        Attributes of the file, or of the group that was named. They are read when they are first looked at. None of an
-        untrusted file.
+        Attributes of the file, or of the group that was named: text and numbers. They are read when they are first looked at.
+        None of an untrusted file.
     """
 
     def __init__(self, path: str, infos: list[ArrayInfo], group: str = "/", access: Access | None = None) -> None:
@@ -60,7 +60,7 @@ class Contents(Mapping[str, ArrayInfo]):
 
     @cached_property
     def _groups(self) -> Mapping[str, Mapping[str, Any]]:
-        return groups_of(self.path, self._access)
+        return groups_of(self.path, self._access)[0]
 
     def __contains__(self, name: object) -> bool:
         return isinstance(name, str) and f"/{name.strip('/')}" in self._infos
@@ -161,17 +161,20 @@ def read_contents(path: str, access: Access) -> Contents:
         group = full.removesuffix("*").rstrip("/")
         named = [info for info in infos if info.dataset == full]
         infos = named or labelled_below(infos, file, access, _MOST_LABELLED, group)
-        if not infos and group not in groups_of(file, access):
+        if not infos and group not in groups_of(file, access)[0]:
             infos = [_behind_links(file, full, access)]
         return Contents(file, [_on_demand(file, info, access) for info in infos], group or "/", access)
     return Contents(file, [_on_demand(file, info, access) for info in infos], access=access)
 
 
-def groups_of(path: str, access: Access) -> Mapping[str, Mapping[str, Any]]:
-    """The attributes of the file (``"/"``) and of its groups, as those of arrays are shown. None if the file is untrusted."""
+def groups_of(path: str, access: Access) -> tuple[Mapping[str, Mapping[str, Any]], list[str]]:
+    """The attributes of the file (``"/"``) and of its groups, as those of arrays are shown, and what could not be read of them,
+    in words. Nothing of a file that is untrusted.
+    """
     with open_file(path, access) as opened:
-        found = opened.groups()
-    return {name: {key: json_value(value, _MOST_VALUES) for key, value in attrs.items()} for name, attrs in found.items()}
+        found, unread = opened.groups(), list(opened.unread())
+    told = {name: {key: json_value(value, _MOST_VALUES) for key, value in attrs.items()} for name, attrs in found.items()}
+    return told, unread
 
 
 def _behind_links(path: str, name: str, access: Access) -> ArrayInfo:
