@@ -278,6 +278,7 @@ def test_padding_is_not_written(comm: Any, shared_tmp_path: Path) -> None:
     if comm.size > 1:  # or nothing is padded
         says = ("only with its padding", f"pass shape={{'data': {shape}}}; if not, shape={{'data': {twice.shape}}}")
         same_error(comm, lambda: shardload.save(path, twice), PaddingWarning, *says)
+        same_error(comm, lambda: shardload.save(path, {"a\0b": twice}), ConfigError, "an array is called '/a\\x00b'")
         many, says = {f"a{k}": twice for k in range(99)}, (f"'a0' {twice.shape}", f"'a7': {twice.shape}, ...}}")
         assert len(str(same_error(comm, lambda: shardload.save(path, many), PaddingWarning, *says))) < 2000
     same_error(comm, lambda: shardload.save(path, twice, shape=(1, 2)), ConfigError, "cannot be (1, 2) with padding")

@@ -222,7 +222,7 @@ def _padding_warning(found: Mapping[str, tuple[tuple[int, ...], Extent]]) -> str
     what, fix = "padding", f"shape={_short(own)}"
     if any(any(like.halo) for like in likes):
         what, fix = "halos", "shardload.unpad(x, plan) in its place, with the plan that loaded that array"
-    names = [f"'{name}' {shape}" for name, shape in whole.items()]
+    names = [f"{name!r} {shape}" for name, shape in whole.items()]  # as text that is printed, and sent
     return (
         f"saved with the whole shape: {some(names)}. A loaded array is as long, but only with its {what}: without, its shape "
         f"is {likes[0].shape}. If what is saved was computed from it, pass {fix}; if not, shape={_short(whole)}"
