@@ -539,7 +539,7 @@ def _groups_in(
     except (OSError, KeyError, TypeError, ValueError) as error:
         if name == "/" or is_unread(error):
             raise
-        unread.append(f"what group '{name}' has in attributes and groups ({error})")
+        unread.append(f"what is in attributes and groups of '{name}' ({error})")
         return
     for entry in entries:
         if _has_metadata(os.path.join(folder, entry)):
