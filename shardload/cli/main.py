@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 
 __all__ = ["app", "main"]
 
-_MOST_LABELLED = 256  # arrays whose axes' names, and groups' attributes, are looked up: a millisecond each
+_MOST_LABELLED = 256  # arrays whose axes' names are looked up, a millisecond each; of a file with more, no groups' attributes
 _PLAN_NAMES = ["shape", "shape_global", "dtype", "chunks", "decomposition", "shard_shape", "n_ranks", "readers"]
 _PLAN_NAMES += ["n_readers", "why"]
 
