@@ -30,11 +30,11 @@ from shardload.errors import ConfigError
 
 __all__ = [
     "Extent",
+    "PaddedShapes",
     "check_exists",
     "cut_out",
     "extent_of",
     "is_known",
-    "looks_like",
     "make_mask",
     "remember",
     "remember_version",
@@ -161,21 +161,32 @@ def was_decoded(array: Any) -> bool | None:
     return None if known is None else known.is_decoded
 
 
-def looks_like(array: jax.Array) -> Extent | None:
-    """The extent of an array that a load returned, and that still exists, from which this one may have been computed.
+class PaddedShapes:
+    """The shapes of arrays with padding or halos that loads returned, and that exist now: which may others be computed from?"""
 
-    Along each axis on which that one has padding or halos, it is as long, and cut as that one is.
-    """
-    for one in list(_loaded.values()):
-        extent, known = one.extent, one.ref()
-        if known is None or extent.is_whole or known.is_deleted():
-            continue
-        axes = [k for k, (own, n) in enumerate(zip(extent.shape, extent.shape_global, strict=True)) if own != n]
-        if axes[-1] < array.ndim and all(known.shape[k] == array.shape[k] for k in axes):
-            cut, own_cut = known.sharding.shard_shape(known.shape), array.sharding.shard_shape(array.shape)
-            if all(cut[k] == own_cut[k] for k in axes):
-                return extent
-    return None
+    def __init__(self) -> None:
+        self._by_axes: dict[tuple[int, ...], dict[Any, Extent]] = {}  # by the axes with padding
+        for one in list(_loaded.values()):
+            extent, known = one.extent, one.ref()
+            if known is not None and not extent.is_whole and not known.is_deleted():
+                lengths = zip(extent.shape, extent.shape_global, strict=True)
+                axes = tuple(k for k, (own, n) in enumerate(lengths) if own != n)
+                self._by_axes.setdefault(axes, {}).setdefault(_lengths(known, axes), extent)
+
+    def like(self, array: jax.Array) -> Extent | None:
+        """The extent of one from which this array may have been computed.
+
+        Along each axis on which that one has padding or halos, it is as long, and cut as that one is.
+        """
+        for axes, extents in self._by_axes.items():
+            if axes[-1] < array.ndim and (found := extents.get(_lengths(array, axes))) is not None:
+                return found
+        return None
+
+
+def _lengths(array: jax.Array, axes: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    cut = array.sharding.shard_shape(array.shape)
+    return tuple((array.shape[k], cut[k]) for k in axes)
 
 
 def _known(array: Any) -> _Loaded | None:

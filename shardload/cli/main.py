@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 
 __all__ = ["app", "main"]
 
-_MOST_LABELLED = 256  # arrays whose axes' names, and groups' attributes, are looked up: a millisecond each
+_MOST_LABELLED = 256  # arrays whose axes' names are looked up, a millisecond each; of a file with more, no groups' attributes
 _PLAN_NAMES = ["shape", "shape_global", "dtype", "chunks", "decomposition", "shard_shape", "n_ranks", "readers"]
 _PLAN_NAMES += ["n_readers", "why"]
 
@@ -231,7 +231,7 @@ def info(
             return
         arrays = list_labelled(path, access, _MOST_LABELLED)
         is_group = dataset is not None and (dataset == "*" or dataset.endswith("/*"))
-        of_group: Mapping[str, Any] = {}
+        of_group: Sequence[tuple[str, str]] = []
         if dataset is not None and is_group:
             group = f"/{dataset[:-1].strip('/')}".rstrip("/")
             arrays = labelled_below(arrays, path, access, _MOST_LABELLED, group) or [find_array(path, dataset, access)]
@@ -253,7 +253,7 @@ def info(
         tell(_to_json([_describe(array) for array in arrays]))
     elif dataset is None or is_group:
         _print_arrays(path, arrays, links, groups)
-        tell("\n".join(_rows_of(_attrs_told(of_group)))) if of_group else None
+        tell("\n".join(_rows_of(of_group))) if of_group else None
     else:
         _print_array(arrays[0])
 
@@ -581,16 +581,20 @@ def _one_message(typed: Callable[[str], str] = as_typed, as_json: bool = False) 
 
 def _below_group(
     path: str, name: str, arrays: Sequence[ArrayInfo], access: Access
-) -> tuple[list[ArrayInfo], Mapping[str, Any]] | None:
-    """The arrays below a group, and its attributes; None if nothing is called so, or an array."""
+) -> tuple[list[ArrayInfo], Sequence[tuple[str, str]]] | None:
+    """The arrays below a group, and what is told of its attributes; None if nothing is called so, or an array."""
     from shardload.formats.lookup import labelled_below
     from shardload.jobs.contents import groups_of
 
     full = "/" + name.strip("/")
     if any(array.dataset == full for array in arrays):
         return None
-    below, groups = labelled_below(arrays, path, access, _MOST_LABELLED, full.rstrip("/")), groups_of(path, access)
-    return (below, groups.get(full, {})) if below or full in groups else None
+    below = labelled_below(arrays, path, access, _MOST_LABELLED, full.rstrip("/"))
+    groups, unread = groups_of(path, access)
+    if not below and full not in groups:
+        return None
+    left_out = [("not shown", printable(text)) for text in unread if f"'{full}' (" in text]
+    return below, [*_attrs_told(groups.get(full, {})), *left_out]
 
 
 def _print_arrays(

@@ -6,7 +6,7 @@ room for more: at row `base` of the old array. So its chunks are those of the ol
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from shardload.values.decoding import PACKING, packed_by, typed
 __all__ = ["HOW_TO_GROW", "UNITS", "Growing", "GrowingSink", "meaning_of", "units_of"]
 
 UNITS = ("units", "calendar")
+_BOUNDS = ("bounds", "climatology")  # the arrays of bounds of a coordinate, in CF: they have its units
 HOW_TO_GROW = (
     "Make a file that can: `shardload copy OLD NEW --unlimited AXIS`; or with unlimited= in shardload.save, "
     "maxshape=(None, ...) in h5py, an unlimited dimension in netCDF4, unlimited_dims= in xarray"
@@ -30,15 +31,20 @@ def meaning_of(dtype: np.dtype[Any], attrs: Mapping[str, Any]) -> dict[str, Any]
     """What stored numbers mean, by the attributes of their array, as plain JSON: what is appended must mean the same.
 
     >>> meaning_of(np.dtype("i2"), {"units": "K", "scale_factor": 0.5, "title": "t"})
-    {'attrs': {'units': 'K'}, 'packed': ['scale_factor=0.5']}
+    {'attrs': {'units': 'K'}, 'packed': ['scale_factor=0.5'], 'bounds': []}
     """
     packing = {key: typed(attrs[key]) for key in PACKING if attrs.get(key) is not None}
-    return {"attrs": units_of(attrs), "packed": packed_by(dtype, packing)}
+    bounds = list(_texts_of(attrs, _BOUNDS).values())
+    return {"attrs": units_of(attrs), "packed": packed_by(dtype, packing), "bounds": bounds}
 
 
 def units_of(attrs: Mapping[str, Any]) -> dict[str, str]:
     """The attributes without which numbers mean nothing."""
-    told = {key: json_value(attrs[key]) for key in UNITS if key in attrs}
+    return _texts_of(attrs, UNITS)
+
+
+def _texts_of(attrs: Mapping[str, Any], keys: Sequence[str]) -> dict[str, str]:
+    told = {key: json_value(attrs[key]) for key in keys if key in attrs}
     return {key: text for key, text in told.items() if isinstance(text, str)}
 
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import cached_property, partial
 from typing import Any
 
-from shardload.errors import ConfigError, printable
+from shardload.errors import ConfigError, ShardloadError, printable
 from shardload.formats.access import Access, Limits
 from shardload.formats.base import ArrayInfo, json_value, some
 from shardload.formats.diagnosis import in_path
@@ -44,8 +45,8 @@ class Contents(Mapping[str, ArrayInfo]):
     path : str
         The file.
     attrs : mapping
-        Attributes of the file, or of the group that was named. They are read when they are first looked at. None of an
-        untrusted file.
+        Attributes of the file, or of the group that was named: text and numbers. They are read when they are first looked at.
+        None of an untrusted file.
     """
 
     def __init__(self, path: str, infos: list[ArrayInfo], group: str = "/", access: Access | None = None) -> None:
@@ -55,7 +56,18 @@ class Contents(Mapping[str, ArrayInfo]):
     @cached_property
     def attrs(self) -> Mapping[str, Any]:
         """Attributes of the file, or of the group that was named."""
-        return groups_of(self.path, self._access).get(self._group, {})
+        return self._groups.get(self._group, {})
+
+    @cached_property
+    def _groups(self) -> Mapping[str, Mapping[str, Any]]:
+        return groups_of(self.path, self._access)[0]
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and f"/{name.strip('/')}" in self._infos
+
+    def get(self, name: Any, default: Any = None) -> Any:
+        """The `ArrayInfo` of an array; `default` if there is none of that name."""
+        return self._infos.get(f"/{name.strip('/')}", default) if isinstance(name, str) else default
 
     def __getitem__(self, name: str) -> ArrayInfo:
         if not isinstance(name, str):
@@ -68,10 +80,10 @@ class Contents(Mapping[str, ArrayInfo]):
                 raise KeyError(f"{name!r} in '{self.path}' is a group, not an array; in it are {some(below)}") from None
             near_it = get_close_matches("/" + name.strip("/"), self._infos, 1)
             hint = f". Did you mean {near_it[0]!r}?" if near_it else ""
-            if "/" + name.strip("/") in groups_of(self.path, self._access):
-                hint = (
-                    f". It is a group without arrays: shardload.open('{self.path}:/{name.strip('/')}').attrs has its attributes"
-                )
+            with suppress(ShardloadError):  # this is for a hint
+                if f"/{name.strip('/')}" in self._groups:
+                    here = f"{self.path}:/{name.strip('/')}"
+                    hint = f". It is a group without arrays: shardload.open('{here}').attrs has its attributes"
             raise KeyError(f"'{self.path}' holds no array {name!r}; it has {some(list(self._infos)) or 'none'}{hint}") from None
 
     def __iter__(self) -> Iterator[str]:
@@ -149,17 +161,20 @@ def read_contents(path: str, access: Access) -> Contents:
         group = full.removesuffix("*").rstrip("/")
         named = [info for info in infos if info.dataset == full]
         infos = named or labelled_below(infos, file, access, _MOST_LABELLED, group)
-        if not infos and group not in groups_of(file, access):
+        if not infos and group not in groups_of(file, access)[0]:
             infos = [_behind_links(file, full, access)]
         return Contents(file, [_on_demand(file, info, access) for info in infos], group or "/", access)
     return Contents(file, [_on_demand(file, info, access) for info in infos], access=access)
 
 
-def groups_of(path: str, access: Access) -> Mapping[str, Mapping[str, Any]]:
-    """The attributes of the file (``"/"``) and of its groups, as those of arrays are shown. None if the file is untrusted."""
+def groups_of(path: str, access: Access) -> tuple[Mapping[str, Mapping[str, Any]], list[str]]:
+    """The attributes of the file (``"/"``) and of its groups, as those of arrays are shown, and what could not be read of them,
+    in words. Nothing of a file that is untrusted.
+    """
     with open_file(path, access) as opened:
-        found = opened.groups()
-    return {name: {key: json_value(value, _MOST_VALUES) for key, value in attrs.items()} for name, attrs in found.items()}
+        found, unread = opened.groups(), list(opened.unread())
+    told = {name: {key: json_value(value, _MOST_VALUES) for key, value in attrs.items()} for name, attrs in found.items()}
+    return told, unread
 
 
 def _behind_links(path: str, name: str, access: Access) -> ArrayInfo:

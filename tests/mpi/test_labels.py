@@ -650,6 +650,13 @@ def test_a_dataset_is_appended(comm: Any, shared_tmp_path: Path, name: str) -> N
 
     shardload.save(path, make(0, put), unlimited="time", compression="gzip")
     more = make(n, put)
+    numbers, days = dict.fromkeys(("time", "packed", "other"), np.arange(n)), np.full(n, "2000-01-11", "M8[D]")
+    attrs = {"time": {"units": "days since 2000-01-01"}}
+    attrs["packed"] = attrs["time"] | {"scale_factor": 0.5}
+    how = {"dims": dict.fromkeys(numbers, ("time",)), "unlimited": "time", "chunks": 3, "attrs": attrs}
+    shardload.save(out := shared_tmp_path / "b.h5", numbers, **how)
+    for key, says in (("packed", "holds packed numbers, with scale_factor=0.5"), ("other", "has no units")):  # no bounds
+        same_error(comm, lambda k=key: shardload.append(out, numbers | {k: days}), ConfigError, says)  # type: ignore[misc]
 
     def dated(**attrs: str) -> xr.Dataset:
         """With dates, which become numbers by the units of the file, as a save makes them."""

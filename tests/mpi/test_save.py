@@ -278,6 +278,9 @@ def test_padding_is_not_written(comm: Any, shared_tmp_path: Path) -> None:
     if comm.size > 1:  # or nothing is padded
         says = ("only with its padding", f"pass shape={{'data': {shape}}}; if not, shape={{'data': {twice.shape}}}")
         same_error(comm, lambda: shardload.save(path, twice), PaddingWarning, *says)
+        same_error(comm, lambda: shardload.save(path, {"a\0b": twice}), ConfigError, "an array is called '/a\\x00b'")
+        many, says = {f"a{k}": twice for k in range(99)}, (f"'a0' {twice.shape}", f"'a7': {twice.shape}, ...}}")
+        assert len(str(same_error(comm, lambda: shardload.save(path, many), PaddingWarning, *says))) < 2000
     same_error(comm, lambda: shardload.save(path, twice, shape=(1, 2)), ConfigError, "cannot be (1, 2) with padding")
     tree = shardload.plan(source, mesh, spec, dataset={"a": "data"}, pad=-1)
     says = "plan names 'a', which is not saved", "plan={'b': plan.plans['a']}"
@@ -620,6 +623,9 @@ def test_bad_arguments(comm: Any, shared_tmp_path: Path) -> None:
         (path, {"a": np.ma.masked_less(np.arange(3.0), 1)}, {}, "'/a' has masked elements, and files have none. Save x.filled"),
         (path, x, {"attrs": {"_FillValue": 1e300}, "format": "netcdf4"}, "the fill value of '/data' is np.float64(1e+300)"),
         (path, {"a": x, "/a": x}, {}, "two arrays are called '/a'"),
+        (path, {"g": {"a": x}}, {"attrs": {"g/": {"step": 1}, "g": {"run": 2}}}, "attrs names '/g' twice"),
+        (path, {"g": {"a": x}}, {"attrs": {"g/a": {"step": 1}, "g": {"a": {"run": 2}}}}, "attrs names '/g/a' twice"),
+        (path, {"a": x}, {"chunks": {"a": (2, 2, 2), "/a": None}}, "chunks names '/a' twice"),
         *(
             (path, tree, {"format": kind}, "'/a' and '/a/b/c' are both arrays, and an array holds no other. Rename one of them")
             for kind in ("hdf5", "netcdf4", "zarr", "zarr2")

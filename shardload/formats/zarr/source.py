@@ -372,6 +372,7 @@ class _ZarrStore(OpenFile):
 
     def __init__(self, store: Any, path: str, access: Access) -> None:
         self._store, self._path, self._access = store, path, access
+        self._unread: list[str] = []  # of groups
 
     def open(self, dataset: str) -> Source:
         _check_name(dataset)
@@ -394,7 +395,12 @@ class _ZarrStore(OpenFile):
             if folder is None or not isinstance(root, zarr.Group) or root.metadata.consolidated_metadata is not None:
                 return groups_of(root)
             fence = Fence.around_store(self._path, self._access.allow_external)
-            return dict(_groups_in(folder, fence, frozenset()))
+            self._unread = []
+            return dict(_groups_in(folder, fence, frozenset(), self._unread))
+
+    def unread(self) -> list[str]:
+        """What `groups` could not read."""
+        return self._unread
 
     def close(self) -> None:
         close_store(self._store)
@@ -515,17 +521,29 @@ def _describe_folder(
             yield from _describe_folder(path, fence, above | {real}, f"{name.rstrip('/')}/{entry}", access)
 
 
-def _groups_in(path: str, fence: Fence, above: frozenset[str], name: str = "/") -> Iterator[tuple[str, dict[str, Any]]]:
-    """The groups of a store that is a folder, and their attributes, by the same walk: zarr-python's follows links to above."""
+def _groups_in(
+    path: str, fence: Fence, above: frozenset[str], unread: list[str], name: str = "/"
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The groups of a store that is a folder, and their attributes, by the same walk: zarr-python's follows links to above.
+
+    A group whose metadata are damaged is noted in `unread`.
+    """
     folder = os.path.join(path, name.strip("/"))
     real = os.path.realpath(folder)
     if real in above or not fence.holds(folder) or _is_array(folder, fence):
         return
     store = WatchedStore(zarr.storage.LocalStore(folder, read_only=True), fence)
-    yield name, dict(zarr.open_group(store, mode="r", use_consolidated=False).metadata.attributes)
-    for entry in sorted(os.listdir(folder)):
+    try:
+        yield name, dict(zarr.open_group(store, mode="r", use_consolidated=False).metadata.attributes)
+        entries = sorted(os.listdir(folder))
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        if name == "/" or is_unread(error):
+            raise
+        unread.append(f"what is in attributes and groups of '{name}' ({error})")
+        return
+    for entry in entries:
         if _has_metadata(os.path.join(folder, entry)):
-            yield from _groups_in(path, fence, above | {real}, f"{name.rstrip('/')}/{entry}")
+            yield from _groups_in(path, fence, above | {real}, unread, f"{name.rstrip('/')}/{entry}")
 
 
 def _describe_zip(store: WatchedStore, path: str, access: Access) -> Iterator[ArrayInfo]:

@@ -596,7 +596,13 @@ class _Join:
         path, lost = self._ask.path, ", which would be lost" * (self._ask.mode == "w")
         if not os.path.isfile(path):
             return
-        own = [one.dataset for one in list_arrays(path, self._access) if one.dataset in joined and one.nbytes_stored]
+        try:
+            own = [one.dataset for one in list_arrays(path, self._access) if one.dataset in joined and one.nbytes_stored]
+        except SourceError as error:
+            raise ConfigError(
+                f"'{path}' exists, and cannot be read ({error}): it may be one of the parts, and is not replaced. Choose "
+                "another name for the new file; if this file is not wanted, remove it first"
+            ) from None
         if own:
             raise ConfigError(
                 f"'{path}' exists, and has values of '{printable(own[0])}' itself{lost}: is it one of the parts? The new file "

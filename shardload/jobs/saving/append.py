@@ -182,12 +182,16 @@ def _in_numbers(one: ToSave, path: str, found: Mapping[str, Any]) -> ToSave:
     if not is_dates(one.x) or one.name not in found:
         return one
     dtype = native_dtype(np.dtype(found[one.name]["dtype"]))
-    if dtype.kind not in "iuf":
-        raise ConfigError(f"'{one.name}' in '{path}' holds {dtype}, what is to be appended are dates")
+    packed = found[one.name]["packed"]
+    if dtype.kind not in "iuf" or packed:
+        what = f"packed numbers, with {', '.join(packed)}" if packed else dtype
+        fix = ". Append the packed numbers" if packed else ""
+        raise ConfigError(f"'{one.name}' in '{path}' holds {what}, what is to be appended are dates{fix}")
     attrs = found[one.name]["attrs"]
-    if "units" not in attrs:  # bounds have those of their coordinate
-        beside = [f"{one.name.rpartition('/')[0]}/{dim}" for dim in found[one.name]["dims"] or ()]
-        attrs = next((found[name]["attrs"] for name in beside if name in found), attrs)
+    if "units" not in attrs:  # bounds have those of their coordinate, which names them
+        folder, _, own = one.name.rpartition("/")
+        beside = [found[name] for dim in found[one.name]["dims"] or () if (name := f"{folder}/{dim}") in found]
+        attrs = next((coordinate["attrs"] for coordinate in beside if own in coordinate.get("bounds", ())), attrs)
     try:
         return replace(one, x=counted(one.x, attrs, dtype), dtype=dtype)
     except ValueError as error:

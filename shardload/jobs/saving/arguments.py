@@ -18,10 +18,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardload.arrays.padding import Extent, extent_of, is_known, looks_like, was_decoded
+from shardload.arrays.padding import Extent, PaddedShapes, extent_of, is_known, was_decoded
 from shardload.arrays.sharding import describe_sharding
 from shardload.errors import ConfigError
-from shardload.formats.base import refusal
+from shardload.formats.base import refusal, some
 from shardload.formats.saving import SUFFIXES, format_for
 from shardload.formats.sink import Compression
 from shardload.formats.target import MODES
@@ -203,9 +203,10 @@ class SaveArguments:
         It goes by the loaded arrays that exist on this rank: one rank asks, for all.
         """
         found: dict[str, tuple[tuple[int, ...], Extent]] = {}
+        padded = PaddedShapes()
         for one in self.arrays:
             if not one.is_told and not one.is_everywhere and isinstance(one.x, jax.Array):
-                like = looks_like(one.x)
+                like = padded.like(one.x)
                 if like is not None:
                     found[one.name.lstrip("/")] = one.x.shape, like
         return _padding_warning(found) if found else ""
@@ -218,16 +219,23 @@ def _padding_warning(found: Mapping[str, tuple[tuple[int, ...], Extent]]) -> str
         lengths = zip(shape, like.shape, like.shape_global)  # noqa: B905 (it may have other axes behind these)
         own[name] = (*(n if n != held else here for here, n, held in lengths), *shape[len(like.shape) :])
     likes = [like for _, like in found.values()]
-    what, fix = "padding", f"shape={own}"
+    what, fix = "padding", f"shape={_short(own)}"
     if any(any(like.halo) for like in likes):
         what, fix = "halos", "shardload.unpad(x, plan) in its place, with the plan that loaded that array"
-    some = ", ".join(f"'{name}' {shape}" for name, shape in whole.items())
+    names = [f"{name!r} {shape}" for name, shape in whole.items()]  # as text that is printed, and sent
     return (
-        f"saved with the whole shape: {some}. A loaded array is as long, but only with its {what}: without, its shape is "
-        f"{likes[0].shape}. If what is saved was computed from it, pass {fix}; if not, shape={whole}"
+        f"saved with the whole shape: {some(names)}. A loaded array is as long, but only with its {what}: without, its shape "
+        f"is {likes[0].shape}. If what is saved was computed from it, pass {fix}; if not, shape={_short(whole)}"
     )
 
 
+def _short(shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """A dict of shapes as text, of which the first few show what is meant."""
+    told = [f"{name!r}: {shape}" for name, shape in list(shapes.items())[:_MOST_SHAPES]]
+    return f"{{{', '.join(told + ['...'] * (len(shapes) > _MOST_SHAPES))}}}"
+
+
+_MOST_SHAPES = 8
 _CHECKED = ("verify", "staging", "timeout", "progress")
 WRITERS = (AUTO, "all", "root")
 
@@ -372,23 +380,34 @@ def _check_array(name: str, x: Any) -> None:
 def _by_name(names: list[str], option: str, given: Any, default: Any) -> dict[str, Any]:
     """A value for each array: one for all, or a dict by name."""
     if isinstance(given, Mapping):
-        known = _flat(names, given)
+        known = _flat(names, option, given)
         if option != "compression" or set(known) <= set(names):
             _check_names(names, option, known)
             return {name: known.get(name, default) for name in names}
     return dict.fromkeys(names, given)
 
 
-def _flat(names: list[str], given: Mapping[Any, Any], above: str = "") -> dict[str, Any]:
+def _flat(names: list[str], option: str, given: Mapping[Any, Any]) -> dict[str, Any]:
     """A dict by name without its levels: dicts may be nested as the arrays are."""
     found: dict[str, Any] = {}
-    for key, value in given.items():
-        name = f"{above}/{str(key).strip('/')}"
-        if isinstance(value, Mapping) and _is_above(names, name):
-            found |= _flat(names, value, name)
-        else:
-            found[name] = value
+
+    def walk(part: Mapping[Any, Any], above: str) -> None:
+        for key, value in part.items():
+            name = f"{above}/{str(key).strip('/')}"
+            if isinstance(value, Mapping) and _is_above(names, name):
+                walk(value, name)
+            else:
+                _put(found, option, name, value)
+
+    walk(given, "")
     return found
+
+
+def _put(found: dict[str, Any], option: str, name: str, value: Any) -> None:
+    """Note what is given for a name. ConfigError if something else was: it would be lost."""
+    if name in found:
+        raise ConfigError(f"{option} names '{name}' twice: a name may have slashes at its ends, or be nested. Give it once")
+    found[name] = value
 
 
 def _is_above(names: list[str], name: str) -> bool:
@@ -436,13 +455,15 @@ def _attrs(
 def _part(names: list[str], given: Mapping[Any, Any], above: str, known: dict[str, Any], groups: dict[str, Any]) -> None:
     """Attributes of arrays, and those of groups, by full names: dicts may be nested as the arrays are."""
     for key, one in given.items():
-        name = f"{above}/{str(key).strip('/')}"
+        name = f"{above}/{str(key).strip('/')}".rstrip("/") or "/"
         if name in names or not (str(key).endswith("/") or _is_above(names, name)):
-            known[name] = one
+            _put(known, "attrs", name, one)
         elif name == "/" or not isinstance(one, Mapping):
-            groups[name] = one
+            _put(groups, "attrs", name, one)
         else:  # no attribute is a dict
-            groups[name] = {sub: value for sub, value in one.items() if not isinstance(value, Mapping)}
+            own = {sub: value for sub, value in one.items() if not isinstance(value, Mapping)}
+            if own or str(key).endswith("/"):  # "g/" may have the attributes, and "g" those of the arrays in it
+                _put(groups, "attrs", name, own)
             _part(names, {sub: value for sub, value in one.items() if isinstance(value, Mapping)}, name, known, groups)
 
 

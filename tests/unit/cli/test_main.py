@@ -28,8 +28,9 @@ from shardload.cli.copy import IN_COPY
 from shardload.cli.join import IN_JOIN
 from shardload.cli.main import app, human_size, parse_mesh, parse_pad, parse_select, parse_spec
 from shardload.comm.stall_report import _END
-from shardload.formats.access import Limits
+from shardload.formats.access import Access, Limits
 from shardload.formats.containment import TARGET_HINT
+from shardload.formats.lookup import open_file
 from shardload.formats.untrusted.helper import Helper
 from shardload.values.decoding import ATTRIBUTES
 from tests.tiers import quick_ones
@@ -802,14 +803,32 @@ def test_info_shows_attributes_of_groups(file: str) -> None:
     with h5py.File(file, "a") as h5:
         h5.create_group("Header").attrs["BoxSize"] = 100.0
         h5["fields"].attrs["by"], h5.attrs["title"] = np.bytes_("x"), "a run"
+        h5["fields"].attrs["to"] = h5["x"].ref
     assert "attributes of groups: / (title), /Header (BoxSize), /fields (by); shardload info" in unwrapped(run("info", file)[1])
     for group, count, told in (
         ("", "4 arrays", "title a run"),
         ("Header", "no arrays", "BoxSize 100.0"),
-        ("fields", "1 array", "by x"),
+        ("fields", "1 array", "by x not shown attribute 'to' of '/fields' (neither text nor numbers)"),
     ):
         code, out, _ = run("info", f"{file}:/{group}")
         assert code == 0 and count in unwrapped(out) and unwrapped(out).endswith(told)
+
+
+def test_info_of_a_group_beside_a_damaged_one(tmp_path: Path) -> None:
+    """Wrong if one group whose metadata cannot be read hid the arrays and attributes of the others."""
+    path = tmp_path / "a.zarr"
+    root = zarr.open_group(path, mode="w")
+    root.create_group("ok").attrs["step"] = 3
+    root["ok"].create_array("x", data=np.arange(4.0))
+    root.create_group("bad").create_array("y", data=np.arange(3.0))
+    (path / "bad" / "zarr.json").write_text('{"zarr_format": 3, "node_type": "group", "attributes": "text"}')
+    code, out, _ = run("info", f"{path}:/ok")
+    assert code == 0 and "/ok/x" in out and unwrapped(out).endswith("step 3")
+    assert shardload.open(f"{path}:/ok").attrs == {"step": 3}
+    code, out, _ = run("info", f"{path}:/bad")
+    assert code == 0 and "/bad/y" in out and "not shown what is in attributes and groups of '/bad' (" in unwrapped(out)
+    with open_file(str(path), Access()) as opened:
+        assert set(opened.groups()) == {"/", "/ok"} and "'/bad'" in opened.unread()[0]
 
 
 def test_help_of_decode_says_what_can_be_typed() -> None:

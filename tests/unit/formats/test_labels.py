@@ -375,6 +375,10 @@ def test_open_takes_what_a_load_takes(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=r"'/to' in .* is a link to '/nowhere'"):
         shardload.open(f"{path}:/to")
     assert 0 not in found and found.get(None) is None  # type: ignore[call-overload]
+    (tmp_path / "a.h5").rename(tmp_path / "b.h5")
+    assert "no" not in found and found.get("Header") is None and found.get("/link") is found["link"]  # nothing is read for it
+    with pytest.raises(KeyError, match="holds no array 'no'"):
+        found["no"]
     with pytest.raises(KeyError, match=r"0 is no name; .* has /link"):
         found[0]  # type: ignore[index]
 

@@ -481,6 +481,12 @@ def test_no_values_are_lost(snapshot: list[str], tmp_path: Path, monkeypatch: py
         with pytest.raises(ConfigError, match=f"{said}{lost}: is it one of the parts"):
             shardload.join(snapshot[2], snapshot[:2], mode=mode)
 
+    (tmp_path / "text.h5").write_text("text")
+    for mode in ("w", "w-"):
+        with pytest.raises(ConfigError, match=r"text\.h5' exists, and cannot be read .* is not replaced\. Choose another name"):
+            shardload.join(tmp_path / "text.h5", snapshot, mode=mode)
+    (tmp_path / "text.h5").unlink()
+
     def fails(*_: Any) -> None:
         raise OSError(28, "no space")
 
