@@ -52,6 +52,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "filters": [numcodecs.Shuffle(4)],
         "compressors": numcodecs.GZip(1),
     },
+    "v2 in folders": {"zarr_format": 2, "chunks": (4, 10, 7), "chunk_key_encoding": {"name": "v2", "separator": "/"}},
     "v2 plain": {"zarr_format": 2, "chunks": (5, 9, 11), "compressors": None, "fill_value": 1},
 }
 # The same for files, by h5py and xarray.
