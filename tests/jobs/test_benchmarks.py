@@ -63,14 +63,15 @@ def command(*arguments: str) -> str:
 
 def test_every_layout_and_way_is_verified_and_reported(tmp_path: Path) -> None:
     data, out = tmp_path / "data", tmp_path / "results"
+    ways = tuple(way for way in WAYS if not IS_QUICK or way in (OURS, "slice", FLOOR))
     command(
-        "run", "--size", "16", "--ranks", "2", "--specs", "-,a,b", "--ways", ",".join(WAYS), "--repeats", "1",
+        "run", "--size", "16", "--ranks", "2", "--specs", "-,a,b", "--ways", ",".join(ways), "--repeats", "1",
         "--data", str(data), "--out", str(out / "run.json"), "--cold",
     )  # fmt: skip
     record = json.loads((out / "run.json").read_text())
     assert [cell["layout"] for cell in record["cells"]] == list(LAYOUTS)
     for cell in record["cells"]:
-        expected = [way for way in WAYS if way != "tensorstore" or cell["layout"].startswith("zarr")]
+        expected = [way for way in ways if way != "tensorstore" or cell["layout"].startswith("zarr")]
         assert sorted(cell["ways"]) == sorted(expected)
         for way, took in cell["ways"].items():
             assert "error" not in took, (cell["layout"], way, took)

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from tests.jobs.launch import MARK, ROOT, Job, run_job
-from tests.tiers import thorough
+from tests.tiers import quick_ones, thorough
 
 # Tests inside of tests are all run, whichever stage of `make test` this is, and counted by nobody.
 NO_STAGE = {"TESTS_TURN": "", "TESTS_QUICK": "", "TESTS_SHARE": "", "TESTS_SHARE_OF_ONE": "", "SHARDLOAD_TALLY": ""}
@@ -134,7 +134,7 @@ def test_failing_rank_fails_the_job(tmp_path: Path, mpi: str) -> None:
     assert run_job(script, 2, timeout=240, mpi=mpi).returncode != 0
 
 
-@pytest.mark.parametrize(("mpi", "preloaded"), [("mpich", True), ("openmpi", False)])
+@pytest.mark.parametrize(("mpi", "preloaded"), quick_ones([("mpich", True), ("openmpi", False)], ("mpich", True)))
 def test_hung_job_is_killed_with_its_stacks_shown(tmp_path: Path, mpi: str, preloaded: bool) -> None:
     script = tmp_path / "stuck.py"
     script.write_text(STUCK)

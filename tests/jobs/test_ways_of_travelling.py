@@ -80,7 +80,7 @@ def test_two_hops_over_nodes_of_different_sizes(tmp_path: Path) -> None:
         "test_values": "test_tiny_staging and chunks1",
         "test_saves_on_six_ranks": "test_a_grid_of_saves",
     }
-    for found in run_suite(tmp_path, which, 6, env, share="0/2"):
+    for found in run_suite(tmp_path, which, 6, env, share="0/4" if IS_QUICK else "0/2"):
         assert min(found["bundles sent"], found["parts of bundles taken"]) > 10, found
 
 
