@@ -253,7 +253,8 @@ def info(
         tell(_to_json([_describe(array) for array in arrays]))
     elif dataset is None or is_group:
         _print_arrays(path, arrays, links, groups)
-        tell("\n".join(_rows_of(of_group))) if of_group else None
+        if of_group:
+            tell("\n".join(_rows_of(of_group)))
     else:
         _print_array(arrays[0])
 

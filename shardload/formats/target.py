@@ -278,6 +278,8 @@ class Target:
         except PermissionError:
             raise ConfigError(f"'{self.path}' cannot be made: no right to write in its folder '{self.folder}'") from None
         except OSError as error:
+            if isinstance(error, FileExistsError):  # what has this name is not ours
+                self.temporary = None
             self.abandon()
             raise _unwritten(error, self.path) from error
         self.temporary = temporary

@@ -189,6 +189,20 @@ def test_an_error_that_the_system_tells_at_fsync(tmp_path: Path, name: str, monk
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_a_temporary_that_is_there(tmp_path: Path, is_folder: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if what another save makes there were taken for our own, and removed."""
+    monkeypatch.setattr(target.secrets, "token_hex", lambda n: "0" * 2 * n)
+    first, second = (Target(str(tmp_path / "x"), "w-", is_folder=is_folder) for _ in range(2))
+    made = first.create()
+    with pytest.raises(SourceError, match="File exists"):
+        second.create()
+    second.abandon()
+    assert os.path.lexists(made)
+    first.abandon()
+    assert os.listdir(tmp_path) == []
+
+
 def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pwrite = os.pwrite
     monkeypatch.setattr(target.os, "pwrite", lambda descriptor, data, offset: pwrite(descriptor, data[:13], offset))
