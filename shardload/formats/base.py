@@ -801,7 +801,8 @@ class Format(abc.ABC):
         raise NotImplementedError(f"{self.name} claims objects, but does not open them")
 
     def sketch_arrays(self, path: str, access: Access = STRICT, most: int | None = None, like: str = "") -> list[ArrayInfo]:
-        """At most `most` + 1 arrays of the file, to say which arrays the caller could mean: a short `list_arrays`.
+        """At most `most` + 1 arrays of the file, each under one name, to say which the caller could mean. By default a
+        `list_arrays` that is quick.
 
         If the result has more than `most` arrays, the file has more. The result then includes arrays below `like`, or with a
         similar name, if the format lists names quickly. If `like` is a group without arrays, the result may begin with

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -65,6 +65,7 @@ __all__ = [
     "find_array",
     "find_untrusted",
     "format_of",
+    "labelled",
     "labelled_below",
     "list_arrays",
     "list_labelled",
@@ -81,6 +82,7 @@ _NO_NUMBERS = ("string", "object", "opaque", "reference", "vlen", "compound")
 _WORTH_BATCHES = 8  # chunks of a small array from which they are read in batches, not by the format's library
 _MOST_OPEN = 16  # files that a `Finder` has open at a time
 _NO_VARIABLE = "nothing: it is a netCDF dimension without a variable"
+_ALL = 1 << 40  # arrays
 _MOST_LISTED = 1000  # arrays to look at, to say which one the caller could mean
 
 
@@ -191,6 +193,11 @@ def list_labelled(path: str, access: Access, most: int, linked: str = "") -> lis
         infos = list_arrays(path, access)
     if len(infos) > most:
         return infos
+    return labelled(infos, path, access)
+
+
+def labelled(infos: Iterable[ArrayInfo], path: str, access: Access) -> list[ArrayInfo]:
+    """Arrays of a file with their labels, from one open of the file."""
     with scratch_of_its_own(), Labeller(access) as labeller:
         return [info if info.refused else labeller.label(path, info) for info in infos]
 
@@ -246,7 +253,7 @@ def find_array(
         infos, has_more = _sketch(file_format, path, access)
         if has_more and len(candidates(infos)) < 2:
             with as_source_error(path):
-                infos, has_more = file_format.sketch_arrays(path, access), False
+                infos, has_more = file_format.sketch_arrays(path, access, _ALL), False
         return only_array(path, infos, has_more)
     name = _full_name(dataset)
     try:
@@ -339,7 +346,8 @@ class Labeller:
         except (LookupError, OSError, RuntimeError, TypeError, ValueError) as error:  # damaged names; the values may be fine
             if is_unread(error):
                 raise
-            labels = Labels((None,) * len(info.shape), info.attributes)
+            noted = {"attributes": Note(f"cannot be read ({error})")}
+            labels = Labels((None,) * len(info.shape), {**info.attributes, **noted})
         if source.state() != read_in:  # these may be of two versions, and no values belong to them
             read_in = MIXED
         return replace(info, labels=replace(labels, read_in=read_in))

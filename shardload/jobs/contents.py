@@ -21,6 +21,7 @@ from shardload.formats.labels import OnDemand
 from shardload.formats.lookup import (
     absolute,
     find_array,
+    labelled,
     labelled_below,
     list_labelled,
     open_file,
@@ -62,6 +63,13 @@ class Contents(Mapping[str, ArrayInfo]):
     def _groups(self) -> Mapping[str, Mapping[str, Any]]:
         return groups_of(self.path, self._access)[0]
 
+    @cached_property
+    def _named(self) -> list[ArrayInfo]:
+        """The arrays with the names of their axes: if these are read on demand, all at once."""
+        infos = list(self._infos.values())
+        is_unread = any(isinstance(info.labels, OnDemand) for info in infos)
+        return labelled(infos, absolute(self.path), self._access) if is_unread else infos
+
     def __contains__(self, name: object) -> bool:
         return isinstance(name, str) and f"/{name.strip('/')}" in self._infos
 
@@ -94,7 +102,7 @@ class Contents(Mapping[str, ArrayInfo]):
 
     def __repr__(self) -> str:
         lines = [f"<{self.path}: {len(self)} {'array' if len(self) == 1 else 'arrays'}>"]
-        for info in self._infos.values():
+        for info in self._named:
             names = [f"{name or '-'}={n}" for name, n in zip(info.dims, info.shape, strict=True)]
             axes = f"({', '.join(names)})" if any(info.dims) else str(info.shape)
             what = "dimension without a variable" if info.is_dimension else info.refused or info.dtype

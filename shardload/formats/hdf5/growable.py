@@ -21,6 +21,7 @@ import numpy as np
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.base import native_dtype, read_at
 from shardload.formats.growing import HOW_TO_GROW, meaning_of
+from shardload.formats.hdf5.attributes import axis_texts_of, is_scale, plain, scales_of
 from shardload.formats.hdf5.chunk_tree import ChunkTree
 from shardload.formats.hdf5.making import properties_of
 from shardload.formats.hdf5.metadata import stands_for_axis
@@ -141,9 +142,9 @@ def _arrays(path: str, file: h5py.File, names: Iterable[str]) -> dict[str, Json]
         if isinstance(thing, h5py.Dataset) and thing.shape is not None:
             name = called.setdefault(_address(thing), f"/{name}")
             datasets[name] = thing
-            number = thing.attrs.get("_Netcdf4Dimid") if h5py.h5ds.is_scale(thing.id) else None
-            if number is not None:
-                numbers[int(np.asarray(number).reshape(-1)[0])] = name
+            number = plain(thing, "_Netcdf4Dimid") if is_scale(thing) else None
+            if isinstance(number, int):
+                numbers[number] = name
 
     file.visititems(visit)
     found: dict[str, Json] = {}
@@ -158,7 +159,7 @@ def _arrays(path: str, file: h5py.File, names: Iterable[str]) -> dict[str, Json]
     for name, one in found.items():  # a scale without values may have another name than the axis, which then has a label
         for axis, scope in enumerate(one["scopes"]):
             if scope in found and scope != name and found[scope]["is_dimension"]:
-                one["dims"][axis] = str(datasets[name].dims[axis].label) or one["dims"][axis]
+                one["dims"][axis] = axis_texts_of(datasets[name])[0][axis] or one["dims"][axis]
     return found
 
 
@@ -183,17 +184,16 @@ def _called(path: str, file: h5py.File, names: Iterable[str]) -> dict[int, str]:
 
 def _scopes(name: str, dataset: h5py.Dataset, numbers: Mapping[int, str], called: Mapping[int, str]) -> list[str | None]:
     """For each axis a text that arrays with the same axis have in common: the scale of the axis, or the group and the label."""
-    if h5py.h5ds.is_scale(dataset.id):
+    if is_scale(dataset):
         if len(dataset.shape) == 1:
             return [name]
-        ids = np.asarray(dataset.attrs.get("_Netcdf4Coordinates", ())).reshape(-1).tolist()
-        return [numbers.get(number) for number in ids] if len(ids) == len(dataset.shape) else [None] * len(dataset.shape)
+        ids = plain(dataset, "_Netcdf4Coordinates")
+        is_known = isinstance(ids, list) and len(ids) == len(dataset.shape)
+        return [numbers.get(number) for number in ids] if is_known else [None] * len(dataset.shape)
     found: list[str | None] = []
-    for axis in range(len(dataset.shape)):
-        one = dataset.dims[axis]
-        scale = called.get(_address(one[0]), one[0].name) if len(one) else None
-        label = str(one.label)
-        found.append(str(scale) if scale else f"{name.rpartition('/')[0]}/:{label}" if label else None)
+    for scale, label in zip(scales_of(dataset)[0], axis_texts_of(dataset)[0], strict=True):
+        own = None if scale is None else called.get(int(h5py.h5o.get_info(scale).addr))
+        found.append(own or (f"{name.rpartition('/')[0]}/:{label}" if label else None))
     return found
 
 

@@ -20,7 +20,8 @@ import numpy as np
 
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.access import Access
-from shardload.formats.hdf5.links import encoded, look_through
+from shardload.formats.hdf5.links import look_through
+from shardload.formats.hdf5.names import encoded
 from shardload.formats.hdf5.sink import Hdf5Encoder, Hdf5Sink
 from shardload.formats.sink import ArraySpec
 from shardload.formats.target import MARK_NBYTES, Target, mark, named, put_at

@@ -39,6 +39,7 @@ from shardload.formats.base import state_of
 from shardload.formats.containment import TARGET_HINT, Fence, OutsideError, why_not_a_file
 from shardload.formats.hdf5.filters import is_stacked, refuse_filters
 from shardload.formats.hdf5.integrity import Sizes
+from shardload.formats.hdf5.names import decoded, encoded
 from shardload.formats.hdf5.opened import OpenDataset, OpenFacts, OpenParts, creation_of, kind_of
 from shardload.formats.hdf5.raw_file import close_all, has_signature, open_to_read, own_descriptor, plain_descriptor
 from shardload.formats.hdf5.tiles import Behind, Names, version_of
@@ -263,16 +264,6 @@ def _walk(file: h5py.File, name: bytes, fence: Fence, opened: list[h5py.File]) -
         left.extendleft(reversed(parts))
         n_of_link += len(parts)
     return at
-
-
-def encoded(name: str) -> bytes:
-    """The name of an object as HDF5 stores it: UTF-8, whatever the locale's encoding, in which names of files are."""
-    return name.encode("utf-8", "surrogateescape")
-
-
-def decoded(name: str | bytes) -> str:
-    """The inverse of `encoded`. h5py gives bytes for names that are not UTF-8, and text for others."""
-    return name if isinstance(name, str) else name.decode("utf-8", "surrogateescape")
 
 
 def _shown(name: bytes) -> str:

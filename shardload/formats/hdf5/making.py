@@ -13,15 +13,16 @@ import numpy as np
 
 from shardload.formats.base import Properties, native_dtype, refusal
 from shardload.formats.compression_words import BLOSC_CODES, BLOSC_SHUFFLES, blosc_told, compression_told
+from shardload.formats.hdf5.attributes import UnreadableError, names_of, read
 from shardload.formats.hdf5.filters import LOSSY, NAMES, scaleoffset_is_idle
 from shardload.formats.hdf5.metadata import HIDDEN, NON_COORDINATE, filters_of, labels_of, stands_for_axis
-from shardload.formats.hdf5.opened import creation_of
+from shardload.formats.hdf5.names import encoded, names_below
+from shardload.formats.hdf5.opened import creation_of, nbytes_of_attributes_of
 
 __all__ = ["attribute_names", "groups_of", "properties_of"]
 
 _MOST_NBYTES = 1 << 20  # of one attribute
 _MOST_ATTRIBUTES_NBYTES = 1 << 24
-_READ = (h5py.h5t.INTEGER, h5py.h5t.FLOAT, h5py.h5t.STRING, h5py.h5t.ENUM)
 _BLOSC_NAMES = {code: name for name, code in BLOSC_CODES.items()}
 _ARGUMENTS = {6: slice(0, 2), 4: slice(0, 2), 32008: slice(3, None), 5: slice(0, 0), 32000: slice(0, 0)}  # the caller's own
 
@@ -30,6 +31,8 @@ def properties_of(dataset: h5py.Dataset, filters: list[tuple[int, int, Any, byte
     """The properties of an open dataset. `filters` are those of the datasets behind a virtual one."""
     creation, labels = creation_of(dataset), labels_of(dataset)
     attrs, unread = _attributes(dataset, str(dataset.name))
+    told = ((key, labels.attrs.get(key)) for key in ("DIMENSION_LABELS", "DIMENSION_LIST"))
+    unread += [f"attribute {key!r} of '{dataset.name}' ({note})" for key, note in told if note is not None]
     if h5py.check_enum_dtype(dataset.dtype) is not None:
         unread.append(f"what the numbers of '{dataset.name}' stand for (an enumeration)")
     dtype = dataset.dtype if refusal(dataset.dtype) is not None else np.dtype(dataset.dtype.str)
@@ -60,55 +63,41 @@ def groups_of(file: h5py.File) -> tuple[dict[str, dict[str, Any]], list[str]]:
     """The attributes of all groups of a file; and what could not be read."""
     attrs, unread = _attributes(file["/"], "/")
     found = {"/": attrs}
-
-    def visit(name: Any, thing: Any) -> None:
+    for name in names_below(file["/"])[0]:
+        thing = file[encoded(name)]
         if isinstance(thing, h5py.Group) and len(thing.attrs):
             found[f"/{name}"], more = _attributes(thing, f"/{name}")
             unread.extend(more)
-
-    file.visititems(visit)
     return found, unread
 
 
 def attribute_names(group: h5py.Group) -> list[str]:
     """The names of the author's attributes of a group; none if they are too long: HDF5 reads the attributes, too."""
-    stored = h5py.h5o.get_info(group.id).meta_size.attr
-    if stored.heap_size + stored.index_size > _MOST_ATTRIBUTES_NBYTES:
+    if nbytes_of_attributes_of(group) > _MOST_ATTRIBUTES_NBYTES:
         return []
-    return [key for key in group.attrs if isinstance(key, str) and key not in HIDDEN]
+    return [key for key in names_of(group) if key not in HIDDEN]
 
 
 def _attributes(owner: Any, name: str) -> tuple[dict[str, Any], list[str]]:
     """The author's attributes as h5py gives them; and what could not be read."""
     found: dict[str, Any] = {}
     unread = []
-    for key in owner.attrs:
-        if not isinstance(key, str) or key in HIDDEN or key.startswith("_Netcdf4"):
+    for key in names_of(owner):
+        if key in HIDDEN or key.startswith("_Netcdf4"):
             continue
         what = f"attribute {key!r} of '{name}'"
         try:
-            opened = h5py.h5a.open(owner.id, key.encode())
-            kind = opened.get_type()
-            nbytes = opened.get_space().get_simple_extent_npoints() * kind.get_size()
-            if nbytes > _MOST_NBYTES:
-                unread.append(f"{what} ({nbytes} bytes)")
-            elif kind.get_class() not in _READ and not _is_complex(kind):
-                unread.append(f"{what} (neither text nor numbers)")
-            else:
-                value = owner.attrs[key]
-                if isinstance(value, bytes) and kind.get_cset() == h5py.h5t.CSET_UTF8:  # h5py writes bytes as ASCII
-                    value = np.array(value, kind.dtype)
-                if h5py.check_enum_dtype(kind.dtype) is not None:
-                    unread.append(f"what the numbers of {what} stand for (an enumeration)")
-                found[key] = value
-        except (OSError, RuntimeError, TypeError, ValueError) as error:
+            value = read(owner, key, _MOST_NBYTES)
+            kind = h5py.h5a.open(owner.id, key.encode()).get_type()
+        except UnreadableError as error:
             unread.append(f"{what} ({error})")
+            continue
+        if isinstance(value, bytes) and kind.get_cset() == h5py.h5t.CSET_UTF8:  # h5py writes bytes as ASCII
+            value = np.array(value, kind.dtype)
+        if h5py.check_enum_dtype(kind.dtype) is not None:
+            unread.append(f"what the numbers of {what} stand for (an enumeration)")
+        found[key] = value
     return found, unread
-
-
-def _is_complex(kind: h5py.h5t.TypeID) -> bool:
-    """True for complex numbers, which are compounds for HDF5."""
-    return kind.get_class() == h5py.h5t.COMPOUND and bool(kind.dtype.kind == "c") and refusal(kind.dtype) is None
 
 
 def _compression(filters: list[tuple[int, int, Any, bytes]], kind: str) -> tuple[dict[str, Any] | str | None, bool]:

@@ -7,7 +7,6 @@ not.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from typing import Any
 
 import h5py
@@ -15,8 +14,20 @@ import numpy as np
 
 from shardload.formats.access import STRICT, Access
 from shardload.formats.base import MOST_KEPT, TOLD, ArrayInfo, json_value, native_dtype, refusal, unaddressable
+from shardload.formats.hdf5.attributes import (
+    UnreadableError,
+    axis_texts_of,
+    has,
+    is_plain,
+    is_scale,
+    names_of,
+    plain,
+    read,
+    scales_of,
+)
 from shardload.formats.hdf5.filters import NAMES, SIZED, n_compressors, refuse_filters
-from shardload.formats.hdf5.links import Others, decoded
+from shardload.formats.hdf5.links import Others
+from shardload.formats.hdf5.names import decoded, places_in
 from shardload.formats.hdf5.opened import OpenDataset, creation_of, kind_of, nbytes_of_attributes_of, nbytes_stored_of
 from shardload.formats.labels import Coordinate, Labels, Note, names_in
 from shardload.values.decoding import ATTRIBUTES, TEXTS, Packing, typed
@@ -84,7 +95,7 @@ def describe(
         chunks, filters = others.smallest_chunk(len(dataset.shape)), others.filters
     refused = refused or unaddressable(dataset.shape or (), chunks)
     attributes, packing = _attributes(dataset, in_full, has_attributes)
-    is_scale = has_attributes and _is_scale(dataset)
+    is_coordinate = has_attributes and is_scale(dataset)
     return ArrayInfo(
         path=path,
         dataset=name,
@@ -95,8 +106,8 @@ def describe(
         codec=_codec(filters),
         nbytes_stored=None if is_virtual or (chunks and not in_full) else nbytes_stored_of(dataset),
         refused=refused,
-        is_coordinate=is_scale,
-        is_dimension=is_scale and _has_no_values(dataset),
+        is_coordinate=is_coordinate,
+        is_dimension=is_coordinate and _has_no_values(dataset),
         attributes=attributes,
         packing=packing,
     )
@@ -110,15 +121,11 @@ NON_COORDINATE = "_nc4_non_coord_"  # the netCDF library's prefix of a variable 
 
 def stands_for_axis(dataset: h5py.Dataset) -> bool:
     """True for a netCDF dimension without a variable: a dataset that holds nothing."""
-    return _has_attributes(dataset) and _is_scale(dataset) and _has_no_values(dataset)
-
-
-def _is_scale(dataset: h5py.Dataset) -> bool:
-    return bool(_plain_attribute(dataset, "CLASS") == "DIMENSION_SCALE")
+    return _has_attributes(dataset) and is_scale(dataset) and _has_no_values(dataset)
 
 
 def _has_no_values(scale: h5py.Dataset) -> bool:
-    return str(_plain_attribute(scale, "NAME")).startswith(NO_VARIABLE)
+    return str(plain(scale, "NAME")).startswith(NO_VARIABLE)
 
 
 def labels_of(dataset: h5py.Dataset, has_coords: bool = True) -> Labels:
@@ -141,7 +148,7 @@ def labels_of(dataset: h5py.Dataset, has_coords: bool = True) -> Labels:
         while f"{place}/{name}" not in dataset.file and place:  # netCDF looks in the groups above, too
             place = place.rpartition("/")[0]
         coords[name.rpartition("/")[2]] = Coordinate(f"{place}/{name}" if not name.startswith("/") else name)
-    return Labels(axes.dims, attrs, coords if has_coords else {})
+    return Labels(axes.dims, {**attrs, **axes.attrs}, coords if has_coords else {})
 
 
 def group_attrs_of(dataset: h5py.Dataset) -> dict[str, Any]:
@@ -157,27 +164,36 @@ def group_attrs_of(dataset: h5py.Dataset) -> dict[str, Any]:
 
 def _author_s(owner: h5py.Dataset | h5py.Group) -> dict[str, Any]:
     """All attributes but those that HDF5 and the netCDF library keep for themselves."""
-    return {
-        key: _attribute(owner, key, MOST_KEPT)
-        for key in owner.attrs
-        if isinstance(key, str) and key not in HIDDEN and not key.startswith("_Netcdf4")
-    }
+    return {key: _attribute(owner, key) for key in names_of(owner) if key not in HIDDEN and not key.startswith("_Netcdf4")}
 
 
 def axes_of(dataset: h5py.Dataset, has_coords: bool = True, names: Collection[str] | None = None) -> Labels:
-    """Of `labels_of`, the names of the axes and their coordinates; only these coordinates, if `names` are given."""
+    """Of `labels_of`, the names of the axes and their coordinates; only these coordinates, if `names` are given.
+
+    Of attributes it has notes only: which names of axes cannot be read, and why.
+    """
     dims: list[str | None] = [None] * len(dataset.shape or ())
     coords: dict[str, Coordinate] = {}
     if not _has_attributes(dataset):
         return Labels(tuple(dims))
-    if h5py.h5ds.is_scale(dataset.id):
-        dims = _axes_of_scale(dataset)
-    else:
-        has_scales, has_texts = (_has(dataset, key) for key in ("DIMENSION_LIST", "DIMENSION_LABELS"))
-        for axis in range(len(dims)):
-            text = decoded(h5py.h5ds.get_label(dataset.id, axis)) if has_texts else ""
-            dims[axis] = _axis_name(dataset, axis, text, coords, has_scales, names)
-    return Labels(tuple(dims), {}, coords if has_coords else {})
+    if is_scale(dataset):
+        return Labels(tuple(_axes_of_scale(dataset)))
+    texts, no_texts = axis_texts_of(dataset)
+    scales, no_scales = scales_of(dataset)
+    for axis, (text, scale) in enumerate(zip(texts, scales, strict=True)):
+        full = "" if scale is None else name_of(scale, dataset)
+        dims[axis] = _axis_name(dataset, text, h5py.Dataset(scale), full, coords, names) if full else text or None
+    notes = {"DIMENSION_LABELS": no_texts, "DIMENSION_LIST": no_scales}
+    attrs = {key: Note(f"axes have no names by it: {why}") for key, why in notes.items() if why}
+    return Labels(tuple(dims), attrs, coords if has_coords else {})
+
+
+def name_of(scale: Any, dataset: h5py.Dataset) -> str:
+    """The full name of a scale of a dataset; of several names, that in the dataset's group. Empty if it has none."""
+    places = dataset.facts.places if isinstance(dataset, OpenDataset) else places_in(dataset.file)
+    found = places.get(int(h5py.h5o.get_info(scale).addr), [""])
+    above = str(dataset.name or "").rpartition("/")[0]
+    return next((name for name in found if name.rpartition("/")[0] == above), found[0])
 
 
 def _axes_of_scale(scale: h5py.Dataset) -> list[str | None]:
@@ -197,53 +213,51 @@ def _axes_of_scale(scale: h5py.Dataset) -> list[str | None]:
         group = scale.file[above or "/"]
         for name in group:
             one = group[name] if isinstance(group.get(name, getlink=True), h5py.HardLink) else None
-            if isinstance(one, h5py.Dataset) and _has_attributes(one) and _is_scale(one):
-                found.setdefault(_plain_attribute(one, "_Netcdf4Dimid"), decoded(name))
+            if isinstance(one, h5py.Dataset) and _has_attributes(one) and is_scale(one):
+                found.setdefault(plain(one, "_Netcdf4Dimid"), decoded(name))
     return [found.get(number) for number in numbers]
 
 
 def _axis_name(
     dataset: h5py.Dataset,
-    axis: int,
     text: str,
+    scale: h5py.Dataset,
+    full: str,
     coords: dict[str, Coordinate],
-    has_scales: bool,
     names: Collection[str] | None,
-) -> str | None:
-    """The name of an axis, of which `text` is the label; its coordinate is added to `coords`, if it has one and is asked for.
+) -> str:
+    """The name of an axis, of which `text` is the label, and `full` the name of the scale; its coordinate is added to `coords`,
+    if it has one and is asked for.
 
     A scale without values may have another name than the axis, if something else has that name: then the label is right.
     """
-    has_scales = has_scales and h5py.h5ds.get_num_scales(dataset.id, axis) > 0  # else it is an error to ask for the first one
-    if not has_scales:
-        return text or None
-    scale = h5py.Dataset(h5py.h5ds.iterate(dataset.id, axis, lambda one: one))
-    full = decoded(h5py.h5i.get_name(scale.id) or b"")
-    name = full.rpartition("/")[2]
+    top, _, name = full.rpartition("/")
     is_labelled_otherwise = text not in ("", name)
-    if not is_labelled_otherwise and (not name or (names is not None and name not in names)):
-        return name or None
-    has_values = not str(_attribute(scale, "NAME") if _has_attributes(scale) else None).startswith(NO_VARIABLE)
-    if is_labelled_otherwise and (not name or not has_values):
+    if not is_labelled_otherwise and names is not None and name not in names:
+        return name
+    has_values = not (_has_attributes(scale) and _has_no_values(scale))
+    if is_labelled_otherwise and not has_values:
         name = text
     if names is not None and name not in names:
         return name
-    nearer = _nearer(dataset, name, scale)
+    nearer = _nearer(dataset, name, scale, top)
     if nearer or has_values:
         coords[name] = Coordinate(nearer or full)
     return name
 
 
-def _nearer(dataset: h5py.Dataset, name: str, scale: h5py.Dataset) -> str | None:
-    """The coordinate of an axis that is nearer to a dataset than the axis: in its group, or one between. None if there is none.
+def _nearer(dataset: h5py.Dataset, name: str, scale: h5py.Dataset, top: str) -> str | None:
+    """The coordinate of an axis that is nearer to a dataset than the axis, whose scale is in the group `top`: in the dataset's
+    group, or one between. None if there is none.
 
     In netCDF the variables of a group may lie along an axis of a group above, and have a coordinate of their own.
     """
-    above, top = str(dataset.name or "").rpartition("/")[0], str(scale.name or "").rpartition("/")[0]
+    above = str(dataset.name or "").rpartition("/")[0]
     while above != top and above.startswith(f"{top}/"):
         if isinstance(dataset.file.get(f"{above}/{name}", getlink=True), h5py.HardLink):
             found = dataset.file[f"{above}/{name}"]
-            if isinstance(found, h5py.Dataset) and found.ndim == 1 and len(found.dims[0]) and found.dims[0][0] == scale:
+            is_along = isinstance(found, h5py.Dataset) and found.ndim == 1 and _has_attributes(found)
+            if is_along and scale.id in scales_of(found)[0]:
                 return f"{above}/{name}"
         above = above.rpartition("/")[0]
     return None
@@ -256,7 +270,7 @@ def filters_of(dataset: h5py.Dataset) -> list[tuple[int, int, Any, bytes]]:
 
 
 def _is_of_pytables(dataset: h5py.Dataset) -> bool:
-    return _plain_attribute(dataset, "CLASS") in ("ARRAY", "CARRAY", "EARRAY")
+    return plain(dataset, "CLASS") in ("ARRAY", "CARRAY", "EARRAY")
 
 
 def _type_of(file_type: Any, is_of_pytables: Callable[[], bool]) -> tuple[str, str | None]:
@@ -302,7 +316,7 @@ def _codec(filters: list[tuple[int, int, Any, bytes]]) -> str:
 
 def _flavour(dataset: h5py.Dataset, has_attributes: bool) -> str:
     """``"netCDF4"`` if the file has the netCDF library's marks, else ``"HDF5"``."""
-    marked = _file_has_marks(dataset) or (has_attributes and _has(dataset, "_Netcdf4Dimid"))
+    marked = _file_has_marks(dataset) or (has_attributes and has(dataset, "_Netcdf4Dimid"))
     return "netCDF4" if marked else "HDF5"
 
 
@@ -312,7 +326,7 @@ def _file_has_marks(dataset: h5py.Dataset) -> bool:
         return facts.has_marks
     file = dataset.file
     has_any = _has_attributes(file, None if facts is None else lambda: facts.nbytes_of_attributes)
-    found = has_any and any(_has(file, key) for key in ("_NCProperties", "_nc3_strict"))
+    found = has_any and any(has(file, key) for key in ("_NCProperties", "_nc3_strict"))
     if facts is not None:
         facts.has_marks = found
     return found
@@ -333,76 +347,33 @@ def _attributes(dataset: h5py.Dataset, texts: bool, has_attributes: bool) -> tup
         return {"attributes": "too long to be read"}, {"attributes": ["unreadable", ["too long to be read"]]}
     told: dict[str, Any] = {}
     packing: dict[str, Any] = {}
-    names: list[bytes] = []
-    if h5py.h5a.get_num_attrs(dataset.id) <= _MOST_LISTED:
-        h5py.h5a.iterate(dataset.id, names.append)
-        here = set(names)
-    else:
-        here = {key.encode() for key in _READ if _has(dataset, key)}
+    is_few = h5py.h5a.get_num_attrs(dataset.id) <= _MOST_LISTED
+    here = set(names_of(dataset)) if is_few else {key for key in _READ if has(dataset, key)}
     for key in _READ:
-        if key.encode() not in here:
+        if key not in here:
             continue
-        if not (texts or key in TEXTS or _is_plain(dataset, key)):
+        if not (texts or key in TEXTS or is_plain(dataset, key)):
             if key in ATTRIBUTES:
                 packing[key] = ["unreadable", ["text, or another type that is no number"]]
             continue
-        value = _raw_attribute(dataset, key)
+        why, value = "", None
+        try:
+            value = read(dataset, key, _MOST_ATTRIBUTE_NBYTES)
+        except UnreadableError as error:
+            why = str(error)
         if isinstance(value, h5py.Empty):  # so the netCDF library stores a list of no numbers
             value = np.zeros(0, value.dtype) if value.dtype.kind in "iuf" else None
         if key in TOLD:
-            told[key] = value.text if isinstance(value, _Unreadable) else json_value(value)
-        if key in ATTRIBUTES and value is not None:
-            packing[key] = ["unreadable", [value.text]] if isinstance(value, _Unreadable) else typed(value)
+            told[key] = why or json_value(value)
+        if key in ATTRIBUTES and (why or value is not None):
+            packing[key] = ["unreadable", [why]] if why else typed(value)
     return told, packing
 
 
-def _has(owner: h5py.Dataset | h5py.File, key: str) -> bool:
-    """True if there is such an attribute: as ``key in owner.attrs``, in a third of the time."""
-    return bool(h5py.h5a.exists(owner.id, key.encode()))
-
-
-def _is_plain(dataset: h5py.Dataset, key: str) -> bool:
-    """True if an attribute is numbers, or text of a fixed length."""
-    kind = h5py.h5a.open(dataset.id, key.encode()).get_type()
-    if kind.get_class() == h5py.h5t.STRING:
-        return not kind.is_variable_str()
-    return kind.get_class() in (h5py.h5t.INTEGER, h5py.h5t.FLOAT, h5py.h5t.ENUM)
-
-
-def _plain_attribute(dataset: h5py.Dataset, key: str) -> Any:
-    """An attribute that is numbers, or text of a fixed length; None if there is no such one."""
-    return _attribute(dataset, key) if _has(dataset, key) and _is_plain(dataset, key) else None
-
-
-@dataclass(frozen=True)
-class _Unreadable:
-    """Why an attribute was not read."""
-
-    text: str
-
-
-def _attribute(dataset: h5py.Dataset, key: str, *most: int) -> Any:
-    """An attribute as plain Python (`json_value`); None if there is none, a text if h5py cannot read it."""
-    if not _has(dataset, key):
-        return None
-    value = _raw_attribute(dataset, key)
-    if isinstance(value, h5py.Empty):
-        return None
-    return Note(value.text) if isinstance(value, _Unreadable) else json_value(value, *most)
-
-
-def _raw_attribute(dataset: h5py.Dataset, key: str) -> Any:
-    """An attribute as h5py gives it."""
+def _attribute(owner: h5py.Dataset | h5py.Group, key: str) -> Any:
+    """An attribute as plain Python (`json_value`); None if it is empty, a note if it cannot be read."""
     try:
-        found = h5py.h5a.open(dataset.id, key.encode())
-        kind = found.get_type()
-        nbytes = found.get_space().get_simple_extent_npoints() * kind.get_size()
-        if nbytes > _MOST_ATTRIBUTE_NBYTES:
-            return _Unreadable(f"{nbytes} bytes, not shown")
-        if found.shape is not None and kind.get_class() in (h5py.h5t.INTEGER, h5py.h5t.FLOAT):  # h5py's way takes twice as long
-            value = np.zeros(found.shape, found.dtype)
-            found.read(value)
-            return value[()]
-        return dataset.attrs[key]
-    except (OSError, RuntimeError, TypeError, ValueError) as error:
-        return _Unreadable(f"unreadable ({error})")
+        value = read(owner, key, _MOST_ATTRIBUTE_NBYTES)
+    except UnreadableError as error:
+        return Note(str(error))
+    return None if isinstance(value, h5py.Empty) else json_value(value, MOST_KEPT)

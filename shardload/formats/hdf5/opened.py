@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar, overload
 
 import h5py
 
+from shardload.formats.hdf5.names import places_in
 from shardload.formats.hdf5.on_disk import UnknownError, nbytes_of_attributes
 from shardload.formats.hdf5.raw_file import RawFile, close_all, own_descriptor
 
@@ -93,6 +94,11 @@ class OpenFacts:
         """Close those that were kept: the more objects are open, the longer HDF5 takes to close a file."""
         self._groups.clear()
         self.__dict__.pop("root", None)
+
+    @kept
+    def places(self) -> dict[int, list[str]]:
+        """The names of all objects, by address."""
+        return places_in(self.file)
 
     @kept
     def inode(self) -> tuple[int, ...] | None:

@@ -13,7 +13,6 @@ The values of missing chunks (never written) are the fill value, as HDF5 defines
 from __future__ import annotations
 
 import difflib
-import functools
 import itertools
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -54,8 +53,6 @@ from shardload.formats.hdf5.links import (
     LostError,
     Others,
     Places,
-    decoded,
-    encoded,
     follow,
     follow_hard,
     look_through,
@@ -74,6 +71,7 @@ from shardload.formats.hdf5.metadata import (
     stands_for_axis,
 )
 from shardload.formats.hdf5.missing import MissingChunks
+from shardload.formats.hdf5.names import decoded, encoded, names_below
 from shardload.formats.hdf5.opened import OpenDataset, OpenFacts, OpenParts, kept, kind_of, nbytes_stored_of, raw_of
 from shardload.formats.hdf5.raw_file import RawFile, close_all, has_signature, open_to_read, plain_descriptor, swap_size
 from shardload.formats.hdf5.tiles import Tiles, code_of, find_boxes, tell_parts
@@ -417,7 +415,7 @@ class Hdf5Format(Format):
             return list(_describe_all(file, path, Fence.around_file(path, access.allow_external), in_full=True, access=access))
 
     def sketch_arrays(self, path: str, access: Access = STRICT, most: int | None = None, like: str = "") -> list[ArrayInfo]:
-        """Like `list_arrays`, without what a load does not need, and at most `most` + 1 datasets."""
+        """Like `list_arrays`, without what a load does not need; or at most `most` + 1 datasets, each under one name."""
         fence = Fence.around_file(path, access.allow_external)
         with open_explained(path) as file:
             named = {info.dataset: info for info in _describe_group(file, path, like, fence, access)}
@@ -769,75 +767,27 @@ def _describe_all(
 ) -> Iterator[ArrayInfo]:
     """Describe every dataset below `group`, but those that are `known`. A dataset that cannot be opened is listed as refused.
 
-    With `most`, only a limited number of names is read (16 microseconds each; a dataset takes 300). If there are more than
-    `most`, the names most similar to `like` come first.
+    With `most`, only a limited number of names is read (16 microseconds each; a dataset takes 300), one of each array. If there
+    are more than `most`, those most similar to `like` come first.
     """
-    names: list[Any] = []
-
-    def keep(name: Any) -> bool | None:
-        names.append(name)
-        return True if most is not None and len(names) >= _MOST_NAMES else None
-
-    lost: dict[str, str] = {}
-    try:
-        group.visit(keep)
-    except RuntimeError:  # one object that HDF5 cannot read ends the visit, also one whose index of chunks is damaged
-        names, lost = _readable(group)
+    names, lost = names_below(group, None if most is None else max(most, _MOST_NAMES))
     base = (group.name or "").rstrip("/")
     if most is not None and len(names) > most and like:
         names = _likest_first(names, like.removeprefix(base).strip("/"))
     netcdf = _netcdf_names(group, names)
     dimensions = set(netcdf.values())  # whose names variables have
     for name in names:
-        text = decoded(name)
-        if text in dimensions:
-            continue
-        full = f"{base}/{netcdf.get(text, text)}"
-        if full in known:
+        full = f"{base}/{netcdf.get(name, name)}"
+        if name in dimensions or full in known:
             continue
         try:
-            found = group[name]
+            found = group[encoded(name)]
             if isinstance(found, h5py.Dataset):
                 yield _describe(found, path, full, look_through(found, fence, access), in_full, access)
         except (AssertionError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:  # h5py asserts, too
             yield ArrayInfo(path, full, "HDF5", (), "unknown", refused=f"metadata that HDF5 cannot read ({error})")
     for name, why in lost.items():
         yield ArrayInfo(path, f"{base}/{name}", "HDF5", (), "unknown", refused=f"a group that HDF5 cannot read ({why})")
-
-
-def _readable(group: h5py.Group) -> tuple[list[Any], dict[str, str]]:
-    """Names below a group, and those of groups of which HDF5 cannot read all, with the reason. RuntimeError if it cannot read
-    `group` itself.
-    """
-    names: list[str] = []
-    lost: dict[str, str] = {}
-    todo, seen = [""], set[int]()
-    for above in todo:  # grows
-        found: list[tuple[bytes, int]] = []
-        try:
-            opened = h5py.h5g.open(group.id, encoded(above) or b".")
-            opened.links.iterate(functools.partial(_keep_link, found), info=True)
-        except (KeyError, OSError, RuntimeError, ValueError) as error:
-            if not above:
-                raise
-            lost[above] = str(error)
-        for name, address in found:
-            if address in seen or len(names) >= _MOST_NAMES:
-                continue
-            seen.add(address)
-            names.append(f"{above}/{decoded(name)}".lstrip("/"))
-            try:
-                if isinstance(h5py.h5o.open(group.id, encoded(names[-1])), h5py.h5g.GroupID):
-                    todo.append(names[-1])
-            except (KeyError, OSError, RuntimeError, ValueError):
-                pass  # `_describe_all` says so
-    return sorted(names), lost
-
-
-def _keep_link(found: list[tuple[bytes, int]], name: bytes, link: Any) -> None:
-    """Add the name and the object's address of a hard link; h5py hands the same `link` in for the next one."""
-    if link.type == h5py.h5l.TYPE_HARD:
-        found.append((name, int(link.u)))
 
 
 def _describe_group(file: h5py.File, path: str, name: str, fence: Fence, access: Access) -> list[ArrayInfo]:
@@ -866,10 +816,10 @@ def _describe_below(
         yield replace(info, dataset=f"{below}{info.dataset[own:]}")
 
 
-def _netcdf_names(group: h5py.Group, names: list[Any]) -> dict[str, str]:
+def _netcdf_names(group: h5py.Group, names: list[str]) -> dict[str, str]:
     """The names in netCDF of variables that have another one in HDF5: see `_variable_of`."""
     found = {}
-    for text in (text for text in map(decoded, names) if NON_COORDINATE in text):
+    for text in (text for text in names if NON_COORDINATE in text):
         above, _, last = text.rpartition("/")
         plain = f"{above}/{last.removeprefix(NON_COORDINATE)}".lstrip("/")
         if last.startswith(NON_COORDINATE) and _is_dimension_at(group, plain):
@@ -885,9 +835,8 @@ def _is_dimension_at(group: h5py.Group, name: str) -> bool:
         return False
 
 
-def _likest_first(names: list[Any], like: str) -> list[Any]:
+def _likest_first(names: list[str], like: str) -> list[str]:
     """Names below the group `like` first, then names similar to it, then the others."""
-    texts = {decoded(name): name for name in names}
-    below = itertools.islice((text for text in texts if text.startswith(like + "/")), MOST_NAMED)
-    near = [*below, *difflib.get_close_matches(like, texts, n=MOST_NAMED)]
-    return [texts[text] for text in dict.fromkeys([*near, *texts])]
+    below = itertools.islice((name for name in names if name.startswith(like + "/")), MOST_NAMED)
+    near = [*below, *difflib.get_close_matches(like, names, n=MOST_NAMED)]
+    return list(dict.fromkeys([*near, *names]))

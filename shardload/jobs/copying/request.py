@@ -283,7 +283,8 @@ def _like(
     described: dict[str, tuple[ArrayInfo, Properties, State]] = {}
     for name, info in infos.items():
         described[name] = _describe(file, info.dataset, info)
-    main = [name for name in described if not _is_beside(name, described)]
+    beside = _beside(described)
+    main = [name for name in described if name not in beside]
     for name in list(described):
         for other in described[name][1].coordinates:
             if other not in described and not is_all:
@@ -349,13 +350,12 @@ def _describe(file: OpenFile, name: str, expected: ArrayInfo | None = None) -> t
         source.close()
 
 
-def _is_beside(name: str, described: Mapping[str, tuple[ArrayInfo, Properties, State]]) -> bool:
-    """True for a coordinate of the other arrays, and for its bounds: they keep their own type and layout."""
-    return described[name][0].is_coordinate or any(
-        name in properties.coordinates or name in bounds_of(other, properties)
-        for other, (_, properties, _) in described.items()
-        if other != name
-    )
+def _beside(described: Mapping[str, tuple[ArrayInfo, Properties, State]]) -> set[str]:
+    """The coordinates of other arrays, and their bounds: they keep their own type and layout."""
+    found = {name for name, (info, *_) in described.items() if info.is_coordinate}
+    for name, (_, properties, _) in described.items():
+        found |= {*properties.coordinates, *bounds_of(name, properties)} - {name}
+    return found
 
 
 def _parts(select: Any, main: Mapping[str, tuple[ArrayInfo, Properties, State]]) -> dict[str, Any]:

@@ -196,8 +196,11 @@ class ReadBack:
         own = self._sink.decoding(self._ticket, name)
         if own is not None:
             return opened.enter_context(own)
-        path = self._ticket.temporary
-        source = format_of(path).open_path(path, name, Access(allow_filters=frozenset({"all"})))
+        if self._file is None:
+            path = self._ticket.temporary
+            access = Access(allow_filters=frozenset({"all"}))
+            self._file = opened.enter_context(format_of(path).open_file(path, access))
+        source = self._file.open(name)
         opened.callback(source.close)
         return source.plain
 

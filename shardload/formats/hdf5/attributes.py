@@ -1,0 +1,142 @@
+"""What do the attributes of an HDF5 object say? None is read before its type was looked at.
+
+HDF5's functions for dimension scales take attributes of any type for those that they write, and there are types that h5py
+cannot read: both then read memory that is not theirs, and the process crashes. So `read` looks at type and size first, and reads
+text and numbers only. `scales_of` and `axis_texts_of` do what HDF5's functions for dimension scales do; no other module calls
+these for a file that it has not written.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import h5py
+import numpy as np
+
+from shardload.formats.base import json_value
+from shardload.formats.hdf5.names import decoded
+
+__all__ = ["UnreadableError", "axis_texts_of", "has", "is_plain", "is_scale", "names_of", "plain", "read", "scales_of"]
+
+_MOST_PLAIN_NBYTES = 1 << 16
+_NUMBERS = (h5py.h5t.INTEGER, h5py.h5t.FLOAT, h5py.h5t.ENUM)
+_ERRORS = (KeyError, OSError, RuntimeError, TypeError, ValueError)
+
+
+class UnreadableError(Exception):
+    """An attribute is not read; the text says why."""
+
+
+def names_of(owner: Any) -> list[str]:
+    """The names of all attributes. Only they are looked at, not the attributes."""
+    names: list[bytes] = []
+    if h5py.h5a.get_num_attrs(owner.id):
+        h5py.h5a.iterate(owner.id, names.append)
+    return [decoded(name) for name in names]
+
+
+def has(owner: Any, key: str) -> bool:
+    """True if there is such an attribute: as ``key in owner.attrs``, in a third of the time."""
+    return bool(h5py.h5a.exists(owner.id, key.encode()))
+
+
+def is_plain(owner: Any, key: str) -> bool:
+    """True if an attribute is numbers, or text of a fixed length."""
+    kind = h5py.h5a.open(owner.id, key.encode()).get_type()
+    return kind.get_class() in _NUMBERS or (kind.get_class() == h5py.h5t.STRING and not kind.is_variable_str())
+
+
+def read(owner: Any, key: str, most_nbytes: int) -> Any:
+    """An attribute as h5py gives it: text or numbers.
+
+    Raises
+    ------
+    UnreadableError
+        If it is something else, is longer, or is damaged.
+    """
+    try:
+        found = h5py.h5a.open(owner.id, key.encode())  # UnicodeError, a ValueError, for a name that is not UTF-8
+        kind = found.get_type()
+        nbytes = found.get_space().get_simple_extent_npoints() * kind.get_size()
+        if nbytes > most_nbytes:
+            raise UnreadableError(f"{nbytes} bytes, not shown")
+        if not _is_readable(kind):
+            raise UnreadableError("neither text nor numbers")
+        if found.shape is not None and kind.get_class() in (h5py.h5t.INTEGER, h5py.h5t.FLOAT):  # h5py's way takes twice as long
+            value = np.zeros(found.shape, found.dtype)
+            found.read(value)
+            return value[()]
+        return owner.attrs[key]
+    except _ERRORS as error:
+        raise UnreadableError(f"unreadable ({error})") from None
+
+
+def _is_readable(kind: Any) -> bool:
+    """True for text, numbers, and small arrays of numbers."""
+    while kind.get_class() == h5py.h5t.ARRAY:
+        kind = kind.get_super()
+        if kind.get_class() == h5py.h5t.STRING:
+            return False
+    if kind.get_class() in (h5py.h5t.COMPOUND, getattr(h5py.h5t, "COMPLEX", None)):
+        return bool(kind.dtype.kind == "c")
+    return kind.get_class() in (*_NUMBERS, h5py.h5t.STRING)
+
+
+def scales_of(dataset: h5py.Dataset) -> tuple[list[Any], str]:
+    """The first dimension scale of each axis (an identifier of a dataset, or None); and why not all are found."""
+    none: list[Any] = [None] * len(dataset.shape or ())
+    if not has(dataset, "DIMENSION_LIST"):
+        return none, ""
+    try:
+        found = h5py.h5a.open(dataset.id, b"DIMENSION_LIST")
+        kind = found.get_type()
+        is_list = kind.get_class() == h5py.h5t.VLEN and kind.get_super().equal(h5py.h5t.STD_REF_OBJ)
+        if not is_list or found.shape != (len(none),):
+            return none, "of another type than HDF5's dimension scales have"
+        told = [list(references) for references in dataset.attrs["DIMENSION_LIST"]]
+    except _ERRORS as error:
+        return none, f"unreadable ({error})"
+    scales = [_scale(dataset, references[0]) if references else None for references in told]
+    gone = [axis for axis, references in enumerate(told) if references and scales[axis] is None]
+    return scales, f"the dimension scales of axes {gone} are not in the file" if gone else ""
+
+
+def _scale(dataset: h5py.Dataset, reference: h5py.Reference) -> Any:
+    """What a reference leads to, if that is a dimension scale; else None."""
+    try:
+        found = h5py.h5r.dereference(reference, dataset.id) if reference else None
+        if not isinstance(found, h5py.h5d.DatasetID) or not is_scale(h5py.Dataset(found)):
+            return None
+        return found if h5py.h5o.get_info(found).rc else None  # without a link it was deleted
+    except _ERRORS:
+        return None
+
+
+def is_scale(dataset: h5py.Dataset) -> bool:
+    """True for a dimension scale, as for HDF5: by a text of fixed length."""
+    return bool(plain(dataset, "CLASS") == "DIMENSION_SCALE")
+
+
+def plain(owner: Any, key: str) -> Any:
+    """An attribute that is numbers, or text of a fixed length, as plain Python; None if there is no such one."""
+    if not has(owner, key) or not is_plain(owner, key):
+        return None
+    try:
+        value = read(owner, key, _MOST_PLAIN_NBYTES)
+    except UnreadableError:
+        return None
+    return None if isinstance(value, h5py.Empty) else json_value(value)
+
+
+def axis_texts_of(dataset: h5py.Dataset) -> tuple[list[str], str]:
+    """The label of each axis of a dataset, empty for an axis without one; and why they are not read."""
+    none = [""] * len(dataset.shape or ())
+    if not has(dataset, "DIMENSION_LABELS"):
+        return none, ""
+    try:
+        texts = read(dataset, "DIMENSION_LABELS", _MOST_PLAIN_NBYTES)
+    except UnreadableError as error:
+        return none, str(error)
+    if not isinstance(texts, np.ndarray) or texts.shape != (len(none),) or texts.dtype.kind not in "SO":
+        return none, "not a text for each axis"
+    return list(map(decoded, texts)), ""
