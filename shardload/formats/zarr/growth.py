@@ -63,13 +63,13 @@ def read_store(path: str, names: Iterable[str]) -> Json:
         cannot grow.
     """
     found, names = _read_arrays(path), set(names)
-    lengths = _lengths(found, names)
+    lengths = [_lengths(found, names, of_coordinates=is_one) for is_one in (False, True)]
     for name in names & set(found):
         if "why" in found[name]:
             raise ConfigError(f"'{name}' in '{path}' cannot grow: {found[name]['why']}. Append to that store itself")
         found[name] |= _details(path, name)
     for name, one in found.items():
-        one["scopes"] = [_scope(name, *axis, lengths) for axis in _axes(one)]
+        one["scopes"] = [_scope(name, *axis, *lengths) for axis in _axes(one)]
         one["shape"] = one["metadata"]["shape"]
         if name not in names:
             del one["metadata"]
@@ -82,23 +82,32 @@ def _axes(one: Json) -> list[tuple[str | None, int]]:
     return list(zip(one["dims"] or [None] * len(shape), shape, strict=True))
 
 
-def _lengths(arrays: Mapping[str, Json], names: set[str]) -> dict[str, set[int | None]]:
+_Lengths = Mapping[str, set[int | None]]
+
+
+def _lengths(arrays: Mapping[str, Json], names: set[str], *, of_coordinates: bool) -> _Lengths:
     """The lengths that an axis has in a group, by group and axis; and None, if an array there is one of `names`."""
     found: dict[str, set[int | None]] = {}
     for name, one in arrays.items():
+        group, _, own = name.rpartition("/")
         for dim, length in _axes(one):
-            found.setdefault(f"{name.rpartition('/')[0]}/:{dim}", set()).update({length, None} if name in names else {length})
+            if not of_coordinates or dim == own:
+                found.setdefault(f"{group}/:{dim}", set()).update({length, None} if name in names else {length})
     return found
 
 
-def _scope(name: str, dim: str | None, length: int, lengths: Mapping[str, set[int | None]]) -> str | None:
-    """The outermost group above an array that has this axis: xarray takes axes of one name there to be one, and opens no store
-    in which their lengths differ. An axis of another length is another one, unless both are appended to: then one may have
-    been left behind by an append that was killed.
+def _scope(name: str, dim: str | None, length: int, lengths: _Lengths, coordinates: _Lengths) -> str | None:
+    """Group and name of an axis, as xarray finds it: the nearest group with the coordinate; without one, the outermost group
+    with an axis of that name.
+
+    One of another length is another axis, unless both are appended to: an append that was killed may have left them so.
     """
+    if not dim:
+        return None
     parts = name.split("/")[:-1]
-    scopes = [f"{'/'.join(parts[: k + 1])}/:{dim}" for k in range(len(parts))]
-    return next(scope for scope in scopes if lengths.get(scope, set()) & {length, None}) if dim else None
+    above = [f"{'/'.join(parts[: k + 1])}/:{dim}" for k in range(len(parts))]
+    scopes = [scope for scope in above if coordinates.get(scope, set()) & {length, None}][-1:]
+    return next(iter(scopes or [scope for scope in above if lengths.get(scope, set()) & {length, None}]))
 
 
 def _read_arrays(path: str) -> dict[str, Json]:

@@ -226,7 +226,7 @@ def nodes_in(
     Folders need no metadata to have arrays below them. Links that lead out of the store, or to a folder above this one, are not
     followed. `unread` is told of folders that cannot be listed.
     """
-    folder = os.path.join(path, name.strip("/"))
+    folder = path if name == "/" else os.path.join(path, name.strip("/"))
     real = os.path.realpath(folder)
     if real in above or not fence.holds_real(real):
         return

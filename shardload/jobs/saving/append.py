@@ -297,10 +297,11 @@ def _check_lengths(asked: _Arguments, found: Mapping[str, Any], axes: Mapping[st
         # netCDF4 leaves a dimension without values at 0 if it is unlimited, others keep it as long as its arrays.
         dimensions |= {name: old + new for name in left if found[name].get("is_dimension") and found[name]["shape"] == [old]}
         if left := [name for name in left if not found[name].get("is_dimension")]:
+            told, asked_for = some(list(map(repr, left))), some([repr(name.lstrip("/")) for name in left])
             raise ConfigError(
-                f"along {dim!r} '{one.name}' would grow, but not {some(list(map(repr, left)))} in '{asked.path}', with the same axis. "
-                f"Pass {some([repr(name.lstrip('/')) for name in left])} too. What holds no numbers, but text or dates, append does "
-                "not write: `shardload copy OLD NEW` makes a file without it"
+                f"{told} in '{asked.path}', with the axis {dim!r} too, would not grow with '{one.name}': its length would "
+                f"differ. Pass {asked_for} too. If it holds no numbers, but text or dates, which append does not write: "
+                "`shardload copy OLD NEW` makes a file without it"
             )
     return dimensions
 
