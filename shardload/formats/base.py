@@ -49,6 +49,7 @@ __all__ = [
     "Scratch",
     "Source",
     "Spans",
+    "UndecodedError",
     "a_few_chunks",
     "check_chunk",
     "check_request",
@@ -83,6 +84,10 @@ _MOST_ELEMENTS, _WIDEST = 2**63 - 1, 16  # bytes of complex128
 
 class ChangedError(OSError):
     """A file is another one than that which was looked at when the plan was made. The text says what to do."""
+
+
+class UndecodedError(ValueError):
+    """A chunk is encoded in a way that is not decoded here, though it may be whole. The text says what reads it."""
 
 
 @dataclass(frozen=True)

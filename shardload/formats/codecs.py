@@ -28,7 +28,7 @@ import google_crc32c
 import numpy as np
 import zstandard
 
-from shardload.formats.base import has_missing
+from shardload.formats.base import UndecodedError, has_missing
 from shardload.system.scratch import shared_scratch
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "Chain",
     "Stage",
     "blosc",
+    "blosc_error",
     "check_blosc",
     "crc32c",
     "decode_many",
@@ -566,7 +567,7 @@ def blosc() -> Stage:
         try:
             numcodecs().blosc.decompress(data, out)
         except (RuntimeError, ValueError) as error:
-            raise ValueError(f"the blosc data is damaged ({error})") from None
+            raise blosc_error(data, error) from None
 
     def within(data: Bytes, most: int) -> Bytes:
         size = int.from_bytes(data[4:8].tobytes(), "little")
@@ -577,17 +578,35 @@ def blosc() -> Stage:
         return out
 
     def undo_many(data: Many, out: Bytes) -> Many:
-        nbytes = out.shape[1]
+        nbytes, one = out.shape[1], data[0]
         try:
             for one, row in zip(data, out, strict=True):
                 if len(one) < 16 or struct.unpack_from("<III", one, 4)[::2] != (nbytes, len(one)):
                     check_blosc(np.frombuffer(one, dtype=np.uint8), nbytes)
                 numcodecs().blosc.decompress(one, row)
         except RuntimeError as error:
-            raise ValueError(f"the blosc data is damaged ({error})") from None
+            raise blosc_error(one, error) from None
         return out
 
     return Stage("blosc", undo, None, within, undo_many)
+
+
+_IN_BLOSC = ("blosclz", "lz4", "snappy", "zlib", "zstd")  # by the highest bits of the flags; lz4hc makes lz4
+
+
+def blosc_error(data: Any, error: Exception) -> ValueError:
+    """The error about a buffer that numcodecs cannot decode: its build may lack what the header asks for."""
+    version, flags = int(data[0]), int(data[2])
+    name = dict(enumerate(_IN_BLOSC)).get(flags >> 5, f"a compressor of number {flags >> 5}")
+    known = [one for one in numcodecs().blosc.list_compressors() if one != "lz4hc"]
+    asks = f"Blosc's format {version} (numcodecs reads 2)" if version != 2 else f"Blosc with {name}"
+    if version == 2 and (name in known or flags & 2):  # 2: stored as it is
+        return ValueError(f"the blosc data is damaged ({error})")
+    return UndecodedError(
+        f"it says that it is encoded by {asks}, which numcodecs {numcodecs().__version__} here cannot decode: it has "
+        f"{', '.join(known)}. Write the array again with one of these; other libraries may read it (TensorStore has Snappy, and "
+        "hdf5plugin for HDF5)"
+    )
 
 
 def check_blosc(data: Any, nbytes: int | None = None) -> None:

@@ -48,7 +48,7 @@ _OTHERS = (
     (0, b"\x1f\x8b", "a gzip file", "Unpack it: `gunzip`, or `tar -xzf` for an archive."),
     (257, b"ustar", "a tar archive", "Unpack it: `tar -xf`."),
     (0, b"version https://git-lfs", "a Git LFS pointer, not the data", "Fetch the data: `git lfs pull`."),
-    (0, b"PK", "a zip file without a Zarr store at its root", "Unpack it, or zip it from inside the store."),
+    (0, b"PK", "a zip file without a Zarr store", "Unpack it."),
 )
 
 

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from shardload.formats.base import ArrayInfo, Excerpt, Room, read_at
-from shardload.formats.codecs import SWAP, Chain, numcodecs
+from shardload.formats.codecs import SWAP, Chain, blosc_error, numcodecs
 from shardload.planning.tuning import Tuning
 from shardload.system.scratch import shared_scratch
 
@@ -129,7 +129,7 @@ class Excerpts:
         try:
             numcodecs().blosc.decompress(excerpt.data, decoded)
         except (RuntimeError, ValueError) as error:
-            raise ValueError(f"the blosc data is damaged ({error})") from None
+            raise blosc_error(excerpt.data, error) from None
         if not is_all:
             target[...] = decoded[excerpt.before : excerpt.before + len(target)]
 

@@ -17,6 +17,7 @@ import shlex
 import socket
 
 from shardload.errors import ConfigError
+from shardload.formats.containment import open_file
 from shardload.formats.target import named, put_at, shortened
 
 __all__ = ["AppendLock", "FileLock", "locked_path"]
@@ -27,10 +28,10 @@ _LOCK_BEGINS = b"shardload append "
 
 def locked_path(path: str) -> str | None:
     """The path that this lock is for; None if it is none, by its name and its first bytes."""
-    if not path.endswith(_LOCK_SUFFIX) or not os.path.isfile(path):
+    if not path.endswith(_LOCK_SUFFIX):
         return None
     try:
-        with open(path, "rb") as file:
+        with os.fdopen(open_file(path), "rb") as file:
             head = file.read(len(_LOCK_BEGINS))
     except OSError:
         return None
@@ -74,7 +75,7 @@ class AppendLock:
     def _by(self) -> str:
         """Who has it, as it says itself."""
         with contextlib.suppress(OSError, UnicodeDecodeError):
-            with open(self.path, "rb") as file:
+            with os.fdopen(open_file(self.path), "rb") as file:
                 words = file.read(4096).decode().split()
             if len(words) >= 6:
                 return f" (process {words[-1]} of {words[-2]})"
@@ -83,7 +84,7 @@ class AppendLock:
     def release(self) -> None:
         """Give it back. May be called again. If somebody has removed it meanwhile, that of another append stays."""
         with contextlib.suppress(OSError):
-            with open(self.path, "rb") as file:
+            with os.fdopen(open_file(self.path), "rb") as file:
                 is_there = file.read(len(self._text) + 1) == self._text
             if is_there:
                 self._remove()

@@ -282,7 +282,7 @@ class _Server:
 
 
 _KINDS = (
-    *("ConfigError", "SourceError", "OutsideError", "NotAFileError"),
+    *("ConfigError", "SourceError", "OutsideError", "NotAFileError", "UndecodedError"),
     *("MemoryError", "OSError", "ValueError", "RuntimeError"),
 )
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from shardload.errors import SourceError
-from shardload.formats.base import ChangedError, Source
+from shardload.formats.base import ChangedError, Source, UndecodedError
 from shardload.formats.containment import NotAFileError, OutsideError
 from shardload.formats.untrusted.answers import HelperError
 from shardload.planning.region import Region
@@ -25,6 +25,7 @@ _SAYS_WHY = (
     NotAFileError,
     HelperError,
     MemoryError,
+    UndecodedError,
 )  # errors that a new copy of the file would not fix
 
 
@@ -118,7 +119,9 @@ class Naming:
         elif isinstance(error, _SAYS_WHY):
             text += "Nothing was loaded"
         else:
-            text += "The file is damaged, incomplete or out of reach there; nothing was loaded. Copy it again or recreate it"
+            text += (
+                "The file may be damaged, incomplete or out of reach there; nothing was loaded. Copy it again or recreate it"
+            )
         return SourceError(
             text,
             path=info.path,

@@ -23,7 +23,7 @@ import h5py
 import numpy as np
 from h5py._objects import phil
 
-from shardload.formats.base import chunks_met
+from shardload.formats.base import UndecodedError, chunks_met
 from shardload.formats.codecs import Stage, blosc, check_blosc, unshuffle, unzstd
 from shardload.formats.hdf5.chunk_order import is_listed, is_over_edge
 from shardload.formats.hdf5.filters import NAMES, scaleoffset_is_idle
@@ -67,21 +67,19 @@ def check_heads(dataset: h5py.Dataset, region: Region) -> None:
         applied = [found for k, found in enumerate(filters) if not mask >> k & 1]
         try:
             _check_chunk(np.frombuffer(data, dtype=np.uint8), applied, math.prod(chunk), size)
-        except _UncheckedError as error:
-            raise ValueError(f"chunk {index} cannot be decoded safely: {error}") from None
+        except UndecodedError as error:
+            raise UndecodedError(f"chunk {index} cannot be decoded safely: {error}") from None
         except ValueError as error:
             raise ValueError(f"chunk {index} is damaged: {error}") from None
 
 
-class _UncheckedError(ValueError):
+def _unchecked(applied: list[tuple[int, tuple[int, ...]]]) -> UndecodedError:
     """What a chunk declares cannot be seen behind its other filters, whether it is damaged or not."""
-
-    def __init__(self, applied: list[tuple[int, tuple[int, ...]]]) -> None:
-        told = ", then ".join(NAMES.get(number, str(number)) for number, _ in applied)
-        super().__init__(
-            f"it is encoded twice or more ({told}), so what it declares of its length cannot be checked before HDF5 believes "
-            "it. Write the file again with one compressor: `h5repack -f GZIP=4 in.h5 out.h5`"
-        )
+    told = ", then ".join(NAMES.get(number, str(number)) for number, _ in applied)
+    return UndecodedError(
+        f"it is encoded twice or more ({told}), so what it declares of its length cannot be checked before HDF5 believes it. "
+        "Write the file again with one compressor: `h5repack -f GZIP=4 in.h5 out.h5`"
+    )
 
 
 def _stored(dataset: h5py.Dataset, offsets: tuple[int, ...]) -> tuple[int, bytes] | None:
@@ -110,11 +108,11 @@ def _check_chunk(stored: Bytes, applied: list[tuple[int, tuple[int, ...]]], n: i
         return
     before = [number for number, _ in applied[:at]]
     if not set(before) <= {_SHUFFLE, _FLETCHER}:
-        raise _UncheckedError(applied)
+        raise _unchecked(applied)
     nbytes = n * size + 4 * before.count(_FLETCHER)
     for number, values in reversed(applied[at + 1 :]):
         if number not in _UNDO:
-            raise _UncheckedError(applied)
+            raise _unchecked(applied)
         stored = _UNDO[number](stored, nbytes + nbytes // 2 + 4096, values)
     _CHECKS[applied[at][0]](stored, nbytes, applied[at][1], n)
 

@@ -26,6 +26,7 @@ from h5py._objects import phil  # HDF5's lock in h5py, which its raw reads did n
 
 from shardload.formats.base import Encoded, Excerpt, Room, Spans, check_chunk, chunks_met, fresh
 from shardload.formats.codecs import Chain, Stage, blosc, decode_many, fletcher32, inflate, swap_bytes, unshuffle, unzstd
+from shardload.formats.compression_words import BLOSC_CODES
 from shardload.formats.excerpts import Excerpts
 from shardload.formats.hdf5.chunk_index import MOST_ENTRIES, list_tree
 from shardload.formats.hdf5.chunk_order import PutRight, UnknownOrderError, is_listed, is_over_edge, true_place
@@ -105,7 +106,7 @@ def _stage_of(number: int, values: tuple[int, ...]) -> Stage | None:
         return unshuffle(values[0]) if values and values[0] > 0 else None
     if number == 3:
         return fletcher32()
-    if number == 32001:
+    if number == 32001 and (len(values) < 7 or values[6] in BLOSC_CODES.values()):  # HDF5's filter may have more: Snappy
         return blosc()
     return unzstd() if number == 32015 else None
 

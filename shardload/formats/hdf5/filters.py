@@ -145,7 +145,10 @@ def refuse_filter(
         )
     wrong = _unfit(number, values, kind, chunk)
     if wrong is not None:
-        return f"chunks encoded with {_told(number, label)}, whose parameters {values} do not fit it: {wrong}. It is damaged"
+        return (
+            f"chunks encoded with {_told(number, label)}, whose parameters {values} do not fit the array: {wrong}. Its decoder "
+            "trusts them, and may crash"
+        )
     return None
 
 
@@ -286,14 +289,15 @@ def _lzf(values: tuple[int, ...], kind: Any, chunk: tuple[int, ...]) -> str | No
 
 
 def _blosc(values: tuple[int, ...], kind: Any, chunk: tuple[int, ...]) -> str | None:
-    return _count(values, range(4, 9)) or _compare(
-        ("the size of an element", values[2], (kind.get_size(), 1)),
-        ("the bytes of a chunk", values[3], _nbytes(kind, chunk)),
-    )
+    """Decoding takes nothing from them: each chunk has a header (`chunk_heads`)."""
+    return _count(values, range(4, 1 << 16))
 
 
 def _blosc2(values: tuple[int, ...], kind: Any, chunk: tuple[int, ...]) -> str | None:
-    wrong = _count(values, range(4, 41)) or _blosc(values[:4], kind, chunk)
+    wrong = _count(values, range(4, 41)) or _compare(
+        ("the size of an element", values[2], (kind.get_size(), 1)),
+        ("the bytes of a chunk", values[3], _nbytes(kind, chunk)),
+    )
     if wrong is not None or len(values) < 8:
         return wrong
     return _compare(("the shape of a chunk", values[7:], ((len(chunk), *chunk),)))

@@ -20,6 +20,7 @@ import numpy as np
 
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.base import native_dtype, read_at
+from shardload.formats.containment import open_file
 from shardload.formats.growing import HOW_TO_GROW, meaning_of
 from shardload.formats.hdf5.attributes import axis_texts_of, is_scale, plain, scales_of
 from shardload.formats.hdf5.chunk_tree import ChunkTree
@@ -74,7 +75,7 @@ def read_file(path: str, names: Iterable[str]) -> Json:
     """
     path = os.path.realpath(path)
     try:
-        descriptor = os.open(path, os.O_RDONLY)
+        descriptor = open_file(path)
     except OSError as error:
         raise SourceError(f"'{path}' cannot be read: {error.strerror or error}", path=path) from error
     try:

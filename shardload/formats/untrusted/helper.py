@@ -29,6 +29,7 @@ import numpy as np
 
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.access import Limits
+from shardload.formats.base import UndecodedError
 from shardload.formats.containment import NotAFileError, OutsideError
 from shardload.formats.untrusted.answers import LONGEST_TEXT, HelperError, clean, lie
 from shardload.system.thread_pool import Pool
@@ -65,7 +66,8 @@ _MOST_ANSWER_NBYTES = 1 << 20  # as Python objects they take twenty times as muc
 _HEAD_NBYTES = 4  # the length before each message
 
 _KINDS: dict[str, type[Exception]] = {
-    kind.__name__: kind for kind in (ConfigError, SourceError, OutsideError, NotAFileError, ValueError, RuntimeError)
+    kind.__name__: kind
+    for kind in (ConfigError, SourceError, OutsideError, NotAFileError, UndecodedError, ValueError, RuntimeError)
 }
 
 Array = np.ndarray[Any, Any]

@@ -16,7 +16,7 @@ from typing import Any
 import numcodecs
 
 from shardload.formats.access import Access
-from shardload.formats.codecs import check_blosc
+from shardload.formats.codecs import blosc_error, check_blosc
 
 __all__ = ["SURVIVED", "checked", "refuse_codecs"]
 
@@ -72,8 +72,12 @@ class CheckedBlosc(numcodecs.Blosc):  # type: ignore[misc]
 
     def decode(self, buf: Any, out: Any = None) -> Any:
         """Decode; ValueError if the header does not fit the chunk's length."""
-        check_blosc(numcodecs.compat.ensure_contiguous_ndarray(buf))
-        return super().decode(buf, out)
+        data = numcodecs.compat.ensure_contiguous_ndarray(buf).view("u1")
+        check_blosc(data)
+        try:
+            return super().decode(buf, out)
+        except RuntimeError as error:
+            raise blosc_error(data, error) from None
 
 
 def checked(metadata: Any) -> Any:

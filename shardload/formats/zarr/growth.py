@@ -31,6 +31,7 @@ from shardload.errors import ConfigError, SourceError
 from shardload.formats import encoding
 from shardload.formats.base import ArrayInfo, native_dtype
 from shardload.formats.compression_words import BLOSC_SHUFFLES
+from shardload.formats.containment import Fence
 from shardload.formats.encoding import EncodeChain, Step
 from shardload.formats.growing import Growing, GrowingSink, meaning_of
 from shardload.formats.leftovers import GROWTH_MARK, ROOTS
@@ -39,7 +40,7 @@ from shardload.formats.sink import ArraySpec, Catalog, Compression
 from shardload.formats.target import named, sync_folder, sync_name
 from shardload.formats.zarr.encodings import Layout
 from shardload.formats.zarr.sink import ZarrCatalog, ZarrEncoder, ZarrSink, write_file
-from shardload.formats.zarr.store import check_metadata
+from shardload.formats.zarr.store import nodes_in, read_metadata
 from shardload.planning.grid import unravel
 
 __all__ = ["GrowthCatalog", "GrowthEncoder", "GrowthSink", "read_store"]
@@ -62,17 +63,51 @@ def read_store(path: str, names: Iterable[str]) -> Json:
         cannot grow.
     """
     found, names = _read_arrays(path), set(names)
+    lengths = [_lengths(found, names, of_coordinates=is_one) for is_one in (False, True)]
     for name in names & set(found):
         if "why" in found[name]:
             raise ConfigError(f"'{name}' in '{path}' cannot grow: {found[name]['why']}. Append to that store itself")
         found[name] |= _details(path, name)
     for name, one in found.items():
-        group, metadata = name.rpartition("/")[0], one["metadata"]
-        one["shape"] = metadata["shape"]
-        one["scopes"] = [dim and f"{group}/:{dim}" for dim in one["dims"] or [None] * len(one["shape"])]
+        one["scopes"] = [_scope(name, *axis, *lengths) for axis in _axes(one)]
+        one["shape"] = one["metadata"]["shape"]
         if name not in names:
             del one["metadata"]
     return {"arrays": found}
+
+
+def _axes(one: Json) -> list[tuple[str | None, int]]:
+    """The name and length of each axis of an array."""
+    shape = one["metadata"]["shape"]
+    return list(zip(one["dims"] or [None] * len(shape), shape, strict=True))
+
+
+_Lengths = Mapping[str, set[int | None]]
+
+
+def _lengths(arrays: Mapping[str, Json], names: set[str], *, of_coordinates: bool) -> _Lengths:
+    """The lengths that an axis has in a group, by group and axis; and None, if an array there is one of `names`."""
+    found: dict[str, set[int | None]] = {}
+    for name, one in arrays.items():
+        group, _, own = name.rpartition("/")
+        for dim, length in _axes(one):
+            if not of_coordinates or dim == own:
+                found.setdefault(f"{group}/:{dim}", set()).update({length, None} if name in names else {length})
+    return found
+
+
+def _scope(name: str, dim: str | None, length: int, lengths: _Lengths, coordinates: _Lengths) -> str | None:
+    """Group and name of an axis, as xarray finds it: the nearest group with the coordinate; without one, the outermost group
+    with an axis of that name.
+
+    One of another length is another axis, unless both are appended to: an append that was killed may have left them so.
+    """
+    if not dim:
+        return None
+    parts = name.split("/")[:-1]
+    above = [f"{'/'.join(parts[: k + 1])}/:{dim}" for k in range(len(parts))]
+    scopes = [scope for scope in above if coordinates.get(scope, set()) & {length, None}][-1:]
+    return next(iter(scopes or [scope for scope in above if lengths.get(scope, set()) & {length, None}]))
 
 
 def _read_arrays(path: str) -> dict[str, Json]:
@@ -86,10 +121,11 @@ def _read_arrays(path: str) -> dict[str, Json]:
             "store, and names with groups"
         )
     found: dict[str, Json] = {}
-    for name, folder, metadata, dims in _nodes(path, ""):
-        found[name or "/"] = {"metadata": metadata, "dims": dims}
-        if os.path.realpath(folder) != folder:
-            found[name or "/"]["why"] = f"'{folder}' is a link to '{os.path.realpath(folder)}'"
+    for name, folder, is_array in nodes_in(path, Fence(), _refuse_unread):
+        if is_array:
+            found[name] = _read_array(folder)
+            if os.path.realpath(folder) != folder:
+                found[name]["why"] = f"'{folder}' is a link to '{os.path.realpath(folder)}'"
     for key, document in _groups_of(path, found):
         for name, described in _described(key, document, found):
             if list(described) != list(found[name]["metadata"]["shape"]):
@@ -121,42 +157,32 @@ def _details(path: str, name: str) -> Json:
 
 def _read_json(path: str) -> Json | None:
     try:
-        with open(path, "rb") as file:
-            text = file.read()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
+        read = read_metadata(path)
+        found = {} if read is None else json.loads(read[0])
     except OSError as error:
         raise SourceError(f"'{path}' cannot be read: {error.strerror or error}", path=path) from error
-    try:
-        check_metadata(path, text)
-        found = json.loads(text)
     except ValueError as error:
         raise SourceError(f"'{path}' is no metadata of Zarr: {error}", path=path) from error
     if not isinstance(found, dict):
         raise SourceError(f"'{path}' is no metadata of Zarr: a {type(found).__name__}", path=path)
-    return found
+    return None if read is None else found
 
 
-def _nodes(root: str, below: str, above: frozenset[str] = frozenset()) -> Iterator[tuple[str, str, Json, list[Any] | None]]:
-    """Each array of a group: its name, folder, metadata and names of axes. A link to a folder `above` is not followed."""
-    folder = os.path.join(root, below.strip("/")) if below else root
-    real = os.path.realpath(folder)
-    if real in above:
-        return
-    three = _read_json(os.path.join(folder, "zarr.json"))
-    two = None if three is not None else _read_json(os.path.join(folder, ".zarray"))
-    if three is not None and three.get("node_type") == "array":
-        yield below, folder, three, three.get("dimension_names")
-        return
-    if two is not None:
-        attrs = _read_json(os.path.join(folder, ".zattrs")) or {}
-        yield below, folder, two, attrs.get("_ARRAY_DIMENSIONS")
-        return
-    if three is None and not os.path.lexists(os.path.join(folder, ".zgroup")):
-        return
-    for name in sorted(os.listdir(folder)):
-        if not name.startswith(".") and os.path.isdir(os.path.join(folder, name)):
-            yield from _nodes(root, f"{below}/{name}", above | {real})
+def _read_array(folder: str) -> Json:
+    """The metadata of an array, and the names of its axes, if it has names."""
+    metadata = _read_json(os.path.join(folder, "zarr.json"))
+    if metadata is not None:
+        dims = metadata.get("dimension_names")
+    else:
+        metadata = _read_json(os.path.join(folder, ".zarray")) or {}
+        dims = (_read_json(os.path.join(folder, ".zattrs")) or {}).get("_ARRAY_DIMENSIONS")
+    is_named = isinstance(dims, list) and len(dims) == len(metadata["shape"])
+    return {"metadata": metadata, "dims": dims if is_named else None}
+
+
+def _refuse_unread(name: str, error: OSError) -> None:
+    path = error.filename or name
+    raise SourceError(f"'{path}' cannot be read: {error.strerror or error}", path=path) from error
 
 
 def _groups_of(root: str, arrays: Mapping[str, Any]) -> Iterator[tuple[str, Json]]:
@@ -418,8 +444,10 @@ class GrowthCatalog(ZarrCatalog):
         found = {}
         with named(self._grows.path):
             for key in [*map(self._grows.metadata_key, self._grows.arrays), *keys]:
-                with open(os.path.join(self._store, key), "rb") as file:
-                    found[key] = file.read(), os.fstat(file.fileno()).st_mtime_ns
+                read = read_metadata(os.path.join(self._store, key))
+                if read is None:
+                    raise self._changed()
+                found[key] = read
         return found
 
     def _changed(self) -> ConfigError:

@@ -17,14 +17,14 @@ import base64
 import contextlib
 import functools
 import itertools
-import json
 import math
 import os
 import re
 import struct
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -61,7 +61,7 @@ from shardload.formats.base import (
     state_of,
     unaddressable,
 )
-from shardload.formats.containment import Fence, open_file
+from shardload.formats.containment import Fence
 from shardload.formats.excerpts import excerpt_nbytes
 from shardload.formats.labels import Coordinate, Labels, names_in
 from shardload.formats.leftovers import ROOTS
@@ -70,12 +70,11 @@ from shardload.formats.zarr.codecs import refuse_codecs
 from shardload.formats.zarr.making import groups_of, properties_of
 from shardload.formats.zarr.metadata import is_stacked, n_in_shard
 from shardload.formats.zarr.store import (
-    MOST_METADATA_NBYTES,
     WatchedStore,
-    check_metadata,
     check_zip,
     close_store,
     inner_store,
+    nodes_in,
     open_store,
     watch,
     zip_entries,
@@ -291,13 +290,13 @@ class ZarrFormat(Format):
     name = "Zarr"
 
     def claims_path(self, path: str) -> bool:
-        """True if the folder or zip file has Zarr metadata at its root."""
+        """True if the folder has Zarr metadata at its root, or the zip file at any place: the store's folder may be in it."""
         if os.path.isdir(path):
             return any(os.path.exists(os.path.join(path, mark)) for mark in _MARKS)
         try:
             if not zipfile.is_zipfile(path):
                 return False
-            return any(entry.filename in _MARKS for entry in zip_entries(path))
+            return any(entry.filename.rpartition("/")[2] in _MARKS for entry in zip_entries(path))
         except ValueError:
             return True  # opening it raises the error
         except (OSError, zipfile.BadZipFile, NotImplementedError):
@@ -318,26 +317,9 @@ class ZarrFormat(Format):
     def sketch_arrays(self, path: str, access: Access = STRICT, most: int | None = None, like: str = "") -> list[ArrayInfo]:
         """The same, but at most `most` + 1 arrays; first what a group `like` is that has none."""
         limit = None if most is None else most + 1
-        found = self._sketch(path, access, limit)
+        with _quiet(), closing(_arrays_of(path, access)) as arrays:
+            found = list(itertools.islice(arrays, limit))
         return [*_empty_group(path, like, access), *found][:limit] if like else found
-
-    def _sketch(self, path: str, access: Access, limit: int | None) -> list[ArrayInfo]:
-        with _quiet():
-            if os.path.isdir(path):
-                fence = Fence.around_store(path, access.allow_external)
-                return list(itertools.islice(_describe_folder(path, fence, frozenset(), access=access), limit))
-            store = open_store(path, access.allow_external)
-            try:
-                if isinstance(inner_store(store), zarr.storage.ZipStore):
-                    return list(itertools.islice(_describe_zip(store, path, access), limit))
-                with _naming_codecs(path, "/"):
-                    root = zarr.open(store, mode="r")
-                found = (
-                    [describe(root, path, "/", access)] if isinstance(root, zarr.Array) else _describe_all(root, path, access)
-                )
-                return list(itertools.islice(found, limit))
-            finally:
-                close_store(store)
 
     def open_path(self, path: str, dataset: str, access: Access = STRICT) -> Source:
         """Open an array by its name; KeyError if there is none."""
@@ -388,15 +370,34 @@ class _ZarrStore(OpenFile):
         return next((state for state in states if state is not None), None)
 
     def groups(self) -> dict[str, dict[str, Any]]:
-        """The attributes of all groups."""
-        folder = _folder_of(self._store)
+        """The attributes of all groups that have metadata."""
+        folder, self._unread = _folder_of(self._store), []
         with _quiet():
-            root = zarr.open(self._store.another_watch(), mode="r")
-            if folder is None or not isinstance(root, zarr.Group) or root.metadata.consolidated_metadata is not None:
-                return groups_of(root)
-            fence = Fence.around_store(self._path, self._access.allow_external)
-            self._unread = []
-            return dict(_groups_in(folder, fence, frozenset(), self._unread))
+            if folder is not None:
+                fence = Fence.around_store(self._path, self._access.allow_external)
+                nodes = nodes_in(folder, fence, self._note)
+                return self._attributes(name for name, place, is_array in nodes if not is_array and _has_metadata(place))
+            if isinstance(inner_store(self._store), zarr.storage.ZipStore):
+                return self._attributes(_zip_nodes(self._path))
+            return groups_of(zarr.open(self._store.another_watch(), mode="r"))
+
+    def _attributes(self, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+        """Those of the groups among these nodes. One whose metadata are damaged is noted."""
+        found = {}
+        for name in names:
+            try:
+                node = _node(self._store.another_watch(), name)()
+            except (OSError, KeyError, TypeError, ValueError) as error:
+                if name == "/" or is_unread(error):
+                    raise
+                self._note(name, error)
+            else:
+                if isinstance(node, zarr.Group):
+                    found[name] = dict(node.metadata.attributes)
+        return found
+
+    def _note(self, name: str, error: Exception) -> None:
+        self._unread.append(f"what is in attributes and groups of '{name}' ({error})")
 
     def unread(self) -> list[str]:
         """What `groups` could not read."""
@@ -431,14 +432,31 @@ def _empty_group(path: str, name: str, access: Access) -> list[ArrayInfo]:
     store = open_store(path, access.allow_external)
     try:
         _check_name(name)
-        with _quiet():
+        with _quiet(), closing(_arrays_of(path, access)) as arrays:
             found = zarr.open(store, mode="r", path=name.strip("/") or None)
-        if not isinstance(found, zarr.Group) or any(True for _ in _describe_all(found, path)):
-            return []
+            if not isinstance(found, zarr.Group) or any(_is_below(info.dataset, f"/{name.strip('/')}") for info in arrays):
+                return []
         how = f"zarr.open_group({path!r}, path={name.strip('/')!r}, mode='r').attrs"
         return [group_info(path, name, "Zarr", list(found.attrs), how)]
     except (KeyError, OSError, RuntimeError, ValueError):  # the search for the array has said what is wrong
         return []
+    finally:
+        close_store(store)
+
+
+def _arrays_of(path: str, access: Access) -> Generator[ArrayInfo]:
+    """Describe every array of a store, by name."""
+    if os.path.isdir(path):
+        yield from _describe_folder(path, Fence.around_store(path, access.allow_external), access)
+        return
+    store = open_store(path, access.allow_external)
+    try:
+        if isinstance(inner_store(store), zarr.storage.ZipStore):
+            yield from _describe_zip(store, path, access)
+            return
+        with _naming_codecs(path, "/"):
+            root = zarr.open(store, mode="r")
+        yield from [describe(root, path, "/", access)] if isinstance(root, zarr.Array) else _describe_all(root, path, access)
     finally:
         close_store(store)
 
@@ -491,74 +509,49 @@ def _describe_all(group: Any, path: str, access: Access = STRICT) -> Iterator[Ar
             yield describe(member, path, f"{base.rstrip('/')}/{name}", access)
 
 
-def _describe_folder(
-    path: str, fence: Fence, above: frozenset[str], name: str = "/", access: Access = STRICT
-) -> Iterator[ArrayInfo]:
-    """Do the same for a store that is a folder, by walking down to its arrays.
+def _describe_folder(path: str, fence: Fence, access: Access) -> Iterator[ArrayInfo]:
+    """Do the same for a store that is a folder.
 
-    zarr-python's own walk stops at the first array that it cannot read, and warns of every stray file. Here such an array is
-    listed with the reason, and the others can be loaded. Links that lead out of the store, or to a folder above this one, are
-    not followed.
+    zarr-python's own walk stops at the first array that it cannot read, warns of every stray file, and leaves out what is below
+    folders without metadata. Here an array that cannot be read is listed with the reason, and the others can be loaded.
     """
-    folder = os.path.join(path, name.strip("/"))
-    real = os.path.realpath(folder)
-    if real in above or not fence.holds(folder):
-        return
-    if _is_array(folder, fence):
-        store = WatchedStore(zarr.storage.LocalStore(folder, read_only=True), fence)
-        yield from _described(lambda: zarr.open_array(store, mode="r"), path, name, access)
-        return
-    # An array's own folder is never listed: it may hold a million chunks.
-    try:
-        entries = sorted(os.listdir(folder))
-    except OSError as error:  # a group whose metadata may be read: which arrays it has is not known
-        if name == "/":
-            raise
-        yield _unread(path, name, error)
-        return
-    for entry in entries:
-        if _has_metadata(os.path.join(folder, entry)):
-            yield from _describe_folder(path, fence, above | {real}, f"{name.rstrip('/')}/{entry}", access)
-
-
-def _groups_in(
-    path: str, fence: Fence, above: frozenset[str], unread: list[str], name: str = "/"
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The groups of a store that is a folder, and their attributes, by the same walk: zarr-python's follows links to above.
-
-    A group whose metadata are damaged is noted in `unread`.
-    """
-    folder = os.path.join(path, name.strip("/"))
-    real = os.path.realpath(folder)
-    if real in above or not fence.holds(folder) or _is_array(folder, fence):
-        return
-    store = WatchedStore(zarr.storage.LocalStore(folder, read_only=True), fence)
-    try:
-        yield name, dict(zarr.open_group(store, mode="r", use_consolidated=False).metadata.attributes)
-        entries = sorted(os.listdir(folder))
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        if name == "/" or is_unread(error):
-            raise
-        unread.append(f"what is in attributes and groups of '{name}' ({error})")
-        return
-    for entry in entries:
-        if _has_metadata(os.path.join(folder, entry)):
-            yield from _groups_in(path, fence, above | {real}, unread, f"{name.rstrip('/')}/{entry}")
+    failed: list[ArrayInfo] = []  # groups of which it is not known which arrays they have
+    for name, folder, is_array in nodes_in(path, fence, lambda name, error: failed.append(_unread(path, name, error))):
+        yield from failed
+        failed.clear()
+        if is_array:
+            store = WatchedStore(zarr.storage.LocalStore(folder, read_only=True), fence)
+            yield from _described(partial(zarr.open_array, store, mode="r"), path, name, access)
+    yield from failed
 
 
 def _describe_zip(store: WatchedStore, path: str, access: Access) -> Iterator[ArrayInfo]:
-    """Do the same for a zip file, whose entries say where metadata are. Consolidated metadata may be old, and are not used."""
+    """Do the same for a zip file. Consolidated metadata may be old, and are not used."""
+    array: str | None = None  # the last one: no other is below it
+    for name in _zip_nodes(path):
+        if array is None or not _is_below(name, array):
+            for info in _described(_node(store, name), path, name, access):
+                array = name
+                yield info
+
+
+def _zip_nodes(path: str) -> list[str]:
+    """The arrays and groups of a zip file: its entries say where metadata are."""
     entries = (entry.filename.split("/") for entry in zip_entries(path))
-    folders = {tuple(parts[:-1]) for parts in entries if parts[-1] in ("zarr.json", ".zarray")}
-    array: tuple[str, ...] | None = None  # the last one: no other is below it
-    for parts in sorted(folders):
-        if (array is not None and parts[: len(array)] == array) or {"", ".", ".."} & set(parts):
-            continue
-        below = "/".join(parts)
-        node = partial(zarr.open, store, mode="r", path=below or None, use_consolidated=False)
-        for info in _described(node, path, f"/{below}", access):
-            array = parts
-            yield info
+    folders = {tuple(parts[:-1]) for parts in entries if parts[-1] in ("zarr.json", ".zarray", ".zgroup")}
+    return ["/" + "/".join(parts) for parts in sorted(folders) if not {"", ".", ".."} & set(parts)]
+
+
+def _node(store: WatchedStore, name: str) -> Callable[[], Any]:
+    return partial(zarr.open, store, mode="r", path=name.strip("/") or None, use_consolidated=False)
+
+
+def _has_metadata(folder: str) -> bool:
+    return any(os.path.lexists(os.path.join(folder, mark)) for mark in ROOTS)
+
+
+def _is_below(name: str, group: str) -> bool:
+    return name == group or name.startswith(group.rstrip("/") + "/")
 
 
 def _described(node: Callable[[], Any], path: str, name: str, access: Access) -> Iterator[ArrayInfo]:
@@ -580,41 +573,6 @@ def _unread(path: str, name: str, error: Exception) -> ArrayInfo:
     """What stands for an array or group that cannot be opened: it is listed, with the reason."""
     refused = f"metadata that zarr-python cannot read ({error})"
     return ArrayInfo(path, name, "Zarr", (), "unknown", refused=refused)
-
-
-def _has_metadata(folder: str) -> bool:
-    """True if a folder of a store has metadata, or if that cannot be known: an array may not be overlooked."""
-    return any(_is_there(os.path.join(folder, mark)) for mark in _MARKS)
-
-
-def _is_there(path: str) -> bool:
-    """True if there is such a file, or if its folder may not be read, or cannot be just now. (`os.path.exists` says False.)"""
-    try:
-        os.stat(path)
-    except (OSError, ValueError) as error:
-        return isinstance(error, PermissionError) or is_unread(error)
-    return True
-
-
-def _is_array(folder: str, fence: Fence) -> bool:
-    """True if a folder of a store is an array, by its metadata. Broken metadata counts as an array, so that it is listed.
-
-    So does metadata that cannot be read.
-    """
-    file = os.path.join(folder, "zarr.json")
-    if not _is_there(file):
-        return _is_there(os.path.join(folder, ".zarray"))
-    if not fence.holds(file):
-        return True
-    try:
-        with os.fdopen(open_file(file), "rb") as opened:
-            if os.fstat(opened.fileno()).st_size > MOST_METADATA_NBYTES:
-                return True
-            text = opened.read()
-        check_metadata(file, text)
-        return bool(json.loads(text)["node_type"] == "array")
-    except (OSError, ValueError, LookupError, TypeError):
-        return True
 
 
 def describe(array: Any, path: str, name: str, access: Access = STRICT) -> ArrayInfo:

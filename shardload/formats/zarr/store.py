@@ -6,16 +6,18 @@
 2. `open_store` makes such a store from a folder, a zip file or a URL. `watch` puts one under an array that is open already.
 3. `local_folder` finds the folder of another library's store. A store is refused if it leads elsewhere by design (references),
    or reaches folders in a way that symbolic links cannot be checked.
-4. `check_metadata` and `zip_entries` limit the size of metadata, and of the directory of a zip file.
+4. `read_metadata`, `check_metadata` and `zip_entries` limit the size of metadata, and of the directory of a zip file.
+5. `nodes_in` finds the arrays and groups of a store that is a folder.
 """
 
 from __future__ import annotations
 
 import io
+import json
 import os
 import stat
 import zipfile
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
 from typing import Any
 
 import zarr
@@ -24,16 +26,16 @@ from zarr.abc.store import OffsetByteRequest, RangeByteRequest, Store, SuffixByt
 
 from shardload.errors import SourceError
 from shardload.formats.base import state_of
-from shardload.formats.containment import TARGET_HINT, Fence, NotAFileError, OutsideError, kind_of
+from shardload.formats.containment import TARGET_HINT, Fence, NotAFileError, OutsideError, kind_of, open_file
 from shardload.formats.zarr.codecs import checked
 
 __all__ = [
-    "MOST_METADATA_NBYTES",
     "WatchedStore",
-    "check_metadata",
     "close_store",
     "inner_store",
+    "nodes_in",
     "open_store",
+    "read_metadata",
     "watch",
     "zip_entries",
     "zip_state",
@@ -202,6 +204,70 @@ def check_metadata(name: str, text: bytes) -> None:
         raise ValueError(
             f"'{name}' has some {n_values} values; metadata has {_MOST_VALUES} at most. Put long data into an array"
         )
+
+
+def read_metadata(path: str) -> tuple[bytes, int] | None:
+    """A metadata file, and when it was last changed, in ns; None if there is none. ValueError if it is too long."""
+    try:
+        descriptor = open_file(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    with os.fdopen(descriptor, "rb") as file:
+        changed, text = os.fstat(descriptor).st_mtime_ns, file.read(MOST_METADATA_NBYTES + 1)
+    check_metadata(path, text)
+    return text, changed
+
+
+def nodes_in(
+    path: str, fence: Fence, unread: Callable[[str, OSError], None], name: str = "/", above: frozenset[str] = frozenset()
+) -> Iterator[tuple[str, str, bool]]:
+    """The arrays of a store that is a folder, and its other folders: name in the store, folder, and whether it is an array.
+
+    Folders need no metadata to have arrays below them. Links that lead out of the store, or to a folder above this one, are not
+    followed. `unread` is told of folders that cannot be listed.
+    """
+    folder = path if name == "/" else os.path.join(path, name.strip("/"))
+    real = os.path.realpath(folder)
+    if real in above or not fence.holds_real(real):
+        return
+    is_array = _is_array(folder, fence)
+    yield name, folder, is_array
+    if is_array:  # its folder is never listed: it may hold a million chunks
+        return
+    try:
+        with os.scandir(folder) as entries:
+            below = sorted(entry.name for entry in entries if _may_be_folder(entry))
+    except OSError as error:
+        if name == "/":
+            raise
+        unread(name, error)
+        return
+    for entry in below:
+        yield from nodes_in(path, fence, unread, f"{name.rstrip('/')}/{entry}", above | {real})
+
+
+def _may_be_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to where this user may not look: an array may not be overlooked
+        return True
+
+
+def _is_array(folder: str, fence: Fence) -> bool:
+    """True if a folder of a store is an array, by its metadata. Broken or unread metadata counts as an array, to be listed."""
+    file = os.path.join(folder, "zarr.json")
+    if not fence.holds(file):
+        return True
+    try:
+        found = read_metadata(file)
+        if found is None:
+            os.stat(os.path.join(folder, ".zarray"))
+            return True
+        return bool(json.loads(found[0])["node_type"] == "array")
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except (OSError, ValueError, LookupError, TypeError):
+        return True
 
 
 def zip_state(store: Any) -> tuple[int, ...] | None:

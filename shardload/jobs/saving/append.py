@@ -24,7 +24,7 @@ import numpy as np
 from shardload.comm.group import Group
 from shardload.errors import ConfigError, ShardloadError, SourceError
 from shardload.formats.access import Access
-from shardload.formats.base import Source, native_dtype
+from shardload.formats.base import Source, native_dtype, some
 from shardload.formats.growing import HOW_TO_GROW, Growing, GrowingSink
 from shardload.formats.leftovers import ROOTS, refuse_leftover
 from shardload.formats.lookup import format_of
@@ -39,7 +39,6 @@ from shardload.values.dates import counted, is_dates
 __all__ = ["AppendReport", "append"]
 
 _log = logging.getLogger("shardload")
-_MOST_TOLD = 8
 
 Array = np.ndarray[Any, Any]
 
@@ -206,9 +205,9 @@ def _check(asked: _Arguments, found: Mapping[str, Any]) -> tuple[dict[str, int],
     for one in asked.arrays:
         where = f"'{one.name}' in '{asked.path}'"
         if one.name not in found:
-            some = ", ".join(f"'{name}'" for name in list(found)[:_MOST_TOLD]) or "none"
+            there = some(list(map(repr, found))) or "none"
             raise ConfigError(
-                f"there is no array '{one.name}' in '{asked.path}'; it has {some}. Append to an array that exists"
+                f"there is no array '{one.name}' in '{asked.path}'; it has {there}. Append to an array that exists"
             )
         shape = tuple(found[one.name]["shape"])
         axis = axes[one.name] = _axis(where, asked.dim, found[one.name]["dims"], shape)
@@ -294,19 +293,16 @@ def _check_lengths(asked: _Arguments, found: Mapping[str, Any], axes: Mapping[st
                 f"along {dim!r} '{one.name}' would grow from {old} to {old + new}, '{other[2]}' from {other[0]} to "
                 f"{other[0] + other[1]}: they must stay equally long"
             )
-        for name, more in found.items():
-            if scope not in more["scopes"] or name in axes:
-                continue
-            if more.get("is_dimension"):
-                # netCDF4 leaves that of an unlimited dimension at 0, others keep it as long as its arrays.
-                if more["shape"] == [old]:
-                    dimensions[name] = old + new
-            else:
-                raise ConfigError(
-                    f"'{name}' in '{asked.path}' has the axis {dim!r} too and is not appended to: its length would differ. "
-                    f"Pass '{name.lstrip('/')}' too. If it holds no numbers, but text or dates, which append does not write: "
-                    "`shardload copy OLD NEW` makes a file without it"
-                )
+        left = [name for name, more in found.items() if scope in more["scopes"] and name not in axes]
+        # netCDF4 leaves a dimension without values at 0 if it is unlimited, others keep it as long as its arrays.
+        dimensions |= {name: old + new for name in left if found[name].get("is_dimension") and found[name]["shape"] == [old]}
+        if left := [name for name in left if not found[name].get("is_dimension")]:
+            told, asked_for = some(list(map(repr, left))), some([repr(name.lstrip("/")) for name in left])
+            raise ConfigError(
+                f"{told} in '{asked.path}', with the axis {dim!r} too, would not grow with '{one.name}': its length would "
+                f"differ. Pass {asked_for} too. If it holds no numbers, but text or dates, which append does not write: "
+                "`shardload copy OLD NEW` makes a file without it"
+            )
     return dimensions
 
 
@@ -353,19 +349,19 @@ class _Appending(Saving):
         with ExitStack() as opened:
             for found in super()._rounds():
                 yield [self._completed(one, opened) for one in found]
-            some: list[Values] = []
+            batch: list[Values] = []
             nbytes = 0
             for name, index in self._again:
                 one = self._grows[name]
                 region = one.region(index)
                 values = self._stored(name, _moved(region, one.axis, one.base), opened)
-                if some and nbytes + values.nbytes > self._plan._memory.round_nbytes:
-                    yield some
-                    some, nbytes = [], 0
-                some.append(Values(name, region, values))
+                if batch and nbytes + values.nbytes > self._plan._memory.round_nbytes:
+                    yield batch
+                    batch, nbytes = [], 0
+                batch.append(Values(name, region, values))
                 nbytes += values.nbytes
-            if some:
-                yield some
+            if batch:
+                yield batch
 
     def _completed(self, given: Values, opened: ExitStack) -> Values:
         """A chunk of what is new as a chunk of the file, with the rows that this has of it."""

@@ -184,7 +184,7 @@ def find_journal(target: str, about: Mapping[str, str]) -> Left | None:
     for name in names:
         path = os.path.join(folder, name)
         found = temporary_of(path)
-        if found is None or found != (shortened(final), "unfinished") or not os.path.exists(path + JOURNAL):
+        if found is None or found != (shortened(final), "unfinished") or not os.path.isfile(path + JOURNAL):
             continue
         file = open(path + JOURNAL, "r+b")  # noqa: SIM115
         try:

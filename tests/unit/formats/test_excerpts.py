@@ -225,7 +225,7 @@ def test_damage_is_never_taken_for_values(tmp_path: Path) -> None:
         try:
             n_found += excerpt_of(excerpts, tmp_path, bytes(one), 1000, 1024, "<i4") is not None
         except ValueError as error:
-            assert "blosc data is damaged" in str(error)
+            assert "blosc data is damaged" in str(error) or "which numcodecs" in str(error)
     assert 0 < n_found < 300
 
 

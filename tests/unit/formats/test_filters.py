@@ -236,7 +236,6 @@ WRONG = [
     ("scaleoffset: int32", 0, 2, "their number"),
     ("lzf: float32", 3, 16, "bytes of a chunk is 16, expected 3840"),
     ("blosc: lz4, shuffle 1", 0, 0, "their number is 0"),
-    ("blosc: lz4, shuffle 1", 3, 0, "size of an element"),
     ("blosc2: zstd, filters 3", 4, 2**31 - 1, "bytes of a chunk"),
     ("blosc2: zstd, filters 3", 8, 9, "shape of a chunk"),
     ("bitshuffle: lz4, <f4", 3, 3, "size of an element is 3"),

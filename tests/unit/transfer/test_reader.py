@@ -388,7 +388,7 @@ def test_a_failure_names_the_chunk_of_the_file_not_of_the_selection() -> None:
     assert isinstance(error, SourceError)
     assert (error.path, error.dataset, error.chunk, error.rank) == ("f.h5", "/rho", (3, 2), None)
     assert str(error).startswith(
-        "chunk (3, 2) of '/rho' in 'f.h5' could not be read (elements [12:16, 20:29]): OSError: inflate failed. The file is"
+        "chunk (3, 2) of '/rho' in 'f.h5' could not be read (elements [12:16, 20:29]): OSError: inflate failed. The file may"
     )
     assert isinstance(error.__cause__, OSError)
     assert (reader.counters.chunks_decoded, reader.counters.nbytes_read) == (2, 3 * 17 * 4), "what failed was not decoded"
