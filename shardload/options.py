@@ -62,6 +62,11 @@ def _dataset(dataset: Any) -> str | None:
     return dataset
 
 
+def _select(select: Any) -> Any:
+    """Any selection. Names of axes are put in one order, which may differ from rank to rank."""
+    return {name: select[name] for name in sorted(select, key=repr)} if isinstance(select, Mapping) else select
+
+
 def _halo(halo: Any) -> int | tuple[int, ...] | dict[int, int]:
     """Rows per axis. Whether they fit the array is for the planner to say."""
     is_dict = isinstance(halo, Mapping)
@@ -312,9 +317,8 @@ _DECLARED = (
         is_shared=False, flag="--dataset", other_defaults=_in_saves("data"),
     ),
     Option(
-        "select", None, 'Load a part, as NumPy would index it: "0,:,10:20"; or by names: "time=-1"', _FILE, is_shared=False,
-        is_one=_is_one_selection, may_be_dict=True,
-        flag="--select",
+        "select", None, 'Load a part, as NumPy would index it: "0,:,10:20"; or by names: "time=-1"', _FILE, _select,
+        is_shared=False, is_one=_is_one_selection, may_be_dict=True, flag="--select",
     ),
     Option("dtype", None, "Cast to this type: float32", _ALL, _dtype, str, is_shared=False, flag="--dtype"),
     Option(

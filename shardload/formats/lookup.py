@@ -45,7 +45,7 @@ from shardload.formats.diagnosis import (
     unclaimed,
 )
 from shardload.formats.labelling import SMALL_NBYTES, complete
-from shardload.formats.labels import MIXED, Labels, Note
+from shardload.formats.labels import MIXED, Coordinate, Labels, Note
 from shardload.formats.leftovers import refuse_leftover
 from shardload.formats.untrusted.source import UntrustedSource, find, find_labels, list_all, list_below
 from shardload.planning.blocks import count_runs
@@ -337,10 +337,13 @@ class Labeller:
     def _complete(self, info: ArrayInfo, source: Source, open_other: Callable[[str], Source]) -> ArrayInfo:
         read_in = source.opened_in()
         try:
+            labels = source.labels() if self._names is None else source.axes(self._names)
+            own = info.dataset.rpartition("/")[2]
+            if labels.dims == (own,):  # the coordinate of an axis is its own coordinate
+                labels = replace(labels, coords={**labels.coords, own: Coordinate(info.dataset)})
             if self._names is None:
-                labels = complete(source.labels(), open_other, self._small_nbytes, self._of_group(source))
+                labels = complete(labels, open_other, self._small_nbytes, self._of_group(source))
             else:
-                labels = source.axes(self._names)
                 named = {name: one for name, one in labels.coords.items() if name in self._names}
                 labels = complete(replace(labels, attrs={}, coords=named, is_brief=True), open_other, self._small_nbytes)
         except (LookupError, OSError, RuntimeError, TypeError, ValueError) as error:  # damaged names; the values may be fine

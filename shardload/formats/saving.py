@@ -86,9 +86,7 @@ def make_sink(
     for name, spec in specs.items():
         one = "/" + name.strip("/")
         parts = one.split("/")[1:]
-        if (one == "/" and (len(specs) > 1 or not kind.startswith("zarr"))) or any(part in (".", "..") for part in parts):
-            raise ConfigError(f"an array is called {name!r}; expected a name such as 'rho' or 'group/rho'")
-        if one != "/" and any(not part or "\0" in part or part.startswith("__") for part in parts):
+        if (one == "/" and (len(specs) > 1 or not kind.startswith("zarr"))) or (one != "/" and any(map(_is_no_name, parts))):
             raise ConfigError(f"an array is called {name!r}; expected a name such as 'rho' or 'group/rho'")
         if one in full:
             raise ConfigError(f"two arrays are called '{one}'. Rename one of them")
@@ -129,7 +127,7 @@ def refused_group(kind: str, name: str, arrays: Iterable[str], axes: Iterable[st
     if group == "/" or any(one.startswith(f"{group}/") for one in full):
         return None
     parts = group.split("/")[1:]
-    if any(part in ("", ".", "..") or "\0" in part for part in parts):  # "..": a folder outside of a Zarr store
+    if any(map(_is_no_name, parts)):
         return "which is no name: one between slashes is empty, '.' or '..', or has a zero byte"
     if any("/" + "/".join(parts[: k + 1]) in full for k in range(len(parts))):
         return "which is an array, or below one"
@@ -140,8 +138,13 @@ def refused_group(kind: str, name: str, arrays: Iterable[str], axes: Iterable[st
     if kind.startswith("zarr"):
         from shardload.formats.zarr.sink import is_taken
 
-        if any(is_taken(part) or part.startswith("__") for part in parts):
+        if any(map(is_taken, parts)):
             return "and a Zarr store has files of such names itself"
         if any(len(part.encode(errors="replace")) > _MOST_NAME_NBYTES for part in parts):
             return "which is too long for a folder"
     return None
+
+
+def _is_no_name(part: str) -> bool:
+    """True for a part of a name that no format has. ``..`` is a folder outside of a Zarr store."""
+    return part in ("", ".", "..") or "\0" in part

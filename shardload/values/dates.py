@@ -35,6 +35,10 @@ _SECONDS = {
     **dict.fromkeys(("hour", "hours", "hr", "hrs", "h"), Fraction(3600)),
     **dict.fromkeys(("day", "days", "d"), Fraction(86400)),
 }
+_OF_CALENDARS = {  # units that have a length in one calendar only
+    **dict.fromkeys((("360_day", "month"), ("360_day", "months")), Fraction(30 * 86400)),
+    **dict.fromkeys((("noleap", "common_year"), ("noleap", "common_years")), Fraction(365 * 86400)),
+}
 _CALENDARS = {"gregorian": "standard", "365_day": "noleap", "366_day": "all_leap", "": "standard"}
 _KNOWN = ("standard", "proleptic_gregorian", "julian", "noleap", "all_leap", "360_day")
 _MONTHS = (31, 28, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31)
@@ -45,12 +49,14 @@ _HALF = Fraction(1, 2 * 10**6)  # of a microsecond: to this, floating point time
 _ZONE = r"(?:\s*(?P<zone>Z|UTC|GMT|[+-]\d{1,2}(?::?\d{2})?))?"
 _CLOCK = r"(?P<hour>\d{1,2})(?::(?P<minute>\d{1,2})(?::(?P<second>\d{1,2})(?:\.(?P<part>\d{0,18}))?)?)?"
 _DATE = re.compile(
-    r"(?P<year>[+-]?\d{4,6})(?:-(?P<month>\d{2})(?:-(?P<day>\d{2})(?:[T ]" + _CLOCK + _ZONE + r")?)?)?",
+    r"(?P<year>[+-]?(?:\d{4,6}|\d{1,3}(?=-\d+-\d)))(?:-(?P<month>\d{1,2})(?:-(?P<day>\d{1,2})(?:(?:T|\s+)"
+    + _CLOCK
+    + r")?"
+    + _ZONE
+    + r")?)?",
     re.ASCII | re.IGNORECASE,
 )
-_REFERENCE = re.compile(
-    r"(?P<year>[+-]?\d{1,6})-(?P<month>\d{1,2})-(?P<day>\d{1,2})(?:(?:T|\s+)" + _CLOCK + r")?" + _ZONE, re.ASCII | re.IGNORECASE
-)
+_OTHER_DATE = re.compile(r"(\d{4})(?:[/.](\d{1,2})[/.](\d{1,2})|(\d\d)(\d\d))(?!\d)", re.ASCII)
 _UNITS = re.compile(r"\s*(\w+)\s+since\s+(.{1,80}?)\s*", re.ASCII | re.IGNORECASE)
 _FIELDS = ("year", "month", "day", "hour", "minute", "second")
 
@@ -256,18 +262,18 @@ class _Axis:
             has = f"has the units {units!r}" if isinstance(units, str) else "has no units"
             raise _NoDate(f", whose coordinate {has}; dates need those of time, such as 'days since 2000-01-01'. Pass numbers")
         told = f", whose coordinate has the units {units!r}"
-        unit = _SECONDS.get(found[1].lower())
-        if unit is None:
-            raise _NoDate(f"{told}: {found[1]!r} is no unit with a length of its own, from nanoseconds to days. Pass numbers")
         name = calendar.strip().lower() if isinstance(calendar, str) else repr(calendar)
         name = _CALENDARS.get(name, name)
         if name not in _KNOWN:
             raise _NoDate(
                 f", whose coordinate has the calendar {calendar!r}; expected one of {', '.join(_KNOWN)}. Pass numbers"
             )
-        date = _REFERENCE.fullmatch(found[2])
-        # "2000-01-01+01:30" may be a zone or a time of day.
-        if date is None or (date["zone"] is not None and date["hour"] is None and found[2][date.start("zone") - 1] != " "):
+        word = found[1].lower()
+        unit = _SECONDS.get(word, _OF_CALENDARS.get((name, word)))
+        if unit is None:
+            raise _NoDate(f"{told}: {found[1]!r} is no unit with a length of its own, from nanoseconds to days. Pass numbers")
+        date = _read(found[2])
+        if date is None:
             raise _NoDate(f"{told}, of which the date cannot be read. Pass numbers")
         try:
             zero, _ = _seconds(date, name)
@@ -297,7 +303,7 @@ class _Axis:
             return str(number)
         year, month, day = _date(days, self.calendar)
         clock = f"T{rest // 3600:02}:{rest // 60 % 60:02}:{rest % 60:02}" if rest else ""
-        return f"{year:04}-{month:02}-{day:02}{clock}"
+        return f"{year:0{5 if year < 0 else 4}}-{month:02}-{day:02}{clock}"
 
 
 _MOST_DAYS = 366 * 10**6
@@ -322,8 +328,8 @@ def _seconds_of(date: Any, calendar: str) -> tuple[Fraction, Fraction, int]:
         begin, _, _ = _seconds_of(str(date), calendar)  # an instant, as in pandas
         return begin, begin, 0
     if isinstance(date, str):
-        found = _DATE.fullmatch(date.strip())
-        if found is None:
+        found = _read(date.strip())
+        if found is None or len(found["year"].lstrip("+-")) < 4:
             raise ValueError(
                 f"{date!r} is no date that can be read; expected one such as '2001-06-15', '2001-06-15T12:30' or '2001-06'"
             )
@@ -347,6 +353,17 @@ def _seconds_of(date: Any, calendar: str) -> tuple[Fraction, Fraction, int]:
     parts = Fraction(int(getattr(given, "microsecond", 0)), 10**6) + Fraction(int(getattr(given, "nanosecond", 0)), 10**9)
     whole = _whole(calendar, year, month, day, hour, minute, second) + parts
     return whole, whole, 0
+
+
+def _read(text: str) -> re.Match[str] | None:
+    """The parts of a date: ``2000-01-31``, ``20000131``, ``2000/01/31`` or ``2000.01.31``, with a time of day or not, or a month or
+    year alone. None if it is no date, or may be several.
+    """
+    other = _OTHER_DATE.match(text)
+    found = _DATE.fullmatch(text if other is None else "-".join(filter(None, other.groups())) + text[other.end() :])
+    if found is None or (found["zone"] or " ")[0] not in "+-" or found["hour"] or found.string[found.start("zone") - 1] == " ":
+        return found
+    return None  # "2000-01-01+01:30" may be a zone or a time of day
 
 
 def _is_cftime(date: Any) -> bool:

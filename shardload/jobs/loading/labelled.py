@@ -16,7 +16,7 @@ import numpy as np
 from shardload.arrays.padding import version_of
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.base import ArrayInfo, some
-from shardload.formats.labels import Labels, Note, OnDemand
+from shardload.formats.labels import Labels, Note, OnDemand, names_in
 from shardload.jobs.consistency import version_of_state
 from shardload.jobs.loading.plan import Plan
 from shardload.jobs.loading.tree_plan import TreePlan
@@ -172,13 +172,18 @@ def _dataset(xarray: Any, wrapped: dict[str, Any], infos: Mapping[str, ArrayInfo
     values = {key: array.variable for key, array in wrapped.items() if key not in coords}
     # A variable with the name of its axis would become an index, for which xarray copies all values to each process.
     plain = {key: values.pop(key) for key in list(values) if key in lengths}
-    own = [key for key in values if known.get(key) == infos[key].dataset]
+    own = [key for key in values if known.get(key) == infos[key].dataset or _is_coordinate_of_group(infos[key])]
     found = xarray.Dataset(values, coords, _of_all([info.group_attrs for info in infos.values()])).set_coords(own)
     return found.assign_coords(xarray.Coordinates(plain, indexes={})) if plain else found
 
 
+def _is_coordinate_of_group(info: ArrayInfo) -> bool:
+    """True if the group names the array: xarray notes coordinates there that share no axis with other variables."""
+    return info.dataset.rpartition("/")[2] in names_in(info.group_attrs.get(_NAMES_OF_COORDINATES))
+
+
 def _of_all(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The attributes that are the same in all groups.
+    """The attributes that are the same in all groups, but the names of coordinates.
 
     >>> _of_all([{"title": "a run", "step": 1}, {"title": "a run", "step": 2}]), _of_all([])
     ({'title': 'a run'}, {})
@@ -189,6 +194,7 @@ def _of_all(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         for key, value in first.items()
         if all(key in other and repr(other[key]) == repr(value) for other in others)  # NaN, too, is the same
         and not isinstance(value, Note)
+        and key != _NAMES_OF_COORDINATES
     }
 
 

@@ -9,11 +9,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from numbers import Number
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -183,6 +183,16 @@ class SaveArguments:
         of_caller = frozenset(key for key, one in packed.items() if one is not None)
         return cls(name, kind, mode, arrays, attrs, options, writers, like, of_caller, group_attrs=of_groups)
 
+    @property
+    def names(self) -> list[str]:
+        """The names of the arrays, in their order."""
+        return [one.name for one in self.arrays]
+
+    def in_order_of(self, names: Sequence[str]) -> Self:
+        """The same arguments, with the arrays in the order of their names in a list."""
+        places = {name: k for k, name in enumerate(names)}
+        return replace(self, arrays=sorted(self.arrays, key=lambda one: places.get(one.name, len(places))))
+
     def describe(self) -> dict[str, str]:
         """What must be the same on all ranks, as text."""
         told = self.options.describe()
@@ -191,7 +201,7 @@ class SaveArguments:
             "format": self.format,
             "mode": self.mode,
             "writers": self.writers,
-            "like": repr(self.like),
+            "like": _text_of(self.like),
             **{name: told[name] for name in _CHECKED if name in told},
             "attrs of the file": _text_of(self.attrs),
             "attrs of groups": _text_of(self.group_attrs),
@@ -568,9 +578,9 @@ def _loaded(
 
 
 def _text_of(value: Any) -> str:
-    """Attributes as text: equal for equal ones."""
+    """Attributes as text: equal for equal ones, whatever the order of their names."""
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key!r}: {_text_of(one)}" for key, one in value.items()) + "}"
+        return "{" + ", ".join(sorted(f"{key!r}: {_text_of(one)}" for key, one in value.items())) + "}"
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(_text_of, value)) + "]"
     if isinstance(value, (np.ndarray, np.generic)):

@@ -151,8 +151,8 @@ def _parts(tree: Any, given: Mapping[str, Any]) -> _Parts:
             f"found a {type(tree).__name__}; expected a Dataset. Save each group of it: save(path, tree['g'].to_dataset())"
         )
     for name, one in found.variables.items():
-        if not isinstance(name, str):
-            raise ConfigError(f"a variable is called {name!r}; expected text, such as 'rho'. Rename it")
+        if not isinstance(name, str) or "/" in name or not name:
+            raise ConfigError(f"a variable is called {name!r}; expected text without '/', such as 'rho'. Rename it")
         if not all(isinstance(dim, str) for dim in one.dims):
             raise ConfigError(f"'{name}' has the axes {one.dims!r}; expected text for each. Rename them")
         index = tree.xindexes.get(name) if name in found.coords else None
@@ -168,10 +168,10 @@ def _parts(tree: Any, given: Mapping[str, Any]) -> _Parts:
 
 def _of_array(tree: Any, dataset: Any) -> _Parts:
     """The variables of a DataArray: its own has the name that the caller gives, or its name, or the usual one."""
-    usual = OPTIONS["dataset"].default_in("save")
-    name = tree.name if dataset == usual and tree.name is not None else dataset
-    if not isinstance(name, str) or not name.strip("/"):
-        raise ConfigError(f"the DataArray is called {name!r}; expected text, such as 'rho'. Pass dataset='rho'")
+    is_own = dataset == OPTIONS["dataset"].default_in("save") and tree.name is not None
+    name = tree.name if is_own else dataset
+    if not isinstance(name, str) or not name.strip("/") or (is_own and "/" in name):
+        raise ConfigError(f"the DataArray is called {name!r}; expected text without '/', such as 'rho'. Pass dataset='rho'")
     group, slash, name = name.strip("/").rpartition("/")
     coords = {key: one.variable for key, one in tree.coords.items()}
     if name in coords and coords[name].dims != tree.dims:

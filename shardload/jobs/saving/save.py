@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -162,16 +163,17 @@ def planned(
             invocation = _invocation(call, title, asked if error is None else None)
             try:
                 told = group.begin(
-                    invocation, lambda: "" if asked is None else f"{asked.padding_warning()}\0{steps.read(asked)}"
+                    invocation,
+                    lambda: "" if asked is None else json.dumps([asked.names, asked.padding_warning(), steps.read(asked)]),
                 )
             except StallError:
                 raise
             except ShardloadError as found:  # the same on every rank
                 unfound = found
             if asked is not None and told is not None and error is None:
-                padded, _, told = told.partition("\0")
-                try:
-                    asked, plan = steps.plan(asked, told, group)
+                try:  # (rank 0 has no text if its own arguments are wrong)
+                    names, padded, told = json.loads(told)
+                    asked, plan = steps.plan(asked.in_order_of(names), told, group)
                 except Exception as found:
                     let_interruption_pass(found)
                     unplanned = found
@@ -208,8 +210,9 @@ def _invocation(call: str, title: str, asked: SaveArguments | None) -> Invocatio
     """What the ranks compare. If the arguments are wrong, the error is what they agree on."""
     if asked is None:
         return Invocation(call, title, {})
-    own = [(f"'{one.name}'", one.describe()) for one in asked.arrays]
-    return Invocation(call, title, Arguments(asked.describe(), own), tuple(one.name for one in asked.arrays))
+    names = sorted(asked.names)  # the order of a dict, or of a Dataset, means nothing
+    own = [(f"'{one.name}'", one.describe()) for one in asked.in_order_of(names).arrays]
+    return Invocation(call, title, Arguments(asked.describe(), own), tuple(names))
 
 
 def plan_save(path: Any, tree: Any, given: Mapping[str, Any], comm: Any) -> SavePlan:

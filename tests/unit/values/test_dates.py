@@ -16,7 +16,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shardload.planning.selection import Near, between, name_axes, near
-from shardload.values.dates import counted, has_dates, in_numbers, is_dates
+from shardload.values.dates import as_dates, counted, has_dates, in_numbers, is_dates
 
 CALENDARS = ("standard", "gregorian", "proleptic_gregorian", "noleap", "365_day", "360_day", "all_leap", "366_day", "julian")
 UNITS = {"days": 86400, "hours": 3600, "minutes": 60, "seconds": 1, "milliseconds": Fraction(1, 1000)}
@@ -306,6 +306,32 @@ def test_a_number_long_before_the_first_year_is_shown_as_its_date(calendar: str,
     axis = {"units": "days since 0000-03-01", "calendar": calendar}
     told = in_numbers(near("1000-01-01"), "time", axis, np.dtype("i8")).told
     assert [told(-k * days_of_400_years) for k in (3, 25)] == ["-1200-03-01", "-10000-03-01"]
+
+
+@pytest.mark.parametrize("calendar", ["standard", "proleptic_gregorian"])
+@pytest.mark.parametrize(
+    "since",
+    [
+        *("2000/06/15", "2000/6/5 12:30", "2000.06.15", "20000615", "20000615T12:30", "2000", "2000-06", "2000-6"),
+        *("2000-06-15Z", "2000/06/15 06:00 -3", "2000-06-15 06:00:00.5 +01:30", "1-1-1", "10000-01-01", "1582-10-15"),
+    ],
+)
+def test_dates_of_units_in_other_forms(since: str, calendar: str) -> None:
+    """Wrong if units that xarray reads were refused, or read as another date."""
+    units = f"hours since {since}"
+    time = by_xarray(np.array([36]), units, calendar).time.values[0]
+    assert number(time, units, calendar) == 36
+
+
+@pytest.mark.parametrize(("units", "calendar"), [("months", "360_day"), ("common_years", "noleap")])
+def test_units_with_a_length_in_one_calendar(units: str, calendar: str) -> None:
+    date = by_xarray(np.array([1.5]), f"{units} since 2000-01-01", calendar).time.values[0]
+    assert number(date, f"{units} since 2000-01-01", calendar) == 1.5
+
+
+@pytest.mark.parametrize("since", ["06/15/2000", "15-06-2000", "2000615", "01/02/03", "20", "2000-06-15 garbage"])
+def test_dates_of_units_that_may_be_several(since: str) -> None:
+    assert as_dates([1], {"units": f"days since {since}"}) == []
 
 
 def test_no_coordinate_in_a_range_of_dates() -> None:
