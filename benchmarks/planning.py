@@ -3,10 +3,8 @@
     python -m benchmarks.planning                     # seconds and memory of planning, meshes of 64 to a million devices
     python -m benchmarks.planning simulate            # from the plans alone: what each rank sends and receives
     python -m benchmarks.planning simulate --mesh 32 --size 4096
-    python -m benchmarks.planning ways                # messages, partners, memory and seconds of each way to other nodes
-    python -m benchmarks.planning ways --out ways.json --plot docs/figures/ways.svg
 
-The first two for float32 arrays of 16384^3 elements in chunks of 256^3 and of one plane, cut by P("a", "b") and
+For float32 arrays of 16384^3 elements in chunks of 256^3 and of one plane, cut by P("a", "b") and
 P(None, "a", "b"), with a rank per device. Times are medians of one process, memory is the peak that tracemalloc sees; neither
 counts imports.
 
@@ -14,10 +12,6 @@ Columns of the first table: `plan` is everything up to a finished plan (the cost
 `ready` is what a rank computes before the first byte moves (what comes from whom, and its first block; the largest of a few
 ranks); `part` is computing one part when it is needed. `permuted` is a mesh of devices in random order, with a table as long as
 the mesh.
-
-`ways` plans the load of 2048^3 float32 (32 GiB) as pencils, `P(None, "a", "b")`, on 16 to a million ranks, four on a node of a
-known machine, for each way in which parts may go to other nodes. Partners and the bundles of senders are counted, rank by rank
-of an even sample, from the same functions that an exchange asks; seconds, bytes from disk and operations are the plan's.
 """
 
 from __future__ import annotations
@@ -30,7 +24,7 @@ import statistics
 import time
 import tracemalloc
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,15 +35,11 @@ from jax.sharding import PartitionSpec as P
 from shardload.formats.base import ArrayInfo
 from shardload.jobs.loading.request import Request, Target, plan_file
 from shardload.planning.cost import choose_mode, plan_cost
-from shardload.planning.hops import AUTO_WAY, MESSAGES, NODES, ROW_NBYTES, TWO_HOPS, WAYS, EvenNodes, Hops
-from shardload.planning.parts import PartTable
-from shardload.planning.presets import PRESETS
 from shardload.planning.region import Region
 from shardload.planning.schedule import Grid, Schedule, plan_shards
 from shardload.planning.selection import select_axes
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.strategies import DIRECT, PARALLEL, plan_schedules
-from shardload.planning.tuning import tuned
 from shardload.units import format_nbytes
 
 MESHES = (8, 32, 128, 256, 512, 1024)
@@ -190,139 +180,6 @@ def measure_all(options: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-# --- how parts go to other nodes
-
-
-WAY_MESHES = (4, 8, 16, 32, 64, 128, 256, 512, 1024)
-WAY_SIZE, PER_NODE = 2048, 4
-WAY_SAMPLED = 12
-WAY_CHUNKS = {"planes": (1, WAY_SIZE, WAY_SIZE), "64^3": (64, 64, 64), "no chunks": None}
-
-
-def make_way_plan(n: int, chunks: tuple[int, ...] | None, machine: str, way: str) -> Any:
-    """The plan with one way to other nodes (or the way that it chooses)."""
-    info = ArrayInfo("abstract.h5", "/x", "HDF5", (WAY_SIZE,) * 3, "float32", chunks, "gzip" if chunks else "none")
-    target = Target(AbstractMesh((n, n), ("a", "b")), SPECS["P(-,a,b)"], {"path": info.path}, {"readers": PARALLEL})
-    with tuned(way=way), Request.open("plan", [target], None, ranks_per_node=PER_NODE) as request:
-        (call,) = request.agree()
-        return plan_file(replace(call, machine=PRESETS[machine]), info, info.path).plan
-
-
-def sent_by(plan: Schedule, hops: Hops | None, sender: int, bundle_nbytes: int) -> tuple[int, int, int]:
-    """Messages that a sender sends to other nodes, to how many ranks, and bytes; over relays the first hop."""
-    node, nbytes = sender // PER_NODE, dict[int, int]()
-    n_parts = 0
-    for block in plan.owned_blocks(sender):
-        table = PartTable.of(block.parts)
-        far = table.rank // PER_NODE != node
-        ranks, sizes = table.rank[far], table.sizes[far] * plan.itemsize
-        n_parts += len(ranks)
-        if hops is not None:
-            sizes = sizes + ROW_NBYTES
-            nodes = ranks // PER_NODE
-            of = {column: hops.first_relay(sender, column) for column in np.unique(nodes % hops.n_columns).tolist()}
-            sums = np.bincount(nodes % hops.n_columns, weights=sizes)
-            for column, relay in of.items():
-                nbytes[relay] = nbytes.get(relay, 0) + int(sums[column])
-        else:
-            numbers, where = np.unique(ranks, return_inverse=True)
-            for rank, size in zip(numbers.tolist(), np.bincount(where, weights=sizes).tolist(), strict=True):
-                nbytes[rank] = nbytes.get(rank, 0) + int(size)
-    if hops is None:
-        return n_parts, len(nbytes), sum(nbytes.values())
-    return sum(-(-size // bundle_nbytes) for size in nbytes.values()), len(nbytes), sum(nbytes.values())
-
-
-def way_row(kind: str, n: int, way: str, machine: str) -> dict[str, Any]:
-    """What one way makes the ranks do."""
-    plan = make_way_plan(n, WAY_CHUNKS[kind], machine, way)
-    made, cost = plan.schedule, plan.costs[PARALLEL]
-    hops = None if plan.way == MESSAGES else Hops.of(EvenNodes(n * n, PER_NODE), plan.way)
-    bundles = plan._layout.bundles(plan.staging_nbytes)
-    blocks = made.blocks.n_cells
-    senders = np.unique(made.owners(np.linspace(0, blocks - 1, min(blocks, WAY_SAMPLED)).astype(np.int64))).tolist()
-    sent = [sent_by(made, hops, sender, 1 if bundles is None else bundles.leaving[0][1]) for sender in senders]
-    row: dict[str, Any] = {"kind": kind, "ranks": n * n, "asked": way, "way": plan.way, "readers": cost.n_readers}
-    row |= {"messages": max(m for m, _, _ in sent), "partners": max(p for _, p, _ in sent)}
-    row |= {"message_nbytes": sum(b for _, _, b in sent) / max(1, sum(m for m, _, _ in sent))}
-    if hops is not None:
-        relays = np.unique(np.linspace(0, n * n - 1, WAY_SAMPLED).astype(int)).tolist()
-        row["partners"] = max(row["partners"], *(len(hops.second_relays(rank)) for rank in relays))
-        row["senders_to_a_relay"] = max(sum(map(made.is_owner, hops.first_senders(rank))) for rank in relays)
-    of_rank = [len(np.unique(made.owners(made.pairs_of(rank)[0]))) for rank in (0, n * n // 2, n * n - 1)]
-    row["sources"] = row.get("senders_to_a_relay", max(of_rank))
-    row["bundle_nbytes"] = 0 if bundles is None else bundles.nbytes
-    row |= {"seconds": cost.seconds, "limit": cost.limit, "fs_nbytes": cost.fs_nbytes, "operations": cost.operations}
-    return row | {"peak_nbytes": cost.peak_nbytes, "all_messages": cost.messages}
-
-
-def ways_all(options: argparse.Namespace) -> list[dict[str, Any]]:
-    rows = []
-    print(
-        "| chunks | ranks | way | readers | messages of a sender | each | partners | sources | memory for bundles | in all "
-        "| from disk | operations | seconds | slowest |\n|" + "---|" * 14,
-        flush=True,
-    )
-    for kind, n in itertools.product(WAY_CHUNKS, options.mesh):
-        for way in (*WAYS, AUTO_WAY):
-            row = way_row(kind, n, way, options.machine)
-            rows.append(row)
-            print(way_line(row), flush=True)
-    return rows
-
-
-def way_line(row: dict[str, Any]) -> str:
-    """A row as Markdown."""
-    way = f"**{row['way']}**" if row["asked"] == AUTO_WAY else row["way"]
-    counts = [f"{row[key]:,}" for key in ("readers", "messages", "partners", "sources", "operations")]
-    sizes = [format_nbytes(int(row[key])) for key in ("message_nbytes", "bundle_nbytes", "peak_nbytes", "fs_nbytes")]
-    cells = [row["kind"], f"{row['ranks']:,}", way, *counts[:2], sizes[0], *counts[2:4], *sizes[1:], counts[4]]
-    return "| " + " | ".join([*cells, f"{row['seconds']:.2g}", row["limit"]]) + " |"
-
-
-def plot_ways(rows: list[dict[str, Any]], machine: str, path: Path) -> None:
-    """Cost per rank against ranks: a column for each kind of chunks, a line for each way, a ring where it is chosen."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    matplotlib.rcParams |= {"svg.hashsalt": "shardload", "svg.fonttype": "none"}  # the same file each time, with text as text
-    marks = {MESSAGES: ("s", "#D55E00"), NODES: ("^", "#009E73"), TWO_HOPS: ("o", "#0072B2")}
-    told = {MESSAGES: "part by part", NODES: "relays on each node", TWO_HOPS: "two hops"}  # as docs/planning.md calls them
-    names = {
-        "seconds": "estimated seconds",
-        "messages": "messages of the busiest sender",
-        "message_nbytes": "bytes of a message",
-        "partners": "ranks that a rank sends to",
-        "peak_nbytes": "bytes of memory of a rank",
-        "operations": "file system: operations",
-    }
-    figure = Figure(figsize=(11, 15), layout="constrained")
-    panels = figure.subplots(len(names), len(WAY_CHUNKS), sharex=True, sharey="row", squeeze=False)
-    for (row, (key, name)), (column, kind) in itertools.product(enumerate(names.items()), enumerate(WAY_CHUNKS)):
-        panel = panels[row][column]
-        for way, (mark, colour) in marks.items():
-            of = [one for one in rows if one["kind"] == kind and one["asked"] == way == one["way"]]
-            panel.plot([one["ranks"] for one in of], [one[key] for one in of], marker=mark, color=colour, ms=4, label=told[way])
-        taken = [one for one in rows if one["kind"] == kind and one["asked"] == AUTO_WAY]
-        panel.plot(
-            [one["ranks"] for one in taken], [one[key] for one in taken], "o", mfc="none", mec="black", ms=10, label="chosen"
-        )
-        panel.set_xscale("log", base=4)
-        panel.set_xticks([16, 256, 4096, 65_536, 1 << 20], ["16", "256", "4,096", "65,536", "1 million"])
-        panel.set_yscale("log")
-        panel.minorticks_off()
-        panel.grid(alpha=0.3)
-        if not row:
-            panel.set_title(f"chunks of {kind}" if kind[0].isdigit() else kind)
-        if not column:
-            panel.set_ylabel(name)
-        if row == len(names) - 1:
-            panel.set_xlabel("ranks")
-    panels[0][0].legend(fontsize=8)
-    figure.suptitle(f"{WAY_SIZE}^3 float32 as pencils, {PER_NODE} ranks on a node, {machine}: by the model, not timed")
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=110)
-
-
 # --- what plans make the ranks do
 
 
@@ -457,17 +314,13 @@ def simulated_line(row: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=("measure", "simulate", "ways"), default="measure")
+    parser.add_argument("what", nargs="?", choices=("measure", "simulate"), default="measure")
     parser.add_argument("--mesh", type=int, nargs="+", help="devices along each of the two mesh axes")
     parser.add_argument("--size", type=int, default=16384, help="elements along each axis (default 16384)")
     parser.add_argument("--out", type=Path, help="also write JSON")
-    parser.add_argument("--plot", type=Path, help="of ways: also draw the curves")
-    parser.add_argument("--machine", default="perlmutter", help="of ways: whose figures (default: perlmutter)")
     options = parser.parse_args()
-    options.mesh = options.mesh or {"measure": MESHES, "simulate": SIMULATED, "ways": WAY_MESHES}[options.what]
-    rows = {"measure": measure_all, "simulate": simulate_all, "ways": ways_all}[options.what](options)
-    if options.plot:
-        plot_ways(rows, options.machine, options.plot)
+    options.mesh = options.mesh or {"measure": MESHES, "simulate": SIMULATED}[options.what]
+    rows = {"measure": measure_all, "simulate": simulate_all}[options.what](options)
     if options.what == "measure":
         print(f"most: {max(row['most_ms'] for row in rows if 'permuted' not in row['mesh']):.1f} ms without permuted meshes")
     if options.out:

@@ -1,4 +1,4 @@
 """What is measured? Open `measure` first: the turns that all ways of a cell take. `environments` starts their jobs.
 
-`copies`, `relays` and `calls` are programs of their own, to look into one question.
+`copies` and `calls` are programs of their own, to look into one question.
 """

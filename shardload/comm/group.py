@@ -123,7 +123,6 @@ class Group(Agreement):
         self._processes: tuple[int, ...] | None = None
         self._node: Node | None = None
         self._machine: Topology | None = None
-        self._bundle_comm: Any = None
         self._memory = NodeMemory(self.rank)
         self._own_shelf: Shelf | None = None
         self._one_call = threading.Lock()
@@ -265,14 +264,6 @@ class Group(Agreement):
             self._own_shelf = Shelf(self.rank, node.ranks, self._over(node.comm))
         return self._own_shelf
 
-    @property
-    def bundle_comm(self) -> Any:
-        """A second duplicate, for the bundles of an exchange with relays. Collective the first time."""
-        if self._bundle_comm is None and self.comm is not None:
-            self.gather_int(0)  # the next call spins without a timeout: make it only when all ranks are there
-            self._bundle_comm = self.comm.Dup()
-        return self._bundle_comm
-
     def shared_memory(self, nbytes: int) -> dict[int, Segment]:
         """Shared memory of every rank on this machine, by rank, at least `nbytes` each; empty if memory cannot be shared.
 
@@ -294,8 +285,6 @@ class Group(Agreement):
             return  # messages may still be pending in it
         if self._node is not None and self._node.comm is not None:
             self._node.comm.Free()
-        if self._bundle_comm is not None:
-            self._bundle_comm.Free()
         if self.comm is not None:
             self.comm.Free()
 

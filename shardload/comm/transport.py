@@ -2,8 +2,7 @@
 
 There are three kinds of messages, each with its own tag: values, receipts and control messages. All are NumPy arrays. Nothing
 here waits, and nothing here knows what the values mean. Ranks of one machine can also read each other's memory (`Segment`); a
-control message says where. Bundles for relays are a fourth kind, on a communicator of their own, with a tag for each hop: who
-sends one is not known before, and it leaves its sender only when the relay has room for it.
+control message says where.
 
 This is the only module through which an exchange calls MPI.
 """
@@ -37,8 +36,6 @@ class Transport:
         Tags of this exchange for values, receipts and control messages (`Group.next_tags`).
     segments : mapping of int to Segment
         The shared memory of each rank of this machine, including this rank; empty if none is shared.
-    bundles : mpi4py.MPI.Comm, optional
-        The communicator for bundles (`Group.bundle_comm`).
 
     Attributes
     ----------
@@ -50,8 +47,8 @@ class Transport:
         Number of control messages and receipts of this rank that MPI has not taken yet.
     """
 
-    def __init__(self, group: Group, tags: tuple[int, int, int], segments: Mapping[int, Segment], bundles: Any = None) -> None:
-        self.rank, self._bundles, self._hop_tags = group.rank, bundles, tags
+    def __init__(self, group: Group, tags: tuple[int, int, int], segments: Mapping[int, Segment]) -> None:
+        self.rank = group.rank
         self._comm, self._mpi, self._segments = group.comm, group.mpi, segments
         self._data_tag, self._receipt_tag, self._control_tag = tags
         self._requests: list[Any] = []
@@ -96,25 +93,6 @@ class Transport:
     def receive_receipt(self, rank: int, receipt: Array, on_done: Callable[[], None]) -> None:
         """Receive the receipt of a rank."""
         self._add(self._comm.Irecv(receipt, source=rank, tag=self._receipt_tag), on_done, receipt)
-
-    # --- bundles
-
-    def send_bundle(self, rank: int, hop: int, data: Bytes, on_done: Callable[[], None]) -> None:
-        """Send a bundle. `on_done` is called when it has left, which is not before its receiver has room for it."""
-        message, _ = message_of(self._mpi, data)
-        self._add_data(self._bundles.Issend(message, dest=rank, tag=self._hop_tags[hop]), on_done, data)
-
-    def arrival(self, hop: int) -> tuple[int, int, Callable[[Bytes, Callable[[], None]], None]] | None:
-        """The next bundle of a hop that waits to be received: its sender, its bytes, and a function that receives it."""
-        message = self._bundles.Improbe(self._mpi.ANY_SOURCE, self._hop_tags[hop], self._status)
-        if message is None:
-            return None
-        nbytes = self._status.Get_count(self._mpi.BYTE)
-
-        def receive(into: Bytes, on_done: Callable[[], None]) -> None:
-            self._add_data(message.Irecv(message_of(self._mpi, into[:nbytes])[0]), on_done, into)
-
-        return self._status.Get_source(), nbytes, receive
 
     def test(self) -> bool:
         """Call `on_done` of the messages that are done. Return True if there were any."""

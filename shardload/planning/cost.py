@@ -5,8 +5,8 @@ they are exact if that is cheap, else marked as bounds. Seconds come from a mode
 docs/design/auto.md), which is good for choosing between ways, not for predicting a time.
 
 1. Reading: the bytes that the busiest rank decodes (by codec) or reads, and the number of runs that it reads.
-2. Sending: one copy inside a node, messages or relays between nodes (`ways`), a cost per message of either kind, and one for
-   the start: below some tens of megabytes it decides.
+2. Sending: one copy inside a node, a message for each part between nodes, a cost per message of either kind, and one for the
+   start: below some tens of megabytes it decides.
 3. All at the rates of the cores that the ranks of a node share. The fastest way wins, unless a simpler way is about as fast.
 4. On a machine whose memory, network or file system is known (`machine`), a load takes as long as the slowest of these
    (`limits`), if that is longer.
@@ -15,22 +15,19 @@ docs/design/auto.md), which is good for choosing between ways, not for predictin
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 from shardload.planning.blocks import NEAR_NBYTES, count_runs, run_stride
-from shardload.planning.hops import MESSAGES
 from shardload.planning.limits import Load, OnDisk, count_file_reads, seconds_of
 from shardload.planning.machine import WORKSTATION, Machine
-from shardload.planning.rates import CHUNK_SECONDS, EXCHANGE_SECONDS, decode_rate
+from shardload.planning.rates import CHUNK_SECONDS, EXCHANGE_SECONDS, WIRE_RATE, decode_rate
 from shardload.planning.schedule import Schedule
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.staging import MOST_THREADS
 from shardload.planning.strategies import DIRECT, MODES, PARALLEL, ROOT, Direct
 from shardload.planning.traffic import Traffic, count_direct, count_held, count_traffic
-from shardload.planning.ways import Sending, WayCost, choose_way, way_costs
 from shardload.units import format_nbytes, number_text
 
 __all__ = ["DIRECT", "MODES", "PARALLEL", "ROOT", "Cost", "Costs", "Nodes", "choose_mode", "plan_cost"]
@@ -40,7 +37,7 @@ _CALL_SECONDS = 3e-6  # for a contiguous run that is read by itself
 _RUN_SECONDS = 5e-8  # for a run that is read together with others and copied out
 _COPY_RATE = 5e9  # from a decoded block into a piece, of the same rank or of another one on its node
 _HANDOVER_SECONDS = 3e-5  # per block and receiving rank inside a node, at each end
-_STRAIGHT = MappingProxyType({MESSAGES: 0})
+_PART_SECONDS = 3e-5  # per part between nodes, at each end, mostly Python
 # A way is chosen over a simpler one only if it is this much better: the model is not more accurate than that.
 _MARGIN = 0.9
 # Below this, messages take longer than reading anything twice.
@@ -65,13 +62,13 @@ class Cost:
         `decoded_nbytes` divided by the bytes of the array; 1.0 means each byte once.
     messages, moved_nbytes : int
         Number of messages between different ranks (inside a node one per block and rank, between nodes one per part, before
-        long ones are split, or over relays one per bundle), and the bytes of the parts in them.
+        long ones are split), and the bytes of the parts in them.
     is_exact : bool
         Whether these two are exact; otherwise they are upper bounds.
     reader_nbytes : int
         Bytes decoded by the busiest rank (an upper bound: the last blocks may be smaller).
     peak_nbytes : int
-        Host memory of the fullest rank: its pieces, its staging blocks and its bundles.
+        Host memory of the fullest rank: its pieces and its staging blocks.
     seconds : float
         Estimate of the model for the busiest rank.
     same_node : float
@@ -83,10 +80,10 @@ class Cost:
         file system that limits anything.
     limit : str
         What takes longest (`limits.seconds_of`), on a machine that has limits: ``"cores"``, ``"file system"``; else empty.
-    way, way_why : str
-        How parts go to other nodes (`hops.WAYS`), and why; empty if none do.
-    partners, message_nbytes : int
-        Ranks on other nodes that the busiest rank sends to, and mean bytes of a message between nodes.
+    n_sent, n_received : int
+        Messages between nodes that a reader sends, and that a rank which holds something receives, if they have equal shares.
+    message_nbytes : int
+        Mean bytes of these.
     """
 
     mode: str
@@ -105,9 +102,8 @@ class Cost:
     fs_nbytes: int = 0
     operations: int = 0
     limit: str = ""
-    way: str = MESSAGES
-    way_why: str = ""
-    partners: int = 0
+    n_sent: int = 0
+    n_received: int = 0
     message_nbytes: int = 0
 
 
@@ -156,7 +152,6 @@ def plan_cost(
     staging_blocks: int = 2,
     machine: Machine = WORKSTATION,
     stored: OnDisk | None = None,
-    ways: Mapping[str, int] = _STRAIGHT,
 ) -> Cost:
     """Compute what a load by this schedule costs.
 
@@ -174,9 +169,6 @@ def plan_cost(
         What limits a load beside the cores: nothing by default.
     stored : OnDisk, optional
         How the values lie on disk.
-    ways : mapping of str to int
-        The ways (`hops.WAYS`) in which parts may go to other nodes, the simplest first, and the bytes of memory that each needs
-        for bundles. The best of them is taken.
     """
     n_ranks, itemsize = schedule.n_ranks, schedule.itemsize
     per_node, cores = (nodes or Nodes()).spread(n_ranks)
@@ -191,11 +183,11 @@ def plan_cost(
     seconds = _read_seconds(reading, n_ranks, per_node, cores, rate)
     is_in_place = takes_apart and reading.runs > 0 and not reading.span_nbytes
     seconds += 0.0 if is_in_place else piece_nbytes / _COPY_RATE / min(1, cores / per_node)
-    way, way_why = _way(schedule, traffic, reading.n_readers, n_holders, per_node, machine.network_latency, [*ways])
-    seconds += way.seconds + traffic.handovers * _HANDOVER_SECONDS / max(1, min(reading.n_readers, n_holders))
+    n_ends, between_nbytes = max(1, min(reading.n_readers, n_holders)), _between(traffic)
+    seconds += (between_nbytes / WIRE_RATE + traffic.parts * max(_PART_SECONDS, machine.network_latency)) / n_ends
+    seconds += traffic.handovers * _HANDOVER_SECONDS / n_ends
     if not schedule.is_direct:
         seconds += EXCHANGE_SECONDS / min(1, cores / per_node) + _into_slots_seconds(reading, layout, n_ranks, per_node, cores)
-    between_nbytes = way.between_nbytes
     limits: dict[str, Any] = {}
     if machine.has_limits and array_nbytes:
         stored, n_threads = stored or OnDisk(), min(MOST_THREADS, max(1, cores // per_node)) if layout.has_chunks else 1
@@ -224,18 +216,17 @@ def plan_cost(
         chunks_decoded=reading.chunks,
         decoded_nbytes=reading.nbytes,
         amplification=reading.nbytes / array_nbytes if array_nbytes else 1.0,
-        messages=traffic.handovers + math.ceil(way.messages),
+        messages=traffic.handovers + traffic.parts,
         moved_nbytes=traffic.moved_nbytes,
-        is_exact=traffic.is_exact and way.way == MESSAGES,
+        is_exact=traffic.is_exact,
         reader_nbytes=reading.reader_nbytes,
-        peak_nbytes=piece_nbytes + is_staged * schedule.max_block_size * staging_itemsize + ways[way.way],
+        peak_nbytes=piece_nbytes + is_staged * schedule.max_block_size * staging_itemsize,
         seconds=seconds,
         same_node=traffic.same_node,
         runs=reading.runs,
-        way=way.way,
-        way_why=way_why if traffic.parts else "",
-        partners=way.partners if traffic.parts else 0,
-        message_nbytes=int(way.message_nbytes),
+        n_sent=-(-traffic.parts // max(1, reading.n_readers)),
+        n_received=-(-traffic.parts // max(1, n_holders)),
+        message_nbytes=int(between_nbytes / max(1, traffic.parts)),
         **limits,
     )
 
@@ -307,21 +298,6 @@ def _between(traffic: Traffic) -> float:
     """Bytes that go from one node to another."""
     between = traffic.moved_nbytes * (1 - traffic.same_node)
     return between if traffic.is_exact else between * (1 - traffic.stays)
-
-
-def _way(
-    schedule: Schedule,
-    traffic: Traffic,
-    n_readers: int,
-    n_holders: int,
-    per_node: int,
-    latency: float,
-    ways: Sequence[str],
-) -> tuple[WayCost, str]:
-    """How parts go to other nodes, and why."""
-    n_blocks = -(-schedule.blocks.n_cells // max(1, n_readers))
-    sending = Sending(traffic.parts, _between(traffic), n_readers, n_holders, n_blocks, schedule.n_ranks, per_node, latency)
-    return choose_way(way_costs(sending, ways))
 
 
 class Costs(Mapping[str, Cost]):

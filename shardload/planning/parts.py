@@ -7,15 +7,12 @@ fast as a block that two ranks share.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import overload
 
-import numpy as np
-
-from shardload.planning.grid import IntArray
 from shardload.planning.region import Region
 
-__all__ = ["Block", "Part", "PartTable", "Parts", "PartsByRank"]
+__all__ = ["Block", "Part", "Parts", "PartsByRank"]
 
 # Lists of parts up to this length are kept after the first iteration, because they are iterated over several times.
 _MAX_KEPT = 4096
@@ -41,44 +38,6 @@ class Part:
     rank: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PartTable:
-    """Parts as arrays, for where a block has so many that an object for each takes too long.
-
-    Attributes
-    ----------
-    start, stop : ndarray of int, shape (n, ndim)
-        Their regions.
-    shard, rank : ndarray of int, shape (n,)
-        As in `Part`.
-    """
-
-    start: IntArray
-    stop: IntArray
-    shard: IntArray
-    rank: IntArray
-
-    @classmethod
-    def of(cls, parts: Sequence[Part]) -> PartTable:
-        """The table of any parts; quick if these are `Parts` that know theirs."""
-        if isinstance(parts, Parts) and parts.tabulate is not None:
-            return parts.tabulate()
-        ndim = parts[0].region.ndim if parts else 0
-        bounds = np.array([(p.region.start, p.region.stop) for p in parts], dtype=np.int64).reshape(len(parts), 2, ndim)
-        of = np.array([(p.shard, p.rank) for p in parts], dtype=np.int64).reshape(len(parts), 2)
-        return cls(bounds[:, 0], bounds[:, 1], of[:, 0], of[:, 1])
-
-    @property
-    def sizes(self) -> IntArray:
-        """Elements of each part."""
-        sizes: IntArray = (self.stop - self.start).prod(axis=1, dtype=np.int64)
-        return sizes
-
-    def region(self, k: int) -> Region:
-        """The region of one part."""
-        return Region(tuple(self.start[k].tolist()), tuple(self.stop[k].tolist()))
-
-
 class Parts(Sequence[Part]):
     """Parts in order, made when they are accessed; long lists are not kept. Equal to any sequence of the same parts.
 
@@ -88,15 +47,13 @@ class Parts(Sequence[Part]):
         Makes the part at a place.
     places : range
         The places.
-    tabulate : callable, optional
-        Makes the table of all of them.
     """
 
-    __slots__ = ("_kept", "_make", "_places", "tabulate")
+    __slots__ = ("_kept", "_make", "_places")
     __hash__ = None  # type: ignore[assignment]
 
-    def __init__(self, make: Callable[[int], Part], places: range, tabulate: Callable[[], PartTable] | None = None) -> None:
-        self._make, self._places, self.tabulate = make, places, tabulate
+    def __init__(self, make: Callable[[int], Part], places: range) -> None:
+        self._make, self._places = make, places
         self._kept: tuple[Part, ...] | None = None
 
     def __iter__(self) -> Iterator[Part]:
@@ -159,8 +116,7 @@ class PartsByRank(Mapping[int, Sequence[Part]]):
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One block of the file, and its parts, in the order in which they are sent. `number`: in the grid of blocks; -1: none."""
+    """One block of the file, and its parts, in the order in which they are sent."""
 
     region: Region
     parts: Sequence[Part]
-    number: int = field(default=-1, compare=False)

@@ -88,11 +88,8 @@ class Strategy(Protocol):
         """A rank's blocks in file order, each with its parts."""
         ...
 
-    def remote_parts(self, schedule: Schedule, rank: int, owners: Sequence[int] | None = None) -> Mapping[int, Sequence[Part]]:
-        """The parts of a rank's pieces that lie in blocks of other ranks, by owner, in the order of the owner's blocks.
-
-        If `owners` are given, only the parts in their blocks.
-        """
+    def remote_parts(self, schedule: Schedule, rank: int) -> Mapping[int, Sequence[Part]]:
+        """The parts of a rank's pieces that lie in blocks of other ranks, by owner, in the order of the owner's blocks."""
         ...
 
 
@@ -169,12 +166,9 @@ class Schedule:
         """The blocks that a rank owns, in file order, each with its parts. `Part.rank` is the rank that holds the piece."""
         return self.strategy.owned_blocks(self, rank)
 
-    def remote_parts(self, rank: int, owners: Sequence[int] | None = None) -> Mapping[int, Sequence[Part]]:
-        """The parts of a rank's pieces that lie in blocks of other ranks, by owner, in the order of the owner's blocks.
-
-        If `owners` are given, only the parts in their blocks.
-        """
-        return self.strategy.remote_parts(self, rank, owners)
+    def remote_parts(self, rank: int) -> Mapping[int, Sequence[Part]]:
+        """The parts of a rank's pieces that lie in blocks of other ranks, by owner, in the order of the owner's blocks."""
+        return self.strategy.remote_parts(self, rank)
 
     # --- for strategies
 
@@ -205,11 +199,6 @@ class Schedule:
     def is_never_split(self) -> bool:
         """True if every part fits into one message."""
         return self.max_part_nbytes <= min(self.max_message_nbytes, MAX_MESSAGE_NBYTES)
-
-    @property
-    def can_relay(self) -> bool:
-        """True if parts can go over relays (`hops`): none is split, and each is named by a block and a section in 32 bits."""
-        return self.is_never_split and max(self.blocks.n_cells, self.shards.grid.n_cells, self.n_ranks) < 1 << 32
 
     @cached_property
     def max_part_nbytes(self) -> int:

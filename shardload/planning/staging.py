@@ -10,23 +10,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from shardload.planning.blocks import ALIGNMENT, aligned
+from shardload.planning.blocks import aligned
 from shardload.planning.grid import Grid
-from shardload.planning.hops import BUNDLE_NBYTES, N_HOPS, SMALL_BUNDLE_NBYTES
 from shardload.planning.schedule import Schedule
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.tuning import default_tuning
 
-__all__ = [
-    "MOST_THREADS", "BundleStaging", "Staging", "ample_staging", "least_staging", "least_together", "plan_bundles",
-    "plan_staging",
-]  # fmt: skip
+__all__ = ["MOST_THREADS", "Staging", "ample_staging", "least_staging", "least_together", "plan_staging"]
 
 _SLOTS = 3  # one is filled, one is full, one is being copied from
 MOST_THREADS = 16  # of one rank
 _AMPLE_THREADS = 4  # as many large chunks at a time are enough to keep a reader busy
-_BUNDLE_SHARE = 4  # of the cap: bundles take one part
-_N_ARRIVING = 2  # bundles of each hop that a relay holds at once
 _BATCHES_IN_CAP = 256  # a thread's share of the cap for a batch of small chunks; it has four or five buffers of that size
 
 
@@ -70,62 +64,6 @@ class _Need:
     pack_nbytes: int
     by_chunks: tuple[int, int, int, int]
     by_blocks: int
-
-
-@dataclass(frozen=True)
-class BundleStaging:
-    """Memory for bundles (`hops`) of one rank.
-
-    Attributes
-    ----------
-    n_arriving, arriving_nbytes : int
-        Number and size of the buffers for those that come, of each hop. The size is the same on all ranks.
-    leaving : tuple of (int, int)
-        For each hop, number and size of the buffers for those that go.
-    """
-
-    n_arriving: int
-    arriving_nbytes: int
-    leaving: tuple[tuple[int, int], ...]
-
-    @property
-    def shared_nbytes(self) -> int:
-        """Bytes of the buffers for bundles that come."""
-        return N_HOPS * self.n_arriving * aligned(self.arriving_nbytes)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all buffers."""
-        return self.shared_nbytes + sum(n * size for n, size in self.leaving)
-
-
-def plan_bundles(part_nbytes: int, cap_nbytes: int, n_partners: Sequence[int]) -> BundleStaging | None:
-    """Memory for bundles under a staging cap, of which they take a quarter at most; None if parts are too large for that.
-
-    Parameters
-    ----------
-    part_nbytes : int
-        Bytes of a bundle that has room for the largest part (`hops.least_bundle_nbytes`).
-    cap_nbytes : int
-        Bytes of staging memory of a rank.
-    n_partners : sequence of int
-        For each hop, to how many ranks a rank sends.
-
-    Examples
-    --------
-    >>> plan_bundles(4096, 256 << 20, (255, 255, 3)).leaving
-    ((255, 127424), (255, 127424), (2, 262144))
-    """
-    share = cap_nbytes // _BUNDLE_SHARE
-    size = min(max(part_nbytes, BUNDLE_NBYTES), share // (N_HOPS * (_N_ARRIVING + 2)))
-    if size < part_nbytes:
-        return None
-    left = (share - N_HOPS * _N_ARRIVING * size - 2 * size) // 2
-    leaving = []
-    for n in n_partners[:-1]:
-        one = min(size, max(part_nbytes, SMALL_BUNDLE_NBYTES, left // max(1, n) // ALIGNMENT * ALIGNMENT))
-        leaving.append((max(2, min(left // one, 2 * n)), one))
-    return BundleStaging(_N_ARRIVING, size, (*leaving, (2, size)))
 
 
 def plan_staging(arrays: Sequence[tuple[Schedule, SourceLayout]], cap_nbytes: int, n_threads: int = 1) -> Staging:

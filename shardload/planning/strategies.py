@@ -27,8 +27,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from shardload.planning.blocks import BLOCKS_PER_OWNER, NEAR_NBYTES, count_runs, most_chunks, plan_blocks, run_stride
-from shardload.planning.grid import Grid, IntArray, numbers_in
-from shardload.planning.parts import Block, Part, Parts, PartsByRank, PartTable
+from shardload.planning.grid import Grid, IntArray
+from shardload.planning.parts import Block, Part, Parts, PartsByRank
 from shardload.planning.region import Region
 from shardload.planning.schedule import Schedule
 from shardload.planning.shards import Shards
@@ -91,21 +91,17 @@ class OneOwnerEach(ABC):
     def owned_blocks(self, schedule: Schedule, rank: int) -> Iterator[Block]:
         """The rank's blocks, each with the parts of all pieces that meet it."""
         for block in self.blocks_of(schedule, rank):
-            yield Block(schedule.blocks.region(block), _meeting_parts(schedule, block), block)
+            yield Block(schedule.blocks.region(block), _meeting_parts(schedule, block))
 
-    def remote_parts(self, schedule: Schedule, rank: int, owners: Sequence[int] | None = None) -> Mapping[int, Sequence[Part]]:
-        """The parts of the rank's pieces, except those in its own blocks; of these owners only, if they are given."""
+    def remote_parts(self, schedule: Schedule, rank: int) -> Mapping[int, Sequence[Part]]:
+        """The parts of the rank's pieces, except those in its own blocks."""
         blocks = schedule.blocks
         block, shard = schedule.pairs_of(rank)
         owner = self.owners(schedule, block)
         # Owners ascend with blocks, so the pairs of one owner are contiguous.
-        if owners is None:
-            starts = np.flatnonzero(np.diff(owner, prepend=-1)).tolist()
-            stops = [*starts, len(owner)][1:]
-            runs = {rank_: range(a, b) for rank_, a, b in zip(owner[starts].tolist(), starts, stops, strict=True)}
-        else:
-            bounds = [(o, *np.searchsorted(owner, [o, o + 1]).tolist()) for o in sorted(owners)]
-            runs = {rank_: range(a, b) for rank_, a, b in bounds if a < b}
+        starts = np.flatnonzero(np.diff(owner, prepend=-1)).tolist()
+        stops = [*starts, len(owner)][1:]
+        runs = {rank_: range(a, b) for rank_, a, b in zip(owner[starts].tolist(), starts, stops, strict=True)}
         runs.pop(rank, None)
         if not schedule.is_never_split:
             return {
@@ -145,32 +141,7 @@ def _meeting_parts(schedule: Schedule, block: int) -> Sequence[Part]:
             shard, stride = shard + axis[step] * stride, stride * count
         return schedule.part(bounds, shard, holder(shard, k))
 
-    def tabulate() -> PartTable:
-        shard = numbers_in(met, counts)
-        along = [_along(*axis) for axis in zip(met, bounds, shards.shard_shape, strict=True)]
-        low, high = (_product([ends[k] for ends in along]) for k in (0, 1))
-        if shards.n_replicas == 1:
-            return PartTable(low, high, shard, shards.table.ranks_at(shard, 0))
-        held = np.sort(shards.table.ranks_at(shard.reshape(-1, 1), np.arange(shards.n_replicas)), axis=1)
-        once = np.diff(held, axis=1, prepend=-1) != 0
-        number = np.nonzero(once)[0]
-        return PartTable(low[number], high[number], shard[number], held[once])
-
-    n_parts = math.prod(map(len, met)) * n_holders
-    return Parts(make, range(n_parts), None if shards.has_halo else tabulate)
-
-
-def _product(axes: list[IntArray]) -> IntArray:
-    """All combinations of a number of each axis, in C order, as rows."""
-    if not axes:
-        return np.zeros((1, 0), dtype=np.int64)
-    return np.stack(np.meshgrid(*axes, indexing="ij"), axis=-1).reshape(-1, len(axes))
-
-
-def _along(met: range, bounds: tuple[int, int], size: int) -> tuple[IntArray, IntArray]:
-    """Along one axis: where the common elements of a block and each shard that it meets start and stop."""
-    first = np.arange(met.start, met.stop, dtype=np.int64) * size
-    return np.maximum(first, bounds[0]), np.minimum(first + size, bounds[1])
+    return Parts(make, range(math.prod(map(len, met)) * n_holders))
 
 
 @dataclass(frozen=True)
@@ -342,7 +313,7 @@ class Direct:
             stop = tuple(map(max, zip(*(part.region.stop for part in parts), strict=True)))
             yield Block(Region(start, stop), parts)
 
-    def remote_parts(self, schedule: Schedule, rank: int, owners: Sequence[int] | None = None) -> Mapping[int, Sequence[Part]]:
+    def remote_parts(self, schedule: Schedule, rank: int) -> Mapping[int, Sequence[Part]]:
         """Empty: nothing is sent."""
         return {}
 

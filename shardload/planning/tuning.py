@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardload.planning.blocks import BLOCKS_PER_OWNER
-from shardload.planning.hops import AUTO_WAY
 
 __all__ = ["Tuning", "default_tuning", "tuned"]
 
@@ -57,8 +56,6 @@ class Tuning:
     large_block_nbytes, large_blocks_per_rank : int
         Inside a machine, blocks of a large array are larger, up to the first number, if each rank then still has as many as
         the second: a block costs each rank that needs some of it a control message, and waking up for it.
-    way : str
-        Whether parts go to other nodes as messages or over relays (`planning.hops`): ``"auto"``, or one of `hops.WAYS`.
     blocks_per_owner : int
         Fewest blocks for each rank that reads: enough that reading overlaps sending. (See `for_many`.)
     """
@@ -78,7 +75,6 @@ class Tuning:
     large_block_nbytes: int = 16 << 20
     large_blocks_per_rank: int = 4
     block_between_nodes_nbytes: int = 16 << 20
-    way: str = AUTO_WAY
     blocks_per_owner: int = BLOCKS_PER_OWNER
 
     def for_many(self, n_arrays: int) -> Tuning:

@@ -99,24 +99,6 @@ class Arrivals:
                 rank=rank,
             )
 
-    def report_lost(self, array: int, part: Part) -> None:
-        """Report that a part which a rank sent over relays did not arrive."""
-        if self.problem is None:
-            self.problem = PeerError(
-                f"the part {part.region}{_of(self._arrays[array])} that rank {part.rank} sends over relays did not arrive, "
-                f"though all ranks say that they passed on what they had. Nothing was loaded. {DEFECT}",
-                rank=part.rank,
-            )
-
-    def report_bundle(self, rank: int, why: str) -> None:
-        """Report that a bundle is damaged, or leads nowhere."""
-        if self.problem is None:
-            self.problem = PeerError(
-                f"a bundle of parts that came from rank {rank} is not what was sent: {why}. The load is void; if it happens "
-                "again, suspect the network or memory of these two nodes",
-                rank=rank,
-            )
-
     def report_sum(self, array: int, part: Part, rank: int, ours: int, theirs: int) -> None:
         """Report that the values of a part differ from those that were sent."""
         if self.problem is None:

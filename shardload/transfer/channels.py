@@ -10,8 +10,6 @@ there.
   gaps, otherwise packed. (MPI could send with gaps too, but MPICH then moves a few KiB per call: measured, packing is 10 times
   faster.) The message is received straight into the target.
 
-Parts for other nodes may also go over relays, which join them in bundles: see `relay`.
-
 Both ends number the parts of one sender, from the first part of array 0 to the last part of the last array. At the end each
 sender sends each receiver a receipt: whether all went well, how many parts were sent, a digest of their arrays and regions and,
 for messages, a checksum of each part if checksums are on.
@@ -39,12 +37,9 @@ from shardload.transfer.checksum import checksum, identity, seed_of
 from shardload.transfer.messages import Packer
 from shardload.transfer.moves import ArrayMove, Expected
 
-__all__ = [
-    "ACK", "DONE", "HEAD_SIZE", "OFFER", "PASSED", "Channel", "Channels", "MessageChannel", "SharedMemoryChannel", "one_less",
-]  # fmt: skip
+__all__ = ["ACK", "HEAD_SIZE", "OFFER", "Channel", "Channels", "MessageChannel", "SharedMemoryChannel", "one_less"]
 
-# Kinds of control messages: "these parts lie there", "I have them"; of relays: "these parts of others lie there", "no more".
-OFFER, ACK, PASSED, DONE = range(4)
+OFFER, ACK = range(2)  # kinds of control messages: "these parts lie there", "I have them"
 HEAD_SIZE = 4  # of an offer: OFFER, its number, how many parts, which array; then a row of integers for each tile
 _RECEIPT_HEAD_SIZE = 3
 
@@ -106,11 +101,9 @@ class Channels:
         """Number of offers of this rank that have not been acknowledged."""
         return len(self._offered)
 
-    def offer(
-        self, rank: int, n_parts: int, array: int, rows: list[int], on_done: Callable[[], None], kind: int = OFFER
-    ) -> None:
+    def offer(self, rank: int, n_parts: int, array: int, rows: list[int], on_done: Callable[[], None]) -> None:
         """Tell `rank` where parts lie. `on_done` is called when the receiver has copied them."""
-        message: Integers = np.array([kind, self._n_offers + 1, n_parts, array, *rows], dtype=np.int64)
+        message: Integers = np.array([OFFER, self._n_offers + 1, n_parts, array, *rows], dtype=np.int64)
         self.transport.tell(rank, message)
         self._n_offers += 1
         self._offered[self._n_offers] = rank, on_done

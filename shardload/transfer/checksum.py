@@ -30,7 +30,7 @@ import numpy as np
 from shardload.planning.region import Region
 from shardload.system.scratch import ThreadScratch
 
-__all__ = ["checksum", "crcs_of_rows", "identity", "join_sums", "seed_of", "sum_shard"]
+__all__ = ["checksum", "identity", "join_sums", "seed_of", "sum_shard"]
 
 _AT_ONCE_NBYTES = 1 << 19  # a copy of this size stays in the core's own cache
 _scratch = ThreadScratch()
@@ -46,26 +46,6 @@ Sums = np.ndarray[Any, np.dtype[np.uint32]]
 def identity(region: Region, previous: int) -> int:
     """A running CRC-32 of the coordinates of regions: equal if the same regions came in the same order."""
     return zlib.crc32(struct.pack(f"<{2 * region.ndim}q", *region.start, *region.stop), previous)
-
-
-def crcs_of_rows(rows: Sums, crc: int = 0) -> Sums:
-    """`zlib.crc32` of each row of an array of 32-bit words, all at once.
-
-    >>> rows = np.arange(6, dtype="<u4").reshape(2, 3)
-    >>> crcs_of_rows(rows, 7).tolist() == [zlib.crc32(row.tobytes(), 7) for row in rows]
-    True
-    """
-    found = np.full(len(rows), ~crc & _ALL, dtype=np.uint32)
-    low, mask = np.uint32(8), np.uint32(255)
-    for column in rows.T:
-        found ^= column
-        found = (
-            _BY_BYTE[3][found & mask]
-            ^ _BY_BYTE[2][(found >> low) & mask]
-            ^ _BY_BYTE[1][(found >> np.uint32(16)) & mask]
-            ^ _BY_BYTE[0][found >> np.uint32(24)]
-        )
-    return ~found
 
 
 def seed_of(array: int, seed: int) -> int:
@@ -224,18 +204,3 @@ def _tables(factor: int) -> Sums:
         product = np.uint32(_product(1 << bit, factor))
         tables[bit // 8] ^= np.where(numbers >> bit % 8 & 1, product, np.uint32(0)).astype(np.uint32)
     return tables
-
-
-def _by_byte() -> Sums:
-    """What each byte of a word adds to a CRC: of the last byte, of the one before it, and so on."""
-    tables = np.zeros((4, 256), dtype=np.uint32)
-    one = np.arange(256, dtype=np.uint32)
-    for _ in range(8):
-        one = np.where(one & np.uint32(1), (one >> np.uint32(1)) ^ np.uint32(_POLYNOMIAL), one >> np.uint32(1))
-    tables[0] = one
-    for k in range(1, 4):
-        tables[k] = tables[0][tables[k - 1] & np.uint32(255)] ^ (tables[k - 1] >> np.uint32(8))
-    return tables
-
-
-_BY_BYTE = _by_byte()

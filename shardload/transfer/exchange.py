@@ -9,8 +9,6 @@ One `exchange` moves every part of every array from its block to its target (`mo
    to do sleeps instead of spinning. There is no wait between two arrays.
 4. Each sender ends by sending each receiver a receipt. The receiver compares it with the plan.
 
-If an array has relays (`Flow.hops`), its parts for other nodes go over these instead (`relay`), in the same loop.
-
 A sender that fails stops sending and marks its receipts as failed. The receivers then cancel what will not come, so no rank
 waits for it.
 """
@@ -27,15 +25,14 @@ from shardload.comm.backoff import Backoff
 from shardload.comm.group import Group
 from shardload.comm.shared_memory import Bell, Segment
 from shardload.comm.transport import Transport
-from shardload.planning.schedule import Block, Part
+from shardload.planning.schedule import Block
 from shardload.system.interruption import let_interruption_pass
 from shardload.transfer.arrivals import Arrivals
 from shardload.transfer.buffers import Slots, StagedBlock
-from shardload.transfer.channels import ACK, DONE, PASSED, Channels, one_less
+from shardload.transfer.channels import ACK, Channels
 from shardload.transfer.messages import Packer
 from shardload.transfer.moves import ArrayMove, Staged
 from shardload.transfer.receiver import Receiver
-from shardload.transfer.relay import RelayBuffers, Relays
 from shardload.transfer.sender import Sender
 
 __all__ = ["Buffers", "Moved", "exchange"]
@@ -68,18 +65,12 @@ class Buffers:
         The shared memory of each rank of this machine; empty if none is shared.
     bell : Bell
         Wakes this rank. Rung by the producers' threads and, with shared memory, by the ranks of this machine.
-    relay : RelayBuffers, optional
-        Memory for bundles, if any array has relays.
-    bundle_comm : mpi4py.MPI.Comm, optional
-        Carries them (`Group.bundle_comm`).
     """
 
     slots: Slots
     pack_slots: Slots
     segments: Mapping[int, Segment]
     bell: Bell
-    relay: RelayBuffers | None = None
-    bundle_comm: Any = None
 
 
 @dataclass(frozen=True)
@@ -127,7 +118,7 @@ def exchange(
     Moved
         Statistics of the exchange.
     """
-    transport = Transport(group, tags, buffers.segments, buffers.bundle_comm)
+    transport = Transport(group, tags, buffers.segments)
     progress = _Callback(on_progress)
     complete = [_Callback(array.on_complete) for array in arrays]
     arrivals = Arrivals(arrays, progress, complete)
@@ -142,7 +133,6 @@ def exchange(
         raise
     channels.close()
     peak_nbytes = buffers.slots.peak_nbytes + buffers.pack_slots.peak_nbytes
-    peak_nbytes += 0 if buffers.relay is None else buffers.relay.peak_nbytes
     moved = Moved(arrivals.copy_seconds, arrivals.nbytes, peak_nbytes, arrivals.n_checksums)
     problems = [moving.failure, arrivals.problem, progress.problem]
     problems += [_named(array, callback.problem) for array, callback in zip(arrays, complete, strict=True) if callback.problem]
@@ -180,18 +170,12 @@ class _Exchange:
     ) -> None:
         self.transport, self.channels, self.arrays = transport, channels, arrays
         self.sender, self.receiver = Sender(channels), Receiver(channels, arrays, arrivals)
-        self.relays: Relays | None = None
-        if any(array.flow.hops is not None for array in arrays):
-            if buffers.relay is None:
-                raise ValueError("an exchange with relays has no memory for bundles")
-            self.relays = Relays(channels, arrays, buffers.relay)
         self.slots, self.bell, self.watch, self.rank = buffers.slots, buffers.bell, group.watch, group.rank
         self.shares_memory, self.segment = bool(buffers.segments), buffers.segments.get(group.rank)
         self.failure: BaseException | None = None  # when this rank staged or sent
         self.blocks = _outgoing(arrays, self.rank)
         self.following = next(self.blocks, None)
         self.under_way: deque[tuple[int, Block, Staged]] = deque()
-        self.to_read: Block | None = None  # the next block, as its reader is told of it
         self.to_be_packed: int | None = None  # an array whose parts may need slots, to be copied into shared memory
         self.has_sent_receipts = False
         self.is_woken = False  # True if all from whom this rank expects something ring its bell
@@ -207,9 +191,7 @@ class _Exchange:
     def run(self) -> None:
         self.watch.enter("exchange")
         self.receiver.expect()
-        if self.relays is not None:
-            self.relays.expect()
-        self.is_woken = self.relays is None and self.receiver.is_woken()
+        self.is_woken = self.receiver.is_woken()
         idle = 0
         try:
             with self.watch.attend(self._now):
@@ -224,14 +206,10 @@ class _Exchange:
                         self._nap(idle)
         finally:
             self._set_busy(False)
-        relays = self.relays
-        if relays is not None and self.failure is None:
-            relays.check()
-        self.receiver.check(self.failure is None and (relays is None or relays.went_well))
+        self.receiver.check(self.failure is None)
 
     def _is_done(self) -> bool:
-        is_done = self.has_sent_receipts and not self.transport and not self.channels.n_offered and self.receiver.is_done()
-        return is_done and (self.relays is None or self.relays.is_done)
+        return self.has_sent_receipts and not self.transport and not self.channels.n_offered and self.receiver.is_done()
 
     def _step(self) -> bool:
         moved = self.transport.test()
@@ -239,36 +217,23 @@ class _Exchange:
             moved |= self._listen()
             moved |= self._stage()
             moved |= self.sender.send_queued()
-            if self.relays is not None:
-                moved |= self.relays.send_queued()
-                moved |= self.relays.step()
         except Exception as error:
             let_interruption_pass(error)
             self._fail(error)
             moved = True
-        if not self.has_sent_receipts and not self.under_way and self.following is None and self._has_sent_all():
+        if not self.has_sent_receipts and not self.under_way and self.following is None and self.sender.is_empty:
             self.sender.send_receipts(self.failure is None)
-            if self.relays is not None:
-                self.relays.end_sending(self.failure is None)
             self.has_sent_receipts = moved = True
         return moved
-
-    def _has_sent_all(self) -> bool:
-        return self.sender.is_empty and (self.relays is None or self.relays.is_empty)
 
     def _listen(self) -> bool:
         """Handle the control messages from ranks of this machine. Return True if there were any."""
         heard = False
-        relays = self.relays
-        if self.channels.n_offered or self.receiver.is_listening() or (relays is not None and relays.is_listening):
+        if self.channels.n_offered or self.receiver.is_listening():
             for rank, message in self.transport.told():
                 heard = True
                 if message[0] == ACK:
                     self.channels.acknowledged(rank, int(message[1]))
-                elif relays is not None and message[0] == PASSED:
-                    relays.look(rank, message)
-                elif relays is not None and message[0] == DONE:
-                    relays.told(rank, message)
                 else:
                     self.receiver.look(rank, message)
         return heard
@@ -288,17 +253,15 @@ class _Exchange:
             producer = self.arrays[array].producer
             if len(self.under_way) >= producer.n_at_once:
                 break
-            if self.to_read is None:
-                self.to_read = block if self.relays is None else self.relays.for_reading(array, block)
-            if not producer.has_room(self.to_read) or self._keeps_slots(array):
+            if not producer.has_room(block) or self._keeps_slots(array):
                 break
             n_taken = self.slots.n_taken
-            self.under_way.append((array, block, producer.start(self.to_read)))
+            self.under_way.append((array, block, producer.start(block)))
             self.is_starved = False
             is_unstaged = self.shares_memory and self.slots.n_taken == n_taken
-            if is_unstaged and any(part.rank != self.rank for part in self.to_read.parts):
+            if is_unstaged and any(part.rank != self.rank for part in block.parts):
                 self.to_be_packed = array
-            self.following, self.to_read, moved = next(self.blocks, None), None, True
+            self.following, moved = next(self.blocks, None), True
         return moved
 
     def _result(self, array: int, staged: Staged) -> StagedBlock:
@@ -327,31 +290,23 @@ class _Exchange:
         return False
 
     def _deliver(self, array: int, block: StagedBlock) -> None:
-        parts: Sequence[Part] = block.block.parts
-        block.n_sending = 1
-        near = None if self.relays is None else self.relays.put(array, block)
-        if near is not None:
-            parts = [parts[k] for k in near.tolist()]
-        for part in parts:
+        for part in block.block.parts:
             if part.rank == self.rank:
                 self.receiver.delivered(array, part)
-        self.sender.put(array, block, parts)
-        one_less(block)
+        self.sender.put(array, block)
 
     def _fail(self, error: Exception) -> None:
         """Stop staging and sending. Each rank that still expects parts will get a receipt that reports the failure."""
         self.failure = self.failure or error
         self.following = None
-        for array, block in _outgoing(self.arrays, self.rank):
-            near = None if self.relays is None else self.relays.clear(array, block.parts)
-            self.sender.clear(block.parts if near is None else (block.parts[k] for k in near.tolist()))
+        for _, block in _outgoing(self.arrays, self.rank):
+            self.sender.clear(block.parts)
 
     def _nap(self, idle: int) -> None:
         """Sleep until the bell rings if nothing else can happen; otherwise sleep briefly, longer each time."""
-        if not self.transport.n_data and not (self.relays is not None and self.relays.is_receiving):
+        if not self.transport.n_data:
             # The bell may ring before the message can be received, and other machines do not ring it: look again after a while.
             alone = not self.transport and not self.channels.n_offered and not self.receiver.is_listening()
-            alone = alone and (self.relays is None or not self.relays.is_listening)
             if alone:
                 self.bell.wait(min(_ALONE_SECONDS, self.watch.nap_seconds))
                 return

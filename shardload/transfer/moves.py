@@ -18,11 +18,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from shardload.planning.grid import IntArray
-from shardload.planning.hops import Hops
 from shardload.planning.schedule import Block, Part, Schedule
 from shardload.transfer.buffers import Piece
 
-__all__ = ["ArrayMove", "BlocksToPieces", "Expected", "Flow", "PiecesToBlocks", "Producer", "Relayed", "Staged"]
+__all__ = ["ArrayMove", "BlocksToPieces", "Expected", "Flow", "PiecesToBlocks", "Producer", "Staged"]
 
 
 class Staged(Protocol):
@@ -81,56 +80,12 @@ class Flow(Protocol):
         """Number of elements that a target needs."""
         ...
 
-    @property
-    def hops(self) -> Hops | None:
-        """The relays over which parts go to other nodes; None if each part goes straight to its rank.
-
-        With relays, `incoming` has the parts of ranks of the own node, and `relayed` those of all others.
-        """
-        ...
-
-    def relayed(self, rank: int) -> Relayed:
-        """The parts that a rank receives from other nodes."""
-        ...
-
-    def sends(self, rank: int) -> bool:
-        """True if a rank stages blocks. A formula: it may be asked for any rank."""
-        ...
-
-
-class Relayed:
-    """The parts that one rank receives over relays, as arrays: a part is made when it arrives.
-
-    Parameters
-    ----------
-    block, section, sender : ndarray of int
-        Of each part, ordered by block, then section. Each pair of a block and a section occurs once.
-    make : callable
-        The part of a block and a section.
-    """
-
-    def __init__(self, block: IntArray, section: IntArray, sender: IntArray, make: Callable[[int, int], Part]) -> None:
-        self.block, self.section, self.sender, self._make = block, section, sender, make
-
-    def __len__(self) -> int:
-        return len(self.block)
-
-    def find(self, block: int, section: int) -> int | None:
-        """The place of a part; None if this rank does not expect it."""
-        low, high = np.searchsorted(self.block, (block, block + 1)).tolist()
-        k = low + int(np.searchsorted(self.section[low:high], section))
-        return k if k < high and int(self.section[k]) == section else None
-
-    def __getitem__(self, k: int) -> Part:
-        return self._make(int(self.block[k]), int(self.section[k]))
-
 
 @dataclass(frozen=True)
 class BlocksToPieces:
-    """Loading: the owner of each block sends, the holders of the shards receive. `hops`: the relays to other nodes, if any."""
+    """Loading: the owner of each block sends, the holders of the shards receive."""
 
     schedule: Schedule
-    hops: Hops | None = None
 
     @property
     def ndim(self) -> int:
@@ -143,33 +98,7 @@ class BlocksToPieces:
 
     def incoming(self, rank: int) -> Mapping[int, Sequence[Part]]:
         """See `Flow`."""
-        if self.hops is None:
-            return self.schedule.remote_parts(rank)
-        ranks = self.hops.ranks
-        node = ranks.node(rank)
-        near = [ranks.rank(node, member) for member in range(ranks.n_members(node))]
-        return self.schedule.remote_parts(rank, [one for one in near if one != rank])
-
-    def relayed(self, rank: int) -> Relayed:
-        """See `Flow`."""
-        schedule = self.schedule
-        block, section = schedule.pairs_of(rank)
-        sender = schedule.owners(block)
-        if self.hops is None:
-            is_far = np.zeros(len(block), dtype=bool)
-        else:
-            is_far = self.hops.ranks.nodes(sender) != self.hops.ranks.node(rank)
-        of = np.broadcast_to(sender, block.shape)[is_far]
-        owner = schedule.owner
-
-        def make(block: int, section: int) -> Part:
-            return schedule.part(schedule.blocks.bounds(block), section, owner(block))
-
-        return Relayed(block[is_far], section[is_far], of, make)
-
-    def sends(self, rank: int) -> bool:
-        """See `Flow`."""
-        return self.schedule.is_owner(rank)
+        return self.schedule.remote_parts(rank)
 
     def n_wanted(self, target: int) -> int:
         """See `Flow`."""
@@ -222,7 +151,7 @@ class PiecesToBlocks:
             own = [one for one in shard[start:stop].tolist() if self._sender(one, to) == rank]
             parts = tuple(Part(part, number, to) for one in own for part in schedule.messages(region, one))
             if parts:
-                yield Block(region, parts, number)
+                yield Block(region, parts)
 
     def in_round(self, number: int, per_round: int) -> PiecesToBlocks:
         """The same for one round."""
@@ -255,24 +184,6 @@ class PiecesToBlocks:
                 if sender != rank:
                     found.setdefault(sender, []).extend(Part(part, number, sender) for part in schedule.messages(region, shard))
         return found
-
-    @property
-    def hops(self) -> None:
-        """None: each part goes straight to its rank."""
-        return None
-
-    def relayed(self, rank: int) -> Relayed:
-        """Nothing."""
-        none = np.empty(0, dtype=np.int64)
-        return Relayed(none, none, none, self._no_part)
-
-    @staticmethod
-    def _no_part(block: int, section: int) -> Part:
-        raise IndexError(block)
-
-    def sends(self, rank: int) -> bool:
-        """True if a rank holds any shard."""
-        return bool(self.schedule.shards.shards_of(rank))
 
     def n_wanted(self, target: int) -> int:
         """See `Flow`."""

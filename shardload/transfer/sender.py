@@ -36,11 +36,11 @@ class Sender:
         """True if every part has been handed to MPI or offered."""
         return not self._waiting
 
-    def put(self, array: int, block: StagedBlock, parts: Iterable[Part] | None = None) -> None:
-        """Send the parts of a block (or some of them) that can be sent at once, and queue the others."""
-        block.n_sending += 1
+    def put(self, array: int, block: StagedBlock) -> None:
+        """Send the parts of a block that can be sent at once, and queue the others."""
+        block.n_sending = 1
         together: dict[int, list[Part]] = {}
-        for part in block.block.parts if parts is None else parts:
+        for part in block.block.parts:
             if part.rank == self._rank:
                 continue
             channel = self._channels.route(part.rank)

@@ -19,8 +19,7 @@ __all__ = ["DEATHS", "EXPECTED", "INTERRUPTS", "Row", "check_survivors", "dies",
 
 SCRIPT = Path(__file__).parent / "scripts" / "faults.py"
 PHASES = ("metadata", "planning", "opening", "reading", "exchange", "assembly")
-DEATHS = ("metadata", "reading", "assembly", "passing on")
-RELAYS = {"FAULTS_RELAYS": "two hops", "SHARDLOAD_RANKS_PER_NODE": "2"}
+DEATHS = ("metadata", "reading", "assembly")
 INTERRUPTS, SIGNALS = PHASES, ("SIGINT", "SIGALRM")
 N = 4
 
@@ -107,20 +106,18 @@ def check_survivors(
 
 def dies(folder: Path, phase: str, mpi: str = "mpich") -> Job:
     """A job of which one rank is killed (rank 0 reads metadata, rank 2 does the rest)."""
-    env = RELAYS if phase == "passing on" else {}
-    return start(folder, "die", phase, "0" if phase == "metadata" else "2", mpi=mpi, env=env)
+    return start(folder, "die", phase, "0" if phase == "metadata" else "2", mpi=mpi)
 
 
 def interrupted(
     folder: Path,
     mpi: str = "mpich",
     phases: Sequence[str] = INTERRUPTS,
-    env: Mapping[str, str] | None = None,
     which: str = "all",
 ) -> list[list[dict[str, Any]]]:
     """What each rank said after each signal in each phase; it loaded well after each. With `which`, one of both: ``0`` or
     ``1`` says whether in the first phase it is Ctrl-C or an alarm; in the next phase it is the other."""
-    return said(start(folder, "interrupt", which, *phases, mpi=mpi, env=env, fresh=False).check())
+    return said(start(folder, "interrupt", which, *phases, mpi=mpi, fresh=False).check())
 
 
 def rows() -> Iterator[Row]:

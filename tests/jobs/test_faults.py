@@ -43,15 +43,6 @@ def test_interrupted_on_all_ranks(tmp_path: Path, first: int) -> None:
         assert [(said["signal"], said["phase"], said["outcome"]) for said in rank] == expected
 
 
-@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.thorough)])
-def test_interrupted_while_relays_pass_on(tmp_path: Path, first: int) -> None:
-    """Wrong if a bundle of the interrupted load were taken for one of the next, or its buffer used again."""
-    phases = ("reading", "passing on")
-    for rank in faults.interrupted(tmp_path, phases=phases, env=faults.RELAYS, which=str(first)):
-        expected = [(faults.SIGNALS[(k + first) % 2], phase, "interrupted") for k, phase in enumerate(phases)]
-        assert [(said["signal"], said["phase"], said["outcome"]) for said in rank] == expected
-
-
 def ours_in_shared_memory() -> set[str]:
     """What is in /dev/shm, without what MPI libraries leave there when they are killed."""
     foreign = ("mpich_shm", "vader_segment", "ompi", "prte", "pmix", "sm_segment", "dstore", "ucx_shm")

@@ -28,7 +28,6 @@ CASES: dict[str, tuple[int, bool, int | None, tuple[str, ...]]] = {
     "thread parallel": (2, True, 2, ("rank 2 is reading chunk", "(phase: read)", "other rank", FILE)),
     "thread direct": (2, True, 2, ("rank 2 is reading chunk", "3 other ranks wait for all to be done", FILE)),
     "inline parallel": (2, False, 2, ("rank 2 ", "held up", "other rank", PROCESS)),
-    "relay hops": (2, False, 2, ("rank 2 ", "held up", "other ranks wait for parts (phase: exchange)", PROCESS)),
     "metadata": (0, False, 0, ("nothing was heard of rank 0", "for 4 s (call: 'x.h5')", PROCESS)),
     "absent": (3, False, 3, ("rank 3 did not come to this call", "other rank", "(phase: ", PROCESS)),
     "absent_at_first": (1, False, None, ("not all ranks of this communicator have made their first call within 4 s", PROCESS)),
@@ -62,7 +61,7 @@ def hold_up(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
     def run(case: str, mpi: str, n: int) -> Job:
         folder = folders[case, mpi, n]
-        env = {"PYTHONPATH": str(ROOT), **({"SHARDLOAD_RANKS_PER_NODE": "2"} if case.startswith("relay") else {})}
+        env = {"PYTHONPATH": str(ROOT)}
         env |= {WHOLE_END: "1"} if n == 1 else {}  # more ranks end by MPI_Abort
         return run_job([SCRIPT, folder, *case.split()], n, timeout=SECONDS, mpi=mpi, env=env, cwd=folder)
 

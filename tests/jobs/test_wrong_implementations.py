@@ -78,15 +78,6 @@ BY_FILE = {
 }
 # One element of a large array: a few boxes miss it.
 BY_FULL = {"one element read wrongly": ("VerifyError", "element (9, 100, 75) is -160331.0")}
-# What a relay does wrong, by the part of the text that is the same wherever it is found: at the relay or at the last receiver.
-BY_RECEIVER = {
-    "a relay swaps two ranks of its node": LISTS,
-    "a relay drops its last bundle": ("PeerError", "that rank 0 sends over relays did not arrive"),
-    "a relay passes a bundle on twice": LISTS,
-    "a relay passes on what a load before left in its buffer": LISTS,
-    "one bit changes in a row of a bundle": ("PeerError", "a bundle of parts that came from rank 0 is not what was sent"),
-}
-BY_CHECKSUM_OF_RELAYED = {"one bit changes in a relay": SUMS}
 # A rank waits for what nobody sends, or fails in the middle of an exchange. In a program of their own.
 ALONE = ("a reader drops its last block", "a receiver expects a block too few", "blocks smaller than their parts")
 
@@ -211,19 +202,6 @@ def test_not_found_but_by_full(found: Travelled, verify: str) -> None:
 def test_every_defect_is_looked_at(found: Travelled) -> None:
     """Wrong if a defect of the script were asserted by nobody."""
     assert {case for case, _ in found.said} == {*found.by_index, *found.by_checksum, *BY_FILE, *BY_FULL}
-
-
-@pytest.mark.parametrize(("mpi", "way"), [("mpich", "nodes"), pytest.param("openmpi", "two hops", marks=pytest.mark.thorough)])
-def test_what_relays_do_wrong(tmp_path: Path, mpi: str, way: str) -> None:
-    """Wrong if a receiver believed a relay more than its own plan, or the error did not say from whom a part is."""
-    cases = {**BY_RECEIVER, **BY_CHECKSUM_OF_RELAYED}
-    env = {"SHARDLOAD_RANKS_PER_NODE": "2", "WRONG_RELAYS": way}
-    said = meet_defects(tmp_path, *cases, "two ranks get each other's part", mpi=mpi, env=env)
-    for_each(BY_CHECKSUM_OF_RELAYED, lambda case, error: is_error(said[case, "checksum"], *error))
-    for_each(BY_CHECKSUM_OF_RELAYED, lambda case, _: is_wrong_and_unnoticed(said[case, "index"]))
-    for verify in ("index", "checksum"):
-        for_each(BY_RECEIVER, lambda case, error, verify=verify: is_error(said[case, verify], *error))  # type: ignore[misc]
-        assert {one["type"] for one in said["two ranks get each other's part", verify]} == {"PeerError"}
 
 
 WAITS = [("mpich", "shared memory"), ("openmpi", "messages")]

@@ -90,17 +90,6 @@ def test_saves_on_two_nodes(cluster: Cluster, site: Site, run_script: Path, tmp_
             np.testing.assert_array_equal(file[name][...], ramp(cube()))
 
 
-def test_relays_between_nodes(cluster: Cluster, site: Site, run_script: Path, tmp_path: Path) -> None:
-    """Wrong if a relay offered parts to ranks of another node, or one of four nodes in two rows and columns was passed over."""
-    env = {**site(), "WAYS_RELAYS": "two hops"}
-    command = ("srun", "--mpi=pmi2", "-K1", env["SITE_PYTHON"], RUN, LOADS, str(tmp_path), "few")
-    done = cluster.run(run_script, "--nodes=4", "--ntasks-per-node=2", env=env, arguments=command, cwd=ROOT).check()
-    found = done.said()
-    assert len(found) == 8
-    for line in found:
-        assert line["loads"] == 8 and min(line["bundles sent"], line["parts of bundles taken"]) > 8, line
-
-
 def test_without_mpi(cluster: Cluster, site: Site, run_script: Path, tmp_path: Path) -> None:
     """Wrong if the tasks of srun alone did not find each other from node to node, or one that fails left the others waiting."""
     path = tmp_path / "field.h5"

@@ -35,7 +35,6 @@ from shardload.jobs.loading.report import Phase
 from shardload.jobs.loading.trees import in_array, naming_errors
 from shardload.options import INDEX, Options, fill_value, pad_value
 from shardload.planning.halo import HaloShards
-from shardload.planning.hops import MESSAGES, Hops
 from shardload.planning.tuning import Tuning
 from shardload.transfer.allocator import empty_pieces
 from shardload.transfer.buffers import Piece, fill_padding
@@ -351,13 +350,9 @@ class OwnArray:
         """Bytes of this rank's pieces."""
         return sum(piece.data.nbytes for piece in self.shards.values())
 
-    def move(self, seed: int, is_named: bool, hops: Hops | None = None) -> ArrayMove:
-        """The task of the exchange for this array; `is_named` if errors must name it, because there are other arrays.
-
-        `hops`: the relays of the job, for arrays whose plan has some.
-        """
-        layout, dtype = self.load.layout, self.load.kind.dtype
-        flow = BlocksToPieces(layout.schedule, None if layout.way == MESSAGES else hops)
+    def move(self, seed: int, is_named: bool) -> ArrayMove:
+        """The task of the exchange for this array; `is_named` if errors must name it, because there are other arrays."""
+        flow, dtype = BlocksToPieces(self.load.layout.schedule), self.load.kind.dtype
         name = self.load.name if is_named else ""
         return ArrayMove(flow, self.reader, self.pieces, dtype, self._start_early, seed, name, self.load.named)
 

@@ -10,7 +10,6 @@ import numpy as np
 
 from shardload.errors import printable
 from shardload.planning.cost import Cost
-from shardload.planning.hops import MESSAGES, NODES, TWO_HOPS
 from shardload.planning.machine import ASSUMED, GIVEN, MEASURED
 from shardload.system.terminal import WIDTH, wrap, wrap_parts
 from shardload.units import counted, format_nbytes, number_text
@@ -20,8 +19,8 @@ __all__ = ["describe_job", "describe_plan", "describe_plan_as_html", "describe_p
 if TYPE_CHECKING:
     from shardload.jobs.loading.plan import Plan
 
-_WAYS = {MESSAGES: "part by part", NODES: "in bundles to a relay on each node", TWO_HOPS: "in bundles over two hops"}
 _MOST_ON_A_NODE = 64  # ranks; more of them are on several nodes, whatever a plan without a machine assumes
+_MANY_MESSAGES = 10_000  # of one rank: they take a third of a second or more
 _WIDE = 60  # from this width on, names have a column of their own
 
 
@@ -91,8 +90,11 @@ def _facts(plan: Plan) -> dict[str, str]:
         "taken": f"{plan.readers}: {plan.why}",
     }
     cost = plan.costs[plan.readers]
-    if cost.way_why and (cost.way != MESSAGES or plan.machine.has_limits):
-        facts["sent"] = f"between nodes {_WAYS[cost.way]}: {cost.way_why}"
+    if max(cost.n_sent, cost.n_received) >= _MANY_MESSAGES or (cost.n_sent and plan.machine.has_limits):
+        facts["sent"] = (
+            f"between nodes a message for each part, of {format_nbytes(cost.message_nbytes)} on average: about "
+            f"{cost.n_sent:,} from each reader, about {cost.n_received:,} to each rank"
+        )
     machine = _machine_text(plan)
     return facts | ({"machine": machine} if machine else {})
 
@@ -151,8 +153,6 @@ def _quantities(plan: Plan) -> tuple[list[str], dict[str, list[str]]]:
         "peak host": [format_nbytes(c.peak_nbytes) for c in costs],
         "est. seconds": [number_text(c.seconds, 2) for c in costs],
     }
-    if plan.machine.has_limits or any(c.way != MESSAGES for c in costs):
-        rows |= {"partners": [f"{c.partners:,}" if c.partners else "-" for c in costs]}
     if plan.machine.has_limits:
         rows |= {"slowest": [c.limit or "-" for c in costs]}
     if plan.machine.has_file_system:
@@ -212,5 +212,5 @@ def describe_job(made: Plan) -> str:
     return (
         f"{made.readers} of {made.shape} {made.dtype} as {made.shape_global}, blocks {p.blocks}, {p.strategy} of "
         f"{p.n_ranks} ranks, shards {p.shards.cuts} on ranks {p.shards.table.describe()}"
-        f"{', halo ' + p.shards.halo_text if p.shards.halo_text else ''}{'' if made.way == MESSAGES else ', by ' + made.way}"
+        f"{', halo ' + p.shards.halo_text if p.shards.halo_text else ''}"
     )

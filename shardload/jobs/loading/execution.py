@@ -41,8 +41,7 @@ from shardload.jobs.loading.trees import keys_text
 from shardload.jobs.progress import progress_of
 from shardload.options import FILE, FULL, Options
 from shardload.planning.blocks import aligned
-from shardload.planning.hops import MESSAGES, N_HOPS, WAYS, Hops, least_bundle_nbytes, node_map
-from shardload.planning.staging import BundleStaging, Staging, least_together, plan_bundles, plan_staging
+from shardload.planning.staging import Staging, plan_staging
 from shardload.planning.tuning import Tuning
 from shardload.system.caller import warn_once
 from shardload.system.garbage import let_go
@@ -52,7 +51,6 @@ from shardload.transfer.buffers import Slots
 from shardload.transfer.counters import Counters
 from shardload.transfer.exchange import Buffers, Moved, exchange
 from shardload.transfer.missing import describe_missing, fold_first, settle_missing, unfold_first
-from shardload.transfer.relay import RelayBuffers
 from shardload.transfer.resources import Resources
 from shardload.values.decoding import packed_by
 
@@ -254,7 +252,6 @@ class Job:
         self.group, self.loads, self.tuning = group, list(loads), tuning
         self._agreed, self._options = agreed, loads[0].options
         self.is_tree = any(load.where for load in loads)
-        self._bundle_comm: Any = None
 
     @cached_property
     def name(self) -> str:
@@ -334,8 +331,7 @@ class Job:
         """Load the arrays. The report counts seconds from `started`, a value of `time.perf_counter`."""
         started = time.perf_counter() if started is None else started
         tags = self.group.next_tags()  # counted on every rank, also on one that fails before it exchanges anything
-        segments = self.group.shared_memory(self._slots_nbytes + self._bundles_nbytes) if self._shares else {}
-        self._bundle_comm = self.group.bundle_comm if self.hops is not None else None
+        segments = self.group.shared_memory(self._slots_nbytes) if self._shares else {}
         mine = Outcome([OwnArray(load, self.group.rank) for load in self.loads])
         self._do_own(mine, tags, segments)
         self._verify(mine)
@@ -383,36 +379,7 @@ class Job:
         if len(layouts) == 1:
             return layouts[0].staging(cap_nbytes)
         n_threads = max(layout.n_threads for layout in layouts)
-        left = cap_nbytes - (0 if self.bundles is None else self.bundles.nbytes)
-        return plan_staging([(made.schedule, made.source) for made in layouts], left, n_threads)
-
-    @cached_property
-    def bundles(self) -> BundleStaging | None:
-        """Memory for bundles that all arrays share; None if none has relays."""
-        layouts, cap_nbytes = self._layouts, self._options.staging_nbytes
-        relayed = [layout for layout in layouts if layout.way != MESSAGES]
-        if len(layouts) == 1 or not relayed:
-            return layouts[0].bundles(cap_nbytes)
-        largest = max(layout.schedule.max_part_nbytes for layout in relayed)
-        partners = next(layout.n_partners for layout in relayed if layout.way == self._way)
-        found = plan_bundles(least_bundle_nbytes(largest), cap_nbytes, partners)
-        needed = least_together([(made.schedule, made.source) for made in layouts])
-        return None if found is None or needed > cap_nbytes - found.nbytes else found
-
-    @property
-    def _way(self) -> str:
-        """How parts go to other nodes. All arrays with relays have the same ones."""
-        return max((layout.way for layout in self._layouts), key=WAYS.index)
-
-    @cached_property
-    def hops(self) -> Hops | None:
-        """The relays; None if there are none."""
-        return None if self.bundles is None else Hops.of(node_map(self.group.machine.leaders), self._way)
-
-    @property
-    def _bundles_nbytes(self) -> int:
-        """Bytes of shared memory for bundles that come to this rank."""
-        return 0 if self.bundles is None else self.bundles.shared_nbytes
+        return plan_staging([(made.schedule, made.source) for made in layouts], cap_nbytes, n_threads)
 
     @property
     def _is_direct(self) -> bool:
@@ -422,8 +389,6 @@ class Job:
     @property
     def _shares(self) -> bool:
         """True if the ranks of a machine pass blocks in shared memory."""
-        if self.bundles is not None:
-            return True
         least = self.tuning.worth_sharing_nbytes
         schedules = [load.layout.schedule for load in self.loads]
         return any(not made.is_direct and made.max_block_size * made.itemsize >= least for made in schedules)
@@ -443,22 +408,7 @@ class Job:
             Slots(staging.n_pack, staging.pack_nbytes),
             segments,
             Bell() if segment is None else segment.bell,
-            self._make_relay_buffers(segment),
-            self._bundle_comm,
         )
-
-    def _make_relay_buffers(self, segment: Segment | None) -> RelayBuffers | None:
-        """Buffers for bundles, behind the slots in the shared memory."""
-        bundles = self.bundles
-        if bundles is None:
-            return None
-        n, size = bundles.n_arriving, bundles.arriving_nbytes
-        first, step = self._slots_nbytes, n * aligned(size)
-        arriving = [
-            Slots(n, size, None if segment is None else segment.data[first + k * step : first + (k + 1) * step])
-            for k in range(N_HOPS)
-        ]
-        return RelayBuffers(arriving, [Slots(*one) for one in bundles.leaving])
 
     def _do_own(self, mine: Outcome, tags: tuple[int, int, int], segments: Mapping[int, Segment]) -> None:
         """Open, agree, exchange, assemble, close. What goes wrong is kept: the ranks still have to agree on it."""
@@ -501,7 +451,7 @@ class Job:
     ) -> None:
         """Read and exchange all arrays, and hand them to JAX."""
         seed = crc32(json.dumps([compact(self._agreed), *tags]).encode())
-        moves = [own.move(seed, is_named=len(mine.arrays) > 1, hops=self.hops) for own in mine.arrays]
+        moves = [own.move(seed, is_named=len(mine.arrays) > 1) for own in mine.arrays]
         failed, mine.moved = exchange(
             self.group, moves, buffers, tags=tags, checksums=self._options.checksums, on_progress=on_progress
         )

@@ -26,13 +26,12 @@ from shardload.jobs.loading.describe import describe_plan, describe_plan_as_html
 from shardload.jobs.loading.picture import draw_shards
 from shardload.jobs.loading.report import LoadReport
 from shardload.planning.cost import Cost
-from shardload.planning.hops import MESSAGES, least_bundle_nbytes
 from shardload.planning.machine import WORKSTATION, Machine
 from shardload.planning.region import Region
 from shardload.planning.schedule import Schedule
 from shardload.planning.selection import Selection
 from shardload.planning.source_layout import SourceLayout
-from shardload.planning.staging import BundleStaging, Staging, plan_bundles, plan_staging
+from shardload.planning.staging import Staging, plan_staging
 from shardload.planning.traffic import count_held
 from shardload.system.terminal import width_of_prints
 from shardload.values.decoding import Decoding
@@ -93,10 +92,6 @@ class Layout:
         Which rank reads which block, and which rank needs which part of it.
     decoding : Decoding or None
         How stored numbers become values; None if they are only cast.
-    way : str
-        How parts go to other nodes: one of `planning.hops.WAYS`.
-    n_partners : tuple of int
-        For each hop over relays, to how many ranks a rank sends.
     n_threads : int
         Chunks that a rank may decode at once, if `staging` has room.
     """
@@ -105,8 +100,6 @@ class Layout:
     schedule: Schedule
     n_threads: int = 1
     decoding: Decoding | None = None
-    way: str = MESSAGES
-    n_partners: tuple[int, ...] = ()
     # Caches: loads of the same kind share a layout.
     _staging: dict[int, Staging] = field(default_factory=dict, init=False)
     _shares: dict[int, Share] = field(default_factory=dict, init=False)
@@ -123,7 +116,7 @@ class Layout:
     def staging(self, cap_nbytes: int) -> Staging:
         """How the memory under a cap is used if this array is loaded alone."""
         if cap_nbytes not in self._staging:
-            self._staging[cap_nbytes] = self._plan_staging(cap_nbytes)
+            self._staging[cap_nbytes] = plan_staging([(self.schedule, self.source)], cap_nbytes, self.n_threads)
         return self._staging[cap_nbytes]
 
     def share(self, rank: int) -> Share:
@@ -150,17 +143,6 @@ class Layout:
         """Which elements of the jax.Array are the file's, and which are padding or halo."""
         shards = self.schedule.shards
         return Extent(self.schedule.blocks.shape, shards.shape_global, shards.cuts, shards.halo_widths)
-
-    def _plan_staging(self, cap_nbytes: int) -> Staging:
-        bundles = self.bundles(cap_nbytes)
-        left = cap_nbytes - (0 if bundles is None else bundles.nbytes)
-        return plan_staging([(self.schedule, self.source)], left, self.n_threads)
-
-    def bundles(self, cap_nbytes: int) -> BundleStaging | None:
-        """Memory for bundles under a cap; None without relays."""
-        if self.way == MESSAGES:
-            return None
-        return plan_bundles(least_bundle_nbytes(self.schedule.max_part_nbytes), cap_nbytes, self.n_partners)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -263,11 +245,6 @@ class Plan:
     def schedule(self) -> Schedule:
         """Which rank reads which block, and which rank needs which part of it."""
         return self._layout.schedule
-
-    @property
-    def way(self) -> str:
-        """How parts go to other nodes: ``"messages"``, or over relays, ``"nodes"`` or ``"two hops"``."""
-        return self._layout.way
 
     @property
     def extent(self) -> Extent:

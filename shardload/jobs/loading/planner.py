@@ -29,7 +29,6 @@ from shardload.options import AUTO, Options, pad_value
 from shardload.planning.blocks import BLOCKS_PER_OWNER, LONGEST_ROW_NBYTES, plan_blocks, plan_row_chunks
 from shardload.planning.cost import Cost, Costs, Nodes, choose_mode, plan_cost
 from shardload.planning.halo import HaloShards
-from shardload.planning.hops import MESSAGES, WAYS, n_partners
 from shardload.planning.limits import OnDisk
 from shardload.planning.machine import WORKSTATION, Machine
 from shardload.planning.readers import numbers_of_readers, pick_readers, readers_text, share_out
@@ -122,14 +121,6 @@ class Ask:
         cores = self.machine.cores_per_node
         return Nodes(self.ranks.per_node, cores)
 
-    @property
-    def n_nodes(self) -> int:
-        """Number of nodes."""
-        found = self.ranks.topology
-        if found is not None:
-            return found.n_nodes
-        return -(-self.ranks.n // self.nodes.spread(self.ranks.n)[0])
-
     def max_block_nbytes(self, nbytes: int) -> int:
         """Cap on the bytes of a block of an array of `nbytes`."""
         tuning, cap = self.tuning, self.tuning.block_between_nodes_nbytes
@@ -187,7 +178,7 @@ def _with_readers(
 
     def cost(schedule: Schedule) -> Cost:
         layout = Layout(source, schedule, ask.ranks.n_threads)
-        return _cost(layout, nodes, ask.options.staging_nbytes, ask.machine, stored, _ways(ask, layout))
+        return _cost(layout, nodes, ask.options.staging_nbytes, ask.machine, stored)
 
     most = source.chunks.n_cells
     numbers = numbers_of_readers(ask.ranks.n, nodes.spread(ask.ranks.n)[0], most)
@@ -275,7 +266,7 @@ def read_in_turn(ask: Ask, plans: Sequence[Plan]) -> list[Plan]:
 def _is_worth_turns(plan: Plan) -> bool:
     nbytes = math.prod(plan.shape) * plan.dtype.itemsize
     strategy = plan.schedule.strategy
-    is_shared = isinstance(strategy, Parallel) and strategy.n_owners > 1 and plan._layout.way == MESSAGES
+    is_shared = isinstance(strategy, Parallel) and strategy.n_owners > 1
     return is_shared and 0 < nbytes <= _IN_TURN_NBYTES
 
 
@@ -284,8 +275,8 @@ def _read_by(ask: Ask, plan: Plan, rank: int, per_owner: int) -> Plan:
     layout = plan._layout
     caps: dict[str, Any] = dict(max_nbytes=ask.max_block_nbytes(0), n_owners=1, per_owner=per_owner)
     schedule = plan_schedules(layout.source, layout.schedule.shards, ask.ranks.n, modes=(PARALLEL,), **caps)[PARALLEL]
-    alone = replace(layout, schedule=replace(schedule, strategy=Alone(rank)), way=MESSAGES, n_partners=())
-    cost = partial(_cost, alone, ask.nodes, plan.staging_nbytes, plan.machine, None, {MESSAGES: 0})
+    alone = replace(layout, schedule=replace(schedule, strategy=Alone(rank)))
+    cost = partial(_cost, alone, ask.nodes, plan.staging_nbytes, plan.machine, None)
     costs: dict[str, Callable[[], Cost]] = {mode: partial(_known_cost, plan.costs, mode) for mode in plan.costs}
     costs[PARALLEL] = partial(_cost_in_turn, plan.costs, cost)
     why = f"{plan.why}; of many arrays, each is read by one rank, this one by rank {rank}"
@@ -439,10 +430,7 @@ def _choose(
     cap_nbytes = 0 if is_memory else ask.options.staging_nbytes
     nodes, machine = ask.nodes, WORKSTATION if is_memory else ask.machine
     stored = _stored(info, source) if machine.has_limits else None
-    count = {
-        mode: partial(_cost, layout, nodes, cap_nbytes, machine, stored, {MESSAGES: 0} if is_memory else _ways(ask, layout))
-        for mode, layout in layouts.items()
-    }
+    count = {mode: partial(_cost, layout, nodes, cap_nbytes, machine, stored) for mode, layout in layouts.items()}
     costs = Costs(count, known)
     mode, why = _choose_mode(costs, ask.options.readers, ask.ranks.n)
     if machine.has_limits and mode == PARALLEL and not isinstance(ask.options.readers, int):
@@ -465,45 +453,15 @@ def _choose(
         staging_nbytes=ask.options.staging_nbytes,
         machine=machine,
         ranks_per_node=nodes.ranks_per_node,
-        _layout=_over(layouts[mode], ask, costs[mode].way),
+        _layout=layouts[mode],
         _is_decoded=bool(ask.options.decode),
     )
 
 
-def _over(layout: Layout, ask: Ask, way: str) -> Layout:
-    """The layout with relays, if they are taken."""
-    return layout if way == MESSAGES else replace(layout, way=way, n_partners=_n_partners(ask, way))
-
-
-def _ways(ask: Ask, layout: Layout) -> dict[str, int]:
-    """The ways in which parts may go to other nodes, with the bytes of memory for bundles.
-
-    Relays are a way if these have room beside the staging buffers.
-    """
-    schedule, asked, straight = layout.schedule, ask.tuning.way, {MESSAGES: 0}
-    if asked == MESSAGES or schedule.is_direct or ask.ranks.is_one_machine or not schedule.can_relay:
-        return straight
-    found = straight if asked == AUTO else {}
-    cap_nbytes = ask.options.staging_nbytes
-    for way in WAYS:
-        bundles = replace(layout, way=way, n_partners=_n_partners(ask, way)).bundles(cap_nbytes)
-        if bundles is None or asked not in (AUTO, way):
-            continue
-        if least_together([(schedule, layout.source)]) <= cap_nbytes - bundles.nbytes:
-            found[way] = bundles.nbytes
-    return found or straight
-
-
-def _n_partners(ask: Ask, way: str) -> tuple[int, ...]:
-    return () if way == MESSAGES else n_partners(ask.n_nodes, ask.nodes.spread(ask.ranks.n)[0], way)
-
-
-def _cost(
-    layout: Layout, nodes: Nodes, cap_nbytes: int, machine: Machine, stored: OnDisk | None, ways: Mapping[str, int]
-) -> Cost:
+def _cost(layout: Layout, nodes: Nodes, cap_nbytes: int, machine: Machine, stored: OnDisk | None) -> Cost:
     """The cost of one way of reading; with a cap of 0 there are no staging buffers."""
     n_blocks = layout.staging(cap_nbytes).n_blocks if cap_nbytes else 0
-    return plan_cost(layout.schedule, layout.source, nodes, staging_blocks=n_blocks, machine=machine, stored=stored, ways=ways)
+    return plan_cost(layout.schedule, layout.source, nodes, staging_blocks=n_blocks, machine=machine, stored=stored)
 
 
 def _choose_mode(costs: Costs, readers: str | int, n_ranks: int) -> tuple[str, str]:

@@ -43,14 +43,12 @@ DAMAGED = -1  # in place of a rank: nothing happens but that the file is what it
 
 comm = MPI.COMM_WORLD
 execute = importlib.import_module("shardload.jobs.loading.array_load")
-# Faults happen at a chunk, or with relays at a bundle, which needs more room.
-RELAYS = os.environ.get("FAULTS_RELAYS", "")
 THIRD = os.environ.get("FAULTS_THIRD")  # of the ways of reading: for the first fault; for the next fault it is the next third
-as_large(batched_chunk_nbytes=0, **({"way": RELAYS} if RELAYS else {}))
+as_large(batched_chunk_nbytes=0)  # faults happen at a chunk
 
 
 def load(path: Any = "good.h5", readers: Any = "parallel", **options: Any) -> Any:
-    return shardload.load(path, mesh_of(), SPEC, readers=readers, staging="1MiB" if RELAYS else "48KiB", **options)
+    return shardload.load(path, mesh_of(), SPEC, readers=readers, staging="48KiB", **options)
 
 
 def write_hdf5(path: str, values: np.ndarray, **how: Any) -> None:
@@ -294,7 +292,6 @@ PHASES: dict[str, tuple[Any, str]] = {
     "reading": (Hdf5Chunks, "fetch"),
     "exchange": (importlib.import_module("shardload.transfer.receiver").Receiver, "check"),
     "assembly": (execute, "assemble"),
-    "passing on": (importlib.import_module("shardload.transfer.relay").Relays, "_pass_on"),
 }
 
 

@@ -126,15 +126,6 @@ def inline(readers: Any) -> None:
 
 
 @case
-def relay(way: Any) -> None:
-    """A rank is held up as it passes on what others sent over it."""
-    tune(way={"nodes": "nodes", "hops": "two hops"}[way])
-    if comm.rank == 2:
-        importlib.import_module("shardload.transfer.relay").Relays._pass_on = hold
-    load()
-
-
-@case
 def metadata(_: Any) -> None:
     if comm.rank == 0:
         importlib.import_module("shardload.jobs.loading.arguments").Finder = hold

@@ -2,9 +2,8 @@
 
 Variables of the environment (beside shardload's own): ``WAYS_COUNTS``, a folder for each rank's counts; ``WAYS_THREADS``, how
 many threads decode; ``WAYS_WITHOUT``, a rank on which no memory can be shared; ``WAYS_MUST``, how parts must have travelled
-when all tests are done: ``notes`` or ``messages`` alone, ``both``, over ``relays``, or in ``all`` ways; ``WAYS_RELAYS``: which
-relays there are between nodes, if any (`planning.hops.WAYS`, or ``some``: another way for each test); ``WAYS_HALF``: every
-second test goes by the usual sizes, and is not counted.
+when all tests are done: ``notes`` or ``messages`` alone, or ``both``; ``WAYS_HALF``: every second test goes by the usual sizes,
+and is not counted.
 """
 
 from __future__ import annotations
@@ -22,9 +21,8 @@ import pytest
 from shardload.comm import group
 from shardload.comm.mpi import world
 from shardload.comm.shared_memory import Segment
-from shardload.planning.hops import AUTO_WAY, WAYS
 from shardload.planning.tuning import default_tuning
-from shardload.transfer import bundles, channels, relay
+from shardload.transfer import channels
 from shardload.transfer.chunk_batches import ChunkBatches
 from shardload.transfer.chunk_tasks import ChunkTasks
 from tests.tuning import as_large, as_usual
@@ -39,19 +37,9 @@ MUST: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "notes": (("notes sent", "tiles taken", "chunks decoded", "batches decoded"), ("messages sent",)),
     "messages": (("messages sent", "chunks decoded", "batches decoded"), ("notes sent", "tiles taken")),
     "both": (("notes sent", "tiles taken", "chunks decoded", "batches decoded", "messages sent"), ()),
-    "relays": (("notes sent", "tiles taken", "chunks decoded", "bundles sent", "parts of bundles taken"), ()),
 }
-MUST["all"] = (MUST["both"][0] + MUST["relays"][0], ())
-RELAYS = os.environ.get("WAYS_RELAYS", AUTO_WAY)
-SOME = "some"
 
-
-def way_of(test: str) -> str:
-    """How parts of a test's arrays go to other nodes: with "some", one test after the other another way."""
-    return WAYS[crc32(test.encode()) // 2 % len(WAYS)] if RELAYS == SOME else RELAYS
-
-
-as_large(small_nbytes=0, way=AUTO_WAY if RELAYS == SOME else RELAYS)  # also for scripts that import this, without pytest
+as_large(small_nbytes=0)  # also for scripts that import this, without pytest
 
 
 def counted(kind: type, method: str, name: str) -> None:
@@ -69,8 +57,6 @@ counted(channels.Channel, "expect", "senders")
 counted(channels.SharedMemoryChannel, "_offer", "notes sent")
 counted(channels.MessageChannel, "send", "messages sent")
 counted(channels.SharedMemoryChannel, "_take", "tiles taken")
-counted(bundles.Outbox, "_send", "bundles sent")
-counted(relay.Relays, "_take", "parts of bundles taken")
 counted(ChunkTasks, "_read_chunk", "chunks decoded")
 counted(ChunkBatches, "read", "batches decoded")
 
@@ -99,7 +85,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     as_usual()
     half = "WAYS_HALF" in os.environ and crc32(item.nodeid.encode()) % 2  # the same half on every rank
     if item.path.stem not in AS_THEY_ARE and not half:
-        as_large(small_nbytes=0, way=way_of(item.nodeid))
+        as_large(small_nbytes=0)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -38,7 +38,7 @@ SPOT = (9, 100, 75)  # an element of the large array that no box of verify="file
 SQUARE = (12, 12)  # on a square mesh a transposed layout has shards of the right shape
 
 module = importlib.import_module
-layout, plan, execute, prepare, local_pieces, group, staging, channels, inbox, relay, bundles = (
+layout, plan, execute, prepare, local_pieces, group, staging, channels, inbox = (
     module(f"shardload.{name}")
     for name in (
         "arrays.sharding",
@@ -50,12 +50,9 @@ layout, plan, execute, prepare, local_pieces, group, staging, channels, inbox, r
         "transfer.buffers",
         "transfer.channels",
         "transfer.receiver",
-        "transfer.relay",
-        "transfer.bundles",
     )
 )
-RELAYS = os.environ.get("WRONG_RELAYS", "")  # which relays there are between nodes; then only their defects are of interest
-as_large(batched_chunk_nbytes=0, **({"way": RELAYS} if RELAYS else {}))  # a note then has a tile for each chunk
+as_large(batched_chunk_nbytes=0)  # a note then has a tile for each chunk
 SHARES = os.environ.get("SHARDLOAD_SHARED_MEMORY") != "0"  # else all parts travel as messages
 Defect = Callable[[ExitStack], None]
 cases: dict[str, tuple[Defect, dict[str, Any], tuple[str, ...]]] = {}
@@ -327,96 +324,6 @@ def _(stack: ExitStack) -> None:
         rows[1:] = rows[0]
 
     notes_to_1(stack, change)
-
-
-# --- relays: rank 2 passes on what rank 0 sends to it and to rank 3 -----------------------------------------------------
-
-
-def relay_case(name: str) -> Callable[[Defect], Defect]:
-    """Register a defect of a relay, if there are any."""
-    return case(name, spec=P("a", "b"), readers="root") if RELAYS else lambda defect: defect
-
-
-def on_relay(stack: ExitStack, change: Callable[[Any], list[Any]]) -> None:
-    """Let rank 2 pass on other bundles than the one that comes: `change` returns them, the last one with the same flags."""
-    right = relay.Relays._pass_on
-
-    def wrong(self: Any, inbox: Any, sender: int, held: Any, message: Any) -> Iterator[None]:
-        for one in change(message):
-            held.n += 1
-            yield from right(self, inbox, sender, held, one)
-        held.less()
-
-    if comm.rank == 2:
-        stack.enter_context(patched(relay.Relays, "_pass_on", wrong))
-
-
-def without_parts(message: Any) -> Any:
-    """An empty bundle with the flags of this one."""
-    return bundles.Bundle(staging.Slot(np.zeros(64, np.uint8), False)).seal(bundles.groups_of(message)[0])
-
-
-def with_rows(message: Any, change: Callable[[Any], None]) -> Any:
-    """The same bundle with other rows, which its head says are right."""
-    flags, groups = bundles.groups_of(message)
-    made = bundles.Bundle(staging.Slot(message, True), len(message))
-    for rows, _ in groups:
-        change(rows)
-        made.groups.append((rows.ctypes.data - message.ctypes.data, len(rows)))
-    return made.seal(flags)
-
-
-@relay_case("a relay swaps two ranks of its node")
-def _(stack: ExitStack) -> None:
-    def swap(rows: Any) -> None:
-        rows[:, bundles.RECEIVER] ^= 1
-
-    on_relay(stack, lambda message: [with_rows(message, swap)])
-
-
-@relay_case("a relay drops its last bundle")
-def _(stack: ExitStack) -> None:
-    on_relay(stack, lambda message: [without_parts(message)])
-
-
-@relay_case("a relay passes a bundle on twice")
-def _(stack: ExitStack) -> None:
-    on_relay(stack, lambda message: [message.copy(), message])
-
-
-@relay_case("a relay passes on what a load before left in its buffer")
-def _(stack: ExitStack) -> None:
-    before: list[Any] = []
-
-    def keep(message: Any) -> list[Any]:
-        before.extend([message.copy()] if bundles.groups_of(message)[1] else [])
-        return [message]
-
-    with ExitStack() as first:
-        on_relay(first, keep)
-        shardload.load(str(Path(sys.argv[1], "x.h5")), mesh_of(), P("a", "b"), dataset="x", readers="root")
-    on_relay(stack, lambda message: [before[0].copy(), without_parts(message)] if bundles.groups_of(message)[1] else [message])
-
-
-@relay_case("one bit changes in a relay")
-def _(stack: ExitStack) -> None:
-    def flip(message: Any) -> list[Any]:
-        for _, values in bundles.groups_of(message)[1]:
-            values[len(values) // 2 // 4 * 4] ^= 1
-        return [message]
-
-    on_relay(stack, flip)
-
-
-@relay_case("one bit changes in a row of a bundle")
-def _(stack: ExitStack) -> None:
-    def flip(message: Any) -> list[Any]:
-        for rows, _ in bundles.groups_of(message)[1]:
-            rows[0, bundles.NBYTES] ^= 4
-            break
-        return [message]
-
-    on_relay(stack, flip)
 
 
 # --- what is wrong before it leaves, or after it has arrived ------------------------------------------------------------

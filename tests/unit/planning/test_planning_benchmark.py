@@ -57,22 +57,3 @@ def test_a_sample_is_part_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sample["got"] == whole["got"] and sample["across_nodes_of_4"] == whole["across_nodes_of_4"]
     for name, spread in sample["sent"].items():
         assert whole["sent"][name]["least"] <= spread["least"] <= spread["most"] <= whole["sent"][name]["most"]
-
-
-@pytest.mark.parametrize("way", planning.WAYS)
-def test_messages_to_other_nodes_are_those_of_the_parts(way: str) -> None:
-    """What `ways` counts of a sender, against a walk over its parts."""
-    plan = planning.make_plan(4, 32, (1, 32, 32), "P(-,a,b)", "parallel")
-    hops = None if way == planning.MESSAGES else planning.Hops.of(planning.EvenNodes(16, planning.PER_NODE), way)
-    for sender in range(16):
-        nbytes = Counter[int]()
-        n_parts = 0
-        for block in plan.owned_blocks(sender):
-            for part in block.parts:
-                if part.rank // planning.PER_NODE != sender // planning.PER_NODE:
-                    n_parts += 1
-                    row = 0 if hops is None else planning.ROW_NBYTES
-                    to = part.rank if hops is None else hops.first_relay(sender, hops.column(part.rank // planning.PER_NODE))
-                    nbytes[to] += part.region.size * 4 + row
-        messages = n_parts if hops is None else sum(-(-size // 1000) for size in nbytes.values())
-        assert planning.sent_by(plan, hops, sender, 1000) == (messages, len(nbytes), sum(nbytes.values()))

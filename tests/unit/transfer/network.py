@@ -21,7 +21,6 @@ from shardload.transfer.arrivals import Arrivals
 from shardload.transfer.buffers import Slots, aligned
 from shardload.transfer.exchange import Buffers, Moved
 from shardload.transfer.moves import ArrayMove
-from shardload.transfer.relay import RelayBuffers
 
 Array = np.ndarray[Any, Any]
 SECONDS = 20.0  # without progress, after which an exchange is given up
@@ -33,7 +32,6 @@ class Network:
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     sent: dict[tuple[str, int, int], deque[list[Any]]] = field(default_factory=dict)
-    bundles: list[tuple[int, int, int, int]] = field(default_factory=list)  # sender, receiver, hop, bytes
     may_arrive: Callable[[int, int], bool] = lambda sender, receiver: True  # values, and what offers name
 
     def queue(self, kind: str, sender: int, receiver: int) -> deque[list[Any]]:
@@ -43,7 +41,7 @@ class Network:
 class FakeTransport(Transport):
     """A transport over a `Network`. A message that does not fit what is received is an error, as in MPI."""
 
-    def __init__(self, group: Any, tags: tuple[int, int, int], segments: dict[int, Segment], bundles: Any = None) -> None:
+    def __init__(self, group: Any, tags: tuple[int, int, int], segments: dict[int, Segment]) -> None:
         super().__init__(SimpleNamespace(rank=group.rank, comm=None, mpi=None), tags, segments)  # type: ignore[arg-type]
         self.network: Network = group.network
         self.network_size: int = group.size
@@ -125,26 +123,6 @@ class FakeTransport(Transport):
                 while queue:
                     yield sender, queue.popleft()[0]
 
-    def send_bundle(self, rank: int, hop: int, data: Array, on_done: Callable[[], None]) -> None:
-        self.n_data += 1
-        self.network.bundles.append((self.rank, rank, hop, data.nbytes))
-        self._send(f"bundle {hop}", rank, data, partial(self._data_done, on_done))
-
-    def arrival(self, hop: int) -> Any:
-        for sender in range(self.network_size):
-            queue = self.network.queue(f"bundle {hop}", sender, self.rank)
-            if queue and self.network.may_arrive(sender, self.rank):
-                with self.network.lock:
-                    message = queue.popleft()
-
-                def receive(into: Array, on_done: Callable[[], None], message: list[Any] = message) -> None:
-                    into[: message[0].nbytes] = message[0]
-                    message[1] = True
-                    on_done()
-
-                return sender, message[0].nbytes, receive
-        return None
-
 
 @dataclass
 class Rank:
@@ -155,31 +133,19 @@ class Rank:
     pack_slots: Slots
     segments: dict[int, Segment]
     bell: Bell
-    relay: RelayBuffers | None = None
 
 
-def ranks_of(
-    nodes: Sequence[Sequence[int]], n_slots: int, nbytes: int, bundle_nbytes: int = 0, shares: bool = True
-) -> list[Rank]:
-    """Ranks with slots; those of a node share memory where there are several (and it `shares`).
-
-    `bundle_nbytes`: with two buffers of this size for the bundles of each hop, in either direction.
-    """
+def ranks_of(nodes: Sequence[Sequence[int]], n_slots: int, nbytes: int) -> list[Rank]:
+    """Ranks with slots; those of a node share memory where there are several."""
     made: dict[int, Rank] = {}
     room = n_slots * aligned(nbytes)
     for node in nodes:
-        can_share = len(node) > 1 and shares
-        segments = {rank: Segment.create(room + 6 * aligned(bundle_nbytes) + 64) for rank in node} if can_share else {}
+        segments = {rank: Segment.create(room + 64) for rank in node} if len(node) > 1 else {}
         for rank in node:
             own = segments.get(rank)
             seen = {k: segment if k == rank else Segment.attach(segment.handle) for k, segment in segments.items()}
             slots = Slots(n_slots, nbytes, None if own is None else own.data)
             made[rank] = Rank(rank, slots, Slots(2, nbytes), seen, Bell() if own is None else own.bell)
-            if bundle_nbytes:
-                step = 2 * aligned(bundle_nbytes)
-                shared = [None if own is None else own.data[room + k * step : room + (k + 1) * step] for k in range(3)]
-                arriving = [Slots(2, bundle_nbytes, part) for part in shared]
-                made[rank].relay = RelayBuffers(arriving, [Slots(2, bundle_nbytes) for _ in range(3)])
         for segment in segments.values():
             segment.seal()
     return [made[rank] for rank in sorted(made)]
@@ -197,7 +163,7 @@ def exchange_all(
         watch.begin("test", SECONDS)
         about = dict(rank=rank.number, size=len(ranks), network=network, watch=watch)
         group: Any = SimpleNamespace(**about, forget_shared_memory=lambda: None)
-        buffers = Buffers(rank.slots, rank.pack_slots, rank.segments, rank.bell, rank.relay)
+        buffers = Buffers(rank.slots, rank.pack_slots, rank.segments, rank.bell)
         try:
             found[rank.number] = engine.exchange(group, arrays[rank.number], buffers, tags=(0, 1, 2), checksums=checksums)
         except BaseException as error:
