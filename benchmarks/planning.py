@@ -78,7 +78,7 @@ def make_plan(n: int, size: int, chunks: tuple[int, ...], spec: str, readers: st
     mesh, options = AbstractMesh((n, n), ("a", "b")), {"readers": readers, "staging": STAGING}
     target = Target(mesh, SPECS[spec], {"path": info.path}, options)
     with Request.open("plan", [target], None) as request:
-        (call,) = request.agree()
+        (call,) = request.settle()
         return plan_file(call, info, info.path).plan.schedule
 
 

@@ -29,8 +29,9 @@ import numpy as np
 
 from shardload.arrays.padding import remember_version
 from shardload.arrays.verification import Found, VerifyReport, agree_all
-from shardload.comm.group import Group, Invocation, compact, group_of
+from shardload.comm.group import Group, Invocation, compact
 from shardload.comm.shared_memory import Bell, Segment
+from shardload.engine.call import begin_call
 from shardload.errors import ConfigError, PackedWarning, StallError
 from shardload.formats.base import some
 from shardload.jobs.consistency import N_SUMS, State, check_same, to_sums, version_in, version_of_state
@@ -45,7 +46,7 @@ from shardload.planning.staging import Staging, plan_staging
 from shardload.planning.tuning import Tuning
 from shardload.system.caller import warn_once
 from shardload.system.garbage import let_go
-from shardload.system.interruption import let_interruption_pass, outer_exception
+from shardload.system.interruption import let_interruption_pass
 from shardload.transfer.allocator import empty_pieces_of_many
 from shardload.transfer.buffers import Slots
 from shardload.transfer.counters import Counters
@@ -122,14 +123,11 @@ class ExecutionOfMany:
 
 def _execute(comm: Any, loads: list[ArrayLoad], agreed: Mapping[str, str], tuning: Tuning) -> Loaded:
     started, timeout = time.perf_counter(), loads[0].options.timeout
-    group = group_of(comm, timeout)
-    with outer_exception(), group.call(timeout) as refusal:
-        more = f" and {len(loads) - 1} more" if len(loads) > 1 else ""
-        asked = Invocation("execute", f"execute() of the plan for {loads[0].info}{more}", agreed)
-        job = Job(group, loads, agreed, tuning)
-        job.begin()
-        group.settle(asked, refusal)
-        return job.run(started)
+    more = f" and {len(loads) - 1} more" if len(loads) > 1 else ""
+    asked = Invocation("execute", f"execute() of the plan for {loads[0].info}{more}", agreed)
+    with begin_call(asked, None, comm=comm, timeout=timeout, watched_as=f"{loads[0].info}{more}") as begun:
+        begun.settle()
+        return Job(begun.group, loads, agreed, tuning).run(started)
 
 
 class Outcome:

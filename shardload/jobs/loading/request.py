@@ -27,10 +27,11 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardload.arrays.sharding import describe_sharding, devices_per_process, read_sharding
-from shardload.comm.agreement import MOST_COUNTS
-from shardload.comm.group import Arguments, ArgumentsOfOne, Group, Invocation, Texts, group_of
+from shardload.comm.group import Arguments, ArgumentsOfOne, Group, Invocation, Texts
 from shardload.comm.launch import rank_of_process
-from shardload.errors import ConfigError, ShardloadError, StallError
+from shardload.engine.call import Call as AgreedCall
+from shardload.engine.call import begin_call, unforeseen
+from shardload.errors import ConfigError
 from shardload.formats.access import Access
 from shardload.formats.base import ArrayInfo
 from shardload.formats.labels import Labels, OnDemand
@@ -39,7 +40,7 @@ from shardload.formats.memory import MemorySource
 from shardload.jobs.consistency import check_names
 from shardload.jobs.loading.array_load import ArrayLoad
 from shardload.jobs.loading.describe import describe_job
-from shardload.jobs.loading.execution import Execution, ExecutionOfMany, Job, Loaded
+from shardload.jobs.loading.execution import Execution, ExecutionOfMany, Job, Loaded, Outcome
 from shardload.jobs.loading.plan import Plan
 from shardload.jobs.loading.planner import Ask, Ranks, plan_array, plan_scatter, selection_for
 from shardload.jobs.loading.tree_plan import TreePlan
@@ -51,7 +52,6 @@ from shardload.planning.source_layout import SourceLayout
 from shardload.planning.strategies import DIRECT
 from shardload.planning.tuning import Tuning, default_tuning
 from shardload.system.garbage import collections_wait
-from shardload.system.interruption import let_interruption_pass, outer_exception
 from shardload.values.dates import has_dates, in_numbers
 
 __all__ = [
@@ -72,7 +72,6 @@ _RECENT = 32  # plans to keep, per group: those of the last calls, or of the arr
 _recent: WeakKeyDictionary[Group, OrderedDict[Any, Plan]] = WeakKeyDictionary()
 _described: WeakKeyDictionary[Plan, str] = WeakKeyDictionary()  # a `Plan` is equal to itself only, and never changes
 _SIZES_PER_DOUBLING = 4  # stored sizes for which plans are made, with a machine: 19 % apart
-_PLAN = "a plan"
 _DATASET = OPTIONS["dataset"]
 _NAMES = tuple(Options.check().describe())
 _OWN_NAMES = {"path", "x", "sharding", "dataset", *(option.name for option in OWN)}  # may differ from array to array
@@ -427,8 +426,8 @@ class Request:
 
     Attributes
     ----------
-    group : Group or None
-        The ranks that make the call; None for an abstract mesh.
+    begun : engine.call.Call or None
+        The call of all ranks; None for an abstract mesh.
     comm : mpi4py.MPI.Comm or None
         The communicator that the caller passed.
     asked : Invocation
@@ -441,7 +440,7 @@ class Request:
         After `plan`: the arrays, if they are loaded already.
     """
 
-    group: Group | None
+    begun: AgreedCall | None
     comm: Any
     asked: Invocation
     calls: list[Call] | None
@@ -505,9 +504,8 @@ class Request:
             asked = _invocation(kind, targets, calls, memo)
         except ConfigError as found:
             error = error or found
-        except Exception as found:  # an unforeseen argument: the other ranks wait for this one, so the error must be agreed on
-            let_interruption_pass(found)
-            error = error or ConfigError(f"the arguments could not be read: {type(found).__name__}: {found}")
+        except Exception as found:
+            error = error or unforeseen(found)
         if asked is None:
             calls, asked = None, _invocation(kind, targets, None, memo)
         timeout = TIMEOUT if calls is None else calls[0].options.timeout
@@ -516,25 +514,22 @@ class Request:
                 yield cls(None, comm, asked, calls, error, processes, ranks_per_node, is_many)
                 return
             error = error or ConfigError(f"{kind} needs a mesh of devices, found an AbstractMesh: pass a jax.sharding.Mesh")
-        group = group_of(comm, timeout)
-        with outer_exception(), group.call(timeout) as refusal:
-            group.watch.begin(targets[0].what["path"] if targets else kind, timeout)
-            _ = group.machine, group.processes(jax.process_index())  # collective the first time, and here every rank is present
-            error = refusal or error
+        watched_as = targets[0].what["path"] if targets else kind
+        how = {"comm": comm, "timeout": timeout, "watched_as": watched_as, "process": jax.process_index}
+        with begin_call(asked, error, **how) as begun:
             if calls is not None:
-                calls = for_each_kind(calls, lambda call: call.by(group))
-            yield cls(group, comm, asked, None if error is not None else calls, error, processes, is_many=is_many)
+                calls = for_each_kind(calls, lambda call: call.by(begun.group))
+            yield cls(begun, comm, asked, calls, error, processes, is_many=is_many)
 
     def call_of(self, target: Target, memo: Memo) -> Call:
         """The checked arguments of an array that was found by a pattern."""
         call = target.check(self._processes, default_tuning(), memo)
         return memo.derived(call, lambda: call.but(group=self.group, ranks_per_node=self._ranks_per_node))
 
-    def agree(self) -> list[Call]:
-        """Return the calls if all ranks make the same calls; otherwise raise. Collective."""
-        if self.group is not None:
-            self.group.agree_same(self.asked, self.error)
-        return self._checked()
+    @property
+    def group(self) -> Group | None:
+        """The ranks that make the call; None for an abstract mesh."""
+        return None if self.begun is None else self.begun.group
 
     def _checked(self) -> list[Call]:
         if self.calls is None:
@@ -542,9 +537,9 @@ class Request:
         return self.calls
 
     def settle(self) -> list[Call]:
-        """Do `agree` in the messages with which every call begins. Collective."""
-        if self.group is not None:
-            self.group.settle(self.asked, self.error)
+        """Compare the arguments of all ranks, without a plan. Collective."""
+        if self.begun is not None:
+            self.begun.settle()
         return self._checked()
 
     def plan(
@@ -581,46 +576,28 @@ class Request:
         root: int | None,
         loads: bool,
     ) -> list[ArrayLoad]:
-        started = time.perf_counter()
-        group, told, made = self.group, None, None
-        self._enter("metadata")
-        unfound: ShardloadError | None = None
-        error: BaseException | None = None
-        try:
-            told = self._find(find, root)
-        except StallError:
-            raise  # the ranks can compare nothing any more
-        except ShardloadError as found:  # the same on every rank
-            unfound = error = found
-        self._enter("plan")
-        if told is not None and self.calls is not None:
-            try:
-                made = make(self.calls, told)
-            except Exception as found:
-                let_interruption_pass(found)
-                error = found
-        planned = {_PLAN: "" if made is None else _describe_jobs(made)}
-        asked = self.asked.also(**planned)
-        job = None if group is None or made is None or not loads else Job(group, made, asked.values, self._checked()[0].tuning)
-        mine = job.do_apart() if job is not None and job.is_apart else None
-        sums = [] if mine is None else list(mine.counts)
-        fits = mine is not None and len(sums) <= MOST_COUNTS
-        is_fine = made is not None and (mine is None or mine.error is None)
-        if group is None or not group.all_same(asked, is_fine, sums if fits else None):
-            self.agree()
-            if unfound is not None:
-                raise unfound
-            if group is not None:
-                group.agree_same(Invocation(_PLAN, asked.title, planned), error)
-                if mine is not None:
-                    group.agree(mine.take_error())
-        if group is not None and mine is None:
-            group.watch.close()
-        if made is None:
-            raise error or ConfigError("nothing was planned")
-        self.asked = asked
-        if job is not None and mine is not None:
-            self.loaded = job.finish(mine, sums if fits else None, started)
+        started, begun, jobs = time.perf_counter(), self.begun, list[Job]()
+        if begun is None:
+            found = find(self._checked())
+            return make(self._checked(), b"".join(found) if isinstance(found, list) else found)
+
+        def do_early(made: list[ArrayLoad], agreed: Invocation) -> Outcome | None:
+            job = Job(begun.group, made, agreed.values, self._checked()[0].tuning)
+            if not job.is_apart:
+                return None
+            jobs.append(job)
+            return job.do_apart()
+
+        made = begun.plan(
+            lambda: find(self._checked()),
+            lambda told: make(self._checked(), told),
+            _describe_jobs,
+            root=root,
+            do_early=do_early if loads else None,
+        )
+        self.asked = begun.asked
+        if isinstance(begun.early, Outcome):
+            self.loaded = jobs[0].finish(begun.early, begun.sums, started)
         return made
 
     def load(
@@ -672,22 +649,6 @@ class Request:
         return TreePlan(
             build(plans), where, tuple(left_out), _executor=ExecutionOfMany(self.comm, tuple(loads), agreed, tuning)
         )
-
-    def _enter(self, phase: str) -> None:
-        if self.group is not None:
-            self.group.watch.enter(phase)
-
-    def _find(self, find: Callable[[list[Call]], Any], root: int | None) -> bytes | None:
-        def run() -> Any:
-            return find(self._checked())
-
-        told: bytes | None
-        if self.group is None:
-            found = run()
-            told = b"".join(found) if isinstance(found, list) else found
-        else:
-            told = self.group.begin(self.asked, run) if root is None else self.group.tell(run, root)
-        return told
 
 
 def _check_ranks_per_node(given: Any, targets: Sequence[Target]) -> None:

@@ -24,14 +24,14 @@ import jax
 import numpy as np
 
 from shardload.arrays.disassemble import HostShards, check_replicas
-from shardload.comm.group import Arguments, Group, Invocation, group_of
+from shardload.comm.group import Arguments, Group, Invocation
 from shardload.comm.shared_memory import Bell
+from shardload.engine.call import begin_call, unforeseen
 from shardload.errors import (
     ConfigError,
     LeftOutWarning,
     PaddingWarning,
     PeerError,
-    ShardloadError,
     ShardloadWarning,
     SourceError,
     StallError,
@@ -48,7 +48,7 @@ from shardload.planning.saving import Held, Item, Sent
 from shardload.planning.schedule import Block
 from shardload.planning.tuning import default_tuning
 from shardload.system.caller import warn_once
-from shardload.system.interruption import let_interruption_pass, outer_exception
+from shardload.system.interruption import let_interruption_pass
 from shardload.transfer.buffers import Piece, Slots, StagedBlock, Tile, aligned_empty
 from shardload.transfer.checksum import checksum
 from shardload.transfer.exchange import Buffers, exchange
@@ -142,57 +142,36 @@ def planned(
     """Check the arguments, plan, and agree on both. Inside, all ranks are in one call."""
     steps = Steps() if steps is None else steps
     asked: SaveArguments | None = None
-    plan: SavePlan | None = None
     error: BaseException | None = None
     try:
         asked = steps.arguments(path, tree, given, call)
     except (ConfigError, SourceError) as found:  # of the file, if a plan is asked for names of axes
         error = found
-    except Exception as found:  # an unforeseen argument: the other ranks wait for this one
-        let_interruption_pass(found)
-        error = ConfigError(f"the arguments could not be read: {type(found).__name__}: {found}")
+    except Exception as found:
+        error = unforeseen(found)
     timeout = TIMEOUT if asked is None else asked.options.timeout
-    title = f"{steps.verb} {path!r}"
-    group = group_of(comm, timeout)
-    with outer_exception(), group.call(timeout) as refusal:
-        group.watch.begin(title, timeout)
-        _ = group.machine, group.processes(jax.process_index())  # collective the first time, and here every rank is present
-        told, padded, unfound, unplanned = None, "", None, None
-        try:
-            error = refusal or error
-            invocation = _invocation(call, title, asked if error is None else None)
-            try:
-                told = group.begin(
-                    invocation,
-                    lambda: "" if asked is None else json.dumps([asked.names, asked.padding_warning(), steps.read(asked)]),
-                )
-            except StallError:
-                raise
-            except ShardloadError as found:  # the same on every rank
-                unfound = found
-            if asked is not None and told is not None and error is None:
-                try:  # (rank 0 has no text if its own arguments are wrong)
-                    names, padded, told = json.loads(told)
-                    asked, plan = steps.plan(asked.in_order_of(names), told, group)
-                except Exception as found:
-                    let_interruption_pass(found)
-                    unplanned = found
-            planned = {"plan": "" if plan is None else plan.describe()}
-            agreed = invocation.also(**planned)
-            if not group.all_same(agreed, plan is not None):
-                group.agree_same(invocation, error)
-                if unfound is not None:
-                    raise unfound
-                group.agree_same(Invocation("a plan", title, planned), unplanned)
-            if asked is None or plan is None:
-                raise unfound or unplanned or error or ConfigError("nothing was planned")
-        finally:
-            del error, refusal, unfound, unplanned  # see `let_go`: arrays would stay after a save that was refused
-        for text, kind in ((padded, PaddingWarning), (asked.left_out, LeftOutWarning)):
+    invocation = _invocation(call, f"{steps.verb} {path!r}", asked)
+    with begin_call(invocation, error, comm=comm, timeout=timeout, process=jax.process_index) as begun:
+        del error  # see `Call.plan`
+        group = begun.group
+
+        def known() -> SaveArguments:
+            if asked is None:
+                raise ValueError("the arguments are wrong, and nobody may ask for them")
+            return asked
+
+        def find() -> str:
+            return json.dumps([known().names, known().padding_warning(), steps.read(known())])
+
+        def make(told: str) -> tuple[str, SaveArguments, SavePlan]:
+            names, padded, read = json.loads(told)
+            return (padded, *steps.plan(known().in_order_of(names), read, group))
+
+        padded, settled, plan = begun.plan(find, make, lambda made: made[2].describe())
+        for text, kind in ((padded, PaddingWarning), (settled.left_out, LeftOutWarning)):
             if text:
                 _warn(text, kind, group)
-        yield group, asked, plan, f"{agreed.digest:016x}"
-        group.watch.close()
+        yield group, settled, plan, f"{begun.asked.digest:016x}"
 
 
 def _warn(text: str, kind: type[ShardloadWarning], group: Group) -> None:

@@ -1,0 +1,184 @@
+"""How does a call begin, and how do the ranks agree on what to do? In the same steps for every kind of call.
+
+1. `begin_call` finds the ranks, and holds their group until the call ends.
+2. `Call.plan`: one rank finds what only a file can say, and tells all; each rank makes the plan of it; all compare what they
+   were asked for and what they have planned. If nothing is wrong, that takes one broadcast and one reduction.
+3. If something is wrong on any rank, the ranks compare step by step, and all raise the first cause: a wrong argument, then
+   arguments that differ, then an error in the file, then a plan that cannot be made or that differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol, TypeVar
+
+from shardload.comm.agreement import MOST_COUNTS
+from shardload.comm.group import Group, Invocation, group_of
+from shardload.errors import ConfigError, ShardloadError, StallError
+from shardload.system.interruption import let_interruption_pass, outer_exception
+
+__all__ = ["Call", "Early", "begin_call", "unforeseen"]
+
+_PLAN = "a plan"
+
+Plan = TypeVar("Plan")
+
+
+class Early(Protocol):
+    """What a rank has done before the ranks compare their plans, because it needs no other rank for it."""
+
+    error: BaseException | None
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Numbers to sum over the ranks."""
+        ...
+
+    def take_error(self) -> BaseException | None:
+        """The error, which is not kept any longer."""
+        ...
+
+
+class Call:
+    """One call of all ranks, from its first message to its last. Every method is collective.
+
+    Attributes
+    ----------
+    group : Group
+        The ranks.
+    asked : Invocation
+        What must be the same on every rank. After `plan` it includes the plan.
+    early : Early or None
+        After `plan`: what this rank has done already.
+    sums : list of int or None
+        After `plan`: the sums of `Early.counts`, if the ranks have agreed on them already.
+    """
+
+    def __init__(self, group: Group, asked: Invocation, error: BaseException | None) -> None:
+        self.group, self.asked, self._error = group, asked, error
+        self.early: Early | None = None
+        self.sums: list[int] | None = None
+
+    def settle(self) -> None:
+        """Compare what the ranks were asked for, in the messages with which every call begins, without a plan."""
+        self.group.settle(self.asked, self._error)
+
+    def plan(
+        self,
+        find: Callable[[], Any],
+        make: Callable[[Any], Plan],
+        describe: Callable[[Plan], str],
+        *,
+        root: int | None = None,
+        do_early: Callable[[Plan, Invocation], Early | None] | None = None,
+    ) -> Plan:
+        """Run `find` on one rank and `make` on every rank, and check that all ranks plan the same.
+
+        Parameters
+        ----------
+        find : callable
+            Returns what only one rank knows, as text, bytes, or bytes in parts (`Agreement.begin`). Not called if the arguments
+            are wrong.
+        make : callable
+            Makes the plan of it.
+        describe : callable
+            The plan as text, which must be the same on all ranks.
+        root : int, optional
+            The rank that runs `find`; call `settle` first. Without it, rank 0 runs `find`, and this begins the call.
+        do_early : callable, optional
+            Takes the plan and what all ranks compare, and may do what needs no other rank. Its errors are kept in what it
+            returns.
+        """
+        group, made, told = self.group, None, None
+        unfound: ShardloadError | None = None
+        unplanned: BaseException | None = None
+
+        def run() -> Any:
+            if self._error is not None:
+                raise self._error
+            return find()
+
+        try:
+            group.watch.enter("metadata")
+            try:
+                told = group.begin(self.asked, run) if root is None else group.tell(run, root)
+            except StallError:
+                raise  # the ranks can compare nothing any more
+            except ShardloadError as error:  # the same on every rank
+                unfound = error
+            group.watch.enter("plan")
+            if told is not None and self._error is None:
+                try:
+                    made = make(told)
+                except Exception as error:
+                    let_interruption_pass(error)
+                    unplanned = error
+            planned = {"plan": "" if made is None else describe(made)}
+            agreed = self.asked.also(**planned)
+            early = None if made is None or do_early is None else do_early(made, agreed)
+            counts = [] if early is None else list(early.counts)
+            fits = early is not None and len(counts) <= MOST_COUNTS
+            is_fine = made is not None and (early is None or early.error is None)
+            if not group.all_same(agreed, is_fine, counts if fits else None):
+                group.agree_same(self.asked, self._error)
+                if unfound is not None:
+                    raise unfound
+                group.agree_same(Invocation(_PLAN, self.asked.title, planned), unplanned)
+                if early is not None:
+                    group.agree(early.take_error())
+            if made is None:
+                raise unfound or unplanned or ConfigError("nothing was planned")
+        finally:
+            del unfound, unplanned  # an error that stays a variable keeps the arrays of its calls: see `let_go`
+        self.asked, self.early, self.sums = agreed, early, counts if fits else None
+        return made
+
+
+@contextmanager
+def begin_call(
+    asked: Invocation,
+    error: BaseException | None,
+    *,
+    comm: Any,
+    timeout: float | None,
+    watched_as: str = "",
+    process: Callable[[], int] | None = None,
+) -> Iterator[Call]:
+    """Hold the group of ranks that make a call until it ends. Collective: yes.
+
+    Parameters
+    ----------
+    asked : Invocation
+        What must be the same on every rank.
+    error : Exception, optional
+        What is wrong with the arguments on this rank. `Call.plan` and `Call.settle` raise it on all ranks.
+    comm : mpi4py.MPI.Comm, optional
+        The communicator that the caller passed.
+    timeout : float, optional
+        Seconds without progress after which the call fails.
+    watched_as : str
+        The call in messages of the watchdog; by default the title of `asked`.
+    process : callable, optional
+        Returns the number of this process in JAX, for calls about arrays on devices.
+    """
+    group = group_of(comm, timeout)
+    with outer_exception(), group.call(timeout) as refusal:
+        group.watch.begin(watched_as or asked.title, timeout)
+        _ = group.machine  # collective the first time, and here every rank is present
+        if process is not None:
+            group.processes(process())
+        call = Call(group, asked, refusal or error)
+        try:
+            yield call
+        finally:
+            call._error = None
+            del error, refusal  # see `Call.plan`
+            if not group.watch.is_stalled:
+                group.watch.close()
+
+
+def unforeseen(error: Exception) -> ConfigError:
+    """The error for arguments that could not be read for a reason that nobody thought of: the other ranks wait for this one."""
+    let_interruption_pass(error)
+    return ConfigError(f"the arguments could not be read: {type(error).__name__}: {error}")
