@@ -37,7 +37,7 @@ __all__ = ["Arguments", "ArgumentsOfOne", "Group", "Invocation", "Texts", "compa
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
-_TAGS = 1 << 15  # three tags per load, up to 32767, which every MPI guarantees
+_TAGS = 1 << 15  # two tags per exchange, up to 32767, which every MPI guarantees
 _WATCH_TAG = _TAGS - 1  # no load uses it
 
 
@@ -119,7 +119,7 @@ class Group(Agreement):
             if processes is None
             else JaxCollectives(*processes, self.watch.look_for_departed, self.watch.agreed, generation)
         )
-        self._n_loads = 0
+        self._n_exchanges = 0
         self._processes: tuple[int, ...] | None = None
         self._node: Node | None = None
         self._machine: Topology | None = None
@@ -224,11 +224,11 @@ class Group(Agreement):
             self._caller = 0
             self._one_call.release()
 
-    def next_tags(self) -> tuple[int, int, int]:
-        """Three tags for the next exchange, the same on all ranks. Messages of an interrupted load match none of them."""
-        self._n_loads += 1
-        tag = 3 * (self._n_loads % (_TAGS // 3))
-        return tag, tag + 1, tag + 2
+    def next_tags(self) -> tuple[int, int]:
+        """Two tags for the next exchange, the same on all ranks. Messages of an interrupted one match none of them."""
+        self._n_exchanges += 1
+        tag = 2 * (self._n_exchanges % (_TAGS // 2 - 1))
+        return tag, tag + 1
 
     @property
     def node(self) -> Node:

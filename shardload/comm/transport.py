@@ -1,10 +1,10 @@
 """Which messages does one exchange send and receive, and which of them are still pending?
 
-There are three kinds of messages, each with its own tag: values, receipts and control messages. All are NumPy arrays. Nothing
-here waits, and nothing here knows what the values mean. Ranks of one machine can also read each other's memory (`Segment`); a
-control message says where.
+There are two kinds, each with its own tag: values, and notes, which are arrays of integers. Nothing here waits, and nothing
+here knows what they mean. Ranks of one machine can also read each other's memory (`Segment`); a note says where.
 
-This is the only module through which an exchange calls MPI.
+No receive is posted before its message has come: so a rank that waits for thousands of others has nothing pending for them, and
+nothing has to be cancelled if one of them fails. This is the only module through which an exchange calls MPI.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ import numpy as np
 from shardload.comm.group import Group
 from shardload.comm.shared_memory import Segment
 
-__all__ = ["Integers", "Transport", "message_of"]
+__all__ = ["Integers", "Receive", "Transport", "message_of"]
 
 Array = np.ndarray[Any, Any]
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Integers = np.ndarray[Any, np.dtype[np.int64]]
+# Receives one message that has come into a view with any strides of its size, and calls a function when that is done.
+Receive = Callable[[Array, Callable[[], None]], None]
 
 
 class Transport:
@@ -33,7 +34,7 @@ class Transport:
     group : Group
         The ranks that take part.
     tags : tuple of int
-        Tags of this exchange for values, receipts and control messages (`Group.next_tags`).
+        Tags of this exchange for values and for notes (`Group.next_tags`).
     segments : mapping of int to Segment
         The shared memory of each rank of this machine, including this rank; empty if none is shared.
 
@@ -44,16 +45,15 @@ class Transport:
     n_data : int
         Number of pending messages with values.
     n_leaving : int
-        Number of control messages and receipts of this rank that MPI has not taken yet.
+        Number of notes of this rank that MPI has not taken yet.
     """
 
-    def __init__(self, group: Group, tags: tuple[int, int, int], segments: Mapping[int, Segment]) -> None:
+    def __init__(self, group: Group, tags: tuple[int, int], segments: Mapping[int, Segment]) -> None:
         self.rank = group.rank
         self._comm, self._mpi, self._segments = group.comm, group.mpi, segments
-        self._data_tag, self._receipt_tag, self._control_tag = tags
+        self._data_tag, self._note_tag = tags
         self._requests: list[Any] = []
-        self._on_done: list[Callable[[], None]] = []
-        self._keep: list[Any] = []
+        self._pending: list[tuple[Callable[[], None], Any]] = []  # of each request: what to call when it is done, its buffer
         self._status: Any = None if group.comm is None else group.mpi.Status()
         own = segments.get(self.rank)
         self._base = 0 if own is None else own.data.ctypes.data
@@ -63,80 +63,63 @@ class Transport:
         """True if any message is pending."""
         return bool(self._requests)
 
-    def shares_memory(self, rank: int) -> bool:
-        """True if this rank and `rank` can read each other's memory."""
-        return rank in self._segments
-
-    # --- values and receipts
+    # --- values
 
     def send(self, rank: int, values: Array, on_done: Callable[[], None]) -> None:
         """Send values without gaps. They must not change until they have left; then `on_done` is called."""
         message, _ = message_of(self._mpi, values)
         self._add_data(self._comm.Isend(message, dest=rank, tag=self._data_tag), on_done, values)
 
-    def receive(self, rank: int, into: Array, on_done: Callable[[], None]) -> Callable[[], None]:
-        """Receive the next values of a rank into a view with any strides. Return a function that cancels it.
+    def receive(self) -> Iterator[tuple[int, int, Receive]]:
+        """Iterate over the messages with values that have come: the sender, the bytes, and a function that receives it.
 
-        `on_done` is called when the values have arrived, and also when the receive was cancelled.
+        That function must be called for each of them. Messages of one rank come in the order in which it sent them.
         """
-        message, datatype = message_of(self._mpi, into)
-        request = self._comm.Irecv(message, source=rank, tag=self._data_tag)
+        mpi, status = self._mpi, self._status
+        while (message := self._comm.Improbe(mpi.ANY_SOURCE, self._data_tag, status)) is not None:
+            yield status.Get_source(), status.Get_count(mpi.BYTE), partial(self._receive, message)
+
+    def _receive(self, message: Any, into: Array, on_done: Callable[[], None]) -> None:
+        buffer, datatype = message_of(self._mpi, into)
+        request = message.Irecv(buffer)
         if datatype is not None:
             datatype.Free()
         self._add_data(request, on_done, into)
-        return request.Cancel  # type: ignore[no-any-return]
-
-    def send_receipt(self, rank: int, receipt: Array) -> None:
-        """Send a receipt, and wake the rank if it is on this machine and not busy."""
-        self._send_note(rank, receipt, self._receipt_tag)
-
-    def receive_receipt(self, rank: int, receipt: Array, on_done: Callable[[], None]) -> None:
-        """Receive the receipt of a rank."""
-        self._add(self._comm.Irecv(receipt, source=rank, tag=self._receipt_tag), on_done, receipt)
 
     def test(self) -> bool:
-        """Call `on_done` of the messages that are done. Return True if there were any."""
+        """Call what waits for the messages that are done. Return True if there were any."""
         if not self._requests:
             return False
         done = self._mpi.Request.Testsome(self._requests)
         if not done:
             return False
-        callbacks = [self._on_done[i] for i in done]
-        gone = set(done)
-        for name in ("_requests", "_on_done", "_keep"):
-            setattr(self, name, [v for i, v in enumerate(getattr(self, name)) if i not in gone])
+        callbacks = [self._pending[k][0] for k in done]
+        for k in sorted(done, reverse=True):  # the last one takes the place of each that is done
+            for entries in (self._requests, self._pending):
+                entries[k] = entries[-1]
+                entries.pop()
         for callback in callbacks:
             callback()
         return True
 
-    def _add(self, request: Any, on_done: Callable[[], None], buffer: Any) -> None:
-        self._requests.append(request)
-        self._on_done.append(on_done)
-        self._keep.append(buffer)
-
     def _add_data(self, request: Any, on_done: Callable[[], None], buffer: Any) -> None:
         self.n_data += 1
-        self._add(request, partial(self._data_done, on_done), buffer)
+        self._requests.append(request)
+        self._pending.append((partial(self._data_done, on_done), buffer))
 
     def _data_done(self, on_done: Callable[[], None]) -> None:
         self.n_data -= 1
         on_done()
 
-    # --- control messages and shared memory
+    # --- notes and shared memory
 
-    def tell(self, rank: int, message: Integers) -> None:
-        """Send a control message, and wake the rank if it is on this machine and not busy."""
-        self._send_note(rank, message, self._control_tag)
-
-    def wake(self, rank: int) -> None:
-        """Wake a rank of this machine, even if it is busy."""
-        self._segments[rank].bell.ring()
-
-    def _send_note(self, rank: int, message: Array, tag: int) -> None:
-        request = self._comm.Isend(message, dest=rank, tag=tag)
+    def tell(self, rank: int, note: Integers) -> None:
+        """Send a note, and wake the rank if it is on this machine and not busy."""
+        request = self._comm.Isend(note, dest=rank, tag=self._note_tag)
         if not request.Test():  # a short message has nearly always left
             self.n_leaving += 1
-            self._add(request, self._has_left, message)
+            self._requests.append(request)
+            self._pending.append((self._has_left, note))
         segment = self._segments.get(rank)
         if segment is not None:
             segment.ring()
@@ -145,12 +128,27 @@ class Transport:
         self.n_leaving -= 1
 
     def told(self) -> Iterator[tuple[int, Integers]]:
-        """Iterate over the control messages that have come, each with its sender."""
+        """Iterate over the notes that have come, each with its sender."""
         mpi, status = self._mpi, self._status
-        while (message := self._comm.Improbe(mpi.ANY_SOURCE, self._control_tag, status)) is not None:
-            found = np.empty(status.Get_count(mpi.INT64_T), dtype=np.int64)
-            message.Recv(found)
-            yield status.Get_source(), found
+        while (message := self._comm.Improbe(mpi.ANY_SOURCE, self._note_tag, status)) is not None:
+            rank, note = status.Get_source(), np.empty(status.Get_count(mpi.INT64_T), dtype=np.int64)
+            message.Recv(note)
+            yield rank, note
+
+    def wake(self, rank: int) -> None:
+        """Wake a rank of this machine, even if it is busy."""
+        self._segments[rank].bell.ring()
+
+    def shares_memory(self, rank: int) -> bool:
+        """True if this rank and `rank` can read each other's memory."""
+        return rank in self._segments
+
+    def set_busy(self, is_busy: bool) -> bool:
+        """Say whether the ranks of this machine need not ring. Return False if none shares memory."""
+        own = self._segments.get(self.rank)
+        if own is not None:
+            own.set_busy(is_busy)
+        return own is not None
 
     def place_of(self, view: Array) -> int:
         """The offset of values in this rank's shared memory, in bytes."""
@@ -162,7 +160,7 @@ class Transport:
 
     def remains(self) -> tuple[Any, ...]:
         """The requests and buffers that MPI may still use after an interruption."""
-        return (self._requests, self._keep)
+        return self._requests, self._pending
 
 
 def message_of(mpi: Any, view: Array) -> tuple[list[Any], Any]:

@@ -2,6 +2,6 @@
 
 Open `exchange` first: it is the main loop of one rank. `moves` describes one array of an exchange and the direction of its
 parts. `reader` reads blocks, either whole (`block_tasks`) or chunk by chunk (`chunk_tasks`), with the `resources` that all
-arrays of a job share. `sender` and `receiver` are the two ends, `channels` the two ways to reach another rank, `arrivals`
-counts what has arrived. `messages` packs parts, `checksum` verifies them. `buffers` and `allocator` own the memory.
+arrays of a job share. `channels` has the two ways in which parts travel to and from another rank, `arrivals` counts what has
+arrived. `messages` packs parts, `checksum` verifies them. `buffers` and `allocator` own the memory.
 """

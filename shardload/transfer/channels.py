@@ -1,53 +1,71 @@
-"""How do parts travel between this rank and one other rank?
+"""How do parts travel between this rank and the others, and how does each know that all have arrived?
 
-`Channels.route` returns one `Channel` per rank, which serves both directions: what this rank sends there, and what comes from
-there.
+`Channels` is what an exchange sees: it sends the parts of blocks, receives what comes, and waits. Below it there is one
+`Channel` for each other rank, which serves both directions. It is one of two kinds, and nothing else knows of which:
 
-- `SharedMemoryChannel`, to a rank of the same machine: the sender makes an *offer*, a control message that names for every part
-  and tile the region and the place of its values in the sender's shared memory. The receiver copies the values out of it and
+- `SharedMemoryChannel`, to a rank of the same machine: the sender makes an *offer*, a note that names for every part and tile
+  the region and the place of its values in the sender's shared memory. The receiver copies the values out of it and
   acknowledges the offer; then the slot is used again.
 - `MessageChannel`, to any other rank: an MPI message carries the values, straight from the block if they lie there without
   gaps, otherwise packed. (MPI could send with gaps too, but MPICH then moves a few KiB per call: measured, packing is 10 times
-  faster.) The message is received straight into the target.
+  faster.) The message is received straight into the target, when it has come.
 
 Both ends number the parts of one sender, from the first part of array 0 to the last part of the last array. At the end each
 sender sends each receiver a receipt: whether all went well, how many parts were sent, a digest of their arrays and regions and,
-for messages, a checksum of each part if checksums are on.
+for messages, a checksum of each part if checksums are on. The receiver compares it with the plan.
+
+Parts that can be sent from where they lie (shared memory) are sent at once. The others wait in one queue until there is room
+to pack them. A part must not be sent at once while parts for the same rank are in the queue: `exchange` does not start such a
+block before they have left.
 """
 
 from __future__ import annotations
 
+import os
 import struct
 import time
 import zlib
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from shardload.comm.transport import Integers, Transport
+from shardload.comm.backoff import Backoff
+from shardload.comm.shared_memory import Bell
+from shardload.comm.transport import Integers, Receive, Transport
 from shardload.errors import PeerError
 from shardload.planning.region import Region
-from shardload.planning.schedule import Part
+from shardload.planning.schedule import Block, Part
 from shardload.transfer.arrivals import DEFECT, Arrivals
 from shardload.transfer.buffers import StagedBlock
 from shardload.transfer.checksum import checksum, identity, seed_of
 from shardload.transfer.messages import Packer
 from shardload.transfer.moves import ArrayMove, Expected
 
-__all__ = ["ACK", "HEAD_SIZE", "OFFER", "Channel", "Channels", "MessageChannel", "SharedMemoryChannel", "one_less"]
+__all__ = ["ACK", "HEAD_SIZE", "OFFER", "RECEIPT", "Channel", "Channels", "MessageChannel", "SharedMemoryChannel"]
 
-OFFER, ACK = range(2)  # kinds of control messages: "these parts lie there", "I have them"
+OFFER, ACK, RECEIPT = range(3)  # kinds of notes: "these parts lie there", "I have them", "no more, and these were all"
 HEAD_SIZE = 4  # of an offer: OFFER, its number, how many parts, which array; then a row of integers for each tile
-_RECEIPT_HEAD_SIZE = 3
+
+# Waiting for messages: at first only yield the core, because a pending message needs calls into MPI to progress; then sleep
+# for longer and longer.
+_BACKOFF = Backoff(n_awake=50, first_seconds=5e-5, longest_seconds=1e-3, n_before_doubling=100)
+# Waiting for the bell. If it does not ring, look all the same, less and less often. Soon at first if it rang for nothing: then
+# a message is on its way. The shortest waits are skipped otherwise.
+_LISTENING = Backoff(n_awake=0, first_seconds=2e-3, longest_seconds=3.2e-2, n_before_doubling=1)
+_N_SKIPPED = 2
+_ALONE_SECONDS = 1.0
+# Waiting while a block is being read: when it is done, that wakes this rank, and notes of others are handled at the same time.
+_BUSY_SECONDS = 0.1
 
 Array = np.ndarray[Any, Any]
 
 
 class Channels:
-    """The channels of one exchange.
+    """The parts that one rank sends and receives in one exchange.
 
     Parameters
     ----------
@@ -80,38 +98,82 @@ class Channels:
         self.transport, self.arrays, self.arrivals, self.checksums = transport, arrays, arrivals, checksums
         self.packer, self.shared_packer = packer, shared_packer
         self.seeds = [seed_of(number, array.seed) for number, array in enumerate(arrays)]
-        self._known: dict[int, Channel] = {}
+        self._channels: dict[int, Channel] = {}
+        self._senders: list[Channel] = []
+        self._open: set[int] = set()  # ranks from which something is still to come
+        self._n_by_message = 0  # of these, the ones that send messages
+        self._receivers: dict[int, Channel] = {}
+        self._waiting: deque[tuple[Channel, int, StagedBlock, Sequence[Part]]] = deque()
         self._offered: dict[int, tuple[int, Callable[[], None]]] = {}
         self._n_offers = 0
+        self._n_silent = 0  # place in `_LISTENING`
+        self._is_busy = False  # whether this rank has said that it need not be rung
+        self._is_starved = False  # whether this rank waits for a free slot, and has hurried those who have its blocks
 
     def route(self, rank: int) -> Channel:
         """The channel to and from a rank."""
-        found = self._known.get(rank)
+        found = self._channels.get(rank)
         if found is None:
             kind = SharedMemoryChannel if self.transport.shares_memory(rank) else MessageChannel
-            found = self._known[rank] = kind(self, rank)
+            found = self._channels[rank] = kind(self, rank)
         return found
 
     def close(self) -> None:
         """Release the channels: each references this object, and a reference cycle would keep the targets' memory alive."""
-        self._known.clear()
+        self._channels.clear()
+        self._senders.clear()
+        self._receivers.clear()
+
+    # --- to other ranks
+
+    @property
+    def is_empty(self) -> bool:
+        """True if every part has been handed to MPI or offered."""
+        return not self._waiting
 
     @property
     def n_offered(self) -> int:
         """Number of offers of this rank that have not been acknowledged."""
         return len(self._offered)
 
+    def send(self, array: int, block: StagedBlock) -> None:
+        """Send the parts of a block that can be sent at once, and queue the others."""
+        block.n_sending += 1
+        together: dict[int, list[Part]] = {}
+        for part in block.block.parts:
+            if part.rank == self.transport.rank:
+                continue
+            channel = self.route(part.rank)
+            if channel.takes_as_it_lies(block):
+                together.setdefault(part.rank, []).append(part)
+            else:
+                block.n_sending += 1
+                self._waiting.append((channel, array, block, (part,)))
+        for rank, parts in together.items():
+            block.n_sending += 1
+            self._send(self.route(rank), array, block, parts)
+        one_less(block)
+
+    def send_queued(self) -> bool:
+        """Send queued parts, in order, while there is room to pack them. Return True if any was sent."""
+        has_sent = False
+        while self._waiting and self._send(*self._waiting[0]):
+            self._waiting.popleft()
+            has_sent = True
+        return has_sent
+
+    def _send(self, channel: Channel, array: int, block: StagedBlock, parts: Sequence[Part]) -> bool:
+        if not channel.send(array, block, parts):
+            return False
+        self._receivers[channel.rank] = channel
+        return True
+
     def offer(self, rank: int, n_parts: int, array: int, rows: list[int], on_done: Callable[[], None]) -> None:
         """Tell `rank` where parts lie. `on_done` is called when the receiver has copied them."""
-        message: Integers = np.array([OFFER, self._n_offers + 1, n_parts, array, *rows], dtype=np.int64)
-        self.transport.tell(rank, message)
+        note: Integers = np.array([OFFER, self._n_offers + 1, n_parts, array, *rows], dtype=np.int64)
+        self.transport.tell(rank, note)
         self._n_offers += 1
         self._offered[self._n_offers] = rank, on_done
-
-    def hurry(self) -> None:
-        """Wake all ranks that have not acknowledged an offer yet, also those that need not be rung."""
-        for rank in {rank for rank, _ in self._offered.values()}:
-            self.transport.wake(rank)
 
     def acknowledged(self, rank: int, offer: int) -> None:
         """Handle the acknowledgement of an offer. PeerError if there is no such offer."""
@@ -123,6 +185,131 @@ class Channels:
                 rank=rank,
             )
         done()
+
+    def give_up(self, blocks: Iterable[Block]) -> None:
+        """Drop the queue. Each rank that still expects parts of `blocks` will get a receipt that reports the failure."""
+        self._waiting.clear()
+        for block in blocks:
+            for part in block.parts:
+                if part.rank != self.transport.rank:
+                    self._receivers[part.rank] = self.route(part.rank)
+
+    def send_receipts(self, went_well: bool) -> None:
+        """Send each receiver its receipt: no more parts follow."""
+        for channel in self._receivers.values():
+            channel.send_receipt(went_well)
+
+    # --- from other ranks
+
+    def expect(self) -> None:
+        """Find out from whom parts come."""
+        senders: dict[int, Channel] = {}
+        for number, array in enumerate(self.arrays):
+            for rank, parts in array.flow.incoming(self.transport.rank).items():
+                senders[rank] = self.route(rank)
+                senders[rank].expected.add(number, parts)
+        self._senders, self._open = list(senders.values()), {*senders}
+        for channel in self._senders:
+            channel.expect()
+        self._n_by_message = sum(not channel.rings for channel in self._senders)
+
+    def test(self) -> bool:
+        """Handle what has left and what has come. Return True if there was anything."""
+        moved = self.transport.test()
+        if self._n_by_message:
+            for rank, nbytes, receive in self.transport.receive():
+                moved = True
+                self.route(rank).take(nbytes, receive)
+        if self._open or self._offered:
+            for rank, note in self.transport.told():
+                moved = True
+                self.hear(rank, note)
+        return moved
+
+    def hear(self, rank: int, note: Integers) -> None:
+        """Handle a note. What goes wrong is kept: others wait for this rank."""
+        try:
+            if note[0] == ACK:
+                self.acknowledged(rank, int(note[1]))
+            elif note[0] == RECEIPT:
+                self.route(rank).end(note)
+            else:
+                self.route(rank).look(note)
+        except Exception as error:
+            self.arrivals.keep(error)
+
+    def closed(self, channel: Channel) -> None:
+        """Called by a channel from which nothing more will come."""
+        if channel.rank in self._open:
+            self._open.remove(channel.rank)
+            self._n_by_message -= not channel.rings
+
+    @property
+    def is_done(self) -> bool:
+        """True if nothing more will come or leave, once all receipts are sent."""
+        return not self._open and not self._offered and not self.transport
+
+    def check(self, is_whole: bool) -> None:
+        """Compare receipts and counts with the plan. `is_whole`: whether this rank itself staged all its blocks."""
+        for channel in self._senders:
+            channel.check()
+        if is_whole and all(channel.went_well for channel in self._senders):
+            self.arrivals.check_coverage()
+
+    # --- waiting
+
+    def wait(self, bell: Bell, n_idle: int, *, is_reading: bool, has_more: bool, longest: float) -> None:
+        """Sleep until the bell rings if nothing else can happen; otherwise sleep briefly, longer each time.
+
+        Parameters
+        ----------
+        bell : Bell
+            Rung by this rank's threads and by the ranks of this machine.
+        n_idle : int
+            How many looks in a row have found nothing.
+        is_reading, has_more : bool
+            Whether a block is being read, and whether more are to be read when there is room.
+        longest : float
+            Seconds to sleep at most.
+        """
+        if self.transport.n_data or self._n_by_message:
+            seconds = _BACKOFF.seconds(n_idle)
+            if seconds:
+                bell.wait(seconds)
+            else:
+                os.sched_yield()
+        elif not (self.transport or self._open or self._offered):
+            # The bell may ring before the message can be received, and other machines do not ring it: look again after a while.
+            bell.wait(min(_ALONE_SECONDS, longest))
+        elif self.set_busy(is_reading and not self.transport.n_leaving):
+            if self._is_busy:
+                bell.wait(_BUSY_SECONDS)
+            # else look first: who has sent something until now did not ring
+        else:
+            self._listen(bell, n_idle, has_more)
+
+    def _listen(self, bell: Bell, n_idle: int, has_more: bool) -> None:
+        if has_more and not self._is_starved:  # the others may be busy, but this rank has nothing to do
+            self._is_starved = True
+            for rank in {rank for rank, _ in self._offered.values()}:
+                self.transport.wake(rank)
+        if self.transport.n_leaving:  # what MPI still has of this rank may need its calls
+            self._n_silent = 0
+        elif n_idle == 1:  # the last ring was for what the step before found
+            self._n_silent = _N_SKIPPED
+        is_rung = bell.wait(_LISTENING.seconds(self._n_silent + 1))
+        self._n_silent = 0 if is_rung else self._n_silent + 1
+
+    def has_room(self) -> None:
+        """Called when a slot was free: this rank is not waiting for those who have its blocks."""
+        self._is_starved = False
+
+    def set_busy(self, is_busy: bool) -> bool:
+        """Say whether others need not ring. Return True if this rank was busy, or is now."""
+        was_busy = self._is_busy
+        if was_busy != is_busy:
+            self._is_busy = self.transport.set_busy(is_busy) and is_busy
+        return was_busy or self._is_busy
 
 
 class Channel(ABC):
@@ -144,10 +331,10 @@ class Channel(ABC):
         self._n_sent, self._identity, self._array = 0, 0, -1
         self._sent_sums: list[int] = []
         self.expected = Expected()
-        self._n_coming, self._expected_identity = 0, 0
+        self._n_seen = 0  # parts that have come, or that offers have named
+        self._expected_identity = 0
         self._sums: list[int] = []
-        self._receipt: Array = np.zeros(0, dtype=np.uint32)
-        self._has_receipt = False
+        self._receipt: list[int] | None = None
 
     # --- to the other rank
 
@@ -161,8 +348,8 @@ class Channel(ABC):
 
     def send_receipt(self, went_well: bool) -> None:
         """Send the receipt: no more parts follow it."""
-        receipt = np.array([went_well, self._n_sent, self._identity, *self._sent_sums], dtype=np.uint32)
-        self._transport.send_receipt(self.rank, receipt)
+        receipt = [RECEIPT, went_well, self._n_sent, self._identity, *self._sent_sums]
+        self._transport.tell(self.rank, np.array(receipt, dtype=np.int64))
 
     def _count_sent(self, array: int, part: Part) -> None:
         """Count a part in the receipt. Call this after it was sent: a receipt must not count a part that could not be sent."""
@@ -174,46 +361,45 @@ class Channel(ABC):
 
     # --- from the other rank
 
-    def expect(self, window: int) -> None:
-        """Begin to receive the expected parts. `window` is the number of receives to post at a time."""
-        self._n_coming = len(self.expected)
+    def expect(self) -> None:
+        """Get ready for the expected parts."""
         for array, parts in self.expected.lists:
             self._expected_identity = begin_array(self._common.seeds[array], self._expected_identity)
             for part in parts:
                 self._expected_identity = identity(part.region, self._expected_identity)
-        self._sums = [0] * (self._n_coming if self._checksums and self._sums_in_receipt else 0)
-        self._receipt = np.zeros(_RECEIPT_HEAD_SIZE + len(self._sums), dtype=np.uint32)
-        self._transport.receive_receipt(self.rank, self._receipt, self._expect_no_more)
+        self._sums = [0] * (len(self.expected) if self._checksums and self._sums_in_receipt else 0)
 
-    def is_done(self) -> bool:
-        """True if nothing more will come."""
-        return self._has_receipt
-
-    @property
-    def is_offered(self) -> bool:
-        """True if offers may still come."""
-        return False
-
-    @property
-    def went_well(self) -> bool:
-        """True if the receipt says that the sender did not fail."""
-        return bool(self._receipt[0])
+    def take(self, nbytes: int, receive: Receive) -> None:
+        """Receive a message with values. In this base class none is expected: report it, and throw it away."""
+        self._common.arrivals.report_list(None, self.rank)
+        receive(np.empty(nbytes, dtype=np.uint8), partial(self._see, 1))
 
     def look(self, offer: Integers) -> None:
         """Copy what an offer names, and acknowledge it. In this base class no offer is expected: report it as an error."""
         self._common.arrivals.report_list(None, self.rank)
         self._transport.tell(self.rank, np.array([ACK, offer[1]], dtype=np.int64))
 
-    def _expect_no_more(self) -> None:
-        """Handle the arrival of the receipt: the parts that it does not count will never come."""
-        self._has_receipt = True
-        self._n_coming = min(self._n_coming, int(self._receipt[1]))
+    def end(self, receipt: Integers) -> None:
+        """Take the receipt: no more parts than it counts will come. It may overtake the last of them."""
+        self._receipt = receipt[1:].tolist()
+        self._see(0)
+
+    def _see(self, n_parts: int) -> None:
+        """Count parts that have come."""
+        self._n_seen += n_parts
+        if self._receipt is not None and self._n_seen >= self._receipt[1]:
+            self._common.closed(self)
+
+    @property
+    def went_well(self) -> bool:
+        """True if the receipt says that the sender did not fail."""
+        return self._receipt is not None and bool(self._receipt[0])
 
     def check(self) -> None:
         """Compare the receipt with what was expected."""
-        went_well, n_sent, proof, *sums = (int(v) for v in self._receipt)
-        if not went_well:
+        if self._receipt is None or not self.went_well:
             return  # the sender raises its error, and all ranks agree on it
+        _, n_sent, proof, *sums = self._receipt
         arrivals, expected = self._common.arrivals, self.expected
         if (n_sent, proof) != (len(expected), self._expected_identity):
             array, part = expected[0]
@@ -230,8 +416,7 @@ class MessageChannel(Channel):
 
     def __init__(self, common: Channels, rank: int) -> None:
         super().__init__(common, rank)
-        self._n_posted = 0
-        self._cancel: dict[int, Callable[[], None]] = {}
+        self._n_begun = 0  # messages that are being received, or have been
 
     def takes_as_it_lies(self, block: StagedBlock) -> bool:
         """See `Channel`."""
@@ -258,49 +443,31 @@ class MessageChannel(Channel):
             one_less(block)  # the part was copied, so it no longer needs the block
         return True
 
-    def expect(self, window: int) -> None:
-        """See `Channel`."""
-        super().expect(window)
-        for _ in range(window):
-            self._receive_next()
-
-    def _receive_next(self) -> None:
-        number = self._n_posted
-        if number >= self._n_coming:
-            return
-        array, part = self.expected[number]
-        self._n_posted += 1
-        view = self._common.arrivals.view(array, part, part.region)
-        arrived = partial(self._arrived, number, array, part, view)
-        self._cancel[number] = self._transport.receive(self.rank, view, arrived)
+    def take(self, nbytes: int, receive: Receive) -> None:
+        """See `Channel`. The messages of a rank come in the order of its parts."""
+        number = self._n_begun
+        self._n_begun += 1
+        array, part = self.expected[number] if number < len(self.expected) else (-1, None)
+        view = None if part is None else self._common.arrivals.view(array, part, part.region)
+        if part is None or view is None or view.nbytes != nbytes:
+            super().take(nbytes, receive)
+        else:
+            receive(view, partial(self._arrived, number, array, part, view))
 
     def _arrived(self, number: int, array: int, part: Part, view: Array) -> None:
-        del self._cancel[number]
-        if number >= self._n_coming:
-            return  # cancelled
         try:
             if self._checksums:
                 self._sums[number] = checksum(view, self._common.seeds[array])
             self._common.arrivals.count_sent(array, part, part.region, self._checksums)
         except Exception as error:
             self._common.arrivals.keep(error)
-        self._receive_next()
-
-    def _expect_no_more(self) -> None:
-        super()._expect_no_more()
-        for number, cancel in self._cancel.items():
-            if number >= self._n_coming:
-                cancel()
+        self._see(1)
 
 
 class SharedMemoryChannel(Channel):
     """Sends an offer. The receiver copies the values out of the sender's memory, from where the offer says they lie."""
 
     rings = True
-
-    def __init__(self, common: Channels, rank: int) -> None:
-        super().__init__(common, rank)
-        self._n_seen = 0  # parts that offers have named
 
     def takes_as_it_lies(self, block: StagedBlock) -> bool:
         """See `Channel`."""
@@ -338,15 +505,6 @@ class SharedMemoryChannel(Channel):
         for part in parts:
             self._count_sent(array, part)
 
-    def is_done(self) -> bool:
-        """See `Channel`."""
-        return self._has_receipt and self._n_seen >= self._receipt[1]
-
-    @property
-    def is_offered(self) -> bool:
-        """See `Channel`."""
-        return len(self.expected) > 0 and not self.is_done()
-
     def look(self, offer: Integers) -> None:
         """See `Channel`. Copies the values out of the sender's memory."""
         started = time.perf_counter()
@@ -371,9 +529,9 @@ class SharedMemoryChannel(Channel):
         for number in tiles:  # offers come in order
             of, part = expected[number]
             arrivals.report_list(part.region, rank, of)
-        self._n_seen += int(offer[2])
         arrivals.copy_seconds += time.perf_counter() - started
         self._transport.tell(rank, np.array([ACK, offer[1]], dtype=np.int64))
+        self._see(int(offer[2]))
 
     def _take(self, array: int, row: list[int]) -> Region | None:
         """Copy the values that one row of an offer names. Problems are reported, not raised: the sender waits for an answer."""

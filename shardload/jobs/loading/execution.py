@@ -59,7 +59,7 @@ __all__ = ["Execution", "ExecutionOfMany", "Job", "Loaded", "Outcome"]
 
 _log = logging.getLogger("shardload")
 _MOST_TOLD = 8  # arrays with missing chunks in one message
-_NO_TAGS = (0, 0, 0)  # of an exchange without messages
+_NO_TAGS = (0, 0)  # of an exchange without messages
 _NOTHING_OPEN: AbstractContextManager[ExitStack | None] = nullcontext()
 
 
@@ -408,7 +408,7 @@ class Job:
             Bell() if segment is None else segment.bell,
         )
 
-    def _do_own(self, mine: Outcome, tags: tuple[int, int, int], segments: Mapping[int, Segment]) -> None:
+    def _do_own(self, mine: Outcome, tags: tuple[int, int], segments: Mapping[int, Segment]) -> None:
         """Open, agree, exchange, assemble, close. What goes wrong is kept: the ranks still have to agree on it."""
         opened = ExitStack()
         try:
@@ -444,9 +444,7 @@ class Job:
         total = sum(own.nbytes for own in arrays)
         return opened.enter_context(progress_of(self._options.progress, lambda: self.name, total, self.group.rank))
 
-    def _fill(
-        self, mine: Outcome, tags: tuple[int, int, int], buffers: Buffers, on_progress: Callable[[int], None] | None
-    ) -> None:
+    def _fill(self, mine: Outcome, tags: tuple[int, int], buffers: Buffers, on_progress: Callable[[int], None] | None) -> None:
         """Read and exchange all arrays, and hand them to JAX."""
         seed = crc32(json.dumps([compact(self._agreed), *tags]).encode())
         moves = [own.move(seed, is_named=len(mine.arrays) > 1) for own in mine.arrays]

@@ -26,6 +26,7 @@ from mpi4py import MPI
 
 import shardload.api  # now: what is imported while a name is patched would keep the patch
 from shardload.planning.tuning import tuned
+from shardload.transfer.channels import OFFER
 from tests.mpi.support import check, mesh_of, on_root, ramp
 from tests.tuning import tune
 
@@ -231,8 +232,14 @@ def _() -> None:
     traffic = importlib.import_module("shardload.comm.transport").Transport
     call = lambda: patched("shardload.comm.transport", "message_of", full, lambda: load("fine.h5", readers="root"), (0,))  # noqa: E731
     before = traffic.tell
+
+    def tell(self: Any, rank: int, note: Any) -> None:
+        if note[0] == OFFER:
+            full()
+        before(self, rank, note)
+
     if comm.rank == 0:
-        traffic.tell = full
+        traffic.tell = tell
     try:
         call()
     finally:

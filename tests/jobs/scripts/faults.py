@@ -290,7 +290,7 @@ PHASES: dict[str, tuple[Any, str]] = {
     "planning": (importlib.import_module("shardload.jobs.loading.arguments"), "plan_file"),
     "opening": (execute, "open_source"),
     "reading": (Hdf5Chunks, "fetch"),
-    "exchange": (importlib.import_module("shardload.transfer.receiver").Receiver, "check"),
+    "exchange": (importlib.import_module("shardload.transfer.channels").Channels, "check"),
     "assembly": (execute, "assemble"),
 }
 

@@ -27,12 +27,12 @@ class Wire:
         return getattr(self._real, name)
 
     def Isend(self, message: Any, dest: int, tag: int) -> Any:
-        what = tag % 3  # data, receipt, control
-        if what == 0 and self._change_data:
+        is_note = tag % 2
+        if not is_note and self._change_data:
             data, *how = message
             changed, dest = self._change_data(bytes(data), dest)
             message = [changed, *how]
-        if what == 2 and message[0] == OFFER and self._change_note:
+        if is_note and message[0] == OFFER and self._change_note:
             changed, dest = self._change_note(message[HEAD_SIZE:].reshape(-1, 3 + 3 * NDIM).copy(), dest)
             message = np.concatenate([message[:HEAD_SIZE], changed.ravel()])
         self._keep.append(message)

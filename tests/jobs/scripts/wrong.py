@@ -38,7 +38,7 @@ SPOT = (9, 100, 75)  # an element of the large array that no box of verify="file
 SQUARE = (12, 12)  # on a square mesh a transposed layout has shards of the right shape
 
 module = importlib.import_module
-layout, plan, execute, prepare, local_pieces, group, staging, channels, inbox = (
+layout, plan, execute, prepare, local_pieces, group, staging, channels = (
     module(f"shardload.{name}")
     for name in (
         "arrays.sharding",
@@ -49,7 +49,6 @@ layout, plan, execute, prepare, local_pieces, group, staging, channels, inbox = 
         "comm.group",
         "transfer.buffers",
         "transfer.channels",
-        "transfer.receiver",
     )
 )
 as_large(batched_chunk_nbytes=0)  # a note then has a tile for each chunk
@@ -248,7 +247,7 @@ def _(stack: ExitStack) -> None:
 @case("staging buffer used again too early", spec=P("a"), readers="root", dataset="large", staging="512KiB")
 def _(stack: ExitStack) -> None:
     """Rank 0 has one slot and reads the next block into it while the last one is still being sent; the others are late."""
-    expect, take = inbox.Receiver.expect, staging.Slots.take
+    expect, take = channels.Channels.expect, staging.Slots.take
     slots: dict[int, Any] = {}
 
     def early(self: Any) -> Any:
@@ -263,7 +262,7 @@ def _(stack: ExitStack) -> None:
         stack.enter_context(patched(staging.Slots, "give", lambda self, slot: None))
         stack.enter_context(patched(staging.Slots, "has_room", lambda self: True))
     else:
-        stack.enter_context(patched(inbox.Receiver, "expect", late))
+        stack.enter_context(patched(channels.Channels, "expect", late))
 
 
 # --- notes: where to look in shared memory ----------------------------------------------------------------------------

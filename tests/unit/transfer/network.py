@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from shardload.comm.shared_memory import Bell, Segment
-from shardload.comm.transport import Integers, Transport
+from shardload.comm.transport import Integers, Receive, Transport
 from shardload.comm.watchdog import Watchdog
 from shardload.transfer import exchange as engine
 from shardload.transfer.arrivals import Arrivals
@@ -39,87 +39,58 @@ class Network:
 
 
 class FakeTransport(Transport):
-    """A transport over a `Network`. A message that does not fit what is received is an error, as in MPI."""
+    """A transport over a `Network`."""
 
-    def __init__(self, group: Any, tags: tuple[int, int, int], segments: dict[int, Segment]) -> None:
+    def __init__(self, group: Any, tags: tuple[int, int], segments: dict[int, Segment]) -> None:
         super().__init__(SimpleNamespace(rank=group.rank, comm=None, mpi=None), tags, segments)  # type: ignore[arg-type]
         self.network: Network = group.network
         self.network_size: int = group.size
-        self._receives: dict[tuple[str, int], deque[list[Any]]] = {}
         self._sends: list[tuple[list[Any], Callable[[], None]]] = []
 
     def __bool__(self) -> bool:
-        return bool(self._sends) or any(self._receives.values())
+        return bool(self._sends)
 
     def send(self, rank: int, values: Array, on_done: Callable[[], None]) -> None:
         assert values.flags.c_contiguous
         self.n_data += 1
-        self._send("values", rank, values, partial(self._data_done, on_done))
-
-    def receive(self, rank: int, into: Array, on_done: Callable[[], None]) -> Callable[[], None]:
-        self.n_data += 1
-        return self._receive("values", rank, into, partial(self._data_done, on_done))
-
-    def send_receipt(self, rank: int, receipt: Array) -> None:
-        self._send("receipt", rank, receipt, lambda: None)
-        self._ring(rank)
-
-    def receive_receipt(self, rank: int, receipt: Array, on_done: Callable[[], None]) -> None:
-        self._receive("receipt", rank, receipt, on_done)
-
-    def _send(self, kind: str, rank: int, data: Array, on_done: Callable[[], None]) -> None:
-        message = [data, False]  # until it was taken the sender may not touch it
+        message = [values, False]  # until it was taken the sender may not touch it
         with self.network.lock:
-            self.network.queue(kind, self.rank, rank).append(message)
+            self.network.queue("values", self.rank, rank).append(message)
         self._sends.append((message, on_done))
 
-    def _receive(self, kind: str, rank: int, into: Array, on_done: Callable[[], None]) -> Callable[[], None]:
-        entry = [into, on_done, False]
-        self._receives.setdefault((kind, rank), deque()).append(entry)
+    def receive(self) -> Iterator[tuple[int, int, Receive]]:
+        for sender in range(self.network_size):
+            queue = self.network.queue("values", sender, self.rank)
+            while queue and self.network.may_arrive(sender, self.rank):
+                message = queue.popleft()
+                yield sender, message[0].nbytes, partial(self._take, message)
 
-        def cancel() -> None:
-            entry[2] = True
-
-        return cancel
+    @staticmethod
+    def _take(message: list[Any], into: Array, on_done: Callable[[], None]) -> None:
+        assert into.nbytes == message[0].nbytes
+        into[...] = message[0].reshape(-1).view(np.uint8).view(into.dtype).reshape(into.shape)
+        message[1] = True
+        on_done()
 
     def test(self) -> bool:
-        done: list[Callable[[], None]] = []
-        with self.network.lock:
-            for (kind, rank), posted in self._receives.items():
-                queue = self.network.queue(kind, rank, self.rank)
-                while posted:
-                    into, on_done, is_cancelled = posted[0]
-                    if not is_cancelled:
-                        if not queue or (kind == "values" and not self.network.may_arrive(rank, self.rank)):
-                            break
-                        message = queue.popleft()
-                        into[...] = message[0].reshape(-1).view(np.uint8).view(into.dtype).reshape(into.shape)
-                        message[1] = True
-                    posted.popleft()
-                    done.append(on_done)
-            is_taken = [message[1] for message, _ in self._sends]  # once: others set it at any time
-        done += [on_done for taken, (_, on_done) in zip(is_taken, self._sends, strict=True) if taken]
+        is_taken = [message[1] for message, _ in self._sends]  # once: others set it at any time
+        done = [on_done for taken, (_, on_done) in zip(is_taken, self._sends, strict=True) if taken]
         self._sends = [sent for taken, sent in zip(is_taken, self._sends, strict=True) if not taken]
+        self.n_data -= len(done)
         for callback in done:
             callback()
         return bool(done)
 
-    def tell(self, rank: int, message: Integers) -> None:
+    def tell(self, rank: int, note: Integers) -> None:
         with self.network.lock:
-            self.network.queue("control", self.rank, rank).append([message, False])
-        self._ring(rank)
-
-    def _ring(self, rank: int) -> None:
+            self.network.queue("notes", self.rank, rank).append([note, False])
         if rank in self._segments:
             self._segments[rank].ring()
-
-    def wake(self, rank: int) -> None:
-        self._segments[rank].bell.ring()
 
     def told(self) -> Any:
         for sender in range(self.network_size):
             if self.network.may_arrive(sender, self.rank):
-                queue = self.network.queue("control", sender, self.rank)
+                queue = self.network.queue("notes", sender, self.rank)
                 while queue:
                     yield sender, queue.popleft()[0]
 
@@ -165,7 +136,7 @@ def exchange_all(
         group: Any = SimpleNamespace(**about, forget_shared_memory=lambda: None)
         buffers = Buffers(rank.slots, rank.pack_slots, rank.segments, rank.bell)
         try:
-            found[rank.number] = engine.exchange(group, arrays[rank.number], buffers, tags=(0, 1, 2), checksums=checksums)
+            found[rank.number] = engine.exchange(group, arrays[rank.number], buffers, tags=(0, 1), checksums=checksums)
         except BaseException as error:
             found[rank.number] = error
 

@@ -198,7 +198,7 @@ def test_a_rank_is_busy_while_it_reads_and_no_longer(monkeypatch: pytest.MonkeyP
 def test_a_rank_without_room_wakes_those_that_are_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if a rank with nothing to do waited for one that reads: rank 1 here reads until rank 2 has its slot back."""
     tune(monkeypatch, inline_nbytes=0)
-    monkeypatch.setattr(exchange, "_BUSY_SECONDS", 1000.0)
+    monkeypatch.setattr(channels, "_BUSY_SECONDS", 1000.0)
     loads = Loads("shared memory", [replace(GIVEN[0], values=ramp((16, 12), "f4", 0))], n_slots=1)
     assert len(loads.given[0].schedule.blocks_of(2)) == 2
     reads: list[Region] = []
@@ -300,10 +300,10 @@ def test_an_offer_of_another_array(what: str, monkeypatch: pytest.MonkeyPatch) -
     right = FakeTransport.tell
     other = {"the number of another array": 3, "no such array": 77, "an array of other axes": 1}[what]
 
-    def wrong(self: Any, rank: int, message: Any) -> None:
-        if self.rank == 2 and message[0] == channels.OFFER and message[3] == 0:
-            message[3] = other
-        right(self, rank, message)
+    def wrong(self: Any, rank: int, note: Any) -> None:
+        if self.rank == 2 and note[0] == channels.OFFER and note[3] == 0:
+            note[3] = other
+        right(self, rank, note)
 
     monkeypatch.setattr(FakeTransport, "tell", wrong)
     assert any(isinstance(error, PeerError) and error.rank == 2 for error in failed(Loads("shared memory")))

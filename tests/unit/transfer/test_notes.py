@@ -22,8 +22,6 @@ from shardload.transfer.buffers import Piece, Slots, StagedBlock, Tile
 from shardload.transfer.channels import ACK, HEAD_SIZE, OFFER, Channels
 from shardload.transfer.messages import Packer
 from shardload.transfer.moves import ArrayMove, BlocksToPieces
-from shardload.transfer.receiver import Receiver
-from shardload.transfer.sender import Sender
 from tests.unit.fakes import TABLE
 
 F4 = np.dtype("f4")
@@ -36,22 +34,14 @@ class FakeTransport(Transport):
     """Keeps what is told, instead of sending it."""
 
     def __init__(self, rank: int, segments: dict[int, Segment]) -> None:
-        super().__init__(SimpleNamespace(rank=rank, comm=None, mpi=None), (0, 1, 2), segments)  # type: ignore[arg-type]
+        super().__init__(SimpleNamespace(rank=rank, comm=None, mpi=None), (0, 1), segments)  # type: ignore[arg-type]
         self.messages: list[tuple[int, Any]] = []
-        self.receipts: list[Any] = []
-        self.callbacks: list[Any] = []
 
     def send(self, rank: int, values: Any, on_done: Any) -> None:
         raise AssertionError("a message with values")
 
-    def send_receipt(self, rank: int, receipt: Any) -> None:
-        self.receipts.append(receipt)
-
-    def receive_receipt(self, rank: int, receipt: Any, on_done: Any) -> None:
-        self.callbacks.append((on_done, receipt))
-
-    def tell(self, rank: int, message: Any) -> None:
-        self.messages.append((rank, message))
+    def tell(self, rank: int, note: Any) -> None:
+        self.messages.append((rank, note))
 
 
 class Ranks:
@@ -79,9 +69,8 @@ class Ranks:
         )
         self.sending = Channels(self.there, [sent], Arrivals([sent], print, [print]), *packers, checksums)
         self.arrivals = Arrivals([arriving], self.advanced.append, [self.complete.append])
-        receiving = Channels(self.here, [arriving], self.arrivals, *packers, checksums)
-        self.outbox, self.inbox = Sender(self.sending), Receiver(receiving, [arriving], self.arrivals)
-        self.inbox.expect()
+        self.receiving = Channels(self.here, [arriving], self.arrivals, *packers, checksums)
+        self.receiving.expect()
 
     def put(self, n_columns: int = 4) -> list[Any]:
         """Send both blocks, each as tiles of so many columns; the notes."""
@@ -97,16 +86,15 @@ class Ranks:
                 data[...] = TABLE[region.slices()]
                 block.tiles.append(Tile(region, data))
                 at += 64
-            self.outbox.put(0, block)
+            self.sending.send(0, block)
         return [note for _, note in self.there.messages]
 
     def receipt(self) -> None:
         """Let the sender's receipt arrive."""
-        self.outbox.send_receipts(True)
-        (sent,) = self.there.receipts
-        on_done, buffer = self.here.callbacks[0]
-        buffer[...] = sent
-        on_done()
+        self.there.messages.clear()
+        self.sending.send_receipts(True)
+        ((_, receipt),) = self.there.messages
+        self.receiving.hear(0, receipt)
 
     def answer(self) -> list[int]:
         """Let the answers arrive; which notes they are of."""
@@ -128,16 +116,16 @@ def test_what_is_named_is_copied_once_and_answered(n_columns: int, checksums: bo
     ranks = Ranks(checksums)
     notes = ranks.put(n_columns)
     assert [len(rows_of(note)) for note in notes] == [{4: 1, 2: 1, 1: 2}[n_columns]] * 2
-    assert ranks.sending.n_offered == 2 and not ranks.slots.has_room() and not ranks.inbox.is_done()
+    assert ranks.sending.n_offered == 2 and not ranks.slots.has_room() and not ranks.receiving.is_done
     for note in notes:
-        ranks.inbox.look(0, note)
+        ranks.receiving.hear(0, note)
     np.testing.assert_array_equal(ranks.piece.data, TABLE[:, 2:])
     assert ranks.answer() == [1, 2] and ranks.sending.n_offered == 0 and ranks.slots.has_room()
     assert sum(ranks.advanced) == ranks.arrivals.nbytes == 64 and ranks.complete == [ranks.piece]
-    assert ranks.inbox.is_listening() and not ranks.inbox.is_done(), "the receipt is still to come"
+    assert ranks.receiving._open and not ranks.receiving.is_done, "the receipt is still to come"
     ranks.receipt()
-    assert ranks.inbox.is_done() and not ranks.inbox.is_listening()
-    ranks.inbox.check(True)
+    assert ranks.receiving.is_done and not ranks.receiving._open
+    ranks.receiving.check(True)
     assert ranks.arrivals.problem is None
 
 
@@ -146,11 +134,11 @@ def test_parts_of_another_load_are_not_taken_for_this_one(checksums: bool) -> No
     """Wrong if the same regions of another array, with the right checksums of its values, passed for those of this one."""
     ranks = Ranks(checksums, seeds=(77, 78))
     for note in ranks.put():
-        ranks.inbox.look(0, note)
+        ranks.receiving.hear(0, note)
     assert (ranks.arrivals.problem is not None) == checksums, "a checksum is of one load"
     ranks.answer()
     ranks.receipt()
-    ranks.inbox.check(True)
+    ranks.receiving.check(True)
     assert isinstance(ranks.arrivals.problem, PeerError)
     assert checksums or "the sender's list of regions is not the one that was expected" in str(ranks.arrivals.problem)
 
@@ -161,22 +149,22 @@ def test_a_receipt_that_comes_before_the_notes_is_waited_with() -> None:
     notes = ranks.put()
     ranks.receipt()
     for note in notes:
-        assert not ranks.inbox.is_done() and ranks.inbox.is_listening()
-        ranks.inbox.look(0, note)
-    assert ranks.inbox.is_done()
+        assert not ranks.receiving.is_done and ranks.receiving._open
+        ranks.receiving.hear(0, note)
+    assert ranks.receiving.is_done
 
 
 def test_a_block_that_is_elsewhere_is_brought_into_shared_memory() -> None:
     ranks = Ranks()
     for read in ranks.plan.owned_blocks(0):
-        ranks.outbox.put(0, StagedBlock(read, [Tile(read.region, TABLE[read.region.slices()])]))
-    assert not ranks.outbox.is_empty and ranks.there.messages == []
-    while ranks.outbox.send_queued():
+        ranks.sending.send(0, StagedBlock(read, [Tile(read.region, TABLE[read.region.slices()])]))
+    assert not ranks.sending.is_empty and ranks.there.messages == []
+    while ranks.sending.send_queued():
         for _, note in ranks.there.messages:
-            ranks.inbox.look(0, note)
+            ranks.receiving.hear(0, note)
         ranks.there.messages.clear()
         ranks.answer()
-    assert ranks.outbox.is_empty
+    assert ranks.sending.is_empty
     np.testing.assert_array_equal(ranks.piece.data, TABLE[:, 2:])
     assert ranks.slots.has_room() and ranks.sending.n_offered == 0
 
@@ -209,30 +197,30 @@ def test_a_note_that_cannot_be_right(what: str, checksums: bool) -> None:
     notes = ranks.put()
     where, value = HOSTILE[what]
     rows_of(notes[0])[:, where] = value
-    ranks.inbox.look(0, notes[0])
+    ranks.receiving.hear(0, notes[0])
     assert (ranks.piece.data == -1).all() and sum(ranks.advanced) == 0
     assert isinstance(ranks.arrivals.problem, PeerError) and ranks.arrivals.problem.rank == 0
     assert "the sender's list of regions is not the one that was expected" in str(ranks.arrivals.problem)
-    ranks.inbox.look(0, notes[1])
+    ranks.receiving.hear(0, notes[1])
     assert ranks.answer() == [1, 2] and ranks.sending.n_offered == 0
     np.testing.assert_array_equal(ranks.piece.data[4:], TABLE[4:, 2:])
     assert (ranks.piece.data[:4] == -1).all()
     ranks.receipt()
-    assert ranks.inbox.is_done()
+    assert ranks.receiving.is_done
 
 
 @pytest.mark.parametrize("more", [[7], [0, 0, 2, 4, 4, 0]])
 def test_a_note_that_ends_in_the_middle_of_a_row(more: list[int]) -> None:
     ranks = Ranks()
     notes = ranks.put()
-    ranks.inbox.look(0, np.concatenate([notes[0], more]))
+    ranks.receiving.hear(0, np.concatenate([notes[0], more]))
     assert isinstance(ranks.arrivals.problem, PeerError) and ranks.answer() == [1]
 
 
 def test_a_note_of_a_rank_that_should_send_nothing() -> None:
     ranks = Ranks()
     note = ranks.put()[0]
-    ranks.inbox.look(5, note)
+    ranks.receiving.hear(5, note)
     assert (ranks.piece.data == -1).all()
     assert isinstance(ranks.arrivals.problem, PeerError) and ranks.arrivals.problem.rank == 5
     assert [rank for rank, _ in ranks.here.messages] == [5]
@@ -244,7 +232,7 @@ def test_a_part_named_twice_and_another_not() -> None:
     notes = ranks.put()
     rows_of(notes[1])[...] = rows_of(notes[0])
     for note in notes:
-        ranks.inbox.look(0, note)
+        ranks.receiving.hear(0, note)
     assert sum(ranks.advanced) == 64 and (ranks.piece.data[4:] == -1).all()
     assert isinstance(ranks.arrivals.problem, PeerError)
 
@@ -255,14 +243,14 @@ def test_a_tile_named_twice_and_another_not(change: Any) -> None:
     notes = ranks.put(n_columns=1)
     for where in change:
         rows_of(notes[0])[1, where] = rows_of(notes[0])[0, where]
-    ranks.inbox.look(0, notes[0])
+    ranks.receiving.hear(0, notes[0])
     assert (ranks.piece.data[:4, 1] == -1).all() and isinstance(ranks.arrivals.problem, PeerError)
 
 
 def test_a_part_of_which_a_note_names_less() -> None:
     ranks = Ranks(checksums=False)
     notes = ranks.put(n_columns=1)
-    ranks.inbox.look(0, notes[0][: HEAD_SIZE + 9])
+    ranks.receiving.hear(0, notes[0][: HEAD_SIZE + 9])
     assert isinstance(ranks.arrivals.problem, PeerError)
 
 
@@ -271,7 +259,7 @@ def test_other_values_than_when_the_checksum_was_taken() -> None:
         ranks = Ranks(checksums)
         notes = ranks.put()
         ranks.own[rows_of(notes[0])[0, AT]] ^= 1
-        ranks.inbox.look(0, notes[0])
+        ranks.receiving.hear(0, notes[0])
         assert (ranks.arrivals.problem is not None) == checksums
         assert not checksums or "is not what was sent: its checksum is" in str(ranks.arrivals.problem)
         assert ranks.answer() == [1]
@@ -288,9 +276,10 @@ def test_what_could_not_be_told_is_not_in_the_receipt() -> None:
     with pytest.raises(MemoryError):
         ranks.put()
     assert ranks.sending.n_offered == 0
-    ranks.outbox.clear(part for read in ranks.plan.owned_blocks(0) for part in read.parts)
+    ranks.sending.give_up(ranks.plan.owned_blocks(0))
+    del ranks.there.tell
     ranks.receipt()
-    assert ranks.here.callbacks[0][1].tolist()[1] == 0 and ranks.inbox.is_done()
+    assert ranks.receiving.is_done
 
 
 def test_a_note_says_what_it_is() -> None:
