@@ -64,10 +64,18 @@ class Moved:
     number of parts whose checksum was compared.
     """
 
-    seconds: float
-    nbytes: int
-    peak_nbytes: int
+    seconds: float = 0.0
+    nbytes: int = 0
+    peak_nbytes: int = 0
     n_checksums: int = 0
+
+    def __add__(self, other: Moved) -> Moved:
+        return Moved(
+            self.seconds + other.seconds,
+            self.nbytes + other.nbytes,
+            max(self.peak_nbytes, other.peak_nbytes),
+            self.n_checksums + other.n_checksums,
+        )
 
 
 def exchange(

@@ -8,16 +8,15 @@ used in turn, because `writing.file.write_file` still stores what was read two r
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
-from zlib import crc32
 
 import numpy as np
 
 from shardload.comm.group import Group
-from shardload.comm.shared_memory import Bell, Segment
+from shardload.engine.session import Session
 from shardload.errors import SourceError
 from shardload.formats.base import OpenFile, Source
 from shardload.formats.lookup import open_file, split_path
@@ -37,9 +36,8 @@ from shardload.planning.source_layout import SourceLayout
 from shardload.planning.staging import plan_staging
 from shardload.planning.strategies import PARALLEL, plan_direct, plan_schedules
 from shardload.system.interruption import let_interruption_pass
-from shardload.transfer.buffers import Piece, Slots
+from shardload.transfer.buffers import Piece
 from shardload.transfer.cast import cast_into
-from shardload.transfer.exchange import Buffers, exchange
 from shardload.transfer.local_pieces import LocalPieces
 from shardload.transfer.missing import counter_of
 from shardload.transfer.moves import ArrayMove, BlocksToPieces
@@ -88,8 +86,8 @@ class CopyReading:
         n_shared = sum(one.is_together for one in rounds)
         self._done = done
         self._group, self._request, self._found, self._planned, self._rounds = group, request, found, planned, rounds
-        self._tags = [group.next_tags() for _ in range(n_shared + 1)]  # counted on every rank
-        self._segments: Mapping[int, Segment] = group.shared_memory(planned.memory.reading_nbytes) if n_shared else {}
+        shared_nbytes = planned.memory.reading_nbytes if n_shared else None
+        self._session = Session(group, json.dumps(request.describe()), shared_nbytes=shared_nbytes, checksums=self._checks)
         self._room: list[np.ndarray[Any, np.dtype[np.uint8]]] = []
         self._file: OpenFile | None = None
         self._sources: dict[int, tuple[Source, State]] = {}
@@ -118,8 +116,9 @@ class CopyReading:
     def _read(self, number: int, one: Round) -> list[Values]:
         own: list[_Own] = []
         error: Exception | None = None
-        buffers: Buffers | None = None
-        group, tags = self._group, self._tags[number if one.is_together else -1]
+        group, session = self._group, self._session
+        if one.is_together:
+            session.begin_round()
         with ExitStack() as opened:
             moves: list[ArrayMove] = []
             readers: list[SourceReader] = []
@@ -131,14 +130,15 @@ class CopyReading:
                     self._planned.memory.reading_nbytes,
                     self._planned.memory.n_threads,
                 )
-                segments = self._segments if one.is_together else {}
-                segment = segments.get(group.rank)
-                n_slots = staging.n_slots
-                shared = None if segment is None else segment.data[: n_slots * aligned(staging.slot_nbytes)]
-                bell = Bell() if segment is None else segment.bell
-                slots = Slots(n_slots, staging.slot_nbytes, shared)
-                buffers = Buffers(slots, Slots(staging.n_pack, staging.pack_nbytes), segments, bell)
-                resources = opened.enter_context(Resources(slots, bell, staging.n_threads, staging.batch_nbytes))
+                buffers = session.stage(
+                    staging.n_slots,
+                    staging.slot_nbytes,
+                    staging.n_pack,
+                    staging.pack_nbytes,
+                    is_alone=not one.is_together,
+                )
+                resources = Resources(buffers.slots, buffers.bell, staging.n_threads, staging.batch_nbytes)
+                opened.enter_context(resources)
                 for mine in own:
                     reader = SourceReader(
                         self._source(mine.array),
@@ -149,9 +149,8 @@ class CopyReading:
                         convert=cast_into,
                     )
                     readers.append(opened.enter_context(reader))
-                    seed, name = crc32(json.dumps([number, mine.array, *tags]).encode()), str(self._found[mine.array].info)
-                    flow = BlocksToPieces(mine.schedule)
-                    moves.append(ArrayMove(flow, reader, mine.pieces, mine.layout.dtype, None, seed, name))
+                    flow, name = BlocksToPieces(mine.schedule), str(self._found[mine.array].info)
+                    moves.append(ArrayMove(flow, reader, mine.pieces, mine.layout.dtype, name=name))
             except Exception as raised:
                 let_interruption_pass(raised)
                 error = raised
@@ -159,9 +158,7 @@ class CopyReading:
                 group.agree(error)  # a rank that cannot read or receive must say so before anything is sent
             elif error is not None:
                 raise error
-            if buffers is None:
-                raise ValueError("a round without buffers")
-            failed, _moved = exchange(group, moves, buffers, tags=tags, checksums=self._checks)
+            failed = session.move(moves)
             if failed is not None and not one.is_together:
                 raise failed
         if one.is_together:

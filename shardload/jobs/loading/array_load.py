@@ -350,11 +350,11 @@ class OwnArray:
         """Bytes of this rank's pieces."""
         return sum(piece.data.nbytes for piece in self.shards.values())
 
-    def move(self, seed: int, is_named: bool) -> ArrayMove:
+    def move(self, is_named: bool) -> ArrayMove:
         """The task of the exchange for this array; `is_named` if errors must name it, because there are other arrays."""
         flow, dtype = BlocksToPieces(self.load.layout.schedule), self.load.kind.dtype
         name = self.load.name if is_named else ""
-        return ArrayMove(flow, self.reader, self.pieces, dtype, self._start_early, seed, name, self.load.named)
+        return ArrayMove(flow, self.reader, self.pieces, dtype, self._start_early, name=name, named=self.load.named)
 
     def fill(self) -> None:
         """Fill the pieces from values that this process has in memory: no rank sends any (`ArrayLoad.is_here`)."""

@@ -10,7 +10,6 @@ A rank that fails also goes through all steps, and reports its error where the r
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import sys
@@ -22,7 +21,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from types import TracebackType
 from typing import Any
-from zlib import crc32
 
 import jax
 import numpy as np
@@ -30,8 +28,8 @@ import numpy as np
 from shardload.arrays.padding import remember_version
 from shardload.arrays.verification import Found, VerifyReport, agree_all
 from shardload.comm.group import Group, Invocation, compact
-from shardload.comm.shared_memory import Bell, Segment
 from shardload.engine.call import begin_call
+from shardload.engine.session import Session
 from shardload.errors import ConfigError, PackedWarning, StallError
 from shardload.formats.base import some
 from shardload.jobs.consistency import N_SUMS, State, check_same, to_sums, version_in, version_of_state
@@ -48,9 +46,8 @@ from shardload.system.caller import warn_once
 from shardload.system.garbage import let_go
 from shardload.system.interruption import let_interruption_pass
 from shardload.transfer.allocator import empty_pieces_of_many
-from shardload.transfer.buffers import Slots
 from shardload.transfer.counters import Counters
-from shardload.transfer.exchange import Buffers, Moved, exchange
+from shardload.transfer.exchange import Moved
 from shardload.transfer.missing import describe_missing, fold_first, settle_missing, unfold_first
 from shardload.transfer.resources import Resources
 from shardload.values.decoding import packed_by
@@ -59,7 +56,6 @@ __all__ = ["Execution", "ExecutionOfMany", "Job", "Loaded", "Outcome"]
 
 _log = logging.getLogger("shardload")
 _MOST_TOLD = 8  # arrays with missing chunks in one message
-_NO_TAGS = (0, 0)  # of an exchange without messages
 _NOTHING_OPEN: AbstractContextManager[ExitStack | None] = nullcontext()
 
 
@@ -136,7 +132,7 @@ class Outcome:
     def __init__(self, arrays: list[OwnArray]) -> None:
         self.arrays = arrays
         self.error: BaseException | None = None
-        self.moved = Moved(0.0, 0, 0)
+        self.moved = Moved()
         self.files: dict[str, State] = {}  # by path: files that this rank has open for several arrays
 
     @cached_property
@@ -286,7 +282,7 @@ class Job:
             self._fill_here(mine)
         else:
             self.begin()
-            self._do_own(mine, _NO_TAGS, {})
+            self._do_own(mine, self._session(None))
         self._verify(mine)
         self.group.watch.enter("agree")
         return mine
@@ -328,10 +324,10 @@ class Job:
     def run(self, started: float | None = None) -> Loaded:
         """Load the arrays. The report counts seconds from `started`, a value of `time.perf_counter`."""
         started = time.perf_counter() if started is None else started
-        tags = self.group.next_tags()  # counted on every rank, also on one that fails before it exchanges anything
-        segments = self.group.shared_memory(self._slots_nbytes) if self._shares else {}
+        session = self._session(self._slots_nbytes if self._shares else None)
+        session.begin_round()
         mine = Outcome([OwnArray(load, self.group.rank) for load in self.loads])
-        self._do_own(mine, tags, segments)
+        self._do_own(mine, session)
         self._verify(mine)
         return self.finish(mine, started=started)
 
@@ -397,31 +393,22 @@ class Job:
         is_owner = any(load.layout.schedule.is_owner(self.group.rank) for load in self.loads)
         return self.staging.n_slots * aligned(self.staging.slot_nbytes) if is_owner else 0
 
-    def _make_buffers(self, segments: Mapping[int, Segment]) -> Buffers:
-        """Buffers for all arrays: in memory that the ranks of a machine share, where there is some."""
-        staging, segment = self.staging, segments.get(self.group.rank)
-        shared = segment.data if segment is not None and self._slots_nbytes else None
-        return Buffers(
-            Slots(staging.n_slots, staging.slot_nbytes, shared),
-            Slots(staging.n_pack, staging.pack_nbytes),
-            segments,
-            Bell() if segment is None else segment.bell,
-        )
+    def _session(self, shared_nbytes: int | None) -> Session:
+        return Session(self.group, compact(self._agreed), shared_nbytes=shared_nbytes, checksums=self._options.checksums)
 
-    def _do_own(self, mine: Outcome, tags: tuple[int, int], segments: Mapping[int, Segment]) -> None:
-        """Open, agree, exchange, assemble, close. What goes wrong is kept: the ranks still have to agree on it."""
+    def _do_own(self, mine: Outcome, session: Session) -> None:
+        """Open, agree, move, assemble, close. What goes wrong is kept: the ranks still have to agree on it."""
         opened = ExitStack()
         try:
             self.group.watch.enter("open")
-            buffers, advance = None, None
+            advance = None
             with mine.keeping_errors():
-                buffers = self._make_buffers(segments)
-                advance = self._get_ready(mine, opened, buffers)
+                advance = self._get_ready(mine, opened, session)
             if not self._is_direct:
                 self.group.agree(mine.take_error())  # a rank that cannot read or receive must say so before anything is sent
-            if mine.error is None and buffers is not None:
+            if mine.error is None:
                 with mine.keeping_errors():
-                    self._fill(mine, tags, buffers, advance)
+                    self._fill(mine, session, advance)
         except BaseException:
             with suppress(Exception):  # the first error names the cause better
                 opened.__exit__(*sys.exc_info())
@@ -429,28 +416,24 @@ class Job:
         with mine.keeping_errors():  # the other ranks still wait for this rank in the last agreement
             opened.close()
 
-    def _get_ready(self, mine: Outcome, opened: ExitStack, buffers: Buffers) -> Callable[[int], None] | None:
+    def _get_ready(self, mine: Outcome, opened: ExitStack, session: Session) -> Callable[[int], None] | None:
         """Open the sources and make what the exchange needs; returns the function to call with its progress."""
-        arrays = mine.arrays
+        arrays, staging = mine.arrays, self.staging
+        buffers = session.stage(staging.n_slots, staging.slot_nbytes, staging.n_pack, staging.pack_nbytes)
         here = {own.load.info.path for own in arrays if own.reads}
         sources = OpenSources([own.load for own in arrays if own.load.info.path in here], opened)
         _each(arrays, lambda own: own.open(sources))
         mine.files = sources.states(mine.shared_paths, self.loads)
         _make_room(arrays)
-        resources = opened.enter_context(
-            Resources(buffers.slots, buffers.bell, self.staging.n_threads, self.staging.batch_nbytes)
-        )
+        resources = opened.enter_context(Resources(buffers.slots, buffers.bell, staging.n_threads, staging.batch_nbytes))
         _each(arrays, lambda own: own.make_reader(opened, resources, self.tuning))
         total = sum(own.nbytes for own in arrays)
         return opened.enter_context(progress_of(self._options.progress, lambda: self.name, total, self.group.rank))
 
-    def _fill(self, mine: Outcome, tags: tuple[int, int], buffers: Buffers, on_progress: Callable[[int], None] | None) -> None:
-        """Read and exchange all arrays, and hand them to JAX."""
-        seed = crc32(json.dumps([compact(self._agreed), *tags]).encode())
-        moves = [own.move(seed, is_named=len(mine.arrays) > 1) for own in mine.arrays]
-        failed, mine.moved = exchange(
-            self.group, moves, buffers, tags=tags, checksums=self._options.checksums, on_progress=on_progress
-        )
+    def _fill(self, mine: Outcome, session: Session, on_progress: Callable[[int], None] | None) -> None:
+        """Read and move all arrays, and hand them to JAX."""
+        failed = session.move([own.move(is_named=len(mine.arrays) > 1) for own in mine.arrays], on_progress)
+        mine.moved = session.moved
         if failed is not None:
             raise failed
         self.group.watch.enter("assemble")

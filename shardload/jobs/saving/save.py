@@ -18,15 +18,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
-from zlib import crc32
 
 import jax
 import numpy as np
 
 from shardload.arrays.disassemble import HostShards, check_replicas
 from shardload.comm.group import Arguments, Group, Invocation
-from shardload.comm.shared_memory import Bell
 from shardload.engine.call import begin_call, unforeseen
+from shardload.engine.session import Session
 from shardload.errors import (
     ConfigError,
     LeftOutWarning,
@@ -49,9 +48,8 @@ from shardload.planning.schedule import Block
 from shardload.planning.tuning import default_tuning
 from shardload.system.caller import warn_once
 from shardload.system.interruption import let_interruption_pass
-from shardload.transfer.buffers import Piece, Slots, StagedBlock, Tile, aligned_empty
+from shardload.transfer.buffers import Piece, StagedBlock, Tile, aligned_empty
 from shardload.transfer.checksum import checksum
-from shardload.transfer.exchange import Buffers, exchange
 from shardload.transfer.moves import ArrayMove, PiecesToBlocks
 from shardload.units import counted, format_nbytes, number_text
 
@@ -270,12 +268,12 @@ class Saving:
     def __init__(self, group: Group, asked: SaveArguments, plan: SavePlan, digest: str) -> None:
         self._group, self._asked, self._plan, self._digest = group, asked, plan, digest
         self._layouts, self._options = plan._layouts, asked.options
-        self._seconds = self._nbytes_sent = 0.0
+        self._seconds = 0.0
         self._shards: list[HostShards] = []
         self._flows = {k: PiecesToBlocks(one.schedule) for k, one in enumerate(self._layouts) if isinstance(one, Sent)}
         self._units = {k: one.units_of(group.rank) for k, one in enumerate(self._layouts) if isinstance(one, Held)}
         self._ring: list[Array] = []
-        self._buffers: Buffers | None = None
+        self._session: Session | None = None
 
     def run(self, started: float) -> SaveReport:
         """Save the arrays."""
@@ -309,7 +307,7 @@ class Saving:
             n_chunks=written.n_chunks,
             nbytes=written.nbytes,
             nbytes_stored=written.nbytes_stored,
-            nbytes_sent=int(self._nbytes_sent),
+            nbytes_sent=self.session.moved.nbytes,
             n_read_back=written.n_read_back,
             n_decoded=written.n_decoded,
             n_rounds=self._plan.n_rounds,
@@ -322,20 +320,15 @@ class Saving:
         group, error = self._group, None
         memory, replicas = self._plan._memory, []
         shares = bool(self._flows) and memory.slot_nbytes >= default_tuning().worth_sharing_nbytes
-        segments = group.shared_memory(memory.n_slots * aligned(memory.slot_nbytes)) if shares else {}
+        shared_nbytes = memory.n_slots * aligned(memory.slot_nbytes) if shares else None
+        self._session = Session(group, self._digest, shared_nbytes=shared_nbytes, checksums=self._options.checksums)
         try:
             for one, layout in zip(self._asked.arrays, self._layouts, strict=True):
                 held = HostShards(one.x, layout.shards, group.rank)
                 self._shards.append(held)
                 if layout.shards.n_replicas > 1 and (self._options.verify != INDEX or one.is_everywhere):
                     replicas.append((one.name, layout.shards, list(held.checksums(Region.whole(one.shape)))))
-            segment = segments.get(group.rank)
-            self._buffers = Buffers(
-                Slots(memory.n_slots, memory.slot_nbytes, None if segment is None else segment.data),
-                Slots(memory.n_packs, memory.slot_nbytes),
-                segments,
-                Bell() if segment is None else segment.bell,
-            )
+            self._session.stage(memory.n_slots, memory.slot_nbytes, memory.n_packs, memory.slot_nbytes)
             room = max((sum(aligned(n) for n in self._target_sizes(items)) for items in self._plan._rounds), default=0)
             self._ring = [aligned_empty((room,), np.dtype(np.uint8)) for _ in range(KEPT_ROUNDS)] if room else []
         except StallError:
@@ -348,6 +341,13 @@ class Saving:
         finally:
             del error  # as in `planned`
         return replicas
+
+    @property
+    def session(self) -> Session:
+        """The rounds in which parts travel."""
+        if self._session is None:
+            raise ValueError("the rounds have not begun")
+        return self._session
 
     def _flow(self, item: Item) -> PiecesToBlocks:
         return self._flows[item.array].in_round(item.number, item.per_round)
@@ -400,12 +400,9 @@ class Saving:
 
     def _exchange(self, items: Sequence[Item], room: Array) -> Iterator[Values]:
         """Move the parts of one round to the owners of its blocks."""
-        group, buffers, checksums = self._group, self._buffers, self._options.checksums
-        if buffers is None:
-            raise ValueError("there are no buffers")
+        group, session = self._group, self.session
+        session.begin_round()
         moves, at = [], 0
-        tags = group.next_tags()
-        seed = crc32(f"{self._digest} {tags}".encode())
         for item in items:
             flow, shards = self._flow(item), self._shards[item.array]
             targets = {}
@@ -414,13 +411,12 @@ class Saving:
                 nbytes = region.size * shards.dtype.itemsize
                 targets[number] = Piece(region, room[at : at + nbytes].view(shards.dtype).reshape(region.shape))
                 at += aligned(nbytes)
-            producer = _Pieces(shards, group.rank, targets, checksums)
+            producer = _Pieces(shards, group.rank, targets, self._options.checksums)
             name = self._asked.arrays[item.array].name
-            moves.append(ArrayMove(flow, producer, targets, shards.dtype, seed=seed, name=f"'{name}'"))
+            moves.append(ArrayMove(flow, producer, targets, shards.dtype, name=f"'{name}'"))
         started = time.perf_counter()
-        failed, moved = exchange(group, moves, buffers, tags=tags, checksums=checksums)
+        failed = session.move(moves)
         self._seconds += time.perf_counter() - started
-        self._nbytes_sent += moved.nbytes
         group.watch.enter("write")
         if failed is not None:
             raise failed
