@@ -6,8 +6,8 @@
         session.begin_round()                                               # on all ranks, also on one that has failed
         failed = session.move(moves)                                        # on all ranks, when they have agreed to
 
-A load is a session of one round; a save and a copy have as many as their memory cap asks for. Between rounds a rank does what needs
-no other rank: it reads, encodes, writes. What a round moves, and from where to where, its `ArrayMove`s say.
+A load is a session of one round; a save and a copy have as many as their memory cap asks for. Between rounds a rank does what
+needs no other rank: it reads, encodes, writes. What a round moves, and from where to where, its `ArrayMove`s say.
 """
 
 from __future__ import annotations
