@@ -18,6 +18,7 @@ from shardload.formats.base import MOST_KEPT, TOLD, ArrayInfo, json_value, nativ
 from shardload.formats.hdf5.filters import NAMES, SIZED, n_compressors, refuse_filters
 from shardload.formats.hdf5.links import Others, decoded
 from shardload.formats.hdf5.opened import OpenDataset, creation_of, kind_of, nbytes_of_attributes_of, nbytes_stored_of
+from shardload.formats.hdf5.raw_file import type_of_values
 from shardload.formats.labels import Coordinate, Labels, Note, names_in
 from shardload.values.decoding import ATTRIBUTES, TEXTS, Packing, typed
 
@@ -268,7 +269,7 @@ def _type_of(file_type: Any, is_of_pytables: Callable[[], bool]) -> tuple[str, s
     if file_type.get_class() in _REFUSED_CLASSES and not is_number:
         return _REFUSED_CLASSES[file_type.get_class()]
     try:
-        dtype = file_type.dtype
+        dtype = type_of_values(file_type)
     except (TypeError, ValueError) as error:  # 3-byte integers, quadruple precision, half precision complex numbers
         return f"{8 * file_type.get_size()}-bit number", f"numbers of a type that NumPy does not have ({error})"
     refused = refusal(dtype)
