@@ -22,10 +22,11 @@ from h5py._objects import phil
 
 from shardload.errors import ConfigError
 from shardload.formats import encoding
-from shardload.formats.base import is_added
+from shardload.formats.base import is_added, native_dtype
 from shardload.formats.compression_words import BLOSC_CODES
 from shardload.formats.encoding import EncodeChain, Step, level_of
 from shardload.formats.hdf5.filters import LOSSY, NAMES
+from shardload.formats.hdf5.raw_file import BFLOAT16, type_in_file
 from shardload.formats.sink import ArraySpec, Stored
 
 __all__ = ["Pipeline", "create_type"]
@@ -39,21 +40,12 @@ _files = itertools.count()
 
 
 def create_type(name: str, dtype: np.dtype[Any]) -> h5py.h5t.TypeID:
-    """The type in the file for values of `dtype`; ConfigError if HDF5 has none.
-
-    A bfloat16 is a float of 16 bits with the exponent of a float32. h5py and others read it as float32, which has all
-    its values.
-    """
-    if dtype.name == "bfloat16":
-        kind = (h5py.h5t.IEEE_F16LE if dtype.isnative and np.little_endian else h5py.h5t.IEEE_F16BE).copy()
-        kind.set_fields(15, 7, 8, 0, 7)
-        kind.set_ebias(127)
-        return kind
-    if dtype.kind not in "biufc" or is_added(dtype):
+    """The type in the file for values of `dtype`; ConfigError if HDF5 has none."""
+    if (dtype.kind not in "biufc" or is_added(dtype)) and native_dtype(dtype) != BFLOAT16:
         raise ConfigError(
             f"'{name}' holds {dtype.name}, for which HDF5 has no type that others read. Save it as float32 or int8"
         )
-    return h5py.h5t.py_create(dtype, logical=True)
+    return type_in_file(dtype)
 
 
 class Pipeline:
@@ -107,12 +99,7 @@ class Pipeline:
         return self._through_library(data) if self._by_library else Stored(data)
 
     def _set_fill(self, value: Any) -> None:
-        if self._spec.dtype.name != "bfloat16":
-            self.creation.set_fill_value(np.asarray(value, dtype=self._spec.dtype))
-        elif value != 0:
-            raise ConfigError(
-                f"'{self._name}' is bfloat16 with a fill value of {value}; in HDF5 only 0 is possible. Leave it out"
-            )
+        self.creation.set_fill_value(np.asarray(value, np.float32 if is_added(self._spec.dtype) else self._spec.dtype))
 
     def _add_filters(self) -> list[Step] | None:
         """Add the filters to the dataset's properties; returns the steps that do the same, None if the library must do it."""

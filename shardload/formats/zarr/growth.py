@@ -29,7 +29,7 @@ import zarr
 
 from shardload.errors import ConfigError, SourceError
 from shardload.formats import encoding
-from shardload.formats.base import ArrayInfo, native_dtype
+from shardload.formats.base import ArrayInfo, native_dtype, refusal
 from shardload.formats.compression_words import BLOSC_SHUFFLES
 from shardload.formats.containment import Fence
 from shardload.formats.encoding import EncodeChain, Step
@@ -144,12 +144,12 @@ def _details(path: str, name: str) -> Json:
     group: Any = zarr.open(os.path.realpath(path), mode="r")
     one = group if name == "/" else group[name.strip("/")]
     dtype = np.dtype(one.dtype)
-    if dtype.kind not in "biufc":
+    if refusal(dtype) is not None:
         raise ConfigError(f"'{name}' in '{path}' holds {dtype}; arrays of numbers can be appended to")
     fill = one.fill_value
     value = np.zeros((), dtype) if fill is None else np.asarray(fill, dtype=dtype)
     return {
-        "dtype": native_dtype(dtype).str,
+        "dtype": native_dtype(dtype).name,
         "fill": value.astype(native_dtype(dtype)).tobytes().hex(),
         **meaning_of(dtype, one.attrs),
     }

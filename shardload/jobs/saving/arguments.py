@@ -21,7 +21,7 @@ import numpy as np
 from shardload.arrays.padding import Extent, PaddedShapes, extent_of, is_known, was_decoded
 from shardload.arrays.sharding import describe_sharding
 from shardload.errors import ConfigError
-from shardload.formats.base import refusal, some
+from shardload.formats.base import dtype_text, refusal, some
 from shardload.formats.saving import SUFFIXES, format_for
 from shardload.formats.sink import Compression
 from shardload.formats.target import MODES
@@ -87,7 +87,7 @@ class ToSave:
         sharding = "on each process" if self.is_everywhere else describe_sharding(self.x.sharding)
         return {
             "shape": f"{self.x.shape} of which {self.shape}",
-            "dtype": self.dtype.str if self.dtype.kind != "V" else self.dtype.name,
+            "dtype": dtype_text(self.dtype),
             "sharding": sharding,
             "chunks": repr(self.chunks),
             "shards": repr(self.shards),

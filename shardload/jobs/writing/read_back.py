@@ -22,7 +22,7 @@ import numpy as np
 
 from shardload.errors import SourceError, VerifyError
 from shardload.formats.access import Access
-from shardload.formats.base import is_added, native_dtype, read_at
+from shardload.formats.base import native_dtype, read_at
 from shardload.formats.lookup import format_of
 from shardload.formats.sink import Decode, Sink, Ticket
 from shardload.planning.grid import unravel
@@ -42,14 +42,8 @@ Task = Callable[[], int]
 
 
 def checksum_of_values(values: Array) -> int:
-    """CRC-32 of values in C order, in the machine's byte order. All NaN of a sign are alike in bfloat16, which HDF5 reads as
-    float32, with one NaN for all: that the bytes are those that were written, their own checksum says.
-    """
-    native = np.asarray(values).astype(native_dtype(values.dtype), copy=False)
-    if is_added(native.dtype):
-        with np.errstate(invalid="ignore"):
-            native = native.astype(np.float32).astype(native.dtype)
-    return checksum(native)
+    """CRC-32 of values in C order, in the machine's byte order."""
+    return checksum(np.asarray(values).astype(native_dtype(values.dtype), copy=False))
 
 
 @dataclass
@@ -218,7 +212,6 @@ class ReadBack:
                 dataset=name,
             ) from error
         spec = self._sink.arrays[name].spec
-        # bfloat16 is read as float32, with the same values.
         values = found.reshape(region.shape).astype(native_dtype(spec.dtype), copy=False)
         if checksum_of_values(values) != crc:
             raise VerifyError(
