@@ -20,6 +20,7 @@ import numpy as np
 
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.access import Access
+from shardload.formats.hdf5.in_memory import file_in_memory
 from shardload.formats.hdf5.links import encoded, look_through
 from shardload.formats.hdf5.sink import Hdf5Encoder, Hdf5Sink
 from shardload.formats.sink import ArraySpec
@@ -97,8 +98,7 @@ class JoinedFile(Hdf5Sink):
 
     def _image(self, values: Mapping[str, Blocks]) -> memoryview:
         """The bytes of the file."""
-        order = self._is_netcdf or None
-        with h5py.File("joined", "w", driver="core", backing_store=False, track_order=order) as file:
+        with file_in_memory(track_order=self._is_netcdf or None) as file:
             self.describe(file)
             for name, blocks in values.items():
                 dataset = file[self.stored_names[name]]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import itertools
 import math
 import threading
 from collections.abc import Sequence
@@ -26,6 +25,7 @@ from shardload.formats.base import is_added
 from shardload.formats.compression_words import BLOSC_CODES
 from shardload.formats.encoding import EncodeChain, Step, level_of
 from shardload.formats.hdf5.filters import LOSSY, NAMES
+from shardload.formats.hdf5.in_memory import file_in_memory
 from shardload.formats.sink import ArraySpec, Stored
 
 __all__ = ["Pipeline", "create_type"]
@@ -35,7 +35,6 @@ _NUMBERS = {name: number for number, name in NAMES.items()}
 _PLUGINS = {"blosc": "Blosc", "blosc2": "Blosc2", "bitshuffle": "Bitshuffle", "bzip2": "BZip2", "lz4": "LZ4", "zstd": "Zstd"}
 _OPTIONAL = h5py.h5z.FLAG_OPTIONAL
 _MOST_NBYTES = 2**32 - 1  # of a chunk
-_files = itertools.count()
 
 
 def create_type(name: str, dtype: np.dtype[Any]) -> h5py.h5t.TypeID:
@@ -183,9 +182,7 @@ class Pipeline:
         """Have HDF5 encode one chunk, in memory."""
         chunks, dataset = self._spec.chunks or (), getattr(self._local, "dataset", None)
         if dataset is None:  # of one chunk, which this thread writes again and again
-            # With a name of its own: files in memory that have the same name are one file for HDF5.
-            file = h5py.File(f"chunk {next(_files)}", "w", driver="core", backing_store=False)
-            dataset = h5py.h5d.create(file.id, b"x", self.kind, h5py.h5s.create_simple(chunks), self.creation)
+            dataset = h5py.h5d.create(file_in_memory().id, b"x", self.kind, h5py.h5s.create_simple(chunks), self.creation)
             self._local.dataset = dataset
         values = np.frombuffer(data, dtype=np.uint8).view(np.dtype(f"V{self._spec.dtype.itemsize}")).reshape(chunks)
         with phil:  # other threads do the same, and raw reads did not always take the lock (h5py issue 2764)
