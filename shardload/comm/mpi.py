@@ -8,24 +8,22 @@ from __future__ import annotations
 
 import atexit
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NoReturn
 
 from shardload.comm.environment import mpi_is_off
 from shardload.errors import ConfigError
+from shardload.system.thread_pool import flush
 
 __all__ = [
     "Kept",
     "abort",
     "check_communicator",
     "end_job",
-    "flush",
     "kept_on",
     "library_version",
     "load_mpi",
@@ -169,10 +167,3 @@ def abort(comm: Any) -> NoReturn:
     flush()
     comm.Abort(1)
     os._exit(1)
-
-
-def flush() -> None:
-    """Hand on what this process has printed, before it is ended."""
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError, AttributeError):  # closed, or nobody reads it
-            stream.flush()
