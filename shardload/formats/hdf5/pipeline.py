@@ -28,7 +28,7 @@ from shardload.formats.hdf5.filters import LOSSY, NAMES
 from shardload.formats.hdf5.in_memory import file_in_memory
 from shardload.formats.sink import ArraySpec, Stored
 
-__all__ = ["Pipeline", "create_type"]
+__all__ = ["Pipeline", "create_type", "let_list_grow"]
 
 _NUMBERS = {name: number for number, name in NAMES.items()}
 # Filters of hdf5plugin, with the classes that know their usual parameters.
@@ -55,6 +55,14 @@ def create_type(name: str, dtype: np.dtype[Any]) -> h5py.h5t.TypeID:
     return h5py.h5t.py_create(dtype, logical=True)
 
 
+def let_list_grow(creation: h5py.h5p.PropDCID, name: str, spec: ArraySpec) -> None:
+    """Let attributes of a coordinate have more than 64 KiB: as a scale it lists all arrays that have its axis, with 16 bytes each.
+    Headers of the older version hold no such attribute; an order of attributes makes it the newer one, as in netCDF's own files.
+    """
+    if spec.dims == (name.rpartition("/")[2],):
+        creation.set_attr_creation_order(h5py.h5p.CRT_ORDER_TRACKED | h5py.h5p.CRT_ORDER_INDEXED)
+
+
 class Pipeline:
     """How the chunks of one dataset are made. Safe to use from several threads at once.
 
@@ -77,6 +85,7 @@ class Pipeline:
         self.creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         self.creation.set_obj_track_times(False)
         self.creation.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+        let_list_grow(self.creation, name, spec)
         if spec.fill_value is not None:
             self._set_fill(spec.fill_value)
         steps: list[Step] | None = []

@@ -334,6 +334,30 @@ def test_sinks_that_are_made_at_the_same_time(tmp_path: Path, monkeypatch: pytes
         assert "x" not in second
 
 
+@pytest.mark.parametrize("name", ["x.h5", "x.nc"])
+def test_scales_have_room_for_long_lists(tmp_path: Path, name: str) -> None:
+    """The list of the arrays that have an axis is an attribute of its scale, with 16 bytes each. Wrong if it ended at 64 KiB."""
+    values = {"rho": ramp((3, 4), "f4"), "time": ramp((3,), "i4")}
+    dims = {"rho": ("time", "x"), "time": ("time",)}
+    save(tmp_path / name, values, {n: spec(v.dtype, None, None, v.shape, dims=dims[n]) for n, v in values.items()})
+    with h5py.File(tmp_path / name, "r+") as file:
+        for scale in ("time", "x"):
+            assert file[scale].is_scale
+            file[scale].attrs["list"] = np.arange(9000)
+    with netCDF4.Dataset(tmp_path / name) as found:
+        np.testing.assert_array_equal(found["rho"][...], values["rho"])
+        assert len(found["time"].list) == 9000
+
+
+@pytest.mark.thorough
+def test_more_arrays_along_an_axis_than_a_header_holds(tmp_path: Path) -> None:
+    values = {f"v{k}": np.full(2, k, "i4") for k in range(4100)}
+    save(tmp_path / "x.nc", values, {n: spec(v.dtype, None, None, v.shape, dims=("x",)) for n, v in values.items()})
+    with netCDF4.Dataset(tmp_path / "x.nc") as found:
+        assert len(found.variables) == 4100 and found["v4099"].dimensions == ("x",)
+        assert all((found[name][...] == one).all() for name, one in values.items())
+
+
 def test_the_library_is_locked_where_it_encodes(tmp_path: Path) -> None:
     """Wrong if another thread could be in HDF5 meanwhile: h5py before 3.16 took no lock there, and the process ended."""
     values, held = ramp((1, 4, 4), "i4"), list[bool]()
