@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from shardload.arrays.assemble import put_shard
 from shardload.arrays.sharding import ids_text, read_spec
 from shardload.errors import ConfigError
 
@@ -401,7 +402,7 @@ def _cut_each_shard(array: jax.Array, extent: Extent, sharding: NamedSharding) -
     cores = []
     for shard in array.addressable_shards:
         with jax.set_mesh(Mesh(np.array([shard.device]), ("device",))):  # the caller's mesh has other devices
-            cores.append(shard.data[index])
+            cores.append(put_shard(shard.data[index], shard.device, sharding))
     return jax.make_array_from_single_device_arrays(extent.shape, sharding, cores, dtype=array.dtype)
 
 
@@ -412,15 +413,14 @@ def _cut_on_devices(array: jax.Array, extent: Extent, sharding: NamedSharding) -
         return jax.make_array_from_callback(extent.shape, sharding, lambda _: empty, dtype=array.dtype)
     apart = array
     if isinstance(array.sharding, NamedSharding):
-        apart = jax.make_array_from_single_device_arrays(
-            array.shape, _auto(array.sharding), [shard.data for shard in array.addressable_shards], dtype=array.dtype
-        )
+        auto = _auto(array.sharding)
+        own = [put_shard(shard.data, shard.device, auto) for shard in array.addressable_shards]
+        apart = jax.make_array_from_single_device_arrays(array.shape, auto, own, dtype=array.dtype)
     target = _auto(sharding)
     with jax.set_mesh(_auto_mesh(sharding)):  # JAX compiles for the caller's mesh otherwise
         cut = _cutter(extent, target)(apart)
-    return jax.make_array_from_single_device_arrays(
-        extent.shape, sharding, [shard.data for shard in cut.addressable_shards], dtype=array.dtype
-    )
+    shards = [put_shard(shard.data, shard.device, sharding) for shard in cut.addressable_shards]
+    return jax.make_array_from_single_device_arrays(extent.shape, sharding, shards, dtype=array.dtype)
 
 
 @lru_cache(maxsize=32)  # compiled once for a series of arrays
@@ -429,7 +429,8 @@ def _cutter(extent: Extent, sharding: NamedSharding) -> Any:
 
 
 def _auto(sharding: NamedSharding) -> NamedSharding:
-    return NamedSharding(_auto_mesh(sharding), sharding.spec, memory_kind=sharding.memory_kind)
+    """In the devices' own memory: older releases of JAX compute nothing that lies elsewhere."""
+    return NamedSharding(_auto_mesh(sharding), sharding.spec)
 
 
 def _auto_mesh(sharding: NamedSharding) -> Mesh:
