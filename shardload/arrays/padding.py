@@ -31,12 +31,12 @@ from shardload.errors import ConfigError
 
 __all__ = [
     "Extent",
-    "PaddedShapes",
     "check_exists",
     "cut_out",
     "extent_of",
     "is_known",
     "make_mask",
+    "padded_like",
     "remember",
     "remember_version",
     "to_numpy",
@@ -125,6 +125,8 @@ class _Loaded:
 
 # By the id of an array that a load returned. An entry goes when its array does, so an id is never that of another array.
 _loaded: dict[int, _Loaded] = {}
+# By the axes with padding or halos, and the lengths along them. These stay: one entry for each shape that was ever loaded.
+_padded: dict[tuple[int, ...], dict[Any, Extent]] = {}
 
 
 def remember(array: jax.Array, extent: Extent, is_decoded: bool | None = None) -> None:
@@ -136,6 +138,9 @@ def remember(array: jax.Array, extent: Extent, is_decoded: bool | None = None) -
             del _loaded[key]
 
     _loaded[key] = _Loaded(weakref.ref(array, forget), extent, is_decoded)
+    if not extent.is_whole:
+        axes = tuple(k for k, (own, n) in enumerate(zip(extent.shape, extent.shape_global, strict=True)) if own != n)
+        _padded.setdefault(axes, {})[_lengths(array, axes)] = extent
 
 
 def remember_version(array: jax.Array, version: Version | None) -> None:
@@ -162,27 +167,16 @@ def was_decoded(array: Any) -> bool | None:
     return None if known is None else known.is_decoded
 
 
-class PaddedShapes:
-    """The shapes of arrays with padding or halos that loads returned, and that exist now: which may others be computed from?"""
+def padded_like(array: jax.Array) -> Extent | None:
+    """The extent of an array with padding or halos that a load has returned, and from which this one may have been computed.
 
-    def __init__(self) -> None:
-        self._by_axes: dict[tuple[int, ...], dict[Any, Extent]] = {}  # by the axes with padding
-        for one in list(_loaded.values()):
-            extent, known = one.extent, one.ref()
-            if known is not None and not extent.is_whole and not known.is_deleted():
-                lengths = zip(extent.shape, extent.shape_global, strict=True)
-                axes = tuple(k for k, (own, n) in enumerate(lengths) if own != n)
-                self._by_axes.setdefault(axes, {}).setdefault(_lengths(known, axes), extent)
-
-    def like(self, array: jax.Array) -> Extent | None:
-        """The extent of one from which this array may have been computed.
-
-        Along each axis on which that one has padding or halos, it is as long, and cut as that one is.
-        """
-        for axes, extents in self._by_axes.items():
-            if axes[-1] < array.ndim and (found := extents.get(_lengths(array, axes))) is not None:
-                return found
-        return None
+    Along each axis on which that one has padding or halos, it is as long, and cut as that one is. Whether that one still exists
+    does not matter: when it goes depends on garbage collection, and on whether it was donated.
+    """
+    for axes, extents in _padded.items():
+        if axes[-1] < array.ndim and (found := extents.get(_lengths(array, axes))) is not None:
+            return found
+    return None
 
 
 def _lengths(array: jax.Array, axes: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
