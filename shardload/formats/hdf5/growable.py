@@ -24,6 +24,7 @@ from shardload.formats.containment import open_file
 from shardload.formats.growing import HOW_TO_GROW, meaning_of
 from shardload.formats.hdf5.attributes import axis_texts_of, is_scale, plain, scales_of
 from shardload.formats.hdf5.chunk_tree import ChunkTree
+from shardload.formats.hdf5.in_memory import file_in_memory
 from shardload.formats.hdf5.making import properties_of
 from shardload.formats.hdf5.metadata import stands_for_axis
 from shardload.formats.hdf5.on_disk import (
@@ -269,7 +270,7 @@ def _check_filters(where: str, name: str, known: Json, filters: list[tuple[int, 
         if isinstance(known["compression"], str):
             raise ConfigError(f"'{name}' {known['compression']}")
         mine = Pipeline(name, spec_of(known, chunks))
-        with h5py.File("trial", "w", driver="core", backing_store=False) as trial:
+        with file_in_memory() as trial:
             space = h5py.h5s.create_simple(chunks)
             made = _filters(h5py.h5d.create(trial.id, b"x", mine.kind, space, mine.creation).get_create_plist())
     except (ConfigError, OSError, RuntimeError, ValueError, TypeError) as error:

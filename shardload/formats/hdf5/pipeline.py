@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import itertools
 import math
 import threading
 from collections.abc import Sequence
@@ -26,17 +25,17 @@ from shardload.formats.base import is_added, native_dtype
 from shardload.formats.compression_words import BLOSC_CODES
 from shardload.formats.encoding import EncodeChain, Step, level_of
 from shardload.formats.hdf5.filters import LOSSY, NAMES
+from shardload.formats.hdf5.in_memory import file_in_memory
 from shardload.formats.hdf5.raw_file import BFLOAT16, type_in_file
 from shardload.formats.sink import ArraySpec, Stored
 
-__all__ = ["Pipeline", "create_type"]
+__all__ = ["Pipeline", "create_type", "let_list_grow"]
 
 _NUMBERS = {name: number for number, name in NAMES.items()}
 # Filters of hdf5plugin, with the classes that know their usual parameters.
 _PLUGINS = {"blosc": "Blosc", "blosc2": "Blosc2", "bitshuffle": "Bitshuffle", "bzip2": "BZip2", "lz4": "LZ4", "zstd": "Zstd"}
 _OPTIONAL = h5py.h5z.FLAG_OPTIONAL
 _MOST_NBYTES = 2**32 - 1  # of a chunk
-_files = itertools.count()
 
 
 def create_type(name: str, dtype: np.dtype[Any]) -> h5py.h5t.TypeID:
@@ -46,6 +45,14 @@ def create_type(name: str, dtype: np.dtype[Any]) -> h5py.h5t.TypeID:
             f"'{name}' holds {dtype.name}, for which HDF5 has no type that others read. Save it as float32 or int8"
         )
     return type_in_file(dtype)
+
+
+def let_list_grow(creation: h5py.h5p.PropDCID, name: str, spec: ArraySpec) -> None:
+    """Let attributes of a coordinate have more than 64 KiB: as a scale it lists all arrays that have its axis, with 16 bytes each.
+    Headers of the older version hold no such attribute; an order of attributes makes it the newer one, as in netCDF's own files.
+    """
+    if spec.dims == (name.rpartition("/")[2],):
+        creation.set_attr_creation_order(h5py.h5p.CRT_ORDER_TRACKED | h5py.h5p.CRT_ORDER_INDEXED)
 
 
 class Pipeline:
@@ -70,6 +77,7 @@ class Pipeline:
         self.creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         self.creation.set_obj_track_times(False)
         self.creation.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+        let_list_grow(self.creation, name, spec)
         if spec.fill_value is not None:
             self._set_fill(spec.fill_value)
         steps: list[Step] | None = []
@@ -170,9 +178,7 @@ class Pipeline:
         """Have HDF5 encode one chunk, in memory."""
         chunks, dataset = self._spec.chunks or (), getattr(self._local, "dataset", None)
         if dataset is None:  # of one chunk, which this thread writes again and again
-            # With a name of its own: files in memory that have the same name are one file for HDF5.
-            file = h5py.File(f"chunk {next(_files)}", "w", driver="core", backing_store=False)
-            dataset = h5py.h5d.create(file.id, b"x", self.kind, h5py.h5s.create_simple(chunks), self.creation)
+            dataset = h5py.h5d.create(file_in_memory().id, b"x", self.kind, h5py.h5s.create_simple(chunks), self.creation)
             self._local.dataset = dataset
         values = np.frombuffer(data, dtype=np.uint8).view(np.dtype(f"V{self._spec.dtype.itemsize}")).reshape(chunks)
         with phil:  # other threads do the same, and raw reads did not always take the lock (h5py issue 2764)
