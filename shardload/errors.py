@@ -184,6 +184,6 @@ class PackedWarning(ShardloadWarning):
 
 
 class PaddingWarning(ShardloadWarning):
-    """An array is saved as long as a loaded one is with its padding or halos: it may have been computed from that one, and
+    """An array is saved as long as a loaded one was with its padding or halos: it may have been computed from that one, and
     nothing says which of its elements are no padding. Warned once in the job, on rank 0.
     """

@@ -218,6 +218,14 @@ def _examples_write_elsewhere(request: pytest.FixtureRequest) -> None:
         request.getfixturevalue("monkeypatch").chdir(request.getfixturevalue("tmp_path"))
 
 
+@pytest.fixture(autouse=True)
+def _no_load_was_padded() -> None:
+    """What other tests have loaded is no reason for a `PaddingWarning`."""
+    padding = sys.modules.get("shardload.arrays.padding")
+    if padding is not None:
+        padding._padded.clear()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "programs(name, ...): needs these programs; left out without them, fails in CI")

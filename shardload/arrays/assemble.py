@@ -19,12 +19,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from shardload.errors import ShardloadError
 from shardload.planning.region import Region
 
-__all__ = ["EarlyPieces", "assemble", "device_values"]
+__all__ = ["EarlyPieces", "assemble", "device_values", "put_shard"]
 
 Array = np.ndarray[Any, Any]
 _MOST_IN_32_BITS = 2**31 - 1
@@ -47,7 +47,7 @@ class EarlyPieces:
     """
 
     def __init__(self, shape_global: tuple[int, ...], sharding: NamedSharding, also_on_cpu: bool = False) -> None:
-        self._devices: dict[Region, Any] = {}
+        self._sharding, self._devices = sharding, dict[Region, Any]()
         if also_on_cpu or not _is_on_cpu(sharding):
             for device, region in device_regions(sharding, shape_global).items():
                 if also_on_cpu or device.platform != "cpu":
@@ -58,7 +58,12 @@ class EarlyPieces:
         """Begin to copy a complete piece to its device. The piece must not be written after this."""
         device = self._devices.get(region) if self._devices else None
         if device is not None and region not in self.arrays:
-            self.arrays[region] = jax.device_put(data, device)
+            self.arrays[region] = put_shard(data, device, self._sharding)
+
+
+def put_shard(data: Any, device: Any, sharding: NamedSharding) -> jax.Array:
+    """Begin to copy a shard to a device, into the memory that the sharding names (``memory_kind="pinned_host"``)."""
+    return jax.device_put(data, SingleDeviceSharding(device, memory_kind=sharding.memory_kind))
 
 
 def assemble(

@@ -25,17 +25,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from shardload.arrays.assemble import put_shard
 from shardload.arrays.sharding import ids_text, read_spec
 from shardload.errors import ConfigError
 
 __all__ = [
     "Extent",
-    "PaddedShapes",
     "check_exists",
     "cut_out",
     "extent_of",
     "is_known",
     "make_mask",
+    "padded_like",
     "remember",
     "remember_version",
     "to_numpy",
@@ -124,6 +125,8 @@ class _Loaded:
 
 # By the id of an array that a load returned. An entry goes when its array does, so an id is never that of another array.
 _loaded: dict[int, _Loaded] = {}
+# By the axes with padding or halos, and the lengths along them. These stay: one entry for each shape that was ever loaded.
+_padded: dict[tuple[int, ...], dict[Any, Extent]] = {}
 
 
 def remember(array: jax.Array, extent: Extent, is_decoded: bool | None = None) -> None:
@@ -135,6 +138,9 @@ def remember(array: jax.Array, extent: Extent, is_decoded: bool | None = None) -
             del _loaded[key]
 
     _loaded[key] = _Loaded(weakref.ref(array, forget), extent, is_decoded)
+    if not extent.is_whole:
+        axes = tuple(k for k, (own, n) in enumerate(zip(extent.shape, extent.shape_global, strict=True)) if own != n)
+        _padded.setdefault(axes, {})[_lengths(array, axes)] = extent
 
 
 def remember_version(array: jax.Array, version: Version | None) -> None:
@@ -161,27 +167,16 @@ def was_decoded(array: Any) -> bool | None:
     return None if known is None else known.is_decoded
 
 
-class PaddedShapes:
-    """The shapes of arrays with padding or halos that loads returned, and that exist now: which may others be computed from?"""
+def padded_like(array: jax.Array) -> Extent | None:
+    """The extent of an array with padding or halos that a load has returned, and from which this one may have been computed.
 
-    def __init__(self) -> None:
-        self._by_axes: dict[tuple[int, ...], dict[Any, Extent]] = {}  # by the axes with padding
-        for one in list(_loaded.values()):
-            extent, known = one.extent, one.ref()
-            if known is not None and not extent.is_whole and not known.is_deleted():
-                lengths = zip(extent.shape, extent.shape_global, strict=True)
-                axes = tuple(k for k, (own, n) in enumerate(lengths) if own != n)
-                self._by_axes.setdefault(axes, {}).setdefault(_lengths(known, axes), extent)
-
-    def like(self, array: jax.Array) -> Extent | None:
-        """The extent of one from which this array may have been computed.
-
-        Along each axis on which that one has padding or halos, it is as long, and cut as that one is.
-        """
-        for axes, extents in self._by_axes.items():
-            if axes[-1] < array.ndim and (found := extents.get(_lengths(array, axes))) is not None:
-                return found
-        return None
+    Along each axis on which that one has padding or halos, it is as long, and cut as that one is. Whether that one still exists
+    does not matter: when it goes depends on garbage collection, and on whether it was donated.
+    """
+    for axes, extents in _padded.items():
+        if axes[-1] < array.ndim and (found := extents.get(_lengths(array, axes))) is not None:
+            return found
+    return None
 
 
 def _lengths(array: jax.Array, axes: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
@@ -401,7 +396,7 @@ def _cut_each_shard(array: jax.Array, extent: Extent, sharding: NamedSharding) -
     cores = []
     for shard in array.addressable_shards:
         with jax.set_mesh(Mesh(np.array([shard.device]), ("device",))):  # the caller's mesh has other devices
-            cores.append(shard.data[index])
+            cores.append(put_shard(shard.data[index], shard.device, sharding))
     return jax.make_array_from_single_device_arrays(extent.shape, sharding, cores, dtype=array.dtype)
 
 
@@ -412,15 +407,14 @@ def _cut_on_devices(array: jax.Array, extent: Extent, sharding: NamedSharding) -
         return jax.make_array_from_callback(extent.shape, sharding, lambda _: empty, dtype=array.dtype)
     apart = array
     if isinstance(array.sharding, NamedSharding):
-        apart = jax.make_array_from_single_device_arrays(
-            array.shape, _auto(array.sharding), [shard.data for shard in array.addressable_shards], dtype=array.dtype
-        )
+        auto = _auto(array.sharding)
+        own = [put_shard(shard.data, shard.device, auto) for shard in array.addressable_shards]
+        apart = jax.make_array_from_single_device_arrays(array.shape, auto, own, dtype=array.dtype)
     target = _auto(sharding)
     with jax.set_mesh(_auto_mesh(sharding)):  # JAX compiles for the caller's mesh otherwise
         cut = _cutter(extent, target)(apart)
-    return jax.make_array_from_single_device_arrays(
-        extent.shape, sharding, [shard.data for shard in cut.addressable_shards], dtype=array.dtype
-    )
+    shards = [put_shard(shard.data, shard.device, sharding) for shard in cut.addressable_shards]
+    return jax.make_array_from_single_device_arrays(extent.shape, sharding, shards, dtype=array.dtype)
 
 
 @lru_cache(maxsize=32)  # compiled once for a series of arrays
@@ -429,7 +423,8 @@ def _cutter(extent: Extent, sharding: NamedSharding) -> Any:
 
 
 def _auto(sharding: NamedSharding) -> NamedSharding:
-    return NamedSharding(_auto_mesh(sharding), sharding.spec, memory_kind=sharding.memory_kind)
+    """In the devices' own memory: older releases of JAX compute nothing that lies elsewhere."""
+    return NamedSharding(_auto_mesh(sharding), sharding.spec)
 
 
 def _auto_mesh(sharding: NamedSharding) -> Mesh:

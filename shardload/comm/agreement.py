@@ -454,8 +454,8 @@ class Agreement:
             raise blame_calls(
                 PeerError(
                     f"rank {other} called {their_call} with {told[0]}, rank 0 called {call} with {told[1]}: all ranks must "
-                    "pass the same arrays, under the same names; in a list or OrderedDict also in the same order (a set has another "
-                    "one in each process). Nothing was done",
+                    "pass the same arrays, under the same names; in a list or OrderedDict also in the same order (a set has "
+                    "another one in each process). Nothing was done",
                     rank=other,
                 )
             )

@@ -22,7 +22,7 @@ import numpy as np
 
 from shardload.comm.agreement import Agreement, Arguments, ArgumentsOfOne, Invocation, Texts, compact
 from shardload.comm.collectives import Collectives, JaxCollectives, MpiCollectives, duplicate, jax_processes
-from shardload.comm.heartbeat import Departures, MpiMailbox, leave_alone_at_exit, leave_at_exit
+from shardload.comm.heartbeat import Departures, MpiMailbox, leave_at_exit
 from shardload.comm.mpi import check_communicator, kept_on, load_mpi, world
 from shardload.comm.node_memory import NodeMemory
 from shardload.comm.shared_memory import Segment
@@ -110,7 +110,7 @@ class Group(Agreement):
             self.rank, self.size = (0, 1) if comm is None else (int(comm.rank), int(comm.size))
         mailbox = MpiMailbox(comm, self.mpi, _WATCH_TAG) if comm is not None and self.size > 1 else None
         # After a stall, the end of this process ends the job: otherwise it would wait for the stalled rank.
-        ends = leave_alone_at_exit if self.size == 1 else partial(leave_at_exit, None if comm is None else self.mpi)
+        ends = partial(leave_at_exit, None if comm is None else self.mpi) if self.size > 1 else None
         self._departures = Departures(self.rank, lambda: jax_processes()[0])
         self.watch = Watchdog(self.rank, self.size, mailbox, on_stall=ends, departed=self._departures.known)
         mpi = None if comm is None else self.mpi

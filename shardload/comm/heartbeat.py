@@ -22,9 +22,10 @@ from typing import Any
 
 import numpy as np
 
-from shardload.comm.mpi import abort, flush
+from shardload.comm.mpi import abort
+from shardload.system.thread_pool import flush
 
-__all__ = ["Departures", "MpiMailbox", "leave_alone_at_exit", "leave_at_exit"]
+__all__ = ["Departures", "MpiMailbox", "leave_at_exit"]
 
 _LONGEST_LEAVE_SECONDS = 15.0
 # MPICH receives one message per call, of any kind. If nothing else calls MPI, ours may be queued behind others.
@@ -156,20 +157,6 @@ def leave_at_exit(mpi: Any, seconds: float) -> None:
         Time that the other ranks get to learn of the stall and to report it.
     """
     atexit.register(_leave, mpi, seconds)  # the last to be registered is the first to be called
-
-
-def leave_alone_at_exit(_seconds: float) -> None:
-    """Like `leave_at_exit`, for a single process, but only if one of its threads still hangs in a read at exit.
-
-    The interpreter would then wait at exit for the HDF5 library, whose lock that thread holds. If the read has returned, the
-    program ends normally.
-    """
-    atexit.register(_leave_if_held_up)
-
-
-def _leave_if_held_up() -> None:
-    if any(thread.name.startswith("shardload-read") for thread in threading.enumerate()):
-        _leave(None, 0.0)
 
 
 def _leave(mpi: Any, seconds: float) -> None:

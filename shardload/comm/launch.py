@@ -58,7 +58,10 @@ def initialize(
     4. In a single process: nothing to start.
 
     JAX's coordinator, in process 0, does not authenticate clients. So it listens on the loopback interface if all processes are
-    on one machine, else on the one interface that the others reach. ``JAX_COORDINATOR_BIND_ADDRESS`` overrides this.
+    on one machine, else on the one interface that the others reach. ``JAX_COORDINATOR_BIND_ADDRESS`` overrides this. Web proxies
+    (``http_proxy`` and its like) are not asked for it.
+
+    If mpi4py was told not to start MPI (``mpi4py.rc.initialize``), and nobody has, the first call that needs MPI starts it.
 
     SIGTERM, which ``scancel``, ``timeout`` and batch systems send, ends a process at once, unless the script has its own
     handler.
@@ -167,15 +170,13 @@ def _meeting_place(group: Group, is_beside_0: bool) -> tuple[str, str | None]:
     if elsewhere == group.size:
         return (join(LOOPBACK, port),) * 2
     # The address that rank 0 finds under its own name is often one that only rank 0 can use.
-    known = addresses_of(host)
-    seen = group.send_text(" ".join(known) if group.rank == elsewhere else None, elsewhere).split()
+    seen = group.send_text(" ".join(addresses_of(host)) if group.rank == elsewhere else None, elsewhere).split()
     found = group.send_text(first_here(seen) if group.rank == 0 else None, 0)
     if not found:
         if group.rank == 0:
             _say_on_all(host, port)
         return join(host, port), None
-    # Prefer the name if it works: exceptions of a proxy (no_proxy) list names.
-    return join(host if found in known else found, port), join(found, port)
+    return (join(found, port),) * 2
 
 
 def _listen_at(address: str, process: int) -> str | None:
@@ -228,7 +229,7 @@ def _start(
     if os.environ.get(_BIND):
         bind = None  # JAX itself reads this variable
     try:
-        with _preemption_service(preemption):
+        with _preemption_service(preemption), _without_proxies():
             jax.distributed.initialize(address, n_processes, process, local_device_ids, coordinator_bind_address=bind)
     except (RuntimeError, ValueError) as found:
         raise _not_started(n_processes, str(found).rstrip(". ")) from found
@@ -271,6 +272,18 @@ def _preemption_service(wanted: bool) -> Iterator[None]:
 
 
 def _nothing() -> None: ...
+
+
+@contextmanager
+def _without_proxies() -> Iterator[None]:
+    """Have the processes connect to JAX's coordinator directly. gRPC would ask the proxy of http_proxy and its like for it, which
+    does not know this machine, or may not connect to it.
+    """
+    aside = {name: os.environ.pop(name) for name in tuple(os.environ) if name.lower().endswith("_proxy")}
+    try:
+        yield
+    finally:
+        os.environ.update(aside)
 
 
 def _refuse_taken_port(address: str) -> None:

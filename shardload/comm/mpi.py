@@ -6,25 +6,24 @@ MPI off, the functions here return that, and do not fail.
 
 from __future__ import annotations
 
+import atexit
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NoReturn
 
 from shardload.comm.environment import mpi_is_off
 from shardload.errors import ConfigError
+from shardload.system.thread_pool import flush
 
 __all__ = [
     "Kept",
     "abort",
     "check_communicator",
     "end_job",
-    "flush",
     "kept_on",
     "library_version",
     "load_mpi",
@@ -37,7 +36,7 @@ __all__ = [
 
 @cache
 def load_mpi() -> tuple[Any, str]:
-    """mpi4py's MPI module and ""; or None and the reason. The first call imports mpi4py, which starts MPI."""
+    """mpi4py's MPI module and ""; or None and the reason. The first call imports mpi4py, and starts MPI."""
     if mpi_is_off(os.environ):
         return None, "SHARDLOAD_MPI=0 turns it off: unset SHARDLOAD_MPI"
     try:
@@ -46,12 +45,28 @@ def load_mpi() -> tuple[Any, str]:
         return None, str(error) or "unknown"
     except RuntimeError as error:  # mpi4py's wheel finds no MPI library
         return None, str(error) or "unknown"
+    if not MPI.Is_initialized():  # mpi4py was told not to (mpi4py.rc.initialize), and then does not finalize it either
+        MPI.Init_thread()
+        atexit.register(lambda: MPI.Is_finalized() or MPI.Finalize())
     return MPI, ""
 
 
-def world() -> Any:
-    """COMM_WORLD as an ``mpi4py.MPI.Comm``; None if no MPI library can be loaded."""
+def _running_mpi() -> Any:
+    """mpi4py's MPI module; None if no MPI library can be loaded. ConfigError if MPI has been finalized: what is called then ends
+    the process.
+    """
     mpi, _ = load_mpi()
+    if mpi is not None and mpi.Is_finalized():
+        raise ConfigError(
+            "MPI.Finalize() was called in this process, and MPI cannot be started again. Make all calls of shardload before it, "
+            "or leave it out: mpi4py finalizes MPI at the end of the program"
+        )
+    return mpi
+
+
+def world() -> Any:
+    """COMM_WORLD as an ``mpi4py.MPI.Comm``; None if no MPI library can be loaded. ConfigError if MPI has been finalized."""
+    mpi = _running_mpi()
     return None if mpi is None else mpi.COMM_WORLD
 
 
@@ -83,7 +98,7 @@ def thread_level() -> str:
 
 def check_communicator(comm: Any) -> None:
     """Raise ConfigError unless `comm` is an intracommunicator that includes this rank."""
-    mpi, _ = load_mpi()
+    mpi = _running_mpi()
     if mpi is None or not isinstance(comm, mpi.Comm):
         raise ConfigError(f"comm is {comm!r}; expected an mpi4py communicator such as MPI.COMM_WORLD")
     if comm == mpi.COMM_NULL:
@@ -152,10 +167,3 @@ def abort(comm: Any) -> NoReturn:
     flush()
     comm.Abort(1)
     os._exit(1)
-
-
-def flush() -> None:
-    """Hand on what this process has printed, before it is ended."""
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError, AttributeError):  # closed, or nobody reads it
-            stream.flush()

@@ -15,6 +15,7 @@ import itertools
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import is_
@@ -54,6 +55,7 @@ __all__ = [
     "check_chunk",
     "check_request",
     "chunks_met",
+    "dtype_text",
     "fresh",
     "group_info",
     "has_missing",
@@ -931,6 +933,9 @@ _KINDS = {
 }
 
 
+_NOT_IN_JAX = re.compile("float6|b?complex")
+
+
 def refusal(dtype: np.dtype[Any]) -> str | None:
     """Why values of `dtype` cannot become a `jax.Array`, in words that follow "holds"; None if they can.
 
@@ -951,7 +956,7 @@ def refusal(dtype: np.dtype[Any]) -> str | None:
     if dtype.names is not None:
         return f"records with fields {', '.join(dtype.names)}"
     if dtype.type.__module__ == "ml_dtypes":
-        return None
+        return f"numbers of type {dtype.name}, which JAX does not have" if _NOT_IN_JAX.match(dtype.name) else None
     return _KINDS.get(dtype.kind, "raw bytes without a type")
 
 
@@ -962,6 +967,15 @@ def is_added(dtype: np.dtype[Any]) -> bool:
     False
     """
     return dtype.isbuiltin == 2
+
+
+def dtype_text(dtype: np.dtype[Any]) -> str:
+    """A type as text of which `np.dtype` makes it again. Added types have a name alone, without a byte order.
+
+    >>> dtype_text(np.dtype(">f8"))
+    '>f8'
+    """
+    return dtype.name if is_added(dtype) else dtype.str
 
 
 def unaddressable(shape: Sequence[int], chunks: Sequence[int] | None) -> str | None:

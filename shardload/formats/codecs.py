@@ -604,8 +604,8 @@ def blosc_error(data: Any, error: Exception) -> ValueError:
         return ValueError(f"the blosc data is damaged ({error})")
     return UndecodedError(
         f"it says that it is encoded by {asks}, which numcodecs {numcodecs().__version__} here cannot decode: it has "
-        f"{', '.join(known)}. Write the array again with one of these; other libraries may read it (TensorStore has Snappy, and "
-        "hdf5plugin for HDF5)"
+        f"{', '.join(known)}. Write the array again with one of these; other libraries may read it (TensorStore and hdf5plugin "
+        "have Snappy)"
     )
 
 

@@ -35,7 +35,8 @@ def meaning_of(dtype: np.dtype[Any], attrs: Mapping[str, Any]) -> dict[str, Any]
     """
     packing = {key: typed(attrs[key]) for key in PACKING if attrs.get(key) is not None}
     bounds = list(_texts_of(attrs, _BOUNDS).values())
-    return {"attrs": units_of(attrs), "packed": packed_by(dtype, packing), "bounds": bounds}
+    meaning = _texts_of(attrs, (*UNITS, "dtype"))
+    return {"attrs": meaning, "packed": packed_by(dtype, packing), "bounds": bounds}
 
 
 def units_of(attrs: Mapping[str, Any]) -> dict[str, str]:

@@ -128,16 +128,19 @@ class FileLock:
             )
 
     def share(self) -> None:
-        """Let others read, and keep away who would write."""
-        self._taken(fcntl.LOCK_SH)
+        """Let others read, and keep away who would write. The system gives one lock back before it takes the other: look at the
+        file after this.
+        """
+        if not self._taken(fcntl.LOCK_SH):
+            raise ConfigError(
+                f"'{self._path}' was opened for writing by another program during this append. Nothing was appended; run it "
+                "again"
+            )
 
     def exclude(self) -> None:
         """Let nobody open it. If somebody reads it, go on: a reader loses nothing, and who would write is still kept away."""
-        if not self._taken(fcntl.LOCK_EX) and not self._taken(fcntl.LOCK_SH):
-            raise ConfigError(
-                f"'{self._path}' was opened for writing by another program during this append. Nothing was appended; "
-                "run it again"
-            )
+        if not self._taken(fcntl.LOCK_EX):
+            self.share()
 
     def _taken(self, kind: int) -> bool:
         """False if another has it."""

@@ -35,6 +35,7 @@ __all__ = [
     "make_below",
     "mark",
     "named",
+    "not_undone",
     "put_at",
     "reserve",
     "shortened",
@@ -139,6 +140,20 @@ def _unconfirmed(error: OSError, path: str) -> SourceError:
     )
     found.errno = error.errno
     return found
+
+
+def not_undone(error: BaseException, path: str, found: OSError) -> SourceError:
+    """The error of an append that failed (`error`) as it gave arrays their new length, and could not give back the old one."""
+    return SourceError(
+        f"the append to '{path}' failed as its arrays got their new length ({_said(error)}), and could not be undone "
+        f"({_said(found)}). No value is lost, but some arrays may have the old length and some the new one: look at "
+        "their shapes, and append what is missing to those that are shorter",
+        path=path,
+    )
+
+
+def _said(error: BaseException) -> str:
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
 class named:
@@ -370,7 +385,12 @@ class Target:
                 os.mkdir(self._final)
             except FileExistsError:
                 raise self._taken() from None
-            os.rename(temporary, self._final)
+            try:
+                os.rename(temporary, self._final)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.rmdir(self._final)
+                raise
             return None
         if not os.path.lexists(self._final) and self._renamed(temporary, _NOREPLACE, refuse=False):
             return None

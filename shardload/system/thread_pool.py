@@ -1,11 +1,15 @@
 """Which threads make calls that may block? Daemon threads, for which the process does not wait when it exits.
 
 Python's own pool joins its threads when the interpreter exits, so a thread that hangs in a file system keeps the whole job from
-ending. The threads of this pool end with the process, unless `Pool.close` has waited for them.
+ending. The threads of this pool end with the process, unless `Pool.close` has waited for them. One that hangs inside h5py holds
+its lock, for which the end of the interpreter would wait: `_end_if_held_up`.
 """
 
 from __future__ import annotations
 
+import atexit
+import os
+import sys
 import threading
 import time
 import weakref
@@ -16,9 +20,10 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any
 
-__all__ = ["Lane", "Pool", "done_here"]
+__all__ = ["Lane", "Pool", "done_here", "flush"]
 
 _START_SECONDS = 0.5  # an operating system takes microseconds
+_left: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # of pools that were closed: it may have waited for them, or not
 
 
 class _Task:
@@ -59,6 +64,9 @@ class Pool:
         # A pool that is deleted without `close` must not leave idle threads behind.
         self._end = weakref.finalize(self, _end, self._tasks, self._threads)
         self._end.atexit = False
+        # The last to be registered is the first to be called: this must come before what h5py does at exit.
+        atexit.unregister(_end_if_held_up)
+        atexit.register(_end_if_held_up)
 
     def submit(self, call: Callable[..., Any], *arguments: Any) -> Future[Any]:
         """Run a call in a thread. RuntimeError after `close`, or if no thread at all can be started."""
@@ -94,6 +102,7 @@ class Pool:
                 if task is not None:
                     task.future.cancel()
         self._end()
+        _left.update(self._threads)
         deadline = None if seconds is None else time.monotonic() + seconds
         for thread in self._threads if wait else ():
             _join(thread, deadline)
@@ -173,6 +182,26 @@ def _join(thread: threading.Thread, deadline: float | None) -> None:
 def _end(tasks: SimpleQueue[_Task | None], threads: list[threading.Thread]) -> None:
     for _ in threads:
         tasks.put(None)
+
+
+def _end_if_held_up() -> None:
+    """At exit: end this process at once if one of its threads hangs inside h5py."""
+    h5py, deadline = sys.modules.get("h5py._objects"), time.monotonic() + _START_SECONDS
+    while h5py is not None and any(thread.is_alive() for thread in _left):
+        if h5py.phil.acquire(blocking=False):
+            h5py.phil.release()
+            return
+        if time.monotonic() > deadline:
+            flush()
+            os._exit(1)
+        time.sleep(0.001)
+
+
+def flush() -> None:
+    """Hand on what this process has printed, before it is ended."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):  # closed, or nobody reads it
+            stream.flush()
 
 
 def done_here(call: Callable[..., Any], *arguments: Any) -> Future[Any]:

@@ -127,7 +127,7 @@ def recounted(values: np.ndarray[Any, Any], attrs: Mapping[str, Any], wanted: Ma
     found = np.array(times)
     for k, number in enumerate(times):
         if values.dtype.kind != "f" or np.isfinite(number):
-            found[k] = _as_type(_exact(number) * step + zero, axis, values.dtype)
+            found[k] = _as_type(_exact(number) * step + zero, values.dtype, axis.unit, axis.text)
     return found.reshape(values.shape)
 
 
@@ -144,15 +144,17 @@ def as_dates(numbers: Iterable[Any], attrs: Mapping[str, Any]) -> list[str]:
 
 
 def is_dates(values: Any) -> bool:
-    """True for a NumPy array of dates: ``datetime64``, or objects of `datetime` or cftime."""
+    """True for a NumPy array of dates (``datetime64``, or objects of `datetime` or cftime) or of spans of time."""
     if not isinstance(values, np.ndarray):
         return False
     one = values.flat[0] if values.dtype.kind == "O" and values.size else None
-    return values.dtype.kind == "M" or isinstance(one, datetime.date) or _is_cftime(one)
+    return values.dtype.kind in "mM" or isinstance(one, datetime.date) or _is_cftime(one)
 
 
 def counted(values: np.ndarray[Any, Any], attrs: Mapping[str, Any], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """Dates as numbers of a type, by the units and the calendar of `attrs`.
+    """Dates as numbers of a type, by the units and the calendar of `attrs`; spans of time by units such as ``"days"``.
+
+    NaT is NaN, or in ``int64`` the least number, as xarray has it.
 
     Raises
     ------
@@ -164,24 +166,47 @@ def counted(values: np.ndarray[Any, Any], attrs: Mapping[str, Any], dtype: np.dt
     >>> counted(np.array(["2000-01-02", "2000-03-01"], "M8[D]"), {"units": "hours since 2000-01-01"}, np.dtype("i4"))
     array([  24, 1440], dtype=int32)
     """
+    found = np.zeros(values.shape, dtype)
+    is_time = ~np.isnat(values) if values.dtype.kind in "mM" else np.ones(values.shape, bool)
+    if not is_time.all():
+        if dtype.kind != "f" and dtype != np.int64:
+            raise ValueError(f"NaT is among them, which {dtype} does not have")
+        found[~is_time] = np.nan if dtype.kind == "f" else np.iinfo(np.int64).min
     try:
-        axis = _Axis.of(attrs)
-        exact = [axis.span(date).begin for date in values.reshape(-1)]
+        if values.dtype.kind == "m":
+            exact, unit, text = _spans(values[is_time], attrs)
+        else:
+            axis = _Axis.of(attrs)
+            exact, unit, text = [axis.span(date).begin for date in values[is_time]], axis.unit, axis.text
     except _NoDate as error:
         raise ValueError(str(error).lstrip(",; ").partition(". Pass")[0]) from None
-    return np.array([_as_type(count, axis, dtype) for count in exact], dtype).reshape(values.shape)
+    found[is_time] = [_as_type(count, dtype, unit, text) for count in exact]
+    return found
 
 
-def _as_type(count: Fraction, axis: _Axis, dtype: np.dtype[Any]) -> Any:
+def _spans(values: np.ndarray[Any, Any], attrs: Mapping[str, Any]) -> tuple[list[Fraction], Fraction, Callable[[Any], str]]:
+    """Spans of time in the units of `attrs`, that unit in seconds, and how such a number is told."""
+    units = attrs.get("units")
+    unit = _SECONDS.get(units.lower()) if isinstance(units, str) else None
+    if unit is None:
+        raise _NoDate(f"the units are {units!r}; expected those of spans of time, such as 'days'")
+    name, n = np.datetime_data(values.dtype)
+    seconds = {"W": Fraction(7 * 86400), "m": Fraction(60)}.get(name, _SECONDS.get(name.lower()))
+    if seconds is None:
+        raise _NoDate(f"these are {values.dtype}, which have no length of their own, or are shorter than nanoseconds")
+    return [int(one) * n * seconds / unit for one in values.astype("i8")], unit, lambda count: f"{float(count):g} {units}"
+
+
+def _as_type(count: Fraction, dtype: np.dtype[Any], unit: Fraction, text: Callable[[Any], str]) -> Any:
     """A number of an axis, exactly, or as the nearest one of floating point. ValueError if that is another time."""
     if dtype.kind == "f":
         found = _rounded(count, dtype)
-        if not np.isfinite(found) or abs(_exact(found) - count) * axis.unit > _MOST_ROUNDED:
-            raise ValueError(f"{axis.text(count)} would be rounded by more than a millisecond, as {dtype}")
+        if not np.isfinite(found) or abs(_exact(found) - count) * unit > _MOST_ROUNDED:
+            raise ValueError(f"{text(count)} would be rounded by more than a millisecond, as {dtype}")
         return found
     limits = np.iinfo(dtype)
     if count.denominator != 1 or not limits.min <= count <= limits.max:
-        raise ValueError(f"{axis.text(count)} is {float(count):g} in these units, which {dtype} does not have")
+        raise ValueError(f"{text(count)} is {float(count):g} in these units, which {dtype} does not have")
     return int(count)
 
 
@@ -356,8 +381,8 @@ def _seconds_of(date: Any, calendar: str) -> tuple[Fraction, Fraction, int]:
 
 
 def _read(text: str) -> re.Match[str] | None:
-    """The parts of a date: ``2000-01-31``, ``20000131``, ``2000/01/31`` or ``2000.01.31``, with a time of day or not, or a month or
-    year alone. None if it is no date, or may be several.
+    """The parts of a date: ``2000-01-31``, ``20000131``, ``2000/01/31`` or ``2000.01.31``, with a time of day or not, or a
+    month or year alone. None if it is no date, or may be several.
     """
     other = _OTHER_DATE.match(text)
     found = _DATE.fullmatch(text if other is None else "-".join(filter(None, other.groups())) + text[other.end() :])

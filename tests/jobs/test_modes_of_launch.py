@@ -65,6 +65,24 @@ def test_ranks_and_devices(tmp_path: Path, n: int, devices: int, mpi: str) -> No
     assert {line["scatters"] for line in found} == {2 * 7}
 
 
+def test_proxies_are_not_asked_for_the_coordinator(field: str) -> None:
+    """Wrong if JAX's processes looked for each other at a web proxy, which does not know them: for five minutes."""
+    nobody = f"http://127.0.0.1:{free_ports(1)[0]}"
+    env = dict.fromkeys(("http_proxy", "https_proxy", "grpc_proxy", "HTTP_PROXY", "no_proxy"), nobody)
+    job = run_job([*PYTHON, SCRIPTS / "launched.py", field, "initialize"], 2, timeout=90, env=ENV | env).check()
+    assert [one["type"] for out in job.rank_stdout for one in lines(out)] == [None] * 6
+    assert "proxy" not in job.stderr.lower()
+
+
+@pytest.mark.parametrize("mpi", LIBRARIES)
+def test_mpi_that_importing_mpi4py_does_not_start(field: str, mpi: str) -> None:
+    """Wrong if MPI ended the process at the first call; or the job, because nobody finalized it."""
+    job = run_job(
+        [*PYTHON, SCRIPTS / "launched.py", field, "initialize"], 2, timeout=90, mpi=mpi, env=ENV | {"MPI4PY_RC_INITIALIZE": "0"}
+    ).check()
+    assert [one["type"] for out in job.rank_stdout for one in lines(out)] == [None] * 6
+
+
 def test_jax_processes_in_another_order_than_ranks(tmp_path: Path) -> None:
     """Wrong if process k were taken to be rank k: JAX was started by somebody else, who counts backwards."""
     env = {**ENV, "TEST_PORT": str(free_ports(1)[0])}
@@ -95,6 +113,13 @@ def same(said: list[list[Any]], *parts: str) -> None:
 def test_forgotten_initialize(field: str, mpi: str) -> None:
     """Wrong if four processes each loaded the whole array by themselves, or JAX's own error came up."""
     same(launched(field, "load", mpi=mpi), "COMM_WORLD has 4 ranks", "JAX sees one process", "shardload.initialize() first")
+
+
+def test_a_load_after_mpi_was_finalized(field: str) -> None:
+    """Wrong if MPI ended the process."""
+    started, *loads = zip(*launched(field, "finalized", n=2), strict=True)
+    assert [one["type"] for one in started] == [None, None]
+    same([list(one) for one in zip(*loads, strict=True)], "MPI.Finalize() was called in this process", "before it")
 
 
 def test_initialize_too_late(field: str) -> None:

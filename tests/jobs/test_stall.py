@@ -35,6 +35,7 @@ CASES: dict[str, tuple[int, bool, int | None, tuple[str, ...]]] = {
 }
 OPEN_MPI = ("thread parallel", "absent")
 LEFT = ("0", "1,3")
+SAVING = ("saving encode", "saving metadata", "saving interrupted")
 # Left to `make test-all`: what is like "thread parallel", like a rank that never starts (test_modes_of_launch), with MPICH, and
 # like rank 0 that leaves.
 THOROUGH = (
@@ -49,7 +50,7 @@ ALL: tuple[What, ...] = (  # what takes longest comes first
     ("slow", "mpich", 4),
     *((case, "openmpi", 4) for case in OPEN_MPI),
     *((case, "mpich", 4) for case in CASES),
-    *((case, "mpich", 1) for case in ("thread parallel", "inside parallel")),
+    *((case, "mpich", 1) for case in ("thread parallel", "inside parallel", *SAVING)),
     *((f"left {ranks}", "mpich", 4) for ranks in LEFT),
 )
 N_AT_A_TIME = 3
@@ -124,6 +125,15 @@ def test_alone_inside_the_library(hold_up: Callable[..., Job]) -> None:
     """Wrong if the end of the interpreter waited for the library's lock, which that thread has."""
     job = hold_up("inside parallel", n=1)
     assert said_by(job, 0)["type"] == "StallError" and job.rank_stderr[0].count("StallError: nothing has moved") == 1
+    assert job.returncode != 0
+
+
+@pytest.mark.parametrize("case", SAVING)
+def test_alone_inside_the_library_as_it_saves(hold_up: Callable[..., Job], case: str) -> None:
+    """The same for threads that write, and after Ctrl-C."""
+    job = hold_up(case, n=1)
+    what = "KeyboardInterrupt" if "interrupted" in case else "StallError: nothing has moved"
+    assert job.rank_stderr[0].count(f"\n{what}") + job.rank_stderr[0].count(f"errors.{what}") == 1, job.tail()
     assert job.returncode != 0
 
 

@@ -651,6 +651,28 @@ def test_a_store_that_takes_the_place_of_this_one(
     assert on_disk(ranks, shared_tmp_path) == ["run.zarr"]
 
 
+@pytest.mark.parametrize("is_undone", [True, False])
+def test_metadata_that_cannot_be_renamed(
+    ranks: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_undone: bool
+) -> None:
+    """Wrong if the error said that the store is as it was, and an array of it has its new length."""
+    path, values, replace = shared_tmp_path / "run.zarr", ramp((7, Y, X), "float32"), os.replace
+    on_root(ranks, lambda: make(path, values[:5]))
+
+    def fails(source: Any, into: Any) -> None:
+        if str(into).endswith("time/zarr.json") or (not is_undone and "-back" in str(source)):
+            raise OSError(5, "no such luck")
+        replace(source, into)
+
+    monkeypatch.setattr(os, "replace", fails)
+    says = ("as it was",) if is_undone else ("could not be undone", "look at their shapes")
+    error = same_error(ranks, lambda: shardload.append(path, tree_of(values, 5, P())), SourceError, *says)
+    assert ("as it was" in str(error)) == is_undone
+    monkeypatch.undo()
+    assert on_root(ranks, lambda: zarr.open_array(str(path / "g" / "rho"), mode="r").shape[0]) == (5 if is_undone else 7)
+    assert on_disk(ranks, shared_tmp_path) == ["run.zarr"]
+
+
 # --- wrong implementations
 
 

@@ -276,6 +276,36 @@ def test_to_xarray_of_coordinates_that_are_no_axes(comm: Any, shared_tmp_path: P
         same(shared_tmp_path / "saved.nc", file.load())
 
 
+@pytest.mark.parametrize("name", ["a.nc", "a.h5", "a.zarr"])
+def test_a_coordinate_by_itself(comm: Any, shared_tmp_path: Path, name: str) -> None:
+    """Wrong if the coordinate of an axis could not be selected by itself, or had no index."""
+    path, mesh, dates = str(shared_tmp_path / name), mesh_of(), pd.date_range("2001-01-01", periods=24, freq="MS")
+    ds = xr.Dataset({"t2m": (("time", "lat"), np.ones((24, 3)))}, {"time": dates, "lat": [1, 2, 3]})
+    shardload.save(path, ds)
+    select, how = {"time": between("2001-06", "2002-05")}, {"dtype": "i4"}
+    numbers = (dates - dates[0]).days.values
+    for given, place in ((["t2m", "time"], 1), (["time"], 0)):
+        found = shardload.load(path, mesh, P(), dataset=given, select=select, **how)
+        np.testing.assert_array_equal(found[place], numbers[5:17])
+    assert int(shardload.load(path, mesh, P(), dataset="lat", select={"lat": near(2.2)}, **how)) == 2
+    plan = shardload.plan(path, mesh, P(), dataset={"time": "time", "lat": "lat"}, **how)
+    wrapped = shardload.to_xarray(plan.execute(), plan)
+    assert set(wrapped.indexes) == {"time", "lat"}
+    xr.testing.assert_equal(xr.decode_cf(wrapped), ds.drop_vars("t2m"))
+    alone = shardload.plan(path, mesh, P(), dataset="time", select=select, **how)
+    xr.testing.assert_equal(shardload.to_xarray(alone.execute(), alone).time, wrapped.time[5:17])
+
+
+@pytest.mark.parametrize("name", ["a.nc", "a.zarr"])
+def test_coordinates_that_the_file_names(comm: Any, shared_tmp_path: Path, name: str) -> None:
+    """Wrong if a coordinate that shares no axis with a variable came back as a variable."""
+    path, mesh = str(shared_tmp_path / name), mesh_of()
+    ds = xr.Dataset({"v": ("x", np.arange(3.0, dtype="f4"))}, {"y": ("a", np.float32([42, 43]))}, {"title": "a run"})
+    shardload.save(path, ds)
+    plan = shardload.plan(path, mesh, P(), dataset={"v": "v", "y": "y"}, decode=True)
+    xr.testing.assert_identical(shardload.to_xarray(plan.execute(), plan).compute(), ds)
+
+
 @pytest.mark.any_version
 @pytest.mark.any_library
 def test_to_xarray_of_attributes_that_are_too_long(comm: Any, shared_tmp_path: Path) -> None:
@@ -613,6 +643,8 @@ def test_what_nothing_says_of_padding(comm: Any, shared_tmp_path: Path) -> None:
         (lambda ds: xr.Dataset(), {}, "there are no arrays to save"),
         (lambda ds: {"t": ds.t}, {}, "'/t' is a DataArray; expected a jax.Array (or a NumPy array"),
         (lambda ds: ds.rename(t=3), {}, "a variable is called 3"),
+        (lambda ds: ds.rename(t="u/v"), {}, "a variable is called 'u/v'; expected text without '/'"),
+        (lambda ds: ds.t.rename("u/v"), {}, "the DataArray is called 'u/v'; expected text without '/'"),
         (lambda ds: ds.drop_vars("lat").rename_dims(lon=("x", 1)), {}, "expected text for each"),
         (lambda ds: ds, {"dataset": "x"}, "the variables of a Dataset have names of their own"),
         (lambda ds: ds.t.rename("lat"), {}, "the name of a coordinate of its own, 'lat'"),
@@ -628,6 +660,82 @@ def test_objects_that_cannot_be_saved(comm: Any, shared_tmp_path: Path, make: An
     made = make(xr.Dataset({"t": (("lat", "lon"), np.zeros((3, 4), "f4"))}, coords={"lat": np.arange(3.0)}))
     same_error(comm, lambda: shardload.save(shared_tmp_path / "a.nc", made, **how), ConfigError, says)
     assert not (shared_tmp_path / "a.nc").exists()
+
+
+HOURS = np.arange(4) * np.timedelta64(6, "h").astype("m8[ns]")
+DATES = np.datetime64("2000-02-28", "ns") + HOURS
+KINDS = {
+    "numbers": xr.Dataset({k: ("time", np.arange(4).astype(k)) for k in ("i1", "i2", "i8", "u1", "u4", "f4", "f8")}),
+    "booleans": xr.Dataset({"a": ("time", np.arange(4) > 1)}, {"flag": ("time", np.arange(4) > 2), "one": True}),
+    "spans of time": xr.Dataset({"a": ("time", HOURS)}, {"time": HOURS, "step": ("time", HOURS)}),
+    "missing times": xr.Dataset(
+        {"a": ("time", np.where([0, 1, 0, 1], np.datetime64("NaT", "ns"), DATES)), "b": ("time", HOURS * 2)}
+    ),
+    "dates": xr.Dataset({"a": (("time", "two"), np.stack([DATES, DATES + HOURS], 1))}, {"time": DATES, "first": DATES[0]}),
+    "dates of cftime": xr.Dataset(
+        {"a": ("time", [cftime.DatetimeNoLeap(2000, 2, 26 + k) for k in range(3)] + [cftime.DatetimeNoLeap(2000, 3, 1)])}
+    ),
+    "no axes": xr.Dataset(
+        {
+            "a": ("time", np.arange(4)),
+            "b": cftime.Datetime360Day(2000, 2, 30),
+            "c": 3.0,
+            "d": np.timedelta64(3, "h").astype("m8[ns]"),
+        }
+    ),
+    "other axes": xr.Dataset(
+        {"a": (("x", "time"), np.arange(8.0).reshape(2, 4)), "b": ("x", DATES[:2])}, {"lat": (("x", "time"), np.ones((2, 4)))}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ["a.nc", "a.h5", "a.zarr"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_saved_is_appended_to(comm: Any, shared_tmp_path: Path, name: str, kind: str) -> None:
+    """Wrong if a kind of values that `save` writes were refused by `append`, or came back as another kind."""
+    whole, path = KINDS[kind].copy(), shared_tmp_path / name
+    for dim in set(whole.dims) - set(whole.coords):  # else plain HDF5 has no names of axes for xarray
+        whole[dim] = np.arange(whole.sizes[dim])
+    shardload.save(path, whole.isel(time=slice(3)), unlimited="time")
+    shardload.append(path, whole.isel(time=slice(3, None)), dim="time")
+
+    def look() -> None:
+        with xr.open_dataset(path, engine="zarr" if name == "a.zarr" else "h5netcdf", decode_timedelta=True) as found:
+            xr.testing.assert_identical(found.load(), whole)
+
+    on_root(comm, look)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("name", ["a.nc", "a.zarr"])
+def test_names_in_another_order_on_another_rank(comm: Any, shared_tmp_path: Path, name: str) -> None:
+    """Wrong if the order of a Dataset, or of a dict, had to be that of rank 0."""
+    path, mesh = shared_tmp_path / name, mesh_of()
+
+    def turned(given: Any) -> Any:
+        return dict(list(given.items())[:: -1 if comm.rank else 1])
+
+    def made(start: int) -> xr.Dataset:
+        values = {key: ("t", np.arange(3.0) + start + k) for k, key in enumerate("ba")}
+        return xr.Dataset(turned(values), attrs=turned({"one": 1, "two": 2}))
+
+    shardload.save(path, made(0), unlimited="t", attrs=turned({"a": turned({"k": 1, "j": 2}), "b": {}}))
+    shardload.append(path, made(3), dim="t")
+    shardload.append(path, turned({"a": np.arange(3.0) + 7, "b": np.arange(3.0) + 6}), dim="t")
+    how: dict[str, Any] = {"dataset": turned({"x": "a", "y": "b"}), "select": turned({"t": slice(2, 8)}), "dtype": "f4"}
+    found = shardload.load(path, mesh, P(), **how)
+    np.testing.assert_array_equal(found["x"], np.arange(3, 9))
+    np.testing.assert_array_equal(found["y"], np.arange(2, 8))
+    shardload.save(shared_tmp_path / "b.nc", {"z": np.zeros((2, 3))}, dims={"z": ("t", "x")})
+    part = shardload.load(shared_tmp_path / "b.nc", mesh, P(), select=turned({"t": 1, "x": slice(0, 2)}), dtype="f4")
+    assert part.shape == (2,)
+
+    def look() -> None:
+        with xr.open_dataset(path, engine="zarr" if name == "a.zarr" else "h5netcdf") as found:
+            assert name == "a.zarr" or list(found.variables) == ["b", "a"]
+            np.testing.assert_array_equal(found["b"], np.arange(9))
+
+    on_root(comm, look)
 
 
 @pytest.mark.parametrize("name", ["a.nc", "a.zarr"])
@@ -668,7 +776,7 @@ def test_a_dataset_is_appended(comm: Any, shared_tmp_path: Path, name: str) -> N
         (more.drop_vars("time"), "Pass 'time' too"),
         (more.drop_vars("ends"), "Pass 'ends' too"),
         (more.drop_dims("time"), "the axes of the object that is appended are 'lat'"),
-        (dated(calendar="360_day"), "dates cannot be appended to '/ends'", "this is a date of the calendar '360_day'"),
+        (dated(calendar="360_day"), "these times cannot be appended to '/ends'", "this is a date of the calendar '360_day'"),
         (dated(units="minutes since 2000-01-01"), "in these units, which int64 does not have. Convert them"),
         (more.assign_coords(time=more.time.assign_attrs(units="days since 2000-01-01")), "has the units 'hours since"),
         (more.assign_coords(time=more.time.assign_attrs(calendar="360_day")), "has the calendar 'noleap'"),

@@ -275,6 +275,7 @@ def test_padding_is_not_written(comm: Any, shared_tmp_path: Path) -> None:
             other = padded(2 * values, mesh, spec, 99) if how is whole else 2 * values
             compare(comm, path, {"data": values if given is x else other})
     path = shared_tmp_path / "no.h5"
+    x.delete()  # as one that was donated
     if comm.size > 1:  # or nothing is padded
         says = ("only with its padding", f"pass shape={{'data': {shape}}}; if not, shape={{'data': {twice.shape}}}")
         same_error(comm, lambda: shardload.save(path, twice), PaddingWarning, *says)
@@ -545,6 +546,22 @@ def test_progress_counts_what_a_rank_writes(comm: Any, shared_tmp_path: Path, wr
 
 
 # --- the name
+
+
+@pytest.mark.parametrize("name", ["a.nc", "a.h5", "a.zarr"])
+def test_names_with_underscores(comm: Any, shared_tmp_path: Path, name: str) -> None:
+    """Wrong if xarray's name of an array without one were refused. (The library of Zarr, too, writes it.)"""
+    path, mine = shared_tmp_path / name, "__xarray_dataarray_variable__"
+    shardload.save(path, {mine: np.arange(4.0), "__g": {"__x": np.arange(3.0)}}, attrs={"__h/": {"k": 1}})
+
+    def look() -> None:
+        found: Any = zarr.open_group(path, mode="r") if name == "a.zarr" else h5py.File(path)
+        np.testing.assert_array_equal(found[mine][...], np.arange(4.0))
+        np.testing.assert_array_equal(found["__g/__x"][...], np.arange(3.0))
+        assert dict(found["__h"].attrs) == {"k": 1}
+        found.store.close() if name == "a.zarr" else found.close()
+
+    on_root(comm, look)
 
 
 def test_a_name_that_is_taken(comm: Any, shared_tmp_path: Path) -> None:

@@ -363,16 +363,18 @@ def assemble_takes_pieces_that_left_early() -> None:
     """Some pieces are on a device already, replicas elsewhere: each still ends on every device that asks for its region."""
     mesh = Mesh(np.array(jax.devices())[[5, 2, 7, 0, 1, 6, 3, 4]].reshape(2, 4), ("a", "b"))
     table = table_of((8, 12))
-    for spec in (P("a", "b"), P("b"), P(None, "a"), P()):
-        sharding = NamedSharding(mesh, spec)
+    for spec, memory in itertools.product((P("a", "b"), P("b"), P(None, "a"), P()), (None, "pinned_host")):
+        sharding = NamedSharding(mesh, spec, memory_kind=memory)
         pieces = pieces_of(sharding, table)
         early = EarlyPieces(table.shape, sharding, also_on_cpu=True)
         for region, data in list(pieces.items())[::2]:
             early.start(region, data.copy())
         assert len(early.arrays) == -(-len(pieces) // 2)
         array = assemble(table.shape, sharding, table.dtype, pieces.items(), early)
+        assert array.sharding == sharding
         for shard in array.addressable_shards:
             np.testing.assert_array_equal(np.asarray(shard.data), table[shard.index], err_msg=f"{spec} {shard.device}")
+            assert shard.data.sharding.memory_kind == sharding.memory_kind or memory is None
         quiet = EarlyPieces(table.shape, sharding)
         quiet.start(next(iter(pieces)), table)
         assert not quiet.arrays, "on CPU JAX uses the piece itself"
@@ -403,6 +405,27 @@ def load_decodes_each_chunk_once() -> None:
                 expected = plan.costs[plan.readers].chunks_decoded
                 assert found == expected, f"{name} {spec} {readers}: {found} chunks were decoded, {expected} planned"
                 assert found == n_chunks, f"{name} {spec} {readers}: {found} chunks were decoded of {n_chunks}"
+
+
+def load_into_memory_of_the_host() -> None:
+    """Shards that a sharding wants beside the devices' own memory lie there: as loaded, without padding or halos, as saved."""
+    table = table_of((14, 12))
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [str(Path(folder) / name) for name in ("x.h5", "y.h5")]
+        with h5py.File(paths[0], "w") as file:
+            file.create_dataset("x", data=table, chunks=(3, 5))
+        for n, more in ((8, {"pad": 0}), (2, {"halo": {0: 1}})):
+            mesh = Mesh(np.array(jax.devices()[:n]), ("a",))
+            whole = NamedSharding(mesh, P(), memory_kind="pinned_host")
+            x = shardload.load(paths[0], NamedSharding(mesh, P("a"), memory_kind="pinned_host"), verify="full", **more)
+            for one in (x, shardload.unpad(x, sharding=whole), *([shardload.unpad(x)] if n == 2 else ())):
+                kinds = {shard.data.sharding.memory_kind for shard in one.addressable_shards}
+                assert kinds == {one.sharding.memory_kind} == {"pinned_host"}, kinds
+                if one is not x:
+                    np.testing.assert_array_equal(np.asarray(one), table)
+            shardload.save(paths[1], {"x": x if n == 8 else one}, mode="w")
+            with h5py.File(paths[1]) as file:
+                np.testing.assert_array_equal(file["x"][...], table)
 
 
 def load_counts_chunks_that_are_not_stored_once() -> None:

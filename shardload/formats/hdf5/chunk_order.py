@@ -21,6 +21,7 @@ import h5py
 import numpy as np
 from h5py._objects import phil
 
+from shardload.formats.hdf5.in_memory import file_in_memory
 from shardload.formats.hdf5.unwrapped import number_of
 
 __all__ = ["PutRight", "UnknownOrderError", "is_listed", "is_over_edge", "true_place"]
@@ -109,8 +110,7 @@ def _is_in_order() -> bool:
     shape, chunk, counts = (6, 4, 5), (2, 2, 1), [3, 1, 7]
     places: tuple[Place, ...] = ((4, 0, 0), (0, 2, 0), (2, 2, 4), (4, 2, 3))
     said: list[Place] = []
-    # In memory. Two such files of one name could not be open, but only one thread at a time is here.
-    with phil, h5py.File("order of chunks", "w", driver="core", backing_store=False, libver="latest") as file:
+    with phil, file_in_memory(libver="latest") as file:
         for place in places:
             one = file.create_dataset(str(place), shape, "u1", maxshape=(6, None, 7), chunks=chunk)
             one[tuple(slice(at, at + c) for at, c in zip(place, chunk, strict=True))] = np.uint8(1)

@@ -24,7 +24,7 @@ import h5py
 import numpy as np
 from h5py._objects import phil  # HDF5's lock in h5py, which its raw reads did not always take (h5py issue 2764)
 
-from shardload.formats.base import Encoded, Excerpt, Room, Spans, check_chunk, chunks_met, fresh
+from shardload.formats.base import Encoded, Excerpt, Room, Spans, check_chunk, chunks_met, fresh, is_added
 from shardload.formats.codecs import Chain, Stage, blosc, decode_many, fletcher32, inflate, swap_bytes, unshuffle, unzstd
 from shardload.formats.compression_words import BLOSC_CODES
 from shardload.formats.excerpts import Excerpts
@@ -79,10 +79,10 @@ def fill_value(dataset: h5py.Dataset, dtype: np.dtype[Any]) -> np.ndarray[Any, A
     HDF5 does that if the dataset's creator chose never to fill, or no fill value. h5py passes HDF5 a buffer of zeros.
     """
     creation = creation_of(dataset)
-    value = np.zeros((), dtype)
+    value = np.zeros((), np.float32 if is_added(dtype) else dtype)
     if not leaves_gaps(dataset):
         creation.get_fill_value(value)
-    return value
+    return value.astype(dtype)
 
 
 def leaves_gaps(dataset: h5py.Dataset) -> bool:

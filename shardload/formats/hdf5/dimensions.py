@@ -223,7 +223,7 @@ def _valueless(file: h5py.File, scale: str, length: int, grows: bool) -> None:
             f"'{scale}' is a group, and the name of an axis without a coordinate. Call one of them by another name"
         )
     extent = {"maxshape": (None,), "chunks": (1024,)} if grows else {}
-    made = file.create_dataset(scale, shape=(length,), dtype=">f4", **extent)
+    made = file.create_dataset(scale, shape=(length,), dtype=">f4", track_order=True, **extent)  # see `let_list_grow`
     made.make_scale(f"{NO_VARIABLE}.{length:10d}")
 
 

@@ -19,11 +19,12 @@ import h5py
 import numpy as np
 
 from shardload.errors import ConfigError, SourceError
-from shardload.formats.base import native_dtype, read_at
+from shardload.formats.base import dtype_text, is_added, native_dtype, read_at, refusal
 from shardload.formats.containment import open_file
 from shardload.formats.growing import HOW_TO_GROW, meaning_of
 from shardload.formats.hdf5.attributes import axis_texts_of, is_scale, plain, scales_of
 from shardload.formats.hdf5.chunk_tree import ChunkTree
+from shardload.formats.hdf5.in_memory import file_in_memory
 from shardload.formats.hdf5.making import properties_of
 from shardload.formats.hdf5.metadata import stands_for_axis
 from shardload.formats.hdf5.on_disk import (
@@ -41,8 +42,9 @@ from shardload.formats.hdf5.on_disk import (
     read_header,
     read_superblock,
 )
+from shardload.formats.hdf5.opened import kind_of
 from shardload.formats.hdf5.pipeline import Pipeline, create_type
-from shardload.formats.hdf5.raw_file import file_number
+from shardload.formats.hdf5.raw_file import file_number, type_of_values
 from shardload.formats.sink import ArraySpec, Compression
 
 __all__ = ["Facts", "Overlay", "Spots", "file_state", "read_file", "spec_of", "superblock_of", "unfit"]
@@ -208,8 +210,9 @@ def _details(path: str, dataset: h5py.Dataset, superblock: Superblock, read: Rea
         )
     if dataset.chunks is None:
         raise ConfigError(f"{where} has no chunks, so that it cannot grow. {HOW_TO_GROW}")
-    if dataset.dtype.kind not in "biufc" or not _is_written(dataset):
-        raise ConfigError(f"{where} holds {dataset.dtype} in a form that append does not write; append with h5py")
+    dtype = type_of_values(kind_of(dataset))
+    if refusal(dtype) is not None or not _is_written(dataset, dtype):
+        raise ConfigError(f"{where} holds {dtype} in a form that append does not write; append with h5py")
     try:
         facts = Facts.of(dataset, superblock)
         facts.spots(read)
@@ -218,25 +221,29 @@ def _details(path: str, dataset: h5py.Dataset, superblock: Superblock, read: Rea
     except UnknownError as error:
         raise unfit(where, error) from error
     found = properties_of(dataset)
-    dtype = native_dtype(dataset.dtype)
-    fill = np.zeros((), dtype) if found.fill_value is None else np.asarray(found.fill_value, dtype)
+    fill = np.asarray(found.fill_value or 0, native_dtype(dtype))
     known = {
         "maxshape": dataset.maxshape,
-        "dtype": dataset.dtype.str,
+        "dtype": dtype_text(dtype),
         "chunks": dataset.chunks,
         "compression": found.compression,
         "checksum": found.checksum,
         "fill": fill.tobytes().hex(),
         "format": "netCDF4" if "_NCProperties" in dataset.file.attrs else "HDF5",
         "why_not": [facts.why_not(read, axis) for axis in range(dataset.ndim)],
-        **meaning_of(dtype, {key: value for key, value in found.attrs.items() if not isinstance(value, h5py.Empty)}),
+        **meaning_of(
+            native_dtype(dtype), {key: value for key, value in found.attrs.items() if not isinstance(value, h5py.Empty)}
+        ),
     }
     return known
 
 
-def _is_written(dataset: h5py.Dataset) -> bool:
+def _is_written(dataset: h5py.Dataset, dtype: np.dtype[Any]) -> bool:
     """True if what is written here has the type of this dataset."""
-    kind, mine = dataset.id.get_type().copy(), create_type(dataset.name, dataset.dtype)
+    kind, mine = (
+        dataset.id.get_type().copy(),
+        create_type(dataset.name, np.dtype(dtype_text(dtype)) if is_added(dtype) else dtype),
+    )
     if isinstance(kind, h5py.h5t.TypeIntegerID) and kind.get_size() == 1:  # its byte order says nothing, and NumPy has none
         kind.set_order(mine.get_order())
     return bool(mine.equal(kind))
@@ -263,7 +270,7 @@ def _check_filters(where: str, name: str, known: Json, filters: list[tuple[int, 
         if isinstance(known["compression"], str):
             raise ConfigError(f"'{name}' {known['compression']}")
         mine = Pipeline(name, spec_of(known, chunks))
-        with h5py.File("trial", "w", driver="core", backing_store=False) as trial:
+        with file_in_memory() as trial:
             space = h5py.h5s.create_simple(chunks)
             made = _filters(h5py.h5d.create(trial.id, b"x", mine.kind, space, mine.creation).get_create_plist())
     except (ConfigError, OSError, RuntimeError, ValueError, TypeError) as error:

@@ -37,7 +37,7 @@ from shardload.formats.hdf5.sink import Hdf5Encoder, Hdf5Writer, Noted, limit_ca
 from shardload.formats.leftovers import GROWTH_MARK
 from shardload.formats.locks import AppendLock, FileLock
 from shardload.formats.sink import Catalog, Decode, Placed, Ticket, Writer
-from shardload.formats.target import MARK_NBYTES, Target, mark, named, put_at, sync_folder
+from shardload.formats.target import MARK_NBYTES, Target, mark, named, not_undone, put_at, sync_folder
 from shardload.planning.grid import unravel
 
 __all__ = ["GrowthCatalog", "GrowthEncoder", "GrowthSink"]
@@ -183,8 +183,8 @@ class GrowthCatalog(Catalog):
             with named(sink.path):
                 self._descriptor = os.open(self._path, os.O_RDWR)
             self._held = FileLock(self._descriptor, self._path)
-            self._find()
             self._held.share()  # others may read meanwhile, and ranks of this job do
+            self._find()
             temporary = self._target.create()
             with named(sink.path):
                 self._note([])
@@ -412,11 +412,13 @@ class GrowthCatalog(Catalog):
                         put_at(self._descriptor, one.new, one.offset)
                     if self._patches[kind]:
                         os.fsync(self._descriptor)
-            except BaseException:
-                with contextlib.suppress(OSError):
+            except BaseException as error:
+                try:
                     for one in reversed(done[1:]):  # the end may stay: the file is that long
                         put_at(self._descriptor, one.old, one.offset)
                     os.fsync(self._descriptor)
+                except OSError as found:
+                    raise not_undone(error, self._sink.path, found) from error
                 raise
             with contextlib.suppress(OSError):
                 for one in self._of("links"):

@@ -20,8 +20,10 @@ import numpy as np
 
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.access import Access
+from shardload.formats.hdf5.in_memory import file_in_memory
 from shardload.formats.hdf5.links import look_through
 from shardload.formats.hdf5.names import encoded
+from shardload.formats.hdf5.pipeline import let_list_grow
 from shardload.formats.hdf5.sink import Hdf5Encoder, Hdf5Sink
 from shardload.formats.sink import ArraySpec
 from shardload.formats.target import MARK_NBYTES, Target, mark, named, put_at
@@ -98,8 +100,7 @@ class JoinedFile(Hdf5Sink):
 
     def _image(self, values: Mapping[str, Blocks]) -> memoryview:
         """The bytes of the file."""
-        order = self._is_netcdf or None
-        with h5py.File("joined", "w", driver="core", backing_store=False, track_order=order) as file:
+        with file_in_memory(track_order=self._is_netcdf or None) as file:
             self.describe(file)
             for name, blocks in values.items():
                 dataset = file[self.stored_names[name]]
@@ -116,6 +117,7 @@ class JoinedFile(Hdf5Sink):
         group, _, last = self.stored_names[name].strip("/").rpartition("/")
         space = h5py.h5s.create_simple(one.spec.shape)
         creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        let_list_grow(creation, name, one.spec)
         if one.spec.fill_value is not None:
             creation.set_fill_value(np.asarray(one.spec.fill_value, one.spec.dtype))
         for part in parts:

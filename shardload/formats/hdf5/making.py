@@ -11,13 +11,14 @@ from typing import Any
 import h5py
 import numpy as np
 
-from shardload.formats.base import Properties, native_dtype, refusal
+from shardload.formats.base import Properties, dtype_text, native_dtype, refusal
 from shardload.formats.compression_words import BLOSC_CODES, BLOSC_SHUFFLES, blosc_told, compression_told
 from shardload.formats.hdf5.attributes import UnreadableError, names_of, read
 from shardload.formats.hdf5.filters import LOSSY, NAMES, scaleoffset_is_idle
 from shardload.formats.hdf5.metadata import HIDDEN, NON_COORDINATE, filters_of, labels_of, stands_for_axis
 from shardload.formats.hdf5.names import encoded, names_below
-from shardload.formats.hdf5.opened import creation_of, nbytes_of_attributes_of
+from shardload.formats.hdf5.opened import creation_of, kind_of, nbytes_of_attributes_of
+from shardload.formats.hdf5.raw_file import type_of_values
 
 __all__ = ["attribute_names", "groups_of", "properties_of"]
 
@@ -35,13 +36,14 @@ def properties_of(dataset: h5py.Dataset, filters: list[tuple[int, int, Any, byte
     unread += [f"attribute {key!r} of '{dataset.name}' ({note})" for key, note in told if note is not None]
     if h5py.check_enum_dtype(dataset.dtype) is not None:
         unread.append(f"what the numbers of '{dataset.name}' stand for (an enumeration)")
-    dtype = dataset.dtype if refusal(dataset.dtype) is not None else np.dtype(dataset.dtype.str)
+    dtype = type_of_values(kind_of(dataset))
+    dtype = dtype if refusal(dtype) is not None else np.dtype(dtype_text(dtype))
     compression, checksum = _compression(filters_of(dataset) if filters is None else filters, dtype.kind)
     fill, last = None, str(dataset.name or "").rpartition("/")[2]
     if creation.fill_value_defined() == h5py.h5d.FILL_VALUE_USER_DEFINED and refusal(dataset.dtype) is None:
         value = np.zeros((), native_dtype(dataset.dtype))
         creation.get_fill_value(value)
-        fill = value[()]
+        fill = value.astype(native_dtype(dtype))[()]
     if "_FillValue" in attrs:
         value = np.asarray(attrs["_FillValue"])
         attrs["_FillValue"] = value.reshape(-1)[0] if value.size == 1 else attrs["_FillValue"]

@@ -29,6 +29,7 @@ from shardload.formats.hdf5.filters import NAMES, SIZED, n_compressors, refuse_f
 from shardload.formats.hdf5.links import Others
 from shardload.formats.hdf5.names import decoded, places_in
 from shardload.formats.hdf5.opened import OpenDataset, creation_of, kind_of, nbytes_of_attributes_of, nbytes_stored_of
+from shardload.formats.hdf5.raw_file import type_of_values
 from shardload.formats.labels import Coordinate, Labels, Note, names_in
 from shardload.values.decoding import ATTRIBUTES, TEXTS, Packing, typed
 
@@ -282,7 +283,7 @@ def _type_of(file_type: Any, is_of_pytables: Callable[[], bool]) -> tuple[str, s
     if file_type.get_class() in _REFUSED_CLASSES and not is_number:
         return _REFUSED_CLASSES[file_type.get_class()]
     try:
-        dtype = file_type.dtype
+        dtype = type_of_values(file_type)
     except (TypeError, ValueError) as error:  # 3-byte integers, quadruple precision, half precision complex numbers
         return f"{8 * file_type.get_size()}-bit number", f"numbers of a type that NumPy does not have ({error})"
     refused = refusal(dtype)

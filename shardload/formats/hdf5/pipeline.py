@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import itertools
 import math
 import threading
 from collections.abc import Sequence
@@ -22,38 +21,38 @@ from h5py._objects import phil
 
 from shardload.errors import ConfigError
 from shardload.formats import encoding
-from shardload.formats.base import is_added
+from shardload.formats.base import is_added, native_dtype
 from shardload.formats.compression_words import BLOSC_CODES
 from shardload.formats.encoding import EncodeChain, Step, level_of
 from shardload.formats.hdf5.filters import LOSSY, NAMES
+from shardload.formats.hdf5.in_memory import file_in_memory
+from shardload.formats.hdf5.raw_file import BFLOAT16, type_in_file
 from shardload.formats.sink import ArraySpec, Stored
 
-__all__ = ["Pipeline", "create_type"]
+__all__ = ["Pipeline", "create_type", "let_list_grow"]
 
 _NUMBERS = {name: number for number, name in NAMES.items()}
 # Filters of hdf5plugin, with the classes that know their usual parameters.
 _PLUGINS = {"blosc": "Blosc", "blosc2": "Blosc2", "bitshuffle": "Bitshuffle", "bzip2": "BZip2", "lz4": "LZ4", "zstd": "Zstd"}
 _OPTIONAL = h5py.h5z.FLAG_OPTIONAL
 _MOST_NBYTES = 2**32 - 1  # of a chunk
-_files = itertools.count()
 
 
 def create_type(name: str, dtype: np.dtype[Any]) -> h5py.h5t.TypeID:
-    """The type in the file for values of `dtype`; ConfigError if HDF5 has none.
-
-    A bfloat16 is a float of 16 bits with the exponent of a float32. h5py and others read it as float32, which has all
-    its values.
-    """
-    if dtype.name == "bfloat16":
-        kind = (h5py.h5t.IEEE_F16LE if dtype.isnative and np.little_endian else h5py.h5t.IEEE_F16BE).copy()
-        kind.set_fields(15, 7, 8, 0, 7)
-        kind.set_ebias(127)
-        return kind
-    if dtype.kind not in "biufc" or is_added(dtype):
+    """The type in the file for values of `dtype`; ConfigError if HDF5 has none."""
+    if (dtype.kind not in "biufc" or is_added(dtype)) and native_dtype(dtype) != BFLOAT16:
         raise ConfigError(
             f"'{name}' holds {dtype.name}, for which HDF5 has no type that others read. Save it as float32 or int8"
         )
-    return h5py.h5t.py_create(dtype, logical=True)
+    return type_in_file(dtype)
+
+
+def let_list_grow(creation: h5py.h5p.PropDCID, name: str, spec: ArraySpec) -> None:
+    """Let attributes of a coordinate have more than 64 KiB: as a scale it lists all arrays that have its axis, with 16 bytes each.
+    Headers of the older version hold no such attribute; an order of attributes makes it the newer one, as in netCDF's own files.
+    """
+    if spec.dims == (name.rpartition("/")[2],):
+        creation.set_attr_creation_order(h5py.h5p.CRT_ORDER_TRACKED | h5py.h5p.CRT_ORDER_INDEXED)
 
 
 class Pipeline:
@@ -78,6 +77,7 @@ class Pipeline:
         self.creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         self.creation.set_obj_track_times(False)
         self.creation.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+        let_list_grow(self.creation, name, spec)
         if spec.fill_value is not None:
             self._set_fill(spec.fill_value)
         steps: list[Step] | None = []
@@ -107,12 +107,7 @@ class Pipeline:
         return self._through_library(data) if self._by_library else Stored(data)
 
     def _set_fill(self, value: Any) -> None:
-        if self._spec.dtype.name != "bfloat16":
-            self.creation.set_fill_value(np.asarray(value, dtype=self._spec.dtype))
-        elif value != 0:
-            raise ConfigError(
-                f"'{self._name}' is bfloat16 with a fill value of {value}; in HDF5 only 0 is possible. Leave it out"
-            )
+        self.creation.set_fill_value(np.asarray(value, np.float32 if is_added(self._spec.dtype) else self._spec.dtype))
 
     def _add_filters(self) -> list[Step] | None:
         """Add the filters to the dataset's properties; returns the steps that do the same, None if the library must do it."""
@@ -183,9 +178,7 @@ class Pipeline:
         """Have HDF5 encode one chunk, in memory."""
         chunks, dataset = self._spec.chunks or (), getattr(self._local, "dataset", None)
         if dataset is None:  # of one chunk, which this thread writes again and again
-            # With a name of its own: files in memory that have the same name are one file for HDF5.
-            file = h5py.File(f"chunk {next(_files)}", "w", driver="core", backing_store=False)
-            dataset = h5py.h5d.create(file.id, b"x", self.kind, h5py.h5s.create_simple(chunks), self.creation)
+            dataset = h5py.h5d.create(file_in_memory().id, b"x", self.kind, h5py.h5s.create_simple(chunks), self.creation)
             self._local.dataset = dataset
         values = np.frombuffer(data, dtype=np.uint8).view(np.dtype(f"V{self._spec.dtype.itemsize}")).reshape(chunks)
         with phil:  # other threads do the same, and raw reads did not always take the lock (h5py issue 2764)

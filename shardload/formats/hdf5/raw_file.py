@@ -20,11 +20,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import h5py
+import ml_dtypes
 import numpy as np
 
 from shardload.formats.base import Spans, read_at, state_of
 
 __all__ = [
+    "BFLOAT16",
     "RawFile",
     "ReadFile",
     "close_all",
@@ -34,6 +36,8 @@ __all__ = [
     "own_descriptor",
     "plain_descriptor",
     "swap_size",
+    "type_in_file",
+    "type_of_values",
 ]
 
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
@@ -192,6 +196,28 @@ class RawFile:
         return self._descriptor
 
 
+BFLOAT16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+
+
+@functools.lru_cache(maxsize=64)
+def type_in_file(dtype: np.dtype[Any]) -> Any:
+    """HDF5's type for values of `dtype`. A bfloat16 is a float of 16 bits with the exponent of a float32."""
+    if dtype not in (BFLOAT16, BFLOAT16.newbyteorder()):
+        return h5py.h5t.py_create(dtype, logical=True)
+    kind = (h5py.h5t.IEEE_F16LE if dtype.isnative == (sys.byteorder == "little") else h5py.h5t.IEEE_F16BE).copy()
+    kind.set_fields(15, 7, 8, 0, 7)
+    kind.set_ebias(127)
+    return kind
+
+
+def type_of_values(kind: Any) -> np.dtype[Any]:
+    """NumPy's type for values of a type in the file: h5py's, which takes bfloat16 for float32, but for that."""
+    found: np.dtype[Any] = kind.dtype
+    for one in (BFLOAT16, BFLOAT16.newbyteorder()) if kind.get_class() == h5py.h5t.FLOAT and kind.get_size() == 2 else ():
+        found = one if kind.equal(type_in_file(one)) else found
+    return found
+
+
 def swap_size(in_file: Any, dtype: np.dtype[Any]) -> int | None:
     """How bytes of the type `in_file` (h5py's identifier) become values of `dtype`, a native type.
 
@@ -211,7 +237,7 @@ def swap_size(in_file: Any, dtype: np.dtype[Any]) -> int | None:
 @functools.lru_cache(maxsize=64)
 def _known_types(dtype: np.dtype[Any], is_native: bool) -> tuple[Any, ...]:
     """HDF5's types in the file whose values NumPy can take as they are, or with their bytes reversed."""
-    known = [h5py.h5t.py_create(dtype if is_native else dtype.newbyteorder(), logical=True)]
+    known = [type_in_file(dtype if is_native else dtype.newbyteorder())]
     if dtype == np.uint8:
         known.append(h5py.h5t.STD_B8LE)  # PyTables' booleans
     if dtype.kind == "c":

@@ -28,6 +28,7 @@ from h5py._objects import phil
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.base import ArrayInfo, native_dtype, read_at
 from shardload.formats.hdf5.dimensions import check_netcdf, name_axes, netcdf_names, with_dims_beside_coordinates, write_attrs
+from shardload.formats.hdf5.in_memory import file_in_memory
 from shardload.formats.hdf5.ledger import MOST_NBYTES, Ledger
 from shardload.formats.hdf5.pipeline import Pipeline
 from shardload.formats.hdf5.source import open_explained
@@ -141,7 +142,7 @@ class Hdf5Sink(Sink):
         flavour = "netCDF4" if is_netcdf else "HDF5"
         self.arrays: dict[str, Hdf5Encoder] = {name: Hdf5Encoder(path, name, spec, flavour) for name, spec in checked.items()}
         # All that the metadata can be wrong in is tried in memory, on every rank: before the first byte is on disk.
-        with h5py.File("trial", "w", driver="core", backing_store=False, track_order=is_netcdf or None) as file:
+        with file_in_memory(track_order=is_netcdf or None) as file:
             self.describe(file, is_trial=True)
 
     def create(self) -> Catalog:

@@ -73,7 +73,17 @@ from shardload.formats.hdf5.metadata import (
 from shardload.formats.hdf5.missing import MissingChunks
 from shardload.formats.hdf5.names import decoded, encoded, names_below
 from shardload.formats.hdf5.opened import OpenDataset, OpenFacts, OpenParts, kept, kind_of, nbytes_stored_of, raw_of
-from shardload.formats.hdf5.raw_file import RawFile, close_all, has_signature, open_to_read, plain_descriptor, swap_size
+from shardload.formats.hdf5.raw_file import (
+    BFLOAT16,
+    RawFile,
+    close_all,
+    has_signature,
+    open_to_read,
+    plain_descriptor,
+    swap_size,
+    type_in_file,
+    type_of_values,
+)
 from shardload.formats.hdf5.tiles import Tiles, code_of, find_boxes, tell_parts
 from shardload.formats.labels import Labels
 from shardload.planning.region import Region
@@ -137,7 +147,7 @@ class Hdf5Source(Source):
         self._whole = Whole.of(dataset)
         self._expected: Region | None = None
         self._missing: list[tuple[int, ...]] | None = None  # chunks that `read_into` did not find, if it read chunk by chunk
-        self._dtype = np.dtype("V1") if info.refused else native_dtype(dataset.dtype)
+        self._dtype = np.dtype("V1") if info.refused else native_dtype(type_of_values(kind_of(dataset)))
         # h5py makes the type in memory from NumPy's: for complex numbers a pair (r, i). HDF5 cannot convert the complex type of
         # HDF5 2.0 in the other byte order to that pair.
         is_native_complex = kind_of(dataset).get_class() == getattr(h5py.h5t, "COMPLEX", None)
@@ -145,6 +155,8 @@ class Hdf5Source(Source):
         self._memory_type = getattr(h5py.h5t, name) if name else None
         if kind_of(dataset).get_class() == h5py.h5t.BITFIELD:  # HDF5 does not convert it to a number
             self._memory_type = h5py.h5t.NATIVE_B8
+        if self._dtype == BFLOAT16:
+            self._memory_type = type_in_file(BFLOAT16)
         self._swaps = not info.refused and _has_unused_bits(kind_of(dataset)) and not dataset.dtype.isnative
         if self._swaps:
             self._memory_type = h5py.h5t.py_create(dataset.dtype)
@@ -205,22 +217,26 @@ class Hdf5Source(Source):
         try:
             if identifier.valid:
                 check_heads(self._dataset, region)
-            if region.ndim == 0:
-                identifier.read(h5py.h5s.ALL, h5py.h5s.ALL, out, self._memory_type)
-            else:
-                in_file, in_memory = identifier.get_space(), h5py.h5s.create_simple(region.shape)
-                for part in self._parts(region):
-                    in_file.select_hyperslab(part.start, part.shape)
-                    if part != region:
-                        at = tuple(a - b for a, b in zip(part.start, region.start, strict=True))
-                        in_memory.select_hyperslab(at, part.shape)
-                    identifier.read(in_memory, in_file, out, self._memory_type)
+            self._read_by_library(region, out)
             if self._swaps:
                 out.byteswap(inplace=True)
         finally:  # if the file was cut, that error names the cause better
             if identifier.valid:
                 self._whole.check()
                 self._others.check_whole()
+
+    def _read_by_library(self, region: Region, out: np.ndarray[Any, Any]) -> None:
+        identifier = self._dataset.id
+        if region.ndim == 0:
+            identifier.read(h5py.h5s.ALL, h5py.h5s.ALL, out, self._memory_type)
+            return
+        in_file, in_memory = identifier.get_space(), h5py.h5s.create_simple(region.shape)
+        for part in self._parts(region):
+            in_file.select_hyperslab(part.start, part.shape)
+            if part != region:
+                at = tuple(a - b for a, b in zip(part.start, region.start, strict=True))
+                in_memory.select_hyperslab(at, part.shape)
+            identifier.read(in_memory, in_file, out, self._memory_type)
 
     def _parts(self, region: Region) -> Iterator[Region]:
         """Cut a non-empty region into regions to read in one call of HDF5."""
@@ -274,6 +290,11 @@ class Hdf5Source(Source):
                 read_by_chunks(self._bounded, self._info.chunks or (), part, np.empty(part.shape, self._dtype))
         else:
             check_heads(self._dataset, region)
+        if self._dtype == BFLOAT16:  # h5py makes float32 of it
+            out = np.full(region.shape, self._gaps or 0, self._dtype)
+            if region.size:
+                self._read_by_library(region, out)
+            return out
         if self._others.is_virtual and region.size:
             out = np.full(region.shape, self._gaps, self._dataset.dtype)
             for part in self._parts(region):
@@ -751,7 +772,7 @@ def _with_parts(info: ArrayInfo, dataset: h5py.Dataset, others: Others, planned:
     boxes = find_boxes(dataset, others.names, lambda names: seen[names].shape if names in seen else None)
     if boxes is None:
         return info
-    fill = fill_value(dataset, native_dtype(dataset.dtype)).tobytes()
+    fill = fill_value(dataset, native_dtype(type_of_values(kind_of(dataset)))).tobytes()
     return replace(info, parts=tell_parts(boxes, others.behind, info.shape, info.chunks, code_of(kind_of(dataset)), fill))
 
 

@@ -44,10 +44,12 @@ from shardload.formats.base import (
     native_dtype,
     read_by_chunks,
     read_chunks,
+    refusal,
     state_of,
 )
 from shardload.formats.hdf5.chunks import fill_value
 from shardload.formats.hdf5.opened import creation_of, kind_of
+from shardload.formats.hdf5.raw_file import type_of_values
 from shardload.planning.region import Region
 
 __all__ = ["Behind", "Box", "Names", "Opener", "Tiles", "code_of", "find_boxes", "tell_parts", "version_of"]
@@ -97,8 +99,8 @@ class Behind:
         told = (creation.get_filter(k) for k in range(creation.get_nfilters()))
         filters = tuple((number, tuple(values)) for number, _, values, _ in told)
         kind = kind_of(dataset)
-        is_number = kind.get_class() in _NUMBERS and kind.dtype.kind in "biufc"
-        fill = fill_value(dataset, native_dtype(kind.dtype)).tobytes() if is_number else b""
+        dtype = native_dtype(type_of_values(kind)) if kind.get_class() in _NUMBERS else None
+        fill = b"" if dtype is None or refusal(dtype) is not None else fill_value(dataset, dtype).tobytes()
         chunks = tuple(creation.get_chunk()) if creation.get_layout() == h5py.h5d.CHUNKED else None
         # Not the identifier: closing a file takes HDF5 a millisecond more if a thousand of them are alive.
         is_raw = not dataset.file.userblock_size

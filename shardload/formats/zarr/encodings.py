@@ -13,7 +13,7 @@ import numpy as np
 
 from shardload.errors import ConfigError
 from shardload.formats import encoding
-from shardload.formats.base import is_added
+from shardload.formats.base import dtype_text, is_added, refusal
 from shardload.formats.compression_words import BLOSC_SHUFFLES
 from shardload.formats.encoding import BLOSC_NAMES, EncodeChain, Step, level_of
 from shardload.formats.sink import ArraySpec, Compression
@@ -58,11 +58,8 @@ class Layout:
 
 def layout(name: str, spec: ArraySpec, version: int) -> Layout:
     """The layout of an array with a checked spec. ConfigError if this version of the format cannot say it."""
-    if spec.dtype.kind not in "biufc" or is_added(spec.dtype):
-        other = "float32, or use the suffix .h5" if spec.dtype.name == "bfloat16" else "float32 or int8"
-        raise ConfigError(
-            f"'{name}' holds {spec.dtype.name}, for which Zarr has no type that zarr-python reads. Save it as {other}"
-        )
+    if (refused := refusal(spec.dtype)) is not None:
+        raise ConfigError(f"'{name}' holds {refused}, for which Zarr has no type. Save numbers")
     fill = np.zeros((), spec.dtype)[()] if spec.fill_value is None else spec.fill_value
     chunks = spec.chunks or tuple(max(1, n) for n in spec.shape)
     nbytes = math.prod(chunks) * spec.dtype.itemsize
@@ -109,6 +106,8 @@ def _layout_2(name: str, spec: ArraySpec, chunks: tuple[int, ...], fill: Any) ->
         raise ConfigError(
             f"'{name}' has checksums, which Zarr format 2 does not have. Leave them out, or save as Zarr format 3"
         )
+    if is_added(spec.dtype) and not spec.dtype.isnative:
+        raise ConfigError(f"'{name}' is to be big-endian {spec.dtype.name}, which Zarr 2 cannot say. Leave byteorder= out")
     steps: list[Step] = []
     filters: list[Json] = []
     compressor: Json | None = None
@@ -128,7 +127,7 @@ def _layout_2(name: str, spec: ArraySpec, chunks: tuple[int, ...], fill: Any) ->
         "zarr_format": 2,
         "shape": list(spec.shape),
         "chunks": list(chunks),
-        "dtype": spec.dtype.str,
+        "dtype": dtype_text(spec.dtype),
         "fill_value": None if spec.fill_value is None else _fill(fill),
         "order": "C",
         "filters": filters or None,

@@ -29,7 +29,7 @@ import zarr
 
 from shardload.errors import ConfigError, SourceError
 from shardload.formats import encoding
-from shardload.formats.base import ArrayInfo, native_dtype
+from shardload.formats.base import ArrayInfo, native_dtype, refusal
 from shardload.formats.compression_words import BLOSC_SHUFFLES
 from shardload.formats.containment import Fence
 from shardload.formats.encoding import EncodeChain, Step
@@ -37,7 +37,7 @@ from shardload.formats.growing import Growing, GrowingSink, meaning_of
 from shardload.formats.leftovers import GROWTH_MARK, ROOTS
 from shardload.formats.locks import AppendLock
 from shardload.formats.sink import ArraySpec, Catalog, Compression
-from shardload.formats.target import named, sync_folder, sync_name
+from shardload.formats.target import named, not_undone, sync_folder, sync_name
 from shardload.formats.zarr.encodings import Layout
 from shardload.formats.zarr.sink import ZarrCatalog, ZarrEncoder, ZarrSink, write_file
 from shardload.formats.zarr.store import nodes_in, read_metadata
@@ -144,12 +144,12 @@ def _details(path: str, name: str) -> Json:
     group: Any = zarr.open(os.path.realpath(path), mode="r")
     one = group if name == "/" else group[name.strip("/")]
     dtype = np.dtype(one.dtype)
-    if dtype.kind not in "biufc":
+    if refusal(dtype) is not None:
         raise ConfigError(f"'{name}' in '{path}' holds {dtype}; arrays of numbers can be appended to")
     fill = one.fill_value
     value = np.zeros((), dtype) if fill is None else np.asarray(fill, dtype=dtype)
     return {
-        "dtype": native_dtype(dtype).str,
+        "dtype": native_dtype(dtype).name,
         "fill": value.astype(native_dtype(dtype)).tobytes().hex(),
         **meaning_of(dtype, one.attrs),
     }
@@ -526,12 +526,14 @@ class GrowthCatalog(ZarrCatalog):
             for key, path in documents:
                 os.replace(path, os.path.join(self._store, key))
                 done.append(key)
-        except BaseException:
-            for key in reversed(done):
-                path = os.path.join(self.ticket.temporary, f"{GROWTH_MARK}-back")
-                with contextlib.suppress(OSError):
+        except BaseException as error:
+            path = os.path.join(self.ticket.temporary, f"{GROWTH_MARK}-back")
+            try:
+                for key in reversed(done):
                     write_file(path, self._before[key])
                     os.replace(path, os.path.join(self._store, key))
+            except OSError as found:
+                raise not_undone(error, self._grows.path, found) from error
             raise
         for folder in sorted({os.path.dirname(os.path.join(self._store, key)) for key in done}):
             sync_name(folder, self._grows.path)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import zarr
 
-from shardload.formats.base import Properties, native_dtype, refusal
+from shardload.formats.base import Properties, is_added, native_dtype, refusal
 from shardload.formats.compression_words import BLOSC_SHUFFLES, blosc_told, compression_told
 from shardload.formats.labels import Labels
 from shardload.formats.zarr.metadata import codecs_of_2
@@ -25,11 +25,11 @@ def properties_of(array: Any, labels: Labels) -> Properties:
     metadata, attrs = array.metadata, dict(array.metadata.attributes)
     attrs.pop("_ARRAY_DIMENSIONS", None)
     dtype = array.dtype
-    is_number = refusal(dtype) is None
+    is_number = refusal(dtype) is None and not is_added(dtype)
     if is_number and "_FillValue" in attrs:
         attrs["_FillValue"] = _marker(attrs["_FillValue"], native_dtype(dtype))
-    fill = metadata.fill_value if is_number else None
-    if metadata.zarr_format == 2 and fill is not None:  # in this format it marks missing data, too
+    fill = metadata.fill_value if refusal(dtype) is None else None
+    if metadata.zarr_format == 2 and is_number and fill is not None:  # in this format it marks missing data, too
         attrs["_FillValue"] = np.asarray(fill, native_dtype(dtype))[()]
     if metadata.zarr_format == 2:
         compression, checksum = _compression(codecs_of_2(metadata.to_dict()), dtype.itemsize)
@@ -38,7 +38,7 @@ def properties_of(array: Any, labels: Labels) -> Properties:
         inside = [options for name, options in chain if name == "sharding_indexed"]
         chain = [_named(entry) for entry in inside[0]["codecs"]] if inside else chain
         compression, checksum = _compression([one for one in chain if one[0] not in _NOT_COPIED], dtype.itemsize)
-        dtype = dtype.newbyteorder(">" if _is_big(chain) else "<") if is_number and dtype.kind != "V" else dtype
+        dtype = dtype.newbyteorder(">" if _is_big(chain) else "<") if refusal(dtype) is None else dtype
     return Properties.of(labels, dtype, attrs, compression=compression, checksum=checksum, fill_value=fill)
 
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from shardload.formats import codecs
 from shardload.formats.access import STRICT, Access
+from shardload.formats.base import refusal
 from shardload.formats.codecs import Stage
 from shardload.formats.zarr.codecs import SURVIVED
 
@@ -93,7 +94,7 @@ class Layout:
 
 def layout_of(metadata: Mapping[str, Any], dtype: np.dtype[Any]) -> Layout:
     """Read parsed metadata; raises `NotCovered` if anything in it is unknown here."""
-    if dtype.kind not in "biufc":
+    if refusal(dtype) is not None:
         raise NotCovered(f"values of type {dtype}")
     layout = {2: _layout_2, 3: _layout_3}[metadata["zarr_format"]](metadata, dtype)
     if 0 in layout.chunk_shape:

@@ -53,6 +53,7 @@ from shardload.formats.base import (
     chunks_met,
     group_info,
     index_in_parts,
+    is_added,
     json_value,
     native_dtype,
     read_by_chunks,
@@ -67,6 +68,7 @@ from shardload.formats.labels import Coordinate, Labels, names_in
 from shardload.formats.leftovers import ROOTS
 from shardload.formats.zarr.chunks import ZarrChunks, chunk_layout, chunk_reader
 from shardload.formats.zarr.codecs import refuse_codecs
+from shardload.formats.zarr.dtypes import register
 from shardload.formats.zarr.making import groups_of, properties_of
 from shardload.formats.zarr.metadata import is_stacked, n_in_shard
 from shardload.formats.zarr.store import (
@@ -85,8 +87,11 @@ from shardload.values.decoding import ATTRIBUTES, Packing, typed
 
 __all__ = ["FORMAT", "ZarrFormat", "ZarrSource", "describe"]
 
+register()
+
 _MARKS = (*ROOTS, ".zmetadata")
 _QUOTED = re.compile(r"""['"]+([^'"]+)""")
+_UNKNOWN_TYPE = re.compile("No Zarr data type found that matches (.*)")
 _UNKNOWN_CODEC = (numcodecs.errors.UnknownCodecError, zarr.errors.UnknownCodecError)
 # How much longer a stored chunk may be than decoded, if only zarr-python knows its codecs: some turn one byte into 8.
 _LONGEST, _HEAD_NBYTES = 8, 4096
@@ -478,18 +483,25 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _naming_codecs(path: str, dataset: str) -> Iterator[None]:
-    """Turn the error about a codec that is not installed into a SourceError that names it: the store is not damaged."""
+    """Turn the error about an unknown codec or type into a SourceError that names it: the store is not damaged."""
     try:
         yield
-    except _UNKNOWN_CODEC as error:
-        text = f"'{dataset}' in '{path}' cannot be loaded: it holds {_unknown_codec(error)}."
+    except (*_UNKNOWN_CODEC, ValueError) as error:
+        unknown = _unknown(error)
+        if unknown is None:
+            raise
+        text = f"'{dataset}' in '{path}' cannot be loaded: it holds {unknown}."
         raise SourceError(text, path=path, dataset=dataset) from error
 
 
-def _unknown_codec(error: Exception) -> str:
-    quoted = _QUOTED.search(str(error))  # by zarr-python and numcodecs in several ways, and by some releases twice
-    name = printable(quoted[1][:80] if quoted else "")
-    return f"chunks encoded with the codec '{name}', which is not installed here: install the package that it comes from"
+def _unknown(error: Exception) -> str | None:
+    """The codec or type that zarr-python does not know, in words that follow "holds"; None if that is not what it says."""
+    quoted = _QUOTED.findall(str(error))  # by zarr-python and numcodecs in several ways, and by some releases twice
+    if isinstance(error, _UNKNOWN_CODEC):
+        name = printable(quoted[0][:80] if quoted else "")
+        return f"chunks encoded with the codec '{name}', which is not installed here: install the package that it comes from"
+    found = _UNKNOWN_TYPE.match(str(error))
+    return None if found is None else f"values of the type {printable(found[1][:80])}, which zarr-python does not know"
 
 
 def _store_name(store: Any) -> str:
@@ -558,12 +570,11 @@ def _described(node: Callable[[], Any], path: str, name: str, access: Access) ->
     """Describe what `node` opens, if it is an array; with the reason, if it cannot be opened."""
     try:
         found = node()
-    except _UNKNOWN_CODEC as error:
-        yield ArrayInfo(path, name, "Zarr", (), "unknown", refused=_unknown_codec(error))
     except Exception as error:
-        if name == "/":
+        unknown = _unknown(error)
+        if name == "/" and unknown is None:
             raise
-        yield _unread(path, name, error)
+        yield _unread(path, name, error) if unknown is None else ArrayInfo(path, name, "Zarr", (), "unknown", refused=unknown)
     else:
         if isinstance(found, zarr.Array):
             yield describe(found, path, name, access)
@@ -643,7 +654,7 @@ def _packing(array: Any) -> Packing:
 def _fill_of_2(array: Any) -> Any:
     """The fill value of an array of numbers in format 2, as a scalar of its type; None if there is none."""
     fill = array.metadata.fill_value if array.metadata.zarr_format == 2 else None
-    is_number = getattr(array.dtype, "kind", "") in tuple("biufc")
+    is_number = refusal(array.dtype) is None and not is_added(array.dtype)  # xarray knows no others
     return np.asarray(fill, array.dtype)[()] if fill is not None and is_number else None
 
 

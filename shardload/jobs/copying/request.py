@@ -18,7 +18,7 @@ import numpy as np
 
 from shardload.errors import ConfigError, SourceError, printable
 from shardload.formats.access import Access, Limits
-from shardload.formats.base import ArrayInfo, OpenFile, Properties, some
+from shardload.formats.base import ArrayInfo, OpenFile, Properties, dtype_text, some
 from shardload.formats.diagnosis import as_source_error
 from shardload.formats.likeness import KEEP, Asked, attrs_for, bounds_of, spec_like
 from shardload.formats.lookup import Finder, find_array, open_file, split_path
@@ -151,11 +151,11 @@ class Found:
         fill = (
             None
             if spec.fill_value is None
-            else [np.asarray(spec.fill_value).dtype.str, np.asarray(spec.fill_value).tobytes().hex()]
+            else [dtype_text(np.asarray(spec.fill_value).dtype), np.asarray(spec.fill_value).tobytes().hex()]
         )
         stored = {
             "shape": spec.shape,
-            "dtype": spec.dtype.name if spec.dtype.kind == "V" else spec.dtype.str,
+            "dtype": dtype_text(spec.dtype),
             "chunks": spec.chunks,
             "shards": spec.shards,
             "compression": None if spec.compression is None else asdict(spec.compression),

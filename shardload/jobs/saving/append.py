@@ -177,15 +177,19 @@ def _read(asked: SaveArguments) -> dict[str, Any]:
 
 
 def _in_numbers(one: ToSave, path: str, found: Mapping[str, Any]) -> ToSave:
-    """An array; dates as the numbers that the file has for them. ConfigError if it has none."""
-    if not is_dates(one.x) or one.name not in found:
+    """An array; dates and booleans as the numbers that the file has for them. ConfigError if it has none."""
+    if one.name not in found:
         return one
     dtype = native_dtype(np.dtype(found[one.name]["dtype"]))
+    if one.dtype.kind == "b" and dtype == np.int8 and found[one.name]["attrs"].get("dtype") == "bool":  # netCDF has none
+        return replace(one, x=one.x.astype("int8"), dtype=dtype)
+    if not is_dates(one.x):
+        return one
     packed = found[one.name]["packed"]
     if dtype.kind not in "iuf" or packed:
         what = f"packed numbers, with {', '.join(packed)}" if packed else dtype
         fix = ". Append the packed numbers" if packed else ""
-        raise ConfigError(f"'{one.name}' in '{path}' holds {what}, what is to be appended are dates{fix}")
+        raise ConfigError(f"'{one.name}' in '{path}' holds {what}, what is to be appended are dates or spans of time{fix}")
     attrs = found[one.name]["attrs"]
     if "units" not in attrs:  # bounds have those of their coordinate, which names them
         folder, _, own = one.name.rpartition("/")
@@ -195,7 +199,7 @@ def _in_numbers(one: ToSave, path: str, found: Mapping[str, Any]) -> ToSave:
         return replace(one, x=counted(one.x, attrs, dtype), dtype=dtype)
     except ValueError as error:
         raise ConfigError(
-            f"dates cannot be appended to '{one.name}' in '{path}': {error}. Convert them, or append numbers"
+            f"these times cannot be appended to '{one.name}' in '{path}': {error}. Convert them, or append numbers"
         ) from None
 
 
@@ -300,7 +304,7 @@ def _check_lengths(asked: _Arguments, found: Mapping[str, Any], axes: Mapping[st
             told, asked_for = some(list(map(repr, left))), some([repr(name.lstrip("/")) for name in left])
             raise ConfigError(
                 f"{told} in '{asked.path}', with the axis {dim!r} too, would not grow with '{one.name}': its length would "
-                f"differ. Pass {asked_for} too. If it holds no numbers, but text or dates, which append does not write: "
+                f"differ. Pass {asked_for} too. If it holds text, which append does not write: "
                 "`shardload copy OLD NEW` makes a file without it"
             )
     return dimensions

@@ -18,10 +18,10 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from shardload.arrays.padding import Extent, PaddedShapes, extent_of, is_known, was_decoded
+from shardload.arrays.padding import Extent, extent_of, is_known, padded_like, was_decoded
 from shardload.arrays.sharding import describe_sharding
 from shardload.errors import ConfigError
-from shardload.formats.base import refusal, some
+from shardload.formats.base import dtype_text, refusal, some
 from shardload.formats.saving import SUFFIXES, format_for
 from shardload.formats.sink import Compression
 from shardload.formats.target import MODES
@@ -87,7 +87,7 @@ class ToSave:
         sharding = "on each process" if self.is_everywhere else describe_sharding(self.x.sharding)
         return {
             "shape": f"{self.x.shape} of which {self.shape}",
-            "dtype": self.dtype.str if self.dtype.kind != "V" else self.dtype.name,
+            "dtype": dtype_text(self.dtype),
             "sharding": sharding,
             "chunks": repr(self.chunks),
             "shards": repr(self.shards),
@@ -210,13 +210,12 @@ class SaveArguments:
     def padding_warning(self) -> str:
         """The text of a warning, if an array may have padding or halos of which nobody has told; else none.
 
-        It goes by the loaded arrays that exist on this rank: one rank asks, for all.
+        It goes by all arrays that this rank has loaded so far: one rank asks, for all.
         """
         found: dict[str, tuple[tuple[int, ...], Extent]] = {}
-        padded = PaddedShapes()
         for one in self.arrays:
             if not one.is_told and not one.is_everywhere and isinstance(one.x, jax.Array):
-                like = padded.like(one.x)
+                like = padded_like(one.x)
                 if like is not None:
                     found[one.name.lstrip("/")] = one.x.shape, like
         return _padding_warning(found) if found else ""
@@ -234,7 +233,7 @@ def _padding_warning(found: Mapping[str, tuple[tuple[int, ...], Extent]]) -> str
         what, fix = "halos", "shardload.unpad(x, plan) in its place, with the plan that loaded that array"
     names = [f"{name!r} {shape}" for name, shape in whole.items()]  # as text that is printed, and sent
     return (
-        f"saved with the whole shape: {some(names)}. A loaded array is as long, but only with its {what}: without, its shape "
+        f"saved with the whole shape: {some(names)}. A loaded array was as long, but only with its {what}: without, its shape "
         f"is {likes[0].shape}. If what is saved was computed from it, pass {fix}; if not, shape={_short(whole)}"
     )
 

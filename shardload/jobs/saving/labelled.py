@@ -298,7 +298,8 @@ def _cut(name: str, one: Any, shape: tuple[int, ...], found: _Parts) -> Any:
             f"'{name}' holds a {type(x).__module__}.{type(x).__name__}; expected a jax.Array or a NumPy array. Pass "
             "ds.compute(), or load it with shardload"
         )
-    x = x[tuple(slice(n) for n in shape)]
+    index: Any = (*map(slice, shape), ...)  # with the dots an array without axes stays one
+    x = x[index]
     if one.dims == (name,) and x.dtype.kind == "f" and np.isnan(x).any() and (shape != one.shape or np.isnan(x[-1])):
         raise ConfigError(
             f"the coordinate '{name}' has {np.isnan(x).sum()} NaN among {shape[0]} elements, as to_xarray pads it: nothing "

@@ -17,7 +17,7 @@ import numpy as np
 
 from shardload.errors import ConfigError, is_unread
 from shardload.formats.access import STRICT
-from shardload.formats.base import ArrayInfo, OpenFile, Source, json_value, native_dtype, some
+from shardload.formats.base import ArrayInfo, OpenFile, Source, dtype_text, json_value, native_dtype, some
 from shardload.formats.diagnosis import as_source_error, in_path
 from shardload.formats.growing import units_of
 from shardload.formats.labelling import SMALL_NBYTES
@@ -299,7 +299,7 @@ def _told(value: Any) -> Any:
     except ValueError:  # lists of different lengths, in JSON
         return {"is": value}
     if found.dtype.kind in "biufcS":
-        return [found.dtype.str, found.shape, b64encode(found.tobytes()).decode()]
+        return [dtype_text(found.dtype), found.shape, b64encode(found.tobytes()).decode()]
     if isinstance(value, (bytes, str, int, list, tuple, dict)) or found.dtype.kind == "U" or found.ndim:
         return {"texts": found.tolist()} if isinstance(value, np.ndarray) else {"is": value}
     return None

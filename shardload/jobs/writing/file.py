@@ -328,14 +328,12 @@ class _Writing:
             self._journal.close()
         if catalog is None or (stalled and self._is_apart):
             return
-        end = catalog.leave if self._is_kept else catalog.abandon
-        thread = threading.Thread(target=end, name="shardload-abandon", daemon=True)
+        end, pool = catalog.leave if self._is_kept else catalog.abandon, Pool(1, "shardload-abandon")
         try:
-            thread.start()
+            wait([pool.submit(end)], _LEAVE_SECONDS if may_hang else None)
         except RuntimeError:  # no thread can be started
             end()
-        else:
-            thread.join(_LEAVE_SECONDS if may_hang else None)
+        pool.close(wait=not may_hang)
         if self._journal is not None and not self._is_kept:
             self._journal.remove()
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import deflate
@@ -22,7 +23,7 @@ import numpy as np
 
 from shardload.errors import SourceError, VerifyError
 from shardload.formats.access import Access
-from shardload.formats.base import is_added, native_dtype, read_at
+from shardload.formats.base import OpenFile, native_dtype, read_at
 from shardload.formats.lookup import format_of
 from shardload.formats.sink import Decode, Sink, Ticket
 from shardload.planning.grid import unravel
@@ -42,14 +43,8 @@ Task = Callable[[], int]
 
 
 def checksum_of_values(values: Array) -> int:
-    """CRC-32 of values in C order, in the machine's byte order. All NaN of a sign are alike in bfloat16, which HDF5 reads as
-    float32, with one NaN for all: that the bytes are those that were written, their own checksum says.
-    """
-    native = np.asarray(values).astype(native_dtype(values.dtype), copy=False)
-    if is_added(native.dtype):
-        with np.errstate(invalid="ignore"):
-            native = native.astype(np.float32).astype(native.dtype)
-    return checksum(native)
+    """CRC-32 of values in C order, in the machine's byte order."""
+    return checksum(np.asarray(values).astype(native_dtype(values.dtype), copy=False))
 
 
 @dataclass
@@ -105,7 +100,9 @@ class ReadBack:
         n = int(notes[0])
         rows = notes[1 : 1 + n * _WIDTH].reshape(n, _WIDTH)
         self._rows = rows[np.lexsort((rows[:, 2], rows[:, 1], rows[:, 0]))] if n else rows
-        self._regions = list(_regions_of(notes[1 + n * _WIDTH :].tolist()))
+        self._regions = sorted(_regions_of(notes[1 + n * _WIDTH :].tolist()), key=itemgetter(0))
+        self._file: OpenFile | None = None
+        self._decoding: tuple[int, Decode] | None = None  # the array that is open, and how its values are read
         self._scratch = shared_scratch()
 
     @property
@@ -185,31 +182,34 @@ class ReadBack:
         )
 
     def values(self) -> Iterator[Task]:
-        """Tasks for one thread: each decodes a region with the format's own library, and returns the number of bytes."""
-        with ExitStack() as opened:
-            decoders: dict[int, Decode] = {}
-            for array, region, crc in self._regions:
-                yield partial(self._compare_values, decoders, opened, array, region, crc)
+        """Tasks for one thread, to be done in this order: each decodes a region with the format's own library, and returns the
+        number of bytes.
 
-    def _decoder(self, name: str, opened: ExitStack) -> Decode:
+        The file is opened once, and of its arrays one at a time: what is open is looked through whenever h5py closes a file.
+        """
+        with ExitStack() as file, ExitStack() as one:
+            for array, region, crc in self._regions:
+                yield partial(self._compare_values, file, one, array, region, crc)
+
+    def _decoder(self, name: str, file: ExitStack, one: ExitStack) -> Decode:
         """Reads values of an array of the new file, by the format's own library."""
         own = self._sink.decoding(self._ticket, name)
         if own is not None:
-            return opened.enter_context(own)
+            return one.enter_context(own)
         if self._file is None:
             path = self._ticket.temporary
-            access = Access(allow_filters=frozenset({"all"}))
-            self._file = opened.enter_context(format_of(path).open_file(path, access))
+            self._file = file.enter_context(format_of(path).open_file(path, Access(allow_filters=frozenset({"all"}))))
         source = self._file.open(name)
-        opened.callback(source.close)
+        one.callback(source.close)
         return source.plain
 
-    def _compare_values(self, decoders: dict[int, Decode], opened: ExitStack, array: int, region: Region, crc: int) -> int:
+    def _compare_values(self, file: ExitStack, one: ExitStack, array: int, region: Region, crc: int) -> int:
         name = self._names[array]
         try:
-            if array not in decoders:
-                decoders[array] = self._decoder(name, opened)
-            found = np.asarray(decoders[array](region))
+            if self._decoding is None or self._decoding[0] != array:
+                one.close()
+                self._decoding = array, self._decoder(name, file, one)
+            found = np.asarray(self._decoding[1](region))
         except Exception as error:
             raise SourceError(
                 f"the new file of '{self._sink.path}' cannot be read: {region} of '{name}': {type(error).__name__}: {error}. "
@@ -218,7 +218,6 @@ class ReadBack:
                 dataset=name,
             ) from error
         spec = self._sink.arrays[name].spec
-        # bfloat16 is read as float32, with the same values.
         values = found.reshape(region.shape).astype(native_dtype(spec.dtype), copy=False)
         if checksum_of_values(values) != crc:
             raise VerifyError(

@@ -1,7 +1,7 @@
 """Try to start and to load the way that is named; print what comes of it, one line of JSON a rank.
 
 ``launched.py PATH WHAT``: ``initialize`` (then load), ``load`` (without), ``late [RANK]`` (devices first, everywhere or there),
-``never RANK`` (which starts MPI and not JAX), ``part`` (of a coordinator), ``own jax`` (each rank a JAX of its own),
+``never RANK`` (which starts MPI and not JAX), ``finalized`` (MPI, before a load), ``part`` (of a coordinator), ``own jax`` (each rank a JAX of its own),
 ``jax ADDRESS N K`` (JAX started by itself as process K of N, then load), ``given ADDRESS N K`` (the same by shardload),
 ``mistyped [initialize]`` (an error of all ranks, which nobody catches), ``signals ADDRESS PREEMPTION`` (what a process alone
 makes of SIGTERM, and where it listens), or ``waits ADDRESS N K`` (for the test to end it: idle, in a load, in JAX's
@@ -65,9 +65,15 @@ def main(path: str, what: str, *more: str) -> None:
         if more == ("initialize",):
             shardload.initialize()
         shardload.load(path, mesh_of(), P("a"), dataset="y" if more else "x")
-    if what == "initialize":
+    if what in ("initialize", "finalized"):
         attempt(shardload.initialize)
-    elif what == "late":
+    if what == "finalized":
+        mpi = importlib.import_module("mpi4py.MPI")
+        mpi.Finalize()
+        attempt(lambda: load(path))
+        attempt(lambda: shardload.load(path, mesh_of(), P("a"), dataset="x", comm=mpi.COMM_WORLD))
+        return
+    if what == "late":
         if not more or os.environ["PMI_RANK"] in more:
             jax.devices()
         attempt(shardload.initialize)

@@ -9,6 +9,7 @@ import importlib
 import json
 import logging
 import os
+import signal
 import sys
 import threading
 import time
@@ -170,6 +171,28 @@ def inside(readers: Any) -> None:
 
     slow_source(wait)
     load(readers)
+
+
+@case
+def saving(what: Any) -> None:
+    """The same as a file is written: a thread that encodes, or HDF5 as it makes the metadata. Then Ctrl-C, or a stall."""
+
+    def wait(*_: Any, **__: Any) -> None:
+        phil.acquire()
+        if what == "interrupted":
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+        hold()
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGALRM, interrupt)
+    sink = importlib.import_module("shardload.formats.hdf5.sink")
+    if what == "metadata":
+        sink._Hdf5Catalog.finish = wait
+    else:
+        sink.Hdf5Encoder._encode = wait
+    shardload.save("new.h5", {"x": ramp(SHAPE)}, chunks=CHUNKS, timeout=TIMEOUT)
 
 
 @case

@@ -594,6 +594,25 @@ def test_a_write_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert set(lengths(path).values()) == {NEW}
 
 
+def test_a_commit_that_fails_and_cannot_be_undone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if the error said that the file is as it was: some arrays have their new length."""
+    path, right = tmp_path / "x.h5", growth.put_at
+    by_h5py(path)
+    n, n_written, most = [0], path.stat().st_size, 6
+
+    def put(descriptor: int, data: Any, offset: int) -> None:
+        n[0] += offset < n_written and len(data) == 8
+        if n[0] > most:
+            raise OSError(5, "no such luck")
+        right(descriptor, data, offset)
+
+    monkeypatch.setattr(growth, "put_at", put)
+    with pytest.raises(SourceError, match="could not be undone .*look at their shapes") as found:
+        grow(path, VALUES)
+    assert "as it was" not in str(found.value)
+    assert set(lengths(path).values()) == {OLD, NEW}
+
+
 def test_an_append_that_is_given_up(tmp_path: Path) -> None:
     """Wrong if it left bytes behind the end, or did not say what the file beside it is."""
     path = tmp_path / "x.h5"
@@ -714,3 +733,32 @@ def test_who_can_open_a_file_meanwhile(tmp_path: Path, monkeypatch: pytest.Monke
         os.close(descriptor)
         os.close(other)
     assert opens("r+")
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_lock_that_is_lost_as_it_is_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_shared: bool) -> None:
+    """The system gives one lock back before it takes the other. Wrong if an append went on behind a program that took it then,
+    or did not see what that one had changed.
+    """
+    monkeypatch.delenv("HDF5_USE_FILE_LOCKING", raising=False)
+    path, taken = tmp_path / "x.h5", fcntl.flock
+    by_h5py(path)
+    with contextlib.ExitStack() as others:
+
+        def flock(descriptor: int, kind: int) -> None:
+            if kind == fcntl.LOCK_SH | fcntl.LOCK_NB:
+                taken(descriptor, fcntl.LOCK_UN)
+                other = others.enter_context(h5py.File(path, "r+"))
+                other["time"].resize(6, 0)
+                if is_shared:  # it has ended before the other lock is taken
+                    others.close()
+            taken(descriptor, kind)
+
+        sink = sink_of(path, VALUES)
+        monkeypatch.setattr(fcntl, "flock", flock)
+        says = "changed by somebody else" if is_shared else "opened for writing by another program"
+        with pytest.raises(ConfigError, match=says):
+            sink.create()
+    assert [one.name for one in tmp_path.iterdir()] == ["x.h5"]
+    with h5py.File(path) as file:
+        assert len(file["time"]) == 6

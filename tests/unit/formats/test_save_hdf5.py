@@ -26,6 +26,7 @@ from shardload.formats import Region
 from shardload.formats.encoding import EncodeChain
 from shardload.formats.hdf5 import sink as hdf5_sink
 from shardload.formats.hdf5.growable import read_file
+from shardload.formats.hdf5.in_memory import file_in_memory
 from shardload.formats.hdf5.ledger import HEAD_NBYTES, Ledger
 from shardload.formats.hdf5.source import FORMAT as HDF5
 from shardload.formats.lookup import open_source
@@ -315,6 +316,46 @@ def test_the_library_encodes_in_several_threads(tmp_path: Path, name: str) -> No
         for m, one in zip((k, k + 4), both, strict=True):
             alone = encoder.encode(encoder.region((m, 0, 0)), values[m : m + 1])
             assert (bytes(one.data), one.mask) == (bytes(alone.data), alone.mask)
+
+
+def test_sinks_that_are_made_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if the files in memory in which they try out their metadata were one."""
+    describe, others = hdf5_sink.Hdf5Sink.describe, [str(tmp_path / "y.nc")]
+
+    def twice(self: hdf5_sink.Hdf5Sink, file: h5py.File, **how: Any) -> None:
+        if others:
+            make_sink(others.pop(), {"x": spec("i4", dims=("a", "b", "c"))})
+        describe(self, file, **how)
+
+    monkeypatch.setattr(hdf5_sink.Hdf5Sink, "describe", twice)
+    make_sink(str(tmp_path / "x.h5"), {"x": spec("f8")})
+    with file_in_memory() as first, file_in_memory() as second:
+        first["x"] = 1
+        assert "x" not in second
+
+
+@pytest.mark.parametrize("name", ["x.h5", "x.nc"])
+def test_scales_have_room_for_long_lists(tmp_path: Path, name: str) -> None:
+    """The list of the arrays that have an axis is an attribute of its scale, with 16 bytes each. Wrong if it ended at 64 KiB."""
+    values = {"rho": ramp((3, 4), "f4"), "time": ramp((3,), "i4")}
+    dims = {"rho": ("time", "x"), "time": ("time",)}
+    save(tmp_path / name, values, {n: spec(v.dtype, None, None, v.shape, dims=dims[n]) for n, v in values.items()})
+    with h5py.File(tmp_path / name, "r+") as file:
+        for scale in ("time", "x"):
+            assert file[scale].is_scale
+            file[scale].attrs["list"] = np.arange(9000)
+    with netCDF4.Dataset(tmp_path / name) as found:
+        np.testing.assert_array_equal(found["rho"][...], values["rho"])
+        assert len(found["time"].list) == 9000
+
+
+@pytest.mark.thorough
+def test_more_arrays_along_an_axis_than_a_header_holds(tmp_path: Path) -> None:
+    values = {f"v{k}": np.full(2, k, "i4") for k in range(4100)}
+    save(tmp_path / "x.nc", values, {n: spec(v.dtype, None, None, v.shape, dims=("x",)) for n, v in values.items()})
+    with netCDF4.Dataset(tmp_path / "x.nc") as found:
+        assert len(found.variables) == 4100 and found["v4099"].dimensions == ("x",)
+        assert all((found[name][...] == one).all() for name, one in values.items())
 
 
 def test_the_library_is_locked_where_it_encodes(tmp_path: Path) -> None:

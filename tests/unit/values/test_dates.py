@@ -75,11 +75,30 @@ def test_arrays_of_dates() -> None:
         (dates, modern, "f8", "calendar 'noleap', the axis has 'standard'"),
         (instants, modern, "i4", "2000-03-01T06:00:00 is 61.25 in these units, which int32 does not have"),
         (instants, {"units": "seconds since 1900-01-01"}, "f4", "would be rounded by more than a millisecond"),
-        (np.array(["NaT"], "M8[s]"), modern, "f8", "NaT is no date"),
+        (np.array(["NaT"], "M8[s]"), modern, "i4", "NaT is among them, which int32 does not have"),
+        (np.array([1], "m8[h]"), modern, "f8", "expected those of spans of time, such as 'days'"),
+        (np.array([1], "m8[M]"), {"units": "days"}, "f8", "these are timedelta64.M., which have no length"),
+        (np.array([1], "m8[h]"), {"units": "days"}, "i4", "0.0416667 days is 0.0416667 in these units"),
         (instants, {}, "f8", "whose coordinate has no units"),
     ):
         with pytest.raises(ValueError, match=says):
             counted(array, units, np.dtype(dtype))
+
+
+@pytest.mark.parametrize("dtype", ["f8", "i8"])
+@pytest.mark.parametrize(
+    ("times", "attrs"),
+    [
+        (np.array(["2000-03-01T06:00", "NaT", "1999-02-28"], "M8[ns]"), {"units": "hours since 1999-12-31"}),
+        (np.array([[36, "NaT"], [-3, 5]], "m8[h]").astype("m8[ns]"), {"units": "minutes"}),
+        (np.array([2, 3], "m8[D]").astype("m8[s]"), {"units": "hours"}),
+    ],
+)
+def test_times_that_are_missing_and_spans_of_time(times: Any, attrs: dict[str, str], dtype: str) -> None:
+    encoded = xr.conventions.encode_cf_variable(
+        xr.Variable([f"x{k}" for k in range(times.ndim)], times, {}, {**attrs, "dtype": dtype})
+    )
+    np.testing.assert_array_equal(counted(times, attrs, np.dtype(dtype)), encoded.values)
 
 
 @st.composite
