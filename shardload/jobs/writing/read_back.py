@@ -22,7 +22,7 @@ import numpy as np
 
 from shardload.errors import SourceError, VerifyError
 from shardload.formats.access import Access
-from shardload.formats.base import is_added, native_dtype, read_at
+from shardload.formats.base import OpenFile, is_added, native_dtype, read_at
 from shardload.formats.lookup import format_of
 from shardload.formats.sink import Decode, Sink, Ticket
 from shardload.planning.grid import unravel
@@ -186,6 +186,7 @@ class ReadBack:
 
     def values(self) -> Iterator[Task]:
         """Tasks for one thread: each decodes a region with the format's own library, and returns the number of bytes."""
+        self._file: OpenFile | None = None
         with ExitStack() as opened:
             decoders: dict[int, Decode] = {}
             for array, region, crc in self._regions:
