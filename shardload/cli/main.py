@@ -802,7 +802,7 @@ def _nbytes(array: ArrayInfo) -> int | None:
 
     try:
         return math.prod(array.shape) * np.dtype(array.dtype).itemsize
-    except TypeError:  # a type that NumPy does not have
+    except (TypeError, ValueError):  # a type that NumPy does not have
         return None
 
 

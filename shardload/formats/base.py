@@ -1025,7 +1025,7 @@ def nbytes_of(info: ArrayInfo, shape: tuple[int, ...] | None = None) -> int:
     n = math.prod(info.shape if shape is None else shape)
     try:
         return n * np.dtype(info.dtype).itemsize
-    except TypeError:  # a name of ml_dtypes that nobody registered with NumPy
+    except (TypeError, ValueError):  # a name of ml_dtypes that nobody registered with NumPy, or of a type that it lacks
         return n
 
 

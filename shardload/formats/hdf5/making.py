@@ -15,10 +15,11 @@ from shardload.formats.base import Properties, dtype_text, native_dtype, refusal
 from shardload.formats.compression_words import BLOSC_CODES, BLOSC_SHUFFLES, blosc_told, compression_told
 from shardload.formats.hdf5.attributes import UnreadableError, names_of, read
 from shardload.formats.hdf5.filters import LOSSY, NAMES, scaleoffset_is_idle
-from shardload.formats.hdf5.metadata import HIDDEN, NON_COORDINATE, filters_of, labels_of, stands_for_axis
+from shardload.formats.hdf5.metadata import HIDDEN, NO_NAMES, NON_COORDINATE, filters_of, labels_of, stands_for_axis
 from shardload.formats.hdf5.names import encoded, names_below
-from shardload.formats.hdf5.opened import creation_of, kind_of, nbytes_of_attributes_of
+from shardload.formats.hdf5.opened import creation_of, element_of, nbytes_of_attributes_of
 from shardload.formats.hdf5.raw_file import type_of_values
+from shardload.formats.labels import Note
 
 __all__ = ["attribute_names", "groups_of", "properties_of"]
 
@@ -32,18 +33,23 @@ def properties_of(dataset: h5py.Dataset, filters: list[tuple[int, int, Any, byte
     """The properties of an open dataset. `filters` are those of the datasets behind a virtual one."""
     creation, labels = creation_of(dataset), labels_of(dataset)
     attrs, unread = _attributes(dataset, str(dataset.name))
-    told = ((key, labels.attrs.get(key)) for key in ("DIMENSION_LABELS", "DIMENSION_LIST"))
-    unread += [f"attribute {key!r} of '{dataset.name}' ({note})" for key, note in told if note is not None]
-    if h5py.check_enum_dtype(dataset.dtype) is not None:
+    if isinstance(why := labels.attrs.get(NO_NAMES), Note):
+        unread.append(f"what axes of '{dataset.name}' are called ({why})")
+    kind = element_of(dataset)[0]
+    number = kind.dtype
+    if h5py.check_enum_dtype(number) is not None:
         unread.append(f"what the numbers of '{dataset.name}' stand for (an enumeration)")
-    dtype = type_of_values(kind_of(dataset))
+    dtype = type_of_values(kind)
     dtype = dtype if refusal(dtype) is not None else np.dtype(dtype_text(dtype))
     compression, checksum = _compression(filters_of(dataset) if filters is None else filters, dtype.kind)
     fill, last = None, str(dataset.name or "").rpartition("/")[2]
-    if creation.fill_value_defined() == h5py.h5d.FILL_VALUE_USER_DEFINED and refusal(dataset.dtype) is None:
-        value = np.zeros((), native_dtype(dataset.dtype))
-        creation.get_fill_value(value)
-        fill = value.astype(native_dtype(dtype))[()]
+    if creation.fill_value_defined() == h5py.h5d.FILL_VALUE_USER_DEFINED and refusal(number) is None:
+        value = np.zeros((), native_dtype(number))
+        try:
+            creation.get_fill_value(value)
+            fill = value.astype(native_dtype(dtype))[()]
+        except (OSError, TypeError) as error:  # HDF5 does not convert that of bit fields, and of small arrays
+            unread.append(f"the fill value of '{dataset.name}' ({error})")
     if "_FillValue" in attrs:
         value = np.asarray(attrs["_FillValue"])
         attrs["_FillValue"] = value.reshape(-1)[0] if value.size == 1 else attrs["_FillValue"]
@@ -67,7 +73,7 @@ def groups_of(file: h5py.File) -> tuple[dict[str, dict[str, Any]], list[str]]:
     found = {"/": attrs}
     for name in names_below(file["/"])[0]:
         thing = file[encoded(name)]
-        if isinstance(thing, h5py.Group) and len(thing.attrs):
+        if isinstance(thing, h5py.Group) and h5py.h5a.get_num_attrs(thing.id):
             found[f"/{name}"], more = _attributes(thing, f"/{name}")
             unread.extend(more)
     return found, unread
@@ -83,8 +89,12 @@ def attribute_names(group: h5py.Group) -> list[str]:
 def _attributes(owner: Any, name: str) -> tuple[dict[str, Any], list[str]]:
     """The author's attributes as h5py gives them; and what could not be read."""
     found: dict[str, Any] = {}
-    unread = []
-    for key in names_of(owner):
+    unread: list[str] = []
+    try:
+        keys = names_of(owner)
+    except (OSError, RuntimeError) as error:
+        return {}, [f"what attributes '{name}' has ({error})"]
+    for key in keys:
         if key in HIDDEN or key.startswith("_Netcdf4"):
             continue
         what = f"attribute {key!r} of '{name}'"
