@@ -91,7 +91,7 @@ register()
 
 _MARKS = (*ROOTS, ".zmetadata")
 _QUOTED = re.compile(r"""['"]+([^'"]+)""")
-_UNKNOWN_TYPE = re.compile("No Zarr data type found that matches (.*)")
+_UNKNOWN_TYPE = re.compile(r"No Zarr data type found that matches ({'name': )?'([^']*)'(, 'object_codec_id': None})?")
 _UNKNOWN_CODEC = (numcodecs.errors.UnknownCodecError, zarr.errors.UnknownCodecError)
 # How much longer a stored chunk may be than decoded, if only zarr-python knows its codecs: some turn one byte into 8.
 _LONGEST, _HEAD_NBYTES = 8, 4096
@@ -500,8 +500,8 @@ def _unknown(error: Exception) -> str | None:
     if isinstance(error, _UNKNOWN_CODEC):
         name = printable(quoted[0][:80] if quoted else "")
         return f"chunks encoded with the codec '{name}', which is not installed here: install the package that it comes from"
-    found = _UNKNOWN_TYPE.match(str(error))
-    return None if found is None else f"values of the type {printable(found[1][:80])}, which zarr-python does not know"
+    found = _UNKNOWN_TYPE.fullmatch(str(error))
+    return None if found is None else f"values of the type '{printable(found[2][:80])}', which zarr-python does not know"
 
 
 def _store_name(store: Any) -> str:
