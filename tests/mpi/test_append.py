@@ -290,7 +290,7 @@ def test_texts_along_the_axis(ranks: Any, shared_tmp_path: Path) -> None:
 
     on_root(ranks, make)
     last = {"T2": rows[3:]}
-    says = "'/Times'", "its length would differ", "If it holds no numbers", "`shardload copy OLD NEW` makes a file without it"
+    says = "'/Times'", "its length would differ", "If it holds text", "`shardload copy OLD NEW` makes a file without it"
     same_error(ranks, lambda: shardload.append(old, last, dim="Time"), ConfigError, *says)
     copy_file(CopyRequest(str(old), str(new), timeout=60.0), comm=ranks, progress=False)
     shardload.append(new, last, dim="Time")
