@@ -337,7 +337,7 @@ def test_sinks_that_are_made_at_the_same_time(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize("name", ["x.h5", "x.nc"])
 def test_scales_have_room_for_long_lists(tmp_path: Path, name: str) -> None:
-    """The list of the arrays that have an axis is an attribute of its scale, with 16 bytes each. Wrong if it ended at 64 KiB."""
+    """A scale lists the arrays that have its axis in an attribute, with 16 bytes each. Wrong if it ended at 64 KiB."""
     values = {"rho": ramp((3, 4), "f4"), "time": ramp((3,), "i4")}
     dims = {"rho": ("time", "x"), "time": ("time",)}
     save(tmp_path / name, values, {n: spec(v.dtype, None, None, v.shape, dims=dims[n]) for n, v in values.items()})
