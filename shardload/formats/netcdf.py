@@ -1,5 +1,5 @@
 """What does the netCDF library not read, though HDF5 holds it? Names, types, and attributes of several axes. What does HDF5 not
-hold? Long attributes.
+hold? Long attributes, and those that it keeps for itself.
 """
 
 from __future__ import annotations
@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["NETCDF_TYPES", "refused_by_hdf5", "refused_by_netcdf", "unreadable_name"]
+__all__ = ["NETCDF_TYPES", "RESERVED", "refused_by_hdf5", "refused_by_netcdf", "unreadable_name"]
 
+RESERVED = {"CLASS", "NAME", "REFERENCE_LIST", "DIMENSION_LIST", "_Netcdf4Dimid", "_Netcdf4Coordinates", "_NCProperties"}
 NETCDF_TYPES = {"i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f4", "f8"}
 _MOST_ATTR_NBYTES = 65_350  # name and values; with its type an attribute has less than 64 KiB in a file that every HDF5 reads
 _MOST_NAME_NBYTES = 255  # the library cuts a longer one off, without an end of the text

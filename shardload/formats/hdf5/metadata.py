@@ -28,6 +28,7 @@ __all__ = [
     "describe",
     "filters_of",
     "group_attrs_of",
+    "is_hidden",
     "labels_of",
     "stands_for_axis",
 ]
@@ -108,12 +109,17 @@ NO_VARIABLE = "This is a netCDF dimension but not a netCDF variable"
 NON_COORDINATE = "_nc4_non_coord_"  # the netCDF library's prefix of a variable that has the name of a dimension
 
 
+def is_hidden(owner: h5py.Dataset | h5py.Group, key: str) -> bool:
+    """True for an attribute that is no author's. HDF5 needs CLASS and NAME for dimension scales only; others have their own."""
+    return key.startswith("_Netcdf4") or (key in HIDDEN and (key not in ("CLASS", "NAME") or _is_scale(owner)))
+
+
 def stands_for_axis(dataset: h5py.Dataset) -> bool:
     """True for a netCDF dimension without a variable: a dataset that holds nothing."""
     return _has_attributes(dataset) and _is_scale(dataset) and _has_no_values(dataset)
 
 
-def _is_scale(dataset: h5py.Dataset) -> bool:
+def _is_scale(dataset: h5py.Dataset | h5py.Group) -> bool:
     return bool(_plain_attribute(dataset, "CLASS") == "DIMENSION_SCALE")
 
 
@@ -157,11 +163,7 @@ def group_attrs_of(dataset: h5py.Dataset) -> dict[str, Any]:
 
 def _author_s(owner: h5py.Dataset | h5py.Group) -> dict[str, Any]:
     """All attributes but those that HDF5 and the netCDF library keep for themselves."""
-    return {
-        key: _attribute(owner, key, MOST_KEPT)
-        for key in owner.attrs
-        if isinstance(key, str) and key not in HIDDEN and not key.startswith("_Netcdf4")
-    }
+    return {key: _attribute(owner, key, MOST_KEPT) for key in owner.attrs if isinstance(key, str) and not is_hidden(owner, key)}
 
 
 def axes_of(dataset: h5py.Dataset, has_coords: bool = True, names: Collection[str] | None = None) -> Labels:
@@ -356,12 +358,12 @@ def _attributes(dataset: h5py.Dataset, texts: bool, has_attributes: bool) -> tup
     return told, packing
 
 
-def _has(owner: h5py.Dataset | h5py.File, key: str) -> bool:
+def _has(owner: h5py.Dataset | h5py.Group, key: str) -> bool:
     """True if there is such an attribute: as ``key in owner.attrs``, in a third of the time."""
     return bool(h5py.h5a.exists(owner.id, key.encode()))
 
 
-def _is_plain(dataset: h5py.Dataset, key: str) -> bool:
+def _is_plain(dataset: h5py.Dataset | h5py.Group, key: str) -> bool:
     """True if an attribute is numbers, or text of a fixed length."""
     kind = h5py.h5a.open(dataset.id, key.encode()).get_type()
     if kind.get_class() == h5py.h5t.STRING:
@@ -369,7 +371,7 @@ def _is_plain(dataset: h5py.Dataset, key: str) -> bool:
     return kind.get_class() in (h5py.h5t.INTEGER, h5py.h5t.FLOAT, h5py.h5t.ENUM)
 
 
-def _plain_attribute(dataset: h5py.Dataset, key: str) -> Any:
+def _plain_attribute(dataset: h5py.Dataset | h5py.Group, key: str) -> Any:
     """An attribute that is numbers, or text of a fixed length; None if there is no such one."""
     return _attribute(dataset, key) if _has(dataset, key) and _is_plain(dataset, key) else None
 
@@ -381,7 +383,7 @@ class _Unreadable:
     text: str
 
 
-def _attribute(dataset: h5py.Dataset, key: str, *most: int) -> Any:
+def _attribute(dataset: h5py.Dataset | h5py.Group, key: str, *most: int) -> Any:
     """An attribute as plain Python (`json_value`); None if there is none, a text if h5py cannot read it."""
     if not _has(dataset, key):
         return None
@@ -391,7 +393,7 @@ def _attribute(dataset: h5py.Dataset, key: str, *most: int) -> Any:
     return Note(value.text) if isinstance(value, _Unreadable) else json_value(value, *most)
 
 
-def _raw_attribute(dataset: h5py.Dataset, key: str) -> Any:
+def _raw_attribute(dataset: h5py.Dataset | h5py.Group, key: str) -> Any:
     """An attribute as h5py gives it."""
     try:
         found = h5py.h5a.open(dataset.id, key.encode())

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
 from typing import Any
 from zlib import crc32
@@ -20,8 +21,9 @@ from shardload.errors import ConfigError, SourceError, printable
 from shardload.formats.access import Access, Limits
 from shardload.formats.base import ArrayInfo, OpenFile, Properties, some
 from shardload.formats.diagnosis import as_source_error
-from shardload.formats.likeness import KEEP, Asked, attrs_for, bounds_of, spec_like
-from shardload.formats.lookup import Finder, find_array, open_file, split_path
+from shardload.formats.labels import names_in
+from shardload.formats.likeness import KEEP, Asked, as_text, attrs_for, bounds_of, named_beside, spec_like
+from shardload.formats.lookup import Finder, check_loadable, find_array, open_file, split_path
 from shardload.formats.sink import ArraySpec, Compression, Sink, unopened_by_xarray
 from shardload.jobs.consistency import State
 from shardload.options import AUTO, CHECKSUM, FULL, INDEX, TIMEOUT, Options
@@ -197,17 +199,33 @@ class Found:
         return "/" + self.name.strip("/")
 
 
-def new_sink(request: CopyRequest, found: Sequence[Found], groups: Mapping[str, Any], n_nodes: int) -> Sink:
+@dataclass(frozen=True)
+class Beside:
+    """What rank 0 alone knows of the new file.
+
+    Attributes
+    ----------
+    texts : dict
+        Arrays of text, by name.
+    groups : dict
+        The attributes of the groups.
+    """
+
+    texts: dict[str, ArraySpec] = field(default_factory=dict)
+    groups: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+def new_sink(request: CopyRequest, found: Sequence[Found], beside: Beside, n_nodes: int) -> Sink:
     """The sink of the new file; on other ranks than 0 without attributes."""
     saving = import_module("shardload.formats.saving")
     alignment = PAGE_NBYTES if n_nodes > 1 else 1
-    specs = {one.name: one.spec for one in found}
+    specs, groups = {one.name: one.spec for one in found} | beside.texts, beside.groups
     how = {"format": request.format, "mode": request.mode, "alignment": alignment}
     made: Sink = saving.make_sink(request.target, specs, attrs=groups.get("/", {}), group_attrs=groups, **how)
     return made
 
 
-def describe(request: CopyRequest, found: Sequence[Found], groups: Mapping[str, Any], n_nodes: int) -> dict[str, str]:
+def describe(request: CopyRequest, found: Sequence[Found], beside: Beside, n_nodes: int) -> dict[str, str]:
     """What a job that resumes must have in common with the one that was killed, on rank 0: in words, for messages."""
     saving = import_module("shardload.formats.saving")
     path = split_path(request.source)[0]
@@ -224,12 +242,14 @@ def describe(request: CopyRequest, found: Sequence[Found], groups: Mapping[str, 
         about[f"what is made of '{one.info.dataset}'"] = json.dumps(told)
         attrs = repr([(key, getattr(value, "dtype", type(value)), value) for key, value in one.spec.attrs.items()])
         about[f"the digest of attributes of '{one.name}'"] = f"{crc32(attrs.encode()):08x}"
-    about["the digest of attributes of groups"] = f"{crc32(repr(sorted(groups.items(), key=str)).encode()):08x}"
+    about["the digest of attributes of groups"] = f"{crc32(repr(sorted(beside.groups.items(), key=str)).encode()):08x}"
+    texts = repr([(name, spec.attrs, spec.dims, np.asarray(spec.texts).tolist()) for name, spec in beside.texts.items()])
+    about["the digest of arrays of text"] = f"{crc32(texts.encode()):08x}"
     about["the format"] = f"{saving.format_for(request.target, request.format)}{' on several nodes' if n_nodes > 1 else ''}"
     return about
 
 
-def find(request: CopyRequest) -> tuple[list[Found], dict[str, Any], list[str]]:
+def find(request: CopyRequest) -> tuple[list[Found], Beside, list[str]]:
     """On rank 0: the arrays, the attributes of groups, and notes of what is left out."""
     saving = import_module("shardload.formats.saving")
     _check_name(request.target, saving.SUFFIXES, request.format)
@@ -239,11 +259,9 @@ def find(request: CopyRequest) -> tuple[list[Found], dict[str, Any], list[str]]:
     names = list(request.dataset) or ([inside] if inside else ["*"])
     if inside and request.dataset:
         raise ConfigError(f"'{request.source}' names an array, and dataset={request.dataset[0]!r} names another. Leave one out")
-    notes: list[str] = []
     infos: dict[str, ArrayInfo] = {}
-    is_all = not request.dataset and not inside
-    links = _links(path, request.access) if is_all else ""
-    notes += [links] * bool(links)
+    is_all, is_named = not request.dataset and not inside, dict.fromkeys(names)
+    links = _links(path, request.access) if is_all else {}
     with Finder(request.access) as finder:
         for name in names:
             if name == "*" or name.endswith("/*"):
@@ -251,52 +269,65 @@ def find(request: CopyRequest) -> tuple[list[Found], dict[str, Any], list[str]]:
                 try:
                     below, left_out = finder.find_below(path, group, with_dimensions=True)
                 except ConfigError as error:
-                    raise ConfigError(f"{error} ({links.replace(_ALL_AND, '')})") if links else error from None
-                infos |= {one.info.dataset: one.info for one in below}
-                notes += [f"{one} was left out: it holds {one.refused}" for one in left_out]
+                    more = _links_told(links, "")
+                    raise ConfigError(f"{error} ({more[0]})") if more else error from None
+                infos |= {one.info.dataset: one.info for one in below} | {one.dataset: one for one in left_out}
             else:
                 info = find_array(path, name, request.access)
-                infos[info.dataset] = info
+                infos[info.dataset], is_named[info.dataset] = info, None
+    links = {name: to for name, to in links.items() if not any(f"{one}/".startswith(f"{name}/") for one in infos)}
     with open_file(path, request.access) as file:
-        return _like(request, kind, file, infos, is_all, notes)
+        return _like(request, kind, file, infos, is_named, is_all, _links_told(links))
 
 
-def _links(path: str, access: Access) -> str:
-    """What is said of links into other files, which a copy of all arrays does not follow; empty without any."""
+def _links(path: str, access: Access) -> dict[str, str]:
+    """The links, which a copy of all arrays does not follow."""
     try:
         with open_file(path, access) as file:
-            links = file.links()
+            return dict(file.links())
     except SourceError:  # the search for arrays says why
-        return ""
+        return {}
+
+
+def _links_told(links: Mapping[str, str], all_and: str = _ALL_AND) -> list[str]:
+    """What is said of links that are not followed."""
     if not links:
-        return ""
-    told = some([f"'{printable(name)}' (to {printable(to)})" for name, to in links.items()])
+        return []
+    told = ", ".join(f"'{printable(name)}' (to {printable(to)})" for name, to in links.items())
     name = printable(next(iter(links)).lstrip("/"))
-    how = f"{_ALL_AND}--dataset '{name}', or '{name}/*' for a group"
-    return f"links into other files were left out: {told}. To copy what they lead to, name it, too: {how}"
+    how = f"{all_and}--dataset '{name}', or '{name}/*' for a group"
+    return [f"links were left out: {told}. To copy what they lead to, name it, too: {how}"]
+
+
+_Described = tuple[ArrayInfo, Properties, State]
 
 
 def _like(
-    request: CopyRequest, kind: str, file: OpenFile, infos: dict[str, ArrayInfo], is_all: bool, notes: list[str]
-) -> tuple[list[Found], dict[str, Any], list[str]]:
-    """What is asked of each array."""
-    described: dict[str, tuple[ArrayInfo, Properties, State]] = {}
+    request: CopyRequest,
+    kind: str,
+    file: OpenFile,
+    infos: dict[str, ArrayInfo],
+    is_named: Collection[str],
+    is_all: bool,
+    notes: list[str],
+) -> tuple[list[Found], Beside, list[str]]:
+    """What is asked of each array. Those in `is_named` were named one by one, and cannot be left out."""
+    described: dict[str, _Described] = {}
     for name, info in infos.items():
-        described[name] = _describe(file, info.dataset, info)
-    main = [name for name in described if not _is_beside(name, described)]
-    for name in list(described):
-        for other in described[name][1].coordinates:
-            if other not in described and not is_all:
-                try:
-                    described[other] = _describe(file, other)
-                except SourceError as error:
-                    if not isinstance(error.__context__, KeyError):  # else there is none: many axes have a name only
-                        notes.append(f"the coordinate '{other}' of '{name}' was left out: {error}")
+        try:
+            described[name] = _describe(file, info.dataset, info)
+        except SourceError:
+            if info.refused is None:
+                raise
+            notes.append(f"{info} was left out: it holds {info.refused}")
+    main = [name for name, one in described.items() if one[1].texts is None and not _is_beside(name, described)]
+    if not is_all:
+        notes += _take_along(file, described)
     described = {name: one for name, one in described.items() if not one[1].is_dimension}
-    main = [name for name in main if name in described] or list(described)
+    main = [name for name in main if name in described] or [name for name in described if described[name][1].texts is None]
     parts = _parts(request.select, {name: described[name] for name in main})
     asked = _asked(request, {name: described[name][0] for name in main})
-    found = []
+    found, texts = [], dict[str, ArraySpec]()
     selections = {
         name: _selection(info, properties, parts, request.select if name in main else None)
         for name, (info, properties, _) in described.items()
@@ -306,12 +337,17 @@ def _like(
     for name, (info, properties, state) in described.items():
         selection, grows = selections[name], _growing(unlimited, dims[name], name in main)
         wanted = _asked_of(asked, info, selection, name in main, grows)
-        if name not in main and not _can_stay(kind, info, properties, selection, wanted):
+        is_text = properties.texts is not None
+        if name not in main and not is_text and not _can_stay(kind, info, properties, selection, wanted):
             wanted = replace(wanted, compression=asked.compression)
+        properties, lost = _found_by_name(kind, name, properties, described)
         spec, more = spec_like(info, properties, selection, kind, wanted)
-        notes += more
+        notes += more + lost
         target = "/data" if name == "/" and not kind.startswith("zarr") else name
-        found.append(Found(info, selection, target, spec, state))
+        if is_text:
+            texts[target] = spec
+        else:
+            found.append(Found(info, selection, target, spec, state))
     if not found:
         raise ConfigError(f"'{request.source}' holds no arrays that could be copied")
     _check_asked(request, found, asked, main)
@@ -323,30 +359,118 @@ def _like(
         notes.append("attributes of the file and its groups were left out, because it is untrusted")
     used = {""} | {name.strip("/")[:k] for name in described for k, c in enumerate(name.strip("/")) if c == "/"}
     groups, refused = {}, import_module("shardload.formats.saving").refused_group
-    arrays, axes = [one.full_name for one in found], {dim for one in found for dim in one.spec.dims or ()}
+    arrays = [one.full_name for one in found] + list(texts)
+    axes = {dim for spec in [*(one.spec for one in found), *texts.values()] for dim in spec.dims or ()}
     for group, attrs in file.groups().items():
         if group.strip("/") not in used:
-            if not is_all or not attrs:
+            if not is_all:
                 continue
             why = refused(kind, group, arrays, axes)
             if why is not None:
-                notes.append(f"the attributes of group {group!r}, {why}, were left out")
+                what = f"the attributes of group {group!r}" if attrs else f"the group {group!r}"
+                notes.append(f"{what}, {why}, {'were' if attrs else 'was'} left out")
                 continue
         kept, _, more = attrs_for(kind, f"group '{group}'", attrs)
         groups[group] = kept
         notes += [f"{what} was left out" for what in more]
     notes += [f"{what} was left out" for what in file.unread()]
-    return found, groups, notes
+    return found, Beside(texts, groups), notes
 
 
-def _describe(file: OpenFile, name: str, expected: ArrayInfo | None = None) -> tuple[ArrayInfo, Properties, State]:
-    source = file.open(name)
-    try:
+def _describe(file: OpenFile, name: str, expected: ArrayInfo | None = None) -> _Described:
+    """What must be known of an array of numbers, or of a short one of text. SourceError for another one."""
+    with closing(file.open_any(name)) as source:
         info = source.info if expected is None else expected
         with as_source_error(info.path, name):
-            return info, source.properties(), source.opened_in()
-    finally:
-        source.close()
+            properties = source.properties()
+        if properties.texts is None:
+            check_loadable(source.info)
+        return info, properties, source.opened_in()
+
+
+def _take_along(file: OpenFile, described: dict[str, _Described]) -> list[str]:
+    """Add what belongs to arrays that were chosen: coordinates, and what attributes name. Returns notes of what is lost."""
+    notes, todo = [], list(described)
+    for name in todo:  # grows
+        for places in belonging(name, described[name][1]):
+            if any(place in described for place in places):
+                continue
+            for place in places:
+                try:
+                    described[place] = _describe(file, place)
+                except SourceError as error:
+                    if isinstance(error.__context__, KeyError):  # there is none: many axes have a name only
+                        continue
+                    notes.append(f"'{place}', which belongs to '{name}', was left out: {error}")
+                else:
+                    todo.append(place)
+                break
+    return notes
+
+
+def _found_by_name(
+    kind: str, name: str, properties: Properties, described: Mapping[str, _Described]
+) -> tuple[Properties, list[str]]:
+    """With an attribute that names the coordinates which the new file's format does not find otherwise: those in other groups,
+    and all but one of an axis. HDF5 attaches them. And notes of what else only HDF5 says of axes.
+    """
+    if kind == "hdf5":
+        return properties, []
+    own, last = name.rpartition("/")[::2]
+    places = {
+        place for places in named_beside(name, {"coordinates": properties.attrs.get("coordinates", "")}) for place in places
+    }
+    places = places if kind == "netcdf4" else {place for place in places if place.rpartition("/")[0] == own}
+    for dim in filter(None, properties.dims):
+        above = own
+        while kind == "netcdf4" and above and f"{above}/{dim}" not in described:
+            above = above.rpartition("/")[0]
+        places.add(f"{above}/{dim}")
+    unnamed = [one for one in properties.coordinates if one in described and one not in {name, *places}]
+    words = [one.rpartition("/")[2] if one.rpartition("/")[0] == own else one for one in unnamed]
+    notes = [f"the coordinate '{one}' of '{name}'" for one in words if len(one.split()) > 1]
+    if words := [one for one in words if len(one.split()) == 1]:
+        told = [*names_in(as_text(properties.attrs.get("coordinates"))), *words]
+        properties = replace(properties, attrs={**properties.attrs, "coordinates": " ".join(told)})
+    each = zip(properties.axis_labels, properties.dims, strict=False)
+    notes += [f"the label {label!r} of axis {k} of '{name}'" for k, (label, dim) in enumerate(each) if label not in ("", dim)]
+    if properties.scale_name not in (None, "", last, properties.stored_name):
+        notes.append(f"the name {properties.scale_name!r} of '{name}' as a dimension scale")
+    return properties, [f"{what} was left out" for what in notes]
+
+
+def belonging(name: str, properties: Properties) -> list[list[str]]:
+    """What belongs to an array, each with the places where it may be: coordinates, and what attributes name."""
+    return [*([one] for one in properties.coordinates), *named_beside(name, properties.attrs)]
+
+
+def without_what_is_refused(
+    request: CopyRequest, found: list[Found], about: Beside, error: ConfigError
+) -> tuple[list[Found], Beside, list[str]]:
+    """What the new file's format can hold, if `error` says that it cannot hold all; and what it cannot, in words. Raises the
+    error if that is an array that was named, or none is left.
+    """
+    named = {f"/{name.strip('/')}" for name in (*request.dataset, split_path(request.source)[1] or "*")}
+    notes: list[str] = []
+
+    def is_held(name: str, spec: ArraySpec) -> bool:
+        plain = replace(spec, chunks=None, shards=None, compression=None, checksum=False, unlimited=())
+        stand_in = ArraySpec((), np.dtype("i1"))
+        specs = {name: plain} if spec.texts is None else {name: plain, "/a": stand_in}
+        try:
+            import_module("shardload.formats.saving").make_sink(request.target, specs, format=request.format, mode=request.mode)
+        except ConfigError as why:
+            if name in named:
+                raise error from None
+            notes.append(f"'{name}' was left out: {why}")
+            return False
+        return True
+
+    kept = [one for one in found if is_held(one.full_name, one.spec)]
+    texts = {name: spec for name, spec in about.texts.items() if is_held(name, spec)}
+    if not kept or not notes:
+        raise error
+    return kept, replace(about, texts=texts), notes
 
 
 def _is_beside(name: str, described: Mapping[str, tuple[ArrayInfo, Properties, State]]) -> bool:
