@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
@@ -260,7 +260,7 @@ def find(request: CopyRequest) -> tuple[list[Found], Beside, list[str]]:
     if inside and request.dataset:
         raise ConfigError(f"'{request.source}' names an array, and dataset={request.dataset[0]!r} names another. Leave one out")
     infos: dict[str, ArrayInfo] = {}
-    is_all, is_named = not request.dataset and not inside, dict.fromkeys(names)
+    is_all = "*" in names
     links = _links(path, request.access) if is_all else {}
     with Finder(request.access) as finder:
         for name in names:
@@ -274,10 +274,10 @@ def find(request: CopyRequest) -> tuple[list[Found], Beside, list[str]]:
                 infos |= {one.info.dataset: one.info for one in below} | {one.dataset: one for one in left_out}
             else:
                 info = find_array(path, name, request.access)
-                infos[info.dataset], is_named[info.dataset] = info, None
+                infos[info.dataset] = info
     links = {name: to for name, to in links.items() if not any(f"{one}/".startswith(f"{name}/") for one in infos)}
     with open_file(path, request.access) as file:
-        return _like(request, kind, file, infos, is_named, is_all, _links_told(links))
+        return _like(request, kind, file, infos, is_all, _links_told(links))
 
 
 def _links(path: str, access: Access) -> dict[str, str]:
@@ -303,15 +303,9 @@ _Described = tuple[ArrayInfo, Properties, State]
 
 
 def _like(
-    request: CopyRequest,
-    kind: str,
-    file: OpenFile,
-    infos: dict[str, ArrayInfo],
-    is_named: Collection[str],
-    is_all: bool,
-    notes: list[str],
+    request: CopyRequest, kind: str, file: OpenFile, infos: dict[str, ArrayInfo], is_all: bool, notes: list[str]
 ) -> tuple[list[Found], Beside, list[str]]:
-    """What is asked of each array. Those in `is_named` were named one by one, and cannot be left out."""
+    """What is asked of each array."""
     described: dict[str, _Described] = {}
     for name, info in infos.items():
         try:
