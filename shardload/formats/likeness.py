@@ -22,7 +22,7 @@ import numpy as np
 from shardload.errors import ConfigError
 from shardload.formats.base import ArrayInfo, Properties, native_dtype
 from shardload.formats.labels import names_in
-from shardload.formats.netcdf import RESERVED, refused_by_hdf5, refused_by_netcdf
+from shardload.formats.netcdf import refused_by_hdf5, refused_by_netcdf
 from shardload.formats.sink import ArraySpec, Compression, fitting
 from shardload.planning.selection import Selection
 from shardload.values.decoding import OF_STORED
@@ -136,7 +136,7 @@ def _text_like(
     info: ArrayInfo, found: Properties, selection: Selection, kind: str, asked: Asked
 ) -> tuple[ArraySpec, list[str]]:
     """`spec_like` of an array of text."""
-    values = np.asarray(found.texts)[selection.region.slices()].reshape(selection.shape)
+    values = np.asarray(found.texts)[(*selection.region.slices(), ...)].reshape(selection.shape)
     kept, notes, attrs = selection.kept, list(found.unread), dict(found.attrs)
     if kind != "hdf5" and attrs.pop("_FillValue", None) is not None:
         notes.append(f"attribute '_FillValue' of {info} (which is text)")
@@ -227,10 +227,6 @@ def attrs_for(
         return found, fill, notes
     for key, value in list(found.items()):
         try:
-            if key in RESERVED:
-                raise ValueError("a name that HDF5 and netCDF keep for themselves")
-            if "\0" in key or (isinstance(value, str) and "\0" in value):
-                raise ValueError("a zero byte, which ends a text in HDF5")
             found[key] = _typed(value)
             why = refused_by_hdf5(key, found[key])
             if why is None and kind == "netcdf4":

@@ -162,7 +162,7 @@ class ArraySpec:
         if is_plain and shape and 0 not in shape and (compression is not None or checksum):
             what, why = ("compression", "are compressed") if compression else ("checksums", "have them")
             raise ConfigError(f"{name!r} has {what} but no chunks; only chunks {why}. Pass chunks=, such as {_example(shape)}")
-        if chunks is None and self.unlimited:
+        if chunks is None and self.unlimited and self.texts is None:
             raise ConfigError(f"{name!r} has an axis that may grow, but no chunks. Pass chunks=, such as {_example(shape)}")
         if chunks is None:
             compression, checksum = None, False

@@ -166,11 +166,11 @@ def name_axes(file: h5py.File, specs: Mapping[str, ArraySpec], *, is_netcdf: boo
                 file[name].dims[axis].label = label
             if own is None:
                 own = added.get((name, axis))
-            if own is None:
+            if own is None or axes.attached(name, axis):
                 continue
             known, first, grows = lengths.setdefault(own, (spec.shape[axis], name, False))
             lengths[own] = known, first, grows or axis in spec.unlimited
-            if known != spec.shape[axis] and own not in axes.attached(name, axis):
+            if known != spec.shape[axis]:
                 raise ConfigError(
                     f"axis {dim!r} has {spec.shape[axis]} elements in '{name}', but {known} in '{first}'. {ONE_LENGTH}"
                 )
@@ -187,10 +187,12 @@ def name_axes(file: h5py.File, specs: Mapping[str, ArraySpec], *, is_netcdf: boo
     for name, spec in specs.items():
         if spec.scale_name is not None:
             file[name].make_scale(spec.scale_name)
+        for axis in range(len(spec.scales)):
+            for scale in axes.attached(name, axis):
+                file[name].dims[axis].attach_scale(file[scale])
     for (name, axis), scale in scale_of.items():
-        for one in axes.attached(name, axis) or [scale]:
-            if name != one:
-                file[name].dims[axis].attach_scale(file[one])
+        if name != scale:
+            file[name].dims[axis].attach_scale(file[scale])
     if is_netcdf:
         for name, spec in specs.items():
             if name not in numbers and spec.shape:

@@ -42,13 +42,14 @@ from shardload.formats.zarr.encodings import group_metadata, layout, plain_attrs
 from shardload.planning.grid import unravel
 from shardload.planning.region import Region
 
-__all__ = ["ZarrCatalog", "ZarrEncoder", "ZarrSink", "is_taken", "write_file"]
+__all__ = ["MOST_NAME_NBYTES", "ZarrCatalog", "ZarrEncoder", "ZarrSink", "is_taken", "write_file"]
 
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
 _MOST_OPEN = 64  # files that wait for their fsync
 _MOST_BEHIND = 4096  # writes into them
 _MISSING = np.uint64(2**64 - 1)
 
+MOST_NAME_NBYTES = 255  # of a file or folder
 _TAKEN = {"zarr.json", ".zarray", ".zgroup", ".zattrs", ".zmetadata", FOLDER_MARK}
 
 
@@ -138,6 +139,8 @@ class ZarrSink(Sink):
         for name in specs:
             if any(map(is_taken, name.split("/"))):
                 raise ConfigError(f"an array is called '{name}'; a Zarr store has files of such names itself. Rename it")
+            if any(len(part.encode(errors="replace")) > MOST_NAME_NBYTES for part in name.split("/")):
+                raise ConfigError(f"an array is called '{name}', which is too long for a folder. Rename it")
 
     def create(self) -> Catalog:
         """See `Sink`."""

@@ -335,7 +335,13 @@ def _like(
         if name not in main and not is_text and not _can_stay(kind, info, properties, selection, wanted):
             wanted = replace(wanted, compression=asked.compression)
         properties, lost = _found_by_name(kind, name, properties, described)
-        spec, more = spec_like(info, properties, selection, kind, wanted)
+        try:
+            spec, more = spec_like(info, properties, selection, kind, wanted)
+        except ConfigError as error:
+            if not is_text:
+                raise
+            notes.append(f"{info} was left out: {error}")
+            continue
         notes += more + lost
         target = "/data" if name == "/" and not kind.startswith("zarr") else name
         if is_text:
