@@ -144,6 +144,7 @@ def _text_like(
     is_char = values.dtype == np.dtype("S1")
     if kind.startswith("zarr") and is_char and info.format == "netCDF4" and values.ndim and values.shape[-1]:
         # netCDF has text as characters along an axis of their own, which readers join.
+        notes.append(f"the axis {found.dims[kept[-1]]!r} of {info} (of the characters of each text)")
         values, kept = np.ascontiguousarray(values).view(f"S{values.shape[-1]}")[..., 0], kept[:-1]
     if kind.startswith("zarr") or (kind == "netcdf4" and not is_char):  # text of any length, which both have
         try:

@@ -187,6 +187,7 @@ def name_axes(file: h5py.File, specs: Mapping[str, ArraySpec], *, is_netcdf: boo
     for name, spec in specs.items():
         if spec.scale_name is not None:
             file[name].make_scale(spec.scale_name)
+    for name, spec in specs.items():
         for axis in range(len(spec.scales)):
             for scale in axes.attached(name, axis):
                 file[name].dims[axis].attach_scale(file[scale])

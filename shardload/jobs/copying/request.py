@@ -317,7 +317,8 @@ def _like(
     main = [name for name, one in described.items() if one[1].texts is None and not _is_beside(name, described)]
     if not is_all:
         notes += _take_along(file, described)
-    described = {name: one for name, one in described.items() if not one[1].is_dimension}
+    valueless = {name for name, one in described.items() if one[1].is_dimension}
+    described = {name: one for name, one in described.items() if name not in valueless}
     main = [name for name in main if name in described] or [name for name in described if described[name][1].texts is None]
     parts = _parts(request.select, {name: described[name] for name in main})
     asked = _asked(request, {name: described[name][0] for name in main})
@@ -357,10 +358,13 @@ def _like(
         notes += [f"{what}: xarray opens no group with both" for what, _ in unopened]
     if request.untrusted:
         notes.append("attributes of the file and its groups were left out, because it is untrusted")
+    axes = {dim for spec in [*(one.spec for one in found), *texts.values()] for dim in spec.dims or ()}
+    for name in sorted(valueless if is_all else ()):
+        if name.rpartition("/")[2] not in axes:
+            notes.append(f"the dimension '{name}' was left out: no array of the new file has it")
     used = {""} | {name.strip("/")[:k] for name in described for k, c in enumerate(name.strip("/")) if c == "/"}
     groups, refused = {}, import_module("shardload.formats.saving").refused_group
     arrays = [one.full_name for one in found] + list(texts)
-    axes = {dim for spec in [*(one.spec for one in found), *texts.values()] for dim in spec.dims or ()}
     for group, attrs in file.groups().items():
         if group.strip("/") not in used:
             if not is_all:

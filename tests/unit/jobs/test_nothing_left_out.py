@@ -293,7 +293,7 @@ def _array_of_hdf5(file: h5py.File, one: h5py.Dataset, name: str, is_netcdf: boo
     except (OSError, TypeError, ValueError):
         values = "?"
     is_text = h5py.check_string_dtype(one.dtype) is not None if one.id.get_type().get_class() == h5py.h5t.STRING else False
-    if is_text and is_netcdf and one.dtype == "S1" and one.ndim:
+    if is_text and one.dtype == "S1" and one.ndim > 1:  # as netCDF has text
         values = np.ascontiguousarray(values).view(f"S{one.shape[-1]}")[..., 0]
     is_bool = np.asarray(one.attrs.get("dtype", b"")).astype("S").item() == b"bool"
     yield ("array", name), _normal(np.asarray(values).astype(bool) if is_bool else values)
@@ -308,7 +308,9 @@ def _array_of_hdf5(file: h5py.File, one: h5py.Dataset, name: str, is_netcdf: boo
         label = one.dims[axis].label
         if label:
             yield ("label", name, axis), label
-        own = [scale.rpartition("/")[2] for scale in scales[axis]] if scales else [last] * (is_scale and one.ndim == 1)
+        own = [last] * (is_scale and one.ndim == 1)
+        if scales and scales[axis]:
+            own = [label if label and _is_valueless(file[scales[axis][0]]) else scales[axis][0].rpartition("/")[2]]
         if own or label:
             yield ("axis", name, axis), own[0] if own else label
         if one.maxshape[axis] is None:
@@ -349,16 +351,24 @@ def _of_store(root: zarr.Group) -> Iterator[tuple[Key, Any]]:
             for axis, dim in enumerate(dims or ()):
                 if dim:
                     yield ("axis", name, axis), dim
-                if dim and f"{group}/{dim}" != name and f"{group}/{dim}".lstrip("/") in members:
+                beside = members.get(f"{group}/{dim}".lstrip("/"))
+                if f"{group}/{dim}" != name and beside is not None and beside.ndim == 1:
                     yield ("coordinate", name, f"{group}/{dim}"), True
             for place in _named(attrs, group, lambda place: place.lstrip("/") in members):
                 yield ("coordinate", name, place), True
             if not is_three and one.metadata.fill_value is not None and one.dtype.kind in "iufc":
                 attrs["_FillValue"] = one.metadata.fill_value
             elif isinstance(attrs.get("_FillValue"), str):
-                attrs["_FillValue"] = struct.unpack("<d", base64.b64decode(attrs["_FillValue"]))[0]
+                attrs["_FillValue"] = _number(attrs["_FillValue"])
+            elif isinstance(attrs.get("_FillValue"), list):
+                attrs["_FillValue"] = complex(*map(_number, attrs["_FillValue"]))
         for key, value in attrs.items():
             yield ("attribute", name, key), _normal(value)
+
+
+def _number(text: str) -> float:
+    """As xarray writes a ``_FillValue``."""
+    return float(struct.unpack("<d", base64.b64decode(text))[0])
 
 
 def _plain(value: Any) -> Any:
