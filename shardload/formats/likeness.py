@@ -150,7 +150,7 @@ def _text_like(
         try:
             texts = [one.decode() if isinstance(one, bytes) else str(one) for one in values.reshape(-1).tolist()]
         except UnicodeDecodeError as error:
-            raise ConfigError(f"{info} holds bytes that are no text ({error})") from None
+            raise ConfigError(f"bytes that are no text ({error})") from None
         values = np.array([*texts, None], dtype=object)[:-1].reshape(values.shape)
     grows = {n for n, k in enumerate(kept) if k in found.unlimited} | set(asked.unlimited)
     spec = ArraySpec(

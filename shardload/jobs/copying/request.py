@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
 from typing import Any
@@ -20,12 +19,11 @@ import numpy as np
 from shardload.errors import ConfigError, SourceError, printable
 from shardload.formats.access import Access, Limits
 from shardload.formats.base import ArrayInfo, OpenFile, Properties, some
-from shardload.formats.diagnosis import as_source_error
-from shardload.formats.labels import names_in
-from shardload.formats.likeness import KEEP, Asked, as_text, attrs_for, bounds_of, named_beside, spec_like
-from shardload.formats.lookup import Finder, check_loadable, find_array, open_file, split_path
+from shardload.formats.likeness import KEEP, Asked, attrs_for, bounds_of, spec_like
+from shardload.formats.lookup import Finder, find_array, open_file, split_path
 from shardload.formats.sink import ArraySpec, Compression, Sink, unopened_by_xarray
 from shardload.jobs.consistency import State
+from shardload.jobs.described import Described, describe_array, found_by_name, take_along
 from shardload.options import AUTO, CHECKSUM, FULL, INDEX, TIMEOUT, Options
 from shardload.planning.copying import growing_chunks
 from shardload.planning.region import Region
@@ -299,24 +297,21 @@ def _links_told(links: Mapping[str, str], all_and: str = _ALL_AND) -> list[str]:
     return [f"links were left out: {told}. To copy what they lead to, name it, too: {how}"]
 
 
-_Described = tuple[ArrayInfo, Properties, State]
-
-
 def _like(
     request: CopyRequest, kind: str, file: OpenFile, infos: dict[str, ArrayInfo], is_all: bool, notes: list[str]
 ) -> tuple[list[Found], Beside, list[str]]:
     """What is asked of each array."""
-    described: dict[str, _Described] = {}
+    described: dict[str, Described] = {}
     for name, info in infos.items():
         try:
-            described[name] = _describe(file, info.dataset, info)
+            described[name] = describe_array(file, info.dataset, info)
         except SourceError:
             if info.refused is None:
                 raise
             notes.append(f"{info} was left out: it holds {info.refused}")
     main = [name for name, one in described.items() if one[1].texts is None and not _is_beside(name, described)]
     if not is_all:
-        notes += _take_along(file, described)
+        notes += take_along(file, described)
     valueless = {name for name, one in described.items() if one[1].is_dimension}
     described = {name: one for name, one in described.items() if name not in valueless}
     main = [name for name in main if name in described] or [name for name in described if described[name][1].texts is None]
@@ -335,13 +330,13 @@ def _like(
         is_text = properties.texts is not None
         if name not in main and not is_text and not _can_stay(kind, info, properties, selection, wanted):
             wanted = replace(wanted, compression=asked.compression)
-        properties, lost = _found_by_name(kind, name, properties, described)
+        properties, lost = found_by_name(kind, name, properties, described)
         try:
             spec, more = spec_like(info, properties, selection, kind, wanted)
         except ConfigError as error:
             if not is_text:
                 raise
-            notes.append(f"{info} was left out: {error}")
+            notes.append(f"{info} was left out: it holds {error}")
             continue
         notes += more + lost
         target = "/data" if name == "/" and not kind.startswith("zarr") else name
@@ -379,73 +374,6 @@ def _like(
         notes += [f"{what} was left out" for what in more]
     notes += [f"{what} was left out" for what in file.unread()]
     return found, Beside(texts, groups), notes
-
-
-def _describe(file: OpenFile, name: str, expected: ArrayInfo | None = None) -> _Described:
-    """What must be known of an array of numbers, or of a short one of text. SourceError for another one."""
-    with closing(file.open_any(name)) as source:
-        info = source.info if expected is None else expected
-        with as_source_error(info.path, name):
-            properties = source.properties()
-        if properties.texts is None:
-            check_loadable(source.info)
-        return info, properties, source.opened_in()
-
-
-def _take_along(file: OpenFile, described: dict[str, _Described]) -> list[str]:
-    """Add what belongs to arrays that were chosen: coordinates, and what attributes name. Returns notes of what is lost."""
-    notes, todo = [], list(described)
-    for name in todo:  # grows
-        for places in belonging(name, described[name][1]):
-            if any(place in described for place in places):
-                continue
-            for place in places:
-                try:
-                    described[place] = _describe(file, place)
-                except SourceError as error:
-                    if isinstance(error.__context__, KeyError):  # there is none: many axes have a name only
-                        continue
-                    notes.append(f"'{place}', which belongs to '{name}', was left out: {error}")
-                else:
-                    todo.append(place)
-                break
-    return notes
-
-
-def _found_by_name(
-    kind: str, name: str, properties: Properties, described: Mapping[str, _Described]
-) -> tuple[Properties, list[str]]:
-    """With an attribute that names the coordinates which the new file's format does not find otherwise: those in other groups,
-    and all but one of an axis. HDF5 attaches them. And notes of what else only HDF5 says of axes.
-    """
-    if kind == "hdf5":
-        return properties, []
-    own, last = name.rpartition("/")[::2]
-    places = {
-        place for places in named_beside(name, {"coordinates": properties.attrs.get("coordinates", "")}) for place in places
-    }
-    places = places if kind == "netcdf4" else {place for place in places if place.rpartition("/")[0] == own}
-    for dim in filter(None, properties.dims):
-        above = own
-        while kind == "netcdf4" and above and f"{above}/{dim}" not in described:
-            above = above.rpartition("/")[0]
-        places.add(f"{above}/{dim}")
-    unnamed = [one for one in properties.coordinates if one in described and one not in {name, *places}]
-    words = [one.rpartition("/")[2] if one.rpartition("/")[0] == own else one for one in unnamed]
-    notes = [f"the coordinate '{one}' of '{name}'" for one in words if len(one.split()) > 1]
-    if words := [one for one in words if len(one.split()) == 1]:
-        told = [*names_in(as_text(properties.attrs.get("coordinates"))), *words]
-        properties = replace(properties, attrs={**properties.attrs, "coordinates": " ".join(told)})
-    each = zip(properties.axis_labels, properties.dims, strict=False)
-    notes += [f"the label {label!r} of axis {k} of '{name}'" for k, (label, dim) in enumerate(each) if label not in ("", dim)]
-    if properties.scale_name not in (None, "", last, properties.stored_name):
-        notes.append(f"the name {properties.scale_name!r} of '{name}' as a dimension scale")
-    return properties, [f"{what} was left out" for what in notes]
-
-
-def belonging(name: str, properties: Properties) -> list[list[str]]:
-    """What belongs to an array, each with the places where it may be: coordinates, and what attributes name."""
-    return [*([one] for one in properties.coordinates), *named_beside(name, properties.attrs)]
 
 
 def without_what_is_refused(
