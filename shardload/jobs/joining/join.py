@@ -256,7 +256,7 @@ class _Join:
     @property
     def _advice(self) -> str:
         """What to do if an array that is not joined differs."""
-        if self._ask.dataset is None:
+        if not self._ask.dataset:
             return "Name the arrays to join with dataset="
         return "It is named in dataset=, or belongs to what is. Leave that out, or join the parts that have the same"
 
@@ -296,7 +296,7 @@ class _Join:
                     if info.refused is None:
                         raise
                     self._note(f"'{printable(info.dataset)}' was left out: it holds {info.refused}")
-            if self._ask.dataset is not None:
+            if self._ask.dataset:
                 self._note(*take_along(file, described))
             else:
                 links = [name for name in file.links() if not any(f"{one}/".startswith(f"{name}/") for one in described)]
@@ -306,6 +306,8 @@ class _Join:
                     self._take_text(k, info, properties)
                 elif not properties.is_dimension:
                     self._take(k, *self._stacked(info, properties))
+                elif not any(info.dataset.rpartition("/")[2] in one[1].dims for one in described.values() if one[0] != info):
+                    self._note(f"the dimension '{printable(info.dataset)}' was left out: no array has it")
             self._take_groups(k, file)
 
     def _stacked(self, info: ArrayInfo, properties: Properties) -> tuple[ArrayInfo, Properties]:

@@ -1,8 +1,9 @@
 """Is anything that is in a file neither in its copy, nor named by what the copy reports?
 
-`SOURCES` is a table of odd files: a row more is a function that writes one. Each is copied to each of `TARGETS`. All that h5py, or
-zarr-python, finds in the file is looked up in the copy (`_Inventory`): groups, arrays with their values, text, links, named types,
-names of axes, coordinates, labels, axes that can grow, and every attribute. What is missing there, or is another one, must be named.
+`SOURCES` is a table of odd files: a row more is a function that writes one. Each is copied to each of `TARGETS`. All that h5py,
+or zarr-python, finds in the file is looked up in the copy (`inventory`): groups, arrays with their values, text, links, named
+types, names of axes, coordinates, labels, axes that can grow, and every attribute. What is missing there, or differs, must be
+named.
 """
 
 from __future__ import annotations
@@ -429,7 +430,7 @@ def lost(before: Mapping[Key, Any], after: Mapping[Key, Any], notes: str, kind: 
             if key[0] == "can grow" and kind.startswith("zarr"):  # as every axis there
                 is_there = True
         if key[0] == "attribute" and key[2] == "coordinates" and key in after:
-            is_there = is_there or set(eval(value).split()) <= set(eval(after[key]).split())  # noqa: S307
+            is_there = is_there or set(eval(value).split()) <= set(eval(after[key]).split())
         if not (is_there or _told(key, notes)):
             found.append(f"{key}: {str(value)[:60]} -> {str(after.get(key, 'nothing'))[:60]}")
     return found
