@@ -136,7 +136,8 @@ def _text_like(
     info: ArrayInfo, found: Properties, selection: Selection, kind: str, asked: Asked
 ) -> tuple[ArraySpec, list[str]]:
     """`spec_like` of an array of text."""
-    values = np.asarray(found.texts)[(*selection.region.slices(), ...)].reshape(selection.shape)
+    index: Any = (*selection.region.slices(), ...)
+    values = np.asarray(found.texts)[index].reshape(selection.shape)
     kept, notes, attrs = selection.kept, list(found.unread), dict(found.attrs)
     if kind != "hdf5" and attrs.pop("_FillValue", None) is not None:
         notes.append(f"attribute '_FillValue' of {info} (which is text)")

@@ -521,7 +521,7 @@ class _Hdf5File(OpenFile):
         try:
             self._file.id.links.visit(keep, info=True)
             for name, kind in others.items():
-                value = self._file.id.links.get_val(name) if kind in (h5py.h5l.TYPE_SOFT, h5py.h5l.TYPE_EXTERNAL) else b"?"
+                value: Any = self._file.id.links.get_val(name) if kind in (h5py.h5l.TYPE_SOFT, h5py.h5l.TYPE_EXTERNAL) else b"?"
                 is_external = kind == h5py.h5l.TYPE_EXTERNAL
                 to = f"'{decoded(value[1])}' in '{os.fsdecode(value[0])}'" if is_external else f"'{decoded(value)}'"
                 found[f"/{decoded(name)}"] = to

@@ -221,7 +221,7 @@ def _written(spec: ArraySpec, version: int) -> dict[str, bytes]:
         chunks=tuple(max(1, n) for n in spec.shape),
         attributes=attrs,
         dimension_names=list(spec.dims or ()) if version == 3 else None,
-        zarr_format=version,
+        zarr_format=3 if version == 3 else 2,
     )
     made[...] = np.asarray(spec.texts)
     return {key: content.to_bytes() for key, content in files.items()}

@@ -376,7 +376,7 @@ class _Join:
         one = self._texts.setdefault(info.dataset, _Member(info, properties, dict(properties.attrs)))
         one.lengths.append((k, info.shape))
         first, attrs = one.properties, properties.attrs
-        if first.dims != properties.dims or not np.array_equal(first.texts, properties.texts):
+        if first.dims != properties.dims or not np.array_equal(np.asarray(first.texts), np.asarray(properties.texts)):
             one.properties = replace(first, texts=None)
         one.differing |= {key: None for key in {**one.attrs, **attrs} if key not in one.attrs or key not in attrs}
         one.differing |= {key: None for key in one.attrs if key in attrs and not same_value(one.attrs[key], attrs[key])}
