@@ -6,6 +6,8 @@ became a float64 would be another number.
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import h5py
@@ -15,17 +17,18 @@ from shardload.formats.base import Properties, dtype_text, native_dtype, refusal
 from shardload.formats.compression_words import BLOSC_CODES, BLOSC_SHUFFLES, blosc_told, compression_told
 from shardload.formats.hdf5.attributes import UnreadableError, names_of, read
 from shardload.formats.hdf5.filters import LOSSY, NAMES, scaleoffset_is_idle
-from shardload.formats.hdf5.metadata import HIDDEN, NO_NAMES, NON_COORDINATE, filters_of, labels_of, stands_for_axis
-from shardload.formats.hdf5.names import encoded, names_below
+from shardload.formats.hdf5.metadata import NO_NAMES, NON_COORDINATE, filters_of, is_hidden, labels_of, stands_for_axis
+from shardload.formats.hdf5.names import decoded, encoded, names_below
 from shardload.formats.hdf5.opened import creation_of, element_of, nbytes_of_attributes_of
 from shardload.formats.hdf5.raw_file import type_of_values
 from shardload.formats.labels import Note
 
 __all__ = ["attribute_names", "groups_of", "properties_of"]
 
-_MOST_NBYTES = 1 << 20  # of one attribute
+_MOST_NBYTES = 1 << 20  # of one attribute, or the values of an array of text
 _MOST_ATTRIBUTES_NBYTES = 1 << 24
 _BLOSC_NAMES = {code: name for name, code in BLOSC_CODES.items()}
+_OF_TEXT = {1, 2, 3}  # filters that HDF5 has itself
 _ARGUMENTS = {6: slice(0, 2), 4: slice(0, 2), 32008: slice(3, None), 5: slice(0, 0), 32000: slice(0, 0)}  # the caller's own
 
 
@@ -50,10 +53,12 @@ def properties_of(dataset: h5py.Dataset, filters: list[tuple[int, int, Any, byte
             fill = value.astype(native_dtype(dtype))[()]
         except (OSError, TypeError) as error:  # HDF5 does not convert that of bit fields, and of small arrays
             unread.append(f"the fill value of '{dataset.name}' ({error})")
+    scales, axis_labels, more = _axes(dataset)
     if "_FillValue" in attrs:
         value = np.asarray(attrs["_FillValue"])
         attrs["_FillValue"] = value.reshape(-1)[0] if value.size == 1 else attrs["_FillValue"]
-    return Properties.of(
+    is_scale = h5py.h5ds.is_scale(dataset.id)
+    found = Properties.of(
         labels,
         dtype,
         attrs,
@@ -62,9 +67,65 @@ def properties_of(dataset: h5py.Dataset, filters: list[tuple[int, int, Any, byte
         fill_value=fill,
         unlimited=tuple(k for k, n in enumerate(dataset.maxshape or ()) if n is None),
         is_dimension=stands_for_axis(dataset),
-        unread=tuple(unread),
+        unread=(*unread, *more),
         stored_name=last if last.startswith(NON_COORDINATE) else None,
+        texts=_texts(dataset),
+        scales=scales,
+        axis_labels=axis_labels,
+        scale_name=decoded(h5py.h5ds.get_scale_name(dataset.id)) if is_scale else None,
     )
+    return replace(found, coordinates=tuple(dict.fromkeys([*found.coordinates, *(one for axis in scales for one in axis)])))
+
+
+def _axes(dataset: h5py.Dataset) -> tuple[tuple[tuple[str, ...], ...], tuple[str, ...], list[str]]:
+    """The full names of the scales of each axis, and its label; and which scales are lost, in words.
+
+    The attributes themselves are read: HDF5's functions for scales trust their types, and end at the first scale that is gone.
+    """
+    listed, lost = _of_axes(dataset, "DIMENSION_LIST", h5py.h5t.VLEN), []
+    scales: list[tuple[str, ...]] = []
+    for axis, references in enumerate(listed):
+        found = []
+        for reference in references:
+            try:
+                scale = dataset.file[reference]
+                if scale.name is None:
+                    raise ValueError("it has no name")
+                found += [] if stands_for_axis(scale) else [str(scale.name)]
+            except (KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
+                lost.append(f"a scale of axis {axis} of '{dataset.name}' ({error})")
+        scales.append(tuple(found))
+    labels = tuple(decoded(one or "") for one in _of_axes(dataset, "DIMENSION_LABELS", h5py.h5t.STRING))
+    return tuple(scales), labels, lost
+
+
+def _of_axes(dataset: h5py.Dataset, key: str, kind: int) -> list[Any]:
+    """What an attribute has for each axis: a list of references to objects, or text of variable length; nothing of another."""
+    if key not in dataset.attrs:
+        return []
+    attribute = h5py.h5a.open(dataset.id, key.encode())
+    found = attribute.get_type()
+    is_such = found.get_class() == kind and attribute.shape == (dataset.ndim,)
+    if kind == h5py.h5t.VLEN:
+        is_such = is_such and found.get_super().equal(h5py.h5t.STD_REF_OBJ)
+    else:
+        is_such = is_such and found.is_variable_str()
+    return list(dataset.attrs[key]) if is_such else []
+
+
+def _texts(dataset: h5py.Dataset) -> np.ndarray[Any, Any] | None:
+    """The values of a short array of text; None for another one. HDF5 finds them in this file, and needs no plugin."""
+    kind, creation = dataset.id.get_type(), creation_of(dataset)
+    if kind.get_class() != h5py.h5t.STRING or dataset.shape is None:
+        return None
+    n = max(dataset.size, math.prod(dataset.chunks or ()))
+    is_here = creation.get_layout() != h5py.h5d.VIRTUAL and not creation.get_external_count()
+    if not is_here or n * kind.get_size() > _MOST_NBYTES or not {number for number, *_ in filters_of(dataset)} <= _OF_TEXT:
+        return None
+    found = np.empty(dataset.shape, dataset.dtype)  # whose metadata say how text is encoded
+    if found.size:
+        dataset.read_direct(found)
+    return found
 
 
 def groups_of(file: h5py.File) -> tuple[dict[str, dict[str, Any]], list[str]]:
@@ -76,6 +137,8 @@ def groups_of(file: h5py.File) -> tuple[dict[str, dict[str, Any]], list[str]]:
         if isinstance(thing, h5py.Group) and h5py.h5a.get_num_attrs(thing.id):
             found[f"/{name}"], more = _attributes(thing, f"/{name}")
             unread.extend(more)
+        elif isinstance(thing, h5py.Datatype):
+            unread.append(f"the named type '/{name}'")
     return found, unread
 
 
@@ -83,7 +146,7 @@ def attribute_names(group: h5py.Group) -> list[str]:
     """The names of the author's attributes of a group; none if they are too long: HDF5 reads the attributes, too."""
     if nbytes_of_attributes_of(group) > _MOST_ATTRIBUTES_NBYTES:
         return []
-    return [key for key in names_of(group) if key not in HIDDEN]
+    return [key for key in names_of(group) if not is_hidden(group, key)]
 
 
 def _attributes(owner: Any, name: str) -> tuple[dict[str, Any], list[str]]:
@@ -95,7 +158,7 @@ def _attributes(owner: Any, name: str) -> tuple[dict[str, Any], list[str]]:
     except (OSError, RuntimeError) as error:
         return {}, [f"what attributes '{name}' has ({error})"]
     for key in keys:
-        if key in HIDDEN or key.startswith("_Netcdf4"):
+        if is_hidden(owner, key):
             continue
         what = f"attribute {key!r} of '{name}'"
         try:

@@ -43,6 +43,7 @@ __all__ = [
     "describe",
     "filters_of",
     "group_attrs_of",
+    "is_hidden",
     "labels_of",
     "stands_for_axis",
 ]
@@ -128,6 +129,11 @@ NO_VARIABLE = "This is a netCDF dimension but not a netCDF variable"
 NON_COORDINATE = "_nc4_non_coord_"  # the netCDF library's prefix of a variable that has the name of a dimension
 
 
+def is_hidden(owner: h5py.Dataset | h5py.Group, key: str) -> bool:
+    """True for an attribute that is no author's. HDF5 needs CLASS and NAME for dimension scales only; others have their own."""
+    return key.startswith("_Netcdf4") or (key in HIDDEN and (key not in ("CLASS", "NAME") or is_scale(owner)))
+
+
 def stands_for_axis(dataset: h5py.Dataset) -> bool:
     """True for a netCDF dimension without a variable: a dataset that holds nothing."""
     return _has_attributes(dataset) and is_scale(dataset) and _has_no_values(dataset)
@@ -173,7 +179,7 @@ def group_attrs_of(dataset: h5py.Dataset) -> dict[str, Any]:
 
 def _author_s(owner: h5py.Dataset | h5py.Group) -> dict[str, Any]:
     """All attributes but those that HDF5 and the netCDF library keep for themselves."""
-    return {key: _attribute(owner, key) for key in names_of(owner) if key not in HIDDEN and not key.startswith("_Netcdf4")}
+    return {key: _attribute(owner, key) for key in names_of(owner) if not is_hidden(owner, key)}
 
 
 def axes_of(dataset: h5py.Dataset, has_coords: bool = True, names: Collection[str] | None = None) -> Labels:

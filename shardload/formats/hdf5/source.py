@@ -545,19 +545,29 @@ class _Hdf5File(OpenFile):
         return self._groups[1]
 
     def links(self) -> dict[str, str]:
-        """The external links. Nothing is opened to find out what they lead to."""
-        names: list[Any] = []
+        """All but the first hard link to an object. Nothing is opened to find out what they lead to."""
+        others: dict[Any, int] = {}
+        first: dict[int, str] = {int(h5py.h5o.get_info(self._file.id).addr): ""}
+        found: dict[str, str] = {}
 
         def keep(name: Any, link: Any) -> None:
-            if link.type == h5py.h5l.TYPE_EXTERNAL:
-                names.append(name)
+            if link.type != h5py.h5l.TYPE_HARD:
+                others[name] = int(link.type)
+            elif link.u in first:
+                found[f"/{decoded(name)}"] = f"'/{first[link.u]}'"
+            else:
+                first[int(link.u)] = decoded(name)
 
         try:
             self._file.id.links.visit(keep, info=True)
-            found = {decoded(name): self._file.id.links.get_val(name) for name in names}
+            for name, kind in others.items():
+                value: Any = self._file.id.links.get_val(name) if kind in (h5py.h5l.TYPE_SOFT, h5py.h5l.TYPE_EXTERNAL) else b"?"
+                is_external = kind == h5py.h5l.TYPE_EXTERNAL
+                to = f"'{decoded(value[1])}' in '{os.fsdecode(value[0])}'" if is_external else f"'{decoded(value)}'"
+                found[f"/{decoded(name)}"] = to
         except (KeyError, OSError, RuntimeError, ValueError):  # who lists the arrays is told what cannot be read
             return {}
-        return {f"/{name}": f"'{decoded(inside)}' in '{os.fsdecode(file)}'" for name, (file, inside) in found.items()}
+        return found
 
     @kept
     def _groups(self) -> tuple[dict[str, dict[str, Any]], list[str]]:

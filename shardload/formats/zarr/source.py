@@ -233,9 +233,11 @@ class ZarrSource(Source):
         if fill is not None and fill.dtype.kind != "c":
             attrs["_FillValue"] = json_value(fill)
         dims = _dimensions(self._array)
-        above, _, own = ("/" + self._array.path.strip("/")).rpartition("/")
+        own = "/" + self._array.path.strip("/")
+        above = own.rpartition("/")[0]
         names = dict.fromkeys([*(dim for dim in dims if dim), *names_in(attrs.get("coordinates"))])
-        coords = {name: Coordinate(f"{above}/{name}") for name in names if name != own}
+        places = {name.rpartition("/")[2]: name if name.startswith("/") else f"{above}/{name}" for name in names}
+        coords = {name: Coordinate(place) for name, place in places.items() if place != own}
         return Labels(dims, attrs, coords)
 
     def group_attrs(self) -> Mapping[str, Any]:
@@ -254,7 +256,8 @@ class ZarrSource(Source):
 
     def properties(self) -> Properties:
         """Codecs with their options, and attributes as JSON has them."""
-        return properties_of(self._array, self.labels())
+        with _quiet():
+            return properties_of(self._array, self.labels())
 
     def chunk_reader(self) -> ChunkReader | None:
         """A reader of single chunks, for a local folder with an encoding that `chunks` knows; else None."""
@@ -582,6 +585,16 @@ def _described(node: Callable[[], Any], path: str, name: str, access: Access) ->
 
 def _unread(path: str, name: str, error: Exception) -> ArrayInfo:
     """What stands for an array or group that cannot be opened: it is listed, with the reason."""
+    unknown = _UNKNOWN_TYPE.search(str(error))
+    if unknown is not None:  # as of HDF5's types that NumPy does not have
+        return ArrayInfo(
+            path,
+            name,
+            "Zarr",
+            (),
+            "unknown type",
+            refused=f"values of the type '{printable(unknown[2][:80])}', which zarr-python does not know",
+        )
     refused = f"metadata that zarr-python cannot read ({error})"
     return ArrayInfo(path, name, "Zarr", (), "unknown", refused=refused)
 
