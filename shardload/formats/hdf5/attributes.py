@@ -84,14 +84,14 @@ def _is_readable(kind: Any) -> bool:
     return kind.get_class() in (*_NUMBERS, h5py.h5t.STRING)
 
 
-def scales_of(dataset: h5py.Dataset, places: Callable[[], Places]) -> tuple[list[tuple[str, Any] | None], str]:
-    """The first dimension scale of each axis: its full name, and the open dataset. None for an axis without one; and why there
-    are none, or not all.
+def scales_of(dataset: h5py.Dataset, places: Callable[[], Places]) -> tuple[list[list[tuple[str, Any]]], str]:
+    """The dimension scales of each axis, in order: the full name of each, and the open dataset; and why there are none, or not
+    all.
 
     `places` has the names of the objects of the file (`places_in`). A scale with several has that in the dataset's group. What
     has none was deleted, although HDF5 may still open it.
     """
-    none: list[Any] = [None] * len(dataset.shape or ())
+    none: list[Any] = [[] for _ in dataset.shape or ()]
     if not has(dataset, "DIMENSION_LIST"):
         return none, ""
     try:
@@ -103,9 +103,10 @@ def scales_of(dataset: h5py.Dataset, places: Callable[[], Places]) -> tuple[list
         told = [list(references) for references in dataset.attrs["DIMENSION_LIST"]]
     except _ERRORS as error:
         return none, f"DIMENSION_LIST is unreadable ({error})"
-    scales = [_scale(dataset, references[0], places()) if references else None for references in told]
-    gone = [axis for axis, references in enumerate(told) if references and scales[axis] is None]
-    return scales, f"the dimension scales of axes {gone} are not in the file" if gone else ""
+    each = [[_scale(dataset, reference, places()) for reference in references] for references in told]
+    gone = [axis for axis, scales in enumerate(each) if None in scales]
+    there = [[scale for scale in scales if scale is not None] for scales in each]
+    return there, f"the dimension scales of axes {gone} are not in the file" if gone else ""
 
 
 def _scale(dataset: h5py.Dataset, reference: h5py.Reference, places: Places) -> tuple[str, Any] | None:

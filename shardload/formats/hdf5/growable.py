@@ -198,8 +198,8 @@ def _scopes(
         is_known = isinstance(ids, list) and len(ids) == len(dataset.shape)
         return [numbers.get(number) for number in ids] if is_known else [None] * len(dataset.shape)
     found: list[str | None] = []
-    for scale, label in zip(scales_of(dataset, lambda: places)[0], axis_texts_of(dataset)[0], strict=True):
-        own = None if scale is None else called.get(_address(scale[1]))
+    for scales, label in zip(scales_of(dataset, lambda: places)[0], axis_texts_of(dataset)[0], strict=True):
+        own = called.get(_address(scales[0][1])) if scales else None
         found.append(own or (f"{name.rpartition('/')[0]}/:{label}" if label else None))
     return found
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import h5py
@@ -15,10 +16,18 @@ import numpy as np
 
 from shardload.formats.base import Properties, dtype_text, native_dtype, refusal
 from shardload.formats.compression_words import BLOSC_CODES, BLOSC_SHUFFLES, blosc_told, compression_told
-from shardload.formats.hdf5.attributes import UnreadableError, names_of, read
+from shardload.formats.hdf5.attributes import UnreadableError, axis_texts_of, is_scale, names_of, plain, read, scales_of
 from shardload.formats.hdf5.filters import LOSSY, NAMES, scaleoffset_is_idle
-from shardload.formats.hdf5.metadata import NO_NAMES, NON_COORDINATE, filters_of, is_hidden, labels_of, stands_for_axis
-from shardload.formats.hdf5.names import decoded, encoded, names_below
+from shardload.formats.hdf5.metadata import (
+    NO_NAMES,
+    NON_COORDINATE,
+    filters_of,
+    is_hidden,
+    labels_of,
+    places_of,
+    stands_for_axis,
+)
+from shardload.formats.hdf5.names import encoded, names_below
 from shardload.formats.hdf5.opened import creation_of, element_of, nbytes_of_attributes_of
 from shardload.formats.hdf5.raw_file import type_of_values
 from shardload.formats.labels import Note
@@ -53,11 +62,13 @@ def properties_of(dataset: h5py.Dataset, filters: list[tuple[int, int, Any, byte
             fill = value.astype(native_dtype(dtype))[()]
         except (OSError, TypeError) as error:  # HDF5 does not convert that of bit fields, and of small arrays
             unread.append(f"the fill value of '{dataset.name}' ({error})")
-    scales, axis_labels, more = _axes(dataset)
+    scales = tuple(
+        tuple(name for name, scale in of_axis if not stands_for_axis(scale))
+        for of_axis in scales_of(dataset, partial(places_of, dataset))[0]
+    )
     if "_FillValue" in attrs:
         value = np.asarray(attrs["_FillValue"])
         attrs["_FillValue"] = value.reshape(-1)[0] if value.size == 1 else attrs["_FillValue"]
-    is_scale = h5py.h5ds.is_scale(dataset.id)
     found = Properties.of(
         labels,
         dtype,
@@ -67,50 +78,14 @@ def properties_of(dataset: h5py.Dataset, filters: list[tuple[int, int, Any, byte
         fill_value=fill,
         unlimited=tuple(k for k, n in enumerate(dataset.maxshape or ()) if n is None),
         is_dimension=stands_for_axis(dataset),
-        unread=(*unread, *more),
+        unread=tuple(unread),
         stored_name=last if last.startswith(NON_COORDINATE) else None,
         texts=_texts(dataset),
         scales=scales,
-        axis_labels=axis_labels,
-        scale_name=decoded(h5py.h5ds.get_scale_name(dataset.id)) if is_scale else None,
+        axis_labels=tuple(axis_texts_of(dataset)[0]),
+        scale_name=plain(dataset, "NAME") if is_scale(dataset) else None,
     )
     return replace(found, coordinates=tuple(dict.fromkeys([*found.coordinates, *(one for axis in scales for one in axis)])))
-
-
-def _axes(dataset: h5py.Dataset) -> tuple[tuple[tuple[str, ...], ...], tuple[str, ...], list[str]]:
-    """The full names of the scales of each axis, and its label; and which scales are lost, in words.
-
-    The attributes themselves are read: HDF5's functions for scales trust their types, and end at the first scale that is gone.
-    """
-    listed, lost = _of_axes(dataset, "DIMENSION_LIST", h5py.h5t.VLEN), []
-    scales: list[tuple[str, ...]] = []
-    for axis, references in enumerate(listed):
-        found = []
-        for reference in references:
-            try:
-                scale = dataset.file[reference]
-                if scale.name is None:
-                    raise ValueError("it has no name")
-                found += [] if stands_for_axis(scale) else [str(scale.name)]
-            except (KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
-                lost.append(f"a scale of axis {axis} of '{dataset.name}' ({error})")
-        scales.append(tuple(found))
-    labels = tuple(decoded(one or "") for one in _of_axes(dataset, "DIMENSION_LABELS", h5py.h5t.STRING))
-    return tuple(scales), labels, lost
-
-
-def _of_axes(dataset: h5py.Dataset, key: str, kind: int) -> list[Any]:
-    """What an attribute has for each axis: a list of references to objects, or text of variable length; nothing of another."""
-    if key not in dataset.attrs:
-        return []
-    attribute = h5py.h5a.open(dataset.id, key.encode())
-    found = attribute.get_type()
-    is_such = found.get_class() == kind and attribute.shape == (dataset.ndim,)
-    if kind == h5py.h5t.VLEN:
-        is_such = is_such and found.get_super().equal(h5py.h5t.STD_REF_OBJ)
-    else:
-        is_such = is_such and found.is_variable_str()
-    return list(dataset.attrs[key]) if is_such else []
 
 
 def _texts(dataset: h5py.Dataset) -> np.ndarray[Any, Any] | None:

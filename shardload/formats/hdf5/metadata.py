@@ -45,6 +45,7 @@ __all__ = [
     "group_attrs_of",
     "is_hidden",
     "labels_of",
+    "places_of",
     "stands_for_axis",
 ]
 
@@ -195,15 +196,15 @@ def axes_of(dataset: h5py.Dataset, has_coords: bool = True, names: Collection[st
     if is_scale(dataset):
         return Labels((*_axes_of_scale(dataset), *inner))
     texts, no_texts = axis_texts_of(dataset)
-    scales, no_scales = scales_of(dataset, partial(_places, dataset))
-    for axis, (text, scale) in enumerate(zip(texts, scales, strict=True)):
-        dims[axis] = (text or None) if scale is None else _axis_name(dataset, text, *scale, coords, names)
+    scales, no_scales = scales_of(dataset, partial(places_of, dataset))
+    for axis, (text, of_axis) in enumerate(zip(texts, scales, strict=True)):
+        dims[axis] = _axis_name(dataset, text, *of_axis[0], coords, names) if of_axis else text or None
     whys = "; ".join(filter(None, (no_texts, no_scales)))
     notes = {NO_NAMES: Note(whys)} if whys else {}
     return Labels((*dims, *inner), notes, coords if has_coords else {})
 
 
-def _places(dataset: h5py.Dataset) -> dict[int, list[str]]:
+def places_of(dataset: h5py.Dataset) -> dict[int, list[str]]:
     """The names of the objects of a dataset's file."""
     return dataset.facts.places if isinstance(dataset, OpenDataset) else places_in(dataset.file)
 
@@ -269,8 +270,8 @@ def _nearer(dataset: h5py.Dataset, name: str, scale: h5py.Dataset, top: str) -> 
         if isinstance(dataset.file.get(f"{above}/{name}", getlink=True), h5py.HardLink):
             found = dataset.file[f"{above}/{name}"]
             is_along = isinstance(found, h5py.Dataset) and found.ndim == 1 and _has_attributes(found)
-            its = scales_of(found, partial(_places, dataset))[0] if is_along else [None]
-            if its[0] is not None and its[0][1] == scale:
+            its = scales_of(found, partial(places_of, dataset))[0] if is_along else [[]]
+            if its[0] and its[0][0][1] == scale:
                 return f"{above}/{name}"
         above = above.rpartition("/")[0]
     return None

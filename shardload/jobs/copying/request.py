@@ -273,9 +273,13 @@ def find(request: CopyRequest) -> tuple[list[Found], Beside, list[str]]:
             else:
                 info = find_array(path, name, request.access)
                 infos[info.dataset] = info
-    links = {name: to for name, to in links.items() if not any(f"{one}/".startswith(f"{name}/") for one in infos)}
+    copied = {name for name in links if any(f"{one}/".startswith(f"{name}/") for one in infos)}
+    notes = _links_told({name: to for name, to in links.items() if name not in copied})
+    if copied:
+        told = some([f"'{printable(name)}' (to {printable(links[name])})" for name in sorted(copied)])
+        notes.append(f"links became copies of what they lead to: {told}")
     with open_file(path, request.access) as file:
-        return _like(request, kind, file, infos, is_all, _links_told(links))
+        return _like(request, kind, file, infos, is_all, notes)
 
 
 def _links(path: str, access: Access) -> dict[str, str]:
