@@ -1,9 +1,9 @@
 """Do HDF5 files with attributes and arrays of any type crash a reader, or hang it? Are all their arrays listed?
 
-    python -m tests.fuzz_attributes --files 5000            # half an hour; --first 1234 --files 1 is one of them
+    python -m tests.fuzz_attributes --files 5000            # half an hour of one core; --first 1234 --files 1 is one of them
 
-Each file is made from its number. All readers read it in one process for many files; if that process dies or hangs, the file and
-the reader are named, and another process goes on with the next file.
+Each file is made from its number. All readers read it in one process for many files; if that process dies or hangs, the file
+and the reader are named, and another process goes on with the next file.
 """
 
 from __future__ import annotations
@@ -31,15 +31,14 @@ Random = np.random.Generator
 PER_PROCESS, SECONDS = 250, 1800.0
 # Those that HDF5, netCDF and CF give a meaning, an author's, and one that is no UTF-8.
 NAMES = (
-    b"DIMENSION_LIST DIMENSION_LIST DIMENSION_LABELS DIMENSION_LABELS REFERENCE_LIST CLASS NAME _Netcdf4Dimid _Netcdf4Coordinates "
-    b"_NCProperties _nc3_strict units calendar scale_factor add_offset _FillValue missing_value valid_range _Unsigned coordinates "
-    b"bounds climatology mine \xff\xfe"
+    b"DIMENSION_LIST DIMENSION_LIST DIMENSION_LABELS DIMENSION_LABELS REFERENCE_LIST CLASS NAME _Netcdf4Dimid "
+    b"_Netcdf4Coordinates _NCProperties _nc3_strict units calendar scale_factor add_offset _FillValue missing_value "
+    b"valid_range _Unsigned coordinates bounds climatology mine \xff\xfe"
 ).split()
 SHAPES: tuple[tuple[int, ...] | None, ...] = ((), (), (1,), (2,), (2,), (3,), (0,), (2, 3), None)
 NUMBERS = ("STD_I8LE", "STD_U8BE", "STD_I16BE", "STD_U32LE", "STD_I64BE", "IEEE_F16LE", "IEEE_F32BE", "IEEE_F64LE")
 BITS = ("STD_B8LE", "STD_B8BE", "STD_B16BE", "STD_B32LE", "STD_B64LE")
 REFERENCES = ("STD_REF_OBJ", "STD_REF_DSETREG")
-OWN = ("x", "y", "group", "mine", "0", "\0")
 
 
 def plain_type(random: Random, depth: int = 0) -> Any:
@@ -73,9 +72,8 @@ def plain_type(random: Random, depth: int = 0) -> Any:
             made.enum_insert(name, k)
         return made
     if kind == 8:
-        return h5py.h5t.array_create(
-            plain_type(random, depth + 1), tuple(map(int, random.integers(1, 4, random.integers(1, 3))))
-        )
+        axes = tuple(map(int, random.integers(1, 4, random.integers(1, 3))))
+        return h5py.h5t.array_create(plain_type(random, depth + 1), axes)
     if kind == 9:
         return h5py.h5t.py_create(np.dtype(random.choice(["<c8", ">c16"])))
     return record(random, [plain_type(random, depth + 1) for _ in range(random.integers(1, 4))])
@@ -110,14 +108,17 @@ def any_type(random: Random, depth: int = 0) -> tuple[Any, bool]:
 
 
 def written(random: Random, file: h5py.File, owner: Any, name: bytes) -> None:
-    """One attribute of any type. Values that are references, lists and texts are what h5py writes; of others the bits are random."""
+    """One attribute of any type. References, lists and texts are as h5py writes them; of other values the bits are random."""
     shape = SHAPES[random.integers(len(SHAPES))]
     if random.integers(3) == 0 and shape is not None:
-        base: Any = random.choice(
-            np.array([h5py.ref_dtype, h5py.regionref_dtype, h5py.string_dtype(), "i2", "f8"], dtype=object)
-        )
-        reference = file["x"].ref if base is h5py.ref_dtype else file["y"].regionref[0:2]
-        value = reference if base in (h5py.ref_dtype, h5py.regionref_dtype) else OWN[0] if base == object else 3
+        kinds: list[tuple[Any, Any]] = [
+            (h5py.ref_dtype, file["x"].ref),
+            (h5py.regionref_dtype, file["y"].regionref[0:2]),
+            (h5py.string_dtype(), "x"),
+            (np.dtype("i2"), 3),
+            (np.dtype("f8"), 0.5),
+        ]
+        base, value = kinds[random.integers(len(kinds))]
         values = np.empty(shape, dtype=object)
         is_list = random.integers(2)
         for at in np.ndindex(*shape):
@@ -160,14 +161,12 @@ def make(path: str, number: int) -> None:
             owner, name = owners[random.integers(len(owners))], NAMES[random.integers(len(NAMES))]
             if h5py.h5a.exists(owner.id, name):
                 h5py.h5a.delete(owner.id, name)
-            with contextlib.suppress(
-                AttributeError, OSError, TypeError, ValueError
-            ):  # h5py, or HDF5, does not write such a type
+            with contextlib.suppress(AttributeError, OSError, TypeError, ValueError):  # h5py does not write it
                 written(random, file, owner, name)
 
 
 def listed(path: str) -> None:
-    """All arrays that h5py finds, through whichever link, are listed; attributes that are plain numbers are as h5py has them."""
+    """All arrays that h5py finds, by any hard link, are listed; attributes that are plain numbers are as h5py has them."""
     import shardload
 
     found = shardload.open(path)
@@ -242,7 +241,8 @@ def read_all(first: int, stop: int, progress: int) -> None:
                     reader(path)
                 except BaseException as error:
                     where = traceback.extract_tb(error.__traceback__)[-1]
-                    tell(number, name, f"{type(error).__name__}: {error} ({os.path.basename(where.filename)}:{where.lineno})")
+                    place = f"{os.path.basename(where.filename)}:{where.lineno}"
+                    tell(number, name, f"{type(error).__name__}: {error} ({place})")
     tell(stop, "end")
 
 
