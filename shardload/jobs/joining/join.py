@@ -218,7 +218,7 @@ class _Join:
         self._groups: dict[str, dict[str, Any]] = {}
         self._differing: dict[str, dict[str, None]] = {}  # attributes of groups
         self._notes: dict[str, None] = {}
-        self._expected: list[str] = []  # notes of what is never the same: history, numbers of particles
+        self._expected: dict[str, None] = {}  # notes that are no news: history differs, a dimension is not used
         self._empty: dict[str, list[ConfigError]] = {}  # groups, and why parts have no arrays in them
         self._axis: str | int = 0
         self._versions: dict[str, tuple[int, ...] | None] = {}  # of the parts, before they were opened for the first time
@@ -307,7 +307,7 @@ class _Join:
                 elif not properties.is_dimension:
                     self._take(k, *self._stacked(info, properties))
                 elif not any(info.dataset.rpartition("/")[2] in one[1].dims for one in described.values() if one[0] != info):
-                    self._note(f"the dimension '{printable(info.dataset)}' was left out: no array has it")
+                    self._expected[f"the dimension '{printable(info.dataset)}' was left out: no array has it"] = None
             self._take_groups(k, file)
 
     def _stacked(self, info: ArrayInfo, properties: Properties) -> tuple[ArrayInfo, Properties]:
@@ -723,7 +723,7 @@ class _Join:
         self._note(*(f"{what} was left out" for what in one.properties.unread))
         if one.differing:
             keys = ", ".join(map(repr, one.differing))
-            self._expected.append(f"attributes of '{printable(one.name)}' that differ from part to part were left out: {keys}")
+            self._expected[f"attributes of '{printable(one.name)}' that differ from part to part were left out: {keys}"] = None
         info = replace(one.info, shape=shape)
         properties, lost = found_by_name(self._kind, one.name, properties, {*self._members, *self._texts})
         self._note(*lost)
@@ -740,5 +740,5 @@ class _Join:
             if differing := self._differing.get(group):
                 keys = ", ".join(map(repr, differing))
                 what = "the file" if group == "/" else f"group '{group}'"
-                self._expected.append(f"attributes of {what} that differ from part to part were left out: {keys}")
+                self._expected[f"attributes of {what} that differ from part to part were left out: {keys}"] = None
         return found
