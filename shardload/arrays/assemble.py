@@ -63,7 +63,8 @@ class EarlyPieces:
 
 def put_shard(data: Any, device: Any, sharding: NamedSharding) -> jax.Array:
     """Begin to copy a shard to a device, into the memory that the sharding names (``memory_kind="pinned_host"``)."""
-    return jax.device_put(data, SingleDeviceSharding(device, memory_kind=sharding.memory_kind))
+    shard: jax.Array = jax.device_put(data, SingleDeviceSharding(device, memory_kind=sharding.memory_kind))
+    return shard
 
 
 def assemble(

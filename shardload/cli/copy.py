@@ -90,7 +90,6 @@ IN_COPY = {
     "; only step 1 is possible: load all and slice": "; only step 1 is possible",
     "compression=None": "--compression none",
     "compression='blosc(lz4)'": "--compression 'blosc(lz4)'",
-    "Save it as int8": "Type --dataset for the other arrays",
     "Save its real and imaginary parts as two arrays": "Type --dataset for the other arrays",
     "Call one of them by another name": "Type --dataset for the other arrays, or use the suffix .h5 or .zarr",
 }

@@ -634,12 +634,15 @@ def _print_arrays(
     if not any(row[-1] for row in rows):  # no notes, nor a title above nothing
         columns, rows = columns[:-1], [row[:-1] for row in rows]
     lines += fit_table(columns, rows, width_of(), narrow) if arrays else []
+    links = {
+        name: to for name, to in (links or {}).items() if not any(f"{one.dataset}/".startswith(f"{name}/") for one in arrays)
+    }
     if links:
         from shardload.formats.base import some as few
 
         told = printable(few([f"{name} (to {to})" for name, to in links.items()]))
         how = f"shardload info {printable(path)}:/NAME shows what one leads to"
-        lines += wrap(f"links into other files, not listed: {told}; {how}", width_of())
+        lines += wrap(f"links, not listed: {told}; {how}", width_of())
     owners = [f"{name} ({', '.join(attrs)})" for name, attrs in (groups or {}).items() if attrs]
     if owners:
         from shardload.formats.base import some as few
@@ -802,7 +805,7 @@ def _nbytes(array: ArrayInfo) -> int | None:
 
     try:
         return math.prod(array.shape) * np.dtype(array.dtype).itemsize
-    except TypeError:  # a type that NumPy does not have
+    except (TypeError, ValueError):  # a type that NumPy does not have
         return None
 
 

@@ -58,7 +58,7 @@ def initialize(
     4. In a single process: nothing to start.
 
     JAX's coordinator, in process 0, does not authenticate clients. So it listens on the loopback interface if all processes are
-    on one machine, else on the one interface that the others reach. ``JAX_COORDINATOR_BIND_ADDRESS`` overrides this. Web proxies
+    on one machine, else on the one interface that the others reach. ``JAX_COORDINATOR_BIND_ADDRESS`` overrides this. Proxies
     (``http_proxy`` and its like) are not asked for it.
 
     If mpi4py was told not to start MPI (``mpi4py.rc.initialize``), and nobody has, the first call that needs MPI starts it.
@@ -276,7 +276,7 @@ def _nothing() -> None: ...
 
 @contextmanager
 def _without_proxies() -> Iterator[None]:
-    """Have the processes connect to JAX's coordinator directly. gRPC would ask the proxy of http_proxy and its like for it, which
+    """Have the processes connect to JAX's coordinator directly. gRPC would ask the proxy of ``http_proxy`` and its like, which
     does not know this machine, or may not connect to it.
     """
     aside = {name: os.environ.pop(name) for name in tuple(os.environ) if name.lower().endswith("_proxy")}

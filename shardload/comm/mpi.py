@@ -47,19 +47,24 @@ def load_mpi() -> tuple[Any, str]:
         return None, str(error) or "unknown"
     if not MPI.Is_initialized():  # mpi4py was told not to (mpi4py.rc.initialize), and then does not finalize it either
         MPI.Init_thread()
-        atexit.register(lambda: MPI.Is_finalized() or MPI.Finalize())
+        atexit.register(_finalize, MPI)
     return MPI, ""
 
 
+def _finalize(mpi: Any) -> None:
+    if not mpi.Is_finalized():
+        mpi.Finalize()
+
+
 def _running_mpi() -> Any:
-    """mpi4py's MPI module; None if no MPI library can be loaded. ConfigError if MPI has been finalized: what is called then ends
+    """mpi4py's MPI module; None if no MPI library can be loaded. ConfigError if MPI has been finalized: any call would then end
     the process.
     """
     mpi, _ = load_mpi()
     if mpi is not None and mpi.Is_finalized():
         raise ConfigError(
-            "MPI.Finalize() was called in this process, and MPI cannot be started again. Make all calls of shardload before it, "
-            "or leave it out: mpi4py finalizes MPI at the end of the program"
+            "MPI.Finalize() was called in this process, and MPI cannot be started again. Make all calls of shardload before "
+            "it, or leave it out: mpi4py finalizes MPI at the end of the program"
         )
     return mpi
 

@@ -253,6 +253,10 @@ class Properties:
         What could not be read of the attributes, in words.
     stored_name : str or None
         The last part of its name in the file, if that is another one: netCDF has its own names over those of HDF5.
+    texts : ndarray or None
+        The values of a short array of text: bytes or str, as elements or as objects. Other arrays are read by regions.
+    scales, axis_labels, scale_name
+        What HDF5 says of its axes: as in `sink.ArraySpec`.
     """
 
     dtype: np.dtype[Any]
@@ -266,6 +270,10 @@ class Properties:
     is_dimension: bool = False
     unread: tuple[str, ...] = ()
     stored_name: str | None = None
+    texts: np.ndarray[Any, Any] | None = None
+    scales: tuple[tuple[str, ...], ...] = ()
+    axis_labels: tuple[str, ...] = ()
+    scale_name: str | None = None
 
     @classmethod
     def of(cls, labels: Labels | OnDemand, dtype: np.dtype[Any], attrs: Mapping[str, Any], **more: Any) -> Properties:
@@ -841,6 +849,10 @@ class OpenFile(abc.ABC):
         """The same for an array that was described before: see `Format.open_planned`."""
         return self.open(info.dataset)
 
+    def open_any(self, dataset: str) -> Source:
+        """The same, also of an array that cannot be loaded, for its attributes, or short text (`Properties.texts`)."""
+        return self.open(dataset)
+
     def state(self) -> tuple[int, ...] | None:
         """The state of the file itself, as `Source.state` has it; None if there is no such thing. Never raises.
 
@@ -853,20 +865,18 @@ class OpenFile(abc.ABC):
         return None
 
     def groups(self) -> Mapping[str, Mapping[str, Any]]:
-        """The attributes of the file (``"/"``) and of its groups, by their full names. By default none.
-
-        Groups without attributes may be left out.
-        """
+        """The attributes of the file (``"/"``) and of its groups, by their full names. By default none."""
         return {}
 
     def unread(self) -> Sequence[str]:
-        """What could not be read of these attributes, in words."""
+        """What could not be read of these attributes, in words, and what else is in the file."""
         return ()
 
     def links(self) -> Mapping[str, str]:
-        """The links into other files, by their full names, and what each leads to, in words. By default none.
+        """The links by which something has another name, or lies in another file: by their full names, and what each leads to,
+        in words. By default none.
 
-        What is behind them is not among the arrays of this file.
+        What is behind them may not be among the arrays of this file.
         """
         return {}
 
@@ -1025,7 +1035,7 @@ def nbytes_of(info: ArrayInfo, shape: tuple[int, ...] | None = None) -> int:
     n = math.prod(info.shape if shape is None else shape)
     try:
         return n * np.dtype(info.dtype).itemsize
-    except TypeError:  # a name of ml_dtypes that nobody registered with NumPy
+    except (TypeError, ValueError):  # a name of ml_dtypes that nobody registered with NumPy, or of a type that it lacks
         return n
 
 

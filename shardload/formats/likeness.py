@@ -13,7 +13,7 @@ from __future__ import annotations
 import base64
 import math
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,10 +27,29 @@ from shardload.formats.sink import ArraySpec, Compression, fitting
 from shardload.planning.selection import Selection
 from shardload.values.decoding import OF_STORED
 
-__all__ = ["KEEP", "Asked", "as_text", "attrs_for", "bounds_of", "is_empty_text", "marked", "same_value", "spec_like"]
+__all__ = [
+    "KEEP",
+    "NAMING",
+    "Asked",
+    "as_text",
+    "attrs_for",
+    "bounds_of",
+    "is_empty_text",
+    "marked",
+    "named_beside",
+    "named_by",
+    "same_value",
+    "spec_like",
+]
 
 KEEP = "keep"
 """In `Asked`: as in the source."""
+
+# Attributes whose words are names of other variables, in CF. A word with a colon behind it says what the next ones are.
+NAMING = (
+    *("coordinates", "bounds", "climatology", "grid_mapping", "ancillary_variables", "cell_measures", "formula_terms"),
+    *("geometry", "node_coordinates", "node_count", "part_node_count", "interior_ring"),
+)
 
 
 @dataclass(frozen=True)
@@ -65,7 +84,16 @@ def spec_like(info: ArrayInfo, found: Properties, selection: Selection, kind: st
         If a value that marks missing data is none of the type that is asked for, or no array can be compressed like this one.
     """
     dtype = found.dtype if asked.dtype is None else asked.dtype
-    kept = selection.kept
+    attrs, kept = dict(found.attrs), selection.kept
+    if asked.dtype is not None:
+        attrs = {key: _cast(info, key, value, found.dtype, dtype) for key, value in attrs.items()}
+    unread = list(found.unread)
+    if kind == "netcdf4" and dtype.kind == "b":  # which has no booleans: xarray writes them so, and reads them again
+        if attrs.pop("_FillValue", None) is not None:  # xarray would take what is missing for True
+            unread.append(f"attribute '_FillValue' of {info} (one of two values, which cannot mark missing ones)")
+        dtype, attrs = np.dtype("i1"), {**attrs, "dtype": "bool"}
+    if found.texts is not None:
+        return _text_like(info, found, selection, kind, asked)
     chunks: Any = asked.chunks
     shards: Any = asked.shards
     if isinstance(shards, str):
@@ -78,9 +106,6 @@ def spec_like(info: ArrayInfo, found: Properties, selection: Selection, kind: st
     if is_kept and isinstance(kept_compression, str):
         raise ConfigError(f"{info} {kept_compression}. Pass compression='gzip', or compression=None")
     compression = Compression.of(kept_compression if is_kept else asked.compression)
-    attrs = dict(found.attrs)
-    if asked.dtype is not None:
-        attrs = {key: _cast(info, key, value, found.dtype, dtype) for key, value in attrs.items()}
     attrs, fill, notes = attrs_for(kind, str(info), attrs, dtype, found.fill_value)
     grows = {n for n, k in enumerate(kept) if k in found.unlimited} | set(asked.unlimited)
     spec = ArraySpec(
@@ -94,8 +119,51 @@ def spec_like(info: ArrayInfo, found: Properties, selection: Selection, kind: st
         attrs=attrs,
         fill_value=_fitting_fill(fill, dtype) if asked.dtype is not None else fill,
         unlimited=tuple(sorted(grows)) if not kind.startswith("zarr") and (chunks or asked.unlimited) else (),
+        **_of_axes(found, kept, kind),
     )
-    return spec, [f"{what} was left out" for what in (*found.unread, *notes)]
+    return spec, [f"{what} was left out" for what in (*unread, *notes)]
+
+
+def _of_axes(found: Properties, kept: Sequence[int], kind: str) -> dict[str, Any]:
+    """What HDF5 alone says of axes, for `ArraySpec`."""
+    if kind != "hdf5":
+        return {}
+    scales, labels = (tuple(one[k] for k in kept) if one else () for one in (found.scales, found.axis_labels))
+    return {"scales": scales, "axis_labels": labels, "scale_name": found.scale_name}
+
+
+def _text_like(
+    info: ArrayInfo, found: Properties, selection: Selection, kind: str, asked: Asked
+) -> tuple[ArraySpec, list[str]]:
+    """`spec_like` of an array of text."""
+    index: Any = (*selection.region.slices(), ...)
+    values = np.asarray(found.texts)[index].reshape(selection.shape)
+    kept, notes, attrs = selection.kept, list(found.unread), dict(found.attrs)
+    if kind != "hdf5" and attrs.pop("_FillValue", None) is not None:
+        notes.append(f"attribute '_FillValue' of {info} (which is text)")
+    attrs, _, more = attrs_for(kind, str(info), attrs)
+    is_char = values.dtype == np.dtype("S1")
+    if kind.startswith("zarr") and is_char and info.format == "netCDF4" and values.ndim and values.shape[-1]:
+        # netCDF has text as characters along an axis of their own, which readers join.
+        notes.append(f"the axis {found.dims[kept[-1]]!r} of {info} (of the characters of each text)")
+        values, kept = np.ascontiguousarray(values).view(f"S{values.shape[-1]}")[..., 0], kept[:-1]
+    if kind.startswith("zarr") or (kind == "netcdf4" and not is_char):  # text of any length, which both have
+        try:
+            texts = [one.decode() if isinstance(one, bytes) else str(one) for one in values.reshape(-1).tolist()]
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"bytes that are no text ({error})") from None
+        values = np.array([*texts, None], dtype=object)[:-1].reshape(values.shape)
+    grows = {n for n, k in enumerate(kept) if k in found.unlimited} | set(asked.unlimited)
+    spec = ArraySpec(
+        shape=values.shape,
+        dtype=values.dtype,
+        dims=tuple(found.dims[k] for k in kept),
+        attrs=attrs,
+        unlimited=() if kind.startswith("zarr") else tuple(sorted(grows)),
+        texts=values,
+        **_of_axes(found, kept, kind),
+    )
+    return spec, [f"{what} was left out" for what in (*notes, *more)]
 
 
 def _cast(info: ArrayInfo, key: str, value: Any, before: np.dtype[Any], dtype: np.dtype[Any]) -> Any:
@@ -264,6 +332,32 @@ def bounds_of(name: str, properties: Properties) -> list[str]:
     """The full names of what CF calls the bounds of a coordinate, in the coordinate's group."""
     above, told = name.rpartition("/")[0], (properties.attrs.get(key) for key in ("bounds", "climatology"))
     return [f"{above}/{one}" for text in told for one in names_in(as_text(text))]
+
+
+def named_by(attrs: Mapping[str, Any]) -> list[str]:
+    """The names of other variables in attributes.
+
+    >>> named_by({"bounds": np.bytes_(b"time_bnds"), "cell_measures": "area: cell_area volume: /g/cell_volume"})
+    ['time_bnds', 'cell_area', '/g/cell_volume']
+    """
+    texts = [as_text(attrs[key]) for key in NAMING if key in attrs and not is_empty_text(attrs[key])]
+    return [word for text in texts if isinstance(text, str) for word in text.split() if not word.endswith(":")]
+
+
+def named_beside(dataset: str, attrs: Mapping[str, Any]) -> list[list[str]]:
+    """Where each of these variables may be: in the group of the array, or in the nearest one above.
+
+    >>> named_beside("/a/x", {"coordinates": "lat /b/lon"})
+    [['/a/lat', '/lat'], ['/b/lon']]
+    """
+    found = []
+    for name in named_by(attrs):
+        above, places = dataset, []
+        while above and not name.startswith("/"):
+            above = above.rpartition("/")[0]
+            places.append(f"{above}/{name}")
+        found.append(places or [name])
+    return found
 
 
 def _json(name: str, attrs: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -61,6 +61,7 @@ __all__ = [
     "Labeller",
     "Look",
     "absolute",
+    "check_loadable",
     "file_of",
     "find_array",
     "find_untrusted",
@@ -199,7 +200,17 @@ def list_labelled(path: str, access: Access, most: int, linked: str = "") -> lis
 def labelled(infos: Iterable[ArrayInfo], path: str, access: Access) -> list[ArrayInfo]:
     """Arrays of a file with their labels, from one open of the file."""
     with scratch_of_its_own(), Labeller(access) as labeller:
-        return [info if info.refused else labeller.label(path, info) for info in infos]
+        return [_labelled(labeller, path, info) for info in infos]
+
+
+def _labelled(labeller: Labeller, path: str, info: ArrayInfo) -> ArrayInfo:
+    """An array with its labels. One that cannot be loaded may be there for its attributes alone (CF's grid mapping)."""
+    try:
+        return info if info.dtype.startswith("unknown") else labeller.label(path, info)
+    except SourceError:
+        if info.refused is None:
+            raise
+        return info
 
 
 def find_array(
@@ -244,7 +255,7 @@ def find_array(
         return find_untrusted(path_or_object, dataset, access, needs_numbers=needs_numbers)[0]
     path = _as_path(path_or_object)
     if path is None:
-        return _loadable(_info_of_object(path_or_object, dataset, access), needs_numbers)
+        return check_loadable(_info_of_object(path_or_object, dataset, access), needs_numbers)
     if dataset is None:
         path, dataset = split_path(path)
     refuse_leftover(path)
@@ -263,7 +274,7 @@ def find_array(
         raise no_such_array(path, name, *_sketch(file_format, path, access, name)) from None
     with closing(source), as_source_error(path, name):
         info = replace(source.info, nbytes_stored=source.nbytes_stored()) if is_counted else source.info
-    return _loadable(info, needs_numbers)
+    return check_loadable(info, needs_numbers)
 
 
 def _sketch(file_format: Format, path: str, access: Access, like: str = "") -> tuple[list[ArrayInfo], bool]:
@@ -338,6 +349,8 @@ class Labeller:
         read_in = source.opened_in()
         try:
             labels = source.labels() if self._names is None else source.axes(self._names)
+            if self._names is not None and not labels.coords.keys() >= set(self._names):  # attributes may name more
+                labels = source.labels()
             own = info.dataset.rpartition("/")[2]
             if labels.dims == (own,):  # the coordinate of an axis is its own coordinate
                 labels = replace(labels, coords={**labels.coords, own: Coordinate(info.dataset)})
@@ -486,13 +499,17 @@ class _Opened(OpenFile):
     def open_planned(self, info: ArrayInfo) -> Source:
         return self._opened(info.dataset, info)
 
-    def _opened(self, dataset: str, planned: ArrayInfo | None = None) -> Source:
+    def open_any(self, dataset: str) -> Source:
+        return self._opened(dataset, is_any=True)
+
+    def _opened(self, dataset: str, planned: ArrayInfo | None = None, is_any: bool = False) -> Source:
         if self._file is None:
             source = open_source(self._handle, dataset, self._access)
         else:
             name = _full_name(dataset)
             with _naming_what_is_gone(self._handle, name):
-                source = _checked(self._file.open(name) if planned is None else self._file.open_planned(planned))
+                source = self._file.open(name) if planned is None else self._file.open_planned(planned)
+                source = source if is_any else _checked(source)
         self._held.callback(source.close)
         return source
 
@@ -509,7 +526,10 @@ class _Opened(OpenFile):
             return self._file.unread()
 
     def links(self) -> Mapping[str, str]:
-        return {} if self._file is None else self._file.links()
+        if self._file is None:
+            return {}
+        with as_source_error(str(self._handle)):
+            return self._file.links()
 
     def state(self) -> State:
         return None if self._file is None else self._file.state()
@@ -542,7 +562,7 @@ def _naming_what_is_gone(path: str, name: str) -> Iterator[None]:
 def _checked(source: Source) -> Source:
     """Return `source`; if its array is refused, close it and raise SourceError."""
     try:
-        _loadable(source.info)
+        check_loadable(source.info)
     except SourceError:
         source.close()
         raise
@@ -732,7 +752,7 @@ class Finder:
         except KeyError:
             raise no_such_array(path, name, *_sketch(format_of(path), path, self._access, name)) from None
         try:
-            return self._found(_loadable(source.info, needs_numbers), source, look)
+            return self._found(check_loadable(source.info, needs_numbers), source, look)
         finally:
             source.close()
 
@@ -786,7 +806,7 @@ class Finder:
         if not with_dimensions:
             below = [replace(info, refused=_NO_VARIABLE) if info.is_dimension else info for info in below]
         left_out = [info for info in below if info.refused is not None and not _holds_numbers(info)]
-        found = [_loadable(info) for info in below if info.refused is None or _holds_numbers(info)]
+        found = [check_loadable(info) for info in below if info.refused is None or _holds_numbers(info)]
         if not found:
             raise no_arrays_below(path, group, infos)
         return [self._looked_at(path, info, _look_at_all) for info in found], left_out
@@ -953,7 +973,7 @@ def _info_of_object(obj: Any, dataset: str | None, access: Access) -> ArrayInfo:
     return info
 
 
-def _loadable(info: ArrayInfo, needs_numbers: bool = False) -> ArrayInfo:
+def check_loadable(info: ArrayInfo, needs_numbers: bool = False) -> ArrayInfo:
     """Return `info`; SourceError if the array is refused."""
     if needs_numbers and info.refused is not None and info.dtype in _NO_NUMBERS:
         raise ConfigError(
@@ -971,7 +991,7 @@ def _loadable(info: ArrayInfo, needs_numbers: bool = False) -> ArrayInfo:
 
 def _read_otherwise(info: ArrayInfo) -> str:
     """What to type for an array of elements that are no numbers; empty for one that is refused for another reason."""
-    is_unread = info.dtype == "time" or info.dtype.endswith("-bit number")  # by h5py, too
+    is_unread = info.dtype in ("time", "unknown type") or info.dtype.endswith("-bit number")  # by h5py, too
     if _holds_numbers(info) or is_unread or str(info.refused).startswith("nothing:"):
         return ""
     if info.format.startswith("Zarr"):

@@ -12,7 +12,6 @@ from shardload.formats.sink import ArraySpec, Sink
 
 __all__ = ["FORMATS", "SUFFIXES", "format_for", "make_sink", "refused_group"]
 
-_MOST_NAME_NBYTES = 255  # of a file or folder
 FORMATS = ("hdf5", "netcdf4", "zarr", "zarr2")
 _SUFFIXES = {
     ".h5": "hdf5",
@@ -136,11 +135,11 @@ def refused_group(kind: str, name: str, arrays: Iterable[str], axes: Iterable[st
             return "as is an axis, for which netCDF has a dimension of that name"
         return next((f"a name {why}, which netCDF programs do not read" for why in map(unreadable_name, parts) if why), None)
     if kind.startswith("zarr"):
-        from shardload.formats.zarr.sink import is_taken
+        from shardload.formats.zarr.sink import MOST_NAME_NBYTES, is_taken
 
         if any(map(is_taken, parts)):
             return "and a Zarr store has files of such names itself"
-        if any(len(part.encode(errors="replace")) > _MOST_NAME_NBYTES for part in parts):
+        if any(len(part.encode(errors="replace")) > MOST_NAME_NBYTES for part in parts):
             return "which is too long for a folder"
     return None
 

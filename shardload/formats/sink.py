@@ -121,6 +121,14 @@ class ArraySpec:
         Value of elements that are not stored, and of those that pad chunks at the array's edge; None for the format's default.
     unlimited : tuple of int
         Axes that may grow later.
+    texts : ndarray or None
+        The values of a short array of text. A sink writes it with the metadata; it is none of `Sink.arrays`.
+    scales : tuple of tuple of str
+        HDF5: of each axis the full names of its dimension scales, the coordinate first; empty if names of axes tell them.
+    axis_labels : tuple of str
+        HDF5: the label of each axis, "" for none; empty if names of axes tell them.
+    scale_name : str or None
+        HDF5: its name as a dimension scale; None if it is none, or only because an axis has its name.
     """
 
     shape: tuple[int, ...]
@@ -133,11 +141,15 @@ class ArraySpec:
     attrs: Mapping[str, Any] = field(default_factory=dict)
     fill_value: Any = None
     unlimited: tuple[int, ...] = ()
+    texts: np.ndarray[Any, Any] | None = None
+    scales: tuple[tuple[str, ...], ...] = ()
+    axis_labels: tuple[str, ...] = ()
+    scale_name: str | None = None
 
     def checked(self, name: str) -> ArraySpec:
         """This spec with plain types, and chunks no larger than the array. ConfigError if it makes no sense in any format."""
         shape, dtype = tuple(int(n) for n in self.shape), np.dtype(self.dtype)
-        why = refusal(dtype)
+        why = refusal(dtype) if self.texts is None else None
         if why is not None:
             raise ConfigError(f"{name!r} holds {why}, which cannot be saved")
         if self.dims is not None and len(self.dims) != len(shape):
@@ -150,7 +162,7 @@ class ArraySpec:
         if is_plain and shape and 0 not in shape and (compression is not None or checksum):
             what, why = ("compression", "are compressed") if compression else ("checksums", "have them")
             raise ConfigError(f"{name!r} has {what} but no chunks; only chunks {why}. Pass chunks=, such as {_example(shape)}")
-        if chunks is None and self.unlimited:
+        if chunks is None and self.unlimited and self.texts is None:
             raise ConfigError(f"{name!r} has an axis that may grow, but no chunks. Pass chunks=, such as {_example(shape)}")
         if chunks is None:
             compression, checksum = None, False

@@ -12,10 +12,12 @@ from typing import Any
 import h5py
 import hdf5plugin
 import jax
+import ml_dtypes
 import netCDF4
 import numcodecs
 import numpy as np
 import pytest
+import tensorstore
 import xarray
 import zarr
 from jax.sharding import PartitionSpec as P
@@ -288,7 +290,7 @@ def test_texts_along_the_axis(ranks: Any, shared_tmp_path: Path) -> None:
 
     on_root(ranks, make)
     last = {"T2": rows[3:]}
-    says = "'/Times'", "its length would differ", "If it holds no numbers", "`shardload copy OLD NEW` makes a file without it"
+    says = "'/Times'", "its length would differ", "If it holds text", "`shardload copy OLD NEW` makes a file without it"
     same_error(ranks, lambda: shardload.append(old, last, dim="Time"), ConfigError, *says)
     copy_file(CopyRequest(str(old), str(new), timeout=60.0), comm=ranks, progress=False)
     shardload.append(new, last, dim="Time")
@@ -787,3 +789,71 @@ def test_arrays_that_a_load_refuses_grow(comm: Any, shared_tmp_path: Path, how: 
             np.testing.assert_array_equal(file["t"], values)
 
     on_root(comm, look)
+
+
+@pytest.mark.parametrize("version", [3, 2])
+def test_a_time_in_the_group_above(ranks: Any, shared_tmp_path: Path, version: int) -> None:
+    """Wrong if one array grew alone, so that xarray could not open the store any more."""
+    path = shared_tmp_path / "run.zarr"
+
+    def begin() -> None:
+        tree = xarray.DataTree.from_dict(
+            {
+                "/": xarray.Dataset(coords={"time": np.arange(4.0)}),
+                "/product": xarray.Dataset({"no2": (("time", "x"), np.zeros((4, 8)))}),
+                "/aux": xarray.Dataset({"q": (("time",), np.zeros(4)), "n": (("time_of_day",), np.zeros(4))}),
+            }
+        )
+        with warnings.catch_warnings(action="ignore", category=UserWarning):
+            tree.to_zarr(path, write_inherited_coords=False, zarr_format=version)
+
+    on_root(ranks, begin)
+    before = on_root(ranks, lambda: files(path))
+    one = {"product/no2": np.ones((1, 8))}
+    same_error(ranks, lambda: shardload.append(path, one, dim="time"), ConfigError, "'/aux/q', '/time'", "'time'", "'aux/q'")
+    assert on_root(ranks, lambda: files(path)) == before
+    shardload.append(path, one | {"aux/q": np.ones(1), "time": np.array([4.0])}, dim="time")
+
+    def check() -> None:
+        with xarray.open_datatree(path, engine="zarr") as tree:
+            assert {name: node.sizes.get("time") for name, node in tree.children.items()} == {"product": 5, "aux": 5}
+
+    on_root(ranks, check)
+
+
+@pytest.mark.parametrize("what", ["a pipe", "long"])
+def test_metadata_that_are_not_read(ranks: Any, shared_tmp_path: Path, what: str) -> None:
+    """Wrong if the append waited for the writer of a pipe, or read gigabytes."""
+    path, values = shared_tmp_path / "run.zarr", ramp((7, Y, X), "float32")
+    document = path / "g" / "y" / "zarr.json"
+
+    def begin() -> None:
+        make(path, values[:5], is_consolidated=False)
+        if what == "a pipe":
+            document.unlink()
+            os.mkfifo(document)
+        else:
+            os.truncate(document, 1 << 40)
+
+    on_root(ranks, begin)
+    said = "is a pipe, expected a file" if what == "a pipe" else "has more than 33554432 bytes"
+    same_error(ranks, lambda: shardload.append(path, tree_of(values, 5, P())), SourceError, "y/zarr.json", said)
+
+
+@pytest.mark.parametrize("suffix", [".zarr", ".h5"])
+def test_bfloat16_grows(ranks: Any, shared_tmp_path: Path, suffix: str) -> None:
+    path, values = shared_tmp_path / f"a{suffix}", ramp((7, X), "float32").astype(ml_dtypes.bfloat16)
+    how = {"unlimited": {"x": 0}} if suffix == ".h5" else {}
+    shardload.save(path, {"x": put(values[:5], mesh_of(), P(None, "a"))}, dims={"x": ("t", "x")}, chunks={"x": (2, X)}, **how)
+    shardload.append(path, {"x": put(values[5:], mesh_of(), P(None, "a"))}, dim="t")
+    found = on_root(ranks, lambda: _bits(path))
+    assert found == values.tobytes()
+
+
+def _bits(path: Path) -> bytes:
+    """The values as the format's own library reads them."""
+    if path.suffix == ".h5":
+        with h5py.File(path) as file:
+            return bytes(file["x"][...].astype(ml_dtypes.bfloat16).tobytes())
+    store = {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{path}/x/"}}
+    return bytes(np.asarray(tensorstore.open(store).result().read().result()).tobytes())

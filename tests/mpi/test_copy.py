@@ -6,6 +6,7 @@ import io
 import os
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ import numpy as np
 import pytest
 import xarray
 import zarr
+from jax.sharding import PartitionSpec as P
 
+import shardload
 from shardload import ConfigError, SourceError
 from shardload.cli.copy import copy_as_typed
 from shardload.formats.leftovers import find_leftover
@@ -24,7 +27,7 @@ from shardload.jobs.copying import reading as copy_reading
 from shardload.jobs.copying.copy import CopyReport, copy_file, refuse_copy
 from shardload.jobs.copying.request import CopyRequest
 from shardload.jobs.writing import journal
-from tests.mpi.support import on_root, ramp, same_error
+from tests.mpi.support import mesh_of, on_root, ramp, same_error
 
 pytestmark = pytest.mark.any_library
 
@@ -332,12 +335,13 @@ def test_text_keeps_its_encoding(comm: Any, shared_tmp_path: Path, name: str) ->
 
 
 def test_what_cannot_be_copied_is_named(comm: Any, shared_tmp_path: Path) -> None:
-    """Wrong if strings vanished without a word, or took the numbers with them."""
+    """Wrong if records vanished without a word, or took the numbers with them."""
     before, after = shared_tmp_path / "in.h5", shared_tmp_path / "out.zarr"
 
     def make() -> None:
         with h5py.File(before, "w") as file:
             file["names"] = ["a", "b"]
+            file["pairs"] = np.zeros(2, [("a", "i4"), ("b", "f8")])
             file["x"] = np.arange(6.0)
             file["x"].attrs["bad"] = np.nan
             file.create_dataset("kinds", data=[0, 1], dtype=h5py.enum_dtype({"sea": 0, "land": 1}, basetype="i1"))
@@ -351,7 +355,7 @@ def test_what_cannot_be_copied_is_named(comm: Any, shared_tmp_path: Path) -> Non
     on_root(comm, make)
     report = copy(comm, before, after)
     text = "\n".join(report.notes)
-    assert "'/names'" in text
+    assert "'/pairs'" in text and "'/names'" not in text
     assert "'bad'" in text
     assert "what the numbers of '/kinds' stand for (an enumeration) was left out" in text
     assert "what the numbers of attribute 'season' of '/x' stand for (an enumeration) was left out" in text
@@ -858,3 +862,118 @@ def test_arguments_that_one_rank_refuses_are_refused_by_all(comm: Any, shared_tm
 
     same_error(comm, call, ConfigError, "mode is 'a'; expected 'w'")
     assert not target.exists()
+
+
+def elsewhere(folder: Path) -> None:
+    """Coordinates in another group than their array: of HDF5, as Dedalus writes them, and of netCDF."""
+    with h5py.File(folder / "in.h5", "w") as file:
+        for name, values in (("sim_time", np.arange(20) * 0.1), ("wall_time", np.arange(20) * 9.0), ("y", np.arange(8.0))):
+            file["scales/" + name] = values
+            file["scales/" + name].make_scale(name)
+        b = file.create_dataset("tasks/b", data=ramp((20, 8), "f8"))
+        b.dims[0].label = "t"
+        for axis, name in ((0, "sim_time"), (0, "wall_time"), (1, "y")):
+            b.dims[axis].attach_scale(file["scales/" + name])
+    with netCDF4.Dataset(folder / "in.nc", "w") as file:
+        file.createDimension("sim_time", 20)
+        file.createDimension("y", 8)
+        file.createVariable("sim_time", "f8", ("sim_time",))[:] = np.arange(20) * 0.1
+        file.createGroup("tasks").createVariable("b", "f8", ("sim_time", "y"))[:] = ramp((20, 8), "f8")
+
+
+@pytest.mark.parametrize("dataset", [(), ("tasks/b",)])
+@pytest.mark.parametrize(
+    ("source", "target"), [("in.h5", "out.h5"), ("in.h5", "o.nc"), ("in.h5", "o.zarr"), ("in.nc", "o.zarr")]
+)
+def test_coordinates_of_other_groups(comm: Any, shared_tmp_path: Path, source: str, target: str, dataset: Any) -> None:
+    """Wrong if nothing could be selected by them in the copy, or if h5py found other scales, or no label."""
+    on_root(comm, lambda: elsewhere(shared_tmp_path))
+    copy(comm, shared_tmp_path / source, shared_tmp_path / target, dataset=dataset)
+    comm.barrier()
+    select = {"sim_time": shardload.near(0.31)}
+    row = shardload.load(shared_tmp_path / target, mesh_of(), P(), dataset="tasks/b", select=select, dtype="float32")
+    np.testing.assert_array_equal(np.asarray(row), ramp((20, 8), "f8")[3].astype("f4"))
+    if target == "out.h5" and comm.rank == 0:
+        with h5py.File(shared_tmp_path / target) as file:
+            dims = file["tasks/b"].dims
+            assert [[scale.name for scale in axis.values()] for axis in dims] == [
+                ["/scales/sim_time", "/scales/wall_time"],
+                ["/scales/y"],
+            ]
+            assert [axis.label for axis in dims] == ["t", ""]
+
+
+def test_the_grid_mapping(comm: Any, shared_tmp_path: Path) -> None:
+    """Wrong if the projection of an array were lost, which CF keeps in the attributes of a character, as GDAL writes it."""
+    before = shared_tmp_path / "in.nc"
+
+    def make() -> None:
+        with netCDF4.Dataset(before, "w") as file:
+            file.createDimension("y", 4)
+            file.createDimension("bnds", 2)
+            crs = file.createVariable("crs", "S1")
+            crs.spatial_ref, crs.earth_radius = "PROJCS[...]", 6.371e6
+            y = file.createVariable("y", "f4", ("y",))
+            y.bounds, y[:] = "y_bnds", np.arange(4)
+            file.createVariable("y_bnds", "f4", ("y", "bnds"))[:] = np.arange(8).reshape(4, 2)
+            band = file.createVariable("band", "f4", ("y",))
+            band.grid_mapping, band[:] = "crs", np.arange(4)
+            file.createVariable("other", "f4", ("y",))[:] = 0
+
+    on_root(comm, make)
+    for target, dataset in (("o.nc", ()), ("o.h5", ("band",)), ("o.zarr", ("band",))):
+        copy(comm, before, shared_tmp_path / target, dataset=dataset)
+        comm.barrier()
+        found = opened(shared_tmp_path / target)
+        with nullcontext(found) if target == "o.zarr" else found as file:
+            attrs = dict(file["crs"].attrs)
+            assert attrs["spatial_ref"] in ("PROJCS[...]", b"PROJCS[...]") and attrs["earth_radius"] == 6.371e6
+            assert set(file) - {"bnds"} == {"crs", "y", "y_bnds", "band", *([] if dataset else ["other"])}
+    attrs = shardload.open(before)["crs"].attrs
+    assert attrs == {"spatial_ref": "PROJCS[...]", "earth_radius": 6.371e6}
+
+
+@pytest.mark.parametrize("source", ["in.h5", "two.zarr", "three.zarr"])
+def test_booleans_in_netcdf(comm: Any, shared_tmp_path: Path, source: str) -> None:
+    """Wrong if xarray read other values, or another type, than from what was copied."""
+    wet = np.arange(60).reshape(12, 5) % 7 > 2
+
+    def make() -> None:
+        if source == "in.h5":
+            with h5py.File(shared_tmp_path / source, "w") as file:
+                file.create_dataset("wet", data=wet, chunks=(5, 2), compression="gzip")
+                file["wet"].attrs["_FillValue"] = False
+        else:
+            root = zarr.open_group(shared_tmp_path / source, mode="w", zarr_format=2 if source == "two.zarr" else 3)
+            root.create_array("wet", data=wet, chunks=(5, 2))
+
+    on_root(comm, make)
+    report = copy(comm, shared_tmp_path / source, shared_tmp_path / "out.nc", verify="full")
+    comm.barrier()
+    if comm.rank == 0:
+        with xarray.open_dataset(shared_tmp_path / "out.nc", engine="netcdf4") as found:
+            np.testing.assert_array_equal(found["wet"].values, wet, strict=True)
+        assert report.notes == () or all("'_FillValue'" in note for note in report.notes)
+
+
+def test_what_the_new_format_does_not_have_is_left_out(comm: Any, shared_tmp_path: Path) -> None:
+    """Wrong if one array of a type, or a name, that the new file cannot have stopped the copy of the others."""
+    before = shared_tmp_path / "in.zarr"
+
+    def make() -> None:
+        root = zarr.open_group(before, mode="w")
+        for name in ("x", "y"):
+            root.create_array(name, data=ramp((4, 3)))
+        root.create_array("half", data=ramp((4, 3), "f2"))
+        root.create_array("z", data=ramp((4, 3)) * 1j)
+        metadata = before / "y" / "zarr.json"
+        metadata.write_text(metadata.read_text().replace('"float32"', '"int3"'))
+
+    on_root(comm, make)
+    report = copy(comm, before, shared_tmp_path / "out.nc")
+    comm.barrier()
+    text = "\n".join(report.notes)
+    assert all(f"'/{name}'" in text for name in ("half", "z")) and "'/y' in" in text and "'int3'" in text
+    with h5py.File(shared_tmp_path / "out.nc") as file:
+        np.testing.assert_array_equal(file["x"][...], ramp((4, 3)))
+    same_error(comm, lambda: copy(comm, before, shared_tmp_path / "other.nc", dataset=("half",)), ConfigError, "float16")

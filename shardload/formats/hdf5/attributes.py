@@ -1,13 +1,14 @@
 """What do the attributes of an HDF5 object say? None is read before its type was looked at.
 
 HDF5's functions for dimension scales take attributes of any type for those that they write, and there are types that h5py
-cannot read: both then read memory that is not theirs, and the process crashes. So `read` looks at type and size first, and reads
-text and numbers only. `scales_of` and `axis_texts_of` do what HDF5's functions for dimension scales do; no other module calls
-these for a file that it has not written.
+cannot read: both then read memory that is not theirs, and the process crashes. So `read` looks at type and size first, and
+reads text and numbers only. `scales_of` and `axis_texts_of` do what HDF5's functions for dimension scales do. Nothing calls
+these for a file that was not written here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import h5py
@@ -18,6 +19,7 @@ from shardload.formats.hdf5.names import decoded
 
 __all__ = ["UnreadableError", "axis_texts_of", "has", "is_plain", "is_scale", "names_of", "plain", "read", "scales_of"]
 
+Places = Mapping[int, Sequence[str]]
 _MOST_PLAIN_NBYTES = 1 << 16
 _NUMBERS = (h5py.h5t.INTEGER, h5py.h5t.FLOAT, h5py.h5t.ENUM)
 _ERRORS = (KeyError, OSError, RuntimeError, TypeError, ValueError)
@@ -82,9 +84,14 @@ def _is_readable(kind: Any) -> bool:
     return kind.get_class() in (*_NUMBERS, h5py.h5t.STRING)
 
 
-def scales_of(dataset: h5py.Dataset) -> tuple[list[Any], str]:
-    """The first dimension scale of each axis (an identifier of a dataset, or None); and why not all are found."""
-    none: list[Any] = [None] * len(dataset.shape or ())
+def scales_of(dataset: h5py.Dataset, places: Callable[[], Places]) -> tuple[list[list[tuple[str, Any]]], str]:
+    """The dimension scales of each axis, in order: the full name of each, and the open dataset; and why there are none, or not
+    all.
+
+    `places` has the names of the objects of the file (`places_in`). A scale with several has that in the dataset's group. What
+    has none was deleted, although HDF5 may still open it.
+    """
+    none: list[Any] = [[] for _ in dataset.shape or ()]
     if not has(dataset, "DIMENSION_LIST"):
         return none, ""
     try:
@@ -92,24 +99,28 @@ def scales_of(dataset: h5py.Dataset) -> tuple[list[Any], str]:
         kind = found.get_type()
         is_list = kind.get_class() == h5py.h5t.VLEN and kind.get_super().equal(h5py.h5t.STD_REF_OBJ)
         if not is_list or found.shape != (len(none),):
-            return none, "of another type than HDF5's dimension scales have"
+            return none, "DIMENSION_LIST is of another type than HDF5's dimension scales have"
         told = [list(references) for references in dataset.attrs["DIMENSION_LIST"]]
     except _ERRORS as error:
-        return none, f"unreadable ({error})"
-    scales = [_scale(dataset, references[0]) if references else None for references in told]
-    gone = [axis for axis, references in enumerate(told) if references and scales[axis] is None]
-    return scales, f"the dimension scales of axes {gone} are not in the file" if gone else ""
+        return none, f"DIMENSION_LIST is unreadable ({error})"
+    each = [[_scale(dataset, reference, places()) for reference in references] for references in told]
+    gone = [axis for axis, scales in enumerate(each) if None in scales]
+    there = [[scale for scale in scales if scale is not None] for scales in each]
+    return there, f"the dimension scales of axes {gone} are not in the file" if gone else ""
 
 
-def _scale(dataset: h5py.Dataset, reference: h5py.Reference) -> Any:
-    """What a reference leads to, if that is a dimension scale; else None."""
+def _scale(dataset: h5py.Dataset, reference: h5py.Reference, places: Places) -> tuple[str, Any] | None:
+    """What a reference leads to, if that is a dimension scale with a name."""
     try:
         found = h5py.h5r.dereference(reference, dataset.id) if reference else None
         if not isinstance(found, h5py.h5d.DatasetID) or not is_scale(h5py.Dataset(found)):
             return None
-        return found if h5py.h5o.get_info(found).rc else None  # without a link it was deleted
+        names = places.get(int(h5py.h5o.get_info(found).addr), ())
     except _ERRORS:
         return None
+    above = str(dataset.name or "").rpartition("/")[0]
+    nearest = sorted(names, key=lambda name: name.rpartition("/")[0] != above)[:1]
+    return (nearest[0], h5py.Dataset(found)) if nearest else None
 
 
 def is_scale(dataset: h5py.Dataset) -> bool:
@@ -136,7 +147,7 @@ def axis_texts_of(dataset: h5py.Dataset) -> tuple[list[str], str]:
     try:
         texts = read(dataset, "DIMENSION_LABELS", _MOST_PLAIN_NBYTES)
     except UnreadableError as error:
-        return none, str(error)
+        return none, f"DIMENSION_LABELS is {error}"
     if not isinstance(texts, np.ndarray) or texts.shape != (len(none),) or texts.dtype.kind not in "SO":
-        return none, "not a text for each axis"
+        return none, "DIMENSION_LABELS is not a text for each axis"
     return list(map(decoded, texts)), ""

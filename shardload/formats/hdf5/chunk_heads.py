@@ -189,6 +189,9 @@ def _bits(values: tuple[int, ...]) -> tuple[int, int]:
     """Bits of an element by the n-bit filter's parameters, and how many of the parameters describe it."""
     if values[0] == 1:  # a number: size, byte order, precision, offset
         return values[3], 5
+    if values[0] == 2:  # a small array: size, its numbers
+        bits, length = _bits(values[2:])
+        return bits * (values[1] // values[3]), 2 + length
     if values[0] == 3:  # a record: size, members, each with its place
         bits, at = 0, 3
         for _ in range(values[2]):

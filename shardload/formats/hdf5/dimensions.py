@@ -3,7 +3,8 @@
 An array with one axis, whose name is that of the axis, is the coordinate of that axis: it becomes a scale. In netCDF4 each
 other axis gets a scale without values. In plain HDF5 it gets a label; and a scale without values if another axis of the same
 array has a coordinate, because xarray opens no array of which some axes have scales and others have none: one without a name
-gets a name for that. A scale can grow if the axis of any of its arrays can.
+gets a name for that. A scale can grow if the axis of any of its arrays can. An array of plain HDF5 may say itself which scales
+an axis has: several, in other groups, with names of their own (`ArraySpec.scales`).
 
 An array may have the name of an axis, and not be its coordinate. In netCDF4 it gets a prefix, as by the netCDF library, which
 takes it away when it reads. In plain HDF5 it keeps its name, and a scale that the axis needs has another one.
@@ -22,13 +23,12 @@ import numpy as np
 from shardload.errors import ConfigError
 from shardload.formats.base import is_added
 from shardload.formats.hdf5.metadata import NO_VARIABLE, NON_COORDINATE
-from shardload.formats.netcdf import NETCDF_TYPES, refused_by_hdf5, refused_by_netcdf, unreadable_name
+from shardload.formats.netcdf import NETCDF_TYPES, RESERVED, refused_by_hdf5, refused_by_netcdf, unreadable_name
 from shardload.formats.sink import ONE_LENGTH, ArraySpec, with_dims
 
 __all__ = ["check_netcdf", "name_axes", "netcdf_names", "with_dims_beside_coordinates", "write_attrs"]
 
 _MOST_FIXED = 64_000  # bytes of text that HDF5 keeps beside the array: an attribute has less than 64 KiB with its name
-_RESERVED = {"CLASS", "NAME", "REFERENCE_LIST", "DIMENSION_LIST", "_Netcdf4Dimid", "_Netcdf4Coordinates", "_NCProperties"}
 _OF_H5PY = ("lzf", "32000")  # filters that no plugin has
 _INSTEAD = {"b": "Save it as int8", "c": "Save its real and imaginary parts as two arrays", "f": "Save it as float32"}
 
@@ -41,7 +41,7 @@ def check_netcdf(name: str, spec: ArraySpec) -> None:
             raise ConfigError(
                 f"'{name}' has a name {why}, which netCDF programs do not read: {_told(part)}. Choose another one"
             )
-    if f"{spec.dtype.kind}{spec.dtype.itemsize}" not in NETCDF_TYPES:
+    if spec.texts is None and f"{spec.dtype.kind}{spec.dtype.itemsize}" not in NETCDF_TYPES:
         if is_added(spec.dtype):
             instead = "Save it as float32" + (", or use the suffix .h5" if spec.dtype.name == "bfloat16" else " or int8")
         else:
@@ -70,6 +70,8 @@ class _Axes:
         axis's length there. (In its own group another length is an error.)
         """
         dim, length = (self._specs[name].dims or ())[axis], self._specs[name].shape[axis]
+        if attached := self.attached(name, axis):
+            return attached[0]
         if not dim:
             return None
         own = name.rpartition("/")[0]
@@ -80,6 +82,11 @@ class _Axes:
             if self.lengths.get((group, dim), {length}) != {length}:  # that group has an axis of this name for itself
                 return None
         return None
+
+    def attached(self, name: str, axis: int) -> list[str]:
+        """The scales of an axis that are said to be attached to it, if they are in this file."""
+        scales = self._specs[name].scales
+        return [one for one in scales[axis] if one in self._specs and one != name] if scales else []
 
     def dimensions(self) -> dict[tuple[str, int], str]:
         """The scale of each axis without a coordinate. It is one of the file, for all groups; but where groups have axes of one
@@ -154,10 +161,12 @@ def name_axes(file: h5py.File, specs: Mapping[str, ArraySpec], *, is_netcdf: boo
             if not dim or "/" in dim or "\0" in dim:  # HDF5 would cut it off at a zero byte
                 raise ConfigError(f"axis {axis} of '{name}' is called {dim!r}; expected a name without '/' or zero bytes")
             own = axes.coordinate_of(name, axis) or dimensions.get((name, axis))
+            label = (spec.axis_labels[axis] if spec.axis_labels else "") or (dim if own is None else "")
+            if label:
+                file[name].dims[axis].label = label
             if own is None:
-                file[name].dims[axis].label = dim
                 own = added.get((name, axis))
-            if own is None:
+            if own is None or axes.attached(name, axis):
                 continue
             known, first, grows = lengths.setdefault(own, (spec.shape[axis], name, False))
             lengths[own] = known, first, grows or axis in spec.unlimited
@@ -170,11 +179,18 @@ def name_axes(file: h5py.File, specs: Mapping[str, ArraySpec], *, is_netcdf: boo
     for number, (scale, (length, _, grows)) in enumerate(lengths.items()):
         if scale not in specs:
             _valueless(file, scale, length, grows)
-        else:
+        elif specs[scale].scale_name is None:
             file[scale].make_scale(scale.rpartition("/")[2])
         numbers[scale] = number
         if is_netcdf:
             file[scale].attrs["_Netcdf4Dimid"] = np.int32(number)
+    for name, spec in specs.items():
+        if spec.scale_name is not None:
+            file[name].make_scale(spec.scale_name)
+    for name, spec in specs.items():
+        for axis in range(len(spec.scales)):
+            for scale in axes.attached(name, axis):
+                file[name].dims[axis].attach_scale(file[scale])
     for (name, axis), scale in scale_of.items():
         if name != scale:
             file[name].dims[axis].attach_scale(file[scale])
@@ -230,7 +246,7 @@ def _valueless(file: h5py.File, scale: str, length: int, grows: bool) -> None:
 def write_attrs(owner: Any, name: str, attrs: Mapping[str, Any], *, is_netcdf: bool) -> None:
     """Write attributes. ConfigError for one that HDF5 cannot hold."""
     for key, value in attrs.items():
-        if key in _RESERVED:
+        if key in RESERVED:
             raise ConfigError(
                 f"the attribute {key!r} of '{name}' is one that HDF5 and netCDF keep for themselves. Leave it out"
             )

@@ -20,6 +20,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import h5py
+from h5py._objects import phil
 
 from shardload.formats.access import STRICT, Access
 from shardload.formats.hdf5.opened import creation_of, kind_of
@@ -105,9 +106,26 @@ def refuse_filters(dataset: h5py.Dataset, access: Access) -> str | None:
     for k in range(creation.get_nfilters()):
         number, _, values, label = creation.get_filter(k)
         refused = refuse_filter(number, label, values, kind, chunk, access) or _missing(number, label)
-        if refused is not None:
+        if refused is not None and not _is_unused(dataset, k):
             return refused
     return None
+
+
+def _is_unused(dataset: h5py.Dataset, k: int) -> bool:
+    """True if all stored chunks say that filter `k` was not applied to them: an optional filter may fail, and HDF5 goes on."""
+    is_used = False
+
+    def look(stored: Any) -> bool | None:
+        nonlocal is_used
+        is_used = not stored.filter_mask >> k & 1
+        return is_used or None  # True ends it
+
+    try:
+        with phil:
+            dataset.id.chunk_iter(look)
+    except (OSError, RuntimeError, ValueError):  # the index is damaged
+        return False
+    return not is_used
 
 
 def refuse_filter(
@@ -241,6 +259,9 @@ def _nbit_type(kind: Any) -> tuple[list[int], bool]:
         order = {h5py.h5t.ORDER_LE: 0, h5py.h5t.ORDER_BE: 1}.get(kind.get_order(), -1)
         precision, offset = kind.get_precision(), kind.get_offset()
         return [1, size, order, precision, offset], precision == 8 * size and offset == 0
+    if kind.get_class() == h5py.h5t.ARRAY:
+        packed, is_full = _nbit_type(kind.get_super())
+        return [2, size, *packed], is_full
     if kind.get_class() == h5py.h5t.COMPOUND:
         packed, is_full = [3, size, kind.get_nmembers()], True
         for k in range(kind.get_nmembers()):

@@ -27,6 +27,7 @@ from shardload.formats.hdf5.chunk_tree import ChunkTree
 from shardload.formats.hdf5.in_memory import file_in_memory
 from shardload.formats.hdf5.making import properties_of
 from shardload.formats.hdf5.metadata import stands_for_axis
+from shardload.formats.hdf5.names import places_in
 from shardload.formats.hdf5.on_disk import (
     DATASPACE,
     LAYOUT,
@@ -151,8 +152,9 @@ def _arrays(path: str, file: h5py.File, names: Iterable[str]) -> dict[str, Json]
 
     file.visititems(visit)
     found: dict[str, Json] = {}
+    places = places_in(file)
     for name, dataset in datasets.items():
-        scopes = _scopes(name, dataset, numbers, called)
+        scopes = _scopes(name, dataset, numbers, called, places)
         found[name] = {
             "shape": dataset.shape,
             "dims": [None if one is None else one.rpartition("/")[2].rpartition(":")[2] for one in scopes],
@@ -185,7 +187,9 @@ def _called(path: str, file: h5py.File, names: Iterable[str]) -> dict[int, str]:
     return found
 
 
-def _scopes(name: str, dataset: h5py.Dataset, numbers: Mapping[int, str], called: Mapping[int, str]) -> list[str | None]:
+def _scopes(
+    name: str, dataset: h5py.Dataset, numbers: Mapping[int, str], called: Mapping[int, str], places: Mapping[int, list[str]]
+) -> list[str | None]:
     """For each axis a text that arrays with the same axis have in common: the scale of the axis, or the group and the label."""
     if is_scale(dataset):
         if len(dataset.shape) == 1:
@@ -194,8 +198,8 @@ def _scopes(name: str, dataset: h5py.Dataset, numbers: Mapping[int, str], called
         is_known = isinstance(ids, list) and len(ids) == len(dataset.shape)
         return [numbers.get(number) for number in ids] if is_known else [None] * len(dataset.shape)
     found: list[str | None] = []
-    for scale, label in zip(scales_of(dataset)[0], axis_texts_of(dataset)[0], strict=True):
-        own = None if scale is None else called.get(int(h5py.h5o.get_info(scale).addr))
+    for scales, label in zip(scales_of(dataset, lambda: places)[0], axis_texts_of(dataset)[0], strict=True):
+        own = called.get(_address(scales[0][1])) if scales else None
         found.append(own or (f"{name.rpartition('/')[0]}/:{label}" if label else None))
     return found
 

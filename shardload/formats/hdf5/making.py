@@ -6,6 +6,9 @@ became a float64 would be another number.
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import h5py
@@ -13,18 +16,28 @@ import numpy as np
 
 from shardload.formats.base import Properties, dtype_text, native_dtype, refusal
 from shardload.formats.compression_words import BLOSC_CODES, BLOSC_SHUFFLES, blosc_told, compression_told
-from shardload.formats.hdf5.attributes import UnreadableError, names_of, read
+from shardload.formats.hdf5.attributes import UnreadableError, axis_texts_of, is_scale, names_of, plain, read, scales_of
 from shardload.formats.hdf5.filters import LOSSY, NAMES, scaleoffset_is_idle
-from shardload.formats.hdf5.metadata import HIDDEN, NON_COORDINATE, filters_of, labels_of, stands_for_axis
+from shardload.formats.hdf5.metadata import (
+    NO_NAMES,
+    NON_COORDINATE,
+    filters_of,
+    is_hidden,
+    labels_of,
+    places_of,
+    stands_for_axis,
+)
 from shardload.formats.hdf5.names import encoded, names_below
-from shardload.formats.hdf5.opened import creation_of, kind_of, nbytes_of_attributes_of
+from shardload.formats.hdf5.opened import creation_of, element_of, nbytes_of_attributes_of
 from shardload.formats.hdf5.raw_file import type_of_values
+from shardload.formats.labels import Note
 
 __all__ = ["attribute_names", "groups_of", "properties_of"]
 
-_MOST_NBYTES = 1 << 20  # of one attribute
+_MOST_NBYTES = 1 << 20  # of one attribute, or the values of an array of text
 _MOST_ATTRIBUTES_NBYTES = 1 << 24
 _BLOSC_NAMES = {code: name for name, code in BLOSC_CODES.items()}
+_OF_TEXT = {1, 2, 3}  # filters that HDF5 has itself
 _ARGUMENTS = {6: slice(0, 2), 4: slice(0, 2), 32008: slice(3, None), 5: slice(0, 0), 32000: slice(0, 0)}  # the caller's own
 
 
@@ -32,22 +45,31 @@ def properties_of(dataset: h5py.Dataset, filters: list[tuple[int, int, Any, byte
     """The properties of an open dataset. `filters` are those of the datasets behind a virtual one."""
     creation, labels = creation_of(dataset), labels_of(dataset)
     attrs, unread = _attributes(dataset, str(dataset.name))
-    told = ((key, labels.attrs.get(key)) for key in ("DIMENSION_LABELS", "DIMENSION_LIST"))
-    unread += [f"attribute {key!r} of '{dataset.name}' ({note})" for key, note in told if note is not None]
-    if h5py.check_enum_dtype(dataset.dtype) is not None:
+    if isinstance(why := labels.attrs.get(NO_NAMES), Note):
+        unread.append(f"what axes of '{dataset.name}' are called ({why})")
+    kind = element_of(dataset)[0]
+    number = kind.dtype
+    if h5py.check_enum_dtype(number) is not None:
         unread.append(f"what the numbers of '{dataset.name}' stand for (an enumeration)")
-    dtype = type_of_values(kind_of(dataset))
+    dtype = type_of_values(kind)
     dtype = dtype if refusal(dtype) is not None else np.dtype(dtype_text(dtype))
     compression, checksum = _compression(filters_of(dataset) if filters is None else filters, dtype.kind)
     fill, last = None, str(dataset.name or "").rpartition("/")[2]
-    if creation.fill_value_defined() == h5py.h5d.FILL_VALUE_USER_DEFINED and refusal(dataset.dtype) is None:
-        value = np.zeros((), native_dtype(dataset.dtype))
-        creation.get_fill_value(value)
-        fill = value.astype(native_dtype(dtype))[()]
+    if creation.fill_value_defined() == h5py.h5d.FILL_VALUE_USER_DEFINED and refusal(number) is None:
+        value = np.zeros((), native_dtype(number))
+        try:
+            creation.get_fill_value(value)
+            fill = value.astype(native_dtype(dtype))[()]
+        except (OSError, TypeError) as error:  # HDF5 does not convert that of bit fields, and of small arrays
+            unread.append(f"the fill value of '{dataset.name}' ({error})")
+    scales = tuple(
+        tuple(name for name, scale in of_axis if not stands_for_axis(scale))
+        for of_axis in scales_of(dataset, partial(places_of, dataset))[0]
+    )
     if "_FillValue" in attrs:
         value = np.asarray(attrs["_FillValue"])
         attrs["_FillValue"] = value.reshape(-1)[0] if value.size == 1 else attrs["_FillValue"]
-    return Properties.of(
+    found = Properties.of(
         labels,
         dtype,
         attrs,
@@ -58,7 +80,27 @@ def properties_of(dataset: h5py.Dataset, filters: list[tuple[int, int, Any, byte
         is_dimension=stands_for_axis(dataset),
         unread=tuple(unread),
         stored_name=last if last.startswith(NON_COORDINATE) else None,
+        texts=_texts(dataset),
+        scales=scales,
+        axis_labels=tuple(axis_texts_of(dataset)[0]),
+        scale_name=plain(dataset, "NAME") if is_scale(dataset) else None,
     )
+    return replace(found, coordinates=tuple(dict.fromkeys([*found.coordinates, *(one for axis in scales for one in axis)])))
+
+
+def _texts(dataset: h5py.Dataset) -> np.ndarray[Any, Any] | None:
+    """The values of a short array of text; None for another one. HDF5 finds them in this file, and needs no plugin."""
+    kind, creation = dataset.id.get_type(), creation_of(dataset)
+    if kind.get_class() != h5py.h5t.STRING or dataset.shape is None:
+        return None
+    n = max(dataset.size, math.prod(dataset.chunks or ()))
+    is_here = creation.get_layout() != h5py.h5d.VIRTUAL and not creation.get_external_count()
+    if not is_here or n * kind.get_size() > _MOST_NBYTES or not {number for number, *_ in filters_of(dataset)} <= _OF_TEXT:
+        return None
+    found = np.empty(dataset.shape, dataset.dtype)  # whose metadata say how text is encoded
+    if found.size:
+        dataset.read_direct(found)
+    return found
 
 
 def groups_of(file: h5py.File) -> tuple[dict[str, dict[str, Any]], list[str]]:
@@ -67,9 +109,11 @@ def groups_of(file: h5py.File) -> tuple[dict[str, dict[str, Any]], list[str]]:
     found = {"/": attrs}
     for name in names_below(file["/"])[0]:
         thing = file[encoded(name)]
-        if isinstance(thing, h5py.Group) and len(thing.attrs):
+        if isinstance(thing, h5py.Group) and h5py.h5a.get_num_attrs(thing.id):
             found[f"/{name}"], more = _attributes(thing, f"/{name}")
             unread.extend(more)
+        elif isinstance(thing, h5py.Datatype):
+            unread.append(f"the named type '/{name}'")
     return found, unread
 
 
@@ -77,15 +121,19 @@ def attribute_names(group: h5py.Group) -> list[str]:
     """The names of the author's attributes of a group; none if they are too long: HDF5 reads the attributes, too."""
     if nbytes_of_attributes_of(group) > _MOST_ATTRIBUTES_NBYTES:
         return []
-    return [key for key in names_of(group) if key not in HIDDEN]
+    return [key for key in names_of(group) if not is_hidden(group, key)]
 
 
 def _attributes(owner: Any, name: str) -> tuple[dict[str, Any], list[str]]:
     """The author's attributes as h5py gives them; and what could not be read."""
     found: dict[str, Any] = {}
-    unread = []
-    for key in names_of(owner):
-        if key in HIDDEN or key.startswith("_Netcdf4"):
+    unread: list[str] = []
+    try:
+        keys = names_of(owner)
+    except (OSError, RuntimeError) as error:
+        return {}, [f"what attributes '{name}' has ({error})"]
+    for key in keys:
+        if is_hidden(owner, key):
             continue
         what = f"attribute {key!r} of '{name}'"
         try:

@@ -6,7 +6,9 @@ not.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import h5py
@@ -28,7 +30,7 @@ from shardload.formats.hdf5.attributes import (
 from shardload.formats.hdf5.filters import NAMES, SIZED, n_compressors, refuse_filters
 from shardload.formats.hdf5.links import Others
 from shardload.formats.hdf5.names import decoded, places_in
-from shardload.formats.hdf5.opened import OpenDataset, creation_of, kind_of, nbytes_of_attributes_of, nbytes_stored_of
+from shardload.formats.hdf5.opened import OpenDataset, creation_of, element_of, nbytes_of_attributes_of, nbytes_stored_of
 from shardload.formats.hdf5.raw_file import type_of_values
 from shardload.formats.labels import Coordinate, Labels, Note, names_in
 from shardload.values.decoding import ATTRIBUTES, TEXTS, Packing, typed
@@ -36,11 +38,14 @@ from shardload.values.decoding import ATTRIBUTES, TEXTS, Packing, typed
 __all__ = [
     "HIDDEN",
     "NON_COORDINATE",
+    "NO_NAMES",
     "NO_VARIABLE",
     "describe",
     "filters_of",
     "group_attrs_of",
+    "is_hidden",
     "labels_of",
+    "places_of",
     "stands_for_axis",
 ]
 
@@ -50,12 +55,11 @@ _DECODED_HERE = {1, 32001, 32015}  # `codecs.Chain` limits the size of the data 
 _REFUSED_CLASSES = {
     h5py.h5t.TIME: ("time", "HDF5 times, a type without a portable meaning"),
     h5py.h5t.STRING: ("string", "strings"),
-    h5py.h5t.BITFIELD: ("bitfield", "bit fields"),
     h5py.h5t.OPAQUE: ("opaque", "opaque bytes (dates that NumPy wrote, for instance)"),
     h5py.h5t.REFERENCE: ("reference", "references to other objects"),
     h5py.h5t.VLEN: ("vlen", "lists of variable length as elements"),
-    h5py.h5t.ARRAY: ("array", "small arrays as elements"),
 }
+_SMALL_IN_MANY = "small arrays as elements, in a virtual dataset"
 # HDF5 reads a whole attribute when it looks it up. If all attributes of a dataset together are longer, none is read.
 _MOST_ATTRIBUTES_NBYTES, _MOST_ATTRIBUTE_NBYTES = 1 << 24, 1 << 16
 _MOST_LISTED = 64  # attributes: listing their names takes a microsecond for each, asking for one 2
@@ -85,23 +89,28 @@ def describe(
     creation = creation_of(dataset)
     filters = filters_of(dataset)
     has_attributes = _has_attributes(dataset)
-    dtype, refused = _type_of(kind_of(dataset), lambda: has_attributes and _is_of_pytables(dataset))
+    number, inner = element_of(dataset)
+    dtype, refused = _type_of(number)
+    if inner and refused is not None:
+        dtype, refused = "array", f"small arrays as elements, of {refused}"
     is_virtual = creation.get_layout() == h5py.h5d.VIRTUAL
     if dataset.shape is None:
         refused = "nothing: its dataspace is null, which is neither an array nor a number"
     elif refused is None:
-        refused = refuse_filters(dataset, access) or _unbounded(filters, access) or others.refused
+        refused = _SMALL_IN_MANY if inner and is_virtual else None
+        refused = refused or refuse_filters(dataset, access) or _unbounded(filters, access) or others.refused
     chunks = tuple(creation.get_chunk()) if creation.get_layout() == h5py.h5d.CHUNKED else None
     if is_virtual and refused is None:  # HDF5 decodes the chunks of the datasets behind it, whole, however small a part is read
         chunks, filters = others.smallest_chunk(len(dataset.shape)), others.filters
-    refused = refused or unaddressable(dataset.shape or (), chunks)
+    shape, chunks = (*(dataset.shape or ()), *inner), chunks and (*chunks, *inner)
+    refused = refused or unaddressable(shape, chunks)
     attributes, packing = _attributes(dataset, in_full, has_attributes)
     is_coordinate = has_attributes and is_scale(dataset)
     return ArrayInfo(
         path=path,
         dataset=name,
         format=_flavour(dataset, has_attributes),
-        shape=tuple(dataset.shape or ()),
+        shape=shape,
         dtype=dtype,
         chunks=chunks,
         codec=_codec(filters),
@@ -116,8 +125,14 @@ def describe(
 
 # What HDF5 and the netCDF library keep in attributes for themselves.
 HIDDEN = {"CLASS", "NAME", "REFERENCE_LIST", "DIMENSION_LIST", "DIMENSION_LABELS", "_NCProperties", "_nc3_strict"}
+NO_NAMES = "names of axes"  # in the place of an attribute: why they are not known
 NO_VARIABLE = "This is a netCDF dimension but not a netCDF variable"
 NON_COORDINATE = "_nc4_non_coord_"  # the netCDF library's prefix of a variable that has the name of a dimension
+
+
+def is_hidden(owner: h5py.Dataset | h5py.Group, key: str) -> bool:
+    """True for an attribute that is no author's. HDF5 needs CLASS and NAME for dimension scales only; others have their own."""
+    return key.startswith("_Netcdf4") or (key in HIDDEN and (key not in ("CLASS", "NAME") or is_scale(owner)))
 
 
 def stands_for_axis(dataset: h5py.Dataset) -> bool:
@@ -165,7 +180,7 @@ def group_attrs_of(dataset: h5py.Dataset) -> dict[str, Any]:
 
 def _author_s(owner: h5py.Dataset | h5py.Group) -> dict[str, Any]:
     """All attributes but those that HDF5 and the netCDF library keep for themselves."""
-    return {key: _attribute(owner, key) for key in names_of(owner) if key not in HIDDEN and not key.startswith("_Netcdf4")}
+    return {key: _attribute(owner, key) for key in names_of(owner) if not is_hidden(owner, key)}
 
 
 def axes_of(dataset: h5py.Dataset, has_coords: bool = True, names: Collection[str] | None = None) -> Labels:
@@ -174,27 +189,24 @@ def axes_of(dataset: h5py.Dataset, has_coords: bool = True, names: Collection[st
     Of attributes it has notes only: which names of axes cannot be read, and why.
     """
     dims: list[str | None] = [None] * len(dataset.shape or ())
+    inner = (None,) * len(element_of(dataset)[1])
     coords: dict[str, Coordinate] = {}
     if not _has_attributes(dataset):
-        return Labels(tuple(dims))
+        return Labels((*dims, *inner))
     if is_scale(dataset):
-        return Labels(tuple(_axes_of_scale(dataset)))
+        return Labels((*_axes_of_scale(dataset), *inner))
     texts, no_texts = axis_texts_of(dataset)
-    scales, no_scales = scales_of(dataset)
-    for axis, (text, scale) in enumerate(zip(texts, scales, strict=True)):
-        full = "" if scale is None else name_of(scale, dataset)
-        dims[axis] = _axis_name(dataset, text, h5py.Dataset(scale), full, coords, names) if full else text or None
-    notes = {"DIMENSION_LABELS": no_texts, "DIMENSION_LIST": no_scales}
-    attrs = {key: Note(f"axes have no names by it: {why}") for key, why in notes.items() if why}
-    return Labels(tuple(dims), attrs, coords if has_coords else {})
+    scales, no_scales = scales_of(dataset, partial(places_of, dataset))
+    for axis, (text, of_axis) in enumerate(zip(texts, scales, strict=True)):
+        dims[axis] = _axis_name(dataset, text, *of_axis[0], coords, names) if of_axis else text or None
+    whys = "; ".join(filter(None, (no_texts, no_scales)))
+    notes = {NO_NAMES: Note(whys)} if whys else {}
+    return Labels((*dims, *inner), notes, coords if has_coords else {})
 
 
-def name_of(scale: Any, dataset: h5py.Dataset) -> str:
-    """The full name of a scale of a dataset; of several names, that in the dataset's group. Empty if it has none."""
-    places = dataset.facts.places if isinstance(dataset, OpenDataset) else places_in(dataset.file)
-    found = places.get(int(h5py.h5o.get_info(scale).addr), [""])
-    above = str(dataset.name or "").rpartition("/")[0]
-    return next((name for name in found if name.rpartition("/")[0] == above), found[0])
+def places_of(dataset: h5py.Dataset) -> dict[int, list[str]]:
+    """The names of the objects of a dataset's file."""
+    return dataset.facts.places if isinstance(dataset, OpenDataset) else places_in(dataset.file)
 
 
 def _axes_of_scale(scale: h5py.Dataset) -> list[str | None]:
@@ -222,8 +234,8 @@ def _axes_of_scale(scale: h5py.Dataset) -> list[str | None]:
 def _axis_name(
     dataset: h5py.Dataset,
     text: str,
-    scale: h5py.Dataset,
     full: str,
+    scale: h5py.Dataset,
     coords: dict[str, Coordinate],
     names: Collection[str] | None,
 ) -> str:
@@ -258,7 +270,8 @@ def _nearer(dataset: h5py.Dataset, name: str, scale: h5py.Dataset, top: str) -> 
         if isinstance(dataset.file.get(f"{above}/{name}", getlink=True), h5py.HardLink):
             found = dataset.file[f"{above}/{name}"]
             is_along = isinstance(found, h5py.Dataset) and found.ndim == 1 and _has_attributes(found)
-            if is_along and scale.id in scales_of(found)[0]:
+            its = scales_of(found, partial(places_of, dataset))[0] if is_along else [[]]
+            if its[0] and its[0][0][1] == scale:
                 return f"{above}/{name}"
         above = above.rpartition("/")[0]
     return None
@@ -270,24 +283,16 @@ def filters_of(dataset: h5py.Dataset) -> list[tuple[int, int, Any, bytes]]:
     return [creation.get_filter(k) for k in range(creation.get_nfilters())]
 
 
-def _is_of_pytables(dataset: h5py.Dataset) -> bool:
-    return plain(dataset, "CLASS") in ("ARRAY", "CARRAY", "EARRAY")
-
-
-def _type_of(file_type: Any, is_of_pytables: Callable[[], bool]) -> tuple[str, str | None]:
-    """Name of the values' type, and why it is refused (or None).
-
-    PyTables, and pandas with it, writes booleans as bit fields of a byte, 0 or 1. They are numbers here, as h5py reads them.
-    """
-    is_number = file_type.get_class() == h5py.h5t.BITFIELD and file_type.equal(h5py.h5t.STD_B8LE) and is_of_pytables()
-    if file_type.get_class() in _REFUSED_CLASSES and not is_number:
-        return _REFUSED_CLASSES[file_type.get_class()]
+def _type_of(kind: Any) -> tuple[str, str | None]:
+    """Name of the values' type, and why it is refused (or None). Bit fields are unsigned integers, as h5py reads them."""
+    if kind.get_class() in _REFUSED_CLASSES:
+        return _REFUSED_CLASSES[kind.get_class()]
     try:
-        dtype = type_of_values(file_type)
+        dtype = type_of_values(kind)
     except (TypeError, ValueError) as error:  # 3-byte integers, quadruple precision, half precision complex numbers
-        return f"{8 * file_type.get_size()}-bit number", f"numbers of a type that NumPy does not have ({error})"
+        return f"{8 * kind.get_size()}-bit number", f"numbers of a type that NumPy does not have ({error})"
     refused = refusal(dtype)
-    if file_type.get_class() == h5py.h5t.COMPOUND and refused is not None:
+    if kind.get_class() == h5py.h5t.COMPOUND and refused is not None:
         return "compound", refused
     return (dtype.name if refused else native_dtype(dtype).name), refused
 
@@ -327,7 +332,9 @@ def _file_has_marks(dataset: h5py.Dataset) -> bool:
         return facts.has_marks
     file = dataset.file
     has_any = _has_attributes(file, None if facts is None else lambda: facts.nbytes_of_attributes)
-    found = has_any and any(has(file, key) for key in ("_NCProperties", "_nc3_strict"))
+    found = False
+    with contextlib.suppress(RuntimeError):  # damaged attributes of the root group are not those of the array
+        found = has_any and any(has(file, key) for key in ("_NCProperties", "_nc3_strict"))
     if facts is not None:
         facts.has_marks = found
     return found

@@ -113,7 +113,8 @@ def _readable(group: h5py.Group, most: int | None) -> tuple[list[tuple[str, int]
                 inside.append((decoded(name), int(link.u)))
 
         try:
-            h5py.h5g.open(group.id, encoded(above) or b".").links.iterate(keep, info=True)
+            opened = h5py.h5g.open(group.id, encoded(above) or b".")  # which its `links` do not hold open
+            opened.links.iterate(keep, info=True)
         except _ERRORS as error:
             if not above:
                 raise

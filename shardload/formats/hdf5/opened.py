@@ -24,6 +24,7 @@ __all__ = [
     "OpenFacts",
     "OpenParts",
     "creation_of",
+    "element_of",
     "header_of",
     "kept",
     "kind_of",
@@ -305,6 +306,14 @@ def nbytes_stored_of(dataset: h5py.Dataset) -> int:
 def kind_of(dataset: h5py.Dataset) -> Any:
     """The type of a dataset's values in the file."""
     return dataset.kind if isinstance(dataset, OpenDataset) else dataset.id.get_type()
+
+
+def element_of(dataset: h5py.Dataset) -> tuple[Any, tuple[int, ...]]:
+    """The type of the numbers of a dataset in the file, and the axes of an element: none, unless elements are small arrays."""
+    kind, shape = kind_of(dataset), tuple[int, ...]()
+    while kind.get_class() == h5py.h5t.ARRAY:
+        kind, shape = kind.get_super(), (*shape, *kind.get_array_dims())
+    return kind, shape
 
 
 def raw_of(dataset: h5py.Dataset) -> RawFile | None:

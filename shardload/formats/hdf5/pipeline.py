@@ -48,8 +48,9 @@ def create_type(name: str, dtype: np.dtype[Any]) -> h5py.h5t.TypeID:
 
 
 def let_list_grow(creation: h5py.h5p.PropDCID, name: str, spec: ArraySpec) -> None:
-    """Let attributes of a coordinate have more than 64 KiB: as a scale it lists all arrays that have its axis, with 16 bytes each.
-    Headers of the older version hold no such attribute; an order of attributes makes it the newer one, as in netCDF's own files.
+    """Let attributes of a coordinate have more than 64 KiB: as a scale it lists all arrays that have its axis, with 16 bytes
+    each. Headers of the older version hold no such attribute; to keep an order of attributes makes it the newer one, as in
+    files of the netCDF library.
     """
     if spec.dims == (name.rpartition("/")[2],):
         creation.set_attr_creation_order(h5py.h5p.CRT_ORDER_TRACKED | h5py.h5p.CRT_ORDER_INDEXED)

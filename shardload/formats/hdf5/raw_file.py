@@ -238,10 +238,10 @@ def swap_size(in_file: Any, dtype: np.dtype[Any]) -> int | None:
 def _known_types(dtype: np.dtype[Any], is_native: bool) -> tuple[Any, ...]:
     """HDF5's types in the file whose values NumPy can take as they are, or with their bytes reversed."""
     known = [type_in_file(dtype if is_native else dtype.newbyteorder())]
-    if dtype == np.uint8:
-        known.append(h5py.h5t.STD_B8LE)  # PyTables' booleans
+    order = "LE" if is_native == (sys.byteorder == "little") else "BE"
+    if dtype.kind == "u":
+        known.append(getattr(h5py.h5t, f"STD_B{8 * dtype.itemsize}{order}"))  # bit fields
     if dtype.kind == "c":
-        order = "LE" if is_native == (sys.byteorder == "little") else "BE"
         name = f"COMPLEX_IEEE_F{4 * dtype.itemsize}{order}"  # the complex type of HDF5 2.0
         known += [getattr(h5py.h5t, name)] if hasattr(h5py.h5t, name) else []
     return tuple(known)

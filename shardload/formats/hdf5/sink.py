@@ -140,7 +140,10 @@ class Hdf5Sink(Sink):
         checked = with_dims(checked) if is_netcdf else with_dims_beside_coordinates(checked)
         self.stored_names = netcdf_names(checked) if is_netcdf else {name: name for name in checked}
         flavour = "netCDF4" if is_netcdf else "HDF5"
-        self.arrays: dict[str, Hdf5Encoder] = {name: Hdf5Encoder(path, name, spec, flavour) for name, spec in checked.items()}
+        self._texts = {name: spec for name, spec in checked.items() if spec.texts is not None}
+        self.arrays: dict[str, Hdf5Encoder] = {
+            name: Hdf5Encoder(path, name, spec, flavour) for name, spec in checked.items() if spec.texts is None
+        }
         # All that the metadata can be wrong in is tried in memory, on every rank: before the first byte is on disk.
         with file_in_memory(track_order=is_netcdf or None) as file:
             self.describe(file, is_trial=True)
@@ -163,7 +166,8 @@ class Hdf5Sink(Sink):
 
     def describe(self, file: h5py.File, *, is_trial: bool = False) -> None:
         """Create all that is not values: groups, datasets, attributes, names of axes."""
-        specs = {self.stored_names[name]: one.spec for name, one in self.arrays.items()}
+        every = {name: one.spec for name, one in self.arrays.items()} | self._texts
+        specs = {self.stored_names[name]: spec for name, spec in every.items()}
         if self._is_netcdf:
             file.attrs["_NCProperties"] = np.bytes_(
                 f"version=2,shardload=1,hdf5={h5py.version.hdf5_version},h5py={h5py.__version__}"
@@ -175,6 +179,8 @@ class Hdf5Sink(Sink):
             if self._is_netcdf and one.spec.fill_value is not None:
                 attrs["_FillValue"] = np.asarray(one.spec.fill_value, dtype=native_dtype(one.spec.dtype))
             write_attrs(file[self.stored_names[name]], name, attrs, is_netcdf=self._is_netcdf)
+        for name, spec in self._texts.items():
+            write_attrs(self._write_text(file, name, spec), name, spec.attrs, is_netcdf=self._is_netcdf)
         for name, found in self._group_attrs.items():
             if name.strip("/"):
                 write_attrs(self._group(file, name.strip("/")), name, found, is_netcdf=self._is_netcdf)
@@ -189,6 +195,17 @@ class Hdf5Sink(Sink):
             is_new = part not in found
             found = found.create_group(part, track_order=self._is_netcdf or None) if is_new else found.require_group(part)
         return found
+
+    def _write_text(self, file: h5py.File, name: str, spec: ArraySpec) -> h5py.Dataset:
+        """An array of text, with its values."""
+        group, _, last = self.stored_names[name].strip("/").rpartition("/")
+        values = np.asarray(spec.texts)
+        kind = values.dtype if h5py.check_string_dtype(values.dtype) else h5py.string_dtype()
+        most = tuple(None if k in spec.unlimited else n for k, n in enumerate(spec.shape)) if spec.unlimited else None
+        try:
+            return self._group(file, group).create_dataset(last, data=values, dtype=kind, maxshape=most)
+        except (TypeError, ValueError, OSError, RuntimeError) as error:
+            raise ConfigError(f"'{name}' cannot be made in an HDF5 file: {error}") from error
 
     def _make(self, file: h5py.File, name: str, one: Hdf5Encoder, is_trial: bool) -> None:
         group, _, last = self.stored_names[name].strip("/").rpartition("/")

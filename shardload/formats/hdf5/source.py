@@ -72,7 +72,7 @@ from shardload.formats.hdf5.metadata import (
 )
 from shardload.formats.hdf5.missing import MissingChunks
 from shardload.formats.hdf5.names import decoded, encoded, names_below
-from shardload.formats.hdf5.opened import OpenDataset, OpenFacts, OpenParts, kept, kind_of, nbytes_stored_of, raw_of
+from shardload.formats.hdf5.opened import OpenDataset, OpenFacts, OpenParts, element_of, kept, kind_of, nbytes_stored_of, raw_of
 from shardload.formats.hdf5.raw_file import (
     BFLOAT16,
     RawFile,
@@ -147,37 +147,44 @@ class Hdf5Source(Source):
         self._whole = Whole.of(dataset)
         self._expected: Region | None = None
         self._missing: list[tuple[int, ...]] | None = None  # chunks that `read_into` did not find, if it read chunk by chunk
-        self._dtype = np.dtype("V1") if info.refused else native_dtype(type_of_values(kind_of(dataset)))
+        number, self._inner = element_of(dataset)
+        self._dtype = self._number = np.dtype("V1") if info.refused else native_dtype(type_of_values(number))
         # h5py makes the type in memory from NumPy's: for complex numbers a pair (r, i). HDF5 cannot convert the complex type of
         # HDF5 2.0 in the other byte order to that pair.
-        is_native_complex = kind_of(dataset).get_class() == getattr(h5py.h5t, "COMPLEX", None)
+        is_native_complex = number.get_class() == getattr(h5py.h5t, "COMPLEX", None)
         name = _COMPLEX.get(self._dtype.name) if is_native_complex else None
         self._memory_type = getattr(h5py.h5t, name) if name else None
-        if kind_of(dataset).get_class() == h5py.h5t.BITFIELD:  # HDF5 does not convert it to a number
-            self._memory_type = h5py.h5t.NATIVE_B8
-        if self._dtype == BFLOAT16:
+        if number.get_class() == h5py.h5t.BITFIELD and not info.refused:  # HDF5 does not convert it to a number
+            self._memory_type = getattr(h5py.h5t, f"NATIVE_B{8 * self._number.itemsize}")
+        if self._number == BFLOAT16:
             self._memory_type = type_in_file(BFLOAT16)
-        self._swaps = not info.refused and _has_unused_bits(kind_of(dataset)) and not dataset.dtype.isnative
+        self._swaps = not info.refused and _has_unused_bits(number) and not number.dtype.isnative
         if self._swaps:
-            self._memory_type = h5py.h5t.py_create(dataset.dtype)
+            self._memory_type = h5py.h5t.py_create(number.dtype)
+        if self._inner and not info.refused:  # below, an element is so many bytes
+            self._memory_type = h5py.h5t.array_create(self._memory_type or h5py.h5t.py_create(self._number), self._inner)
+            self._dtype = np.dtype((np.void, self._memory_type.get_size()))
+            n = len(dataset.shape)
+            self._info = replace(info, shape=info.shape[:n], chunks=info.chunks and info.chunks[:n])
+        self._told = info
         # What HDF5 does not write into the buffer: zero, as h5py has it there, if the creator chose never to fill. And of a
         # virtual dataset what no mapping covers, if others overlap: HDF5 fills nothing if they are as many elements in all.
         self._gaps: Any = None
         if not info.refused:
-            self._gaps = 0 if leaves_gaps(dataset) else dataset.fillvalue if others.is_virtual else None
+            self._gaps = np.zeros((), self._dtype) if leaves_gaps(dataset) else dataset.fillvalue if others.is_virtual else None
         together = 0 if others.is_virtual else excerpt_nbytes(info)
         if together and self._raw is not None and swap_size(kind_of(dataset), self._dtype) is not None:
-            self._info = replace(info, excerpt_nbytes=together)  # else HDF5 decodes, whole chunks
+            self._info = self._told = replace(info, excerpt_nbytes=together)  # else HDF5 decodes, whole chunks
 
     @property
     def info(self) -> ArrayInfo:
         """Shape, dtype, chunks and the other metadata."""
-        return self._info
+        return self._told
 
     @property
     def dtype(self) -> np.dtype[Any]:
         """Type of the values, in native byte order."""
-        return self._dtype
+        return self._number
 
     def expect(self, region: Region) -> None:
         """Only the places of chunks that meet `region` will be listed."""
@@ -192,14 +199,26 @@ class Hdf5Source(Source):
 
     def read_into(self, region: Region, out: np.ndarray[Any, Any]) -> None:
         """Read `region` into `out`: straight from the file, or with ``H5Dread``."""
-        check_request(self._info, self._dtype, region, out)
+        check_request(self._told, self._number, region, out)
         if region.size == 0:
+            return
+        if self._inner:
+            elements, inside = self._cut(region)
+            numbers = np.empty((*elements.shape, *self._inner), self._number)
+            with self._others.watched():
+                self._read_into(elements, numbers.reshape(-1).view(self._dtype).reshape(elements.shape))
+            out[...] = numbers[inside]
             return
         if self._dataset.id.valid and self._tiles is not None:
             self._tiles.read_into(region, out)
             return
         with self._others.watched():
             self._read_into(region, out)
+
+    def _cut(self, region: Region) -> tuple[Region, tuple[Any, ...]]:
+        """The elements in which a region is, which may be small arrays; and what is in it of these."""
+        n = region.ndim - len(self._inner)
+        return Region(region.start[:n], region.stop[:n]), (..., *Region(region.start[n:], region.stop[n:]).slices())
 
     def _read_into(self, region: Region, out: np.ndarray[Any, Any]) -> None:
         identifier = self._dataset.id
@@ -213,13 +232,13 @@ class Hdf5Source(Source):
         if identifier.valid:
             self._sizes.check()
         if self._gaps is not None:
-            out.fill(self._gaps)  # it may hold another block's values
+            out[...] = self._gaps  # it may hold another block's values
         try:
             if identifier.valid:
                 check_heads(self._dataset, region)
             self._read_by_library(region, out)
             if self._swaps:
-                out.byteswap(inplace=True)
+                out.reshape(-1).view(self._number).byteswap(inplace=True)
         finally:  # if the file was cut, that error names the cause better
             if identifier.valid:
                 self._whole.check()
@@ -249,7 +268,8 @@ class Hdf5Source(Source):
             return []
         if self._tiles is not None:
             return self._tiles.missing(region)
-        return self._missing_chunks.meeting(region) if self._missing is None else self._missing
+        found = self._missing_chunks.meeting(self._cut(region)[0]) if self._missing is None else self._missing
+        return [(*index, *((0,) * len(self._inner))) for index in found] if self._info.chunks else found
 
     @kept
     def _bounded(self) -> ChunkReader | None:
@@ -277,7 +297,8 @@ class Hdf5Source(Source):
         """The values as h5py's indexing gives them."""
         with self._others.watched():
             try:
-                return self._plain(region)
+                elements, inside = self._cut(region)
+                return np.asarray(self._plain(elements)[inside])
             finally:  # as for `read_into`
                 if self._dataset.id.valid:
                     self._whole.check()
@@ -524,19 +545,29 @@ class _Hdf5File(OpenFile):
         return self._groups[1]
 
     def links(self) -> dict[str, str]:
-        """The external links. Nothing is opened to find out what they lead to."""
-        names: list[Any] = []
+        """All but the first hard link to an object. Nothing is opened to find out what they lead to."""
+        others: dict[Any, int] = {}
+        first: dict[int, str] = {int(h5py.h5o.get_info(self._file.id).addr): ""}
+        found: dict[str, str] = {}
 
         def keep(name: Any, link: Any) -> None:
-            if link.type == h5py.h5l.TYPE_EXTERNAL:
-                names.append(name)
+            if link.type != h5py.h5l.TYPE_HARD:
+                others[name] = int(link.type)
+            elif link.u in first:
+                found[f"/{decoded(name)}"] = f"'/{first[link.u]}'"
+            else:
+                first[int(link.u)] = decoded(name)
 
         try:
             self._file.id.links.visit(keep, info=True)
-            found = {decoded(name): self._file.id.links.get_val(name) for name in names}
+            for name, kind in others.items():
+                value: Any = self._file.id.links.get_val(name) if kind in (h5py.h5l.TYPE_SOFT, h5py.h5l.TYPE_EXTERNAL) else b"?"
+                is_external = kind == h5py.h5l.TYPE_EXTERNAL
+                to = f"'{decoded(value[1])}' in '{os.fsdecode(value[0])}'" if is_external else f"'{decoded(value)}'"
+                found[f"/{decoded(name)}"] = to
         except (KeyError, OSError, RuntimeError, ValueError):  # who lists the arrays is told what cannot be read
             return {}
-        return {f"/{name}": f"'{decoded(inside)}' in '{os.fsdecode(file)}'" for name, (file, inside) in found.items()}
+        return found
 
     @kept
     def _groups(self) -> tuple[dict[str, dict[str, Any]], list[str]]:

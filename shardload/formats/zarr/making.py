@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import math
 import struct
 from collections.abc import Mapping
 from typing import Any
@@ -17,6 +18,8 @@ from shardload.formats.zarr.metadata import codecs_of_2
 
 __all__ = ["groups_of", "properties_of"]
 
+_MOST_TEXT_NBYTES = 1 << 20  # of the values of an array of text
+_OF_TEXT = {"bytes", "vlen-utf8", "zstd", "gzip", "zlib", "blosc", "crc32c"}
 _NOT_COPIED = ("bytes", "transpose", "sharding_indexed")  # how values lie, not how they are compressed
 
 
@@ -31,6 +34,8 @@ def properties_of(array: Any, labels: Labels) -> Properties:
     fill = metadata.fill_value if refusal(dtype) is None else None
     if metadata.zarr_format == 2 and is_number and fill is not None:  # in this format it marks missing data, too
         attrs["_FillValue"] = np.asarray(fill, native_dtype(dtype))[()]
+    if not is_number:
+        return Properties.of(labels, dtype, attrs, texts=_texts(array))
     if metadata.zarr_format == 2:
         compression, checksum = _compression(codecs_of_2(metadata.to_dict()), dtype.itemsize)
     else:
@@ -40,6 +45,22 @@ def properties_of(array: Any, labels: Labels) -> Properties:
         compression, checksum = _compression([one for one in chain if one[0] not in _NOT_COPIED], dtype.itemsize)
         dtype = dtype.newbyteorder(">" if _is_big(chain) else "<") if refusal(dtype) is None else dtype
     return Properties.of(labels, dtype, attrs, compression=compression, checksum=checksum, fill_value=fill)
+
+
+def _texts(array: Any) -> np.ndarray[Any, Any] | None:
+    """The values of a short array of text; None for another one. Only codecs are used that make nothing but text."""
+    metadata = array.metadata.to_dict()
+    if array.metadata.zarr_format == 2:
+        names = [name for name, _ in codecs_of_2(metadata)]
+    else:
+        names = [name for name, _ in map(_named, metadata["codecs"])]
+    is_text = array.dtype.kind in "SUT" or (array.dtype.kind == "O" and "vlen-utf8" in names)
+    n = max(array.size, math.prod(array.chunks))
+    if not is_text or not set(names) <= _OF_TEXT or n * array.dtype.itemsize > _MOST_TEXT_NBYTES:
+        return None
+    array.store.most_nbytes = _MOST_TEXT_NBYTES
+    found = np.asarray(array[...])
+    return found if found.dtype.kind == "S" else found.astype(object)
 
 
 def groups_of(root: Any) -> dict[str, dict[str, Any]]:

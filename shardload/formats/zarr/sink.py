@@ -42,13 +42,14 @@ from shardload.formats.zarr.encodings import group_metadata, layout, plain_attrs
 from shardload.planning.grid import unravel
 from shardload.planning.region import Region
 
-__all__ = ["ZarrCatalog", "ZarrEncoder", "ZarrSink", "is_taken", "write_file"]
+__all__ = ["MOST_NAME_NBYTES", "ZarrCatalog", "ZarrEncoder", "ZarrSink", "is_taken", "write_file"]
 
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
 _MOST_OPEN = 64  # files that wait for their fsync
 _MOST_BEHIND = 4096  # writes into them
 _MISSING = np.uint64(2**64 - 1)
 
+MOST_NAME_NBYTES = 255  # of a file or folder
 _TAKEN = {"zarr.json", ".zarray", ".zgroup", ".zattrs", ".zmetadata", FOLDER_MARK}
 
 
@@ -126,15 +127,20 @@ class ZarrSink(Sink):
         self.attrs = plain_attrs("/", attrs or {})
         self.group_attrs = {name.strip("/"): plain_attrs(name, found) for name, found in (group_attrs or {}).items()}
         self.arrays: dict[str, ZarrEncoder] = {}
+        self._texts: dict[str, ArraySpec] = {}
         for name, checked in with_dims({name: spec.checked(name) for name, spec in specs.items()}).items():
-            if checked.chunks is None and checked.shape and 0 not in checked.shape:
+            if checked.texts is not None:
+                self._texts[name] = checked
+            elif checked.chunks is None and checked.shape and 0 not in checked.shape:
                 _check_single(name, checked)
                 self.arrays[name] = ZarrEncoder(path, name, replace(checked, chunks=checked.shape), version)  # one chunk
             else:
                 self.arrays[name] = ZarrEncoder(path, name, checked, version)
-        for name in self.arrays:
+        for name in specs:
             if any(map(is_taken, name.split("/"))):
                 raise ConfigError(f"an array is called '{name}'; a Zarr store has files of such names itself. Rename it")
+            if any(len(part.encode(errors="replace")) > MOST_NAME_NBYTES for part in name.split("/")):
+                raise ConfigError(f"an array is called '{name}', which is too long for a folder. Rename it")
 
     def create(self) -> Catalog:
         """See `Sink`."""
@@ -154,9 +160,11 @@ class ZarrSink(Sink):
         return os.path.join(ticket.temporary, one.file_of(unravel(number, one.spec.grid)))
 
     def documents(self) -> Iterator[tuple[str, Any]]:
-        """The files of metadata, in the order in which they are written: name in the store, and content."""
+        """The files of metadata, in the order in which they are written: name in the store, and content. Arrays of text are
+        among them, with their chunks, as bytes.
+        """
         groups = {""}
-        for name in [*self.arrays, *(f"{group}/" for group in self.group_attrs)]:
+        for name in [*self.arrays, *self._texts, *(f"{group}/" for group in self.group_attrs)]:
             above = name.lstrip("/").rpartition("/")[0]
             while above:
                 groups.add(above)
@@ -173,6 +181,12 @@ class ZarrSink(Sink):
             attrs["_ARRAY_DIMENSIONS"] = list(one.spec.dims or ())
             nodes[os.path.join(folder, ".zattrs")] = attrs
             nodes[os.path.join(folder, ".zarray")] = one.layout.metadata
+        for name, spec in self._texts.items():
+            for key, content in _written(spec, self.version).items():
+                if key.startswith((".z", "zarr.json")):
+                    nodes[os.path.join(name.strip("/"), key)] = json.loads(content)
+                else:
+                    yield os.path.join(name.strip("/"), key), content
         for folder in sorted(groups, reverse=True):  # "" is the last
             attrs = self.attrs if not folder else self.group_attrs.get(folder, {})
             if self.version == 2:
@@ -192,6 +206,25 @@ class ZarrSink(Sink):
                 "consolidated_metadata": {"kind": "inline", "must_understand": False, "metadata": below}
             }
         yield from nodes.items()
+
+
+def _written(spec: ArraySpec, version: int) -> dict[str, bytes]:
+    """The files of an array of text, as zarr-python writes it."""
+    import zarr  # here, because numbers need it not
+
+    attrs = plain_attrs("", spec.attrs) | ({"_ARRAY_DIMENSIONS": list(spec.dims or ())} if version == 2 else {})
+    files: dict[str, Any] = {}
+    made = zarr.create_array(
+        zarr.storage.MemoryStore(files),
+        shape=spec.shape,
+        dtype="str",
+        chunks=tuple(max(1, n) for n in spec.shape),
+        attributes=attrs,
+        dimension_names=list(spec.dims or ()) if version == 3 else None,
+        zarr_format=3 if version == 3 else 2,
+    )
+    made[...] = np.asarray(spec.texts)
+    return {key: content.to_bytes() for key, content in files.items()}
 
 
 def is_taken(part: str) -> bool:
@@ -258,7 +291,10 @@ class ZarrCatalog(Catalog):
                     self._check_files(name, one)
             for key, content in self._sink.documents():
                 os.makedirs(os.path.join(root, os.path.dirname(key)), exist_ok=True)  # a group without arrays
-                write_file(os.path.join(root, key), json.dumps(content, indent=2, allow_nan=False).encode())
+                is_text = isinstance(content, bytes)
+                write_file(
+                    os.path.join(root, key), content if is_text else json.dumps(content, indent=2, allow_nan=False).encode()
+                )
             os.unlink(os.path.join(root, FOLDER_MARK))
             for folder in sorted({os.path.dirname(os.path.join(root, key)) for key, _ in self._sink.documents()}):
                 sync_folder(folder)

@@ -91,7 +91,7 @@ register()
 
 _MARKS = (*ROOTS, ".zmetadata")
 _QUOTED = re.compile(r"""['"]+([^'"]+)""")
-_UNKNOWN_TYPE = re.compile("No Zarr data type found that matches (.*)")
+_UNKNOWN_TYPE = re.compile(r"No Zarr data type found that matches ({'name': )?'([^']*)'(, 'object_codec_id': None})?")
 _UNKNOWN_CODEC = (numcodecs.errors.UnknownCodecError, zarr.errors.UnknownCodecError)
 # How much longer a stored chunk may be than decoded, if only zarr-python knows its codecs: some turn one byte into 8.
 _LONGEST, _HEAD_NBYTES = 8, 4096
@@ -233,9 +233,11 @@ class ZarrSource(Source):
         if fill is not None and fill.dtype.kind != "c":
             attrs["_FillValue"] = json_value(fill)
         dims = _dimensions(self._array)
-        above, _, own = ("/" + self._array.path.strip("/")).rpartition("/")
+        own = "/" + self._array.path.strip("/")
+        above = own.rpartition("/")[0]
         names = dict.fromkeys([*(dim for dim in dims if dim), *names_in(attrs.get("coordinates"))])
-        coords = {name: Coordinate(f"{above}/{name}") for name in names if name != own}
+        places = {name.rpartition("/")[2]: name if name.startswith("/") else f"{above}/{name}" for name in names}
+        coords = {name: Coordinate(place) for name, place in places.items() if place != own}
         return Labels(dims, attrs, coords)
 
     def group_attrs(self) -> Mapping[str, Any]:
@@ -254,7 +256,8 @@ class ZarrSource(Source):
 
     def properties(self) -> Properties:
         """Codecs with their options, and attributes as JSON has them."""
-        return properties_of(self._array, self.labels())
+        with _quiet():
+            return properties_of(self._array, self.labels())
 
     def chunk_reader(self) -> ChunkReader | None:
         """A reader of single chunks, for a local folder with an encoding that `chunks` knows; else None."""
@@ -500,8 +503,8 @@ def _unknown(error: Exception) -> str | None:
     if isinstance(error, _UNKNOWN_CODEC):
         name = printable(quoted[0][:80] if quoted else "")
         return f"chunks encoded with the codec '{name}', which is not installed here: install the package that it comes from"
-    found = _UNKNOWN_TYPE.match(str(error))
-    return None if found is None else f"values of the type {printable(found[1][:80])}, which zarr-python does not know"
+    found = _UNKNOWN_TYPE.fullmatch(str(error))
+    return None if found is None else f"values of the type '{printable(found[2][:80])}', which zarr-python does not know"
 
 
 def _store_name(store: Any) -> str:
@@ -582,6 +585,16 @@ def _described(node: Callable[[], Any], path: str, name: str, access: Access) ->
 
 def _unread(path: str, name: str, error: Exception) -> ArrayInfo:
     """What stands for an array or group that cannot be opened: it is listed, with the reason."""
+    unknown = _UNKNOWN_TYPE.search(str(error))
+    if unknown is not None:  # as of HDF5's types that NumPy does not have
+        return ArrayInfo(
+            path,
+            name,
+            "Zarr",
+            (),
+            "unknown type",
+            refused=f"values of the type '{printable(unknown[2][:80])}', which zarr-python does not know",
+        )
     refused = f"metadata that zarr-python cannot read ({error})"
     return ArrayInfo(path, name, "Zarr", (), "unknown", refused=refused)
 

@@ -25,7 +25,7 @@ from shardload.errors import ConfigError
 from shardload.formats.sink import Sink
 from shardload.jobs.copying.plan import CopyPlan, plan_copy
 from shardload.jobs.copying.reading import CopyReading
-from shardload.jobs.copying.request import CopyRequest, Found, describe, find, new_sink
+from shardload.jobs.copying.request import Beside, CopyRequest, Found, describe, find, new_sink, without_what_is_refused
 from shardload.jobs.copying.resume import Done, resume
 from shardload.jobs.progress import progress_of
 from shardload.jobs.writing.file import Written, write_file
@@ -135,9 +135,14 @@ class _Copy:
         about: list[dict[str, str]] = []
 
         def look() -> str:
-            found, groups, notes = find(request)
-            own.append(new_sink(request, found, groups, group.machine.n_nodes))
-            about.append(describe(request, found, groups, group.machine.n_nodes))
+            found, beside, notes = find(request)
+            try:
+                own.append(new_sink(request, found, beside, group.machine.n_nodes))
+            except ConfigError as error:
+                found, beside, more = without_what_is_refused(request, found, beside, error)
+                notes += more
+                own.append(new_sink(request, found, beside, group.machine.n_nodes))
+            about.append(describe(request, found, beside, group.machine.n_nodes))
             return json.dumps([[one.to_dict() for one in found], notes])
 
         told, notes = json.loads(group.tell(look, 0))
@@ -146,7 +151,7 @@ class _Copy:
         error: Exception | None = None
         try:
             found = [Found.from_dict(one) for one in told]
-            sink = own[0] if own else new_sink(request, found, {}, group.machine.n_nodes)
+            sink = own[0] if own else new_sink(request, found, Beside(), group.machine.n_nodes)
             made = found, sink, plan_copy(request, found, sink, group.size, group.machine, notes)
         except Exception as raised:
             let_interruption_pass(raised)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
 from typing import Any
 from zlib import crc32
@@ -19,11 +19,11 @@ import numpy as np
 from shardload.errors import ConfigError, SourceError, printable
 from shardload.formats.access import Access, Limits
 from shardload.formats.base import ArrayInfo, OpenFile, Properties, dtype_text, some
-from shardload.formats.diagnosis import as_source_error
 from shardload.formats.likeness import KEEP, Asked, attrs_for, bounds_of, spec_like
 from shardload.formats.lookup import Finder, find_array, open_file, split_path
 from shardload.formats.sink import ArraySpec, Compression, Sink, unopened_by_xarray
 from shardload.jobs.consistency import State
+from shardload.jobs.described import Described, describe_array, found_by_name, take_along
 from shardload.options import AUTO, CHECKSUM, FULL, INDEX, TIMEOUT, Options
 from shardload.planning.copying import growing_chunks
 from shardload.planning.region import Region
@@ -197,17 +197,33 @@ class Found:
         return "/" + self.name.strip("/")
 
 
-def new_sink(request: CopyRequest, found: Sequence[Found], groups: Mapping[str, Any], n_nodes: int) -> Sink:
+@dataclass(frozen=True)
+class Beside:
+    """What rank 0 alone knows of the new file.
+
+    Attributes
+    ----------
+    texts : dict
+        Arrays of text, by name.
+    groups : dict
+        The attributes of the groups.
+    """
+
+    texts: dict[str, ArraySpec] = field(default_factory=dict)
+    groups: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+def new_sink(request: CopyRequest, found: Sequence[Found], beside: Beside, n_nodes: int) -> Sink:
     """The sink of the new file; on other ranks than 0 without attributes."""
     saving = import_module("shardload.formats.saving")
     alignment = PAGE_NBYTES if n_nodes > 1 else 1
-    specs = {one.name: one.spec for one in found}
+    specs, groups = {one.name: one.spec for one in found} | beside.texts, beside.groups
     how = {"format": request.format, "mode": request.mode, "alignment": alignment}
     made: Sink = saving.make_sink(request.target, specs, attrs=groups.get("/", {}), group_attrs=groups, **how)
     return made
 
 
-def describe(request: CopyRequest, found: Sequence[Found], groups: Mapping[str, Any], n_nodes: int) -> dict[str, str]:
+def describe(request: CopyRequest, found: Sequence[Found], beside: Beside, n_nodes: int) -> dict[str, str]:
     """What a job that resumes must have in common with the one that was killed, on rank 0: in words, for messages."""
     saving = import_module("shardload.formats.saving")
     path = split_path(request.source)[0]
@@ -224,12 +240,14 @@ def describe(request: CopyRequest, found: Sequence[Found], groups: Mapping[str, 
         about[f"what is made of '{one.info.dataset}'"] = json.dumps(told)
         attrs = repr([(key, getattr(value, "dtype", type(value)), value) for key, value in one.spec.attrs.items()])
         about[f"the digest of attributes of '{one.name}'"] = f"{crc32(attrs.encode()):08x}"
-    about["the digest of attributes of groups"] = f"{crc32(repr(sorted(groups.items(), key=str)).encode()):08x}"
+    about["the digest of attributes of groups"] = f"{crc32(repr(sorted(beside.groups.items(), key=str)).encode()):08x}"
+    texts = repr([(name, spec.attrs, spec.dims, np.asarray(spec.texts).tolist()) for name, spec in beside.texts.items()])
+    about["the digest of arrays of text"] = f"{crc32(texts.encode()):08x}"
     about["the format"] = f"{saving.format_for(request.target, request.format)}{' on several nodes' if n_nodes > 1 else ''}"
     return about
 
 
-def find(request: CopyRequest) -> tuple[list[Found], dict[str, Any], list[str]]:
+def find(request: CopyRequest) -> tuple[list[Found], Beside, list[str]]:
     """On rank 0: the arrays, the attributes of groups, and notes of what is left out."""
     saving = import_module("shardload.formats.saving")
     _check_name(request.target, saving.SUFFIXES, request.format)
@@ -239,11 +257,9 @@ def find(request: CopyRequest) -> tuple[list[Found], dict[str, Any], list[str]]:
     names = list(request.dataset) or ([inside] if inside else ["*"])
     if inside and request.dataset:
         raise ConfigError(f"'{request.source}' names an array, and dataset={request.dataset[0]!r} names another. Leave one out")
-    notes: list[str] = []
     infos: dict[str, ArrayInfo] = {}
-    is_all = not request.dataset and not inside
-    links = _links(path, request.access) if is_all else ""
-    notes += [links] * bool(links)
+    is_all = "*" in names
+    links = _links(path, request.access) if is_all else {}
     with Finder(request.access) as finder:
         for name in names:
             if name == "*" or name.endswith("/*"):
@@ -251,53 +267,62 @@ def find(request: CopyRequest) -> tuple[list[Found], dict[str, Any], list[str]]:
                 try:
                     below, left_out = finder.find_below(path, group, with_dimensions=True)
                 except ConfigError as error:
-                    raise ConfigError(f"{error} ({links.replace(_ALL_AND, '')})") if links else error from None
-                infos |= {one.info.dataset: one.info for one in below}
-                notes += [f"{one} was left out: it holds {one.refused}" for one in left_out]
+                    more = _links_told(links, "")
+                    raise ConfigError(f"{error} ({more[0]})") if more else error from None
+                infos |= {one.info.dataset: one.info for one in below} | {one.dataset: one for one in left_out}
             else:
                 info = find_array(path, name, request.access)
                 infos[info.dataset] = info
+    copied = {name for name in links if any(f"{one}/".startswith(f"{name}/") for one in infos)}
+    notes = _links_told({name: to for name, to in links.items() if name not in copied})
+    if copied:
+        told = some([f"'{printable(name)}' (to {printable(links[name])})" for name in sorted(copied)])
+        notes.append(f"links became copies of what they lead to: {told}")
     with open_file(path, request.access) as file:
         return _like(request, kind, file, infos, is_all, notes)
 
 
-def _links(path: str, access: Access) -> str:
-    """What is said of links into other files, which a copy of all arrays does not follow; empty without any."""
+def _links(path: str, access: Access) -> dict[str, str]:
+    """The links, which a copy of all arrays does not follow."""
     try:
         with open_file(path, access) as file:
-            links = file.links()
+            return dict(file.links())
     except SourceError:  # the search for arrays says why
-        return ""
+        return {}
+
+
+def _links_told(links: Mapping[str, str], all_and: str = _ALL_AND) -> list[str]:
+    """What is said of links that are not followed."""
     if not links:
-        return ""
-    told = some([f"'{printable(name)}' (to {printable(to)})" for name, to in links.items()])
+        return []
+    told = ", ".join(f"'{printable(name)}' (to {printable(to)})" for name, to in links.items())
     name = printable(next(iter(links)).lstrip("/"))
-    how = f"{_ALL_AND}--dataset '{name}', or '{name}/*' for a group"
-    return f"links into other files were left out: {told}. To copy what they lead to, name it, too: {how}"
+    how = f"{all_and}--dataset '{name}', or '{name}/*' for a group"
+    return [f"links were left out: {told}. To copy what they lead to, name it, too: {how}"]
 
 
 def _like(
     request: CopyRequest, kind: str, file: OpenFile, infos: dict[str, ArrayInfo], is_all: bool, notes: list[str]
-) -> tuple[list[Found], dict[str, Any], list[str]]:
+) -> tuple[list[Found], Beside, list[str]]:
     """What is asked of each array."""
-    described: dict[str, tuple[ArrayInfo, Properties, State]] = {}
+    described: dict[str, Described] = {}
     for name, info in infos.items():
-        described[name] = _describe(file, info.dataset, info)
+        try:
+            described[name] = describe_array(file, info.dataset, info)
+        except SourceError:
+            if info.refused is None:
+                raise
+            notes.append(f"{info} was left out: it holds {info.refused}")
     beside = _beside(described)
-    main = [name for name in described if name not in beside]
-    for name in list(described):
-        for other in described[name][1].coordinates:
-            if other not in described and not is_all:
-                try:
-                    described[other] = _describe(file, other)
-                except SourceError as error:
-                    if not isinstance(error.__context__, KeyError):  # else there is none: many axes have a name only
-                        notes.append(f"the coordinate '{other}' of '{name}' was left out: {error}")
-    described = {name: one for name, one in described.items() if not one[1].is_dimension}
-    main = [name for name in main if name in described] or list(described)
+    main = [name for name, one in described.items() if one[1].texts is None and name not in beside]
+    if not is_all:
+        notes += take_along(file, described)
+    valueless = {name for name, one in described.items() if one[1].is_dimension}
+    described = {name: one for name, one in described.items() if name not in valueless}
+    main = [name for name in main if name in described] or [name for name in described if described[name][1].texts is None]
     parts = _parts(request.select, {name: described[name] for name in main})
     asked = _asked(request, {name: described[name][0] for name in main})
-    found = []
+    found, texts = [], dict[str, ArraySpec]()
     selections = {
         name: _selection(info, properties, parts, request.select if name in main else None)
         for name, (info, properties, _) in described.items()
@@ -307,12 +332,23 @@ def _like(
     for name, (info, properties, state) in described.items():
         selection, grows = selections[name], _growing(unlimited, dims[name], name in main)
         wanted = _asked_of(asked, info, selection, name in main, grows)
-        if name not in main and not _can_stay(kind, info, properties, selection, wanted):
+        is_text = properties.texts is not None
+        if name not in main and not is_text and not _can_stay(kind, info, properties, selection, wanted):
             wanted = replace(wanted, compression=asked.compression)
-        spec, more = spec_like(info, properties, selection, kind, wanted)
-        notes += more
+        properties, lost = found_by_name(kind, name, properties, described)
+        try:
+            spec, more = spec_like(info, properties, selection, kind, wanted)
+        except ConfigError as error:
+            if not is_text:
+                raise
+            notes.append(f"{info} was left out: it holds {error}")
+            continue
+        notes += more + lost
         target = "/data" if name == "/" and not kind.startswith("zarr") else name
-        found.append(Found(info, selection, target, spec, state))
+        if is_text:
+            texts[target] = spec
+        else:
+            found.append(Found(info, selection, target, spec, state))
     if not found:
         raise ConfigError(f"'{request.source}' holds no arrays that could be copied")
     _check_asked(request, found, asked, main)
@@ -322,32 +358,56 @@ def _like(
         notes += [f"{what}: xarray opens no group with both" for what, _ in unopened]
     if request.untrusted:
         notes.append("attributes of the file and its groups were left out, because it is untrusted")
+    axes = {dim for spec in [*(one.spec for one in found), *texts.values()] for dim in spec.dims or ()}
+    for name in sorted(valueless if is_all else ()):
+        if name.rpartition("/")[2] not in axes:
+            notes.append(f"the dimension '{name}' was left out: no array of the new file has it")
     used = {""} | {name.strip("/")[:k] for name in described for k, c in enumerate(name.strip("/")) if c == "/"}
     groups, refused = {}, import_module("shardload.formats.saving").refused_group
-    arrays, axes = [one.full_name for one in found], {dim for one in found for dim in one.spec.dims or ()}
+    arrays = [one.full_name for one in found] + list(texts)
     for group, attrs in file.groups().items():
         if group.strip("/") not in used:
-            if not is_all or not attrs:
+            if not is_all:
                 continue
             why = refused(kind, group, arrays, axes)
             if why is not None:
-                notes.append(f"the attributes of group {group!r}, {why}, were left out")
+                what = f"the attributes of group {group!r}" if attrs else f"the group {group!r}"
+                notes.append(f"{what}, {why}, {'were' if attrs else 'was'} left out")
                 continue
         kept, _, more = attrs_for(kind, f"group '{group}'", attrs)
         groups[group] = kept
         notes += [f"{what} was left out" for what in more]
     notes += [f"{what} was left out" for what in file.unread()]
-    return found, groups, notes
+    return found, Beside(texts, groups), notes
 
 
-def _describe(file: OpenFile, name: str, expected: ArrayInfo | None = None) -> tuple[ArrayInfo, Properties, State]:
-    source = file.open(name)
-    try:
-        info = source.info if expected is None else expected
-        with as_source_error(info.path, name):
-            return info, source.properties(), source.opened_in()
-    finally:
-        source.close()
+def without_what_is_refused(
+    request: CopyRequest, found: list[Found], about: Beside, error: ConfigError
+) -> tuple[list[Found], Beside, list[str]]:
+    """What the new file's format can hold, if `error` says that it cannot hold all; and what it cannot, in words. Raises the
+    error if that is an array that was named, or none is left.
+    """
+    named = {f"/{name.strip('/')}" for name in (*request.dataset, split_path(request.source)[1] or "*")}
+    notes: list[str] = []
+
+    def is_held(name: str, spec: ArraySpec) -> bool:
+        plain = replace(spec, chunks=None, shards=None, compression=None, checksum=False, unlimited=())
+        stand_in = ArraySpec((), np.dtype("i1"))
+        specs = {name: plain} if spec.texts is None else {name: plain, "/a": stand_in}
+        try:
+            import_module("shardload.formats.saving").make_sink(request.target, specs, format=request.format, mode=request.mode)
+        except ConfigError as why:
+            if name in named:
+                raise error from None
+            notes.append(f"'{name}' was left out: {why}")
+            return False
+        return True
+
+    kept = [one for one in found if is_held(one.full_name, one.spec)]
+    texts = {name: spec for name, spec in about.texts.items() if is_held(name, spec)}
+    if not kept or not notes:
+        raise error
+    return kept, replace(about, texts=texts), notes
 
 
 def _beside(described: Mapping[str, tuple[ArrayInfo, Properties, State]]) -> set[str]:

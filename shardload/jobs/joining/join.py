@@ -7,6 +7,7 @@ from part to part as virtual datasets of HDF5, which every program reads.
 2. An array that has the axis goes on from part to part: there must be no doubt that its parts belong together. Types, the other
    axes, units and packing are the same; an array is in all parts that others of its group are in.
 3. Every other array is the same in all parts, value for value.
+   What belongs to an array that is named (coordinates, bounds, CF's grid mapping) is joined with it.
 4. The coordinate of the axis is stored in the new file. It goes on in one direction: else parts are twice there, or in another
    order. If parts count time from different days, it is counted from the first one's.
 5. The new file is written, each part is looked up in it, and it gets its name (`JoinedFile`).
@@ -24,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from shardload.errors import ConfigError, SourceError, printable
+from shardload.errors import ConfigError, LeftOutWarning, SourceError, printable
 from shardload.formats.access import Access
 from shardload.formats.base import ArrayInfo, OpenFile, Properties, nbytes_of, some, state_of
 from shardload.formats.diagnosis import as_source_error
@@ -32,11 +33,13 @@ from shardload.formats.likeness import Asked, as_text, attrs_for, bounds_of, sam
 from shardload.formats.lookup import Finder, find_array, list_arrays, open_file, split_path
 from shardload.formats.saving import format_for
 from shardload.formats.sink import ArraySpec
+from shardload.jobs.described import Described, describe_array, found_by_name, take_along
 from shardload.jobs.joining.request import JoinReport, JoinRequest, Row
 from shardload.jobs.progress import progress_over_files
 from shardload.options import OPTIONS, Progress
 from shardload.planning.region import Region
 from shardload.planning.selection import select_axes
+from shardload.system.caller import warn_once
 from shardload.values.dates import recounted
 from shardload.values.decoding import ATTRIBUTES
 
@@ -152,7 +155,8 @@ def join(
         In place of `axis`: the name of a new first axis, if each part is one step of it. Every array gets it, but the
         coordinates of other axes, which must be the same in all parts.
     dataset : str or sequence of str, optional
-        Names of the arrays, and patterns such as ``"PartType1/*"``. By default all arrays.
+        Names of the arrays, and patterns such as ``"PartType1/*"``. By default all arrays. What belongs to one is joined with
+        it: coordinates, and what its attributes name.
     mode : str
         ``"w-"``: `path` must not exist. ``"w"``: it is replaced, when the new file is whole.
     allow_external : bool
@@ -166,6 +170,11 @@ def join(
     JoinReport
         A row for each array, and what was left out. ``print`` shows it.
 
+    Warns
+    -----
+    LeftOutWarning
+        Names what else was left out, before the file is made.
+
     Raises
     ------
     ConfigError
@@ -174,7 +183,7 @@ def join(
         If a part cannot be opened, or the file cannot be written.
     """
     how: dict[str, Any] = {"axis": axis, "stack": stack, "dataset": dataset, "mode": mode, "allow_external": allow_external}
-    return join_files(JoinRequest.check(path, parts, **how), OPTIONS["progress"].check(progress))
+    return _Join(JoinRequest.check(path, parts, **how), is_warned=True).run(OPTIONS["progress"].check(progress))
 
 
 def join_files(request: JoinRequest, progress: Progress = None) -> JoinReport:
@@ -200,14 +209,16 @@ def join_files(request: JoinRequest, progress: Progress = None) -> JoinReport:
 class _Join:
     """One call."""
 
-    def __init__(self, request: JoinRequest) -> None:
-        self._ask, self._paths = request, request.parts
+    def __init__(self, request: JoinRequest, *, is_warned: bool = False) -> None:
+        self._ask, self._paths, self._is_warned = request, request.parts, is_warned
         self._access = Access(request.allow_external)
         self._kind = format_for(request.path)
         self._members: dict[str, _Member] = {}
+        self._texts: dict[str, _Member] = {}  # arrays of text; None in place of values that differ
         self._groups: dict[str, dict[str, Any]] = {}
         self._differing: dict[str, dict[str, None]] = {}  # attributes of groups
         self._notes: dict[str, None] = {}
+        self._expected: dict[str, None] = {}  # notes that are no news: history differs, a dimension is not used
         self._empty: dict[str, list[ConfigError]] = {}  # groups, and why parts have no arrays in them
         self._axis: str | int = 0
         self._versions: dict[str, tuple[int, ...] | None] = {}  # of the parts, before they were opened for the first time
@@ -242,6 +253,13 @@ class _Join:
     def _axis_told(self) -> str:
         return f"the axis {self._axis!r}" if isinstance(self._axis, str) else f"an axis {self._axis}"
 
+    @property
+    def _advice(self) -> str:
+        """What to do if an array that is not joined differs."""
+        if not self._ask.dataset:
+            return "Name the arrays to join with dataset="
+        return "It is named in dataset=, or belongs to what is. Leave that out, or join the parts that have the same"
+
     # --- 1: what is in the parts
 
     def _check_apart(self) -> None:
@@ -265,20 +283,31 @@ class _Join:
         """Take in one part."""
         self._versions[path] = state_of(path)
         with open_file(path, self._access) as file:
+            described: dict[str, Described] = {}
             for info in self._arrays_of(path):
                 if not info.format.startswith(("HDF5", "netCDF4")):
                     raise ConfigError(
                         f"'{path}' is {info.format}; an HDF5 file leads to arrays of HDF5 and netCDF4 files only. Copy it "
                         f"first: `shardload copy {shlex.quote(path)} part.h5`"
                     )
-                source = file.open(info.dataset)
                 try:
-                    with as_source_error(path, info.dataset):
-                        properties = source.properties()
-                finally:
-                    source.close()
-                if not properties.is_dimension:
+                    described[info.dataset] = describe_array(file, info.dataset, info)
+                except SourceError:
+                    if info.refused is None:
+                        raise
+                    self._note(f"'{printable(info.dataset)}' was left out: it holds {info.refused}")
+            if self._ask.dataset:
+                self._note(*take_along(file, described))
+            else:
+                links = [name for name in file.links() if not any(f"{one}/".startswith(f"{name}/") for one in described)]
+                self._note(*(f"'{printable(name)}' was left out: it is a link" for name in links))
+            for info, properties, _ in described.values():
+                if properties.texts is not None:
+                    self._take_text(k, info, properties)
+                elif not properties.is_dimension:
                     self._take(k, *self._stacked(info, properties))
+                elif not any(info.dataset.rpartition("/")[2] in one[1].dims for one in described.values() if one[0] != info):
+                    self._expected[f"the dimension '{printable(info.dataset)}' was left out: no array has it"] = None
             self._take_groups(k, file)
 
     def _stacked(self, info: ArrayInfo, properties: Properties) -> tuple[ArrayInfo, Properties]:
@@ -306,8 +335,7 @@ class _Join:
                             raise
                         self._empty.setdefault(group, []).append(error)
                         continue  # a part may have no stars
-                    found |= {one.info.dataset: one.info for one in below}
-                    self._note(*(f"'{printable(one.dataset)}' was left out: it holds {one.refused}" for one in left_out))
+                    found |= {one.info.dataset: one.info for one in below} | {one.dataset: one for one in left_out}
                 else:
                     info = find_array(path, name, self._access)
                     found[info.dataset] = info
@@ -342,6 +370,17 @@ class _Join:
             one.differing |= dict.fromkeys(key for key in attrs if key not in one.attrs and key not in _MEANING)
         one.lengths.append((k, info.shape))
         one.meanings.append(meaning)
+
+    def _take_text(self, k: int, info: ArrayInfo, properties: Properties) -> None:
+        """An array of text is stored in the new file, if it is the same in all parts."""
+        one = self._texts.setdefault(info.dataset, _Member(info, properties, dict(properties.attrs)))
+        one.lengths.append((k, info.shape))
+        first, attrs = one.properties, properties.attrs
+        if first.dims != properties.dims or not np.array_equal(np.asarray(first.texts), np.asarray(properties.texts)):
+            one.properties = replace(first, texts=None)
+        one.differing |= {key: None for key in {**one.attrs, **attrs} if key not in one.attrs or key not in attrs}
+        one.differing |= {key: None for key in one.attrs if key in attrs and not same_value(one.attrs[key], attrs[key])}
+        one.attrs = {key: value for key, value in one.attrs.items() if key not in one.differing}
 
     def _take_groups(self, k: int, file: OpenFile) -> None:
         found = file.groups()
@@ -480,7 +519,7 @@ class _Join:
             if shape != first:
                 raise ConfigError(
                     f"'{printable(one.name)}' does not have {self._axis_told}, and has shape {first} in '{self._paths[k0]}' "
-                    f"but {shape} in '{self._paths[k]}'. Name the arrays to join with dataset="
+                    f"but {shape} in '{self._paths[k]}'. {self._advice}"
                 )
         at_once = max(1, _AT_ONCE_NBYTES // max(1, one.properties.dtype.itemsize))
         with open_file(self._paths[k0], self._access) as file, closing(file.open(one.name)) as source:
@@ -496,8 +535,7 @@ class _Join:
                             )
                             raise ConfigError(
                                 f"'{printable(one.name)}' does not have {self._axis_told}, but other values in "
-                                f"'{self._paths[k]}' than in '{self._paths[k0]}': which are right?{new} Name the arrays to "
-                                "join with dataset="
+                                f"'{self._paths[k]}' than in '{self._paths[k0]}': which are right?{new} {self._advice}"
                             )
 
     # --- 4: coordinates along the axis
@@ -653,6 +691,13 @@ class _Join:
                 k, how = one.lengths[0][0], f"the same in {n}"
                 parts[full] = [PlacedPart(places[k], one.stored_name, Region.whole(shape), shape)]
             rows.append(Row(name, shape, one.info.dtype, how))
+        for name, one in self._texts.items():
+            if one.properties.texts is None or one.axis_of(self._axis) is not None:
+                why = "differs from part to part" if one.properties.texts is None else f"has {self._axis_told}"
+                self._note(f"'{printable(name)}' was left out: it is text, and {why}")
+                continue
+            specs[name] = self._spec(one, one.info.shape)
+            rows.append(Row(name, one.info.shape, one.info.dtype, "stored here, the same in all parts"))
         groups = self._group_attrs()
         is_netcdf = self._kind == "netcdf4"
         file = JoinedFile(
@@ -664,18 +709,24 @@ class _Join:
             attrs=groups.pop("/", {}),
             group_attrs=groups,
         )
+        if self._is_warned and self._notes:
+            warn_once(f"'{self._ask.path}': {'; '.join(self._notes)}", LeftOutWarning, 0)
         file.write(values, self._check_unchanged)
         used = {part.path for its in parts.values() for part in its}
         outside = any(place in used and not is_in for place, is_in in zip(places, inside, strict=True))
-        return JoinReport(self._ask.path, len(self._paths), self._axis, tuple(rows), tuple(self._notes), nbytes, outside)
+        return JoinReport(
+            self._ask.path, len(self._paths), self._axis, tuple(rows), (*self._notes, *self._expected), nbytes, outside
+        )
 
     def _spec(self, one: _Member, shape: tuple[int, ...]) -> ArraySpec:
         properties = replace(one.properties, attrs=one.attrs, unlimited=(), unread=())
         self._note(*(f"{what} was left out" for what in one.properties.unread))
         if one.differing:
-            keys = some([repr(key) for key in one.differing])
-            self._note(f"attributes of '{printable(one.name)}' that differ from part to part were left out: {keys}")
+            keys = ", ".join(map(repr, one.differing))
+            self._expected[f"attributes of '{printable(one.name)}' that differ from part to part were left out: {keys}"] = None
         info = replace(one.info, shape=shape)
+        properties, lost = found_by_name(self._kind, one.name, properties, {*self._members, *self._texts})
+        self._note(*lost)
         as_it_is = Asked(chunks=None, shards=None, compression=None)
         spec, notes = spec_like(info, properties, select_axes(None, shape), self._kind, as_it_is)
         self._note(*notes)
@@ -687,7 +738,7 @@ class _Join:
             found[group], _, notes = attrs_for(self._kind, f"group '{group}'", attrs)
             self._note(*(f"{what} was left out" for what in notes))
             if differing := self._differing.get(group):
-                keys = some([repr(key) for key in differing])
+                keys = ", ".join(map(repr, differing))
                 what = "the file" if group == "/" else f"group '{group}'"
-                self._note(f"attributes of {what} that differ from part to part were left out: {keys}")
+                self._expected[f"attributes of {what} that differ from part to part were left out: {keys}"] = None
         return found

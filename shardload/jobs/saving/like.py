@@ -1,6 +1,6 @@
 """How is an existing array stored, so that a new one can be stored like it? Rank 0 reads that; the others get it as text.
 
-What belongs to an array is taken with it: its coordinates, and what its attributes name, or theirs (`_NAMING`). All of it is
+What belongs to an array is taken with it: its coordinates, and what its attributes name, or theirs (`NAMING`). All of it is
 taken as it is stored, with the types of its attributes.
 """
 
@@ -17,11 +17,11 @@ import numpy as np
 
 from shardload.errors import ConfigError, is_unread
 from shardload.formats.access import STRICT
-from shardload.formats.base import ArrayInfo, OpenFile, Source, dtype_text, json_value, native_dtype, some
+from shardload.formats.base import ArrayInfo, OpenFile, Source, dtype_text, native_dtype, some
 from shardload.formats.diagnosis import as_source_error, in_path
 from shardload.formats.growing import units_of
 from shardload.formats.labelling import SMALL_NBYTES
-from shardload.formats.likeness import attrs_for, is_empty_text
+from shardload.formats.likeness import NAMING, attrs_for, is_empty_text, named_beside, named_by
 from shardload.formats.lookup import find_array, format_of
 from shardload.formats.netcdf import NETCDF_TYPES
 from shardload.formats.sink import Compression
@@ -34,11 +34,6 @@ __all__ = ["apply_like", "read_like"]
 
 Json = dict[str, Any]
 
-# Attributes whose words are names of other variables, in CF. A word with a colon behind it says what the next ones are.
-_NAMING = (
-    *("coordinates", "bounds", "climatology", "grid_mapping", "ancillary_variables", "cell_measures", "formula_terms"),
-    *("geometry", "node_coordinates", "node_count", "part_node_count", "interior_ring"),
-)
 _MOST_BESIDE, _MOST_BESIDE_NBYTES = 256, 1 << 20  # of what belongs to an array: variables, and bytes of their values
 _CHECKSUMS = ("fletcher32", "crc32c")
 _OF_PACKED = PACKING.union(OF_STORED)  # of the packed values
@@ -85,16 +80,6 @@ def _described(source: Source) -> Json:
     }
 
 
-def _named_by(attrs: Mapping[str, Any]) -> list[str]:
-    """The names of other variables in attributes.
-
-    >>> _named_by({"bounds": np.bytes_(b"time_bnds"), "cell_measures": "area: cell_area volume: /g/cell_volume"})
-    ['time_bnds', 'cell_area', '/g/cell_volume']
-    """
-    texts = [json_value(attrs[key]) for key in _NAMING if key in attrs and not is_empty_text(attrs[key])]
-    return [word for text in texts if isinstance(text, str) for word in text.split() if not word.endswith(":")]
-
-
 def _beside(file: OpenFile, source: Source, told: Json) -> Json:
     """What belongs to an array, by its name, if it is in the file."""
     own, room = source.info.dataset, _MOST_BESIDE_NBYTES
@@ -115,15 +100,9 @@ def _beside(file: OpenFile, source: Source, told: Json) -> Json:
 
 
 def _places(dataset: str, told: Json) -> list[tuple[str, list[str]]]:
-    """Where variables may be that the attributes of an array name: in its group, or in the nearest one above."""
-    found = []
-    for name in _named_by({key: _typed(one) for key, one in told["attrs"].items() if key in _NAMING}):
-        above, places = dataset, [name]
-        while above and not name.startswith("/"):
-            above = above.rpartition("/")[0]
-            places.append(f"{above}/{name}")
-        found.append((name.rpartition("/")[2], places if name.startswith("/") else places[1:]))
-    return found
+    """Names of variables that the attributes of an array name, and where they may be."""
+    named = named_beside(dataset, {key: _typed(one) for key, one in told["attrs"].items() if key in NAMING})
+    return [(places[0].rpartition("/")[2], places) for places in named]
 
 
 def _opened(file: OpenFile, places: Iterable[str]) -> Source | None:
@@ -342,7 +321,7 @@ def _coordinates(one: ToSave, known: Json, kind: str, passed: set[str]) -> dict[
     found: dict[str, ToSave | _LeftOut] = {}
     group = one.name.rpartition("/")[0]
     lengths = {dim: n for dim, n in zip(one.dims or (), one.shape, strict=False) if dim}
-    named = set(_named_by(one.attrs))
+    named = set(named_by(one.attrs))
     todo, seen = [*known["coords"], *named], set[str]()
     while todo:
         path = todo.pop(0)
@@ -355,7 +334,7 @@ def _coordinates(one: ToSave, known: Json, kind: str, passed: set[str]) -> dict[
         if made is not None:
             found[name] = made
         if isinstance(made, ToSave):
-            more = _named_by(made.attrs)
+            more = named_by(made.attrs)
             named.update(more)
             todo += more
     return found

@@ -1,11 +1,11 @@
 """Try to start and to load the way that is named; print what comes of it, one line of JSON a rank.
 
-``launched.py PATH WHAT``: ``initialize`` (then load), ``load`` (without), ``late [RANK]`` (devices first, everywhere or there),
-``never RANK`` (which starts MPI and not JAX), ``finalized`` (MPI, before a load), ``part`` (of a coordinator), ``own jax`` (each rank a JAX of its own),
-``jax ADDRESS N K`` (JAX started by itself as process K of N, then load), ``given ADDRESS N K`` (the same by shardload),
-``mistyped [initialize]`` (an error of all ranks, which nobody catches), ``signals ADDRESS PREEMPTION`` (what a process alone
-makes of SIGTERM, and where it listens), or ``waits ADDRESS N K`` (for the test to end it: idle, in a load, in JAX's
-barrier), or ``leaves ADDRESS N K`` (process 1 ends, the others load).
+``launched.py PATH WHAT``: ``initialize`` (then load), ``load`` (without), ``late [RANK]`` (devices first, everywhere or
+there), ``never RANK`` (which starts MPI and not JAX), ``finalized`` (MPI, before a load), ``part`` (of a coordinator),
+``own jax`` (each rank a JAX of its own), ``jax ADDRESS N K`` (JAX started by itself as process K of N, then load), ``given
+ADDRESS N K`` (the same by shardload), ``mistyped [initialize]`` (an error of all ranks, which nobody catches), ``signals
+ADDRESS PREEMPTION`` (what a process alone makes of SIGTERM, and where it listens), or ``waits ADDRESS N K`` (for the test
+to end it: idle, in a load, in JAX's barrier), or ``leaves ADDRESS N K`` (process 1 ends, the others load).
 """
 
 from __future__ import annotations

@@ -578,3 +578,27 @@ def test_blosc_of_zarr_is_not_believed(tmp_path: Path, form: str) -> None:
         source.plain(Region.whole((8, 8)))
     source.close()
     assert type(checked(made["a"].metadata)) is type(made["a"].metadata)
+
+
+def test_blosc_with_snappy(tmp_path: Path) -> None:
+    """Wrong if a chunk were called damaged that HDF5's filter reads and numcodecs's build does not. Also with parameters that
+    decoding does not need.
+    """
+    data = np.arange(4096.0)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("a", data=data, chunks=(1024,), **hdf5plugin.Blosc(cname="snappy"))
+        creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        creation.set_chunk((4096,))
+        creation.set_filter(32001, h5py.h5z.FLAG_OPTIONAL, (2, 2, 8, 32768, 5, 1, 1))
+        made = h5py.h5d.create(file.id, b"b", h5py.h5t.IEEE_F64LE, h5py.h5s.create_simple((4096,)), creation)
+        made.write_direct_chunk((0,), bytes(numcodecs.Blosc("lz4").encode(data)))
+    content = (tmp_path / "a.h5").read_bytes()
+    told = b"".join(n.to_bytes(4, "little") for n in (2, 2, 8, 32768, 5, 1, 1))
+    assert content.count(told) == 1
+    (tmp_path / "a.h5").write_bytes(content.replace(told, told.replace((32768).to_bytes(4, "little"), bytes(4))))
+    for name in "ab":
+        source = open_source(tmp_path / "a.h5", f"/{name}")
+        np.testing.assert_array_equal(read_all(source), data)
+        source.close()
+        with h5py.File(tmp_path / "a.h5") as file:
+            np.testing.assert_array_equal(file[name][...], data)

@@ -585,11 +585,11 @@ def test_filters_left_to_hdf5(tmp_path: Path, name: str) -> None:
 def test_types_left_to_hdf5(tmp_path: Path) -> None:
     odd = h5py.h5t.STD_I32LE.copy()
     odd.set_precision(24)
-    half = h5py.h5t.IEEE_F32LE.copy()  # bfloat16, which HDF5 turns into float32
-    half.set_fields(15, 7, 8, 0, 7)
+    half = h5py.h5t.IEEE_F32LE.copy()  # of 16 bits, which HDF5 turns into float32
+    half.set_fields(15, 8, 7, 0, 8)
     half.set_precision(16)
     half.set_size(2)
-    half.set_ebias(127)
+    half.set_ebias(63)
     vax = h5py.h5t.IEEE_F32LE.copy()
     vax.set_ebias(129)
     kinds = {"odd": odd, "half": half, "bias": vax}

@@ -607,7 +607,7 @@ def test_a_commit_that_fails_and_cannot_be_undone(tmp_path: Path, monkeypatch: p
         right(descriptor, data, offset)
 
     monkeypatch.setattr(growth, "put_at", put)
-    with pytest.raises(SourceError, match="could not be undone .*look at their shapes") as found:
+    with pytest.raises(SourceError, match=r"could not be undone .*look at their shapes") as found:
         grow(path, VALUES)
     assert "as it was" not in str(found.value)
     assert set(lengths(path).values()) == {OLD, NEW}

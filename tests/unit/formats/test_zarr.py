@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import ml_dtypes
 import numcodecs
 import numpy as np
 import pytest
@@ -23,8 +24,8 @@ import zarr.storage
 
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.access import Access
-from shardload.formats.base import ArrayInfo
-from shardload.formats.lookup import find_array, list_arrays, open_source
+from shardload.formats.base import ArrayInfo, UndecodedError
+from shardload.formats.lookup import find_array, list_arrays, open_file, open_source
 from shardload.formats.zarr.source import describe
 from shardload.planning.region import Region
 from tests.tiers import quick_ones
@@ -172,9 +173,14 @@ def test_zip_stores_and_urls(tmp_path: Path) -> None:
         assert find_array(where + ":/b").dataset == "/b"
         with pytest.raises(ConfigError, match=r"'/g' in .* is a group"):
             find_array(where, "/g")
-    above = shutil.make_archive(str(tmp_path / "above"), "zip", tmp_path, "a.zarr")
-    with pytest.raises(SourceError, match=r"zip file without a Zarr store at its root.*zip it from inside the store"):
-        list_arrays(above)
+    above = shutil.make_archive(str(tmp_path / "above"), "zip", tmp_path, "a.zarr")  # the store is in a folder of it
+    assert [info.dataset for info in list_arrays(above)] == ["/a.zarr/b", "/a.zarr/g/a"]
+    check(above, "/a.zarr/g/a", data["g/a"])
+    with open_file(above) as file:
+        assert list(file.groups()) == ["/a.zarr", "/a.zarr/g"]
+    empty = shutil.make_archive(str(tmp_path / "empty"), "zip", tmp_path / "a.zarr" / "b" / "c")
+    with pytest.raises(SourceError, match=r"a zip file without a Zarr store, which cannot be loaded\. Unpack it"):
+        list_arrays(empty)
     source = open_source(path, "b")
     assert path in open_files()
     source.close()
@@ -562,4 +568,98 @@ def test_read_into_fills_the_buffer_it_is_given(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=r"region \[.*'/a' in"):
             source.read_into(region, out)
+    source.close()
+
+
+@pytest.mark.parametrize("zarr_format", [2, 3])
+@pytest.mark.parametrize("is_zip", [False, True])
+def test_arrays_below_folders_without_metadata(tmp_path: Path, zarr_format: int, is_zip: bool) -> None:
+    """Wrong if arrays were left out, or groups with their attributes; or a file that is none hid the others."""
+    data = {"time": flat((8,)), "fields/run1/rho": flat((8, 6)), "fields/run1/grid/x": flat((3,))}
+    path = write_zarr(tmp_path / "a.zarr", data, zarr_format)
+    zarr.open_group(f"{path}/fields/run1/grid", mode="r+").attrs["title"] = "a grid"
+    for group in ("fields", "fields/run1"):
+        (Path(path) / group / ("zarr.json" if zarr_format == 3 else ".zgroup")).unlink()
+    (Path(path) / "fields" / "notes.txt").write_text("of the run")
+    if is_zip:
+        path = shutil.make_archive(path, "zip", path)
+    assert [info.dataset for info in list_arrays(path)] == ["/fields/run1/grid/x", "/fields/run1/rho", "/time"]
+    check(path, "/fields/run1/rho", data["fields/run1/rho"])
+    with pytest.raises(ConfigError, match="/fields/run1/rho"):  # there are several: which one?
+        find_array(path)
+    with open_file(path) as file:
+        assert file.groups() == {"/": {}, "/fields/run1/grid": {"title": "a grid"}} and not file.unread()
+
+
+@pytest.mark.parametrize("driver", ["zarr", "zarr3"])
+@pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e3m4", "float4_e2m1fn", "int4"])
+def test_types_of_jax_as_tensorstore_writes_them(tmp_path: Path, name: str, driver: str) -> None:
+    """Wrong if their bits were others, or a missing chunk had another value than TensorStore gives it."""
+    dtype = np.dtype(getattr(ml_dtypes, name))
+    values = (np.arange(48) % 2 * 2 - 1).reshape(8, 6).astype(np.float32).astype(dtype)
+    form: dict[str, Any] = {"dtype": name, "chunks": [4, 6]}
+    if driver == "zarr3":
+        grid = {"name": "regular", "configuration": {"chunk_shape": [4, 6]}}
+        form = {"data_type": name, "chunk_grid": grid}
+    if name != "float4_e2m1fn":  # of which the two have different texts in format 2
+        form["fill_value"] = 1 if name == "int4" else "NaN" if name == "bfloat16" else 1.5
+    metadata = {"shape": [12, 6], **form}
+    kvstore = {"driver": "file", "path": f"{tmp_path}/a.zarr/"}
+    store = tensorstore.open({"driver": driver, "kvstore": kvstore, "metadata": metadata}, create=True).result()
+    store[:8].write(values).result()
+    expected = np.asarray(store.read().result())
+    source = open_source(str(tmp_path / "a.zarr"), "/")
+    assert source.info.dtype == name and source.dtype == dtype
+    assert read_all(source).tobytes() == expected.tobytes() == source.plain(Region.whole((12, 6))).tobytes()
+    source.close()
+
+
+def test_bfloat16_in_the_other_byte_order(tmp_path: Path) -> None:
+    values = np.arange(24).reshape(4, 6).astype(np.float32).astype(ml_dtypes.bfloat16)
+    metadata = {
+        "shape": [4, 6],
+        "data_type": "bfloat16",
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [2, 6]}},
+        "codecs": [{"name": "bytes", "configuration": {"endian": "big"}}],
+    }
+    kvstore = {"driver": "file", "path": f"{tmp_path}/a.zarr/"}
+    store = tensorstore.open({"driver": "zarr3", "kvstore": kvstore, "metadata": metadata}, create=True).result()
+    store.write(values).result()
+    path = shutil.make_archive(str(tmp_path / "a"), "zip", tmp_path / "a.zarr")  # which zarr-python reads
+    for where in (str(tmp_path / "a.zarr"), path):
+        source = open_source(where, "/")
+        assert read_all(source).tobytes() == values.tobytes() == source.plain(Region.whole((4, 6))).tobytes()
+        source.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("float6_e2m3fn", "numbers of type float6_e2m3fn, which JAX does not have"),
+        ("decimal128", "values of the type 'decimal128', which zarr-python does not know"),
+    ],
+)
+def test_types_that_are_not_loaded(tmp_path: Path, name: str, said: str) -> None:
+    """Wrong if the store were called damaged."""
+    path = write_zarr(tmp_path / "a.zarr", {"a": flat((3,)), "b": flat((3,))})
+    document = tmp_path / "a.zarr" / "b" / "zarr.json"
+    document.write_text(json.dumps(json.loads(document.read_text()) | {"data_type": name, "fill_value": 0}))
+    a, b = list_arrays(path)
+    assert a.refused is None and b.refused == said
+    with pytest.raises(SourceError) as caught:
+        open_source(path, "/b")
+    assert said in str(caught.value) and "damaged" not in str(caught.value)
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_blosc_with_snappy(tmp_path: Path, is_whole: bool) -> None:
+    """Wrong if chunks that numcodecs's build cannot decode were called damaged; read here, and by zarr-python."""
+    kvstore = {"driver": "file", "path": f"{tmp_path}/a.zarr/"}
+    compressor = {"id": "blosc", "cname": "snappy", "clevel": 5, "shuffle": 1}
+    metadata = {"shape": [5000], "chunks": [1000], "dtype": "<i4", "compressor": compressor}
+    store = tensorstore.open({"driver": "zarr", "kvstore": kvstore, "metadata": metadata}, create=True).result()
+    store.write(np.arange(5000, dtype="i4")).result()
+    source = open_source(str(tmp_path / "a.zarr"), "/")
+    with pytest.raises(UndecodedError, match=r"Blosc with snappy, which numcodecs \S+ here cannot decode: it has blosclz, lz4"):
+        read_all(source) if is_whole else source.plain(Region.whole((5000,)))
     source.close()

@@ -586,3 +586,54 @@ def test_the_command(run: Run, snapshot: list[str], tmp_path: Path, monkeypatch:
     monkeypatch.setenv("PMI_SIZE", "2")
     assert run("join", *snapshot, str(tmp_path / "never.h5")) == (0, "", "")
     assert not (tmp_path / "never.h5").exists()
+
+
+def test_what_belongs_to_an_array_is_joined_with_it(tmp_path: Path) -> None:
+    """Wrong if parts in another order, or on another grid, were joined because only one array was named, or if that array lost
+    its coordinates, their bounds, or its projection.
+    """
+    paths = climate(tmp_path, (2001, 2002))
+    for year, path in enumerate(paths):
+        with netCDF4.Dataset(path, "a") as file:
+            crs = file.createVariable("crs", "S1")
+            crs.spatial_ref, crs.history = "PROJCS[...]", f"of {year}"
+            file["t2m"].grid_mapping = "crs"
+            file["t2m"].ancillary_variables = "code"
+            file.createVariable("code", str, ("lat",))[:] = np.array([f"a{year}", "b", "c"], object)
+    whole = tmp_path / "t2m.nc"
+    with pytest.raises(ConfigError, match=r"'/time' does not go on from part to part"):
+        shardload.join(whole, paths[::-1], dataset="t2m")
+    (tmp_path / "flipped").mkdir()
+    flipped = climate(tmp_path / "flipped", (2002,), lat=[30.0, 20, 10])
+    with pytest.raises(ConfigError, match=r"'/lat' does not have the axis 'time', but other values in .* belongs to what is"):
+        shardload.join(whole, [paths[0], *flipped], dataset="t2m")
+    with pytest.warns(shardload.LeftOutWarning, match="'/code' was left out: it is text, and differs from part to part"):
+        report = shardload.join(whole, paths, dataset="t2m")
+    assert "attributes of '/crs' that differ from part to part were left out: 'history'" in report.notes
+    with netCDF4.Dataset(whole) as file:
+        assert set(file.variables) == {"t2m", "time", "time_bnds", "lat", "crs"} and file["crs"].spatial_ref == "PROJCS[...]"
+        np.testing.assert_array_equal(file["lat"][:], [10, 20, 30])
+        np.testing.assert_array_equal(file["time_bnds"][12], [365, 395])
+        np.testing.assert_array_equal(file["t2m"][:], [step for path in paths for step in netCDF4.Dataset(path)["t2m"][:]])
+
+
+@pytest.mark.parametrize("suffix", [".nc", ".h5"])
+def test_booleans_and_coordinates_of_other_groups(tmp_path: Path, suffix: str) -> None:
+    """Wrong if booleans had other values, or if what can be selected by coordinate in the parts cannot be in the new file."""
+    wet, paths = np.arange(12).reshape(6, 2) % 3 > 0, [str(tmp_path / f"{k}.h5") for k in range(2)]
+    for k, path in enumerate(paths):
+        with h5py.File(path, "w") as file:
+            file["scales/t"] = np.arange(3.0) + 3 * k
+            file["scales/t"].make_scale("t")
+            file["tasks/wet"] = wet[3 * k : 3 * k + 3]
+            file["tasks/wet"].dims[0].attach_scale(file["scales/t"])
+            file["mask"], file["soft"] = wet[:2], h5py.SoftLink("/mask")
+    whole = tmp_path / f"whole{suffix}"
+    with pytest.warns(shardload.LeftOutWarning, match="'/soft' was left out: it is a link"):
+        shardload.join(whole, paths, axis="t")
+    with h5py.File(whole) as file:
+        np.testing.assert_array_equal(file["tasks/wet"][...].astype(bool), wet)
+        np.testing.assert_array_equal(file["mask"][...].astype(bool), wet[:2])
+        scales = [scale.name for scale in file["tasks/wet"].dims[0].values()]
+    assert scales == (["/scales/t"] if suffix == ".h5" else ["/t"])
+    np.testing.assert_array_equal(shardload.open(whole)["tasks/wet"].coords["t"].values, np.arange(6))

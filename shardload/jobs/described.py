@@ -1,0 +1,84 @@
+"""What must be known of arrays of a file to make others like them, and what belongs to an array that was chosen?"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from contextlib import closing
+from dataclasses import replace
+
+from shardload.errors import SourceError
+from shardload.formats.base import ArrayInfo, OpenFile, Properties
+from shardload.formats.diagnosis import as_source_error
+from shardload.formats.labels import names_in
+from shardload.formats.likeness import as_text, named_beside
+from shardload.formats.lookup import check_loadable
+from shardload.jobs.consistency import State
+
+__all__ = ["Described", "describe_array", "found_by_name", "take_along"]
+
+Described = tuple[ArrayInfo, Properties, State]
+
+
+def describe_array(file: OpenFile, name: str, expected: ArrayInfo | None = None) -> Described:
+    """What must be known of an array of numbers, or of a short one of text. SourceError for another one."""
+    with closing(file.open_any(name)) as source:
+        info = source.info if expected is None else expected
+        with as_source_error(info.path, name):
+            properties = source.properties()
+        if properties.texts is None:
+            check_loadable(source.info)
+        return info, properties, source.opened_in()
+
+
+def take_along(file: OpenFile, described: dict[str, Described]) -> list[str]:
+    """Add what belongs to arrays that were chosen: coordinates, and what attributes name. Returns notes of what is lost."""
+    notes, todo = [], list(described)
+    for name in todo:  # grows
+        for places in _belonging(name, described[name][1]):
+            if any(place in described for place in places):
+                continue
+            for place in places:
+                try:
+                    described[place] = describe_array(file, place)
+                except SourceError as error:
+                    if isinstance(error.__context__, KeyError):  # there is none: many axes have a name only
+                        continue
+                    notes.append(f"'{place}', which belongs to '{name}', was left out: {error}")
+                else:
+                    todo.append(place)
+                break
+    return notes
+
+
+def found_by_name(kind: str, name: str, properties: Properties, there: Container[str]) -> tuple[Properties, list[str]]:
+    """With an attribute that names the coordinates which the new file's format does not find otherwise: those in other groups,
+    and all but one of an axis. HDF5 attaches them. And notes of what else only HDF5 says of axes.
+    """
+    if kind == "hdf5":
+        return properties, []
+    own, last = name.rpartition("/")[::2]
+    places = {
+        place for places in named_beside(name, {"coordinates": properties.attrs.get("coordinates", "")}) for place in places
+    }
+    places = places if kind == "netcdf4" else {place for place in places if place.rpartition("/")[0] == own}
+    for dim in filter(None, properties.dims):
+        above = own
+        while kind == "netcdf4" and above and f"{above}/{dim}" not in there:
+            above = above.rpartition("/")[0]
+        places.add(f"{above}/{dim}")
+    unnamed = [one for one in properties.coordinates if one in there and one not in {name, *places}]
+    words = [one.rpartition("/")[2] if one.rpartition("/")[0] == own else one for one in unnamed]
+    notes = [f"the coordinate '{one}' of '{name}'" for one in words if len(one.split()) > 1]
+    if words := [one for one in words if len(one.split()) == 1]:
+        told = [*names_in(as_text(properties.attrs.get("coordinates"))), *words]
+        properties = replace(properties, attrs={**properties.attrs, "coordinates": " ".join(told)})
+    each = zip(properties.axis_labels, properties.dims, strict=False)
+    notes += [f"the label {label!r} of axis {k} of '{name}'" for k, (label, dim) in enumerate(each) if label not in ("", dim)]
+    if properties.scale_name not in (None, "", last, properties.stored_name):
+        notes.append(f"the name {properties.scale_name!r} of '{name}' as a dimension scale")
+    return properties, [f"{what} was left out" for what in notes]
+
+
+def _belonging(name: str, properties: Properties) -> list[list[str]]:
+    """What belongs to an array, each with the places where it may be: coordinates, and what attributes name."""
+    return [*([one] for one in properties.coordinates), *named_beside(name, properties.attrs)]
