@@ -1,4 +1,4 @@
-"""Does "auto" take the right way where a file system and a network limit a load, and are its estimates right?
+"""Does "auto" take the right way where a file system and a network limit a load?
 
 All ranks run on this machine, as nodes with a file system and a network of known limits (`benchmarks.throttle`), so slow that
 they decide and not its cores. For each file system, network, layout, sharding and number of ranks: each way of reading is timed

@@ -53,12 +53,11 @@ class Machine:
             return WORKSTATION
         if isinstance(given, cls):
             return given
-        if isinstance(given, str):
-            given = dict(part.partition("=")[::2] for part in given.split(","))
         names = [figure.name for figure in fields(cls)]
-        if not isinstance(given, Mapping) or not given or not set(given) <= set(names):
+        figures = dict(part.partition("=")[::2] for part in given.split(",")) if isinstance(given, str) else given
+        if not isinstance(figures, Mapping) or not figures or not set(figures) <= set(names):
             raise ConfigError(f"machine is {given!r}; expected some of the figures {', '.join(names)}, such as {_EXAMPLE}")
-        return cls(**{name: _rate(name, value) for name, value in given.items()})
+        return cls(**{name: _rate(name, value) for name, value in figures.items()})
 
     @property
     def has_limits(self) -> bool:

@@ -225,7 +225,7 @@ def test_a_machine_as_text_is_the_same_machine() -> None:
     ("given", "says"),
     [
         ({"disk": 1}, "machine is {'disk': 1}; expected some of the figures read_rate, operations_rate, network_rate"),
-        ("perlmutter", "machine is {'perlmutter': ''}; expected some of the figures"),
+        ("perlmutter", "machine is 'perlmutter'; expected some of the figures"),
         ({}, "machine is {}; expected some of the figures"),
         (3, "machine is 3; expected some of the figures"),
         ({"read_rate": -1}, "machine: read_rate is -1; expected a number per second, more than 0, such as machine={"),
