@@ -188,10 +188,10 @@ def load(
         ``"bitshuffle"``, ``["zfp", 32024]``, ``"all"``. By default an array that needs such a filter is refused, and the error
         names the filter. Filters that withstand damage (gzip, Zstandard, Blosc, LZF and others: docs/trust-files.md) are
         always allowed.
-    machine : str or PathLike, optional
-        What the job runs on, for ``"auto"`` and ``"parallel"``: ``"perlmutter"``, ``"jean-zay"``, ``"ibex"``, ``"workstation"``
-        or a TOML file of figures. By default the variable SHARDLOAD_MACHINE, else ``shardload/machine.toml`` in the user's
-        configuration folder, else a workstation whose files are in the page cache. Rank 0 reads it. See docs/scale.md.
+    machine : dict or str, optional
+        What is known of the file system and the network, for ``"auto"`` and ``"parallel"``: some of ``"read_rate"`` (bytes per
+        second that one process reads), ``"operations_rate"`` (reads and opens per second, all processes together) and
+        ``"network_rate"`` (bytes per second into or out of a node). By default files are in the page cache. See docs/scale.md.
 
     Returns
     -------
@@ -273,7 +273,7 @@ def plan(
         Only with an AbstractMesh: how many processes to plan for. Each gets the same number of devices, in the order of the
         mesh. By default each device is a process of its own.
     ranks_per_node : int, optional
-        Only with an AbstractMesh: how many processes share a node, in order. By default as many as `machine` says, or all.
+        Only with an AbstractMesh: how many processes share a node, in order. By default all.
 
     Returns
     -------

@@ -12,7 +12,6 @@ checked.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,6 +21,7 @@ from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from shardload.errors import ConfigError
+from shardload.planning.machine import WORKSTATION, Machine
 from shardload.units import parse_nbytes
 
 if TYPE_CHECKING:
@@ -178,19 +178,6 @@ def _untrusted(untrusted: Any) -> bool:
     if not isinstance(untrusted, bool):
         raise ConfigError(f"untrusted is {untrusted!r}; expected True or False: are helper processes to open the file?")
     return untrusted
-
-
-def _machine(machine: Any) -> str | None:
-    """The name of a preset, or the path of a file; one rank finds out which."""
-    if machine is None:
-        return None
-    text = os.fspath(machine) if isinstance(machine, (str, os.PathLike)) else None
-    if not isinstance(text, str) or not text:
-        raise ConfigError(
-            f"machine is {machine!r}; expected the name of a machine, such as 'perlmutter', or the path of a TOML file "
-            "with its figures"
-        )
-    return text
 
 
 def _seconds(timeout: Any) -> float | None:
@@ -382,15 +369,15 @@ _DECLARED = (
         flag="--allow-filters",
     ),
     Option(
-        "machine", None, "What the job runs on: a name such as perlmutter, or a TOML file of figures.", _LOADS, _machine,
-        flag="--machine",
+        "machine", None, "Rates of the file system and network: read_rate=2e9,operations_rate=1e6,network_rate=25e9.",
+        _LOADS, Machine.of, str, flag="--machine",
     ),
     Option(
         "processes", None, "How many processes to plan for (default: one per device).", ("plan",), text=None, field="",
         flag="--processes",
     ),
     Option(
-        "ranks_per_node", None, "How many processes a node has (default: the machine's; else all on one).", ("plan",),
+        "ranks_per_node", None, "How many processes a node has (default: all are on one).", ("plan",),
         text=None, field="", flag="--ranks-per-node",
     ),
     Option("mode", "w-", "w-: the name must not exist. w: what has it is replaced.", _SAVES, field="", choices=("w-", "w")),
@@ -525,8 +512,8 @@ class Options:
         Rows of its neighbours that each shard has on either side: on every axis that is cut, per axis, or by axis.
     edge : str, number, tuple or dict
         What a halo has beyond the ends of the array: ``"wrap"``, ``"edge"`` or a value; for all axes, per axis, or by axis.
-    machine : str or None
-        Name or file of the machine to plan for; None: what the user's configuration says.
+    machine : Machine
+        What is known of the file system and the network.
     """
 
     dataset: str | None
@@ -545,7 +532,7 @@ class Options:
     decode: bool | str | None = DEFAULTS.decode
     halo: int | tuple[int, ...] | dict[int, int] = DEFAULTS.halo
     edge: Any = DEFAULTS.edge
-    machine: str | None = DEFAULTS.machine
+    machine: Machine = WORKSTATION
 
     @property
     def staging_nbytes(self) -> int:

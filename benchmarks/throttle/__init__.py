@@ -15,7 +15,7 @@ import os
 import struct
 import subprocess
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 __all__ = ["Cluster", "Counted", "Limits"]
@@ -28,12 +28,16 @@ _COUNTED = 12  # place of the counts in the file, in doubles
 
 @dataclass(frozen=True)
 class Limits:
-    """What the file system and the network can do. Bytes per second and seconds, named as in a file of figures.
+    """What the file system and the network can do. Bytes per second and seconds.
 
     Attributes
     ----------
-    rate, node_rate, stream_rate, operations_rate, open_seconds, read_seconds, read_ahead_nbytes
-        Of the file system: see `shardload.planning.machine.Machine`. A read takes one operation for `read_ahead_nbytes`.
+    rate, node_rate, stream_rate : float
+        Of the file system: to all nodes together, to one, and to one thread.
+    operations_rate, open_seconds, read_seconds : float
+        Reads and opens that it serves in a second to all, and their latency.
+    read_ahead_nbytes : int
+        What a read takes one operation for.
     network_rate, network_latency
         Into or out of a node.
     has_cache : bool
@@ -50,14 +54,6 @@ class Limits:
     network_rate: float = 1e12
     network_latency: float = 0.0
     has_cache: bool = True
-
-    def to_toml(self, name: str) -> str:
-        """The file of figures that says what is true."""
-        of = asdict(self)
-        network = {"rate": of.pop("network_rate"), "latency": of.pop("network_latency")}
-        cache = "" if of.pop("has_cache") else "\n[node]\npage_cache_nbytes = 0\n"
-        lines = [f'name = "{name}"', cache, "[network]", *(f"{key} = {value!r}" for key, value in network.items())]
-        return "\n".join([*lines, "", "[file_system]", *(f"{key} = {value!r}" for key, value in of.items()), ""])
 
 
 @dataclass(frozen=True)

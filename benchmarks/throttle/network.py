@@ -1,6 +1,6 @@
 """How long does a message between two nodes take? For ranks that `Cluster.env` started.
 
-`slow_down` limits their exchanges, and what ``doctor --measure`` sends. A message leaves when the network of `throttle.c` would
+`slow_down` limits their exchanges. A message leaves when the network of `throttle.c` would
 have delivered it: out of the sender's node and into the receiver's, each one message after the other, then the latency. Until
 then the sender keeps it.
 """
@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from shardload.comm.group import Group
 from shardload.comm.transport import Transport
 from shardload.transfer import exchange
 
@@ -64,10 +63,3 @@ def slow_down() -> None:
     arrival.restype = ctypes.c_double
     LateTransport.arrival = staticmethod(arrival)
     exchange.Transport = LateTransport  # type: ignore[misc]
-    send = Group.send_now
-
-    def send_late(self: Group, values: np.ndarray[Any, Any], rank: int, tag: int) -> None:
-        time.sleep(max(0.0, arrival(self.rank, rank, values.nbytes) - time.monotonic()))
-        send(self, values, rank, tag)
-
-    Group.send_now = send_late  # type: ignore[method-assign]

@@ -76,7 +76,6 @@ SpecText = Annotated[
         metavar="NAME,...", help="Mesh axis of each array axis; - for none, a+b for two.", autocompletion=complete_spec
     ),
 ]
-_MACHINES = ("ibex", "jean-zay", "perlmutter", "workstation")  # to complete with: `planning.presets` has the figures
 _HELP = {name: option.help for name, option in OPTIONS.items()}
 Dataset = Annotated[list[str] | None, typer.Option(help=_HELP["dataset"])]
 Select = Annotated[str | None, typer.Option(help=_HELP["select"])]
@@ -90,9 +89,7 @@ How = Annotated[str, typer.Option(help=_HELP["verify"], autocompletion=completes
 Untrusted = Annotated[bool, typer.Option("--untrusted", help=_HELP["untrusted"])]
 AllowFilters = Annotated[str, typer.Option("--allow-filters", metavar="NAME,...", help=_HELP["allow_filters"])]
 StagingText = Annotated[str, typer.Option(help=_HELP["staging"])]
-MachineText = Annotated[
-    str | None, typer.Option(metavar="NAME|FILE", help=_HELP["machine"], autocompletion=completes(*_MACHINES))
-]
+MachineText = Annotated[str | None, typer.Option(metavar="NAME=RATE,...", help=_HELP["machine"])]
 RanksPerNode = Annotated[int | None, typer.Option(help=_HELP["ranks_per_node"])]
 Processes = Annotated[int | None, typer.Option(help=_HELP["processes"])]
 
@@ -299,7 +296,7 @@ def plan(
 
       shardload plan run.h5 --dataset rho --dataset "gas/*" --mesh n=8 --spec n
 
-      shardload plan run.h5 --mesh a=128,b=128 --spec -,a,b --ranks-per-node 4 --machine perlmutter
+      shardload plan run.h5 --mesh a=128,b=128 --spec -,a,b --ranks-per-node 4 --machine read_rate=2e9,network_rate=25e9
     """
     axes = parse_mesh(mesh)
     partition = parse_spec(spec, axes)
@@ -518,13 +515,6 @@ def demo(size: Annotated[int, typer.Option(min=8, help="Elements along each axis
 def doctor(
     timeout: Annotated[float, typer.Option(min=1, help="After so many seconds a waiting rank says for what, and exits.")] = 60,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-    measure: Annotated[
-        str | None,
-        typer.Option(metavar="FOLDER", help="Instead, measure this folder's file system, the network, the decoders."),
-    ] = None,
-    output: Annotated[
-        str | None, typer.Option(metavar="FILE", help="The TOML file to write the figures to (default: the user's).")
-    ] = None,
 ) -> None:
     """Check how this job was started: what each rank sees, what is wrong, and the option that fixes it.
 
@@ -534,22 +524,8 @@ def doctor(
     For example:
 
       mpiexec -n 4 python -m shardload doctor --json
-
-    With --measure it writes the figures by which plans choose who reads. It
-    takes less than two minutes, and at most 4 GiB in a folder of its own, which
-    it removes:
-
-      srun -N 2 --ntasks-per-node 4 shardload doctor --measure $SCRATCH
     """
     with _one_message():
-        if measure is not None:
-            from shardload.cli.doctor.measure import measure as measure_folder
-            from shardload.comm.group import group_of
-
-            found = measure_folder(measure, output)
-            if group_of().rank == 0:
-                tell(found)
-            return
         from shardload.cli.doctor.run import run
 
         raise typer.Exit(run(timeout, as_json))

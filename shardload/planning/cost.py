@@ -8,8 +8,8 @@ docs/design/auto.md), which is good for choosing between ways, not for predictin
 2. Sending: one copy inside a node, a message for each part between nodes, a cost per message of either kind, and one for the
    start: below some tens of megabytes it decides.
 3. All at the rates of the cores that the ranks of a node share. The fastest way wins, unless a simpler way is about as fast.
-4. On a machine whose memory, network or file system is known (`machine`), a load takes as long as the slowest of these
-   (`limits`), if that is longer.
+4. On a machine whose file system or network is known (`machine`), a load takes as long as the slowest of these (`limits`), if
+   that is longer.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardload.planning.blocks import NEAR_NBYTES, count_runs, run_stride
-from shardload.planning.limits import Load, OnDisk, count_file_reads, seconds_of
+from shardload.planning.limits import OnDisk, count_file_reads, seconds_of
 from shardload.planning.machine import WORKSTATION, Machine
 from shardload.planning.rates import CHUNK_SECONDS, EXCHANGE_SECONDS, WIRE_RATE, decode_rate
 from shardload.planning.schedule import Schedule
 from shardload.planning.source_layout import SourceLayout
-from shardload.planning.staging import MOST_THREADS
 from shardload.planning.strategies import DIRECT, MODES, PARALLEL, ROOT, Direct
 from shardload.planning.traffic import Traffic, count_direct, count_held, count_traffic
 from shardload.units import format_nbytes, number_text
@@ -79,7 +78,7 @@ class Cost:
         Bytes that all nodes together fetch from the file system, and the number of reads and opens; 0 if the machine has no
         file system that limits anything.
     limit : str
-        What takes longest (`limits.seconds_of`), on a machine that has limits: ``"cores"``, ``"file system"``; else empty.
+        What takes longest (`limits.seconds_of`), on a machine that has limits: ``"cores"``, ``"reading"``; else empty.
     n_sent, n_received : int
         Messages between nodes that a reader sends, and that a rank which holds something receives, if they have equal shares.
     message_nbytes : int
@@ -179,33 +178,19 @@ def plan_cost(
     traffic = count_traffic(schedule, per_node)
     takes_apart = schedule.strategy == Direct(is_merged=False)  # each shard is read by itself
     is_staged = layout.casts or not takes_apart or _has_gaps(schedule)
-    rate = machine.decode_rate(layout.codec, decode_rate(layout.codec, layout.has_chunks))
-    seconds = _read_seconds(reading, n_ranks, per_node, cores, rate)
+    seconds = _read_seconds(reading, n_ranks, per_node, cores, decode_rate(layout.codec, layout.has_chunks))
     is_in_place = takes_apart and reading.runs > 0 and not reading.span_nbytes
     seconds += 0.0 if is_in_place else piece_nbytes / _COPY_RATE / min(1, cores / per_node)
     n_ends, between_nbytes = max(1, min(reading.n_readers, n_holders)), _between(traffic)
-    seconds += (between_nbytes / WIRE_RATE + traffic.parts * max(_PART_SECONDS, machine.network_latency)) / n_ends
+    seconds += (between_nbytes / WIRE_RATE + traffic.parts * _PART_SECONDS) / n_ends
     seconds += traffic.handovers * _HANDOVER_SECONDS / n_ends
     if not schedule.is_direct:
         seconds += EXCHANGE_SECONDS / min(1, cores / per_node) + _into_slots_seconds(reading, layout, n_ranks, per_node, cores)
     limits: dict[str, Any] = {}
     if machine.has_limits and array_nbytes:
-        stored, n_threads = stored or OnDisk(), min(MOST_THREADS, max(1, cores // per_node)) if layout.has_chunks else 1
-        reads = count_file_reads(schedule, layout, machine, stored, per_node, reading.n_readers, reading.reader_nbytes)
-        load = Load(
-            seconds,
-            reading.n_readers,
-            n_holders,
-            n_ranks,
-            per_node,
-            n_threads,
-            reading.reader_nbytes,
-            piece_nbytes,
-            between_nbytes,
-            n_blocks=-(-schedule.blocks.n_cells // reading.n_readers),
-        )
-        file_nbytes = math.inf if stored.files_per_chunk else array_nbytes * stored.share
-        seconds, slowest = seconds_of(load, reads, machine, stored, file_nbytes)
+        reads = count_file_reads(schedule, layout, stored or OnDisk(), per_node, reading.n_readers, reading.reader_nbytes)
+        n_nodes = -(-n_ranks // per_node)
+        seconds, slowest = seconds_of(seconds, reads, between_nbytes, min(n_ends, n_nodes), machine)
         limits = dict(limit=slowest)
         if machine.has_file_system:
             limits |= dict(fs_nbytes=reads.nbytes, operations=reads.operations)

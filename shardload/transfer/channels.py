@@ -300,8 +300,8 @@ class Channels:
         is_rung = bell.wait(_LISTENING.seconds(self._n_silent + 1))
         self._n_silent = 0 if is_rung else self._n_silent + 1
 
-    def has_room(self) -> None:
-        """Called when a slot was free: this rank is not waiting for those who have its blocks."""
+    def started(self) -> None:
+        """Called when a block is begun: there was room, so this rank does not wait for those who have its blocks."""
         self._is_starved = False
 
     def set_busy(self, is_busy: bool) -> bool:

@@ -233,7 +233,7 @@ class _Exchange:
                 break
             n_taken = self.slots.n_taken
             self.under_way.append((array, block, producer.start(block)))
-            self.channels.has_room()
+            self.channels.started()
             is_unstaged = self.packs_into_slots and self.slots.n_taken == n_taken
             if is_unstaged and any(part.rank != self.rank for part in block.parts):
                 self.to_be_packed = array

@@ -134,37 +134,29 @@ def test_promises_are_met_missed_or_not_measured() -> None:
 # --- the grid of slowed-down machines
 
 
-def cell(auto: str, **ways: tuple[float, float]) -> dict[str, Any]:
-    """A cell with the seconds and the estimate of each way."""
-    took = {name: {"seconds": [seconds], "estimate": estimate} for name, (seconds, estimate) in ways.items()}
+def cell(auto: str, **ways: float) -> dict[str, Any]:
+    """A cell with the seconds of each way."""
+    took = {name: {"seconds": [seconds]} for name, seconds in ways.items()}
     return {"auto": auto, "ways": took, "ranks": 4}
 
 
 def test_what_is_asked_of_the_grid() -> None:
-    """Wrong if a slower way counted as the fastest, or an estimate that is too long as a good one."""
-    good = cell("direct", direct=(1.14, 0.6), root=(1.0, 0.9))
-    slow = cell("root", direct=(1.0, 3.0), root=(1.6, 0.7))
-    assert (grid.ratio(good), grid.ratio(slow)) == (1.14, 1.6)
-    assert grid.summary([good, slow]) == {
-        "cells": 2,
-        "fastest or within 15 %": 0.5,
-        "worst ratio": 1.6,
-        "estimate within 2x, of the way taken": 0.5,  # 1.14 of 0.6 is, 1.6 of 0.7 is not
-        "estimate within 2x, of all ways": 0.5,
-    }
+    """Wrong if a slower way counted as the fastest."""
+    good, slow = cell("direct", direct=1.24, root=1.0), cell("root", direct=1.0, root=1.6)
+    assert (grid.ratio(good), grid.ratio(slow)) == (1.24, 1.6)
+    assert grid.summary([good, slow]) == {"cells": 2, "fastest or within 25 %": 0.5, "worst ratio": 1.6}
 
 
-def test_plans_take_the_right_way_in_the_measured_grid() -> None:
+@pytest.mark.parametrize(("name", "n_cells"), [("grid", 120), ("grid-links", 40)])
+def test_plans_take_the_right_way_in_the_measured_grid(name: str, n_cells: int) -> None:
     """Times of all ways on slowed-down machines are on record. Wrong if a change of the model made plans take worse ones."""
-    record = json.loads((Path(grid.__file__).parents[1] / "results" / "grid.json").read_text())
-    assert len(record["cells"]) == 120
+    record = json.loads((Path(grid.__file__).parents[1] / "results" / f"{name}.json").read_text())
+    assert len(record["cells"]) == n_cells
     found = grid.replan(record | {"cells": some_of(record["cells"][1:], 5) if IS_QUICK else record["cells"]})
     assert found["not timed"] <= 6
     asked = grid.summary(found["cells"])
-    assert asked["fastest or within 15 %"] >= 0.9 and asked["worst ratio"] <= grid.NEVER
-    assert asked["estimate within 2x, of the way taken"] >= 0.9 and asked["estimate within 2x, of all ways"] >= 0.9
-    table = grid.table(found)
-    assert '| 16, 4 | slow | slow | hdf5-contiguous | `P(None, "a", "b")` |' in table and "| all | " in table
+    assert asked["fastest or within 25 %"] >= 0.9 and asked["worst ratio"] <= grid.NEVER
+    assert '| slow | slow | hdf5-contiguous | `P(None, "a", "b")` |' in (table := grid.table(found)) and "| all | " in table
 
 
 # --- saving

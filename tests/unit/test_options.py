@@ -200,7 +200,7 @@ def test_description_tells_different_options_apart() -> None:
         allow_filters="zfp",
         halo={0: 1},
         edge=("wrap", 0),
-        machine="ibex",
+        machine="read_rate=2e9",
     ).items():
         other = Options.check(**{name: value}).describe()
         assert {k for k in base if base[k] != other[k]} == {name}

@@ -5,6 +5,4 @@ facts    what one rank sees of the job: MPI, JAX, devices, environment, versions
 rules    every known misconfiguration, and what to type to fix it
 checks   what every load needs, tried out: messages, shared memory, an all-reduce, a scatter
 report   the result, as text or JSON
-measure  file system, network and decoders, for plans: ``shardload doctor --measure``
-probe    what one rank measures of these, within seconds and bytes
 """

@@ -51,9 +51,7 @@ from shardload.jobs.loading.trees import (
     text_of,
     where_text,
 )
-from shardload.jobs.machine_file import machine_for
-from shardload.options import AUTO, OPTIONS, OWN, Options
-from shardload.planning.machine import WORKSTATION, Machine
+from shardload.options import AUTO, OPTIONS, OWN
 from shardload.planning.rates import most_alone_seconds
 from shardload.planning.region import Region
 from shardload.planning.selection import Selection, is_by_name, named_coordinates, needs_coordinates, select_axes
@@ -150,7 +148,6 @@ class Arguments:
         selections = [call.options.select for call in calls]
         is_labelled = any(map(is_by_name, [*selections, self._select]))
         names = named_coordinates([*selections, self._select])
-        machine = self._told_machine(options)
         room = _SEARCHED_NBYTES if any(map(needs_coordinates, selections)) else SMALL_NBYTES
         with Labeller(options.access, room, finder.file, names) as labeller:
             states: list[State] = []  # of the only array, before its values are read
@@ -158,7 +155,7 @@ class Arguments:
             def complete(path: Any, info: ArrayInfo, source: Source | None = None) -> ArrayInfo:
                 if source is not None and self.tree.is_single:
                     states.append(source.opened_in())
-                if machine is not None and info.nbytes_stored is None:  # how much is read from disk
+                if options.machine.has_limits and info.nbytes_stored is None:  # how much is read from disk
                     info = replace(info, nbytes_stored=finder.nbytes_stored(path, info, source))
                 return labeller.label(path, info, source) if is_labelled else info
 
@@ -179,22 +176,13 @@ class Arguments:
                 )
             for path, before, now in finder.states():  # else the small arrays could be of different versions of the file
                 check_unchanged(f"'{path}'", before, now, path, "")
-        return sent.join(found, machine)
-
-    @staticmethod
-    def _told_machine(options: Options) -> Any:
-        """The machine's figures for the other ranks; None for a workstation, whose figures all ranks know."""
-        machine = machine_for(options.machine)
-        return None if machine == WORKSTATION else machine.to_table()
+        return sent.join(found)
 
     def make(self, request: Request, calls: list[Call], told: bytes) -> list[ArrayLoad]:
         """Plan all arrays from their metadata. Runs on every rank."""
-        found, values, figures = _Values.split(told)
+        found, values = _Values.split(told)
         if self.tree.has_patterns:
             calls, found = self._grow(request, calls, found)
-        if figures is not None:
-            machine = Machine.from_table(figures, "rank 0's")
-            calls = for_each_kind(calls, lambda call: call.but(machine=machine))
         if self.tree.is_single:
             return [_plan_found(calls[0], self.tree.places[0].path, found[0], values)]
         if is_by_name(self._select):
@@ -346,18 +334,17 @@ class _Values:
         part = None if region is None else [region.start, region.stop]
         return [info.to_dict(), start, state() if is_first else None, part]
 
-    def join(self, found: list[Any], figures: Any) -> list[bytes | memoryview]:
-        """The message, in parts. `figures` are those of the machine."""
-        text = json.dumps([found, figures]).encode()
+    def join(self, found: list[Any]) -> list[bytes | memoryview]:
+        """The message, in parts."""
+        text = json.dumps(found).encode()
         return [len(text).to_bytes(8, "little"), text, *self._parts]
 
     @staticmethod
-    def split(told: bytes) -> tuple[list[Any], memoryview, Any]:
-        """What was found, the bytes of all values, and the figures of the machine."""
+    def split(told: bytes) -> tuple[list[Any], memoryview]:
+        """What was found, and the bytes of all values."""
         whole = memoryview(told)
         end = 8 + int.from_bytes(whole[:8], "little")
-        found, figures = json.loads(bytes(whole[8:end]))
-        return found, whole[end:], figures
+        return json.loads(bytes(whole[8:end])), whole[end:]
 
 
 def _what_of_path(place: Place) -> dict[str, str]:

@@ -10,7 +10,6 @@ import numpy as np
 
 from shardload.errors import printable
 from shardload.planning.cost import Cost
-from shardload.planning.machine import ASSUMED, GIVEN, MEASURED
 from shardload.system.terminal import WIDTH, wrap, wrap_parts
 from shardload.units import counted, format_nbytes, number_text
 
@@ -100,7 +99,7 @@ def _facts(plan: Plan) -> dict[str, str]:
 
 
 def _machine_text(plan: Plan) -> str:
-    """What the plan was made with, each figure with where it is from; empty if that is a workstation with few ranks."""
+    """The figures that the plan was made with; empty if there are none and the ranks are few."""
     per_node, machine = plan.ranks_per_node, plan.machine
     if not machine.has_limits:
         if per_node is not None or plan.n_ranks <= _MOST_ON_A_NODE:
@@ -109,32 +108,8 @@ def _machine_text(plan: Plan) -> str:
             f"not known: all {plan.n_ranks:,} ranks on one node, its file in the page cache (assumed); pass machine= and "
             "ranks_per_node="
         )
-    n_nodes = -(-plan.n_ranks // per_node) if per_node else 1
-    told = [f"{printable(machine.name)}, {counted(n_nodes, 'node')}, {per_node or plan.n_ranks:,} ranks on each"]
-    figures = machine.figures()
-    for origin in (MEASURED, GIVEN, ASSUMED):
-        of = [f"{name} {_figure(name, value)}" for name, value in figures.items() if machine.origin_of(name) == origin]
-        told += [f"{origin}: {', '.join(of)}"] if of else []
-    return "; ".join(told)
-
-
-def _figure(name: str, value: float) -> str:
-    """A figure of a machine with its unit.
-
-    >>> _figure("file_system.rate", 5e12), _figure("network.latency", 2e-6), _figure("node.cores", 64)
-    ('5 TB/s', '2 us', '64')
-    """
-    key = name.rpartition(".")[2]
-    if key.endswith("nbytes"):
-        return format_nbytes(int(value))
-    if key in ("latency", "open_seconds", "read_seconds"):
-        return f"{value * 1e3:g} ms" if value >= 1e-4 else f"{value * 1e6:g} us"
-    if name == "file_system.operations_rate":
-        return f"{value:,.0f}/s"
-    if key.endswith("rate") or name.startswith("decode."):
-        unit, size = next(((u, s) for u, s in (("TB", 1e12), ("GB", 1e9)) if value >= s), ("MB", 1e6))
-        return f"{value / size:.4g} {unit}/s"
-    return f"{value:,}"
+    on_each = per_node or plan.n_ranks
+    return f"{counted(-(-plan.n_ranks // on_each), 'node')}, {on_each:,} ranks on each; {str(machine).replace(',', ', ')}"
 
 
 def _quantities(plan: Plan) -> tuple[list[str], dict[str, list[str]]]:

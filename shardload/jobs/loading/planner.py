@@ -70,8 +70,6 @@ class Ranks:
         For an abstract mesh: the number of consecutive devices of one rank.
     per_node : int or None
         For an abstract mesh: the number of consecutive ranks of one node; None: all are on one.
-    memory_nbytes : int or None
-        For an abstract mesh: bytes of memory that a rank may use; None: not known.
     """
 
     rank: int
@@ -81,7 +79,6 @@ class Ranks:
     can_send: bool = True
     devices_per_rank: int = 1
     per_node: int | None = None
-    memory_nbytes: int | None = None
 
     @property
     def n_threads(self) -> int:
@@ -91,8 +88,7 @@ class Ranks:
     @property
     def staging_room_nbytes(self) -> int:
         """What staging="auto" may be at most."""
-        known = self.memory_nbytes if self.topology is None else self.topology.memory_nbytes
-        return (UNKNOWN_NBYTES if known is None else known) // _SHARE
+        return (UNKNOWN_NBYTES if self.topology is None else self.topology.memory_nbytes) // _SHARE
 
     @property
     def is_one_machine(self) -> bool:
@@ -104,22 +100,18 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Ask:
-    """What the caller asks for: the sharding, the options, the ranks that load, tuning constants, a machine's figures."""
+    """What the caller asks for: the sharding, the options, the ranks that load, tuning constants."""
 
     sharding: NamedSharding
     options: Options
     ranks: Ranks
     tuning: Tuning
-    machine: Machine = WORKSTATION
 
     @property
     def nodes(self) -> Nodes:
-        """The nodes: those of the job, or on an abstract mesh those of the machine."""
+        """The nodes: those of the job, or on an abstract mesh those that the caller says."""
         found = self.ranks.topology
-        if found is not None:
-            return Nodes(found.ranks_per_node, found.n_cores)
-        cores = self.machine.cores_per_node
-        return Nodes(self.ranks.per_node, cores)
+        return Nodes(self.ranks.per_node) if found is None else Nodes(found.ranks_per_node, found.n_cores)
 
     def max_block_nbytes(self, nbytes: int) -> int:
         """Cap on the bytes of a block of an array of `nbytes`."""
@@ -157,7 +149,7 @@ def plan_array(ask: Ask, info: ArrayInfo, selection: Selection) -> Plan:
     caps["ranks_per_node"] = ask.nodes.ranks_per_node
     modes = _possible_modes(ask)
     # With figures of a file system or a network, the number of readers is chosen too.
-    picks = ask.machine.has_limits and n_owners is None and PARALLEL in modes
+    picks = ask.options.machine.has_limits and n_owners is None and PARALLEL in modes
     schedules = plan_schedules(source, shards, ask.ranks.n, modes=[m for m in modes if not picks or m != PARALLEL], **caps)
     known: dict[str, Cost] = {}
     if picks:
@@ -178,7 +170,7 @@ def _with_readers(
 
     def cost(schedule: Schedule) -> Cost:
         layout = Layout(source, schedule, ask.ranks.n_threads)
-        return _cost(layout, nodes, ask.options.staging_nbytes, ask.machine, stored)
+        return _cost(layout, nodes, ask.options.staging_nbytes, ask.options.machine, stored)
 
     most = source.chunks.n_cells
     numbers = numbers_of_readers(ask.ranks.n, nodes.spread(ask.ranks.n)[0], most)
@@ -428,7 +420,7 @@ def _choose(
     is_memory = ROOT in schedules and len(schedules) == 1
     layouts = {mode: Layout(source, made, ask.ranks.n_threads, decoding) for mode, made in schedules.items()}
     cap_nbytes = 0 if is_memory else ask.options.staging_nbytes
-    nodes, machine = ask.nodes, WORKSTATION if is_memory else ask.machine
+    nodes, machine = ask.nodes, WORKSTATION if is_memory else ask.options.machine
     stored = _stored(info, source) if machine.has_limits else None
     count = {mode: partial(_cost, layout, nodes, cap_nbytes, machine, stored) for mode, layout in layouts.items()}
     costs = Costs(count, known)

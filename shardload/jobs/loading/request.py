@@ -46,7 +46,6 @@ from shardload.jobs.loading.planner import Ask, Ranks, plan_array, plan_scatter,
 from shardload.jobs.loading.tree_plan import TreePlan
 from shardload.jobs.loading.trees import ArrayTree, Place, in_array, is_one, is_one_spec, keys_text, text_of, where_text
 from shardload.options import OPTIONS, OWN, TIMEOUT, Options, key_of
-from shardload.planning.machine import WORKSTATION, Machine
 from shardload.planning.selection import Between, Near, is_by_name, name_axes
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.strategies import DIRECT
@@ -83,7 +82,7 @@ class Call:
     """The checked arguments for one array, and the ranks that pass them. `group` is None for an abstract mesh.
 
     `devices_per_rank` is for an abstract mesh: the number of consecutive devices that belong to one process; and so is
-    `ranks_per_node`, if the caller says how many of them share a node. `machine` has the figures to plan with.
+    `ranks_per_node`, if the caller says how many of them share a node.
     """
 
     sharding: NamedSharding
@@ -92,7 +91,6 @@ class Call:
     group: Group | None = None
     devices_per_rank: int = 1
     ranks_per_node: int | None = None
-    machine: Machine = WORKSTATION
     known: Known | None = field(default=None, compare=False, repr=False)  # if these are the arguments of an earlier call, too
 
     def but(self, **changes: Any) -> Call:
@@ -108,7 +106,6 @@ class Call:
             group,
             self.devices_per_rank,
             self.ranks_per_node,
-            self.machine,
             self.known,
         )
 
@@ -125,16 +122,13 @@ class Call:
         ConfigError, PeerError
             If MPI and JAX do not see the same processes.
         """
-        return Ask(self.sharding, self.options, self._ranks(), self.tuning, self.machine)
+        return Ask(self.sharding, self.options, self._ranks(), self.tuning)
 
     def _ranks(self) -> Ranks:
         if self.group is None:
             n = self.sharding.mesh.size // self.devices_per_rank
-            given = self.ranks_per_node or self.machine.ranks_per_node
-            per_node = None if given is None else min(n, given)
-            memory_nbytes = self.machine.memory_nbytes
-            of_rank = None if memory_nbytes is None else memory_nbytes // (per_node or n)
-            return Ranks(0, n, devices_per_rank=self.devices_per_rank, per_node=per_node, memory_nbytes=of_rank)
+            per_node = None if self.ranks_per_node is None else min(n, self.ranks_per_node)
+            return Ranks(0, n, devices_per_rank=self.devices_per_rank, per_node=per_node)
         group = self.group
         return Ranks(group.rank, group.size, rank_of_process(group), group.machine, group.can_send)
 
@@ -757,7 +751,9 @@ def plan_file(
     kind: tuple[Any, ...] = (info.shape, info.dtype, info.chunks, info.codec, info.excerpt_nbytes, info.shards, info.format)
     if call.options.decode:
         kind = (*kind, json.dumps(dict(info.packing)))  # with the types
-    if call.machine is not None and info.nbytes_stored:  # its file system sends them; about, for files of a series differ a bit
+    if (
+        call.options.machine.has_limits and info.nbytes_stored
+    ):  # its file system sends them; about, for files of a series differ a bit
         kind = (*kind, round(_SIZES_PER_DOUBLING * math.log2(info.nbytes_stored)))
     of_call = (id(call), origin is None, *kind)
     found = None if planned is None else planned.get(of_call)
@@ -803,7 +799,7 @@ def _plan_kind(call: Call, info: ArrayInfo, is_sent: bool, kind: tuple[Any, ...]
 def _key_of_call(call: Call) -> tuple[Any, ...]:
     """What is equal for calls that plan alike. The name of the array changes nothing; what is selected is asked apart."""
     how = call.options.describe() | {"dataset": "", "select": ""}
-    return (call.sharding, call.tuning, call.machine, *how.items())
+    return (call.sharding, call.tuning, *how.items())
 
 
 def _with_staging(options: Options, made: Plan) -> Options:

@@ -18,7 +18,6 @@ from jax.sharding import PartitionSpec as P
 import shardload
 from shardload.comm.group import Group
 from shardload.errors import ConfigError
-from shardload.jobs import machine_file
 from shardload.jobs.loading import request
 from shardload.options import DEFAULTS, STAGING_NBYTES, Options
 
@@ -122,22 +121,3 @@ def test_a_plan_without_a_job_asks_for_what_is_needed(path: str) -> None:
     """On a login node the memory of the job's nodes is not known."""
     found = shardload.plan(path, AbstractMesh((64,), ("a",)), P(None, "a"), dataset="large")
     assert found.staging_nbytes == 512 * MIB
-
-
-def test_a_plan_without_a_job_goes_by_the_memory_of_the_machine(path: str, tmp_path: Path) -> None:
-    """Wrong if an abstract mesh had no limit although the memory of a node is known, or each rank all of it."""
-    figures = tmp_path / "machine.toml"
-
-    def abstract(memory: str, **more: Any) -> Any:
-        request._recent.clear()
-        figures.write_text(f"[node]\n{memory}\n")
-        machine_file._machine.cache_clear()
-        mesh = AbstractMesh((8,), ("a",))
-        return shardload.plan(path, mesh, P(None, "a"), dataset="large", machine=str(figures), **more)
-
-    assert abstract("").staging_nbytes >= 320 * MIB
-    assert abstract(f"memory_nbytes = {4 * 4 * 320 * MIB}\nranks = 4").staging_nbytes == 320 * MIB
-    assert abstract(f"memory_nbytes = {4 * 2 * 320 * MIB}", ranks_per_node=2).staging_nbytes == 320 * MIB
-    for memory in (f"memory_nbytes = {4 * 4 * 320 * MIB - 16}\nranks = 4", f"memory_nbytes = {4 * 8 * 320 * MIB - 32}"):
-        with pytest.raises(ConfigError, match=r"staging is 'auto', at most 320.0 MiB|staging is 'auto', at most 319"):
-            abstract(memory)
