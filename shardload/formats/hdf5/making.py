@@ -109,7 +109,7 @@ def groups_of(file: h5py.File) -> tuple[dict[str, dict[str, Any]], list[str]]:
     found = {"/": attrs}
     for name in names_below(file["/"])[0]:
         thing = file[encoded(name)]
-        if isinstance(thing, h5py.Group) and h5py.h5a.get_num_attrs(thing.id):
+        if isinstance(thing, h5py.Group):
             found[f"/{name}"], more = _attributes(thing, f"/{name}")
             unread.extend(more)
         elif isinstance(thing, h5py.Datatype):
