@@ -305,7 +305,7 @@ def _check_lengths(asked: _Arguments, found: Mapping[str, Any], axes: Mapping[st
                 raise ConfigError(
                     f"'{name}' in '{asked.path}' has the axis {dim!r} too and is not appended to: its length would differ. "
                     f"Pass '{name.lstrip('/')}' too. If it holds no numbers, but text or dates, which append does not write: "
-                    "`shardload copy OLD NEW` makes a file without it"
+                    "`shardload copy OLD NEW --dataset NAME`, with each array to keep, makes a file without it"
                 )
     return dimensions
 
