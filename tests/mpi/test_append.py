@@ -276,7 +276,7 @@ def test_what_does_not_fit_into_a_file(ranks: Any, shared_tmp_path: Path) -> Non
 
 
 def test_texts_along_the_axis(ranks: Any, shared_tmp_path: Path) -> None:
-    """Wrong if the error asked for the texts only, as WRF has them for times: no append takes them. A copy of what was named has none."""
+    """Wrong if the error asked for the texts only, as WRF has them for times: no append takes them. A copy may have none."""
     old, new, rows = shared_tmp_path / "old.nc", shared_tmp_path / "new.nc", np.arange(12, dtype="f4").reshape(4, 3)
 
     def make() -> None:
