@@ -107,13 +107,19 @@ def groups_of(file: h5py.File) -> tuple[dict[str, dict[str, Any]], list[str]]:
     """The attributes of all groups of a file; and what could not be read."""
     attrs, unread = _attributes(file["/"], "/")
     found = {"/": attrs}
-    for name in names_below(file["/"])[0]:
-        thing = file[encoded(name)]
+    names, lost = names_below(file["/"])
+    for name in names:
+        try:
+            thing = file[encoded(name)]
+        except (KeyError, OSError, RuntimeError, ValueError) as error:
+            lost[name] = str(error)
+            continue
         if isinstance(thing, h5py.Group):
             found[f"/{name}"], more = _attributes(thing, f"/{name}")
-            unread.extend(more)
+            unread += more
         elif isinstance(thing, h5py.Datatype):
             unread.append(f"the named type '/{name}'")
+    unread += [f"what is in '/{name}' ({why})" for name, why in lost.items()]
     return found, unread
 
 
