@@ -24,10 +24,9 @@ import h5py
 import numpy as np
 from h5py._objects import phil  # HDF5's lock in h5py, which its raw reads did not always take (h5py issue 2764)
 
-from shardload.formats.base import Encoded, Excerpt, Room, Spans, check_chunk, chunks_met, fresh, is_added
+from shardload.formats.base import Encoded, Room, Spans, check_chunk, chunks_met, fresh, is_added
 from shardload.formats.codecs import Chain, Stage, blosc, decode_many, fletcher32, inflate, swap_bytes, unshuffle, unzstd
 from shardload.formats.compression_words import BLOSC_CODES
-from shardload.formats.excerpts import Excerpts
 from shardload.formats.hdf5.chunk_index import MOST_ENTRIES, list_tree
 from shardload.formats.hdf5.chunk_order import PutRight, UnknownOrderError, is_listed, is_over_edge, true_place
 from shardload.formats.hdf5.integrity import Whole
@@ -215,7 +214,6 @@ class Hdf5Chunks:
         self._grid = tuple(-(-n // c) for n, c in zip(self._shape, self._chunk, strict=True))
         self._dataset = dataset
         self._most_nbytes = chain.most_stored_nbytes
-        self._excerpts = Excerpts(chain)
         self._header = header_of(dataset)
         self._listing = threading.Lock()
         self._listed: _List | None = None
@@ -260,32 +258,6 @@ class Hdf5Chunks:
         data = room(nbytes)
         self._raw.read_into(data, offset)
         return self._encoded(data, mask, offsets)
-
-    @property
-    def has_excerpts(self) -> bool:
-        """False if chunks can only be decoded whole."""
-        return self._excerpts.are_possible
-
-    def fetch_excerpt(
-        self, index: tuple[int, ...], first: int, out: np.ndarray[Any, Any], room: Room = fresh
-    ) -> Excerpt | None:
-        """Read some values of the chunk at `index`: see `ExcerptReader`."""
-        if not self.has_excerpts:
-            return None
-        check_chunk(index, self._grid)
-        listed = self._places([range(k, k + 1) for k in index])
-        if listed is None:
-            return None
-        offset, nbytes, mask = listed.of(index)
-        if mask or nbytes > self._most_nbytes or offset + nbytes > self._raw.nbytes:  # also a missing chunk
-            return None
-        if self._filters and nbytes == self._chain.nbytes:  # it may not have been filtered: see `_encoded`
-            return None
-        return self._excerpts.fetch(self._raw.descriptor, offset, nbytes, first, out, room)
-
-    def decode_excerpt(self, excerpt: Excerpt, out: np.ndarray[Any, Any]) -> None:
-        """Decode what `fetch_excerpt` returned: see `ExcerptReader`."""
-        self._excerpts.decode(excerpt, out)
 
     def decode(self, encoded: Encoded | None, out: np.ndarray[Any, Any]) -> None:
         """Decode into `out`, which has the chunk's full shape. ValueError if the chunk is damaged."""
