@@ -29,7 +29,7 @@ from shardload.formats.hdf5.chunk_order import is_listed, is_over_edge
 from shardload.formats.hdf5.filters import NAMES, scaleoffset_is_idle
 from shardload.formats.hdf5.missing import MISSING_WORDS
 from shardload.formats.hdf5.opened import creation_of, kind_of
-from shardload.formats.hdf5.unwrapped import has_plain_edges
+from shardload.formats.hdf5.unwrapped import are_edges_plain
 from shardload.planning.region import Region
 
 __all__ = ["check_heads"]
@@ -54,7 +54,7 @@ def check_heads(dataset: h5py.Dataset, region: Region) -> None:
         return
     chunk = tuple(creation.get_chunk())
     size = int(kind_of(dataset).get_size())
-    edges = dataset.shape if has_plain_edges(creation) else None
+    edges = dataset.shape if are_edges_plain(creation) else None
     axes = chunks_met(region, chunk)
     for index in itertools.product(*axes):
         offsets = tuple(k * c for k, c in zip(index, chunk, strict=True))
