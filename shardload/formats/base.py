@@ -41,8 +41,6 @@ __all__ = [
     "ChangedError",
     "ChunkReader",
     "Encoded",
-    "Excerpt",
-    "ExcerptReader",
     "Format",
     "OpenFile",
     "Properties",
@@ -129,9 +127,6 @@ class ArrayInfo:
     packing : mapping
         The attributes by which stored numbers become values, each with its type (`shardload.values.decoding`); applied with
         ``decode=True``.
-    excerpt_nbytes : int
-        If some values of a chunk can be decoded without the rest (`ExcerptReader`): the bytes of values that are decoded
-        together. 0 if only whole chunks can be decoded, and in lists of arrays that were not opened.
     parts : mapping or None
         If the values are in many other files: what ranks that read must know of these, as plain JSON, so that each of them need
         not look at all. The format that wrote it understands it (HDF5: `tiles.tell_parts`); ``"versions"`` has an item for
@@ -154,7 +149,6 @@ class ArrayInfo:
     is_dimension: bool = False
     attributes: Mapping[str, Any] = field(default_factory=dict)
     packing: Packing = field(default_factory=dict)
-    excerpt_nbytes: int = field(default=0, compare=False, repr=False)  # not of the array, but of how it is read
     parts: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
     labels: Labels | OnDemand | None = field(default=None, compare=False, repr=False)
 
@@ -516,30 +510,6 @@ class PlainReader(Protocol):
         ...
 
 
-@runtime_checkable
-class ExcerptReader(Protocol):
-    """What a `ChunkReader` may do in addition: some values of a chunk without the rest. Several threads may call it at once."""
-
-    @property
-    def has_excerpts(self) -> bool:
-        """False if the chunks of this array can only be decoded whole."""
-        ...
-
-    def fetch_excerpt(
-        self, index: tuple[int, ...], first: int, out: np.ndarray[Any, Any], room: Room = fresh
-    ) -> Excerpt | None:
-        """Read what is needed for the values of `out`, which is C-contiguous: those of the chunk at `index` from number `first`
-        on, in C order. Values that are stored as they are are read straight into `out`.
-
-        None if the whole chunk must be read instead: it is missing, unusual or damaged. OSError if a read fails.
-        """
-        ...
-
-    def decode_excerpt(self, excerpt: Excerpt, out: np.ndarray[Any, Any]) -> None:
-        """Decode what `fetch_excerpt` returned into the same `out`. Raises ValueError if it is damaged."""
-        ...
-
-
 def has_missing(stored: Sequence[Any] | np.ndarray[Any, Any]) -> bool:
     """True if a chunk that `BatchReader.fetch_many` returned is missing. It takes no step of Python for each chunk.
 
@@ -639,26 +609,6 @@ class Encoded:
 
     data: Any
     skipped: frozenset[int] = frozenset()
-
-
-@dataclass(frozen=True, slots=True)
-class Excerpt:
-    """What is needed of a stored chunk for some of its values.
-
-    Attributes
-    ----------
-    data : bytes-like or None
-        As it is encoded; None if the values have been read already.
-    before, nbytes : int
-        Decoded bytes: those before the first value, and all.
-    nbytes_stored : int
-        Bytes that were read.
-    """
-
-    data: Any
-    before: int
-    nbytes: int
-    nbytes_stored: int
 
 
 def check_chunk(index: Sequence[int], counts: Sequence[int]) -> None:

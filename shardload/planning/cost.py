@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from shardload.planning.blocks import NEAR_NBYTES, count_runs, run_stride
@@ -227,10 +227,6 @@ def _count_direct_reading(schedule: Schedule, layout: SourceLayout) -> _Reading:
     met, busiest = count_direct(schedule, layout)
     if layout.has_chunks:
         nbytes, of_reader = met * layout.chunk_nbytes, busiest * layout.chunk_nbytes
-        if (excerpts := layout.excerpts) is not None:
-            cells, cell_nbytes = excerpts
-            n_cells, of_busiest = count_direct(schedule, replace(layout, chunks=cells))
-            nbytes, of_reader = min(nbytes, n_cells * cell_nbytes), min(of_reader, of_busiest * cell_nbytes)
         return _Reading(n_holders, met, nbytes, busiest, of_reader, 0)
     itemsize, shape, extent = layout.file_dtype.itemsize, schedule.blocks.shape, schedule.extent
     runs = count_runs(shape, extent) * (1 if schedule.strategy == Direct(is_merged=True) else fullest)
@@ -249,9 +245,6 @@ def _count_shared_reading(schedule: Schedule, layout: SourceLayout) -> _Reading:
         nbytes = math.prod(blocks.shape) * itemsize
         return _Reading(n_owners, 0, nbytes, 0, min(nbytes, most * itemsize), 0)
     of_owner, nbytes = min(chunks.n_cells, most // math.prod(chunks.cell)), chunks.n_cells * layout.chunk_nbytes
-    if (excerpts := layout.excerpts) is not None:  # what a selection leaves of each chunk
-        cells, cell_nbytes = excerpts
-        nbytes = min(nbytes, cells.n_cells * cell_nbytes)
     return _Reading(n_owners, chunks.n_cells, nbytes, of_owner, -(-of_owner * nbytes // max(1, chunks.n_cells)), 0)
 
 

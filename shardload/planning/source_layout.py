@@ -31,8 +31,6 @@ class SourceLayout:
         Type in the file (in native byte order), and type of the loaded array.
     codec : str
         Encoding of the chunks: ``"none"``, ``"gzip+shuffle"``.
-    excerpt_nbytes : int
-        Bytes of the values that are decoded together, if some of a chunk's values can be; 0 if only whole chunks can.
     is_decoded : bool
         True if stored numbers become values by more than a cast.
     """
@@ -44,7 +42,6 @@ class SourceLayout:
     dtype: np.dtype[Any]
     codec: str = "none"
     is_decoded: bool = False
-    excerpt_nbytes: int = 0
 
     @classmethod
     def cut(
@@ -55,7 +52,6 @@ class SourceLayout:
         dtype: np.dtype[Any],
         codec: str = "none",
         is_decoded: bool = False,
-        excerpt_nbytes: int = 0,
     ) -> SourceLayout:
         """Make the layout, with the grid of chunks that a selection of a file's array has.
 
@@ -70,7 +66,7 @@ class SourceLayout:
             cell = tuple(chunk_shape[k] for k in selection.kept)
             phase = tuple(o % c for o, c in zip(selection.offset, cell, strict=True))
         chunks = Grid(selection.shape, cell, phase)
-        return cls(selection, chunks, chunk_shape, file_dtype, dtype, codec, is_decoded, excerpt_nbytes)
+        return cls(selection, chunks, chunk_shape, file_dtype, dtype, codec, is_decoded)
 
     @staticmethod
     def pattern(selection: Selection, chunk_shape: tuple[int, ...] | None) -> tuple[Any, ...]:
@@ -88,34 +84,6 @@ class SourceLayout:
     def has_chunks(self) -> bool:
         """True if the file has chunks, so that `chunks` are not stand-ins."""
         return self.chunk_shape is not None
-
-    @property
-    def excerpts(self) -> tuple[Grid, int] | None:
-        """The loaded array cut into what a rank decodes of a chunk at least, and the bytes of one of these cells in the file.
-
-        None if that is always a whole chunk. Only values that follow each other can be decoded alone. So a chunk can be cut
-        along the first of its axes that has several elements. (An estimate, if a selection begins inside of a chunk.)
-
-        >>> from shardload.planning.selection import select_axes
-        >>> f4 = np.dtype("f4")
-        >>> whole = select_axes(None, (8, 1024, 512))
-        >>> SourceLayout.cut(whole, (1, 1024, 512), f4, f4, "blosc", excerpt_nbytes=1 << 19).excerpts
-        (Grid(shape=(8, 1024, 512), cell=(1, 256, 512), phase=(0, 0, 0)), 524288)
-        """
-        if not self.excerpt_nbytes or self.chunk_shape is None:
-            return None
-        kept = self.selection.kept
-        for axis, n in enumerate(self.chunk_shape):
-            if n == 1 or axis not in kept:
-                continue
-            row_nbytes = math.prod(self.chunk_shape[axis + 1 :]) * self.file_dtype.itemsize
-            rows, k = -(-self.excerpt_nbytes // row_nbytes), kept.index(axis)
-            if rows >= n:
-                return None
-            cell = (*self.chunks.cell[:k], rows, *self.chunks.cell[k + 1 :])
-            phase = (*self.chunks.phase[:k], self.chunks.phase[k] % rows, *self.chunks.phase[k + 1 :])
-            return Grid(self.chunks.shape, cell, phase), rows * row_nbytes
-        return None
 
     @property
     def casts(self) -> bool:

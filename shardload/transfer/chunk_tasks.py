@@ -9,9 +9,6 @@ The source hands out whole chunks as they are stored (`Source.chunk_reader`). Ea
 In the staging buffer, the chunks become one tile of the whole block if they lie in it one after the other, as planes do. Then a
 receiver copies its part of the block at once.
 
-If only some values of a chunk are needed, and they follow each other in it, they alone are decoded, if the format can do that
-(`formats.excerpts`): straight into a piece, if they lie there in the same way.
-
 Small chunks are read in batches (`chunk_batches`), if the format can do that; one by one only if a batch can not be read.
 """
 
@@ -23,12 +20,12 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from shardload.errors import ShardloadError
-from shardload.formats.base import BatchReader, ChunkReader, Encoded, Excerpt, ExcerptReader, Room, settle_bools
+from shardload.formats.base import BatchReader, ChunkReader, Room, settle_bools
 from shardload.planning.blocks import aligned
 from shardload.planning.grid import numbers_in
 from shardload.planning.region import Region
@@ -48,15 +45,7 @@ __all__ = ["ChunkTasks"]
 Array = np.ndarray[Any, Any]
 
 
-_MOST_IN_EXCERPT = 0.75  # of a chunk: to decode a little less than all of it saves nothing
 _TOGETHER = 32  # chunks that are prepared before the first of them is read: each takes some KiB of Python objects
-
-
-class _Excerpt(NamedTuple):
-    """Some values of a chunk that follow each other in it: number of the first one, and where they are decoded."""
-
-    first: int
-    out: Array
 
 
 @dataclass(slots=True)
@@ -71,8 +60,6 @@ class _Chunk:
         The chunk in the loaded array, in the coordinates of the file, in the file's grid; and the parts that it meets.
     target : ndarray
         Where it is decoded.
-    excerpt : _Excerpt or None
-        The values that are decoded of it, if not all are.
     raw : ndarray or None
         What is cast from there into `values`, if values are cast.
     values : ndarray
@@ -91,7 +78,6 @@ class _Chunk:
     index: tuple[int, ...]
     parts: list[Part]
     target: Any = None
-    excerpt: _Excerpt | None = None
     raw: Any = None
     values: Any = None
     is_tile: bool = False
@@ -143,9 +129,6 @@ class ChunkTasks:
         self._batches: ChunkBatches | None = None
         if isinstance(reader, BatchReader) and 2 * layout.chunk_nbytes <= batch_nbytes:
             self._batches = ChunkBatches(reader, layout, local, scratch, names, counts, convert, batch_nbytes)
-        self._excerpts = reader if isinstance(reader, ExcerptReader) and reader.has_excerpts else None
-        self._strides = [math.prod(self._chunk_shape[k + 1 :]) for k in range(len(self._chunk_shape))]
-        self._most_in_excerpt = int(layout.chunk_size * _MOST_IN_EXCERPT)
         self._chunk_room = aligned(layout.chunk_size * layout.wide_itemsize)
         # Axes behind the first one along which a chunk has several elements: see `_lie_as_in`.
         cell = layout.chunks.cell
@@ -212,14 +195,7 @@ class ChunkTasks:
         in_file = layout.selection.to_file(region)
         index = tuple([a // c for a, c in zip(in_file.start, self._chunk_shape, strict=True)])
         chunk = _Chunk(number, region, in_file, index, parts)
-        inside = [
-            (a - i * c, b - i * c) for a, b, i, c in zip(in_file.start, in_file.stop, index, self._chunk_shape, strict=True)
-        ]
-        bounds = self._bounds(inside)
-        into = self._in_place(parts, region, bounds)
-        if into is not None and bounds is not None:
-            chunk.excerpt = _Excerpt(bounds[0], into.reshape(-1))
-            return chunk
+        into = self._in_place(parts, region)
         if into is not None:
             chunk.target = into.reshape(self._chunk_shape)
             return chunk
@@ -234,10 +210,9 @@ class ChunkTasks:
             chunk.target, chunk.stays = self._cut(staged, place, self._chunk_shape, layout.file_dtype), True
         else:
             chunk.target = self._scratch.array("chunk", self._chunk_shape, layout.file_dtype)
-        if bounds is not None:
-            chunk.excerpt = _Excerpt(bounds[0], chunk.target.reshape(-1)[slice(*bounds)])
-        index_in: Any = (*(slice(a, b) for a, b in inside), ...)  # an array, also when 0-d
-        values = layout.selection.drop_axes(chunk.target[index_in])
+        corner = [i * c for i, c in zip(index, self._chunk_shape, strict=True)]
+        inside: Any = (*in_file.slices(corner), ...)  # an array, also when 0-d
+        values = layout.selection.drop_axes(chunk.target[inside])
         if layout.casts:
             cast = room
             if cast is None and travels:
@@ -275,13 +250,10 @@ class ChunkTasks:
     def _read_chunk(self, staged: StagedBlock, chunk: _Chunk, room: Room, counters: Counters) -> None:
         """Fetch and decode a chunk, and copy what does not stay where it was decoded."""
         started = time.perf_counter()
-        excerpt = self._fetch_excerpt(chunk, room)
-        encoded = None if excerpt is not None else self._reader.fetch(chunk.index, room)
+        encoded = self._reader.fetch(chunk.index, room)
         fetched = time.perf_counter()
-        if excerpt is not None:
-            self._decode_excerpt(chunk, excerpt)
-        else:
-            self._decode_whole(chunk, encoded)
+        self._reader.decode(encoded, chunk.target)
+        settle_bools(chunk.target)
         if chunk.raw is not None:
             self._convert(chunk.raw, chunk.values, self._names.elements(chunk.in_file))
         if chunk.is_tile:
@@ -296,52 +268,19 @@ class ChunkTasks:
                 np.copyto(into, values, casting="no")
         counters.chunks_decoded += 1
         counters.nbytes_read += chunk.region.size * self._layout.file_dtype.itemsize
-        if excerpt is not None:
-            counters.nbytes_stored += excerpt.nbytes_stored
-        elif encoded is None:
+        if encoded is None:
             counters.add_missing(self._counts(staged.block, np.array([chunk.number]), self._layout.chunks))
         else:
             counters.nbytes_stored += len(encoded.data)
-
-    def _fetch_excerpt(self, chunk: _Chunk, room: Room) -> Excerpt | None:
-        """What is needed of a chunk, if that is less than the chunk and can be read; else None."""
-        if chunk.excerpt is None or self._excerpts is None:
-            return None
-        return self._excerpts.fetch_excerpt(chunk.index, *chunk.excerpt, room)
-
-    def _decode_excerpt(self, chunk: _Chunk, excerpt: Excerpt) -> None:
-        if chunk.excerpt is not None and self._excerpts is not None:
-            self._excerpts.decode_excerpt(excerpt, chunk.excerpt.out)
-            settle_bools(chunk.excerpt.out)
-
-    def _decode_whole(self, chunk: _Chunk, encoded: Encoded | None) -> None:
-        """Decode all of a chunk, also where only some of its values were asked for but could not be read alone."""
-        target = chunk.target
-        if target is None:
-            target = self._scratch.array("chunk", self._chunk_shape, self._layout.file_dtype)
-        self._reader.decode(encoded, target)
-        settle_bools(target)
-        if chunk.target is None and chunk.excerpt is not None:
-            first, out = chunk.excerpt
-            out[...] = target.reshape(-1)[first : first + len(out)]
 
     def _in_whole(self, whole: Tile, parts: Iterable[Part], tile: Tile) -> list[tuple[Array, Array]]:
         """What other ranks need of a chunk, and its place in the tile of the whole block."""
         common = {part.region.intersect(tile.region) for part in parts if not self._local.is_own(part)}
         return [(tile.view(region), whole.view(region)) for region in common if region is not None]
 
-    def _bounds(self, inside: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
-        """The first value of a region of a chunk, and the one after the last; None if the whole chunk is to be decoded."""
-        if self._excerpts is None:
-            return None
-        first = sum([a * n for (a, _), n in zip(inside, self._strides, strict=True)])
-        last = sum([(b - 1) * n for (_, b), n in zip(inside, self._strides, strict=True)])
-        return (first, last + 1) if last - first < self._most_in_excerpt else None
-
-    def _in_place(self, parts: list[Part], region: Region, bounds: tuple[int, int] | None) -> Array | None:
+    def _in_place(self, parts: list[Part], region: Region) -> Array | None:
         """The region of the chunk in this rank's own piece, if it can be decoded straight into it; else None."""
-        decoded = self._layout.chunk_size if bounds is None else bounds[1] - bounds[0]
-        if self._layout.casts or decoded != region.size:
+        if self._layout.casts or region.size != self._layout.chunk_size:
             return None
         return self._local.in_place(parts, region)
 

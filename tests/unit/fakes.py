@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardload.formats.base import ArrayInfo, Encoded, Excerpt, Room, fresh
+from shardload.formats.base import ArrayInfo, Encoded, Room, fresh
 from shardload.planning.region import Region
 from shardload.planning.schedule import Block, Grid, Part, Schedule
 from shardload.planning.selection import select_axes
@@ -41,8 +41,6 @@ class FakeChunks:
     outs: list[Array] = field(default_factory=list)
     threads: set[str] = field(default_factory=set)
     meet: threading.Barrier | None = None
-    has_excerpts: bool = False
-    excerpts: list[tuple[tuple[int, ...], int, int]] = field(default_factory=list)
 
     def region(self, index: tuple[int, ...]) -> Region:
         """The elements of a chunk that exist."""
@@ -80,29 +78,6 @@ class FakeChunks:
             out[...] = 99  # half decoded
             raise error
         out[...] = np.frombuffer(values, self.data.dtype).reshape(self.chunks)
-
-    def fetch_excerpt(self, index: tuple[int, ...], first: int, out: Array, room: Room = fresh) -> Excerpt | None:
-        """Every third chunk must be read whole; of the others, some are read straight into `out`."""
-        assert self.has_excerpts and out.ndim == 1 and out.flags.c_contiguous and out.dtype == self.data.dtype
-        assert 0 <= first < first + out.size <= math.prod(self.chunks) and out.size < math.prod(self.chunks)
-        if sum(index) % 3 == 1 or index in self.missing:
-            return None
-        self.excerpts.append((index, first, out.size))
-        encoded = self.fetch(index)
-        assert encoded is not None
-        whole = np.empty(self.chunks, self.data.dtype)
-        self.decode(encoded, whole)
-        values = whole.reshape(-1)[first : first + out.size]
-        if sum(index) % 3 == 2:
-            out[...] = values
-            return Excerpt(None, 0, out.nbytes, out.nbytes)
-        memory = room(out.nbytes)
-        memory[...] = values.view(np.uint8)
-        return Excerpt(memory, 0, out.nbytes, out.nbytes)
-
-    def decode_excerpt(self, excerpt: Excerpt, out: Array) -> None:
-        if excerpt.data is not None:
-            out[...] = excerpt.data.view(out.dtype)
 
 
 @dataclass

@@ -24,12 +24,12 @@ import numpy as np
 from h5py._objects import phil
 
 from shardload.formats.base import UndecodedError, chunks_met
-from shardload.formats.codecs import Stage, blosc, check_blosc, unshuffle, unzstd
+from shardload.formats.codecs import check_blosc, unshuffle, unzstd
 from shardload.formats.hdf5.chunk_order import is_listed, is_over_edge
 from shardload.formats.hdf5.filters import NAMES, scaleoffset_is_idle
 from shardload.formats.hdf5.missing import MISSING_WORDS
 from shardload.formats.hdf5.opened import creation_of, kind_of
-from shardload.formats.hdf5.unwrapped import has_plain_edges
+from shardload.formats.hdf5.unwrapped import are_edges_plain
 from shardload.planning.region import Region
 
 __all__ = ["check_heads"]
@@ -54,7 +54,7 @@ def check_heads(dataset: h5py.Dataset, region: Region) -> None:
         return
     chunk = tuple(creation.get_chunk())
     size = int(kind_of(dataset).get_size())
-    edges = dataset.shape if has_plain_edges(creation) else None
+    edges = dataset.shape if are_edges_plain(creation) else None
     axes = chunks_met(region, chunk)
     for index in itertools.product(*axes):
         offsets = tuple(k * c for k, c in zip(index, chunk, strict=True))
@@ -128,40 +128,6 @@ def _unshuffled(stored: Bytes, most: int, values: tuple[int, ...]) -> Bytes:
     out = np.empty_like(stored)
     unshuffle(values[0]).undo(stored, out)
     return out
-
-
-def _unpacked(stage: Stage) -> Callable[[Bytes, int, tuple[int, ...]], Bytes]:
-    """Undo a compressor whose data declares its length; ValueError if that is more than it may be."""
-
-    def undo(stored: Bytes, most: int, values: tuple[int, ...]) -> Bytes:
-        if stage.within is None:
-            raise ValueError(f"{stage.name} has no limit")
-        return stage.within(stored, most)
-
-    return undo
-
-
-def _unlzf(stored: Bytes, most: int, values: tuple[int, ...]) -> Bytes:
-    """LZF: bytes as they are (one of 0 to 31 says how many, less one), or a copy of earlier ones (a longer head)."""
-    data, out, at = stored.tobytes(), bytearray(), 0
-    while at < len(data) and len(out) <= most:
-        head, at = data[at], at + 1
-        if head < 32:
-            out += data[at : at + head + 1]
-            at += head + 1
-            continue
-        n = head >> 5
-        if n == 7:
-            n, at = n + data[at] if at < len(data) else 0, at + 1
-        back = len(out) - ((head & 31) << 8 | (data[at] if at < len(data) else 0)) - 1
-        at += 1
-        if at > len(data) or back < 0:
-            raise ValueError("its LZF data is damaged")
-        for k in range(n + 2):  # may copy what it has just written
-            out.append(out[back + k])
-    if at > len(data) or len(out) > most:
-        raise ValueError("its LZF data is damaged, or longer than the chunk")
-    return np.frombuffer(bytes(out), dtype=np.uint8)
 
 
 def _inflated(stored: Bytes, most: int, values: tuple[int, ...]) -> Bytes:
@@ -252,7 +218,4 @@ _UNDO: dict[int, Callable[[Bytes, int, tuple[int, ...]], Bytes]] = {
     1: _inflated,
     2: _unshuffled,
     3: _without_checksum,
-    32000: _unlzf,
-    32001: _unpacked(blosc()),
-    32015: _unpacked(unzstd()),
 }

@@ -16,24 +16,23 @@ import functools
 import itertools
 import math
 import threading
-import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import h5py
 import numpy as np
 from h5py._objects import phil  # HDF5's lock in h5py, which its raw reads did not always take (h5py issue 2764)
 
-from shardload.formats.base import Encoded, Excerpt, Room, Spans, check_chunk, chunks_met, fresh, is_added
+from shardload.formats.base import Encoded, Room, Spans, check_chunk, chunks_met, fresh, is_added
 from shardload.formats.codecs import Chain, Stage, blosc, decode_many, fletcher32, inflate, swap_bytes, unshuffle, unzstd
 from shardload.formats.compression_words import BLOSC_CODES
-from shardload.formats.excerpts import Excerpts
 from shardload.formats.hdf5.chunk_index import MOST_ENTRIES, list_tree
 from shardload.formats.hdf5.chunk_order import PutRight, UnknownOrderError, is_listed, is_over_edge, true_place
 from shardload.formats.hdf5.integrity import Whole
 from shardload.formats.hdf5.missing import MISSING_WORDS
 from shardload.formats.hdf5.opened import creation_of, header_of, kind_of
 from shardload.formats.hdf5.raw_file import RawFile, swap_size
+from shardload.formats.hdf5.unwrapped import are_edges_plain
 from shardload.planning.grid import numbers_in, ravel
 from shardload.planning.region import Region
 
@@ -69,8 +68,12 @@ def open_chunks(
     if creation.fill_value_defined() == h5py.h5d.FILL_VALUE_UNDEFINED and _is_empty(dataset):
         return None  # no values at all: HDF5 raises an error
     chunk = tuple(creation.get_chunk())
+    reaches_over = any(n % c for n, c in zip(dataset.shape, chunk, strict=True))
+    has_plain_edges = are_edges_plain(creation) if filters and reaches_over else False
+    if has_plain_edges is None:
+        return None
     chain = Chain([*known, *([swap_bytes(swap)] if swap else [])], math.prod(chunk) * dtype.itemsize)
-    return Hdf5Chunks(dataset, dtype, raw, whole, chain, known, expected)
+    return Hdf5Chunks(dataset, dtype, raw, whole, chain, len(known), has_plain_edges, expected)
 
 
 def fill_value(dataset: h5py.Dataset, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
@@ -134,17 +137,12 @@ class _List:
         self.end: int | None = None
         self._usual: tuple[np.ndarray[Any, Any], ...] = ()
 
-    def settle(self, most_nbytes: int, unlikely_nbytes: int | None) -> None:
-        """Ask once, for batches, what would have to be asked for each: is each chunk there, was it filtered, may it be so long?
-
-        None may have `unlikely_nbytes`.
-        """
+    def settle(self, most_nbytes: int) -> None:
+        """Ask once, for batches, what would have to be asked for each: is it there, was it filtered, may it be so long?"""
         offsets, sizes = self.offsets.view(np.int64), self.sizes.view(np.int64)  # a missing chunk is at -1
         if not len(offsets) or self.masks.any() or int(offsets.min()) < 0:
             return
         if int(sizes.min()) < 0 or int(sizes.max()) > most_nbytes or int(offsets.max()) > _NOWHERE // 4:
-            return
-        if unlikely_nbytes is not None and (sizes == unlikely_nbytes).any():
             return
         self._usual = offsets.reshape(self._counts), sizes.reshape(self._counts)
         self.end = int((offsets + sizes).max())
@@ -192,8 +190,10 @@ class Hdf5Chunks:
         Checks that the file was not cut.
     chain : Chain
         Undoes its filters, the last one first, and then the byte order.
-    filters : sequence of Stage
-        The stages of the chain that are filters; they come first.
+    n_filters : int
+        How many stages of the chain are filters; they come first.
+    has_plain_edges : bool
+        Whether chunks that reach over the array's edge are stored without filters.
     expected : Region, optional
         Chunks that meet it will be asked for, and hardly any other: only where these are is listed.
     """
@@ -205,17 +205,18 @@ class Hdf5Chunks:
         raw: RawFile,
         whole: Whole,
         chain: Chain,
-        filters: Sequence[Stage],
+        n_filters: int,
+        has_plain_edges: bool,
         expected: Region | None = None,
     ) -> None:
         self._whole = whole
-        self._identifier, self._dtype, self._raw, self._chain, self._filters = dataset.id, dtype, raw, chain, tuple(filters)
+        self._identifier, self._dtype, self._raw, self._chain = dataset.id, dtype, raw, chain
+        self._n_filters, self._has_plain_edges = n_filters, has_plain_edges
         self._shape: tuple[int, ...] = dataset.shape
         self._chunk: tuple[int, ...] = dataset.chunks
         self._grid = tuple(-(-n // c) for n, c in zip(self._shape, self._chunk, strict=True))
         self._dataset = dataset
         self._most_nbytes = chain.most_stored_nbytes
-        self._excerpts = Excerpts(chain)
         self._header = header_of(dataset)
         self._listing = threading.Lock()
         self._listed: _List | None = None
@@ -261,32 +262,6 @@ class Hdf5Chunks:
         self._raw.read_into(data, offset)
         return self._encoded(data, mask, offsets)
 
-    @property
-    def has_excerpts(self) -> bool:
-        """False if chunks can only be decoded whole."""
-        return self._excerpts.are_possible
-
-    def fetch_excerpt(
-        self, index: tuple[int, ...], first: int, out: np.ndarray[Any, Any], room: Room = fresh
-    ) -> Excerpt | None:
-        """Read some values of the chunk at `index`: see `ExcerptReader`."""
-        if not self.has_excerpts:
-            return None
-        check_chunk(index, self._grid)
-        listed = self._places([range(k, k + 1) for k in index])
-        if listed is None:
-            return None
-        offset, nbytes, mask = listed.of(index)
-        if mask or nbytes > self._most_nbytes or offset + nbytes > self._raw.nbytes:  # also a missing chunk
-            return None
-        if self._filters and nbytes == self._chain.nbytes:  # it may not have been filtered: see `_encoded`
-            return None
-        return self._excerpts.fetch(self._raw.descriptor, offset, nbytes, first, out, room)
-
-    def decode_excerpt(self, excerpt: Excerpt, out: np.ndarray[Any, Any]) -> None:
-        """Decode what `fetch_excerpt` returned: see `ExcerptReader`."""
-        self._excerpts.decode(excerpt, out)
-
     def decode(self, encoded: Encoded | None, out: np.ndarray[Any, Any]) -> None:
         """Decode into `out`, which has the chunk's full shape. ValueError if the chunk is damaged."""
         if encoded is None:
@@ -301,7 +276,8 @@ class Hdf5Chunks:
         ):
             raise ValueError(f"there are no chunks {box} in a grid of {self._grid}")
         n = math.prod(map(len, box))
-        if not self._chain.takes_many:
+        reaches_over = any(axis.stop * c > end for axis, c, end in zip(box, self._chunk, self._shape, strict=True))
+        if not self._chain.takes_many or (self._has_plain_edges and reaches_over):
             return None
         listed = self._places(box)
         if listed is None:
@@ -314,10 +290,6 @@ class Hdf5Chunks:
         offsets, sizes = offsets[stored].astype(np.int64), sizes[stored].astype(np.int64)
         is_usual = not masks[stored].any() and (sizes <= self._most_nbytes).all() and (offsets >= 0).all()
         if not is_usual or (offsets + sizes > self._raw.nbytes).any():
-            return None
-        # A chunk at the array's edge that is as long as its values may not have been filtered: see `_encoded`.
-        reaches_over = any(axis.stop * c > end for axis, c, end in zip(box, self._chunk, self._shape, strict=True))
-        if reaches_over and self._filters and (sizes == self._chain.nbytes).any():
             return None
         spans = Spans(offsets, sizes)
         read = self._raw.read_spans(spans, room(spans.nbytes))
@@ -359,30 +331,11 @@ class Hdf5Chunks:
         decode_many(self._chain, stored, out, self._fill)
 
     def _encoded(self, data: np.ndarray[Any, Any], mask: int, offsets: tuple[int, ...]) -> Encoded:
-        n = len(self._filters)
+        n = self._n_filters
         skipped = frozenset(n - 1 - k for k in range(n) if mask >> k & 1)
-        # A dataset may ask HDF5 not to filter chunks that reach over the array's edge (H5D_CHUNK_DONT_FILTER_PARTIAL_CHUNKS).
-        # Here the size shows that: such a chunk is as long as its values. A shuffled chunk is too, so HDF5 has to read it. But
-        # HDF5's decoders trust the length that a chunk declares, so HDF5 gets no chunk that may declare an impossible one.
-        is_edge = is_over_edge(offsets, self._chunk, self._shape)
-        if is_edge and n > len(skipped) and len(data) == self._chain.nbytes:
-            applied = [stage for k, stage in enumerate(self._filters) if k not in skipped]
-            if _is_safe_for_hdf5(applied, data, self._chain.nbytes):
-                return Encoded(self._read_by_hdf5(offsets), frozenset(range(n)))
-            if not self._is_stream(applied, data, skipped):
-                return Encoded(data, frozenset(range(n)))
+        if self._has_plain_edges and is_over_edge(offsets, self._chunk, self._shape):
+            skipped = frozenset(range(n))
         return Encoded(data, skipped)
-
-    def _is_stream(self, applied: Sequence[Stage], data: np.ndarray[Any, Any], skipped: frozenset[int]) -> bool:
-        """True if a chunk that is as long as its values was compressed, damaged or not. If False, it is the values."""
-        head = _HEADS.get(applied[0].name if applied[0].name != "fletcher32" or len(applied) < 2 else applied[1].name)
-        if head is not None and head(data):
-            return True
-        try:
-            self._chain.decode(data, np.empty(self._chunk, self._dtype), skipped)
-        except ValueError:
-            return False
-        return True
 
     def _too_long(self) -> ValueError:
         return ValueError(
@@ -428,17 +381,6 @@ class Hdf5Chunks:
             found.append(None if one is None else one.data.tobytes())  # the next chunk has the same room
         return found
 
-    def _read_by_hdf5(self, offsets: tuple[int, ...]) -> np.ndarray[Any, Any]:
-        """Values of a chunk, decoded by HDF5, but in the byte order of the file."""
-        out = np.zeros(self._chunk, self._dtype)
-        shape = tuple(min(c, end - at) for at, c, end in zip(offsets, self._chunk, self._shape, strict=True))
-        in_file, in_memory = self._identifier.get_space(), h5py.h5s.create_simple(self._chunk)
-        in_file.select_hyperslab(offsets, shape)
-        in_memory.select_hyperslab((0,) * len(shape), shape)
-        self._identifier.read(in_memory, in_file, out, self._identifier.get_type())
-        self._whole.check()
-        return out.reshape(-1).view(np.uint8)
-
     def _places(self, box: Sequence[range]) -> _List | None:
         """Where the chunks of a box are, and others; None while listing them would cost too much for what was asked for."""
         listed = self._listed
@@ -465,7 +407,7 @@ class Hdf5Chunks:
 
     def _keep(self, listed: _List | None) -> None:
         if listed is not None:
-            listed.settle(self._most_nbytes, self._chain.nbytes if self._filters else None)  # see `_encoded`
+            listed.settle(self._most_nbytes)
             self._listed = listed  # last: other threads see the list as soon as it is there
 
     def _list_by_index(self) -> _List | None:
@@ -544,30 +486,3 @@ def _is_ascending(coordinates: np.ndarray[Any, Any]) -> bool:
     """
     steps = np.diff(coordinates)
     return bool((np.take_along_axis(steps, (steps != 0).argmax(axis=0)[np.newaxis], axis=0) > 0).all())
-
-
-def _is_safe_for_hdf5(applied: Sequence[Stage], data: np.ndarray[Any, Any], nbytes: int) -> bool:
-    """True if it is safe to give HDF5 a chunk that may have been stored with these stages, or without them.
-
-    It is safe if no stage expands its data. It is also safe if only gzip does (HDF5's own filter, which reports damage), and
-    the data does not expand to more than a chunk.
-    """
-    names = [stage.name for stage in applied if stage.n_more is None]
-    if not names:
-        return True
-    if names != ["gzip"] or next(stage for stage in applied if stage.n_more != 4).name != "gzip":
-        return False
-    stream = zlib.decompressobj()
-    most = nbytes + 4 * len(applied)
-    try:
-        return len(stream.decompress(data.tobytes(), most + 1)) <= most
-    except zlib.error:  # damaged, before it gave more than that
-        return True
-
-
-# Tests for the first bytes of each compressor's data.
-_HEADS: dict[str, Callable[[np.ndarray[Any, Any]], bool]] = {
-    "gzip": lambda data: data[0] & 15 == 8 and data[0] >> 4 <= 7 and int.from_bytes(data[:2].tobytes(), "big") % 31 == 0,
-    "zstd": lambda data: data[:4].tobytes() == b"\x28\xb5\x2f\xfd",
-    "blosc": lambda data: data[0] == 2 and int.from_bytes(data[12:16].tobytes(), "little") in (len(data), len(data) - 4),
-}

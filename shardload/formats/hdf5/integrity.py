@@ -17,7 +17,7 @@ from h5py._objects import phil
 from shardload.formats.hdf5.chunk_order import is_over_edge, true_place
 from shardload.formats.hdf5.opened import OpenDataset, creation_of, kind_of
 from shardload.formats.hdf5.raw_file import plain_descriptor
-from shardload.formats.hdf5.unwrapped import has_plain_edges
+from shardload.formats.hdf5.unwrapped import are_edges_plain
 
 __all__ = ["Sizes", "Whole"]
 
@@ -44,7 +44,7 @@ class Sizes:
         self._every_filter = (1 << creation.get_nfilters()) - 1
         self._fitting: dict[int, range | tuple[int, ...]] = {}  # by filter mask
         self._chunk, self._shape = creation.get_chunk(), dataset.shape
-        self._has_plain_edges = self._every_filter > 0 and has_plain_edges(creation)
+        self._has_plain_edges = self._every_filter > 0 and bool(are_edges_plain(creation))
         self._put_right = true_place(dataset) if self._has_plain_edges else None
         n_chunks, nbytes = identifier.get_num_chunks(), identifier.get_storage_size()
         if not self._every_filter:

@@ -43,7 +43,6 @@ from shardload.formats.base import (
     state_of,
 )
 from shardload.formats.containment import Fence, NotAFileError, OutsideError, open_file
-from shardload.formats.excerpts import excerpt_nbytes
 from shardload.formats.hdf5.chunk_heads import check_heads
 from shardload.formats.hdf5.chunks import fill_value, leaves_gaps, open_chunks
 from shardload.formats.hdf5.contiguous import Hdf5Contiguous, open_contiguous
@@ -80,7 +79,6 @@ from shardload.formats.hdf5.raw_file import (
     has_signature,
     open_to_read,
     plain_descriptor,
-    swap_size,
     type_in_file,
     type_of_values,
 )
@@ -172,9 +170,6 @@ class Hdf5Source(Source):
         self._gaps: Any = None
         if not info.refused:
             self._gaps = np.zeros((), self._dtype) if leaves_gaps(dataset) else dataset.fillvalue if others.is_virtual else None
-        together = 0 if others.is_virtual else excerpt_nbytes(info)
-        if together and self._raw is not None and swap_size(kind_of(dataset), self._dtype) is not None:
-            self._info = self._told = replace(info, excerpt_nbytes=together)  # else HDF5 decodes, whole chunks
 
     @property
     def info(self) -> ArrayInfo:

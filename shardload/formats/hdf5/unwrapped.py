@@ -10,14 +10,15 @@ from typing import Any
 import h5py
 from h5py._objects import phil
 
-__all__ = ["has_plain_edges", "number_of"]
+__all__ = ["are_edges_plain", "number_of"]
 
 _PLAIN_EDGES = 2  # H5D_CHUNK_DONT_FILTER_PARTIAL_CHUNKS
 
 
-def has_plain_edges(creation: Any) -> bool:
-    """True if the chunks over a dataset's edge are not filtered, by its creation properties, and the library says so."""
-    return bool((number_of("H5Pget_chunk_opts", creation) or 0) & _PLAIN_EDGES)
+def are_edges_plain(creation: Any) -> bool | None:
+    """True if the chunks over a dataset's edge are not filtered, by its creation properties; None if HDF5 does not say."""
+    options = number_of("H5Pget_chunk_opts", creation)
+    return None if options is None else bool(options & _PLAIN_EDGES)
 
 
 def number_of(function: str, identifier: Any) -> int | None:

@@ -70,10 +70,7 @@ def state_of(found: object) -> tuple[int, ...] | None:
 
 
 def info_of(found: object, path: str) -> ArrayInfo:
-    """A helper's description of an array, checked. The path comes from the caller, not from the helper.
-
-    A helper decodes whole chunks, so `excerpt_nbytes` stays 0.
-    """
+    """A helper's description of an array, checked. The path comes from the caller, not from the helper."""
     if not isinstance(found, dict):
         raise lie("no description of an array")
     refused = found.get("refused")

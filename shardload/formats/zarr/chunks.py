@@ -26,10 +26,9 @@ import numpy as np
 import zarr
 import zarr.storage
 
-from shardload.formats.base import ArrayInfo, Encoded, Excerpt, Room, Spans, check_chunk, fresh, read_at
+from shardload.formats.base import ArrayInfo, Encoded, Room, Spans, check_chunk, fresh, read_at
 from shardload.formats.codecs import Chain, decode_many
 from shardload.formats.containment import TARGET_HINT, Fence, NotAFileError, OutsideError, kind_of
-from shardload.formats.excerpts import Excerpts
 from shardload.formats.zarr.metadata import MOST_INDEX_NBYTES, Layout, NotCovered, layout_of
 from shardload.formats.zarr.store import inner_store
 
@@ -122,7 +121,6 @@ class ZarrChunks:
         self._n_chunks = tuple(-(-n // m) for n, m in zip(shape, layout.chunk_shape, strict=True))
         self._chain = Chain(layout.stages, math.prod(layout.chunk_shape) * dtype.itemsize)
         self._most = self._chain.most_stored_nbytes
-        self._excerpts = Excerpts(self._chain)
         self._shards = None if layout.per_shard is None else _Shards(folder, layout, fence)
 
     @property
@@ -156,34 +154,6 @@ class ZarrChunks:
             np.copyto(out, self._fill)
         else:
             self._chain.decode(encoded.data, out, encoded.skipped)
-
-    @property
-    def has_excerpts(self) -> bool:
-        """False if chunks can only be decoded whole."""
-        return self._excerpts.are_possible
-
-    def fetch_excerpt(
-        self, index: tuple[int, ...], first: int, out: np.ndarray[Any, Any], room: Room = fresh
-    ) -> Excerpt | None:
-        """Read some values of the chunk at `index`: see `ExcerptReader`."""
-        if not self.has_excerpts:
-            return None
-        check_chunk(index, self._n_chunks)
-        if self._shards is not None:
-            return self._shards.read_excerpt(self._excerpts, index, self._most, first, out, room)
-        path = os.path.join(self._folder, self._layout.key(index))
-        opened = _open_file(path, self._fence)
-        if opened is None:
-            return None
-        fd, nbytes = opened
-        try:
-            return None if nbytes > self._most else self._excerpts.fetch(fd, 0, nbytes, first, out, room)
-        finally:
-            os.close(fd)
-
-    def decode_excerpt(self, excerpt: Excerpt, out: np.ndarray[Any, Any]) -> None:
-        """Decode what `fetch_excerpt` returned: see `ExcerptReader`."""
-        self._excerpts.decode(excerpt, out)
 
     def fetch_many(self, box: Sequence[range], room: Room = fresh) -> list[Any] | None:
         """Read a box of chunks as they are stored: see `BatchReader`. Errors are those of `fetch`."""
@@ -252,15 +222,6 @@ class _Shard:
             )
         return _bytes_at(self._fd, self._path, offset, nbytes, room)
 
-    def read_excerpt(
-        self, excerpts: Excerpts, at: tuple[int, ...], most: int, first: int, out: np.ndarray[Any, Any], room: Room
-    ) -> Excerpt | None:
-        """Some values of the chunk at position `at` in this shard; None if the whole chunk must be read instead."""
-        offset, nbytes = (int(n) for n in self._index[at])
-        if offset + nbytes > self._nbytes or nbytes > most:  # also a missing chunk
-            return None
-        return excerpts.fetch(self._fd, offset, nbytes, first, out, room)
-
     def places(self, box: tuple[slice, ...], most: int) -> np.ndarray[Any, np.dtype[np.int64]] | None:
         """Offset and size of each chunk in a box of this shard, (-1, -1) if it is missing; None if `read` would raise."""
         found = self._index[box].astype(np.int64)  # a missing chunk has the largest unsigned numbers, which become -1
@@ -299,14 +260,6 @@ class _Shards:
         return (
             None if shard is None else shard.read(tuple(i % n for i, n in zip(index, self._per_shard, strict=True)), most, room)
         )
-
-    def read_excerpt(
-        self, excerpts: Excerpts, index: tuple[int, ...], most: int, first: int, out: np.ndarray[Any, Any], room: Room
-    ) -> Excerpt | None:
-        """Some values of the chunk at `index`; None if the whole chunk must be read instead."""
-        shard = self._shard(tuple(i // n for i, n in zip(index, self._per_shard, strict=True)))
-        at = tuple(i % n for i, n in zip(index, self._per_shard, strict=True))
-        return None if shard is None else shard.read_excerpt(excerpts, at, most, first, out, room)
 
     def read_many(self, box: Sequence[range], most: int, room: Room) -> list[Any] | None:
         """The stored bytes of a box of chunks, in C order; None if the index of a shard must be looked at chunk by chunk."""

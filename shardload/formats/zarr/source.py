@@ -25,7 +25,6 @@ import warnings
 import zipfile
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -63,7 +62,6 @@ from shardload.formats.base import (
     unaddressable,
 )
 from shardload.formats.containment import Fence
-from shardload.formats.excerpts import excerpt_nbytes
 from shardload.formats.labels import Coordinate, Labels, names_in
 from shardload.formats.leftovers import ROOTS
 from shardload.formats.zarr.chunks import ZarrChunks, chunk_layout, chunk_reader
@@ -130,9 +128,6 @@ class ZarrSource(Source):
         self._opened_in = self._array.store.state_before(self._metadata_key) or self.state()
         self._is_checked, self._is_stacked = False, is_stacked(array.metadata.to_dict(), access)
         self._array.store.most_nbytes = None if info.chunks is None else _LONGEST * self._stored_nbytes() + _HEAD_NBYTES
-        together = excerpt_nbytes(info)
-        if together and self._chunks is not None:  # else zarr-python decodes, whole chunks
-            self._info = replace(info, excerpt_nbytes=together)
 
     @property
     def info(self) -> ArrayInfo:

@@ -302,7 +302,7 @@ def _source_layout(options: Options, info: ArrayInfo, selection: Selection, deco
     found = np.dtype(info.dtype)
     dtype = _target_dtype(options.dtype, info, found if decoding is None else decoding.dtype)
     is_decoded = decoding is not None
-    return SourceLayout.cut(selection, info.chunks, found, dtype, info.codec, is_decoded, info.excerpt_nbytes)
+    return SourceLayout.cut(selection, info.chunks, found, dtype, info.codec, is_decoded)
 
 
 def _possible_modes(ask: Ask) -> tuple[str, ...]:

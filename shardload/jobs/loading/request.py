@@ -748,7 +748,7 @@ def plan_file(
     planned : dict, optional
         The plans of other arrays of the same job, to which this one is added. The calls that were planned exist until then.
     """
-    kind: tuple[Any, ...] = (info.shape, info.dtype, info.chunks, info.codec, info.excerpt_nbytes, info.shards, info.format)
+    kind: tuple[Any, ...] = (info.shape, info.dtype, info.chunks, info.codec, info.shards, info.format)
     if call.options.decode:
         kind = (*kind, json.dumps(dict(info.packing)))  # with the types
     if (

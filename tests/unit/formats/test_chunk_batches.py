@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -194,7 +193,6 @@ def test_spans_in_the_order_of_the_file_and_not(tmp_path: Path, seed: int) -> No
 ODD_CHUNKS: dict[str, Callable[[Any], None]] = {
     "none": lambda stored: None,
     "not filtered": lambda stored: stored.write_direct_chunk((1, 8), bytes(32), filter_mask=3),
-    "as long as its values": lambda stored: stored.write_direct_chunk((2, 8), zlib.compress(bytes(32)).ljust(32, b"\0")),
     "too long": lambda stored: stored.write_direct_chunk((1, 8), bytes(70_000)),
 }
 

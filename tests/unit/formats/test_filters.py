@@ -238,15 +238,6 @@ WRONG = [
     ("blosc: lz4, shuffle 1", 0, 0, "their number is 0"),
     ("blosc2: zstd, filters 3", 4, 2**31 - 1, "bytes of a chunk"),
     ("blosc2: zstd, filters 3", 8, 9, "shape of a chunk"),
-    ("bitshuffle: lz4, <f4", 3, 3, "size of an element is 3"),
-    ("bitshuffle: lz4, <f4", 4, 12, "length of a block"),
-    ("zfp: rate, float32", 2, 7, "mark of ZFP"),
-    ("zfp: rate, float32", 3, 65, "the type"),
-    ("sz: absolute, float32", 3, 41, "number of elements"),
-    ("sz: absolute, float32", 2, 1, "size of an element is 8"),
-    ("sperr: rate, float32", 4, 2**20, "number of elements"),
-    ("fcidecomp: uint16", 3, 2**20, "number of elements"),
-    ("htj2k: uint16", 2, 1, "size of an element is 1"),
 ]
 
 
@@ -373,8 +364,6 @@ def test_lengths_that_can_be() -> None:
     head(6, scaled(8, 100), SCALED)
     head(6, bytes(400), (2, 32, *SCALED[2:]))
     head(6, zlib.encode(scaled(8, 101)), SCALED, after=(1,))
-    head(6, bytes(numcodecs.Zstd().encode(scaled(8, 101))), SCALED, after=(32015,))
-    head(6, bytes(numcodecs.Blosc("lz4").encode(scaled(8, 101))) + b"sum.", SCALED, after=(32001, 3))
     head(32001, bytes(numcodecs.Blosc("lz4").encode(bytes(400))) + b"sum.", after=(3,))
     head(32004, struct.pack(">QII", 400, 400, 5) + bytes(5))
     head(32004, struct.pack(">QII200sI", 400, 200, 200, b"", 3) + bytes(3))
@@ -396,10 +385,6 @@ def test_lengths_that_can_be() -> None:
         (6, bytes(399), (2, 32, *SCALED[2:]), ()),
         (6, numcodecs.Zlib().encode(scaled(8, 99)), SCALED, (1,)),
         (6, b"no gzip", SCALED, (1,)),
-        (6, numcodecs.Zstd().encode(scaled(8, 99)), SCALED, (32015,)),
-        (6, numcodecs.Blosc("lz4").encode(scaled(8, 99)), SCALED, (32001,)),
-        (6, numcodecs.Blosc("lz4").encode(scaled(8, 9999)), SCALED, (32001,)),
-        (6, scaled(8, 100), SCALED, (32000,)),
         (6, scaled(8, 100), SCALED, (2,)),
         (32001, numcodecs.Blosc("lz4").encode(bytes(404)), (), ()),
         (32001, bytes(numcodecs.Blosc("lz4").encode(bytes(400)))[:-1], (), ()),
@@ -449,12 +434,11 @@ class Asked:
 
 
 def test_filters_after_one_whose_lengths_are_checked(tmp_path: Path) -> None:
-    """h5py puts shuffle, LZF and others after scale-offset, and the length is then inside of what these made."""
+    """h5py puts shuffle and gzip after scale-offset, and the length is then inside of what these made."""
     shape, chunk, seed = (20, 30), (7, 9), np.random.default_rng(1)
     data = {"long": np.arange(600, dtype="i4").reshape(shape) % 97, "noise": seed.integers(0, 2**31, shape).astype("i4")}
     data["runs"] = np.repeat(np.arange(20, dtype="i4"), 30).reshape(shape)
-    zstd, blosc = dict(hdf5plugin.Zstd()), dict(hdf5plugin.Blosc("zstd"))
-    after: list[dict[str, Any]] = [{"compression": "gzip"}, {"compression": "lzf"}, zstd, blosc, {}]
+    after: list[dict[str, Any]] = [{"compression": "gzip"}, {}]
     more: list[dict[str, Any]] = [{}, {"shuffle": True}]
     with h5py.File(tmp_path / "a.h5", "w") as file:
         names = []
@@ -465,7 +449,7 @@ def test_filters_after_one_whose_lengths_are_checked(tmp_path: Path) -> None:
             nbit = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
             nbit.set_chunk(chunk)
             nbit.set_filter(h5py.h5z.FILTER_NBIT, 1, ())
-            nbit.set_filter(h5py.h5z.FILTER_LZF, 1, ())
+            nbit.set_deflate(4)
             nbit.set_fletcher32()
             made = h5py.h5d.create(file.id, f"{name}-nbit".encode(), h5py.h5t.NATIVE_INT32, h5py.h5s.create_simple(shape), nbit)
             h5py.Dataset(made)[:] = values
@@ -477,9 +461,9 @@ def test_filters_after_one_whose_lengths_are_checked(tmp_path: Path) -> None:
         source.close()
 
 
-@pytest.mark.parametrize("numbers", [(5, 32004), (6, 32004), (6, 32026)], ids=str)  # in an order that HDF5 itself survives
+@pytest.mark.parametrize("numbers", [(5, 32004), (6, 32004), (6, 32026), (6, 32000)], ids=str)
 def test_filters_behind_which_lengths_cannot_be_checked(tmp_path: Path, numbers: tuple[int, ...]) -> None:
-    """Wrong if a file that h5py reads were called damaged: what it needs is one compressor."""
+    """Wrong if a file that h5py reads were called damaged: what it needs is one compressor. HDF5 survives these orders."""
     data, creation = flat((6, 5), "i4"), h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     creation.set_chunk((4, 5))
     for number in numbers:
@@ -494,23 +478,6 @@ def test_filters_behind_which_lengths_cannot_be_checked(tmp_path: Path, numbers:
         values_of(str(tmp_path / "a.h5"), ())
     said = str(caught.value)
     assert "damaged" not in said and told in said and "h5repack -f GZIP=4" in said, said
-
-
-def test_lzf_as_the_library_writes_it(tmp_path: Path) -> None:
-    seed = np.random.default_rng(2)
-    for k, data in enumerate([bytes(5000), b"abc" * 700, seed.bytes(100) * 9, bytes(seed.integers(0, 3, 9000, "u1"))]):
-        with h5py.File(tmp_path / f"{k}.h5", "w") as file:
-            made = file.create_dataset("x", data=np.frombuffer(data, "u1"), chunks=(len(data),), compression="lzf")
-            mask, stored = made.id.read_direct_chunk((0,))
-        assert mask == 0
-        packed = np.frombuffer(stored, "u1")
-        assert hdf5_heads._unlzf(packed, len(data), ()).tobytes() == data
-        for most, cut in ((len(data) - 1, len(packed)), (len(data), len(packed) - 1)):
-            with pytest.raises(ValueError, match="LZF data is damaged"):
-                if hdf5_heads._unlzf(packed[:cut], most, ()).tobytes() != data:
-                    raise ValueError("LZF data is damaged: it is shorter")
-    with pytest.raises(ValueError, match="LZF data is damaged"):
-        hdf5_heads._unlzf(np.frombuffer(b"\x20\x05", "u1"), 100, ())  # a copy of what comes before the first byte
 
 
 @pytest.mark.parametrize("libver", ["earliest", "latest"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -198,14 +197,13 @@ def plan_all(
     codec: str,
     per_rank: int = 1,
     nodes: Nodes | None = None,
-    excerpt_nbytes: int = 0,
 ) -> tuple[dict[str, Cost], int]:
     """The costs of a float32 array over a mesh with a rank for every so many devices, as `prepare` counts them."""
     n_ranks = math.prod(mesh) // per_rank
     shards = plan_shards(shape, axes, np.arange(math.prod(mesh)).reshape(mesh) // per_rank)
     f4 = np.dtype("f4")
     chunks = Grid(shape, cell or plan_row_chunks(shape, 4), (0,) * len(shape))
-    layout = SourceLayout(select_axes(None, shape), chunks, cell, f4, f4, codec, excerpt_nbytes=excerpt_nbytes)
+    layout = SourceLayout(select_axes(None, shape), chunks, cell, f4, f4, codec)
     plans = plan_schedules(layout, shards, n_ranks, max_nbytes=16 << 20)
     return {mode: plan_cost(plan, layout, nodes) for mode, plan in plans.items()}, n_ranks
 
@@ -259,89 +257,6 @@ def test_a_process_of_several_devices_reads_once_for_all_of_them(
     if n_ranks == 1:
         assert found[DIRECT].amplification == (1 if cell is None or 512 % cell[0] == 0 else pytest.approx((576 / 512) ** 3))
         assert found[DIRECT].seconds <= 1.1 * min(found[PARALLEL].seconds, found[ROOT].seconds)
-
-
-HALVES, QUARTERS = ((0,), (1,), ()), (2, 4)
-
-
-@pytest.mark.parametrize(
-    ("cell", "axes", "mesh", "together", "expected", "decoded"),
-    [
-        ((1, 512, 512), HALVES, (2, 2), 0, PARALLEL, 2),  # only whole planes
-        ((1, 512, 512), HALVES, (2, 2), 1 << 19, DIRECT, 1),  # half of each, in one block
-        ((1, 512, 512), HALVES, QUARTERS, 1 << 19, PARALLEL, 2),  # a quarter, of a block that is half
-        ((1, 512, 512), HALVES, QUARTERS, 1, DIRECT, 1),
-        ((1, 512, 512), HALVES, QUARTERS, 1 << 20, PARALLEL, 4),  # one block is the whole plane
-        ((1, 512, 512), PENCIL, (2, 2), 1, PARALLEL, 2),  # half of each row: what lies between is decoded too
-        ((4, 512, 512), HALVES, (2, 2), 1, PARALLEL, 2),  # half of each of four planes does not lie together
-        ((512, 1, 512), ((0,), (1,), ()), (2, 2), 1, DIRECT, 1),
-    ],
-)
-def test_a_part_of_a_chunk_is_decoded_alone_where_that_is_possible(
-    cell: Any, axes: Any, mesh: Any, together: int, expected: str, decoded: int
-) -> None:
-    found, n_ranks = plan_all(CUBE, cell, axes, mesh, "blosc", excerpt_nbytes=together)
-    mode, why = choose_mode(found, n_ranks)
-    assert mode == expected, (why, found)
-    assert found[DIRECT].amplification == decoded and found[PARALLEL].amplification == 1
-    assert found[DIRECT].reader_nbytes * n_ranks == decoded * 4 * math.prod(CUBE)
-
-
-@pytest.mark.parametrize(
-    ("index", "axes", "n_direct", "expected"),
-    [
-        (5, ((), ()), 16, PARALLEL),  # replicated
-        (5, ((), (0,)), 4, PARALLEL),  # each rank needs a quarter of each row of four columns of chunks
-        (5, ((0,), ()), 1, DIRECT),
-        (slice(8, 12), ((), (), ()), 16, PARALLEL),
-    ],
-)
-def test_what_a_selection_leaves_of_chunks_is_counted_however_it_is_read(
-    index: Any, axes: Any, n_direct: int, expected: str
-) -> None:
-    """Of chunks of 64 planes, some planes are decoded. Wrong if only "direct" were taken to leave out the others."""
-    shape, cell, f4 = (64, 4096, 4096), (64, 1024, 1024), np.dtype("f4")
-    layout = SourceLayout.cut(select_axes(index, shape), cell, f4, f4, "none", excerpt_nbytes=1)
-    plans = plan_schedules(layout, plan_shards(layout.selection.shape, axes, np.arange(16)), 16, max_nbytes=16 << 20)
-    found = {mode: plan_cost(plan, layout) for mode, plan in plans.items()}
-    wanted = 4 * math.prod(layout.selection.shape)
-    assert {mode: cost.decoded_nbytes for mode, cost in found.items()} == {
-        ROOT: wanted,
-        PARALLEL: wanted,
-        DIRECT: n_direct * wanted,
-    }
-    assert found[ROOT].reader_nbytes == wanted and found[PARALLEL].reader_nbytes * 16 == wanted
-    assert all(cost.chunks_decoded >= 16 for cost in found.values())
-    assert choose_mode(found, 16)[0] == expected
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_what_is_decoded_of_chunks_is_counted(seed: int) -> None:
-    """Against a sum over ranks and chunks: of each chunk the rows from the first wanted to the last, in whole blocks."""
-    rng = np.random.default_rng(seed)
-    shape = tuple(int(n) * 6 for n in rng.integers(30, 66, 3))  # an even number for each rank
-    inner, rows = int(rng.integers(140, shape[2] + 1)), int(rng.integers(60, 120)) * 4
-    cell, mesh = (1, rows, inner), (int(rng.integers(1, 4)), int(rng.integers(1, 4)))
-    together = int(rng.choice([n for n in (1, 2, 3, 4) if rows % n == 0]))  # rows that are decoded together
-    found, n_ranks = plan_all(shape, cell, ((0,), (1,), ()), mesh, "blosc", excerpt_nbytes=together * inner * 4)
-    cuts = (*mesh, 1)
-    extent = [-(-n // c) for n, c in zip(shape, cuts, strict=True)]
-    nbytes = []
-    for place in itertools.product(*map(range, cuts)):
-        bounds = [(min(p * e, n), min((p + 1) * e, n)) for p, e, n in zip(place, extent, shape, strict=True)]
-        planes, columns = bounds[0][1] - bounds[0][0], -(-shape[2] // inner)
-        low, high = bounds[1]
-        n_rows = 0
-        for chunk in range(-(-shape[1] // rows)):
-            first, last = max(low, chunk * rows), min(high, (chunk + 1) * rows)
-            if first < last:
-                n_rows += (-(-last // together) - first // together) * together
-        nbytes.append(planes * n_rows * columns * inner * 4)
-    assert 4 * rows * inner > 1 << 17 and n_ranks == math.prod(mesh)
-    whole = plan_all(shape, cell, ((0,), (1,), ()), mesh, "blosc")[0][DIRECT]
-    assert found[DIRECT].decoded_nbytes == min(sum(nbytes), whole.decoded_nbytes)
-    assert found[DIRECT].chunks_decoded == whole.chunks_decoded
-    assert found[DIRECT].reader_nbytes == min(max(nbytes), whole.reader_nbytes)
 
 
 def test_what_odd_sets_of_shards_share_is_counted_while_they_are_few() -> None:

@@ -402,71 +402,13 @@ def test_a_copy_that_changes_is_an_error_where_checksums_were_asked_for(monkeypa
     assert isinstance(error, PeerError) and "a checksum after the copy differs" in str(error)
 
 
-# --- excerpts
-
-
-def test_an_excerpt_is_decoded_straight_into_the_piece_if_it_lies_there_in_the_same_way() -> None:
-    data = np.arange(6 * 12 * 5, dtype="f4").reshape(6, 12, 5)
-    source = chunked(data, (1, 12, 5), has_excerpts=True)
-    held = Region((0, 4, 0), (6, 8, 5))
-    piece, slots = piece_of(held), Slots(1, 1 << 10)
-    with reader_of(source, {0: piece}, slots=slots) as reader:
-        block = fetch(reader, whole(held))
-    assert block.slot is None and slots.peak_nbytes == 0
-    np.testing.assert_array_equal(piece.data, data[:, 4:8])
-    assert sorted(chunks_of(source).excerpts) == [((k, 0, 0), 20, 20) for k in (0, 2, 3, 5)], "the others are read whole"
-    assert reader.counters.nbytes_copied == 0 and reader.counters.chunks_decoded == 6
-    assert reader.counters.nbytes_stored >= 4 * 80
-
-
-@pytest.mark.parametrize(
-    ("held", "first", "n"),
-    [
-        (Region((0, 1, 0), (4, 3, 6)), 6, 12),  # whole rows
-        (Region((0, 1, 2), (4, 3, 4)), 8, 8),  # parts of rows: with what lies between them
-        (Region((0, 2, 3), (4, 3, 4)), 15, 1),
-    ],
-)
-@pytest.mark.parametrize("casts", [False, True])
-def test_no_more_of_a_chunk_is_decoded_than_from_the_first_value_to_the_last(
-    held: Region, first: int, n: int, casts: bool
-) -> None:
-    data = np.arange(4 * 5 * 6, dtype="f4").reshape(4, 5, 6)
-    source = chunked(data, (1, 5, 6), has_excerpts=True, missing=frozenset({(3, 0, 0)}))
-    piece = Piece(held, np.full(held.shape, -1, "f8" if casts else "f4"))
-    with reader_of(source, {0: piece}, dtype=piece.data.dtype) as reader:
-        fetch(reader, whole(held))
-    np.testing.assert_array_equal(piece.data[:3], data[:3, held.start[1] : held.stop[1], held.start[2] : held.stop[2]])
-    assert (piece.data[3] == 55).all(), "the fill value"
-    assert sorted(chunks_of(source).excerpts) == [((k, 0, 0), first, n) for k in (0, 2)]
-
-
-@pytest.mark.parametrize(("rows_of_chunk", "is_excerpt"), [(6, True), (7, False), (8, False)])
-def test_nearly_all_of_a_chunk_is_decoded_whole(rows_of_chunk: int, is_excerpt: bool) -> None:
-    source, held = chunked(TABLE, (8, 4), has_excerpts=True), rows(0, rows_of_chunk)
-    piece = piece_of(held)
-    with reader_of(source, {0: piece}) as reader:
-        fetch(reader, whole(held))
-    np.testing.assert_array_equal(piece.data, TABLE[:rows_of_chunk])
-    assert bool(chunks_of(source).excerpts) == is_excerpt
-
-
-def test_booleans_of_an_excerpt_are_0_or_1() -> None:
-    data = np.array([[0, 1, 2, 255, 1, 0, 7, 8]] * 3, "u1").view(bool)
-    source, held = chunked(data, (1, 8), has_excerpts=True), Region((0, 2), (3, 6))
-    piece = Piece(held, np.zeros(held.shape, bool))
-    with reader_of(source, {0: piece}) as reader:
-        fetch(reader, whole(held))
-    assert piece.data.view("u1").tolist() == [[1, 1, 1, 0]] * 3
-
-
 # --- everything at once
 
 
 @examples(150)
-@given(cases(), st.booleans(), st.sampled_from([0, 1, 3]), st.sampled_from([-1, 64]), st.booleans(), st.data())
+@given(cases(), st.booleans(), st.sampled_from([0, 1, 3]), st.sampled_from([-1, 64]), st.data())
 def test_all_ranks_readers_together_read_a_selection(
-    case: Case, casts: bool, n_threads: int, inline_nbytes: int, has_excerpts: bool, data: st.DataObject
+    case: Case, casts: bool, n_threads: int, inline_nbytes: int, data: st.DataObject
 ) -> None:
     """Parts are handed over in memory; each piece must then be its part of the selection of the file. 0: the library."""
     before = tuple(p + c * data.draw(st.integers(0, 2)) for p, c in zip(case.phase, case.cell, strict=True))
@@ -486,8 +428,7 @@ def test_all_ranks_readers_together_read_a_selection(
     for rank in range(case.n_ranks):
         decoded = [len(numbers) for numbers in chunks_read(plan, case.chunks, rank)]
         room = max(plan.max_block_size * 8, max(decoded, default=0) * aligned(math.prod(cell) * dtype.itemsize))
-        has_excerpts = has_excerpts and n_threads > 0
-        source = chunked(table, tuple(cell), has_excerpts=has_excerpts) if n_threads else FakeSource(table, tuple(cell))
+        source = chunked(table, tuple(cell)) if n_threads else FakeSource(table, tuple(cell))
         slots = Slots(1, room)
         layout = SourceLayout(selection, case.chunks, tuple(cell), source.dtype, dtype)
         local = LocalPieces(rank, pieces[rank], casts)
