@@ -6,16 +6,16 @@ Pure: integers in, integers out.
    piece). Their edges are those of chunks of the source, too, wherever that fits into memory: then no chunk is decoded twice.
 2. Alone: a slab fits into the memory of one rank, which reads it by itself. No rank waits for another.
 3. Together: a slab takes the memory of all ranks. Its chunks are read once, by all, and what others need is sent to them.
-4. Slabs of all arrays are dealt out in rounds (`plan_rounds`). Rounds of all together come first, as all ranks have equally
+4. Slabs are dealt out to the ranks in turn, those of the largest arrays first. Which rank has a slab is a formula, so each rank
+   makes its own rounds, one after the other (`plan_rounds`). Rounds of all together come first, as all ranks have equally
    many of them.
 """
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -33,6 +33,7 @@ __all__ = [
     "Item",
     "Round",
     "Unit",
+    "count_rounds",
     "growing_chunks",
     "least_nbytes",
     "plan_array",
@@ -122,10 +123,20 @@ class Copied:
         """True if all ranks copy a slab."""
         return math.prod(self.cuts) > 1
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all values in memory."""
+        return math.prod(self.unit.shape) * self.unit.itemsize
+
+    @cached_property
+    def slab_nbytes(self) -> int:
+        """Bytes of a slab in memory."""
+        return aligned(math.prod(map(min, self.slabs.cell, self.slabs.shape)) * self.unit.itemsize)
+
     @cached_property
     def n_decoded(self) -> int:
         """How many chunks of the source are decoded, each as often as it is."""
-        return math.prod(_n_met(self.unit, self.slabs, axis) for axis in range(len(self.unit.shape)))
+        return math.prod(_n_met(self.slabs, self.unit.chunks, axis) for axis in range(len(self.unit.shape)))
 
     @property
     def factor(self) -> float:
@@ -155,21 +166,33 @@ def _up(n: int, step: int) -> int:
     return -(-n // step) * step
 
 
-def _edges(grid: Grid, axis: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Where cells begin along an axis."""
-    cell, phase = grid.cell[axis], grid.phase[axis]
-    return np.maximum(np.arange(grid.counts[axis], dtype=np.int64) * cell - phase, 0)
+def _n_met(slabs: Grid, chunks: Grid, axis: int) -> int:
+    """Along one axis, the pairs of a slab and a chunk of the source that share elements.
 
-
-def _n_met(unit: Unit, slabs: Grid, axis: int) -> int:
-    """Along one axis, the pairs of a slab and a chunk of the source that share elements."""
-    n, chunks = unit.shape[axis], unit.chunks
+    Each pair but the first begins where a slab begins, or a chunk, or both.
+    """
+    n = slabs.shape[axis]
     if not n:
         return 0
-    start = _edges(slabs, axis)
-    stop = np.append(start[1:], n)
-    cell, phase = chunks.cell[axis], chunks.phase[axis]
-    return int(np.sum((stop - 1 + phase) // cell - (start + phase) // cell + 1))
+    n_both = _n_common(n, (slabs.cell[axis], slabs.phase[axis]), (chunks.cell[axis], chunks.phase[axis]))
+    return slabs.counts[axis] + chunks.counts[axis] - 1 - n_both
+
+
+def _n_common(n: int, first: tuple[int, int], second: tuple[int, int]) -> int:
+    """How many edges inside an axis of `n` elements two cuts have in common, each given by its cell and phase.
+
+    >>> _n_common(24, (4, 0), (6, 0)), _n_common(24, (4, 0), (6, 2)), _n_common(24, (4, 0), (6, 1))
+    (1, 2, 0)
+    """
+    (cell, phase), (other, other_phase) = first, second
+    common = math.gcd(cell, other)
+    if (phase - other_phase) % common:
+        return 0
+    turns = other // common
+    step = (phase - other_phase) // common * pow(cell // common, -1, turns) % turns
+    period = cell * turns
+    begin = (step * cell - phase) % period or period
+    return max(0, (n - 1 - begin) // period + 1)
 
 
 def plan_array(unit: Unit, n_ranks: int, round_nbytes: int) -> Copied:
@@ -244,15 +267,15 @@ def _candidates(unit: Unit, axis: int) -> list[tuple[int, int, int, int]]:
     common = math.gcd(u, chunk)
     if phase % common == 0:  # edges of chunks of both meet somewhere
         period = u * chunk // common
-        first = next(k for k in range(chunk // common) if (k * u + phase) % chunk == 0) * u
+        turns = chunk // common
+        first = -(phase // common) * pow(u // common, -1, turns) % turns * u
         for k in steps:
             if k * period < n:
                 found.add((k * period, (period - first) % period if k == 1 else (k * period - first) % (k * period)))
-    made = []
+    made, chunks = [], Grid((n,), (chunk,), (phase,))
     for length, at in found:
         grid = Grid((n,), (length,), (at,))
-        one = Unit((n,), (u,), Grid((n,), (chunk,), (phase,)), True, 1)
-        made.append((length, at, _n_met(one, grid, 0), grid.counts[0]))
+        made.append((length, at, _n_met(grid, chunks, 0), grid.counts[0]))
     return sorted(made)
 
 
@@ -372,13 +395,8 @@ class Round:
     is_together: bool
 
 
-def plan_rounds(
-    arrays: Sequence[Copied],
-    n_ranks: int,
-    round_nbytes: int,
-    is_done: Callable[[int, Region], bool] = lambda array, slab: False,
-) -> list[list[Round]]:
-    """The rounds of each rank: those of all ranks, the same for each, and then its own.
+def plan_rounds(arrays: Sequence[Copied], n_ranks: int, round_nbytes: int, rank: int) -> Iterator[Round]:
+    """The rounds of one rank: first those of all ranks together, then its own.
 
     Parameters
     ----------
@@ -388,37 +406,80 @@ def plan_rounds(
         Number of ranks.
     round_nbytes : int
         Bytes of the values of a round.
-    is_done : callable
-        Says of a slab of an array that it need not be copied.
+    rank : int
+        The rank.
 
     Examples
     --------
-    >>> one = plan_array(Unit((8,), (2,), Grid((8,), (2,), (0,)), True, 64), 2, 256)
-    >>> [[str(item.slab) for round in rank for item in round.items] for rank in plan_rounds([one], 2, 256)]
+    >>> array = plan_array(Unit((8,), (2,), Grid((8,), (2,), (0,)), True, 64), 2, 256)
+    >>> [[str(item.slab) for round in plan_rounds([array], 2, 256, rank) for item in round.items] for rank in range(2)]
     [['[0:4]'], ['[4:8]']]
     """
-    shared: list[Round] = []
-    own: list[list[list[Item]]] = [[] for _ in range(n_ranks)]
-    left = [0] * n_ranks
-    loads = [(0, rank) for rank in range(n_ranks)]
-    for k, one in enumerate(arrays):
-        for number in range(one.slabs.n_cells):
-            slab = one.slabs.region(number)
-            if is_done(k, slab):
-                continue
-            if one.is_together:
-                shared.append(Round((Item(k, slab),), True))
-                continue
-            nbytes = aligned(slab.size * one.unit.itemsize)
-            if one.unit.is_alone:
-                rank = 0
-                loads = sorted((load + nbytes * (r == 0), r) for load, r in loads)
-            else:
-                load, rank = loads[0]
-                heapq.heapreplace(loads, (load + nbytes, rank))
-            if nbytes > left[rank] or not own[rank]:
-                own[rank].append([])
-                left[rank] = round_nbytes
-            own[rank][-1].append(Item(k, slab))
-            left[rank] -= nbytes
-    return [[*shared, *(Round(tuple(items), False) for items in mine)] for mine in own]
+    for number, array in enumerate(arrays):
+        for slab in range(array.slabs.n_cells if array.is_together else 0):
+            yield Round((Item(number, array.slabs.region(slab)),), True)
+    items: list[Item] = []
+    left = round_nbytes
+    for number, slabs in _share(arrays, n_ranks, rank):
+        nbytes = arrays[number].slab_nbytes
+        for slab in slabs:
+            if items and nbytes > left:
+                yield Round(tuple(items), False)
+                items, left = [], round_nbytes
+            items.append(Item(number, arrays[number].slabs.region(slab)))
+            left -= nbytes
+    if items:
+        yield Round(tuple(items), False)
+
+
+def count_rounds(arrays: Sequence[Copied], n_ranks: int, round_nbytes: int) -> int:
+    """How many rounds the rank has that has most.
+
+    >>> array = plan_array(Unit((9,), (2,), Grid((9,), (2,), (0,)), True, 64), 2, 128)
+    >>> array.slabs.n_cells, count_rounds([array], 2, 128)
+    (5, 3)
+    """
+    n_together = sum(array.slabs.n_cells for array in arrays if array.is_together)
+    # Slabs are dealt out from large to small: the first rank that gets one has the most and the largest.
+    busiest = {0, _first_owner(arrays, n_ranks)}
+    return n_together + max(_count_alone(arrays, n_ranks, round_nbytes, rank) for rank in busiest)
+
+
+def _count_alone(arrays: Sequence[Copied], n_ranks: int, round_nbytes: int, rank: int) -> int:
+    n_rounds = left = 0
+    for number, slabs in _share(arrays, n_ranks, rank):
+        nbytes, n = arrays[number].slab_nbytes, len(slabs)
+        n_fitting = left // nbytes
+        if n <= n_fitting:
+            left -= n * nbytes
+            continue
+        per_round = max(1, round_nbytes // nbytes)
+        n_more, n_last = divmod(n - n_fitting - 1, per_round)
+        n_rounds, left = n_rounds + n_more + 1, round_nbytes - (n_last + 1) * nbytes
+        left = max(0, left)
+    return n_rounds
+
+
+def _first_owner(arrays: Sequence[Copied], n_ranks: int) -> int:
+    """The first rank to which slabs are dealt out: rank 1 if rank 0 has its share in arrays that it must write itself."""
+    alone = sum(array.nbytes for array in arrays if array.unit.is_alone)
+    total = sum(array.nbytes for array in arrays if not array.is_together)
+    return int(n_ranks > 1 and alone * n_ranks > total)
+
+
+def _share(arrays: Sequence[Copied], n_ranks: int, rank: int) -> Iterator[tuple[int, range]]:
+    """What a rank copies alone: slabs of each array, largest slabs first. All ranks in turn get a slab."""
+    first = _first_owner(arrays, n_ranks)
+    n_owners, n_dealt = n_ranks - first, 0
+    alone = [number for number, array in enumerate(arrays) if not array.is_together and array.slabs.n_cells]
+    for number in sorted(alone, key=lambda number: -arrays[number].slab_nbytes):
+        n_slabs = arrays[number].slabs.n_cells
+        if arrays[number].unit.is_alone:
+            if rank == 0:
+                yield number, range(n_slabs)
+            continue
+        if rank >= first:
+            slabs = range((rank - first - n_dealt) % n_owners, n_slabs, n_owners)
+            if slabs:
+                yield number, slabs
+        n_dealt += n_slabs

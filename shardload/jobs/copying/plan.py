@@ -13,7 +13,16 @@ from shardload.errors import ConfigError
 from shardload.formats.base import ArrayInfo
 from shardload.formats.sink import ArraySpec, Sink
 from shardload.jobs.copying.request import PAGE_NBYTES, STAGING_NBYTES, CopyRequest, Found
-from shardload.planning.copying import Copied, CopyMemory, Unit, least_nbytes, plan_array, plan_memory, plan_rounds, run_units
+from shardload.planning.copying import (
+    Copied,
+    CopyMemory,
+    Unit,
+    count_rounds,
+    least_nbytes,
+    plan_array,
+    plan_memory,
+    run_units,
+)
 from shardload.planning.grid import Grid
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.staging import least_staging
@@ -156,9 +165,8 @@ def plan_copy(
         )
     memory = plan_memory(staging, largest[0], reading, machine.n_threads)
     arrays = tuple(plan_array(unit, n_ranks, memory.round_nbytes) for unit in units)
-    rounds = plan_rounds(arrays, n_ranks, memory.round_nbytes)
     names, infos = tuple(one.name for one in found), tuple(one.info for one in found)
-    n_rounds = max(len(mine) for mine in rounds)
+    n_rounds = count_rounds(arrays, n_ranks, memory.round_nbytes)
     return CopyPlan(names, infos, tuple(specs), arrays, memory, staging, n_ranks, n_rounds, tuple(notes))
 
 

@@ -7,7 +7,6 @@ used in turn, because `writing.file.write_file` still stores what was read two r
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -27,7 +26,7 @@ from shardload.jobs.copying.resume import Done
 from shardload.jobs.writing.file import KEPT_ROUNDS, Values
 from shardload.options import INDEX
 from shardload.planning.blocks import aligned
-from shardload.planning.copying import Round
+from shardload.planning.copying import Round, plan_rounds
 from shardload.planning.grid import Grid
 from shardload.planning.region import Region
 from shardload.planning.schedule import Schedule
@@ -80,14 +79,13 @@ class CopyReading:
         request: CopyRequest,
         found: Sequence[Found],
         planned: CopyPlan,
-        rounds: Sequence[Round],
-        done: Done,
+        digest: str,
+        done: Done | None,
     ) -> None:
-        n_shared = sum(one.is_together for one in rounds)
         self._done = done
-        self._group, self._request, self._found, self._planned, self._rounds = group, request, found, planned, rounds
-        shared_nbytes = planned.memory.reading_nbytes if n_shared else None
-        self._session = Session(group, json.dumps(request.describe()), shared_nbytes=shared_nbytes, checksums=self._checks)
+        self._group, self._request, self._found, self._planned = group, request, found, planned
+        shared_nbytes = planned.memory.reading_nbytes if any(array.is_together for array in planned.arrays) else None
+        self._session = Session(group, digest, shared_nbytes=shared_nbytes, checksums=self._checks)
         self._room: list[np.ndarray[Any, np.dtype[np.uint8]]] = []
         self._file: OpenFile | None = None
         self._sources: dict[int, tuple[Source, State]] = {}
@@ -108,10 +106,29 @@ class CopyReading:
 
     def rounds(self) -> Iterator[list[Values]]:
         """The chunks of the target, round by round."""
-        for number, one in enumerate(self._rounds):
+        for number, one in enumerate(self._own_rounds()):
             yield self._read(number, one)
         for array in list(self._sources):
             self._check_unchanged(array)
+
+    def own_nbytes(self) -> int:
+        """About how many bytes this rank writes, for its progress."""
+        total = 0
+        for one in self._own_rounds():
+            nbytes = sum(item.slab.size * self._planned.arrays[item.array].unit.itemsize for item in one.items)
+            total += nbytes // self._group.size if one.is_together else nbytes
+        return total
+
+    def _own_rounds(self) -> Iterator[Round]:
+        planned = self._planned
+        rounds = plan_rounds(planned.arrays, planned.n_ranks, planned.memory.round_nbytes, self._group.rank)
+        for one in rounds:
+            items = tuple(item for item in one.items if not self._is_done(item.array, item.slab))
+            if items:
+                yield Round(items, one.is_together)
+
+    def _is_done(self, array: int, region: Region) -> bool:
+        return self._done is not None and self._done.holds(array, region)
 
     def _read(self, number: int, one: Round) -> list[Values]:
         own: list[_Own] = []
@@ -218,7 +235,7 @@ class CopyReading:
             for unit in planned.units_in(region):
                 back = unit.moved(tuple(-a for a in mine.slab.start))
                 for one in self._chunks(name, mine.array, unit, piece.view(back)):
-                    if not self._done.holds(mine.array, one.region):
+                    if not self._is_done(mine.array, one.region):
                         yield one
 
     def _chunks(self, name: str, array: int, unit: Region, values: Array) -> Iterator[Values]:

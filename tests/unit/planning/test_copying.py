@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardload.planning.blocks import aligned
-from shardload.planning.copying import Unit, least_nbytes, plan_array, plan_memory, plan_rounds, run_units
+from shardload.planning.copying import Unit, count_rounds, least_nbytes, plan_array, plan_memory, plan_rounds, run_units
 from shardload.planning.grid import Grid
 from shardload.planning.region import Region
 from tests.tiers import examples
@@ -36,7 +38,8 @@ def test_every_element_is_copied_once_in_whole_units(case: tuple[Unit, int, int]
     """Wrong if slabs overlapped, left out a last remainder, cut a unit, took more memory, or counted decoded chunks wrongly."""
     unit, n_ranks, room = case
     planned = plan_array(unit, n_ranks, room)
-    rounds = plan_rounds([planned], n_ranks, room)
+    rounds = [list(plan_rounds([planned], n_ranks, room, rank)) for rank in range(n_ranks)]
+    assert max(map(len, rounds)) == count_rounds([planned], n_ranks, room)
     assert len({sum(one.is_together for one in mine) for mine in rounds}) == 1
     count, decoded = np.zeros(unit.shape, dtype=int), 0
     seen: set[Region] = set()
@@ -118,9 +121,55 @@ def test_memory_is_what_was_asked_for() -> None:
     assert plan_memory(least, 3 << 20, 4 << 20, 8).nbytes <= least
 
 
+def small_arrays(sizes: list[int], n_ranks: int, room: int, *, is_alone: bool = False) -> list[Any]:
+    shapes = [(n,) for n in sizes]
+    return [plan_array(Unit(shape, (1,), Grid(shape, shape, (0,)), True, 64, is_alone), n_ranks, room) for shape in shapes]
+
+
 def test_rounds_of_many_arrays_are_spread() -> None:
     """Wrong if small arrays all went to one rank, or each took a round of its own."""
-    small = plan_array(Unit((10,), (10,), Grid((10,), (10,), (0,)), True, 8), 4, 1 << 16)
-    rounds = plan_rounds([small] * 100, 4, 1 << 16)
+    rounds = [list(plan_rounds(small_arrays([10] * 100, 4, 1 << 16), 4, 1 << 16, rank)) for rank in range(4)]
     assert [sum(len(one.items) for one in mine) for mine in rounds] == [25] * 4
     assert [len(mine) for mine in rounds] == [1] * 4
+
+
+LENGTHS = st.integers(1, 40)
+
+
+@given(st.lists(LENGTHS, max_size=12), st.lists(LENGTHS, max_size=2), st.integers(1, 5), st.integers(1, 50))
+@examples(150)
+def test_many_arrays_are_shared_out_evenly(sizes: list[int], alone: list[int], n_ranks: int, room: int) -> None:
+    """Wrong if a slab had two owners or none, if a rank had much more than others, or if rounds were counted wrongly."""
+    arrays = small_arrays(sizes, n_ranks, 64 * room) + small_arrays(alone, n_ranks, 64 * room, is_alone=True)
+    rounds = [list(plan_rounds(arrays, n_ranks, 64 * room, rank)) for rank in range(n_ranks)]
+    assert max(map(len, rounds)) == count_rounds(arrays, n_ranks, 64 * room)
+    slabs = [(item.array, item.slab) for mine in rounds for one in mine if not one.is_together for item in one.items]
+    by_one = [(k, array.slabs) for k, array in enumerate(arrays) if not array.is_together]
+    expected = [(k, slabs_.region(n)) for k, slabs_ in by_one for n in range(slabs_.n_cells)]
+    assert sorted(slabs, key=str) == sorted(expected, key=str)
+    loads = [sum(arrays[item.array].slab_nbytes for one in mine for item in one.items) for mine in rounds]
+    largest = max((array.slab_nbytes for array in arrays), default=0)
+    if not alone:
+        assert max(loads) - min(loads) <= largest
+
+
+@pytest.mark.parametrize(
+    ("shape", "unit", "chunk"),
+    [
+        ((25_000_000, 1000, 1000), (1, 500, 500), (1, 1000, 1000)),
+        ((25_000_000, 1000, 1000), (64, 64, 64), (1, 1000, 1000)),
+        ((25 * 10**12,), (1 << 20,), (999_999,)),
+    ],
+)
+def test_a_rank_plans_its_own_rounds_of_100_terabytes(shape: Any, unit: Any, chunk: Any) -> None:
+    """Wrong if a rank made those of others, or anything for each chunk of the file: both are 10 to 100 GB of lists."""
+    tracemalloc.start()
+    started = time.process_time()
+    array = plan_array(Unit(shape, unit, Grid(shape, chunk, (0,) * len(shape)), True, 4), 1024, 64 << 20)
+    n_rounds = count_rounds([array], 1024, 64 << 20)
+    mine = sum(1 for _ in plan_rounds([array], 1024, 64 << 20, 1023))
+    seconds, peak = time.process_time() - started, tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert n_rounds - 1 <= mine <= n_rounds < 60_000
+    assert seconds < 30
+    assert peak < 8 << 20
