@@ -31,10 +31,10 @@ copy_plan._LEAST_READING_NBYTES = 1 << 14
 rank, at, who = int(os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", 0))), *map(int, sys.argv[1:3])
 read = copy_reading.CopyReading._read
 
-def dies(self, number, one):
+def dies(self, number, *more):
     if number == at and rank == who:
         os.kill(os.getpid(), signal.SIGKILL)
-    return read(self, number, one)
+    return read(self, number, *more)
 
 copy_reading.CopyReading._read = dies
 sys.argv[:] = ["shardload", "copy", *sys.argv[3:]]

@@ -622,11 +622,11 @@ def stopped(comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         on_root(comm, lambda: make_h5(before, LARGE, chunks=(8, 11, 9), compression="gzip"))
         read = copy_reading.CopyReading._read
 
-        def stop(self: Any, number: int, one: Any) -> Any:
+        def stop(self: Any, number: int, *more: Any) -> Any:
             if number == n:
                 comm.barrier()
                 raise Stopped
-            return read(self, number, one)
+            return read(self, number, *more)
 
         with monkeypatch.context() as patch:
             patch.setattr(copy_reading.CopyReading, "_read", stop)
@@ -655,7 +655,7 @@ def test_a_copy_that_was_stopped_goes_on(
     """Wrong if anything were trusted that is not whole, written twice, or left behind; or if all were done again."""
     target, options = shared_tmp_path / name, RESUMED[name]
     if name == "plain.h5":
-        monkeypatch.setattr("shardload.planning.copying._RUN_NBYTES", 1500)
+        monkeypatch.setattr(copy_plan, "_RUN_NBYTES", 1500)
     before = stopped(target, 4, staging=60_000 if name == "plain.h5" else 45_000, **options)
     assert left_in(shared_tmp_path) == ["", ".journal"]
     assert not target.exists()

@@ -25,7 +25,7 @@ from shardload.formats.sink import ArraySpec, Compression, Sink, unopened_by_xar
 from shardload.jobs.consistency import State
 from shardload.jobs.described import Described, describe_array, found_by_name, take_along
 from shardload.options import AUTO, CHECKSUM, FULL, INDEX, TIMEOUT, Options
-from shardload.planning.copying import growing_chunks
+from shardload.planning.chunk_shapes import growing_chunks
 from shardload.planning.region import Region
 from shardload.planning.selection import Selection, select_axes
 from shardload.planning.source_layout import SourceLayout
