@@ -279,6 +279,7 @@ def fuzz(first: int, n_files: int, seconds: float = SECONDS) -> list[str]:
             bad.append(f"file {number}, {name}: {how}")
             number += 1
         at = number
+        print(f"{at - first} of {n_files} files, {len(bad)} wrong", *bad[-1:], file=sys.stderr)
     return bad
 
 

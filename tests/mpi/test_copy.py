@@ -977,3 +977,40 @@ def test_what_the_new_format_does_not_have_is_left_out(comm: Any, shared_tmp_pat
     with h5py.File(shared_tmp_path / "out.nc") as file:
         np.testing.assert_array_equal(file["x"][...], ramp((4, 3)))
     same_error(comm, lambda: copy(comm, before, shared_tmp_path / "other.nc", dataset=("half",)), ConfigError, "float16")
+
+
+@pytest.mark.parametrize("target", ["out.h5", "out.zarr"])
+def test_bit_fields_small_arrays_and_scales_that_are_gone(comm: Any, shared_tmp_path: Path, target: str) -> None:
+    """Wrong if one of them ended the copy of all, were left out, or an axis lost its name without a word."""
+    before, after = shared_tmp_path / "in.h5", shared_tmp_path / target
+
+    def write() -> None:
+        with h5py.File(before, "w") as file:
+            file["y"] = np.arange(5.0)
+            file["y"].make_scale("y")
+            nameless = file.create_dataset(None, data=np.arange(4.0))
+            nameless.make_scale("x")
+            file["data"] = np.arange(20.0).reshape(4, 5)
+            for axis, scale in enumerate((nameless, file["y"])):
+                file["data"].dims[axis].attach_scale(scale)
+            made = file.create_dataset("pairs", (5,), np.dtype((">i4", (2, 3))), chunks=(2,), compression="gzip")
+            made[...] = np.arange(30).reshape(5, 2, 3)
+            made.dims[0].attach_scale(file["y"])
+            bits = h5py.h5d.create(file.id, b"bits", h5py.h5t.STD_B16BE, h5py.h5s.create_simple((3,)))
+            bits.write(h5py.h5s.ALL, h5py.h5s.ALL, np.array([1, 256, 65535], "u2"), h5py.h5t.NATIVE_B16)
+            file["again/data"] = file["data"]
+
+    on_root(comm, write)
+    report = copy(comm, before, after)
+    comm.barrier()
+    gone = "the dimension scales of axes [0] are not in the file"
+    for name in ("data", "again/data"):
+        assert f"what axes of '/{name}' are called ({gone}) was left out" in report.notes
+    if comm.rank == 0:
+        first, second = opened(before), opened(after)
+        for name in ("data", "again/data", "pairs", "bits", "y"):
+            np.testing.assert_array_equal(second[name][...], first[name][...], err_msg=name)
+        found = shardload.open(after)
+        assert found["pairs"].dims[0] == found["data"].dims[1] == "y"
+        assert found["data"].chunks == found["again/data"].chunks
+        first.close()

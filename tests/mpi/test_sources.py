@@ -144,7 +144,7 @@ def test_a_file_that_nobody_vouches_for(
     check(x, expected, mesh, spec)
     assert plan.report is not None and plan.report.proven.n_boxes
     assert shardload.verify(x, files["gzip_shuffle"], dataset=NAME, untrusted=True).digest is not None
-    said = "parameters (169, 0, 32, 8) do not fit it"
+    said = "parameters (169, 0, 32, 8) do not fit the array"
     same_error(comm, lambda: shardload.load(bad, mesh, DECOMPOSITIONS["replicated"], untrusted=True), SourceError, said)
     # ... and if nothing were checked:
     monkeypatch.setattr(helper_module, "SCRIPT", str(shared_tmp_path / "careless.py"))

@@ -150,6 +150,8 @@ class JoinedFile(Hdf5Sink):
                     its = found.behind.get((real_of(os.path.join(folder, part.path)), part.dataset))
                     if part.region.size and (its is None or its.shape != part.shape):
                         now = "is not where it was looked for: unset HDF5_VDS_PREFIX" if its is None else f"has {its.shape} now"
+                        if its is not None and len(its.shape) < len(part.shape):
+                            now = "has small arrays as elements, which HDF5 does not join: `shardload copy` it first"
                         raise SourceError(
                             f"'{name}' in '{self.path}' cannot be made: its part '{part.path}', of shape {part.shape}, {now}",
                             path=self.path,

@@ -47,7 +47,7 @@ def properties_of(dataset: h5py.Dataset, filters: list[tuple[int, int, Any, byte
     attrs, unread = _attributes(dataset, str(dataset.name))
     if isinstance(why := labels.attrs.get(NO_NAMES), Note):
         unread.append(f"what axes of '{dataset.name}' are called ({why})")
-    kind = element_of(dataset)[0]
+    kind, inner = element_of(dataset)  # whose axes, of small arrays as elements, have neither scales nor labels
     number = kind.dtype
     if h5py.check_enum_dtype(number) is not None:
         unread.append(f"what the numbers of '{dataset.name}' stand for (an enumeration)")
@@ -81,8 +81,8 @@ def properties_of(dataset: h5py.Dataset, filters: list[tuple[int, int, Any, byte
         unread=tuple(unread),
         stored_name=last if last.startswith(NON_COORDINATE) else None,
         texts=_texts(dataset),
-        scales=scales,
-        axis_labels=tuple(axis_texts_of(dataset)[0]),
+        scales=(*scales, *[()] * len(inner)),
+        axis_labels=(*axis_texts_of(dataset)[0], *[""] * len(inner)),
         scale_name=plain(dataset, "NAME") if is_scale(dataset) else None,
     )
     return replace(found, coordinates=tuple(dict.fromkeys([*found.coordinates, *(one for axis in scales for one in axis)])))
@@ -107,13 +107,19 @@ def groups_of(file: h5py.File) -> tuple[dict[str, dict[str, Any]], list[str]]:
     """The attributes of all groups of a file; and what could not be read."""
     attrs, unread = _attributes(file["/"], "/")
     found = {"/": attrs}
-    for name in names_below(file["/"])[0]:
-        thing = file[encoded(name)]
-        if isinstance(thing, h5py.Group) and h5py.h5a.get_num_attrs(thing.id):
+    names, lost = names_below(file["/"])
+    for name in names:
+        try:
+            thing = file[encoded(name)]
+        except (KeyError, OSError, RuntimeError, ValueError) as error:
+            lost[name] = str(error)
+            continue
+        if isinstance(thing, h5py.Group):
             found[f"/{name}"], more = _attributes(thing, f"/{name}")
-            unread.extend(more)
+            unread += more
         elif isinstance(thing, h5py.Datatype):
             unread.append(f"the named type '/{name}'")
+    unread += [f"what is in '/{name}' ({why})" for name, why in lost.items()]
     return found, unread
 
 

@@ -577,7 +577,7 @@ def _described(node: Callable[[], Any], path: str, name: str, access: Access) ->
         unknown = _unknown(error)
         if name == "/" and unknown is None:
             raise
-        yield _unread(path, name, error) if unknown is None else ArrayInfo(path, name, "Zarr", (), "unknown", refused=unknown)
+        yield _unread(path, name, error)
     else:
         if isinstance(found, zarr.Array):
             yield describe(found, path, name, access)
@@ -585,18 +585,10 @@ def _described(node: Callable[[], Any], path: str, name: str, access: Access) ->
 
 def _unread(path: str, name: str, error: Exception) -> ArrayInfo:
     """What stands for an array or group that cannot be opened: it is listed, with the reason."""
-    unknown = _UNKNOWN_TYPE.search(str(error))
-    if unknown is not None:  # as of HDF5's types that NumPy does not have
-        return ArrayInfo(
-            path,
-            name,
-            "Zarr",
-            (),
-            "unknown type",
-            refused=f"values of the type '{printable(unknown[2][:80])}', which zarr-python does not know",
-        )
-    refused = f"metadata that zarr-python cannot read ({error})"
-    return ArrayInfo(path, name, "Zarr", (), "unknown", refused=refused)
+    # A type is as one of HDF5's that NumPy does not have: no other array has to wait for it.
+    dtype = "unknown type" if _UNKNOWN_TYPE.fullmatch(str(error)) else "unknown"
+    refused = _unknown(error) or f"metadata that zarr-python cannot read ({error})"
+    return ArrayInfo(path, name, "Zarr", (), dtype, refused=refused)
 
 
 def describe(array: Any, path: str, name: str, access: Access = STRICT) -> ArrayInfo:

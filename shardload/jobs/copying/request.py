@@ -275,7 +275,8 @@ def find(request: CopyRequest) -> tuple[list[Found], Beside, list[str]]:
                 infos[info.dataset] = info
     copied = {name for name in links if any(f"{one}/".startswith(f"{name}/") for one in infos)}
     notes = _links_told({name: to for name, to in links.items() if name not in copied})
-    if copied:
+    asked_for = tuple(f"/{name.strip('/*')}" for name in names if name != "*")
+    if copied := {name for name in copied if not f"{name}/".startswith(tuple(f"{one}/" for one in asked_for))}:
         told = some([f"'{printable(name)}' (to {printable(links[name])})" for name in sorted(copied)])
         notes.append(f"links became copies of what they lead to: {told}")
     with open_file(path, request.access) as file:

@@ -305,7 +305,7 @@ def _check_lengths(asked: _Arguments, found: Mapping[str, Any], axes: Mapping[st
             raise ConfigError(
                 f"{told} in '{asked.path}', with the axis {dim!r} too, would not grow with '{one.name}': its length would "
                 f"differ. Pass {asked_for} too. If it holds text, which append does not write: "
-                "`shardload copy OLD NEW` makes a file without it"
+                "`shardload copy OLD NEW --dataset NAME`, with each array to keep, makes a file without it"
             )
     return dimensions
 

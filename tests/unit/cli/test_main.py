@@ -257,6 +257,32 @@ def test_info_lists_what_changes_what_values_mean(tmp_path: Path, suffix: str) -
     assert json.loads(run("info", str(path), "--json")[1])[0]["attributes"] == told
 
 
+def test_info_of_numbers_that_numpy_does_not_have(tmp_path: Path) -> None:
+    """Wrong if one such array were a traceback, and hid the others."""
+    odd = h5py.h5t.STD_I32LE.copy()
+    odd.set_size(3)
+    bits, pair = h5py.h5t.STD_B32LE.copy(), h5py.h5t.create(h5py.h5t.COMPOUND, 3)
+    bits.set_size(5)
+    pair.insert(b"odd", 0, odd)
+    kinds = {
+        "odd": odd,
+        "bits": bits,
+        "pair": pair,
+        "list": h5py.h5t.vlen_create(odd),
+        "array": h5py.h5t.array_create(odd, (2,)),
+    }
+    with h5py.File(tmp_path / "f.h5", "w") as file:
+        for name, kind in {**kinds, "quad": h5py.h5t.IEEE_F128BE, "opaque": h5py.h5t.create(h5py.h5t.OPAQUE, 3)}.items():
+            h5py.h5d.create(file.id, name.encode(), kind, h5py.h5s.create_simple((4,)))
+        file["good"] = np.zeros(3)
+    code, out, _ = run("info", str(tmp_path / "f.h5"), columns=1000)
+    assert code == 0 and "8 arrays" in out and out.count("cannot be loaded") == 7
+    assert {line.split()[0]: line.split()[2] for line in out.splitlines()[2:]}["/odd"] == "24-bit"
+    told = json.loads(run("info", str(tmp_path / "f.h5"), "--json")[1])
+    assert {one["dataset"]: one["nbytes"] for one in told if one["dataset"] in ("/good", "/odd")} == {"/good": 24, "/odd": None}
+    assert run("info", f"{tmp_path / 'f.h5'}:/odd")[0] == 0
+
+
 def test_a_name_is_never_cut(tmp_path: Path) -> None:
     name = "/" + "long" * 80
     with h5py.File(tmp_path / "f.h5", "w") as h5:

@@ -762,3 +762,15 @@ def test_a_lock_that_is_lost_as_it_is_shared(tmp_path: Path, monkeypatch: pytest
     assert [one.name for one in tmp_path.iterdir()] == ["x.h5"]
     with h5py.File(path) as file:
         assert len(file["time"]) == 6
+
+
+def test_names_of_axes_that_are_damaged_beside_it(tmp_path: Path) -> None:
+    """Wrong if an attribute of another array ended the process: HDF5's own function takes these numbers for addresses."""
+    path = tmp_path / "a.h5"
+    with h5py.File(path, "w", libver="earliest") as file:
+        file["other"] = np.zeros((2, 3))
+        file["other"].attrs["DIMENSION_LIST"] = np.full(2, 1 << 40)
+        file["other"].attrs["DIMENSION_LABELS"] = np.full(2, 1 << 40)
+        file.create_dataset("a", data=np.arange(3.0), chunks=(2,), maxshape=(None,)).dims[0].label = "t"
+    found = read_file(str(path), ["/a"])["arrays"]
+    assert found["/other"]["dims"] == [None, None] and found["/a"]["dims"] == ["t"]

@@ -209,7 +209,7 @@ def cut_bzip2(path: Path) -> str:
 
 
 BAD: dict[str, tuple[Callable[[Path], str], str]] = {
-    "scale-offset, beyond its buffer": (lambda path: spoiled(path, 2, 1 << 24, scaleoffset=0), "ended by SIGSEGV"),
+    "scale-offset, beyond its buffer": (lambda path: spoiled(path, 2, 1 << 25, scaleoffset=0), "ended by SIGSEGV"),
     "scale-offset, all memory": (lambda path: spoiled(path, 2, 0xFFFFFFFF, scaleoffset=0), "."),
     "szip, division by zero": (lambda path: spoiled(path, 1, 0, compression="szip"), "ended by SIGFPE"),
     "SZ, exit": (lambda path: spoiled(path, 1, 0xFFFFFFFF, "f4", **hdf5plugin.SZ(absolute=0.1)), "by itself, with status 0"),
