@@ -394,7 +394,7 @@ class GrowthSink(ZarrSink, GrowingSink):
     def __init__(self, path: str, known: Json, axes: Mapping[str, int], n_new: Mapping[str, int]) -> None:
         arrays = {name: one for name, one in known["arrays"].items() if name in axes}
         self.path, self.mode, self.attrs = path, "w", {}
-        self.group_attrs = {}
+        self.group_attrs, self._texts = {}, {}
         self.version = next(iter(arrays.values()))["metadata"]["zarr_format"]
         self.arrays = {name: GrowthEncoder(path, name, one, axes[name], n_new[name]) for name, one in arrays.items()}
         self.last = [name for name, one in arrays.items() if len(one["shape"]) == 1]  # coordinates

@@ -25,11 +25,10 @@ from shardload.errors import ConfigError
 from shardload.formats.sink import Sink
 from shardload.jobs.copying.plan import CopyPlan, plan_copy
 from shardload.jobs.copying.reading import CopyReading
-from shardload.jobs.copying.request import Beside, CopyRequest, Found, describe, find, new_sink, without_what_is_refused
-from shardload.jobs.copying.resume import Done, resume
+from shardload.jobs.copying.request import CopyRequest, Found, find, new_sink, without_what_is_refused
+from shardload.jobs.copying.resume import Done, find_done
 from shardload.jobs.progress import progress_of
 from shardload.jobs.writing.file import Written, write_file
-from shardload.jobs.writing.journal import Journal, Resumed
 from shardload.options import TIMEOUT
 from shardload.planning.copying import Round, plan_rounds
 from shardload.system.interruption import let_interruption_pass
@@ -132,7 +131,6 @@ class _Copy:
         group, request = self._group, self._request
         group.watch.enter("metadata")
         own: list[Sink] = []
-        about: list[dict[str, str]] = []
 
         def look() -> str:
             found, beside, notes = find(request)
@@ -142,7 +140,6 @@ class _Copy:
                 found, beside, more = without_what_is_refused(request, found, beside, error)
                 notes += more
                 own.append(new_sink(request, found, beside, group.machine.n_nodes))
-            about.append(describe(request, found, beside, group.machine.n_nodes))
             return json.dumps([[one.to_dict() for one in found], notes])
 
         told, notes = json.loads(group.tell(look, 0))
@@ -151,7 +148,7 @@ class _Copy:
         error: Exception | None = None
         try:
             found = [Found.from_dict(one) for one in told]
-            sink = own[0] if own else new_sink(request, found, Beside(), group.machine.n_nodes)
+            sink = own[0] if own else new_sink(request, found, None, group.machine.n_nodes)
             made = found, sink, plan_copy(request, found, sink, group.size, group.machine, notes)
         except Exception as raised:
             let_interruption_pass(raised)
@@ -162,16 +159,15 @@ class _Copy:
         found, sink, planned = made
         if only_plan:
             return CopyReport(planned, notes=tuple(notes))
-        told = about[0] if about else {}
-        resumed, done = None, Done.none(planned)
+        done = Done(planned.specs)
         if request.resume:
-            resumed, done = resume(group, request.target, told, found, sink, planned)
-            what = "nothing was left of an earlier copy, so this one began anew"
-            notes += [what if resumed is None else f"{done.n:,} of {done.n_all:,} chunks were there already"]
+            done = find_done(group, sink, [one.full_name for one in found], planned.specs)
+            there = f"{done.n:,} of {done.n_all:,} chunks were there already, and were not read back"
+            notes += [there if done.n else "no chunk was left of an earlier copy, so this one began anew"]
         rounds = plan_rounds(planned.arrays, group.size, planned.memory.round_nbytes, done.holds)
         reading = CopyReading(group, request, found, planned, rounds[group.rank], done)
         total = self._own_nbytes(planned, rounds[group.rank])
-        with _closed(resumed), progress_of(progress, f"copy to {request.target}", total, group.rank) as advance, reading:
+        with progress_of(progress, f"copy to {request.target}", total, group.rank) as advance, reading:
             written = write_file(
                 group,
                 sink,
@@ -179,8 +175,6 @@ class _Copy:
                 verify=request.verify,
                 n_threads=planned.memory.n_threads,
                 on_progress=advance,
-                journal=Journal(told, group.rank == 0),
-                resumed=resumed,
             )
         n_decoded, *missing = group.agree(None, [reading.n_decoded, *reading.n_missing])
         lost = [
@@ -198,13 +192,3 @@ class _Copy:
             nbytes = sum(item.slab.size * planned.arrays[item.array].unit.itemsize for item in one.items)
             total += nbytes // self._group.size if one.is_together else nbytes
         return total
-
-
-@contextmanager
-def _closed(resumed: Resumed | None) -> Iterator[None]:
-    """Give up the lock of the journal of an earlier job at the end."""
-    try:
-        yield
-    finally:
-        if resumed is not None and resumed.left is not None:
-            resumed.left.close()
