@@ -26,11 +26,10 @@ from shardload.errors import ConfigError
 from shardload.formats.sink import Sink
 from shardload.jobs.copying.plan import CopyPlan, plan_copy
 from shardload.jobs.copying.reading import CopyReading
-from shardload.jobs.copying.request import Beside, CopyRequest, Found, describe, find, new_sink, without_what_is_refused
-from shardload.jobs.copying.resume import Done, resume
+from shardload.jobs.copying.request import CopyRequest, Found, find, new_sink, without_what_is_refused
+from shardload.jobs.copying.resume import Done, find_done
 from shardload.jobs.progress import progress_of
 from shardload.jobs.writing.file import Written, write_file
-from shardload.jobs.writing.journal import Journal, Resumed
 from shardload.options import TIMEOUT
 from shardload.units import counted
 
@@ -119,19 +118,18 @@ def _call(
 
 @dataclass(frozen=True)
 class _Contents:
-    """What all ranks know after planning; `about` on rank 0 alone: what the journal says of the copy."""
+    """What all ranks know after planning."""
 
     found: list[Found]
     sink: Sink
     plan: CopyPlan
-    about: Mapping[str, str]
 
 
 def _plan(call: Call, request: CopyRequest) -> _Contents:
     """Rank 0 looks for the arrays, all ranks plan. Collective: yes."""
     group = call.group
     n_nodes = group.machine.n_nodes
-    on_root: list[tuple[Sink, dict[str, str]]] = []
+    on_root: list[Sink] = []
 
     def look() -> str:
         found, beside, notes = find(request)
@@ -141,14 +139,14 @@ def _plan(call: Call, request: CopyRequest) -> _Contents:
             found, beside, more = without_what_is_refused(request, found, beside, error)
             notes += more
             sink = new_sink(request, found, beside, n_nodes)
-        on_root.append((sink, describe(request, found, beside, n_nodes)))
+        on_root.append(sink)
         return json.dumps([[array.to_dict() for array in found], notes])
 
     def make(told: str) -> _Contents:
         arrays, notes = json.loads(told)
         found = [Found.from_dict(array) for array in arrays]
-        sink, about = on_root[0] if on_root else (new_sink(request, found, Beside(), n_nodes), {})
-        return _Contents(found, sink, plan_copy(request, found, sink, group.size, group.machine, notes), about)
+        sink = on_root[0] if on_root else new_sink(request, found, None, n_nodes)
+        return _Contents(found, sink, plan_copy(request, found, sink, group.size, group.machine, notes))
 
     return call.plan(look, make, lambda made: json.dumps(made.plan.to_dict(), default=str))
 
@@ -157,16 +155,14 @@ def _copy(call: Call, request: CopyRequest, contents: _Contents, progress: Any, 
     """Copy what was planned. Collective: yes."""
     group, found, planned = call.group, contents.found, contents.plan
     notes = list(planned.notes)
-    resumed: Resumed | None = None
-    done: Done | None = None
+    done = Done(planned.specs)
     if request.resume:
-        resumed, done = resume(group, request.target, contents.about, found, contents.sink, planned)
-        what = "nothing was left of an earlier copy, so this one began anew"
-        notes += [what if resumed is None else f"{done.n:,} of {done.n_all:,} chunks were there already"]
-        done = done if done.n else None
+        done = find_done(group, contents.sink, [array.full_name for array in found], planned.specs)
+        there = f"{done.n:,} of {done.n_all:,} chunks were there already, and were not read back"
+        notes += [there if done.n else "no chunk was left of an earlier copy, so this one began anew"]
     reading = CopyReading(group, request, found, planned, f"{call.asked.digest:016x}", done)
     title, total = f"copy to {request.target}", reading.own_nbytes()
-    with _closed(resumed), progress_of(progress, title, total, group.rank) as advance, reading:
+    with progress_of(progress, title, total, group.rank) as advance, reading:
         written = write_file(
             group,
             contents.sink,
@@ -174,8 +170,6 @@ def _copy(call: Call, request: CopyRequest, contents: _Contents, progress: Any, 
             verify=request.verify,
             n_threads=planned.memory.n_threads,
             on_progress=advance,
-            journal=Journal(contents.about, group.rank == 0),
-            resumed=resumed,
         )
     n_decoded, *missing = group.agree(None, [reading.n_decoded, *reading.n_missing])
     lost = [
@@ -184,14 +178,4 @@ def _copy(call: Call, request: CopyRequest, contents: _Contents, progress: Any, 
         if n
     ]
     seconds = time.perf_counter() - started
-    return CopyReport(planned, written, seconds, n_decoded, (*notes, *lost), 0 if done is None else done.n)
-
-
-@contextmanager
-def _closed(resumed: Resumed | None) -> Iterator[None]:
-    """Give up the lock of the journal of an earlier job at the end."""
-    try:
-        yield
-    finally:
-        if resumed is not None and resumed.left is not None:
-            resumed.left.close()
+    return CopyReport(planned, written, seconds, n_decoded, (*notes, *lost), done.n)

@@ -80,7 +80,7 @@ class CopyReading:
         found: Sequence[Found],
         planned: CopyPlan,
         digest: str,
-        done: Done | None,
+        done: Done,
     ) -> None:
         self._done = done
         self._group, self._request, self._found, self._planned = group, request, found, planned
@@ -125,12 +125,9 @@ class CopyReading:
         rounds = plan_copy_rounds(planned.arrays, planned.n_ranks, planned.memory.round_nbytes, self._group.rank)
         for items, is_together in rounds:
             slabs = [(item.array, planned.arrays[item.array].slabs.region(number)) for item in items for number in item.units]
-            slabs = [(array, slab) for array, slab in slabs if not self._is_done(array, slab)]
+            slabs = [(array, slab) for array, slab in slabs if not self._done.holds(array, slab)]
             if slabs:
                 yield slabs, is_together
-
-    def _is_done(self, array: int, region: Region) -> bool:
-        return self._done is not None and self._done.holds(array, region)
 
     def _read(self, number: int, slabs: Sequence[tuple[int, Region]], is_together: bool) -> list[Values]:
         own: list[_Own] = []
@@ -237,7 +234,7 @@ class CopyReading:
             for unit in planned.units_in(region):
                 back = unit.moved(tuple(-a for a in mine.slab.start))
                 for one in self._chunks(name, mine.array, unit, piece.view(back)):
-                    if not self._is_done(mine.array, one.region):
+                    if not self._done.holds(mine.array, one.region):
                         yield one
 
     def _chunks(self, name: str, array: int, unit: Region, values: Array) -> Iterator[Values]:

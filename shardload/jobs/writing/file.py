@@ -35,7 +35,6 @@ from shardload.comm.group import Group
 from shardload.errors import StallError
 from shardload.formats.sink import Catalog, Encoder, Sink, Stored, Ticket, Writer
 from shardload.formats.target import named
-from shardload.jobs.writing.journal import IS_ASKED, N_COLUMNS, OFFSET, Journal, Resumed
 from shardload.jobs.writing.read_back import Notes, ReadBack, checksum_of_values
 from shardload.options import FILE, FULL, INDEX
 from shardload.planning.blocks import run_of
@@ -54,7 +53,7 @@ take up to two rounds more, so that memory is bounded by five rounds."""
 
 _TASKS_A_THREAD = 4  # tasks of a round for each thread, so that all end at about the same time
 _DECODED_IN_FILE = 16  # one chunk in so many is decoded by verify="file"
-_SYNCED_ROUNDS = 16  # with a journal
+_N_COLUMNS = 4  # integers that rank 0 gets of a chunk: array, number, stored bytes, mask
 _LEAVE_SECONDS = 5.0  # for ending what threads do, and removing the temporary, when the file system may hang
 
 Array = np.ndarray[Any, Any]
@@ -120,8 +119,6 @@ def write_file(
     on_progress: Callable[[int], None] | None = None,
     allow_missing: bool = False,
     writers: str = "auto",
-    journal: Journal | None = None,
-    resumed: Resumed | None = None,
     is_single: bool = False,
 ) -> Written:
     """Write a new file. Collective over `group`, inside a call that all ranks make, when they have agreed on its arguments.
@@ -148,10 +145,6 @@ def write_file(
     writers : str
         ``"all"``: each rank writes its chunks. ``"root"``: rank 0 writes all. ``"auto"``: all, or rank 0 if a rank does not see
         the file that rank 0 makes.
-    journal : Journal, optional
-        Notes what is written, so that another job can resume it after a kill. On all ranks, or on none.
-    resumed : Resumed, optional
-        What another job has written of this file. `rounds` have only the rest.
     is_single : bool
         Whether all ranks have one round, and know it. Then they need not ask each other whether there is more. If rank 0 places
         chunks (`Encoder.is_asked`), a rank may have more rounds all the same, of chunks that it has without the others.
@@ -169,7 +162,7 @@ def write_file(
         Nothing moved on any rank for the call's timeout.
     """
     n = group.machine.n_threads if n_threads is None else n_threads
-    return _Writing(group, sink, verify, n, on_progress, allow_missing, writers, journal, resumed, is_single).run(iter(rounds))
+    return _Writing(group, sink, verify, n, on_progress, allow_missing, writers, is_single).run(iter(rounds))
 
 
 @dataclass(slots=True, eq=False)
@@ -252,12 +245,9 @@ class _Writing:
         on_progress: Callable[[int], None] | None,
         allow_missing: bool,
         writers: str,
-        journal: Journal | None = None,
-        resumed: Resumed | None = None,
         is_single: bool = False,
     ) -> None:
         self._is_single = is_single
-        self._journal, self._resumed, self._is_kept = journal, resumed, False
         self._group, self._sink, self._verify, self._n_threads = group, sink, verify, max(1, n_threads)
         self._on_progress, self._allow_missing, self._writers = on_progress, allow_missing, writers
         self._is_root = False  # rank 0 alone writes
@@ -296,15 +286,12 @@ class _Writing:
             )
             self._group.watch.enter("commit")
             self._on_root(lambda catalog: catalog.commit())
-            if self._journal is not None:
-                self._journal.remove()
             return written
         except Exception as error:
             stalled = isinstance(error, StallError)
             raise
-        except BaseException:  # Ctrl-C: another job can go on with it, if it has begun
+        except BaseException:  # Ctrl-C
             interrupted = True
-            self._is_kept = self._journal is not None and (self._resumed is not None or self._ticket is not None)
             raise
         finally:
             self._leave(stalled, interrupted)
@@ -324,18 +311,14 @@ class _Writing:
             with suppress(Exception):
                 self._writer.close()
         catalog = self._catalog
-        if self._journal is not None and (stalled or self._is_kept or catalog is None):
-            self._journal.close()
         if catalog is None or (stalled and self._is_apart):
             return
-        end, pool = catalog.leave if self._is_kept else catalog.abandon, Pool(1, "shardload-abandon")
+        end, pool = catalog.leave if interrupted else catalog.abandon, Pool(1, "shardload-abandon")
         try:
             wait([pool.submit(end)], _LEAVE_SECONDS if may_hang else None)
         except RuntimeError:  # no thread can be started
             end()
         pool.close(wait=not may_hang)
-        if self._journal is not None and not self._is_kept:
-            self._journal.remove()
 
     # --- waiting
 
@@ -399,21 +382,12 @@ class _Writing:
                 return make()
 
         def make() -> str:
-            resumed, journal = self._resumed, self._journal
-            placed = [] if resumed is None else resumed.placed(self._encoders)
-
             def begin() -> Catalog:
                 # Noted by the thread itself: after Ctrl-C nobody takes its result, and the temporary must be removed.
-                self._catalog = found = (
-                    sink.create() if resumed is None else sink.resume(resumed.temporary, resumed.token, placed)
-                )
-                return found
+                self._catalog = catalog = sink.create()
+                return catalog
 
-            ticket = self._apart(begin).ticket
-            if journal is not None:
-                rounds, left = ([], None) if resumed is None else (resumed.rounds, resumed.left)
-                self._apart(lambda: journal.begin(ticket, rounds, left))
-            return ticket.to_json()
+            return self._apart(begin).ticket.to_json()
 
         self._ticket = Ticket.from_json(group.tell(create, 0))
         ticket = self._ticket
@@ -424,8 +398,6 @@ class _Writing:
         with _KeepingErrors(self._keep), named(sink.path):
             self._apart(open_writer)
         self._choose_writers()
-        if self._resumed is not None and self._verify != INDEX:  # once more at the end: they are part of what gets the name
-            self._notes.add([(row[0], row[1], row[6], row[2], row[4]) for row in self._resumed.mine.tolist()])
         group.watch.enter("write")
 
     def _choose_writers(self) -> None:
@@ -449,8 +421,8 @@ class _Writing:
 
     @property
     def _asks(self) -> bool:
-        """Whether rank 0 must know of chunks: it places some, writes them, or notes them. The same on all ranks."""
-        return self._is_root or self._journal is not None or any(one.is_asked for one in self._encoders)
+        """Whether rank 0 must know of chunks: it places some, or writes them. The same on all ranks."""
+        return self._is_root or any(one.is_asked for one in self._encoders)
 
     def _write(self, rounds: Iterator[Sequence[Values]]) -> None:
         """All rounds, up to the fsync."""
@@ -539,7 +511,7 @@ class _Writing:
             self._wait(before.encoding)
         asked = [] if before is None else before.chunks if self._is_root else before.asked
         failed = self._error is not None
-        rows = [] if failed or before is None else self._rows(before, asked)
+        rows = [] if failed else [(one.array, one.number, one.stored_nbytes, one.stored.mask) for one in asked if one.stored]
         sent = np.array([int(failed), int(has_more), *(number for row in rows for number in row)], dtype=np.int64)
         told = self._group.gather_rows(sent)
         answer = self._group.scatter_rows(None if told is None else self._answers(told))
@@ -555,33 +527,9 @@ class _Writing:
             asked = asked if self._group.rank == 0 else []
         if before is not None:
             before.putting = [self._pool.submit(self._put, some) for some in self._shared_out(asked)]
-            if self._journal is not None and self._n_rounds % _SYNCED_ROUNDS == 0:
-                before.putting.append(self._pool.submit(self._sync_early))
             self._note(before.chunks)
             before.chunks = []
         return bool(goes_on)
-
-    @property
-    def _width(self) -> int:
-        """Integers that rank 0 gets of a chunk."""
-        return 4 if self._journal is None else N_COLUMNS
-
-    def _rows(self, before: _Round, asked: list[_Chunk]) -> list[tuple[int, ...]]:
-        """What rank 0 must know of the chunks of a round: of those that it places or writes, or for the journal of all."""
-        if self._journal is None:
-            return [(one.array, one.number, one.stored_nbytes, one.stored.mask) for one in asked if one.stored]
-        return [
-            (
-                one.array,
-                one.number,
-                one.stored_nbytes,
-                0 if one.stored is None else one.stored.mask,
-                one.crc,
-                int(one.encoder.is_asked),
-                one.offset,
-            )
-            for one in before.chunks
-        ]
 
     def _send_to_root(self, mine: Sequence[_Chunk], told: list[Int64s] | None) -> None:
         """Give rank 0 the stored bytes of this rank's chunks, one after the other. Rank 0 writes one while the next arrives."""
@@ -597,7 +545,7 @@ class _Writing:
         under_way: list[Future[None]] = []
         for rank, row in enumerate(told[1:], 1):
             for array, number, nbytes, mask, offset in zip(
-                *row[2:].reshape(-1, self._width)[:, :4].T.tolist(), self._offsets[rank], strict=True
+                *row[2:].reshape(-1, _N_COLUMNS).T.tolist(), self._offsets[rank], strict=True
             ):
                 if len(under_way) > 1:
                     self._wait([under_way.pop(0)])
@@ -628,9 +576,7 @@ class _Writing:
     def _answers(self, told: list[Int64s]) -> list[Int64s]:
         """On rank 0: what each rank is told, whether to stop, whether to go on, and where its chunks go."""
         must_stop, goes_on = any(row[0] for row in told), any(row[1] for row in told)
-        every = [row[2:].reshape(-1, self._width) for row in told]
-        is_all = self._journal is None or self._is_root
-        asked = every if is_all else [rows[rows[:, IS_ASKED] == 1] for rows in every]
+        asked = [row[2:].reshape(-1, _N_COLUMNS) for row in told]
         sizes = [len(rows) for rows in asked]
         offsets = np.zeros(sum(sizes), dtype=np.int64)
         if not must_stop:
@@ -645,11 +591,6 @@ class _Writing:
                         raise ValueError("there is no catalog")
                     name, some = self._encoders[array].name, rows[which]
                     offsets[which] = self._catalog.allocate(name, some[:, 1], some[:, 2], some[:, 3])
-                if self._journal is not None:
-                    noted = np.concatenate(every)
-                    noted[slice(None) if self._is_root else noted[:, IS_ASKED] == 1, OFFSET] = offsets
-                    with named(self._sink.path):
-                        self._journal.note(noted)
             except Exception as error:
                 let_interruption_pass(error)
                 self._keep(error)
@@ -709,7 +650,7 @@ class _Writing:
             one.values_crc = checksum_of_values(values)
         stored = encoder.encode(one.region, values)
         one.values, one.stored, one.stored_nbytes = None, stored, stored.nbytes
-        if self._verify != INDEX or self._journal is not None:
+        if self._verify != INDEX:
             one.crc = int(deflate.crc32(memoryview(stored.data).cast("B")))
         if not encoder.is_asked:
             one.offset = self._place(one.array, one.number)
@@ -725,14 +666,6 @@ class _Writing:
             except Exception as error:
                 self._keep(error)
                 return
-
-    def _sync_early(self) -> None:
-        """Have the disk store what was written so far: a machine that stops loses less."""
-        try:
-            if self._writer is not None and not self._is_stopped:
-                self._writer.sync()
-        except Exception as error:
-            self._keep(error)
 
     def _put_one(self, one: _Chunk) -> None:
         writer, encoder = self._writer, one.encoder
