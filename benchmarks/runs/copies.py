@@ -3,10 +3,11 @@
     python -m benchmarks.runs.copies --folder /scratch/copies
 
 1. A file of ``--size`` planes is written: gzip, each plane another one, cheap to compress.
-2. ``shardload copy`` makes other chunks of it, on several ranks whose staging memory together is a fraction of the array.
+2. ``shardload copy`` makes a Zarr store with other chunks of it, on several ranks whose staging memory together is a
+   fraction of the array.
    When half of the file is there, one rank is killed with SIGKILL.
 3. The same command with ``--resume`` goes on. The peak memory of each rank is measured in both.
-4. The copy is read by h5py, without shardload, and compared element by element.
+4. The copy is read by zarr, without shardload, and compared element by element.
 5. Ways that are installed do the same in one process: ``h5repack``, and h5py in a loop over slabs of target chunks.
 
 All that was written is removed.
@@ -32,6 +33,7 @@ from typing import Any
 import h5py
 import hdf5plugin
 import numpy as np
+import zarr
 
 __all__ = ["main"]
 
@@ -79,13 +81,12 @@ def unfinished(target: Path) -> list[Path]:
 
 
 def run_and_kill(arguments: list[str], target: Path, enough: int) -> tuple[float, int]:
-    """Start a copy, and kill one of its ranks when so many chunks are noted. Returns seconds and chunks."""
+    """Start a copy, and kill one of its ranks when so many chunks have their names. Returns seconds and chunks."""
     started = time.perf_counter()
     job = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     there = 0
     while job.poll() is None:
-        journals = [Path(f"{one}.journal") for one in unfinished(target)]
-        there = max([one.stat().st_size // 56 for one in journals if one.exists()], default=0)
+        there = sum(path.name.isdecimal() and path.is_file() for left in unfinished(target) for path in left.rglob("*"))
         if there >= enough:
             os.kill(_a_rank(job.pid), signal.SIGKILL)
             break
@@ -117,15 +118,14 @@ def _a_rank(launcher: int) -> int:
 
 def compare(target: Path, n: int, size: int, chunks: tuple[int, ...]) -> None:
     """Compare the copy with what was to be in it. RuntimeError if anything differs."""
-    with h5py.File(target) as file:
-        found = file["rho"]
-        if found.chunks != chunks or found.attrs["units"] != "kg m-3":
-            raise RuntimeError(f"chunks {found.chunks}, attributes {dict(found.attrs)}")
-        for low in range(0, n, chunks[0]):
-            values = found[low : low + chunks[0]]
-            for k, one in enumerate(values):
-                if not np.array_equal(one, plane(low + k, size)):
-                    raise RuntimeError(f"plane {low + k} differs")
+    found = zarr.open_group(str(target), mode="r")["rho"]
+    if found.chunks != chunks or found.attrs["units"] != "kg m-3":
+        raise RuntimeError(f"chunks {found.chunks}, attributes {dict(found.attrs)}")
+    for low in range(0, n, chunks[0]):
+        values = found[low : low + chunks[0]]
+        for k, one in enumerate(values):
+            if not np.array_equal(one, plane(low + k, size)):
+                raise RuntimeError(f"plane {low + k} differs")
 
 
 def others(source: Path, target: Path, chunks: tuple[int, ...]) -> Iterator[tuple[str, float]]:
@@ -159,7 +159,7 @@ def main() -> None:
     given = parse.parse_args()
     folder = given.folder / f"shardload-copy-{os.getpid()}"
     folder.mkdir(parents=True)
-    source, target = folder / "in.h5", folder / "out.h5"
+    source, target = folder / "in.h5", folder / "out.zarr"
     size, chunks = given.size, tuple(int(n) for n in given.chunks.split(","))
     os.environ["HDF5_PLUGIN_PATH"] = hdf5plugin.PLUGIN_PATH
 
@@ -196,14 +196,14 @@ def main() -> None:
         )
         started = time.perf_counter()
         compare(target, size, size, chunks)
-        say("compared with the source's values by h5py", seconds=round(time.perf_counter() - started, 1), equal=True)
-        target.unlink()
+        say("compared with the source's values by zarr", seconds=round(time.perf_counter() - started, 1), equal=True)
+        shutil.rmtree(target)
         if given.beside:
             started = time.perf_counter()
             subprocess.run(command(given.ranks, *asked), capture_output=True, check=True)
             say("shardload copy, undisturbed", seconds=round(time.perf_counter() - started, 1))
-            target.unlink()
-            for what, seconds in others(source, target, chunks):
+            shutil.rmtree(target)
+            for what, seconds in others(source, folder / "out.h5", chunks):
                 say(what, seconds=round(seconds, 1))
     finally:
         shutil.rmtree(folder, ignore_errors=True)

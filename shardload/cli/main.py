@@ -419,7 +419,8 @@ def copy(
     allow_filters: AllowFilters = "",
     untrusted: Untrusted = DEFAULTS.untrusted,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with what a copy that was killed has left; begin if there is nothing.")
+        bool,
+        typer.Option("--resume", help="Go on with what a copy to Zarr that was killed has left; begin if there is nothing."),
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done, and write nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text, also of what went wrong.")] = False,

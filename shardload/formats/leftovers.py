@@ -1,8 +1,8 @@
 """What is this temporary of a save, is it whole, and what should be done with it?
 
 A save that was killed leaves ``NAME.TOKEN.unfinished``, and a Zarr store that was being replaced may stay as
-``NAME.TOKEN.replaced`` (see `target`). A copy also has a journal beside it. Nobody but the user removes them: a save may still
-be at work there. docs/design/save.md says when which of them is on disk.
+``NAME.TOKEN.replaced`` (see `target`). Nobody but the user removes them: a save may still be at work there.
+docs/design/save.md says when which of them is on disk.
 """
 
 from __future__ import annotations
@@ -16,12 +16,10 @@ from shardload.formats.containment import NotAFileError, open_file
 from shardload.formats.locks import locked_path
 from shardload.formats.target import FOLDER_MARK, MARK_BEGINS, MARK_NBYTES, shortened, temporary_of
 
-__all__ = ["GROWTH_MARK", "JOURNAL", "NEW_JOURNAL", "ROOTS", "Leftover", "find_leftover", "refuse_leftover"]
+__all__ = ["GROWTH_MARK", "ROOTS", "Leftover", "find_leftover", "refuse_leftover"]
 
 ROOTS = ("zarr.json", ".zgroup", ".zarray")  # one of them makes a folder a Zarr store
 
-JOURNAL = ".journal"  # behind the name of a temporary: what a copy notes, to go on after a kill
-NEW_JOURNAL = f"{JOURNAL}.new"  # the same, while a copy that goes on writes it anew
 GROWTH_MARK = "shardload-append"  # is in a temporary folder that has what will be appended to a store, or in that of a file
 
 
@@ -37,12 +35,13 @@ class Leftover:
         The name that was asked for.
     what : str
         ``"unfinished"``: what the save wrote. ``"replaced"``: what had the name before. ``"appended"``: new rows of the target,
-        which it may have or not. ``"appending"``: a file that keeps other appends away. ``"journal"``: what a copy noted to
-        go on after a kill, and nothing to go on with. ``"new journal"``: one that had not taken the place of the old one.
+        which it may have or not. ``"appending"``: a file that keeps other appends away.
     is_whole : bool
         Whether it can be used. Of what was replaced, parts may be removed already if the name exists.
     is_link : bool
         Whether it is a second name of the target.
+    goes_on : bool
+        Whether a copy can go on with it.
     """
 
     path: str
@@ -50,6 +49,7 @@ class Leftover:
     what: str
     is_whole: bool
     is_link: bool = False
+    goes_on: bool = False
 
     @property
     def told(self) -> str:
@@ -58,10 +58,6 @@ class Leftover:
             return f"says that '{self.target}' is being appended to; if that was killed, no other append can begin"
         if self.what == "appended":
             return f"belongs to an append to '{self.target}' that has not ended"
-        if self.what == "journal":
-            return f"is the journal of a copy to '{self.target}', of which nothing unfinished is left: of no use any more"
-        if self.what == "new journal":
-            return f"is what a copy to '{self.target}' began to note when it went on after a kill: of no use any more"
         if self.is_link:
             return f"is a second name of '{self.target}', which was saved as a whole"
         if self.what == "replaced":
@@ -74,18 +70,14 @@ class Leftover:
     @property
     def condition(self) -> str:
         """When `commands` may be typed."""
-        is_of_copy = self.what.endswith("journal") or os.path.exists(f"{self.path}{JOURNAL}")
-        call = "append" if self.what.startswith("append") else "copy" if is_of_copy else "save"
+        call = "append" if self.what.startswith("append") else "copy" if self.goes_on else "save"
         return f"If no {call} runs there any more"
 
     @property
     def commands(self) -> list[tuple[str, str]]:
         """What to do under this `condition`: in words, and what to type."""
-        beside = [path for path in (f"{self.path}{JOURNAL}", f"{self.path}{NEW_JOURNAL}") if os.path.exists(path)]
-        has_journal = f"{self.path}{JOURNAL}" in beside
-        paths = " ".join(map(shlex.quote, [self.path, *beside]))
-        remove = "remove it", f"rm {'-r ' if os.path.isdir(self.path) else ''}{paths}"
-        if has_journal and not self.is_whole:
+        remove = "remove it", f"rm {'-r ' if os.path.isdir(self.path) else ''}{shlex.quote(self.path)}"
+        if self.goes_on:
             return [("go on with it", f"shardload copy IN {shlex.quote(self.target)} --resume"), remove]
         if not self.is_whole or self.is_link:
             return [remove]
@@ -109,12 +101,6 @@ def find_leftover(path: str) -> Leftover | None:
     locked = locked_path(path)
     if locked is not None:
         return Leftover(path, locked, "appending", False)
-    noted = temporary_of(path.removesuffix(JOURNAL)) if path.endswith(JOURNAL) else None
-    if noted is not None and os.path.exists(path):
-        return find_leftover(path.removesuffix(JOURNAL)) or Leftover(path, noted[0], "journal", False)
-    noted = temporary_of(path.removesuffix(NEW_JOURNAL)) if path.endswith(NEW_JOURNAL) else None
-    if noted is not None and os.path.exists(path):
-        return Leftover(path, noted[0], "new journal", False)
     found = temporary_of(path)
     if found is None or not os.path.exists(path):
         return None
@@ -124,7 +110,9 @@ def find_leftover(path: str) -> Leftover | None:
         if GROWTH_MARK in names:
             return Leftover(path, target, "appended", False)
         is_whole = FOLDER_MARK not in names and any(root in names for root in ROOTS)
-        return Leftover(path, target, what, is_whole and (what == "unfinished" or not os.path.lexists(target)))
+        is_whole = is_whole and (what == "unfinished" or not os.path.lexists(target))
+        goes_on = FOLDER_MARK in names and os.path.getsize(os.path.join(path, FOLDER_MARK)) > MARK_NBYTES
+        return Leftover(path, target, what, is_whole, goes_on=goes_on)
     try:
         with os.fdopen(open_file(path), "rb") as file:
             head = file.read(len(MARK_BEGINS))

@@ -53,6 +53,7 @@ def make_sink(
     alignment: int = 1,
     attrs: Mapping[str, Any] | None = None,
     group_attrs: Mapping[str, Mapping[str, Any]] | None = None,
+    about: Mapping[str, str] | None = None,
 ) -> Sink:
     """The sink of a new file. Touches no disk. Not collective: each rank makes its own, of the same arguments.
 
@@ -72,6 +73,8 @@ def make_sink(
         Attributes of the file.
     group_attrs : mapping
         Attributes of its groups, by their full names. Groups without arrays are made too.
+    about : mapping, optional
+        Zarr: see `ZarrSink`.
 
     Raises
     ------
@@ -107,7 +110,7 @@ def make_sink(
         from shardload.formats.zarr.sink import ZarrSink
 
         version = 2 if kind == "zarr2" else 3
-        return ZarrSink(path, full, mode=mode, version=version, attrs=attrs, group_attrs=group_attrs)
+        return ZarrSink(path, full, mode=mode, version=version, attrs=attrs, group_attrs=group_attrs, about=about)
     from shardload.formats.hdf5.sink import Hdf5Sink
 
     is_netcdf = kind == "netcdf4"

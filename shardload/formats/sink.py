@@ -14,7 +14,7 @@ from __future__ import annotations
 import abc
 import json
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self
@@ -34,17 +34,16 @@ __all__ = [
     "Compression",
     "Decode",
     "Encoder",
-    "Placed",
     "Places",
     "Sink",
     "Stored",
     "Ticket",
     "Writer",
-    "place_again",
     "unopened_by_xarray",
     "with_dims",
 ]
 
+Bools = np.ndarray[Any, np.dtype[np.bool_]]
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
 Decode = Callable[[Region], np.ndarray[Any, Any]]
 ONE_LENGTH = "Axes of one name have one length: pass other dims=, or cut the longer one (padding is not saved)"
@@ -411,14 +410,11 @@ class Ticket:
         A random word that is in the temporary too, so that a rank that finds another file there notices.
     places : mapping
         Where the chunks of the arrays are for which that is known already. An array in one piece counts as one chunk.
-    is_resumed : bool
-        True for a temporary that another job has begun: some of its chunks may be there, some in part.
     """
 
     temporary: str
     token: str
     places: Mapping[str, Places] = field(default_factory=dict)
-    is_resumed: bool = False
 
     def to_json(self) -> str:
         """As text, for another rank."""
@@ -429,26 +425,7 @@ class Ticket:
         """The inverse of `to_json`."""
         found = json.loads(text)
         places = {name: Places(**one) for name, one in found["places"].items()}
-        return cls(found["temporary"], found["token"], places, found["is_resumed"])
-
-
-@dataclass(frozen=True)
-class Placed:
-    """What one call of `Catalog.allocate` was told, and its answer: for doing it again.
-
-    Attributes
-    ----------
-    name : str
-        The array.
-    numbers, nbytes, masks, offsets : ndarray of int64
-        Of each chunk.
-    """
-
-    name: str
-    numbers: Int64s
-    nbytes: Int64s
-    masks: Int64s
-    offsets: Int64s
+        return cls(found["temporary"], found["token"], places)
 
 
 class Catalog(abc.ABC):
@@ -483,25 +460,14 @@ class Catalog(abc.ABC):
         """Remove the temporary, unless it was committed. May be called again. Never raises OSError."""
 
     def leave(self) -> None:
-        """Let go of the temporary, which stays as it is: another job may go on with it (`Sink.resume`)."""
-        return None
+        """Let go of the temporary after Ctrl-C. It is removed, unless another job may go on with it (`Sink.take_up`)."""
+        self.abandon()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.abandon()
-
-
-def place_again(catalog: Catalog, path: str, placed: Iterable[Placed]) -> None:
-    """Do calls of `Catalog.allocate` again. ConfigError if an answer is another one than it was."""
-    for one in placed:
-        offsets = catalog.allocate(one.name, one.numbers, one.nbytes, one.masks)
-        if not np.array_equal(offsets, one.offsets):
-            raise ConfigError(
-                f"chunks of '{one.name}' in '{path}' get other places than in the job that was stopped: its HDF5 library was "
-                "another one, or the journal is damaged. Remove the unfinished file, or begin again without resume=True"
-            )
 
 
 class Writer(abc.ABC):
@@ -558,23 +524,23 @@ class Sink(abc.ABC):
     def create(self) -> Catalog:
         """Make the temporary. On one rank."""
 
-    @abc.abstractmethod
-    def resume(self, temporary: str, token: str, placed: Iterable[Placed]) -> Catalog:
-        """Take up a temporary that another job has left. On one rank.
+    def take_up(self) -> dict[str, Bools] | None:
+        """Take up what a job that was killed has left of this file: `create` goes on with it. On one rank.
 
-        Parameters
-        ----------
-        temporary, token : str
-            Of its `Ticket`.
-        placed : iterable of Placed
-            Calls of `Catalog.allocate` of that job, from the first on, in order. Their chunks are in the temporary. What
-            comes after them is done again.
+        Returns
+        -------
+        dict of ndarray or None
+            Of each array which of its chunks are on disk, whole; None if nothing was left.
 
         Raises
         ------
         ConfigError
-            If it is not to be seen here, or if a chunk gets another place than it had.
+            If what was left is of something else, if another job is writing it, or if files like this one begin anew.
         """
+        raise ConfigError(
+            f"a copy to '{self.path}' cannot go on after a kill: only one to a Zarr store without shards can. "
+            "Remove what is unfinished, and begin again without resume=True"
+        )
 
     @abc.abstractmethod
     def writer(self, ticket: Ticket) -> Writer:

@@ -50,7 +50,7 @@ MARK_BEGINS = b"shardload unfinished "  # a temporary file, until its own first 
 FOLDER_MARK = "shardload-unfinished"  # is in a temporary folder, until all of it is written
 _NAME = re.compile(r"(?P<name>.+)\.(?P<token>[0-9a-f]{16})\.(?P<what>unfinished|replaced)")
 _MOST_NAME_NBYTES = 255
-_MOST_BEHIND_NBYTES = len(".0123456789abcdef.unfinished.journal.new")  # of the names that stand beside a file
+_MOST_BEHIND_NBYTES = len(".0123456789abcdef.unfinished")  # of the names that stand beside a file
 _MOST_SUFFIX_NBYTES = 16
 _NOREPLACE, _EXCHANGE = 1, 2  # of renameat2
 _FIRST_RESERVED, _MOST_RESERVED = 16 << 20, 1 << 30  # bytes that one call reserves
@@ -303,12 +303,8 @@ class Target:
     def adopt(self, temporary: str, token: str) -> None:
         """Take a temporary that another job has made for this name in place of a new one. ConfigError as `create`."""
         self._refuse()
-        found = temporary_of(temporary)
-        expected = shortened(os.path.realpath(self._final))
-        if found is None or os.path.realpath(found[0]) != expected or not os.path.lexists(temporary):
-            raise ConfigError(f"'{temporary}' is no unfinished file of '{self.path}', or is not to be seen here")
-        if os.path.islink(temporary) or os.path.isdir(temporary) != self._is_folder:
-            raise ConfigError(f"'{temporary}' is not what another job began there. Remove it, and begin again")
+        if not os.path.lexists(temporary):
+            raise ConfigError(f"'{temporary}' was there a moment ago: another job has ended. Begin again")
         self.temporary, self.token = temporary, token
 
     def _refuse(self) -> None:

@@ -6,16 +6,16 @@ Pure: integers in, integers out.
    piece). Their edges are those of chunks of the source, too, wherever that fits into memory: then no chunk is decoded twice.
 2. Alone: a slab fits into the memory of one rank, which reads it by itself. No rank waits for another.
 3. Together: a slab takes the memory of all ranks. Its chunks are read once, by all, and what others need is sent to them.
-4. Slabs of all arrays are dealt out in rounds (`plan_rounds`). Rounds of all together come first, as all ranks have equally
+4. Slabs are dealt out to the ranks in turn, those of the largest arrays first. Which rank has a slab is a formula, so each rank
+   makes its own rounds, one after the other (`plan_rounds`). Rounds of all together come first, as all ranks have equally
    many of them.
 """
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -24,31 +24,17 @@ import numpy as np
 from shardload.planning.blocks import aligned
 from shardload.planning.grid import Grid
 from shardload.planning.region import Region
-from shardload.planning.saving import LEAST_CHUNK_NBYTES, MOST_CHUNK_NBYTES, ROUNDS_HELD
+from shardload.planning.rounds import Item, plan_rounds
 from shardload.planning.shards import Shards
 
-__all__ = [
-    "Copied",
-    "CopyMemory",
-    "Item",
-    "Round",
-    "Unit",
-    "growing_chunks",
-    "least_nbytes",
-    "plan_array",
-    "plan_memory",
-    "plan_rounds",
-    "run_units",
-]
+__all__ = ["CopiedArray", "SlabLayout", "count_rounds", "plan_array", "plan_copy_rounds"]
 
 _MOST_TRIED = 20_000  # shapes of a slab
 _ENOUGH_NBYTES = 8 << 20  # of a slab: larger ones save no more work per slab
-_RUN_NBYTES = 4 << 20
-_LEAST_ROWS = 512  # of a chunk along an axis that can grow, if rows are short: a time axis gets no chunk for each step
 
 
 @dataclass(frozen=True)
-class Unit:
+class CopiedArray:
     """How one array lies in the source, and how in the target.
 
     Attributes
@@ -80,27 +66,8 @@ class Unit:
         return aligned(math.prod(map(min, self.unit, self.shape)) * self.itemsize)
 
 
-def run_units(shape: tuple[int, ...], itemsize: int, page: int = 1) -> tuple[tuple[int, ...], bool]:
-    """Units of an array in one piece: runs of the file, of about 4 MiB; and whether they begin at multiples of `page` bytes.
-
-    >>> run_units((512, 512, 512), 4), run_units((3, 5), 8), run_units((3, 5), 8, page=4096)
-    (((4, 512, 512), True), ((3, 5), True), ((3, 5), True))
-    """
-    for axis in range(len(shape)):
-        row = max(1, math.prod(shape[axis + 1 :]) * itemsize)
-        if row > _RUN_NBYTES:
-            continue
-        step, n = page // math.gcd(row, page), _RUN_NBYTES // row
-        paged = n // step * step or (step if step * row <= 4 * _RUN_NBYTES else 0)
-        n = min(paged or n, shape[axis])
-        fits = not axis and n == shape[axis]  # one unit, which begins where the array does
-        fits = fits or (paged > 0 and (not axis or not shape[axis] * row % page))
-        return ((1,) * axis + (n,) + tuple(shape[axis + 1 :])), fits
-    return (1,) * len(shape), page == 1
-
-
 @dataclass(frozen=True)
-class Copied:
+class SlabLayout:
     """How one array is copied.
 
     Attributes
@@ -109,11 +76,11 @@ class Copied:
         The slabs.
     cuts : tuple of int
         Into how many pieces a slab is cut along each axis; all 1 if one rank copies it alone.
-    unit : Unit
+    unit : CopiedArray
         The array.
     """
 
-    unit: Unit
+    unit: CopiedArray
     slabs: Grid
     cuts: tuple[int, ...]
 
@@ -122,10 +89,20 @@ class Copied:
         """True if all ranks copy a slab."""
         return math.prod(self.cuts) > 1
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all values in memory."""
+        return math.prod(self.unit.shape) * self.unit.itemsize
+
+    @cached_property
+    def slab_nbytes(self) -> int:
+        """Bytes of a slab in memory."""
+        return aligned(math.prod(map(min, self.slabs.cell, self.slabs.shape)) * self.unit.itemsize)
+
     @cached_property
     def n_decoded(self) -> int:
         """How many chunks of the source are decoded, each as often as it is."""
-        return math.prod(_n_met(self.unit, self.slabs, axis) for axis in range(len(self.unit.shape)))
+        return math.prod(_n_met(self.slabs, self.unit.chunks, axis) for axis in range(len(self.unit.shape)))
 
     @property
     def factor(self) -> float:
@@ -155,24 +132,36 @@ def _up(n: int, step: int) -> int:
     return -(-n // step) * step
 
 
-def _edges(grid: Grid, axis: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Where cells begin along an axis."""
-    cell, phase = grid.cell[axis], grid.phase[axis]
-    return np.maximum(np.arange(grid.counts[axis], dtype=np.int64) * cell - phase, 0)
+def _n_met(slabs: Grid, chunks: Grid, axis: int) -> int:
+    """Along one axis, the pairs of a slab and a chunk of the source that share elements.
 
-
-def _n_met(unit: Unit, slabs: Grid, axis: int) -> int:
-    """Along one axis, the pairs of a slab and a chunk of the source that share elements."""
-    n, chunks = unit.shape[axis], unit.chunks
+    Each pair but the first begins where a slab begins, or a chunk, or both.
+    """
+    n = slabs.shape[axis]
     if not n:
         return 0
-    start = _edges(slabs, axis)
-    stop = np.append(start[1:], n)
-    cell, phase = chunks.cell[axis], chunks.phase[axis]
-    return int(np.sum((stop - 1 + phase) // cell - (start + phase) // cell + 1))
+    n_both = _n_common(n, (slabs.cell[axis], slabs.phase[axis]), (chunks.cell[axis], chunks.phase[axis]))
+    return slabs.counts[axis] + chunks.counts[axis] - 1 - n_both
 
 
-def plan_array(unit: Unit, n_ranks: int, round_nbytes: int) -> Copied:
+def _n_common(n: int, first: tuple[int, int], second: tuple[int, int]) -> int:
+    """How many edges inside an axis of `n` elements two cuts have in common, each given by its cell and phase.
+
+    >>> _n_common(24, (4, 0), (6, 0)), _n_common(24, (4, 0), (6, 2)), _n_common(24, (4, 0), (6, 1))
+    (1, 2, 0)
+    """
+    (cell, phase), (other, other_phase) = first, second
+    common = math.gcd(cell, other)
+    if (phase - other_phase) % common:
+        return 0
+    turns = other // common
+    step = (phase - other_phase) // common * pow(cell // common, -1, turns) % turns
+    period = cell * turns
+    begin = (step * cell - phase) % period or period
+    return max(0, (n - 1 - begin) // period + 1)
+
+
+def plan_array(unit: CopiedArray, n_ranks: int, round_nbytes: int) -> SlabLayout:
     """How an array is copied, if each rank has `round_nbytes` for the values of a round.
 
     Examples
@@ -180,26 +169,26 @@ def plan_array(unit: Unit, n_ranks: int, round_nbytes: int) -> Copied:
     Planes of 1 MiB become cubes of 8 MiB. With 64 MiB on each of 4 ranks, a slab of 256 planes is read once by all:
 
     >>> planes = Grid((512, 512, 512), (1, 512, 512), (0, 0, 0))
-    >>> made = plan_array(Unit(planes.shape, (128, 128, 128), planes, True, 4), 4, 64 << 20)
+    >>> made = plan_array(CopiedArray(planes.shape, (128, 128, 128), planes, True, 4), 4, 64 << 20)
     >>> made.slabs.cell, made.cuts, made.factor
     ((256, 512, 512), (1, 1, 4), 1.0)
 
     With 256 MiB a rank reads such a slab alone:
 
-    >>> made = plan_array(Unit(planes.shape, (128, 128, 128), planes, True, 4), 4, 256 << 20)
+    >>> made = plan_array(CopiedArray(planes.shape, (128, 128, 128), planes, True, 4), 4, 256 << 20)
     >>> made.slabs.cell, made.is_together
     ((128, 512, 512), False)
     """
     ndim = len(unit.shape)
     ones = (1,) * ndim
     if 0 in unit.shape or not ndim:
-        return Copied(unit, Grid(unit.shape, tuple(max(1, n) for n in unit.shape), (0,) * ndim), ones)
+        return SlabLayout(unit, Grid(unit.shape, tuple(max(1, n) for n in unit.shape), (0,) * ndim), ones)
     axes = [_candidates(unit, axis) for axis in range(ndim)]
     while math.prod(map(len, axes)) > _MOST_TRIED:
         longest = max(range(ndim), key=lambda k: len(axes[k]))
         axes[longest] = axes[longest][::2] if len(axes[longest]) > 2 else axes[longest][:1]
     n_owners = 1 if unit.is_alone else n_ranks
-    best: dict[bool, tuple[tuple[float, ...], Copied]] = {}
+    best: dict[bool, tuple[tuple[float, ...], SlabLayout]] = {}
     for chosen in itertools.product(*axes):
         cell = [one[0] for one in chosen]
         nbytes = math.prod(map(min, cell, unit.shape)) * unit.itemsize
@@ -223,10 +212,10 @@ def plan_array(unit: Unit, n_ranks: int, round_nbytes: int) -> Copied:
             )
             if is_together not in best or key < best[is_together][0]:
                 slabs = Grid(unit.shape, tuple(cell), tuple(one[1] for one in chosen))
-                best[is_together] = key, Copied(unit, slabs, cuts)
+                best[is_together] = key, SlabLayout(unit, slabs, cuts)
     if not best:
         slabs = Grid(unit.shape, tuple(map(min, unit.unit, unit.shape)), (0,) * ndim)
-        return Copied(unit, slabs, ones)
+        return SlabLayout(unit, slabs, ones)
     if len(best) == 1:
         return next(iter(best.values()))[1]
     # Alone is simpler. What is worse about it: chunks that are decoded again, and ranks that have nothing to do.
@@ -234,7 +223,7 @@ def plan_array(unit: Unit, n_ranks: int, round_nbytes: int) -> Copied:
     return best[costs[True] < 0.9 * costs[False]][1]
 
 
-def _candidates(unit: Unit, axis: int) -> list[tuple[int, int, int, int]]:
+def _candidates(unit: CopiedArray, axis: int) -> list[tuple[int, int, int, int]]:
     """Lengths of a slab along an axis: length, phase, pairs of a slab and a chunk of the source, slabs."""
     n, u = unit.shape[axis], min(unit.unit[axis], unit.shape[axis])
     chunk, phase = unit.chunks.cell[axis], unit.chunks.phase[axis]
@@ -244,19 +233,19 @@ def _candidates(unit: Unit, axis: int) -> list[tuple[int, int, int, int]]:
     common = math.gcd(u, chunk)
     if phase % common == 0:  # edges of chunks of both meet somewhere
         period = u * chunk // common
-        first = next(k for k in range(chunk // common) if (k * u + phase) % chunk == 0) * u
+        turns = chunk // common
+        first = -(phase // common) * pow(u // common, -1, turns) % turns * u
         for k in steps:
             if k * period < n:
                 found.add((k * period, (period - first) % period if k == 1 else (k * period - first) % (k * period)))
-    made = []
+    made, chunks = [], Grid((n,), (chunk,), (phase,))
     for length, at in found:
         grid = Grid((n,), (length,), (at,))
-        one = Unit((n,), (u,), Grid((n,), (chunk,), (phase,)), True, 1)
-        made.append((length, at, _n_met(one, grid, 0), grid.counts[0]))
+        made.append((length, at, _n_met(grid, chunks, 0), grid.counts[0]))
     return sorted(made)
 
 
-def _cuts(unit: Unit, cell: Sequence[int], n_ranks: int) -> tuple[int, ...] | None:
+def _cuts(unit: CopiedArray, cell: Sequence[int], n_ranks: int) -> tuple[int, ...] | None:
     """Into how many pieces of whole units a slab is cut along each axis, so that each rank has one; None if it has too few."""
     counts = [-(-min(c, n) // u) for c, n, u in zip(cell, unit.shape, unit.unit, strict=True)]
     best: tuple[int, tuple[int, ...]] | None = None
@@ -269,7 +258,7 @@ def _cuts(unit: Unit, cell: Sequence[int], n_ranks: int) -> tuple[int, ...] | No
     return tuple(min(c, n) for c, n in zip(best[1], counts, strict=True))
 
 
-def _piece_nbytes(unit: Unit, cell: Sequence[int], cuts: Sequence[int]) -> int:
+def _piece_nbytes(unit: CopiedArray, cell: Sequence[int], cuts: Sequence[int]) -> int:
     axes = zip(cell, unit.shape, unit.unit, cuts, strict=True)
     return aligned(math.prod(min(_up(-(-min(c, n) // k), u), n) for c, n, u, k in axes) * unit.itemsize)
 
@@ -289,136 +278,71 @@ def _factors(n: int, ndim: int) -> Iterator[tuple[int, ...]]:
                 yield (k, *rest)
 
 
-# --- memory
-
-
-@dataclass(frozen=True)
-class CopyMemory:
-    """How a rank uses its staging memory.
-
-    Attributes
-    ----------
-    round_nbytes : int
-        Bytes of the values of a round.
-    reading_nbytes : int
-        For chunks that are decoded, and blocks that are sent.
-    n_threads : int
-        Threads that decode, and threads that encode.
-    encoding_nbytes : int
-        For chunks that are encoded.
-    """
-
-    round_nbytes: int
-    reading_nbytes: int
-    n_threads: int
-    encoding_nbytes: int
-
-    @property
-    def nbytes(self) -> int:
-        """All of it."""
-        return ROUNDS_HELD * self.round_nbytes + self.reading_nbytes + self.encoding_nbytes
-
-
-def growing_chunks(shape: Sequence[int], axis: int, itemsize: int) -> tuple[int, ...]:
-    """Chunks for an array that was in one piece and shall be able to grow along an axis: as few rows of that axis as are worth
-    a chunk, whole along the others up to 4 MiB.
-
-    >>> growing_chunks((8760, 721, 1440), 0, 4), growing_chunks((30, 721, 720), 0, 4), growing_chunks((8760,), 0, 8)
-    ((1, 721, 1440), (1, 721, 720), (8760,))
-    >>> growing_chunks((100, 2), 0, 8), growing_chunks((3, 4000, 4000), 0, 4)
-    ((512, 2), (1, 1000, 1000))
-    """
-    cell = [1 if k == axis else max(1, n) for k, n in enumerate(shape)]
-    while math.prod(cell) * itemsize > MOST_CHUNK_NBYTES and max(cell) > 1:
-        longest = max(range(len(cell)), key=lambda k: cell[k])
-        cell[longest] = -(-cell[longest] // 2)
-    rows = LEAST_CHUNK_NBYTES // (math.prod(cell) * itemsize)
-    cell[axis] = max(1, min(rows, max(shape[axis], _LEAST_ROWS)))
-    return tuple(cell)
-
-
-def least_nbytes(unit_nbytes: int, reading_nbytes: int, n_threads: int = 1) -> int:
-    """Fewest bytes of staging, if the largest unit has `unit_nbytes`, and reading takes at least `reading_nbytes`."""
-    return ROUNDS_HELD * aligned(unit_nbytes) + reading_nbytes + 2 * n_threads * unit_nbytes
-
-
-def plan_memory(staging_nbytes: int, unit_nbytes: int, reading_nbytes: int, n_threads: int) -> CopyMemory:
-    """Divide the staging memory, which is at least `least_nbytes`."""
-    while n_threads > 1 and least_nbytes(unit_nbytes, reading_nbytes, n_threads) > staging_nbytes * 3 // 4:
-        n_threads -= 1
-    encoding = 2 * n_threads * unit_nbytes
-    reading = max(reading_nbytes, min(staging_nbytes // 4, staging_nbytes - encoding - ROUNDS_HELD * aligned(unit_nbytes)))
-    return CopyMemory(
-        max(aligned(unit_nbytes), (staging_nbytes - encoding - reading) // ROUNDS_HELD), reading, n_threads, encoding
-    )
-
-
 # --- rounds
 
 
-@dataclass(frozen=True)
-class Item:
-    """Part of a round: a slab of an array."""
-
-    array: int
-    slab: Region
-
-
-@dataclass(frozen=True)
-class Round:
-    """What one rank does in one round; or, if `is_together`, what all ranks do."""
-
-    items: tuple[Item, ...]
-    is_together: bool
-
-
-def plan_rounds(
-    arrays: Sequence[Copied],
-    n_ranks: int,
-    round_nbytes: int,
-    is_done: Callable[[int, Region], bool] = lambda array, slab: False,
-) -> list[list[Round]]:
-    """The rounds of each rank: those of all ranks, the same for each, and then its own.
+def plan_copy_rounds(
+    arrays: Sequence[SlabLayout], n_ranks: int, round_nbytes: int, rank: int
+) -> Iterator[tuple[list[Item], bool]]:
+    """The rounds of one rank, and whether all ranks have the same slabs in it: first those of all together, then its own.
 
     Parameters
     ----------
-    arrays : sequence of Copied
+    arrays : sequence of SlabLayout
         The arrays.
     n_ranks : int
         Number of ranks.
     round_nbytes : int
         Bytes of the values of a round.
-    is_done : callable
-        Says of a slab of an array that it need not be copied.
+    rank : int
+        The rank.
 
     Examples
     --------
-    >>> one = plan_array(Unit((8,), (2,), Grid((8,), (2,), (0,)), True, 64), 2, 256)
-    >>> [[str(item.slab) for round in rank for item in round.items] for rank in plan_rounds([one], 2, 256)]
-    [['[0:4]'], ['[4:8]']]
+    >>> array = plan_array(CopiedArray((8,), (2,), Grid((8,), (2,), (0,)), True, 64), 2, 256)
+    >>> [[item.units for items, _ in plan_copy_rounds([array], 2, 256, rank) for item in items] for rank in range(2)]
+    [[range(0, 2, 2)], [range(1, 3, 2)]]
     """
-    shared: list[Round] = []
-    own: list[list[list[Item]]] = [[] for _ in range(n_ranks)]
-    left = [0] * n_ranks
-    loads = [(0, rank) for rank in range(n_ranks)]
-    for k, one in enumerate(arrays):
-        for number in range(one.slabs.n_cells):
-            slab = one.slabs.region(number)
-            if is_done(k, slab):
-                continue
-            if one.is_together:
-                shared.append(Round((Item(k, slab),), True))
-                continue
-            nbytes = aligned(slab.size * one.unit.itemsize)
-            if one.unit.is_alone:
-                rank = 0
-                loads = sorted((load + nbytes * (r == 0), r) for load, r in loads)
-            else:
-                load, rank = loads[0]
-                heapq.heapreplace(loads, (load + nbytes, rank))
-            if nbytes > left[rank] or not own[rank]:
-                own[rank].append([])
-                left[rank] = round_nbytes
-            own[rank][-1].append(Item(k, slab))
-            left[rank] -= nbytes
-    return [[*shared, *(Round(tuple(items), False) for items in mine)] for mine in own]
+    for number, array in enumerate(arrays):
+        for slab in range(array.slabs.n_cells if array.is_together else 0):
+            yield [Item(number, range(slab, slab + 1))], True
+    for items in plan_rounds(_share(arrays, n_ranks, rank), round_nbytes):
+        yield items, False
+
+
+def count_rounds(arrays: Sequence[SlabLayout], n_ranks: int, round_nbytes: int) -> int:
+    """How many rounds the rank has that has most.
+
+    >>> array = plan_array(CopiedArray((9,), (2,), Grid((9,), (2,), (0,)), True, 64), 2, 128)
+    >>> array.slabs.n_cells, count_rounds([array], 2, 128)
+    (3, 3)
+    """
+    n_together = sum(array.slabs.n_cells for array in arrays if array.is_together)
+    # Slabs are dealt out from large to small: the first rank that gets one has the most and the largest.
+    busiest = {0, _first_owner(arrays, n_ranks)}
+    return n_together + max(sum(1 for _ in plan_rounds(_share(arrays, n_ranks, rank), round_nbytes)) for rank in busiest)
+
+
+def _first_owner(arrays: Sequence[SlabLayout], n_ranks: int) -> int:
+    """The first rank to which slabs are dealt out: rank 1 if rank 0 has its share in arrays that it must write itself."""
+    alone = sum(array.nbytes for array in arrays if array.unit.is_alone)
+    total = sum(array.nbytes for array in arrays if not array.is_together)
+    return int(n_ranks > 1 and alone * n_ranks > total)
+
+
+def _share(arrays: Sequence[SlabLayout], n_ranks: int, rank: int) -> Iterator[tuple[int, range, int]]:
+    """What a rank copies alone: slabs of each array, largest slabs first. All ranks in turn get a slab."""
+    first = _first_owner(arrays, n_ranks)
+    n_owners, n_dealt = n_ranks - first, 0
+    alone = [number for number, array in enumerate(arrays) if not array.is_together and array.slabs.n_cells]
+    for number in sorted(alone, key=lambda number: -arrays[number].slab_nbytes):
+        n_slabs = arrays[number].slabs.n_cells
+        if arrays[number].unit.is_alone:
+            if rank == 0:
+                yield number, range(n_slabs), arrays[number].slab_nbytes
+            continue
+        if rank >= first:
+            slabs = range((rank - first - n_dealt) % n_owners, n_slabs, n_owners)
+            if slabs:
+                yield number, slabs, arrays[number].slab_nbytes
+        n_dealt += n_slabs

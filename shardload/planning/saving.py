@@ -2,12 +2,11 @@
 
 Pure: integers in, frozen dataclasses out. Ranks with the same integers make the same plan.
 
-1. `plan_chunks` chooses chunks: of 1 to 4 MiB, and so that each lies in one shard where that is possible.
-2. `plan_array` decides how one array goes. If each chunk lies in one shard, a holder of that shard writes it, and nothing
-   travels (`Held`). Otherwise chunks are grouped into blocks, which all ranks share out in the file's order, and parts of
-   shards travel to the owners (`Sent`, a `Schedule`).
-3. `plan_rounds` cuts the work of all arrays into rounds under the staging cap. Each rank takes part in each round, so a round
-   is the same list of arrays on every rank.
+1. `plan_array` decides how one array goes. If each chunk lies in one shard, a holder of that shard writes it, and nothing
+   travels (`HolderLayout`). Otherwise chunks are grouped into blocks, which all ranks share out in the file's order, and parts
+   of shards travel to the owners (`OwnerLayout`, a `Schedule`).
+2. `plan_save_rounds` cuts the work of all arrays into rounds under the staging cap. Each rank takes part in each round, so a
+   round is the same list of arrays on every rank.
 """
 
 from __future__ import annotations
@@ -19,29 +18,27 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from shardload.planning.blocks import aligned, plan_blocks
+from shardload.planning.chunk_shapes import SHARE_OF_CAP, plan_rows
 from shardload.planning.grid import Grid, unravel
 from shardload.planning.region import Region
+from shardload.planning.rounds import Item, RoundMemory, least_memory, plan_memory, plan_rounds
 from shardload.planning.schedule import Schedule
 from shardload.planning.shards import Shards
 from shardload.planning.strategies import Parallel, Root
 
 __all__ = [
-    "ROUNDS_HELD", "Held", "Item", "Memory", "Sent", "Unit", "least_memory", "plan_array", "plan_chunks", "plan_memory",
-    "plan_rounds",
+    "HolderLayout", "OwnerLayout", "StoredArray", "count_buffers", "least_save_memory", "part_nbytes", "plan_array",
+    "plan_save_memory", "plan_save_rounds",
 ]  # fmt: skip
 
-MOST_CHUNK_NBYTES, LEAST_CHUNK_NBYTES = 4 << 20, 1 << 18
 _LEAST_RUN_NBYTES = 64 << 10  # of an array in one piece: shorter runs are collected by one rank
-_BLOCK_NBYTES, _MOST_BLOCKS_OF_ROWS, _MOST_FILE_NBYTES = 4 << 20, 4, 64 << 20
+_BLOCK_NBYTES, _MOST_FILE_NBYTES = 4 << 20, 64 << 20
 _PAGE_NBYTES = 4096  # clients of Lustre and NFS on different nodes must not write to the same page
-ROUNDS_HELD = 5  # three rounds of values, two of stored bytes: `jobs.writing.file.KEPT_ROUNDS`
-_BLOCKS_IN_CAP = 32  # five rounds of one block, buffers for parts of it, and scratch memory
 _SLOTS, _PACKS = 4, 2
-_FACTORS = (2, 3, 5, 7)
 
 
 @dataclass(frozen=True)
-class Unit:
+class StoredArray:
     """How one array will be stored, as far as planning asks.
 
     Attributes
@@ -70,72 +67,8 @@ class Unit:
         return math.prod(self.shape) * self.itemsize
 
 
-def plan_chunks(shape: Sequence[int], itemsize: int, shards: Shards, cap_nbytes: int = 1 << 62) -> tuple[int, ...]:
-    """Chunks of at most 4 MiB (less if the staging memory is small), each inside one shard if shards are not much smaller than
-    that and can be divided.
-
-    Examples
-    --------
-    Pencils of 512^3 float32 on 2 x 2 ranks; then small shards, which are joined:
-
-    >>> import numpy as np
-    >>> from shardload.planning.shards import plan_shards
-    >>> pencils = plan_shards((512, 512, 512), [(0,), (1,), ()], np.arange(4).reshape(2, 2))
-    >>> plan_chunks((512, 512, 512), 4, pencils)
-    (64, 128, 128)
-    >>> plan_chunks((64, 64), 4, plan_shards((64, 64), [(0,), ()], np.arange(64)))
-    (64, 64)
-    """
-    cell = [max(1, min(n, s)) for n, s in zip(shape, shards.shard_shape, strict=True)]
-    is_cut = [c > 1 for c in shards.cuts]
-    most = max(itemsize, min(MOST_CHUNK_NBYTES, cap_nbytes // _BLOCKS_IN_CAP))
-    while math.prod(cell) * itemsize > most:
-        axis, step = _next_cut(cell, is_cut)
-        cell[axis] = -(-cell[axis] // step)
-    # Join small shards: the last axes first, whose chunks then are runs of the file.
-    for axis in reversed(range(len(cell))):
-        while cell[axis] < shape[axis] and 2 * math.prod(cell) * itemsize <= min(2 * LEAST_CHUNK_NBYTES, most):
-            cell[axis] = min(shape[axis], 2 * cell[axis])
-    return tuple(cell)
-
-
-def _next_cut(cell: Sequence[int], is_cut: Sequence[bool]) -> tuple[int, int]:
-    """The axis to make shorter, the longest that can be, and by which factor: one that divides it if a mesh axis cuts it."""
-    for axis in sorted(range(len(cell)), key=lambda k: -cell[k]):
-        if cell[axis] == 1:
-            break
-        if not is_cut[axis]:
-            return axis, 2
-        for factor in _FACTORS:
-            if cell[axis] % factor == 0:
-                return axis, factor
-    return max(range(len(cell)), key=lambda k: cell[k]), 2
-
-
-class _InRounds:
-    """What is written in rounds of so many bytes, unit by unit."""
-
-    @property
-    def unit_nbytes(self) -> int:
-        """Bytes of the largest unit."""
-        raise NotImplementedError
-
-    @property
-    def most_units(self) -> int:
-        """Units of the rank that has most, or an upper bound."""
-        raise NotImplementedError
-
-    def per_round(self, round_nbytes: int) -> int:
-        """Units of a rank in a round."""
-        return max(1, round_nbytes // max(1, self.unit_nbytes))
-
-    def n_rounds(self, round_nbytes: int) -> int:
-        """Rounds; the same on all ranks."""
-        return -(-self.most_units // self.per_round(round_nbytes))
-
-
 @dataclass(frozen=True, eq=False)
-class Held(_InRounds):
+class HolderLayout:
     """An array of which each unit lies in one shard: a holder of that shard writes it.
 
     Attributes
@@ -211,7 +144,7 @@ class Held(_InRounds):
 
 
 @dataclass(frozen=True, eq=False)
-class Sent(_InRounds):
+class OwnerLayout:
     """An array of which parts travel to the owners of blocks.
 
     Attributes
@@ -250,18 +183,18 @@ class Sent(_InRounds):
 
 
 def plan_array(
-    unit: Unit,
+    unit: StoredArray,
     shards: Shards,
     n_ranks: int,
     ranks_per_node: int | None = None,
     cap_nbytes: int = 1 << 62,
     first: tuple[int, ...] | None = None,
-) -> Held | Sent:
+) -> HolderLayout | OwnerLayout:
     """How one array goes from its shards to the file.
 
     Parameters
     ----------
-    unit : Unit
+    unit : StoredArray
         How it will be stored.
     shards : Shards
         Which rank holds which shard. `Shards.shape_global` may have padding.
@@ -275,21 +208,21 @@ def plan_array(
         Where the array's first element is in the array of the file, if it is appended to one that has chunks: the first chunk
         may have elements already.
     """
-    most = max(1, min(_BLOCK_NBYTES, cap_nbytes // _BLOCKS_IN_CAP))
+    most = max(1, min(_BLOCK_NBYTES, cap_nbytes // SHARE_OF_CAP))
     n_nodes = 1 if ranks_per_node is None else -(-n_ranks // ranks_per_node)
     phase = (0,) * len(unit.shape)
     if 0 in unit.shape:
         nothing = Grid(unit.shape, tuple(max(1, n) for n in unit.shape), phase)
-        return Held(nothing, nothing, shards, unit.itemsize)
+        return HolderLayout(nothing, nothing, shards, unit.itemsize)
     page = _PAGE_NBYTES if n_nodes > 1 else 1
     if unit.chunks is None:
         held = _runs_in_shards(unit, shards, page, most)
         if held is not None:
-            return Held(held, held, shards, unit.itemsize)
-        cell, fits = _rows(unit, page, most)
+            return HolderLayout(held, held, shards, unit.itemsize)
+        cell, fits = plan_rows(unit.shape, unit.itemsize, most, page)
         rows = Grid(unit.shape, cell, phase)
         rows_owners = Parallel(max(1, min(n_ranks, rows.n_cells)), ranks_per_node) if fits else Root(0)
-        return Sent(rows, Schedule(rows, shards, unit.itemsize, n_ranks, rows_owners))
+        return OwnerLayout(rows, Schedule(rows, shards, unit.itemsize, n_ranks, rows_owners))
     phase = phase if first is None else tuple(k % c for k, c in zip(first, unit.chunks, strict=True))
     chunks = units = Grid(unit.shape, unit.chunks, phase)
     # A block has this many times its bytes when its first chunks have been completed.
@@ -299,13 +232,13 @@ def plan_array(
         units = Grid(unit.shape, unit.files, tuple(k % c for k, c in zip(begins, unit.files, strict=True)))
         if math.prod(unit.files) * unit.itemsize > _MOST_FILE_NBYTES:
             blocks = plan_blocks(chunks, unit.itemsize * growth, max_nbytes=most, n_owners=1, per_owner=1)
-            return Sent(chunks, Schedule(blocks, shards, unit.itemsize, n_ranks, Root(0)), growth)
+            return OwnerLayout(chunks, Schedule(blocks, shards, unit.itemsize, n_ranks, Root(0)), growth)
     if not any(units.phase) and _is_inside(units, shards) and _is_spread(unit, shards, n_ranks):
-        return Held(units, chunks, shards, unit.itemsize)
+        return HolderLayout(units, chunks, shards, unit.itemsize)
     n_owners = max(1, min(n_ranks, units.n_cells))
     blocks = plan_blocks(units, unit.itemsize * growth, max_nbytes=most, n_owners=n_owners, per_owner=1)
     owners = Parallel(max(1, min(n_owners, blocks.n_cells)), ranks_per_node)
-    return Sent(chunks, Schedule(blocks, shards, unit.itemsize, n_ranks, owners), growth)
+    return OwnerLayout(chunks, Schedule(blocks, shards, unit.itemsize, n_ranks, owners), growth)
 
 
 def _is_inside(chunks: Grid, shards: Shards) -> bool:
@@ -314,12 +247,12 @@ def _is_inside(chunks: Grid, shards: Shards) -> bool:
     return all(cut == 1 or s % c == 0 or s >= n for s, c, n, cut in axes)
 
 
-def _is_spread(unit: Unit, shards: Shards, n_ranks: int) -> bool:
+def _is_spread(unit: StoredArray, shards: Shards, n_ranks: int) -> bool:
     """True if the ranks that hold the array are enough to encode it: more than half of all, or encoding is no work."""
     return not unit.is_packed or 2 * shards.table.n_holding > n_ranks
 
 
-def _runs_in_shards(unit: Unit, shards: Shards, page: int, most_nbytes: int) -> Grid | None:
+def _runs_in_shards(unit: StoredArray, shards: Shards, page: int, most_nbytes: int) -> Grid | None:
     """Cells of an array in one piece that are runs of the file and lie in one shard; None if they would be too short, or if two
     nodes would write to a page.
     """
@@ -343,107 +276,50 @@ def _runs_in_shards(unit: Unit, shards: Shards, page: int, most_nbytes: int) -> 
     return Grid(shape, tuple(cell), (0,) * len(cell))
 
 
-def _rows(unit: Unit, page: int, most_nbytes: int) -> tuple[tuple[int, ...], bool]:
-    """Cells of an array in one piece that are runs of the file, of about so many bytes; and whether all begin at pages."""
-    cell = list(unit.shape)
-    for axis, size in enumerate(unit.shape):
-        row = math.prod(cell[axis + 1 :]) * unit.itemsize
-        if row > most_nbytes:
-            cell[axis] = 1
-            continue
-        step = page // math.gcd(row, page)
-        n = max(step, most_nbytes // row // step * step)
-        if n * row > _MOST_BLOCKS_OF_ROWS * most_nbytes:
-            return (*cell[:axis], max(1, most_nbytes // row), *cell[axis + 1 :]), False
-        return (*cell[:axis], min(size, n), *cell[axis + 1 :]), page == 1 or not axis or size * row % page == 0
-    return tuple(cell), True
-
-
 # --- memory and rounds
 
 
-@dataclass(frozen=True)
-class Memory:
-    """How a rank uses its staging memory.
+def count_buffers(moving_nbytes: int, part_nbytes: int) -> tuple[int, int]:
+    """Numbers of buffers for parts: where they are staged, and where they are packed.
 
-    Attributes
-    ----------
-    round_nbytes : int
-        Bytes of values of a round.
-    n_slots, n_packs, slot_nbytes : int
-        Buffers for parts that are sent.
-    scratch_nbytes : int
-        What the threads that encode take.
+    >>> count_buffers(6000, 1000), count_buffers(2500, 1000), count_buffers(0, 0)
+    ((4, 2), (1, 1), (1, 1))
     """
-
-    round_nbytes: int
-    n_slots: int
-    n_packs: int
-    slot_nbytes: int
-    scratch_nbytes: int
-
-    @property
-    def nbytes(self) -> int:
-        """All of it."""
-        return ROUNDS_HELD * self.round_nbytes + (self.n_slots + self.n_packs) * self.slot_nbytes + self.scratch_nbytes
+    n = moving_nbytes // max(1, part_nbytes)
+    n_packs = _PACKS if n >= _SLOTS + _PACKS else 1
+    return max(1, min(_SLOTS, n - n_packs)), n_packs
 
 
-def _least(arrays: Sequence[Held | Sent], units: Sequence[Unit], n_threads: int) -> Memory:
-    largest = max((one.unit_nbytes for one in arrays), default=0)
-    part = max((aligned(one.schedule.max_part_nbytes) for one in arrays if isinstance(one, Sent)), default=0)
-    chunk = max((math.prod(u.chunks) * u.itemsize for u in units if u.chunks is not None and u.is_packed), default=0)
-    return Memory(aligned(largest), 1, 1, part, 2 * chunk * n_threads)
+def part_nbytes(layouts: Sequence[HolderLayout | OwnerLayout]) -> int:
+    """Bytes of the largest part that travels; 0 if none does."""
+    return max((aligned(layout.schedule.max_part_nbytes) for layout in layouts if isinstance(layout, OwnerLayout)), default=0)
 
 
-def least_memory(arrays: Sequence[Held | Sent], units: Sequence[Unit]) -> int:
+def _sizes(layouts: Sequence[HolderLayout | OwnerLayout], arrays: Sequence[StoredArray]) -> tuple[int, int, int]:
+    """Bytes of the largest unit, of the largest chunk that is work to encode, and of a buffer of each kind."""
+    unit = max((layout.unit_nbytes for layout in layouts), default=0)
+    packed = [array for array in arrays if array.chunks is not None and array.is_packed]
+    chunk = max((math.prod(array.chunks or ()) * array.itemsize for array in packed), default=0)
+    return unit, chunk, 2 * part_nbytes(layouts)
+
+
+def least_save_memory(layouts: Sequence[HolderLayout | OwnerLayout], arrays: Sequence[StoredArray]) -> int:
     """Fewest bytes of staging memory with which these arrays can be saved."""
-    return _least(arrays, units, 1).nbytes
+    return least_memory(*_sizes(layouts, arrays))
 
 
-def plan_memory(arrays: Sequence[Held | Sent], units: Sequence[Unit], cap_nbytes: int, n_threads: int) -> tuple[Memory, int]:
-    """How the memory under a cap is used, and how many threads encode. The cap is at least `least_memory`."""
-    while n_threads > 1 and 2 * _least(arrays, units, n_threads).nbytes > cap_nbytes:
-        n_threads -= 1
-    least = _least(arrays, units, n_threads)
-    left = cap_nbytes - least.scratch_nbytes
-    n_slots, n_packs = _SLOTS, _PACKS
-    room = min(left // 4, left - ROUNDS_HELD * least.round_nbytes)
-    while (n_slots > 1 or n_packs > 1) and (n_slots + n_packs) * least.slot_nbytes > room:
-        n_slots, n_packs = max(1, n_slots - 1), max(1, n_packs - 1)
-    left -= (n_slots + n_packs) * least.slot_nbytes
-    return Memory(
-        max(least.round_nbytes, left // ROUNDS_HELD), n_slots, n_packs, least.slot_nbytes, least.scratch_nbytes
-    ), n_threads
+def plan_save_memory(
+    layouts: Sequence[HolderLayout | OwnerLayout], arrays: Sequence[StoredArray], cap_nbytes: int, n_threads: int
+) -> RoundMemory:
+    """How the memory under a cap is used. The cap is at least `least_save_memory`."""
+    return plan_memory(cap_nbytes, *_sizes(layouts, arrays), n_threads, (_SLOTS + _PACKS) * part_nbytes(layouts))
 
 
-@dataclass(frozen=True)
-class Item:
-    """What of one array is in a round: its units number `number` times `per_round` and following, on each rank.
-
-    Attributes
-    ----------
-    array : int
-        Number of the array.
-    number, per_round : int
-        Which round of this array it is, and units of a rank in it.
-    """
-
-    array: int
-    number: int
-    per_round: int
-
-
-def plan_rounds(arrays: Sequence[Held | Sent], round_nbytes: int) -> list[list[Item]]:
-    """The rounds of a save: small arrays share one, large ones have several."""
-    rounds: list[list[Item]] = []
-    left = 0
-    for k, one in enumerate(arrays):
-        per_round, size = one.per_round(round_nbytes), aligned(one.unit_nbytes)
-        for number in range(one.n_rounds(round_nbytes)):
-            nbytes = min(per_round, one.most_units - number * per_round) * size
-            if nbytes > left or not rounds:
-                rounds.append([])
-                left = round_nbytes
-            rounds[-1].append(Item(k, number, per_round))
-            left -= nbytes
-    return rounds
+def plan_save_rounds(layouts: Sequence[HolderLayout | OwnerLayout], round_nbytes: int) -> list[list[Item]]:
+    """The rounds of a save, the same for all ranks: `Item.units` are places among the units of each rank."""
+    return list(
+        plan_rounds(
+            ((number, range(layout.most_units), aligned(layout.unit_nbytes)) for number, layout in enumerate(layouts)),
+            round_nbytes,
+        )
+    )

@@ -117,15 +117,14 @@ class PiecesToBlocks:
     ----------
     schedule : Schedule
         Blocks, owners and shards.
-    number, per_round : int
-        Which round this is, if the blocks of each owner are moved in rounds of so many; by default one round moves all.
+    places : range, optional
+        Which of the blocks of each owner are moved, by their places among these; by default all.
     """
 
     schedule: Schedule
-    number: int = 0
-    per_round: int = 1 << 62
-    # By rank and `per_round`: what all rounds need.
-    _known: dict[tuple[int, int], tuple[IntArray, ...]] = field(default_factory=dict, repr=False, compare=False)
+    places: range | None = None
+    # By rank: what all rounds need.
+    _known: dict[int, tuple[IntArray, ...]] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.schedule.shards.has_halo:
@@ -138,7 +137,8 @@ class PiecesToBlocks:
 
     def blocks_of(self, rank: int) -> range:
         """The blocks that a rank receives in this round."""
-        return self.schedule.blocks_of(rank)[self.number * self.per_round : (self.number + 1) * self.per_round]
+        blocks = self.schedule.blocks_of(rank)
+        return blocks if self.places is None else blocks[self.places.start : self.places.stop]
 
     def outgoing(self, rank: int) -> Iterator[Block]:
         """See `Flow`."""
@@ -153,24 +153,24 @@ class PiecesToBlocks:
             if parts:
                 yield Block(region, parts)
 
-    def in_round(self, number: int, per_round: int) -> PiecesToBlocks:
-        """The same for one round."""
-        return replace(self, number=number, per_round=per_round)
+    def in_round(self, places: range) -> PiecesToBlocks:
+        """The same for some blocks of each owner."""
+        return replace(self, places=places)
 
     def _pairs(self, rank: int) -> tuple[IntArray, IntArray, IntArray]:
-        """The blocks of this round that meet shards of a rank: block, shard, owner, ordered by block."""
-        key = rank, self.per_round
-        if key not in self._known:
+        """The blocks of this round that meet shards of a rank: block, shard, owner, by the place of the block."""
+        if rank not in self._known:
             block, shard = self.schedule.pairs_of(rank)
             owner = np.broadcast_to(self.schedule.owners(block), block.shape)
             of, inverse = np.unique(owner, return_inverse=True)
             first = np.array([self.schedule.blocks_of(one).start for one in of.tolist()], dtype=np.int64)
-            number = (block - first[inverse]) // self.per_round if len(of) else block
-            order = np.argsort(number, kind="stable")
-            self._known[key] = number[order], block[order], shard[order], owner[order]
-        number, *found = self._known[key]
-        here = slice(*np.searchsorted(number, (self.number, self.number + 1)).tolist())
-        block, shard, owner = (one[here] for one in found)
+            place = block - first[inverse] if len(of) else block
+            order = np.argsort(place, kind="stable")
+            self._known[rank] = place[order], block[order], shard[order], owner[order]
+        place, block, shard, owner = self._known[rank]
+        if self.places is not None:
+            here = slice(*np.searchsorted(place, (self.places.start, self.places.stop)).tolist())
+            block, shard, owner = block[here], shard[here], owner[here]
         return block, shard, owner
 
     def incoming(self, rank: int) -> Mapping[int, Sequence[Part]]:

@@ -25,16 +25,18 @@ atexit.register(lambda: print("peak", resource.getrusage(resource.RUSAGE_SELF).r
 # Runs the command; then says what each rank has imported. A rank may be killed when it is asked for a round.
 PROGRAM = """
 import atexit, os, signal, sys
+from shardload.formats.zarr import sink as zarr_sink
 from shardload.jobs.copying import plan as copy_plan, reading as copy_reading
 
+zarr_sink._MOST_OPEN = 4
 copy_plan._LEAST_READING_NBYTES = 1 << 14
 rank, at, who = int(os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", 0))), *map(int, sys.argv[1:3])
 read = copy_reading.CopyReading._read
 
-def dies(self, number, one):
+def dies(self, number, *more):
     if number == at and rank == who:
         os.kill(os.getpid(), signal.SIGKILL)
-    return read(self, number, one)
+    return read(self, number, *more)
 
 copy_reading.CopyReading._read = dies
 sys.argv[:] = ["shardload", "copy", *sys.argv[3:]]
@@ -52,16 +54,16 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("name", "at", "who", "n_after"), [("out.h5", 3, 1, 1), ("out.zarr", 5, 0, 2)])
-def test_a_job_that_was_killed_goes_on(file: Path, tmp_path: Path, name: str, at: int, who: int, n_after: int) -> None:
+@pytest.mark.parametrize(("at", "who", "n_after"), [(3, 1, 1), (5, 0, 2)])
+def test_a_job_that_was_killed_goes_on(file: Path, tmp_path: Path, at: int, who: int, n_after: int) -> None:
     """Wrong if a kill left a file with the target's name, or the next job, of another size, believed too much or nothing."""
-    target = tmp_path / name
+    target = tmp_path / "out.zarr"
     options = [file, target, "--chunks", "7,9,11", "--compression", "zstd", "--staging", "300KiB"]
     killed = run_job(["-c", PROGRAM, str(at), str(who), *map(str, options)], 2, timeout=240)
     assert killed.returncode != 0
     assert not target.exists()
     left = [one for one in os.listdir(tmp_path) if ".unfinished" in one]
-    assert sorted(one.rpartition(".")[2] for one in left) == ["journal", "unfinished"]
+    assert [one.rpartition(".")[2] for one in left] == ["unfinished"]
     job = run_job(
         ["-c", PROGRAM, "-1", "-1", *map(str, options), "--resume", "--verify", "full", "--json"], n_after, timeout=240
     )
@@ -70,10 +72,9 @@ def test_a_job_that_was_killed_goes_on(file: Path, tmp_path: Path, name: str, at
     n_all = 10 * 6 * 4
     assert 0 < told["chunks_resumed"] < n_all
     assert told["written"]["n_chunks"] == n_all - told["chunks_resumed"]
-    assert told["written"]["n_read_back"] == n_all
-    assert sorted(os.listdir(tmp_path)) == ["in.h5", name]
-    found = zarr.open_group(str(target), mode="r")["rho"] if name == "out.zarr" else h5py.File(target)["rho"]
-    np.testing.assert_array_equal(found[...], VALUES)
+    assert told["written"]["n_read_back"] == n_all - told["chunks_resumed"]
+    assert sorted(os.listdir(tmp_path)) == ["in.h5", "out.zarr"]
+    np.testing.assert_array_equal(zarr.open_group(str(target), mode="r")["rho"][...], VALUES)
 
 
 def test_no_rank_imports_jax_and_memory_is_bounded(tmp_path: Path) -> None:

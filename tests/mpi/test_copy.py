@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import io
+import fcntl
 import os
 import time
 from collections.abc import Callable
@@ -26,7 +26,6 @@ from shardload.jobs.copying import plan as copy_plan
 from shardload.jobs.copying import reading as copy_reading
 from shardload.jobs.copying.copy import CopyReport, copy_file, refuse_copy
 from shardload.jobs.copying.request import CopyRequest
-from shardload.jobs.writing import journal
 from tests.mpi.support import mesh_of, on_root, ramp, same_error
 
 pytestmark = pytest.mark.any_library
@@ -606,10 +605,9 @@ class Stopped(KeyboardInterrupt):
 
 
 RESUMED: dict[str, dict[str, Any]] = {
-    "out.h5": {"chunks": (5, 7, 6), "compression": "gzip"},
-    "plain.h5": {"chunks": None, "compression": None, "dtype": "float64"},
     "out.zarr": {"chunks": (5, 7, 6), "compression": "zstd"},
-    "sharded.zarr": {"chunks": (6, 8, 9), "shards": (6, 8, 18), "compression": "gzip"},
+    "old.zarr": {"chunks": (5, 7, 6), "compression": "gzip", "format": "zarr2"},
+    "plain.zarr": {"chunks": (5, 7, 6), "compression": None, "dtype": "float64"},
 }
 
 
@@ -622,11 +620,11 @@ def stopped(comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         on_root(comm, lambda: make_h5(before, LARGE, chunks=(8, 11, 9), compression="gzip"))
         read = copy_reading.CopyReading._read
 
-        def stop(self: Any, number: int, one: Any) -> Any:
+        def stop(self: Any, number: int, *more: Any) -> Any:
             if number == n:
                 comm.barrier()
                 raise Stopped
-            return read(self, number, one)
+            return read(self, number, *more)
 
         with monkeypatch.context() as patch:
             patch.setattr(copy_reading.CopyReading, "_read", stop)
@@ -647,28 +645,27 @@ def left_in(folder: Path) -> list[str]:
     return sorted(name.split(".unfinished")[-1] for name in os.listdir(folder) if ".unfinished" in name)
 
 
+def left_of(target: Path) -> Path:
+    (left,) = target.parent.glob("*.unfinished")
+    return left
+
+
 @pytest.mark.parametrize("name", RESUMED)
 @pytest.mark.usefixtures("small")
-def test_a_copy_that_was_stopped_goes_on(
-    comm: Any, shared_tmp_path: Path, stopped: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_copy_that_was_stopped_goes_on(comm: Any, shared_tmp_path: Path, stopped: Callable[..., Path], name: str) -> None:
     """Wrong if anything were trusted that is not whole, written twice, or left behind; or if all were done again."""
     target, options = shared_tmp_path / name, RESUMED[name]
-    if name == "plain.h5":
-        monkeypatch.setattr("shardload.planning.copying._RUN_NBYTES", 1500)
-    before = stopped(target, 4, staging=60_000 if name == "plain.h5" else 45_000, **options)
-    assert left_in(shared_tmp_path) == ["", ".journal"]
+    before = stopped(target, 4, staging=45_000, **options)
     assert not target.exists()
-    (left,) = [str(one) for one in shared_tmp_path.iterdir() if one.suffix == ".unfinished"]
-    assert f"shardload copy IN {target} --resume" in str(find_leftover(left))
+    assert f"shardload copy IN {target} --resume" in str(find_leftover(str(left_of(target))))
     comm.barrier()
     report = copy(comm, before, target, staging=100_000, resume=True, verify="full", **options)
-    assert report.n_resumed > 0
+    n_all = sum(int(np.prod(spec.grid)) for spec in report.plan.specs)
     assert report.written is not None
-    n_all = sum(one.size for one in copying_cells(report))
-    assert report.written.n_chunks == n_all - report.n_resumed > 0
-    assert report.written.n_read_back == n_all
-    assert any(f"{report.n_resumed:,} of {n_all:,} chunks were there already" in note for note in report.notes)
+    assert 0 < report.n_resumed < n_all
+    assert report.written.n_chunks == report.written.n_read_back == n_all - report.n_resumed
+    told = f"{report.n_resumed:,} of {n_all:,} chunks were there already, and were not read back"
+    assert told in report.notes
     comm.barrier()
     assert sorted(os.listdir(shared_tmp_path)) == ["in.h5", name]
     if comm.rank == 0:
@@ -677,19 +674,21 @@ def test_a_copy_that_was_stopped_goes_on(
             np.testing.assert_array_equal(second[one][...], first[one][...], err_msg=one)
 
 
-@pytest.mark.parametrize("name", ["out.h5", "out.zarr"])
+@pytest.mark.parametrize("name", ["out.zarr", f"{'n' * 247}out.zarr"], ids=["short", "long"])
 @pytest.mark.usefixtures("small")
 def test_a_copy_into_a_folder_by_a_link_goes_on(
     comm: Any, shared_tmp_path: Path, stopped: Callable[..., Path], name: str
 ) -> None:
-    """Wrong if what was left were taken for that of another file: home folders often have links to large file systems."""
+    """Wrong if what was left were taken for that of another file: home folders often have links to large file systems; or if
+    it were not found, as its name is cut.
+    """
 
     def make() -> None:
         (shared_tmp_path / "large").mkdir()
         (shared_tmp_path / "link").symlink_to("large")
 
     on_root(comm, make)
-    target, options = shared_tmp_path / "link" / name, RESUMED[name]
+    target, options = shared_tmp_path / "link" / name, RESUMED["out.zarr"]
     before = stopped(target, 4, staging=45_000, **options)
     report = copy(comm, before, target, staging=45_000, resume=True, **options)
     assert report.n_resumed > 0
@@ -697,121 +696,66 @@ def test_a_copy_into_a_folder_by_a_link_goes_on(
     assert os.listdir(shared_tmp_path / "large") == [name]
 
 
-@pytest.mark.parametrize("name", ["out.h5", "out.zarr"])
 @pytest.mark.usefixtures("small")
-def test_a_copy_with_a_long_name_goes_on(comm: Any, shared_tmp_path: Path, stopped: Callable[..., Path], name: str) -> None:
-    """Wrong if what was left, of which the name is cut, were not found again."""
-    target, options = shared_tmp_path / f"{'n' * (255 - len(name))}{name}", RESUMED[name]
-    before = stopped(target, 4, staging=45_000, **options)
-    assert copy(comm, before, target, staging=45_000, resume=True, **options).n_resumed > 0
-    comm.barrier()
-    assert sorted(os.listdir(shared_tmp_path)) == sorted([before.name, target.name])
-
-
-@pytest.mark.parametrize("name", ["out.h5", "out.zarr", "sharded.zarr"])
-@pytest.mark.usefixtures("small")
-def test_what_another_job_has_written_is_on_disk(
-    comm: Any, shared_tmp_path: Path, stopped: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, name: str
+def test_chunks_that_another_job_has_written_are_on_disk(
+    comm: Any, shared_tmp_path: Path, stopped: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Wrong if a file got its name of which chunks are in memory alone: the job that wrote them did not wait for the disk."""
-    target, options = shared_tmp_path / name, RESUMED[name]
-    before = stopped(target, 4, staging=45_000, **options)
+    """Wrong if a chunk got its name while it was in memory alone: after the machine stopped, a part of it would be trusted."""
+    target, options = shared_tmp_path / "out.zarr", RESUMED["out.zarr"]
     synced: set[tuple[int, int]] = set()
+    unsynced: list[str] = []
+    fsync, rename = os.fsync, os.rename
 
     def noted(descriptor: int) -> None:
+        fsync(descriptor)
         found = os.fstat(descriptor)
         synced.add((found.st_dev, found.st_ino))
 
-    comm.barrier()
+    def named(before: str, after: str) -> None:
+        found = os.stat(before)
+        if (found.st_dev, found.st_ino) not in synced:
+            unsynced.append(after)
+        rename(before, after)
+
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", noted)
-        report = copy(comm, before, target, staging=45_000, resume=True, **options)
-    assert report.n_resumed > 0
-    every = set().union(*comm.allgather(synced))
+        patch.setattr(os, "rename", named)
+        before = stopped(target, 4, staging=45_000, **options)
+        synced_before = set().union(*comm.allgather(synced))
+        synced.clear()
+        assert copy(comm, before, target, staging=45_000, resume=True, **options).n_resumed > 0
+    assert not unsynced
+    synced_now = set().union(*comm.allgather(synced))
     comm.barrier()
-    for one in [target, *target.rglob("*")]:
-        found = one.stat()
-        assert (found.st_dev, found.st_ino) in every, one
+    for path in [target, *target.rglob("*")]:
+        found = path.stat()
+        known = synced_now if path.is_dir() else synced_now | synced_before  # names are synced by the job that goes on
+        assert (found.st_dev, found.st_ino) in known, path
     comm.barrier()
 
 
-@pytest.mark.parametrize("which", [1, 3], ids=["at once", "later"])
+@pytest.mark.parametrize("what", ["torn", "gone", "metadata"])
 @pytest.mark.usefixtures("small")
-def test_a_journal_for_which_there_is_no_room(
-    comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: int
-) -> None:
-    """Wrong if rank 0 raised another error than the others, when it closed the file, or the journal stayed: they would not
-    come to the next call together.
-    """
-    before, target = shared_tmp_path / "in.h5", shared_tmp_path / "out.zarr"
-    on_root(comm, lambda: SOURCES["gzip.h5"](before))
-
-    class Full(io.FileIO):
-        n = 0
-
-        def write(self, data: Any) -> int:
-            Full.n += 1
-            if Full.n >= which:
-                raise OSError(122, os.strerror(122))
-            return super().write(data)
-
-    def opens(path: str, mode: str) -> Any:
-        return io.BufferedRandom(Full(path, mode.rstrip("b") + "+"), 1 << 20)
-
-    monkeypatch.setattr(journal, "open", opens, raising=False)
-    call = lambda: copy(comm, before, target, staging=45_000)  # noqa: E731
-    same_error(comm, call, SourceError, f"'{target}' cannot be written: your quota there is used up")
-    monkeypatch.undo()
-    comm.barrier()
-    assert os.listdir(shared_tmp_path) == ["in.h5"]
-    comm.barrier()
-    copy(comm, before, target)
-
-
-def copying_cells(report: CopyReport) -> list[Array]:
-    """An array for each array of the target, with an element for each chunk or run."""
-    made = []
-    for spec, one in zip(report.plan.specs, report.plan.arrays, strict=True):
-        cell = spec.chunks or one.unit.unit
-        made.append(np.empty([-(-n // max(1, c)) for n, c in zip(spec.shape, cell, strict=True)], dtype=bool))
-    return made
-
-
-@pytest.mark.parametrize("name", ["out.h5", "out.zarr"])
-@pytest.mark.parametrize("what", ["chunk", "journal", "finished"])
-@pytest.mark.usefixtures("small")
-def test_what_is_damaged_is_done_again(
-    comm: Any, shared_tmp_path: Path, stopped: Callable[..., Path], name: str, what: str
-) -> None:
-    """Wrong if a chunk that is not whole, or a record that was cut off, were believed."""
-    target, options = shared_tmp_path / name, RESUMED[name]
+def test_what_is_not_whole_is_done_again(comm: Any, shared_tmp_path: Path, stopped: Callable[..., Path], what: str) -> None:
+    """Wrong if a chunk that is not whole were believed, or if what the other job wrote last were in the way."""
+    target, options = shared_tmp_path / "out.zarr", RESUMED["out.zarr"]
     before = stopped(target, 4, staging=45_000, **options)
 
-    def damage() -> int:
-        (temporary,) = [shared_tmp_path / one for one in os.listdir(shared_tmp_path) if one.endswith(".unfinished")]
-        journal = Path(f"{temporary}.journal")
-        if what == "journal":
-            journal.write_bytes(journal.read_bytes()[:-3])
-        elif what == "finished" and temporary.is_dir():
-            (temporary / "zarr.json").write_text("{}")
-            (temporary / "shardload-unfinished").unlink()
-        elif what == "finished":
-            with open(temporary, "r+b") as file:
-                file.write(b"\x89HDF\r\n\x1a\n" + bytes(56))
-        elif temporary.is_dir():
-            chunk = sorted(path for path in (temporary / "rho").rglob("*") if path.is_file())[0]
-            chunk.write_bytes(chunk.read_bytes()[:-1])
-        else:
-            with open(temporary, "r+b") as file:
-                file.seek(-20, os.SEEK_END)
-                file.write(bytes(20))
-        return 0
+    def damage() -> None:
+        left = left_of(target)
+        if what == "metadata":
+            (left / "zarr.json").write_text("{}")
+            return
+        chunk = min(path for path in (left / "rho" / "c").rglob("*") if path.is_file())
+        if what == "torn":
+            chunk.with_name(f"{chunk.name}.part").write_bytes(chunk.read_bytes()[:-1])
+        chunk.unlink()
 
     on_root(comm, damage)
     report = copy(comm, before, target, staging=60_000, resume=True, **options)
     assert report.n_resumed > 0
     comm.barrier()
-    assert sorted(os.listdir(shared_tmp_path)) == ["in.h5", name]
+    assert sorted(os.listdir(shared_tmp_path)) == ["in.h5", "out.zarr"]
     if comm.rank == 0:
         first, second = h5py.File(before), opened(target)
         for one in ("rho", "g/big"):
@@ -820,32 +764,54 @@ def test_what_is_damaged_is_done_again(
 
 @pytest.mark.usefixtures("small")
 def test_what_cannot_go_on(comm: Any, shared_tmp_path: Path, stopped: Callable[..., Path]) -> None:
-    """Wrong if a copy went on with another source or other options, or touched what was left."""
-    target, options = shared_tmp_path / "out.h5", RESUMED["out.h5"]
+    """Wrong if a copy went on with another source, other options, or beside another job, or touched what was left."""
+    target, options = shared_tmp_path / "out.zarr", RESUMED["out.zarr"]
     before = stopped(target, 2, staging=45_000, **options)
     left = sorted(os.listdir(shared_tmp_path))
-    other = {"chunks": (5, 7, 4), "compression": "gzip"}
-    text = "what is made of '/rho'"
-    same_error(comm, lambda: copy(comm, before, target, staging=60_000, resume=True, **other), ConfigError, text)
+
+    def refused(text: str, **more: Any) -> None:
+        call = lambda: copy(comm, before, target, staging=60_000, resume=True, **(options | more))  # noqa: E731
+        same_error(comm, call, ConfigError, text)
+        assert sorted(os.listdir(shared_tmp_path)) == left
+
+    refused("what is made of '/rho'", chunks=(5, 7, 4))
+    with open(left_of(target) / "shardload-unfinished", "r+b") as mark:
+        if comm.rank == 0:
+            fcntl.flock(mark, fcntl.LOCK_EX)
+        comm.barrier()
+        refused("another job is writing")
     on_root(comm, lambda: os.utime(before, (1, 1)))
-    text = "size and time of the source"
-    same_error(comm, lambda: copy(comm, before, target, staging=60_000, resume=True, **options), ConfigError, text)
-    assert sorted(os.listdir(shared_tmp_path)) == left
+    refused("size and time of the source")
     report = copy(comm, before, target, staging=60_000, **options)
     assert report.n_resumed == 0
     comm.barrier()
-    assert sorted(os.listdir(shared_tmp_path)) == sorted([*left, "out.h5"])
+    assert sorted(os.listdir(shared_tmp_path)) == sorted([*left, "out.zarr"])
+
+
+@pytest.mark.parametrize("name", ["out.h5", "out.nc", "sharded.zarr"])
+@pytest.mark.usefixtures("small")
+def test_a_copy_that_begins_anew_says_so(comm: Any, shared_tmp_path: Path, stopped: Callable[..., Path], name: str) -> None:
+    """Wrong if it left anything after Ctrl-C that nobody can use, or did all again without a word."""
+    target = shared_tmp_path / name
+    options = {"chunks": (6, 8, 9), "shards": (6, 8, 18)} if name == "sharded.zarr" else {"chunks": (6, 8, 9)}
+    before = stopped(target, 2, staging=60_000, **options)
+    assert os.listdir(shared_tmp_path) == ["in.h5"]
+    text = "cannot go on after a kill: only one to a Zarr store without shards can"
+    same_error(comm, lambda: copy(comm, before, target, staging=60_000, resume=True, **options), ConfigError, text)
 
 
 @pytest.mark.usefixtures("small")
-def test_nothing_to_resume(comm: Any, shared_tmp_path: Path) -> None:
-    """Wrong if a script that always asks for it failed the first time, or was not told."""
-    before = shared_tmp_path / "in.h5"
-    on_root(comm, lambda: make_h5(before, chunks=(4, 5, 6)))
-    report = copy(comm, before, shared_tmp_path / "out.h5", resume=True)
+def test_nothing_to_resume(comm: Any, shared_tmp_path: Path, stopped: Callable[..., Path]) -> None:
+    """Wrong if a script that always asks for it failed the first time, or was not told; or if a whole store, which lacks its
+    name alone, were in the way.
+    """
+    target, options = shared_tmp_path / "out.zarr", RESUMED["out.zarr"]
+    before = stopped(target, 2, staging=45_000, **options)
+    on_root(comm, lambda: (left_of(target) / "shardload-unfinished").unlink())
+    report = copy(comm, before, target, resume=True, **options)
     assert report.n_resumed == 0
     assert any("began anew" in note for note in report.notes)
-    same_error(comm, lambda: copy(comm, before, shared_tmp_path / "out.h5", resume=True), ConfigError, "exists")
+    same_error(comm, lambda: copy(comm, before, target, resume=True), ConfigError, "exists")
 
 
 @pytest.mark.mpi(min_size=2)

@@ -33,7 +33,7 @@ from shardload.formats.hdf5.sink import Hdf5Writer
 from shardload.formats.sink import Encoder
 from shardload.jobs.saving import save as saving
 from shardload.jobs.writing.read_back import ReadBack
-from shardload.planning.saving import Held
+from shardload.planning.saving import HolderLayout
 from shardload.planning.tuning import Tuning
 from shardload.transfer.moves import PiecesToBlocks
 from tests.mpi.support import (
@@ -978,11 +978,11 @@ def Hidden(ticket: Any) -> Any:
 
 WRONG: dict[str, Any] = {
     "a shard's last unit is dropped": (
-        lambda m: m.setattr(Held, "units_of", _without_last(Held.units_of)),
+        lambda m: m.setattr(HolderLayout, "units_of", _without_last(HolderLayout.units_of)),
         {"compression": "gzip", "chunks": (2, 3, 5)},
     ),
     "two holders write a unit": (
-        lambda m: m.setattr(Held, "units_of", lambda self, rank: Held_all(self, rank)),
+        lambda m: m.setattr(HolderLayout, "units_of", lambda self, rank: Held_all(self, rank)),
         {"compression": "gzip", "chunks": (2, 3, 5)},
     ),
     "parts swapped in a block": (
@@ -1025,7 +1025,7 @@ def _swapped(start: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _next_round(whole: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda self, number, per_round: whole(self, max(0, number - 1), per_round)
+    return lambda self, places: whole(self, range(max(0, places.start - 1), max(1, places.stop - 1)))
 
 
 @pytest.mark.parametrize("what", WRONG)

@@ -19,7 +19,7 @@ from shardload import PeerError, SourceError, VerifyError
 from shardload.comm.group import group_of
 from shardload.formats.saving import make_sink
 from shardload.formats.sink import ArraySpec, Compression, Encoder, Sink
-from shardload.jobs.writing import file as writing
+from shardload.jobs.writing import pipeline as writing
 from shardload.jobs.writing.file import KEPT_ROUNDS, Values, Written, write_file
 from shardload.planning.region import Region
 from tests.mpi.support import on_disk, ramp, same_error
@@ -138,7 +138,7 @@ def test_ctrl_c_while_a_thread_is_at_work(
     own = comm.Split(comm.rank)  # each rank alone
     path, is_given_up = shared_tmp_path / f"out-{comm.rank}.{kind}", threading.Event()
     submits, waits = itertools.count(), itertools.count()
-    right_submit, right_wait, right_close = writing.Pool.submit, writing._Writing._wait, writing.Pool.close
+    right_submit, right_wait, right_close = writing.Pool.submit, writing.Pipeline.wait, writing.Pool.close
 
     def submit(self: Any, call: Any, *arguments: Any) -> Any:
         def late() -> Any:
@@ -158,7 +158,7 @@ def test_ctrl_c_while_a_thread_is_at_work(
 
     monkeypatch.setattr(writing.Pool, "submit", submit)
     monkeypatch.setattr(writing.Pool, "close", close)
-    monkeypatch.setattr(writing._Writing, "_wait", wait)
+    monkeypatch.setattr(writing.Pipeline, "wait", wait)
     with pytest.raises(Stopped):
         write(own, path)
     own.Free()
@@ -167,14 +167,14 @@ def test_ctrl_c_while_a_thread_is_at_work(
 
 def test_an_unforeseen_error_in_a_thread(comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if only the rank that has it raised it."""
-    whole = writing._Writing._put_one
+    whole = writing.Pipeline._put_one
 
     def put_one(self: Any, one: Any) -> None:
         if comm.rank == comm.size // 2 and one.encoder.is_asked:
             raise RuntimeError("the disk is on fire")
         whole(self, one)
 
-    monkeypatch.setattr(writing._Writing, "_put_one", put_one)
+    monkeypatch.setattr(writing.Pipeline, "_put_one", put_one)
     same_error(comm, lambda: write(comm, shared_tmp_path / "out.h5"), PeerError, "the disk is on fire")
     assert on_disk(comm, shared_tmp_path) == []
 

@@ -36,7 +36,7 @@ from shardload.formats.hdf5.on_disk import PAGE, Move, Patch, Spot, UnknownError
 from shardload.formats.hdf5.sink import Hdf5Encoder, Hdf5Writer, Noted, limit_cache, tell_chunks
 from shardload.formats.leftovers import GROWTH_MARK
 from shardload.formats.locks import AppendLock, FileLock
-from shardload.formats.sink import Catalog, Decode, Placed, Ticket, Writer
+from shardload.formats.sink import Catalog, Decode, Ticket, Writer
 from shardload.formats.target import MARK_NBYTES, Target, mark, named, not_undone, put_at, sync_folder
 from shardload.planning.grid import unravel
 
@@ -115,10 +115,6 @@ class GrowthSink(GrowingSink):
     def create(self) -> Catalog:
         """See `Sink`."""
         return GrowthCatalog(self)
-
-    def resume(self, temporary: str, token: str, placed: Iterable[Placed]) -> Catalog:
-        """See `Sink`. An append is not resumed."""
-        raise ConfigError(f"an append to '{self.path}' cannot be resumed: begin again")
 
     def writer(self, ticket: Ticket) -> Writer:
         """See `Sink`."""

@@ -18,7 +18,7 @@ import math
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import h5py
@@ -36,13 +36,11 @@ from shardload.formats.sink import (
     ArraySpec,
     Catalog,
     Encoder,
-    Placed,
     Places,
     Sink,
     Stored,
     Ticket,
     Writer,
-    place_again,
     with_dims,
 )
 from shardload.formats.target import MARK_NBYTES, Target, mark, named, put_at, reserve, sync_folder
@@ -152,10 +150,6 @@ class Hdf5Sink(Sink):
         """See `Sink`."""
         return _Hdf5Catalog(self)
 
-    def resume(self, temporary: str, token: str, placed: Iterable[Placed]) -> Catalog:
-        """See `Sink`."""
-        return _Hdf5Catalog(self, (temporary, token), placed)
-
     def writer(self, ticket: Ticket) -> Writer:
         """See `Sink`."""
         return Hdf5Writer(self, ticket)
@@ -225,49 +219,26 @@ class Hdf5Sink(Sink):
 class _Hdf5Catalog(Catalog):
     """See `Catalog`."""
 
-    def __init__(self, sink: Hdf5Sink, resumed: tuple[str, str] | None = None, placed: Iterable[Placed] = ()) -> None:
+    def __init__(self, sink: Hdf5Sink) -> None:
         self._sink, self._target = sink, Target(sink.path, sink.mode)
         self._file: h5py.File | None = None
         self._store: _Store | None = None
-        if resumed is None:
-            temporary = self._target.create()
-        else:
-            temporary = resumed[0]
-            self._target.adopt(*resumed)
+        temporary = self._target.create()
         try:
             with named(sink.path):
                 self._store = _Store(temporary)
                 self._store.put(mark(self._target.token, sink.path), 0)
-            # While chunks are placed again, no metadata is put: it could lie where a chunk of the other job is by now.
-            self._ledger, self._n_placed = Ledger(self._store, MOST_NBYTES if resumed is None else 1 << 62), 0
+            self._ledger, self._n_placed = Ledger(self._store, MOST_NBYTES), 0
             with self._library():
                 self._file = self._opened("w")
                 sink.describe(self._file)
                 self._chunks = {name: Noted(one.spec) for name, one in sink.arrays.items()}
                 places = {name: self._early(name) for name, one in sink.arrays.items() if not one.is_asked}
-            if resumed is None:
-                self._reserve()
+            self._reserve()
         except BaseException:
-            if resumed is None:
-                self.abandon()
-            else:
-                self._let_go()
+            self.abandon()
             raise
-        self.ticket = Ticket(temporary, self._target.token, places, resumed is not None)
-        if resumed is not None:
-            try:
-                place_again(self, sink.path, placed)
-            except BaseException:
-                self._let_go()
-                raise
-            self._ledger.most_nbytes = MOST_NBYTES
-
-    def _let_go(self) -> None:
-        """Leave the temporary as it is: what another job has done is not undone by an error before anything is added."""
-        file, self._file, self._target.temporary = self._file, None, None
-        if file is not None:
-            file.close()
-        self._close_store()
+        self.ticket = Ticket(temporary, self._target.token, places)
 
     def _opened(self, mode: str) -> h5py.File:
         """The ledger as an HDF5 file."""
@@ -459,12 +430,6 @@ class _Hdf5Catalog(Catalog):
         if self._file is not None:
             raise ValueError("finish the catalog first")
         self._target.commit()
-
-    def leave(self) -> None:
-        # HDF5 must not find the file open when the process ends: it would call Python, which has ended before.
-        self._ledger.most_nbytes = 1 << 62  # what HDF5 still writes goes nowhere
-        with contextlib.suppress(OSError, RuntimeError):
-            self._let_go()
 
     def abandon(self) -> None:
         file, self._file = self._file, None

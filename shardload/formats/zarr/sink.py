@@ -14,7 +14,7 @@ import json
 import math
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,25 +28,26 @@ from shardload.formats.sink import (
     ArraySpec,
     Catalog,
     Encoder,
-    Placed,
     Places,
     Sink,
     Stored,
     Ticket,
     Writer,
-    place_again,
     with_dims,
 )
 from shardload.formats.target import FOLDER_MARK, Target, make_below, mark, named, put_at, sync_folder
 from shardload.formats.zarr.encodings import group_metadata, layout, plain_attrs
+from shardload.formats.zarr.left import PART, Left, find_left, open_locked, whole_files
 from shardload.planning.grid import unravel
 from shardload.planning.region import Region
 
 __all__ = ["MOST_NAME_NBYTES", "ZarrCatalog", "ZarrEncoder", "ZarrSink", "is_taken", "write_file"]
 
+Bools = np.ndarray[Any, np.dtype[np.bool_]]
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
 _MOST_OPEN = 64  # files that wait for their fsync
 _MOST_BEHIND = 4096  # writes into them
+_MOST_BEHIND_NBYTES = 64 << 20  # if another job may go on: about what a kill costs a rank
 _MISSING = np.uint64(2**64 - 1)
 
 MOST_NAME_NBYTES = 255  # of a file or folder
@@ -110,7 +111,13 @@ class ZarrSink(Sink):
         Attributes of the root.
     group_attrs : mapping
         Attributes of groups, by their full names.
+    about : mapping of str to str, optional
+        What is written, of which source, if another job may go on with it after a kill (see `left`). Ranks that do not call
+        `create` may have an empty one. A store with shards always begins anew.
     """
+
+    about: Mapping[str, str] | None = None
+    left: Left | None = None
 
     def __init__(
         self,
@@ -121,9 +128,10 @@ class ZarrSink(Sink):
         version: int = 3,
         attrs: Mapping[str, Any] | None = None,
         group_attrs: Mapping[str, Mapping[str, Any]] | None = None,
+        about: Mapping[str, str] | None = None,
     ) -> None:
         Target(path, mode)  # checks the mode
-        self.path, self.mode, self.version = path, mode, version
+        self.path, self.mode, self.version, self.about = path, mode, version, about
         self.attrs = plain_attrs("/", attrs or {})
         self.group_attrs = {name.strip("/"): plain_attrs(name, found) for name, found in (group_attrs or {}).items()}
         self.arrays: dict[str, ZarrEncoder] = {}
@@ -136,6 +144,8 @@ class ZarrSink(Sink):
                 self.arrays[name] = ZarrEncoder(path, name, replace(checked, chunks=checked.shape), version)  # one chunk
             else:
                 self.arrays[name] = ZarrEncoder(path, name, checked, version)
+        if any(one.is_asked for one in self.arrays.values()):
+            self.about = None  # several ranks write a shard: its file is whole at the end only
         for name in specs:
             if any(map(is_taken, name.split("/"))):
                 raise ConfigError(f"an array is called '{name}'; a Zarr store has files of such names itself. Rename it")
@@ -146,9 +156,20 @@ class ZarrSink(Sink):
         """See `Sink`."""
         return ZarrCatalog(self)
 
-    def resume(self, temporary: str, token: str, placed: Iterable[Placed]) -> Catalog:
+    def take_up(self) -> dict[str, Bools] | None:
         """See `Sink`."""
-        return ZarrCatalog(self, (temporary, token), placed)
+        if self.about is None:
+            return super().take_up()
+        self.left = find_left(self.path, self.about)
+        if self.left is None:
+            return None
+        names = whole_files(self.left.temporary)
+        is_there = {}
+        for name, one in self.arrays.items():
+            numbers = range(math.prod(one.spec.grid))
+            flags = [one.file_of(unravel(number, one.spec.grid)) in names for number in numbers]
+            is_there[name] = np.array(flags, dtype=bool).reshape(one.spec.grid)
+        return is_there
 
     def writer(self, ticket: Ticket) -> Writer:
         """See `Sink`."""
@@ -240,34 +261,42 @@ def _check_single(name: str, spec: ArraySpec) -> None:
 class ZarrCatalog(Catalog):
     """See `Catalog`."""
 
-    def __init__(self, sink: ZarrSink, resumed: tuple[str, str] | None = None, placed: Iterable[Placed] = ()) -> None:
+    def __init__(self, sink: ZarrSink) -> None:
         self._sink, self._target = sink, Target(sink.path, sink.mode, is_folder=True, known=ROOTS)
-        self._is_finished = False
-        if resumed is None:
+        self._is_finished, self._mark = False, None if sink.left is None else sink.left.mark
+        if sink.left is None:
             temporary = self._target.create()
         else:
-            temporary = resumed[0]
-            self._target.adopt(*resumed)
+            temporary = sink.left.temporary
+            self._target.adopt(temporary, sink.left.token)
         try:
             with named(sink.path):
-                if resumed is not None:
+                if self._mark is None:
+                    self._write_mark(temporary)
+                else:
                     self._remove_metadata(temporary)
-                write_file(os.path.join(temporary, FOLDER_MARK), mark(self._target.token, sink.path))
                 for name in sink.arrays:
                     os.makedirs(os.path.join(temporary, name.strip("/")), exist_ok=True)
             places = {n: Places([0], [0], 0) for n, e in sink.arrays.items() if not e.is_asked}
-            self.ticket = Ticket(temporary, self._target.token, places, resumed is not None)
+            self.ticket = Ticket(temporary, self._target.token, places)
             self._shards = {name: _Shards(one) for name, one in sink.arrays.items() if one.is_asked}
-            place_again(self, sink.path, placed)
         except BaseException:
-            if resumed is not None:
-                self._target.temporary = None  # what another job has done is not undone
-            self.abandon()
+            if sink.left is None:
+                self.abandon()
+            else:
+                self.leave()  # what another job has done is not undone
             raise
+
+    def _write_mark(self, temporary: str) -> None:
+        path, about = os.path.join(temporary, FOLDER_MARK), self._sink.about
+        content = mark(self._target.token, self._sink.path)
+        write_file(path, content if about is None else content + json.dumps(dict(about)).encode())
+        if about is not None:
+            self._mark = open_locked(path)
 
     def _remove_metadata(self, temporary: str) -> None:
         """What the other job may have written last, the root's first: this is no store until all is there."""
-        for name in [*reversed([key for key, _ in self._sink.documents()]), FOLDER_MARK]:
+        for name in reversed([key for key, _ in self._sink.documents()]):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(os.path.join(temporary, name))
 
@@ -312,9 +341,7 @@ class ZarrCatalog(Catalog):
             with named(self._sink.path, name):
                 descriptor = os.open(path, os.O_WRONLY)
                 try:
-                    index, end = shards.index(at), int(shards.ends[number])
-                    put_at(descriptor, index, end)
-                    os.ftruncate(descriptor, end + len(index))  # a job that was stopped may have written more chunks
+                    put_at(descriptor, shards.index(at), int(shards.ends[number]))
                     os.fsync(descriptor)
                 finally:
                     os.close(descriptor)
@@ -336,6 +363,19 @@ class ZarrCatalog(Catalog):
         if not self._is_finished:
             raise ValueError("finish the catalog first")
         self._target.commit()
+        self._unlock()
+
+    def leave(self) -> None:
+        """See `Catalog`."""
+        if self._mark is None:
+            self.abandon()
+        else:
+            self._target.temporary = None
+            self._unlock()
+
+    def _unlock(self) -> None:
+        if self._mark is not None:
+            self._mark.close()
 
     def abandon(self) -> None:
         """See `Catalog`."""
@@ -344,6 +384,7 @@ class ZarrCatalog(Catalog):
                 with contextlib.suppress(OSError):
                     os.unlink(os.path.join(self._target.temporary, name))
         self._target.abandon()
+        self._unlock()
 
 
 def _count_files(folder: str, *, below: bool) -> int:
@@ -419,12 +460,17 @@ def write_file(path: str, content: bytes) -> None:
 
 @dataclass
 class _Open:
-    """A file that waits for its fsync: of which array and chunk (the first one), and how many threads write to it now."""
+    """A file that waits for its fsync, and then for its name if that is another: of which array and chunk (the first one), how
+    many threads write to it now, and whether what they wrote is there.
+    """
 
+    path: str
+    final: str
     descriptor: int
     name: str
     index: tuple[int, ...]
     n_users: int = 0
+    is_whole: bool = True
 
 
 class _ZarrWriter(Writer):
@@ -434,7 +480,7 @@ class _ZarrWriter(Writer):
         self._sink, self._ticket = sink, ticket
         self._lock = threading.Lock()
         self._unsynced: dict[str, _Open] = {}  # by path: the chunks of a shard share a descriptor, and its fsync
-        self._n_behind = 0
+        self._n_behind = self._nbytes_behind = 0
         self._made: set[str] = set()  # folders that are there
         self._folders: set[str] = set()  # those with new names that are not synced
         self._is_open = True
@@ -459,26 +505,30 @@ class _ZarrWriter(Writer):
         with named(self._sink.path, name, lambda: index):
             self._make_folder(os.path.dirname(path))
             # A chunk with a file of its own is written once: a second time would be a defect of the caller.
-            once = os.O_TRUNC if self._ticket.is_resumed else os.O_EXCL
-            file = self._opened(path, os.O_CREAT | os.O_WRONLY | (0 if one.is_asked else once), name, index)
+            file = self._opened(path, os.O_CREAT | os.O_WRONLY | (0 if one.is_asked else os.O_EXCL), name, index)
             self._note_folder(os.path.dirname(path))
             try:
                 put_at(file.descriptor, stored.data, offset)
+            except BaseException:
+                file.is_whole = False
+                raise
             finally:
                 with self._lock:
                     file.n_users -= 1
+                    self._nbytes_behind += stored.nbytes
         self._sync_files(self._to_sync())
 
-    def _opened(self, path: str, flags: int, name: str, index: tuple[int, ...]) -> _Open:
+    def _opened(self, final: str, flags: int, name: str, index: tuple[int, ...]) -> _Open:
         """The file of a chunk, open, for one user more."""
         is_shared = not flags & os.O_EXCL
+        path = final if self._sink.about is None else final + PART
         with self._lock:
             self._n_behind += 1
             found = self._unsynced.get(path) if is_shared else None
             if found is not None:
                 found.n_users += 1
                 return found
-        mine = _Open(os.open(path, flags, 0o666), name, index)  # without the lock: a file server takes its time
+        mine = _Open(path, final, os.open(path, flags, 0o666), name, index)  # without the lock: a file server takes its time
         with self._lock:
             file = self._unsynced.setdefault(path, mine)
             file.n_users += 1
@@ -489,9 +539,10 @@ class _ZarrWriter(Writer):
     def _to_sync(self) -> list[_Open]:
         """Files that are to be synced now, because there are too many; none that a thread writes to."""
         with self._lock:
-            if len(self._unsynced) < _MOST_OPEN and self._n_behind < _MOST_BEHIND:
+            is_late = self._sink.about is not None and self._nbytes_behind >= _MOST_BEHIND_NBYTES
+            if len(self._unsynced) < _MOST_OPEN and self._n_behind < _MOST_BEHIND and not is_late:
                 return []
-            self._n_behind = 0
+            self._n_behind = self._nbytes_behind = 0
             return self._take_unused()
 
     def _take_unused(self) -> list[_Open]:
@@ -530,6 +581,8 @@ class _ZarrWriter(Writer):
                         os.fsync(file.descriptor)
                     finally:
                         os.close(file.descriptor)
+                    if file.final != file.path and file.is_whole:
+                        os.rename(file.path, file.final)
             except BaseException as error:  # the others must be closed too
                 failed = failed or error
         if failed is not None:
@@ -558,6 +611,10 @@ class _ZarrWriter(Writer):
         self._is_open = False
         with self._lock:
             files, self._unsynced = list(self._unsynced.values()), {}
+        if self._sink.about is not None:  # for a job that goes on: whole chunks get their names
+            with contextlib.suppress(OSError):
+                self._sync_files(files)
+            return
         for file in files:
             with contextlib.suppress(OSError):  # `sync` was to tell
                 os.close(file.descriptor)

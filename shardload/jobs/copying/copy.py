@@ -19,20 +19,18 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from shardload.comm.environment import mpi_is_off
-from shardload.comm.group import Group, Invocation, group_of
+from shardload.comm.group import Invocation
 from shardload.comm.singletons import refuse_singletons
+from shardload.engine.call import Call, begin_call
 from shardload.errors import ConfigError
 from shardload.formats.sink import Sink
 from shardload.jobs.copying.plan import CopyPlan, plan_copy
 from shardload.jobs.copying.reading import CopyReading
-from shardload.jobs.copying.request import Beside, CopyRequest, Found, describe, find, new_sink, without_what_is_refused
-from shardload.jobs.copying.resume import Done, resume
+from shardload.jobs.copying.request import CopyRequest, Found, find, new_sink, without_what_is_refused
+from shardload.jobs.copying.resume import Done, find_done
 from shardload.jobs.progress import progress_of
 from shardload.jobs.writing.file import Written, write_file
-from shardload.jobs.writing.journal import Journal, Resumed
 from shardload.options import TIMEOUT
-from shardload.planning.copying import Round, plan_rounds
-from shardload.system.interruption import let_interruption_pass
 from shardload.units import counted
 
 __all__ = ["CopyReport", "copy_file", "refuse_copy"]
@@ -91,120 +89,93 @@ def copy_file(
     ConfigError, SourceError, PeerError, VerifyError, StallError
         On all ranks the same. Nothing was saved, and what had the name of the target is as it was.
     """
-    with _call(request.source, request.describe(), request.timeout, comm) as group:
-        return _Copy(group, request).run(only_plan, progress)
+    started = time.perf_counter()
+    with _call(request.source, request.describe(), request.timeout, comm) as call:
+        contents = _plan(call, request)
+        if only_plan:
+            return CopyReport(contents.plan, notes=contents.plan.notes)
+        return _copy(call, request, contents, progress, started)
 
 
 def refuse_copy(source: str, error: ConfigError, comm: Any = None) -> NoReturn:
     """Raise what is wrong with this rank's arguments on all ranks, in the place of `copy_file`. Collective: yes."""
-    with _call(source, {}, TIMEOUT, comm, error):
-        raise error
+    with _call(source, {}, TIMEOUT, comm, error) as call:
+        call.settle()
+    raise error
 
 
 @contextmanager
 def _call(
     source: str, described: Mapping[str, str], timeout: float | None, comm: Any, error: ConfigError | None = None
-) -> Iterator[Group]:
-    """The call of all ranks, once they have agreed on its arguments. If any rank has an error, all raise it here."""
-    group = group_of(comm, timeout)
-    if comm is None and group.size == 1 and not mpi_is_off(os.environ):
-        refuse_singletons()  # each would write the whole file
-    with group.call(timeout) as refusal:
-        title = f"copy of '{source}'"
-        group.watch.begin(title, timeout)
-        _ = group.machine  # collective the first time, and here every rank is present
+) -> Iterator[Call]:
+    """The call of all ranks, which have not compared its arguments yet."""
+    asked = Invocation("copy", f"copy of '{source}'", described)
+    with begin_call(asked, error, comm=comm, timeout=timeout) as call:
+        if comm is None and call.group.size == 1 and not mpi_is_off(os.environ):
+            refuse_singletons()  # each would write the whole file
+        yield call
+
+
+@dataclass(frozen=True)
+class _Contents:
+    """What all ranks know after planning."""
+
+    found: list[Found]
+    sink: Sink
+    plan: CopyPlan
+
+
+def _plan(call: Call, request: CopyRequest) -> _Contents:
+    """Rank 0 looks for the arrays, all ranks plan. Collective: yes."""
+    group = call.group
+    n_nodes = group.machine.n_nodes
+    on_root: list[Sink] = []
+
+    def look() -> str:
+        found, beside, notes = find(request)
         try:
-            group.settle(Invocation("copy", title, described), refusal or error)
-            yield group
-        finally:
-            if not group.watch.is_stalled:
-                group.watch.close()
+            sink = new_sink(request, found, beside, n_nodes)
+        except ConfigError as error:
+            found, beside, more = without_what_is_refused(request, found, beside, error)
+            notes += more
+            sink = new_sink(request, found, beside, n_nodes)
+        on_root.append(sink)
+        return json.dumps([[array.to_dict() for array in found], notes])
+
+    def make(told: str) -> _Contents:
+        arrays, notes = json.loads(told)
+        found = [Found.from_dict(array) for array in arrays]
+        sink = on_root[0] if on_root else new_sink(request, found, None, n_nodes)
+        return _Contents(found, sink, plan_copy(request, found, sink, group.size, group.machine, notes))
+
+    return call.plan(look, make, lambda made: json.dumps(made.plan.to_dict(), default=str))
 
 
-class _Copy:
-    """One rank's part in a copy."""
-
-    def __init__(self, group: Group, request: CopyRequest) -> None:
-        self._group, self._request = group, request
-        self._started = time.perf_counter()
-
-    def run(self, only_plan: bool, progress: Any) -> CopyReport:
-        group, request = self._group, self._request
-        group.watch.enter("metadata")
-        own: list[Sink] = []
-        about: list[dict[str, str]] = []
-
-        def look() -> str:
-            found, beside, notes = find(request)
-            try:
-                own.append(new_sink(request, found, beside, group.machine.n_nodes))
-            except ConfigError as error:
-                found, beside, more = without_what_is_refused(request, found, beside, error)
-                notes += more
-                own.append(new_sink(request, found, beside, group.machine.n_nodes))
-            about.append(describe(request, found, beside, group.machine.n_nodes))
-            return json.dumps([[one.to_dict() for one in found], notes])
-
-        told, notes = json.loads(group.tell(look, 0))
-        group.watch.enter("plan")
-        made: tuple[list[Found], Sink, CopyPlan] | None = None
-        error: Exception | None = None
-        try:
-            found = [Found.from_dict(one) for one in told]
-            sink = own[0] if own else new_sink(request, found, Beside(), group.machine.n_nodes)
-            made = found, sink, plan_copy(request, found, sink, group.size, group.machine, notes)
-        except Exception as raised:
-            let_interruption_pass(raised)
-            error = raised
-        group.agree(error)
-        if made is None:
-            raise ValueError("nothing was planned")
-        found, sink, planned = made
-        if only_plan:
-            return CopyReport(planned, notes=tuple(notes))
-        told = about[0] if about else {}
-        resumed, done = None, Done.none(planned)
-        if request.resume:
-            resumed, done = resume(group, request.target, told, found, sink, planned)
-            what = "nothing was left of an earlier copy, so this one began anew"
-            notes += [what if resumed is None else f"{done.n:,} of {done.n_all:,} chunks were there already"]
-        rounds = plan_rounds(planned.arrays, group.size, planned.memory.round_nbytes, done.holds)
-        reading = CopyReading(group, request, found, planned, rounds[group.rank], done)
-        total = self._own_nbytes(planned, rounds[group.rank])
-        with _closed(resumed), progress_of(progress, f"copy to {request.target}", total, group.rank) as advance, reading:
-            written = write_file(
-                group,
-                sink,
-                reading.rounds(),
-                verify=request.verify,
-                n_threads=planned.memory.n_threads,
-                on_progress=advance,
-                journal=Journal(told, group.rank == 0),
-                resumed=resumed,
-            )
-        n_decoded, *missing = group.agree(None, [reading.n_decoded, *reading.n_missing])
-        lost = [
-            f"{counted(n, 'chunk')} of {one.info} {'are' if n != 1 else 'is'} not stored, and the copy has the fill value"
-            for one, n in zip(found, missing, strict=True)
-            if n
-        ]
-        seconds = time.perf_counter() - self._started
-        return CopyReport(planned, written, seconds, n_decoded, (*notes, *lost), done.n)
-
-    def _own_nbytes(self, planned: CopyPlan, rounds: list[Round]) -> int:
-        """About how many bytes this rank writes, for its progress."""
-        total = 0
-        for one in rounds:
-            nbytes = sum(item.slab.size * planned.arrays[item.array].unit.itemsize for item in one.items)
-            total += nbytes // self._group.size if one.is_together else nbytes
-        return total
-
-
-@contextmanager
-def _closed(resumed: Resumed | None) -> Iterator[None]:
-    """Give up the lock of the journal of an earlier job at the end."""
-    try:
-        yield
-    finally:
-        if resumed is not None and resumed.left is not None:
-            resumed.left.close()
+def _copy(call: Call, request: CopyRequest, contents: _Contents, progress: Any, started: float) -> CopyReport:
+    """Copy what was planned. Collective: yes."""
+    group, found, planned = call.group, contents.found, contents.plan
+    notes = list(planned.notes)
+    done = Done(planned.specs)
+    if request.resume:
+        done = find_done(group, contents.sink, [array.full_name for array in found], planned.specs)
+        there = f"{done.n:,} of {done.n_all:,} chunks were there already, and were not read back"
+        notes += [there if done.n else "no chunk was left of an earlier copy, so this one began anew"]
+    reading = CopyReading(group, request, found, planned, f"{call.asked.digest:016x}", done)
+    title, total = f"copy to {request.target}", reading.own_nbytes()
+    with progress_of(progress, title, total, group.rank) as advance, reading:
+        written = write_file(
+            group,
+            contents.sink,
+            reading.rounds(),
+            verify=request.verify,
+            n_threads=planned.memory.n_threads,
+            on_progress=advance,
+        )
+    n_decoded, *missing = group.agree(None, [reading.n_decoded, *reading.n_missing])
+    lost = [
+        f"{counted(n, 'chunk')} of {array.info} {'are' if n != 1 else 'is'} not stored, and the copy has the fill value"
+        for array, n in zip(found, missing, strict=True)
+        if n
+    ]
+    seconds = time.perf_counter() - started
+    return CopyReport(planned, written, seconds, n_decoded, (*notes, *lost), done.n)

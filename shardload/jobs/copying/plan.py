@@ -13,8 +13,10 @@ from shardload.errors import ConfigError
 from shardload.formats.base import ArrayInfo
 from shardload.formats.sink import ArraySpec, Sink
 from shardload.jobs.copying.request import PAGE_NBYTES, STAGING_NBYTES, CopyRequest, Found
-from shardload.planning.copying import Copied, CopyMemory, Unit, least_nbytes, plan_array, plan_memory, plan_rounds, run_units
+from shardload.planning.chunk_shapes import plan_rows
+from shardload.planning.copying import CopiedArray, SlabLayout, count_rounds, plan_array
 from shardload.planning.grid import Grid
+from shardload.planning.rounds import RoundMemory, least_memory, plan_memory
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.staging import least_staging
 from shardload.units import counted, format_nbytes, number_text
@@ -22,6 +24,7 @@ from shardload.units import counted, format_nbytes, number_text
 __all__ = ["CopyPlan", "plan_copy"]
 
 _LEAST_READING_NBYTES = 4 << 20
+_RUN_NBYTES = 4 << 20  # of an array in one piece
 
 
 @dataclass(frozen=True)
@@ -36,9 +39,9 @@ class CopyPlan:
         They in the source.
     specs : tuple of ArraySpec
         They in the target, as it will be.
-    arrays : tuple of Copied
+    arrays : tuple of SlabLayout
         Slabs.
-    memory : CopyMemory
+    memory : RoundMemory
         How a rank uses its staging memory.
     staging_nbytes : int
         The cap.
@@ -51,8 +54,8 @@ class CopyPlan:
     names: tuple[str, ...]
     infos: tuple[ArrayInfo, ...]
     specs: tuple[ArraySpec, ...]
-    arrays: tuple[Copied, ...]
-    memory: CopyMemory
+    arrays: tuple[SlabLayout, ...]
+    memory: RoundMemory
     staging_nbytes: int
     n_ranks: int
     n_rounds: int
@@ -129,18 +132,18 @@ def plan_copy(
         spec = sink.arrays[one.full_name].spec
         layout = one.layout()
         if spec.chunks is None:
-            unit, fits = run_units(spec.shape, layout.dtype.itemsize, page)
+            unit, fits = plan_rows(spec.shape, layout.dtype.itemsize, _RUN_NBYTES, page)
         else:
             # A file that has chunks at any byte is written by one rank if there are several nodes.
             unit = spec.shards if spec.shards is not None and machine.n_nodes > 1 else spec.chunks
             fits = True
         chunks = layout.chunks if one.info.chunks is not None else _runs(layout)
-        units.append(Unit(spec.shape, unit, chunks, one.info.chunks is not None, layout.dtype.itemsize, not fits))
+        units.append(CopiedArray(spec.shape, unit, chunks, one.info.chunks is not None, layout.dtype.itemsize, not fits))
         specs.append(spec)
         reading = max(reading, least_staging(layout))
         if units[-1].unit_nbytes > largest[0]:
             largest = units[-1].unit_nbytes, one
-    least = least_nbytes(largest[0], reading)
+    least = least_memory(largest[0], largest[0], reading)
     staging = max(STAGING_NBYTES, least) if isinstance(request.staging, str) else request.staging
     if staging < least:
         chunk, smaller = "", "chunks"
@@ -154,11 +157,10 @@ def plan_copy(
             f"staging is {format_nbytes(staging)}, but this copy needs {format_nbytes(least)}{chunk}. Pass "
             f"staging='{_mib(least)}MiB', or smaller {smaller}="
         )
-    memory = plan_memory(staging, largest[0], reading, machine.n_threads)
+    memory = plan_memory(staging, largest[0], largest[0], reading, machine.n_threads)
     arrays = tuple(plan_array(unit, n_ranks, memory.round_nbytes) for unit in units)
-    rounds = plan_rounds(arrays, n_ranks, memory.round_nbytes)
     names, infos = tuple(one.name for one in found), tuple(one.info for one in found)
-    n_rounds = max(len(mine) for mine in rounds)
+    n_rounds = count_rounds(arrays, n_ranks, memory.round_nbytes)
     return CopyPlan(names, infos, tuple(specs), arrays, memory, staging, n_ranks, n_rounds, tuple(notes))
 
 

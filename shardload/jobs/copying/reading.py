@@ -7,7 +7,6 @@ used in turn, because `writing.file.write_file` still stores what was read two r
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -27,7 +26,7 @@ from shardload.jobs.copying.resume import Done
 from shardload.jobs.writing.file import KEPT_ROUNDS, Values
 from shardload.options import INDEX
 from shardload.planning.blocks import aligned
-from shardload.planning.copying import Round
+from shardload.planning.copying import plan_copy_rounds
 from shardload.planning.grid import Grid
 from shardload.planning.region import Region
 from shardload.planning.schedule import Schedule
@@ -80,14 +79,13 @@ class CopyReading:
         request: CopyRequest,
         found: Sequence[Found],
         planned: CopyPlan,
-        rounds: Sequence[Round],
+        digest: str,
         done: Done,
     ) -> None:
-        n_shared = sum(one.is_together for one in rounds)
         self._done = done
-        self._group, self._request, self._found, self._planned, self._rounds = group, request, found, planned, rounds
-        shared_nbytes = planned.memory.reading_nbytes if n_shared else None
-        self._session = Session(group, json.dumps(request.describe()), shared_nbytes=shared_nbytes, checksums=self._checks)
+        self._group, self._request, self._found, self._planned = group, request, found, planned
+        shared_nbytes = planned.memory.moving_nbytes if any(array.is_together for array in planned.arrays) else None
+        self._session = Session(group, digest, shared_nbytes=shared_nbytes, checksums=self._checks)
         self._room: list[np.ndarray[Any, np.dtype[np.uint8]]] = []
         self._file: OpenFile | None = None
         self._sources: dict[int, tuple[Source, State]] = {}
@@ -108,26 +106,44 @@ class CopyReading:
 
     def rounds(self) -> Iterator[list[Values]]:
         """The chunks of the target, round by round."""
-        for number, one in enumerate(self._rounds):
-            yield self._read(number, one)
+        for number, (slabs, is_together) in enumerate(self._own_rounds()):
+            yield self._read(number, slabs, is_together)
         for array in list(self._sources):
             self._check_unchanged(array)
 
-    def _read(self, number: int, one: Round) -> list[Values]:
+    def own_nbytes(self) -> int:
+        """About how many bytes this rank writes, for its progress."""
+        total = 0
+        for slabs, is_together in self._own_rounds():
+            nbytes = sum(slab.size * self._planned.arrays[array].unit.itemsize for array, slab in slabs)
+            total += nbytes // self._group.size if is_together else nbytes
+        return total
+
+    def _own_rounds(self) -> Iterator[tuple[list[tuple[int, Region]], bool]]:
+        """The slabs of each round, each with the number of its array; and whether all ranks have the same."""
+        planned = self._planned
+        rounds = plan_copy_rounds(planned.arrays, planned.n_ranks, planned.memory.round_nbytes, self._group.rank)
+        for items, is_together in rounds:
+            slabs = [(item.array, planned.arrays[item.array].slabs.region(number)) for item in items for number in item.units]
+            slabs = [(array, slab) for array, slab in slabs if not self._done.holds(array, slab)]
+            if slabs:
+                yield slabs, is_together
+
+    def _read(self, number: int, slabs: Sequence[tuple[int, Region]], is_together: bool) -> list[Values]:
         own: list[_Own] = []
         error: Exception | None = None
         group, session = self._group, self._session
-        if one.is_together:
+        if is_together:
             session.begin_round()
         with ExitStack() as opened:
             moves: list[ArrayMove] = []
             readers: list[SourceReader] = []
             try:
-                own = [self._lay_out(item.array, item.slab, one.is_together) for item in one.items]
+                own = [self._lay_out(array, slab, is_together) for array, slab in slabs]
                 self._make_room(number, own)
                 staging = plan_staging(
                     [(mine.schedule, mine.layout) for mine in own],
-                    self._planned.memory.reading_nbytes,
+                    self._planned.memory.moving_nbytes,
                     self._planned.memory.n_threads,
                 )
                 buffers = session.stage(
@@ -135,7 +151,7 @@ class CopyReading:
                     staging.slot_nbytes,
                     staging.n_pack,
                     staging.pack_nbytes,
-                    is_alone=not one.is_together,
+                    is_alone=not is_together,
                 )
                 resources = Resources(buffers.slots, buffers.bell, staging.n_threads, staging.batch_nbytes)
                 opened.enter_context(resources)
@@ -154,14 +170,14 @@ class CopyReading:
             except Exception as raised:
                 let_interruption_pass(raised)
                 error = raised
-            if one.is_together:
+            if is_together:
                 group.agree(error)  # a rank that cannot read or receive must say so before anything is sent
             elif error is not None:
                 raise error
             failed = session.move(moves)
-            if failed is not None and not one.is_together:
+            if failed is not None and not is_together:
                 raise failed
-        if one.is_together:
+        if is_together:
             group.agree(failed)
         for mine, reader in zip(own, readers, strict=True):
             self.n_decoded += reader.counters.chunks_decoded if mine.layout.has_chunks else 0
@@ -178,7 +194,7 @@ class CopyReading:
     def _lay_out(self, array: int, slab: Region, is_together: bool) -> _Own:
         group, planned = self._group, self._planned.arrays[array]
         layout = self._found[array].layout(slab)
-        most = self._planned.memory.reading_nbytes // _BLOCKS_IN_CAP
+        most = self._planned.memory.moving_nbytes // _BLOCKS_IN_CAP
         if is_together:
             shards = planned.pieces(slab, group.size)
             schedule = plan_schedules(layout, shards, group.size, max_nbytes=most, modes=(PARALLEL,))[PARALLEL]

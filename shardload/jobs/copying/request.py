@@ -25,7 +25,7 @@ from shardload.formats.sink import ArraySpec, Compression, Sink, unopened_by_xar
 from shardload.jobs.consistency import State
 from shardload.jobs.described import Described, describe_array, found_by_name, take_along
 from shardload.options import AUTO, CHECKSUM, FULL, INDEX, TIMEOUT, Options
-from shardload.planning.copying import growing_chunks
+from shardload.planning.chunk_shapes import growing_chunks
 from shardload.planning.region import Region
 from shardload.planning.selection import Selection, select_axes
 from shardload.planning.source_layout import SourceLayout
@@ -67,7 +67,7 @@ class CopyRequest:
     verify : str
         As for `write_file`.
     resume : bool
-        True to go on with what a job that was killed has left.
+        True to go on with what a job that was killed has left. For a target in Zarr without shards.
     timeout : float or None
         Seconds without progress on any rank after which the copy fails.
     """
@@ -213,17 +213,19 @@ class Beside:
     groups: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
-def new_sink(request: CopyRequest, found: Sequence[Found], beside: Beside, n_nodes: int) -> Sink:
-    """The sink of the new file; on other ranks than 0 without attributes."""
+def new_sink(request: CopyRequest, found: Sequence[Found], beside: Beside | None, n_nodes: int) -> Sink:
+    """The sink of the new file; on other ranks than 0 without what is `beside`."""
     saving = import_module("shardload.formats.saving")
     alignment = PAGE_NBYTES if n_nodes > 1 else 1
+    about = {} if beside is None else describe(request, found, beside)
+    beside = beside or Beside()
     specs, groups = {one.name: one.spec for one in found} | beside.texts, beside.groups
-    how = {"format": request.format, "mode": request.mode, "alignment": alignment}
+    how = {"format": request.format, "mode": request.mode, "alignment": alignment, "about": about}
     made: Sink = saving.make_sink(request.target, specs, attrs=groups.get("/", {}), group_attrs=groups, **how)
     return made
 
 
-def describe(request: CopyRequest, found: Sequence[Found], beside: Beside, n_nodes: int) -> dict[str, str]:
+def describe(request: CopyRequest, found: Sequence[Found], beside: Beside) -> dict[str, str]:
     """What a job that resumes must have in common with the one that was killed, on rank 0: in words, for messages."""
     saving = import_module("shardload.formats.saving")
     path = split_path(request.source)[0]
@@ -243,7 +245,7 @@ def describe(request: CopyRequest, found: Sequence[Found], beside: Beside, n_nod
     about["the digest of attributes of groups"] = f"{crc32(repr(sorted(beside.groups.items(), key=str)).encode()):08x}"
     texts = repr([(name, spec.attrs, spec.dims, np.asarray(spec.texts).tolist()) for name, spec in beside.texts.items()])
     about["the digest of arrays of text"] = f"{crc32(texts.encode()):08x}"
-    about["the format"] = f"{saving.format_for(request.target, request.format)}{' on several nodes' if n_nodes > 1 else ''}"
+    about["the format"] = saving.format_for(request.target, request.format)
     return about
 
 

@@ -21,17 +21,16 @@ from shardload.formats.saving import make_sink
 from shardload.formats.sink import ArraySpec, Sink, unopened_by_xarray
 from shardload.jobs.saving.arguments import SaveArguments, ToSave
 from shardload.options import AUTO
+from shardload.planning.chunk_shapes import plan_chunks
+from shardload.planning.rounds import Item, RoundMemory
 from shardload.planning.saving import (
-    Held,
-    Item,
-    Memory,
-    Sent,
-    Unit,
-    least_memory,
+    HolderLayout,
+    OwnerLayout,
+    StoredArray,
+    least_save_memory,
     plan_array,
-    plan_chunks,
-    plan_memory,
-    plan_rounds,
+    plan_save_memory,
+    plan_save_rounds,
 )
 from shardload.planning.shards import Shards
 from shardload.system.terminal import width_of_prints, wrap
@@ -84,8 +83,8 @@ class SavePlan:
     verify: str
     _chosen: tuple[bool, ...] = field(kw_only=True)
     _sink: Sink = field(kw_only=True)
-    _layouts: tuple[Held | Sent, ...] = field(kw_only=True)
-    _memory: Memory = field(kw_only=True)
+    _layouts: tuple[HolderLayout | OwnerLayout, ...] = field(kw_only=True)
+    _memory: RoundMemory = field(kw_only=True)
     _rounds: Sequence[Sequence[Item]] = field(kw_only=True)
 
     @property
@@ -132,9 +131,9 @@ class SavePlan:
 
     def describe(self) -> str:
         """What all ranks must have planned alike, as text."""
-        rounds = [[(item.array, item.number, item.per_round) for item in one] for one in self._rounds[:4]]
+        rounds = [[(item.array, item.units) for item in one] for one in self._rounds[:4]]
         owners = [
-            (repr(one.schedule.strategy), one.schedule.blocks.cell) if isinstance(one, Sent) else one.units.cell
+            (repr(one.schedule.strategy), one.schedule.blocks.cell) if isinstance(one, OwnerLayout) else one.units.cell
             for one in self._layouts
         ]
         return f"{self!r}; {owners}; {self._memory}; {rounds}"
@@ -201,15 +200,15 @@ def plan_into(
     """Plan how arrays go into a sink. ``first`` is where those begin, by name, that are appended to arrays of the file."""
     machine = group.machine
     per_node = machine.ranks_per_node if machine.n_nodes > 1 else None
-    units, layouts = [], []
+    arrays, layouts = [], []
     for one, shards in zip(asked.arrays, of_array, strict=True):
         spec, cap = sink.arrays[one.name].spec, asked.options.staging_nbytes
         is_packed = spec.compression is not None or spec.checksum
         shape = one.shape if one.name in first else spec.shape
-        units.append(Unit(shape, spec.chunks, spec.dtype.itemsize, is_packed, spec.shards))
-        layouts.append(plan_array(units[-1], shards, group.size, per_node, cap, first.get(one.name)))
-    cap = _staging(asked, layouts, units, machine.memory_nbytes // _SHARE)
-    memory, n_threads = plan_memory(layouts, units, cap, machine.n_threads)
+        arrays.append(StoredArray(shape, spec.chunks, spec.dtype.itemsize, is_packed, spec.shards))
+        layouts.append(plan_array(arrays[-1], shards, group.size, per_node, cap, first.get(one.name)))
+    cap = _staging(asked, layouts, arrays, machine.memory_nbytes // _SHARE)
+    memory = plan_save_memory(layouts, arrays, cap, machine.n_threads)
     return SavePlan(
         path=asked.path,
         format=next(iter(sink.arrays.values())).info.format,
@@ -218,7 +217,7 @@ def plan_into(
         travels=tuple(one.travels for one in layouts),
         n_ranks=group.size,
         n_nodes=machine.n_nodes,
-        n_threads=n_threads,
+        n_threads=memory.n_threads,
         staging_nbytes=cap,
         memory_nbytes=min(memory.nbytes, cap),
         writers=asked.writers,
@@ -227,7 +226,7 @@ def plan_into(
         _sink=sink,
         _layouts=tuple(layouts),
         _memory=memory,
-        _rounds=plan_rounds(layouts, memory.round_nbytes),
+        _rounds=plan_save_rounds(layouts, memory.round_nbytes),
     )
 
 
@@ -303,9 +302,11 @@ def _spec(one: ToSave, shards: Shards, kind: str, cap_nbytes: int) -> tuple[Arra
     )
 
 
-def _staging(asked: SaveArguments, layouts: Sequence[Held | Sent], units: Sequence[Unit], room: int) -> int:
+def _staging(
+    asked: SaveArguments, layouts: Sequence[HolderLayout | OwnerLayout], arrays: Sequence[StoredArray], room: int
+) -> int:
     """The staging cap in bytes: what was asked for, or what the chunks need if that is "auto"."""
-    needed, cap = least_memory(layouts, units), asked.options.staging_nbytes
+    needed, cap = least_save_memory(layouts, arrays), asked.options.staging_nbytes
     if needed <= cap:
         return cap
     is_auto = asked.options.staging == AUTO

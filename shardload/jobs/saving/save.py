@@ -43,7 +43,8 @@ from shardload.jobs.writing.file import KEPT_ROUNDS, Values, Written, write_file
 from shardload.options import INDEX, TIMEOUT
 from shardload.planning.blocks import aligned
 from shardload.planning.region import Region
-from shardload.planning.saving import Held, Item, Sent
+from shardload.planning.rounds import Item
+from shardload.planning.saving import HolderLayout, OwnerLayout, count_buffers, part_nbytes
 from shardload.planning.schedule import Block
 from shardload.planning.tuning import default_tuning
 from shardload.system.caller import warn_once
@@ -270,8 +271,8 @@ class Saving:
         self._layouts, self._options = plan._layouts, asked.options
         self._seconds = 0.0
         self._shards: list[HostShards] = []
-        self._flows = {k: PiecesToBlocks(one.schedule) for k, one in enumerate(self._layouts) if isinstance(one, Sent)}
-        self._units = {k: one.units_of(group.rank) for k, one in enumerate(self._layouts) if isinstance(one, Held)}
+        self._flows = {k: PiecesToBlocks(one.schedule) for k, one in enumerate(self._layouts) if isinstance(one, OwnerLayout)}
+        self._units = {k: one.units_of(group.rank) for k, one in enumerate(self._layouts) if isinstance(one, HolderLayout)}
         self._ring: list[Array] = []
         self._session: Session | None = None
 
@@ -319,8 +320,10 @@ class Saving:
         """Find the shards, compute checksums of replicas, and make all buffers. What fails fails on all ranks."""
         group, error = self._group, None
         memory, replicas = self._plan._memory, []
-        shares = bool(self._flows) and memory.slot_nbytes >= default_tuning().worth_sharing_nbytes
-        shared_nbytes = memory.n_slots * aligned(memory.slot_nbytes) if shares else None
+        slot_nbytes = part_nbytes(self._layouts)
+        n_slots, n_packs = count_buffers(memory.moving_nbytes, slot_nbytes)
+        shares = bool(self._flows) and slot_nbytes >= default_tuning().worth_sharing_nbytes
+        shared_nbytes = n_slots * slot_nbytes if shares else None
         self._session = Session(group, self._digest, shared_nbytes=shared_nbytes, checksums=self._options.checksums)
         try:
             for one, layout in zip(self._asked.arrays, self._layouts, strict=True):
@@ -328,7 +331,7 @@ class Saving:
                 self._shards.append(held)
                 if layout.shards.n_replicas > 1 and (self._options.verify != INDEX or one.is_everywhere):
                     replicas.append((one.name, layout.shards, list(held.checksums(Region.whole(one.shape)))))
-            self._session.stage(memory.n_slots, memory.slot_nbytes, memory.n_packs, memory.slot_nbytes)
+            self._session.stage(n_slots, slot_nbytes, n_packs, slot_nbytes)
             room = max((sum(aligned(n) for n in self._target_sizes(items)) for items in self._plan._rounds), default=0)
             self._ring = [aligned_empty((room,), np.dtype(np.uint8)) for _ in range(KEPT_ROUNDS)] if room else []
         except StallError:
@@ -350,7 +353,7 @@ class Saving:
         return self._session
 
     def _flow(self, item: Item) -> PiecesToBlocks:
-        return self._flows[item.array].in_round(item.number, item.per_round)
+        return self._flows[item.array].in_round(item.units)
 
     def _target_sizes(self, items: Sequence[Item]) -> Iterator[int]:
         for item in items:
@@ -363,7 +366,7 @@ class Saving:
         """Bytes of values that this rank writes."""
         rank, total = self._group.rank, 0
         for one in self._layouts:
-            if isinstance(one, Held):
+            if isinstance(one, HolderLayout):
                 total += one.size_of(rank) * one.itemsize
             else:
                 blocks = one.schedule.blocks
@@ -386,10 +389,10 @@ class Saving:
 
     def _held(self, item: Item) -> Iterator[Values]:
         layout = self._layouts[item.array]
-        if not isinstance(layout, Held):
+        if not isinstance(layout, HolderLayout):
             raise TypeError("parts of this array travel")
         name, shards = self._asked.arrays[item.array].name, self._shards[item.array]
-        for unit, shard in itertools.islice(self._units[item.array], item.per_round):
+        for unit, shard in itertools.islice(self._units[item.array], len(item.units)):
             region = layout.units.region(unit)
             if layout.chunks is layout.units:
                 yield Values(name, region, shards.view(shard, region))

@@ -198,18 +198,6 @@ def test_who_must_not_run_there_any_more(tmp_path: Path) -> None:
     """Wrong if what an append left, or a copy, told to look for a save."""
     path = left_after(tmp_path, "out.h5", "put")
     assert "If no save runs there any more" in " ".join(info(path).split())
-    Path(f"{path}.journal").touch()
-    Path(f"{path}.journal.new").touch()  # the copy that went on was killed too, as it wrote its journal anew
-    said = " ".join(info(f"{path}.journal.new").split())
-    assert "began to note when it went on after a kill: of no use any more. If no copy runs there any more" in said
-    assert f"rm {path}.journal.new" in said and f"rm {path} {path}.journal {path}.journal.new" in " ".join(info(path).split())
-    Path(f"{path}.journal.new").unlink()
-    assert "If no copy runs there any more" in " ".join(info(path).split())
-    assert f"shardload copy IN {tmp_path / 'out.h5'} --resume" in info(f"{path}.journal")  # as of the temporary itself
-    os.remove(path)  # or it has its name
-    said = " ".join(info(f"{path}.journal").split())
-    assert f"the journal of a copy to '{tmp_path / 'out.h5'}', of which nothing unfinished is left" in said
-    assert "If no copy runs there any more" in said and f"rm {path}.journal" in said
     lock = tmp_path / "out.zarr.appending"
     lock.touch()
     with pytest.raises(SourceError, match=r"is being appended to.* If no append runs there any more, remove it: `rm "):

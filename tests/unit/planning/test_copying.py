@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -12,43 +14,45 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardload.planning.blocks import aligned
-from shardload.planning.copying import Unit, least_nbytes, plan_array, plan_memory, plan_rounds, run_units
+from shardload.planning.chunk_shapes import plan_rows
+from shardload.planning.copying import CopiedArray, count_rounds, plan_array, plan_copy_rounds
 from shardload.planning.grid import Grid
 from shardload.planning.region import Region
+from shardload.planning.rounds import least_memory, plan_memory
 from tests.tiers import examples
 
 
 @st.composite
-def cases(draw: Any) -> tuple[Unit, int, int]:
+def cases(draw: Any) -> tuple[CopiedArray, int, int]:
     ndim = draw(st.integers(1, 3))
     shape = tuple(draw(st.integers(1, 14)) for _ in range(ndim))
     unit = tuple(draw(st.integers(1, n)) for n in shape)
     chunk = tuple(draw(st.integers(1, n + 2)) for n in shape)
     phase = tuple(draw(st.integers(0, c - 1)) for c in chunk)
     n_ranks = draw(st.integers(1, 5))
-    made = Unit(shape, unit, Grid(shape, chunk, phase), True, 64, draw(st.booleans()))
+    made = CopiedArray(shape, unit, Grid(shape, chunk, phase), True, 64, draw(st.booleans()))
     return made, n_ranks, draw(st.integers(made.unit_nbytes, made.unit_nbytes * 30))
 
 
 @given(cases())
 @examples(150)
-def test_every_element_is_copied_once_in_whole_units(case: tuple[Unit, int, int]) -> None:
+def test_every_element_is_copied_once_in_whole_units(case: tuple[CopiedArray, int, int]) -> None:
     """Wrong if slabs overlapped, left out a last remainder, cut a unit, took more memory, or counted decoded chunks wrongly."""
     unit, n_ranks, room = case
     planned = plan_array(unit, n_ranks, room)
-    rounds = plan_rounds([planned], n_ranks, room)
-    assert len({sum(one.is_together for one in mine) for mine in rounds}) == 1
+    rounds = [list(plan_copy_rounds([planned], n_ranks, room, rank)) for rank in range(n_ranks)]
+    assert max(map(len, rounds)) == count_rounds([planned], n_ranks, room)
+    assert len({sum(is_together for _, is_together in mine) for mine in rounds}) == 1
     count, decoded = np.zeros(unit.shape, dtype=int), 0
     seen: set[Region] = set()
     for rank, mine in enumerate(rounds):
-        for one in mine:
+        for items, is_together in mine:
             held = 0
-            for item in one.items:
-                slab = item.slab
-                if not one.is_together or slab not in seen:
+            for slab in (planned.slabs.region(number) for item in items for number in item.units):
+                if not is_together or slab not in seen:
                     decoded += unit.chunks.n_meeting(slab)
                     seen.add(slab)
-                if not one.is_together:
+                if not is_together:
                     pieces = [Region.whole(slab.shape)]
                 else:
                     shards = planned.pieces(slab, n_ranks)
@@ -77,14 +81,14 @@ def test_slabs_follow_chunks_of_both_wherever_that_fits() -> None:
         ((100,), (6,), (10,), (4,)),
     ]:
         planned = plan_array(
-            Unit(shape, unit, Grid(shape, chunk, phase), True, 8), 1, 12 * 60 * 8 // (4 if len(shape) > 1 else 12)
+            CopiedArray(shape, unit, Grid(shape, chunk, phase), True, 8), 1, 12 * 60 * 8 // (4 if len(shape) > 1 else 12)
         )
         assert planned.factor == 1, (shape, planned)
 
 
 def test_unaligned_chunks_that_fit_nowhere_are_decoded_more_than_once() -> None:
     shape = (16, 16)
-    unit = Unit(shape, (16, 1), Grid(shape, (1, 16), (0, 0)), True, 8)
+    unit = CopiedArray(shape, (16, 1), Grid(shape, (1, 16), (0, 0)), True, 8)
     planned = plan_array(unit, 2, 16 * 4 * 8)
     assert planned.is_together
     assert planned.factor == 2
@@ -93,13 +97,12 @@ def test_unaligned_chunks_that_fit_nowhere_are_decoded_more_than_once() -> None:
 
 
 @pytest.mark.parametrize("page", [1, 64, 4096])
-def test_runs_of_an_array_in_one_piece(page: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_of_an_array_in_one_piece(page: int) -> None:
     """Wrong if a unit were not one run of the file, or began inside a page that another rank writes."""
-    monkeypatch.setattr("shardload.planning.copying._RUN_NBYTES", 256)
     for shape, itemsize in itertools.product(
         [(7,), (300,), (5, 9), (40, 33), (3, 50, 16), (2, 3, 1000), (2, 48, 32), (70, 1)], [1, 8]
     ):
-        unit, fits = run_units(shape, itemsize, page)
+        unit, fits = plan_rows(shape, itemsize, 256, page)
         lead = next((k for k, n in enumerate(unit) if n > 1), len(shape))
         assert unit[lead + 1 :] == shape[lead + 1 :], (shape, unit)
         starts = [0]
@@ -110,17 +113,67 @@ def test_runs_of_an_array_in_one_piece(page: int, monkeypatch: pytest.MonkeyPatc
 
 def test_memory_is_what_was_asked_for() -> None:
     for staging, chunk, reading, threads in itertools.product([40 << 20, 512 << 20], [1 << 20, 4 << 20], [4 << 20], [1, 2, 64]):
-        memory = plan_memory(max(staging, least_nbytes(chunk, reading)), chunk, reading, threads)
+        memory = plan_memory(max(staging, least_memory(chunk, chunk, reading)), chunk, chunk, reading, threads)
         assert memory.nbytes <= staging
         assert memory.round_nbytes >= chunk
         assert memory.n_threads >= 1
-    least = least_nbytes(3 << 20, 4 << 20)
-    assert plan_memory(least, 3 << 20, 4 << 20, 8).nbytes <= least
+    least = least_memory(3 << 20, 3 << 20, 4 << 20)
+    assert plan_memory(least, 3 << 20, 3 << 20, 4 << 20, 8).nbytes <= least
+
+
+def small_arrays(sizes: list[int], n_ranks: int, room: int, *, is_alone: bool = False) -> list[Any]:
+    shapes = [(n,) for n in sizes]
+    return [
+        plan_array(CopiedArray(shape, (1,), Grid(shape, shape, (0,)), True, 64, is_alone), n_ranks, room) for shape in shapes
+    ]
 
 
 def test_rounds_of_many_arrays_are_spread() -> None:
     """Wrong if small arrays all went to one rank, or each took a round of its own."""
-    small = plan_array(Unit((10,), (10,), Grid((10,), (10,), (0,)), True, 8), 4, 1 << 16)
-    rounds = plan_rounds([small] * 100, 4, 1 << 16)
-    assert [sum(len(one.items) for one in mine) for mine in rounds] == [25] * 4
+    rounds = [list(plan_copy_rounds(small_arrays([10] * 100, 4, 1 << 16), 4, 1 << 16, rank)) for rank in range(4)]
+    assert [sum(len(items) for items, _ in mine) for mine in rounds] == [25] * 4
     assert [len(mine) for mine in rounds] == [1] * 4
+
+
+LENGTHS = st.integers(1, 40)
+
+
+@given(st.lists(LENGTHS, max_size=12), st.lists(LENGTHS, max_size=2), st.integers(1, 5), st.integers(1, 50))
+@examples(150)
+def test_many_arrays_are_shared_out_evenly(sizes: list[int], alone: list[int], n_ranks: int, room: int) -> None:
+    """Wrong if a slab had two owners or none, if a rank had much more than others, or if rounds were counted wrongly."""
+    arrays = small_arrays(sizes, n_ranks, 64 * room) + small_arrays(alone, n_ranks, 64 * room, is_alone=True)
+    rounds = [list(plan_copy_rounds(arrays, n_ranks, 64 * room, rank)) for rank in range(n_ranks)]
+    assert max(map(len, rounds)) == count_rounds(arrays, n_ranks, 64 * room)
+    slabs = [
+        [(item.array, number) for items, is_together in mine if not is_together for item in items for number in item.units]
+        for mine in rounds
+    ]
+    expected = [(k, n) for k, array in enumerate(arrays) if not array.is_together for n in range(array.slabs.n_cells)]
+    assert sorted(itertools.chain(*slabs)) == expected
+    loads = [sum(arrays[array].slab_nbytes for array, _ in mine) for mine in slabs]
+    largest = max((array.slab_nbytes for array in arrays), default=0)
+    if not alone:
+        assert max(loads) - min(loads) <= largest
+
+
+@pytest.mark.parametrize(
+    ("shape", "unit", "chunk"),
+    [
+        ((25_000_000, 1000, 1000), (1, 500, 500), (1, 1000, 1000)),
+        ((25_000_000, 1000, 1000), (64, 64, 64), (1, 1000, 1000)),
+        ((25 * 10**12,), (1 << 20,), (999_999,)),
+    ],
+)
+def test_a_rank_plans_its_own_rounds_of_100_terabytes(shape: Any, unit: Any, chunk: Any) -> None:
+    """Wrong if a rank made those of others, or anything for each chunk of the file: both are 10 to 100 GB of lists."""
+    tracemalloc.start()
+    started = time.process_time()
+    array = plan_array(CopiedArray(shape, unit, Grid(shape, chunk, (0,) * len(shape)), True, 4), 1024, 64 << 20)
+    n_rounds = count_rounds([array], 1024, 64 << 20)
+    mine = sum(1 for _ in plan_copy_rounds([array], 1024, 64 << 20, 1023))
+    seconds, peak = time.process_time() - started, tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert n_rounds - 1 <= mine <= n_rounds < 60_000
+    assert seconds < 30
+    assert peak < 8 << 20

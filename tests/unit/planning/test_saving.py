@@ -11,9 +11,18 @@ import numpy as np
 import pytest
 
 from shardload.planning.blocks import run_of, runs
+from shardload.planning.chunk_shapes import plan_chunks
 from shardload.planning.partners import plan_partners
 from shardload.planning.region import Region
-from shardload.planning.saving import Held, Sent, Unit, least_memory, plan_array, plan_chunks, plan_memory, plan_rounds
+from shardload.planning.saving import (
+    HolderLayout,
+    OwnerLayout,
+    StoredArray,
+    least_save_memory,
+    plan_array,
+    plan_save_memory,
+    plan_save_rounds,
+)
 from shardload.planning.shards import Shards, plan_shards
 
 PAGE = 4096
@@ -46,20 +55,20 @@ def test_each_chunk_is_written_once_in_one_round(n_ranks: int) -> None:
         chunks = None if chance.random() < 0.3 else tuple(chance.randint(1, n) for n in shape)
         if chance.random() < 0.4 and chunks is not None:
             chunks = tuple(min(n, s) for n, s in zip(shape, shards.shard_shape, strict=True))
-        unit = Unit(shape, chunks, 4, chance.random() < 0.5)
+        unit = StoredArray(shape, chunks, 4, chance.random() < 0.5)
         cap = chance.choice([1 << 12, 1 << 15, 1 << 28])
         per_node = chance.choice([None, 1, 2])
         made = plan_array(unit, shards, n_ranks, per_node if n_ranks > 1 else None, cap)
         kinds[type(made).__name__] += 1
-        memory, _ = plan_memory([made], [unit], max(cap, least_memory([made], [unit])), 2)
-        assert memory.nbytes <= max(cap, least_memory([made], [unit]))
-        rounds = plan_rounds([made], memory.round_nbytes)
+        memory = plan_save_memory([made], [unit], max(cap, least_save_memory([made], [unit])), 2)
+        assert memory.nbytes <= max(cap, least_save_memory([made], [unit]))
+        rounds = plan_save_rounds([made], memory.round_nbytes)
         seen = np.zeros(shape, dtype=int)
         for rank in range(n_ranks):
             held = [shards.region(s) for s in shards.shards_of(rank)]
-            if isinstance(made, Held):
+            if isinstance(made, HolderLayout):
                 units = made.units_of(rank)
-                mine = [u for items in rounds for item in items for u in itertools.islice(units, item.per_round)]
+                mine = [u for items in rounds for item in items for u in itertools.islice(units, len(item.units))]
                 assert list(units) == []
                 assert all(made.owner(unit) == rank for unit, _ in mine)
                 regions = [made.units.region(unit) for unit, _ in mine]
@@ -67,9 +76,7 @@ def test_each_chunk_is_written_once_in_one_round(n_ranks: int) -> None:
                 assert made.size_of(rank) == sum(region.size for region in regions)
             else:
                 owned = made.schedule.blocks_of(rank)
-                mine_ = [
-                    k for items in rounds for i in items for k in owned[i.number * i.per_round : (i.number + 1) * i.per_round]
-                ]
+                mine_ = [k for items in rounds for i in items for k in owned[i.units.start : i.units.stop]]
                 assert mine_ == list(owned)
                 regions = [made.schedule.blocks.region(k) for k in owned]
             for region in regions:
@@ -89,9 +96,9 @@ def test_two_nodes_never_write_to_one_page() -> None:
         if shape[cut] % 4:
             continue
         shards = plan_shards(shape, [(0,) if k == cut else () for k in range(len(shape))], np.arange(4))
-        made = plan_array(Unit(shape, None, 4, False), shards, 4, 2)
+        made = plan_array(StoredArray(shape, None, 4, False), shards, 4, 2)
         pages: dict[int, set[int]] = {}
-        if isinstance(made, Held):
+        if isinstance(made, HolderLayout):
             regions = [(rank, made.units.region(unit)) for rank in range(4) for unit, _ in made.units_of(rank)]
         else:
             blocks = made.schedule.blocks
@@ -111,17 +118,17 @@ def test_chunks_follow_shards() -> None:
         shards = plan_shards(padded, axes, np.arange(math.prod(mesh)).reshape(mesh))
         chunks = plan_chunks(shape, 4, shards)
         assert 1 << 18 <= math.prod(chunks) * 4 <= 4 << 20
-        made = plan_array(Unit(shape, chunks, 4, True), shards, math.prod(mesh))
-        assert isinstance(made, Held), (shape, mesh, chunks)
+        made = plan_array(StoredArray(shape, chunks, 4, True), shards, math.prod(mesh))
+        assert isinstance(made, HolderLayout), (shape, mesh, chunks)
 
 
 def test_a_file_of_chunks_has_one_writer_on_several_nodes() -> None:
     """Wrong if two nodes wrote to one file of Zarr shards, in which chunks lie at any byte."""
     shards = plan_shards((64, 64), [(0,), (1,)], np.arange(4).reshape(2, 2))
-    unit = Unit((64, 64), (4, 5), 4, True, (8, 10))
+    unit = StoredArray((64, 64), (4, 5), 4, True, (8, 10))
     for per_node, size in ((None, 20), (2, 80)):
         made = plan_array(unit, shards, 4, per_node)
-        assert isinstance(made, Sent)
+        assert isinstance(made, OwnerLayout)
         assert all(cell % n == 0 for cell, n in zip(made.schedule.blocks.cell, (8, 10) if per_node else (4, 5), strict=True))
         assert size <= math.prod(made.schedule.blocks.cell)
 
@@ -141,8 +148,8 @@ def test_empty_and_scalar() -> None:
     """Wrong if an array without elements or axes had no plan."""
     for shape in ((), (0, 3)):
         shards = plan_shards(shape, [()] * len(shape), np.arange(3))
-        made = plan_array(Unit(shape, None, 8, False), shards, 3)
-        assert isinstance(made, Held)
+        made = plan_array(StoredArray(shape, None, 8, False), shards, 3)
+        assert isinstance(made, HolderLayout)
         found = [made.units.region(u) for rank in range(3) for u, _ in made.units_of(rank)]
         assert found == ([Region((), ())] if not shape else [])
 
