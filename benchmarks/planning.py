@@ -33,7 +33,7 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from shardload.formats.base import ArrayInfo
-from shardload.jobs.loading.request import Request, Target, plan_file
+from shardload.jobs.loading.call import LoadCall
 from shardload.planning.cost import choose_mode, plan_cost
 from shardload.planning.region import Region
 from shardload.planning.schedule import Grid, Schedule, plan_shards
@@ -76,10 +76,8 @@ def make_plan(n: int, size: int, chunks: tuple[int, ...], spec: str, readers: st
     """The plan that `shardload.plan` makes after the metadata are known."""
     info = ArrayInfo("abstract.h5", "/x", "HDF5", (size,) * 3, "float32", chunks, "gzip+shuffle")
     mesh, options = AbstractMesh((n, n), ("a", "b")), {"readers": readers, "staging": STAGING}
-    target = Target(mesh, SPECS[spec], {"path": info.path}, options)
-    with Request.open("plan", [target], None) as request:
-        (call,) = request.settle()
-        return plan_file(call, info, info.path).plan.schedule
+    with LoadCall("plan", info.path, mesh, SPECS[spec], options, None).begin(None) as call:
+        return call.plan_file(call.requests[0], info, info.path).plan.schedule
 
 
 def make_layout(size: int, chunks: tuple[int, ...]) -> SourceLayout:

@@ -15,8 +15,7 @@ Names, and what belongs to a single array (mesh, spec, select, dtype, pad, halo,
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 import jax
@@ -24,12 +23,11 @@ import numpy as np
 
 from shardload.arrays.padding import Extent, check_exists, cut_out, extent_of, make_mask, to_numpy
 from shardload.errors import ConfigError
-from shardload.jobs.loading.arguments import Arguments, ToScatter, ToVerify, describe_path
-from shardload.jobs.loading.execution import Loaded
+from shardload.jobs.loading.call import LoadCall
 from shardload.jobs.loading.plan import Plan
-from shardload.jobs.loading.request import Request, Target
+from shardload.jobs.loading.scattering import ScatterCall
 from shardload.jobs.loading.tree_plan import TreePlan
-from shardload.jobs.loading.trees import ArrayTree, where_text
+from shardload.jobs.loading.verifying import VerifyCall
 from shardload.options import DEFAULTS, FILE, FULL, Progress, defaults_of, keywords_of, options_of
 from shardload.planning.strategies import ROOT
 
@@ -225,8 +223,8 @@ def load(
     >>> x.shape, float(x.sum())
     ((8, 8, 4), 256.0)
     """
-    job = Arguments.of("load", path, mesh, spec, options_of("load", locals()), dataset)
-    return job.result(_load(job, comm).arrays)
+    with LoadCall("load", path, mesh, spec, options_of("load", locals()), dataset).begin(comm) as call:
+        return call.load()
 
 
 @overload
@@ -285,12 +283,9 @@ def plan(
     ConfigError, SourceError, PeerError
         As `load` does.
     """
-    asked = Arguments.of("plan", path, mesh, spec, options_of("plan", locals()), dataset)
-    with Request.open("plan", asked.targets, comm, processes, asked.error, ranks_per_node) as request:
-        made = request.plan(lambda calls: asked.find(calls, values=False), partial(asked.make, request))
-        if asked.tree.is_single:
-            return request.hand_out(made[0])
-        return request.hand_out_tree(made, asked.result, asked.left_out)
+    given = options_of("plan", locals())
+    with LoadCall("plan", path, mesh, spec, given, dataset, processes, ranks_per_node).begin(comm) as call:
+        return call.hand_out(call.plan())
 
 
 @overload
@@ -348,20 +343,11 @@ def scatter(
         error is its cause.
     """
     options = options_of("scatter", locals()) | {"readers": ROOT}
-    error = None
+    call = ScatterCall(array, mesh, spec, options, root)
     if verify in (FILE, FULL):
-        error = ConfigError(f"verify is {verify!r}, but scatter has no file to read again; expected 'index' or 'checksum'")
-    asked = ToScatter(array, mesh, spec, options, root)
-    with Request.open("scatter", asked.targets, comm, error=error) as request:
-        request.settle()  # before any message from the root: the ranks may not agree on who it is
-        group = request.group
-        if group is None:
-            raise ConfigError("scatter needs a mesh of devices")
-        if isinstance(root, bool) or not isinstance(root, (int, np.integer)) or not 0 <= root < group.size:
-            raise ConfigError(f"root is {root!r}; expected a rank from 0 to {group.size - 1}")
-        job = request.job(request.plan(asked.find, partial(asked.make, request), int(root)))
-        job.begin()
-        return asked.result(job.run().arrays)
+        call.refuse(ConfigError(f"verify is {verify!r}, but scatter has no file to read again; expected 'index' or 'checksum'"))
+    with call.begin(comm):
+        return call.scatter()
 
 
 def verify(
@@ -436,10 +422,8 @@ def verify(
     verified by full: ... CRC-32 of the array b4e473c9
     """
     options = options_of("verify", locals()) | {"verify": how}
-    asked = ToVerify.of_arrays(x, path, dataset, options, seed)
-    with Request.open("verify", asked.targets, comm, error=asked.error) as request:
-        made = request.plan(lambda calls: asked.find(calls, values=False), partial(asked.make, request))
-        return asked.result(request.job(made).verify(asked.arrays(), int(seed)))
+    with VerifyCall(x, path, dataset, options, seed).begin(comm) as call:
+        return call.verify()
 
 
 def save(
@@ -841,29 +825,3 @@ def _extent(name: str, x: Any, given: Any) -> Extent:
     if not isinstance(x, jax.Array):
         raise ConfigError(f"{name} is a {type(x).__name__}; expected a jax.Array, or a tree of them")
     return extent_of(x, given.extent if isinstance(given, Plan) else given, name)
-
-
-def load_many(arrays: Sequence[tuple[Any, Any, Any, dict[str, Any]]], comm: Any = None) -> Loaded:
-    """Load several arrays in one call: one agreement before, one exchange, one agreement after. Collective.
-
-    The same as `load` of a list, with a mesh and options of its own for each array.
-
-    Parameters
-    ----------
-    arrays : sequence of tuple
-        For each array: path, mesh, spec and the keywords of `load`. Keywords that belong to the whole call (`Option.is_shared`)
-        are the same in all.
-    comm : mpi4py.MPI.Comm, optional
-        As in `load`.
-    """
-    tree = ArrayTree.join([path for path, *_ in arrays], [options.get("dataset") for *_, options in arrays])
-    targets = [
-        Target(mesh, spec, {"path": describe_path(path)}, options, where_text(where) if len(arrays) > 1 else "", has_own=True)
-        for (path, mesh, spec, options), where in zip(arrays, tree.where, strict=True)
-    ]
-    return _load(Arguments(tree, targets), comm)
-
-
-def _load(asked: Arguments, comm: Any) -> Loaded:
-    with Request.open("load", asked.targets, comm, error=asked.error) as request:
-        return request.load(asked.find, partial(asked.make, request))

@@ -16,7 +16,6 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Integral, Number, Real
-from operator import attrgetter
 from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AUTO", "CHECKSUM", "DEFAULTS", "FILE", "FULL", "INDEX", "OPTIONS", "OWN", "STAGING_NBYTES", "TIMEOUT", "Option",
-    "Options", "Progress", "defaults_of", "fill_value", "filter_names", "is_plain_tuple", "key_of", "keywords_of", "options_of",
+    "Options", "Progress", "defaults_of", "fill_value", "filter_names", "is_plain_tuple", "keywords_of", "options_of",
     "pad_value",
 ]  # fmt: skip
 
@@ -414,13 +413,7 @@ _KEPT = tuple(option for option in _DECLARED if option.kept_as)
 _NAMES = frozenset(option.name for option in _KEPT)
 # Every call goes through these: each option with its field, so that nothing is looked up twice.
 _CHECKS = tuple((option.name, option.kept_as, option.check, option.default) for option in _KEPT)
-# What was checked lately, by its text. Only values that nobody can change, and that hold nothing else.
-_PLAIN = frozenset({bool, int, float, str, type(None)})
-_WORDS = frozenset({int, str, bool, type(None), type(...)})
-_MOST_RECENT = 32
-_recent: dict[str, Options] = {}
 _TEXTS = tuple((option.name, option.kept_as, option.text) for option in _KEPT if option.text is not None)
-_shared = attrgetter(*(option.kept_as for option in _KEPT if option.is_shared))
 # Options of single arrays, of which a caller may pass prefix trees. (The tree of names is another matter.)
 OWN = tuple(option for option in _KEPT if not option.is_shared and option.name != "dataset")
 _CALLS = (*_ALL, *_ADDS)
@@ -440,38 +433,6 @@ def keywords_of(call: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
 def options_of(call: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a function that `Options` checks."""
     return {name: arguments[name] for name in _TAKEN[call]}
-
-
-def key_of(given: Mapping[str, Any]) -> tuple[Any, ...] | None:
-    """What is equal for the same options, of the same types, and for no others; None if somebody could change one of them.
-
-    >>> key_of({"pad": 0}) == key_of({"pad": 0}), key_of({"pad": 0}) == key_of({"pad": False}), key_of({"select": [0]})
-    (True, False, None)
-    """
-    kinds, values = [], []
-    for value in given.values():
-        kind = type(value)
-        kinds.append(kind)
-        if kind not in _WORDS and not (kind is float and value):  # as text: 0.0 and -0.0 are equal
-            value = _exact_text(value)
-            if value is None:
-                return None
-        values.append(value)
-    return (*given, *values, *kinds)
-
-
-def _exact_text(value: Any) -> str | None:
-    """Text from which a number, a slice or a tuple of them could be made again; None for anything else."""
-    kind = type(value)
-    if kind in _PLAIN or value is ...:
-        return repr(value)
-    if kind is slice:
-        parts: tuple[Any, ...] = (value.start, value.stop, value.step)
-    elif kind is tuple:
-        parts = value
-    else:
-        return None
-    return repr(value) if all(_exact_text(part) is not None for part in parts) else None
 
 
 @dataclass(frozen=True)
@@ -571,35 +532,10 @@ class Options:
         ConfigError
             It names the option, the value found and the values expected.
         """
-        if not all(type(value) in _PLAIN or (type(value) is tuple and not value) for value in given.values()):
-            return cls._checked(given)
-        # The same again, as in a series of loads. As text, because 1, 1.0 and True are equal, and so are 0.0 and -0.0.
-        key = repr(given)
-        found = _recent.get(key)
-        if found is None:
-            found = _recent[key] = cls._checked(given)
-            if len(_recent) > _MOST_RECENT:
-                _recent.pop(next(iter(_recent)), None)
-        return found
-
-    @classmethod
-    def _checked(cls, given: Mapping[str, Any]) -> Options:
         unknown = given.keys() - _NAMES
         if unknown:
             raise TypeError(f"no such option: {', '.join(sorted(unknown))}")
         return cls(**{field: check(given.get(name, default)) for name, field, check, default in _CHECKS})
-
-    def check_shared(self, other: Options) -> None:
-        """Raise ConfigError if `other`, the options of another array of this call, differs in an option of the whole call."""
-        if self is other or _shared(self) == _shared(other):
-            return
-        for option in _KEPT:
-            mine, theirs = getattr(self, option.kept_as), getattr(other, option.kept_as)
-            if option.is_shared and mine != theirs:
-                raise ConfigError(
-                    f"{option.name} is {mine!r} for one array and {theirs!r} for another; expected the same for all arrays of "
-                    "a call"
-                )
 
     def describe(self) -> dict[str, str]:
         """The options that every rank must pass alike, as text."""

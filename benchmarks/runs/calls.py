@@ -40,10 +40,8 @@ N_FILES, N_STEPS, TURN = 24, 2000, 20
 FIELD = "air_temperature"
 PLAIN = {"16 MiB": 16, "64 MiB": 64}
 STEPS = {
-    "api": ("_load",),
-    "jobs.loading.arguments": ("Arguments.of", "Arguments.find", "Arguments.make", "_plan_found"),
-    "jobs.loading.request": ("Request._plan", "Request._find", "Known.key", "group_of", "plan_file"),
-    "jobs.loading.execution": ("Job.do_apart", "Job.finish", "Outcome.counts"),
+    "jobs.loading.call": ("LoadCall._read", "LoadCall.find", "LoadCall.make", "LoadCall.plan_file"),
+    "jobs.loading.execution": ("Loader.run", "Loader._agree"),
     "jobs.loading.array_load": ("OwnArray.make_room", "OwnArray.fill", "OwnArray.assemble"),
     "arrays.assemble": ("_verify_shards",),
     "comm.agreement": ("Agreement.all_same", "Agreement._send_bytes", "Invocation.digest"),

@@ -34,7 +34,8 @@ from shardload.comm.topology import Topology
 from shardload.formats.base import ArrayInfo
 from shardload.formats.lookup import list_arrays
 from shardload.jobs.loading.plan import Plan
-from shardload.jobs.loading.planner import Ask, Ranks, plan_array, selection_for
+from shardload.jobs.loading.planner import Ranks, plan_array, selection_for
+from shardload.jobs.loading.request import Request
 from shardload.options import Options
 from shardload.planning.tuning import Tuning
 from tests.jobs.launch import job_command, job_environment
@@ -164,9 +165,9 @@ def replan(record: dict[str, Any]) -> dict[str, Any]:
         def plan(readers: str | int, *more: Any) -> Plan:
             sharding, ranks, at, by = more
             options = Options.check(readers=readers, machine=by)
-            return plan_array(Ask(sharding, options, ranks, Tuning()), at, selection_for(options, at))
+            return plan_array(Request(sharding, options, {}), ranks, at, selection_for(options, at))
 
-        given = NamedSharding(mesh, P(*names)), Ranks(0, n, topology=nodes), info, machine
+        given = NamedSharding(mesh, P(*names)), Ranks(0, n, topology=nodes, tuning=Tuning()), info, machine
         taken = plan("auto", *given)
         auto = taken.readers if taken.readers != "parallel" else f"parallel {taken.n_readers}"
         ways_now = {}

@@ -26,6 +26,7 @@ ROOMS = {
     "testing": "does a format behave as a format must?",
     "api": "the functions: load, plan, scatter, verify, save, append, mask, unpad",
     "jobs": "one call: from its arguments to a plan, its execution and its report",
+    "engine": "all ranks in one call: beginning, agreement, rounds",
     "arrays": "JAX's side: shardings, pieces to jax.Array, verification",
     "transfer": "blocks of the file ↔ pieces of shards, between ranks",
     "options": "what may a call ask for? each option declared once",

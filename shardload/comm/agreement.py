@@ -10,8 +10,8 @@ call. A rank sends these messages for every call, also for one that it refuses, 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
 from typing import Any
@@ -20,21 +20,18 @@ import numpy as np
 
 from shardload.comm.collectives import Collectives
 from shardload.comm.error_codec import as_shardload, from_json, to_json
-from shardload.comm.shelf import Shelf, lay
 from shardload.comm.tracebacks import blame_calls, share
 from shardload.errors import PeerError, ShardloadError
 from shardload.system.interruption import let_interruption_pass
 from shardload.units import counted
 
-__all__ = ["MOST_COUNTS", "Agreement", "Arguments", "ArgumentsOfOne", "Invocation", "Texts", "compact", "digest_of"]
+__all__ = ["Agreement", "Invocation", "digest_of"]
 
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
-MOST_COUNTS = 24  # numbers that the second message of a call carries beside the comparison
 _HEAD_NBYTES = 4096
-_NUMBERS = 3  # at the beginning of the head: where the bytes are, and where they begin and end there
-_IN_HEAD, _FOLLOWS, _ON_SHELF, _MAKES_SHELF = range(4)  # where the bytes of a text are that begins with a head
+_LENGTH_NBYTES = 8  # at the beginning of the head
 _TEXT, _BYTES, _FAILED = b"+", b"*", b"-"  # what a rank tells the others
 
 
@@ -43,108 +40,6 @@ class _Failure:
     """How a rank failed that should have told something: its error as JSON."""
 
     text: str
-
-
-class Arguments(Mapping[str, str]):
-    """The arguments of a call about many arrays, as text. The name of each is made only when somebody looks at it.
-
-    Parameters
-    ----------
-    shared : mapping of str to str
-        Arguments of the whole call.
-    own : sequence of (str, mapping of str to str)
-        The arguments of each array, after the text that says which array it is: ``"spec of array ['gas']"``.
-    more : mapping of str to str
-        What comes after them.
-    """
-
-    def __init__(
-        self, shared: Mapping[str, str], own: Sequence[tuple[str, Mapping[str, str]]], more: Mapping[str, str] | None = None
-    ) -> None:
-        self._shared, self._own, self._more = shared, own, more or {}
-
-    @cached_property
-    def _flat(self) -> dict[str, str]:
-        own = {f"{name} of {where}": text for where, told in self._own for name, text in told.items()}
-        return {**self._shared, **own, **self._more}
-
-    @cached_property
-    def compact(self) -> str:
-        """All of it as one text: equal for equal arguments, and for no others."""
-        return json.dumps([self._shared, self._own, self._more])
-
-    def also(self, more: Mapping[str, str]) -> Arguments:
-        """A copy with more values."""
-        return Arguments(self._shared, self._own, {**self._more, **more})
-
-    def __getitem__(self, name: str) -> str:
-        return self._flat[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._flat)
-
-    def __len__(self) -> int:
-        return len(self._flat)
-
-
-class Texts(dict[str, str]):
-    """Texts that many calls have, as they are for each of them. They must not be changed."""
-
-    @cached_property
-    def compact(self) -> str:
-        """All of it as one text."""
-        return json.dumps([*self.items()])
-
-    @cached_property
-    def hashed(self) -> Any:
-        """A hash that has taken in `compact`, to copy and go on with."""
-        return blake2b(_to_bytes(self.compact), digest_size=8)
-
-
-class ArgumentsOfOne(Arguments):
-    """The arguments of a call about one array, as text: its own, then those that the next call may have too.
-
-    Parameters
-    ----------
-    first : mapping of str to str
-        Those of this call.
-    shared : Texts
-        The others, which are put together once for all calls that have them.
-    more : mapping of str to str
-        What comes after them.
-    """
-
-    def __init__(self, first: Mapping[str, str], shared: Texts, more: Mapping[str, str] | None = None) -> None:
-        super().__init__(shared, (), more)
-        self._first, self._texts = first, shared
-
-    @cached_property
-    def _flat(self) -> dict[str, str]:
-        return {**self._first, **self._texts, **self._more}
-
-    @cached_property
-    def compact(self) -> str:
-        """All of it as one text: equal for equal arguments, and for no others."""
-        return self._texts.compact + self._rest
-
-    @property
-    def _rest(self) -> str:
-        return json.dumps([*self._first.items(), None, *self._more.items()])
-
-    def digest(self, kind: str) -> int:
-        """`digest_of` all of it after the kind of the call, with little work for what is kept."""
-        hashed = self._texts.hashed.copy()
-        hashed.update(_to_bytes(f"{self._rest}{kind}"))
-        return int.from_bytes(hashed.digest(), "little")
-
-    def also(self, more: Mapping[str, str]) -> ArgumentsOfOne:
-        """A copy with more values."""
-        return ArgumentsOfOne(self._first, self._texts, {**self._more, **more})
-
-
-def compact(values: Mapping[str, str]) -> str:
-    """The names and values of a mapping as one text: equal for equal mappings, and for no others."""
-    return values.compact if isinstance(values, Arguments) else json.dumps([*values.items()])
 
 
 @dataclass(frozen=True)
@@ -161,28 +56,30 @@ class Invocation:
         Its arguments, as text.
     names : tuple of str
         The names of its arrays, in their order, if it was given several by name. They too determine the keys of `values`.
+    of_arrays : sequence of (str, mapping of str to str)
+        The arguments of each of these arrays, after the text that says which array it is: ``"array ['gas']"``.
     """
 
     kind: str
     title: str
     values: Mapping[str, str]
     names: tuple[str, ...] = ()
+    of_arrays: Sequence[tuple[str, Mapping[str, str]]] = ()
 
     @cached_property
     def digest(self) -> int:
         """64-bit digest of kind, names and values."""
-        values = self.values
-        return (
-            values.digest(self.kind)
-            if isinstance(values, ArgumentsOfOne)
-            else digest_of(json.dumps([self.kind, *self.names]) + compact(values))
-        )
+        return digest_of(json.dumps([self.kind, self.names, self.values, self.of_arrays]))
+
+    @property
+    def all_values(self) -> dict[str, str]:
+        """The arguments, those of the arrays by names such as ``"spec of array ['gas']"``."""
+        own = {f"{name} of {where}": text for where, told in self.of_arrays for name, text in told.items()}
+        return {**self.values, **own}
 
     def also(self, **values: str) -> Invocation:
         """A copy with more values."""
-        mine = self.values
-        more = mine.also(values) if isinstance(mine, Arguments) else {**mine, **values}
-        return Invocation(self.kind, self.title, more, self.names)
+        return replace(self, values={**self.values, **values})
 
 
 class Agreement:
@@ -198,16 +95,6 @@ class Agreement:
     size: int
     _collectives: Collectives
 
-    @property
-    def _shelf(self) -> Shelf | None:
-        """Where a rank may put what is too long for one message; the same answer on every rank."""
-        return None
-
-    def room(self, nbytes: int) -> Bytes | None:
-        """Memory for bytes that the `find` of `begin` returns, last: they need not be copied. None: use other memory."""
-        shelf = self._shelf
-        return None if shelf is None else shelf.room(nbytes)
-
     def begin(self, asked: Invocation, find: Callable[[], Any]) -> Any:
         """The first message of every call: the call of rank 0, and the text that `find` returns on rank 0. Collective.
 
@@ -215,8 +102,6 @@ class Agreement:
         `find` raises on rank 0, every rank raises that error.
         Returns None if rank 0 made another call; the next message (`all_same`) tells all ranks.
         """
-        if self._shelf is not None:
-            self._shelf.begin()
         found = self._tell(find, 0, f"{asked.digest:016x}".encode())
         try:
             return None if found is None else self._told(found, 0)
@@ -271,34 +156,22 @@ class Agreement:
             return text or ""
         return _to_text(self._send_bytes([_to_bytes(text or "")], root))
 
-    def _send_bytes(self, parts: Sequence[Any], root: int, shelf: Shelf | None = None) -> memoryview:
-        """Send bytes of `root`, given in parts, to every rank. Collective.
-
-        With a `shelf`, what is too long for one message lies there. It then stays until `root` begins another call.
-        """
-        # The first message says where the bytes are; if they fit, it has all: most texts take one broadcast.
+    def _send_bytes(self, parts: Sequence[Any], root: int) -> memoryview:
+        """Send bytes of `root`, given in parts, to every rank. Collective."""
+        # The first message says how many there are; if they fit, it has all: most texts take one broadcast.
         head = np.zeros(_HEAD_NBYTES, dtype=np.uint8)
-        numbers, body = head[: 8 * _NUMBERS].view("<i8"), head[8 * _NUMBERS :]
+        length, body = head[:_LENGTH_NBYTES].view("<i8"), head[_LENGTH_NBYTES:]
         if self.rank == root:
-            length = sum(map(len, parts))
-            if length <= len(body):
-                lay(parts, body)
-                numbers[:] = _IN_HEAD, 0, length
-            else:
-                place = None if shelf is None else shelf.lay(parts)
-                makes = shelf is not None and shelf.may_make(length)
-                numbers[:] = (_MAKES_SHELF if makes else _FOLLOWS, 0, length) if place is None else (_ON_SHELF, *place)
+            length[0] = sum(map(len, parts))
+            if length[0] <= len(body):
+                _lay(parts, body)
         self._collectives.broadcast(head, root)
-        how, start, stop = numbers.tolist()
-        if how == _IN_HEAD:
-            return body[:stop].data
-        if how == _ON_SHELF and shelf is not None:
-            return shelf.look(root, start, stop)
-        if how == _MAKES_SHELF and shelf is not None:
-            shelf.make(root, stop)  # for the next time
-        whole = np.empty(stop, dtype=np.uint8)
+        n = int(length[0])
+        if n <= len(body):
+            return body[:n].data
+        whole = np.empty(n, dtype=np.uint8)
         if self.rank == root:
-            lay(parts, whole)
+            _lay(parts, whole)
         self._collectives.broadcast(whole, root)
         return whole.data
 
@@ -330,7 +203,6 @@ class Agreement:
                 raise as_shardload(found, None) from found
         parts: list[Any] = [mark]
         error: BaseException | None = None
-        shelf = self._shelf
         if self.rank == root:
             try:
                 made = make()
@@ -340,7 +212,7 @@ class Agreement:
                 let_interruption_pass(found)
                 error = found
                 parts += [_FAILED, _to_bytes(to_json(as_shardload(found, root)))]
-        came, n = self._send_bytes(parts, root, shelf), len(mark)
+        came, n = self._send_bytes(parts, root), len(mark)
         if came[:n] != mark:
             return None
         kind, rest = bytes(came[n : n + 1]), came[n + 1 :]
@@ -380,25 +252,12 @@ class Agreement:
         share(error, self.rank, self.size)
         return error
 
-    def all_same(self, asked: Invocation, is_fine: bool, counts: list[int] | None = None) -> bool:
-        """True if no rank has an error and all ranks make the same call. Collective; the second message of every call.
-
-        `counts`, at most `MOST_COUNTS`, are replaced by their sums over the ranks. The message has one length for all calls: a
-        rank that makes another call may have other counts, or none; then the sums mean nothing.
-        """
-        mine = [] if counts is None else counts
+    def all_same(self, asked: Invocation, is_fine: bool) -> bool:
+        """True if no rank has an error and all ranks make the same call. Collective; the second message of every call."""
         if self.size == 1:
             return is_fine
-        # If each of n ranks has a number h, ``n * sum(h * h) == sum(h) ** 2`` holds exactly when all are equal. So one sum
-        # carries the comparison and the counts, and every rank gets the same answer. h has 16 bits: the sums do not overflow.
-        digest = asked.digest
-        numbers = [digest >> 16 * k & 0xFFFF for k in range(4)]
-        sent = [int(not is_fine), *numbers, *(h * h for h in numbers), *mine, *[0] * (MOST_COUNTS - len(mine))]
-        n_failed, *sums = self.sum_ints(sent)
-        firsts, seconds = sums[:4], sums[4:8]
-        same = all(self.size * second == first * first for first, second in zip(firsts, seconds, strict=True))
-        mine[:] = sums[8 : 8 + len(mine)]
-        return same and not n_failed
+        all_fine, differs = self._compare([asked.digest], is_fine)
+        return all_fine and not differs.size
 
     def settle(self, asked: Invocation, error: BaseException | None) -> None:
         """Send both messages that every call begins with, if rank 0 has no text to send. Raises as `agree_same`. Collective."""
@@ -459,10 +318,10 @@ class Agreement:
                     rank=other,
                 )
             )
-        _, differs = self._compare([digest_of(v) for v in asked.values.values()], True)
+        _, differs = self._compare([digest_of(text) for text in asked.all_values.values()], True)
         if not differs.size:
             return
-        name, mine = list(asked.values.items())[int(differs[0])]
+        name, mine = list(asked.all_values.items())[int(differs[0])]
         other, theirs, reference = self._first_other(mine, mine)
         raise blame_calls(
             PeerError(
@@ -523,3 +382,11 @@ def _to_text(data: memoryview) -> str:
 def digest_of(text: str) -> int:
     """64-bit digest of a text."""
     return int.from_bytes(blake2b(_to_bytes(text), digest_size=8).digest(), "little")
+
+
+def _lay(parts: Sequence[Any], into: Bytes) -> None:
+    """Put bytes-like parts one after the other."""
+    offset = 0
+    for part in parts:
+        into[offset : offset + len(part)] = np.frombuffer(part, dtype=np.uint8)
+        offset += len(part)

@@ -20,20 +20,19 @@ from typing import Any, cast
 
 import numpy as np
 
-from shardload.comm.agreement import Agreement, Arguments, ArgumentsOfOne, Invocation, Texts, compact
+from shardload.comm.agreement import Agreement, Invocation
 from shardload.comm.collectives import Collectives, JaxCollectives, MpiCollectives, duplicate, jax_processes
 from shardload.comm.heartbeat import Departures, MpiMailbox, leave_at_exit
 from shardload.comm.mpi import check_communicator, kept_on, load_mpi, world
 from shardload.comm.node_memory import NodeMemory
 from shardload.comm.shared_memory import Segment
-from shardload.comm.shelf import Shelf
 from shardload.comm.topology import Node, Topology, find_topology, pretended_node
 from shardload.comm.watchdog import Watchdog
 from shardload.errors import ConfigError, ShardloadError, ShardloadWarning, StallError
 from shardload.system.interruption import is_called_by_handler
 from shardload.system.scratch import is_in_a_call, scratch_of_its_own
 
-__all__ = ["Arguments", "ArgumentsOfOne", "Group", "Invocation", "Texts", "compact", "group_of"]
+__all__ = ["Group", "Invocation", "group_of"]
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -124,7 +123,6 @@ class Group(Agreement):
         self._node: Node | None = None
         self._machine: Topology | None = None
         self._memory = NodeMemory(self.rank)
-        self._own_shelf: Shelf | None = None
         self._one_call = threading.Lock()
         self._caller = 0  # id of the thread that is in a call
         self.is_torn = False  # a call was interrupted: ranks may be at different collectives
@@ -256,14 +254,6 @@ class Group(Agreement):
             self._machine = find_topology(self, node, None if node.comm is None else self._over(node.comm))
         return self._machine
 
-    @property
-    def _shelf(self) -> Shelf | None:
-        # Asked only once `node` is known, and not for the first messages of a group, which must not wait for it.
-        node = self._node
-        if self._own_shelf is None and node is not None and node.comm is not None and len(node.ranks) == self.size > 1:
-            self._own_shelf = Shelf(self.rank, node.ranks, self._over(node.comm))
-        return self._own_shelf
-
     def shared_memory(self, nbytes: int) -> dict[int, Segment]:
         """Shared memory of every rank on this machine, by rank, at least `nbytes` each; empty if memory cannot be shared.
 
@@ -280,7 +270,6 @@ class Group(Agreement):
     def free(self) -> None:
         """Free the communicators of this group."""
         self._memory.forget()
-        self._own_shelf = None
         if self.is_torn:
             return  # messages may still be pending in it
         if self._node is not None and self._node.comm is not None:

@@ -11,33 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-from shardload.comm.agreement import MOST_COUNTS
 from shardload.comm.group import Group, Invocation, group_of
 from shardload.errors import ConfigError, ShardloadError, StallError
 from shardload.system.interruption import let_interruption_pass, outer_exception
 
-__all__ = ["Call", "Early", "begin_call", "unforeseen"]
+__all__ = ["Call", "begin_call", "unforeseen"]
 
 _PLAN = "a plan"
 
 Plan = TypeVar("Plan")
-
-
-class Early(Protocol):
-    """What a rank has done before the ranks compare their plans, because it needs no other rank for it."""
-
-    error: BaseException | None
-
-    @property
-    def counts(self) -> tuple[int, ...]:
-        """Numbers to sum over the ranks."""
-        ...
-
-    def take_error(self) -> BaseException | None:
-        """The error, which is not kept any longer."""
-        ...
 
 
 class Call:
@@ -49,16 +33,10 @@ class Call:
         The ranks.
     asked : Invocation
         What must be the same on every rank. After `plan` it includes the plan.
-    early : Early or None
-        After `plan`: what this rank has done already.
-    sums : list of int or None
-        After `plan`: the sums of `Early.counts`, if the ranks have agreed on them already.
     """
 
     def __init__(self, group: Group, asked: Invocation, error: BaseException | None) -> None:
         self.group, self.asked, self._error = group, asked, error
-        self.early: Early | None = None
-        self.sums: list[int] | None = None
 
     def settle(self) -> None:
         """Compare what the ranks were asked for, in the messages with which every call begins, without a plan."""
@@ -71,7 +49,6 @@ class Call:
         describe: Callable[[Plan], str],
         *,
         root: int | None = None,
-        do_early: Callable[[Plan, Invocation], Early | None] | None = None,
     ) -> Plan:
         """Run `find` on one rank and `make` on every rank, and check that all ranks plan the same.
 
@@ -86,9 +63,6 @@ class Call:
             The plan as text, which must be the same on all ranks.
         root : int, optional
             The rank that runs `find`; call `settle` first. Without it, rank 0 runs `find`, and this begins the call.
-        do_early : callable, optional
-            Takes the plan and what all ranks compare, and may do what needs no other rank. Its errors are kept in what it
-            returns.
         """
         group, made, told = self.group, None, None
         unfound: ShardloadError | None = None
@@ -116,22 +90,16 @@ class Call:
                     unplanned = error
             planned = {"plan": "" if made is None else describe(made)}
             agreed = self.asked.also(**planned)
-            early = None if made is None or do_early is None else do_early(made, agreed)
-            counts = [] if early is None else list(early.counts)
-            fits = early is not None and len(counts) <= MOST_COUNTS
-            is_fine = made is not None and (early is None or early.error is None)
-            if not group.all_same(agreed, is_fine, counts if fits else None):
+            if not group.all_same(agreed, made is not None):
                 group.agree_same(self.asked, self._error)
                 if unfound is not None:
                     raise unfound
                 group.agree_same(Invocation(_PLAN, self.asked.title, planned), unplanned)
-                if early is not None:
-                    group.agree(early.take_error())
             if made is None:
                 raise unfound or unplanned or ConfigError("nothing was planned")
         finally:
             del unfound, unplanned  # an error that stays a variable keeps the arrays of its calls: see `let_go`
-        self.asked, self.early, self.sums = agreed, early, counts if fits else None
+        self.asked = agreed
         return made
 
 

@@ -87,14 +87,6 @@ _ALL = 1 << 40  # arrays
 _MOST_LISTED = 1000  # arrays to look at, to say which one the caller could mean
 
 
-# Memory of so many bytes; None if the caller has none.
-Room = Callable[[int], np.ndarray[Any, np.dtype[np.uint8]] | None]
-
-
-def _no_room(nbytes: int) -> None:
-    return None
-
-
 def split_path(path: str) -> tuple[str, str | None]:
     """Cut ``"file.h5:/group/rho"`` into the path and the name of the array in it.
 
@@ -605,7 +597,7 @@ def read_small(
         return None
 
 
-def _is_small(info: ArrayInfo, tuning: Tuning, region: Region | None = None, most_seconds: float = START_SECONDS) -> bool:
+def _is_small(info: ArrayInfo, tuning: Tuning, region: Region | None = None) -> bool:
     """True if the array, or a region of it, is small, and so are the chunks that are decoded for it, in so much time."""
     wanted = Region.whole(info.shape) if region is None else region
     nbytes, unit = nbytes_of(info, wanted.shape), info.shards or info.chunks
@@ -614,15 +606,15 @@ def _is_small(info: ArrayInfo, tuning: Tuning, region: Region | None = None, mos
     if nbytes <= tuning.tiny_nbytes and wanted.shape == info.shape:
         return True
     if info.chunks is None:
-        return one_reader_seconds(nbytes, 0, info.codec, count_runs(info.shape, wanted.shape)) <= most_seconds
+        return one_reader_seconds(nbytes, 0, info.codec, count_runs(info.shape, wanted.shape)) <= START_SECONDS
     n_chunks = math.prod(map(len, chunks_met(wanted, info.chunks)))
     decoded = nbytes if wanted.shape == info.shape else n_chunks * nbytes_of(info, info.chunks)
     if decoded > tuning.small_nbytes:  # perhaps at once
         return False
-    return one_reader_seconds(decoded, n_chunks, info.codec) <= most_seconds
+    return one_reader_seconds(decoded, n_chunks, info.codec) <= START_SECONDS
 
 
-def _values_of(source: Source, region: Region | None = None, room: Room = _no_room) -> memoryview | None:
+def _values_of(source: Source, region: Region | None = None) -> memoryview | None:
     """All values of an open array, or those of a region; None if chunks are missing, or the file changes meanwhile.
 
     Raises what reading raises.
@@ -630,8 +622,7 @@ def _values_of(source: Source, region: Region | None = None, room: Room = _no_ro
     before, info = source.opened_in(), source.info
     whole = Region.whole(info.shape)
     wanted = whole if region is None else region
-    given = room(nbytes_of(info, wanted.shape))
-    values = np.empty(wanted.shape, source.dtype) if given is None else given.view(source.dtype).reshape(wanted.shape)
+    values = np.empty(wanted.shape, source.dtype)
     if wanted != whole:
         source.expect(wanted)
     is_whole = _read(source, wanted, values) and source.state() == before
@@ -687,10 +678,6 @@ class Finder:
         Cap on the values of all small arrays together, below `Tuning.small_total_nbytes`.
     keeps_states : bool
         True if the state of each file is kept from when it was opened, to see if it changed (`state_of`, `states`).
-    room : callable, optional
-        Gives memory for the values of an array; by default they are in new memory.
-    most_seconds : float
-        How long reading the values of an array may take.
     """
 
     def __init__(
@@ -699,10 +686,8 @@ class Finder:
         tuning: Tuning | None = None,
         most_nbytes: int | None = None,
         keeps_states: bool = False,
-        room: Room = _no_room,
-        most_seconds: float = START_SECONDS,
     ) -> None:
-        self._access, self._tuning, self._room, self._most_seconds = access, tuning, room, most_seconds
+        self._access, self._tuning = access, tuning
         self._keeps_states = keeps_states and tuning is not None
         self._states: dict[str, State] = {}
         cap = 0 if tuning is None else tuning.small_total_nbytes
@@ -813,9 +798,7 @@ class Finder:
 
     def _looked_at(self, path: str, info: ArrayInfo, look: Look) -> Found:
         """An array that was found without being opened here. If values of it may be small, it is opened."""
-        is_large = (
-            look is _look_at_all and self._tuning is not None and not _is_small(info, self._tuning, None, self._most_seconds)
-        )
+        is_large = look is _look_at_all and self._tuning is not None and not _is_small(info, self._tuning)
         if self._tuning is None or self._access.untrusted is not None or is_large:
             return Found(look(info, None)[0])
         try:
@@ -838,12 +821,12 @@ class Finder:
         return Found(info, self._values(source, region), region)
 
     def _values(self, source: Source, region: Region | None) -> memoryview | None:
-        if self._tuning is None or not _is_small(source.info, self._tuning, region, self._most_seconds):
+        if self._tuning is None or not _is_small(source.info, self._tuning, region):
             return None
         if not self._takes(nbytes_of(source.info, None if region is None else region.shape)):
             return None
         try:
-            return _values_of(source, region, self._room)
+            return _values_of(source, region)
         except Exception as error:
             let_interruption_pass(error)
             return None

@@ -5,11 +5,8 @@ A file is in the page cache. Rates are (decoded) bytes per second of one core, r
 
 from __future__ import annotations
 
-import math
-
 __all__ = [
-    "CHUNK_SECONDS", "EXCHANGE_SECONDS", "START_SECONDS", "WIRE_RATE", "decode_rate", "most_alone_seconds",
-    "one_reader_seconds",
+    "CHUNK_SECONDS", "EXCHANGE_SECONDS", "START_SECONDS", "WIRE_RATE", "decode_rate", "one_reader_seconds",
 ]  # fmt: skip
 
 CHUNK_SECONDS = 1e-5  # to find and fetch a chunk, however small
@@ -45,29 +42,8 @@ def one_reader_seconds(nbytes: int, n_chunks: int, codec: str, n_runs: int = 0) 
 
     `n_chunks` is 0 if the file has no chunks; then `n_runs` is how many runs of the file are read.
 
-    >>> one_reader_seconds(1_740_480, 240, "none") < most_alone_seconds(1000, 4, 64) < one_reader_seconds(2 << 20, 240, "gzip")
+    >>> one_reader_seconds(1_740_480, 240, "none") < START_SECONDS < one_reader_seconds(2 << 20, 240, "gzip")
     True
     """
     rate = _LIBRARY_SHARE * decode_rate(codec, n_chunks > 0)
     return nbytes / rate + n_chunks * CHUNK_SECONDS + n_runs * _RUN_SECONDS + nbytes / WIRE_RATE
-
-
-def most_alone_seconds(n_ranks: int, per_node: int, n_cores: int) -> float:
-    """How long may one rank read for all, before it were faster if all did?
-
-    Then each rank opens the file, and all agree to start. Ranks that share cores do that one after the other; and fewer cores
-    than ranks share the reading.
-
-    Parameters
-    ----------
-    n_ranks, per_node : int
-        Number of ranks, and of those on one node.
-    n_cores : int
-        Cores of a node.
-
-    >>> [round(1e3 * most_alone_seconds(*ranks), 1) for ranks in ((1000, 4, 64), (4, 4, 4), (4, 4, 2), (8, 8, 2), (2, 2, 1))]
-    [5.0, 6.7, 20.0, 40.0, inf]
-    """
-    n_working = -(-n_ranks // per_node) * min(per_node, n_cores)
-    start = START_SECONDS * max(1.0, per_node / n_cores)
-    return start / (1 - 1 / n_working) if n_working > 1 else math.inf

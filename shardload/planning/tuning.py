@@ -38,17 +38,12 @@ class Tuning:
         The values of an array up to this size are sent to all ranks with its metadata: that is faster than opening a file.
     small_nbytes : int
         So are the values of an array up to this size, if there are several ranks, and rank 0 reads them sooner than all ranks
-        would (`planning.rates.most_alone_seconds`).
-    single_nbytes : int
-        The same for the only array of a call (`for_one`): of many arrays the others are read meanwhile.
+        would (`planning.rates.one_reader_seconds`).
     small_total_nbytes : int
         Cap on the values of all arrays of a call that are sent so.
     small_chunk_nbytes : int
         Exception to `small_nbytes`: not if the array lies in a larger chunk or shard than this, because a chunk is decoded
         whole, before the staging cap is checked.
-    apart_nbytes : int
-        If each rank reads its own part of arrays of up to this size, it does so before the ranks compare their plans: that
-        saves a message, which takes as long as reading some megabytes, and no rank finds out late that another differs.
     block_nbytes, block_between_nodes_nbytes : int
         Cap on a block if all ranks are on one machine, and if they are not. Large enough that a read is efficient, small enough
         that reading and sending overlap. Inside a machine parts need no messages of their own; between machines there should
@@ -67,10 +62,8 @@ class Tuning:
     worth_sharing_nbytes: int = 1 << 16
     tiny_nbytes: int = 1 << 14
     small_nbytes: int = 2 << 20
-    single_nbytes: int = 15 << 20
     small_total_nbytes: int = 4 << 20
     small_chunk_nbytes: int = 1 << 20
-    apart_nbytes: int = 64 << 20
     block_nbytes: int = 4 << 20
     large_block_nbytes: int = 16 << 20
     large_blocks_per_rank: int = 4
@@ -87,19 +80,7 @@ class Tuning:
         """
         return replace(self, blocks_per_owner=-(-self.blocks_per_owner // max(1, n_arrays)))
 
-    def for_one(self) -> Tuning:
-        """The sizes for the only array of a call.
 
-        >>> made = Tuning().for_one()
-        >>> made.small_nbytes == made.small_total_nbytes == made.single_nbytes, Tuning(small_nbytes=0).for_one().small_nbytes
-        (True, 0)
-        """
-        most = min(self.single_nbytes, _SINGLE_FACTOR * self.small_nbytes)
-        chunk = min(most, _SINGLE_FACTOR * self.small_chunk_nbytes)
-        return replace(self, small_nbytes=most, small_total_nbytes=most, small_chunk_nbytes=chunk)
-
-
-_SINGLE_FACTOR = 8
 _default = Tuning()
 
 

@@ -21,7 +21,6 @@ import gc
 import math
 import mmap
 import os
-import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -34,12 +33,10 @@ from shardload.system.interruption import interrupt_again
 from shardload.system.spare_memory import keeps_addresses, spare_nbytes
 from shardload.transfer.buffers import aligned_empty
 
-__all__ = ["Reserve", "empty_pieces", "empty_pieces_of_many"]
+__all__ = ["Reserve", "empty_pieces"]
 
 _WORTH_NBYTES = 1 << 20  # smaller pieces use ordinary memory, which the system's allocator reuses itself
-_WORTH_NBYTES_OF_MANY, _MOST_BLOCKS = 1 << 18, 1 << 12  # the same if there are many, and the most of them: they are mappings
 _SHARE = 4  # at most 1 / _SHARE of the memory that is left is kept
-_LOOK_SECONDS = 0.02  # the pieces of an array come back together: the limits are checked once for all of them
 _FLAGS = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
 _CAN_KEEP = hasattr(mmap, "MADV_FREE") and bool(_FLAGS)
 
@@ -64,7 +61,6 @@ class Reserve:
     def __init__(self) -> None:
         self._free: deque[mmap.mmap] = deque()
         self._most = 0  # bytes of the largest load
-        self._spare, self._looked = 0.0, -math.inf  # bytes that may be kept, and when that was checked
 
     @property
     def nbytes(self) -> int:
@@ -92,7 +88,6 @@ class Reserve:
 
     def trim(self) -> None:
         """Release what exceeds the limits now."""
-        self._looked = -math.inf
         while self._free and self.nbytes > self._room():
             with suppress(IndexError):  # another thread was first
                 self._free.popleft().close()
@@ -104,11 +99,7 @@ class Reserve:
 
     def _room(self) -> float:
         """Number of bytes that may be kept."""
-        now = time.monotonic()
-        if now - self._looked > _LOOK_SECONDS:
-            # No lock is needed: two threads that check at the same time find the same.
-            self._spare, self._looked = 0 if keeps_addresses() else spare_nbytes() / _SHARE, now
-        return min(self._most, self._spare)
+        return 0 if keeps_addresses() else min(self._most, spare_nbytes() / _SHARE)
 
     def _new(self, size: int) -> mmap.mmap:
         try:
@@ -154,28 +145,23 @@ def _new(size: int) -> mmap.mmap:
 _reserve = Reserve()
 
 
-def empty_pieces(shapes: Sequence[tuple[int, ...]], dtype: np.dtype[Any]) -> list[Array]:
-    """Uninitialised arrays for one load. JAX on CPU can use them as they are instead of copying them."""
-    return empty_pieces_of_many([(shapes, dtype)])[0]
+def empty_pieces(wanted: Sequence[tuple[Sequence[tuple[int, ...]], np.dtype[Any]]]) -> list[list[Array]]:
+    """Uninitialised arrays for one load: for each of its arrays the shapes of the pieces, and their dtype.
 
-
-def empty_pieces_of_many(wanted: Sequence[tuple[Sequence[tuple[int, ...]], np.dtype[Any]]]) -> list[list[Array]]:
-    """The same for several arrays of one load: for each the shapes of its pieces, and their dtype.
-
-    All of it is mapped before any of it is touched. Blocks that lie side by side are then one region for the kernel, which can
-    take huge pages where a single block is too short for one: a seventh of the time for pieces of 1.5 MiB.
+    JAX on CPU can use them as they are instead of copying them. All of it is mapped before any of it is touched: blocks that
+    lie side by side are then one region for the kernel, which can take huge pages where a single block is too short for one.
     """
     sizes = [[math.prod(shape) * dtype.itemsize for shape in shapes] for shapes, dtype in wanted]
-    flat = [nbytes for of_array in sizes for nbytes in of_array]
-    least = _WORTH_NBYTES if len(wanted) == 1 or len(flat) > _MOST_BLOCKS else _WORTH_NBYTES_OF_MANY
-    if not _CAN_KEEP or max(flat, default=0) < least or os.environ.get("SHARDLOAD_KEEP_MEMORY") == "0":
+    large = [nbytes for of_array in sizes for nbytes in of_array if nbytes >= _WORTH_NBYTES]
+    if not _CAN_KEEP or not large or os.environ.get("SHARDLOAD_KEEP_MEMORY") == "0":
         _reserve.trim()
         return [[aligned_empty(shape, dtype) for shape in shapes] for shapes, dtype in wanted]
     gc.collect(0)  # JAX releases the memory of deleted arrays at a garbage collection of Python, of any generation
-    is_kept = [len(wanted) == 1 or nbytes >= least for nbytes in flat]
-    taken = iter(_reserve.take([nbytes for nbytes, kept in zip(flat, is_kept, strict=True) if kept]))
-    kept_next = iter(is_kept)
+    taken = iter(_reserve.take(large))
     return [
-        [next(taken).view(dtype).reshape(shape) if next(kept_next) else aligned_empty(shape, dtype) for shape in shapes]
-        for shapes, dtype in wanted
+        [
+            next(taken).view(dtype).reshape(shape) if nbytes >= _WORTH_NBYTES else aligned_empty(shape, dtype)
+            for shape, nbytes in zip(shapes, of_array, strict=True)
+        ]
+        for (shapes, dtype), of_array in zip(wanted, sizes, strict=True)
     ]

@@ -1,4 +1,4 @@
-"""What is kept of one call for the next: never what the file says, and never for other arguments."""
+"""Is anything of one call left in the next? Neither what the file said, nor other arguments."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload import ConfigError, PeerError, SourceError, near
-from shardload.jobs.loading import request
 from shardload.planning.tuning import tuned
 from tests.mpi.support import check, mesh_of, on_root, padded, ramp, same_error, unit
 
@@ -65,21 +64,6 @@ def test_a_file_that_changes_between_two_calls(shared_tmp_path: Path, comm: Any,
     same_error(comm, lambda: shardload.load(str(path), mesh, P("a", "b"), dataset="x"), SourceError, path.name)
     on_root(comm, partial(write, path, first))
     check(shardload.load(str(path), mesh, P("a", "b"), dataset="x"), first, mesh, P("a", "b"))
-
-
-def test_arguments_that_are_equal_are_checked_once(shared_tmp_path: Path, comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong if a spec of the same text were checked again in each call of a series, or one of another text were not."""
-    paths = [on_root(comm, partial(write, shared_tmp_path / f"x{k}.h5", ramp(shape()) + k)) for k in range(3)]
-    mesh, checked = mesh_of(), []
-    right = request.read_sharding
-    monkeypatch.setattr(request, "read_sharding", lambda *given: (checked.append(given), right(*given))[1])
-    request._known.clear()
-    for k, path in enumerate(paths):
-        check(shardload.load(path, mesh, P("a", "b"), dataset="x"), ramp(shape()) + k, mesh, P("a", "b"))
-    assert len(checked) == 1
-    for spec in (P("b", "a"), P("a"), P("a", None), P()):
-        check(shardload.load(paths[0], mesh, spec, dataset="x"), ramp(shape()), mesh, spec, spec)
-    assert len(checked) == 5
 
 
 def test_another_mesh_of_the_same_shape(shared_tmp_path: Path, comm: Any) -> None:
@@ -175,8 +159,8 @@ def parts_of(values: np.ndarray[Any, Any]) -> list[tuple[Any, np.ndarray[Any, An
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "steps", "cubes", "blosc", "zarr", "shards"])
-def test_parts_of_one_array(shared_tmp_path: Path, comm: Any, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """Wrong if a part came from where an earlier one was, with which it shares its plan."""
+def test_parts_of_one_array(shared_tmp_path: Path, comm: Any, kind: str) -> None:
+    """Wrong if a part came from where an earlier one was."""
     values, mesh = ramp((12, 2 * unit(), 3 * unit())), mesh_of()
     chunks = {"contiguous": None, "cubes": (5, 2, 2)}.get(kind, (1, *values.shape[1:]))
 
@@ -222,10 +206,6 @@ def test_parts_of_one_array(shared_tmp_path: Path, comm: Any, monkeypatch: pytes
                     size = [n - 2 for n in one.data.shape]
                     window = tuple(slice(i * n, (i + 1) * n + 2) for i, n in zip(at, size, strict=True))
                     np.testing.assert_array_equal(np.asarray(one.data), around[window])
-    plans: list[Any] = []
-    right = request.plan_array
-    monkeypatch.setattr(request, "plan_array", lambda *given: (plans.append(given), right(*given))[1])
     first, second = (shardload.plan(path, mesh, P("a"), dataset="x", select=(k,), pad=0, verify="full") for k in (4, 9))
     for plan, k in ((first, 4), (second, 9), (first, 4)):
         check(plan.execute(), padded(values[k], mesh, P("a"), 0), mesh, P("a"), k)
-    assert len(plans) == 1, "planned once for all steps"

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 import shardload
 from shardload import ConfigError, SourceError, between, near
 from shardload.formats.lookup import Labeller
-from shardload.jobs.loading.arguments import Arguments
+from shardload.jobs.loading.call import LoadCall
 from shardload.planning.tuning import tuned
 from tests.mpi.support import check, mesh_of, on_root, padded, same_error, sharding_of, unit
 
@@ -588,14 +588,14 @@ def test_a_file_that_is_replaced(comm: Any, shared_tmp_path: Path, monkeypatch: 
                     shardload.to_xarray(x, plan)
 
     comm.barrier()
-    right = Arguments.make
+    right = LoadCall.make
 
-    def late(self: Arguments, *given: Any) -> Any:
+    def late(self: LoadCall, *given: Any) -> Any:
         on_root(comm, swap)
         return right(self, *given)
 
     with tuned(small_nbytes=0, tiny_nbytes=0), monkeypatch.context() as patch:
-        patch.setattr(Arguments, "make", late)
+        patch.setattr(LoadCall, "make", late)
         call = lambda: shardload.load(at, mesh, P(), dataset="t", select=lat)  # noqa: E731
         same_error(comm, call, SourceError, "has changed since select was looked up in it")
     check(shardload.load(at, mesh, P(), dataset="t", select=lat), second["t"].sel(lat=slice(55, 60)).values, mesh, P())

@@ -1,6 +1,6 @@
 """Are several arrays loaded by one job: one agreement before, one exchange, one agreement after, one cap on memory?
 
-The entry is internal (`shardload.api.load_many`); `load` is the same of one array.
+The arrays are passed as lists, with a mesh and options of its own for each; `load` hides the report.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload import ConfigError, PeerError, SourceError
-from shardload.api import load_many
 from shardload.comm.group import Group, group_of
 from shardload.comm.shared_memory import Segment
+from shardload.engine import session
 from shardload.jobs.loading import array_load, execution
+from shardload.jobs.loading.call import LoadCall
+from shardload.options import DEFAULTS, OWN, options_of
 from shardload.transfer import resources
 from tests.mpi.support import READERS, check, counted, mesh_of, on_root, padded, ramp, same_error, unit
 
@@ -63,6 +65,15 @@ def paths(comm: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]
         return {name: str(folder / ("two.zarr" if name == "odd" else "one.h5")) for name in (*DTYPES, "bad")}
 
     return on_root(comm, write)
+
+
+def load_many(arrays: list[tuple[Any, Any, Any, dict[str, Any]]], comm: Any = None) -> execution.Loaded:
+    """Load arrays of which each has a path, a mesh, a spec and keywords of `load`."""
+    paths, meshes, specs, given = map(list, zip(*arrays, strict=True))
+    options = options_of("load", vars(DEFAULTS) | given[0])
+    options |= {o.name: [one.get(o.name, o.default) for one in given] for o in OWN}
+    with LoadCall("load", paths, meshes, specs, options, [one["dataset"] for one in given]).begin(comm) as call:
+        return call.load_all()
 
 
 def load(paths: dict[str, str], names: tuple[str, ...], comm: Any = None, **common: Any) -> execution.Loaded:
@@ -111,7 +122,7 @@ def test_one_of_everything(
 
     for name in ("begin", "all_same", "agree", "next_tags"):
         counted(monkeypatch, counts, Group, name)
-    counted(monkeypatch, counts, execution, "exchange")
+    counted(monkeypatch, counts, session, "exchange")
     counted(monkeypatch, counts, resources, "Pool")
     counted(monkeypatch, counts, array_load, "open_file")
     counted(monkeypatch, counts, array_load, "open_source")
@@ -141,11 +152,6 @@ def test_what_cannot_be_planned_is_an_error_of_all(comm: Any, paths: dict[str, s
     same_error(comm, lambda: load(names, ("rho", "nothing")), ConfigError, "'/nothing'")
     same_error(comm, lambda: load(names, ("rho", "mask"), readers="all"), ConfigError, "readers is 'all'")
     check_all(load(paths, ("rho",)), ("rho",))
-
-
-def test_options_of_the_job_are_the_same_for_all_arrays(comm: Any, paths: dict[str, str]) -> None:
-    calls = [(paths[n], mesh_of(), SPECS[n], {"dataset": n, "staging": s}) for n, s in (("rho", "1MiB"), ("mask", "2MiB"))]
-    same_error(comm, lambda: load_many(calls), ConfigError, "staging", "1048576", "2097152")
 
 
 @pytest.mark.mpi(min_size=2)
@@ -213,10 +219,10 @@ def test_arrays_that_fit_alone_but_not_together(comm: Any, shared_tmp_path: Path
             file.create_dataset("cast", data=np.ones((20 * 64 * n,), "u1"), chunks=(20 * 64 * n,))
 
     on_root(comm, write)
-    one, other = ((path, mesh_of(), P(("a", "b")), {"dataset": d, "dtype": "f4", "staging": staging}) for d in ("wide", "cast"))
-    for alone in (one, other):
+    wide, cast = ((path, mesh_of(), P(("a", "b")), {"dataset": d, "dtype": "f4", "staging": staging}) for d in ("wide", "cast"))
+    for alone in (wide, cast):
         assert float(load_many([alone]).arrays[0].addressable_shards[0].data[0]) == 1
-    same_error(comm, lambda: load_many([one, other]), ConfigError, "these 2 arrays share their staging buffers", "staging='")
+    same_error(comm, lambda: load_many([wide, cast]), ConfigError, "these 2 arrays share their staging buffers", "staging='")
 
 
 def test_load_is_the_list_of_one(paths: dict[str, str]) -> None:

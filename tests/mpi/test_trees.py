@@ -406,15 +406,15 @@ def test_missing_chunks_of_several_arrays(comm: Any, shared_tmp_path: Path, monk
 
 def replaced_at(monkeypatch: pytest.MonkeyPatch, comm: Any, replace: Callable[[], None], is_early: bool = False) -> None:
     """Put another version of a file in its place when the arrays are planned, and ranks that are early have opened it."""
-    original = execution.Job._get_ready
+    original = execution.Loader._get_ready
 
-    def get_ready(job: Any, *args: Any) -> Any:
-        found = original(job, *args) if is_early else None
+    def get_ready(loader: Any, *args: Any) -> Any:
+        found = original(loader, *args) if is_early else None
         comm.barrier()
         on_root(comm, replace)
-        return found if is_early else original(job, *args)
+        return found if is_early else original(loader, *args)
 
-    monkeypatch.setattr(execution.Job, "_get_ready", get_ready)
+    monkeypatch.setattr(execution.Loader, "_get_ready", get_ready)
 
 
 def version(path: Path, k: int) -> None:

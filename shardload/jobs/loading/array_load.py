@@ -36,7 +36,6 @@ from shardload.jobs.loading.trees import in_array, naming_errors
 from shardload.options import INDEX, Options, fill_value, pad_value
 from shardload.planning.halo import HaloShards
 from shardload.planning.tuning import Tuning
-from shardload.transfer.allocator import empty_pieces
 from shardload.transfer.buffers import Piece, fill_padding
 from shardload.transfer.counters import Counters
 from shardload.transfer.decode import conversion
@@ -294,11 +293,10 @@ class OwnArray:
         """The shapes of the pieces, and their dtype."""
         return self.load.layout.share(self.rank).shapes, self.load.kind.dtype
 
-    def make_room(self, room: list[np.ndarray[Any, Any]] | None = None) -> None:
-        """Allocate the pieces, or take them from `room`, and fill their padding. The exchange writes the rest."""
+    def make_room(self, room: list[np.ndarray[Any, Any]]) -> None:
+        """Take the pieces from `room`, and fill their padding. The exchange writes the rest."""
         layout, kind = self.load.layout, self.load.kind
         dtype, shards, share = kind.dtype, layout.schedule.shards, layout.share(self.rank)
-        room = empty_pieces(share.shapes, dtype) if room is None else room
         for shard, region, data in zip(share.numbers, share.regions, room, strict=True):
             self.shards[shard] = Piece(region, data)
         if isinstance(shards, HaloShards):

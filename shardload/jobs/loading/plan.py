@@ -1,15 +1,14 @@
 """What will a load do? The caller inspects a `Plan`, prints it and executes it.
 
 A plan has facts only: it is frozen, and holds no group of ranks and no open file. An executor is passed in for `Plan.execute`;
-it finds the ranks by their communicator when it is called. Plans that are kept for the next load of the same kind have no
-executor.
+it finds the ranks by their communicator when it is called.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -29,7 +28,6 @@ from shardload.planning.cost import Cost
 from shardload.planning.machine import WORKSTATION, Machine
 from shardload.planning.region import Region
 from shardload.planning.schedule import Schedule
-from shardload.planning.selection import Selection
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.staging import Staging, plan_staging
 from shardload.planning.traffic import count_held
@@ -40,7 +38,7 @@ __all__ = ["Executor", "Layout", "Plan"]
 
 _MOST_TOLD = 4096  # devices to name in a picture; for more, JAX's list takes longer than a reader will wait
 
-Executor = Callable[["Plan"], tuple[jax.Array, LoadReport]]
+Executor = Callable[[Sequence["Plan"]], Any]  # returns what was loaded: `arrays`, `report`
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,14 +102,6 @@ class Layout:
     _staging: dict[int, Staging] = field(default_factory=dict, init=False)
     _shares: dict[int, Share] = field(default_factory=dict, init=False)
     _cuts: dict[int, Cut | None] = field(default_factory=dict, init=False)
-
-    def at(self, selection: Selection) -> Layout:
-        """The same for another part of the file's array that is cut in the same way (`SourceLayout.pattern`)."""
-        if selection == self.source.selection:
-            return self
-        moved = replace(self, source=replace(self.source, selection=selection))
-        vars(moved).update(_staging=self._staging, _shares=self._shares)  # which say nothing of where the part is
-        return moved
 
     def staging(self, cap_nbytes: int) -> Staging:
         """How the memory under a cap is used if this array is loaded alone."""
@@ -211,11 +201,6 @@ class Plan:
     _reports: list[LoadReport] = field(default_factory=list, init=False)
     _versions: list[Version | None] = field(default_factory=list, init=False)  # of the file that it read
 
-    def at(self, selection: Selection) -> Plan:
-        """The plan for another part of the file's array that is cut in the same way (`SourceLayout.pattern`)."""
-        layout = self._layout.at(selection)
-        return self if layout is self._layout else replace(self, _layout=layout)
-
     @property
     def _version(self) -> Version | None:
         """Which version of the file the last `execute` has read; None before, or if nothing says so."""
@@ -308,7 +293,8 @@ class Plan:
             raise ConfigError(
                 "an AbstractMesh has no devices, so there is nothing to execute this plan on: plan over a jax.sharding.Mesh"
             )
-        array, report = self._executor(self)
-        self._reports[:] = [report]
+        loaded = self._executor([self])
+        array: jax.Array = loaded.arrays[0]
+        self._reports[:] = [loaded.report]
         self._versions[:] = [version_of(array)]
         return array

@@ -12,19 +12,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
 
 from shardload.arrays.sharding import describe_decomposition, layout_shards, padded_shape, read_halo, read_spec, verify_layout
 from shardload.comm.topology import UNKNOWN_NBYTES, Topology
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.base import ArrayInfo
 from shardload.jobs.loading.plan import Layout, Plan
+from shardload.jobs.loading.request import Request
 from shardload.options import AUTO, Options, pad_value
 from shardload.planning.blocks import BLOCKS_PER_OWNER, LONGEST_ROW_NBYTES, plan_blocks, plan_row_chunks
 from shardload.planning.cost import Cost, Costs, Nodes, choose_mode, plan_cost
@@ -37,11 +37,11 @@ from shardload.planning.selection import Selection, select_axes
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.staging import ample_staging, least_staging, least_together
 from shardload.planning.strategies import DIRECT, MODES, PARALLEL, ROOT, Alone, Parallel, Root, plan_schedules
-from shardload.planning.tuning import Tuning
+from shardload.planning.tuning import Tuning, default_tuning
 from shardload.units import format_nbytes
 from shardload.values.decoding import VALID, Decoding, decoding_of
 
-__all__ = ["Ask", "Ranks", "plan_array", "plan_scatter", "read_in_turn", "selection_for", "staging_together"]
+__all__ = ["Ranks", "plan_array", "plan_scatter", "read_in_turn", "selection_for", "staging_together"]
 
 # Memory of one reading rank, in blocks: three staging buffers, two buffers of packed parts, and about as much again in the
 # threads that decode.
@@ -70,6 +70,8 @@ class Ranks:
         For an abstract mesh: the number of consecutive devices of one rank.
     per_node : int or None
         For an abstract mesh: the number of consecutive ranks of one node; None: all are on one.
+    tuning : Tuning
+        The sizes from which each optimization pays off.
     """
 
     rank: int
@@ -79,6 +81,13 @@ class Ranks:
     can_send: bool = True
     devices_per_rank: int = 1
     per_node: int | None = None
+    tuning: Tuning = field(default_factory=default_tuning)
+
+    @property
+    def nodes(self) -> Nodes:
+        """The nodes: those of the job, or on an abstract mesh those that the caller says."""
+        found = self.topology
+        return Nodes(self.per_node) if found is None else Nodes(found.ranks_per_node, found.n_cores)
 
     @property
     def n_threads(self) -> int:
@@ -98,29 +107,12 @@ class Ranks:
         return self.topology.n_nodes == 1
 
 
-@dataclass(frozen=True)
-class Ask:
-    """What the caller asks for: the sharding, the options, the ranks that load, tuning constants."""
-
-    sharding: NamedSharding
-    options: Options
-    ranks: Ranks
-    tuning: Tuning
-
-    @property
-    def nodes(self) -> Nodes:
-        """The nodes: those of the job, or on an abstract mesh those that the caller says."""
-        found = self.ranks.topology
-        return Nodes(self.ranks.per_node) if found is None else Nodes(found.ranks_per_node, found.n_cores)
-
-    def max_block_nbytes(self, nbytes: int) -> int:
-        """Cap on the bytes of a block of an array of `nbytes`."""
-        tuning, cap = self.tuning, self.tuning.block_between_nodes_nbytes
-        if self.ranks.is_one_machine:
-            cap = max(
-                tuning.block_nbytes, min(tuning.large_block_nbytes, nbytes // (self.ranks.n * tuning.large_blocks_per_rank))
-            )
-        return min(cap, self.options.staging_nbytes // _BLOCKS_HELD)
+def _max_block_nbytes(request: Request, ranks: Ranks, nbytes: int) -> int:
+    """Cap on the bytes of a block of an array of `nbytes`."""
+    tuning, cap = ranks.tuning, ranks.tuning.block_between_nodes_nbytes
+    if ranks.is_one_machine:
+        cap = max(tuning.block_nbytes, min(tuning.large_block_nbytes, nbytes // (ranks.n * tuning.large_blocks_per_rank)))
+    return min(cap, request.options.staging_nbytes // _BLOCKS_HELD)
 
 
 def selection_for(options: Options, info: ArrayInfo) -> Selection:
@@ -131,49 +123,49 @@ def selection_for(options: Options, info: ArrayInfo) -> Selection:
         raise ConfigError(f"{error} ({info} has shape {info.shape})") from None
 
 
-def plan_array(ask: Ask, info: ArrayInfo, selection: Selection) -> Plan:
+def plan_array(request: Request, ranks: Ranks, info: ArrayInfo, selection: Selection) -> Plan:
     """Plan the load of an array in a file from its metadata."""
-    decoding = decoding_for(ask.options, info)
-    source = _source_layout(ask.options, info, selection, decoding)
+    decoding = decoding_for(request.options, info)
+    source = _source_layout(request.options, info, selection, decoding)
     name = f"{info}, decoded," if decoding is not None and source.dtype == decoding.dtype else str(info)
-    shards = _lay_out(ask, source.selection.shape, source.dtype, name)
-    staging = _staging_for(ask, info, source)
-    is_raised = staging != ask.options.staging_nbytes
+    shards = _lay_out(request, ranks, source.selection.shape, source.dtype, name)
+    staging = _staging_for(request, ranks, info, source)
+    is_raised = staging != request.options.staging_nbytes
     if is_raised:
-        ask = replace(ask, options=replace(ask.options, staging=staging))
-    n_owners = ask.options.readers if isinstance(ask.options.readers, int) else None
+        request = request.but(staging=staging)
+    n_owners = request.options.readers if isinstance(request.options.readers, int) else None
     nbytes = math.prod(source.selection.shape) * source.wide_itemsize
     caps: dict[str, Any] = dict(
-        max_nbytes=ask.max_block_nbytes(nbytes), n_owners=n_owners, per_owner=ask.tuning.blocks_per_owner
+        max_nbytes=_max_block_nbytes(request, ranks, nbytes), n_owners=n_owners, per_owner=ranks.tuning.blocks_per_owner
     )
-    caps["ranks_per_node"] = ask.nodes.ranks_per_node
-    modes = _possible_modes(ask)
+    caps["ranks_per_node"] = ranks.nodes.ranks_per_node
+    modes = _possible_modes(request, ranks)
     # With figures of a file system or a network, the number of readers is chosen too.
-    picks = ask.options.machine.has_limits and n_owners is None and PARALLEL in modes
-    schedules = plan_schedules(source, shards, ask.ranks.n, modes=[m for m in modes if not picks or m != PARALLEL], **caps)
+    picks = request.options.machine.has_limits and n_owners is None and PARALLEL in modes
+    schedules = plan_schedules(source, shards, ranks.n, modes=[m for m in modes if not picks or m != PARALLEL], **caps)
     known: dict[str, Cost] = {}
     if picks:
-        made, known[PARALLEL] = _with_readers(ask, info, source, shards, caps)
+        made, known[PARALLEL] = _with_readers(request, ranks, info, source, shards, caps)
         schedules = {mode: made if mode == PARALLEL else schedules[mode] for mode in modes}
-    plan = _choose(ask, info, source, schedules, decoding, known)
+    plan = _choose(request, ranks, info, source, schedules, decoding, known)
     return replace(plan, staging_is_raised=True) if is_raised else plan
 
 
 def _with_readers(
-    ask: Ask, info: ArrayInfo, source: SourceLayout, shards: Shards, caps: dict[str, Any]
+    request: Request, ranks: Ranks, info: ArrayInfo, source: SourceLayout, shards: Shards, caps: dict[str, Any]
 ) -> tuple[Schedule, Cost]:
     """The schedule in which as many ranks read as the machine's figures say, and its cost."""
-    nodes, stored = ask.nodes, _stored(info, source)
+    nodes, stored = ranks.nodes, _stored(info, source)
 
     def make(n: int) -> Schedule:
-        return plan_schedules(source, shards, ask.ranks.n, modes=(PARALLEL,), **{**caps, "n_owners": n})[PARALLEL]
+        return plan_schedules(source, shards, ranks.n, modes=(PARALLEL,), **{**caps, "n_owners": n})[PARALLEL]
 
     def cost(schedule: Schedule) -> Cost:
-        layout = Layout(source, schedule, ask.ranks.n_threads)
-        return _cost(layout, nodes, ask.options.staging_nbytes, ask.options.machine, stored)
+        layout = Layout(source, schedule, ranks.n_threads)
+        return _cost(layout, nodes, request.options.staging_nbytes, request.options.machine, stored)
 
     most = source.chunks.n_cells
-    numbers = numbers_of_readers(ask.ranks.n, nodes.spread(ask.ranks.n)[0], most)
+    numbers = numbers_of_readers(ranks.n, nodes.spread(ranks.n)[0], most)
     return pick_readers(numbers, make, cost)
 
 
@@ -189,14 +181,14 @@ def _stored(info: ArrayInfo, source: SourceLayout) -> OnDisk:
     return OnDisk.of(info.nbytes_stored, nbytes, chunks, shards, is_one_file=not info.format.startswith("Zarr"))
 
 
-def plan_scatter(ask: Ask, info: ArrayInfo, root: int, as_it_is: bool) -> Plan:
+def plan_scatter(request: Request, ranks: Ranks, info: ArrayInfo, root: int, as_it_is: bool) -> Plan:
     """Plan the scatter of an array in the memory of `root`; `as_it_is` if it can be sent from views."""
-    if not ask.ranks.can_send:
+    if not ranks.can_send:
         raise ConfigError(f"scatter sends from one rank to the others, but {_NO_MPI}: start the job under MPI")
     file_dtype = np.dtype(info.dtype)
-    dtype = _target_dtype(ask.options.dtype, info, file_dtype)
-    shards = _lay_out(ask, info.shape, dtype, f"the array on rank {root}")
-    phase, most_nbytes = (0,) * len(info.shape), ask.max_block_nbytes(0)
+    dtype = _target_dtype(request.options.dtype, info, file_dtype)
+    shards = _lay_out(request, ranks, info.shape, dtype, f"the array on rank {root}")
+    phase, most_nbytes = (0,) * len(info.shape), _max_block_nbytes(request, ranks, 0)
     if as_it_is:  # blocks are views: one per shard, however large
         blocks = chunks = Grid(info.shape, tuple(max(1, n) for n in shards.shard_shape), phase)
     else:
@@ -205,8 +197,8 @@ def plan_scatter(ask: Ask, info: ArrayInfo, root: int, as_it_is: bool) -> Plan:
         chunks = Grid(info.shape, plan_row_chunks(info.shape, itemsize, min(LONGEST_ROW_NBYTES, most_nbytes)), phase)
         blocks = plan_blocks(chunks, itemsize, max_nbytes=most_nbytes, n_owners=1)
     source = SourceLayout(select_axes(None, info.shape), chunks, None, file_dtype, dtype, info.codec)
-    schedule = Schedule(blocks, shards, dtype.itemsize, ask.ranks.n, Root(root), max_message_nbytes=most_nbytes)
-    return _choose(ask, info, source, {ROOT: schedule})
+    schedule = Schedule(blocks, shards, dtype.itemsize, ranks.n, Root(root), max_message_nbytes=most_nbytes)
+    return _choose(request, ranks, info, source, {ROOT: schedule})
 
 
 def staging_together(layouts: Sequence[Layout], staging_nbytes: int, most_nbytes: Callable[[], int]) -> int:
@@ -228,7 +220,7 @@ def staging_together(layouts: Sequence[Layout], staging_nbytes: int, most_nbytes
     return staging_nbytes
 
 
-def read_in_turn(ask: Ask, plans: Sequence[Plan]) -> list[Plan]:
+def read_in_turn(request: Request, ranks: Ranks, plans: Sequence[Plan]) -> list[Plan]:
     """The plans of many arrays, so that one rank reads each of the small ones which several would have read together.
 
     A rank then opens fewer arrays, and there are fewer and larger blocks. Arrays of the same plan and reader share the new one.
@@ -238,9 +230,9 @@ def read_in_turn(ask: Ask, plans: Sequence[Plan]) -> list[Plan]:
     if len(owners) != 1:
         return list(plans)
     (strategy,) = owners
-    n = strategy.n_owners_of(ask.ranks.n)
+    n = strategy.n_owners_of(ranks.n)
     readers = dict(zip(many, share_out([math.prod(plans[k].shape) * plans[k].dtype.itemsize for k in many], n), strict=True))
-    per_owner = replace(ask.tuning, blocks_per_owner=BLOCKS_PER_OWNER).for_many(len(many) // n).blocks_per_owner
+    per_owner = replace(ranks.tuning, blocks_per_owner=BLOCKS_PER_OWNER).for_many(len(many) // n).blocks_per_owner
     made: dict[tuple[int, int], Plan] = {}
     found = []
     for k, plan in enumerate(plans):
@@ -250,7 +242,7 @@ def read_in_turn(ask: Ask, plans: Sequence[Plan]) -> list[Plan]:
             continue
         key = id(plan), reader
         if key not in made:
-            made[key] = _read_by(ask, plan, strategy.owner_rank(reader, ask.ranks.n), per_owner)
+            made[key] = _read_by(request, ranks, plan, strategy.owner_rank(reader, ranks.n), per_owner)
         found.append(made[key])
     return found
 
@@ -262,13 +254,13 @@ def _is_worth_turns(plan: Plan) -> bool:
     return is_shared and 0 < nbytes <= _IN_TURN_NBYTES
 
 
-def _read_by(ask: Ask, plan: Plan, rank: int, per_owner: int) -> Plan:
+def _read_by(request: Request, ranks: Ranks, plan: Plan, rank: int, per_owner: int) -> Plan:
     """The plan with one rank as the only reader."""
     layout = plan._layout
-    caps: dict[str, Any] = dict(max_nbytes=ask.max_block_nbytes(0), n_owners=1, per_owner=per_owner)
-    schedule = plan_schedules(layout.source, layout.schedule.shards, ask.ranks.n, modes=(PARALLEL,), **caps)[PARALLEL]
+    caps: dict[str, Any] = dict(max_nbytes=_max_block_nbytes(request, ranks, 0), n_owners=1, per_owner=per_owner)
+    schedule = plan_schedules(layout.source, layout.schedule.shards, ranks.n, modes=(PARALLEL,), **caps)[PARALLEL]
     alone = replace(layout, schedule=replace(schedule, strategy=Alone(rank)))
-    cost = partial(_cost, alone, ask.nodes, plan.staging_nbytes, plan.machine, None)
+    cost = partial(_cost, alone, ranks.nodes, plan.staging_nbytes, plan.machine, None)
     costs: dict[str, Callable[[], Cost]] = {mode: partial(_known_cost, plan.costs, mode) for mode in plan.costs}
     costs[PARALLEL] = partial(_cost_in_turn, plan.costs, cost)
     why = f"{plan.why}; of many arrays, each is read by one rank, this one by rank {rank}"
@@ -305,11 +297,11 @@ def _source_layout(options: Options, info: ArrayInfo, selection: Selection, deco
     return SourceLayout.cut(selection, info.chunks, found, dtype, info.codec, is_decoded)
 
 
-def _possible_modes(ask: Ask) -> tuple[str, ...]:
+def _possible_modes(request: Request, ranks: Ranks) -> tuple[str, ...]:
     """All ways of reading; only ``"direct"`` if the ranks cannot send each other values."""
-    if ask.ranks.can_send:
+    if ranks.can_send:
         return MODES
-    readers = ask.options.readers
+    readers = request.options.readers
     if readers not in (AUTO, DIRECT):
         raise ConfigError(
             f"readers is {readers!r}, but {_NO_MPI}: pass readers='direct' (or 'auto'), or start the job under MPI"
@@ -327,14 +319,14 @@ def _target_dtype(dtype: np.dtype[Any] | None, info: ArrayInfo, found: np.dtype[
     return found if dtype is None else dtype
 
 
-def _lay_out(ask: Ask, shape: tuple[int, ...], dtype: np.dtype[Any], name: str) -> Shards:
+def _lay_out(request: Request, ranks: Ranks, shape: tuple[int, ...], dtype: np.dtype[Any], name: str) -> Shards:
     """Cut the array by its sharding, and check dtype, axes, processes and JAX's index map."""
-    sharding, ranks, pad = ask.sharding, ask.ranks, ask.options.pad
+    sharding, pad = request.sharding, request.options.pad
     axes = read_spec(sharding, len(shape))
     shape_global = padded_shape(shape, axes, sharding, pad=pad is not None, name=name)
     sizes = tuple(sharding.mesh.shape.values())
     cuts = [math.prod(sizes[m] for m in cut) for cut in axes]
-    halo = read_halo(ask.options.halo, ask.options.edge, shape, axes, cuts, name)
+    halo = read_halo(request.options.halo, request.options.edge, shape, axes, cuts, name)
     held = [n // c + 2 * h for n, c, h in zip(shape_global, cuts, halo.widths, strict=True)]
     shape_held = tuple(n * c for n, c in zip(held, cuts, strict=True))
     # NumPy also counts the other axes if one is empty.
@@ -380,7 +372,7 @@ def _refuse_lossy(dtype: np.dtype[Any], name: str) -> None:
             )
 
 
-def _staging_for(ask: Ask, info: ArrayInfo, source: SourceLayout) -> int:
+def _staging_for(request: Request, ranks: Ranks, info: ArrayInfo, source: SourceLayout) -> int:
     """The staging cap in bytes: what was asked for, or what the chunks need if that is "auto".
 
     Raises
@@ -388,12 +380,12 @@ def _staging_for(ask: Ask, info: ArrayInfo, source: SourceLayout) -> int:
     ConfigError
         If that is too small to read, decode and send one chunk at a time.
     """
-    needed, staging_nbytes = least_staging(source), ask.options.staging_nbytes
+    needed, staging_nbytes = least_staging(source), request.options.staging_nbytes
     if needed <= staging_nbytes:
         return staging_nbytes
-    is_auto, room = ask.options.staging == AUTO, ask.ranks.staging_room_nbytes
+    is_auto, room = request.options.staging == AUTO, ranks.staging_room_nbytes
     if is_auto and needed <= room:
-        return min(room, ample_staging(source, ask.ranks.n_threads))
+        return min(room, ample_staging(source, ranks.n_threads))
     found, fix = format_nbytes(staging_nbytes), "Pass"
     if is_auto:
         found = f"'auto', at most {format_nbytes(room)}: a quarter of the memory that a process may use here"
@@ -406,7 +398,8 @@ def _staging_for(ask: Ask, info: ArrayInfo, source: SourceLayout) -> int:
 
 
 def _choose(
-    ask: Ask,
+    request: Request,
+    ranks: Ranks,
     info: ArrayInfo,
     source: SourceLayout,
     schedules: dict[str, Schedule],
@@ -418,22 +411,22 @@ def _choose(
     `known` are the costs that have been counted already.
     """
     is_memory = ROOT in schedules and len(schedules) == 1
-    layouts = {mode: Layout(source, made, ask.ranks.n_threads, decoding) for mode, made in schedules.items()}
-    cap_nbytes = 0 if is_memory else ask.options.staging_nbytes
-    nodes, machine = ask.nodes, WORKSTATION if is_memory else ask.options.machine
+    layouts = {mode: Layout(source, made, ranks.n_threads, decoding) for mode, made in schedules.items()}
+    cap_nbytes = 0 if is_memory else request.options.staging_nbytes
+    nodes, machine = ranks.nodes, WORKSTATION if is_memory else request.options.machine
     stored = _stored(info, source) if machine.has_limits else None
     count = {mode: partial(_cost, layout, nodes, cap_nbytes, machine, stored) for mode, layout in layouts.items()}
     costs = Costs(count, known)
-    mode, why = _choose_mode(costs, ask.options.readers, ask.ranks.n)
-    if machine.has_limits and mode == PARALLEL and not isinstance(ask.options.readers, int):
-        why += f"; {readers_text(costs[mode].n_readers, ask.ranks.n, nodes.spread(ask.ranks.n)[0])}, by the model"
+    mode, why = _choose_mode(costs, request.options.readers, ranks.n)
+    if machine.has_limits and mode == PARALLEL and not isinstance(request.options.readers, int):
+        why += f"; {readers_text(costs[mode].n_readers, ranks.n, nodes.spread(ranks.n)[0])}, by the model"
     schedule = schedules[mode]
     return Plan(
         info=info,
         shape=schedule.blocks.shape,
         shape_global=schedule.shards.shape_global,
         dtype=source.dtype,
-        sharding=ask.sharding,
+        sharding=request.sharding,
         decomposition=describe_decomposition(schedule.shards),
         shard_shape=schedule.shards.shard_shape,
         n_replicas=schedule.shards.n_replicas,
@@ -442,11 +435,11 @@ def _choose(
         n_readers=costs[mode].n_readers,
         why=why,
         costs=costs,
-        staging_nbytes=ask.options.staging_nbytes,
+        staging_nbytes=request.options.staging_nbytes,
         machine=machine,
         ranks_per_node=nodes.ranks_per_node,
         _layout=layouts[mode],
-        _is_decoded=bool(ask.options.decode),
+        _is_decoded=bool(request.options.decode),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
 from typing import Any
@@ -13,7 +13,7 @@ import jax
 from shardload.arrays.padding import version_of
 from shardload.errors import ConfigError, printable
 from shardload.formats.base import ArrayInfo
-from shardload.jobs.loading.plan import Plan
+from shardload.jobs.loading.plan import Executor, Plan
 from shardload.jobs.loading.report import LoadReport
 from shardload.planning.staging import Staging, plan_staging
 from shardload.system.terminal import Column, fit_table, width_of_prints, wrap
@@ -43,7 +43,7 @@ class TreePlan:
     plans: Any
     where: tuple[str, ...]
     left_out: tuple[ArrayInfo, ...] = ()
-    _executor: Callable[[Sequence[Plan]], tuple[list[jax.Array], LoadReport]] | None = field(default=None, kw_only=True)
+    _executor: Executor | None = field(default=None, kw_only=True)
     _reports: list[LoadReport] = field(default_factory=list, init=False)
 
     @property
@@ -161,11 +161,11 @@ class TreePlan:
             raise ConfigError(
                 "an AbstractMesh has no devices, so there is nothing to execute this plan on: plan over a jax.sharding.Mesh"
             )
-        arrays, report = self._executor(self.leaves)
-        self._reports[:] = [report]
-        for plan, array in zip(self.leaves, arrays, strict=True):
+        loaded = self._executor(self.leaves)
+        self._reports[:] = [loaded.report]
+        for plan, array in zip(self.leaves, loaded.arrays, strict=True):
             plan._versions[:] = [version_of(array)]
-        return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(self.plans), arrays)
+        return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(self.plans), loaded.arrays)
 
 
 def staging_of(plans: Sequence[Plan]) -> Staging:

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 
 from shardload.arrays.disassemble import HostShards, check_replicas
-from shardload.comm.group import Arguments, Group, Invocation
+from shardload.comm.group import Group, Invocation
 from shardload.engine.call import begin_call, unforeseen
 from shardload.engine.session import Session
 from shardload.errors import (
@@ -190,7 +190,7 @@ def _invocation(call: str, title: str, asked: SaveArguments | None) -> Invocatio
         return Invocation(call, title, {})
     names = sorted(asked.names)  # the order of a dict, or of a Dataset, means nothing
     own = [(f"'{one.name}'", one.describe()) for one in asked.in_order_of(names).arrays]
-    return Invocation(call, title, Arguments(asked.describe(), own), tuple(names))
+    return Invocation(call, title, asked.describe(), tuple(names), own)
 
 
 def plan_save(path: Any, tree: Any, given: Mapping[str, Any], comm: Any) -> SavePlan:

@@ -207,7 +207,7 @@ def _() -> None:
 
 @case("no memory for the pieces on rank 1")
 def _() -> None:
-    patched("shardload.jobs.loading.array_load", "empty_pieces", full, lambda: load(readers="root"), (1,))
+    patched("shardload.jobs.loading.execution", "empty_pieces", full, lambda: load(readers="root"), (1,))
 
 
 @case("no memory for a block on rank 2")
@@ -255,7 +255,7 @@ def _() -> None:
 
 @case("metadata cannot be read on rank 0")
 def _() -> None:
-    patched("shardload.jobs.loading.arguments", "Finder", gone, load, (0,))
+    patched("shardload.jobs.loading.call", "Finder", gone, load, (0,))
 
 
 @case("assembly fails on rank 3")

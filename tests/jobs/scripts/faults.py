@@ -286,8 +286,8 @@ def survive_one(name: str, readers: Any, own: Any, in_tree: bool) -> None:
 
 # Where a rank is when it dies, or Ctrl-C comes.
 PHASES: dict[str, tuple[Any, str]] = {
-    "metadata": (importlib.import_module("shardload.jobs.loading.arguments"), "Finder"),
-    "planning": (importlib.import_module("shardload.jobs.loading.arguments"), "plan_file"),
+    "metadata": (importlib.import_module("shardload.jobs.loading.call"), "Finder"),
+    "planning": (importlib.import_module("shardload.jobs.loading.call").LoadCall, "plan_file"),
     "opening": (execute, "open_source"),
     "reading": (Hdf5Chunks, "fetch"),
     "exchange": (importlib.import_module("shardload.transfer.channels").Channels, "check"),

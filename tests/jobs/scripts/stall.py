@@ -129,7 +129,7 @@ def inline(readers: Any) -> None:
 @case
 def metadata(_: Any) -> None:
     if comm.rank == 0:
-        importlib.import_module("shardload.jobs.loading.arguments").Finder = hold
+        importlib.import_module("shardload.jobs.loading.call").Finder = hold
     load()
 
 

@@ -7,6 +7,7 @@ load must work.
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import os
 import sys
@@ -44,7 +45,7 @@ layout, plan, execute, prepare, local_pieces, group, staging, channels = (
         "arrays.sharding",
         "planning.schedule",
         "jobs.loading.array_load",
-        "jobs.loading.request",
+        "jobs.loading.call",
         "transfer.local_pieces",
         "comm.group",
         "transfer.buffers",
@@ -425,10 +426,10 @@ def prepare_files(folder: str) -> None:
         file["large"] = ramp(LARGE)
 
 
-def dirty(shapes: list[tuple[int, ...]], dtype: Any) -> Any:
+def dirty(wanted: list[tuple[list[tuple[int, ...]], Any]]) -> Any:
     """Memory for pieces as it may well be: not what the load before left there, which was right."""
-    made = [staging.aligned_empty(shape, dtype) for shape in shapes]
-    for piece in made:
+    made = [[staging.aligned_empty(shape, dtype) for shape in shapes] for shapes, dtype in wanted]
+    for piece in itertools.chain(*made):
         piece[...] = -1
     return made
 
@@ -462,7 +463,7 @@ def main(folder: str, *names: str) -> None:
         for verify in levels:
             said: dict[str, Any] = {"case": name, "verify": verify, "type": None, "text": None, "right": None}
             with ExitStack() as stack:
-                stack.enter_context(patched(execute, "empty_pieces", dirty))
+                stack.enter_context(patched(module("shardload.jobs.loading.execution"), "empty_pieces", dirty))
                 defect(stack)
                 try:
                     said["right"] = load(**call, verify=verify)

@@ -32,7 +32,7 @@ from shardload.formats.hdf5 import source as hdf5_module
 from shardload.formats.lookup import Finder, find_array, list_arrays, open_source, read_small, split_path
 from shardload.formats.memory import FORMAT, MemorySource
 from shardload.formats.untrusted.helper import Helper
-from shardload.jobs.loading.arguments import describe_path
+from shardload.jobs.loading.call import describe_path
 from shardload.planning.region import Region
 from tests.tiers import quick_ones
 from tests.unit.files import DTYPES, SHAPES, SIZES, check_source, flat, read_all, write_hdf5, write_zarr

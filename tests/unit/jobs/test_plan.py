@@ -1,15 +1,11 @@
-"""Is a plan facts alone, with the report of its last execution, and does the cache of plans keep nothing alive?"""
+"""Is a plan facts alone, with the report of its last execution, and does it go by the sizes that it was made with?"""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import gc
 import pickle
-import weakref
 from pathlib import Path
-from types import FunctionType, ModuleType
-from typing import Any
 
 import h5py
 import jax
@@ -19,12 +15,8 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 import shardload
-from shardload.comm.group import Group
 from shardload.errors import ConfigError
-from shardload.formats.base import Source
-from shardload.jobs.loading import request
-from shardload.jobs.loading.plan import Plan
-from shardload.planning.tuning import default_tuning, tuned
+from shardload.planning.tuning import tuned
 
 
 @pytest.fixture
@@ -69,51 +61,6 @@ def test_a_plan_without_devices_can_be_sent_elsewhere(path: str) -> None:
     for one in (plan, other, copy.copy(plan)):
         with pytest.raises(ConfigError, match="an AbstractMesh has no devices, so there is nothing to execute this plan on"):
             one.execute()
-
-
-def reached_from(start: Any) -> list[Any]:
-    """All that an object keeps alive, but for code: modules, classes and functions."""
-    seen, todo = {id(start): start}, [start]
-    while todo:
-        for found in gc.get_referents(todo.pop()):
-            is_code = isinstance(found, (type, ModuleType, FunctionType)) or (
-                isinstance(found, dict) and "__builtins__" in found
-            )
-            if id(found) not in seen and not is_code:
-                seen[id(found)] = found
-                todo.append(found)
-    return list(seen.values())
-
-
-def test_the_cache_of_plans_reaches_no_group_and_no_file(path: str) -> None:
-    """Wrong if what is kept for the next load held a group, a communicator, an open array or a function of the caller's."""
-    told: list[Any] = [lambda done, total: None]
-    heard = weakref.ref(told[0])
-    with h5py.File(path, "r") as file:
-        shardload.load(file["x"], mesh(), P("a"), progress=told.pop(), readers="parallel")
-        shardload.load(path, mesh(), P("a"), readers="direct")
-        plans = [plan for known in request._recent.values() for plan in known.values()]
-        assert plans and all(type(plan) is Plan and plan._executor is None and plan.report is None for plan in plans)
-        for known in list(request._recent.values()):
-            kinds = {type(found) for found in reached_from(known)}
-            assert not [k for k in kinds if issubclass(k, (Group, Source, h5py.Dataset, h5py.File)) or "mpi4py" in k.__module__]
-    gc.collect()
-    assert heard() is None
-
-
-def test_the_cache_ends_with_its_group(path: str) -> None:
-    """Wrong if the plans that are kept for a group held that group, so that neither were ever freed."""
-    group = Group(None)
-    asked = request.Target(mesh(), P("a"), {"path": path}, {"readers": "parallel"})
-    call = dataclasses.replace(asked.check(None, default_tuning()), group=group)
-    info = shardload.plan(path, AbstractMesh((1,), ("a",)), P("a")).info
-    load = request.plan_file(call, info, path)
-    assert group in request._recent
-    gone, kept = weakref.ref(group), weakref.ref(load.plan._layout)
-    n = len(request._recent)
-    del group, call, load
-    gc.collect()
-    assert gone() is None and kept() is None and len(request._recent) == n - 1
 
 
 def test_a_plan_of_other_sizes_is_another_plan(path: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,18 +17,9 @@ from jax.sharding import PartitionSpec as P
 import shardload
 from shardload.comm.group import Group
 from shardload.errors import ConfigError
-from shardload.jobs.loading import request
 from shardload.options import DEFAULTS, STAGING_NBYTES, Options
 
 MIB = 1 << 20
-
-
-@pytest.fixture(autouse=True)
-def no_recent_plans() -> Iterator[None]:
-    """Neither those of another test, nor these for another one."""
-    request._recent.clear()
-    yield
-    request._recent.clear()
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +35,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def with_memory(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
     """A process that may use so much."""
-    request._recent.clear()  # plans are kept for a group, whose memory does not change
     real = Group.machine.fget
     monkeypatch.setattr(Group, "machine", property(lambda group: replace(real(group), memory_nbytes=nbytes, n_threads=2)))
 

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload.transfer import allocator as reuse
-from shardload.transfer.allocator import Reserve, empty_pieces, empty_pieces_of_many
+from shardload.transfer.allocator import Reserve, empty_pieces
 
 MIB = 1 << 20
 
@@ -122,7 +122,7 @@ def test_the_arrays_of_a_tree_use_memory_again(monkeypatch: pytest.MonkeyPatch) 
     wanted = [([(MIB // 4,), (2, MIB // 8)], np.dtype("f4")), ([(MIB,)], np.dtype("u1")), ([(3,), ()], np.dtype("i8"))]
 
     def take() -> list[list[np.ndarray]]:
-        made = empty_pieces_of_many(wanted)
+        made = empty_pieces(wanted)
         assert [[p.shape for p in pieces] for pieces in made] == [shapes for shapes, _ in wanted]
         assert [pieces[0].dtype for pieces in made] == [dtype for _, dtype in wanted]
         flat = [piece for pieces in made for piece in pieces]
@@ -183,15 +183,15 @@ def test_what_is_kept_is_given_back_when_a_limit_comes_near(monkeypatch: pytest.
     """Wrong if it were looked at only when memory comes back: a small load asks for none of it, and never takes any."""
     monkeypatch.setattr(reuse, "_reserve", Reserve())
     monkeypatch.setattr(reuse, "spare_nbytes", lambda: 1 << 40)
-    empty_pieces([(2 * MIB,)] * 4, np.dtype("u1"))
+    empty_pieces([([(2 * MIB,)] * 4, np.dtype("u1"))])
     assert reuse._reserve.nbytes == 8 * MIB
-    empty_pieces([(100,)], np.dtype("u1"))
+    empty_pieces([([(100,)], np.dtype("u1"))])
     assert reuse._reserve.nbytes == 8 * MIB
     monkeypatch.setattr(reuse, "spare_nbytes", lambda: 8 * MIB)
-    empty_pieces([(100,)], np.dtype("u1"))
+    empty_pieces([([(100,)], np.dtype("u1"))])
     assert reuse._reserve.nbytes == 2 * MIB
     monkeypatch.setattr(reuse, "keeps_addresses", lambda: True)
-    empty_pieces([(100,)], np.dtype("u1"))
+    empty_pieces([([(100,)], np.dtype("u1"))])
     assert reuse._reserve.nbytes == 0
 
 
@@ -203,7 +203,7 @@ from pathlib import Path
 from shardload.transfer.allocator import empty_pieces
 used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + {1 << 30}, resource.RLIM_INFINITY))
-(piece,) = empty_pieces([({640 * MIB},)], numpy.dtype("u1"))
+((piece,),) = empty_pieces([([({640 * MIB},)], numpy.dtype("u1"))])
 del piece
 numpy.empty({640 * MIB}, "u1")
 """
@@ -278,13 +278,13 @@ def test_no_memory_is_an_error() -> None:
 def test_small_pieces_and_a_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if small arrays cost a page and a system call each, or the variable did nothing."""
     monkeypatch.setattr(reuse, "_reserve", Reserve())
-    empty_pieces([(100,), (1 << 10, 255)], np.dtype("f4"))
+    empty_pieces([([(100,), (1 << 10, 255)], np.dtype("f4"))])
     assert reuse._reserve.nbytes == 0
-    empty_pieces([(100,), (1 << 10, 256)], np.dtype("f4"))
-    assert reuse._reserve.nbytes == MIB + 4096
+    empty_pieces([([(100,), (1 << 10, 256)], np.dtype("f4"))])
+    assert reuse._reserve.nbytes == MIB
     monkeypatch.setattr(reuse, "_reserve", Reserve())
     monkeypatch.setenv("SHARDLOAD_KEEP_MEMORY", "0")
-    assert empty_pieces([(1 << 20,)], np.dtype("f4"))[0].shape == (1 << 20,)
+    assert empty_pieces([([(1 << 20,)], np.dtype("f4"))])[0][0].shape == (1 << 20,)
     assert reuse._reserve.nbytes == 0
 
 

@@ -1,0 +1,593 @@
+"""How does a call of `load` or `plan` come from its arguments to arrays, or to a plan for the caller?
+
+1. `LoadCall` reads the arguments: a tree of arrays, and a `Request` for each.
+2. `LoadCall.begin` holds the ranks together until the call ends.
+3. `find` looks for the arrays in their files. It runs on one rank, which opens each file once.
+4. `make` plans them, on every rank, from what `find` returned. The ranks compare their arguments and plans.
+5. A `Loader` loads what is planned; or `hand_out` gives the plan to the caller, who may execute it later.
+
+A call of `verify` (`verifying`) and one of `scatter` (`scattering`) go the same way, with other arguments and another source.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property, partial
+from itertools import groupby
+from numbers import Integral
+from typing import Any, Self
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+from shardload.comm.group import Invocation
+from shardload.comm.launch import rank_of_process
+from shardload.engine.call import Call, begin_call, unforeseen
+from shardload.errors import ConfigError
+from shardload.formats.access import Access
+from shardload.formats.base import ArrayInfo, Source
+from shardload.formats.labelling import SMALL_NBYTES
+from shardload.formats.labels import Labels, OnDemand
+from shardload.formats.lookup import Finder, Found, Labeller, read_labels
+from shardload.formats.memory import MemorySource
+from shardload.jobs.consistency import State, check_names, check_unchanged
+from shardload.jobs.loading.array_load import ArrayLoad
+from shardload.jobs.loading.describe import describe_job
+from shardload.jobs.loading.execution import Loaded, Loader, execute
+from shardload.jobs.loading.plan import Plan
+from shardload.jobs.loading.planner import Ranks, plan_array, read_in_turn, selection_for, staging_together
+from shardload.jobs.loading.request import Request, mesh_of, read_requests
+from shardload.jobs.loading.tree_plan import TreePlan
+from shardload.jobs.loading.trees import ArrayTree, Place, in_array, is_one, keys_text, naming_errors, text_of, where_text
+from shardload.options import AUTO, OWN, TIMEOUT, Options
+from shardload.planning.region import Region
+from shardload.planning.selection import (
+    Between,
+    Near,
+    Selection,
+    is_by_name,
+    name_axes,
+    named_coordinates,
+    needs_coordinates,
+    select_axes,
+)
+from shardload.planning.strategies import DIRECT
+from shardload.planning.tuning import default_tuning
+from shardload.system.garbage import collections_wait
+from shardload.system.interruption import let_interruption_pass
+from shardload.values.dates import has_dates, in_numbers
+
+__all__ = ["LoadCall", "describe_path", "share_staging"]
+
+_SEARCHED_NBYTES = 1 << 24  # of a coordinate in which a selection is searched
+_SHARE_OF_STAGING = 4  # values that are sent with the metadata: as read, as sent, as received, and as much again in MPI
+_SIZES_PER_DOUBLING = 4  # stored sizes for which plans are made, with a machine: 19 % apart
+_OWN_NAMES = {"path", "sharding", "dataset", *(option.name for option in OWN)}  # may differ from array to array
+_MOST_TOLD = 8  # arrays in a message
+
+
+class LoadCall:
+    """One call about arrays in files, on this rank: for one array or for a tree of arrays.
+
+    Parameters
+    ----------
+    kind : str
+        The function that was called.
+    path, mesh, spec, options, dataset : object
+        The arguments as the caller passed them. `options` are the keywords for `Options.check`, without the name.
+    processes, ranks_per_node : int, optional
+        Number of processes, in all and of a node, for an abstract mesh.
+
+    Attributes
+    ----------
+    tree : ArrayTree
+        The arrays. If the file had to say which arrays there are, `make` replaces it by a tree of them.
+    requests : list of Request
+        What is asked of each place of the tree; empty if `error` says what is wrong.
+    error : ConfigError or None
+        What is wrong with the arguments on this rank.
+    left_out : list of ArrayInfo
+        Arrays that are no part of the tree, although a pattern stands for them: they hold no numbers.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        path: Any,
+        mesh: Any,
+        spec: Any,
+        options: Mapping[str, Any],
+        dataset: Any,
+        processes: Any = None,
+        ranks_per_node: Any = None,
+    ) -> None:
+        self.kind = kind
+        self.tree, self.requests = ArrayTree.join(kind, None), list[Request]()
+        self.error: ConfigError | None = None
+        self.left_out: list[ArrayInfo] = []
+        self._path, self._dataset, self._mesh, self._spec = path, dataset, mesh, spec
+        self._options = {name: value for name, value in options.items() if name != "dataset"}
+        self._processes, self._ranks_per_node = processes, ranks_per_node
+        self._tuning = default_tuning()
+        self._begun: Call | None = None
+        self._comm: Any = None
+        self._planned: dict[tuple[Any, ...], tuple[Plan, Options]] = {}
+        self._is_abstract = False
+        self._read()
+
+    def _join(self) -> ArrayTree:
+        """The arrays that the caller names."""
+        return ArrayTree.join(self._path, self._dataset)
+
+    def _read(self) -> None:
+        """Read the arguments. What is wrong with them is kept, because the other ranks wait for this one."""
+        try:
+            tree = self._join()
+            meshes = [mesh_of(mesh) for mesh in jax.tree_util.tree_leaves(self._mesh, is_leaf=is_one)]
+            self._is_abstract = any(isinstance(mesh, AbstractMesh) for mesh in meshes)
+            requests = read_requests(tree, self._mesh, self._spec, self._options, self._processes)
+            if self._ranks_per_node is not None:
+                _check_ranks_per_node(self._ranks_per_node, requests)
+            self.tree, self.requests = tree, requests
+        except ConfigError as error:
+            self.error = error
+        except Exception as error:
+            self.error = unforeseen(error)
+
+    def refuse(self, error: ConfigError | None) -> None:
+        """Note what is wrong with another argument."""
+        if error is not None:
+            self.error, self.requests = error, []
+
+    # --- all ranks together
+
+    @contextmanager
+    def begin(self, comm: Any) -> Iterator[Self]:
+        """Hold the group of ranks until the call ends. Collective, except for a plan over an abstract mesh.
+
+        `comm` is the communicator that the caller passed.
+        """
+        if self._is_abstract and self.kind == "plan":
+            if self.error is not None:
+                raise self.error
+            yield self
+            return
+        if self._is_abstract and self.error is None:
+            self.error = ConfigError(f"{self.kind} needs a mesh of devices, found an AbstractMesh: pass a jax.sharding.Mesh")
+        asked = self._invocation()
+        timeout = self.requests[0].options.timeout if self.requests else TIMEOUT
+        how: dict[str, Any] = {"comm": comm, "timeout": timeout, "process": jax.process_index}
+        with begin_call(asked, self.error, watched_as=self._what(self.tree.places[0])["path"], **how) as begun:
+            self._begun, self._comm = begun, comm
+            yield self
+
+    def _invocation(self) -> Invocation:
+        """What the ranks compare. If the arguments are wrong, the error is what they agree on."""
+        path = self._what(self.tree.places[0])["path"]
+        title = path if path.startswith(self.kind) else f"{self.kind} of {path}"
+        if self.error is not None:
+            return Invocation(self.kind, title, {})
+        told = [self._describe(place, request) for place, request in zip(self.tree.places, self.requests, strict=True)]
+        if len(told) == 1:
+            return Invocation(self.kind, title, told[0])
+        where = [where_text(keys) for keys in self.tree.where]
+        names = [text.removeprefix("array ") for text in where]
+        title += f" ({len(told)} arrays: {', '.join(names[:_MOST_TOLD])}{', ...' if len(names) > _MOST_TOLD else ''})"
+        shared = {name: text for name, text in told[0].items() if name not in _OWN_NAMES}
+        own = [{name: text for name, text in texts.items() if name in _OWN_NAMES} for texts in told]
+        return Invocation(self.kind, title, shared, tuple(names), list(zip(where, own, strict=True)))
+
+    def _describe(self, place: Place, request: Request) -> dict[str, str]:
+        """What every rank must pass alike for an array, as text."""
+        return {**self._what(place), **request.text, "dataset": repr(place.dataset)}
+
+    def _what(self, place: Place) -> dict[str, str]:
+        """The arguments that no `Request` has, as text; ``"path"`` first."""
+        return {"path": describe_path(place.path)}
+
+    @cached_property
+    def _ranks(self) -> Ranks | None:
+        """The ranks that make the call; None for an abstract mesh.
+
+        Raises
+        ------
+        ConfigError, PeerError
+            If MPI and JAX do not see the same processes.
+        """
+        if self._begun is None:
+            return None
+        group = self._begun.group
+        return Ranks(group.rank, group.size, rank_of_process(group), group.machine, group.can_send, tuning=self._tuning)
+
+    def ranks_for(self, request: Request) -> Ranks:
+        """The ranks that an array is planned for."""
+        if self._ranks is not None:
+            return self._ranks
+        n = request.sharding.mesh.size // request.devices_per_rank
+        per_node = None if self._ranks_per_node is None else min(n, int(self._ranks_per_node))
+        return Ranks(0, n, devices_per_rank=request.devices_per_rank, per_node=per_node, tuning=self._tuning)
+
+    def plan(self, root: int | None = None) -> list[ArrayLoad]:
+        """Run `find` on one rank and `make` on every rank, and check that all ranks plan the same. Collective.
+
+        `root` is the rank that runs `find`, if the ranks have agreed on it (`settle`); by default rank 0.
+        """
+        with collections_wait(not self.tree.is_single):
+            if self._begun is None:
+                return self.make(b"".join(self.find()))
+            return self._begun.plan(self.find, self.make, _describe_loads, root=root)
+
+    def load(self, root: int | None = None) -> Any:
+        """Do `plan`, and load what is planned: the arrays in the structure of the tree. Collective."""
+        loaded = self.load_all(root)
+        return self.tree.build(loaded.arrays)
+
+    def load_all(self, root: int | None = None) -> Loaded:
+        """The same, with what was proven and the report."""
+        started = time.perf_counter()
+        return self.loader(self.plan(root)).run(started)
+
+    def loader(self, loads: list[ArrayLoad]) -> Loader:
+        """Loads the planned arrays, inside this call."""
+        if self._begun is None:
+            raise ConfigError("there are no ranks that could load anything")
+        return Loader(self._begun.group, loads, self._begun.asked, self._tuning)
+
+    def hand_out(self, loads: list[ArrayLoad]) -> Plan | TreePlan:
+        """The plan for the caller, with the executor that can do it later; each array of a tree has one of its own, too."""
+        loads = [load.anywhere for load in loads]
+        plans = [_with_names(load) for load in loads]
+        run: Callable[[Sequence[Plan]], Loaded] | None = None
+        if self._begun is not None:
+            agreed = self._begun.asked
+            run = partial(execute, self._comm, loads, agreed, self._tuning)
+            plans = [
+                replace(plan, _executor=partial(execute, self._comm, [load], agreed.also(array=load.where), self._tuning))
+                for load, plan in zip(loads, plans, strict=True)
+            ]
+        if self.tree.is_single:
+            return plans[0]
+        where = tuple(keys_text(load.where) for load in loads)
+        return TreePlan(self.tree.build(plans), where, tuple(self.left_out), _executor=run)
+
+    # --- what one rank finds
+
+    def find(self) -> list[bytes | memoryview]:
+        """The metadata of all arrays, and the values of small ones if `readers` is "auto", as parts of one message.
+
+        With names of axes and coordinates if a selection may name them.
+        """
+        options, tuning = self.requests[0].options, self._tuning
+        if self._begun is not None and self._begun.group.size == 1:  # there is no other rank that would have to open the file
+            tuning = replace(tuning, small_nbytes=min(tuning.small_nbytes, tuning.tiny_nbytes))
+        most_nbytes = options.staging_nbytes // _SHARE_OF_STAGING
+        caps = {name: min(getattr(tuning, name), most_nbytes) for name in ("small_nbytes", "small_chunk_nbytes")}
+        is_read = self.kind == "load" and options.readers == AUTO
+        how = (replace(tuning, **caps) if is_read else None, most_nbytes, not self.tree.is_single)
+        with Finder(options.access, *how) as finder:
+            return self._find_all(finder)
+
+    def _find_all(self, finder: Finder) -> list[bytes | memoryview]:
+        options, found, sent = self.requests[0].options, list[Any](), _Values()
+        selections = [*(request.options.select for request in self.requests), self._options.get("select")]
+        is_labelled = any(map(is_by_name, selections))
+        room = _SEARCHED_NBYTES if any(map(needs_coordinates, selections)) else SMALL_NBYTES
+        with Labeller(options.access, room, finder.file, named_coordinates(selections)) as labeller:
+            states: list[State] = []  # of the only array, before its values are read
+
+            def complete(path: Any, info: ArrayInfo, source: Source | None = None) -> ArrayInfo:
+                if source is not None and self.tree.is_single:
+                    states.append(source.opened_in())
+                if options.machine.has_limits and info.nbytes_stored is None:  # how much is read from disk
+                    info = replace(info, nbytes_stored=finder.nbytes_stored(path, info, source))
+                return labeller.label(path, info, source) if is_labelled else info
+
+            for place, keys, request in zip(self.tree.places, self.tree.where, self.requests, strict=True):
+                state = partial(_last, states) if self.tree.is_single else partial(finder.state_of, place.path)
+                with naming_errors(where_text(keys)):
+                    if not place.is_pattern:
+                        look = partial(_look, partial(complete, place.path), request.options.select)
+                        array = finder.find(place.path, place.dataset, bool(request.options.decode), look)
+                        found.append(sent.add(array, state))
+                        continue
+                    below, left_out = finder.find_below(place.path, place.group)
+                found.append(
+                    {
+                        "all": [sent.add(array._replace(info=complete(place.path, array.info)), state) for array in below],
+                        "left_out": [info.to_dict() for info in left_out],
+                    }
+                )
+            for path, before, now in finder.states():  # else the small arrays could be of different versions of the file
+                check_unchanged(f"'{path}'", before, now, path, "")
+        return sent.join(found)
+
+    # --- what every rank plans
+
+    def make(self, told: Any) -> list[ArrayLoad]:
+        """Plan all arrays from their metadata."""
+        found, values = _Values.split(told)
+        if self.tree.has_patterns:
+            found = self._grow(found)
+        if self.tree.is_single:
+            return [self._plan_found(self.requests[0], self.tree.places[0], "", found[0], values)]
+        if is_by_name(self._options.get("select")):
+            self._refuse_ambiguous([ArrayInfo.from_dict(array[0]) for array in found])
+        self._tuning = self._tuning.for_many(len(found))
+        loads: list[ArrayLoad] = []
+        for k, (request, place, keys) in enumerate(zip(self.requests, self.tree.places, self.tree.where, strict=True)):
+            where = where_text(keys)
+            try:
+                loads.append(self._plan_found(request, place, where, found[k], values))
+            except Exception as error:
+                let_interruption_pass(error)
+                named = in_array(where, error)
+                if isinstance(named, ConfigError):
+                    self._explain(named, k, [ArrayInfo.from_dict(array[0]) for array in found])
+                if named is error:
+                    raise
+                raise named from error
+        if len(loads) == 1:
+            return loads
+        request = self.requests[0]
+        ranks = self.ranks_for(request)
+        if self._ranks is not None and ranks.n > 1:  # each of many small arrays is read by one rank
+            kinds = read_in_turn(request, ranks, [load.kind for load in loads])
+            loads = [load if kind is load.kind else replace(load, kind=kind) for load, kind in zip(loads, kinds, strict=True)]
+        return share_staging(request, ranks, loads)
+
+    def _plan_found(self, request: Request, place: Place, where: str, found: list[Any], values: memoryview) -> ArrayLoad:
+        """Plan the load of an array of which `find` told this."""
+        told, start, state, part = found
+        info = ArrayInfo.from_dict(told)
+        if start is None:
+            return self.plan_file(request, info, place.path, None, where)
+        region = Region.whole(info.shape) if part is None else Region(*map(tuple, part))
+        array = np.frombuffer(values, dtype=info.dtype, count=region.size, offset=start).reshape(region.shape)
+        source = MemorySource(array, info, None if state is None else tuple(state), region.start)
+        return self.plan_file(request, info, source, place.path, where)
+
+    def plan_file(self, request: Request, info: ArrayInfo, handle: Any, origin: Any = None, where: str = "") -> ArrayLoad:
+        """Plan the load of an array in a file. Arrays of a kind share a plan.
+
+        Parameters
+        ----------
+        request : Request
+            What is asked of it.
+        info : ArrayInfo
+            Its metadata.
+        handle, origin, where : object
+            As in `ArrayLoad`.
+        """
+        options, is_sent = request.options, origin is not None
+        if is_by_name(options.select):
+            options = replace(options, select=_positions(options.select, info))
+        selection = selection_for(options, info)
+        kind: tuple[Any, ...] = (info.shape, info.dtype, info.chunks, info.codec, info.excerpt_nbytes, info.shards, info.format)
+        if options.decode:
+            kind = (*kind, json.dumps(dict(info.packing)))  # with the types
+        if options.machine.has_limits and info.nbytes_stored:  # its file system sends them; files of a series differ a bit
+            kind = (*kind, round(_SIZES_PER_DOUBLING * math.log2(info.nbytes_stored)))
+        key = (id(request), is_sent, selection, *kind)
+        if key not in self._planned:
+            mine = request.but(readers=DIRECT) if is_sent and self._ranks is not None else request  # no rank needs to send any
+            plan = plan_array(mine, self.ranks_for(request), info, selection)
+            if options.staging_nbytes != plan.staging_nbytes:
+                options = replace(options, staging=plan.staging_nbytes)
+            self._planned[key] = plan, options
+        plan, options = self._planned[key]
+        return ArrayLoad(plan, info, options, handle, origin, where)
+
+    def _grow(self, found: list[Any]) -> list[Any]:
+        """Replace the patterns by the arrays that were found."""
+        patterns = {k: below for k, below in enumerate(found) if isinstance(below, dict)}
+        flat = {k: [(ArrayInfo.from_dict(array[0]), array) for array in of["all"]] for k, of in patterns.items()}
+        self.left_out = [ArrayInfo.from_dict(info) for of in patterns.values() for info in of["left_out"]]
+        grown = self.tree.grow({k: [info.dataset for info, _ in pairs] for k, pairs in flat.items()})
+        by_name = {(id(self.tree.places[k]), info.dataset): (info, array) for k, pairs in flat.items() for info, array in pairs}
+        kept = {id(place): k for k, place in enumerate(self.tree.places)}
+        requests = read_requests(grown, self._mesh, self._spec, self._options, self._processes)
+        new_found = []
+        for k, place in enumerate(grown.places):
+            if id(place) in kept:
+                new_found.append(found[kept[id(place)]])
+                continue
+            info, array = by_name[id(place.pattern), place.dataset]
+            if not info.shape:  # it has no axis that could be cut, and the spec is that of the other arrays
+                requests[k] = requests[k].whole
+            new_found.append(array)
+        self.tree, self.requests = grown, requests
+        return new_found
+
+    def _refuse_ambiguous(self, infos: list[ArrayInfo]) -> None:
+        """Raise ConfigError if a dict of positions means one thing by the names of arrays, and another by those of axes."""
+        for where, select, places in self.tree.dicts_as_trees(self._options.get("select")):
+            meant = [(_selected(infos[k], select), _selected(infos[k], self.requests[k].options.select)) for k in places]
+            if all(by_axes is not None for by_axes, _ in meant) and any(by_axes != by_arrays for by_axes, by_arrays in meant):
+                keys = ", ".join(map(repr, select))
+                key, part = next(iter(select.items()))
+                raise ConfigError(
+                    f"select{text_of(where)} is {select!r}: {keys} are keys of the arrays there, and names of their axes too. "
+                    f"If each array is to have its own selection, pass tuples: {{{key!r}: ({part!r},), ...}}. If the axes are "
+                    f"meant, pass the dict for each array: {{{key!r}: {select!r}, ...}}"
+                )
+
+    def _explain(self, error: ConfigError, k: int, infos: list[ArrayInfo]) -> None:
+        """Add to the error about the k-th array, which cannot be planned, what it shares with others.
+
+        That is a spec which fits an array of another shape, or a dict of selections that was taken for one by names of axes.
+        """
+        request, info, where = self.requests[k], infos[k], where_text(self.tree.where[k])
+        if str(info) not in str(error):
+            error.args = (str(error).replace(f"{where}:", f"{where}, {info}:", 1),)
+        if is_by_name(request.options.select) and "select names the axis" in str(error):
+            error.args = (f"{error}. The selection counts for several arrays: pass a tree of selections, with one for each",)
+            return
+        is_too_long = "entries, but" in str(error)  # elsewhere the spec may be right, and padding be all that is missing
+        for j, other in enumerate(infos):
+            shares = self.requests[j] is request and other.shape != info.shape
+            if shares and "P(" in str(error) and _fits(request, other, is_too_long):
+                error.args = (
+                    f"{error}. Its shape is {info.shape}, and it shares its spec with {where_text(self.tree.where[j])}, "
+                    f"{other}, whose shape is {other.shape}: pass a tree of specs, with one for each",
+                )
+                return
+
+
+def share_staging(request: Request, ranks: Ranks, loads: list[ArrayLoad]) -> list[ArrayLoad]:
+    """The same loads under one staging cap, which is that of the array that needs most.
+
+    Raises
+    ------
+    ConfigError
+        If they do not fit under it together.
+    """
+
+    def most_nbytes() -> int:
+        return ranks.staging_room_nbytes if request.options.staging == AUTO else 0
+
+    staging = max(load.options.staging_nbytes for load in loads)
+    staging = staging_together(list({id(load.layout): load.layout for load in loads}.values()), staging, most_nbytes)
+    return [load if load.options.staging_nbytes == staging else load.with_staging(staging) for load in loads]
+
+
+def _check_ranks_per_node(given: Any, requests: Sequence[Request]) -> None:
+    """Raise ConfigError unless it is a number of processes, and the mesh is abstract."""
+    if isinstance(given, bool) or not isinstance(given, Integral) or given < 1:
+        raise ConfigError(f"ranks_per_node is {given!r}; expected how many processes a node has, 1 or more")
+    if not all(isinstance(request.sharding.mesh, AbstractMesh) for request in requests):
+        raise ConfigError(
+            f"ranks_per_node is {given!r}, but the mesh has devices, and the job knows its nodes: leave it out, or plan over a "
+            "jax.sharding.AbstractMesh"
+        )
+
+
+def _describe_loads(loads: Sequence[ArrayLoad]) -> str:
+    """All plans as text. Arrays of a kind share theirs; neighbours of the same text are counted."""
+    kinds = {id(load.layout): load.kind for load in loads}
+    texts = {key: describe_job(plan) for key, plan in kinds.items()}
+    counted = [(text, len(list(same))) for text, same in groupby(texts[id(load.layout)] for load in loads)]
+    return "; ".join(f"{n} times {text}" if n > 1 else text for text, n in counted)
+
+
+def _with_names(load: ArrayLoad) -> Plan:
+    """The plan, whose `info` reads names of axes and coordinates from the file when they are first looked at."""
+    info = load.info
+    if isinstance(info.labels, Labels) and not info.labels.is_brief:
+        return load.plan
+    brief = info.labels if isinstance(info.labels, Labels) else None
+    read = partial(_read_names, load.handle, info, load.options.access, brief)
+    return replace(load.kind, info=replace(info, labels=OnDemand(read, brief)))
+
+
+def _read_names(handle: Any, info: ArrayInfo, access: Access, brief: Labels | None) -> Labels:
+    """The labels of an array, of the same version of the file as those in which its selection was looked up."""
+    labels = read_labels(handle, info, access)
+    if brief is not None:
+        check_names(str(info), brief.read_in, labels.read_in, info.path, info.dataset)
+    return labels
+
+
+def _fits(request: Request, info: ArrayInfo, with_padding: bool) -> bool:
+    """True if the sharding can cut an array, as it is or padded."""
+    sharding = request.sharding
+    if len(sharding.spec) > len(info.shape):
+        return False
+    try:
+        NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec)).shard_shape(info.shape)
+    except (ValueError, TypeError):
+        return with_padding
+    return True
+
+
+def _index_of(select: Any, info: ArrayInfo) -> tuple[Any, ...]:
+    """The NumPy-style index of an array for a selection by names of its axes. ValueError if there is none."""
+    # Of that axis alone: an array that has its name may lie along another one.
+    coords = {name: coord for name, coord in info.coords.items() if coord.dims in ((name,), (None,))}
+    parts = dict(select)
+    for name, part in parts.items():
+        values = coords[name].values if name in coords else None
+        if isinstance(part, Near | Between) and values is not None and values.dtype.kind in "iuf" and has_dates(part):
+            parts[name] = in_numbers(part, name, coords[name].attrs, values.dtype)
+    return name_axes(parts, info.dims, {name: coord.values for name, coord in coords.items()}, info.shape)
+
+
+def _positions(select: Any, info: ArrayInfo) -> tuple[Any, ...]:
+    """The same; ConfigError if there is none."""
+    try:
+        return _index_of(select, info)
+    except ValueError as error:
+        raise ConfigError(f"{error} ({info} has shape {info.shape})") from None
+
+
+def _selected(info: ArrayInfo, select: Any) -> Selection | None:
+    """What a selection means for an array; None if it means nothing."""
+    try:
+        return select_axes(_index_of(select, info) if is_by_name(select) else select, info.shape)
+    except (ValueError, IndexError):
+        return None
+
+
+def _look(
+    complete: Callable[[ArrayInfo, Source | None], ArrayInfo], select: Any, info: ArrayInfo, source: Source | None
+) -> tuple[ArrayInfo, Region | None]:
+    """What `find` wants of an array: its metadata, and the region of a selection; None if it means nothing (`make` says so)."""
+    info = complete(info, source)
+    selection = _selected(info, select)
+    return info, None if selection is None else selection.region
+
+
+def _last(states: list[State]) -> State:
+    return states[-1] if states else None
+
+
+class _Values:
+    """Metadata as text, and the values of small arrays after it as they are, in one message."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes | memoryview] = []
+        self._n = 0
+        self._stated: set[str] = set()
+
+    def add(self, found: Found, state: Callable[[], State]) -> list[Any]:
+        """What the text says of an array: its metadata, and where its values begin (None: they are not sent).
+
+        With the first values of each file, also the state of the file in which they were read; and the region of which they
+        are, if that is not all of the array.
+        """
+        info, values, region = found
+        if values is None:
+            return [info.to_dict(), None, None, None]
+        start, self._n = self._n, self._n + len(values)
+        self._parts.append(values)
+        is_first = info.path not in self._stated
+        self._stated.add(info.path)
+        part = None if region is None else [region.start, region.stop]
+        return [info.to_dict(), start, state() if is_first else None, part]
+
+    def join(self, found: list[Any]) -> list[bytes | memoryview]:
+        """The message, in parts."""
+        text = json.dumps(found).encode()
+        return [len(text).to_bytes(8, "little"), text, *self._parts]
+
+    @staticmethod
+    def split(told: Any) -> tuple[list[Any], memoryview]:
+        """What was found, and the bytes of all values."""
+        whole = memoryview(told)
+        end = 8 + int.from_bytes(whole[:8], "little")
+        return json.loads(bytes(whole[8:end])), whole[end:]
+
+
+def describe_path(path: Any) -> str:
+    """A path or an open array as ranks compare it, and as messages name it."""
+    if isinstance(path, (str, os.PathLike)):
+        return repr(os.path.expanduser(os.fspath(path)))
+    # An open array: its name in the file is enough, because the file's name may differ from rank to rank.
+    kind = "NumPy array" if isinstance(path, np.ndarray) else type(path).__name__
+    return f"an open {kind} named {getattr(path, 'name', None)!r}"

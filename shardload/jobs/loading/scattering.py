@@ -1,0 +1,165 @@
+"""How does a call of `scatter` come from its arguments to a plan? Only the rank that has the arrays knows their tree."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jax
+import numpy as np
+
+from shardload.errors import ConfigError
+from shardload.formats.base import ArrayInfo
+from shardload.formats.memory import MemorySource
+from shardload.jobs.loading.array_load import ArrayLoad
+from shardload.jobs.loading.call import LoadCall, share_staging
+from shardload.jobs.loading.planner import plan_scatter
+from shardload.jobs.loading.request import read_requests
+from shardload.jobs.loading.trees import (
+    ArrayTree,
+    Place,
+    Where,
+    is_one,
+    is_one_spec,
+    naming_errors,
+    node_of,
+    text_of,
+    where_text,
+)
+from shardload.options import OWN
+from shardload.planning.region import Region
+from shardload.transfer.messages import sendable
+
+__all__ = ["ScatterCall"]
+
+
+class ScatterCall(LoadCall):
+    """One call that gives every process its shards of arrays which one rank has, on this rank.
+
+    That rank sends the outline of its tree with the metadata. Dicts, lists and tuples are nodes. A list or tuple outside of a
+    dict is one array, as NumPy makes it, unless `spec` is a tree.
+
+    Parameters
+    ----------
+    array : array_like, tree or callable
+        On the root: the arrays, or a function that returns them.
+    mesh, spec, options
+        As the caller passed them.
+    root : object
+        The rank that has the arrays, not checked yet.
+    """
+
+    def __init__(self, array: Any, mesh: Any, spec: Any, options: dict[str, Any], root: Any) -> None:
+        self._array, self._root = array, root
+        self._has_tree = not (is_one(mesh) and is_one_spec(spec)) or any(
+            not (option.is_one or is_one)(options[option.name]) for option in OWN if option.name in options
+        )
+        self._sources: list[MemorySource] | None = None
+        super().__init__("scatter", "", mesh, spec, options, None)
+
+    def _join(self) -> ArrayTree:
+        return ArrayTree(Place("", None, is_pattern=self._has_tree))
+
+    def _what(self, _: Place) -> dict[str, str]:
+        return {"path": f"scatter from rank {self._root!r}"}
+
+    def scatter(self) -> Any:
+        """Agree on the root, plan, and move: the arrays in the structure of the root's tree. Collective."""
+        if self._begun is None:
+            raise ConfigError("scatter needs a mesh of devices")
+        self._begun.settle()  # before any message from the root: the ranks may not agree on who it is
+        root, size = self._root, self._begun.group.size
+        if isinstance(root, bool) or not isinstance(root, (int, np.integer)) or not 0 <= root < size:
+            raise ConfigError(f"root is {root!r}; expected a rank from 0 to {size - 1}")
+        return self.load(int(root))
+
+    def find(self) -> list[bytes | memoryview]:
+        """Make the arrays, and describe them as text. Runs on the root."""
+        array = self._array() if callable(self._array) else self._array
+        leaves: list[tuple[str, Any]] = []
+        outline = _outline_of(array, self._has_tree, (), leaves)
+        if not leaves:
+            raise ConfigError(f"array is {array!r}, a tree without an array: there is nothing to scatter")
+        self._sources, told = [], []
+        for where, value in leaves:
+            with naming_errors(where):
+                source = MemorySource(self._as_array(value))
+            self._sources.append(source)
+            view = source.view(Region.whole(source.info.shape))
+            told.append([source.info.to_json(), view is not None and sendable(view), str(source.dtype)])
+        return [json.dumps([outline, told]).encode()]
+
+    def _as_array(self, value: Any) -> np.ndarray[Any, Any]:
+        """What the root has, as NumPy makes an array of it."""
+        if value is None:
+            raise ConfigError(
+                f"array is None on rank {self._root}, the root. Pass the array there, or root= the rank that has it"
+            )
+        try:
+            return value if isinstance(value, np.ma.MaskedArray) else np.asarray(value)  # `MemorySource` looks at the mask
+        except jax.errors.TracerArrayConversionError:
+            raise ConfigError(
+                f"array is traced on rank {self._root}: it has no values yet. Call scatter outside of jax.jit; inside, "
+                "jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec)) shards an array"
+            ) from None
+        except ValueError as error:
+            raise ConfigError(
+                f"array is a {type(value).__name__} on rank {self._root}, of which NumPy makes no array: {error} A list is one "
+                "array by itself; to scatter several, pass a dict of arrays, or a list of specs"
+            ) from None
+
+    def make(self, text: Any) -> list[ArrayLoad]:
+        """Plan the scatter of all arrays. Runs on every rank."""
+        outline, told = json.loads(bytes(text))
+        self.tree = ArrayTree(_tree_of(outline))
+        if not self.tree.is_single:
+            self.requests = read_requests(self.tree, self._mesh, self._spec, self._options, self._processes)
+        loads = []
+        for k, (request, (info, can_be_viewed, dtype)) in enumerate(zip(self.requests, told, strict=True)):
+            where = where_text(self.tree.where[k])
+            with naming_errors(where):
+                wanted = request.options.dtype
+                # Not `in (None, ...)`: NumPy takes None for float64 where it compares types.
+                as_it_is = can_be_viewed and (wanted is None or wanted == np.dtype(dtype))
+                source = None if self._sources is None else self._sources[k]
+                array = ArrayInfo.from_json(info)
+                plan = plan_scatter(request, self.ranks_for(request), array, int(self._root), as_it_is)
+                loads.append(ArrayLoad(plan, array, request.options, source, where=where))
+        request = self.requests[0]
+        return share_staging(request, self.ranks_for(request), loads) if len(loads) > 1 else loads
+
+
+def _outline_of(value: Any, has_tree: bool, where: Where, leaves: list[tuple[str, Any]]) -> Any:
+    """The structure of a tree in JSON's types; its arrays are appended to `leaves`, each with its place."""
+    is_node = isinstance(value, dict) or (
+        isinstance(value, (list, tuple)) and (has_tree if not where else any(map(_has_array, value)))
+    )
+    children = None if isinstance(value, np.ndarray) or hasattr(value, "__array__") else node_of(value)
+    # Another node of JAX's, also a named tuple: NumPy would make one array of it, of its parts or of the object.
+    is_other = children is not None and type(value) not in (dict, list, tuple) and _has_array(value)
+    if not (is_node or is_other):
+        leaves.append((where_text(where), value))
+        return len(leaves) - 1
+    if children is None or type(value) not in (dict, list, tuple):
+        raise ConfigError(f"array{text_of(where)} is a {type(value).__name__}; scatter takes trees of dict, list and tuple")
+    if isinstance(value, dict) and not all(type(key) in (str, int) for key in value):
+        raise ConfigError(f"array{text_of(where)} has keys such as {next(iter(value))!r}; scatter takes text and integers")
+    found = [_outline_of(child, has_tree, (*where, key), leaves) for key, child in children]
+    if isinstance(value, dict):
+        return {"dict": [[key.key, one] for (key, _), one in zip(children, found, strict=True)]}
+    return {type(value).__name__: found}
+
+
+def _has_array(value: Any) -> bool:
+    return any(hasattr(leaf, "__array__") for leaf in jax.tree_util.tree_leaves(value))
+
+
+def _tree_of(outline: Any) -> Any:
+    """The inverse of `_outline_of`, with places as leaves."""
+    if isinstance(outline, int):
+        return Place("", None)
+    ((kind, children),) = outline.items()
+    if kind == "dict":
+        return {key: _tree_of(child) for key, child in children}
+    made = [_tree_of(child) for child in children]
+    return made if kind == "list" else tuple(made)
