@@ -242,7 +242,7 @@ def info(
                 arrays = [replace(arrays[0], labels=read_labels(path, arrays[0], access))]
         links: Mapping[str, str] = {}
         groups: Mapping[str, Mapping[str, Any]] = {}
-        if dataset is None and not untrusted and not as_json:
+        if dataset is None and not as_json:
             with suppress(ShardloadError), open_file(path, access) as opened:
                 links = opened.links()
                 groups = opened.groups() if len(arrays) <= _MOST_LABELLED else {}

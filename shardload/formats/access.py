@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardload.formats.containment import TARGET_HINT, Fence, OutsideError, open_file
 
@@ -25,7 +25,7 @@ class Limits:
     Attributes
     ----------
     memory_nbytes : int
-        Memory beside that of its libraries: what `staging` allows. All helpers of an array share it.
+        Memory beside that of its libraries: what `staging` allows. The helpers of all files share it.
     seconds : float or None
         Time for one answer; None: no limit. (A file system may pause for a minute.)
     cpu_seconds : float
@@ -89,6 +89,12 @@ class Access:
         (True, False)
         """
         return not self.is_limited and (survived or not self.may_use(*names))
+
+    def shared_by(self, n_files: int) -> Access:
+        """For each of so many files that are open at once: their helper processes share the memory that one may take."""
+        if self.untrusted is None or n_files < 2:
+            return self
+        return replace(self, untrusted=replace(self.untrusted, memory_nbytes=self.untrusted.memory_nbytes // n_files))
 
     def fence(self, path: str) -> Fence:
         """The fence of the file or store at `path`: its own folder (a store: itself), or no fence if the caller allows that."""

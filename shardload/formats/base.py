@@ -174,7 +174,7 @@ class ArrayInfo:
                 "shape": shape,
                 "chunks": None if chunks is None else tuple(chunks),
                 "shards": None if shards is None else tuple(shards),
-                "labels": None if labels is None else from_plain(labels, len(shape)),
+                "labels": None if labels is None else from_plain(labels),
             }
         )
 
@@ -316,6 +316,12 @@ class Source(abc.ABC):
         The default is the state of now. A format that reads metadata when it opens an array takes the state first.
         """
         return self.state()
+
+    def interrupt(self) -> None:
+        """Told after an error, also by another thread: nobody waits any more for values that are being read. The default does
+        nothing.
+        """
+        return None
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -18,7 +18,7 @@ from shardload.formats.labels import LONGEST_NAME, MOST_ATTRS, Coordinate, Label
 from shardload.planning.region import Region
 from shardload.values.decoding import decoding_of
 
-__all__ = ["SMALL_NBYTES", "complete"]
+__all__ = ["SMALL_NBYTES", "bounded", "complete"]
 
 SMALL_NBYTES = 1 << 16  # of the values of one coordinate
 _MOST_COORDS, _MOST_ALL_NBYTES = 32, 1 << 18
@@ -26,19 +26,20 @@ _MOST_ATTRS_OF_COORDINATE = 1 << 13
 _MOST_ATTRS_NBYTES, _MOST_ATTRS_IN_FULL = 1 << 16, 1 << 18
 
 
-def _bounded(attrs: Mapping[str, Any], most_nbytes: int = _MOST_ATTRS_NBYTES) -> dict[str, Any]:
-    """The attributes that fit together into `most_nbytes` of JSON; of the others a note.
+def bounded(attrs: Mapping[str, Any], most_nbytes: int = _MOST_ATTRS_IN_FULL) -> dict[str, Any]:
+    """The attributes that fit together into `most_nbytes` of JSON; of the others a note. Bounded once more, they stay the same.
 
-    >>> _bounded({"a": "x" * 100, "b": 1}, 50)
+    >>> bounded({"a": "x" * 100, "b": 1}, 50)
     {'a': 'attributes are too long, not shown', 'b': 1}
     """
     found: dict[str, Any] = {}
+    most = MOST_ATTRS if len(attrs) <= MOST_ATTRS else MOST_ATTRS - 1
     n_left = 0  # that have no place of their own
     for key, value in attrs.items():
-        if len(key) > LONGEST_NAME or len(found) >= MOST_ATTRS - 1:
+        if len(key) > LONGEST_NAME or len(found) >= most:
             n_left += 1
             continue
-        nbytes = len(json.dumps([key, value]))
+        nbytes = 0 if isinstance(value, Note) else len(json.dumps([key, value]))
         if nbytes > most_nbytes:
             value, nbytes = Note("attributes are too long, not shown"), 0
         found[key], most_nbytes = value, most_nbytes - nbytes
@@ -80,7 +81,7 @@ def complete(
         room -= 0 if found.values is None else found.values.nbytes
         coords[name] = found
     most = _MOST_ATTRS_NBYTES if of_group is None else _MOST_ATTRS_IN_FULL
-    return replace(labels, attrs=_bounded(labels.attrs, most), coords=coords, of_group=_bounded(of_group or {}, most))
+    return replace(labels, attrs=bounded(labels.attrs, most), coords=coords, of_group=bounded(of_group or {}, most))
 
 
 def _read(coordinate: Coordinate, source: Source, most_nbytes: int) -> Coordinate:
@@ -98,4 +99,4 @@ def _read(coordinate: Coordinate, source: Source, most_nbytes: int) -> Coordinat
             values = None
     if values is not None:
         values.flags.writeable = False  # they are kept for all who ask
-    return replace(coordinate, dims=labels.dims, attrs=_bounded(labels.attrs, _MOST_ATTRS_OF_COORDINATE), values=values)
+    return replace(coordinate, dims=labels.dims, attrs=bounded(labels.attrs, _MOST_ATTRS_OF_COORDINATE), values=values)

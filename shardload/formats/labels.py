@@ -180,70 +180,28 @@ def to_plain(labels: Labels | None) -> dict[str, Any] | None:
     }
 
 
-def from_plain(found: Any, n_axes: int, clean: Callable[[str], str] = str) -> Labels | None:
-    """The inverse of `to_plain`. `clean` is applied to all texts.
+def from_plain(found: Mapping[str, Any]) -> Labels:
+    """The inverse of `to_plain`."""
 
-    Raises
-    ------
-    ValueError
-        If that cannot have come from `to_plain`.
-    """
-    if found is None:
-        return None
+    def attrs(marked: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: Note(value["note"]) if isinstance(value, dict) else value for key, value in marked.items()}
 
-    def text(value: Any) -> str:
-        if not isinstance(value, str) or len(value) > LONGEST_NAME:
-            raise ValueError("no name")
-        return clean(value)
-
-    def dims(value: Any) -> Dims:
-        if not isinstance(value, list) or len(value) > 64:
-            raise ValueError("no names of axes")
-        return tuple(None if name is None else text(name) for name in value)
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, dict):
-            raise ValueError("an attribute that is an object")
-        if isinstance(value, list):
-            return [plain(part) for part in value]
-        return clean(value) if isinstance(value, str) else value
-
-    def attrs(value: Any) -> dict[str, Any]:
-        if not isinstance(value, dict) or len(value) > MOST_ATTRS:
-            raise ValueError("no attributes")
-        return {text(key): note(part) if isinstance(part, dict) else plain(part) for key, part in value.items()}
-
-    def note(value: dict[Any, Any]) -> Note:
-        if set(value) != {"note"} or not isinstance(value["note"], str):
-            raise ValueError("an attribute that is an object")
-        return Note(clean(value["note"]))
-
-    def values(value: Any) -> np.ndarray[Any, Any] | None:
-        if value is None:
+    def values(packed: Any) -> np.ndarray[Any, Any] | None:
+        if packed is None:
             return None
-        name, shape, data = value
-        dtype = np.dtype(text(name))
-        if dtype.kind not in "biufc" or not all(isinstance(n, int) and 0 <= n < 2**31 for n in shape):
-            raise ValueError("no coordinate values")
-        return np.frombuffer(b64decode(data), dtype).reshape(shape)
+        dtype, shape, data = packed
+        return np.frombuffer(b64decode(data), np.dtype(dtype)).reshape(shape)
 
-    def state(value: Any) -> tuple[int, ...] | None:
-        if value is None:
-            return None
-        if not isinstance(value, list) or len(value) > 8 or not all(type(n) is int and abs(n) < 2**64 for n in value):
-            raise ValueError("no state of a file")
-        return tuple(value)
-
-    try:
-        coords = {
-            text(name): Coordinate(text(dataset), dims(axes), attrs(own), values(data))
-            for name, (dataset, axes, own, data) in found["coords"].items()
-        }
-        is_brief, read_in = found.get("is_brief") is True, state(found.get("read_in"))
-        of_group = attrs(found.get("of_group", {}))
-        labels = Labels(dims(found["dims"]), attrs(found["attrs"]), coords, is_brief, of_group, read_in)
-    except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"no labels: {error}") from None
-    if len(labels.dims) != n_axes:
-        raise ValueError(f"names of {len(labels.dims)} axes, but the array has {n_axes}")
-    return labels
+    coords = {
+        name: Coordinate(dataset, tuple(dims), attrs(marked), values(packed))
+        for name, (dataset, dims, marked, packed) in found["coords"].items()
+    }
+    read_in = found["read_in"]
+    return Labels(
+        tuple(found["dims"]),
+        attrs(found["attrs"]),
+        coords,
+        found["is_brief"],
+        attrs(found["of_group"]),
+        None if read_in is None else tuple(read_in),
+    )

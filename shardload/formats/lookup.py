@@ -3,7 +3,7 @@
 1. The first format that claims the file gets it (`registry`). An open object goes to the format of its library.
 2. `find_array` finds the array from metadata alone. It runs on one rank, which tells the others.
 3. `open_source` opens that array on every reading rank; `open_file` opens a file once, for several of its arrays.
-4. Untrusted files (`Access.untrusted`) are opened by helper processes, which answer the same questions: see `untrusted`.
+4. Untrusted files (`Access.untrusted`) have a format of their own, which passes all questions on to a helper process.
 
 If the caller can fix it by passing something else, the error is a `ConfigError`. If the file is wrong, it is a `SourceError`,
 whatever the library below raised. `diagnosis` has the messages.
@@ -47,7 +47,7 @@ from shardload.formats.diagnosis import (
 from shardload.formats.labelling import SMALL_NBYTES, complete
 from shardload.formats.labels import MIXED, Coordinate, Labels, Note
 from shardload.formats.leftovers import refuse_leftover
-from shardload.formats.untrusted.source import UntrustedSource, find, find_labels, list_all, list_below
+from shardload.formats.untrusted import source as untrusted
 from shardload.planning.blocks import count_runs
 from shardload.planning.rates import START_SECONDS, one_reader_seconds
 from shardload.planning.region import Region
@@ -64,7 +64,6 @@ __all__ = [
     "check_loadable",
     "file_of",
     "find_array",
-    "find_untrusted",
     "format_of",
     "labelled",
     "labelled_below",
@@ -153,10 +152,7 @@ def list_arrays(path: str, access: Access = STRICT) -> list[ArrayInfo]:
         If there is no such file, no format claims it, or it is damaged.
     """
     path = _without_scheme(path)
-    if access.untrusted is not None:
-        with as_source_error(path):
-            return list_all(path, access)
-    file_format = format_of(path)
+    file_format = format_of(path, access)
     with as_source_error(path):
         return file_format.list_arrays(path, access)
 
@@ -175,11 +171,8 @@ def list_labelled(path: str, access: Access, most: int, linked: str = "") -> lis
     Collective: no. Raises what `list_arrays` raises, and SourceError if a link has no target or leads outside.
     """
     path = _without_scheme(path)
-    if access.untrusted is not None:
-        with as_source_error(path):
-            return list_all(path, access, most, linked)
     if linked:
-        file_format = format_of(path)
+        file_format = format_of(path, access)
         with as_source_error(path):
             infos = file_format.list_linked(path, linked, access)
     else:
@@ -243,15 +236,13 @@ def find_array(
     SourceError
         If the file cannot be opened, or the array or its type cannot be loaded.
     """
-    if access.untrusted is not None:
-        return find_untrusted(path_or_object, dataset, access, needs_numbers=needs_numbers)[0]
     path = _as_path(path_or_object)
     if path is None:
         return check_loadable(_info_of_object(path_or_object, dataset, access), needs_numbers)
     if dataset is None:
         path, dataset = split_path(path)
     refuse_leftover(path)
-    file_format = format_of(path)
+    file_format = format_of(path, access)
     if dataset is None:
         infos, has_more = _sketch(file_format, path, access)
         if has_more and len(candidates(infos)) < 2:
@@ -323,12 +314,9 @@ class Labeller:
             If the array cannot be opened any more.
         """
         path = _as_path(path_or_object)
-        if self._access.untrusted is not None:
-            with as_source_error(info.path, info.dataset):
-                return find_labels(info, self._access, self._small_nbytes)
         if path is None:
             with as_source_error(info.path, info.dataset):
-                source = _format_of_object(path_or_object).open_object(path_or_object, self._access)
+                source = _format_of_object(path_or_object, self._access).open_object(path_or_object, self._access)
             return self._complete(info, source, self._beside(info.path))
         file = self._open(split_path(path)[0])
         with _naming_what_is_gone(info.path, info.dataset):
@@ -377,7 +365,7 @@ class Labeller:
                 return self._given(path)
         if self._opened is None or path != self._path:
             self._file.close()
-            file_format = format_of(path)
+            file_format = format_of(path, self._access)
             with as_source_error(path):
                 self._opened = self._file.enter_context(file_format.open_file(path, self._access))
             self._path = path
@@ -430,13 +418,11 @@ def open_source(path_or_object: Any, dataset: str, access: Access = STRICT, plan
     SourceError
         If it cannot be opened here: deleted, not visible from this machine, damaged, or of an unknown encoding.
     """
-    if access.untrusted is not None:
-        return _open_untrusted(path_or_object, dataset, access)
     path = _as_path(path_or_object)
     if path is None:
-        return _checked(_format_of_object(path_or_object).open_object(path_or_object, access))
+        return _checked(_format_of_object(path_or_object, access).open_object(path_or_object, access))
     path, name = split_path(path)[0], _full_name(dataset)
-    file_format = format_of(path)
+    file_format = format_of(path, access)
     with _naming_what_is_gone(path, name):
         if planned is not None:
             return _checked(file_format.open_planned(path, planned, access))
@@ -451,8 +437,7 @@ def open_file(path_or_object: Any, access: Access = STRICT) -> OpenFile:
     Parameters
     ----------
     path_or_object, access
-        As given to `open_source`. For an open array, every name opens that array. If the file is untrusted, each array has its
-        own helper processes.
+        As given to `open_source`. For an open array, every name opens that array.
 
     Raises
     ------
@@ -466,12 +451,11 @@ def open_file(path_or_object: Any, access: Access = STRICT) -> OpenFile:
     (3,)
     """
     path = _as_path(path_or_object)
-    if access.untrusted is not None or path is None:
-        if access.untrusted is not None:
-            _untrusted_place(path_or_object, None)
+    if path is None:
+        _format_of_object(path_or_object, access)
         return _Opened(path_or_object, access, None)
     path = split_path(path)[0]
-    file_format = format_of(path)
+    file_format = format_of(path, access)
     with as_source_error(path):
         return _Opened(path, access, file_format.open_file(path, access))
 
@@ -530,12 +514,6 @@ class _Opened(OpenFile):
         self._held.close()
 
 
-def _open_untrusted(path_or_object: Any, dataset: str, access: Access) -> Source:
-    path, name = split_path(_untrusted_place(path_or_object, dataset)[0])[0], _full_name(dataset)
-    with as_source_error(path, name):
-        return UntrustedSource(path, name, access)
-
-
 @contextmanager
 def _naming_what_is_gone(path: str, name: str) -> Iterator[None]:
     """Turn every error into a SourceError while an array is opened that was found before; a KeyError means that it is gone."""
@@ -559,15 +537,6 @@ def _checked(source: Source) -> Source:
         source.close()
         raise
     return source
-
-
-def find_untrusted(
-    path_or_object: Any, dataset: str | None, access: Access, *, values: bool = False, needs_numbers: bool = False
-) -> tuple[ArrayInfo, bytes | memoryview | None]:
-    """Do `find_array` and, with `values`, then `read_small`, in one helper process."""
-    path, file, name = _untrusted_place(path_or_object, dataset)
-    with as_source_error(file, name):
-        return find(path, file, dataset, access, values=values, needs_numbers=needs_numbers)
 
 
 def read_small(
@@ -718,12 +687,8 @@ class Finder:
         path = _as_path(path_or_object)
         if path is not None and dataset is None:
             path, dataset = split_path(path)
-        if path is None or self._access.untrusted is not None:
-            if self._tuning is None or path is None:
-                info = find_array(path_or_object if path is None else path, dataset, self._access, needs_numbers)
-                return Found(look(info, None)[0])
-            info, values = find_untrusted(path, dataset, self._access, values=True, needs_numbers=needs_numbers)
-            return Found(look(info, None)[0], values if values is not None and self._takes(len(values)) else None)
+        if path is None:
+            return Found(look(find_array(path_or_object, dataset, self._access, needs_numbers), None)[0])
         if dataset is None:
             found = self._find_only(path, look)
             if found is not None:
@@ -735,7 +700,7 @@ class Finder:
             with as_source_error(path, name):
                 source = self.file(path).open(name)
         except KeyError:
-            raise no_such_array(path, name, *_sketch(format_of(path), path, self._access, name)) from None
+            raise no_such_array(path, name, *_sketch(format_of(path, self._access), path, self._access, name)) from None
         try:
             return self._found(check_loadable(source.info, needs_numbers), source, look)
         finally:
@@ -776,16 +741,11 @@ class Finder:
                 "array. Pass the path of the file"
             )
         refuse_leftover(path)
-        linked: list[ArrayInfo] = []
-        if self._access.untrusted is not None:
-            with as_source_error(path):
-                infos, linked = list_below(_without_scheme(path), self._access, group)
-        else:
-            file_format = format_of(path)
-            with as_source_error(path):
-                infos = file_format.sketch_arrays(path, self._access)
-        below = [info for info in infos if info.dataset.startswith(f"{group}/")] or linked
-        if group and not below and self._access.untrusted is None:
+        file_format = format_of(path, self._access)
+        with as_source_error(path):
+            infos = file_format.sketch_arrays(path, self._access)
+        below = [info for info in infos if info.dataset.startswith(f"{group}/")]
+        if group and not below:
             with as_source_error(path):
                 below = file_format.list_linked(path, group, self._access, in_full=False)
         if not with_dimensions:
@@ -799,7 +759,7 @@ class Finder:
     def _looked_at(self, path: str, info: ArrayInfo, look: Look) -> Found:
         """An array that was found without being opened here. If values of it may be small, it is opened."""
         is_large = look is _look_at_all and self._tuning is not None and not _is_small(info, self._tuning)
-        if self._tuning is None or self._access.untrusted is not None or is_large:
+        if self._tuning is None or is_large:
             return Found(look(info, None)[0])
         try:
             source = self.file(path).open(info.dataset)
@@ -840,10 +800,10 @@ class Finder:
     def nbytes_stored(self, path_or_object: Any, info: ArrayInfo, source: Source | None) -> int | None:
         """Bytes on disk of an array that was found (`source`, if it is open here); None if they are not known."""
         path = _as_path(path_or_object)
-        if source is not None or self._access.untrusted is not None:
-            return info.nbytes_stored if source is None else source.nbytes_stored()
+        if source is not None:
+            return source.nbytes_stored()
         if path is None:
-            return _format_of_object(path_or_object).open_object(path_or_object, self._access).nbytes_stored()
+            return _format_of_object(path_or_object, self._access).open_object(path_or_object, self._access).nbytes_stored()
         path = split_path(path)[0]
         with _naming_what_is_gone(path, info.dataset), closing(self.file(path).open(info.dataset)) as opened:
             return opened.nbytes_stored()
@@ -856,7 +816,7 @@ class Finder:
         file = self._files.get(key)
         if file is None:
             refuse_leftover(path)
-            file_format = format_of(path)
+            file_format = format_of(path, self._access)
             while len(self._files) >= _MOST_OPEN:
                 self._files.pop(next(iter(self._files))).close()
             file = self._files[key] = file_format.open_file(path, self._access)
@@ -892,26 +852,18 @@ def _without_scheme(path: str) -> str:
     return rest if found and scheme.lower() in ("file", "local") else path
 
 
-def _untrusted_place(path_or_object: Any, dataset: str | None) -> tuple[str, str, str | None]:
-    """The path as passed, the file in it, and the array's name. ConfigError for an array that is open in this process."""
-    path = _as_path(path_or_object)
-    if path is None:
-        raise ConfigError(
-            f"untrusted=True opens the file in another process, but this one has the {type(path_or_object).__name__} that was "
-            "handed in. Pass the path of the file, or leave out untrusted=True"
-        )
-    whole, file, name = (path, path, dataset) if dataset is not None else (path, *split_path(path))
-    refuse_leftover(file)
-    return whole, file, name
-
-
 def _full_name(dataset: str) -> str:
     """``"rho"``, ``"/rho"`` and ``"/rho/"`` are the same array."""
     return "/" + dataset.strip("/")
 
 
-def format_of(path: str) -> Format:
-    """The format that claims the file. If none does, SourceError says what the file is instead."""
+def format_of(path: str, access: Access = STRICT) -> Format:
+    """The format that claims the file. If none does, SourceError says what the file is instead.
+
+    An untrusted file is not looked at here: its helper process asks the formats.
+    """
+    if access.untrusted is not None:
+        return untrusted.FORMAT
     if "://" in path:
         found, failed = registry.claiming(lambda file_format: file_format.claims_url(path), plugins_first=True)
     else:
@@ -934,8 +886,13 @@ def _naming_what_is_unread(path: str) -> Iterator[None]:
             raise
 
 
-def _format_of_object(obj: Any) -> Format:
-    """The format of the library that `obj` comes from."""
+def _format_of_object(obj: Any, access: Access) -> Format:
+    """The format of the library that `obj` comes from. ConfigError if the array would have to be open in a helper process."""
+    if access.untrusted is not None:
+        raise ConfigError(
+            f"untrusted=True opens the file in another process, but this one has the {type(obj).__name__} that was "
+            "handed in. Pass the path of the file, or leave out untrusted=True"
+        )
     found, failed = registry.claiming(lambda file_format: file_format.claims_object(obj))
     if found is None:
         more = f" Installed, but not to be used: {'; '.join(failed)}." if failed else ""
@@ -948,7 +905,7 @@ def _format_of_object(obj: Any) -> Format:
 
 def _info_of_object(obj: Any, dataset: str | None, access: Access) -> ArrayInfo:
     """The metadata of an open array. ConfigError if `dataset` is given and is not its name."""
-    info = _format_of_object(obj).open_object(obj, access).info
+    info = _format_of_object(obj, access).open_object(obj, access).info
     if dataset is not None and _full_name(dataset) != info.dataset:
         raise ConfigError(
             f"the array handed in is {info}, but dataset='{dataset}' names another. Leave it out, or pass the path."

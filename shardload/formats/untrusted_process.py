@@ -35,6 +35,7 @@ _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
 _LIBRARIES_NBYTES = 1 << 30  # limit while libraries are imported; their real use is measured before the file is opened
 _BASE_NBYTES = 128 << 20  # beside values: threads, memory that libraries allocate at first use, metadata
 _LOG_NBYTES = 1 << 20  # output of libraries
+_MOST_OPEN = 16  # arrays
 _STACK_NBYTES = 1 << 20
 # What formats may do here beyond what the caller allows, for example use any decoder. That is safe only in a process that may
 # crash and has limited memory. This is the one place for it.
@@ -91,15 +92,19 @@ class _Server:
         self._channel, self._values = channel, values
         self._memory = mmap.mmap(values, 0)
         self._memory_nbytes = 0
-        self._source: Any = None
-        self._chunks: Any = None
-        self._scratch: Any = None  # memory for stored chunks
+        self._path = ""
+        self._access: Any = None
+        self._format: Any = None
+        self._file: Any = None
+        self._sources: dict[str, Any] = {}
 
     def run(self) -> None:
         """Answer until the parent closes the socket."""
         while (request := self._receive()) is not None:
             todo: Callable[..., Answer] = getattr(self, "do_" + request.pop("do"))
             try:
+                if todo != self.do_begin:
+                    self._prepare(request.pop("path"), request.pop("allow_external"))
                 answer = todo(**request)
             except Exception as error:
                 kind = next((k.__name__ for k in type(error).__mro__ if k.__name__ in _KINDS), "Exception")
@@ -115,8 +120,8 @@ class _Server:
         if len(head) < _HEAD_NBYTES:
             return None
         nbytes = int.from_bytes(head, "little")
-        found: dict[str, Any] = json.loads(self._channel.recv(nbytes, socket.MSG_WAITALL))
-        return found
+        request: dict[str, Any] = json.loads(self._channel.recv(nbytes, socket.MSG_WAITALL))
+        return request
 
     # --- once
 
@@ -137,90 +142,81 @@ class _Server:
 
         return {}
 
-    def _prepare(self, path: str) -> None:
+    def _prepare(self, path: str, allow_external: bool) -> None:
         """Import what this file needs, then limit memory to what the parent granted."""
-        from shardload.formats.lookup import format_of, split_path
+        from shardload.formats.access import Access
+        from shardload.formats.lookup import format_of
 
-        format_of(split_path(path)[0])
+        if self._path == path:
+            return
+        self._format, self._access = format_of(path), Access(allow_external, **_MORE)
+        self._path = path
         _limit_memory(_BASE_NBYTES + self._memory_nbytes)
 
-    def do_list(self, path: str, allow_external: bool, most_labelled: int, linked: str) -> Answer:
-        """List all arrays, or those below a group to which links lead; with names of axes and coordinates, if there are at most
-        so many.
-        """
-        from shardload.formats.lookup import list_labelled
+    # --- of the file
 
-        self._prepare(path)
-        infos = list_labelled(path, _access(allow_external), most_labelled, linked)
-        return {"infos": [json.loads(info.to_json()) for info in infos]}
+    def do_list(self, how: str, arguments: dict[str, Any]) -> Answer:
+        """See the `Format`'s method of this name."""
+        from shardload.formats.diagnosis import as_source_error
 
-    def do_list_below(self, path: str, allow_external: bool, group: str) -> Answer:
-        """List all arrays, and if none of them is below the group, those to which links lead from there."""
-        from shardload.formats.lookup import list_arrays, list_labelled
+        with as_source_error(self._path):
+            infos = getattr(self._format, how)(self._path, access=self._access, **arguments)
+        return {"infos": [info.to_dict() for info in infos]}
 
-        self._prepare(path)
-        access = _access(allow_external)
-        infos = list_arrays(path, access)
-        is_there = not group or any(info.dataset.startswith(f"{group}/") for info in infos)
-        linked = [] if is_there else list_labelled(path, access, 0, group)
-        return {"infos": [json.loads(one.to_json()) for one in infos], "linked": [json.loads(one.to_json()) for one in linked]}
+    def do_only_name(self) -> Answer:
+        """See `OpenFile.only_name`."""
+        return {"name": self._open_file().only_name()}
 
-    def do_find(
-        self, path: str, dataset: str | None, allow_external: bool, values: bool, needs_numbers: bool = False
-    ) -> Answer:
-        """Find the array that the caller means; also read its values, if `values` and the array is small."""
-        from shardload.formats.lookup import find_array, read_small
-        from shardload.planning.tuning import default_tuning
+    def do_state(self, dataset: str | None = None) -> Answer:
+        """See `OpenFile.state` and `Source.state`."""
+        return {"state": (self._open_file() if dataset is None else self._source(dataset)).state()}
 
-        self._prepare(path)
-        access = _access(allow_external)
-        info = find_array(path, dataset, access, needs_numbers)
-        tiny = default_tuning().tiny_nbytes  # larger values do not fit into the memory that is shared now
-        found = read_small(path, info, access, replace(default_tuning(), small_nbytes=tiny)) if values else None
-        if found is not None:
-            self._memory[: len(found)] = found
-        return {"info": json.loads(info.to_json()), "nbytes": None if found is None else len(found)}
+    def _open_file(self) -> Any:
+        from shardload.formats.diagnosis import as_source_error
 
-    def do_label(self, path: str, dataset: str, allow_external: bool, small_nbytes: int) -> Answer:
-        """The names of an array's axes, its attributes and its coordinates."""
-        from shardload.formats.labels import to_plain
-        from shardload.formats.lookup import find_array, read_labels
+        if self._file is None:
+            with as_source_error(self._path):
+                self._file = self._format.open_file(self._path, self._access)
+        return self._file
 
-        self._prepare(path)
-        access = _access(allow_external)
-        return {"labels": to_plain(read_labels(path, find_array(path, dataset, access), access, small_nbytes))}
+    # --- of an array
 
-    def do_open(self, path: str, dataset: str, allow_external: bool) -> Answer:
-        """Open the array for the requests below."""
-        from shardload.formats.base import Scratch
-        from shardload.formats.lookup import open_source
+    def _source(self, dataset: str) -> Any:
+        from shardload.formats.diagnosis import as_source_error
 
-        self._prepare(path)
-        self._scratch = Scratch()
-        self._source = open_source(path, dataset, _access(allow_external))
-        self._chunks = self._source.chunk_reader()
-        return {"info": json.loads(self._source.info.to_json()), "state": self._source.opened_in()}
+        if dataset not in self._sources:
+            while len(self._sources) >= _MOST_OPEN:
+                self._sources.pop(next(iter(self._sources))).close()
+            file = self._open_file()
+            with as_source_error(self._path, dataset):
+                self._sources[dataset] = file.open(dataset)
+        return self._sources[dataset]
 
-    def do_limit(self, memory_nbytes: int) -> Answer:
-        """Lower the limit on memory."""
-        _limit_memory(_BASE_NBYTES + memory_nbytes)
-        return {}
+    def do_open(self, dataset: str) -> Answer:
+        """Open an array."""
+        source = self._source(dataset)
+        return {"info": source.info.to_dict(), "state": source.opened_in()}
 
-    # --- of the array that is open
+    def do_labels(self, dataset: str) -> Answer:
+        """See `Source.labels`."""
+        labels = self._source(dataset).labels()
+        return _plain(replace(labels, attrs=_bounded(labels.attrs)))
 
-    def do_state(self) -> Answer:
-        """See `Source.state`."""
-        return {"state": self._source.state()}
+    def do_group_attrs(self, dataset: str) -> Answer:
+        """See `Source.group_attrs`."""
+        from shardload.formats.labels import Labels
 
-    def do_read(self, start: list[int], stop: list[int]) -> Answer:
+        return _plain(Labels((), _bounded(self._source(dataset).group_attrs())))
+
+    def do_read(self, dataset: str, start: list[int], stop: list[int]) -> Answer:
         """Values of a region; after them the numbers of its missing chunks, counted in the region's own chunk grid."""
         import numpy as np
 
-        region = self._region(start, stop)
-        out = self._array(region.shape)
-        self._source.read_into(region, out)
-        chunks = self._source.info.chunks
-        indices = self._source.missing(region)
+        source, region = self._source(dataset), _region(start, stop)
+        out = self._array(region.shape, source.dtype)
+        source.read_into(region, out)
+        chunks = source.info.chunks
+        indices = source.missing(region)
         if chunks is None:
             numbers = [0] * len(indices)
         else:
@@ -231,42 +227,16 @@ class _Server:
         self._bytes(place + 8 * len(numbers))[place:].view(np.int64)[:] = numbers
         return {"n_missing": len(numbers)}
 
-    def do_plain(self, start: list[int], stop: list[int]) -> Answer:
+    def do_plain(self, dataset: str, start: list[int], stop: list[int]) -> Answer:
         """Values of a region, by the format's own library."""
         import numpy as np
 
-        region = self._region(start, stop)
-        found = np.asarray(self._source.plain(region))
-        if found.size != region.size:
-            raise ValueError(f"the library gave {found.shape} for the region {region}")
-        self._array(region.shape)[...] = found.reshape(region.shape)
+        source, region = self._source(dataset), _region(start, stop)
+        values = np.asarray(source.plain(region))
+        if values.size != region.size:
+            raise ValueError(f"the library gave {values.shape} for the region {region}")
+        self._array(region.shape, source.dtype)[...] = values.reshape(region.shape)
         return {}
-
-    def do_chunk(self, index: list[int]) -> Answer:
-        """All values of a chunk, also if it reaches over the array's edge."""
-        at, shape = tuple(index), self._source.info.chunks
-        out = self._array(shape)
-        if self._chunks is not None:
-            encoded = self._chunks.fetch(at, self._scratch)
-            self._chunks.decode(encoded, out)
-            return {"nbytes_stored": None if encoded is None else len(encoded.data)}
-        start = [k * c for k, c in zip(at, shape, strict=True)]
-        stop = [min(a + c, n) for a, c, n in zip(start, shape, self._source.info.shape, strict=True)]
-        region = self._region(start, stop)
-        if region.shape == shape:
-            self._source.read_into(region, out)
-        else:
-            import numpy as np
-
-            part = np.empty(region.shape, self._source.dtype)
-            self._source.read_into(region, part)
-            out[tuple(slice(0, n) for n in region.shape)] = part
-        return {"nbytes_stored": None if self._source.missing(region) else 0}
-
-    def _region(self, start: list[int], stop: list[int]) -> Any:
-        from shardload.planning.region import Region
-
-        return Region(tuple(start), tuple(stop))
 
     def _bytes(self, nbytes: int) -> Any:
         """The first `nbytes` bytes of the shared memory, which the parent has made long enough for its request."""
@@ -276,21 +246,32 @@ class _Server:
             self._memory = mmap.mmap(self._values, 0)
         return np.frombuffer(self._memory, np.uint8, nbytes)
 
-    def _array(self, shape: tuple[int, ...]) -> Any:
-        dtype = self._source.dtype
+    def _array(self, shape: tuple[int, ...], dtype: Any) -> Any:
         return self._bytes(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
 
 
 _KINDS = (
-    *("ConfigError", "SourceError", "OutsideError", "NotAFileError", "UndecodedError"),
+    *("ConfigError", "SourceError", "OutsideError", "NotAFileError", "UndecodedError", "KeyError"),
     *("MemoryError", "OSError", "ValueError", "RuntimeError"),
 )
 
 
-def _access(allow_external: bool) -> Any:
-    from shardload.formats.access import Access
+def _region(start: list[int], stop: list[int]) -> Any:
+    from shardload.planning.region import Region
 
-    return Access(allow_external, **_MORE)
+    return Region(tuple(start), tuple(stop))
+
+
+def _bounded(attrs: Any) -> dict[str, Any]:
+    from shardload.formats.labelling import bounded
+
+    return bounded(attrs)
+
+
+def _plain(labels: Any) -> Answer:
+    from shardload.formats.labels import to_plain
+
+    return {"labels": to_plain(labels)}
 
 
 def _number(index: tuple[int, ...], first: list[int], counts: list[int]) -> int:

@@ -144,7 +144,7 @@ def test_a_file_that_nobody_vouches_for(
     check(x, expected, mesh, spec)
     assert plan.report is not None and plan.report.proven.n_boxes
     assert shardload.verify(x, files["gzip_shuffle"], dataset=NAME, untrusted=True).digest is not None
-    said = "parameters (169, 0, 32, 8) do not fit the array"
+    said = "parameters (169, 0, 32, 8) do not fit"
     same_error(comm, lambda: shardload.load(bad, mesh, DECOMPOSITIONS["replicated"], untrusted=True), SourceError, said)
     # ... and if nothing were checked:
     monkeypatch.setattr(helper_module, "SCRIPT", str(shared_tmp_path / "careless.py"))
@@ -163,7 +163,7 @@ import json, os, signal, socket, struct, sys
 channel = socket.socket(fileno=int(sys.argv[1]))
 while head := channel.recv(4, socket.MSG_WAITALL):
     request = json.loads(channel.recv(struct.unpack("<I", head)[0], socket.MSG_WAITALL))
-    if request["do"] == "chunk":
+    if request["do"] == "read":
         os.kill(os.getppid(), signal.SIGINT)
         continue
     answer = json.dumps({"info": INFO, "state": None, "nbytes": None}).encode()

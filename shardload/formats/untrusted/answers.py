@@ -9,16 +9,15 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from shardload.formats.base import ArrayInfo, refusal
-from shardload.formats.labels import Labels, from_plain
+from shardload.formats.labels import Coordinate, Labels, Note
 from shardload.values.decoding import ATTRIBUTES, Packing
 
-__all__ = ["LONGEST_TEXT", "HelperError", "clean", "info_of", "is_int", "labels_of", "lie", "loadable", "state_of"]
+__all__ = ["LONGEST_TEXT", "HelperError", "clean", "info_of", "is_int", "labels_of", "lie", "state_of"]
 
 LONGEST_TEXT = 4096
 _MOST_AXES = 64  # NumPy's
@@ -87,7 +86,7 @@ def info_of(found: object, path: str) -> ArrayInfo:
         refused=None if refused is None else _text(refused, "reason"),
         is_coordinate=found.get("is_coordinate") is True,
         is_dimension=found.get("is_dimension") is True,
-        attributes=_plain(found.get("attributes")),
+        attributes=_attributes(found.get("attributes")),
         packing=_packing(found.get("packing", {})),
     )
     if info.nbytes_stored is not None and not is_int(info.nbytes_stored, 2 * _INT64):
@@ -98,8 +97,7 @@ def info_of(found: object, path: str) -> ArrayInfo:
         itemsize = _itemsize(info.dtype)
         if max(math.prod(info.shape), math.prod(info.chunks or ())) * itemsize >= _INT64:
             raise lie(f"an array of {info.shape} and chunks of {info.chunks}")
-    labels = labels_of(found.get("labels"), len(info.shape))
-    return info if labels is None else replace(info, labels=labels)
+    return info
 
 
 def _itemsize(name: str) -> int:
@@ -114,8 +112,8 @@ def _itemsize(name: str) -> int:
     raise lie(f"values of the type '{name}'")
 
 
-def _plain(found: object) -> dict[str, Any]:
-    """Attributes, unchecked so far: plain JSON values, with their texts cleaned."""
+def _attributes(found: object) -> dict[str, Any]:
+    """Attributes, unchecked so far: plain JSON values, or notes, with their texts cleaned."""
 
     def settled(value: Any) -> Any:
         if isinstance(value, dict):
@@ -126,15 +124,30 @@ def _plain(found: object) -> dict[str, Any]:
 
     if not isinstance(found, dict):
         raise lie("no attributes")
-    return {clean(key): settled(value) for key, value in itertools.islice(found.items(), LONGEST_TEXT)}
+    return {
+        clean(key): Note(clean(value["note"])) if _is_note(value) else settled(value)
+        for key, value in itertools.islice(found.items(), LONGEST_TEXT)
+    }
 
 
-def labels_of(found: object, n_axes: int) -> Labels | None:
-    """A helper's answer for labels, checked, with texts cleaned."""
-    try:
-        return from_plain(found, n_axes, clean)
-    except (TypeError, ValueError) as error:
-        raise lie(str(error)) from None
+def _is_note(value: Any) -> bool:
+    return isinstance(value, dict) and set(value) == {"note"} and isinstance(value["note"], str)
+
+
+def labels_of(found: object, n_axes: int) -> Labels:
+    """A helper's answer for labels, as from `labels.to_plain`, checked. Of coordinates there are the names."""
+    if not isinstance(found, dict):
+        raise lie("no labels")
+    dims, coords = found.get("dims"), found.get("coords")
+    if not isinstance(dims, list) or len(dims) != n_axes:
+        raise lie("names of another number of axes than the array has")
+    if not isinstance(coords, dict) or not all(isinstance(place, list) and place for place in coords.values()):
+        raise lie("no coordinates")
+    return Labels(
+        tuple(None if name is None else _text(name, "name of an axis") for name in dims),
+        _attributes(found.get("attrs")),
+        {clean(name): Coordinate(_text(place[0], "name", is_clean=False)) for name, place in coords.items()},
+    )
 
 
 def _packing(found: object) -> Packing:
@@ -167,10 +180,3 @@ def _fits(value: int | float, kind: str) -> bool:
     if not kind.lstrip("u").startswith("int"):
         return not isinstance(value, int) or abs(value) < 2 * _INT64
     return isinstance(value, int) and np.iinfo(kind).min <= value <= np.iinfo(kind).max
-
-
-def loadable(info: ArrayInfo) -> ArrayInfo:
-    """Return `info`. For a refused array the helper should have answered with an error."""
-    if info.refused is not None:
-        raise lie("an array that cannot be loaded, without an error")
-    return info

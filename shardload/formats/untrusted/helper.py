@@ -35,7 +35,7 @@ from shardload.formats.untrusted.answers import LONGEST_TEXT, HelperError, clean
 from shardload.system.thread_pool import Pool
 from shardload.units import format_nbytes
 
-__all__ = ["FIRST_NBYTES", "SCRIPT", "Helper"]
+__all__ = ["SCRIPT", "Helper"]
 
 # The script that a helper runs: started by its path, never imported here.
 _FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -61,13 +61,13 @@ _SLOWEST = 1 << 20  # bytes per second that even the slowest decoder gives
 _TICK_SECONDS = 0.5
 _END_SECONDS = 1.0  # do not wait longer for a process that is held in the kernel
 
-FIRST_NBYTES = 1 << 16  # shared memory at first: more than `read_small` ever gives
+_FIRST_NBYTES = 1 << 16  # shared memory at first
 _MOST_ANSWER_NBYTES = 1 << 20  # as Python objects they take twenty times as much
 _HEAD_NBYTES = 4  # the length before each message
 
 _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind
-    for kind in (ConfigError, SourceError, OutsideError, NotAFileError, UndecodedError, ValueError, RuntimeError)
+    for kind in (ConfigError, SourceError, OutsideError, NotAFileError, UndecodedError, KeyError, ValueError, RuntimeError)
 }
 
 Array = np.ndarray[Any, Any]
@@ -104,7 +104,7 @@ class Helper:
             self._log = self._holds.keep(os.memfd_create("shardload-helper-log"))
             flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
             self._values = self._holds.keep(_above_standard(os.memfd_create("shardload-helper-values", flags)))
-            os.ftruncate(self._values, FIRST_NBYTES)
+            os.ftruncate(self._values, _FIRST_NBYTES)
             # Otherwise the helper could make it shorter, and this process would die of reading memory that no longer exists.
             fcntl.fcntl(self._values, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
             self._memory = mmap.mmap(self._values, 0, prot=mmap.PROT_READ)
@@ -176,7 +176,7 @@ class Helper:
         ------
         HelperError
             If there is no answer, or an impossible one. The helper is ended.
-        ConfigError, SourceError, OSError, ValueError, RuntimeError
+        ConfigError, SourceError, KeyError, OSError, ValueError, RuntimeError
             The helper's own errors.
         """
         if not self.is_alive:
@@ -191,7 +191,7 @@ class Helper:
             self.end()
             raise
         if "error" in answer:
-            self._raise(answer)
+            self._raise(answer, what)
         return answer
 
     def values(self, shape: tuple[int, ...], dtype: np.dtype[Any], offset: int = 0) -> Array:
@@ -289,7 +289,7 @@ class Helper:
         last = next((line.strip() for line in reversed(lines) if line.strip()), "")
         return f"; it had printed '{clean(last)[:200]}'" if last else ""
 
-    def _raise(self, answer: Mapping[str, Any]) -> None:
+    def _raise(self, answer: Mapping[str, Any], request: Mapping[str, Any]) -> None:
         kind, text = answer.get("error"), answer.get("text")
         if not isinstance(kind, str) or not isinstance(text, str):
             raise lie("an error without a kind or a text")
@@ -299,6 +299,8 @@ class Helper:
                 f"it takes more memory than a helper process may have ({format_nbytes(self._limits.memory_nbytes)} and what "
                 "its libraries take). Pass a larger staging= if you think that it needs so much"
             )
+        if kind == "KeyError":  # its text is quoted
+            text = str(name) if isinstance(name := request.get("dataset"), str) else text
         raise _KINDS.get(kind, OSError)(text)
 
 

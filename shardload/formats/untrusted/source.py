@@ -1,7 +1,7 @@
-"""How are values read from an untrusted file? Through helper processes, which answer the same questions.
+"""How are values read from an untrusted file? By a format whose files and arrays are open in a helper process.
 
-1. `find` and `list_all` ask one helper, before an array is open.
-2. `UntrustedSource` and `UntrustedChunks` are a `Source` and a `ChunkReader`. Each reading thread has a helper, up to a few.
+1. `UntrustedFormat` takes the place of all formats (`lookup.format_of`); the helper asks the real ones which claims the file.
+2. An `UntrustedFile` has one helper, from the first question on. It passes on every question, one at a time.
 3. A value may be wrong, as in any untrusted file. `answers` checks everything else that a helper says.
 """
 
@@ -9,250 +9,247 @@ from __future__ import annotations
 
 import math
 import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from shardload.errors import SourceError
-from shardload.formats.access import Access, Limits
-from shardload.formats.base import (
-    ArrayInfo,
-    Encoded,
-    Room,
-    Source,
-    check_chunk,
-    check_request,
-    fresh,
-    native_dtype,
-    settle_bools,
-)
-from shardload.formats.labelling import SMALL_NBYTES
+from shardload.formats.access import STRICT, Access, Limits
+from shardload.formats.base import ArrayInfo, Format, OpenFile, Source, a_few_chunks, check_request, native_dtype, settle_bools
 from shardload.formats.labels import Labels
-from shardload.formats.untrusted.answers import HelperError, clean, info_of, is_int, labels_of, lie, loadable, state_of
-from shardload.formats.untrusted.helper import FIRST_NBYTES, Helper
+from shardload.formats.untrusted.answers import HelperError, clean, info_of, is_int, labels_of, lie, state_of
+from shardload.formats.untrusted.helper import Helper
 from shardload.planning.region import Region
 
-__all__ = ["UntrustedChunks", "UntrustedSource", "find", "find_labels", "list_all", "list_below"]
+__all__ = ["FORMAT", "UntrustedFile", "UntrustedFormat", "UntrustedSource"]
 
-_FIND_FACTOR, _SMALL_FACTOR = 2.0, 0.25  # more CPU time for a file with many arrays, less for a small array
-_MOST_LIST_NBYTES = 32 << 20  # of an answer to "list"
-_MOST_LABELS_NBYTES = 2 << 20
-_MOST_HELPERS = 4
-_WORTH_NBYTES = 64 << 20  # memory that each helper must have
-_WORTH_SECONDS = 1.0  # reading time after which another helper pays off: starting it takes half of that
-_CHUNKS_HELD = 8  # copies of a chunk: as stored, decompressed twice, decoded, and those that libraries keep
+_SLOW_FACTOR = 2.0  # more CPU time to open a file, which may have many arrays
+_MOST_LIST_NBYTES, _MOST_LABELS_NBYTES = 32 << 20, 2 << 20  # of an answer
+_PART_NBYTES = 1 << 24  # values that are read at once, unless a chunk has more
 _MOST_LOST = 3
-_INT64 = 2**63
 
 Array = np.ndarray[Any, Any]
 
 
-def _limits_of(access: Access) -> Limits:
-    """The caller's limits, or the default limits."""
-    return Limits() if access.untrusted is None else access.untrusted
+class UntrustedFormat(Format):
+    """Any file that a helper process can open."""
+
+    name = "untrusted"
+
+    def claims_path(self, path: str) -> bool:
+        """True: the helper says so if no format claims it."""
+        return True
+
+    def list_arrays(self, path: str, access: Access = STRICT) -> list[ArrayInfo]:
+        """Every array in the file."""
+        return _list(path, access, "list_arrays")
+
+    def sketch_arrays(self, path: str, access: Access = STRICT, most: int | None = None, like: str = "") -> list[ArrayInfo]:
+        """At most `most` + 1 of them."""
+        return _list(path, access, "sketch_arrays", most=most, like=like)
+
+    def list_linked(self, path: str, group: str, access: Access = STRICT, in_full: bool = True) -> list[ArrayInfo]:
+        """Those below a group to which links lead."""
+        return _list(path, access, "list_linked", group=group, in_full=in_full)
+
+    def open_path(self, path: str, dataset: str, access: Access = STRICT) -> Source:
+        """Open one array, in a helper of its own."""
+        file = UntrustedFile(path, access)
+        try:
+            return UntrustedSource(file, dataset, is_alone=True)
+        except BaseException:
+            file.close()
+            raise
+
+    def open_file(self, path: str, access: Access = STRICT) -> OpenFile:
+        """The file, of which nothing is read yet."""
+        return UntrustedFile(path, access)
 
 
-# --- questions before an array is open
-
-
-@contextmanager
-def _helper(access: Access, path: str, dataset: str | None = None) -> Iterator[Helper]:
-    """A helper for a single question about a file."""
-    helper = Helper(_limits_of(access))
-    try:
-        with _named(path, dataset):
-            yield helper
-    finally:
-        helper.end()
-
-
-@contextmanager
-def _named(path: str, dataset: str | None) -> Iterator[None]:
-    """Add the path and the dataset to a helper's SourceError."""
-    try:
-        yield
-    except SourceError as error:
-        error.path, error.dataset = path, dataset
-        raise
-
-
-def list_all(path: str, access: Access, most_labelled: int = 0, linked: str = "") -> list[ArrayInfo]:
-    """Run `list_labelled` in a helper. With 0, arrays have no labels."""
-    with _helper(access, path) as helper:
-        answer = helper.ask(
-            "list", 0, _FIND_FACTOR, _MOST_LIST_NBYTES, path=path, allow_external=access.allow_external,
-            most_labelled=most_labelled, linked=linked,
-        )  # fmt: skip
-    return _infos_of(answer.get("infos"), path)
-
-
-def list_below(path: str, access: Access, group: str) -> tuple[list[ArrayInfo], list[ArrayInfo]]:
-    """Run `list_arrays`, and `list_labelled` for a group if only links lead to arrays below it, in one helper."""
-    with _helper(access, path) as helper:
-        answer = helper.ask(
-            "list_below", 0, _FIND_FACTOR, _MOST_LIST_NBYTES, path=path, allow_external=access.allow_external, group=group
-        )
-    return _infos_of(answer.get("infos"), path), _infos_of(answer.get("linked"), path)
-
-
-def _infos_of(infos: object, path: str) -> list[ArrayInfo]:
+def _list(path: str, access: Access, how: str, **arguments: Any) -> list[ArrayInfo]:
+    with UntrustedFile(path, access) as file:
+        infos = file.ask("list", most=_MOST_LIST_NBYTES, how=how, arguments=arguments).get("infos")
     if not isinstance(infos, list):
         raise lie("no list of arrays")
-    return [info_of(found, path) for found in infos]
+    return [info_of(info, path) for info in infos]
 
 
-def find(
-    path: str, inside: str, dataset: str | None, access: Access, values: bool = False, needs_numbers: bool = False
-) -> tuple[ArrayInfo, bytes | None]:
-    """Run `find_array` for `path` (`inside` is the file in it), and `read_small` if `values`, in one helper.
+class UntrustedFile(OpenFile):
+    """A file that is open in a helper process.
 
-    If reading the values kills the helper, none are returned. The normal load then reports the error and the chunk.
-    """
-    if values:
-        with suppress(HelperError):
-            return _find(path, inside, dataset, access, True, needs_numbers)
-    return _find(path, inside, dataset, access, False, needs_numbers)
-
-
-def find_labels(info: ArrayInfo, access: Access, small_nbytes: int) -> ArrayInfo:
-    """Add labels to an array's description, in a helper (`lookup.Labeller`)."""
-    with _helper(access, info.path, info.dataset) as helper:
-        answer = helper.ask(
-            "label", 0, _FIND_FACTOR, _MOST_LABELS_NBYTES, path=info.path, dataset=info.dataset,
-            allow_external=access.allow_external, small_nbytes=min(small_nbytes, SMALL_NBYTES),
-        )  # fmt: skip
-    return replace(info, labels=labels_of(answer.get("labels"), len(info.shape)))
-
-
-def _find(
-    path: str, inside: str, dataset: str | None, access: Access, values: bool, needs_numbers: bool
-) -> tuple[ArrayInfo, bytes | None]:
-    with _helper(access, inside, dataset) as helper:
-        factor = _SMALL_FACTOR if values else _FIND_FACTOR
-        answer = helper.ask(
-            "find", 0, factor, path=path, dataset=dataset, allow_external=access.allow_external, values=values,
-            needs_numbers=needs_numbers,
-        )  # fmt: skip
-        info = loadable(info_of(answer.get("info"), inside))
-        if not values or answer.get("nbytes") is None:
-            return info, None
-        dtype = np.dtype(info.dtype)
-        nbytes = math.prod(info.shape) * dtype.itemsize
-        if answer["nbytes"] != nbytes or nbytes > FIRST_NBYTES:
-            raise lie(f"{answer['nbytes']!r} bytes of values, expected {nbytes}")
-        found = helper.values((nbytes,), np.dtype(np.uint8)).copy()
-    settle_bools(found.view(dtype))
-    return info, found.tobytes()
-
-
-# --- an array
-
-
-class UntrustedSource(Source):
-    """One array of a file, open in helper processes (`Source`).
+    Attributes of groups are not asked for: nobody needs those of a file that is not trusted.
 
     Parameters
     ----------
     path : str
         Path of the file or store.
-    dataset : str
-        Full name of the array.
     access : Access
-        What the caller allows, with the limits of all helpers together. Helpers may use all filters.
-
-    Raises
-    ------
-    SourceError
-        As `open_source` does.
-    HelperError
-        If the helper that opens the file does not survive it.
+        What the caller allows, with the limits of the helper. It may use all filters.
     """
 
-    def __init__(self, path: str, dataset: str, access: Access) -> None:
-        self._path, self._dataset, self._allow_external, self._access = path, dataset, access.allow_external, access
-        limits = _limits_of(access)
-        self._lock = threading.Condition()
-        self._idle: list[Helper] = []
-        self._all: list[Helper] = []
-        self._n_started, self._n_lost, self._last = 0, 0, ""
-        self._worth_from = math.inf  # the time from which another helper pays off
-        self._is_closed = False
-        self._missing: list[tuple[int, ...]] = []
-        helper, self._info, self._first_state = self._start(limits)
-        try:
-            self._dtype = native_dtype(np.dtype(self._info.dtype))
-            nbytes = math.prod(self._info.chunks or ()) * self._dtype.itemsize
-            worth = max(_WORTH_NBYTES, _CHUNKS_HELD * nbytes)
-            self._most = max(1, min(_MOST_HELPERS, limits.memory_nbytes // worth)) if self._info.chunks else 1
-            self._share = Limits(limits.memory_nbytes // self._most, limits.seconds, limits.cpu_seconds)
-            if self._most > 1:
-                helper.ask("limit", memory_nbytes=self._share.memory_nbytes)
-        except BaseException:
-            helper.end()
-            raise
-        self._idle, self._all, self._n_started = [helper], [helper], 1
-        self._worth_from = time.monotonic() + _WORTH_SECONDS
+    def __init__(self, path: str, access: Access) -> None:
+        self.path, self._allow_external = path, access.allow_external
+        self._limits = access.untrusted or Limits()
+        self.lock = threading.RLock()  # around a question, until the values of its answer are copied
+        self._helper: Helper | None = None
+        self._n_lost, self._last, self.is_closed = 0, "", False
 
-    def _start(self, limits: Limits) -> tuple[Helper, ArrayInfo, tuple[int, ...] | None]:
-        helper = Helper(limits)
+    def ask(self, do: str, nbytes: int = 0, **what: Any) -> dict[str, Any]:
+        """Ask the helper, which is started if there is none. See `Helper.ask`.
+
+        Raises
+        ------
+        SourceError, KeyError, OSError, ValueError, RuntimeError
+            As the file's own format does in the helper.
+        HelperError
+            If there is no answer. The next question then goes to a new helper, a few times.
+        """
+        factor = 1.0 if nbytes else _SLOW_FACTOR
+        with self.lock:
+            helper = self._running()
+            if self.is_closed:  # meanwhile, by another thread
+                helper.end()
+            try:
+                return helper.ask(do, nbytes, factor, path=self.path, allow_external=self._allow_external, **what)
+            except SourceError as error:
+                error.path, error.dataset = self.path, what.get("dataset")
+                raise
+            except HelperError as error:
+                self._last = str(error)
+                helper.end()
+                raise
+            except (LookupError, OSError, RuntimeError, ValueError):
+                raise
+            except BaseException:  # Ctrl-C: the helper may be in the middle of work
+                helper.end()
+                raise
+
+    def _running(self) -> Helper:
+        if self._helper is not None and not self._helper.is_alive:
+            self._helper, self._n_lost = None, self._n_lost + 1
+        if self.is_closed:
+            raise HelperError("the file was closed")
+        if self._n_lost >= _MOST_LOST:
+            raise HelperError(f"{self._n_lost} helper processes were lost in this file before; of the last: {self._last}")
+        if self._helper is None:
+            self._helper = Helper(self._limits)
+        return self._helper
+
+    def values(self, shape: tuple[int, ...], dtype: np.dtype[Any], offset: int = 0) -> Array:
+        """What the helper has put into shared memory. Copy it while you hold the lock."""
+        if self._helper is None:
+            raise HelperError("the file was closed")
+        return self._helper.values(shape, dtype, offset)
+
+    def open(self, dataset: str) -> Source:
+        """Open one array in the helper."""
+        return UntrustedSource(self, dataset)
+
+    def state(self) -> tuple[int, ...] | None:
+        """The state of the file, as the helper sees it."""
+        return self.state_of(None)
+
+    def state_of(self, dataset: str | None) -> tuple[int, ...] | None:
+        """The state of the file, or of an array in it; None if it has none, or if the helper cannot say."""
         try:
-            with _named(self._path, self._dataset):
-                answer = helper.ask(
-                    "open", 0, _FIND_FACTOR, path=self._path, dataset=self._dataset, allow_external=self._allow_external
-                )
-            info, state = loadable(info_of(answer.get("info"), self._path)), state_of(answer.get("state"))
-            if info.dataset != self._dataset:
-                raise lie(f"the array '{clean(info.dataset)}'")
-        except BaseException:
-            helper.end()
-            raise
-        return helper, info, state
+            return state_of(self.ask("state", dataset=dataset).get("state"))
+        except (LookupError, OSError, RuntimeError, ValueError):
+            return None
+
+    def only_name(self) -> str | None:
+        """The name of the only array, if one look tells that."""
+        name = self.ask("only_name").get("name")
+        return name if isinstance(name, str) else None
+
+    def unread(self) -> Sequence[str]:
+        """What is left out."""
+        return ("what attributes of groups say, which are not read from an untrusted file,",)
+
+    def lie(self, what: str) -> HelperError:
+        """The error about an impossible answer. A helper that lies is asked no more."""
+        error = lie(what)
+        self._last = str(error)
+        if self._helper is not None:
+            self._helper.end()
+        return error
+
+    def close(self) -> None:
+        """End the helper. A thread that waits for it gets a `HelperError`."""
+        self.is_closed = True
+        if self._helper is not None:
+            self._helper.end()
+
+
+class UntrustedSource(Source):
+    """One array of a file that is open in a helper process.
+
+    Parameters
+    ----------
+    file : UntrustedFile
+        The file.
+    dataset : str
+        Full name of the array.
+    is_alone : bool
+        True if the file is closed with this array.
+    """
+
+    def __init__(self, file: UntrustedFile, dataset: str, is_alone: bool = False) -> None:
+        self._file, self._dataset, self._is_alone, self._is_closed = file, dataset, is_alone, False
+        self._missing: list[tuple[int, ...]] = []
+        answer = file.ask("open", dataset=dataset)
+        self._info, self._first_state = info_of(answer.get("info"), file.path), state_of(answer.get("state"))
+        if self._info.dataset != dataset:
+            raise lie(f"the array '{clean(self._info.dataset)}'")
 
     @property
     def info(self) -> ArrayInfo:
         """Shape, dtype, chunks and the other metadata."""
         return self._info
 
-    @property
+    @cached_property
     def dtype(self) -> np.dtype[Any]:
         """Type of the values, in native byte order."""
-        return self._dtype
+        return native_dtype(np.dtype(self._info.dtype))
 
     def labels(self) -> Labels:
-        """The names of the axes, the attributes as plain Python, and the names of coordinates: from a helper of its own."""
-        found = find_labels(self._info, self._access, 0).labels
-        return found if isinstance(found, Labels) else super().labels()
+        """The names of the axes, the attributes as plain Python, and the names of coordinates."""
+        answer = self._file.ask("labels", most=_MOST_LABELS_NBYTES, dataset=self._dataset)
+        return labels_of(answer.get("labels"), len(self._info.shape))
+
+    def group_attrs(self) -> Mapping[str, Any]:
+        """The attributes of the array's group."""
+        answer = self._file.ask("group_attrs", most=_MOST_LABELS_NBYTES, dataset=self._dataset)
+        return labels_of(answer.get("labels"), 0).attrs
 
     def read_into(self, region: Region, out: Array) -> None:
-        """Have a helper read `region`, and copy it into `out`."""
-        check_request(self._info, self._dtype, region, out)
+        """Have the helper read `region`, a few chunks at a time, and copy the values into `out`."""
+        check_request(self._info, self.dtype, region, out)
         self._missing = []
-        if region.size == 0:
-            return
-        first, counts = self._grid_of(region)
-        most = math.prod(counts)
-        place = -(-out.nbytes // 8) * 8
-        with self._a_helper() as helper:
-            answer = helper.ask("read", place + 8 * most, start=region.start, stop=region.stop)
-            n: Any = answer.get("n_missing")
-            if not is_int(n, most + 1):
-                raise lie(f"{n!r} missing chunks, of {most}")
-            np.copyto(out, helper.values(region.shape, self._dtype))
-            numbers = helper.values((n,), np.dtype(np.int64), place).copy()
+        for part in self._parts(region) if region.size else ():
+            first, counts = self._grid_of(part)
+            into: Any = (*part.slices(region.start), ...)
+            most = math.prod(counts)
+            nbytes = part.size * self.dtype.itemsize
+            place = -(-nbytes // 8) * 8
+            with self._file.lock:
+                n: Any = self._ask("read", part, place + 8 * most).get("n_missing")
+                if not is_int(n, most + 1):
+                    raise self._file.lie(f"{n!r} missing chunks, of {most}")
+                np.copyto(out[into], self._file.values(part.shape, self.dtype))
+                numbers = self._file.values((n,), np.dtype(np.int64), place).copy()
             if n and (numbers[0] < 0 or numbers[-1] >= most or (np.diff(numbers) <= 0).any()):
-                raise lie("numbers of chunks that are not there")
+                raise self._file.lie("numbers of chunks that are not there")
+            at = zip(*(axis.tolist() for axis in np.unravel_index(numbers, counts)), strict=True) if counts else [()] * n
+            self._missing += [tuple(a + k for a, k in zip(first, index, strict=True)) for index in at]
         settle_bools(out)
-        if n:
-            at = zip(*(axis.tolist() for axis in np.unravel_index(numbers, counts)), strict=True) if counts else [()]
-            self._missing = [tuple(a + k for a, k in zip(first, index, strict=True)) for index in at]
 
-    def missing(self, region: Region) -> list[tuple[int, ...]]:
-        """The missing chunks that the helper reported with the values of this region."""
-        return self._missing
+    def _parts(self, region: Region) -> Iterator[Region]:
+        chunks = self._info.chunks
+        if not chunks:
+            return iter((region,))
+        return a_few_chunks(region, chunks, max(1, _PART_NBYTES // (math.prod(chunks) * self.dtype.itemsize)))
 
     def _grid_of(self, region: Region) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The index of the first chunk that meets a region, and how many chunks meet it along each axis."""
@@ -262,159 +259,43 @@ class UntrustedSource(Source):
         first = tuple(a // c for a, c in zip(region.start, chunks, strict=True))
         return first, tuple(-(-b // c) - k for b, c, k in zip(region.stop, chunks, first, strict=True))
 
+    def _ask(self, do: str, region: Region, nbytes: int) -> dict[str, Any]:
+        if self._is_closed:
+            raise HelperError("the file was closed")
+        return self._file.ask(do, nbytes, dataset=self._dataset, start=region.start, stop=region.stop)
+
+    def missing(self, region: Region) -> list[tuple[int, ...]]:
+        """The missing chunks that the helper reported with the values of this region."""
+        return self._missing
+
     def plain(self, region: Region) -> Array:
-        """The values by the format's own library, in a helper."""
-        out = np.empty(region.shape, self._dtype)
-        check_request(self._info, self._dtype, region, out)
+        """The values by the format's own library, in the helper."""
+        out = np.empty(region.shape, self.dtype)
+        check_request(self._info, self.dtype, region, out)
         if region.size:
-            with self._a_helper() as helper:
-                helper.ask("plain", out.nbytes, start=region.start, stop=region.stop)
-                np.copyto(out, helper.values(region.shape, self._dtype))
+            with self._file.lock:
+                self._ask("plain", region, out.nbytes)
+                np.copyto(out, self._file.values(region.shape, self.dtype))
             settle_bools(out)
         return out
 
-    def chunk_reader(self) -> UntrustedChunks | None:
-        """A reader of single chunks, with as many helpers as there is memory for; None if the array has no chunks."""
-        return None if self._info.chunks is None else UntrustedChunks(self)
-
-    def chunk(self, index: tuple[int, ...], out: Array) -> int | None:
-        """Read one chunk into `out`, which has the chunk's shape. Returns its stored bytes; None if it is missing."""
-        with self._a_helper() as helper:
-            answer = helper.ask("chunk", out.nbytes, index=index)
-            np.copyto(out, helper.values(out.shape, self._dtype))
-            n = answer.get("nbytes_stored")
-            if n is not None and not is_int(n, _INT64):
-                raise lie(f"{n!r} bytes of a stored chunk")
-        settle_bools(out)
-        return None if n is None else int(n)
-
     def state(self) -> tuple[int, ...] | None:
-        """The state of the file, as the helpers see it; None if it has none, or no helper is alive."""
-        with self._lock:
-            helpers, self._idle = self._idle, []
-        found = self._first_state if helpers else None
-        try:
-            for helper in helpers:
-                state = state_of(helper.ask("state").get("state"))
-                if state != self._first_state:
-                    found = state
-        except (OSError, ValueError, RuntimeError):
-            found = None
-        finally:
-            for helper in helpers:
-                self._give(helper)
-        return found
+        """The state of the file, as the helper sees it."""
+        return self._file.state_of(self._dataset)
 
     def opened_in(self) -> tuple[int, ...] | None:
-        """The state that the first helper saw when it opened the file."""
+        """The state that the helper saw when it opened the array."""
         return self._first_state
 
+    def interrupt(self) -> None:
+        """End the helper, in the middle of its work."""
+        self._file.close()
+
     def close(self) -> None:
-        """End the helpers. A thread that waits for one gets a `HelperError`."""
-        with self._lock:
-            self._is_closed = True
-            helpers, self._all, self._idle = self._all, [], []
-            self._lock.notify_all()
-        for helper in helpers:
-            helper.end()
-
-    # --- helpers, each for one thread at a time
-
-    @contextmanager
-    def _a_helper(self) -> Iterator[Helper]:
-        helper = self._take()
-        try:
-            yield helper
-        except HelperError as error:
-            helper.end()
-            self._last = str(error)
-            raise
-        except BaseException as error:
-            if not isinstance(error, (OSError, ValueError, RuntimeError)):  # Ctrl-C: the helper may be in the middle of work
-                helper.end()
-            raise
-        finally:
-            self._give(helper)
-
-    def _take(self) -> Helper:
-        with self._lock:
-            while not self._idle and not self._is_closed and self._n_started > 0:
-                left = self._worth_from - time.monotonic()
-                if self._n_started < self._most and left <= 0:
-                    break
-                self._lock.wait(left if self._n_started < self._most else None)
-            if self._is_closed:
-                raise HelperError("the file was closed")
-            if self._idle:
-                return self._idle.pop()
-            if self._n_lost >= _MOST_LOST:
-                raise HelperError(f"{self._n_lost} helper processes were lost in this file before; of the last: {self._last}")
-            self._n_started += 1
-        helper = None
-        try:
-            helper, info, state = self._start(self._share)
-            if info.to_json() != self._info.to_json() or state != self._first_state:  # text, because of NaN
-                raise OSError("the file was changed since it was opened")
-        except BaseException:
-            if helper is not None:
-                helper.end()
-            with self._lock:
-                self._n_started -= 1
-                self._lock.notify()
-            raise
-        self._keep(helper)
-        return helper
-
-    def _keep(self, helper: Helper) -> None:
-        with self._lock:
-            if not self._is_closed:
-                self._all.append(helper)
-                return
-        helper.end()
-        raise HelperError("the file was closed")
-
-    def _give(self, helper: Helper) -> None:
-        with self._lock:
-            if helper.is_alive:
-                self._idle.append(helper)
-            else:
-                self._n_started -= 1
-                self._n_lost += 1
-                if helper in self._all:
-                    self._all.remove(helper)
-            self._lock.notify()
+        """Read no more; end the helper if nobody else needs it."""
+        self._is_closed = True
+        if self._is_alone:
+            self._file.close()
 
 
-class _Values:
-    """The decoded values of a chunk. Its length is that of the stored chunk, for the counters."""
-
-    def __init__(self, values: Array, nbytes_stored: int) -> None:
-        self.values, self._nbytes_stored = values, nbytes_stored
-
-    def __len__(self) -> int:
-        return self._nbytes_stored
-
-
-class UntrustedChunks:
-    """The chunks of an array that is open in helpers (`ChunkReader`). A helper fetches and decodes in one step."""
-
-    def __init__(self, source: UntrustedSource) -> None:
-        self._source = source
-        self._shape = source.info.chunks or ()
-        self._counts = tuple(-(-n // c) for n, c in zip(source.info.shape, self._shape, strict=True))
-        self._nbytes = math.prod(self._shape) * source.dtype.itemsize
-        self._fill: Array = np.zeros((), source.dtype)
-
-    def fetch(self, index: tuple[int, ...], room: Room = fresh) -> Encoded | None:
-        """The values of a chunk; None if it is missing."""
-        check_chunk(index, self._counts)
-        values = room(self._nbytes).view(self._source.dtype).reshape(self._shape)
-        n = self._source.chunk(index, values)
-        if n is None:
-            self._fill = values.reshape(-1)[:1].reshape(()).copy()
-            return None
-        return Encoded(_Values(values, n))
-
-    def decode(self, encoded: Encoded | None, out: Array) -> None:
-        """Copy the values that `fetch` returned."""
-        np.copyto(out, self._fill if encoded is None else encoded.data.values)
+FORMAT = UntrustedFormat()

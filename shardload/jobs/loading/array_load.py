@@ -28,7 +28,6 @@ from shardload.formats.base import ArrayInfo, OpenFile, Source, settle_bools
 from shardload.formats.labels import OnDemand
 from shardload.formats.lookup import absolute, file_of, open_file, open_source
 from shardload.formats.memory import MemorySource
-from shardload.formats.untrusted.source import UntrustedSource
 from shardload.jobs.consistency import State, check_names, check_same_file, check_unchanged, contents_of, is_open
 from shardload.jobs.loading.plan import Layout, Plan
 from shardload.jobs.loading.report import Phase
@@ -175,15 +174,10 @@ class OpenSources:
         if is_many:
             self._n.update(self._file_of(load, load.origin) for load in loads if load.origin is not None)
         self._files: dict[Any, OpenFile] = {}
-        self._n_untrusted = sum(load.options.access.untrusted is not None for load in loads)
 
     def _access(self, load: ArrayLoad) -> Access:
-        """What the caller allows; helper processes of several arrays share the memory that those of one may take."""
-        access = load.options.access
-        if access.untrusted is None or self._n_untrusted < 2:
-            return access
-        nbytes = access.untrusted.memory_nbytes // self._n_untrusted
-        return replace(access, untrusted=replace(access.untrusted, memory_nbytes=nbytes))
+        """What the caller allows, of which all files that are open here have a part."""
+        return load.options.access.shared_by(len(self._n))
 
     def _file_of(self, load: ArrayLoad, handle: Any) -> Any:
         """A key that is equal for arrays of one file; None if the array is not in a file that is opened here."""
@@ -328,8 +322,8 @@ class OwnArray:
             convert=conversion(layout.decoding),
         )
         opened.enter_context(self._reader)
-        if isinstance(self._source, UntrustedSource):
-            opened.push(partial(_end_helpers, self._source))  # runs first: the reader waits for threads that wait for helpers
+        if self._source is not None:
+            opened.push(partial(_interrupt, self._source))  # runs first: the reader waits for threads that read
 
     @property
     def reader(self) -> SourceReader:
@@ -435,10 +429,10 @@ def _close(source: Source | OpenFile, kind: type[BaseException] | None, *_: obje
         source.close()
 
 
-def _end_helpers(source: UntrustedSource, kind: type[BaseException] | None, *_: object) -> None:
-    """After an error, for example a stall or Ctrl-C: end the helpers, because nobody waits for their answers any more."""
+def _interrupt(source: Source, kind: type[BaseException] | None, *_: object) -> None:
+    """After an error, for example a stall or Ctrl-C: nobody waits for values any more."""
     if kind is not None:
-        source.close()
+        source.interrupt()
 
 
 def _nothing_to_read(info: ArrayInfo) -> Source:

@@ -369,7 +369,7 @@ class LoadCall:
         if is_by_name(options.select):
             options = replace(options, select=_positions(options.select, info))
         selection = selection_for(options, info)
-        kind: tuple[Any, ...] = (info.shape, info.dtype, info.chunks, info.codec, info.excerpt_nbytes, info.shards, info.format)
+        kind: tuple[Any, ...] = (info.shape, info.dtype, info.chunks, info.codec, info.shards, info.format)
         if options.decode:
             kind = (*kind, json.dumps(dict(info.packing)))  # with the types
         if options.machine.has_limits and info.nbytes_stored:  # its file system sends them; files of a series differ a bit

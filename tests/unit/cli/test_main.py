@@ -876,7 +876,7 @@ def test_info_names_no_flag_that_it_lacks(file: str) -> None:
     assert code == 1 and "holds no array" in text and "Type FILE:/NAME, one of th" in text
     assert "--" not in text and "dataset=" not in text
     with pytest.raises(OSError, match=r"staging=") as error:
-        Helper._raise(SimpleNamespace(_limits=Limits(1 << 20)), {"error": "MemoryError", "text": ""})  # type: ignore[arg-type]
+        Helper._raise(SimpleNamespace(_limits=Limits(1 << 20)), {"error": "MemoryError", "text": ""}, {})  # type: ignore[arg-type]
     assert info_as_typed(str(error.value)).endswith("its libraries take)")
     with h5py.File(file, "a") as h5:
         h5.create_dataset("packed", data=np.arange(64.0), chunks=(64,), **hdf5plugin.Bitshuffle())

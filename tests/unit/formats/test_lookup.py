@@ -31,7 +31,6 @@ from shardload.formats.diagnosis import no_arrays_below
 from shardload.formats.hdf5 import source as hdf5_module
 from shardload.formats.lookup import Finder, find_array, list_arrays, open_source, read_small, split_path
 from shardload.formats.memory import FORMAT, MemorySource
-from shardload.formats.untrusted.helper import Helper
 from shardload.jobs.loading.call import describe_path
 from shardload.planning.region import Region
 from tests.tiers import quick_ones
@@ -235,13 +234,8 @@ def test_a_group_says_what_is_in_it(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("quick_helpers")
 @pytest.mark.parametrize("limits", [None, Limits()], ids=["", "untrusted"])
-def test_a_pattern_below_a_link(tmp_path: Path, limits: Limits | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As h5py follows links to a group. Wrong if a link out of the folder were followed, too, or one that the pattern meets, or
-    if a file that nobody vouches for took a helper process for each of the two questions.
-    """
-    started: list[Helper] = []
-    start = Helper._start
-    monkeypatch.setattr(Helper, "_start", lambda self, other: (started.append(self), start(self, other)))
+def test_a_pattern_below_a_link(tmp_path: Path, limits: Limits | None) -> None:
+    """As h5py follows links to a group. Wrong if a link out of the folder were followed, too, or one that the pattern meets."""
     (tmp_path / "in").mkdir()
     write_hdf5(tmp_path / "far.h5", {"g/x": flat((2,))})
     write_hdf5(tmp_path / "in" / "other.h5", {"g/far": flat((2,))})
@@ -256,9 +250,7 @@ def test_a_pattern_below_a_link(tmp_path: Path, limits: Limits | None, monkeypat
         for group in ("latest", "latest/deep", "step/last", "now", "same/9", "same", "beside"):
             expected: list[str] = []
             file[group].visititems(lambda name, one: expected.append(name) if isinstance(one, h5py.Dataset) else None)  # noqa: B023
-            n_before = len(started)
             found, _ = finder.find_below(path, f"/{group}")
-            assert len(started) == n_before + (limits is not None)
             assert expected and [one.info.dataset for one in found] == [f"/{group}/{name}" for name in expected]
             for one in found if limits is None else found[-1:]:  # a helper process each, which opens the name as this one does
                 with closing(open_source(path, one.info.dataset, access)) as source:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import signal
@@ -27,12 +28,14 @@ from shardload.errors import ConfigError, SourceError
 from shardload.formats.access import Access, Limits
 from shardload.formats.base import ArrayInfo
 from shardload.formats.containment import NotAFileError, OutsideError
-from shardload.formats.lookup import find_array, find_untrusted, list_arrays, open_source
+from shardload.formats.lookup import Finder, find_array, list_arrays, open_file, open_source
 from shardload.formats.untrusted import helper as helper_module
+from shardload.formats.untrusted import source as untrusted
 from shardload.formats.untrusted.answers import HelperError, info_of
 from shardload.formats.untrusted.helper import Helper
-from shardload.formats.untrusted.source import UntrustedSource, find
+from shardload.formats.untrusted.source import UntrustedFile, UntrustedSource
 from shardload.planning.region import Region
+from shardload.planning.tuning import default_tuning
 from tests.jobs.launch import ROOT
 from tests.tiers import quick_ones
 from tests.unit.fakes import fetch, reader_of, whole
@@ -41,7 +44,7 @@ from tests.unit.files import flat, read_all, spoiled, write_hdf5, write_zarr
 SHAPE, CHUNKS = (7, 10), (4, 4)
 DATA = flat(SHAPE, "int32")
 LIMITS = Limits()
-ONE = Limits(memory_nbytes=1 << 20)  # so little that there is one helper
+ONE = Limits(memory_nbytes=1 << 20)
 
 
 @pytest.fixture(autouse=True)
@@ -110,12 +113,14 @@ GOOD: dict[str, Callable[[Path], str]] = {
 
 @pytest.mark.usefixtures("quick_helpers")
 @pytest.mark.parametrize("kind", GOOD)
-def test_the_same_as_in_this_process(kind: str, tmp_path: Path) -> None:
+def test_the_same_as_in_this_process(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if a region, a chunk at the edge, a hole, or what is known of the array were another."""
     path = GOOD[kind](tmp_path / "file")
     mine, other = open_source(path, "x"), open_source(path, "/x/", access=Access(untrusted=LIMITS))
     assert (other.info, other.dtype, other.state()) == (mine.info, mine.dtype, mine.state())
-    for region in (Region.whole(SHAPE), Region((3, 1), (6, 9)), Region((4, 0), (5, 4)), Region((2, 2), (2, 5))):
+    regions = (Region.whole(SHAPE), Region((3, 1), (6, 9)), Region((4, 0), (5, 4)), Region((2, 2), (2, 5)))
+    for region, nbytes in itertools.product(regions, (1 << 24, 130)):
+        monkeypatch.setattr(untrusted, "_PART_NBYTES", nbytes)  # two chunks at a time
         expected, found = np.empty(region.shape, "i4"), np.full(region.shape, -1, "i4")
         mine.read_into(region, expected)
         other.read_into(region, found)
@@ -124,17 +129,6 @@ def test_the_same_as_in_this_process(kind: str, tmp_path: Path) -> None:
         np.testing.assert_array_equal(other.plain(region), mine.plain(region))
     if kind != "gzip with a hole":
         np.testing.assert_array_equal(read_all(other), DATA)
-    reader = other.chunk_reader()
-    assert (reader is None) == (mine.info.chunks is None)
-    for index in ((0, 0), (1, 0), (1, 2)) if reader is not None else ():
-        out = np.full(CHUNKS, -1, "i4")
-        encoded = reader.fetch(index)
-        reader.decode(encoded, out)
-        region = Region(tuple(4 * k for k in index), tuple(min(4 * k + 4, n) for k, n in zip(index, SHAPE, strict=True)))
-        expected = np.empty(region.shape, "i4")
-        mine.read_into(region, expected)
-        np.testing.assert_array_equal(out[: region.shape[0], : region.shape[1]], expected)
-        assert (encoded is None) == (kind == "gzip with a hole" and index == (1, 0))
     mine.close()
     other.close()
 
@@ -143,7 +137,11 @@ def test_the_same_as_in_this_process(kind: str, tmp_path: Path) -> None:
 def test_what_is_in_a_file_is_asked_of_a_helper(tmp_path: Path) -> None:
     path = write_hdf5(tmp_path / "two.h5", {"a": DATA, "b": DATA})
     assert list_arrays(path, access=Access(untrusted=LIMITS)) == list_arrays(path)
-    assert find_untrusted(path, "a", Access(untrusted=LIMITS), values=True) == (find_array(path, "a"), DATA.tobytes())
+    with Finder(Access(untrusted=LIMITS), default_tuning()) as finder:
+        for name in "ab":
+            info, values, _ = finder.find(path, name)
+            assert info == find_array(path, name) and bytes(values) == DATA.tobytes()
+        assert len(psutil.Process().children()) == 1, "one helper for all arrays"
     with pytest.raises(ConfigError) as mine:
         find_array(path, "c")
     with pytest.raises(ConfigError) as other:
@@ -156,30 +154,23 @@ def test_what_is_in_a_file_is_asked_of_a_helper(tmp_path: Path) -> None:
         find_array(file["a"], access=Access(untrusted=LIMITS))
 
 
-def test_several_threads_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One after the other by one helper; where there is much to read, by several."""
+def test_several_threads_read_at_once(tmp_path: Path) -> None:
+    """One after the other, by one helper: values of one answer are copied before the next question."""
     path = write_hdf5(tmp_path / "a.h5", {"x": flat((12, 16), "int32")}, chunks=(2, 4), compression="gzip")
-    with h5py.File(path, "a") as file:
-        file["x"].attrs["_FillValue"] = np.nan  # which is not itself: no sign that the file was changed
-    source = open_source(path, "x", access=Access(untrusted=LIMITS))
-    reader = source.chunk_reader()
-    assert isinstance(source, UntrustedSource) and reader is not None
     start = threading.Barrier(3)
+    with open_file(path, Access(untrusted=LIMITS)) as file:
 
-    def read(k: int) -> np.ndarray[Any, Any]:
-        start.wait(60)
-        found = np.empty((6, 4, 2, 4), "i4")
-        for index in np.ndindex(6, 4):
-            reader.decode(reader.fetch(tuple(int(i) for i in index)), found[index])
-        return found.transpose(0, 2, 1, 3).reshape(12, 16)
+        def read(k: int) -> np.ndarray[Any, Any]:
+            source = file.open("x")
+            start.wait(60)
+            found = np.empty((6, 2, 16), "i4")
+            for k in range(6):
+                source.read_into(Region((2 * k, 0), (2 * k + 2, 16)), found[k])
+            return found.reshape(12, 16)
 
-    with ThreadPoolExecutor(3) as pool:
-        for found in pool.map(read, range(3)):
-            np.testing.assert_array_equal(found, flat((12, 16), "int32"))
-    monkeypatch.setattr(source, "_worth_from", 0.0)
-    with source._a_helper() as first, source._a_helper() as second:
-        assert first is not second and {first.pid, second.pid} <= {child.pid for child in psutil.Process().children()}
-    source.close()
+        with ThreadPoolExecutor(3) as pool:
+            for found in pool.map(read, range(3)):
+                np.testing.assert_array_equal(found, flat((12, 16), "int32"))
 
 
 # --- files that crash libraries
@@ -232,7 +223,7 @@ def test_a_chunk_that_harms_whoever_decodes_it(
     tune(min_chunk_nbytes=0 if chunk_by_chunk else 1 << 30)
     make, words = BAD[kind]
     path = make(tmp_path / "bad.h5")
-    source = open_source(path, "x", access=Access(untrusted=Limits(cpu_seconds=1.0)))
+    source = open_source(path, "x", access=Access(untrusted=Limits(cpu_seconds=0.5)))
     with reader_of(source) as reader, pytest.raises(SourceError, match=words) as error:  # type: ignore[arg-type]
         fetch(reader, whole(Region((4, 0), (8, 8)), rank=1))
     assert error.value.chunk == (1, 0) and error.value.dataset == "/x" and error.value.path == path
@@ -260,14 +251,16 @@ def test_a_helper_that_was_lost_is_replaced_a_few_times(tmp_path: Path) -> None:
 
 
 def test_memory_is_limited(tmp_path: Path) -> None:
-    """512 MiB where all helpers have 1 MiB and their base: the values themselves do not fit. (Most chunks are missing.)"""
-    path = write_zarr(tmp_path / "a.zarr", {"x": np.zeros((1, 1 << 20), "u1")}, chunks=(1, 1 << 20))
-    array = zarr.open_group(path)["x"]
-    array.resize((512, 1 << 20))
-    source = open_source(path, "x", access=Access(untrusted=ONE))
-    with pytest.raises(HelperError, match=r"more memory than a helper process may have .1\.0 MiB"):
-        source.read_into(Region((0, 0), (512, 1 << 20)), np.empty((512, 1 << 20), "u1"))
-    source.close()
+    """A chunk of 512 MiB where a helper has 1 MiB and its base: the values do not fit. As many in small chunks do."""
+    path, shape = str(tmp_path / "a.zarr"), (512, 1 << 20)
+    for name, chunks in (("large", shape), ("small", (1, 1 << 20))):
+        zarr.open_group(path).create_array(name, shape=shape, chunks=chunks, dtype="u1", fill_value=3)
+    with open_file(path, Access(untrusted=ONE)) as file:
+        with pytest.raises(HelperError, match=r"more memory than a helper process may have .1\.0 MiB"):
+            file.open("large").read_into(Region.whole(shape), np.empty(shape, "u1"))
+        small, out = file.open("small"), np.empty((40, 1 << 20), "u1")
+        small.read_into(Region((0, 0), out.shape), out)
+        assert (out == 3).all() and len(small.missing(Region((0, 0), out.shape))) == 40
 
 
 @pytest.mark.usefixtures("quick_helpers")
@@ -317,6 +310,11 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]
     return make
 
 
+def opened(limits: Limits) -> UntrustedSource:
+    """An array whose helper is a fake."""
+    return UntrustedSource(UntrustedFile("f.h5", Access(untrusted=limits)), "/x", is_alone=True)
+
+
 OPEN = f"say(info={json.loads(INFO.to_json())!r}, state=[1, 2])"
 AT = -(-4 * DATA.size // 8) * 8
 
@@ -345,20 +343,10 @@ AT = -(-4 * DATA.size // 8) * 8
 )
 def test_an_answer_that_cannot_be_right(lie: str, fake: Callable[..., None]) -> None:
     fake(OPEN, lie)
-    source = UntrustedSource("f.h5", "/x", Access(untrusted=ONE))
+    source = opened(ONE)
     with pytest.raises(HelperError):
         source.read_into(Region.whole(SHAPE), np.empty(SHAPE, "i4"))
-    assert source._all == [], "who lies once is asked no more"
-    source.close()
-
-
-@pytest.mark.usefixtures("quick_helpers")
-@pytest.mark.parametrize("stored", ["-1", "True", "2**64", "'1'", "1.5"])
-def test_a_stored_size_that_cannot_be_right(stored: str, fake: Callable[..., None]) -> None:
-    fake(OPEN, f"say(nbytes_stored={stored})")
-    source = UntrustedSource("f.h5", "/x", Access(untrusted=ONE))
-    with pytest.raises(HelperError, match="cannot be right"):
-        source.chunk((0, 0), np.empty(CHUNKS, "i4"))
+    assert not source._file._helper.is_alive, "who lies once is asked no more"
     source.close()
 
 
@@ -366,8 +354,8 @@ def test_a_stored_size_that_cannot_be_right(stored: str, fake: Callable[..., Non
 @pytest.mark.parametrize("state", ["'x'", "[1.5, 2]", "[True]", "[2**80]", "[0] * 9", "{}"])
 def test_a_state_that_cannot_be_right(state: str, fake: Callable[..., None]) -> None:
     fake(OPEN.replace("[1, 2]", state))
-    with pytest.raises(HelperError, match="state"):
-        UntrustedSource("f.h5", "/x", Access(untrusted=ONE))
+    with pytest.raises(SourceError, match="state"):
+        open_source("f.h5", "x", access=Access(untrusted=ONE))
 
 
 @pytest.mark.usefixtures("quick_helpers")
@@ -377,13 +365,9 @@ def test_another_array_than_the_one_that_was_named(fake: Callable[..., None]) ->
         SourceError, match=r"'/y' in 'f.h5' could not be opened in a helper process: .*cannot be right: the array '/x'"
     ):
         open_source("f.h5", "y", access=Access(untrusted=ONE))
-    fake("say(info=None, nbytes=None)")
+    fake("say(info=None, state=None)")
     with pytest.raises(SourceError, match=r"could not be opened in a helper process: .*cannot be right: no description"):
         find_array("f.h5", "x", access=Access(untrusted=ONE))
-    fake(OPEN.replace("state", "nbytes"))
-    assert find_untrusted("f.h5", "x", Access(untrusted=ONE), values=True) == (INFO, None), (
-        "values of another size: whoever reads them says so"
-    )
 
 
 @pytest.mark.parametrize(
@@ -423,7 +407,7 @@ def test_shared_memory_stays_as_long_as_it_is(fake: Callable[..., None]) -> None
     """Wrong if a helper could make it shorter: who looks at what is gone is ended by SIGBUS."""
     shorten = "try:\n    os.ftruncate(values, 0)\nexcept PermissionError:\n    pass\nelse:\n    os._exit(9)\n"
     fake(OPEN, f"{shorten}put(*range(70), kind='i'); say(n_missing=0)")
-    source = UntrustedSource("f.h5", "/x", Access(untrusted=ONE))
+    source = opened(ONE)
     np.testing.assert_array_equal(read_all(source), DATA)
     source.close()
 
@@ -434,19 +418,12 @@ def test_truth_that_is_neither(fake: Callable[..., None]) -> None:
     info = json.loads(dataclasses.replace(INFO, shape=(3, 1), chunks=(3, 1), dtype="bool").to_json())
     put = "put(0, 2, 255, kind='B'); "
     given = f"say(info={info!r}, state=[1, 2])"
-    fake(given, f"{put}say(n_missing=0)", f"{put}say()", f"{put}say(nbytes_stored=3)", f"{put}say()")
-    source = UntrustedSource("f.h5", "/x", Access(untrusted=ONE))
-    chunks = source.chunk_reader()
+    fake(given, f"{put}say(n_missing=0)", f"{put}say()")
+    source = opened(ONE)
     expected = [0, 1, 1]
     assert read_all(source).view("u1").ravel().tolist() == expected
     assert source.plain(Region.whole((3, 1))).view("u1").ravel().tolist() == expected
-    assert chunks is not None
-    encoded, out = chunks.fetch((0, 0)), np.empty((3, 1), bool)
-    chunks.decode(encoded, out)
-    assert out.view("u1").ravel().tolist() == expected
     source.close()
-    fake(f"{put}say(info={info!r}, nbytes=3)")
-    assert find("f.h5", "f.h5", "/x", Access(untrusted=ONE), values=True)[1] == bytes(expected)
 
 
 @pytest.mark.usefixtures("quick_helpers")
@@ -462,7 +439,7 @@ def test_what_a_library_printed_last_is_told(fake: Callable[..., None]) -> None:
 @pytest.mark.usefixtures("quick_helpers")
 def test_no_answer_in_time(fake: Callable[..., None]) -> None:
     fake(OPEN, "time.sleep(600)")
-    source = UntrustedSource("f.h5", "/x", Access(untrusted=Limits(1 << 20, seconds=0.0)))
+    source = opened(Limits(1 << 20, seconds=0.0))
     with pytest.raises(HelperError, match="no answer for 0 s"):
         read_all(source)
     source.close()
@@ -472,7 +449,7 @@ def test_closing_ends_a_helper_that_is_at_work_for_another_thread(fake: Callable
     """As after a stall, or Ctrl-C in the thread that calls MPI. Wrong if the thread waited on, or the next had a turn."""
     os.mkfifo(tmp_path / "begun")
     fake(OPEN, f"open({str(tmp_path / 'begun')!r}, 'w').close(); time.sleep(600)")
-    source = UntrustedSource("f.h5", "/x", Access(untrusted=ONE))
+    source = opened(ONE)
     with ThreadPoolExecutor(2) as pool:
         reading = pool.submit(read_all, source)
         (tmp_path / "begun").read_bytes()  # waits for the helper
@@ -487,10 +464,10 @@ def test_closing_ends_a_helper_that_is_at_work_for_another_thread(fake: Callable
 
 def test_ctrl_c(fake: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     fake(OPEN, "os.kill(os.getppid(), 2); time.sleep(600)")
-    source = UntrustedSource("f.h5", "/x", Access(untrusted=ONE))
+    source = opened(ONE)
     with pytest.raises(KeyboardInterrupt):
         read_all(source)
-    assert source._all == []
+    assert not source._file._helper.is_alive
     source.close()
 
 
@@ -499,11 +476,11 @@ def test_a_thread_that_ends_takes_no_helper_with_it() -> None:
     with ThreadPoolExecutor(1) as pool:
         helper = pool.submit(Helper, LIMITS).result()
     with pytest.raises(SourceError, match="there is no file"):
-        helper.ask("find", path="none.h5", dataset=None, allow_external=False, values=False)
+        helper.ask("open", path="none.h5", allow_external=False, dataset="/x")
     for number in (signal.SIGINT, signal.SIGTERM):  # for all processes of a job, which are the ranks' to answer
         os.kill(helper.pid, number)
     with pytest.raises(SourceError, match="there is no file"):
-        helper.ask("find", path="none.h5", dataset=None, allow_external=False, values=False)
+        helper.ask("open", path="none.h5", allow_external=False, dataset="/x")
     helper.end()
 
 
