@@ -46,7 +46,7 @@ _VARIABLES = (
     "SLURM_GPUS_ON_NODE",
 )
 _PACKAGES = ("shardload", "jax", "jaxlib", "numpy", "mpi4py", "h5py", "zarr")
-SHARED_NBYTES = 8 << 20  # shared between the ranks of a node, to see whether that works and how fast it is
+SHARED_NBYTES = 1 << 20  # shared between the ranks of a node, to see whether that works
 
 T = TypeVar("T")
 

@@ -82,8 +82,8 @@ class Others:
         The filters of the first of them that has chunks: number, flags, parameters, name of each.
     access : Access
         What the caller allows.
-    names : list of Names or None
-        For each mapping of a virtual dataset, the names of its file and of the dataset in it; None for a pattern of names.
+    names : list of Names
+        For each mapping of a virtual dataset, the names of its file and of the dataset in it.
     behind : dict of Names to Behind
         What is at these names.
     versions : dict of str to tuple of int
@@ -100,7 +100,7 @@ class Others:
     chunks: list[tuple[int, ...]] = field(default_factory=list)
     filters: list[tuple[int, int, Any, bytes]] = field(default_factory=list)
     access: Access = STRICT
-    names: list[Names | None] = field(default_factory=list)
+    names: list[Names] = field(default_factory=list)
     behind: dict[Names, Behind] = field(default_factory=dict)
     versions: dict[str, tuple[int, ...]] = field(default_factory=dict)
     n_looked: int = 0
@@ -413,111 +413,52 @@ def _look(dataset: h5py.Dataset, others: Others, seen: Seen, level: int, parts: 
             others.add_part(dataset)
         return
     others.is_virtual = True
-    sources = [_Mapping.of(creation, k) for k in range(creation.get_virtual_count())]
-    others.is_unlimited |= any(one.is_unlimited for one in sources)
+    mappings = range(creation.get_virtual_count())
+    others.is_unlimited |= any(_is_unlimited(creation.get_virtual_vspace(k)) for k in mappings)  # first: also if it is refused
+    names = [_names_of_source(creation, k) for k in mappings]
     if level == 0:
-        others.names = [one.names(0) if one.axis is None else None for one in sources]
+        others.names = names
     if is_known:
         return
     places = Places("HDF5_VDS_PREFIX", dataset.file)
-    for one in sources:
-        if one.axis is None:
-            _look_at_source(places, *one.names(0), others, seen, level, parts)
-    for one in sources:
-        if one.axis is not None:
-            _look_at_pattern(places, dataset, one, others, seen, level, parts)
+    for name, inside in names:
+        _look_at_source(places, name, inside, others, seen, level, parts)
 
 
-@dataclass(frozen=True)
-class _Mapping:
-    """One mapping of a virtual dataset, from its metadata: which dataset of which file it comes from.
+def _names_of_source(creation: Any, k: int) -> Names:
+    """The names of the file and of the dataset in it from which a mapping of a virtual dataset takes its values."""
+    try:
+        names = os.fsdecode(creation.get_virtual_filename(k)), decoded(creation.get_virtual_dsetname(k))
+    except UnicodeError:
+        raise _RefusedError("values of another file, with a name that h5py cannot read") from None
+    return _without_percents(names[0]), _without_percents(names[1])
 
-    Attributes
-    ----------
-    file, inside : tuple of str
-        The names of the file and of the dataset in it, cut where HDF5 puts a block's number.
-    axis, start, step : int or None, int, int
-        Block k begins at start + k step along this axis; None if the names have no numbers.
-    is_unlimited : bool
-        True if its length depends on its sources.
+
+def _without_percents(name: str) -> str:
+    """A name as HDF5 reads it: ``%%`` is a percent sign.
+
+    >>> _without_percents("part.h5"), _without_percents("x%%b")
+    ('part.h5', 'x%b')
     """
-
-    file: tuple[str, ...]
-    inside: tuple[str, ...]
-    axis: int | None = None
-    start: int = 0
-    step: int = 1
-    is_unlimited: bool = False
-
-    @classmethod
-    def of(cls, creation: Any, k: int) -> _Mapping:
-        try:
-            names = (os.fsdecode(creation.get_virtual_filename(k)), decoded(creation.get_virtual_dsetname(k)))
-        except UnicodeError:
-            raise _RefusedError("values of another file, with a name that h5py cannot read") from None
-        file, inside = (_pattern(name) for name in names)
-        limits = _limits(creation.get_virtual_vspace(k))
-        if len(file) == len(inside) == 1:
-            return cls(file, inside, is_unlimited=limits is not None)
-        if limits is None or _limits(creation.get_virtual_srcspace(k)) is not None:
-            raise _RefusedError(f"values of other files, '{names[0]}', with a number in a name, and nothing to number")
-        return cls(file, inside, *limits, True)
-
-    def names(self, number: int) -> tuple[str, str]:
-        """The names of the file, and of the dataset in it, that hold block `number`."""
-        return str(number).join(self.file), str(number).join(self.inside)
+    texts = name.split("%%")
+    if any("%b" in text for text in texts):
+        raise _RefusedError(
+            f"values of a pattern of files or datasets, '{printable(name)}', which is not supported. Make a new file of "
+            "them with shardload join"
+        )
+    if any("%" in text for text in texts):
+        raise _RefusedError(
+            f"values of another file by '{printable(name)}', in which a percent sign is not followed by another"
+        )
+    return "%".join(texts)
 
 
-def _pattern(name: str) -> tuple[str, ...]:
-    """A name as HDF5 reads it, cut at each ``%b``, which HDF5 replaces by a block's number; ``%%`` is a percent sign.
-
-    Examples
-    --------
-    >>> _pattern("part%b.h5"), _pattern("x%%b"), _pattern("%%%b")
-    (('part', '.h5'), ('x%b',), ('%', ''))
-    """
-    texts, rest = [""], name
-    while rest:
-        before, percent, rest = rest.partition("%")
-        texts[-1] += before
-        if not percent:
-            break
-        if rest[:1] == "b":
-            texts.append("")
-        elif rest[:1] == "%":
-            texts[-1] += "%"
-        else:
-            raise _RefusedError(f"values of another file by '{name}', in which a percent sign is followed by neither b nor %")
-        rest = rest[1:]
-    return tuple(texts)
-
-
-def _limits(space: Any) -> tuple[int, int, int] | None:
-    """The axis along which a selection has no end, its start and its step; None if the selection ends."""
+def _is_unlimited(space: Any) -> bool:
+    """True if a selection has no end along some axis."""
     if space.get_select_type() != h5py.h5s.SEL_HYPERSLABS or not space.is_regular_hyperslab():
-        return None
-    start, stride, count, block = space.get_regular_hyperslab()
-    for axis, (first, step) in enumerate(zip(start, stride, strict=True)):
-        if _UNLIMITED in (count[axis], block[axis]):
-            return axis, int(first), int(step)
-    return None
-
-
-def _look_at_pattern(
-    places: Places, dataset: h5py.Dataset, one: _Mapping, others: Others, seen: Seen, level: int, parts: OpenParts
-) -> None:
-    """Check the files and datasets of a pattern: numbers from 0 up to the first that does not exist, as HDF5 does."""
-    number = 0
-    while _look_at_source(places, *one.names(number), others, seen, level, parts, may_be_missing=True):
-        number += 1
-    name, inside = one.names(number)
-    lost = f"values of another file, '{printable(inside)}' in '{printable(name)}', which is not there (HDF5 would deliver"
-    if number == 0:
-        raise _RefusedError(f"{lost} an empty array)")
-    with others.watched():
-        shape = dataset.shape
-    if one.axis is not None and one.start + number * one.step < shape[one.axis]:
-        raise _RefusedError(f"{lost} fill values in its place)")
+        return False
+    _, _, count, block = space.get_regular_hyperslab()
+    return _UNLIMITED in (*count, *block)
 
 
 def _look_at_source(
@@ -528,22 +469,19 @@ def _look_at_source(
     seen: Seen,
     level: int,
     parts: OpenParts,
-    may_be_missing: bool = False,
-) -> bool:
-    """Check one dataset in a virtual dataset. False if it does not exist and `may_be_missing`."""
+) -> None:
+    """Check one dataset in a virtual dataset."""
     path, real = places.find(name)
     what = f"values of another file, '{printable(name)}'"
     if not others.fence.holds_real(real):
         raise OutsideError(_leads_outside(what))
-    if may_be_missing and not os.path.exists(path):
-        return False
     place = real, inside
     if place in seen:
         if not seen[place]:
             raise _RefusedError(f"{what}, whose '{printable(inside)}' consists of itself")
         if level == 0:
             others.behind[name, inside] = others.behind[place]
-        return True
+        return
     seen[place] = False
     others.n_looked += 1
     if others.n_looked > _MOST_SOURCES:
@@ -571,14 +509,12 @@ def _look_at_source(
                         whole = version_of({path: version, **linked, **inner.versions})
                         others.behind[name, inside] = others.behind[place] = Behind.of(dataset, whole)
                     seen[place] = True
-                    return True
+                    return
             finally:
                 close_all(files)
     except OutsideError:
         raise
     except (KeyError, OSError, RuntimeError, ValueError) as error:
-        if isinstance(error, KeyError) and may_be_missing:
-            return False
         why = "there is no such name" if isinstance(error, KeyError) else str(error)
         raise _RefusedError(
             f"{what}, whose '{printable(inside)}' cannot be opened (HDF5 may deliver fill values in its place; it says: {why})"

@@ -4,7 +4,7 @@ HDF5 would read it in one thread, under its lock. It takes fill values for what 
 parts without the checks that this package makes (docs/trust.md). So:
 
 1. `find_boxes` accepts a virtual dataset if each part is a box of another dataset, in the same order, and no two boxes
-   overlap: a *tile*. Others (every other row, patterns of names) are left to HDF5.
+   overlap: a *tile*. Others (every other row) are left to HDF5.
 2. One rank looks at all parts (`Behind`). What the others must know goes to them with the metadata (`tell_parts`): which
    version of each file was seen, and whether chunks lie on one grid.
 3. `Tiles.read_into` cuts a region at the borders of the tiles. The source of each part reads what lies in it. What no part
@@ -164,7 +164,7 @@ class Box:
 
 
 def find_boxes(
-    dataset: h5py.Dataset, names: Sequence[Names | None], shape_of: Callable[[Names], tuple[int, ...] | None]
+    dataset: h5py.Dataset, names: Sequence[Names], shape_of: Callable[[Names], tuple[int, ...] | None]
 ) -> list[Box] | None:
     """The tiles of a virtual dataset; None if it is not made of boxes.
 
@@ -173,7 +173,7 @@ def find_boxes(
     dataset : h5py.Dataset
         Open.
     names : sequence
-        The names of each mapping; None if they are a pattern.
+        The names of each mapping.
     shape_of : callable
         From the names of a part to its shape; None if that is not known. It is asked in the order of the boxes.
     """
@@ -185,9 +185,9 @@ def find_boxes(
         if not space.get_select_npoints():
             continue
         region = _box_of(space, dataset.shape)
-        shape = None if name is None or region is None else shape_of(name)
+        shape = None if region is None else shape_of(name)
         its = None if shape is None else _box_of(its_space, shape)
-        if name is None or region is None or shape is None or its is None:
+        if region is None or shape is None or its is None:
             return None
         axes = _axes_along(region.shape, its.shape)
         if axes is None or not Region.whole(dataset.shape).contains(region) or not Region.whole(shape).contains(its):

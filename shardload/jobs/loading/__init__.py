@@ -7,5 +7,5 @@ In the order of a call:
 3. `execution` does a job of one or many arrays, each an `array_load`.
 4. `report` says what was done.
 
-`describe` and `picture` print a plan. `labelled` gives loaded arrays their names of axes. Read `execution` first.
+`describe` prints a plan. `labelled` gives loaded arrays their names of axes. Read `execution` first.
 """

@@ -40,8 +40,8 @@ def describe_plan_in_a_line(plan: Plan) -> str:
     return f"<Plan of {printable(str(plan.info))}: {what}>"
 
 
-def describe_plan_as_html(plan: Plan, picture: str = "") -> str:
-    """A plan as HTML for a notebook: the same as the text, with `picture` between the facts and the table."""
+def describe_plan_as_html(plan: Plan) -> str:
+    """A plan as HTML for a notebook: the same as the text."""
     facts = "".join(f"<tr>{_cell('th', name)}{_cell('td', text)}</tr>" for name, text in _facts(plan).items())
     modes, rows = _quantities(plan)
     taken = [" background: rgba(100, 150, 255, 0.2);" if mode == plan.readers else "" for mode in modes]
@@ -53,7 +53,7 @@ def describe_plan_as_html(plan: Plan, picture: str = "") -> str:
         for name, cells in rows.items()
     )
     return (
-        f"<div><p><b>{escape(_title(plan))}</b></p><table>{facts}</table>{picture}"
+        f"<div><p><b>{escape(_title(plan))}</b></p><table>{facts}</table>"
         f"<table><tr>{_cell('th', 'way of reading')}{head}</tr>{body}</table></div>"
     )
 

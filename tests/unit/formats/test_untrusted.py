@@ -160,30 +160,6 @@ def test_virtual_datasets_whose_parts_cannot_be_had(places: tuple[Path, Path]) -
             open_source(path, name)
 
 
-def test_a_virtual_dataset_of_a_pattern_of_files(places: tuple[Path, Path]) -> None:
-    home, other = places
-    plain = (home / "p0.h5", home / "p1.h5")
-    for k, part in enumerate(plain):
-        write_hdf5(part, {"x": DATA[3 * k : 3 * k + 3]})
-    space = h5py.h5s.create_simple(SHAPE, (h5py.h5s.UNLIMITED, *SHAPE[1:]))
-    space.select_hyperslab((0, 0, 0), (h5py.h5s.UNLIMITED, 1, 1), (3, 1, 1), (3, *SHAPE[1:]))
-    creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-    creation.set_virtual(space, b"p%b.h5", b"x", h5py.h5s.create_simple((3, *SHAPE[1:])))
-    with h5py.File(home / "a.h5", "w", libver="latest") as file:
-        h5py.h5d.create(
-            file.id, b"v", h5py.h5t.IEEE_F32LE, h5py.h5s.create_simple(SHAPE, (h5py.h5s.UNLIMITED, *SHAPE[1:])), creation
-        )
-    source = open_source(home / "a.h5", "/v")
-    np.testing.assert_array_equal(read_all(source), DATA)
-    source.close()
-    plain[1].rename(other / "p1.h5")
-    plain[1].symlink_to(other / "p1.h5")
-    refused(home / "a.h5", "/v", "outside the folder of this file")
-    (other / "p1.h5").unlink()
-    with pytest.raises(SourceError, match="outside the folder of this file"):  # which does not tell what is there
-        open_source(home / "a.h5", "/v")
-
-
 def test_external_storage(places: tuple[Path, Path]) -> None:
     home, other = places
     for folder in places:

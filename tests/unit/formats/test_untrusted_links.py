@@ -204,26 +204,14 @@ def test_a_percent_sign_in_the_name_of_a_source(home: Path) -> None:
         virtual(file, "end", "a.h5", "z%%")
         make(file, "numbers", "pattern", "p%b.h5", "x", "")
         make(file, "inside", "pattern", "in.h5", "x%b", "")
-        make(file, "none", "pattern", "q%b.h5", "x", "")
     refused(home / "a.h5", "/storage", "else/raw', which is outside the folder")
     refused(home / "a.h5", "/gone", r"'part%b.h5', which is not there .* fill values")
-    refused(home / "a.h5", "/none", r"'x' in 'q0.h5', which is not there .* an empty array")
-    for name in ("/good", "/end", "/numbers", "/inside"):
+    refused(home / "a.h5", "/numbers", r"a pattern of files or datasets, 'p%b.h5', which is not supported.* shardload join")
+    refused(home / "a.h5", "/inside", r"a pattern of files or datasets, 'x%b', which is not supported")
+    for name in ("/good", "/end"):
         values = load(home / "a.h5", name)
         with h5py.File(home / "a.h5") as file:
             np.testing.assert_array_equal(values, file[name][...])
-
-
-def test_a_number_that_is_not_there_before_the_end(home: Path) -> None:
-    """A pattern ends at the first number that is not there; where the dataset goes on, HDF5 delivers fill values."""
-    with h5py.File(home / "a.h5", "w", libver="latest") as file:
-        creation, endless = h5py.h5p.create(h5py.h5p.DATASET_CREATE), (h5py.h5s.UNLIMITED,)
-        for start, count, name in ((0, h5py.h5s.UNLIMITED, b"p%b.h5"), (3 * N, 1, b"in.h5")):
-            space = h5py.h5s.create_simple((4 * N,), endless)
-            space.select_hyperslab((start,), (count,), (N,), (N,))
-            creation.set_virtual(space, name, b"x", h5py.h5s.create_simple((N,)))
-        h5py.h5d.create(file.id, b"v", h5py.h5t.NATIVE_INT64, h5py.h5s.create_simple((4 * N,), endless), creation)
-    refused(home / "a.h5", "/v", r"'x' in 'p1.h5', which is not there \(HDF5 would deliver fill values")
 
 
 def test_links_with_names_that_are_no_text(home: Path) -> None:
@@ -343,17 +331,16 @@ def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path: Path, told: str
                 attempt(str(tmp_path / "h" / name))
     replace(tmp_path / "h/o", kind)
     with h5py.File(tmp_path / "h/a.h5", "w", libver="latest") as file:
-        for name in ("external", "virtual", "unlimited", "pattern", "storage"):
+        for name in ("external", "virtual", "unlimited", "storage"):
             make(
                 file,
                 name,
                 name,
-                "%%b" if name == "pattern" else "o",
-                "x%b" if name == "pattern" else "x",
+                "o",
+                "x",
                 str(tmp_path / "h/o"),
             )
-    replace(tmp_path / "h/%b", kind)
-    for name in ("/external", "/virtual", "/unlimited", "/pattern", "/storage"):
+    for name in ("/external", "/virtual", "/unlimited", "/storage"):
         with pytest.raises(SourceError, match=expected):
             open_source(tmp_path / "h/a.h5", name, Access(allow_external=True))
     assert all(expected in str(info.refused) for info in list_arrays(str(tmp_path / "h/a.h5"), Access(allow_external=True)))
