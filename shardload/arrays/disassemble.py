@@ -6,7 +6,7 @@ is copied.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,13 +15,15 @@ import numpy as np
 from shardload.arrays.assemble import device_regions, device_values
 from shardload.arrays.sharding import layout_shards, read_spec, verify_layout
 from shardload.comm.group import Group
-from shardload.errors import ShardloadError, VerifyError
+from shardload.errors import PeerError, ShardloadError, VerifyError
 from shardload.planning.region import Region
+from shardload.planning.schedule import Block
 from shardload.planning.shards import Shards, plan_shards
-from shardload.transfer.buffers import view_of
+from shardload.transfer.buffers import Piece, StagedBlock, Tile, view_of
 from shardload.transfer.checksum import checksum
+from shardload.transfer.reader import Reading
 
-__all__ = ["HostShards", "check_replicas", "shards_of_array"]
+__all__ = ["HostShards", "ShardSender", "check_replicas", "shards_of_array"]
 
 Array = np.ndarray[Any, Any]
 _AT_ONCE_NBYTES = 32 << 20
@@ -100,6 +102,43 @@ class HostShards:
                 for some in region.split(max(1, _AT_ONCE_NBYTES // self.dtype.itemsize)):  # type: ignore[union-attr]
                     crc = checksum(self.view(number, some, replica), crc)
                 yield number, crc
+
+
+class ShardSender:
+    """Stages the parts of one array's shards that this rank sends: from where they lie."""
+
+    n_at_once = 4
+
+    def __init__(self, shards: HostShards, rank: int, targets: Mapping[int, Piece], checksums: bool) -> None:
+        self._shards, self._rank, self._targets, self._checksums = shards, rank, targets, checksums
+        self._n = 0
+
+    def has_room(self, block: Block) -> bool:
+        """See `Producer`."""
+        return True
+
+    def now(self) -> tuple[int, str]:
+        """See `Producer`."""
+        return self._n, ""
+
+    def start(self, block: Block) -> Reading:
+        """See `Producer`."""
+        tiles = []
+        for part in block.parts:
+            values = self._shards.view(self._shards.shard_with(part.region), part.region)
+            if part.rank != self._rank:
+                tiles.append(Tile(part.region, values))
+                continue
+            into = self._targets[part.shard].view(part.region)
+            np.copyto(into, values, casting="no")
+            if self._checksums and checksum(into) != checksum(values):
+                raise PeerError(
+                    f"the part {part.region} that stays on rank {self._rank} is not what the device holds: a checksum after "
+                    "the copy differs from the one before it. If it happens again, suspect the memory of this node",
+                    rank=self._rank,
+                )
+        self._n += 1
+        return Reading(StagedBlock(block, tiles))
 
 
 def check_replicas(group: Group, arrays: Sequence[tuple[str, Shards, list[tuple[int, int]]]]) -> None:

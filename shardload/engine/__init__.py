@@ -2,4 +2,5 @@
 
 - `call`: how does a call begin, and how do the ranks agree on what to do?
 - `session`: what stays open while values move?
+- `ring`: where are the values of a round until they are encoded?
 """

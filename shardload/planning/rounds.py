@@ -13,9 +13,12 @@ from dataclasses import dataclass
 
 from shardload.planning.blocks import aligned
 
-__all__ = ["ROUNDS_HELD", "Item", "RoundMemory", "least_memory", "plan_memory", "plan_rounds"]
+__all__ = ["KEPT_ROUNDS", "ROUNDS_HELD", "Item", "RoundMemory", "least_memory", "plan_memory", "plan_rounds"]
 
-ROUNDS_HELD = 5  # three rounds of values, two of stored bytes: `jobs.writing.file.KEPT_ROUNDS`
+KEPT_ROUNDS = 3
+"""The values of a round may change when the third round after it is asked for: a ring of three buffers is enough."""
+
+ROUNDS_HELD = KEPT_ROUNDS + 2  # stored bytes take up to two rounds more
 
 
 @dataclass(frozen=True)

@@ -177,6 +177,15 @@ class OwnerLayout:
         return -(-self.schedule.blocks.n_cells // self.schedule.strategy.n_owners_of(self.schedule.n_ranks))
 
     @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        return self.schedule.itemsize
+
+    def size_of(self, rank: int) -> int:
+        """Elements of the blocks that a rank writes."""
+        return sum(self.schedule.blocks.region(block).size for block in self.schedule.blocks_of(rank))
+
+    @property
     def travels(self) -> bool:
         """True."""
         return True

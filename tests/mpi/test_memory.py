@@ -287,7 +287,7 @@ FAULTS = {
     "buffers": "shardload.jobs.saving.save.HostShards",
     "create": "shardload.formats.hdf5.sink.Hdf5Sink.create",
     "open": "shardload.formats.hdf5.sink.Hdf5Sink.writer",
-    "exchange": "shardload.jobs.saving.save._Pieces.start",
+    "exchange": "shardload.arrays.disassemble.ShardSender.start",
     "encode": "shardload.formats.hdf5.sink.Hdf5Encoder._encode",
     "place": "shardload.formats.hdf5.sink._Hdf5Catalog.allocate",
     "put": "shardload.formats.hdf5.sink.Hdf5Writer.put",

@@ -26,12 +26,12 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload import ConfigError, LeftOutWarning, PaddingWarning, PeerError, ShardloadError, SourceError, VerifyError
+from shardload.arrays.disassemble import ShardSender
 from shardload.comm.collectives import MpiCollectives
 from shardload.comm.group import group_of
 from shardload.comm.shared_memory import Segment
 from shardload.formats.hdf5.sink import Hdf5Writer
 from shardload.formats.sink import Encoder
-from shardload.jobs.saving import save as saving
 from shardload.jobs.writing.read_back import ReadBack
 from shardload.planning.saving import HolderLayout
 from shardload.planning.tuning import Tuning
@@ -986,7 +986,7 @@ WRONG: dict[str, Any] = {
         {"compression": "gzip", "chunks": (2, 3, 5)},
     ),
     "parts swapped in a block": (
-        lambda m: m.setattr(saving._Pieces, "start", _swapped(saving._Pieces.start)),
+        lambda m: m.setattr(ShardSender, "start", _swapped(ShardSender.start)),
         {"compression": "gzip", "chunks": (3, 10**6, 10**6)},
     ),
     "the next round's memory": (

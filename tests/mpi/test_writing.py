@@ -20,8 +20,9 @@ from shardload.comm.group import group_of
 from shardload.formats.saving import make_sink
 from shardload.formats.sink import ArraySpec, Compression, Encoder, Sink
 from shardload.jobs.writing import pipeline as writing
-from shardload.jobs.writing.file import KEPT_ROUNDS, Values, Written, write_file
+from shardload.jobs.writing.file import Values, Written, write_file
 from shardload.planning.region import Region
+from shardload.planning.rounds import KEPT_ROUNDS
 from tests.mpi.support import on_disk, ramp, same_error
 
 pytestmark = pytest.mark.any_library

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from shardload.comm.group import Group
+from shardload.engine.ring import Ring
 from shardload.engine.session import Session
 from shardload.errors import SourceError
 from shardload.formats.base import OpenFile, Source
@@ -23,9 +24,8 @@ from shardload.jobs.consistency import State, check_same_file, check_unchanged
 from shardload.jobs.copying.plan import CopyPlan
 from shardload.jobs.copying.request import CopyRequest, Found
 from shardload.jobs.copying.resume import Done
-from shardload.jobs.writing.file import KEPT_ROUNDS, Values
+from shardload.jobs.writing.file import Values
 from shardload.options import INDEX
-from shardload.planning.blocks import aligned
 from shardload.planning.copying import plan_copy_rounds
 from shardload.planning.grid import Grid
 from shardload.planning.region import Region
@@ -86,7 +86,7 @@ class CopyReading:
         self._group, self._request, self._found, self._planned = group, request, found, planned
         shared_nbytes = planned.memory.moving_nbytes if any(array.is_together for array in planned.arrays) else None
         self._session = Session(group, digest, shared_nbytes=shared_nbytes, checksums=self._checks)
-        self._room: list[np.ndarray[Any, np.dtype[np.uint8]]] = []
+        self._ring: Ring | None = None
         self._file: OpenFile | None = None
         self._sources: dict[int, tuple[Source, State]] = {}
         self.n_decoded = 0
@@ -140,7 +140,7 @@ class CopyReading:
             readers: list[SourceReader] = []
             try:
                 own = [self._lay_out(array, slab, is_together) for array, slab in slabs]
-                self._make_room(number, own)
+                self._make_room(own)
                 staging = plan_staging(
                     [(mine.schedule, mine.layout) for mine in own],
                     self._planned.memory.moving_nbytes,
@@ -203,27 +203,17 @@ class CopyReading:
             schedule = plan_direct(layout, shards, group.size, max_nbytes=most)
         return _Own(array, slab, layout, schedule)
 
-    def _make_room(self, number: int, own: Sequence[_Own]) -> None:
+    def _make_room(self, own: Sequence[_Own]) -> None:
         """Cut the pieces from the memory of a round, which was used three rounds before."""
-        wanted = []
+        if self._ring is None:
+            self._ring = Ring(self._planned.memory.round_nbytes)
+        self._ring.begin_round()
         for mine in own:
             shards = mine.schedule.shards
             for shard in shards.shards_of(self._group.rank):
                 true = shards.region(shard).intersect(Region.whole(mine.slab.shape))
                 if true is not None:
-                    wanted.append((mine, shard, true, true.size * mine.layout.dtype.itemsize))
-        total = sum(aligned(nbytes) for *_, nbytes in wanted)
-        place = number % KEPT_ROUNDS
-        while len(self._room) <= place:
-            self._room.append(np.empty(0, dtype=np.uint8))
-        if self._room[place].nbytes < total:
-            self._room[place] = np.empty(0, dtype=np.uint8)
-            self._room[place] = np.empty(max(total, self._planned.memory.round_nbytes), dtype=np.uint8)
-        at = 0
-        for mine, shard, true, nbytes in wanted:
-            data = self._room[place][at : at + nbytes].view(mine.layout.dtype).reshape(true.shape)
-            mine.pieces[shard] = Piece(true, data)
-            at += aligned(nbytes)
+                    mine.pieces[shard] = self._ring.piece(true, mine.layout.dtype)
 
     def _values(self, mine: _Own) -> Iterator[Values]:
         """The units of the target that lie in the pieces."""

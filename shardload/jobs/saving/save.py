@@ -22,15 +22,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardload.arrays.disassemble import HostShards, check_replicas
+from shardload.arrays.disassemble import HostShards, ShardSender, check_replicas
 from shardload.comm.group import Group, Invocation
 from shardload.engine.call import begin_call, unforeseen
+from shardload.engine.ring import Ring
 from shardload.engine.session import Session
 from shardload.errors import (
     ConfigError,
     LeftOutWarning,
     PaddingWarning,
-    PeerError,
     ShardloadWarning,
     SourceError,
     StallError,
@@ -39,18 +39,15 @@ from shardload.jobs.progress import progress_of
 from shardload.jobs.saving.arguments import SaveArguments
 from shardload.jobs.saving.like import apply_like, read_like
 from shardload.jobs.saving.plan import SavePlan, plan_file
-from shardload.jobs.writing.file import KEPT_ROUNDS, Values, Written, write_file
+from shardload.jobs.writing.file import Values, Written, write_file
 from shardload.options import INDEX, TIMEOUT
 from shardload.planning.blocks import aligned
 from shardload.planning.region import Region
 from shardload.planning.rounds import Item
 from shardload.planning.saving import HolderLayout, OwnerLayout, count_buffers, part_nbytes
-from shardload.planning.schedule import Block
 from shardload.planning.tuning import default_tuning
 from shardload.system.caller import warn_once
 from shardload.system.interruption import let_interruption_pass
-from shardload.transfer.buffers import Piece, StagedBlock, Tile, aligned_empty
-from shardload.transfer.checksum import checksum
 from shardload.transfer.moves import ArrayMove, PiecesToBlocks
 from shardload.units import counted, format_nbytes, number_text
 
@@ -211,58 +208,6 @@ def save(path: Any, tree: Any, given: Mapping[str, Any], comm: Any) -> SaveRepor
         return report
 
 
-class _Pieces:
-    """Stages the parts of one array's shards that this rank sends: from where they lie."""
-
-    n_at_once = 4
-
-    def __init__(self, shards: HostShards, rank: int, targets: Mapping[int, Piece], checksums: bool) -> None:
-        self._shards, self._rank, self._targets, self._checksums = shards, rank, targets, checksums
-        self._n = 0
-
-    def has_room(self, block: Block) -> bool:
-        """See `Producer`."""
-        return True
-
-    def now(self) -> tuple[int, str]:
-        """See `Producer`."""
-        return self._n, ""
-
-    def start(self, block: Block) -> _Ready:
-        """See `Producer`."""
-        tiles = []
-        for part in block.parts:
-            values = self._shards.view(self._shards.shard_with(part.region), part.region)
-            if part.rank != self._rank:
-                tiles.append(Tile(part.region, values))
-                continue
-            into = self._targets[part.shard].view(part.region)
-            np.copyto(into, values, casting="no")
-            if self._checksums and checksum(into) != checksum(values):
-                raise PeerError(
-                    f"the part {part.region} that stays on rank {self._rank} is not what the device holds: a checksum after "
-                    "the copy differs from the one before it. If it happens again, suspect the memory of this node",
-                    rank=self._rank,
-                )
-        self._n += 1
-        return _Ready(StagedBlock(block, tiles))
-
-
-@dataclass
-class _Ready:
-    """A block that needs no reading."""
-
-    block: StagedBlock
-
-    def done(self) -> bool:
-        """True."""
-        return True
-
-    def result(self) -> StagedBlock:
-        """The block."""
-        return self.block
-
-
 class Saving:
     """One rank's part of one save. Every method is collective."""
 
@@ -273,7 +218,7 @@ class Saving:
         self._shards: list[HostShards] = []
         self._flows = {k: PiecesToBlocks(one.schedule) for k, one in enumerate(self._layouts) if isinstance(one, OwnerLayout)}
         self._units = {k: one.units_of(group.rank) for k, one in enumerate(self._layouts) if isinstance(one, HolderLayout)}
-        self._ring: list[Array] = []
+        self._ring = Ring(0)
         self._session: Session | None = None
 
     def run(self, started: float) -> SaveReport:
@@ -332,8 +277,7 @@ class Saving:
                 if layout.shards.n_replicas > 1 and (self._options.verify != INDEX or one.is_everywhere):
                     replicas.append((one.name, layout.shards, list(held.checksums(Region.whole(one.shape)))))
             self._session.stage(n_slots, slot_nbytes, n_packs, slot_nbytes)
-            room = max((sum(aligned(n) for n in self._target_sizes(items)) for items in self._plan._rounds), default=0)
-            self._ring = [aligned_empty((room,), np.dtype(np.uint8)) for _ in range(KEPT_ROUNDS)] if room else []
+            self._ring = Ring(max(map(self._nbytes_received, self._plan._rounds), default=0))
         except StallError:
             raise
         except Exception as found:
@@ -355,33 +299,27 @@ class Saving:
     def _flow(self, item: Item) -> PiecesToBlocks:
         return self._flows[item.array].in_round(item.units)
 
-    def _target_sizes(self, items: Sequence[Item]) -> Iterator[int]:
-        for item in items:
-            if item.array in self._flows:
-                flow = self._flow(item)
-                for number in flow.blocks_of(self._group.rank):
-                    yield flow.schedule.blocks.region(number).size * flow.schedule.itemsize
+    def _nbytes_received(self, items: Sequence[Item]) -> int:
+        """Bytes of memory for the blocks that this rank gets in a round."""
+        total = 0
+        for flow in (self._flow(item) for item in items if item.array in self._flows):
+            blocks, itemsize = flow.schedule.blocks, flow.schedule.itemsize
+            total += sum(aligned(blocks.region(block).size * itemsize) for block in flow.blocks_of(self._group.rank))
+        return total
 
     def _nbytes_written(self) -> int:
         """Bytes of values that this rank writes."""
-        rank, total = self._group.rank, 0
-        for one in self._layouts:
-            if isinstance(one, HolderLayout):
-                total += one.size_of(rank) * one.itemsize
-            else:
-                blocks = one.schedule.blocks
-                total += sum(blocks.region(k).size for k in one.schedule.blocks_of(rank)) * one.schedule.itemsize
-        return total
+        return sum(layout.size_of(self._group.rank) * layout.itemsize for layout in self._layouts)
 
     # --- rounds
 
     def _rounds(self) -> Iterator[list[Values]]:
         """The chunks that this rank writes, round by round. If any of a round travel, all ranks exchange parts."""
-        for number, items in enumerate(self._plan._rounds):
+        for items in self._plan._rounds:
             found: list[Values] = []
             sent = [item for item in items if item.array in self._flows]
             if sent:  # first: whatever fails on this rank later, the others wait for it here
-                found += self._exchange(sent, self._ring[number % KEPT_ROUNDS] if self._ring else np.empty(0, dtype=np.uint8))
+                found += self._exchange(sent)
             for item in items:
                 if item.array in self._units:
                     found += self._held(item)
@@ -401,20 +339,17 @@ class Saving:
                 one = layout.chunks.region(chunk)
                 yield Values(name, one, shards.view(shard, one))
 
-    def _exchange(self, items: Sequence[Item], room: Array) -> Iterator[Values]:
+    def _exchange(self, items: Sequence[Item]) -> Iterator[Values]:
         """Move the parts of one round to the owners of its blocks."""
         group, session = self._group, self.session
         session.begin_round()
-        moves, at = [], 0
+        self._ring.begin_round()
+        moves = []
         for item in items:
             flow, shards = self._flow(item), self._shards[item.array]
-            targets = {}
-            for number in flow.blocks_of(group.rank):
-                region = flow.schedule.blocks.region(number)
-                nbytes = region.size * shards.dtype.itemsize
-                targets[number] = Piece(region, room[at : at + nbytes].view(shards.dtype).reshape(region.shape))
-                at += aligned(nbytes)
-            producer = _Pieces(shards, group.rank, targets, self._options.checksums)
+            blocks = flow.schedule.blocks
+            targets = {block: self._ring.piece(blocks.region(block), shards.dtype) for block in flow.blocks_of(group.rank)}
+            producer = ShardSender(shards, group.rank, targets, self._options.checksums)
             name = self._asked.arrays[item.array].name
             moves.append(ArrayMove(flow, producer, targets, shards.dtype, name=f"'{name}'"))
         started = time.perf_counter()

@@ -36,15 +36,12 @@ from shardload.jobs.writing.pipeline import Chunk, Pipeline, Round, Values
 from shardload.jobs.writing.read_back import Notes, ReadBack
 from shardload.options import INDEX
 from shardload.planning.partners import plan_partners
+from shardload.planning.rounds import KEPT_ROUNDS
 from shardload.system.interruption import let_interruption_pass
 from shardload.system.thread_pool import Pool
 from shardload.units import first_ranks
 
-__all__ = ["KEPT_ROUNDS", "Values", "Written", "write_file"]
-
-KEPT_ROUNDS = 3
-"""A round's values may change when the third round after it is asked for: a ring of three buffers is enough. Their stored bytes
-take up to two rounds more, so that memory is bounded by five rounds."""
+__all__ = ["Values", "Written", "write_file"]
 
 _N_COLUMNS = 4  # integers that rank 0 gets of a chunk: array, number, stored bytes, mask
 _LEAVE_SECONDS = 5.0  # for ending what threads do, and removing the temporary, when the file system may hang
