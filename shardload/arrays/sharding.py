@@ -32,7 +32,6 @@ from shardload.units import counted, shown
 __all__ = [
     "describe_decomposition",
     "describe_sharding",
-    "devices_of_regions",
     "devices_per_process",
     "ids_text",
     "layout_shards",
@@ -358,16 +357,6 @@ def local_regions(sharding: NamedSharding, shape_global: Sequence[int]) -> dict[
         # A 0-d array has no index, and in some releases a replicated array has none either.
         slices = (slice(None),) * len(shape_global) if index is None else index
         held.setdefault(Region.from_index(slices, shape_global), []).append(device)
-    return held
-
-
-def devices_of_regions(sharding: NamedSharding, shape_global: Sequence[int]) -> dict[Region, list[str]]:
-    """The ids of the devices that hold each region, on all processes, by JAX's own index map."""
-    held: dict[Region, list[str]] = {}
-    device: Any
-    for device, index in sharding.devices_indices_map(tuple(shape_global)).items():
-        slices = (slice(None),) * len(shape_global) if index is None else index
-        held.setdefault(Region.from_index(slices, shape_global), []).append(str(device.id))
     return held
 
 

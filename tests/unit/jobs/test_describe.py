@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -14,12 +13,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from shardload.formats.base import ArrayInfo
-from shardload.jobs.loading.describe import describe_plan, describe_plan_as_html, describe_plan_in_a_line
-from shardload.jobs.loading.picture import draw_shards
+from shardload.jobs.loading.describe import as_html, describe_plan, describe_plan_in_a_line
 from shardload.planning.cost import Cost
 from shardload.planning.machine import WORKSTATION, Machine
-from shardload.planning.region import Region
-from shardload.planning.shards import Shards
 
 INFO = ArrayInfo("run.h5", "/rho", "HDF5", (512, 512, 512), "float64", (1, 512, 512), "gzip+shuffle")
 ROOT = Cost("root", 1, 512, 1 << 30, 1.0, 1536, 3 << 28, True, 1 << 30, 300 << 20, 12.0)
@@ -134,9 +130,9 @@ def test_in_a_line() -> None:
 def test_a_name_is_no_command_for_the_terminal_and_no_html() -> None:
     plan = Fake(info=replace(INFO, dataset="/<b>\x1b[31m&"), readers="root")
     assert "\x1b" not in describe_plan(plan) and r"'/<b>\x1b[31m&'" in describe_plan(plan)
-    html = describe_plan_as_html(plan, "<svg>the picture</svg>")
-    assert r"&#x27;/&lt;b&gt;\x1b[31m&amp;&#x27;" in html and "<b>\x1b" not in html
-    assert "<svg>the picture</svg>" in html and "2,048 chunks" in html and "root (taken)" in html
+    html = as_html(describe_plan(plan))
+    assert r"'/&lt;b&gt;\x1b[31m&amp;'".replace("'", "&#x27;") in html and "<b>" not in html
+    assert "2,048 chunks" in html and "-&gt; root" in html
     ElementTree.fromstring(html)  # every tag is closed
 
 
@@ -169,61 +165,3 @@ def test_0d_and_a_mesh_without_axes() -> None:
 def test_no_line_ends_in_spaces() -> None:
     for width in (40, 80):
         assert all(line == line.rstrip() for line in describe_plan(Fake(), width).splitlines())
-
-
-# --- the picture
-
-
-def drawn(shape: tuple[int, ...], cuts: tuple[int, ...], ranks: list[list[int]], **more: Any) -> list[tuple[str, list[str]]]:
-    """For each cell of the picture its tooltip and the lines in it; every cell inside of its drawing."""
-    picture = draw_shards(Shards(shape, cuts, np.array(ranks)), **more)
-    cells = []
-    for svg in ElementTree.fromstring(f"<all>{picture}</all>").iter("svg"):
-        for cell in svg.iter("g"):
-            box = cell.find("rect")
-            assert box is not None
-            for at, size in (("x", "width"), ("y", "height")):
-                assert float(box.attrib[at]) >= 0 and float(box.attrib[at]) + float(box.attrib[size]) <= float(svg.attrib[size])
-            cells.append((cell.findtext("title") or "", [text.text or "" for text in cell.findall("text")]))
-    return cells
-
-
-def test_each_shard_is_drawn_with_who_holds_it() -> None:
-    devices = {Region((0, 0, 4), (2, 8, 8)): ["7", "<3>"]}
-    cells = drawn(
-        (2, 8, 8), (1, 2, 2), [[0, 1], [5, 5], [2, 3], [4, 4]], devices={**devices, Region((0, 0, 0), (2, 4, 4)): ["2"]}
-    )
-    assert [title for title, _ in cells] == [
-        "[0:2, 0:4, 0:4]: ranks 0, 1; device 2",
-        "[0:2, 0:4, 4:8]: rank 5",
-        "[0:2, 4:8, 0:4]: ranks 2, 3",
-        "[0:2, 4:8, 4:8]: rank 4",
-    ]
-    assert cells[0][1] == ["ranks 0, 1", "device 2"]
-
-
-def test_names_in_the_picture_are_escaped() -> None:
-    assert drawn((4,), (1,), [[0, 0]], devices={Region((0,), (4,)): ["7", "<3>"]}) == [
-        ("[0:4]: rank 0; devices 7, <3>", ["rank 0", "devices 7, <3>"])
-    ]
-
-
-@pytest.mark.parametrize(
-    ("shape", "cuts", "n"),
-    [
-        ((4,), (4,), 4),
-        ((4, 4, 4), (2, 2, 2), 8),
-        ((64, 64), (64, 64), 64),
-        ((8, 64, 64), (8, 64, 64), 64),
-        ((8, 4, 4), (8, 2, 2), 16),
-        ((5, 6, 7), (5, 1, 1), 5),
-        ((4, 0), (4, 1), 0),
-        ((), (), 0),
-    ],
-)
-def test_a_picture_has_some_dozens_of_shards_at_most(shape: tuple[int, ...], cuts: tuple[int, ...], n: int) -> None:
-    ranks = [[k] for k in range(math.prod(cuts))]
-    cells = drawn(shape, cuts, ranks)
-    assert len({title for title, _ in cells}) == len(cells) == n
-    text = draw_shards(Shards(shape, cuts, np.array(ranks)))
-    assert (f"{n} of {len(ranks):,} shards are drawn" in text) is (0 < n < len(ranks))
