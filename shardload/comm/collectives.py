@@ -21,11 +21,10 @@ from shardload.comm.stall_report import NOTICE_SECONDS, notice_before_first, tex
 from shardload.errors import PeerError, StallError
 from shardload.system.interruption import let_interruption_pass
 
-__all__ = ["Collectives", "JaxCollectives", "Lately", "MpiCollectives", "duplicate", "jax_processes"]
+__all__ = ["Collectives", "JaxCollectives", "MpiCollectives", "duplicate", "jax_processes"]
 
 _log = logging.getLogger("shardload")
 _BACKOFF = Backoff(n_awake=4, first_seconds=2e-5, longest_seconds=2e-3, n_before_doubling=4)
-_WORTH_A_NAP_SECONDS, _LONGEST_NAP_SECONDS = 2e-4, 4e-3
 _PASS_ON_TAG = (1 << 15) - 2  # no exchange has it: see `Group.next_tags`
 _MOST_NBYTES = 1 << 30  # of a message
 _LONGEST_STEP_SECONDS = 1.0  # between two looks at the clock; if it was more, this process was stopped, and nobody is late
@@ -75,26 +74,6 @@ class Collectives(Protocol):
         ...
 
 
-class Lately:
-    """How long did the last waits of a kind take? A rank sleeps through half of that before it looks, which saves the looks.
-
-    In a series of small loads, the ranks wait a millisecond for rank 0, which asks the file. Each look, with the short sleep
-    after it, takes 10 microseconds of a core that rank 0 may need.
-    """
-
-    def __init__(self) -> None:
-        self._seconds = 0.0
-
-    @property
-    def nap_seconds(self) -> float:
-        """How long to sleep at first; 0: not at all."""
-        return min(_LONGEST_NAP_SECONDS, self._seconds / 2) if self._seconds > _WORTH_A_NAP_SECONDS else 0.0
-
-    def add(self, seconds: float) -> None:
-        """A wait took so long. A short one counts at once, a long one by and by."""
-        self._seconds = min(seconds, (self._seconds + seconds) / 2)
-
-
 class MpiCollectives:
     """Collectives over an MPI communicator.
 
@@ -112,7 +91,6 @@ class MpiCollectives:
 
     def __init__(self, comm: Any, mpi: Any, look: Callable[[], None], done: Callable[[], None] | None = None) -> None:
         self._comm, self._mpi, self._look, self._done = comm, mpi, look, done
-        self._texts, self._sums = Lately(), Lately()  # of the two messages with which every call begins
 
     def gather(self, mine: Integers) -> Integers:
         """See `Collectives`."""
@@ -123,12 +101,12 @@ class MpiCollectives:
     def reduce(self, mine: Integers, op: str) -> Integers:
         """See `Collectives`."""
         found = np.empty_like(mine)
-        self._finish(lambda: self._comm.Iallreduce(mine, found, getattr(self._mpi, op.upper())), mine, found, lately=self._sums)
+        self._finish(lambda: self._comm.Iallreduce(mine, found, getattr(self._mpi, op.upper())), mine, found)
         return found
 
     def broadcast(self, data: Bytes, root: int) -> None:
         """See `Collectives`."""
-        self._finish(lambda: self._comm.Ibcast(data, root), data, lately=self._texts)
+        self._finish(lambda: self._comm.Ibcast(data, root), data)
 
     def gather_rows(self, mine: Integers, root: int) -> list[Integers] | None:
         """See `Collectives`."""
@@ -177,11 +155,11 @@ class MpiCollectives:
             some = into[at : at + _MOST_NBYTES]
             self._finish(lambda some=some: self._comm.Irecv(some, source, _PASS_ON_TAG), some)  # type: ignore[misc]
 
-    def _finish(self, start: Callable[[], Any], *buffers: Any, lately: Lately | None = None) -> None:
+    def _finish(self, start: Callable[[], Any], *buffers: Any) -> None:
         self._look()  # raises if the group has stalled, before another collective is started
         request = start()
         try:
-            _finish(request, self._look, lately)
+            _finish(request, self._look)
         except BaseException:
             _abandoned.append((request, buffers))
             raise
@@ -189,23 +167,14 @@ class MpiCollectives:
             self._done()
 
 
-def _finish(request: Any, look: Callable[[], None], lately: Lately | None = None) -> None:
+def _finish(request: Any, look: Callable[[], None]) -> None:
     """Wait without spinning: a late rank may need this core. `look` is called repeatedly."""
-    if request.Test():
-        if lately is not None:
-            lately.add(0.0)
-        return
-    began, idle = time.perf_counter(), 0
-    if lately is not None and lately.nap_seconds:
-        look()
-        time.sleep(lately.nap_seconds)
+    idle = 0
     while not request.Test():
         look()
         idle += 1
         if (seconds := _BACKOFF.seconds(idle)) > 0:
             time.sleep(seconds)
-    if lately is not None:
-        lately.add(time.perf_counter() - began)
 
 
 def duplicate(comm: Any, timeout: float | None) -> Any:

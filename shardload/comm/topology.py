@@ -13,7 +13,7 @@ import numpy as np
 
 from shardload.comm.agreement import Agreement, digest_of
 from shardload.comm.collectives import Collectives
-from shardload.system.spare_memory import limit_nbytes
+from shardload.system.memory_limit import limit_nbytes
 
 __all__ = ["UNKNOWN_NBYTES", "Node", "Topology", "find_topology", "pretended_node"]
 

@@ -61,8 +61,8 @@ class Tuning:
     batched_chunk_nbytes: int = 1 << 17
     worth_sharing_nbytes: int = 1 << 16
     tiny_nbytes: int = 1 << 14
-    small_nbytes: int = 2 << 20
-    small_total_nbytes: int = 4 << 20
+    small_nbytes: int = 8 << 20
+    small_total_nbytes: int = 8 << 20
     small_chunk_nbytes: int = 1 << 20
     block_nbytes: int = 4 << 20
     large_block_nbytes: int = 16 << 20

@@ -1,7 +1,7 @@
 """What does this machine offer a process?
 
 thread_pool   daemon threads for calls that may block
-spare_memory  how much memory this process can still take
+memory_limit  how much memory this process may use
 terminal      the width of the terminal, and tables and messages that fit it
 garbage       collections of garbage wait while many objects are made
 interruption  was an error raised by a signal handler of the application?

@@ -8,9 +8,8 @@ exactly the same size:
 * It is marked as free (MADV_FREE): the kernel takes it as soon as any process needs memory, and until then it stays warm. It
   still counts in the resident set.
 * At most the pieces of one load are kept. What the next load does not ask for is released before new memory is allocated.
-* At most a quarter of what the machine and the job's control groups have left is kept, and nothing if addresses are limited:
-  kept memory would then be missing elsewhere, even if the kernel could take its pages (`spare_memory`). These limits are
-  checked when memory comes back, and before each load.
+* At most a quarter of what this process may use is kept, and nothing if addresses are limited: kept memory would then be
+  missing elsewhere, even if the kernel could take its pages (`memory_limit`).
 
 Small pieces use ordinary memory. ``SHARDLOAD_KEEP_MEMORY=0`` in the environment turns this off.
 """
@@ -30,13 +29,13 @@ from typing import Any
 import numpy as np
 
 from shardload.system.interruption import interrupt_again
-from shardload.system.spare_memory import keeps_addresses, spare_nbytes
+from shardload.system.memory_limit import keeps_addresses, limit_nbytes
 from shardload.transfer.buffers import aligned_empty
 
 __all__ = ["Reserve", "empty_pieces"]
 
 _WORTH_NBYTES = 1 << 20  # smaller pieces use ordinary memory, which the system's allocator reuses itself
-_SHARE = 4  # at most 1 / _SHARE of the memory that is left is kept
+_SHARE = 4  # at most 1 / _SHARE of the memory that a process may use is kept
 _FLAGS = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
 _CAN_KEEP = hasattr(mmap, "MADV_FREE") and bool(_FLAGS)
 
@@ -86,12 +85,6 @@ class Reserve:
                 block.close()
         return [self._lend(block or self._new(size))[:n] for block, size, n in zip(blocks, wanted, sizes, strict=True)]
 
-    def trim(self) -> None:
-        """Release what exceeds the limits now."""
-        while self._free and self.nbytes > self._room():
-            with suppress(IndexError):  # another thread was first
-                self._free.popleft().close()
-
     def clear(self) -> None:
         """Release everything."""
         for block in self._take_all():
@@ -99,7 +92,7 @@ class Reserve:
 
     def _room(self) -> float:
         """Number of bytes that may be kept."""
-        return 0 if keeps_addresses() else min(self._most, spare_nbytes() / _SHARE)
+        return 0 if keeps_addresses() else min(self._most, limit_nbytes() / _SHARE)
 
     def _new(self, size: int) -> mmap.mmap:
         try:
@@ -154,7 +147,6 @@ def empty_pieces(wanted: Sequence[tuple[Sequence[tuple[int, ...]], np.dtype[Any]
     sizes = [[math.prod(shape) * dtype.itemsize for shape in shapes] for shapes, dtype in wanted]
     large = [nbytes for of_array in sizes for nbytes in of_array if nbytes >= _WORTH_NBYTES]
     if not _CAN_KEEP or not large or os.environ.get("SHARDLOAD_KEEP_MEMORY") == "0":
-        _reserve.trim()
         return [[aligned_empty(shape, dtype) for shape in shapes] for shapes, dtype in wanted]
     gc.collect(0)  # JAX releases the memory of deleted arrays at a garbage collection of Python, of any generation
     taken = iter(_reserve.take(large))

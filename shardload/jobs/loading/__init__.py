@@ -2,10 +2,10 @@
 
 In the order of a call:
 
-1. `arguments` and `request` check the arguments, and all ranks agree on them; `trees` spreads trees of them over the arrays.
+1. `call` is one call, from its arguments to arrays; `request` checks what is asked of each; `trees` spreads trees of arguments.
 2. `planner` makes a `plan` (of several arrays a `tree_plan`) from the metadata and the arguments.
-3. `execution` does a job of one or many arrays, each an `array_load`.
+3. `execution` loads one or many arrays, each an `array_load`. `scattering` and `verifying` are other calls.
 4. `report` says what was done.
 
-`describe` prints a plan. `labelled` gives loaded arrays their names of axes. Read `execution` first.
+`describe` prints a plan. `labelled` gives loaded arrays their names of axes. Read `call` first.
 """

@@ -1,4 +1,4 @@
-"""How is a plan shown to a person? As text of a given width, as one line, or as HTML for notebooks, with the same facts."""
+"""How is a plan shown to a person? As text of a given width, which a notebook shows too, or as one line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardload.planning.cost import Cost
 from shardload.system.terminal import WIDTH, wrap, wrap_parts
 from shardload.units import counted, format_nbytes, number_text
 
-__all__ = ["describe_job", "describe_plan", "describe_plan_as_html", "describe_plan_in_a_line"]
+__all__ = ["as_html", "describe_job", "describe_plan", "describe_plan_in_a_line"]
 
 if TYPE_CHECKING:
     from shardload.jobs.loading.plan import Plan
@@ -40,26 +40,9 @@ def describe_plan_in_a_line(plan: Plan) -> str:
     return f"<Plan of {printable(str(plan.info))}: {what}>"
 
 
-def describe_plan_as_html(plan: Plan) -> str:
-    """A plan as HTML for a notebook: the same as the text."""
-    facts = "".join(f"<tr>{_cell('th', name)}{_cell('td', text)}</tr>" for name, text in _facts(plan).items())
-    modes, rows = _quantities(plan)
-    taken = [" background: rgba(100, 150, 255, 0.2);" if mode == plan.readers else "" for mode in modes]
-    head = "".join(
-        _cell("th", f"{mode} (taken)" if style else mode, style, "right") for mode, style in zip(modes, taken, strict=True)
-    )
-    body = "".join(
-        f"<tr>{_cell('th', name)}{''.join(_cell('td', t, s, 'right') for t, s in zip(cells, taken, strict=True))}</tr>"
-        for name, cells in rows.items()
-    )
-    return (
-        f"<div><p><b>{escape(_title(plan))}</b></p><table>{facts}</table>"
-        f"<table><tr>{_cell('th', 'way of reading')}{head}</tr>{body}</table></div>"
-    )
-
-
-def _cell(tag: str, text: str, style: str = "", align: str = "left") -> str:
-    return f'<{tag} style="text-align: {align}; padding: 2px 8px;{style}">{escape(text)}</{tag}>'
+def as_html(text: str) -> str:
+    """A text of several lines as HTML for a notebook."""
+    return f"<pre>{escape(text)}</pre>"
 
 
 def _title(plan: Plan) -> str:

@@ -20,7 +20,7 @@ from shardload.arrays.padding import Extent, version_of
 from shardload.errors import ConfigError
 from shardload.formats.base import ArrayInfo
 from shardload.jobs.consistency import Version
-from shardload.jobs.loading.describe import describe_plan, describe_plan_as_html, describe_plan_in_a_line
+from shardload.jobs.loading.describe import as_html, describe_plan, describe_plan_in_a_line
 from shardload.jobs.loading.report import LoadReport
 from shardload.planning.cost import Cost
 from shardload.planning.machine import WORKSTATION, Machine
@@ -29,11 +29,10 @@ from shardload.planning.schedule import Schedule
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.staging import Staging, plan_staging
 from shardload.planning.traffic import count_held
-from shardload.system.terminal import width_of_prints
+from shardload.system.terminal import WIDTH, width_of_prints
 from shardload.values.decoding import Decoding
 
 __all__ = ["Executor", "Layout", "Plan"]
-
 
 Executor = Callable[[Sequence["Plan"]], Any]  # returns what was loaded: `arrays`, `report`
 
@@ -263,8 +262,8 @@ class Plan:
         return describe_plan_in_a_line(self)
 
     def _repr_html_(self) -> str:
-        """HTML for a notebook: the facts and the costs."""
-        return describe_plan_as_html(self)
+        """HTML for a notebook: the text."""
+        return as_html(describe_plan(self, WIDTH))
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: the plan with its present report, in a list of its own."""

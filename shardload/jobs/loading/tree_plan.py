@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from html import escape
 from typing import Any
 
 import jax
@@ -13,10 +12,11 @@ import jax
 from shardload.arrays.padding import version_of
 from shardload.errors import ConfigError, printable
 from shardload.formats.base import ArrayInfo
+from shardload.jobs.loading.describe import as_html
 from shardload.jobs.loading.plan import Executor, Plan
 from shardload.jobs.loading.report import LoadReport
 from shardload.planning.staging import Staging, plan_staging
-from shardload.system.terminal import Column, fit_table, width_of_prints, wrap
+from shardload.system.terminal import WIDTH, Column, fit_table, width_of_prints, wrap
 from shardload.units import counted, format_nbytes, number_text
 
 __all__ = ["TreePlan", "staging_of"]
@@ -99,12 +99,8 @@ class TreePlan:
         return f"<TreePlan of {len(self.where)} arrays: {format_nbytes(self.nbytes)}>"
 
     def _repr_html_(self) -> str:
-        """HTML for a notebook: the same as the text."""
-        columns, rows = self._table()
-        head = "".join(f"<th>{escape(column.title)}</th>" for column in columns)
-        body = "".join("<tr>" + "".join(f"<td>{escape(printable(cell))}</td>" for cell in row) + "</tr>" for row in rows)
-        totals = "".join(f"<p>{escape(text)}</p>" for text in self._totals())
-        return f"<div><p><b>{escape(self._title())}</b></p><table><tr>{head}</tr>{body}</table>{totals}</div>"
+        """HTML for a notebook: the text."""
+        return as_html(self.describe(WIDTH))
 
     def _title(self) -> str:
         first = self.leaves[0]

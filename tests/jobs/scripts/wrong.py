@@ -446,8 +446,6 @@ def main(folder: str, *names: str) -> None:
 
     def load(spec: Any, dataset: str = "x", verify: str = "checksum", **how: Any) -> bool:
         """Whether the shards of this rank are right."""
-        prepare._recent.clear()  # a plan that was kept would not meet a defect of planning, nor forget it
-        prepare._known.clear()
         how["comm"] = backwards if how.get("comm") else None
         mesh = mesh_of(jax.devices()[::-1]) if how.pop("mesh", None) else mesh_of()
         x = shardload.load(path, mesh, spec, dataset=dataset, verify=verify, **how)

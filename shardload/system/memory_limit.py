@@ -1,13 +1,8 @@
-"""How much memory can this process still take, before a limit stops it?
+"""How much memory may this process use, and are its addresses limited?
 
-The kernel takes back memory that is marked as free (`MADV_FREE`) when *pages* are short, on the machine or in a control group.
-But such memory still counts where *addresses* are limited (RLIMIT_AS, RLIMIT_DATA, a machine that does not overcommit): there
-the next allocation in this process fails.
-
-* `keeps_addresses`: is there such a limit?
-* `spare_nbytes`: the smallest amount that the machine and each control group above this process have left. File cache and
-  memory marked as free count as left, because the kernel takes them first.
-* `limit_nbytes`: the smallest of these limits itself, whoever uses how much of it now.
+* `keeps_addresses`: is there a limit of addresses? Memory that is kept, even if it has no pages, is then missing elsewhere.
+* `limit_nbytes`: the smallest of the limits of the machine, of each control group above this process, and of its addresses,
+  whoever uses how much of it now.
 """
 
 from __future__ import annotations
@@ -17,18 +12,15 @@ import os
 from functools import cache
 from pathlib import Path
 
-__all__ = ["keeps_addresses", "limit_nbytes", "spare_nbytes"]
+__all__ = ["keeps_addresses", "limit_nbytes"]
 
 _NEVER_OVERCOMMIT = 2
 _NO_LIMIT = 1 << 60  # the older interface reports a huge number if there is no limit
 _READ_NBYTES = 1 << 14
 _MEMINFO, _OVERCOMMIT = "/proc/meminfo", "/proc/sys/vm/overcommit_memory"
 _GROUPS, _MOUNTS = "/proc/self/cgroup", "/proc/self/mountinfo"
-# Files of a control group, by version of the interface: limits, usage, and the names in memory.stat of what the kernel
-# takes first.
+# Files of a control group with its limits, by version of the interface.
 _LIMITS = {1: ("memory.limit_in_bytes",), 2: ("memory.max", "memory.high")}
-_USED = {1: "memory.usage_in_bytes", 2: "memory.current"}
-_CACHED = {1: ("total_inactive_file", "total_active_file"), 2: ("inactive_file", "active_file")}
 
 
 def keeps_addresses() -> bool:
@@ -36,20 +28,12 @@ def keeps_addresses() -> bool:
     return _address_limit() < math.inf or _read(_OVERCOMMIT).strip() == str(_NEVER_OVERCOMMIT)
 
 
-def spare_nbytes() -> float:
-    """Bytes that this process can take before the machine or a control group is full; infinity if that is unknown."""
-    spare = _in_machine()
-    for folder, version in _folders(_read(_GROUPS)):
-        spare = min(spare, _in_group(folder, version))
-    return max(0.0, spare)
-
-
 def limit_nbytes(n_processes: int = 1) -> float:
     """Bytes that each of `n_processes` alike on this machine may use at most; infinity if that is unknown.
 
     They share the machine's memory and the limits of control groups. A limit of addresses is each process's own.
     """
-    shared = min([_in_machine("MemTotal"), *(_limit_of(folder, version) for folder, version in _folders(_read(_GROUPS)))])
+    shared = min([_in_machine(), *(_limit_of(folder, version) for folder, version in _folders(_read(_GROUPS)))])
     return min(shared / max(1, n_processes), _address_limit())
 
 
@@ -62,8 +46,10 @@ def _address_limit() -> float:
     return min((float(limit) for limit in limits if limit != resource.RLIM_INFINITY), default=math.inf)
 
 
-def _in_machine(name: str = "MemAvail") -> float:
-    return next((1024.0 * int(line.split()[1]) for line in _read(_MEMINFO).splitlines() if line.startswith(name)), math.inf)
+def _in_machine() -> float:
+    return next(
+        (1024.0 * int(line.split()[1]) for line in _read(_MEMINFO).splitlines() if line.startswith("MemTotal")), math.inf
+    )
 
 
 def _limit_of(folder: str, version: int) -> float:
@@ -71,18 +57,6 @@ def _limit_of(folder: str, version: int) -> float:
     texts = [_read(f"{folder}/{name}").strip() for name in _LIMITS[version]]
     limit = min((float(text) for text in texts if text.isdigit()), default=math.inf)
     return math.inf if limit >= _NO_LIMIT else limit
-
-
-def _in_group(folder: str, version: int) -> float:
-    """Bytes that a control group has left, by the lower of its limits."""
-    limit = _limit_of(folder, version)
-    if limit == math.inf:
-        return math.inf
-    used = _read(f"{folder}/{_USED[version]}").strip()
-    if not used.isdigit():
-        return math.inf
-    pairs = (line.split() for line in _read(f"{folder}/memory.stat").splitlines())
-    return limit - int(used) + sum(int(pair[1]) for pair in pairs if len(pair) == 2 and pair[0] in _CACHED[version])
 
 
 @cache
