@@ -21,8 +21,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardload.errors import ConfigError
 from shardload.formats.base import ArrayInfo, Source
-from shardload.formats.labelling import SMALL_NBYTES
-from shardload.formats.lookup import Finder, Found, Labeller
+from shardload.formats.labelling import SMALL_NBYTES, Labeller
+from shardload.formats.lookup import Finder, Found
 from shardload.formats.memory import MemorySource
 from shardload.jobs.consistency import State, check_unchanged
 from shardload.jobs.loading.array_load import ArrayLoad

@@ -34,8 +34,8 @@ from shardload.engine.call import begin_call, unforeseen
 from shardload.errors import ConfigError
 from shardload.formats.access import Access
 from shardload.formats.base import ArrayInfo
+from shardload.formats.labelling import read_labels
 from shardload.formats.labels import Labels, OnDemand
-from shardload.formats.lookup import read_labels
 from shardload.formats.memory import MemorySource
 from shardload.jobs.consistency import check_names
 from shardload.jobs.loading.array_load import ArrayLoad
