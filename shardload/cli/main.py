@@ -215,8 +215,9 @@ def info(
     """
     with _one_message(info_as_typed, as_json):
         from shardload.formats.access import Access, Limits
+        from shardload.formats.labelling import labelled_below, list_labelled, read_labels
         from shardload.formats.leftovers import find_leftover
-        from shardload.formats.lookup import find_array, labelled_below, list_labelled, open_file, read_labels, split_path
+        from shardload.formats.lookup import find_array, open_file, split_path
         from shardload.options import filter_names
 
         path, dataset = split_path(file)
@@ -561,7 +562,7 @@ def _below_group(
     path: str, name: str, arrays: Sequence[ArrayInfo], access: Access
 ) -> tuple[list[ArrayInfo], Sequence[tuple[str, str]]] | None:
     """The arrays below a group, and what is told of its attributes; None if nothing is called so, or an array."""
-    from shardload.formats.lookup import labelled_below
+    from shardload.formats.labelling import labelled_below
     from shardload.jobs.contents import groups_of
 
     full = "/" + name.strip("/")

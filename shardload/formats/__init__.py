@@ -8,7 +8,7 @@ registry     which formats are there? Our own, and those of other packages (entr
 diagnosis    the errors about files that no format claims, and names that are not found
 hdf5, zarr, memory   our own formats
 codecs       decodes chunks
-labels       names of axes, attributes, coordinates; `labelling` reads the coordinates
+labels       names of axes, attributes, coordinates; `labelling` reads the coordinates. `small`: values that come with metadata
 sink, saving the opposite direction: a new file, written by many (docs/design/save.md). `encoding` encodes chunks, `target`
              renames, `leftovers` says what a save that was killed left. `growing` is what an append adds to, `locks` that one
              runs at a time

@@ -1,4 +1,4 @@
-"""Which error is raised if no format claims a file, or if no single array is meant?
+"""Which error is raised if no format claims a file, if no single array is meant, or if it cannot be loaded?
 
 Each error says what was found instead and what to type: similar names, the largest arrays, or how to convert a file of another
 kind. This module opens files to see their first bytes, never to read values.
@@ -15,8 +15,10 @@ import shlex
 import stat
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from shardload.errors import ConfigError, ShardloadError, SourceError, is_unread, printable
-from shardload.formats.base import GROUP, ArrayInfo, nbytes_of, some
+from shardload.formats.base import GROUP, ArrayInfo, nbytes_of, refusal, some
 from shardload.formats.containment import NotAFileError, OutsideError, kind_of, open_file
 from shardload.formats.leftovers import ROOTS, find_leftover
 from shardload.formats.untrusted.answers import HelperError
@@ -24,15 +26,21 @@ from shardload.system.interruption import let_interruption_pass
 from shardload.units import counted
 
 __all__ = [
+    "NO_VARIABLE",
     "as_source_error",
     "candidates",
+    "check_loadable",
     "check_readable",
+    "holds_numbers",
     "in_path",
     "no_arrays_below",
     "no_such_array",
     "only_array",
     "unclaimed",
 ]
+
+NO_VARIABLE = "nothing: it is a netCDF dimension without a variable"
+_NO_NUMBERS = ("string", "object", "opaque", "reference", "vlen", "compound")
 
 # Other kinds of files that scientists have: the mark's offset, the mark, what the file is, and what to do.
 _OTHERS = (
@@ -326,3 +334,43 @@ def _links_below(group: str, infos: Sequence[ArrayInfo]) -> str:
 
 def _told(info: ArrayInfo) -> str:
     return f"'{printable(info.dataset)}' {info.shape} {info.dtype}"
+
+
+def holds_numbers(info: ArrayInfo) -> bool:
+    """True if the type of an array could be loaded, or is not known, so that it was refused for another reason."""
+    if info.dtype == "unknown":
+        return True
+    try:
+        return refusal(np.dtype(info.dtype)) is None and not str(info.refused).startswith("nothing:")
+    except (TypeError, ValueError):  # a name of ours, or the file's own, for a type that NumPy does not have
+        return False
+
+
+def check_loadable(info: ArrayInfo, needs_numbers: bool = False) -> ArrayInfo:
+    """Return `info`; SourceError if the array is refused."""
+    if needs_numbers and info.refused is not None and info.dtype in _NO_NUMBERS:
+        raise ConfigError(
+            f"decode needs numbers, but {info} holds {info.refused}, which cannot be loaded without decode= "
+            "either. Leave out this array"
+        )
+    if info.refused is not None:
+        raise SourceError(
+            f"{info} cannot be loaded: it holds {info.refused}.{_read_otherwise(info)}",
+            path=info.path,
+            dataset=info.dataset,
+        )
+    return info
+
+
+def _read_otherwise(info: ArrayInfo) -> str:
+    """What to type for an array of elements that are no numbers; empty for one that is refused for another reason."""
+    is_unread = info.dtype in ("time", "unknown type") or info.dtype.endswith("-bit number")  # by h5py, too
+    if holds_numbers(info) or is_unread or str(info.refused).startswith("nothing:"):
+        return ""
+    if info.format.startswith("Zarr"):
+        how = f"zarr.open_array({info.path!r}, path={info.dataset.strip('/')!r}, mode='r')[...]"
+    elif info.format in ("HDF5", "netCDF4"):
+        how = f"h5py.File({info.path!r})[{info.dataset!r}][()]"
+    else:
+        return ""
+    return f" shardload loads numbers only. Read this array by {how}; shardload.scatter takes the numbers in it."

@@ -5,7 +5,7 @@ of it, so it is read only where it is asked for: by `shardload.open`, for a sele
 looked at (`OnDemand`).
 
 1. `Source.labels` gives a format's own names and attributes, and says which other arrays are coordinates.
-2. `lookup.Labeller` reads those coordinates, if they are small (`labelling.complete`).
+2. `labelling.Labeller` reads those coordinates, if they are small.
 3. `Labels` go to other ranks as plain JSON, and are part of an `ArrayInfo`.
 """
 

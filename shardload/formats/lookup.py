@@ -11,77 +11,56 @@ whatever the library below raised. `diagnosis` has the messages.
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from shardload.errors import ConfigError, SourceError, is_unread
+from shardload.errors import ConfigError, SourceError
 from shardload.formats import registry
 from shardload.formats.access import STRICT, Access
-from shardload.formats.base import (
-    ArrayInfo,
-    Format,
-    OpenFile,
-    Source,
-    chunks_met,
-    nbytes_of,
-    read_by_chunks,
-    read_chunks,
-    read_plain_chunks,
-    refusal,
-)
+from shardload.formats.base import ArrayInfo, Format, OpenFile, Source, nbytes_of
 from shardload.formats.diagnosis import (
+    NO_VARIABLE,
     as_source_error,
     candidates,
+    check_loadable,
     check_readable,
+    holds_numbers,
     no_arrays_below,
     no_such_array,
     only_array,
     unclaimed,
 )
-from shardload.formats.labelling import SMALL_NBYTES, complete
-from shardload.formats.labels import MIXED, Coordinate, Labels, Note
 from shardload.formats.leftovers import refuse_leftover
+from shardload.formats.small import is_small, values_of
 from shardload.formats.untrusted import source as untrusted
-from shardload.planning.blocks import count_runs
-from shardload.planning.rates import START_SECONDS, one_reader_seconds
 from shardload.planning.region import Region
-from shardload.planning.tuning import Tuning, default_tuning
+from shardload.planning.tuning import Tuning
 from shardload.system.interruption import let_interruption_pass
-from shardload.system.scratch import scratch_of_its_own
 
 __all__ = [
     "Finder",
     "Found",
-    "Labeller",
     "Look",
     "absolute",
-    "check_loadable",
+    "as_path",
     "file_of",
     "find_array",
     "format_of",
-    "labelled",
-    "labelled_below",
+    "format_of_object",
     "list_arrays",
-    "list_labelled",
+    "naming_what_is_gone",
     "open_file",
     "open_source",
-    "read_labels",
-    "read_small",
     "split_path",
+    "without_scheme",
 ]
 
 State = tuple[int, ...] | None
 
-_NO_NUMBERS = ("string", "object", "opaque", "reference", "vlen", "compound")
-_WORTH_BATCHES = 8  # chunks of a small array from which they are read in batches, not by the format's library
 _MOST_OPEN = 16  # files that a `Finder` has open at a time
-_NO_VARIABLE = "nothing: it is a netCDF dimension without a variable"
 _ALL = 1 << 40  # arrays
 _MOST_LISTED = 1000  # arrays to look at, to say which one the caller could mean
 
@@ -99,7 +78,7 @@ def split_path(path: str) -> tuple[str, str | None]:
     >>> split_path("s3://bucket/store.zarr")
     ('s3://bucket/store.zarr', None)
     """
-    path = _without_scheme(path)
+    path = without_scheme(path)
     head, scheme, rest = path.rpartition("://")
     if scheme:
         left, found, name = rest.rpartition(":/")
@@ -123,7 +102,7 @@ def absolute(path: str | os.PathLike[str]) -> str:
     >>> absolute("s3://bucket/store.zarr"), absolute("/data/a.h5:/rho"), absolute("a.h5") == os.path.join(os.getcwd(), "a.h5")
     ('s3://bucket/store.zarr', '/data/a.h5:/rho', True)
     """
-    text = os.path.expanduser(_without_scheme(os.fsdecode(path)))
+    text = os.path.expanduser(without_scheme(os.fsdecode(path)))
     return text if "://" in text or os.path.isabs(text) else os.path.join(os.getcwd(), text)  # which may be gone
 
 
@@ -151,51 +130,10 @@ def list_arrays(path: str, access: Access = STRICT) -> list[ArrayInfo]:
     SourceError
         If there is no such file, no format claims it, or it is damaged.
     """
-    path = _without_scheme(path)
+    path = without_scheme(path)
     file_format = format_of(path, access)
     with as_source_error(path):
         return file_format.list_arrays(path, access)
-
-
-def labelled_below(infos: Sequence[ArrayInfo], path: str, access: Access, most: int, group: str) -> list[ArrayInfo]:
-    """The arrays of a file that are below a group (empty: the root); if links lead to it, what `list_labelled` has there."""
-    below = [info for info in infos if info.dataset.startswith(f"{group}/")]
-    return below or (list_labelled(path, access, most, group) if group else [])
-
-
-def list_labelled(path: str, access: Access, most: int, linked: str = "") -> list[ArrayInfo]:
-    """What `list_arrays` says, with the labels of every array that can be loaded, if there are at most `most` arrays.
-
-    With `linked`, the arrays below this group, to which links lead (`Format.list_linked`); none if there is no such group.
-
-    Collective: no. Raises what `list_arrays` raises, and SourceError if a link has no target or leads outside.
-    """
-    path = _without_scheme(path)
-    if linked:
-        file_format = format_of(path, access)
-        with as_source_error(path):
-            infos = file_format.list_linked(path, linked, access)
-    else:
-        infos = list_arrays(path, access)
-    if len(infos) > most:
-        return infos
-    return labelled(infos, path, access)
-
-
-def labelled(infos: Iterable[ArrayInfo], path: str, access: Access) -> list[ArrayInfo]:
-    """Arrays of a file with their labels, from one open of the file."""
-    with scratch_of_its_own(), Labeller(access) as labeller:
-        return [_labelled(labeller, path, info) for info in infos]
-
-
-def _labelled(labeller: Labeller, path: str, info: ArrayInfo) -> ArrayInfo:
-    """An array with its labels. One that cannot be loaded may be there for its attributes alone (CF's grid mapping)."""
-    try:
-        return info if info.dtype.startswith("unknown") else labeller.label(path, info)
-    except SourceError:
-        if info.refused is None:
-            raise
-        return info
 
 
 def find_array(
@@ -236,28 +174,11 @@ def find_array(
     SourceError
         If the file cannot be opened, or the array or its type cannot be loaded.
     """
-    path = _as_path(path_or_object)
-    if path is None:
-        return check_loadable(_info_of_object(path_or_object, dataset, access), needs_numbers)
-    if dataset is None:
-        path, dataset = split_path(path)
-    refuse_leftover(path)
-    file_format = format_of(path, access)
-    if dataset is None:
-        infos, has_more = _sketch(file_format, path, access)
-        if has_more and len(candidates(infos)) < 2:
-            with as_source_error(path):
-                infos, has_more = file_format.sketch_arrays(path, access, _ALL), False
-        return only_array(path, infos, has_more)
-    name = _full_name(dataset)
-    try:
-        with as_source_error(path, name):
-            source = file_format.open_path(path, name, access)
-    except KeyError:
-        raise no_such_array(path, name, *_sketch(file_format, path, access, name)) from None
-    with closing(source), as_source_error(path, name):
-        info = replace(source.info, nbytes_stored=source.nbytes_stored()) if is_counted else source.info
-    return check_loadable(info, needs_numbers)
+    with Finder(access) as finder:
+        info = finder.find(path_or_object, dataset, needs_numbers).info
+        if is_counted and as_path(path_or_object) is not None:
+            info = replace(info, nbytes_stored=finder.nbytes_stored(path_or_object, info, None))
+    return info
 
 
 def _sketch(file_format: Format, path: str, access: Access, like: str = "") -> tuple[list[ArrayInfo], bool]:
@@ -265,136 +186,6 @@ def _sketch(file_format: Format, path: str, access: Access, like: str = "") -> t
     with as_source_error(path):
         infos = file_format.sketch_arrays(path, access, _MOST_LISTED, like)
     return infos[:_MOST_LISTED], len(infos) > _MOST_LISTED
-
-
-class Labeller:
-    """Adds labels to what was found: names of axes, all attributes, coordinates. A context manager; a file is opened once.
-
-    Collective: no. One rank uses it, and tells the others.
-
-    Parameters
-    ----------
-    access : Access
-        What the caller allows.
-    small_nbytes : int
-        The most bytes of values of a coordinate.
-    file : callable, optional
-        Gives a file by its path, if somebody has it open already.
-    names : collection of str, optional
-        For a selection by names (`Labels.is_brief`): the only coordinates to read. Attributes are not read then.
-    of_groups : bool
-        Whether the attributes of an array's group are asked for, too.
-    """
-
-    def __init__(
-        self,
-        access: Access = STRICT,
-        small_nbytes: int = SMALL_NBYTES,
-        file: Callable[[str], OpenFile] | None = None,
-        names: Collection[str] | None = None,
-        of_groups: bool = False,
-    ) -> None:
-        self._access, self._small_nbytes, self._given, self._names = access, small_nbytes, file, names
-        self._of_groups = of_groups
-        self._path, self._file = "", ExitStack()
-        self._opened: OpenFile | None = None
-
-    def __enter__(self) -> Labeller:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-    def label(self, path_or_object: Any, info: ArrayInfo, source: Source | None = None) -> ArrayInfo:
-        """The same `info`, with labels. `source` is the array, if it is open in this process.
-
-        Raises
-        ------
-        SourceError
-            If the array cannot be opened any more.
-        """
-        path = _as_path(path_or_object)
-        if path is None:
-            with as_source_error(info.path, info.dataset):
-                source = _format_of_object(path_or_object, self._access).open_object(path_or_object, self._access)
-            return self._complete(info, source, self._beside(info.path))
-        file = self._open(split_path(path)[0])
-        with _naming_what_is_gone(info.path, info.dataset):
-            if source is not None:
-                return self._complete(info, source, file.open)
-            with closing(file.open(info.dataset)) as opened:
-                return self._complete(info, opened, file.open)
-
-    def _complete(self, info: ArrayInfo, source: Source, open_other: Callable[[str], Source]) -> ArrayInfo:
-        read_in = source.opened_in()
-        try:
-            labels = source.labels() if self._names is None else source.axes(self._names)
-            if self._names is not None and not labels.coords.keys() >= set(self._names):  # attributes may name more
-                labels = source.labels()
-            own = info.dataset.rpartition("/")[2]
-            if labels.dims == (own,):  # the coordinate of an axis is its own coordinate
-                labels = replace(labels, coords={**labels.coords, own: Coordinate(info.dataset)})
-            if self._names is None:
-                labels = complete(labels, open_other, self._small_nbytes, self._of_group(source))
-            else:
-                named = {name: one for name, one in labels.coords.items() if name in self._names}
-                labels = complete(replace(labels, attrs={}, coords=named, is_brief=True), open_other, self._small_nbytes)
-        except (LookupError, OSError, RuntimeError, TypeError, ValueError) as error:  # damaged names; the values may be fine
-            if is_unread(error):
-                raise
-            noted = {"attributes": Note(f"cannot be read ({error})")}
-            labels = Labels((None,) * len(info.shape), {**info.attributes, **noted})
-        if source.state() != read_in:  # these may be of two versions, and no values belong to them
-            read_in = MIXED
-        return replace(info, labels=replace(labels, read_in=read_in))
-
-    def _of_group(self, source: Source) -> Mapping[str, Any] | None:
-        """The attributes of the array's group; a note if they are damaged: then the array's own may be fine."""
-        if not self._of_groups:
-            return None
-        try:
-            return source.group_attrs()
-        except (LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
-            if is_unread(error):
-                raise
-            return {"attributes": Note("cannot be read")}
-
-    def _open(self, path: str) -> OpenFile:
-        if self._given is not None:
-            with as_source_error(path):
-                return self._given(path)
-        if self._opened is None or path != self._path:
-            self._file.close()
-            file_format = format_of(path, self._access)
-            with as_source_error(path):
-                self._opened = self._file.enter_context(file_format.open_file(path, self._access))
-            self._path = path
-        return self._opened
-
-    def _beside(self, path: str) -> Callable[[str], Source]:
-        """Opens other arrays of the file that an open array is in, by their names; KeyError if it is in no file."""
-
-        def open_other(name: str) -> Source:
-            if not os.path.exists(path):
-                raise KeyError(name)
-            return self._open(path).open(name)
-
-        return open_other
-
-
-def read_labels(path_or_object: Any, info: ArrayInfo, access: Access = STRICT, small_nbytes: int = SMALL_NBYTES) -> Labels:
-    """The names of the axes, the attributes and coordinates of an array that was found; of a single array, by this process.
-
-    Collective: no.
-
-    Raises
-    ------
-    SourceError
-        If the array cannot be opened any more.
-    """
-    with scratch_of_its_own(), Labeller(access, small_nbytes, of_groups=True) as labeller:
-        found = labeller.label(path_or_object, info).labels
-    return found if isinstance(found, Labels) else Labels((None,) * len(info.shape), info.attributes)
 
 
 def open_source(path_or_object: Any, dataset: str, access: Access = STRICT, planned: ArrayInfo | None = None) -> Source:
@@ -418,12 +209,12 @@ def open_source(path_or_object: Any, dataset: str, access: Access = STRICT, plan
     SourceError
         If it cannot be opened here: deleted, not visible from this machine, damaged, or of an unknown encoding.
     """
-    path = _as_path(path_or_object)
+    path = as_path(path_or_object)
     if path is None:
-        return _checked(_format_of_object(path_or_object, access).open_object(path_or_object, access))
+        return _checked(format_of_object(path_or_object, access).open_object(path_or_object, access))
     path, name = split_path(path)[0], _full_name(dataset)
     file_format = format_of(path, access)
-    with _naming_what_is_gone(path, name):
+    with naming_what_is_gone(path, name):
         if planned is not None:
             return _checked(file_format.open_planned(path, planned, access))
         return _checked(file_format.open_path(path, name, access))
@@ -450,9 +241,9 @@ def open_file(path_or_object: Any, access: Access = STRICT) -> OpenFile:
     ...     file.open("/array").info.shape
     (3,)
     """
-    path = _as_path(path_or_object)
+    path = as_path(path_or_object)
     if path is None:
-        _format_of_object(path_or_object, access)
+        format_of_object(path_or_object, access)
         return _Opened(path_or_object, access, None)
     path = split_path(path)[0]
     file_format = format_of(path, access)
@@ -483,7 +274,7 @@ class _Opened(OpenFile):
             source = open_source(self._handle, dataset, self._access)
         else:
             name = _full_name(dataset)
-            with _naming_what_is_gone(self._handle, name):
+            with naming_what_is_gone(self._handle, name):
                 source = self._file.open(name) if planned is None else self._file.open_planned(planned)
                 source = source if is_any else _checked(source)
         self._held.callback(source.close)
@@ -515,7 +306,7 @@ class _Opened(OpenFile):
 
 
 @contextmanager
-def _naming_what_is_gone(path: str, name: str) -> Iterator[None]:
+def naming_what_is_gone(path: str, name: str) -> Iterator[None]:
     """Turn every error into a SourceError while an array is opened that was found before; a KeyError means that it is gone."""
     try:
         with as_source_error(path, name):
@@ -537,82 +328,6 @@ def _checked(source: Source) -> Source:
         source.close()
         raise
     return source
-
-
-def read_small(
-    path_or_object: Any, info: ArrayInfo, access: Access = STRICT, tuning: Tuning | None = None
-) -> memoryview | None:
-    """All values of an array that `find_array` found, if it is small: in C order and native byte order.
-
-    Collective: no. One rank runs it, so that the others need not open the file.
-
-    Returns
-    -------
-    memoryview or None
-        Of bytes. None if the array is large, empty or already open, or if its chunks (which are decoded whole) are large. Also
-        None if it cannot be read, has missing chunks, or changes meanwhile; the normal load then reports that.
-    """
-    if _as_path(path_or_object) is None or not _is_small(info, tuning or default_tuning()):
-        return None
-    try:
-        source = open_source(path_or_object, info.dataset, access)
-        try:
-            # Compared as text, because a NaN in the attributes is not equal to itself.
-            return _values_of(source) if source.info.to_json() == info.to_json() else None
-        finally:
-            source.close()
-    except Exception as error:
-        let_interruption_pass(error)
-        return None
-
-
-def _is_small(info: ArrayInfo, tuning: Tuning, region: Region | None = None) -> bool:
-    """True if the array, or a region of it, is small, and so are the chunks that are decoded for it, in so much time."""
-    wanted = Region.whole(info.shape) if region is None else region
-    nbytes, unit = nbytes_of(info, wanted.shape), info.shards or info.chunks
-    if not 0 < nbytes <= tuning.small_nbytes or nbytes_of(info, unit or ()) > tuning.small_chunk_nbytes:
-        return False
-    if nbytes <= tuning.tiny_nbytes and wanted.shape == info.shape:
-        return True
-    if info.chunks is None:
-        return one_reader_seconds(nbytes, 0, info.codec, count_runs(info.shape, wanted.shape)) <= START_SECONDS
-    n_chunks = math.prod(map(len, chunks_met(wanted, info.chunks)))
-    decoded = nbytes if wanted.shape == info.shape else n_chunks * nbytes_of(info, info.chunks)
-    if decoded > tuning.small_nbytes:  # perhaps at once
-        return False
-    return one_reader_seconds(decoded, n_chunks, info.codec) <= START_SECONDS
-
-
-def _values_of(source: Source, region: Region | None = None) -> memoryview | None:
-    """All values of an open array, or those of a region; None if chunks are missing, or the file changes meanwhile.
-
-    Raises what reading raises.
-    """
-    before, info = source.opened_in(), source.info
-    whole = Region.whole(info.shape)
-    wanted = whole if region is None else region
-    values = np.empty(wanted.shape, source.dtype)
-    if wanted != whole:
-        source.expect(wanted)
-    is_whole = _read(source, wanted, values) and source.state() == before
-    return values.reshape(-1).view(np.uint8).data if is_whole else None
-
-
-def _read(source: Source, region: Region, out: np.ndarray[Any, Any]) -> bool:
-    """Read a region in the way that is fastest for few bytes. False if chunks of it are missing."""
-    info = source.info
-    has_many = info.chunks is not None and math.prod(map(len, chunks_met(region, info.chunks))) >= _WORTH_BATCHES
-    is_part = region.shape != info.shape
-    reader = source.chunk_reader() if has_many or is_part else None
-    if reader is not None and info.chunks is not None:
-        # Chunks that are not encoded, and would have to be copied, go through HDF5 as fast: a batch needs a second buffer.
-        read = read_plain_chunks if info.codec == "none" else read_chunks
-        if has_many and read(reader, info.chunks, region, out):
-            return True
-        if is_part:  # before HDF5 decodes any chunk, it is asked about all chunks of the array
-            return not read_by_chunks(reader, info.chunks, region, out)
-    source.read_into(region, out)
-    return not source.missing(region)
 
 
 class Found(NamedTuple):
@@ -673,7 +388,7 @@ class Finder:
 
     def state_of(self, path_or_object: Any) -> State:
         """The state of a file when it was opened; None if it was not kept."""
-        path = _as_path(path_or_object) if self._keeps_states else None
+        path = as_path(path_or_object) if self._keeps_states else None
         return None if path is None else self._states.get(_place_of(split_path(path)[0]))
 
     def states(self) -> Iterator[tuple[str, State, State]]:
@@ -684,17 +399,14 @@ class Finder:
 
     def find(self, path_or_object: Any, dataset: str | None, needs_numbers: bool = False, look: Look = _look_at_all) -> Found:
         """The array's metadata, as from `find_array`, and its values if what `look` wants of it is small."""
-        path = _as_path(path_or_object)
+        path = as_path(path_or_object)
         if path is not None and dataset is None:
             path, dataset = split_path(path)
         if path is None:
-            return Found(look(find_array(path_or_object, dataset, self._access, needs_numbers), None)[0])
+            info = check_loadable(_info_of_object(path_or_object, dataset, self._access), needs_numbers)
+            return Found(look(info, None)[0])
         if dataset is None:
-            found = self._find_only(path, look)
-            if found is not None:
-                return found
-            info = find_array(path_or_object, None, self._access, needs_numbers)
-            return self._looked_at(path, info, look)
+            return self._find_only(path, look) or self._looked_at(path, self._only_one(path), look)
         name = _full_name(dataset)
         try:
             with as_source_error(path, name):
@@ -706,11 +418,22 @@ class Finder:
         finally:
             source.close()
 
+    def _only_one(self, path: str) -> ArrayInfo:
+        """The only array of a file that the caller can mean."""
+        refuse_leftover(path)
+        file_format = format_of(path, self._access)
+        infos, has_more = _sketch(file_format, path, self._access)
+        if has_more and len(candidates(infos)) < 2:
+            with as_source_error(path):
+                infos, has_more = file_format.sketch_arrays(path, self._access, _ALL), False
+        return only_array(path, infos, has_more)
+
     def _find_only(self, path: str, look: Look) -> Found | None:
         """What `find` returns, if the file has one array and it can be loaded: then it is opened once."""
+        file = self.file(path)
         try:
-            name = self.file(path).only_name()
-            source = None if name is None else self.file(path).open(name)
+            name = file.only_name()
+            source = None if name is None else file.open(name)
         except Exception as error:  # `find_array` says what is wrong
             let_interruption_pass(error)
             return None
@@ -734,7 +457,7 @@ class Finder:
         SourceError
             If one of them holds numbers, but is refused for another reason: it would be left out of the tree unseen.
         """
-        path = _as_path(path_or_object)
+        path = as_path(path_or_object)
         if path is None:
             raise ConfigError(
                 f"'*' stands for the arrays of a file, but the {type(path_or_object).__name__} that was handed in is one "
@@ -749,16 +472,16 @@ class Finder:
             with as_source_error(path):
                 below = file_format.list_linked(path, group, self._access, in_full=False)
         if not with_dimensions:
-            below = [replace(info, refused=_NO_VARIABLE) if info.is_dimension else info for info in below]
-        left_out = [info for info in below if info.refused is not None and not _holds_numbers(info)]
-        found = [check_loadable(info) for info in below if info.refused is None or _holds_numbers(info)]
+            below = [replace(info, refused=NO_VARIABLE) if info.is_dimension else info for info in below]
+        left_out = [info for info in below if info.refused is not None and not holds_numbers(info)]
+        found = [check_loadable(info) for info in below if info.refused is None or holds_numbers(info)]
         if not found:
             raise no_arrays_below(path, group, infos)
         return [self._looked_at(path, info, _look_at_all) for info in found], left_out
 
     def _looked_at(self, path: str, info: ArrayInfo, look: Look) -> Found:
         """An array that was found without being opened here. If values of it may be small, it is opened."""
-        is_large = look is _look_at_all and self._tuning is not None and not _is_small(info, self._tuning)
+        is_large = look is _look_at_all and self._tuning is not None and not is_small(info, self._tuning)
         if self._tuning is None or is_large:
             return Found(look(info, None)[0])
         try:
@@ -781,12 +504,12 @@ class Finder:
         return Found(info, self._values(source, region), region)
 
     def _values(self, source: Source, region: Region | None) -> memoryview | None:
-        if self._tuning is None or not _is_small(source.info, self._tuning, region):
+        if self._tuning is None or not is_small(source.info, self._tuning, region):
             return None
         if not self._takes(nbytes_of(source.info, None if region is None else region.shape)):
             return None
         try:
-            return _values_of(source, region)
+            return values_of(source, region)
         except Exception as error:
             let_interruption_pass(error)
             return None
@@ -799,13 +522,13 @@ class Finder:
 
     def nbytes_stored(self, path_or_object: Any, info: ArrayInfo, source: Source | None) -> int | None:
         """Bytes on disk of an array that was found (`source`, if it is open here); None if they are not known."""
-        path = _as_path(path_or_object)
+        path = as_path(path_or_object)
         if source is not None:
             return source.nbytes_stored()
         if path is None:
-            return _format_of_object(path_or_object, self._access).open_object(path_or_object, self._access).nbytes_stored()
+            return format_of_object(path_or_object, self._access).open_object(path_or_object, self._access).nbytes_stored()
         path = split_path(path)[0]
-        with _naming_what_is_gone(path, info.dataset), closing(self.file(path).open(info.dataset)) as opened:
+        with naming_what_is_gone(path, info.dataset), closing(self.file(path).open(info.dataset)) as opened:
             return opened.nbytes_stored()
 
     def file(self, path: str) -> OpenFile:
@@ -819,33 +542,24 @@ class Finder:
             file_format = format_of(path, self._access)
             while len(self._files) >= _MOST_OPEN:
                 self._files.pop(next(iter(self._files))).close()
-            file = self._files[key] = file_format.open_file(path, self._access)
+            with as_source_error(path):
+                file = self._files[key] = file_format.open_file(path, self._access)
             if self._keeps_states and key not in self._states:
                 self._states[key] = file.state()
         return file
 
 
-def _holds_numbers(info: ArrayInfo) -> bool:
-    """True if the type of an array could be loaded, or is not known, so that it was refused for another reason."""
-    if info.dtype == "unknown":
-        return True
-    try:
-        return refusal(np.dtype(info.dtype)) is None and not str(info.refused).startswith("nothing:")
-    except (TypeError, ValueError):  # a name of ours, or the file's own, for a type that NumPy does not have
-        return False
-
-
-def _as_path(path_or_object: Any) -> str | None:
+def as_path(path_or_object: Any) -> str | None:
     """The path, with a leading ``~`` expanded as in a shell; None for an open array."""
     if isinstance(path_or_object, str | os.PathLike):
-        return os.path.expanduser(_without_scheme(os.fsdecode(path_or_object)))
+        return os.path.expanduser(without_scheme(os.fsdecode(path_or_object)))
     return None
 
 
-def _without_scheme(path: str) -> str:
+def without_scheme(path: str) -> str:
     """The path of a URL of a file or folder on this machine; anything else unchanged.
 
-    >>> _without_scheme("file:///data/store.zarr"), _without_scheme("s3://bucket/store.zarr")
+    >>> without_scheme("file:///data/store.zarr"), without_scheme("s3://bucket/store.zarr")
     ('/data/store.zarr', 's3://bucket/store.zarr')
     """
     scheme, found, rest = path.partition("://")
@@ -886,7 +600,7 @@ def _naming_what_is_unread(path: str) -> Iterator[None]:
             raise
 
 
-def _format_of_object(obj: Any, access: Access) -> Format:
+def format_of_object(obj: Any, access: Access) -> Format:
     """The format of the library that `obj` comes from. ConfigError if the array would have to be open in a helper process."""
     if access.untrusted is not None:
         raise ConfigError(
@@ -905,39 +619,9 @@ def _format_of_object(obj: Any, access: Access) -> Format:
 
 def _info_of_object(obj: Any, dataset: str | None, access: Access) -> ArrayInfo:
     """The metadata of an open array. ConfigError if `dataset` is given and is not its name."""
-    info = _format_of_object(obj, access).open_object(obj, access).info
+    info = format_of_object(obj, access).open_object(obj, access).info
     if dataset is not None and _full_name(dataset) != info.dataset:
         raise ConfigError(
             f"the array handed in is {info}, but dataset='{dataset}' names another. Leave it out, or pass the path."
         )
     return info
-
-
-def check_loadable(info: ArrayInfo, needs_numbers: bool = False) -> ArrayInfo:
-    """Return `info`; SourceError if the array is refused."""
-    if needs_numbers and info.refused is not None and info.dtype in _NO_NUMBERS:
-        raise ConfigError(
-            f"decode needs numbers, but {info} holds {info.refused}, which cannot be loaded without decode= "
-            "either. Leave out this array"
-        )
-    if info.refused is not None:
-        raise SourceError(
-            f"{info} cannot be loaded: it holds {info.refused}.{_read_otherwise(info)}",
-            path=info.path,
-            dataset=info.dataset,
-        )
-    return info
-
-
-def _read_otherwise(info: ArrayInfo) -> str:
-    """What to type for an array of elements that are no numbers; empty for one that is refused for another reason."""
-    is_unread = info.dtype in ("time", "unknown type") or info.dtype.endswith("-bit number")  # by h5py, too
-    if _holds_numbers(info) or is_unread or str(info.refused).startswith("nothing:"):
-        return ""
-    if info.format.startswith("Zarr"):
-        how = f"zarr.open_array({info.path!r}, path={info.dataset.strip('/')!r}, mode='r')[...]"
-    elif info.format in ("HDF5", "netCDF4"):
-        how = f"h5py.File({info.path!r})[{info.dataset!r}][()]"
-    else:
-        return ""
-    return f" shardload loads numbers only. Read this array by {how}; shardload.scatter takes the numbers in it."

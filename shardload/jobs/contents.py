@@ -17,17 +17,9 @@ from shardload.errors import ConfigError, ShardloadError, printable
 from shardload.formats.access import Access, Limits
 from shardload.formats.base import ArrayInfo, json_value, some
 from shardload.formats.diagnosis import in_path
+from shardload.formats.labelling import labelled, labelled_below, list_labelled, read_labels
 from shardload.formats.labels import OnDemand
-from shardload.formats.lookup import (
-    absolute,
-    find_array,
-    labelled,
-    labelled_below,
-    list_labelled,
-    open_file,
-    read_labels,
-    split_path,
-)
+from shardload.formats.lookup import absolute, find_array, open_file, split_path
 from shardload.options import OPTIONS, filter_names
 
 __all__ = ["Contents", "groups_of", "open", "read_contents"]

@@ -8,10 +8,9 @@ from dataclasses import replace
 
 from shardload.errors import SourceError
 from shardload.formats.base import ArrayInfo, OpenFile, Properties
-from shardload.formats.diagnosis import as_source_error
+from shardload.formats.diagnosis import as_source_error, check_loadable
 from shardload.formats.labels import names_in
 from shardload.formats.likeness import as_text, named_beside
-from shardload.formats.lookup import check_loadable
 from shardload.jobs.consistency import State
 
 __all__ = ["Described", "describe_array", "found_by_name", "take_along"]

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload import ConfigError, SourceError, between, near
-from shardload.formats.lookup import Labeller
+from shardload.formats.labelling import Labeller
 from shardload.jobs.loading.call import LoadCall
 from shardload.planning.tuning import tuned
 from tests.mpi.support import check, mesh_of, on_root, padded, same_error, sharding_of, unit

@@ -7,6 +7,7 @@ has a length of its own: a value that turns up in the wrong place says which pla
 from __future__ import annotations
 
 import math
+import os
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +17,11 @@ import h5py
 import numpy as np
 import zarr
 
-from shardload.formats.base import Source
+from shardload.formats.access import STRICT, Access
+from shardload.formats.base import ArrayInfo, Source
+from shardload.formats.lookup import Finder, split_path
 from shardload.planning.region import Region
+from shardload.planning.tuning import Tuning, default_tuning
 
 SHAPES: tuple[tuple[int, ...], ...] = ((), (11,), (5, 7), (3, 5, 7), (2, 3, 5, 7), (2, 3, 4, 5, 7))
 
@@ -124,3 +128,9 @@ def write_zarr(path: Path | str, arrays: dict[str, Any], zarr_format: Any = 3, *
         # Not `data=`: zarr 3.1.0 then writes the chunks of one shard at the same time, and loses some.
         group.create_array(name, shape=data.shape, dtype=data.dtype, **chunks)[...] = data
     return str(path)
+
+
+def read_small(path: Any, info: ArrayInfo, access: Access = STRICT, tuning: Tuning | None = None) -> Any:
+    """The values of an array that come with its metadata; None if it is not small, or they cannot be read."""
+    with Finder(access, tuning or default_tuning()) as finder:
+        return finder.find(split_path(os.fspath(path))[0], info.dataset).values

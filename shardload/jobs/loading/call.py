@@ -33,9 +33,9 @@ from shardload.engine.call import Call, begin_call, unforeseen
 from shardload.errors import ConfigError
 from shardload.formats.access import Access
 from shardload.formats.base import ArrayInfo, Source
-from shardload.formats.labelling import SMALL_NBYTES
+from shardload.formats.labelling import SMALL_NBYTES, Labeller, read_labels
 from shardload.formats.labels import Labels, OnDemand
-from shardload.formats.lookup import Finder, Found, Labeller, read_labels
+from shardload.formats.lookup import Finder, Found
 from shardload.formats.memory import MemorySource
 from shardload.jobs.consistency import State, check_names, check_unchanged
 from shardload.jobs.loading.array_load import ArrayLoad

@@ -46,11 +46,11 @@ from shardload.formats.base import a_few_chunks
 from shardload.formats.codecs import Chain, Stage, blosc, gunzip, inflate, unzstd
 from shardload.formats.hdf5.filters import NAMES, n_compressors
 from shardload.formats.hdf5.source import Hdf5Source
-from shardload.formats.lookup import find_array, list_arrays, open_source, read_small
+from shardload.formats.lookup import find_array, list_arrays, open_source
 from shardload.formats.zarr import metadata as zarr_layout
 from shardload.formats.zarr.store import open_store
 from shardload.planning.region import Region
-from tests.unit.files import flat, read_all, write_hdf5, write_zarr
+from tests.unit.files import flat, read_all, read_small, write_hdf5, write_zarr
 from tests.unit.formats.memory_cases import CASES, FINE, first_chunk, with_filters, write_cases
 
 LIMITED = "in a process of which memory is limited"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from shardload import SourceError
-from shardload.formats import Region, lookup
+from shardload.formats import Region, small
 from shardload.formats.access import STRICT
 from shardload.formats.base import read_chunks
 from shardload.formats.hdf5 import source as hdf5
@@ -98,8 +98,8 @@ def test_small_arrays_of_many_chunks_are_read_in_batches(
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file.create_dataset("x", data=values, chunks=chunks, maxshape=(None,) * len(shape), **how)
     path, batches = str(tmp_path / "x.h5"), []
-    monkeypatch.setattr(lookup, "read_chunks", lambda *a: (batches.append(done := read_chunks(*a)), done)[1])
-    monkeypatch.setattr(lookup, "_WORTH_BATCHES", 2)
+    monkeypatch.setattr(small, "read_chunks", lambda *a: (batches.append(done := read_chunks(*a)), done)[1])
+    monkeypatch.setattr(small, "_WORTH_BATCHES", 2)
     if name not in ("large", "plain"):
         monkeypatch.setattr(hdf5.Hdf5Source, "_read_into", lambda *_: pytest.fail("read by the library"))
     with Finder(STRICT, Tuning()) as finder:

@@ -19,8 +19,9 @@ import shardload
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.access import Access, Limits
 from shardload.formats.base import ArrayInfo
+from shardload.formats.labelling import Labeller, read_labels
 from shardload.formats.labels import Note, from_plain, to_plain
-from shardload.formats.lookup import Labeller, find_array, read_labels
+from shardload.formats.lookup import find_array
 from shardload.formats.untrusted import source as untrusted_source
 from shardload.formats.untrusted.answers import HelperError, labels_of
 from shardload.jobs import contents

@@ -29,12 +29,12 @@ from shardload.formats.access import Access, Limits
 from shardload.formats.base import ArrayInfo, Format, Source, json_value, refusal
 from shardload.formats.diagnosis import no_arrays_below
 from shardload.formats.hdf5 import source as hdf5_module
-from shardload.formats.lookup import Finder, find_array, list_arrays, open_source, read_small, split_path
+from shardload.formats.lookup import Finder, find_array, list_arrays, open_source, split_path
 from shardload.formats.memory import FORMAT, MemorySource
 from shardload.jobs.loading.call import describe_path
 from shardload.planning.region import Region
 from tests.tiers import quick_ones
-from tests.unit.files import DTYPES, SHAPES, SIZES, check_source, flat, read_all, write_hdf5, write_zarr
+from tests.unit.files import DTYPES, SHAPES, SIZES, check_source, flat, read_all, read_small, write_hdf5, write_zarr
 
 
 @pytest.fixture(autouse=True)
@@ -508,6 +508,7 @@ def test_any_exception_of_a_library_becomes_a_source_error(tmp_path: Path, monke
         monkeypatch.setattr(type(hdf5), "list_arrays", fail)
         monkeypatch.setattr(type(hdf5), "sketch_arrays", fail)
         monkeypatch.setattr(type(hdf5), "open_path", fail)
+        monkeypatch.setattr(type(hdf5), "open_file", fail)
         for attempt in (list_arrays, find_array, lambda p: open_source(p, "a")):
             with pytest.raises(SourceError, match=f"'{path}' cannot be opened: .*{type(error).__name__}: ") as caught:
                 attempt(path)

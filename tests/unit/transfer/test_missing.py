@@ -15,7 +15,7 @@ from hypothesis import given, settings
 
 from shardload.errors import MissingChunksWarning, SourceError
 from shardload.formats.base import ArrayInfo
-from shardload.formats.lookup import open_source, read_small
+from shardload.formats.lookup import open_source
 from shardload.planning.region import Region
 from shardload.planning.schedule import Grid, Schedule, plan_shards
 from shardload.planning.selection import select_axes
@@ -23,7 +23,7 @@ from shardload.planning.strategies import Direct
 from shardload.transfer.missing import chunk_numbers, counter_of, describe_missing, fold_first, settle_missing, unfold_first
 from tests.unit.brute_force import Case, cases
 from tests.unit.fakes import FakeSource, chunked, fetch, reader_of, tune, whole
-from tests.unit.files import flat
+from tests.unit.files import flat, read_small
 
 SHAPE, CHUNKS = (7, 10, 3), (2, 4, 3)
 
