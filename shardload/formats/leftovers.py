@@ -12,9 +12,10 @@ import shlex
 from dataclasses import dataclass
 
 from shardload.errors import SourceError
+from shardload.formats.changes import changes_of
 from shardload.formats.containment import NotAFileError, open_file
 from shardload.formats.locks import locked_path
-from shardload.formats.target import FOLDER_MARK, MARK_BEGINS, MARK_NBYTES, shortened, temporary_of
+from shardload.formats.target import FOLDER_MARK, GROWTH_MARK, MARK_BEGINS, MARK_NBYTES, shortened, temporary_of
 
 __all__ = ["GROWTH_MARK", "JOURNAL", "NEW_JOURNAL", "ROOTS", "Leftover", "find_leftover", "refuse_leftover"]
 
@@ -22,7 +23,6 @@ ROOTS = ("zarr.json", ".zgroup", ".zarray")  # one of them makes a folder a Zarr
 
 JOURNAL = ".journal"  # behind the name of a temporary: what a copy notes, to go on after a kill
 NEW_JOURNAL = f"{JOURNAL}.new"  # the same, while a copy that goes on writes it anew
-GROWTH_MARK = "shardload-append"  # is in a temporary folder that has what will be appended to a store, or in that of a file
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,9 @@ class Leftover:
         The name that was asked for.
     what : str
         ``"unfinished"``: what the save wrote. ``"replaced"``: what had the name before. ``"appended"``: new rows of the target,
-        which it may have or not. ``"appending"``: a file that keeps other appends away. ``"journal"``: what a copy noted to
-        go on after a kill, and nothing to go on with. ``"new journal"``: one that had not taken the place of the old one.
+        which it may have or not. ``"appending"``: a file that keeps other appends away. ``"changes"``: the end of an append,
+        without which the target cannot be read. ``"journal"``: what a copy noted to go on after a kill, and nothing to go on
+        with. ``"new journal"``: one that had not taken the place of the old one.
     is_whole : bool
         Whether it can be used. Of what was replaced, parts may be removed already if the name exists.
     is_link : bool
@@ -56,6 +57,8 @@ class Leftover:
         """What it is, without its path: words that follow it."""
         if self.what == "appending":
             return f"says that '{self.target}' is being appended to; if that was killed, no other append can begin"
+        if self.what == "changes":
+            return f"is the end of an append to '{self.target}', which cannot be read without it"
         if self.what == "appended":
             return f"belongs to an append to '{self.target}' that has not ended"
         if self.what == "journal":
@@ -75,7 +78,7 @@ class Leftover:
     def condition(self) -> str:
         """When `commands` may be typed."""
         is_of_copy = self.what.endswith("journal") or os.path.exists(f"{self.path}{JOURNAL}")
-        call = "append" if self.what.startswith("append") else "copy" if is_of_copy else "save"
+        call = "append" if self.what.startswith(("append", "changes")) else "copy" if is_of_copy else "save"
         return f"If no {call} runs there any more"
 
     @property
@@ -84,6 +87,8 @@ class Leftover:
         beside = [path for path in (f"{self.path}{JOURNAL}", f"{self.path}{NEW_JOURNAL}") if os.path.exists(path)]
         has_journal = f"{self.path}{JOURNAL}" in beside
         paths = " ".join(map(shlex.quote, [self.path, *beside]))
+        if self.what == "changes":
+            return [("complete it", f"shardload info {shlex.quote(self.target)}")]
         remove = "remove it", f"rm {'-r ' if os.path.isdir(self.path) else ''}{paths}"
         if has_journal and not self.is_whole:
             return [("go on with it", f"shardload copy IN {shlex.quote(self.target)} --resume"), remove]
@@ -125,6 +130,9 @@ def find_leftover(path: str) -> Leftover | None:
             return Leftover(path, target, "appended", False)
         is_whole = FOLDER_MARK not in names and any(root in names for root in ROOTS)
         return Leftover(path, target, what, is_whole and (what == "unfinished" or not os.path.lexists(target)))
+    if what == "changes":
+        is_needed = changes_of(os.path.realpath(target)) == os.path.realpath(path)
+        return Leftover(path, target, "changes" if is_needed else "appended", False)
     try:
         with os.fdopen(open_file(path), "rb") as file:
             head = file.read(len(MARK_BEGINS))

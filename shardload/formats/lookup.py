@@ -35,6 +35,7 @@ from shardload.formats.base import (
     read_plain_chunks,
     refusal,
 )
+from shardload.formats.changes import complete_append
 from shardload.formats.diagnosis import (
     as_source_error,
     candidates,
@@ -935,6 +936,8 @@ def format_of(path: str) -> Format:
         check_readable(path)
         with _naming_what_is_unread(path):
             found, failed = registry.claiming(lambda file_format: file_format.claims_path(path))
+    if found is None and "://" not in path and complete_append(path):
+        return format_of(path)
     if found is None:
         with _naming_what_is_unread(path):
             raise unclaimed(path, registry.names(), failed)
