@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
 __all__ = [
     "DATASPACE",
     "LAYOUT",
@@ -60,8 +62,7 @@ def lookup3(data: bytes) -> int:
     a = b = c = (0xDEADBEEF + len(data)) & 0xFFFFFFFF
     if not data:
         return c
-    words = memoryview(data + bytes(-len(data) % 12)).cast("I" if _IS_LITTLE else "B")
-    whole = [int(word) for word in words] if _IS_LITTLE else _words(bytes(words))
+    whole: list[int] = np.frombuffer(data + bytes(-len(data) % 12), "<u4").tolist()
     for at in range(0, len(whole) - 3, 3):
         a, b, c = (a + whole[at]) & _ALL, (b + whole[at + 1]) & _ALL, (c + whole[at + 2]) & _ALL
         a = ((a - c) & _ALL) ^ (c << 4 & _ALL | c >> 28)
@@ -86,11 +87,6 @@ def lookup3(data: bytes) -> int:
 
 
 _ALL = 0xFFFFFFFF
-_IS_LITTLE = memoryview(b"\1\0\0\0").cast("I")[0] == 1
-
-
-def _words(data: bytes) -> list[int]:
-    return [int.from_bytes(data[at : at + 4], "little") for at in range(0, len(data), 4)]
 
 
 # --- superblock
