@@ -12,15 +12,14 @@ import shlex
 from dataclasses import dataclass
 
 from shardload.errors import SourceError
+from shardload.formats.changes import changes_of
 from shardload.formats.containment import NotAFileError, open_file
 from shardload.formats.locks import locked_path
-from shardload.formats.target import FOLDER_MARK, MARK_BEGINS, MARK_NBYTES, shortened, temporary_of
+from shardload.formats.target import FOLDER_MARK, GROWTH_MARK, MARK_BEGINS, MARK_NBYTES, shortened, temporary_of
 
 __all__ = ["GROWTH_MARK", "ROOTS", "Leftover", "find_leftover", "refuse_leftover"]
 
 ROOTS = ("zarr.json", ".zgroup", ".zarray")  # one of them makes a folder a Zarr store
-
-GROWTH_MARK = "shardload-append"  # is in a temporary folder that has what will be appended to a store, or in that of a file
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,8 @@ class Leftover:
         The name that was asked for.
     what : str
         ``"unfinished"``: what the save wrote. ``"replaced"``: what had the name before. ``"appended"``: new rows of the target,
-        which it may have or not. ``"appending"``: a file that keeps other appends away.
+        which it may have or not. ``"appending"``: a file that keeps other appends away. ``"changes"``: the end of an append,
+        without which the target cannot be read.
     is_whole : bool
         Whether it can be used. Of what was replaced, parts may be removed already if the name exists.
     is_link : bool
@@ -56,6 +56,8 @@ class Leftover:
         """What it is, without its path: words that follow it."""
         if self.what == "appending":
             return f"says that '{self.target}' is being appended to; if that was killed, no other append can begin"
+        if self.what == "changes":
+            return f"is the end of an append to '{self.target}', which cannot be read without it"
         if self.what == "appended":
             return f"belongs to an append to '{self.target}' that has not ended"
         if self.is_link:
@@ -70,12 +72,14 @@ class Leftover:
     @property
     def condition(self) -> str:
         """When `commands` may be typed."""
-        call = "append" if self.what.startswith("append") else "copy" if self.goes_on else "save"
+        call = "append" if self.what.startswith(("append", "changes")) else "copy" if self.goes_on else "save"
         return f"If no {call} runs there any more"
 
     @property
     def commands(self) -> list[tuple[str, str]]:
         """What to do under this `condition`: in words, and what to type."""
+        if self.what == "changes":
+            return [("complete it", f"shardload info {shlex.quote(self.target)}")]
         remove = "remove it", f"rm {'-r ' if os.path.isdir(self.path) else ''}{shlex.quote(self.path)}"
         if self.goes_on:
             return [("go on with it", f"shardload copy IN {shlex.quote(self.target)} --resume"), remove]
@@ -113,6 +117,9 @@ def find_leftover(path: str) -> Leftover | None:
         is_whole = is_whole and (what == "unfinished" or not os.path.lexists(target))
         goes_on = FOLDER_MARK in names and os.path.getsize(os.path.join(path, FOLDER_MARK)) > MARK_NBYTES
         return Leftover(path, target, what, is_whole, goes_on=goes_on)
+    if what == "changes":
+        is_needed = changes_of(os.path.realpath(target)) == os.path.realpath(path)
+        return Leftover(path, target, "changes" if is_needed else "appended", False)
     try:
         with os.fdopen(open_file(path), "rb") as file:
             head = file.read(len(MARK_BEGINS))

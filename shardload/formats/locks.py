@@ -15,12 +15,13 @@ import os
 import secrets
 import shlex
 import socket
+import time
 
 from shardload.errors import ConfigError
 from shardload.formats.containment import open_file
 from shardload.formats.target import named, put_at, shortened
 
-__all__ = ["AppendLock", "FileLock", "locked_path"]
+__all__ = ["AppendLock", "FileLock", "locked_path", "take_lock"]
 
 _LOCK_SUFFIX = ".appending"
 _LOCK_BEGINS = b"shardload append "
@@ -96,7 +97,20 @@ class AppendLock:
                 os.unlink(self.path)
 
 
+_WAIT_SECONDS, _PAUSE_SECONDS = 10.0, 0.05
 _NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL}  # of a file system
+
+
+def take_lock(descriptor: int, kind: int) -> bool:
+    """Take the system's lock of an open file, without waiting. False if another has it; True if the file system has none."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+    return True
 
 
 class FileLock:
@@ -138,19 +152,17 @@ class FileLock:
             )
 
     def exclude(self) -> None:
-        """Let nobody open it. If somebody reads it, go on: a reader loses nothing, and who would write is still kept away."""
-        if not self._taken(fcntl.LOCK_EX):
+        """Let nobody open it. Waits for those that read it, as long as a program takes that does not keep it open."""
+        stop = time.monotonic() + _WAIT_SECONDS
+        while not self._taken(fcntl.LOCK_EX):
             self.share()
+            if time.monotonic() > stop:
+                raise ConfigError(
+                    f"'{self._path}' was opened by another program during this append, and is still open there: it would read "
+                    "old and new metadata. Nothing was appended: close it there, and append again"
+                )
+            time.sleep(_PAUSE_SECONDS)
 
     def _taken(self, kind: int) -> bool:
         """False if another has it."""
-        if not self._is_used:
-            return True
-        try:
-            fcntl.flock(self._descriptor, kind | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
-        return True
+        return not self._is_used or take_lock(self._descriptor, kind)

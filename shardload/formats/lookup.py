@@ -21,6 +21,7 @@ from shardload.errors import ConfigError, SourceError
 from shardload.formats import registry
 from shardload.formats.access import STRICT, Access
 from shardload.formats.base import ArrayInfo, Format, OpenFile, Source, nbytes_of
+from shardload.formats.changes import complete_append
 from shardload.formats.diagnosis import (
     NO_VARIABLE,
     as_source_error,
@@ -584,6 +585,8 @@ def format_of(path: str, access: Access = STRICT) -> Format:
         check_readable(path)
         with _naming_what_is_unread(path):
             found, failed = registry.claiming(lambda file_format: file_format.claims_path(path))
+    if found is None and "://" not in path and complete_append(path):
+        return format_of(path)
     if found is None:
         with _naming_what_is_unread(path):
             raise unclaimed(path, registry.names(), failed)

@@ -28,6 +28,7 @@ from shardload.errors import ConfigError, SourceError
 
 __all__ = [
     "FOLDER_MARK",
+    "GROWTH_MARK",
     "MARK_BEGINS",
     "MARK_NBYTES",
     "MODES",
@@ -47,8 +48,9 @@ __all__ = [
 MODES = ("w-", "w")
 MARK_NBYTES = 64
 MARK_BEGINS = b"shardload unfinished "  # a temporary file, until its own first bytes are written
+GROWTH_MARK = "shardload-append"  # is in a temporary folder that has what will be appended to a store, or in that of a file
 FOLDER_MARK = "shardload-unfinished"  # is in a temporary folder, until all of it is written
-_NAME = re.compile(r"(?P<name>.+)\.(?P<token>[0-9a-f]{16})\.(?P<what>unfinished|replaced)")
+_NAME = re.compile(r"(?P<name>.+)\.(?P<token>[0-9a-f]{16})\.(?P<what>unfinished|replaced|changes)")
 _MOST_NAME_NBYTES = 255
 _MOST_BEHIND_NBYTES = len(".0123456789abcdef.unfinished")  # of the names that stand beside a file
 _MOST_SUFFIX_NBYTES = 16
@@ -73,8 +75,9 @@ _WHY = {
 
 
 def temporary_of(path: str) -> tuple[str, str] | None:
-    """The path for which this temporary was made, `shortened`, and ``"unfinished"`` (a save that has not ended) or
-    ``"replaced"`` (what had the name before); None for any other name. Decides by the name alone.
+    """The path for which this temporary was made, `shortened`, and ``"unfinished"`` (a save that has not ended),
+    ``"replaced"`` (what had the name before) or ``"changes"`` (the end of an append); None for any other name. Decides by the
+    name alone.
 
     >>> temporary_of("d/out.h5.0123456789abcdef.unfinished"), temporary_of("out.h5")
     (('d/out.h5', 'unfinished'), None)

@@ -61,6 +61,7 @@ KINDS: dict[str, dict[str, Any]] = {
 FILES: dict[str, dict[str, Any]] = {
     "HDF5": {"chunks": (4, 5, 7)},
     "HDF5 gzip, shuffle": {"chunks": (3, 24, 5), "compression": "gzip", "shuffle": True},
+    "HDF5 gzip, latest": {"chunks": (5, 9, 11), "libver": "latest", "compression": "gzip"},
     "HDF5 zstd, 1.8": {"chunks": (5, 9, 11), "libver": ("v108", "v108"), **hdf5plugin.Zstd()},
     "HDF5 big-endian, checksums": {"chunks": (2, 7, 12), "dtype": ">f4", "fletcher32": True},
     "netCDF4": {"chunks": (4, 5, 7), "compression": "zlib"},
@@ -247,7 +248,7 @@ def test_what_does_not_fit_into_a_file(ranks: Any, shared_tmp_path: Path) -> Non
 
     def begin() -> None:
         make_file(path, values[:5], "HDF5")
-        with h5py.File(shared_tmp_path / "new.h5", "w", libver="latest") as file:
+        with h5py.File(shared_tmp_path / "new.h5", "w", userblock_size=512) as file:
             file.create_dataset("rho", data=values[:5], chunks=(4, 5, 7), maxshape=(None, Y, X))
         with netCDF4.Dataset(shared_tmp_path / "run.nc", "w") as file:  # two groups with one dimension
             file.createDimension("time", None)
@@ -264,7 +265,7 @@ def test_what_does_not_fit_into_a_file(ranks: Any, shared_tmp_path: Path) -> Non
     same_error(ranks, lambda: shardload.append(path, whole, dim="t"), ConfigError, "no such axis", "('time', None, None)")
     nc = shared_tmp_path / "run.nc"
     same_error(ranks, lambda: shardload.append(nc, {"g/x": time}), ConfigError, "'/x'", "its length would differ", "Pass 'x'")
-    same_error(ranks, lambda: shardload.append(new, one, dim=0), ConfigError, "an extensible array", "shardload copy")
+    same_error(ranks, lambda: shardload.append(new, one, dim=0), ConfigError, "a user block", "shardload copy")
     assert on_root(ranks, lambda: files(shared_tmp_path)) == before
     copy = shared_tmp_path / "copy.h5"
     copy_file(CopyRequest(str(new), str(copy), timeout=60.0), comm=ranks, progress=False)

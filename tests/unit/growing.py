@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from shardload.formats.hdf5.growth import GrowthSink
 from tests.unit.saving import write_all
 
 Array = np.ndarray[Any, Any]
+Content = dict[str, bytes]
 
 
 def sink_of(
@@ -30,90 +32,129 @@ def sink_of(
     return GrowthSink(str(path), known, axes, n_new, dimensions, **how)
 
 
+def coming(sink: GrowthSink, values: Mapping[str, Array]) -> dict[str, Array]:
+    """What is written: from the old edge on."""
+    return {
+        name: array[tuple(slice(sink.arrays[name].base * (k == sink.arrays[name].axis), None) for k in range(array.ndim))]
+        for name, array in values.items()
+    }
+
+
 def grow(path: Path, values: Mapping[str, Array], axis: int = 0, *, seed: int = 0, **how: Any) -> GrowthSink:
     """Append, so that arrays become `values`."""
     sink = sink_of(path, values, axis, **how)
-    come = {
-        name: one[tuple(slice(sink.arrays[name].base * (k == sink.arrays[name].axis), None) for k in range(one.ndim))]
-        for name, one in values.items()
-    }
     with sink.create() as catalog:
-        write_all(sink, catalog, come, seed=seed)
+        write_all(sink, catalog, coming(sink, values), seed=seed)
         catalog.finish()
         catalog.commit()
     return sink
 
 
 class Disk:
-    """Notes each write to a file, and when it is synced.
+    """Notes each change of a folder that has one file at first, and when it is synced.
 
     Attributes
     ----------
-    writes : list of (int, bytes)
-        Offset and bytes; ``None`` for those of a change of length, whose offset is the length.
-    syncs : list of int
-        How many writes there were at each fsync.
+    before : bytes
+        That file.
+    events : list of tuple
+        What happened: ``("write", file, offset, bytes)``, ``("length", file, n)``, ``("name", name, file)``, with None for a
+        name that goes. Files are numbers.
+    syncs : list of (int, int or None)
+        How many events there were at each fsync, and of which file it was; None for the folder's names.
     """
 
     def __init__(self, path: Path) -> None:
-        self.before, self._file = path.read_bytes(), os.stat(path)
-        self.writes: list[tuple[int, bytes | None]] = []
-        self.syncs: list[int] = []
+        self.path, self.folder, self.before = path, path.parent, path.read_bytes()
+        self.file = os.stat(path).st_ino
+        self.events: list[tuple[Any, ...]] = []
+        self.syncs: list[tuple[int, int | None]] = []
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Note what is written inside."""
-        right_write, right_resize = os.pwrite, os.ftruncate
+        """Note what happens inside."""
+        pwrite, ftruncate, create, rename, unlink = os.pwrite, os.ftruncate, os.open, os.rename, os.unlink
 
-        def is_mine(descriptor: int) -> bool:
-            return os.path.samestat(os.fstat(descriptor), self._file)
+        def note_write(descriptor: int, data: Any, offset: int) -> int:
+            self.events.append(("write", os.fstat(descriptor).st_ino, offset, bytes(data)))
+            return pwrite(descriptor, data, offset)
 
-        def pwrite(descriptor: int, data: Any, offset: int) -> int:
-            if is_mine(descriptor):
-                self.writes.append((offset, bytes(data)))
-            return right_write(descriptor, data, offset)
+        def note_length(descriptor: int, length: int) -> None:
+            self.events.append(("length", os.fstat(descriptor).st_ino, length))
+            ftruncate(descriptor, length)
 
-        def ftruncate(descriptor: int, length: int) -> None:
-            if is_mine(descriptor):
-                self.writes.append((length, None))
-            right_resize(descriptor, length)
+        def note_open(path: Any, flags: int, *more: Any, **how: Any) -> int:
+            descriptor = create(path, flags, *more, **how)
+            if flags & os.O_CREAT and os.path.dirname(path) == str(self.folder):
+                self.events.append(("name", os.path.basename(path), os.fstat(descriptor).st_ino))
+            return descriptor
 
-        def fsync(descriptor: int) -> None:
-            if is_mine(descriptor):
-                self.syncs.append(len(self.writes))
+        def note_rename(old: str, new: str) -> None:
+            rename(old, new)
+            # One event for both names: a file system changes them together.
+            self.events.append(("name", os.path.basename(new), os.stat(new).st_ino, os.path.basename(old)))
 
+        def note_unlink(path: str) -> None:
+            unlink(path)
+            self.events.append(("name", os.path.basename(path), None))
+
+        def note_sync(descriptor: int) -> None:
+            found = os.fstat(descriptor)
+            self.syncs.append((len(self.events), None if stat.S_ISDIR(found.st_mode) else found.st_ino))
+
+        noted = {"pwrite": note_write, "ftruncate": note_length, "open": note_open, "rename": note_rename}
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(os, "pwrite", pwrite)
-            patch.setattr(os, "ftruncate", ftruncate)
-            patch.setattr(os, "fsync", fsync)
+            for name, function in (noted | {"unlink": note_unlink, "fsync": note_sync}).items():
+                patch.setattr(os, name, function)
             yield
 
-    def after(self, which: list[int] | range) -> bytes:
-        """The file with some of the writes."""
-        data = bytearray(self.before)
-        for k in which:
-            offset, new = self.writes[k]
-            if new is None:
-                data = data[:offset] + bytes(max(0, offset - len(data)))
+    def after(self, which: list[int] | range) -> Content:
+        """What is in the folder after some of the events, by name."""
+        files: dict[int, bytearray] = {self.file: bytearray(self.before)}
+        names: dict[str, int] = {self.path.name: self.file}
+        for kind, *more in (self.events[k] for k in which):
+            if kind == "name":
+                name, file = more[:2]
+                for gone in (*more[2:], name):
+                    names.pop(gone, None)
+                if file is not None:
+                    names[name] = file
+                continue
+            data = files.setdefault(more[0], bytearray())
+            stop = more[1] + (len(more[2]) if kind == "write" else 0)
+            data += bytes(max(0, stop - len(data)))
+            if kind == "write":
+                data[more[1] : stop] = more[2]
             else:
-                data += bytes(max(0, offset + len(new) - len(data)))
-                data[offset : offset + len(new)] = new
-        return bytes(data)
+                del data[stop:]
+        return {name: bytes(files.get(file, b"")) for name, file in names.items()}
 
-    def after_kills(self) -> Iterator[tuple[str, bytes]]:
-        """The file after each single write: what a process that is killed leaves."""
-        for n in range(len(self.writes) + 1):
-            yield f"{n} writes", self.after(range(n))
+    def after_kills(self) -> Iterator[tuple[str, Content]]:
+        """The folder after each single event: what a process that is killed leaves."""
+        for n in range(len(self.events) + 1):
+            yield f"{n} events", self.after(range(n))
 
-    def after_power_cuts(self) -> Iterator[tuple[str, bytes]]:
-        """The file as a machine can leave it that stops: of the writes since the last fsync any may be there. All choices of up
-        to four; of more, each alone, and each missing.
+    def after_power_cuts(self) -> Iterator[tuple[str, Content]]:
+        """The folder as a machine can leave it that stops: of the events that no fsync has confirmed any may be there. All
+        choices of up to four; of more, each alone, and each missing.
         """
-        for start, stop in itertools.pairwise([0, *self.syncs, len(self.writes)]):
-            some = range(start, stop)
+        for stop in sorted({n for n, _ in self.syncs} | {len(self.events)}):
+            safe = [k for k in range(stop) if self._is_synced(k, stop)]
+            some = [k for k in range(stop) if k not in safe]
             if len(some) <= 4:
-                choices = [list(one) for n in range(len(some)) for one in itertools.combinations(some, n)]
+                choices = [list(chosen) for n in range(len(some) + 1) for chosen in itertools.combinations(some, n)]
             else:
                 choices = [[k] for k in some] + [[k for k in some if k != other] for other in some]
             for chosen in choices:
-                yield f"{start} writes and {chosen}", self.after([*range(start), *chosen])
+                yield f"{stop} events, of which {chosen} were not synced", self.after(sorted([*safe, *chosen]))
+
+    def _is_synced(self, event: int, stop: int) -> bool:
+        kind, file = self.events[event][0], self.events[event][1]
+        return any(event < n < stop and synced == (None if kind == "name" else file) for n, synced in self.syncs)
+
+    def put(self, content: Content) -> None:
+        """Make the folder anew."""
+        for old in self.folder.iterdir():
+            old.unlink()
+        for name, data in content.items():
+            (self.folder / name).write_bytes(data)

@@ -29,20 +29,28 @@ from typing import Any
 
 import numpy as np
 
-from shardload.formats.hdf5.chunk_tree import MOST_CHILDREN, Entries, entry_of
 from shardload.formats.hdf5.on_disk import DATASPACE, LAYOUT, UNDEFINED, Read, read_header
 from shardload.planning.grid import IntArray, ravel
 
-__all__ = ["MOST_ENTRIES", "DamagedIndexError", "ListedChunks", "list_tree"]
+__all__ = ["MOST_ENTRIES", "DamagedIndexError", "Entries", "ListedChunks", "entry_of", "list_tree"]
 
 UIntArray = np.ndarray[Any, np.dtype[np.unsignedinteger[Any]]]
+Entries = np.ndarray[Any, Any]
 MOST_ENTRIES = 1 << 17  # to read at once: they take 50 bytes for each, twice
+_MOST_CHILDREN = 64  # of a node, unless the file's creator chose another number
 _CHUNKED = 2
 _MOST_LEVELS = 16
 _MARK = b"TREE\x01"
 _SUPERBLOCK_NBYTES, _HEADER_NBYTES = 48, 16  # at least
 _ABOVE_ALL = 256  # a level
 _HEAD = struct.Struct("<4sBBHQQ")  # of a node: mark, type, level, number of entries, siblings
+
+
+def entry_of(ndim: int) -> np.dtype[Any]:
+    """An entry of a node, as it is in the file: bytes of the stored chunk, filters left out, the first element's position
+    (with a zero behind), and the chunk's offset. Above the leaves: those of a child's first chunk, and the child's offset.
+    """
+    return np.dtype([("nbytes", "<u4"), ("mask", "<u4"), ("at", "<u8", (ndim + 1,)), ("child", "<u8")])
 
 
 class DamagedIndexError(ValueError):
@@ -61,7 +69,7 @@ class _TooManyError(Exception):
 class ListedChunks:
     """Stored chunks, in ascending order of their numbers in the grid of all chunks.
 
-    `entries` has a record for each, as `chunk_tree.entry_of` says; ``child`` is the chunk's address.
+    `entries` has a record for each, as `entry_of` says; ``child`` is the chunk's address.
     """
 
     numbers: IntArray
@@ -118,7 +126,7 @@ def _root_of(read: Read, header: int, ndim: int) -> tuple[int, int, tuple[int, .
     """
     shape: tuple[int, ...] = (UNDEFINED,) * ndim
     found = None
-    for message in read_header(read, header, is_checked=False):
+    for message in read_header(read, header):
         if message.kind == DATASPACE and not message.is_shared:
             version, n_axes, flags = message.data[:3]
             first = (8 if version == 1 else 4) + (8 * ndim if flags & 1 else 0)
@@ -205,7 +213,7 @@ class _Tree:
     def _node(self, node: int, level: int) -> tuple[bytes, bytes]:
         """Its entries, and the position in the key behind the last of them."""
         size = self.entry.itemsize
-        usual = _HEAD.size + (MOST_CHILDREN + 1) * size - 8  # the last key leads to no child
+        usual = _HEAD.size + (_MOST_CHILDREN + 1) * size - 8  # the last key leads to no child
         data = self.read(node, usual)
         mark, kind, its_level, n, _, _ = _HEAD.unpack_from(data)
         if (mark, kind, its_level) != (b"TREE", 1, level) or not n:

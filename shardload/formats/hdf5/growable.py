@@ -1,66 +1,38 @@
 """How are the arrays of an HDF5 file stored, and can they grow safely? This is found out before anything is written.
 
-1. `read_file` reads the file with the HDF5 library, for all ranks: shapes, names of axes, filters.
-2. `Facts.spots` finds the few bytes of a dataset's header that would change, and compares them with what the library says.
-3. What append could not change so that a kill leaves a whole file is refused, with what to do instead.
-
-`Overlay` is the file as it will be: what the library reads of it is what a reader would.
+`read_file` reads the file with the HDF5 library, for all ranks: shapes, names of axes, filters. What could not grow so that a
+kill leaves a whole file is refused, with what to do instead.
 """
 
 from __future__ import annotations
 
-import io
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import h5py
 import numpy as np
 
 from shardload.errors import ConfigError, SourceError
-from shardload.formats.base import dtype_text, is_added, native_dtype, read_at, refusal
+from shardload.formats.base import dtype_text, is_added, native_dtype, refusal
+from shardload.formats.changes import complete_append
 from shardload.formats.containment import open_file
 from shardload.formats.growing import HOW_TO_GROW, meaning_of
 from shardload.formats.hdf5.attributes import axis_texts_of, is_scale, plain, scales_of
-from shardload.formats.hdf5.chunk_tree import ChunkTree
 from shardload.formats.hdf5.in_memory import file_in_memory
+from shardload.formats.hdf5.ledger_file import old_file
 from shardload.formats.hdf5.making import properties_of
 from shardload.formats.hdf5.metadata import stands_for_axis
 from shardload.formats.hdf5.names import places_in
-from shardload.formats.hdf5.on_disk import (
-    DATASPACE,
-    LAYOUT,
-    PAGE,
-    UNDEFINED,
-    Message,
-    Patch,
-    Read,
-    Spot,
-    Superblock,
-    UnknownError,
-    check_moves,
-    read_header,
-    read_superblock,
-)
 from shardload.formats.hdf5.opened import kind_of
 from shardload.formats.hdf5.pipeline import Pipeline, create_type
-from shardload.formats.hdf5.raw_file import file_number, type_of_values
+from shardload.formats.hdf5.raw_file import file_number, has_signature, type_of_values
+from shardload.formats.hdf5.unwrapped import are_edges_plain
 from shardload.formats.sink import ArraySpec, Compression
 
-__all__ = ["Facts", "Overlay", "Spots", "file_state", "read_file", "spec_of", "superblock_of", "unfit"]
+__all__ = ["file_state", "read_file", "spec_of", "unfit"]
 
 Json = dict[str, Any]
-_INDEXES = {
-    1: "a single chunk",
-    2: "an implicit index",
-    3: "a fixed array",
-    4: "an extensible array",
-    5: "a B-tree of version 2",
-}
-
-
-# --- what there is
 
 
 def read_file(path: str, names: Iterable[str]) -> Json:
@@ -77,29 +49,26 @@ def read_file(path: str, names: Iterable[str]) -> Json:
         If this is no HDF5 file, or it cannot be read.
     """
     path = os.path.realpath(path)
+    complete_append(path)
     try:
         descriptor = open_file(path)
     except OSError as error:
         raise SourceError(f"'{path}' cannot be read: {error.strerror or error}", path=path) from error
     try:
-        view = Overlay(descriptor)
-        try:
-            superblock = read_superblock(view.piece)
-        except UnknownError as error:
-            if not h5py.is_hdf5(path):
-                raise ConfigError(
-                    f"'{path}' is a file, but neither HDF5 nor netCDF4; append writes to these, and to Zarr stores in folders. "
-                    "A netCDF-3 file becomes netCDF4 by `nccopy -k nc4 OLD NEW`"
-                ) from error
-            raise unfit(f"'{path}'", error) from error
+        if not has_signature(descriptor):
+            raise ConfigError(
+                f"'{path}' is a file, but neither HDF5 nor netCDF4; append writes to these, and to Zarr stores in folders. "
+                "A netCDF-3 file becomes netCDF4 by `nccopy -k nc4 OLD NEW`"
+            )
         state = file_state(descriptor)
         try:
-            with h5py.File(view, "r") as file:
+            with old_file(descriptor) as file:
+                _check_kind(path, file)
                 names = list(names)
                 arrays = _arrays(path, file, names)
                 names = [name for name in names if name in arrays]
                 for name in names:
-                    arrays[name] |= _details(path, file[name], superblock, view.piece)
+                    arrays[name] |= _details(path, file[name])
                 filters = {name: _filters(file[name].id.get_create_plist()) for name in names}
         except (OSError, RuntimeError, KeyError) as error:
             raise SourceError(f"'{path}' cannot be read by HDF5: {error}", path=path) from error
@@ -117,21 +86,26 @@ def file_state(descriptor: int) -> list[int]:
     return [found.st_size, found.st_mtime_ns]
 
 
-def superblock_of(path: str, read: Read) -> Superblock:
-    """The superblock. ConfigError if the file is of a kind that cannot grow."""
-    try:
-        found = read_superblock(read)
-    except UnknownError as error:
-        raise unfit(f"'{path}'", error) from error
-    return found
-
-
 def unfit(where: str, what: object) -> ConfigError:
     """The error about something that cannot grow."""
     return ConfigError(
         f"{where} cannot grow safely: it has {what}. Make a file that can: `shardload copy OLD NEW`; or "
         "append with h5py, where a kill may cost the file"
     )
+
+
+def _check_kind(path: str, file: h5py.File) -> None:
+    """ConfigError if the file is of a kind that cannot grow."""
+    creation = file.id.get_create_plist()
+    strategy, persists, _ = creation.get_file_space_strategy()
+    if creation.get_userblock():
+        raise unfit(f"'{path}'", f"a user block of {creation.get_userblock()} bytes")
+    if creation.get_sizes() != (8, 8):
+        raise unfit(f"'{path}'", "addresses of {} and lengths of {} bytes in place of 8".format(*creation.get_sizes()))
+    if strategy == h5py.h5f.FSPACE_STRATEGY_PAGE:
+        raise unfit(f"'{path}'", "its space in pages (`fs_strategy='page'`)")
+    if persists:
+        raise unfit(f"'{path}'", "a list of its free space (`fs_persist=True`)")
 
 
 def _arrays(path: str, file: h5py.File, names: Iterable[str]) -> dict[str, Json]:
@@ -204,7 +178,7 @@ def _scopes(
     return found
 
 
-def _details(path: str, dataset: h5py.Dataset, superblock: Superblock, read: Read) -> Json:
+def _details(path: str, dataset: h5py.Dataset) -> Json:
     """How one array is stored. ConfigError if nothing can be appended to it."""
     where = f"'{dataset.name}' in '{path}'"
     if dataset.is_virtual:
@@ -217,13 +191,13 @@ def _details(path: str, dataset: h5py.Dataset, superblock: Superblock, read: Rea
     dtype = type_of_values(kind_of(dataset))
     if refusal(dtype) is not None or not _is_written(dataset, dtype):
         raise ConfigError(f"{where} holds {dtype} in a form that append does not write; append with h5py")
-    try:
-        facts = Facts.of(dataset, superblock)
-        facts.spots(read)
-        if file_number(dataset.id) != file_number(dataset.file.id):
-            raise UnknownError("a link to another file")
-    except UnknownError as error:
-        raise unfit(where, error) from error
+    creation = dataset.id.get_create_plist()
+    if file_number(dataset.id) != file_number(dataset.file.id):
+        raise unfit(where, "a link to another file")
+    if creation.get_alloc_time() == h5py.h5d.ALLOC_TIME_EARLY:
+        raise unfit(where, "places for all of its chunks from the beginning (early allocation)")
+    if are_edges_plain(creation):
+        raise unfit(where, "chunks at its edge that are not filtered (H5D_CHUNK_DONT_FILTER_PARTIAL_CHUNKS)")
     found = properties_of(dataset)
     fill = np.asarray(found.fill_value or 0, native_dtype(dtype))
     known = {
@@ -234,7 +208,6 @@ def _details(path: str, dataset: h5py.Dataset, superblock: Superblock, read: Rea
         "checksum": found.checksum,
         "fill": fill.tobytes().hex(),
         "format": "netCDF4" if "_NCProperties" in dataset.file.attrs else "HDF5",
-        "why_not": [facts.why_not(read, axis) for axis in range(dataset.ndim)],
         **meaning_of(
             native_dtype(dtype), {key: value for key, value in found.attrs.items() if not isinstance(value, h5py.Empty)}
         ),
@@ -290,144 +263,3 @@ def _check_filters(where: str, name: str, known: Json, filters: list[tuple[int, 
 def _filters(creation: Any) -> list[tuple[int, tuple[int, ...]]]:
     found = [creation.get_filter(k) for k in range(creation.get_nfilters())]
     return [(number, tuple(values)) for number, _, values, _ in found]
-
-
-# --- where its bytes are
-
-
-@dataclass(frozen=True)
-class Spots:
-    """Where a dataset's header says what changes."""
-
-    index: Spot
-    root: int
-    dims: tuple[Spot, ...]
-    tree: ChunkTree
-    header: tuple[Message, ...]
-
-    def of(self, axis: int) -> tuple[Spot, Spot]:
-        """What changes if it grows along an axis."""
-        return self.index, self.dims[axis]
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What HDF5 says of a dataset, and the address of its header."""
-
-    address: int
-    shape: tuple[int, ...]
-    maxshape: tuple[int | None, ...]
-    chunks: tuple[int, ...]
-    itemsize: int
-    n_children: int
-
-    @classmethod
-    def of(cls, dataset: h5py.Dataset, superblock: Superblock) -> Facts:
-        """Of an open dataset."""
-        address = h5py.h5o.get_info(dataset.id).addr
-        itemsize = dataset.id.get_type().get_size()
-        return cls(address, dataset.shape, dataset.maxshape, tuple(dataset.chunks or ()), itemsize, superblock.n_children)
-
-    def spots(self, read: Read) -> Spots:
-        """UnknownError if the header says something else than HDF5, or something that append does not change."""
-        messages = read_header(read, self.address)
-        spaces, layouts = ([one for one in messages if one.kind == kind] for kind in (DATASPACE, LAYOUT))
-        if len(spaces) != 1 or len(layouts) != 1 or spaces[0].is_shared or layouts[0].is_shared:
-            raise UnknownError("a shape that is stored elsewhere than in its header")
-        space, layout = spaces[0].data, layouts[0].data
-        if layout[0] != 3:
-            kind = _INDEXES.get(layout[5 + layout[3] * layout[4]], "another one") if layout[0] > 3 else "an old one"
-            raise UnknownError(f"another index of chunks than a B-tree of version 1: {kind} (layout of version {layout[0]})")
-        n = len(self.shape)
-        at = {1: 8, 2: 4}.get(space[0], 0)
-        numbers = np.frombuffer(space[at : at + 16 * n], "<u8").tolist() if at else []
-        most = [UNDEFINED if one is None else one for one in self.maxshape]
-        sizes = np.frombuffer(layout[11 : 11 + 4 * (n + 1)], "<u4").tolist()
-        if numbers != [*self.shape, *most] or layout[1:3] != bytes([2, n + 1]) or sizes != [*self.chunks, self.itemsize]:
-            raise UnknownError("a header that says something else than HDF5 does")
-        dims = tuple(spaces[0].spot(at + 8 * axis) for axis in range(n))
-        tree = ChunkTree(self.chunks, self.itemsize, self.n_children)
-        return Spots(layouts[0].spot(3), int.from_bytes(layout[3:11], "little"), dims, tree, tuple(messages))
-
-    def why_not(self, read: Read, axis: int) -> str | None:
-        """Why it cannot grow safely along an axis; None if it can."""
-        try:
-            for spot in self.spots(read).of(axis):
-                check_moves(read, self.address, spot)
-        except UnknownError as error:
-            return str(error)
-        return None
-
-
-class Overlay(io.RawIOBase):
-    """A file as it will be, for the HDF5 library: its bytes, with some writes on top. For one thread at a time.
-
-    Parameters
-    ----------
-    descriptor : int
-        The open file. It stays the caller's.
-    patches : sequence of Patch
-        The writes, in order.
-    """
-
-    def __init__(self, descriptor: int, patches: Sequence[Patch] = ()) -> None:
-        super().__init__()
-        self._descriptor, self._at = descriptor, 0
-        self._pages: dict[int, list[Patch]] = {}
-        for one in patches:
-            self.add(one)
-
-    def add(self, patch: Patch) -> None:
-        """One more write, within a page."""
-        self._pages.setdefault(patch.offset // PAGE, []).append(patch)
-
-    def piece(self, offset: int, nbytes: int) -> bytes:
-        """Some bytes; fewer at the end of the file."""
-        room = np.zeros(nbytes, np.uint8)
-        n = read_at(self._descriptor, room, offset)
-        data = bytearray(room[:n].tobytes())
-        for page in range(offset // PAGE, -(-(offset + nbytes) // PAGE)):
-            for one in self._pages.get(page, ()):
-                a, b = max(offset, one.offset), min(offset + n, one.offset + len(one.new))
-                if a < b:
-                    data[a - offset : b - offset] = one.new[a - one.offset : b - one.offset]
-        return bytes(data)
-
-    def readinto(self, out: Any) -> int:
-        """Read on from where `seek` went; zeros behind the end."""
-        room = memoryview(out).cast("B")
-        data = self.piece(self._at, len(room))
-        room[: len(data)] = data
-        room[len(data) :] = bytes(len(room) - len(data))
-        self._at += len(room)
-        return len(room)
-
-    def read(self, size: int = -1) -> bytes:
-        """The next bytes, as files give them."""
-        data = self.piece(self._at, max(0, self._nbytes - self._at) if size < 0 else size)
-        self._at += len(data)
-        return data
-
-    @property
-    def _nbytes(self) -> int:
-        return os.fstat(self._descriptor).st_size
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Go to an offset."""
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._nbytes}[whence]
-        return self._at
-
-    def tell(self) -> int:
-        """The offset."""
-        return self._at
-
-    def flush(self) -> None:
-        """Nothing is written."""
-
-    def readable(self) -> bool:
-        """True."""
-        return True
-
-    def seekable(self) -> bool:
-        """True."""
-        return True

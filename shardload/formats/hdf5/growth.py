@@ -1,14 +1,15 @@
 """How does an HDF5 or netCDF4 file grow along an axis, so that every reader finds the old arrays or the new ones?
 
-Nothing that the old metadata lead to is changed before the new metadata are whole:
+HDF5 itself writes the new metadata, into a ledger on top of the old file. No byte of the old file changes before all of them
+are on disk elsewhere:
 
 1. `growable.read_file` says how arrays are stored, and refuses what could not grow safely: on one rank, which tells the others.
-2. Chunks that come, and those at the old edge with their old rows, are written behind the end of the file, by all ranks.
-3. `finish` writes the new nodes of each index of chunks behind them (`chunk_tree`), and notes which few bytes are to be changed
-   in place (`on_disk`). It has the HDF5 library read the file as it will be: the same bytes, with these on top (`Overlay`).
-4. `commit` changes them, each by one write that cannot be cut: the end of the file; then where each index is (an index with
-   more chunks than the old shape has means nothing to a reader); then the shapes, those of coordinates last. Between these it
-   waits for the disk. So a kill at any moment leaves each array with its old length, or with its new one.
+2. `GrowthCatalog` opens the file on a `Ledger`, and makes each array as short as its whole chunks are, then as long as it will
+   be. So the library has no chunk at the old edge any more, and gives all chunks that come a place behind the end of the file.
+3. All ranks write chunks there, those at the old edge with their old rows.
+4. `finish` has the library end its work. What it wrote behind the old end goes into the file; what it changed before that goes
+   into a file of changes. The library reads the file as it will be, and so do the ranks that read back.
+5. `commit` makes the changes (`changes`). If it is killed there, whoever reads the file next makes them.
 
 Nobody else may write meanwhile: `AppendLock` keeps other appends away, the lock that HDF5 itself takes (`FileLock`) others.
 docs/design/save.md says what is on disk after a kill.
@@ -17,11 +18,11 @@ docs/design/save.md says what is on disk after a kill.
 from __future__ import annotations
 
 import contextlib
-import json
+import fcntl
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import h5py
@@ -29,30 +30,28 @@ import numpy as np
 
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.base import state_of
+from shardload.formats.changes import HEAD_NBYTES, Change, make_changes, read_changes, write_changes
 from shardload.formats.growing import Growing, GrowingSink
-from shardload.formats.hdf5.chunk_tree import Grown
-from shardload.formats.hdf5.growable import Facts, Overlay, Spots, file_state, spec_of, superblock_of, unfit
-from shardload.formats.hdf5.on_disk import PAGE, Move, Patch, Spot, UnknownError, check_moves
-from shardload.formats.hdf5.sink import Hdf5Encoder, Hdf5Writer, Noted, limit_cache, tell_chunks
-from shardload.formats.leftovers import GROWTH_MARK
-from shardload.formats.locks import AppendLock, FileLock
+from shardload.formats.hdf5.growable import file_state, spec_of, unfit
+from shardload.formats.hdf5.ledger import MOST_NBYTES, Ledger
+from shardload.formats.hdf5.ledger_file import UNLIMITED, FileStore, LedgerFile, old_file
+from shardload.formats.hdf5.on_disk import SUPERBLOCK_NBYTES, UnknownError, end_of, with_end
+from shardload.formats.hdf5.sink import Hdf5Encoder, Hdf5Writer, Noted, check_overlap, tell_chunks
+from shardload.formats.locks import AppendLock, FileLock, take_lock
 from shardload.formats.sink import Catalog, Decode, Ticket, Writer
-from shardload.formats.target import MARK_NBYTES, Target, mark, named, not_undone, put_at, sync_folder
+from shardload.formats.target import Target, mark, named, put_at, sync_folder
 from shardload.planning.grid import unravel
 
 __all__ = ["GrowthCatalog", "GrowthEncoder", "GrowthSink"]
 
 Json = dict[str, Any]
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
-_KINDS = ("end", "move", "index", "shape")  # of writes that change the file, in order
 
 
 class GrowthEncoder(Hdf5Encoder, Growing):
     """See `Encoder` and `Growing`."""
 
     def __init__(self, path: str, name: str, known: Json, axis: int, n_new: int) -> None:
-        if known["why_not"][axis] is not None:
-            raise unfit(f"'{name}' in '{path}'", known["why_not"][axis])
         shape = self.begin(tuple(known["shape"]), axis, known["chunks"][axis], n_new)
         super().__init__(path, name, spec_of(known, shape), known["format"])
 
@@ -92,8 +91,8 @@ class GrowthSink(GrowingSink):
     ) -> None:
         self.path, self.mode, self.state, self.alignment = path, "w", list(known["state"]), alignment
         self.arrays: dict[str, GrowthEncoder] = {
-            name: GrowthEncoder(path, name, one, axes[name], n_new[name])
-            for name, one in known["arrays"].items()
+            name: GrowthEncoder(path, name, array, axes[name], n_new[name])
+            for name, array in known["arrays"].items()
             if name in axes
         }
         self.dimensions = dict(dimensions or {})
@@ -103,10 +102,9 @@ class GrowthSink(GrowingSink):
         """The path without links."""
         return os.path.realpath(self.path)
 
-    @property
-    def order(self) -> list[str]:
-        """In which order arrays get their new shape: coordinates, which have one axis, last."""
-        return sorted(self.arrays, key=lambda name: (len(self.arrays[name].old_shape) == 1, name))
+    def new_shape(self, name: str) -> tuple[int, ...]:
+        """The shape that an array, or a dimension without values, will have."""
+        return self.arrays[name].new_shape if name in self.arrays else (self.dimensions[name],)
 
     def changed(self) -> ConfigError:
         """The error about a file that is not what was planned for any more."""
@@ -127,14 +125,12 @@ class GrowthSink(GrowingSink):
     @contextlib.contextmanager
     def decoding(self, ticket: Ticket, name: str) -> Iterator[Decode]:
         """See `Sink`: the HDF5 library reads the file as it will be."""
-        with open(ticket.temporary, "rb") as notes:
-            notes.seek(MARK_NBYTES + len(GROWTH_MARK))
-            patches = [Patch(at, b"", bytes.fromhex(new)) for at, new in json.loads(notes.read())]
+        changes = read_changes(ticket.temporary)
         descriptor = os.open(self.file, os.O_RDONLY)
         try:
-            with h5py.File(Overlay(descriptor, patches), "r") as file:
-                dataset, one = file[name], self.arrays[name]
-                yield lambda region: np.asarray(dataset[one.in_file(region).slices()])
+            with old_file(descriptor, changes) as file:
+                dataset, array = file[name], self.arrays[name]
+                yield lambda region: np.asarray(dataset[array.in_file(region).slices()])
         finally:
             os.close(descriptor)
 
@@ -153,15 +149,28 @@ class _GrowthWriter(Hdf5Writer):
             raise sink.changed()
 
 
-@dataclass
-class _Change:
-    """What changes in one dataset: its header's numbers and its index."""
+class _OldFile(FileStore):
+    """The file that grows, for the ledger. It knows what it has read of the old bytes."""
 
-    facts: Facts
-    spots: Spots
-    axis: int
-    attrs: list[str]
-    tree: Grown | None = None
+    def __init__(self, descriptor: int) -> None:
+        super().__init__(descriptor)
+        self.nbytes = os.fstat(descriptor).st_size
+        self.end = self.nbytes  # for HDF5: set when it is known
+        self._checksums: dict[tuple[int, int], int] = {}
+
+    def get(self, nbytes: int, offset: int) -> bytes:
+        """See `Store`."""
+        data = super().get(nbytes, offset)
+        if offset + nbytes <= self.end:
+            self._checksums[nbytes, offset] = zlib.crc32(data)
+        return data
+
+    def is_as_before(self) -> bool:
+        """True if all that was read of the old bytes is still the same."""
+        try:
+            return all(zlib.crc32(super(_OldFile, self).get(*place)) == told for place, told in self._checksums.items())
+        except OSError:
+            return False
 
 
 class GrowthCatalog(Catalog):
@@ -169,18 +178,24 @@ class GrowthCatalog(Catalog):
 
     def __init__(self, sink: GrowthSink) -> None:
         self._sink, self._path = sink, sink.file
-        self._descriptor, self._is_begun, self._is_finished = -1, False, False
-        self._size: int | None = None
-        self._before: dict[int, bytes] = {}  # what says how the file is, by the place
+        self._old: _OldFile | None = None
+        self._library: LedgerFile | None = None
+        self._is_begun = self._is_finished = False
         self._target = Target(self._path, "w")
+        self._noted = {
+            name: Noted(array.spec, [array.base * (k == array.axis) for k in range(len(array.spec.shape))])
+            for name, array in sink.arrays.items()
+        }
+        self._attrs: dict[str, list[str]] = {}
+        self._old_chunks: dict[str, tuple[int, int]] = {}  # how many there are, and the sum of their places
         self._lock = AppendLock(self._path)
-        self._patches: dict[str, list[Patch]] = {kind: [] for kind in (*_KINDS, "links")}
         try:
             with named(sink.path):
-                self._descriptor = os.open(self._path, os.O_RDWR)
-            self._held = FileLock(self._descriptor, self._path)
+                descriptor = os.open(self._path, os.O_RDWR)
+            self._old = _OldFile(descriptor)
+            self._held = FileLock(descriptor, self._path)
             self._held.share()  # others may read meanwhile, and ranks of this job do
-            self._find()
+            self._begin(self._old)
             temporary = self._target.create()
             with named(sink.path):
                 self._note([])
@@ -189,200 +204,141 @@ class GrowthCatalog(Catalog):
             raise
         self.ticket = Ticket(temporary, self._target.token)
 
-    def _find(self) -> None:
-        """Look at the file again, now that nobody changes it."""
-        self._size = os.fstat(self._descriptor).st_size
-        if file_state(self._descriptor) != self._sink.state:
+    def _begin(self, old: _OldFile) -> None:
+        """Look at the file again, now that nobody changes it, and have the library make the arrays longer."""
+        if file_state(old.descriptor) != self._sink.state:
             raise self._sink.changed()
-        read = Overlay(self._descriptor).piece
-        superblock = self._superblock = superblock_of(self._sink.path, read)
-        self._end = _aligned(superblock.end, max(8, self._sink.alignment))
-        self._noted = {name: Noted(one.spec) for name, one in self._sink.arrays.items()}
-        self._changes: dict[str, _Change] = {}
-        start, stop = superblock.end_spot.range
-        self._before = {start: read(start, stop - start)}
-        with self._opened() as file:
-            shapes = {name: one.old_shape for name, one in self._sink.arrays.items()}
-            for name in (*shapes, *self._sink.dimensions):
-                dataset = file[name]
-                facts = Facts.of(dataset, superblock)
-                axis = self._sink.arrays[name].axis if name in shapes else 0
-                try:
-                    spots = facts.spots(read)
-                    for spot in spots.of(axis):
-                        check_moves(read, facts.address, spot)
-                except UnknownError as error:
-                    raise unfit(f"'{name}' in '{self._sink.path}'", error) from error
-                if dataset.shape != shapes.get(name, dataset.shape):
-                    raise self._sink.changed()
-                self._changes[name] = _Change(facts, spots, axis, sorted(dataset.attrs))
-                self._before |= {one.offset: one.data for one in spots.header}
-
-    @contextlib.contextmanager
-    def _opened(self, patches: Sequence[Patch] = ()) -> Iterator[h5py.File]:
         try:
-            with h5py.File(Overlay(self._descriptor, patches), "r") as file:
-                limit_cache(file)
-                yield file
+            old.end = end_of(old.get(min(SUPERBLOCK_NBYTES, old.nbytes), 0))
+        except UnknownError as error:
+            raise unfit(f"'{self._sink.path}'", error) from error
+        try:
+            with old_file(old.descriptor) as file:
+                for name in self._noted:
+                    self._old_chunks[name] = self._check_chunks(name, file[name], is_new=False)
         except (OSError, RuntimeError, KeyError) as error:
-            raise SourceError(f"'{self._sink.path}' cannot be read by HDF5: {error}", path=self._sink.path) from error
-
-    def _note(self, patches: Iterable[Patch]) -> None:
-        """Write down what will be changed, for the ranks that read back."""
-        told = json.dumps([(one.offset, one.new.hex()) for one in patches]).encode()
-        data = mark(self._target.token, self._sink.path) + GROWTH_MARK.encode() + told
-        descriptor = os.open(self._target.temporary or "", os.O_WRONLY)
+            raise self._unread(error) from error
+        self._ledger = Ledger(old, UNLIMITED, old.end)
+        self._library = LedgerFile(self._sink.path, self._ledger, self._sink.alignment)
         try:
-            put_at(descriptor, data, 0)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+            with self._library.calls():
+                self._shorten(self._library.open("r+"))
+                self._library.close()
+                self._give_end_back(old.end)
+                file = self._library.open("r+")
+                for name in (*self._sink.arrays, *self._sink.dimensions):
+                    file[name].resize(self._sink.new_shape(name))
+        except (OSError, RuntimeError, KeyError) as error:
+            raise self._unread(error) from error
+        self._ledger.most_nbytes = MOST_NBYTES
+
+    def _shorten(self, file: h5py.File) -> None:
+        """Take the chunks at the old edge out of their index: all that come are new then."""
+        for name, array in self._sink.arrays.items():
+            dataset = file[name]
+            if dataset.shape != array.old_shape:
+                raise self._sink.changed()
+            dataset.resize(array.base, array.axis)
+        for name in (*self._sink.arrays, *self._sink.dimensions):
+            self._attrs[name] = sorted(file[name].attrs)
+
+    def _give_end_back(self, end: int) -> None:
+        """The library took freed chunks at the end off the file. They still have old values: nothing may come there."""
+        self._ledger.seek(0)
+        head = with_end(self._ledger.read(SUPERBLOCK_NBYTES), end)
+        self._ledger.seek(0)
+        self._ledger.write(head)
+        self._ledger.truncate(end)
+
+    def _note(self, changes: Sequence[Change]) -> None:
+        """Write down what will be changed, for the ranks that read back, and for `commit`."""
+        write_changes(self._target.temporary or "", mark(self._target.token, self._sink.path), changes)
 
     def allocate(self, name: str, numbers: Sequence[int] | Int64s, nbytes: Sequence[int] | Int64s, masks: Any = 0) -> Int64s:
         """See `Catalog`."""
-        which = np.asarray(numbers, dtype=np.int64)
-        sizes = np.broadcast_to(np.asarray(nbytes, dtype=np.int64), which.shape)
-        kinds = np.broadcast_to(np.asarray(masks, dtype=np.int64), which.shape)
-        noted = self._noted[name]
-        noted.check(name, which, sizes)
-        steps = _aligned(sizes, self._sink.alignment)
-        offsets: Int64s = self._end + np.cumsum(steps) - steps
-        self._end += int(steps.sum())
-        noted.place(which, offsets, sizes, kinds)
+        if self._library is None or self._old is None or not self._library.is_open:
+            raise ValueError("the catalog is finished")
+        offsets = self._noted[name].allocated(self._library, name, numbers, nbytes, masks)
+        if len(offsets) and offsets.min() < self._old.end:
+            raise unfit(f"'{name}' in '{self._sink.path}'", f"room for new chunks among old bytes, at {offsets.min()}")
         return offsets
 
     def finish(self, *, allow_missing: bool = False) -> None:
         """See `Catalog`."""
-        if self._is_finished:
+        if self._library is None or self._old is None or not self._library.is_open:
             raise ValueError("the catalog is finished")
         for name, noted in self._noted.items():
             noted.check_complete(name)
-        view = Overlay(self._descriptor)
-        end = _aligned(self._end, 8)
+        with self._library.calls():
+            self._library.close()
+        check_overlap(self._sink.path, self._ledger, self._noted.values())
         with named(self._sink.path):
-            for name, one in self._sink.arrays.items():
-                self._changes[name].tree = tree = self._grown(view, name, one, end)
-                tree.write(lambda data, offset: put_at(self._descriptor, data, offset))
-                end = _aligned(tree.end, 8)
-            end = self._plan(view, end)
-            os.ftruncate(self._descriptor, max(end, os.fstat(self._descriptor).st_size))
-            os.fsync(self._descriptor)
-            self._note(self._of(*_KINDS))
+            changes = self._put_metadata(self._old)
+            self._note(changes)
             sync_folder(self._target.folder)
-        self._check()
-        self._end, self._is_finished = end, True
+        self._check(self._old.descriptor, changes)
+        self._is_finished = True
 
-    def _grown(self, view: Overlay, name: str, one: GrowthEncoder, place: int) -> Grown:
-        """The new index of an array."""
-        noted, spots = self._noted[name], self._changes[name].spots
-        index = np.stack(np.unravel_index(np.arange(len(noted.sizes)), one.spec.grid), axis=-1)
-        index[:, one.axis] += one.base // spots.tree.chunks[one.axis]
-        masks = np.zeros(len(index), np.int64)
-        masks[list(noted.masks)] = list(noted.masks.values())
-        new = spots.tree.entries(index, noted.offsets, noted.sizes, masks)
-        try:
-            return spots.tree.grown(view.piece, spots.root, one.axis, one.base, new, place)
-        except UnknownError as error:
-            raise unfit(f"'{name}' in '{self._sink.path}'", error) from error
+    def _put_metadata(self, old: _OldFile) -> list[Change]:
+        """Put what lies behind the old end into the file. Returns the other changes, the first bytes first."""
+        self._ledger.seek(0)
+        changes = [(0, self._ledger.read(HEAD_NBYTES))]
+        for offset, data in self._ledger.metadata():
+            for start, stop in ((HEAD_NBYTES, old.end), (old.end, self._ledger.nbytes)):
+                first, last = max(offset, start), min(offset + len(data), stop)
+                if first >= last:
+                    continue
+                part = data[first - offset : last - offset]
+                if start == old.end:
+                    put_at(old.descriptor, part, first)
+                else:
+                    changes.append((first, part))
+        os.ftruncate(old.descriptor, self._ledger.nbytes)
+        os.fsync(old.descriptor)
+        return changes
 
-    def _plan(self, view: Overlay, end: int) -> int:
-        """The writes that change the file, in order. Two of them may meet in a block that has a checksum. Blocks that must move
-        are written; returns where they end.
-        """
-        for name, found in self._changes.items():
-            end = self._make_whole(view, found, end, f"'{name}' in '{self._sink.path}'")
-
-        def change(what: str, spot: Spot, value: int) -> None:
-            patch = spot.changed(view.piece, value)
-            view.add(patch)
-            self._patches[what].append(patch)
-
-        change("end", self._superblock.end_spot, end)
-        order = self._sink.order
-        for name in order:
-            found = self._changes[name]
-            if found.tree is not None:
-                change("index", found.spots.index, found.tree.root)
-                self._patches["links"] += found.tree.links
-        for name in order:
-            one = self._sink.arrays[name]
-            change("shape", self._changes[name].spots.dims[one.axis], one.new_shape[one.axis])
-        for name, length in self._sink.dimensions.items():
-            change("shape", self._changes[name].spots.dims[0], length)
-        return end
-
-    def _make_whole(self, view: Overlay, one: _Change, end: int, where: str) -> int:
-        """Have the blocks of a header that change in one page each. Returns the end."""
-        try:
-            for which in (0, 1):
-                while not (spot := one.spots.of(one.axis)[which]).is_in_one_page:
-                    block = spot.block
-                    while block is not None:
-                        nbytes = block[1] + 4 - block[0]
-                        place = end if end // PAGE == (end + nbytes) // PAGE else _aligned(end, PAGE)
-                        move = Move.of(view.piece, one.facts.address, block, place)
-                        block = move.first
-                    put_at(self._descriptor, move.data, place)
-                    view.add(move.patch)
-                    self._patches["move"].append(move.patch)
-                    end = _aligned(place + len(move.data), 8)
-                    one.spots = one.facts.spots(view.piece)
-        except UnknownError as error:
-            raise unfit(where, error) from error
-        return end
-
-    def _of(self, *kinds: str) -> list[Patch]:
-        return [one for kind in kinds for one in self._patches[kind]]
-
-    def _check(self) -> None:
+    def _check(self, descriptor: int, changes: Sequence[Change]) -> None:
         """Have the HDF5 library read the file as it will be, and compare with what was planned. The values of what is new are
         read back by other ranks.
         """
-        old = {name: (0, 0) for name in self._sink.arrays}
-        with self._opened() as file:
-            for name, one in self._sink.arrays.items():
-                old[name] = self._told(file[name], name, one, is_new=False)
-        with self._opened(self._of(*_KINDS)) as file:
-            for name, change in self._changes.items():
-                dataset = file[name]
-                is_array = name in self._sink.arrays
-                shape = self._sink.arrays[name].new_shape if is_array else (self._sink.dimensions[name],)
-                if dataset.shape != shape or sorted(dataset.attrs) != change.attrs:
-                    raise self._misread(name, f"the shape {dataset.shape} and the attributes {sorted(dataset.attrs)}")
-                if is_array and self._told(dataset, name, self._sink.arrays[name], is_new=True) != old[name]:
-                    raise self._misread(name, "other old chunks")
+        try:
+            with old_file(descriptor, changes) as file:
+                for name, attrs in self._attrs.items():
+                    dataset = file[name]
+                    if dataset.shape != self._sink.new_shape(name) or sorted(dataset.attrs) != attrs:
+                        raise self._misread(name, f"the shape {dataset.shape} and the attributes {sorted(dataset.attrs)}")
+                    if name in self._noted and self._check_chunks(name, dataset, is_new=True) != self._old_chunks[name]:
+                        raise self._misread(name, "other old chunks")
+        except (OSError, RuntimeError, KeyError) as error:
+            raise self._unread(error) from error
 
-    def _told(self, dataset: h5py.Dataset, name: str, one: GrowthEncoder, *, is_new: bool) -> tuple[int, int]:
+    def _check_chunks(self, name: str, dataset: h5py.Dataset, *, is_new: bool) -> tuple[int, int]:
         """Compare the new chunks that HDF5 finds with those that were placed; returns a count and a sum over the others."""
-        noted, spots = self._noted[name], self._changes[name].spots
-        count = total = n_found = 0
-        chunk = np.array(spots.tree.chunks, dtype=np.int64)
+        array, noted = self._sink.arrays[name], self._noted[name]
+        chunk, axis = np.array(array.spec.chunks, dtype=np.int64), array.axis
+        n_old = total = n_new = 0
 
         def take(rows: Int64s) -> None:
-            nonlocal count, total, n_found
-            is_here = rows[:, one.axis] >= one.base
-            rest = rows[~is_here]
-            count, total = count + len(rest), (total + _sum(rest)) % 2**64
+            nonlocal n_old, total, n_new
+            is_here = rows[:, axis] >= array.base
+            n_old, total = n_old + int(np.count_nonzero(~is_here)), total + int(rows[~is_here, -3].sum())
             if not is_new:
                 return
             rows = rows[is_here]
+            n_new += len(rows)
             index = rows[:, : len(chunk)] // chunk
-            index[:, one.axis] -= one.base // chunk[one.axis]
-            outside = np.flatnonzero(np.any(index >= one.spec.grid, axis=1))
-            if len(outside):
-                raise self._misread(name, f"a chunk outside of it, at {tuple(rows[outside[0], : len(chunk)].tolist())}")
-            which = np.ravel_multi_index(tuple(index.T), one.spec.grid) if len(rows) else np.zeros(0, np.int64)
+            index[:, axis] -= array.base // chunk[axis]
+            which = np.ravel_multi_index(tuple(index.T), array.spec.grid) if len(rows) else np.zeros(0, np.int64)
             expected = np.stack([noted.offsets[which], noted.sizes[which].astype(np.int64), noted.masks_of(which)], axis=-1)
             wrong = np.flatnonzero(np.any(rows[:, len(chunk) :] != expected, axis=1))
             if len(wrong):
-                at = unravel(int(which[wrong[0]]), one.spec.grid)
+                at = unravel(int(which[wrong[0]]), array.spec.grid)
                 raise self._misread(name, f"chunk {at} of what comes at {rows[wrong[0], -3]}, not at {expected[wrong[0], 0]}")
-            n_found += len(rows)
 
         tell_chunks(dataset.id, len(chunk), take)
-        if is_new and n_found != len(noted.sizes):
-            raise self._misread(name, f"{n_found} new chunks, not {len(noted.sizes)}")
-        return count, total
+        if is_new and n_new != len(noted.sizes):
+            raise self._misread(name, f"{n_new} new chunks, not {len(noted.sizes)}")
+        return n_old, total
 
     def _misread(self, name: str, what: str) -> SourceError:
         return SourceError(
@@ -392,67 +348,56 @@ class GrowthCatalog(Catalog):
             dataset=name,
         )
 
+    def _unread(self, error: Exception) -> SourceError:
+        path = self._sink.path
+        return SourceError(f"'{path}' cannot be read by HDF5: {error}. Nothing was appended", path=path)
+
     def commit(self) -> None:
         """See `Catalog`."""
-        if not self._is_finished:
+        if not self._is_finished or self._old is None or self._target.temporary is None:
             raise ValueError("finish the catalog first")
         with named(self._sink.path):
             self._held.exclude()
-            self._compare()
-            done: list[Patch] = []
-            self._is_begun = True
-            try:
-                for kind in _KINDS:
-                    for one in self._of(kind):
-                        done.append(one)
-                        put_at(self._descriptor, one.new, one.offset)
-                    if self._patches[kind]:
-                        os.fsync(self._descriptor)
-            except BaseException as error:
-                try:
-                    for one in reversed(done[1:]):  # the end may stay: the file is that long
-                        put_at(self._descriptor, one.old, one.offset)
-                    os.fsync(self._descriptor)
-                except OSError as found:
-                    raise not_undone(error, self._sink.path, found) from error
-                raise
-            with contextlib.suppress(OSError):
-                for one in self._of("links"):
-                    put_at(self._descriptor, one.new, one.offset)
+            self._compare(self._old)
+            changes = f"{self._target.temporary.removesuffix('.unfinished')}.changes"
+            os.rename(self._target.temporary, changes)
+            self._target.temporary = changes
+            sync_folder(self._target.folder)
+            lock = os.open(changes, os.O_RDWR)
+        try:
+            take_lock(lock, fcntl.LOCK_EX)
+            self._is_begun, self._target.temporary = True, None
+            make_changes(self._old.descriptor, changes)
+        except OSError as error:
+            raise SourceError(
+                f"the append to '{self._sink.path}' failed as its last bytes were written ({error.strerror or error}). All "
+                f"values are on disk. What is to be done is in '{changes}': the next load or append does it, or: "
+                f"shardload info {self._sink.path}",
+                path=self._sink.path,
+            ) from error
+        finally:
+            os.close(lock)
         self.abandon()
 
-    def _compare(self) -> None:
+    def _compare(self, old: _OldFile) -> None:
         """ConfigError if somebody has changed the file meanwhile, or put another one in its place."""
-        is_same = self._is_as_before() and state_of(self._path) == tuple(file_state(self._descriptor))
-        if not is_same or os.fstat(self._descriptor).st_size < self._end:
+        is_same = state_of(self._path) == tuple(file_state(old.descriptor))
+        if not is_same or not old.is_as_before() or os.fstat(old.descriptor).st_size < self._ledger.nbytes:
             raise self._sink.changed()
-
-    def _is_as_before(self) -> bool:
-        read = Overlay(self._descriptor).piece
-        return all(read(start, len(old)) == old for start, old in self._before.items())
 
     def abandon(self) -> None:
         """See `Catalog`. What is behind the old end goes, unless somebody else has changed the file: it may be theirs."""
-        if self._descriptor >= 0:
+        if self._library is not None:
+            self._ledger.most_nbytes = UNLIMITED  # what HDF5 still writes goes nowhere
+            with contextlib.suppress(OSError, RuntimeError):
+                self._library.close()
+        old, self._old = self._old, None
+        if old is not None:
             with contextlib.suppress(OSError):
-                is_longer = self._size is not None and os.fstat(self._descriptor).st_size > self._size
-                if is_longer and not self._is_begun and self._is_as_before():
-                    os.ftruncate(self._descriptor, self._size or 0)
+                is_longer = os.fstat(old.descriptor).st_size > old.nbytes
+                if is_longer and not self._is_begun and old.is_as_before():
+                    os.ftruncate(old.descriptor, old.nbytes)
             with contextlib.suppress(OSError):
-                os.close(self._descriptor)  # gives the file's lock back
-            self._descriptor = -1
+                os.close(old.descriptor)  # gives the file's lock back
         self._target.abandon()
         self._lock.release()
-
-
-def _aligned(nbytes: Any, alignment: int) -> Any:
-    return -(-nbytes // alignment) * alignment
-
-
-def _sum(rows: Int64s) -> int:
-    """A sum over rows that does not depend on their order: of each, a number that depends on all of it."""
-    mixed = np.zeros(len(rows), np.uint64)
-    for column in rows.T.astype(np.uint64):
-        mixed = (mixed ^ column) * np.uint64(0x9E3779B97F4A7C15)
-        mixed ^= mixed >> np.uint64(29)
-    return int(mixed.sum(dtype=np.uint64))

@@ -46,7 +46,10 @@ class Ledger(io.RawIOBase):
     store : Store, optional
         Where metadata may be put early. Never the head.
     most_nbytes : int
-        Bytes of pages that are kept, if there is a store.
+        Bytes of pages that may be put early, if there is a store.
+    old_nbytes : int
+        Bytes that the store has already: those of a file that is to be changed. They are read from there, and nothing is put
+        over them early.
 
     Attributes
     ----------
@@ -57,12 +60,14 @@ class Ledger(io.RawIOBase):
         and the process crashes when it ends. Whoever calls HDF5 looks here afterwards.
     """
 
-    def __init__(self, store: Store | None = None, most_nbytes: int = MOST_NBYTES) -> None:
+    def __init__(self, store: Store | None = None, most_nbytes: int = MOST_NBYTES, old_nbytes: int = 0) -> None:
         super().__init__()
-        self.nbytes = 0
+        self.nbytes = old_nbytes
         self.failed: OSError | None = None
         self._store, self.most_nbytes = store, most_nbytes
         self._put_early = _Ranges()  # metadata in the store. Where a page has bytes too, those are newer
+        self._put_early.add([(0, old_nbytes)] if old_nbytes else [])
+        self._first_put, self._n_stay = max(1, -(-old_nbytes // _PAGE)), 0  # pages from this number on; how many are before
         self._at = 0
         self._pages: dict[int, bytearray] = {}
         self._spans: dict[int, list[tuple[int, int]]] = {}  # of each page: which bytes were written, in order, not touching
@@ -185,22 +190,23 @@ class Ledger(io.RawIOBase):
             page[a:b] = data[start : start + b - a]
             self._spans[number] = _joined(self._spans[number], a, b)
         self._end = max(self._end, at + len(data))
-        if len(self._pages) * _PAGE > self.most_nbytes and self._store is not None and self.failed is None:
+        if (len(self._pages) - self._n_stay) * _PAGE > self.most_nbytes and self._store is not None and self.failed is None:
             self._put_pages(self._store)
 
     def _put_pages(self, store: Store) -> None:
-        """Put all pages but that of the head into the store. If that fails they stay."""
+        """Put all pages into the store but that of the head, and those with old bytes. If that fails they stay."""
         spans = []
         try:
-            for offset, data in self._kept(1):
+            for offset, data in self._kept(self._first_put):
                 store.put(data, offset)
                 spans.append((offset, offset + len(data)))
         except OSError as error:
             self.failed = error
             return
         self._put_early.add(spans)
-        self._pages = {number: page for number, page in self._pages.items() if number == 0}
-        self._spans = {number: found for number, found in self._spans.items() if number == 0}
+        self._pages = {number: page for number, page in self._pages.items() if number < self._first_put}
+        self._spans = {number: spans for number, spans in self._spans.items() if number < self._first_put}
+        self._n_stay = len(self._pages)
 
     def _fetched(self, start: int, stop: int) -> bytes:
         """What was put early; zeros, in which HDF5 finds no metadata, if it cannot be read."""

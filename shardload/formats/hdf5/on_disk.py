@@ -1,21 +1,13 @@
-"""Which bytes of an HDF5 file say where it ends, how long a dataset is, where the index of its chunks is?
+"""Where does an HDF5 file end, and what does an object header say? Read from its bytes, where the library is slow or silent.
 
-They are few, and each can be changed by one small write:
-
-1. `read_superblock`: the end of the file, and how many chunks a node of an index has.
+1. `end_of`, `with_end`: the end of the file, in its superblock. What lies behind it is nobody's.
 2. `read_header`: the messages of an object header, of version 1 or 2, in all its blocks.
-3. `Spot.changed`: the write that changes a number. Version 2 has a checksum behind each block of messages, and behind the
-   superblock; then the write goes from the number to the checksum.
-4. `Move`: if number and checksum are in two pages, that write could be cut in two by a kill. So the block moves first, to where
-   it is in one page. The write that leads there changes nothing that a header says. The first block of a header has no other
-   address; it is made so short that it only leads to the next. The address of another block is changed.
-
-What is read here is compared with what the HDF5 library says of the same dataset before anything is written (`growth`).
+3. `nbytes_of_attributes`: how many bytes of attributes lie elsewhere.
 
 References
 ----------
 The HDF Group, "HDF5 File Format Specification Version 3.0", sections II.A (superblock) and IV.A (object headers).
-B. Jenkins, "lookup3.c", 2006: the checksum.
+B. Jenkins, "lookup3.c", 2006: the checksum of newer metadata.
 """
 
 from __future__ import annotations
@@ -23,33 +15,30 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
 __all__ = [
-    "CONTINUATION",
     "DATASPACE",
     "LAYOUT",
-    "PAGE",
+    "SUPERBLOCK_NBYTES",
     "UNDEFINED",
     "Message",
-    "Move",
-    "Patch",
     "Read",
-    "Spot",
-    "Superblock",
     "UnknownError",
-    "check_moves",
+    "end_of",
     "lookup3",
     "nbytes_of_attributes",
     "read_header",
-    "read_superblock",
+    "with_end",
 ]
 
 UNDEFINED = 2**64 - 1  # an address that is none
-PAGE = 4096  # bytes that the system changes at once: a write within one cannot be cut by a kill
-DATASPACE, LAYOUT, CONTINUATION = 0x01, 0x08, 0x10
-_ATTRIBUTE_INFO = 0x15
-_B_TREE_KS, _DRIVER, _FILE_SPACE, _SHARED_TABLE, _CACHE_IMAGE = 0x13, 0x14, 0x17, 0x0F, 0x18
+DATASPACE, LAYOUT = 0x01, 0x08
+_CONTINUATION, _ATTRIBUTE_INFO = 0x10, 0x15
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
-_MOST_USER_BLOCKS = 24  # lengths that are looked at
+_END_AT = {0: 40, 1: 44, 2: 28, 3: 28}  # by the version of the superblock
+SUPERBLOCK_NBYTES = 64  # of a file, which have its end, and the checksum
+_CHECKED_NBYTES = 44  # of a superblock of version 2 or 3: its checksum is behind them
 _SHARED = 2  # a bit of a message's flags: its content is elsewhere
 _MOST_BLOCKS, _MOST_NBYTES = 1024, 1 << 20  # of a header; all of its messages are kept
 
@@ -58,7 +47,7 @@ Read = Callable[[int, int], bytes]
 
 
 class UnknownError(ValueError):
-    """The file has something that is not changed here. Its text follows "it has"."""
+    """The file has something that is not known here. Its text follows "it has"."""
 
 
 # --- the checksum
@@ -73,8 +62,7 @@ def lookup3(data: bytes) -> int:
     a = b = c = (0xDEADBEEF + len(data)) & 0xFFFFFFFF
     if not data:
         return c
-    words = memoryview(data + bytes(-len(data) % 12)).cast("I" if _IS_LITTLE else "B")
-    whole = [int(word) for word in words] if _IS_LITTLE else _words(bytes(words))
+    whole: list[int] = np.frombuffer(data + bytes(-len(data) % 12), "<u4").tolist()
     for at in range(0, len(whole) - 3, 3):
         a, b, c = (a + whole[at]) & _ALL, (b + whole[at + 1]) & _ALL, (c + whole[at + 2]) & _ALL
         a = ((a - c) & _ALL) ^ (c << 4 & _ALL | c >> 28)
@@ -99,145 +87,26 @@ def lookup3(data: bytes) -> int:
 
 
 _ALL = 0xFFFFFFFF
-_IS_LITTLE = memoryview(b"\1\0\0\0").cast("I")[0] == 1
-
-
-def _words(data: bytes) -> list[int]:
-    return [int.from_bytes(data[at : at + 4], "little") for at in range(0, len(data), 4)]
-
-
-# --- numbers that can be changed
-
-
-def _is_in_one_page(offset: int, nbytes: int) -> bool:
-    return offset // PAGE == (offset + nbytes - 1) // PAGE
-
-
-@dataclass(frozen=True)
-class Patch:
-    """One write: where, what is there, and what will be."""
-
-    offset: int
-    old: bytes
-    new: bytes
-
-
-@dataclass(frozen=True)
-class Spot:
-    """Where a number of 8 bytes is.
-
-    Attributes
-    ----------
-    offset : int
-        Its first byte in the file.
-    block : (int, int) or None
-        The bytes that a checksum is for, if there is one: it is in the 4 bytes behind them.
-    """
-
-    offset: int
-    block: tuple[int, int] | None = None
-
-    @property
-    def range(self) -> tuple[int, int]:
-        """The bytes that change with the number: first, and the one after the last."""
-        return self.offset, self.offset + 8 if self.block is None else self.block[1] + 4
-
-    @property
-    def is_in_one_page(self) -> bool:
-        """True if the write of the number cannot be done by half."""
-        start, stop = self.range
-        return _is_in_one_page(start, stop - start)
-
-    def changed(self, read: Read, value: int) -> Patch:
-        """The write that gives it another value."""
-        start, stop = self.range
-        number = value.to_bytes(8, "little")
-        if self.block is None:
-            return Patch(start, read(start, 8), number)
-        block = bytearray(read(self.block[0], stop - self.block[0]))
-        at = start - self.block[0]
-        old = bytes(block[at:])
-        block[at : at + 8] = number
-        block[-4:] = lookup3(bytes(block[:-4])).to_bytes(4, "little")
-        return Patch(start, old, bytes(block[at:]))
 
 
 # --- superblock
 
 
-@dataclass(frozen=True)
-class Superblock:
-    """What is read of a superblock.
-
-    Attributes
-    ----------
-    version : int
-        Of the superblock.
-    end : int
-        The end of the file, for HDF5. It may be longer.
-    end_spot : Spot
-        Where that is.
-    n_children : int
-        Children that a node of an index of chunks has at most.
-    """
-
-    version: int
-    end: int
-    end_spot: Spot
-    n_children: int
+def end_of(head: bytes) -> int:
+    """The end of the file for HDF5, by its first bytes: it may be longer. UnknownError if they are no superblock."""
+    if len(head) < SUPERBLOCK_NBYTES or not head.startswith(_SIGNATURE) or head[8] not in _END_AT:
+        raise UnknownError(f"no superblock that is known here; it begins with {head[:9]!r}")
+    return _int(head, _END_AT[head[8]])
 
 
-def read_superblock(read: Read) -> Superblock:
-    """Raises UnknownError if the file is of a kind that is not changed here."""
-    head = read(0, 128)
-    if not head.startswith(_SIGNATURE):
-        places = (512 << k for k in range(_MOST_USER_BLOCKS))
-        before = next((at for at in places if read(at, len(_SIGNATURE)) == _SIGNATURE), None)
-        raise UnknownError("no HDF5 signature" if before is None else f"a user block of {before} bytes")
-    version = head[8]
-    if version > 3:
-        raise UnknownError(f"a superblock of version {version}")
-    widths = (head[13], head[14]) if version < 2 else (head[9], head[10])
-    if widths != (8, 8):
-        raise UnknownError(f"addresses of {widths[0]} and lengths of {widths[1]} bytes in place of 8")
-    base = 24 if version == 0 else 28 if version == 1 else 12
-    if _int(head, base) != 0:
-        raise UnknownError(f"addresses that are counted from byte {_int(head, base)}")
-    if version < 2:
-        n_children = 64 if version == 0 else 2 * _int(head, 24, 2)
-        if _int(head, base + 24) != UNDEFINED:
-            raise UnknownError("a driver of its own (a family of files, for instance)")
-        return Superblock(version, _int(head, base + 16), Spot(base + 16), n_children)
-    if lookup3(head[:44]) != _int(head, 44, 4):
-        raise UnknownError("a superblock whose checksum is wrong")
-    if head[11]:
-        raise UnknownError(
-            "the mark of a program that has it open for writing, or was killed (if none does, `h5clear -s` removes the mark)"
-        )
-    n_children, extension = 64, _int(head, 20)
-    if extension != UNDEFINED:
-        n_children = _read_extension(read, extension)
-    return Superblock(version, _int(head, 28), Spot(28, (0, 44)), n_children)
-
-
-def _read_extension(read: Read, address: int) -> int:
-    """The messages of the superblock: children of a node."""
-    n_children = 64
-    for one in read_header(read, address):
-        if one.kind == _B_TREE_KS:
-            n_children = 2 * _int(one.data, 1, 2)
-        elif one.kind == _FILE_SPACE:
-            version, strategy, persists = one.data[0], one.data[1], one.data[2]
-            if version == 0:  # 1 and 2: free space is kept
-                strategy, persists = 0, int(one.data[1] in (1, 2))
-            if strategy == 1:
-                raise UnknownError("its space in pages (`fs_strategy='page'`)")
-            if persists:
-                raise UnknownError("a list of its free space (`fs_persist=True`)")
-        elif one.kind in (_DRIVER, _SHARED_TABLE, _CACHE_IMAGE):
-            what = {_DRIVER: "a driver of its own", _SHARED_TABLE: "shared messages", _CACHE_IMAGE: "a cache image"}
-            raise UnknownError(what[one.kind])
-    return n_children
+def with_end(head: bytes, end: int) -> bytes:
+    """These first bytes with another end."""
+    at = _END_AT[head[8]]
+    changed = head[:at] + end.to_bytes(8, "little") + head[at + 8 :]
+    if head[8] < 2:
+        return changed
+    checked = changed[:_CHECKED_NBYTES]
+    return checked + lookup3(checked).to_bytes(4, "little") + changed[_CHECKED_NBYTES + 4 :]
 
 
 # --- object headers
@@ -251,23 +120,13 @@ class Message:
     ----------
     kind, flags : int
         Its type and flags.
-    offset : int
-        Where its content begins in the file.
     data : bytes
         Its content.
-    block : (int, int) or None
-        As in `Spot`.
     """
 
     kind: int
     flags: int
-    offset: int
     data: bytes
-    block: tuple[int, int] | None
-
-    def spot(self, at: int) -> Spot:
-        """A number in its content."""
-        return Spot(self.offset + at, self.block)
 
     @property
     def is_shared(self) -> bool:
@@ -275,14 +134,14 @@ class Message:
         return bool(self.flags & _SHARED)
 
 
-def read_header(read: Read, address: int, *, is_checked: bool = True) -> list[Message]:
+def read_header(read: Read, address: int) -> list[Message]:
     """The messages of the object header at an address, in order. UnknownError if it is damaged.
 
-    Checksums are looked at unless `is_checked` is False: HDF5 does that too when it opens a dataset.
+    Checksums are not looked at: HDF5 does that when it opens a dataset.
     """
     head = read(address, 16)
     if head.startswith(b"OHDR"):
-        return _read_2(read, address, head, is_checked)
+        return _read_2(read, address, head)
     if head[:1] != b"\1":
         raise UnknownError(f"an object header that begins with {head[:4]!r} at {address}")
     found: list[Message] = []
@@ -292,8 +151,8 @@ def read_header(read: Read, address: int, *, is_checked: bool = True) -> list[Me
         data, at = _block(read, start, nbytes, k, total), 0
         while at + 8 <= nbytes:
             kind, size, flags = _int(data, at, 2), _int(data, at + 2, 2), data[at + 4]
-            found.append(Message(kind, flags, start + at + 8, data[at + 8 : at + 8 + size], None))
-            if kind == CONTINUATION:
+            found.append(Message(kind, flags, data[at + 8 : at + 8 + size]))
+            if kind == _CONTINUATION:
                 todo.append((_int(data, at + 8), _int(data, at + 16)))
             at += 8 + size
         if at != nbytes:
@@ -301,7 +160,7 @@ def read_header(read: Read, address: int, *, is_checked: bool = True) -> list[Me
     return found
 
 
-def _read_2(read: Read, address: int, head: bytes, is_checked: bool) -> list[Message]:
+def _read_2(read: Read, address: int, head: bytes) -> list[Message]:
     flags = head[5]
     if head[4] != 2:
         raise UnknownError(f"an object header of version {head[4]}")
@@ -316,8 +175,6 @@ def _read_2(read: Read, address: int, head: bytes, is_checked: bool) -> list[Mes
         total += length
         data = _block(read, start, length, k, total)
         end = length - 4
-        if is_checked and lookup3(data[:end]) != _int(data, end, 4):
-            raise UnknownError(f"an object header whose checksum is wrong, at {start}")
         if k and not data.startswith(b"OCHK"):
             raise UnknownError(f"an object header whose next block begins with {data[:4]!r}, at {start}")
         at = first
@@ -326,8 +183,8 @@ def _read_2(read: Read, address: int, head: bytes, is_checked: bool) -> list[Mes
             content = data[at + prefix : at + prefix + size]
             if at + prefix + size > end:
                 raise UnknownError(f"an object header with a message that is too long, at {start + at}")
-            found.append(Message(kind, bits, start + at + prefix, content, (start, start + end)))
-            if kind == CONTINUATION:
+            found.append(Message(kind, bits, content))
+            if kind == _CONTINUATION:
                 todo.append((_int(content, 0), 4, _int(content, 8)))
             at += prefix + size
     return found
@@ -338,7 +195,7 @@ def nbytes_of_attributes(read: Read, address: int) -> int:
 
     HDF5 says it too, but goes through the index of all chunks of a dataset for it. UnknownError if it cannot be told.
     """
-    for message in read_header(read, address, is_checked=False):
+    for message in read_header(read, address):
         if message.kind == _ATTRIBUTE_INFO:
             place = _int(message.data, 2 + 2 * (message.data[1] & 1))
             if message.is_shared or message.data[0] != 0:
@@ -352,63 +209,9 @@ def nbytes_of_attributes(read: Read, address: int) -> int:
     return 0
 
 
-@dataclass(frozen=True)
-class Move:
-    """A block of messages somewhere else.
-
-    Attributes
-    ----------
-    data : bytes
-        The block.
-    patch : Patch
-        The write that leads to it.
-    first : tuple of int or None
-        The block that must be moved before, because that write would not be in one page.
-    """
-
-    data: bytes
-    patch: Patch
-    first: tuple[int, int] | None
-
-    @classmethod
-    def of(cls, read: Read, address: int, block: tuple[int, int], place: int) -> Move:
-        """Move a block of the header at an address (of version 2) to `place`. UnknownError if that cannot be done safely."""
-        data = read(block[0], block[1] + 4 - block[0])
-        if data.startswith(b"OCHK"):
-            leads = (one for one in read_header(read, address) if one.kind == CONTINUATION and _int(one.data, 0) == block[0])
-            spot = next(leads).spot(0)
-            return cls(data, spot.changed(read, place), None if spot.is_in_one_page else spot.block)
-        at = _size_at(data)
-        width = 1 << (data[5] & 3)
-        moved = b"OCHK" + data[at + width : -4]
-        moved += lookup3(moved).to_bytes(4, "little")
-        numbers = place.to_bytes(8, "little") + len(moved).to_bytes(8, "little")
-        message = bytes([CONTINUATION, len(numbers), 0, 0]) + bytes(2 if data[5] & 4 else 0) + numbers
-        short = data[:at] + len(message).to_bytes(width, "little") + message
-        short += lookup3(short).to_bytes(4, "little")
-        patch = Patch(block[0] + at, data[at : len(short)], short[at:])
-        if len(short) > len(data) or len(moved) > PAGE or not _is_in_one_page(patch.offset, len(patch.new)):
-            where = f"bytes {block[0]} to {block[1] + 4}"
-            raise UnknownError(f"a header, {where}, in two pages of {PAGE} bytes, so that a kill could change half of it")
-        return cls(moved, patch, None)
-
-
 def _size_at(header: bytes) -> int:
     """Where a header of version 2 has the size of its first block."""
     return 6 + (16 if header[5] & 32 else 0) + (4 if header[5] & 16 else 0)
-
-
-def check_moves(read: Read, address: int, spot: Spot) -> None:
-    """UnknownError if a number cannot be changed safely, also if its block is moved."""
-    block = None if spot.is_in_one_page else spot.block
-    if block is None and not spot.is_in_one_page:
-        raise UnknownError(f"a number in two pages of {PAGE} bytes, at {spot.offset}")
-    while block is not None:
-        if block[1] + 4 - block[0] > PAGE:
-            raise UnknownError(
-                f"a header with a block of {block[1] + 4 - block[0]} bytes, which a kill could leave half changed"
-            )
-        block = Move.of(read, address, block, 0).first
 
 
 def _block(read: Read, start: int, nbytes: int, k: int, total: int) -> bytes:

@@ -13,23 +13,22 @@ What one rank keeps for a million chunks fits into 64 MiB: places as arrays, and
 from __future__ import annotations
 
 import contextlib
-import errno
 import math
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import h5py
 import numpy as np
-from h5py._objects import phil
 
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.base import ArrayInfo, native_dtype, read_at
 from shardload.formats.hdf5.dimensions import check_netcdf, name_axes, netcdf_names, with_dims_beside_coordinates, write_attrs
 from shardload.formats.hdf5.in_memory import file_in_memory
 from shardload.formats.hdf5.ledger import MOST_NBYTES, Ledger
+from shardload.formats.hdf5.ledger_file import FileStore, LedgerFile, limit_cache
 from shardload.formats.hdf5.pipeline import Pipeline
 from shardload.formats.hdf5.source import open_explained
 from shardload.formats.sink import (
@@ -48,12 +47,10 @@ from shardload.planning.blocks import runs
 from shardload.planning.grid import unravel
 from shardload.planning.region import Region
 
-__all__ = ["Hdf5Encoder", "Hdf5Sink", "Hdf5Writer", "Noted", "limit_cache", "tell_chunks"]
+__all__ = ["Hdf5Encoder", "Hdf5Sink", "Hdf5Writer", "Noted", "check_overlap", "tell_chunks"]
 
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
-_CACHE_NBYTES = 1 << 20  # of HDF5's cache, counted as in the file: in memory a node of the index takes six times as much
 _AT_ONCE = 4096  # chunks
-_RENEWED_AFTER = 1 << 16  # chunks
 
 
 class Hdf5Encoder(Encoder):
@@ -221,17 +218,17 @@ class _Hdf5Catalog(Catalog):
 
     def __init__(self, sink: Hdf5Sink) -> None:
         self._sink, self._target = sink, Target(sink.path, sink.mode)
-        self._file: h5py.File | None = None
-        self._store: _Store | None = None
+        self._library: LedgerFile | None = None
+        self._store: FileStore | None = None
         temporary = self._target.create()
         try:
             with named(sink.path):
-                self._store = _Store(temporary)
+                self._store = FileStore(os.open(temporary, os.O_RDWR))
                 self._store.put(mark(self._target.token, sink.path), 0)
-            self._ledger, self._n_placed = Ledger(self._store, MOST_NBYTES), 0
-            with self._library():
-                self._file = self._opened("w")
-                sink.describe(self._file)
+            self._ledger = Ledger(self._store, MOST_NBYTES)
+            self._library = LedgerFile(sink.path, self._ledger, sink._alignment)
+            with self._library.calls():
+                sink.describe(self._library.open("w", track_order=sink._is_netcdf or None))
                 self._chunks = {name: Noted(one.spec) for name, one in sink.arrays.items()}
                 places = {name: self._early(name) for name, one in sink.arrays.items() if not one.is_asked}
             self._reserve()
@@ -239,36 +236,6 @@ class _Hdf5Catalog(Catalog):
             self.abandon()
             raise
         self.ticket = Ticket(temporary, self._target.token, places)
-
-    def _opened(self, mode: str) -> h5py.File:
-        """The ledger as an HDF5 file."""
-        alignment = self._sink._alignment
-        file = h5py.File(
-            self._ledger,
-            mode,
-            libver="earliest",
-            track_order=(self._sink._is_netcdf or None) if mode == "w" else None,
-            alignment_threshold=1,
-            alignment_interval=alignment,
-            meta_block_size=max(alignment, 2048),
-        )
-        limit_cache(file)
-        return file
-
-    @contextlib.contextmanager
-    def _library(self) -> Iterator[None]:
-        """Around calls of HDF5: raises what the ledger could not write or read meanwhile."""
-        try:
-            yield
-        except Exception:
-            self._raise_failed()
-            raise
-        self._raise_failed()
-
-    def _raise_failed(self) -> None:
-        if self._ledger.failed is not None:
-            with named(self._sink.path):
-                raise self._ledger.failed
 
     def _early(self, name: str) -> Places:
         """The places of an array whose stored sizes are known."""
@@ -293,61 +260,27 @@ class _Hdf5Catalog(Catalog):
             reserve(self._store.descriptor, start, stop)
 
     def _dataset(self, name: str) -> h5py.h5d.DatasetID:
-        if self._file is None:
-            raise ValueError("the catalog is finished")
-        return self._file[self._sink.stored_names[name]].id
+        if self._library is None:
+            raise ValueError("the catalog has no file")
+        return self._library.file[self._sink.stored_names[name]].id
 
     def allocate(self, name: str, numbers: Sequence[int] | Int64s, nbytes: Sequence[int] | Int64s, masks: Any = 0) -> Int64s:
         one, noted = self._sink.arrays[name], self._chunks[name]
-        if self._file is None:
+        if self._library is None or not self._library.is_open:
             raise ValueError("the catalog is finished")
         if not one.is_asked:
             raise ValueError(f"the chunks of '{name}' have places already")
-        which = np.asarray(numbers, dtype=np.int64)
-        sizes = np.broadcast_to(np.asarray(nbytes, dtype=np.int64), which.shape)
-        kinds = np.broadcast_to(np.asarray(masks, dtype=np.int64), which.shape)
-        noted.check(name, which, sizes)
-        order = np.argsort(which, kind="stable")  # the index of chunks is smaller, and faster, if they come in order
-        offsets = np.empty(len(which), dtype=np.int64)
-        with self._library():
-            for at in range(0, len(which), _AT_ONCE):
-                some = order[at : at + _AT_ONCE]
-                self._place(name, some, which[some], sizes[some], kinds[some], offsets)
-                self._renew(len(some))
-        noted.place(which, offsets, sizes, kinds)
-        return offsets
-
-    def _place(self, name: str, at: Int64s, which: Int64s, sizes: Int64s, kinds: Int64s, out: Int64s) -> None:
-        spec, dataset = self._sink.arrays[name].spec, self._dataset(name)
-        starts = np.stack(np.unravel_index(which, spec.grid), axis=-1) * np.array(spec.chunks, dtype=np.int64)
-        write = _DirectWrite(dataset)
-        out[at] = [
-            self._ledger.place(write.of(tuple(start), kind), size)
-            for start, size, kind in zip(starts.tolist(), sizes.tolist(), kinds.tolist(), strict=True)
-        ]
-
-    def _renew(self, n: int) -> None:
-        """Now and then, close the file and open it again: HDF5 remembers each gap between aligned chunks, 250 bytes each."""
-        self._n_placed += n
-        if self._n_placed >= _RENEWED_AFTER and self._sink._alignment > 1 and self._file is not None:
-            self._n_placed = 0
-            self._file.close()
-            self._file = self._opened("r+")
+        return noted.allocated(self._library, self._sink.stored_names[name], numbers, nbytes, masks)
 
     def finish(self, *, allow_missing: bool = False) -> None:
-        if self._file is None:
+        if self._library is None or not self._library.is_open:
             raise ValueError("the catalog is finished")
         if not allow_missing:
             for name, noted in self._chunks.items():
                 noted.check_complete(name)
-        file, self._file = self._file, None
-        with self._library():
-            file.close()
-        stored = [noted.stored() for noted in self._chunks.values()]
-        offsets, sizes = stored[0] if len(stored) == 1 else [np.concatenate(some) for some in zip(*stored, strict=True)]
-        clash = self._ledger.overlap(offsets, sizes)
-        if clash is not None:
-            raise RuntimeError(f"HDF5 gave the same bytes of '{self._sink.path}' twice, at {clash[0]} and {clash[1]}")
+        with self._library.calls():
+            self._library.close()
+        check_overlap(self._sink.path, self._ledger, self._chunks.values())
         with named(self._sink.path), _opened(self.ticket.temporary, os.O_RDWR) as descriptor:
             _check_mark(descriptor, self.ticket, self._sink.path)
             self._ledger.write_to(
@@ -427,15 +360,14 @@ class _Hdf5Catalog(Catalog):
         )
 
     def commit(self) -> None:
-        if self._file is not None:
+        if self._library is None or self._library.is_open:
             raise ValueError("finish the catalog first")
         self._target.commit()
 
     def abandon(self) -> None:
-        file, self._file = self._file, None
         with contextlib.suppress(OSError, RuntimeError):  # of HDF5, if metadata could not be read back
-            if file is not None:
-                file.close()
+            if self._library is not None:
+                self._library.close()
         with contextlib.suppress(OSError):
             self._close_store()
         self._target.abandon()
@@ -446,49 +378,20 @@ class _Hdf5Catalog(Catalog):
         return self._ledger.kept_nbytes
 
 
-class _Store:
-    """The temporary file, for the ledger: see `ledger.Store`."""
-
-    def __init__(self, path: str) -> None:
-        self.descriptor = os.open(path, os.O_RDWR)
-
-    def put(self, data: bytes, offset: int) -> None:
-        put_at(self.descriptor, data, offset)
-
-    def get(self, nbytes: int, offset: int) -> bytes:
-        parts: list[bytes] = []
-        while nbytes:
-            part = os.pread(self.descriptor, nbytes, offset)
-            if not part:
-                raise OSError(errno.EIO, "the file is shorter than what was written to it")
-            parts.append(part)
-            nbytes, offset = nbytes - len(part), offset + len(part)
-        return b"".join(parts)
-
-
-class _DirectWrite:
-    """Has the library write one chunk, from memory that the ledger gives."""
-
-    __slots__ = ("_dataset", "_mask", "_start")
-
-    def __init__(self, dataset: h5py.h5d.DatasetID) -> None:
-        self._dataset = dataset
-
-    def of(self, start: tuple[int, ...], mask: int) -> _DirectWrite:
-        """The same, for a chunk."""
-        self._start, self._mask = start, mask
-        return self
-
-    def __call__(self, blank: Any) -> None:
-        with phil:  # threads may be encoding by the library; raw writes did not always take the lock (h5py issue 2764)
-            self._dataset.write_direct_chunk(self._start, blank, self._mask)
-
-
 class Noted:
-    """Where the chunks of one array are; a size of 0 if nowhere yet."""
+    """Where the chunks of one array are; a size of 0 if nowhere yet.
 
-    def __init__(self, spec: ArraySpec) -> None:
+    Parameters
+    ----------
+    spec : ArraySpec
+        The array.
+    origin : sequence of int, optional
+        Where its first element is in the array of the file.
+    """
+
+    def __init__(self, spec: ArraySpec, origin: Sequence[int] = ()) -> None:
         self._grid = spec.grid if spec.chunks is not None else ()
+        self._chunks, self._origin = np.array(spec.chunks or (), np.int64), np.array(origin or (0,) * len(self._grid), np.int64)
         n = math.prod(self._grid)
         # A chunk has less than 4 GiB.
         self.offsets: Int64s = np.zeros(n, np.int64)
@@ -500,6 +403,29 @@ class Noted:
         """Offsets and sizes of the chunks that have a place."""
         has_place = self.sizes > 0
         return (self.offsets, self.sizes) if np.all(has_place) else (self.offsets[has_place], self.sizes[has_place])
+
+    def allocated(
+        self,
+        library: LedgerFile,
+        name: str,
+        numbers: Sequence[int] | Int64s,
+        nbytes: Sequence[int] | Int64s,
+        masks: Any,
+    ) -> Int64s:
+        """Have the library give places to chunks: see `Catalog.allocate`."""
+        which = np.asarray(numbers, dtype=np.int64)
+        sizes = np.broadcast_to(np.asarray(nbytes, dtype=np.int64), which.shape)
+        kinds = np.broadcast_to(np.asarray(masks, dtype=np.int64), which.shape)
+        self.check(name, which, sizes)
+        order = np.argsort(which, kind="stable")  # the index of chunks is smaller, and faster, if they come in order
+        offsets = np.empty(len(which), dtype=np.int64)
+        with library.calls():
+            for at in range(0, len(which), _AT_ONCE):
+                some = order[at : at + _AT_ONCE]
+                starts = np.stack(np.unravel_index(which[some], self._grid), axis=-1) * self._chunks + self._origin
+                offsets[some] = library.place(name, starts, sizes[some], kinds[some])
+        self.place(which, offsets, sizes, kinds)
+        return offsets
 
     def place(self, which: Int64s, offsets: Int64s, sizes: Int64s, masks: Int64s) -> None:
         """Note the places of chunks."""
@@ -533,13 +459,13 @@ class Noted:
             raise ValueError(f"{len(absent)} of {len(self.sizes)} chunks of '{name}' have no place; the first is {first}")
 
 
-def limit_cache(file: h5py.File) -> None:
-    """HDF5's cache of metadata may grow to 32 MiB, which are 180 in memory. The index is written and read in order."""
-    config = file.id.get_mdc_config()
-    config.max_size = _CACHE_NBYTES
-    config.min_size = min(config.min_size, _CACHE_NBYTES)
-    config.set_initial_size, config.initial_size = 1, _CACHE_NBYTES
-    file.id.set_mdc_config(config)
+def check_overlap(path: str, ledger: Ledger, arrays: Iterable[Noted]) -> None:
+    """RuntimeError if the library gave the same bytes twice, to chunks or metadata."""
+    stored = [noted.stored() for noted in arrays]
+    offsets, sizes = stored[0] if len(stored) == 1 else [np.concatenate(some) for some in zip(*stored, strict=True)]
+    clash = ledger.overlap(offsets, sizes)
+    if clash is not None:
+        raise RuntimeError(f"HDF5 gave the same bytes of '{path}' twice, at {clash[0]} and {clash[1]}")
 
 
 def tell_chunks(dataset: h5py.h5d.DatasetID, ndim: int, take: Callable[[Int64s], None]) -> None:

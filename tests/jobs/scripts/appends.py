@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardload
-from shardload.formats.hdf5 import growth as hdf5
+from shardload.formats import changes
 from shardload.formats.zarr.growth import GrowthCatalog
 from shardload.jobs.writing.read_back import ReadBack
 
@@ -52,8 +52,8 @@ def main(folder: Path, phase: str) -> None:
         "end": (0, GrowthCatalog, "abandon", 1, ""),
     }
     file = next(name for name in ("run.zarr", "run.h5") if (folder / name).exists())
-    # What rank 0 writes in `growth`: notes, nodes of two indexes, notes; then in place the end, two indexes, two lengths.
-    phases["second length"] = (0, hdf5, "put_at", 9, "")
+    # What rank 0 writes in `changes`: notes twice; then the mark, changes, and the head.
+    phases["changes"] = (0, changes, "put_at", 5, "")
     victim, holder, name, which, words = phases[phase]
     if rank == victim:
         kill_before(holder, name, which, words)

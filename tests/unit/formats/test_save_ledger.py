@@ -14,6 +14,7 @@ import pytest
 
 from shardload.errors import SourceError
 from shardload.formats.hdf5 import ledger as ledger_module
+from shardload.formats.hdf5 import ledger_file
 from shardload.formats.hdf5 import sink as sink_module
 from shardload.formats.hdf5.ledger import HEAD_NBYTES, Ledger
 from shardload.formats.saving import make_sink
@@ -115,8 +116,8 @@ def many(folder: Path, alignment: int = 1) -> tuple[Sink, Any]:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ledger and HDF5 keep little, and the file is renewed often."""
-    monkeypatch.setattr(sink_module, "_CACHE_NBYTES", 8192)
-    monkeypatch.setattr(sink_module, "_RENEWED_AFTER", 500)
+    monkeypatch.setattr(ledger_file, "_CACHE_NBYTES", 8192)
+    monkeypatch.setattr(ledger_file, "_RENEWED_AFTER", 500)
     monkeypatch.setattr(sink_module, "MOST_NBYTES", 4096)
 
 
@@ -148,7 +149,7 @@ def fail_in(folder: str, call: str, when: int, code: int) -> None:
     """What `test_metadata_that_cannot_be_put_early` runs in a process of its own: HDF5 that is left in disorder ends it with a
     signal.
     """
-    sink_module._CACHE_NBYTES, sink_module.MOST_NBYTES = 8192, 4096
+    ledger_file._CACHE_NBYTES, sink_module.MOST_NBYTES = 8192, 4096
     sink, _ = many(Path(folder))
     was, calls = getattr(os, call), []
 
@@ -199,7 +200,7 @@ def test_metadata_that_cannot_be_put_early(tmp_path: Path, call: str, when: int,
 def test_an_error_is_told_by_the_call_in_which_it_happened(tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if HDF5 never reads what could not be put, and the next write succeeds: what the system lost before is not known."""
     monkeypatch.setattr(sink_module, "MOST_NBYTES", 4096)
-    monkeypatch.setattr(sink_module, "_CACHE_NBYTES", 8192 if where == "allocate" else 1 << 20)
+    monkeypatch.setattr(ledger_file, "_CACHE_NBYTES", 8192 if where == "allocate" else 1 << 20)
     sink = make_sink(str(tmp_path / "x.h5"), {"x": ArraySpec((900,), np.dtype("u1"), (1,), compression=Compression.of("gzip"))})
     with sink.create() as catalog:
         pwrite, failed = os.pwrite, []
@@ -238,7 +239,7 @@ def test_what_a_store_can_not_read_is_zeros_and_an_error_to_be_looked_for() -> N
 
 def test_the_temporary_is_read_as_long_as_it_was_written(tmp_path: Path) -> None:
     target = Target(str(tmp_path / "x.h5"), "w-")
-    store = sink_module._Store(target.create())
+    store = ledger_file.FileStore(os.open(target.create(), os.O_RDWR))
     store.put(b"abc", 10)
     assert store.get(3, 10) == b"abc"
     with pytest.raises(OSError, match="shorter than what was written"):
