@@ -22,7 +22,7 @@ import numcodecs
 import numpy as np
 import zstandard
 
-from shardload.formats.codecs import unshuffle
+from shardload.formats.codecs.transforms import decode_shuffle
 from shardload.formats.lookup import open_source
 from shardload.planning.batches import cut_box
 from shardload.transfer.chunk_batches import copy_rows
@@ -101,7 +101,7 @@ def _inflate(nbytes: int, stored: bytes) -> bytearray:
 
 def _unshuffler(codec: str, nbytes: int, itemsize: int) -> Callable[[Any], Any] | None:
     """What puts the bytes of shuffled chunks in order; None if they are not shuffled, or blosc does it."""
-    undo = unshuffle(itemsize).undo_many if "gzip" in codec and "shuffle" in codec else None
+    undo = decode_shuffle(itemsize).undo_many if "gzip" in codec and "shuffle" in codec else None
     if undo is None:
         return None
     out = np.empty((_BATCH, nbytes), dtype=np.uint8)

@@ -11,7 +11,7 @@ from typing import IO, Any
 from shardload.cli.arguments import as_typed, reworded, show_error, wrong
 from shardload.comm.mpi import world_rank_and_size
 from shardload.errors import ConfigError, ShardloadError, printable
-from shardload.formats.compression_words import compression_typed
+from shardload.formats.codecs.words import compression_typed
 from shardload.jobs.copying.copy import CopyReport, copy_file, refuse_copy
 from shardload.jobs.copying.request import CopyRequest
 from shardload.system.terminal import own_stdout, tell, width_of, wrap

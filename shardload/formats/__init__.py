@@ -7,9 +7,9 @@ lookup       which array does the caller mean, and how is it opened?
 registry     which formats are there? Our own, and those of other packages (entry points of the group ``shardload.formats``)
 diagnosis    the errors about files that no format claims, and names that are not found
 hdf5, zarr, memory   our own formats
-codecs       decodes chunks
+codecs       one object for each codec: decodes and encodes chunks
 labels       names of axes, attributes, coordinates; `labelling` reads the coordinates. `small`: values that come with metadata
-sink, saving the opposite direction: a new file, written by many (docs/design/save.md). `encoding` encodes chunks, `target`
+sink, saving the opposite direction: a new file, written by many (docs/design/save.md). `target`
              renames, `leftovers` says what a save that was killed left. `growing` is what an append adds to, `locks` that one
              runs at a time
 containment  which other files may a file refer to? Refuses the rest

@@ -23,7 +23,7 @@ import numpy as np
 
 from shardload.errors import ConfigError
 from shardload.formats.base import ArrayInfo, refusal
-from shardload.formats.compression_words import compression_typed
+from shardload.formats.codecs.words import compression_typed, has_own_shuffle
 from shardload.planning.grid import ravel
 from shardload.planning.region import Region
 
@@ -91,7 +91,7 @@ class Compression:
                 f"compression is {found!r}; expected a name such as 'gzip' or 'gzip:6+shuffle', None, or "
                 "{'name': 'gzip', 'level': 6, 'shuffle': True}"
             )
-        return cls(**{"shuffle": found["name"] == "blosc", **found})
+        return cls(**{"shuffle": has_own_shuffle(found["name"]), **found})
 
 
 @dataclass(frozen=True)

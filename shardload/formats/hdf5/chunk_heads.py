@@ -24,7 +24,8 @@ import numpy as np
 from h5py._objects import phil
 
 from shardload.formats.base import UndecodedError, chunks_met
-from shardload.formats.codecs import check_blosc, unshuffle, unzstd
+from shardload.formats.codecs.compressors import check_blosc, decode_zstd
+from shardload.formats.codecs.transforms import decode_shuffle
 from shardload.formats.hdf5.chunk_order import is_listed, is_over_edge
 from shardload.formats.hdf5.filters import NAMES, scaleoffset_is_idle
 from shardload.formats.hdf5.missing import MISSING_WORDS
@@ -126,7 +127,7 @@ def _unshuffled(stored: Bytes, most: int, values: tuple[int, ...]) -> Bytes:
     if not values or values[0] < 1:
         raise ValueError("a shuffle of elements of unknown size hides what it says of its length")
     out = np.empty_like(stored)
-    unshuffle(values[0]).undo(stored, out)
+    decode_shuffle(values[0]).undo(stored, out)
     return out
 
 
@@ -202,7 +203,7 @@ def _blosc(stored: Bytes, nbytes: int, values: tuple[int, ...], n: int) -> None:
 
 def _zstd(stored: Bytes, nbytes: int, values: tuple[int, ...], n: int) -> None:
     """Decode here: HDF5's filter ignores damage that the library below it reports, and then gives old memory."""
-    unzstd().undo(stored, np.empty(nbytes, dtype=np.uint8))
+    decode_zstd().undo(stored, np.empty(nbytes, dtype=np.uint8))
 
 
 _CHECKS: dict[int, Callable[[Bytes, int, tuple[int, ...], int], None]] = {

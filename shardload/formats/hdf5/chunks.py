@@ -2,7 +2,7 @@
 
 1. `open_chunks` accepts a dataset if this module can do all that HDF5 would do: the type and every filter are known.
 2. `Hdf5Chunks.fetch` asks HDF5, under its lock, where the chunk is. It reads the bytes without HDF5 and without its lock.
-3. `Hdf5Chunks.decode` undoes the filters with `codecs.Chain`. The values of a missing chunk are the fill value.
+3. `Hdf5Chunks.decode` undoes the filters with `codecs.chains.Chain`. The values of a missing chunk are the fill value.
 
 To find a chunk: the index of most files can be read without HDF5 (`chunk_index`). Of the others, HDF5 lists all chunks in a
 microsecond each, but walks the same list to find one (``H5Dget_chunk_info_by_coord``). So all chunks are listed once, as soon
@@ -24,10 +24,11 @@ import numpy as np
 from h5py._objects import phil  # HDF5's lock in h5py, which its raw reads did not always take (h5py issue 2764)
 
 from shardload.formats.base import Encoded, Room, Spans, check_chunk, chunks_met, fresh, is_added
-from shardload.formats.codecs import Chain, Stage, blosc, decode_many, fletcher32, inflate, swap_bytes, unshuffle, unzstd
-from shardload.formats.compression_words import BLOSC_CODES
+from shardload.formats.codecs.chains import Chain, decode_many
+from shardload.formats.codecs.transforms import decode_byte_order
 from shardload.formats.hdf5.chunk_index import MOST_ENTRIES, list_tree
 from shardload.formats.hdf5.chunk_order import PutRight, UnknownOrderError, is_listed, is_over_edge, true_place
+from shardload.formats.hdf5.filters import stage_of
 from shardload.formats.hdf5.integrity import Whole
 from shardload.formats.hdf5.missing import MISSING_WORDS
 from shardload.formats.hdf5.opened import creation_of, header_of, kind_of
@@ -61,7 +62,7 @@ def open_chunks(
     if creation.get_layout() != h5py.h5d.CHUNKED or swap is None:
         return None
     filters = [creation.get_filter(k) for k in range(creation.get_nfilters())]
-    stages = [_stage_of(number, values) for number, _, values, _ in reversed(filters)]
+    stages = [stage_of(number, values) for number, _, values, _ in reversed(filters)]
     known = [stage for stage in stages if stage is not None]
     if len(known) < len(stages):
         return None
@@ -72,7 +73,7 @@ def open_chunks(
     has_plain_edges = are_edges_plain(creation) if filters and reaches_over else False
     if has_plain_edges is None:
         return None
-    chain = Chain([*known, *([swap_bytes(swap)] if swap else [])], math.prod(chunk) * dtype.itemsize)
+    chain = Chain([*known, *([decode_byte_order(swap)] if swap else [])], math.prod(chunk) * dtype.itemsize)
     return Hdf5Chunks(dataset, dtype, raw, whole, chain, len(known), has_plain_edges, expected)
 
 
@@ -99,19 +100,6 @@ def leaves_gaps(dataset: h5py.Dataset) -> bool:
 def _is_empty(dataset: h5py.Dataset) -> bool:
     """True if no chunk was ever written. HDF5 goes through the index of all chunks for that."""
     return bool(dataset.id.get_space_status() == h5py.h5d.SPACE_STATUS_NOT_ALLOCATED)
-
-
-def _stage_of(number: int, values: tuple[int, ...]) -> Stage | None:
-    """The stage that undoes an HDF5 filter; None for a filter that this module does not know."""
-    if number == 1:
-        return inflate()
-    if number == 2:
-        return unshuffle(values[0]) if values and values[0] > 0 else None
-    if number == 3:
-        return fletcher32()
-    if number == 32001 and (len(values) < 7 or values[6] in BLOSC_CODES.values()):  # HDF5's filter may have more: Snappy
-        return blosc()
-    return unzstd() if number == 32015 else None
 
 
 class _List:

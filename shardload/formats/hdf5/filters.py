@@ -24,6 +24,8 @@ import h5py
 from h5py._objects import phil
 
 from shardload.formats.access import STRICT, Access
+from shardload.formats.codecs.chains import Stage
+from shardload.formats.codecs.table import BLOSC_CODES, HDF5_CODECS, Codec, Parameters
 from shardload.formats.hdf5.opened import creation_of, kind_of
 
 __all__ = [
@@ -33,37 +35,20 @@ __all__ = [
     "SURVIVED",
     "is_stacked",
     "n_compressors",
+    "parameters_of",
     "refuse_filter",
     "refuse_filters",
     "scaleoffset_is_idle",
+    "stage_of",
+    "values_of",
 ]
 
-# Common names. Numbers below 32000 are HDF5's own, except bzip2; the others are registered with the HDF Group.
-NAMES = {
-    1: "gzip",
-    2: "shuffle",
-    3: "fletcher32",
-    4: "szip",
-    5: "nbit",
-    6: "scaleoffset",
-    307: "bzip2",
-    32000: "lzf",
-    32001: "blosc",
-    32004: "lz4",
-    32008: "bitshuffle",
-    32013: "zfp",
-    32015: "zstd",
-    32017: "sz",
-    32018: "fcidecomp",
-    32024: "sz3",
-    32026: "blosc2",
-    32028: "sperr",
-    32033: "htj2k",
-}
+NAMES = {number: codec.word for number, codec in HDF5_CODECS.items()}
+"""What people call the filters that are known. Numbers below 32000 are HDF5's own, except bzip2."""
 
-SIZED = {2, 3, 5, 6}  # the size of their output follows from their parameters; for other filters it depends on the data
-LOSSY = frozenset({32013, 32017, 32018, 32024, 32028, 32033})  # they change values (SZ: or end the process) unless told how
-SURVIVED = frozenset({1, 2, 3, 4, 5, 6, 32000, 32001, 32004, 32015, 32026})
+SIZED = {number for number, codec in HDF5_CODECS.items() if codec.is_sized}
+LOSSY = frozenset(number for number, codec in HDF5_CODECS.items() if codec.is_lossy)
+SURVIVED = frozenset(number for number, codec in HDF5_CODECS.items() if codec.is_safe)
 
 _OWN = frozenset({1, 2, 3, 4, 5, 6, 32000})  # filters of HDF5 and h5py themselves
 
@@ -189,7 +174,39 @@ def _missing(number: int, label: bytes) -> str | None:
     )
 
 
-# --- parameters
+# --- a codec's parameters as ``cd_values``
+
+
+def parameters_of(number: int, values: tuple[int, ...]) -> Parameters | None:
+    """What a filter was told; None if its values are not understood here."""
+    if number in (1, 32015) and len(values) == 1:
+        return Parameters(values[0])
+    if number == 2 and values and values[0] > 0:
+        return Parameters(itemsize=values[0])
+    if number == 32001 and len(values) >= 7:
+        inner = next((name for name, code in BLOSC_CODES.items() if code == values[6]), None)  # HDF5's may have Snappy too
+        return None if inner is None else Parameters(values[4], values[2], inner, values[5] if values[5] in (1, 2) else 0)
+    return None
+
+
+def values_of(codec: Codec, told: Parameters, chunk_nbytes: int) -> tuple[int, ...]:
+    """The ``cd_values`` that tell a compressor the same."""
+    if codec.number == 32001:
+        return (2, 2, told.itemsize, chunk_nbytes, told.level, told.shuffle, BLOSC_CODES[told.inner])
+    return (told.level,) if codec.levels else ()
+
+
+def stage_of(number: int, values: tuple[int, ...]) -> Stage | None:
+    """The stage that undoes a filter; None for a filter that only HDF5 undoes."""
+    codec, told = HDF5_CODECS.get(number), parameters_of(number, values)
+    if codec is None or codec.decoder is None:
+        return None
+    if told is None and (number == 2 or (number == 32001 and len(values) >= 7)):
+        return None
+    return codec.decoder(told or Parameters())
+
+
+# --- do the parameters fit?
 
 
 def _unfit(number: int, values: tuple[int, ...], kind: Any, chunk: tuple[int, ...]) -> str | None:

@@ -15,9 +15,10 @@ import h5py
 import numpy as np
 
 from shardload.formats.base import Properties, dtype_text, native_dtype, refusal
-from shardload.formats.compression_words import BLOSC_CODES, BLOSC_SHUFFLES, blosc_told, compression_told
+from shardload.formats.codecs.table import HDF5_CODECS
+from shardload.formats.codecs.words import compression_told
 from shardload.formats.hdf5.attributes import UnreadableError, axis_texts_of, is_scale, names_of, plain, read, scales_of
-from shardload.formats.hdf5.filters import LOSSY, NAMES, scaleoffset_is_idle
+from shardload.formats.hdf5.filters import LOSSY, NAMES, parameters_of, scaleoffset_is_idle
 from shardload.formats.hdf5.metadata import (
     NO_NAMES,
     NON_COORDINATE,
@@ -36,7 +37,6 @@ __all__ = ["attribute_names", "groups_of", "properties_of"]
 
 _MOST_NBYTES = 1 << 20  # of one attribute, or the values of an array of text
 _MOST_ATTRIBUTES_NBYTES = 1 << 24
-_BLOSC_NAMES = {code: name for name, code in BLOSC_CODES.items()}
 _OF_TEXT = {1, 2, 3}  # filters that HDF5 has itself
 _ARGUMENTS = {6: slice(0, 2), 4: slice(0, 2), 32008: slice(3, None), 5: slice(0, 0), 32000: slice(0, 0)}  # the caller's own
 
@@ -180,11 +180,9 @@ def _changing(number: int, values: tuple[int, ...], kind: str) -> str:
 
 def _options(number: int, values: tuple[int, ...]) -> dict[str, Any]:
     """Level, shuffle inside of the filter, and what else it was told."""
-    if number == 1 or (number == 32015 and len(values) == 1):
-        return {"level": values[0]}
-    if number == 32001 and len(values) >= 7:
-        kind = BLOSC_SHUFFLES[values[5] if values[5] in (1, 2) else 0]
-        return blosc_told(values[4], _BLOSC_NAMES.get(values[6], str(values[6])), kind)
+    codec, told = HDF5_CODECS.get(number), parameters_of(number, values)
+    if codec is not None and told is not None:
+        return codec.told(told)
     if number == 32004 and values in ((), (0,)):
         return {}
     if number == 6 and not scaleoffset_is_idle(values):  # of integers: as many bits as a chunk needs, for none is to be lost

@@ -16,6 +16,7 @@ import numpy as np
 
 from shardload.formats.access import STRICT, Access
 from shardload.formats.base import MOST_KEPT, TOLD, ArrayInfo, json_value, native_dtype, refusal, unaddressable
+from shardload.formats.codecs.table import HDF5_CODECS
 from shardload.formats.hdf5.attributes import (
     UnreadableError,
     axis_texts_of,
@@ -50,7 +51,8 @@ __all__ = [
 ]
 
 _HELPERS = (2, 3)  # filters that rearrange or check bytes; listed after the filter that compresses
-_DECODED_HERE = {1, 32001, 32015}  # `codecs.Chain` limits the size of the data between them
+# `codecs.chains.Chain` limits the size of the data between them.
+_DECODED_HERE = {number for number, codec in HDF5_CODECS.items() if codec.decoder is not None and not codec.is_sized}
 
 _REFUSED_CLASSES = {
     h5py.h5t.TIME: ("time", "HDF5 times, a type without a portable meaning"),

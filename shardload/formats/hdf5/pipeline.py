@@ -1,6 +1,6 @@
 """Through which HDF5 filters do the chunks of a new dataset go, and who applies them? We do, or HDF5 in memory.
 
-1. gzip, zstd, blosc and lz4, shuffle and Fletcher-32 are made by the libraries of `encoding`, with the library's lock free.
+1. gzip, zstd, blosc and lz4, shuffle and Fletcher-32 are made by the libraries of `codecs`, with the library's lock free.
 2. A chunk for any other filter is written by HDF5 to a file in memory with the same properties. What lies there is taken out.
 
 Either way no filter is left out of a chunk unless HDF5 itself left it out (`Stored.mask`).
@@ -13,6 +13,7 @@ import importlib
 import math
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import h5py
@@ -20,14 +21,14 @@ import numpy as np
 from h5py._objects import phil
 
 from shardload.errors import ConfigError
-from shardload.formats import encoding
 from shardload.formats.base import is_added, native_dtype
-from shardload.formats.compression_words import BLOSC_CODES
-from shardload.formats.encoding import EncodeChain, Step, level_of
-from shardload.formats.hdf5.filters import LOSSY, NAMES
+from shardload.formats.codecs.chains import EncodeChain, Step
+from shardload.formats.codecs.table import HDF5_CODECS, Codec
+from shardload.formats.codecs.transforms import encode_fletcher32, encode_shuffle
+from shardload.formats.hdf5.filters import LOSSY, NAMES, values_of
 from shardload.formats.hdf5.in_memory import file_in_memory
 from shardload.formats.hdf5.raw_file import BFLOAT16, type_in_file
-from shardload.formats.sink import ArraySpec, Stored
+from shardload.formats.sink import ArraySpec, Compression, Stored
 
 __all__ = ["Pipeline", "create_type", "let_list_grow"]
 
@@ -117,25 +118,20 @@ class Pipeline:
         itemsize = spec.dtype.itemsize
         if compression is not None and compression.shuffle and compression.name not in ("blosc", "blosc2", "bitshuffle"):
             self.creation.set_shuffle()
-            steps = [encoding.shuffle(itemsize)] if itemsize > 1 else []
+            steps = [encode_shuffle(itemsize)] if itemsize > 1 else []
         if compression is not None and compression.name != "none":
-            added = self._add_compressor(compression.name, compression.level, dict(compression.options), itemsize)
+            added = self._add_compressor(compression)
             steps = None if added is None or steps is None else [*steps, added]
         if spec.checksum:
             self.creation.set_fletcher32()
-            steps = None if steps is None else [*steps, encoding.fletcher32()]
+            steps = None if steps is None else [*steps, encode_fletcher32()]
         return steps
 
-    def _add_compressor(self, name: str, level: int | None, options: dict[str, Any], itemsize: int) -> Step | None:
-        is_shuffled = self._spec.compression is not None and self._spec.compression.shuffle
-        if name == "gzip":
-            _none_left(self._name, name, options)
-            level = level_of(name, level, 4, 9)
-            self.creation.set_deflate(level)
-            return encoding.zlib(level)
-        values = options.pop("cd_values", None)
+    def _add_compressor(self, compression: Compression) -> Step | None:
+        name, step, is_named = compression.name, None, compression.name in _NUMBERS
         number = _NUMBERS.get(name, int(name) if name.isascii() and name.isdecimal() else None)
-        if number is None or number in (0, 1, 2, 3) or number > h5py.h5z.FILTER_MAX:
+        values = None if number == 1 else compression.options.get("cd_values")
+        if number is None or number in (0, 2, 3) or (number == 1 and not is_named) or number > h5py.h5z.FILTER_MAX:
             known = ", ".join(sorted(key for key, k in _NUMBERS.items() if k not in (2, 3) and k not in LOSSY))
             raise ConfigError(
                 f"compression of '{self._name}' is {name!r}; expected one of {known}, or a filter's number as text. "
@@ -146,30 +142,22 @@ class Pipeline:
                 f"compression of '{self._name}' is {name!r}, which changes values unless it is told how not to. Pass "
                 "compression='zstd', or the parameters of this one, 'cd_values': (...) in options (hdf5plugin knows them)"
             )
-        _available(self._name, name, number)
-        step: Step | None = None
-        if values is None and name == "zstd":
-            level = level_of(name, level, 3, 22)
-            values, step = (level,), encoding.zstd(level)
-        elif values is None and name == "blosc":
-            level, inner = level_of(name, level, 5, 9), options.pop("cname", "lz4")
-            if inner not in BLOSC_CODES:
-                raise ConfigError(
-                    f"Blosc's compressor for '{self._name}' is {inner!r}; expected one of {', '.join(BLOSC_CODES)}"
-                )
-            bits = _shuffling(self._name, options, is_shuffled)
-            nbytes = math.prod(self._spec.chunks or ()) * itemsize
-            values = (2, 2, itemsize, nbytes, level, bits, BLOSC_CODES[inner])
-            step = encoding.blosc(inner, level, bits, itemsize)
-        elif values is None and name == "lz4" and level is None:
-            values, step = (), encoding.lz4()
-        elif level is not None:
+        codec = HDF5_CODECS[number] if is_named and values is None else Codec(name, number)
+        if number != 1:
+            _available(self._name, name, number)
+            compression = replace(compression, options={k: v for k, v in compression.options.items() if k != "cd_values"})
+        if compression.level is not None and not codec.levels:
             raise ConfigError(
-                f"compression of '{self._name}' is {name!r} with level {level}, which it does not have. Pass its name "
-                "alone, or the parameters of this one, 'cd_values': (...) in options (hdf5plugin knows them)"
+                f"compression of '{self._name}' is {name!r} with level {compression.level}, which it does not have. Pass its "
+                "name alone, or the parameters of this one, 'cd_values': (...) in options (hdf5plugin knows them)"
             )
-        _none_left(self._name, name, options)
-        if name == "szip" and values is None:
+        told = codec.parameters(self._name, compression, self._spec.dtype.itemsize, "HDF5")
+        if codec.encoder is not None:
+            step = codec.encoder(told)
+            values = values_of(codec, told, math.prod(self._spec.chunks or ()) * self._spec.dtype.itemsize)
+        if number == 1:
+            self.creation.set_deflate(told.level)
+        elif name == "szip" and values is None:
             self.creation.set_szip(h5py.h5z.SZIP_NN_OPTION_MASK, 16)
         else:
             self.creation.set_filter(number, _OPTIONAL, tuple(values or _usual(name)))
@@ -194,21 +182,6 @@ def _usual(name: str) -> Sequence[int]:
     if name not in _PLUGINS:
         return ()
     return tuple(getattr(importlib.import_module("hdf5plugin"), _PLUGINS[name])()["compression_opts"])
-
-
-def _shuffling(name: str, options: dict[str, Any], is_shuffled: bool) -> int:
-    """Blosc's shuffle: 0 none, 1 bytes, 2 bits."""
-    bits = options.pop("bitshuffle", False)
-    if not isinstance(bits, bool):
-        raise ConfigError(f"bitshuffle of '{name}' is {bits!r}; expected True or False")
-    return 2 if bits else int(is_shuffled)
-
-
-def _none_left(name: str, compressor: str, options: dict[str, Any]) -> None:
-    if options:
-        raise ConfigError(
-            f"compression of '{name}': {compressor} has no option {', '.join(map(repr, sorted(options)))} in HDF5"
-        )
 
 
 def _available(name: str, compressor: str, number: int) -> None:

@@ -3,7 +3,7 @@
 1. `chunk_reader` gives a reader if that is possible: the store is a plain folder, and `metadata` understands the metadata.
 2. `ZarrChunks.fetch` reads one chunk's bytes: a whole file, or a range of a shard file. `_Shards` opens a shard and reads its
    index once, and keeps the last few open.
-3. `ZarrChunks.decode` undoes the codecs (`codecs.Chain`) straight into the caller's buffer, or writes the fill value.
+3. `ZarrChunks.decode` undoes the codecs (`codecs.chains.Chain`) straight into the caller's buffer, or writes the fill value.
 
 Before memory is allocated, each size that a file declares is compared with the file's own size, and with the most that a chunk
 can have. docs/design/zarr.md has measurements against zarr-python, zarrs and TensorStore.
@@ -27,7 +27,7 @@ import zarr
 import zarr.storage
 
 from shardload.formats.base import ArrayInfo, Encoded, Room, Spans, check_chunk, fresh, read_at
-from shardload.formats.codecs import Chain, decode_many
+from shardload.formats.codecs.chains import Chain, decode_many
 from shardload.formats.containment import TARGET_HINT, Fence, NotAFileError, OutsideError, kind_of
 from shardload.formats.zarr.metadata import MOST_INDEX_NBYTES, Layout, NotCovered, layout_of
 from shardload.formats.zarr.store import inner_store

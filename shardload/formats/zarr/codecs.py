@@ -10,23 +10,46 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numcodecs
 
 from shardload.formats.access import Access
-from shardload.formats.codecs import blosc_error, check_blosc
+from shardload.formats.codecs.compressors import blosc_error, check_blosc
+from shardload.formats.codecs.table import BLOSC_SHUFFLES, ZARR_CODECS, Codec, Parameters
 
-__all__ = ["SURVIVED", "checked", "refuse_codecs"]
+__all__ = ["SIZED", "SURVIVED", "checked", "options_of", "parameters_of", "refuse_codecs"]
 
-SURVIVED = frozenset(
-    {
-        *("bytes", "transpose", "sharding_indexed", "zstd", "gzip", "zlib", "blosc", "lz4", "lzma", "bz2", "base64"),
-        *("shuffle", "delta", "bitround", "quantize", "fixedscaleoffset", "astype", "packbits"),
-        *("crc32", "crc32c", "adler32", "fletcher32", "jenkins_lookup3"),
-    }
-)
+SURVIVED = frozenset(name for name, codec in ZARR_CODECS.items() if codec.is_safe)
+SIZED = frozenset(name for name, codec in ZARR_CODECS.items() if codec.is_sized)
+
+
+def parameters_of(name: str, options: Mapping[str, Any], itemsize: int) -> Parameters:
+    """What a codec was told by its options in the metadata. KeyError, IndexError, TypeError or ValueError if they are odd."""
+    level, levels = options.get("level", options.get("clevel")), ZARR_CODECS[name].levels
+    if levels and (not isinstance(level, int) or (name == "zstd" and level == 0)):
+        level = levels[0]
+    if name == "shuffle":
+        return Parameters(itemsize=int(options["elementsize"]))
+    if name != "blosc":
+        return Parameters(level or 0)
+    shuffle, inner = (getattr(found, "value", found) for found in (options.get("shuffle", 1), options.get("cname", "lz4")))
+    if shuffle == -1:  # numcodecs chooses
+        shuffle = 2 if itemsize == 1 else 1
+    number = BLOSC_SHUFFLES.index(shuffle) if isinstance(shuffle, str) else range(3)[shuffle]
+    return Parameters(level, int(options.get("typesize") or itemsize), str(inner), number)
+
+
+def options_of(codec: Codec, told: Parameters, version: int) -> dict[str, Any]:
+    """The options in the metadata that tell a codec the same."""
+    if codec.zarr == "blosc":
+        shuffle: Any = told.shuffle if version == 2 else BLOSC_SHUFFLES[told.shuffle]
+        options = {"cname": told.inner, "clevel": told.level, "shuffle": shuffle, "blocksize": 0}
+        return options if version == 2 else {**options, "typesize": told.itemsize}
+    if codec.zarr == "lz4":
+        return {"acceleration": 1}
+    return {"level": told.level} | ({"checksum": False} if codec.zarr == "zstd" and version == 3 else {})
 
 
 def refuse_codecs(metadata: Any, access: Access) -> str | None:

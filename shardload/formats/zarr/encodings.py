@@ -8,15 +8,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numcodecs.lz4
 import numpy as np
 
 from shardload.errors import ConfigError
-from shardload.formats import encoding
 from shardload.formats.base import dtype_text, is_added, refusal
-from shardload.formats.compression_words import BLOSC_SHUFFLES
-from shardload.formats.encoding import BLOSC_NAMES, EncodeChain, Step, level_of
+from shardload.formats.codecs.chains import EncodeChain, Step
+from shardload.formats.codecs.table import ZARR_CODECS
+from shardload.formats.codecs.transforms import encode_crc32c, encode_shuffle
+from shardload.formats.codecs.words import has_own_shuffle
 from shardload.formats.sink import ArraySpec, Compression
+from shardload.formats.zarr.codecs import options_of
 
 __all__ = ["Layout", "group_metadata", "layout", "plain_attrs"]
 
@@ -62,18 +63,23 @@ def layout(name: str, spec: ArraySpec, version: int) -> Layout:
         raise ConfigError(f"'{name}' holds {refused}, for which Zarr has no type. Save numbers")
     fill = np.zeros((), spec.dtype)[()] if spec.fill_value is None else spec.fill_value
     chunks = spec.chunks or tuple(max(1, n) for n in spec.shape)
-    nbytes = math.prod(chunks) * spec.dtype.itemsize
     if version == 2:
         return _layout_2(name, spec, chunks, fill)
     codecs: list[Json] = [_bytes(spec.dtype)]
     steps: list[Step] = []
     text = "none"
     if spec.compression is not None:
-        step, entry, text = _compressor_3(name, spec.compression, spec.dtype.itemsize, nbytes)
+        if spec.compression.shuffle and not has_own_shuffle(spec.compression.name):
+            raise ConfigError(
+                f"compression of '{name}' is {spec.compression.name!r} after a shuffle, which Zarr format 3 does not have. "
+                "Pass compression='blosc', which shuffles, or leave the shuffle out"
+            )
+        step, options, text = _compressor(name, spec.compression, spec.dtype.itemsize, 3)
+        entry = {"name": spec.compression.name, "configuration": options}
         steps.append(step)
         codecs.append(entry)
     if spec.checksum:
-        steps.append(encoding.crc32c())
+        steps.append(encode_crc32c())
         codecs.append({"name": "crc32c"})
     per_shard = None
     if spec.shards is not None:
@@ -115,11 +121,12 @@ def _layout_2(name: str, spec: ArraySpec, chunks: tuple[int, ...], fill: Any) ->
     asked = spec.compression
     if asked is not None:
         itemsize = spec.dtype.itemsize
-        if asked.shuffle and asked.name != "blosc" and itemsize > 1:
+        if asked.shuffle and not has_own_shuffle(asked.name) and itemsize > 1:
             filters.append({"id": "shuffle", "elementsize": itemsize})
-            steps.append(encoding.shuffle(itemsize))
+            steps.append(encode_shuffle(itemsize))
         if asked.name != "none":
-            step, compressor, text = _compressor_2(name, asked, itemsize)
+            step, options, text = _compressor(name, asked, itemsize, 2)
+            compressor = {"id": asked.name, **options}
             steps.append(step)
         if filters:
             text = f"{text}+shuffle" if compressor else "shuffle"
@@ -144,58 +151,19 @@ def _bytes(dtype: np.dtype[Any]) -> Json:
     return {"name": "bytes", "configuration": {"endian": "big" if is_big else "little"}}
 
 
-def _compressor_3(name: str, asked: Compression, itemsize: int, nbytes: int) -> tuple[Step, Json, str]:
-    if asked.shuffle and asked.name != "blosc":
-        raise ConfigError(
-            f"compression of '{name}' is {asked.name!r} after a shuffle, which Zarr format 3 does not have. "
-            "Pass compression='blosc', which shuffles, or leave the shuffle out"
-        )
-    step, options, text = _compressor(name, asked, itemsize, _IN_3)
-    if asked.name == "zstd":
-        options["checksum"] = False
-    if asked.name == "blosc":
-        options |= {"shuffle": BLOSC_SHUFFLES[options["shuffle"]], "typesize": itemsize}
-    return step, {"name": asked.name, "configuration": options}, text
-
-
-def _compressor_2(name: str, asked: Compression, itemsize: int) -> tuple[Step, Json, str]:
-    step, options, text = _compressor(name, asked, itemsize, _IN_2)
-    return step, {"id": asked.name, **options}, text
-
-
-def _compressor(name: str, asked: Compression, itemsize: int, known: tuple[str, ...]) -> tuple[Step, Json, str]:
-    """The step, its parameters, and the text for people."""
-    options = dict(asked.options)
-    found: tuple[Step, Json, str]
-    if asked.name == "gzip":
-        level = level_of("gzip", asked.level, 4, 9)
-        found = encoding.gzip(level), {"level": level}, "gzip"
-    elif asked.name == "zstd":
-        level = level_of("zstd", asked.level, 3, 22, -7)
-        found = encoding.zstd(level), {"level": level}, "zstd"
-    elif asked.name == "blosc":
-        level, inner = level_of("blosc", asked.level, 5, 9), options.pop("cname", "lz4")
-        bits = 2 if options.pop("bitshuffle", False) is True else int(asked.shuffle)
-        if inner not in BLOSC_NAMES:
-            raise ConfigError(f"Blosc's compressor for '{name}' is {inner!r}; expected one of {', '.join(BLOSC_NAMES)}")
-        found = (
-            encoding.blosc(inner, level, bits, itemsize),
-            {"cname": inner, "clevel": level, "shuffle": bits, "blocksize": 0},
-            f"blosc({inner})",
-        )
-    elif asked.name == "lz4" and "lz4" in known and asked.level is None:
-        found = numcodecs.lz4.compress, {"acceleration": 1}, "lz4"
-    else:
+def _compressor(name: str, asked: Compression, itemsize: int, version: int) -> tuple[Step, Json, str]:
+    """The step, its options in the metadata, and the text for people."""
+    known = _IN_3 if version == 3 else _IN_2
+    codec = ZARR_CODECS[asked.name] if asked.name in known else None
+    if codec is None or codec.encoder is None or (asked.level is not None and not codec.levels):
         fix = "compression='zstd', or another of these"
         if asked.name == "lz4":
             fix = "compression='lz4'" if "lz4" in known else "compression='blosc(lz4)', which has it inside"
         found_level = f" with level {asked.level}" if asked.name in known else ""
         raise ConfigError(f"compression of '{name}' is {asked.name!r}{found_level}; Zarr has {', '.join(known)}. Pass {fix}")
-    if options:
-        raise ConfigError(
-            f"compression of '{name}': {asked.name} has no option {', '.join(map(repr, sorted(options)))} in Zarr"
-        )
-    return found
+    told = codec.parameters(name, asked, itemsize, "Zarr", -7 if asked.name == "zstd" else None)
+    text = f"{codec.word}({told.inner})" if has_own_shuffle(codec.word) else codec.word
+    return codec.encoder(told), options_of(codec, told, version), text
 
 
 def _fill(value: Any) -> Any:

@@ -23,21 +23,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numcodecs.lz4
 import numpy as np
 import zarr
 
 from shardload.errors import ConfigError, SourceError
-from shardload.formats import encoding
 from shardload.formats.base import ArrayInfo, native_dtype, refusal
-from shardload.formats.compression_words import BLOSC_SHUFFLES
+from shardload.formats.codecs.chains import EncodeChain, Step
+from shardload.formats.codecs.table import BLOSC_CODES, ZARR_CODECS
 from shardload.formats.containment import Fence
-from shardload.formats.encoding import EncodeChain, Step
 from shardload.formats.growing import Growing, GrowingSink, meaning_of
 from shardload.formats.leftovers import GROWTH_MARK, ROOTS
 from shardload.formats.locks import AppendLock
 from shardload.formats.sink import ArraySpec, Catalog, Compression
 from shardload.formats.target import named, not_undone, sync_folder, sync_name
+from shardload.formats.zarr.codecs import parameters_of
 from shardload.formats.zarr.encodings import Layout
 from shardload.formats.zarr.sink import ZarrCatalog, ZarrEncoder, ZarrSink, write_file
 from shardload.formats.zarr.store import nodes_in, read_metadata
@@ -281,29 +280,14 @@ def _stored_2(where: str, metadata: Json, dtype: np.dtype[Any]) -> _Stored:
 
 def _step(where: str, name: str, options: Json, itemsize: int, known: Sequence[str]) -> tuple[Step, str]:
     """The step that encodes as a codec of the metadata decodes."""
-    level = options.get("level", options.get("clevel"))
-    level = level if isinstance(level, int) else None
-    with contextlib.suppress(KeyError, ConfigError):
-        if name in known:
-            if name in ("gzip", "zlib"):
-                one = encoding.level_of(name, level, 4, 9)
-                return (encoding.gzip(one) if name == "gzip" else encoding.zlib(one)), name
-            if name == "zstd":
-                return encoding.zstd(encoding.level_of("zstd", level, 3, 22, -(1 << 17))), name
-            if name == "blosc":
-                shuffle = options.get("shuffle", 0)
-                default = 2 if itemsize == 1 else 1  # of numcodecs, which calls it -1
-                bits = BLOSC_SHUFFLES.index(shuffle) if shuffle in BLOSC_SHUFFLES else {0: 0, 1: 1, 2: 2, -1: default}[shuffle]
-                size = int(options.get("typesize") or itemsize)
-                cname = str(options["cname"])
-                if cname in encoding.BLOSC_NAMES:
-                    return encoding.blosc(cname, encoding.level_of("blosc", level, 5, 9), bits, size), name
-            if name == "crc32c":
-                return encoding.crc32c(), name
-            if name == "shuffle":
-                return encoding.shuffle(int(options["elementsize"])), name
-            if name == "lz4":
-                return numcodecs.lz4.compress, name
+    codec = ZARR_CODECS.get(name)
+    if name in known and codec is not None and codec.encoder is not None:
+        with contextlib.suppress(KeyError, ValueError, TypeError, IndexError, ConfigError):
+            told = parameters_of(name, options, itemsize)
+            if codec.levels:
+                codec.checked_level(told.level, -(1 << 17) if name == "zstd" else None)
+            if told.inner in BLOSC_CODES:
+                return codec.encoder(told), name
     raise _unknown(where, f"the codec {name!r}" + (f" with {options}" if options else ""))
 
 

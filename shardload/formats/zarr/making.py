@@ -12,14 +12,16 @@ import numpy as np
 import zarr
 
 from shardload.formats.base import Properties, is_added, native_dtype, refusal
-from shardload.formats.compression_words import BLOSC_SHUFFLES, blosc_told, compression_told
+from shardload.formats.codecs.table import ZARR_CODECS
+from shardload.formats.codecs.words import compression_told
 from shardload.formats.labels import Labels
+from shardload.formats.zarr.codecs import parameters_of
 from shardload.formats.zarr.metadata import codecs_of_2
 
 __all__ = ["groups_of", "properties_of"]
 
 _MOST_TEXT_NBYTES = 1 << 20  # of the values of an array of text
-_OF_TEXT = {"bytes", "vlen-utf8", "zstd", "gzip", "zlib", "blosc", "crc32c"}
+_OF_TEXT = {"bytes", "vlen-utf8", *(name for name, codec in ZARR_CODECS.items() if codec.decoder is not None)}
 _NOT_COPIED = ("bytes", "transpose", "sharding_indexed")  # how values lie, not how they are compressed
 
 
@@ -107,22 +109,11 @@ def _compression(chain: list[tuple[str, Any]], itemsize: int) -> tuple[dict[str,
     """The compression, as in `Properties`, and whether there is a checksum."""
     names = [name for name, _ in chain]
     rest = [(name, options) for name, options in chain if name not in ("shuffle", "crc32c")]
-    others = [{"zlib": "gzip"}.get(name, name) for name, _ in rest]
+    others = [ZARR_CODECS[name].word if name in ZARR_CODECS else name for name, _ in rest]
     return compression_told(others, "shuffle" in names, lambda: _options(*rest[0], itemsize)), "crc32c" in names
 
 
 def _options(name: str, options: Mapping[str, Any], itemsize: int) -> dict[str, Any]:
-    """Level, and of Blosc its shuffle and codec."""
-    if name in ("gzip", "zlib"):
-        return {"level": int(options.get("level", 1))}
-    if name == "zstd":
-        return {"level": int(options.get("level", 0)) or 3}
-    if name != "blosc":
-        return {}
-    shuffle = options.get("shuffle", 1)
-    shuffle = getattr(shuffle, "value", shuffle)
-    if shuffle == -1:  # numcodecs chooses
-        shuffle = 2 if itemsize == 1 else 1
-    kind = shuffle if isinstance(shuffle, str) else BLOSC_SHUFFLES[int(shuffle)]
-    cname = options.get("cname", "lz4")
-    return blosc_told(int(options.get("clevel", 5)), str(getattr(cname, "value", cname)), kind)
+    """What a compressor was told, in the words of `sink.Compression`."""
+    codec = ZARR_CODECS.get(name)
+    return {} if codec is None or not codec.levels else codec.told(parameters_of(name, options, itemsize))

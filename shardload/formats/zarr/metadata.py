@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from shardload.formats import codecs
 from shardload.formats.access import STRICT, Access
 from shardload.formats.base import refusal
-from shardload.formats.codecs import Stage
-from shardload.formats.zarr.codecs import SURVIVED
+from shardload.formats.codecs.chains import Stage
+from shardload.formats.codecs.table import ZARR_CODECS
+from shardload.formats.codecs.transforms import decode_byte_order, decode_crc32c
+from shardload.formats.zarr.codecs import SIZED, SURVIVED, parameters_of
 
 __all__ = ["MOST_INDEX_NBYTES", "Layout", "NotCovered", "codecs_of_2", "is_stacked", "layout_of", "n_in_shard"]
 
@@ -29,19 +30,6 @@ MOST_INDEX_NBYTES = 2**24
 class NotCovered(Exception):
     """The metadata has something that is left to zarr-python."""
 
-
-# For each codec: the options that it may have. Only the shuffle needs its options for decoding.
-_STAGES: dict[str, tuple[frozenset[str], Callable[[], Stage]]] = {
-    "zstd": (frozenset({"level", "checksum"}), codecs.unzstd),
-    "gzip": (frozenset({"level"}), codecs.gunzip),
-    "zlib": (frozenset({"level"}), codecs.inflate),
-    "blosc": (frozenset({"cname", "clevel", "shuffle", "blocksize", "typesize"}), codecs.blosc),
-    "crc32c": (frozenset(), codecs.crc32c),
-}
-_IN_FORMAT_2 = ("zstd", "gzip", "zlib", "blosc")
-_IN_FORMAT_3 = {name: name for name in ("zstd", "gzip", "blosc", "crc32c")} | {
-    f"numcodecs.{name}": name for name in ("zstd", "gzip", "zlib", "blosc", "shuffle")
-}
 
 _KEYS_2 = {
     *("zarr_format", "shape", "chunks", "dtype", "fill_value", "order", "filters", "dimension_separator", "compressor"),
@@ -104,13 +92,6 @@ def layout_of(metadata: Mapping[str, Any], dtype: np.dtype[Any]) -> Layout:
     return layout
 
 
-# The output size of these codecs follows from their input size or the chunk's size; that of other codecs depends on the data.
-_SIZED = {
-    *("bytes", "transpose", "crc32c", "sharding_indexed", "shuffle", "delta", "fixedscaleoffset", "astype", "quantize"),
-    *("bitround", "packbits", "base64", "crc32", "adler32", "fletcher32", "jenkins_lookup3"),
-}
-
-
 def is_stacked(metadata: Mapping[str, Any], access: Access = STRICT) -> bool:
     """True if chunks are compressed more than once. Each compressor can expand one byte to a thousand.
 
@@ -128,7 +109,7 @@ def codecs_of_2(metadata: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any
 
 def _is_counted(name: str, access: Access) -> bool:
     name = name.removeprefix("numcodecs.").lower()
-    return name not in _SIZED and access.counts(name, f"numcodecs.{name}", survived=name in SURVIVED)
+    return name not in SIZED and access.counts(name, f"numcodecs.{name}", survived=name in SURVIVED)
 
 
 def _n_compressors(chain: Sequence[Any], access: Access) -> int:
@@ -172,16 +153,12 @@ def _layout_2(metadata: Mapping[str, Any], dtype: np.dtype[Any]) -> Layout:
     stages: list[Stage] = []
     if metadata["compressor"] is not None:
         name, options = _codec_2(metadata["compressor"])
-        if name not in _IN_FORMAT_2:
-            raise NotCovered(f"compressor {name!r}")
-        stages.append(_stage(name, options, nbytes))
+        stages.append(_stage(name, "2", options, nbytes))
     for entry in reversed(metadata["filters"] or ()):
         name, options = _codec_2(entry)
-        if name != "shuffle" and name not in _IN_FORMAT_2:
-            raise NotCovered(f"filter {name!r}")
-        stages.append(_stage(name, options, nbytes))
+        stages.append(_stage(name, "2", options, nbytes))
     if not np.dtype(stored).isnative:
-        stages.append(codecs.swap_bytes(_part_nbytes(dtype)))
+        stages.append(decode_byte_order(_part_nbytes(dtype)))
     return Layout(chunk_shape, "", _separator(metadata.get("dimension_separator", ".")), tuple(stages))
 
 
@@ -223,7 +200,7 @@ def _layout_3(metadata: Mapping[str, Any], dtype: np.dtype[Any]) -> Layout:
         separator=separator,
         stages=_stages_3([_named(entry) for entry in options["codecs"]], inner, dtype),
         per_shard=tuple(n // m for n, m in zip(chunk_shape, inner, strict=True)),
-        index_stages=(codecs.crc32c(),) if index_chain[1:] else (),
+        index_stages=(decode_crc32c(),) if index_chain[1:] else (),
         is_index_first=options["index_location"] == "start",
     )
 
@@ -237,25 +214,23 @@ def _stages_3(
     endian = options.get("endian") or (sys.byteorder if part == 1 else None)
     if name != "bytes" or not set(options) <= {"endian"} or endian not in ("little", "big"):
         raise NotCovered(f"codec {name!r} with {options}")
-    stages = [codecs.swap_bytes(part)] if part > 1 and endian != sys.byteorder else []
+    stages = [decode_byte_order(part)] if part > 1 and endian != sys.byteorder else []
     for name, options in rest:
-        if name not in _IN_FORMAT_3:
-            raise NotCovered(f"codec {name!r}")
-        stages.insert(0, _stage(_IN_FORMAT_3[name], options, math.prod(shape) * dtype.itemsize))
+        form = "n" if name.startswith("numcodecs.") else "3"
+        stages.insert(0, _stage(name.removeprefix("numcodecs."), form, options, math.prod(shape) * dtype.itemsize))
     return tuple(stages)
 
 
-def _stage(name: str, options: Mapping[str, Any], nbytes: int) -> Stage:
-    """The stage that undoes one codec, for chunks of `nbytes` decoded bytes."""
-    if name == "shuffle":
-        _check_known(name, options, {"elementsize"})
-        itemsize = int(options["elementsize"])
-        if itemsize < 1 or nbytes % itemsize:
-            raise NotCovered(f"a shuffle of elements of {itemsize} bytes")
-        return codecs.unshuffle(itemsize)
-    known, make = _STAGES[name]
-    _check_known(name, options, known)
-    return make()
+def _stage(name: str, form: str, options: Mapping[str, Any], nbytes: int) -> Stage:
+    """The stage that undoes one codec, for chunks of `nbytes` decoded bytes. `form` is one of `Codec.forms`."""
+    codec = ZARR_CODECS.get(name)
+    if codec is None or codec.decoder is None or form not in codec.forms:
+        raise NotCovered(f"codec {name!r}")
+    _check_known(name, options, codec.options)
+    told = parameters_of(name, options, 1)
+    if name == "shuffle" and (told.itemsize < 1 or nbytes % told.itemsize):
+        raise NotCovered(f"a shuffle of elements of {told.itemsize} bytes")
+    return codec.decoder(told)
 
 
 def _part_nbytes(dtype: np.dtype[Any]) -> int:

@@ -43,7 +43,8 @@ from shardload.cli.main import app
 from shardload.errors import SourceError
 from shardload.formats.access import Access, Limits
 from shardload.formats.base import a_few_chunks
-from shardload.formats.codecs import Chain, Stage, blosc, gunzip, inflate, unzstd
+from shardload.formats.codecs.chains import Chain, Stage
+from shardload.formats.codecs.compressors import decode_blosc, decode_gzip, decode_zlib, decode_zstd
 from shardload.formats.hdf5.filters import NAMES, n_compressors
 from shardload.formats.hdf5.source import Hdf5Source
 from shardload.formats.lookup import find_array, list_arrays, open_source
@@ -320,11 +321,11 @@ def test_a_small_array_of_large_chunks_is_not_read_first(tmp_path: Path, nbytes:
 
 
 STAGES: dict[str, tuple[Callable[[], Stage], Callable[[bytes], bytes]]] = {
-    "zlib": (inflate, lambda data: zlib.compress(data)),
-    "gzip": (gunzip, lambda data: zlib.compress(data, wbits=31)),
-    "gzips": (gunzip, lambda data: zlib.compress(data[:7], wbits=31) + zlib.compress(data[7:], wbits=31) + bytes(5)),
-    "zstd": (unzstd, lambda data: bytes(numcodecs.Zstd().encode(data))),
-    "blosc": (blosc, lambda data: bytes(numcodecs.Blosc().encode(data))),
+    "zlib": (decode_zlib, lambda data: zlib.compress(data)),
+    "gzip": (decode_gzip, lambda data: zlib.compress(data, wbits=31)),
+    "gzips": (decode_gzip, lambda data: zlib.compress(data[:7], wbits=31) + zlib.compress(data[7:], wbits=31) + bytes(5)),
+    "zstd": (decode_zstd, lambda data: bytes(numcodecs.Zstd().encode(data))),
+    "blosc": (decode_blosc, lambda data: bytes(numcodecs.Blosc().encode(data))),
 }
 
 

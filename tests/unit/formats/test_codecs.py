@@ -16,8 +16,10 @@ import numcodecs
 import numpy as np
 import pytest
 
-from shardload.formats import codecs
-from shardload.formats.codecs import Chain, Stage, blosc, crc32c, fletcher32, gunzip, inflate, swap_bytes, unshuffle, unzstd
+from shardload.formats.codecs import transforms
+from shardload.formats.codecs.chains import Chain, Stage
+from shardload.formats.codecs.compressors import decode_blosc, decode_gzip, decode_zlib, decode_zstd
+from shardload.formats.codecs.transforms import decode_byte_order, decode_crc32c, decode_fletcher32, decode_shuffle
 
 Encode = Callable[[bytes], bytes]
 
@@ -48,15 +50,15 @@ def with_fletcher32(raw: bytes) -> bytes:
 
 
 COMPRESSORS: dict[str, tuple[Stage, Encode]] = {
-    "zlib": (inflate(), zlib.compress),
-    "gzip": (gunzip(), gzip.compress),
-    "zstd": (unzstd(), lambda raw: bytes(numcodecs.Zstd(level=1).encode(raw))),
-    "blosc": (blosc(), lambda raw: bytes(numcodecs.Blosc(cname="lz4").encode(raw))),
+    "zlib": (decode_zlib(), zlib.compress),
+    "gzip": (decode_gzip(), gzip.compress),
+    "zstd": (decode_zstd(), lambda raw: bytes(numcodecs.Zstd(level=1).encode(raw))),
+    "blosc": (decode_blosc(), lambda raw: bytes(numcodecs.Blosc(cname="lz4").encode(raw))),
 }
 OTHERS: dict[str, tuple[Stage, Encode]] = {
-    "shuffle": (unshuffle(4), shuffle(4)),
-    "fletcher32": (fletcher32(), with_fletcher32),
-    "crc32c": (crc32c(), with_crc32c),
+    "shuffle": (decode_shuffle(4), shuffle(4)),
+    "fletcher32": (decode_fletcher32(), with_fletcher32),
+    "crc32c": (decode_crc32c(), with_crc32c),
 }
 
 
@@ -89,7 +91,7 @@ def test_stages_that_were_not_applied(skipped: frozenset[int]) -> None:
     encoded = data.tobytes() if 3 in skipped else data.byteswap().tobytes()
     for k, (_, encode) in enumerate(steps):
         encoded = encoded if 2 - k in skipped else encode(encoded)
-    chain = Chain([*(stage for stage, _ in reversed(steps)), swap_bytes(4)], data.nbytes)
+    chain = Chain([*(stage for stage, _ in reversed(steps)), decode_byte_order(4)], data.nbytes)
     assert chain.names == ("fletcher32", "gzip", "shuffle", "byte order")
     out = np.full(data.shape, 99, "<i4")
     chain.decode(memoryview(encoded), out, skipped)
@@ -102,7 +104,7 @@ def test_stages_that_were_not_applied(skipped: frozenset[int]) -> None:
 def test_shuffle(size: int, n: int) -> None:
     raw = bytes(k % 251 for k in range(n))
     out = np.zeros(n, "u1")
-    Chain([unshuffle(size)], n).decode(shuffle(size)(raw), out)
+    Chain([decode_shuffle(size)], n).decode(shuffle(size)(raw), out)
     assert out.tobytes() == raw
 
 
@@ -111,7 +113,7 @@ def test_byte_order(dtype: str) -> None:
     data = values(24).astype(dtype).reshape(4, 3, 2)
     out = np.empty_like(data)
     part = data.itemsize // (2 if data.dtype.kind == "c" else 1)
-    Chain([swap_bytes(part)], data.nbytes).decode(data.astype(data.dtype.newbyteorder()).tobytes(), out)
+    Chain([decode_byte_order(part)], data.nbytes).decode(data.astype(data.dtype.newbyteorder()).tobytes(), out)
     np.testing.assert_array_equal(out, data)
 
 
@@ -121,13 +123,13 @@ def test_byte_order(dtype: str) -> None:
 def test_fletcher32_after_its_definition(n: int, byte: int | None) -> None:
     raw = bytes([byte]) * n if byte is not None else bytes(k * k % 256 for k in range(n))
     out = np.empty(n, "u1")
-    Chain([fletcher32()], n).decode(with_fletcher32(raw), out)
+    Chain([decode_fletcher32()], n).decode(with_fletcher32(raw), out)
     assert out.tobytes() == raw
     for where in (0, n - 1, n, n + 3):
         damaged = bytearray(with_fletcher32(raw))
         damaged[where] ^= 0x20
         with pytest.raises(ValueError, match="Fletcher-32"):
-            Chain([fletcher32()], n).decode(damaged, out)
+            Chain([decode_fletcher32()], n).decode(damaged, out)
 
 
 @pytest.mark.parametrize("name", COMPRESSORS)
@@ -135,7 +137,7 @@ def test_every_damaged_byte_gives_the_values_or_a_value_error(name: str) -> None
     """Never another exception, another size, or a crash; zlib and gzip carry checksums, and let nothing through."""
     stage, encode = COMPRESSORS[name]
     data = values()
-    chain, encoded = Chain([stage, unshuffle(4)], data.nbytes), encode(shuffle(4)(data.tobytes()))
+    chain, encoded = Chain([stage, decode_shuffle(4)], data.nbytes), encode(shuffle(4)(data.tobytes()))
     refused = 0
     for at in range(0, len(encoded), 1 + len(encoded) // 400):
         damaged = bytearray(encoded)
@@ -170,7 +172,7 @@ def test_another_size_than_the_chunk(name: str, n: int) -> None:
     with pytest.raises(ValueError, match=r"longer than|bytes"):
         Chain([stage], 1200).decode(encode(values(n).tobytes()), out)
     with pytest.raises(ValueError, match=r"longer than|bytes"):
-        Chain([stage, unshuffle(4)], 1200).decode(encode(values(n).tobytes()), out)
+        Chain([stage, decode_shuffle(4)], 1200).decode(encode(values(n).tobytes()), out)
 
 
 def zstd_stream(*blocks: bytes | tuple[int, int]) -> bytes:
@@ -184,7 +186,7 @@ def zstd_stream(*blocks: bytes | tuple[int, int]) -> bytes:
 
 def test_zstd_without_a_declared_size_is_bounded_by_the_chunk() -> None:
     raw, out = values().tobytes(), np.zeros(300, "<i4")
-    chain = Chain([unzstd()], 1200)
+    chain = Chain([decode_zstd()], 1200)
     for good in (zstd_stream(raw), zstd_stream(raw[:500], raw[500:]), zstd_stream(raw[:500]) + zstd_stream(raw[500:])):
         out[:] = 0
         chain.decode(good, out)
@@ -202,7 +204,7 @@ def test_zstd_without_a_declared_size_is_bounded_by_the_chunk() -> None:
 
 def test_gzip_of_several_members() -> None:
     raw = values().tobytes()
-    chain, out = Chain([gunzip()], 1200), np.zeros(300, "<i4")
+    chain, out = Chain([decode_gzip()], 1200), np.zeros(300, "<i4")
     parts = [gzip.compress(raw[a:b]) for a, b in ((0, 400), (400, 404), (404, 1200))]
     for good in (parts, [gzip.compress(raw), gzip.compress(b"")], [gzip.compress(raw), bytes(5)]):
         assert gzip.decompress(b"".join(good)) == raw
@@ -229,12 +231,12 @@ def test_sizes_that_do_not_come_out() -> None:
     for stages, data in (
         ([], raw[:-1]),
         ([], raw[:1]),
-        ([swap_bytes(4)], raw[:4]),
-        ([unshuffle(4)], raw[:4]),
-        ([crc32c()], with_crc32c(raw[:-4])),
-        ([crc32c()], b"abc"),
-        ([fletcher32()], b"abc"),
-        ([fletcher32()], with_fletcher32(raw + raw)),
+        ([decode_byte_order(4)], raw[:4]),
+        ([decode_shuffle(4)], raw[:4]),
+        ([decode_crc32c()], with_crc32c(raw[:-4])),
+        ([decode_crc32c()], b"abc"),
+        ([decode_fletcher32()], b"abc"),
+        ([decode_fletcher32()], with_fletcher32(raw + raw)),
     ):
         with pytest.raises(ValueError, match="bytes"):
             Chain(stages, 1200).decode(data, out)
@@ -246,14 +248,14 @@ def test_crc32c_finds_a_flipped_bit() -> None:
     encoded = bytearray(with_crc32c(b"12345678"))
     encoded[2] ^= 1
     with pytest.raises(ValueError, match="CRC-32C is"):
-        Chain([crc32c()], 8).decode(encoded, np.empty(8, "u1"))
+        Chain([decode_crc32c()], 8).decode(encoded, np.empty(8, "u1"))
 
 
 def test_two_stages_of_any_length_are_refused_unless_the_first_can_be_stopped() -> None:
     unbounded = Stage("lzf", lambda data, out: None, None)
     with pytest.raises(ValueError, match="lzf and gzip: nothing says how long"):
-        Chain([unbounded, unshuffle(2), inflate()], 100)
-    Chain([unzstd(), unshuffle(2), unbounded], 100)
+        Chain([unbounded, decode_shuffle(2), decode_zlib()], 100)
+    Chain([decode_zstd(), decode_shuffle(2), unbounded], 100)
 
 
 def in_a_thread(work: Callable[[], Any]) -> Any:
@@ -270,7 +272,7 @@ def test_many_shuffled_chunks(size: int, length: int, n: int) -> None:
     """In a thread and in the main one: values that are shuffled again are what was stored, to the last byte."""
     stored = np.random.default_rng(length).integers(0, 256, (n, size * length), dtype=np.uint8)
     expected = stored.reshape(n, size, length).swapaxes(1, 2).reshape(n, -1)
-    undo_many = unshuffle(size).undo_many
+    undo_many = decode_shuffle(size).undo_many
     assert undo_many is not None
 
     def found(data: Any) -> Any:
@@ -285,7 +287,7 @@ def test_many_shuffled_chunks(size: int, length: int, n: int) -> None:
 def test_shuffled_chunks_into_rows_with_gaps() -> None:
     """Wrong if Blosc fills a copy of the rows, and the rows themselves keep what an older chunk left there."""
     stored = np.random.default_rng(0).integers(0, 256, (3, 32), dtype=np.uint8)
-    whole, undo_many = np.full((3, 40), 99, np.uint8), unshuffle(4).undo_many
+    whole, undo_many = np.full((3, 40), 99, np.uint8), decode_shuffle(4).undo_many
     assert undo_many is not None
     found = np.asarray(in_a_thread(partial(undo_many, list(stored), whole[:, :32])))
     np.testing.assert_array_equal(found, stored.reshape(3, 4, 8).swapaxes(1, 2).reshape(3, -1))
@@ -294,7 +296,7 @@ def test_shuffled_chunks_into_rows_with_gaps() -> None:
 @pytest.mark.parametrize("lengths", [(16, 15), (16, 17), (8, 24), (16,), (16, 16, 16), (32,)])
 def test_shuffled_chunks_of_other_lengths_are_refused(lengths: tuple[int, ...]) -> None:
     """Also if together they are as long as expected."""
-    undo_many, data = unshuffle(4).undo_many, [bytes(n) for n in lengths]
+    undo_many, data = decode_shuffle(4).undo_many, [bytes(n) for n in lengths]
     assert undo_many is not None
     for run in (in_a_thread, lambda work: work()):
         with pytest.raises(ValueError):
@@ -302,14 +304,14 @@ def test_shuffled_chunks_of_other_lengths_are_refused(lengths: tuple[int, ...]) 
 
 
 def test_so_many_shuffled_chunks_that_blosc_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, real, undo_many = [], codecs._unshuffle_by_blosc, unshuffle(4).undo_many
+    asked, real, undo_many = [], transforms._unshuffle_by_blosc, decode_shuffle(4).undo_many
     assert undo_many is not None
 
     def by_blosc(data: Any, out: Any, itemsize: int) -> None:
         asked.append(len(out))
         real(data, out, itemsize)
 
-    monkeypatch.setattr(codecs, "_unshuffle_by_blosc", by_blosc)
+    monkeypatch.setattr(transforms, "_unshuffle_by_blosc", by_blosc)
     for n in (1024, 1025):
         stored = np.arange(n * 8, dtype=np.uint32).view(np.uint8).reshape(n, 32)
         out = np.zeros_like(stored)

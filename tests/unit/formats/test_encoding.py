@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import zstandard
 
-from shardload.formats import encoding
-from shardload.formats.encoding import EncodeChain, Step, zstd
+from shardload.formats.codecs import compressors
+from shardload.formats.codecs.chains import EncodeChain, Step
+from shardload.formats.codecs.compressors import encode_zstd
 
 LEVELS = (-7, 0, 1, 3, 9, 19, 22)
 SIZES = (1, 255, 256, 257, 4096, 65_791, 65_792, 100_000)  # a frame declares its size in 1, 2 or 4 bytes
@@ -21,7 +22,7 @@ SIZES = (1, 255, 256, 257, 4096, 65_791, 65_792, 100_000)  # a frame declares it
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads begin anew."""
-    monkeypatch.setattr(encoding, "_zstd_of_thread", encoding._ZstdOfThread())
+    monkeypatch.setattr(compressors, "_encoder_of_thread", compressors._ZstdOfThread())
 
 
 def bytes_of(n: int, seed: int = 0) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -44,7 +45,7 @@ def frame_of(stored: Any) -> tuple[int, int, bool]:
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_zstd_frame_declares_its_size_and_has_no_checksum(level: int) -> None:
     """Wrong if the metadata (no checksum) said something else than the frame, or if a reader could not know the size."""
-    step = zstd(level)
+    step = encode_zstd(level)
     for n in SIZES:
         raw = bytes_of(n, n)
         raw.flags.writeable = False  # as the memory of JAX
@@ -57,7 +58,7 @@ def test_a_zstd_frame_declares_its_size_and_has_no_checksum(level: int) -> None:
 
 def test_a_kept_compressor_knows_nothing_of_the_chunks_before() -> None:
     """Wrong if a frame were made with another array's level, or referred to an earlier chunk."""
-    steps = {level: zstd(level) for level in LEVELS}
+    steps = {level: encode_zstd(level) for level in LEVELS}
     order = np.random.default_rng(1).permutation([(level, n) for level in LEVELS for n in SIZES])
     found = [bytes(steps[level](bytes_of(n, n))) for level, n in order.tolist()]
     fresh = [
@@ -70,7 +71,7 @@ def test_a_kept_compressor_knows_nothing_of_the_chunks_before() -> None:
 
 def test_an_encoded_chunk_stays_what_it_is() -> None:
     """Wrong if a step gave memory that the next chunk is encoded into."""
-    chain = EncodeChain([zstd(1)], (300, 300), np.dtype("u1"), 0)
+    chain = EncodeChain([encode_zstd(1)], (300, 300), np.dtype("u1"), 0)
     values = [bytes_of(300 * 300, k).reshape(300, 300)[: 300 - k, : 300 - k] for k in range(5)]
     stored = [chain.encode(one) for one in values]
     for one, expected in zip(stored, values, strict=True):
@@ -81,14 +82,14 @@ def test_an_encoded_chunk_stays_what_it_is() -> None:
 def test_threads_encode_at_the_same_time() -> None:
     """Wrong if two threads used one compressor: their frames would be mixed, or the process would end."""
     n_threads = 4
-    steps: list[Step] = [zstd(3), zstd(1)]
+    steps: list[Step] = [encode_zstd(3), encode_zstd(1)]
     together = Barrier(n_threads)
 
     def work(mine: int) -> tuple[Any, list[bytes]]:
         together.wait(30)
         found = [bytes(steps[k // 8 % 2](bytes_of(50_000 - k, 100 * mine + k))) for k in range(32)]
         together.wait(30)  # so that no thread does the work of two
-        return encoding._zstd_of_thread.compress, found
+        return compressors._encoder_of_thread.compress, found
 
     with ThreadPoolExecutor(n_threads) as pool:
         found = list(pool.map(work, range(n_threads)))
@@ -101,5 +102,5 @@ def test_threads_encode_at_the_same_time() -> None:
 def test_a_whole_chunk_in_the_other_byte_order() -> None:
     """Wrong if values that need no padding were stored as they lie in memory."""
     values = np.arange(6, dtype="<i4").reshape(2, 3)
-    chain = encoding.EncodeChain([], (2, 3), np.dtype(">i4"), 0)
+    chain = EncodeChain([], (2, 3), np.dtype(">i4"), 0)
     assert bytes(chain.encode(values)) == values.astype(">i4").tobytes()

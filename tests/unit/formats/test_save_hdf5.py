@@ -23,7 +23,7 @@ from h5py._objects import phil
 
 from shardload.errors import ConfigError, SourceError
 from shardload.formats import Region
-from shardload.formats.encoding import EncodeChain
+from shardload.formats.codecs.chains import EncodeChain
 from shardload.formats.hdf5 import sink as hdf5_sink
 from shardload.formats.hdf5.growable import read_file
 from shardload.formats.hdf5.in_memory import file_in_memory

@@ -20,7 +20,7 @@ import zarr.codecs
 import zarr.storage
 
 from shardload.formats.base import Encoded, Source
-from shardload.formats.codecs import Chain
+from shardload.formats.codecs.chains import Chain
 from shardload.formats.lookup import open_source
 from shardload.formats.zarr import chunks as zarr_chunks
 from shardload.formats.zarr import metadata as zarr_layout

@@ -17,7 +17,7 @@ import zarr
 
 from shardload.errors import ConfigError
 from shardload.formats import target
-from shardload.formats.encoding import EncodeChain
+from shardload.formats.codecs.chains import EncodeChain
 from shardload.formats.hdf5 import sink as hdf5_sink
 from shardload.formats.saving import make_sink
 from shardload.formats.sink import ArraySpec, Compression, Encoder, Sink, Stored

@@ -12,17 +12,16 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["BLOSC_CODES", "BLOSC_SHUFFLES", "blosc_told", "compression_told", "compression_typed"]
-
-BLOSC_CODES = {"blosclz": 0, "lz4": 1, "lz4hc": 2, "zlib": 4, "zstd": 5}
-"""The compressors inside of Blosc, with its numbers for them."""
-
-BLOSC_SHUFFLES = ("noshuffle", "shuffle", "bitshuffle")
-"""What Blosc does to the bytes first, by its numbers."""
+__all__ = ["compression_told", "compression_typed", "has_own_shuffle"]
 
 _TYPED = re.compile(
     r"(?P<name>[a-z0-9]+)(\((?P<inner>[a-z0-9]+)\))?(:(?P<level>-?\d+))?(?P<shuffle>\+shuffle|\+bitshuffle)?", re.ASCII
 )
+
+
+def has_own_shuffle(name: str) -> bool:
+    """True for a compressor that shuffles bytes itself, and does so unless it is told not to."""
+    return name == "blosc"
 
 
 def compression_typed(text: str) -> dict[str, Any] | None:
@@ -36,12 +35,12 @@ def compression_typed(text: str) -> dict[str, Any] | None:
     {'name': 'blosc', 'level': 5, 'shuffle': False, 'options': {'cname': 'zstd', 'bitshuffle': True}}
     """
     found = _TYPED.fullmatch(text.strip().lower())
-    if found is None or (found["name"] != "blosc" and (found["inner"] or found["shuffle"] == "+bitshuffle")):
+    if found is None or (not has_own_shuffle(found["name"]) and (found["inner"] or found["shuffle"] == "+bitshuffle")):
         return None
     options: dict[str, Any] = {} if found["inner"] is None else {"cname": found["inner"]}
     if found["shuffle"] == "+bitshuffle":
         options["bitshuffle"] = True
-    is_shuffled = found["shuffle"] == "+shuffle" or (found["name"] == "blosc" and found["shuffle"] is None)
+    is_shuffled = found["shuffle"] == "+shuffle" or (has_own_shuffle(found["name"]) and found["shuffle"] is None)
     level = None if found["level"] is None else int(found["level"])
     told: dict[str, Any] = {"name": found["name"], "level": level, "shuffle": is_shuffled}
     return {**told, "options": options} if options else told
@@ -73,9 +72,3 @@ def compression_told(
     if len(names) > 1:
         return f"is encoded by {', then by '.join(names)}; a new array has one compressor"
     return {"name": names[0], "shuffle": is_shuffled, **options()}
-
-
-def blosc_told(level: int, codec: str, shuffle: str) -> dict[str, Any]:
-    """The keywords for Blosc, whose shuffle (one of `BLOSC_SHUFFLES`) is inside of it."""
-    options = {"cname": codec} | ({"bitshuffle": True} if shuffle == "bitshuffle" else {})
-    return {"level": level, "shuffle": shuffle == "shuffle", "options": options}

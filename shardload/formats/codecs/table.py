@@ -1,0 +1,170 @@
+"""Which codecs are there? One object for each: its names, whether it is safe on damaged data, and how it works both ways.
+
+`hdf5.filters` translates between these objects and an HDF5 file's filters with their ``cd_values``; `zarr.codecs` between them
+and what Zarr's metadata says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardload.errors import ConfigError
+from shardload.formats.codecs import compressors, transforms
+from shardload.formats.codecs.chains import Stage, Step
+from shardload.formats.codecs.words import has_own_shuffle
+
+__all__ = ["BLOSC_CODES", "BLOSC_SHUFFLES", "CODECS", "HDF5_CODECS", "ZARR_CODECS", "Codec", "Parameters"]
+
+BLOSC_CODES = {"blosclz": 0, "lz4": 1, "lz4hc": 2, "zlib": 4, "zstd": 5}
+"""The compressors inside of Blosc, with its numbers for them."""
+
+BLOSC_SHUFFLES = ("noshuffle", "shuffle", "bitshuffle")
+"""What Blosc does to the bytes first, by its numbers."""
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """What a codec was told, or is to be told.
+
+    Attributes
+    ----------
+    level : int
+        How hard a compressor tries.
+    itemsize : int
+        Bytes of an element, for a shuffle.
+    inner : str
+        Blosc's compressor: one of `BLOSC_CODES`.
+    shuffle : int
+        Blosc's shuffle, by its number in `BLOSC_SHUFFLES`.
+    """
+
+    level: int = 0
+    itemsize: int = 1
+    inner: str = "lz4"
+    shuffle: int = 0
+
+
+@dataclass(frozen=True)
+class Codec:
+    """One codec.
+
+    Attributes
+    ----------
+    word : str
+        What people call it: ``"gzip"``.
+    number : int or None
+        Number of the HDF5 filter.
+    zarr : str or None
+        Its name in Zarr's metadata: in format 3 also after ``"numcodecs."``.
+    forms : str
+        Metadata of Zarr in which its chunks are decoded here: "2" and "3" for the formats, "n" for ``numcodecs.`` in format 3.
+    options : frozenset of str
+        The options that it may have in Zarr's metadata.
+    is_safe : bool
+        Whether its decoder survived damaged chunks and parameters (docs/trust-files.md). Others are used only if the caller
+        allows them.
+    is_sized : bool
+        Whether the size of its output follows from its parameters and the size of its input.
+    is_lossy : bool
+        Whether it changes values unless it is told how not to.
+    levels : tuple of int
+        The usual level, the least and the highest; empty for a codec without levels.
+    decoder : callable or None
+        Makes the stage that undoes it; None if only the format's library can.
+    encoder : callable or None
+        Makes the step that applies it; None if only the format's library can.
+    """
+
+    word: str
+    number: int | None = None
+    zarr: str | None = None
+    forms: str = ""
+    options: frozenset[str] = frozenset()
+    is_safe: bool = False
+    is_sized: bool = False
+    is_lossy: bool = False
+    levels: tuple[int, ...] = ()
+    decoder: Callable[[Parameters], Stage] | None = None
+    encoder: Callable[[Parameters], Step] | None = None
+
+    def checked_level(self, level: int | None, least: int | None = None) -> int:
+        """A level that the codec has, or its usual one; ConfigError otherwise."""
+        usual, lowest, most = self.levels
+        lowest = lowest if least is None else least
+        if level is None:
+            return usual
+        if isinstance(level, bool) or not isinstance(level, int) or not lowest <= level <= most:
+            raise ConfigError(f"the level of {self.word} is {level!r}; expected a number from {lowest} to {most}")
+        return level
+
+    def parameters(self, array: str, compression: Any, itemsize: int, file_format: str, least: int | None = None) -> Parameters:
+        """What a caller asks of it with a `sink.Compression`. ConfigError, which names the array, if it has no such option."""
+        options, told = dict(compression.options), Parameters(itemsize=itemsize)
+        if has_own_shuffle(self.word):
+            bits, inner = options.pop("bitshuffle", False), options.pop("cname", told.inner)
+            if not isinstance(bits, bool):
+                raise ConfigError(f"bitshuffle of '{array}' is {bits!r}; expected True or False")
+            if inner not in BLOSC_CODES:
+                raise ConfigError(f"Blosc's compressor for '{array}' is {inner!r}; expected one of {', '.join(BLOSC_CODES)}")
+            told = Parameters(0, itemsize, inner, 2 if bits else int(compression.shuffle))
+        if options:
+            raise ConfigError(
+                f"compression of '{array}': {self.word} has no option {', '.join(map(repr, sorted(options)))} in {file_format}"
+            )
+        level = self.checked_level(compression.level, least) if self.levels else 0
+        return Parameters(level, told.itemsize, told.inner, told.shuffle)
+
+    def told(self, parameters: Parameters) -> dict[str, Any]:
+        """The keywords of `sink.Compression` that say the same as these parameters."""
+        if not has_own_shuffle(self.word):
+            return {"level": parameters.level} if self.levels else {}
+        kind = BLOSC_SHUFFLES[parameters.shuffle]
+        options = {"cname": parameters.inner} | ({"bitshuffle": True} if kind == "bitshuffle" else {})
+        return {"level": parameters.level, "shuffle": kind == "shuffle", "options": options}
+
+
+_LEVEL = frozenset({"level"})
+_BLOSC_OPTIONS = frozenset({"cname", "clevel", "shuffle", "blocksize", "typesize"})
+
+CODECS = (
+    Codec("gzip", 1, None, "", _LEVEL, True, levels=(4, 0, 9),
+          decoder=lambda told: compressors.decode_zlib(), encoder=lambda told: compressors.encode_zlib(told.level)),
+    Codec("gzip", None, "zlib", "2n", _LEVEL, True, levels=(4, 0, 9),
+          decoder=lambda told: compressors.decode_zlib(), encoder=lambda told: compressors.encode_zlib(told.level)),
+    Codec("gzip", None, "gzip", "23n", _LEVEL, True, levels=(4, 0, 9),
+          decoder=lambda told: compressors.decode_gzip(), encoder=lambda told: compressors.encode_gzip(told.level)),
+    Codec("zstd", 32015, "zstd", "23n", _LEVEL | {"checksum"}, True, levels=(3, 0, 22),
+          decoder=lambda told: compressors.decode_zstd(), encoder=lambda told: compressors.encode_zstd(told.level)),
+    Codec("blosc", 32001, "blosc", "23n", _BLOSC_OPTIONS, True, levels=(5, 0, 9),
+          decoder=lambda told: compressors.decode_blosc(),
+          encoder=lambda told: compressors.encode_blosc(told.inner, told.level, told.shuffle, told.itemsize)),
+    Codec("lz4", 32004, is_safe=True, encoder=lambda told: compressors.encode_lz4()),
+    Codec("lz4", None, "lz4", is_safe=True, encoder=lambda told: transforms.numcodecs().lz4.compress),
+    Codec("shuffle", 2, "shuffle", "2n", frozenset({"elementsize"}), True, is_sized=True,
+          decoder=lambda told: transforms.decode_shuffle(told.itemsize),
+          encoder=lambda told: transforms.encode_shuffle(told.itemsize)),
+    Codec("fletcher32", 3, "fletcher32", is_safe=True, is_sized=True,
+          decoder=lambda told: transforms.decode_fletcher32(), encoder=lambda told: transforms.encode_fletcher32()),
+    Codec("crc32c", None, "crc32c", "3", is_safe=True, is_sized=True,
+          decoder=lambda told: transforms.decode_crc32c(), encoder=lambda told: transforms.encode_crc32c()),
+    # What only a format's library decodes: HDF5's own filters, those of hdf5plugin, and codecs of zarr-python.
+    Codec("szip", 4, is_safe=True),
+    Codec("nbit", 5, is_safe=True, is_sized=True),
+    Codec("scaleoffset", 6, is_safe=True, is_sized=True),
+    Codec("lzf", 32000, is_safe=True),
+    Codec("blosc2", 32026, is_safe=True),
+    Codec("bzip2", 307),
+    Codec("bitshuffle", 32008),
+    *(Codec(word, number, is_lossy=True) for word, number in (("zfp", 32013), ("sz", 32017), ("fcidecomp", 32018))),
+    *(Codec(word, number, is_lossy=True) for word, number in (("sz3", 32024), ("sperr", 32028), ("htj2k", 32033))),
+    *(Codec(name, None, name, is_safe=True) for name in ("lzma", "bz2")),
+    *(Codec(name, None, name, is_safe=True, is_sized=True) for name in ("bytes", "transpose", "sharding_indexed", "base64")),
+    *(Codec(name, None, name, is_safe=True, is_sized=True) for name in ("delta", "bitround", "quantize", "fixedscaleoffset")),
+    *(Codec(name, None, name, is_safe=True, is_sized=True) for name in ("astype", "packbits", "crc32", "adler32")),
+    Codec("jenkins_lookup3", None, "jenkins_lookup3", is_safe=True, is_sized=True),
+)  # fmt: skip
+
+HDF5_CODECS: Mapping[int, Codec] = {codec.number: codec for codec in CODECS if codec.number is not None}
+ZARR_CODECS: Mapping[str, Codec] = {codec.zarr: codec for codec in CODECS if codec.zarr is not None}
