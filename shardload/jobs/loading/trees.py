@@ -358,6 +358,8 @@ def _spread(
         found.append(value)
         return
     children: list[tuple[Any, Any]] = (_node(outline) or ([], None))[0]
+    if isinstance(value, Mapping) and not is_one(value):
+        value = _with_groups(value, [key for key, _ in children], f"{name}{text_of(where)}")
     of_value = None if is_one(value) else _node(value)
     if is_dict and not is_tree_here(value, children):
         found += [value] * sum(1 for _ in _places(outline))
@@ -366,6 +368,25 @@ def _spread(
     values = [value] * len(children) if of_value is None else _matching(name, of_value[0], children, where, other)
     for (key, child), one in zip(children, values, strict=True):
         _spread(child, one, (*where, key), name, is_one, may_be_dict, found)
+
+
+def _with_groups(value: Mapping[Any, Any], keys: Sequence[Any], name: str) -> Mapping[Any, Any]:
+    """The same dict with a dict for each group, if it has names with slashes for keys, as `save` takes them."""
+    if not any(isinstance(key, str) and "/" in key and jax.tree_util.DictKey(key) not in keys for key in value):
+        return value
+    groups: dict[Any, Any] = {}
+    for key, part in value.items():
+        head, _, rest = key.strip("/").partition("/") if isinstance(key, str) else (key, "", "")
+        if rest and head not in groups:
+            groups[head] = {}
+        group: Any = groups.get(head)
+        if (rest and (not isinstance(group, dict) or rest in group)) or (not rest and head in groups):
+            raise ConfigError(f"{name} names '{key}' twice, or an array and the group that it is in. Give each once")
+        if rest:
+            group[rest] = part
+        else:
+            groups[head] = dict(part) if isinstance(part, Mapping) else part
+    return groups
 
 
 def is_tree_here(value: Mapping[Any, Any], children: Sequence[tuple[Any, Any]]) -> bool:
