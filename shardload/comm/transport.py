@@ -75,13 +75,16 @@ class Transport:
 
         That function must be called for each of them. Messages of one rank come in the order in which it sent them.
         """
+        # One thread receives with this tag, so the message that was seen is the one that the receive takes. (Matched receives of
+        # MPI would do for several threads, but those of MPICH 5.0 crash between nodes, with datatypes that have gaps.)
         mpi, status = self._mpi, self._status
-        while (message := self._comm.Improbe(mpi.ANY_SOURCE, self._data_tag, status)) is not None:
-            yield status.Get_source(), status.Get_count(mpi.BYTE), partial(self._receive, message)
+        while self._comm.Iprobe(mpi.ANY_SOURCE, self._data_tag, status):
+            source = status.Get_source()
+            yield source, status.Get_count(mpi.BYTE), partial(self._receive, source)
 
-    def _receive(self, message: Any, into: Array, on_done: Callable[[], None]) -> None:
-        buffer, datatype = message_of(self._mpi, into)
-        request = message.Irecv(buffer)
+    def _receive(self, source: int, into: Array, on_done: Callable[[], None]) -> None:
+        message, datatype = message_of(self._mpi, into)
+        request = self._comm.Irecv(message, source, self._data_tag)
         if datatype is not None:
             datatype.Free()
         self._add_data(request, on_done, into)
