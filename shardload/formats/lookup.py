@@ -238,6 +238,7 @@ def open_file(path_or_object: Any, access: Access = STRICT) -> OpenFile:
 
     Examples
     --------
+    >>> import numpy as np
     >>> with open_file(np.arange(3)) as file:
     ...     file.open("/array").info.shape
     (3,)
