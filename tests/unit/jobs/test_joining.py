@@ -547,7 +547,7 @@ def test_a_copy_does_not_go_on_with_other_parts(snapshot: list[str], tmp_path: P
 
     def about() -> dict[str, str]:
         found, groups, _ = find(request)
-        return describe(request, found, groups, 1)
+        return describe(request, found, groups)
 
     before = about()
     assert about() == before
