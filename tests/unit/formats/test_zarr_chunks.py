@@ -731,7 +731,6 @@ def test_unknown_metadata_of_format_2_is_not_covered(tmp_path: Path) -> None:
         {"dimension_separator": ":"},
         {"chunks": [0, 3]},
         {"compressor": {"id": "lzma"}},
-        {"compressor": {"id": "shuffle", "elementsize": 4}},
         {"compressor": {"id": "zstd", "dictionary": "x"}},
         {"filters": [{"id": "lzma"}]},
         {"filters": [{"id": "zlib", "level": 1, "strategy": 0}]},
