@@ -75,8 +75,8 @@ class Transport:
 
         That function must be called for each of them. Messages of one rank come in the order in which it sent them.
         """
-        # One thread receives with this tag, so the message that was seen is the one that the receive takes. (Matched receives of
-        # MPI would do for several threads, but those of MPICH 5.0 crash between nodes, with datatypes that have gaps.)
+        # One thread receives with this tag, so the message that was seen is the one that the receive takes. (MPI's matched
+        # receives would do for several threads, but those of MPICH 5.0 crash between nodes, with datatypes that have gaps.)
         mpi, status = self._mpi, self._status
         while self._comm.Iprobe(mpi.ANY_SOURCE, self._data_tag, status):
             source = status.Get_source()
