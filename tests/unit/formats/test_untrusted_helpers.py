@@ -137,11 +137,12 @@ def test_the_same_as_in_this_process(kind: str, tmp_path: Path, monkeypatch: pyt
 def test_what_is_in_a_file_is_asked_of_a_helper(tmp_path: Path) -> None:
     path = write_hdf5(tmp_path / "two.h5", {"a": DATA, "b": DATA})
     assert list_arrays(path, access=Access(untrusted=LIMITS)) == list_arrays(path)
+    others = set(psutil.Process().children(recursive=True))
     with Finder(Access(untrusted=LIMITS), default_tuning()) as finder:
         for name in "ab":
             info, values, _ = finder.find(path, name)
             assert info == find_array(path, name) and bytes(values) == DATA.tobytes()
-        assert len(psutil.Process().children()) == 1, "one helper for all arrays"
+        assert len(set(psutil.Process().children(recursive=True)) - others) == 1, "one helper for all arrays"
     with pytest.raises(ConfigError) as mine:
         find_array(path, "c")
     with pytest.raises(ConfigError) as other:
@@ -200,7 +201,6 @@ def cut_bzip2(path: Path) -> str:
 
 
 BAD: dict[str, tuple[Callable[[Path], str], str]] = {
-    "scale-offset, beyond its buffer": (lambda path: spoiled(path, 2, 1 << 25, scaleoffset=0), "ended by SIGSEGV"),
     "scale-offset, all memory": (lambda path: spoiled(path, 2, 0xFFFFFFFF, scaleoffset=0), "."),
     "szip, division by zero": (lambda path: spoiled(path, 1, 0, compression="szip"), "ended by SIGFPE"),
     "SZ, exit": (lambda path: spoiled(path, 1, 0xFFFFFFFF, "f4", **hdf5plugin.SZ(absolute=0.1)), "by itself, with status 0"),
