@@ -34,11 +34,6 @@ class NodeMemory:
         self._can_share = True  # the same on every rank
         self._is_wanted = os.environ.get("SHARDLOAD_SHARED_MEMORY", "1") != "0"  # on this rank
 
-    @property
-    def can_share(self) -> bool:
-        """False if it was tried and is not possible, or is not wanted."""
-        return self._can_share and self._is_wanted
-
     def at_least(self, nbytes: int, ranks: Sequence[int], on_node: Collectives) -> dict[int, Segment]:
         """Shared memory of at least `nbytes` of every rank, by rank; empty if it cannot be shared. Collective over `ranks`."""
         if len(ranks) == 1 or not self._can_share:
