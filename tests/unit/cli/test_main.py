@@ -7,10 +7,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import CodeType, EllipsisType, SimpleNamespace
+from types import EllipsisType
 from typing import Any
 
 import h5py
@@ -23,15 +21,11 @@ from typer.testing import CliRunner
 
 import shardload
 from shardload.cli import main as cli
-from shardload.cli.arguments import IN_COMMANDS, IN_INFO, as_typed, info_as_typed
-from shardload.cli.copy import IN_COPY
-from shardload.cli.join import IN_JOIN
-from shardload.cli.main import app, human_size, parse_mesh, parse_pad, parse_select, parse_spec
-from shardload.comm.stall_report import _END
-from shardload.formats.access import Access, Limits
+from shardload.cli.arguments import as_typed, parse_mesh, parse_pad, parse_select, parse_spec
+from shardload.cli.main import app
+from shardload.formats.access import Access
 from shardload.formats.containment import TARGET_HINT
 from shardload.formats.lookup import open_file
-from shardload.formats.untrusted.helper import Helper
 from shardload.values.decoding import ATTRIBUTES
 from tests.tiers import quick_ones
 from tests.unit.copies import run_copy
@@ -152,23 +146,6 @@ def test_pad() -> None:
     assert np.isnan(parse_pad("nan"))
     with pytest.raises(typer.BadParameter, match="not a number"):
         parse_pad("zero")
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "text"),
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1024, "1.0 KiB"),
-        (2**20, "1.0 MiB"),
-        (3 * 2**29, "1.5 GiB"),
-        (2**44, "16.0 TiB"),
-        (2**70, "1048576.0 PiB"),
-        (None, "-"),
-    ],
-)
-def test_human_size(nbytes: int | None, text: str) -> None:
-    assert human_size(nbytes) == text
 
 
 # --- info
@@ -420,13 +397,13 @@ def test_plan_of_several_arrays(file: str) -> None:
     assert code == 1 and "array 1" in err and "Pass --dataset one of these (nearest first): '/fields/density'" in unwrapped(err)
 
 
-def test_verify_of_several_arrays(file: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_verify_of_several_arrays(file: str) -> None:
     """Wrong if an array were not compared, or said to be another."""
-    code, _, _ = run("verify", file, "--dataset", "fields/density", "--dataset", "fields/*", "--mesh", "n=1", "--spec", "n")
-    out = capfd.readouterr().out
+    args = ("--dataset", "fields/density", "--dataset", "fields/*", "--mesh", "n=1", "--spec", "n")
+    code, out, _ = run("verify", file, *args, columns=200)
     assert code == 0 and out.count("'/fields/density' in") == 2 and "all: verified by full" in out
-    code, _, _ = run("verify", f"{file}:/fields/*", "--mesh", "n=1", "--spec", "n", "--json")
-    found = json.loads(capfd.readouterr().out)
+    code, out, _ = run("verify", f"{file}:/fields/*", "--mesh", "n=1", "--spec", "n", "--json")
+    found = json.loads(out)
     assert code == 0 and found["ok"] and "['density']" in [one["where"] for one in found["arrays"]]
     assert all(one["proven"]["digest"] is not None for one in found["arrays"])
 
@@ -725,7 +702,8 @@ def test_wrong_flag_and_no_such_file_from_the_shell(tmp_path: Path) -> None:
 def test_a_message_names_what_can_be_typed() -> None:
     """Wrong if the command told people to pass Python's keywords, or changed what is in quotes."""
     for said, typed in (
-        ("verify is 'all'; expected", "--how is 'all'; expected"),
+        ("verify is 'all'; expected", "--verify is 'all'; expected"),
+        ("Pass chunks=(64, 64), or mode='w'", "Pass --chunks 64,64, or --mode w"),
         ("Pass readers='direct' (or 'auto')", "Pass --readers direct (or 'auto')"),
         ("Pass dataset= one of these", "Pass --dataset one of these"),
         ("Pass the same select=, dtype=, decode= and pad= as", "Pass the same --select, --dtype, --decode and --pad as"),
@@ -734,34 +712,9 @@ def test_a_message_names_what_can_be_typed() -> None:
         ("pass allow_filters='zfp'.", "pass --allow-filters zfp."),
         ("pass allow_filters='a; b'", "pass --allow-filters 'a; b'"),
         ("untrusted=True opens files; load without untrusted=True.", "--untrusted opens files; load without --untrusted."),
-        ("for 225 s (a quarter of timeout=)", "for 225 s"),
-        ("arrays: pass a tree of selections, with one for each", "arrays: give each a command of its own"),
-        (f"{_END}.", f"{_END}.".replace("pass a", "load it from Python with a")),
-        ("staging is what it is; padding=0", "staging is what it is; padding=0"),
+        ("padding=0", "padding=0"),
     ):
         assert as_typed(said) == typed
-
-
-def texts_of(constant: object) -> Iterator[str]:
-    """All texts in compiled code, which Python keeps beside the source."""
-    if isinstance(constant, str):
-        yield constant
-    elif isinstance(constant, (CodeType, tuple, frozenset)):
-        for one in constant.co_consts if isinstance(constant, CodeType) else constant:
-            yield from texts_of(one)
-
-
-def test_messages_with_other_words_in_commands_are_still_so_worded() -> None:
-    """Wrong if a message was worded anew while its command looks for the old words: it would name what nobody can type."""
-    package = Path(shardload.__file__).parent
-    files = [path for path in package.rglob("*.py") if "cli" not in path.relative_to(package).parts]
-    texts = [text for path in files for text in texts_of(SourceFileLoader("", str(path)).get_code(""))]
-    lost = [
-        words
-        for words in (*IN_COMMANDS, *IN_INFO, *IN_COPY, *IN_JOIN, "Axes of one name have one length")
-        if not any(words in text for text in texts)
-    ]
-    assert not lost
 
 
 @pytest.mark.each_value
@@ -806,8 +759,7 @@ def test_64_bit_types_in_a_shell(tmp_path: Path) -> None:
     done = run_copy(["-m", "shardload", *command], env=env, is_imported_anew=True, capture_output=True, check=False)
     assert done.returncode == 0 and "4 float64 as slab" in " ".join(done.stdout.split()), done
     done = run_copy(["-c", SET, "JAX_ENABLE_X64=0", *command], env=env, is_imported_anew=True, capture_output=True, check=False)
-    assert done.returncode == 1 and "jax.config" not in done.stderr, done
-    assert "Switch them on: type JAX_ENABLE_X64=1 in front of the command. Or pass --dtype float32" in done.stderr
+    assert done.returncode == 1 and "JAX_ENABLE_X64=1 in the environment. Or pass --dtype float32" in done.stderr, done
 
 
 def test_info_of_a_group_lists_its_arrays(file: str) -> None:
@@ -862,22 +814,10 @@ def test_help_of_decode_says_what_can_be_typed() -> None:
     assert "Apply scale_factor, add_offset and fill values. " in out and "'valid'" not in out
 
 
-def test_a_spec_for_arrays_of_several_shapes(file: str) -> None:
-    """Wrong if it told the reader to pass a tree, which cannot be typed."""
-    how = ("--dataset", "x", "--dataset", "big", "--mesh", "a=2", "--spec=-,a", "--dtype", "float32")
-    code, _, err = run("plan", file, *how)
-    assert code == 1 and "array 0, '/x' in" in err and "array 1, '/big' in" in err and "give each a command of its own" in err
-
-
-def test_info_names_no_flag_that_it_lacks(file: str) -> None:
-    """Its flags are those of its help; what is said of arrays in its table, too."""
+def test_info_names_flags(file: str) -> None:
     code, _, text = run("info", f"{file}:/fields/densty")
     text = unwrapped(text)
-    assert code == 1 and "holds no array" in text and "Type FILE:/NAME, one of th" in text
-    assert "--" not in text and "dataset=" not in text
-    with pytest.raises(OSError, match=r"staging=") as error:
-        Helper._raise(SimpleNamespace(_limits=Limits(1 << 20)), {"error": "MemoryError", "text": ""}, {})  # type: ignore[arg-type]
-    assert info_as_typed(str(error.value)).endswith("its libraries take)")
+    assert code == 1 and "holds no array" in text and "Pass --dataset one of these" in text
     with h5py.File(file, "a") as h5:
         h5.create_dataset("packed", data=np.arange(64.0), chunks=(64,), **hdf5plugin.Bitshuffle())
         h5["far"] = h5py.ExternalLink("/elsewhere/a.h5", "/x")
