@@ -33,7 +33,7 @@ from shardload.formats.memory import MemorySource
 from shardload.jobs.consistency import State, check_names, check_same_file, check_unchanged, contents_of, is_open
 from shardload.jobs.loading.plan import Layout, Plan
 from shardload.jobs.loading.report import Phase
-from shardload.jobs.loading.trees import in_array, naming_errors
+from shardload.jobs.trees import in_array, naming_errors
 from shardload.options import INDEX, Options, fill_value, pad_value
 from shardload.planning.halo import HaloShards
 from shardload.planning.tuning import Tuning

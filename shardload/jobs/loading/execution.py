@@ -35,8 +35,8 @@ from shardload.jobs.consistency import N_SUMS, State, check_same, to_sums, versi
 from shardload.jobs.loading.array_load import ArrayLoad, OpenSources, OwnArray
 from shardload.jobs.loading.plan import Layout, Plan
 from shardload.jobs.loading.report import ArrayReport, LoadReport, Phase, join_proven, make_report
-from shardload.jobs.loading.trees import keys_text
 from shardload.jobs.progress import progress_of
+from shardload.jobs.trees import keys_text
 from shardload.options import FILE, FULL
 from shardload.planning.blocks import aligned
 from shardload.planning.staging import Staging, plan_staging

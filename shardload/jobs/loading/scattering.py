@@ -15,7 +15,7 @@ from shardload.jobs.loading.array_load import ArrayLoad
 from shardload.jobs.loading.call import LoadCall, share_staging
 from shardload.jobs.loading.planner import plan_scatter
 from shardload.jobs.loading.request import read_requests
-from shardload.jobs.loading.trees import (
+from shardload.jobs.trees import (
     ArrayTree,
     Place,
     Where,
