@@ -252,7 +252,7 @@ def _dtype(dtype: Any) -> np.dtype[Any] | None:
         return None
     import numpy as np
 
-    from shardload.formats.base import native_dtype, refusal
+    from shardload.formats.contract.dtypes import native_dtype, refusal
 
     try:
         found: np.dtype[Any] = np.dtype(dtype)

@@ -24,7 +24,9 @@ from shardload.arrays.padding import remember
 from shardload.arrays.verification import Found, Verifier, VerifyHow
 from shardload.errors import SourceError, StallError, printable
 from shardload.formats.access import Access
-from shardload.formats.base import ArrayInfo, OpenFile, Source, settle_bools
+from shardload.formats.contract.array import ArrayInfo
+from shardload.formats.contract.dtypes import settle_bools
+from shardload.formats.contract.format import OpenFile, Source
 from shardload.formats.labels import OnDemand
 from shardload.formats.lookup import absolute, file_of, open_file, open_source
 from shardload.formats.memory import MemorySource

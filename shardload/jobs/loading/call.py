@@ -32,7 +32,8 @@ from shardload.comm.launch import rank_of_process
 from shardload.engine.call import Call, begin_call, unforeseen
 from shardload.errors import ConfigError
 from shardload.formats.access import Access
-from shardload.formats.base import ArrayInfo, Source
+from shardload.formats.contract.array import ArrayInfo
+from shardload.formats.contract.format import Source
 from shardload.formats.labelling import SMALL_NBYTES, Labeller, read_labels
 from shardload.formats.labels import Labels, OnDemand
 from shardload.formats.lookup import Finder, Found

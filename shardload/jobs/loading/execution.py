@@ -30,7 +30,7 @@ from shardload.comm.group import Group, Invocation
 from shardload.engine.call import begin_call
 from shardload.engine.session import Session
 from shardload.errors import ConfigError, PackedWarning, StallError
-from shardload.formats.base import some
+from shardload.formats.contract.array import some
 from shardload.jobs.consistency import N_SUMS, State, check_same, to_sums, version_in, version_of_state
 from shardload.jobs.loading.array_load import ArrayLoad, OpenSources, OwnArray
 from shardload.jobs.loading.plan import Layout, Plan

@@ -15,7 +15,7 @@ import numpy as np
 
 from shardload.arrays.padding import version_of
 from shardload.errors import ConfigError, SourceError
-from shardload.formats.base import ArrayInfo, some
+from shardload.formats.contract.array import ArrayInfo, some
 from shardload.formats.labels import Labels, Note, OnDemand, names_in
 from shardload.jobs.consistency import version_of_state
 from shardload.jobs.loading.plan import Plan

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from shardload.errors import ConfigError
-from shardload.formats.base import ArrayInfo
+from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.memory import MemorySource
 from shardload.jobs.loading.array_load import ArrayLoad
 from shardload.jobs.loading.call import LoadCall, share_staging

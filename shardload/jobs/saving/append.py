@@ -24,7 +24,9 @@ import numpy as np
 from shardload.comm.group import Group
 from shardload.errors import ConfigError, ShardloadError, SourceError
 from shardload.formats.access import Access
-from shardload.formats.base import Source, native_dtype, some
+from shardload.formats.contract.array import some
+from shardload.formats.contract.dtypes import native_dtype
+from shardload.formats.contract.format import Source
 from shardload.formats.growing import HOW_TO_GROW, Growing, GrowingSink
 from shardload.formats.leftovers import ROOTS, refuse_leftover
 from shardload.formats.lookup import format_of

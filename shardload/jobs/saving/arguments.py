@@ -19,7 +19,8 @@ import numpy as np
 from shardload.arrays.padding import Extent, extent_of, is_known, padded_like, was_decoded
 from shardload.arrays.sharding import describe_sharding
 from shardload.errors import ConfigError
-from shardload.formats.base import dtype_text, refusal, some
+from shardload.formats.contract.array import some
+from shardload.formats.contract.dtypes import dtype_text, refusal
 from shardload.formats.saving import check_target, format_for
 from shardload.formats.sink import Compression
 from shardload.jobs.loading.plan import Plan
