@@ -14,7 +14,7 @@ import numpy as np
 from shardload.cli.arguments import as_typed
 from shardload.errors import ConfigError, ShardloadError, printable
 from shardload.formats.access import Access, Limits
-from shardload.formats.base import ArrayInfo, some
+from shardload.formats.contract.array import ArrayInfo, some
 from shardload.formats.labelling import labelled_below, list_labelled, read_labels
 from shardload.formats.labels import Coordinate
 from shardload.formats.leftovers import Leftover, find_leftover
