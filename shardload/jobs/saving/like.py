@@ -219,7 +219,7 @@ def _like(one: ToSave, known: Mapping[str, Any], asked: SaveArguments) -> ToSave
             )
         if known["shards"] is not None and shards is None and asked.format == "zarr":
             shards = tuple(known["shards"])
-        if one.name not in asked.packed:
+        if not one.is_packing_told:
             compression, checksum = _packing(one.name, known["codec"])
     dims = one.dims
     if dims is None and len(known["dims"]) == len(one.shape) and any(known["dims"]):
