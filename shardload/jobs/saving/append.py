@@ -115,9 +115,9 @@ def _sink(asked: _Arguments, known: Any, axes: Mapping[str, int], dimensions: Ma
         from shardload.formats.zarr.growth import GrowthSink as Zarr
 
         return Zarr(asked.path, known, axes, n_new)
-    from shardload.formats.hdf5.growth import GrowthSink as Hdf5
+    from shardload.formats.hdf5.growth import Hdf5Growth
 
-    return Hdf5(asked.path, known, axes, n_new, dimensions, alignment_of(group))
+    return Hdf5Growth(asked.path, known, axes, n_new, dimensions, alignment_of(group))
 
 
 # What a save may be asked for beyond: it is the file's.
