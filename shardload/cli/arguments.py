@@ -183,16 +183,14 @@ def as_typed(message: str) -> str:
     'axis 1 has 30 elements. Pass --pad 0 (or another fill value), --dtype float32 or --allow-external'
     >>> as_typed("Pass decode=True to apply that, decode=False if the stored numbers are meant")
     'Pass --decode to apply that, --no-decode if the stored numbers are meant'
-    >>> as_typed("readers is 'all'; expected 'auto'"), as_typed("Pass chunks=(64, 64), or mode='w'")
-    ("--readers is 'all'; expected 'auto'", 'Pass --chunks 64,64, or --mode w')
+    >>> as_typed("only chunks are compressed. Pass chunks=(64, 64)"), as_typed("Pass axis=, one of 'time', 'lat'")
+    ('only chunks are compressed. Pass --chunks 64,64', "Pass --axis, one of 'time', 'lat'")
     """
-    message = _FIRST.sub(lambda match: f"{_FLAGS[match[1]]} ", message)
     return _KEYWORD.sub(lambda match: _flag(match[1], match[2]), message)
 
 
 _OF_COPIES = ("axis", "chunks", "compression", "format", "mode", "resume", "shards", "stack", "unlimited")
 _FLAGS = {name: option.flag for name, option in OPTIONS.items() if option.flag} | {name: f"--{name}" for name in _OF_COPIES}
-_FIRST = re.compile(rf"^({'|'.join(_FLAGS)}) (?=(?:is|has|names) )")
 _KEYWORD = re.compile(rf"(?<![\w.\"'/-])({'|'.join(_FLAGS)})=((?:'[^']*'|\"[^\"]*\"|\([\d, ]*\)|[\w.]*\w)?)")
 
 

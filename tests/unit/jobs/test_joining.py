@@ -578,7 +578,7 @@ def test_the_command(snapshot: list[str], tmp_path: Path, monkeypatch: pytest.Mo
     assert code == 0 and json.loads(printed)["rows"][0]["shape"] == [16]
     years = climate(tmp_path, (2001, 2002))
     code, _, said = run("join", *years, str(tmp_path / "y.nc"), "--axis", "0")
-    assert code == 1 and "Pass one of 'lat'" in unwrapped(said)
+    assert code == 1 and "one of 'lat'" in unwrapped(said)
     code, _, said = run("join", whole)
     assert code == 2 and "then the new file" in unwrapped(said)
     monkeypatch.setenv("PMI_RANK", "1")
