@@ -436,10 +436,10 @@ class Catalog(abc.ABC):
         """
 
     @abc.abstractmethod
-    def finish(self, *, allow_missing: bool = False) -> None:
+    def finish(self) -> None:
         """Write the metadata, and what makes the file a file (the superblock, the root's metadata) last; check it; fsync.
 
-        Call it when all writers have synced. Raises ValueError if chunks have no place (unless `allow_missing`).
+        Call it when all writers have synced. Raises ValueError if chunks have no place.
         """
 
     @abc.abstractmethod
