@@ -14,7 +14,7 @@ import json
 import math
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ import numpy as np
 
 from shardload.errors import ConfigError
 from shardload.formats.base import ArrayInfo, native_dtype
+from shardload.formats.codecs.chains import EncodeChain
 from shardload.formats.leftovers import GROWTH_MARK, ROOTS
 from shardload.formats.sink import (
     ArraySpec,
@@ -36,12 +37,13 @@ from shardload.formats.sink import (
     with_dims,
 )
 from shardload.formats.target import FOLDER_MARK, Target, make_below, mark, named, put_at, sync_folder
-from shardload.formats.zarr.encodings import group_metadata, layout, plain_attrs
+from shardload.formats.zarr.encodings import document_of, fill_of, group_document, plain_attrs
 from shardload.formats.zarr.left import PART, Left, find_left, open_locked, whole_files
+from shardload.formats.zarr.metadata import Json, Layout
 from shardload.planning.grid import unravel
 from shardload.planning.region import Region
 
-__all__ = ["MOST_NAME_NBYTES", "ZarrCatalog", "ZarrEncoder", "ZarrSink", "is_taken", "write_file"]
+__all__ = ["MOST_NAME_NBYTES", "ZarrCatalog", "ZarrEncoder", "ZarrSink", "groups_above", "is_taken", "write_file"]
 
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
@@ -57,18 +59,25 @@ _TAKEN = {"zarr.json", ".zarray", ".zgroup", ".zattrs", ".zmetadata", FOLDER_MAR
 class ZarrEncoder(Encoder):
     """See `Encoder`."""
 
-    def __init__(self, path: str, name: str, spec: ArraySpec, version: int) -> None:
-        self.name, self.spec, self.layout = name, spec, layout(name, spec, version)
+    def __init__(self, path: str, name: str, spec: ArraySpec, document: Json, layout: Layout, fill: Any) -> None:
+        self.name, self.spec, self.document, self.layout = name, spec, document, layout
+        self._chain = EncodeChain(layout.steps, spec.chunks, spec.dtype, fill)
         self._info = ArrayInfo(
             path=path,
             dataset=name,
-            format=f"Zarr v{version}",
+            format=f"Zarr v{layout.version}",
             shape=spec.shape,
             dtype=native_dtype(spec.dtype).name,
             chunks=spec.chunks,
-            codec=self.layout.codec,
+            codec=layout.codec,
             shards=spec.shards,
         )
+
+    @classmethod
+    def new(cls, path: str, name: str, spec: ArraySpec, version: int) -> ZarrEncoder:
+        """That of a new array."""
+        document = document_of(name, spec, version)
+        return cls(path, name, spec, document, Layout.of(document, spec.dtype), fill_of(spec))
 
     @property
     def is_asked(self) -> bool:
@@ -76,7 +85,7 @@ class ZarrEncoder(Encoder):
         return self.layout.per_shard is not None
 
     def _encode(self, values: np.ndarray[Any, Any]) -> Stored:
-        return Stored(self.layout.chain.encode(values))
+        return Stored(self._chain.encode(values))
 
     def shard_of(self, index: tuple[int, ...]) -> tuple[int, ...]:
         """The shard of a chunk; the chunk's own position if there are no shards."""
@@ -141,9 +150,9 @@ class ZarrSink(Sink):
                 self._texts[name] = checked
             elif checked.chunks is None and checked.shape and 0 not in checked.shape:
                 _check_single(name, checked)
-                self.arrays[name] = ZarrEncoder(path, name, replace(checked, chunks=checked.shape), version)  # one chunk
+                self.arrays[name] = ZarrEncoder.new(path, name, replace(checked, chunks=checked.shape), version)  # one chunk
             else:
-                self.arrays[name] = ZarrEncoder(path, name, checked, version)
+                self.arrays[name] = ZarrEncoder.new(path, name, checked, version)
         if any(one.is_asked for one in self.arrays.values()):
             self.about = None  # several ranks write a shard: its file is whole at the end only
         for name in specs:
@@ -184,24 +193,19 @@ class ZarrSink(Sink):
         """The files of metadata, in the order in which they are written: name in the store, and content. Arrays of text are
         among them, with their chunks, as bytes.
         """
-        groups = {""}
-        for name in [*self.arrays, *self._texts, *(f"{group}/" for group in self.group_attrs)]:
-            above = name.lstrip("/").rpartition("/")[0]
-            while above:
-                groups.add(above)
-                above = above.rpartition("/")[0]
+        groups = groups_above([*self.arrays, *self._texts, *(f"{group}/" for group in self.group_attrs)])
         if set(self.arrays) == {"/"}:
             groups = set()
         nodes: dict[str, Any] = {}
         for name, one in self.arrays.items():
             folder = name.strip("/")
             if self.version == 3:
-                nodes[os.path.join(folder, "zarr.json")] = one.layout.metadata
+                nodes[os.path.join(folder, "zarr.json")] = one.document
                 continue
             attrs = plain_attrs(name, one.spec.attrs)
             attrs["_ARRAY_DIMENSIONS"] = list(one.spec.dims or ())
             nodes[os.path.join(folder, ".zattrs")] = attrs
-            nodes[os.path.join(folder, ".zarray")] = one.layout.metadata
+            nodes[os.path.join(folder, ".zarray")] = one.document
         for name, spec in self._texts.items():
             for key, content in _written(spec, self.version).items():
                 if key.startswith((".z", "zarr.json")):
@@ -214,12 +218,12 @@ class ZarrSink(Sink):
                 nodes[os.path.join(folder, ".zattrs")] = attrs
             if not folder and self.version == 2:
                 # In order: zarr-python loses all but the last of siblings that do not follow each other.
-                every = dict(sorted({**nodes, ".zgroup": group_metadata(2, {})}.items()))
+                every = dict(sorted({**nodes, ".zgroup": group_document(2, {})}.items()))
                 yield from nodes.items()
                 yield ".zmetadata", {"zarr_consolidated_format": 1, "metadata": every}
                 yield ".zgroup", every[".zgroup"]
                 return
-            nodes[os.path.join(folder, "zarr.json" if self.version == 3 else ".zgroup")] = group_metadata(self.version, attrs)
+            nodes[os.path.join(folder, "zarr.json" if self.version == 3 else ".zgroup")] = group_document(self.version, attrs)
         if self.version == 3 and "" in groups:  # all in one, as zarr-python's `consolidate_metadata` has it
             root = nodes.pop("zarr.json")
             below = {os.path.dirname(key): one for key, one in sorted(nodes.items())}
@@ -227,6 +231,19 @@ class ZarrSink(Sink):
                 "consolidated_metadata": {"kind": "inline", "must_understand": False, "metadata": below}
             }
         yield from nodes.items()
+
+
+def groups_above(names: Iterable[str]) -> set[str]:
+    """The groups that arrays are in, without a slash in front; the root is "".
+
+    >>> sorted(groups_above(["/x", "/g/h/y"]))
+    ['', 'g', 'g/h']
+    """
+    groups = {""}
+    for name in names:
+        parts = name.lstrip("/").split("/")
+        groups.update("/".join(parts[:k]) for k in range(1, len(parts)))
+    return groups
 
 
 def _written(spec: ArraySpec, version: int) -> dict[str, bytes]:
