@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload import PeerError, SourceError
-from shardload.formats.base import ArrayInfo
+from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.untrusted import helper as helper_module
 from tests.mpi.sources import NAME, SOURCES, read_part
 from tests.mpi.support import DECOMPOSITIONS, READERS, VERIFY, check, cube, distinct, mesh_of, on_root, ramp, same_error, share
@@ -155,15 +155,16 @@ def test_a_file_that_nobody_vouches_for(
 
 # Says that there is an array, and at its first chunk interrupts the rank and answers no more.
 INTERRUPTS = """
-import json, os, signal, socket, struct, sys
+import json, mmap, os, signal, socket, sys
 channel = socket.socket(fileno=int(sys.argv[1]))
-while head := channel.recv(4, socket.MSG_WAITALL):
-    request = json.loads(channel.recv(struct.unpack("<I", head)[0], socket.MSG_WAITALL))
+while packet := channel.recv(1 << 17):
+    request = json.loads(packet)
     if request["do"] == "read":
         os.kill(os.getppid(), signal.SIGINT)
         continue
     answer = json.dumps({"info": INFO, "state": None, "nbytes": None}).encode()
-    channel.sendall(struct.pack("<I", len(answer)) + answer)
+    mmap.mmap(int(sys.argv[2]), 0)[: len(answer)] = answer
+    channel.send(len(answer).to_bytes(8, "little"))
 """
 
 

@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 
 from shardload.errors import ConfigError, SourceError
-from shardload.formats.base import native_dtype, refusal, state_of
+from shardload.formats.contract.dtypes import native_dtype, refusal
+from shardload.formats.contract.ranges import state_of
 from shardload.formats.growing import Growing, GrowingSink, meaning_of
 from shardload.formats.leftovers import GROWTH_MARK, ROOTS
 from shardload.formats.locks import AppendLock

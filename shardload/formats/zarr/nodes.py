@@ -22,7 +22,7 @@ from zarr.core.buffer import default_buffer_prototype
 from zarr.core.metadata import ArrayV2Metadata, ArrayV3Metadata
 
 from shardload.errors import printable
-from shardload.formats.base import is_added, refusal
+from shardload.formats.contract.dtypes import is_added, refusal
 from shardload.formats.zarr.codecs import SURVIVED
 from shardload.formats.zarr.dtypes import register
 from shardload.formats.zarr.metadata import Json, chain_of, names_of

@@ -18,7 +18,7 @@ from shardload.comm.group import Group
 from shardload.engine.ring import Ring
 from shardload.engine.session import Session
 from shardload.errors import SourceError
-from shardload.formats.base import OpenFile, Source
+from shardload.formats.contract.format import OpenFile, Source
 from shardload.formats.lookup import open_file, split_path
 from shardload.jobs.consistency import State, check_same_file, check_unchanged
 from shardload.jobs.copying.plan import CopyPlan

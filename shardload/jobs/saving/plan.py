@@ -15,7 +15,8 @@ from shardload.arrays.disassemble import shards_of_array
 from shardload.comm.group import Group
 from shardload.comm.launch import rank_of_process
 from shardload.errors import ConfigError
-from shardload.formats.base import ArrayInfo, native_dtype
+from shardload.formats.contract.array import ArrayInfo
+from shardload.formats.contract.dtypes import native_dtype
 from shardload.formats.likeness import marked
 from shardload.formats.saving import make_sink
 from shardload.formats.sink import ArraySpec, Sink, unopened_by_xarray
@@ -170,7 +171,7 @@ def plan_file(asked: SaveArguments, group: Group) -> SavePlan:
     _check_axes(asked.format, specs)
     alignment = alignment_of(group)
     how: dict[str, Any] = {"format": asked.format, "mode": asked.mode, "alignment": alignment}
-    sink = make_sink(asked.path, specs, attrs=asked.attrs, group_attrs=asked.group_attrs, **how)
+    sink = make_sink(asked.path, specs, attrs=asked.group_attrs.get("/", {}), group_attrs=asked.group_attrs, **how)
     return plan_into(sink, asked, of_array, group, chosen)
 
 
