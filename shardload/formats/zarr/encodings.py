@@ -69,11 +69,15 @@ def _document_3(name: str, spec: ArraySpec, chunks: tuple[int, ...]) -> Json:
 
 
 def _document_2(name: str, spec: ArraySpec, chunks: tuple[int, ...]) -> Json:
-    for what, is_asked in (("shards", spec.shards is not None), ("checksums", spec.checksum)):
-        if is_asked:
-            raise ConfigError(
-                f"'{name}' has {what}, which Zarr format 2 does not have. Leave them out, or save as Zarr format 3"
-            )
+    if spec.shards is not None:
+        raise ConfigError(
+            f"'{name}' has shards, which Zarr format 2 does not have. Leave shards= out, or save as Zarr format 3"
+        )
+    if spec.checksum:
+        raise ConfigError(
+            f"'{name}' has checksums, which Zarr format 2 does not have. Pass compression='zstd', which has none, or save "
+            "as Zarr format 3"
+        )
     if is_added(spec.dtype) and not spec.dtype.isnative:
         raise ConfigError(f"'{name}' is to be big-endian {spec.dtype.name}, which Zarr 2 cannot say. Leave byteorder= out")
     asked, itemsize = spec.compression, spec.dtype.itemsize
