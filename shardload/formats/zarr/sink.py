@@ -368,7 +368,7 @@ class ZarrCatalog(Catalog):
         """ValueError unless each chunk has a file."""
         n = math.prod(one.spec.grid)
         folder = os.path.join(self.ticket.temporary, name.strip("/"))
-        if _count_files(folder, below=name == "/") == n:
+        if sum(len({*files} - {FOLDER_MARK, GROWTH_MARK}) for _, _, files in os.walk(folder)) == n:
             return
         for number in range(n):
             index = unravel(number, one.spec.grid)
@@ -405,17 +405,6 @@ class ZarrCatalog(Catalog):
         self._unlock()
 
 
-def _count_files(folder: str, *, below: bool) -> int:
-    n = 0
-    with os.scandir(folder) as found:
-        for entry in found:
-            if entry.is_dir(follow_symlinks=False):
-                n += _count_files(entry.path, below=False)
-            elif not (below and entry.name in (FOLDER_MARK, GROWTH_MARK)):
-                n += 1
-    return n
-
-
 class _Shards:
     """Where the chunks of one sharded array are in their shard files."""
 
@@ -435,14 +424,9 @@ class _Shards:
         shard = np.ravel_multi_index([k // n for k, n in zip(index, per, strict=True)], one.shard_grid)
         # A running sum in each shard: of all chunks in the order of their shards, less the sum where the shard begins.
         order = np.argsort(shard, kind="stable")
-        sums = np.cumsum(sizes[order])
-        starts = sums - sizes[order]
-        sorted_shards = shard[order]
-        first = np.flatnonzero(np.concatenate([[True], sorted_shards[1:] != sorted_shards[:-1]])[: len(which)])
-        lengths = np.diff(np.append(first, len(which)))
-        within = starts - np.repeat(starts[first], lengths)
+        sorted_shards, sums = shard[order], np.cumsum(sizes[order]) - sizes[order]
         offsets = np.empty(len(which), dtype=np.int64)
-        offsets[order] = self.ends[sorted_shards] + within
+        offsets[order] = self.ends[sorted_shards] + sums - sums[np.searchsorted(sorted_shards, sorted_shards)]
         np.add.at(self.ends, shard, sizes)
         self.offsets[which], self.sizes[which] = offsets, sizes
         return offsets
@@ -534,7 +518,9 @@ class _ZarrWriter(Writer):
                 with self._lock:
                     file.n_users -= 1
                     self._nbytes_behind += stored.nbytes
-        self._sync_files(self._to_sync())
+        with self._lock:
+            late = self._take_unused() if self._is_late() else []
+        self._sync_files(late)
 
     def _opened(self, final: str, flags: int, name: str, index: tuple[int, ...]) -> _Open:
         """The file of a chunk, open, for one user more."""
@@ -554,17 +540,14 @@ class _ZarrWriter(Writer):
             os.close(mine.descriptor)
         return file
 
-    def _to_sync(self) -> list[_Open]:
-        """Files that are to be synced now, because there are too many; none that a thread writes to."""
-        with self._lock:
-            is_late = self._sink.about is not None and self._nbytes_behind >= _MOST_BEHIND_NBYTES
-            if len(self._unsynced) < _MOST_OPEN and self._n_behind < _MOST_BEHIND and not is_late:
-                return []
-            self._n_behind = self._nbytes_behind = 0
-            return self._take_unused()
+    def _is_late(self) -> bool:
+        """Whether too many files, writes or bytes wait for the disk."""
+        is_long = self._sink.about is not None and self._nbytes_behind >= _MOST_BEHIND_NBYTES
+        return len(self._unsynced) >= _MOST_OPEN or self._n_behind >= _MOST_BEHIND or is_long
 
     def _take_unused(self) -> list[_Open]:
         """Files that no thread writes to; they are the caller's to close. With the lock."""
+        self._n_behind = self._nbytes_behind = 0
         paths = [path for path, file in self._unsynced.items() if not file.n_users]
         return [self._unsynced.pop(path) for path in paths]
 

@@ -43,7 +43,6 @@ from shardload.formats.zarr.metadata import grid_of, is_stacked, n_in_shard, nam
 from shardload.formats.zarr.nodes import ArrayNode, BrokenNode, GroupNode, UnknownError, quiet
 from shardload.formats.zarr.store import (
     WatchedStore,
-    check_zip,
     close_store,
     inner_store,
     open_store,
@@ -93,7 +92,7 @@ class ZarrSource(Source):
         mark = "zarr.json" if node.version == 3 else ".zarray"
         self._metadata_key = f"{array.path}/{mark}" if array.path else mark
         self._opened_in = self._store.state_before(self._metadata_key) or self.state()
-        self._is_checked, self._is_stacked = False, is_stacked(node.document, access)
+        self._is_stacked = is_stacked(node.document, access)
         self._store.most_nbytes = None if info.chunks is None else _LONGEST * self._stored_nbytes() + _HEAD_NBYTES
 
     @property
@@ -120,7 +119,6 @@ class ZarrSource(Source):
         if self._is_stacked:
             raise ValueError(_STACKED)
         store = self._store
-        self._check_once()
         for part in self._parts(region):
             store.missing.clear()
             index: Any = (*part.slices(region.start), ...)
@@ -165,15 +163,8 @@ class ZarrSource(Source):
     def _chunks(self) -> ZarrChunks | None:
         return chunk_reader(self._array, self._node, self._info, self._store.fence)
 
-    def _check_once(self) -> None:
-        """Check, once, the sizes that a zip file declares, before anything is unpacked from it."""
-        if not self._is_checked and self._store.most_nbytes is not None:
-            check_zip(self._array, self._store.most_nbytes)
-        self._is_checked = True
-
     def plain(self, region: Region) -> np.ndarray[Any, Any]:
         """The values as zarr-python's indexing gives them."""
-        self._check_once()
         if self._is_stacked:  # decode here first, because zarr-python does not limit the size
             for part in self._parts(region) if region.size else ():
                 if self._chunks is None:

@@ -6,8 +6,8 @@
 2. `WatchedStore.read` gives one file of metadata, `node` what is in one folder (`nodes`), and `nodes` all arrays and groups.
 3. `open_store` makes such a store from a folder, a zip file or a URL. `watch` opens an array of it, `watched`
    puts it under one that is open already.
-4. `local_folder` finds the folder of another library's store. A store is refused if it leads elsewhere by design (references),
-   or reaches folders in a way that symbolic links cannot be checked.
+4. A store is refused if it leads elsewhere by design (references), or reaches folders in a way that symbolic links cannot be
+   checked.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
         super().__init__(store)
         self.fence, self._opened_in = fence or Fence(), opened_in
         self._seen: dict[str, tuple[int, ...] | None] = {}
-        self._folder = local_folder(store)
+        below = _unwrapped(store)
+        self._folder = os.fspath(below.root) if isinstance(below, zarr.storage.LocalStore) else None
         self.missing: set[str] = set()
         self.most_nbytes: int | None = None
 
@@ -170,11 +171,18 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
     # --- states
 
     def state(self, key: str) -> tuple[int, ...] | None:
-        """The state of a file, or of the zip file that it is in; None if it is not known."""
+        """The state of a file, or of the zip file that it is in, whatever has its path now; None if it is not known."""
         archive = _unwrapped(self._store)
-        if isinstance(archive, zarr.storage.ZipStore):
-            return zip_state(archive)
-        return None if self._folder is None else state_of(os.path.join(self._folder, key))
+        if not isinstance(archive, zarr.storage.ZipStore):
+            return None if self._folder is None else state_of(os.path.join(self._folder, key))
+        path: Any = archive.path
+        if not getattr(archive, "_is_open", False):
+            return None if path is None else state_of(os.fspath(path))
+        try:
+            opened: Any = None if path is None else archive._zf.fp
+            return (state_of(opened.fileno()) or ())[:2] or None  # as by its path, before it is opened
+        except (AttributeError, OSError, ValueError):  # it was closed, or is a file object's
+            return None
 
     def state_before(self, key: str) -> tuple[int, ...] | None:
         """The state that a metadata file, or the zip file that it is in, had before it was read; None if it is not known."""
@@ -265,11 +273,7 @@ def open_store(path: str, allow_external: bool = False) -> Any:
     if os.path.isdir(path):
         return WatchedStore(zarr.storage.LocalStore(path, read_only=True), Fence.around_store(path, allow_external))
     opened_in = state_of(path)
-    for entry in zip_entries(path):
-        if entry.filename.rpartition("/")[2] in _METADATA and entry.file_size > MOST_METADATA_NBYTES:
-            raise ValueError(
-                f"'{entry.filename}' would have {entry.file_size} bytes; metadata has {MOST_METADATA_NBYTES} at most"
-            )
+    zip_entries(path)  # for their number
     return WatchedStore(zarr.storage.ZipStore(path, mode="r", read_only=True), opened_in=opened_in)
 
 
@@ -301,19 +305,6 @@ def _may_be_folder(entry: os.DirEntry[str]) -> bool:
         return entry.is_dir()
     except OSError:  # a link to where this user may not look: an array may not be overlooked
         return True
-
-
-def zip_state(store: Any) -> tuple[int, ...] | None:
-    """Size and time of last change of an open zip file, whatever has its path now; None if it is not a plain file."""
-    if store.path is None:
-        return None
-    if not getattr(store, "_is_open", False):
-        return state_of(os.fspath(store.path))
-    try:
-        found = state_of(store._zf.fp.fileno())
-    except (AttributeError, OSError, ValueError):  # it was closed, or is a file object's
-        return None
-    return None if found is None else found[:2]  # as by its path, before it is opened
 
 
 def zip_entries(path: str) -> list[zipfile.ZipInfo]:
@@ -398,6 +389,8 @@ def watched(array: Any, allow_external: bool = False) -> Any:
 
 
 _REFERENCES = "names a place for each chunk, which may be anywhere"
+# It is known where these stores read: in a folder, a file, memory, or through their layers. ObjectStore needs its own library.
+_KNOWN_STORES = (zarr.storage.LocalStore, zarr.storage.ZipStore, zarr.storage.MemoryStore, zarr.storage.FsspecStore)
 
 
 def _fence_of(store: Any, name: str, allow_external: bool) -> Fence:
@@ -410,34 +403,15 @@ def _fence_of(store: Any, name: str, allow_external: bool) -> Fence:
             f"'{name}' cannot be loaded: a {type(store).__name__} may read files anywhere, and symbolic links are not looked "
             f"at there. Pass the path of the folder or file, or the store below it, or {TARGET_HINT}."
         )
-    kinds = [_kind_of_layer(layer) for layer in _layers(store)]
-    if "references" in kinds:
+    layers = {kind.__name__ for layer in _layers(store) for kind in type(layer).__mro__}  # neither library need be installed
+    if "ReferenceFileSystem" in layers:
         raise SourceError(f"'{name}' cannot be loaded: it {_REFERENCES}; {TARGET_HINT}.")
-    folder = local_folder(store)
-    if folder is None and "folder" in kinds:
+    if layers & {"LocalFileSystem", "LocalStore"}:
         raise SourceError(
             f"'{name}' cannot be loaded: it reads a folder through another layer, where symbolic links are not looked at. Pass "
             f"the path of the folder, or {TARGET_HINT}."
         )
-    return Fence() if folder is None else Fence.around_store(folder)
-
-
-def local_folder(store: Any) -> str | None:
-    """The folder on this machine that a store reads directly; else None."""
-    store = _unwrapped(store)
-    if isinstance(store, zarr.storage.LocalStore):
-        return os.fspath(store.root)
-    layers = _layers(store)
-    kinds = [_kind_of_layer(layer) for layer in layers]
-    if kinds in (["folder"], ["", "folder"]) and (len(kinds) == 1 or hasattr(layers[0], "sync_fs")):
-        if isinstance(store, zarr.storage.FsspecStore):
-            return str(store.path).removeprefix("file://")
-        return os.fspath(getattr(layers[0], "prefix", None) or "/")
-    return None
-
-
-# It is known where these stores read: in a folder, a file, memory, or through their layers. ObjectStore needs its own library.
-_KNOWN_STORES = (zarr.storage.LocalStore, zarr.storage.ZipStore, zarr.storage.MemoryStore, zarr.storage.FsspecStore)
+    return Fence.around_store(os.fspath(store.root)) if isinstance(store, zarr.storage.LocalStore) else Fence()
 
 
 def _unwrapped(store: Any) -> Any:
@@ -448,43 +422,20 @@ def _unwrapped(store: Any) -> Any:
 
 
 def _layers(store: Any) -> list[Any]:
-    """The layers through which a store of fsspec or obstore reads, the outermost first."""
-    if isinstance(store, zarr.storage.FsspecStore):
-        layers: list[Any] = []
-        below = store.fs
-        while below is not None and len(layers) < _MOST_LAYERS:
-            layers.append(below)
-            below = getattr(below, "sync_fs", None) or getattr(below, "fs", None)
-        return layers
-    return [store.store] if type(store).__name__ == "ObjectStore" and hasattr(store, "store") else []
-
-
-def _kind_of_layer(layer: Any) -> str:
-    """``"references"``, ``"folder"`` or ``""``, by the names of its classes: neither library need be installed."""
-    names = {kind.__name__ for kind in type(layer).__mro__}
-    if "ReferenceFileSystem" in names:
-        return "references"
-    return "folder" if names & {"LocalFileSystem", "LocalStore"} else ""
+    """The layers through which a store of fsspec or obstore reads."""
+    layers: list[Any] = []
+    layer = getattr(store, "fs", None) if isinstance(store, zarr.storage.FsspecStore) else None
+    if type(store).__name__ == "ObjectStore":
+        layer = getattr(store, "store", None)
+    while layer is not None and len(layers) < _MOST_LAYERS:
+        layers.append(layer)
+        layer = getattr(layer, "sync_fs", None) or getattr(layer, "fs", None)
+    return layers
 
 
 def inner_store(store: Store) -> Store:
     """The store below a `WatchedStore`; any other store itself."""
     return store.inner if isinstance(store, WatchedStore) else store
-
-
-def check_zip(array: Any, most_nbytes: int) -> None:
-    """Raise ValueError if a zip file declares more than `most_nbytes` bytes for a stored value of `array`."""
-    store = inner_store(array.store)
-    if not isinstance(store, zarr.storage.ZipStore):
-        return
-    prefix = f"{array.path}/" if array.path else ""
-    archive = _archive(store)
-    with store._lock:
-        entries = archive.infolist()
-    for entry in entries:
-        name = entry.filename
-        if name.startswith(prefix) and name.rpartition("/")[2] not in _METADATA and entry.file_size > most_nbytes:
-            raise ValueError(f"'{name}' would have {entry.file_size} bytes, what is stored of this array {most_nbytes} at most")
 
 
 def close_store(store: Any) -> None:
