@@ -50,7 +50,6 @@ from shardload.formats.hdf5.links import (
 from shardload.formats.hdf5.making import attribute_names, groups_of, properties_of
 from shardload.formats.hdf5.metadata import (
     NON_COORDINATE,
-    axes_of,
     describe,
     filters_of,
     group_attrs_of,
@@ -315,11 +314,6 @@ class Hdf5Source(Source):
         """Those of the group in this file; if a link leads to the array in another file, none."""
         with self._others.watched():
             return {} if self._is_linked else group_attrs_of(self._dataset)
-
-    def axes(self, names: Collection[str]) -> Labels:
-        """The dimension scales."""
-        with self._others.watched():
-            return axes_of(self._dataset, not self._is_linked, names)
 
     def properties(self) -> Properties:
         """Filters with their options, and attributes with their types."""

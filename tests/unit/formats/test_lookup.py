@@ -58,7 +58,7 @@ def test_memory_of_every_type_rank_and_stride(dtype: str) -> None:
             check_source(source, data)
             for region in (Region.whole(shape), Region(tuple(n // 2 for n in shape), shape)):
                 view = source.view(region)
-                if data.dtype.isnative:
+                if data.dtype.isnative and data.dtype.kind != "b":
                     assert view is not None and view.dtype == array.dtype and np.shares_memory(view, array)
                     np.testing.assert_array_equal(view, data[region.slices()], strict=True)
                 else:
