@@ -54,25 +54,14 @@ class MemorySource(Source):
         origin: tuple[int, ...] | None = None,
     ) -> None:
         self.read_in, self._origin = read_in, origin
-        refused = refusal(array.dtype)
-        if refused is not None:
-            raise SourceError(
-                f"the array of shape {array.shape} in memory holds {refused} (NumPy dtype {array.dtype}), so it cannot "
-                "be loaded. Pass an array of booleans, integers, floats or complex numbers.",
-                path=_PATH,
-                dataset=_NAME,
-            )
-        if isinstance(array, np.ma.MaskedArray):  # as netCDF4-python returns them, even if no element is masked
-            n_masked = np.count_nonzero(array.mask)
-            if n_masked:
-                raise SourceError(
-                    f"the array of shape {array.shape} in memory has {n_masked} masked elements, and a jax.Array has no mask: "
-                    "they would show what lies below it. Pass array.filled(value), with NaN for instance.",
-                    path=_PATH,
-                    dataset=_NAME,
-                )
-            array = np.asarray(array)
-        self._array = array
+        why = None
+        if refused := refusal(array.dtype):
+            why = f"holds {refused}. Pass an array of booleans, integers, floats or complex numbers"
+        elif np.ma.is_masked(array):  # netCDF4-python returns masked arrays, most of them without a masked element
+            why = "has masked elements, and a jax.Array has no mask. Pass array.filled(value), with NaN for instance"
+        if why is not None:
+            raise SourceError(f"the array of shape {array.shape} in memory {why}.", path=_PATH, dataset=_NAME)
+        self._array = np.asarray(array)
         self._dtype = native_dtype(array.dtype)
         self._info = info or ArrayInfo(
             path=_PATH,
