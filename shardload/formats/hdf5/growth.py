@@ -30,7 +30,6 @@ import numpy as np
 
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.changes import HEAD_NBYTES, Change, make_changes, read_changes, write_changes
-from shardload.formats.contract.ranges import state_of
 from shardload.formats.growing import Growing, GrowingSink
 from shardload.formats.hdf5.growable import file_state, spec_of, unfit
 from shardload.formats.hdf5.ledger import MOST_NBYTES, Ledger
@@ -41,6 +40,7 @@ from shardload.formats.locks import AppendLock, FileLock, take_lock
 from shardload.formats.sink import Catalog, Decode, Ticket, Writer
 from shardload.formats.target import Target, mark, named, put_at, sync_folder
 from shardload.planning.grid import unravel
+from shardload.storage.local import state_of
 
 __all__ = ["GrowthCatalog", "GrowthEncoder", "GrowthSink"]
 

@@ -26,7 +26,6 @@ import numpy as np
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.contract.dtypes import native_dtype
-from shardload.formats.contract.ranges import read_at
 from shardload.formats.hdf5.dimensions import check_netcdf, name_axes, netcdf_names, with_dims_beside_coordinates, write_attrs
 from shardload.formats.hdf5.in_memory import file_in_memory
 from shardload.formats.hdf5.ledger import MOST_NBYTES, Ledger
@@ -48,6 +47,7 @@ from shardload.formats.target import MARK_NBYTES, Target, mark, named, put_at, r
 from shardload.planning.blocks import runs
 from shardload.planning.grid import unravel
 from shardload.planning.region import Region
+from shardload.storage.local import read_at
 
 __all__ = ["Hdf5Encoder", "Hdf5Sink", "Hdf5Writer", "Noted", "check_overlap", "tell_chunks"]
 

@@ -43,7 +43,6 @@ from shardload.formats.contract.by_chunks import a_few_chunks, chunks_met, index
 from shardload.formats.contract.chunk_reader import ChunkReader
 from shardload.formats.contract.dtypes import check_request, is_added, native_dtype, refusal, unaddressable
 from shardload.formats.contract.format import Format, OpenFile, Source
-from shardload.formats.contract.ranges import state_of
 from shardload.formats.labels import Coordinate, Labels, names_in
 from shardload.formats.leftovers import ROOTS
 from shardload.formats.zarr.chunks import ZarrChunks, chunk_layout, chunk_reader
@@ -63,6 +62,7 @@ from shardload.formats.zarr.store import (
     zip_state,
 )
 from shardload.planning.region import Region
+from shardload.storage.local import state_of
 from shardload.values.decoding import ATTRIBUTES, Packing, typed
 
 __all__ = ["FORMAT", "ZarrFormat", "ZarrSource", "describe"]

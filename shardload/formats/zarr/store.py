@@ -26,8 +26,8 @@ from zarr.abc.store import OffsetByteRequest, RangeByteRequest, Store, SuffixByt
 
 from shardload.errors import SourceError
 from shardload.formats.containment import TARGET_HINT, Fence, NotAFileError, OutsideError, kind_of, open_file
-from shardload.formats.contract.ranges import state_of
 from shardload.formats.zarr.codecs import checked
+from shardload.storage.local import state_of
 
 __all__ = [
     "WatchedStore",
