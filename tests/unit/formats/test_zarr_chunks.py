@@ -19,6 +19,7 @@ import zarr
 import zarr.codecs
 import zarr.storage
 
+from shardload.errors import SourceError
 from shardload.formats.codecs.chains import Chain
 from shardload.formats.contract.chunk_reader import Encoded, box_of
 from shardload.formats.contract.format import Source
@@ -617,14 +618,6 @@ LEFT: dict[str, tuple[int, dict[str, Any]]] = {
     "bz2": (2, {"compressors": numcodecs.BZ2()}),
     "transposed": (3, {"filters": [zarr.codecs.TransposeCodec(order=(1, 0))]}),
     "transposed in shards": (3, {"filters": [zarr.codecs.TransposeCodec(order=(1, 0))], "shards": (4, 6)}),
-    "shards in shards": (
-        3,
-        {
-            "chunks": (4, 6),
-            "serializer": zarr.codecs.ShardingCodec(chunk_shape=(2, 6), codecs=[zarr.codecs.ShardingCodec(chunk_shape=(2, 3))]),
-            "compressors": None,
-        },
-    ),
     "shards and more": (
         3,
         {
@@ -649,14 +642,20 @@ TINY = sharding((1, 1), [{"name": "bytes"}])
 TRANSPOSED = {"name": "transpose", "configuration": {"order": [1, 0]}}
 
 
-@pytest.mark.parametrize("codecs", [[TRANSPOSED, TINY], [sharding((32, 32), [TINY])]])
-def test_shards_with_more_index_than_values(tmp_path: Path, codecs: list[dict[str, Any]]) -> None:
+def test_shards_with_more_index_than_values(tmp_path: Path) -> None:
     """What is stored of tiny chunks is mostly their index, also where only zarr-python sees that there are shards."""
     data = flat((32, 32), "uint8", first=1)
-    write_tensorstore(tmp_path / "a.zarr", data, chunk_grid=regular(32, 32), codecs=codecs)
+    write_tensorstore(tmp_path / "a.zarr", data, chunk_grid=regular(32, 32), codecs=[TRANSPOSED, TINY])
     source = open_source(str(tmp_path / "a.zarr"), "/")
     assert source.chunk_reader() is None
     np.testing.assert_array_equal(read_all(source), data)
+
+
+def test_shards_inside_of_shards_are_refused(tmp_path: Path) -> None:
+    codecs = [sharding((32, 32), [TINY])]
+    write_tensorstore(tmp_path / "a.zarr", flat((32, 32), "uint8"), chunk_grid=regular(32, 32), codecs=codecs)
+    with pytest.raises(SourceError, match="it holds shards inside of shards, which only zarr-python reads"):
+        open_source(str(tmp_path / "a.zarr"), "/")
 
 
 def test_a_setting_that_refuses_missing_chunks_is_honoured(tmp_path: Path) -> None:
