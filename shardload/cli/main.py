@@ -89,7 +89,6 @@ How = Annotated[str, typer.Option(help=_HELP["verify"], autocompletion=completes
 Untrusted = Annotated[bool, typer.Option("--untrusted", help=_HELP["untrusted"])]
 AllowFilters = Annotated[str, typer.Option("--allow-filters", metavar="NAME,...", help=_HELP["allow_filters"])]
 StagingText = Annotated[str, typer.Option(help=_HELP["staging"])]
-MachineText = Annotated[str | None, typer.Option(metavar="NAME=RATE,...", help=_HELP["machine"])]
 RanksPerNode = Annotated[int | None, typer.Option(help=_HELP["ranks_per_node"])]
 Processes = Annotated[int | None, typer.Option(help=_HELP["processes"])]
 
@@ -273,7 +272,6 @@ def plan(
     untrusted: Untrusted = DEFAULTS.untrusted,
     processes: Processes = DEFAULTS.processes,
     ranks_per_node: RanksPerNode = DEFAULTS.ranks_per_node,
-    machine: MachineText = DEFAULTS.machine,
     allow_filters: AllowFilters = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text, also of what went wrong.")] = False,
 ) -> None:
@@ -281,7 +279,7 @@ def plan(
 
     Needs neither MPI nor devices: you can plan for a mesh of any size on a
     laptop. One process per device is assumed, unless --processes says otherwise,
-    and files in the page cache of one node, unless --machine says otherwise.
+    and all on one node, unless --ranks-per-node says otherwise.
 
     For example:
 
@@ -297,7 +295,7 @@ def plan(
 
       shardload plan run.h5 --dataset rho --dataset "gas/*" --mesh n=8 --spec n
 
-      shardload plan run.h5 --mesh a=128,b=128 --spec -,a,b --ranks-per-node 4 --machine read_rate=2e9,network_rate=25e9
+      shardload plan run.h5 --mesh a=128,b=128 --spec -,a,b --ranks-per-node 4
     """
     axes = parse_mesh(mesh)
     partition = parse_spec(spec, axes)
@@ -318,7 +316,7 @@ def plan(
             "allow_external": allow_external,
         }
         how |= {"allow_filters": allow_filters, "untrusted": untrusted, "processes": processes}
-        how |= {"machine": machine, "ranks_per_node": ranks_per_node}
+        how |= {"ranks_per_node": ranks_per_node}
         found = shardload.plan(file, *_target(axes, partition), dataset=names_of(dataset), select=index, **how)
         if isinstance(found, TreePlan):
             tell(_to_json(_describe_tree(found)) if as_json else found.describe(width_of()))
@@ -749,7 +747,7 @@ def _describe_plan(found: Any) -> dict[str, Any]:
 
 
 def _describe_tree(found: TreePlan) -> dict[str, Any]:
-    totals = {name: getattr(found, name) for name in ("nbytes", "peak_nbytes", "staging_nbytes", "seconds")}
+    totals = {name: getattr(found, name) for name in ("nbytes", "peak_nbytes", "staging_nbytes")}
     arrays = [{"where": where, **_describe_plan(one)} for where, one in zip(found.where, found.leaves, strict=True)]
     return {"arrays": arrays, **totals, "left_out": [one.dataset for one in found.left_out]}
 

@@ -35,7 +35,6 @@ from shardload.jobs.loading.plan import Layout, Plan
 from shardload.jobs.loading.report import Phase
 from shardload.jobs.trees import in_array, naming_errors
 from shardload.options import INDEX, Options, fill_value, pad_value
-from shardload.planning.halo import HaloShards
 from shardload.planning.tuning import Tuning
 from shardload.transfer.buffers import Piece, fill_padding
 from shardload.transfer.counters import Counters
@@ -295,7 +294,7 @@ class OwnArray:
         dtype, shards, share = kind.dtype, layout.schedule.shards, layout.share(self.rank)
         for shard, region, data in zip(share.numbers, share.regions, room, strict=True):
             self.shards[shard] = Piece(region, data)
-        if isinstance(shards, HaloShards):
+        if shards.has_halo:
             self._halos = HaloPieces(shards, kind.shape, self.shards, self.rank)
             self._halos.fill(partial(fill_value, self.load.options.pad, dtype))
             self.pieces = self._halos.sections
