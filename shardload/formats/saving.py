@@ -10,7 +10,7 @@ from shardload.errors import ConfigError
 from shardload.formats.netcdf import unreadable_name
 from shardload.formats.sink import ArraySpec, Sink
 
-__all__ = ["FORMATS", "SUFFIXES", "format_for", "make_sink", "refused_group"]
+__all__ = ["FORMATS", "SUFFIXES", "check_target", "format_for", "make_sink", "refused_group"]
 
 FORMATS = ("hdf5", "netcdf4", "zarr", "zarr2")
 _SUFFIXES = {
@@ -42,6 +42,16 @@ def format_for(path: str, name: str | None = None) -> str:
             f"format=, one of {', '.join(map(repr, FORMATS))}"
         )
     return _SUFFIXES[suffix]
+
+
+def check_target(path: str) -> None:
+    """ConfigError if the path of a new file names an array too: a load takes FILE:/NAME, and would not find such a file."""
+    file, colon, name = path.rpartition(":")
+    if colon and file.lower().endswith(SUFFIXES) and not name.lower().endswith(SUFFIXES):
+        raise ConfigError(
+            f"'{path}' names an array in a file; expected the file alone, '{file}'. `save` takes names of arrays as keys, such "
+            f"as {{{(name.strip('/') or 'rho')!r}: x}}; in a copy arrays keep theirs"
+        )
 
 
 def make_sink(

@@ -50,7 +50,7 @@ def test_bad_readers(readers: Any) -> None:
 
 @pytest.mark.parametrize("verify", ["", "values", None, True, ["index"], np.array([1, 2]), 1])
 def test_bad_verify(verify: Any) -> None:
-    text = f"verify is {verify!r}; expected 'index' (always happens), 'checksum', 'file' or 'full'"
+    text = f"verify is {verify!r}; expected 'index', 'checksum', 'file' or 'full'"
     with pytest.raises(ConfigError, match=re.escape(text)):
         Options.check(verify=verify)
 

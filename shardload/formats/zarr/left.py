@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from shardload.errors import ConfigError
-from shardload.formats.target import FOLDER_MARK, MARK_BEGINS, MARK_NBYTES, shortened, sync_folder, temporary_of
+from shardload.formats.target import FOLDER_MARK, MARK_BEGINS, MARK_NBYTES, sync_folder, temporary_of
 
 __all__ = ["PART", "Left", "find_left", "open_locked", "whole_files"]
 
@@ -64,7 +64,7 @@ def find_left(target: str, about: Mapping[str, str]) -> Left | None:
     folder, why = os.path.dirname(final), ""
     for name in sorted(os.listdir(folder)) if os.path.isdir(folder) else []:
         path = os.path.join(folder, name)
-        if temporary_of(path) != (shortened(final), "unfinished") or os.path.islink(path) or not os.path.isdir(path):
+        if temporary_of(path) != (final, "unfinished") or os.path.islink(path) or not os.path.isdir(path):
             continue
         try:
             file = open_locked(os.path.join(path, FOLDER_MARK))

@@ -171,7 +171,7 @@ def plan_file(asked: SaveArguments, group: Group) -> SavePlan:
     _check_axes(asked.format, specs)
     alignment = alignment_of(group)
     how: dict[str, Any] = {"format": asked.format, "mode": asked.mode, "alignment": alignment}
-    sink = make_sink(asked.path, specs, attrs=asked.attrs, group_attrs=asked.group_attrs, **how)
+    sink = make_sink(asked.path, specs, attrs=asked.group_attrs.get("/", {}), group_attrs=asked.group_attrs, **how)
     return plan_into(sink, asked, of_array, group, chosen)
 
 

@@ -123,7 +123,8 @@ class Steps:
 
     def read(self, asked: SaveArguments) -> str:
         """What must be read from existing files: on rank 0, for all."""
-        return read_like(asked.like) if asked.like else ""
+        like = {array.name: array.like for array in asked.arrays if array.like is not None}
+        return read_like(like) if like else ""
 
     def plan(self, asked: SaveArguments, told: str, group: Group) -> tuple[SaveArguments, SavePlan]:
         """The plan, when all ranks know what was read; and the arguments with what comes from there."""
