@@ -21,7 +21,7 @@ import numpy as np
 
 from shardload.arrays.assemble import EarlyPieces, assemble
 from shardload.arrays.padding import remember
-from shardload.arrays.verification import Found, Verifier, VerifyHow
+from shardload.arrays.verification import Found, Verifier
 from shardload.errors import SourceError, StallError, printable
 from shardload.formats.access import Access
 from shardload.formats.contract.array import ArrayInfo
@@ -144,13 +144,13 @@ class ArrayLoad:
 
     def verifier(self, seed: int = 0, sources: OpenSources | None = None) -> Verifier:
         """The verifier that compares an array with the file of this plan, which `sources` opens again."""
-        how = VerifyHow(self.options.verify, self.options.staging_nbytes, self.options.pad, seed, self.layout.decoding)
         handle = self.handle if self.origin is None else self.origin
 
         def open_again() -> Source:
             return self._open(handle) if sources is None else sources.open_again(self, handle)
 
-        return Verifier(self.name, self.layout.schedule, self.layout.source, how, open_again)
+        layout = self.layout
+        return Verifier(self.name, layout.schedule, layout.source, layout.decoding, self.options, seed, open_again)
 
     def _open(self, handle: Any, access: Access | None = None) -> Source:
         return _as_planned(open_source(handle, self.info.dataset, access or self.options.access, self.info), self)
