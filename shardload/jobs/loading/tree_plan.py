@@ -81,9 +81,8 @@ class TreePlan:
     def describe(self, width: int) -> str:
         """The same, `width` columns wide."""
         columns, rows = self._table()
-        narrow = [["array", "name", "shape", "dtype", "readers", "size"], ["array", "shape", "dtype", "size"]]
         lines = wrap(self._title(), width, "", "  ")
-        lines += fit_table(columns, [[printable(cell) for cell in row] for row in rows], width, narrow)
+        lines += fit_table(columns, [[printable(cell) for cell in row] for row in rows], width)
         for text in self._totals():
             lines += wrap(text, width, "", "  ")
         return "\n".join(lines)
@@ -104,17 +103,17 @@ class TreePlan:
         return f"load {what} of {printable(files[0])}{more} on mesh {mesh_text(first.sharding)}, {ranks}"
 
     def _table(self) -> tuple[list[Column], list[list[str]]]:
-        columns = [Column("array"), Column("name"), Column("shape", lead=""), Column("dtype", lead=""), Column("spec")]
-        columns += [Column("shard"), Column("readers"), Column("decoded", is_number=True), Column("size", is_number=True)]
+        columns = [Column("array"), Column("shape", lead=""), Column("dtype", lead=""), Column("size", is_number=True)]
+        columns += [Column("readers"), Column("name"), Column("spec"), Column("shard"), Column("decoded", is_number=True)]
         rows = []
         for where, plan in zip(self.where, self.leaves, strict=True):
             cost = plan.costs[plan.readers]
             padded = f" padded to {shape_text(plan.shape_global)}" if plan.shape_global != plan.shape else ""
             is_chunked = plan.info.chunks is not None
             decoded = counted(cost.chunks_decoded, "chunk") if is_chunked else format_nbytes(cost.decoded_nbytes)
-            row = [where, plan.info.dataset, shape_text(plan.shape) + padded, str(plan.dtype), spec_text(plan.sharding)]
-            row += [shape_text(plan.shard_shape), f"{plan.readers}, {plan.n_readers}", decoded, format_nbytes(plan.nbytes)]
-            rows.append(row)
+            readers = f"{plan.readers}, {plan.n_readers}"
+            row = [where, shape_text(plan.shape) + padded, str(plan.dtype), format_nbytes(plan.nbytes), readers]
+            rows.append([*row, plan.info.dataset, spec_text(plan.sharding), shape_text(plan.shard_shape), decoded])
         return columns, rows
 
     def _totals(self) -> list[str]:
