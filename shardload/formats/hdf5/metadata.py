@@ -15,7 +15,6 @@ import h5py
 import numpy as np
 
 from shardload.formats.access import STRICT, Access
-from shardload.formats.codecs.table import HDF5_CODECS
 from shardload.formats.contract.array import MOST_KEPT, NOTHING, TOLD, ArrayInfo, json_value
 from shardload.formats.contract.dtypes import native_dtype, refusal, unaddressable
 from shardload.formats.hdf5.attributes import (
@@ -52,8 +51,6 @@ __all__ = [
 ]
 
 _HELPERS = (2, 3)  # filters that rearrange or check bytes; listed after the filter that compresses
-# `codecs.chains.Chain` limits the size of the data between them.
-_DECODED_HERE = {number for number, codec in HDF5_CODECS.items() if codec.decoder is not None and not codec.is_sized}
 
 _REFUSED_CLASSES = {
     h5py.h5t.TIME: ("time", "HDF5 times, a type without a portable meaning"),
@@ -288,15 +285,14 @@ def _type_of(kind: Any) -> tuple[str, str | None]:
 
 
 def _unbounded(filters: list[tuple[int, int, Any, bytes]], access: Access) -> str | None:
-    """Why stacked compressors that only HDF5 can undo are refused; None if there are none."""
+    """Why stacked compressors are refused; None if there are none."""
     compressors = [(number, _name(number, label)) for number, _, _, label in filters if number not in SIZED]
-    if n_compressors((number for number, _ in compressors), access) < 2 or all(
-        number in _DECODED_HERE for number, _ in compressors
-    ):
+    if n_compressors((number for number, _ in compressors), access) < 2:
         return None
     return (
         f"chunks compressed more than once ({', then '.join(name for _, name in compressors)}), which HDF5 decodes without a "
-        "limit on the size of the result. Write it again with one compressor: `h5repack -f GZIP=4`"
+        "limit on the size of the result. Write it again with one compressor: `h5repack -f GZIP=4`, or load it with "
+        "untrusted=True"
     )
 
 
