@@ -471,7 +471,7 @@ def _check_mark(ticket: Ticket, path: str) -> None:
     """ConfigError unless the temporary is the one that the catalog made."""
     with named(path), contextlib.ExitStack() as files:
         try:
-            head = files.enter_context(open(ticket.temporary, "rb")).read(MARK_NBYTES)
+            head = files.enter_context(os.fdopen(os.open(ticket.temporary, os.O_RDONLY), "rb")).read(MARK_NBYTES)
         except FileNotFoundError:
             head = b""
     if head != mark(ticket.token, path):
