@@ -20,11 +20,11 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload import ConfigError, SourceError
-from shardload.formats.leftovers import find_leftover
 from shardload.jobs.copying import plan as copy_plan
 from shardload.jobs.copying import reading as copy_reading
 from shardload.jobs.copying.copy import CopyReport, copy_file, refuse_copy
 from shardload.jobs.copying.request import CopyRequest
+from shardload.storage.leftovers import find_leftover
 from tests.mpi.support import mesh_of, on_root, ramp, same_error
 
 pytestmark = pytest.mark.any_library

@@ -41,10 +41,10 @@ from shardload.formats.sink import (
     Writer,
     with_dims,
 )
-from shardload.formats.target import MARK_NBYTES, Target, mark, named, put_at, reserve, sync_folder
 from shardload.planning.blocks import runs
 from shardload.planning.grid import unravel
 from shardload.planning.region import Region
+from shardload.storage.target import MARK_NBYTES, Target, mark, named, put_at, reserve, sync_folder
 
 __all__ = ["Hdf5Encoder", "Hdf5Sink", "Hdf5Writer", "LedgerCatalog", "PlacedChunks"]
 

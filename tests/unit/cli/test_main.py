@@ -24,8 +24,8 @@ from shardload.cli import main as cli
 from shardload.cli.arguments import as_typed, parse_mesh, parse_pad, parse_select, parse_spec
 from shardload.cli.main import app
 from shardload.formats.access import Access
-from shardload.formats.containment import TARGET_HINT
 from shardload.formats.lookup import open_file
+from shardload.storage.containment import TARGET_HINT
 from shardload.values.decoding import ATTRIBUTES
 from tests.tiers import quick_ones
 from tests.unit.copies import run_copy

@@ -17,10 +17,11 @@ import pytest
 import zarr
 
 from shardload.errors import ConfigError, SourceError
-from shardload.formats import Region, target
+from shardload.formats import Region
 from shardload.formats.saving import make_sink
 from shardload.formats.sink import ArraySpec, Compression, Sink, Ticket
-from shardload.formats.target import Target, temporary_of
+from shardload.storage import target
+from shardload.storage.target import Target, temporary_of
 from tests.jobs.launch import ROOT
 from tests.unit.copies import run_copy
 from tests.unit.saving import forked, put_whole, quick_fsync, ramp, save, write_all  # noqa: F401

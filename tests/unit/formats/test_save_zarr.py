@@ -21,13 +21,14 @@ import xarray as xr
 import zarr
 
 from shardload.errors import ConfigError, SourceError
-from shardload.formats import Region, target
+from shardload.formats import Region
 from shardload.formats.likeness import marked
 from shardload.formats.lookup import open_source
 from shardload.formats.saving import format_for, make_sink
 from shardload.formats.sink import ArraySpec, Compression, Ticket
 from shardload.formats.zarr import sink as zarr_sink
 from shardload.formats.zarr.source import FORMAT as ZARR
+from shardload.storage import target
 from shardload.testing import check_format
 from tests.tiers import quick_ones, some_of
 from tests.unit.saving import quick_fsync, ramp, save, write_all  # noqa: F401

@@ -18,8 +18,8 @@ import socket
 import time
 
 from shardload.errors import ConfigError
-from shardload.formats.containment import open_file
-from shardload.formats.target import named, put_at
+from shardload.storage.containment import open_file
+from shardload.storage.target import named, put_at
 
 __all__ = ["AppendLock", "FileLock", "locked_path", "take_lock"]
 
