@@ -495,8 +495,7 @@ def save(
     like : str, optional, or dict by name
         An array in a file, ``"in.h5:/rho"``, of which chunks, compression, checksums, names of axes, attributes and coordinates
         are taken, where they are not passed; and the variables that attributes name, such as bounds. Coordinates and these have
-        at most 64 KiB, along axes of the same length; a `LeftOutWarning` names others. The level of the compressor is its
-        usual one.
+        at most 64 KiB, along axes of the same length; a `LeftOutWarning` names others.
     byteorder : {"little", "big"}, optional, or dict by name
         Of the numbers in the file; by default the machine's.
     writers : {"auto", "all", "root"}
