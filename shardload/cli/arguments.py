@@ -21,20 +21,16 @@ from shardload.options import OPTIONS
 from shardload.system.terminal import say_error, tell
 
 __all__ = [
-    "IN_COMMANDS",
-    "IN_INFO",
     "as_typed",
     "complete_mesh",
     "complete_spec",
     "completes",
-    "info_as_typed",
     "names_of",
     "parse_mesh",
     "parse_pad",
     "parse_readers",
     "parse_select",
     "parse_spec",
-    "reworded",
     "show_error",
     "wrong",
 ]
@@ -200,6 +196,13 @@ def complete_spec(ctx: typer.Context, incomplete: str) -> list[str]:
     return [head + name for name in names if (head + name).startswith(incomplete)]
 
 
+_FLAGS = {name: option.flag for name, option in OPTIONS.items() if option.flag}
+_FLAGS |= {
+    name: f"--{name}" for name in ("axis", "chunks", "compression", "format", "mode", "resume", "shards", "stack", "unlimited")
+}
+_KEYWORD = re.compile(rf"(?<![\w.\"'/-])({'|'.join(_FLAGS)})=((?:'[^']*'|\"[^\"]*\"|\([\d, ]*\)|[\w.]*\w)?)")
+
+
 def as_typed(message: str) -> str:
     """A message of the library, with the flags of the command line in the place of its keywords.
 
@@ -207,55 +210,16 @@ def as_typed(message: str) -> str:
     'axis 1 has 30 elements. Pass --pad 0 (or another fill value), --dtype float32 or --allow-external'
     >>> as_typed("Pass decode=True to apply that, decode=False if the stored numbers are meant")
     'Pass --decode to apply that, --no-decode if the stored numbers are meant'
-    >>> as_typed("readers is 'all'; expected 'auto'"), as_typed("pass dataset='...' (largest first)")
-    ("--readers is 'all'; expected 'auto'", 'pass --dataset ... (largest first)')
+    >>> as_typed("only chunks are compressed. Pass chunks=(64, 64)"), as_typed("Pass axis=, one of 'time', 'lat'")
+    ('only chunks are compressed. Pass --chunks 64,64', "Pass --axis, one of 'time', 'lat'")
     """
-    message = reworded(message, IN_COMMANDS)
-    message = _SAID_FIRST.sub(lambda found: f"{_FLAGS[found[1] or found[2]]} ", message)
-    return _KEYWORD.sub(lambda found: _flag(found[1], found[2]), message)
-
-
-def info_as_typed(message: str) -> str:
-    """The same for ``info``, which has neither ``--dataset`` nor ``--staging``.
-
-    >>> info_as_typed("'a.h5' holds no array '/rh'. Pass dataset= one of these (nearest first): '/rho' (8,) float32.")
-    "'a.h5' holds no array '/rh'. Type FILE:/NAME, one of these (nearest first): '/rho' (8,) float32."
-    """
-    return as_typed(reworded(message, IN_INFO))
-
-
-def reworded(message: str, words: Mapping[str, str]) -> str:
-    """A message with other words for some."""
-    for said, instead in words.items():
-        message = message.replace(said, instead)
-    return message
-
-
-# Parts of messages that name what no command has. A test looks for each in the package: a message may have been worded anew.
-IN_COMMANDS = {
-    " (a quarter of timeout=)": "",
-    "pass a longer timeout=": "load it from Python with a longer timeout=",
-    "pass a tree of specs, with one for each": "give each a command of its own",
-    "pass a tree of selections, with one for each": "give each a command of its own",
-    "(Several arrays are a list of names.)": "(For several arrays, type the option once for each.)",
-    "on before the first array: jax.config.update('jax_enable_x64', True), or JAX_ENABLE_X64=1 in the environment": (
-        "on: type JAX_ENABLE_X64=1 in front of the command"
-    ),
-}
-IN_INFO = {
-    " (Several arrays are a list of names.)": "",
-    ". Pass dataset= one": ". Type FILE:/NAME, one",
-    ". Pass a larger staging= if you think that it needs so much": "",
-}
-
-
-_FLAGS = {name: option.flag for name, option in OPTIONS.items() if option.flag}
-_SAID_FIRST = re.compile(rf"^(?:({'|'.join(_FLAGS)}) (?=is ['\d\[(-])|(select) (?=has |names ))")
-_KEYWORD = re.compile(rf"(?<![\w.\"'/])({'|'.join(_FLAGS)})=((?:'[^']*'|\"[^\"]*\"|[\w.]*\w)?)")
+    return _KEYWORD.sub(lambda match: _flag(match[1], match[2]), message)
 
 
 def _flag(name: str, value: str) -> str:
     bare = value.strip("'\"")
+    if bare.startswith("("):
+        bare = bare.strip("(),").replace(" ", "")
     if bare == "False":
         return _FLAGS[name].replace("--", "--no-", 1)
     return _FLAGS[name] if not bare or bare == "True" else f"{_FLAGS[name]} {shlex.quote(bare)}"

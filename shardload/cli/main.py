@@ -15,7 +15,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any
@@ -28,7 +28,6 @@ from shardload.cli.arguments import (
     complete_mesh,
     complete_spec,
     completes,
-    info_as_typed,
     names_of,
     parse_mesh,
     parse_pad,
@@ -213,7 +212,7 @@ def info(
     Of what a save that was killed left (NAME.TOKEN.unfinished), it says whether
     it is whole and what to do with it.
     """
-    with _one_message(info_as_typed, as_json):
+    with _one_message(as_json):
         from shardload.formats.access import Access, Limits
         from shardload.formats.labelling import labelled_below, list_labelled, read_labels
         from shardload.formats.leftovers import find_leftover
@@ -304,7 +303,7 @@ def plan(
     index = None if select is None else parse_select(select)
     value = None if pad is None else parse_pad(pad)
     who = parse_readers(readers)
-    with _one_message(as_json=as_json):
+    with _one_message(as_json):
         import shardload
         from shardload.jobs.loading.describe import describe_plan
         from shardload.jobs.loading.tree_plan import TreePlan
@@ -546,7 +545,7 @@ def _target(axes: Mapping[str, int], parts: Sequence[str | tuple[str, ...] | Non
 
 
 @contextmanager
-def _one_message(typed: Callable[[str], str] = as_typed, as_json: bool = False) -> Iterator[None]:
+def _one_message(as_json: bool = False) -> Iterator[None]:
     """Turn a `ShardloadError` into its message on stderr and exit code 1: the message says what to do, a traceback does not."""
     try:
         yield
@@ -554,7 +553,7 @@ def _one_message(typed: Callable[[str], str] = as_typed, as_json: bool = False) 
         from shardload.comm.tracebacks import is_shown_elsewhere
 
         if not is_shown_elsewhere(error):
-            show_error(error, typed(str(error)), sys.stdout, as_json)
+            show_error(error, as_typed(str(error)), sys.stdout, as_json)
         raise typer.Exit(1) from None
 
 

@@ -161,9 +161,9 @@ class ArraySpec:
         compression, checksum = Compression.of(self.compression), self.checksum
         if is_plain and shape and 0 not in shape and (compression is not None or checksum):
             what, why = ("compression", "are compressed") if compression else ("checksums", "have them")
-            raise ConfigError(f"{name!r} has {what} but no chunks; only chunks {why}. Pass chunks=, such as {_example(shape)}")
+            raise ConfigError(f"{name!r} has {what} but no chunks; only chunks {why}. Pass chunks={_example(shape)} or so")
         if chunks is None and self.unlimited and self.texts is None:
-            raise ConfigError(f"{name!r} has an axis that may grow, but no chunks. Pass chunks=, such as {_example(shape)}")
+            raise ConfigError(f"{name!r} has an axis that may grow, but no chunks. Pass chunks={_example(shape)} or so")
         if chunks is None:
             compression, checksum = None, False
         fill = None if self.fill_value is None else fitting(name, self.fill_value, dtype)
@@ -446,10 +446,10 @@ class Catalog(abc.ABC):
         """
 
     @abc.abstractmethod
-    def finish(self, *, allow_missing: bool = False) -> None:
+    def finish(self) -> None:
         """Write the metadata, and what makes the file a file (the superblock, the root's metadata) last; check it; fsync.
 
-        Call it when all writers have synced. Raises ValueError if chunks have no place (unless `allow_missing`).
+        Call it when all writers have synced. Raises ValueError if chunks have no place.
         """
 
     @abc.abstractmethod

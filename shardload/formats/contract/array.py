@@ -21,6 +21,7 @@ __all__ = [
     "GROUP",
     "MOST_KEPT",
     "MOST_NAMED",
+    "NOTHING",
     "TOLD",
     "ArrayInfo",
     "Properties",
@@ -240,6 +241,7 @@ def some(texts: Sequence[str], more: str = "") -> str:
 
 
 GROUP = "group"
+NOTHING = "nothing"  # in the place of a type: there are no values
 
 
 def group_info(path: str, name: str, format_name: str, attributes: Sequence[str], how: str) -> ArrayInfo:

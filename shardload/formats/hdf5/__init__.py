@@ -14,7 +14,7 @@ chunk_order                    where the chunks that the library lists really ar
 unwrapped                      functions of the library that h5py does not have
 making                         what must be known to make another dataset like one
 filters, chunk_heads           check filters and stored chunks before HDF5 decodes them
-sink, ledger, ledger_file      write a new file: places of chunks, and metadata
+sink, ledger                   write a new file: places of chunks, and metadata
 in_memory                      a file that is nowhere on disk
 pipeline, dimensions           ... its filters and types, and the names of its axes
 joined                         writes a file of virtual datasets

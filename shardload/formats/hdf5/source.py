@@ -508,17 +508,6 @@ class _Hdf5File(OpenFile):
     def open_planned(self, info: ArrayInfo) -> Source:
         return _open_dataset(self._facts, self._path, info.dataset, self._access, False, self._fence, info)
 
-    def only_name(self) -> str | None:
-        names: list[Any] = []
-
-        def keep(name: Any) -> bool | None:
-            names.append(name)
-            return True if len(names) > 1 else None
-
-        self._file.visit(keep)
-        is_one = len(names) == 1 and self._file.get(names[0], getclass=True) is h5py.Dataset
-        return f"/{decoded(names[0])}" if is_one else None
-
     def groups(self) -> dict[str, dict[str, Any]]:
         """The attributes of all groups."""
         return self._groups[0]

@@ -110,7 +110,8 @@ def _layout_2(name: str, spec: ArraySpec, chunks: tuple[int, ...], fill: Any) ->
         )
     if spec.checksum:
         raise ConfigError(
-            f"'{name}' has checksums, which Zarr format 2 does not have. Leave them out, or save as Zarr format 3"
+            f"'{name}' has checksums, which Zarr format 2 does not have. Pass compression='zstd', which has none, or save "
+            "as Zarr format 3"
         )
     if is_added(spec.dtype) and not spec.dtype.isnative:
         raise ConfigError(f"'{name}' is to be big-endian {spec.dtype.name}, which Zarr 2 cannot say. Leave byteorder= out")

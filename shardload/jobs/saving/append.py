@@ -103,9 +103,9 @@ def _sink(
         from shardload.formats.zarr.growth import GrowthSink as Zarr
 
         return Zarr(asked.path, known, axes, n_new)
-    from shardload.formats.hdf5.growth import GrowthSink as Hdf5
+    from shardload.formats.hdf5.growth import Hdf5Growth
 
-    return Hdf5(asked.path, known, axes, n_new, dimensions, alignment_of(group))
+    return Hdf5Growth(asked.path, known, axes, n_new, dimensions, alignment_of(group))
 
 
 def append(path: Any, tree: Any, given: Mapping[str, Any], comm: Any) -> AppendReport:

@@ -18,7 +18,7 @@ import numpy as np
 from shardload.errors import ConfigError, ShardloadError
 from shardload.formats.access import STRICT
 from shardload.formats.contract.array import ArrayInfo, Properties, some
-from shardload.formats.diagnosis import as_source_error, in_path
+from shardload.formats.diagnosis import as_source_error
 from shardload.formats.growing import units_of
 from shardload.formats.labelling import SMALL_NBYTES
 from shardload.formats.likeness import KEEP, Asked, named_beside, spec_like
@@ -61,7 +61,7 @@ def read_like(like: Mapping[str, str]) -> str:
             try:
                 models[path] = _read(path)
             except ConfigError as error:
-                raise ConfigError(f"like of '{name}': {in_path(str(error))}") from None
+                raise ConfigError(f"like of '{name}': {error}") from None
     return b64encode(pickle.dumps(models)).decode()
 
 

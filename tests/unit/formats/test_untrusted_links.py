@@ -479,7 +479,7 @@ def test_a_name_among_many_is_looked_up_and_few_are_described(tmp_path: Path, mo
     path = str(tmp_path / "a.h5")
     assert find_array(path, "/z/last").shape == (3,) and described == ["/z/last"]
     for name, match in (
-        (None, r"holds more than 20 arrays; pass dataset='...' \(of the first 20, largest first\): .* and many more"),
+        (None, r"holds more than 20 arrays; name one, as in .* \(of the first 20, largest first\): .* and many more"),
         ("/z/lost", r"nearest first\): '/z/last' .* and many more"),
         ("/g2", r"'/g2' in .* is a group.*: '/g2/d200'.*'/g2/d207'"),
     ):

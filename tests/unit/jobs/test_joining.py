@@ -575,12 +575,12 @@ def test_the_command(run: Run, snapshot: list[str], tmp_path: Path, monkeypatch:
     assert max(map(len, printed.splitlines())) <= 80 or len(str(tmp_path)) > 40
     assert "in 3 parts" in unwrapped(test_main.run("info", whole)[1])
     code, _, said = run("join", *snapshot, whole)
-    assert code == 1 and "Type --mode w to replace it" in unwrapped(said)
+    assert code == 1 and "Pass --mode w to replace it" in unwrapped(said)
     code, printed, said = run("join", *snapshot, whole, "--mode", "w", "--json")
     assert code == 0 and json.loads(printed)["rows"][0]["shape"] == [16]
     years = climate(tmp_path, (2001, 2002))
     code, _, said = run("join", *years, str(tmp_path / "y.nc"), "--axis", "0")
-    assert code == 1 and "Type --axis with one of 'lat'" in unwrapped(said)
+    assert code == 1 and "Pass one of 'lat'" in unwrapped(said)
     code, _, said = run("join", whole)
     assert code == 2 and "then the new file" in unwrapped(said)
     monkeypatch.setenv("PMI_RANK", "1")
