@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AUTO", "CHECKSUM", "DEFAULTS", "EACH_SAVED", "FILE", "FULL", "INDEX", "OPTIONS", "OWN", "STAGING_NBYTES", "TIMEOUT",
     "Option", "Options", "Progress", "defaults_of", "fill_value", "filter_names", "is_plain_tuple", "keywords_of", "options_of",
-    "pad_value",
+    "pad_value", "with_defaults",
 ]  # fmt: skip
 
 AUTO = "auto"
@@ -497,6 +497,15 @@ def defaults_of(call: str) -> SimpleNamespace:
 def keywords_of(call: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """All options of a function, also those that it checks itself."""
     return {option.name: arguments[option.name] for option in _DECLARED if call in option.calls}
+
+
+def with_defaults(call: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """All options of a function, with their defaults where the caller passed nothing."""
+    defaults = vars(defaults_of(call))
+    for name in given:
+        if name not in defaults:
+            raise TypeError(f"{call}() has no option {name!r}; it takes {', '.join(defaults)}")
+    return defaults | dict(given)
 
 
 def options_of(call: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
