@@ -506,10 +506,16 @@ class Finder:
         if source is not None:
             return source.nbytes_stored()
         if path is None:
-            return format_of_object(path_or_object, self._access).open_object(path_or_object, self._access).nbytes_stored()
+            return self.open_object(path_or_object).nbytes_stored()
         path = split_path(path)[0]
         with naming_what_is_gone(path, info.dataset), closing(self.file(path).open(info.dataset)) as opened:
             return opened.nbytes_stored()
+
+    def open_object(self, array: Any) -> Source:
+        """The source of an open array."""
+        file_format = format_of_object(array, self._access)
+        with as_source_error(str(type(array).__name__)):
+            return file_format.open_object(array, self._access)
 
     def file(self, path: str) -> OpenFile:
         """A file that is opened here once."""
