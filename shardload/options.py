@@ -195,6 +195,12 @@ def _is_no_dict(value: Any) -> bool:
     return not isinstance(value, Mapping)
 
 
+def _ranks_per_node(n: Any) -> int | None:
+    if n is not None and (not _is_integer(n) or n < 1):
+        raise ConfigError(f"ranks_per_node is {n!r}; expected how many processes a node has, 1 or more")
+    return None if n is None else int(n)
+
+
 def _dim(dim: Any) -> str | int:
     if (not isinstance(dim, str) and not _is_integer(dim)) or dim == "":
         raise ConfigError(f"dim is {dim!r}; expected the name of an axis in the file, such as 'time', or its number")
@@ -424,7 +430,7 @@ _DECLARED = (
         flag="--processes",
     ),
     Option(
-        "ranks_per_node", None, "How many processes a node has (default: all are on one).", ("plan",),
+        "ranks_per_node", None, "How many processes a node has (default: all are on one).", ("plan",), _ranks_per_node,
         text=None, field="", flag="--ranks-per-node",
     ),
     Option(
