@@ -288,7 +288,7 @@ BAD = [
     ({"dataset": {"p": "gas/*"}, "spec": {"p": {"rho": P()}}}, ("spec['p'] does not match", "spec has no ['mask']")),
     ({"dataset": {"p": "gas/*"}, "pad": {"p": {"rho": 0, "mask": 300}}}, ("array ['p']['mask']", "pad is 300")),
     ({"dataset": {}}, ("a tree without a name",)),
-    ({"dataset": "stars/v*"}, ("no array '/stars/v*'", "first): '/stars/vel'", "'stars/*'.)")),
+    ({"dataset": "stars/v*"}, ("no array '/stars/v*'", "first): '/stars/vel'")),
     ({"dataset": {"m": "gas/mask", "r": "gas/rho"}, "spec": P(None, None, "a")},
      ("array ['m'], '/gas/mask' in", "has 3 entries, but the array has 2 axes", "the spec counts for several arrays")),
     ({"dataset": {"i": "stars/more/id", "r": "gas/rho"}, "spec": P(None, "a")}, ("but the array has 1 axis. Give",)),
