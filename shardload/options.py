@@ -70,37 +70,39 @@ def _select(select: Any) -> Any:
     return {name: select[name] for name in sorted(select, key=repr)} if isinstance(select, Mapping) else select
 
 
-def _halo(halo: Any) -> int | tuple[int, ...] | dict[int, int]:
-    """Rows per axis. Whether they fit the array is for the planner to say."""
-    is_dict = isinstance(halo, Mapping)
-    is_list = isinstance(halo, (tuple, list))
-    widths = list(halo.values()) if is_dict else list(halo) if is_list else [halo]
-    if not all(_is_integer(n) and n >= 0 for n in widths) or (is_dict and not all(map(_is_integer, halo))):
-        raise ConfigError(
-            f"halo is {halo!r}; expected the number of rows on either side of a shard, 0 or more: halo=2 for every axis that "
-            "the spec cuts, halo=(2, 1) for axes 0 and 1, or halo={2: 1} for axis 2"
-        )
-    if is_dict:
-        return {int(axis): int(halo[axis]) for axis in sorted(halo)}
-    return tuple(int(n) for n in widths) if is_list else int(halo)
+def _per_axis(name: str, is_value: Callable[[Any], bool], kind: Callable[[Any], Any], expected: str) -> Callable[[Any], Any]:
+    """The check of a value for all axes, for each axis, or by the numbers of axes. Whether the array has them, a plan says."""
+
+    def check(given: Any) -> Any:
+        is_dict, is_list = isinstance(given, Mapping), isinstance(given, (tuple, list))
+        values = list(given.values()) if is_dict else list(given) if is_list else [given]
+        if not all(map(is_value, values)) or (is_dict and not all(map(_is_integer, given))):
+            raise ConfigError(f"{name} is {given!r}; expected {expected}")
+        if is_dict:
+            return {int(axis): kind(given[axis]) for axis in sorted(given)}
+        return tuple(map(kind, values)) if is_list else kind(given)
+
+    return check
 
 
-def _edge(edge: Any) -> Any:
-    """A rule for the ends of each axis, or one for all."""
-    is_dict = isinstance(edge, Mapping)
-    is_list = isinstance(edge, (tuple, list))
-    rules = list(edge.values()) if is_dict else list(edge) if is_list else [edge]
-    is_known = all(
-        rule in EDGES if isinstance(rule, str) else isinstance(rule, Number) and not isinstance(rule, bool) for rule in rules
-    )
-    if not is_known or (is_dict and not all(map(_is_integer, edge))):
-        raise ConfigError(
-            f"edge is {edge!r}; expected what lies beyond the ends of an axis with a halo: 'wrap' (its other end), 'edge' (its "
-            "last row again) or a value such as 0; or one of these per axis: ('wrap', 0), {2: 'edge'}"
-        )
-    if is_dict:
-        return {int(axis): edge[axis] for axis in sorted(edge)}
-    return tuple(rules) if is_list else edge
+def _is_rule(rule: Any) -> bool:
+    return rule in EDGES if isinstance(rule, str) else isinstance(rule, Number) and not isinstance(rule, bool)
+
+
+_halo = _per_axis(
+    "halo",
+    lambda n: _is_integer(n) and n >= 0,
+    int,
+    "the number of rows on either side of a shard, 0 or more: halo=2 for every axis that the spec cuts, halo=(2, 1) for axes 0 "
+    "and 1, or halo={2: 1} for axis 2",
+)
+_edge = _per_axis(
+    "edge",
+    _is_rule,
+    _as_it_is,
+    "what lies beyond the ends of an axis with a halo: 'wrap' (its other end), 'edge' (its last row again) or a value such as "
+    "0; or one of these per axis: ('wrap', 0), {2: 'edge'}",
+)
 
 
 def is_plain_tuple(value: Any) -> bool:
