@@ -412,7 +412,6 @@ def save(
     shape: Any = _SAVE.shape,
     plan: Any = _SAVE.plan,
     like: Any = _SAVE.like,
-    byteorder: Any = _SAVE.byteorder,
     writers: str = _SAVE.writers,
     verify: str = _SAVE.verify,
     staging: str | int = _SAVE.staging,
@@ -466,8 +465,6 @@ def save(
         An array in a file, ``"in.h5:/rho"``, of which chunks, compression, checksums, names of axes, attributes and coordinates
         are taken, where they are not passed; and the variables that attributes name, such as bounds. Coordinates and these have
         at most 64 KiB, along axes of the same length; a `LeftOutWarning` names others.
-    byteorder : {"little", "big"}, optional, or dict by name
-        Of the numbers in the file; by default the machine's.
     writers : {"auto", "all", "root"}
         ``"all"``: each rank writes the chunks that it owns. ``"root"``: the others send their stored chunks to rank 0, which
         writes. ``"auto"``: all, or if a node does not see the file that rank 0 makes, rank 0 (`SaveReport.writers` says why).

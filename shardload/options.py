@@ -466,10 +466,6 @@ _DECLARED = (
     Option("dim", "time", "The axis along which arrays grow: its name in the file, or its number.", ("append",), _dim,
            field=""),
     Option(
-        "byteorder", None, "little or big; None: the machine's. Or a dict by name.", _SAVES,
-        _choice("byteorder", ("little", "big", None)), **_EACH,
-    ),
-    Option(
         "writers", AUTO, "Who writes: all ranks that own chunks, or root alone; auto: root if a node does not see its file.",
         _SAVES, _choice("writers", _WRITERS), field="", choices=_WRITERS,
     ),

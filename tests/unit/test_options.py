@@ -68,7 +68,6 @@ BAD: dict[str, tuple[list[Any], str]] = {
     "shards": (["auto", (None,)], SIZES),
     "dims": ([3, ("a", 1)], "a name for each axis"),
     "unlimited": ([True, (1.5,)], "an axis that can grow"),
-    "byteorder": (["<", 1], "'little', 'big' or None"),
     "mode": (["a", None], "'w-' or 'w'"),
 }
 
