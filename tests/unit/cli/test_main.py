@@ -23,8 +23,8 @@ from shardload.cli import main as cli
 from shardload.cli.arguments import as_typed, parse_mesh, parse_pad, parse_select, parse_spec
 from shardload.cli.main import app
 from shardload.formats.access import Access
-from shardload.formats.containment import TARGET_HINT
 from shardload.formats.lookup import open_file
+from shardload.storage.containment import TARGET_HINT
 from shardload.values.decoding import ATTRIBUTES
 from tests.tiers import quick_ones
 from tests.unit.copies import run_copy
@@ -704,6 +704,13 @@ def test_info_of_a_group_beside_a_damaged_one(tmp_path: Path) -> None:
     assert code == 0 and "/bad/y" in out and "not shown what is in attributes and groups of '/bad' (" in unwrapped(out)
     with open_file(str(path), Access()) as opened:
         assert set(opened.groups()) == {"/", "/ok"} and "'/bad'" in opened.unread()[0]
+
+
+def test_a_spec_for_arrays_of_several_shapes(file: str) -> None:
+    """Wrong if it told the reader to pass a tree, which cannot be typed."""
+    how = ("--dataset", "x", "--dataset", "big", "--mesh", "a=2", "--spec=-,a", "--dtype", "float32")
+    code, _, err = run("plan", file, *how)
+    assert code == 1 and "array 1, '/big' in" in err and "the spec counts for several arrays" in err
 
 
 def test_info_names_no_flag_that_it_lacks(file: str) -> None:
