@@ -23,7 +23,7 @@ from shardload.errors import ConfigError
 from shardload.formats.contract.array import ArrayInfo, Properties
 from shardload.formats.contract.dtypes import native_dtype
 from shardload.formats.labels import names_in
-from shardload.formats.netcdf import refused_by_hdf5, refused_by_netcdf
+from shardload.formats.netcdf import refused_attribute
 from shardload.formats.sink import ArraySpec, Compression, fitting
 from shardload.planning.selection import Selection
 from shardload.values.decoding import OF_STORED
@@ -231,9 +231,7 @@ def attrs_for(
     for key, value in list(found.items()):
         try:
             found[key] = _typed(value)
-            why = refused_by_hdf5(key, found[key])
-            if why is None and kind == "netcdf4":
-                why = refused_by_netcdf(key, found[key])
+            why = refused_attribute(key, found[key], is_netcdf=kind == "netcdf4")
             if why is not None:
                 raise ValueError(why)
         except (TypeError, ValueError) as error:
