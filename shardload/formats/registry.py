@@ -69,7 +69,7 @@ class Entry:
 
 
 _OWN = (
-    Entry("HDF5", 300, "shardload.formats.hdf5.source:FORMAT"),
+    Entry("HDF5", 300, "shardload.formats.hdf5.file:FORMAT"),
     Entry("memory", 200, "shardload.formats.memory:FORMAT"),
     Entry("Zarr", 100, "shardload.formats.zarr.source:FORMAT"),
 )

@@ -26,10 +26,10 @@ from shardload.errors import ConfigError, SourceError
 from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.contract.dtypes import native_dtype
 from shardload.formats.hdf5.dimensions import check_netcdf, name_axes, netcdf_names, write_attrs
+from shardload.formats.hdf5.file import open_explained
 from shardload.formats.hdf5.in_memory import file_in_memory
 from shardload.formats.hdf5.ledger import Ledger, LedgerFile, limit_cache
 from shardload.formats.hdf5.pipeline import Pipeline
-from shardload.formats.hdf5.source import open_explained
 from shardload.formats.sink import (
     ArraySpec,
     Catalog,

@@ -25,9 +25,9 @@ from shardload.errors import ConfigError, SourceError
 from shardload.formats import Region
 from shardload.formats.codecs.chains import EncodeChain
 from shardload.formats.hdf5 import sink as hdf5_sink
+from shardload.formats.hdf5.file import FORMAT as HDF5
 from shardload.formats.hdf5.growable import read_file
 from shardload.formats.hdf5.in_memory import file_in_memory
-from shardload.formats.hdf5.source import FORMAT as HDF5
 from shardload.formats.lookup import open_source
 from shardload.formats.saving import make_sink
 from shardload.formats.sink import ArraySpec, Compression, Places, Stored, Ticket

@@ -23,7 +23,7 @@ import zarr
 
 from shardload.errors import ConfigError
 from shardload.formats import STRICT, Access, ArrayInfo, Encoded, Format, Region, Source, check_request, native_dtype, state_of
-from shardload.formats.hdf5.source import FORMAT as HDF5
+from shardload.formats.hdf5.file import FORMAT as HDF5
 from shardload.formats.memory import MemorySource
 from shardload.formats.zarr.source import FORMAT as ZARR
 from shardload.testing import ConformanceError, check_format, check_source
