@@ -376,7 +376,7 @@ _DECLARED = (
     ),
     Option(
         "verify", INDEX, "How to verify: index, checksum, file (some regions) or full (all).", (*_ARRAYS, *_ADDS),
-        _choice("verify", VERIFY), str, choices=VERIFY, flag="--how", other_defaults=_in_saves(CHECKSUM),
+        _choice("verify", VERIFY), str, choices=VERIFY, flag="--verify", other_defaults=_in_saves(CHECKSUM),
     ),
     Option(
         "how", FULL, "What `verify` compares: index, checksum, file (some regions) or full (all).", ("verify",),

@@ -34,8 +34,6 @@ from shardload.system.scratch import is_in_a_call, scratch_of_its_own
 
 __all__ = ["Group", "Invocation", "group_of"]
 
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-
 _TAGS = 1 << 15  # two tags per exchange, up to 32767, which every MPI guarantees
 _WATCH_TAG = _TAGS - 1  # no load uses it
 
@@ -154,14 +152,6 @@ class Group(Agreement):
     def mpi(self) -> Any:
         """mpi4py's MPI module."""
         return load_mpi()[0]
-
-    def send_now(self, values: Bytes, rank: int, tag: int) -> None:
-        """Send, and return when it is done. For measuring how long that takes."""
-        self.comm.Send(values, rank, tag)
-
-    def receive_now(self, into: Bytes, rank: int, tag: int) -> None:
-        """Receive what `send_now` sends."""
-        self.comm.Recv(into, rank, tag)
 
     @contextmanager
     def call(self, timeout: float | None = None) -> Iterator[ConfigError | None]:

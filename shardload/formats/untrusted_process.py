@@ -157,10 +157,6 @@ class _Server:
             infos = getattr(self._format, how)(self._path, access=self._access, **arguments)
         return {"infos": [info.to_dict() for info in infos]}
 
-    def do_only_name(self) -> Answer:
-        """See `OpenFile.only_name`."""
-        return {"name": self._open_file().only_name()}
-
     def do_state(self, dataset: str | None = None) -> Answer:
         """See `OpenFile.state` and `Source.state`."""
         return {"state": (self._open_file() if dataset is None else self._source(dataset)).state()}

@@ -381,7 +381,7 @@ def test_like_another_array(comm: Any, shared_tmp_path: Path) -> None:
     same_error(comm, lambda: shardload.save(shared_tmp_path / "no.h5", x, like=7), ConfigError, "'/data': like is 7")
     says = (
         "like of '/data': '",
-        "in.nc' holds no array '/rhoo'. Pass FILE:/NAME, one of these",
+        "in.nc' holds no array '/rhoo'. Arrays in the file",
     )  # dataset= is the new array's name
     same_error(comm, lambda: shardload.save(shared_tmp_path / "no.h5", x, like=f"{like}o"), ConfigError, *says)
     assert not (shared_tmp_path / "no.h5").exists()

@@ -141,7 +141,7 @@ CODECS = (
           decoder=lambda told: compressors.decode_blosc(),
           encoder=lambda told: compressors.encode_blosc(told.inner, told.level, told.shuffle, told.itemsize)),
     Codec("lz4", 32004, is_safe=True, encoder=lambda told: compressors.encode_lz4()),
-    Codec("lz4", None, "lz4", is_safe=True, encoder=lambda told: transforms.numcodecs().lz4.compress),
+    Codec("lz4", None, "lz4", "2", frozenset({"acceleration"}), True, encoder=lambda told: transforms.numcodecs().lz4.compress),
     Codec("shuffle", 2, "shuffle", "2n", frozenset({"elementsize"}), True, is_sized=True,
           decoder=lambda told: transforms.decode_shuffle(told.itemsize),
           encoder=lambda told: transforms.encode_shuffle(told.itemsize)),

@@ -261,10 +261,6 @@ class OpenFile(abc.ABC):
         """
         return None
 
-    def only_name(self) -> str | None:
-        """The name of the only array, if one look tells that there is no other one and no group; else None."""
-        return None
-
     def groups(self) -> Mapping[str, Mapping[str, Any]]:
         """The attributes of the file (``"/"``) and of its groups, by their full names. By default none."""
         return {}

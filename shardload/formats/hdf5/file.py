@@ -277,18 +277,6 @@ class Hdf5File(OpenFile):
         finally:
             close_all(opened)
 
-    def only_name(self) -> str | None:
-        """See `OpenFile`."""
-        names: list[Any] = []
-
-        def keep(name: Any) -> bool | None:
-            names.append(name)
-            return True if len(names) > 1 else None
-
-        self._file.visit(keep)
-        is_one = len(names) == 1 and self._file.get(names[0], getclass=True) is h5py.Dataset
-        return f"/{decoded(names[0])}" if is_one else None
-
     def groups(self) -> dict[str, dict[str, Any]]:
         """The attributes of all groups."""
         return self._groups[0]

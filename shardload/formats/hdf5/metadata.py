@@ -16,7 +16,7 @@ import numpy as np
 
 from shardload.formats.access import STRICT, Access
 from shardload.formats.codecs.table import HDF5_CODECS
-from shardload.formats.contract.array import MOST_KEPT, TOLD, ArrayInfo, json_value
+from shardload.formats.contract.array import MOST_KEPT, NOTHING, TOLD, ArrayInfo, json_value
 from shardload.formats.contract.dtypes import native_dtype, refusal, unaddressable
 from shardload.formats.hdf5.attributes import (
     UnreadableError,
@@ -98,7 +98,7 @@ def describe(
         dtype, refused = "array", f"small arrays as elements, of {refused}"
     is_virtual = creation.get_layout() == h5py.h5d.VIRTUAL
     if dataset.shape is None:
-        refused = "nothing: its dataspace is null, which is neither an array nor a number"
+        dtype, refused = NOTHING, "no values: its dataspace is null, which is neither an array nor a number"
     elif refused is None:
         refused = _SMALL_IN_MANY if inner and is_virtual else None
         refused = refused or refuse_filters(dataset, access) or _unbounded(filters, access) or others.refused

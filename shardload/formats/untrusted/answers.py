@@ -128,6 +128,6 @@ def labels_of(answer: Any, n_axes: int) -> Labels:
             printable(key): Note(printable(value["note"])) if isinstance(value, dict) else _cleaned(value)
             for key, value in answer["attrs"].items()
         }
-        coords = {printable(name): Coordinate(dataset) for name, (dataset, _, _, _) in answer["coords"].items()}
+        coords = {printable(name): Coordinate(one["dataset"]) for name, one in answer["coords"].items()}
         _require(all(type(coordinate.dataset) is str for coordinate in coords.values()), "coordinates")
     return Labels(dims, attrs, coords)

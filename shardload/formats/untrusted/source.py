@@ -161,11 +161,6 @@ class UntrustedFile(OpenFile):
         except (LookupError, OSError, RuntimeError, ValueError):
             return None
 
-    def only_name(self) -> str | None:
-        """The name of the only array, if one look tells that."""
-        name = self.ask("only_name").get("name")
-        return name if isinstance(name, str) else None
-
     def unread(self) -> Sequence[str]:
         """What is left out."""
         return ("what attributes of groups say, which are not read from an untrusted file,",)

@@ -31,8 +31,10 @@ from shardload.formats.containment import TARGET_HINT, Fence, NotAFileError, Out
 from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.contract.by_chunks import check_chunk
 from shardload.formats.contract.chunk_reader import Encoded, Room, fresh
+from shardload.formats.contract.dtypes import native_dtype
 from shardload.formats.contract.ranges import Spans, read_at
 from shardload.formats.zarr.metadata import MOST_INDEX_NBYTES, Layout, NotCovered, layout_of
+from shardload.formats.zarr.nodes import ArrayNode
 from shardload.formats.zarr.store import inner_store
 
 __all__ = ["ZarrChunks", "chunk_layout", "chunk_reader"]
@@ -48,25 +50,25 @@ _PLAIN = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
 _MISSING = 2**64 - 1
 
 
-def chunk_reader(array: Any, info: ArrayInfo, dtype: np.dtype[Any], fence: Fence) -> ZarrChunks | None:
+def chunk_reader(array: Any, node: ArrayNode, info: ArrayInfo, fence: Fence) -> ZarrChunks | None:
     """A reader of an open array's chunks, if they can be read without zarr-python; else None.
 
     Parameters
     ----------
     array : zarr.Array
-        An open array; only its metadata is used.
+        An open array; only its store and settings are used.
+    node : ArrayNode
+        Its metadata.
     info : ArrayInfo
         Its description in the source.
-    dtype : dtype
-        Type of the decoded values: the array's, in native byte order.
     fence : Fence
         The folders where its files may be.
     """
-    layout = chunk_layout(array, dtype)
+    layout, dtype = chunk_layout(array.store, node, getattr(array, "config", None)), native_dtype(node.dtype)
     if layout is None:
         return None
     try:
-        fill = np.zeros((), dtype) if array.fill_value is None else np.asarray(array.fill_value, dtype)
+        fill = np.zeros((), dtype) if node.fill is None else np.asarray(node.fill, dtype)
     except (TypeError, ValueError):
         return None
     if layout.chunk_shape != info.chunks or fill.shape != ():
@@ -76,17 +78,16 @@ def chunk_reader(array: Any, info: ArrayInfo, dtype: np.dtype[Any], fence: Fence
     return ZarrChunks(folder, layout, info.shape, dtype, fill, fence)
 
 
-def chunk_layout(array: Any, dtype: np.dtype[Any]) -> Layout | None:
-    """Where the chunks of an open array are and how they are encoded, if this module knows both; else None."""
+def chunk_layout(store: Any, node: ArrayNode, settings: Any = None) -> Layout | None:
+    """Where the chunks of an array are and how they are encoded, if this module knows both; else None."""
     # A class derived from LocalStore may keep chunks elsewhere, or change them.
-    if type(inner_store(array.store)) is not zarr.storage.LocalStore:
+    if type(inner_store(store)) is not zarr.storage.LocalStore:
         return None
     # Newer versions of zarr-python can be told to refuse missing chunks instead of filling them.
-    settings = getattr(array, "config", None)
     if not (getattr(settings, "read_missing_chunks", True) and zarr.config.get("array.read_missing_chunks", True)):
         return None
     try:
-        return layout_of(array.metadata.to_dict(), dtype)
+        return layout_of(node.document, node.dtype)
     except (NotCovered, LookupError, TypeError, ValueError):  # metadata of an unexpected form is not covered either
         return None
 

@@ -280,33 +280,33 @@ class LoadCall:
         selections = [*(request.options.select for request in self.requests), self._options.get("select")]
         is_labelled = any(map(is_by_name, selections))
         room = _SEARCHED_NBYTES if any(map(needs_coordinates, selections)) else SMALL_NBYTES
-        with Labeller(options.access, room, finder.file, named_coordinates(selections)) as labeller:
-            states: list[State] = []  # of the only array, before its values are read
+        labeller = Labeller(finder, room, named_coordinates(selections))
+        states: list[State] = []  # of the only array, before its values are read
 
-            def complete(path: Any, info: ArrayInfo, source: Source | None = None) -> ArrayInfo:
-                if source is not None and self.tree.is_single:
-                    states.append(source.opened_in())
-                if options.machine.has_limits and info.nbytes_stored is None:  # how much is read from disk
-                    info = replace(info, nbytes_stored=finder.nbytes_stored(path, info, source))
-                return labeller.label(path, info, source) if is_labelled else info
+        def complete(path: Any, info: ArrayInfo, source: Source | None = None) -> ArrayInfo:
+            if source is not None and self.tree.is_single:
+                states.append(source.opened_in())
+            if options.machine.has_limits and info.nbytes_stored is None:  # how much is read from disk
+                info = replace(info, nbytes_stored=finder.nbytes_stored(path, info, source))
+            return labeller.label(path, info, source) if is_labelled else info
 
-            for place, keys, request in zip(self.tree.places, self.tree.where, self.requests, strict=True):
-                state = partial(_last, states) if self.tree.is_single else partial(finder.state_of, place.path)
-                with naming_errors(where_text(keys)):
-                    if not place.is_pattern:
-                        look = partial(_look, partial(complete, place.path), request.options.select)
-                        array = finder.find(place.path, place.dataset, bool(request.options.decode), look)
-                        found.append(sent.add(array, state))
-                        continue
-                    below, left_out = finder.find_below(place.path, place.group)
-                found.append(
-                    {
-                        "all": [sent.add(array._replace(info=complete(place.path, array.info)), state) for array in below],
-                        "left_out": [info.to_dict() for info in left_out],
-                    }
-                )
-            for path, before, now in finder.states():  # else the small arrays could be of different versions of the file
-                check_unchanged(f"'{path}'", before, now, path, "")
+        for place, keys, request in zip(self.tree.places, self.tree.where, self.requests, strict=True):
+            state = partial(_last, states) if self.tree.is_single else partial(finder.state_of, place.path)
+            with naming_errors(where_text(keys)):
+                if not place.is_pattern:
+                    look = partial(_look, partial(complete, place.path), request.options.select)
+                    array = finder.find(place.path, place.dataset, bool(request.options.decode), look)
+                    found.append(sent.add(array, state))
+                    continue
+                below, left_out = finder.find_below(place.path, place.group)
+            found.append(
+                {
+                    "all": [sent.add(array._replace(info=complete(place.path, array.info)), state) for array in below],
+                    "left_out": [info.to_dict() for info in left_out],
+                }
+            )
+        for path, before, now in finder.states():  # else the small arrays could be of different versions of the file
+            check_unchanged(f"'{path}'", before, now, path, "")
         return sent.join(found)
 
     # --- what every rank plans

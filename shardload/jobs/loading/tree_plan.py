@@ -87,9 +87,8 @@ class TreePlan:
     def describe(self, width: int) -> str:
         """The same, `width` columns wide."""
         columns, rows = self._table()
-        narrow = [["array", "name", "shape", "dtype", "readers", "size"], ["array", "shape", "dtype", "size"]]
         lines = wrap(self._title(), width, "", "  ")
-        lines += fit_table(columns, [[printable(cell) for cell in row] for row in rows], width, narrow)
+        lines += fit_table(columns, [[printable(cell) for cell in row] for row in rows], width)
         for text in self._totals():
             lines += wrap(text, width, "", "  ")
         return "\n".join(lines)
@@ -111,8 +110,8 @@ class TreePlan:
         return f"load {what} of {printable(files[0])}{more} on mesh {mesh}, {ranks}"
 
     def _table(self) -> tuple[list[Column], list[list[str]]]:
-        columns = [Column("array"), Column("name"), Column("shape", lead=""), Column("dtype", lead=""), Column("spec")]
-        columns += [Column("shard"), Column("readers"), Column("decoded", is_number=True), Column("size", is_number=True)]
+        columns = [Column("array"), Column("shape", lead=""), Column("dtype", lead=""), Column("size", is_number=True)]
+        columns += [Column("readers"), Column("name"), Column("spec"), Column("shard"), Column("decoded", is_number=True)]
         rows = []
         for where, one in zip(self.where, self.leaves, strict=True):
             cost = one.costs[one.readers]
@@ -122,8 +121,8 @@ class TreePlan:
                 counted(cost.chunks_decoded, "chunk") if one.info.chunks is not None else format_nbytes(cost.decoded_nbytes)
             )
             nbytes = math.prod(one.shape_global) * one.dtype.itemsize
-            row = [where, one.info.dataset, _shape(one.shape) + padded, str(one.dtype), spec, _shape(one.shard_shape)]
-            rows.append([*row, f"{one.readers}, {one.n_readers}", decoded, format_nbytes(nbytes)])
+            row = [where, _shape(one.shape) + padded, str(one.dtype), format_nbytes(nbytes), f"{one.readers}, {one.n_readers}"]
+            rows.append([*row, one.info.dataset, spec, _shape(one.shard_shape), decoded])
         return columns, rows
 
     def _totals(self) -> list[str]:

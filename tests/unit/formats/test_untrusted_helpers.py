@@ -363,12 +363,10 @@ def test_a_state_that_cannot_be_right(state: str, fake: Callable[..., None]) -> 
 @pytest.mark.usefixtures("quick_helpers")
 def test_another_array_than_the_one_that_was_named(fake: Callable[..., None]) -> None:
     fake(OPEN)
-    with pytest.raises(
-        SourceError, match=r"'/y' in 'f.h5' could not be opened in a helper process: .*cannot be right: the array '/x'"
-    ):
+    with pytest.raises(SourceError, match=r"'/y' in 'f.h5' cannot be opened: .*cannot be right: the array '/x'"):
         open_source("f.h5", "y", access=Access(untrusted=ONE))
     fake("say(info=None, state=None)")
-    with pytest.raises(SourceError, match=r"could not be opened in a helper process: .*cannot be right: no description"):
+    with pytest.raises(SourceError, match=r"cannot be opened: .*cannot be right: no description"):
         find_array("f.h5", "x", access=Access(untrusted=ONE))
 
 

@@ -725,7 +725,6 @@ def test_unknown_metadata_of_format_3_is_not_covered(tmp_path: Path, monkeypatch
 def test_unknown_metadata_of_format_2_is_not_covered(tmp_path: Path) -> None:
     good = metadata_of(tmp_path, 2, chunks=(2, 3))
     changes: list[dict[str, Any]] = [
-        {"new": 1},
         {"dtype": "<i8"},
         {"dtype": [["a", "<i4"]]},
         {"order": "F"},

@@ -135,7 +135,7 @@ def left_behind(patch: pytest.MonkeyPatch) -> None:
 
 
 def looked_first(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(target.Target, "_link", lambda self, temporary: os.replace(temporary, self._final))
+    patch.setattr(target.Target, "_is_linked", lambda self, temporary: os.replace(temporary, self._final))
 
 
 def any_token(patch: pytest.MonkeyPatch) -> None:
