@@ -26,7 +26,6 @@ import stat
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from hashlib import blake2b
 from typing import Any
 
 import h5py
@@ -64,8 +63,6 @@ class Others:
 
     Attributes
     ----------
-    sizes : dict of str to int
-        Size of each file, in bytes, when it was checked.
     refused : str or None
         Why the dataset cannot be loaded, in words that follow "holds"; None if it can.
     fence : Fence
@@ -90,7 +87,6 @@ class Others:
         How many datasets were looked at.
     """
 
-    sizes: dict[str, int] = field(default_factory=dict)
     refused: str | None = None
     fence: Fence = field(default_factory=Fence)
     is_virtual: bool = False
@@ -103,15 +99,10 @@ class Others:
     versions: dict[str, tuple[int, ...]] = field(default_factory=dict)
     n_looked: int = 0
 
-    def add_file(self, path: str, version: tuple[int, ...]) -> None:
-        """Note a file that values depend on."""
-        self.sizes[path], self.versions[path] = version[0], version
-
     def add_all(self, inner: Others) -> None:
         """Take in what was found behind one of the datasets."""
         self.is_unlimited |= inner.is_unlimited
         self.n_looked, self.filters = inner.n_looked, self.filters or inner.filters
-        self.sizes |= inner.sizes
         self.versions |= inner.versions
         self.chunks += [chunk for chunk in inner.chunks if chunk not in self.chunks]
 
@@ -119,13 +110,11 @@ class Others:
         """The bytes of all files, and a number that changes if the size or the time of last change of one does; None without
         files.
         """
-        if not self.sizes:
-            return None
-        return _one_of([state_of(path) for path in self.sizes])
+        return version_of({path: state_of(path) or (0, 0) for path in self.versions}) if self.versions else None
 
     def opened_in(self) -> tuple[int, int] | None:
         """`state` as it was when the files were checked."""
-        return _one_of([self.versions[path] for path in self.sizes]) if self.sizes else None
+        return version_of(self.versions) if self.versions else None
 
     def smallest_chunk(self, ndim: int) -> tuple[int, ...] | None:
         """The least length of those chunks along each of `ndim` axes, aligned at the last axis; None without chunks.
@@ -150,7 +139,7 @@ class Others:
 
     def check_whole(self) -> None:
         """Raise OSError if one of the files has become shorter: HDF5 would give zeros or fill values."""
-        for path, nbytes in self.sizes.items():
+        for path, (nbytes, *_) in self.versions.items():
             found = os.stat(path).st_size
             if found < nbytes:
                 raise OSError(f"'{path}', which holds values, was cut to {found} bytes from {nbytes} since it was opened")
@@ -158,11 +147,6 @@ class Others:
     def watched(self) -> contextlib.AbstractContextManager[None]:
         """Read inside this context: it raises OutsideError if the library opened a file outside the fence."""
         return nothing_else_opened(self.fence) if self.is_virtual else contextlib.nullcontext()
-
-
-def _one_of(states: list[tuple[int, ...] | None]) -> tuple[int, int]:
-    digest = blake2b(repr(states).encode(), digest_size=7).digest()
-    return sum(one[0] for one in states if one is not None), int.from_bytes(digest, "little")
 
 
 def follow(facts: OpenFacts, name: str, fence: Fence) -> tuple[Any, list[h5py.File]]:
@@ -235,7 +219,7 @@ def _walk(facts: OpenFacts, name: bytes, fence: Fence, opened: list[h5py.File]) 
         elif kind == h5py.h5l.TYPE_EXTERNAL:
             other, inside = target
             link = f"{told} '{_shown(inside)}' in '{_shown(other)}'"
-            file = _open_linked(file, os.fsdecode(other), link, fence)
+            file = open_other(Places("HDF5_EXT_PREFIX", file).of(os.fsdecode(other)), link, fence)
             opened.append(file)
             at, here = _root(file), b""
         else:
@@ -279,15 +263,6 @@ def _open_at(at: Any, part: bytes, here: bytes) -> Any:
         raise OSError(f"'{_shown(here)}' cannot be opened: {error}") from error
 
 
-def _open_linked(file: h5py.File, name: str, link: str, fence: Fence) -> h5py.File:
-    path = Places("HDF5_EXT_PREFIX", file).of(name)
-    if not os.path.exists(path):
-        if not fence.holds(path):
-            raise OutsideError(_leads_outside(link))
-        raise LostError(f"{link}, which cannot be opened (there is no such file)")
-    return open_other(path, link, fence)
-
-
 def open_other(path: str, what: str, fence: Fence) -> h5py.File:
     """Open a file that `what` leads to, and check the file that was opened.
 
@@ -296,10 +271,12 @@ def open_other(path: str, what: str, fence: Fence) -> h5py.File:
     OutsideError
         If it is outside the fence, or not a file.
     LostError
-        If HDF5 cannot open it.
+        If it is not there, or HDF5 cannot open it.
     """
     if not fence.holds(path):
         raise OutsideError(_leads_outside(what))
+    if not os.path.exists(path):
+        raise LostError(f"{what}, which cannot be opened (there is no such file)")
     if (why := why_not_a_file(path)) is not None:
         raise OutsideError(f"{what}, which is {why}")
     return _open_checked(path, what, fence)
@@ -465,14 +442,13 @@ def _look_at_source(
         raise _RefusedError(f"{what}, which is {why} (HDF5 would deliver fill values in its place)")
     try:
         version = state_of(path) or (0, 0)
-        others.add_file(path, version)
+        others.versions[path] = version
         with parts.open(path, version, lambda: _open_checked(path, what, others.fence)) as facts:
             dataset, files = follow(facts, inside, others.fence)
             try:
                 if isinstance(dataset, h5py.Dataset):
                     linked = versions_of(files)
-                    for other, its in linked.items():
-                        others.add_file(other, its)
+                    others.versions |= linked
                     # What is behind each of them is looked at by itself, so that all files are known that it depends on.
                     inner = Others(fence=others.fence, access=others.access, n_looked=others.n_looked) if level == 0 else others
                     _look(dataset, inner, seen if level else {place: False}, level + 1, parts)

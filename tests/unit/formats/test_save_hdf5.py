@@ -349,15 +349,6 @@ def test_scales_have_room_for_long_lists(tmp_path: Path, name: str) -> None:
         assert len(found["time"].list) == 9000
 
 
-@pytest.mark.thorough
-def test_more_arrays_along_an_axis_than_a_header_holds(tmp_path: Path) -> None:
-    values = {f"v{k}": np.full(2, k, "i4") for k in range(4100)}
-    save(tmp_path / "x.nc", values, {n: spec(v.dtype, None, None, v.shape, dims=("x",)) for n, v in values.items()})
-    with netCDF4.Dataset(tmp_path / "x.nc") as found:
-        assert len(found.variables) == 4100 and found["v4099"].dimensions == ("x",)
-        assert all((found[name][...] == one).all() for name, one in values.items())
-
-
 def test_the_library_is_locked_where_it_encodes(tmp_path: Path) -> None:
     """Wrong if another thread could be in HDF5 meanwhile: h5py before 3.16 took no lock there, and the process ended."""
     values, held = ramp((1, 4, 4), "i4"), list[bool]()
@@ -781,17 +772,3 @@ def test_conformance(tmp_path: Path) -> None:
 
     shapes = [(), (0, 3), (7,), (3, 4, 5)]
     check_format(HDF5, write, folder=tmp_path, dtypes=some_of([">f4", "bool"]), shapes=shapes)
-
-
-def test_one_chunk_by_hand(tmp_path: Path) -> None:
-    """The page docs/design/save.md in ten lines."""
-    values = ramp((4, 6), "f4")
-    sink = make_sink(str(tmp_path / "x.h5"), {"rho": spec("f4", "gzip", (4, 6), (4, 6))})
-    with sink.create() as catalog, sink.writer(catalog.ticket) as writer:
-        put_whole(sink, writer, catalog, "/rho", values, Region.whole((4, 6)))
-        writer.sync()
-        catalog.finish()
-        catalog.commit()
-    with h5py.File(tmp_path / "x.h5") as file:
-        np.testing.assert_array_equal(file["rho"][...], values)
-    assert os.listdir(tmp_path) == ["x.h5"]

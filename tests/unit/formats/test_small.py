@@ -15,7 +15,7 @@ import zarr
 from shardload import ConfigError, SourceError
 from shardload.formats import lookup
 from shardload.formats.hdf5 import chunks as chunks_module
-from shardload.formats.hdf5 import source as hdf5
+from shardload.formats.hdf5 import file as hdf5
 from shardload.formats.hdf5.chunks import Hdf5Chunks
 from shardload.formats.lookup import Finder
 from shardload.planning.region import Region
