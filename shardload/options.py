@@ -21,7 +21,6 @@ from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from shardload.errors import ConfigError
-from shardload.planning.machine import WORKSTATION, Machine
 from shardload.units import parse_nbytes
 
 if TYPE_CHECKING:
@@ -416,10 +415,6 @@ _DECLARED = (
         flag="--allow-filters",
     ),
     Option(
-        "machine", None, "Rates of the file system and network: read_rate=2e9,operations_rate=1e6,network_rate=25e9.",
-        _LOADS, Machine.of, str, flag="--machine",
-    ),
-    Option(
         "processes", None, "How many processes to plan for (default: one per device).", ("plan",), text=None, field="",
         flag="--processes",
     ),
@@ -542,8 +537,6 @@ class Options:
         Rows of its neighbours that each shard has on either side: on every axis that is cut, per axis, or by axis.
     edge : str, number, tuple or dict
         What a halo has beyond the ends of the array: ``"wrap"``, ``"edge"`` or a value; for all axes, per axis, or by axis.
-    machine : Machine
-        What is known of the file system and the network.
     """
 
     dataset: str | None
@@ -562,7 +555,6 @@ class Options:
     decode: bool | str | None = DEFAULTS.decode
     halo: int | tuple[int, ...] | dict[int, int] = DEFAULTS.halo
     edge: Any = DEFAULTS.edge
-    machine: Machine = WORKSTATION
 
     @property
     def staging_nbytes(self) -> int:

@@ -181,14 +181,14 @@ def info(
 @app.command()
 @takes(
     *("dataset", "select", "dtype", "decode", "pad", "readers", "staging", "allow_external", "allow_filters", "untrusted"),
-    *("processes", "ranks_per_node", "machine"),
+    *("processes", "ranks_per_node"),
 )
 def plan(file: File, mesh: MeshText, spec: SpecText, as_json: AsJson = False, **how: Any) -> None:
     """Show what a load would do and cost, without loading anything.
 
     Needs neither MPI nor devices: you can plan for a mesh of any size on a
     laptop. One process per device is assumed, unless --processes says otherwise,
-    and files in the page cache of one node, unless --machine says otherwise.
+    and all on one node, unless --ranks-per-node says otherwise.
 
     For example:
 
@@ -204,7 +204,7 @@ def plan(file: File, mesh: MeshText, spec: SpecText, as_json: AsJson = False, **
 
       shardload plan run.h5 --dataset rho --dataset "gas/*" --mesh n=8 --spec n
 
-      shardload plan run.h5 --mesh a=128,b=128 --spec -,a,b --ranks-per-node 4 --machine read_rate=2e9,network_rate=25e9
+      shardload plan run.h5 --mesh a=128,b=128 --spec -,a,b --ranks-per-node 4
     """
     axes = parse_mesh(mesh)
     parts = parse_spec(spec, axes)

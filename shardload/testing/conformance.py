@@ -28,7 +28,7 @@ import numpy as np
 
 from shardload.errors import ShardloadError, SourceError
 from shardload.formats.contract.array import ArrayInfo
-from shardload.formats.contract.chunk_reader import fresh
+from shardload.formats.contract.chunk_reader import box_of, fresh
 from shardload.formats.contract.dtypes import native_dtype
 from shardload.formats.contract.format import Format, Source
 from shardload.planning.region import Region
@@ -464,13 +464,21 @@ def _check_chunks(source: Source, expected: Array) -> None:
 
     def check(index: tuple[int, ...]) -> None:
         out = np.full(math.prod(chunks) * source.dtype.itemsize, _FILLS[0], np.uint8).view(source.dtype).reshape(chunks)
-        reader.decode(reader.fetch(index, fresh), out)
+        reader.decode(reader.fetch(box_of(index), fresh), out)
         cell = _cell(info, index)
         inside: Any = (*(slice(0, n) for n in cell.shape), ...)
         _compare(info, cell, out[inside].copy(order="C"), expected)
 
     with ThreadPoolExecutor(_N_THREADS) as pool:
         list(pool.map(check, [*np.ndindex(*(-(-n // c) for n, c in zip(info.shape, chunks, strict=True)))] * 2))
+    box = [range(min(2, -(-n // c))) for n, c in zip(info.shape, chunks, strict=True)]
+    some = np.empty((*map(len, box), *chunks), source.dtype)
+    if some.size:
+        reader.decode(reader.fetch(box, fresh), some)
+        for at in itertools.product(*box):
+            cell = _cell(info, at)
+            part: Any = (*at, *(slice(0, n) for n in cell.shape), ...)
+            _compare(info, cell, some[part].copy(order="C"), expected)
 
 
 def _check_state(source: Source, expected: Array) -> None:

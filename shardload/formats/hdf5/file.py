@@ -24,7 +24,6 @@ from shardload.formats.containment import Fence, NotAFileError, OutsideError, op
 from shardload.formats.contract.array import MOST_NAMED, ArrayInfo, group_info, some
 from shardload.formats.contract.dtypes import native_dtype
 from shardload.formats.contract.format import ChangedError, Format, OpenFile, Source
-from shardload.formats.contract.ranges import state_of
 from shardload.formats.hdf5.chunks import fill_value
 from shardload.formats.hdf5.links import LostError, Others, Places, follow, look_through, open_other, place_of, versions_of
 from shardload.formats.hdf5.making import attribute_names, groups_of
@@ -34,6 +33,7 @@ from shardload.formats.hdf5.opened import OpenDataset, OpenFacts, OpenParts, kep
 from shardload.formats.hdf5.raw_file import close_all, has_signature, open_to_read, plain_descriptor, type_of_values
 from shardload.formats.hdf5.source import Hdf5Source
 from shardload.formats.hdf5.tiles import code_of, find_boxes, tell_parts
+from shardload.storage.local import state_of
 
 __all__ = ["FORMAT", "Hdf5File", "Hdf5Format", "open_explained"]
 

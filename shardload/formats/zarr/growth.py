@@ -25,7 +25,6 @@ import numpy as np
 
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.contract.dtypes import native_dtype, refusal
-from shardload.formats.contract.ranges import state_of
 from shardload.formats.growing import Growing, GrowingSink, meaning_of
 from shardload.formats.leftovers import GROWTH_MARK, ROOTS
 from shardload.formats.locks import AppendLock
@@ -36,6 +35,7 @@ from shardload.formats.zarr.nodes import ArrayNode, BrokenNode
 from shardload.formats.zarr.sink import ZarrCatalog, ZarrEncoder, ZarrSink, groups_above, write_file
 from shardload.formats.zarr.store import open_store, read_metadata
 from shardload.planning.grid import unravel
+from shardload.storage.local import state_of
 
 __all__ = ["GrowthCatalog", "GrowthEncoder", "GrowthSink", "read_store"]
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from shardload.arrays.assemble import EarlyPieces, assemble
 from shardload.arrays.padding import remember
-from shardload.arrays.verification import Found, Verifier, VerifyHow
+from shardload.arrays.verification import Found, Verifier
 from shardload.errors import SourceError, StallError, printable
 from shardload.formats.access import Access
 from shardload.formats.contract.array import ArrayInfo
@@ -35,7 +35,6 @@ from shardload.jobs.loading.plan import Layout, Plan
 from shardload.jobs.loading.report import Phase
 from shardload.jobs.trees import in_array, naming_errors
 from shardload.options import INDEX, Options, fill_value, pad_value
-from shardload.planning.halo import HaloShards
 from shardload.planning.tuning import Tuning
 from shardload.transfer.buffers import Piece, fill_padding
 from shardload.transfer.counters import Counters
@@ -145,13 +144,13 @@ class ArrayLoad:
 
     def verifier(self, seed: int = 0, sources: OpenSources | None = None) -> Verifier:
         """The verifier that compares an array with the file of this plan, which `sources` opens again."""
-        how = VerifyHow(self.options.verify, self.options.staging_nbytes, self.options.pad, seed, self.layout.decoding)
         handle = self.handle if self.origin is None else self.origin
 
         def open_again() -> Source:
             return self._open(handle) if sources is None else sources.open_again(self, handle)
 
-        return Verifier(self.name, self.layout.schedule, self.layout.source, how, open_again)
+        layout = self.layout
+        return Verifier(self.name, layout.schedule, layout.source, layout.decoding, self.options, seed, open_again)
 
     def _open(self, handle: Any, access: Access | None = None) -> Source:
         return _as_planned(open_source(handle, self.info.dataset, access or self.options.access, self.info), self)
@@ -295,7 +294,7 @@ class OwnArray:
         dtype, shards, share = kind.dtype, layout.schedule.shards, layout.share(self.rank)
         for shard, region, data in zip(share.numbers, share.regions, room, strict=True):
             self.shards[shard] = Piece(region, data)
-        if isinstance(shards, HaloShards):
+        if shards.has_halo:
             self._halos = HaloPieces(shards, kind.shape, self.shards, self.rank)
             self._halos.fill(partial(fill_value, self.load.options.pad, dtype))
             self.pieces = self._halos.sections

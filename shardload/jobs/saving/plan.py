@@ -134,7 +134,7 @@ class SavePlan:
         """What all ranks must have planned alike, as text."""
         rounds = [[(item.array, item.units) for item in one] for one in self._rounds[:4]]
         owners = [
-            (repr(one.schedule.strategy), one.schedule.blocks.cell) if isinstance(one, OwnerLayout) else one.units.cell
+            (repr(one.schedule.owners), one.schedule.blocks.cell) if isinstance(one, OwnerLayout) else one.units.cell
             for one in self._layouts
         ]
         return f"{self!r}; {owners}; {self._memory}; {rounds}"

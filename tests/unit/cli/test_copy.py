@@ -367,11 +367,3 @@ def test_it_needs_no_jax(file: str, tmp_path: Path) -> None:
     assert done.stdout.endswith("False\n")
     with h5py.File(out) as opened:
         np.testing.assert_array_equal(opened["rho"][...], VALUES)
-
-
-@pytest.mark.parametrize("args", [("--mode", "a"), ("--dtype", "int3"), ("--dataset", "no")])
-def test_json_says_what_went_wrong(file: str, tmp_path: Path, args: tuple[str, ...]) -> None:
-    code, printed, said = run("copy", file, str(tmp_path / "out.h5"), *args, "--json")
-    told = json.loads(printed)
-    assert (code, told["ok"]) == (1, False)
-    assert said == f"error: {told['message']}\n"

@@ -22,7 +22,19 @@ import pytest
 import zarr
 
 from shardload.errors import ConfigError
-from shardload.formats import STRICT, Access, ArrayInfo, Encoded, Format, Region, Source, check_request, native_dtype, state_of
+from shardload.formats import (
+    STRICT,
+    Access,
+    ArrayInfo,
+    ChunkReader,
+    Encoded,
+    Format,
+    Region,
+    Source,
+    check_request,
+    native_dtype,
+    state_of,
+)
 from shardload.formats.hdf5.file import FORMAT as HDF5
 from shardload.formats.memory import MemorySource
 from shardload.formats.zarr.source import FORMAT as ZARR
@@ -197,16 +209,19 @@ class Raw(Source):
         self.file.close()
 
 
-class RawChunks:
+class RawChunks(ChunkReader):
     def __init__(self, source: Raw) -> None:
         self.source, self.chunks = source, source.info.chunks or ()
 
-    def fetch(self, index: tuple[int, ...], room: Any = None) -> Any:
-        start = [k * c for k, c in zip(index, self.chunks, strict=True)]
-        return Encoded(self.source.values()[(*(slice(a, a + c) for a, c in zip(start, self.chunks, strict=True)), ...)])
+    def fetch(self, box: Any, room: Any = None) -> Any:
+        starts = [[k * c for k, c in zip(index, self.chunks, strict=True)] for index in itertools.product(*box)]
+        values = self.source.values()
+        return Encoded([values[(*(slice(a, a + c) for a, c in zip(at, self.chunks, strict=True)), ...)] for at in starts])
 
     def decode(self, encoded: Any, out: Array) -> None:
-        out[(*(slice(0, n) for n in encoded.data.shape), ...)] = encoded.data
+        chunks = out.reshape(len(encoded.data), *self.chunks)
+        for k, values in enumerate(encoded.data):
+            chunks[(k, *(slice(0, n) for n in values.shape), ...)] = values
 
 
 class RawFormat(Format):
@@ -454,8 +469,8 @@ class OneTooShort(RawChunks):
 
 
 class OneAtATime(RawChunks):
-    def fetch(self, index: tuple[int, ...], room: Any = None) -> Any:
-        self.__dict__["found"] = super().fetch(index)
+    def fetch(self, box: Any, room: Any = None) -> Any:
+        self.__dict__["found"] = super().fetch(box)
         if is_one_of_several():
             with contextlib.suppress(threading.BrokenBarrierError):
                 shared["meet"].wait(0.2)
