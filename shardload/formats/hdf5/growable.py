@@ -116,21 +116,22 @@ def _arrays(path: str, file: h5py.File, names: Iterable[str]) -> dict[str, Json]
     """
     places = places_in(file)
     called = {address: known[0] for address, known in places.items()} | _called(path, file, names)
-    arrays: dict[str, Json] = {}
+    arrays, known = dict[str, Json](), set(called.values())
     for name in called.values():
         dataset = file[encoded(name)]
         if not isinstance(dataset, h5py.Dataset) or dataset.shape is None:
             continue
-        dims = axes_of(dataset, places=places).dims
+        dims, scopes = list(axes_of(dataset, places).dims), list[str | None]([None] * dataset.ndim)
         if is_scale(dataset):
-            scopes: list[str | None] = [name, *[None] * (dataset.ndim - 1)][: dataset.ndim]
-        else:
-            first = [scales[0][1] if scales else None for scales in scales_of(dataset, lambda: places)[0]]
-            group = name.rpartition("/")[0]
-            scopes = [
-                called.get(_address(scale)) if scale is not None else f"{group}/:{dim}" if dim else None
-                for scale, dim in zip(first, dims, strict=False)
-            ]
+            scopes[:1] = [name][: dataset.ndim]
+        for axis, scales in enumerate([] if is_scale(dataset) else scales_of(dataset, lambda: places)[0]):
+            if scales:
+                scopes[axis] = called.get(_address(scales[0][1]))
+            elif dims[axis]:
+                scopes[axis] = f"{name.rpartition('/')[0]}/:{dims[axis]}"
+        for axis, scope in enumerate(scopes):  # by which it was asked for; a scale without values may have another name
+            if scope in known and not stands_for_axis(file[encoded(scope or "")]):
+                dims[axis] = str(scope).rpartition("/")[2]
         arrays[name] = {"shape": dataset.shape, "dims": dims, "scopes": scopes, "is_dimension": stands_for_axis(dataset)}
     return arrays
 
