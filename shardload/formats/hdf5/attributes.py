@@ -16,13 +16,29 @@ import numpy as np
 
 from shardload.formats.contract.array import json_value
 from shardload.formats.hdf5.names import decoded
+from shardload.formats.labels import Note
 
-__all__ = ["UnreadableError", "axis_texts_of", "has", "is_plain", "is_scale", "names_of", "plain", "read", "scales_of"]
+__all__ = [
+    "Places",
+    "UnreadableError",
+    "axis_texts_of",
+    "has",
+    "is_plain",
+    "is_scale",
+    "names_of",
+    "plain",
+    "read",
+    "scales_of",
+]
 
 Places = Mapping[int, Sequence[str]]
 _MOST_PLAIN_NBYTES = 1 << 16
 _NUMBERS = (h5py.h5t.INTEGER, h5py.h5t.FLOAT, h5py.h5t.ENUM)
 _ERRORS = (KeyError, OSError, RuntimeError, TypeError, ValueError)
+
+
+# What HDF5 and the netCDF library keep in attributes for themselves.
+_HIDDEN = {"CLASS", "NAME", "REFERENCE_LIST", "DIMENSION_LIST", "DIMENSION_LABELS", "_NCProperties", "_nc3_strict"}
 
 
 class UnreadableError(Exception):
@@ -35,6 +51,25 @@ def names_of(owner: Any) -> list[str]:
     if h5py.h5a.get_num_attrs(owner.id):
         h5py.h5a.iterate(owner.id, names.append)
     return [decoded(name) for name in names]
+
+
+def is_hidden(owner: h5py.Dataset | h5py.Group, key: str) -> bool:
+    """True for an attribute that is no author's. HDF5 needs CLASS and NAME for dimension scales only; others have their own."""
+    return key.startswith("_Netcdf4") or (key in _HIDDEN and (key not in ("CLASS", "NAME") or is_scale(owner)))
+
+
+def author_s(owner: h5py.Dataset | h5py.Group, most_nbytes: int) -> dict[str, Any]:
+    """All attributes but those that HDF5 and the netCDF library keep for themselves, as h5py gives them; a `Note` in the place
+    of one that is not read.
+    """
+    found: dict[str, Any] = {}
+    for key in names_of(owner):
+        if not is_hidden(owner, key):
+            try:
+                found[key] = read(owner, key, most_nbytes)
+            except UnreadableError as error:
+                found[key] = Note(str(error))
+    return found
 
 
 def has(owner: Any, key: str) -> bool:

@@ -25,11 +25,11 @@ import numpy as np
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.contract.dtypes import native_dtype
-from shardload.formats.hdf5.dimensions import check_netcdf, name_axes, netcdf_names, with_dims_beside_coordinates, write_attrs
+from shardload.formats.hdf5.dimensions import check_netcdf, name_axes, netcdf_names, write_attrs
+from shardload.formats.hdf5.file import open_explained
 from shardload.formats.hdf5.in_memory import file_in_memory
 from shardload.formats.hdf5.ledger import Ledger, LedgerFile, limit_cache
 from shardload.formats.hdf5.pipeline import Pipeline
-from shardload.formats.hdf5.source import open_explained
 from shardload.formats.sink import (
     ArraySpec,
     Catalog,
@@ -126,7 +126,7 @@ class Hdf5Sink(Sink):
             checked[name] = spec.checked(name)
             if is_netcdf:
                 check_netcdf(name, checked[name])
-        checked = with_dims(checked) if is_netcdf else with_dims_beside_coordinates(checked)
+        checked = with_dims(checked) if is_netcdf else checked
         self.stored_names = netcdf_names(checked) if is_netcdf else {name: name for name in checked}
         flavour = "netCDF4" if is_netcdf else "HDF5"
         self._texts = {name: spec for name, spec in checked.items() if spec.texts is not None}
