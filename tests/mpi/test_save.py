@@ -739,7 +739,7 @@ def test_ranks_that_do_not_ask_for_the_same(comm: Any, shared_tmp_path: Path) ->
         (lambda: shardload.save(path, x, chunks=(2, 2, 2 + last)), "was called with chunks of '/data'"),
         (lambda: shardload.save(path, x, attrs={"a": np.arange(3 + last)}), "was called with attrs of '/data'"),
         (lambda: shardload.save(path, {"a": x}, attrs={"h/": {"a": 3 + last}}), "was called with attrs of groups"),
-        (lambda: shardload.save(path, {"a": x, "b" if last else "c": x}), "called save"),
+        (lambda: shardload.save(path, {"a": x, "b" if last else "c": x}), "was called with array number 2 = /b"),
         (lambda: shardload.save(path, x, verify="full" if last else "index"), "was called with verify"),
         (lambda: shardload.plan_save(path, x) if last else shardload.save(path, x), "called save"),
     ]
