@@ -35,7 +35,7 @@ class Limits:
 
     memory_nbytes: int = 256 << 20
     seconds: float | None = 225.0
-    cpu_seconds: float = 20.0
+    cpu_seconds: float = 40.0
 
 
 @dataclass(frozen=True)
