@@ -20,7 +20,6 @@ import h5py
 
 from shardload.errors import ConfigError, SourceError, printable
 from shardload.formats.access import STRICT, Access
-from shardload.formats.containment import Fence, NotAFileError, OutsideError, open_file
 from shardload.formats.contract.array import MOST_NAMED, ArrayInfo, group_info, some
 from shardload.formats.contract.dtypes import native_dtype
 from shardload.formats.contract.format import ChangedError, Format, OpenFile, Source
@@ -33,6 +32,7 @@ from shardload.formats.hdf5.opened import OpenDataset, OpenFacts, OpenParts, kep
 from shardload.formats.hdf5.raw_file import close_all, has_signature, open_to_read, plain_descriptor, type_of_values
 from shardload.formats.hdf5.source import Hdf5Source
 from shardload.formats.hdf5.tiles import code_of, find_boxes, tell_parts
+from shardload.storage.containment import Fence, NotAFileError, OutsideError, open_file
 from shardload.storage.local import state_of
 
 __all__ = ["FORMAT", "Hdf5File", "Hdf5Format", "open_explained"]
