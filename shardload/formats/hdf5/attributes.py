@@ -19,7 +19,7 @@ from shardload.formats.hdf5.names import decoded
 from shardload.formats.labels import Note
 
 __all__ = [
-    "Places",
+    "NamesByAddress",
     "UnreadableError",
     "axis_texts_of",
     "has",
@@ -31,7 +31,7 @@ __all__ = [
     "scales_of",
 ]
 
-Places = Mapping[int, Sequence[str]]
+NamesByAddress = Mapping[int, Sequence[str]]
 _MOST_PLAIN_NBYTES = 1 << 16
 _NUMBERS = (h5py.h5t.INTEGER, h5py.h5t.FLOAT, h5py.h5t.ENUM)
 _ERRORS = (KeyError, OSError, RuntimeError, TypeError, ValueError)
@@ -119,7 +119,7 @@ def _is_readable(kind: Any) -> bool:
     return kind.get_class() in (*_NUMBERS, h5py.h5t.STRING)
 
 
-def scales_of(dataset: h5py.Dataset, places: Callable[[], Places]) -> tuple[list[list[tuple[str, Any]]], str]:
+def scales_of(dataset: h5py.Dataset, places: Callable[[], NamesByAddress]) -> tuple[list[list[tuple[str, Any]]], str]:
     """The dimension scales of each axis, in order: the full name of each, and the open dataset; and why there are none, or not
     all.
 
@@ -144,7 +144,7 @@ def scales_of(dataset: h5py.Dataset, places: Callable[[], Places]) -> tuple[list
     return there, f"the dimension scales of axes {gone} are not in the file" if gone else ""
 
 
-def _scale(dataset: h5py.Dataset, reference: h5py.Reference, places: Places) -> tuple[str, Any] | None:
+def _scale(dataset: h5py.Dataset, reference: h5py.Reference, places: NamesByAddress) -> tuple[str, Any] | None:
     """What a reference leads to, if that is a dimension scale with a name."""
     try:
         found = h5py.h5r.dereference(reference, dataset.id) if reference else None

@@ -24,7 +24,7 @@ from shardload.formats.contract.array import MOST_NAMED, ArrayInfo, group_info, 
 from shardload.formats.contract.dtypes import native_dtype
 from shardload.formats.contract.format import ChangedError, Format, OpenFile, Source
 from shardload.formats.hdf5.chunks import fill_value
-from shardload.formats.hdf5.links import LostError, Others, Places, follow, look_through, open_other, place_of, versions_of
+from shardload.formats.hdf5.links import LostError, Others, SearchPath, follow, look_through, open_other, place_of, versions_of
 from shardload.formats.hdf5.making import attribute_names, groups_of
 from shardload.formats.hdf5.metadata import NON_COORDINATE, describe, stands_for_axis
 from shardload.formats.hdf5.names import decoded, encoded, names_below
@@ -342,9 +342,9 @@ class OtherFiles:
         self._parts = dataset.facts.parts if isinstance(dataset, OpenDataset) else OpenParts(most=0)
 
     @kept
-    def _places(self) -> Places:
+    def _places(self) -> SearchPath:
         """Where they are when the first is opened."""
-        return Places("HDF5_VDS_PREFIX", self._dataset.file)
+        return SearchPath("HDF5_VDS_PREFIX", self._dataset.file)
 
     def __call__(self, name: str, dataset: str) -> tuple[Source, dict[str, tuple[int, ...]]]:
         """Open the dataset of this name in the file that is named so. Returns also the files that its values depend on, and
@@ -420,12 +420,12 @@ def _describe(
     access: Access = STRICT,
     planned: ArrayInfo | None = None,
 ) -> ArrayInfo:
-    """Describe a dataset. Its shape is not asked for if the library would open refused files to find it."""
-    if not (others.refused and others.is_unlimited):
+    """Describe a dataset. Of one that is refused nothing is asked, not even its shape: the library may open files for that."""
+    if others.refused is None:
         try:
             with others.watched():
-                found = describe(dataset, path, name, others, in_full, access)
-            return _with_parts(found, dataset, others, planned) if others.is_virtual and found.refused is None else found
+                info = describe(dataset, path, name, others, in_full, access)
+            return _with_parts(info, dataset, others, planned) if others.is_virtual and info.refused is None else info
         except OutsideError as error:
             others.refused = str(error)
     return ArrayInfo(path, name, "HDF5", (), "unknown", refused=others.refused)
@@ -433,8 +433,6 @@ def _describe(
 
 def _with_parts(info: ArrayInfo, dataset: h5py.Dataset, others: Others, planned: ArrayInfo | None) -> ArrayInfo:
     """What must be known of the parts of a virtual dataset, by those who look at them or by those who have."""
-    if others.is_unlimited:
-        return info
     if planned is not None and planned.parts is not None:
         return replace(info, chunks=planned.chunks, codec=planned.codec, parts=planned.parts)
     seen = others.behind

@@ -20,7 +20,7 @@ from shardload.formats.hdf5.attributes import is_scale, scales_of
 from shardload.formats.hdf5.in_memory import file_in_memory
 from shardload.formats.hdf5.ledger import old_file
 from shardload.formats.hdf5.making import properties_of
-from shardload.formats.hdf5.metadata import axes_of, stands_for_axis
+from shardload.formats.hdf5.metadata import axes_of, filters_of, stands_for_axis
 from shardload.formats.hdf5.names import encoded, places_in
 from shardload.formats.hdf5.opened import kind_of
 from shardload.formats.hdf5.pipeline import Pipeline, create_type
@@ -69,7 +69,7 @@ def read_file(path: str, names: Iterable[str]) -> Json:
                 names = [name for name in names if name in arrays]
                 for name in names:
                     arrays[name] |= _details(path, file[name])
-                filters = {name: _filters(file[name].id.get_create_plist()) for name in names}
+                filters = {name: _filters(file[name]) for name in names}
         except (OSError, RuntimeError, KeyError) as error:
             raise SourceError(f"'{path}' cannot be read by HDF5: {error}", path=path) from error
     finally:
@@ -226,7 +226,7 @@ def _check_filters(where: str, name: str, known: Json, filters: list[tuple[int, 
         mine = Pipeline(name, spec_of(known, chunks))
         with file_in_memory() as trial:
             space = h5py.h5s.create_simple(chunks)
-            made = _filters(h5py.h5d.create(trial.id, b"x", mine.kind, space, mine.creation).get_create_plist())
+            made = _filters(h5py.Dataset(h5py.h5d.create(trial.id, b"x", mine.kind, space, mine.creation)))
     except (ConfigError, OSError, RuntimeError, ValueError, TypeError) as error:
         made, why = [], f" ({error})"
     if made != filters:
@@ -237,6 +237,5 @@ def _check_filters(where: str, name: str, known: Json, filters: list[tuple[int, 
         )
 
 
-def _filters(creation: Any) -> list[tuple[int, tuple[int, ...]]]:
-    found = [creation.get_filter(k) for k in range(creation.get_nfilters())]
-    return [(number, tuple(values)) for number, _, values, _ in found]
+def _filters(dataset: h5py.Dataset) -> list[tuple[int, tuple[int, ...]]]:
+    return [(number, tuple(values)) for number, _, values, _ in filters_of(dataset)]

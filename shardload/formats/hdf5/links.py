@@ -43,7 +43,7 @@ from shardload.storage.containment import TARGET_HINT, Fence, OutsideError, why_
 from shardload.storage.local import state_of
 
 __all__ = [
-    "LostError", "Others", "Places", "decoded", "encoded", "follow", "look_through",
+    "LostError", "Others", "SearchPath", "decoded", "encoded", "follow", "look_through",
     "nothing_else_opened", "open_other", "place_of", "versions_of",
 ]  # fmt: skip
 
@@ -69,8 +69,6 @@ class Others:
         The folders where they may be.
     is_virtual : bool
         True if the HDF5 library opens files when it reads.
-    is_unlimited : bool
-        True if the library opens files to find the dataset's shape.
     chunks : list of tuple of int
         The chunk shapes of the datasets in a virtual dataset.
     filters : list of tuple
@@ -90,7 +88,6 @@ class Others:
     refused: str | None = None
     fence: Fence = field(default_factory=Fence)
     is_virtual: bool = False
-    is_unlimited: bool = False
     chunks: list[tuple[int, ...]] = field(default_factory=list)
     filters: list[tuple[int, int, Any, bytes]] = field(default_factory=list)
     access: Access = STRICT
@@ -101,7 +98,6 @@ class Others:
 
     def add_all(self, inner: Others) -> None:
         """Take in what was found behind one of the datasets."""
-        self.is_unlimited |= inner.is_unlimited
         self.n_looked, self.filters = inner.n_looked, self.filters or inner.filters
         self.versions |= inner.versions
         self.chunks += [chunk for chunk in inner.chunks if chunk not in self.chunks]
@@ -220,7 +216,7 @@ def _walk(facts: OpenFacts, name: bytes, fence: Fence, opened: list[h5py.File]) 
         elif kind == h5py.h5l.TYPE_EXTERNAL:
             other, inside = target
             link = f"{told} '{_shown(inside)}' in '{_shown(other)}'"
-            file = open_other(Places("HDF5_EXT_PREFIX", file).of(os.fsdecode(other)), link, fence)
+            file = open_other(SearchPath("HDF5_EXT_PREFIX", file).of(os.fsdecode(other)), link, fence)
             opened.append(file)
             at, here = _root(file), b""
         else:
@@ -318,7 +314,7 @@ def look_through(dataset: h5py.Dataset, fence: Fence, access: Access = STRICT, i
     finally:
         if is_alone:
             parts.close()
-    if key is not None and others.refused is None and not others.is_unlimited:
+    if key is not None and others.refused is None:
         if len(_LOOKS) >= _MOST_LOOKS:
             _LOOKS.clear()
         _LOOKS[key] = others
@@ -367,13 +363,16 @@ def _look(dataset: h5py.Dataset, others: Others, seen: Seen, level: int, parts: 
         return
     others.is_virtual = True
     mappings = range(creation.get_virtual_count())
-    others.is_unlimited |= any(_is_unlimited(creation.get_virtual_vspace(k)) for k in mappings)  # first: also if it is refused
     names = [_names_of_source(creation, k) for k in mappings]
+    if any(_is_unlimited(creation.get_virtual_vspace(k)) for k in mappings):
+        raise _RefusedError(
+            "a virtual dataset that grows with its parts, which is not supported. Make a new file of them with shardload join"
+        )
     if level == 0:
         others.names = names
     if is_known:
         return
-    places = Places("HDF5_VDS_PREFIX", dataset.file)
+    places = SearchPath("HDF5_VDS_PREFIX", dataset.file)
     for name, inside in names:
         _look_at_source(places, name, inside, others, seen, level, parts)
 
@@ -415,7 +414,7 @@ def _is_unlimited(space: Any) -> bool:
 
 
 def _look_at_source(
-    places: Places,
+    places: SearchPath,
     name: str,
     inside: str,
     others: Others,
@@ -496,7 +495,7 @@ def place_of(file: h5py.File) -> str:
         return name
 
 
-class Places:
+class SearchPath:
     """Where HDF5 finds the files that `file` names: each in the first place where it exists, or else beside `file`.
 
     Parameters

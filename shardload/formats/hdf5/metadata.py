@@ -18,7 +18,7 @@ from shardload.formats.access import STRICT, Access
 from shardload.formats.contract.array import MOST_KEPT, NOTHING, TOLD, ArrayInfo, json_value
 from shardload.formats.contract.dtypes import native_dtype, refusal, unaddressable
 from shardload.formats.hdf5.attributes import (
-    Places,
+    NamesByAddress,
     UnreadableError,
     author_s,
     axis_texts_of,
@@ -98,7 +98,7 @@ def describe(
         dtype, refused = NOTHING, "no values: its dataspace is null, which is neither an array nor a number"
     elif refused is None:
         refused = _SMALL_IN_MANY if inner and is_virtual else None
-        refused = refused or refuse_filters(dataset, access) or _unbounded(filters, access) or others.refused
+        refused = refused or refuse_filters(dataset, access) or _unbounded(filters, access)
     chunks = tuple(creation.get_chunk()) if creation.get_layout() == h5py.h5d.CHUNKED else None
     if is_virtual and refused is None:  # HDF5 decodes the chunks of the datasets behind it, whole, however small a part is read
         chunks, filters = others.smallest_chunk(len(dataset.shape)), others.filters
@@ -179,7 +179,7 @@ def _author_s(owner: h5py.Dataset | h5py.Group) -> dict[str, Any]:
     }
 
 
-def axes_of(dataset: h5py.Dataset, places: Places | None = None) -> Labels:
+def axes_of(dataset: h5py.Dataset, places: NamesByAddress | None = None) -> Labels:
     """Of `labels_of`, the names of the axes and their coordinates. `places` are the names of the objects of the file, if they
     are known.
 

@@ -282,7 +282,7 @@ class Hdf5Source(Source):
     @kept
     def _tiles(self) -> Tiles | None:
         """The parts of a virtual dataset; None for any other one, and if HDF5 has to read it."""
-        if not self._others.is_virtual or self._others.is_unlimited or self._info.refused is not None:
+        if not self._others.is_virtual or self._info.refused is not None:
             return None
         if self._info.parts is None:
             return None
