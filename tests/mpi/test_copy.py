@@ -558,7 +558,7 @@ def test_what_is_refused(comm: Any, shared_tmp_path: Path) -> None:
         (before, "out.nc/out.nc", {}, ConfigError, "does not exist"),
         (before, "out.h5", {"dataset": ("rh",)}, ConfigError, "'/rho'"),
         (before, "out.h5", {"chunks": (4, 5)}, None, ""),  # of '/g/big'
-        (before, "out2.h5", {"chunks": (4, 5, 6, 7)}, ConfigError, "no array has so many"),
+        (before, "out2.h5", {"chunks": (4, 5, 6, 7)}, ConfigError, "no array has 4 axes"),
         (before, "out2.h5", {"dataset": ("g/big",), "compression": "gzip"}, ConfigError, "Pass chunks= too"),
         (before, "out2.h5", {"dataset": ("scalar", "g/big"), "compression": "gzip"}, ConfigError, "such as chunks='31,9'"),
         (before, "out2.h5", {"staging": 1000}, ConfigError, "staging is 1000 B, but this copy needs"),
@@ -931,7 +931,7 @@ def test_what_the_new_format_does_not_have_is_left_out(comm: Any, shared_tmp_pat
     report = copy(comm, before, shared_tmp_path / "out.nc")
     comm.barrier()
     text = "\n".join(report.notes)
-    assert all(f"'/{name}'" in text for name in ("half", "z")) and "'/y' in" in text and "'int3'" in text
+    assert all(f"'/{name}'" in text for name in ("half", "z")) and "'/y' was left out" in text and "'int3'" in text
     with h5py.File(shared_tmp_path / "out.nc") as file:
         np.testing.assert_array_equal(file["x"][...], ramp((4, 3)))
     same_error(comm, lambda: copy(comm, before, shared_tmp_path / "other.nc", dataset=("half",)), ConfigError, "float16")
