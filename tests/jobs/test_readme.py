@@ -64,7 +64,7 @@ def test_load_transform_and_save(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "rho.h5", "w") as file:
         file["rho"] = values
     (tmp_path / "save.py").write_text(HEAD + block("save"))
-    job = run_job([str(tmp_path / "save.py")], 4, cwd=tmp_path, timeout=240, fresh=False)
+    job = run_job([str(tmp_path / "save.py")], 4, cwd=tmp_path, timeout=240)
     assert job.returncode == 0, job.stderr
     with h5py.File(tmp_path / "modes.h5") as file:
         np.testing.assert_allclose(file["modes"][...], np.fft.fftn(values), rtol=1e-4, atol=1e-4)
@@ -77,7 +77,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     head = HEAD.replace('Mesh(np.array(jax.devices()), ("a",))', 'Mesh(np.array(jax.devices()).reshape(2, -1), ("a", "b"))')
     (tmp_path / "run.py").write_text(head + block("restart", ROOT / "docs" / "save.md"))
     for n_ranks in (4, 2):
-        job = run_job([str(tmp_path / "run.py")], n_ranks, cwd=tmp_path, timeout=240, fresh=n_ranks != 4)
+        job = run_job([str(tmp_path / "run.py")], n_ranks, cwd=tmp_path, timeout=240)
         assert job.returncode == 0, job.stderr
     with h5py.File(tmp_path / "run.nc") as file:
         np.testing.assert_array_equal(file["time"], 50 * np.arange(7))

@@ -35,7 +35,6 @@ from shardload.formats.contract.chunk_reader import ChunkReader
 from shardload.formats.contract.dtypes import check_request, native_dtype, refusal, unaddressable
 from shardload.formats.contract.format import Format, OpenFile, Source
 from shardload.formats.labels import Coordinate, Labels, names_in
-from shardload.formats.leftovers import ROOTS
 from shardload.formats.zarr.chunks import ZarrChunks, chunk_layout, chunk_reader
 from shardload.formats.zarr.codecs import refuse_codecs
 from shardload.formats.zarr.making import properties_of
@@ -51,6 +50,7 @@ from shardload.formats.zarr.store import (
     zip_entries,
 )
 from shardload.planning.region import Region
+from shardload.storage.leftovers import ROOTS
 from shardload.values.decoding import ATTRIBUTES, Packing, typed
 
 __all__ = ["FORMAT", "ZarrFormat", "ZarrSource", "describe"]
@@ -155,7 +155,7 @@ class ZarrSource(Source):
         return [index for index in itertools.product(*cells) if is_missing(index)]
 
     def _stored_nbytes(self) -> int:
-        """Bytes of one chunk, or of one shard with its index, and with those of shards inside."""
+        """Bytes of one chunk, or of one shard with its index."""
         outer = self._info.shards or self._info.chunks or ()
         return math.prod(outer) * self._dtype.itemsize + 16 * n_in_shard(self._node.document)
 
@@ -489,5 +489,7 @@ def _unbounded(node: ArrayNode, store: Any, access: Access) -> str | None:
             f"chunks compressed more than once ({node.codec}), which only zarr-python decodes, without a limit on the "
             "result's size. Keep them in a folder, with gzip, zstd or Blosc, or write it again with one compressor"
         )
+    if names_of(node.document).count("sharding_indexed") > 1:
+        return "shards inside of shards, which only zarr-python reads: write it again with one kind of shards"
     n = n_in_shard(node.document)
     return f"{n} chunks in each shard, more than are read" if 16 * n > _MOST_INDEX_NBYTES else None
