@@ -180,11 +180,9 @@ def test_no_select_is_all() -> None:
     [
         (slice(None, None, 2), (4, 5), ValueError, r"select has step 2 on axis 0; only step 1"),
         ((0, slice(None, None, -1)), (4, 5), ValueError, r"select has step -1 on axis 1"),
-        (slice(0, 1.5), (4,), ValueError, r"slice\(0, 1.5, None\) on axis 0; the bounds of a slice are integers"),
-        (slice("a"), (4,), ValueError, r"the bounds of a slice are integers$"),
-        (slice("2001-06", "2001-07"), (4,), ValueError, r"for coordinates pass select={'lat': shardload.between\("),
-        (np.datetime64("2001-06-01"), (4,), ValueError, r"for a date pass shardload.near\(\) by the name of the axis"),
-        (slice(30.0, 60.0), (4,), ValueError, r"for coordinates pass select={'lat': shardload.between\("),
+        (slice(0, 1.5), (4,), ValueError, r"select has slice\(0, 1.5, None\) on axis 0; each axis takes"),
+        (slice("2001-06", "2001-07"), (4,), ValueError, r"on axis 0; .* or shardload.between\("),
+        (np.datetime64("2001-06-01"), (4,), ValueError, r"and dates pass select={'lat': shardload.near\(VALUE\)}"),
         (
             np.ones(99, bool),
             (99,),
