@@ -644,7 +644,7 @@ def test_bad_arguments(comm: Any, shared_tmp_path: Path) -> None:
         (path, x, {"compression": {"rho": "gzip"}}, "compression does not match the arrays: only compression has ['rho']"),
         (path, {"a": 3.0}, {}, "'/a' is a float; expected a jax.Array"),
         (path, {"a": np.ma.masked_less(np.arange(3.0), 1)}, {}, "'/a' has masked elements, and files have none. Save x.filled"),
-        (path, x, {"attrs": {"_FillValue": 1e300}, "format": "netcdf4"}, "the fill value of '/data' is np.float64(1e+300)"),
+        (path, x, {"attrs": {"_FillValue": 1e300}, "format": "netcdf4"}, "the fill value of '/data' is "),
         (path, {"a": x, "/a": x}, {}, "two arrays are called '/a'"),
         (path, {"g": {"a": x}}, {"attrs": {"g/": {"step": 1}, "g": {"run": 2}}}, "only attrs has ['run']"),
         (path, {"g": {"a": x}}, {"attrs": {"g/a": {"step": 1}, "g": {"a": {"run": 2}}}}, "attrs names 'g' twice"),
