@@ -25,14 +25,14 @@ from jax.sharding import PartitionSpec as P
 import shardload
 from shardload import ConfigError, SourceError, VerifyError
 from shardload.formats.hdf5.source import Hdf5Source
-from shardload.formats.leftovers import find_leftover
-from shardload.formats.locks import AppendLock
 from shardload.formats.zarr import growth
 from shardload.formats.zarr.growth import GrowthCatalog, GrowthEncoder
 from shardload.formats.zarr.source import ZarrSource
 from shardload.jobs.copying.copy import copy_file
 from shardload.jobs.copying.request import CopyRequest
 from shardload.jobs.saving.append import _Appending
+from shardload.storage.leftovers import find_leftover
+from shardload.storage.locks import AppendLock
 from tests.mpi.support import mesh_of, on_root, padded, ramp, same_error
 from tests.mpi.test_save import on_disk, put, turned
 

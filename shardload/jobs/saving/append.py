@@ -28,13 +28,13 @@ from shardload.formats.contract.array import some
 from shardload.formats.contract.dtypes import native_dtype
 from shardload.formats.contract.format import Source
 from shardload.formats.growing import HOW_TO_GROW, Growing, GrowingSink
-from shardload.formats.leftovers import ROOTS, refuse_leftover
 from shardload.formats.lookup import format_of
 from shardload.jobs.saving.arguments import SaveArguments, ToSave
 from shardload.jobs.saving.plan import SavePlan, alignment_of, plan_into, shards_of
 from shardload.jobs.saving.save import SaveReport, Saving, Steps, planned
 from shardload.jobs.writing.file import Values, Written
 from shardload.planning.region import Region
+from shardload.storage.leftovers import ROOTS, refuse_leftover
 from shardload.system.interruption import let_interruption_pass
 from shardload.values.dates import counted, is_dates
 

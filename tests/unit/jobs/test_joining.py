@@ -18,10 +18,10 @@ import xarray as xr
 import shardload
 from shardload import ConfigError, SourceError
 from shardload.formats.access import Access
-from shardload.formats.leftovers import find_leftover
 from shardload.formats.lookup import open_source
 from shardload.jobs.copying.request import CopyRequest, describe, find
 from shardload.planning.region import Region
+from shardload.storage.leftovers import find_leftover
 from shardload.values.dates import recounted
 from tests.unit.cli.test_main import run, unwrapped
 
