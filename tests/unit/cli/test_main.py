@@ -710,6 +710,13 @@ def test_info_of_a_group_beside_a_damaged_one(tmp_path: Path) -> None:
         assert set(opened.groups()) == {"/", "/ok"} and "'/bad'" in opened.unread()[0]
 
 
+def test_a_spec_for_arrays_of_several_shapes(file: str) -> None:
+    """Wrong if it told the reader to pass a tree, which cannot be typed."""
+    how = ("--dataset", "x", "--dataset", "big", "--mesh", "a=2", "--spec=-,a", "--dtype", "float32")
+    code, _, err = run("plan", file, *how)
+    assert code == 1 and "array 1, '/big' in" in err and "the spec counts for several arrays" in err
+
+
 def test_info_names_no_flag_that_it_lacks(file: str) -> None:
     """Its flags are those of its help; what is said of arrays in its table, too."""
     code, _, text = run("info", f"{file}:/fields/densty")
