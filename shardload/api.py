@@ -28,7 +28,7 @@ from shardload.jobs.loading.plan import Plan
 from shardload.jobs.loading.scattering import ScatterCall
 from shardload.jobs.loading.tree_plan import TreePlan
 from shardload.jobs.loading.verifying import VerifyCall
-from shardload.options import DEFAULTS, FILE, FULL, Progress, defaults_of, keywords_of, options_of
+from shardload.options import DEFAULTS, FILE, FULL, Progress, defaults_of, keywords_of, options_of, with_defaults
 from shardload.planning.strategies import ROOT
 
 if TYPE_CHECKING:
@@ -66,7 +66,6 @@ class _LoadOptions(_ScatterOptions, total=False):
     allow_external: bool
     untrusted: bool
     allow_filters: Any
-    machine: Any
 
 
 class _PlanOptions(_LoadOptions, total=False):
@@ -104,7 +103,6 @@ def load(
     allow_external: bool = DEFAULTS.allow_external,
     untrusted: bool = DEFAULTS.untrusted,
     allow_filters: Any = DEFAULTS.allow_filters,
-    machine: Any = DEFAULTS.machine,
 ) -> Any:
     """Load arrays of HDF5, netCDF4 or Zarr files into sharded `jax.Array`s, and check that each shard is where it belongs.
 
@@ -176,7 +174,7 @@ def load(
         rank, or nothing. Their values are the file's fill value, and `LoadReport.chunks_missing` counts them.
     allow_external : bool
         True allows the file to refer to data outside its folder (a Zarr store: outside itself), by external links, virtual
-        datasets, external storage or symbolic links. By default such a file is refused.
+        datasets or symbolic links. By default such a file is refused.
     untrusted : bool
         True opens and decodes the file in helper processes only, with limits on memory (`staging`) and time. A file that
         crashes a library, makes it loop or take too much memory is then a SourceError. Slower; needs a path. Helpers may use
@@ -186,10 +184,6 @@ def load(
         ``"bitshuffle"``, ``["zfp", 32024]``, ``"all"``. By default an array that needs such a filter is refused, and the error
         names the filter. Filters that withstand damage (gzip, Zstandard, Blosc, LZF and others: docs/trust-files.md) are
         always allowed.
-    machine : dict or str, optional
-        What is known of the file system and the network, for ``"auto"`` and ``"parallel"``: some of ``"read_rate"`` (bytes per
-        second that one process reads), ``"operations_rate"`` (reads and opens per second, all processes together) and
-        ``"network_rate"`` (bytes per second into or out of a node). By default files are in the page cache. See docs/scale.md.
 
     Returns
     -------
@@ -231,32 +225,7 @@ def load(
 def plan(path: Single, mesh: Any, spec: Any = None, *, dataset: str | None = None, **options: Unpack[_PlanOptions]) -> Plan: ...
 @overload
 def plan(path: Any, mesh: Any, spec: Any = None, *, dataset: Any = None, **options: Unpack[_PlanOptions]) -> Any: ...
-def plan(
-    path: Any,
-    mesh: Any,
-    spec: Any = None,
-    *,
-    dataset: Any = DEFAULTS.dataset,
-    select: Any = DEFAULTS.select,
-    dtype: Any = DEFAULTS.dtype,
-    decode: bool | str | None = DEFAULTS.decode,
-    pad: Any = DEFAULTS.pad,
-    halo: Any = DEFAULTS.halo,
-    edge: Any = DEFAULTS.edge,
-    readers: str | int = DEFAULTS.readers,
-    staging: str | int = DEFAULTS.staging,
-    verify: str = DEFAULTS.verify,
-    comm: Any = DEFAULTS.comm,
-    progress: Progress = DEFAULTS.progress,
-    timeout: float | None = DEFAULTS.timeout,
-    missing: str = DEFAULTS.missing,
-    allow_external: bool = DEFAULTS.allow_external,
-    untrusted: bool = DEFAULTS.untrusted,
-    allow_filters: Any = DEFAULTS.allow_filters,
-    machine: Any = DEFAULTS.machine,
-    processes: int | None = DEFAULTS.processes,
-    ranks_per_node: int | None = DEFAULTS.ranks_per_node,
-) -> Any:
+def plan(path: Any, mesh: Any, spec: Any = None, *, dataset: Any = DEFAULTS.dataset, **options: Unpack[_PlanOptions]) -> Any:
     """Plan what `load` with the same arguments would do, without doing it. ``print(plan)`` shows it.
 
     It reads the file's metadata, but no values. With a `jax.sharding.AbstractMesh` it needs no devices and no MPI.
@@ -283,8 +252,9 @@ def plan(
     ConfigError, SourceError, PeerError
         As `load` does.
     """
-    given = options_of("plan", locals())
-    with LoadCall("plan", path, mesh, spec, given, dataset, processes, ranks_per_node).begin(comm) as call:
+    given = with_defaults("plan", {"dataset": dataset, **options})
+    how = (given["processes"], given["ranks_per_node"])
+    with LoadCall("plan", path, mesh, spec, options_of("plan", given), dataset, *how).begin(given["comm"]) as call:
         return call.hand_out(call.plan())
 
 
@@ -442,7 +412,6 @@ def save(
     shape: Any = _SAVE.shape,
     plan: Any = _SAVE.plan,
     like: Any = _SAVE.like,
-    byteorder: Any = _SAVE.byteorder,
     writers: str = _SAVE.writers,
     verify: str = _SAVE.verify,
     staging: str | int = _SAVE.staging,
@@ -495,10 +464,7 @@ def save(
     like : str, optional, or dict by name
         An array in a file, ``"in.h5:/rho"``, of which chunks, compression, checksums, names of axes, attributes and coordinates
         are taken, where they are not passed; and the variables that attributes name, such as bounds. Coordinates and these have
-        at most 64 KiB, along axes of the same length; a `LeftOutWarning` names others. The level of the compressor is its
-        usual one.
-    byteorder : {"little", "big"}, optional, or dict by name
-        Of the numbers in the file; by default the machine's.
+        at most 64 KiB, along axes of the same length; a `LeftOutWarning` names others.
     writers : {"auto", "all", "root"}
         ``"all"``: each rank writes the chunks that it owns. ``"root"``: the others send their stored chunks to rank 0, which
         writes. ``"auto"``: all, or if a node does not see the file that rank 0 makes, rank 0 (`SaveReport.writers` says why).
@@ -550,30 +516,7 @@ def save(
     return write(path, tree, options, comm)
 
 
-def plan_save(
-    path: Any,
-    tree: Any,
-    *,
-    dataset: str = _SAVE.dataset,
-    mode: str = _SAVE.mode,
-    format: str | None = _SAVE.format,
-    chunks: Any = _SAVE.chunks,
-    shards: Any = _SAVE.shards,
-    compression: Any = _SAVE.compression,
-    dims: Any = _SAVE.dims,
-    unlimited: Any = _SAVE.unlimited,
-    attrs: Any = _SAVE.attrs,
-    shape: Any = _SAVE.shape,
-    plan: Any = _SAVE.plan,
-    like: Any = _SAVE.like,
-    byteorder: Any = _SAVE.byteorder,
-    writers: str = _SAVE.writers,
-    verify: str = _SAVE.verify,
-    staging: str | int = _SAVE.staging,
-    timeout: float | None = _SAVE.timeout,
-    progress: Progress = _SAVE.progress,
-    comm: Any = _SAVE.comm,
-) -> SavePlan:
+def plan_save(path: Any, tree: Any, **options: Any) -> SavePlan:
     """Plan what `save` with the same arguments would do, without doing it. ``print(plan)`` shows it.
 
     Nothing is written, nor looked for where the new file will be; of `like` the metadata are read.
@@ -582,11 +525,7 @@ def plan_save(
 
     Parameters
     ----------
-    path, dataset, chunks, shards, compression, dims, unlimited, attrs, shape, plan, like, byteorder
-        As in `save`.
-    staging, timeout, progress, comm
-        As in `save`.
-    mode, format, writers, verify
+    path and all options
         As in `save`.
     tree : jax.Array, jax.ShapeDtypeStruct, dict of them, xarray.Dataset or xarray.DataArray
         As in `save`. A ShapeDtypeStruct with a sharding stands for an array that does not exist yet.
@@ -601,10 +540,10 @@ def plan_save(
     ConfigError, SourceError, PeerError
         As `save` does, as far as that is known before anything is written.
     """
-    options = keywords_of("plan_save", locals())
+    given = with_defaults("plan_save", options)
     from shardload.jobs.saving.save import plan_save as describe
 
-    return describe(path, tree, options, comm)
+    return describe(path, tree, given, given["comm"])
 
 
 def append(

@@ -38,6 +38,6 @@ def _described(plan: Any) -> dict[str, Any]:
 
 
 def _tree_described(plan: TreePlan) -> dict[str, Any]:
-    totals = {name: getattr(plan, name) for name in ("nbytes", "peak_nbytes", "staging_nbytes", "seconds")}
+    totals = {name: getattr(plan, name) for name in ("nbytes", "peak_nbytes", "staging_nbytes")}
     arrays = [{"where": where, **_described(leaf)} for where, leaf in zip(plan.where, plan.leaves, strict=True)]
     return {"arrays": arrays, **totals, "left_out": [info.dataset for info in plan.left_out]}

@@ -110,12 +110,11 @@ class Group(Agreement):
         ends = partial(leave_at_exit, None if comm is None else self.mpi) if self.size > 1 else None
         self._departures = Departures(self.rank, lambda: jax_processes()[0])
         self.watch = Watchdog(self.rank, self.size, mailbox, on_stall=ends, departed=self._departures.known)
-        mpi = None if comm is None else self.mpi
-        self._collectives: Collectives = (
-            MpiCollectives(comm, mpi, self.watch.look, self.watch.agreed)
-            if processes is None
-            else JaxCollectives(*processes, self.watch.look_for_departed, self.watch.agreed, generation)
-        )
+        self._collectives = Collectives()
+        if processes is not None:
+            self._collectives = JaxCollectives(*processes, self.watch.look_for_departed, self.watch.agreed, generation)
+        elif comm is not None and self.size > 1:
+            self._collectives = MpiCollectives(comm, self.mpi, self.watch.look, self.watch.agreed)
         self._n_exchanges = 0
         self._processes: tuple[int, ...] | None = None
         self._node: Node | None = None
@@ -142,11 +141,6 @@ class Group(Agreement):
     def can_send(self) -> bool:
         """True if ranks can send each other values. Without MPI they can only agree."""
         return self.size == 1 or self.comm is not None
-
-    @property
-    def has_mpi(self) -> bool:
-        """True if the ranks communicate over MPI."""
-        return self.comm is not None
 
     @property
     def mpi(self) -> Any:

@@ -185,9 +185,7 @@ class Labeller:
         return replace(info, labels=replace(labels, read_in=read_in))
 
     def _labels(self, info: ArrayInfo, source: Source, path: str) -> Labels:
-        labels = source.labels() if self._names is None else source.axes(self._names)
-        if self._names is not None and not labels.coords.keys() >= set(self._names):  # attributes may name more
-            labels = source.labels()
+        labels = source.labels()
         coords = dict(labels.coords)
         own_name = info.dataset.rpartition("/")[2]
         if labels.dims == (own_name,):  # the coordinate of an axis is its own coordinate

@@ -197,23 +197,20 @@ class ArraySpec:
                 raise ConfigError(f"{what} of {name!r} are {found!r}; expected a size of 1 or more for each axis of {shape}")
         if not shape or (0 in shape and not self.unlimited):
             return None, None
-        chunks = tuple(
-            int(c) if k in self.unlimited else min(int(c), n or 1)
-            for k, (c, n) in enumerate(zip(self.chunks, shape, strict=True))
-        )
+
+        def cut(sizes: Sequence[int], lengths: Sequence[int]) -> tuple[int, ...]:
+            return tuple(
+                int(size) if k in self.unlimited else min(int(size), n)
+                for k, (size, n) in enumerate(zip(sizes, lengths, strict=True))
+            )
+
+        chunks = cut(self.chunks, [n or 1 for n in shape])
         if self.shards is None:
             return chunks, None
         if any(s % c for s, c in zip(self.shards, self.chunks, strict=True)):
             raise ConfigError(f"shards of {name!r} are {self.shards!r}; expected a multiple of the chunks {self.chunks!r}")
-        whole = tuple(-(-(n or 1) // c) * c for n, c in zip(shape, chunks, strict=True))  # chunks that fill the array
-        # Chunks were cut to the array only along axes on which one chunk, and so one shard, is the whole axis.
-        shards = tuple(
-            int(s) if k in self.unlimited or c == asked else c
-            for k, (s, c, asked) in enumerate(zip(self.shards, chunks, self.chunks, strict=True))
-        )
-        return chunks, tuple(
-            s if k in self.unlimited else min(s, w) for k, (s, w) in enumerate(zip(shards, whole, strict=True))
-        )
+        # (Where a chunk was cut, it is the whole axis, and so is the shard.)
+        return chunks, cut(self.shards, [-(-(n or 1) // c) * c for n, c in zip(shape, chunks, strict=True)])
 
     @property
     def grid(self) -> tuple[int, ...]:

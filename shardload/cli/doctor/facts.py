@@ -10,7 +10,6 @@ import ctypes
 import json
 import os
 import platform
-import shutil
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -78,8 +77,6 @@ class Facts:
         The environment variables that matter, as far as they are set.
     cores : tuple of int
         CPU cores on which it may run.
-    shm_nbytes : int or None
-        Free bytes in /dev/shm; None if there is no /dev/shm.
     versions : dict of str to str
         Versions of Python and of installed packages.
     node : tuple of int
@@ -108,7 +105,6 @@ class Facts:
     jax_problem: str = ""
     environ: dict[str, str] = field(default_factory=dict)
     cores: tuple[int, ...] = ()
-    shm_nbytes: int | None = None
     versions: dict[str, str] = field(default_factory=dict)
     node: tuple[int, ...] = (0,)
     shares_memory: bool = True
@@ -133,7 +129,6 @@ def before_jax(environ: Mapping[str, str]) -> Facts:
         n_gpus=_or(0, lambda: len(gpu_files())),
         environ={name: environ[name] for name in _VARIABLES if name in environ},
         cores=_or((), lambda: tuple(sorted(os.sched_getaffinity(0)))),
-        shm_nbytes=_or(None, lambda: shutil.disk_usage("/dev/shm").free),
         versions={"python": platform.python_version(), "shardload": __version__} | {n: v for n, v in versions.items() if v},
     )
 

@@ -11,7 +11,7 @@ from shardload.cli.doctor.facts import Facts
 from shardload.cli.doctor.rules import ERROR, Finding
 from shardload.errors import printable
 from shardload.system.terminal import WIDTH, Column, fit_table, wrap
-from shardload.units import counted, format_nbytes, ranges, ranks_text
+from shardload.units import counted, ranges, ranks_text
 
 __all__ = ["Report", "as_json", "as_text"]
 
@@ -103,7 +103,6 @@ _COLUMNS: dict[str, Callable[[Facts], str]] = {
     "JAX_PLATFORMS": lambda row: row.environ.get("JAX_PLATFORMS", ""),
     "SHARDLOAD_MPI": lambda row: row.environ.get("SHARDLOAD_MPI", ""),
     "cores": lambda row: ranges(row.cores),
-    "/dev/shm free": lambda row: "none" if row.shm_nbytes is None else format_nbytes(row.shm_nbytes),
     "MPI library": lambda row: row.mpi_library or "none",
     "MPI threads": lambda row: row.mpi_threads,
     "GPUs of the node": lambda row: str(row.n_gpus),

@@ -17,13 +17,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from shardload.cli.doctor.facts import Facts
-from shardload.units import counted, format_nbytes, ranks_text
+from shardload.units import counted, ranks_text
 
 __all__ = ["ERROR", "NOTE", "WARNING", "Finding", "diagnose"]
 
 ERROR, WARNING, NOTE = "error", "warning", "note"
 
-_LEAST_SHM_NBYTES = 64 << 20
 # With these a rank that waits yields its core to others.
 _YIELDING = ("MPIR_CVAR_ENABLE_HEAVY_YIELD", "OMPI_MCA_mpi_yield_when_idle")
 
@@ -207,12 +206,6 @@ def _machines(rows: Rows) -> Iterator[Finding]:
             level, text = WARNING, text + ": those that wait for messages slow down the others"
             fix += "; or MPIR_CVAR_ENABLE_HEAVY_YIELD=1 (MPICH), OMPI_MCA_mpi_yield_when_idle=1 (Open MPI)"
         yield from _finding("few-cores", level, node, text, fix)
-
-    small = [row for row in rows if row.shm_nbytes is None or row.shm_nbytes < _LEAST_SHM_NBYTES]
-    free = format_nbytes(small[0].shm_nbytes) if small and small[0].shm_nbytes is not None else "nothing"
-    text = f"/dev/shm has {free} free: MPI and NCCL keep messages of one node there (shardload does not)"
-    fix = "containers: --shm-size=1g or --ipc=host; otherwise remove files that other jobs left there"
-    yield from _finding("small-shm", NOTE, small, text, fix)
 
     leaders: dict[str, set[int]] = defaultdict(set)
     for row in rows:

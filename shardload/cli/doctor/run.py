@@ -107,9 +107,7 @@ def _examine(facts: Facts, deadline: Deadline) -> Report:
     nodes: dict[object, list[Facts]] = defaultdict(list)
     for row in rows:
         nodes[_node_of(row)].append(row)
-    for rank, row in enumerate(rows):  # free memory was measured at different times: the smallest value is the safe one
-        ranks, free = zip(*((other.rank, other.shm_nbytes or 0) for other in nodes[_node_of(row)]), strict=True)
-        rows[rank] = replace(row, node=ranks, shm_nbytes=row.shm_nbytes and min(free))
+    rows = [replace(row, node=tuple(other.rank for other in nodes[_node_of(row)])) for row in rows]
     findings = diagnose(rows)
     return Report(rows, findings, run_checks(group, deadline, any(finding.level == ERROR for finding in findings)))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -48,6 +48,7 @@ MOST_INDEX_NBYTES = 2**24
 INDEX_CODECS: list[Json] = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
 
 _INDEX_CHAIN = [("bytes", {"endian": "little"}), ("crc32c", {})]
+_SHARDING = "sharding_indexed"
 _LEAST_OF_ZSTD = -(1 << 17)
 _KEYS_3 = {
     *("zarr_format", "node_type", "shape", "data_type", "chunk_grid", "chunk_key_encoding", "fill_value", "codecs"),
@@ -73,13 +74,17 @@ def chain_of(document: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]
 def inner_chain(document: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
     """The same of the chunks inside of shards, if the array has some."""
     chain = chain_of(document)
-    inside = [options for name, options in chain if name == "sharding_indexed"]
+    inside = [options for name, options in chain if name == _SHARDING]
     return list(map(_named, inside[0]["codecs"])) if inside else chain
 
 
-def names_of(document: Mapping[str, Any]) -> Iterator[str]:
+def names_of(document: Mapping[str, Any]) -> list[str]:
     """The names of an array's codecs as `ZARR_CODECS` has them, including those inside of shards."""
-    return (_plain(name) for name, _ in _flattened(chain_of(document)))
+    names = []
+    for name, options in chain_of(document):
+        inside = [*options.get("codecs", ()), *options.get("index_codecs", ())] if name == _SHARDING else []
+        names += [name, *(inner for inner, _ in map(_named, inside))]
+    return list(map(_plain, names))
 
 
 def _plain(name: str) -> str:
@@ -102,21 +107,9 @@ def grid_of(document: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, ..
     if name != "regular":
         return None
     outer, chain = _ints(grid["chunk_shape"]), chain_of(document)
-    if [name for name, _ in chain] != ["sharding_indexed"]:
+    if [name for name, _ in chain] != [_SHARDING]:
         return outer, None
     return _ints(chain[0][1]["chunk_shape"]), outer
-
-
-def _inside(options: Mapping[str, Any]) -> Iterator[Chain]:
-    """The chains inside of a codec, if it makes shards."""
-    return (list(map(_named, options[key])) for key in ("codecs", "index_codecs") if options.get(key))
-
-
-def _flattened(chain: Chain) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    for name, options in chain:
-        yield name, options
-        for inner in _inside(options):
-            yield from _flattened(inner)
 
 
 def is_stacked(document: Mapping[str, Any], access: Access = STRICT) -> bool:
@@ -124,33 +117,17 @@ def is_stacked(document: Mapping[str, Any], access: Access = STRICT) -> bool:
 
     Codecs that the caller allows are not always counted: see `Access.counts`.
     """
-    return _n_compressors(chain_of(document), access) > 1
-
-
-def _n_compressors(chain: Chain, access: Access) -> int:
-    """The number of compressors in a chain, plus the most that any chain inside a shard has."""
-    n = 0
-    for name, options in chain:
-        name = _plain(name)
-        n += name not in SIZED and access.counts(name, f"numcodecs.{name}", survived=name in SURVIVED)
-        n += max((_n_compressors(inner, access) for inner in _inside(options)), default=0)
-    return n
+    names = [name for name in names_of(document) if name not in SIZED]
+    return sum(access.counts(name, f"numcodecs.{name}", survived=name in SURVIVED) for name in names) > 1
 
 
 def n_in_shard(document: Mapping[str, Any]) -> int:
-    """The chunks inside one chunk of a regular grid, in shards of all levels: each has an entry in an index."""
-    if document.get("zarr_format") != 3:
+    """The chunks in each shard: each has an entry in an index. 0 if there are no shards."""
+    inner = [options["chunk_shape"] for name, options in chain_of(document) if name == _SHARDING]
+    if not inner:
         return 0
-    return _n_inside(chain_of(document), math.prod(_named(document["chunk_grid"])[1]["chunk_shape"]))
-
-
-def _n_inside(chain: Chain, n_elements: int) -> int:
-    """`n_in_shard` for a chain of codecs and the elements that it encodes. Other codecs leave their number as it is."""
-    for name, options in chain:
-        if name == "sharding_indexed":
-            n_inner = max(1, math.prod(map(int, options["chunk_shape"])))
-            return -(-n_elements // n_inner) * (1 + _n_inside(list(map(_named, options["codecs"])), n_inner))
-    return 0
+    outer = _ints(_named(document["chunk_grid"])[1]["chunk_shape"])
+    return -(-math.prod(outer) // max(1, math.prod(map(int, inner[0]))))
 
 
 # --- chunks
@@ -291,7 +268,7 @@ def _layout_3(document: Mapping[str, Any], dtype: np.dtype[Any]) -> Layout:
     if key_name not in ("default", "v2") or not set(key) <= {"separator"} or separator not in (".", "/"):
         raise NotCovered(f"the chunk keys {key_name!r} with {dict(key)}")
     prefix, outer, chain = "c" + separator if key_name == "default" else "", _ints(grid["chunk_shape"]), chain_of(document)
-    if [name for name, _ in chain] != ["sharding_indexed"]:
+    if [name for name, _ in chain] != [_SHARDING]:
         return Layout(3, outer, prefix, separator, *_serialized(chain, dtype))
     options = chain[0][1]
     _check_known("shards", options, {"chunk_shape", "codecs", "index_codecs", "index_location"})

@@ -29,11 +29,11 @@ from shardload.options import INDEX
 from shardload.planning.copying import plan_copy_rounds
 from shardload.planning.grid import Grid
 from shardload.planning.region import Region
-from shardload.planning.schedule import Schedule
+from shardload.planning.schedule import Owners, Schedule
 from shardload.planning.shards import Shards
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.staging import plan_staging
-from shardload.planning.strategies import PARALLEL, plan_direct, plan_schedules
+from shardload.planning.strategies import plan_direct, plan_shared
 from shardload.system.interruption import let_interruption_pass
 from shardload.transfer.buffers import Piece
 from shardload.transfer.cast import cast_into
@@ -197,7 +197,7 @@ class CopyReading:
         most = self._planned.memory.moving_nbytes // _BLOCKS_IN_CAP
         if is_together:
             shards = planned.pieces(slab, group.size)
-            schedule = plan_schedules(layout, shards, group.size, max_nbytes=most, modes=(PARALLEL,))[PARALLEL]
+            schedule = plan_shared(layout, shards, group.size, Owners(group.size), max_nbytes=most)
         else:
             shards = Shards(slab.shape, (1,) * slab.ndim, np.array([[group.rank]], dtype=np.int64))
             schedule = plan_direct(layout, shards, group.size, max_nbytes=most)

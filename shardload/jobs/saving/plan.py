@@ -134,7 +134,7 @@ class SavePlan:
         """What all ranks must have planned alike, as text."""
         rounds = [[(item.array, item.units) for item in one] for one in self._rounds[:4]]
         owners = [
-            (repr(one.schedule.strategy), one.schedule.blocks.cell) if isinstance(one, OwnerLayout) else one.units.cell
+            (repr(one.schedule.owners), one.schedule.blocks.cell) if isinstance(one, OwnerLayout) else one.units.cell
             for one in self._layouts
         ]
         return f"{self!r}; {owners}; {self._memory}; {rounds}"
@@ -215,7 +215,7 @@ def plan_into(
         format=next(iter(sink.arrays.values())).info.format,
         mode="a" if first else asked.mode,
         arrays=tuple(replace(one.info, dtype=_dtype_text(one.spec.dtype)) for one in sink.arrays.values()),
-        travels=tuple(one.travels for one in layouts),
+        travels=tuple(isinstance(layout, OwnerLayout) for layout in layouts),
         n_ranks=group.size,
         n_nodes=machine.n_nodes,
         n_threads=memory.n_threads,

@@ -22,7 +22,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardload.arrays.disassemble import HostShards, ShardSender, check_replicas
+from shardload.arrays.disassemble import ShardSender
+from shardload.arrays.local_shards import LocalShards, check_replicas
 from shardload.comm.group import Group, Invocation
 from shardload.engine.call import begin_call, unforeseen
 from shardload.engine.ring import Ring
@@ -56,6 +57,11 @@ __all__ = ["SaveReport", "Saving", "Steps", "plan_save", "planned", "save"]
 _log = logging.getLogger("shardload")
 
 Array = np.ndarray[Any, Any]
+
+_NOTHING_SAVED = (
+    "Nothing was saved, because nobody knows which of them are right. Was the array made from data that differed from process "
+    "to process?"
+)
 
 
 @dataclass(frozen=True)
@@ -216,7 +222,7 @@ class Saving:
         self._group, self._asked, self._plan, self._digest = group, asked, plan, digest
         self._layouts, self._options = plan._layouts, asked.options
         self._seconds = 0.0
-        self._shards: list[HostShards] = []
+        self._shards: list[LocalShards] = []
         self._flows = {k: PiecesToBlocks(one.schedule) for k, one in enumerate(self._layouts) if isinstance(one, OwnerLayout)}
         self._units = {k: one.units_of(group.rank) for k, one in enumerate(self._layouts) if isinstance(one, HolderLayout)}
         self._ring = Ring(0)
@@ -228,7 +234,7 @@ class Saving:
         group.watch.enter("compare replicas")
         replicas = self._get_ready()
         if replicas:
-            check_replicas(group, replicas)
+            check_replicas(group, replicas, _NOTHING_SAVED)
         with ExitStack() as opened:
             advance = opened.enter_context(
                 progress_of(self._options.progress, f"'{plan.path}'", self._nbytes_written(), group.rank)
@@ -273,10 +279,10 @@ class Saving:
         self._session = Session(group, self._digest, shared_nbytes=shared_nbytes, checksums=self._options.checksums)
         try:
             for one, layout in zip(self._asked.arrays, self._layouts, strict=True):
-                held = HostShards(one.x, layout.shards, group.rank)
+                held = LocalShards(one.x, layout.shards, group.rank)
                 self._shards.append(held)
                 if layout.shards.n_replicas > 1 and (self._options.verify != INDEX or one.is_everywhere):
-                    replicas.append((one.name, layout.shards, list(held.checksums(Region.whole(one.shape)))))
+                    replicas.append((f"'{one.name}'", layout.shards, held.checksums(Region.whole(one.shape))))
             self._session.stage(n_slots, slot_nbytes, n_packs, slot_nbytes)
             self._ring = Ring(max(map(self._nbytes_received, self._plan._rounds), default=0))
         except StallError:

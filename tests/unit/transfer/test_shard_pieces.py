@@ -1,0 +1,76 @@
+"""Is a shard with a halo complete when all of its sections have arrived, and not before?"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from shardload.errors import ShardloadError
+from shardload.planning.halo import Halo
+from shardload.planning.shards import Shards, plan_shards
+from shardload.transfer.buffers import Piece
+from shardload.transfer.shard_pieces import ShardPieces
+
+SHAPE = (6, 4)
+
+
+def pieces(halo: Halo, rank: int) -> tuple[ShardPieces, dict[int, Piece]]:
+    shards = plan_shards(SHAPE, [(0,), ()], np.arange(3)).with_halo(halo)
+    buffers = {s: Piece(shards.region(s), np.full(shards.shard_shape, -1)) for s in shards.shards_of(rank)}
+    return ShardPieces(shards, SHAPE, buffers, rank), buffers
+
+
+@pytest.mark.parametrize("order", [*itertools.permutations(range(3))])
+def test_the_last_section_completes_the_shard(order: tuple[int, ...]) -> None:
+    """Wrong if a shard went to its device while some of its rows were still to come."""
+    made, buffers = pieces(Halo((1, 2), ("wrap", "wrap")), 0)
+    sections = list(made.sections.values())
+    assert len(sections) == 6
+    order = (*order, 3, 4, 5)
+    assert [made.completed(sections[k]) for k in order[:-1]] == [None] * 5
+    assert made.completed(sections[order[-1]]) is buffers[0]
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_rows_are_repeated_when_the_shard_is_complete(rank: int, early: bool) -> None:
+    """Wrong if they were repeated before the row had arrived, on the shards in between, or not in the corners."""
+    made, buffers = pieces(Halo((1, 2), ("edge", "edge")), rank)
+    made.fill(lambda fill: fill)
+    values = np.arange(24).reshape(SHAPE)
+    (section,) = made.sections.values()
+    section.data[...] = values[section.region.slices()]
+    if early:
+        assert made.completed(section) is buffers[rank]
+    made.finish()
+    around = np.pad(values, [(1, 1), (2, 2)], mode="edge")
+    np.testing.assert_array_equal(buffers[rank].data, around[2 * rank : 2 * rank + 4])
+
+
+def padded(rank: int) -> tuple[ShardPieces, dict[int, Piece]]:
+    """Five rows over three shards of two."""
+    shards = plan_shards(SHAPE, [(0,), ()], np.arange(3))
+    buffers = {s: Piece(shards.region(s), np.full(shards.shard_shape, -1)) for s in shards.shards_of(rank)}
+    return ShardPieces(shards, (5, 3), buffers, rank), buffers
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_padding_is_filled_and_nothing_else(rank: int) -> None:
+    made, buffers = padded(rank)
+    made.fill(lambda fill: 7 if fill is None else fill)
+    expected = np.full((6, 4), 7)
+    expected[:5, :3] = -1
+    np.testing.assert_array_equal(buffers[rank].data, expected[2 * rank : 2 * rank + 2])
+    (section,) = made.sections.values()
+    assert section.region == buffers[rank].region and np.shares_memory(section.data, buffers[rank].data)
+
+
+def test_padding_that_was_left_out_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if one mistake could hide from the filling and from the verifying, which look at the same regions."""
+    made, _ = padded(2)
+    right = Shards.contents
+    monkeypatch.setattr(Shards, "contents", lambda *what: list(right(*what))[:-1])
+    with pytest.raises(ShardloadError, match=r"1 elements of the shard .* were not filled"):
+        made.fill(lambda fill: 7)
