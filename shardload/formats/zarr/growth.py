@@ -7,7 +7,7 @@
 3. `commit` moves its files into the old store: those with new names first, which nobody reads; then those at the old edge,
    whose old values are the same; then the metadata, by renames, that of `dim`'s coordinate after the others, and what describes
    several arrays (consolidated metadata) last.
-4. Before all that a file beside the store, made with O_EXCL, says that an append is at work: `formats.locks`.
+4. Before all that a file beside the store, made with O_EXCL, says that an append is at work: `storage.locks`.
 
 docs/design/save.md says what is on disk after a kill.
 """
