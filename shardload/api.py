@@ -443,7 +443,6 @@ def save(
     plan: Any = _SAVE.plan,
     like: Any = _SAVE.like,
     byteorder: Any = _SAVE.byteorder,
-    writers: str = _SAVE.writers,
     verify: str = _SAVE.verify,
     staging: str | int = _SAVE.staging,
     timeout: float | None = _SAVE.timeout,
@@ -499,9 +498,6 @@ def save(
         usual one.
     byteorder : {"little", "big"}, optional, or dict by name
         Of the numbers in the file; by default the machine's.
-    writers : {"auto", "all", "root"}
-        ``"all"``: each rank writes the chunks that it owns. ``"root"``: the others send their stored chunks to rank 0, which
-        writes. ``"auto"``: all, or if a node does not see the file that rank 0 makes, rank 0 (`SaveReport.writers` says why).
     verify : {"checksum", "file", "full", "index"}
         ``"checksum"``: replicas are compared before; parts are checksummed on their way; then another rank, on another node
         where there is one, reads every chunk back and compares its stored bytes, and decodes one chunk of each rank with the
@@ -567,7 +563,6 @@ def plan_save(
     plan: Any = _SAVE.plan,
     like: Any = _SAVE.like,
     byteorder: Any = _SAVE.byteorder,
-    writers: str = _SAVE.writers,
     verify: str = _SAVE.verify,
     staging: str | int = _SAVE.staging,
     timeout: float | None = _SAVE.timeout,
@@ -586,7 +581,7 @@ def plan_save(
         As in `save`.
     staging, timeout, progress, comm
         As in `save`.
-    mode, format, writers, verify
+    mode, format, verify
         As in `save`.
     tree : jax.Array, jax.ShapeDtypeStruct, dict of them, xarray.Dataset or xarray.DataArray
         As in `save`. A ShapeDtypeStruct with a sharding stands for an array that does not exist yet.

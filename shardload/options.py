@@ -398,10 +398,6 @@ _DECLARED = (
     Option("like", None, 'An array whose layout and attributes are taken: "in.h5:/rho". Or a dict by name.', _SAVES, field=""),
     Option("dim", "time", "The axis along which arrays grow: its name in the file, or its number.", ("append",), field=""),
     Option("byteorder", None, "little or big; None: the machine's. Or a dict by name.", _SAVES, field=""),
-    Option(
-        "writers", AUTO, "Who writes: all ranks that own chunks, or root alone; auto: root if a node does not see its file.",
-        _SAVES, field="", choices=(AUTO, "all", "root"),
-    ),
 )  # fmt: skip
 
 # By name, in the order in which ranks compare them.

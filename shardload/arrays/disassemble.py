@@ -21,9 +21,10 @@ from shardload.planning.schedule import Block
 from shardload.planning.shards import Shards, plan_shards
 from shardload.transfer.buffers import Piece, StagedBlock, Tile, view_of
 from shardload.transfer.checksum import checksum
+from shardload.transfer.moves import ArrayMove
 from shardload.transfer.reader import Reading
 
-__all__ = ["HostShards", "ShardSender", "check_replicas", "shards_of_array"]
+__all__ = ["DeviceSource", "HostShards", "ShardSender", "check_replicas", "shards_of_array"]
 
 Array = np.ndarray[Any, Any]
 _AT_ONCE_NBYTES = 32 << 20
@@ -139,6 +140,28 @@ class ShardSender:
                 )
         self._n += 1
         return Reading(StagedBlock(block, tiles))
+
+
+class DeviceSource:
+    """The source of a round whose values the devices of this process hold, or arrays of NumPy that each process has.
+
+    Parameters
+    ----------
+    shards : sequence of HostShards
+        What this process holds of each array, by `ArrayMove.array`.
+    rank : int
+        This rank.
+    checksums : bool
+        Whether what stays on this rank is checksummed, too.
+    """
+
+    def __init__(self, shards: Sequence[HostShards], rank: int, checksums: bool) -> None:
+        self._shards, self._rank, self._checksums = shards, rank, checksums
+
+    def stage(self, moves: Sequence[ArrayMove], *_: object) -> None:
+        """Give each move its producer."""
+        for move in moves:
+            move.producer = ShardSender(self._shards[move.array], self._rank, move.targets, self._checksums)
 
 
 def check_replicas(group: Group, arrays: Sequence[tuple[str, Shards, list[tuple[int, int]]]]) -> None:

@@ -113,8 +113,6 @@ class SaveArguments:
         Attributes of the file.
     options : Options
         ``verify``, ``staging``, ``timeout``, ``progress``.
-    writers : str
-        ``"auto"``, ``"all"`` or ``"root"``.
     like : mapping of str to str
         Existing arrays after which new ones are stored, by the names of these.
     packed : frozenset of str
@@ -131,7 +129,6 @@ class SaveArguments:
     arrays: list[ToSave]
     attrs: Mapping[str, Any]
     options: Options
-    writers: str = AUTO
     like: Mapping[str, str] = field(default_factory=dict)
     packed: frozenset[str] = frozenset()
     left_out: str = ""
@@ -151,11 +148,9 @@ class SaveArguments:
             raise ConfigError(f"path is {path!r}; expected text, such as 'out.h5'")
         if "\0" in name:
             raise ConfigError(f"path is {path!r}; no file can have a name with the character \\0")
-        mode, writers = given["mode"], given["writers"]
+        mode = given["mode"]
         if mode not in MODES:
             raise ConfigError(f"mode is {mode!r}; expected 'w-' (the name must not exist) or 'w' (it is replaced)")
-        if writers not in WRITERS:
-            raise ConfigError(f"writers is {writers!r}; expected 'auto', 'all' (each rank writes) or 'root' (rank 0 alone)")
         _check_path(name)
         kind = format_for(name, given["format"])
         if given["shape"] is not None and given["plan"] is not None:
@@ -181,7 +176,7 @@ class SaveArguments:
                 raise ConfigError(f"like of '{key}' is {text!r}; expected an array in a file, such as 'in.h5:/rho'")
         like = {key: str(os.fspath(text)) for key, text in like.items()}
         of_caller = frozenset(key for key, one in packed.items() if one is not None)
-        return cls(name, kind, mode, arrays, attrs, options, writers, like, of_caller, group_attrs=of_groups)
+        return cls(name, kind, mode, arrays, attrs, options, like, of_caller, group_attrs=of_groups)
 
     @property
     def names(self) -> list[str]:
@@ -200,7 +195,6 @@ class SaveArguments:
             "path": repr(self.path),
             "format": self.format,
             "mode": self.mode,
-            "writers": self.writers,
             "like": _text_of(self.like),
             **{name: told[name] for name in _CHECKED if name in told},
             "attrs of the file": _text_of(self.attrs),
@@ -246,7 +240,6 @@ def _short(shapes: Mapping[str, tuple[int, ...]]) -> str:
 
 _MOST_SHAPES = 8
 _CHECKED = ("verify", "staging", "timeout", "progress")
-WRITERS = (AUTO, "all", "root")
 
 
 def _check_path(path: str) -> None:
