@@ -32,7 +32,7 @@ import numpy as np
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
-from shardload.formats.base import ArrayInfo
+from shardload.formats.contract.array import ArrayInfo
 from shardload.jobs.loading.call import LoadCall
 from shardload.planning.cost import choose_mode, plan_cost
 from shardload.planning.region import Region

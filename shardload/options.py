@@ -213,7 +213,7 @@ def _dtype(dtype: Any) -> np.dtype[Any] | None:
         return None
     import numpy as np
 
-    from shardload.formats.base import native_dtype, refusal
+    from shardload.formats.contract.dtypes import native_dtype, refusal
 
     try:
         found: np.dtype[Any] = np.dtype(dtype)
@@ -247,7 +247,7 @@ class Option:
         Its field in `Options`, if that has another name. Empty: the function handles the option itself.
     is_shared : bool
         True if it belongs to the whole call, so that it is the same for all arrays of a job. If False, the caller may pass a
-        prefix tree of values, which `jobs.loading.trees` spreads over the arrays: nothing else is needed for that.
+        prefix tree of values, which `jobs.trees` spreads over the arrays: nothing else is needed for that.
     is_one : callable, optional
         For an option of an array: True for a single value. By default whatever JAX takes for a leaf of a tree, or None, is one.
         Needed if a single value may be a tuple, list or dict.

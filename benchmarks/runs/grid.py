@@ -31,7 +31,7 @@ from benchmarks.runs.measure import median, new_record, without_folders, write_r
 from benchmarks.throttle import Cluster, Limits
 from benchmarks.throttle.links import Links, check_rate
 from shardload.comm.topology import Topology
-from shardload.formats.base import ArrayInfo
+from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.lookup import list_arrays
 from shardload.jobs.loading.plan import Plan
 from shardload.jobs.loading.planner import Ranks, plan_array, selection_for

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from shardload.errors import ShardloadError, SourceError
-from shardload.formats.base import Source, settle_bools
+from shardload.formats.contract.dtypes import settle_bools
+from shardload.formats.contract.format import Source
 from shardload.planning.grid import Grid
 from shardload.planning.region import Region
 from shardload.planning.selection import Selection

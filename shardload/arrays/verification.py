@@ -30,7 +30,7 @@ from shardload.arrays.compare import Padding, Truth, sample_regions
 from shardload.arrays.local_shards import COUNTED, Found, LocalShards
 from shardload.comm.group import Group
 from shardload.errors import VerifyError
-from shardload.formats.base import Source
+from shardload.formats.contract.format import Source
 from shardload.options import FILE, FULL, INDEX, fill_value
 from shardload.planning.blocks import plan_blocks
 from shardload.planning.region import Region

@@ -54,7 +54,7 @@ from shardload.units import counted, format_nbytes
 
 if TYPE_CHECKING:
     from shardload.formats.access import Access
-    from shardload.formats.base import ArrayInfo
+    from shardload.formats.contract.array import ArrayInfo
     from shardload.formats.labels import Coordinate
     from shardload.formats.leftovers import Leftover
     from shardload.jobs.loading.tree_plan import TreePlan
@@ -616,14 +616,14 @@ def _print_arrays(
         name: to for name, to in (links or {}).items() if not any(f"{one.dataset}/".startswith(f"{name}/") for one in arrays)
     }
     if links:
-        from shardload.formats.base import some as few
+        from shardload.formats.contract.array import some as few
 
         told = printable(few([f"{name} (to {to})" for name, to in links.items()]))
         how = f"shardload info {printable(path)}:/NAME shows what one leads to"
         lines += wrap(f"links, not listed: {told}; {how}", width_of())
     owners = [f"{name} ({', '.join(attrs)})" for name, attrs in (groups or {}).items() if attrs]
     if owners:
-        from shardload.formats.base import some as few
+        from shardload.formats.contract.array import some as few
 
         how = f"shardload info {printable(path)}:/GROUP shows them"
         lines += wrap(f"attributes of groups: {printable(few(owners))}; {how}", width_of())

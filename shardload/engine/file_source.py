@@ -10,7 +10,8 @@ from functools import partial
 
 import numpy as np
 
-from shardload.formats.base import ArrayInfo, Source
+from shardload.formats.contract.array import ArrayInfo
+from shardload.formats.contract.format import Source
 from shardload.formats.memory import MemorySource
 from shardload.planning.schedule import Schedule
 from shardload.planning.source_layout import SourceLayout

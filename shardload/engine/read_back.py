@@ -23,7 +23,9 @@ import numpy as np
 
 from shardload.errors import SourceError, VerifyError
 from shardload.formats.access import Access
-from shardload.formats.base import OpenFile, native_dtype, read_at
+from shardload.formats.contract.dtypes import native_dtype
+from shardload.formats.contract.format import OpenFile
+from shardload.formats.contract.ranges import read_at
 from shardload.formats.lookup import format_of
 from shardload.formats.sink import Decode, Sink, Ticket
 from shardload.planning.grid import unravel

@@ -1,6 +1,6 @@
 """Where do values come from? From one array in a file, read by region. Nothing here knows ranks or shardings.
 
-Read `base` first: the interface of a format. Then, in the order in which a call uses them:
+Read `contract` first: what a format implements. Then, in the order in which a call uses them:
 
 access       what the caller allows: one object that is passed through every step
 lookup       which array does the caller mean, and how is it opened?
@@ -20,22 +20,12 @@ The names that this package exports are for writing a format in a package of its
 """
 
 from shardload.formats.access import STRICT, Access
-from shardload.formats.base import (
-    ArrayInfo,
-    ChunkReader,
-    Encoded,
-    Format,
-    OpenFile,
-    Scratch,
-    Source,
-    check_request,
-    native_dtype,
-    read_at,
-    read_by_chunks,
-    refusal,
-    state_of,
-    unaddressable,
-)
+from shardload.formats.contract.array import ArrayInfo
+from shardload.formats.contract.by_chunks import read_by_chunks
+from shardload.formats.contract.chunk_reader import ChunkReader, Encoded, Scratch
+from shardload.formats.contract.dtypes import check_request, native_dtype, refusal, unaddressable
+from shardload.formats.contract.format import Format, OpenFile, Source
+from shardload.formats.contract.ranges import read_at, state_of
 from shardload.planning.region import Region
 
 __all__ = [

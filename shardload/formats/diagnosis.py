@@ -18,8 +18,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from shardload.errors import ConfigError, ShardloadError, SourceError, is_unread, printable
-from shardload.formats.base import GROUP, ArrayInfo, nbytes_of, refusal, some
 from shardload.formats.containment import NotAFileError, OutsideError, kind_of, open_file
+from shardload.formats.contract.array import GROUP, ArrayInfo, nbytes_of, some
+from shardload.formats.contract.dtypes import refusal
 from shardload.formats.leftovers import ROOTS, find_leftover
 from shardload.formats.untrusted.answers import HelperError
 from shardload.system.interruption import let_interruption_pass
@@ -263,7 +264,7 @@ def in_path(message: str) -> str:
 
 
 def no_such_array(path: str, name: str, infos: Sequence[ArrayInfo], has_more: bool) -> ConfigError:
-    """The error about a name that no array has. A group may have it: `infos` then has arrays in it, or `base.group_info`.
+    """The error about a name that no array has. A group may have it: `infos` then has arrays in it, or `group_info`.
 
     With `has_more`, `infos` has only some of the arrays.
     """

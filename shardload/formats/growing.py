@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from shardload.formats.base import json_value
+from shardload.formats.contract.array import json_value
 from shardload.formats.sink import Encoder, Sink
 from shardload.planning.region import Region
 from shardload.values.decoding import PACKING, packed_by, typed

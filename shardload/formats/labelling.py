@@ -16,7 +16,8 @@ import numpy as np
 
 from shardload.errors import ConfigError, SourceError, is_unread
 from shardload.formats.access import STRICT, Access
-from shardload.formats.base import ArrayInfo, OpenFile, Source
+from shardload.formats.contract.array import ArrayInfo
+from shardload.formats.contract.format import OpenFile, Source
 from shardload.formats.diagnosis import as_source_error
 from shardload.formats.labels import LONGEST_NAME, MIXED, MOST_ATTRS, Coordinate, Labels, Note
 from shardload.formats.lookup import (

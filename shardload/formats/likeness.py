@@ -1,6 +1,6 @@
 """What must be asked of a new file so that an array in it is like one of another file, maybe of another format?
 
-The layout and the compression are those of the source (`base.Properties`), unless others are asked for. Attributes keep their
+The layout and the compression are those of the source (`Properties`), unless others are asked for. Attributes keep their
 types where the format has them. What marks missing data is said as the format says it, so that xarray and others read the same
 values.
 
@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 
 from shardload.errors import ConfigError
-from shardload.formats.base import ArrayInfo, Properties, native_dtype
+from shardload.formats.contract.array import ArrayInfo, Properties
+from shardload.formats.contract.dtypes import native_dtype
 from shardload.formats.labels import names_in
 from shardload.formats.netcdf import refused_by_hdf5, refused_by_netcdf
 from shardload.formats.sink import ArraySpec, Compression, fitting

@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 from shardload.errors import ConfigError, SourceError
 from shardload.formats import registry
 from shardload.formats.access import STRICT, Access
-from shardload.formats.base import ArrayInfo, Format, OpenFile, Source, nbytes_of
 from shardload.formats.changes import complete_append
+from shardload.formats.contract.array import ArrayInfo, nbytes_of
+from shardload.formats.contract.format import Format, OpenFile, Source
 from shardload.formats.diagnosis import (
     NO_VARIABLE,
     as_source_error,

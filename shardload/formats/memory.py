@@ -9,7 +9,9 @@ import numpy as np
 
 from shardload.errors import SourceError
 from shardload.formats.access import STRICT, Access
-from shardload.formats.base import ArrayInfo, Format, Source, check_request, native_dtype, refusal
+from shardload.formats.contract.array import ArrayInfo
+from shardload.formats.contract.dtypes import check_request, native_dtype, refusal
+from shardload.formats.contract.format import Format, Source
 from shardload.planning.region import Region
 
 __all__ = ["FORMAT", "MemoryFormat", "MemorySource"]

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from shardload.formats.base import Format
+from shardload.formats.contract.format import Format
 from shardload.system.interruption import let_interruption_pass
 
 __all__ = ["GROUP", "Entry", "claiming", "installed", "load", "names", "own"]

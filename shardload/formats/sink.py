@@ -1,4 +1,4 @@
-"""How are arrays written by many ranks, one chunk by one rank? Through one small interface, the opposite of `base.Source`.
+"""How are arrays written by many ranks, one chunk by one rank? Through one small interface, the opposite of `Source`.
 
 1. An `ArraySpec` says what an array of the new file shall be. A `Sink` is made of the specs of all, the same on every rank.
 2. Any thread of any rank encodes values: ``sink.arrays[name].encode(region, values)``.
@@ -22,8 +22,9 @@ from typing import Any, Self
 import numpy as np
 
 from shardload.errors import ConfigError
-from shardload.formats.base import ArrayInfo, refusal
 from shardload.formats.codecs.words import compression_typed, has_own_shuffle
+from shardload.formats.contract.array import ArrayInfo
+from shardload.formats.contract.dtypes import refusal
 from shardload.planning.grid import ravel
 from shardload.planning.region import Region
 

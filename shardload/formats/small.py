@@ -7,15 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from shardload.formats.base import (
-    ArrayInfo,
-    Source,
-    chunks_met,
-    nbytes_of,
-    read_by_chunks,
-    read_chunks,
-    read_plain_chunks,
-)
+from shardload.formats.contract.array import ArrayInfo, nbytes_of
+from shardload.formats.contract.by_chunks import chunks_met, read_by_chunks, read_chunks, read_plain_chunks
+from shardload.formats.contract.format import Source
 from shardload.planning.blocks import count_runs
 from shardload.planning.rates import START_SECONDS, one_reader_seconds
 from shardload.planning.region import Region

@@ -26,7 +26,7 @@ import numpy as np
 
 from shardload.arrays.compare import sample_regions
 from shardload.errors import ShardloadError, SourceError
-from shardload.formats.base import Source
+from shardload.formats.contract.format import Source
 from shardload.planning.grid import Grid
 from shardload.planning.region import Region
 from shardload.planning.selection import Selection

@@ -15,7 +15,7 @@ from typing import Any
 
 from shardload.errors import ConfigError, ShardloadError, printable
 from shardload.formats.access import Access, Limits
-from shardload.formats.base import ArrayInfo, json_value, some
+from shardload.formats.contract.array import ArrayInfo, json_value, some
 from shardload.formats.diagnosis import in_path
 from shardload.formats.labelling import labelled, labelled_below, list_labelled, read_labels
 from shardload.formats.labels import OnDemand

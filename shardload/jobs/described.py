@@ -7,7 +7,8 @@ from contextlib import closing
 from dataclasses import replace
 
 from shardload.errors import SourceError
-from shardload.formats.base import ArrayInfo, OpenFile, Properties
+from shardload.formats.contract.array import ArrayInfo, Properties
+from shardload.formats.contract.format import OpenFile
 from shardload.formats.diagnosis import as_source_error, check_loadable
 from shardload.formats.labels import names_in
 from shardload.formats.likeness import as_text, named_beside

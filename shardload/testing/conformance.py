@@ -29,7 +29,10 @@ from typing import Any
 import numpy as np
 
 from shardload.errors import ShardloadError
-from shardload.formats.base import ArrayInfo, Format, Source, fresh, native_dtype
+from shardload.formats.contract.array import ArrayInfo
+from shardload.formats.contract.chunk_reader import fresh
+from shardload.formats.contract.dtypes import native_dtype
+from shardload.formats.contract.format import Format, Source
 from shardload.planning.region import Region
 
 __all__ = ["DTYPES", "SHAPES", "ConformanceError", "check_format", "check_source"]

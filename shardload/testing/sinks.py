@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from shardload.errors import ConfigError
-from shardload.formats.base import native_dtype
+from shardload.formats.contract.dtypes import native_dtype
 from shardload.formats.sink import ArraySpec, Catalog, Encoder, Sink, Stored, Ticket, Writer
 from shardload.planning.region import Region
 from shardload.testing.conformance import DTYPES, SHAPES, _expect, _Findings, ramp

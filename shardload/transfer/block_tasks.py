@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from shardload.formats.base import Source, settle_bools
+from shardload.formats.contract.dtypes import settle_bools
+from shardload.formats.contract.format import Source
 from shardload.planning.schedule import Block
 from shardload.planning.source_layout import SourceLayout
 from shardload.system.scratch import ThreadScratch

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from shardload.errors import ConfigError
-from shardload.formats.base import is_added
+from shardload.formats.contract.dtypes import is_added
 from shardload.planning.region import Region
 
 __all__ = ["cast_into"]

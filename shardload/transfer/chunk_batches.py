@@ -20,7 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from shardload.formats.base import BatchReader, has_missing, settle_bools
+from shardload.formats.contract.by_chunks import has_missing
+from shardload.formats.contract.chunk_reader import BatchReader
+from shardload.formats.contract.dtypes import settle_bools
 from shardload.planning.batches import cut_box, stretches
 from shardload.planning.grid import numbers_in
 from shardload.planning.region import Region

@@ -25,7 +25,8 @@ from typing import Any
 import numpy as np
 
 from shardload.errors import ShardloadError
-from shardload.formats.base import BatchReader, ChunkReader, Room, settle_bools
+from shardload.formats.contract.chunk_reader import BatchReader, ChunkReader, Room
+from shardload.formats.contract.dtypes import settle_bools
 from shardload.planning.blocks import aligned
 from shardload.planning.grid import numbers_in
 from shardload.planning.region import Region

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from shardload.errors import MissingChunksWarning, SourceError
-from shardload.formats.base import ArrayInfo
+from shardload.formats.contract.array import ArrayInfo
 from shardload.planning.region import Region
 from shardload.planning.schedule import Block, Grid, Schedule
 from shardload.planning.selection import Selection

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import numpy as np
 
 from shardload.errors import SourceError
-from shardload.formats.base import ChangedError, Source, UndecodedError
 from shardload.formats.containment import NotAFileError, OutsideError
+from shardload.formats.contract.format import ChangedError, Source, UndecodedError
 from shardload.formats.untrusted.answers import HelperError
 from shardload.planning.region import Region
 from shardload.planning.schedule import Grid

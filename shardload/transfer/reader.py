@@ -18,7 +18,8 @@ from functools import partial
 from typing import Protocol
 
 from shardload.errors import ShardloadError, StallError
-from shardload.formats.base import ChunkReader, Source
+from shardload.formats.contract.chunk_reader import ChunkReader
+from shardload.formats.contract.format import Source
 from shardload.planning.schedule import Block
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.tuning import Tuning, default_tuning

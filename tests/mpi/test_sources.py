@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload import PeerError, SourceError
-from shardload.formats.base import ArrayInfo
+from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.untrusted import helper as helper_module
 from tests.mpi.sources import NAME, SOURCES, read_part
 from tests.mpi.support import DECOMPOSITIONS, READERS, VERIFY, check, cube, distinct, mesh_of, on_root, ramp, same_error, share

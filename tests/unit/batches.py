@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from shardload.formats.base import BatchReader, Source
+from shardload.formats.contract.chunk_reader import BatchReader
+from shardload.formats.contract.format import Source
 from shardload.planning.batches import cut_box
 from tests.unit.files import assert_same
 

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardload.formats.base import ArrayInfo, Encoded, Room, fresh
+from shardload.formats.contract.array import ArrayInfo
+from shardload.formats.contract.chunk_reader import Encoded, Room, fresh
 from shardload.planning.region import Region
 from shardload.planning.schedule import Block, Grid, Part, Schedule
 from shardload.planning.selection import select_axes

@@ -18,7 +18,8 @@ import numpy as np
 import zarr
 
 from shardload.formats.access import STRICT, Access
-from shardload.formats.base import ArrayInfo, Source
+from shardload.formats.contract.array import ArrayInfo
+from shardload.formats.contract.format import Source
 from shardload.formats.lookup import Finder, split_path
 from shardload.planning.region import Region
 from shardload.planning.tuning import Tuning, default_tuning

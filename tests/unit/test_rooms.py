@@ -27,7 +27,7 @@ ROOMS = {
     "shardload.system": ("numpy",),
     "shardload.planning": ("numpy",),
     "shardload.values": ("numpy",),
-    "shardload.formats.base": ("numpy",),
+    "shardload.formats.contract": ("numpy",),
     "shardload.formats.lookup": ("numpy",),
     "shardload.options": (),
     "shardload.transfer": ("numpy", "deflate"),

@@ -21,7 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from shardload.formats.base import has_missing, native_dtype
+from shardload.formats.contract.by_chunks import has_missing
+from shardload.formats.contract.dtypes import native_dtype
 from shardload.system.scratch import shared_scratch
 
 __all__ = ["Bytes", "Chain", "EncodeChain", "Many", "Stage", "Step", "decode_many", "have_other_sizes"]

@@ -17,9 +17,9 @@ import deflate
 import numpy as np
 import zstandard
 
-from shardload.formats.base import UndecodedError
 from shardload.formats.codecs.chains import Bytes, Many, Stage, Step
 from shardload.formats.codecs.transforms import numcodecs, one_by_one
+from shardload.formats.contract.format import UndecodedError
 
 __all__ = [
     "blosc_error",

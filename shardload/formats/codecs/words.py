@@ -49,7 +49,7 @@ def compression_typed(text: str) -> dict[str, Any] | None:
 def compression_told(
     names: Sequence[str], is_shuffled: bool, options: Callable[[], Mapping[str, Any]]
 ) -> dict[str, Any] | str | None:
-    """The keywords of `sink.Compression`; None for an array that is not compressed; text as in `base.Properties`.
+    """The keywords of `sink.Compression`; None for an array that is not compressed; text as in `Properties`.
 
     Parameters
     ----------

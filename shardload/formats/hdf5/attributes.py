@@ -14,7 +14,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from shardload.formats.base import json_value
+from shardload.formats.contract.array import json_value
 from shardload.formats.hdf5.names import decoded
 
 __all__ = ["UnreadableError", "axis_texts_of", "has", "is_plain", "is_scale", "names_of", "plain", "read", "scales_of"]

@@ -23,9 +23,10 @@ import h5py
 import numpy as np
 from h5py._objects import phil
 
-from shardload.formats.base import UndecodedError, chunks_met
 from shardload.formats.codecs.compressors import check_blosc, decode_zstd
 from shardload.formats.codecs.transforms import decode_shuffle
+from shardload.formats.contract.by_chunks import chunks_met
+from shardload.formats.contract.format import UndecodedError
 from shardload.formats.hdf5.chunk_order import is_listed, is_over_edge
 from shardload.formats.hdf5.filters import NAMES, scaleoffset_is_idle
 from shardload.formats.hdf5.missing import MISSING_WORDS

@@ -23,9 +23,12 @@ import h5py
 import numpy as np
 from h5py._objects import phil  # HDF5's lock in h5py, which its raw reads did not always take (h5py issue 2764)
 
-from shardload.formats.base import Encoded, Room, Spans, check_chunk, chunks_met, fresh, is_added
 from shardload.formats.codecs.chains import Chain, decode_many
 from shardload.formats.codecs.transforms import decode_byte_order
+from shardload.formats.contract.by_chunks import check_chunk, chunks_met
+from shardload.formats.contract.chunk_reader import Encoded, Room, fresh
+from shardload.formats.contract.dtypes import is_added
+from shardload.formats.contract.ranges import Spans
 from shardload.formats.hdf5.chunk_index import MOST_ENTRIES, list_tree
 from shardload.formats.hdf5.chunk_order import PutRight, UnknownOrderError, is_listed, is_over_edge, true_place
 from shardload.formats.hdf5.filters import stage_of

@@ -21,7 +21,7 @@ import h5py
 import numpy as np
 
 from shardload.errors import ConfigError
-from shardload.formats.base import is_added
+from shardload.formats.contract.dtypes import is_added
 from shardload.formats.hdf5.metadata import NO_VARIABLE, NON_COORDINATE
 from shardload.formats.netcdf import NETCDF_TYPES, RESERVED, refused_by_hdf5, refused_by_netcdf, unreadable_name
 from shardload.formats.sink import ONE_LENGTH, ArraySpec, with_dims

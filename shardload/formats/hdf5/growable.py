@@ -14,9 +14,9 @@ import h5py
 import numpy as np
 
 from shardload.errors import ConfigError, SourceError
-from shardload.formats.base import dtype_text, is_added, native_dtype, refusal
 from shardload.formats.changes import complete_append
 from shardload.formats.containment import open_file
+from shardload.formats.contract.dtypes import dtype_text, is_added, native_dtype, refusal
 from shardload.formats.growing import HOW_TO_GROW, meaning_of
 from shardload.formats.hdf5.attributes import axis_texts_of, is_scale, plain, scales_of
 from shardload.formats.hdf5.in_memory import file_in_memory

@@ -29,8 +29,8 @@ import h5py
 import numpy as np
 
 from shardload.errors import ConfigError, SourceError
-from shardload.formats.base import state_of
 from shardload.formats.changes import HEAD_NBYTES, Change, make_changes, read_changes, write_changes
+from shardload.formats.contract.ranges import state_of
 from shardload.formats.growing import Growing, GrowingSink
 from shardload.formats.hdf5.growable import file_state, spec_of, unfit
 from shardload.formats.hdf5.ledger import MOST_NBYTES, Ledger

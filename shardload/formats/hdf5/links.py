@@ -35,8 +35,8 @@ from h5py._objects import phil
 
 from shardload.errors import printable
 from shardload.formats.access import STRICT, Access
-from shardload.formats.base import state_of
 from shardload.formats.containment import TARGET_HINT, Fence, OutsideError, why_not_a_file
+from shardload.formats.contract.ranges import state_of
 from shardload.formats.hdf5.filters import is_stacked, refuse_filters
 from shardload.formats.hdf5.integrity import Sizes
 from shardload.formats.hdf5.names import decoded, encoded

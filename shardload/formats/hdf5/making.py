@@ -14,9 +14,10 @@ from typing import Any
 import h5py
 import numpy as np
 
-from shardload.formats.base import Properties, dtype_text, native_dtype, refusal
 from shardload.formats.codecs.table import HDF5_CODECS
 from shardload.formats.codecs.words import compression_told
+from shardload.formats.contract.array import Properties
+from shardload.formats.contract.dtypes import dtype_text, native_dtype, refusal
 from shardload.formats.hdf5.attributes import UnreadableError, axis_texts_of, is_scale, names_of, plain, read, scales_of
 from shardload.formats.hdf5.filters import LOSSY, NAMES, parameters_of, scaleoffset_is_idle
 from shardload.formats.hdf5.metadata import (

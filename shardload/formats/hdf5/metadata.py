@@ -15,8 +15,9 @@ import h5py
 import numpy as np
 
 from shardload.formats.access import STRICT, Access
-from shardload.formats.base import MOST_KEPT, TOLD, ArrayInfo, json_value, native_dtype, refusal, unaddressable
 from shardload.formats.codecs.table import HDF5_CODECS
+from shardload.formats.contract.array import MOST_KEPT, TOLD, ArrayInfo, json_value
+from shardload.formats.contract.dtypes import native_dtype, refusal, unaddressable
 from shardload.formats.hdf5.attributes import (
     UnreadableError,
     axis_texts_of,

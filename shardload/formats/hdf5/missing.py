@@ -16,7 +16,7 @@ import h5py
 import numpy as np
 from h5py._objects import phil
 
-from shardload.formats.base import chunks_met
+from shardload.formats.contract.by_chunks import chunks_met
 from shardload.formats.hdf5.chunk_index import MOST_ENTRIES, list_tree
 from shardload.formats.hdf5.chunk_order import true_place
 from shardload.formats.hdf5.opened import creation_of, header_of

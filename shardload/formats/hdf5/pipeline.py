@@ -21,10 +21,10 @@ import numpy as np
 from h5py._objects import phil
 
 from shardload.errors import ConfigError
-from shardload.formats.base import is_added, native_dtype
 from shardload.formats.codecs.chains import EncodeChain, Step
 from shardload.formats.codecs.table import HDF5_CODECS, Codec
 from shardload.formats.codecs.transforms import encode_fletcher32, encode_shuffle
+from shardload.formats.contract.dtypes import is_added, native_dtype
 from shardload.formats.hdf5.filters import LOSSY, NAMES, values_of
 from shardload.formats.hdf5.in_memory import file_in_memory
 from shardload.formats.hdf5.raw_file import BFLOAT16, type_in_file

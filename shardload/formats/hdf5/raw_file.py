@@ -23,7 +23,7 @@ import h5py
 import ml_dtypes
 import numpy as np
 
-from shardload.formats.base import Spans, read_at, state_of
+from shardload.formats.contract.ranges import Spans, read_at, state_of
 
 __all__ = [
     "BFLOAT16",

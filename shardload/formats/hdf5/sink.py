@@ -24,7 +24,9 @@ import h5py
 import numpy as np
 
 from shardload.errors import ConfigError, SourceError
-from shardload.formats.base import ArrayInfo, native_dtype, read_at
+from shardload.formats.contract.array import ArrayInfo
+from shardload.formats.contract.dtypes import native_dtype
+from shardload.formats.contract.ranges import read_at
 from shardload.formats.hdf5.dimensions import check_netcdf, name_axes, netcdf_names, with_dims_beside_coordinates, write_attrs
 from shardload.formats.hdf5.in_memory import file_in_memory
 from shardload.formats.hdf5.ledger import MOST_NBYTES, Ledger

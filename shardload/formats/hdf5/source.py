@@ -24,25 +24,13 @@ import numpy as np
 
 from shardload.errors import ConfigError, SourceError, printable
 from shardload.formats.access import STRICT, Access
-from shardload.formats.base import (
-    MOST_NAMED,
-    ArrayInfo,
-    ChangedError,
-    ChunkReader,
-    Format,
-    OpenFile,
-    Properties,
-    Source,
-    a_few_chunks,
-    check_request,
-    group_info,
-    index_in_parts,
-    native_dtype,
-    read_by_chunks,
-    some,
-    state_of,
-)
 from shardload.formats.containment import Fence, NotAFileError, OutsideError, open_file
+from shardload.formats.contract.array import MOST_NAMED, ArrayInfo, Properties, group_info, some
+from shardload.formats.contract.by_chunks import a_few_chunks, index_in_parts, read_by_chunks
+from shardload.formats.contract.chunk_reader import ChunkReader
+from shardload.formats.contract.dtypes import check_request, native_dtype
+from shardload.formats.contract.format import ChangedError, Format, OpenFile, Source
+from shardload.formats.contract.ranges import state_of
 from shardload.formats.hdf5.chunk_heads import check_heads
 from shardload.formats.hdf5.chunks import fill_value, leaves_gaps, open_chunks
 from shardload.formats.hdf5.contiguous import Hdf5Contiguous, open_contiguous

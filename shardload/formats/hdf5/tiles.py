@@ -28,25 +28,12 @@ from typing import Any, Protocol
 import h5py
 import numpy as np
 
-from shardload.formats.base import (
-    ArrayInfo,
-    BatchReader,
-    ChangedError,
-    ChunkReader,
-    Encoded,
-    PlainReader,
-    Room,
-    Source,
-    a_few_chunks,
-    check_chunk,
-    chunks_met,
-    fresh,
-    native_dtype,
-    read_by_chunks,
-    read_chunks,
-    refusal,
-    state_of,
-)
+from shardload.formats.contract.array import ArrayInfo
+from shardload.formats.contract.by_chunks import a_few_chunks, check_chunk, chunks_met, read_by_chunks, read_chunks
+from shardload.formats.contract.chunk_reader import BatchReader, ChunkReader, Encoded, PlainReader, Room, fresh
+from shardload.formats.contract.dtypes import native_dtype, refusal
+from shardload.formats.contract.format import ChangedError, Source
+from shardload.formats.contract.ranges import state_of
 from shardload.formats.hdf5.chunks import fill_value
 from shardload.formats.hdf5.opened import creation_of, kind_of
 from shardload.formats.hdf5.raw_file import type_of_values

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from shardload.formats.base import ArrayInfo, refusal
+from shardload.formats.contract.array import ArrayInfo
+from shardload.formats.contract.dtypes import refusal
 from shardload.formats.labels import Coordinate, Labels, Note
 from shardload.values.decoding import ATTRIBUTES, Packing
 

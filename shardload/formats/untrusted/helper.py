@@ -29,8 +29,8 @@ import numpy as np
 
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.access import Limits
-from shardload.formats.base import UndecodedError
 from shardload.formats.containment import NotAFileError, OutsideError
+from shardload.formats.contract.format import UndecodedError
 from shardload.formats.untrusted.answers import LONGEST_TEXT, HelperError, clean, lie
 from shardload.system.thread_pool import Pool
 from shardload.units import format_nbytes

@@ -17,7 +17,10 @@ import numpy as np
 
 from shardload.errors import SourceError
 from shardload.formats.access import STRICT, Access, Limits
-from shardload.formats.base import ArrayInfo, Format, OpenFile, Source, a_few_chunks, check_request, native_dtype, settle_bools
+from shardload.formats.contract.array import ArrayInfo
+from shardload.formats.contract.by_chunks import a_few_chunks
+from shardload.formats.contract.dtypes import check_request, native_dtype, settle_bools
+from shardload.formats.contract.format import Format, OpenFile, Source
 from shardload.formats.labels import Labels
 from shardload.formats.untrusted.answers import HelperError, clean, info_of, is_int, labels_of, lie, state_of
 from shardload.formats.untrusted.helper import Helper

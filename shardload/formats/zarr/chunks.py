@@ -26,9 +26,12 @@ import numpy as np
 import zarr
 import zarr.storage
 
-from shardload.formats.base import ArrayInfo, Encoded, Room, Spans, check_chunk, fresh, read_at
 from shardload.formats.codecs.chains import Chain, decode_many
 from shardload.formats.containment import TARGET_HINT, Fence, NotAFileError, OutsideError, kind_of
+from shardload.formats.contract.array import ArrayInfo
+from shardload.formats.contract.by_chunks import check_chunk
+from shardload.formats.contract.chunk_reader import Encoded, Room, fresh
+from shardload.formats.contract.ranges import Spans, read_at
 from shardload.formats.zarr.metadata import MOST_INDEX_NBYTES, Layout, NotCovered, layout_of
 from shardload.formats.zarr.store import inner_store
 

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from shardload.errors import ConfigError
-from shardload.formats.base import dtype_text, is_added, refusal
 from shardload.formats.codecs.chains import EncodeChain, Step
 from shardload.formats.codecs.table import ZARR_CODECS
 from shardload.formats.codecs.transforms import encode_crc32c, encode_shuffle
 from shardload.formats.codecs.words import has_own_shuffle
+from shardload.formats.contract.dtypes import dtype_text, is_added, refusal
 from shardload.formats.sink import ArraySpec, Compression
 from shardload.formats.zarr.codecs import options_of
 

@@ -27,10 +27,11 @@ import numpy as np
 import zarr
 
 from shardload.errors import ConfigError, SourceError
-from shardload.formats.base import ArrayInfo, native_dtype, refusal
 from shardload.formats.codecs.chains import EncodeChain, Step
 from shardload.formats.codecs.table import BLOSC_CODES, ZARR_CODECS
 from shardload.formats.containment import Fence
+from shardload.formats.contract.array import ArrayInfo
+from shardload.formats.contract.dtypes import native_dtype, refusal
 from shardload.formats.growing import Growing, GrowingSink, meaning_of
 from shardload.formats.leftovers import GROWTH_MARK, ROOTS
 from shardload.formats.locks import AppendLock

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import zarr
 
-from shardload.formats.base import Properties, is_added, native_dtype, refusal
 from shardload.formats.codecs.table import ZARR_CODECS
 from shardload.formats.codecs.words import compression_told
+from shardload.formats.contract.array import Properties
+from shardload.formats.contract.dtypes import is_added, native_dtype, refusal
 from shardload.formats.labels import Labels
 from shardload.formats.zarr.codecs import parameters_of
 from shardload.formats.zarr.metadata import codecs_of_2

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from shardload.formats.access import STRICT, Access
-from shardload.formats.base import refusal
 from shardload.formats.codecs.chains import Stage
 from shardload.formats.codecs.table import ZARR_CODECS
 from shardload.formats.codecs.transforms import decode_byte_order, decode_crc32c
+from shardload.formats.contract.dtypes import refusal
 from shardload.formats.zarr.codecs import SIZED, SURVIVED, parameters_of
 
 __all__ = ["MOST_INDEX_NBYTES", "Layout", "NotCovered", "codecs_of_2", "is_stacked", "layout_of", "n_in_shard"]

@@ -22,7 +22,8 @@ import google_crc32c
 import numpy as np
 
 from shardload.errors import ConfigError
-from shardload.formats.base import ArrayInfo, native_dtype
+from shardload.formats.contract.array import ArrayInfo
+from shardload.formats.contract.dtypes import native_dtype
 from shardload.formats.leftovers import GROWTH_MARK, ROOTS
 from shardload.formats.sink import (
     ArraySpec,

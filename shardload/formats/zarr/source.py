@@ -37,31 +37,13 @@ import zarr.storage
 
 from shardload.errors import ConfigError, SourceError, is_unread, printable
 from shardload.formats.access import STRICT, Access
-from shardload.formats.base import (
-    MOST_KEPT,
-    MOST_NAMED,
-    TOLD,
-    ArrayInfo,
-    ChunkReader,
-    Format,
-    OpenFile,
-    Properties,
-    Source,
-    a_few_chunks,
-    check_request,
-    chunks_met,
-    group_info,
-    index_in_parts,
-    is_added,
-    json_value,
-    native_dtype,
-    read_by_chunks,
-    refusal,
-    some,
-    state_of,
-    unaddressable,
-)
 from shardload.formats.containment import Fence
+from shardload.formats.contract.array import MOST_KEPT, MOST_NAMED, TOLD, ArrayInfo, Properties, group_info, json_value, some
+from shardload.formats.contract.by_chunks import a_few_chunks, chunks_met, index_in_parts, read_by_chunks
+from shardload.formats.contract.chunk_reader import ChunkReader
+from shardload.formats.contract.dtypes import check_request, is_added, native_dtype, refusal, unaddressable
+from shardload.formats.contract.format import Format, OpenFile, Source
+from shardload.formats.contract.ranges import state_of
 from shardload.formats.labels import Coordinate, Labels, names_in
 from shardload.formats.leftovers import ROOTS
 from shardload.formats.zarr.chunks import ZarrChunks, chunk_layout, chunk_reader

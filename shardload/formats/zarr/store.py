@@ -25,8 +25,8 @@ import zarr.storage
 from zarr.abc.store import OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
 
 from shardload.errors import SourceError
-from shardload.formats.base import state_of
 from shardload.formats.containment import TARGET_HINT, Fence, NotAFileError, OutsideError, kind_of, open_file
+from shardload.formats.contract.ranges import state_of
 from shardload.formats.zarr.codecs import checked
 
 __all__ = [

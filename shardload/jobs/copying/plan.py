@@ -10,7 +10,7 @@ import numpy as np
 
 from shardload.comm.topology import Topology
 from shardload.errors import ConfigError
-from shardload.formats.base import ArrayInfo
+from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.sink import ArraySpec, Sink
 from shardload.jobs.copying.request import PAGE_NBYTES, STAGING_NBYTES, CopyRequest, Found
 from shardload.planning.chunk_shapes import plan_rows

@@ -18,7 +18,7 @@ from shardload.engine.file_source import FileSource, OpenArray
 from shardload.engine.file_target import Chunk
 from shardload.engine.session import Round
 from shardload.errors import SourceError, StallError
-from shardload.formats.base import OpenFile, Source
+from shardload.formats.contract.format import OpenFile, Source
 from shardload.formats.lookup import open_file, split_path
 from shardload.jobs.consistency import State, check_same_file, check_unchanged
 from shardload.jobs.copying.plan import CopyPlan

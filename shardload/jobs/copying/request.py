@@ -18,7 +18,9 @@ import numpy as np
 
 from shardload.errors import ConfigError, SourceError, printable
 from shardload.formats.access import Access, Limits
-from shardload.formats.base import ArrayInfo, OpenFile, Properties, dtype_text, some
+from shardload.formats.contract.array import ArrayInfo, Properties, some
+from shardload.formats.contract.dtypes import dtype_text
+from shardload.formats.contract.format import OpenFile
 from shardload.formats.likeness import KEEP, Asked, attrs_for, bounds_of, spec_like
 from shardload.formats.lookup import Finder, find_array, open_file, split_path
 from shardload.formats.sink import ArraySpec, Compression, Sink, unopened_by_xarray

@@ -27,7 +27,9 @@ import numpy as np
 
 from shardload.errors import ConfigError, LeftOutWarning, SourceError, printable
 from shardload.formats.access import Access
-from shardload.formats.base import ArrayInfo, OpenFile, Properties, nbytes_of, some, state_of
+from shardload.formats.contract.array import ArrayInfo, Properties, nbytes_of, some
+from shardload.formats.contract.format import OpenFile
+from shardload.formats.contract.ranges import state_of
 from shardload.formats.diagnosis import as_source_error
 from shardload.formats.likeness import Asked, as_text, attrs_for, bounds_of, same_value, spec_like
 from shardload.formats.lookup import Finder, find_array, list_arrays, open_file, split_path

@@ -24,14 +24,16 @@ from shardload.arrays.padding import remember
 from shardload.arrays.verification import Found, Verifier, VerifyHow
 from shardload.errors import SourceError, StallError, printable
 from shardload.formats.access import Access
-from shardload.formats.base import ArrayInfo, OpenFile, Source, settle_bools
+from shardload.formats.contract.array import ArrayInfo
+from shardload.formats.contract.dtypes import settle_bools
+from shardload.formats.contract.format import OpenFile, Source
 from shardload.formats.labels import OnDemand
 from shardload.formats.lookup import absolute, file_of, open_file, open_source
 from shardload.formats.memory import MemorySource
 from shardload.jobs.consistency import State, check_names, check_same_file, check_unchanged, contents_of, is_open
 from shardload.jobs.loading.plan import Layout, Plan
 from shardload.jobs.loading.report import Phase
-from shardload.jobs.loading.trees import in_array, naming_errors
+from shardload.jobs.trees import in_array, naming_errors
 from shardload.options import INDEX, Options, fill_value, pad_value
 from shardload.planning.halo import HaloShards
 from shardload.planning.tuning import Tuning

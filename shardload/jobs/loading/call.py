@@ -32,7 +32,8 @@ from shardload.comm.launch import rank_of_process
 from shardload.engine.call import Call, begin_call, unforeseen
 from shardload.errors import ConfigError
 from shardload.formats.access import Access
-from shardload.formats.base import ArrayInfo, Source
+from shardload.formats.contract.array import ArrayInfo
+from shardload.formats.contract.format import Source
 from shardload.formats.labelling import SMALL_NBYTES, Labeller, read_labels
 from shardload.formats.labels import Labels, OnDemand
 from shardload.formats.lookup import Finder, Found
@@ -45,7 +46,7 @@ from shardload.jobs.loading.plan import Plan
 from shardload.jobs.loading.planner import Ranks, plan_array, read_in_turn, selection_for, staging_together
 from shardload.jobs.loading.request import Request, mesh_of, read_requests
 from shardload.jobs.loading.tree_plan import TreePlan
-from shardload.jobs.loading.trees import ArrayTree, Place, in_array, is_one, keys_text, naming_errors, text_of, where_text
+from shardload.jobs.trees import ArrayTree, Place, in_array, is_one, keys_text, naming_errors, where_text
 from shardload.options import AUTO, OWN, TIMEOUT, Options
 from shardload.planning.region import Region
 from shardload.planning.selection import (
@@ -317,8 +318,6 @@ class LoadCall:
             found = self._grow(found)
         if self.tree.is_single:
             return [self._plan_found(self.requests[0], self.tree.places[0], "", found[0], values)]
-        if is_by_name(self._options.get("select")):
-            self._refuse_ambiguous([ArrayInfo.from_dict(array[0]) for array in found])
         self._tuning = self._tuning.for_many(len(found))
         loads: list[ArrayLoad] = []
         for k, (request, place, keys) in enumerate(zip(self.requests, self.tree.places, self.tree.where, strict=True)):
@@ -404,19 +403,6 @@ class LoadCall:
             new_found.append(array)
         self.tree, self.requests = grown, requests
         return new_found
-
-    def _refuse_ambiguous(self, infos: list[ArrayInfo]) -> None:
-        """Raise ConfigError if a dict of positions means one thing by the names of arrays, and another by those of axes."""
-        for where, select, places in self.tree.dicts_as_trees(self._options.get("select")):
-            meant = [(_selected(infos[k], select), _selected(infos[k], self.requests[k].options.select)) for k in places]
-            if all(by_axes is not None for by_axes, _ in meant) and any(by_axes != by_arrays for by_axes, by_arrays in meant):
-                keys = ", ".join(map(repr, select))
-                key, part = next(iter(select.items()))
-                raise ConfigError(
-                    f"select{text_of(where)} is {select!r}: {keys} are keys of the arrays there, and names of their axes too. "
-                    f"If each array is to have its own selection, pass tuples: {{{key!r}: ({part!r},), ...}}. If the axes are "
-                    f"meant, pass the dict for each array: {{{key!r}: {select!r}, ...}}"
-                )
 
     def _explain(self, error: ConfigError, k: int, infos: list[ArrayInfo]) -> None:
         """Add to the error about the k-th array, which cannot be planned, what it shares with others.

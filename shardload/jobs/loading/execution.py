@@ -30,13 +30,13 @@ from shardload.comm.group import Group, Invocation
 from shardload.engine.call import begin_call
 from shardload.engine.session import Session
 from shardload.errors import ConfigError, PackedWarning, StallError
-from shardload.formats.base import some
+from shardload.formats.contract.array import some
 from shardload.jobs.consistency import N_SUMS, State, check_same, to_sums, version_in, version_of_state
 from shardload.jobs.loading.array_load import ArrayLoad, OpenSources, OwnArray
 from shardload.jobs.loading.plan import Layout, Plan
 from shardload.jobs.loading.report import ArrayReport, LoadReport, Phase, join_proven, make_report
-from shardload.jobs.loading.trees import keys_text
 from shardload.jobs.progress import progress_of
+from shardload.jobs.trees import keys_text
 from shardload.options import FILE, FULL
 from shardload.planning.blocks import aligned
 from shardload.planning.staging import Staging, plan_staging

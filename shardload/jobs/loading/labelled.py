@@ -15,12 +15,12 @@ import numpy as np
 
 from shardload.arrays.padding import version_of
 from shardload.errors import ConfigError, SourceError
-from shardload.formats.base import ArrayInfo, some
+from shardload.formats.contract.array import ArrayInfo, some
 from shardload.formats.labels import Labels, Note, OnDemand, names_in
 from shardload.jobs.consistency import version_of_state
 from shardload.jobs.loading.plan import Plan
 from shardload.jobs.loading.tree_plan import TreePlan
-from shardload.jobs.loading.trees import Where, node_of, rebuilt, text_of
+from shardload.jobs.trees import Where, node_of, rebuilt, text_of
 from shardload.planning.selection import Selection
 from shardload.system.caller import warn_once
 from shardload.values.decoding import ATTRIBUTES, VALID_RANGE

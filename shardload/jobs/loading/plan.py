@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 
 from shardload.arrays.padding import Extent, version_of
 from shardload.errors import ConfigError
-from shardload.formats.base import ArrayInfo
+from shardload.formats.contract.array import ArrayInfo
 from shardload.jobs.consistency import Version
 from shardload.jobs.loading.describe import as_html, describe_plan, describe_plan_in_a_line
 from shardload.jobs.loading.report import LoadReport

@@ -22,7 +22,7 @@ import numpy as np
 from shardload.arrays.sharding import describe_decomposition, layout_shards, padded_shape, read_halo, read_spec, verify_layout
 from shardload.comm.topology import UNKNOWN_NBYTES, Topology
 from shardload.errors import ConfigError, SourceError
-from shardload.formats.base import ArrayInfo
+from shardload.formats.contract.array import ArrayInfo
 from shardload.jobs.loading.plan import Layout, Plan
 from shardload.jobs.loading.request import Request
 from shardload.options import AUTO, Options, pad_value

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardload.arrays.sharding import describe_sharding, devices_per_process, read_sharding
 from shardload.errors import ConfigError
-from shardload.jobs.loading.trees import ArrayTree, in_array, is_one, is_one_spec, text_of, where_text
+from shardload.jobs.trees import ArrayTree, in_array, is_one, is_one_spec, text_of, where_text
 from shardload.options import OPTIONS, OWN, Options
 from shardload.planning.selection import Between, Near
 
@@ -74,7 +74,7 @@ def read_requests(tree: ArrayTree, mesh: Any, spec: Any, options: Mapping[str, A
         If an argument is wrong, or a tree of them does not match the tree of arrays.
     """
     own = [option for option in OWN if option.name in options]
-    values = {o.name: tree.spread(o.name, options[o.name], o.is_one or is_one, o.may_be_dict) for o in own}
+    values = {o.name: tree.spread(o.name, options[o.name], o.is_one or is_one, o.may_be_dict, o.default) for o in own}
     values |= {"mesh": tree.spread("mesh", mesh), "spec": tree.spread("spec", spec, is_one_spec)}
     shared = {name: value for name, value in options.items() if name not in values}
     is_tree = not (is_one(mesh) and is_one_spec(spec)) or any(not (o.is_one or is_one)(options[o.name]) for o in own)
@@ -107,27 +107,19 @@ def _read(given: dict[str, Any], processes: Any) -> Request:
 
 
 def _read_pattern(given: dict[str, Any], processes: Any) -> Request:
-    """The same for all arrays below a group: each value of each tree is checked, because any array may be there."""
+    """The same for all arrays below a group. Of trees the first values are checked; the others when the arrays are known."""
     kinds = {option.name: option.is_one or is_one for option in OWN} | {"mesh": is_one, "spec": is_one_spec}
-    leaves = {name: _leaves(value, kinds[name]) for name, value in given.items() if name in kinds}
-    first, *_ = [
-        _read(given | {name: values[k % len(values)] for name, values in leaves.items()}, processes)
-        for k in range(max(map(len, leaves.values())))
-    ]
+    trees = {name: value for name, value in given.items() if name in kinds}
+    leaves = {name: jax.tree_util.tree_leaves(value, is_leaf=kinds[name]) or [None] for name, value in trees.items()}
+    first = _read(given | {name: values[0] for name, values in leaves.items()}, processes)
     text = {"sharding": f"{_tree_text(given['mesh'], _mesh_text)}, {_tree_text(given['spec'], repr)}"}
-    trees = {option.name for option in OWN if option.text is not None}
-    text |= {name: _tree_text(value, repr) for name, value in given.items() if name in trees}
+    text |= {option.name: _tree_text(trees[option.name], repr) for option in OWN if option.text and option.name in trees}
     return replace(first, text={**first.text, **text})
 
 
 def mesh_of(mesh: Any) -> Any:
     """The mesh of what the caller passed as one."""
     return mesh.mesh if isinstance(mesh, NamedSharding) else mesh
-
-
-def _leaves(tree: Any, is_leaf: Callable[[Any], bool]) -> list[Any]:
-    """The single values in a tree of values; at least one."""
-    return jax.tree_util.tree_leaves(tree, is_leaf=is_leaf) or [None]
 
 
 def _tree_text(tree: Any, text: Callable[[Any], str]) -> str:

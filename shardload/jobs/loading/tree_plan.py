@@ -11,7 +11,7 @@ import jax
 
 from shardload.arrays.padding import version_of
 from shardload.errors import ConfigError, printable
-from shardload.formats.base import ArrayInfo
+from shardload.formats.contract.array import ArrayInfo
 from shardload.jobs.loading.describe import as_html
 from shardload.jobs.loading.plan import Executor, Plan
 from shardload.jobs.loading.report import LoadReport

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shardload.errors import ConfigError
 from shardload.jobs.loading.array_load import ArrayLoad
 from shardload.jobs.loading.call import LoadCall
-from shardload.jobs.loading.trees import ArrayTree, Place, in_array, text_of
+from shardload.jobs.trees import ArrayTree, Place, in_array, text_of
 from shardload.options import OPTIONS
 
 __all__ = ["VerifyCall"]

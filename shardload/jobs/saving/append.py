@@ -28,7 +28,9 @@ from shardload.engine.file_target import Chunk, FileTarget, Written
 from shardload.engine.session import Round, Session
 from shardload.errors import ConfigError, ShardloadError, SourceError
 from shardload.formats.access import Access
-from shardload.formats.base import Source, native_dtype, some
+from shardload.formats.contract.array import some
+from shardload.formats.contract.dtypes import native_dtype
+from shardload.formats.contract.format import Source
 from shardload.formats.growing import HOW_TO_GROW, Growing, GrowingSink
 from shardload.formats.leftovers import ROOTS, refuse_leftover
 from shardload.formats.lookup import format_of

@@ -21,7 +21,8 @@ import numpy as np
 from shardload.arrays.padding import Extent, extent_of, is_known, padded_like, was_decoded
 from shardload.arrays.sharding import describe_sharding
 from shardload.errors import ConfigError
-from shardload.formats.base import dtype_text, refusal, some
+from shardload.formats.contract.array import some
+from shardload.formats.contract.dtypes import dtype_text, refusal
 from shardload.formats.saving import SUFFIXES, format_for
 from shardload.formats.sink import Compression
 from shardload.formats.target import MODES

@@ -17,7 +17,9 @@ import numpy as np
 
 from shardload.errors import ConfigError, is_unread
 from shardload.formats.access import STRICT
-from shardload.formats.base import ArrayInfo, OpenFile, Source, dtype_text, native_dtype, some
+from shardload.formats.contract.array import ArrayInfo, some
+from shardload.formats.contract.dtypes import dtype_text, native_dtype
+from shardload.formats.contract.format import OpenFile, Source
 from shardload.formats.diagnosis import as_source_error, in_path
 from shardload.formats.growing import units_of
 from shardload.formats.labelling import SMALL_NBYTES

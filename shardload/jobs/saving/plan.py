@@ -15,7 +15,8 @@ from shardload.arrays.disassemble import shards_of_array
 from shardload.comm.group import Group
 from shardload.comm.launch import rank_of_process
 from shardload.errors import ConfigError
-from shardload.formats.base import ArrayInfo, native_dtype
+from shardload.formats.contract.array import ArrayInfo
+from shardload.formats.contract.dtypes import native_dtype
 from shardload.formats.likeness import marked
 from shardload.formats.saving import make_sink
 from shardload.formats.sink import ArraySpec, Sink, unopened_by_xarray

@@ -42,9 +42,9 @@ import shardload
 from shardload.cli.main import app
 from shardload.errors import SourceError
 from shardload.formats.access import Access, Limits
-from shardload.formats.base import a_few_chunks
 from shardload.formats.codecs.chains import Chain, Stage
 from shardload.formats.codecs.compressors import decode_blosc, decode_gzip, decode_zlib, decode_zstd
+from shardload.formats.contract.by_chunks import a_few_chunks
 from shardload.formats.hdf5.filters import NAMES, n_compressors
 from shardload.formats.hdf5.source import Hdf5Source
 from shardload.formats.lookup import find_array, list_arrays, open_source

@@ -16,8 +16,10 @@ import tensorstore
 import zarr
 
 from shardload.formats.access import Access
-from shardload.formats.base import BatchReader, Source, Spans
 from shardload.formats.containment import NotAFileError, OutsideError
+from shardload.formats.contract.chunk_reader import BatchReader
+from shardload.formats.contract.format import Source
+from shardload.formats.contract.ranges import Spans
 from shardload.formats.lookup import open_source
 from tests.unit.batches import check_batches, read_box
 

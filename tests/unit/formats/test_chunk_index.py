@@ -16,7 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 import shardload
 from shardload.errors import SourceError
-from shardload.formats.base import read_by_chunks
+from shardload.formats.contract.by_chunks import read_by_chunks
 from shardload.formats.hdf5 import chunks as module
 from shardload.formats.hdf5.chunk_index import DamagedIndexError, ListedChunks, list_tree
 from shardload.formats.lookup import open_source

@@ -23,7 +23,8 @@ import pytest
 
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.access import Access
-from shardload.formats.base import ArrayInfo, Source
+from shardload.formats.contract.array import ArrayInfo
+from shardload.formats.contract.format import Source
 from shardload.formats.hdf5 import source as source_module
 from shardload.formats.lookup import find_array, list_arrays, open_source
 from shardload.planning.region import Region

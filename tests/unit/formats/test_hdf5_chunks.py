@@ -20,7 +20,8 @@ import numpy as np
 import pytest
 
 from shardload.formats.access import Access
-from shardload.formats.base import ChunkReader, Encoded, Source
+from shardload.formats.contract.chunk_reader import ChunkReader, Encoded
+from shardload.formats.contract.format import Source
 from shardload.formats.hdf5 import chunk_order
 from shardload.formats.hdf5 import chunks as hdf5_chunks
 from shardload.formats.hdf5.chunk_order import is_listed

@@ -13,7 +13,7 @@ import pytest
 from shardload import SourceError
 from shardload.formats import Region, small
 from shardload.formats.access import STRICT
-from shardload.formats.base import read_chunks
+from shardload.formats.contract.by_chunks import read_chunks
 from shardload.formats.hdf5 import source as hdf5
 from shardload.formats.hdf5.opened import OpenDataset
 from shardload.formats.lookup import Finder, open_file

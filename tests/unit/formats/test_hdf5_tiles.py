@@ -17,15 +17,10 @@ import pytest
 import zstandard
 
 from shardload.errors import SourceError
-from shardload.formats.base import (
-    ArrayInfo,
-    BatchReader,
-    ChangedError,
-    ChunkReader,
-    read_by_chunks,
-    read_chunks,
-    read_plain_chunks,
-)
+from shardload.formats.contract.array import ArrayInfo
+from shardload.formats.contract.by_chunks import read_by_chunks, read_chunks, read_plain_chunks
+from shardload.formats.contract.chunk_reader import BatchReader, ChunkReader
+from shardload.formats.contract.format import ChangedError
 from shardload.formats.hdf5 import links, tiles
 from shardload.formats.hdf5 import opened as opened_module
 from shardload.formats.hdf5.opened import kept

@@ -18,7 +18,7 @@ import zarr
 import shardload
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.access import Access, Limits
-from shardload.formats.base import ArrayInfo
+from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.labelling import Labeller, read_labels
 from shardload.formats.labels import Note, from_plain, to_plain
 from shardload.formats.lookup import find_array

@@ -26,7 +26,9 @@ import shardload
 from shardload.errors import ConfigError, SourceError
 from shardload.formats import registry
 from shardload.formats.access import Access, Limits
-from shardload.formats.base import ArrayInfo, Format, Source, json_value, refusal
+from shardload.formats.contract.array import ArrayInfo, json_value
+from shardload.formats.contract.dtypes import refusal
+from shardload.formats.contract.format import Format, Source
 from shardload.formats.diagnosis import no_arrays_below
 from shardload.formats.hdf5 import source as hdf5_module
 from shardload.formats.lookup import Finder, find_array, list_arrays, open_source, split_path

@@ -18,7 +18,7 @@ from xarray.backends.zarr import FillValueCoder
 
 from shardload.errors import ConfigError
 from shardload.formats.access import STRICT, Access, Limits
-from shardload.formats.base import ArrayInfo
+from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.lookup import find_array, list_arrays, open_source
 from shardload.planning.region import Region
 from shardload.values.decoding import ATTRIBUTES, decoding_of, packed_by

@@ -26,8 +26,8 @@ import zarr
 
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.access import Access, Limits
-from shardload.formats.base import ArrayInfo
 from shardload.formats.containment import NotAFileError, OutsideError
+from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.lookup import Finder, find_array, list_arrays, open_file, open_source
 from shardload.formats.untrusted import helper as helper_module
 from shardload.formats.untrusted import source as untrusted

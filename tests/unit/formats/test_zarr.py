@@ -24,7 +24,8 @@ import zarr.storage
 
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.access import Access
-from shardload.formats.base import ArrayInfo, UndecodedError
+from shardload.formats.contract.array import ArrayInfo
+from shardload.formats.contract.format import UndecodedError
 from shardload.formats.lookup import find_array, list_arrays, open_file, open_source
 from shardload.formats.zarr.source import describe
 from shardload.planning.region import Region

@@ -19,8 +19,9 @@ import zarr
 import zarr.codecs
 import zarr.storage
 
-from shardload.formats.base import Encoded, Source
 from shardload.formats.codecs.chains import Chain
+from shardload.formats.contract.chunk_reader import Encoded
+from shardload.formats.contract.format import Source
 from shardload.formats.lookup import open_source
 from shardload.formats.zarr import chunks as zarr_chunks
 from shardload.formats.zarr import metadata as zarr_layout

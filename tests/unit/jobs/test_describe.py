@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from shardload.formats.base import ArrayInfo
+from shardload.formats.contract.array import ArrayInfo
 from shardload.jobs.loading.describe import as_html, describe_plan, describe_plan_in_a_line
 from shardload.planning.cost import Cost
 from shardload.planning.machine import WORKSTATION, Machine

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from shardload.errors import ConfigError, PeerError, SourceError
-from shardload.jobs.loading.trees import ArrayTree, Place, in_array, is_one_spec, where_text
+from shardload.jobs.trees import ArrayTree, Place, in_array, is_one_spec, where_text
 from shardload.options import OPTIONS, OWN
 from shardload.planning.selection import near
 
@@ -105,7 +105,7 @@ def test_a_prefix_tree_of_values(value: Any, expected: list[Any]) -> None:
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        ({"pos": 1, "gas": 2}, r"pad does not match the arrays: pad has no \['id'\]\."),
+        ({"pos": 1, "gaz": 2}, r"pad does not match the arrays: pad has no \['gas'\], \['id'\]; only pad has \['gaz'\]"),
         (
             {"pos": 1, "gas": {"rho": 1, "t": 2}, "id": 1},
             r"pad\['gas'\] does not match the arrays\['gas'\]: pad has no \['temp",
@@ -134,6 +134,21 @@ def test_what_is_one_value() -> None:
     assert [option.name for option in OWN][:4] == ["select", "dtype", "decode", "pad"]
 
 
+def test_names_with_slashes_and_defaults() -> None:
+    """Wrong if a name with a slash were no group, one of two values for a name were lost, or a default went elsewhere."""
+    tree = ArrayTree.of_names("a.h5", ["/rho", "/g/vel", "/g/h/id"])  # JAX's order: g/h/id, g/vel, rho
+    assert [place.dataset for place in tree.places] == ["/g/h/id", "/g/vel", "/rho"]
+    for same in ({"g/vel": 1, "rho": 2}, {"g": {"vel": 1}, "/rho": 2}):
+        assert tree.spread("chunks", same, default=0) == [0, 1, 2]
+    assert tree.spread("chunks", {"g": 1, "rho": None}, default=0) == [1, 1, None]
+    with pytest.raises(ConfigError, match="chunks names 'g/vel' twice"):
+        tree.spread("chunks", {"g": {"vel": 1}, "g/vel": 2}, default=0)
+    with pytest.raises(ConfigError, match=r"only chunks has \['x'\]"):
+        tree.spread("chunks", {"x": 1}, default=0)
+    with pytest.raises(ConfigError, match="'rho/x' is an array, or is in one"):
+        ArrayTree.of_names("a.h5", ["/rho", "/rho/x"])
+
+
 def test_a_value_that_may_be_a_dict() -> None:
     """A selection by names of dimensions: a dict is a tree only where the arrays are in a dict with the same keys."""
     tree, by_name = ArrayTree.join("a.h5", {"u": "x", "v": "y"}), {"time": -1}
@@ -156,12 +171,6 @@ def test_a_selection_by_names_of_axes_or_a_tree_of_selections() -> None:
     for wrong in ({"g": by_name, "tiem": 2}, {"g": (0,)}, {"g": [0, 1], "t": 0}):
         with pytest.raises(ConfigError, match=r"select does not match the arrays: select has no \['"):
             spread(wrong)
-    found = tree.dicts_as_trees({"g": by_name, "time": 2})
-    assert [(where_text(where), select, places) for where, select, places in found] == [("array ['g']", by_name, [0, 1])]
-    for certain in (by_name, {"g": {"lat": (0,), "lon": (1,)}, "time": 2}, {"g": near_one, "time": 2}, 0, None):
-        assert tree.dicts_as_trees(certain) == [], certain
-    of_all = tree.dicts_as_trees({"g": 0, "time": 2})
-    assert [(len(where), places) for where, _, places in of_all] == [(0, [0, 1, 2])]
 
 
 def test_patterns() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from shardload.formats.base import Scratch, fresh
+from shardload.formats.contract.chunk_reader import Scratch, fresh
 from shardload.system.scratch import ThreadScratch, empty_bytes
 
 

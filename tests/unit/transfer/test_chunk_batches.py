@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardload.errors import ConfigError, PeerError, SourceError
-from shardload.formats.base import Encoded, Room, fresh
+from shardload.formats.contract.chunk_reader import Encoded, Room, fresh
 from shardload.planning.region import Region
 from shardload.planning.schedule import Block, Part
 from shardload.planning.selection import Selection, select_axes

@@ -14,7 +14,7 @@ import zarr
 from hypothesis import given, settings
 
 from shardload.errors import MissingChunksWarning, SourceError
-from shardload.formats.base import ArrayInfo
+from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.lookup import open_source
 from shardload.planning.region import Region
 from shardload.planning.schedule import Grid, Schedule, plan_shards

@@ -5,7 +5,8 @@ A tree is what `jax.tree_util` takes for one: dicts, lists, tuples, None and reg
 1. `ArrayTree.join` joins the tree of paths with the tree of names. Each leaf is then one `Place`: an array, or a pattern
    (``"group/*"``) that stands for all arrays below a group.
 2. `ArrayTree.spread` gives every place its value of an option. An option is a single value, or a prefix tree: a tree that ends
-   early, whose leaf then counts for everything below it, as in `jit`'s ``in_shardings``.
+   early, whose leaf then counts for everything below it, as in `jit`'s ``in_shardings``. In its dicts, names with slashes are
+   the same as dicts in dicts, and what a dict does not name has the default. This holds for every call, `load` and `save`.
 3. `ArrayTree.grow` replaces patterns by nested dicts of the arrays that were found, with a key for each group.
 4. `ArrayTree.build` gives results the structure of the tree.
 
@@ -15,7 +16,7 @@ Nodes are matched by their keys, not by their type: a list of two goes with a tu
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -30,23 +31,14 @@ from shardload.planning.selection import Between, Near
 from shardload.system.interruption import let_interruption_pass
 
 __all__ = [
-    "ArrayTree",
-    "Place",
-    "Where",
-    "in_array",
-    "is_one",
-    "is_one_spec",
-    "keys_text",
-    "naming_errors",
-    "node_of",
-    "rebuilt",
-    "text_of",
-    "where_text",
-]
+    "NEEDED", "ArrayTree", "Place", "Where", "in_array", "is_one", "is_one_spec", "keys_text", "naming_errors", "node_of",
+    "rebuilt", "text_of", "where_text",
+]  # fmt: skip
 
 # The keys that lead from the root of a tree to a leaf.
 Where = tuple[Any, ...]
 _MOST_SHOWN = 8  # keys in a message
+NEEDED: Any = object()  # in place of a default: there is none
 
 
 @dataclass(frozen=True, eq=False)
@@ -236,6 +228,14 @@ class ArrayTree:
             )
         return made
 
+    @classmethod
+    def of_names(cls, path: str, names: Iterable[str]) -> ArrayTree:
+        """The arrays with these full names, in a dict for each group. ConfigError if one is an array and a group."""
+        try:
+            return cls(_nested((name.strip("/").split("/"), Place(path, name)) for name in names))
+        except ValueError as error:
+            raise ConfigError(f"{error} is an array, or is in one, and an array holds no other. Rename one of them") from None
+
     @property
     def is_single(self) -> bool:
         """True if the call is about one array, which is not in a tree."""
@@ -246,7 +246,14 @@ class ArrayTree:
         """True if only the file says which arrays there are."""
         return any(place.is_pattern for place in self.places)
 
-    def spread(self, name: str, value: Any, is_one: Callable[[Any], bool] = is_one, may_be_dict: bool = False) -> list[Any]:
+    def spread(
+        self,
+        name: str,
+        value: Any,
+        is_one: Callable[[Any], bool] = is_one,
+        may_be_dict: bool = False,
+        default: Any = NEEDED,
+    ) -> list[Any]:
         """The value of an option for each place; for a pattern it may be a tree still.
 
         Parameters
@@ -254,52 +261,46 @@ class ArrayTree:
         name : str
             The option, for messages.
         value : object
-            A single value, or a prefix tree of values.
+            A single value, or a prefix tree of values. Its dicts may have names with slashes in place of dicts in dicts.
         is_one : callable
             True for a single value.
         may_be_dict : bool
             True if a single value may be a dict, as in a selection by names of axes. `is_tree_here` tells such a dict from a
             tree; it counts for all arrays below its place.
+        default : object, optional
+            The value of arrays that a dict does not name. Without one, it has to name all.
 
         Raises
         ------
         ConfigError
             If the tree of values does not match. It says at which keys.
         """
+
+        def walk(outline: Any, value: Any, where: Where) -> Iterator[Any]:
+            is_dict = may_be_dict and isinstance(value, Mapping)
+            if isinstance(outline, Place):
+                if not (outline.is_pattern or is_one(value) or is_dict or _node(value) is None):
+                    text = repr(value)
+                    raise ConfigError(
+                        f"{name}{text_of(where)} is {text[:77]}, a tree, but there is one array at that place. Pass one value"
+                    )
+                yield value
+                return
+            children = node_of(outline) or []
+            if isinstance(value, Mapping) and not is_one(value):
+                value = _with_groups(value, [key for key, _ in children], f"{name}{text_of(where)}")
+            of_value = None if is_one(value) or (is_dict and not is_tree_here(value, children)) else node_of(value)
+            if of_value is None:
+                yield from [value] * sum(1 for _ in _places(outline))
+                return
+            other = "dataset" if name == "x" else "the arrays"
+            values = _matching(name, of_value, children, where, other, default if isinstance(value, Mapping) else NEEDED)
+            for (key, child), part in zip(children, values, strict=True):
+                yield from walk(child, part, (*where, key))
+
         if self._structure is None or is_one(value):
             return [value] * len(self.places)
-        found: list[Any] = []
-        _spread(self._outline, value, (), name, is_one, may_be_dict, found)
-        return found
-
-    def dicts_as_trees(self, value: Any) -> list[tuple[Where, Mapping[Any, Any], list[int]]]:
-        """Where `spread` takes a dict for a tree, though it could be one value (`may_be_dict`).
-
-        Returns
-        -------
-        list of tuple
-            The keys that lead there, the dict, and the numbers of the places below.
-        """
-        found: list[tuple[Where, Mapping[Any, Any], list[int]]] = []
-        numbers = {id(place): k for k, place in enumerate(self.places)}
-
-        def look(outline: Any, value: Any, where: Where) -> None:
-            children = None if isinstance(outline, Place) else node_of(outline)
-            of_value = node_of(value)
-            if not children or of_value is None:
-                return
-            if isinstance(value, Mapping):
-                if not is_tree_here(value, children):
-                    return
-                if all(node_of(one) is None for one in value.values()):
-                    found.append((where, value, [numbers[id(place)] for place in _places(outline)]))
-            by_key = dict(of_value)
-            for key, child in children:
-                if key in by_key:
-                    look(child, by_key[key], (*where, key))
-
-        look(self._outline, value, ())
-        return found
+        return list(walk(self._outline, value, ()))
 
     def grow(self, names: Mapping[int, Sequence[str]]) -> ArrayTree:
         """The tree with a nested dict in the place of each pattern.
@@ -314,7 +315,19 @@ class ArrayTree:
         ConfigError
             If a name is that of an array and of a group.
         """
-        leaves = [_nested(place, names[k]) if place.is_pattern else place for k, place in enumerate(self.places)]
+        leaves: list[Any] = list(self.places)
+        for k, found in names.items():
+            pattern = self.places[k]
+            below = (name.removeprefix(pattern.group).strip("/").split("/") for name in found)
+            try:
+                leaves[k] = _nested(
+                    (keys, Place(pattern.path, name, pattern=pattern)) for keys, name in zip(below, found, strict=True)
+                )
+            except ValueError as error:
+                raise ConfigError(
+                    f"{error} in '{pattern.path}' is an array and a group in one: {pattern.dataset!r} cannot give it a place. "
+                    "Pass the names"
+                ) from None
         return ArrayTree(leaves[0] if self._structure is None else jax.tree_util.tree_unflatten(self._structure, leaves))
 
     def build(self, values: Sequence[Any]) -> Any:
@@ -339,54 +352,28 @@ def _join(path: Any, dataset: Any, where: Where) -> Any:
     return jax.tree_util.tree_unflatten(structure, joined)
 
 
-def _spread(
-    outline: Any,
-    value: Any,
-    where: Where,
-    name: str,
-    is_one: Callable[[Any], bool],
-    may_be_dict: bool,
-    found: list[Any],
-) -> None:
-    """Append the value of each place of `outline` to `found`."""
-    is_dict = may_be_dict and isinstance(value, Mapping)
-    if isinstance(outline, Place):
-        if not (outline.is_pattern or is_one(value) or is_dict or _node(value) is None):
-            raise ConfigError(
-                f"{name}{text_of(where)} is {_short(value)}, a tree, but there is one array at that place. Pass one value"
-            )
-        found.append(value)
-        return
-    children: list[tuple[Any, Any]] = (_node(outline) or ([], None))[0]
-    if isinstance(value, Mapping) and not is_one(value):
-        value = _with_groups(value, [key for key, _ in children], f"{name}{text_of(where)}")
-    of_value = None if is_one(value) else _node(value)
-    if is_dict and not is_tree_here(value, children):
-        found += [value] * sum(1 for _ in _places(outline))
-        return
-    other = "dataset" if name == "x" else "the arrays"
-    values = [value] * len(children) if of_value is None else _matching(name, of_value[0], children, where, other)
-    for (key, child), one in zip(children, values, strict=True):
-        _spread(child, one, (*where, key), name, is_one, may_be_dict, found)
-
-
 def _with_groups(value: Mapping[Any, Any], keys: Sequence[Any], name: str) -> Mapping[Any, Any]:
-    """The same dict with a dict for each group, if it has names with slashes for keys, as `save` takes them."""
+    """The same dict with a dict for each group, if it has names with slashes for keys."""
     if not any(isinstance(key, str) and "/" in key and jax.tree_util.DictKey(key) not in keys for key in value):
         return value
-    groups: dict[Any, Any] = {}
-    for key, part in value.items():
-        head, _, rest = key.strip("/").partition("/") if isinstance(key, str) else (key, "", "")
-        if rest and head not in groups:
-            groups[head] = {}
-        group: Any = groups.get(head)
-        if (rest and (not isinstance(group, dict) or rest in group)) or (not rest and head in groups):
-            raise ConfigError(f"{name} names '{key}' twice, or an array and the group that it is in. Give each once")
-        if rest:
-            group[rest] = part
-        else:
-            groups[head] = dict(part) if isinstance(part, Mapping) else part
-    return groups
+    pairs = [(key.strip("/").split("/") if isinstance(key, str) else [key], part) for key, part in value.items()]
+    try:
+        return _nested(pairs)
+    except ValueError as error:
+        raise ConfigError(f"{name} names {error} twice, or an array and the group that it is in. Give each once") from None
+
+
+def _nested(pairs: Iterable[tuple[list[Any], Any]]) -> dict[Any, Any]:
+    """A dict for each group of values with the names that lead to them. ValueError names the value that has no place."""
+    root: dict[Any, Any] = {}
+    for (*groups, last), value in pairs:
+        held: Any = root
+        for group in groups:
+            held = held.setdefault(group, {}) if isinstance(held, dict) else held
+        if not isinstance(held, dict) or last in held:
+            raise ValueError("'" + "/".join(map(str, (*groups, last))) + "'")
+        held[last] = dict(value) if isinstance(value, Mapping) else value
+    return root
 
 
 def is_tree_here(value: Mapping[Any, Any], children: Sequence[tuple[Any, Any]]) -> bool:
@@ -410,12 +397,19 @@ def _places(outline: Any) -> Iterator[Place]:
         yield from _places(child)
 
 
-def _matching(name: str, values: list[tuple[Any, Any]], children: list[tuple[Any, Any]], where: Where, other: str) -> list[Any]:
+def _matching(
+    name: str,
+    values: list[tuple[Any, Any]],
+    children: list[tuple[Any, Any]],
+    where: Where,
+    other: str,
+    default: Any = NEEDED,
+) -> list[Any]:
     """The values in the order of the keys of `children`. ConfigError if the keys differ."""
     by_key = dict(values)
     wanted = [key for key, _ in children]
-    if by_key.keys() != set(wanted):
-        lacks = [str(key) for key in wanted if key not in by_key]
+    if not by_key.keys() <= set(wanted) or (default is NEEDED and len(by_key) < len(wanted)):
+        lacks = [str(key) for key in wanted if key not in by_key and default is NEEDED]
         extra = [str(key) for key in by_key if key not in set(wanted)]
         what = "; ".join(
             f"{text} {', '.join(keys[:_MOST_SHOWN])}{', ...' if len(keys) > _MOST_SHOWN else ''}"
@@ -426,28 +420,4 @@ def _matching(name: str, values: list[tuple[Any, Any]], children: list[tuple[Any
             f"{name}{text_of(where)} does not match {other}{text_of(where)}: {what}. Pass "
             f"{'a tree' if name == 'x' else 'one value for all, or a tree'} with the same keys"
         )
-    return [by_key[key] for key in wanted]
-
-
-def _nested(pattern: Place, names: Sequence[str]) -> dict[str, Any]:
-    """The arrays below a group, with a dict for each group."""
-    root: dict[str, Any] = {}
-    for name in names:
-        *groups, last = name.removeprefix(pattern.group).strip("/").split("/")
-        held: Any = root
-        for group in groups:
-            held = held.setdefault(group, {})
-            if not isinstance(held, dict):
-                break
-        if not isinstance(held, dict) or last in held:
-            raise ConfigError(
-                f"'{name}' in '{pattern.path}' is an array and a group in one: {pattern.dataset!r} cannot give it a place. "
-                "Pass the names"
-            )
-        held[last] = Place(pattern.path, name, pattern=pattern)
-    return root
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return [by_key.get(key, default) for key in wanted]

@@ -1,0 +1,9 @@
+"""What is a file format? What each must implement, and what helps to do so.
+
+array         what is known of an array: `ArrayInfo`, `Properties`
+format        `Format`, `OpenFile`, `Source`: what a format implements
+chunk_reader  reads and decodes stored chunks in several threads
+by_chunks     reads a region chunk by chunk
+dtypes        which values JAX can hold
+ranges        ranges of bytes of a file
+"""

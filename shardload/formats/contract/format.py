@@ -1,0 +1,305 @@
+"""What must a file format implement?
+
+1. A `Format` says which files are its own, and opens them.
+2. An `OpenFile` is one such file, opened once.
+3. A `Source` is one open array.
+
+None of them knows ranks, devices or plans.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+import numpy as np
+
+from shardload.formats.access import STRICT, Access
+from shardload.formats.contract.array import ArrayInfo, Properties
+from shardload.formats.contract.chunk_reader import ChunkReader
+from shardload.formats.labels import Labels
+from shardload.planning.region import Region
+
+__all__ = ["ChangedError", "Format", "OpenFile", "Source", "UndecodedError"]
+
+
+class ChangedError(OSError):
+    """A file is another one than that which was looked at when the plan was made. The text says what to do."""
+
+
+class UndecodedError(ValueError):
+    """A chunk is encoded in a way that is not decoded here, though it may be whole. The text says what reads it."""
+
+
+class Source(abc.ABC):
+    """One open array. Not collective: each reading rank opens its own.
+
+    A format must implement `info`, `dtype`, `read_into`, `state` and `close`. It may override the other methods if it can do
+    better than their defaults.
+    """
+
+    @property
+    @abc.abstractmethod
+    def info(self) -> ArrayInfo:
+        """Shape, dtype, chunks and the other metadata; reads no values."""
+
+    @property
+    @abc.abstractmethod
+    def dtype(self) -> np.dtype[Any]:
+        """Type of the values that `read_into` writes: the file's, in native byte order."""
+
+    @abc.abstractmethod
+    def read_into(self, region: Region, out: np.ndarray[Any, Any]) -> None:
+        """Write the values of `region` (in the file's coordinates) into `out`.
+
+        `out` is C-contiguous and writable, and has exactly `region.shape` and `dtype`. Call `check_request` first: it raises
+        ValueError for anything else. Decode each chunk that meets `region` once. Empty regions are allowed and read nothing.
+        Calls come from one thread at a time, not always the same thread. If something in the file is wrong, raise OSError,
+        ValueError, RuntimeError or the library's own exception; the caller knows the chunk and adds it to the message. Never
+        return values after `close`.
+        """
+
+    @abc.abstractmethod
+    def state(self) -> tuple[int, ...] | None:
+        """Size and time of last change of the open file, then other numbers that tell it from another file on this machine.
+        None if there is no such thing. Never raises. See `state_of`.
+        """
+
+    def opened_in(self) -> tuple[int, ...] | None:
+        """`state` as it was before the metadata of this array were read: what has changed since, also while it was opened, is
+        noticed. Never raises.
+
+        The default is the state of now. A format that reads metadata when it opens an array takes the state first.
+        """
+        return self.state()
+
+    def interrupt(self) -> None:
+        """Told after an error, also by another thread: nobody waits any more for values that are being read. The default does
+        nothing.
+        """
+        return None
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Close what this object opened. An object that the caller passed in stays open. May be called again."""
+
+    def expect(self, region: Region) -> None:
+        """Told once, before anything is read: only `region` will be, or a part of it. The default does nothing.
+
+        A format may then look for nothing but what lies there. Other reads are still right, if slower.
+        """
+        return None
+
+    def nbytes_stored(self) -> int | None:
+        """Bytes on disk; None if the format does not know them. It may take long. The default is that of `info`."""
+        return self.info.nbytes_stored
+
+    def plain(self, region: Region) -> np.ndarray[Any, Any]:
+        """The values of `region` by the format library's own indexing, without code of this package: for verification.
+
+        In any byte order. The default calls `read_into`; then ``verify="file"`` compares the devices with another read by the
+        same code.
+        """
+        out = np.empty(region.shape, self.dtype)
+        self.read_into(region, out)
+        return out
+
+    def missing(self, region: Region) -> Sequence[tuple[int, ...]]:
+        """The indices of the missing chunks (not stored) that meet `region`; their values are the fill value. ``[()]`` if an
+        array without chunks has no stored values. The default is that no chunk is missing.
+
+        It is called right after `read_into` of the same region, so that a format can use what it noticed there. If the format's
+        library hides some missing chunks, the result lacks them.
+        """
+        return ()
+
+    def view(self, region: Region) -> np.ndarray[Any, Any] | None:
+        """The values without a copy, if they are in memory already, with any dtype and strides. The default is None."""
+        return None
+
+    def labels(self) -> Labels:
+        """The names of the axes, all attributes, and the names of the arrays that are its coordinates (without their values).
+
+        Called only if somebody asks. By default axes have no names.
+        """
+        return Labels((None,) * len(self.info.shape), self.info.attributes)
+
+    def axes(self, names: Collection[str]) -> Labels:
+        """The names of the axes, and for those of `names` the arrays that are their coordinates: what a selection needs.
+
+        The default is all of `labels`.
+        """
+        return self.labels()
+
+    def group_attrs(self) -> Mapping[str, Any]:
+        """The attributes of the group that the array is in, as plain Python. The default is none.
+
+        Called only if somebody asks.
+        """
+        return {}
+
+    def properties(self) -> Properties:
+        """What else must be known to make another array like this one (`Properties`).
+
+        By default as much as `info` and `labels` say: the usual options of its compressor, and attributes as plain Python.
+        """
+        info, labels = self.info, self.labels()
+        attrs = dict(labels.attrs)
+        for key, (kind, values) in info.packing.items():
+            if kind not in ("number", "text", "unreadable"):
+                attrs[key] = np.array(values[0] if len(values) == 1 else values, dtype=kind)[()]
+        words = info.codec.replace("(", "+").replace(")", "").split("+")
+        named = [word for word in words if word not in ("none", "shuffle", "fletcher32", "crc32c")]
+        compression: dict[str, Any] | None = None
+        if named or "shuffle" in words:
+            name = named[0] if named else "none"
+            compression = {"name": name, "shuffle": "shuffle" in words or name == "blosc"}
+            if len(named) > 1:
+                compression["options"] = {"cname": named[1]}
+        is_dimension = info.is_coordinate and info.nbytes_stored == 0
+        return Properties.of(labels, self.dtype, attrs, compression=compression, is_dimension=is_dimension)
+
+    def chunk_reader(self) -> ChunkReader | None:
+        """A reader of whole chunks as they are stored, to decode them in several threads. The default, None, means that only
+        `read_into` can read.
+
+        Called once per load. The reader is valid until `close`.
+        """
+        return None
+
+
+class Format(abc.ABC):
+    """One file format. `registry` finds it by an entry point; nothing else in shardload knows it.
+
+    A format must implement `name`, `claims_path`, `list_arrays`, `open_path` and a `Source`. It may override the other methods
+    if it can do better than their defaults. An `Access` says what the caller allows. If files of the format can name other
+    files, open those only with `Access.open_file`, or ask `Access.fence` before the library opens them.
+    """
+
+    name: ClassVar[str]
+
+    @abc.abstractmethod
+    def claims_path(self, path: str) -> bool:
+        """True if the existing file or folder at `path` has this format, by its content, not its suffix. Raises nothing
+        but OSError, if the content cannot be read.
+        """
+
+    @abc.abstractmethod
+    def list_arrays(self, path: str, access: Access = STRICT) -> list[ArrayInfo]:
+        """Every array in the file, in the file's order, from metadata alone. Includes arrays that cannot be loaded, with the
+        reason.
+        """
+
+    @abc.abstractmethod
+    def open_path(self, path: str, dataset: str, access: Access = STRICT) -> Source:
+        """Open one array by its full name. Raises ``KeyError(dataset)`` if there is no array of that name."""
+
+    def open_planned(self, path: str, info: ArrayInfo, access: Access = STRICT) -> Source:
+        """Open an array that was described before, maybe on another rank: what that cost need not be done again.
+
+        The caller compares shape, dtype and chunks of the source with `info`. By default the same as `open_path`.
+        """
+        return self.open_path(path, info.dataset, access)
+
+    def claims_url(self, url: str) -> bool:
+        """True if `url`, which has a ``://``, is for this format. Decides by the text alone. Never raises."""
+        return False
+
+    def claims_object(self, obj: object) -> bool:
+        """True if `obj` is an open array or an open group of this format's library. Never raises."""
+        return False
+
+    def open_object(self, obj: Any, access: Access = STRICT) -> Source:
+        """Make a source of an open array that `claims_object` claims. The caller closes the array. Raises ConfigError for an
+        open group, with the names of its arrays.
+        """
+        raise NotImplementedError(f"{self.name} claims objects, but does not open them")
+
+    def sketch_arrays(self, path: str, access: Access = STRICT, most: int | None = None, like: str = "") -> list[ArrayInfo]:
+        """At most `most` + 1 arrays of the file, each under one name, to say which the caller could mean. By default a
+        `list_arrays` that is quick.
+
+        If the result has more than `most` arrays, the file has more. The result then includes arrays below `like`, or with a
+        similar name, if the format lists names quickly. If `like` is a group without arrays, the result may begin with
+        `group_info`. Text attributes may be left out: in some formats it is not safe to read those of a damaged file.
+        """
+        return self.list_arrays(path, access)[: None if most is None else most + 1]
+
+    def list_linked(self, path: str, group: str, access: Access = STRICT, in_full: bool = True) -> list[ArrayInfo]:
+        """The arrays below `group`, if links lead to it, under the names by which `open_path` opens them. By default none.
+
+        `list_arrays` follows no links, so it has none of these. With `in_full` they are described as there, else as in
+        `sketch_arrays`. Raises SourceError for a link without a target, and for one that the caller does not allow.
+        """
+        return []
+
+    def open_file(self, path: str, access: Access = STRICT) -> OpenFile:
+        """Open the file once, for several of its arrays. By default each array opens the file by itself."""
+        return _OpenedByEach(self, path, access)
+
+
+class OpenFile(abc.ABC):
+    """A file that is opened once for several of its arrays. Use it in a ``with`` statement."""
+
+    @abc.abstractmethod
+    def open(self, dataset: str) -> Source:
+        """Open one array by its full name, as `Format.open_path` does. It is valid until it or this file is closed."""
+
+    def open_planned(self, info: ArrayInfo) -> Source:
+        """The same for an array that was described before: see `Format.open_planned`."""
+        return self.open(info.dataset)
+
+    def open_any(self, dataset: str) -> Source:
+        """The same, also of an array that cannot be loaded, for its attributes, or short text (`Properties.texts`)."""
+        return self.open(dataset)
+
+    def state(self) -> tuple[int, ...] | None:
+        """The state of the file itself, as `Source.state` has it; None if there is no such thing. Never raises.
+
+        With it a job sees if the arrays of one file were read in different versions of it.
+        """
+        return None
+
+    def only_name(self) -> str | None:
+        """The name of the only array, if one look tells that there is no other one and no group; else None."""
+        return None
+
+    def groups(self) -> Mapping[str, Mapping[str, Any]]:
+        """The attributes of the file (``"/"``) and of its groups, by their full names. By default none."""
+        return {}
+
+    def unread(self) -> Sequence[str]:
+        """What could not be read of these attributes, in words, and what else is in the file."""
+        return ()
+
+    def links(self) -> Mapping[str, str]:
+        """The links by which something has another name, or lies in another file: by their full names, and what each leads to,
+        in words. By default none.
+
+        What is behind them may not be among the arrays of this file.
+        """
+        return {}
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Close the file. Close its arrays first. May be called again."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _OpenedByEach(OpenFile):
+    """For formats that open the file again for each array."""
+
+    def __init__(self, file_format: Format, path: str, access: Access) -> None:
+        self._format, self._path, self._access = file_format, path, access
+
+    def open(self, dataset: str) -> Source:
+        return self._format.open_path(self._path, dataset, self._access)
+
+    def close(self) -> None:
+        pass
