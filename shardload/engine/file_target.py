@@ -258,10 +258,11 @@ class FileTarget:
         with self._timed("finish"):
             self._on_root(lambda: self._known_catalog.finish() or "")
         counts = [0, 0] if self._verify == INDEX else self._read_back()
-        sums = group.agree(self._errors.take(), [self._n_chunks, self._nbytes, self._nbytes_stored, *counts])
+        counts = [self._n_chunks, self._nbytes, self._nbytes_stored, *counts]
+        n_chunks, nbytes, nbytes_stored, n_read_back, n_decoded = group.agree(self._errors.take(), counts)
         group.watch.enter("commit")
         self._on_root(lambda: self._known_catalog.commit() or "")
-        return Written(*sums, self._seconds)
+        return Written(n_chunks, nbytes, nbytes_stored, n_read_back, n_decoded, self._seconds)
 
     def _agree(self) -> None:
         self._group.agree(self._errors.take())
@@ -342,9 +343,10 @@ class FileTarget:
             for number in (chunk.array, chunk.number, chunk.nbytes_stored, chunk.stored.mask)
         ]
         told = self._group.gather_rows(np.array([bool(self._errors), *rows], dtype=np.int64))
-        must_stop, *offsets = self._group.scatter_rows(None if told is None else self._answers(told)).tolist()
-        if must_stop:
+        answer = self._group.scatter_rows(None if told is None else self._answers(told))
+        if answer[0]:
             self._agree()
+        offsets: list[int] = answer[1:].tolist()
         return offsets
 
     def _answers(self, told: list[Int64s]) -> list[Int64s]:
@@ -380,13 +382,16 @@ class FileTarget:
         del mine
         with self._errors, self._timed("read back"):
             read = ReadBack(self._sink, self._ticket, notes, source, group.rank)
-            tasks = [self._pool.submit(task) for task in read.stored()]
-            self._wait(tasks)
-            for task in tasks:
-                task.result()
-            for decode in read.values():
-                self._in_thread(decode)
+            self._compare(read)
         return [0, 0] if read is None else [read.n_stored, read.n_values]
+
+    def _compare(self, read: ReadBack) -> None:
+        tasks = [self._pool.submit(task) for task in read.stored()]
+        self._wait(tasks)
+        for task in tasks:
+            task.result()
+        for decode in read.values():
+            self._in_thread(decode)
 
     # --- the thread that owns it waits for the others
 

@@ -23,7 +23,6 @@ from typing import Any, Protocol, Self
 from zlib import crc32
 
 from shardload.comm.group import Group
-from shardload.comm.shared_memory import Bell
 from shardload.planning.blocks import aligned
 from shardload.planning.staging import Staging
 from shardload.system.first_error import FirstError
@@ -123,11 +122,15 @@ class Session:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exception: Any) -> None:
-        if self._staged is not None:
-            self._staged[1].__exit__(*exception)
-        self._staged = None
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        self._release(kind)
         self.errors.take()
+
+    def _release(self, kind: type[BaseException] | None = None) -> None:
+        """End the threads, and let go of the buffers."""
+        if self._staged is not None:
+            self._staged[1].__exit__(kind)
+        self._staged = None
 
     def begin(self) -> None:
         """Raise what went wrong on any rank until now. Collective."""
@@ -138,6 +141,7 @@ class Session:
         for round_ in rounds:
             self.move(round_, source, target)
             target.take(round_)
+        self._release()
 
     def move(self, round_: Round, source: SourceEndpoint, target: TargetEndpoint) -> None:
         """Move the values of a round into the memory of the target. What goes wrong is kept. Collective if it is shared."""
@@ -151,7 +155,8 @@ class Session:
                     source.stage(round_.moves, self._resources(round_), opened)
             if round_.is_shared:
                 self.begin()  # a rank that cannot read or receive says so before anything is sent
-            if round_.moves and not self.errors:
+            # A thread of the target may have failed since: the others expect what this rank sends all the same.
+            if round_.moves and (round_.is_shared or not self.errors):
                 self._exchange(round_, tags)
         except BaseException:
             with suppress(Exception):  # the first error names the cause better
@@ -175,6 +180,7 @@ class Session:
         self.counters.add(counters)
         if failed is not None:
             self.errors.keep(failed)
+        del failed  # an error that stays a variable keeps the arrays of its calls: see `let_go`
 
     def _resources(self, round_: Round) -> Resources:
         """Buffers and threads of a round: those of the round before, if they are as planned."""
@@ -182,7 +188,7 @@ class Session:
         if self._staged is not None:
             if self._staged[0] == staging and self._staged[1].segments == segments:
                 return self._staged[1]
-            self._staged[1].__exit__(None)
+            self._release()
         segment, slots_nbytes = segments.get(self._group.rank), staging.n_slots * aligned(staging.slot_nbytes)
         if segment is not None and 0 < self._shared_nbytes < shared_nbytes(staging):
             raise ValueError(f"{staging} does not fit into {self._shared_nbytes} bytes of shared memory: a defect in shardload")

@@ -1,4 +1,4 @@
-"""What went wrong on this rank? The first error is kept until the ranks agree on one: others may wait for this rank meanwhile."""
+"""What went wrong on this rank? The first error is kept until the ranks agree, because others may wait for this rank."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """How do parts travel between this rank and the others, and how does each know that all have arrived?
 
-`Channels` is what an exchange sees: `send`, `receive`, `wait`. Below it there is one `Channel` for each other rank, which serves
-both directions. It is one of two kinds, and nothing else knows of which:
+`Channels` is what an exchange sees: `send`, `receive`, `wait`. Below it there is one `Channel` for each other rank, for both
+directions. It is one of two kinds, and nothing else knows of which:
 
 - `SharedMemoryChannel`, to a rank of the same machine: the sender makes an *offer*, a note that names for every part and tile
   the region and the place of its values in the sender's shared memory. The receiver copies the values out of it and

@@ -16,7 +16,8 @@ MOST_NAMED = 3  # missing chunks that are named in a message
 class Counters:
     """What reading and moving cost on this rank. Seconds are summed over the threads.
 
-    `exchange_seconds` is how long exchanges took, `nbytes_received` what came from other ranks, `peak_nbytes` the most bytes in staging buffers at a time.
+    `exchange_seconds` is how long exchanges took, `nbytes_received` what came from other ranks, `peak_nbytes` the most bytes in
+    staging buffers at a time.
     """
 
     chunks_decoded: int = 0

@@ -1,7 +1,7 @@
 """What does one rank read in a round of a copy, and which chunks of the target are in it?
 
-A round's slabs are arrays of their own for the engine: with blocks, and with pieces on one rank (`plan_direct`: nothing is sent)
-or on all (`Parallel`: each chunk is read by one rank, which sends parts to others).
+A round's slabs are arrays of their own for the engine: with blocks, and with pieces on one rank (`plan_direct`: nothing is
+sent) or on all (`Parallel`: each chunk is read by one rank, which sends parts to others).
 """
 
 from __future__ import annotations
@@ -167,9 +167,7 @@ class CopySource(FileSource):
         """See `FileSource`."""
         opened.callback(self._close_some)
         opened.callback(self._count, moves)
-        return [
-            OpenArray(self._found[move.array].info, self._source(move.array), move.layout, move.schedule) for move in moves
-        ]
+        return [OpenArray(self._found[move.array].info, self._source(move.array), move.layout, move.schedule) for move in moves]
 
     def _count(self, moves: Sequence[CopyMove]) -> None:
         for move in moves if all(move.producer for move in moves) else ():

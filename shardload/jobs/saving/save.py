@@ -225,15 +225,15 @@ class Saving:
         shared = shared_nbytes(self._staging) if shares else None
         with ExitStack() as opened:
             session = opened.enter_context(Session(group, self._digest, shared_nbytes=shared, checksums=options.checksums))
-            replicas: list[tuple[str, Any, list[tuple[int, int]]]] = []
             advance: Any = None
             with session.errors:
-                replicas = self._hold_shards()
+                self._shards = [
+                    HostShards(one.x, layout.shards, group.rank)
+                    for one, layout in zip(self._asked.arrays, self._layouts, strict=True)
+                ]
                 nbytes = sum(layout.size_of(group.rank) * layout.itemsize for layout in self._layouts)
                 advance = opened.enter_context(progress_of(options.progress, f"'{plan.path}'", nbytes, group.rank))
-            session.begin()
-            if replicas:
-                check_replicas(group, replicas)
+            self._compare_replicas(session)
             target = FileTarget(
                 group,
                 plan._sink,
@@ -268,15 +268,20 @@ class Saving:
             phases={"exchange": counters.exchange_seconds, **written.seconds},
         )
 
-    def _hold_shards(self) -> list[tuple[str, Any, list[tuple[int, int]]]]:
-        """Find the shards; returns checksums of the replicas."""
-        replicas = []
-        for one, layout in zip(self._asked.arrays, self._layouts, strict=True):
-            held = HostShards(one.x, layout.shards, self._group.rank)
-            self._shards.append(held)
-            if layout.shards.n_replicas > 1 and (self._options.verify != INDEX or one.is_everywhere):
-                replicas.append((one.name, layout.shards, list(held.checksums(Region.whole(one.shape)))))
-        return replicas
+    def _compare_replicas(self, session: Session) -> None:
+        """Compare what is on several devices. VerifyError if it differs."""
+        compared = [
+            (k, one, layout.shards)
+            for k, (one, layout) in enumerate(zip(self._asked.arrays, self._layouts, strict=True))
+            if layout.shards.n_replicas > 1 and (self._options.verify != INDEX or one.is_everywhere)
+        ]
+        replicas: list[tuple[str, Any, list[tuple[int, int]]]] = []
+        if compared:
+            with session.errors:
+                for k, one, shards in compared:
+                    replicas.append((one.name, shards, list(self._shards[k].checksums(Region.whole(one.shape)))))
+            session.begin()
+            check_replicas(self._group, replicas)
 
     def _nbytes_received(self, items: Sequence[Item]) -> int:
         """Bytes of memory for the blocks that this rank gets in a round."""

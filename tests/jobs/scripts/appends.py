@@ -14,9 +14,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardload
+from shardload.engine.read_back import ReadBack
 from shardload.formats import changes
 from shardload.formats.zarr.growth import GrowthCatalog
-from shardload.jobs.writing.read_back import ReadBack
 
 
 def kill_before(holder: Any, name: str, which: int, words: str = "") -> None:
