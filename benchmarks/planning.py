@@ -1,8 +1,7 @@
 """What does planning cost one rank, and what would the planned loads do? No file, no MPI, no devices: meshes are abstract.
 
     python -m benchmarks.planning                     # seconds and memory of planning, meshes of 64 to a million devices
-    python -m benchmarks.planning simulate            # from the plans alone: what each rank sends and receives
-    python -m benchmarks.planning simulate --mesh 32 --size 4096
+    python -m benchmarks.planning --mesh 32 --size 4096
 
 For float32 arrays of 16384^3 elements in chunks of 256^3 and of one plane, cut by P("a", "b") and
 P(None, "a", "b"), with a rank per device. Times are medians of one process, memory is the peak that tracemalloc sees; neither
@@ -23,8 +22,7 @@ import platform
 import statistics
 import time
 import tracemalloc
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,26 +33,18 @@ from jax.sharding import PartitionSpec as P
 from shardload.formats.contract.array import ArrayInfo
 from shardload.jobs.loading.call import LoadCall
 from shardload.planning.cost import choose_mode, plan_cost
-from shardload.planning.region import Region
-from shardload.planning.schedule import Grid, Schedule, plan_shards
+from shardload.planning.schedule import Owners, Schedule, plan_shards
 from shardload.planning.selection import select_axes
 from shardload.planning.source_layout import SourceLayout
-from shardload.planning.strategies import DIRECT, PARALLEL, plan_schedules
+from shardload.planning.strategies import DIRECT, PARALLEL, plan_direct, plan_shared
 from shardload.units import format_nbytes
 
 MESHES = (8, 32, 128, 256, 512, 1024)
-SIMULATED = (8, 128, 1024)
 SPECS = {"P(a,b)": P("a", "b"), "P(-,a,b)": P(None, "a", "b")}
 AXES = {"P(a,b)": ((0,), (1,), ()), "P(-,a,b)": ((), (0,), (1,))}
 STAGING = "16GiB"  # a plane of 16384^2 float32 is a chunk of 1 GiB, of which a reader holds several
 REPEATS = 15
 MAX_WALK = 20_000
-MAX_PARTS = 4_000_000  # and so many blocks or shards: then all ranks are simulated
-MAX_CELLS = 40_000
-N_SAMPLED = 48
-
-Ints = np.ndarray[Any, Any]
-Triples = tuple[Ints, Ints, Ints]
 
 
 def chunk_shapes(size: int) -> dict[str, tuple[int, int, int]]:
@@ -90,9 +80,12 @@ def make_permuted_plan(ranks: np.ndarray[Any, Any], size: int, chunks: tuple[int
     """The same for devices in another order: JAX cannot make so many, so the table that they would give is given."""
     shards = plan_shards((size,) * 3, AXES[spec], ranks)
     layout = make_layout(size, chunks)
-    plans = plan_schedules(layout, shards, ranks.size, max_nbytes=16 << 20)
+    plans = {
+        PARALLEL: plan_shared(layout, shards, ranks.size, Owners(ranks.size), max_nbytes=16 << 20),
+        DIRECT: plan_direct(layout, shards, ranks.size, max_nbytes=16 << 20),
+    }
     costs = {mode: plan_cost(plan, layout) for mode, plan in plans.items()}
-    shards.table.describe()  # by which ranks agree that they planned the same
+    shards.describe_ranks()  # by which ranks agree that they planned the same
     return plans[choose_mode(costs, ranks.size)[0] if readers == "auto" else readers]
 
 
@@ -178,151 +171,17 @@ def measure_all(options: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-# --- what plans make the ranks do
-
-
-@dataclass
-class Spread:
-    """The least, the median and the most over the ranks that were looked at."""
-
-    least: float
-    median: float
-    most: float
-
-    @classmethod
-    def of(cls, values: Any) -> Spread:
-        values = np.asarray(values)
-        return cls(float(values.min()), float(np.median(values)), float(values.max()))
-
-
-def meeting(grid: Grid, region: Region, itemsize: int) -> tuple[Ints, Ints]:
-    """The cells that share elements with a region, and how many bytes."""
-    numbers, sizes = np.zeros((), np.int64), np.ones((), np.int64)
-    for axis, a, b, count, cell in zip(
-        grid.meeting_axes(region), region.start, region.stop, grid.counts, grid.cell, strict=True
-    ):
-        index = np.arange(axis.start, axis.stop)
-        numbers = np.add.outer(numbers * count, index)
-        sizes = np.multiply.outer(sizes, np.minimum(b, (index + 1) * cell) - np.maximum(a, index * cell))
-    return numbers.ravel(), sizes.ravel() * itemsize
-
-
-def parts_of_blocks(plan: Schedule, blocks: Iterable[int]) -> Triples:
-    """Reader, holder and bytes of each part of some blocks. (A rank per device, no replicas.)"""
-    found = []
-    for block in blocks:
-        shards, nbytes = meeting(plan.shards.grid, plan.blocks.region(block), plan.itemsize)
-        found.append((np.full(shards.size, plan.owner(block)), plan.shards.table.ranks_at(shards, 0), nbytes))
-    return tuple(map(np.concatenate, zip(*found, strict=True)))  # type: ignore[return-value]
-
-
-def parts_of_shards(plan: Schedule, shards: Iterable[int]) -> Triples:
-    """The same of some shards."""
-    found = []
-    for shard in shards:
-        blocks, nbytes = meeting(plan.blocks, plan.shards.region(shard), plan.itemsize)
-        found.append((plan.owners(blocks), np.full(blocks.size, plan.shards.holders(shard)[0]), nbytes))
-    return tuple(map(np.concatenate, zip(*found, strict=True)))  # type: ignore[return-value]
-
-
-def spread(triples: Triples, end: int, ranks: Ints) -> dict[str, Spread]:
-    """Bytes, messages and other ranks, of the ranks at one end (0: they send, 1: they receive)."""
-    here, there, nbytes = triples[end], triples[1 - end], triples[2]
-    moves = here != there
-    here, there, nbytes = here[moves], there[moves], nbytes[moves]
-    n = int(max(ranks.max(), here.max(initial=0), there.max(initial=0))) + 1
-    others = np.unique(here * n + there) // n
-    counted = (
-        np.bincount(here, weights=nbytes, minlength=n),
-        np.bincount(here, minlength=n),
-        np.bincount(others, minlength=n),
-    )
-    return {name: Spread.of(c[ranks]) for name, c in zip(("nbytes", "messages", "ranks"), counted, strict=True)}
-
-
-def across_nodes(triples: Triples, per_node: int) -> float:
-    """Of all bytes, those that end on another node than that of their reader."""
-    owner, holder, nbytes = triples
-    return float(nbytes[owner // per_node != holder // per_node].sum() / nbytes.sum())
-
-
-def simulate(plan: Schedule) -> dict[str, Any]:
-    """What ranks send and get: all ranks where that is quick, else an even sample of the readers and one of all ranks."""
-    blocks, shards = plan.blocks.n_cells, plan.shards.n_shards
-    readers = np.unique(plan.owners(np.linspace(0, blocks - 1, min(blocks, plan.n_ranks)).astype(np.int64)))
-    n_parts = meeting(plan.blocks, plan.shards.region(0), 1)[0].size * shards
-    ranks = np.arange(plan.n_ranks)
-    if n_parts <= MAX_PARTS and min(blocks, shards) <= MAX_CELLS:
-        found = parts_of_blocks(plan, range(blocks)) if blocks < shards else parts_of_shards(plan, range(shards))
-        sent = got = found
-        looked_at = "all"
-    else:
-        n_sampled = min(N_SAMPLED, max(4, MAX_PARTS * len(readers) // n_parts))
-        readers = np.unique(readers[np.linspace(0, len(readers) - 1, n_sampled).astype(int)])
-        ranks = np.unique(ranks[np.linspace(0, len(ranks) - 1, N_SAMPLED).astype(int)])
-        sent = parts_of_blocks(plan, (b for r in readers for b in plan.blocks_of(int(r))))
-        got = parts_of_shards(plan, (s for r in ranks for s in plan.shards.shards_of(int(r))))
-        looked_at = f"{len(readers)} readers, {len(ranks)} ranks"
-    return {
-        "sent": {k: asdict(v) for k, v in spread(sent, 0, readers).items()},
-        "got": {k: asdict(v) for k, v in spread(got, 1, ranks).items()},
-        "across_nodes_of_4": across_nodes(got, 4),
-        "across_nodes_of_8": across_nodes(got, 8),
-        "looked_at": looked_at,
-    }
-
-
-def simulate_all(options: argparse.Namespace) -> list[dict[str, Any]]:
-    rows = []
-    print(
-        "| mesh | chunks | spec | readers | decoded by the busiest | sent by a reader | messages | to ranks | got by a rank | "
-        "messages | from ranks | other node (4 / 8 ranks) | looked at |\n|" + "---|" * 13,
-        flush=True,
-    )
-    for n, kind, chunks, spec in cells(options):
-        layout = make_layout(options.size, chunks)
-        for readers in (PARALLEL, max(1, n * n // 8), DIRECT):
-            plan = make_plan(n, options.size, chunks, spec, readers)
-            cost = plan_cost(plan, layout)
-            row: dict[str, Any] = {"mesh": f"{n}x{n}", "chunks": kind, "spec": spec, "readers": readers}
-            row |= {"decoded_nbytes": cost.reader_nbytes, "amplification": cost.amplification, "n_readers": cost.n_readers}
-            row |= {} if plan.is_direct else simulate(plan)
-            rows.append(row)
-            print(simulated_line(row), flush=True)
-    return rows
-
-
-def simulated_line(row: dict[str, Any]) -> str:
-    """A row as Markdown."""
-
-    def shown(values: dict[str, float], text: Callable[[float], str] = lambda v: f"{v:,.0f}") -> str:
-        least, median, most = (text(values[k]) for k in ("least", "median", "most"))
-        return most if least == most else f"{least} / {median} / {most}"
-
-    decoded = f"{format_nbytes(row['decoded_nbytes'])} ({row['amplification']:,.0f}x in all)"
-    cells = [row["mesh"], row["chunks"], row["spec"], f"{row['readers']}: {row['n_readers']:,}", decoded]
-    if "sent" not in row:
-        return "| " + " | ".join([*cells, *["-"] * 8]) + " |"
-    for end in ("sent", "got"):
-        nbytes, messages, ranks = (row[end][k] for k in ("nbytes", "messages", "ranks"))
-        cells += [shown(nbytes, lambda v: format_nbytes(int(v))), shown(messages), shown(ranks)]
-    cells += [f"{row['across_nodes_of_4']:.0%} / {row['across_nodes_of_8']:.0%}", row["looked_at"]]
-    return "| " + " | ".join(cells) + " |"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=("measure", "simulate"), default="measure")
     parser.add_argument("--mesh", type=int, nargs="+", help="devices along each of the two mesh axes")
     parser.add_argument("--size", type=int, default=16384, help="elements along each axis (default 16384)")
     parser.add_argument("--out", type=Path, help="also write JSON")
     options = parser.parse_args()
-    options.mesh = options.mesh or {"measure": MESHES, "simulate": SIMULATED}[options.what]
-    rows = {"measure": measure_all, "simulate": simulate_all}[options.what](options)
-    if options.what == "measure":
-        print(f"most: {max(row['most_ms'] for row in rows if 'permuted' not in row['mesh']):.1f} ms without permuted meshes")
+    options.mesh = options.mesh or MESHES
+    rows = measure_all(options)
+    print(f"most: {max(row['most_ms'] for row in rows if 'permuted' not in row['mesh']):.1f} ms without permuted meshes")
     if options.out:
-        result = {"what": options.what, "size": options.size, "python": platform.python_version(), "rows": rows}
+        result = {"size": options.size, "python": platform.python_version(), "rows": rows}
         options.out.write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -66,7 +66,6 @@ class _LoadOptions(_ScatterOptions, total=False):
     allow_external: bool
     untrusted: bool
     allow_filters: Any
-    machine: Any
 
 
 class _PlanOptions(_LoadOptions, total=False):
@@ -104,7 +103,6 @@ def load(
     allow_external: bool = DEFAULTS.allow_external,
     untrusted: bool = DEFAULTS.untrusted,
     allow_filters: Any = DEFAULTS.allow_filters,
-    machine: Any = DEFAULTS.machine,
 ) -> Any:
     """Load arrays of HDF5, netCDF4 or Zarr files into sharded `jax.Array`s, and check that each shard is where it belongs.
 
@@ -186,10 +184,6 @@ def load(
         ``"bitshuffle"``, ``["zfp", 32024]``, ``"all"``. By default an array that needs such a filter is refused, and the error
         names the filter. Filters that withstand damage (gzip, Zstandard, Blosc, LZF and others: docs/trust-files.md) are
         always allowed.
-    machine : dict or str, optional
-        What is known of the file system and the network, for ``"auto"`` and ``"parallel"``: some of ``"read_rate"`` (bytes per
-        second that one process reads), ``"operations_rate"`` (reads and opens per second, all processes together) and
-        ``"network_rate"`` (bytes per second into or out of a node). By default files are in the page cache. See docs/scale.md.
 
     Returns
     -------
@@ -253,7 +247,6 @@ def plan(
     allow_external: bool = DEFAULTS.allow_external,
     untrusted: bool = DEFAULTS.untrusted,
     allow_filters: Any = DEFAULTS.allow_filters,
-    machine: Any = DEFAULTS.machine,
     processes: int | None = DEFAULTS.processes,
     ranks_per_node: int | None = DEFAULTS.ranks_per_node,
 ) -> Any:

@@ -12,6 +12,7 @@ checked.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,7 +21,6 @@ from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from shardload.errors import ConfigError
-from shardload.planning.machine import WORKSTATION, Machine
 from shardload.units import parse_nbytes
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from shardload.formats.access import Access, Limits
 
 __all__ = [
-    "AUTO", "CHECKSUM", "DEFAULTS", "FILE", "FULL", "INDEX", "OPTIONS", "OWN", "STAGING_NBYTES", "TIMEOUT", "Option",
-    "Options", "Progress", "defaults_of", "fill_value", "filter_names", "is_plain_tuple", "keywords_of", "options_of",
+    "AUTO", "CHECKSUM", "DEFAULTS", "EACH_SAVED", "FILE", "FULL", "INDEX", "OPTIONS", "OWN", "STAGING_NBYTES", "TIMEOUT",
+    "Option", "Options", "Progress", "defaults_of", "fill_value", "filter_names", "is_plain_tuple", "keywords_of", "options_of",
     "pad_value",
 ]  # fmt: skip
 
@@ -39,6 +39,10 @@ READERS = (AUTO, "root", "parallel", "direct")
 VERIFY = INDEX, CHECKSUM, FILE, FULL = "index", "checksum", "file", "full"  # each level includes those before it
 MISSING = ("warn", "error", "fill")
 EDGES = ("wrap", "edge")
+DECODE = (None, True, False, "valid")
+_OF_DECODE = (
+    "True applies scale_factor, add_offset and fill values, 'valid' the valid range too; None warns if numbers are packed"
+)
 TIMEOUT = 900.0  # longer than a busy file system pauses (about a minute), much shorter than a night of a stalled job
 STAGING_NBYTES = 256 << 20  # what staging="auto" is if the file's chunks need no more
 Progress = bool | Callable[[int, int], None] | None
@@ -118,6 +122,84 @@ def _is_one_selection(select: Any) -> bool:
     return select is None or select is ... or isinstance(select, slice) or _is_integer(select)
 
 
+def _choice(name: str, words: tuple[Any, ...], meaning: str = "") -> Callable[[Any], Any]:
+    """The check of an option that has one of these values. `meaning` says what they are, in messages."""
+
+    def check(value: Any) -> Any:
+        if not any(isinstance(value, type(word)) and value == word for word in words):
+            expected = f"{', '.join(map(repr, words[:-1]))} or {words[-1]!r}"
+            raise ConfigError(f"{name} is {value!r}; expected {expected}{f' ({meaning})' if meaning else ''}")
+        return value
+
+    return check
+
+
+def _sizes(name: str, words: tuple[Any, ...]) -> Callable[[Any], Any]:
+    """The check of a size for each axis, or one of some words."""
+
+    def check(sizes: Any) -> Any:
+        if sizes is None or isinstance(sizes, str):
+            return _choice(name, words, "or a size for each axis, such as (64, 64, 64)")(sizes)
+        numbers = (sizes,) if _is_integer(sizes) else sizes
+        if not isinstance(numbers, (tuple, list)) or not all(map(_is_integer, numbers)):
+            raise ConfigError(f"{name} is {sizes!r}; expected a size for each axis, such as (64, 64, 64)")
+        return tuple(map(int, numbers))
+
+    return check
+
+
+def _dims(dims: Any) -> tuple[str | None, ...] | None:
+    names = (dims,) if isinstance(dims, str) else dims
+    if names is None:
+        return None
+    if not isinstance(names, (tuple, list)) or not all(name is None or isinstance(name, str) for name in names):
+        raise ConfigError(f"dims is {dims!r}; expected a name for each axis, such as ('z', 'y', 'x')")
+    return tuple(names)
+
+
+def _unlimited(axes: Any) -> tuple[str | int, ...]:
+    """Names and numbers of axes. Whether the array has them is for the plan to say."""
+    parts = () if axes is None else axes if isinstance(axes, (tuple, list)) else (axes,)
+    if not all(isinstance(axis, str) or _is_integer(axis) for axis in parts):
+        raise ConfigError(f"unlimited is {axes!r}; expected an axis that can grow, by its name or number: 'time' or 0")
+    return tuple(axis if isinstance(axis, str) else int(axis) for axis in parts)
+
+
+def _compression(compression: Any) -> Any:
+    from shardload.formats.sink import Compression
+
+    return Compression.of(compression)
+
+
+def _like(like: Any) -> str | None:
+    if like is None:
+        return None
+    if not isinstance(like, (str, os.PathLike)) or not os.fspath(like):
+        raise ConfigError(f"like is {like!r}; expected an array in a file, such as 'in.h5:/rho'")
+    return str(os.fspath(like))
+
+
+def _attrs(attrs: Any) -> dict[str, Any]:
+    """Attributes by name. JSON would make one text of 3 and "3", and of a tuple none."""
+    if not isinstance(attrs, Mapping | None):
+        raise ConfigError(f"attrs is {attrs!r}; expected a dict, such as {{'units': 'kg/m3'}}")
+    for key in attrs or ():
+        if not isinstance(key, str) or not key:
+            raise ConfigError(f"an attribute is called {key!r}; expected text, such as 'units'")
+    return dict(attrs or {})
+
+
+def _is_no_dict(value: Any) -> bool:
+    """True for one value of an option of `save`: whatever it is, dicts are by name."""
+    return not isinstance(value, Mapping)
+
+
+def _dim(dim: Any) -> str | int:
+    if (not isinstance(dim, str) and not _is_integer(dim)) or dim == "":
+        raise ConfigError(f"dim is {dim!r}; expected the name of an axis in the file, such as 'time', or its number")
+    return dim if isinstance(dim, str) else int(dim)
+
+
 def _readers(readers: Any) -> str | int:
     is_number = _is_integer(readers) and readers >= 1
     if not (readers in READERS if isinstance(readers, str) else is_number):
@@ -129,54 +211,10 @@ def _staging(staging: Any) -> str | int:
     return AUTO if isinstance(staging, str) and staging == AUTO else parse_nbytes(staging)
 
 
-def _level(name: str, expected: str) -> Callable[[Any], str]:
-    """The check of a level of `VERIFY`, which `name` is in messages."""
-
-    def check(level: Any) -> str:
-        if not isinstance(level, str) or level not in VERIFY:
-            raise ConfigError(f"{name} is {level!r}; expected {expected}")
-        return level
-
-    return check
-
-
-_verify = _level("verify", "'index' (always happens), 'checksum', 'file' or 'full'")
-_how = _level(
-    "how of verify", "'full' (all elements), 'file' (some regions), 'checksum' (replicas) or 'index' (shape and dtype)"
-)
-
-
 def _progress(progress: Any) -> Any:
     if progress is not None and not isinstance(progress, bool) and not callable(progress):
         raise ConfigError(f"progress is {progress!r}; expected True, False, None or a function of what is done and the total")
     return progress
-
-
-def _decode(decode: Any) -> bool | str | None:
-    if not (decode is None or isinstance(decode, bool) or (isinstance(decode, str) and decode == "valid")):
-        raise ConfigError(
-            f"decode is {decode!r}; expected True (scale_factor, add_offset and fill values are applied), 'valid' (also the "
-            "valid range), False (the stored numbers) or None (the same, with a warning if they are packed)"
-        )
-    return decode
-
-
-def _missing(missing: Any) -> str:
-    if not isinstance(missing, str) or missing not in MISSING:
-        raise ConfigError(f"missing is {missing!r}; expected 'warn', 'error' or 'fill': what is done about missing chunks")
-    return missing
-
-
-def _allow_external(allowed: Any) -> bool:
-    if not isinstance(allowed, bool):
-        raise ConfigError(f"allow_external is {allowed!r}; expected True or False: may the file lead outside of its folder?")
-    return allowed
-
-
-def _untrusted(untrusted: Any) -> bool:
-    if not isinstance(untrusted, bool):
-        raise ConfigError(f"untrusted is {untrusted!r}; expected True or False: are helper processes to open the file?")
-    return untrusted
 
 
 def _seconds(timeout: Any) -> float | None:
@@ -293,6 +331,11 @@ _SAVES = ("save", "plan_save")
 _ADDS = (*_SAVES, "append")
 
 
+_MODES = ("w-", "w")
+# An option of each array that is saved: the request of the array has it, and no `Options`.
+_EACH: Mapping[str, Any] = {"is_shared": False, "field": "", "is_one": _is_no_dict}
+
+
 def _in_saves(default: Any) -> Mapping[str, Any]:
     return MappingProxyType(dict.fromkeys(_ADDS, default))
 
@@ -309,7 +352,7 @@ _DECLARED = (
     Option("dtype", None, "Cast to this type: float32", _ALL, _dtype, str, is_shared=False, flag="--dtype"),
     Option(
         "decode", None, "Apply scale_factor, add_offset and fill values.", _FILE,
-        _decode, str, is_shared=False, flag="--decode",
+        _choice("decode", DECODE, _OF_DECODE), str, is_shared=False, flag="--decode",
     ),
     Option("pad", None, "Pad axes that do not divide evenly with this value: 0", _ALL, is_shared=False, flag="--pad"),
     Option(
@@ -331,10 +374,11 @@ _DECLARED = (
     ),
     Option(
         "verify", INDEX, "How to verify: index, checksum, file (some regions) or full (all).", (*_ARRAYS, *_ADDS),
-        _verify, str, choices=VERIFY, flag="--how", other_defaults=_in_saves(CHECKSUM),
+        _choice("verify", VERIFY), str, choices=VERIFY, flag="--verify", other_defaults=_in_saves(CHECKSUM),
     ),
     Option(
-        "how", FULL, "What `verify` compares: index, checksum, file (some regions) or full (all).", ("verify",), _how, None,
+        "how", FULL, "What `verify` compares: index, checksum, file (some regions) or full (all).", ("verify",),
+        _choice("how of verify", VERIFY), None,
         field="", choices=VERIFY,
     ),
     Option("seed", 0, "Seed for the random regions of how='file'.", ("verify",), field=""),
@@ -352,24 +396,22 @@ _DECLARED = (
         _seconds,
     ),
     Option(
-        "missing", "warn", "Chunks that are not stored: warn, error or fill (with the fill value).", _LOADS, _missing, str,
+        "missing", "warn", "Chunks that are not stored: warn, error or fill (with the fill value).", _LOADS,
+        _choice("missing", MISSING, "what is done about missing chunks"), str,
         choices=MISSING, flag="--missing",
     ),
     Option(
-        "allow_external", False, "Follow links and references out of the file's folder.", _FILE, _allow_external, str,
+        "allow_external", False, "Follow links and references out of the file's folder.", _FILE,
+        _choice("allow_external", (True, False), "may the file lead outside of its folder?"), str,
         flag="--allow-external",
     ),
     Option(
-        "untrusted", False, "Open the file in helper processes, with limits.", _FILE, _untrusted, str,
+        "untrusted", False, "Open the file in helper processes, with limits.", _FILE, _choice("untrusted", (True, False)), str,
         flag="--untrusted",
     ),
     Option(
         "allow_filters", (), "Use these filters too, though damaged data may crash them.", _FILE, filter_names, ",".join,
         flag="--allow-filters",
-    ),
-    Option(
-        "machine", None, "Rates of the file system and network: read_rate=2e9,operations_rate=1e6,network_rate=25e9.",
-        _LOADS, Machine.of, str, flag="--machine",
     ),
     Option(
         "processes", None, "How many processes to plan for (default: one per device).", ("plan",), text=None, field="",
@@ -379,25 +421,45 @@ _DECLARED = (
         "ranks_per_node", None, "How many processes a node has (default: all are on one).", ("plan",),
         text=None, field="", flag="--ranks-per-node",
     ),
-    Option("mode", "w-", "w-: the name must not exist. w: what has it is replaced.", _SAVES, field="", choices=("w-", "w")),
+    Option(
+        "mode", "w-", "w-: the name must not exist. w: what has it is replaced.", _SAVES, _choice("mode", _MODES), field="",
+        choices=_MODES,
+    ),
     Option(
         "format", None, "Format of the new file; None: its suffix tells.", _SAVES, field="",
         choices=("hdf5", "netcdf4", "zarr", "zarr2"),
     ),
-    Option("chunks", AUTO, "Elements of a chunk along each axis; auto; None: one piece. Or a dict by name.", _SAVES, field=""),
-    Option("shards", None, "Zarr: elements of a file along each axis, of several chunks. Or a dict by name.", _SAVES, field=""),
+    Option(
+        "chunks", AUTO, "Elements of a chunk along each axis; auto; None: one piece. Or a dict by name.", _SAVES,
+        _sizes("chunks", (AUTO, None)), **_EACH,
+    ),
+    Option(
+        "shards", None, "Zarr: elements of a file along each axis, of several chunks. Or a dict by name.", _SAVES,
+        _sizes("shards", (None,)), **_EACH,
+    ),
     Option(
         "compression", None, "gzip, zstd, blosc, lz4, ... or a dict with level and shuffle. Or a dict by name.", _SAVES,
-        field="",
+        _compression, **_EACH,
     ),
-    Option("dims", None, "Name of each axis. Or a dict by name.", _SAVES, field=""),
-    Option("unlimited", None, "Axes that can grow (append): names in dims, or numbers. Or a dict by name.", _SAVES, field=""),
-    Option("attrs", None, "Attributes of the array; of several a dict by name: / the file, g/ a group.", _SAVES, field=""),
-    Option("shape", None, "Shape without padding, which is not written. Or a dict by name.", _ADDS, field=""),
-    Option("plan", None, "The plan that loaded the array, or a dict by name: padding is not written.", _ADDS, field=""),
-    Option("like", None, 'An array whose layout and attributes are taken: "in.h5:/rho". Or a dict by name.', _SAVES, field=""),
-    Option("dim", "time", "The axis along which arrays grow: its name in the file, or its number.", ("append",), field=""),
-    Option("byteorder", None, "little or big; None: the machine's. Or a dict by name.", _SAVES, field=""),
+    Option("dims", None, "Name of each axis. Or a dict by name.", _SAVES, _dims, **_EACH),
+    Option(
+        "unlimited", None, "Axes that can grow (append): names in dims, or numbers. Or a dict by name.", _SAVES, _unlimited,
+        **_EACH,
+    ),
+    Option(
+        "attrs", None, "Attributes of the array; of several a dict by name: / the file, g/ a group.", _SAVES, _attrs, **_EACH,
+    ),
+    Option("shape", None, "Shape without padding, which is not written. Or a dict by name.", _ADDS, **_EACH),
+    Option("plan", None, "The plan that loaded the array, or a dict by name: padding is not written.", _ADDS, **_EACH),
+    Option(
+        "like", None, 'An array whose layout and attributes are taken: "in.h5:/rho". Or a dict by name.', _SAVES, _like, **_EACH
+    ),
+    Option("dim", "time", "The axis along which arrays grow: its name in the file, or its number.", ("append",), _dim,
+           field=""),
+    Option(
+        "byteorder", None, "little or big; None: the machine's. Or a dict by name.", _SAVES,
+        _choice("byteorder", ("little", "big", None)), **_EACH,
+    ),
 )  # fmt: skip
 
 # By name, in the order in which ranks compare them.
@@ -410,8 +472,9 @@ _NAMES = frozenset(option.name for option in _KEPT)
 # Every call goes through these: each option with its field, so that nothing is looked up twice.
 _CHECKS = tuple((option.name, option.kept_as, option.check, option.default) for option in _KEPT)
 _TEXTS = tuple((option.name, option.kept_as, option.text) for option in _KEPT if option.text is not None)
-# Options of single arrays, of which a caller may pass prefix trees. (The tree of names is another matter.)
+# Options of single arrays that are loaded, of which a caller may pass prefix trees. (The tree of names is another matter.)
 OWN = tuple(option for option in _KEPT if not option.is_shared and option.name != "dataset")
+EACH_SAVED = tuple(option for option in _DECLARED if option.is_one is _is_no_dict)  # the same of those that are saved
 _CALLS = (*_ALL, *_ADDS)
 _TAKEN = {call: tuple(option.name for option in _KEPT if call in option.calls) for call in _CALLS}
 
@@ -469,8 +532,6 @@ class Options:
         Rows of its neighbours that each shard has on either side: on every axis that is cut, per axis, or by axis.
     edge : str, number, tuple or dict
         What a halo has beyond the ends of the array: ``"wrap"``, ``"edge"`` or a value; for all axes, per axis, or by axis.
-    machine : Machine
-        What is known of the file system and the network.
     """
 
     dataset: str | None
@@ -489,7 +550,6 @@ class Options:
     decode: bool | str | None = DEFAULTS.decode
     halo: int | tuple[int, ...] | dict[int, int] = DEFAULTS.halo
     edge: Any = DEFAULTS.edge
-    machine: Machine = WORKSTATION
 
     @property
     def staging_nbytes(self) -> int:

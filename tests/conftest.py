@@ -50,16 +50,6 @@ N_SLOWEST = 25
 GARBAGE = 20_000  # objects until garbage is looked for
 # Files whose tests share more than a file's own fixtures, and files whose tests share nothing and take long each.
 TOGETHER = {
-    "persistent jobs": (
-        "test_descriptors",
-        "test_errors",
-        "test_faults",
-        "test_jaxdecomp",
-        "test_persistent",
-        "test_readme",
-        "test_ways_of_travelling",
-        "test_wrong_implementations",
-    ),
     # Copies of one process (`tests.unit.copies`).
     "copies": (
         "test_assemble",
@@ -486,8 +476,6 @@ def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Ite
 
 
 def pytest_sessionfinish() -> None:
-    if persistent := sys.modules.get("tests.jobs.persistent"):
-        persistent.close_all()
     if preloaded := sys.modules.get("tests.jobs.preloaded"):
         preloaded.close()
 

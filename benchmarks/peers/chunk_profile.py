@@ -23,9 +23,9 @@ import numpy as np
 import zstandard
 
 from shardload.formats.codecs.transforms import decode_shuffle
+from shardload.formats.contract.by_chunks import copy_rows
 from shardload.formats.lookup import open_source
 from shardload.planning.batches import cut_box
-from shardload.transfer.chunk_batches import copy_rows
 
 _BATCH, _MOST = 64, 2048  # chunks
 
@@ -44,8 +44,9 @@ def decoder_seconds(path: str, dataset: str, repeats: int = 3) -> tuple[float, f
         chunk, itemsize = info.chunks or (), source.dtype.itemsize
         nbytes = int(np.prod(chunk)) * itemsize
         grid = [range(-(-n // c)) for n, c in zip(info.shape, chunk, strict=True)]
-        fetched: Any = reader
-        stored = [bytes(one) for one in fetched.fetch_many(next(cut_box(grid, _MOST)))]
+        if reader is None:
+            raise ValueError(f"{info} has no reader of chunks")
+        stored = [bytes(data) for data in reader.fetch(next(cut_box(grid, _MOST))).data]
         decode, shuffled = _decoder(info.codec, nbytes), _unshuffler(info.codec, nbytes, itemsize)
         with ThreadPoolExecutor(1) as thread:
             found = [thread.submit(_timed, decode, shuffled, stored).result() for _ in range(repeats)]

@@ -25,7 +25,7 @@ def load(request: dict[str, Any]) -> dict[str, Any]:
     made: list[shardload.Plan] = []
 
     def way() -> Any:
-        options = {"dataset": file["dataset"] or None, "readers": request["readers"], "machine": request["machine"]}
+        options = {"dataset": file["dataset"] or None, "readers": request["readers"]}
         made.append(shardload.plan(file["path"], sharding, **options))
         return made[0].execute()
 
@@ -44,7 +44,7 @@ def check(request: dict[str, Any]) -> dict[str, Any]:
 def ask(request: dict[str, Any]) -> dict[str, Any]:
     """Plan only: which way would be taken."""
     file = request["file"]
-    options = {"dataset": file["dataset"] or None, "machine": request["machine"]}
+    options = {"dataset": file["dataset"] or None}
     return said(shardload.plan(file["path"], sharding_of(request["spec"]), **options))
 
 

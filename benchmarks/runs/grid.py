@@ -2,11 +2,10 @@
 
 All ranks run on this machine, as nodes with a file system and a network of known limits (`benchmarks.throttle`), so slow that
 they decide and not its cores. For each file system, network, layout, sharding and number of ranks: each way of reading is timed
-with empty caches, and the plan is asked which one it would take and how long each takes, with the limits as figures of the
-machine. What is asked: "auto" takes the fastest way or one within 25 % in 90 % of the cells, and never one that takes twice as
-long.
+with empty caches, and the plan is asked which one it would take. What is asked: "auto" takes the fastest way or one within 25 %
+in 90 % of the cells, and never one that takes twice as long.
 
-`replan` puts what plans say now into a record of earlier times: after a change of the model, without measuring again.
+`replan` puts what plans say now into a record of earlier times: after a change of the rule, without measuring again.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from __future__ import annotations
 import itertools
 import json
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +32,6 @@ from benchmarks.throttle.links import Links, check_rate
 from shardload.comm.topology import Topology
 from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.lookup import list_arrays
-from shardload.jobs.loading.plan import Plan
 from shardload.jobs.loading.planner import Ranks, plan_array, selection_for
 from shardload.jobs.loading.request import Request
 from shardload.options import Options
@@ -100,7 +98,7 @@ def measure_grid(
             with RemoteJob("throttled", command, n, env) as job:
                 for (fs, network, limit), (layout, file), spec in itertools.product(limits, files.items(), specs):
                     cell = {"file_system": fs, "network": network, "layout": layout, "spec": spec, "ranks": n, "nodes": nodes}
-                    request = {"file": file.request(), "spec": spec, "machine": machine_of(vars(limit), limit.network_rate)}
+                    request = {"file": file.request(), "spec": spec}
                     cell |= measure_cell(cluster, limit, job, n, request, repeats)
                     record["cells"].append(cell)
                     say(line(cell))
@@ -133,8 +131,7 @@ def measure_cell(
             continue
         took[name]["seconds"].append(max(r["end"] for r in replies) - min(r["start"] for r in replies))
         cost = replies[0]["cost"]
-        took[name] |= {"estimate": cost["seconds"], "limit": cost["limit"], "planned_nbytes": cost["fs_nbytes"]}
-        took[name] |= {"planned_operations": cost["operations"], "nbytes": counted.nbytes, "operations": counted.operations}
+        took[name] |= {"planned_nbytes": cost["decoded_nbytes"], "nbytes": counted.nbytes, "operations": counted.operations}
         took[name] |= {"opens": counted.opens, "sent_nbytes": counted.sent_nbytes}
     return {"auto": auto, "ways": took}
 
@@ -146,49 +143,25 @@ def info_of(file: File) -> dict[str, Any]:
 
 
 def replan(record: dict[str, Any]) -> dict[str, Any]:
-    """The same record with the estimates that plans make now, and the ways that they take.
+    """The same record with the ways that plans take now.
 
     A cell whose way was not timed is left out; `record["not timed"]` counts them.
     """
     cells = []
     for cell in record["cells"]:
         n, per_node = cell["ranks"], cell["ranks"] // cell["nodes"]
-        machine = machine_of(
-            record["limits"]["file_systems"][cell["file_system"]], record["limits"]["networks"][cell["network"]]["rate"]
-        )
         info = ArrayInfo.from_json(json.dumps(record["infos"][cell["layout"]]))
         # As in that job: each node had two cores for all its ranks.
         nodes = Topology(tuple(r // per_node * per_node for r in range(n)), 1, 2)
         names = [None if name == "-" else name for name in cell["spec"].split(",")]
-        mesh = AbstractMesh(mesh_shape(cell["spec"], n), ("a", "b"))
-
-        def plan(readers: str | int, *more: Any) -> Plan:
-            sharding, ranks, at, by = more
-            options = Options.check(readers=readers, machine=by)
-            return plan_array(Request(sharding, options, {}), ranks, at, selection_for(options, at))
-
-        given = NamedSharding(mesh, P(*names)), Ranks(0, n, topology=nodes, tuning=Tuning()), info, machine
-        taken = plan("auto", *given)
-        auto = taken.readers if taken.readers != "parallel" else f"parallel {taken.n_readers}"
-        ways_now = {}
-        for name, took in cell["ways"].items():
-            readers = int(name.split()[1]) if name.startswith("parallel ") else name
-            made = plan(readers, *given)
-            cost = made.costs[made.readers]
-            ways_now[name] = {**took, "estimate": cost.seconds, "limit": cost.limit, "planned_nbytes": cost.fs_nbytes}
-            ways_now[name]["planned_operations"] = cost.operations
-        cells.append({**cell, "auto": auto, "ways": ways_now})
+        sharding = NamedSharding(AbstractMesh(mesh_shape(cell["spec"], n), ("a", "b")), P(*names))
+        options = Options.check()
+        request, ranks = Request(sharding, options, {}), Ranks(0, n, topology=nodes, tuning=Tuning())
+        plan = plan_array(request, ranks, info, selection_for(options, info))
+        auto = plan.readers if plan.readers != "parallel" else f"parallel {plan.n_readers}"
+        cells.append({**cell, "auto": auto})
     timed = [cell for cell in cells if cell["auto"] in times(cell)]
     return {**record, "cells": timed, "not timed": len(cells) - len(timed)}
-
-
-def machine_of(file_system: Mapping[str, float], network_rate: float) -> dict[str, float]:
-    """The limits as the option `machine`."""
-    return {
-        "read_rate": file_system["stream_rate"],
-        "operations_rate": file_system["operations_rate"],
-        "network_rate": network_rate,
-    }
 
 
 def with_network(file_system: str, network: str) -> Limits:
@@ -217,8 +190,8 @@ def ratio(cell: dict[str, Any]) -> float:
 
 
 def line(cell: dict[str, Any]) -> str:
-    """A cell for people: the seconds of each way, and in brackets what the plan said."""
-    shown = [f"{name} {s:.2f} ({cell['ways'][name]['estimate']:.2f})" for name, s in times(cell).items()]
+    """A cell for people: the seconds of each way."""
+    shown = [f"{name} {s:.2f}" for name, s in times(cell).items()]
     head = f"{cell['ranks']:2} {cell['file_system']} {cell['network']} {cell['layout']} {cell['spec']}"
     return f"{head}: {', '.join(shown)}; {cell['auto']} {ratio(cell):.2f}"
 
@@ -237,8 +210,8 @@ def table(record: dict[str, Any]) -> str:
     """The cells, and what is asked, as Markdown."""
     cells = record["cells"]
     rows = [
-        "| ranks, nodes | file system | network | layout | sharding | taken | seconds | estimate | fastest | seconds | ratio |",
-        "|---|---|---|---|---|---|--:|--:|---|--:|--:|",
+        "| ranks, nodes | file system | network | layout | sharding | taken | seconds | fastest | seconds | ratio |",
+        "|---|---|---|---|---|---|--:|---|--:|--:|",
     ]
     for cell in cells:
         found = times(cell)
@@ -246,7 +219,7 @@ def table(record: dict[str, Any]) -> str:
         rows.append(
             f"| {cell['ranks']}, {cell['nodes']} | {cell['file_system']} | {cell['network']} | {cell['layout']} "
             f"| `{spec_text(cell['spec'])}` | {cell['auto']} | {found[cell['auto']]:.2f} "
-            f"| {cell['ways'][cell['auto']]['estimate']:.2f} | {best} | {found[best]:.2f} | {ratio(cell):.2f} |"
+            f"| {best} | {found[best]:.2f} | {ratio(cell):.2f} |"
         )
     return "\n".join([*rows, "", summary_table(cells)])
 

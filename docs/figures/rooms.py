@@ -31,6 +31,7 @@ ROOMS = {
     "transfer": "blocks of the file ↔ pieces of shards, between ranks",
     "options": "what may a call ask for? each option declared once",
     "formats": "where are the values of this region? one package per format",
+    "storage": "where are the bytes? objects that are read by ranges",
     "values": "what do the stored numbers mean? attributes to arithmetic",
     "planning": "who owns which block, and which parts go to whom? integers only",
     "comm": "the ranks: MPI, shared memory, agreement on errors, watchdog",
@@ -47,6 +48,7 @@ PLACES = {
     "transfer": "a new transport: one channel",
     "options": "a new option: one declaration",
     "formats": "a new format: one package",
+    "storage": "an object store: one class",
 }
 INK, LINE, GREEN, BLUE = "#333333", "#999999", "#44aa88", "#4477aa"
 TALL, LOW, GAP = 0.72, 0.42, 0.13

@@ -17,8 +17,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.patches import FancyArrowPatch, Polygon, Rectangle
 
 from shardload.planning.blocks import plan_blocks
-from shardload.planning.schedule import Grid, Schedule, plan_shards
-from shardload.planning.strategies import Parallel
+from shardload.planning.schedule import Grid, Owners, Schedule, plan_shards
 
 matplotlib.rcParams["svg.hashsalt"] = "shardload"  # else every run gives other ids to the same picture
 
@@ -32,7 +31,7 @@ def schedule() -> Schedule:
     chunks = Grid(SHAPE, (1, 8, 8), (0, 0, 0))
     shards = plan_shards(SHAPE, [(), (0,), (1,)], np.arange(N_RANKS).reshape(2, 2))
     blocks = plan_blocks(chunks, 4, max_nbytes=2 * 64 * 4, n_owners=1)
-    return Schedule(blocks, shards, 4, N_RANKS, Parallel(N_RANKS))
+    return Schedule(blocks, shards, 4, N_RANKS, Owners(N_RANKS))
 
 
 def oblique(i: float, j: float, k: float, at: tuple[float, float], unit: float) -> tuple[float, float]:

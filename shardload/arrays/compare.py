@@ -1,6 +1,6 @@
 """Which values must an array have, and where does it differ first?
 
-1. `Truth` reads the expected values of a region from the file, by the format's own library. `Padding` has those of the padding.
+1. `Truth` reads the expected values of a region from the file, by the format's own library.
 2. `sample_regions` picks the regions to compare.
 3. `first_difference` compares bit by bit.
 """
@@ -22,7 +22,7 @@ from shardload.planning.selection import Selection
 from shardload.transfer.decode import conversion
 from shardload.values.decoding import Decoding
 
-__all__ = ["Padding", "Truth", "first_difference", "sample_regions", "value_text", "words_of"]
+__all__ = ["Truth", "first_difference", "sample_regions", "value_text", "words_of"]
 
 _REGION_NBYTES = 1 << 16
 _DECODED_AT_MOST = 32  # samples decode at most 1/32 of the region that they are in, or one chunk
@@ -76,23 +76,6 @@ class Truth:
             "The file gives the same twice, and the host's piece is as on the device: likelier wrong is how the values were "
             "read or travelled, on the rank that read them"
         )
-
-
-class Padding:
-    """The expected values of padding."""
-
-    name = "the padding"
-
-    def __init__(self, value: Any, dtype: np.dtype[Any]) -> None:
-        self._value, self._dtype = value, dtype
-
-    def values(self, region: Region) -> Array:
-        """The fill value everywhere."""
-        return np.full(region.shape, self._value, dtype=self._dtype)
-
-    def explain(self, region: Region, before: Array, piece: Array | None, found: Array) -> str:
-        """Padding is not read from the file or sent, so this process is likelier wrong."""
-        return "Likelier wrong is this rank: nobody sends padding"
 
 
 def sample_regions(true: Region, chunks: Grid | None, itemsize: int, seed: int, most: int) -> Iterator[Region]:

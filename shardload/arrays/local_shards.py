@@ -1,168 +1,142 @@
-"""Do the devices of this process hold the right values?
+"""Which shards of an array do the devices of this process hold, with which values, and do replicas agree?
 
-Two copies of the same values (host piece and device, or replicas) are compared by checksum. A device and the file are compared
-bit by bit.
+The opposite of `assemble`. On CPU a shard's values are a view of JAX's own memory. From a GPU only the region that is asked for
+is copied.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from shardload.arrays.assemble import device_values
-from shardload.arrays.compare import Padding, Truth, first_difference, value_text, words_of
-from shardload.errors import VerifyError
+from shardload.comm.group import Group
+from shardload.errors import ShardloadError, VerifyError
 from shardload.planning.region import Region
 from shardload.planning.shards import Shards
 from shardload.transfer.buffers import view_of
-from shardload.transfer.checksum import checksum, sum_shard
+from shardload.transfer.checksum import checksum
+from shardload.units import first_ranks
 
-__all__ = ["COUNTED", "Found", "LocalShards"]
+__all__ = ["LocalShards", "check_replicas"]
 
 Array = np.ndarray[Any, Any]
-
-COUNTED = ("n_shards", "n_devices", "n_boxes", "n_elements", "n_padding", "nbytes_reread")
-
-
-@dataclass
-class Found:
-    """What one process found about its own shards.
-
-    It has counts as in `VerifyReport`, a digest by shard number, and this process's share of the CRC-32 of the whole array.
-    """
-
-    n_shards: int = 0
-    n_devices: int = 0
-    n_boxes: int = 0
-    n_elements: int = 0
-    n_padding: int = 0
-    nbytes_reread: int = 0
-    digests: dict[int, int] = field(default_factory=dict)
-    share: int = 0
-    seconds: float = 0.0
-
-    @property
-    def counts(self) -> list[int]:
-        """The counts to sum over the ranks."""
-        return [getattr(self, name) for name in COUNTED]
+_AT_ONCE_NBYTES = 32 << 20
+_NO_DIGEST = 1 << 32
 
 
 class LocalShards:
-    """The shards of one array on the devices of this process, and what was found about them.
+    """The shards of one array that this process holds, each once for every device that holds it here.
 
     Parameters
     ----------
-    name : str
-        Name of the array, for messages.
-    array : jax.Array
+    x : jax.Array or ndarray
         The array.
     shards : Shards
         Which rank holds which shard.
     rank : int
         This rank.
-    pieces : mapping of Region to ndarray
-        The host pieces that were handed to the devices, if they still exist.
-    room_nbytes : int
-        Most bytes to copy to the host at a time.
     """
 
-    def __init__(
-        self, name: str, array: Any, shards: Shards, rank: int, pieces: Mapping[Region, Array], room_nbytes: int
-    ) -> None:
-        held: dict[Region, list[Any]] = {}
-        for shard in array.addressable_shards:
-            held.setdefault(Region.from_index(shard.index, array.shape), []).append(shard)
-        numbers = {shards.region(number): number for number in shards.shards_of(rank)}
-        self.on_devices = {numbers[region]: found for region, found in held.items()}
-        self.rank, self.found = rank, Found(n_shards=len(array.addressable_shards))
-        self._name, self._shards, self._pieces, self._room_nbytes = name, shards, pieces, room_nbytes
+    def __init__(self, x: Any, shards: Shards, rank: int) -> None:
+        self.shape, self.dtype, self.numbers = x.shape, np.dtype(x.dtype), shards.shards_of(rank)
+        copies: dict[Region, list[tuple[Any, Any]]] = {}
+        if isinstance(x, jax.Array):
+            for shard in x.addressable_shards:
+                copies.setdefault(Region.from_index(shard.index, x.shape), []).append((shard.device, shard.data))
+        else:
+            copies[Region.whole(x.shape)] = [("host", x)]
+        self._regions = {number: shards.region(number) for number in self.numbers}
+        missing = [region for region in self._regions.values() if region not in copies]
+        if missing:
+            raise ShardloadError(f"JAX holds no shard {missing[0]} here, which the sharding gives this process")
+        self._copies = {number: copies[region] for number, region in self._regions.items()}
 
-    def check_devices(self) -> None:
-        """Compare checksums, if there are two copies of the same values."""
-        for number, shards in self.on_devices.items():
-            region = self._shards.region(number)
-            piece = self._pieces.get(region)
-            apart = [shard for shard in shards if piece is None or not _is_same_memory(shard.data, piece)]
-            if self._shards.n_replicas == 1 and (piece is None or not apart):
-                continue  # on CPU JAX uses the piece without a copy, so nothing can differ
-            first = None if piece is None else checksum(piece)
-            source = "the host's piece"
-            self.found.n_devices += len(shards)
-            for shard in apart:
-                found = _checksum_on_device(shard.data, self._room_nbytes)
-                if first is None:
-                    first, source = found, str(shard.device)
-                elif found != first:
-                    raise VerifyError(
-                        f"{shard.device} on rank {self.rank} does not hold what {source} holds of {region} of {self._name}: "
-                        f"its CRC-32 is {found:08x}, expected {first:08x}. Likelier wrong is this device, or the way to it",
-                        rank=self.rank,
-                    )
-            self.found.digests[number] = first or 0
+    def region(self, number: int) -> Region:
+        """The elements of a shard."""
+        return self._regions[number]
 
-    def compare(self, number: int, region: Region, truth: Truth | Padding, places: Iterable[Region] | None = None) -> None:
-        """Compare one region on every device that holds it.
+    def devices(self, number: int) -> list[Any]:
+        """The devices of this process that hold a shard."""
+        return [device for device, _ in self._copies[number]]
 
-        Parameters
-        ----------
-        number : int
-            The shard.
-        region : Region
-            The region, in the coordinates of the array that `truth` has.
-        truth : Truth or Padding
-            The values that are expected.
-        places : iterable of Region, optional
-            Where they lie in the jax.Array; default: at the same coordinates, once.
-        """
-        expected = truth.values(region)
-        for place in (region,) if places is None else places:
-            self._compare(number, region, truth, expected, place)
+    def view(self, number: int, region: Region, copy: int = 0) -> Array:
+        """The values of a region of a shard, as one of the devices that hold it has them."""
+        data = self._copies[number][copy][1]
+        held = self._regions[number]
+        return view_of(data, region, held) if isinstance(data, np.ndarray) else device_values(data, region, held)
 
-    def _compare(self, number: int, region: Region, truth: Truth | Padding, expected: Array, held: Region) -> None:
-        whole = self._shards.region(number)
-        for shard in self.on_devices[number]:
-            found = device_values(shard.data, held, whole)
-            index = first_difference(expected, found)
-            if index is None:
-                continue
-            piece = self._pieces.get(whole)
-            why = truth.explain(region, expected, None if piece is None else view_of(piece, held, whole), found)
-            place = tuple(a + i for a, i in zip(held.start, index, strict=True))
-            n = int((words_of(expected) != words_of(found)).any(axis=-1).sum())
-            raise VerifyError(
-                f"{shard.device} on rank {self.rank}, shard {whole} of {self._name}: element {place} is "
-                f"{value_text(found[index])}, but {truth.name} has {value_text(expected[index])} there; {n:,} of the "
-                f"{region.size:,} elements of {region} differ, this is the first. {why}",
-                rank=self.rank,
-                index=place,
-            )
+    def shard_with(self, region: Region) -> int:
+        """The shard that has all of a region."""
+        for number, held in self._regions.items():
+            if held.contains(region):
+                return number
+        raise ShardloadError(f"no shard of this process has {region}")
 
-    def add_share(self, number: int, shape: tuple[int, ...]) -> None:
-        """Add this shard's share of the CRC-32 of the file's array, computed from the device's values."""
-        core = self._shards.core_in(number, shape)
-        if core is None:
-            return
-        (true, place), whole = core, self._shards.region(number)
-        steps = [p - t for p, t in zip(place.start, true.start, strict=True)]
-        for region in true.split(max(1, self._room_nbytes // self.on_devices[number][0].data.dtype.itemsize)):
-            values = np.ascontiguousarray(device_values(self.on_devices[number][0].data, region.moved(steps), whole))
-            self.found.share ^= sum_shard(values, region, shape)
+    def uses(self, piece: Array, number: int, copy: int) -> bool:
+        """True if JAX uses the memory of a piece (on CPU)."""
+        data = self._copies[number][copy][1]
+        is_on_cpu = next(iter(data.devices())).platform == "cpu"
+        return is_on_cpu and bool(np.asarray(data).ctypes.data == piece.ctypes.data)
+
+    def checksum(self, number: int, region: Region, copy: int, most_nbytes: int = _AT_ONCE_NBYTES) -> int:
+        """The CRC-32 of a region of a shard, on one of the devices that hold it; so many bytes are copied at a time."""
+        crc = 0
+        for some in region.split(max(1, most_nbytes // self.dtype.itemsize)):
+            crc = checksum(self.view(number, some, copy), crc)
+        return crc
+
+    def checksums(self, true: Region) -> list[tuple[int, int]]:
+        """The CRC-32 of each shard on each device that holds it here, without padding: number of the shard, CRC."""
+        found = []
+        for number, copies in self._copies.items():
+            region = self._regions[number].intersect(true)
+            if region is not None and region.size:
+                found += [(number, self.checksum(number, region, copy)) for copy in range(len(copies))]
+        return found
 
 
-def _is_same_memory(data: Any, piece: Array) -> bool:
-    """True if JAX uses the piece's own memory (on CPU)."""
-    if next(iter(data.devices())).platform != "cpu":
-        return False
-    return bool(np.asarray(data).ctypes.data == piece.ctypes.data)
+def check_replicas(
+    group: Group, arrays: Sequence[tuple[str, Shards, Iterable[tuple[int, int]]]], consequence: str = ""
+) -> None:
+    """Raise VerifyError if two devices hold the same shard of an array with other values. Collective.
 
-
-def _checksum_on_device(data: Any, room_nbytes: int) -> int:
-    """The `checksum` of a shard on a device, computed region by region to stay under `room_nbytes`."""
-    whole = Region.whole(data.shape)
-    crc = 0
-    for region in whole.split(max(1, room_nbytes // data.dtype.itemsize)):
-        crc = checksum(device_values(data, region, whole), crc)
-    return crc
+    Parameters
+    ----------
+    group : Group
+        The ranks.
+    arrays : sequence of (str, Shards, iterable of (int, int))
+        For each array its name, which rank holds which shard, and a digest of each shard on each device of this rank.
+    consequence : str
+        What to do, for the end of the message.
+    """
+    first = np.cumsum([0, *(shards.n_shards for _, shards, _ in arrays)])
+    least, most = np.full(int(first[-1]), _NO_DIGEST, np.int64), np.full(int(first[-1]), -1, np.int64)
+    for start, (_, _, digests) in zip(first.tolist(), arrays, strict=False):
+        for number, digest in digests:
+            least[start + number] = min(least[start + number], digest)
+            most[start + number] = max(most[start + number], digest)
+    low, high = group.least_ints(np.stack([least, -most]))
+    unlike = np.flatnonzero((low != -high) & (low < _NO_DIGEST))
+    if not len(unlike):
+        return
+    at = int(unlike[0])
+    array = int(np.searchsorted(first, at, side="right")) - 1
+    name, shards, _ = arrays[array]
+    ranks: dict[int, list[int]] = {}
+    for rank, (a, b) in enumerate(group.gather_ints([int(least[at]), int(most[at])]).tolist()):
+        for digest in {a, b} if b >= 0 else ():
+            ranks.setdefault(digest, []).append(rank)
+    by_size = sorted(ranks.items(), key=lambda held: -len(held[1]))
+    told = ", ".join(f"{first_ranks(held, 8)} {digest:08x}" for digest, held in by_size[:8])
+    is_sure = len(by_size[0][1]) > len(by_size[1][1])
+    wrong = by_size[-1][1]
+    blame = f"likelier wrong: {first_ranks(wrong, 8)}" if is_sure else "either may be wrong"
+    raise VerifyError(
+        f"the replicas of the shard {shards.region(at - int(first[array]))} of {name} have other values: their CRC-32 is on "
+        f"{told}; {blame}. {consequence}",
+        rank=wrong[0] if is_sure else None,
+    )

@@ -26,7 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardload.errors import ConfigError, ShardloadError
 from shardload.planning.halo import WRAP, Halo
 from shardload.planning.region import Region
-from shardload.planning.schedule import RankBoxes, Shards, plan_shards
+from shardload.planning.shards import Shards, plan_shards
 from shardload.units import counted, shown
 
 __all__ = [
@@ -296,10 +296,8 @@ def layout_shards(
         If a device of the mesh belongs to a process that takes no part in the call.
     """
     sizes = tuple(sharding.mesh.shape.values())
-    ranks: np.ndarray[Any, Any] | RankBoxes
     if rank_of_process is None:
-        boxes = RankBoxes.in_order(sizes, devices_per_rank)
-        ranks = boxes or np.arange(math.prod(sizes)).reshape(sizes) // devices_per_rank
+        ranks = np.arange(math.prod(sizes)).reshape(sizes) // devices_per_rank
     else:
         processes = np.array([d.process_index for d in sharding.mesh.devices.flat], dtype=np.int64)
         table = np.full(1 + max(int(processes.max(initial=0)), max(rank_of_process, default=0)), -1, dtype=np.int64)

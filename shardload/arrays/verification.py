@@ -10,42 +10,44 @@ There are four levels, and each includes those before it (docs/design/verify.md)
    with no other part of shardload, and compared bit by bit with the devices.
 4. ``"full"``: the same for every element, and one CRC-32 of the whole array.
 
-Every process checks its own devices (`Verifier.check`). Then all agree on the result (`agree_all`), for all arrays
-of a job at once.
+Every process checks its own devices (`Verifier.check`): two copies of the same values (host piece and device, or replicas) are
+compared by checksum, a device and the file bit by bit. Then all agree on the result (`agree_all`), for all arrays of a job at
+once.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from shardload.arrays.compare import Padding, Truth, sample_regions
-from shardload.arrays.local_shards import COUNTED, Found, LocalShards
+from shardload.arrays.compare import Truth, first_difference, sample_regions, value_text, words_of
+from shardload.arrays.local_shards import LocalShards, check_replicas
 from shardload.comm.group import Group
 from shardload.errors import VerifyError
 from shardload.formats.contract.format import Source
-from shardload.options import FILE, FULL, INDEX, fill_value
+from shardload.options import FILE, FULL, INDEX, Options, fill_value
 from shardload.planning.blocks import plan_blocks
 from shardload.planning.region import Region
 from shardload.planning.schedule import Schedule
 from shardload.planning.source_layout import SourceLayout
-from shardload.transfer.checksum import join_sums
-from shardload.units import counted, first_ranks, format_nbytes
+from shardload.transfer.buffers import view_of
+from shardload.transfer.checksum import checksum, join_sums, sum_shard
+from shardload.units import counted, format_nbytes
 from shardload.values.decoding import Decoding
 
-__all__ = ["Found", "Verifier", "VerifyHow", "VerifyReport", "agree_all"]
+__all__ = ["Found", "Verifier", "VerifyReport", "agree_all"]
 
 _MOST_REGIONS = 8  # per process, for "file"
 _MOST_CHUNKS = 1 << 14  # chunks to read at once, however small they are
-_MOST = np.iinfo(np.int64).max
 _COPIES = 8  # copies of a region: as stored, as read by the library, cast, from the device, compared; and those of the load
+_COUNTED = ("n_shards", "n_devices", "n_boxes", "n_elements", "n_padding", "nbytes_reread")
 
 Array = np.ndarray[Any, Any]
 
@@ -104,35 +106,34 @@ class VerifyReport:
         return "; ".join(parts)
 
 
-@dataclass(frozen=True)
-class VerifyHow:
-    """How an array is verified.
+@dataclass
+class Found:
+    """What one process found about its own shards.
 
-    Parameters
-    ----------
-    level : str
-        ``"index"``, ``"checksum"``, ``"file"`` or ``"full"``.
-    staging_nbytes : int
-        Cap on the memory for verifying.
-    pad : object
-        Fill value of the padding; None without padding.
-    seed : int
-        Seed for the random regions of ``"file"``.
-    decoding : Decoding or None
-        How stored numbers become values; None if they are only cast.
+    It has counts as in `VerifyReport`, a digest by shard number, and this process's share of the CRC-32 of the whole array.
     """
 
-    level: str
-    staging_nbytes: int
-    pad: Any = None
-    seed: int = 0
-    decoding: Decoding | None = None
+    n_shards: int = 0
+    n_devices: int = 0
+    n_boxes: int = 0
+    n_elements: int = 0
+    n_padding: int = 0
+    nbytes_reread: int = 0
+    digests: dict[int, int] = field(default_factory=dict)
+    share: int = 0
+    seconds: float = 0.0
+
+    @property
+    def counts(self) -> list[int]:
+        """The counts to sum over the ranks."""
+        return [getattr(self, name) for name in _COUNTED]
 
 
+@dataclass(frozen=True)
 class Verifier:
     """Compares an array with the file that it came from.
 
-    Parameters
+    Attributes
     ----------
     name : str
         Name of the array, for messages.
@@ -140,18 +141,23 @@ class Verifier:
         Which rank holds which shard.
     layout : SourceLayout
         How the array lies in its file, and its dtype.
-    how : VerifyHow
-        The level, and its limits.
+    decoding : Decoding or None
+        How stored numbers become values; None if they are only cast.
+    options : Options
+        The level, the fill value of padding, and the cap on memory.
+    seed : int
+        Seed for the random regions of ``"file"``.
     open_again : callable
         Opens the file again.
     """
 
-    def __init__(
-        self, name: str, schedule: Schedule, layout: SourceLayout, how: VerifyHow, open_again: Callable[[], Source]
-    ) -> None:
-        self._name, self._schedule, self._layout = name, schedule, layout
-        self._how, self._open_again = how, open_again
-        self._room_nbytes = max(1, how.staging_nbytes // _COPIES)
+    name: str
+    schedule: Schedule
+    layout: SourceLayout
+    decoding: Decoding | None
+    options: Options
+    seed: int
+    open_again: Callable[[], Source]
 
     def check(self, array: Any, rank: int, pieces: Mapping[Region, Array] | None = None) -> Found:
         """Check the shards on the devices of this process. Not collective.
@@ -172,111 +178,136 @@ class Verifier:
         SourceError
             If the file cannot be read again, or gives different values each time.
         """
-        started = time.perf_counter()
-        if self._how.level == INDEX:
-            found = Found(n_shards=len(array.addressable_shards))
-        else:
-            local = LocalShards(self._name, array, self._schedule.shards, rank, pieces or {}, self._room_nbytes)
-            local.check_devices()
-            if self._how.level in (FILE, FULL) and local.on_devices:
-                self._check_file(local)
-            found = local.found
+        started, level = time.perf_counter(), self.options.verify
+        found = Found(n_shards=len(array.addressable_shards))
+        if level != INDEX:
+            local = LocalShards(array, self.schedule.shards, rank)
+            self._check_devices(local, rank, pieces or {}, found)
+            if level in (FILE, FULL) and local.numbers:
+                self._check_file(local, rank, pieces or {}, found)
         found.seconds = time.perf_counter() - started
         return found
 
     @property
-    def level(self) -> str:
-        """``"index"``, ``"checksum"``, ``"file"`` or ``"full"``."""
-        return self._how.level
-
-    @property
-    def has_replicas(self) -> bool:
-        """True if several devices hold the same shard."""
-        return self._schedule.shards.n_replicas > 1
-
-    @property
     def nbytes(self) -> int:
         """Bytes of the array, without padding."""
-        return math.prod(self._layout.chunks.shape) * self._layout.dtype.itemsize
+        return math.prod(self.layout.chunks.shape) * self.layout.dtype.itemsize
 
-    def fold(self, digests: Mapping[int, int]) -> Array:
-        """The digest of each shard and ``most - digest``, for minima over the ranks; `most` for a shard that is not here."""
-        n = self._schedule.shards.n_shards
-        least = np.full(2 * n, _MOST, dtype=np.int64)
-        for shard, digest in digests.items():
-            least[shard], least[n + shard] = digest, _MOST - digest
-        return least
+    @property
+    def _most_nbytes(self) -> int:
+        """Bytes of a region that is compared at a time."""
+        return max(1, self.options.staging_nbytes // _COPIES)
 
-    def first_that_differs(self, least: Array) -> int | None:
-        """The first shard whose replicas have different digests; None if there is none. `least`: the minima."""
-        n = self._schedule.shards.n_shards
-        low, high = least[:n], _MOST - least[n:]
-        differ = np.flatnonzero((low != _MOST) & (low != high))
-        return int(differ[0]) if differ.size else None
+    def _check_devices(self, local: LocalShards, rank: int, pieces: Mapping[Region, Array], found: Found) -> None:
+        """Compare checksums, if there are two copies of the same values."""
+        for number in local.numbers:
+            region, devices = local.region(number), local.devices(number)
+            piece = pieces.get(region)
+            copies = [k for k in range(len(devices)) if piece is None or not local.uses(piece, number, k)]
+            if self.schedule.shards.n_replicas == 1 and (piece is None or not copies):
+                continue  # on CPU JAX uses the piece without a copy, so nothing can differ
+            digest, source = (None, "") if piece is None else (checksum(piece), "the host's piece")
+            found.n_devices += len(devices)
+            for k in copies:
+                on_device = local.checksum(number, region, k, self._most_nbytes)
+                if digest is None:
+                    digest, source = on_device, str(devices[k])
+                elif on_device != digest:
+                    raise VerifyError(
+                        f"{devices[k]} on rank {rank} does not hold what {source} holds of {region} of {self.name}: its CRC-32 "
+                        f"is {on_device:08x}, expected {digest:08x}. Likelier wrong is this device, or the way to it",
+                        rank=rank,
+                    )
+            found.digests[number] = digest or 0
 
-    def differing(self, shard: int, held: list[int]) -> VerifyError:
-        """The error about replicas that differ. `held`: the digest that each rank has, or -1."""
-        by_digest = Counter(d for d in held if d >= 0).most_common()
-        ranks = {d: [k for k, found in enumerate(held) if found == d] for d, _ in by_digest}
-        told = ", ".join(f"{first_ranks(ranks[d], 8)} {d:08x}" for d, _ in by_digest)
-        sure = by_digest[0][1] > by_digest[1][1]
-        last = by_digest[-1][0]
-        blame = f"likelier wrong: {first_ranks(ranks[last], 8)}" if sure else "either may be wrong"
-        return VerifyError(
-            f"the replicas of the shard {self._schedule.shards.region(shard)} of {self._name} differ: their CRC-32 is on "
-            f"{told}; {blame}. Suspect memory, network and device there; load again, and leave that node out if it "
-            "happens again",
-            rank=ranks[last][0] if sure else None,
-        )
-
-    def _check_file(self, local: LocalShards) -> None:
-        shards, layout, found = self._schedule.shards, self._layout, local.found
-        with closing(self._open_again()) as source:
-            truth = Truth(source, layout.selection, layout.dtype, self._how.decoding)
-            for number in local.on_devices:
+    def _check_file(self, local: LocalShards, rank: int, pieces: Mapping[Region, Array], found: Found) -> None:
+        shards, layout = self.schedule.shards, self.layout
+        with closing(self.open_again()) as source:
+            truth = Truth(source, layout.selection, layout.dtype, self.decoding)
+            for number in local.numbers:
+                piece = pieces.get(local.region(number))
                 contents = list(shards.contents(number, layout.chunks.shape))
                 n_sources = sum(content.source is not None for content in contents)
                 for content in contents:
                     if content.source is None:
-                        value = fill_value(self._how.pad, layout.dtype, content.fill)
+                        value = fill_value(self.options.pad, layout.dtype, content.fill)
                         for region in self._padding_regions(content.place):
-                            local.compare(number, region, Padding(value, layout.dtype))
+                            padding = np.full(region.shape, value, layout.dtype)
+                            self._compare(local, number, region, rank, padding, "the padding", _blame_rank)
                             found.n_padding += region.size
                         continue
-                    for region in self._regions(content.source, n_sources * len(local.on_devices)):
-                        places = list(content.places(region))
-                        local.compare(number, region, truth, places)
+                    for region in self._regions(content.source, n_sources * len(local.numbers)):
+                        expected, places = truth.values(region), list(content.places(region))
+                        for place in places:
+                            held = None if piece is None else view_of(piece, place, local.region(number))
+                            explain = partial(truth.explain, region, expected, held)
+                            self._compare(local, number, place, rank, expected, truth.name, explain)
                         found.n_boxes += 1
                         found.n_elements += region.size * len(places)
                         found.nbytes_reread += region.size * source.dtype.itemsize
-                if self._how.level == FULL and shards.holders(number)[0] == local.rank:
-                    local.add_share(number, layout.chunks.shape)
+                if self.options.verify == FULL and shards.holders(number)[0] == rank:
+                    found.share ^= self._share(local, number)
+
+    def _compare(
+        self,
+        local: LocalShards,
+        number: int,
+        place: Region,
+        rank: int,
+        expected: Array,
+        whence: str,
+        explain: Callable[[Array], str],
+    ) -> None:
+        """Compare a region of a shard, in the coordinates of the jax.Array, on every device that holds it."""
+        for k, device in enumerate(local.devices(number)):
+            values = local.view(number, place, k)
+            index = first_difference(expected, values)
+            if index is None:
+                continue
+            at = tuple(a + i for a, i in zip(place.start, index, strict=True))
+            n = int((words_of(expected) != words_of(values)).any(axis=-1).sum())
+            raise VerifyError(
+                f"{device} on rank {rank}, shard {local.region(number)} of {self.name}: element {at} is "
+                f"{value_text(values[index])}, but {whence} has {value_text(expected[index])} there; {n:,} of the "
+                f"{place.size:,} elements of {place} differ, this is the first. {explain(values)}",
+                rank=rank,
+                index=at,
+            )
+
+    def _share(self, local: LocalShards, number: int) -> int:
+        """A shard's share of the CRC-32 of the file's array, computed from the device's values."""
+        shape, share = self.layout.chunks.shape, 0
+        core = self.schedule.shards.core_in(number, shape)
+        if core is not None:
+            true, place = core
+            steps = [p - t for p, t in zip(place.start, true.start, strict=True)]
+            for region in true.split(max(1, self._most_nbytes // local.dtype.itemsize)):
+                share ^= sum_shard(np.ascontiguousarray(local.view(number, region.moved(steps))), region, shape)
+        return share
 
     def _regions(self, true: Region, n_shards: int) -> Iterator[Region]:
         """The regions of one of `n_shards` contents of shards to compare with the file: a few, or together all of it."""
-        layout, itemsize = self._layout, self._layout.dtype.itemsize
-        if self._how.level == FILE:
+        layout, itemsize = self.layout, self.layout.dtype.itemsize
+        if self.options.verify == FILE:
             chunks = layout.chunks if layout.has_chunks else None
-            yield from sample_regions(true, chunks, itemsize, self._how.seed, -(-_MOST_REGIONS // n_shards))
+            yield from sample_regions(true, chunks, itemsize, self.seed, -(-_MOST_REGIONS // n_shards))
             return
-        blocks = plan_blocks(
-            layout.chunks,
-            itemsize,
-            max_nbytes=self._room_nbytes,
-            within=true.shape,
-            max_cells=_MOST_CHUNKS if layout.has_chunks else 1 << 62,
-        )
+        most_cells = _MOST_CHUNKS if layout.has_chunks else 1 << 62
+        blocks = plan_blocks(layout.chunks, itemsize, max_nbytes=self._most_nbytes, within=true.shape, max_cells=most_cells)
         for number in blocks.meeting(true):
             region = blocks.region(number).intersect(true)
             if region is not None:
                 yield region
 
     def _padding_regions(self, tail: Region) -> Iterator[Region]:
-        itemsize = self._layout.dtype.itemsize
-        if self._how.level == FILE:
-            yield from sample_regions(tail, None, itemsize, self._how.seed, 1)
-        else:
-            yield from tail.split(max(1, self._room_nbytes // itemsize))
+        itemsize = self.layout.dtype.itemsize
+        if self.options.verify == FILE:
+            return sample_regions(tail, None, itemsize, self.seed, 1)
+        return tail.split(max(1, self._most_nbytes // itemsize))
+
+
+def _blame_rank(values: Array) -> str:
+    return "Likelier wrong is this rank: nobody sends padding"
 
 
 def agree_all(
@@ -309,25 +340,20 @@ def agree_all(
         If replicas on different processes differ: on every rank, with the ranks that hold each version.
     """
     started = time.perf_counter()
-    if level == INDEX:
-        return [
-            VerifyReport(level, **dict(zip(COUNTED, counts, strict=True)), seconds=mine.seconds)
-            for counts, mine in zip(sums, found, strict=True)
-        ]
-    verifiers = make_verifiers()
-    reports = [VerifyReport(level, **dict(zip(COUNTED, counts, strict=True))) for counts in sums]
-    pairs = [(one, mine) for one, mine in zip(verifiers, found, strict=True) if one.has_replicas]
-    if pairs:
-        folded = [one.fold(mine.digests) for one, mine in pairs]
-        least = group.least_ints(np.concatenate(folded))
-        ends = np.cumsum([len(part) for part in folded])[:-1]
-        for (one, mine), part in zip(pairs, np.split(least, ends), strict=True):
-            shard = one.first_that_differs(part)
-            if shard is not None:
-                raise one.differing(shard, group.gather_int(mine.digests.get(shard, -1)).tolist())
-    if level == FULL:
-        shares = group.gather_ints([mine.share for mine in found])
-        digests = [join_sums(shares[:, k].tolist(), one.nbytes) for k, one in enumerate(verifiers)]
-        reports = [replace(report, digest=digest) for report, digest in zip(reports, digests, strict=True)]
+    reports = [VerifyReport(level, **dict(zip(_COUNTED, counts, strict=True))) for counts in sums]
+    if level != INDEX:
+        verifiers = make_verifiers()
+        pairs = zip(verifiers, found, strict=True)
+        replicas = [(v.name, v.schedule.shards, f.digests.items()) for v, f in pairs if v.schedule.shards.n_replicas > 1]
+        if replicas:
+            check_replicas(
+                group,
+                replicas,
+                "Suspect memory, network and device there; load again, and leave that node out if it happens again",
+            )
+        if level == FULL:
+            shares = group.gather_ints([mine.share for mine in found])
+            digests = [join_sums(shares[:, k].tolist(), verifier.nbytes) for k, verifier in enumerate(verifiers)]
+            reports = [replace(report, digest=digest) for report, digest in zip(reports, digests, strict=True)]
     seconds = time.perf_counter() - started
     return [replace(report, seconds=mine.seconds + seconds) for report, mine in zip(reports, found, strict=True)]

@@ -5,52 +5,39 @@ The ``complete`` functions say what a flag may go on with, to shells.
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
+import os
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from types import EllipsisType
-from typing import IO
+from typing import IO, Annotated, Any
 
 import typer
 
+from shardload.comm.environment import task
 from shardload.errors import ShardloadError
 from shardload.options import OPTIONS
-from shardload.system.terminal import say_error, tell
+from shardload.system.terminal import own_stdout, say_error, tell
 
 __all__ = [
-    "IN_COMMANDS",
-    "IN_INFO",
     "as_typed",
     "complete_mesh",
     "complete_spec",
     "completes",
-    "info_as_typed",
-    "names_of",
+    "one_message",
     "parse_mesh",
     "parse_pad",
-    "parse_readers",
     "parse_select",
     "parse_spec",
-    "reworded",
-    "show_error",
+    "takes",
     "wrong",
 ]
 
 _MOST_DEVICES = 2**24  # JAX makes an object for each; with 2**31 it fails, and before that it takes all memory
-
-
-def names_of(given: Sequence[str] | None) -> str | list[str] | None:
-    """What `dataset` is, from the values of ``--dataset``: one name, or a list of them.
-
-    >>> names_of(["rho"]), names_of(["rho", "gas/*"]), names_of(None)
-    ('rho', ['rho', 'gas/*'], None)
-    """
-    if not given:
-        return None
-    return given[0] if len(given) == 1 else list(given)
 
 
 def parse_mesh(text: str) -> dict[str, int]:
@@ -105,31 +92,21 @@ def parse_select(text: str) -> tuple[slice | int | EllipsisType, ...] | dict[str
     >>> parse_select("time=-1,lat=10:50")
     {'time': -1, 'lat': slice(10, 50, None)}
     """
-    if "=" in text:
-        named: dict[str, slice | int] = {}
-        for piece in text.strip("[] ").split(","):
-            name, _, typed = (word.strip() for word in piece.partition("="))
-            part = _position(typed)
-            if not name or part is None or isinstance(part, EllipsisType):
-                fix = (
-                    "Each is NAME=POSITION or NAME=START:STOP, with positions that count from 0, not the values of coordinates"
-                )
-                raise wrong(
-                    "--select", f'cannot read {piece!r} in {text!r}. {fix}. Type for example --select "time=-1,lat=10:50"'
-                )
-            if name in named:
-                raise wrong("--select", f"{text!r} has the axis {name!r} twice; give each axis once")
-            named[name] = part
-        return named
     parts: list[slice | int | EllipsisType] = []
-    for typed in (piece.strip() for piece in text.strip("[] ").split(",")):
-        part = _position(typed)
-        if part is None:
-            fix = "Each axis takes an integer, a slice or '...'. Type for example --select \"0,:,10:20\", "
-            fix += 'or "time=-1,lat=10:50" by names of axes'
-            raise wrong("--select", f"cannot read {typed!r} in {text!r}. {fix}")
+    named: dict[str, slice | int] = {}
+    for piece in text.strip("[] ").split(","):
+        name, equals, typed = piece.rpartition("=")
+        part = _position(typed.strip())
+        if part is None or bool(equals) != ("=" in text) or (equals and (not name.strip() or part is ...)):
+            fix = "Each axis takes an integer, a slice or '...': positions that count from 0, not the values of coordinates"
+            how = f'{fix}. Type for example --select "0,:,10:20", or "time=-1,lat=10:50" by names of axes'
+            raise wrong("--select", f"cannot read {piece.strip()!r} in {text!r}. {how}")
+        if name.strip() in named:
+            raise wrong("--select", f"{text!r} has the axis {name.strip()!r} twice; give each axis once")
+        if equals and not isinstance(part, EllipsisType):
+            named[name.strip()] = part
         parts.append(part)
-    return tuple(parts)
+    return named or tuple(parts)
 
 
 def _position(text: str) -> slice | int | EllipsisType | None:
@@ -160,12 +137,11 @@ def parse_pad(text: str) -> int | float:
 
 
 def parse_readers(text: str) -> str | int:
-    """A way of reading, or how many processes read, from ``--readers``; the library says which ways there are.
-
-    >>> parse_readers("direct"), parse_readers("16")
-    ('direct', 16)
-    """
+    """A way of reading, or how many processes read, from ``--readers``; the library says which ways there are."""
     return int(text) if text.isascii() and text.isdecimal() else text
+
+
+_PARSERS: dict[str, Callable[[str], Any]] = {"select": parse_select, "pad": parse_pad, "readers": parse_readers}
 
 
 def completes(*words: str) -> Callable[[str], list[str]]:
@@ -201,64 +177,30 @@ def complete_spec(ctx: typer.Context, incomplete: str) -> list[str]:
 
 
 def as_typed(message: str) -> str:
-    """A message of the library, with the flags of the command line in the place of its keywords.
+    """A message of the library, with flags in the place of the keywords that it names.
 
     >>> as_typed("axis 1 has 30 elements. Pass pad=0 (or another fill value), dtype='float32' or allow_external=True")
     'axis 1 has 30 elements. Pass --pad 0 (or another fill value), --dtype float32 or --allow-external'
     >>> as_typed("Pass decode=True to apply that, decode=False if the stored numbers are meant")
     'Pass --decode to apply that, --no-decode if the stored numbers are meant'
-    >>> as_typed("readers is 'all'; expected 'auto'"), as_typed("pass dataset='...' (largest first)")
-    ("--readers is 'all'; expected 'auto'", 'pass --dataset ... (largest first)')
+    >>> as_typed("only chunks are compressed. Pass chunks=(64, 64)"), as_typed("Pass axis=, one of 'time', 'lat'")
+    ('only chunks are compressed. Pass --chunks 64,64', "Pass --axis, one of 'time', 'lat'")
     """
-    message = reworded(message, IN_COMMANDS)
-    message = _SAID_FIRST.sub(lambda found: f"{_FLAGS[found[1] or found[2]]} ", message)
-    return _KEYWORD.sub(lambda found: _flag(found[1], found[2]), message)
+    return _KEYWORD.sub(lambda match: _flag(match[1], match[2]), message)
 
 
-def info_as_typed(message: str) -> str:
-    """The same for ``info``, which has neither ``--dataset`` nor ``--staging``.
-
-    >>> info_as_typed("'a.h5' holds no array '/rh'. Pass dataset= one of these (nearest first): '/rho' (8,) float32.")
-    "'a.h5' holds no array '/rh'. Type FILE:/NAME, one of these (nearest first): '/rho' (8,) float32."
-    """
-    return as_typed(reworded(message, IN_INFO))
-
-
-def reworded(message: str, words: Mapping[str, str]) -> str:
-    """A message with other words for some."""
-    for said, instead in words.items():
-        message = message.replace(said, instead)
-    return message
-
-
-# Parts of messages that name what no command has. A test looks for each in the package: a message may have been worded anew.
-IN_COMMANDS = {
-    " (a quarter of timeout=)": "",
-    "pass a longer timeout=": "load it from Python with a longer timeout=",
-    "pass a tree of specs, with one for each": "give each a command of its own",
-    "pass a tree of selections, with one for each": "give each a command of its own",
-    "(Several arrays are a list of names.)": "(For several arrays, type the option once for each.)",
-    "on before the first array: jax.config.update('jax_enable_x64', True), or JAX_ENABLE_X64=1 in the environment": (
-        "on: type JAX_ENABLE_X64=1 in front of the command"
-    ),
-}
-IN_INFO = {
-    " (Several arrays are a list of names.)": "",
-    ". Pass dataset= one": ". Type FILE:/NAME, one",
-    ". Pass a larger staging= if you think that it needs so much": "",
-}
-
-
-_FLAGS = {name: option.flag for name, option in OPTIONS.items() if option.flag}
-_SAID_FIRST = re.compile(rf"^(?:({'|'.join(_FLAGS)}) (?=is ['\d\[(-])|(select) (?=has |names ))")
-_KEYWORD = re.compile(rf"(?<![\w.\"'/])({'|'.join(_FLAGS)})=((?:'[^']*'|\"[^\"]*\"|[\w.]*\w)?)")
+_OF_COPIES = ("axis", "chunks", "compression", "format", "mode", "resume", "shards", "stack", "unlimited")
+_FLAGS = {name: option.flag for name, option in OPTIONS.items() if option.flag} | {name: f"--{name}" for name in _OF_COPIES}
+_KEYWORD = re.compile(rf"(?<![\w.\"'/-])({'|'.join(_FLAGS)})=((?:'[^']*'|\"[^\"]*\"|\([\d, ]*\)|[\w.]*\w)?)")
 
 
 def _flag(name: str, value: str) -> str:
     bare = value.strip("'\"")
+    if bare.startswith("("):
+        bare = bare.strip("(),").replace(" ", "")
     if bare == "False":
         return _FLAGS[name].replace("--", "--no-", 1)
-    return _FLAGS[name] if not bare or bare == "True" else f"{_FLAGS[name]} {shlex.quote(bare)}"
+    return _FLAGS[name] if not bare or bare == "True" else f"{_FLAGS[name]} {'none' if bare == 'None' else shlex.quote(bare)}"
 
 
 def wrong(flag: str, message: str) -> typer.BadParameter:
@@ -266,11 +208,60 @@ def wrong(flag: str, message: str) -> typer.BadParameter:
     return typer.BadParameter(message, param_hint=flag)
 
 
-def show_error(error: ShardloadError, message: str, out: IO[str], as_json: bool) -> None:
-    """Say on stderr what went wrong, as `message`; with `as_json` also as one JSON document on `out`."""
-    try:
-        if as_json:
-            told = {"ok": False, "error": type(error).__name__, "message": message}
-            tell(json.dumps(told, indent=2), out)
-    finally:
-        say_error(message)
+def takes(*names: str, **defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command these options of the library, as flags with their declared help, in the place of its ``**how``.
+
+    `defaults` are options whose default or help is another one for this command: ``verify=(default, help)``.
+    """
+
+    def give(command: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(command, eval_str=True)
+        own = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
+        last = [own.pop().replace(kind=inspect.Parameter.KEYWORD_ONLY)] if own[-1].name == "as_json" else []
+        options = [_parameter(name, *defaults.get(name, ())) for name in names]
+        parameters = [*own, *options, *last]
+        command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return command
+
+    return give
+
+
+def _parameter(name: str, default: Any = ..., help: str = "", *aliases: str) -> inspect.Parameter:
+    option = OPTIONS[name]
+    words: dict[str, Any] = {"autocompletion": completes(*option.choices)} if option.choices else {}
+    kind: Any = str
+    if name == "dataset":
+        kind = list[str]
+    elif isinstance(option.default, bool) or name == "decode":
+        kind = bool
+    elif name in ("processes", "ranks_per_node"):
+        kind = int
+    elif name in _PARSERS:
+        kind, words = Any, words | {"parser": _PARSERS[name], "metavar": "TEXT"}
+    flags = ["--decode/--no-decode" if name == "decode" else option.flag, *aliases]
+    default = option.default if default is ... else default
+    default = ",".join(default) if isinstance(default, tuple) else default
+    declared: Any = Annotated[
+        kind if default is not None else kind | None, typer.Option(*flags, help=help or option.help, **words)
+    ]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=declared)
+
+
+@contextmanager
+def one_message(as_json: bool = False) -> Iterator[IO[str]]:
+    """A stream to print on. A `ShardloadError` is its message on stderr, by the first task, and exit code 1: the message says
+    what to do, a traceback does not. With `as_json` it is also one JSON document.
+    """
+    with own_stdout() as out:
+        try:
+            yield out
+        except ShardloadError as error:
+            if task(os.environ) == 0:
+                message = as_typed(str(error))
+                try:
+                    if as_json:
+                        tell(json.dumps({"ok": False, "error": type(error).__name__, "message": message}, indent=2), out)
+                finally:
+                    say_error(message)
+            raise typer.Exit(1) from None

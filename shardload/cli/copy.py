@@ -8,16 +8,16 @@ import sys
 from dataclasses import asdict
 from typing import IO, Any
 
-from shardload.cli.arguments import as_typed, reworded, show_error, wrong
+from shardload.cli.arguments import as_typed, wrong
 from shardload.comm.mpi import world_rank_and_size
-from shardload.errors import ConfigError, ShardloadError, printable
+from shardload.errors import ConfigError, printable
 from shardload.formats.codecs.words import compression_typed
 from shardload.jobs.copying.copy import CopyReport, copy_file, refuse_copy
 from shardload.jobs.copying.request import CopyRequest
-from shardload.system.terminal import own_stdout, tell, width_of, wrap
+from shardload.system.terminal import tell, width_of, wrap
 from shardload.units import counted, format_nbytes
 
-__all__ = ["IN_COPY", "copy_as_typed", "parse_axes", "parse_compression", "parse_sizes", "run"]
+__all__ = ["parse_axes", "parse_compression", "parse_sizes", "run"]
 
 KEEP = "keep"
 
@@ -74,62 +74,8 @@ def parse_compression(text: str | None) -> Any:
     return found["name"] if found == compression_typed(found["name"]) else found
 
 
-# Parts of messages that name what the command does not have. A test looks for each in the package: it may be worded anew.
-IN_COPY = {
-    "or begin again without resume=True": "or leave --resume out",
-    "Pass mode='w' to replace it": "Type --mode w to replace it",
-    "pass mode='w'": "type --mode w",
-    "Pass compression='blosc', which shuffles, or leave the shuffle out": "Type --compression blosc, which shuffles, or zstd",
-    "Leave them out, or save as Zarr format 3": (
-        "Type --compression with another name, such as --compression zstd, which leaves them out, or --format zarr"
-    ),
-    ", or the parameters of this one, 'cd_values': (...) in options (hdf5plugin knows them)": "",
-    "Pass no dtype, to keep": "Leave --dtype out to keep",
-    ", or one that holds all values": ", or type one that holds all values",
-    ", which needs jax.config.update('jax_enable_x64', True)": "",
-    "; only step 1 is possible: load all and slice": "; only step 1 is possible",
-    "compression=None": "--compression none",
-    "compression='blosc(lz4)'": "--compression 'blosc(lz4)'",
-    "Save its real and imaginary parts as two arrays": "Type --dataset for the other arrays",
-    "Call one of them by another name": "Type --dataset for the other arrays, or use the suffix .h5 or .zarr",
-}
-_WORDS = re.compile(r"(?<![\w.\"'/-])(chunks|shards|compression|format|mode)=((?:'[^']*'|\"[^\"]*\"|\([\d, ]*\)|\w*\w)?)")
-_EXAMPLE = re.compile(r"Pass chunks=(?: too)?, such as (?:chunks=)?'?(?:\(([\d, ]+?),?\)|(\d+(?:, ?\d+)*))'?")
-_LENGTHS = re.compile(
-    r"axis '(?P<axis>[^']+)' has (?P<n>\d+) elements in (?P<where>.+), but (?P<m>\d+) in (?P<other>.+)\. "
-    r"Axes of one name have one length: .*"
-)
-_FIRST = re.compile(r"^(chunks|shards|compression|unlimited|format|mode|dtype|verify) (is|are) ")
-
-
-def copy_as_typed(message: str) -> str:
-    """A message of the library with the flags of ``copy``.
-
-    >>> copy_as_typed("'/a' has compression but no chunks; only chunks are compressed. Pass chunks=, such as (64, 64)")
-    "'/a' has compression but no chunks; only chunks are compressed. Type --chunks 64,64"
-    >>> copy_as_typed("'out.h5' exists, and mode is 'w-'. Pass mode='w' to replace it, or choose another name")
-    "'out.h5' exists, and mode is 'w-'. Type --mode w to replace it, or choose another name"
-    """
-    message = _LENGTHS.sub(_as_long_as_each_other, message)
-    message = reworded(message, IN_COPY)
-    message = _EXAMPLE.sub(lambda found: f"Type --chunks {(found[1] or found[2]).replace(' ', '')}", message)
-    message = _FIRST.sub(lambda found: f"--{found[1]} {found[2]} ", message)
-    message = _WORDS.sub(lambda found: f"--{found[1]} {found[2].strip('()').replace(' ', '').strip(chr(39))}".rstrip(), message)
-    return as_typed(message)
-
-
-def _as_long_as_each_other(found: re.Match[str]) -> str:
-    """What to type if arrays of a file, as of a netCDF run that died, have different lengths along one axis."""
-    least = min(int(found["n"]), int(found["m"]))
-    rows = f"--select {found['axis']}=0:{least} for what they have in common, or " if least else ""
-    return (
-        f"axis '{found['axis']}' has {found['n']} elements in {found['where']}, but {found['m']} in {found['other']}, and the "
-        f"new file has one length for both. Type {rows}--dataset for some of the arrays"
-    )
-
-
-def run(source: str, target: str, *, only_plan: bool, as_json: bool, **given: Any) -> int:
-    """Copy, and print on rank 0 what was done. Collective: yes. Returns the exit code.
+def run(out: IO[str], source: str, target: str, *, only_plan: bool, as_json: bool, **given: Any) -> None:
+    """Copy, and print on rank 0 what was done. Collective: yes.
 
     Parameters
     ----------
@@ -138,55 +84,43 @@ def run(source: str, target: str, *, only_plan: bool, as_json: bool, **given: An
     only_plan : bool
         True to print the plan and write nothing.
     as_json : bool
-        Print one JSON document in place of text, also for an error.
+        Print one JSON document in place of text.
     **given
         Keywords of `CopyRequest.check`.
     """
-    with own_stdout() as out:
-        return _run(out, source, target, only_plan, as_json, given)
-
-
-def _run(out: IO[str], source: str, target: str, only_plan: bool, as_json: bool, given: dict[str, Any]) -> int:
-    rank = 0
+    rank = world_rank_and_size()[0]
     try:
-        rank = world_rank_and_size()[0]
-        try:
-            request = CopyRequest.check(source, target, **given)
-        except ConfigError as error:
-            refuse_copy(source, error)
-        report = copy_file(request, only_plan=only_plan)
-    except ShardloadError as error:  # the same on every rank
-        if rank == 0:
-            show_error(error, copy_as_typed(str(error)), out, as_json)
-        return 1
-    if rank == 0:
-        for note in report.notes if not as_json else ():
-            print(f"shardload: {printable(note)}", file=sys.stderr, flush=True)
-        tell(_as_json(report) if as_json else _as_text(report, request, width_of(out)), out)
-    return 0
+        request = CopyRequest.check(source, target, **given)
+    except ConfigError as error:
+        refuse_copy(source, error)
+    report = copy_file(request, only_plan=only_plan)
+    if rank:
+        return
+    if as_json:
+        tell(_as_json(report), out)
+        return
+    for note in report.notes:
+        print(f"shardload: {printable(note)}", file=sys.stderr, flush=True)
+    lines = report.plan.describe(target) if report.written is None else [_summary(report, target)]
+    tell("\n".join(part for line in lines for part in wrap(printable(as_typed(line)), width_of(out), "", "    ")), out)
 
 
-def _as_text(report: CopyReport, request: CopyRequest, width: int) -> str:
-    if report.written is None:
-        lines = report.plan.describe(request.target)
-        said = [copy_as_typed(line) for line in lines]
-        return "\n".join(part for line in said for part in wrap(printable(line), width, "", "    "))
-    made = report.written
-    plan, seconds = report.plan, max(report.seconds, 1e-9)
+def _summary(report: CopyReport, target: str) -> str:
+    written, plan, seconds = report.written, report.plan, max(report.seconds, 1e-9)
+    assert written is not None
     text = (
-        f"{request.target}: {counted(len(plan.names), 'array')}, {format_nbytes(plan.nbytes)} "
-        f"({format_nbytes(made.nbytes_stored)} stored) in {seconds:.1f} s, {format_nbytes(int(made.nbytes / seconds))}/s on "
-        f"{counted(plan.n_ranks, 'rank')}"
+        f"{target}: {counted(len(plan.names), 'array')}, {format_nbytes(plan.nbytes)} "
+        f"({format_nbytes(written.nbytes_stored)} stored) in {seconds:.1f} s, {format_nbytes(int(written.nbytes / seconds))}/s "
+        f"on {counted(plan.n_ranks, 'rank')}"
     )
-    if made.n_read_back:
-        text += f"; {made.n_read_back:,} of {made.n_chunks:,} chunks read back, {made.n_decoded:,} decoded"
-    return "\n".join(wrap(printable(text), width, "", "    "))
+    if written.n_read_back:
+        text += f"; {written.n_read_back:,} of {written.n_chunks:,} chunks read back, {written.n_decoded:,} decoded"
+    return text
 
 
 def _as_json(report: CopyReport) -> str:
-    plan = report.plan.to_dict()
-    if report.written is None:
-        return json.dumps({"ok": True, "plan": plan}, indent=2)
-    told = {"ok": True, "plan": plan, "written": asdict(report.written), "seconds": report.seconds}
-    more = {"chunks_decoded": report.n_decoded, "chunks_resumed": report.n_resumed, "notes": report.notes}
-    return json.dumps({**told, **more}, indent=2)
+    told: dict[str, Any] = {"ok": True, "plan": report.plan.to_dict()}
+    if report.written is not None:
+        told |= {"written": asdict(report.written), "seconds": report.seconds, "chunks_decoded": report.n_decoded}
+        told |= {"chunks_resumed": report.n_resumed, "notes": report.notes}
+    return json.dumps(told, indent=2)

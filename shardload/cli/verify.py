@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import IO, Any
 
@@ -15,14 +14,13 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from shardload.api import plan
-from shardload.cli.arguments import as_typed, show_error
 from shardload.comm.group import group_of
 from shardload.comm.launch import initialize
 from shardload.comm.mpi import world_rank_and_size
-from shardload.errors import ConfigError, ShardloadError, printable
+from shardload.errors import ConfigError, printable
 from shardload.jobs.loading.plan import Plan
 from shardload.jobs.loading.tree_plan import TreePlan
-from shardload.system.terminal import own_stdout, tell, width_of, wrap, wrap_parts
+from shardload.system.terminal import tell, width_of, wrap, wrap_parts
 from shardload.units import counted
 
 __all__ = ["run"]
@@ -30,7 +28,7 @@ __all__ = ["run"]
 _MOST_DEVICES = 4096  # of a process: JAX takes 5 s to simulate so many, 37 s for 10,000
 
 
-def run(file: str, axes: Mapping[str, int], parts: tuple[Any, ...], as_json: bool = False, **how: Any) -> int:
+def run(out: IO[str], file: str, axes: Mapping[str, int], parts: tuple[Any, ...], as_json: bool, **how: Any) -> None:
     """Load, verify, and print on rank 0 what was checked.
 
     Collective: yes, all processes of the job.
@@ -44,104 +42,63 @@ def run(file: str, axes: Mapping[str, int], parts: tuple[Any, ...], as_json: boo
     parts : tuple
         The parts of the PartitionSpec.
     as_json : bool
-        Print one JSON document in place of text, also for an error.
+        Print one JSON document in place of text.
     **how
         Keywords of `shardload.plan`.
-
-    Returns
-    -------
-    int
-        Exit code: 0 if the check passed, else 1.
     """
-    with own_stdout() as out, _with_64_bit_types():
-        return _run(out, file, axes, parts, as_json, how)
-
-
-@contextmanager
-def _with_64_bit_types() -> Iterator[None]:
-    """Have JAX keep the types of files of float64 or int64, unless the environment says whether it should."""
+    _, size = world_rank_and_size()
+    n_devices = math.prod(axes.values())
+    how["decode"] = bool(how["decode"])  # None would warn of packed numbers, which nobody gets here
     before = jax.config.read("jax_enable_x64")
-    jax.config.update("jax_enable_x64", before if "JAX_ENABLE_X64" in os.environ else True)
+    if "JAX_ENABLE_X64" not in os.environ:
+        jax.config.update("jax_enable_x64", True)  # files of float64 and int64 keep their types
     try:
-        yield
+        _have_devices(-(-n_devices // size), axes)
+        initialize()
+        made = plan(file, _mesh(axes, n_devices), PartitionSpec(*parts), **how)
+        made.execute()
     finally:
         jax.config.update("jax_enable_x64", before)
+    if group_of().rank == 0:
+        tell(_as_json(made, n_devices) if as_json else "\n".join(_lines(made, n_devices, width_of(out))), out)
 
 
-def _run(out: IO[str], file: str, axes: Mapping[str, int], parts: tuple[Any, ...], as_json: bool, how: dict[str, Any]) -> int:
-    rank = 0
-    try:
-        rank, size = world_rank_and_size()
-        n_wanted = math.prod(axes.values())
-        _have_devices(-(-n_wanted // size), axes)
-        initialize()
-        rank = group_of().rank
-        made = plan(file, _mesh(axes, n_wanted), PartitionSpec(*parts), **how)
-        made.execute()
-    except ShardloadError as error:  # the same on every rank
-        if rank == 0:
-            show_error(error, as_typed(str(error)), out, as_json)
-        return 1
-    if rank == 0:
-        if isinstance(made, TreePlan):
-            text = _tree_as_json(made, n_wanted) if as_json else _tree_as_text(made, n_wanted, width_of(out))
-        else:
-            text = _as_json(made, n_wanted) if as_json else _as_text(made, n_wanted, width_of(out))
-        tell(text, out)
-    return 0
-
-
-def _as_text(made: Plan, n_devices: int, width: int) -> str:
-    return "\n".join(_lines(made, n_devices, width, str(made.report and made.report.proven)))
-
-
-def _lines(made: Plan, n_devices: int, width: int, proven: str) -> list[str]:
-    shape = " x ".join(map(str, made.shape)) or "scalar"
-    what = f"{shape} {made.dtype} as {made.decomposition} on {counted(n_devices, 'device')} of {counted(made.n_ranks, 'rank')}"
-    lines = wrap(f"{printable(str(made.info))}: {what}", width, "", "  ")
-    return [*lines, *wrap_parts(proven.split("; "), width, "", "  ")]
-
-
-def _tree_as_text(made: TreePlan, n_devices: int, width: int) -> str:
-    """A line that says what each array is, lines that say what was proven of it, and the totals."""
+def _lines(made: Plan | TreePlan, n_devices: int, width: int) -> list[str]:
+    """What each array is, what was proven of it, and what of all together."""
+    report: Any = made.report
+    leaves: Any = [(made, report.proven)]
+    if is_tree := isinstance(made, TreePlan):
+        leaves = zip(made.leaves, (array.proven for array in report.arrays), strict=True)
     lines = []
-    for one, proven in zip(made.leaves, made.report.arrays if made.report else (), strict=True):
-        lines += _lines(one, n_devices, width, str(proven.proven))
-    return "\n".join([*lines, *wrap_parts(f"all: {made.report and made.report.proven}".split("; "), width, "", "  ")])
+    for leaf, proven in leaves:
+        shape = " x ".join(map(str, leaf.shape)) or "scalar"
+        what = (
+            f"{shape} {leaf.dtype} as {leaf.decomposition} on {counted(n_devices, 'device')} of {counted(leaf.n_ranks, 'rank')}"
+        )
+        lines += wrap(f"{printable(str(leaf.info))}: {what}", width, "", "  ")
+        lines += wrap_parts(str(proven).split("; "), width, "", "  ")
+    return [*lines, *(wrap_parts(f"all: {report.proven}".split("; "), width, "", "  ") if is_tree else [])]
 
 
-def _tree_as_json(made: TreePlan, n_devices: int) -> str:
+def _as_json(made: Plan | TreePlan, n_devices: int) -> str:
     report = asdict(made.report) if made.report else {}
-    arrays = [
-        {"where": where, **_facts(one, n_devices), "proven": proven["proven"]}
-        for where, one, proven in zip(made.where, made.leaves, report.pop("arrays", ()), strict=True)
-    ]
-    left_out = [one.dataset for one in made.left_out]
-    what = {"ok": True, "arrays": arrays, "left_out": left_out, "proven": report.pop("proven", None), "report": report}
-    return json.dumps(what, indent=2)
+    arrays = report.pop("arrays", ())
+    told: dict[str, Any] = {"ok": True}
+    if isinstance(made, TreePlan):
+        told["arrays"] = [
+            {"where": where, **_facts(leaf, n_devices), "proven": array["proven"]}
+            for where, leaf, array in zip(made.where, made.leaves, arrays, strict=True)
+        ]
+        told["left_out"] = [info.dataset for info in made.left_out]
+    else:
+        told |= _facts(made, n_devices)
+    return json.dumps({**told, "proven": report.pop("proven", None), "report": report}, indent=2)
 
 
 def _facts(made: Plan, n_devices: int) -> dict[str, Any]:
     names = ("shape", "shape_global", "decomposition", "shard_shape", "n_ranks", "readers", "n_readers")
-    return {
-        "path": made.info.path,
-        "dataset": made.info.dataset,
-        "dtype": str(made.dtype),
-        **{name: getattr(made, name) for name in names},
-        "n_devices": n_devices,
-    }
-
-
-def _as_json(made: Plan, n_devices: int) -> str:
-    report = asdict(made.report) if made.report else {}
-    report.pop("arrays", None)
-    what = {
-        "ok": True,
-        **_facts(made, n_devices),
-        "proven": report.pop("proven", None),
-        "report": report,
-    }
-    return json.dumps(what, indent=2)
+    told = {"path": made.info.path, "dataset": made.info.dataset, "dtype": str(made.dtype), "n_devices": n_devices}
+    return told | {name: getattr(made, name) for name in names}
 
 
 def _have_devices(n: int, axes: Mapping[str, int]) -> None:

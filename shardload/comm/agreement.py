@@ -14,13 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
 from shardload.comm.collectives import Collectives
 from shardload.comm.error_codec import as_shardload, from_json, to_json
-from shardload.comm.tracebacks import blame_calls, share
+from shardload.comm.tracebacks import share
 from shardload.errors import PeerError, ShardloadError
 from shardload.system.interruption import let_interruption_pass
 from shardload.units import counted
@@ -33,13 +33,6 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 _HEAD_NBYTES = 4096
 _LENGTH_NBYTES = 8  # at the beginning of the head
 _TEXT, _BYTES, _FAILED = b"+", b"*", b"-"  # what a rank tells the others
-
-
-@dataclass(frozen=True)
-class _Failure:
-    """How a rank failed that should have told something: its error as JSON."""
-
-    text: str
 
 
 @dataclass(frozen=True)
@@ -73,9 +66,10 @@ class Invocation:
 
     @property
     def all_values(self) -> dict[str, str]:
-        """The arguments, those of the arrays by names such as ``"spec of array ['gas']"``."""
-        own = {f"{name} of {where}": text for where, told in self.of_arrays for name, text in told.items()}
-        return {**self.values, **own}
+        """Names and arguments, those of arrays under keys such as ``"spec of array ['gas']"``."""
+        names = {f"array number {k}": name for k, name in enumerate(self.names, 1)}
+        of_arrays = {f"{name} of {where}": text for where, values in self.of_arrays for name, text in values.items()}
+        return {**names, **self.values, **of_arrays}
 
     def also(self, **values: str) -> Invocation:
         """A copy with more values."""
@@ -102,33 +96,36 @@ class Agreement:
         `find` raises on rank 0, every rank raises that error.
         Returns None if rank 0 made another call; the next message (`all_same`) tells all ranks.
         """
-        found = self._tell(find, 0, f"{asked.digest:016x}".encode())
-        try:
-            return None if found is None else self._told(found, 0)
-        finally:
-            del found  # as in `agree`
+        return self._tell(find, 0, f"{asked.digest:016x}".encode())
 
     def gather_int(self, value: int) -> Int64s:
         """Gather one integer from every rank, on every rank. Collective."""
-        mine = np.array([value], dtype=np.int64)
-        return mine if self.size == 1 else self._collectives.gather(mine)[:, 0]
+        return self.gather_ints([value])[:, 0]
 
     def gather_ints(self, values: list[int]) -> Int64s:
         """Gather some integers from every rank, on every rank: a row for each. Collective."""
-        mine = np.array(values, dtype=np.int64)
-        return mine[None] if self.size == 1 else self._collectives.gather(mine)
+        return self._collectives.gather(np.array(values, dtype=np.int64))
 
     def gather_rows(self, mine: Int64s, root: int = 0) -> list[Int64s] | None:
         """On `root`: the integers of every rank, of which each may have another number; None elsewhere. Collective."""
-        return [mine] if self.size == 1 else self._collectives.gather_rows(mine, root)
+        if self.rank != root:
+            self._collectives.exchange_rows({root: mine}, [])
+            return None
+        others = [rank for rank in range(self.size) if rank != root]
+        rows = {root: mine} | (self._collectives.exchange_rows({}, others) if others else {})
+        return [rows[rank] for rank in range(self.size)]
 
     def scatter_rows(self, rows: list[Int64s] | None, root: int = 0) -> Int64s:
         """Return what `root` has for this rank: one row for each rank. Collective."""
-        return self._collectives.scatter_rows(rows, root) if self.size > 1 or rows is None else rows[0]
+        if rows is None:
+            return self._collectives.exchange_rows({}, [root])[root]
+        if self.size > 1:
+            self._collectives.exchange_rows({rank: row for rank, row in enumerate(rows) if rank != root}, [])
+        return rows[root]
 
     def pass_on(self, mine: Int64s, to: int, source: int) -> Int64s:
         """Send integers to a rank, and return those that `source` sends: each rank sends once, receives once. Collective."""
-        return mine if self.size == 1 else self._collectives.pass_on(mine, to, source)
+        return mine if to == self.rank else self._collectives.exchange_rows({to: mine}, [source])[source]
 
     def send(self, data: Bytes, to: int) -> None:
         """Send bytes to another rank, which calls `receive`. Not collective."""
@@ -140,20 +137,15 @@ class Agreement:
 
     def sum_ints(self, values: list[int]) -> list[int]:
         """Sum each value over the ranks. Collective."""
-        total = np.array(values, dtype=np.int64)
-        if self.size > 1:
-            total = self._collectives.reduce(total, "sum")
-        found: list[int] = total.tolist()
-        return found
+        total: list[int] = self._collectives.reduce(np.array(values, dtype=np.int64), "sum").tolist()
+        return total
 
     def least_ints(self, values: Int64s) -> Int64s:
         """The minimum of each value over the ranks. Collective."""
-        return values if self.size == 1 else self._collectives.reduce(values, "min")
+        return self._collectives.reduce(values, "min")
 
     def send_text(self, text: str | None, root: int) -> str:
         """Send a text of `root` to every rank. Collective."""
-        if self.size == 1:
-            return text or ""
         return _to_text(self._send_bytes([_to_bytes(text or "")], root))
 
     def _send_bytes(self, parts: Sequence[Any], root: int) -> memoryview:
@@ -181,54 +173,40 @@ class Agreement:
 
     def tell(self, make: Callable[[], Any], root: int) -> Any:
         """Return on every rank what `make` returns on `root`, or raise on every rank what it raises there. Collective."""
-        found = self._tell(make, root, b"")
-        try:
-            if found is None:
-                raise ValueError("a message without a mark has none that could differ")
-            return self._told(found, root)
-        finally:
-            del found  # as in `agree`
+        return self._tell(make, root, b"")
 
-    def _tell(self, make: Callable[[], Any], root: int, mark: bytes) -> tuple[Any, BaseException | None] | None:
-        """What `root` made or how it failed and, on `root`, the exception; None if the mark of `root` differs."""
-        if self.size == 1:
-            try:
-                alone = make()
-                return (b"".join(alone) if isinstance(alone, list) else alone), None
-            except ShardloadError as found:
-                let_interruption_pass(found)
-                raise
-            except Exception as found:  # the same type as with more ranks
-                let_interruption_pass(found)
-                raise as_shardload(found, None) from found
-        parts: list[Any] = [mark]
+    def _tell(self, make: Callable[[], Any], root: int, mark: bytes) -> Any:
+        """What `root` made; None if the mark of `root` differs."""
         error: BaseException | None = None
-        if self.rank == root:
-            try:
-                made = make()
-                body = made if isinstance(made, list) else [_to_bytes(made) if isinstance(made, str) else made]
-                parts += [_TEXT if isinstance(made, str) else _BYTES, *body]
-            except Exception as found:
-                let_interruption_pass(found)
-                error = found
-                parts += [_FAILED, _to_bytes(to_json(as_shardload(found, root)))]
-        came, n = self._send_bytes(parts, root), len(mark)
-        if came[:n] != mark:
-            return None
-        kind, rest = bytes(came[n : n + 1]), came[n + 1 :]
-        told: Any = _Failure(_to_text(rest)) if kind == _FAILED else rest if kind == _BYTES else _to_text(rest)
+        made: Any = b""
+        kind = _FAILED
         try:
-            return told, error
+            if self.rank == root:
+                try:
+                    made = make()
+                    kind = _TEXT if isinstance(made, str) else _BYTES
+                except Exception as failure:
+                    let_interruption_pass(failure)
+                    error = failure
+            if error is not None:
+                if self.size == 1:
+                    raise _alone(error)
+                made = to_json(as_shardload(error, root))
+            body = made if isinstance(made, list) else [_to_bytes(made) if isinstance(made, str) else made]
+            if self.size == 1:
+                return b"".join(body) if isinstance(made, list) else made
+            message, n = self._send_bytes([mark, kind, *body], root), len(mark)
+            if message[:n] != mark:
+                return None
+            kind, rest = bytes(message[n : n + 1]), message[n + 1 :]
+            if kind != _FAILED:
+                return rest if kind == _BYTES else _to_text(rest)
+            text = _to_text(rest)
+            # Wrong arguments are wrong on every rank, though only `root` has checked them.
+            n_failed = self.size if json.loads(text)["kind"] == "ConfigError" else 1
+            raise self.shared(_caused(from_json(text, root, n_failed, self.size), error))
         finally:
             del error  # as in `agree`
-
-    def _told(self, found: tuple[Any, BaseException | None], root: int) -> Any:
-        made, error = found
-        if isinstance(made, _Failure):
-            # Wrong arguments are wrong on every rank, though only `root` has checked them.
-            n_failed = self.size if json.loads(made.text)["kind"] == "ConfigError" else 1
-            raise self.shared(_caused(from_json(made.text, root, n_failed, self.size), error))
-        return made
 
     def agree(self, error: BaseException | None, counts: list[int] | None = None) -> list[int]:
         """Raise the same error on every rank if any rank has one; else return the sums of `counts` over the ranks. Collective.
@@ -254,8 +232,6 @@ class Agreement:
 
     def all_same(self, asked: Invocation, is_fine: bool) -> bool:
         """True if no rank has an error and all ranks make the same call. Collective; the second message of every call."""
-        if self.size == 1:
-            return is_fine
         all_fine, differs = self._compare([asked.digest], is_fine)
         return all_fine and not differs.size
 
@@ -288,55 +264,31 @@ class Agreement:
             The text names the first rank that differs from rank 0, and the two calls, or the first array or value that differs.
         """
         try:
-            if self.size == 1:
-                self.agree(error)
-                return
-            names = json.dumps(asked.names)
-            all_fine, differs = self._compare([digest_of(asked.kind), digest_of(names)], error is None)
+            n_names = counted(len(asked.names), "array") if asked.names else "one array alone"
+            all_fine, differs = self._compare([digest_of(asked.kind), digest_of(n_names)], error is None)
             if not all_fine:
                 self.agree(error)
         finally:
             del error  # as in `agree`
         if 0 in differs:
-            other, theirs, reference = self._first_other(asked.kind, asked.title)
-            raise blame_calls(
-                PeerError(
-                    f"rank {other} called {theirs}, rank 0 called {reference}: all ranks must make the same calls in the same "
-                    "order, and all ranks must pass the same path, sharding and options. Nothing was done",
-                    rank=other,
-                )
-            )
+            self._blame(asked.kind, f"called {asked.title}")
         if differs.size:
-            other, theirs, reference = self._first_other(names, json.dumps([asked.title, *asked.names]))
-            (their_call, *found), (call, *expected) = json.loads(theirs), json.loads(reference)
-            told = _tell_names(found, expected)
-            raise blame_calls(
-                PeerError(
-                    f"rank {other} called {their_call} with {told[0]}, rank 0 called {call} with {told[1]}: all ranks must "
-                    "pass the same arrays, under the same names; in a list or OrderedDict also in the same order (a set has "
-                    "another one in each process). Nothing was done",
-                    rank=other,
-                )
-            )
+            self._blame(n_names, f"called {asked.title} with {n_names}")
         _, differs = self._compare([digest_of(text) for text in asked.all_values.values()], True)
-        if not differs.size:
-            return
-        name, mine = list(asked.all_values.items())[int(differs[0])]
-        other, theirs, reference = self._first_other(mine, mine)
-        raise blame_calls(
-            PeerError(
-                f"rank {other} was called with {name} = {theirs} (digest {digest_of(theirs):016x}), "
-                f"rank 0 with {reference} (digest {digest_of(reference):016x}): all ranks must pass the same path, sharding "
-                "and options. Nothing was done",
-                rank=other,
-            )
-        )
+        if differs.size:
+            name, value = list(asked.all_values.items())[int(differs[0])]
+            self._blame(value, f"was called with {name} = {value}")
 
-    def _first_other(self, mine: str, text: str) -> tuple[int, str, str]:
-        """The first rank whose value differs from that of rank 0, its text, and the text of rank 0. Collective."""
+    def _blame(self, mine: str, told: str) -> NoReturn:
+        """Raise that the first rank whose value differs from that of rank 0 made another call. Collective."""
         reference = self.send_text(mine, 0)
         other = int(self.gather_int(self.rank if mine != reference else self.size).min())
-        return other, self.send_text(text, other), self.send_text(text, 0)
+        theirs, of_0 = self.send_text(told, other), self.send_text(told, 0)
+        raise PeerError(
+            f"rank {other} {theirs}, rank 0 {of_0}: all ranks must make the same calls in the same order, and all ranks must "
+            "pass the same path, sharding and options. Nothing was done",
+            rank=other,
+        )
 
 
 def _alone(error: BaseException | None) -> ShardloadError:
@@ -348,27 +300,6 @@ def _alone(error: BaseException | None) -> ShardloadError:
 def _caused(error: ShardloadError, cause: BaseException | None) -> ShardloadError:
     error.__cause__ = cause
     return error
-
-
-def _tell_names(*lists: Sequence[str]) -> list[str]:
-    """What each list of arrays is, for people, with the first name that differs.
-
-    >>> _tell_names(["/x", "/y", "/z"], ["/x", "/z"])
-    ["3 arrays, of which number 2 is '/y'", "2 arrays, of which number 2 is '/z'"]
-    >>> _tell_names([], ["/x", "/y"]), _tell_names(["/x", "/y"], ["/x"])
-    (['one array alone', "2 arrays, of which number 1 is '/x'"], ["2 arrays, of which number 2 is '/y'", '1 array'])
-    """
-    same = 0
-    while all(same < len(names) for names in lists) and len({names[same] for names in lists}) == 1:
-        same += 1
-
-    def tell(names: Sequence[str]) -> str:
-        if not names:
-            return "one array alone"
-        told = counted(len(names), "array")
-        return f"{told}, of which number {same + 1} is {names[same]!r}" if same < len(names) else told
-
-    return [tell(names) for names in lists]
 
 
 def _to_bytes(text: str) -> bytes:

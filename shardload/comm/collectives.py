@@ -10,22 +10,25 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from typing import Any, Protocol
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import numpy as np
 
 from shardload.comm.backoff import Backoff
-from shardload.comm.stall_report import NOTICE_SECONDS, notice_before_first, text_before_first
+from shardload.comm.stall_report import NOTICE_SECONDS, notice_of, text_of
 from shardload.errors import PeerError, StallError
 from shardload.system.interruption import let_interruption_pass
 
 __all__ = ["Collectives", "JaxCollectives", "MpiCollectives", "duplicate", "jax_processes"]
 
 _log = logging.getLogger("shardload")
+_FIRST, _SOME = "the first one", "not all ranks of this communicator have made their first call"
 _BACKOFF = Backoff(n_awake=4, first_seconds=2e-5, longest_seconds=2e-3, n_before_doubling=4)
-_PASS_ON_TAG = (1 << 15) - 2  # no exchange has it: see `Group.next_tags`
+_ROW_TAG = (1 << 15) - 2  # no exchange has it: see `Group.next_tags`
 _MOST_NBYTES = 1 << 30  # of a message
 _LONGEST_STEP_SECONDS = 1.0  # between two looks at the clock; if it was more, this process was stopped, and nobody is late
 _LOOK_SECONDS = 0.5  # between two looks, while JAX waits
@@ -38,43 +41,35 @@ Integers = np.ndarray[Any, Any]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
-class Collectives(Protocol):
-    """The collectives that a group needs. Every method is collective."""
+class Collectives:
+    """The collectives that a group needs, and messages of single ranks. Those of this class are of a process alone."""
 
     def gather(self, mine: Integers) -> Integers:
-        """Return the values of every rank, of shape ``(size, *mine.shape)``."""
-        ...
+        """Return the values of every rank, of shape ``(size, *mine.shape)``. Collective."""
+        return mine[None]
 
     def reduce(self, mine: Integers, op: str) -> Integers:
-        """Return the ``"sum"``, ``"min"`` or ``"max"`` of each value over the ranks."""
-        ...
+        """Return the ``"sum"``, ``"min"`` or ``"max"`` of each value over the ranks. Collective."""
+        values: Integers = getattr(np, op)(self.gather(mine), axis=0)
+        return values.astype(mine.dtype)
 
     def broadcast(self, data: Bytes, root: int) -> None:
-        """Fill `data` with the `data` of `root`."""
-        ...
+        """Fill `data` with the `data` of `root`. Collective."""
 
-    def gather_rows(self, mine: Integers, root: int) -> list[Integers] | None:
-        """On `root`: the integers of every rank, of which each may have another number. None on the others."""
-        ...
-
-    def scatter_rows(self, rows: list[Integers] | None, root: int) -> Integers:
-        """The opposite: return what `root` has for this rank."""
-        ...
-
-    def pass_on(self, mine: Integers, to: int, source: int) -> Integers:
-        """Send integers to a rank, and return those that `source` sends. Every rank sends once and receives once."""
-        ...
+    def exchange_rows(self, rows: Mapping[int, Integers], sources: Sequence[int]) -> dict[int, Integers]:
+        """Send integers to ranks, and return those that `sources` send. Every rank calls it, also with nothing to send."""
+        raise PeerError("processes without MPI cannot send each other values: start the job under MPI")
 
     def send(self, data: Bytes, to: int) -> None:
         """Send bytes to a rank, which calls `receive`. Not collective."""
-        ...
+        self.exchange_rows({}, [])
 
     def receive(self, into: Bytes, source: int) -> None:
-        """Receive as many bytes from a rank."""
-        ...
+        """Receive as many bytes from a rank. Not collective."""
+        self.exchange_rows({}, [])
 
 
-class MpiCollectives:
+class MpiCollectives(Collectives):
     """Collectives over an MPI communicator.
 
     Parameters
@@ -89,91 +84,76 @@ class MpiCollectives:
         Called after each collective.
     """
 
-    def __init__(self, comm: Any, mpi: Any, look: Callable[[], None], done: Callable[[], None] | None = None) -> None:
+    def __init__(self, comm: Any, mpi: Any, look: Callable[[], None], done: Callable[[], None] = lambda: None) -> None:
         self._comm, self._mpi, self._look, self._done = comm, mpi, look, done
 
     def gather(self, mine: Integers) -> Integers:
         """See `Collectives`."""
         everyone = np.empty((self._comm.size, *mine.shape), dtype=mine.dtype)
         self._finish(lambda: self._comm.Iallgather(mine, everyone), mine, everyone)
+        self._done()
         return everyone
 
     def reduce(self, mine: Integers, op: str) -> Integers:
         """See `Collectives`."""
-        found = np.empty_like(mine)
-        self._finish(lambda: self._comm.Iallreduce(mine, found, getattr(self._mpi, op.upper())), mine, found)
-        return found
+        result = np.empty_like(mine)
+        self._finish(lambda: self._comm.Iallreduce(mine, result, getattr(self._mpi, op.upper())), mine, result)
+        self._done()
+        return result
 
     def broadcast(self, data: Bytes, root: int) -> None:
         """See `Collectives`."""
         self._finish(lambda: self._comm.Ibcast(data, root), data)
+        self._done()
 
-    def gather_rows(self, mine: Integers, root: int) -> list[Integers] | None:
-        """See `Collectives`."""
-        kind, is_root = self._mpi.INT64_T, self._comm.rank == root
-        sizes = self.gather(np.array([len(mine)], dtype=np.int64))[:, 0]
-        everyone = np.empty(int(sizes.sum()) if is_root else 0, dtype=np.int64)
-        starts = np.cumsum(sizes) - sizes
-        into = [everyone, sizes.tolist(), starts.tolist(), kind] if is_root else None
-        self._finish(lambda: self._comm.Igatherv([mine, len(mine), kind], into, root), mine, everyone)
-        return np.split(everyone, starts[1:]) if is_root else None
-
-    def scatter_rows(self, rows: list[Integers] | None, root: int) -> Integers:
-        """See `Collectives`."""
-        kind, given, size = self._mpi.INT64_T, None, np.empty(1, dtype=np.int64)
-        sizes = np.array([len(row) for row in rows or []], dtype=np.int64)
-        everyone = np.concatenate(rows) if rows else np.empty(0, dtype=np.int64)
-        self._finish(lambda: self._comm.Iscatter(sizes if rows else None, size, root), sizes, size)
-        mine = np.empty(int(size[0]), dtype=np.int64)
-        if rows:
-            given = [everyone, sizes.tolist(), (np.cumsum(sizes) - sizes).tolist(), kind]
-        self._finish(lambda: self._comm.Iscatterv(given, [mine, len(mine), kind], root), everyone, mine)
-        return mine
-
-    def pass_on(self, mine: Integers, to: int, source: int) -> Integers:
+    def exchange_rows(self, rows: Mapping[int, Integers], sources: Sequence[int]) -> dict[int, Integers]:
         """See `Collectives`."""
         self._look()
-        told, size = np.array([len(mine)], dtype=np.int64), np.empty(1, dtype=np.int64)
-        # Both at once: who receives them knows the order.
-        sent = [self._comm.Isend(one, to, _PASS_ON_TAG) for one in (told, mine)]
-        self._finish(lambda: self._comm.Irecv(size, source, _PASS_ON_TAG), size, told, mine, sent)
-        found = np.empty(int(size[0]), dtype=np.int64)
-        self._finish(lambda: self._comm.Irecv(found, source, _PASS_ON_TAG), found, told, mine, sent)
-        for request in sent:
-            self._finish(lambda request=request: request, told, mine, sent)  # type: ignore[misc]
-        return found
+        sent = [self._comm.Isend(row, to, _ROW_TAG) for to, row in rows.items()]
+        received: dict[int, Integers] = {}
+        try:
+            for source in sources:
+                status = self._mpi.Status()
+                _wait_for(partial(self._comm.Iprobe, source, _ROW_TAG, status), self._look)
+                received[source] = row = np.empty(status.Get_count(self._mpi.INT64_T), dtype=np.int64)
+                self._finish(partial(self._comm.Irecv, row, source, _ROW_TAG), row)
+            for request in sent:
+                _wait_for(request.Test, self._look)
+        except BaseException:
+            _abandoned.append((sent, rows))
+            raise
+        self._done()
+        return received
 
     def send(self, data: Bytes, to: int) -> None:
         """See `Collectives`."""
         for at in range(0, len(data), _MOST_NBYTES):
-            some = data[at : at + _MOST_NBYTES]
-            self._finish(lambda some=some: self._comm.Isend(some, to, _PASS_ON_TAG), some)  # type: ignore[misc]
+            part = data[at : at + _MOST_NBYTES]
+            self._finish(partial(self._comm.Isend, part, to, _ROW_TAG), part)
 
     def receive(self, into: Bytes, source: int) -> None:
         """See `Collectives`."""
         for at in range(0, len(into), _MOST_NBYTES):
-            some = into[at : at + _MOST_NBYTES]
-            self._finish(lambda some=some: self._comm.Irecv(some, source, _PASS_ON_TAG), some)  # type: ignore[misc]
+            part = into[at : at + _MOST_NBYTES]
+            self._finish(partial(self._comm.Irecv, part, source, _ROW_TAG), part)
 
     def _finish(self, start: Callable[[], Any], *buffers: Any) -> None:
-        self._look()  # raises if the group has stalled, before another collective is started
+        self._look()  # raises if the group has stalled, before another message is started
         request = start()
         try:
-            _finish(request, self._look)
+            _wait_for(request.Test, self._look)
         except BaseException:
             _abandoned.append((request, buffers))
             raise
-        if self._done is not None:
-            self._done()
 
 
-def _finish(request: Any, look: Callable[[], None]) -> None:
+def _wait_for(is_done: Callable[[], bool], look: Callable[[], None]) -> None:
     """Wait without spinning: a late rank may need this core. `look` is called repeatedly."""
-    idle = 0
-    while not request.Test():
+    n_idle = 0
+    while not is_done():
         look()
-        idle += 1
-        if (seconds := _BACKOFF.seconds(idle)) > 0:
+        n_idle += 1
+        if (seconds := _BACKOFF.seconds(n_idle)) > 0:
             time.sleep(seconds)
 
 
@@ -189,13 +169,13 @@ def duplicate(comm: Any, timeout: float | None) -> Any:
         now = time.monotonic()
         waited, seen = waited + min(now - seen, _LONGEST_STEP_SECONDS), now
         if waited > timeout:  # without the duplicate, ranks cannot tell each other who is late
-            raise StallError(text_before_first(timeout))
+            raise StallError(text_of(_FIRST, timeout, _SOME))
         if waited > NOTICE_SECONDS and not is_said:
             is_said = True
-            _log.warning("%s", notice_before_first(timeout))
+            _log.warning("%s", notice_of(_FIRST, NOTICE_SECONDS, _SOME, timeout))
 
     made, request = comm.Idup()
-    _finish(request, look)
+    _wait_for(request.Test, look)
     return made
 
 
@@ -209,7 +189,7 @@ def jax_processes() -> tuple[Any, int, int]:
     return (None, 0, 1) if state.client is None else (state.client, int(state.process_id), int(state.num_processes))
 
 
-class JaxCollectives:
+class JaxCollectives(Collectives):
     """Collectives over the key-value store of ``jax.distributed``, without MPI. A call takes a few milliseconds.
 
     Parameters
@@ -242,71 +222,25 @@ class JaxCollectives:
 
     def gather(self, mine: Integers) -> Integers:
         """See `Collectives`."""
-        place = self._next()
-        try:
+        with self._next() as place:
             self._set(f"{place}/{self._rank:09d}", mine.tobytes())
             self._wait(lambda: self._client.wait_at_barrier(place, _LONGEST_WAIT_MS))
-            found = dict(self._client.key_value_dir_get_bytes(f"{place}/"))
-            self._forget()
-        except StallError:
-            raise
-        except Exception as error:
-            let_interruption_pass(error)
-            raise _gone(error) from error
-        self._done()
-        values = [np.frombuffer(found[name], dtype=mine.dtype) for name in sorted(found)]
+            texts = dict(self._client.key_value_dir_get_bytes(f"{place}/"))
+            for key in self._old[:-1]:  # every process that has passed a barrier has read all keys set before it
+                self._client.key_value_delete(key)
+            del self._old[:-1]
+        values = [np.frombuffer(texts[name], dtype=mine.dtype) for name in sorted(texts)]
         return np.stack(values).reshape(self._size, *mine.shape)
-
-    def reduce(self, mine: Integers, op: str) -> Integers:
-        """See `Collectives`."""
-        values: Integers = getattr(np, op)(self.gather(mine), axis=0, keepdims=False)
-        return values.astype(mine.dtype)
 
     def broadcast(self, data: Bytes, root: int) -> None:
         """See `Collectives`."""
-        key = f"{self._next()}/{root:09d}"
-        try:
+        with self._next() as place:
+            key = f"{place}/{root:09d}"
             if self._rank == root:
                 self._set(key, data.tobytes())
             else:
-                found = self._wait(lambda: self._client.blocking_key_value_get_bytes(key, _LONGEST_WAIT_MS))
-                data[...] = np.frombuffer(found, dtype=np.uint8)
-        except StallError:
-            raise
-        except Exception as error:
-            let_interruption_pass(error)
-            raise _gone(error) from error
-        self._done()
-
-    def gather_rows(self, mine: Integers, root: int) -> list[Integers] | None:
-        """See `Collectives`. Every process gets all of them: there is no other way."""
-        found = self._gather_rows(mine)
-        return found if self._rank == root else None
-
-    def scatter_rows(self, rows: list[Integers] | None, root: int) -> Integers:
-        """See `Collectives`."""
-        sizes = [len(row) for row in rows or []]
-        found = self._gather_rows(np.array([*sizes, *np.concatenate(rows)] if rows else [], dtype=np.int64))[root]
-        starts = np.cumsum([self._size, *found[: self._size]])
-        return found[starts[self._rank] : starts[self._rank + 1]]
-
-    def pass_on(self, mine: Integers, to: int, source: int) -> Integers:
-        """See `Collectives`."""
-        return self._gather_rows(mine)[source]
-
-    def send(self, data: Bytes, to: int) -> None:
-        """Without MPI there is no way."""
-        raise PeerError("processes without MPI cannot send each other values: start the job under MPI")
-
-    def receive(self, into: Bytes, source: int) -> None:
-        """Without MPI there is no way."""
-        self.send(into, source)
-
-    def _gather_rows(self, mine: Integers) -> list[Integers]:
-        sizes = self.gather(np.array([len(mine)], dtype=np.int64))[:, 0]
-        padded = np.zeros(int(sizes.max()), dtype=np.int64)
-        padded[: len(mine)] = mine
-        return [row[:size] for row, size in zip(self.gather(padded), sizes.tolist(), strict=True)]
+                value = self._wait(lambda: self._client.blocking_key_value_get_bytes(key, _LONGEST_WAIT_MS))
+                data[...] = np.frombuffer(value, dtype=np.uint8)
 
     def _wait(self, call: Callable[[], Any]) -> Any:
         """Return or raise the result of `call`, which runs in a thread: JAX has no way to call `look` while it waits."""
@@ -324,20 +258,20 @@ class JaxCollectives:
             self._look()
         return future.result()
 
-    def _next(self) -> str:
-        self._n += 1  # the same on all processes
-        return f"{self._place}/{self._n}"
+    @contextmanager
+    def _next(self) -> Iterator[str]:
+        """A name in the store for one collective, the same on all processes."""
+        self._n += 1
+        try:
+            yield f"{self._place}/{self._n}"
+        except StallError:
+            raise
+        except Exception as error:
+            let_interruption_pass(error)
+            text = "the processes of JAX could not agree, because one of them has ended or is far behind"
+            raise PeerError(f"{text}: {error}") from error
+        self._done()
 
     def _set(self, key: str, value: bytes) -> None:
         self._client.key_value_set_bytes(key, value)
         self._old.append(key)
-
-    def _forget(self) -> None:
-        """Delete older keys of this process: every process that has passed a barrier has read all keys set before it."""
-        for key in self._old[:-1]:
-            self._client.key_value_delete(key)
-        del self._old[:-1]
-
-
-def _gone(error: Exception) -> PeerError:
-    return PeerError(f"the processes of JAX could not agree, because one of them has ended or is far behind: {error}")

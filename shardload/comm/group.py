@@ -34,8 +34,6 @@ from shardload.system.scratch import is_in_a_call, scratch_of_its_own
 
 __all__ = ["Group", "Invocation", "group_of"]
 
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-
 _TAGS = 1 << 15  # two tags per exchange, up to 32767, which every MPI guarantees
 _WATCH_TAG = _TAGS - 1  # no load uses it
 
@@ -112,12 +110,11 @@ class Group(Agreement):
         ends = partial(leave_at_exit, None if comm is None else self.mpi) if self.size > 1 else None
         self._departures = Departures(self.rank, lambda: jax_processes()[0])
         self.watch = Watchdog(self.rank, self.size, mailbox, on_stall=ends, departed=self._departures.known)
-        mpi = None if comm is None else self.mpi
-        self._collectives: Collectives = (
-            MpiCollectives(comm, mpi, self.watch.look, self.watch.agreed)
-            if processes is None
-            else JaxCollectives(*processes, self.watch.look_for_departed, self.watch.agreed, generation)
-        )
+        self._collectives = Collectives()
+        if processes is not None:
+            self._collectives = JaxCollectives(*processes, self.watch.look_for_departed, self.watch.agreed, generation)
+        elif comm is not None and self.size > 1:
+            self._collectives = MpiCollectives(comm, self.mpi, self.watch.look, self.watch.agreed)
         self._n_exchanges = 0
         self._processes: tuple[int, ...] | None = None
         self._node: Node | None = None
@@ -146,22 +143,9 @@ class Group(Agreement):
         return self.size == 1 or self.comm is not None
 
     @property
-    def has_mpi(self) -> bool:
-        """True if the ranks communicate over MPI."""
-        return self.comm is not None
-
-    @property
     def mpi(self) -> Any:
         """mpi4py's MPI module."""
         return load_mpi()[0]
-
-    def send_now(self, values: Bytes, rank: int, tag: int) -> None:
-        """Send, and return when it is done. For measuring how long that takes."""
-        self.comm.Send(values, rank, tag)
-
-    def receive_now(self, into: Bytes, rank: int, tag: int) -> None:
-        """Receive what `send_now` sends."""
-        self.comm.Recv(into, rank, tag)
 
     @contextmanager
     def call(self, timeout: float | None = None) -> Iterator[ConfigError | None]:

@@ -97,8 +97,12 @@ def initialize(
         Under MPI, if a process does not call it within 15 minutes.
     """
     comm = world()
-    if _is_initialized():
-        _check_started(comm)
+    if jax.distributed.is_initialized():
+        from jax._src import distributed  # `jax.process_count()` would start the devices
+
+        n_processes = distributed.global_state.num_processes or 1
+        if comm is not None and n_processes > 1:
+            _refuse_mismatch(comm.size, n_processes)
         return
     if (coordinator_address, num_processes, process_id) != (None, None, None):
         if coordinator_address is None or num_processes is None or process_id is None:
@@ -109,14 +113,8 @@ def initialize(
         host, port = split(coordinator_address)
         if not host or not is_port(port):
             raise ConfigError(f"coordinator_address is {coordinator_address!r}; expected 'host:port', as in 'node1:61440'")
-        _start(
-            coordinator_address,
-            num_processes,
-            process_id,
-            local_device_ids,
-            preemption,
-            _listen_at(coordinator_address, process_id),
-        )
+        bind = _listen_at(coordinator_address, process_id)
+        _start(coordinator_address, num_processes, process_id, local_device_ids, preemption, bind)
         return
     if comm is not None and comm.size > 1:
         _start_from_mpi(comm, local_device_ids, preemption)
@@ -221,7 +219,6 @@ def _end_job_on_error() -> None:
 def _start(
     address: str, n_processes: int, process: int, local_device_ids: list[int] | None, preemption: bool, bind: str | None
 ) -> None:
-    _choose_cpu_collectives()
     if process:
         await_listener(address)
     else:
@@ -297,35 +294,6 @@ def _refuse_taken_port(address: str) -> None:
         )
 
 
-def _check_started(comm: Any) -> None:
-    """Check that the processes of a JAX that runs already are the ranks."""
-    from jax._src import distributed  # `jax.process_count()` would start the devices
-
-    n_processes = distributed.global_state.num_processes or 1
-    if comm is not None and comm.size > 1 and n_processes not in (1, comm.size):
-        raise ConfigError(
-            f"COMM_WORLD has {comm.size} ranks, but JAX was started with {n_processes} processes: start it with "
-            "shardload.initialize() alone, or give jax.distributed.initialize one process per rank"
-        )
-    if comm is not None and comm.size == 1 and n_processes > 1:
-        raise ConfigError(_singletons(n_processes))
-
-
-def _is_initialized() -> bool:
-    known = getattr(jax.distributed, "is_initialized", None)
-    if known is not None:
-        return bool(known())
-    from jax._src import distributed  # before JAX 0.5 there is no public way to ask
-
-    return distributed.global_state.client is not None
-
-
-def _choose_cpu_collectives() -> None:
-    # Without an implementation, collectives between CPU processes fail; older releases have none by default.
-    if getattr(jax.config, "jax_cpu_collectives_implementation", "gloo") in (None, "none"):
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
-
-
 def _device_share(local_rank: int, local_size: int, see_alike: bool | None, environ: Mapping[str, str]) -> list[int] | None:
     """The GPUs that a process takes, of those that it sees; None for all of them (or if there are none).
 
@@ -358,12 +326,20 @@ def _cpu_only() -> bool:
     return str(getattr(jax.config, "jax_platforms", None) or "").partition(",")[0] == "cpu"
 
 
-def _singletons(n_processes: int) -> str:
-    hint = unnoticed() or "start the job with the mpiexec or srun that belongs to mpi4py's MPI library"
-    return (
-        f"JAX sees {n_processes} processes, but COMM_WORLD has size 1: MPI was started as {n_processes} singletons. {hint}. "
-        f"{WITHOUT}"
-    )
+def _refuse_mismatch(n_ranks: int, n_processes: int) -> None:
+    """ConfigError unless JAX has a process for each rank."""
+    if n_ranks == 1 and n_processes > 1:
+        hint = unnoticed() or "start the job with the mpiexec or srun that belongs to mpi4py's MPI library"
+        raise ConfigError(
+            f"JAX sees {n_processes} processes, but COMM_WORLD has size 1: MPI was started as {n_processes} singletons. "
+            f"{hint}. {WITHOUT}"
+        )
+    if n_ranks != n_processes:
+        sees = "one process" if n_processes == 1 else f"{n_processes} processes"
+        raise ConfigError(
+            f"COMM_WORLD has {n_ranks} ranks, but JAX sees {sees}: "
+            "call shardload.initialize() first, before anything that uses JAX devices, and nothing else that starts JAX"
+        )
 
 
 def rank_of_process(group: Group) -> dict[int, int]:
@@ -382,18 +358,7 @@ def rank_of_process(group: Group) -> dict[int, int]:
         return {process: process for process in range(n_processes)} if group.size > 1 else {jax.process_index(): 0}
     if comm.size == 1 and n_processes == 1:
         refuse_singletons()
-    elif comm.size == 1:
-        raise ConfigError(_singletons(n_processes))
-    elif n_processes == 1:
-        raise ConfigError(
-            f"COMM_WORLD has {comm.size} ranks, but JAX sees one process. Call shardload.initialize() first, before anything "
-            "that uses JAX devices"
-        )
-    elif comm.size != n_processes:
-        raise ConfigError(
-            f"COMM_WORLD has {comm.size} ranks, but JAX sees {n_processes} processes: start one JAX process per rank, "
-            "with shardload.initialize()"
-        )
+    _refuse_mismatch(comm.size, n_processes)
     table: dict[int, int] = {}
     for rank, process in enumerate(group.processes(jax.process_index())):
         if process in table:

@@ -11,7 +11,8 @@ Every rank calls `Watchdog.look` in each iteration of each wait, which costs a l
    fails.
 5. A rank that makes or receives a decision raises it, now and at each later call, because the ranks are out of step for good.
 
-Long before a decision, if there is no progress for a while, one warning names the ranks that the others wait for.
+Long before a decision, if there is no progress for a while, one warning names the ranks that the others wait for: by rank 0,
+or by rank 1 if rank 0 is one of them.
 
 Time is counted in beats, not seconds, so that a process that was itself stopped for a while blames no other. Nothing is sent
 before the first beat is due. A `Mailbox` carries the messages. If ranks cannot send each other messages, there is no mailbox,
@@ -25,22 +26,12 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Protocol
 
-from shardload.comm.stall_report import (
-    NOTICE_SECONDS,
-    RankState,
-    notice_apart,
-    notice_of,
-    notice_without_monitor,
-    text_of,
-    text_of_departed,
-    text_without_monitor,
-)
-from shardload.comm.tracebacks import blame_calls, share
+from shardload.comm.stall_report import NOTICE_SECONDS, Ranks, RankState, notice_of, text_of, text_of_departed
+from shardload.comm.tracebacks import share
 from shardload.errors import StallError
 
 __all__ = ["Mailbox", "Watchdog", "beat_seconds"]
@@ -52,10 +43,11 @@ _SILENT_BEATS = 3  # beats without a message: one may have to wait for the monit
 _LATE_BEATS = 6  # more than the monitor needs, so that its own decision comes first
 _LEARN_BEATS = 3  # until every waiting rank has looked
 _LONGEST_NAME = 500  # characters, so that a beat stays a short message
-_BEAT, _ALIVE, _STALLED, _SAID = "beat", "alive", "stalled", "said"
+_BEAT, _ALIVE, _STALLED = "beat", "alive", "stalled"
 _MOST_APART = 2  # ranks that warn if ranks cannot send messages: one of them may be the late one
-_MOST_TURNS = 16  # ranks that do not hear from rank 0 warn one beat after the other, so that one warning silences the others
 _NOTICE_BEATS = 2  # progress is sent at the next beat, and read at the monitor's next beat
+_NO_MONITOR = "nothing was heard of rank 0, which watches over the others"
+_APART = "this process waits for others"
 
 Message = dict[str, Any]
 
@@ -116,9 +108,8 @@ class Watchdog:
     ) -> None:
         self._rank, self._size, self._mailbox, self._clock = rank, size, mailbox, clock
         self._on_stall, self._departed = on_stall, departed
-        self._n_agreed = 0
-        self._stall: tuple[str, int | None, bool] | None = None
-        self._shows = False  # whether this rank shows the traceback of the stall
+        self.n_agreed = 0
+        self._stall: tuple[str, int | None] | None = None
         self._call, self._count, self._n_seen = 0, 0, 0
         self._what, self._phase = "initialize()", "begin"  # until a call says what it is
         self._timeout: float | None = None
@@ -140,14 +131,9 @@ class Watchdog:
         """True if a stall was detected."""
         return self._stall is not None
 
-    @property
-    def n_agreed(self) -> int:
-        """Number of collectives over all ranks that this rank has finished."""
-        return self._n_agreed
-
     def agreed(self) -> None:
         """Count a collective over all ranks that this rank has finished."""
-        self._n_agreed += 1
+        self.n_agreed += 1
 
     def begin(self, what: str, timeout: float | None) -> None:
         """Begin a call: `what` it does ("load ..."), and the seconds without progress after which it fails (None: never).
@@ -197,7 +183,7 @@ class Watchdog:
             self._n_beats += 1
             self._judge_departed()
             if self._n_beats * self._interval >= NOTICE_SECONDS and self._rank < _MOST_APART:
-                self._say(partial(notice_apart, self._what, self._n_beats * self._interval))
+                self._warn(self._n_beats, _APART)
 
     def close(self) -> None:
         """End a call. If the call took long, this rank learns here whether the others have given it up."""
@@ -224,7 +210,7 @@ class Watchdog:
         mine = self._state()
         _log.debug(
             "rank %d, call %d, %s: step %d, phase %s%s",
-            *(self._rank, self._call, self._what, mine.count, mine.place, mine.reading and f", {mine.reading}"),
+            *(self._rank, mine.call, self._what, mine.count, mine.phase, mine.reading and f", reading {mine.reading}"),
         )
         patience = math.inf if self._timeout is None else math.ceil(self._timeout / self._interval)
         self._n_still += 1
@@ -232,16 +218,17 @@ class Watchdog:
         self._judge_departed()
         if self._rank == 0 or self._mailbox is None:
             self._note(self._rank, mine)
-            if self._n_still >= patience + _NOTICE_BEATS:
-                self._judge()
-            elif self._n_still * self._interval >= NOTICE_SECONDS:
-                self._say(partial(notice_of, self._what, self._n_still * self._interval, *self._places(), self._timeout))
+            ranks = self._ranks()
+            if self._timeout is not None and self._n_still >= patience + _NOTICE_BEATS:
+                late = sorted([*ranks.absent, *ranks.lost, *(r for r, state in ranks.heard.items() if state.reading)])
+                self._give_up(text_of(self._what, self._timeout, ranks), late[0] if late else None)
+            if self._n_still * self._interval >= NOTICE_SECONDS:
+                self._warn(self._n_still, ranks)
             return
-        if self._n_unanswered >= patience + _LATE_BEATS and self._timeout is not None:
-            self._give_up(text_without_monitor(self._what, self._timeout), 0, [0])
-        turn = min(self._rank - 1, _MOST_TURNS)
-        if (self._n_unanswered - turn) * self._interval >= NOTICE_SECONDS:
-            self._say(partial(notice_without_monitor, self._what, self._n_unanswered * self._interval, self._timeout))
+        if self._timeout is not None and self._n_unanswered >= patience + _LATE_BEATS:
+            self._give_up(text_of(self._what, self._timeout, _NO_MONITOR), 0)
+        if self._rank == 1 and self._n_unanswered * self._interval >= NOTICE_SECONDS:
+            self._warn(self._n_unanswered, _NO_MONITOR)
         self._n_unanswered += 1
         self._mailbox.send(0, {"kind": _BEAT, "state": [mine.call, mine.count, mine.phase, mine.reading]})
 
@@ -249,28 +236,23 @@ class Watchdog:
         """Give up if a rank has departed before it took part in the collective that this rank waits for."""
         known = {} if self._departed is None else self._departed()
         # A rank that has finished more collectives than this rank has done its part in the current one.
-        gone = sorted(rank for rank, n_agreed in known.items() if rank != self._rank and n_agreed <= self._n_agreed)
+        gone = sorted(rank for rank, n_agreed in known.items() if rank != self._rank and n_agreed <= self.n_agreed)
         self._n_gone = self._n_gone + 1 if gone else 0
         is_alone = self._rank == 0 or 0 in gone or self._mailbox is None
         if gone and (is_alone or self._n_gone > _LEARN_BEATS):  # if there is a monitor, it decides first
-            self._give_up(text_of_departed(self._what, gone), gone[0], gone, is_departed=True)
+            self._give_up(text_of_departed(self._what, gone), gone[0])
 
-    def _say(self, make: Callable[[], str]) -> None:
-        """Warn once in a call which ranks are late; on one rank only, if ranks can send messages."""
-        if self._is_said:
-            return
-        self._is_said = True
-        _log.warning("%s", make())
-        if self._rank and self._mailbox is not None:
-            for rank in range(1, self._size):
-                if rank != self._rank:
-                    self._mailbox.send(rank, {"kind": _SAID, "call": self._call})
+    def _warn(self, n_beats: int, ranks: object) -> None:
+        """Warn once in a call which ranks are late."""
+        if not self._is_said:
+            self._is_said = True
+            _log.warning("%s", notice_of(self._what, n_beats * self._interval, ranks, self._timeout))
 
     def _hear(self, answers: bool = True) -> None:
         mailbox = self._mailbox
         for rank, message in () if mailbox is None else mailbox.receive():
             if message["kind"] == _STALLED:
-                self._set_stall(message["text"], message["rank"], message["departed"])
+                self._set_stall(message["text"], message["rank"])
             elif message["kind"] == _BEAT and self._rank == 0 and mailbox is not None:
                 state = RankState(*message["state"])
                 self._note(rank, state)
@@ -278,8 +260,6 @@ class Watchdog:
                     mailbox.send(rank, {"kind": _ALIVE, "call": state.call})
             elif message["kind"] == _ALIVE and message["call"] == self._call:
                 self._n_unanswered = 0
-            elif message["kind"] == _SAID and message["call"] == self._call:
-                self._is_said = True
         self._raise_stall()
 
     def _note(self, rank: int, state: RankState) -> None:
@@ -291,46 +271,35 @@ class Watchdog:
         if known is None or (state.call, state.count) >= (known.call, known.count):
             self._states[rank] = state
 
-    def _judge(self) -> None:
-        """Nothing has moved: decide which ranks are late."""
-        if self._timeout is None:
-            return
-        absent, lost, heard = self._places()
-        late = sorted([*absent, *lost, *(r for r, state in heard.items() if state.reading)])
-        self._give_up(text_of(self._what, self._timeout, absent, lost, heard), late[0] if late else None)
-
-    def _places(self) -> tuple[list[int], dict[int, RankState], dict[int, RankState]]:
-        """Ranks never heard of in this call, the last states of ranks that fell silent, and the states of the others."""
+    def _ranks(self) -> Ranks:
+        """Where the ranks are, as far as this one knows."""
         ranks = range(self._size) if self._mailbox is not None else (self._rank,)
         lately = self._n_beats - _SILENT_BEATS
         heard = {r: self._states[r] for r in ranks if r in self._states and self._heard.get(r, lately - 1) >= lately}
         lost = {r: state for r, state in self._states.items() if r not in heard and state.call >= self._call}
-        return [r for r in ranks if r not in heard and r not in lost], lost, heard
+        return Ranks([r for r in ranks if r not in heard and r not in lost], lost, heard)
 
-    def _give_up(self, text: str, late: int | None, silent: Sequence[int] = (), is_departed: bool = False) -> None:
-        """Send the decision to all ranks, and raise it; `silent` ranks will not raise it, and may have departed."""
-        self._shows = self._rank == next((rank for rank in range(self._size) if rank not in silent), 0)
+    def _give_up(self, text: str, late: int | None) -> None:
+        """Send the decision to all ranks, and raise it."""
         if self._mailbox is not None:
             for rank in range(self._size):
                 if rank != self._rank:
-                    self._mailbox.send(rank, {"kind": _STALLED, "text": text, "rank": late, "departed": is_departed})
+                    self._mailbox.send(rank, {"kind": _STALLED, "text": text, "rank": late})
             self._mailbox.flush()
-        self._set_stall(text, late, is_departed)
+        self._set_stall(text, late)
         self._raise_stall()
 
-    def _set_stall(self, text: str, late: int | None, is_departed: bool) -> None:
+    def _set_stall(self, text: str, late: int | None) -> None:
         if self._stall is None:
-            self._stall = (text, late, is_departed)
+            self._stall = (text, late)
             if self._on_stall is not None:
                 self._on_stall(_LEARN_BEATS * self._interval)
 
     def _raise_stall(self) -> None:
         if self._stall is not None:
-            text, rank, is_departed = self._stall
-            error = StallError(text, rank=rank)
-            if is_departed:
-                blame_calls(error)
-            share(error, self._rank, self._size, self._shows or self._rank == (1 if rank == 0 else 0))
+            text, late = self._stall
+            error = StallError(text, rank=late)
+            share(error, self._rank, self._size, shows=self._rank == (1 if late == 0 else 0))
             raise error
 
 

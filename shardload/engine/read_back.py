@@ -25,11 +25,11 @@ from shardload.errors import SourceError, VerifyError
 from shardload.formats.access import Access
 from shardload.formats.contract.dtypes import native_dtype
 from shardload.formats.contract.format import OpenFile
-from shardload.formats.contract.ranges import read_at
 from shardload.formats.lookup import format_of
 from shardload.formats.sink import Decode, Sink, Ticket
 from shardload.planning.grid import unravel
 from shardload.planning.region import Region
+from shardload.storage.local import read_at
 from shardload.system.scratch import shared_scratch
 from shardload.transfer.checksum import checksum
 

@@ -7,6 +7,7 @@ lookup       which array does the caller mean, and how is it opened?
 registry     which formats are there? Our own, and those of other packages (entry points of the group ``shardload.formats``)
 diagnosis    the errors about files that no format claims, and names that are not found
 hdf5, zarr, memory   our own formats
+stored_chunks  fetches and decodes stored chunks, wherever a format says that they are
 codecs       one object for each codec: decodes and encodes chunks
 labels       names of axes, attributes, coordinates; `labelling` reads the coordinates. `small`: values that come with metadata
 sink, saving the opposite direction: a new file, written by many (docs/design/save.md). `target`
@@ -25,8 +26,8 @@ from shardload.formats.contract.by_chunks import read_by_chunks
 from shardload.formats.contract.chunk_reader import ChunkReader, Encoded, Scratch
 from shardload.formats.contract.dtypes import check_request, native_dtype, refusal, unaddressable
 from shardload.formats.contract.format import Format, OpenFile, Source
-from shardload.formats.contract.ranges import read_at, state_of
 from shardload.planning.region import Region
+from shardload.storage.local import read_at, state_of
 
 __all__ = [
     "STRICT",

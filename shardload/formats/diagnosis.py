@@ -11,15 +11,13 @@ import difflib
 import errno
 import glob
 import os
-import shlex
-import stat
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from shardload.errors import ConfigError, ShardloadError, SourceError, is_unread, printable
-from shardload.formats.containment import NotAFileError, OutsideError, kind_of, open_file
-from shardload.formats.contract.array import GROUP, ArrayInfo, nbytes_of, some
+from shardload.formats.containment import NotAFileError, OutsideError, open_file
+from shardload.formats.contract.array import GROUP, NOTHING, ArrayInfo, nbytes_of, some
 from shardload.formats.contract.dtypes import refusal
 from shardload.formats.leftovers import ROOTS, find_leftover
 from shardload.formats.untrusted.answers import HelperError
@@ -27,21 +25,17 @@ from shardload.system.interruption import let_interruption_pass
 from shardload.units import counted
 
 __all__ = [
-    "NO_VARIABLE",
     "as_source_error",
     "candidates",
     "check_loadable",
     "check_readable",
     "holds_numbers",
-    "in_path",
     "no_arrays_below",
     "no_such_array",
     "only_array",
     "unclaimed",
 ]
 
-NO_VARIABLE = "nothing: it is a netCDF dimension without a variable"
-_NO_NUMBERS = ("string", "object", "opaque", "reference", "vlen", "compound")
 
 # Other kinds of files that scientists have: the mark's offset, the mark, what the file is, and what to do.
 _OTHERS = (
@@ -63,9 +57,7 @@ _OTHERS = (
 
 # What Python and the formats' libraries raise about what they have read. A server's refusal is of a type of its client's own.
 _OF_CONTENT = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-
-
-_ALL_BELOW = " All of them are "  # before a pattern
+_SAYS_ALL = (HelperError, ImportError, NotAFileError, OutsideError)  # fsspec says which package it needs
 
 
 @contextlib.contextmanager
@@ -87,104 +79,65 @@ def as_source_error(path: str, dataset: str | None = None) -> Iterator[None]:
 def _damaged(path: str, dataset: str | None, error: Exception) -> SourceError:
     """The error about a file that its library cannot open."""
     what = f"'{path}'" if dataset is None else f"'{dataset}' in '{path}'"
+    said = f"{type(error).__name__}: {error}"
     if isinstance(error, ModuleNotFoundError):
         text = f"{what} cannot be opened without '{error.name}', which is not installed: `pip install {error.name}`."
-        return SourceError(text, path=path, dataset=dataset)
-    if isinstance(error, ImportError):  # fsspec says which package it needs for a URL, in its own words
-        return SourceError(f"{what} cannot be opened with the packages installed here: {error}.", path=path, dataset=dataset)
-    if isinstance(error, FileNotFoundError) and _working_folder() is None:
-        return SourceError(f"{what} cannot be opened: {error}. {_GONE}.", path=path, dataset=dataset)
-    if isinstance(error, HelperError):
-        return SourceError(f"{what} could not be opened in a helper process: {error}.", path=path, dataset=dataset)
-    if isinstance(error, NotAFileError | OutsideError):
-        return SourceError(f"{what} cannot be opened: {error}.", path=path, dataset=dataset)
-    if isinstance(error, PermissionError) and "://" not in path:
-        return SourceError(f"{what} may not be read by this user ({error}). Ask for access.", path=path, dataset=dataset)
-    if is_unread(error):
+    elif isinstance(error, _SAYS_ALL):
+        text = f"{what} cannot be opened: {error}."
+    elif isinstance(error, PermissionError) and "://" not in path:
+        text = f"{what} may not be read by this user ({error}). Ask for access."
+    elif isinstance(error, FileNotFoundError) and "://" not in path and not os.path.exists(path):
+        text = _what_is_there_instead(path)
+    elif is_unread(error):
         why = "Its device or file server failed, or it is gone there"
         if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
             why = "Not the file, but this process or machine has reached a limit: `ulimit -a` and `free -h` show them"
-        text = f"{what} cannot be read: {type(error).__name__}: {error}. {why}"
-        return SourceError(text, path=path, dataset=dataset)
-    if "://" in path and isinstance(error, FileNotFoundError):
-        text = f"there is no Zarr store at '{path}': no zarr.json, .zgroup or .zarray is found there. Check the address."
-        return SourceError(text, path=path, dataset=dataset)
-    if "://" in path and (isinstance(error, OSError) or not isinstance(error, _OF_CONTENT)):
-        text = f"{what} cannot be read: {type(error).__name__}: {error}. Check the address, your access to it and the network."
-        return SourceError(text, path=path, dataset=dataset)
-    return SourceError(
-        f"{what} cannot be opened: its metadata is damaged, or asks for something unknown here. The library below "
-        f"says: {type(error).__name__}: {error}",
-        path=path,
-        dataset=dataset,
-    )
+        text = f"{what} cannot be read: {said}. {why}"
+    elif "://" in path and (isinstance(error, OSError) or not isinstance(error, _OF_CONTENT)):
+        text = f"{what} cannot be read: {said}. Check the address, your access to it and the network."
+    else:
+        text = f"{what} cannot be opened: its metadata is damaged, or asks for something unknown here. The library says: {said}"
+    return SourceError(text, path=path, dataset=dataset)
 
 
 def check_readable(path: str) -> None:
     """Raise SourceError unless `path` exists and this user may read it."""
     try:
-        mode = os.stat(path).st_mode
-        if stat.S_ISDIR(mode):
+        if os.path.isdir(path):
             os.scandir(path).close()  # opened but not listed: it may hold a million chunks
-        elif not stat.S_ISREG(mode):
-            raise SourceError(f"'{path}' is {kind_of(mode)}, expected a file or folder. Pass another path.", path=path)
         else:
             os.close(open_file(path))
-        return
-    except SourceError:
-        raise
-    except PermissionError as error:
-        text = f"'{path}' may not be read by this user ({error.strerror}: '{error.filename}'). Ask for access."
     except (FileNotFoundError, NotADirectoryError):
-        text = _what_is_there_instead(path)
-    except (OSError, ValueError) as error:
-        if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
-            raise  # a limit of this process, not a fault of the file
-        text = f"'{path}' cannot be read: {error}."
-    raise SourceError(text, path=path)
+        raise SourceError(_what_is_there_instead(path), path=path) from None
+    except ValueError as error:  # a byte that is zero
+        raise SourceError(f"'{path}' cannot be read: {error}.", path=path) from None
+    except OSError as error:
+        raise _damaged(path, None, error) from None
 
 
 def _what_is_there_instead(path: str) -> str:
     """The message about a file that does not exist, with similar names from the same folder."""
+    try:
+        there = os.path.dirname(os.path.abspath(path))
+    except FileNotFoundError:
+        return f"there is no file '{path}': the working folder is gone (removed, or made anew). Type: cd \"$PWD\""
     if os.path.islink(path):
         return f"'{path}' is a symbolic link to '{os.readlink(path)}', which does not exist. Pass another path."
-    file, colon, array = path.rpartition(":")
-    if colon and os.path.exists(file):  # a name in the path is read from it if there is none in dataset=
-        return (
-            f"there is no file '{path}', but '{file}' is there. Pass that path, and '{array}' as a part of dataset=: "
-            "an array is named in one of the two."
-        )
     folder, name = os.path.split(os.path.normpath(path))
-    whole = next((above for above in _above(path) if os.path.isfile(above)), None)
-    if whole is not None:  # FILE/NAME was typed for FILE:/NAME
-        name = os.path.normpath(path)[len(whole) :]
+    file = next((above for above in _above(path) if os.path.isfile(above)), None)
+    if file is not None:  # FILE/NAME was typed for FILE:/NAME
+        array = f"{file}:{os.path.normpath(path)[len(file) :]}"
+        return f"there is no file '{path}': '{file}' is a file, not a folder. Pass '{array}' if you mean an array in it."
+    if n_files := len(glob.glob(path)):
         return (
-            f"there is no file '{path}': '{whole}' is a file, not a folder. Pass '{whole}:{name}' if you mean an array in it."
-        )
-    if glob.has_magic(path) and (fitting := glob.glob(path)):
-        where = f"{shlex.quote(folder)}/" if folder else ""
-        return (
-            f"'{path}' is a pattern, which fits {counted(len(fitting), 'file')}. Pass one path, or a list of them for an array "
-            f"of each. For one array in all of them, join them first: `shardload join {where}{name} whole.h5`."
+            f"'{path}' is a pattern, which fits {counted(n_files, 'file')}. Pass one path, or a list of them for an array of "
+            f"each. For one array in all of them, join them first: `shardload join {path} whole.h5`."
         )
     if folder and not os.path.isdir(folder):
         return f"there is no file '{path}', nor a folder '{folder}'. Pass a path that this machine sees."
     near = difflib.get_close_matches(name, os.listdir(folder or "."), n=3)
-    if not near:
-        here = _working_folder()
-        return f"there is no file '{path}'. {_GONE if here is None else f'The working folder is {here!r}'}."
-    return f"there is no file '{path}'. Near it: {', '.join(repr(os.path.join(folder, n)) for n in near)}."
-
-
-_GONE = 'The working folder is gone: it was removed, or made anew. Type: cd "$PWD"'
-
-
-def _working_folder() -> str | None:
-    """The working folder; None if it was removed, so that no relative path means anything."""
-    try:
-        return os.getcwd()
-    except FileNotFoundError:
-        return None
+    names = ", ".join(repr(os.path.join(folder, other)) for other in near)
+    return f"there is no file '{path}' (in the folder '{there}'). Near it: {names or 'nothing'}."
 
 
 def _above(path: str) -> Iterator[str]:
@@ -235,32 +188,19 @@ def candidates(infos: Sequence[ArrayInfo]) -> list[ArrayInfo]:
 
 def only_array(path: str, infos: Sequence[ArrayInfo], has_more: bool) -> ArrayInfo:
     """The single array that the caller can mean without a name; an error if there is none, or more than one."""
-    fields = candidates(infos)
-    if len(fields) == 1:
-        return fields[0]
-    if fields:
-        fields.sort(key=nbytes_of, reverse=True)
-        n, which = f"{len(fields)}", "largest first"
+    arrays = candidates(infos)
+    if len(arrays) == 1:
+        return arrays[0]
+    if arrays:
+        arrays.sort(key=nbytes_of, reverse=True)
+        n, which = f"{len(arrays)}", "largest first"
         if has_more:
             n, which = f"more than {n}", f"of the first {len(infos)}, largest first"
-        raise ConfigError(
-            f"'{path}' holds {n} arrays; pass dataset='...' ({which}): "
-            f"{some([_told(info) for info in fields], 'many' * has_more)}."
-        )
+        texts = some([_told(info) for info in arrays], "many" * has_more)
+        raise ConfigError(f"'{path}' holds {n} arrays; name one, as in '{path}:{arrays[0].dataset}' ({which}): {texts}.")
     others = [f"{_told(i)}: {i.refused}" if i.refused else f"{_told(i)}: a coordinate" for i in infos]
     there = f"It holds {some(others)}. A coordinate can be loaded by its name." if others else "It holds none at all."
     raise SourceError(f"'{path}' holds no array that can be loaded without being named. {there}", path=path)
-
-
-def in_path(message: str) -> str:
-    """The same message for a call without `dataset=`: there the name is a part of the path, and of one array.
-
-    >>> in_path("'a.h5' holds no array '/rh'. Pass dataset= one of these (nearest first): '/rho' (8,) float32.")
-    "'a.h5' holds no array '/rh'. Pass FILE:/NAME, one of these (nearest first): '/rho' (8,) float32."
-    """
-    message = message.partition(_ALL_BELOW)[0]
-    message = message.replace("; pass dataset='...' (", "; pass FILE:/NAME, one of these (")
-    return message.replace(". Pass dataset= one of", ". Pass FILE:/NAME, one of")
 
 
 def no_such_array(path: str, name: str, infos: Sequence[ArrayInfo], has_more: bool) -> ConfigError:
@@ -271,29 +211,17 @@ def no_such_array(path: str, name: str, infos: Sequence[ArrayInfo], has_more: bo
     more = "many" * has_more
     below = [info for info in infos if info.dataset.startswith(name.rstrip("/") + "/") and info.dataset != name]
     if below:
-        what = f"'{name}' in '{path}' is a group, not an array. Pass dataset= one of those in it"
-        return ConfigError(f"{what}: {some([_told(i) for i in below], more)}.{_ALL_BELOW}'{name.rstrip('/')}/*'.")
+        texts = some([_told(info) for info in below], more)
+        return ConfigError(f"'{name}' in '{path}' is a group, not an array ('{name.rstrip('/')}/*' are all in it): {texts}.")
     empty = next((info for info in infos if info.dtype == GROUP and info.dataset == name), None)
-    infos = [info for info in infos if info is not empty]
     what = f"'{path}' holds no array '{name}'" if empty is None else f"'{name}' in '{path}' is {empty.refused}"
-    if not infos:
-        return ConfigError(f"{what}, nor any other." if empty is None else f"{what}. The file holds no array.")
-
-    by_name = {info.dataset: info for info in infos}
+    by_name = {info.dataset: info for info in infos if info is not empty}
     near = some([_told(by_name[other]) for other in _nearest(name, list(by_name))], more)
-    hint = ""
-    if name.endswith("/*"):
-        hint = _links_below(name.removesuffix("/*"), infos)
-    elif "," in name:
-        hint = " (Several arrays are a list of names.)"
-    elif "*" in name:
-        group = name.rpartition("/")[0].strip("/")
-        hint = f" (A '*' stands for all arrays below a group, and is all of the last part: '{f'{group}/*'.lstrip('/')}'.)"
-    return ConfigError(f"{what}. Pass dataset= one of these (nearest first): {near}.{hint}")
+    return ConfigError(f"{what}. Arrays in the file (nearest first): {near or 'none'}.")
 
 
 def _nearest(name: str, names: Sequence[str]) -> list[str]:
-    """Full names of arrays, those that are most like `name` first.
+    """Full names of arrays or groups, those that are most like `name` first.
 
     >>> _nearest("velocity", ["/gas/density", "/gas/Velocities"])
     ['/gas/Velocities', '/gas/density']
@@ -309,28 +237,16 @@ def _nearest(name: str, names: Sequence[str]) -> list[str]:
 def no_arrays_below(path: str, group: str, infos: Sequence[ArrayInfo]) -> ConfigError:
     """The error about a pattern that stands for no array. `infos` has what the file holds."""
     name = group or "/"
-    hint = _links_below(group, infos)
-    inside = [info for info in infos if info.dataset.startswith(f"{group}/")]
-    if inside:
-        told = [f"{_told(info)}: {info.refused}" for info in inside]
-        return ConfigError(f"'{path}' holds no array that can be loaded below '{name}'. It holds there {some(told)}.")
+    if inside := [f"{_told(info)}: {info.refused}" for info in infos if info.dataset.startswith(f"{group}/")]:
+        return ConfigError(f"'{path}' holds no array that can be loaded below '{name}'. It holds there {some(inside)}.")
     if any(info.dataset == group for info in infos):
-        return ConfigError(f"'{group}' in '{path}' is an array, not a group. Pass dataset='{group}'.")
-    if not infos:
-        return ConfigError(f"'{path}' holds no arrays.")
-    groups = sorted({info.dataset.rpartition("/")[0] for info in infos} - {""})
-    if not groups:
-        return ConfigError(f"'{path}' holds no group '{name}'. Pass '*' for all of its {len(infos)} arrays.{hint}")
-    groups.sort(key=lambda other: difflib.SequenceMatcher(None, other.lower(), name.lower()).ratio(), reverse=True)
+        return ConfigError(f"'{group}' in '{path}' is an array, not a group. Leave out '/*'.")
+    groups = _nearest(name, sorted({info.dataset.rpartition("/")[0] for info in infos}))
     near = some([f"'{other}/*'" for other in groups])
-    return ConfigError(f"'{path}' holds no arrays below '{name}'. Pass dataset= one of these (nearest first): {near}.{hint}")
-
-
-def _links_below(group: str, infos: Sequence[ArrayInfo]) -> str:
-    """What a pattern does not do with links below `group`, if the file may have some; for the end of a message."""
-    if not group or not any(info.format in ("HDF5", "netCDF4") for info in infos):
-        return ""
-    return f" (A '*' follows no links below '{group}' in HDF5. Name each array to which one leads.)"
+    return ConfigError(
+        f"'{path}' holds no arrays below '{name}' (links below it are not followed). Groups in it (nearest first): "
+        f"{near or 'none'}."
+    )
 
 
 def _told(info: ArrayInfo) -> str:
@@ -342,31 +258,29 @@ def holds_numbers(info: ArrayInfo) -> bool:
     if info.dtype == "unknown":
         return True
     try:
-        return refusal(np.dtype(info.dtype)) is None and not str(info.refused).startswith("nothing:")
+        return refusal(np.dtype(info.dtype)) is None
     except (TypeError, ValueError):  # a name of ours, or the file's own, for a type that NumPy does not have
         return False
 
 
 def check_loadable(info: ArrayInfo, needs_numbers: bool = False) -> ArrayInfo:
     """Return `info`; SourceError if the array is refused."""
-    if needs_numbers and info.refused is not None and info.dtype in _NO_NUMBERS:
+    if info.refused is None:
+        return info
+    if needs_numbers and not holds_numbers(info):
         raise ConfigError(
             f"decode needs numbers, but {info} holds {info.refused}, which cannot be loaded without decode= "
             "either. Leave out this array"
         )
-    if info.refused is not None:
-        raise SourceError(
-            f"{info} cannot be loaded: it holds {info.refused}.{_read_otherwise(info)}",
-            path=info.path,
-            dataset=info.dataset,
-        )
-    return info
+    raise SourceError(
+        f"{info} cannot be loaded: it holds {info.refused}.{_read_otherwise(info)}", path=info.path, dataset=info.dataset
+    )
 
 
 def _read_otherwise(info: ArrayInfo) -> str:
     """What to type for an array of elements that are no numbers; empty for one that is refused for another reason."""
-    is_unread = info.dtype in ("time", "unknown type") or info.dtype.endswith("-bit number")  # by h5py, too
-    if holds_numbers(info) or is_unread or str(info.refused).startswith("nothing:"):
+    is_unread = info.dtype in ("time", "unknown type", NOTHING) or info.dtype.endswith("-bit number")  # by h5py, too
+    if holds_numbers(info) or is_unread:
         return ""
     if info.format.startswith("Zarr"):
         how = f"zarr.open_array({info.path!r}, path={info.dataset.strip('/')!r}, mode='r')[...]"

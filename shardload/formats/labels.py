@@ -116,31 +116,6 @@ class OnDemand:
         """Read them anew, because the file is another one than it was then."""
         self.__dict__.pop("found", None)
 
-    @property
-    def read_in(self) -> tuple[int, ...] | None:
-        """As in `Labels`."""
-        return self.found.read_in
-
-    @property
-    def dims(self) -> Dims:
-        """As in `Labels`."""
-        return self.found.dims
-
-    @property
-    def attrs(self) -> Mapping[str, Any]:
-        """As in `Labels`."""
-        return self.found.attrs
-
-    @property
-    def coords(self) -> Mapping[str, Coordinate]:
-        """As in `Labels`."""
-        return self.found.coords
-
-    @property
-    def of_group(self) -> Mapping[str, Any]:
-        """As in `Labels`."""
-        return self.found.of_group
-
 
 def names_in(text: Any) -> list[str]:
     """The names in a ``coordinates`` attribute: ``"lat lon"``.
@@ -151,57 +126,43 @@ def names_in(text: Any) -> list[str]:
     return text.split() if isinstance(text, str) else []
 
 
-def to_plain(labels: Labels | None) -> dict[str, Any] | None:
+def to_plain(labels: Labels) -> dict[str, Any]:
     """As plain JSON, for another rank."""
-    if labels is None:
-        return None
 
-    def marked(attrs: Mapping[str, Any]) -> dict[str, Any]:
-        return {key: {"note": str(value)} if isinstance(value, Note) else value for key, value in attrs.items()}
+    def coordinate(one: Coordinate) -> dict[str, Any]:
+        values = one.values
+        packed = None if values is None else [values.dtype.name, values.shape, b64encode(values.tobytes()).decode()]
+        return {**vars(one), "attrs": _marked(one.attrs), "values": packed}
 
-    coords = {
-        name: [
-            one.dataset,
-            list(one.dims),
-            marked(one.attrs),
-            None
-            if one.values is None
-            else [one.values.dtype.name, list(one.values.shape), b64encode(one.values.tobytes()).decode()],
-        ]
-        for name, one in labels.coords.items()
-    }
-    return {
-        "dims": list(labels.dims),
-        "attrs": marked(labels.attrs),
-        "coords": coords,
-        "is_brief": labels.is_brief,
-        "of_group": marked(labels.of_group),
-        "read_in": None if labels.read_in is None else list(labels.read_in),
-    }
+    coords = {name: coordinate(one) for name, one in labels.coords.items()}
+    return {**vars(labels), "attrs": _marked(labels.attrs), "coords": coords, "of_group": _marked(labels.of_group)}
 
 
-def from_plain(found: Mapping[str, Any]) -> Labels:
+def _marked(attrs: Mapping[str, Any]) -> dict[str, Any]:
+    """Attributes with a dict in the place of each note, because JSON has one kind of text."""
+    return {key: {"note": str(value)} if isinstance(value, Note) else value for key, value in attrs.items()}
+
+
+def from_plain(plain: Mapping[str, Any]) -> Labels:
     """The inverse of `to_plain`."""
 
     def attrs(marked: Mapping[str, Any]) -> dict[str, Any]:
         return {key: Note(value["note"]) if isinstance(value, dict) else value for key, value in marked.items()}
 
-    def values(packed: Any) -> np.ndarray[Any, Any] | None:
-        if packed is None:
-            return None
-        dtype, shape, data = packed
-        return np.frombuffer(b64decode(data), np.dtype(dtype)).reshape(shape)
+    def coordinate(one: Mapping[str, Any]) -> Coordinate:
+        values = None
+        if one["values"] is not None:
+            dtype, shape, data = one["values"]
+            values = np.frombuffer(b64decode(data), np.dtype(dtype)).reshape(shape)
+        return Coordinate(one["dataset"], tuple(one["dims"]), attrs(one["attrs"]), values)
 
-    coords = {
-        name: Coordinate(dataset, tuple(dims), attrs(marked), values(packed))
-        for name, (dataset, dims, marked, packed) in found["coords"].items()
-    }
-    read_in = found["read_in"]
+    coords = {name: coordinate(one) for name, one in plain["coords"].items()}
+    read_in = plain["read_in"]
     return Labels(
-        tuple(found["dims"]),
-        attrs(found["attrs"]),
+        tuple(plain["dims"]),
+        attrs(plain["attrs"]),
         coords,
-        found["is_brief"],
-        attrs(found["of_group"]),
+        plain["is_brief"],
+        attrs(plain["of_group"]),
         None if read_in is None else tuple(read_in),
     )

@@ -15,11 +15,21 @@ from shardload.errors import SourceError
 from shardload.formats.changes import changes_of
 from shardload.formats.containment import NotAFileError, open_file
 from shardload.formats.locks import locked_path
-from shardload.formats.target import FOLDER_MARK, GROWTH_MARK, MARK_BEGINS, MARK_NBYTES, shortened, temporary_of
+from shardload.formats.target import FOLDER_MARK, GROWTH_MARK, MARK_BEGINS, MARK_NBYTES, temporary_of
 
 __all__ = ["GROWTH_MARK", "ROOTS", "Leftover", "find_leftover", "refuse_leftover"]
 
 ROOTS = ("zarr.json", ".zgroup", ".zarray")  # one of them makes a folder a Zarr store
+
+
+_IS = {
+    "appending": "says that '{}' is being appended to; if that was killed, no other append can begin",
+    "changes": "is the end of an append to '{}', which cannot be read without it",
+    "appended": "belongs to an append to '{}' that has not ended",
+    "linked": "is a second name of '{}', which was saved as a whole",
+    "replaced": "is what '{}' was before a save replaced it",
+    "unfinished": "is what a save to '{}' has written so far: no whole file",
+}
 
 
 @dataclass(frozen=True)
@@ -33,13 +43,11 @@ class Leftover:
     target : str
         The name that was asked for.
     what : str
-        ``"unfinished"``: what the save wrote. ``"replaced"``: what had the name before. ``"appended"``: new rows of the target,
-        which it may have or not. ``"appending"``: a file that keeps other appends away. ``"changes"``: the end of an append,
-        without which the target cannot be read.
+        ``"unfinished"``: what the save wrote. ``"linked"``: a second name of the target. ``"replaced"``: what had the name
+        before. ``"appended"``: new rows of the target, which it may have or not. ``"appending"``: a file that keeps other
+        appends away. ``"changes"``: the end of an append, without which the target cannot be read.
     is_whole : bool
         Whether it can be used. Of what was replaced, parts may be removed already if the name exists.
-    is_link : bool
-        Whether it is a second name of the target.
     goes_on : bool
         Whether a copy can go on with it.
     """
@@ -47,27 +55,16 @@ class Leftover:
     path: str
     target: str
     what: str
-    is_whole: bool
-    is_link: bool = False
+    is_whole: bool = False
     goes_on: bool = False
 
     @property
     def told(self) -> str:
         """What it is, without its path: words that follow it."""
-        if self.what == "appending":
-            return f"says that '{self.target}' is being appended to; if that was killed, no other append can begin"
-        if self.what == "changes":
-            return f"is the end of an append to '{self.target}', which cannot be read without it"
-        if self.what == "appended":
-            return f"belongs to an append to '{self.target}' that has not ended"
-        if self.is_link:
-            return f"is a second name of '{self.target}', which was saved as a whole"
-        if self.what == "replaced":
-            some = "" if self.is_whole else ", perhaps only a part of it"
-            return f"is what '{self.target}' was before a save replaced it{some}"
-        if self.is_whole:
+        if self.what == "unfinished" and self.is_whole:
             return f"is a whole file that a save to '{self.target}' wrote and did not name: it may not have been compared"
-        return f"is what a save to '{self.target}' has written so far: no whole file"
+        part = ", perhaps only a part of it" if self.what == "replaced" and not self.is_whole else ""
+        return _IS[self.what].format(self.target) + part
 
     @property
     def condition(self) -> str:
@@ -83,7 +80,7 @@ class Leftover:
         remove = "remove it", f"rm {'-r ' if os.path.isdir(self.path) else ''}{shlex.quote(self.path)}"
         if self.goes_on:
             return [("go on with it", f"shardload copy IN {shlex.quote(self.target)} --resume"), remove]
-        if not self.is_whole or self.is_link:
+        if not self.is_whole:
             return [remove]
         target = self.target
         if os.path.lexists(target):
@@ -104,41 +101,33 @@ def find_leftover(path: str) -> Leftover | None:
     path = path.rstrip("/")
     locked = locked_path(path)
     if locked is not None:
-        return Leftover(path, locked, "appending", False)
+        return Leftover(path, locked, "appending")
     found = temporary_of(path)
     if found is None or not os.path.exists(path):
         return None
-    target, what = _whole_name(found[0]), found[1]
+    target, what = found
     if os.path.isdir(path):
         names = set(os.listdir(path))
         if GROWTH_MARK in names:
-            return Leftover(path, target, "appended", False)
+            return Leftover(path, target, "appended")
         is_whole = FOLDER_MARK not in names and any(root in names for root in ROOTS)
         is_whole = is_whole and (what == "unfinished" or not os.path.lexists(target))
         goes_on = FOLDER_MARK in names and os.path.getsize(os.path.join(path, FOLDER_MARK)) > MARK_NBYTES
         return Leftover(path, target, what, is_whole, goes_on=goes_on)
     if what == "changes":
         is_needed = changes_of(os.path.realpath(target)) == os.path.realpath(path)
-        return Leftover(path, target, "changes" if is_needed else "appended", False)
+        return Leftover(path, target, "changes" if is_needed else "appended")
     try:
         with os.fdopen(open_file(path), "rb") as file:
             head = file.read(len(MARK_BEGINS))
             file.seek(MARK_NBYTES)
             if file.read(len(GROWTH_MARK)) == GROWTH_MARK.encode():
-                return Leftover(path, target, "appended", False)
+                return Leftover(path, target, "appended")
     except (OSError, NotAFileError):
         return None
-    is_link = what == "unfinished" and os.path.exists(target) and os.path.samefile(path, target)
-    return Leftover(path, target, what, bool(head) and head != MARK_BEGINS, is_link)
-
-
-def _whole_name(path: str) -> str:
-    """The path that was `shortened` to this one, if it is there; else the same."""
-    folder, name = os.path.split(path)
-    if "~" not in name:
-        return path
-    there = (os.path.join(folder, one) for one in os.listdir(folder or "."))
-    return next((one for one in there if shortened(one) == path), path)
+    if os.path.exists(target) and os.path.samefile(path, target):
+        return Leftover(path, target, "linked")
+    return Leftover(path, target, what, bool(head) and head != MARK_BEGINS)
 
 
 def refuse_leftover(path: str) -> None:

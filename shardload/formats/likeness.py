@@ -13,7 +13,7 @@ from __future__ import annotations
 import base64
 import math
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +21,10 @@ import numpy as np
 
 from shardload.errors import ConfigError
 from shardload.formats.contract.array import ArrayInfo, Properties
-from shardload.formats.contract.dtypes import native_dtype
+from shardload.formats.contract.dtypes import cast_value, native_dtype
 from shardload.formats.labels import names_in
 from shardload.formats.netcdf import refused_by_hdf5, refused_by_netcdf
-from shardload.formats.sink import ArraySpec, Compression, fitting
+from shardload.formats.sink import ArraySpec, Compression
 from shardload.planning.selection import Selection
 from shardload.values.decoding import OF_STORED
 
@@ -84,17 +84,51 @@ def spec_like(info: ArrayInfo, found: Properties, selection: Selection, kind: st
     ConfigError
         If a value that marks missing data is none of the type that is asked for, or no array can be compressed like this one.
     """
-    dtype = found.dtype if asked.dtype is None else asked.dtype
-    attrs, kept = dict(found.attrs), selection.kept
-    if asked.dtype is not None:
-        attrs = {key: _cast(info, key, value, found.dtype, dtype) for key, value in attrs.items()}
-    unread = list(found.unread)
-    if kind == "netcdf4" and dtype.kind == "b":  # which has no booleans: xarray writes them so, and reads them again
-        if attrs.pop("_FillValue", None) is not None:  # xarray would take what is missing for True
-            unread.append(f"attribute '_FillValue' of {info} (one of two values, which cannot mark missing ones)")
-        dtype, attrs = np.dtype("i1"), {**attrs, "dtype": "bool"}
+    kept, notes, attrs = selection.kept, list(found.unread), dict(found.attrs)
+    layout: dict[str, Any] = {}
+    fill = None
     if found.texts is not None:
-        return _text_like(info, found, selection, kind, asked)
+        if kind != "hdf5" and attrs.pop("_FillValue", None) is not None:
+            notes.append(f"attribute '_FillValue' of {info} (which is text)")
+        texts, n_axes = _texts_like(info, found.texts, selection, kind)
+        if n_axes < len(kept):
+            notes.append(f"the axis {found.dims[kept[-1]]!r} of {info} (of the characters of each text)")
+        kept, shape, dtype = kept[:n_axes], texts.shape, texts.dtype
+        layout["texts"] = texts
+        attrs, _, lost = attrs_for(kind, str(info), attrs)
+    else:
+        shape, dtype = selection.shape, found.dtype if asked.dtype is None else asked.dtype
+        if asked.dtype is not None:
+            attrs = {key: _attr_cast(info, key, value, found.dtype, dtype) for key, value in attrs.items()}
+        if kind == "netcdf4" and dtype.kind == "b":  # which has no booleans: xarray writes them so, and reads them again
+            if attrs.pop("_FillValue", None) is not None:  # xarray would take what is missing for True
+                notes.append(f"attribute '_FillValue' of {info} (one of two values, which cannot mark missing ones)")
+            dtype, attrs = np.dtype("i1"), {**attrs, "dtype": "bool"}
+        attrs, fill, lost = attrs_for(kind, str(info), attrs, dtype, found.fill_value)
+        if asked.dtype is not None and fill is not None:
+            fill = cast_value(fill, dtype)  # without one: all chunks are written, so that it only pads
+        layout |= _layout_like(info, found, kept, kind, asked)
+    grows = {n for n, k in enumerate(kept) if k in found.unlimited} | set(asked.unlimited)
+    can_grow = not kind.startswith("zarr") and (found.texts is not None or layout["chunks"] or asked.unlimited)
+    if kind == "hdf5":  # the only one that says of axes more than names
+        layout["scales"], layout["axis_labels"] = (
+            tuple(of_axes[k] for k in kept) if of_axes else () for of_axes in (found.scales, found.axis_labels)
+        )
+        layout["scale_name"] = found.scale_name
+    spec = ArraySpec(
+        shape=shape,
+        dtype=dtype,
+        dims=tuple(found.dims[k] for k in kept),
+        attrs=attrs,
+        fill_value=fill,
+        unlimited=tuple(sorted(grows)) if can_grow else (),
+        **layout,
+    )
+    return spec, [f"{what} was left out" for what in (*notes, *lost)]
+
+
+def _layout_like(info: ArrayInfo, found: Properties, kept: Sequence[int], kind: str, asked: Asked) -> dict[str, Any]:
+    """Chunks, shards, compression and checksums, for `ArraySpec`."""
     chunks: Any = asked.chunks
     shards: Any = asked.shards
     if isinstance(shards, str):
@@ -102,94 +136,46 @@ def spec_like(info: ArrayInfo, found: Properties, selection: Selection, kind: st
         shards = None if shards is None else tuple(shards[k] for k in kept)
     if isinstance(chunks, str):
         chunks = None if info.chunks is None else tuple(info.chunks[k] for k in kept)
-    is_kept = isinstance(asked.compression, str) and asked.compression == KEEP
-    kept_compression = None if chunks is None else found.compression  # if chunks are given up, so is what is done to them
-    if is_kept and isinstance(kept_compression, str):
-        raise ConfigError(f"{info} {kept_compression}. Pass compression='gzip', or compression=None")
-    compression = Compression.of(kept_compression if is_kept else asked.compression)
-    attrs, fill, notes = attrs_for(kind, str(info), attrs, dtype, found.fill_value)
-    grows = {n for n, k in enumerate(kept) if k in found.unlimited} | set(asked.unlimited)
-    spec = ArraySpec(
-        shape=selection.shape,
-        dtype=dtype,
-        chunks=chunks,
-        shards=shards,
-        compression=compression,
-        checksum=found.checksum and is_kept and chunks is not None,
-        dims=tuple(found.dims[k] for k in kept),
-        attrs=attrs,
-        fill_value=_fitting_fill(fill, dtype) if asked.dtype is not None else fill,
-        unlimited=tuple(sorted(grows)) if not kind.startswith("zarr") and (chunks or asked.unlimited) else (),
-        **_of_axes(found, kept, kind),
-    )
-    return spec, [f"{what} was left out" for what in (*unread, *notes)]
+    if not (isinstance(asked.compression, str) and asked.compression == KEEP):
+        return {"chunks": chunks, "shards": shards, "compression": Compression.of(asked.compression)}
+    if chunks is None:  # if chunks are given up, so is what is done to them
+        return {"chunks": None, "shards": shards}
+    if isinstance(found.compression, str):
+        raise ConfigError(f"{info} {found.compression}. Pass compression='gzip', or compression=None")
+    compression = Compression.of(found.compression)
+    return {"chunks": chunks, "shards": shards, "compression": compression, "checksum": found.checksum}
 
 
-def _of_axes(found: Properties, kept: Sequence[int], kind: str) -> dict[str, Any]:
-    """What HDF5 alone says of axes, for `ArraySpec`."""
-    if kind != "hdf5":
-        return {}
-    scales, labels = (tuple(one[k] for k in kept) if one else () for one in (found.scales, found.axis_labels))
-    return {"scales": scales, "axis_labels": labels, "scale_name": found.scale_name}
-
-
-def _text_like(
-    info: ArrayInfo, found: Properties, selection: Selection, kind: str, asked: Asked
-) -> tuple[ArraySpec, list[str]]:
-    """`spec_like` of an array of text."""
+def _texts_like(
+    info: ArrayInfo, texts: np.ndarray[Any, Any], selection: Selection, kind: str
+) -> tuple[np.ndarray[Any, Any], int]:
+    """The selected values of an array of text as a format holds them, and how many of its axes they have."""
     index: Any = (*selection.region.slices(), ...)
-    values = np.asarray(found.texts)[index].reshape(selection.shape)
-    kept, notes, attrs = selection.kept, list(found.unread), dict(found.attrs)
-    if kind != "hdf5" and attrs.pop("_FillValue", None) is not None:
-        notes.append(f"attribute '_FillValue' of {info} (which is text)")
-    attrs, _, more = attrs_for(kind, str(info), attrs)
-    is_char = values.dtype == np.dtype("S1")
+    values = np.asarray(texts)[index].reshape(selection.shape)
+    n_axes, is_char = values.ndim, values.dtype == np.dtype("S1")
     if kind.startswith("zarr") and is_char and info.format == "netCDF4" and values.ndim and values.shape[-1]:
         # netCDF has text as characters along an axis of their own, which readers join.
-        notes.append(f"the axis {found.dims[kept[-1]]!r} of {info} (of the characters of each text)")
-        values, kept = np.ascontiguousarray(values).view(f"S{values.shape[-1]}")[..., 0], kept[:-1]
+        values, n_axes = np.ascontiguousarray(values).view(f"S{values.shape[-1]}")[..., 0], n_axes - 1
     if kind.startswith("zarr") or (kind == "netcdf4" and not is_char):  # text of any length, which both have
         try:
-            texts = [one.decode() if isinstance(one, bytes) else str(one) for one in values.reshape(-1).tolist()]
+            decoded = [text.decode() if isinstance(text, bytes) else str(text) for text in values.reshape(-1).tolist()]
         except UnicodeDecodeError as error:
             raise ConfigError(f"bytes that are no text ({error})") from None
-        values = np.array([*texts, None], dtype=object)[:-1].reshape(values.shape)
-    grows = {n for n, k in enumerate(kept) if k in found.unlimited} | set(asked.unlimited)
-    spec = ArraySpec(
-        shape=values.shape,
-        dtype=values.dtype,
-        dims=tuple(found.dims[k] for k in kept),
-        attrs=attrs,
-        unlimited=() if kind.startswith("zarr") else tuple(sorted(grows)),
-        texts=values,
-        **_of_axes(found, kept, kind),
-    )
-    return spec, [f"{what} was left out" for what in (*notes, *more)]
+        values = np.array([*decoded, None], dtype=object)[:-1].reshape(values.shape)
+    return values, n_axes
 
 
-def _cast(info: ArrayInfo, key: str, value: Any, before: np.dtype[Any], dtype: np.dtype[Any]) -> Any:
+def _attr_cast(info: ArrayInfo, key: str, value: Any, before: np.dtype[Any], dtype: np.dtype[Any]) -> Any:
     """An attribute that has the type of the values, in their new type."""
     is_number = isinstance(value, np.ndarray | np.generic) and native_dtype(value.dtype) == native_dtype(before)
     if key not in OF_STORED or not is_number:
         return value
-    with np.errstate(all="ignore"):
-        cast = np.asarray(value).astype(native_dtype(dtype))
-    rounded = dtype.kind in "fc"
-    if not rounded and not np.array_equal(cast, value):
+    cast = cast_value(value, dtype)
+    if cast is None:
         raise ConfigError(
             f"the attribute {key!r} of {info} is {value}, which {dtype} cannot hold. Pass a dtype that can, or leave dtype= out"
         )
-    return cast[()]
-
-
-def _fitting_fill(fill: Any, dtype: np.dtype[Any]) -> Any:
-    """A fill value in another type; None if that has it not: all chunks are written, so that it only pads."""
-    if fill is None:
-        return None
-    with np.errstate(all="ignore"):
-        cast = np.asarray(fill).astype(native_dtype(dtype))
-    is_same = bool(cast == fill) or (bool(cast != cast) and bool(fill != fill))
-    return cast[()] if is_same or dtype.kind in "fc" else None
+    return cast
 
 
 def attrs_for(
@@ -218,28 +204,36 @@ def attrs_for(
     >>> attrs_for("zarr", "x", {"_FillValue": np.float32(-9)}, f4, 0.0)
     ({'_FillValue': 'AAAAAAAAIsA='}, 0.0, [])
     """
-    found, notes = dict(attrs), []
+    found = dict(attrs)
     if dtype is not None and kind in ("netcdf4", "zarr2"):  # their fill value marks missing data
         fill = found.pop("_FillValue", None)
     if kind.startswith("zarr"):
         marker = found.pop("_FillValue", None) if dtype is not None else None
-        found, bad = _json(name, found)
-        notes += bad
+        found, notes = _converted(name, found, lambda _, value: _plain(value))
         if marker is not None:
             found["_FillValue"] = _as_xarray(marker)
         return found, fill, notes
-    for key, value in list(found.items()):
-        try:
-            found[key] = _typed(value)
-            why = refused_by_hdf5(key, found[key])
-            if why is None and kind == "netcdf4":
-                why = refused_by_netcdf(key, found[key])
-            if why is not None:
-                raise ValueError(why)
-        except (TypeError, ValueError) as error:
-            del found[key]
-            notes.append(f"attribute {key!r} of {name} ({error})")
+
+    def held(key: str, value: Any) -> Any:
+        typed = _typed(value)
+        why = refused_by_hdf5(key, typed) or (refused_by_netcdf(key, typed) if kind == "netcdf4" else None)
+        if why is not None:
+            raise ValueError(why)
+        return typed
+
+    found, notes = _converted(name, found, held)
     return found, fill, notes
+
+
+def _converted(name: str, attrs: Mapping[str, Any], convert: Callable[[str, Any], Any]) -> tuple[dict[str, Any], list[str]]:
+    """Attributes as a format has them, and those that it has not, in words."""
+    found, notes = {}, []
+    for key, value in attrs.items():
+        try:
+            found[key] = convert(key, value)
+        except (TypeError, ValueError) as error:
+            notes.append(f"attribute {key!r} of {name} ({error})")
+    return found, notes
 
 
 def marked(kind: str, name: str, attrs: Mapping[str, Any], dtype: np.dtype[Any]) -> tuple[dict[str, Any], Any]:
@@ -264,28 +258,13 @@ def marked(kind: str, name: str, attrs: Mapping[str, Any], dtype: np.dtype[Any])
         return found, None
     if kind == "zarr" and _is_as_xarray(value, dtype):
         return found | {"_FillValue": value}, None
-    try:
-        marker = fitting(name, _rounded(value, dtype), dtype)
-    except ConfigError:
-        if kind != "hdf5":
-            raise
-        marker = value
+    marker = cast_value(value, dtype) if np.size(value) == 1 else None
+    if marker is None and kind != "hdf5":
+        raise ConfigError(f"the fill value of {name!r} is {value!r}; expected one value of type {dtype}")
+    marker = value if marker is None else marker
     if kind in ("netcdf4", "zarr2"):
         return found, marker
     return found | {"_FillValue": _as_xarray(marker) if kind == "zarr" else marker}, None
-
-
-def _rounded(value: Any, dtype: np.dtype[Any]) -> Any:
-    """One number in floating point, rounded to `dtype` if it is not too large for it; anything else as it is."""
-    number = np.asarray(value)
-    if number.size != 1 or number.dtype.kind not in "biufc":
-        return value
-    number = number.reshape(())
-    if number.dtype.kind not in "fc" or dtype.kind not in "fc" or (number.dtype.kind == "c" and dtype.kind == "f"):
-        return number[()]
-    with np.errstate(all="ignore"):
-        cast = number.astype(native_dtype(dtype))
-    return cast[()] if np.isfinite(cast) == np.isfinite(number) else number[()]
 
 
 def _as_xarray(value: Any) -> Any:
@@ -361,16 +340,6 @@ def named_beside(dataset: str, attrs: Mapping[str, Any]) -> list[list[str]]:
     return found
 
 
-def _json(name: str, attrs: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    found, bad = {}, []
-    for key, value in attrs.items():
-        try:
-            found[key] = _plain(value)
-        except (TypeError, ValueError) as error:
-            bad.append(f"attribute {key!r} of {name} ({error})")
-    return found, bad
-
-
 def _plain(value: Any) -> Any:
     """An attribute as JSON has it: netCDF stores a number as an array of one."""
     if is_empty_text(value):
@@ -407,27 +376,14 @@ def _typed(value: Any) -> Any:
         raise TypeError("a null or an object of JSON, which HDF5 does not have")
     if not isinstance(value, int | list | tuple):
         return value
-    leaves = list(_leaves(value))
-    kinds = {type(leaf) for leaf in leaves}
-    if not kinds <= {int, float, bool} and kinds != {str}:
-        raise TypeError("a list of JSON that is no array of numbers or texts")
     try:
-        found = np.array(value, dtype=object if kinds == {str} else None)
-    except ValueError:
+        array = np.array(value)
+        leaves = np.array(value, dtype=object).reshape(-1).tolist()
+    except (ValueError, OverflowError):
         raise TypeError("a list of JSON whose rows have different lengths") from None
-    if found.size != len(leaves):
-        raise TypeError("a list of JSON whose rows have different lengths")
-    if kinds != {str} and any(a != b and b == b for a, b in zip(found.reshape(-1).tolist(), leaves, strict=True)):
-        raise TypeError("whole numbers that HDF5 does not hold exactly beside the others")
-    if kinds != {str} and found.dtype.kind == "O":
-        raise TypeError("a whole number of more than 64 bits, which HDF5 does not have")
-    return found if isinstance(value, list | tuple) and (found.ndim > 1 or kinds != {str}) else value
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    """What is no list, in lists of lists."""
-    if isinstance(value, list | tuple):
-        for part in value:
-            yield from _leaves(part)
-    else:
-        yield value
+    same = len(leaves) == array.size and all(a == b or b != b for a, b in zip(array.reshape(-1).tolist(), leaves, strict=True))
+    if array.dtype.kind not in "biufU" or not same:
+        raise TypeError("a list of JSON that is no array of numbers or texts, or a number that HDF5 does not hold exactly")
+    if array.dtype.kind == "U":
+        return array.astype(object) if array.ndim > 1 else value
+    return array if isinstance(value, list | tuple) else value

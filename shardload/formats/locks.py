@@ -19,7 +19,7 @@ import time
 
 from shardload.errors import ConfigError
 from shardload.formats.containment import open_file
-from shardload.formats.target import named, put_at, shortened
+from shardload.formats.target import named, put_at
 
 __all__ = ["AppendLock", "FileLock", "locked_path", "take_lock"]
 
@@ -49,7 +49,7 @@ class AppendLock:
     """
 
     def __init__(self, path: str) -> None:
-        self.path = shortened(path) + _LOCK_SUFFIX
+        self.path = path + _LOCK_SUFFIX
         self._is_mine = False
         about = f"{secrets.token_hex(8)} {os.path.basename(path)} {socket.gethostname()} {os.getpid()}\n"
         self._text = _LOCK_BEGINS + os.fsencode(about)

@@ -21,10 +21,9 @@ from shardload.errors import ConfigError, SourceError
 from shardload.formats import registry
 from shardload.formats.access import STRICT, Access
 from shardload.formats.changes import complete_append
-from shardload.formats.contract.array import ArrayInfo, nbytes_of
+from shardload.formats.contract.array import NOTHING, ArrayInfo, nbytes_of
 from shardload.formats.contract.format import Format, OpenFile, Source
 from shardload.formats.diagnosis import (
-    NO_VARIABLE,
     as_source_error,
     candidates,
     check_loadable,
@@ -63,7 +62,7 @@ __all__ = [
 State = tuple[int, ...] | None
 
 _MOST_OPEN = 16  # files that a `Finder` has open at a time
-_ALL = 1 << 40  # arrays
+_NO_VARIABLE = "no values: it is a netCDF dimension without a variable"
 _MOST_LISTED = 1000  # arrays to look at, to say which one the caller could mean
 
 
@@ -183,13 +182,6 @@ def find_array(
     return info
 
 
-def _sketch(file_format: Format, path: str, access: Access, like: str = "") -> tuple[list[ArrayInfo], bool]:
-    """Some of the arrays in a file, and True if there are more."""
-    with as_source_error(path):
-        infos = file_format.sketch_arrays(path, access, _MOST_LISTED, like)
-    return infos[:_MOST_LISTED], len(infos) > _MOST_LISTED
-
-
 def open_source(path_or_object: Any, dataset: str, access: Access = STRICT, planned: ArrayInfo | None = None) -> Source:
     """Open the array that `find_array` found.
 
@@ -246,63 +238,62 @@ def open_file(path_or_object: Any, access: Access = STRICT) -> OpenFile:
     """
     path = as_path(path_or_object)
     if path is None:
-        format_of_object(path_or_object, access)
-        return _Opened(path_or_object, access, None)
+        return _OpenObject(path_or_object, access)
     path = split_path(path)[0]
     file_format = format_of(path, access)
     with as_source_error(path):
-        return _Opened(path, access, file_format.open_file(path, access))
+        return _Opened(path, file_format.open_file(path, access))
+
+
+class _OpenObject(OpenFile):
+    """An open array in the place of a file: it has every name."""
+
+    def __init__(self, array: Any, access: Access) -> None:
+        self._format, self._array, self._access = format_of_object(array, access), array, access
+
+    def open(self, dataset: str) -> Source:
+        return _checked(self._format.open_object(self._array, self._access))
+
+    def close(self) -> None:
+        pass
 
 
 class _Opened(OpenFile):
-    """An open file whose arrays raise the errors of `open_source`. If `file` is None, each array opens the file by itself."""
+    """An open file whose arrays raise the errors of `open_source`."""
 
-    def __init__(self, path_or_object: Any, access: Access, file: OpenFile | None) -> None:
-        self._handle, self._access, self._file = path_or_object, access, file
-        self._held = ExitStack()
-        if file is not None:
-            self._held.callback(file.close)
+    def __init__(self, path: str, file: OpenFile) -> None:
+        self._path, self._file, self._held = path, file, ExitStack()
+        self._held.callback(file.close)
 
     def open(self, dataset: str) -> Source:
-        return self._opened(dataset)
+        return _checked(self.open_any(dataset))
 
     def open_planned(self, info: ArrayInfo) -> Source:
-        return self._opened(info.dataset, info)
+        return _checked(self._keep(info.dataset, lambda _: self._file.open_planned(info)))
 
     def open_any(self, dataset: str) -> Source:
-        return self._opened(dataset, is_any=True)
+        return self._keep(_full_name(dataset), self._file.open)
 
-    def _opened(self, dataset: str, planned: ArrayInfo | None = None, is_any: bool = False) -> Source:
-        if self._file is None:
-            source = open_source(self._handle, dataset, self._access)
-        else:
-            name = _full_name(dataset)
-            with naming_what_is_gone(self._handle, name):
-                source = self._file.open(name) if planned is None else self._file.open_planned(planned)
-                source = source if is_any else _checked(source)
+    def _keep(self, name: str, open_array: Callable[[str], Source]) -> Source:
+        with naming_what_is_gone(self._path, name):
+            source = open_array(name)
         self._held.callback(source.close)
         return source
 
     def groups(self) -> Mapping[str, Mapping[str, Any]]:
-        if self._file is None:
-            return {}
-        with as_source_error(str(self._handle)):
+        with as_source_error(self._path):
             return self._file.groups()
 
     def unread(self) -> Sequence[str]:
-        if self._file is None:
-            return ()
-        with as_source_error(str(self._handle)):
+        with as_source_error(self._path):
             return self._file.unread()
 
     def links(self) -> Mapping[str, str]:
-        if self._file is None:
-            return {}
-        with as_source_error(str(self._handle)):
+        with as_source_error(self._path):
             return self._file.links()
 
     def state(self) -> State:
-        return None if self._file is None else self._file.state()
+        return self._file.state()
 
     def close(self) -> None:
         self._held.close()
@@ -403,49 +394,37 @@ class Finder:
     def find(self, path_or_object: Any, dataset: str | None, needs_numbers: bool = False, look: Look = _look_at_all) -> Found:
         """The array's metadata, as from `find_array`, and its values if what `look` wants of it is small."""
         path = as_path(path_or_object)
-        if path is not None and dataset is None:
-            path, dataset = split_path(path)
         if path is None:
             info = check_loadable(_info_of_object(path_or_object, dataset, self._access), needs_numbers)
             return Found(look(info, None)[0])
         if dataset is None:
-            return self._find_only(path, look) or self._looked_at(path, self._only_one(path), look)
+            path, dataset = split_path(path)
+        refuse_leftover(path)
+        if dataset is None:
+            return self._looked_at(path, self._only_one(path), look)
         name = _full_name(dataset)
         try:
             with as_source_error(path, name):
                 source = self.file(path).open(name)
         except KeyError:
-            raise no_such_array(path, name, *_sketch(format_of(path, self._access), path, self._access, name)) from None
-        try:
+            infos, has_more = self._sketch(path, name)
+            raise no_such_array(path, name, infos, has_more) from None
+        with closing(source):
             return self._found(check_loadable(source.info, needs_numbers), source, look)
-        finally:
-            source.close()
 
     def _only_one(self, path: str) -> ArrayInfo:
         """The only array of a file that the caller can mean."""
-        refuse_leftover(path)
-        file_format = format_of(path, self._access)
-        infos, has_more = _sketch(file_format, path, self._access)
+        infos, has_more = self._sketch(path)
         if has_more and len(candidates(infos)) < 2:
-            with as_source_error(path):
-                infos, has_more = file_format.sketch_arrays(path, self._access, _ALL), False
+            infos, has_more = self._sketch(path, most=None)
         return only_array(path, infos, has_more)
 
-    def _find_only(self, path: str, look: Look) -> Found | None:
-        """What `find` returns, if the file has one array and it can be loaded: then it is opened once."""
-        file = self.file(path)
-        try:
-            name = file.only_name()
-            source = None if name is None else file.open(name)
-        except Exception as error:  # `find_array` says what is wrong
-            let_interruption_pass(error)
-            return None
-        if source is None:
-            return None
-        try:
-            return self._found(source.info, source, look) if candidates([source.info]) else None
-        finally:
-            source.close()
+    def _sketch(self, path: str, like: str = "", most: int | None = _MOST_LISTED) -> tuple[list[ArrayInfo], bool]:
+        """At most so many of the arrays in a file, and True if there are more."""
+        file_format = format_of(path, self._access)
+        with as_source_error(path):
+            infos = file_format.sketch_arrays(path, self._access, most, like)
+        return infos[:most], most is not None and len(infos) > most
 
     def find_below(self, path_or_object: Any, group: str, with_dimensions: bool = False) -> tuple[list[Found], list[ArrayInfo]]:
         """All arrays below a group (empty: the root) that can be loaded, and those that hold no numbers. In the file's order.
@@ -467,15 +446,19 @@ class Finder:
                 "array. Pass the path of the file"
             )
         refuse_leftover(path)
-        file_format = format_of(path, self._access)
-        with as_source_error(path):
-            infos = file_format.sketch_arrays(path, self._access)
+        infos, _ = self._sketch(path, most=None)
         below = [info for info in infos if info.dataset.startswith(f"{group}/")]
         if group and not below:
+            file_format = format_of(path, self._access)
             with as_source_error(path):
                 below = file_format.list_linked(path, group, self._access, in_full=False)
         if not with_dimensions:
-            below = [replace(info, refused=NO_VARIABLE) if info.is_dimension else info for info in below]
+            below = [
+                replace(info, dtype=NOTHING, refused="no values: it is a netCDF dimension without a variable")
+                if info.is_dimension
+                else info
+                for info in below
+            ]
         left_out = [info for info in below if info.refused is not None and not holds_numbers(info)]
         found = [check_loadable(info) for info in below if info.refused is None or holds_numbers(info)]
         if not found:
@@ -488,16 +471,13 @@ class Finder:
         if self._tuning is None or is_large:
             return Found(look(info, None)[0])
         try:
-            source = self.file(path).open(info.dataset)
+            with closing(self.file(path).open(info.dataset)) as source:
+                # Opened once more, so it may be another one. Compared as text, because a NaN is not equal to itself.
+                if source.info.to_json() == info.to_json():
+                    return self._found(info, source, look)
         except Exception as error:  # the normal load reports it
             let_interruption_pass(error)
-            return Found(look(info, None)[0])
-        try:
-            # Opened once more, so it may be another one. Compared as text, because a NaN is not equal to itself.
-            is_same = source.info.to_json() == info.to_json()
-            return self._found(info, source, look) if is_same else Found(look(info, None)[0])
-        finally:
-            source.close()
+        return Found(look(info, None)[0])
 
     def _found(self, info: ArrayInfo, source: Source, look: Look) -> Found:
         info, region = look(info, source)
@@ -507,21 +487,18 @@ class Finder:
         return Found(info, self._values(source, region), region)
 
     def _values(self, source: Source, region: Region | None) -> memoryview | None:
+        """All values, or those of a region, if they are small and fit beside those that others have."""
         if self._tuning is None or not is_small(source.info, self._tuning, region):
             return None
-        if not self._takes(nbytes_of(source.info, None if region is None else region.shape)):
+        nbytes = nbytes_of(source.info, None if region is None else region.shape)
+        if nbytes > self._left_nbytes:
             return None
+        self._left_nbytes -= nbytes
         try:
             return values_of(source, region)
         except Exception as error:
             let_interruption_pass(error)
             return None
-
-    def _takes(self, nbytes: int) -> bool:
-        """True if so many bytes more may be sent with the metadata."""
-        takes = nbytes <= self._left_nbytes
-        self._left_nbytes -= nbytes * takes
-        return takes
 
     def nbytes_stored(self, path_or_object: Any, info: ArrayInfo, source: Source | None) -> int | None:
         """Bytes on disk of an array that was found (`source`, if it is open here); None if they are not known."""
@@ -529,10 +506,16 @@ class Finder:
         if source is not None:
             return source.nbytes_stored()
         if path is None:
-            return format_of_object(path_or_object, self._access).open_object(path_or_object, self._access).nbytes_stored()
+            return self.open_object(path_or_object).nbytes_stored()
         path = split_path(path)[0]
         with naming_what_is_gone(path, info.dataset), closing(self.file(path).open(info.dataset)) as opened:
             return opened.nbytes_stored()
+
+    def open_object(self, array: Any) -> Source:
+        """The source of an open array."""
+        file_format = format_of_object(array, self._access)
+        with as_source_error(str(type(array).__name__)):
+            return file_format.open_object(array, self._access)
 
     def file(self, path: str) -> OpenFile:
         """A file that is opened here once."""
@@ -541,7 +524,6 @@ class Finder:
         key = self._places[path]
         file = self._files.get(key)
         if file is None:
-            refuse_leftover(path)
             file_format = format_of(path, self._access)
             while len(self._files) >= _MOST_OPEN:
                 self._files.pop(next(iter(self._files))).close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import numpy as np
@@ -55,25 +54,14 @@ class MemorySource(Source):
         origin: tuple[int, ...] | None = None,
     ) -> None:
         self.read_in, self._origin = read_in, origin
-        refused = refusal(array.dtype)
-        if refused is not None:
-            raise SourceError(
-                f"the array of shape {array.shape} in memory holds {refused} (NumPy dtype {array.dtype}), so it cannot "
-                "be loaded. Pass an array of booleans, integers, floats or complex numbers.",
-                path=_PATH,
-                dataset=_NAME,
-            )
-        if isinstance(array, np.ma.MaskedArray):  # as netCDF4-python returns them, even if no element is masked
-            n_masked = np.count_nonzero(array.mask)
-            if n_masked:
-                raise SourceError(
-                    f"the array of shape {array.shape} in memory has {n_masked} masked elements, and a jax.Array has no mask: "
-                    "they would show what lies below it. Pass array.filled(value), with NaN for instance.",
-                    path=_PATH,
-                    dataset=_NAME,
-                )
-            array = np.asarray(array)
-        self._array = array
+        why = None
+        if refused := refusal(array.dtype):
+            why = f"holds {refused}. Pass an array of booleans, integers, floats or complex numbers"
+        elif np.ma.is_masked(array):  # netCDF4-python returns masked arrays, most of them without a masked element
+            why = "has masked elements, and a jax.Array has no mask. Pass array.filled(value), with NaN for instance"
+        if why is not None:
+            raise SourceError(f"the array of shape {array.shape} in memory {why}.", path=_PATH, dataset=_NAME)
+        self._array = np.asarray(array)
         self._dtype = native_dtype(array.dtype)
         self._info = info or ArrayInfo(
             path=_PATH,
@@ -105,11 +93,11 @@ class MemorySource(Source):
 
     def view(self, region: Region) -> np.ndarray[Any, Any] | None:
         """The values of `region` without a copy, with the array's own strides. None if they cannot be sent as they are: the
-        byte order is not native, or booleans have bytes other than 0 and 1.
+        byte order is not native, or booleans may have bytes other than 0 and 1.
         """
         # Ending the index in `...` keeps a 0-d array an array: `array[()]` would be a scalar, hence a copy.
         index: Any = (*self._inside(region), ...)
-        return self._array[index] if self._array.dtype.isnative and not self._has_odd_bools else None
+        return self._array[index] if self._array.dtype.isnative and self._dtype.kind != "b" else None
 
     def _inside(self, region: Region) -> tuple[slice, ...]:
         """The index of a region. ValueError if this object does not have it: NumPy would give less without a word."""
@@ -119,14 +107,6 @@ class MemorySource(Source):
             what = f"{self._info}, which has shape {self._info.shape}"
             raise ValueError(f"region {region} reaches outside {what if self._origin is None else f'{here} of {what}'}")
         return region.slices(start)
-
-    @functools.cached_property
-    def _has_odd_bools(self) -> bool:
-        if self._dtype.kind != "b":
-            return False
-        # NumPy would go through every repetition of an axis with stride 0: look at one.
-        once = self._array[tuple(slice(1) if stride == 0 else slice(None) for stride in self._array.strides)]
-        return bool(once.view(np.uint8).max(initial=0) > 1)
 
     def state(self) -> None:
         """None: an array in memory has no file state."""

@@ -7,8 +7,7 @@
        [project.entry-points."shardload.formats"]
        npy = "shardload_npy:FORMAT"
 
-   They are asked by priority, the highest first, then by name. The priority is part of the entry point's name, so that it is
-   known without an import: ``"npy.20"`` has 20, ``npy`` has 0.
+   They are asked by name.
 3. For URLs, other packages are asked first, because Zarr claims any URL as a store.
 4. A format is imported when its turn comes, so a rank that reads HDF5 never imports zarr. A format that cannot be imported, or
    that raises when it is asked, is skipped. If no other format claims the file, the error names the skipped format; if one
@@ -19,11 +18,10 @@ from __future__ import annotations
 
 import functools
 import importlib
-import re
+import itertools
 import warnings
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from shardload.formats.contract.format import Format
 from shardload.system.interruption import let_interruption_pass
@@ -33,16 +31,13 @@ __all__ = ["GROUP", "Entry", "claiming", "installed", "load", "names", "own"]
 GROUP = "shardload.formats"
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """Where to import a format from.
 
     Attributes
     ----------
     name : str
         The package's name for the format, for messages.
-    priority : int
-        The highest is asked first.
     target : str
         ``"package.module:attribute"``: a `Format`, or a subclass of it.
     package : str
@@ -50,40 +45,24 @@ class Entry:
     """
 
     name: str
-    priority: int
     target: str
     package: str = ""
-
-    @classmethod
-    def of(cls, name: str, target: str, package: str) -> Entry:
-        """Make an entry from an entry point, whose name may end in a priority.
-
-        >>> Entry.of("npy", "a:B", "c 1").priority, Entry.of("npy.20", "a:B", "c 1"), Entry.of("x.-5", "a:B", "").priority
-        (0, Entry(name='npy', priority=20, target='a:B', package='c 1'), -5)
-        """
-        found = re.fullmatch(r"(.+)\.(-?\d+)", name)
-        return cls(found[1], int(found[2]), target, package) if found else cls(name, 0, target, package)
 
     def __str__(self) -> str:
         return f"'{self.name}' of {self.package}" if self.package else f"'{self.name}'"
 
 
 _OWN = (
-    Entry("HDF5", 300, "shardload.formats.hdf5.source:FORMAT"),
-    Entry("memory", 200, "shardload.formats.memory:FORMAT"),
-    Entry("Zarr", 100, "shardload.formats.zarr.source:FORMAT"),
+    Entry("HDF5", "shardload.formats.hdf5.source:FORMAT"),
+    Entry("memory", "shardload.formats.memory:FORMAT"),
+    Entry("Zarr", "shardload.formats.zarr.source:FORMAT"),
 )
-_told: set[Entry] = set()
+_warned: set[Entry] = set()
 
 
-def _in_order(entries: Iterable[Entry]) -> tuple[Entry, ...]:
-    return tuple(sorted(set(entries), key=lambda entry: (-entry.priority, entry.name, entry.package)))
-
-
-@functools.cache
 def own() -> tuple[Entry, ...]:
     """Our own formats, in the order of asking."""
-    return _in_order(_OWN)
+    return _OWN
 
 
 @functools.cache
@@ -91,11 +70,11 @@ def installed() -> tuple[Entry, ...]:
     """Formats of other packages, in the order of asking. The list of installed packages is read once per process."""
     from importlib.metadata import entry_points  # the import takes longer than reading the list
 
-    found = []
+    entries = set()
     for point in entry_points(group=GROUP):
         package = f"{point.dist.name} {point.dist.version}" if point.dist is not None else "an unknown package"
-        found.append(Entry.of(point.name, point.value, package))
-    return _in_order(found)
+        entries.add(Entry(point.name, point.value, package))
+    return tuple(sorted(entries))
 
 
 def claiming(is_claimed: Callable[[Format], bool], plugins_first: bool = False) -> tuple[Format | None, list[str]]:
@@ -111,23 +90,23 @@ def claiming(is_claimed: Callable[[Format], bool], plugins_first: bool = False) 
         The failed formats: ``"'npy' of shardload-npy 0.1 (ModuleNotFoundError: ...)"``.
     """
     failed: dict[Entry, str] = {}
-    for entries in (installed, own) if plugins_first else (own, installed):
-        for entry in entries():
-            found = load(entry)
-            if isinstance(found, str):
-                failed[entry] = f"{entry} ({found})"
-                continue
-            try:
-                is_its_own = is_claimed(found)
-            except (Exception, SystemExit) as error:  # whatever the module of another package does
-                let_interruption_pass(error)
-                if not entry.package or isinstance(error, MemoryError):
-                    raise
-                failed[entry] = f"{entry} (when it was asked: {type(error).__name__}: {error})"
-                continue
-            if is_its_own:
-                _warn(failed)
-                return found, list(failed.values())
+    order = (installed, own) if plugins_first else (own, installed)
+    for entry in itertools.chain.from_iterable(entries() for entries in order):
+        file_format = load(entry)
+        if isinstance(file_format, str):
+            failed[entry] = f"{entry} ({file_format})"
+            continue
+        try:
+            is_its_own = is_claimed(file_format)
+        except (Exception, SystemExit) as error:  # whatever the module of another package does
+            let_interruption_pass(error)
+            if not entry.package or isinstance(error, MemoryError):
+                raise
+            failed[entry] = f"{entry} (when it was asked: {type(error).__name__}: {error})"
+            continue
+        if is_its_own:
+            _warn(failed)
+            return file_format, list(failed.values())
     return None, list(failed.values())
 
 
@@ -143,23 +122,21 @@ def load(entry: Entry) -> Format | str:
     module, _, attribute = entry.target.partition(":")
     try:
         found: Any = functools.reduce(getattr, attribute.split("."), importlib.import_module(module))
-        made = found() if isinstance(found, type) and issubclass(found, Format) else found
-        if not isinstance(made, Format):
-            raise TypeError(f"{entry.target} is a {type(made).__name__}; expected a shardload.formats.Format")
-        if not isinstance(getattr(made, "name", None), str):
-            raise TypeError(f"{entry.target} has no name; expected a text such as name = 'HDF5'")
+        file_format = found() if isinstance(found, type) and issubclass(found, Format) else found
+        if not isinstance(file_format, Format) or not isinstance(getattr(file_format, "name", None), str):
+            raise TypeError(
+                f"{entry.target} is a {type(file_format).__name__}; expected a shardload.formats.Format with a name"
+            )
     except (Exception, SystemExit) as error:  # whatever the module of another package does
         let_interruption_pass(error)
         if isinstance(error, MemoryError) or not (entry.package or isinstance(error, ImportError)):
             raise
         return f"{type(error).__name__}: {error}"
-    return made
+    return file_format
 
 
 def _warn(failed: dict[Entry, str]) -> None:
-    for entry, why in failed.items():
-        if entry not in _told:
-            _told.add(entry)
-            warnings.warn(
-                f"another format reads what may be a file of {why}, which cannot be used", RuntimeWarning, stacklevel=2
-            )
+    for entry in failed.keys() - _warned:
+        _warned.add(entry)
+        text = f"another format reads what may be a file of {failed[entry]}, which cannot be used"
+        warnings.warn(text, RuntimeWarning, stacklevel=2)

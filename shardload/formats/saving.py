@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from shardload.errors import ConfigError
 from shardload.formats.netcdf import unreadable_name
 from shardload.formats.sink import ArraySpec, Sink
 
-__all__ = ["FORMATS", "SUFFIXES", "format_for", "make_sink", "refused_group"]
+__all__ = ["FORMATS", "SUFFIXES", "check_target", "format_for", "make_sink", "refused_group"]
 
 FORMATS = ("hdf5", "netcdf4", "zarr", "zarr2")
 _SUFFIXES = {
@@ -42,6 +42,16 @@ def format_for(path: str, name: str | None = None) -> str:
             f"format=, one of {', '.join(map(repr, FORMATS))}"
         )
     return _SUFFIXES[suffix]
+
+
+def check_target(path: str) -> None:
+    """ConfigError if the path of a new file names an array too: a load takes FILE:/NAME, and would not find such a file."""
+    file, colon, name = path.rpartition(":")
+    if colon and file.lower().endswith(SUFFIXES) and not name.lower().endswith(SUFFIXES):
+        raise ConfigError(
+            f"'{path}' names an array in a file; expected the file alone, '{file}'. `save` takes names of arrays as keys, such "
+            f"as {{{(name.strip('/') or 'rho')!r}: x}}; in a copy arrays keep theirs"
+        )
 
 
 def make_sink(
@@ -86,21 +96,19 @@ def make_sink(
         raise ConfigError(f"'{path}' is a URL; files can be saved in folders only. Save to one, and copy it there")
     full: dict[str, ArraySpec] = {}
     for name, spec in specs.items():
-        one = "/" + name.strip("/")
-        parts = one.split("/")[1:]
-        if (one == "/" and (len(specs) > 1 or not kind.startswith("zarr"))) or (one != "/" and any(map(_is_no_name, parts))):
+        full_name = "/" + name.strip("/")
+        is_root = full_name == "/" and len(specs) == 1 and kind.startswith("zarr")
+        if not is_root and any(map(_is_no_name, full_name.split("/")[1:])):
             raise ConfigError(f"an array is called {name!r}; expected a name such as 'rho' or 'group/rho'")
-        if one in full:
-            raise ConfigError(f"two arrays are called '{one}'. Rename one of them")
-        full[one] = spec
+        if full_name in full:
+            raise ConfigError(f"two arrays are called '{full_name}'. Rename one of them")
+        full[full_name] = spec
     if not full:
         raise ConfigError("there are no arrays to save")
-    for one in full:
-        above = one.rpartition("/")[0]
-        while above:
-            if above in full:
-                raise ConfigError(f"'{above}' and '{one}' are both arrays, and an array holds no other. Rename one of them")
-            above = above.rpartition("/")[0]
+    for name in full:
+        for group in _groups_above(name):
+            if group in full:
+                raise ConfigError(f"'{group}' and '{name}' are both arrays, and an array holds no other. Rename one of them")
     for name in group_attrs or {}:
         why = refused_group(kind, name, full)  # (an axis that gets its name later is in the way later: see `name_axes`)
         if why is not None:
@@ -131,7 +139,7 @@ def refused_group(kind: str, name: str, arrays: Iterable[str], axes: Iterable[st
     parts = group.split("/")[1:]
     if any(map(_is_no_name, parts)):
         return "which is no name: one between slashes is empty, '.' or '..', or has a zero byte"
-    if any("/" + "/".join(parts[: k + 1]) in full for k in range(len(parts))):
+    if not full.isdisjoint((group, *_groups_above(group))):
         return "which is an array, or below one"
     if kind == "netcdf4":
         if parts[0] in axes:
@@ -145,6 +153,12 @@ def refused_group(kind: str, name: str, arrays: Iterable[str], axes: Iterable[st
         if any(len(part.encode(errors="replace")) > MOST_NAME_NBYTES for part in parts):
             return "which is too long for a folder"
     return None
+
+
+def _groups_above(name: str) -> Iterator[str]:
+    """The groups that a full name is in, the innermost first, without the root."""
+    while name := name.rpartition("/")[0]:
+        yield name
 
 
 def _is_no_name(part: str) -> bool:

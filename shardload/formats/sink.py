@@ -24,7 +24,7 @@ import numpy as np
 from shardload.errors import ConfigError
 from shardload.formats.codecs.words import compression_typed, has_own_shuffle
 from shardload.formats.contract.array import ArrayInfo
-from shardload.formats.contract.dtypes import refusal
+from shardload.formats.contract.dtypes import cast_value, refusal
 from shardload.planning.grid import ravel
 from shardload.planning.region import Region
 
@@ -161,12 +161,16 @@ class ArraySpec:
         compression, checksum = Compression.of(self.compression), self.checksum
         if is_plain and shape and 0 not in shape and (compression is not None or checksum):
             what, why = ("compression", "are compressed") if compression else ("checksums", "have them")
-            raise ConfigError(f"{name!r} has {what} but no chunks; only chunks {why}. Pass chunks=, such as {_example(shape)}")
+            raise ConfigError(f"{name!r} has {what} but no chunks; only chunks {why}. Pass chunks={_example(shape)} or so")
         if chunks is None and self.unlimited and self.texts is None:
-            raise ConfigError(f"{name!r} has an axis that may grow, but no chunks. Pass chunks=, such as {_example(shape)}")
+            raise ConfigError(f"{name!r} has an axis that may grow, but no chunks. Pass chunks={_example(shape)} or so")
         if chunks is None:
             compression, checksum = None, False
-        fill = None if self.fill_value is None else fitting(name, self.fill_value, dtype)
+        fill = self.fill_value
+        if fill is not None:
+            fill = cast_value(fill, dtype) if np.ndim(fill) == 0 else None
+            if fill is None:
+                raise ConfigError(f"the fill value of {name!r} is {self.fill_value!r}; expected one value of type {dtype}")
         has_dims = not shape or (self.dims is not None and any(self.dims))
         dims = tuple(self.dims or ()) if has_dims else None
         return replace(
@@ -193,23 +197,20 @@ class ArraySpec:
                 raise ConfigError(f"{what} of {name!r} are {found!r}; expected a size of 1 or more for each axis of {shape}")
         if not shape or (0 in shape and not self.unlimited):
             return None, None
-        chunks = tuple(
-            int(c) if k in self.unlimited else min(int(c), n or 1)
-            for k, (c, n) in enumerate(zip(self.chunks, shape, strict=True))
-        )
+
+        def cut(sizes: Sequence[int], lengths: Sequence[int]) -> tuple[int, ...]:
+            return tuple(
+                int(size) if k in self.unlimited else min(int(size), n)
+                for k, (size, n) in enumerate(zip(sizes, lengths, strict=True))
+            )
+
+        chunks = cut(self.chunks, [n or 1 for n in shape])
         if self.shards is None:
             return chunks, None
         if any(s % c for s, c in zip(self.shards, self.chunks, strict=True)):
             raise ConfigError(f"shards of {name!r} are {self.shards!r}; expected a multiple of the chunks {self.chunks!r}")
-        whole = tuple(-(-(n or 1) // c) * c for n, c in zip(shape, chunks, strict=True))  # chunks that fill the array
-        # Chunks were cut to the array only along axes on which one chunk, and so one shard, is the whole axis.
-        shards = tuple(
-            int(s) if k in self.unlimited or c == asked else c
-            for k, (s, c, asked) in enumerate(zip(self.shards, chunks, self.chunks, strict=True))
-        )
-        return chunks, tuple(
-            s if k in self.unlimited else min(s, w) for k, (s, w) in enumerate(zip(shards, whole, strict=True))
-        )
+        # (Where a chunk was cut, it is the whole axis, and so is the shard.)
+        return chunks, cut(self.shards, [-(-(n or 1) // c) * c for n, c in zip(shape, chunks, strict=True)])
 
     @property
     def grid(self) -> tuple[int, ...]:
@@ -271,20 +272,6 @@ def unopened_by_xarray(specs: Mapping[str, ArraySpec]) -> list[tuple[str, str]]:
 
 def _example(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(min(n, 64) or 1 for n in shape)
-
-
-def fitting(name: str, found: Any, dtype: np.dtype[Any]) -> Any:
-    """`found` as a scalar of `dtype`; ConfigError if that changes it."""
-    try:
-        value = np.asarray(found)
-        with np.errstate(all="ignore"):
-            fill = np.asarray(found, dtype=dtype)
-        same = fill.shape == () and (bool(fill == value) or (bool(fill != fill) and bool(value != value)))
-    except (TypeError, ValueError, OverflowError):
-        same = False
-    if not same:
-        raise ConfigError(f"the fill value of {name!r} is {found!r}; expected one value of type {dtype}")
-    return fill[()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -446,10 +433,10 @@ class Catalog(abc.ABC):
         """
 
     @abc.abstractmethod
-    def finish(self, *, allow_missing: bool = False) -> None:
+    def finish(self) -> None:
         """Write the metadata, and what makes the file a file (the superblock, the root's metadata) last; check it; fsync.
 
-        Call it when all writers have synced. Raises ValueError if chunks have no place (unless `allow_missing`).
+        Call it when all writers have synced. Raises ValueError if chunks have no place.
         """
 
     @abc.abstractmethod

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from shardload.formats.contract.array import ArrayInfo, nbytes_of
-from shardload.formats.contract.by_chunks import chunks_met, read_by_chunks, read_chunks, read_plain_chunks
+from shardload.formats.contract.by_chunks import chunks_met, read_by_chunks
 from shardload.formats.contract.format import Source
 from shardload.planning.blocks import count_runs
 from shardload.planning.rates import START_SECONDS, one_reader_seconds
@@ -58,12 +58,7 @@ def _read(source: Source, region: Region, out: np.ndarray[Any, Any]) -> bool:
     has_many = info.chunks is not None and math.prod(map(len, chunks_met(region, info.chunks))) >= _WORTH_BATCHES
     is_part = region.shape != info.shape
     reader = source.chunk_reader() if has_many or is_part else None
-    if reader is not None and info.chunks is not None:
-        # Chunks that are not encoded, and would have to be copied, go through HDF5 as fast: a batch needs a second buffer.
-        read = read_plain_chunks if info.codec == "none" else read_chunks
-        if has_many and read(reader, info.chunks, region, out):
-            return True
-        if is_part:  # before HDF5 decodes any chunk, it is asked about all chunks of the array
-            return not read_by_chunks(reader, info.chunks, region, out)
+    if reader is not None and info.chunks is not None:  # before HDF5 decodes any chunk, it is asked about all of the array
+        return not read_by_chunks(reader, info.chunks, region, out)
     source.read_into(region, out)
     return not source.missing(region)

@@ -2,8 +2,8 @@
 
 1. `Target.create` makes a temporary beside the target: ``out.h5.3f9a12c07b5d4e86.unfinished``. No other process has its name.
 2. Bytes are put into it at offsets (`put_at`), and what cannot be written is an error that names file, array and chunk.
-3. `Target.commit` gives it the target's name: by a rename that replaces (``mode="w"``), or by one that refuses (``"w-"``),
-   which decides between two saves at the same time.
+3. `Target.commit` gives it the target's name: by a rename that replaces (``mode="w"``), or by a call that refuses a name that
+   is taken (``"w-"``), which decides between two saves at the same time.
 
 Nothing of others is deleted: a temporary that was left behind stays until its owner removes it.
 """
@@ -21,10 +21,10 @@ import shlex
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from hashlib import blake2b
 from typing import Any
 
 from shardload.errors import ConfigError, SourceError
+from shardload.formats.containment import kind_of
 
 __all__ = [
     "FOLDER_MARK",
@@ -39,7 +39,6 @@ __all__ = [
     "not_undone",
     "put_at",
     "reserve",
-    "shortened",
     "sync_folder",
     "sync_name",
     "temporary_of",
@@ -51,18 +50,12 @@ MARK_BEGINS = b"shardload unfinished "  # a temporary file, until its own first 
 GROWTH_MARK = "shardload-append"  # is in a temporary folder that has what will be appended to a store, or in that of a file
 FOLDER_MARK = "shardload-unfinished"  # is in a temporary folder, until all of it is written
 _NAME = re.compile(r"(?P<name>.+)\.(?P<token>[0-9a-f]{16})\.(?P<what>unfinished|replaced|changes)")
-_MOST_NAME_NBYTES = 255
-_MOST_BEHIND_NBYTES = len(".0123456789abcdef.unfinished")  # of the names that stand beside a file
-_MOST_SUFFIX_NBYTES = 16
-_NOREPLACE, _EXCHANGE = 1, 2  # of renameat2
 _FIRST_RESERVED, _MOST_RESERVED = 16 << 20, 1 << 30  # bytes that one call reserves
 _SLOW_SECONDS, _FAST_NBYTES = 5e-3, 16 << 30  # a call that is slower than this and so many bytes in a second
-_AT_FDCWD = -100
 _PAUSES = (0.0, 0.01, 0.05, 0.2, 0.5)  # seconds before each attempt to remove a folder
-_MOUNTS = "/proc/self/mountinfo"
-_IN_MEMORY = {"tmpfs", "ramfs"}
+_IN_MEMORY = {0x01021994, 0x858458F6}  # the kernel's numbers of tmpfs and ramfs
 _NO_FSYNC = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
-_UNKNOWN = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EMLINK}
+_NO_LINKS = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EMLINK}
 
 _WHY = {
     errno.ENOSPC: "no space is left on its file system. Free some, or save to another one",
@@ -70,12 +63,12 @@ _WHY = {
     errno.EIO: "the device or the file server failed",
     errno.EFBIG: "it would be larger than its file system or the limit of this process (ulimit -f) allows",
     errno.EROFS: "its file system can only be read",
-    errno.ENAMETOOLONG: "its name is too long: most file systems take 255 bytes. Choose a shorter one",
+    errno.ENAMETOOLONG: "its name is too long: of the 255 bytes that most file systems take, a temporary name needs 28",
 }
 
 
 def temporary_of(path: str) -> tuple[str, str] | None:
-    """The path for which this temporary was made, `shortened`, and ``"unfinished"`` (a save that has not ended),
+    """The path for which this temporary was made, and ``"unfinished"`` (a save that has not ended),
     ``"replaced"`` (what had the name before) or ``"changes"`` (the end of an append); None for any other name. Decides by the
     name alone.
 
@@ -87,26 +80,6 @@ def temporary_of(path: str) -> tuple[str, str] | None:
     return None if found is None else (os.path.join(folder, found["name"]), found["what"])
 
 
-def shortened(path: str) -> str:
-    """The path that a temporary begins with: a name that is too long for what comes behind it is cut, and told from others by
-    a digest.
-
-    >>> shortened("d/out.h5"), shortened("d/" + "n" * 250 + ".zarr")[-20:]
-    ('d/out.h5', 'nnnnnn~1a9a7d97.zarr')
-    """
-    folder, name = os.path.split(path)
-    most = _MOST_NAME_NBYTES - _MOST_BEHIND_NBYTES
-    if len(os.fsencode(name)) <= most:
-        return path
-    root, suffix = os.path.splitext(name)
-    if len(os.fsencode(suffix)) > _MOST_SUFFIX_NBYTES:
-        root, suffix = name, ""
-    tail = f"~{blake2b(os.fsencode(name), digest_size=4).hexdigest()}{suffix}"
-    while len(os.fsencode(root + tail)) > most:
-        root = root[:-1]
-    return os.path.join(folder, root + tail)
-
-
 def mark(token: str, path: str) -> bytes:
     """What the temporary of a file begins with, until its own first bytes are written: 64 bytes of text."""
     return (MARK_BEGINS + os.fsencode(f"{token} {os.path.basename(path)}"))[: MARK_NBYTES - 1].ljust(MARK_NBYTES - 1) + b"\n"
@@ -114,35 +87,17 @@ def mark(token: str, path: str) -> bytes:
 
 def _unwritten(error: OSError, path: str, dataset: str | None = None, chunk: tuple[int, ...] | None = None) -> SourceError:
     """The error of a file that cannot be written, from the system's."""
-    where = (
-        f"chunk {chunk} of '{dataset}' in '{path}'"
-        if chunk is not None
-        else f"'{dataset}' in '{path}'"
-        if dataset
-        else f"'{path}'"
-    )
+    where = f"'{dataset}' in '{path}'" if dataset else f"'{path}'"
+    where = where if chunk is None else f"chunk {chunk} of {where}"
     why = _WHY.get(error.errno or 0, error.strerror or str(error))
-    found = SourceError(
-        f"{where} cannot be written: {why} ({errno.errorcode.get(error.errno or 0, type(error).__name__)}). "
-        "What had this name before is as it was",
-        path=path,
-        dataset=dataset,
-        chunk=chunk,
-    )
-    found.errno = error.errno
-    return found
+    text = f"{where} cannot be written: {why} ({_code_of(error)}). What had this name before is as it was"
+    unwritten = SourceError(text, path=path, dataset=dataset, chunk=chunk)
+    unwritten.errno = error.errno
+    return unwritten
 
 
-def _unconfirmed(error: OSError, path: str) -> SourceError:
-    """The error of a file that is whole and has its name, if the file system does not say that the name is on disk."""
-    code = errno.errorcode.get(error.errno or 0, type(error).__name__)
-    found = SourceError(
-        f"'{path}' has its new content, whole, but its file system did not confirm that this is on disk: "
-        f"{error.strerror or error} ({code}). If the machine stops now, what was there before may be back",
-        path=path,
-    )
-    found.errno = error.errno
-    return found
+def _code_of(error: OSError) -> str:
+    return errno.errorcode.get(error.errno or 0, type(error).__name__)
 
 
 def not_undone(error: BaseException, path: str, found: OSError) -> SourceError:
@@ -196,10 +151,14 @@ def reserve(descriptor: int, start: int, stop: int) -> int:
     each page here, on one rank, in place of the writes. Where there is not so much room, nothing is asked for: it would take
     all that other programs have left, and where a file system compresses, what is written into reserved space is not.
     """
-    call, at, some = _fallocate(), start, _FIRST_RESERVED
-    if stop - start > _room(descriptor) or _is_in_memory(descriptor):
+    call, at, some = (
+        _c_function("fallocate", ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64),
+        start,
+        _FIRST_RESERVED,
+    )
+    if stop - start > _free_nbytes(descriptor) or _is_in_memory(descriptor):
         return 0
-    while call is not None and at < stop:
+    while call is not None and at < stop:  # (posix_fallocate would write to each block where the system cannot do it)
         nbytes, began = min(some, stop - at), time.perf_counter()
         if call(descriptor, 0, at, nbytes) != 0:
             break
@@ -209,25 +168,29 @@ def reserve(descriptor: int, start: int, stop: int) -> int:
     return at - start
 
 
-def _room(descriptor: int) -> int:
+def _free_nbytes(descriptor: int) -> int:
     """Bytes that are free on a file's file system, as far as it says."""
     try:
-        found = os.fstatvfs(descriptor)
+        status = os.fstatvfs(descriptor)
     except OSError:
         return 0
-    return found.f_bavail * found.f_frsize
+    return status.f_bavail * status.f_frsize
 
 
 def _is_in_memory(descriptor: int) -> bool:
-    """Whether a file is on a file system without a disk, as far as the kernel's list of mounts says."""
-    try:
-        device = os.fstat(descriptor).st_dev
-        with open(_MOUNTS, encoding="utf-8", errors="replace") as file:
-            mounts = [line.partition(" - ") for line in file]
-    except OSError:
-        return False
-    wanted = f"{os.major(device)}:{os.minor(device)}"
-    return any(of.split()[2:3] == [wanted] and kind.partition(" ")[0] in _IN_MEMORY for of, _, kind in mounts)
+    """Whether a file is on a file system without a disk."""
+    status = (ctypes.c_ulong * 32)()  # struct statfs begins with the kind of the file system
+    call = _c_function("fstatfs", ctypes.c_int, ctypes.c_void_p)
+    return call is not None and call(descriptor, status) == 0 and status[0] in _IN_MEMORY
+
+
+@functools.cache
+def _c_function(name: str, *argtypes: Any) -> Any:
+    """A function of the C library; None if it has none of that name."""
+    call = getattr(ctypes.CDLL(None), name, None)
+    if call is not None:
+        call.argtypes = argtypes
+    return call
 
 
 def sync_folder(path: str) -> None:
@@ -247,7 +210,11 @@ def sync_name(folder: str, path: str) -> None:
     try:
         sync_folder(folder)
     except OSError as error:
-        raise _unconfirmed(error, path) from error
+        raise SourceError(
+            f"'{path}' has its new content, whole, but its file system did not confirm that this is on disk: "
+            f"{error.strerror or error} ({_code_of(error)}). If the machine stops now, what was there before may be back",
+            path=path,
+        ) from error
 
 
 class Target:
@@ -279,26 +246,22 @@ class Target:
         """Make the temporary; returns its path. ConfigError if the name is taken or cannot be made."""
         self._refuse()  # early, for the caller's sake: `commit` is what decides
         self.token = secrets.token_hex(8)
-        temporary = f"{shortened(self._final)}.{self.token}.unfinished"
+        temporary = f"{self._final}.{self.token}.unfinished"
         try:
-            with contextlib.suppress(FileNotFoundError):
-                os.lstat(self._final)  # a name that is too long would be noticed by `commit` only
             if self._is_folder:
                 os.mkdir(temporary)
             else:
                 self.temporary = temporary  # from here on `abandon` removes it, also if Ctrl-C comes before the next line
                 os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
-        except FileNotFoundError as error:
-            if os.path.isdir(self.folder):  # /proc, for one, makes no files
-                raise _unwritten(error, self.path) from error
-            how = f"mkdir -p {shlex.quote(self.folder)}"
-            raise ConfigError(f"the folder of '{self.path}' does not exist. Make it first: {how}") from None
-        except PermissionError:
-            raise ConfigError(f"'{self.path}' cannot be made: no right to write in its folder '{self.folder}'") from None
         except OSError as error:
             if isinstance(error, FileExistsError):  # what has this name is not ours
                 self.temporary = None
             self.abandon()
+            if isinstance(error, FileNotFoundError):
+                how = f"mkdir -p {shlex.quote(self.folder)}"
+                raise ConfigError(f"the folder of '{self.path}' does not exist. Make it first: {how}") from None
+            if isinstance(error, PermissionError):
+                raise ConfigError(f"'{self.path}' cannot be made: no right to write in its folder '{self.folder}'") from None
             raise _unwritten(error, self.path) from error
         self.temporary = temporary
         return temporary
@@ -311,25 +274,19 @@ class Target:
         self.temporary, self.token = temporary, token
 
     def _refuse(self) -> None:
-        if self.mode == "w-":
-            if os.path.lexists(self._final):
-                raise self._taken()
-            return
         if not os.path.lexists(self._final):
             return
-        is_folder = os.path.isdir(self._final)
-        if is_folder != self._is_folder:
-            have, want = ("folder", "file") if is_folder else ("file", "folder")
+        if self.mode == "w-":
+            raise self._taken()
+        want, is_ours = "file", os.path.isfile(self._final)  # a device, as /dev/null, would be gone for all programs
+        if self._is_folder:
+            want = f"folder with {' or '.join(self._known)}"
+            is_ours = any(os.path.lexists(os.path.join(self._final, name)) for name in self._known)
+        if not is_ours:
+            kind = kind_of(os.stat(self._final).st_mode)
             raise ConfigError(
-                f"'{self.path}' is a {have}, and a {want} is to be saved there. Remove it, or choose another name"
-            )
-        if not is_folder and not os.path.isfile(self._final):
-            # A device or a pipe, such as /dev/null: a rename would put a file in its place, for all programs.
-            raise ConfigError(f"'{self.path}' is no ordinary file, so it is not replaced. Choose another name")
-        if is_folder and not any(os.path.lexists(os.path.join(self._final, name)) for name in self._known):
-            raise ConfigError(
-                f"'{self.path}' is a folder that holds none of {', '.join(self._known)}, so it is not replaced. "
-                "Remove it, or choose another name"
+                f"'{self.path}' is {kind}, and what is to be saved there replaces no more than a {want}. Remove it, or choose "
+                "another name"
             )
 
     def _taken(self) -> ConfigError:
@@ -339,68 +296,64 @@ class Target:
         """Give the temporary the target's name, for good. If that fails, the temporary stays."""
         if self.temporary is None:
             raise ValueError("there is no temporary to commit")
-        old = None
+        left = None
         with named(self.path):
-            if self._is_folder:
-                old = self._commit_folder(self.temporary)
-            elif self.mode == "w":
-                os.replace(self.temporary, self._final)
+            if self.mode == "w-":
+                left = self._take_free_name(self.temporary)
+            elif self._is_folder:
+                left = self._replace_folder(self.temporary)
             else:
-                old = self._link(self.temporary)
+                os.replace(self.temporary, self._final)
         # From here on the file has its name. No error may say that it has not, nor take anything back.
         self.temporary = None
         try:
             sync_name(self.folder, self.path)
         finally:  # not before: if the machine stops, the name may still be that of the old store
-            if old is not None:
-                _remove(old)
+            if left is not None:
+                _remove(left)
 
-    def _link(self, temporary: str) -> str | None:
-        """Give a file its name. Returns the name that is left over."""
+    def _take_free_name(self, temporary: str) -> str | None:
+        """Give the temporary a name that nobody has. Returns a second name that is left over.
+
+        Where there are no hard links, an empty file or folder takes the name, or fails to; then a rename replaces it.
+        """
+        try:
+            if self._is_folder:
+                os.mkdir(self._final)
+            elif self._is_linked(temporary):
+                return temporary
+            else:
+                os.close(os.open(self._final, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        except FileExistsError:
+            raise self._taken() from None
+        try:
+            os.rename(temporary, self._final)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.rmdir(self._final) if self._is_folder else os.unlink(self._final)
+            raise
+        return None
+
+    def _is_linked(self, temporary: str) -> bool:
+        """Whether the file has the name too, now. False where the file system has no such links."""
         try:
             os.link(temporary, self._final)
-        except FileExistsError:
-            # Over NFS the answer to a link that was made can be lost; the second request then finds the name taken.
-            if not _is_same(temporary, self._final):
-                raise self._taken() from None
         except OSError as error:
-            if error.errno not in _UNKNOWN:
+            # Over NFS the answer to a link that was made can be lost; the second request then finds the name taken.
+            if isinstance(error, FileExistsError) and os.stat(temporary).st_nlink > 1:
+                return True
+            if error.errno not in _NO_LINKS:
                 raise
-            if not self._renamed(temporary, _NOREPLACE):
-                raise ConfigError(
-                    f"the file system of '{self.path}' has no hard links and no rename that refuses an existing name, so "
-                    f"mode='w-' cannot be kept there. The whole file is in '{temporary}': rename it, or pass mode='w'"
-                ) from None
-            return None
-        return temporary
+            return False
+        return True
 
-    def _commit_folder(self, temporary: str) -> str | None:
-        """Give a folder its name. Returns the folder that had it before, by the name that it has now."""
-        if self.mode == "w-":
-            if self._renamed(temporary, _NOREPLACE):
-                return None
-            # Without such a rename: an empty folder takes the name, or fails to; then a rename replaces that folder.
-            try:
-                os.mkdir(self._final)
-            except FileExistsError:
-                raise self._taken() from None
-            try:
-                os.rename(temporary, self._final)
-            except OSError:
-                with contextlib.suppress(OSError):
-                    os.rmdir(self._final)
-                raise
-            return None
-        if not os.path.lexists(self._final) and self._renamed(temporary, _NOREPLACE, refuse=False):
-            return None
+    def _replace_folder(self, temporary: str) -> str:
+        """Give a folder its name. Returns the name that what had it before has now.
+
+        For a moment the name is free: then the whole old store has that name, and the whole new one that of the temporary.
+        """
         self._refuse()
-        old = f"{shortened(self._final)}.{self.token}.replaced"
-        if self._renamed(temporary, _EXCHANGE):
-            with contextlib.suppress(OSError):
-                os.rename(temporary, old)
-                return old
-            return temporary
-        # For a moment the name is free: the whole old store is at `old`, the whole new one at `temporary`.
+        old = f"{self._final}.{self.token}.replaced"
         with contextlib.suppress(FileNotFoundError):
             os.rename(self._final, old)
         try:
@@ -418,24 +371,6 @@ class Target:
                 ) from error
             raise
         return old
-
-    def _renamed(self, temporary: str, flag: int, *, refuse: bool = True) -> bool:
-        """Rename with a flag of renameat2. False if this system or file system does not have it (or the name is taken, unless
-        `refuse`).
-        """
-        call = _renameat2()
-        if call is None:
-            return False
-        if call(_AT_FDCWD, os.fsencode(temporary), _AT_FDCWD, os.fsencode(self._final), flag) == 0:
-            return True
-        code = ctypes.get_errno()
-        if code in (errno.EEXIST, errno.ENOTEMPTY) and flag == _NOREPLACE:
-            if refuse:
-                raise self._taken()
-            return False
-        if code in _UNKNOWN or (code == errno.ENOENT and flag == _EXCHANGE):
-            return False
-        raise OSError(code, os.strerror(code))
 
     def abandon(self) -> None:
         """Remove the temporary, unless it was committed."""
@@ -471,30 +406,3 @@ def _remove(path: str) -> None:
             shutil.rmtree(path, ignore_errors=True)
             if not os.path.lexists(path):
                 return
-
-
-def _is_same(first: str, second: str) -> bool:
-    try:
-        return os.path.samestat(os.lstat(first), os.lstat(second))
-    except OSError:
-        return False
-
-
-@functools.cache
-def _c_function(name: str, *argtypes: Any) -> Any:
-    """A function of the C library; None if it has none of that name."""
-    try:
-        call = getattr(ctypes.CDLL(None, use_errno=True), name)
-    except (OSError, AttributeError):
-        return None
-    call.argtypes = argtypes
-    return call
-
-
-def _fallocate() -> Any:
-    # Not posix_fallocate, which writes to each block if the system cannot do it.
-    return _c_function("fallocate", ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-
-
-def _renameat2() -> Any:
-    return _c_function("renameat2", ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)

@@ -3,8 +3,8 @@
 1. `untrusted.helper` starts it as a script, with a socket and shared memory, and imports nothing from it.
 2. Before it opens the file, it gives up what it does not need: it ends with its parent, writes no files and no core dumps, and
    has a limit on memory.
-3. It answers requests, one at a time, until the socket is closed. Answers are JSON, after their length (4 bytes,
-   little-endian); values are in the shared memory.
+3. It answers requests, one at a time, until the socket is closed. The answer, as JSON, is put into the
+   shared memory, and values behind it; a packet of 8 bytes says how long that is.
 
 It finds formats of other packages as the parent does. It imports what reading needs, but neither JAX nor MPI; at the top, only
 the standard library.
@@ -16,7 +16,6 @@ import contextlib
 import ctypes
 import errno
 import json
-import math
 import mmap
 import os
 import resource
@@ -30,7 +29,7 @@ from typing import Any
 
 __all__ = ["main"]
 
-_HEAD_NBYTES = 4
+_MOST_REQUEST_NBYTES = 1 << 17
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
 _LIBRARIES_NBYTES = 1 << 30  # limit while libraries are imported; their real use is measured before the file is opened
 _BASE_NBYTES = 128 << 20  # beside values: threads, memory that libraries allocate at first use, metadata
@@ -88,9 +87,9 @@ def _limit_memory(nbytes: int) -> None:
 class _Server:
     """Answers requests. `untrusted.helper.Helper` is the other side."""
 
-    def __init__(self, channel: socket.socket, values: int) -> None:
-        self._channel, self._values = channel, values
-        self._memory = mmap.mmap(values, 0)
+    def __init__(self, channel: socket.socket, shared: int) -> None:
+        self._channel, self._shared = channel, shared
+        self._values: mmap.mmap | None = None
         self._memory_nbytes = 0
         self._path = ""
         self._access: Any = None
@@ -100,7 +99,8 @@ class _Server:
 
     def run(self) -> None:
         """Answer until the parent closes the socket."""
-        while (request := self._receive()) is not None:
+        while packet := self._channel.recv(_MOST_REQUEST_NBYTES):
+            request: dict[str, Any] = json.loads(packet)
             todo: Callable[..., Answer] = getattr(self, "do_" + request.pop("do"))
             try:
                 if todo != self.do_begin:
@@ -113,15 +113,9 @@ class _Server:
                     kind = "MemoryError"
                 answer = {"error": kind, "text": text[:4096]}
             data = json.dumps(answer).encode()
-            self._channel.sendall(len(data).to_bytes(_HEAD_NBYTES, "little") + data)
-
-    def _receive(self) -> dict[str, Any] | None:
-        head = self._channel.recv(_HEAD_NBYTES, socket.MSG_WAITALL)
-        if len(head) < _HEAD_NBYTES:
-            return None
-        nbytes = int.from_bytes(head, "little")
-        request: dict[str, Any] = json.loads(self._channel.recv(nbytes, socket.MSG_WAITALL))
-        return request
+            with contextlib.suppress(ValueError), mmap.mmap(self._shared, len(data)) as memory:
+                memory[:] = data  # one that is too long is not there, and refused for its length
+            self._channel.send(len(data).to_bytes(8, "little"))
 
     # --- once
 
@@ -163,10 +157,6 @@ class _Server:
             infos = getattr(self._format, how)(self._path, access=self._access, **arguments)
         return {"infos": [info.to_dict() for info in infos]}
 
-    def do_only_name(self) -> Answer:
-        """See `OpenFile.only_name`."""
-        return {"name": self._open_file().only_name()}
-
     def do_state(self, dataset: str | None = None) -> Answer:
         """See `OpenFile.state` and `Source.state`."""
         return {"state": (self._open_file() if dataset is None else self._source(dataset)).state()}
@@ -197,88 +187,40 @@ class _Server:
         source = self._source(dataset)
         return {"info": source.info.to_dict(), "state": source.opened_in()}
 
-    def do_labels(self, dataset: str) -> Answer:
-        """See `Source.labels`."""
-        labels = self._source(dataset).labels()
-        return _plain(replace(labels, attrs=_bounded(labels.attrs)))
+    def do_labels(self, dataset: str, of_group: bool) -> Answer:
+        """See `Source.labels` and `Source.group_attrs`."""
+        from shardload.formats.labelling import bounded
+        from shardload.formats.labels import Labels, to_plain
 
-    def do_group_attrs(self, dataset: str) -> Answer:
-        """See `Source.group_attrs`."""
-        from shardload.formats.labels import Labels
+        source = self._source(dataset)
+        labels = Labels((), source.group_attrs()) if of_group else source.labels()
+        return {"labels": to_plain(replace(labels, attrs=bounded(labels.attrs)))}
 
-        return _plain(Labels((), _bounded(self._source(dataset).group_attrs())))
-
-    def do_read(self, dataset: str, start: list[int], stop: list[int]) -> Answer:
-        """Values of a region; after them the numbers of its missing chunks, counted in the region's own chunk grid."""
+    def do_read(self, dataset: str, start: list[int], stop: list[int], how: str, values_at: int) -> Answer:
+        """Values of a region, by `Source.read_into` or `Source.plain`, and which of its chunks are missing."""
         import numpy as np
 
-        source, region = self._source(dataset), _region(start, stop)
-        out = self._array(region.shape, source.dtype)
-        source.read_into(region, out)
-        chunks = source.info.chunks
-        indices = source.missing(region)
-        if chunks is None:
-            numbers = [0] * len(indices)
-        else:
-            first = [a // c for a, c in zip(start, chunks, strict=True)]
-            counts = [-(-b // c) - k for b, c, k in zip(stop, chunks, first, strict=True)]
-            numbers = sorted(_number(index, first, counts) for index in indices)
-        place = -(-out.nbytes // 8) * 8
-        self._bytes(place + 8 * len(numbers))[place:].view(np.int64)[:] = numbers
-        return {"n_missing": len(numbers)}
+        from shardload.planning.region import Region
 
-    def do_plain(self, dataset: str, start: list[int], stop: list[int]) -> Answer:
-        """Values of a region, by the format's own library."""
-        import numpy as np
-
-        source, region = self._source(dataset), _region(start, stop)
+        source, region = self._source(dataset), Region(tuple(start), tuple(stop))
+        nbytes = region.size * source.dtype.itemsize
+        if self._values is None or len(self._values) < nbytes:
+            self._values = mmap.mmap(self._shared, nbytes, offset=values_at)
+        out = np.frombuffer(self._values, source.dtype, region.size).reshape(region.shape)
+        if how == "read_into":
+            source.read_into(region, out)
+            return {"missing": sorted(map(list, source.missing(region)))}
         values = np.asarray(source.plain(region))
         if values.size != region.size:
             raise ValueError(f"the library gave {values.shape} for the region {region}")
-        self._array(region.shape, source.dtype)[...] = values.reshape(region.shape)
-        return {}
-
-    def _bytes(self, nbytes: int) -> Any:
-        """The first `nbytes` bytes of the shared memory, which the parent has made long enough for its request."""
-        import numpy as np
-
-        if len(self._memory) < nbytes:
-            self._memory = mmap.mmap(self._values, 0)
-        return np.frombuffer(self._memory, np.uint8, nbytes)
-
-    def _array(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        return self._bytes(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
+        out[...] = values.reshape(region.shape)
+        return {"missing": []}
 
 
 _KINDS = (
     *("ConfigError", "SourceError", "OutsideError", "NotAFileError", "UndecodedError", "KeyError"),
     *("MemoryError", "OSError", "ValueError", "RuntimeError"),
 )
-
-
-def _region(start: list[int], stop: list[int]) -> Any:
-    from shardload.planning.region import Region
-
-    return Region(tuple(start), tuple(stop))
-
-
-def _bounded(attrs: Any) -> dict[str, Any]:
-    from shardload.formats.labelling import bounded
-
-    return bounded(attrs)
-
-
-def _plain(labels: Any) -> Answer:
-    from shardload.formats.labels import to_plain
-
-    return {"labels": to_plain(labels)}
-
-
-def _number(index: tuple[int, ...], first: list[int], counts: list[int]) -> int:
-    number = 0
-    for k, a, n in zip(index, first, counts, strict=True):
-        number = number * n + k - a
-    return number
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from typing import Any
 from shardload.errors import ConfigError, ShardloadError, printable
 from shardload.formats.access import Access, Limits
 from shardload.formats.contract.array import ArrayInfo, json_value, some
-from shardload.formats.diagnosis import in_path
 from shardload.formats.labelling import labelled, labelled_below, list_labelled, read_labels
 from shardload.formats.labels import OnDemand
 from shardload.formats.lookup import absolute, find_array, open_file, split_path
@@ -162,7 +161,7 @@ def read_contents(path: str, access: Access) -> Contents:
         named = [info for info in infos if info.dataset == full]
         infos = named or labelled_below(infos, file, access, _MOST_LABELLED, group)
         if not infos and group not in groups_of(file, access)[0]:
-            infos = [_behind_links(file, full, access)]
+            infos = [find_array(file, full, access, is_counted=True)]
         return Contents(file, [_on_demand(file, info, access) for info in infos], group or "/", access)
     return Contents(file, [_on_demand(file, info, access) for info in infos], access=access)
 
@@ -175,14 +174,6 @@ def groups_of(path: str, access: Access) -> tuple[Mapping[str, Mapping[str, Any]
         found, unread = opened.groups(), list(opened.unread())
     told = {name: {key: json_value(value, _MOST_VALUES) for key, value in attrs.items()} for name, attrs in found.items()}
     return told, unread
-
-
-def _behind_links(path: str, name: str, access: Access) -> ArrayInfo:
-    """The array to which links lead, that no list has. ConfigError if there is none."""
-    try:
-        return find_array(path, name, access, is_counted=True)
-    except ConfigError as error:
-        raise ConfigError(in_path(str(error))) from None
 
 
 def _on_demand(path: str, info: ArrayInfo, access: Access) -> ArrayInfo:

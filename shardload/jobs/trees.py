@@ -31,8 +31,8 @@ from shardload.planning.selection import Between, Near
 from shardload.system.interruption import let_interruption_pass
 
 __all__ = [
-    "NEEDED", "ArrayTree", "Place", "Where", "in_array", "is_one", "is_one_spec", "keys_text", "naming_errors", "node_of",
-    "rebuilt", "text_of", "where_text",
+    "NEEDED", "ArrayTree", "Place", "Where", "in_array", "is_one", "is_one_spec", "is_tree_of_selections", "keys_text",
+    "naming_errors", "node_of", "rebuilt", "refuse_traced", "text_of", "where_text",
 ]  # fmt: skip
 
 # The keys that lead from the root of a tree to a leaf.
@@ -251,7 +251,7 @@ class ArrayTree:
         name: str,
         value: Any,
         is_one: Callable[[Any], bool] = is_one,
-        may_be_dict: bool = False,
+        is_tree: Callable[[Mapping[Any, Any], Sequence[Any]], bool] | None = None,
         default: Any = NEEDED,
     ) -> list[Any]:
         """The value of an option for each place; for a pattern it may be a tree still.
@@ -264,9 +264,9 @@ class ArrayTree:
             A single value, or a prefix tree of values. Its dicts may have names with slashes in place of dicts in dicts.
         is_one : callable
             True for a single value.
-        may_be_dict : bool
-            True if a single value may be a dict, as in a selection by names of axes. `is_tree_here` tells such a dict from a
-            tree; it counts for all arrays below its place.
+        is_tree : callable, optional
+            For options of which a single value may be a dict, as a selection by names of axes: tells a tree from such a dict,
+            which counts for all arrays below its place. It gets the dict, and the keys that the arrays have there.
         default : object, optional
             The value of arrays that a dict does not name. Without one, it has to name all.
 
@@ -277,7 +277,7 @@ class ArrayTree:
         """
 
         def walk(outline: Any, value: Any, where: Where) -> Iterator[Any]:
-            is_dict = may_be_dict and isinstance(value, Mapping)
+            is_dict = is_tree is not None and isinstance(value, Mapping)
             if isinstance(outline, Place):
                 if not (outline.is_pattern or is_one(value) or is_dict or _node(value) is None):
                     text = repr(value)
@@ -289,7 +289,8 @@ class ArrayTree:
             children = node_of(outline) or []
             if isinstance(value, Mapping) and not is_one(value):
                 value = _with_groups(value, [key for key, _ in children], f"{name}{text_of(where)}")
-            of_value = None if is_one(value) or (is_dict and not is_tree_here(value, children)) else node_of(value)
+            is_leaf = is_one(value) or (is_tree is not None and is_dict and not is_tree(value, [key for key, _ in children]))
+            of_value = None if is_leaf else node_of(value)
             if of_value is None:
                 yield from [value] * sum(1 for _ in _places(outline))
                 return
@@ -376,16 +377,34 @@ def _nested(pairs: Iterable[tuple[list[Any], Any]]) -> dict[Any, Any]:
     return root
 
 
-def is_tree_here(value: Mapping[Any, Any], children: Sequence[tuple[Any, Any]]) -> bool:
-    """True if a dict is a tree of selections and no selection by names of axes, where the arrays have these children.
+def is_tree_of_selections(value: Mapping[Any, Any], keys: Sequence[Any]) -> bool:
+    """True if a dict is a tree of selections and no selection by names of axes, where the arrays have these keys.
 
     It is a tree if it has the arrays' keys, or if a dict, list or tuple is among its values, which no single axis takes.
     """
-    if any(isinstance(one, (Near, Between)) for one in value.values()):  # these need the name of an axis
+    if any(isinstance(part, (Near, Between)) for part in value.values()):  # these need the name of an axis
         return False
-    return {jax.tree_util.DictKey(key) for key in value} == {key for key, _ in children} or any(
-        isinstance(one, (Mapping, list, tuple)) for one in value.values()
+    return set(map(jax.tree_util.DictKey, value)) == set(keys) or any(
+        isinstance(part, (Mapping, list, tuple)) for part in value.values()
     )
+
+
+def refuse_traced(name: str, value: Any) -> None:
+    """ConfigError if a number in an option is traced by `jax.jit`, `jax.vmap` or `jax.grad`: it has no value yet."""
+    if isinstance(value, jax.core.Tracer):
+        raise ConfigError(
+            f"{name} has a traced number, which has no value yet, and files are read while the function is traced. Call this "
+            "outside of jax.jit, or pass a Python number; or load all of the array, and index it"
+        )
+    parts: Iterable[Any] = ()
+    if isinstance(value, slice):
+        parts = (value.start, value.stop)
+    elif isinstance(value, Near | Between | Mapping):
+        parts = (value if isinstance(value, Mapping) else vars(value)).values()
+    elif isinstance(value, (list, tuple)):
+        parts = value
+    for part in parts:
+        refuse_traced(name, part)
 
 
 def _places(outline: Any) -> Iterator[Place]:

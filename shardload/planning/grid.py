@@ -16,13 +16,52 @@ import numpy as np
 
 from shardload.planning.region import Region
 
-__all__ = ["Grid", "IntArray", "numbers_in", "ravel", "strides", "unravel"]
+__all__ = ["Cells", "Grid", "IntArray", "numbers_in", "numbers_of", "ravel", "strides", "unravel"]
 
 IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
 
+class Cells:
+    """An array cut into numbered cells. Subclasses say where a cell lies (`bounds`), and which cells a region meets."""
+
+    __slots__ = ()
+
+    counts: tuple[int, ...]
+    """Number of cells along each axis."""
+
+    def bounds(self, number: int) -> list[tuple[int, int]]:
+        """Where a cell starts and stops along each axis, by its number in C order."""
+        raise NotImplementedError
+
+    def meeting_axes(self, region: Region) -> Sequence[Sequence[int]]:
+        """The cells that share an element with a region, along each axis, ascending."""
+        raise NotImplementedError
+
+    @property
+    def n_cells(self) -> int:
+        """Number of cells."""
+        return math.prod(self.counts)
+
+    def region(self, number: int) -> Region:
+        """The elements of a cell."""
+        bounds = self.bounds(number)
+        return Region(tuple([a for a, _ in bounds]), tuple([b for _, b in bounds]))
+
+    def index(self, number: int) -> tuple[int, ...]:
+        """A cell's position along each axis."""
+        return unravel(number, self.counts)
+
+    def meeting(self, region: Region) -> Iterator[int]:
+        """Numbers of the cells that share an element with a region, ascending."""
+        return numbers_of(self.meeting_axes(region), self.counts)
+
+    def n_meeting(self, region: Region) -> int:
+        """How many cells share an element with a region."""
+        return math.prod(map(len, self.meeting_axes(region)))
+
+
 @dataclass(frozen=True, slots=True)
-class Grid:
+class Grid(Cells):
     """An array cut into equal cells along every axis; the first and the last cell of an axis may be cut short.
 
     Parameters
@@ -60,18 +99,8 @@ class Grid:
         # Used for each part of a plan, so computed once.
         object.__setattr__(self, "counts", tuple(-(-(n + p) // c) if n else 0 for n, c, p in axes))
 
-    @property
-    def n_cells(self) -> int:
-        """Number of cells."""
-        return math.prod(self.counts)
-
-    def region(self, number: int) -> Region:
-        """The elements of a cell, by its number in C order."""
-        bounds = self.bounds(number)
-        return Region(tuple([a for a, _ in bounds]), tuple([b for _, b in bounds]))
-
     def bounds(self, number: int) -> list[tuple[int, int]]:
-        """Where a cell starts and stops along each axis, by its number in C order."""
+        """See `Cells`."""
         bounds = []
         for count, n, c, p in zip(
             reversed(self.counts), reversed(self.shape), reversed(self.cell), reversed(self.phase), strict=True
@@ -94,27 +123,10 @@ class Grid:
         rest = self.shape[axis + 1 :]
         return Region((*low.start[: axis + 1], *(0,) * len(rest)), (*high.stop[: axis + 1], *rest))
 
-    def index(self, number: int) -> tuple[int, ...]:
-        """A cell's position along each axis, by its number in C order."""
-        return unravel(number, self.counts)
-
     def meeting_axes(self, region: Region) -> list[range]:
-        """The cells that share an element with a region, as a range along each axis."""
+        """See `Cells`; a range along each axis."""
         axes = zip(region.start, region.stop, self.cell, self.phase, strict=True)
         return [range((a + p) // c, -(-(b + p) // c) if b > a else (a + p) // c) for a, b, c, p in axes]
-
-    def meeting(self, region: Region) -> Iterator[int]:
-        """Numbers of the cells that share an element with a region, ascending."""
-        steps = [[i * s for i in axis] for axis, s in zip(self.meeting_axes(region), strides(self.counts), strict=True)]
-        return map(sum, itertools.product(*steps))
-
-    def meeting_array(self, region: Region) -> IntArray:
-        """`meeting` as an array."""
-        return numbers_in(self.meeting_axes(region), self.counts)
-
-    def n_meeting(self, region: Region) -> int:
-        """How many cells share an element with a region."""
-        return math.prod(len(axis) for axis in self.meeting_axes(region))
 
 
 def strides(shape: Sequence[int]) -> list[int]:
@@ -136,6 +148,16 @@ def numbers_in(box: Sequence[range], shape: Sequence[int]) -> IntArray:
     for axis, n in zip(box, shape, strict=True):
         numbers = np.add.outer(numbers * n, np.arange(axis.start, axis.stop))
     return numbers.ravel()
+
+
+def numbers_of(axes: Sequence[Sequence[int]], shape: Sequence[int]) -> Iterator[int]:
+    """The C-order numbers of a product of positions along each axis, ascending.
+
+    >>> list(numbers_of([(1, 2), (0, 3)], (3, 4)))
+    [4, 7, 8, 11]
+    """
+    steps = [[i * stride for i in axis] for axis, stride in zip(axes, strides(shape), strict=True)]
+    return map(sum, itertools.product(*steps))
 
 
 def ravel(index: Sequence[int], shape: Sequence[int]) -> int:

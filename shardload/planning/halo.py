@@ -16,19 +16,16 @@ the last place.
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardload.planning.grid import IntArray, ravel, strides, unravel
+from shardload.planning.grid import Cells, IntArray, numbers_of
 from shardload.planning.region import Region
-from shardload.planning.shards import Content, Shards
 
-__all__ = ["EDGE", "WRAP", "Halo", "HaloShards", "SectionGrid"]
+__all__ = ["EDGE", "WRAP", "Content", "Halo", "SectionGrid", "contents_of"]
 
 WRAP, EDGE = "wrap", "edge"
 
@@ -48,6 +45,11 @@ class Halo:
     widths: tuple[int, ...]
     edges: tuple[Any, ...]
 
+    @classmethod
+    def none(cls, ndim: int) -> Halo:
+        """No halo."""
+        return cls((0,) * ndim, (WRAP,) * ndim)
+
     @property
     def is_none(self) -> bool:
         """True if no axis has a halo."""
@@ -60,28 +62,28 @@ class Halo:
 
     def wraps(self, axis: int) -> bool:
         """True if an axis has a halo that wraps around."""
-        return self.widths[axis] > 0 and self._is(axis, WRAP)
+        return self._is(axis, WRAP)
 
     def repeats(self, axis: int) -> bool:
         """True if an axis has a halo in which the last row is repeated."""
-        return self.widths[axis] > 0 and self._is(axis, EDGE)
+        return self._is(axis, EDGE)
 
     def _is(self, axis: int, word: str) -> bool:
-        return isinstance(self.edges[axis], str) and self.edges[axis] == word
+        return self.widths[axis] > 0 and isinstance(self.edges[axis], str) and self.edges[axis] == word
 
     def __str__(self) -> str:
-        """Width and edge rule of each axis that has a halo.
+        """Width and edge rule of each axis that has a halo; empty if none has.
 
         >>> str(Halo((2, 0, 1), ("wrap", "wrap", 0)))
         '2 on axis 0 (wrap), 1 on axis 2 (0)'
         """
         axes = [(axis, n, edge) for axis, (n, edge) in enumerate(zip(self.widths, self.edges, strict=True)) if n]
-        return ", ".join(f"{n} on axis {axis} ({edge})" for axis, n, edge in axes) or "none"
+        return ", ".join(f"{n} on axis {axis} ({edge})" for axis, n, edge in axes)
 
 
-@dataclass(frozen=True)
-class SectionGrid:
-    """The sections of all shards. The same questions as to a `Grid`, but its cells overlap.
+@dataclass(frozen=True, slots=True)
+class SectionGrid(Cells):
+    """The sections of all shards: cells that overlap where there is a halo.
 
     Parameters
     ----------
@@ -107,84 +109,117 @@ class SectionGrid:
     cuts: tuple[int, ...]
     halo: Halo
     counts: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    """Number of sections along each axis."""
     _axes: tuple[tuple[int, int, int, int, bool], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        # For each axis: cells, width of the halo, core, size of the (padded) array, and whether it wraps.
+        # For each axis: shards, width of the halo, core, size of the (padded) array, and whether it wraps.
         axes = []
         for axis, (n, c, h) in enumerate(zip(self.core, self.cuts, self.halo.widths, strict=True)):
             if h > n:
                 raise ValueError(f"a halo of {h} on axis {axis} is wider than a shard, which has {n} elements")
-            wraps = self.halo.wraps(axis)
-            axes.append((c + 2 * wraps, h, n, c * n, wraps))
+            axes.append((c, h, n, c * n, self.halo.wraps(axis)))
         object.__setattr__(self, "_axes", tuple(axes))
-        object.__setattr__(self, "counts", tuple(axis[0] for axis in axes))
-
-    @property
-    def n_cells(self) -> int:
-        """Number of sections."""
-        return math.prod(self.counts)
+        object.__setattr__(self, "counts", tuple(c + 2 * wraps for c, _, _, _, wraps in axes))
 
     def bounds(self, number: int) -> list[tuple[int, int]]:
-        """Where a section starts and stops in the array, along each axis, by its number in C order."""
+        """See `Cells`."""
         bounds = []
-        for count, h, n, size, wraps in reversed(self._axes):
-            number, i = divmod(number, count)
-            if wraps and i >= count - 2:
-                bounds.append((size - h, size) if i == count - 2 else (0, h))
+        for c, h, n, size, wraps in reversed(self._axes):
+            number, i = divmod(number, c + 2 * wraps)
+            if i >= c:
+                bounds.append((size - h, size) if i == c else (0, h))
             else:
                 bounds.append((max(0, i * n - h), min(size, (i + 1) * n + h)))
         bounds.reverse()
         return bounds
 
-    def region(self, number: int) -> Region:
-        """The elements of a section."""
-        bounds = self.bounds(number)
-        return Region(tuple([a for a, _ in bounds]), tuple([b for _, b in bounds]))
-
     def meeting_axes(self, region: Region) -> list[Sequence[int]]:
-        """The sections that share an element with a region, along each axis, ascending."""
+        """See `Cells`."""
         found: list[Sequence[int]] = []
-        for a, b, (count, h, n, size, wraps) in zip(region.start, region.stop, self._axes, strict=True):
+        for a, b, (c, h, n, size, wraps) in zip(region.start, region.stop, self._axes, strict=True):
             if b <= a or not n:
                 found.append(())
                 continue
-            cut = count - 2 * wraps
-            met: Sequence[int] = range(max(0, (a - h) // n), min(cut, -(-(b + h) // n)))
+            met: Sequence[int] = range(max(0, (a - h) // n), min(c, -(-(b + h) // n)))
             if wraps and (b > size - h or a < h):
-                met = [*met, *[cut] * (b > size - h), *[cut + 1] * (a < h)]
+                met = [*met, *[c] * (b > size - h), *[c + 1] * (a < h)]
             found.append(met)
         return found
 
-    def meeting(self, region: Region) -> Iterator[int]:
-        """Numbers of the sections that share an element with a region, ascending."""
-        steps = [[i * s for i in axis] for axis, s in zip(self.meeting_axes(region), strides(self.counts), strict=True)]
-        return map(sum, itertools.product(*steps))
-
     def places(self, number: int) -> tuple[int, ...]:
         """The place of a section's shard along each axis."""
-        found = []
-        for i, count, (_, _, _, _, wraps) in zip(unravel(number, self.counts), self.counts, self._axes, strict=True):
-            last = count - 1 - 2 * wraps
-            found.append(i if i <= last else 0 if i == last + 1 else last)
-        return tuple(found)
+        index = zip(self.index(number), self.cuts, strict=True)
+        return tuple(i if i < c else 0 if i == c else c - 1 for i, c in index)
 
     def is_middle(self, number: int) -> bool:
         """True if a section is the one in the middle of its shard, which has all the shard's own elements."""
-        return all(
-            i < count - 2 * axis[4]
-            for i, count, axis in zip(unravel(number, self.counts), self.counts, self._axes, strict=True)
-        )
+        return all(i < c for i, c in zip(self.index(number), self.cuts, strict=True))
 
     def sections_at(self, place: Sequence[int]) -> Iterator[int]:
         """Numbers of the sections of the shard at a place, ascending."""
-        steps = []
-        for i, (count, _, _, _, wraps), s in zip(place, self._axes, strides(self.counts), strict=True):
-            cut = count - 2 * wraps
-            along = [i, *[cut] * (wraps and i == 0), *[cut + 1] * (wraps and i == cut - 1)]
-            steps.append([k * s for k in along])
-        return map(sum, itertools.product(*steps))
+        along = [
+            [i, *[c] * (wraps and i == 0), *[c + 1] * (wraps and i == c - 1)]
+            for i, (c, _, _, _, wraps) in zip(place, self._axes, strict=True)
+        ]
+        return numbers_of(along, self.counts)
+
+    def along(self, axis: int, n_true: int) -> tuple[IntArray, IntArray, IntArray]:
+        """Along one axis, for each section: its first element, the one after its last, and the place of its shard.
+
+        `n_true` is the length of the array in the file, which has no padding.
+        """
+        c, h, n, size, wraps = self._axes[axis]
+        place: IntArray = np.arange(c, dtype=np.int64)
+        low, high = np.maximum(0, place * n - h), np.minimum(size, (place + 1) * n + h)
+        if wraps:
+            low, high, place = np.append(low, [size - h, 0]), np.append(high, [size, h]), np.append(place, [0, c - 1])
+        return np.minimum(low, n_true), np.minimum(high, n_true), place
+
+    def place_in_shard(self, number: int) -> tuple[int, ...]:
+        """Where a section begins in its shard, along each axis."""
+        index = zip(self.index(number), self.bounds(number), self._axes, strict=True)
+        return tuple(a - (i * n - h) if i < c else 0 if i == c else n + h for i, (a, _), (c, h, n, _, _) in index)
+
+
+# --- what a shard holds
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What one region of a shard must hold.
+
+    Attributes
+    ----------
+    place : Region
+        The region, in the coordinates of the jax.Array.
+    source : Region or None
+        The elements of the array in the file that it holds; None if it holds a value.
+    is_repeated : bool
+        True if `source` has one element along some axis, which is repeated along `place`.
+    fill : object
+        The value, if there is no source; None: that of the padding.
+    """
+
+    place: Region
+    source: Region | None
+    is_repeated: bool = False
+    fill: Any = None
+
+    def places(self, region: Region) -> Iterator[Region]:
+        """Where a region of `source` lies in the jax.Array: once, or in several places if it is repeated.
+
+        >>> content = Content(Region((0, 5), (2, 8)), Region((0, 0), (1, 3)), is_repeated=True)
+        >>> [str(place) for place in content.places(Region((0, 1), (1, 3)))]
+        ['[0:1, 6:8]', '[1:2, 6:8]']
+        """
+        if self.source is None:
+            return
+        place, source = self.place, self.source
+        first = region.moved([p - s for p, s in zip(place.start, source.start, strict=True)])
+        is_repeated = self.is_repeated
+        again = [range(n if is_repeated and m == 1 else 1) for n, m in zip(place.shape, source.shape, strict=True)]
+        for more in itertools.product(*again):
+            yield first.moved(more)
 
 
 class _Run(NamedTuple):
@@ -197,177 +232,41 @@ class _Run(NamedTuple):
     fill: Any = None
 
 
-@dataclass(frozen=True, eq=False)
-class HaloShards(Shards):
-    """Shards that come with their neighbours' rows.
+def contents_of(grid: SectionGrid, place: Sequence[int], origin: Sequence[int], shape: Sequence[int]) -> Iterator[Content]:
+    """What each region of the shard at a place must hold, each element once.
 
-    `shape_global`, `shard_shape` and `region` are those of the array with halos, as JAX has it. Sections are in the coordinates
-    of the array in the file.
-
-    Parameters
-    ----------
-    halo : Halo
-        What each shard has beside its core.
+    `origin` is where the shard begins in the jax.Array, `shape` is that of the array in the file.
     """
+    for runs in itertools.product(*(_runs(grid, axis, i, shape[axis]) for axis, i in enumerate(place))):
+        held = Region(tuple(run.start for run in runs), tuple(run.stop for run in runs)).moved(origin)
+        if not held.size:
+            continue
+        if any(run.source is None for run in runs):
+            fills = [run.fill for run, h in zip(runs, grid.halo.widths, strict=True) if run.source is None and h]
+            yield Content(held, None, fill=fills[-1] if fills else None)
+            continue
+        start = tuple(run.source or 0 for run in runs)
+        stop = tuple(a + (1 if run.is_repeated else run.stop - run.start) for a, run in zip(start, runs, strict=True))
+        yield Content(held, Region(start, stop), is_repeated=any(run.is_repeated for run in runs))
 
-    halo: Halo
 
-    @classmethod
-    def around(cls, shards: Shards, halo: Halo) -> HaloShards:
-        """The same shards with a halo. ValueError if it is wider than a shard."""
-        axes = zip(shards.shape_global, shards.cuts, halo.widths, strict=True)
-        return cls(tuple(n + 2 * c * h for n, c, h in axes), shards.cuts, shards.ranks, halo)
+def _runs(grid: SectionGrid, axis: int, i: int, n_true: int) -> Iterator[_Run]:
+    c, h, n, size, _ = grid._axes[axis]
+    if not h:
+        kept = min(n, max(0, n_true - i * n))
+        yield _Run(0, kept, i * n)
+        yield _Run(kept, n, None)
+        return
+    yield from [] if i else [_beyond(grid.halo, axis, 0, h, size - h, 0)]
+    low, high = max(0, i * n - h), min(size, (i + 1) * n + h)
+    yield _Run(low - i * n + h, high - i * n + h, low)
+    yield from [] if i < c - 1 else [_beyond(grid.halo, axis, n + h, n + 2 * h, 0, size - 1)]
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _ = self.grid  # raises ValueError if the halo is too wide
 
-    @property
-    def halo_widths(self) -> tuple[int, ...]:
-        """Rows that each shard has on either side in addition to its own."""
-        return self.halo.widths
-
-    @property
-    def has_halo(self) -> bool:
-        """See `Shards`."""
-        return not self.halo.is_none
-
-    @property
-    def halo_text(self) -> str:
-        """The halo as text."""
-        return str(self.halo)
-
-    @cached_property
-    def core_shape(self) -> tuple[int, ...]:
-        """See `Shards`."""
-        return tuple(n - 2 * h for n, h in zip(self.shard_shape, self.halo.widths, strict=True))
-
-    @cached_property
-    def grid(self) -> SectionGrid:  # type: ignore[override]
-        """The sections."""
-        return SectionGrid(self.core_shape, self.cuts, self.halo)
-
-    @cached_property
-    def section_shape(self) -> tuple[int, ...]:
-        """See `Shards`."""
-        axes = zip(self.core_shape, self.cuts, self.halo.widths, strict=True)
-        return tuple(min(c * n, n + 2 * h) for n, c, h in axes)
-
-    @property
-    def sections_held(self) -> int:
-        """See `Shards`. An upper bound."""
-        most = 1
-        for axis, c in enumerate(self.cuts):
-            most *= 1 if not self.halo.wraps(axis) else 2 if c > 1 else 3
-        return self.most_held * most
-
-    def section(self, number: int) -> Region:
-        """See `Shards`."""
-        return self.grid.region(number)
-
-    def place_of(self, section: int) -> Region:
-        """See `Shards`."""
-        held = self.section(section)
-        places, core, widths = self.grid.places(section), self.core_shape, self.halo.widths
-        index = unravel(section, self.grid.counts)
-        start = []
-        for axis, (i, place, n, h, c) in enumerate(zip(index, places, core, widths, self.cuts, strict=True)):
-            inside = held.start[axis] - (i * n - h) if i < c else 0 if i == c else n + h
-            start.append(place * (n + 2 * h) + inside)
-        return Region(tuple(start), tuple(a + n for a, n in zip(start, held.shape, strict=True)))
-
-    def sections_of(self, rank: int) -> tuple[int, ...]:
-        """See `Shards`."""
-        shards = self.shards_of(rank)
-        return tuple(sorted(n for shard in shards for n in self.grid.sections_at(unravel(shard, self.cuts))))
-
-    def shard_of(self, section: int) -> int:
-        """See `Shards`."""
-        return ravel(self.grid.places(section), self.cuts)
-
-    @property
-    def section_holders(self) -> Callable[[int], tuple[int, ...]]:
-        """See `Shards`."""
-        return lambda section: self.table.holders(self.shard_of(section))
-
-    @property
-    def section_holder(self) -> Callable[[int, int], int]:
-        """See `Shards`."""
-        return lambda section, k: self.table.holder(self.shard_of(section), k)
-
-    def own(self, section: int, region: Region) -> Region | None:
-        """See `Shards`."""
-        if not self.grid.is_middle(section):
-            return None
-        return region.intersect(self._core(self.grid.places(section)))
-
-    def _core(self, place: Sequence[int]) -> Region:
-        start = tuple(i * n for i, n in zip(place, self.core_shape, strict=True))
-        return Region(start, tuple(a + n for a, n in zip(start, self.core_shape, strict=True)))
-
-    @cached_property
-    def reach(self) -> tuple[int, ...]:
-        """See `Shards`. All of an axis that wraps around: its ends may be in one shard."""
-        axes = enumerate(zip(self.table.spans(), self.core_shape, self.cuts, self.halo.widths, strict=True))
-        return tuple(c * n if self.halo.wraps(axis) else min(c * n, span * n + 2 * h) for axis, (span, n, c, h) in axes)
-
-    def contents(self, shard: int, shape: tuple[int, ...]) -> Iterator[Content]:
-        """See `Shards`."""
-        place = unravel(shard, self.cuts)
-        origin = self.region(shard).start
-        for runs in itertools.product(*(self._runs(axis, i, shape[axis]) for axis, i in enumerate(place))):
-            held = Region(
-                tuple(o + run.start for o, run in zip(origin, runs, strict=True)),
-                tuple(o + run.stop for o, run in zip(origin, runs, strict=True)),
-            )
-            if not held.size:
-                continue
-            fills = [run.fill for axis, run in enumerate(runs) if run.source is None and self.halo.widths[axis]]
-            if any(run.source is None for run in runs):
-                yield Content(held, None, fill=fills[-1] if fills else None)
-                continue
-            start = tuple(run.source or 0 for run in runs)
-            stop = tuple(a + (1 if run.is_repeated else run.stop - run.start) for a, run in zip(start, runs, strict=True))
-            yield Content(held, Region(start, stop), is_repeated=any(run.is_repeated for run in runs))
-
-    def core_in(self, shard: int, shape: tuple[int, ...]) -> tuple[Region, Region] | None:
-        """See `Shards`."""
-        true = self._core(unravel(shard, self.cuts)).intersect(Region.whole(shape))
-        if true is None:
-            return None
-        start = tuple(o + h for o, h in zip(self.region(shard).start, self.halo.widths, strict=True))
-        return true, Region(start, tuple(a + n for a, n in zip(start, true.shape, strict=True)))
-
-    def _runs(self, axis: int, i: int, n_true: int) -> Iterator[_Run]:
-        n, h, size = self.core_shape[axis], self.halo.widths[axis], self.cuts[axis] * self.core_shape[axis]
-        if not h:
-            kept = min(n, max(0, n_true - i * n))
-            yield _Run(0, kept, i * n)
-            if kept < n:
-                yield _Run(kept, n, None)
-            return
-        low, high = max(0, i * n - h), min(size, (i + 1) * n + h)
-        place = low - (i * n - h)
-        if place:
-            yield self._beyond(axis, 0, h, size - h, 0)
-        yield _Run(place, place + high - low, low)
-        if place + high - low < n + 2 * h:
-            yield self._beyond(axis, n + h, n + 2 * h, 0, size - 1)
-
-    def _beyond(self, axis: int, start: int, stop: int, other_end: int, last: int) -> _Run:
-        """The positions of a shard beyond one end of the array. `last` is the element at that end."""
-        if self.halo.wraps(axis):
-            return _Run(start, stop, other_end)
-        if self.halo.repeats(axis):
-            return _Run(start, stop, last, is_repeated=True)
-        return _Run(start, stop, None, fill=self.halo.edges[axis])
-
-    def along(self, axis: int, shape: tuple[int, ...]) -> tuple[IntArray, IntArray, IntArray]:
-        """See `Shards`."""
-        count, h, n, size, wraps = self.grid._axes[axis]
-        cut = count - 2 * wraps
-        place: IntArray = np.arange(cut, dtype=np.int64)
-        low, high = np.maximum(0, place * n - h), np.minimum(size, (place + 1) * n + h)
-        if wraps:
-            low, high, place = np.append(low, [size - h, 0]), np.append(high, [size, h]), np.append(place, [0, cut - 1])
-        return np.minimum(low, shape[axis]), np.minimum(high, shape[axis]), place
+def _beyond(halo: Halo, axis: int, start: int, stop: int, other_end: int, last: int) -> _Run:
+    """The positions of a shard beyond one end of the array. `last` is the element at that end."""
+    if halo.wraps(axis):
+        return _Run(start, stop, other_end)
+    if halo.repeats(axis):
+        return _Run(start, stop, last, is_repeated=True)
+    return _Run(start, stop, None, fill=halo.edges[axis])

@@ -6,13 +6,13 @@ fast as a block that two ranks share.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import overload
+from typing import Any
 
 from shardload.planning.region import Region
 
-__all__ = ["Block", "Part", "Parts", "PartsByRank"]
+__all__ = ["Block", "Part", "Parts"]
 
 # Lists of parts up to this length are kept after the first iteration, because they are iterated over several times.
 _MAX_KEPT = 4096
@@ -66,52 +66,15 @@ class Parts(Sequence[Part]):
     def __len__(self) -> int:
         return len(self._places)
 
-    @overload
-    def __getitem__(self, key: int) -> Part: ...
-    @overload
-    def __getitem__(self, key: slice) -> Parts: ...
-    def __getitem__(self, key: int | slice) -> Part | Parts:
-        if self._kept is not None and not isinstance(key, slice):
-            return self._kept[key]
-        found = self._places[key]
-        return Parts(self._make, found) if isinstance(found, range) else self._make(found)
+    def __getitem__(self, key: Any) -> Any:
+        """The part at an index; a slice is a tuple of parts."""
+        return tuple(map(self._make, self._places[key])) if isinstance(key, slice) else self._make(self._places[key])
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Sequence):
-            return NotImplemented
-        return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
 
     def __repr__(self) -> str:
         return f"Parts({list(self)})"
-
-
-class PartsByRank(Mapping[int, Sequence[Part]]):
-    """The parts of each rank, ascending by rank. Like `Parts`, they are made when they are accessed.
-
-    Parameters
-    ----------
-    make : callable
-        Makes the part at a place.
-    runs : mapping of int to range
-        The places of each rank's parts.
-    """
-
-    __slots__ = ("_make", "_runs")
-
-    def __init__(self, make: Callable[[int], Part], runs: Mapping[int, range]) -> None:
-        self._make, self._runs = make, runs
-
-    def __getitem__(self, rank: int) -> Parts:
-        return Parts(self._make, self._runs[rank])
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._runs)
-
-    def __len__(self) -> int:
-        return len(self._runs)
-
-    def __repr__(self) -> str:
-        return f"PartsByRank({dict(self)})"
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,9 +22,8 @@ from shardload.planning.chunk_shapes import SHARE_OF_CAP, plan_rows
 from shardload.planning.grid import Grid, unravel
 from shardload.planning.region import Region
 from shardload.planning.rounds import Item, RoundMemory, least_memory, plan_memory, plan_rounds
-from shardload.planning.schedule import Schedule
+from shardload.planning.schedule import Owners, Schedule
 from shardload.planning.shards import Shards
-from shardload.planning.strategies import Parallel, Root
 
 __all__ = [
     "HolderLayout", "OwnerLayout", "StoredArray", "count_packs", "least_save_memory", "part_nbytes", "plan_array",
@@ -97,7 +96,7 @@ class HolderLayout:
     def most_units(self) -> int:
         """Upper bound on the units of one rank."""
         of_shard = math.prod(-(-n // c) for n, c in zip(self.shards.shard_shape, self.units.cell, strict=True))
-        n_holders = self.shards.table.n_holders or 1
+        n_holders = self.shards.n_holders or 1
         return -(-of_shard // n_holders) * self.shards.most_held
 
     def owner(self, unit: int) -> int:
@@ -174,7 +173,7 @@ class OwnerLayout:
     @cached_property
     def most_units(self) -> int:
         """Blocks of the rank that has most."""
-        return -(-self.schedule.blocks.n_cells // self.schedule.strategy.n_owners_of(self.schedule.n_ranks))
+        return -(-self.schedule.blocks.n_cells // max(1, self.schedule.n_readers))
 
     @property
     def itemsize(self) -> int:
@@ -230,7 +229,7 @@ def plan_array(
             return HolderLayout(held, held, shards, unit.itemsize)
         cell, fits = plan_rows(unit.shape, unit.itemsize, most, page)
         rows = Grid(unit.shape, cell, phase)
-        rows_owners = Parallel(max(1, min(n_ranks, rows.n_cells)), ranks_per_node) if fits else Root(0)
+        rows_owners = Owners(max(1, min(n_ranks, rows.n_cells))) if fits else Owners()
         return OwnerLayout(rows, Schedule(rows, shards, unit.itemsize, n_ranks, rows_owners))
     phase = phase if first is None else tuple(k % c for k, c in zip(first, unit.chunks, strict=True))
     chunks = units = Grid(unit.shape, unit.chunks, phase)
@@ -241,12 +240,12 @@ def plan_array(
         units = Grid(unit.shape, unit.files, tuple(k % c for k, c in zip(begins, unit.files, strict=True)))
         if math.prod(unit.files) * unit.itemsize > _MOST_FILE_NBYTES:
             blocks = plan_blocks(chunks, unit.itemsize * growth, max_nbytes=most, n_owners=1, per_owner=1)
-            return OwnerLayout(chunks, Schedule(blocks, shards, unit.itemsize, n_ranks, Root(0)), growth)
+            return OwnerLayout(chunks, Schedule(blocks, shards, unit.itemsize, n_ranks, Owners()), growth)
     if not any(units.phase) and _is_inside(units, shards) and _is_spread(unit, shards, n_ranks):
         return HolderLayout(units, chunks, shards, unit.itemsize)
     n_owners = max(1, min(n_ranks, units.n_cells))
     blocks = plan_blocks(units, unit.itemsize * growth, max_nbytes=most, n_owners=n_owners, per_owner=1)
-    owners = Parallel(max(1, min(n_owners, blocks.n_cells)), ranks_per_node)
+    owners = Owners(max(1, min(n_owners, blocks.n_cells)))
     return OwnerLayout(chunks, Schedule(blocks, shards, unit.itemsize, n_ranks, owners), growth)
 
 
@@ -258,7 +257,7 @@ def _is_inside(chunks: Grid, shards: Shards) -> bool:
 
 def _is_spread(unit: StoredArray, shards: Shards, n_ranks: int) -> bool:
     """True if the ranks that hold the array are enough to encode it: more than half of all, or encoding is no work."""
-    return not unit.is_packed or 2 * shards.table.n_holding > n_ranks
+    return not unit.is_packed or 2 * shards.n_holding > n_ranks
 
 
 def _runs_in_shards(unit: StoredArray, shards: Shards, page: int, most_nbytes: int) -> Grid | None:

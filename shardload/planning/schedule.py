@@ -3,94 +3,76 @@
 Pure: integers in, frozen dataclasses out. No JAX, no MPI, no files. Ranks with the same integers make the same schedule. A
 schedule does not say in which direction values go: a load moves them from blocks to pieces, a save from pieces to blocks.
 
-1. An array is cut in three ways, each a `Grid`: into the chunks of the file, into blocks for the owners (whole chunks, so that
-   no chunk is decoded twice; `blocks`), and into shards. Each axis is cut independently of the others.
+1. An array is cut in three ways: into the chunks of the file, into blocks for the owners (whole chunks, so that no chunk is
+   decoded twice; `blocks`), and into shards. Each axis is cut independently of the others.
 2. `Shards` is the cut into shards, with the ranks that hold each shard.
-3. A `Strategy` says which ranks own the blocks: one rank, several ranks, or every rank what it holds (`strategies`).
+3. `Owners` are the ranks that share the blocks: one or several, each with a run of blocks that follow each other in the file.
+   With `Direct` every rank reads what it holds: nothing is sent, and a chunk that several ranks need is decoded by each.
 4. `Schedule` answers for one rank at a time, at the cost of that rank's own work: which blocks it owns, with their parts
    (`owned_blocks`), and which parts of its pieces lie in the blocks of other ranks (`remote_parts`), in the order in which
-   these ranks process them.
+   these ranks process them. The owner of a block is a formula, so no rank ever lists the work of the others.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, Protocol
+from typing import Any
 
 import numpy as np
 
 from shardload.planning.grid import Grid, IntArray
 from shardload.planning.parts import Block, Part, Parts
 from shardload.planning.region import Region
-from shardload.planning.shards import RankBoxes, Shards, plan_shards
+from shardload.planning.shards import Shards, plan_shards
 
 __all__ = [
-    "MAX_MESSAGE_NBYTES",
-    "Block",
-    "Grid",
-    "Part",
-    "Parts",
-    "RankBoxes",
-    "Schedule",
-    "Shards",
-    "Strategy",
-    "plan_shards",
-]
+    "MAX_MESSAGE_NBYTES", "Block", "Direct", "Grid", "Owners", "Part", "Parts", "Schedule", "Shards", "plan_shards",
+]  # fmt: skip
 
 # MPI counts are C ints, and some transports are slow or wrong near their limits: half of 2 GiB is safe everywhere.
 MAX_MESSAGE_NBYTES = 1 << 30
 
 
-class Strategy(Protocol):
-    """Which rank owns which block. The blocks and shards are those of the schedule that is passed."""
+@dataclass(frozen=True)
+class Owners:
+    """The ranks that share the blocks, spread evenly over all ranks, and so over the nodes.
 
-    mode: ClassVar[str]
-    """Name of the strategy."""
-    is_direct: ClassVar[bool]
-    """True if every rank reads its own shards, so that nothing is sent."""
+    Parameters
+    ----------
+    n : int
+        Number of owners.
+    root : int
+        The rank of the only owner, if there is one.
+    """
 
-    def check(self, n_ranks: int) -> None:
-        """Raise ValueError unless the strategy works for `n_ranks` ranks."""
-        ...
+    n: int = 1
+    root: int = 0
 
-    def n_owners_of(self, n_ranks: int) -> int:
-        """How many of `n_ranks` ranks may own blocks."""
-        ...
+    def rank_of(self, owner: Any, n_ranks: int) -> Any:
+        """The rank of an owner, counted from 0, or of an array of owners; increases with the owner."""
+        return self.root + owner * n_ranks // self.n
 
-    def extent(self, schedule: Schedule) -> tuple[int, ...]:
-        """Along each axis, the elements that are cut into blocks: those of the array, of one shard, or of what a rank holds."""
-        ...
+    def owner_at(self, rank: int, n_ranks: int) -> int | None:
+        """The inverse: the owner that a rank is; None if it is no owner."""
+        owner = -((self.root - rank) * self.n // n_ranks)  # the first one whose rank is not below this one
+        return owner if 0 <= owner < self.n and self.rank_of(owner, n_ranks) == rank else None
 
-    def is_owner(self, schedule: Schedule, rank: int) -> bool:
-        """True if a rank reads or writes the file."""
-        ...
 
-    def owner(self, schedule: Schedule, block: int) -> int:
-        """The rank that owns a block; -1 if every rank may read it."""
-        ...
+@dataclass(frozen=True)
+class Direct:
+    """Every rank reads what it holds.
 
-    def owners(self, schedule: Schedule, blocks: IntArray) -> IntArray:
-        """`owner` of many blocks."""
-        ...
+    Parameters
+    ----------
+    is_merged : bool
+        Whether a rank reads a block once for all of its shards, or once for each shard.
+    """
 
-    def blocks_of(self, schedule: Schedule, rank: int) -> range:
-        """The blocks that only this rank owns: the inverse of `owner`."""
-        ...
-
-    def around(self, schedule: Schedule, rank: int) -> Region | None:
-        """A box around all that a rank reads or writes; None if that is nothing."""
-        ...
-
-    def owned_blocks(self, schedule: Schedule, rank: int) -> Iterator[Block]:
-        """A rank's blocks in file order, each with its parts."""
-        ...
-
-    def remote_parts(self, schedule: Schedule, rank: int) -> Mapping[int, Sequence[Part]]:
-        """The parts of a rank's pieces that lie in blocks of other ranks, by owner, in the order of the owner's blocks."""
-        ...
+    is_merged: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,8 +89,8 @@ class Schedule:
         Bytes per element as they are sent.
     n_ranks : int
         Number of ranks in the job.
-    strategy : Strategy
-        Which rank owns which block.
+    owners : Owners or Direct
+        Which ranks own the blocks.
     max_message_nbytes : int
         Cap on a message, in addition to `MAX_MESSAGE_NBYTES`.
     """
@@ -117,83 +99,164 @@ class Schedule:
     shards: Shards
     itemsize: int
     n_ranks: int
-    strategy: Strategy
-    max_message_nbytes: int = 1 << 62
+    owners: Owners | Direct
+    max_message_nbytes: int = MAX_MESSAGE_NBYTES
 
     def __post_init__(self) -> None:
-        self.strategy.check(self.n_ranks)
+        owners = self.owners
+        if isinstance(owners, Owners) and not (1 <= owners.n <= self.n_ranks and 0 <= owners.root <= self.n_ranks - owners.n):
+            raise ValueError(f"{owners} cannot own the blocks: there are {self.n_ranks} ranks")
 
     @property
     def is_direct(self) -> bool:
         """True if every rank reads its own shards, so that nothing is sent."""
-        return self.strategy.is_direct
+        return isinstance(self.owners, Direct)
+
+    @property
+    def is_merged(self) -> bool:
+        """True if every rank reads a block once for all of its shards."""
+        return self.owners == Direct(is_merged=True)
+
+    @property
+    def n_readers(self) -> int:
+        """Number of ranks that read, or write, any block."""
+        return min(self.owners.n, self.blocks.n_cells) if isinstance(self.owners, Owners) else self.shards.n_holding
+
+    @property
+    def extent(self) -> tuple[int, ...]:
+        """Along each axis, the elements that are cut into blocks: those of the array, of a section, or of what a rank holds."""
+        if not self.is_direct:
+            return self.blocks.shape
+        return self.shards.reach if self.is_merged else self.shards.section_shape
 
     @property
     def max_block_size(self) -> int:
         """Upper bound on the elements of a `Block`: a cell of the grid, cut to `extent`."""
         return math.prod(map(min, self.blocks.cell, self.blocks.shape, self.extent))
 
-    @property
-    def extent(self) -> tuple[int, ...]:
-        """Along each axis, the elements that are cut into blocks: those of the array, of one shard, or of what a rank holds."""
-        return self.strategy.extent(self)
-
-    def blocks_of(self, rank: int) -> range:
-        """The blocks that only this rank owns."""
-        return self.strategy.blocks_of(self, rank)
-
-    def owner(self, block: int) -> int:
-        """The rank that owns a block; -1 if every rank may read it."""
-        return self.strategy.owner(self, block)
-
-    def owners(self, blocks: IntArray) -> IntArray:
-        """`owner` of many blocks."""
-        return self.strategy.owners(self, blocks)
-
-    def is_owner(self, rank: int) -> bool:
-        """True if a rank reads or writes the file."""
-        return self.strategy.is_owner(self, rank)
-
-    def around(self, rank: int) -> Region | None:
-        """A box around all that a rank reads or writes; None if that is nothing."""
-        return self.strategy.around(self, rank)
-
     def true_region(self, section: int) -> Region | None:
         """The elements of a section of a shard, without padding; None if all of it is padding."""
         return self.shards.section(section).intersect(Region.whole(self.blocks.shape))
 
+    # --- blocks
+
+    def owner(self, block: Any) -> Any:
+        """The rank that owns a block, or an array of them for an array of blocks; -1 if every rank may read it."""
+        if not isinstance(self.owners, Owners):
+            return block * 0 - 1
+        return self.owners.rank_of(((block + 1) * self.owners.n - 1) // self.blocks.n_cells, self.n_ranks)
+
+    def blocks_of(self, rank: int) -> range:
+        """The blocks that only this rank owns: the inverse of `owner`."""
+        owner = self.owners.owner_at(rank, self.n_ranks) if isinstance(self.owners, Owners) else None
+        if not isinstance(self.owners, Owners) or owner is None:
+            return range(0)
+        n, n_blocks = self.owners.n, self.blocks.n_cells
+        return range(owner * n_blocks // n, (owner + 1) * n_blocks // n)
+
+    def is_owner(self, rank: int) -> bool:
+        """True if a rank reads or writes the file."""
+        return bool(self.shards.shards_of(rank)) if self.is_direct else len(self.blocks_of(rank)) > 0
+
+    def around(self, rank: int) -> Region | None:
+        """A box around all that a rank reads or writes; None if that is nothing."""
+        if not self.is_direct:
+            blocks = self.blocks_of(rank)
+            return self.blocks.around(blocks) if blocks else None
+        held = [region for section in self.shards.sections_of(rank) if (region := self.true_region(section)) is not None]
+        return _box_around(held) if held else None
+
     def owned_blocks(self, rank: int) -> Iterator[Block]:
         """The blocks that a rank owns, in file order, each with its parts. `Part.rank` is the rank that holds the piece."""
-        return self.strategy.owned_blocks(self, rank)
+        if self.is_merged:
+            yield from self._merged_blocks(rank)
+        elif self.is_direct:
+            for section in self.shards.sections_of(rank):
+                held = self.true_region(section)
+                for block in self.blocks.meeting(held) if held else ():
+                    region = self.blocks.region(block).intersect(held) if held else None
+                    if region is not None:
+                        yield Block(region, (Part(region, section, rank),))
+        else:
+            for block in self.blocks_of(rank):
+                yield Block(self.blocks.region(block), self._parts_of(block))
+
+    def _merged_blocks(self, rank: int) -> Iterator[Block]:
+        """Each block once, with a part for each section that it meets. There may be gaps between the parts."""
+        block, section = (numbers.tolist() for numbers in self.pairs_of(rank))
+        for number, pairs in itertools.groupby(zip(block, section, strict=True), key=lambda pair: pair[0]):
+            bounds = self.blocks.bounds(number)
+            parts = tuple(self._part(bounds, met, rank) for _, met in pairs)
+            yield Block(_box_around([part.region for part in parts]), parts)
+
+    def _parts_of(self, block: int) -> Sequence[Part]:
+        """The parts of all pieces that meet a block, with the rank of each piece."""
+        shards, region, n_holders = self.shards, self.blocks.region(block), self.shards.n_holders
+        if n_holders is None or not self.is_never_split:
+            return tuple(
+                Part(piece, section, holder)
+                for section in shards.grid.meeting(region)
+                for holder in shards.holders(shards.shard_of(section))
+                for piece in self.messages(region, section)
+            )
+        met, counts, bounds = shards.grid.meeting_axes(region), shards.grid.counts, self.blocks.bounds(block)
+
+        def make(i: int) -> Part:
+            i, k = divmod(i, n_holders)
+            section, stride = 0, 1
+            for axis, count in zip(reversed(met), reversed(counts), strict=True):
+                i, step = divmod(i, len(axis))
+                section, stride = section + axis[step] * stride, stride * count
+            return self._part(bounds, section, shards.holder(shards.shard_of(section), k))
+
+        return Parts(make, range(math.prod(map(len, met)) * n_holders))
 
     def remote_parts(self, rank: int) -> Mapping[int, Sequence[Part]]:
         """The parts of a rank's pieces that lie in blocks of other ranks, by owner, in the order of the owner's blocks."""
-        return self.strategy.remote_parts(self, rank)
+        if self.is_direct:
+            return {}
+        block, section = self.pairs_of(rank)
+        owner = self.owner(block)
+        # Owners ascend with blocks, so the pairs of one owner are contiguous.
+        starts = np.flatnonzero(np.diff(owner, prepend=-1)).tolist()
+        stops = [*starts, len(owner)][1:]
+        pairs_of = {sender: range(a, b) for sender, a, b in zip(owner[starts].tolist(), starts, stops, strict=True)}
+        pairs_of.pop(rank, None)
+        if not self.is_never_split:
+            return {
+                sender: [
+                    Part(region, int(section[k]), sender)
+                    for k in pairs
+                    for region in self.messages(self.blocks.region(int(block[k])), int(section[k]))
+                ]
+                for sender, pairs in pairs_of.items()
+            }
 
-    # --- for strategies
+        def make(k: int) -> Part:
+            return self._part(self.blocks.bounds(int(block[k])), int(section[k]), int(owner[k]))
+
+        return {sender: Parts(make, pairs) for sender, pairs in pairs_of.items()}
+
+    # --- parts
 
     def pairs_of(self, rank: int) -> tuple[IntArray, IntArray]:
         """The pairs of a block and a section of this rank's shards that share elements, ordered by block, then section."""
-        blocks, shards = [], []
-        for shard in self.shards.sections_of(rank):
-            held = self.true_region(shard)
+        blocks, sections = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
+        for section in self.shards.sections_of(rank):
+            held = self.true_region(section)
             if held is not None:
-                met = self.blocks.meeting_array(held)
+                met = np.fromiter(self.blocks.meeting(held), np.int64)
                 blocks.append(met)
-                shards.append(np.full(len(met), shard))
-        if not blocks:
-            return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
-        block, shard_ = np.concatenate(blocks), np.concatenate(shards)
-        if len(blocks) > 1:
-            order = np.lexsort((shard_, block))
-            block, shard_ = block[order], shard_[order]
-        return block, shard_
+                sections.append(np.full(len(met), section))
+        block, section_ = np.concatenate(blocks), np.concatenate(sections)
+        order = np.lexsort((section_, block))
+        return block[order], section_[order]
 
-    def part(self, block: list[tuple[int, int]], shard: int, rank: int) -> Part:
+    def _part(self, block: list[tuple[int, int]], section: int, rank: int) -> Part:
         """The part that a block (given by its bounds) and a section have in common, if it is one message."""
-        met = list(zip(block, self.shards.grid.bounds(shard), strict=True))
+        met = list(zip(block, self.shards.grid.bounds(section), strict=True))
         start = tuple([max(a, c) for (a, _), (c, _) in met])
-        return Part(Region(start, tuple([min(b, d) for (_, b), (_, d) in met])), shard, rank)
+        return Part(Region(start, tuple([min(b, d) for (_, b), (_, d) in met])), section, rank)
 
     @cached_property
     def is_never_split(self) -> bool:
@@ -205,8 +268,14 @@ class Schedule:
         """Upper bound on the bytes of a part."""
         return math.prod(map(min, self.blocks.cell, self.blocks.shape, self.shards.section_shape)) * self.itemsize
 
-    def messages(self, block: Region, shard: int) -> Iterator[Region]:
+    def messages(self, block: Region, section: int) -> Iterator[Region]:
         """The region that a block and a section have in common, cut into messages."""
-        region = block.intersect(self.shards.section(shard))
+        region = block.intersect(self.shards.section(section))
         cap = min(self.max_message_nbytes, MAX_MESSAGE_NBYTES)
         return iter(()) if region is None else region.split(max(1, cap // self.itemsize))
+
+
+def _box_around(regions: Sequence[Region]) -> Region:
+    """The smallest box around some regions, at least one."""
+    start, stop = zip(*[region.start for region in regions], strict=True), zip(*[r.stop for r in regions], strict=True)
+    return Region(tuple(map(min, start)), tuple(map(max, stop)))

@@ -1,70 +1,30 @@
 """Which rank holds which shard?
 
-1. A mesh of ranks gives the rank of the device at each place of the mesh (`rank_tables`).
-2. `plan_shards` puts the mesh axes into the order of the array axes that they cut. Each place is then a shard and a replica.
-3. `Shards` answers for one shard (`holders`) or one rank (`shards_of`), at a cost proportional to the answer.
+1. `plan_shards` puts the axes of a mesh of ranks into the order of the array axes that they cut. Each place is then a shard and
+   a replica.
+2. `Shards` answers for one shard (`holders`) or one rank (`shards_of`), at a cost proportional to the answer. For that it makes
+   two tables as long as the mesh, once, by NumPy: 2 MB for a quarter of a million devices.
 
 What the schedule moves into a shard are its *sections*: regions of the array in the file that lie in the shard as they are.
-Here each shard is one section, with the same number and the same coordinates; with a halo it is not so (`halo.HaloShards`).
+Without a halo each shard is one section, with the same number and the same coordinates; with one it is not so (`halo`).
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from shardload.planning.grid import Grid, IntArray, unravel
-from shardload.planning.rank_tables import RankBoxes, RankTable, table_of
-from shardload.planning.region import Region, padding_of
+from shardload.planning.grid import IntArray, ravel, strides, unravel
+from shardload.planning.halo import Content, Halo, SectionGrid, contents_of
+from shardload.planning.region import Region
 
-__all__ = ["Content", "RankBoxes", "Shards", "plan_shards"]
-
-
-@dataclass(frozen=True, slots=True)
-class Content:
-    """What one region of a shard must hold.
-
-    Attributes
-    ----------
-    place : Region
-        The region, in the coordinates of the jax.Array.
-    source : Region or None
-        The elements of the array in the file that it holds; None if it holds a value.
-    is_repeated : bool
-        True if `source` has one element along some axis, which is repeated along `place`.
-    fill : object
-        The value, if there is no source; None: that of the padding.
-    """
-
-    place: Region
-    source: Region | None
-    is_repeated: bool = False
-    fill: Any = None
-
-    def places(self, region: Region) -> Iterator[Region]:
-        """Where a region of `source` lies in the jax.Array: once, or in several places if it is repeated.
-
-        >>> content = Content(Region((0, 5), (2, 8)), Region((0, 0), (1, 3)), is_repeated=True)
-        >>> [str(place) for place in content.places(Region((0, 1), (1, 3)))]
-        ['[0:1, 6:8]', '[1:2, 6:8]']
-        """
-        if self.source is None:
-            return
-        place, source = self.place, self.source
-        steps = [p - s for p, s in zip(place.start, source.start, strict=True)]
-        first = region.moved(steps)
-        if not self.is_repeated:
-            yield first
-            return
-        again = [range(n if m == 1 else 1) for n, m in zip(place.shape, source.shape, strict=True)]
-        for more in itertools.product(*again):
-            yield first.moved(more)
+__all__ = ["Shards", "plan_shards"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,27 +34,40 @@ class Shards:
     Parameters
     ----------
     shape_global : tuple of int
-        The global array, including padding, so that every cut divides its axis.
+        The jax.Array, including padding and halos.
     cuts : tuple of int
         Number of shards along each axis.
-    ranks : ndarray of int, shape (prod(cuts), n_replicas), or RankBoxes
-        For each shard (C order over `cuts`) a row with the ranks of the devices that hold it. As RankBoxes: a mesh whose first
-        axes, in C order, are the shards, and whose other axes are the replicas.
+    ranks : ndarray of int, shape (prod(cuts), n_replicas)
+        For each shard (C order over `cuts`) a row with the ranks of the devices that hold it.
+    halo : Halo, optional
+        What each shard has beside its core. Sections are in the coordinates of the array in the file, which has no halos.
     """
 
     shape_global: tuple[int, ...]
     cuts: tuple[int, ...]
-    ranks: IntArray | RankBoxes
+    ranks: IntArray
+    halo: Halo = field(default=None)  # type: ignore[assignment]
+    grid: SectionGrid = field(init=False)
+    """The sections."""
 
     def __post_init__(self) -> None:
         if any(n % c for n, c in zip(self.shape_global, self.cuts, strict=True)):
             raise ValueError(f"shape {self.shape_global} is not divided by cuts {self.cuts}")
-        _ = self.table  # raises ValueError if the ranks do not fit
+        if self.ranks.shape[:-1] != (self.n_shards,):
+            raise ValueError(f"rank table of shape {self.ranks.shape} does not fit cuts {self.cuts}")
+        if self.ranks.min(initial=0) < 0:
+            raise ValueError("rank table has a negative rank")
+        halo = Halo.none(len(self.cuts)) if self.halo is None else self.halo
+        core = tuple(n // c - 2 * h for n, c, h in zip(self.shape_global, self.cuts, halo.widths, strict=True))
+        object.__setattr__(self, "halo", halo)
+        object.__setattr__(self, "grid", SectionGrid(core, self.cuts, halo))
 
-    @cached_property
-    def table(self) -> RankTable:
-        """The table of ranks and shards."""
-        return table_of(self.cuts, self.ranks)
+    def with_halo(self, halo: Halo) -> Shards:
+        """The same shards with a halo. ValueError if it is wider than a shard."""
+        if halo.is_none:
+            return self
+        axes = zip(self.shape_global, self.cuts, halo.widths, strict=True)
+        return replace(self, shape_global=tuple(n + 2 * c * h for n, c, h in axes), halo=halo)
 
     @property
     def n_shards(self) -> int:
@@ -104,7 +77,7 @@ class Shards:
     @property
     def n_replicas(self) -> int:
         """Number of devices that hold each shard."""
-        return self.table.n_replicas
+        return int(self.ranks.shape[1])
 
     @cached_property
     def shard_shape(self) -> tuple[int, ...]:
@@ -112,120 +85,152 @@ class Shards:
         return tuple(n // c for n, c in zip(self.shape_global, self.cuts, strict=True))
 
     @property
-    def halo_widths(self) -> tuple[int, ...]:
-        """Rows that each shard has on either side in addition to its own: none."""
-        return (0,) * len(self.cuts)
-
-    @property
     def has_halo(self) -> bool:
         """True if shards have more rows than their own."""
-        return False
-
-    @property
-    def halo_text(self) -> str:
-        """The halo as text: empty, because there is none."""
-        return ""
-
-    @cached_property
-    def grid(self) -> Grid:
-        """The sections as a grid (of an array that is not empty)."""
-        return Grid(self.shape_global, tuple(max(1, n) for n in self.shard_shape), (0,) * len(self.cuts))
+        return not self.halo.is_none
 
     def region(self, shard: int) -> Region:
-        """The elements of a shard, padding included."""
+        """The elements of a shard, padding and halo included."""
         start = tuple(i * n for i, n in zip(unravel(shard, self.cuts), self.shard_shape, strict=True))
         return Region(start, tuple(a + n for a, n in zip(start, self.shard_shape, strict=True)))
 
+    # --- ranks
+
+    @cached_property
+    def _by_shard(self) -> tuple[IntArray, IntArray, IntArray]:
+        """All pairs of a shard and a rank that holds it, each once, ascending; and where each shard begins among them."""
+        rows = np.sort(self.ranks, axis=1)
+        shard, replica = np.nonzero(np.diff(rows, axis=1, prepend=-1))
+        return shard, rows[shard, replica], np.searchsorted(shard, np.arange(self.n_shards + 1))
+
+    @cached_property
+    def _by_rank(self) -> tuple[IntArray, IntArray]:
+        """The same pairs ascending by rank, and where each rank begins among them."""
+        shard, rank, _ = self._by_shard
+        order = np.argsort(rank, kind="stable")
+        return shard[order], np.concatenate([[0], np.cumsum(np.bincount(rank))])
+
     def holders(self, shard: int) -> tuple[int, ...]:
         """The ranks that hold a shard, ascending, each once."""
-        return self.table.holders(shard)
+        _, rank, first = self._by_shard
+        return tuple(rank[first[shard] : first[shard + 1]].tolist())
 
-    @property
-    def most_held(self) -> int:
-        """Largest number of shards that one rank holds."""
-        return self.table.most_held
+    def holder(self, shard: int, k: int) -> int:
+        """The rank at index `k` of `holders`."""
+        _, rank, first = self._by_shard
+        return int(rank[first[shard] + k])
 
     def shards_of(self, rank: int) -> tuple[int, ...]:
         """The shards that a rank holds, ascending, each once."""
-        return self.table.shards_of(rank)
+        shard, first = self._by_rank
+        return tuple(shard[first[rank] : first[rank + 1]].tolist()) if 0 <= rank < len(first) - 1 else ()
+
+    @cached_property
+    def most_holders(self) -> int:
+        """Largest number of ranks that hold a shard."""
+        return int(np.diff(self._by_shard[2]).max())
+
+    @cached_property
+    def n_holders(self) -> int | None:
+        """Number of ranks that hold a shard, if it is the same for all shards; else None."""
+        return self.most_holders if self.most_holders * self.n_shards == len(self._by_shard[0]) else None
+
+    @cached_property
+    def n_holding(self) -> int:
+        """Number of ranks that hold any shard."""
+        return int(np.count_nonzero(np.diff(self._by_rank[1])))
+
+    @cached_property
+    def most_held(self) -> int:
+        """Largest number of shards that one rank holds."""
+        return int(np.diff(self._by_rank[1]).max(initial=0))
+
+    @cached_property
+    def spans(self) -> tuple[int, ...]:
+        """Along each axis, the number of shards from the first to the last one of a rank; the maximum over the ranks."""
+        shard, first = self._by_rank
+        first = np.unique(first[:-1][np.diff(first) > 0])
+        places = [shard // stride % n for stride, n in zip(strides(self.cuts), self.cuts, strict=True)]
+        return tuple(1 + int((np.maximum.reduceat(i, first) - np.minimum.reduceat(i, first)).max()) for i in places)
+
+    def describe_ranks(self) -> str:
+        """A short text that is equal on two ranks if their tables are equal."""
+        return f"{zlib.crc32(np.ascontiguousarray(self.ranks).data):08x}"
 
     # --- sections
 
     @property
     def core_shape(self) -> tuple[int, ...]:
         """Elements of a shard along each axis, without its halo."""
-        return self.shard_shape
+        return self.grid.core
 
-    def along(self, axis: int, shape: tuple[int, ...]) -> tuple[IntArray, IntArray, IntArray]:
-        """Along one axis, for each section: its first element, the one after its last, and the place of its shard.
-
-        `shape` is that of the array in the file.
-        """
-        place: IntArray = np.arange(self.cuts[axis], dtype=np.int64)
-        low = np.minimum(place * self.core_shape[axis], shape[axis])
-        return low, np.minimum(low + self.core_shape[axis], shape[axis]), place
-
-    @property
+    @cached_property
     def section_shape(self) -> tuple[int, ...]:
         """Elements of the largest section along each axis."""
-        return self.shard_shape
+        axes = zip(self.core_shape, self.cuts, self.halo.widths, strict=True)
+        return tuple(min(c * n, n + 2 * h) for n, c, h in axes)
 
     @property
     def sections_held(self) -> int:
-        """Largest number of sections that one rank holds."""
-        return self.most_held
+        """Largest number of sections that one rank holds: an upper bound."""
+        wrapped = [c for axis, c in enumerate(self.cuts) if self.halo.wraps(axis)]
+        return self.most_held * math.prod(2 if c > 1 else 3 for c in wrapped)
 
     def section(self, number: int) -> Region:
         """The elements of a section in the array in the file, padding included."""
-        return self.region(number)
+        return self.grid.region(number)
 
     def place_of(self, section: int) -> Region:
         """Where a section lies in the jax.Array."""
-        return self.region(section)
+        shard, inside = self.region(self.shard_of(section)), self.grid.place_in_shard(section)
+        start = tuple(a + k for a, k in zip(shard.start, inside, strict=True))
+        return Region(start, tuple(a + n for a, n in zip(start, self.section(section).shape, strict=True)))
 
     def sections_of(self, rank: int) -> tuple[int, ...]:
         """The sections of a rank's shards, ascending."""
-        return self.shards_of(rank)
+        shards = self.shards_of(rank)
+        if not self.has_halo:
+            return shards
+        return tuple(sorted(n for shard in shards for n in self.grid.sections_at(unravel(shard, self.cuts))))
 
     def shard_of(self, section: int) -> int:
         """The shard that a section lies in."""
-        return section
-
-    @property  # a function, so that asking for each of a million parts is not dearer than asking the table
-    def section_holders(self) -> Callable[[int], tuple[int, ...]]:
-        """From a section to the ranks that hold its shard, ascending, each once."""
-        return self.table.holders
-
-    @property
-    def section_holder(self) -> Callable[[int, int], int]:
-        """From a section and `k` to the rank at index `k` of `section_holders`."""
-        return self.table.holder
+        return ravel(self.grid.places(section), self.cuts) if self.has_halo else section
 
     def own(self, section: int, region: Region) -> Region | None:
         """The elements of a region of a section that are the shard's own. Each element is so in one section of one shard."""
-        return region
+        if not self.has_halo:
+            return region
+        return region.intersect(self._core(self.grid.places(section))) if self.grid.is_middle(section) else None
+
+    def _core(self, place: Sequence[int]) -> Region:
+        start = tuple(i * n for i, n in zip(place, self.core_shape, strict=True))
+        return Region(start, tuple(a + n for a, n in zip(start, self.core_shape, strict=True)))
 
     def contents(self, shard: int, shape: tuple[int, ...]) -> Iterator[Content]:
         """What each region of a shard must hold, each element once; `shape` is that of the array in the file."""
-        region = self.region(shard)
-        true = region.intersect(Region.whole(shape))
-        if true is not None:
-            yield Content(true, true)
-        for tail in padding_of(region, true):
-            yield Content(tail, None)
+        return contents_of(self.grid, unravel(shard, self.cuts), self.region(shard).start, shape)
 
     def core_in(self, shard: int, shape: tuple[int, ...]) -> tuple[Region, Region] | None:
         """A shard's own elements, in the array in the file and in the jax.Array; None if it has none."""
-        true = self.region(shard).intersect(Region.whole(shape))
-        return None if true is None else (true, true)
+        core = self._core(unravel(shard, self.cuts))
+        true = core.intersect(Region.whole(shape))
+        if true is None:
+            return None
+        steps = zip(self.region(shard).start, self.halo.widths, core.start, strict=True)
+        return true, true.moved([a + h - b for a, h, b in steps])
 
     @cached_property
     def reach(self) -> tuple[int, ...]:
-        """Along each axis, the elements from the first to the last one that a rank holds; the maximum over the ranks."""
-        return tuple(n * e for n, e in zip(self.table.spans(), self.shard_shape, strict=True))
+        """Along each axis, the elements from the first to the last one that a rank holds; the maximum over the ranks.
+
+        All of an axis that wraps around: its ends may be in one shard.
+        """
+        axes = enumerate(zip(self.spans, self.core_shape, self.cuts, self.halo.widths, strict=True))
+        return tuple(c * n if self.halo.wraps(axis) else min(c * n, span * n + 2 * h) for axis, (span, n, c, h) in axes)
 
 
-def plan_shards(shape_global: Sequence[int], axes: Sequence[Sequence[int]], ranks: np.ndarray[Any, Any] | RankBoxes) -> Shards:
+def plan_shards(shape_global: Sequence[int], axes: Sequence[Sequence[int]], ranks: np.ndarray[Any, Any]) -> Shards:
     """Cut an array over a mesh.
 
     Parameters
@@ -234,7 +239,7 @@ def plan_shards(shape_global: Sequence[int], axes: Sequence[Sequence[int]], rank
         The array, every axis a multiple of the product of its mesh axes.
     axes : sequence of sequence of int
         For each array axis the mesh axes that cut it, major axis first; empty for an axis that is not cut.
-    ranks : ndarray of int, shape of the mesh, or RankBoxes
+    ranks : ndarray of int, shape of the mesh
         The rank of the device at each place of the mesh.
 
     Examples
@@ -249,7 +254,5 @@ def plan_shards(shape_global: Sequence[int], axes: Sequence[Sequence[int]], rank
     unused = [m for m in range(ranks.ndim) if m not in used]
     cuts = tuple(math.prod(ranks.shape[m] for m in cut) for cut in axes)
     # Mesh axes in the order of the array axes they cut, the rest last: then a row is a shard and a column a replica.
-    turned = ranks.transpose((*used, *unused))
-    if isinstance(turned, RankBoxes):
-        return Shards(tuple(shape_global), cuts, turned)
-    return Shards(tuple(shape_global), cuts, np.ascontiguousarray(turned.reshape(math.prod(cuts), -1), dtype=np.int64))
+    turned = ranks.transpose((*used, *unused)).reshape(math.prod(cuts), -1)
+    return Shards(tuple(shape_global), cuts, np.ascontiguousarray(turned, dtype=np.int64))

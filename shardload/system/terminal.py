@@ -3,10 +3,8 @@
 1. `width_of` returns the number of columns: those of the terminal, or 80 if the output is no terminal.
 2. `wrap` and `wrap_parts` break text between words only. A name, a shape, a number with its unit are kept together; a word that
    is wider than the terminal is not broken, so that it can be copied.
-3. `fit_table` prints a table in the first form that fits: all columns; fewer columns, with the others in lines below each row;
-   or a record for each row. No form leaves anything out.
-4. `own_stdout` redirects standard output, so that only the command prints there. If its stream, or that of
-   `stdout_of_a_command`, cannot be written, that is an `OutputError`, whoever prints: `tell`, or the library of ``--help``.
+3. `fit_table` prints a table: as many columns as fit, with the others in lines below each row. It leaves nothing out.
+4. `own_stdout` redirects standard output, so that only the command prints there. `tell` prints.
 """
 
 from __future__ import annotations
@@ -20,21 +18,18 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
 from shardload.errors import printable
-
-if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer
 
 __all__ = [
     "WIDTH",
     "Column",
     "OutputError",
+    "cannot_print",
     "fit_table",
     "own_stdout",
     "say_error",
-    "stdout_of_a_command",
     "tell",
     "width_of",
     "width_of_prints",
@@ -125,15 +120,10 @@ def _keep(text: str) -> str:
     return text.replace(" ", _KEPT)
 
 
-def fit_table(
-    columns: Sequence[Column],
-    rows: Sequence[Sequence[str]],
-    width: int,
-    narrow: Sequence[Sequence[str]] = (),
-    *,
-    rule: bool = False,
-) -> list[str]:
+def fit_table(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) -> list[str]:
     """A table in lines of at most `width`, unless a single word is wider.
+
+    As many of the first columns as fit are side by side; the other cells are in lines below each row, with their titles.
 
     Parameters
     ----------
@@ -141,30 +131,16 @@ def fit_table(
         The table. Cells are strings; an empty cell is ``""`` or ``"-"``.
     width : int
         Columns of the terminal.
-    narrow : sequence of sequences of str
-        Sets of titles to keep side by side if not all columns fit: the first set that fits is used, and the other columns are
-        printed in lines below each row. If no set fits, each row becomes a record: its first cell, and lines below it.
-    rule : bool
-        Whether to draw a line below the titles.
     """
-    all_titles = [column.title for column in columns]
-    for titles in (all_titles, *narrow):
-        places = [all_titles.index(title) for title in titles if title in all_titles]
-        lines = _drawn([columns[k] for k in places], [[row[k] for k in places] for row in rows], rule)
-        if max(map(len, lines)) <= width:
-            break
-    else:
-        places, lines = [], []
-    others = [k for k in range(len(columns)) if k not in places]
-    if not places:
-        others = others[1:]
-    made = lines[: len(lines) - len(rows)]
-    body = lines[len(made) :] if places else [row[0] for row in rows]
-    for line, row in zip(body, rows, strict=True):
-        made.append(line)
-        parts = [_with_lead(columns[k], row[k]) for k in others if row[k] not in ("", "-")]
-        made += wrap_parts(parts, width, " " * 4) if parts else []
-    return made
+    n, n_kept = len(rows), len(columns)
+    while max(map(len, lines := _drawn(columns[:n_kept], [row[:n_kept] for row in rows]))) > width and n_kept > 1:
+        n_kept -= 1
+    table = lines[: len(lines) - n]
+    for line, row in zip(lines[len(table) :], rows, strict=True):
+        below = zip(columns[n_kept:], row[n_kept:], strict=True)
+        parts = [_with_lead(column, cell) for column, cell in below if cell not in ("", "-")]
+        table += [line, *(wrap_parts(parts, width, " " * 4) if parts else [])]
+    return table
 
 
 def _with_lead(column: Column, value: str) -> str:
@@ -172,26 +148,15 @@ def _with_lead(column: Column, value: str) -> str:
     return f"{lead} {value}" if lead else value
 
 
-def _drawn(columns: Sequence[Column], rows: Sequence[Sequence[str]], rule: bool) -> list[str]:
+def _drawn(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> list[str]:
     """The lines of a table, as wide as needed."""
     table = [[column.title for column in columns], *rows]
-    widths = [max(len(row[k]) for row in table) for k in range(len(columns))]
-    lines = [
+    widths = [max(map(len, cells)) for cells in zip(*table, strict=True)]
+    lines = (
         "  ".join(c.rjust(w) if column.is_number else c.ljust(w) for c, w, column in zip(row, widths, columns, strict=True))
         for row in table
-    ]
-    if rule:
-        lines.insert(1, _rule() * (sum(widths) + 2 * (len(widths) - 1)))
+    )
     return [line.rstrip() for line in lines]
-
-
-def _rule() -> str:
-    """What a rule is drawn with: standard output may be unable to hold more than ASCII (LC_ALL=POSIX, latin-1)."""
-    try:
-        "─".encode(getattr(sys.stdout, "encoding", None) or "utf-8")
-    except (UnicodeEncodeError, LookupError):
-        return "-"
-    return "─"
 
 
 def say_error(text: str) -> None:
@@ -210,48 +175,30 @@ class OutputError(OSError):
     """Standard output cannot be written."""
 
 
-class _Descriptor(io.FileIO):
-    """A file descriptor to print to. That its reader has enough (``| head``) stays a BrokenPipeError: it is nobody's error."""
-
-    def write(self, data: ReadableBuffer, /) -> int:
-        try:
-            return super().write(data)
-        except OSError as error:  # the disk is full, for one
-            _discard(self.fileno())  # what is still in a buffer would be another error when that is closed
-            if isinstance(error, BrokenPipeError):
-                raise
-            raise OutputError(f"standard output cannot be written ({error}): what was to be printed is lost") from error
-
-
-def _stream_to(descriptor: int, encoding: str) -> io.TextIOWrapper:
-    """A stream of lines. Names that the encoding does not have are shown as escapes."""
-    lines = io.BufferedWriter(_Descriptor(descriptor, "w", closefd=False))
-    return io.TextIOWrapper(lines, encoding=encoding, errors="backslashreplace", line_buffering=True)
-
-
-def stdout_of_a_command() -> IO[str]:
-    """What a command has as ``sys.stdout``: where that goes now, but what cannot be written is an `OutputError`."""
-    if not isinstance(sys.stdout, io.TextIOWrapper):  # closed by the parent process, or replaced by a program that calls us
-        return sys.stdout
-    sys.stdout.flush()
-    try:
-        return _stream_to(sys.stdout.fileno(), sys.stdout.encoding)
-    except io.UnsupportedOperation:  # in memory
-        sys.stdout.reconfigure(errors="backslashreplace")
-        return sys.stdout
-
-
 def tell(text: str, out: IO[str] | None = None) -> None:
     """Print text on `out`, by default standard output, now: an error comes here, not when the process ends.
 
     Raises
     ------
     OutputError
-        If a stream of a command cannot be written: the disk is full, for one.
+        If it cannot be written: the disk is full, for one.
     BrokenPipeError
         If its reader has enough (``| head``), which is no error of anybody.
     """
-    print(text, file=out, flush=True)
+    out = sys.stdout if out is None else out
+    try:
+        print(text, file=out, flush=True)
+    except BrokenPipeError:
+        _discard(out.fileno())
+        raise
+    except OSError as error:
+        raise cannot_print(out, error) from error
+
+
+def cannot_print(out: IO[str], error: OSError) -> OutputError:
+    """The error to raise for one of a stream, which gets nothing more: what is in its buffer would be another error."""
+    _discard(out.fileno())
+    return OutputError(f"standard output cannot be written ({error}): what was to be printed is lost")
 
 
 @contextmanager
@@ -264,17 +211,21 @@ def own_stdout() -> Iterator[IO[str]]:
         with open(os.devnull, "w") as nowhere:
             yield nowhere
         return
+    has_descriptor = False
+    with suppress(io.UnsupportedOperation):
+        has_descriptor = sys.stdout.fileno() >= 0
+    if not has_descriptor:  # in memory
+        yield sys.stdout
+        return
     sys.stdout.flush()
     descriptor = os.dup(1)
-    out = _stream_to(descriptor, sys.stdout.encoding)
+    out = open(descriptor, "w", encoding=sys.stdout.encoding, errors="backslashreplace", closefd=False)  # noqa: SIM115
     _discard(1)
     try:
         yield out
     finally:
         sys.stdout.flush()
-        with suppress(
-            OSError, AttributeError
-        ):  # or text in the C library's buffer would be printed after the descriptor is restored
+        with suppress(OSError, AttributeError):  # what is in the C library's buffer would be printed after this
             ctypes.CDLL(None).fflush(None)
         os.dup2(descriptor, 1)
         with suppress(OSError):  # raised when it was printed

@@ -23,7 +23,7 @@ from shardload.errors import ConfigError
 from shardload.formats.contract.dtypes import native_dtype
 from shardload.formats.sink import ArraySpec, Catalog, Encoder, Sink, Stored, Ticket, Writer
 from shardload.planning.region import Region
-from shardload.testing.conformance import DTYPES, SHAPES, _expect, _Findings, ramp
+from shardload.testing.conformance import DTYPES, SHAPES, Findings, expect, ramp
 
 __all__ = ["check_sink"]
 
@@ -100,7 +100,7 @@ def check_sink(
     def new(mode: str = "w-", path: str | None = None) -> Sink:
         return make(path or str(Path(folder, f"saved{next(numbers)}{suffix}")), specs, mode)
 
-    found = _Findings("the sink")
+    found = Findings("the sink")
     for promise, check in _PROMISES.items():
         with found.promise(promise):
             check(new, read, arrays)
@@ -168,17 +168,15 @@ def _save(sink: Sink, arrays: Mapping[str, Array], seed: int = 0) -> None:
 def _compare(path: str, read: Read, arrays: Mapping[str, Array]) -> None:
     found = read(path)
     for name, expected in arrays.items():
-        _expect(name in found, f"the file has no {name}; it has {sorted(found)}")
+        expect(name in found, f"the file has no {name}; it has {sorted(found)}")
         one = np.asarray(found[name])
-        _expect(one.shape == expected.shape, f"{name} has shape {one.shape}, expected {expected.shape}")
+        expect(one.shape == expected.shape, f"{name} has shape {one.shape}, expected {expected.shape}")
         is_native = native_dtype(one.dtype) == native_dtype(expected.dtype)
-        _expect(is_native, f"{name} has type {one.dtype}, expected {expected.dtype}")
+        expect(is_native, f"{name} has type {one.dtype}, expected {expected.dtype}")
         wrong = np.argwhere(one != expected)
         if len(wrong):
             at = tuple(int(k) for k in wrong[0])
-            _expect(
-                False, f"{name} at {at} is {one[at]!r}, expected {expected[at]!r}; {len(wrong)} of {one.size} values differ"
-            )
+            expect(False, f"{name} at {at} is {one[at]!r}, expected {expected[at]!r}; {len(wrong)} of {one.size} values differ")
 
 
 # --- the promises
@@ -193,17 +191,17 @@ def _check_values(new: New, read: Read, arrays: Mapping[str, Array]) -> None:
 
 def _check_description(new: New, read: Read, arrays: Mapping[str, Array]) -> None:
     sink = new()
-    _expect(set(sink.arrays) == set(arrays), f"arrays are {sorted(sink.arrays)}, expected {sorted(arrays)}")
+    expect(set(sink.arrays) == set(arrays), f"arrays are {sorted(sink.arrays)}, expected {sorted(arrays)}")
     for name, expected in arrays.items():
         one, info = sink.arrays[name], sink.arrays[name].info
         told = info.shape, info.dtype, info.dataset, info.chunks
         wanted = expected.shape, native_dtype(expected.dtype).name, name, one.spec.chunks
-        _expect(told == wanted, f"info of {name} has shape, dtype, name and chunks {told}, expected {wanted}")
+        expect(told == wanted, f"info of {name} has shape, dtype, name and chunks {told}, expected {wanted}")
         count = np.zeros(expected.shape, int)
         for number, region in _units(one):
             count[region.slices()] += 1
-            _expect(one.number(region) == number, f"{region} of {name} has number {one.number(region)}, expected {number}")
-        _expect(bool(np.all(count == 1)), f"the chunks of {name} do not cover it once")
+            expect(one.number(region) == number, f"{region} of {name} has number {one.number(region)}, expected {number}")
+        expect(bool(np.all(count == 1)), f"the chunks of {name} do not cover it once")
         region = Region.whole(expected.shape) if 0 in expected.shape else next(_units(one))[1]
         another = "int8" if native_dtype(expected.dtype) == np.float64 else "float64"
         for wrong in (np.zeros((*region.shape, 1), expected.dtype), np.zeros(region.shape, another)):
@@ -211,7 +209,7 @@ def _check_description(new: New, read: Read, arrays: Mapping[str, Array]) -> Non
                 one.encode(region, wrong)
             except ValueError:
                 continue
-            _expect(False, f"values of shape {wrong.shape} and type {wrong.dtype} were encoded for {name} of {expected.dtype}")
+            expect(False, f"values of shape {wrong.shape} and type {wrong.dtype} were encoded for {name} of {expected.dtype}")
 
 
 def _check_encoding(new: New, read: Read, arrays: Mapping[str, Array]) -> None:
@@ -222,14 +220,14 @@ def _check_encoding(new: New, read: Read, arrays: Mapping[str, Array]) -> None:
         for _, region in _units(one):
             before = values[region.slices()].copy()
             stored = one.encode(region, before)
-            _expect(np.array_equal(before, values[region.slices()]), f"the values of {region} of {name} were changed")
+            expect(np.array_equal(before, values[region.slices()]), f"the values of {region} of {name} were changed")
             again = one.encode(region, other[region.slices()])
             kept.append((region, stored, before, bytes(memoryview(stored.data))))
             same = bytes(memoryview(again.data)) == kept[-1][3]
-            _expect(same, f"{region} of {name} in other strides and another byte order is encoded as other bytes")
+            expect(same, f"{region} of {name} in other strides and another byte order is encoded as other bytes")
         for region, stored, _, first in kept:
-            _expect(bytes(memoryview(stored.data)) == first, f"the bytes of {region} of {name} changed as others were encoded")
-            _expect(stored.nbytes == len(first), f"nbytes of {region} of {name} is {stored.nbytes}, expected {len(first)}")
+            expect(bytes(memoryview(stored.data)) == first, f"the bytes of {region} of {name} changed as others were encoded")
+            expect(stored.nbytes == len(first), f"nbytes of {region} of {name} is {stored.nbytes}, expected {len(first)}")
 
 
 def _check_threads(new: New, read: Read, arrays: Mapping[str, Array]) -> None:
@@ -243,7 +241,7 @@ def _check_threads(new: New, read: Read, arrays: Mapping[str, Array]) -> None:
     with ThreadPoolExecutor(_N_THREADS) as pool:
         together = list(pool.map(encode, tasks))
     wrong = [task for task, a, b in zip(tasks, alone, together, strict=True) if a != b]
-    _expect(not wrong, f"{len(wrong)} of {len(tasks)} chunks are encoded as other bytes by several threads: {wrong[:1]}")
+    expect(not wrong, f"{len(wrong)} of {len(tasks)} chunks are encoded as other bytes by several threads: {wrong[:1]}")
 
 
 def _check_places(new: New, read: Read, arrays: Mapping[str, Array]) -> None:
@@ -251,9 +249,9 @@ def _check_places(new: New, read: Read, arrays: Mapping[str, Array]) -> None:
     with sink.create() as catalog:
         places = sorted(_write(sink, catalog, arrays))
         for (file, at, nbytes, what), (other, start, _, second) in itertools.pairwise(places):
-            _expect(file != other or at + nbytes <= start, f"{what}, {nbytes} bytes at {at}, lies on {second} at {start}")
+            expect(file != other or at + nbytes <= start, f"{what}, {nbytes} bytes at {at}, lies on {second} at {start}")
         for file, at, nbytes, what in places:
-            _expect(os.path.getsize(file) >= at + nbytes, f"the file of {what} is shorter than where it ends")
+            expect(os.path.getsize(file) >= at + nbytes, f"the file of {what} is shorter than where it ends")
 
 
 def _check_name(new: New, read: Read, arrays: Mapping[str, Array]) -> None:
@@ -263,11 +261,11 @@ def _check_name(new: New, read: Read, arrays: Mapping[str, Array]) -> None:
     with sink.create() as catalog:
         _write(sink, catalog, arrays)
         catalog.finish()
-        _expect(not os.path.lexists(sink.path), "the name exists before `commit`")
+        expect(not os.path.lexists(sink.path), "the name exists before `commit`")
     left = set(os.listdir(folder)) - before
-    _expect(not left, f"a save that was abandoned left {sorted(left)}")
+    expect(not left, f"a save that was abandoned left {sorted(left)}")
     _save(sink, arrays)
-    _expect(set(os.listdir(folder)) - before == {os.path.basename(sink.path)}, "a save leaves more than the file of its name")
+    expect(set(os.listdir(folder)) - before == {os.path.basename(sink.path)}, "a save leaves more than the file of its name")
 
 
 def _check_modes(new: New, read: Read, arrays: Mapping[str, Array]) -> None:
@@ -283,7 +281,7 @@ def _check_modes(new: New, read: Read, arrays: Mapping[str, Array]) -> None:
         except ConfigError:
             pass
         else:
-            _expect(False, "mode 'w-' replaced a file that another save had made meanwhile")
+            expect(False, "mode 'w-' replaced a file that another save had made meanwhile")
     _compare(first.path, read, arrays)
     third = new("w", first.path)
     with third.create() as catalog:
@@ -298,13 +296,13 @@ def _check_ticket(new: New, read: Read, arrays: Mapping[str, Array]) -> None:
     sink = new()
     with sink.create() as catalog:
         ticket = Ticket.from_json(catalog.ticket.to_json())
-        _expect(ticket == catalog.ticket, f"the ticket {catalog.ticket} is another after JSON")
+        expect(ticket == catalog.ticket, f"the ticket {catalog.ticket} is another after JSON")
         for wrong in (replace(ticket, token="0" * len(ticket.token)), replace(ticket, temporary=f"{ticket.temporary}0")):
             try:
                 sink.writer(wrong).close()
             except ConfigError:
                 continue
-            _expect(False, "a writer takes a temporary that is not to be seen, or is another save's")
+            expect(False, "a writer takes a temporary that is not to be seen, or is another save's")
 
 
 def _check_missing(new: New, read: Read, arrays: Mapping[str, Array]) -> None:
@@ -318,13 +316,13 @@ def _check_missing(new: New, read: Read, arrays: Mapping[str, Array]) -> None:
                     catalog.allocate(name, wrong, [10])
                 except ValueError:
                     continue
-                _expect(False, f"chunk {wrong[0]} of {name} got a place; it has one, or is not in the array")
+                expect(False, f"chunk {wrong[0]} of {name} got a place; it has one, or is not in the array")
         try:
             catalog.finish()
         except ValueError:
             pass
         else:
-            _expect(not asked, "`finish` ends a file whose chunks have no place")
+            expect(not asked, "`finish` ends a file whose chunks have no place")
 
 
 _PROMISES: dict[str, Callable[[New, Read, Mapping[str, Array]], None]] = {

@@ -28,7 +28,6 @@ from typing import Any
 
 import numpy as np
 
-from shardload.system.interruption import interrupt_again
 from shardload.system.memory_limit import keeps_addresses, limit_nbytes
 from shardload.transfer.buffers import aligned_empty
 
@@ -115,12 +114,10 @@ class Reserve:
         return np.asarray(use)
 
     def _give_back(self, block: mmap.mmap) -> None:
-        try:
+        with suppress(OSError, RuntimeError):  # the kernel cannot; another block came back while the bytes were summed
             if self.nbytes + len(block) <= self._room():
                 block.madvise(mmap.MADV_FREE)
                 self._free.append(block)
-        except BaseException as error:  # the kernel cannot; another block came back while the bytes were summed; or a signal
-            interrupt_again(error)
         # A block that is not kept is not closed, but unmapped as nobody has it: a signal may come when it is kept already.
 
 

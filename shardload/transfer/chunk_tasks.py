@@ -1,15 +1,17 @@
-"""How is a block decoded chunk by chunk, in several threads?
+"""How is a block decoded from stored chunks, in several threads?
 
-The source hands out whole chunks as they are stored (`Source.chunk_reader`). Each chunk is decoded
+A thread reads a box of chunks at a time (`planning.batches`): many small ones, or one large one. They are fetched with few
+requests, and decoded
 
-1. straight into a piece, if the whole chunk belongs to that piece and lies there without gaps;
-2. else into a staging buffer, if another rank needs some of it;
-3. else into the scratch memory of the thread, which is still in the core's cache when it is copied into the pieces.
+1. straight into a piece, if all of them belong to that piece and lie there as in the file;
+2. else into the block's staging buffer, if other ranks need them and they lie there one after the other, as planes do;
+3. else into the scratch memory of the thread, which is still in the core's cache when it is copied into the pieces, and into
+   the staging buffer for other ranks.
 
-In the staging buffer, the chunks become one tile of the whole block if they lie in it one after the other, as planes do. Then a
-receiver copies its part of the block at once.
+In the staging buffer there is one tile of the whole block, or, if chunks are large and do not lie there one after the other, a
+tile for each: then they need not be copied.
 
-Small chunks are read in batches (`chunk_batches`), if the format can do that; one by one only if a batch can not be read.
+If anything is wrong with a box of several chunks, they are read one by one. So an error names its chunk.
 """
 
 from __future__ import annotations
@@ -17,83 +19,44 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from shardload.errors import ShardloadError
-from shardload.formats.contract.chunk_reader import BatchReader, ChunkReader, Room
+from shardload.errors import PeerError, ShardloadError
+from shardload.formats.contract.by_chunks import copy_chunks
+from shardload.formats.contract.chunk_reader import ChunkReader, Encoded
 from shardload.formats.contract.dtypes import settle_bools
+from shardload.planning.batches import cut_box
 from shardload.planning.blocks import aligned
-from shardload.planning.grid import numbers_in
+from shardload.planning.grid import numbers_in, ravel
 from shardload.planning.region import Region
 from shardload.planning.schedule import Block, Part
 from shardload.planning.source_layout import SourceLayout
+from shardload.system.interruption import let_interruption_pass
 from shardload.system.scratch import ThreadScratch
 from shardload.transfer.buffers import StagedBlock, Tile
-from shardload.transfer.chunk_batches import ChunkBatches
 from shardload.transfer.counters import Counters
 from shardload.transfer.decode import Convert
-from shardload.transfer.local_pieces import Copy, LocalPieces
+from shardload.transfer.local_pieces import LocalPieces
 from shardload.transfer.missing import Counter
 from shardload.transfer.read_errors import Naming
 
 __all__ = ["ChunkTasks"]
 
 Array = np.ndarray[Any, Any]
-
-
-_TOGETHER = 32  # chunks that are prepared before the first of them is read: each takes some KiB of Python objects
-
-
-@dataclass(slots=True)
-class _Chunk:
-    """A chunk that is to be read. All that can be known before is prepared for several chunks together.
-
-    Decoding a chunk puts everything else out of the core's caches: then Python takes several times as long.
-
-    Attributes
-    ----------
-    number, region, in_file, index, parts
-        The chunk in the loaded array, in the coordinates of the file, in the file's grid; and the parts that it meets.
-    target : ndarray
-        Where it is decoded.
-    raw : ndarray or None
-        What is cast from there into `values`, if values are cast.
-    values : ndarray
-        The values of the region, for a tile.
-    is_tile : bool
-        Whether `values` become a tile of the block.
-    stays : bool
-        Whether the values stay where they are when the next chunk is decoded.
-    own, sent : list
-        What is copied to pieces of this rank, and into the tile of the whole block.
-    """
-
-    number: int
-    region: Region
-    in_file: Region
-    index: tuple[int, ...]
-    parts: list[Part]
-    target: Any = None
-    raw: Any = None
-    values: Any = None
-    is_tile: bool = False
-    stays: bool = False
-    own: Sequence[Copy] = ()
-    sent: Sequence[tuple[Array, Array]] = ()
+Box = tuple[range, ...]
 
 
 class ChunkTasks:
-    """Reads blocks, in tasks of some chunks each.
+    """Reads blocks, in tasks of some boxes of chunks each.
 
     Parameters
     ----------
     reader : ChunkReader
-        Hands out whole chunks as they are stored, and decodes them.
+        Fetches and decodes chunks.
     layout : SourceLayout
         How the array lies in its file. It must have chunks.
     local : LocalPieces
@@ -126,14 +89,19 @@ class ChunkTasks:
     ) -> None:
         self._reader, self._layout, self._local, self._scratch = reader, layout, local, scratch
         self._names, self._counts, self._convert, self._n_threads = names, counts, convert, n_threads
-        self._chunk_shape = layout.chunk_shape or ()
-        self._batches: ChunkBatches | None = None
-        if isinstance(reader, BatchReader) and 2 * layout.chunk_nbytes <= batch_nbytes:
-            self._batches = ChunkBatches(reader, layout, local, scratch, names, counts, convert, batch_nbytes)
+        self._most = batch_nbytes // max(1, layout.chunk_nbytes)
         self._chunk_room = aligned(layout.chunk_size * layout.wide_itemsize)
-        # Axes behind the first one along which a chunk has several elements: see `_lie_as_in`.
+        self._is_plain = layout.codec == "none"
+        selection, chunk_shape = layout.selection, layout.chunk_shape or ()
+        self._chunk_shape = chunk_shape
+        self._first = tuple(a // c for a, c in zip(selection.region.start, chunk_shape, strict=True))
+        kept, n = set(selection.kept), len(chunk_shape)
+        # Of a buffer with an axis for each axis of the box, then one for each axis of a chunk: what the selection keeps.
+        inside = (slice(None) if k in kept else selection.region.start[k] % chunk_shape[k] for k in range(n))
+        self._kept: tuple[Any, ...] = (*(slice(None) if k in kept else 0 for k in range(n)), *inside, ...)
+        # Axes behind the first one along which a chunk has several elements: see `_stage`.
         cell = layout.chunks.cell
-        self._inner = range(next((k for k, n in enumerate(cell) if n > 1), len(cell)) + 1, len(cell))
+        self._inner = range(next((k for k, length in enumerate(cell) if length > 1), len(cell)) + 1, len(cell))
         self._is_cell = math.prod(cell) == layout.chunk_size
 
     def needs_slot(self, block: Block) -> bool:
@@ -142,153 +110,194 @@ class ChunkTasks:
 
     def tasks(self, staged: StagedBlock) -> list[Callable[[Counters], None]]:
         """The tasks that read a block; they may run at the same time."""
-        batches = self._batches
-        if batches is not None:
-            boxes = batches.boxes(staged, self._n_threads)
-            if boxes:
-                n = min(self._n_threads, len(boxes))
-                return [partial(self._read_batches, batches, staged, boxes[k::n]) for k in range(n)]
-        self._make_whole(staged)
-        numbers = list(self._layout.chunks.meeting(staged.block.region))
-        # Each task takes every n-th chunk, so that all end at about the same time.
-        n = min(self._n_threads, len(numbers))
-        places = list(enumerate(numbers))
-        return [partial(self._read_chunks, staged, places[k::n]) for k in range(n)]
+        axes = self._layout.chunks.meeting_axes(staged.block.region)
+        most = max(1, min(self._most, -(-math.prod(map(len, axes)) // self._n_threads)))
+        self._stage(staged, axes, most > 1)
+        boxes = list(cut_box(axes, most))
+        # Each task takes every n-th box, so that all end at about the same time.
+        n = min(self._n_threads, len(boxes))
+        return [partial(self._read_boxes, staged, boxes[k::n]) for k in range(n)]
 
-    def _make_whole(self, staged: StagedBlock) -> None:
-        """Make one tile of the whole block, if its chunks lie one after the other in it: then each part needs one copy."""
+    def _stage(self, staged: StagedBlock, axes: Sequence[range], are_small: bool) -> None:
+        """Make one tile of the whole block, if chunks are small or lie in it one after the other."""
         layout, region = self._layout, staged.block.region
-        if staged.slot is None or staged.whole is not None or not (layout.casts or self._is_cell):
+        if staged.slot is None:
             return
-        axes = layout.chunks.meeting_axes(region)
         nbytes = region.size * layout.dtype.itemsize
-        is_one = all(len(axis) == 1 for axis in axes)
-        if is_one or nbytes > staged.slot.data.nbytes or not (layout.casts or all(len(axes[k]) == 1 for k in self._inner)):
+        if nbytes > staged.slot.data.nbytes or all(len(axis) == 1 for axis in axes):
             return
-        staged.whole = Tile(region, staged.slot.data[:nbytes].view(layout.dtype).reshape(region.shape))
-        staged.tiles.append(staged.whole)
+        if are_small or layout.casts or (self._is_cell and all(len(axes[k]) == 1 for k in self._inner)):
+            staged.whole = Tile(region, staged.slot.data[:nbytes].view(layout.dtype).reshape(region.shape))
+            staged.tiles.append(staged.whole)
 
-    def _read_batches(
-        self, batches: ChunkBatches, staged: StagedBlock, boxes: Iterable[tuple[range, ...]], counters: Counters
-    ) -> None:
+    def _read_boxes(self, staged: StagedBlock, boxes: Sequence[Box], counters: Counters) -> None:
         for box in boxes:
-            if not batches.read(staged, box, counters):
-                self._read_chunks(staged, enumerate(numbers_in(box, self._layout.chunks.counts).tolist()), counters)
+            self._read_box(staged, box, counters)
 
-    def _read_chunks(self, staged: StagedBlock, places: Iterable[tuple[int, int]], counters: Counters) -> None:
-        left = iter(places)
-        while some := list(itertools.islice(left, _TOGETHER)):
-            self._read_together(staged, self._chunks(staged, some), counters)
-
-    def _chunks(self, staged: StagedBlock, places: Iterable[tuple[int, int]]) -> list[_Chunk]:
-        """Chunks that are to be read, by their places in the block and their numbers."""
-        block, found = staged.block, []
-        for place, number in places:
-            region = self._layout.chunks.region(number).intersect(block.region)
-            parts = [] if region is None else [part for part in block.parts if part.region.meets(region)]
-            if region is not None and parts:  # else the chunk lies between the shards of this rank
-                found.append(self._chunk(staged, place, number, region, parts))
-        return found
-
-    def _chunk(self, staged: StagedBlock, place: int, number: int, region: Region, parts: list[Part]) -> _Chunk:
-        """Where a chunk is decoded, and what is copied from there."""
-        layout, whole = self._layout, staged.whole
-        in_file = layout.selection.to_file(region)
-        index = tuple([a // c for a, c in zip(in_file.start, self._chunk_shape, strict=True)])
-        chunk = _Chunk(number, region, in_file, index, parts)
-        into = self._in_place(parts, region)
-        if into is not None:
-            chunk.target = into.reshape(self._chunk_shape)
-            return chunk
-        travels = staged.slot is not None and self._local.sends(parts)
-        room = None if whole is None or not travels else whole.view(region)
-        if room is not None and not layout.casts and room.size == layout.chunk_size and room.flags.c_contiguous:
-            chunk.target, chunk.stays = room.reshape(self._chunk_shape), True
-            chunk.own = self._local.copies(parts, region, room)
-            return chunk
-        is_tile = travels and whole is None
-        if is_tile and not layout.casts:
-            chunk.target, chunk.stays = self._cut(staged, place, self._chunk_shape, layout.file_dtype), True
-        else:
-            chunk.target = self._scratch.array("chunk", self._chunk_shape, layout.file_dtype)
-        corner = [i * c for i, c in zip(index, self._chunk_shape, strict=True)]
-        inside: Any = (*in_file.slices(corner), ...)  # an array, also when 0-d
-        values = layout.selection.drop_axes(chunk.target[inside])
-        if layout.casts:
-            cast = room
-            if cast is None and travels:
-                cast = self._cut(staged, place, region.shape, layout.dtype)
-            elif cast is None:
-                most = self._scratch.array("cast", (layout.chunk_size,), layout.dtype)  # the same memory for all chunks
-                cast = most[: region.size].reshape(region.shape)
-            chunk.raw, chunk.stays = values, travels
-            values = cast
-        chunk.values, chunk.is_tile = values, is_tile
-        chunk.own = self._local.copies(parts, region, values)
-        if whole is not None and not (layout.casts and travels):
-            chunk.sent = self._in_whole(whole, parts, Tile(region, values))
-        return chunk
-
-    def _read_together(self, staged: StagedBlock, chunks: Sequence[_Chunk], counters: Counters) -> None:
-        """Read chunks one after the other. What stays in memory when it is decoded is delivered when all of them are."""
-        room = partial(self._scratch.bytes, "stored")
-        for chunk in chunks:
-            self._names.begin(chunk.region)
+    def _read_box(self, staged: StagedBlock, box: Box, counters: Counters) -> None:
+        is_one = math.prod(map(len, box)) == 1
+        region = self._region(staged, box)
+        met = [(part, common) for part in staged.block.parts if (common := part.region.intersect(region)) is not None]
+        if not met:  # it lies between the shards of this rank
+            return
+        # Of several chunks, each must be needed. Shards do not overlap; replicas have equal regions.
+        is_needed = is_one or sum(common.size for common in {common for _, common in met}) == region.size
+        if not is_needed or (not is_one and staged.slot is not None and staged.whole is None):
+            self._read_boxes(staged, list(_ones(box)), counters)
+            return
+        with self._names.at(region):
             try:
-                self._read_chunk(staged, chunk, room, counters)
-            except (ShardloadError, MemoryError):
+                self._read(staged, box, region, met, counters)
+                return
+            except (MemoryError, PeerError):
                 raise
             except Exception as error:
-                raise self._names.unreadable(error, chunk.region, chunk.index) from error
-            finally:
-                self._names.end()
-        started = time.perf_counter()
-        for chunk in chunks:
-            if chunk.stays:
-                self._local.copy(chunk.own, counters)
-        counters.copy_seconds += time.perf_counter() - started
+                let_interruption_pass(error)
+                if is_one and isinstance(error, ShardloadError):
+                    raise
+                if is_one:
+                    index = tuple([axis.start for axis in self._in_file(box)])
+                    raise self._names.unreadable(error, region, index) from error
+        self._read_boxes(staged, list(_ones(box)), counters)
 
-    def _read_chunk(self, staged: StagedBlock, chunk: _Chunk, room: Room, counters: Counters) -> None:
-        """Fetch and decode a chunk, and copy what does not stay where it was decoded."""
+    def _region(self, staged: StagedBlock, box: Box) -> Region:
+        """What a block has of a box of chunks."""
+        chunks, whole = self._layout.chunks, staged.block.region
+        axes = list(zip(box, chunks.cell, chunks.phase, whole.start, whole.stop, strict=True))
+        return Region(
+            tuple([max(axis.start * c - p, low) for axis, c, p, low, _ in axes]),
+            tuple([min(axis.stop * c - p, high) for axis, c, p, _, high in axes]),
+        )
+
+    def _read(
+        self, staged: StagedBlock, box: Box, region: Region, met: Sequence[tuple[Part, Region]], counters: Counters
+    ) -> None:
+        """Read a box of chunks and deliver its values: all of them, or none."""
+        layout, whole = self._layout, staged.whole
+        own = [(part, common) for part, common in met if self._local.is_own(part)]
+        sent = {common for part, common in met if not self._local.is_own(part)}
         started = time.perf_counter()
-        encoded = self._reader.fetch(chunk.index, room)
+        in_file = self._in_file(box)
+        n = math.prod(map(len, box))
+        # Where the chunks are decoded, and whether they stay there.
+        in_piece = None if sent or len(own) != 1 else self._as_chunks(self._local.in_place([own[0][0]], region), region, box)
+        in_whole = None if not sent or whole is None else self._as_chunks(whole.view(region), region, box)
+        is_tile = bool(sent) and whole is None
+        target = in_piece if in_piece is not None else in_whole
+        if target is None and is_tile and not layout.casts:
+            target = self._cut(staged, box, self._chunk_shape, layout.file_dtype)
+        if target is None:
+            target = self._scratch.array("chunk", (n, *self._chunk_shape), layout.file_dtype)
+        encoded: Encoded | None = None
+        if not (self._is_plain and self._reader.read_plain(in_file, target)):
+            encoded = self._reader.fetch(in_file, partial(self._scratch.bytes, "stored"))
         fetched = time.perf_counter()
-        self._reader.decode(encoded, chunk.target)
-        settle_bools(chunk.target)
-        if chunk.raw is not None:
-            self._convert(chunk.raw, chunk.values, self._names.elements(chunk.in_file))
-        if chunk.is_tile:
-            staged.tiles.append(Tile(chunk.region, chunk.values))  # from several threads: list.append is atomic
+        if encoded is not None:
+            self._reader.decode(encoded, target)
+        settle_bools(target)
+        if in_piece is None:
+            values = target.reshape((*map(len, in_file), *self._chunk_shape))[self._kept]
+            tile = None
+            if n == 1 or layout.casts or (own and self._local.has_checksums):
+                tile = Tile(region, self._joined(staged, box, region, values, is_tile))
         decoded = time.perf_counter()
+        if in_piece is None:
+            self._deliver(staged, own, sent if in_whole is None else set(), box, values, tile, counters)
         counters.read_seconds += fetched - started
         counters.decode_seconds += decoded - fetched
-        if not chunk.stays:
-            self._local.copy(chunk.own, counters)
-            counters.copy_seconds += time.perf_counter() - decoded
-            for values, into in chunk.sent:
-                np.copyto(into, values, casting="no")
-        counters.chunks_decoded += 1
-        counters.nbytes_read += chunk.region.size * self._layout.file_dtype.itemsize
+        counters.copy_seconds += time.perf_counter() - decoded
+        counters.chunks_decoded += n
+        counters.nbytes_read += region.size * layout.file_dtype.itemsize
+        self._count_stored(staged, box, encoded, target, counters)
+
+    def _count_stored(self, staged: StagedBlock, box: Box, encoded: Encoded | None, target: Array, counters: Counters) -> None:
         if encoded is None:
-            counters.add_missing(self._counts(staged.block, np.array([chunk.number]), self._layout.chunks))
+            counters.nbytes_stored += target.nbytes
+        elif not encoded.has_missing:
+            counters.nbytes_stored += sum(map(len, encoded.data))
         else:
-            counters.nbytes_stored += len(encoded.data)
+            counters.nbytes_stored += sum(len(data) for data in encoded.data if data is not None)
+            is_missing = [data is None for data in encoded.data]
+            numbers = numbers_in(box, self._layout.chunks.counts)[is_missing]
+            counters.add_missing(self._counts(staged.block, numbers, self._layout.chunks))
 
-    def _in_whole(self, whole: Tile, parts: Iterable[Part], tile: Tile) -> list[tuple[Array, Array]]:
-        """What other ranks need of a chunk, and its place in the tile of the whole block."""
-        common = {part.region.intersect(tile.region) for part in parts if not self._local.is_own(part)}
-        return [(tile.view(region), whole.view(region)) for region in common if region is not None]
+    def _in_file(self, box: Box) -> list[range]:
+        """A box of the file's grid of chunks, from one of the grid of the loaded array."""
+        axes = [range(first, first + 1) for first in self._first]
+        for k, axis in zip(self._layout.selection.kept, box, strict=True):
+            axes[k] = range(self._first[k] + axis.start, self._first[k] + axis.stop)
+        return axes
 
-    def _in_place(self, parts: list[Part], region: Region) -> Array | None:
-        """The region of the chunk in this rank's own piece, if it can be decoded straight into it; else None."""
-        if self._layout.casts or region.size != self._layout.chunk_size:
+    def _as_chunks(self, view: Array | None, region: Region, box: Box) -> Array | None:
+        """The memory of a region as whole chunks, one after the other, if they lie there like that; else None."""
+        layout, n = self._layout, [len(axis) for axis in box]
+        if view is None or layout.casts or region.size != layout.chunk_size * math.prod(n) or not view.flags.c_contiguous:
             return None
-        return self._local.in_place(parts, region)
+        ndim = len(box)
+        cut = view.reshape([size for pair in zip(n, layout.chunks.cell, strict=True) for size in pair])
+        chunks = cut.transpose([*range(0, 2 * ndim, 2), *range(1, 2 * ndim, 2)])
+        return chunks if chunks.flags.c_contiguous else None
 
-    def _cut(self, staged: StagedBlock, place: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """The room for chunk number `place` in the block's staging buffer."""
+    def _cut(self, staged: StagedBlock, box: Box, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """The room for a chunk in the block's staging buffer, when each has its own."""
         if staged.slot is None:
             raise ValueError("a block without a slot has no room")
+        axes = self._layout.chunks.meeting_axes(staged.block.region)
+        place = ravel([axis.start - first.start for axis, first in zip(box, axes, strict=True)], list(map(len, axes)))
         start = place * self._chunk_room
         nbytes = math.prod(shape) * dtype.itemsize
         return staged.slot.data[start : start + nbytes].view(dtype).reshape(shape)
+
+    def _joined(self, staged: StagedBlock, box: Box, region: Region, values: Array, is_tile: bool) -> Array:
+        """Decoded values in the shape of their region: those of a chunk as they lie, or all of a box cast."""
+        layout = self._layout
+        inside = tuple(
+            slice(a + p - axis.start * c, b + p - axis.start * c)
+            for a, b, p, axis, c in zip(region.start, region.stop, layout.chunks.phase, box, layout.chunks.cell, strict=True)
+        )
+        if math.prod(map(len, box)) == 1:
+            place: Any = (*(0 for _ in box), *inside, ...)
+            raw: Array = values[place]
+        else:
+            raw = self._scratch.array("joined", region.shape, layout.file_dtype)
+            copy_chunks(values, box, layout.chunks.cell, region, raw, layout.chunks.phase)
+        if not layout.casts:
+            return raw
+        cast = self._cut(staged, box, region.shape, layout.dtype) if is_tile else None
+        if cast is None:
+            cast = self._scratch.array("cast", region.shape, layout.dtype)
+        self._convert(raw, cast, self._names.elements(layout.selection.to_file(region)))
+        return cast
+
+    def _deliver(
+        self,
+        staged: StagedBlock,
+        own: Sequence[tuple[Part, Region]],
+        sent: set[Region],
+        box: Box,
+        values: Array,
+        tile: Tile | None,
+        counters: Counters,
+    ) -> None:
+        """Copy decoded values into this rank's pieces, and into the block's tile. `tile` has them as their region has them."""
+        whole, cell, phase = staged.whole, self._layout.chunks.cell, self._layout.chunks.phase
+        if tile is not None and sent and whole is None:
+            staged.tiles.append(tile)  # from several threads: list.append is atomic
+        for room in [(common, whole.view(common)) for common in sent] if whole is not None else ():
+            if tile is None:
+                copy_chunks(values, box, cell, *room, phase)
+            else:
+                np.copyto(room[1], tile.view(room[0]), casting="no")
+        if tile is not None:
+            self._local.copy(self._local.copies([part for part, _ in own], tile.region, tile.data), counters)
+            return
+        for part, common in own:
+            piece = self._local.view(part, common)
+            copy_chunks(values, box, cell, common, piece, phase)
+            counters.nbytes_copied += piece.nbytes
+
+
+def _ones(box: Box) -> Iterator[Box]:
+    """Each chunk of a box as a box."""
+    for index in itertools.product(*box):
+        yield tuple([range(k, k + 1) for k in index])

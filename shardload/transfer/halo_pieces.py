@@ -13,7 +13,7 @@ from typing import Any
 
 from shardload.errors import ShardloadError
 from shardload.planning.grid import unravel
-from shardload.planning.halo import HaloShards
+from shardload.planning.shards import Shards
 from shardload.transfer.buffers import Piece, view_of
 
 __all__ = ["HaloPieces"]
@@ -24,7 +24,7 @@ class HaloPieces:
 
     Parameters
     ----------
-    shards : HaloShards
+    shards : Shards
         Which rank holds which shard, and what is in it.
     shape : tuple of int
         Shape of the array in the file.
@@ -39,7 +39,7 @@ class HaloPieces:
         What the exchange fills, by section.
     """
 
-    def __init__(self, shards: HaloShards, shape: tuple[int, ...], pieces: Mapping[int, Piece], rank: int) -> None:
+    def __init__(self, shards: Shards, shape: tuple[int, ...], pieces: Mapping[int, Piece], rank: int) -> None:
         self._shards, self._shape, self._pieces = shards, shape, pieces
         self.sections: dict[int, Piece] = {}
         self._shard_of: dict[int, int] = {}

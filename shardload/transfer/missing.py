@@ -47,7 +47,9 @@ def counter_of(plan: Schedule, rank: int) -> Counter:
         if not plan.is_direct:
             return _beginning_in(read.region, numbers, chunks)
         shards = plan.shards
-        own = [shards.own(part.shard, part.region) for part in read.parts if shards.section_holders(part.shard)[0] == rank]
+        own = [
+            shards.own(part.shard, part.region) for part in read.parts if shards.holders(shards.shard_of(part.shard))[0] == rank
+        ]
         begin = (_beginning_in(region, numbers, chunks) for region in own if region is not None)
         return np.sort(np.concatenate([numbers[:0], *begin]))
 

@@ -169,7 +169,7 @@ class PiecesToBlocks:
         """The blocks of this round that meet shards of a rank: block, shard, owner, by the place of the block."""
         if rank not in self._known:
             block, shard = self.schedule.pairs_of(rank)
-            owner = np.broadcast_to(self.schedule.owners(block), block.shape)
+            owner = self.schedule.owner(block)
             of, inverse = np.unique(owner, return_inverse=True)
             first = np.array([self.schedule.blocks_of(one).start for one in of.tolist()], dtype=np.int64)
             place = block - first[inverse] if len(of) else block

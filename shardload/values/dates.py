@@ -4,9 +4,10 @@
 them into the numbers of one coordinate, and `counted` an array of dates. `recounted` turns the numbers of one axis into those
 of another one.
 
-1. A date is a name: year, month, day, time of day. Which day it is, the axis's calendar says (`_day`).
+1. A date is a name: year, month, day, time of day. Which day it is, the axis's calendar says.
 2. Text may be a span: ``"2001-06"`` is a month. A range begins where its first span begins, and ends where its last one ends.
-3. All of it is exact. Only at the end is a number rounded to the type of the coordinate, as whoever wrote that has done.
+3. cftime knows the calendars (`_day`). All else is exact: only at the end is a number rounded to the type of the coordinate, as
+   whoever wrote that has done.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from fractions import Fraction
 from numbers import Real
 from typing import Any
 
+import cftime
 import numpy as np
 
 from shardload.planning.selection import Between, Near
@@ -35,14 +37,10 @@ _SECONDS = {
     **dict.fromkeys(("hour", "hours", "hr", "hrs", "h"), Fraction(3600)),
     **dict.fromkeys(("day", "days", "d"), Fraction(86400)),
 }
-_OF_CALENDARS = {  # units that have a length in one calendar only
-    **dict.fromkeys((("360_day", "month"), ("360_day", "months")), Fraction(30 * 86400)),
-    **dict.fromkeys((("noleap", "common_year"), ("noleap", "common_years")), Fraction(365 * 86400)),
-}
 _CALENDARS = {"gregorian": "standard", "365_day": "noleap", "366_day": "all_leap", "": "standard"}
 _KNOWN = ("standard", "proleptic_gregorian", "julian", "noleap", "all_leap", "360_day")
-_MONTHS = (31, 28, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31)
 _REFORM = (1582, 10, 15)  # the first day of the Gregorian calendar; the day before was 4 October
+_FROM_YEAR_1 = ("standard", "julian")
 _MOST_ROUNDED = Fraction(1, 1000)  # seconds
 _HALF = Fraction(1, 2 * 10**6)  # of a microsecond: to this, floating point times are exact
 
@@ -147,8 +145,8 @@ def is_dates(values: Any) -> bool:
     """True for a NumPy array of dates (``datetime64``, or objects of `datetime` or cftime) or of spans of time."""
     if not isinstance(values, np.ndarray):
         return False
-    one = values.flat[0] if values.dtype.kind == "O" and values.size else None
-    return values.dtype.kind in "mM" or isinstance(one, datetime.date) or _is_cftime(one)
+    first = values.flat[0] if values.dtype.kind == "O" and values.size else None
+    return values.dtype.kind in "mM" or isinstance(first, datetime.date | cftime.datetime)
 
 
 def counted(values: np.ndarray[Any, Any], attrs: Mapping[str, Any], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
@@ -294,7 +292,7 @@ class _Axis:
                 f", whose coordinate has the calendar {calendar!r}; expected one of {', '.join(_KNOWN)}. Pass numbers"
             )
         word = found[1].lower()
-        unit = _SECONDS.get(word, _OF_CALENDARS.get((name, word)))
+        unit = _SECONDS.get(word)
         if unit is None:
             raise _NoDate(f"{told}: {found[1]!r} is no unit with a length of its own, from nanoseconds to days. Pass numbers")
         date = _read(found[2])
@@ -324,14 +322,12 @@ class _Axis:
             return str(number)
         seconds = _exact(number) * self.unit + self.zero
         days, rest = divmod(round(seconds), 86400)
-        if not -_MOST_DAYS < days < _MOST_DAYS:
+        try:
+            year, month, day = _date(self.calendar, days)
+        except (ValueError, OverflowError):
             return str(number)
-        year, month, day = _date(days, self.calendar)
         clock = f"T{rest // 3600:02}:{rest // 60 % 60:02}:{rest % 60:02}" if rest else ""
         return f"{year:0{5 if year < 0 else 4}}-{month:02}-{day:02}{clock}"
-
-
-_MOST_DAYS = 366 * 10**6
 
 
 def _is_number(value: Any) -> bool:
@@ -363,7 +359,7 @@ def _seconds_of(date: Any, calendar: str) -> tuple[Fraction, Fraction, int]:
         return begin, begin + length, lacks
     if isinstance(date, datetime.datetime) and date.tzinfo is not None:
         date = date.astimezone(datetime.UTC)
-    if not isinstance(date, datetime.date) and not _is_cftime(date):
+    if not isinstance(date, datetime.date | cftime.datetime):
         raise ValueError(
             f"a {type(date).__name__} is neither a number in the units of the coordinate nor a date. Pass text such as "
             "'2001-06-15', an object of datetime or cftime, or numpy.datetime64"
@@ -389,12 +385,6 @@ def _read(text: str) -> re.Match[str] | None:
     if found is None or (found["zone"] or " ")[0] not in "+-" or found["hour"] or found.string[found.start("zone") - 1] == " ":
         return found
     return None  # "2000-01-01+01:30" may be a zone or a time of day
-
-
-def _is_cftime(date: Any) -> bool:
-    """True for dates of cftime, which is not imported for it."""
-    is_known = any(one.__module__.partition(".")[0] == "cftime" for one in type(date).__mro__)
-    return is_known and all(hasattr(date, key) for key in _FIELDS)
 
 
 def _seconds(found: re.Match[str], calendar: str) -> tuple[Fraction, Fraction]:
@@ -432,69 +422,34 @@ def _zone(text: str | None) -> int:
 
 def _whole(calendar: str, year: int, month: int, day: int, hour: int, minute: int, second: int) -> Fraction:
     """A time in seconds. ValueError if there is no such time."""
-    told = f"{year:04}-{month:02}-{day:02}"
-    if year < 1 and calendar in ("standard", "julian"):
-        raise ValueError(f"the calendar {calendar} has no year {year}")
-    is_day = 1 <= month <= 12 and 1 <= day <= _n_days(calendar, year, month)
-    is_left_out = calendar == "standard" and (1582, 10, 4) < (year, month, day) < _REFORM
-    if not is_day or is_left_out:
-        raise ValueError(f"{told} is no date of the calendar {calendar}")
+    days = _day(calendar, year, month, day)
     if hour > 23 or minute > 59 or second > 59:
-        raise ValueError(f"{told}T{hour:02}:{minute:02}:{second:02} is no time of day")
-    return Fraction(86400 * _day(calendar, year, month, day) + 3600 * hour + 60 * minute + second)
+        raise ValueError(f"{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02} is no time of day")
+    return Fraction(86400 * days + 3600 * hour + 60 * minute + second)
 
 
-# --- calendars: each counts days from a day of its own
-
-
-def _is_leap(calendar: str, year: int) -> bool:
-    if calendar in ("noleap", "all_leap"):
-        return calendar == "all_leap"
-    is_julian = calendar == "julian" or (calendar == "standard" and year < _REFORM[0])
-    return year % 4 == 0 and (is_julian or year % 100 != 0 or year % 400 == 0)
-
-
-def _n_days(calendar: str, year: int, month: int) -> int:
-    if calendar == "360_day":
-        return 30
-    return _MONTHS[month - 1] + (month == 2 and _is_leap(calendar, year))
+# --- calendars: cftime counts the days of each
 
 
 def _day(calendar: str, year: int, month: int, day: int) -> int:
-    """The number of a day.
+    """The number of a day. ValueError if the calendar has none such.
 
     >>> _day("standard", 1582, 10, 15) - _day("standard", 1582, 10, 4), _day("noleap", 2000, 3, 1) - _day("noleap", 2000, 2, 28)
     (1, 1)
     """
-    if calendar == "standard":
-        if (year, month, day) >= _REFORM:
-            return _day("proleptic_gregorian", year, month, day)
-        return _day("julian", year, month, day) + _JULIAN_IS_LATE
-    before = sum(_n_days(calendar, year, k) for k in range(1, month))
-    return _BEFORE_YEAR[calendar](year) + before + day - 1
+    if year < 1 and calendar in _FROM_YEAR_1:
+        raise ValueError(f"the calendar {calendar} has no year {year}")
+    try:
+        return int(cftime.datetime(year, month, day, calendar=calendar, has_year_zero=True).toordinal())
+    except (ValueError, OverflowError):
+        raise ValueError(f"{year:04}-{month:02}-{day:02} is no date of the calendar {calendar}") from None
 
 
-_BEFORE_YEAR: dict[str, Callable[[int], int]] = {
-    "proleptic_gregorian": lambda year: 365 * year + (year + 3) // 4 - (year + 99) // 100 + (year + 399) // 400,
-    "julian": lambda year: 365 * year + (year + 3) // 4,
-    "noleap": lambda year: 365 * year,
-    "all_leap": lambda year: 366 * year,
-    "360_day": lambda year: 360 * year,
-}
-_JULIAN_IS_LATE = _day("proleptic_gregorian", *_REFORM) - _day("julian", 1582, 10, 5)
-
-
-def _date(number: int, calendar: str) -> tuple[int, int, int]:
+def _date(calendar: str, number: int) -> tuple[int, int, int]:
     """The inverse of `_day`."""
-    if calendar == "standard":
-        if number >= _day("proleptic_gregorian", *_REFORM):
-            return _date(number, "proleptic_gregorian")
-        return _date(number - _JULIAN_IS_LATE, "julian")
-    year = number // (366 if number > 0 else 360) - 1  # not after it, in any calendar
-    while _BEFORE_YEAR[calendar](year + 1) <= number:
-        year += max(1, (number - _BEFORE_YEAR[calendar](year + 1)) // 366)
-    rest, month = number - _BEFORE_YEAR[calendar](year), 1
-    while rest >= _n_days(calendar, year, month):
-        rest -= _n_days(calendar, year, month)
-        month += 1
-    return year, month, rest + 1
+    first = cftime.datetime(1, 1, 1, calendar=calendar, has_year_zero=True)
+    days = number - int(first.toordinal())
+    if days < 0 and calendar in _FROM_YEAR_1:
+        raise ValueError(f"the calendar {calendar} begins with the year 1")
+    date = first + datetime.timedelta(days=days)
+    return date.year, date.month, date.day

@@ -62,12 +62,10 @@ class Row:
     seconds: float
 
 
-def start(
-    folder: Path, *what: str, timeout: float = 90, mpi: str = "mpich", env: Mapping[str, str] | None = None, fresh: bool = True
-) -> Job:
+def start(folder: Path, *what: str, timeout: float = 90, mpi: str = "mpich", env: Mapping[str, str] | None = None) -> Job:
     """Run the script."""
     command = ["-W", "error", SCRIPT, folder, *what]
-    return run_job(command, N, timeout=timeout, mpi=mpi, env={"PYTHONPATH": str(ROOT), **(env or {})}, fresh=fresh)
+    return run_job(command, N, timeout=timeout, mpi=mpi, env={"PYTHONPATH": str(ROOT), **(env or {})})
 
 
 def said(job: Job) -> list[list[dict[str, Any]]]:
@@ -80,7 +78,7 @@ def survivors(
 ) -> list[list[dict[str, Any]]]:
     """What each rank said in each case that a job survives; it loaded well after each. All ways of reading, or a third."""
     env = {} if third is None else {"FAULTS_THIRD": str(third)}
-    return said(start(folder, *cases, timeout=240, mpi=mpi, env=env, fresh=False).check())
+    return said(start(folder, *cases, timeout=240, mpi=mpi, env=env).check())
 
 
 def check_survivors(
@@ -117,7 +115,7 @@ def interrupted(
 ) -> list[list[dict[str, Any]]]:
     """What each rank said after each signal in each phase; it loaded well after each. With `which`, one of both: ``0`` or
     ``1`` says whether in the first phase it is Ctrl-C or an alarm; in the next phase it is the other."""
-    return said(start(folder, "interrupt", which, *phases, mpi=mpi, fresh=False).check())
+    return said(start(folder, "interrupt", which, *phases, mpi=mpi).check())
 
 
 def rows() -> Iterator[Row]:

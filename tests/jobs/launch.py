@@ -99,7 +99,6 @@ def run_job(
     devices_per_process: int = 1,
     python: str | Path | None = None,
     cwd: str | Path | None = None,
-    fresh: bool = True,
     preloaded: bool = True,
 ) -> Job:
     """Run a Python program on `n` ranks and wait for it, at most `timeout` seconds.
@@ -122,9 +121,8 @@ def run_job(
         Interpreter (default: this one).
     cwd : path, optional
         Where to run (default: here).
-    fresh : bool
-        False: in a job that has been started already, MPI and JAX with it (`persistent`). For programs whose subject is not
-        how a process starts, ends, is ended, or what it has in memory.
+    preloaded : bool
+        False: as outside of the tests. For programs whose subject is how a process starts, or what it has in memory.
 
     Raises
     ------
@@ -132,14 +130,6 @@ def run_job(
         If the job hung. A job that fails is returned: see `Job.check`.
     """
     arguments = [str(program)] if isinstance(program, (str, Path)) else [str(part) for part in program]
-    if not fresh:
-        from tests.jobs.persistent import run_in_persistent_job  # which starts its jobs with this module
-
-        if python is not None:
-            raise ValueError("fresh=False takes this interpreter")
-        return run_in_persistent_job(
-            arguments, n, timeout=timeout, mpi=mpi, env=env or {}, devices_per_process=devices_per_process, cwd=cwd
-        )
     with tempfile.TemporaryDirectory(prefix="shardload-job-") as folder:
         environment = job_environment(n, mpi=mpi, devices_per_process=devices_per_process)
         environment |= {**(env or {}), "SHARDLOAD_JOB_DIR": folder, "SHARDLOAD_JOB_SITE": SITE}

@@ -12,7 +12,7 @@ SCRIPT = Path(__file__).parent / "scripts" / "descriptors.py"
 
 def test_a_rank_without_descriptors(tmp_path: Path) -> None:
     """Wrong if it fails after the ranks agreed to start: the others would wait for its parts for ever."""
-    job = run_job(["-W", "error", SCRIPT, tmp_path], 4, timeout=90, env={"PYTHONPATH": str(ROOT)}, fresh=False).check()
+    job = run_job(["-W", "error", SCRIPT, tmp_path], 4, timeout=90, env={"PYTHONPATH": str(ROOT)}).check()
     ranks = [[json.loads(line) for line in out.splitlines() if line.startswith("{")] for out in job.rank_stdout]
     assert all(said == ranks[0] for said in ranks), "the ranks raise different errors"
     kinds: dict[tuple[str, str], list[str | None]] = {}

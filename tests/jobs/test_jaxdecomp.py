@@ -19,7 +19,7 @@ def test_fft_of_loaded_pencils_is_numpys(tmp_path: Path, n: int) -> None:
     other rows than the exchange between devices: of another neighbour, or other corners. (One process has no neighbour.)
     """
     n_edges = 1 if IS_QUICK else 3  # a ring along one axis and an end along the other; then both of one kind
-    job = run_job([SCRIPT, tmp_path, f"{n_edges}"], n, timeout=240, env={"PYTHONPATH": str(ROOT)}, fresh=n != 4).check()
+    job = run_job([SCRIPT, tmp_path, f"{n_edges}"], n, timeout=240, env={"PYTHONPATH": str(ROOT)}).check()
     for out in job.rank_stdout:
         found = json.loads(next(line for line in out.splitlines() if line.startswith("{")))
         assert found["shards"] == 4

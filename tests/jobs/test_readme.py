@@ -35,12 +35,6 @@ def without_folders(text: str) -> str:
     return re.sub(r"[^' ]*/([^'/ ]+\.nc)", r".../\1", text)
 
 
-def without_estimates(text: str) -> str:
-    """Estimated seconds depend on the cores of the machine: a row of the table, and the ratio in the sentence."""
-    text = re.sub(r"(est\. seconds).*", r"\1", text)
-    return re.sub(r"about \d+\.\d+x", "about ...x", " ".join(text.split()))
-
-
 def test_the_example_prints_what_the_readme_says(tmp_path: Path) -> None:
     script = tmp_path / "example.py"
     script.write_text(block("example"))
@@ -48,8 +42,8 @@ def test_the_example_prints_what_the_readme_says(tmp_path: Path) -> None:
     assert job.returncode == 0, job.stderr
     printed = [line.rstrip() for line in job.stdout.splitlines() if not line.startswith("[Gloo]")]
     promised = [line.rstrip() for line in block("output").splitlines()]
-    shown = [without_estimates(without_folders(line)) for line in printed if line]
-    assert shown == [without_estimates(line) for line in promised if line]
+    shown = [" ".join(without_folders(line).split()) for line in printed if line]
+    assert shown == [" ".join(line.split()) for line in promised if line]
 
 
 def test_the_example_fits_on_fifteen_lines() -> None:
@@ -70,7 +64,7 @@ def test_load_transform_and_save(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "rho.h5", "w") as file:
         file["rho"] = values
     (tmp_path / "save.py").write_text(HEAD + block("save"))
-    job = run_job([str(tmp_path / "save.py")], 4, cwd=tmp_path, timeout=240, fresh=False)
+    job = run_job([str(tmp_path / "save.py")], 4, cwd=tmp_path, timeout=240)
     assert job.returncode == 0, job.stderr
     with h5py.File(tmp_path / "modes.h5") as file:
         np.testing.assert_allclose(file["modes"][...], np.fft.fftn(values), rtol=1e-4, atol=1e-4)
@@ -83,7 +77,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     head = HEAD.replace('Mesh(np.array(jax.devices()), ("a",))', 'Mesh(np.array(jax.devices()).reshape(2, -1), ("a", "b"))')
     (tmp_path / "run.py").write_text(head + block("restart", ROOT / "docs" / "save.md"))
     for n_ranks in (4, 2):
-        job = run_job([str(tmp_path / "run.py")], n_ranks, cwd=tmp_path, timeout=240, fresh=n_ranks != 4)
+        job = run_job([str(tmp_path / "run.py")], n_ranks, cwd=tmp_path, timeout=240)
         assert job.returncode == 0, job.stderr
     with h5py.File(tmp_path / "run.nc") as file:
         np.testing.assert_array_equal(file["time"], 50 * np.arange(7))

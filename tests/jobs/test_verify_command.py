@@ -66,7 +66,7 @@ def test_json_is_one_document(file: str) -> None:
 
 def test_replicas_are_compared(file: str) -> None:
     """Wrong if a process with several devices, or two that hold the same, compared nothing."""
-    command = ["-m", "shardload", "verify", f"{file}:/rho", "--mesh", "a=2,b=4", "--spec", "-,b", "--how", "checksum"]
+    command = ["-m", "shardload", "verify", f"{file}:/rho", "--mesh", "a=2,b=4", "--spec", "-,b", "--verify", "checksum"]
     job = run_job(command, 2, timeout=240)
     assert job.returncode == 0, job.stderr
     printed = " ".join(job.stdout.split())

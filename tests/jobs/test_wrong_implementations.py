@@ -96,7 +96,7 @@ def meet_defects(
     """What each rank says of each defect and way of verifying."""
     command = ["-W", "error", SCRIPT, folder, *names]
     env = {"PYTHONPATH": str(ROOT), **(WAYS[way] if env is None else env)}
-    job = run_job(command, 4, timeout=timeout, mpi=mpi, env=env, fresh=False).check()
+    job = run_job(command, 4, timeout=timeout, mpi=mpi, env=env).check()
     ranks = [[json.loads(line) for line in out.splitlines() if line.startswith("{")] for out in job.rank_stdout]
     return {(said[0]["case"], said[0]["verify"]): list(said) for said in zip(*ranks, strict=True)}
 

@@ -759,39 +759,3 @@ def test_sigterm_ends_a_rank_and_the_coordinator_is_on_loopback() -> None:
     assert not catches_sigterm()
     address = importlib.import_module("jax._src.distributed").global_state.coordinator_address
     assert listeners(int(address.rpartition(":")[2])) == ["127.0.0.1"]
-
-
-def test_a_machine_is_the_same_on_all_ranks(comm: Any, files: dict[str, str]) -> None:
-    """Wrong if ranks planned with figures of their own."""
-    values, mesh, spec = ramp(cube()), mesh_of(), P("b", "a")
-    machine = {"read_rate": 1e9, "operations_rate": 1e3}
-    for readers in ("auto", "parallel"):
-        plan = shardload.plan(files["chunked"], mesh, spec, dataset=NAME, readers=readers, machine=machine)
-        assert plan.machine.read_rate == 1e9 and plan.costs[plan.readers].limit
-        check(plan.execute(), values, mesh, spec)
-        assert comm.allgather(plan.why) == [plan.why] * comm.size
-    wrong = partial(shardload.load, files["chunked"], mesh, spec, dataset=NAME, machine={"read_rate": -1})
-    same_error(comm, wrong, ConfigError, "machine: read_rate is -1; expected a number per second, more than 0")
-    if comm.size > 1:
-        one = {"read_rate": (1e9, 2e9)[comm.rank > 0]}
-        differs = partial(shardload.load, files["chunked"], mesh, spec, dataset=NAME, machine=one)
-        same_error(comm, differs, PeerError, "machine", "read_rate=1e+09", "read_rate=2e+09")
-
-
-def test_a_machine_keeps_plans_for_files_of_about_one_stored_size(comm: Any, shared_tmp_path: Path) -> None:
-    """Wrong if a file that does not shrink were planned with the bytes of one before it that did."""
-    values = np.random.default_rng(0).integers(0, 1 << 30, (8, 16, 12), np.int32)
-    of_kind = {"small": np.zeros_like(values), "large": values, "same": values[::-1]}
-    if comm.rank == 0:
-        for name, one in of_kind.items():
-            with h5py.File(shared_tmp_path / f"{name}.h5", "w") as file:
-                file.create_dataset(NAME, data=one, chunks=(2, 16, 12), compression="gzip")
-    comm.barrier()
-    found = {}
-    for name, one in of_kind.items():
-        plan = shardload.plan(
-            shared_tmp_path / f"{name}.h5", mesh_of(), P("a"), dataset=NAME, readers="parallel", machine={"read_rate": 1e9}
-        )
-        check(plan.execute(), one, mesh_of(), P("a"))
-        found[name] = plan.costs["parallel"].fs_nbytes
-    assert 4 * found["small"] < found["large"] == found["same"], found

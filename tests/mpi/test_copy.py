@@ -20,7 +20,6 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload import ConfigError, SourceError
-from shardload.cli.copy import copy_as_typed
 from shardload.engine.session import Session
 from shardload.formats.leftovers import find_leftover
 from shardload.jobs.copying import plan as copy_plan
@@ -449,9 +448,7 @@ def test_a_netcdf_file_of_a_run_that_died(comm: Any, shared_tmp_path: Path) -> N
     on_root(comm, make)
     notes = copy(comm, before, shared_tmp_path / "out.zarr").notes
     assert "axis 'time' has 3 elements in '/b', but 5 in '/a': xarray opens no group with both" in notes
-    error = same_error(comm, lambda: copy(comm, before, shared_tmp_path / "out.nc"), ConfigError, "one length")
-    told = copy_as_typed(str(error))
-    assert told.endswith("Type --select time=0:3 for what they have in common, or --dataset for some of the arrays"), told
+    same_error(comm, lambda: copy(comm, before, shared_tmp_path / "out.nc"), ConfigError, "one length")
     assert not copy(comm, before, shared_tmp_path / "part.zarr", select={"time": slice(0, 3)}).notes
     copy(comm, before, shared_tmp_path / "out.nc", select={"time": slice(0, 3)})
     comm.barrier()

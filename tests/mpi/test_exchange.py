@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 from shardload.comm.group import group_of
-from shardload.planning.schedule import Grid, Schedule, plan_shards
+from shardload.planning.schedule import Grid, Owners, Schedule, plan_shards
 from shardload.planning.selection import select_axes
 from shardload.planning.source_layout import SourceLayout
-from shardload.planning.strategies import Parallel
 from shardload.transfer.buffers import Piece, Slots, aligned
 from shardload.transfer.exchange import exchange
 from shardload.transfer.local_pieces import LocalPieces
@@ -33,7 +32,7 @@ def cut(shape: tuple[int, ...], block: tuple[int, ...], axes: Any, mesh: Array, 
         plan_shards(shape, axes, mesh),
         np.dtype(dtype).itemsize,
         mesh.size,
-        Parallel(n_readers),
+        Owners(n_readers),
     )
 
 

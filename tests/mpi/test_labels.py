@@ -650,9 +650,9 @@ def test_what_nothing_says_of_padding(comm: Any, shared_tmp_path: Path) -> None:
         (lambda ds: ds.t.rename("lat"), {}, "the name of a coordinate of its own, 'lat'"),
         (lambda ds: ds, {"shape": {"u": (3, 4)}}, "shape names 'u'"),
         (lambda ds: ds, {"plan": {"t": 7}}, "plan has a int; expected the Plan"),
-        (lambda ds: ds, {"attrs": {"u": {}}}, "attrs names 'u'"),
-        (lambda ds: ds, {"chunks": {"u": (1, 1)}}, "chunks names 'u'"),
-        (lambda ds: ds.t, {"attrs": "K"}, "attrs of '/t' are 'K'"),
+        (lambda ds: ds, {"attrs": {"u": {}}}, "only attrs has ['u']"),
+        (lambda ds: ds, {"chunks": {"u": (1, 1)}}, "only chunks has ['u']"),
+        (lambda ds: ds.t, {"attrs": "K"}, "'/t': attrs is 'K'"),
         (lambda ds: ds.assign(t=ds.t.astype("c8")), {}, "complex64"),
     ],
 )

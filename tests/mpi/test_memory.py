@@ -284,7 +284,7 @@ FAULTS = {
     "arguments": "shardload.jobs.saving.arguments.Options.check",
     "what is there": "shardload.jobs.saving.save.read_like",
     "plan": "shardload.jobs.saving.save.plan_file",
-    "buffers": "shardload.jobs.saving.save.HostShards",
+    "buffers": "shardload.jobs.saving.save.LocalShards",
     "create": "shardload.formats.hdf5.sink.Hdf5Sink.create",
     "open": "shardload.formats.hdf5.sink.Hdf5Sink.writer",
     "exchange": "shardload.arrays.disassemble.ShardSender.start",

@@ -155,15 +155,16 @@ def test_a_file_that_nobody_vouches_for(
 
 # Says that there is an array, and at its first chunk interrupts the rank and answers no more.
 INTERRUPTS = """
-import json, os, signal, socket, struct, sys
+import json, mmap, os, signal, socket, sys
 channel = socket.socket(fileno=int(sys.argv[1]))
-while head := channel.recv(4, socket.MSG_WAITALL):
-    request = json.loads(channel.recv(struct.unpack("<I", head)[0], socket.MSG_WAITALL))
+while packet := channel.recv(1 << 17):
+    request = json.loads(packet)
     if request["do"] == "read":
         os.kill(os.getppid(), signal.SIGINT)
         continue
     answer = json.dumps({"info": INFO, "state": None, "nbytes": None}).encode()
-    channel.sendall(struct.pack("<I", len(answer)) + answer)
+    mmap.mmap(int(sys.argv[2]), 0)[: len(answer)] = answer
+    channel.send(len(answer).to_bytes(8, "little"))
 """
 
 

@@ -133,7 +133,7 @@ def test_dimensions_without_a_variable_are_no_arrays(comm: Any, shared_tmp_path:
     on_root(comm, write)
     plan = shardload.plan(path, mesh_of(), P(), dataset="*")
     assert set(plan.execute()) == {"v"} and [one.dataset for one in plan.left_out] == ["/g/d0", "/g/d1"]
-    assert "'/g/d0' (nothing: it is a netCDF dimension without a variable)" in " ".join(str(plan).split())
+    assert "'/g/d0' (no values: it is a netCDF dimension without a variable)" in " ".join(str(plan).split())
     assert plan.plans["v"].info.dims == ("d0", "d1") and not plan.plans["v"].info.coords
     same_error(comm, lambda: shardload.load(path, mesh_of(), P(), dataset="g/*"), ConfigError, "g")
     by_name = shardload.load(path, mesh_of(), P(), dataset="g/d0", missing="fill")

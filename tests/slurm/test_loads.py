@@ -48,7 +48,7 @@ def placed(done: Done, n_nodes: int, n_ranks: int, few: bool) -> None:
         assert line["messages"] == [rank for rank in range(n_ranks) if rank not in here], line
         assert line["loads"] == (8 if few else 16)
         # Blocks of one chunk on two nodes, of several on four.
-        assert line.get("chunks decoded", 0) + line.get("batches decoded", 0) > 0 and line.get("tiles taken", 0) > 0, line
+        assert line.get("boxes decoded", 0) > 0 and line.get("tiles taken", 0) > 0, line
 
 
 @pytest.mark.parametrize("way", WAYS)

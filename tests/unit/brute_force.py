@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from shardload.planning.blocks import plan_blocks
 from shardload.planning.region import Region
-from shardload.planning.schedule import MAX_MESSAGE_NBYTES, Grid, Schedule, Strategy, plan_shards
+from shardload.planning.schedule import MAX_MESSAGE_NBYTES, Direct, Grid, Owners, Schedule, Shards, plan_shards
 from shardload.planning.selection import Selection
 from shardload.planning.source_layout import SourceLayout
-from shardload.planning.strategies import Direct, Parallel, Root
+from shardload.planning.strategies import DIRECT, PARALLEL, ROOT, plan_direct, plan_shared
 
 MAX_SIZE = 1500  # elements of the global array
 MAX_DEVICES = 24
@@ -44,11 +44,11 @@ class Case:
         return tuple(-(-n // p) * p for n, p in zip(self.shape, parts, strict=True))
 
     @property
-    def strategy(self) -> Strategy:
+    def owners(self) -> Owners | Direct:
         """0 readers: every rank what it holds."""
         if self.n_readers == 0:
             return Direct(self.is_merged)
-        return Root(self.root) if self.n_readers == 1 else Parallel(self.n_readers)
+        return Owners(root=self.root) if self.n_readers == 1 else Owners(self.n_readers)
 
     @property
     def chunks(self) -> Grid:
@@ -58,7 +58,7 @@ class Case:
         self,
         blocks: Grid | None = None,
         kind: type[Schedule] = Schedule,
-        strategy: Strategy | None = None,
+        owners: Owners | Direct | None = None,
         max_message_nbytes: int = MAX_MESSAGE_NBYTES,
     ) -> Schedule:
         shards = plan_shards(self.shape_global, self.axes, self.ranks)
@@ -70,8 +70,8 @@ class Case:
                 n_owners=self.n_readers or None,
                 within=None if self.n_readers else shards.reach if self.is_merged else shards.shard_shape,
             )
-        strategy = strategy or self.strategy
-        return kind(blocks, shards, self.itemsize, self.n_ranks, strategy, max_message_nbytes=max_message_nbytes)
+        owners = owners or self.owners
+        return kind(blocks, shards, self.itemsize, self.n_ranks, owners, max_message_nbytes=max_message_nbytes)
 
     def layout(
         self, has_chunks: bool = True, file_itemsize: int | None = None, codec: str = "gzip", casts: bool = False, rows: int = 1
@@ -83,6 +83,15 @@ class Case:
         chunk_shape = (*self.cell, rows) if has_chunks else None
         file_dtype, dtype = np.dtype(f"V{file_itemsize}"), np.dtype(f"{'S' if casts else 'V'}{width}")
         return SourceLayout(selection, self.chunks, chunk_shape, file_dtype, dtype, codec)
+
+
+def every_way(
+    layout: SourceLayout, shards: Shards, n_ranks: int, max_nbytes: int, n_readers: int | None = None
+) -> dict[str, Schedule]:
+    """The schedule of each way of reading."""
+    owners = {ROOT: Owners(), PARALLEL: Owners(n_readers or n_ranks)}
+    shared = {way: plan_shared(layout, shards, n_ranks, owners[way], max_nbytes=max_nbytes) for way in owners}
+    return {**shared, DIRECT: plan_direct(layout, shards, n_ranks, max_nbytes=max_nbytes)}
 
 
 # Strategies are kept: hypothesis looks at each new one closely, which takes longer than to draw from it.

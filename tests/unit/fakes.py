@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from shardload.formats.contract.array import ArrayInfo
-from shardload.formats.contract.chunk_reader import Encoded, Room, fresh
+from shardload.formats.contract.chunk_reader import ChunkReader, Encoded, Room, fresh
 from shardload.planning.region import Region
 from shardload.planning.schedule import Block, Grid, Part, Schedule
 from shardload.planning.selection import select_axes
@@ -29,7 +30,7 @@ TABLE = np.arange(32, dtype="f4").reshape(8, 4)
 
 
 @dataclass
-class FakeChunks:
+class FakeChunks(ChunkReader):
     """Chunks of an array in memory, "encoded" as their own bytes after 3 more. What an edge chunk has too much is 77."""
 
     data: Array
@@ -39,6 +40,7 @@ class FakeChunks:
     missing: frozenset[tuple[int, ...]] = frozenset()
     fill: float = 55
     fetched: list[tuple[int, ...]] = field(default_factory=list)
+    boxes: list[list[tuple[int, ...]]] = field(default_factory=list)
     outs: list[Array] = field(default_factory=list)
     threads: set[str] = field(default_factory=set)
     meet: threading.Barrier | None = None
@@ -48,8 +50,22 @@ class FakeChunks:
         start = tuple(i * c for i, c in zip(index, self.chunks, strict=True))
         return Region(start, tuple(min(a + c, n) for a, c, n in zip(start, self.chunks, self.data.shape, strict=True)))
 
-    def fetch(self, index: tuple[int, ...], room: Room = fresh) -> Encoded | None:
-        assert len(index) == len(self.chunks) and all(type(i) is int for i in index)
+    def fetch(self, box: Sequence[range], room: Room = fresh) -> Encoded:
+        assert len(box) == len(self.chunks) and all(type(axis) is range for axis in box)
+        indices = list(itertools.product(*box))
+        self.boxes.append(indices)
+        found = [self.stored(index) for index in indices]
+        memory, data, begin = room(sum(stored.size for stored in found if stored is not None)), list[Any](), 0
+        for stored in found:
+            if stored is None:
+                data.append(None)
+                continue
+            memory[begin : begin + stored.size] = stored
+            data.append(memoryview(memory)[begin : begin + stored.size])
+            begin += stored.size
+        return Encoded(data)
+
+    def stored(self, index: tuple[int, ...]) -> Array | None:
         self.fetched.append(index)
         self.threads.add(threading.current_thread().name)
         if self.meet is not None:
@@ -61,19 +77,21 @@ class FakeChunks:
         region = self.region(index)
         whole = np.full(self.chunks, 77, self.data.dtype)
         whole[tuple(slice(0, n) for n in region.shape)] = self.data[region.slices()]
-        stored = np.frombuffer(b"at:" + repr(index).encode() + b"|" + whole.tobytes(), np.uint8)
-        memory = room(stored.size)
-        memory[...] = stored
-        return Encoded(memory)
+        return np.frombuffer(b"at:" + repr(index).encode() + b"|" + whole.tobytes(), np.uint8)
 
-    def decode(self, encoded: Encoded | None, out: Array) -> None:
-        assert out.shape == self.chunks and out.dtype == self.data.dtype
-        assert out.flags.c_contiguous and out.flags.writeable
+    def decode(self, encoded: Encoded, out: Array) -> None:
+        assert out.dtype == self.data.dtype and out.flags.c_contiguous and out.flags.writeable
+        rows = out.reshape(len(encoded.data), *self.chunks)
+        assert np.shares_memory(rows, out)
+        for k, data in enumerate(encoded.data):
+            self.decode_one(data, rows[k, ...])
+
+    def decode_one(self, data: Any, out: Array) -> None:
         self.outs.append(out)
-        if encoded is None:
+        if data is None:
             out[...] = self.fill
             return
-        name, values = bytes(encoded.data).split(b"|", 1)
+        name, values = bytes(data).split(b"|", 1)
         index = tuple(int(i) for i in name[3:].strip(b"(), ").split(b",") if i)
         if (error := self.fails_to_decode(index)) is not None:
             out[...] = 99  # half decoded

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from shardload.formats.hdf5.growable import read_file
-from shardload.formats.hdf5.growth import GrowthSink
+from shardload.formats.hdf5.growth import Hdf5Growth
 from tests.unit.saving import write_all
 
 Array = np.ndarray[Any, Any]
@@ -24,15 +24,15 @@ Content = dict[str, bytes]
 
 def sink_of(
     path: Path, values: Mapping[str, Array], axis: int = 0, dimensions: Mapping[str, int] | None = None, **how: Any
-) -> GrowthSink:
+) -> Hdf5Growth:
     """What is added, so that arrays become `values`. Those of one axis grow along it."""
     known = json.loads(json.dumps(read_file(str(path), values)))  # as rank 0 tells it
     axes = {name: axis if one.ndim > 1 else 0 for name, one in values.items()}
     n_new = {name: one.shape[axes[name]] - known["arrays"][name]["shape"][axes[name]] for name, one in values.items()}
-    return GrowthSink(str(path), known, axes, n_new, dimensions, **how)
+    return Hdf5Growth(str(path), known, axes, n_new, dimensions, **how)
 
 
-def coming(sink: GrowthSink, values: Mapping[str, Array]) -> dict[str, Array]:
+def coming(sink: Hdf5Growth, values: Mapping[str, Array]) -> dict[str, Array]:
     """What is written: from the old edge on."""
     return {
         name: array[tuple(slice(sink.arrays[name].base * (k == sink.arrays[name].axis), None) for k in range(array.ndim))]
@@ -40,7 +40,7 @@ def coming(sink: GrowthSink, values: Mapping[str, Array]) -> dict[str, Array]:
     }
 
 
-def grow(path: Path, values: Mapping[str, Array], axis: int = 0, *, seed: int = 0, **how: Any) -> GrowthSink:
+def grow(path: Path, values: Mapping[str, Array], axis: int = 0, *, seed: int = 0, **how: Any) -> Hdf5Growth:
     """Append, so that arrays become `values`."""
     sink = sink_of(path, values, axis, **how)
     with sink.create() as catalog:

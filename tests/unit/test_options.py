@@ -50,7 +50,7 @@ def test_bad_readers(readers: Any) -> None:
 
 @pytest.mark.parametrize("verify", ["", "values", None, True, ["index"], np.array([1, 2]), 1])
 def test_bad_verify(verify: Any) -> None:
-    text = f"verify is {verify!r}; expected 'index' (always happens), 'checksum', 'file' or 'full'"
+    text = f"verify is {verify!r}; expected 'index', 'checksum', 'file' or 'full'"
     with pytest.raises(ConfigError, match=re.escape(text)):
         Options.check(verify=verify)
 
@@ -152,7 +152,7 @@ def test_description_tells_different_options_apart() -> None:
         "allow_external",
         "untrusted",
     }
-    names |= {"allow_filters", "decode", "halo", "edge", "machine"}
+    names |= {"allow_filters", "decode", "halo", "edge"}
     assert set(base) == names
     assert all(type(v) is str for v in base.values())
     for name, value in dict(
@@ -169,7 +169,6 @@ def test_description_tells_different_options_apart() -> None:
         allow_filters="zfp",
         halo={0: 1},
         edge=("wrap", 0),
-        machine="read_rate=2e9",
     ).items():
         other = Options.check(**{name: value}).describe()
         assert {k for k in base if base[k] != other[k]} == {name}

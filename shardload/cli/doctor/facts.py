@@ -10,8 +10,6 @@ import ctypes
 import json
 import os
 import platform
-import resource
-import shutil
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -24,29 +22,21 @@ from shardload.comm.environment import gpu_files, launched, task
 from shardload.comm.group import Group
 from shardload.comm.mpi import library_version, mpi_problem, thread_level, world_rank_and_size
 
-__all__ = ["SHARED_NBYTES", "Facts", "before_jax", "from_json", "to_json", "with_jax", "with_node"]
+__all__ = ["Facts", "before_jax", "from_json", "to_json", "with_jax", "with_node"]
 
 # Variables that show how the job was started, or that change its behaviour.
-_VARIABLES = (
+_VARIABLES: tuple[str, ...] = (
     "CUDA_VISIBLE_DEVICES",
     "JAX_PLATFORMS",
-    "HDF5_USE_FILE_LOCKING",
-    "SHARDLOAD_MPI",
-    "SHARDLOAD_RANKS_PER_NODE",
-    "SHARDLOAD_SHARED_MEMORY",
     "MPIR_CVAR_ENABLE_HEAVY_YIELD",
     "OMPI_MCA_mpi_yield_when_idle",
-    "SLURM_JOB_ID",
-    "SLURM_STEP_ID",
-    "SLURM_PROCID",
-    "SLURM_NTASKS",
-    "SLURM_STEP_NUM_TASKS",
-    "SLURM_LOCALID",
-    "SLURM_NODEID",
-    "SLURM_GPUS_ON_NODE",
 )
-_PACKAGES = ("shardload", "jax", "jaxlib", "numpy", "mpi4py", "h5py", "zarr")
-SHARED_NBYTES = 1 << 20  # shared between the ranks of a node, to see whether that works
+_VARIABLES += tuple(f"SHARDLOAD_{name}" for name in ("MPI", "RANKS_PER_NODE", "SHARED_MEMORY"))
+_VARIABLES += tuple(
+    f"SLURM_{name}" for name in ("JOB_ID", "STEP_ID", "PROCID", "NTASKS", "STEP_NUM_TASKS", "LOCALID", "NODEID", "GPUS_ON_NODE")
+)
+_PACKAGES = ("jax", "jaxlib", "numpy", "mpi4py", "h5py", "zarr")
+_SHARED_NBYTES = 1 << 20  # shared between the ranks of a node, to see whether that works
 
 T = TypeVar("T")
 
@@ -87,10 +77,6 @@ class Facts:
         The environment variables that matter, as far as they are set.
     cores : tuple of int
         CPU cores on which it may run.
-    shm_nbytes : int or None
-        Free bytes in /dev/shm; None if there is no /dev/shm.
-    n_files : int
-        Number of files it may have open.
     versions : dict of str to str
         Versions of Python and of installed packages.
     node : tuple of int
@@ -119,8 +105,6 @@ class Facts:
     jax_problem: str = ""
     environ: dict[str, str] = field(default_factory=dict)
     cores: tuple[int, ...] = ()
-    shm_nbytes: int | None = None
-    n_files: int = 0
     versions: dict[str, str] = field(default_factory=dict)
     node: tuple[int, ...] = (0,)
     shares_memory: bool = True
@@ -128,39 +112,36 @@ class Facts:
 
 def before_jax(environ: Mapping[str, str]) -> Facts:
     """The facts that are known before JAX has devices. Starts MPI."""
+    from shardload import __version__  # a folder on PYTHONPATH has no metadata
+
     launcher, n_launched = launched(environ)
-    facts = Facts(
+    versions = {name: _or("", lambda name=name: metadata.version(name)) for name in _PACKAGES}  # type: ignore[misc]
+    rank, size = world_rank_and_size()
+    return Facts(
         host=_or("", socket.gethostname),
         task=task(environ),
         launcher=launcher,
         n_launched=n_launched,
+        rank=rank,
+        size=size,
+        mpi_size=size,
+        mpi_problem=mpi_problem(),
         n_gpus=_or(0, lambda: len(gpu_files())),
         environ={name: environ[name] for name in _VARIABLES if name in environ},
         cores=_or((), lambda: tuple(sorted(os.sched_getaffinity(0)))),
-        shm_nbytes=_or(None, lambda: shutil.disk_usage("/dev/shm").free),
-        n_files=_or(0, lambda: resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
-        versions={"python": platform.python_version()} | _versions(),
+        versions={"python": platform.python_version(), "shardload": __version__} | {n: v for n, v in versions.items() if v},
     )
-    if facts.n_files == resource.RLIM_INFINITY:
-        facts = replace(facts, n_files=1 << 30)
-    problem = mpi_problem()
-    if problem:
-        return replace(facts, mpi_problem=problem)
-    rank, size = world_rank_and_size()
-    return replace(facts, rank=rank, size=size, mpi_size=size)
 
 
 def with_node(facts: Facts, group: Group) -> Facts:
     """`facts`, completed with what MPI says about itself and this node. Collective."""
-    if not group.has_mpi:
-        return facts
     ranks = group.node.ranks
     return replace(
         facts,
         mpi_library=_or("unknown", lambda: _library_name(library_version())),
         mpi_threads=_or("", thread_level),
         node=ranks,
-        shares_memory=len(ranks) == 1 or bool(group.shared_memory(SHARED_NBYTES)),
+        shares_memory=len(ranks) == 1 or bool(group.shared_memory(_SHARED_NBYTES)),
     )
 
 
@@ -175,7 +156,7 @@ def with_jax(facts: Facts) -> Facts:
             platform=local[0].platform if local else jax.default_backend(),
             devices=tuple(int(device.id) for device in local),
             n_devices=jax.device_count(),
-            gpus=_gpus(local),
+            gpus=tuple(_gpu_name(device) for device in local if device.platform in ("gpu", "cuda")),
         )
     except Exception as error:  # JAX, its plugins or its drivers: report whatever they raise
         return replace(facts, jax_problem=f"{type(error).__name__}: {error}")
@@ -188,8 +169,8 @@ def to_json(facts: Facts) -> str:
 
 def from_json(text: str) -> Facts:
     """What `to_json` wrote."""
-    found: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in json.loads(text).items()}
-    return Facts(**found)
+    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in json.loads(text).items()}
+    return Facts(**values)
 
 
 def _or(missing: T, find: Callable[[], T]) -> T:
@@ -197,14 +178,6 @@ def _or(missing: T, find: Callable[[], T]) -> T:
         return find()
     except Exception:  # not available on this system, which is a fact too
         return missing
-
-
-def _versions() -> dict[str, str]:
-    found = {name: _or("", lambda name=name: metadata.version(name)) for name in _PACKAGES}  # type: ignore[misc]
-    from shardload import __version__  # read here, because a folder on PYTHONPATH has no metadata
-
-    found["shardload"] = __version__
-    return {name: version for name, version in found.items() if version}
 
 
 def _library_name(text: str) -> str:
@@ -219,15 +192,11 @@ def _library_name(text: str) -> str:
     return " ".join(line.split()).removeprefix("MPI VERSION : ")
 
 
-def _gpus(devices: list[Any]) -> tuple[str, ...]:
-    """Names of these devices' GPUs, the same in every process whatever its CUDA_VISIBLE_DEVICES is."""
-    own = [device for device in devices if device.platform in ("gpu", "cuda")]
-    return tuple(_or(f"number {_ordinal(device)}", lambda device=device: _uuid(_ordinal(device))) for device in own)  # type: ignore[misc]
-
-
-def _ordinal(device: Any) -> int:
-    found = getattr(device, "local_hardware_id", None)
-    return int(device.id if found is None else found)
+def _gpu_name(device: Any) -> str:
+    """A name of this device's GPU, the same in every process whatever its CUDA_VISIBLE_DEVICES is."""
+    ordinal = getattr(device, "local_hardware_id", None)
+    ordinal = int(device.id if ordinal is None else ordinal)
+    return _or(f"number {ordinal}", lambda: _uuid(ordinal))
 
 
 def _uuid(ordinal: int) -> str:

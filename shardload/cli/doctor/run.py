@@ -2,7 +2,7 @@
 
 1. Each rank gathers its facts (`facts`) and receives those of all other ranks: one row per rank.
 2. The rows are checked for every known misconfiguration (`rules`).
-3. What every load needs is tried: messages, shared memory, an all-reduce, a scatter (`checks`).
+3. What every load needs is tried: an all-reduce, a scatter (`checks`).
 4. One rank prints the report (`report`); all ranks return the same exit status.
 """
 
@@ -24,7 +24,7 @@ from shardload.cli.doctor.facts import Facts, before_jax, from_json, to_json, wi
 from shardload.cli.doctor.report import Report, as_json, as_text
 from shardload.cli.doctor.rules import ERROR, diagnose
 from shardload.comm.environment import launched
-from shardload.comm.group import Group, group_of
+from shardload.comm.group import group_of
 from shardload.comm.launch import initialize
 from shardload.errors import ShardloadError
 from shardload.system.terminal import own_stdout, tell, width_of
@@ -59,41 +59,21 @@ def run(timeout: float, json: bool = False) -> int:
     """
     # The checks need little memory, and two processes on one GPU should get a finding about that, not an out-of-memory error.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    with own_stdout() as out, Deadline(timeout, "shardload doctor") as deadline:
+    with own_stdout() as out, Deadline(timeout).watching() as deadline:
         facts = _start_mpi(os.environ)
-        deadline.rename(f"rank {facts.rank} on {facts.host}" if facts.size > 1 else f"task {facts.task} on {facts.host}")
+        deadline.who = f"rank {facts.rank} on {facts.host}" if facts.size > 1 else f"task {facts.task} on {facts.host}"
         report = _examine(facts, deadline)
         group = group_of()
         try:
             if facts.task == 0 if group.size == 1 else group.rank == 0:
                 tell(as_json(report) if json else as_text(report, width_of(out)), out)
-        finally:
-            _wait_for_the_printer(group, facts, deadline)
+        finally:  # many launchers end all tasks as soon as one exits with 1: not before the printing rank is done
+            deadline.at = "rank 0 to print"
+            if group.size > 1:
+                group.gather_int(0)
+            elif facts.task and facts.n_launched > 1:
+                time.sleep(_LINGER_SECONDS)
     return 0 if report.is_ok else 1
-
-
-def _with_node_facts(rows: list[Facts]) -> list[Facts]:
-    """The rows, completed with what follows from all rows of a node together: its ranks, and its free shared memory."""
-    nodes: dict[object, list[Facts]] = defaultdict(list)
-    for row in rows:
-        nodes[row.host if row.mpi_problem else row.node].append(row)
-    found: dict[int, Facts] = {}
-    for node in nodes.values():
-        ranks = tuple(row.rank for row in node)
-        # Ranks measured at different times, while others allocated or freed memory: the smallest value is the safe one.
-        free = [row.shm_nbytes for row in node if row.shm_nbytes is not None]
-        least = min(free) if len(free) == len(node) else None
-        found |= {row.rank: replace(row, node=ranks, shm_nbytes=least) for row in node}
-    return [found[row.rank] for row in rows]
-
-
-def _wait_for_the_printer(group: Group, facts: Facts, deadline: Deadline) -> None:
-    """Do not exit before the printing rank is done: many launchers end all tasks as soon as one exits with 1."""
-    deadline.at = "rank 0 to print"
-    if group.size > 1:
-        group.gather_int(0)
-    elif facts.task and facts.n_launched > 1:
-        time.sleep(_LINGER_SECONDS)
 
 
 def _start_mpi(environ: Mapping[str, str]) -> Facts:
@@ -108,24 +88,33 @@ def _examine(facts: Facts, deadline: Deadline) -> Report:
     if not facts.mpi_problem:
         deadline.at = "the ranks of this node"
         facts = with_node(facts, group_of())
-        if facts.mpi_size == 1 and facts.n_launched > 1:  # singletons: nothing to run checks with
-            return Report([facts], diagnose([facts]), [])
+    is_apart = facts.mpi_size == 1 and facts.n_launched > 1
+    if is_apart and not facts.mpi_problem:  # singletons: nothing to run checks with
+        return Report([facts], diagnose([facts]), [])
     deadline.at = "JAX to start on all ranks"
     try:
         initialize()
     except ShardloadError as error:
-        if facts.mpi_problem and facts.n_launched > 1:  # neither MPI nor JAX connects the tasks
+        if is_apart:  # neither MPI nor JAX connects the tasks
             return Report([facts], diagnose([facts]), [])
         facts = replace(facts, jax_problem=str(error))
     else:
         facts = with_jax(facts)
-    deadline.at, deadline.problem = "the facts of the other ranks", facts.jax_problem
+    deadline.at = f"the facts of the other ranks; here JAX: {facts.jax_problem or 'started'}"
     group = group_of()
     texts = group.gather_text(to_json(replace(facts, rank=group.rank, size=group.size)))
-    rows = _with_node_facts([from_json(text) for text in texts])
+    rows = [from_json(text) for text in texts]
+    nodes: dict[object, list[Facts]] = defaultdict(list)
+    for row in rows:
+        nodes[_node_of(row)].append(row)
+    rows = [replace(row, node=tuple(other.rank for other in nodes[_node_of(row)])) for row in rows]
     findings = diagnose(rows)
-    has_errors = any(finding.level == ERROR for finding in findings)
-    return Report(rows, findings, run_checks(group, rows, deadline, has_errors))
+    return Report(rows, findings, run_checks(group, deadline, any(finding.level == ERROR for finding in findings)))
+
+
+def _node_of(row: Facts) -> str | tuple[int, ...]:
+    """What the ranks of a node have in common: without MPI its name."""
+    return row.host if row.mpi_problem else row.node
 
 
 @contextmanager

@@ -6,11 +6,12 @@ Each step makes exactly what the format's own library reads; docs/design/save.md
 from __future__ import annotations
 
 import contextlib
+import gzip
+import io
 import struct
 import threading
 import zlib
-from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import deflate
@@ -18,7 +19,7 @@ import numpy as np
 import zstandard
 
 from shardload.formats.codecs.chains import Bytes, Many, Stage, Step
-from shardload.formats.codecs.transforms import numcodecs, one_by_one
+from shardload.formats.codecs.transforms import numcodecs
 from shardload.formats.contract.format import UndecodedError
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "check_blosc",
     "decode_blosc",
     "decode_gzip",
+    "decode_lz4",
     "decode_zlib",
     "decode_zstd",
     "encode_blosc",
@@ -42,24 +44,13 @@ _LZ4_BLOCK = 1 << 30
 def decode_zlib() -> Stage:
     """HDF5's gzip filter and Zarr's zlib: a zlib stream, with its Adler-32 checked. Uses libdeflate."""
 
-    def within(data: Bytes, most: int) -> Bytes:
-        stream = zlib.decompressobj()
+    def undo(data: Many, out: Bytes) -> Many:
         try:
-            found = stream.decompress(data.tobytes(), most + 1)
-        except zlib.error as error:
-            raise ValueError(f"the gzip stream is damaged ({error})") from None
-        if len(found) > most or not stream.eof:
-            raise ValueError(f"the gzip stream is damaged, or longer than the {most} bytes that can be between two compressors")
-        return np.frombuffer(found, dtype=np.uint8)
+            return [deflate.zlib_decompress(one, out.shape[1]) for one in data]
+        except deflate.DeflateError as error:
+            raise ValueError(f"the gzip stream is damaged, or longer than the chunk ({error})") from None
 
-    return Stage("gzip", _inflater(deflate.zlib_decompress), None, within, _inflate_many)
-
-
-def _inflate_many(data: Many, out: Bytes) -> Many:
-    try:
-        return [deflate.zlib_decompress(one, out.shape[1]) for one in data]
-    except deflate.DeflateError as error:
-        raise ValueError(f"a gzip stream is damaged, or longer than the chunk ({error})") from None
+    return Stage("gzip", undo, None)
 
 
 def encode_zlib(level: int) -> Step:
@@ -68,57 +59,29 @@ def encode_zlib(level: int) -> Step:
 
 
 def decode_gzip() -> Stage:
-    """Zarr's gzip: gzip members, with their CRC-32 checked. Uses libdeflate for a single member, zlib for several."""
-    first = _inflater(deflate.gzip_decompress)
+    """Zarr's gzip: gzip members, with their CRC-32 checked. Uses libdeflate for a single member, gzip for several."""
 
-    def undo(data: Bytes, out: Bytes) -> Bytes | None:
-        # libdeflate stops after the first member. The last member ends with its size, so a single member is easy to recognize.
-        if len(data) >= 4 and int.from_bytes(data[-4:].tobytes(), "little") == len(out) & 0xFFFFFFFF:
-            with contextlib.suppress(ValueError):
-                found = first(data, out)
-                if len(found) == len(out):
-                    return found
-        done = _gunzip_members(data, out)
-        if done != len(out):
-            raise ValueError(f"the gzip stream is damaged: it gives {done} bytes, the chunk has {len(out)}")
-        return None
+    def undo(data: Many, out: Bytes) -> Many:
+        return [_gunzip(one, out.shape[1]) for one in data]
 
-    def within(data: Bytes, most: int) -> Bytes:
-        room = np.empty(most, dtype=np.uint8)
-        try:
-            return room[: _gunzip_members(data, room)]
-        except ValueError as error:
-            raise ValueError(f"between two compressors: {error}") from None
-
-    return Stage("gzip", undo, None, within, one_by_one(undo))
+    return Stage("gzip", undo, None)
 
 
-def _gunzip_members(data: Bytes, out: Bytes) -> int:
-    """Decode gzip members (RFC 1952) one after the other into `out`; returns the decoded bytes. Zeros may follow them."""
-    rest, done = data.tobytes(), 0
+def _gunzip(data: Any, nbytes: int) -> Any:
+    # libdeflate stops after the first member. The last member ends with its size, so a single member is easy to recognize.
+    if len(data) >= 4 and int.from_bytes(bytes(data[-4:]), "little") == nbytes & 0xFFFFFFFF:
+        with contextlib.suppress(deflate.DeflateError):
+            single = deflate.gzip_decompress(data, nbytes)
+            if len(single) == nbytes:
+                return single
     try:
-        while rest.strip(b"\0"):
-            member = zlib.decompressobj(wbits=31)
-            found = member.decompress(rest, len(out) - done + 1)  # one byte more than fits, because 0 would mean no limit
-            if done + len(found) > len(out):
-                raise ValueError(f"the gzip stream is longer than the chunk, which has {len(out)} bytes")
-            if not member.eof:
-                raise ValueError("the gzip stream is damaged (it ends too early)")
-            out[done : done + len(found)] = np.frombuffer(found, dtype=np.uint8)
-            done, rest = done + len(found), member.unused_data
-    except zlib.error as error:
-        raise ValueError(f"the gzip stream is damaged, or longer than the chunk ({error})") from None
-    return done
-
-
-def _inflater(decompress: Callable[[Any, int], bytearray]) -> Callable[[Bytes, Bytes], Bytes]:
-    def undo(data: Bytes, out: Bytes) -> Bytes:
-        try:
-            return np.frombuffer(decompress(data, out.nbytes), dtype=np.uint8)
-        except deflate.DeflateError as error:
-            raise ValueError(f"the gzip stream is damaged, or longer than the chunk ({error})") from None
-
-    return undo
+        with gzip.GzipFile(fileobj=io.BytesIO(data)) as members:
+            found = members.read(nbytes)
+            if len(found) == nbytes and not members.read(1):
+                return found
+    except (EOFError, OSError, zlib.error) as error:
+        raise ValueError(f"the gzip stream is damaged ({error})") from None
+    raise ValueError(f"the gzip stream is damaged: it does not give the {nbytes} bytes of the chunk")
 
 
 def encode_gzip(level: int) -> Step:
@@ -137,97 +100,38 @@ def _not_compressed(wbits: int) -> Step:
 
 
 def decode_zstd() -> Stage:
-    """Zstandard frames. Uses numcodecs, which alone would leave the end of the buffer unwritten if a frame declares less."""
+    """Zstandard frames. Uses numcodecs, which alone would leave the end of the buffer unwritten if a frame declares less.
 
-    def undo(data: Bytes, out: Bytes) -> None:
-        _check_zstd(data, len(out))
-        try:
-            # Always decode into `out`: a frame written as a stream declares no size, and would get any amount of memory.
-            numcodecs().zstd.decompress(data, out)
-        except (RuntimeError, ValueError) as error:
-            raise ValueError(f"the zstd data is damaged ({error})") from None
+    It makes a new context for each frame, which takes a third of the time for 16 KiB; zstandard keeps its own.
+    """
 
-    def within(data: Bytes, most: int) -> Bytes:
-        size = _zstd_size(data)
-        if size is None or size > most:
-            raise ValueError(f"the zstd frame declares {size or 'no'} bytes, between two compressors can be {most} at most")
-        out = np.empty(size, dtype=np.uint8)
-        undo(data, out)
-        return out
-
-    def undo_many(data: Many, out: Bytes) -> Many:
-        nbytes, decompress = out.shape[1], _small_zstd()
-        heads, rows = _zstd_heads(nbytes), out.reshape(-1).data
+    def undo(data: Many, out: Bytes) -> Many:
+        nbytes, rows = out.shape[1], out.reshape(-1).data
         try:
             for k, one in enumerate(data):
-                is_declared = False
-                for n, starts in heads:
-                    if bytes(one[:n]) in starts:
-                        is_declared = True
-                        break
-                if not is_declared:
-                    _check_zstd(np.frombuffer(one, dtype=np.uint8), nbytes)
-                if is_declared and nbytes <= _SMALL_NBYTES:
-                    # A microsecond less than a buffer of ours, which numcodecs examines in Python.
-                    rows[k * nbytes : (k + 1) * nbytes] = decompress(one)
+                size = zstandard.frame_content_size(one)
+                if size not in (nbytes, -1):
+                    raise ValueError(f"the frame declares {size} bytes, the chunk has {nbytes}")
+                if size == nbytes <= _SMALL_NBYTES:
+                    rows[k * nbytes : (k + 1) * nbytes] = _zstd_of_thread.decompress(one)
                 else:
+                    # Always into `out`: a frame written as a stream declares no size, and would get any amount of memory.
                     numcodecs().zstd.decompress(one, out[k])
-        except Exception as error:  # zstandard has an exception of its own
-            if isinstance(error, MemoryError):
-                raise
+        except (RuntimeError, ValueError, zstandard.ZstdError) as error:
             raise ValueError(f"the zstd data is damaged ({error})") from None
         return out
 
-    return Stage("zstd", undo, None, within, undo_many)
+    return Stage("zstd", undo, None)
 
 
-_zstd_of_thread = threading.local()
+class _ZstdDecoder(threading.local):
+    """The decoder of small frames of this thread."""
+
+    def __init__(self) -> None:
+        self.decompress = partial(zstandard.ZstdDecompressor().decompress, allow_extra_data=False)
 
 
-def _small_zstd() -> Callable[[Any], bytes]:
-    """The decoder of small frames of this thread: ``decompress(data) -> bytes``.
-
-    numcodecs makes a new context for each frame, which takes a third of the time for 16 KiB; zstandard keeps its context.
-    """
-    decompress: Callable[[Any], bytes] | None = getattr(_zstd_of_thread, "decompress", None)
-    if decompress is None:
-        decompress = _zstd_of_thread.decompress = partial(zstandard.ZstdDecompressor().decompress, allow_extra_data=False)
-    return decompress
-
-
-@lru_cache(maxsize=256)
-def _zstd_heads(nbytes: int) -> tuple[tuple[int, frozenset[bytes]], ...]:
-    """The first bytes of frames that declare `nbytes`, as writers make them of small chunks (one segment), and their number."""
-    found = []
-    for code, n in enumerate((1, 2, 4, 8)):
-        value = nbytes - 256 if n == 2 else nbytes
-        if 0 <= value < 256**n:
-            descriptors = (code << 6 | 1 << 5, code << 6 | 1 << 5 | 4)  # without a checksum of the content, and with one
-            starts = frozenset(_ZSTD_MAGIC + bytes([one]) + value.to_bytes(n, "little") for one in descriptors)
-            found.append((len(_ZSTD_MAGIC) + 1 + n, starts))
-    return tuple(found[:2])  # a writer takes the shortest, or the next
-
-
-_ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
-
-
-def _check_zstd(data: Bytes, nbytes: int) -> None:
-    """Raise ValueError if `data` is not a Zstandard frame, or declares another decoded size than `nbytes`."""
-    size = _zstd_size(data)
-    if size is not None and size != nbytes:
-        raise ValueError(f"the zstd frame declares {size} bytes, the chunk has {nbytes}")
-
-
-def _zstd_size(data: Bytes) -> int | None:
-    """The decoded size that a Zstandard frame (RFC 8878, 3.1.1.1) declares; None if it declares none."""
-    head = data[:18].tobytes()
-    if len(head) < 6 or head[:4] != _ZSTD_MAGIC:
-        raise ValueError(f"no zstd frame: it starts with {head[:4]!r}")
-    descriptor = head[4]
-    is_single = descriptor >> 5 & 1
-    at = 5 + (1 - is_single) + (0, 1, 2, 4)[descriptor & 3]
-    n = (is_single, 2, 4, 8)[descriptor >> 6]
-    return int.from_bytes(head[at : at + n], "little") + (256 if n == 2 else 0) if n else None
+_zstd_of_thread = _ZstdDecoder()
 
 
 class _ZstdOfThread(threading.local):
@@ -262,33 +166,16 @@ def encode_zstd(level: int) -> Step:
 def decode_blosc() -> Stage:
     """A Blosc 1 buffer, with any compressor (lz4, zstd, ...), shuffled or not. Uses numcodecs, which trusts its header."""
 
-    def undo(data: Bytes, out: Bytes) -> None:
-        check_blosc(data, len(out))
-        try:
-            numcodecs().blosc.decompress(data, out)
-        except (RuntimeError, ValueError) as error:
-            raise blosc_error(data, error) from None
-
-    def within(data: Bytes, most: int) -> Bytes:
-        size = int.from_bytes(data[4:8].tobytes(), "little")
-        if size > most:
-            raise ValueError(f"the blosc header declares {size} bytes, between two compressors can be {most} at most")
-        out = np.empty(size, dtype=np.uint8)
-        undo(data, out)
-        return out
-
-    def undo_many(data: Many, out: Bytes) -> Many:
-        nbytes, one = out.shape[1], data[0]
-        try:
-            for one, row in zip(data, out, strict=True):
-                if len(one) < 16 or struct.unpack_from("<III", one, 4)[::2] != (nbytes, len(one)):
-                    check_blosc(np.frombuffer(one, dtype=np.uint8), nbytes)
+    def undo(data: Many, out: Bytes) -> Many:
+        for one, row in zip(data, out, strict=True):
+            check_blosc(one, out.shape[1])
+            try:
                 numcodecs().blosc.decompress(one, row)
-        except RuntimeError as error:
-            raise blosc_error(one, error) from None
+            except (RuntimeError, ValueError) as error:
+                raise blosc_error(one, error) from None
         return out
 
-    return Stage("blosc", undo, None, within, undo_many)
+    return Stage("blosc", undo, None)
 
 
 _IN_BLOSC = ("blosclz", "lz4", "snappy", "zlib", "zstd")  # by the highest bits of the flags; lz4hc makes lz4
@@ -314,11 +201,10 @@ def check_blosc(data: Any, nbytes: int | None = None) -> None:
 
     The library trusts the header. If it declares more, the library reads and writes past the end of its buffers.
     """
-    head = bytes(data[:16].tobytes())
-    size, stored = (int.from_bytes(head[a : a + 4], "little") for a in (4, 12))
-    if len(head) < 16 or stored != data.nbytes or nbytes not in (None, size):
+    size, _, stored = struct.unpack_from("<III", data, 4) if len(data) >= 16 else (0, 0, 0)
+    if not stored or stored != len(data) or nbytes not in (None, size):
         expected = "any number" if nbytes is None else nbytes
-        raise ValueError(f"the blosc header declares {stored} bytes for {size}; {data.nbytes} are stored for {expected}")
+        raise ValueError(f"the blosc header declares {stored} bytes for {size}; {len(data)} are stored for {expected}")
 
 
 def encode_blosc(cname: str, level: int, shuffling: int, itemsize: int) -> Step:
@@ -330,6 +216,38 @@ def encode_blosc(cname: str, level: int, shuffling: int, itemsize: int) -> Step:
         return numcodecs().blosc.compress(elements, name, level, shuffling, 0)
 
     return step
+
+
+def decode_lz4() -> Stage:
+    """HDF5's LZ4 filter: see `encode_lz4`. Uses numcodecs, which takes the decoded size of a block from 4 bytes before it."""
+
+    def undo(data: Many, out: Bytes) -> Many:
+        for one, row in zip(data, out, strict=True):
+            at, done, stored = 12, 0, memoryview(one)
+            size, most = struct.unpack_from(">QI", stored) if len(stored) >= 12 else (0, 0)
+            if size != len(row) or (size and not most):
+                raise ValueError(f"the lz4 header declares {size} bytes in blocks of {most}, the chunk has {len(row)}")
+            while done < size:
+                block = row[done : done + most]
+                end = at + 4 + int.from_bytes(stored[at : at + 4], "big")
+                if not at + 4 < end <= len(stored):
+                    raise ValueError(f"an lz4 header declares a block of {end - at - 4} bytes at byte {at} of {len(stored)}")
+                packed = stored[at + 4 : end]
+                if len(packed) == len(block):  # stored as it is
+                    block[...] = packed
+                else:
+                    _unpack_lz4(packed, block)
+                at, done = end, done + len(block)
+        return out
+
+    return Stage("lz4", undo, None)
+
+
+def _unpack_lz4(packed: Any, block: Bytes) -> None:
+    try:
+        numcodecs().lz4.decompress(len(block).to_bytes(4, "little") + bytes(packed), block)
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(f"the lz4 data is damaged ({error})") from None
 
 
 def encode_lz4() -> Step:

@@ -5,5 +5,4 @@ format        `Format`, `OpenFile`, `Source`: what a format implements
 chunk_reader  reads and decodes stored chunks in several threads
 by_chunks     reads a region chunk by chunk
 dtypes        which values JAX can hold
-ranges        ranges of bytes of a file
 """

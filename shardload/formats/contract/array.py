@@ -21,6 +21,7 @@ __all__ = [
     "GROUP",
     "MOST_KEPT",
     "MOST_NAMED",
+    "NOTHING",
     "TOLD",
     "ArrayInfo",
     "Properties",
@@ -117,17 +118,8 @@ class ArrayInfo:
     @classmethod
     def from_dict(cls, found: dict[str, Any]) -> ArrayInfo:
         """The inverse of `to_dict`, also after JSON made lists of its tuples."""
-        chunks, shards, labels = found["chunks"], found["shards"], found["labels"]
-        shape = tuple(found["shape"])
-        return cls(
-            **{
-                **found,
-                "shape": shape,
-                "chunks": None if chunks is None else tuple(chunks),
-                "shards": None if shards is None else tuple(shards),
-                "labels": None if labels is None else from_plain(labels),
-            }
-        )
+        sizes = {name: None if found[name] is None else tuple(found[name]) for name in ("shape", "chunks", "shards")}
+        return cls(**found | sizes | {"labels": None if found["labels"] is None else from_plain(found["labels"])})
 
     def to_json(self) -> str:
         """`to_dict` as text."""
@@ -139,9 +131,16 @@ class ArrayInfo:
         return cls.from_dict(json.loads(text))
 
     @property
+    def _known_labels(self) -> Labels:
+        """The labels, read now if they are read on demand."""
+        if self.labels is None:
+            return Labels((None,) * len(self.shape), self.attributes)
+        return self.labels.found if isinstance(self.labels, OnDemand) else self.labels
+
+    @property
     def dims(self) -> tuple[str | None, ...]:
         """The name of each axis; None for an axis without one, or if names were not asked for."""
-        return (None,) * len(self.shape) if self.labels is None else self.labels.dims
+        return self._known_labels.dims
 
     @property
     def n_parts(self) -> int:
@@ -151,17 +150,17 @@ class ArrayInfo:
     @property
     def attrs(self) -> Mapping[str, Any]:
         """All attributes, as plain Python; only those of `attributes` if no more were asked for."""
-        return self.attributes if self.labels is None else self.labels.attrs
+        return self._known_labels.attrs
 
     @property
     def coords(self) -> Mapping[str, Coordinate]:
         """The coordinates by name, with their values if they are small; none if they were not asked for."""
-        return {} if self.labels is None else self.labels.coords
+        return self._known_labels.coords
 
     @property
     def group_attrs(self) -> Mapping[str, Any]:
         """The attributes of the group that the array is in (of the file, for the root); none if they were not asked for."""
-        return {} if self.labels is None else self.labels.of_group
+        return self._known_labels.of_group
 
     def __str__(self) -> str:
         """As messages name it: ``'/density' in 'data.h5'``."""
@@ -221,7 +220,7 @@ class Properties:
     scale_name: str | None = None
 
     @classmethod
-    def of(cls, labels: Labels | OnDemand, dtype: np.dtype[Any], attrs: Mapping[str, Any], **more: Any) -> Properties:
+    def of(cls, labels: Labels, dtype: np.dtype[Any], attrs: Mapping[str, Any], **more: Any) -> Properties:
         """With names of axes and coordinates as an array's labels say them."""
         return cls(dtype, labels.dims, attrs, coordinates=tuple(one.dataset for one in labels.coords.values()), **more)
 
@@ -240,6 +239,7 @@ def some(texts: Sequence[str], more: str = "") -> str:
 
 
 GROUP = "group"
+NOTHING = "nothing"  # in the place of a type: there are no values
 
 
 def group_info(path: str, name: str, format_name: str, attributes: Sequence[str], how: str) -> ArrayInfo:

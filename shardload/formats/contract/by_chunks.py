@@ -5,40 +5,17 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from operator import is_
 from typing import Any
 
 import numpy as np
 
-from shardload.formats.contract.chunk_reader import BatchReader, ChunkReader, PlainReader, Scratch
-from shardload.planning.batches import cut_box
+from shardload.formats.contract.chunk_reader import ChunkReader, Scratch
+from shardload.planning.batches import cut_box, stretches
 from shardload.planning.region import Region
 
-__all__ = [
-    "a_few_chunks",
-    "check_chunk",
-    "chunks_met",
-    "has_missing",
-    "index_in_parts",
-    "read_by_chunks",
-    "read_chunks",
-    "read_plain_chunks",
-]
+__all__ = ["a_few_chunks", "chunks_met", "copy_chunks", "copy_rows", "index_in_parts", "read_by_chunks", "region_of"]
 
-
-def has_missing(stored: Sequence[Any] | np.ndarray[Any, Any]) -> bool:
-    """True if a chunk that `BatchReader.fetch_many` returned is missing. It takes no step of Python for each chunk.
-
-    >>> has_missing([b"", None]), has_missing([b"", b"1"])
-    (True, False)
-    """
-    return any(map(is_, stored, itertools.repeat(None)))
-
-
-def check_chunk(index: Sequence[int], counts: Sequence[int]) -> None:
-    """Raise ValueError if there is no chunk at `index` in a grid of so many chunks along each axis."""
-    if len(index) != len(counts) or not all(0 <= k < n for k, n in zip(index, counts, strict=True)):
-        raise ValueError(f"there is no chunk {tuple(index)} in a grid of {tuple(counts)}")
+_AT_ONCE_NBYTES = 1 << 20  # decoded, of small chunks that are read together
 
 
 def chunks_met(region: Region, chunk_shape: Sequence[int]) -> list[range]:
@@ -53,69 +30,104 @@ def chunks_met(region: Region, chunk_shape: Sequence[int]) -> list[range]:
 def read_by_chunks(
     reader: ChunkReader, chunk_shape: tuple[int, ...], region: Region, out: np.ndarray[Any, Any]
 ) -> list[tuple[int, ...]]:
-    """Read a non-empty region into a buffer of its shape, chunk by chunk; returns the indices of missing chunks."""
-    whole, missing, room = np.empty(chunk_shape, out.dtype), [], Scratch()
-    for index in itertools.product(*chunks_met(region, chunk_shape)):
-        encoded = reader.fetch(index, room)
-        if encoded is None:
-            missing.append(index)
-        reader.decode(encoded, whole)
-        start = tuple(i * c for i, c in zip(index, chunk_shape, strict=True))
-        common = Region(start, tuple(a + c for a, c in zip(start, chunk_shape, strict=True))).intersect(region)
-        if common is not None:
+    """Read a non-empty region into a buffer of its shape, some chunks at a time; returns the indices of missing chunks."""
+    missing, room, memory = list[tuple[int, ...]](), Scratch(), Scratch()
+    chunk_size = math.prod(chunk_shape)
+    most = max(1, _AT_ONCE_NBYTES // max(1, chunk_size * out.dtype.itemsize))
+    for box in cut_box(chunks_met(region, chunk_shape), most):
+        n = math.prod(map(len, box))
+        values = _as_chunks(box, chunk_shape, region, out)
+        is_in_place = values is not None
+        if values is None:
+            values = memory(n * chunk_size * out.dtype.itemsize).view(out.dtype).reshape(*map(len, box), *chunk_shape)
+        elif reader.read_plain(box, values):
+            continue
+        encoded = reader.fetch(box, room)
+        reader.decode(encoded, values)
+        if encoded.has_missing:
+            is_stored = [data is not None for data in encoded.data]
+            missing += [index for index, stored in zip(itertools.product(*box), is_stored, strict=True) if not stored]
+        if not is_in_place:
+            common = region_of(box, chunk_shape, region)
             into: Any = (*common.slices(region.start), ...)
-            part: Any = (*common.slices(start), ...)
-            out[into] = whole[part]
+            copy_chunks(values, box, chunk_shape, common, out[into])
     return missing
 
 
-def read_plain_chunks(reader: Any, chunk_shape: tuple[int, ...], region: Region, out: np.ndarray[Any, Any]) -> bool:
-    """Read a region straight into a buffer of its shape, if its chunks are plain values and lie there as in the buffer.
+def region_of(box: Sequence[range], chunk_shape: Sequence[int], within: Region) -> Region:
+    """What a region has of a box of chunks.
 
-    False, and the buffer may hold anything, if the region must be read another way. Errors are those of `PlainReader`.
-
-    >>> read_plain_chunks(None, (2,), Region((0,), (4,)), np.empty(4))
-    False
+    >>> str(region_of((range(1, 3),), (4,), Region((5,), (20,))))
+    '[5:12]'
     """
-    box = chunks_met(region, chunk_shape)
-    return _lies_as_chunks(box, chunk_shape, out) and isinstance(reader, PlainReader) and reader.read_plain(box, out)
-
-
-def _lies_as_chunks(box: Sequence[range], chunk_shape: tuple[int, ...], out: np.ndarray[Any, Any]) -> bool:
-    """True if the chunks of a box, one after the other, lie as in the buffer `out` of a region that meets them."""
-    counts = list(map(len, box))
-    return out.size == math.prod(counts) * math.prod(chunk_shape) and all(n == 1 for n in counts[1:])
-
-
-def read_chunks(reader: Any, chunk_shape: tuple[int, ...], region: Region, out: np.ndarray[Any, Any]) -> bool:
-    """Read a region of many small chunks with few calls of its `ChunkReader`, into a buffer of its shape.
-
-    False, and the buffer may hold anything, if the chunks must be read another way: the reader is no `BatchReader`, or there
-    is anything unusual, such as a missing chunk. Errors are those of `BatchReader`.
-
-    >>> read_chunks(None, (2,), Region((0,), (4,)), np.empty(4))
-    False
-    """
-    if not isinstance(reader, BatchReader):
-        return False
-    box = chunks_met(region, chunk_shape)
-    stored = reader.fetch_many(box)
-    if stored is None or has_missing(stored):
-        return False
-    if _lies_as_chunks(box, chunk_shape, out):
-        reader.decode_many(stored, out.reshape(-1, *chunk_shape))
-        return True
-    counts, ndim = list(map(len, box)), len(box)
-    chunks = np.empty((math.prod(counts), *chunk_shape), out.dtype)
-    reader.decode_many(stored, chunks)
-    order = [axis for k in range(ndim) for axis in (k, ndim + k)]  # the chunks along an axis, then the elements of a chunk
-    padded = (
-        chunks.reshape((*counts, *chunk_shape))
-        .transpose(order)
-        .reshape([n * c for n, c in zip(counts, chunk_shape, strict=True)])
+    axes = list(zip(box, chunk_shape, within.start, within.stop, strict=True))
+    return Region(
+        tuple([max(axis.start * c, low) for axis, c, low, _ in axes]),
+        tuple([min(axis.stop * c, high) for axis, c, _, high in axes]),
     )
-    np.copyto(out, padded[region.slices([axis.start * c for axis, c in zip(box, chunk_shape, strict=True)])])
-    return True
+
+
+def _as_chunks(
+    box: Sequence[range], chunk_shape: Sequence[int], region: Region, out: np.ndarray[Any, Any]
+) -> np.ndarray[Any, Any] | None:
+    """The memory of a box of chunks in the buffer of a region, if its whole chunks lie there one after the other; else None."""
+    axes = list(zip(box, chunk_shape, strict=True))
+    whole = Region(tuple([axis.start * c for axis, c in axes]), tuple([axis.stop * c for axis, c in axes]))
+    if any(len(axis) > 1 for axis in box[1:]) or not region.contains(whole):
+        return None
+    at: Any = (*whole.slices(region.start), ...)
+    view: np.ndarray[Any, Any] = out[at]
+    return view if view.flags.c_contiguous else None
+
+
+def copy_chunks(
+    values: np.ndarray[Any, Any],
+    box: Sequence[range],
+    cell: Sequence[int],
+    region: Region,
+    out: np.ndarray[Any, Any],
+    phase: Sequence[int] | None = None,
+) -> None:
+    """Copy a region out of decoded chunks.
+
+    Parameters
+    ----------
+    values : ndarray
+        It has the axes of the box, then those of a chunk.
+    box : sequence of range
+        The chunks, of a grid with `phase` elements of the first chunk before the array (none by default).
+    cell : sequence of int
+        Shape of a chunk.
+    region : Region
+        Inside of the box.
+    out : ndarray
+        Of the shape of the region.
+    """
+    ndim = len(box)
+    cuts = [
+        stretches(a + p, b + p, c, axis.start)
+        for a, b, p, c, axis in zip(region.start, region.stop, phase or (0,) * ndim, cell, box, strict=True)
+    ]
+    order = [*range(0, 2 * ndim, 2), *range(1, 2 * ndim, 2)]
+    for chosen in itertools.product(*cuts):
+        source: Any = (
+            *(slice(part.chunk, part.chunk + part.n) for part in chosen),
+            *(slice(part.start, part.start + part.length) for part in chosen),
+            ...,
+        )
+        target: Any = (*(slice(part.at, part.at + part.n * part.length) for part in chosen), ...)
+        cut = out[target].reshape([size for part in chosen for size in (part.n, part.length)])
+        copy_rows(cut.transpose(order), values[source])
+
+
+def copy_rows(out: np.ndarray[Any, Any], values: np.ndarray[Any, Any]) -> None:
+    """Copy between arrays of one shape. Runs along the last axis are moved as one item each: that is faster for short runs."""
+    if out.ndim and out.dtype == values.dtype and out.shape[-1] > 1:
+        itemsize = out.itemsize
+        if out.strides[-1] == values.strides[-1] == itemsize:
+            item = np.dtype((np.void, itemsize * out.shape[-1]))
+            out, values = out.view(item), values.view(item)
+    np.copyto(out, values, casting="no")
 
 
 def a_few_chunks(region: Region, chunk_shape: Sequence[int], most: int) -> Iterator[Region]:
@@ -127,8 +139,7 @@ def a_few_chunks(region: Region, chunk_shape: Sequence[int], most: int) -> Itera
     ['[0:1, 1:20]', '[0:1, 20:30]', '[1:2, 1:20]', '[1:2, 20:30]']
     """
     for box in cut_box(chunks_met(region, chunk_shape), most):
-        start = tuple(max(a, axis.start * c) for a, axis, c in zip(region.start, box, chunk_shape, strict=True))
-        yield Region(start, tuple(min(b, axis.stop * c) for b, axis, c in zip(region.stop, box, chunk_shape, strict=True)))
+        yield region_of(box, chunk_shape, region)
 
 
 def index_in_parts(array: Any, region: Region, parts: Callable[[Region], Iterator[Region]]) -> np.ndarray[Any, np.dtype[Any]]:

@@ -1,16 +1,19 @@
-"""How are the stored chunks of an array read and decoded? By a `ChunkReader`, from several threads."""
+"""How are the stored chunks of an array read and decoded? By a `ChunkReader`, a box of chunks at a time, in any thread."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+import abc
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import is_
+from typing import Any
 
 import numpy as np
 
 from shardload.system.scratch import empty_bytes
 
-__all__ = ["BatchReader", "ChunkReader", "Encoded", "Room", "Scratch", "fresh"]
+__all__ = ["ChunkReader", "Encoded", "Room", "Scratch", "box_of", "check_box", "fresh"]
 
 
 def fresh(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -40,67 +43,60 @@ class Scratch:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """One chunk as stored.
+    """The chunks of a box as they are stored.
 
     Attributes
     ----------
-    data : bytes-like
-        Its bytes in the file.
-    skipped : frozenset of int
-        Stages of the decoding chain that were not applied to this chunk.
+    data : sequence of bytes-like or None
+        The bytes of each chunk, in C order; None for a chunk that is missing.
+    skipped : mapping of int to frozenset of int
+        For chunks to which some stages of the decoding chain were not applied, by their number in the box: which stages.
     """
 
-    data: Any
-    skipped: frozenset[int] = frozenset()
+    data: Sequence[Any]
+    skipped: Mapping[int, frozenset[int]] = field(default_factory=dict)
+
+    @property
+    def has_missing(self) -> bool:
+        """True if a chunk is missing. It takes no step of Python for each chunk."""
+        return any(map(is_, self.data, itertools.repeat(None)))
 
 
-class ChunkReader(Protocol):
-    """Reads the chunks of one open array, one by one. Several threads may call both methods at once."""
+class ChunkReader(abc.ABC):
+    """Reads the chunks of one open array. Several threads may call all methods at once.
 
-    def fetch(self, index: tuple[int, ...], room: Room = fresh) -> Encoded | None:
-        """Read the chunk at `index` (its position along each axis of the file's chunk grid) as it is stored.
-
-        `room` gives the memory to read into: memory that was used before is much faster than new memory. Returns None if the
-        chunk is missing: its values are the fill value. Errors in the file are OSError (also for a short read) or ValueError.
-        """
-        ...
-
-    def decode(self, encoded: Encoded | None, out: np.ndarray[Any, Any]) -> None:
-        """Decode a chunk that `fetch` returned into `out`, which is C-contiguous, has the chunk's full shape (also at the
-        array's edge) and the source's `dtype`. Raises ValueError if the chunk is damaged.
-        """
-        ...
-
-
-@runtime_checkable
-class BatchReader(Protocol):
-    """What a `ChunkReader` may do in addition: many small chunks with few calls. Several threads may call both methods at once.
-
-    If a method finds anything wrong or unusual, the caller reads the same chunks one by one: that names the chunk.
+    If reading or decoding a box of several chunks fails, the caller reads the same chunks one by one, to name the one that is
+    damaged.
     """
 
-    def fetch_many(self, box: Sequence[range], room: Room = fresh) -> list[Any] | None:
-        """Read all chunks of a box of the file's chunk grid as they are stored, in C order.
+    @abc.abstractmethod
+    def fetch(self, box: Sequence[range], room: Room = fresh) -> Encoded:
+        """Read the chunks of a box of the file's grid of chunks as they are stored.
 
-        The result has a bytes-like object for each chunk, or None if it is missing. They are valid until `room` is called
-        again. The result as a whole is None if these chunks must be read one by one. Errors are those of `ChunkReader.fetch`.
+        `room` gives the memory to read into: memory that was used before is much faster than new memory. What was read is valid
+        until it is called again. Errors in the file are OSError (also for a short read) or ValueError.
         """
-        ...
 
-    def decode_many(self, stored: Sequence[Any], out: np.ndarray[Any, Any]) -> None:
-        """Decode what `fetch_many` returned into `out`, which is C-contiguous and has the chunks one after the other, each with
-        its full shape. Raises ValueError if one is damaged.
+    @abc.abstractmethod
+    def decode(self, encoded: Encoded, out: np.ndarray[Any, Any]) -> None:
+        """Decode what `fetch` returned into `out`, which is C-contiguous and has the source's `dtype`. The chunks lie in it one
+        after the other, each with its full shape, also at the array's edge. Raises ValueError if one is damaged.
         """
-        ...
-
-
-@runtime_checkable
-class PlainReader(Protocol):
-    """What a `ChunkReader` may do in addition: chunks that are stored as plain values need not be copied."""
 
     def read_plain(self, box: Sequence[range], out: np.ndarray[Any, Any]) -> bool:
-        """Read all chunks of a box of the file's chunk grid into `out`, which is C-contiguous and has them one after the other.
+        """Read a box of chunks that are stored as plain values, one after the other, straight into `out`, as for `decode`.
 
-        False, and `out` may hold anything, if they are encoded, missing, scattered or unusual. Raises OSError if a read fails.
+        False, and `out` may hold anything, if they must be fetched and decoded. The default is False.
         """
-        ...
+        return False
+
+
+def box_of(index: Sequence[int]) -> tuple[range, ...]:
+    """One chunk as a box."""
+    return tuple([range(k, k + 1) for k in index])
+
+
+def check_box(box: Sequence[range], counts: Sequence[int]) -> None:
+    """Raise ValueError if some chunks of a box are not in a grid of so many chunks along each axis."""
+    if len(box) != len(counts) or not all(0 <= axis.start < axis.stop <= n for axis, n in zip(box, counts, strict=True)):
+        raise ValueError(f"there are no chunks {tuple(box)} in a grid of {tuple(counts)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 from shardload.formats.contract.array import ArrayInfo
 from shardload.planning.region import Region
 
-__all__ = ["check_request", "dtype_text", "is_added", "native_dtype", "refusal", "settle_bools", "unaddressable"]
+__all__ = ["cast_value", "check_request", "dtype_text", "is_added", "native_dtype", "refusal", "settle_bools", "unaddressable"]
 
 
 _MOST_ELEMENTS, _WIDEST = 2**63 - 1, 16  # bytes of complex128
@@ -100,6 +101,23 @@ def native_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     True
     """
     return np.dtype(dtype.type) if refusal(dtype) is None else dtype
+
+
+def cast_value(value: Any, dtype: np.dtype[Any]) -> Any:
+    """Numbers in another type; None if that has them not. Floating point numbers are rounded.
+
+    >>> cast_value(1e20, np.dtype("f4")), cast_value(300, np.dtype("u1")), cast_value(1e300, np.dtype("f4"))
+    (np.float32(1e+20), None, None)
+    """
+    try:
+        before = np.asarray(value)
+        with np.errstate(all="ignore"), warnings.catch_warnings(action="ignore"):
+            after = before.astype(native_dtype(dtype))
+        is_rounded = dtype.kind in "fc" and not (before.dtype.kind == "c" and dtype.kind == "f")
+        same = np.isfinite(after) == np.isfinite(before) if is_rounded else (after == before)
+    except (TypeError, ValueError, OverflowError):  # text, or an integer that is too large for any type
+        return None
+    return after[()] if np.all(same) else None
 
 
 def check_request(info: ArrayInfo, dtype: np.dtype[Any], region: Region, out: np.ndarray[Any, Any]) -> None:

@@ -10,7 +10,7 @@ None of them knows ranks, devices or plans.
 from __future__ import annotations
 
 import abc
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -124,13 +124,6 @@ class Source(abc.ABC):
         Called only if somebody asks. By default axes have no names.
         """
         return Labels((None,) * len(self.info.shape), self.info.attributes)
-
-    def axes(self, names: Collection[str]) -> Labels:
-        """The names of the axes, and for those of `names` the arrays that are their coordinates: what a selection needs.
-
-        The default is all of `labels`.
-        """
-        return self.labels()
 
     def group_attrs(self) -> Mapping[str, Any]:
         """The attributes of the group that the array is in, as plain Python. The default is none.
@@ -259,10 +252,6 @@ class OpenFile(abc.ABC):
 
         With it a job sees if the arrays of one file were read in different versions of it.
         """
-        return None
-
-    def only_name(self) -> str | None:
-        """The name of the only array, if one look tells that there is no other one and no group; else None."""
         return None
 
     def groups(self) -> Mapping[str, Mapping[str, Any]]:

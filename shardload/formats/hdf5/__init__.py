@@ -5,16 +5,15 @@ Read `source` first.
 metadata                       describes an array
 links                          follows a name, and finds the other files of a dataset
 tiles                          reads a virtual dataset part by part
-missing                        finds the missing chunks
-integrity                      checks that what the file says of itself is true
 opened                         what is asked once of a file and of a dataset
-chunks, contiguous, raw_file   read without the library and its lock
-chunk_index                    says where all chunks are, without the library
+chunks                         where the chunks are, which are missing, and a reader of them
+chunk_index                    ... by the file's own index, without the library
+contiguous, raw_file           read without the library and its lock
 chunk_order                    where the chunks that the library lists really are
 unwrapped                      functions of the library that h5py does not have
 making                         what must be known to make another dataset like one
-filters, chunk_heads           check filters and stored chunks before HDF5 decodes them
-sink, ledger, ledger_file      write a new file: places of chunks, and metadata
+filters                        checks filters before HDF5 decodes chunks with them
+sink, ledger                   write a new file: places of chunks, and metadata
 in_memory                      a file that is nowhere on disk
 pipeline, dimensions           ... its filters and types, and the names of its axes
 joined                         writes a file of virtual datasets

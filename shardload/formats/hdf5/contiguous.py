@@ -20,9 +20,10 @@ import h5py
 import numpy as np
 
 from shardload.formats.hdf5.opened import creation_of, kind_of
-from shardload.formats.hdf5.raw_file import RawFile, swap_size
+from shardload.formats.hdf5.raw_file import swap_size
 from shardload.planning.blocks import NEAR_NBYTES
 from shardload.planning.region import Region
+from shardload.storage.objects import Ranges, StoredObject
 from shardload.system.scratch import shared_scratch
 
 __all__ = ["Hdf5Contiguous", "open_contiguous"]
@@ -30,7 +31,7 @@ __all__ = ["Hdf5Contiguous", "open_contiguous"]
 _SPAN_NBYTES = 1 << 20  # bytes per read: they stay in a core's cache until they are copied
 
 
-def open_contiguous(dataset: h5py.Dataset, dtype: np.dtype[Any], raw: RawFile) -> Hdf5Contiguous | None:
+def open_contiguous(dataset: h5py.Dataset, dtype: np.dtype[Any], raw: StoredObject) -> Hdf5Contiguous | None:
     """A reader of `dataset` as values of `dtype` (a native type); None if HDF5 has to read it."""
     creation = creation_of(dataset)
     if creation.get_layout() != h5py.h5d.CONTIGUOUS or creation.get_external_count() > 0:
@@ -47,7 +48,7 @@ class Hdf5Contiguous:
 
     Parameters
     ----------
-    raw : RawFile
+    raw : StoredObject
         The file that holds it.
     offset : int
         Position of its first byte in the file.
@@ -57,7 +58,7 @@ class Hdf5Contiguous:
         Bytes to reverse, from `swap_size`.
     """
 
-    def __init__(self, raw: RawFile, offset: int, shape: tuple[int, ...], swap: int) -> None:
+    def __init__(self, raw: StoredObject, offset: int, shape: tuple[int, ...], swap: int) -> None:
         self._raw, self._offset, self._shape, self._swap = raw, offset, shape, swap
         self._scratch = shared_scratch()
 
@@ -87,7 +88,12 @@ class Hdf5Contiguous:
             if near < last or self._swap:
                 self._read_spans(axes[near + 1 :], at, strides[near - 1], strides[near], target[index])
             else:
-                self._raw.read_rows(target[index].view(np.uint8), at, strides[near - 1])
+                self._read_rows(target[index].view(np.uint8), at, strides[near - 1])
+
+    def _read_rows(self, rows: np.ndarray[Any, Any], at: int, step: int) -> None:
+        """Fill each row: row k from `at` + k * `step`."""
+        offsets = at + step * np.arange(len(rows), dtype=np.int64)
+        self._raw.read_ranges(Ranges(offsets, np.full(len(rows), rows.shape[1]), most_gap=0), rows.reshape(-1))
 
     def _read_spans(
         self, inner: list[tuple[int, int, int]], at: int, step: int, stride: int, target: np.ndarray[Any, Any]
@@ -108,7 +114,7 @@ class Hdf5Contiguous:
             part = target[plane : plane + most_planes, first : first + most_rows]
             n, rows = part.shape[:2]
             span = memory[: n * rows * stride].reshape(n, rows * stride)
-            self._raw.read_rows(span, at + plane * step + first * stride, step)
+            self._read_rows(span, at + plane * step + first * stride, step)
             np.copyto(part, span.view(kind).reshape(n, rows, *lengths)[wanted])
 
 

@@ -20,7 +20,7 @@ from shardload.formats.contract.dtypes import dtype_text, is_added, native_dtype
 from shardload.formats.growing import HOW_TO_GROW, meaning_of
 from shardload.formats.hdf5.attributes import axis_texts_of, is_scale, plain, scales_of
 from shardload.formats.hdf5.in_memory import file_in_memory
-from shardload.formats.hdf5.ledger_file import old_file
+from shardload.formats.hdf5.ledger import old_file
 from shardload.formats.hdf5.making import properties_of
 from shardload.formats.hdf5.metadata import stands_for_axis
 from shardload.formats.hdf5.names import places_in

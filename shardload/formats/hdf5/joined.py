@@ -100,7 +100,7 @@ class JoinedFile(Hdf5Sink):
 
     def _image(self, values: Mapping[str, Blocks]) -> memoryview:
         """The bytes of the file."""
-        with file_in_memory(track_order=self._is_netcdf or None) as file:
+        with file_in_memory(track_order=self.is_netcdf or None) as file:
             self.describe(file)
             for name, blocks in values.items():
                 dataset = file[self.stored_names[name]]

@@ -36,13 +36,13 @@ from h5py._objects import phil
 from shardload.errors import printable
 from shardload.formats.access import STRICT, Access
 from shardload.formats.containment import TARGET_HINT, Fence, OutsideError, why_not_a_file
-from shardload.formats.contract.ranges import state_of
+from shardload.formats.hdf5.chunks import ChunkPlaces
 from shardload.formats.hdf5.filters import is_stacked, refuse_filters
-from shardload.formats.hdf5.integrity import Sizes
 from shardload.formats.hdf5.names import decoded, encoded
-from shardload.formats.hdf5.opened import OpenDataset, OpenFacts, OpenParts, creation_of, kind_of
+from shardload.formats.hdf5.opened import OpenDataset, OpenFacts, OpenParts, creation_of, kind_of, raw_of
 from shardload.formats.hdf5.raw_file import close_all, has_signature, open_to_read, own_descriptor, plain_descriptor
 from shardload.formats.hdf5.tiles import Behind, Names, version_of
+from shardload.storage.local import state_of
 
 __all__ = [
     "LostError", "Others", "Places", "decoded", "encoded", "follow", "follow_hard", "look_through",
@@ -148,7 +148,8 @@ class Others:
             self.chunks.append(tuple(dataset.chunks))
         if is_stacked(dataset, self.access):
             raise ValueError("its chunks are compressed more than once: HDF5 decodes them without a limit on the size")
-        Sizes(dataset).check()
+        if dataset.chunks is not None:
+            ChunkPlaces(dataset, raw_of(dataset)).check()
 
     def check_whole(self) -> None:
         """Raise OSError if one of the files has become shorter: HDF5 would give zeros or fill values."""

@@ -19,7 +19,7 @@ from shardload.formats.codecs.words import compression_told
 from shardload.formats.contract.array import Properties
 from shardload.formats.contract.dtypes import dtype_text, native_dtype, refusal
 from shardload.formats.hdf5.attributes import UnreadableError, axis_texts_of, is_scale, names_of, plain, read, scales_of
-from shardload.formats.hdf5.filters import LOSSY, NAMES, parameters_of, scaleoffset_is_idle
+from shardload.formats.hdf5.filters import LOSSY, NAMES, parameters_of
 from shardload.formats.hdf5.metadata import (
     NO_NAMES,
     NON_COORDINATE,
@@ -172,7 +172,7 @@ def _changing(number: int, values: tuple[int, ...], kind: str) -> str:
     The values that a lossy filter gives are not those that it was given, also if it has been used on them before: what is
     rounded to the least value of a chunk is rounded to another one in chunks of another shape.
     """
-    if number in LOSSY or (number == 6 and kind == "f" and not scaleoffset_is_idle(values)):
+    if number in LOSSY or (number == 6 and kind == "f"):
         return f"is encoded by {NAMES[number]}, which could change the values once more"
     if number not in NAMES:
         return f"is encoded by HDF5 filter {number}, of which is not known whether it changes values"
@@ -186,7 +186,7 @@ def _options(number: int, values: tuple[int, ...]) -> dict[str, Any]:
         return codec.told(told)
     if number == 32004 and values in ((), (0,)):
         return {}
-    if number == 6 and not scaleoffset_is_idle(values):  # of integers: as many bits as a chunk needs, for none is to be lost
+    if number == 6:  # of integers: as many bits as a chunk needs, for none is to be lost
         return {"options": {"cd_values": (values[0], 0)}}
     own = values[_ARGUMENTS.get(number, slice(None))]
     return {"options": {"cd_values": own} if own else {}}

@@ -7,7 +7,7 @@ not.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,8 +15,7 @@ import h5py
 import numpy as np
 
 from shardload.formats.access import STRICT, Access
-from shardload.formats.codecs.table import HDF5_CODECS
-from shardload.formats.contract.array import MOST_KEPT, TOLD, ArrayInfo, json_value
+from shardload.formats.contract.array import MOST_KEPT, NOTHING, TOLD, ArrayInfo, json_value
 from shardload.formats.contract.dtypes import native_dtype, refusal, unaddressable
 from shardload.formats.hdf5.attributes import (
     UnreadableError,
@@ -52,8 +51,6 @@ __all__ = [
 ]
 
 _HELPERS = (2, 3)  # filters that rearrange or check bytes; listed after the filter that compresses
-# `codecs.chains.Chain` limits the size of the data between them.
-_DECODED_HERE = {number for number, codec in HDF5_CODECS.items() if codec.decoder is not None and not codec.is_sized}
 
 _REFUSED_CLASSES = {
     h5py.h5t.TIME: ("time", "HDF5 times, a type without a portable meaning"),
@@ -98,7 +95,7 @@ def describe(
         dtype, refused = "array", f"small arrays as elements, of {refused}"
     is_virtual = creation.get_layout() == h5py.h5d.VIRTUAL
     if dataset.shape is None:
-        refused = "nothing: its dataspace is null, which is neither an array nor a number"
+        dtype, refused = NOTHING, "no values: its dataspace is null, which is neither an array nor a number"
     elif refused is None:
         refused = _SMALL_IN_MANY if inner and is_virtual else None
         refused = refused or refuse_filters(dataset, access) or _unbounded(filters, access) or others.refused
@@ -157,9 +154,9 @@ def labels_of(dataset: h5py.Dataset, has_coords: bool = True) -> Labels:
     has_coords : bool
         False if its file is another one than that which the caller opens by name.
     """
-    axes = axes_of(dataset)
+    axes = _axes_of(dataset)
     if not _has_attributes(dataset):
-        return axes
+        return axes if has_coords else Labels(axes.dims, axes.attrs)
     attrs = _author_s(dataset)
     coords, above = dict(axes.coords), str(dataset.name or "").rpartition("/")[0]
     for name in names_in(attrs.get("coordinates")):
@@ -186,8 +183,8 @@ def _author_s(owner: h5py.Dataset | h5py.Group) -> dict[str, Any]:
     return {key: _attribute(owner, key) for key in names_of(owner) if not is_hidden(owner, key)}
 
 
-def axes_of(dataset: h5py.Dataset, has_coords: bool = True, names: Collection[str] | None = None) -> Labels:
-    """Of `labels_of`, the names of the axes and their coordinates; only these coordinates, if `names` are given.
+def _axes_of(dataset: h5py.Dataset) -> Labels:
+    """Of `labels_of`, the names of the axes and their coordinates.
 
     Of attributes it has notes only: which names of axes cannot be read, and why.
     """
@@ -201,10 +198,10 @@ def axes_of(dataset: h5py.Dataset, has_coords: bool = True, names: Collection[st
     texts, no_texts = axis_texts_of(dataset)
     scales, no_scales = scales_of(dataset, partial(places_of, dataset))
     for axis, (text, of_axis) in enumerate(zip(texts, scales, strict=True)):
-        dims[axis] = _axis_name(dataset, text, *of_axis[0], coords, names) if of_axis else text or None
+        dims[axis] = _axis_name(dataset, text, *of_axis[0], coords) if of_axis else text or None
     whys = "; ".join(filter(None, (no_texts, no_scales)))
     notes = {NO_NAMES: Note(whys)} if whys else {}
-    return Labels((*dims, *inner), notes, coords if has_coords else {})
+    return Labels((*dims, *inner), notes, coords)
 
 
 def places_of(dataset: h5py.Dataset) -> dict[int, list[str]]:
@@ -234,28 +231,15 @@ def _axes_of_scale(scale: h5py.Dataset) -> list[str | None]:
     return [found.get(number) for number in numbers]
 
 
-def _axis_name(
-    dataset: h5py.Dataset,
-    text: str,
-    full: str,
-    scale: h5py.Dataset,
-    coords: dict[str, Coordinate],
-    names: Collection[str] | None,
-) -> str:
-    """The name of an axis, of which `text` is the label, and `full` the name of the scale; its coordinate is added to `coords`,
-    if it has one and is asked for.
+def _axis_name(dataset: h5py.Dataset, text: str, full: str, scale: h5py.Dataset, coords: dict[str, Coordinate]) -> str:
+    """The name of an axis, of which `text` is the label, and `full` the name of the scale; its coordinate is added to `coords`.
 
     A scale without values may have another name than the axis, if something else has that name: then the label is right.
     """
     top, _, name = full.rpartition("/")
-    is_labelled_otherwise = text not in ("", name)
-    if not is_labelled_otherwise and names is not None and name not in names:
-        return name
     has_values = not (_has_attributes(scale) and _has_no_values(scale))
-    if is_labelled_otherwise and not has_values:
+    if text and not has_values:
         name = text
-    if names is not None and name not in names:
-        return name
     nearer = _nearer(dataset, name, scale, top)
     if nearer or has_values:
         coords[name] = Coordinate(nearer or full)
@@ -301,15 +285,14 @@ def _type_of(kind: Any) -> tuple[str, str | None]:
 
 
 def _unbounded(filters: list[tuple[int, int, Any, bytes]], access: Access) -> str | None:
-    """Why stacked compressors that only HDF5 can undo are refused; None if there are none."""
+    """Why stacked compressors are refused; None if there are none."""
     compressors = [(number, _name(number, label)) for number, _, _, label in filters if number not in SIZED]
-    if n_compressors((number for number, _ in compressors), access) < 2 or all(
-        number in _DECODED_HERE for number, _ in compressors
-    ):
+    if n_compressors((number for number, _ in compressors), access) < 2:
         return None
     return (
         f"chunks compressed more than once ({', then '.join(name for _, name in compressors)}), which HDF5 decodes without a "
-        "limit on the size of the result. Write it again with one compressor: `h5repack -f GZIP=4`"
+        "limit on the size of the result. Write it again with one compressor: `h5repack -f GZIP=4`, or load it with "
+        "untrusted=True"
     )
 
 

@@ -17,7 +17,8 @@ import h5py
 
 from shardload.formats.hdf5.names import places_in
 from shardload.formats.hdf5.on_disk import UnknownError, nbytes_of_attributes
-from shardload.formats.hdf5.raw_file import RawFile, close_all, own_descriptor
+from shardload.formats.hdf5.raw_file import close_all, own_descriptor, raw_file, raw_file_of
+from shardload.storage.local import LocalFile
 
 __all__ = [
     "OpenDataset",
@@ -117,10 +118,10 @@ class OpenFacts:
         return _nbytes_of_attributes(h5py.h5o.get_info(self.file.id))
 
     @kept
-    def raw(self) -> RawFile | None:
+    def raw(self) -> LocalFile | None:
         """The bytes of the file; None if only the HDF5 library may read them."""
         has_block = self.descriptor is None or self.creation.get_userblock()
-        return None if has_block or self.descriptor is None else RawFile.of_plain(self.descriptor)
+        return None if has_block or self.descriptor is None else raw_file(self.descriptor)
 
     @kept
     def creation(self) -> Any:
@@ -316,11 +317,11 @@ def element_of(dataset: h5py.Dataset) -> tuple[Any, tuple[int, ...]]:
     return kind, shape
 
 
-def raw_of(dataset: h5py.Dataset) -> RawFile | None:
+def raw_of(dataset: h5py.Dataset) -> LocalFile | None:
     """The bytes of the file that holds a dataset; None if only the HDF5 library may read its values.
 
     Of an `OpenDataset` they belong to its file, and the file closes them.
     """
     if not isinstance(dataset, OpenDataset):
-        return RawFile.open(dataset)
+        return raw_file_of(dataset)
     return dataset.facts.raw

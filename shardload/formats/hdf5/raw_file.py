@@ -1,6 +1,6 @@
 """Which datasets may be read without the HDF5 library, and how? Only those whose bytes in the file are surely the values.
 
-1. `RawFile.open` accepts a file if HDF5 itself would only read those bytes: a plain file that starts with the HDF5 signature at
+1. `raw_file_of` accepts a file if HDF5 itself would only read those bytes: a plain file that starts with the HDF5 signature at
    byte 0, and is opened for reading only. (A writer keeps chunks in memory that are not in the file yet.)
 2. `swap_size` compares the dataset's type in the file with the two types (one per byte order) that NumPy knows.
 3. If there is any doubt, this module refuses, and the library reads.
@@ -23,11 +23,10 @@ import h5py
 import ml_dtypes
 import numpy as np
 
-from shardload.formats.contract.ranges import Spans, read_at, state_of
+from shardload.storage.local import LocalFile, read_at, state_of
 
 __all__ = [
     "BFLOAT16",
-    "RawFile",
     "ReadFile",
     "close_all",
     "file_number",
@@ -35,6 +34,8 @@ __all__ = [
     "open_to_read",
     "own_descriptor",
     "plain_descriptor",
+    "raw_file",
+    "raw_file_of",
     "swap_size",
     "type_in_file",
     "type_of_values",
@@ -110,90 +111,21 @@ def file_number(identifier: Any) -> Any:
     return h5py.h5o.get_info(identifier).fileno
 
 
-class RawFile:
-    """The bytes of a file that HDF5 has open. Safe to use from several threads at once.
+def raw_file_of(dataset: h5py.Dataset) -> LocalFile | None:
+    """The bytes of the file that holds the values of `dataset`; None if only the HDF5 library may read them."""
+    file = dataset.file
+    is_mounted = file_number(dataset.id) != file_number(file.id)
+    descriptor = None if is_mounted or file.userblock_size else plain_descriptor(file)
+    return None if descriptor is None else raw_file(descriptor)
 
-    Parameters
-    ----------
-    descriptor : int
-        Descriptor of the open file. It is duplicated, and stays the caller's.
-    """
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor: int | None = None  # if there is none to be had
-        self._descriptor = os.dup(descriptor)
-
-    @classmethod
-    def open(cls, dataset: h5py.Dataset) -> RawFile | None:
-        """The file that holds the values of `dataset`; None if only the HDF5 library may read it."""
-        file = dataset.file
-        is_mounted = file_number(dataset.id) != file_number(file.id)
-        return None if is_mounted else cls.of_file(file, plain_descriptor(file))
-
-    @classmethod
-    def of_file(cls, file: h5py.File, descriptor: int | None) -> RawFile | None:
-        """The same, for an open file and its `plain_descriptor`."""
-        return None if descriptor is None or file.userblock_size else cls.of_plain(descriptor)
-
-    @classmethod
-    def of_plain(cls, descriptor: int) -> RawFile | None:
-        """The same, for the descriptor of a plain file without a user block."""
-        raw = cls(descriptor)
-        mark = np.zeros(len(_SIGNATURE), dtype=np.uint8)
-        if raw.nbytes >= len(mark):
-            raw.read_into(mark, 0)
-        if mark.tobytes() != _SIGNATURE:
-            raw.close()
-            return None
-        return raw
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the file."""
-        return os.fstat(self.descriptor).st_size
-
-    def read_into(self, out: np.ndarray[Any, Any], offset: int) -> None:
-        """Fill `out`, a C-contiguous array of bytes, from the file at `offset`.
-
-        Raises
-        ------
-        OSError
-            If the file is too short, cannot be read, or was closed by `close`.
-        """
-        if read_at(self.descriptor, out, offset) < len(out):
-            raise OSError(f"the file ends at byte {self.nbytes}, but values are stored up to byte {offset + len(out)}")
-
-    def read_rows(self, out: np.ndarray[Any, Any], offset: int, step: int) -> None:
-        """Fill each row of `out`, C-contiguous bytes along two axes: row k from `offset` + k * `step`. OSError as above."""
-        descriptor, whole, n = self.descriptor, out.reshape(-1).data, out.shape[1]
-        for k in range(len(out)):
-            at = offset + k * step
-            if os.preadv(descriptor, [whole[k * n : (k + 1) * n]], at) < n:  # it may give less than was asked for
-                self.read_into(out[k], at)
-
-    def read_at_most(self, offset: int, nbytes: int) -> bytes:
-        """Bytes of the file at `offset`: fewer than `nbytes` where it ends. OSError as for `read_into`."""
-        room = np.empty(nbytes, dtype=np.uint8)
-        return room[: read_at(self.descriptor, room, offset)].tobytes()
-
-    def read_spans(self, spans: Spans, room: np.ndarray[Any, Any]) -> list[memoryview]:
-        """Several pieces of the file, in `room`. OSError as for `read_into`."""
-        return spans.read(self.descriptor, room)
-
-    def close(self) -> None:
-        """Close the descriptor."""
-        found, self._descriptor = self._descriptor, None
-        if found is not None:
-            os.close(found)
-
-    __del__ = close
-
-    @property
-    def descriptor(self) -> int:
-        """The open file. OSError if it was closed by `close`."""
-        if self._descriptor is None:
-            raise OSError("the file was closed")  # its number may mean another file by now
-        return self._descriptor
+def raw_file(descriptor: int) -> LocalFile | None:
+    """The same, for the descriptor of a plain file without a user block. It is duplicated, and stays the caller's."""
+    file = LocalFile(os.dup(descriptor))
+    if file.read_at_most(0, len(_SIGNATURE)) == _SIGNATURE:
+        return file
+    file.close()
+    return None
 
 
 BFLOAT16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)

@@ -29,13 +29,10 @@ from shardload.formats.contract.array import MOST_NAMED, ArrayInfo, Properties, 
 from shardload.formats.contract.by_chunks import a_few_chunks, index_in_parts, read_by_chunks
 from shardload.formats.contract.chunk_reader import ChunkReader
 from shardload.formats.contract.dtypes import check_request, native_dtype
-from shardload.formats.contract.format import ChangedError, Format, OpenFile, Source
-from shardload.formats.contract.ranges import state_of
-from shardload.formats.hdf5.chunk_heads import check_heads
-from shardload.formats.hdf5.chunks import fill_value, leaves_gaps, open_chunks
+from shardload.formats.contract.format import ChangedError, Format, OpenFile, Source, UndecodedError
+from shardload.formats.hdf5.chunks import ChunkPlaces, fill_value, leaves_gaps, open_chunks
 from shardload.formats.hdf5.contiguous import Hdf5Contiguous, open_contiguous
-from shardload.formats.hdf5.filters import is_stacked
-from shardload.formats.hdf5.integrity import Sizes, Whole
+from shardload.formats.hdf5.filters import NAMES
 from shardload.formats.hdf5.links import (
     LostError,
     Others,
@@ -50,19 +47,26 @@ from shardload.formats.hdf5.links import (
 from shardload.formats.hdf5.making import attribute_names, groups_of, properties_of
 from shardload.formats.hdf5.metadata import (
     NON_COORDINATE,
-    axes_of,
     describe,
     filters_of,
     group_attrs_of,
     labels_of,
     stands_for_axis,
 )
-from shardload.formats.hdf5.missing import MissingChunks
 from shardload.formats.hdf5.names import decoded, encoded, names_below
-from shardload.formats.hdf5.opened import OpenDataset, OpenFacts, OpenParts, element_of, kept, kind_of, nbytes_stored_of, raw_of
+from shardload.formats.hdf5.opened import (
+    OpenDataset,
+    OpenFacts,
+    OpenParts,
+    creation_of,
+    element_of,
+    kept,
+    kind_of,
+    nbytes_stored_of,
+    raw_of,
+)
 from shardload.formats.hdf5.raw_file import (
     BFLOAT16,
-    RawFile,
     close_all,
     has_signature,
     open_to_read,
@@ -73,6 +77,7 @@ from shardload.formats.hdf5.raw_file import (
 from shardload.formats.hdf5.tiles import Tiles, code_of, find_boxes, tell_parts
 from shardload.formats.labels import Labels
 from shardload.planning.region import Region
+from shardload.storage.local import LocalFile, state_of
 
 __all__ = ["FORMAT", "Hdf5Format", "Hdf5Source", "describe", "open_explained"]
 
@@ -84,7 +89,7 @@ _JOINED = {
 }
 _HEAD_NBYTES = 4096
 
-_UNBOUNDED = {32001, 32015}  # these HDF5 filters decode as much as a chunk declares, up to a million times its bytes
+_TRUSTING = {32001, 32004, 32015}  # HDF5's decoders of these believe what a chunk declares of its length
 _MOST_AT_ONCE = 256  # chunks per call: HDF5 holds 6 KiB for each, and with more chunks takes longer for each
 _COMPLEX = {"complex64": "NATIVE_FLOAT_COMPLEX", "complex128": "NATIVE_DOUBLE_COMPLEX"}
 
@@ -130,9 +135,7 @@ class Hdf5Source(Source):
         self._facts, self._give_back = facts, give_back
         self._dataset, self._info, self._others, self._files, self._is_own = dataset, info, others, files, is_own
         self._opened_in = self._state_of_file() if opened_in is None else opened_in
-        self._whole = Whole.of(dataset)
         self._expected: Region | None = None
-        self._missing: list[tuple[int, ...]] | None = None  # chunks that `read_into` did not find, if it read chunk by chunk
         number, self._inner = element_of(dataset)
         self._dtype = self._number = np.dtype("V1") if info.refused else native_dtype(type_of_values(number))
         # h5py makes the type in memory from NumPy's: for complex numbers a pair (r, i). HDF5 cannot convert the complex type of
@@ -204,28 +207,32 @@ class Hdf5Source(Source):
         return Region(region.start[:n], region.stop[:n]), (..., *Region(region.start[n:], region.stop[n:]).slices())
 
     def _read_into(self, region: Region, out: np.ndarray[Any, Any]) -> None:
-        identifier = self._dataset.id
-        if identifier.valid and self._contiguous is not None:
+        is_open = self._dataset.id.valid
+        if is_open and self._contiguous is not None:
             self._contiguous.read_into(region, out)
             return
-        self._missing = None
-        if identifier.valid and self._bounded is not None:
-            self._missing = read_by_chunks(self._bounded, self._info.chunks or (), region, out)
+        if is_open and self._decoded_here is not None:
+            read_by_chunks(self._decoded_here, self._info.chunks or (), region, out)
             return
-        if identifier.valid:
-            self._sizes.check()
+        if is_open and self._places is not None:
+            self._places.check(region)
         if self._gaps is not None:
             out[...] = self._gaps  # it may hold another block's values
         try:
-            if identifier.valid:
-                check_heads(self._dataset, region)
             self._read_by_library(region, out)
             if self._swaps:
                 out.reshape(-1).view(self._number).byteswap(inplace=True)
         finally:  # if the file was cut, that error names the cause better
-            if identifier.valid:
-                self._whole.check()
-                self._others.check_whole()
+            self._check_whole()
+
+    def _check_whole(self) -> None:
+        """OSError if the file was cut since it was opened: HDF5 gives zeros for the end."""
+        if not self._dataset.id.valid:
+            return
+        now, before = self._state_of_file(), self._dataset.file.id.get_filesize()
+        if now is not None and now[0] < before:
+            raise OSError(f"the file was cut to {now[0]} bytes from {before} since it was opened")
+        self._others.check_whole()
 
     def _read_by_library(self, region: Region, out: np.ndarray[Any, Any]) -> None:
         identifier = self._dataset.id
@@ -251,30 +258,34 @@ class Hdf5Source(Source):
             return []
         if self._tiles is not None:
             return self._tiles.missing(region)
-        found = self._missing_chunks.meeting(self._cut(region)[0]) if self._missing is None else self._missing
-        return [(*index, *((0,) * len(self._inner))) for index in found] if self._info.chunks else found
+        elements = self._cut(region)[0]
+        if self._places is not None:
+            return [(*index, *((0,) * len(self._inner))) for index in self._places.missing(elements)]
+        creation = creation_of(self._dataset)
+        is_contiguous = creation.get_layout() == h5py.h5d.CONTIGUOUS and not creation.get_external_count()
+        return [()] if is_contiguous and self._dataset.id.get_offset() is None else []
 
     @kept
-    def _bounded(self) -> ChunkReader | None:
-        """A reader of single chunks, if HDF5's own filters would take as much memory as the file declares; else None."""
-        numbers = {number for number, *_ in filters_of(self._dataset)}
-        if self._info.refused or not (numbers & _UNBOUNDED or is_stacked(self._dataset)):
+    def _places(self) -> ChunkPlaces | None:
+        """Where the chunks are; None for a dataset without chunks."""
+        if creation_of(self._dataset).get_layout() != h5py.h5d.CHUNKED:
             return None
-        found = self.chunk_reader()
-        if found is None and is_stacked(self._dataset, self._others.access):
-            raise ValueError(
-                "its chunks are compressed more than once, and only HDF5 can decode them here, without a limit on the size of "
-                "the result: write it again with one compressor"
+        expected = None if self._expected is None else self._cut(self._expected)[0]
+        return ChunkPlaces(self._dataset, self._raw, expected)
+
+    @kept
+    def _decoded_here(self) -> ChunkReader | None:
+        """A reader of chunks, if HDF5's own filters would trust what a chunk declares; else None."""
+        names = [NAMES[number] for number, *_ in filters_of(self._dataset) if number in _TRUSTING]
+        if self._info.refused or self._places is None or not names:
+            return None
+        found = open_chunks(self._dataset, self._dtype, self._places)
+        if found is None and not all(map(self._others.access.may_use, names)):
+            raise UndecodedError(
+                f"its chunks are encoded by {' and '.join(names)} in a way that only HDF5 decodes, which would crash if one is "
+                f"damaged. If you trust who wrote the file, pass allow_filters='{names[0]}'"
             )
         return found
-
-    @kept
-    def _sizes(self) -> Sizes:
-        return Sizes(self._dataset)
-
-    @kept
-    def _missing_chunks(self) -> MissingChunks:
-        return MissingChunks(self._dataset, self._raw)
 
     def plain(self, region: Region) -> np.ndarray[Any, Any]:
         """The values as h5py's indexing gives them."""
@@ -283,17 +294,14 @@ class Hdf5Source(Source):
                 elements, inside = self._cut(region)
                 return np.asarray(self._plain(elements)[inside])
             finally:  # as for `read_into`
-                if self._dataset.id.valid:
-                    self._whole.check()
-                    self._others.check_whole()
+                self._check_whole()
 
     def _plain(self, region: Region) -> np.ndarray[Any, Any]:
-        self._sizes.check()
-        if is_stacked(self._dataset) and self._bounded is not None:  # decode here first, because HDF5 would not limit the size
-            for part in self._parts(region) if region.ndim and region.size else ():
-                read_by_chunks(self._bounded, self._info.chunks or (), part, np.empty(part.shape, self._dtype))
-        else:
-            check_heads(self._dataset, region)
+        if self._places is not None and region.size:
+            self._places.check(region)
+        if self._decoded_here is not None and region.size:  # an error here, in place of a crash in HDF5
+            for part in self._parts(region):
+                read_by_chunks(self._decoded_here, self._info.chunks or (), part, np.empty(part.shape, self._dtype))
         if self._dtype == BFLOAT16:  # h5py makes float32 of it
             out = np.full(region.shape, self._gaps or 0, self._dtype)
             if region.size:
@@ -316,11 +324,6 @@ class Hdf5Source(Source):
         with self._others.watched():
             return {} if self._is_linked else group_attrs_of(self._dataset)
 
-    def axes(self, names: Collection[str]) -> Labels:
-        """The dimension scales."""
-        with self._others.watched():
-            return axes_of(self._dataset, not self._is_linked, names)
-
     def properties(self) -> Properties:
         """Filters with their options, and attributes with their types."""
         with self._others.watched():
@@ -332,9 +335,9 @@ class Hdf5Source(Source):
             return None
         if self._others.is_virtual:
             return None if self._tiles is None else self._tiles.chunk_reader()
-        if self._raw is None:
+        if self._raw is None or self._places is None:
             return None
-        return open_chunks(self._dataset, self._dtype, self._raw, self._whole, self._expected)
+        return open_chunks(self._dataset, self._dtype, self._places)
 
     @kept
     def _tiles(self) -> Tiles | None:
@@ -354,7 +357,7 @@ class Hdf5Source(Source):
         return tiles
 
     @kept
-    def _raw(self) -> RawFile | None:
+    def _raw(self) -> LocalFile | None:
         """The bytes of the file; None if only HDF5 may read them."""
         return raw_of(self._dataset)
 
@@ -507,17 +510,6 @@ class _Hdf5File(OpenFile):
 
     def open_planned(self, info: ArrayInfo) -> Source:
         return _open_dataset(self._facts, self._path, info.dataset, self._access, False, self._fence, info)
-
-    def only_name(self) -> str | None:
-        names: list[Any] = []
-
-        def keep(name: Any) -> bool | None:
-            names.append(name)
-            return True if len(names) > 1 else None
-
-        self._file.visit(keep)
-        is_one = len(names) == 1 and self._file.get(names[0], getclass=True) is h5py.Dataset
-        return f"/{decoded(names[0])}" if is_one else None
 
     def groups(self) -> dict[str, dict[str, Any]]:
         """The attributes of all groups."""

@@ -29,21 +29,20 @@ import h5py
 import numpy as np
 
 from shardload.formats.contract.array import ArrayInfo
-from shardload.formats.contract.by_chunks import a_few_chunks, check_chunk, chunks_met, read_by_chunks, read_chunks
-from shardload.formats.contract.chunk_reader import BatchReader, ChunkReader, Encoded, PlainReader, Room, fresh
+from shardload.formats.contract.by_chunks import chunks_met, read_by_chunks, region_of
+from shardload.formats.contract.chunk_reader import ChunkReader, Encoded, Room, check_box, fresh
 from shardload.formats.contract.dtypes import native_dtype, refusal
 from shardload.formats.contract.format import ChangedError, Source
-from shardload.formats.contract.ranges import state_of
 from shardload.formats.hdf5.chunks import fill_value
 from shardload.formats.hdf5.opened import creation_of, kind_of
 from shardload.formats.hdf5.raw_file import type_of_values
 from shardload.planning.region import Region
+from shardload.storage.local import state_of
 
 __all__ = ["Behind", "Box", "Names", "Opener", "Tiles", "code_of", "find_boxes", "tell_parts", "version_of"]
 
 _NUMBERS = (h5py.h5t.INTEGER, h5py.h5t.FLOAT, h5py.h5t.COMPOUND, h5py.h5t.ENUM, getattr(h5py.h5t, "COMPLEX", None))
 _MOST_OPEN = 8  # parts: with hundreds of open objects, HDF5 takes a millisecond to close a file
-_AT_ONCE_NBYTES, _WORTH_BATCHES = 1 << 20, 4  # of small chunks that are read together; how many are worth it
 _MOST_TILES = 1 << 16  # of one dataset; asking HDF5 where each is takes 20 microseconds, on every rank
 _MOST_COMPARED = 2048  # tiles in two or more rows and columns, each compared with every other one
 
@@ -309,7 +308,7 @@ class Tiles:
     """
 
     def __init__(self, boxes: Sequence[Box], info: ArrayInfo, fill: np.ndarray[Any, Any], open_part: Opener) -> None:
-        self._boxes, self._shape, self._chunks, self._fill, self._open_part = boxes, info.shape, info.chunks, fill, open_part
+        self._boxes, self.shape, self._chunks, self._fill, self._open_part = boxes, info.shape, info.chunks, fill, open_part
         self._parts: Mapping[str, Any] = info.parts or {}
         ends = (np.array([getattr(one.region, end) for one in boxes], dtype=np.int64) for end in ("start", "stop"))
         self._start, self._stop = (end.reshape(len(boxes), len(info.shape)) for end in ends)
@@ -409,15 +408,7 @@ class Tiles:
         if reader is None or chunks is None:
             part.source.read_into(region, out)
             return part.source.missing(region)
-        n, lost = max(1, _AT_ONCE_NBYTES // max(1, math.prod(chunks) * out.dtype.itemsize)), list[tuple[int, ...]]()
-        for some in a_few_chunks(region, chunks, n):
-            into = out[some.slices(region.start)]
-            values = into if into.flags.c_contiguous else np.empty(some.shape, out.dtype)
-            if n < _WORTH_BATCHES or not read_chunks(reader, chunks, some, values):
-                lost += read_by_chunks(reader, chunks, some, values)
-            if values is not into:
-                np.copyto(into, values)
-        return lost
+        return read_by_chunks(reader, chunks, region, out)
 
     def _reader_of(self, part: _Part) -> ChunkReader | None:
         with self._lock:
@@ -473,7 +464,7 @@ class Tiles:
         """A reader of the chunks of all parts; None if they do not lie on one grid, or are not encoded alike."""
         if self._chunks is None or not self._parts.get("is_one_grid"):
             return None
-        expected = Region.whole(self._shape) if self._expected is None else self._expected
+        expected = Region.whole(self.shape) if self._expected is None else self._expected
         k = next((k for k, _ in self.meeting(expected)), 0) if expected.size else 0
         with self.use(k) as part:
             reader = self._reader_of(part)
@@ -482,29 +473,20 @@ class Tiles:
             if self._decoder is None:
                 part.n_users += 1  # it decodes for all, until they are closed
                 self._decoder, self._encoding = reader, _encoding_of(part.source)
-        kind = _TileBatches if isinstance(reader, BatchReader) else _TileChunks
-        return kind(self, self._chunks, self._decoder, len(self._boxes[k].start))
+        return _TileChunks(self, self._chunks, self._decoder)
 
     @contextmanager
-    def at(self, index: Sequence[int], chunks: tuple[int, ...]) -> Iterator[tuple[ChunkReader, int, tuple[int, ...]] | None]:
-        """The reader of the part in which the chunk at `index` lies, and by how much its own index is less; None if no part
-        covers it.
-        """
-        first = np.asarray([i * c for i, c in zip(index, chunks, strict=True)], dtype=np.int64)
-        met = np.flatnonzero(((self._start <= first) & (self._stop > first)).all(axis=1))
-        if not len(met):
-            yield None
-            return
-        k = int(met[0])
-        box = self._boxes[k]
+    def part_at(self, k: int, box: Sequence[range], chunks: tuple[int, ...]) -> Iterator[tuple[ChunkReader, list[range]]]:
+        """The reader of part k, and what a box of chunks that lies in it is there."""
+        tile = self._boxes[k]
         with self.use(k) as part:
             reader = self._reader_of(part)
             if reader is None or _encoding_of(part.source) != self._encoding:
                 raise ChangedError(f"{part.source.info} is encoded in another way than when it was looked at. Make a new plan")
-            n = len(chunks) - len(box.start)
-            its_start = (0,) * n + box.start
-            steps = tuple((a - b) // c for a, b, c in zip(box.region.start, its_start, chunks, strict=True))
-            yield reader, n, steps
+            n = len(chunks) - len(tile.start)
+            starts = zip(tile.region.start, (0,) * n + tile.start, chunks, strict=True)
+            steps = [(outside - inside) // c for outside, inside, c in starts]
+            yield reader, [range(axis.start - s, axis.stop - s) for axis, s in zip(box, steps, strict=True)][n:]
 
     def close(self) -> None:
         """Close the parts."""
@@ -514,60 +496,45 @@ class Tiles:
                 self._open.popitem()[1].source.close()
 
 
-class _TileChunks:
-    """See `ChunkReader`."""
+class _TileChunks(ChunkReader):
+    """The chunks of all parts: they lie on one grid and are encoded alike."""
 
-    def __init__(self, tiles: Tiles, chunks: tuple[int, ...], decoder: Any, n_axes: int) -> None:
-        self._tiles, self._chunk, self._decoder, self._n_first = tiles, chunks, decoder, len(chunks) - n_axes
-        self._counts = tuple(-(-n // c) for n, c in zip(tiles._shape, chunks, strict=True))
+    def __init__(self, tiles: Tiles, chunks: tuple[int, ...], decoder: ChunkReader) -> None:
+        self._tiles, self._chunk, self._decoder = tiles, chunks, decoder
+        self._counts = tuple(-(-n // c) for n, c in zip(tiles.shape, chunks, strict=True))
 
-    def fetch(self, index: tuple[int, ...], room: Room = fresh) -> Encoded | None:
-        """Read a chunk as it is stored; None if it is missing, or no part covers it."""
-        check_chunk(index, self._counts)
-        with self._tiles.at(index, self._chunk) as found:
-            if found is None:
-                return None
-            reader, n, steps = found
-            return reader.fetch(tuple(i - s for i, s in zip(index, steps, strict=True))[n:], room)
+    def fetch(self, box: Sequence[range], room: Room = fresh) -> Encoded:
+        """Read a box of chunks as they are stored; those that no part covers are missing."""
+        parts = self._parts(box)
+        if len(parts) == 1 and parts[0][1] == tuple(box):
+            with self._tiles.part_at(parts[0][0], box, self._chunk) as (reader, inside):
+                return reader.fetch(inside, room)
+        data = np.full(tuple(map(len, box)), None, dtype=object)
+        numbers, skipped = np.arange(data.size).reshape(data.shape), dict[int, frozenset[int]]()
+        for k, common in parts:
+            at = tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(common, box, strict=True))
+            with self._tiles.part_at(k, common, self._chunk) as (reader, inside):
+                encoded = reader.fetch(inside)
+            pieces = np.empty(len(encoded.data), dtype=object)
+            pieces[:] = encoded.data
+            data[at] = pieces.reshape(data[at].shape)
+            skipped |= {int(numbers[at].flat[number]): stages for number, stages in encoded.skipped.items()}
+        return Encoded(data.reshape(-1).tolist(), skipped)
 
-    def decode(self, encoded: Encoded | None, out: np.ndarray[Any, Any]) -> None:
-        """Decode it: parts are encoded alike."""
-        self._decoder.decode(encoded, out.reshape(out.shape[self._n_first :]))  # axes of one element are missing there
+    def _parts(self, box: Sequence[range]) -> list[tuple[int, tuple[range, ...]]]:
+        """The parts that a box of chunks meets, and which of these chunks each has."""
+        check_box(box, self._counts)
+        region = region_of(box, self._chunk, Region.whole(self._tiles.shape))
+        return [(k, tuple(chunks_met(common, self._chunk))) for k, common in self._tiles.meeting(region)]
 
-
-class _TileBatches(_TileChunks):
-    """See `BatchReader` and `PlainReader`."""
-
-    def fetch_many(self, box: Sequence[range], room: Room = fresh) -> list[Any] | None:
-        """Read a box of chunks that lies in one part; None for others."""
-        with self._its(box) as found:
-            return None if found is None else found[0].fetch_many(found[1], room)
-
-    def decode_many(self, stored: Sequence[Any], out: np.ndarray[Any, Any]) -> None:
+    def decode(self, encoded: Encoded, out: np.ndarray[Any, Any]) -> None:
         """Decode them."""
-        self._decoder.decode_many(stored, out.reshape(out.shape[:1] + out.shape[1 + self._n_first :]))
+        self._decoder.decode(encoded, out)
 
     def read_plain(self, box: Sequence[range], out: np.ndarray[Any, Any]) -> bool:
-        """Read a box of chunks of plain values that lies in one part; False for others."""
-        with self._its(box) as found:
-            return found is not None and isinstance(found[0], PlainReader) and found[0].read_plain(found[1], out)
-
-    @contextmanager
-    def _its(self, box: Sequence[range]) -> Iterator[tuple[Any, list[range]] | None]:
-        """The reader of the part in which a box of chunks lies, and what they are there."""
-        shape, chunks = self._tiles._shape, self._chunk
-        if any(not 0 <= axis.start < axis.stop <= n for axis, n in zip(box, self._counts, strict=True)):
-            yield None
-            return
-        stop = tuple(min(axis.stop * c, n) for axis, c, n in zip(box, chunks, shape, strict=True))
-        region = Region(tuple(axis.start * c for axis, c in zip(box, chunks, strict=True)), stop)
-        met = [common for _, common in self._tiles.meeting(region)]
-        if met != [region]:
-            yield None
-            return
-        with self._tiles.at([axis.start for axis in box], chunks) as found:
-            if found is None:
-                yield None
-                return
-            reader, n, steps = found
-            yield reader, [range(axis.start - s, axis.stop - s) for axis, s in zip(box, steps, strict=True)][n:]
+        """Read chunks of plain values that lie in one part straight into `out`."""
+        parts = self._parts(box)
+        if len(parts) != 1 or parts[0][1] != tuple(box):
+            return False
+        with self._tiles.part_at(parts[0][0], box, self._chunk) as (reader, inside):
+            return reader.read_plain(inside, out)

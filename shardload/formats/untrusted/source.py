@@ -15,22 +15,22 @@ from typing import Any
 
 import numpy as np
 
-from shardload.errors import SourceError
+from shardload.errors import SourceError, printable
 from shardload.formats.access import STRICT, Access, Limits
 from shardload.formats.contract.array import ArrayInfo
-from shardload.formats.contract.by_chunks import a_few_chunks
+from shardload.formats.contract.by_chunks import a_few_chunks, chunks_met
 from shardload.formats.contract.dtypes import check_request, native_dtype, settle_bools
 from shardload.formats.contract.format import Format, OpenFile, Source
 from shardload.formats.labels import Labels
-from shardload.formats.untrusted.answers import HelperError, clean, info_of, is_int, labels_of, lie, state_of
-from shardload.formats.untrusted.helper import Helper
+from shardload.formats.untrusted.answers import HelperError, info_of, labels_of, lie, missing_of, state_of
+from shardload.formats.untrusted.helper import VALUES_AT, Helper
 from shardload.planning.region import Region
 
 __all__ = ["FORMAT", "UntrustedFile", "UntrustedFormat", "UntrustedSource"]
 
 _SLOW_FACTOR = 2.0  # more CPU time to open a file, which may have many arrays
 _MOST_LIST_NBYTES, _MOST_LABELS_NBYTES = 32 << 20, 2 << 20  # of an answer
-_PART_NBYTES = 1 << 24  # values that are read at once, unless a chunk has more
+_PART_NBYTES, _MOST_CHUNKS = 1 << 24, 1 << 13  # values that are read at once, unless a chunk has more
 _MOST_LOST = 3
 
 Array = np.ndarray[Any, Any]
@@ -140,11 +140,11 @@ class UntrustedFile(OpenFile):
             self._helper = Helper(self._limits)
         return self._helper
 
-    def values(self, shape: tuple[int, ...], dtype: np.dtype[Any], offset: int = 0) -> Array:
+    def values(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """What the helper has put into shared memory. Copy it while you hold the lock."""
         if self._helper is None:
             raise HelperError("the file was closed")
-        return self._helper.values(shape, dtype, offset)
+        return self._helper.values(shape, dtype)
 
     def open(self, dataset: str) -> Source:
         """Open one array in the helper."""
@@ -161,28 +161,19 @@ class UntrustedFile(OpenFile):
         except (LookupError, OSError, RuntimeError, ValueError):
             return None
 
-    def only_name(self) -> str | None:
-        """The name of the only array, if one look tells that."""
-        name = self.ask("only_name").get("name")
-        return name if isinstance(name, str) else None
-
     def unread(self) -> Sequence[str]:
         """What is left out."""
         return ("what attributes of groups say, which are not read from an untrusted file,",)
 
-    def lie(self, what: str) -> HelperError:
-        """The error about an impossible answer. A helper that lies is asked no more."""
-        error = lie(what)
-        self._last = str(error)
+    def give_up(self) -> None:
+        """End a helper that lies: it is asked no more."""
         if self._helper is not None:
             self._helper.end()
-        return error
 
     def close(self) -> None:
         """End the helper. A thread that waits for it gets a `HelperError`."""
         self.is_closed = True
-        if self._helper is not None:
-            self._helper.end()
+        self.give_up()
 
 
 class UntrustedSource(Source):
@@ -204,7 +195,7 @@ class UntrustedSource(Source):
         answer = file.ask("open", dataset=dataset)
         self._info, self._first_state = info_of(answer.get("info"), file.path), state_of(answer.get("state"))
         if self._info.dataset != dataset:
-            raise lie(f"the array '{clean(self._info.dataset)}'")
+            raise lie(f"the array '{printable(self._info.dataset)}'")
 
     @property
     def info(self) -> ArrayInfo:
@@ -218,54 +209,20 @@ class UntrustedSource(Source):
 
     def labels(self) -> Labels:
         """The names of the axes, the attributes as plain Python, and the names of coordinates."""
-        answer = self._file.ask("labels", most=_MOST_LABELS_NBYTES, dataset=self._dataset)
-        return labels_of(answer.get("labels"), len(self._info.shape))
+        return self._labels(False, len(self._info.shape))
 
     def group_attrs(self) -> Mapping[str, Any]:
         """The attributes of the array's group."""
-        answer = self._file.ask("group_attrs", most=_MOST_LABELS_NBYTES, dataset=self._dataset)
-        return labels_of(answer.get("labels"), 0).attrs
+        return self._labels(True, 0).attrs
+
+    def _labels(self, of_group: bool, n_axes: int) -> Labels:
+        answer = self._file.ask("labels", most=_MOST_LABELS_NBYTES, dataset=self._dataset, of_group=of_group)
+        return labels_of(answer.get("labels"), n_axes)
 
     def read_into(self, region: Region, out: Array) -> None:
         """Have the helper read `region`, a few chunks at a time, and copy the values into `out`."""
-        check_request(self._info, self.dtype, region, out)
         self._missing = []
-        for part in self._parts(region) if region.size else ():
-            first, counts = self._grid_of(part)
-            into: Any = (*part.slices(region.start), ...)
-            most = math.prod(counts)
-            nbytes = part.size * self.dtype.itemsize
-            place = -(-nbytes // 8) * 8
-            with self._file.lock:
-                n: Any = self._ask("read", part, place + 8 * most).get("n_missing")
-                if not is_int(n, most + 1):
-                    raise self._file.lie(f"{n!r} missing chunks, of {most}")
-                np.copyto(out[into], self._file.values(part.shape, self.dtype))
-                numbers = self._file.values((n,), np.dtype(np.int64), place).copy()
-            if n and (numbers[0] < 0 or numbers[-1] >= most or (np.diff(numbers) <= 0).any()):
-                raise self._file.lie("numbers of chunks that are not there")
-            at = zip(*(axis.tolist() for axis in np.unravel_index(numbers, counts)), strict=True) if counts else [()] * n
-            self._missing += [tuple(a + k for a, k in zip(first, index, strict=True)) for index in at]
-        settle_bools(out)
-
-    def _parts(self, region: Region) -> Iterator[Region]:
-        chunks = self._info.chunks
-        if not chunks:
-            return iter((region,))
-        return a_few_chunks(region, chunks, max(1, _PART_NBYTES // (math.prod(chunks) * self.dtype.itemsize)))
-
-    def _grid_of(self, region: Region) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The index of the first chunk that meets a region, and how many chunks meet it along each axis."""
-        chunks = self._info.chunks
-        if chunks is None:
-            return (), ()
-        first = tuple(a // c for a, c in zip(region.start, chunks, strict=True))
-        return first, tuple(-(-b // c) - k for b, c, k in zip(region.stop, chunks, first, strict=True))
-
-    def _ask(self, do: str, region: Region, nbytes: int) -> dict[str, Any]:
-        if self._is_closed:
-            raise HelperError("the file was closed")
-        return self._file.ask(do, nbytes, dataset=self._dataset, start=region.start, stop=region.stop)
+        self._read("read_into", region, out)
 
     def missing(self, region: Region) -> list[tuple[int, ...]]:
         """The missing chunks that the helper reported with the values of this region."""
@@ -274,13 +231,34 @@ class UntrustedSource(Source):
     def plain(self, region: Region) -> Array:
         """The values by the format's own library, in the helper."""
         out = np.empty(region.shape, self.dtype)
-        check_request(self._info, self.dtype, region, out)
-        if region.size:
-            with self._file.lock:
-                self._ask("plain", region, out.nbytes)
-                np.copyto(out, self._file.values(region.shape, self.dtype))
-            settle_bools(out)
+        self._read("plain", region, out)
         return out
+
+    def _read(self, how: str, region: Region, out: Array) -> None:
+        check_request(self._info, self.dtype, region, out)
+        chunks = self._info.chunks
+        for part in self._parts(region) if region.size else ():
+            into: Any = (*part.slices(region.start), ...)
+            with self._file.lock:
+                if self._is_closed:
+                    raise HelperError("the file was closed")
+                nbytes = part.size * self.dtype.itemsize
+                what = {"start": part.start, "stop": part.stop, "how": how, "values_at": VALUES_AT}
+                answer = self._file.ask("read", nbytes, dataset=self._dataset, **what)
+                np.copyto(out[into], self._file.values(part.shape, self.dtype))
+                try:
+                    self._missing += missing_of(answer.get("missing"), chunks_met(part, chunks) if chunks else ())
+                except HelperError:
+                    self._file.give_up()
+                    raise
+        settle_bools(out)
+
+    def _parts(self, region: Region) -> Iterator[Region]:
+        chunks = self._info.chunks
+        if not chunks:
+            return iter((region,))
+        n_chunks = _PART_NBYTES // (math.prod(chunks) * self.dtype.itemsize)
+        return a_few_chunks(region, chunks, min(max(1, n_chunks), _MOST_CHUNKS))
 
     def state(self) -> tuple[int, ...] | None:
         """The state of the file, as the helper sees it."""

@@ -10,11 +10,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numcodecs
 
+from shardload.errors import printable
 from shardload.formats.access import Access
 from shardload.formats.codecs.compressors import blosc_error, check_blosc
 from shardload.formats.codecs.table import BLOSC_SHUFFLES, ZARR_CODECS, Codec, Parameters
@@ -52,42 +53,16 @@ def options_of(codec: Codec, told: Parameters, version: int) -> dict[str, Any]:
     return {"level": told.level} | ({"checksum": False} if codec.zarr == "zstd" and version == 3 else {})
 
 
-def refuse_codecs(metadata: Any, access: Access) -> str | None:
-    """Why an array's chunks are not decoded, in words that follow "holds"; None if they are.
-
-    Parameters
-    ----------
-    metadata : zarr metadata
-        The array's metadata.
-    access : Access
-        What the caller allows.
-    """
-    for name in names_of(metadata):
+def refuse_codecs(names: Iterable[str], access: Access) -> str | None:
+    """Why chunks that were encoded with these codecs are not decoded, in words that follow "holds"; None if they are."""
+    for name in names:
         if name not in SURVIVED and not access.may_use(name, f"numcodecs.{name}"):
-            told = "".join(letter for letter in name[:80] if letter.isprintable())
+            told = printable(name[:80])
             return (
                 f"chunks encoded with the codec '{told}', which is not decoded by default: it is not known how it handles "
                 f"damaged data. If you trust who wrote the store, pass allow_filters='{told}'"
             )
     return None
-
-
-def names_of(metadata: Any) -> Iterator[str]:
-    """The names of an array's codecs, in lower case, including those inside shards."""
-    if metadata.zarr_format == 2:
-        for codec in (metadata.compressor, *(metadata.filters or ())):
-            if codec is not None:
-                yield str(codec.codec_id).lower()
-    else:
-        yield from _names(codec.to_dict() for codec in metadata.codecs)
-
-
-def _names(codecs: Any) -> Iterator[str]:
-    for codec in codecs:
-        yield str(codec["name"]).removeprefix("numcodecs.").lower()
-        inside = codec.get("configuration") or {}
-        for key in ("codecs", "index_codecs"):
-            yield from _names(inside.get(key) or ())
 
 
 class CheckedBlosc(numcodecs.Blosc):  # type: ignore[misc]

@@ -15,38 +15,29 @@ docs/design/save.md says what is on disk after a kill.
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import zarr
 
 from shardload.errors import ConfigError, SourceError
-from shardload.formats.codecs.chains import EncodeChain, Step
-from shardload.formats.codecs.table import BLOSC_CODES, ZARR_CODECS
-from shardload.formats.containment import Fence
-from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.contract.dtypes import native_dtype, refusal
 from shardload.formats.growing import Growing, GrowingSink, meaning_of
 from shardload.formats.leftovers import GROWTH_MARK, ROOTS
 from shardload.formats.locks import AppendLock
 from shardload.formats.sink import ArraySpec, Catalog, Compression
 from shardload.formats.target import named, not_undone, sync_folder, sync_name
-from shardload.formats.zarr.codecs import parameters_of
-from shardload.formats.zarr.encodings import Layout
-from shardload.formats.zarr.sink import ZarrCatalog, ZarrEncoder, ZarrSink, write_file
-from shardload.formats.zarr.store import nodes_in, read_metadata
+from shardload.formats.zarr.metadata import Json, Layout, NotCovered
+from shardload.formats.zarr.nodes import ArrayNode, BrokenNode
+from shardload.formats.zarr.sink import ZarrCatalog, ZarrEncoder, ZarrSink, groups_above, write_file
+from shardload.formats.zarr.store import open_store, read_metadata
 from shardload.planning.grid import unravel
+from shardload.storage.local import state_of
 
 __all__ = ["GrowthCatalog", "GrowthEncoder", "GrowthSink", "read_store"]
-
-Json = dict[str, Any]
-_INDEX_CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
 
 
 # --- what there is
@@ -62,38 +53,33 @@ def read_store(path: str, names: Iterable[str]) -> Json:
         If `path` is a part of a larger store, its consolidated metadata differ from those of its arrays, or one of `names`
         cannot grow.
     """
-    found, names = _read_arrays(path), set(names)
-    lengths = [_lengths(found, names, of_coordinates=is_one) for is_one in (False, True)]
-    for name in names & set(found):
-        if "why" in found[name]:
-            raise ConfigError(f"'{name}' in '{path}' cannot grow: {found[name]['why']}. Append to that store itself")
-        found[name] |= _details(path, name)
-    for name, one in found.items():
-        one["scopes"] = [_scope(name, *axis, *lengths) for axis in _axes(one)]
-        one["shape"] = one["metadata"]["shape"]
-        if name not in names:
-            del one["metadata"]
-    return {"arrays": found}
+    nodes, names = _read_nodes(os.path.realpath(path)), set(names)
+    lengths = [_lengths(nodes, names, of_coordinates=only) for only in (False, True)]
+    arrays = {}
+    for name, node in nodes.items():
+        arrays[name] = _details(path, name, node) if name in names else {}
+        scopes = [_scope(name, *axis, *lengths) for axis in _axes(node)]
+        arrays[name] |= {"shape": node.shape, "dims": node.dims if any(node.dims) else None, "scopes": scopes}
+    return {"arrays": arrays}
 
 
-def _axes(one: Json) -> list[tuple[str | None, int]]:
+def _axes(node: ArrayNode) -> list[tuple[str | None, int]]:
     """The name and length of each axis of an array."""
-    shape = one["metadata"]["shape"]
-    return list(zip(one["dims"] or [None] * len(shape), shape, strict=True))
+    return list(zip(node.dims, node.shape, strict=True))
 
 
 _Lengths = Mapping[str, set[int | None]]
 
 
-def _lengths(arrays: Mapping[str, Json], names: set[str], *, of_coordinates: bool) -> _Lengths:
+def _lengths(nodes: Mapping[str, ArrayNode], names: set[str], *, of_coordinates: bool) -> _Lengths:
     """The lengths that an axis has in a group, by group and axis; and None, if an array there is one of `names`."""
-    found: dict[str, set[int | None]] = {}
-    for name, one in arrays.items():
-        group, _, own = name.rpartition("/")
-        for dim, length in _axes(one):
-            if not of_coordinates or dim == own:
-                found.setdefault(f"{group}/:{dim}", set()).update({length, None} if name in names else {length})
-    return found
+    lengths: dict[str, set[int | None]] = {}
+    for name, node in nodes.items():
+        group, _, base = name.rpartition("/")
+        for dim, length in _axes(node):
+            if not of_coordinates or dim == base:
+                lengths.setdefault(f"{group}/:{dim}", set()).update({length, None} if name in names else {length})
+    return lengths
 
 
 def _scope(name: str, dim: str | None, length: int, lengths: _Lengths, coordinates: _Lengths) -> str | None:
@@ -110,199 +96,72 @@ def _scope(name: str, dim: str | None, length: int, lengths: _Lengths, coordinat
     return next(iter(scopes or [scope for scope in above if lengths.get(scope, set()) & {length, None}]))
 
 
-def _read_arrays(path: str) -> dict[str, Json]:
-    """All arrays of a store: the metadata, and the names of the axes."""
-    path = os.path.realpath(path)
+def _read_nodes(path: str) -> dict[str, ArrayNode]:
+    """All arrays of a store, by name."""
     above = os.path.dirname(path)
-    root = next((name for name in ROOTS if os.path.lexists(os.path.join(above, name))), None)
-    if root is not None:
+    if any(os.path.lexists(os.path.join(above, name)) for name in ROOTS):
         raise ConfigError(
             f"'{path}' is a part of the Zarr store '{above}', whose metadata may describe it too. Pass the path of the whole "
             "store, and names with groups"
         )
-    found: dict[str, Json] = {}
-    for name, folder, is_array in nodes_in(path, Fence(), _refuse_unread):
-        if is_array:
-            found[name] = _read_array(folder)
-            if os.path.realpath(folder) != folder:
-                found[name]["why"] = f"'{folder}' is a link to '{os.path.realpath(folder)}'"
-    for key, document in _groups_of(path, found):
-        for name, described in _described(key, document, found):
-            if list(described) != list(found[name]["metadata"]["shape"]):
-                folder, shape = os.path.join(path, name.strip("/")), tuple(described)
+    nodes: dict[str, ArrayNode] = {}
+    for name, node in open_store(path, allow_external=True).nodes():
+        if isinstance(node, BrokenNode):
+            raise SourceError(f"'{name}' in '{path}' cannot be read: {node.error}", path=path, dataset=name) from node.error
+        if isinstance(node, ArrayNode):
+            nodes[name] = node
+    for key, document in _shared_documents(path, nodes):
+        for name, shape in _shapes_in(key, document, nodes):
+            if tuple(shape) != nodes[name].shape:
+                folder = os.path.join(path, name.strip("/"))
                 raise ConfigError(
-                    f"in '{path}' the consolidated metadata give '{name}' the shape {shape}, its own metadata "
-                    f"{tuple(found[name]['metadata']['shape'])}. If an append was killed, bring back the old length: "
-                    f'python -c "import zarr; zarr.open_array({folder!r}).resize({shape})". If its own metadata are right: '
+                    f"in '{path}' the consolidated metadata give '{name}' the shape {tuple(shape)}, its own metadata "
+                    f"{nodes[name].shape}. If an append was killed, bring back the old length: "
+                    f'python -c "import zarr; zarr.open_array({folder!r}).resize({tuple(shape)})". If its own metadata are '
+                    "right: "
                     f'python -c "import zarr; zarr.consolidate_metadata({os.path.dirname(os.path.join(path, key))!r})"'
                 )
-    return found
+    return nodes
 
 
-def _details(path: str, name: str) -> Json:
-    """Type, fill value and meaning of one array, as zarr-python has them."""
-    group: Any = zarr.open(os.path.realpath(path), mode="r")
-    one = group if name == "/" else group[name.strip("/")]
-    dtype = np.dtype(one.dtype)
-    if refusal(dtype) is not None:
-        raise ConfigError(f"'{name}' in '{path}' holds {dtype}; arrays of numbers can be appended to")
-    fill = one.fill_value
-    value = np.zeros((), dtype) if fill is None else np.asarray(fill, dtype=dtype)
-    return {
-        "dtype": native_dtype(dtype).name,
-        "fill": value.astype(native_dtype(dtype)).tobytes().hex(),
-        **meaning_of(dtype, one.attrs),
-    }
+def _details(path: str, name: str, node: ArrayNode) -> Json:
+    """Metadata, type, fill value and meaning of one array."""
+    folder = os.path.join(os.path.realpath(path), name.strip("/")).rstrip("/")
+    if os.path.realpath(folder) != folder:
+        raise ConfigError(
+            f"'{name}' in '{path}' cannot grow: '{folder}' is a link to '{os.path.realpath(folder)}'. Append to that store "
+            "itself"
+        )
+    if refusal(node.dtype) is not None:
+        raise ConfigError(f"'{name}' in '{path}' holds {node.dtype}; arrays of numbers can be appended to")
+    dtype = native_dtype(node.dtype)
+    fill = np.zeros((), dtype) if node.fill is None else np.asarray(node.fill, dtype=dtype)
+    meaning = meaning_of(node.dtype, node.attributes)
+    return {"metadata": node.document, "dtype": dtype.name, "fill": fill.tobytes().hex(), **meaning}
 
 
-def _read_json(path: str) -> Json | None:
-    try:
-        read = read_metadata(path)
-        found = {} if read is None else json.loads(read[0])
-    except OSError as error:
-        raise SourceError(f"'{path}' cannot be read: {error.strerror or error}", path=path) from error
-    except ValueError as error:
-        raise SourceError(f"'{path}' is no metadata of Zarr: {error}", path=path) from error
-    if not isinstance(found, dict):
-        raise SourceError(f"'{path}' is no metadata of Zarr: a {type(found).__name__}", path=path)
-    return None if read is None else found
-
-
-def _read_array(folder: str) -> Json:
-    """The metadata of an array, and the names of its axes, if it has names."""
-    metadata = _read_json(os.path.join(folder, "zarr.json"))
-    if metadata is not None:
-        dims = metadata.get("dimension_names")
-    else:
-        metadata = _read_json(os.path.join(folder, ".zarray")) or {}
-        dims = (_read_json(os.path.join(folder, ".zattrs")) or {}).get("_ARRAY_DIMENSIONS")
-    is_named = isinstance(dims, list) and len(dims) == len(metadata["shape"])
-    return {"metadata": metadata, "dims": dims if is_named else None}
-
-
-def _refuse_unread(name: str, error: OSError) -> None:
-    path = error.filename or name
-    raise SourceError(f"'{path}' cannot be read: {error.strerror or error}", path=path) from error
-
-
-def _groups_of(root: str, arrays: Mapping[str, Any]) -> Iterator[tuple[str, Json]]:
+def _shared_documents(root: str, arrays: Iterable[str]) -> Iterator[tuple[str, Json]]:
     """The documents that describe several arrays, the root's last: name in the store, and content."""
-    folders = {""}
-    for name in arrays:
-        above = name.strip("/").rpartition("/")[0]
-        while above:
-            folders.add(above)
-            above = above.rpartition("/")[0]
-    for folder in sorted(folders, key=lambda one: (-len(one.split("/")) if one else 0, one)):
+    for group in sorted(groups_above(arrays), key=lambda group: (-len(group.split("/")) if group else 0, group)):
         for file in ("zarr.json", ".zmetadata"):
-            key = os.path.join(folder, file)
-            document = _read_json(os.path.join(root, key))
+            key = os.path.join(group, file)
+            text = read_metadata(os.path.join(root, key))
+            document = None if text is None else json.loads(text)
             if document is not None and (file == ".zmetadata" or document.get("consolidated_metadata")):
                 yield key, document
 
 
-def _described(key: str, document: Json, arrays: Mapping[str, Any]) -> Iterator[tuple[str, list[int]]]:
+def _shapes_in(key: str, document: Json, arrays: Iterable[str]) -> Iterator[tuple[str, list[int]]]:
     """The shapes in consolidated metadata, by the names of arrays. They are the document's own lists."""
     group, file = os.path.split(key)
-    known = document.get("metadata") if file == ".zmetadata" else document["consolidated_metadata"].get("metadata")
+    is_2 = file == ".zmetadata"
+    known = (document if is_2 else document["consolidated_metadata"]).get("metadata") or {}
+    prefix = f"{group}/" if group else ""
     for name in arrays:
-        below = name.strip("/")
-        if group:
-            if not below.startswith(group + "/"):
-                continue
-            below = below[len(group) + 1 :]
-        one = (known or {}).get(f"{below}/.zarray".lstrip("/") if file == ".zmetadata" else below)
-        if isinstance(one, dict) and isinstance(one.get("shape"), list):
-            yield name, one["shape"]
-
-
-# --- how it is stored
-
-
-@dataclass(frozen=True)
-class _Stored:
-    """What of an array's metadata says how chunks are stored."""
-
-    chunks: tuple[int, ...]
-    shards: tuple[int, ...] | None
-    dtype: np.dtype[Any]
-    steps: tuple[Step, ...]
-    codec: str
-    prefix: str
-    separator: str
-
-
-def _stored(where: str, metadata: Json, dtype: np.dtype[Any]) -> _Stored:
-    if metadata.get("zarr_format") == 2:
-        return _stored_2(where, metadata, dtype)
-    grid = _named(metadata["chunk_grid"])
-    key = _named(metadata["chunk_key_encoding"])
-    if grid[0] != "regular" or key[0] not in ("default", "v2") or metadata.get("storage_transformers"):
-        raise _unknown(where, f"the chunk grid {grid[0]!r}, the chunk keys {key[0]!r} or storage transformers")
-    separator = str(key[1].get("separator", "/" if key[0] == "default" else "."))
-    prefix = "c" + separator if key[0] == "default" else ""
-    outer, shards = tuple(int(n) for n in grid[1]["chunk_shape"]), None
-    codecs = metadata["codecs"]
-    if len(codecs) == 1 and _named(codecs[0])[0] == "sharding_indexed":
-        options = _named(codecs[0])[1]
-        index = [_named(one) for one in options["index_codecs"]]
-        if options.get("index_location", "end") != "end" or index != [_named(one) for one in _INDEX_CODECS]:
-            raise _unknown(where, "shards whose index is not at the end, in little-endian order, with a CRC-32C")
-        shards, outer, codecs = outer, tuple(int(n) for n in options["chunk_shape"]), options["codecs"]
-    (name, options), *rest = [_named(one) for one in codecs]
-    if name != "bytes":
-        raise _unknown(where, f"the codec {name!r}")
-    stored = dtype.newbyteorder(">" if options.get("endian") == "big" else "<")
-    steps, texts = [], []
-    for name, options in rest:
-        step, text = _step(where, name, options, dtype.itemsize, ("gzip", "zstd", "blosc", "crc32c"))
-        steps.append(step)
-        texts.append(text)
-    return _Stored(outer, shards, stored, tuple(steps), "+".join(texts), prefix, separator)
-
-
-def _stored_2(where: str, metadata: Json, dtype: np.dtype[Any]) -> _Stored:
-    if metadata.get("order", "C") != "C":
-        raise _unknown(where, f"values in the order {metadata['order']!r}")
-    chain = [*(metadata.get("filters") or ()), *filter(None, [metadata.get("compressor")])]
-    steps, texts = [], []
-    for entry in chain:
-        options = {key: value for key, value in entry.items() if key != "id"}
-        step, text = _step(where, entry["id"], options, dtype.itemsize, ("gzip", "zlib", "zstd", "blosc", "lz4", "shuffle"))
-        steps.append(step)
-        texts.append(text)
-    stored = np.dtype(metadata["dtype"])
-    if native_dtype(stored) != dtype:
-        raise _unknown(where, f"the data type {metadata['dtype']!r}")
-    chunks = tuple(int(n) for n in metadata["chunks"])
-    separator = str(metadata.get("dimension_separator") or ".")
-    return _Stored(chunks, None, stored, tuple(steps), "+".join(texts), "", separator)
-
-
-def _step(where: str, name: str, options: Json, itemsize: int, known: Sequence[str]) -> tuple[Step, str]:
-    """The step that encodes as a codec of the metadata decodes."""
-    codec = ZARR_CODECS.get(name)
-    if name in known and codec is not None and codec.encoder is not None:
-        with contextlib.suppress(KeyError, ValueError, TypeError, IndexError, ConfigError):
-            told = parameters_of(name, options, itemsize)
-            if codec.levels:
-                codec.checked_level(told.level, -(1 << 17) if name == "zstd" else None)
-            if told.inner in BLOSC_CODES:
-                return codec.encoder(told), name
-    raise _unknown(where, f"the codec {name!r}" + (f" with {options}" if options else ""))
-
-
-def _named(entry: Any) -> tuple[str, Json]:
-    if isinstance(entry, str):
-        return entry, {}
-    return str(entry["name"]), dict(entry.get("configuration") or {})
-
-
-def _unknown(where: str, what: str) -> ConfigError:
-    return ConfigError(
-        f"{where} is stored with {what}, which append does not write. Append with zarr-python (array.append), or save to a new "
-        "store with shardload.save"
-    )
+        below = name.strip("/").removeprefix(prefix)
+        described = known.get(f"{below}/.zarray".lstrip("/") if is_2 else below)
+        if name.strip("/").startswith(prefix) and isinstance(described, dict) and isinstance(described.get("shape"), list):
+            yield name, described["shape"]
 
 
 # --- what comes
@@ -312,29 +171,24 @@ class GrowthEncoder(ZarrEncoder, Growing):
     """See `Encoder` and `Growing`. Its array begins at a file of the old one."""
 
     def __init__(self, path: str, name: str, known: Json, axis: int, n_new: int) -> None:
-        metadata, dtype = known["metadata"], np.dtype(known["dtype"])
-        stored = _stored(f"'{name}' in '{path}'", metadata, dtype)
-        self._per_file = (stored.shards or stored.chunks)[axis]
-        shape = self.begin(tuple(metadata["shape"]), axis, self._per_file, n_new)
+        document, dtype = known["metadata"], np.dtype(known["dtype"])
+        try:
+            layout = Layout.of(document, dtype)
+            _ = layout.steps  # made now, for the error
+            if layout.per_shard is not None and (layout.is_index_first or not layout.has_index_checksum):
+                raise NotCovered("shards whose index is not at the end, with a CRC-32C")
+        except (NotCovered, LookupError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"'{name}' in '{path}' is stored with {error}, which append does not write. Append with zarr-python "
+                "(array.append), or save to a new store with shardload.save"
+            ) from error
+        self._per_file = (layout.shards or layout.chunk_shape)[axis]
+        shape = self.begin(tuple(document["shape"]), axis, self._per_file, n_new)
         fill = np.frombuffer(bytes.fromhex(known["fill"]), dtype=dtype)[0]
-        packed = Compression(stored.codec) if stored.steps else None
-        self.name, self.path = name, path
-        self.spec = ArraySpec(shape, stored.dtype, stored.chunks, shards=stored.shards, compression=packed)
-        document = copy.deepcopy(metadata) | {"shape": list(shape)}
-        per = None if stored.shards is None else tuple(s // c for s, c in zip(stored.shards, stored.chunks, strict=True))
-        chain = EncodeChain(stored.steps, stored.chunks, stored.dtype, fill)
-        self.layout = Layout(document, chain, stored.codec or "none", stored.prefix, stored.separator, per)
-        self.metadata = metadata
-        self._info = ArrayInfo(
-            path=path,
-            dataset=name,
-            format=f"Zarr v{metadata['zarr_format']}",
-            shape=shape,
-            dtype=native_dtype(dtype).name,
-            chunks=stored.chunks,
-            codec=self.layout.codec,
-            shards=stored.shards,
-        )
+        packed = Compression(layout.codec) if layout.chain else None
+        spec = ArraySpec(shape, layout.dtype, layout.chunk_shape, shards=layout.shards, compression=packed)
+        super().__init__(path, name, spec, document | {"shape": list(shape)}, layout, fill)
+        self.old_document = document
 
     def beside(self, index: tuple[int, ...]) -> list[tuple[int, ...]]:
         """See `Growing`: a shard is written as a whole."""
@@ -377,12 +231,12 @@ class GrowthSink(ZarrSink, GrowingSink):
     arrays: dict[str, GrowthEncoder]  # type: ignore[assignment]
 
     def __init__(self, path: str, known: Json, axes: Mapping[str, int], n_new: Mapping[str, int]) -> None:
-        arrays = {name: one for name, one in known["arrays"].items() if name in axes}
+        arrays = {name: known["arrays"][name] for name in known["arrays"] if name in axes}
         self.path, self.mode, self.attrs = path, "w", {}
         self.group_attrs, self._texts = {}, {}
         self.version = next(iter(arrays.values()))["metadata"]["zarr_format"]
-        self.arrays = {name: GrowthEncoder(path, name, one, axes[name], n_new[name]) for name, one in arrays.items()}
-        self.last = [name for name, one in arrays.items() if len(one["shape"]) == 1]  # coordinates
+        self.arrays = {name: GrowthEncoder(path, name, array, axes[name], n_new[name]) for name, array in arrays.items()}
+        self.last = [name for name, array in arrays.items() if len(array["shape"]) == 1]  # coordinates
 
     def create(self) -> Catalog:
         """See `Sink`."""
@@ -391,11 +245,6 @@ class GrowthSink(ZarrSink, GrowingSink):
     def metadata_key(self, name: str) -> str:
         """The file of an array's metadata."""
         return os.path.join(name.strip("/"), "zarr.json" if self.version == 3 else ".zarray")
-
-
-def _is_same(first: Json, second: Json) -> bool:
-    """As text, because NaN is not equal to itself."""
-    return json.dumps(first, sort_keys=True) == json.dumps(second, sort_keys=True)
 
 
 class GrowthCatalog(ZarrCatalog):
@@ -407,8 +256,9 @@ class GrowthCatalog(ZarrCatalog):
         try:
             self._seen = self._look()
             self._before = {key: text for key, (text, _) in self._seen.items()}
-            for name, one in sink.arrays.items():
-                if not _is_same(json.loads(self._before[sink.metadata_key(name)]), one.metadata):
+            for name, array in sink.arrays.items():
+                document = array.old_document | json.loads(self._before[sink.metadata_key(name)])
+                if json.dumps(document) != json.dumps(array.old_document):  # as text, because NaN is not equal to itself
                     raise self._changed()
             super().__init__(sink)
         except BaseException:
@@ -421,19 +271,20 @@ class GrowthCatalog(ZarrCatalog):
             self.abandon()
             raise
 
-    def _look(self) -> dict[str, tuple[bytes, int]]:
+    def _look(self) -> dict[str, tuple[bytes, Any]]:
         """The metadata that will change, as they are in the store, and when they were written: a store that has taken the place
         of this one may have the same.
         """
-        keys = [key for key, _ in _groups_of(self._store, self._grows.arrays)]
-        found = {}
+        keys = [key for key, _ in _shared_documents(self._store, self._grows.arrays)]
+        seen = {}
         with named(self._grows.path):
             for key in [*map(self._grows.metadata_key, self._grows.arrays), *keys]:
-                read = read_metadata(os.path.join(self._store, key))
-                if read is None:
+                path = os.path.join(self._store, key)
+                state, text = state_of(path), read_metadata(path)
+                if text is None:
                     raise self._changed()
-                found[key] = read
-        return found
+                seen[key] = (text, state)
+        return seen
 
     def _changed(self) -> ConfigError:
         return ConfigError(
@@ -492,9 +343,9 @@ class GrowthCatalog(ZarrCatalog):
         for name in names:
             key = sink.metadata_key(name)
             made[key] = json.loads(self._before[key]) | {"shape": shapes[name]}
-        for key, _ in _groups_of(self._store, sink.arrays):
+        for key, _ in _shared_documents(self._store, sink.arrays):
             document = made[key] if key in made else json.loads(self._before[key])
-            for name, shape in _described(key, document, sink.arrays):
+            for name, shape in _shapes_in(key, document, sink.arrays):
                 shape[:] = shapes[name]
             made[key] = document
         found = []

@@ -11,10 +11,10 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import IO
 
 from shardload.errors import ConfigError
-from shardload.formats.target import FOLDER_MARK, MARK_BEGINS, MARK_NBYTES, shortened, sync_folder, temporary_of
+from shardload.formats.target import FOLDER_MARK, MARK_BEGINS, MARK_NBYTES, sync_folder, temporary_of
 
 __all__ = ["PART", "Left", "find_left", "open_locked", "whole_files"]
 
@@ -64,33 +64,22 @@ def find_left(target: str, about: Mapping[str, str]) -> Left | None:
     folder, why = os.path.dirname(final), ""
     for name in sorted(os.listdir(folder)) if os.path.isdir(folder) else []:
         path = os.path.join(folder, name)
-        if temporary_of(path) != (shortened(final), "unfinished") or os.path.islink(path) or not os.path.isdir(path):
+        if temporary_of(path) != (final, "unfinished") or os.path.islink(path) or not os.path.isdir(path):
             continue
         try:
             file = open_locked(os.path.join(path, FOLDER_MARK))
         except FileNotFoundError:
             continue
         head, text = file.read(MARK_NBYTES), file.read()
-        difference = _difference(text, about)
-        if not difference:
+        before = json.loads(text or b"{}")
+        other = next((key for key in about if before.get(key) != about[key]), None)
+        if other is None:
             return Left(path, head.removeprefix(MARK_BEGINS).split(b" ")[0].decode(), file)
         file.close()
-        why = why or f"'{path}' is not of this copy: {difference}"
+        why = why or f"'{path}' is not of this copy: {other} was {before.get(other, 'nothing')}, and is {about[other]}"
     if why:
         raise ConfigError(f"{why}. Remove it, or begin again without resume=True")
     return None
-
-
-def _difference(text: bytes, now: Mapping[str, str]) -> str:
-    """What differs, in words; empty if nothing does."""
-    try:
-        before: dict[str, Any] = json.loads(text)
-    except ValueError:
-        return "it does not say of what it is"
-    for name in now:
-        if before.get(name) != now[name]:
-            return f"{name} was {before.get(name, 'nothing')}, and is {now[name]}"
-    return ""
 
 
 def whole_files(root: str) -> set[str]:

@@ -1,236 +1,303 @@
-"""Where are the chunks of a Zarr array, and how are they encoded? The metadata alone answers this, without opening files.
+"""What does the metadata of a Zarr array say of its chunks: where they are, and how they are encoded? JSON alone.
 
-`layout_of` reads the metadata that zarr-python parsed. It answers only if it understands every key, codec and option. Otherwise
-it raises `NotCovered`, and zarr-python reads the array, which knows more or says why it cannot.
+`Layout.of` reads a document (``zarr.json``, or ``.zarray``), of an array that is read, written or grown. It answers only if it
+understands every key, codec and option. Otherwise it raises `NotCovered`: zarr-python reads such an array, which knows more or
+says why it cannot, and nothing is appended to it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from shardload.errors import ConfigError
 from shardload.formats.access import STRICT, Access
-from shardload.formats.codecs.chains import Stage
-from shardload.formats.codecs.table import ZARR_CODECS
+from shardload.formats.codecs.chains import Stage, Step
+from shardload.formats.codecs.table import BLOSC_CODES, ZARR_CODECS, Codec, Parameters
 from shardload.formats.codecs.transforms import decode_byte_order, decode_crc32c
-from shardload.formats.contract.dtypes import refusal
+from shardload.formats.contract.dtypes import native_dtype, refusal
 from shardload.formats.zarr.codecs import SIZED, SURVIVED, parameters_of
 
-__all__ = ["MOST_INDEX_NBYTES", "Layout", "NotCovered", "codecs_of_2", "is_stacked", "layout_of", "n_in_shard"]
+__all__ = [
+    "INDEX_CODECS",
+    "MOST_INDEX_NBYTES",
+    "Json",
+    "Layout",
+    "NotCovered",
+    "chain_of",
+    "grid_of",
+    "inner_chain",
+    "is_stacked",
+    "layout_of",
+    "n_in_shard",
+    "names_of",
+]
+
+Json = dict[str, Any]
+Chain = Sequence[tuple[str, Mapping[str, Any]]]
 
 # The index of a shard is read whole and kept. An array whose shards have longer indexes is not covered.
 MOST_INDEX_NBYTES = 2**24
+INDEX_CODECS: list[Json] = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
 
-
-class NotCovered(Exception):
-    """The metadata has something that is left to zarr-python."""
-
-
-_KEYS_2 = {
-    *("zarr_format", "shape", "chunks", "dtype", "fill_value", "order", "filters", "dimension_separator", "compressor"),
-    "attributes",
-}
+_INDEX_CHAIN = [("bytes", {"endian": "little"}), ("crc32c", {})]
+_SHARDING = "sharding_indexed"
+_LEAST_OF_ZSTD = -(1 << 17)
 _KEYS_3 = {
     *("zarr_format", "node_type", "shape", "data_type", "chunk_grid", "chunk_key_encoding", "fill_value", "codecs"),
     *("attributes", "storage_transformers", "dimension_names"),
 }
 
 
+class NotCovered(Exception):
+    """The metadata has something that is left to zarr-python. The text says what, in words that follow "is stored with"."""
+
+
+# --- codecs by name
+
+
+def chain_of(document: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    """Name and options of each codec of an array."""
+    if document.get("zarr_format") == 3:
+        return list(map(_named, document["codecs"]))
+    entries = [*(document.get("filters") or ()), *filter(None, [document.get("compressor")])]
+    return [(str(entry["id"]), {key: value for key, value in entry.items() if key != "id"}) for entry in entries]
+
+
+def inner_chain(document: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    """The same of the chunks inside of shards, if the array has some."""
+    chain = chain_of(document)
+    inside = [options for name, options in chain if name == _SHARDING]
+    return list(map(_named, inside[0]["codecs"])) if inside else chain
+
+
+def names_of(document: Mapping[str, Any]) -> list[str]:
+    """The names of an array's codecs as `ZARR_CODECS` has them, including those inside of shards."""
+    names = []
+    for name, options in chain_of(document):
+        inside = [*options.get("codecs", ()), *options.get("index_codecs", ())] if name == _SHARDING else []
+        names += [name, *(inner for inner, _ in map(_named, inside))]
+    return list(map(_plain, names))
+
+
+def _plain(name: str) -> str:
+    return name.removeprefix("numcodecs.").lower()
+
+
+def _named(entry: Any) -> tuple[str, Mapping[str, Any]]:
+    """Name and options of an extension point of format 3, which may be given as a name alone."""
+    if isinstance(entry, str):
+        return entry, {}
+    more = {key: value for key, value in entry.items() if key not in ("name", "configuration")}
+    return str(entry["name"]), more | dict(entry.get("configuration") or {})
+
+
+def grid_of(document: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...] | None] | None:
+    """Elements along each axis of a chunk, and of a shard, if there are shards; None if the grid is not regular."""
+    if document["zarr_format"] == 2:
+        return _ints(document["chunks"]), None
+    name, grid = _named(document["chunk_grid"])
+    if name != "regular":
+        return None
+    outer, chain = _ints(grid["chunk_shape"]), chain_of(document)
+    if [name for name, _ in chain] != [_SHARDING]:
+        return outer, None
+    return _ints(chain[0][1]["chunk_shape"]), outer
+
+
+def is_stacked(document: Mapping[str, Any], access: Access = STRICT) -> bool:
+    """True if chunks are compressed more than once. Each compressor can expand one byte to a thousand.
+
+    Codecs that the caller allows are not always counted: see `Access.counts`.
+    """
+    names = [name for name in names_of(document) if name not in SIZED]
+    return sum(access.counts(name, f"numcodecs.{name}", survived=name in SURVIVED) for name in names) > 1
+
+
+def n_in_shard(document: Mapping[str, Any]) -> int:
+    """The chunks in each shard: each has an entry in an index. 0 if there are no shards."""
+    inner = [options["chunk_shape"] for name, options in chain_of(document) if name == _SHARDING]
+    if not inner:
+        return 0
+    outer = _ints(_named(document["chunk_grid"])[1]["chunk_shape"])
+    return -(-math.prod(outer) // max(1, math.prod(map(int, inner[0]))))
+
+
+# --- chunks
+
+
 @dataclass(frozen=True)
 class Layout:
-    """Where chunks are and how they are encoded, from the metadata.
+    """Where the chunks of an array are and how they are encoded.
 
     Attributes
     ----------
+    version : int
+        Of the format: 2 or 3.
     chunk_shape : tuple of int
         Elements along each axis of a chunk, the unit of decode.
     prefix, separator : str
         How the position of a chunk (or of its shard file, if there are shards) becomes the name of its file.
-    stages : tuple of Stage
-        The stages that undo the codecs, in that order.
+    dtype : dtype
+        The type as it is stored.
+    chain : sequence of (str, mapping)
+        Name and options of each codec of a chunk, in the order in which they are applied to its values.
     per_shard : tuple of int or None
         Chunks along each axis of a shard file.
-    index_stages : tuple of Stage
-        The stages that undo the codecs of a shard's index.
-    is_index_first : bool
-        True if the index is at the start of a shard, False if at its end.
+    has_index_checksum, is_index_first : bool
+        Whether the index of a shard has a CRC-32C behind it, and whether it is at the start of the shard or at its end.
     """
 
+    version: int
     chunk_shape: tuple[int, ...]
     prefix: str
     separator: str
-    stages: tuple[Stage, ...]
+    dtype: np.dtype[Any]
+    chain: Chain = ()
     per_shard: tuple[int, ...] | None = None
-    index_stages: tuple[Stage, ...] = ()
+    has_index_checksum: bool = True
     is_index_first: bool = False
+
+    @classmethod
+    def of(cls, document: Mapping[str, Any], dtype: np.dtype[Any]) -> Layout:
+        """Read a document of an array of this type. `NotCovered` if anything in it is unknown here."""
+        if refusal(dtype) is not None:
+            raise NotCovered(f"values of type {dtype}")
+        layout = {2: _layout_2, 3: _layout_3}[document["zarr_format"]](document, native_dtype(dtype))
+        if 0 in layout.chunk_shape:
+            raise NotCovered("chunks without elements")
+        return layout
 
     def key(self, at: tuple[int, ...]) -> str:
         """Name of the file for position `at`, relative to the array's folder.
 
-        >>> Layout((2, 2), "c/", "/", ()).key((0, 3))
+        >>> Layout(3, (2, 2), "c/", "/", np.dtype("i4")).key((0, 3))
         'c/0/3'
         """
         if not at:
             return self.prefix.rstrip("/.") or "0"
         return self.prefix + self.separator.join(map(str, at))
 
+    @property
+    def shards(self) -> tuple[int, ...] | None:
+        """Elements along each axis of a shard file."""
+        return self.per_shard and tuple(n * c for n, c in zip(self.per_shard, self.chunk_shape, strict=True))
 
-def layout_of(metadata: Mapping[str, Any], dtype: np.dtype[Any]) -> Layout:
-    """Read parsed metadata; raises `NotCovered` if anything in it is unknown here."""
-    if refusal(dtype) is not None:
-        raise NotCovered(f"values of type {dtype}")
-    layout = {2: _layout_2, 3: _layout_3}[metadata["zarr_format"]](metadata, dtype)
-    if 0 in layout.chunk_shape:
-        raise NotCovered("chunks without elements")
-    if layout.per_shard is not None and 16 * math.prod(layout.per_shard) > MOST_INDEX_NBYTES:
-        raise NotCovered(f"an index of {math.prod(layout.per_shard)} chunks in each shard")
+    @property
+    def codec(self) -> str:
+        """The codecs for people, compressors first."""
+        chain = self.chain if self.version == 3 else self.chain[::-1]
+        return "+".join(_plain(name) for name, _ in chain) or "none"
+
+    @cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        """The stages that undo the codecs, in that order. `NotCovered` if one is not decoded here."""
+        stages = [self._stage(name, options) for name, options in reversed(self.chain)]
+        return (*stages, *(() if self.dtype.isnative else (decode_byte_order(_part_nbytes(self.dtype)),)))
+
+    @property
+    def index_stages(self) -> tuple[Stage, ...]:
+        """The same of a shard's index."""
+        return (decode_crc32c(),) if self.has_index_checksum else ()
+
+    @cached_property
+    def steps(self) -> tuple[Step, ...]:
+        """The steps that apply the codecs, in order. `NotCovered` if one is not applied here."""
+        return tuple(self._step(name, options) for name, options in self.chain)
+
+    def _stage(self, name: str, options: Mapping[str, Any]) -> Stage:
+        codec, told = self._codec(name, options, 1)
+        if codec.decoder is None:
+            raise NotCovered(f"the codec {name!r}")
+        nbytes = math.prod(self.chunk_shape) * self.dtype.itemsize
+        if codec.zarr == "shuffle" and (told.itemsize < 1 or nbytes % told.itemsize):
+            raise NotCovered(f"a shuffle of elements of {told.itemsize} bytes")
+        return codec.decoder(told)
+
+    def _step(self, name: str, options: Mapping[str, Any]) -> Step:
+        with contextlib.suppress(KeyError, ValueError, TypeError, IndexError, ConfigError):
+            codec, told = self._codec(name, options, self.dtype.itemsize)
+            if codec.levels:
+                codec.checked_level(told.level, _LEAST_OF_ZSTD if codec.zarr == "zstd" else None)
+            if codec.encoder is not None and told.inner in BLOSC_CODES:
+                return codec.encoder(told)
+        raise NotCovered(f"the codec {name!r}" + (f" with {options}" if options else ""))
+
+    def _codec(self, name: str, options: Mapping[str, Any], itemsize: int) -> tuple[Codec, Parameters]:
+        codec = ZARR_CODECS.get(name.removeprefix("numcodecs."))
+        if codec is None or ("n" if name.startswith("numcodecs.") else str(self.version)) not in codec.forms:
+            raise NotCovered(f"the codec {name!r}")
+        _check_known(f"the codec {name!r}", options, codec.options)
+        return codec, parameters_of(str(codec.zarr), options, itemsize)
+
+
+def layout_of(document: Mapping[str, Any], dtype: np.dtype[Any]) -> Layout:
+    """`Layout.of` of an array whose chunks are decoded here; `NotCovered` if they are not."""
+    layout = Layout.of(document, dtype)
+    n = math.prod(layout.per_shard or ())
+    _ = layout.stages  # made now, for the error
+    if 16 * n > MOST_INDEX_NBYTES:
+        raise NotCovered(f"an index of {n} chunks in each shard")
     return layout
 
 
-def is_stacked(metadata: Mapping[str, Any], access: Access = STRICT) -> bool:
-    """True if chunks are compressed more than once. Each compressor can expand one byte to a thousand.
-
-    Codecs that the caller allows are not always counted: see `Access.counts`.
-    """
-    if metadata.get("zarr_format") == 3:
-        return _n_compressors(metadata["codecs"], access) > 1
-    return sum(_is_counted(name, access) for name, _ in codecs_of_2(metadata)) > 1
-
-
-def codecs_of_2(metadata: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    """Name and options of each codec of an array of format 2, in the order in which they are applied."""
-    return [_codec_2(entry) for entry in (*(metadata.get("filters") or ()), *filter(None, [metadata.get("compressor")]))]
+def _layout_2(document: Mapping[str, Any], dtype: np.dtype[Any]) -> Layout:
+    stored, separator = document["dtype"], document.get("dimension_separator") or "."
+    if not isinstance(stored, str) or native_dtype(np.dtype(stored)) != dtype:
+        raise NotCovered(f"the data type {stored!r}")
+    if document.get("order", "C") != "C" or separator not in (".", "/"):
+        raise NotCovered(f"values in the order {document.get('order')!r}, or keys with {separator!r}")
+    return Layout(2, _ints(document["chunks"]), "", separator, np.dtype(stored), chain_of(document))
 
 
-def _is_counted(name: str, access: Access) -> bool:
-    name = name.removeprefix("numcodecs.").lower()
-    return name not in SIZED and access.counts(name, f"numcodecs.{name}", survived=name in SURVIVED)
-
-
-def _n_compressors(chain: Sequence[Any], access: Access) -> int:
-    """The number of compressors in a chain of format 3, plus the most that any chain inside a shard has."""
-    n = 0
-    for entry in chain:
-        name = entry if isinstance(entry, str) else str(entry["name"])
-        n += _is_counted(name, access)
-        options = {} if isinstance(entry, str) else entry.get("configuration") or {}
-        n += max((_n_compressors(options[key], access) for key in ("codecs", "index_codecs") if key in options), default=0)
-    return n
-
-
-def n_in_shard(metadata: Mapping[str, Any]) -> int:
-    """The chunks inside one chunk of a regular grid, in shards of all levels: each has an entry in an index."""
-    if metadata.get("zarr_format") != 3:
-        return 0
-    return _n_inside(metadata["codecs"], math.prod(metadata["chunk_grid"]["configuration"]["chunk_shape"]))
-
-
-def _n_inside(chain: Sequence[Any], n_elements: int) -> int:
-    """`n_in_shard` for a chain of codecs and the elements that it encodes. Other codecs leave their number as it is."""
-    for entry in chain:
-        if not isinstance(entry, str) and entry["name"] == "sharding_indexed":
-            options = entry["configuration"]
-            n_inner = max(1, math.prod(map(int, options["chunk_shape"])))
-            return -(-n_elements // n_inner) * (1 + _n_inside(options["codecs"], n_inner))
-    return 0
-
-
-def _layout_2(metadata: Mapping[str, Any], dtype: np.dtype[Any]) -> Layout:
-    """`layout_of` for format 2."""
-    _check_known("metadata", metadata, _KEYS_2)
-    stored = metadata["dtype"]
-    if not isinstance(stored, str) or np.dtype(stored).newbyteorder("=") != dtype:
-        raise NotCovered(f"data type {stored!r}")
-    if metadata["order"] != "C":
-        raise NotCovered(f"order {metadata['order']!r}")
-    chunk_shape = tuple(int(n) for n in metadata["chunks"])
-    nbytes = math.prod(chunk_shape) * dtype.itemsize
-    stages: list[Stage] = []
-    if metadata["compressor"] is not None:
-        name, options = _codec_2(metadata["compressor"])
-        stages.append(_stage(name, "2", options, nbytes))
-    for entry in reversed(metadata["filters"] or ()):
-        name, options = _codec_2(entry)
-        stages.append(_stage(name, "2", options, nbytes))
-    if not np.dtype(stored).isnative:
-        stages.append(decode_byte_order(_part_nbytes(dtype)))
-    return Layout(chunk_shape, "", _separator(metadata.get("dimension_separator", ".")), tuple(stages))
-
-
-def _layout_3(metadata: Mapping[str, Any], dtype: np.dtype[Any]) -> Layout:
-    """`layout_of` for format 3."""
-    _check_known("metadata", metadata, _KEYS_3)
-    if metadata["data_type"] != dtype.name or metadata.get("storage_transformers"):
-        raise NotCovered(f"data type {metadata['data_type']!r}, or storage transformers")
-    grid_name, grid = _named(metadata["chunk_grid"])
+def _layout_3(document: Mapping[str, Any], dtype: np.dtype[Any]) -> Layout:
+    _check_known("metadata", document, _KEYS_3)
+    if document["data_type"] != dtype.name or document.get("storage_transformers"):
+        raise NotCovered(f"the data type {document['data_type']!r}, or storage transformers")
+    (grid_name, grid), (key_name, key) = _named(document["chunk_grid"]), _named(document["chunk_key_encoding"])
+    separator = key.get("separator", "/" if key_name == "default" else ".")
     if grid_name != "regular" or set(grid) != {"chunk_shape"}:
-        raise NotCovered(f"chunk grid {grid_name!r}")
-    chunk_shape = tuple(int(n) for n in grid["chunk_shape"])
-    key_name, options = _named(metadata["chunk_key_encoding"])
-    if key_name not in ("default", "v2"):
-        raise NotCovered(f"chunk key encoding {key_name!r}")
-    _check_known("chunk key encoding", options, {"separator"})
-    separator = _separator(options.get("separator", "/" if key_name == "default" else "."))
-    prefix = "c" + separator if key_name == "default" else ""
-    chain = [_named(entry) for entry in metadata["codecs"]]
-    if [name for name, _ in chain] != ["sharding_indexed"]:
-        return Layout(chunk_shape, prefix, separator, _stages_3(chain, chunk_shape, dtype))
+        raise NotCovered(f"the chunk grid {grid_name!r}")
+    if key_name not in ("default", "v2") or not set(key) <= {"separator"} or separator not in (".", "/"):
+        raise NotCovered(f"the chunk keys {key_name!r} with {dict(key)}")
+    prefix, outer, chain = "c" + separator if key_name == "default" else "", _ints(grid["chunk_shape"]), chain_of(document)
+    if [name for name, _ in chain] != [_SHARDING]:
+        return Layout(3, outer, prefix, separator, *_serialized(chain, dtype))
     options = chain[0][1]
-    _check_known("sharding", options, {"chunk_shape", "codecs", "index_codecs", "index_location"})
-    inner = tuple(int(n) for n in options["chunk_shape"])
-    if (
-        len(inner) != len(chunk_shape)
-        or 0 in (*inner, *chunk_shape)
-        or any(n % m for n, m in zip(chunk_shape, inner, strict=True))
-    ):
+    _check_known("shards", options, {"chunk_shape", "codecs", "index_codecs", "index_location"})
+    inner, place = _ints(options["chunk_shape"]), options.get("index_location", "end")
+    index = list(map(_named, options["index_codecs"]))
+    if len(inner) != len(outer) or 0 in (*inner, *outer) or any(n % m for n, m in zip(outer, inner, strict=True)):
         raise NotCovered("shards that are no multiple of their chunks")
-    index_chain = [_named(entry) for entry in options["index_codecs"]]
-    if index_chain[0] != ("bytes", {"endian": "little"}) or index_chain[1:] not in ([], [("crc32c", {})]):
-        raise NotCovered("index codecs")
-    if options["index_location"] not in ("start", "end"):
-        raise NotCovered("index location")
+    if index not in (_INDEX_CHAIN, _INDEX_CHAIN[:1]) or place not in ("start", "end"):
+        raise NotCovered(f"shards whose index has the codecs {index} at {place!r}")
     return Layout(
-        chunk_shape=inner,
-        prefix=prefix,
-        separator=separator,
-        stages=_stages_3([_named(entry) for entry in options["codecs"]], inner, dtype),
-        per_shard=tuple(n // m for n, m in zip(chunk_shape, inner, strict=True)),
-        index_stages=(decode_crc32c(),) if index_chain[1:] else (),
-        is_index_first=options["index_location"] == "start",
+        3,
+        inner,
+        prefix,
+        separator,
+        *_serialized(list(map(_named, options["codecs"])), dtype),
+        per_shard=tuple(n // m for n, m in zip(outer, inner, strict=True)),
+        has_index_checksum=index == _INDEX_CHAIN,
+        is_index_first=place == "start",
     )
 
 
-def _stages_3(
-    chain: Sequence[tuple[str, Mapping[str, Any]]], shape: tuple[int, ...], dtype: np.dtype[Any]
-) -> tuple[Stage, ...]:
-    """The stages that undo the codecs of one chunk, which start with "bytes"."""
+def _serialized(chain: Chain, dtype: np.dtype[Any]) -> tuple[np.dtype[Any], Chain]:
+    """The type as it is stored, and the codecs behind "bytes", which puts the values in order."""
     (name, options), *rest = chain
-    part = _part_nbytes(dtype)
-    endian = options.get("endian") or (sys.byteorder if part == 1 else None)
+    is_ordered = _part_nbytes(dtype) > 1
+    endian = options.get("endian") or (None if is_ordered else sys.byteorder)
     if name != "bytes" or not set(options) <= {"endian"} or endian not in ("little", "big"):
-        raise NotCovered(f"codec {name!r} with {options}")
-    stages = [decode_byte_order(part)] if part > 1 and endian != sys.byteorder else []
-    for name, options in rest:
-        form = "n" if name.startswith("numcodecs.") else "3"
-        stages.insert(0, _stage(name.removeprefix("numcodecs."), form, options, math.prod(shape) * dtype.itemsize))
-    return tuple(stages)
-
-
-def _stage(name: str, form: str, options: Mapping[str, Any], nbytes: int) -> Stage:
-    """The stage that undoes one codec, for chunks of `nbytes` decoded bytes. `form` is one of `Codec.forms`."""
-    codec = ZARR_CODECS.get(name)
-    if codec is None or codec.decoder is None or form not in codec.forms:
-        raise NotCovered(f"codec {name!r}")
-    _check_known(name, options, codec.options)
-    told = parameters_of(name, options, 1)
-    if name == "shuffle" and (told.itemsize < 1 or nbytes % told.itemsize):
-        raise NotCovered(f"a shuffle of elements of {told.itemsize} bytes")
-    return codec.decoder(told)
+        raise NotCovered(f"the codec {name!r} with {dict(options)}")
+    return dtype.newbyteorder("<" if endian == "little" else ">") if is_ordered else dtype, rest
 
 
 def _part_nbytes(dtype: np.dtype[Any]) -> int:
@@ -238,26 +305,10 @@ def _part_nbytes(dtype: np.dtype[Any]) -> int:
     return dtype.itemsize // (2 if dtype.kind == "c" else 1)
 
 
-def _named(entry: Any) -> tuple[str, Mapping[str, Any]]:
-    """Name and options of an extension point of format 3, which may be given as a name alone."""
-    if isinstance(entry, str):
-        return entry, {}
-    _check_known("extension", entry, {"name", "configuration"})
-    return str(entry["name"]), dict(entry.get("configuration") or {})
+def _ints(numbers: Sequence[Any]) -> tuple[int, ...]:
+    return tuple(map(int, numbers))
 
 
-def _codec_2(entry: Any) -> tuple[str, Mapping[str, Any]]:
-    """Name and options of a codec of format 2, which may be an object of numcodecs."""
-    options = dict(entry if isinstance(entry, Mapping) else entry.get_config())
-    return str(options.pop("id")), options
-
-
-def _separator(found: Any) -> str:
-    if found not in (".", "/"):
-        raise NotCovered(f"separator {found!r}")
-    return str(found)
-
-
-def _check_known(what: str, found: Mapping[str, Any], known: set[str] | frozenset[str]) -> None:
-    if not set(found) <= known:
-        raise NotCovered(f"{what} with {', '.join(sorted(set(found) - known))}")
+def _check_known(what: str, options: Mapping[str, Any], known: set[str] | frozenset[str]) -> None:
+    if not set(options) <= known:
+        raise NotCovered(f"{what} with {', '.join(sorted(set(options) - known))}")

@@ -14,7 +14,7 @@ import json
 import math
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ import google_crc32c
 import numpy as np
 
 from shardload.errors import ConfigError
+from shardload.formats.codecs.chains import EncodeChain
 from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.contract.dtypes import native_dtype
 from shardload.formats.leftovers import GROWTH_MARK, ROOTS
@@ -37,12 +38,13 @@ from shardload.formats.sink import (
     with_dims,
 )
 from shardload.formats.target import FOLDER_MARK, Target, make_below, mark, named, put_at, sync_folder
-from shardload.formats.zarr.encodings import group_metadata, layout, plain_attrs
+from shardload.formats.zarr.encodings import document_of, fill_of, group_document, plain_attrs
 from shardload.formats.zarr.left import PART, Left, find_left, open_locked, whole_files
+from shardload.formats.zarr.metadata import Json, Layout
 from shardload.planning.grid import unravel
 from shardload.planning.region import Region
 
-__all__ = ["MOST_NAME_NBYTES", "ZarrCatalog", "ZarrEncoder", "ZarrSink", "is_taken", "write_file"]
+__all__ = ["MOST_NAME_NBYTES", "ZarrCatalog", "ZarrEncoder", "ZarrSink", "groups_above", "is_taken", "write_file"]
 
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
@@ -58,18 +60,25 @@ _TAKEN = {"zarr.json", ".zarray", ".zgroup", ".zattrs", ".zmetadata", FOLDER_MAR
 class ZarrEncoder(Encoder):
     """See `Encoder`."""
 
-    def __init__(self, path: str, name: str, spec: ArraySpec, version: int) -> None:
-        self.name, self.spec, self.layout = name, spec, layout(name, spec, version)
+    def __init__(self, path: str, name: str, spec: ArraySpec, document: Json, layout: Layout, fill: Any) -> None:
+        self.name, self.spec, self.document, self.layout = name, spec, document, layout
+        self._chain = EncodeChain(layout.steps, spec.chunks, spec.dtype, fill)
         self._info = ArrayInfo(
             path=path,
             dataset=name,
-            format=f"Zarr v{version}",
+            format=f"Zarr v{layout.version}",
             shape=spec.shape,
             dtype=native_dtype(spec.dtype).name,
             chunks=spec.chunks,
-            codec=self.layout.codec,
+            codec=layout.codec,
             shards=spec.shards,
         )
+
+    @classmethod
+    def new(cls, path: str, name: str, spec: ArraySpec, version: int) -> ZarrEncoder:
+        """That of a new array."""
+        document = document_of(name, spec, version)
+        return cls(path, name, spec, document, Layout.of(document, spec.dtype), fill_of(spec))
 
     @property
     def is_asked(self) -> bool:
@@ -77,7 +86,7 @@ class ZarrEncoder(Encoder):
         return self.layout.per_shard is not None
 
     def _encode(self, values: np.ndarray[Any, Any]) -> Stored:
-        return Stored(self.layout.chain.encode(values))
+        return Stored(self._chain.encode(values))
 
     def shard_of(self, index: tuple[int, ...]) -> tuple[int, ...]:
         """The shard of a chunk; the chunk's own position if there are no shards."""
@@ -142,9 +151,9 @@ class ZarrSink(Sink):
                 self._texts[name] = checked
             elif checked.chunks is None and checked.shape and 0 not in checked.shape:
                 _check_single(name, checked)
-                self.arrays[name] = ZarrEncoder(path, name, replace(checked, chunks=checked.shape), version)  # one chunk
+                self.arrays[name] = ZarrEncoder.new(path, name, replace(checked, chunks=checked.shape), version)  # one chunk
             else:
-                self.arrays[name] = ZarrEncoder(path, name, checked, version)
+                self.arrays[name] = ZarrEncoder.new(path, name, checked, version)
         if any(one.is_asked for one in self.arrays.values()):
             self.about = None  # several ranks write a shard: its file is whole at the end only
         for name in specs:
@@ -185,24 +194,19 @@ class ZarrSink(Sink):
         """The files of metadata, in the order in which they are written: name in the store, and content. Arrays of text are
         among them, with their chunks, as bytes.
         """
-        groups = {""}
-        for name in [*self.arrays, *self._texts, *(f"{group}/" for group in self.group_attrs)]:
-            above = name.lstrip("/").rpartition("/")[0]
-            while above:
-                groups.add(above)
-                above = above.rpartition("/")[0]
+        groups = groups_above([*self.arrays, *self._texts, *(f"{group}/" for group in self.group_attrs)])
         if set(self.arrays) == {"/"}:
             groups = set()
         nodes: dict[str, Any] = {}
         for name, one in self.arrays.items():
             folder = name.strip("/")
             if self.version == 3:
-                nodes[os.path.join(folder, "zarr.json")] = one.layout.metadata
+                nodes[os.path.join(folder, "zarr.json")] = one.document
                 continue
             attrs = plain_attrs(name, one.spec.attrs)
             attrs["_ARRAY_DIMENSIONS"] = list(one.spec.dims or ())
             nodes[os.path.join(folder, ".zattrs")] = attrs
-            nodes[os.path.join(folder, ".zarray")] = one.layout.metadata
+            nodes[os.path.join(folder, ".zarray")] = one.document
         for name, spec in self._texts.items():
             for key, content in _written(spec, self.version).items():
                 if key.startswith((".z", "zarr.json")):
@@ -215,12 +219,12 @@ class ZarrSink(Sink):
                 nodes[os.path.join(folder, ".zattrs")] = attrs
             if not folder and self.version == 2:
                 # In order: zarr-python loses all but the last of siblings that do not follow each other.
-                every = dict(sorted({**nodes, ".zgroup": group_metadata(2, {})}.items()))
+                every = dict(sorted({**nodes, ".zgroup": group_document(2, {})}.items()))
                 yield from nodes.items()
                 yield ".zmetadata", {"zarr_consolidated_format": 1, "metadata": every}
                 yield ".zgroup", every[".zgroup"]
                 return
-            nodes[os.path.join(folder, "zarr.json" if self.version == 3 else ".zgroup")] = group_metadata(self.version, attrs)
+            nodes[os.path.join(folder, "zarr.json" if self.version == 3 else ".zgroup")] = group_document(self.version, attrs)
         if self.version == 3 and "" in groups:  # all in one, as zarr-python's `consolidate_metadata` has it
             root = nodes.pop("zarr.json")
             below = {os.path.dirname(key): one for key, one in sorted(nodes.items())}
@@ -228,6 +232,19 @@ class ZarrSink(Sink):
                 "consolidated_metadata": {"kind": "inline", "must_understand": False, "metadata": below}
             }
         yield from nodes.items()
+
+
+def groups_above(names: Iterable[str]) -> set[str]:
+    """The groups that arrays are in, without a slash in front; the root is "".
+
+    >>> sorted(groups_above(["/x", "/g/h/y"]))
+    ['', 'g', 'g/h']
+    """
+    groups = {""}
+    for name in names:
+        parts = name.lstrip("/").split("/")
+        groups.update("/".join(parts[:k]) for k in range(1, len(parts)))
+    return groups
 
 
 def _written(spec: ArraySpec, version: int) -> dict[str, bytes]:
@@ -351,7 +368,7 @@ class ZarrCatalog(Catalog):
         """ValueError unless each chunk has a file."""
         n = math.prod(one.spec.grid)
         folder = os.path.join(self.ticket.temporary, name.strip("/"))
-        if _count_files(folder, below=name == "/") == n:
+        if sum(len({*files} - {FOLDER_MARK, GROWTH_MARK}) for _, _, files in os.walk(folder)) == n:
             return
         for number in range(n):
             index = unravel(number, one.spec.grid)
@@ -388,17 +405,6 @@ class ZarrCatalog(Catalog):
         self._unlock()
 
 
-def _count_files(folder: str, *, below: bool) -> int:
-    n = 0
-    with os.scandir(folder) as found:
-        for entry in found:
-            if entry.is_dir(follow_symlinks=False):
-                n += _count_files(entry.path, below=False)
-            elif not (below and entry.name in (FOLDER_MARK, GROWTH_MARK)):
-                n += 1
-    return n
-
-
 class _Shards:
     """Where the chunks of one sharded array are in their shard files."""
 
@@ -418,14 +424,9 @@ class _Shards:
         shard = np.ravel_multi_index([k // n for k, n in zip(index, per, strict=True)], one.shard_grid)
         # A running sum in each shard: of all chunks in the order of their shards, less the sum where the shard begins.
         order = np.argsort(shard, kind="stable")
-        sums = np.cumsum(sizes[order])
-        starts = sums - sizes[order]
-        sorted_shards = shard[order]
-        first = np.flatnonzero(np.concatenate([[True], sorted_shards[1:] != sorted_shards[:-1]])[: len(which)])
-        lengths = np.diff(np.append(first, len(which)))
-        within = starts - np.repeat(starts[first], lengths)
+        sorted_shards, sums = shard[order], np.cumsum(sizes[order]) - sizes[order]
         offsets = np.empty(len(which), dtype=np.int64)
-        offsets[order] = self.ends[sorted_shards] + within
+        offsets[order] = self.ends[sorted_shards] + sums - sums[np.searchsorted(sorted_shards, sorted_shards)]
         np.add.at(self.ends, shard, sizes)
         self.offsets[which], self.sizes[which] = offsets, sizes
         return offsets
@@ -517,7 +518,9 @@ class _ZarrWriter(Writer):
                 with self._lock:
                     file.n_users -= 1
                     self._nbytes_behind += stored.nbytes
-        self._sync_files(self._to_sync())
+        with self._lock:
+            late = self._take_unused() if self._is_late() else []
+        self._sync_files(late)
 
     def _opened(self, final: str, flags: int, name: str, index: tuple[int, ...]) -> _Open:
         """The file of a chunk, open, for one user more."""
@@ -537,17 +540,14 @@ class _ZarrWriter(Writer):
             os.close(mine.descriptor)
         return file
 
-    def _to_sync(self) -> list[_Open]:
-        """Files that are to be synced now, because there are too many; none that a thread writes to."""
-        with self._lock:
-            is_late = self._sink.about is not None and self._nbytes_behind >= _MOST_BEHIND_NBYTES
-            if len(self._unsynced) < _MOST_OPEN and self._n_behind < _MOST_BEHIND and not is_late:
-                return []
-            self._n_behind = self._nbytes_behind = 0
-            return self._take_unused()
+    def _is_late(self) -> bool:
+        """Whether too many files, writes or bytes wait for the disk."""
+        is_long = self._sink.about is not None and self._nbytes_behind >= _MOST_BEHIND_NBYTES
+        return len(self._unsynced) >= _MOST_OPEN or self._n_behind >= _MOST_BEHIND or is_long
 
     def _take_unused(self) -> list[_Open]:
         """Files that no thread writes to; they are the caller's to close. With the lock."""
+        self._n_behind = self._nbytes_behind = 0
         paths = [path for path, file in self._unsynced.items() if not file.n_users]
         return [self._unsynced.pop(path) for path in paths]
 

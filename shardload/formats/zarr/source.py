@@ -1,6 +1,6 @@
 """How are values read from Zarr, format 2 or 3? With zarr-python, or chunk by chunk without it.
 
-1. `open_store` turns a folder, a zip file or a URL into a store that zarr-python opens.
+1. `open_store` opens a folder, a zip file or a URL. `WatchedStore.nodes` finds the arrays in it (`nodes`).
 2. `describe` turns an array's metadata into an `ArrayInfo`, without reading chunks.
 3. `ZarrSource.chunk_reader` is for stores that are folders with the usual codecs: see `chunks`. If there is one, `read_into`
    uses it too.
@@ -14,65 +14,48 @@ one. `ZarrSource.missing` says which chunks were missing.
 from __future__ import annotations
 
 import base64
-import contextlib
 import functools
 import itertools
 import math
 import os
-import re
 import struct
-import warnings
 import zipfile
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import closing
-from functools import partial
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-import numcodecs.errors
 import numpy as np
 import zarr
 import zarr.buffer
-import zarr.errors
-import zarr.storage
 
-from shardload.errors import ConfigError, SourceError, is_unread, printable
+from shardload.errors import ConfigError, SourceError, is_unread
 from shardload.formats.access import STRICT, Access
-from shardload.formats.containment import Fence
-from shardload.formats.contract.array import MOST_KEPT, MOST_NAMED, TOLD, ArrayInfo, Properties, group_info, json_value, some
+from shardload.formats.contract.array import MOST_KEPT, TOLD, ArrayInfo, Properties, group_info, json_value, some
 from shardload.formats.contract.by_chunks import a_few_chunks, chunks_met, index_in_parts, read_by_chunks
 from shardload.formats.contract.chunk_reader import ChunkReader
-from shardload.formats.contract.dtypes import check_request, is_added, native_dtype, refusal, unaddressable
+from shardload.formats.contract.dtypes import check_request, native_dtype, refusal, unaddressable
 from shardload.formats.contract.format import Format, OpenFile, Source
-from shardload.formats.contract.ranges import state_of
 from shardload.formats.labels import Coordinate, Labels, names_in
 from shardload.formats.leftovers import ROOTS
 from shardload.formats.zarr.chunks import ZarrChunks, chunk_layout, chunk_reader
 from shardload.formats.zarr.codecs import refuse_codecs
-from shardload.formats.zarr.dtypes import register
-from shardload.formats.zarr.making import groups_of, properties_of
-from shardload.formats.zarr.metadata import is_stacked, n_in_shard
+from shardload.formats.zarr.making import properties_of
+from shardload.formats.zarr.metadata import grid_of, is_stacked, n_in_shard, names_of
+from shardload.formats.zarr.nodes import ArrayNode, BrokenNode, GroupNode, UnknownError, quiet
 from shardload.formats.zarr.store import (
     WatchedStore,
-    check_zip,
     close_store,
     inner_store,
-    nodes_in,
     open_store,
     watch,
+    watched,
     zip_entries,
-    zip_state,
 )
 from shardload.planning.region import Region
 from shardload.values.decoding import ATTRIBUTES, Packing, typed
 
 __all__ = ["FORMAT", "ZarrFormat", "ZarrSource", "describe"]
 
-register()
-
 _MARKS = (*ROOTS, ".zmetadata")
-_QUOTED = re.compile(r"""['"]+([^'"]+)""")
-_UNKNOWN_TYPE = re.compile(r"No Zarr data type found that matches ({'name': )?'([^']*)'(, 'object_codec_id': None})?")
-_UNKNOWN_CODEC = (numcodecs.errors.UnknownCodecError, zarr.errors.UnknownCodecError)
 # How much longer a stored chunk may be than decoded, if only zarr-python knows its codecs: some turn one byte into 8.
 _LONGEST, _HEAD_NBYTES = 8, 4096
 _STACKED = (
@@ -89,27 +72,28 @@ class ZarrSource(Source):
 
     Parameters
     ----------
+    node : ArrayNode
+        Its metadata.
     array : zarr.Array
-        Open, and not refused by `info.refused`.
+        The array, open, of a `WatchedStore`.
     info : ArrayInfo
         Its description, from `describe`.
-    store : str or WatchedStore, optional
-        The store from `open_store`, to close with this source; None if the array is the caller's.
     access : Access
         What the caller allows.
+    is_own : bool
+        True if the store is closed with this source.
     """
 
-    def __init__(self, array: Any, info: ArrayInfo, store: Any = None, access: Access = STRICT) -> None:
-        self._array, self._info, self._store = watch(array, access.allow_external), info, store
-        self._dtype = native_dtype(array.dtype)
-        self._fence = (
-            Fence.around_store(path, access.allow_external) if (path := _folder_of(array.store)) is not None else Fence()
-        )
+    def __init__(self, node: ArrayNode, array: Any, info: ArrayInfo, access: Access, *, is_own: bool) -> None:
+        self._node, self._array, self._info = node, array, info
+        self._store: WatchedStore = array.store
+        self._dtype, self._is_own, self._is_closed = native_dtype(node.dtype), is_own, False
         self._missing: list[tuple[int, ...]] = []
-        self._is_closed = False
-        self._opened_in = self._array.store.state_before(self._metadata_key) or self.state()
-        self._is_checked, self._is_stacked = False, is_stacked(array.metadata.to_dict(), access)
-        self._array.store.most_nbytes = None if info.chunks is None else _LONGEST * self._stored_nbytes() + _HEAD_NBYTES
+        mark = "zarr.json" if node.version == 3 else ".zarray"
+        self._metadata_key = f"{array.path}/{mark}" if array.path else mark
+        self._opened_in = self._store.state_before(self._metadata_key) or self.state()
+        self._is_stacked = is_stacked(node.document, access)
+        self._store.most_nbytes = None if info.chunks is None else _LONGEST * self._stored_nbytes() + _HEAD_NBYTES
 
     @property
     def info(self) -> ArrayInfo:
@@ -134,9 +118,7 @@ class ZarrSource(Source):
             return
         if self._is_stacked:
             raise ValueError(_STACKED)
-        store = self._array.store
-        self._check_once()
-        store.missing.clear()
+        store = self._store
         for part in self._parts(region):
             store.missing.clear()
             index: Any = (*part.slices(region.start), ...)
@@ -163,7 +145,7 @@ class ZarrSource(Source):
         """The chunks in `region` whose file (or whose shard's file) the store did not have."""
         chunks = self._info.chunks or ()
         outer = self._info.shards or chunks
-        keys, prefix = self._array.store.missing, f"{self._array.path}/" if self._array.path else ""
+        keys, prefix = self._store.missing, f"{self._array.path}/" if self._array.path else ""
         cells = chunks_met(region, chunks)
 
         def is_missing(index: tuple[int, ...]) -> bool:
@@ -173,23 +155,16 @@ class ZarrSource(Source):
         return [index for index in itertools.product(*cells) if is_missing(index)]
 
     def _stored_nbytes(self) -> int:
-        """Bytes of one chunk, or of one shard with its index, and with those of shards inside."""
+        """Bytes of one chunk, or of one shard with its index."""
         outer = self._info.shards or self._info.chunks or ()
-        return math.prod(outer) * self._dtype.itemsize + 16 * n_in_shard(self._array.metadata.to_dict())
+        return math.prod(outer) * self._dtype.itemsize + 16 * n_in_shard(self._node.document)
 
     @functools.cached_property
     def _chunks(self) -> ZarrChunks | None:
-        return chunk_reader(self._array, self._info, self._dtype, self._fence)
-
-    def _check_once(self) -> None:
-        """Check, once, the sizes that a zip file declares, before anything is unpacked from it."""
-        if not self._is_checked and self._array.store.most_nbytes is not None:
-            check_zip(self._array, self._array.store.most_nbytes)
-        self._is_checked = True
+        return chunk_reader(self._array, self._node, self._info, self._store.fence)
 
     def plain(self, region: Region) -> np.ndarray[Any, Any]:
         """The values as zarr-python's indexing gives them."""
-        self._check_once()
         if self._is_stacked:  # decode here first, because zarr-python does not limit the size
             for part in self._parts(region) if region.size else ():
                 if self._chunks is None:
@@ -201,40 +176,28 @@ class ZarrSource(Source):
         """``dimension_names``, or xarray's ``_ARRAY_DIMENSIONS``; coordinates are the arrays of those names beside this one. In
         format 2 the fill value is an attribute for xarray.
         """
-        attrs = {
-            key: _attribute(self._array, key, MOST_KEPT)
-            for key in self._array.metadata.attributes
-            if key != "_ARRAY_DIMENSIONS"
-        }
-        fill = _fill_of_2(self._array)
-        if fill is not None and fill.dtype.kind != "c":
-            attrs["_FillValue"] = json_value(fill)
-        dims = _dimensions(self._array)
+        node = self._node
+        attrs = {key: _attribute(node, key, MOST_KEPT) for key in node.attributes if key != "_ARRAY_DIMENSIONS"}
+        if node.marker is not None and node.dtype.kind != "c":
+            attrs["_FillValue"] = json_value(node.marker)
         own = "/" + self._array.path.strip("/")
         above = own.rpartition("/")[0]
-        names = dict.fromkeys([*(dim for dim in dims if dim), *names_in(attrs.get("coordinates"))])
+        names = dict.fromkeys([*filter(None, node.dims), *names_in(attrs.get("coordinates"))])
         places = {name.rpartition("/")[2]: name if name.startswith("/") else f"{above}/{name}" for name in names}
         coords = {name: Coordinate(place) for name, place in places.items() if place != own}
-        return Labels(dims, attrs, coords)
+        return Labels(node.dims, attrs, coords)
 
     def group_attrs(self) -> Mapping[str, Any]:
         """Those of the group above. In format 3 there may be none: a folder is enough."""
         own = self._array.path.strip("/")
-        if not own:  # the store is the array
-            return {}
-        above = own.rpartition("/")[0]
-        try:
-            found = zarr.open_group(
-                self._array.store, path=above, mode="r", zarr_format=self._array.metadata.zarr_format, use_consolidated=False
-            )
-        except FileNotFoundError:
-            return {}
-        return {key: json_value(value, MOST_KEPT) for key, value in found.metadata.attributes.items()}
+        group = self._store.node(own.rpartition("/")[0]) if own else None  # else the store is the array
+        attributes = group.attributes if isinstance(group, GroupNode) else {}
+        return {key: json_value(value, MOST_KEPT) for key, value in attributes.items()}
 
     def properties(self) -> Properties:
         """Codecs with their options, and attributes as JSON has them."""
-        with _quiet():
-            return properties_of(self._array, self.labels())
+        with quiet():
+            return properties_of(self._node, self._array, self.labels())
 
     def chunk_reader(self) -> ChunkReader | None:
         """A reader of single chunks, for a local folder with an encoding that `chunks` knows; else None."""
@@ -245,28 +208,20 @@ class ZarrSource(Source):
 
         Another store under the same name has another state.
         """
-        below = inner_store(self._array.store)
-        if isinstance(below, zarr.storage.ZipStore):
-            return zip_state(below)
-        folder = _folder_of(below)
-        return None if folder is None else state_of(os.path.join(folder, self._metadata_key))
+        return self._store.state(self._metadata_key)
 
     def opened_in(self) -> tuple[int, ...] | None:
         """`state` before the metadata were read."""
         return self._opened_in
-
-    @property
-    def _metadata_key(self) -> str:
-        mark = "zarr.json" if self._array.metadata.zarr_format == 3 else ".zarray"
-        return f"{self._array.path}/{mark}" if self._array.path else mark
 
     def close(self) -> None:
         """Close the store, if this object opened it, and the shards that its chunk reader keeps open."""
         chunks = self.__dict__.get("_chunks")
         if chunks is not None:
             chunks.close()
-        close_store(self._store)
-        self._store, self._is_closed = None, True
+        if self._is_own and not self._is_closed:
+            close_store(self._store)
+        self._is_closed = True
 
 
 class ZarrFormat(Format):
@@ -302,13 +257,19 @@ class ZarrFormat(Format):
     def sketch_arrays(self, path: str, access: Access = STRICT, most: int | None = None, like: str = "") -> list[ArrayInfo]:
         """The same, but at most `most` + 1 arrays; first what a group `like` is that has none."""
         limit = None if most is None else most + 1
-        with _quiet(), closing(_arrays_of(path, access)) as arrays:
-            found = list(itertools.islice(arrays, limit))
-        return [*_empty_group(path, like, access), *found][:limit] if like else found
+        store = open_store(path, access.allow_external)
+        try:
+            infos = list(itertools.islice(_described(store, path, access), limit))
+            if like and isinstance(_node_or_none(store, like), GroupNode):
+                below = f"/{like.strip('/')}".rstrip("/") + "/"
+                if not any(info.dataset.startswith(below) for info in _described(store, path, access)):
+                    infos = [_empty_group(store, path, like), *infos][:limit]
+            return infos
+        finally:
+            close_store(store)
 
     def open_path(self, path: str, dataset: str, access: Access = STRICT) -> Source:
         """Open an array by its name; KeyError if there is none."""
-        _check_name(dataset)
         store = open_store(path, access.allow_external)
         try:
             return _open_array(store, path, dataset, access, is_own=True)
@@ -324,11 +285,13 @@ class ZarrFormat(Format):
         """Make a source of an open `zarr.Array`."""
         path = _store_name(obj.store)
         if isinstance(obj, zarr.Group):
-            names = some([repr(info.dataset) for info in itertools.islice(_describe_all(obj, path), MOST_NAMED + 1)]) or "none"
+            members = sorted(name for name, member in obj.members(max_depth=None) if isinstance(member, zarr.Array))
+            names = some([repr(f"{obj.name.rstrip('/')}/{name}") for name in members]) or "none"
             raise ConfigError(
                 f"'{obj.name}' in '{path}' is a group, not an array. Pass group['name'] with a name of an array in it: {names}."
             )
-        return ZarrSource(obj, describe(obj, path, obj.name, access), None, access)
+        node, array = ArrayNode.of(obj), watched(obj, access.allow_external)
+        return ZarrSource(node, array, describe(node, array.store, path, obj.name, access), access, is_own=False)
 
 
 FORMAT = ZarrFormat()
@@ -337,52 +300,31 @@ FORMAT = ZarrFormat()
 class _ZarrStore(OpenFile):
     """A store that is opened once; each array has a watch of its own."""
 
-    def __init__(self, store: Any, path: str, access: Access) -> None:
+    def __init__(self, store: WatchedStore, path: str, access: Access) -> None:
         self._store, self._path, self._access = store, path, access
         self._unread: list[str] = []  # of groups
 
     def open(self, dataset: str) -> Source:
-        _check_name(dataset)
         return _open_array(self._store.another_watch(), self._path, dataset, self._access, is_own=False)
 
     def state(self) -> tuple[int, ...] | None:
         """The state of the zip file, or of the metadata file of the root, which is another one in a store that was replaced."""
-        below = inner_store(self._store)
-        if isinstance(below, zarr.storage.ZipStore):
-            return zip_state(below)
-        folder = _folder_of(below)
-        states = (state_of(os.path.join(folder, mark)) for mark in ROOTS) if folder is not None else ()
-        return next((state for state in states if state is not None), None)
+        return next((state for mark in ROOTS if (state := self._store.state(mark)) is not None), None)
 
     def groups(self) -> dict[str, dict[str, Any]]:
-        """The attributes of all groups that have metadata."""
-        folder, self._unread = _folder_of(self._store), []
-        with _quiet():
-            if folder is not None:
-                fence = Fence.around_store(self._path, self._access.allow_external)
-                nodes = nodes_in(folder, fence, self._note)
-                return self._attributes(name for name, place, is_array in nodes if not is_array and _has_metadata(place))
-            if isinstance(inner_store(self._store), zarr.storage.ZipStore):
-                return self._attributes(_zip_nodes(self._path))
-            return groups_of(zarr.open(self._store.another_watch(), mode="r"))
-
-    def _attributes(self, names: Iterable[str]) -> dict[str, dict[str, Any]]:
-        """Those of the groups among these nodes. One whose metadata are damaged is noted."""
-        found = {}
-        for name in names:
+        """The attributes of all groups that have metadata. One whose metadata are damaged is noted."""
+        groups, self._unread = {}, []
+        for name, node in self._store.nodes():
             try:
-                node = _node(self._store.another_watch(), name)()
-            except (OSError, KeyError, TypeError, ValueError) as error:
+                if isinstance(node, GroupNode):
+                    groups[name] = dict(node.attributes)
+                elif isinstance(node, BrokenNode):
+                    raise node.error
+            except (OSError, LookupError, TypeError, ValueError) as error:
                 if name == "/" or is_unread(error):
                     raise
-                self._note(name, error)
-            else:
-                if isinstance(node, zarr.Group):
-                    found[name] = dict(node.metadata.attributes)
-        return found
-
-    def _note(self, name: str, error: Exception) -> None:
-        self._unread.append(f"what is in attributes and groups of '{name}' ({error})")
+                self._unread.append(f"what is in attributes and groups of '{name}' ({error})")
+        return groups
 
     def unread(self) -> list[str]:
         """What `groups` could not read."""
@@ -392,96 +334,32 @@ class _ZarrStore(OpenFile):
         close_store(self._store)
 
 
-def _check_name(dataset: str) -> None:
-    """Raise KeyError for names that Zarr cannot have (it would raise ValueError)."""
-    parts = dataset.strip("/").split("/")
-    if parts != [""] and any(part in ("", ".", "..") for part in parts):
-        raise KeyError(dataset)
-
-
-def _open_array(store: Any, path: str, dataset: str, access: Access, is_own: bool) -> ZarrSource:
+def _open_array(store: WatchedStore, path: str, dataset: str, access: Access, *, is_own: bool) -> ZarrSource:
     """Open an array of an open store. With `is_own`, the store is closed with the source."""
+    node = store.node(dataset)
+    if not isinstance(node, ArrayNode):
+        raise KeyError(dataset)
     try:
-        with _quiet():
-            with _naming_codecs(path, dataset):
-                found = zarr.open(store, mode="r", path=dataset.strip("/") or None)
-            if not isinstance(found, zarr.Array):
-                raise KeyError(dataset)
-            return ZarrSource(found, describe(found, path, dataset, access), store if is_own else None, access)
-    except FileNotFoundError as error:
-        raise KeyError(dataset) from error
-
-
-def _empty_group(path: str, name: str, access: Access) -> list[ArrayInfo]:
-    """What a group of that name is, if there is one and it has no arrays; else nothing."""
-    store = open_store(path, access.allow_external)
-    try:
-        _check_name(name)
-        with _quiet(), closing(_arrays_of(path, access)) as arrays:
-            found = zarr.open(store, mode="r", path=name.strip("/") or None)
-            if not isinstance(found, zarr.Group) or any(_is_below(info.dataset, f"/{name.strip('/')}") for info in arrays):
-                return []
-        how = f"zarr.open_group({path!r}, path={name.strip('/')!r}, mode='r').attrs"
-        return [group_info(path, name, "Zarr", list(found.attrs), how)]
-    except (KeyError, OSError, RuntimeError, ValueError):  # the search for the array has said what is wrong
-        return []
-    finally:
-        close_store(store)
-
-
-def _arrays_of(path: str, access: Access) -> Generator[ArrayInfo]:
-    """Describe every array of a store, by name."""
-    if os.path.isdir(path):
-        yield from _describe_folder(path, Fence.around_store(path, access.allow_external), access)
-        return
-    store = open_store(path, access.allow_external)
-    try:
-        if isinstance(inner_store(store), zarr.storage.ZipStore):
-            yield from _describe_zip(store, path, access)
-            return
-        with _naming_codecs(path, "/"):
-            root = zarr.open(store, mode="r")
-        yield from [describe(root, path, "/", access)] if isinstance(root, zarr.Array) else _describe_all(root, path, access)
-    finally:
-        close_store(store)
-
-
-def _folder_of(store: Any) -> str | None:
-    """The folder of a store; None if the store is not a local folder."""
-    below = inner_store(store)
-    return os.fspath(below.root) if isinstance(below, zarr.storage.LocalStore) else None
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppress zarr-python's warnings about stray files, and about data types that other programs may not know."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        warnings.simplefilter("ignore", FutureWarning)
-        yield
-
-
-@contextlib.contextmanager
-def _naming_codecs(path: str, dataset: str) -> Iterator[None]:
-    """Turn the error about an unknown codec or type into a SourceError that names it: the store is not damaged."""
-    try:
-        yield
-    except (*_UNKNOWN_CODEC, ValueError) as error:
-        unknown = _unknown(error)
-        if unknown is None:
-            raise
-        text = f"'{dataset}' in '{path}' cannot be loaded: it holds {unknown}."
+        info = describe(node, store, path, dataset, access)
+    except UnknownError as error:
+        text = f"'{dataset}' in '{path}' cannot be loaded: it holds {error}."
         raise SourceError(text, path=path, dataset=dataset) from error
+    return ZarrSource(node, watch(node, store, dataset), info, access, is_own=is_own)
 
 
-def _unknown(error: Exception) -> str | None:
-    """The codec or type that zarr-python does not know, in words that follow "holds"; None if that is not what it says."""
-    quoted = _QUOTED.findall(str(error))  # by zarr-python and numcodecs in several ways, and by some releases twice
-    if isinstance(error, _UNKNOWN_CODEC):
-        name = printable(quoted[0][:80] if quoted else "")
-        return f"chunks encoded with the codec '{name}', which is not installed here: install the package that it comes from"
-    found = _UNKNOWN_TYPE.fullmatch(str(error))
-    return None if found is None else f"values of the type '{printable(found[2][:80])}', which zarr-python does not know"
+def _node_or_none(store: WatchedStore, name: str) -> ArrayNode | GroupNode | None:
+    """A node; None also if it cannot be read: the search for the array has said what is wrong."""
+    try:
+        return store.node(name)
+    except (LookupError, OSError, RuntimeError, TypeError, ValueError):
+        return None
+
+
+def _empty_group(store: WatchedStore, path: str, name: str) -> ArrayInfo:
+    """What a group of that name is, which has no arrays."""
+    node = store.node(name)
+    how = f"zarr.open_group({path!r}, path={name.strip('/')!r}, mode='r').attrs"
+    return group_info(path, name, "Zarr", list(node.attributes) if isinstance(node, GroupNode) else [], how)
 
 
 def _store_name(store: Any) -> str:
@@ -493,158 +371,93 @@ def _store_name(store: Any) -> str:
     return f"<{type(store).__name__}>"
 
 
-def _describe_all(group: Any, path: str, access: Access = STRICT) -> Iterator[ArrayInfo]:
-    """Describe every array below an open `group`, by name, from its consolidated metadata if it has some."""
-    base = "/" + group.path.strip("/")
-    for name, member in sorted(group.members(max_depth=None), key=lambda item: item[0]):
-        if isinstance(member, zarr.Array):
-            yield describe(member, path, f"{base.rstrip('/')}/{name}", access)
-
-
-def _describe_folder(path: str, fence: Fence, access: Access) -> Iterator[ArrayInfo]:
-    """Do the same for a store that is a folder.
-
-    zarr-python's own walk stops at the first array that it cannot read, warns of every stray file, and leaves out what is below
-    folders without metadata. Here an array that cannot be read is listed with the reason, and the others can be loaded.
-    """
-    failed: list[ArrayInfo] = []  # groups of which it is not known which arrays they have
-    for name, folder, is_array in nodes_in(path, fence, lambda name, error: failed.append(_unread(path, name, error))):
-        yield from failed
-        failed.clear()
-        if is_array:
-            store = WatchedStore(zarr.storage.LocalStore(folder, read_only=True), fence)
-            yield from _described(partial(zarr.open_array, store, mode="r"), path, name, access)
-    yield from failed
-
-
-def _describe_zip(store: WatchedStore, path: str, access: Access) -> Iterator[ArrayInfo]:
-    """Do the same for a zip file. Consolidated metadata may be old, and are not used."""
-    array: str | None = None  # the last one: no other is below it
-    for name in _zip_nodes(path):
-        if array is None or not _is_below(name, array):
-            for info in _described(_node(store, name), path, name, access):
-                array = name
-                yield info
-
-
-def _zip_nodes(path: str) -> list[str]:
-    """The arrays and groups of a zip file: its entries say where metadata are."""
-    entries = (entry.filename.split("/") for entry in zip_entries(path))
-    folders = {tuple(parts[:-1]) for parts in entries if parts[-1] in ("zarr.json", ".zarray", ".zgroup")}
-    return ["/" + "/".join(parts) for parts in sorted(folders) if not {"", ".", ".."} & set(parts)]
-
-
-def _node(store: WatchedStore, name: str) -> Callable[[], Any]:
-    return partial(zarr.open, store, mode="r", path=name.strip("/") or None, use_consolidated=False)
-
-
-def _has_metadata(folder: str) -> bool:
-    return any(os.path.lexists(os.path.join(folder, mark)) for mark in ROOTS)
-
-
-def _is_below(name: str, group: str) -> bool:
-    return name == group or name.startswith(group.rstrip("/") + "/")
-
-
-def _described(node: Callable[[], Any], path: str, name: str, access: Access) -> Iterator[ArrayInfo]:
-    """Describe what `node` opens, if it is an array; with the reason, if it cannot be opened."""
-    try:
-        found = node()
-    except Exception as error:
-        unknown = _unknown(error)
-        if name == "/" and unknown is None:
-            raise
-        yield _unread(path, name, error)
-    else:
-        if isinstance(found, zarr.Array):
-            yield describe(found, path, name, access)
+def _described(store: WatchedStore, path: str, access: Access) -> Iterator[ArrayInfo]:
+    """Describe every array of a store, by name. One that cannot be read is listed with the reason."""
+    for name, node in store.nodes():
+        if isinstance(node, GroupNode):
+            continue
+        try:
+            if isinstance(node, BrokenNode):
+                raise node.error
+            info = describe(node, store, path, name, access)
+        except Exception as error:
+            if name == "/" and not isinstance(error, UnknownError):
+                raise
+            info = _unread(path, name, error)
+        yield info
 
 
 def _unread(path: str, name: str, error: Exception) -> ArrayInfo:
-    """What stands for an array or group that cannot be opened: it is listed, with the reason."""
+    """What stands for an array or group that cannot be read: it is listed, with the reason."""
+    if not isinstance(error, UnknownError):
+        return ArrayInfo(path, name, "Zarr", (), "unknown", refused=f"metadata that cannot be read ({error})")
     # A type is as one of HDF5's that NumPy does not have: no other array has to wait for it.
-    dtype = "unknown type" if _UNKNOWN_TYPE.fullmatch(str(error)) else "unknown"
-    refused = _unknown(error) or f"metadata that zarr-python cannot read ({error})"
-    return ArrayInfo(path, name, "Zarr", (), dtype, refused=refused)
+    return ArrayInfo(path, name, "Zarr", (), "unknown type" if error.is_type else "unknown", refused=str(error))
 
 
-def describe(array: Any, path: str, name: str, access: Access = STRICT) -> ArrayInfo:
+def describe(node: ArrayNode, store: Any, path: str, name: str, access: Access = STRICT) -> ArrayInfo:
     """Describe an array without reading its chunks.
 
     Parameters
     ----------
-    array : zarr.Array
-        An open array.
+    node : ArrayNode
+        Its metadata.
+    store : zarr.abc.store.Store
+        The store that it is in.
     path, name : str
         Store and array as the user named them.
     access : Access
         What the caller allows.
     """
-    refused = refusal(array.dtype) or _unsafe(array) or refuse_codecs(array.metadata, access)
-    grid = array.metadata.to_dict().get("chunk_grid")
-    if isinstance(grid, dict) and grid.get("name") != "regular":  # zarr-python may raise if asked for its chunks or shards
-        refused = refused or f"chunks of a '{grid.get('name')}' grid; only regular grids can be loaded"
+    dtype, attributes = node.dtype, node.attributes
+    refused = refusal(dtype) or _unsafe(node) or refuse_codecs(names_of(node.document), access)
+    grid = grid_of(node.document)
+    if grid is None:
         chunks = shards = None
+        refused = refused or "chunks of a grid that is not regular; only regular grids can be loaded"
     else:
-        refused = refused or _unbounded(array, access)
-        chunks, shards = array.chunks, array.shards
-    refused = refused or unaddressable(array.shape, chunks) or unaddressable(array.shape, shards)
+        chunks, shards = grid
+        refused = refused or _unbounded(node, store, access)
+    refused = refused or unaddressable(node.shape, chunks) or unaddressable(node.shape, shards)
     return ArrayInfo(
         path=path,
         dataset=name,
-        format=f"Zarr v{array.metadata.zarr_format}",
-        shape=tuple(array.shape),
-        dtype=array.dtype.name if refused else native_dtype(array.dtype).name,
+        format=f"Zarr v{node.version}",
+        shape=node.shape,
+        dtype=dtype.name if refused else native_dtype(dtype).name,
         # Zarr allows chunks of length 0 along axes of length 0, but a grid needs steps of at least 1.
         chunks=None if chunks is None else tuple(max(1, n) for n in chunks),
-        codec=_codec(array),
-        shards=None if shards is None else tuple(shards),
+        codec=node.codec,
+        shards=shards,
         refused=refused,
-        is_coordinate=array.ndim == 1 and _dimensions(array) == (name.rpartition("/")[2],),
-        attributes={key: _attribute(array, key) for key in TOLD if key in array.attrs},
-        packing=_packing(array),
+        is_coordinate=node.dims == (name.rpartition("/")[2],),
+        attributes={key: _attribute(node, key) for key in TOLD if key in attributes},
+        packing=_packing(node),
     )
 
 
-def _dimensions(array: Any) -> tuple[str | None, ...]:
-    """The names of the axes; None for an axis without one, or with an empty one."""
-    found = getattr(array.metadata, "dimension_names", None) or array.metadata.attributes.get("_ARRAY_DIMENSIONS")
-    if not isinstance(found, list | tuple) or len(found) != array.ndim:
-        return (None,) * int(array.ndim)
-    return tuple([name if isinstance(name, str) and name else None for name in found])
-
-
-def _packing(array: Any) -> Packing:
+def _packing(node: ArrayNode) -> Packing:
     """The attributes by which stored numbers become values.
 
     In format 2 the fill value of missing chunks is ``_FillValue`` as well, as xarray has it (and writes it).
     """
-    attributes, kind = array.metadata.attributes, getattr(array.dtype, "kind", "")
-    found = {key: typed(_attribute(array, key)) for key in ATTRIBUTES if attributes.get(key) is not None}
-    if kind == "c" and "_FillValue" in found:
-        value = _attribute(array, "_FillValue")
-        found["_FillValue"] = typed(np.complex128(complex(*value) if isinstance(value, list) else value))
+    attributes, kind = node.attributes, node.dtype.kind
+    packing = {key: typed(_attribute(node, key)) for key in ATTRIBUTES if attributes.get(key) is not None}
     value = attributes.get("_FillValue")
-    if kind in "iu" and array.metadata.zarr_format == 3 and isinstance(value, float) and math.isfinite(value):
-        found["_FillValue"] = typed(int(value))  # as xarray: without its fraction
-    fill = _fill_of_2(array)
-    if fill is not None:
-        found["_FillValue"] = typed(fill)
-    return found
+    if kind == "c" and value is not None:
+        number = _attribute(node, "_FillValue")
+        packing["_FillValue"] = typed(np.complex128(complex(*number) if isinstance(number, list) else number))
+    if kind in "iu" and node.version == 3 and isinstance(value, float) and math.isfinite(value):
+        packing["_FillValue"] = typed(int(value))  # as xarray: without its fraction
+    if node.marker is not None:
+        packing["_FillValue"] = typed(node.marker)
+    return packing
 
 
-def _fill_of_2(array: Any) -> Any:
-    """The fill value of an array of numbers in format 2, as a scalar of its type; None if there is none."""
-    fill = array.metadata.fill_value if array.metadata.zarr_format == 2 else None
-    is_number = refusal(array.dtype) is None and not is_added(array.dtype)  # xarray knows no others
-    return np.asarray(fill, array.dtype)[()] if fill is not None and is_number else None
-
-
-def _attribute(array: Any, key: str, *most: int) -> Any:
+def _attribute(node: ArrayNode, key: str, *most: int) -> Any:
     """An attribute as plain Python. A ``_FillValue`` from xarray (base64 of a float64's bytes) becomes that number."""
-    value = json_value(array.attrs[key], *most)
-    kind = getattr(array.dtype, "kind", "")
-    if key != "_FillValue" or kind not in "fcV":  # V: bfloat16 and similar types
+    value = json_value(node.attributes[key], *most)
+    if key != "_FillValue" or node.dtype.kind not in "fcV":  # V: bfloat16 and similar types
         return value
     if isinstance(value, list) and len(value) == 2:  # of complex numbers: real part, imaginary part
         return [_float_of_base64(part) for part in value]
@@ -660,30 +473,23 @@ def _float_of_base64(value: Any) -> Any:
     return math.nan if math.isnan(number) else number
 
 
-def _unsafe(array: Any) -> str | None:
+def _unsafe(node: ArrayNode) -> str | None:
     """Why an array is refused whose stored values are Python objects, whatever type it declares; None if they are not."""
-    names = {name.strip() for name in _codec(array).lower().split("+")} & _OBJECT_CODECS
+    names = set(names_of(node.document)) & _OBJECT_CODECS
     return f"values encoded with '{min(names)}', which makes Python objects (and can be a program)" if names else None
 
 
-def _unbounded(array: Any, access: Access) -> str | None:
+def _unbounded(node: ArrayNode, store: Any, access: Access) -> str | None:
     """Why an array is refused that zarr-python would decode to a size without a limit; None if there is a limit.
 
     Codecs that the caller allows are not counted.
     """
-    if is_stacked(array.metadata.to_dict(), access) and chunk_layout(array, native_dtype(array.dtype)) is None:
+    if is_stacked(node.document, access) and chunk_layout(store, node) is None:
         return (
-            f"chunks compressed more than once ({_codec(array)}), which only zarr-python decodes, without a limit on the "
+            f"chunks compressed more than once ({node.codec}), which only zarr-python decodes, without a limit on the "
             "result's size. Keep them in a folder, with gzip, zstd or Blosc, or write it again with one compressor"
         )
-    n = n_in_shard(array.metadata.to_dict())
+    if names_of(node.document).count("sharding_indexed") > 1:
+        return "shards inside of shards, which only zarr-python reads: write it again with one kind of shards"
+    n = n_in_shard(node.document)
     return f"{n} chunks in each shard, more than are read" if 16 * n > _MOST_INDEX_NBYTES else None
-
-
-def _codec(array: Any) -> str:
-    """Compressors, then filters, for people; with shards, those of the chunks inside."""
-    names = []
-    for codec in (*array.compressors, *array.filters):
-        name = getattr(codec, "codec_id", None) or codec.to_dict()["name"]
-        names.append(str(name).removeprefix("numcodecs."))
-    return "+".join(names) or "none"

@@ -1,45 +1,37 @@
-"""What does zarr-python read from a store, and where does it come from? A store in between checks every value.
+"""How is a Zarr store read? Through a `WatchedStore`, which checks every value.
 
 1. `WatchedStore` passes on the values of the store below it. It remembers which keys do not exist. It refuses keys and symbolic
    links that lead out of the store, pipes and other things that are not files, and values that are longer than a stored chunk
    (or metadata) can be.
-2. `open_store` makes such a store from a folder, a zip file or a URL. `watch` puts one under an array that is open already.
-3. `local_folder` finds the folder of another library's store. A store is refused if it leads elsewhere by design (references),
-   or reaches folders in a way that symbolic links cannot be checked.
-4. `read_metadata`, `check_metadata` and `zip_entries` limit the size of metadata, and of the directory of a zip file.
-5. `nodes_in` finds the arrays and groups of a store that is a folder.
+2. `WatchedStore.read` gives one file of metadata, `node` what is in one folder (`nodes`), and `nodes` all arrays and groups.
+3. `open_store` makes such a store from a folder, a zip file or a URL. `watch` opens an array of it, `watched`
+   puts it under one that is open already.
+4. A store is refused if it leads elsewhere by design (references), or reaches folders in a way that symbolic links cannot be
+   checked.
 """
 
 from __future__ import annotations
 
 import io
-import json
 import os
 import stat
 import zipfile
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
 from typing import Any
 
 import zarr
 import zarr.storage
 from zarr.abc.store import OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
+from zarr.core.buffer import default_buffer_prototype
+from zarr.core.sync import sync
 
-from shardload.errors import SourceError
+from shardload.errors import SourceError, is_unread
 from shardload.formats.containment import TARGET_HINT, Fence, NotAFileError, OutsideError, kind_of, open_file
-from shardload.formats.contract.ranges import state_of
 from shardload.formats.zarr.codecs import checked
+from shardload.formats.zarr.nodes import ArrayNode, BrokenNode, GroupNode, Node, parse_node, quiet
+from shardload.storage.local import state_of
 
-__all__ = [
-    "WatchedStore",
-    "close_store",
-    "inner_store",
-    "nodes_in",
-    "open_store",
-    "read_metadata",
-    "watch",
-    "zip_entries",
-    "zip_state",
-]
+__all__ = ["WatchedStore", "close_store", "inner_store", "open_store", "read_metadata", "watch", "watched", "zip_entries"]
 
 _METADATA = ("zarr.json", ".zarray", ".zgroup", ".zattrs", ".zmetadata")
 _MOST_LAYERS = 16  # file systems on top of each other
@@ -72,9 +64,10 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
 
     def __init__(self, store: Any, fence: Fence | None = None, opened_in: tuple[int, ...] | None = None) -> None:
         super().__init__(store)
-        self._fence, self._opened_in = fence or Fence(), opened_in
+        self.fence, self._opened_in = fence or Fence(), opened_in
         self._seen: dict[str, tuple[int, ...] | None] = {}
-        self._folder = local_folder(store)
+        below = _unwrapped(store)
+        self._folder = os.fspath(below.root) if isinstance(below, zarr.storage.LocalStore) else None
         self.missing: set[str] = set()
         self.most_nbytes: int | None = None
 
@@ -88,11 +81,114 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
         return self._with_store(self._store)
 
     def _with_store(self, store: Any) -> WatchedStore:
-        return type(self)(store, self._fence, self._opened_in)
+        return type(self)(store, self.fence, self._opened_in)
+
+    # --- metadata
+
+    def read(self, key: str) -> bytes | None:
+        """A file of metadata; None if it does not exist. Errors are those of `get`."""
+        self._seen.setdefault(key, self.state(key))
+        if self._folder is not None:
+            self._check_key(key)
+            return read_metadata(os.path.join(self._folder, key))
+        found = sync(self.get(key, default_buffer_prototype()))
+        return None if found is None else bytes(found.to_bytes())
+
+    def node(self, name: str) -> ArrayNode | GroupNode | None:
+        """The array or group of this name; None if there is none. KeyError for names that Zarr cannot have."""
+        folder = name.strip("/")
+        if folder and any(part in ("", ".", "..") for part in folder.split("/")):
+            raise KeyError(name)
+        return parse_node(lambda key: self.read(f"{folder}/{key}" if folder else key))
+
+    def nodes(self) -> Iterator[tuple[str, Node]]:
+        """All arrays and groups by their names, sorted.
+
+        zarr-python's own walk stops at the first array that it cannot read, warns of every stray file, and leaves out what is
+        below folders without metadata. Here what cannot be read is a `BrokenNode`, unless it is the root. A folder may have
+        arrays below it without metadata of its own. Consolidated metadata may be old: they are used of URLs only.
+        """
+        archive = _unwrapped(self._store)
+        if self._folder is not None:
+            yield from self._nodes_below("/", frozenset())
+        elif isinstance(archive, zarr.storage.ZipStore):
+            yield from self._zip_nodes(_archive(archive).namelist())
+        else:
+            with quiet():
+                root = zarr.open(self, mode="r")
+            if isinstance(root, zarr.Array):
+                yield "/", ArrayNode.of(root)
+                return
+            yield "/", GroupNode(root.attrs.asdict)
+            for name, member in sorted(root.members(max_depth=None), key=lambda item: item[0]):
+                yield f"/{name}", ArrayNode.of(member) if isinstance(member, zarr.Array) else GroupNode(member.attrs.asdict)
+
+    def _tried(self, name: str) -> Node | None:
+        """The node of a folder; a `BrokenNode` if it cannot be read."""
+        try:
+            return self.node(name)
+        except Exception as error:
+            if name == "/" or is_unread(error):
+                raise
+            return BrokenNode(error)
+
+    def _nodes_below(self, name: str, above: frozenset[str]) -> Iterator[tuple[str, Node]]:
+        """Those of a folder, which is a node itself perhaps. Links that lead out, or to a folder above, are not followed."""
+        folder = os.path.join(str(self._folder), name.strip("/"))
+        real = os.path.realpath(folder)
+        if real in above or not self.fence.holds_real(real):
+            return
+        node = self._tried(name)
+        if node is not None:
+            yield name, node
+        if isinstance(node, ArrayNode | BrokenNode):
+            return  # its folder is never listed: it may hold a million chunks
+        try:
+            with os.scandir(folder) as entries:
+                below = sorted(entry.name for entry in entries if _may_be_folder(entry))
+        except OSError as error:
+            if name == "/":
+                raise
+            yield name, BrokenNode(error)
+            return
+        for entry in below:
+            yield from self._nodes_below(f"{name.rstrip('/')}/{entry}", above | {real})
+
+    def _zip_nodes(self, keys: Iterable[str]) -> Iterator[tuple[str, Node]]:
+        """Those of a zip file: its entries say where metadata are."""
+        folders = {key.rpartition("/")[0] for key in keys if key.rpartition("/")[2] in ("zarr.json", ".zarray", ".zgroup")}
+        array: str | None = None  # the last one: no other is below it
+        for folder in sorted(folders, key=lambda folder: folder.split("/")):
+            if {"", ".", ".."} & set(folder.split("/")) and folder:
+                continue
+            if array is not None and (not array or f"{folder}/".startswith(f"{array}/")):
+                continue
+            node = self._tried(f"/{folder}")
+            if node is not None:
+                yield f"/{folder}", node
+            array = folder if isinstance(node, ArrayNode) else array
+
+    # --- states
+
+    def state(self, key: str) -> tuple[int, ...] | None:
+        """The state of a file, or of the zip file that it is in, whatever has its path now; None if it is not known."""
+        archive = _unwrapped(self._store)
+        if not isinstance(archive, zarr.storage.ZipStore):
+            return None if self._folder is None else state_of(os.path.join(self._folder, key))
+        path: Any = archive.path
+        if not getattr(archive, "_is_open", False):
+            return None if path is None else state_of(os.fspath(path))
+        try:
+            opened: Any = None if path is None else archive._zf.fp
+            return (state_of(opened.fileno()) or ())[:2] or None  # as by its path, before it is opened
+        except (AttributeError, OSError, ValueError):  # it was closed, or is a file object's
+            return None
 
     def state_before(self, key: str) -> tuple[int, ...] | None:
         """The state that a metadata file, or the zip file that it is in, had before it was read; None if it is not known."""
         return self._opened_in or self._seen.get(key)
+
+    # --- values, as zarr-python asks for them
 
     async def get(self, key: str, prototype: Any, byte_range: Any = None) -> Any:
         """The value of `key`; None if it does not exist.
@@ -102,44 +198,25 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
         OSError
             If it leads out of the store, is a link without a target, or is not a file.
         ValueError
-            If it is longer than a stored chunk can be.
+            If it is longer than a stored chunk (or metadata) can be.
         """
-        self._check_key(key)
         is_metadata = key.rpartition("/")[2] in _METADATA
-        if self._folder is not None and is_metadata:
-            state = state_of(os.path.join(self._folder, key))
-            self._seen.setdefault(key, state)
-            self._check_length(key, 0 if state is None else state[0], is_metadata)  # before memory is allocated
-        elif self._folder is not None and self.most_nbytes is not None:
-            self._check_length(key, self._stored_nbytes(key, byte_range), is_metadata)
+        most = MOST_METADATA_NBYTES if is_metadata else self.most_nbytes
+        nbytes = self._check_key(key)
+        if self._folder is not None:
+            _check_length(key, nbytes, most)  # before memory is allocated
         archive = _unwrapped(self._store)
         if isinstance(archive, zarr.storage.ZipStore):
-            found = _of_zip(archive, key, prototype, byte_range, MOST_METADATA_NBYTES if is_metadata else self.most_nbytes)
+            found = _of_zip(archive, key, prototype, byte_range, most)
         else:
             found = await self._store.get(key, prototype, byte_range)
         if found is None:
             self.missing.add(key)
-        else:
-            self._check_length(key, len(found), is_metadata)
-            if is_metadata:
-                check_metadata(key, found.to_bytes())
+            return None
+        _check_length(key, len(found), most)
+        if is_metadata:
+            check_metadata(key, found.to_bytes())
         return found
-
-    def _stored_nbytes(self, key: str, byte_range: Any) -> int:
-        """The number of bytes requested from a file; 0 if it does not exist."""
-        try:
-            nbytes = os.stat(os.path.join(self._folder or "", key)).st_size
-        except OSError:
-            return 0
-        ends = [getattr(byte_range, name, None) for name in ("start", "end", "offset", "suffix")]
-        start, end, offset, suffix = (nbytes if n is None else int(n) for n in ends)
-        return min(nbytes, end - start if end > start else nbytes, nbytes - offset if offset < nbytes else nbytes, suffix)
-
-    def _check_length(self, key: str, nbytes: int, is_metadata: bool) -> None:
-        if is_metadata and nbytes > MOST_METADATA_NBYTES:
-            raise ValueError(f"'{key}' has {nbytes} bytes; metadata has {MOST_METADATA_NBYTES} at most")
-        if not is_metadata and self.most_nbytes is not None and nbytes > self.most_nbytes:
-            raise ValueError(f"'{key}' has {nbytes} bytes, what is stored of this array {self.most_nbytes} at most")
 
     async def get_partial_values(self, prototype: Any, key_ranges: Iterable[tuple[str, Any]]) -> list[Any]:
         """Byte ranges of several values."""
@@ -156,22 +233,31 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
         """Names directly below `prefix`."""
         return self._store.list_dir(prefix)  # type: ignore[no-any-return]
 
-    def _check_key(self, key: str) -> None:
+    def _check_key(self, key: str) -> int:
+        """Bytes of a file; 0 if it does not exist, or is in no folder. OSError unless it is a file in the store."""
         if ".." in key.split("/"):
             raise OutsideError(f"the key '{key}' leads out of the store")
         if self._folder is None:
-            return
+            return 0
         path = os.path.join(self._folder, key)
-        if not self._fence.holds(path):
+        if not self.fence.holds(path):
             raise OutsideError(f"'{path}' is a link to '{os.path.realpath(path)}', outside the store; {TARGET_HINT}")
         try:
-            mode = os.stat(path).st_mode
-        except OSError:
+            found = os.stat(path)
+        except OSError as error:
             if os.path.islink(path):
                 raise OSError(f"'{path}' is a link to '{os.readlink(path)}', which is not there") from None
-            return
-        if not stat.S_ISREG(mode):  # zarr-python would wait for a pipe, and take a folder as a missing chunk
-            raise NotAFileError(f"'{path}' is {kind_of(mode)}, expected a file")
+            if not isinstance(error, FileNotFoundError | NotADirectoryError):
+                raise
+            return 0
+        if not stat.S_ISREG(found.st_mode):  # zarr-python would wait for a pipe, and take a folder as a missing chunk
+            raise NotAFileError(f"'{path}' is {kind_of(found.st_mode)}, expected a file")
+        return found.st_size
+
+
+def _check_length(key: str, nbytes: int, most: int | None) -> None:
+    if most is not None and nbytes > most:
+        raise ValueError(f"'{key}' has {nbytes} bytes, what is stored there {most} at most")
 
 
 def open_store(path: str, allow_external: bool = False) -> Any:
@@ -187,18 +273,14 @@ def open_store(path: str, allow_external: bool = False) -> Any:
     if os.path.isdir(path):
         return WatchedStore(zarr.storage.LocalStore(path, read_only=True), Fence.around_store(path, allow_external))
     opened_in = state_of(path)
-    for entry in zip_entries(path):
-        if entry.filename.rpartition("/")[2] in _METADATA and entry.file_size > MOST_METADATA_NBYTES:
-            raise ValueError(
-                f"'{entry.filename}' would have {entry.file_size} bytes; metadata has {MOST_METADATA_NBYTES} at most"
-            )
+    zip_entries(path)  # for their number
     return WatchedStore(zarr.storage.ZipStore(path, mode="r", read_only=True), opened_in=opened_in)
 
 
 def check_metadata(name: str, text: bytes) -> None:
     """Raise ValueError if JSON metadata is too long, or has so many values that Python would take far more memory."""
     if len(text) > MOST_METADATA_NBYTES:
-        raise ValueError(f"'{name}' has more than {MOST_METADATA_NBYTES} bytes, the most that metadata has")
+        raise ValueError(f"'{name}' has more than {MOST_METADATA_NBYTES} bytes; metadata has so many at most")
     n_values = sum(map(text.count, (b",", b"[", b"{")))
     if n_values > _MOST_VALUES:
         raise ValueError(
@@ -206,44 +288,16 @@ def check_metadata(name: str, text: bytes) -> None:
         )
 
 
-def read_metadata(path: str) -> tuple[bytes, int] | None:
-    """A metadata file, and when it was last changed, in ns; None if there is none. ValueError if it is too long."""
+def read_metadata(path: str) -> bytes | None:
+    """A metadata file; None if there is none. ValueError if it is too long."""
     try:
         descriptor = open_file(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
     with os.fdopen(descriptor, "rb") as file:
-        changed, text = os.fstat(descriptor).st_mtime_ns, file.read(MOST_METADATA_NBYTES + 1)
+        text = file.read(MOST_METADATA_NBYTES + 1)
     check_metadata(path, text)
-    return text, changed
-
-
-def nodes_in(
-    path: str, fence: Fence, unread: Callable[[str, OSError], None], name: str = "/", above: frozenset[str] = frozenset()
-) -> Iterator[tuple[str, str, bool]]:
-    """The arrays of a store that is a folder, and its other folders: name in the store, folder, and whether it is an array.
-
-    Folders need no metadata to have arrays below them. Links that lead out of the store, or to a folder above this one, are not
-    followed. `unread` is told of folders that cannot be listed.
-    """
-    folder = path if name == "/" else os.path.join(path, name.strip("/"))
-    real = os.path.realpath(folder)
-    if real in above or not fence.holds_real(real):
-        return
-    is_array = _is_array(folder, fence)
-    yield name, folder, is_array
-    if is_array:  # its folder is never listed: it may hold a million chunks
-        return
-    try:
-        with os.scandir(folder) as entries:
-            below = sorted(entry.name for entry in entries if _may_be_folder(entry))
-    except OSError as error:
-        if name == "/":
-            raise
-        unread(name, error)
-        return
-    for entry in below:
-        yield from nodes_in(path, fence, unread, f"{name.rstrip('/')}/{entry}", above | {real})
+    return text
 
 
 def _may_be_folder(entry: os.DirEntry[str]) -> bool:
@@ -251,36 +305,6 @@ def _may_be_folder(entry: os.DirEntry[str]) -> bool:
         return entry.is_dir()
     except OSError:  # a link to where this user may not look: an array may not be overlooked
         return True
-
-
-def _is_array(folder: str, fence: Fence) -> bool:
-    """True if a folder of a store is an array, by its metadata. Broken or unread metadata counts as an array, to be listed."""
-    file = os.path.join(folder, "zarr.json")
-    if not fence.holds(file):
-        return True
-    try:
-        found = read_metadata(file)
-        if found is None:
-            os.stat(os.path.join(folder, ".zarray"))
-            return True
-        return bool(json.loads(found[0])["node_type"] == "array")
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except (OSError, ValueError, LookupError, TypeError):
-        return True
-
-
-def zip_state(store: Any) -> tuple[int, ...] | None:
-    """Size and time of last change of an open zip file, whatever has its path now; None if it is not a plain file."""
-    if store.path is None:
-        return None
-    if not getattr(store, "_is_open", False):
-        return state_of(os.fspath(store.path))
-    try:
-        found = state_of(store._zf.fp.fileno())
-    except (AttributeError, OSError, ValueError):  # it was closed, or is a file object's
-        return None
-    return None if found is None else found[:2]  # as by its path, before it is opened
 
 
 def zip_entries(path: str) -> list[zipfile.ZipInfo]:
@@ -351,18 +375,22 @@ class _ShortReads(io.BufferedReader):
         return super().read(size)
 
 
-def watch(array: Any, allow_external: bool = False) -> Any:
-    """The same open array, read through a `WatchedStore` and with `checked` decoders."""
-    store = array.store
-    if not isinstance(store, WatchedStore):
-        store = WatchedStore(store, _fence_of(store, f"the {type(store).__name__} handed in", allow_external))
+def watch(node: ArrayNode, store: WatchedStore, path: str, settings: Any = None) -> Any:
+    """An array of a store, open, with `checked` decoders."""
+    place = zarr.storage.StorePath(store, path.strip("/"))
+    return zarr.Array(zarr.AsyncArray(metadata=checked(node.metadata), store_path=place, config=settings))
+
+
+def watched(array: Any, allow_external: bool = False) -> Any:
+    """An open array, read through a `WatchedStore`."""
+    store = WatchedStore(array.store, _fence_of(array.store, f"the {type(array.store).__name__} handed in", allow_external))
     below = array.async_array if hasattr(array, "async_array") else array._async_array
-    place = zarr.storage.StorePath(store, array.path)
-    settings = getattr(below, "config", None) or below._config
-    return zarr.Array(zarr.AsyncArray(metadata=checked(array.metadata), store_path=place, config=settings))
+    return watch(ArrayNode.of(array), store, array.path, getattr(below, "config", None) or below._config)
 
 
 _REFERENCES = "names a place for each chunk, which may be anywhere"
+# It is known where these stores read: in a folder, a file, memory, or through their layers. ObjectStore needs its own library.
+_KNOWN_STORES = (zarr.storage.LocalStore, zarr.storage.ZipStore, zarr.storage.MemoryStore, zarr.storage.FsspecStore)
 
 
 def _fence_of(store: Any, name: str, allow_external: bool) -> Fence:
@@ -375,34 +403,15 @@ def _fence_of(store: Any, name: str, allow_external: bool) -> Fence:
             f"'{name}' cannot be loaded: a {type(store).__name__} may read files anywhere, and symbolic links are not looked "
             f"at there. Pass the path of the folder or file, or the store below it, or {TARGET_HINT}."
         )
-    kinds = [_kind_of_layer(layer) for layer in _layers(store)]
-    if "references" in kinds:
+    layers = {kind.__name__ for layer in _layers(store) for kind in type(layer).__mro__}  # neither library need be installed
+    if "ReferenceFileSystem" in layers:
         raise SourceError(f"'{name}' cannot be loaded: it {_REFERENCES}; {TARGET_HINT}.")
-    folder = local_folder(store)
-    if folder is None and "folder" in kinds:
+    if layers & {"LocalFileSystem", "LocalStore"}:
         raise SourceError(
             f"'{name}' cannot be loaded: it reads a folder through another layer, where symbolic links are not looked at. Pass "
             f"the path of the folder, or {TARGET_HINT}."
         )
-    return Fence() if folder is None else Fence.around_store(folder)
-
-
-def local_folder(store: Any) -> str | None:
-    """The folder on this machine that a store reads directly; else None."""
-    store = _unwrapped(store)
-    if isinstance(store, zarr.storage.LocalStore):
-        return os.fspath(store.root)
-    layers = _layers(store)
-    kinds = [_kind_of_layer(layer) for layer in layers]
-    if kinds in (["folder"], ["", "folder"]) and (len(kinds) == 1 or hasattr(layers[0], "sync_fs")):
-        if isinstance(store, zarr.storage.FsspecStore):
-            return str(store.path).removeprefix("file://")
-        return os.fspath(getattr(layers[0], "prefix", None) or "/")
-    return None
-
-
-# It is known where these stores read: in a folder, a file, memory, or through their layers. ObjectStore needs its own library.
-_KNOWN_STORES = (zarr.storage.LocalStore, zarr.storage.ZipStore, zarr.storage.MemoryStore, zarr.storage.FsspecStore)
+    return Fence.around_store(os.fspath(store.root)) if isinstance(store, zarr.storage.LocalStore) else Fence()
 
 
 def _unwrapped(store: Any) -> Any:
@@ -413,43 +422,20 @@ def _unwrapped(store: Any) -> Any:
 
 
 def _layers(store: Any) -> list[Any]:
-    """The layers through which a store of fsspec or obstore reads, the outermost first."""
-    if isinstance(store, zarr.storage.FsspecStore):
-        layers: list[Any] = []
-        below = store.fs
-        while below is not None and len(layers) < _MOST_LAYERS:
-            layers.append(below)
-            below = getattr(below, "sync_fs", None) or getattr(below, "fs", None)
-        return layers
-    return [store.store] if type(store).__name__ == "ObjectStore" and hasattr(store, "store") else []
-
-
-def _kind_of_layer(layer: Any) -> str:
-    """``"references"``, ``"folder"`` or ``""``, by the names of its classes: neither library need be installed."""
-    names = {kind.__name__ for kind in type(layer).__mro__}
-    if "ReferenceFileSystem" in names:
-        return "references"
-    return "folder" if names & {"LocalFileSystem", "LocalStore"} else ""
+    """The layers through which a store of fsspec or obstore reads."""
+    layers: list[Any] = []
+    layer = getattr(store, "fs", None) if isinstance(store, zarr.storage.FsspecStore) else None
+    if type(store).__name__ == "ObjectStore":
+        layer = getattr(store, "store", None)
+    while layer is not None and len(layers) < _MOST_LAYERS:
+        layers.append(layer)
+        layer = getattr(layer, "sync_fs", None) or getattr(layer, "fs", None)
+    return layers
 
 
 def inner_store(store: Store) -> Store:
     """The store below a `WatchedStore`; any other store itself."""
     return store.inner if isinstance(store, WatchedStore) else store
-
-
-def check_zip(array: Any, most_nbytes: int) -> None:
-    """Raise ValueError if a zip file declares more than `most_nbytes` bytes for a stored value of `array`."""
-    store = inner_store(array.store)
-    if not isinstance(store, zarr.storage.ZipStore):
-        return
-    prefix = f"{array.path}/" if array.path else ""
-    archive = _archive(store)
-    with store._lock:
-        entries = archive.infolist()
-    for entry in entries:
-        name = entry.filename
-        if name.startswith(prefix) and name.rpartition("/")[2] not in _METADATA and entry.file_size > most_nbytes:
-            raise ValueError(f"'{name}' would have {entry.file_size} bytes, what is stored of this array {most_nbytes} at most")
 
 
 def close_store(store: Any) -> None:

@@ -28,11 +28,11 @@ from shardload.options import INDEX
 from shardload.planning.copying import plan_copy_rounds
 from shardload.planning.grid import Grid
 from shardload.planning.region import Region
-from shardload.planning.schedule import Schedule
+from shardload.planning.schedule import Owners, Schedule
 from shardload.planning.shards import Shards
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.staging import plan_staging
-from shardload.planning.strategies import PARALLEL, plan_direct, plan_schedules
+from shardload.planning.strategies import plan_direct, plan_shared
 from shardload.transfer.buffers import Piece
 from shardload.transfer.moves import ArrayMove, BlocksToPieces
 
@@ -102,7 +102,7 @@ class CopyRounds:
         most = self._plan.memory.moving_nbytes // _BLOCKS_IN_CAP
         if is_together:
             shards = self._plan.arrays[array].pieces(slab, self._n_ranks)
-            schedule = plan_schedules(layout, shards, self._n_ranks, max_nbytes=most, modes=(PARALLEL,))[PARALLEL]
+            schedule = plan_shared(layout, shards, self._n_ranks, Owners(self._n_ranks), max_nbytes=most)
         else:
             shards = Shards(slab.shape, (1,) * slab.ndim, np.array([[self._rank]], dtype=np.int64))
             schedule = plan_direct(layout, shards, self._n_ranks, max_nbytes=most)

@@ -29,7 +29,6 @@ from shardload.errors import ConfigError, LeftOutWarning, SourceError, printable
 from shardload.formats.access import Access
 from shardload.formats.contract.array import ArrayInfo, Properties, nbytes_of, some
 from shardload.formats.contract.format import OpenFile
-from shardload.formats.contract.ranges import state_of
 from shardload.formats.diagnosis import as_source_error
 from shardload.formats.likeness import Asked, as_text, attrs_for, bounds_of, same_value, spec_like
 from shardload.formats.lookup import Finder, find_array, list_arrays, open_file, split_path
@@ -41,6 +40,7 @@ from shardload.jobs.progress import progress_over_files
 from shardload.options import OPTIONS, Progress
 from shardload.planning.region import Region
 from shardload.planning.selection import select_axes
+from shardload.storage.local import state_of
 from shardload.system.caller import warn_once
 from shardload.values.dates import recounted
 from shardload.values.decoding import ATTRIBUTES

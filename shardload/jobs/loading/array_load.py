@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardload.arrays.verification import Verifier, VerifyHow
+from shardload.arrays.verification import Verifier
 from shardload.errors import SourceError, printable
 from shardload.formats.access import Access
 from shardload.formats.contract.array import ArrayInfo
@@ -118,13 +118,13 @@ class ArrayLoad:
 
     def verifier(self, seed: int = 0, open_: Callable[[ArrayLoad, Any], Source] | None = None) -> Verifier:
         """The verifier that compares an array with the file of this plan, which `open_` opens again."""
-        how = VerifyHow(self.options.verify, self.options.staging_nbytes, self.options.pad, seed, self.layout.decoding)
         handle = self.handle if self.origin is None else self.origin
 
         def open_again() -> Source:
             return self.open_source(handle) if open_ is None else open_(self, handle)
 
-        return Verifier(self.name, self.layout.schedule, self.layout.source, how, open_again)
+        layout = self.layout
+        return Verifier(self.name, layout.schedule, layout.source, layout.decoding, self.options, seed, open_again)
 
     def open_source(self, handle: Any, access: Access | None = None) -> Source:
         """Open the array by a path or object. Raises as `as_planned`."""

@@ -12,7 +12,6 @@ A call of `verify` (`verifying`) and one of `scatter` (`scattering`) go the same
 from __future__ import annotations
 
 import json
-import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -69,7 +68,6 @@ __all__ = ["LoadCall", "describe_path", "share_staging"]
 
 _SEARCHED_NBYTES = 1 << 24  # of a coordinate in which a selection is searched
 _SHARE_OF_STAGING = 4  # values that are sent with the metadata: as read, as sent, as received, and as much again in MPI
-_SIZES_PER_DOUBLING = 4  # stored sizes for which plans are made, with a machine: 19 % apart
 _OWN_NAMES = {"path", "sharding", "dataset", *(option.name for option in OWN)}  # may differ from array to array
 _MOST_TOLD = 8  # arrays in a message
 
@@ -276,37 +274,35 @@ class LoadCall:
             return self._find_all(finder)
 
     def _find_all(self, finder: Finder) -> list[bytes | memoryview]:
-        options, found, sent = self.requests[0].options, list[Any](), _Values()
+        found, sent = list[Any](), _Values()
         selections = [*(request.options.select for request in self.requests), self._options.get("select")]
         is_labelled = any(map(is_by_name, selections))
         room = _SEARCHED_NBYTES if any(map(needs_coordinates, selections)) else SMALL_NBYTES
-        with Labeller(options.access, room, finder.file, named_coordinates(selections)) as labeller:
-            states: list[State] = []  # of the only array, before its values are read
+        labeller = Labeller(finder, room, named_coordinates(selections))
+        states: list[State] = []  # of the only array, before its values are read
 
-            def complete(path: Any, info: ArrayInfo, source: Source | None = None) -> ArrayInfo:
-                if source is not None and self.tree.is_single:
-                    states.append(source.opened_in())
-                if options.machine.has_limits and info.nbytes_stored is None:  # how much is read from disk
-                    info = replace(info, nbytes_stored=finder.nbytes_stored(path, info, source))
-                return labeller.label(path, info, source) if is_labelled else info
+        def complete(path: Any, info: ArrayInfo, source: Source | None = None) -> ArrayInfo:
+            if source is not None and self.tree.is_single:
+                states.append(source.opened_in())
+            return labeller.label(path, info, source) if is_labelled else info
 
-            for place, keys, request in zip(self.tree.places, self.tree.where, self.requests, strict=True):
-                state = partial(_last, states) if self.tree.is_single else partial(finder.state_of, place.path)
-                with naming_errors(where_text(keys)):
-                    if not place.is_pattern:
-                        look = partial(_look, partial(complete, place.path), request.options.select)
-                        array = finder.find(place.path, place.dataset, bool(request.options.decode), look)
-                        found.append(sent.add(array, state))
-                        continue
-                    below, left_out = finder.find_below(place.path, place.group)
-                found.append(
-                    {
-                        "all": [sent.add(array._replace(info=complete(place.path, array.info)), state) for array in below],
-                        "left_out": [info.to_dict() for info in left_out],
-                    }
-                )
-            for path, before, now in finder.states():  # else the small arrays could be of different versions of the file
-                check_unchanged(f"'{path}'", before, now, path, "")
+        for place, keys, request in zip(self.tree.places, self.tree.where, self.requests, strict=True):
+            state = partial(_last, states) if self.tree.is_single else partial(finder.state_of, place.path)
+            with naming_errors(where_text(keys)):
+                if not place.is_pattern:
+                    look = partial(_look, partial(complete, place.path), request.options.select)
+                    array = finder.find(place.path, place.dataset, bool(request.options.decode), look)
+                    found.append(sent.add(array, state))
+                    continue
+                below, left_out = finder.find_below(place.path, place.group)
+            found.append(
+                {
+                    "all": [sent.add(array._replace(info=complete(place.path, array.info)), state) for array in below],
+                    "left_out": [info.to_dict() for info in left_out],
+                }
+            )
+        for path, before, now in finder.states():  # else the small arrays could be of different versions of the file
+            check_unchanged(f"'{path}'", before, now, path, "")
         return sent.join(found)
 
     # --- what every rank plans
@@ -337,7 +333,7 @@ class LoadCall:
         request = self.requests[0]
         ranks = self.ranks_for(request)
         if self._ranks is not None and ranks.n > 1:  # each of many small arrays is read by one rank
-            kinds = read_in_turn(request, ranks, [load.kind for load in loads])
+            kinds = read_in_turn(ranks, [load.kind for load in loads])
             loads = [load if kind is load.kind else replace(load, kind=kind) for load, kind in zip(loads, kinds, strict=True)]
         return share_staging(request, ranks, loads)
 
@@ -371,8 +367,6 @@ class LoadCall:
         kind: tuple[Any, ...] = (info.shape, info.dtype, info.chunks, info.codec, info.shards, info.format)
         if options.decode:
             kind = (*kind, json.dumps(dict(info.packing)))  # with the types
-        if options.machine.has_limits and info.nbytes_stored:  # its file system sends them; files of a series differ a bit
-            kind = (*kind, round(_SIZES_PER_DOUBLING * math.log2(info.nbytes_stored)))
         key = (id(request), is_sent, selection, *kind)
         if key not in self._planned:
             mine = request.but(readers=DIRECT) if is_sent and self._ranks is not None else request  # no rank needs to send any

@@ -27,7 +27,6 @@ from shardload.formats.memory import MemorySource
 from shardload.jobs.consistency import State, check_names, check_same_file, check_unchanged, is_open
 from shardload.jobs.loading.array_load import ArrayLoad
 from shardload.options import fill_value, pad_value
-from shardload.planning.halo import HaloShards
 from shardload.planning.tuning import Tuning
 from shardload.system.first_error import FirstError
 from shardload.system.interruption import let_interruption_pass
@@ -273,7 +272,7 @@ class ShardedArray:
         dtype, shards, share = kind.dtype, layout.schedule.shards, layout.share(self._rank)
         for shard, region, data in zip(share.numbers, share.regions, room, strict=True):
             self.shards[shard] = Piece(region, data)
-        if isinstance(shards, HaloShards):
+        if shards.has_halo:
             self._halos = HaloPieces(shards, kind.shape, self.shards, self._rank)
             self._halos.fill(partial(fill_value, self.load.options.pad, dtype))
             self.pieces = self._halos.sections

@@ -17,23 +17,23 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from shardload.arrays.padding import Extent, version_of
+from shardload.arrays.sharding import describe_decomposition
 from shardload.errors import ConfigError
 from shardload.formats.contract.array import ArrayInfo
 from shardload.jobs.consistency import Version
 from shardload.jobs.loading.describe import as_html, describe_plan, describe_plan_in_a_line
 from shardload.jobs.loading.report import LoadReport
-from shardload.planning.cost import Cost
-from shardload.planning.machine import WORKSTATION, Machine
+from shardload.planning.cost import Cost, plan_cost
 from shardload.planning.region import Region
 from shardload.planning.schedule import Schedule
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.staging import Staging, plan_staging
-from shardload.planning.traffic import count_held
 from shardload.system.terminal import WIDTH, width_of_prints
 from shardload.values.decoding import Decoding
 
 __all__ = ["Executor", "Layout", "Plan"]
 
+NO_DEVICES = "an AbstractMesh has no devices, so there is nothing to execute this plan on: plan over a jax.sharding.Mesh"
 Executor = Callable[[Sequence["Plan"]], Any]  # returns what was loaded: `arrays`, `report`
 
 
@@ -105,6 +105,11 @@ class Layout:
             self._staging[cap_nbytes] = plan_staging([(self.schedule, self.source)], cap_nbytes, self.n_threads)
         return self._staging[cap_nbytes]
 
+    def cost(self, cap_nbytes: int, n_nodes: int = 1) -> Cost:
+        """What a load costs; with a cap of 0 there are no staging buffers."""
+        n_blocks = self.staging(cap_nbytes).n_blocks if cap_nbytes else 0
+        return plan_cost(self.schedule, self.source, staging_blocks=n_blocks, is_one_node=n_nodes == 1)
+
     def share(self, rank: int) -> Share:
         """What one rank holds: this process's own."""
         if rank not in self._shares:
@@ -128,7 +133,7 @@ class Layout:
     def extent(self) -> Extent:
         """Which elements of the jax.Array are the file's, and which are padding or halo."""
         shards = self.schedule.shards
-        return Extent(self.schedule.blocks.shape, shards.shape_global, shards.cuts, shards.halo_widths)
+        return Extent(self.schedule.blocks.shape, shards.shape_global, shards.cuts, shards.halo.widths)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -139,63 +144,39 @@ class Plan:
     ----------
     info : ArrayInfo
         The array in the file: name, format, shape, dtype, chunks, codec.
-    shape, shape_global : tuple of int
-        The shape that is loaded (after `select`, without padding and halos), and the shape of the jax.Array (with them).
-    dtype : dtype
-        Dtype of the jax.Array.
     sharding : NamedSharding
         Sharding of the jax.Array.
-    decomposition : str
-        ``"slab"``, ``"pencil"``, ``"block"``, ``"replicated"`` or ``"whole"``.
-    shard_shape : tuple of int
-        Shape of the shard that one device holds.
-    n_replicas : int
-        Number of devices that hold each shard.
-    n_ranks : int
-        Number of ranks that take part.
     readers : str
         The chosen way of reading: ``"root"``, ``"parallel"`` or ``"direct"``.
-    n_readers : int
-        Number of ranks that read.
     why : str
         The reason for this way.
-    costs : mapping of str to Cost
-        For each way of reading: chunks decoded, amplification, messages, bytes, memory, estimated seconds.
     staging_nbytes : int
         Cap on each process's host memory beyond its own pieces.
     staging_is_raised : bool
         True if ``staging="auto"`` is more than usual, because the chunks need it.
-    machine : Machine
-        The figures that the plan was made with.
-    ranks_per_node : int or None
-        Ranks of a node; None: all are on one, because nothing else is known.
-    report : LoadReport or None
-        The report of the last `execute`; None before.
+    is_decoded : bool
+        True if the caller asked for values and not for stored numbers. (They may be the same.)
+    n_nodes : int
+        Number of nodes of the ranks; 1 if nothing is known of them.
     """
 
     info: ArrayInfo
-    shape: tuple[int, ...]
-    shape_global: tuple[int, ...]
-    dtype: np.dtype[Any]
     sharding: NamedSharding
-    decomposition: str
-    shard_shape: tuple[int, ...]
-    n_replicas: int
-    n_ranks: int
     readers: str
-    n_readers: int
     why: str
-    costs: Mapping[str, Cost]
     staging_nbytes: int
     staging_is_raised: bool = field(default=False, kw_only=True)
-    machine: Machine = field(default=WORKSTATION, kw_only=True)
-    ranks_per_node: int | None = field(default=None, kw_only=True)
-    _layout: Layout = field(kw_only=True)
-    _is_decoded: bool = field(default=False, kw_only=True)
+    is_decoded: bool = field(default=False, kw_only=True)
+    n_nodes: int = field(default=1, kw_only=True)
+    _layouts: Mapping[str, Layout] = field(kw_only=True)  # for each way of reading
     _executor: Executor | None = field(default=None, kw_only=True)
     # Of the last execution, or nothing. Only this changes in a plan, and each copy has its own.
     _reports: list[LoadReport] = field(default_factory=list, init=False)
     _versions: list[Version | None] = field(default_factory=list, init=False)  # of the file that it read
+
+    @property
+    def _layout(self) -> Layout:
+        return self._layouts[self.readers]
 
     @property
     def _version(self) -> Version | None:
@@ -208,39 +189,24 @@ class Plan:
         return self._reports[-1] if self._reports else None
 
     @property
-    def chunks(self) -> tuple[int, ...] | None:
-        """The file's chunk shape; None if it has no chunks."""
-        return self.info.chunks
-
-    @property
-    def is_decoded(self) -> bool:
-        """True if the caller asked for values and not for stored numbers. (They may be the same.)"""
-        return self._is_decoded
-
-    @property
-    def decoded_dtype(self) -> np.dtype[Any] | None:
-        """Type of the decoded values, before a cast to `dtype`; None if decoding does not change the stored numbers."""
-        return None if self._layout.decoding is None else self._layout.decoding.dtype
-
-    @property
     def schedule(self) -> Schedule:
         """Which rank reads which block, and which rank needs which part of it."""
         return self._layout.schedule
 
     @property
-    def extent(self) -> Extent:
-        """Which elements of the jax.Array are the file's, and which are padding or halo."""
-        return self._layout.extent
+    def costs(self) -> dict[str, Cost]:
+        """For each way of reading: chunks decoded, amplification, messages, bytes, memory."""
+        return {way: layout.cost(self.staging_nbytes, self.n_nodes) for way, layout in self._layouts.items()}
 
     @property
-    def halo(self) -> tuple[int, ...]:
-        """Rows of its neighbours that each shard has on either side, along each axis."""
-        return self.schedule.shards.halo_widths
+    def shape(self) -> tuple[int, ...]:
+        """The shape that is loaded: after `select`, without padding and halos."""
+        return self.schedule.blocks.shape
 
     @property
-    def halo_text(self) -> str:
-        """The halo as text: width and edge rule of each axis that has one. Empty without a halo."""
-        return self.schedule.shards.halo_text
+    def shape_global(self) -> tuple[int, ...]:
+        """The shape of the jax.Array, with padding and halos."""
+        return self.schedule.shards.shape_global
 
     @property
     def shape_padded(self) -> tuple[int, ...]:
@@ -248,10 +214,65 @@ class Plan:
         return self.extent.shape_without_halo
 
     @property
+    def shard_shape(self) -> tuple[int, ...]:
+        """Shape of the shard that one device holds."""
+        return self.schedule.shards.shard_shape
+
+    @property
+    def n_replicas(self) -> int:
+        """Number of devices that hold each shard."""
+        return self.schedule.shards.n_replicas
+
+    @property
+    def n_ranks(self) -> int:
+        """Number of ranks that take part."""
+        return self.schedule.n_ranks
+
+    @property
+    def n_readers(self) -> int:
+        """Number of ranks that read."""
+        return self.schedule.n_readers
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Dtype of the jax.Array."""
+        return self._layout.source.dtype
+
+    @property
+    def decomposition(self) -> str:
+        """``"slab"``, ``"pencil"``, ``"block"``, ``"replicated"`` or ``"whole"``."""
+        return describe_decomposition(self.schedule.shards)
+
+    @property
+    def chunks(self) -> tuple[int, ...] | None:
+        """The file's chunk shape; None if it has no chunks."""
+        return self.info.chunks
+
+    @property
+    def decoded_dtype(self) -> np.dtype[Any] | None:
+        """Type of the decoded values, before a cast to `dtype`; None if decoding does not change the stored numbers."""
+        return None if self._layout.decoding is None else self._layout.decoding.dtype
+
+    @property
+    def extent(self) -> Extent:
+        """Which elements of the jax.Array are the file's, and which are padding or halo."""
+        return self._layout.extent
+
+    @property
+    def halo_text(self) -> str:
+        """The halo as text: width and edge rule of each axis that has one. Empty without a halo."""
+        return str(self.schedule.shards.halo)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the jax.Array, each counted once."""
+        return math.prod(self.shape_global) * self.dtype.itemsize
+
+    @property
     def pieces_nbytes(self) -> int:
         """Bytes of the pieces of the fullest rank."""
         shards = self.schedule.shards
-        return math.prod(shards.shard_shape) * self.dtype.itemsize * count_held(shards)[1]
+        return math.prod(shards.shard_shape) * self.dtype.itemsize * shards.most_held
 
     def __str__(self) -> str:
         """Text for a person, as wide as the terminal. Without a terminal it is exactly the same on all ranks."""
@@ -283,9 +304,7 @@ class Plan:
             On every rank.
         """
         if self._executor is None:
-            raise ConfigError(
-                "an AbstractMesh has no devices, so there is nothing to execute this plan on: plan over a jax.sharding.Mesh"
-            )
+            raise ConfigError(NO_DEVICES)
         loaded = self._executor([self])
         array: jax.Array = loaded.arrays[0]
         self._reports[:] = [loaded.report]

@@ -2,7 +2,7 @@
 
 1. Check that the array can be loaded: dtype, axes, the sharding against JAX's own index map, one chunk against `staging`.
 2. Plan every possible way of reading.
-3. Take the way that the caller asked for, or the way that costs least.
+3. Take the way that the caller asked for, or the better one by `planning.cost`.
 
 This module opens no file and sends no message, and a plan holds no open file and no communicator. Ranks that ask for the same
 make the same plan.
@@ -13,13 +13,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 
-from shardload.arrays.sharding import describe_decomposition, layout_shards, padded_shape, read_halo, read_spec, verify_layout
+from shardload.arrays.sharding import layout_shards, padded_shape, read_halo, read_spec, verify_layout
 from shardload.comm.topology import UNKNOWN_NBYTES, Topology
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.contract.array import ArrayInfo
@@ -27,16 +26,12 @@ from shardload.jobs.loading.plan import Layout, Plan
 from shardload.jobs.loading.request import Request
 from shardload.options import AUTO, Options, pad_value
 from shardload.planning.blocks import BLOCKS_PER_OWNER, LONGEST_ROW_NBYTES, plan_blocks, plan_row_chunks
-from shardload.planning.cost import Cost, Costs, Nodes, choose_mode, plan_cost
-from shardload.planning.halo import HaloShards
-from shardload.planning.limits import OnDisk
-from shardload.planning.machine import WORKSTATION, Machine
-from shardload.planning.readers import numbers_of_readers, pick_readers, readers_text, share_out
-from shardload.planning.schedule import Grid, Schedule, Shards
+from shardload.planning.cost import choose_mode, count_readers
+from shardload.planning.schedule import Grid, Owners, Schedule, Shards
 from shardload.planning.selection import Selection, select_axes
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.staging import ample_staging, least_staging, least_together
-from shardload.planning.strategies import DIRECT, MODES, PARALLEL, ROOT, Alone, Parallel, Root, plan_schedules
+from shardload.planning.strategies import DIRECT, MODES, PARALLEL, ROOT, plan_direct, plan_shared
 from shardload.planning.tuning import Tuning, default_tuning
 from shardload.units import format_nbytes
 from shardload.values.decoding import VALID, Decoding, decoding_of
@@ -48,6 +43,7 @@ __all__ = ["Ranks", "plan_array", "plan_scatter", "read_in_turn", "selection_for
 _BLOCKS_HELD = 7
 _MOST_NBYTES, _MOST_SHARD_NBYTES = 2**63 - 1, 2**56  # NumPy can count the first; processors can address the second
 _SHARE = 4  # of the memory that a process may use: staging="auto" takes one part
+_UNEVEN = 1.1  # of many arrays, the reader with the most bytes may have so many times the mean
 _IN_TURN_NBYTES = 64 << 20  # larger arrays have enough blocks for all readers
 _NO_MPI = "without MPI these processes can send each other nothing"
 
@@ -84,10 +80,9 @@ class Ranks:
     tuning: Tuning = field(default_factory=default_tuning)
 
     @property
-    def nodes(self) -> Nodes:
-        """The nodes: those of the job, or on an abstract mesh those that the caller says."""
-        found = self.topology
-        return Nodes(self.per_node) if found is None else Nodes(found.ranks_per_node, found.n_cores)
+    def n_nodes(self) -> int:
+        """Number of nodes: those of the job, or on an abstract mesh those that the caller says; by default one."""
+        return -(-self.n // (self.per_node or self.n)) if self.topology is None else self.topology.n_nodes
 
     @property
     def n_threads(self) -> int:
@@ -99,20 +94,13 @@ class Ranks:
         """What staging="auto" may be at most."""
         return (UNKNOWN_NBYTES if self.topology is None else self.topology.memory_nbytes) // _SHARE
 
-    @property
-    def is_one_machine(self) -> bool:
-        """True if all ranks run on one machine; assumed if the machine is not known."""
-        if self.topology is None:
-            return self.per_node is None or self.per_node >= self.n
-        return self.topology.n_nodes == 1
 
-
-def _max_block_nbytes(request: Request, ranks: Ranks, nbytes: int) -> int:
+def _max_block_nbytes(ranks: Ranks, staging_nbytes: int, nbytes: int = 0) -> int:
     """Cap on the bytes of a block of an array of `nbytes`."""
     tuning, cap = ranks.tuning, ranks.tuning.block_between_nodes_nbytes
-    if ranks.is_one_machine:
+    if ranks.n_nodes == 1:
         cap = max(tuning.block_nbytes, min(tuning.large_block_nbytes, nbytes // (ranks.n * tuning.large_blocks_per_rank)))
-    return min(cap, request.options.staging_nbytes // _BLOCKS_HELD)
+    return min(cap, staging_nbytes // _BLOCKS_HELD)
 
 
 def selection_for(options: Options, info: ArrayInfo) -> Selection:
@@ -129,56 +117,33 @@ def plan_array(request: Request, ranks: Ranks, info: ArrayInfo, selection: Selec
     source = _source_layout(request.options, info, selection, decoding)
     name = f"{info}, decoded," if decoding is not None and source.dtype == decoding.dtype else str(info)
     shards = _lay_out(request, ranks, source.selection.shape, source.dtype, name)
-    staging = _staging_for(request, ranks, info, source)
-    is_raised = staging != request.options.staging_nbytes
-    if is_raised:
-        request = request.but(staging=staging)
-    n_owners = request.options.readers if isinstance(request.options.readers, int) else None
-    nbytes = math.prod(source.selection.shape) * source.wide_itemsize
-    caps: dict[str, Any] = dict(
-        max_nbytes=_max_block_nbytes(request, ranks, nbytes), n_owners=n_owners, per_owner=ranks.tuning.blocks_per_owner
+    staging_nbytes = _staging_for(request, ranks, info, source)
+    max_nbytes = _max_block_nbytes(ranks, staging_nbytes, math.prod(source.selection.shape) * source.wide_itemsize)
+    readers = request.options.readers
+    nbytes = math.prod(source.selection.shape) * source.file_dtype.itemsize
+    n_readers = min(readers, ranks.n) if isinstance(readers, int) else count_readers(nbytes, ranks.n, ranks.n_nodes)
+    caps = {"max_nbytes": max_nbytes, "per_owner": ranks.tuning.blocks_per_owner}
+    schedules = {DIRECT: plan_direct(source, shards, ranks.n, max_nbytes=max_nbytes)}
+    if ranks.can_send:
+        owners = {ROOT: Owners(), PARALLEL: Owners(n_readers)}
+        schedules |= {mode: plan_shared(source, shards, ranks.n, owners[mode], **caps) for mode in owners}
+    elif readers not in (AUTO, DIRECT):
+        raise ConfigError(
+            f"readers is {readers!r}, but {_NO_MPI}: pass readers='direct' (or 'auto'), or start the job under MPI"
+        )
+    layouts = {mode: Layout(source, schedules[mode], ranks.n_threads, decoding) for mode in MODES if mode in schedules}
+    mode, why = _choose(layouts, readers, ranks)
+    return Plan(
+        info,
+        request.sharding,
+        mode,
+        why,
+        staging_nbytes,
+        staging_is_raised=staging_nbytes != request.options.staging_nbytes,
+        is_decoded=bool(request.options.decode),
+        n_nodes=ranks.n_nodes,
+        _layouts=layouts,
     )
-    caps["ranks_per_node"] = ranks.nodes.ranks_per_node
-    modes = _possible_modes(request, ranks)
-    # With figures of a file system or a network, the number of readers is chosen too.
-    picks = request.options.machine.has_limits and n_owners is None and PARALLEL in modes
-    schedules = plan_schedules(source, shards, ranks.n, modes=[m for m in modes if not picks or m != PARALLEL], **caps)
-    known: dict[str, Cost] = {}
-    if picks:
-        made, known[PARALLEL] = _with_readers(request, ranks, info, source, shards, caps)
-        schedules = {mode: made if mode == PARALLEL else schedules[mode] for mode in modes}
-    plan = _choose(request, ranks, info, source, schedules, decoding, known)
-    return replace(plan, staging_is_raised=True) if is_raised else plan
-
-
-def _with_readers(
-    request: Request, ranks: Ranks, info: ArrayInfo, source: SourceLayout, shards: Shards, caps: dict[str, Any]
-) -> tuple[Schedule, Cost]:
-    """The schedule in which as many ranks read as the machine's figures say, and its cost."""
-    nodes, stored = ranks.nodes, _stored(info, source)
-
-    def make(n: int) -> Schedule:
-        return plan_schedules(source, shards, ranks.n, modes=(PARALLEL,), **{**caps, "n_owners": n})[PARALLEL]
-
-    def cost(schedule: Schedule) -> Cost:
-        layout = Layout(source, schedule, ranks.n_threads)
-        return _cost(layout, nodes, request.options.staging_nbytes, request.options.machine, stored)
-
-    most = source.chunks.n_cells
-    numbers = numbers_of_readers(ranks.n, nodes.spread(ranks.n)[0], most)
-    return pick_readers(numbers, make, cost)
-
-
-def _stored(info: ArrayInfo, source: SourceLayout) -> OnDisk:
-    """How the values lie on disk; chunks of a file are counted along the axes that are loaded."""
-    try:
-        nbytes = math.prod(info.shape) * np.dtype(info.dtype).itemsize
-    except TypeError:
-        nbytes = 0
-    # A chunk that is not stored takes no space, and many values may share one.
-    kept = source.selection.kept
-    chunks, shards = (None if of is None else tuple(of[k] for k in kept) for of in (info.chunks, info.shards))
-    return OnDisk.of(info.nbytes_stored, nbytes, chunks, shards, is_one_file=not info.format.startswith("Zarr"))
 
 
 def plan_scatter(request: Request, ranks: Ranks, info: ArrayInfo, root: int, as_it_is: bool) -> Plan:
@@ -188,7 +153,7 @@ def plan_scatter(request: Request, ranks: Ranks, info: ArrayInfo, root: int, as_
     file_dtype = np.dtype(info.dtype)
     dtype = _target_dtype(request.options.dtype, info, file_dtype)
     shards = _lay_out(request, ranks, info.shape, dtype, f"the array on rank {root}")
-    phase, most_nbytes = (0,) * len(info.shape), _max_block_nbytes(request, ranks, 0)
+    phase, most_nbytes = (0,) * len(info.shape), _max_block_nbytes(ranks, request.options.staging_nbytes)
     if as_it_is:  # blocks are views: one per shard, however large
         blocks = chunks = Grid(info.shape, tuple(max(1, n) for n in shards.shard_shape), phase)
     else:
@@ -197,8 +162,16 @@ def plan_scatter(request: Request, ranks: Ranks, info: ArrayInfo, root: int, as_
         chunks = Grid(info.shape, plan_row_chunks(info.shape, itemsize, min(LONGEST_ROW_NBYTES, most_nbytes)), phase)
         blocks = plan_blocks(chunks, itemsize, max_nbytes=most_nbytes, n_owners=1)
     source = SourceLayout(select_axes(None, info.shape), chunks, None, file_dtype, dtype, info.codec)
-    schedule = Schedule(blocks, shards, dtype.itemsize, ranks.n, Root(root), max_message_nbytes=most_nbytes)
-    return _choose(request, ranks, info, source, {ROOT: schedule})
+    schedule = Schedule(blocks, shards, dtype.itemsize, ranks.n, Owners(root=root), max_message_nbytes=most_nbytes)
+    why = f"rank {root} has the array"
+    return Plan(
+        info,
+        request.sharding,
+        ROOT,
+        why,
+        request.options.staging_nbytes,
+        _layouts={ROOT: Layout(source, schedule, ranks.n_threads)},
+    )
 
 
 def staging_together(layouts: Sequence[Layout], staging_nbytes: int, most_nbytes: Callable[[], int]) -> int:
@@ -220,60 +193,63 @@ def staging_together(layouts: Sequence[Layout], staging_nbytes: int, most_nbytes
     return staging_nbytes
 
 
-def read_in_turn(request: Request, ranks: Ranks, plans: Sequence[Plan]) -> list[Plan]:
+def read_in_turn(ranks: Ranks, plans: Sequence[Plan]) -> list[Plan]:
     """The plans of many arrays, so that one rank reads each of the small ones which several would have read together.
 
     A rank then opens fewer arrays, and there are fewer and larger blocks. Arrays of the same plan and reader share the new one.
     """
     many = [k for k, plan in enumerate(plans) if _is_worth_turns(plan)]
-    owners = {strategy for k in many if isinstance(strategy := plans[k].schedule.strategy, Parallel)}
+    owners = {owners for k in many if isinstance(owners := plans[k].schedule.owners, Owners)}
     if len(owners) != 1:
         return list(plans)
-    (strategy,) = owners
-    n = strategy.n_owners_of(ranks.n)
-    readers = dict(zip(many, share_out([math.prod(plans[k].shape) * plans[k].dtype.itemsize for k in many], n), strict=True))
-    per_owner = replace(ranks.tuning, blocks_per_owner=BLOCKS_PER_OWNER).for_many(len(many) // n).blocks_per_owner
-    made: dict[tuple[int, int], Plan] = {}
-    found = []
+    (shared,) = owners
+    nbytes = [math.prod(plans[k].shape) * plans[k].dtype.itemsize for k in many]
+    readers = dict(zip(many, share_out(nbytes, shared.n), strict=True))
+    per_owner = replace(ranks.tuning, blocks_per_owner=BLOCKS_PER_OWNER).for_many(len(many) // shared.n).blocks_per_owner
+    planned: dict[tuple[int, int | None], Plan] = {(id(plan), None): plan for plan in plans}
     for k, plan in enumerate(plans):
         reader = readers.get(k)
-        if reader is None:
-            found.append(plan)
-            continue
-        key = id(plan), reader
-        if key not in made:
-            made[key] = _read_by(request, ranks, plan, strategy.owner_rank(reader, ranks.n), per_owner)
-        found.append(made[key])
-    return found
+        if reader is not None and (id(plan), reader) not in planned:
+            planned[id(plan), reader] = _read_by(ranks, plan, shared.rank_of(reader, ranks.n), per_owner)
+    return [planned[id(plan), readers.get(k)] for k, plan in enumerate(plans)]
+
+
+def share_out(sizes: Sequence[int], n_readers: int) -> list[int | None]:
+    """The reader of each of some arrays, by their bytes; None for an array that all read together.
+
+    Each reader gets neighbours. All are None if that would leave one with much more than the others.
+
+    >>> share_out([5] * 8, 4), share_out([5] * 9, 4)
+    ([0, 0, 1, 1, 2, 2, 3, 3], [0, 0, 1, 1, 2, 2, 3, 3, None])
+    >>> share_out([1, 1, 1, 100], 2), share_out([30, 10, 20, 20], 2)
+    ([None, None, None, None], [0, 0, 1, 1])
+    """
+    n = len(sizes) if len(set(sizes)) > 1 else len(sizes) // n_readers * n_readers
+    nbytes = np.array(sizes[:n], dtype=np.int64)
+    total = int(nbytes.sum())
+    if not total:
+        return [None] * len(sizes)
+    middle = 2 * np.cumsum(nbytes) - nbytes  # of each array, in half bytes
+    readers = np.minimum(middle * n_readers // (2 * total), n_readers - 1)
+    if np.bincount(readers, weights=nbytes).max() * n_readers > _UNEVEN * total:
+        return [None] * len(sizes)
+    return [*readers.tolist(), *[None] * (len(sizes) - n)]
 
 
 def _is_worth_turns(plan: Plan) -> bool:
-    nbytes = math.prod(plan.shape) * plan.dtype.itemsize
-    strategy = plan.schedule.strategy
-    is_shared = isinstance(strategy, Parallel) and strategy.n_owners > 1
-    return is_shared and 0 < nbytes <= _IN_TURN_NBYTES
+    owners = plan.schedule.owners
+    is_shared = isinstance(owners, Owners) and owners.n > 1
+    return is_shared and 0 < math.prod(plan.shape) * plan.dtype.itemsize <= _IN_TURN_NBYTES
 
 
-def _read_by(request: Request, ranks: Ranks, plan: Plan, rank: int, per_owner: int) -> Plan:
+def _read_by(ranks: Ranks, plan: Plan, rank: int, per_owner: int) -> Plan:
     """The plan with one rank as the only reader."""
     layout = plan._layout
-    caps: dict[str, Any] = dict(max_nbytes=_max_block_nbytes(request, ranks, 0), n_owners=1, per_owner=per_owner)
-    schedule = plan_schedules(layout.source, layout.schedule.shards, ranks.n, modes=(PARALLEL,), **caps)[PARALLEL]
-    alone = replace(layout, schedule=replace(schedule, strategy=Alone(rank)))
-    cost = partial(_cost, alone, ranks.nodes, plan.staging_nbytes, plan.machine, None)
-    costs: dict[str, Callable[[], Cost]] = {mode: partial(_known_cost, plan.costs, mode) for mode in plan.costs}
-    costs[PARALLEL] = partial(_cost_in_turn, plan.costs, cost)
+    max_nbytes = _max_block_nbytes(ranks, plan.staging_nbytes)
+    shards = layout.schedule.shards
+    schedule = plan_shared(layout.source, shards, ranks.n, Owners(root=rank), max_nbytes=max_nbytes, per_owner=per_owner)
     why = f"{plan.why}; of many arrays, each is read by one rank, this one by rank {rank}"
-    return replace(plan, _layout=alone, n_readers=1, why=why, costs=Costs(costs))
-
-
-def _known_cost(costs: Mapping[str, Cost], mode: str) -> Cost:
-    return costs[mode]
-
-
-def _cost_in_turn(costs: Mapping[str, Cost], alone: Callable[[], Cost]) -> Cost:
-    """The cost of one reader; its seconds are those of all readers together, because the others read other arrays meanwhile."""
-    return replace(alone(), seconds=costs[PARALLEL].seconds)
+    return replace(plan, why=why, _layouts={**plan._layouts, PARALLEL: replace(layout, schedule=schedule)})
 
 
 def decoding_for(options: Options, info: ArrayInfo) -> Decoding | None:
@@ -295,18 +271,6 @@ def _source_layout(options: Options, info: ArrayInfo, selection: Selection, deco
     dtype = _target_dtype(options.dtype, info, found if decoding is None else decoding.dtype)
     is_decoded = decoding is not None
     return SourceLayout.cut(selection, info.chunks, found, dtype, info.codec, is_decoded)
-
-
-def _possible_modes(request: Request, ranks: Ranks) -> tuple[str, ...]:
-    """All ways of reading; only ``"direct"`` if the ranks cannot send each other values."""
-    if ranks.can_send:
-        return MODES
-    readers = request.options.readers
-    if readers not in (AUTO, DIRECT):
-        raise ConfigError(
-            f"readers is {readers!r}, but {_NO_MPI}: pass readers='direct' (or 'auto'), or start the job under MPI"
-        )
-    return (DIRECT,)
 
 
 def _target_dtype(dtype: np.dtype[Any] | None, info: ArrayInfo, found: np.dtype[Any]) -> np.dtype[Any]:
@@ -341,12 +305,9 @@ def _lay_out(request: Request, ranks: Ranks, shape: tuple[int, ...], dtype: np.d
     for edge in halo.values:
         pad_value(edge, dtype, "edge")
     if ranks.of_process is None:
-        shards = layout_shards(sharding, axes, shape_global, None, devices_per_rank=ranks.devices_per_rank)
-        return shards if halo.is_none else HaloShards.around(shards, halo)
+        return layout_shards(sharding, axes, shape_global, None, devices_per_rank=ranks.devices_per_rank).with_halo(halo)
     _refuse_lossy(dtype, name)
-    shards = layout_shards(sharding, axes, shape_global, ranks.of_process)
-    if not halo.is_none:
-        shards = HaloShards.around(shards, halo)
+    shards = layout_shards(sharding, axes, shape_global, ranks.of_process).with_halo(halo)
     verify_layout(shards, sharding, ranks.rank)
     return shards
 
@@ -397,64 +358,13 @@ def _staging_for(request: Request, ranks: Ranks, info: ArrayInfo, source: Source
     )
 
 
-def _choose(
-    request: Request,
-    ranks: Ranks,
-    info: ArrayInfo,
-    source: SourceLayout,
-    schedules: dict[str, Schedule],
-    decoding: Decoding | None = None,
-    known: Mapping[str, Cost] | None = None,
-) -> Plan:
-    """Make the plan from one of the schedules: the one that the caller asked for, or the one that costs least.
-
-    `known` are the costs that have been counted already.
-    """
-    is_memory = ROOT in schedules and len(schedules) == 1
-    layouts = {mode: Layout(source, made, ranks.n_threads, decoding) for mode, made in schedules.items()}
-    cap_nbytes = 0 if is_memory else request.options.staging_nbytes
-    nodes, machine = ranks.nodes, WORKSTATION if is_memory else request.options.machine
-    stored = _stored(info, source) if machine.has_limits else None
-    count = {mode: partial(_cost, layout, nodes, cap_nbytes, machine, stored) for mode, layout in layouts.items()}
-    costs = Costs(count, known)
-    mode, why = _choose_mode(costs, request.options.readers, ranks.n)
-    if machine.has_limits and mode == PARALLEL and not isinstance(request.options.readers, int):
-        why += f"; {readers_text(costs[mode].n_readers, ranks.n, nodes.spread(ranks.n)[0])}, by the model"
-    schedule = schedules[mode]
-    return Plan(
-        info=info,
-        shape=schedule.blocks.shape,
-        shape_global=schedule.shards.shape_global,
-        dtype=source.dtype,
-        sharding=request.sharding,
-        decomposition=describe_decomposition(schedule.shards),
-        shard_shape=schedule.shards.shard_shape,
-        n_replicas=schedule.shards.n_replicas,
-        n_ranks=schedule.n_ranks,
-        readers=mode,
-        n_readers=costs[mode].n_readers,
-        why=why,
-        costs=costs,
-        staging_nbytes=request.options.staging_nbytes,
-        machine=machine,
-        ranks_per_node=nodes.ranks_per_node,
-        _layout=layouts[mode],
-        _is_decoded=bool(request.options.decode),
-    )
-
-
-def _cost(layout: Layout, nodes: Nodes, cap_nbytes: int, machine: Machine, stored: OnDisk | None) -> Cost:
-    """The cost of one way of reading; with a cap of 0 there are no staging buffers."""
-    n_blocks = layout.staging(cap_nbytes).n_blocks if cap_nbytes else 0
-    return plan_cost(layout.schedule, layout.source, nodes, staging_blocks=n_blocks, machine=machine, stored=stored)
-
-
-def _choose_mode(costs: Costs, readers: str | int, n_ranks: int) -> tuple[str, str]:
-    """The way of reading, and the reason for it."""
-    if list(costs) == [DIRECT]:
+def _choose(layouts: Mapping[str, Layout], readers: str | int, ranks: Ranks) -> tuple[str, str]:
+    """The way of reading that the caller asked for, or the better one, and the reason for it."""
+    if list(layouts) == [DIRECT]:
         return DIRECT, f"{_NO_MPI}: each rank reads what it holds"
     if readers == AUTO:
-        return choose_mode(costs, n_ranks)
+        costs = {mode: layouts[mode].cost(0, ranks.n_nodes) for mode in (DIRECT, PARALLEL)}
+        return choose_mode(costs, ranks.n, is_one_node=ranks.n_nodes == 1)
     if isinstance(readers, int):
         return PARALLEL, f"readers={readers} was asked for"
     return readers, f"readers={readers!r} was asked for"

@@ -6,7 +6,7 @@ arrays here; arrays for which the caller passed the same share a `Request`. Noth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,9 +15,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardload.arrays.sharding import describe_sharding, devices_per_process, read_sharding
 from shardload.errors import ConfigError
-from shardload.jobs.trees import ArrayTree, in_array, is_one, is_one_spec, text_of, where_text
+from shardload.jobs.trees import (
+    ArrayTree,
+    in_array,
+    is_one,
+    is_one_spec,
+    is_tree_of_selections,
+    refuse_traced,
+    text_of,
+    where_text,
+)
 from shardload.options import OPTIONS, OWN, Options
-from shardload.planning.selection import Between, Near
 
 __all__ = ["Request", "mesh_of", "read_requests"]
 
@@ -74,7 +82,12 @@ def read_requests(tree: ArrayTree, mesh: Any, spec: Any, options: Mapping[str, A
         If an argument is wrong, or a tree of them does not match the tree of arrays.
     """
     own = [option for option in OWN if option.name in options]
-    values = {o.name: tree.spread(o.name, options[o.name], o.is_one or is_one, o.may_be_dict, o.default) for o in own}
+    values = {
+        o.name: tree.spread(
+            o.name, options[o.name], o.is_one or is_one, is_tree_of_selections if o.may_be_dict else None, o.default
+        )
+        for o in own
+    }
     values |= {"mesh": tree.spread("mesh", mesh), "spec": tree.spread("spec", spec, is_one_spec)}
     shared = {name: value for name, value in options.items() if name not in values}
     is_tree = not (is_one(mesh) and is_one_spec(spec)) or any(not (o.is_one or is_one)(options[o.name]) for o in own)
@@ -101,7 +114,8 @@ def _read(given: dict[str, Any], processes: Any) -> Request:
     mesh, spec = options.pop("mesh"), options.pop("spec")
     n = devices_per_process(mesh_of(mesh), processes)
     sharding = read_sharding(mesh, spec)
-    _refuse_traced(options)
+    for name in ("select", "pad", "edge"):
+        refuse_traced(name, options.get(name))
     checked = Options.check(**options)
     return Request(sharding, checked, {"sharding": describe_sharding(sharding), **checked.describe()}, n)
 
@@ -130,26 +144,3 @@ def _tree_text(tree: Any, text: Callable[[Any], str]) -> str:
 
 def _mesh_text(mesh: Mesh | NamedSharding) -> str:
     return describe_sharding(mesh if isinstance(mesh, NamedSharding) else NamedSharding(mesh, PartitionSpec()))
-
-
-def _refuse_traced(given: Mapping[str, Any]) -> None:
-    """ConfigError if a number in an option is traced by `jax.jit`, `jax.vmap` or `jax.grad`: it has no value yet."""
-    for name in ("select", "pad", "edge"):
-        if any(isinstance(number, jax.core.Tracer) for number in _numbers_in(given.get(name))):
-            fix = ", or load all of it and index the array" if name == "select" else ""
-            raise ConfigError(
-                f"{name} has a traced number, which has no value yet, and files are read while the function is traced. Call "
-                f"this outside of jax.jit, or pass a Python number{fix}"
-            )
-
-
-def _numbers_in(value: Any) -> Iterator[Any]:
-    if isinstance(value, slice):
-        yield from (value.start, value.stop)
-    elif isinstance(value, Near | Between):
-        yield from vars(value).values()
-    elif isinstance(value, Mapping | list | tuple):
-        for part in value.values() if isinstance(value, Mapping) else value:
-            yield from _numbers_in(part)
-    else:
-        yield value

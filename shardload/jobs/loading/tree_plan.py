@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,12 +11,12 @@ import jax
 from shardload.arrays.padding import version_of
 from shardload.errors import ConfigError, printable
 from shardload.formats.contract.array import ArrayInfo
-from shardload.jobs.loading.describe import as_html
-from shardload.jobs.loading.plan import Executor, Plan
+from shardload.jobs.loading.describe import as_html, mesh_text, shape_text, spec_text
+from shardload.jobs.loading.plan import NO_DEVICES, Executor, Plan
 from shardload.jobs.loading.report import LoadReport
 from shardload.planning.staging import Staging, plan_staging
 from shardload.system.terminal import WIDTH, Column, fit_table, width_of_prints, wrap
-from shardload.units import counted, format_nbytes, number_text
+from shardload.units import counted, format_nbytes
 
 __all__ = ["TreePlan", "staging_of"]
 
@@ -54,7 +53,7 @@ class TreePlan:
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays, with padding, each counted once."""
-        return sum(math.prod(one.shape_global) * one.dtype.itemsize for one in self.leaves)
+        return sum(plan.nbytes for plan in self.leaves)
 
     @property
     def staging_nbytes(self) -> int:
@@ -65,15 +64,10 @@ class TreePlan:
     def peak_nbytes(self) -> int:
         """Host memory of the fullest rank, at most: its pieces of all arrays, and the buffers that they share."""
         plans = self.leaves
-        pieces = sum(one.pieces_nbytes for one in plans)
+        pieces = sum(plan.pieces_nbytes for plan in plans)
         used = staging_of(plans)
         blocks = used.n_slots * used.slot_nbytes + used.n_pack * used.pack_nbytes
         return pieces + min(blocks, self.staging_nbytes)
-
-    @property
-    def seconds(self) -> float:
-        """Estimate of the model for all arrays, one after the other."""
-        return sum(one.costs[one.readers].seconds for one in self.leaves)
 
     @property
     def report(self) -> LoadReport | None:
@@ -87,9 +81,8 @@ class TreePlan:
     def describe(self, width: int) -> str:
         """The same, `width` columns wide."""
         columns, rows = self._table()
-        narrow = [["array", "name", "shape", "dtype", "readers", "size"], ["array", "shape", "dtype", "size"]]
         lines = wrap(self._title(), width, "", "  ")
-        lines += fit_table(columns, [[printable(cell) for cell in row] for row in rows], width, narrow)
+        lines += fit_table(columns, [[printable(cell) for cell in row] for row in rows], width)
         for text in self._totals():
             lines += wrap(text, width, "", "  ")
         return "\n".join(lines)
@@ -104,41 +97,37 @@ class TreePlan:
 
     def _title(self) -> str:
         first = self.leaves[0]
-        files = sorted({one.info.path for one in self.leaves})
+        files = sorted({plan.info.path for plan in self.leaves})
         more = f" and {counted(len(files) - 1, 'more file')}" if len(files) > 1 else ""
-        mesh = ", ".join(f"{name}={size}" for name, size in first.sharding.mesh.shape.items()) or "(none)"
         what, ranks = counted(len(self.where), "array"), counted(first.n_ranks, "rank")
-        return f"load {what} of {printable(files[0])}{more} on mesh {mesh}, {ranks}"
+        return f"load {what} of {printable(files[0])}{more} on mesh {mesh_text(first.sharding)}, {ranks}"
 
     def _table(self) -> tuple[list[Column], list[list[str]]]:
-        columns = [Column("array"), Column("name"), Column("shape", lead=""), Column("dtype", lead=""), Column("spec")]
-        columns += [Column("shard"), Column("readers"), Column("decoded", is_number=True), Column("size", is_number=True)]
+        columns = [Column("array"), Column("shape", lead=""), Column("dtype", lead=""), Column("size", is_number=True)]
+        columns += [Column("readers"), Column("name"), Column("spec"), Column("shard"), Column("decoded", is_number=True)]
         rows = []
-        for where, one in zip(self.where, self.leaves, strict=True):
-            cost = one.costs[one.readers]
-            spec = "P(" + ", ".join(repr(entry) for entry in one.sharding.spec) + ")"
-            padded = f" padded to {_shape(one.shape_global)}" if one.shape_global != one.shape else ""
-            decoded = (
-                counted(cost.chunks_decoded, "chunk") if one.info.chunks is not None else format_nbytes(cost.decoded_nbytes)
-            )
-            nbytes = math.prod(one.shape_global) * one.dtype.itemsize
-            row = [where, one.info.dataset, _shape(one.shape) + padded, str(one.dtype), spec, _shape(one.shard_shape)]
-            rows.append([*row, f"{one.readers}, {one.n_readers}", decoded, format_nbytes(nbytes)])
+        for where, plan in zip(self.where, self.leaves, strict=True):
+            cost = plan.costs[plan.readers]
+            padded = f" padded to {shape_text(plan.shape_global)}" if plan.shape_global != plan.shape else ""
+            is_chunked = plan.info.chunks is not None
+            decoded = counted(cost.chunks_decoded, "chunk") if is_chunked else format_nbytes(cost.decoded_nbytes)
+            readers = f"{plan.readers}, {plan.n_readers}"
+            row = [where, shape_text(plan.shape) + padded, str(plan.dtype), format_nbytes(plan.nbytes), readers]
+            rows.append([*row, plan.info.dataset, spec_text(plan.sharding), shape_text(plan.shard_shape), decoded])
         return columns, rows
 
     def _totals(self) -> list[str]:
-        chunks = sum(one.costs[one.readers].chunks_decoded for one in self.leaves)
-        told = [
-            f"total: {format_nbytes(self.nbytes)}, {counted(chunks, 'chunk')} decoded in the job, "
-            f"about {number_text(self.seconds, 2)} s",
+        n_chunks = sum(plan.costs[plan.readers].chunks_decoded for plan in self.leaves)
+        totals = [
+            f"total: {format_nbytes(self.nbytes)}, {counted(n_chunks, 'chunk')} decoded in the job",
             f"peak host memory of a rank: {format_nbytes(self.peak_nbytes)}, at most; staging cap for all arrays together "
             f"{format_nbytes(self.staging_nbytes)}",
         ]
         if self.left_out:
-            names = [f"'{printable(one.dataset)}' ({one.refused})" for one in self.left_out[:_MOST_LEFT_OUT]]
+            names = [f"'{printable(info.dataset)}' ({info.refused})" for info in self.left_out[:_MOST_LEFT_OUT]]
             more = len(self.left_out) - len(names)
-            told.append(f"left out, because they hold no numbers: {', '.join(names)}{f' and {more} more' if more else ''}")
-        return told
+            totals.append(f"left out, because they hold no numbers: {', '.join(names)}{f' and {more} more' if more else ''}")
+        return totals
 
     def execute(self) -> Any:
         """Load the arrays. Collective: yes, over the ranks that planned. May be called again.
@@ -154,9 +143,7 @@ class TreePlan:
             On every rank. Nothing is loaded then.
         """
         if self._executor is None:
-            raise ConfigError(
-                "an AbstractMesh has no devices, so there is nothing to execute this plan on: plan over a jax.sharding.Mesh"
-            )
+            raise ConfigError(NO_DEVICES)
         loaded = self._executor(self.leaves)
         self._reports[:] = [loaded.report]
         for plan, array in zip(self.leaves, loaded.arrays, strict=True):
@@ -169,7 +156,3 @@ def staging_of(plans: Sequence[Plan]) -> Staging:
     layouts = list({id(one._layout): one._layout for one in plans}.values())
     n_threads = max(layout.n_threads for layout in layouts)
     return plan_staging([(made.schedule, made.source) for made in layouts], plans[0].staging_nbytes, n_threads)
-
-
-def _shape(shape: tuple[int, ...]) -> str:
-    return "(" + ", ".join(map(str, shape)) + ")"

@@ -73,27 +73,13 @@ class AppendReport(SaveReport):
         return f"appended along {self.dim!r}, {how}: {super().__str__().replace('saved ', '', 1)}"
 
 
-@dataclass
-class _Arguments(SaveArguments):
-    """The arguments of an append."""
-
-    dim: str | int = "time"
-
-    def describe(self) -> dict[str, str]:
-        return super().describe() | {"dim": repr(self.dim)}
-
-
 class _Steps(Steps):
     """See `Steps`."""
 
     verb = "append to"
 
     def arguments(self, path: Any, tree: Any, given: Mapping[str, Any], call: str) -> SaveArguments:
-        dim = given["dim"]
-        if not isinstance(dim, (str, int, np.integer)) or isinstance(dim, bool) or dim == "":
-            raise ConfigError(f"dim is {dim!r}; expected the name of an axis in the file, such as 'time', or its number")
-        made = _Arguments.of(path, tree, _OF_SAVE | dict(given), call)
-        made.dim = dim if isinstance(dim, str) else int(dim)  # type: ignore[attr-defined]
+        made = SaveArguments.of(path, tree, dict(given) | {"mode": "w"}, call)
         made.path = made.path.rstrip("/") or "/"
         return made
 
@@ -101,8 +87,6 @@ class _Steps(Steps):
         return json.dumps(_read(asked))
 
     def plan(self, asked: SaveArguments, told: str, group: Group) -> tuple[SaveArguments, SavePlan]:
-        if not isinstance(asked, _Arguments):
-            raise TypeError("these are no arguments of an append")
         known = json.loads(told)
         asked = replace(asked, arrays=[_in_numbers(one, asked.path, known["arrays"]) for one in asked.arrays])
         axes, dimensions = _check(asked, known["arrays"])
@@ -115,7 +99,9 @@ class _Steps(Steps):
         return asked, plan_into(sink, asked, shards_of(asked, group), group, [False] * len(arrays), first)
 
 
-def _sink(asked: _Arguments, known: Any, axes: Mapping[str, int], dimensions: Mapping[str, int], group: Group) -> GrowingSink:
+def _sink(
+    asked: SaveArguments, known: Any, axes: Mapping[str, int], dimensions: Mapping[str, int], group: Group
+) -> GrowingSink:
     """What is added to the file."""
     n_new = {one.name: one.shape[axes[one.name]] for one in asked.arrays}
     # Here, because whoever loads needs neither the libraries nor their compressors.
@@ -123,24 +109,9 @@ def _sink(asked: _Arguments, known: Any, axes: Mapping[str, int], dimensions: Ma
         from shardload.formats.zarr.growth import GrowthSink as Zarr
 
         return Zarr(asked.path, known, axes, n_new)
-    from shardload.formats.hdf5.growth import GrowthSink as Hdf5
+    from shardload.formats.hdf5.growth import Hdf5Growth
 
-    return Hdf5(asked.path, known, axes, n_new, dimensions, alignment_of(group))
-
-
-# What a save may be asked for beyond: it is the file's.
-_OF_SAVE = {
-    "mode": "w",
-    "format": "zarr",
-    "chunks": None,
-    "shards": None,
-    "compression": None,
-    "dims": None,
-    "unlimited": None,
-    "attrs": None,
-    "like": None,
-    "byteorder": None,
-}
+    return Hdf5Growth(asked.path, known, axes, n_new, dimensions, alignment_of(group))
 
 
 def append(path: Any, tree: Any, given: Mapping[str, Any], comm: Any) -> AppendReport:
@@ -210,7 +181,7 @@ def _in_numbers(one: ToSave, path: str, found: Mapping[str, Any]) -> ToSave:
         ) from None
 
 
-def _check(asked: _Arguments, found: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
+def _check(asked: SaveArguments, found: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
     """The axis of each array, and the new lengths of dimensions without values. ConfigError if an array does not fit."""
     axes: dict[str, int] = {}
     for one in asked.arrays:
@@ -285,7 +256,7 @@ def _check_axes(where: str, dims: tuple[str | None, ...] | None, stored: Any) ->
     raise ConfigError(f"{where} has the axes {tuple(stored)}, what is to be appended has {dims}. {fix}")
 
 
-def _check_lengths(asked: _Arguments, found: Mapping[str, Any], axes: Mapping[str, int]) -> dict[str, int]:
+def _check_lengths(asked: SaveArguments, found: Mapping[str, Any], axes: Mapping[str, int]) -> dict[str, int]:
     """The new lengths of dimensions without values. ConfigError if arrays with the same axis would get different lengths."""
     lengths: dict[str, tuple[int, int, str]] = {}
     dimensions: dict[str, int] = {}
@@ -354,7 +325,7 @@ class _Appending(Saving):
         made = super()._report(written, counters, started)
         grown = {name: (one.old, one.new_shape[one.axis]) for name, one in self._grows.items()}
         values = {one.name: getattr(made, one.name) for one in fields(made)}
-        return AppendReport(**values, dim=self._asked.dim, grown=grown)  # type: ignore[attr-defined]
+        return AppendReport(**values, dim=self._asked.dim, grown=grown)
 
     def _run(self, session: Session, source: DeviceSource, target: FileTarget) -> None:
         """The rounds of a save, then those of what else is in their files, of which ranks have different numbers."""

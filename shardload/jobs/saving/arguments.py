@@ -1,18 +1,16 @@
-"""What shall be saved? From what a caller of `save` wrote to one `ToSave` for each array, checked.
+"""What shall be saved? From what a caller of `save` or `append` wrote to one `ToSave` for each array, checked.
 
 1. A tree of arrays becomes arrays by their names in the file: nested dicts are groups, and a bare array has one name.
-2. What belongs to single arrays (chunks, compression, names of axes, attributes, shape) is one value for all, or a dict by
-   name.
+2. What belongs to single arrays (chunks, compression, names of axes, attributes, shape) is spread over them as in a load.
 3. `describe` writes everything down as text, so that the ranks can compare it.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from hashlib import blake2b
-from numbers import Number
 from typing import Any, Self
 
 import jax
@@ -23,18 +21,19 @@ from shardload.arrays.sharding import describe_sharding
 from shardload.errors import ConfigError
 from shardload.formats.contract.array import some
 from shardload.formats.contract.dtypes import dtype_text, refusal
-from shardload.formats.saving import SUFFIXES, format_for
+from shardload.formats.saving import check_target, format_for
 from shardload.formats.sink import Compression
-from shardload.formats.target import MODES
 from shardload.jobs.loading.plan import Plan
 from shardload.jobs.loading.tree_plan import TreePlan
 from shardload.jobs.saving.labelled import is_labelled, of_xarray, refuse_halo
-from shardload.options import AUTO, OPTIONS, Options, options_of
+from shardload.jobs.trees import ArrayTree, refuse_traced
+from shardload.options import EACH_SAVED, OPTIONS, Option, Options
 from shardload.units import shown
 from shardload.values.dates import is_dates
 
 __all__ = ["SaveArguments", "ToSave"]
 
+_SHARED = ("verify", "staging", "timeout", "progress")
 _BYTE_ORDERS = {None: "=", "little": "<", "big": ">"}
 
 
@@ -58,6 +57,10 @@ class ToSave:
         As in `ArraySpec`; ``_FillValue`` is one of the attributes.
     unlimited : tuple of str or int
         Axes that can grow: names or numbers.
+    like : str or None
+        An existing array after which this one is stored.
+    is_packing_told : bool
+        Whether the caller said how it is compressed.
     is_decoded : bool or None
         Whether the load of a packed array decoded it; None if nothing says so.
     is_told : bool
@@ -75,6 +78,8 @@ class ToSave:
     attrs: Mapping[str, Any]
     checksum: bool = False
     unlimited: tuple[str | int, ...] = ()
+    like: str | None = None
+    is_packing_told: bool = False
     is_decoded: bool | None = None
     is_told: bool = True
 
@@ -85,19 +90,16 @@ class ToSave:
 
     def describe(self) -> dict[str, str]:
         """What must be the same on all ranks, as text."""
-        sharding = "on each process" if self.is_everywhere else describe_sharding(self.x.sharding)
-        return {
+        told = {name: repr(getattr(self, name)) for name in _DESCRIBED}
+        return told | {
             "shape": f"{self.x.shape} of which {self.shape}",
             "dtype": dtype_text(self.dtype),
-            "sharding": sharding,
-            "chunks": repr(self.chunks),
-            "shards": repr(self.shards),
-            "compression": repr(self.compression),
-            "dims": repr(self.dims),
-            "unlimited": repr(self.unlimited),
+            "sharding": "on each process" if self.is_everywhere else describe_sharding(self.x.sharding),
             "attrs": _text_of(self.attrs),
-            "decode": repr(self.is_decoded),
         }
+
+
+_DESCRIBED = ("chunks", "shards", "compression", "dims", "unlimited", "like", "is_packing_told", "is_decoded")
 
 
 @dataclass
@@ -110,84 +112,61 @@ class SaveArguments:
         Where to, in which format (one of `formats.saving.FORMATS`), and whether the name may exist.
     arrays : list of ToSave
         The arrays, in the order of the file.
-    attrs : mapping
-        Attributes of the file.
+    group_attrs : mapping
+        Attributes of groups, by their full names; ``"/"`` is the file.
     options : Options
         ``verify``, ``staging``, ``timeout``, ``progress``.
-    like : mapping of str to str
-        Existing arrays after which new ones are stored, by the names of these.
-    packed : frozenset of str
-        The arrays of which the caller said how they are compressed.
+    dim : str or int
+        Of an append: the axis along which the arrays grow.
     left_out : str
         What the arrays in `like` have and the new file will not have, in words for a warning.
-    group_attrs : mapping
-        Attributes of groups, by their full names.
     """
 
     path: str
     format: str
     mode: str
     arrays: list[ToSave]
-    attrs: Mapping[str, Any]
+    group_attrs: Mapping[str, Mapping[str, Any]]
     options: Options
-    like: Mapping[str, str] = field(default_factory=dict)
-    packed: frozenset[str] = frozenset()
+    dim: str | int = ""
     left_out: str = ""
-    group_attrs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, path: Any, tree: Any, given: Mapping[str, Any], call: str = "save") -> SaveArguments:
-        """The checked arguments. `given` are the keywords; ConfigError says which is wrong."""
-        kept = {name: given[name] for name in options_of(call, given) if name in _CHECKED}
-        options = Options.check(**kept)
-        if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
-            raise ConfigError(
-                f"path is {shown(path)}; expected the name of the new file, such as 'out.h5' or 'out.zarr', before the arrays"
-            )
-        name = os.path.expanduser(os.fspath(path))  # as loads do
-        if not isinstance(name, str):
-            raise ConfigError(f"path is {path!r}; expected text, such as 'out.h5'")
-        if "\0" in name:
-            raise ConfigError(f"path is {path!r}; no file can have a name with the character \\0")
-        mode = given["mode"]
-        if mode not in MODES:
-            raise ConfigError(f"mode is {mode!r}; expected 'w-' (the name must not exist) or 'w' (it is replaced)")
-        _check_path(name)
-        kind = format_for(name, given["format"])
+        """The checked arguments. `given` are the keywords of the call; ConfigError says which is wrong."""
+        given = {option.name: option.default for option in OPTIONS.values()} | dict(given)
+        options = Options.check(**{name: given[name] for name in _SHARED})
+        mode, dim = (OPTIONS[name].check(given[name]) for name in ("mode", "dim"))
+        target = _target(path)
+        is_append = call == "append"
+        kind = "zarr" if is_append else format_for(target, given["format"])
         if given["shape"] is not None and given["plan"] is not None:
             raise ConfigError("both shape and plan are given; pass one of them")
-        own = of_xarray(tree, given, kind) if is_labelled(tree) else None
-        if own is not None:
-            tree, given = own.arrays, own.given
-        leaves, is_single = _arrays_of(tree, given["dataset"])
-        leaves = {name: _unmasked(name, x) if isinstance(x, np.ndarray) else x for name, x in leaves.items()}
-        arrays, attrs, of_groups = _spread(leaves, is_single, given)
-        if own is not None:
+        labelled = of_xarray(tree, given, kind, dim if is_append else None) if is_labelled(tree) else None
+        if labelled is not None:
+            tree, given = labelled.arrays, labelled.given
+        arrays, groups = _read_arrays(tree, given, is_append)
+        if labelled is not None:
             arrays = [
                 replace(
-                    one, dims=own.dims[one.name] if one.dims is None else one.dims, attrs=own.attrs[one.name] | dict(one.attrs)
+                    array,
+                    dims=labelled.dims[array.name] if array.dims is None else array.dims,
+                    attrs=labelled.attrs[array.name] | dict(array.attrs),
                 )
-                for one in arrays
+                for array in arrays
             ]
-            attrs = dict(own.of_file) | dict(attrs)
-        packed = _by_name(list(leaves), "compression", given["compression"], None)
-        like = {key: text for key, text in _by_name(list(leaves), "like", given["like"], None).items() if text is not None}
-        for key, text in like.items():
-            if not isinstance(text, (str, os.PathLike)) or not os.fspath(text):
-                raise ConfigError(f"like of '{key}' is {text!r}; expected an array in a file, such as 'in.h5:/rho'")
-        like = {key: str(os.fspath(text)) for key, text in like.items()}
-        of_caller = frozenset(key for key, one in packed.items() if one is not None)
-        return cls(name, kind, mode, arrays, attrs, options, like, of_caller, group_attrs=of_groups)
+            groups["/"] = dict(labelled.of_file) | dict(groups.get("/", {}))
+        return cls(target, kind, mode, arrays, groups, options, dim if is_append else "")
 
     @property
     def names(self) -> list[str]:
         """The names of the arrays, in their order."""
-        return [one.name for one in self.arrays]
+        return [array.name for array in self.arrays]
 
     def in_order_of(self, names: Sequence[str]) -> Self:
         """The same arguments, with the arrays in the order of their names in a list."""
         places = {name: k for k, name in enumerate(names)}
-        return replace(self, arrays=sorted(self.arrays, key=lambda one: places.get(one.name, len(places))))
+        return replace(self, arrays=sorted(self.arrays, key=lambda array: places.get(array.name, len(places))))
 
     def describe(self) -> dict[str, str]:
         """What must be the same on all ranks, as text."""
@@ -196,9 +175,8 @@ class SaveArguments:
             "path": repr(self.path),
             "format": self.format,
             "mode": self.mode,
-            "like": _text_of(self.like),
-            **{name: told[name] for name in _CHECKED if name in told},
-            "attrs of the file": _text_of(self.attrs),
+            "dim": repr(self.dim),
+            **{name: told[name] for name in _SHARED if name in told},
             "attrs of groups": _text_of(self.group_attrs),
         }
 
@@ -207,55 +185,100 @@ class SaveArguments:
 
         It goes by all arrays that this rank has loaded so far: one rank asks, for all.
         """
-        found: dict[str, tuple[tuple[int, ...], Extent]] = {}
-        for one in self.arrays:
-            if not one.is_told and not one.is_everywhere and isinstance(one.x, jax.Array):
-                like = padded_like(one.x)
-                if like is not None:
-                    found[one.name.lstrip("/")] = one.x.shape, like
-        return _padding_warning(found) if found else ""
-
-
-def _padding_warning(found: Mapping[str, tuple[tuple[int, ...], Extent]]) -> str:
-    """What to pass for arrays of these shapes, which are as long as those with these extents."""
-    whole, own = {name: shape for name, (shape, _) in found.items()}, {}
-    for name, (shape, like) in found.items():
-        lengths = zip(shape, like.shape, like.shape_global)  # noqa: B905 (it may have other axes behind these)
-        own[name] = (*(n if n != held else here for here, n, held in lengths), *shape[len(like.shape) :])
-    likes = [like for _, like in found.values()]
-    what, fix = "padding", f"shape={_short(own)}"
-    if any(any(like.halo) for like in likes):
-        what, fix = "halos", "shardload.unpad(x, plan) in its place, with the plan that loaded that array"
-    names = [f"{name!r} {shape}" for name, shape in whole.items()]  # as text that is printed, and sent
-    return (
-        f"saved with the whole shape: {some(names)}. A loaded array was as long, but only with its {what}: without, its shape "
-        f"is {likes[0].shape}. If what is saved was computed from it, pass {fix}; if not, shape={_short(whole)}"
-    )
-
-
-def _short(shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """A dict of shapes as text, of which the first few show what is meant."""
-    told = [f"{name!r}: {shape}" for name, shape in list(shapes.items())[:_MOST_SHAPES]]
-    return f"{{{', '.join(told + ['...'] * (len(shapes) > _MOST_SHAPES))}}}"
-
-
-_MOST_SHAPES = 8
-_CHECKED = ("verify", "staging", "timeout", "progress")
-
-
-def _check_path(path: str) -> None:
-    """A load takes FILE:/NAME, and FILE:NAME; a file that is called so would be found by nobody."""
-    file, colon, name = path.rpartition(":")
-    if colon and file.lower().endswith(SUFFIXES) and not name.lower().endswith(SUFFIXES):
-        name = name.strip("/") or "rho"
-        raise ConfigError(
-            f"path is '{path}'; expected the name of a file alone. Pass '{file}', and the array's name in the file as a key: "
-            f"{{'{name}': x}}, or as dataset='{name}'"
+        likes = {
+            array.name.lstrip("/"): (array.x, like)
+            for array in self.arrays
+            if not array.is_told and not array.is_everywhere and isinstance(array.x, jax.Array)
+            if (like := padded_like(array.x)) is not None
+        }
+        if not likes:
+            return ""
+        name, (x, like) = next(iter(likes.items()))
+        lengths = zip(x.shape, like.shape, like.shape_global)  # noqa: B905 (it may have other axes behind these)
+        shape = (*(n if n != held else own for own, n, held in lengths), *x.shape[len(like.shape) :])
+        fix = f"shape={{{name!r}: {shape}}}"
+        if has_halo := any(like.halo):
+            fix = "shardload.unpad(x, plan) in its place, with the plan that loaded that array"
+        return (
+            f"saved with the whole shape: {some([f'{name!r} {x.shape}' for name, (x, _) in likes.items()])}. A loaded array "
+            f"was as long, but only with its {'halos' if has_halo else 'padding'}: without, its shape is {like.shape}. If what "
+            f"is saved was computed from it, pass {fix}; if not, shape={{{name!r}: {x.shape}}}"
         )
 
 
-def _arrays_of(tree: Any, dataset: Any) -> tuple[dict[str, Any], bool]:
-    """Arrays by their full names, and whether it is one array alone."""
+def _target(path: Any) -> str:
+    """The path of the new file, as loads read it."""
+    target = os.path.expanduser(os.fspath(path)) if isinstance(path, (str, os.PathLike)) else None
+    if not isinstance(target, str) or not target or "\0" in target:
+        raise ConfigError(
+            f"path is {shown(path)}; expected the name of the new file, such as 'out.h5' or 'out.zarr', before the arrays"
+        )
+    check_target(target)
+    return target
+
+
+def _read_arrays(tree: Any, given: Mapping[str, Any], is_append: bool) -> tuple[list[ToSave], dict[str, Mapping[str, Any]]]:
+    """Each array with what is asked of it, and the attributes of groups."""
+    leaves = _arrays_of(tree, given["dataset"])
+    for name, x in leaves.items():
+        if not (is_append and is_dates(x)):  # appended dates become numbers by the units of the file
+            leaves[name] = _checked(name, x)
+    names = ArrayTree.of_names("", leaves)
+    attrs, groups = given["attrs"], dict[str, Mapping[str, Any]]()
+    if isinstance(attrs, Mapping) and isinstance(tree, Mapping):
+        for key in [key for key in attrs if str(key).endswith("/")]:
+            group = f"/{key.strip('/')}"
+            if group in groups:
+                raise ConfigError(f"attrs names the group '{group}' twice. Give it once")
+            groups[group] = _read_option(OPTIONS["attrs"], group, attrs[key])
+        attrs = {key: value for key, value in attrs.items() if not str(key).endswith("/")}
+    plan = given["plan"].plans if isinstance(given["plan"], TreePlan) else given["plan"]
+    values = dict(given) | {"attrs": attrs, "plan": plan}
+    asked: dict[str, dict[str, Any]] = {name: {} for name in leaves}
+    for option in EACH_SAVED:
+        is_for_all = option.name == "attrs" and not isinstance(tree, Mapping)
+        is_one = _is_always if is_for_all or option.is_one is None else option.is_one
+        try:
+            each = names.spread(option.name, values[option.name], is_one, _TREES.get(option.name), option.default)
+        except ConfigError as error:
+            if option.name != "attrs":
+                raise
+            raise ConfigError(f"{error}. The name of a group has / behind it, and '/' is the file") from None
+        for place, value in zip(names.places, each, strict=True):
+            asked[place.dataset][option.name] = _read_option(option, place.dataset, value)
+            if option.name == "compression":
+                asked[place.dataset]["is_packing_told"] = value is not None
+    # If nothing says that it is decoded, an array is as it is stored: that counts where another array may be packed.
+    knows_other = given["like"] is not None or is_append
+    arrays = []
+    for name, x in leaves.items():
+        mine = asked[name]
+        dtype = np.dtype(x.dtype).newbyteorder(_BYTE_ORDERS[mine.pop("byteorder")])
+        shape, is_decoded, is_told = _extent(name, x, mine.pop("shape"), mine.pop("plan"))
+        is_decoded = is_decoded if knows_other else None
+        arrays.append(ToSave(name, x, shape, dtype, is_decoded=is_decoded, is_told=is_told, **mine))
+    return arrays, groups
+
+
+def _read_option(option: Option, name: str, value: Any) -> Any:
+    """The checked value for an array or a group."""
+    try:
+        refuse_traced(option.name, value)
+        return option.check(value)
+    except ConfigError as error:
+        raise ConfigError(f"'{name}': {error}") from None
+
+
+def _is_always(*_: Any) -> bool:
+    return True
+
+
+# Of these, one value is a dict too.
+_TREES: dict[str, Callable[..., bool]] = {"compression": lambda value, _: "name" not in value, "attrs": _is_always}
+
+
+def _arrays_of(tree: Any, dataset: Any) -> dict[str, Any]:
+    """Arrays by their full names."""
     if not isinstance(tree, Mapping):
         if isinstance(tree, (list, tuple)):
             raise ConfigError(
@@ -264,94 +287,44 @@ def _arrays_of(tree: Any, dataset: Any) -> tuple[dict[str, Any], bool]:
             )
         if not isinstance(dataset, str) or (not dataset.strip("/") and dataset != "/"):
             raise ConfigError(f"dataset is {dataset!r}; expected the array's name in the file, such as 'rho' or 'group/rho'")
-        return {"/" + dataset.strip("/"): tree}, True
+        return {"/" + dataset.strip("/"): tree}
     if dataset != OPTIONS["dataset"].default_in("save"):
         raise ConfigError(
             f"dataset is {dataset!r}, the name of an array that is passed by itself, but these have names of their own. "
             "Leave it out; a dict in the dict is a group: {'group': {'rho': rho}}"
         )
-    found: dict[str, Any] = {}
-    _walk(tree, "", found)
-    if not found:
+    arrays: dict[str, Any] = {}
+
+    def walk(group: Mapping[Any, Any], above: str) -> None:
+        for key, value in group.items():
+            if not isinstance(key, str) or not key.strip("/"):
+                raise ConfigError(f"a key is {key!r}; expected an array's name in the file, such as 'rho' or 'group/rho'")
+            name = f"{above}/{key.strip('/')}"
+            if isinstance(value, Mapping):
+                walk(value, name)
+            elif name in arrays:
+                raise ConfigError(f"two arrays are called '{name}'. Rename one of them")
+            else:
+                arrays[name] = value
+
+    walk(tree, "")
+    if not arrays:
         raise ConfigError("there are no arrays to save: the dict is empty")
-    return found, False
+    return arrays
 
 
-def _walk(tree: Mapping[Any, Any], above: str, found: dict[str, Any]) -> None:
-    for key, value in tree.items():
-        if not isinstance(key, str) or not key.strip("/"):
-            raise ConfigError(f"a key is {key!r}; expected an array's name in the file, such as 'rho' or 'group/rho'")
-        name = f"{above}/{key.strip('/')}"
-        if isinstance(value, Mapping):
-            _walk(value, name, found)
-        elif name in found:
-            raise ConfigError(f"two arrays are called '{name}'. Rename one of them")
-        else:
-            found[name] = value
-
-
-def _spread(
-    leaves: dict[str, Any], is_single: bool, given: Mapping[str, Any]
-) -> tuple[list[ToSave], Mapping[str, Any], dict[str, Mapping[str, Any]]]:
-    """Each array with what is its own, the attributes of the file, and those of its groups."""
-    names = list(leaves)
-    for name, x in leaves.items():
-        if not ("dim" in given and is_dates(x)):  # appended dates become numbers by the units of the file
-            _check_array(name, x)
-    chunks = _by_name(names, "chunks", given["chunks"], AUTO)
-    shards = _by_name(names, "shards", given["shards"], None)
-    compression = _by_name(names, "compression", given["compression"], None)
-    dims = _by_name(names, "dims", given["dims"], None)
-    unlimited = _by_name(names, "unlimited", given["unlimited"], None)
-    order = _by_name(names, "byteorder", given["byteorder"], None)
-    attrs, of_file, of_groups = _attrs(names, is_single, given["attrs"])
-    loaded = _loaded(leaves, is_single, given["shape"], given["plan"])
-    asks_if_decoded = given["like"] is not None or "dim" in given  # the other array, or what is appended to, may be packed
-    made = []
-    for name, x in leaves.items():
-        if order[name] not in _BYTE_ORDERS:
-            raise ConfigError(f"byteorder of '{name}' is {order[name]!r}; expected 'little', 'big' or None (the machine's)")
-        made.append(
-            ToSave(
-                name=name,
-                x=x,
-                shape=loaded[name][0],
-                dtype=np.dtype(x.dtype).newbyteorder(_BYTE_ORDERS[order[name]]),
-                chunks=_sizes("chunks", name, chunks[name], (AUTO, None)),
-                shards=_sizes("shards", name, shards[name], (None,)),
-                compression=_compression(name, compression[name]),
-                dims=_names("dims", name, dims[name]),
-                attrs=attrs[name],
-                unlimited=_axes(name, unlimited[name]),
-                is_decoded=loaded[name][1] if asks_if_decoded else None,
-                is_told=loaded[name][2],
-            )
-        )
-    return made, of_file, of_groups
-
-
-def _unmasked(name: str, x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """A NumPy array without what a subclass adds. netCDF4-python gives masked arrays, mostly with nothing masked."""
-    if isinstance(x, np.ma.MaskedArray) and np.ma.is_masked(x):
-        raise ConfigError(
-            f"'{name}' has masked elements, and files have none. Save x.filled(VALUE), with attrs={{'_FillValue': VALUE}}"
-        )
-    return np.asarray(x)
-
-
-def _check_array(name: str, x: Any) -> None:
+def _checked(name: str, x: Any) -> Any:
+    """An array that can be saved: of NumPy, without what a subclass adds."""
     if isinstance(x, jax.core.Tracer):
         raise ConfigError(f"'{name}' is traced: it has no values yet. Call save outside of jax.jit")
     if not isinstance(x, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
-        fix = ""
-        if isinstance(x, (list, tuple)) and any(isinstance(one, (jax.Array, np.ndarray)) for one in x):
-            fix = f". Its arrays need names: {{'{name.strip('/')}/0': ..., '{name.strip('/')}/1': ...}}"
-        elif isinstance(x, (Number, np.generic, list, tuple, range)):
-            fix = ". Pass numpy.asarray of it"
-        elif hasattr(x, "dims") and hasattr(x, "attrs"):  # of xarray
-            fix = ". Pass its values, x.data, with dims= and attrs=; or one xarray.Dataset in place of the dict"
         raise ConfigError(
-            f"'{name}' is a {type(x).__name__}; expected a jax.Array (or a NumPy array that is the same on every rank){fix}"
+            f"'{name}' is a {type(x).__name__}; expected a jax.Array (or a NumPy array that is the same on every rank). Pass "
+            "numpy.asarray of numbers, x.data of an object of xarray (or a Dataset in place of the dict), a dict of arrays"
+        )
+    if isinstance(x, np.ma.MaskedArray) and np.ma.is_masked(x):
+        raise ConfigError(
+            f"'{name}' has masked elements, and files have none. Save x.filled(VALUE), with attrs={{'_FillValue': VALUE}}"
         )
     if isinstance(x, jax.Array) and x.is_deleted():
         raise ConfigError(f"'{name}' was deleted (donated to a jitted function?), so it has no values. Save it before that")
@@ -359,14 +332,9 @@ def _check_array(name: str, x: Any) -> None:
         kind = np.dtype(x.dtype)
     except TypeError:
         raise ConfigError(f"'{name}' is {x.dtype}, which no file holds. Save its numbers: jax.random.key_data(x)") from None
-    if kind.kind in "mM":
-        raise ConfigError(
-            f"'{name}' holds {'dates' if kind.kind == 'M' else 'time spans'} ({kind}), which cannot be saved. Save numbers, "
-            "such as (x - np.datetime64('2000-01-01')) / np.timedelta64(1, 'h'), with attrs={'units': 'hours since 2000-01-01'}"
-        )
-    why = refusal(kind)
-    if why is not None:
-        raise ConfigError(f"'{name}' holds {why}, which cannot be saved")
+    if why := refusal(kind):
+        fix = ". Save numbers, such as hours since a day, and say so in attrs=" if kind.kind in "mM" else ""
+        raise ConfigError(f"'{name}' holds {why}, which cannot be saved{fix}")
     sharding = getattr(x, "sharding", None)
     if isinstance(x, jax.ShapeDtypeStruct) and sharding is not None:
         try:
@@ -378,208 +346,37 @@ def _check_array(name: str, x: Any) -> None:
             f"'{name}' has a {type(sharding).__name__} over several processes; expected a NamedSharding. Pass "
             "jax.device_put(x, NamedSharding(mesh, P(...)))"
         )
+    return np.asarray(x) if isinstance(x, np.ndarray) else x
 
 
-def _by_name(names: list[str], option: str, given: Any, default: Any) -> dict[str, Any]:
-    """A value for each array: one for all, or a dict by name."""
-    if isinstance(given, Mapping):
-        known = _flat(names, option, given)
-        if option != "compression" or set(known) <= set(names):
-            _check_names(names, option, known)
-            return {name: known.get(name, default) for name in names}
-    return dict.fromkeys(names, given)
-
-
-def _flat(names: list[str], option: str, given: Mapping[Any, Any]) -> dict[str, Any]:
-    """A dict by name without its levels: dicts may be nested as the arrays are."""
-    found: dict[str, Any] = {}
-
-    def walk(part: Mapping[Any, Any], above: str) -> None:
-        for key, value in part.items():
-            name = f"{above}/{str(key).strip('/')}"
-            if isinstance(value, Mapping) and _is_above(names, name):
-                walk(value, name)
-            else:
-                _put(found, option, name, value)
-
-    walk(given, "")
-    return found
-
-
-def _put(found: dict[str, Any], option: str, name: str, value: Any) -> None:
-    """Note what is given for a name. ConfigError if something else was: it would be lost."""
-    if name in found:
-        raise ConfigError(f"{option} names '{name}' twice: a name may have slashes at its ends, or be nested. Give it once")
-    found[name] = value
-
-
-def _is_above(names: list[str], name: str) -> bool:
-    """True if this is a group that has arrays."""
-    return name not in names and any(other.startswith(f"{name}/") for other in names)
-
-
-def _check_names(names: list[str], option: str, known: Mapping[str, Any]) -> None:
-    unknown = [key for key in known if key not in names]
-    if unknown:
-        some = ", ".join(f"'{name.lstrip('/')}'" for name in names[:8])
-        raise ConfigError(f"{option} names '{unknown[0].lstrip('/')}', which is not saved; expected some of {some}")
-
-
-def _attrs(
-    names: list[str], is_single: bool, given: Any
-) -> tuple[dict[str, Mapping[str, Any]], Mapping[str, Any], dict[str, Mapping[str, Any]]]:
-    """Attributes of each array, those of the file, and those of groups."""
-    if given is None:
-        return {name: {} for name in names}, {}, {}
-    if not isinstance(given, Mapping):
-        raise ConfigError(f"attrs is {given!r}; expected a dict, such as {{'units': 'kg/m3'}}")
-    if is_single:
-        _check_each(names[0], given)
-        return {names[0]: dict(given)}, {}, {}
-    known: dict[str, Any] = {}
-    groups: dict[str, Any] = {}
-    _part(names, given, "", known, groups)
-    of_file = groups.pop("/", {})
-    try:
-        _check_names(names, "attrs", known)
-    except ConfigError as error:
-        unknown = next(name for name in known if name not in names).lstrip("/")
-        raise ConfigError(
-            f"{error}, '/' for the attributes of the file, or a group with / behind its name: "
-            f"attrs={{'{names[0].lstrip('/')}': {{'units': 'kg'}}, '{unknown}/': {{'step': 3}}}}"
-        ) from None
-    for name, one in {**known, **groups, "/": of_file}.items():
-        if not isinstance(one, Mapping):
-            raise ConfigError(f"attrs of '{name}' are {one!r}; expected a dict, such as {{'units': 'kg/m3'}}")
-        _check_each(name, one)
-    return {name: dict(known.get(name, {})) for name in names}, dict(of_file), {name: dict(one) for name, one in groups.items()}
-
-
-def _part(names: list[str], given: Mapping[Any, Any], above: str, known: dict[str, Any], groups: dict[str, Any]) -> None:
-    """Attributes of arrays, and those of groups, by full names: dicts may be nested as the arrays are."""
-    for key, one in given.items():
-        name = f"{above}/{str(key).strip('/')}".rstrip("/") or "/"
-        if name in names or not (str(key).endswith("/") or _is_above(names, name)):
-            _put(known, "attrs", name, one)
-        elif name == "/" or not isinstance(one, Mapping):
-            _put(groups, "attrs", name, one)
-        else:  # no attribute is a dict
-            own = {sub: value for sub, value in one.items() if not isinstance(value, Mapping)}
-            if own or str(key).endswith("/"):  # "g/" may have the attributes, and "g" those of the arrays in it
-                _put(groups, "attrs", name, own)
-            _part(names, {sub: value for sub, value in one.items() if isinstance(value, Mapping)}, name, known, groups)
-
-
-def _check_each(name: str, attrs: Mapping[Any, Any]) -> None:
-    """ConfigError for an attribute without a name (JSON would make one text of 3 and "3", and of a tuple none) or a value."""
-    for key, value in attrs.items():
-        if not isinstance(key, str) or not key:
-            raise ConfigError(f"an attribute of '{name}' is called {key!r}; expected text, such as 'units'")
-        if any(isinstance(one, jax.core.Tracer) for one in (value if isinstance(value, list | tuple) else [value])):
-            raise ConfigError(f"the attribute {key!r} of '{name}' is traced: it has no value yet. Call save outside of jax.jit")
-
-
-def _sizes(option: str, name: str, given: Any, words: tuple[Any, ...]) -> Any:
-    if given is None or isinstance(given, str):
-        if given not in words:
-            expected = " or ".join(map(repr, words))
-            raise ConfigError(
-                f"{option} of '{name}' is {given!r}; expected a size for each axis, such as (64, 64, 64), or {expected}"
-            )
-        return given
-    if isinstance(given, (int, np.integer)) and not isinstance(given, bool):
-        given = (given,)
-    is_sizes = isinstance(given, (tuple, list)) and all(
-        isinstance(n, (int, np.integer)) and not isinstance(n, bool) for n in given
-    )
-    if not is_sizes:
-        raise ConfigError(f"{option} of '{name}' is {given!r}; expected a size for each axis, such as (64, 64, 64)")
-    return tuple(int(n) for n in given)
-
-
-def _compression(name: str, given: Any) -> Compression | None:
-    try:
-        return Compression.of(given)
-    except ConfigError as error:
-        if isinstance(given, Mapping) and "name" not in given:  # perhaps a dict by name, with a name that is not saved
-            raise ConfigError(f"{error}; or a dict by the names of arrays: {{'{name.lstrip('/')}': 'gzip'}}") from None
-        raise
-
-
-def _names(option: str, name: str, given: Any) -> tuple[str | None, ...] | None:
-    if given is None:
-        return None
-    given = (given,) if isinstance(given, str) else given
-    if not isinstance(given, (tuple, list)) or not all(one is None or isinstance(one, str) for one in given):
-        raise ConfigError(f"{option} of '{name}' is {given!r}; expected a name for each axis, such as ('z', 'y', 'x')")
-    return tuple(given)
-
-
-def _axes(name: str, given: Any) -> tuple[str | int, ...]:
-    """Names and numbers of axes; those of arrays that have no such axis are looked for later (`plan`)."""
-    if given is None:
-        return ()
-    given = given if isinstance(given, (tuple, list)) else (given,)
-    if not all(isinstance(one, (str, int, np.integer)) and not isinstance(one, bool) for one in given):
-        raise ConfigError(
-            f"unlimited of '{name}' is {given!r}; expected an axis that can grow, by its name or number: 'time' or 0"
-        )
-    return tuple(one if isinstance(one, str) else int(one) for one in given)
-
-
-def _loaded(
-    leaves: dict[str, Any], is_single: bool, shape: Any, plan: Any
-) -> dict[str, tuple[tuple[int, ...], bool | None, bool]]:
-    """What is known of each array: the shape without padding, whether its load decoded it, and whether anything says that."""
-    given: dict[str, Any] = {}
-    if shape is not None:
-        given = _by_name(list(leaves), "shape", shape, None)
-    elif isinstance(plan, (Plan, Extent)):
-        given = dict.fromkeys(leaves, plan)
-    elif plan is not None:
-        plans = plan.plans if isinstance(plan, TreePlan) else plan
-        if not isinstance(plans, Mapping):
+def _extent(name: str, x: Any, shape: Any, plan: Any) -> tuple[tuple[int, ...], bool | None, bool]:
+    """The shape without padding, whether a load decoded the array, and whether anything says what of it is padding."""
+    is_decoded, given = was_decoded(x), shape
+    if plan is not None:
+        if not isinstance(plan, (Plan, Extent)):
             raise ConfigError(
                 f"plan is a {type(plan).__name__}; expected the Plan that loaded the array, or a dict of them by name"
             )
-        found: dict[str, Any] = {}
-        _walk(plans, "", found)
-        try:
-            _check_names(list(leaves), "plan", found)
-        except ConfigError as error:
-            name, loaded = next((one for one in leaves if one not in found), next(iter(leaves))), next(iter(found))
-            raise ConfigError(
-                f"{error}. Pass the Plan of what each array was loaded or computed from, by its name in the new file: "
-                f"plan={{{name.lstrip('/')!r}: plan.plans[{loaded.lstrip('/')!r}]}}"
-            ) from None
-        given = found
-    known = {}
-    for name, x in leaves.items():
-        one, is_decoded = given.get(name), was_decoded(x)
-        if isinstance(one, Plan):
-            # An array that was computed from stored numbers may have any values: only decoding tells.
-            if is_decoded is None and one.is_decoded:
-                is_decoded = True
-            one = one.extent
-        if one is None and not is_known(x):
-            known[name] = tuple(x.shape), is_decoded, False
-            continue
-        extent = extent_of(x, one, f"'{name}'")
-        refuse_halo(name, extent)
-        known[name] = extent.shape, is_decoded, True
-    return known
+        # An array that was computed from stored numbers may have any values: only decoding tells.
+        is_decoded = True if is_decoded is None and isinstance(plan, Plan) and plan.is_decoded else is_decoded
+        given = plan.extent if isinstance(plan, Plan) else plan
+    if given is None and not is_known(x):
+        return tuple(x.shape), is_decoded, False
+    extent = extent_of(x, given, f"'{name}'")
+    refuse_halo(name, extent)
+    return extent.shape, is_decoded, True
 
 
 def _text_of(value: Any) -> str:
     """Attributes as text: equal for equal ones, whatever the order of their names."""
     if isinstance(value, Mapping):
-        return "{" + ", ".join(sorted(f"{key!r}: {_text_of(one)}" for key, one in value.items())) + "}"
+        return "{" + ", ".join(sorted(f"{key!r}: {_text_of(part)}" for key, part in value.items())) + "}"
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(_text_of, value)) + "]"
     if isinstance(value, (np.ndarray, np.generic)):
-        one = np.asarray(value)
-        data = one.tobytes() if one.dtype.kind != "O" else repr(one.tolist()).encode()
-        return f"{one.dtype} {one.shape} {blake2b(data, digest_size=8).hexdigest()}"
+        array = np.asarray(value)
+        data = array.tobytes() if array.dtype.kind != "O" else repr(array.tolist()).encode()
+        return f"{array.dtype} {array.shape} {blake2b(data, digest_size=8).hexdigest()}"
     if value is None or isinstance(value, (str, bytes, bool, int, float, complex)):
         return repr(value)
     return f"a {type(value).__name__}"  # its text may have an address, which differs from rank to rank

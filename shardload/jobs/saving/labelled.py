@@ -65,7 +65,7 @@ def is_labelled(tree: Any) -> bool:
     return any(kind is not None and isinstance(tree, kind) for kind in kinds)
 
 
-def of_xarray(tree: Any, given: Mapping[str, Any], kind: str) -> Labelled:
+def of_xarray(tree: Any, given: Mapping[str, Any], kind: str, dim: str | int | None = None) -> Labelled:
     """The arrays of an object of xarray, and the keywords for them. Not collective.
 
     Parameters
@@ -73,9 +73,11 @@ def of_xarray(tree: Any, given: Mapping[str, Any], kind: str) -> Labelled:
     tree : Dataset or DataArray
         The object.
     given : mapping
-        The keywords of the caller; with ``dim`` they are those of an append.
+        The keywords of the caller.
     kind : str
         The format of the file.
+    dim : str or int, optional
+        Of an append: the axis that grows.
 
     Raises
     ------
@@ -85,13 +87,13 @@ def of_xarray(tree: Any, given: Mapping[str, Any], kind: str) -> Labelled:
     found = _parts(tree, given)
     plans = _plans(given["plan"])
     lengths = _lengths(found, given["shape"], plans)
-    if "dim" in given:
-        _keep_growing(found, given["dim"], lengths, plans)
+    if dim is not None:
+        _keep_growing(found, dim, lengths, plans)
     else:
         _add_left_out(found, plans)
     shapes = {name: _shape(name, one, lengths) for name, one in found.variables.items()}
     values = {name: _cut(name, one, shapes[name], found) for name, one in found.variables.items()}
-    if "dim" in given:  # rows are values as they are stored, and attributes are the file's: those that count are compared
+    if dim is not None:  # rows are values as they are stored, and attributes are the file's: those that count are compared
         encoded = {name: (one, units_of(found.variables[name].attrs)) for name, one in values.items()}
         of_file: Mapping[str, Any] = {}
     else:

@@ -20,7 +20,7 @@ from shardload.formats.access import STRICT
 from shardload.formats.contract.array import ArrayInfo, some
 from shardload.formats.contract.dtypes import dtype_text, native_dtype
 from shardload.formats.contract.format import OpenFile, Source
-from shardload.formats.diagnosis import as_source_error, in_path
+from shardload.formats.diagnosis import as_source_error
 from shardload.formats.growing import units_of
 from shardload.formats.labelling import SMALL_NBYTES
 from shardload.formats.likeness import NAMING, attrs_for, is_empty_text, named_beside, named_by
@@ -56,7 +56,7 @@ def read_like(like: Mapping[str, str]) -> str:
             try:
                 info = find_array(path)
             except ConfigError as error:
-                raise ConfigError(f"like of '{name}': {in_path(str(error))}") from None
+                raise ConfigError(f"like of '{name}': {error}") from None
             with as_source_error(info.path, info.dataset), format_of(info.path).open_file(info.path, STRICT) as file:
                 known[path] = _array(file, info)
         found[name] = known[path]
@@ -219,7 +219,7 @@ def _like(one: ToSave, known: Mapping[str, Any], asked: SaveArguments) -> ToSave
             )
         if known["shards"] is not None and shards is None and asked.format == "zarr":
             shards = tuple(known["shards"])
-        if one.name not in asked.packed:
+        if not one.is_packing_told:
             compression, checksum = _packing(one.name, known["codec"])
     dims = one.dims
     if dims is None and len(known["dims"]) == len(one.shape) and any(known["dims"]):

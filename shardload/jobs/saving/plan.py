@@ -132,7 +132,7 @@ class SavePlan:
         """What all ranks must have planned alike, as text."""
         rounds = [[(item.array, item.units) for item in one] for one in self._rounds[:4]]
         owners = [
-            (repr(one.schedule.strategy), one.schedule.blocks.cell) if isinstance(one, OwnerLayout) else one.units.cell
+            (repr(one.schedule.owners), one.schedule.blocks.cell) if isinstance(one, OwnerLayout) else one.units.cell
             for one in self._layouts
         ]
         return f"{self!r}; {owners}; {self._memory}; {rounds}"
@@ -164,7 +164,7 @@ def plan_file(asked: SaveArguments, group: Group) -> SavePlan:
     _check_axes(asked.format, specs)
     alignment = alignment_of(group)
     how: dict[str, Any] = {"format": asked.format, "mode": asked.mode, "alignment": alignment}
-    sink = make_sink(asked.path, specs, attrs=asked.attrs, group_attrs=asked.group_attrs, **how)
+    sink = make_sink(asked.path, specs, attrs=asked.group_attrs.get("/", {}), group_attrs=asked.group_attrs, **how)
     return plan_into(sink, asked, of_array, group, chosen)
 
 

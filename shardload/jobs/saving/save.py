@@ -23,7 +23,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardload.arrays.disassemble import DeviceSource, HostShards, check_replicas
+from shardload.arrays.disassemble import DeviceSource
+from shardload.arrays.local_shards import LocalShards, check_replicas
 from shardload.comm.group import Group, Invocation
 from shardload.engine.call import begin_call, unforeseen
 from shardload.engine.file_target import Chunk, FileTarget, Written
@@ -56,6 +57,11 @@ __all__ = ["SaveReport", "Saving", "Steps", "plan_save", "planned", "save"]
 _log = logging.getLogger("shardload")
 
 Array = np.ndarray[Any, Any]
+
+_NOTHING_SAVED = (
+    "Nothing was saved, because nobody knows which of them are right. Was the array made from data that differed from process "
+    "to process?"
+)
 
 
 @dataclass(frozen=True)
@@ -119,7 +125,8 @@ class Steps:
 
     def read(self, asked: SaveArguments) -> str:
         """What must be read from existing files: on rank 0, for all."""
-        return read_like(asked.like) if asked.like else ""
+        like = {array.name: array.like for array in asked.arrays if array.like is not None}
+        return read_like(like) if like else ""
 
     def plan(self, asked: SaveArguments, told: str, group: Group) -> tuple[SaveArguments, SavePlan]:
         """The plan, when all ranks know what was read; and the arguments with what comes from there."""
@@ -210,7 +217,7 @@ class Saving:
     def __init__(self, group: Group, asked: SaveArguments, plan: SavePlan, digest: str) -> None:
         self._group, self._asked, self._plan, self._digest = group, asked, plan, digest
         self._layouts, self._options = plan._layouts, asked.options
-        self._shards: list[HostShards] = []
+        self._shards: list[LocalShards] = []
         self._flows = {k: PiecesToBlocks(one.schedule) for k, one in enumerate(self._layouts) if isinstance(one, OwnerLayout)}
         self._units = {k: one.units_of(group.rank) for k, one in enumerate(self._layouts) if isinstance(one, HolderLayout)}
         part = part_nbytes(self._layouts)
@@ -228,7 +235,7 @@ class Saving:
             advance: Any = None
             with session.errors:
                 self._shards = [
-                    HostShards(one.x, layout.shards, group.rank)
+                    LocalShards(one.x, layout.shards, group.rank)
                     for one, layout in zip(self._asked.arrays, self._layouts, strict=True)
                 ]
                 nbytes = sum(layout.size_of(group.rank) * layout.itemsize for layout in self._layouts)
@@ -279,9 +286,9 @@ class Saving:
         if compared:
             with session.errors:
                 for k, one, shards in compared:
-                    replicas.append((one.name, shards, list(self._shards[k].checksums(Region.whole(one.shape)))))
+                    replicas.append((f"'{one.name}'", shards, self._shards[k].checksums(Region.whole(one.shape))))
             session.begin()
-            check_replicas(self._group, replicas)
+            check_replicas(self._group, replicas, _NOTHING_SAVED)
 
     def _nbytes_received(self, items: Sequence[Item]) -> int:
         """Bytes of memory for the blocks that this rank gets in a round."""

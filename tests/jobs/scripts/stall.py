@@ -62,11 +62,11 @@ class Chunks:
     """The chunks of a source, with something to wait for before each."""
 
     def __init__(self, chunks: Any, wait: Callable[..., None]) -> None:
-        self.fetches, self.decode, self.wait = chunks.fetch, chunks.decode, wait
+        self.fetches, self.decode, self.read_plain, self.wait = chunks.fetch, chunks.decode, lambda *_: False, wait
 
-    def fetch(self, index: tuple[int, ...], *room: Any) -> Any:
-        self.wait(index)
-        return self.fetches(index, *room)
+    def fetch(self, box: Any, *room: Any) -> Any:
+        self.wait(tuple(axis.start for axis in box))
+        return self.fetches(box, *room)
 
 
 class Source:

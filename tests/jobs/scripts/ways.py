@@ -23,7 +23,6 @@ from shardload.comm.mpi import world
 from shardload.comm.shared_memory import Segment
 from shardload.planning.tuning import default_tuning
 from shardload.transfer import channels
-from shardload.transfer.chunk_batches import ChunkBatches
 from shardload.transfer.chunk_tasks import ChunkTasks
 from tests.tuning import as_large, as_usual
 
@@ -34,9 +33,9 @@ counts: Counter[str] = Counter()
 # What there must be many of on every rank, and none of on any.
 MUST: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "": ((), ()),
-    "notes": (("notes sent", "tiles taken", "chunks decoded", "batches decoded"), ("messages sent",)),
-    "messages": (("messages sent", "chunks decoded", "batches decoded"), ("notes sent", "tiles taken")),
-    "both": (("notes sent", "tiles taken", "chunks decoded", "batches decoded", "messages sent"), ()),
+    "notes": (("notes sent", "tiles taken", "boxes decoded"), ("messages sent",)),
+    "messages": (("messages sent", "boxes decoded"), ("notes sent", "tiles taken")),
+    "both": (("notes sent", "tiles taken", "boxes decoded", "messages sent"), ()),
 }
 
 as_large(small_nbytes=0)  # also for scripts that import this, without pytest
@@ -57,8 +56,7 @@ counted(channels.Channel, "expect", "senders")
 counted(channels.SharedMemoryChannel, "_offer", "notes sent")
 counted(channels.MessageChannel, "send", "messages sent")
 counted(channels.SharedMemoryChannel, "_take", "tiles taken")
-counted(ChunkTasks, "_read_chunk", "chunks decoded")
-counted(ChunkBatches, "read", "batches decoded")
+counted(ChunkTasks, "_read", "boxes decoded")
 
 machine_of = group.Group.machine.fget
 create = Segment.create

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +16,9 @@ import pytest
 import zarr
 
 from tests.unit.blocked import run_without
-from tests.unit.cli import test_main
-from tests.unit.cli.test_main import unwrapped
+from tests.unit.cli.test_main import run, unwrapped
 
 VALUES = np.arange(12 * 8 * 20, dtype="f4").reshape(12, 8, 20)
-
-
-Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(capfd: pytest.CaptureFixture[str]) -> Run:
-    """Runs a command in this process. A copy prints past Python's stdout, which MPI and others may write to."""
-
-    def call(*args: str, columns: int = 80) -> tuple[int, str, str]:
-        capfd.readouterr()
-        code, _, said = test_main.run(*args, columns=columns)
-        return code, capfd.readouterr().out, said
-
-    return call
 
 
 @pytest.fixture
@@ -48,7 +31,7 @@ def file(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_it_prints_what_it_did(run: Run, file: str, tmp_path: Path) -> None:
+def test_it_prints_what_it_did(file: str, tmp_path: Path) -> None:
     out = str(tmp_path / "out.zarr")
     code, printed, said = run("copy", file, out, "--chunks", "5,3,7", "--compression", "zstd:9", "--verify", "full")
     assert code == 0, said
@@ -61,7 +44,7 @@ def test_it_prints_what_it_did(run: Run, file: str, tmp_path: Path) -> None:
     np.testing.assert_array_equal(found["rho"][...], VALUES)
 
 
-def test_bounds_stay_as_their_coordinate_does(run: Run, tmp_path: Path) -> None:
+def test_bounds_stay_as_their_coordinate_does(tmp_path: Path) -> None:
     """Wrong if `--dtype` rounded the ends of the intervals of a time that it leaves alone."""
     seconds, before, out = np.arange(4) * 86_401 + 978_393_601, tmp_path / "in.nc", tmp_path / "out.nc"
     with netCDF4.Dataset(before, "w") as opened:
@@ -78,7 +61,7 @@ def test_bounds_stay_as_their_coordinate_does(run: Run, tmp_path: Path) -> None:
         assert opened["time_bnds"].chunks == (4, 2) and (opened["t"].dtype, opened["t"].chunks) == ("f4", (2, 1))
 
 
-def test_links_into_other_files_are_named(run: Run, file: str, tmp_path: Path) -> None:
+def test_links_into_other_files_are_named(file: str, tmp_path: Path) -> None:
     """Wrong if a copy, or the list of arrays, were silent about what is behind them."""
     master, out = str(tmp_path / "master.h5"), str(tmp_path / "out.h5")
     with h5py.File(master, "w") as opened:
@@ -94,11 +77,11 @@ def test_links_into_other_files_are_named(run: Run, file: str, tmp_path: Path) -
     assert code == 0 and "were left out: '/same' (to" in said and "out: '/g/det'" not in said
     with h5py.File(out) as opened:
         np.testing.assert_array_equal(opened["g/det"][...], VALUES)
-    code, printed, _ = test_main.run("info", master)
+    code, printed, _ = run("info", master)
     assert code == 0 and "not listed: /g/det (to '/rho' in 'in.h5'), /same (to '/own');" in " ".join(printed.split())
 
 
-def test_a_dry_run_writes_nothing(run: Run, file: str, tmp_path: Path) -> None:
+def test_a_dry_run_writes_nothing(file: str, tmp_path: Path) -> None:
     out = str(tmp_path / "out.h5")
     code, printed, _ = run("copy", file, out, "--dry-run", "--chunks", "6,8,2", "--staging", "8MiB")
     assert code == 0
@@ -114,7 +97,7 @@ def test_a_dry_run_writes_nothing(run: Run, file: str, tmp_path: Path) -> None:
     assert not Path(out).exists()
 
 
-def test_json_says_what_was_written(run: Run, file: str, tmp_path: Path) -> None:
+def test_json_says_what_was_written(file: str, tmp_path: Path) -> None:
     code, printed, _ = run("copy", f"{file}:/rho", str(tmp_path / "out.h5"), "--json")
     told = json.loads(printed)
     assert (code, told["ok"], told["written"]["n_chunks"], told["chunks_decoded"]) == (0, True, 12, 12)
@@ -130,39 +113,37 @@ def test_json_says_what_was_written(run: Run, file: str, tmp_path: Path) -> None
         (["--compression", "gzip:77", "--chunks", "2,2,2"], 1, "the level of gzip is 77"),
         (["--compression", "gzip(4)"], 2, "cannot read 'gzip(4)'. Type for example --compression zstd, gzip:6+shuffle"),
         (["--compression", "99999", "--dataset", "rho"], 1, "compression of '/rho' is '99999'; expected one of"),
-        (["--dtype", "int8", "--dataset", "rho"], 1, "Leave --dtype out to keep float32, or type one that holds all values"),
-        (["--verify", "none"], 1, "--verify is 'none'; expected one of 'index', 'checksum', 'full'"),
-        (["--dataset", "rho,whole"], 1, "(For several arrays, type the option once for each.)"),
-        (["--select", "0"], 1, "--select has positions, and there are 2 arrays"),
-        (["--select", "99", "--dataset", "rho"], 1, "--select has 99 on axis 0, which has 12 elements"),
+        (["--dtype", "int8", "--dataset", "rho"], 1, "Pass no dtype, to keep float32"),
+        (["--verify", "none"], 1, "verify is 'none'; expected one of 'index', 'checksum', 'full'"),
+        (["--dataset", "rho,whole"], 1, "holds no array '/rho,whole'"),
+        (["--select", "0"], 1, "select has positions, and there are 2 arrays"),
+        (["--select", "99", "--dataset", "rho"], 1, "select has 99 on axis 0, which has 12 elements"),
         (["--select", "time=0"], 1, "no axis has a name. Select by positions, such as --select 0,:"),
         (
             ["--select", "lat=35.5"],
             2,
-            "cannot read 'lat=35.5' in 'lat=35.5'. Each is NAME=POSITION or NAME=START:STOP, with positions",
+            "cannot read 'lat=35.5' in 'lat=35.5'. Each axis takes an integer, a slice or '...': positions",
         ),
         (["--compression", "what", "--chunks", "2,2,2"], 1, "is 'what'"),
-        (["--mode", "a"], 1, "--mode is 'a'"),
-        (["--verify", "file"], 1, "--verify is 'file'"),
-        (["--dtype", "float33"], 1, "--dtype is 'float33'"),
+        (["--mode", "a"], 1, "mode is 'a'"),
+        (["--verify", "file"], 1, "verify is 'file'"),
+        (["--dtype", "float33"], 1, "dtype is 'float33'"),
         (["--staging", "1KiB"], 1, "Pass --staging"),
-        (["--dataset", "whole", "--compression", "zstd"], 1, "Type --chunks 12,8,20"),
-        (["--format", "tiff"], 1, "--format is 'tiff'"),
+        (["--dataset", "whole", "--compression", "zstd"], 1, "such as --chunks 12,8,20"),
+        (["--format", "tiff"], 1, "format is 'tiff'"),
         (["--select", "time=1"], 1, "no array has"),
         (["--shards", "4,8,20"], 1, "Leave --shards out"),
         (["--unlimited", "time,"], 2, "Type for example --unlimited time, or --unlimited 0"),
         (
             ["--unlimited", "time"],
             1,
-            "--unlimited is 'time', an axis that no array of the new file has; there are: none with a name. Type its number",
+            "unlimited is 'time', an axis that no array of the new file has; there are: none with a name. Type its number",
         ),
-        (["--unlimited", "3"], 1, "--unlimited is axis 3, which no array of the new file has: /rho (12, 8, 20)"),
-        (["--unlimited", "0", "--chunks", "none"], 1, "an axis that may grow, but no chunks. Type --chunks 12,8,20"),
+        (["--unlimited", "3"], 1, "unlimited is axis 3, which no array of the new file has: /rho (12, 8, 20)"),
+        (["--unlimited", "0", "--chunks", "none"], 1, "an axis that may grow, but no chunks. Pass --chunks 12,8,20"),
     ],
 )
-def test_what_it_refuses_says_what_to_type(
-    run: Run, file: str, tmp_path: Path, arguments: list[str], code: int, told: str
-) -> None:
+def test_what_it_refuses_says_what_to_type(file: str, tmp_path: Path, arguments: list[str], code: int, told: str) -> None:
     """Wrong if a keyword of Python were proposed to a person in a shell, or something stayed."""
     found, _, said = run("copy", file, str(tmp_path / "out.h5"), *arguments, columns=200)
     assert found == code
@@ -173,16 +154,15 @@ def test_what_it_refuses_says_what_to_type(
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--dataset", "g"], "Pass --dataset one of those in it: '/g/large' (2,) float64. All of them are '/g/*'."),
-        (["--dtype", "float16"], "such as 1e+300. Leave --dtype out to keep float64, or type one that holds all values"),
+        (["--dataset", "g"], "('/g/*' are all in it): '/g/large' (2,) float64."),
+        (["--dtype", "float16"], "such as 1e+300. Pass no dtype, to keep float64"),
     ],
 )
-def test_what_it_refuses_of_a_group(run: Run, tmp_path: Path, arguments: list[str], told: str) -> None:
-    """Wrong if JAX were to be told of float64, which a copy does not need."""
+def test_what_it_refuses_of_a_group(tmp_path: Path, arguments: list[str], told: str) -> None:
     with h5py.File(tmp_path / "in.h5", "w") as opened:
         opened["g/large"] = np.full(2, 1e300)
     code, _, said = run("copy", str(tmp_path / "in.h5"), str(tmp_path / "out.h5"), *arguments, columns=200)
-    assert code == 1 and told in unwrapped(said) and "jax" not in said
+    assert code == 1 and told in unwrapped(said)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +174,7 @@ def test_what_it_refuses_of_a_group(run: Run, tmp_path: Path, arguments: list[st
     ],
 )
 def test_where_other_commands_would_write(
-    run: Run, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str, told: str
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str, told: str
 ) -> None:
     """As ``cp`` to a folder. Wrong if a person were asked for a suffix of the folder."""
     (tmp_path / "folder").mkdir()
@@ -203,24 +183,26 @@ def test_where_other_commands_would_write(
     assert code == 1 and told in unwrapped(said)
 
 
-def test_what_zarr_does_not_have_says_what_to_type(run: Run, file: str, tmp_path: Path) -> None:
+def test_what_zarr_does_not_have_says_what_to_type(file: str, tmp_path: Path) -> None:
     code, _, said = run("copy", file, str(tmp_path / "out.zarr"), columns=200)
     assert code == 1
-    assert "Type --compression blosc" in unwrapped(said)
+    assert "Pass --compression blosc" in unwrapped(said)
 
 
 @pytest.mark.parametrize(
     ("name", "target", "told"),
     [
-        ("psi", "out.nc", "complex64, which netCDF4 does not have. Type --dataset for the other arrays, or use the suffix .h5"),
+        (
+            "psi",
+            "out.nc",
+            "complex64, which netCDF4 does not have. Save its real and imaginary parts as two",
+        ),
         ("frames", "out.zarr", "is 'lz4'; Zarr has gzip, zstd, blosc. Pass --compression 'blosc(lz4)'"),
         ("old", "out.h5", "is 'bz2'; expected one of bitshuffle,"),
         ("old", "out.h5", "Pass --compression gzip, which every HDF5 has, or another of these"),
     ],
 )
-def test_what_another_format_does_not_have_says_what_to_type(
-    run: Run, tmp_path: Path, name: str, target: str, told: str
-) -> None:
+def test_what_another_format_does_not_have_says_what_to_type(tmp_path: Path, name: str, target: str, told: str) -> None:
     """Wrong if a person in a shell were asked for a dict of Python, or to save what they copy."""
     with h5py.File(tmp_path / "in.h5", "w") as file:
         file["psi"] = VALUES.astype("c8")
@@ -250,7 +232,7 @@ FILTERS: dict[str, dict[str, Any]] = {
 @pytest.mark.each_value
 @pytest.mark.parametrize("target", ["out.h5", "out.nc", "out.zarr", "zarr2"])
 @pytest.mark.parametrize("name", FILTERS)
-def test_a_filter_that_is_not_taken_over_says_what_to_type(run: Run, tmp_path: Path, name: str, target: str) -> None:
+def test_a_filter_that_is_not_taken_over_says_what_to_type(tmp_path: Path, name: str, target: str) -> None:
     """Wrong if what is proposed failed, or a copy was of other values: a lossy filter changed them once more, without a word
     where the first chunk stayed what it was.
     """
@@ -266,7 +248,7 @@ def test_a_filter_that_is_not_taken_over_says_what_to_type(run: Run, tmp_path: P
     code, _, said = run(*command, columns=200)
     if code:
         assert code == 1 and "'/x'" in said
-        typed = re.search(r"(?:Type|Pass) --compression (?:with another name, such as --compression )?(\w+)", unwrapped(said))
+        typed = re.search(r"Pass --compression (\w+)", unwrapped(said))
         assert typed is not None, said
         code, _, said = run(*command, "--compression", typed[1])
     assert code == 0, said
@@ -278,7 +260,7 @@ def test_a_filter_that_is_not_taken_over_says_what_to_type(run: Run, tmp_path: P
 
 
 @pytest.mark.parametrize("target", ["out.h5", "out.zarr"])
-def test_a_coordinate_that_cannot_stay_compressed_takes_what_is_typed(run: Run, tmp_path: Path, target: str) -> None:
+def test_a_coordinate_that_cannot_stay_compressed_takes_what_is_typed(tmp_path: Path, target: str) -> None:
     """Wrong if --compression was proposed and did nothing, or if a coordinate that can stay what it is did not."""
     path, out = tmp_path / "in.h5", tmp_path / target
     with h5py.File(path, "w") as file:
@@ -304,7 +286,7 @@ def test_a_coordinate_that_cannot_stay_compressed_takes_what_is_typed(run: Run, 
         assert names == ["ZstdCodec", "GzipCodec"]
 
 
-def test_integers_of_few_bits_in_larger_chunks(run: Run, tmp_path: Path) -> None:
+def test_integers_of_few_bits_in_larger_chunks(tmp_path: Path) -> None:
     """Wrong if they were cut off to as many bits as the smaller chunks of the source need."""
     path, out = tmp_path / "in.h5", tmp_path / "out.h5"
     values = np.repeat(np.arange(8, dtype="i4") * 1000, 16) + np.tile(np.arange(16, dtype="i4"), 8)
@@ -319,16 +301,9 @@ def test_integers_of_few_bits_in_larger_chunks(run: Run, tmp_path: Path) -> None
         np.testing.assert_array_equal(file["x"][...], values)
 
 
-@pytest.mark.parametrize("typed", ["zfp", "sz", "scaleoffset", "bzip2:9", "lz4:3"])
-def test_parameters_that_nobody_can_type_are_not_asked_for(run: Run, file: str, tmp_path: Path, typed: str) -> None:
-    code, _, said = run("copy", f"{file}:/rho", str(tmp_path / "out.h5"), "--compression", typed, columns=200)
-    assert code == 1 and "cd_values" not in said
-    assert ("Pass its name alone" if ":" in typed else "Pass --compression zstd") in unwrapped(said)
-
-
-def test_a_variable_with_the_name_of_an_axis(run: Run, tmp_path: Path) -> None:
+def test_a_variable_with_the_name_of_an_axis(tmp_path: Path) -> None:
     """Wrong if it were refused, though the netCDF library has it. That does not hold for a single number, which xarray does not
-    open: wrong if a person were asked for another name, which a copy does not give; or what is proposed failed.
+    open.
     """
     path, out = tmp_path / "in.nc", tmp_path / "out.nc"
     for dims in (("lat", "lon"), ("lon",), ()):
@@ -343,19 +318,19 @@ def test_a_variable_with_the_name_of_an_axis(run: Run, tmp_path: Path) -> None:
             with netCDF4.Dataset(out) as file:
                 assert file["lat"].dimensions == dims and (file["lat"][...] == 7).all()
             out.unlink()
-    assert code == 1 and "Type --dataset for the other arrays, or use the suffix .h5 or .zarr" in unwrapped(said)
+    assert code == 1 and "Call one of them by another name" in unwrapped(said)
     assert run("copy", str(path), str(out), "--dataset", "t")[0] == 0
     assert run("copy", str(path), str(tmp_path / "out.zarr"))[0] == 0
     for found in (netCDF4.Dataset(out)["t"], zarr.open_group(tmp_path / "out.zarr", mode="r")["t"]):
         np.testing.assert_array_equal(found[...], np.arange(12).reshape(3, 4))
 
 
-def test_a_file_that_exists(run: Run, file: str, tmp_path: Path) -> None:
+def test_a_file_that_exists(file: str, tmp_path: Path) -> None:
     out = tmp_path / "out.h5"
     out.write_text("mine")
     code, _, said = run("copy", file, str(out), columns=200)
     assert code == 1
-    assert "Type --mode w to replace it" in unwrapped(said)
+    assert "Pass --mode w to replace it" in unwrapped(said)
     assert out.read_text() == "mine"
     assert run("copy", file, str(out), "--mode", "w")[0] == 0
     with h5py.File(out) as opened:
@@ -374,7 +349,7 @@ finally:
 """
 
 
-def test_tasks_of_which_each_is_alone(run: Run, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tasks_of_which_each_is_alone(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if each task of a launcher, of which MPI knows nothing, copied the whole file to the same name."""
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
     code, _, err = run("copy", file, f"{tmp_path}/out.h5")
@@ -392,11 +367,3 @@ def test_it_needs_no_jax(file: str, tmp_path: Path) -> None:
     assert done.stdout.endswith("False\n")
     with h5py.File(out) as opened:
         np.testing.assert_array_equal(opened["rho"][...], VALUES)
-
-
-@pytest.mark.parametrize("args", [("--mode", "a"), ("--dtype", "int3"), ("--dataset", "no")])
-def test_json_says_what_went_wrong(run: Run, file: str, tmp_path: Path, args: tuple[str, ...]) -> None:
-    code, printed, said = run("copy", file, str(tmp_path / "out.h5"), *args, "--json")
-    told = json.loads(printed)
-    assert (code, told["ok"]) == (1, False)
-    assert said == f"error: {told['message']}\n"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shardload.cli.doctor import rules as findings
+from shardload.cli.doctor import rules
 from shardload.cli.doctor.facts import Facts
 from shardload.cli.doctor.rules import ERROR, NOTE, WARNING, diagnose
 
@@ -27,7 +27,6 @@ def job(n: int = 4, per_node: int = 2) -> Rows:
         first = rank - rank % per_node
         environ = {
             "CUDA_VISIBLE_DEVICES": "0",  # each task's own, as Slurm hands them out
-            "HDF5_USE_FILE_LOCKING": "FALSE",
             "SLURM_JOB_ID": "77",
             "SLURM_STEP_ID": "0",
             "SLURM_PROCID": str(rank),
@@ -55,8 +54,6 @@ def job(n: int = 4, per_node: int = 2) -> Rows:
                 n_gpus=per_node,
                 environ=environ,
                 cores=(8 * (rank % per_node), 8 * (rank % per_node) + 1),
-                shm_nbytes=1 << 34,
-                n_files=1 << 16,
                 versions=dict(VERSIONS),
                 node=tuple(range(first, min(n, first + per_node))),
             )
@@ -66,7 +63,7 @@ def job(n: int = 4, per_node: int = 2) -> Rows:
 
 def alone(**more: Any) -> Rows:
     """A process by itself, without Slurm, with whatever else."""
-    environ = {"HDF5_USE_FILE_LOCKING": "FALSE"} | more.pop("environ", {})
+    environ = more.pop("environ", {})
     (row,) = job(1, 1)
     return [replace(row, launcher="", n_launched=1, environ=environ, n_gpus=0, platform="cpu", gpus=(), **more)]
 
@@ -81,13 +78,6 @@ def changed(ranks: Iterable[int], **more: Any) -> Rows:
     environ = more.pop("environ", {})
     for rank in ranks:
         rows[rank] = replace(rows[rank], environ=rows[rank].environ | environ, **more)
-    return rows
-
-
-def without(ranks: Iterable[int], variable: str) -> Rows:
-    rows = job()
-    for rank in ranks:
-        rows[rank] = replace(rows[rank], environ={k: v for k, v in rows[rank].environ.items() if k != variable})
     return rows
 
 
@@ -106,10 +96,8 @@ EVERY = range(4)
         alone(environ={"CUDA_VISIBLE_DEVICES": "-1"}),
         alone(environ={"SLURM_NTASKS": "4"}),
         changed(EVERY, mpi_threads="SERIALIZED"),
-        changed(EVERY, versions={**VERSIONS, "jax": "0.7.1"}),
-        changed(EVERY, versions={**VERSIONS, "jax": "0.12.0.dev20270101"}),
         changed(EVERY, cores=(0, 1)),
-        changed(EVERY, shm_nbytes=64 << 20, n_files=1024),
+        [replace(row, jax_process=3 - row.rank) for row in job()],
         [replace(row, gpus=(f"{row.host}a", f"{row.host}b"), node=(row.rank,)) for row in job(2, 1)],
     ],
 )
@@ -117,6 +105,7 @@ def test_a_job_that_was_started_right(rows: Rows) -> None:
     assert diagnose(rows) == []
 
 
+WITHOUT_JAX: dict[str, Any] = {"jax_process": None, "jax_processes": None, "platform": "", "devices": ()}
 CASES: list[tuple[str, str, Rows, tuple[int, ...], str, str]] = [
     # name, level, rows, ranks, what the text says, what the fix says
     ("singletons", ERROR, singleton(launcher="srun", n_launched=4), (0,), "srun started 4 tasks", "--mpi=pmi2"),
@@ -150,14 +139,6 @@ CASES: list[tuple[str, str, Rows, tuple[int, ...], str, str]] = [
     (
         "no-mpi",
         NOTE,
-        alone(mpi_problem="No module named 'mpi4py'", versions={"jax": "0.10.2"}),
-        (0,),
-        "mpi4py is not installed",
-        "pip install --no-binary=mpi4py mpi4py",
-    ),
-    (
-        "no-mpi",
-        NOTE,
         changed(
             EVERY, mpi_size=1, mpi_library="", mpi_threads="", mpi_problem="off", host="n0", environ={"SHARDLOAD_MPI": "0"}
         ),
@@ -168,9 +149,7 @@ CASES: list[tuple[str, str, Rows, tuple[int, ...], str, str]] = [
     (
         "jax-failed",
         ERROR,
-        changed(
-            [2], jax_process=None, jax_processes=None, platform="", devices=(), jax_problem="RuntimeError: no driver\nmore"
-        ),
+        changed([2], **WITHOUT_JAX, jax_problem="RuntimeError: no driver\nmore"),
         (2,),
         "JAX could not be started: RuntimeError: no driver",
         "shardload[cuda12]",
@@ -178,83 +157,43 @@ CASES: list[tuple[str, str, Rows, tuple[int, ...], str, str]] = [
     (
         "jax-failed",
         ERROR,
-        changed(
-            EVERY,
-            jax_process=None,
-            jax_processes=None,
-            platform="",
-            devices=(),
-            jax_problem="AssertionError",
-            environ={"JAX_PLATFORMS": "cuda"},
-        ),
+        changed(EVERY, **WITHOUT_JAX, jax_problem="AssertionError", environ={"JAX_PLATFORMS": "cuda"}),
         (0, 1, 2, 3),
         "JAX could not be started: AssertionError (JAX_PLATFORMS is 'cuda')",
         "JAX_PLATFORMS=cpu",
     ),
-    (
-        "jax-alone",
-        ERROR,
-        changed(EVERY, jax_process=0, jax_processes=1),
-        (0, 1, 2, 3),
-        "4 ranks, but JAX sees one",
-        "initialize()",
-    ),
-    ("jax-count", ERROR, changed(EVERY, jax_processes=8), (0, 1, 2, 3), "4 ranks, but JAX sees 8", "shardload.initialize()"),
-    ("jax-count", ERROR, alone(jax_processes=4), (0,), "1 ranks, but JAX sees 4", "mpiexec or srun --mpi="),
-    ("jax-twice", ERROR, changed([3], jax_process=1), (1, 3), "the same JAX process index", "shardload.initialize()"),
-    (
-        "jax-order",
-        NOTE,
-        [replace(row, jax_process=3 - row.rank) for row in job()],
-        (0, 1, 2, 3),
-        "JAX process indices are not MPI ranks",
-        "initialize()",
-    ),
-    ("jax-old", ERROR, changed(EVERY, versions={**VERSIONS, "jax": "0.7.0"}), (0, 1, 2, 3), "JAX 0.7.0 is older", "jax>=0.7.1"),
+    ("jax-count", ERROR, changed(EVERY, jax_process=0, jax_processes=1), (0, 1, 2, 3), "4 ranks, but JAX", "initialize()"),
+    ("jax-count", ERROR, alone(jax_processes=4), (0,), "1 rank, but JAX's number of processes is 4", "initialize()"),
     (
         "gpu-shared",
         ERROR,
         changed([2, 3], gpus=("GPU-2",)),
         (2, 3),
-        "ranks 2-3 on n1 use the same GPU (CUDA_VISIBLE_DEVICES = 0)",
+        "ranks 2-3 on n1 use the same GPUs (1 in all; CUDA_VISIBLE_DEVICES: 0)",
         "--gpus-per-task=1",
     ),
-    ("gpus-all-seen", ERROR, [replace(row, gpus=GPUS) for row in job(3, 3)], (0, 1, 2), "all 4 GPUs", "--gpus-per-task=1"),
+    ("gpu-shared", ERROR, [replace(row, gpus=GPUS) for row in job(3, 3)], (0, 1, 2), "(4 in all;", "initialize()"),
     ("gpus-unused", ERROR, changed(EVERY, platform="cpu", gpus=()), (0, 1, 2, 3), "2 GPUs", "shardload[cuda12]"),
     ("gpus-unused", ERROR, alone(environ={"CUDA_VISIBLE_DEVICES": "3,4,5"}), (0,), "3 GPUs", "JAX_PLATFORMS=cpu if"),
     (
-        "gpus-off",
+        "gpus-unused",
         WARNING,
         changed(EVERY, platform="cpu", gpus=(), environ={"JAX_PLATFORMS": "cpu"}),
         (0, 1, 2, 3),
         "because JAX_PLATFORMS=cpu",
         "unset JAX_PLATFORMS",
     ),
-    ("ranks-unequal", WARNING, job(3, 2), (0, 1, 2), "2 on n0, 1 on n1", "--ntasks-per-node"),
     ("devices-unequal", WARNING, changed([0, 1, 3], devices=(1, 9)), (2,), "from 1 to 2", "--gpus-per-task"),
-    ("one-core", WARNING, changed([2, 3], cores=(5,)), (2, 3), "ranks 2-3 on n1 are all bound to core 5", "--cpu-bind=cores"),
-    (
-        "few-cores",
-        WARNING,
-        [replace(row, cores=(0, 1)) for row in job(3, 3)],
-        (0, 1, 2),
-        "2 cores together, fewer than ranks: those that wait",
-        "MPIR_CVAR_ENABLE_HEAVY_YIELD=1",
-    ),
+    ("few-cores", WARNING, changed([2, 3], cores=(5,)), (2, 3), "ranks 2-3 on n1 have 1 core", "--cpu-bind=cores"),
     (
         "few-cores",
         NOTE,
         [replace(row, cores=(0, 1), environ=row.environ | {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"}) for row in job(3, 3)],
         (0, 1, 2),
-        "fewer than ranks",
+        "2 cores together, fewer than ranks",
         "fewer ranks a node",
     ),
     ("mpi-threads", WARNING, changed([1], mpi_threads="FUNNELED"), (1,), "thread level FUNNELED", "MPI4PY_RC_THREAD_LEVEL"),
-    ("mpi-threads", WARNING, changed(EVERY, mpi_threads="SINGLE"), (0, 1, 2, 3), "thread level SINGLE", "MPI4PY_RC_THREADS"),
-    ("small-shm", NOTE, changed([0, 1], shm_nbytes=(64 << 20) - 1), (0, 1), "/dev/shm has 64.0 MiB free", "--shm-size"),
-    ("small-shm", NOTE, changed([3], shm_nbytes=None), (3,), "/dev/shm has nothing free", "--ipc=host"),
-    ("few-files", WARNING, changed([1], n_files=1023), (1,), "1023 files", "ulimit -n 4096"),
-    ("hdf5-locking", NOTE, without(EVERY, "HDF5_USE_FILE_LOCKING"), (0, 1, 2, 3), "not set", "HDF5_USE_FILE_LOCKING=FALSE"),
     (
         "versions-differ",
         ERROR,
@@ -269,11 +208,11 @@ CASES: list[tuple[str, str, Rows, tuple[int, ...], str, str]] = [
         changed([2], versions={k: v for k, v in VERSIONS.items() if k != "mpi4py"}),
         (2,),
         "mpi4py: 4.1.2, missing",
-        "one environment for all",
+        "one environment",
     ),
-    ("libraries-differ", ERROR, changed([3], mpi_library="MPICH 4.2"), (3,), "MPICH 4.2, MPICH 5.0.2", "same modules"),
-    ("names-differ", WARNING, changed([1], host="box"), (0, 1), "called box, n0", "host file"),
+    ("versions-differ", ERROR, changed([3], mpi_library="MPICH 4.2"), (3,), "of MPI: MPICH 4.2, MPICH 5.0.2", "modules"),
     ("memory-apart", WARNING, changed([2, 3], shares_memory=False), (2, 3), "each other's memory", "--pid=host"),
+    ("memory-apart", WARNING, changed(EVERY, host="n0"), (0, 1, 2, 3), "ranks 0-3 on n0 cannot read", "--ipc=host"),
     (
         "memory-apart",
         WARNING,
@@ -282,7 +221,6 @@ CASES: list[tuple[str, str, Rows, tuple[int, ...], str, str]] = [
         "each other's memory",
         "unset SHARDLOAD_SHARED_MEMORY",
     ),
-    ("host-split", WARNING, changed(EVERY, host="n0"), (0, 1, 2, 3), "MPI sees 2 nodes", "--ipc=host"),
     (
         "no-step",
         WARNING,
@@ -308,8 +246,8 @@ def test_what_is_wrong_is_found_and_nothing_else(
 
 def test_every_rule_has_a_case() -> None:
     """Wrong if a misconfiguration were added to the doctor and to no test."""
-    names = set(re.findall(r'_one\(\s*"([a-z0-9-]+)"', inspect.getsource(findings)))
-    assert len(names) > 20 and names == {case[0] for case in CASES}
+    names = set(re.findall(r'_finding\(\s*"([a-z0-9-]+)"', inspect.getsource(rules)))
+    assert len(names) > 9 and names == {case[0] for case in CASES}
 
 
 def test_pretended_nodes_are_no_misconfiguration() -> None:
@@ -323,9 +261,7 @@ def test_the_same_names_on_two_nodes_are_two_gpus() -> None:
 
 
 def test_the_worst_comes_first() -> None:
-    rows = [
-        replace(row, environ={}, cores=(3,), jax_process=0, jax_processes=1, n_files=100, shm_nbytes=1) for row in job(3, 3)
-    ]
+    rows = [replace(row, environ={}, cores=(3,), jax_process=0, jax_processes=1) for row in job(3, 3)]
     levels = [finding.level for finding in diagnose(rows)]
     assert levels == sorted(levels, key=(ERROR, WARNING, NOTE).index)
-    assert set(levels) == {ERROR, WARNING, NOTE}
+    assert set(levels) == {ERROR, WARNING}

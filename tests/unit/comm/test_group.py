@@ -12,13 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardload.comm import agreement, collectives, mpi
+from shardload.comm import collectives, mpi
 from shardload.comm import group as groups
 from shardload.comm.error_codec import as_shardload, from_json, to_json
 from shardload.comm.group import Group, Invocation, group_of
 from shardload.comm.heartbeat import Departures
 from shardload.comm.mpi import mpi_problem, world
-from shardload.comm.tracebacks import share, text_of
 from shardload.errors import (
     ConfigError,
     LeftOutWarning,
@@ -381,11 +380,8 @@ def test_a_rank_that_was_called_otherwise_is_named(other: int) -> None:
     found = on_ranks(3, work)
     assert len({str(e) for e in found}) == 1
     check_all_same(found, PeerError, str(found[0]), other)
-    assert f"rank {other} was called with spec = P('b') (digest " in str(found[0])
-    assert "rank 0 with P('a') (digest " in str(found[0])
-    share(found[0], 0, 3)
-    text = text_of(found[0])
-    assert text is not None and __file__ in text and agreement.__file__ not in text, "the user's line, and none inside"
+    assert f"rank {other} was called with spec = P('b'), " in str(found[0])
+    assert "rank 0 was called with spec = P('a'): " in str(found[0])
 
 
 def test_an_error_goes_before_a_difference() -> None:
@@ -451,7 +447,7 @@ def test_what_rank_0_finds_for_another_call_is_not_taken() -> None:
         group.agree_same(what)
 
     check = on_ranks(2, work)
-    assert taken == [None] and all("path = b" in str(e) and "rank 0 with a" in str(e) for e in check)
+    assert taken == [None] and all("path = b" in str(e) and "rank 0 was called with path = a" in str(e) for e in check)
 
 
 def test_an_error_of_rank_0_is_of_its_own_call() -> None:
@@ -665,7 +661,7 @@ def test_a_job_that_was_suspended_blames_nobody(steps: list[float], is_late: boo
         collectives, "time", SimpleNamespace(monotonic=lambda: clock[0], perf_counter=float, sleep=lambda _: None)
     )
     if is_late:
-        with pytest.raises(StallError, match="within 30 s"):
+        with pytest.raises(StallError, match=r"moved for 30 s .*not all ranks of this communicator"):
             collectives.duplicate(comm, 30.0)
     else:
         assert collectives.duplicate(comm, 30.0) == "made"

@@ -21,7 +21,7 @@ def test_without_mpi_under_slurm(
     monkeypatch.setenv("SHARDLOAD_MPI", "0" if switched_off else "1")
     monkeypatch.setattr(launch, "world", lambda: None)
     monkeypatch.setattr(launch, "mpi_problem", lambda: "libmpi.so.40: cannot open shared object file")
-    monkeypatch.setattr(launch, "_is_initialized", lambda: False)
+    monkeypatch.setattr(launch.jax.distributed, "is_initialized", lambda: False)
     started: list[tuple[object, ...]] = []
     monkeypatch.setattr(launch, "_start", lambda *how: started.append(how))
     launch.initialize()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from shardload.comm import tracebacks
-from shardload.comm.tracebacks import blame_calls, is_pythons_own, share, show
+from shardload.comm.tracebacks import is_pythons_own, share, show
 from shardload.errors import ConfigError, PeerError, ShardloadError, SourceError
 
 
@@ -102,13 +102,6 @@ def test_a_wrong_call_is_shown_up_to_the_users_line(
     assert tracebacks.__file__ in printed(error, capsys)
 
 
-def test_calls_that_differ_are_shown_up_to_the_users_line(capsys: pytest.CaptureFixture[str]) -> None:
-    """Wrong if an `if` around a load on one rank ended in calls inside shardload, which say nothing of it."""
-    text = printed(inside(blame_calls(PeerError("rank 1 called plan, rank 0 called load", rank=1))), capsys)
-    assert text.count("Traceback") == 1 and __file__ in text and tracebacks.__file__ not in text
-    assert text.endswith("called load\nSHARDLOAD_TRACEBACKS=all shows the calls inside shardload\n")
-
-
 def test_a_package_that_is_imported_over_a_link(tmp_path: Path) -> None:
     """As from a home directory that is one. Wrong if nothing were cut there: frames have the name of the link."""
     (tmp_path / "link").symlink_to(Path(tracebacks.__file__).parents[1])
@@ -137,16 +130,6 @@ def test_what_the_text_does_not_say_is_shown(capsys: pytest.CaptureFixture[str])
 def test_an_error_that_is_no_agreed_one_is_left_to_python(capsys: pytest.CaptureFixture[str]) -> None:
     for error in (raised(RuntimeError("only here")), raised(ConfigError("only here"))):
         assert __file__ in printed(error, capsys)
-
-
-def test_what_is_raised_from_an_agreed_error_keeps_its_own_calls(capsys: pytest.CaptureFixture[str]) -> None:
-    """Wrong if a program's own error were cut, or four ranks showed the calls inside shardload after all."""
-    inner = agreed(3, cause=raised(ValueError("what is wrong")))
-    text = printed(raised(RuntimeError("no start"), inner), capsys)
-    assert text.count("Traceback") == 1 and "RuntimeError: no start" in text and "ValueError" not in text
-    assert text.index("ConfigError: what is wrong") < text.index("direct cause") < text.index("Traceback")
-    whole = printed(raised(RuntimeError("no start"), agreed(0, cause=raised(ValueError("what is wrong")))), capsys)
-    assert whole.count("Traceback") == 3 and "ValueError" in whole
 
 
 def test_the_hook_is_set_where_it_is_pythons_own(monkeypatch: pytest.MonkeyPatch) -> None:

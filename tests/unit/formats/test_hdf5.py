@@ -49,7 +49,15 @@ CHUNKED: dict[str, dict[str, Any]] = {
 }
 
 
-ASKED = {"szip", "bitshuffle", "blosc2", "lz4", "bzip2"}  # decoded only if the caller says so, or may come to be
+ASKED = {
+    "szip",
+    "nbit",
+    "scaleoffset",
+    "bitshuffle",
+    "blosc2",
+    "lz4",
+    "bzip2",
+}  # decoded only if the caller says so, or may come to be
 
 
 def info_of(path: str, name: str) -> ArrayInfo:

@@ -11,7 +11,6 @@ import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import h5py
@@ -20,15 +19,12 @@ import numpy as np
 import pytest
 
 from shardload.formats.access import Access
-from shardload.formats.contract.chunk_reader import ChunkReader, Encoded
+from shardload.formats.contract.chunk_reader import ChunkReader, box_of
 from shardload.formats.contract.format import Source
-from shardload.formats.hdf5 import chunk_order
-from shardload.formats.hdf5 import chunks as hdf5_chunks
-from shardload.formats.hdf5.chunk_order import is_listed
 from shardload.formats.lookup import open_source
 from shardload.planning.region import Region
 from tests.unit.batches import check_batches
-from tests.unit.files import SHAPES, SIZES, assert_same, chunks_of, flat, read_all, write_hdf5
+from tests.unit.files import SHAPES, SIZES, assert_same, chunks_of, flat, write_hdf5
 
 LIBVERS: tuple[Any, ...] = ("earliest", "latest")
 
@@ -39,11 +35,12 @@ FILTERS: dict[str, Any] = {
     "fletcher32": lambda p, size: p.set_fletcher32(),
     "zstd": lambda p, size: p.set_filter(32015, h5py.h5z.FLAG_OPTIONAL, (3,)),
     "blosc": lambda p, size: p.set_filter(32001, h5py.h5z.FLAG_OPTIONAL, (0, 0, 0, 0, 5, 1, 1)),
+    "lz4": lambda p, size: p.set_filter(32004, h5py.h5z.FLAG_OPTIONAL, (0,)),
     "lzf": lambda p, size: p.set_filter(h5py.h5z.FILTER_LZF, h5py.h5z.FLAG_OPTIONAL),
 }
 PIPELINES = (
     "",
-    *("gzip", "shuffle", "fletcher32", "zstd", "blosc"),
+    *("gzip", "shuffle", "fletcher32", "zstd", "blosc", "lz4"),
     *("shuffle gzip", "shuffle zstd", "shuffle blosc", "gzip shuffle", "shuffle fletcher32", "fletcher32 shuffle"),
     *("fletcher32 gzip", "gzip fletcher32", "shuffle gzip fletcher32", "fletcher32 shuffle gzip", "gzip shuffle fletcher32"),
     *("blosc fletcher32", "zstd fletcher32 shuffle"),
@@ -86,7 +83,7 @@ def assemble(source: Source, reader: ChunkReader) -> np.ndarray[Any, Any]:
     whole = np.full(source.info.shape, 99).astype(source.dtype)
     for index in grid_of(source):
         chunk = np.full(source.info.chunks or (), 77).astype(source.dtype)
-        reader.decode(reader.fetch(index), chunk)
+        reader.decode(reader.fetch(box_of(index)), chunk)
         place(source, whole, index, chunk)
     return whole
 
@@ -122,21 +119,11 @@ def is_left_to_hdf5(path: Path | str, name: str) -> bool:
     return reader is None
 
 
-@pytest.fixture(params=["listed", "asked for one by one"])
-def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both ways in which a chunk is found."""
-    if request.param != "listed":
-        monkeypatch.setattr(hdf5_chunks, "_MOST_LISTED", -1)
-    return str(request.param)
-
-
 @pytest.mark.each_value
 @pytest.mark.parametrize("filters", PIPELINES)
-def test_every_filter_type_and_rank(tmp_path: Path, filters: str, either_way: str) -> None:
-    """Two shapes for each pair of filters and a type, one for each way in which a chunk is found: that knows of neither."""
+def test_every_filter_type_and_rank(tmp_path: Path, filters: str) -> None:
     path = tmp_path / "a.h5"
-    shift = 0 if either_way == "listed" else 2
-    cases = [(dtype, SHAPES[1 + (at + at // 5 + shift) % 5]) for at, dtype in enumerate(SIZES)]
+    cases = [(dtype, SHAPES[1 + (at + at // 5) % 5]) for at, dtype in enumerate(SIZES)]
     with h5py.File(path, "w") as file:
         for dtype, shape in cases:
             make(file, f"{dtype} {len(shape)}", flat(shape, dtype), chunks_of(shape), filters)
@@ -161,7 +148,7 @@ def test_chunks_that_every_filter_was_applied_to(tmp_path: Path, filters: str) -
 @pytest.mark.each_value
 @pytest.mark.parametrize("libver", LIBVERS)
 @pytest.mark.parametrize("maxshape", [None, (None, 7), (None, None), (11, 14), (5, None), (11, None)])
-def test_every_chunk_index(tmp_path: Path, libver: Any, maxshape: Any, either_way: str) -> None:
+def test_every_chunk_index(tmp_path: Path, libver: Any, maxshape: Any) -> None:
     path, data = tmp_path / "a.h5", flat((5, 7), ">i4", first=1000)
     with h5py.File(path, "w", libver=libver) as file:
         for filters, chunk in itertools.product(("", "shuffle gzip"), ((2, 3), (5, 7), (1, 1), (4, 14))):
@@ -177,25 +164,11 @@ def test_every_chunk_index(tmp_path: Path, libver: Any, maxshape: Any, either_wa
         assert_same(values, native(data))
 
 
-def test_many_chunks_are_listed_only_when_many_are_read(tmp_path: Path) -> None:
-    data = flat((3000, 2), "int16")
-    path = write_hdf5(tmp_path / "a.h5", {"a": data}, chunks=(1, 2), compression="gzip")
-    source = open_source(path, "/a")
-    reader = source.chunk_reader()
-    assert isinstance(reader, hdf5_chunks.Hdf5Chunks)
-    out = np.empty((1, 2), "int16")
-    for k in range(3000):
-        reader.decode(reader.fetch((k, 0)), out)
-        np.testing.assert_array_equal(out, data[k : k + 1])
-        assert (reader._listed is None) == (1024 + 64 * (k + 1) < 3000)
-    source.close()
-
-
 @pytest.mark.each_value
 @pytest.mark.parametrize("dtype", ["bool", ">f4"])
 @pytest.mark.parametrize("libver", LIBVERS)
 @pytest.mark.parametrize("maxshape", [None, (None, 7, 4), (None, None, 4), (5, None, 9), (6, 7, None)])
-def test_chunks_never_written(tmp_path: Path, dtype: str, libver: Any, maxshape: Any, either_way: str) -> None:
+def test_chunks_never_written(tmp_path: Path, dtype: str, libver: Any, maxshape: Any) -> None:
     path, data = tmp_path / "a.h5", flat((5, 7, 4), dtype)
     never = h5py.h5d.FILL_TIME_NEVER
     with h5py.File(path, "w", libver=libver) as file:
@@ -221,7 +194,7 @@ def test_which_chunks_are_missing_whichever_axis_can_grow(tmp_path: Path, libver
     maxshape = tuple(None if axis == growing else n + 3 for axis, n in enumerate(shape))
     stored = {(0, 0, 0), (1, 2, 0), (2, 0, 3), (2, 1, 1)}
     with h5py.File(path, "w", libver=libver) as file:
-        for name, options in {"plain": {}, "gzip": {"compression": "gzip"}, "left to HDF5": {"scaleoffset": 0}}.items():
+        for name, options in {"plain": {}, "gzip": {"compression": "gzip"}, "left to HDF5": {"compression": "lzf"}}.items():
             made = file.create_dataset(name, shape, "int32", chunks=chunk, maxshape=maxshape, fillvalue=-1, **options)
             for k, index in enumerate(sorted(stored)):
                 made[tuple(slice(i * c, (i + 1) * c) for i, c in zip(index, chunk, strict=True))] = k
@@ -235,48 +208,7 @@ def test_which_chunks_are_missing_whichever_axis_can_grow(tmp_path: Path, libver
         source.read_into(Region.whole(shape), out)
         assert_same(out, expected, name)
         assert set(grid_of(source)) - set(source.missing(Region.whole(shape))) == stored
-        for index in grid_of(source):  # a missing chunk of a kind whose errors do not say that it is missing
-            with h5py.File(path) as file:
-                at = tuple(i * c for i, c in zip(index, chunk, strict=True))
-                assert is_listed(file[name], at) == (index in stored)
         source.close()
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("most", [2, 1000])
-@pytest.mark.parametrize("maxshape", [None, (5, None), (None, 7)])
-def test_a_library_that_contradicts_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, maxshape: Any, most: int) -> None:
-    """As versions did that forgot what comes before the file's first byte, in one of two functions. Its list is not used."""
-    path, data = tmp_path / "a.h5", flat((5, 7), "int32", first=1)
-    with h5py.File(path, "w", libver="latest") as file:
-        make(file, "a", data, (2, 3), "gzip", maxshape=maxshape)
-    monkeypatch.setattr(hdf5_chunks, "_TOLD_AT_ONCE", most)
-    source = open_source(str(path), "a")
-    reader: Any = source.chunk_reader()
-    assert reader._list_by_hdf5() is not None
-    asked = reader._identifier
-    wrong = lambda take: asked.chunk_iter(lambda one: take(one._replace(byte_offset=one.byte_offset - 8)))  # noqa: E731
-    reader._identifier = SimpleNamespace(chunk_iter=wrong, get_chunk_info_by_coord=asked.get_chunk_info_by_coord)
-    assert reader._list_by_hdf5() is None
-    source.close()
-
-
-def test_a_library_that_lists_chunks_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Values are then found without the list. What is missing cannot be told, and that is an error."""
-    path, data = tmp_path / "a.h5", flat((5, 7), "int32", first=1)
-    with h5py.File(path, "w", libver="latest") as file:
-        make(file, "a", data, (2, 3), "gzip", maxshape=(5, None))
-        make(file, "some", data, (2, 3), "gzip", maxshape=(5, None), write=False)[2:4] = data[2:4]
-    monkeypatch.setattr(chunk_order, "_kind_of_index", lambda identifier: None)
-    check_all(path, ["a", "some"])
-    source = open_source(str(path), "some")
-    with pytest.raises(ValueError, match="does not say how it numbers the chunks"):
-        source.missing(Region.whole((5, 7)))
-    source.close()
-    monkeypatch.setattr(chunk_order, "_is_in_order", lambda: True)  # a library that lists them where they are
-    source = open_source(str(path), "a")
-    assert source.missing(Region.whole((5, 7))) == []
-    source.close()
 
 
 def test_read_into_leaves_nothing_in_the_buffer(tmp_path: Path) -> None:
@@ -306,7 +238,7 @@ def test_read_into_leaves_nothing_in_the_buffer(tmp_path: Path) -> None:
     source.close()
 
 
-def test_filter_masks_of_single_chunks(tmp_path: Path, either_way: str) -> None:
+def test_filter_masks_of_single_chunks(tmp_path: Path) -> None:
     """Bit k of a chunk's mask says that filter k was not applied to it."""
     path, data = tmp_path / "a.h5", flat((8, 6), "int32", first=70_000)
 
@@ -340,7 +272,7 @@ def library() -> ctypes.CDLL:
 @pytest.mark.each_value
 @pytest.mark.parametrize("dtype", ["int16", ">f8"])
 @pytest.mark.parametrize("filters", [f for f in PIPELINES if f and "blosc" not in f])  # HDF5 fails to write them with it
-def test_edge_chunks_that_are_not_filtered(tmp_path: Path, filters: str, dtype: str, either_way: str) -> None:
+def test_edge_chunks_that_are_not_filtered(tmp_path: Path, filters: str, dtype: str) -> None:
     path, data = tmp_path / "a.h5", flat((5, 7), dtype)
     with h5py.File(path, "w", libver="latest") as file:
         for name, most in {"fixed": (5, 7), "grows": (h5py.h5s.UNLIMITED, 7)}.items():
@@ -358,40 +290,6 @@ def test_edge_chunks_that_are_not_filtered(tmp_path: Path, filters: str, dtype: 
     check(path, "grows")
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("more", ["", "shuffle", "fletcher32"])
-@pytest.mark.parametrize("name", ["szip", "nbit", "scaleoffset", "lz4", "lzf", "gzip", "zstd"])
-def test_edge_chunks_that_are_not_filtered_and_left_to_hdf5(tmp_path: Path, name: str, more: str) -> None:
-    """What such a chunk begins with says nothing of its length."""
-    others: dict[str, Any] = {
-        "szip": lambda p, size: p.set_szip(h5py.h5z.SZIP_NN_OPTION_MASK, 16),
-        "nbit": lambda p, size: p.set_filter(h5py.h5z.FILTER_NBIT, 0),
-        "scaleoffset": lambda p, size: p.set_scaleoffset(h5py.h5z.SO_INT, 0),
-        "lz4": lambda p, size: p.set_filter(32004, 0, (0,)),
-    }
-    path, data = tmp_path / "a.h5", flat((5, 17), "int32", first=16_000_048)
-    with h5py.File(path, "w", libver="latest") as file:
-        creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-        creation.set_chunk((2, 16))
-        assert library().H5Pset_chunk_opts(creation.id, 2) >= 0  # H5D_CHUNK_DONT_FILTER_PARTIAL_CHUNKS
-        for key in (name, *more.split()):
-            (FILTERS | others)[key](creation, 4)
-        space = h5py.h5s.create_simple(data.shape)
-        made = h5py.Dataset(h5py.h5d.create(file.id, b"a", h5py.h5t.STD_I32LE, space, creation))
-        made[...] = data
-    source = open_source(str(path), "a")
-    assert_same(read_all(source), data)
-    assert_same(source.plain(Region.whole(data.shape)), data)
-    source.close()
-    if name != "zstd":  # HDF5 would read past the end of memory
-        with h5py.File(path, "r+") as file:
-            file["a"].id.write_direct_chunk((4, 0), b"short")
-        source = open_source(str(path), "a")
-        with pytest.raises(ValueError, match=r"a stored chunk of 5 bytes; expected 128"):
-            read_all(source)
-        source.close()
-
-
 @pytest.mark.parametrize("shape", [(0,), (0, 5), (5, 0, 7)])
 def test_no_chunks_at_all(tmp_path: Path, shape: tuple[int, ...]) -> None:
     path = tmp_path / "a.h5"
@@ -402,8 +300,8 @@ def test_no_chunks_at_all(tmp_path: Path, shape: tuple[int, ...]) -> None:
     reader = source.chunk_reader()
     assert reader is not None
     for index in ((0,) * len(shape), (0,) * (len(shape) + 1), (-1,) * len(shape)):
-        with pytest.raises(ValueError, match="there is no chunk"):
-            reader.fetch(index)
+        with pytest.raises(ValueError, match="there are no chunks"):
+            reader.fetch(box_of(index))
     source.close()
 
 
@@ -439,12 +337,14 @@ def flip(where: int) -> Any:
         ("fletcher32 gzip", flip(-2), "gzip"),  # its Adler-32
         ("shuffle gzip", flip(-1), "gzip"),
         ("gzip", flip(0), "gzip"),
-        ("gzip", lambda raw: zlib.compress(b"short").ljust(len(raw), b"\0"), "gzip gives 5 bytes where 480 were stored|gzip"),
+        ("gzip", lambda raw: zlib.compress(b"short").ljust(len(raw), b"\0"), "gzip"),
         ("gzip", lambda raw: zlib.compress(bytes(5000)).ljust(len(raw), b"\0"), "gzip"),
         ("zstd", flip(0), "zstd"),
         ("zstd", flip(5), "zstd"),
         ("blosc", flip(4), "blosc"),
         ("blosc", flip(12), "blosc"),
+        ("lz4", flip(7), "lz4"),
+        ("lz4", flip(13), "lz4"),
     ],
 )
 def test_damage_is_a_value_error_that_says_what(tmp_path: Path, filters: str, change: Any, message: str) -> None:
@@ -455,10 +355,10 @@ def test_damage_is_a_value_error_that_says_what(tmp_path: Path, filters: str, ch
     source, reader = damaged(path, "a", 2, change)
     out = np.empty((1, 120), "int32")
     for row in (0, 1, 3):
-        reader.decode(reader.fetch((row, 0)), out)
+        reader.decode(reader.fetch(box_of((row, 0))), out)
         np.testing.assert_array_equal(out, data[row : row + 1])
     with pytest.raises(ValueError, match=message):
-        reader.decode(reader.fetch((2, 0)), out)
+        reader.decode(reader.fetch(box_of((2, 0))), out)
     source.close()
 
 
@@ -474,19 +374,19 @@ def test_the_checksum_of_old_versions_is_accepted(tmp_path: Path) -> None:
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("filters", ["", "gzip"])
-def test_a_file_that_lost_its_end(tmp_path: Path, filters: str, either_way: str) -> None:
+def test_a_file_that_lost_its_end(tmp_path: Path, filters: str) -> None:
     path, data = tmp_path / "a.h5", flat((6, 500), "int32")
     with h5py.File(path, "w") as file:
         make(file, "a", data, (2, 500), filters)
     source = open_source(str(path), "a")
     reader = source.chunk_reader()
     assert reader is not None
-    assert isinstance(reader.fetch((0, 0)), Encoded)
+    reader.fetch(box_of((0, 0)))
     with h5py.File(path) as file:
         stored = file["a"].id.get_chunk_info_by_coord((2, 0))
     os.truncate(path, stored.byte_offset + stored.size - 7)
     with pytest.raises(OSError, match=r"the file ends at byte \d+, but|the file was cut to \d+ bytes"):
-        reader.fetch((1, 0))
+        reader.fetch(box_of((1, 0)))
     source.close()
 
 
@@ -500,7 +400,7 @@ def stored_sizes(path: Path, old: int, new: int) -> None:
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("nbytes", [70_000, 2**32 - 1])
-def test_hostile_sizes(tmp_path: Path, nbytes: int, either_way: str) -> None:
+def test_hostile_sizes(tmp_path: Path, nbytes: int) -> None:
     path = tmp_path / "a.h5"
     with h5py.File(path, "w") as file:
         make(file, "a", flat((2, 50), "int32"), (2, 50), "gzip")
@@ -512,8 +412,8 @@ def test_hostile_sizes(tmp_path: Path, nbytes: int, either_way: str) -> None:
     source = open_source(str(path), "a")
     reader = source.chunk_reader()
     assert reader is not None
-    with pytest.raises(ValueError, match=r"declares more than 66336 stored bytes for a chunk of 400"):
-        reader.fetch((0, 0))
+    with pytest.raises(ValueError, match=r"declared to be stored in \d+ bytes; its codecs can make 66336 at most of the 400"):
+        reader.fetch(box_of((0, 0)))
     source.close()
 
 
@@ -532,7 +432,7 @@ def test_many_threads(tmp_path: Path) -> None:
         indices = grid_of(source)
         for index in indices[k:] + indices[:k]:
             chunk = np.empty((7, 8, 9), "f4")
-            reader.decode(reader.fetch(index), chunk)
+            reader.decode(reader.fetch(box_of(index)), chunk)
             place(source, whole, index, chunk)
         return whole
 
@@ -542,31 +442,12 @@ def test_many_threads(tmp_path: Path) -> None:
     source.close()
 
 
-def test_threads_while_the_chunks_are_being_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hdf5_chunks, "_LIST_AT_ONCE", 0)
-    monkeypatch.setattr(hdf5_chunks, "_LISTED_PER_FETCH", 2)
-    data = flat((300, 4), "int32")
-    source = open_source(write_hdf5(tmp_path / "a.h5", {"a": data}, chunks=(1, 4), shuffle=True), "/a")
-    reader = source.chunk_reader()
-    assert reader is not None
-
-    def work(k: int) -> np.ndarray[Any, Any]:
-        out = np.empty((1, 4), "int32")
-        reader.decode(reader.fetch((k, 0)), out)
-        return out
-
-    with ThreadPoolExecutor(8) as pool:
-        np.testing.assert_array_equal(np.concatenate(list(pool.map(work, range(300)))), data)
-    source.close()
-
-
-@pytest.mark.parametrize("name", ["lzf", "szip", "bitshuffle", "lz4", "blosc2", "bzip2", "scaleoffset", "nbit"])
+@pytest.mark.parametrize("name", ["lzf", "szip", "bitshuffle", "blosc2", "bzip2", "scaleoffset", "nbit"])
 def test_filters_left_to_hdf5(tmp_path: Path, name: str) -> None:
     options: dict[str, Any] = {
         "lzf": {"compression": "lzf"},
         "szip": {"compression": "szip"},
         "bitshuffle": dict(hdf5plugin.Bitshuffle()),
-        "lz4": dict(hdf5plugin.LZ4()),
         "blosc2": dict(hdf5plugin.Blosc2()),
         "bzip2": dict(hdf5plugin.BZip2()),
         "scaleoffset": {"scaleoffset": 0},
@@ -680,7 +561,7 @@ def test_the_file_is_the_one_that_hdf5_has_open(chunked: Path) -> None:
     np.testing.assert_array_equal(assemble(source, reader), flat((4, 6)))
     source.close()
     with pytest.raises((OSError, RuntimeError, ValueError)):
-        reader.fetch((0, 0))
+        reader.fetch(box_of((0, 0)))
     source.close()
 
 
@@ -689,8 +570,8 @@ def test_the_caller_closes_the_file(chunked: Path) -> None:
     source = open_source(file["a"], "/a")
     reader = source.chunk_reader()
     assert reader is not None
-    first = reader.fetch((0, 0))
+    first = reader.fetch(box_of((0, 0)))
     file.close()
-    again = reader.fetch((0, 0))  # where it is was told before, and the descriptor is our own
-    assert first is not None and again is not None and bytes(again.data) == bytes(first.data)
+    again = reader.fetch(box_of((0, 0)))  # where it is was told before, and the descriptor is our own
+    assert bytes(again.data[0]) == bytes(first.data[0])
     source.close()

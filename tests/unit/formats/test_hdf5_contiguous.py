@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from shardload.formats.hdf5 import contiguous as hdf5_contiguous
 from shardload.formats.hdf5.contiguous import Hdf5Contiguous, merged_axes, open_contiguous
-from shardload.formats.hdf5.raw_file import RawFile
+from shardload.formats.hdf5.raw_file import raw_file_of
 from shardload.formats.lookup import open_source
 from shardload.planning.region import Region
+from shardload.storage.local import LocalFile
 from tests.tiers import examples, quick_ones
 from tests.unit.files import DTYPES, SHAPES, SIZES, check_source, flat, write_hdf5
 
@@ -24,7 +25,7 @@ from tests.unit.files import DTYPES, SHAPES, SIZES, check_source, flat, write_hd
 def reader_of(path: Path | str, name: str = "a", dtype: Any = "float32") -> Hdf5Contiguous | None:
     """What reads it past HDF5; the descriptor goes with it."""
     with h5py.File(path) as file:
-        raw = RawFile.open(file[name])
+        raw = raw_file_of(file[name])
         return None if raw is None else open_contiguous(file[name], np.dtype(dtype), raw)
 
 
@@ -79,7 +80,7 @@ def test_any_region(
         patch.setattr(hdf5_contiguous, "NEAR_NBYTES", near)
         patch.setattr(hdf5_contiguous, "_SPAN_NBYTES", span)
         out = np.full(region.shape, 99, dtype)
-        raw = RawFile(file.fileno())
+        raw = LocalFile(os.dup(file.fileno()))
         Hdf5Contiguous(raw, 6, shape, swap).read_into(region, out)
         raw.close()
     np.testing.assert_array_equal(out, data[region.slices()])
@@ -136,21 +137,6 @@ def test_few_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         np.testing.assert_array_equal(out, data[region.slices()])
 
 
-def test_reads_that_give_less_than_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong if the rest of a plane were left as it was: a file system may end a read early."""
-    data, read = flat((6, 50, 40)), os.preadv
-    path = write_hdf5(tmp_path / "a.h5", {"a": data})
-    reader = reader_of(path)
-    assert reader is not None
-    monkeypatch.setattr(os, "preadv", lambda descriptor, buffers, at: read(descriptor, [buffers[0][:100]], at))
-    for near in (1, 160, 1 << 15):
-        monkeypatch.setattr(hdf5_contiguous, "NEAR_NBYTES", near)
-        for region in (Region((1, 7, 3), (6, 11, 9)), Region((1, 7, 0), (6, 11, 40)), Region((0, 0, 0), (6, 50, 40))):
-            out = np.full(region.shape, -1, "f4")
-            reader.read_into(region, out)
-            np.testing.assert_array_equal(out, data[region.slices()])
-
-
 def test_a_file_that_lost_its_end(tmp_path: Path) -> None:
     path = write_hdf5(tmp_path / "a.h5", {"a": flat((50, 100))})
     source = open_source(path, "/a")
@@ -187,8 +173,8 @@ def test_what_is_left_to_hdf5(tmp_path: Path) -> None:
     assert reader_of(path, "a", "int64") is None
 
 
-def reader_of_open(dataset: h5py.Dataset) -> RawFile | None:
-    return RawFile.open(dataset)
+def reader_of_open(dataset: h5py.Dataset) -> LocalFile | None:
+    return raw_file_of(dataset)
 
 
 def test_a_dataset_that_the_caller_writes_is_read_by_hdf5(tmp_path: Path) -> None:

@@ -26,10 +26,10 @@ from shardload.errors import ConfigError, SourceError
 from shardload.formats import changes as changes_module
 from shardload.formats import locks
 from shardload.formats.changes import changes_of, complete_append
-from shardload.formats.hdf5 import growth
+from shardload.formats.hdf5 import ledger
 from shardload.formats.hdf5.growable import read_file
-from shardload.formats.hdf5.growth import GrowthCatalog
-from shardload.formats.hdf5.ledger_file import LedgerFile
+from shardload.formats.hdf5.growth import Hdf5GrowthCatalog
+from shardload.formats.hdf5.ledger import Ledger, LedgerFile
 from shardload.formats.leftovers import find_leftover
 from shardload.formats.locks import FileLock
 from shardload.formats.lookup import find_array, format_of
@@ -612,7 +612,7 @@ def test_a_file_that_somebody_else_changes(tmp_path: Path) -> None:
     with sink.create() as catalog:
         write_all(sink, catalog, come)
         catalog.finish()
-        fcntl.flock(catalog._old.descriptor, fcntl.LOCK_UN)  # type: ignore[attr-defined]  # a system without locks
+        fcntl.flock(catalog.descriptor, fcntl.LOCK_UN)  # type: ignore[attr-defined]  # a system without locks
         with h5py.File(path, "r+") as file:
             file["time"].resize(6, 0)
         data = path.read_bytes()
@@ -674,10 +674,10 @@ def test_a_file_that_takes_the_place_of_this_one(tmp_path: Path) -> None:
         by_h5py(path)
 
 
-@pytest.mark.parametrize("where", ["growth", "changes"])
+@pytest.mark.parametrize("where", ["ledger", "changes"])
 def test_a_write_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     """Wrong if an error at any write left a lock, a longer file, or one that the next append cannot complete."""
-    path, module = tmp_path / "d" / "x.h5", {"growth": growth, "changes": changes_module}[where]
+    path, module = tmp_path / "d" / "x.h5", {"ledger": ledger, "changes": changes_module}[where]
     path.parent.mkdir()
     right, n_marked = module.put_at, 0
     for fails_at in range(1, 30):
@@ -767,9 +767,9 @@ _place = LedgerFile.place
     [
         (LedgerFile, "place", _swapped, (SourceError, RuntimeError), "chunk|twice"),
         (LedgerFile, "place", _shifted, (SourceError, RuntimeError), "chunk|twice"),
-        (GrowthCatalog, "_shorten", lambda self, file: None, ConfigError, "among old bytes"),
-        (GrowthCatalog, "_give_end_back", lambda self, end: None, ConfigError, "among old bytes"),
-        (GrowthCatalog, "_put_metadata", lambda self, old: [(0, old.get(512, 0))], SourceError, "shape"),
+        (Hdf5GrowthCatalog, "_shorten", lambda self, file: None, ConfigError, "among old bytes"),
+        (Hdf5GrowthCatalog, "_give_end_back", lambda self, end: None, ConfigError, "among old bytes"),
+        (Ledger, "changes", lambda self: [(0, os.pread(self._descriptor, 512, 0))], SourceError, "shape"),
     ],
 )
 def test_metadata_that_are_wrong(
@@ -792,7 +792,7 @@ def test_a_process_that_is_killed_lets_the_next_one_say_so(tmp_path: Path) -> No
     by_h5py(path)
     child = forked()
     if not child:
-        GrowthCatalog(sink_of(path, VALUES))
+        Hdf5GrowthCatalog(sink_of(path, VALUES))
         os._exit(0)
     os.waitpid(child, 0)
     names = sorted(one.name for one in tmp_path.iterdir())

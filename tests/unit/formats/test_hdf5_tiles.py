@@ -18,8 +18,8 @@ import zstandard
 
 from shardload.errors import SourceError
 from shardload.formats.contract.array import ArrayInfo
-from shardload.formats.contract.by_chunks import read_by_chunks, read_chunks, read_plain_chunks
-from shardload.formats.contract.chunk_reader import BatchReader, ChunkReader
+from shardload.formats.contract.by_chunks import read_by_chunks
+from shardload.formats.contract.chunk_reader import ChunkReader, box_of
 from shardload.formats.contract.format import ChangedError
 from shardload.formats.hdf5 import links, tiles
 from shardload.formats.hdf5 import opened as opened_module
@@ -83,8 +83,6 @@ def check(path: str, is_tiled: bool = True, has_reader: bool | None = None) -> H
             out = np.full(region.shape, 99, source.dtype)
             read_by_chunks(reader, chunks, region, out)
             np.testing.assert_array_equal(out, expected[region.slices()], err_msg=str(region))
-            if read_chunks(reader, chunks, region, out):
-                np.testing.assert_array_equal(out, expected[region.slices()], err_msg=str(region))
     np.testing.assert_array_equal(source.plain(Region.whole(expected.shape)), expected)
     source.close()
     with pytest.raises((OSError, ValueError, RuntimeError)):
@@ -176,7 +174,8 @@ def test_missing_chunks_of_a_part_are_told(tmp_path: Path) -> None:
     source = open_source(path, "/x")
     assert sorted(source.missing(Region((2, 0), (8, 6)))) == [(2, 0), (3, 0), (3, 1)]
     reader = source.chunk_reader()
-    assert reader is not None and reader.fetch((2, 0)) is None and reader.fetch((2, 1)) is not None
+    assert reader is not None
+    assert [stored is None for stored in reader.fetch((range(2, 3), range(2))).data] == [True, False]
     source.close()
 
 
@@ -197,25 +196,14 @@ def test_a_virtual_dataset_of_virtual_datasets(tmp_path: Path) -> None:
     check(whole(tmp_path, (6, 6, 5), placed))
 
 
-def test_many_small_chunks_are_read_in_batches(tmp_path: Path) -> None:
-    path = rows(tmp_path, (4, 4), chunks=(2, 2, 5), compression="gzip")
-    source = open_source(path, "/x")
-    reader = source.chunk_reader()
-    assert isinstance(reader, BatchReader)
-    with h5py.File(path) as file:
-        expected = file["x"][...]
-    for low, high, is_read in ((0, 4, True), (4, 8, True), (2, 8, False)):
-        out = np.zeros((high - low, 6, 5), "f4")
-        assert read_chunks(reader, (2, 2, 5), Region((low, 0, 0), (high, 6, 5)), out) == is_read
-        if is_read:
-            np.testing.assert_array_equal(out, expected[low:high])
+def test_plain_chunks_of_one_part_are_read_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardload.formats.stored_chunks._LEAST_NBYTES", 1)
+    source = open_source(rows(tmp_path, (4, 4), chunks=(1, 6, 5)), "/x")
+    reader, out = source.chunk_reader(), np.zeros((4, 6, 5), "f4")
+    assert reader is not None and reader.read_plain((range(4, 8), range(1), range(1)), out)
+    np.testing.assert_array_equal(out, numbered((8, 6, 5))[4:])
+    assert not reader.read_plain((range(3, 7), range(1), range(1)), out)
     source.close()
-    plain = open_source(rows(tmp_path, (4, 4), chunks=(1, 6, 5)), "/x")
-    out = np.zeros((4, 6, 5), "f4")
-    assert read_plain_chunks(plain.chunk_reader(), (1, 6, 5), Region((4, 0, 0), (8, 6, 5)), out)
-    np.testing.assert_array_equal(out, expected[4:])
-    assert not read_plain_chunks(plain.chunk_reader(), (1, 6, 5), Region((3, 0, 0), (7, 6, 5)), out)
-    plain.close()
 
 
 def test_a_damaged_chunk_of_a_part_is_an_error(tmp_path: Path) -> None:
@@ -233,7 +221,7 @@ def test_a_damaged_chunk_of_a_part_is_an_error(tmp_path: Path) -> None:
     reader: ChunkReader | None = source.chunk_reader()
     assert reader is not None
     with pytest.raises(ValueError):
-        reader.decode(reader.fetch((3, 0, 0)), out)
+        reader.decode(reader.fetch(box_of((3, 0, 0))), out)
     source.close()
 
 

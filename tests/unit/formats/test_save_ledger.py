@@ -1,10 +1,11 @@
-"""Is metadata that is put into the file early read back as it was, and does it never touch a chunk?"""
+"""Is metadata that the library writes read back as it was, does it never touch a chunk, and does the head come last?"""
 
 from __future__ import annotations
 
 import errno
 import os
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,9 @@ import pytest
 
 from shardload.errors import SourceError
 from shardload.formats.hdf5 import ledger as ledger_module
-from shardload.formats.hdf5 import ledger_file
-from shardload.formats.hdf5 import sink as sink_module
 from shardload.formats.hdf5.ledger import HEAD_NBYTES, Ledger
 from shardload.formats.saving import make_sink
 from shardload.formats.sink import ArraySpec, Compression, Sink
-from shardload.formats.target import Target
 from tests.jobs.launch import ROOT
 from tests.tiers import quick_ones
 from tests.unit.copies import run_copy
@@ -31,111 +29,122 @@ CHUNK = 0xCC  # the bytes of chunks, which other ranks write
 NBYTES = 40_000
 
 
-class Memory:
-    """A file in memory, and how often it was used."""
+class Library:
+    """In place of a dataset of HDF5: writes what it is given to a ledger, at an offset, some times."""
 
-    def __init__(self) -> None:
-        self.data, self.n_puts, self.n_gets = bytearray(NBYTES), 0, 0
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger, self.n_times, self.is_copied = ledger, 1, False
 
-    def put(self, data: bytes, offset: int) -> None:
-        self.n_puts += 1
-        self.data[offset : offset + len(data)] = data
-
-    def get(self, nbytes: int, offset: int) -> bytes:
-        self.n_gets += 1
-        return bytes(self.data[offset : offset + nbytes])
+    def write_direct_chunk(self, start: tuple[int], blank: Any, mask: int) -> None:
+        for _ in range(self.n_times):
+            self.ledger.seek(start[0])
+            self.ledger.write(bytes(blank) if self.is_copied else blank)
 
 
-@pytest.mark.parametrize("seed", quick_ones(range(20), *range(5)))
-def test_it_is_read_back_and_never_touches_a_chunk(seed: int) -> None:
-    """Against one buffer that remembers who wrote each byte. Wrong if what is newer in memory were read from the file, if a
-    page were put as a whole, if freed metadata were put over a chunk, or if the last write before a put were cut.
+@pytest.fixture
+def real(tmp_path: Path) -> Iterator[int]:
+    """An empty file."""
+    descriptor = os.open(tmp_path / "real", os.O_CREAT | os.O_RDWR)
+    yield descriptor
+    os.close(descriptor)
+
+
+def write(ledger: Ledger, at: int, data: bytes) -> None:
+    ledger.seek(at)
+    ledger.write(data)
+
+
+@pytest.mark.parametrize("old_nbytes", [0, 5000, 20_000])
+@pytest.mark.parametrize("seed", quick_ones(range(10), *range(3)))
+def test_it_is_read_back_and_never_touches_a_chunk(real: int, seed: int, old_nbytes: int) -> None:
+    """Against one buffer that remembers who wrote each byte. Wrong if a page were put as a whole, if what is kept were read
+    from the file, or an old byte or the head changed in it.
     """
-    chance, store = random.Random(seed), Memory()
-    ledger = Ledger(store, most_nbytes=3 * 1024)
+    chance = random.Random(seed)
+    old = chance.randbytes(old_nbytes)
+    os.pwrite(real, old, 0)
+    ledger = Ledger(real, old_nbytes)
+    library: Any = Library(ledger)
     data, owner = bytearray(NBYTES), np.zeros(NBYTES, dtype=int)  # 0 nobody, 1 metadata, 2 a chunk
+    data[:old_nbytes], owner[:old_nbytes] = old, 1
     for step in range(400):
         at, n = chance.randrange(NBYTES - 3000), chance.choice((1, 7, 200, 1024, 3000))
         what = chance.random()
+        if step == 100 and old_nbytes:  # until now nothing was put
+            assert os.fstat(real).st_size == old_nbytes
+            ledger.put_from(old_nbytes)
         if what < 0.55:  # HDF5 writes metadata where it was, or where nothing is
             if np.any(owner[at : at + n] == 2):
                 continue
-            found = bytes([step % 251 + 1]) * n
-            ledger.seek(at)
-            ledger.write(found)
-            data[at : at + n], owner[at : at + n] = found, 1
-        elif what < 0.7 and at > 1024:  # it gives what was metadata to a chunk, or a place of its own
-            if np.any(owner[at : at + n] == 2):
+            write(ledger, at, bytes([step % 251 + 1]) * n)
+            data[at : at + n], owner[at : at + n] = bytes([step % 251 + 1]) * n, 1
+        elif what < 0.7:  # it gives what was metadata to a chunk, or a place of its own
+            if np.any(owner[at : at + n] == 2) or at < max(1024, old_nbytes) or step < 100:
                 continue
-            assert ledger.place(lambda blank, at=at: (ledger.seek(at), ledger.write(blank)), n) == at  # type: ignore[misc]
-            store.data[at : at + n] = bytes([CHUNK]) * n
+            assert ledger.place(library, (at,), n, 0) == at
+            os.pwrite(real, bytes([CHUNK]) * n, at)
             owner[at : at + n] = 2
         else:
-            room = bytearray(n)
             ledger.seek(at)
-            assert ledger.readinto(room) == n
-            mine = owner[at : at + n] == 1
-            assert np.array_equal(np.frombuffer(room, "u1")[mine], np.frombuffer(data[at : at + n], "u1")[mine])
-            assert not np.any(np.frombuffer(room, "u1")[~mine])  # nothing of a chunk
-        assert ledger.kept_nbytes <= 5 * 1024 and not any(store.data[:HEAD_NBYTES])
-    assert store.n_puts > 20 and store.n_gets > 20
-    end = ledger.nbytes
-    stops = np.flatnonzero(np.diff(np.concatenate([[0], owner == 2, [0]]))).reshape(-1, 2)
-    assert ledger.overlap(stops[:, 0], stops[:, 1] - stops[:, 0]) is None
-    ledger.write_to(store.put, lambda n: None, lambda: None)
-    found, expected = np.frombuffer(store.data, "u1"), np.frombuffer(data, "u1")
-    assert np.array_equal(found[:end][owner[:end] == 1], expected[:end][owner[:end] == 1])
-    assert np.all(found[owner == 2] == CHUNK)
-    assert not np.any(found[owner == 0])
+            found, mine = np.frombuffer(ledger.read(n), "u1"), owner[at : at + n] == 1
+            assert np.array_equal(found[mine], np.frombuffer(data[at : at + n], "u1")[mine])
+    kept = max(old_nbytes, HEAD_NBYTES)
+    assert os.pread(real, kept, 0).ljust(kept, b"\0")[:old_nbytes] == old and ledger.is_as_before()
+    assert old or not any(os.pread(real, kept, 0))
+    changes = ledger.changes()
+    assert changes[0][0] == 0 and len(changes[0][1]) == HEAD_NBYTES
+    assert all(offset >= HEAD_NBYTES and offset + len(part) <= kept for offset, part in changes[1:])
+    for offset, part in changes:
+        os.pwrite(real, part, offset)
+    found = np.frombuffer(os.pread(real, ledger.nbytes, 0).ljust(ledger.nbytes, b"\0"), "u1")
+    is_mine = owner[: len(found)] == 1
+    assert np.array_equal(found[is_mine], np.frombuffer(data[: len(found)], "u1")[is_mine])
+    assert np.all(found[owner[: len(found)] == 2] == CHUNK)
 
 
-def test_overlaps_with_what_was_put_early() -> None:
-    ledger = Ledger(Memory(), most_nbytes=1024)
-    for at in (2000, 9000, 20_000):
-        ledger.seek(at)
-        ledger.write(bytes(100))
-    assert [at for at, _ in ledger.metadata()] == []  # all was put
-    places = np.array([2100, 8000, 30_000])
-    assert ledger.overlap(places, np.array([6000, 1000, 10])) == (2100, 8000)
-    assert ledger.overlap(places, np.array([5900, 1001, 10])) == (8000, 9000)
-    assert ledger.overlap(places - 1, np.array([5900, 1001, 10])) == (2000, 2099)
-    assert ledger.overlap(places, np.array([5900, 1000, 10])) is None
+def test_old_bytes_that_somebody_else_changes(real: int) -> None:
+    os.pwrite(real, bytes(5000), 0)
+    ledger = Ledger(real, 5000)
+    write(ledger, 3000, b"new")
+    os.pwrite(real, b"x", 1000)  # in a page that does not change
+    assert ledger.is_as_before()
+    os.pwrite(real, b"x", 2900)
+    assert not ledger.is_as_before()
+
+
+def test_a_library_that_copies_a_chunk_first_is_noticed(real: int) -> None:
+    ledger = Ledger(real)
+    library: Any = Library(ledger)
+    library.n_times = 2
+    with pytest.raises(RuntimeError, match="a chunk of 30 bytes 2 times"):
+        ledger.place(library, (600,), 30, 0)
+    library.is_copied = True
+    with pytest.raises(RuntimeError, match="a chunk of 30 bytes 0 times"):
+        ledger.place(library, (600,), 30, 0)
 
 
 N_CHUNKS = 2500
 
 
 def many(folder: Path, alignment: int = 1) -> tuple[Sink, Any]:
-    """A sink of many chunks, of which the index takes a hundred times as much as the ledger keeps."""
+    """A sink of many chunks, of which HDF5 holds few back."""
     values = ramp((N_CHUNKS, 3), "<i4")
     spec = ArraySpec(values.shape, values.dtype, (1, 3), compression=Compression.of("gzip"))
     plain = ArraySpec(values.shape, values.dtype, (1, 3))
     return make_sink(str(folder / "x.h5"), {"x": spec, "y": plain}, alignment=alignment), values
 
 
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ledger and HDF5 keep little, and the file is renewed often."""
-    monkeypatch.setattr(ledger_file, "_CACHE_NBYTES", 8192)
-    monkeypatch.setattr(ledger_file, "_RENEWED_AFTER", 500)
-    monkeypatch.setattr(sink_module, "MOST_NBYTES", 4096)
-
-
-@pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("alignment", quick_ones([1, 512], 512))
-def test_a_file_whose_index_was_put_early(tmp_path: Path, alignment: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks in an order of chance, and other ranks put theirs between: wrong if a node of the index came over a chunk."""
+def test_a_file_whose_index_is_put_and_read_back(tmp_path: Path, alignment: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks in an order of chance, and others put theirs between: wrong if a node of the index came over a chunk."""
+    monkeypatch.setattr(ledger_module, "_CACHE_NBYTES", 8192)
+    monkeypatch.setattr(ledger_module, "_RENEWED_AFTER", 500)
     sink, values = many(tmp_path, alignment)
-    kept = []
-    put_pages = Ledger._put_pages
-    monkeypatch.setattr(Ledger, "_put_pages", lambda self, store: (put_pages(self, store), kept.append(self.kept_nbytes)))
     with sink.create() as catalog:
-        early = len(kept)
-        assert early > 20  # of the chunks without a filter, which get their places at once
         write_all(sink, catalog, {"/x": values, "/y": values}, round_size=200)
         with open(catalog.ticket.temporary, "rb") as file:
             assert file.read(20) == b"shardload unfinished"
-        assert len(kept) > early + 20 and max(kept) <= 1024
+        assert len(catalog._library.ledger._pages) == 1  # type: ignore[attr-defined]
         catalog.finish()
         catalog.commit()
     with h5py.File(tmp_path / "x.h5") as file:
@@ -146,10 +155,8 @@ def test_a_file_whose_index_was_put_early(tmp_path: Path, alignment: int, monkey
 
 
 def fail_in(folder: str, call: str, when: int, code: int) -> None:
-    """What `test_metadata_that_cannot_be_put_early` runs in a process of its own: HDF5 that is left in disorder ends it with a
-    signal.
-    """
-    ledger_file._CACHE_NBYTES, sink_module.MOST_NBYTES = 8192, 4096
+    """What `test_metadata_that_cannot_be_put` runs in a process of its own: HDF5 in disorder ends it with a signal."""
+    ledger_module._CACHE_NBYTES = 8192
     sink, _ = many(Path(folder))
     was, calls = getattr(os, call), []
 
@@ -185,7 +192,7 @@ def fail_in(folder: str, call: str, when: int, code: int) -> None:
         ("pread", 100, errno.EIO),
     ),
 )
-def test_metadata_that_cannot_be_put_early(tmp_path: Path, call: str, when: int, code: int) -> None:
+def test_metadata_that_cannot_be_put(tmp_path: Path, call: str, when: int, code: int) -> None:
     """In `create` and in `allocate`. The error names the file and says why, nothing is left, and the process ends as it should:
     after an error in a write of HDF5's own it would crash.
     """
@@ -199,8 +206,7 @@ def test_metadata_that_cannot_be_put_early(tmp_path: Path, call: str, when: int,
 @pytest.mark.parametrize("where", ["allocate", "finish"])
 def test_an_error_is_told_by_the_call_in_which_it_happened(tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if HDF5 never reads what could not be put, and the next write succeeds: what the system lost before is not known."""
-    monkeypatch.setattr(sink_module, "MOST_NBYTES", 4096)
-    monkeypatch.setattr(ledger_file, "_CACHE_NBYTES", 8192 if where == "allocate" else 1 << 20)
+    monkeypatch.setattr(ledger_module, "_CACHE_NBYTES", 8192 if where == "allocate" else 1 << 20)
     sink = make_sink(str(tmp_path / "x.h5"), {"x": ArraySpec((900,), np.dtype("u1"), (1,), compression=Compression.of("gzip"))})
     with sink.create() as catalog:
         pwrite, failed = os.pwrite, []
@@ -211,52 +217,12 @@ def test_an_error_is_told_by_the_call_in_which_it_happened(tmp_path: Path, where
             failed.append(1)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        monkeypatch.setattr(os, "pwrite", fails_once)
         if where == "finish":
             catalog.allocate("/x", range(900), [50] * 900)
-            assert not failed
+        monkeypatch.setattr(os, "pwrite", fails_once)
         with pytest.raises(SourceError, match="no space is left"):
             if where == "finish":
                 catalog.finish()
             else:
                 catalog.allocate("/x", range(900), [50] * 900)
     assert not os.listdir(tmp_path)
-
-
-def test_what_a_store_can_not_read_is_zeros_and_an_error_to_be_looked_for() -> None:
-    store = Memory()
-    ledger = Ledger(store, most_nbytes=1024)
-    ledger.seek(5000)
-    ledger.write(b"x" * 2000)
-
-    def fails(*_: Any) -> bytes:
-        raise OSError(errno.EIO, "")
-
-    store.get = fails  # type: ignore[method-assign]
-    ledger.seek(5000)
-    assert ledger.read(4) == bytes(4) and ledger.failed is not None and ledger.failed.errno == errno.EIO
-
-
-def test_the_temporary_is_read_as_long_as_it_was_written(tmp_path: Path) -> None:
-    target = Target(str(tmp_path / "x.h5"), "w-")
-    store = ledger_file.FileStore(os.open(target.create(), os.O_RDWR))
-    store.put(b"abc", 10)
-    assert store.get(3, 10) == b"abc"
-    with pytest.raises(OSError, match="shorter than what was written"):
-        store.get(4, 10)
-    os.close(store.descriptor)
-
-
-@pytest.mark.thorough  # test_a_file_whose_index_was_put_early sees the same with smaller limits
-def test_little_is_kept_of_many_chunks(tmp_path: Path) -> None:
-    """With the usual limits. In one piece the index of a million chunks would be 122 MiB."""
-    n = 100_000
-    sink = make_sink(str(tmp_path / "x.h5"), {"x": ArraySpec((n,), np.dtype("u1"), (1,), compression=Compression.of("gzip"))})
-    with sink.create() as catalog:
-        for at in range(0, n, 4096):
-            numbers = np.arange(at, min(n, at + 4096))
-            catalog.allocate("/x", numbers, np.full(len(numbers), 50))
-        assert catalog.kept_nbytes <= ledger_module.MOST_NBYTES + 1024
-        put = np.diff(np.stack([catalog._ledger._put_early.starts, catalog._ledger._put_early.stops]), axis=0).sum()
-        assert put > 2 << 20
-        catalog.finish(allow_missing=True)

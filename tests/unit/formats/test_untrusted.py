@@ -187,7 +187,7 @@ def test_external_storage(places: tuple[Path, Path]) -> None:
 # --- HDF5: cut while it is open, and bombs
 
 
-@pytest.mark.parametrize("filters", [{}, {"compression": "gzip"}, {"compression": "lzf"}, {"scaleoffset": 3}])
+@pytest.mark.parametrize("filters", [{}, {"compression": "gzip"}, {"compression": "lzf"}])
 def test_a_file_cut_after_it_was_opened(tmp_path: Path, filters: dict[str, Any]) -> None:
     """HDF5 compares a file with its header when it opens it, and delivers zeros for what is cut off later."""
     rng = np.random.default_rng(1)
@@ -203,7 +203,7 @@ def test_a_file_cut_after_it_was_opened(tmp_path: Path, filters: dict[str, Any])
         with pytest.raises(OSError, match=r"cut to|file ends"):
             for i in range(8):
                 for j in range(2):
-                    chunks.fetch((i, j))
+                    chunks.fetch((range(i, i + 1), range(j, j + 1)))
     source.close()
 
 
@@ -225,8 +225,8 @@ def test_a_gzip_bomb_in_hdf5(tmp_path: Path) -> None:
             made[...] = flat((4, 256), "i4")
             made.id.write_direct_chunk((2, 0), bomb)
     for name in ("/known", "/unknown"):
-        source = open_source(tmp_path / "a.h5", name)
-        with pytest.raises(ValueError, match="declares a stored chunk of"):
+        source = open_source(tmp_path / "a.h5", name, Access(allow_filters={"scaleoffset"}))
+        with pytest.raises(ValueError, match=r"a stored chunk of|declared to be stored in"):
             read_all(source)
         source.close()
 
@@ -262,8 +262,8 @@ def test_a_chunk_that_is_too_short_in_hdf5(tmp_path: Path) -> None:
             made[...] = flat((4, 256), "i4")
             made.id.write_direct_chunk((2, 0), bytes(1000), filter_mask=len(more))
     for name in ("/plain", "/masked"):
-        source = open_source(tmp_path / "a.h5", name)
-        with pytest.raises(ValueError, match=r"declares (4 chunks of 1024 bytes|a stored chunk of 1000 bytes)"):
+        source = open_source(tmp_path / "a.h5", name, Access(allow_filters={"scaleoffset"}))
+        with pytest.raises(ValueError, match="a stored chunk of 1000 bytes; expected 1024"):
             read_all(source)
         source.close()
 

@@ -286,14 +286,15 @@ FAKE = """
 import json, mmap, os, socket, struct, sys, time
 channel, values = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
 def receive():
-    head = channel.recv(4, socket.MSG_WAITALL)
-    return json.loads(channel.recv(struct.unpack("<I", head)[0], socket.MSG_WAITALL)) if head else None
+    packet = channel.recv(1 << 17)
+    return json.loads(packet) if packet else None
 def raw(data, nbytes=None):
-    channel.sendall(struct.pack("<I", len(data) if nbytes is None else nbytes) + data)
+    mmap.mmap(values, 0)[: len(data)] = data
+    channel.send((len(data) if nbytes is None else nbytes).to_bytes(8, "little"))
 def say(**what):
     raw(json.dumps(what).encode())
-def put(*numbers, at=0, kind="q"):
-    struct.pack_into(f"<{len(numbers)}{kind}", mmap.mmap(values, 0), at, *numbers)
+def put(*numbers, kind="q"):
+    struct.pack_into(f"<{len(numbers)}{kind}", mmap.mmap(values, 0), 1 << 20, *numbers)
 receive(), say()
 """
 
@@ -316,25 +317,26 @@ def opened(limits: Limits) -> UntrustedSource:
 
 
 OPEN = f"say(info={json.loads(INFO.to_json())!r}, state=[1, 2])"
-AT = -(-4 * DATA.size // 8) * 8
 
 
 @pytest.mark.usefixtures("quick_helpers")
 @pytest.mark.parametrize(
     "lie",
     [
-        *(f"say(n_missing={n})" for n in ("7", "-1", "True", "1.0", "None", "'1'", "[]", "2**70")),
+        *(f"say(missing={n})" for n in ("7", "True", "None", "'1'", "[1]", "[[1]]", "[[1, 1, 1]]", "[['1', 1]]", "[[1.0, 1]]")),
         "say()",
-        f"put(6, at={AT}); say(n_missing=1)",
-        f"put(-1, at={AT}); say(n_missing=1)",
-        f"put(2, 2, at={AT}); say(n_missing=2)",
-        f"put(2, 1, at={AT}); say(n_missing=2)",
+        "say(missing=[[2, 0]])",
+        "say(missing=[[0, -1]])",
+        "say(missing=[[0, True]])",
+        "say(missing=[[0, 2], [0, 2]])",
+        "say(missing=[[1, 0], [0, 2]])",
         "raw(b'[]')",
         "raw(b'{')",
         "raw(bytes([255]))",
         "raw(b'[' * 500_000)",
         "raw(b'', 2**32 - 1)",
-        "raw(b'{', 9); os._exit(0)",
+        "raw(b'{}', 2**63)",
+        "channel.send(bytes(3))",
         "os._exit(3)",
         "say(error=[], text='')",
         "say(error='OSError')",
@@ -361,12 +363,10 @@ def test_a_state_that_cannot_be_right(state: str, fake: Callable[..., None]) -> 
 @pytest.mark.usefixtures("quick_helpers")
 def test_another_array_than_the_one_that_was_named(fake: Callable[..., None]) -> None:
     fake(OPEN)
-    with pytest.raises(
-        SourceError, match=r"'/y' in 'f.h5' could not be opened in a helper process: .*cannot be right: the array '/x'"
-    ):
+    with pytest.raises(SourceError, match=r"'/y' in 'f.h5' cannot be opened: .*cannot be right: the array '/x'"):
         open_source("f.h5", "y", access=Access(untrusted=ONE))
     fake("say(info=None, state=None)")
-    with pytest.raises(SourceError, match=r"could not be opened in a helper process: .*cannot be right: no description"):
+    with pytest.raises(SourceError, match=r"cannot be opened: .*cannot be right: no description"):
         find_array("f.h5", "x", access=Access(untrusted=ONE))
 
 
@@ -380,9 +380,9 @@ def test_another_array_than_the_one_that_was_named(fake: Callable[..., None]) ->
         *({"chunks": value} for value in ([4], [4, 0], [4, 4, 4], [4, "4"], [2**62, 4], "44")),
         *({"shards": value} for value in ([8], [0, 8])),
         *({"dtype": value} for value in (None, "object", "O", "V8", "S4", ">i4", "datetime64", "i4,i4", "no", "f" * 99, "int")),
-        *({"dataset": value} for value in (None, 1, "/" + "x" * 99999)),
+        *({"dataset": value} for value in (None, 1, ["/x"])),
         *({"nbytes_stored": value} for value in (-1, 1.5, "1", 2**70)),
-        *({"attributes": value} for value in (None, [], {"a": {"b": 1}}, {"a": [[{}]]})),
+        *({"attributes": value} for value in (None, [], "a")),
         *({name: 1} for name in ("format", "codec", "refused")),
     ],
     ids=str,
@@ -406,7 +406,7 @@ def test_what_is_printed_cannot_move_a_terminal_and_a_path_is_not_the_helpers_to
 def test_shared_memory_stays_as_long_as_it_is(fake: Callable[..., None]) -> None:
     """Wrong if a helper could make it shorter: who looks at what is gone is ended by SIGBUS."""
     shorten = "try:\n    os.ftruncate(values, 0)\nexcept PermissionError:\n    pass\nelse:\n    os._exit(9)\n"
-    fake(OPEN, f"{shorten}put(*range(70), kind='i'); say(n_missing=0)")
+    fake(OPEN, f"{shorten}put(*range(70), kind='i'); say(missing=[])")
     source = opened(ONE)
     np.testing.assert_array_equal(read_all(source), DATA)
     source.close()
@@ -418,7 +418,7 @@ def test_truth_that_is_neither(fake: Callable[..., None]) -> None:
     info = json.loads(dataclasses.replace(INFO, shape=(3, 1), chunks=(3, 1), dtype="bool").to_json())
     put = "put(0, 2, 255, kind='B'); "
     given = f"say(info={info!r}, state=[1, 2])"
-    fake(given, f"{put}say(n_missing=0)", f"{put}say()")
+    fake(given, f"{put}say(missing=[])", f"{put}say(missing=[])")
     source = opened(ONE)
     expected = [0, 1, 1]
     assert read_all(source).view("u1").ravel().tolist() == expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -15,12 +16,11 @@ from jax.sharding import PartitionSpec as P
 from shardload.formats.contract.array import ArrayInfo
 from shardload.jobs.loading.describe import as_html, describe_plan, describe_plan_in_a_line
 from shardload.planning.cost import Cost
-from shardload.planning.machine import WORKSTATION, Machine
 
 INFO = ArrayInfo("run.h5", "/rho", "HDF5", (512, 512, 512), "float64", (1, 512, 512), "gzip+shuffle")
-ROOT = Cost("root", 1, 512, 1 << 30, 1.0, 1536, 3 << 28, True, 1 << 30, 300 << 20, 12.0)
-PARALLEL = Cost("parallel", 4, 512, 1 << 30, 1.0, 1234567, 3 << 28, False, 1 << 28, 300 << 20, 3.21, 0.333)
-DIRECT = Cost("direct", 4, 2048, 4 << 30, 4.0, 0, 0, True, 1 << 30, 256 << 20, 0.000123)
+ROOT = Cost(1, 512, 1 << 30, 1.0, 1 << 30, 1536, 3 << 28, 300 << 20)
+PARALLEL = Cost(4, 512, 1 << 30, 1.0, 1 << 28, 1234567, 3 << 28, 300 << 20)
+DIRECT = Cost(4, 2048, 4 << 30, 4.0, 1 << 30, 0, 0, 256 << 20)
 
 
 @dataclass
@@ -44,8 +44,11 @@ class Fake:
     staging_is_raised: bool = False
     halo_text: str = ""
     decoded_dtype: Any = None
-    machine: Machine = WORKSTATION
-    ranks_per_node: int | None = 4
+    n_nodes: int = 1
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape_global) * self.dtype.itemsize
 
     @property
     def shape_padded(self) -> tuple[int, ...]:
@@ -53,14 +56,6 @@ class Fake:
 
 
 WHY = "each rank by itself would decode 4x the array in all; once in the job, and 768.0 KiB sent between ranks, is faster"
-
-
-def test_minutes_are_written_out() -> None:
-    """Wrong if they were 1.1e+02."""
-    lines = describe_plan(
-        Fake(costs={"root": replace(ROOT, seconds=112.4), "parallel": PARALLEL, "direct": DIRECT})
-    ).splitlines()
-    assert next(line for line in lines if "est. seconds" in line).split()[2] == "112"
 
 
 def test_the_whole_text() -> None:
@@ -74,16 +69,14 @@ def test_the_whole_text() -> None:
         "  ranks     4, 4 of them read; staging cap 256.0 MiB per rank",
         "  taken     parallel: because",
         "",
-        "                       root   -> parallel        direct",
-        "  readers                 1             4             4",
-        "  decoded        512 chunks    512 chunks  2,048 chunks",
-        "  amplification       1.00x         1.00x         4.00x",
-        "  per reader        1.0 GiB     256.0 MiB       1.0 GiB",
-        "  messages            1,536  <= 1,234,567             0",
-        "  between ranks   768.0 MiB  <= 768.0 MiB           0 B",
-        "  in node              100%          ~33%             -",
-        "  peak host       300.0 MiB     300.0 MiB     256.0 MiB",
-        "  est. seconds           12           3.2       0.00012",
+        "                         root   -> parallel        direct",
+        "  readers                   1             4             4",
+        "  decoded          512 chunks    512 chunks  2,048 chunks",
+        "  amplification         1.00x         1.00x         4.00x",
+        "  per reader          1.0 GiB     256.0 MiB       1.0 GiB",
+        "  messages           <= 1,536  <= 1,234,567             0",
+        "  between ranks  <= 768.0 MiB  <= 768.0 MiB           0 B",
+        "  peak host         300.0 MiB     300.0 MiB     256.0 MiB",
     ]
 
 
@@ -104,9 +97,9 @@ def test_it_fits_and_nothing_is_cut(width: int) -> None:
     if width > 60:
         assert len(lines) < 25, "what fits stands beside each other"
     text = "\n".join(lines)
-    for whole in ("(512, 512, 512)", "(1, 512, 512)", "P(None, 'x', 'y')", "gzip+shuffle", "768.0 KiB", "256.0 MiB", "0.00012"):
+    for whole in ("(512, 512, 512)", "(1, 512, 512)", "P(None, 'x', 'y')", "gzip+shuffle", "768.0 KiB", "256.0 MiB"):
         assert whole in text
-    for number in ("1,536", "<= 1,234,567", "2,048 chunks", "~33%", "4.00x", "3.2"):
+    for number in ("1,536", "<= 1,234,567", "2,048 chunks", "4.00x"):
         assert text.count(number) == 1, number
     said = " ".join(text.split())
     assert WHY in said and "4 of them read" in said
@@ -145,12 +138,9 @@ def test_select_pad_cast_and_replicas_are_told() -> None:
 
 
 def test_without_chunks_bytes_are_counted() -> None:
-    costs = {"root": ROOT, "parallel": PARALLEL, "direct": replace(DIRECT, runs=4096)}
-    text = describe_plan(Fake(info=replace(INFO, chunks=None, codec="none"), costs=costs))
+    text = describe_plan(Fake(info=replace(INFO, chunks=None, codec="none")))
     rows = {line[2:16].strip(): line[16:].split() for line in text.splitlines()[-10:]}
     assert rows["decoded"] == ["1.0", "GiB", "1.0", "GiB", "4.0", "GiB"]
-    assert rows["in runs"] == ["-", "-", "4,096"]
-    assert "in runs" not in describe_plan(Fake())
     assert "no chunks (any part can be read)" in text
 
 

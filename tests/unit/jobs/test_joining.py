@@ -23,8 +23,7 @@ from shardload.formats.lookup import open_source
 from shardload.jobs.copying.request import CopyRequest, describe, find
 from shardload.planning.region import Region
 from shardload.values.dates import recounted
-from tests.unit.cli import test_main
-from tests.unit.cli.test_copy import Run, run, unwrapped
+from tests.unit.cli.test_main import run, unwrapped
 
 __all__ = ["run"]  # a fixture
 
@@ -565,21 +564,21 @@ def test_a_part_that_is_gone_is_an_error(snapshot: list[str], tmp_path: Path) ->
         open_source(whole, "/dm/id")
 
 
-def test_the_command(run: Run, snapshot: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command(snapshot: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = str(tmp_path / "whole.h5")
     code, printed, said = run("join", *snapshot, whole, "--axis", "0", "--dataset", "dm/*")
     assert code == 0, said
     assert f"{whole}: 3 files along axis 0, 2 arrays" in unwrapped(printed) and "(16, 3)" in printed
     assert "'NumPart_ThisFile'" in unwrapped(said)
     assert max(map(len, printed.splitlines())) <= 80 or len(str(tmp_path)) > 40
-    assert "in 3 parts" in unwrapped(test_main.run("info", whole)[1])
+    assert "in 3 parts" in unwrapped(run("info", whole)[1])
     code, _, said = run("join", *snapshot, whole)
-    assert code == 1 and "Type --mode w to replace it" in unwrapped(said)
+    assert code == 1 and "Pass --mode w to replace it" in unwrapped(said)
     code, printed, said = run("join", *snapshot, whole, "--mode", "w", "--json")
     assert code == 0 and json.loads(printed)["rows"][0]["shape"] == [16]
     years = climate(tmp_path, (2001, 2002))
     code, _, said = run("join", *years, str(tmp_path / "y.nc"), "--axis", "0")
-    assert code == 1 and "Type --axis with one of 'lat'" in unwrapped(said)
+    assert code == 1 and "one of 'lat'" in unwrapped(said)
     code, _, said = run("join", whole)
     assert code == 2 and "then the new file" in unwrapped(said)
     monkeypatch.setenv("PMI_RANK", "1")

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from shardload.errors import ConfigError, PeerError, SourceError
-from shardload.jobs.trees import ArrayTree, Place, in_array, is_one_spec, where_text
+from shardload.jobs.trees import ArrayTree, Place, in_array, is_one_spec, is_tree_of_selections, where_text
 from shardload.options import OPTIONS, OWN
 from shardload.planning.selection import near
 
@@ -152,8 +152,8 @@ def test_names_with_slashes_and_defaults() -> None:
 def test_a_value_that_may_be_a_dict() -> None:
     """A selection by names of dimensions: a dict is a tree only where the arrays are in a dict with the same keys."""
     tree, by_name = ArrayTree.join("a.h5", {"u": "x", "v": "y"}), {"time": -1}
-    assert tree.spread("select", by_name, may_be_dict=True) == [by_name, by_name]
-    assert tree.spread("select", {"u": by_name, "v": 0}, may_be_dict=True) == [by_name, 0]
+    assert tree.spread("select", by_name, is_tree=is_tree_of_selections) == [by_name, by_name]
+    assert tree.spread("select", {"u": by_name, "v": 0}, is_tree=is_tree_of_selections) == [by_name, 0]
     with pytest.raises(ConfigError, match="select has no"):
         tree.spread("select", by_name)
 
@@ -161,7 +161,7 @@ def test_a_value_that_may_be_a_dict() -> None:
 def test_a_selection_by_names_of_axes_or_a_tree_of_selections() -> None:
     """Wrong if a dict that names axes were taken apart further down, or a misspelt tree for names."""
     tree = ArrayTree.join("a.h5", {"g": {"lat": "x", "lon": "y"}, "time": "z"})  # JAX's order: g.lat, g.lon, time
-    spread = lambda select: tree.spread("select", select, OPTIONS["select"].is_one, may_be_dict=True)  # noqa: E731
+    spread = lambda select: tree.spread("select", select, OPTIONS["select"].is_one, is_tree=is_tree_of_selections)  # noqa: E731
     by_name = {"lat": 0, "lon": 1}
     assert spread(by_name) == [by_name] * 3, "the root has other keys, so it names axes, also below ['g']"
     assert spread({"g": by_name, "time": 2}) == [0, 1, 2]
@@ -224,7 +224,7 @@ def test_names_with_slashes_are_nested_dicts() -> None:
     tree = ArrayTree.join("a.h5", {"gas": {"rho": "gas/rho", "vel": "gas/vel"}, "time": "time"})
     assert tree.spread("dtype", {"gas/rho": "f4", "/gas/vel": "f8", "time": None}) == ["f4", "f8", None]
     assert tree.spread("dtype", {"gas": "f4", "time": "f8"}) == ["f4", "f4", "f8"]
-    assert tree.spread("select", {"gas/rho": 1, "gas/vel": 2, "time": 3}, may_be_dict=True) == [1, 2, 3]
+    assert tree.spread("select", {"gas/rho": 1, "gas/vel": 2, "time": 3}, is_tree=is_tree_of_selections) == [1, 2, 3]
     for wrong in ({"gas/rho": 1, "gas/rho/": 2, "time": 3}, {"gas": 1, "gas/vel": 2}, {"gas/vel": 2, "gas": 1}):
         with pytest.raises(ConfigError, match=r"dtype names '.*' twice, or an array and the group"):
             tree.spread("dtype", wrong)

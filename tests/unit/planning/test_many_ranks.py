@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import h5py
-import numpy as np
 import pytest
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
@@ -54,26 +53,9 @@ def test_planning_takes_as_many_steps_for_262_144_ranks_as_for_64(planes: str) -
     assert calls_of(512) < 2 * calls_of(8)
 
 
-def test_a_plan_says_how_many_messages_a_rank_sends_and_gets(planes: str) -> None:
+def test_a_plan_says_how_many_messages_there_are(planes: str) -> None:
     """Every reader has a plane, which every rank needs a part of. Wrong if what makes such a load slow were not said."""
     plan = planned(planes, 512)
     cost, text = plan.costs["parallel"], " ".join(str(plan).split())
-    assert (cost.n_readers, cost.n_received, cost.message_nbytes) == (512, 512, 4)
-    assert 512 * 512 - PER_NODE <= cost.n_sent <= 512 * 512
-    assert f"a message for each part, of 4 B on average: about {cost.n_sent:,} from each reader, about 512 to each" in text
-    assert "between nodes" not in str(planned(planes, 8))
-
-
-@pytest.mark.parametrize("n", [2, 4])
-def test_what_is_said_is_what_is_sent(planes: str, n: int) -> None:
-    """Against the parts of each rank, counted one by one."""
-    plan = planned(planes, n)
-    sent, received = np.zeros(n * n, dtype=int), np.zeros(n * n, dtype=int)
-    for rank in range(n * n):
-        for block in plan.schedule.owned_blocks(rank):
-            for part in block.parts:
-                is_between = part.rank // PER_NODE != rank // PER_NODE
-                sent[rank] += is_between
-                received[part.rank] += is_between
-    cost = plan.costs["parallel"]
-    assert (cost.n_sent, cost.n_received) == (sent.max(), received.max())
+    assert (cost.n_readers, cost.messages, cost.moved_nbytes) == (256, 512**3, 4 * 512**3)
+    assert "262144 on 65,536 nodes, 256 of them read" in text and "<= 134,217,728" in text

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,17 +17,17 @@ from shardload.planning.region import Region
 from shardload.planning.schedule import (
     MAX_MESSAGE_NBYTES,
     Block,
+    Direct,
     Grid,
+    Owners,
     Part,
-    RankBoxes,
     Schedule,
     Shards,
-    Strategy,
     plan_shards,
 )
 from shardload.planning.selection import select_axes
 from shardload.planning.source_layout import SourceLayout
-from shardload.planning.strategies import Alone, Direct, Parallel, Root, plan_direct
+from shardload.planning.strategies import plan_direct
 from tests.tiers import examples
 from tests.unit.brute_force import Case, cases, cell_numbers, chunks_read, flat_index, grids, held_regions, simulate
 
@@ -102,20 +101,26 @@ COLUMNS = Case((4, 4), ((), (0,)), np.array([0, 0, 1, 1]), 2, (1, 4), (0, 0), 2,
 FIXED = {"uneven": UNEVEN, "replicas": REPLICAS, "padded": PADDED, "direct": DIRECT, "two each": TWO_EACH, "columns": COLUMNS}
 
 
-class OwnerRoundsDown(Parallel):
-    def owner(self, schedule: Schedule, block: int) -> int:
-        return self.owner_rank(block * self.n_owners // schedule.blocks.n_cells, schedule.n_ranks)
+class OwnerRoundsDown(Schedule):
+    owners: Owners
+
+    def owner(self, block: Any) -> Any:
+        return self.owners.rank_of(block * self.owners.n // self.blocks.n_cells, self.n_ranks)
 
 
-class RemainderDropped(Parallel):
-    def blocks_of(self, schedule: Schedule, rank: int) -> range:
-        share = schedule.blocks.n_cells // self.n_owners
-        return range(rank * share, (rank + 1) * share) if rank < self.n_owners else range(0)
+class RemainderDropped(Schedule):
+    owners: Owners
+
+    def blocks_of(self, rank: int) -> range:
+        share = self.blocks.n_cells // self.owners.n
+        return range(rank * share, (rank + 1) * share) if rank < self.owners.n else range(0)
 
 
-class OwnerTakenForRank(Parallel):
-    def owner(self, schedule: Schedule, block: int) -> int:
-        return ((block + 1) * self.n_owners - 1) // schedule.blocks.n_cells
+class OwnerTakenForRank(Schedule):
+    owners: Owners
+
+    def owner(self, block: Any) -> Any:
+        return ((block + 1) * self.owners.n - 1) // self.blocks.n_cells
 
 
 class OneReplicaOnly(Schedule):
@@ -128,7 +133,7 @@ class OneReplicaOnly(Schedule):
 
 
 class ShardsBeforeBlocks(Schedule):
-    def remote_parts(self, rank: int) -> dict[int, list[Part]]:
+    def remote_parts(self, rank: int) -> Mapping[int, Sequence[Part]]:
         return {s: sorted(parts, key=lambda p: p.shard) for s, parts in super().remote_parts(rank).items()}
 
 
@@ -146,21 +151,14 @@ class SwappedPlaces(Schedule):
 
 
 class UnsplitReceives(Schedule):
-    def remote_parts(self, rank: int) -> dict[int, list[Part]]:
+    def remote_parts(self, rank: int) -> Mapping[int, Sequence[Part]]:
         return Schedule.remote_parts(replace(self, max_message_nbytes=1 << 30), rank)
 
 
-class DirectTwice(Direct):
-    def owned_blocks(self, schedule: Schedule, rank: int) -> Iterator[Block]:
-        for block in super().owned_blocks(schedule, rank):
+class DirectTwice(Schedule):
+    def owned_blocks(self, rank: int) -> Iterator[Block]:
+        for block in super().owned_blocks(rank):
             yield from (block, block)
-
-
-def wrong(case: Case, kind: type[Schedule | Strategy]) -> Schedule:
-    if issubclass(kind, Schedule):
-        return case.plan(kind=kind, max_message_nbytes=2 * case.itemsize)
-    strategy = kind(case.n_readers) if issubclass(kind, Parallel) else kind()
-    return case.plan(strategy=strategy, max_message_nbytes=2 * case.itemsize)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +177,7 @@ def wrong(case: Case, kind: type[Schedule | Strategy]) -> Schedule:
     ],
     ids=lambda v: getattr(v, "__name__", ""),
 )
-def test_a_wrong_plan_is_found_out(case: Case, kind: type[Schedule | Strategy]) -> None:
+def test_a_wrong_plan_is_found_out(case: Case, kind: type[Schedule]) -> None:
     def check(plan: Schedule) -> None:
         simulate(case, plan)
         if case.n_readers:
@@ -187,7 +185,7 @@ def test_a_wrong_plan_is_found_out(case: Case, kind: type[Schedule | Strategy]) 
 
     check(case.plan(max_message_nbytes=2 * case.itemsize))
     with pytest.raises(AssertionError):
-        check(wrong(case, kind))
+        check(case.plan(kind=kind, max_message_nbytes=2 * case.itemsize))
 
 
 @pytest.mark.parametrize("wrong", ["transposed", "swapped", "minor first", "a replica elsewhere"])
@@ -206,7 +204,7 @@ def test_a_wrong_rank_table_is_found_out(wrong: str) -> None:
     shards = Shards(right.shards.shape_global, right.shards.cuts, ranks)
     simulate(case, right)
     with pytest.raises(AssertionError, match="the plan says"):
-        simulate(case, Schedule(right.blocks, shards, 4, case.n_ranks, case.strategy))
+        simulate(case, Schedule(right.blocks, shards, 4, case.n_ranks, case.owners))
 
 
 @pytest.mark.parametrize("wrong", ["one cell less", "no phase"])
@@ -229,7 +227,7 @@ def test_a_wrong_grid_is_found_out(wrong: str) -> None:
 @pytest.mark.parametrize("n_blocks", [1, 2, 5, 7, 8, 100])
 def test_readers_are_spread_over_the_ranks(n_readers: int, n_blocks: int) -> None:
     shards = plan_shards((n_blocks,), [()], np.arange(7))
-    plan = Schedule(Grid((n_blocks,), (1,), (0,)), shards, 4, 7, Root(3) if n_readers == 1 else Parallel(n_readers))
+    plan = Schedule(Grid((n_blocks,), (1,), (0,)), shards, 4, 7, Owners(root=3) if n_readers == 1 else Owners(n_readers))
     readers = [rank for rank in range(7) if plan.is_owner(rank)]
     assert len(readers) == min(n_readers, n_blocks)
     if n_readers == 1:
@@ -243,46 +241,32 @@ def test_readers_are_spread_over_the_ranks(n_readers: int, n_blocks: int) -> Non
 def test_one_of_many_ranks_reads_an_array(alone: int) -> None:
     """Wrong if the rank that is alone were only told to read, and the others still expected values of rank 0, or of all."""
     case = Case((7, 6), ((0,), (1,)), SQUARE, 4, (2, 4), (1, 3), 1, block_nbytes=1)
-    plan, other = (case.plan(strategy=strategy) for strategy in (Alone(alone), Root(alone)))
+    plan = case.plan(owners=Owners(root=alone))
     simulate(case, plan)
-    for rank in range(4):
-        assert list(plan.owned_blocks(rank)) == list(other.owned_blocks(rank))
-        remote = [{k: list(parts) for k, parts in one.remote_parts(rank).items()} for one in (plan, other)]
-        assert remote[0] == remote[1] and plan.blocks_of(rank) == other.blocks_of(rank)
     assert [plan.owner(k) for k in range(plan.blocks.n_cells)] == [alone] * plan.blocks.n_cells
     assert [plan.is_owner(rank) for rank in range(4)] == [rank == alone for rank in range(4)]
 
 
-@given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 40), st.integers(1, 100))
-def test_readers_are_spread_over_the_nodes_also_if_the_last_has_fewer_ranks(
-    n_ranks: int, per_node: int, n_readers: int, n_blocks: int
-) -> None:
-    """Wrong if one node had two readers and another none: five ranks, four on a node, two readers."""
-    n_readers = min(n_readers, n_ranks)
-    strategy = Parallel(n_readers, per_node)
-    ranks = [strategy.owner_rank(k, n_ranks) for k in range(n_readers)]
-    assert ranks == sorted(set(ranks)) and ranks[0] >= 0 and ranks[-1] < n_ranks
-    assert [strategy.owner_at(rank, n_ranks) for rank in range(n_ranks)] == [
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 100))
+def test_owners_are_ranks_in_order_and_each_block_has_one(n_ranks: int, n: int, n_blocks: int) -> None:
+    n = min(n, n_ranks)
+    owners = Owners(n)
+    ranks = [owners.rank_of(k, n_ranks) for k in range(n)]
+    assert ranks == sorted(set(ranks)) and ranks[0] == 0 and ranks[-1] < n_ranks
+    assert [owners.owner_at(rank, n_ranks) for rank in range(n_ranks)] == [
         ranks.index(rank) if rank in ranks else None for rank in range(n_ranks)
     ]
-    there = [len(range(k, min(k + per_node, n_ranks))) for k in range(0, n_ranks, per_node)]
-    counts = np.bincount(np.array(ranks) // per_node, minlength=len(there)).tolist()
-    assert all(b - a <= 1 for a, b in itertools.product(counts, counts) if there[counts.index(a)] > a), counts
-    assert max(counts) == strategy.most_on_node(n_ranks, min(per_node, n_ranks))
-    if len(there) > 1 and n_ranks % per_node == 0:
-        assert ranks == [Parallel(n_readers).owner_rank(k, n_ranks) for k in range(n_readers)], "as without nodes"
-    shards = plan_shards((n_blocks,), [()], np.arange(n_ranks))
-    plan = Schedule(Grid((n_blocks,), (1,), (0,)), shards, 4, n_ranks, strategy)
+    plan = Schedule(Grid((n_blocks,), (1,), (0,)), plan_shards((n_blocks,), [()], np.arange(n_ranks)), 4, n_ranks, owners)
     blocks = np.arange(n_blocks)
-    assert plan.owners(blocks).tolist() == [plan.owner(b) for b in range(n_blocks)]
-    assert [b for rank in range(n_ranks) for b in plan.strategy.blocks_of(plan, rank)] == blocks.tolist()
+    assert plan.owner(blocks).tolist() == [plan.owner(b) for b in range(n_blocks)]
+    assert [b for rank in range(n_ranks) for b in plan.blocks_of(rank)] == blocks.tolist()
 
 
 def test_who_gets_what_on_a_permuted_mesh_with_replicas_and_padding() -> None:
     """A plan small enough to be written down by hand."""
     # P('b') over a mesh a=2, b=2 of ranks [[3, 0], [1, 2]]: columns are shards; 5 elements padded to 6; chunks of 2.
     shards = plan_shards((6,), [(1,)], np.array([[3, 0], [1, 2]]))
-    plan = Schedule(Grid((5,), (2,), (0,)), shards, 8, 4, Parallel(2))
+    plan = Schedule(Grid((5,), (2,), (0,)), shards, 8, 4, Owners(2))
     assert [shards.holders(s) for s in (0, 1)] == [(1, 3), (0, 2)]
     assert [plan.owner(b) for b in range(3)] == [0, 2, 2]
 
@@ -347,8 +331,8 @@ def test_shards_against_every_device(case: Case) -> None:
         covered[region.slices()] += 1
         assert list(shards.holders(shard)) == sorted(set(shards.ranks[shard].tolist()))
         assert all(shard in shards.shards_of(rank) for rank in shards.holders(shard))
+        assert shards.grid.region(shard) == region
         if region.size:
-            assert shards.grid.region(shard) == region
             assert {rank for rank, regions in enumerate(held) if region in regions} == set(shards.holders(shard))
     assert (covered == 1).all()
     for rank in range(case.n_ranks):
@@ -365,22 +349,11 @@ def test_shards_that_cannot_be() -> None:
         Shards((4,), (2,), np.zeros(2, dtype=np.int64))
 
 
-@pytest.mark.parametrize(
-    ("strategy", "said"),
-    [
-        (Parallel(3), "3 of 2 ranks cannot own the blocks"),
-        (Parallel(-1), "-1 of 2 ranks cannot own the blocks"),
-        (Parallel(0), "0 of 2 ranks cannot own the blocks"),
-        (Alone(2), "rank 2 of 2 ranks cannot own the blocks"),
-        (Root(2), "rank 2 of 2 ranks cannot own the blocks"),
-        (Root(-1), "rank -1 of 2 ranks cannot own the blocks"),
-    ],
-    ids=str,
-)
-def test_plans_that_cannot_be(strategy: Strategy, said: str) -> None:
+@pytest.mark.parametrize("owners", [Owners(3), Owners(-1), Owners(0), Owners(root=2), Owners(root=-1)], ids=str)
+def test_plans_that_cannot_be(owners: Owners) -> None:
     shards = plan_shards((4,), [()], np.zeros(1, dtype=np.int64))
-    with pytest.raises(ValueError, match=said):
-        Schedule(Grid((4,), (1,), (0,)), shards, 4, 2, strategy)
+    with pytest.raises(ValueError, match="cannot own the blocks: there are 2 ranks"):
+        Schedule(Grid((4,), (1,), (0,)), shards, 4, 2, owners)
 
 
 # --- blocks
@@ -464,12 +437,11 @@ def test_direct_reads_stay_below_the_cap(case: Case, cap: int, is_merged: bool) 
 )
 def test_what_shards_of_a_rank_share_is_read_once(cell: Any, axes: Any, per_rank: int, merged: bool) -> None:
     shape, devices = (64, 64, 64), np.arange(8).reshape(2, 4)
-    for ranks in (devices // per_rank, RankBoxes.in_order((2, 4), per_rank)):
-        shards = plan_shards(shape, axes, ranks)  # type: ignore[arg-type]
-        f4 = np.dtype("f4")
-        layout = SourceLayout.cut(select_axes(None, shape), cell, f4, f4)
-        plan = plan_direct(layout, shards, 8 // per_rank, max_nbytes=1 << 18)
-        assert plan.strategy == Direct(is_merged=merged)
+    shards = plan_shards(shape, axes, devices // per_rank)
+    f4 = np.dtype("f4")
+    layout = SourceLayout.cut(select_axes(None, shape), cell, f4, f4)
+    plan = plan_direct(layout, shards, 8 // per_rank, max_nbytes=1 << 18)
+    assert plan.owners == Direct(is_merged=merged)
 
 
 def test_staging_buffers_are_no_larger_than_a_shard() -> None:
@@ -510,7 +482,7 @@ def test_row_chunks_fit_any_shape() -> None:
 def test_a_message_of_more_than_a_gibibyte_is_split() -> None:
     assert MAX_MESSAGE_NBYTES == 1 << 30
     shards = plan_shards((3, 1 << 28), [(), ()], np.array([1]))
-    plan = Schedule(Grid((3, 1 << 28), (3, 1 << 28), (0, 0)), shards, 8, 2, Root())
+    plan = Schedule(Grid((3, 1 << 28), (3, 1 << 28), (0, 0)), shards, 8, 2, Owners())
     (read,) = plan.owned_blocks(0)
     assert all(p.region.size * 8 <= MAX_MESSAGE_NBYTES for p in read.parts)
     assert sum(p.region.size for p in read.parts) == 3 << 28

@@ -11,8 +11,8 @@ from shardload.planning.schedule import Schedule, plan_shards
 from shardload.planning.selection import select_axes
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.staging import least_staging, plan_staging
-from shardload.planning.strategies import plan_schedules
 from tests.tiers import examples
+from tests.unit.brute_force import every_way
 
 Array = tuple[Schedule, SourceLayout]
 
@@ -25,7 +25,7 @@ def arrays(draw: st.DrawFn) -> Array:
     layout = SourceLayout.cut(select_axes(None, shape), chunks, file_dtype, dtype)
     shards = plan_shards(shape, [()] * len(shape), np.arange(3))
     mode = draw(st.sampled_from(["root", "parallel", "direct"]))
-    return plan_schedules(layout, shards, 3, max_nbytes=draw(st.sampled_from([1 << 10, 1 << 16])), modes=(mode,))[mode], layout
+    return every_way(layout, shards, 3, draw(st.sampled_from([1 << 10, 1 << 16])))[mode], layout
 
 
 def scratch_nbytes(planned: list[Array]) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from shardload.system.terminal import (
     OutputError,
     fit_table,
     own_stdout,
-    stdout_of_a_command,
+    tell,
     width_of,
     width_of_prints,
     wrap,
@@ -34,7 +33,7 @@ ROWS = [
 @pytest.mark.parametrize("width", [20, 30, 40, 60, 80, 200])
 def test_a_table_fits_and_loses_nothing(width: int) -> None:
     """Wrong if a cell were cut, left out, or said twice, or if a line were wider than its words need."""
-    lines = fit_table(COLUMNS, ROWS, width, [("name", "size")])
+    lines = fit_table(COLUMNS, ROWS, width)
     longest = max(width, len("    16384 x 16384 x 16384"), len(ROWS[0][0]))
     assert max(map(len, lines)) <= longest
     assert all(line == line.rstrip() for line in lines)
@@ -46,27 +45,25 @@ def test_a_table_fits_and_loses_nothing(width: int) -> None:
 
 
 def test_the_forms_of_a_table() -> None:
-    assert fit_table(COLUMNS, ROWS[1:2], 80, rule=True) == [
-        "name  shape  dtype    size",
-        "──────────────────────────",
-        "/x    12     float64  96 B",
+    assert fit_table(COLUMNS, ROWS[1:2], 80) == ["name  shape  dtype    size", "/x    12     float64  96 B"]
+    assert fit_table(COLUMNS, ROWS[:2], 50) == [
+        "name                        shape",
+        "/fields/a-rather-long-name  16384 x 16384 x 16384",
+        "    dtype float32; size 16.0 TiB",
+        "/x                          12",
+        "    dtype float64; size 96 B",
     ]
-    assert fit_table(COLUMNS, ROWS[:2], 50, [("name", "dtype"), ("name", "size")]) == [
-        "name                        dtype",
-        "/fields/a-rather-long-name  float32",
-        "    16384 x 16384 x 16384; size 16.0 TiB",
-        "/x                          float64",
-        "    12; size 96 B",
-    ]
-    assert fit_table(COLUMNS, ROWS[1:2], 20) == ["/x", "    12;", "    dtype float64;", "    size 96 B"]
+    assert fit_table(COLUMNS, ROWS[1:2], 12) == ["name  shape", "/x    12", "    dtype", "    float64;", "    size", "    96 B"]
     assert fit_table(COLUMNS, [], 80) == ["name  shape  dtype  size"]
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
-def test_a_rule_where_there_are_no_lines_to_draw(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong if it were printed as an escape for each column."""
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding=encoding))
-    assert fit_table(COLUMNS, ROWS[1:2], 80, rule=True)[1] == "-" * len("name  shape  dtype    size")
+def test_what_cannot_be_printed_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open("/dev/full", "w") as full:
+        with pytest.raises(OutputError, match="No space left"):
+            tell("x", full)
+        tell("what is left goes nowhere", full)
+    monkeypatch.setattr(sys, "stdout", None)
+    tell("nobody wants it")
 
 
 def test_what_is_read_as_one_is_not_broken() -> None:
@@ -133,24 +130,3 @@ def test_without_standard_output(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", None)
     with own_stdout() as out:
         print("said", file=out, flush=True)
-
-
-def test_the_standard_output_of_a_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Wrong if a name that the encoding does not have were an error, or what was printed before came later."""
-    with open(tmp_path / "log", "w", encoding="ascii") as log:
-        for stream in (log, io.TextIOWrapper(io.BytesIO(), encoding="ascii")):
-            monkeypatch.setattr(sys, "stdout", stream)
-            stream.write("before ")
-            out = stdout_of_a_command()
-            print("\u03c1", file=out)
-            stream.write("after")
-            stream.flush()
-    memory = stream.buffer
-    assert isinstance(memory, io.BytesIO)
-    assert (tmp_path / "log").read_bytes() == memory.getvalue() == b"before \\u03c1\nafter"
-    with open("/dev/full", "w") as full:
-        monkeypatch.setattr(sys, "stdout", full)
-        with pytest.raises(OutputError, match="No space left"):
-            print("x", file=stdout_of_a_command())
-    monkeypatch.setattr(sys, "stdout", None)
-    assert stdout_of_a_command() is None

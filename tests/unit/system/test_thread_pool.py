@@ -8,9 +8,6 @@ import sys
 import threading
 import weakref
 from concurrent.futures import CancelledError
-from contextlib import suppress
-from queue import Empty, SimpleQueue
-from typing import Any
 
 import pytest
 
@@ -136,30 +133,6 @@ def test_close_waits_for_what_runs_and_cancels_what_has_not_begun() -> None:
     assert not any(thread.is_alive() for thread in pool._threads)
 
 
-def test_a_thread_may_take_the_last_call_while_the_pool_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong if `close` then waited for a call that never comes: a load that failed would hang."""
-
-    class Racing(SimpleQueue[Any]):
-        def empty(self) -> bool:
-            is_empty = super().empty()
-            with suppress(Empty):  # a thread comes in between
-                self.get_nowait().future.cancel()
-            return is_empty
-
-    monkeypatch.setattr("shardload.system.thread_pool.SimpleQueue", Racing)
-    pool, begun, release = Pool(1, "t"), threading.Event(), threading.Event()
-    pool.submit(lambda: (begun.set(), release.wait(SECONDS)))
-    assert begun.wait(SECONDS)
-    last = pool.submit(len, "ab")
-    closer = threading.Thread(target=pool.close, daemon=True)
-    closer.start()
-    with pytest.raises(CancelledError):
-        last.result(SECONDS)
-    release.set()
-    closer.join(SECONDS)
-    assert not closer.is_alive()
-
-
 def test_close_can_leave_a_thread_behind() -> None:
     pool, begun, release = Pool(2, "t"), threading.Event(), threading.Event()
 
@@ -178,13 +151,6 @@ def test_close_can_leave_a_thread_behind() -> None:
     assert running.result(SECONDS) == "late", "what had begun is finished"
     pool._threads[0].join(SECONDS)
     assert not pool._threads[0].is_alive()
-
-
-def test_closing_twice_and_closing_what_was_never_used() -> None:
-    pool = Pool(1, "t")
-    pool.close()
-    pool.close()
-    pool.close(wait=False)
 
 
 def test_a_pool_that_nobody_holds_ends_its_threads() -> None:

@@ -22,7 +22,19 @@ import pytest
 import zarr
 
 from shardload.errors import ConfigError
-from shardload.formats import STRICT, Access, ArrayInfo, Encoded, Format, Region, Source, check_request, native_dtype, state_of
+from shardload.formats import (
+    STRICT,
+    Access,
+    ArrayInfo,
+    ChunkReader,
+    Encoded,
+    Format,
+    Region,
+    Source,
+    check_request,
+    native_dtype,
+    state_of,
+)
 from shardload.formats.hdf5.source import FORMAT as HDF5
 from shardload.formats.memory import MemorySource
 from shardload.formats.zarr.source import FORMAT as ZARR
@@ -197,16 +209,19 @@ class Raw(Source):
         self.file.close()
 
 
-class RawChunks:
+class RawChunks(ChunkReader):
     def __init__(self, source: Raw) -> None:
         self.source, self.chunks = source, source.info.chunks or ()
 
-    def fetch(self, index: tuple[int, ...], room: Any = None) -> Any:
-        start = [k * c for k, c in zip(index, self.chunks, strict=True)]
-        return Encoded(self.source.values()[(*(slice(a, a + c) for a, c in zip(start, self.chunks, strict=True)), ...)])
+    def fetch(self, box: Any, room: Any = None) -> Any:
+        starts = [[k * c for k, c in zip(index, self.chunks, strict=True)] for index in itertools.product(*box)]
+        values = self.source.values()
+        return Encoded([values[(*(slice(a, a + c) for a, c in zip(at, self.chunks, strict=True)), ...)] for at in starts])
 
     def decode(self, encoded: Any, out: Array) -> None:
-        out[(*(slice(0, n) for n in encoded.data.shape), ...)] = encoded.data
+        chunks = out.reshape(len(encoded.data), *self.chunks)
+        for k, values in enumerate(encoded.data):
+            chunks[(k, *(slice(0, n) for n in values.shape), ...)] = values
 
 
 class RawFormat(Format):
@@ -454,8 +469,8 @@ class OneTooShort(RawChunks):
 
 
 class OneAtATime(RawChunks):
-    def fetch(self, index: tuple[int, ...], room: Any = None) -> Any:
-        self.__dict__["found"] = super().fetch(index)
+    def fetch(self, box: Any, room: Any = None) -> Any:
+        self.__dict__["found"] = super().fetch(box)
         if is_one_of_several():
             with contextlib.suppress(threading.BrokenBarrierError):
                 shared["meet"].wait(0.2)
@@ -463,19 +478,19 @@ class OneAtATime(RawChunks):
 
 
 WRONG: dict[str, tuple[Format, str, str]] = {
-    "axes transposed": (read_wrongly(transposed), "each value of each region", r"right with its axes transposed as"),
+    "axes transposed": (read_wrongly(transposed), "each value of each region", r"that value belongs at"),
     "one beside a chunk's edge": (read_wrongly(beside_the_edge), "each value of each region", r"that value belongs at \("),
-    "other byte order": (read_wrongly(other_order), "each value of each region", "bytes of every value are in the other order"),
+    "other byte order": (read_wrongly(other_order), "each value of each region", "wrong values of"),
     "region clamped": (read_wrongly(clamped), "refuses a region outside", "no error for the region"),
-    "buffer not filled": (read_wrongly(unfilled), "each value of each region", "was not filled there|nothing was written"),
-    "nothing read": (read_wrongly(nothing), "each value of each region", "nothing was written into the buffer"),
+    "buffer not filled": (read_wrongly(unfilled), "each value of each region", "nothing was written there"),
+    "nothing read": (read_wrongly(nothing), "each value of each region", "nothing was written there"),
     "strided buffers copied": (read_wrongly(into_a_copy), "a buffer that does not fit", r"wrong values of"),
     "writes past the buffer": (
         read_wrongly(past_the_end),
         "each value",
         "wrote outside of the buffer",
     ),
-    "keeps the buffer": (read_wrongly(keeps_the_buffer), "keeps nothing of it|each value", "wrong values of"),
+    "keeps the buffer": (read_wrongly(keeps_the_buffer), "keeps nothing of the caller", "wrong values of"),
     "read after close": (read_wrongly(cached_for_good), "gives nothing after it was closed", "read after close"),
     "one buffer for all": (read_wrongly(shared_memory), "several threads", "wrong values of"),
     "bound to a thread": (read_wrongly(in_its_own_thread), "read from any thread", "RuntimeError: made in another thread"),
@@ -517,9 +532,9 @@ WRONG: dict[str, tuple[Format, str, str]] = {
     "chunks one at a time": (source_with(chunk_reader=lambda self: OneAtATime(self)), "chunk by chunk", "."),
     "KeyError for damage": (raising(KeyError), "where a file was cut", "says that the file is sound"),
     "no memory for damage": (raising(lambda _: MemoryError()), "where a file was cut", "MemoryError"),
-    "the caller's error for damage": (raising(ConfigError), "where a file was cut", "ConfigError instead of SourceError"),
-    "exit for damage": (raising(SystemExit), "where a file was cut", "SystemExit, which ends the program"),
-    "list_arrays imports": (format_with(list_arrays=importing), "imports neither JAX nor MPI", "listing a file imports jax"),
+    "the caller's error for damage": (raising(ConfigError), "where a file was cut", "ConfigError.*instead of SourceError"),
+    "exit for damage": (raising(SystemExit), "where a file was cut", "SystemExit.*which ends the program"),
+    "list_arrays imports": (format_with(list_arrays=importing), "imports neither JAX nor MPI", "import of jax halted"),
     "claims by suffix": (format_with(claims_path=claims_by_suffix), "claims its own files", "not claimed under the name"),
     "claims all": (format_with(claims_path=lambda *_: True), "claims no other files", "an empty file is claimed"),
     "claims_path raises": (format_with(claims_path=claims_at_all_costs), "claims no other files", "Is.*Directory"),

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import gc
 import mmap
-import signal
 import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from pathlib import Path
 
 import jax
@@ -53,52 +51,6 @@ def test_memory_is_used_again_once_nobody_sees_it() -> None:
     del view
     (third,) = reserve.take([3 * MIB])
     assert address(third) == where
-
-
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, TimeoutError, RuntimeError])
-def test_an_interruption_while_memory_comes_back_is_not_lost(
-    monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
-) -> None:
-    """Python prints an exception of a finalizer, and forgets it: Ctrl-C, or an alarm, would not have stopped this rank."""
-    number = signal.SIGINT if kind is KeyboardInterrupt else signal.SIGALRM
-
-    def alarm(*_: object) -> None:
-        raise kind("an alarm of the program")
-
-    before = signal.signal(number, signal.default_int_handler if kind is KeyboardInterrupt else alarm)
-    try:
-        reserve = Reserve()
-        taken = reserve.take([MIB])
-        monkeypatch.setattr(reserve, "_room", lambda: signal.raise_signal(number) or 0)
-        with pytest.raises(kind):
-            del taken
-            threading.Event().wait(60)
-        monkeypatch.undo()
-        assert len(reserve.take([MIB])[0]) == MIB
-    finally:
-        signal.signal(number, before)
-
-
-def test_an_interruption_when_memory_has_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong if memory were given away that is kept already: the next load would fail."""
-
-    class Interrupted(deque[mmap.mmap]):
-        def append(self, block: mmap.mmap) -> None:
-            super().append(block)
-            signal.raise_signal(signal.SIGINT)
-
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        reserve = Reserve()
-        taken = reserve.take([MIB])
-        monkeypatch.setattr(reserve, "_free", Interrupted())
-        with pytest.raises(KeyboardInterrupt):
-            del taken
-            threading.Event().wait(60)
-        monkeypatch.setattr(reserve, "_free", deque(reserve._free))
-        assert reserve.nbytes == MIB and len(reserve.take([MIB])[0]) == MIB
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def test_each_piece_has_its_own() -> None:

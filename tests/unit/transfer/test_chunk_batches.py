@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardload.errors import ConfigError, PeerError, SourceError
-from shardload.formats.contract.chunk_reader import Encoded, Room, fresh
+from shardload.formats.contract.chunk_reader import Encoded
 from shardload.planning.region import Region
 from shardload.planning.schedule import Block, Part
 from shardload.planning.selection import Selection, select_axes
@@ -31,41 +29,6 @@ Array = np.ndarray[Any, Any]
 TABLE = np.arange(96, dtype="f4").reshape(8, 12)
 
 
-@dataclass
-class FakeBatches(FakeChunks):
-    """Chunks in memory that are handed out many at a time, in memory that the next batch uses again."""
-
-    declines: Callable[[list[tuple[int, ...]]], bool] = lambda indices: False
-    batches: list[list[tuple[int, ...]]] = field(default_factory=list)
-    failed: int = 0
-
-    def fetch_many(self, box: Sequence[range], room: Room = fresh) -> list[Any] | None:
-        indices = [tuple(axis[k] for axis, k in zip(box, at, strict=True)) for at in np.ndindex(*map(len, box))]
-        if self.declines(indices):
-            return None
-        self.batches.append(indices)
-        try:
-            found = [self.fetch(index) for index in indices]
-        except Exception:
-            self.failed += 1
-            raise
-        data, at, stored = room(sum(one.data.nbytes for one in found if one is not None)), 0, []
-        for one in found:
-            if one is None:
-                stored.append(None)
-                continue
-            data[at : at + one.data.nbytes] = one.data
-            stored.append(memoryview(data)[at : at + one.data.nbytes])
-            at += one.data.nbytes
-        return stored
-
-    def decode_many(self, stored: Sequence[Any], out: Array) -> None:
-        rows = out.reshape(len(stored), *self.chunks)
-        assert np.shares_memory(rows, out) and out.flags.c_contiguous and out.dtype == self.data.dtype
-        for one, row in zip(stored, rows, strict=True):
-            self.decode(None if one is None else Encoded(one), row)
-
-
 @pytest.fixture(autouse=True, scope="module")
 def small_chunks_too_and_in_threads() -> Any:
     with pytest.MonkeyPatch.context() as patch:
@@ -73,13 +36,13 @@ def small_chunks_too_and_in_threads() -> Any:
         yield
 
 
-def batched(data: Array, chunks: tuple[int, ...], **more: Any) -> tuple[FakeSource, FakeBatches]:
+def batched(data: Array, chunks: tuple[int, ...], **more: Any) -> tuple[FakeSource, FakeChunks]:
     """A source that must be read chunk by chunk, or many chunks at a time."""
 
     def refuse(region: Region) -> Exception:
         return AssertionError("read by the library")
 
-    stored = FakeBatches(data, chunks, **more)
+    stored = FakeChunks(data, chunks, **more)
     return FakeSource(data, chunks, refuse, stored=stored), stored
 
 
@@ -93,7 +56,7 @@ def test_a_batch_is_no_larger_than_it_may_be(batch_nbytes: int, sizes: list[int]
     resources = Resources(Slots(1, 1 << 10), batch_nbytes=batch_nbytes)
     with reader_of(source, {0: piece}, resources=resources) as reader:
         fetch(reader, whole(Region((0, 0), (8, 12))))
-    assert [len(batch) for batch in stored.batches] == sizes
+    assert [len(batch) for batch in stored.boxes] == sizes
     assert sorted(stored.fetched) == [(i, j) for i in range(4) for j in range(4)], "each chunk once"
     np.testing.assert_array_equal(piece.data, TABLE)
     assert reader.counters.chunks_decoded == 16 and reader.counters.nbytes_read == TABLE.nbytes
@@ -105,7 +68,7 @@ def test_chunks_of_which_two_are_too_large_are_read_one_by_one(batch_nbytes: int
     resources = Resources(Slots(1, 1 << 10), batch_nbytes=batch_nbytes)
     with reader_of(source, {0: piece_of(Region((0, 0), (8, 12)))}, resources=resources) as reader:
         fetch(reader, whole(Region((0, 0), (2, 12))))
-    assert stored.batches == [] and len(stored.fetched) == 4
+    assert [len(box) for box in stored.boxes] == [1] * 4
 
 
 def test_fewer_chunks_than_threads_are_shared_by_the_threads() -> None:
@@ -116,7 +79,7 @@ def test_fewer_chunks_than_threads_are_shared_by_the_threads() -> None:
     with resources, reader_of(source, {0: piece}, resources=resources) as reader:
         fetch(reader, whole(Region((0, 0), (4, 12))))  # 4 chunks
         fetch(reader, whole(Region((4, 0), (6, 12))))  # 2
-    assert [len(batch) for batch in stored.batches] == [2, 2] and len(stored.fetched) == 6
+    assert sorted(len(box) for box in stored.boxes) == [1, 1, 2, 2]
     np.testing.assert_array_equal(piece.data[:6], TABLE[:6])
 
 
@@ -126,7 +89,7 @@ def test_a_batch_that_lies_in_the_piece_as_in_the_file_is_decoded_there() -> Non
     piece = piece_of(Region((4,), (32,)), "i4")
     with reader_of(source, {0: piece}) as reader:
         fetch(reader, whole(Region((8,), (24,))))
-    assert [len(batch) for batch in stored.batches] == [4]
+    assert [len(batch) for batch in stored.boxes] == [4]
     assert all(np.shares_memory(out, piece.data) for out in stored.outs)
     np.testing.assert_array_equal(piece.data[4:20], line[8:24])
     assert (piece.data[:4] == -1).all() and (piece.data[20:] == -1).all() and reader.counters.nbytes_copied == 0
@@ -150,7 +113,7 @@ def test_what_travels_lies_in_one_tile_of_the_slot() -> None:
     resources = Resources(slots, batch_nbytes=4 * 24)
     with reader_of(source, {0: piece}, resources=resources) as reader:
         block = fetch(reader, Block(Region((0, 0), (8, 12)), (left, right)))
-    assert len(stored.batches) == 4 and block.slot is not None
+    assert len(stored.boxes) == 4 and block.slot is not None
     (tile,) = block.tiles
     assert tile.region == Region((0, 0), (8, 12)) and np.shares_memory(tile.data, block.slot.data)
     np.testing.assert_array_equal(tile.view(right.region), TABLE[:, 6:])
@@ -167,7 +130,7 @@ def test_an_error_names_the_damaged_chunk_of_a_batch(how: str, bad: tuple[int, i
     reader = reader_of(source, {0: piece_of(Region((0, 0), (8, 12)))})
     error = failure(reader, whole(Region((0, 0), (8, 12))))
     assert isinstance(error, SourceError) and error.chunk == bad and "rotten" in str(error)
-    assert len(stored.batches) == 1, "it was tried"
+    assert len(stored.boxes[0]) == 16 and stored.boxes[-1] == [bad], "read together, then one by one"
 
 
 def test_a_value_that_a_cast_can_not_hold_is_named_by_its_chunk() -> None:
@@ -186,7 +149,7 @@ def test_what_lies_outside_of_the_array_is_not_cast() -> None:
     assert stored is not None
     decode = stored.decode
 
-    def rotten(encoded: Encoded | None, out: Array) -> None:
+    def rotten(encoded: Encoded, out: Array) -> None:
         decode(encoded, out)
         out[out == 77] = 1e9
 
@@ -208,13 +171,13 @@ def test_a_copy_that_changes_is_an_error_where_checksums_were_asked_for(monkeypa
     reader = reader_of(source, {0: piece_of(Region((0, 0), (8, 12)))}, checksums=True)
     monkeypatch.setattr("shardload.transfer.local_pieces.np.copyto", wrong)
     error = failure(reader, whole(Region((1, 0), (4, 12))))
-    assert isinstance(error, PeerError) and "a checksum after the copy differs" in str(error) and stored.batches
+    assert isinstance(error, PeerError) and "a checksum after the copy differs" in str(error) and stored.boxes
 
 
 def test_out_of_memory_is_not_tried_again() -> None:
     source, stored = batched(TABLE, (2, 3), fails_to_fetch=lambda index: MemoryError("full"))
     error = failure(reader_of(source, {0: piece_of(Region((0, 0), (8, 12)))}), whole(Region((0, 0), (4, 12))))
-    assert isinstance(error, MemoryError) and stored.failed == 1 and len(stored.fetched) == 1
+    assert isinstance(error, MemoryError) and len(stored.fetched) == 1
 
 
 # --- everything at once
@@ -227,7 +190,7 @@ def test_all_ranks_readers_together_read_a_selection_in_batches(
 ) -> None:
     """Parts are handed over in memory; each piece must then be its part of the selection of the file.
 
-    Some chunks are missing, some batches must be read one by one, and the next batch uses the memory of the one before.
+    Some chunks are missing, and the next batch uses the memory of the one before.
     """
     before = tuple(p + c * data.draw(st.integers(0, 2)) for p, c in zip(case.phase, case.cell, strict=True))
     index: list[Any] = [slice(b, b + n) for b, n in zip(before, case.shape, strict=True)]
@@ -244,7 +207,6 @@ def test_all_ranks_readers_together_read_a_selection_in_batches(
     for one in lost:
         filled[tuple(slice(i * c, (i + 1) * c) for i, c in zip(one, cell, strict=True))] = 55
     expected = filled[tuple(index)]
-    divisor = data.draw(st.sampled_from([1, 2, 5]))
     selection: Selection = select_axes(tuple(index), shape)
     plan = case.plan()
     dtype = np.dtype("f8" if casts else "i4")
@@ -252,9 +214,7 @@ def test_all_ranks_readers_together_read_a_selection_in_batches(
     for rank in range(case.n_ranks):
         decoded = [len(numbers) for numbers in chunks_read(plan, case.chunks, rank)]
         room = max(plan.max_block_size * 8, max(decoded, default=0) * aligned(math.prod(cell) * dtype.itemsize))
-        source, stored = batched(
-            table, tuple(cell), missing=lost, declines=lambda found: divisor > 1 and sum(found[0]) % divisor == 1
-        )
+        source, stored = batched(table, tuple(cell), missing=lost)
         layout = SourceLayout(selection, case.chunks, tuple(cell), source.dtype, dtype)
         resources = Resources(Slots(1, room), n_threads=n_threads, batch_nbytes=n_batch * math.prod(cell) * 4)
         tuning = Tuning(min_chunk_nbytes=1, inline_nbytes=-1)
@@ -266,7 +226,7 @@ def test_all_ranks_readers_together_read_a_selection_in_batches(
                     if part.rank != rank:
                         pieces[part.rank][part.shard].view(part.region)[...] = values_of(block, part.region, dtype)
                 block.release()
-        assert max(map(len, stored.batches), default=0) <= n_batch
+        assert max(map(len, stored.boxes), default=0) <= n_batch
         assert len(stored.fetched) == sum(decoded) == reader.counters.chunks_decoded, "each chunk once in each of its blocks"
     for mine in pieces:
         for shard, piece in mine.items():

@@ -19,10 +19,9 @@ import pytest
 
 from shardload.errors import PeerError, ShardloadError
 from shardload.planning.region import Region
-from shardload.planning.schedule import Block, Grid, Schedule, plan_shards
+from shardload.planning.schedule import Block, Grid, Owners, Schedule, plan_shards
 from shardload.planning.selection import select_axes
 from shardload.planning.source_layout import SourceLayout
-from shardload.planning.strategies import Parallel
 from shardload.transfer import channels, exchange
 from shardload.transfer.buffers import Piece, StagedBlock, Tile
 from shardload.transfer.local_pieces import LocalPieces
@@ -52,7 +51,7 @@ class Given:
     def schedule(self) -> Schedule:
         shape = self.values.shape
         cut = plan_shards(shape, self.axes, MESH)
-        return Schedule(Grid(shape, self.block, (0,) * len(shape)), cut, self.values.itemsize, 4, Parallel(self.n_readers))
+        return Schedule(Grid(shape, self.block, (0,) * len(shape)), cut, self.values.itemsize, 4, Owners(self.n_readers))
 
 
 def ramp(shape: tuple[int, ...], dtype: str, first: int) -> Array:

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from shardload.planning.halo import Halo, HaloShards
+from shardload.planning.halo import Halo
 from shardload.planning.shards import plan_shards
 from shardload.transfer.buffers import Piece
 from shardload.transfer.halo_pieces import HaloPieces
@@ -16,7 +16,7 @@ SHAPE = (6, 4)
 
 
 def pieces(halo: Halo, rank: int) -> tuple[HaloPieces, dict[int, Piece]]:
-    shards = HaloShards.around(plan_shards(SHAPE, [(0,), ()], np.arange(3)), halo)
+    shards = plan_shards(SHAPE, [(0,), ()], np.arange(3)).with_halo(halo)
     buffers = {s: Piece(shards.region(s), np.full(shards.shard_shape, -1)) for s in shards.shards_of(rank)}
     return HaloPieces(shards, SHAPE, buffers, rank), buffers
 

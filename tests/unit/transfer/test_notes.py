@@ -15,8 +15,7 @@ from shardload.comm.shared_memory import Segment
 from shardload.comm.transport import Transport
 from shardload.errors import PeerError
 from shardload.planning.region import Region
-from shardload.planning.schedule import Grid, Schedule, plan_shards
-from shardload.planning.strategies import Root
+from shardload.planning.schedule import Grid, Owners, Schedule, plan_shards
 from shardload.transfer.arrivals import Arrivals
 from shardload.transfer.buffers import Piece, Slots, StagedBlock, Tile
 from shardload.transfer.channels import ACK, HEAD_SIZE, OFFER, Channels
@@ -51,7 +50,7 @@ class Ranks:
         self, checksums: bool = True, is_shared: bool = True, dtype: Any = F4, seeds: tuple[int, int] = (77, 77)
     ) -> None:
         shards = plan_shards((8, 4), [(), (0,)], np.array([0, 1]))
-        self.plan = Schedule(Grid((8, 4), (4, 4), (0, 0)), shards, 4, 2, Root())
+        self.plan = Schedule(Grid((8, 4), (4, 4), (0, 0)), shards, 4, 2, Owners())
         made = Segment.create(4096)
         self.segments = {0: made, 1: Segment.attach(made.handle)}
         made.seal()

@@ -17,8 +17,7 @@ from shardload.planning.schedule import Block, Grid, Part
 from shardload.planning.selection import Selection, select_axes
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.tuning import Tuning
-from shardload.transfer import chunk_tasks
-from shardload.transfer.buffers import Piece, Slots, aligned
+from shardload.transfer.buffers import Slots, aligned
 from shardload.transfer.local_pieces import LocalPieces
 from shardload.transfer.reader import SourceReader
 from shardload.transfer.resources import Resources
@@ -46,7 +45,7 @@ Array = np.ndarray[Any, Any]
 @pytest.fixture(autouse=True, scope="module")
 def small_chunks_too_and_in_threads() -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        tune(patch, min_chunk_nbytes=1)
+        tune(patch, min_chunk_nbytes=1, batched_chunk_nbytes=0)
         tune(patch, inline_nbytes=-1)
         yield
 
@@ -173,29 +172,6 @@ def test_what_travels_is_right_however_chunks_lie_in_a_block(
     for tile in block.tiles:
         covered[tile.region.slices()] += 1
     assert (covered[region.slices()] == 1).all(), "each element is in one tile"
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("dtype", ["f4", "f8"])
-@pytest.mark.parametrize("travels", [False, True])
-@pytest.mark.parametrize("n", [1, 4, 32])
-def test_chunks_are_right_however_many_are_prepared_together(
-    n: int, travels: bool, dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Wrong if a chunk were copied after the next one was decoded into the same memory, or one were forgotten."""
-    monkeypatch.setattr(chunk_tasks, "_TOGETHER", n)
-    table = np.arange(70 * 6, dtype="f4").reshape(70, 6)
-    left, right = Region((0, 0), (70, 3)), Region((0, 3), (70, 6))
-    piece = Piece(left, np.full((70, 3), -1, dtype))
-    parts = (Part(left, 0, 0), Part(right, 1, 1)) if travels else (Part(left, 0, 0),)
-    for cell in ((1, 6), (3, 6), (3, 4)):
-        piece.data[...] = -1
-        with reader_of(chunked(table, cell), {0: piece}, dtype=np.dtype(dtype)) as reader:
-            block = fetch(reader, Block(Region((0, 0), (70, 6)), parts))
-            np.testing.assert_array_equal(piece.data, table[:, :3])
-            if travels:
-                np.testing.assert_array_equal(values_of(block, right, np.dtype(dtype)), table[:, 3:])
-            block.release()
 
 
 def test_chunks_between_the_shards_of_a_rank_are_not_decoded() -> None:

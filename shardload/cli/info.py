@@ -1,0 +1,264 @@
+"""What does ``shardload info`` print? The arrays of a file, one array, or what a save that was killed has left."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import fields, replace
+from typing import IO, Any
+
+import numpy as np
+
+from shardload.cli.arguments import as_typed
+from shardload.errors import ConfigError, ShardloadError, printable
+from shardload.formats.access import Access, Limits
+from shardload.formats.contract.array import ArrayInfo, some
+from shardload.formats.labelling import labelled_below, list_labelled, read_labels
+from shardload.formats.labels import Coordinate
+from shardload.formats.leftovers import Leftover, find_leftover
+from shardload.formats.lookup import find_array, open_file, split_path
+from shardload.jobs.contents import groups_of
+from shardload.options import filter_names
+from shardload.system.terminal import Column, fit_table, tell, width_of, wrap
+from shardload.units import counted, format_nbytes
+from shardload.values.dates import as_dates
+from shardload.values.decoding import ATTRIBUTES, decoding_of, packed_by
+
+__all__ = ["run", "to_json"]
+
+_MOST_LABELLED = 256  # arrays whose axes' names are looked up, a millisecond each; of a file with more, no groups' attributes
+
+
+def run(out: IO[str], file: str, as_json: bool, allow_external: bool, allow_filters: str, untrusted: bool) -> None:
+    """Print what is in a file, a group or an array."""
+    path, dataset = split_path(file)
+    access = Access(allow_external, frozenset(filter_names(allow_filters)), Limits() if untrusted else None)
+    left = find_leftover(path)
+    arrays = list_labelled(path, access, _MOST_LABELLED) if left is None or left.is_whole else []
+    if left is not None:
+        _print_leftover(out, left, arrays, as_json)
+        return
+    attrs: Sequence[tuple[str, str]] = []
+    is_one = False
+    if dataset is not None:
+        pattern = dataset.strip("/")
+        group = f"/{pattern.removesuffix('*').strip('/')}".rstrip("/")
+        if pattern == "*" or pattern.endswith("/*"):
+            arrays = labelled_below(arrays, path, access, _MOST_LABELLED, group) or [find_array(path, dataset, access)]
+        elif (below := _below_group(path, pattern, arrays, access)) is not None:
+            arrays, attrs = below
+        else:  # list_arrays also has what find_array refuses, and find_array what is behind links
+            named = [array for array in arrays if array.dataset == f"/{pattern}"]
+            arrays = named or [find_array(path, dataset, access, is_counted=True)]
+            if arrays[0].labels is None and not arrays[0].refused:
+                arrays = [replace(arrays[0], labels=read_labels(path, arrays[0], access))]
+            is_one = True
+    if as_json:
+        tell(to_json([_described(array) for array in arrays]), out)
+    elif is_one:
+        _print_rows(out, _rows_of_array(arrays[0]))
+    else:
+        _print_table(out, path, arrays)
+        _print_rows(out, attrs)
+        if dataset is None:
+            _print_elsewhere(out, path, arrays, access)
+
+
+def _below_group(
+    path: str, name: str, arrays: Sequence[ArrayInfo], access: Access
+) -> tuple[list[ArrayInfo], Sequence[tuple[str, str]]] | None:
+    """The arrays below a group, and rows of its attributes; None if nothing is called so, or an array."""
+    full = f"/{name}"
+    if any(array.dataset == full for array in arrays):
+        return None
+    below = labelled_below(arrays, path, access, _MOST_LABELLED, full.rstrip("/"))
+    groups, unread = groups_of(path, access)
+    if not below and full not in groups:
+        return None
+    left_out = [("not shown", text) for text in unread if f"'{full}' (" in text]
+    return below, [*_rows_of_attrs(groups.get(full, {})), *left_out]
+
+
+def _print_table(out: IO[str], path: str, arrays: Sequence[ArrayInfo]) -> None:
+    kind = f"{arrays[0].format}, {counted(len(arrays), 'array')}" if arrays else "no arrays"
+    lines = wrap(f"{printable(path)}: {kind}", width_of(out))
+    cells = {
+        Column("name"): [array.dataset for array in arrays],
+        Column("shape", lead=""): [_shape_text(array.shape) for array in arrays],
+        Column("dtype", lead=""): [array.dtype for array in arrays],
+        Column("axes"): [_axes_text(array) for array in arrays],
+        Column("chunks"): [_shape_text(array.chunks) for array in arrays],
+        Column("shards"): [_shape_text(array.shards) if array.shards else "" for array in arrays],
+        Column("codec"): [array.codec for array in arrays],
+        Column("size", is_number=True): [_size_text(_nbytes(array)) for array in arrays],
+        Column("stored", is_number=True): [_size_text(array.nbytes_stored) for array in arrays],
+        Column("notes", lead=""): [_notes(array) for array in arrays],
+    }
+    cells = {column: texts for column, texts in cells.items() if any(texts)}  # no title above nothing
+    rows = [[printable(text) for text in row] for row in zip(*cells.values(), strict=True)]
+    lines += fit_table([*cells], rows, width_of(out)) if arrays else []
+    tell("\n".join(lines), out)
+
+
+def _print_elsewhere(out: IO[str], path: str, arrays: Sequence[ArrayInfo], access: Access) -> None:
+    """What the table does not have: links, and attributes of groups."""
+    texts: list[str] = []
+    with suppress(ShardloadError), open_file(path, access) as opened:
+        links = opened.links()
+        groups: Mapping[str, Mapping[str, Any]] = opened.groups() if len(arrays) <= _MOST_LABELLED else {}
+        links = {name: to for name, to in links.items() if not any(f"{a.dataset}/".startswith(f"{name}/") for a in arrays)}
+        if links:
+            names = some([f"{name} (to {to})" for name, to in links.items()])
+            texts.append(f"links, not listed: {names}; shardload info {path}:/NAME shows what one leads to")
+        if owners := [f"{name} ({', '.join(attrs)})" for name, attrs in groups.items() if attrs]:
+            texts.append(f"attributes of groups: {some(owners)}; shardload info {path}:/GROUP shows them")
+    for text in texts:
+        tell("\n".join(wrap(printable(text), width_of(out))), out)
+
+
+def _print_leftover(out: IO[str], left: Leftover, arrays: Sequence[ArrayInfo], as_json: bool) -> None:
+    """What a save left, and what is in it if it is whole."""
+    if as_json:
+        about = {"path": left.path, "save_of": left.target, "what": left.what, "is_whole": left.is_whole}
+        about |= {"commands": dict(left.commands), "arrays": [_described(array) for array in arrays]}
+        tell(to_json(about), out)
+        return
+    lines = wrap(printable(f"{left.path} {left.told}. {left.condition},"), width_of(out))
+    lines += [printable(f"  {what}:  {command}") for what, command in left.commands]  # in one line each, to be copied
+    tell("\n".join(lines), out)
+    if left.is_whole:
+        _print_table(out, left.path, arrays)
+
+
+def _rows_of_array(array: ArrayInfo) -> list[tuple[str, str]]:
+    rows = {
+        "array": str(array),
+        "format": array.format,
+        "shape": _shape_text(array.shape),
+        "dtype": array.dtype,
+        "axes": _axes_text(array),
+        "coords": "; ".join(_coordinate_text(name, coordinate) for name, coordinate in array.coords.items()),
+        "packing": _packing_text(array),
+        "chunks": _shape_text(array.chunks),
+        "shards": _shape_text(array.shards) if array.shards else "",
+        "codec": array.codec,
+        "size": _size_text(_nbytes(array)),
+        "stored": _size_text(array.nbytes_stored),
+        "coordinate": "" if array.is_dimension or not array.is_coordinate else "of other arrays (a dimension scale)",
+        "dimension": "without a variable: it holds no values" if array.is_dimension else "",
+        "refused": as_typed(array.refused or ""),
+    }
+    told = [(title, text) for title, text in rows.items() if text]  # an attribute may be called shape, too
+    return [*told, *_rows_of_attrs({**array.attributes, **array.attrs}, is_array=True)]
+
+
+def _rows_of_attrs(attrs: Mapping[str, Any], is_array: bool = False) -> list[tuple[str, str]]:
+    notes = {key: "  (reported, not applied)" for key in attrs if is_array and key in ATTRIBUTES}
+    return [(key, f"{_plain_text(value)}{notes.get(key, '')}") for key, value in attrs.items()]
+
+
+def _print_rows(out: IO[str], rows: Sequence[tuple[str, str]]) -> None:
+    """Print titles and texts."""
+    shown = [(printable(title), printable(text)) for title, text in rows]
+    widest = max((len(title) for title, _ in shown), default=0)
+    lines = [line for title, text in shown for line in wrap(text, width_of(out), f"{title:<{widest}}  ")]
+    if lines:
+        tell("\n".join(lines), out)
+
+
+def _axes_text(array: ArrayInfo) -> str:
+    """The names of the axes; nothing if none has one."""
+    return ", ".join(name or "-" for name in array.dims) if any(array.dims) else ""
+
+
+def _coordinate_text(name: str, coordinate: Coordinate) -> str:
+    """The first and last value of the coordinate of an axis, which say its direction; of others, such as the latitudes of a
+    curvilinear grid or of stations, the axes, and the least and greatest value. What is not small was not read.
+    """
+    is_of_axis = coordinate.dims in ((name,), (None,))
+    axes = "" if is_of_axis or not coordinate.dims else f"({', '.join(dim or '-' for dim in coordinate.dims)})"
+    if coordinate.values is None:
+        return f"{name}{axes}"
+    values = coordinate.values.reshape(-1)
+    if not is_of_axis and values.dtype.kind != "c":  # complex numbers have no order
+        there = values[values == values]  # what is missing is NaN
+        if values.size and not there.size:
+            return f"{name}{axes} all missing"
+        values = there if there.size < 2 else there.take([there.argmin(), there.argmax()])
+    ends = values[[0, -1]] if values.size > 1 else values
+    dates = " to ".join(as_dates(ends, coordinate.attrs)) if ends.dtype.kind in "iuf" else ""
+    units = coordinate.attrs.get("units")
+    told = [name + axes, " to ".join(map(str, ends)), _plain_text(units) if units else "", f"({dates})" if dates else ""]
+    return " ".join(filter(None, told))
+
+
+def _packing_text(array: ArrayInfo) -> str:
+    """What a load with ``decode`` makes of the stored numbers; nothing if that is the stored numbers."""
+    if array.refused or not array.packing:
+        return ""
+    dtype = np.dtype(array.dtype)
+    try:
+        rule = decoding_of(dtype, array.packing, str(array))
+    except ConfigError as error:
+        return as_typed(str(error))
+    how = packed_by(dtype, array.packing)
+    is_packed = f"packed ({', '.join(how)}), " if how else ""
+    return "" if rule is None else f"{is_packed}{rule.dtype} with --decode"
+
+
+def _notes(array: ArrayInfo) -> str:
+    notes = [f"cannot be loaded: {as_typed(array.refused)}"] if array.refused else []
+    notes += ["dimension without a variable" if array.is_dimension else "coordinate"] if array.is_coordinate else []
+    notes += [f"in {counted(array.n_parts, 'part')}"] if array.n_parts else []
+    notes += [f"{key}={_plain_text(value)}" for key, value in array.attributes.items()]
+    return ", ".join(notes)
+
+
+def _described(array: ArrayInfo) -> dict[str, Any]:
+    told = {part.name: getattr(array, part.name) for part in fields(array) if part.name not in ("labels", "packing", "parts")}
+    packing = {key: {"dtype": kind, "values": values} for key, (kind, values) in array.packing.items()}
+    more: dict[str, Any] = {"packing": packing, "nbytes": _nbytes(array), "dims": array.dims, "attrs": array.attrs}
+    more["n_parts"] = array.n_parts or None
+    return {**told, **more, "coords": {name: one.dataset for name, one in array.coords.items()}}
+
+
+def to_json(value: Any) -> str:
+    """For scripts: an indented document."""
+    return json.dumps(_plain(value), indent=2, allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    """`value` in JSON's types; NaN and infinities, which JSON does not have, as text."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(part) for key, part in value.items()}
+    if hasattr(value, "tolist"):  # NumPy arrays and scalars
+        return _plain(value.tolist())
+    if isinstance(value, (list, tuple)):
+        return [_plain(part) for part in value]
+    if isinstance(value, bytes):
+        return value.decode(errors="replace")
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if value is None or isinstance(value, (str, bool, int, float)) else str(value)
+
+
+def _plain_text(value: Any) -> str:
+    plain = _plain(value)
+    return plain if isinstance(plain, str) else json.dumps(plain)
+
+
+def _nbytes(array: ArrayInfo) -> int | None:
+    try:
+        return math.prod(array.shape) * np.dtype(array.dtype).itemsize
+    except (TypeError, ValueError):  # a type that NumPy does not have
+        return None
+
+
+def _shape_text(shape: Sequence[int] | None) -> str:
+    return "-" if shape is None else " x ".join(map(str, shape)) or "scalar"
+
+
+def _size_text(nbytes: int | None) -> str:
+    return "-" if nbytes is None else format_nbytes(nbytes)

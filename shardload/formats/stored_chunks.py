@@ -1,0 +1,153 @@
+"""How are stored chunks read and decoded, whatever the format? Each format says where they are; the rest is the same.
+
+1. `StoredChunks.locate` says in which objects the chunks of a box are, at which offsets, in how many bytes. Each format has its
+   own: an index of HDF5, the index of a Zarr shard, the parts of a virtual dataset.
+2. `fetch` compares these with the objects' sizes, and with the most bytes that such a chunk can have, and reads them with few
+   requests.
+3. `decode` undoes the codecs (`codecs.chains`) straight into the caller's buffer. The values of a missing chunk are the fill
+   value.
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from shardload.formats.codecs.chains import Chain
+from shardload.formats.contract.chunk_reader import ChunkReader, Encoded, Room, check_box, fresh
+from shardload.storage.objects import Ranges, StoredObject
+
+__all__ = ["Extents", "StoredChunks"]
+
+Ints = np.ndarray[Any, np.dtype[np.int64]]
+
+_LEAST_NBYTES = 1 << 14  # of a request; plain chunks that need shorter ones are fetched and decoded as fast
+
+
+@dataclass(frozen=True, slots=True)
+class Extents:
+    """Where the chunks of a box that one object has are stored in it.
+
+    Attributes
+    ----------
+    stored : StoredObject
+        The object.
+    offsets, sizes : ndarray of int64
+        Of each chunk.
+    numbers : ndarray or None
+        The numbers of these chunks in the box; None for all of them, in C order.
+    skipped : mapping
+        As in `Encoded`.
+    """
+
+    stored: StoredObject
+    offsets: Ints
+    sizes: Ints
+    numbers: Ints | None = None
+    skipped: Mapping[int, frozenset[int]] = field(default_factory=dict)
+
+
+class StoredChunks(ChunkReader):
+    """The chunks of one open array.
+
+    Parameters
+    ----------
+    counts : tuple of int
+        Chunks along each axis.
+    dtype : dtype
+        Type of the decoded values, in native byte order.
+    chain : Chain
+        Undoes the codecs.
+    fill : ndarray
+        The value of missing chunks, as a 0-d array.
+    """
+
+    def __init__(self, counts: tuple[int, ...], dtype: np.dtype[Any], chain: Chain, fill: np.ndarray[Any, Any]) -> None:
+        self.counts, self.dtype, self.chain, self.fill = counts, dtype, chain, fill
+
+    @abc.abstractmethod
+    def locate(self, box: Sequence[range]) -> list[Extents]:
+        """Where the stored chunks of a box are, which is in the grid. OSError or ValueError if that cannot be told."""
+
+    def fetch(self, box: Sequence[range], room: Room = fresh) -> Encoded:
+        """Read a box of chunks as they are stored.
+
+        Raises
+        ------
+        OSError
+            If an object ends before a chunk does, or cannot be read.
+        ValueError
+            If the box is outside the grid, or a chunk is declared longer than such a chunk can be.
+        """
+        check_box(box, self.counts)
+        extents = self.locate(box)
+        for extent in extents:
+            self._check(extent)
+        ranges = [Ranges(extent.offsets, extent.sizes) for extent in extents]
+        memory, begin = room(sum(wanted.nbytes for wanted in ranges)), 0
+        if len(extents) == 1 and extents[0].numbers is None:
+            return Encoded(extents[0].stored.read_ranges(ranges[0], memory), extents[0].skipped)
+        data: list[Any] = [None] * math.prod(map(len, box))
+        skipped: dict[int, frozenset[int]] = {}
+        for extent, wanted in zip(extents, ranges, strict=True):
+            pieces = extent.stored.read_ranges(wanted, memory[begin : begin + wanted.nbytes])
+            begin += wanted.nbytes
+            numbers = range(len(data)) if extent.numbers is None else extent.numbers.tolist()
+            for number, piece in zip(numbers, pieces, strict=True):
+                data[number] = piece
+            skipped.update(extent.skipped)
+        return Encoded(data, skipped)
+
+    def _check(self, extent: Extents) -> None:
+        offsets, sizes = extent.offsets, extent.sizes
+        if not len(offsets):
+            return
+        most, end_of_object = self.chain.most_stored_nbytes, extent.stored.nbytes
+        if int(sizes.min()) < 0 or int(sizes.max()) > most or int(offsets.min()) < 0:
+            raise ValueError(
+                f"a chunk is declared to be stored in {int(sizes.max())} bytes; its codecs can make {most} at most of the "
+                f"{self.chain.nbytes} that it has: the index of chunks is damaged"
+            )
+        k = int((offsets + sizes).argmax())
+        start, stop = int(offsets[k]), int(offsets[k]) + int(sizes[k])
+        if stop > end_of_object:
+            raise OSError(f"the file ends at byte {end_of_object}, but a chunk is stored at bytes {start} to {stop}")
+
+    def decode(self, encoded: Encoded, out: np.ndarray[Any, Any]) -> None:
+        """Decode what `fetch` returned into `out`. ValueError if a chunk is damaged."""
+        n = len(encoded.data)
+        if out.dtype != self.dtype or not out.flags.c_contiguous or out.nbytes != n * self.chain.nbytes:
+            raise ValueError(
+                f"a buffer of {out.nbytes} bytes of {out.dtype} for {n} chunks of {self.chain.nbytes} of {self.dtype}"
+            )
+        if not encoded.skipped and not encoded.has_missing:
+            self.chain.decode(encoded.data, out)
+            return
+        for number, (data, values) in enumerate(zip(encoded.data, out.reshape(n, -1), strict=True)):
+            if data is None:
+                values[...] = self.fill
+            else:
+                self.chain.decode([data], values, encoded.skipped.get(number, frozenset()))
+
+    def read_plain(self, box: Sequence[range], out: np.ndarray[Any, Any]) -> bool:
+        """Read chunks that are stored as plain values straight into `out`: see `ChunkReader`."""
+        if self.chain.names:
+            return False
+        check_box(box, self.counts)
+        extents = self.locate(box)
+        if len(extents) != 1 or extents[0].numbers is not None:
+            return False
+        offsets, sizes = extents[0].offsets, extents[0].sizes
+        if (sizes != self.chain.nbytes).any() or (np.diff(offsets) < self.chain.nbytes).any():
+            return False
+        ranges = Ranges(offsets, sizes, most_gap=0)
+        if ranges.nbytes != out.nbytes or len(ranges.requests) * _LEAST_NBYTES > ranges.nbytes:
+            return False
+        self._check(extents[0])
+        extents[0].stored.read_ranges(ranges, out.reshape(-1).view(np.uint8))
+        return True
