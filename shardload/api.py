@@ -28,7 +28,7 @@ from shardload.jobs.loading.plan import Plan
 from shardload.jobs.loading.scattering import ScatterCall
 from shardload.jobs.loading.tree_plan import TreePlan
 from shardload.jobs.loading.verifying import VerifyCall
-from shardload.options import DEFAULTS, FILE, FULL, Progress, defaults_of, keywords_of, options_of
+from shardload.options import DEFAULTS, FILE, FULL, Progress, defaults_of, keywords_of, options_of, with_defaults
 from shardload.planning.strategies import ROOT
 
 if TYPE_CHECKING:
@@ -225,31 +225,7 @@ def load(
 def plan(path: Single, mesh: Any, spec: Any = None, *, dataset: str | None = None, **options: Unpack[_PlanOptions]) -> Plan: ...
 @overload
 def plan(path: Any, mesh: Any, spec: Any = None, *, dataset: Any = None, **options: Unpack[_PlanOptions]) -> Any: ...
-def plan(
-    path: Any,
-    mesh: Any,
-    spec: Any = None,
-    *,
-    dataset: Any = DEFAULTS.dataset,
-    select: Any = DEFAULTS.select,
-    dtype: Any = DEFAULTS.dtype,
-    decode: bool | str | None = DEFAULTS.decode,
-    pad: Any = DEFAULTS.pad,
-    halo: Any = DEFAULTS.halo,
-    edge: Any = DEFAULTS.edge,
-    readers: str | int = DEFAULTS.readers,
-    staging: str | int = DEFAULTS.staging,
-    verify: str = DEFAULTS.verify,
-    comm: Any = DEFAULTS.comm,
-    progress: Progress = DEFAULTS.progress,
-    timeout: float | None = DEFAULTS.timeout,
-    missing: str = DEFAULTS.missing,
-    allow_external: bool = DEFAULTS.allow_external,
-    untrusted: bool = DEFAULTS.untrusted,
-    allow_filters: Any = DEFAULTS.allow_filters,
-    processes: int | None = DEFAULTS.processes,
-    ranks_per_node: int | None = DEFAULTS.ranks_per_node,
-) -> Any:
+def plan(path: Any, mesh: Any, spec: Any = None, *, dataset: Any = DEFAULTS.dataset, **options: Unpack[_PlanOptions]) -> Any:
     """Plan what `load` with the same arguments would do, without doing it. ``print(plan)`` shows it.
 
     It reads the file's metadata, but no values. With a `jax.sharding.AbstractMesh` it needs no devices and no MPI.
@@ -276,8 +252,9 @@ def plan(
     ConfigError, SourceError, PeerError
         As `load` does.
     """
-    given = options_of("plan", locals())
-    with LoadCall("plan", path, mesh, spec, given, dataset, processes, ranks_per_node).begin(comm) as call:
+    given = with_defaults("plan", {"dataset": dataset, **options})
+    how = (given["processes"], given["ranks_per_node"])
+    with LoadCall("plan", path, mesh, spec, options_of("plan", given), dataset, *how).begin(given["comm"]) as call:
         return call.hand_out(call.plan())
 
 
@@ -435,7 +412,6 @@ def save(
     shape: Any = _SAVE.shape,
     plan: Any = _SAVE.plan,
     like: Any = _SAVE.like,
-    byteorder: Any = _SAVE.byteorder,
     verify: str = _SAVE.verify,
     staging: str | int = _SAVE.staging,
     timeout: float | None = _SAVE.timeout,
@@ -487,10 +463,7 @@ def save(
     like : str, optional, or dict by name
         An array in a file, ``"in.h5:/rho"``, of which chunks, compression, checksums, names of axes, attributes and coordinates
         are taken, where they are not passed; and the variables that attributes name, such as bounds. Coordinates and these have
-        at most 64 KiB, along axes of the same length; a `LeftOutWarning` names others. The level of the compressor is its
-        usual one.
-    byteorder : {"little", "big"}, optional, or dict by name
-        Of the numbers in the file; by default the machine's.
+        at most 64 KiB, along axes of the same length; a `LeftOutWarning` names others.
     verify : {"checksum", "file", "full", "index"}
         ``"checksum"``: replicas are compared before; parts are checksummed on their way; then another rank, on another node
         where there is one, reads every chunk back and compares its stored bytes, and decodes one chunk of each rank with the
@@ -539,29 +512,7 @@ def save(
     return write(path, tree, options, comm)
 
 
-def plan_save(
-    path: Any,
-    tree: Any,
-    *,
-    dataset: str = _SAVE.dataset,
-    mode: str = _SAVE.mode,
-    format: str | None = _SAVE.format,
-    chunks: Any = _SAVE.chunks,
-    shards: Any = _SAVE.shards,
-    compression: Any = _SAVE.compression,
-    dims: Any = _SAVE.dims,
-    unlimited: Any = _SAVE.unlimited,
-    attrs: Any = _SAVE.attrs,
-    shape: Any = _SAVE.shape,
-    plan: Any = _SAVE.plan,
-    like: Any = _SAVE.like,
-    byteorder: Any = _SAVE.byteorder,
-    verify: str = _SAVE.verify,
-    staging: str | int = _SAVE.staging,
-    timeout: float | None = _SAVE.timeout,
-    progress: Progress = _SAVE.progress,
-    comm: Any = _SAVE.comm,
-) -> SavePlan:
+def plan_save(path: Any, tree: Any, **options: Any) -> SavePlan:
     """Plan what `save` with the same arguments would do, without doing it. ``print(plan)`` shows it.
 
     Nothing is written, nor looked for where the new file will be; of `like` the metadata are read.
@@ -570,11 +521,7 @@ def plan_save(
 
     Parameters
     ----------
-    path, dataset, chunks, shards, compression, dims, unlimited, attrs, shape, plan, like, byteorder
-        As in `save`.
-    staging, timeout, progress, comm
-        As in `save`.
-    mode, format, verify
+    path and all options
         As in `save`.
     tree : jax.Array, jax.ShapeDtypeStruct, dict of them, xarray.Dataset or xarray.DataArray
         As in `save`. A ShapeDtypeStruct with a sharding stands for an array that does not exist yet.
@@ -589,10 +536,10 @@ def plan_save(
     ConfigError, SourceError, PeerError
         As `save` does, as far as that is known before anything is written.
     """
-    options = keywords_of("plan_save", locals())
+    given = with_defaults("plan_save", options)
     from shardload.jobs.saving.save import plan_save as describe
 
-    return describe(path, tree, options, comm)
+    return describe(path, tree, given, given["comm"])
 
 
 def append(

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AUTO", "CHECKSUM", "DEFAULTS", "EACH_SAVED", "FILE", "FULL", "INDEX", "OPTIONS", "OWN", "STAGING_NBYTES", "TIMEOUT",
     "Option", "Options", "Progress", "defaults_of", "fill_value", "filter_names", "is_plain_tuple", "keywords_of", "options_of",
-    "pad_value",
+    "pad_value", "with_defaults",
 ]  # fmt: skip
 
 AUTO = "auto"
@@ -70,37 +70,39 @@ def _select(select: Any) -> Any:
     return {name: select[name] for name in sorted(select, key=repr)} if isinstance(select, Mapping) else select
 
 
-def _halo(halo: Any) -> int | tuple[int, ...] | dict[int, int]:
-    """Rows per axis. Whether they fit the array is for the planner to say."""
-    is_dict = isinstance(halo, Mapping)
-    is_list = isinstance(halo, (tuple, list))
-    widths = list(halo.values()) if is_dict else list(halo) if is_list else [halo]
-    if not all(_is_integer(n) and n >= 0 for n in widths) or (is_dict and not all(map(_is_integer, halo))):
-        raise ConfigError(
-            f"halo is {halo!r}; expected the number of rows on either side of a shard, 0 or more: halo=2 for every axis that "
-            "the spec cuts, halo=(2, 1) for axes 0 and 1, or halo={2: 1} for axis 2"
-        )
-    if is_dict:
-        return {int(axis): int(halo[axis]) for axis in sorted(halo)}
-    return tuple(int(n) for n in widths) if is_list else int(halo)
+def _per_axis(name: str, is_value: Callable[[Any], bool], kind: Callable[[Any], Any], expected: str) -> Callable[[Any], Any]:
+    """The check of a value for all axes, for each axis, or by the numbers of axes. Whether the array has them, a plan says."""
+
+    def check(given: Any) -> Any:
+        is_dict, is_list = isinstance(given, Mapping), isinstance(given, (tuple, list))
+        values = list(given.values()) if is_dict else list(given) if is_list else [given]
+        if not all(map(is_value, values)) or (is_dict and not all(map(_is_integer, given))):
+            raise ConfigError(f"{name} is {given!r}; expected {expected}")
+        if is_dict:
+            return {int(axis): kind(given[axis]) for axis in sorted(given)}
+        return tuple(map(kind, values)) if is_list else kind(given)
+
+    return check
 
 
-def _edge(edge: Any) -> Any:
-    """A rule for the ends of each axis, or one for all."""
-    is_dict = isinstance(edge, Mapping)
-    is_list = isinstance(edge, (tuple, list))
-    rules = list(edge.values()) if is_dict else list(edge) if is_list else [edge]
-    is_known = all(
-        rule in EDGES if isinstance(rule, str) else isinstance(rule, Number) and not isinstance(rule, bool) for rule in rules
-    )
-    if not is_known or (is_dict and not all(map(_is_integer, edge))):
-        raise ConfigError(
-            f"edge is {edge!r}; expected what lies beyond the ends of an axis with a halo: 'wrap' (its other end), 'edge' (its "
-            "last row again) or a value such as 0; or one of these per axis: ('wrap', 0), {2: 'edge'}"
-        )
-    if is_dict:
-        return {int(axis): edge[axis] for axis in sorted(edge)}
-    return tuple(rules) if is_list else edge
+def _is_rule(rule: Any) -> bool:
+    return rule in EDGES if isinstance(rule, str) else isinstance(rule, Number) and not isinstance(rule, bool)
+
+
+_halo = _per_axis(
+    "halo",
+    lambda n: _is_integer(n) and n >= 0,
+    int,
+    "the number of rows on either side of a shard, 0 or more: halo=2 for every axis that the spec cuts, halo=(2, 1) for axes 0 "
+    "and 1, or halo={2: 1} for axis 2",
+)
+_edge = _per_axis(
+    "edge",
+    _is_rule,
+    _as_it_is,
+    "what lies beyond the ends of an axis with a halo: 'wrap' (its other end), 'edge' (its last row again) or a value such as "
+    "0; or one of these per axis: ('wrap', 0), {2: 'edge'}",
+)
 
 
 def is_plain_tuple(value: Any) -> bool:
@@ -192,6 +194,12 @@ def _attrs(attrs: Any) -> dict[str, Any]:
 def _is_no_dict(value: Any) -> bool:
     """True for one value of an option of `save`: whatever it is, dicts are by name."""
     return not isinstance(value, Mapping)
+
+
+def _ranks_per_node(n: Any) -> int | None:
+    if n is not None and (not _is_integer(n) or n < 1):
+        raise ConfigError(f"ranks_per_node is {n!r}; expected how many processes a node has, 1 or more")
+    return None if n is None else int(n)
 
 
 def _dim(dim: Any) -> str | int:
@@ -418,7 +426,7 @@ _DECLARED = (
         flag="--processes",
     ),
     Option(
-        "ranks_per_node", None, "How many processes a node has (default: all are on one).", ("plan",),
+        "ranks_per_node", None, "How many processes a node has (default: all are on one).", ("plan",), _ranks_per_node,
         text=None, field="", flag="--ranks-per-node",
     ),
     Option(
@@ -456,10 +464,6 @@ _DECLARED = (
     ),
     Option("dim", "time", "The axis along which arrays grow: its name in the file, or its number.", ("append",), _dim,
            field=""),
-    Option(
-        "byteorder", None, "little or big; None: the machine's. Or a dict by name.", _SAVES,
-        _choice("byteorder", ("little", "big", None)), **_EACH,
-    ),
 )  # fmt: skip
 
 # By name, in the order in which ranks compare them.
@@ -487,6 +491,15 @@ def defaults_of(call: str) -> SimpleNamespace:
 def keywords_of(call: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """All options of a function, also those that it checks itself."""
     return {option.name: arguments[option.name] for option in _DECLARED if call in option.calls}
+
+
+def with_defaults(call: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """All options of a function, with their defaults where the caller passed nothing."""
+    defaults = vars(defaults_of(call))
+    for name in given:
+        if name not in defaults:
+            raise TypeError(f"{call}() has no option {name!r}; it takes {', '.join(defaults)}")
+    return defaults | dict(given)
 
 
 def options_of(call: str, arguments: Mapping[str, Any]) -> dict[str, Any]:

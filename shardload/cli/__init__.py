@@ -1,9 +1,6 @@
 """The command line: what a person types in a shell, and what is printed.
 
-main       declares all commands and their options; open this first. It has `info` and `plan`
-arguments  parses the options that several commands take
-verify     ``shardload verify``
-copy       ``shardload copy``
-demo       ``shardload demo``
-doctor     ``shardload doctor``
+main       declares all commands; open this first
+arguments  the options that several commands take, and how an error is said
+info, plan, verify, copy, join, demo, doctor   what each of them does, and prints
 """

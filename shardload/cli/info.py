@@ -17,10 +17,10 @@ from shardload.formats.access import Access, Limits
 from shardload.formats.contract.array import ArrayInfo, some
 from shardload.formats.labelling import labelled_below, list_labelled, read_labels
 from shardload.formats.labels import Coordinate
-from shardload.formats.leftovers import Leftover, find_leftover
 from shardload.formats.lookup import find_array, open_file, split_path
 from shardload.jobs.contents import groups_of
 from shardload.options import filter_names
+from shardload.storage.leftovers import Leftover, find_leftover
 from shardload.system.terminal import Column, fit_table, tell, width_of, wrap
 from shardload.units import counted, format_nbytes
 from shardload.values.dates import as_dates

@@ -31,12 +31,12 @@ from shardload.engine.read_back import Notes, ReadBack, checksum_of_values
 from shardload.engine.session import Round
 from shardload.errors import StallError
 from shardload.formats.sink import Catalog, Sink, Stored, Ticket, Writer
-from shardload.formats.target import named
 from shardload.options import FILE, FULL, INDEX
 from shardload.planning.blocks import aligned, run_of
 from shardload.planning.partners import plan_partners
 from shardload.planning.region import Region
 from shardload.planning.rounds import KEPT_ROUNDS
+from shardload.storage.target import named
 from shardload.system.first_error import FirstError
 from shardload.system.thread_pool import Pool
 from shardload.transfer.buffers import Piece, aligned_empty

@@ -10,10 +10,7 @@ hdf5, zarr, memory   our own formats
 stored_chunks  fetches and decodes stored chunks, wherever a format says that they are
 codecs       one object for each codec: decodes and encodes chunks
 labels       names of axes, attributes, coordinates; `labelling` reads the coordinates. `small`: values that come with metadata
-sink, saving the opposite direction: a new file, written by many (docs/design/save.md). `target`
-             renames, `leftovers` says what a save that was killed left. `growing` is what an append adds to, `locks` that one
-             runs at a time
-containment  which other files may a file refer to? Refuses the rest
+sink, saving the opposite direction: a new file, written by many (docs/design/save.md). `growing`: what an append adds to
 untrusted    opens a file in helper processes, which run `untrusted_process`
 
 The names that this package exports are for writing a format in a package of its own. CONTRIBUTING.md says how;

@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from shardload.formats.containment import TARGET_HINT, Fence, OutsideError, open_file
+from shardload.storage.containment import TARGET_HINT, Fence, OutsideError, open_file
 
 __all__ = ["STRICT", "Access", "Limits"]
 

@@ -16,11 +16,11 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from shardload.errors import ConfigError, ShardloadError, SourceError, is_unread, printable
-from shardload.formats.containment import NotAFileError, OutsideError, open_file
 from shardload.formats.contract.array import GROUP, NOTHING, ArrayInfo, nbytes_of, some
 from shardload.formats.contract.dtypes import refusal
-from shardload.formats.leftovers import ROOTS, find_leftover
 from shardload.formats.untrusted.answers import HelperError
+from shardload.storage.containment import NotAFileError, OutsideError, open_file
+from shardload.storage.leftovers import ROOTS, find_leftover
 from shardload.system.interruption import let_interruption_pass
 from shardload.units import counted
 

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 from shardload.errors import ConfigError, SourceError
 from shardload.formats import registry
 from shardload.formats.access import STRICT, Access
-from shardload.formats.changes import complete_append
 from shardload.formats.contract.array import NOTHING, ArrayInfo, nbytes_of
 from shardload.formats.contract.format import Format, OpenFile, Source
 from shardload.formats.diagnosis import (
@@ -34,11 +33,12 @@ from shardload.formats.diagnosis import (
     only_array,
     unclaimed,
 )
-from shardload.formats.leftovers import refuse_leftover
 from shardload.formats.small import is_small, values_of
 from shardload.formats.untrusted import source as untrusted
 from shardload.planning.region import Region
 from shardload.planning.tuning import Tuning
+from shardload.storage.changes import complete_append
+from shardload.storage.leftovers import refuse_leftover
 from shardload.system.interruption import let_interruption_pass
 
 __all__ = [

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import closing
 from dataclasses import replace
 
-from shardload.errors import SourceError
+from shardload.errors import ConfigError, SourceError, printable
+from shardload.formats.access import Access
 from shardload.formats.contract.array import ArrayInfo, Properties
 from shardload.formats.contract.format import OpenFile
 from shardload.formats.diagnosis import as_source_error, check_loadable
 from shardload.formats.labels import names_in
 from shardload.formats.likeness import as_text, named_beside
+from shardload.formats.lookup import Finder, find_array
 from shardload.jobs.consistency import State
 
-__all__ = ["Described", "describe_array", "found_by_name", "take_along"]
+__all__ = ["Described", "describe_array", "describe_arrays", "find_arrays", "found_by_name", "take_along"]
 
 Described = tuple[ArrayInfo, Properties, State]
 
@@ -28,6 +30,44 @@ def describe_array(file: OpenFile, name: str, expected: ArrayInfo | None = None)
         if properties.texts is None:
             check_loadable(source.info)
         return info, properties, source.opened_in()
+
+
+def find_arrays(
+    path: str, names: Iterable[str], access: Access, on_empty: Callable[[str, ConfigError], None]
+) -> dict[str, ArrayInfo]:
+    """The arrays of a file with these names, or below the groups of patterns; also those that hold no numbers.
+
+    `on_empty` gets each group below which there are none, and the error about it, which it may raise.
+    """
+    infos: dict[str, ArrayInfo] = {}
+    with Finder(access) as finder:
+        for name in names:
+            if name != "*" and not name.endswith("/*"):
+                info = find_array(path, name, access)
+                infos[info.dataset] = info
+                continue
+            group = "" if name == "*" else "/" + name[:-2].strip("/")
+            try:
+                below, left_out = finder.find_below(path, group, with_dimensions=True)
+            except ConfigError as error:
+                on_empty(group, error)
+                continue
+            infos |= {info.dataset: info for info in [*(array.info for array in below), *left_out]}
+    return infos
+
+
+def describe_arrays(file: OpenFile, infos: Mapping[str, ArrayInfo]) -> tuple[dict[str, Described], list[str]]:
+    """What must be known of arrays, by name; and notes of those that hold neither numbers nor short text."""
+    described: dict[str, Described] = {}
+    notes = []
+    for name, info in infos.items():
+        try:
+            described[name] = describe_array(file, info.dataset, info)
+        except SourceError:
+            if info.refused is None:
+                raise
+            notes.append(f"'{printable(name)}' was left out: it holds {info.refused}")
+    return described, notes
 
 
 def take_along(file: OpenFile, described: dict[str, Described]) -> list[str]:

@@ -70,7 +70,7 @@ class ConformanceError(AssertionError):
     """A format breaks promises. The text names each of them."""
 
 
-class _BrokenError(Exception):
+class BrokenError(Exception):
     """One promise is broken."""
 
 
@@ -223,7 +223,7 @@ class Findings:
         try:
             yield
         except Exception as error:
-            kind = "" if isinstance(error, _BrokenError) else f"{type(error).__name__}: "
+            kind = "" if isinstance(error, BrokenError) else f"{type(error).__name__}: "
             self.broken.setdefault(promise, []).append(f"{kind}{error}")
 
     def raise_all(self) -> None:
@@ -239,7 +239,7 @@ class Findings:
 def expect(is_so: bool, text: str) -> None:
     """The promise is broken, as the text says, unless `is_so`."""
     if not is_so:
-        raise _BrokenError(text)
+        raise BrokenError(text)
 
 
 class _Files:
@@ -310,7 +310,7 @@ def _check_described(info: ArrayInfo, expected: Array) -> None:
     try:
         again = ArrayInfo.from_json(info.to_json())
     except (TypeError, ValueError) as error:
-        raise _BrokenError(f"what is known of {info} cannot be sent to another rank: {error}") from None
+        raise BrokenError(f"what is known of {info} cannot be sent to another rank: {error}") from None
     expect(again.to_json() == info.to_json(), f"what is known of {info} is another after JSON")
 
 
@@ -379,7 +379,7 @@ def _compare(info: ArrayInfo, region: Region, found: Array, expected: Array) -> 
         hint = " (nothing was written there)"
     elif len(places):
         hint = f" (that value belongs at {tuple(places[0].tolist())})"
-    raise _BrokenError(
+    raise BrokenError(
         f"{region} of {info} has {len(wrong)} wrong values of {right.size}: at {at} is {value}, expected {right[first]}{hint}"
     )
 
@@ -413,8 +413,8 @@ def _expect_value_error(call: Callable[[], None], what: str) -> None:
     except ValueError:
         return
     except Exception as error:
-        raise _BrokenError(f"{type(error).__name__} instead of ValueError for {what}: {error}") from None
-    raise _BrokenError(f"no error for {what}: call `shardload.formats.check_request` first")
+        raise BrokenError(f"{type(error).__name__} instead of ValueError for {what}: {error}") from None
+    raise BrokenError(f"no error for {what}: call `shardload.formats.check_request` first")
 
 
 def _check_expected(source: Source, expected: Array) -> None:
@@ -523,7 +523,7 @@ def _check_closing(open_source: Callable[[], Source], expected: Array, is_handed
         source.read_into(whole, out)
     except Exception:
         return
-    raise _BrokenError(f"{source.info} is read after close(), without an error")
+    raise BrokenError(f"{source.info} is read after close(), without an error")
 
 
 def _check_threads(open_source: Callable[[], Source], expected: Array) -> None:
@@ -572,7 +572,7 @@ def _check_other_names(file_format: Format, path: str, names: Mapping[str, str])
         except KeyError as error:
             expect(error.args == (name,), f"KeyError{error.args} for '{name}' in '{path}', expected KeyError({name!r})")
         else:
-            raise _BrokenError(f"'{name}' in '{path}' can be opened, and was never written")
+            raise BrokenError(f"'{name}' in '{path}' can be opened, and was never written")
 
 
 def _check_own_claims(file_format: Format, files: _Files, own: str) -> None:
@@ -650,8 +650,8 @@ def _check_damaged(files: _Files, cut: str, names: Mapping[str, str], values: Ar
             with files.open(cut, names) as source:
                 whole = Region.whole(source.info.shape)
                 _compare(source.info, whole, _read(source, whole), values)
-    except _BrokenError as error:
-        raise _BrokenError(f"{what}: {error}, without an error") from None
+    except BrokenError as error:
+        raise BrokenError(f"{what}: {error}, without an error") from None
     except BaseException as error:
         told = f"{what}: {type(error).__name__}: {error}"
         is_sound = isinstance(error, KeyError) and error.args == tuple(names.values())

@@ -9,12 +9,12 @@ from contextlib import contextmanager
 import numpy as np
 
 from shardload.errors import SourceError
-from shardload.formats.containment import NotAFileError, OutsideError
 from shardload.formats.contract.format import ChangedError, Source, UndecodedError
 from shardload.formats.untrusted.answers import HelperError
 from shardload.planning.region import Region
 from shardload.planning.schedule import Grid
 from shardload.planning.selection import Selection
+from shardload.storage.containment import NotAFileError, OutsideError
 from shardload.system.interruption import let_interruption_pass
 
 __all__ = ["Naming"]

@@ -54,8 +54,8 @@ Packing = Mapping[str, Sequence[Any]]
 
 _NUMBER, _TEXT, _UNREADABLE = "number", "text", "unreadable"
 _MOST_VALUES = 64
-_STORED = "Pass decode=False to load the stored numbers"
 _WRONG_IN_THREADS = ("2.1.0", "2.1.1")  # float32 times a float64 is float32 there, but float64 in the main thread: numpy#27473
+_STORED = "Pass decode=False to load the stored numbers"
 
 
 def typed(value: Any) -> list[Any]:
@@ -200,16 +200,14 @@ def decoding_of(dtype: np.dtype[Any], packing: Packing, name: str, with_valid: b
         # A fill value of NaN alone leaves floating point numbers as they are.
         work = _scaled_dtype(stored_as, scale, offset) if is_masked or not has_fill else stored_as
     else:
-        work = rules.masked_dtype(stored_as) if is_masked else stored_as
+        work = np.dtype("f4" if stored_as.itemsize <= 2 else "f8") if is_masked and stored_as.kind in "iu" else stored_as
     rules.check(work, is_masked)
     is_bool = rules.text("dtype") == "bool"
     if scale is None and offset is None and not is_masked and work == dtype and not (is_bool and dtype.kind != "b"):
         return None
     if np.__version__ in _WRONG_IN_THREADS:
-        raise ConfigError(
-            f"{name} cannot be decoded with NumPy {np.__version__}, which computes with other types in threads. Type: "
-            f"pip install 'numpy>=2.1.2'. {_STORED}"
-        )
+        how = "which computes with other types in threads. Type: pip install 'numpy>=2.1.2'"
+        raise ConfigError(f"{name} cannot be decoded with NumPy {np.__version__}, {how}. {_STORED}")
     is_valid_decoded = is_masked and rules.is_valid_decoded
     out = np.dtype(bool) if is_bool else work
     return Decoding(out, stored_as, work, tuple(fills), scale, offset, low, high, is_valid_decoded)
@@ -239,7 +237,10 @@ class _Rules:
         self.is_valid_decoded = False
         for key, (kind, values) in packing.items():
             if kind == _UNREADABLE:
-                raise ConfigError(f"{name} cannot be decoded: its attribute {key} is {values[0]}. {_STORED}")
+                raise self._refused(f"its attribute {key} is {values[0]}")
+
+    def _refused(self, why: str) -> ConfigError:
+        return ConfigError(f"{self._name} cannot be decoded: {why}. {_STORED}")
 
     def text(self, key: str) -> str | None:
         """The text of an attribute; None if it is absent or no text."""
@@ -252,9 +253,7 @@ class _Rules:
             return []
         kind, values = self._packing[key]
         if kind == _TEXT:
-            raise ConfigError(
-                f"{self._name} cannot be decoded: its attribute {key} is the text {values[0]!r}, expected a number. {_STORED}"
-            )
+            raise self._refused(f"its attribute {key} is the text {values[0]!r}, expected a number")
         if kind == _NUMBER:  # Python's numbers take the type of the array that they meet
             return list(values)
         found: Any = np.dtype(kind)
@@ -264,8 +263,7 @@ class _Rules:
         """The number of an attribute; None if it is absent."""
         found = self.numbers(key)
         if len(found) > 1 or (found and np.asarray(found[0]).dtype.kind not in "iuf"):
-            told = np.asarray(found).tolist()
-            raise ConfigError(f"{self._name} cannot be decoded: its attribute {key} is {told}, expected one number. {_STORED}")
+            raise self._refused(f"its attribute {key} is {np.asarray(found).tolist()}, expected one number")
         return found[0] if found else None
 
     def settle(self) -> tuple[np.dtype[Any], list[Any], bool]:
@@ -299,8 +297,7 @@ class _Rules:
         """
         pair = self.numbers("valid_range")
         if pair and len(pair) != 2:
-            told = np.asarray(pair).tolist()
-            raise ConfigError(f"{self._name} cannot be decoded: its attribute valid_range is {told}, expected two. {_STORED}")
+            raise self._refused(f"its attribute valid_range is {np.asarray(pair).tolist()}, expected two")
         low, high = (self._as_stored(end) for end in pair or (self.one("valid_min"), self.one("valid_max")))
         kinds = {np.asarray(end).dtype.kind for end in (low, high) if end is not None}
         self.is_valid_decoded = is_scaled and self._dtype.kind in "iu" and "f" in kinds
@@ -314,21 +311,12 @@ class _Rules:
         limits = np.iinfo(self._dtype)
         return np.asarray(end).astype(self._dtype).view(other)[()] if limits.min <= end <= limits.max else end
 
-    def masked_dtype(self, stored_as: np.dtype[Any]) -> np.dtype[Any]:
-        """The type that also has NaN."""
-        if stored_as.kind in "iu":
-            return np.dtype("f4" if stored_as.itemsize <= 2 else "f8")
-        return stored_as
-
     def check(self, work: np.dtype[Any], is_masked: bool) -> None:
         """Raise ConfigError if the values would not be numbers, or lose their imaginary part."""
         if is_masked and work.kind not in "fc":
-            raise ConfigError(
-                f"{self._name} cannot be decoded: its values are {work}, which has no NaN for elements without a "
-                f"value. {_STORED}"
-            )
+            raise self._refused(f"its values are {work}, which has no NaN for elements without a value")
         if self._dtype.kind == "c" and work.kind != "c":
-            raise ConfigError(f"{self._name} cannot be decoded: it is {self._dtype}, and its scale_factor is real. {_STORED}")
+            raise self._refused(f"it is {self._dtype}, and its scale_factor is real")
 
 
 def _scaled_dtype(stored: np.dtype[Any], scale: Any, offset: Any) -> np.dtype[Any]:

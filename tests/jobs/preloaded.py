@@ -8,8 +8,7 @@ to take them apart, object by object, is half of a short job's time. Programs wh
 (`WHOLE_END`).
 
 The project is imported too, a fifth of a second more for each rank. A copy to which the name means another folder forgets it
-and imports what it finds; so does one with options for warnings, if there was any when the project was imported. To import it
-again, as each program of a job that stays does (`server`), takes a quarter of the time, because its compiled code is kept.
+and imports what it finds; so does one with options for warnings, if there was any when the project was imported.
 
 What a copy is not: a process with its own hash seed (sets of strings have the same order on all ranks), with its own size in
 memory, or one whose libraries read their variables as they were loaded. Programs that have those as their subject start as they
@@ -20,7 +19,6 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import dataclasses
 import fcntl
 import gc
 import importlib.machinery
@@ -44,7 +42,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType
 from typing import Any, NoReturn
 
 from tests.jobs.rank import LENGTH, read_when_loaded
@@ -218,7 +215,6 @@ def _import_project() -> None:
     found = importlib.machinery.PathFinder.find_spec(PROJECT, sys.path)
     if found is None or found.origin is None:
         raise ImportError(PROJECT)
-    keep_code(str(Path(found.origin).parent))
     project = importlib.import_module(PROJECT)
     for module in pkgutil.walk_packages(project.__path__, f"{PROJECT}."):
         if not module.name.endswith("__main__"):
@@ -226,30 +222,6 @@ def _import_project() -> None:
     n_threads = threading.active_count()
     if "mpi4py.MPI" in sys.modules or n_threads > 1:
         raise RuntimeError(f"a copy cannot have MPI or threads: {PROJECT} must not start them when it is imported")
-
-
-def keep_code(folder: str) -> None:
-    """Compile each module in a folder, and each method that a dataclass writes, once: not again when it is imported again."""
-    modules: dict[str, CodeType | None] = {}
-    texts: dict[str, CodeType] = {}
-    loader = importlib.machinery.SourceFileLoader
-    compile_module = loader.get_code
-
-    def get_code(self: importlib.machinery.SourceFileLoader, name: str) -> CodeType | None:
-        path = str(self.path)
-        if not path.startswith(folder + os.sep):
-            return compile_module(self, name)
-        if path not in modules:
-            modules[path] = compile_module(self, name)
-        return modules[path]
-
-    def execute(text: str, *names: dict[str, Any]) -> None:
-        if text not in texts:
-            texts[text] = compile(text, "<string>", "exec")
-        exec(texts[text], *names)
-
-    loader.get_code = get_code  # type: ignore[method-assign]
-    dataclasses.exec = execute  # type: ignore[attr-defined]  # in place of the builtin
 
 
 def forget(package: str) -> None:

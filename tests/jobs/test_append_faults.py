@@ -13,7 +13,7 @@ import pytest
 import xarray
 import zarr
 
-from shardload.formats.leftovers import find_leftover
+from shardload.storage.leftovers import find_leftover
 from tests.jobs.launch import ROOT, run_job
 
 SCRIPT = Path(__file__).parent / "scripts" / "appends.py"

@@ -110,23 +110,6 @@ def test_ranks_are_copies(mpi: str) -> None:
     assert job.rank_stdout == (f"True {{'{library}'}}\n",) * 2
 
 
-def test_a_copy_imports_the_project_that_its_paths_name(tmp_path: Path) -> None:
-    """Wrong if a copy kept the project that its server has imported, where the name means another folder."""
-    (tmp_path / "shardload.py").write_text("where = 'here'\n")
-    (tmp_path / "it.py").write_text("import shardload; print(vars(shardload).get('where', 'installed'))")
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    asked: list[tuple[list[str], Path, dict[str, str], str]] = [
-        (["it.py"], tmp_path, {}, "here"),
-        (["-c", "import it"], tmp_path, {}, "here"),
-        (["-m", "it"], elsewhere, {"PYTHONPATH": str(tmp_path)}, "here"),
-        (["-c", "import shardload.api; print(vars(shardload).get('where', 'installed'))"], elsewhere, {}, "installed"),
-    ]
-    for arguments, folder, env, where in asked:
-        job = run_job(arguments, 1, timeout=60, cwd=folder, env=env).check()
-        assert job.rank_stdout == (f"{where}\n",), arguments
-
-
 @LIBRARIES
 def test_failing_rank_fails_the_job(tmp_path: Path, mpi: str) -> None:
     script = tmp_path / "fails.py"
@@ -230,12 +213,6 @@ def test_rank_that_fails_while_others_wait_is_shown_when_time_is_up(tmp_path: Pa
     assert "comm.Barrier()" in job.rank_stderr[0]
 
 
-def test_a_test_of_one_process_that_hangs_is_ended_with_its_stack_shown(tmp_path: Path) -> None:
-    job = _pytest(tmp_path, "def hangs(): time.sleep(200)\ndef test_it(): hangs()\n", 1, "--timeout", "1")
-    assert job.returncode != 0 and "passed" not in job.stdout
-    assert re.search(r"Timeout.*\n(?s:.*)in hangs\n.*in test_it\n", job.rank_stderr[0]), job.rank_stderr[0]
-
-
 def test_ranks_that_collect_different_tests_stop(tmp_path: Path) -> None:
     body = "from mpi4py import MPI\nif MPI.COMM_WORLD.rank == 1: raise ImportError('only here')\ndef test_it(): pass\n"
     job = _pytest(tmp_path, body)
@@ -250,18 +227,6 @@ def test_tests_that_need_more_ranks_are_left_out_and_counted(tmp_path: Path) -> 
     job = _pytest(tmp_path, body).check()
     assert "2 tests run here; 1 left to runs with more ranks" in job.stdout
     assert "2 passed, 1 deselected" in job.stdout
-
-
-def test_tests_for_any_number_of_ranks_run_in_one_process_too(tmp_path: Path) -> None:
-    """Wrong if pytest-mpi's choice were in force: it takes the folder's name for its mark, and skips."""
-    (tmp_path / "tests" / "mpi").mkdir(parents=True)
-    (tmp_path / "tests" / "mpi" / "test_it.py").write_text("def test_it(comm): assert comm.size == 1\n")
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    shutil.copy(ROOT / "tests" / "conftest.py", tmp_path / "tests")
-    loaded = ["-W", "ignore:Module already imported"]
-    job = run_job(["-m", "pytest", *loaded], 1, timeout=240, cwd=tmp_path, env=NO_STAGE).check()
-    assert "1 passed in" in job.stdout
-    assert "MPI Information" not in job.stdout
 
 
 def test_a_job_in_a_job_carries_both_marks(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import h5py
 import numpy as np
 import pytest
 
-from shardload.formats.target import temporary_of
+from shardload.storage.target import temporary_of
 from tests.jobs.launch import ROOT, Job, run_job
 
 SCRIPT = Path(__file__).parent / "scripts" / "saves.py"

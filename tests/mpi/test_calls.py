@@ -255,22 +255,6 @@ class OfDigest:
     digest: int
 
 
-@pytest.mark.any_version
-@pytest.mark.any_library
-def test_plans_that_are_kept(files: dict[str, str], comm: Any) -> None:
-    """Wrong if a plan for one mesh, option or dtype were taken for another, or the file before were read again."""
-    values, meshes = ramp(cube()), (mesh_of(), mesh_of(jax.devices()[::-1]))
-    for _ in range(2):
-        for mesh in meshes:
-            for spec in (P("a", "b"), P("b", "a"), P(None, "a")):
-                for source, readers in (("contiguous", "direct"), ("gzip_shuffle", "parallel"), ("gzip_shuffle", "direct")):
-                    x = shardload.load(files[source], mesh, spec, dataset=NAME, readers=readers)
-                    check(x, values, mesh, spec, (source, readers))
-    mesh = mesh_of()
-    check(shardload.load(files["contiguous"], mesh, P("a"), dataset=NAME, select=slice(0, 4)), values[:4], mesh, P("a"))
-    check(shardload.load(files["contiguous"], mesh, P("a"), dataset=NAME, select=slice(4, 8)), values[4:8], mesh, P("a"))
-
-
 @contextmanager
 def opened(path: str) -> Any:
     """The array in a file, opened by its own library."""

@@ -21,11 +21,11 @@ from jax.sharding import PartitionSpec as P
 import shardload
 from shardload import ConfigError, SourceError
 from shardload.engine.session import Session
-from shardload.formats.leftovers import find_leftover
 from shardload.jobs.copying import plan as copy_plan
 from shardload.jobs.copying.copy import CopyReport, copy_file, refuse_copy
 from shardload.jobs.copying.reading import CopyRounds
 from shardload.jobs.copying.request import CopyRequest
+from shardload.storage.leftovers import find_leftover
 from tests.mpi.support import mesh_of, on_root, ramp, same_error
 
 pytestmark = pytest.mark.any_library
@@ -559,7 +559,7 @@ def test_what_is_refused(comm: Any, shared_tmp_path: Path) -> None:
         (before, "out.nc/out.nc", {}, ConfigError, "does not exist"),
         (before, "out.h5", {"dataset": ("rh",)}, ConfigError, "'/rho'"),
         (before, "out.h5", {"chunks": (4, 5)}, None, ""),  # of '/g/big'
-        (before, "out2.h5", {"chunks": (4, 5, 6, 7)}, ConfigError, "no array has so many"),
+        (before, "out2.h5", {"chunks": (4, 5, 6, 7)}, ConfigError, "no array has 4 axes"),
         (before, "out2.h5", {"dataset": ("g/big",), "compression": "gzip"}, ConfigError, "Pass chunks= too"),
         (before, "out2.h5", {"dataset": ("scalar", "g/big"), "compression": "gzip"}, ConfigError, "such as chunks='31,9'"),
         (before, "out2.h5", {"staging": 1000}, ConfigError, "staging is 1000 B, but this copy needs"),
@@ -672,26 +672,21 @@ def test_a_copy_that_was_stopped_goes_on(comm: Any, shared_tmp_path: Path, stopp
             np.testing.assert_array_equal(second[one][...], first[one][...], err_msg=one)
 
 
-@pytest.mark.parametrize("name", ["out.zarr", f"{'n' * 247}out.zarr"], ids=["short", "long"])
 @pytest.mark.usefixtures("small")
-def test_a_copy_into_a_folder_by_a_link_goes_on(
-    comm: Any, shared_tmp_path: Path, stopped: Callable[..., Path], name: str
-) -> None:
-    """Wrong if what was left were taken for that of another file: home folders often have links to large file systems; or if
-    it were not found, as its name is cut.
-    """
+def test_a_copy_into_a_folder_by_a_link_goes_on(comm: Any, shared_tmp_path: Path, stopped: Callable[..., Path]) -> None:
+    """Wrong if what was left were taken for that of another file: home folders often have links to large file systems."""
 
     def make() -> None:
         (shared_tmp_path / "large").mkdir()
         (shared_tmp_path / "link").symlink_to("large")
 
     on_root(comm, make)
-    target, options = shared_tmp_path / "link" / name, RESUMED["out.zarr"]
+    target, options = shared_tmp_path / "link" / "out.zarr", RESUMED["out.zarr"]
     before = stopped(target, 4, staging=45_000, **options)
     report = copy(comm, before, target, staging=45_000, resume=True, **options)
     assert report.n_resumed > 0
     comm.barrier()
-    assert os.listdir(shared_tmp_path / "large") == [name]
+    assert os.listdir(shared_tmp_path / "large") == ["out.zarr"]
 
 
 @pytest.mark.usefixtures("small")
@@ -937,7 +932,7 @@ def test_what_the_new_format_does_not_have_is_left_out(comm: Any, shared_tmp_pat
     report = copy(comm, before, shared_tmp_path / "out.nc")
     comm.barrier()
     text = "\n".join(report.notes)
-    assert all(f"'/{name}'" in text for name in ("half", "z")) and "'/y' in" in text and "'int3'" in text
+    assert all(f"'/{name}'" in text for name in ("half", "z")) and "'/y' was left out" in text and "'int3'" in text
     with h5py.File(shared_tmp_path / "out.nc") as file:
         np.testing.assert_array_equal(file["x"][...], ramp((4, 3)))
     same_error(comm, lambda: copy(comm, before, shared_tmp_path / "other.nc", dataset=("half",)), ConfigError, "float16")

@@ -8,15 +8,13 @@ from typing import Any
 
 import h5py
 import hdf5plugin
-import jax
 import numpy as np
 import pytest
 import zarr
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardload
-from shardload import ConfigError, PeerError, SourceError, near
+from shardload import SourceError, near
 from shardload.planning.tuning import tuned
 from tests.mpi.support import check, mesh_of, on_root, padded, ramp, same_error, unit
 
@@ -64,88 +62,6 @@ def test_a_file_that_changes_between_two_calls(shared_tmp_path: Path, comm: Any,
     same_error(comm, lambda: shardload.load(str(path), mesh, P("a", "b"), dataset="x"), SourceError, path.name)
     on_root(comm, partial(write, path, first))
     check(shardload.load(str(path), mesh, P("a", "b"), dataset="x"), first, mesh, P("a", "b"))
-
-
-def test_another_mesh_of_the_same_shape(shared_tmp_path: Path, comm: Any) -> None:
-    """Wrong if the devices of the last mesh were taken for those of this one."""
-    values = ramp(shape())
-    path, devices = on_root(comm, partial(write, shared_tmp_path / "x.h5", values)), jax.devices()
-    for order in (devices, devices[::-1], devices[1:] + devices[:1], devices):
-        mesh = mesh_of(np.array(order))
-        for given in ((mesh, P("a", "b")), (NamedSharding(mesh, P("a", "b")),)):
-            check(shardload.load(path, *given, dataset="x"), values, mesh, P("a", "b"), [d.id for d in order])
-
-
-@pytest.mark.any_version
-def test_options_that_change_between_calls(shared_tmp_path: Path, comm: Any) -> None:
-    """Wrong if an option of an earlier call counted: 0, 0.0, -0.0 and False are equal, and so are 1, 1.0 and True."""
-    values, mesh = ramp((2 * unit() + 1, 3 * unit())), mesh_of()
-    path = on_root(comm, partial(write, shared_tmp_path / "x.h5", values))
-    load = partial(shardload.load, path, mesh, dataset="x")
-    for pad in (0, -1, 0.0, -0.0, 1, 1.0, 7, 0):
-        x = load(P("a"), pad=pad)
-        check(x, padded(values, mesh, P("a"), pad), mesh, P("a"), pad)
-        last = [np.asarray(one.data) for one in x.addressable_shards if one.index[0].stop in (None, x.shape[0])]
-        has_sign = [np.signbit(one[-1, 0]) == np.signbit(np.float32(pad)) for one in last if x.shape != values.shape]
-        assert all(comm.allgather(all(has_sign))), pad
-    for select in ((0,), (1,), slice(1, None), (slice(0, 2), 2), (slice(0, 2), slice(2, 3)), (..., 0)):
-        picked = values[select]
-        check(load(P(), select=select), picked, mesh, P(), select)
-    for dtype in ("float16", "int32", np.float16, None):
-        check(load(P(), dtype=dtype), values if dtype is None else values.astype(dtype), mesh, P(), dtype)
-    for verify in ("index", "full", "index", "checksum"):
-        plan = shardload.plan(path, mesh, P(), dataset="x", verify=verify)
-        check(plan.execute(), values, mesh, P(), verify)
-        assert plan.report.proven.how == verify
-    same_error(comm, lambda: load(P("a"), pad=True, readers="nobody"), ConfigError, "readers is 'nobody'")
-    same_error(comm, lambda: load(P(), verify=True), ConfigError, "verify is True")
-    check(load(P()), values, mesh, P())
-
-
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize(
-    "late", [{"spec": P("b", "a")}, {"verify": "full"}, {"dataset": "/x"}, {"pad": -0.0}, {"pad": False}, {"path": "./x.h5"}]
-)
-def test_a_rank_that_makes_another_call_than_the_last_one(shared_tmp_path: Path, comm: Any, late: dict[str, Any]) -> None:
-    """Wrong if what is kept of the last call hid that one rank makes another one now, though its arguments are equal."""
-    values, mesh = ramp(shape()), mesh_of()
-    on_root(comm, partial(write, shared_tmp_path / "x.h5", values))
-    name = "sharding" if "spec" in late else next(iter(late))
-
-    def load(path: str = "x.h5", **how: Any) -> jax.Array:
-        return shardload.load(f"{shared_tmp_path}/{path}", mesh, **how)
-
-    for pad in (0.0, 0, 1.0):
-        usual: dict[str, Any] = {"spec": P("a", "b"), "dataset": "x", "pad": pad}
-        changed = {"pad": pad == 1.0} if late.get("pad") is False else late  # equal to 0 or 1, and no number
-        other = usual | (changed if comm.rank == comm.size - 1 else {})
-        check(load(**usual), values, mesh, P("a", "b"))
-        same_error(comm, partial(load, **other), PeerError, "all ranks must pass the same path, sharding and options", name)
-        check(load(**usual), values, mesh, P("a", "b"))
-
-
-@pytest.mark.mpi(min_size=2)
-def test_ranks_that_have_kept_plans_for_other_parts(shared_tmp_path: Path, comm: Any) -> None:
-    """Wrong if a call was refused because ranks keep plans for other parts, after a call in which they named other parts."""
-    values, mesh = ramp((6, 2 * unit(), 3 * unit())), mesh_of()
-
-    def write_labelled() -> str:
-        with h5py.File(shared_tmp_path / "x.h5", "w") as file:
-            for name in ("x", "y"):
-                made = file.create_dataset(name, data=values, chunks=(1, *values.shape[1:]))
-                for k, label in enumerate(("time", "lat", "lon")):
-                    made.dims[k].label = label
-        return str(shared_tmp_path / "x.h5")
-
-    path = on_root(comm, write_labelled)
-
-    def load(step: int) -> Any:
-        return shardload.load(path, mesh, P("a", "b"), dataset=["x", "y"], select={"time": step})
-
-    same_error(comm, lambda: load(4 if comm.rank == comm.size - 1 else 3), PeerError, "all ranks must pass the same", "select")
-    for step in (4, 3):
-        for x in load(step):
-            check(x, values[step], mesh, P("a", "b"), step)
 
 
 def parts_of(values: np.ndarray[Any, Any]) -> list[tuple[Any, np.ndarray[Any, Any]]]:

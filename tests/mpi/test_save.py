@@ -162,22 +162,22 @@ def test_how_often_ranks_wait_for_each_other(
 
 @pytest.mark.any_library
 def test_types_that_need_care(comm: Any, shared_tmp_path: Path) -> None:
-    """Wrong if bfloat16 lost bits, or the other byte order were a name only; or a type were stored as another one."""
+    """Wrong if bfloat16 lost bits, or a type were stored as another one."""
     values = {
         "b": ramp(cube(), "float32").astype(ml_dtypes.bfloat16),
-        "big": ramp(cube(), "int32"),
+        "whole": ramp(cube(), "int32"),
         "c": ramp(cube(), "complex64"),
     }
     values["b"][0, 0] = np.uint16(0xFF81 + np.arange(cube()[2])).view(ml_dtypes.bfloat16)  # NaN that float32 has not in h5py
     tree = {name: put(one, mesh_of(), P("a", "b")) for name, one in values.items()}
     path = shared_tmp_path / "types.h5"
-    shardload.save(path, tree, byteorder={"big": "big", "c": "big"}, chunks={"c": (3, 4, 5)}, verify="full")
+    shardload.save(path, tree, chunks={"c": (3, 4, 5)}, verify="full")
 
     def look() -> None:
         with h5py.File(path) as file:
             np.testing.assert_array_equal(file["b"][...], values["b"].astype("float32"))
-            assert file["big"].dtype == np.dtype(">i4") and file["c"].dtype == np.dtype(">c8")
-            np.testing.assert_array_equal(file["big"][...], values["big"])
+            assert file["whole"].dtype == np.dtype("i4") and file["c"].dtype == np.dtype("c8")
+            np.testing.assert_array_equal(file["whole"][...], values["whole"])
             np.testing.assert_array_equal(file["c"][...], values["c"])
 
     on_root(comm, look)
@@ -372,7 +372,7 @@ def test_like_another_array(comm: Any, shared_tmp_path: Path) -> None:
             dims={"z": ("z",)},
         )
     said = [str(one.message) for one in found if one.category is LeftOutWarning and one.filename == __file__]
-    assert len(said) == (comm.rank == 0) and all(f"'/z' in like= has shape ({shape[0]},)" in one for one in said)
+    assert len(said) == (comm.rank == 0) and all("'/z', with the axes ('z',) and shape" in one for one in said)
     on_root(comm, lambda: no_coordinates(shared_tmp_path / "short.nc"))
     same_error(
         comm, lambda: shardload.save(shared_tmp_path / "no.h5", x, like=f"{shared_tmp_path}/no.nc"), SourceError, "no.nc"
@@ -427,7 +427,7 @@ def test_a_warning_that_is_an_error(comm: Any, shared_tmp_path: Path, call: str,
     is_error = where == "on all ranks" or comm.rank == comm.size - 1
     with warnings.catch_warnings():
         warnings.simplefilter("error" if is_error else "ignore")
-        with pytest.raises(LeftOutWarning, match="'/t' in like= has shape"):
+        with pytest.raises(LeftOutWarning, match="'/t', with the axes"):
             getattr(shardload, call)(path, np.arange(2), like=f"{shared_tmp_path}/in.nc:/x")
     assert not group_of(comm).is_torn
     assert on_disk(comm, shared_tmp_path) == ["in.nc"]
@@ -642,7 +642,7 @@ def test_bad_arguments(comm: Any, shared_tmp_path: Path) -> None:
         (path, x, {"compression": {"rho": "gzip"}}, "compression does not match the arrays: only compression has ['rho']"),
         (path, {"a": 3.0}, {}, "'/a' is a float; expected a jax.Array"),
         (path, {"a": np.ma.masked_less(np.arange(3.0), 1)}, {}, "'/a' has masked elements, and files have none. Save x.filled"),
-        (path, x, {"attrs": {"_FillValue": 1e300}, "format": "netcdf4"}, "the fill value of '/data' is np.float64(1e+300)"),
+        (path, x, {"attrs": {"_FillValue": 1e300}, "format": "netcdf4"}, "the fill value of '/data' is 1e+300"),
         (path, {"a": x, "/a": x}, {}, "two arrays are called '/a'"),
         (path, {"g": {"a": x}}, {"attrs": {"g/": {"step": 1}, "g": {"run": 2}}}, "only attrs has ['run']"),
         (path, {"g": {"a": x}}, {"attrs": {"g/a": {"step": 1}, "g": {"a": {"run": 2}}}}, "attrs names 'g' twice"),
@@ -661,7 +661,7 @@ def test_bad_arguments(comm: Any, shared_tmp_path: Path) -> None:
         (path, x, {"format": "npy"}, "format is 'npy'"),
         (path, x, {"dataset": ""}, "dataset is ''"),
         (path, x, {"chunks": (3, 3)}, "chunks of '/data' are (3, 3)"),
-        (path, x, {"chunks": "big"}, "'/data': chunks is 'big'"),
+        (path, x, {"chunks": "whole"}, "'/data': chunks is 'big'"),
         (path, x, {"chunks": {"rho": (3, 3, 3)}}, "only chunks has ['rho']"),
         (path, x, {"chunks": None, "compression": "gzip"}, "has compression but no chunks"),
         (path, x, {"shards": (4, 4, 4)}, "but no chunks"),
@@ -710,7 +710,6 @@ def test_bad_arguments(comm: Any, shared_tmp_path: Path) -> None:
             "The name of a group has / behind it, and '/' is the file",
         ),
         (path, {"x": x}, {"attrs": {"x/y/": {"n": 3}}}, "a group is called '/x/y', which is an array, or below one"),
-        (path, x, {"byteorder": "middle"}, "'/data': byteorder is 'middle'"),
         (path, x, {"verify": "yes"}, "verify is 'yes'"),
         (path, x, {"staging": "1KiB", "chunks": (4, 4, 4)}, "but staging is 1.0 KiB"),
         (path, x, {"shape": (1, 1, 1), "plan": 3}, "both shape and plan"),
@@ -736,7 +735,7 @@ def test_ranks_that_do_not_ask_for_the_same(comm: Any, shared_tmp_path: Path) ->
         (lambda: shardload.save(path, x, chunks=(2, 2, 2 + last)), "was called with chunks of '/data'"),
         (lambda: shardload.save(path, x, attrs={"a": np.arange(3 + last)}), "was called with attrs of '/data'"),
         (lambda: shardload.save(path, {"a": x}, attrs={"h/": {"a": 3 + last}}), "was called with attrs of groups"),
-        (lambda: shardload.save(path, {"a": x, "b" if last else "c": x}), "called save"),
+        (lambda: shardload.save(path, {"a": x, "b" if last else "c": x}), "was called with array number 2 = /b"),
         (lambda: shardload.save(path, x, verify="full" if last else "index"), "was called with verify"),
         (lambda: shardload.plan_save(path, x) if last else shardload.save(path, x), "called save"),
     ]

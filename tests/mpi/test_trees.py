@@ -275,10 +275,10 @@ BAD = [
     ({"dataset": "star/*"}, ("no arrays below '/star'", "nearest first): '/stars/*'")),
     ({"dataset": "gas/rho/*"}, ("'/gas/rho'", "is an array, not a group")),
     ({"dataset": ["gas/rho", "gas/mask"], "spec": P(None, None, None)},
-     ("array 1", "P(None, None, None) has 3 entries", "shares its spec with array 0, '/gas/rho'", "pass a tree of specs")),
+     ("array 1", "P(None, None, None) has 3 entries", "the spec counts for several arrays", "pass a tree of them")),
     pytest.param(
         {"dataset": {"p": "stars/pos", "r": "gas/rho"}, "spec": P("a")},
-        ("array ['p']", "Pass pad=0", "shares its spec with array ['r'], '/gas/rho'"), marks=pytest.mark.mpi(min_size=2),
+        ("array ['p']", "Pass pad=0", "the spec counts for several arrays"), marks=pytest.mark.mpi(min_size=2),
     ),
     ({"dataset": {"p": "gas/mask", "r": "gas/rho"}, "spec": {"p": P(), "q": P()}},
      ("spec does not match the arrays", "spec has no ['r']", "only spec has ['q']")),
@@ -288,12 +288,12 @@ BAD = [
     ({"dataset": {"p": "gas/*"}, "spec": {"p": {"rho": P()}}}, ("spec['p'] does not match", "spec has no ['mask']")),
     ({"dataset": {"p": "gas/*"}, "pad": {"p": {"rho": 0, "mask": 300}}}, ("array ['p']['mask']", "pad is 300")),
     ({"dataset": {}}, ("a tree without a name",)),
-    ({"dataset": "stars/v*"}, ("no array '/stars/v*'", "first): '/stars/vel'", "(A '*' stands for", "'stars/*'.)")),
+    ({"dataset": "stars/v*"}, ("no array '/stars/v*'", "first): '/stars/vel'")),
     ({"dataset": {"m": "gas/mask", "r": "gas/rho"}, "spec": P(None, None, "a")},
-     ("array ['m'], '/gas/mask' in", "has 3 entries, but the array has 2 axes", "with array ['r'], '/gas/rho'")),
+     ("array ['m'], '/gas/mask' in", "has 3 entries, but the array has 2 axes", "the spec counts for several arrays")),
     ({"dataset": {"i": "stars/more/id", "r": "gas/rho"}, "spec": P(None, "a")}, ("but the array has 1 axis. Give",)),
     ({"dataset": {"p": "gas/mask", "r": "gas/rho"}, "select": {"p": 0}},
-     ("select names the axis 'p'", "pass a tree of selections, with one for each")),
+     ("select names the axis 'p'", "the selection counts for several arrays")),
 ]  # fmt: skip
 
 
@@ -310,16 +310,6 @@ def test_bad_trees(
     monkeypatch.setattr(array_load, "open_file", read)
     call = lambda: shardload.load(snap[0], mesh_of(), **{"spec": P(), **how})  # noqa: E731
     same_error(comm, call, ConfigError, *parts)
-
-
-@pytest.mark.mpi(min_size=2)
-def test_a_spec_that_fits_no_other_array_is_not_said_to_be_shared(comm: Any, snap: tuple[str, str]) -> None:
-    """Padding is all that is missing there, and a tree of specs would not help."""
-    names = {"p": "stars/pos", "i": "stars/more/id"}
-    error = same_error(
-        comm, lambda: shardload.load(snap[0], mesh_of(), P(("a", "b")), dataset=names), ConfigError, "array ['i']", "Pass pad=0"
-    )
-    assert "shares its spec" not in str(error)
 
 
 def test_a_tree_to_verify_has_the_names_keys(comm: Any, snap: tuple[str, str]) -> None:

@@ -14,8 +14,6 @@ import h5py
 import numpy as np
 
 from shardload.errors import ConfigError, SourceError
-from shardload.formats.changes import complete_append
-from shardload.formats.containment import open_file
 from shardload.formats.contract.dtypes import dtype_text, is_added, native_dtype, refusal
 from shardload.formats.growing import HOW_TO_GROW, meaning_of
 from shardload.formats.hdf5.attributes import axis_texts_of, is_scale, plain, scales_of
@@ -29,6 +27,8 @@ from shardload.formats.hdf5.pipeline import Pipeline, create_type
 from shardload.formats.hdf5.raw_file import file_number, has_signature, type_of_values
 from shardload.formats.hdf5.unwrapped import are_edges_plain
 from shardload.formats.sink import ArraySpec, Compression
+from shardload.storage.changes import complete_append
+from shardload.storage.containment import open_file
 
 __all__ = ["file_state", "read_file", "spec_of", "unfit"]
 

@@ -28,16 +28,16 @@ import h5py
 import numpy as np
 
 from shardload.errors import ConfigError, SourceError
-from shardload.formats.changes import make_changes, read_changes, write_changes
 from shardload.formats.growing import Growing, GrowingSink
 from shardload.formats.hdf5.growable import file_state, spec_of, unfit
 from shardload.formats.hdf5.ledger import Ledger, LedgerFile, old_file
 from shardload.formats.hdf5.on_disk import SUPERBLOCK_NBYTES, UnknownError, end_of, with_end
 from shardload.formats.hdf5.sink import Hdf5Encoder, Hdf5Writer, LedgerCatalog, PlacedChunks
-from shardload.formats.locks import AppendLock, FileLock, take_lock
 from shardload.formats.sink import Catalog, Decode, Ticket, Writer
-from shardload.formats.target import Target, mark, named, sync_folder
 from shardload.planning.region import Region
+from shardload.storage.changes import make_changes, read_changes, write_changes
+from shardload.storage.locks import AppendLock, FileLock, take_lock
+from shardload.storage.target import Target, mark, named, sync_folder
 
 __all__ = ["GrowingHdf5Array", "Hdf5Growth", "Hdf5GrowthCatalog"]
 

@@ -26,8 +26,8 @@ from shardload.formats.hdf5.names import encoded
 from shardload.formats.hdf5.pipeline import let_list_grow
 from shardload.formats.hdf5.sink import Hdf5Encoder, Hdf5Sink
 from shardload.formats.sink import ArraySpec
-from shardload.formats.target import MARK_NBYTES, Target, mark, named, put_at
 from shardload.planning.region import Region
+from shardload.storage.target import MARK_NBYTES, Target, mark, named, put_at
 
 __all__ = ["JoinedFile", "PlacedPart"]
 

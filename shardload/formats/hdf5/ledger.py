@@ -24,7 +24,7 @@ import h5py
 import numpy as np
 from h5py._objects import phil
 
-from shardload.formats.target import named, put_at
+from shardload.storage.target import named, put_at
 
 __all__ = ["HEAD_NBYTES", "Ledger", "LedgerFile", "limit_cache", "old_file"]
 

@@ -35,13 +35,13 @@ from h5py._objects import phil
 
 from shardload.errors import printable
 from shardload.formats.access import STRICT, Access
-from shardload.formats.containment import TARGET_HINT, Fence, OutsideError, why_not_a_file
 from shardload.formats.hdf5.chunks import ChunkPlaces
 from shardload.formats.hdf5.filters import is_stacked, refuse_filters
 from shardload.formats.hdf5.names import decoded, encoded
 from shardload.formats.hdf5.opened import OpenDataset, OpenFacts, OpenParts, creation_of, kind_of, raw_of
 from shardload.formats.hdf5.raw_file import close_all, has_signature, open_to_read, own_descriptor, plain_descriptor
 from shardload.formats.hdf5.tiles import Behind, Names, version_of
+from shardload.storage.containment import TARGET_HINT, Fence, OutsideError, why_not_a_file
 from shardload.storage.local import state_of
 
 __all__ = [

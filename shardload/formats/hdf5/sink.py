@@ -41,10 +41,10 @@ from shardload.formats.sink import (
     Writer,
     with_dims,
 )
-from shardload.formats.target import MARK_NBYTES, Target, mark, named, put_at, reserve, sync_folder
 from shardload.planning.blocks import runs
 from shardload.planning.grid import unravel
 from shardload.planning.region import Region
+from shardload.storage.target import MARK_NBYTES, Target, mark, named, put_at, reserve, sync_folder
 
 __all__ = ["Hdf5Encoder", "Hdf5Sink", "Hdf5Writer", "LedgerCatalog", "PlacedChunks"]
 
@@ -471,7 +471,7 @@ def _check_mark(ticket: Ticket, path: str) -> None:
     """ConfigError unless the temporary is the one that the catalog made."""
     with named(path), contextlib.ExitStack() as files:
         try:
-            head = files.enter_context(open(ticket.temporary, "rb")).read(MARK_NBYTES)
+            head = files.enter_context(os.fdopen(os.open(ticket.temporary, os.O_RDONLY), "rb")).read(MARK_NBYTES)
         except FileNotFoundError:
             head = b""
     if head != mark(ticket.token, path):

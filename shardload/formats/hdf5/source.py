@@ -24,7 +24,6 @@ import numpy as np
 
 from shardload.errors import ConfigError, SourceError, printable
 from shardload.formats.access import STRICT, Access
-from shardload.formats.containment import Fence, NotAFileError, OutsideError, open_file
 from shardload.formats.contract.array import MOST_NAMED, ArrayInfo, Properties, group_info, some
 from shardload.formats.contract.by_chunks import a_few_chunks, index_in_parts, read_by_chunks
 from shardload.formats.contract.chunk_reader import ChunkReader
@@ -77,6 +76,7 @@ from shardload.formats.hdf5.raw_file import (
 from shardload.formats.hdf5.tiles import Tiles, code_of, find_boxes, tell_parts
 from shardload.formats.labels import Labels
 from shardload.planning.region import Region
+from shardload.storage.containment import Fence, NotAFileError, OutsideError, open_file
 from shardload.storage.local import LocalFile, state_of
 
 __all__ = ["FORMAT", "Hdf5Format", "Hdf5Source", "describe", "open_explained"]

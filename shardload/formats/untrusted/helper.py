@@ -27,9 +27,9 @@ import numpy as np
 
 from shardload.errors import ConfigError, SourceError, printable
 from shardload.formats.access import Limits
-from shardload.formats.containment import NotAFileError, OutsideError
 from shardload.formats.contract.format import UndecodedError
 from shardload.formats.untrusted.answers import HelperError, lie
+from shardload.storage.containment import NotAFileError, OutsideError
 from shardload.system.thread_pool import Pool
 from shardload.units import format_nbytes
 

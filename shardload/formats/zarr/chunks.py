@@ -26,7 +26,6 @@ import zarr
 import zarr.storage
 
 from shardload.formats.codecs.chains import Chain
-from shardload.formats.containment import TARGET_HINT, Fence, NotAFileError, OutsideError, kind_of
 from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.contract.chunk_reader import Encoded, Room, check_box, fresh
 from shardload.formats.contract.dtypes import native_dtype
@@ -34,6 +33,7 @@ from shardload.formats.stored_chunks import Extents, StoredChunks
 from shardload.formats.zarr.metadata import MOST_INDEX_NBYTES, Layout, NotCovered, layout_of
 from shardload.formats.zarr.nodes import ArrayNode
 from shardload.formats.zarr.store import inner_store
+from shardload.storage.containment import TARGET_HINT, Fence, NotAFileError, OutsideError, kind_of
 from shardload.storage.local import LocalFile
 
 __all__ = ["ChunkFiles", "ShardFiles", "ZarrChunks", "chunk_layout", "chunk_reader"]

@@ -79,7 +79,7 @@ def _document_2(name: str, spec: ArraySpec, chunks: tuple[int, ...]) -> Json:
             "as Zarr format 3"
         )
     if is_added(spec.dtype) and not spec.dtype.isnative:
-        raise ConfigError(f"'{name}' is to be big-endian {spec.dtype.name}, which Zarr 2 cannot say. Leave byteorder= out")
+        raise ConfigError(f"'{name}' is to be big-endian {spec.dtype.name}, which Zarr 2 cannot say")
     asked, itemsize = spec.compression, spec.dtype.itemsize
     is_shuffled = asked is not None and asked.shuffle and not has_own_shuffle(asked.name) and itemsize > 1
     compressor: Json | None = None

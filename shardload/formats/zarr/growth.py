@@ -26,16 +26,16 @@ import numpy as np
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.contract.dtypes import native_dtype, refusal
 from shardload.formats.growing import Growing, GrowingSink, meaning_of
-from shardload.formats.leftovers import GROWTH_MARK, ROOTS
-from shardload.formats.locks import AppendLock
 from shardload.formats.sink import ArraySpec, Catalog, Compression
-from shardload.formats.target import named, not_undone, sync_folder, sync_name
 from shardload.formats.zarr.metadata import Json, Layout, NotCovered
 from shardload.formats.zarr.nodes import ArrayNode, BrokenNode
 from shardload.formats.zarr.sink import ZarrCatalog, ZarrEncoder, ZarrSink, groups_above, write_file
 from shardload.formats.zarr.store import open_store, read_metadata
 from shardload.planning.grid import unravel
+from shardload.storage.leftovers import GROWTH_MARK, ROOTS
 from shardload.storage.local import state_of
+from shardload.storage.locks import AppendLock
+from shardload.storage.target import named, not_undone, sync_folder, sync_name
 
 __all__ = ["GrowthCatalog", "GrowthEncoder", "GrowthSink", "read_store"]
 

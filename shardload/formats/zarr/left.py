@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import IO
 
 from shardload.errors import ConfigError
-from shardload.formats.target import FOLDER_MARK, MARK_BEGINS, MARK_NBYTES, sync_folder, temporary_of
+from shardload.storage.target import FOLDER_MARK, MARK_BEGINS, MARK_NBYTES, sync_folder, temporary_of
 
 __all__ = ["PART", "Left", "find_left", "open_locked", "whole_files"]
 

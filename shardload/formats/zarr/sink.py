@@ -25,7 +25,6 @@ from shardload.errors import ConfigError
 from shardload.formats.codecs.chains import EncodeChain
 from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.contract.dtypes import native_dtype
-from shardload.formats.leftovers import GROWTH_MARK, ROOTS
 from shardload.formats.sink import (
     ArraySpec,
     Catalog,
@@ -37,12 +36,13 @@ from shardload.formats.sink import (
     Writer,
     with_dims,
 )
-from shardload.formats.target import FOLDER_MARK, Target, make_below, mark, named, put_at, sync_folder
 from shardload.formats.zarr.encodings import document_of, fill_of, group_document, plain_attrs
 from shardload.formats.zarr.left import PART, Left, find_left, open_locked, whole_files
 from shardload.formats.zarr.metadata import Json, Layout
 from shardload.planning.grid import unravel
 from shardload.planning.region import Region
+from shardload.storage.leftovers import GROWTH_MARK, ROOTS
+from shardload.storage.target import FOLDER_MARK, Target, make_below, mark, named, put_at, sync_folder
 
 __all__ = ["MOST_NAME_NBYTES", "ZarrCatalog", "ZarrEncoder", "ZarrSink", "groups_above", "is_taken", "write_file"]
 

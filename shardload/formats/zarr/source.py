@@ -35,7 +35,6 @@ from shardload.formats.contract.chunk_reader import ChunkReader
 from shardload.formats.contract.dtypes import check_request, native_dtype, refusal, unaddressable
 from shardload.formats.contract.format import Format, OpenFile, Source
 from shardload.formats.labels import Coordinate, Labels, names_in
-from shardload.formats.leftovers import ROOTS
 from shardload.formats.zarr.chunks import ZarrChunks, chunk_layout, chunk_reader
 from shardload.formats.zarr.codecs import refuse_codecs
 from shardload.formats.zarr.making import properties_of
@@ -51,6 +50,7 @@ from shardload.formats.zarr.store import (
     zip_entries,
 )
 from shardload.planning.region import Region
+from shardload.storage.leftovers import ROOTS
 from shardload.values.decoding import ATTRIBUTES, Packing, typed
 
 __all__ = ["FORMAT", "ZarrFormat", "ZarrSource", "describe"]

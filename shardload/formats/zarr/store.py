@@ -26,9 +26,9 @@ from zarr.core.buffer import default_buffer_prototype
 from zarr.core.sync import sync
 
 from shardload.errors import SourceError, is_unread
-from shardload.formats.containment import TARGET_HINT, Fence, NotAFileError, OutsideError, kind_of, open_file
 from shardload.formats.zarr.codecs import checked
 from shardload.formats.zarr.nodes import ArrayNode, BrokenNode, GroupNode, Node, parse_node, quiet
+from shardload.storage.containment import TARGET_HINT, Fence, NotAFileError, OutsideError, kind_of, open_file
 from shardload.storage.local import state_of
 
 __all__ = ["WatchedStore", "close_store", "inner_store", "open_store", "read_metadata", "watch", "watched", "zip_entries"]

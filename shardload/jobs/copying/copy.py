@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -138,7 +139,7 @@ def _plan(call: Call, request: CopyRequest) -> _Contents:
     n_nodes = group.machine.n_nodes
     on_root: list[Sink] = []
 
-    def look() -> str:
+    def look() -> bytes:
         found, beside, notes = find(request)
         try:
             sink = new_sink(request, found, beside, n_nodes)
@@ -147,11 +148,10 @@ def _plan(call: Call, request: CopyRequest) -> _Contents:
             notes += more
             sink = new_sink(request, found, beside, n_nodes)
         on_root.append(sink)
-        return json.dumps([[array.to_dict() for array in found], notes])
+        return pickle.dumps(([array.for_others() for array in found], notes))
 
-    def make(told: str) -> _Contents:
-        arrays, notes = json.loads(told)
-        found = [Found.from_dict(array) for array in arrays]
+    def make(told: bytes) -> _Contents:
+        found, notes = pickle.loads(told)  # of this job's rank 0, never of a file
         sink = on_root[0] if on_root else new_sink(request, found, None, n_nodes)
         return _Contents(found, sink, plan_copy(request, found, sink, group.size, group.machine, notes))
 

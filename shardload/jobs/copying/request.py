@@ -6,27 +6,25 @@ and layouts; a selection by names of axes applies to them, too.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from importlib import import_module
+from dataclasses import dataclass, field, replace
 from typing import Any
 from zlib import crc32
 
 import numpy as np
 
-from shardload.errors import ConfigError, SourceError, printable
+from shardload.errors import ConfigError, printable
 from shardload.formats.access import Access, Limits
-from shardload.formats.contract.array import ArrayInfo, Properties, some
-from shardload.formats.contract.dtypes import dtype_text
+from shardload.formats.contract.array import ArrayInfo, some
 from shardload.formats.contract.format import OpenFile
 from shardload.formats.likeness import KEEP, Asked, attrs_for, bounds_of, spec_like
-from shardload.formats.lookup import Finder, find_array, open_file, split_path
+from shardload.formats.lookup import open_file, split_path
+from shardload.formats.saving import SUFFIXES, check_target, format_for, make_sink, refused_group
 from shardload.formats.sink import ArraySpec, Compression, Sink, unopened_by_xarray
 from shardload.jobs.consistency import State
-from shardload.jobs.described import Described, describe_array, found_by_name, take_along
-from shardload.options import AUTO, CHECKSUM, FULL, INDEX, TIMEOUT, Options
+from shardload.jobs.described import Described, describe_arrays, find_arrays, found_by_name, take_along
+from shardload.options import AUTO, CHECKSUM, FILE, FULL, INDEX, OPTIONS, TIMEOUT
 from shardload.planning.chunk_shapes import growing_chunks
 from shardload.planning.region import Region
 from shardload.planning.selection import Selection, select_axes
@@ -36,8 +34,6 @@ __all__ = ["PAGE_NBYTES", "STAGING_NBYTES", "CopyRequest", "Found", "describe", 
 
 STAGING_NBYTES = 512 << 20
 PAGE_NBYTES = 4096  # clients of a file system on several nodes may lose each other's bytes in a page
-_ALL_AND = "--dataset '*' "
-_VERIFY, _MODES = (INDEX, CHECKSUM, FULL), ("w-", "w")
 
 
 @dataclass(frozen=True)
@@ -96,20 +92,16 @@ class CopyRequest:
     @classmethod
     def check(cls, source: str, target: str, **given: Any) -> CopyRequest:
         """The request, with its options checked. ConfigError names what was found and what is expected."""
-        if given.get("verify", CHECKSUM) not in _VERIFY:  # said before what other calls would take, too
-            raise ConfigError(f"verify is {given['verify']!r}; expected one of {', '.join(map(repr, _VERIFY))}")
-        checked = Options.check(
-            **{name: given[name] for name in ("dtype", "staging", "verify", "allow_external", "allow_filters", "untrusted")}
-        )
-        if given.get("mode", "w-") not in _MODES:
-            raise ConfigError(f"mode is {given['mode']!r}; expected 'w-' (the name must not exist) or 'w' (it is replaced)")
+        names = ("dtype", "staging", "verify", "allow_external", "allow_filters", "untrusted", "mode")
+        checked = {name: OPTIONS[name].check(given[name]) for name in names if name in given}
+        if given.get("verify") == FILE:
+            raise ConfigError(f"verify is {FILE!r}; expected one of {INDEX!r}, {CHECKSUM!r}, {FULL!r}")
         for name in given.get("dataset", ()):
             if not name.strip("/ "):
                 raise ConfigError(f"dataset is {name!r}; expected the name of an array, such as '/rho', or '*'")
-        own: dict[str, Any] = {"dtype": None if checked.dtype is None else checked.dtype.name, "staging": checked.staging}
-        own |= {"verify": checked.verify, "allow_external": checked.allow_external, "allow_filters": checked.allow_filters}
-        own |= {"untrusted": checked.untrusted}
-        return cls(source, os.path.expanduser(target), **{**given, **own})
+        if checked.get("dtype") is not None:
+            checked["dtype"] = checked["dtype"].name
+        return cls(source, os.path.expanduser(target), **{**given, **checked})
 
     @property
     def access(self) -> Access:
@@ -147,45 +139,9 @@ class Found:
     spec: ArraySpec
     state: State
 
-    def to_dict(self) -> dict[str, Any]:
-        """In JSON's types, without attributes."""
-        spec = self.spec
-        fill = (
-            None
-            if spec.fill_value is None
-            else [dtype_text(np.asarray(spec.fill_value).dtype), np.asarray(spec.fill_value).tobytes().hex()]
-        )
-        stored = {
-            "shape": spec.shape,
-            "dtype": dtype_text(spec.dtype),
-            "chunks": spec.chunks,
-            "shards": spec.shards,
-            "compression": None if spec.compression is None else asdict(spec.compression),
-            "checksum": spec.checksum,
-            "dims": spec.dims,
-            "fill_value": fill,
-            "unlimited": spec.unlimited,
-        }
-        region = self.selection.region
-        where = {"start": region.start, "stop": region.stop, "kept": self.selection.kept}
-        return {"info": self.info.to_dict(), "where": where, "name": self.name, "spec": stored, "state": self.state}
-
-    @classmethod
-    def from_dict(cls, found: dict[str, Any]) -> Found:
-        """The inverse, after JSON made lists of tuples."""
-        spec, where = dict(found["spec"]), found["where"]
-        dtype = np.dtype(spec.pop("dtype"))
-        fill, compression = spec.pop("fill_value"), spec.pop("compression")
-        if fill is not None:
-            fill = np.frombuffer(bytes.fromhex(fill[1]), np.dtype(fill[0]))[0]
-        if compression is not None:
-            options = {key: tuple(v) if isinstance(v, list) else v for key, v in compression["options"].items()}
-            compression = Compression(**{**compression, "options": options})
-        made: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in spec.items()}
-        selection = Selection(Region(tuple(where["start"]), tuple(where["stop"])), tuple(where["kept"]))
-        state = None if found["state"] is None else tuple(found["state"])
-        whole = ArraySpec(dtype=dtype, compression=compression, fill_value=fill, **made)
-        return cls(ArrayInfo.from_dict(found["info"]), selection, found["name"], whole, state)
+    def for_others(self) -> Found:
+        """What the other ranks know of it."""
+        return replace(self, info=replace(self.info, labels=None), spec=replace(self.spec, attrs={}))
 
     def layout(self, slab: Region | None = None) -> SourceLayout:
         """How a slab of the new array, or all of it, lies in the source."""
@@ -217,87 +173,66 @@ class Beside:
 
 def new_sink(request: CopyRequest, found: Sequence[Found], beside: Beside | None, n_nodes: int) -> Sink:
     """The sink of the new file; on other ranks than 0 without what is `beside`."""
-    saving = import_module("shardload.formats.saving")
-    alignment = PAGE_NBYTES if n_nodes > 1 else 1
     about = {} if beside is None else describe(request, found, beside)
     beside = beside or Beside()
-    specs, groups = {one.name: one.spec for one in found} | beside.texts, beside.groups
-    how = {"format": request.format, "mode": request.mode, "alignment": alignment, "about": about}
-    made: Sink = saving.make_sink(request.target, specs, attrs=groups.get("/", {}), group_attrs=groups, **how)
-    return made
+    specs, groups = {array.name: array.spec for array in found} | beside.texts, beside.groups
+    alignment = PAGE_NBYTES if n_nodes > 1 else 1
+    how: dict[str, Any] = {"format": request.format, "mode": request.mode, "alignment": alignment, "about": about}
+    return make_sink(request.target, specs, attrs=groups.get("/", {}), group_attrs=groups, **how)
 
 
 def describe(request: CopyRequest, found: Sequence[Found], beside: Beside) -> dict[str, str]:
     """What a job that resumes must have in common with the one that was killed, on rank 0: in words, for messages."""
-    saving = import_module("shardload.formats.saving")
     path = split_path(request.source)[0]
-    about = {"the source": os.path.realpath(path) if "://" not in path else path}
-    about |= {
-        f"size and time of the source ('{one.info.dataset}')": repr(None if one.state is None else one.state[:2])
-        for one in found
+    about = {
+        "the source": os.path.realpath(path) if "://" not in path else path,
+        "the format": format_for(request.target, request.format),
+        "the digest of attributes of groups": _digest(sorted(beside.groups.items(), key=str)),
+        "the digest of arrays of text": _digest(
+            [(name, spec.attrs, spec.dims, np.asarray(spec.texts).tolist()) for name, spec in beside.texts.items()]
+        ),
     }
-    for one in found:
-        if one.info.parts is not None:
-            versions = repr(one.info.parts["versions"]).encode()
-            about[f"the digest of sizes and times of the parts of '{one.info.dataset}'"] = f"{crc32(versions):08x}"
-        told = {key: value for key, value in one.to_dict().items() if key not in ("info", "state")}
-        about[f"what is made of '{one.info.dataset}'"] = json.dumps(told)
-        attrs = repr([(key, getattr(value, "dtype", type(value)), value) for key, value in one.spec.attrs.items()])
-        about[f"the digest of attributes of '{one.name}'"] = f"{crc32(attrs.encode()):08x}"
-    about["the digest of attributes of groups"] = f"{crc32(repr(sorted(beside.groups.items(), key=str)).encode()):08x}"
-    texts = repr([(name, spec.attrs, spec.dims, np.asarray(spec.texts).tolist()) for name, spec in beside.texts.items()])
-    about["the digest of arrays of text"] = f"{crc32(texts.encode()):08x}"
-    about["the format"] = saving.format_for(request.target, request.format)
+    for array in found:
+        name = array.info.dataset
+        about[f"size and time of the source ('{name}')"] = repr(None if array.state is None else array.state[:2])
+        if array.info.parts is not None:
+            about[f"the digest of sizes and times of the parts of '{name}'"] = _digest(array.info.parts["versions"])
+        about[f"what is made of '{name}'"] = repr((array.selection, array.name, replace(array.spec, attrs={})))
+        attrs = [(key, getattr(value, "dtype", type(value)), value) for key, value in array.spec.attrs.items()]
+        about[f"the digest of attributes of '{array.name}'"] = _digest(attrs)
     return about
+
+
+def _digest(value: Any) -> str:
+    return f"{crc32(repr(value).encode()):08x}"
 
 
 def find(request: CopyRequest) -> tuple[list[Found], Beside, list[str]]:
     """On rank 0: the arrays, the attributes of groups, and notes of what is left out."""
-    saving = import_module("shardload.formats.saving")
-    _check_name(request.target, saving.SUFFIXES, request.format)
-    kind = saving.format_for(request.target, request.format)
+    _check_target(request)
     path, inside = split_path(request.source)
     _check_apart(path, request.target)
     names = list(request.dataset) or ([inside] if inside else ["*"])
     if inside and request.dataset:
         raise ConfigError(f"'{request.source}' names an array, and dataset={request.dataset[0]!r} names another. Leave one out")
-    infos: dict[str, ArrayInfo] = {}
-    is_all = "*" in names
-    links = _links(path, request.access) if is_all else {}
-    with Finder(request.access) as finder:
-        for name in names:
-            if name == "*" or name.endswith("/*"):
-                group = "" if name == "*" else "/" + name[:-2].strip("/")
-                try:
-                    below, left_out = finder.find_below(path, group, with_dimensions=True)
-                except ConfigError as error:
-                    more = _links_told(links, "")
-                    raise ConfigError(f"{error} ({more[0]})") if more else error from None
-                infos |= {one.info.dataset: one.info for one in below} | {one.dataset: one for one in left_out}
-            else:
-                info = find_array(path, name, request.access)
-                infos[info.dataset] = info
-    copied = {name for name in links if any(f"{one}/".startswith(f"{name}/") for one in infos)}
-    notes = _links_told({name: to for name, to in links.items() if name not in copied})
-    asked_for = tuple(f"/{name.strip('/*')}" for name in names if name != "*")
-    if copied := {name for name in copied if not f"{name}/".startswith(tuple(f"{one}/" for one in asked_for))}:
-        told = some([f"'{printable(name)}' (to {printable(links[name])})" for name in sorted(copied)])
-        notes.append(f"links became copies of what they lead to: {told}")
+
+    def refuse(_: str, error: ConfigError) -> None:
+        with open_file(path, request.access) as file:
+            told = _links_told(file.links(), "") if "*" in names else []
+        raise ConfigError(f"{error} ({told[0]})") if told else error from None
+
+    infos = find_arrays(path, names, request.access, refuse)
     with open_file(path, request.access) as file:
-        return _like(request, kind, file, infos, is_all, notes)
+        links = file.links() if "*" in names else {}
+        copied = {link for link in links if any(f"{name}/".startswith(f"{link}/") for name in infos)}
+        notes = _links_told({link: to for link, to in links.items() if link not in copied})
+        if told := [f"'{printable(link)}' (to {printable(links[link])})" for link in sorted(copied)]:
+            notes.append(f"links became copies of what they lead to: {some(told)}")
+        return _plan_arrays(request, file, infos, "*" in names, notes)
 
 
-def _links(path: str, access: Access) -> dict[str, str]:
-    """The links, which a copy of all arrays does not follow."""
-    try:
-        with open_file(path, access) as file:
-            return dict(file.links())
-    except SourceError:  # the search for arrays says why
-        return {}
-
-
-def _links_told(links: Mapping[str, str], all_and: str = _ALL_AND) -> list[str]:
-    """What is said of links that are not followed."""
+def _links_told(links: Mapping[str, str], all_and: str = "--dataset '*' ") -> list[str]:
+    """What is said of links, which a copy of all arrays does not follow, and the other flags to type."""
     if not links:
         return []
     told = ", ".join(f"'{printable(name)}' (to {printable(to)})" for name, to in links.items())
@@ -306,43 +241,41 @@ def _links_told(links: Mapping[str, str], all_and: str = _ALL_AND) -> list[str]:
     return [f"links were left out: {told}. To copy what they lead to, name it, too: {how}"]
 
 
-def _like(
-    request: CopyRequest, kind: str, file: OpenFile, infos: dict[str, ArrayInfo], is_all: bool, notes: list[str]
+def _plan_arrays(
+    request: CopyRequest, file: OpenFile, infos: dict[str, ArrayInfo], is_all: bool, notes: list[str]
 ) -> tuple[list[Found], Beside, list[str]]:
-    """What is asked of each array."""
-    described: dict[str, Described] = {}
-    for name, info in infos.items():
-        try:
-            described[name] = describe_array(file, info.dataset, info)
-        except SourceError:
-            if info.refused is None:
-                raise
-            notes.append(f"{info} was left out: it holds {info.refused}")
-    beside = _beside(described)
-    main = [name for name, one in described.items() if one[1].texts is None and name not in beside]
+    """What is made of each array."""
+    kind = format_for(request.target, request.format)
+    described, lost = describe_arrays(file, infos)
+    notes += lost
+    # Coordinates of other arrays, and their bounds, keep their own type and layout.
+    beside = {name for name, (info, *_) in described.items() if info.is_coordinate}
+    for name, (_, properties, _) in described.items():
+        beside |= {*properties.coordinates, *bounds_of(name, properties)} - {name}
+    numbers = [
+        name for name, (_, properties, _) in described.items() if properties.texts is None and not properties.is_dimension
+    ]
+    main = [name for name in numbers if name not in beside] or numbers
     if not is_all:
         notes += take_along(file, described)
-    valueless = {name for name, one in described.items() if one[1].is_dimension}
-    described = {name: one for name, one in described.items() if name not in valueless}
-    main = [name for name in main if name in described] or [name for name in described if described[name][1].texts is None]
-    parts = _parts(request.select, {name: described[name] for name in main})
-    asked = _asked(request, {name: described[name][0] for name in main})
+    valueless = {name for name, (_, properties, _) in described.items() if properties.is_dimension}
+    described = {name: array for name, array in described.items() if name not in valueless}
+    _check_request(request, {name: described[name] for name in main})
+    by_name = _selection_by_name(request.select, {name: described[name] for name in main})
+    selections = {}
+    for name, (info, properties, _) in described.items():
+        parts: Any = tuple(by_name.get(dim, slice(None)) for dim in properties.dims)
+        is_by_position = name in main and request.select is not None and not isinstance(request.select, Mapping)
+        selections[name] = _select(info, request.select if is_by_position else parts, properties.dims)
+    dims = {name: [described[name][1].dims[k] for k in selection.kept] for name, selection in selections.items()}
+    growing = _growing_axes(request.unlimited, dims, main)
     found, texts = [], dict[str, ArraySpec]()
-    selections = {
-        name: _selection(info, properties, parts, request.select if name in main else None)
-        for name, (info, properties, _) in described.items()
-    }
-    dims = {name: [described[name][1].dims[k] for k in one.kept] for name, one in selections.items()}
-    unlimited = _named_axes(request.unlimited, [dims[name] for name in main])
     for name, (info, properties, state) in described.items():
-        selection, grows = selections[name], _growing(unlimited, dims[name], name in main)
-        wanted = _asked_of(asked, info, selection, name in main, grows)
         is_text = properties.texts is not None
-        if name not in main and not is_text and not _can_stay(kind, info, properties, selection, wanted):
-            wanted = replace(wanted, compression=asked.compression)
+        wanted = _asked_of(request, info, selections[name], name in main, growing[name])
         properties, lost = found_by_name(kind, name, properties, described)
         try:
-            spec, more = spec_like(info, properties, selection, kind, wanted)
+            spec, more = spec_like(info, properties, selections[name], kind, wanted)
         except ConfigError as error:
             if not is_text:
                 raise
@@ -353,33 +286,29 @@ def _like(
         if is_text:
             texts[target] = spec
         else:
-            found.append(Found(info, selection, target, spec, state))
+            found.append(Found(info, selections[name], target, spec, state))
     if not found:
         raise ConfigError(f"'{request.source}' holds no arrays that could be copied")
-    _check_asked(request, found, asked, main)
-    _check_growing(request.unlimited, [dims[name] for name in main], found)
+    _check_layout(request, [array for array in found if array.info.dataset in main])
     if kind.startswith("zarr"):  # as of a netCDF file of a run that died: a copy has the rows that are there
-        unopened = unopened_by_xarray({one.full_name: one.spec for one in found})
+        unopened = unopened_by_xarray({array.full_name: array.spec for array in found})
         notes += [f"{what}: xarray opens no group with both" for what, _ in unopened]
-    axes = {dim for spec in [*(one.spec for one in found), *texts.values()] for dim in spec.dims or ()}
+    axes = {dim for spec in [*(array.spec for array in found), *texts.values()] for dim in spec.dims or ()}
     for name in sorted(valueless if is_all else ()):
         if name.rpartition("/")[2] not in axes:
             notes.append(f"the dimension '{name}' was left out: no array of the new file has it")
     used = {""} | {name.strip("/")[:k] for name in described for k, c in enumerate(name.strip("/")) if c == "/"}
-    groups, refused = {}, import_module("shardload.formats.saving").refused_group
-    arrays = [one.full_name for one in found] + list(texts)
+    arrays, groups = [array.full_name for array in found] + list(texts), {}
     for group, attrs in file.groups().items():
+        why = None
         if group.strip("/") not in used:
-            if not is_all:
-                continue
-            why = refused(kind, group, arrays, axes)
-            if why is not None:
-                what = f"the attributes of group {group!r}" if attrs else f"the group {group!r}"
-                notes.append(f"{what}, {why}, {'were' if attrs else 'was'} left out")
-                continue
-        kept, _, more = attrs_for(kind, f"group '{group}'", attrs)
-        groups[group] = kept
-        notes += [f"{what} was left out" for what in more]
+            why = refused_group(kind, group, arrays, axes) if is_all else ""
+        if why is None:
+            groups[group], _, more = attrs_for(kind, f"group '{group}'", attrs)
+            notes += [f"{what} was left out" for what in more]
+        elif why:
+            what = f"the attributes of group {group!r}" if attrs else f"the group {group!r}"
+            notes.append(f"{what}, {why}, {'were' if attrs else 'was'} left out")
     notes += [f"{what} was left out" for what in file.unread()]
     return found, Beside(texts, groups), notes
 
@@ -398,7 +327,7 @@ def without_what_is_refused(
         stand_in = ArraySpec((), np.dtype("i1"))
         specs = {name: plain} if spec.texts is None else {name: plain, "/a": stand_in}
         try:
-            import_module("shardload.formats.saving").make_sink(request.target, specs, format=request.format, mode=request.mode)
+            make_sink(request.target, specs, format=request.format, mode=request.mode)
         except ConfigError as why:
             if name in named:
                 raise error from None
@@ -406,47 +335,40 @@ def without_what_is_refused(
             return False
         return True
 
-    kept = [one for one in found if is_held(one.full_name, one.spec)]
+    kept = [array for array in found if is_held(array.full_name, array.spec)]
     texts = {name: spec for name, spec in about.texts.items() if is_held(name, spec)}
     if not kept or not notes:
         raise error
     return kept, replace(about, texts=texts), notes
 
 
-def _beside(described: Mapping[str, tuple[ArrayInfo, Properties, State]]) -> set[str]:
-    """The coordinates of other arrays, and their bounds: they keep their own type and layout."""
-    found = {name for name, (info, *_) in described.items() if info.is_coordinate}
-    for name, (_, properties, _) in described.items():
-        found |= {*properties.coordinates, *bounds_of(name, properties)} - {name}
-    return found
-
-
-def _parts(select: Any, main: Mapping[str, tuple[ArrayInfo, Properties, State]]) -> dict[str, Any]:
-    """The selection by names of axes."""
+def _selection_by_name(select: Any, main: Mapping[str, Described]) -> dict[Any, Any]:
+    """The selection by names of axes: it applies to every array that has the axis."""
     if select is None:
         return {}
-    dims = {dim for _, properties, _ in main.values() for dim in properties.dims if dim}
     if isinstance(select, Mapping):
+        dims = {dim for _, properties, _ in main.values() for dim in properties.dims if dim}
         for name in select:
             if name not in dims:
-                there = f"there are: {some([repr(dim) for dim in sorted(dims)])}" if dims else "no axis has a name. Select by "
-                there += "" if dims else "positions, such as select='0,:'"
-                raise ConfigError(f"select names the axis {name!r}, which no array has; {there}")
+                there = (
+                    some([repr(dim) for dim in sorted(dims)]) or "none with a name. Select by positions, such as select='0,:'"
+                )
+                raise ConfigError(f"select names the axis {name!r}, which no array has; there are: {there}")
         return dict(select)
     if len(main) > 1:
-        names = some(list(main))
         raise ConfigError(
-            f"select has positions, and there are {len(main)} arrays: {names}. Name one with dataset=, or select by names "
-            "of axes, such as select='time=-1'"
+            f"select has positions, and there are {len(main)} arrays: {some(list(main))}. Name one with dataset=, or select by "
+            "names of axes, such as select='time=-1'"
         )
     ((info, properties, _),) = main.values()
-    chosen = _select(info, select, properties.dims)
-    by_name: dict[str, Any] = {}
-    for axis, dim in enumerate(properties.dims):
-        if dim is not None:
-            start, stop = chosen.region.start[axis], chosen.region.stop[axis]
-            by_name[dim] = slice(start, stop) if axis in chosen.kept else start
-    return by_name
+    selection = _select(info, select, properties.dims)
+    return {
+        dim: slice(start, stop) if axis in selection.kept else start
+        for axis, (dim, start, stop) in enumerate(
+            zip(properties.dims, selection.region.start, selection.region.stop, strict=True)
+        )
+        if dim is not None
+    }
 
 
 def _select(info: ArrayInfo, select: Any, dims: Sequence[str | None]) -> Selection:
@@ -456,125 +378,85 @@ def _select(info: ArrayInfo, select: Any, dims: Sequence[str | None]) -> Selecti
         raise ConfigError(f"{error} ({info} has shape {info.shape})") from None
 
 
-def _selection(info: ArrayInfo, properties: Properties, parts: Mapping[str, Any], select: Any) -> Selection:
-    if select is not None and not isinstance(select, Mapping):
-        return _select(info, select, properties.dims)
-    index = tuple(parts.get(dim, slice(None)) if dim is not None else slice(None) for dim in properties.dims)
-    return _select(info, index, properties.dims)
+def _growing_axes(
+    unlimited: Sequence[str | int], dims: Mapping[str, Sequence[str | None]], main: Sequence[str]
+) -> dict[str, tuple[int, ...]]:
+    """Which axes of each new array can grow. Numbers are of those that are no coordinates; an axis with a name is one for all.
 
-
-def _asked(request: CopyRequest, main: Mapping[str, ArrayInfo]) -> Asked:
-    dtype = None
-    if request.dtype is not None:
-        dtype = np.dtype(request.dtype)
-        for info in main.values():
-            if np.dtype(info.dtype).kind == "c" and dtype.kind != "c":
-                raise ConfigError(f"{info} is {info.dtype}; as {dtype} its imaginary part would be lost. Leave dtype= out")
-    return Asked(dtype, request.chunks, request.shards, request.compression)
-
-
-def _named_axes(unlimited: Sequence[str | int], main: Sequence[Sequence[str | None]]) -> set[str | int]:
-    """The axes that can grow: what is asked for, and the names of those that are asked for by number. An axis that has a name
-    is one for all arrays, so that coordinates grow with it.
+    Raises
+    ------
+    ConfigError
+        If no array has one of the axes.
     """
-    asked = (dims[n] for n in unlimited if isinstance(n, int) for dims in main if -len(dims) <= n < len(dims))
-    return {*unlimited, *filter(None, asked)}
+    growing: set[tuple[str, int]] = set()
+    for axis in unlimited:
+        found: set[tuple[str, int]] = set()
+        names: set[str | None] = {axis} if isinstance(axis, str) else set()
+        if isinstance(axis, int):
+            found = {(name, axis % len(dims[name])) for name in main if -len(dims[name]) <= axis < len(dims[name])}
+            names = {dims[name][k] for name, k in found}
+        found |= {(name, k) for name, of_array in dims.items() for k, dim in enumerate(of_array) if dim and dim in names}
+        if not found:
+            there = some([f"{name} ({', '.join(str(dim or '-') for dim in dims[name])})" for name in main])
+            raise ConfigError(f"unlimited is {axis!r}, an axis that no array of the new file has: {there}")
+        growing |= found
+    return {name: tuple(k for k in range(len(of_array)) if (name, k) in growing) for name, of_array in dims.items()}
 
 
-def _growing(unlimited: set[str | int], dims: Sequence[str | None], is_main: bool) -> tuple[int, ...]:
-    """Which axes of one new array can grow. Numbers are of those that are no coordinates."""
-    numbers = {n % len(dims) for n in unlimited if isinstance(n, int) and -len(dims) <= n < len(dims)} if is_main else set()
-    return tuple(k for k, dim in enumerate(dims) if dim in unlimited or k in numbers)
-
-
-def _check_growing(unlimited: Sequence[str | int], main: Sequence[Sequence[str | None]], found: Sequence[Found]) -> None:
-    """ConfigError if something shall be able to grow that no array has."""
-    for one in unlimited:
-        if isinstance(one, int):
-            if not any(-len(dims) <= one < len(dims) for dims in main):
-                shapes = some([f"{array.info.dataset} {array.spec.shape}" for array in found])
-                raise ConfigError(f"unlimited is axis {one}, which no array of the new file has: {shapes}")
-            continue
-        names = sorted({repr(dim) for array in found for dim in array.spec.dims or () if dim})
-        if repr(one) not in names:
-            there = some(names) or "none with a name. Type its number: --unlimited 0"
-            raise ConfigError(f"unlimited is {one!r}, an axis that no array of the new file has; there are: {there}")
-
-
-def _asked_of(asked: Asked, info: ArrayInfo, selection: Selection, is_main: bool, grows: tuple[int, ...]) -> Asked:
+def _asked_of(request: CopyRequest, info: ArrayInfo, selection: Selection, is_main: bool, grows: tuple[int, ...]) -> Asked:
     """What is asked of one array: layout only if it has as many axes, compression only if it has chunks."""
-    can_get_chunks = info.chunks is None and bool(grows)
-    for_growth = growing_chunks(selection.shape, grows[0], np.dtype(info.dtype).itemsize) if can_get_chunks else KEEP
-    if not is_main:
-        return Asked(chunks=for_growth, unlimited=grows)
     ndim = len(selection.shape)
-    chunks, shards, compression = asked.chunks, asked.shards, asked.compression
+    for_growth: Any = KEEP
+    if info.chunks is None and grows:
+        for_growth = growing_chunks(selection.shape, grows[0], np.dtype(info.dtype).itemsize)
+    chunks, shards = (request.chunks, request.shards) if is_main else (KEEP, KEEP)
     if isinstance(chunks, tuple) and len(chunks) != ndim:
         chunks = shards = KEEP
     if isinstance(shards, tuple) and len(shards) != ndim:
         shards = KEEP
-    if isinstance(chunks, str):
-        chunks = for_growth
+    chunks = for_growth if isinstance(chunks, str) else chunks
     has_chunks = (info.chunks is not None if isinstance(chunks, str) else chunks is not None) and ndim > 0
-    if not has_chunks:
-        compression = KEEP
-    return Asked(asked.dtype, chunks, shards, compression, grows)
+    dtype = None if request.dtype is None or not is_main else np.dtype(request.dtype)
+    return Asked(dtype, chunks, shards, request.compression if has_chunks else KEEP, grows)
 
 
-def _can_stay(kind: str, info: ArrayInfo, properties: Properties, selection: Selection, wanted: Asked) -> bool:
-    """Whether a coordinate can be compressed in the new file as it is in the source. Where it cannot, it takes the compression
-    that is asked for: the caller has no other way to say what it shall have.
-    """
-    if properties.compression is None and not properties.checksum:
-        return True
-    try:
-        spec, _ = spec_like(info, properties, selection, kind, wanted)
-        import_module("shardload.formats.saving").make_sink("x", {"x": replace(spec, dims=None, attrs={})}, format=kind)
-    except ConfigError:
-        return False
-    return True
+def _check_request(request: CopyRequest, main: Mapping[str, Described]) -> None:
+    for info, *_ in main.values():
+        if request.dtype is not None and np.dtype(info.dtype).kind == "c" and np.dtype(request.dtype).kind != "c":
+            raise ConfigError(f"{info} is {info.dtype}; as {request.dtype} its imaginary part would be lost. Leave dtype= out")
 
 
-def _check_asked(request: CopyRequest, found: Sequence[Found], asked: Asked, main: Sequence[str]) -> None:
+def _check_layout(request: CopyRequest, main: Sequence[Found]) -> None:
     """ConfigError if something was asked for that no array can have."""
-    mine = [one for one in found if one.info.dataset in main]
-    for name, sizes in (("chunks", asked.chunks), ("shards", asked.shards)):
-        if isinstance(sizes, tuple) and not any(len(one.spec.shape) == len(sizes) for one in mine):
-            shapes = some([f"{one.info.dataset} {one.spec.shape}" for one in mine])
-            axes = f"{len(sizes)} {'axis' if len(sizes) == 1 else 'axes'}"
-            raise ConfigError(
-                f"{name} are {sizes}, for {axes}, but no array has so many: {shapes}. Pass one size for each axis"
-            )
-    is_new = not (isinstance(asked.compression, str) and asked.compression == KEEP)
-    wants = is_new and Compression.of(asked.compression) is not None
-    in_one_piece = [one for one in mine if one.spec.chunks is None and one.spec.shape]  # one number has nothing to compress
-    if wants and in_one_piece and not any(one.spec.chunks is not None for one in mine):
-        first = in_one_piece[0]
-        example = ",".join(str(min(n, 64) or 1) for n in first.spec.shape)
+    for name, sizes in (("chunks", request.chunks), ("shards", request.shards)):
+        if isinstance(sizes, tuple) and not any(len(array.spec.shape) == len(sizes) for array in main):
+            shapes = some([f"{array.info.dataset} {array.spec.shape}" for array in main])
+            raise ConfigError(f"{name} are {sizes}, but no array has {len(sizes)} axes: {shapes}. Pass one size for each axis")
+    wants = request.compression != KEEP and Compression.of(request.compression) is not None
+    in_one_piece = [array for array in main if array.spec.chunks is None and array.spec.shape]  # a number is not compressed
+    if wants and in_one_piece and not any(array.spec.chunks is not None for array in main):
+        example = ",".join(str(min(n, 64) or 1) for n in in_one_piece[0].spec.shape)
         raise ConfigError(
-            f"compression is of chunks, and {first.info} is in one piece. Pass chunks= too, such as chunks='{example}'"
+            f"compression is of chunks, and {in_one_piece[0].info} is in one piece. Pass chunks= too, such as "
+            f"chunks='{example}'"
         )
 
 
-def _check_name(target: str, suffixes: tuple[str, ...], kind: str | None) -> None:
-    """ConfigError if the target is a folder, or names an array, as other commands and the source do."""
-    file, colon, name = target.rpartition(":")
-    if colon and file.lower().endswith(suffixes) and not name.lower().endswith(suffixes):
-        raise ConfigError(f"'{target}' names an array, and arrays keep their names in a copy. Pass '{file}', the file alone")
-    if kind is None and os.path.isdir(target) and not target.rstrip("/").lower().endswith(suffixes):
+def _check_target(request: CopyRequest) -> None:
+    target = request.target
+    check_target(target)
+    if request.format is None and os.path.isdir(target) and not target.rstrip("/").lower().endswith(SUFFIXES):
         raise ConfigError(f"'{target}' is a folder. Pass the new file's name in it, such as '{os.path.join(target, 'out.h5')}'")
 
 
 def _check_apart(source: str, target: str) -> None:
     """ConfigError if one of two paths is the other, or lies in it."""
-    if "://" in source or not target:
-        return
-    if not os.path.lexists(source):
+    if "://" in source or not target or not os.path.lexists(source):
         return  # opening it says so
     first, second = os.path.realpath(source), os.path.realpath(target.rstrip("/") or "/")
-    is_same = first == second or (os.path.exists(second) and os.path.samefile(first, second))
-    if is_same:
+    if first == second or (os.path.exists(second) and os.path.samefile(first, second)):
         raise ConfigError(f"'{target}' is the file that is to be copied. Choose another name, and rename it afterwards")
     if second.startswith(first + os.sep) or first.startswith(second + os.sep):
-        inner, outer = (target, source) if second.startswith(first) else (source, target)
-        raise ConfigError(f"'{inner}' lies in '{outer}': one of them would be part of the other. Choose a name beside it")
+        raise ConfigError(
+            f"one of '{target}' and '{source}' lies in the other, and would be part of it. Choose a name beside it"
+        )

@@ -3,7 +3,7 @@
 A simulation writes a snapshot in several files, a climate model a file for each year. The new file has the arrays that go on
 from part to part as virtual datasets of HDF5, which every program reads.
 
-1. Each part is opened once: the shapes, types and attributes of its arrays (`_Member`).
+1. Each part is opened once: the shapes, types and attributes of its arrays, as a copy finds them (`_Member`).
 2. An array that has the axis goes on from part to part: there must be no doubt that its parts belong together. Types, the other
    axes, units and packing are the same; an array is in all parts that others of its group are in.
 3. Every other array is the same in all parts, value for value.
@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import os
 import shlex
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -31,10 +31,10 @@ from shardload.formats.contract.array import ArrayInfo, Properties, nbytes_of, s
 from shardload.formats.contract.format import OpenFile
 from shardload.formats.diagnosis import as_source_error
 from shardload.formats.likeness import Asked, as_text, attrs_for, bounds_of, same_value, spec_like
-from shardload.formats.lookup import Finder, find_array, list_arrays, open_file, split_path
+from shardload.formats.lookup import list_arrays, open_file, split_path
 from shardload.formats.saving import format_for
 from shardload.formats.sink import ArraySpec
-from shardload.jobs.described import Described, describe_array, found_by_name, take_along
+from shardload.jobs.described import describe_arrays, find_arrays, found_by_name, take_along
 from shardload.jobs.joining.request import JoinReport, JoinRequest, Row
 from shardload.jobs.progress import progress_over_files
 from shardload.options import OPTIONS, Progress
@@ -51,9 +51,11 @@ _STORED_NBYTES = 1 << 20  # an array that is the same in all parts is stored in 
 _AT_ONCE_NBYTES = 16 << 20  # of values, when parts are compared
 _UNITS = ("units", "unit", "Units", "Unit", "UNITS", "UNIT")
 _FLAGS = ("flag_values", "flag_masks", "flag_meanings")
-_MEANING = (*dict.fromkeys((*ATTRIBUTES, *_UNITS, "calendar", *_FLAGS)),)  # attributes without which numbers mean nothing
+_MEANING = {*ATTRIBUTES, *_UNITS, "calendar", *_FLAGS}  # attributes without which numbers mean nothing
 _TIME = {"units", "calendar"}
 _MISSING = {"_FillValue", "missing_value"}  # numbers that are no times
+
+Array = np.ndarray[Any, Any]
 
 
 @dataclass(eq=False)
@@ -64,33 +66,22 @@ class _Member:
     ----------
     info, properties : ArrayInfo, Properties
         In the first part that has it.
-    attrs : dict
-        The attributes that are the same in all parts that have it.
-    lengths : list of (int, tuple of int)
-        The parts that have it, and its shape there.
-    meanings : list of dict
-        The attributes of each of them without which its numbers mean nothing.
-    differing : dict of str to None
-        The names of the other attributes that are not the same in all.
+    shapes, attrs : dict
+        Its shape and its attributes in each part that has it, by the number of the part.
+    texts : dict
+        Values of an array of text, in the same way.
     """
 
     info: ArrayInfo
     properties: Properties
-    attrs: dict[str, Any]
-    lengths: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
-    meanings: list[dict[str, Any]] = field(default_factory=list)
-    differing: dict[str, None] = field(default_factory=dict)
+    shapes: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    attrs: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    texts: dict[int, Array] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
         """Its full name."""
         return self.info.dataset
-
-    @property
-    def stored_name(self) -> str:
-        """That which HDF5 knows."""
-        own = self.properties.stored_name
-        return self.name if own is None else f"{self.name.rpartition('/')[0]}/{own}"
 
     def axis_of(self, axis: str | int) -> int | None:
         """The number of the axis that is joined; None if it has it not."""
@@ -99,25 +90,14 @@ class _Member:
             return dims.index(axis) if axis in dims else None
         return axis if axis < len(self.info.shape) else None
 
-    def shape(self, axis: int | None) -> tuple[int, ...]:
-        """Of the joined array."""
-        if axis is None:
-            return self.info.shape
-        n = sum(shape[axis] for _, shape in self.lengths)
-        return (*self.info.shape[:axis], n, *self.info.shape[axis + 1 :])
-
-    def regions(self, axis: int) -> Iterator[tuple[int, Region]]:
-        """Each part that has it, and what of the joined array lies there."""
-        whole, at = Region.whole(self.shape(axis)), 0
-        for part, shape in self.lengths:
-            n = shape[axis]
-            yield (
-                part,
-                Region(
-                    (*whole.start[:axis], at, *whole.start[axis + 1 :]), (*whole.stop[:axis], at + n, *whole.stop[axis + 1 :])
-                ),
-            )
-            at += n
+    def regions(self, axis: int) -> dict[int, Region]:
+        """What of the joined array lies in each part."""
+        found, start = {}, 0
+        for part, shape in self.shapes.items():
+            begin = tuple(start * (k == axis) for k in range(len(shape)))
+            found[part] = Region(begin, tuple(first + n for first, n in zip(begin, shape, strict=True)))
+            start += shape[axis]
+        return found
 
 
 def join(
@@ -185,10 +165,10 @@ def join(
         If a part cannot be opened, or the file cannot be written.
     """
     how: dict[str, Any] = {"axis": axis, "stack": stack, "dataset": dataset, "mode": mode, "allow_external": allow_external}
-    return _Join(JoinRequest.check(path, parts, **how), is_warned=True).run(OPTIONS["progress"].check(progress))
+    return join_files(JoinRequest.check(path, parts, **how), OPTIONS["progress"].check(progress), is_warned=True)
 
 
-def join_files(request: JoinRequest, progress: Progress = None) -> JoinReport:
+def join_files(request: JoinRequest, progress: Progress = None, *, is_warned: bool = False) -> JoinReport:
     """Join files. Not collective: one process does it.
 
     Parameters
@@ -197,6 +177,8 @@ def join_files(request: JoinRequest, progress: Progress = None) -> JoinReport:
         What is asked for.
     progress : bool, callable or None
         As for `join`.
+    is_warned : bool
+        True to warn of what is left out.
 
     Raises
     ------
@@ -205,75 +187,70 @@ def join_files(request: JoinRequest, progress: Progress = None) -> JoinReport:
     SourceError
         If a part cannot be opened, or the new file cannot be written.
     """
-    return _Join(request).run(progress)
+    job = _Join(request)
+    job.look(progress)
+    job.check()
+    return job.write(is_warned)
 
 
 class _Join:
-    """One call."""
+    """One call: `look` at the parts, `check` that they belong together, `write` the new file."""
 
-    def __init__(self, request: JoinRequest, *, is_warned: bool = False) -> None:
-        self._ask, self._paths, self._is_warned = request, request.parts, is_warned
+    def __init__(self, request: JoinRequest) -> None:
+        self._ask, self._paths = request, request.parts
         self._access = Access(request.allow_external)
         self._kind = format_for(request.path)
         self._members: dict[str, _Member] = {}
-        self._texts: dict[str, _Member] = {}  # arrays of text; None in place of values that differ
-        self._groups: dict[str, dict[str, Any]] = {}
-        self._differing: dict[str, dict[str, None]] = {}  # attributes of groups
+        self._groups: dict[str, dict[int, Mapping[str, Any]]] = {}  # attributes of each group, by the number of the part
         self._notes: dict[str, None] = {}
         self._expected: dict[str, None] = {}  # notes that are no news: history differs, a dimension is not used
-        self._empty: dict[str, list[ConfigError]] = {}  # groups, and why parts have no arrays in them
         self._axis: str | int = 0
+        self._joined: dict[str, int] = {}  # arrays that go on from part to part, with the number of the axis
+        self._stored: dict[str, Array] = {}  # values of arrays along the axis that the new file has itself
         self._versions: dict[str, tuple[int, ...] | None] = {}  # of the parts, before they were opened for the first time
-
-    def run(self, progress: Progress) -> JoinReport:
-        """Do it all."""
-        self._check_apart()
-        with progress_over_files(progress, f"parts of {self._ask.path}", len(self._paths)) as advance:
-            for k, path in enumerate(self._paths):
-                self._look_at(k, path)
-                advance(1)
-        if lost := [errors[0] for errors in self._empty.values() if len(errors) == len(self._paths)]:
-            raise lost[0]
-        self._axis = self._find_axis()
-        joined = {name: axis for name, one in self._members.items() if (axis := one.axis_of(self._axis)) is not None}
-        if not joined:
-            raise ConfigError(f"no array of '{self._paths[0]}' has {self._axis_told}: {self._shapes(self._members)}")
-        self._check_presence(joined)
-        lengths = {k: shape[axis] for name, axis in joined.items() for k, shape in self._members[name].lengths}
-        for name, axis in joined.items():
-            self._check_shapes(self._members[name], axis, lengths)
-        stored = self._coordinates(joined)
-        for name, one in self._members.items():
-            if name not in stored:
-                self._check_meaning(one)
-            if name not in joined:
-                self._check_same(one)
-        self._keep_values(joined.keys() - stored.keys())
-        return self._write(joined, stored)
 
     @property
     def _axis_told(self) -> str:
         return f"the axis {self._axis!r}" if isinstance(self._axis, str) else f"an axis {self._axis}"
 
-    @property
-    def _advice(self) -> str:
-        """What to do if an array that is not joined differs."""
-        if not self._ask.dataset:
-            return "Name the arrays to join with dataset="
-        return "It is named in dataset=, or belongs to what is. Leave that out, or join the parts that have the same"
+    def _differs(
+        self, what: str, member: _Member, k: int, told: tuple[Any, Any], k0: int | None = None, fix: str = ""
+    ) -> ConfigError:
+        """The error about an array that is not the same in two parts."""
+        first = self._paths[next(iter(member.shapes)) if k0 is None else k0]
+        fix = fix or "Join those that are alike, or name the arrays to join with dataset="
+        return ConfigError(
+            f"the {what} of '{printable(member.name)}' differs: {told[0]} in '{first}', {told[1]} in '{self._paths[k]}'. {fix}"
+        )
 
     # --- 1: what is in the parts
+
+    def look(self, progress: Progress) -> None:
+        """Take in all parts."""
+        self._check_apart()
+        empty: dict[str, list[ConfigError]] = {}  # groups, and why parts have no arrays in them
+
+        def note_empty(group: str, error: ConfigError) -> None:
+            if not group:
+                raise error
+            empty.setdefault(group, []).append(error)  # a part may have no stars
+
+        with progress_over_files(progress, f"parts of {self._ask.path}", len(self._paths)) as advance:
+            for k, path in enumerate(self._paths):
+                self._versions[path] = state_of(path)
+                infos = find_arrays(path, self._ask.dataset or ("*",), self._access, note_empty)
+                with open_file(path, self._access) as file:
+                    self._take_file(k, path, file, infos)
+                advance(1)
+        if lost := [errors[0] for errors in empty.values() if len(errors) == len(self._paths)]:
+            raise lost[0]
 
     def _check_apart(self) -> None:
         seen: dict[str, str] = {}
         for path in self._paths:
-            if "://" in path:
-                raise ConfigError(f"'{path}' is a URL; an HDF5 file leads to files in folders only. Join copies of them")
-            inside = split_path(path)[1]
-            if inside:
-                raise ConfigError(
-                    f"'{path}' names an array; the parts are files. Pass dataset={inside!r} to join this one alone"
-                )
+            if "://" in path or (inside := split_path(path)[1]):
+                what = "is a URL" if "://" in path else f"names an array; pass dataset={inside!r} to join this one alone"
+                raise ConfigError(f"'{path}' {what}. Parts are files in folders")
             place = os.path.realpath(path)
             if place in seen:
                 raise ConfigError(f"'{path}' is among the parts twice{'' if path == seen[place] else f' (as {seen[place]!r})'}")
@@ -281,342 +258,243 @@ class _Join:
         if os.path.realpath(self._ask.path) in seen:
             raise ConfigError(f"'{self._ask.path}' is the new file, and one of the parts. Choose another name")
 
-    def _look_at(self, k: int, path: str) -> None:
-        """Take in one part."""
-        self._versions[path] = state_of(path)
-        with open_file(path, self._access) as file:
-            described: dict[str, Described] = {}
-            for info in self._arrays_of(path):
-                if not info.format.startswith(("HDF5", "netCDF4")):
-                    raise ConfigError(
-                        f"'{path}' is {info.format}; an HDF5 file leads to arrays of HDF5 and netCDF4 files only. Copy it "
-                        f"first: `shardload copy {shlex.quote(path)} part.h5`"
-                    )
-                try:
-                    described[info.dataset] = describe_array(file, info.dataset, info)
-                except SourceError:
-                    if info.refused is None:
-                        raise
-                    self._note(f"'{printable(info.dataset)}' was left out: it holds {info.refused}")
-            if self._ask.dataset:
-                self._note(*take_along(file, described))
-            else:
-                links = [name for name in file.links() if not any(f"{one}/".startswith(f"{name}/") for one in described)]
-                self._note(*(f"'{printable(name)}' was left out: it is a link" for name in links))
-            for info, properties, _ in described.values():
-                if properties.texts is not None:
-                    self._take_text(k, info, properties)
-                elif not properties.is_dimension:
-                    self._take(k, *self._stacked(info, properties))
-                elif not any(info.dataset.rpartition("/")[2] in one[1].dims for one in described.values() if one[0] != info):
-                    self._expected[f"the dimension '{printable(info.dataset)}' was left out: no array has it"] = None
-            self._take_groups(k, file)
-
-    def _stacked(self, info: ArrayInfo, properties: Properties) -> tuple[ArrayInfo, Properties]:
-        """An array as it is joined: with the new axis, if there is one and it gets it."""
-        if self._ask.stack is None or info.is_coordinate:
-            return info, properties
-        dims = (self._ask.stack, *properties.dims)
-        return replace(info, shape=(1, *info.shape)), replace(properties, dims=dims, unlimited=())
-
-    def _own_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of an array in its part, from that with the new axis."""
-        is_stacked = self._ask.stack is not None and not self._members[name].info.is_coordinate
-        return shape[1:] if is_stacked else shape
-
-    def _arrays_of(self, path: str) -> list[ArrayInfo]:
-        with Finder(self._access) as finder:
-            found: dict[str, ArrayInfo] = {}
-            for name in self._ask.dataset or ("*",):
-                if name == "*" or name.endswith("/*"):
-                    group = "" if name == "*" else "/" + name[:-2].strip("/")
-                    try:
-                        below, left_out = finder.find_below(path, group, with_dimensions=True)
-                    except ConfigError as error:
-                        if not group:
-                            raise
-                        self._empty.setdefault(group, []).append(error)
-                        continue  # a part may have no stars
-                    found |= {one.info.dataset: one.info for one in below} | {one.dataset: one for one in left_out}
-                else:
-                    info = find_array(path, name, self._access)
-                    found[info.dataset] = info
-        return list(found.values())
+    def _take_file(self, k: int, path: str, file: OpenFile, infos: Mapping[str, ArrayInfo]) -> None:
+        for info in infos.values():
+            if not info.format.startswith(("HDF5", "netCDF4")):
+                raise ConfigError(
+                    f"'{path}' is {info.format}; an HDF5 file leads to arrays of HDF5 and netCDF4 files only. Copy it "
+                    f"first: `shardload copy {shlex.quote(path)} part.h5`"
+                )
+        described, notes = describe_arrays(file, infos)
+        if self._ask.dataset:
+            notes += take_along(file, described)
+        else:
+            links = [name for name in file.links() if not any(f"{one}/".startswith(f"{name}/") for one in described)]
+            notes += [f"'{printable(name)}' was left out: it is a link" for name in links]
+        for name, (info, properties, _) in described.items():
+            if not properties.is_dimension:
+                self._take(k, info, properties)
+            elif not any(name.rpartition("/")[2] in one[1].dims for other, one in described.items() if other != name):
+                self._expected[f"the dimension '{printable(name)}' was left out: no array has it"] = None
+        for group, attrs in file.groups().items():
+            self._groups.setdefault(group, {})[k] = attrs
+        self._note(*notes, *(f"{what} was left out" for what in file.unread()))
 
     def _note(self, *texts: str) -> None:
         self._notes |= dict.fromkeys(texts)
 
     def _take(self, k: int, info: ArrayInfo, properties: Properties) -> None:
-        one = self._members.get(info.dataset)
-        attrs = dict(properties.attrs)
-        meaning = {key: as_text(attrs[key]) for key in _MEANING if key in attrs}
-        if one is None:
-            one = self._members[info.dataset] = _Member(info, properties, attrs)
-        else:
-            first = self._paths[one.lengths[0][0]]
-            for what, was, now in (
-                ("type", one.properties.dtype, properties.dtype),
-                ("number of axes", len(one.info.shape), len(info.shape)),
-                ("names of axes", one.properties.dims, properties.dims),
-            ):
-                if was != now:
-                    raise ConfigError(
-                        f"the {what} of '{printable(info.dataset)}' differs: {was} in '{first}', {now} in '{self._paths[k]}'. "
-                        "Join those that are alike, or name the arrays to join with dataset="
-                    )
-            for key in list(one.attrs):
-                if key not in attrs or not same_value(one.attrs[key], attrs[key]):
-                    del one.attrs[key]
-                    if key not in _MEANING:
-                        one.differing[key] = None
-            one.differing |= dict.fromkeys(key for key in attrs if key not in one.attrs and key not in _MEANING)
-        one.lengths.append((k, info.shape))
-        one.meanings.append(meaning)
+        """One array of one part, as it is joined: with the new axis, if there is one and it gets it."""
+        if self._ask.stack is not None and not info.is_coordinate and properties.texts is None:
+            dims = (self._ask.stack, *properties.dims)
+            info, properties = replace(info, shape=(1, *info.shape)), replace(properties, dims=dims, unlimited=())
+        member = self._members.setdefault(info.dataset, _Member(info, properties))
+        first = member.properties
+        for what, was, now in (
+            ("type", first.dtype, properties.dtype),
+            ("number of axes", len(member.info.shape), len(info.shape)),
+            ("names of axes", first.dims, properties.dims),
+        ):
+            if was != now and first.texts is None:
+                raise self._differs(what, member, k, (was, now))
+        member.shapes[k], member.attrs[k] = info.shape, properties.attrs
+        if properties.texts is not None:
+            member.texts[k] = np.asarray(properties.texts)
 
-    def _take_text(self, k: int, info: ArrayInfo, properties: Properties) -> None:
-        """An array of text is stored in the new file, if it is the same in all parts."""
-        one = self._texts.setdefault(info.dataset, _Member(info, properties, dict(properties.attrs)))
-        one.lengths.append((k, info.shape))
-        first, attrs = one.properties, properties.attrs
-        if first.dims != properties.dims or not np.array_equal(np.asarray(first.texts), np.asarray(properties.texts)):
-            one.properties = replace(first, texts=None)
-        one.differing |= {key: None for key in {**one.attrs, **attrs} if key not in one.attrs or key not in attrs}
-        one.differing |= {key: None for key in one.attrs if key in attrs and not same_value(one.attrs[key], attrs[key])}
-        one.attrs = {key: value for key, value in one.attrs.items() if key not in one.differing}
-
-    def _take_groups(self, k: int, file: OpenFile) -> None:
-        found = file.groups()
-        self._note(*(f"{what} was left out" for what in file.unread()))
-        for group in {**found, **(self._groups if k else {})}:
-            attrs = dict(found.get(group, {}))
-            if k == 0:
-                self._groups[group] = attrs
-                continue
-            known, differing = self._groups.setdefault(group, {}), self._differing.setdefault(group, {})
-            for key in {**known, **attrs}:
-                if key in differing or (key in known and key in attrs and same_value(known[key], attrs[key])):
-                    continue
-                differing[key] = None
-                known.pop(key, None)
+    def _own_shape(self, member: _Member, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of an array in its part, from that with the new axis."""
+        is_stacked = self._ask.stack is not None and not member.info.is_coordinate and not member.texts
+        return shape[1:] if is_stacked else shape
 
     # --- 2: what goes on from part to part
 
+    def check(self) -> None:
+        """Find the axis, and make sure that the parts belong together."""
+        self._axis = self._find_axis()
+        numbers = {name: member for name, member in self._members.items() if not member.texts}
+        self._joined = {name: k for name, member in numbers.items() if (k := member.axis_of(self._axis)) is not None}
+        if not self._joined:
+            shapes = some([f"'{printable(name)}' {member.info.shape}" for name, member in numbers.items()])
+            raise ConfigError(f"no array of '{self._paths[0]}' has {self._axis_told}: {shapes}")
+        self._check_presence()
+        lengths = {k: shape[axis] for name, axis in self._joined.items() for k, shape in numbers[name].shapes.items()}
+        for name, axis in self._joined.items():
+            self._check_shapes(numbers[name], axis, lengths)
+        self._store_coordinates()
+        for name, member in numbers.items():
+            if name not in self._stored:
+                self._check_meaning(member)
+            if name not in self._joined:
+                self._check_same(member)
+        self._keep_values()
+
     def _find_axis(self) -> str | int:
         asked, stack = self._ask.axis, self._ask.stack
+        properties = [member.properties for member in self._members.values()]
         if stack is not None:
-            own = {one.name: one.properties.dims[not one.info.is_coordinate :] for one in self._members.values()}
-            with_it = [name for name, dims in own.items() if stack in dims]
-            if with_it:
-                raise ConfigError(
-                    f"stack is {stack!r}, but '{printable(with_it[0])}' has an axis of that name: the parts go on along it. "
-                    f"Pass axis={stack!r} in its place"
-                )
+            for member in self._members.values():
+                if member.properties.dims.count(stack) > (self._own_shape(member, member.info.shape) != member.info.shape):
+                    raise ConfigError(
+                        f"stack is {stack!r}, but '{printable(member.name)}' has an axis of that name: the parts go on along "
+                        f"it. Pass axis={stack!r} in its place"
+                    )
             return stack
-        names = dict.fromkeys(dim for one in self._members.values() for dim in one.properties.dims if dim)
-        if asked is None and not names:
-            return 0
+        names = dict.fromkeys(dim for one in properties for dim in one.dims if dim)
+        there = some([repr(name) for name in names]) or "none with a name. Pass its number, such as axis=0"
         if asked is None:
-            grow = {one.properties.dims[k]: None for one in self._members.values() for k in one.properties.unlimited}
-            found = [dim for dim in grow if dim]
-            if len(found) == 1:
-                return found[0]
-            which = "several that can grow" if found else "none that can grow"
-            raise ConfigError(
-                f"along which axis do the parts follow each other? Pass axis=, one of {some([repr(name) for name in names])} "
-                f"(there are {which})"
-            )
-        if isinstance(asked, str):
-            if asked not in names:
-                there = some([repr(name) for name in names]) or "none with a name. Pass its number, such as axis=0"
-                raise ConfigError(f"axis is {asked!r}, which no array has; there are: {there}")
-            return asked
-        if names:
+            grow = {dim for one in properties for k in one.unlimited if (dim := one.dims[k])}
+            if names and len(grow) != 1:
+                which = "several that can grow" if grow else "none that can grow"
+                raise ConfigError(
+                    f"along which axis do the parts follow each other? Pass axis=, one of {there} (there are {which})"
+                )
+            return next(iter(grow)) if grow else 0
+        if isinstance(asked, str) and asked not in names:
+            raise ConfigError(f"axis is {asked!r}, which no array has; there are: {there}")
+        if isinstance(asked, int) and names:
             raise ConfigError(
                 f"axis is {asked}, but the axes have names, and one axis may be the first of one array and the second of "
-                f"another. Pass one of {some([repr(name) for name in names])}"
-            )
-        if asked < 0:
-            raise ConfigError(
-                f"axis is {asked}; expected a number from 0 on, because the arrays have different numbers of axes"
+                f"another. Pass one of {there}"
             )
         return asked
 
-    @staticmethod
-    def _shapes(members: Mapping[str, _Member]) -> str:
-        return some([f"'{printable(name)}' {one.info.shape}" for name, one in members.items()])
-
-    def _check_presence(self, joined: Mapping[str, int]) -> None:
+    def _check_presence(self) -> None:
         """What belongs together is in the same parts. Without names of axes, an array belongs to those of its group."""
-        expected: dict[str, tuple[str, list[int]]] = {}
-        for name in joined:
+        expected: dict[str, tuple[str, set[int]]] = {}
+        for name in self._joined:
             key = "" if isinstance(self._axis, str) else name.rpartition("/")[0]
-            parts = [k for k, _ in self._members[name].lengths]
+            parts = set(self._members[name].shapes)
             first, known = expected.setdefault(key, (name, parts))
             if parts != known:
-                lacking = sorted(set(parts) ^ set(known))[0]
+                lacking = min(parts ^ known)
                 absent, present = (first, name) if lacking in parts else (name, first)
                 raise ConfigError(
                     f"'{printable(absent)}' is not in '{self._paths[lacking]}', which has '{printable(present)}': joined, they "
                     "would no longer belong together, row by row. Leave that part out, or name the arrays to join with dataset="
                 )
         if isinstance(self._axis, str):
-            (first, known), *_ = expected.values()
-            if len(known) < len(self._paths):
-                lacking = next(k for k in range(len(self._paths)) if k not in known)
-                raise ConfigError(f"'{self._paths[lacking]}' has no '{printable(first)}', and no array along {self._axis!r}")
+            ((first, known),) = expected.values()
+            if lacks := set(range(len(self._paths))) - known:
+                raise ConfigError(f"'{self._paths[min(lacks)]}' has no '{printable(first)}', and no array along {self._axis!r}")
 
-    def _check_shapes(self, one: _Member, axis: int, expected: Mapping[int, int]) -> None:
+    def _check_shapes(self, member: _Member, axis: int, expected: Mapping[int, int]) -> None:
         """`expected` has the length of an axis with a name, by the number of the part."""
-        k0, first = one.lengths[0]
-        for k, shape in one.lengths:
+        first = next(iter(member.shapes.values()))
+        for k, shape in member.shapes.items():
             if shape[:axis] != first[:axis] or shape[axis + 1 :] != first[axis + 1 :]:
-                were, are = (self._own_shape(one.name, found) for found in (first, shape))
-                only = (
-                    "they may differ along axis {axis} only"
-                    if self._ask.stack is None
-                    else "with a new axis they may not differ"
-                )
+                told = self._own_shape(member, first), self._own_shape(member, shape)
+                only = "With a new axis they may not" if self._ask.stack is not None else f"They may along axis {axis} only"
+                raise self._differs("shape", member, k, told, fix=f"{only}: name the arrays to join with dataset=")
+            if isinstance(self._axis, str) and shape[axis] != expected[k]:
                 raise ConfigError(
-                    f"'{printable(one.name)}' has shape {were} in '{self._paths[k0]}' and {are} in '{self._paths[k]}': "
-                    f"{only.format(axis=axis)}. Join files of the same shape, or name the arrays to join with dataset="
-                )
-        if isinstance(self._axis, int):
-            return
-        if one.properties.dims.count(self._axis) > 1:
-            raise ConfigError(
-                f"'{printable(one.name)}' has the axis {self._axis!r} twice: what is between two parts is in neither. Name the "
-                "arrays to join with dataset="
-            )
-        for k, shape in one.lengths:
-            if shape[axis] != expected[k]:
-                raise ConfigError(
-                    f"{self._axis!r} has {shape[axis]} elements in '{printable(one.name)}' of '{self._paths[k]}', and "
+                    f"{self._axis!r} has {shape[axis]} elements in '{printable(member.name)}' of '{self._paths[k]}', and "
                     f"{expected[k]} in another array there: is the file whole? If these are two axes of one name, name the "
                     "arrays to join with dataset="
                 )
-
-    def _check_meaning(self, one: _Member, but: Collection[str] = ()) -> None:
-        """Units, flags and packing must be the same in all parts: the new file has them once."""
-        for key in _MEANING:
-            if key in but or key in one.attrs or not any(key in meaning for meaning in one.meanings):
-                continue
-            found = [meaning.get(key) for meaning in one.meanings]
-            other = next(n for n, value in enumerate(found) if not same_value(value, found[0]))
-            first, second = (f"{found[n]!r} in '{self._paths[one.lengths[n][0]]}'" for n in (0, other))
+        if isinstance(self._axis, str) and member.properties.dims.count(self._axis) > 1:
             raise ConfigError(
-                f"the attribute {key!r} of '{printable(one.name)}' differs: {first}, {second}. Joined, the numbers of one of "
-                "them would mean something else. Load each file for itself, and join the arrays: docs/many-arrays.md says how"
+                f"'{printable(member.name)}' has the axis {self._axis!r} twice: what is between two parts is in neither. Name "
+                "the arrays to join with dataset="
             )
+
+    def _check_meaning(self, member: _Member, but: Collection[str] = ()) -> None:
+        """Units, flags and packing must be the same in all parts: the new file has them once."""
+        for key in sorted(_differing(member.attrs) & _MEANING - set(but)):
+            values = {k: as_text(attrs.get(key)) for k, attrs in member.attrs.items()}
+            k0 = next(iter(values))
+            k = next(k for k, value in values.items() if not same_value(value, values[k0]))
+            fix = "Joined, the numbers of one of them would mean something else. Load each file for itself: docs/many-arrays.md"
+            raise self._differs(f"attribute {key!r}", member, k, (repr(values[k0]), repr(values[k])), k0, fix)
 
     # --- 3: what is the same in all parts
 
-    def _check_same(self, one: _Member) -> None:
-        k0, first = one.lengths[0]
-        if len(one.lengths) < len(self._paths):
-            lacking = next(k for k in range(len(self._paths)) if k not in dict(one.lengths))
-            self._note(
-                f"'{printable(one.name)}' is not in every part, such as '{self._paths[lacking]}'; it is that of the others"
-            )
-        for k, shape in one.lengths[1:]:
-            if shape != first:
-                raise ConfigError(
-                    f"'{printable(one.name)}' does not have {self._axis_told}, and has shape {first} in '{self._paths[k0]}' "
-                    f"but {shape} in '{self._paths[k]}'. {self._advice}"
-                )
-        at_once = max(1, _AT_ONCE_NBYTES // max(1, one.properties.dtype.itemsize))
-        with open_file(self._paths[k0], self._access) as file, closing(file.open(one.name)) as source:
-            for k, _ in one.lengths[1:]:
-                with open_file(self._paths[k], self._access) as other_file, closing(other_file.open(one.name)) as other:
-                    for region in Region.whole(first).split(at_once):
-                        mine, its = source.plain(region), other.plain(region)
-                        if mine.tobytes() != its.astype(mine.dtype, copy=False).tobytes():
-                            new = (
-                                " If each part is one step, pass stack='time' for a new axis."
-                                if self._ask.stack is None
-                                else ""
-                            )
-                            raise ConfigError(
-                                f"'{printable(one.name)}' does not have {self._axis_told}, but other values in "
-                                f"'{self._paths[k]}' than in '{self._paths[k0]}': which are right?{new} {self._advice}"
-                            )
+    def _check_same(self, member: _Member) -> None:
+        first, *others = member.shapes
+        shape = member.shapes[first]
+        if lacks := set(range(len(self._paths))) - set(member.shapes):
+            path = self._paths[min(lacks)]
+            self._note(f"'{printable(member.name)}' is not in every part, such as '{path}'; it is that of the others")
+        fix = f"It does not have {self._axis_told}, so which are right? "
+        if self._ask.stack is None:
+            fix += "If each part is one step, pass stack='time' for a new axis. "
+        if not self._ask.dataset:
+            fix += "Name the arrays to join with dataset="
+        else:
+            fix += "It is named in dataset=, or belongs to what is: leave that out, or join the parts that have the same"
+        at_once = max(1, _AT_ONCE_NBYTES // max(1, member.properties.dtype.itemsize))
+        for k in others:
+            if member.shapes[k] != shape:
+                raise self._differs("shape", member, k, (shape, member.shapes[k]), fix=fix)
+            for region in Region.whole(shape).split(at_once):
+                mine, theirs = (self._read(part, member, region) for part in (first, k))
+                if mine.tobytes() != theirs.tobytes():
+                    raise self._differs("value", member, k, ("one", "another"), fix=fix)
 
     # --- 4: coordinates along the axis
 
-    def _coordinates(self, joined: Mapping[str, int]) -> dict[str, np.ndarray[Any, Any]]:
-        """The values that are stored: those of coordinates along the axis."""
-        found: dict[str, np.ndarray[Any, Any]] = {}
-        for name in joined:
-            one = self._members[name]
-            if len(one.info.shape) != 1 or name.rpartition("/")[2] != self._axis:
-                continue
-            blocks = self._counted(one, one)
-            self._check_direction(one, blocks)
-            found[name] = np.concatenate(blocks)
-            for other in bounds_of(name, one.properties):
-                beside = self._members.get(other)
-                by = one if beside is None or not any("units" in its for its in beside.meanings) else beside
-                if beside is not None and other in joined and self._is_recounted(by):
-                    found[other] = np.concatenate(self._counted(beside, by), axis=joined[other])
-                    self._keep_time(beside)
-            self._keep_time(one)
-        for name in joined:
-            one = self._members[name]
-            if name not in found and not self._own_shape(name, one.info.shape):  # HDF5 has no virtual numbers without axes
-                self._check_meaning(one)
-                found[name] = np.concatenate([self._read(k, name, shape) for k, shape in one.lengths])
-        return found
+    def _store_coordinates(self) -> None:
+        """The values along the axis that are stored: those of its coordinate and of its bounds, and single numbers."""
+        for name, axis in self._joined.items():
+            member = self._members[name]
+            if len(member.info.shape) == 1 and name.rpartition("/")[2] == self._axis:
+                blocks = self._counted(member, member)
+                self._check_direction(member, blocks)
+                self._stored[name] = np.concatenate(blocks)
+                self._check_meaning(member, but=_TIME)
+                for other in bounds_of(name, member.properties):
+                    bounds = self._members.get(other)
+                    by = bounds if bounds is not None and any("units" in attrs for attrs in bounds.attrs.values()) else member
+                    if bounds is not None and other in self._joined and _differing(by.attrs) & _TIME:
+                        self._stored[other] = np.concatenate(self._counted(bounds, by), axis=self._joined[other])
+                        self._check_meaning(bounds, but=_TIME)
+            elif name not in self._stored and not self._own_shape(member, member.info.shape):
+                self._check_meaning(member)  # HDF5 has no virtual numbers without axes
+                self._stored[name] = np.concatenate([self._read(k, member) for k in member.shapes], axis=axis)
 
-    def _keep_time(self, one: _Member) -> None:
-        """Its units and calendar are those of the first part, whatever the others have."""
-        one.attrs |= {key: value for key, value in one.meanings[0].items() if key in _TIME}
-        self._check_meaning(one, but=_TIME)
-
-    @staticmethod
-    def _is_recounted(one: _Member) -> bool:
-        return any(key not in one.attrs for meaning in one.meanings for key in _TIME & meaning.keys())
-
-    def _counted(self, one: _Member, by: _Member) -> list[np.ndarray[Any, Any]]:
+    def _counted(self, member: _Member, by: _Member) -> list[Array]:
         """The values of each part, counted as those of the first one. `by` has the units: bounds have none of their own."""
-        blocks = [self._read(k, one.name, shape) for k, shape in one.lengths]
-        if not self._is_recounted(by):
-            return blocks
-        for n, (meaning, block) in enumerate(zip(by.meanings, blocks, strict=True)):
-            if all(same_value(meaning.get(key), by.meanings[0].get(key)) for key in _TIME):
+        first = next(iter(by.shapes))
+        blocks = []
+        for k in member.shapes:
+            block = self._read(k, member)
+            blocks.append(block)
+            attrs, wanted = by.attrs[k], by.attrs[first]
+            if all(same_value(attrs.get(key), wanted.get(key)) for key in _TIME):
                 continue
-            k0, k = by.lengths[0][0], by.lengths[n][0]
-            units = [m.get("units") for m in (by.meanings[0], meaning)]
-            told = (
-                f"'{printable(by.name)}' has the units {units[0]!r} in '{self._paths[k0]}' and {units[1]!r} in "
-                f"'{self._paths[k]}'"
-            )
-            if (meaning.keys() | by.meanings[0].keys() | one.meanings[n].keys()) - _TIME - _MISSING:
-                raise ConfigError(f"{told}, and is packed. Unpack it first, or join files that count from one day")
             try:
-                is_time = ~np.isin(block, self._no_times(one, n))
-                block[is_time] = recounted(block[is_time], meaning, by.meanings[0])
+                if packing := (attrs.keys() | wanted.keys() | member.attrs[k].keys()) & _MEANING - _TIME - _MISSING:
+                    raise ValueError(f"it has {', '.join(sorted(packing))}, and is packed")
+                marks = [number for key in _MISSING & member.attrs[k].keys() for number in np.ravel(member.attrs[k][key])]
+                fill, dtype = member.properties.fill_value, member.properties.dtype
+                if fill is not None and dtype.kind in "iu" and abs(int(fill)) >= np.iinfo(dtype).max - 1:
+                    marks.append(fill)  # netCDF has one of its own for whole numbers that were never written
+                is_time = ~np.isin(block, marks)
+                units = ({key: as_text(of[key]) for key in _TIME & of.keys()} for of in (attrs, wanted))
+                block[is_time] = recounted(block[is_time], *units)
             except ValueError as error:
-                raise ConfigError(f"{told}, which cannot be counted alike, because {error}") from None
+                told = (repr(as_text(wanted.get("units"))), repr(as_text(attrs.get("units"))))
+                fix = f"They cannot be counted alike, because {error}"
+                raise self._differs("units", by, k, told, fix=fix) from None
         return blocks
 
-    @staticmethod
-    def _no_times(one: _Member, n: int) -> list[Any]:
-        """The numbers that stand for missing times; netCDF has one of its own for whole numbers that were never written."""
-        found = [number for key, value in one.meanings[n].items() if key in _MISSING for number in np.ravel(value)]
-        own, dtype = one.properties.fill_value, one.properties.dtype
-        is_default = own is not None and dtype.kind in "iu" and abs(int(own)) >= np.iinfo(dtype).max - 1
-        return [*found, own] if is_default else found
+    def _read(self, k: int, member: _Member, region: Region | None = None) -> Array:
+        """The values of an array in a part, or those of a region of it; with the new axis, if it gets it."""
+        path, shape = self._paths[k], member.shapes[k]
+        whole = Region.whole(self._own_shape(member, shape))
+        with (
+            open_file(path, self._access) as file,
+            closing(file.open(member.name)) as source,
+            as_source_error(path, member.name),
+        ):
+            values = np.asarray(source.plain(whole if region is None else region))
+        values = values.reshape(shape if region is None else region.shape)
+        return values.astype(values.dtype.newbyteorder("="), copy=False)
 
-    def _read(self, k: int, name: str, shape: Sequence[int]) -> np.ndarray[Any, Any]:
-        path = self._paths[k]
-        with open_file(path, self._access) as file, closing(file.open(name)) as source, as_source_error(path, name):
-            found = np.asarray(source.plain(Region.whole(self._own_shape(name, tuple(shape))))).reshape(shape)
-            return found.astype(found.dtype.newbyteorder("="), copy=False)
-
-    def _check_direction(self, one: _Member, blocks: Sequence[np.ndarray[Any, Any]]) -> None:
+    def _check_direction(self, member: _Member, blocks: Sequence[Array]) -> None:
         """ConfigError unless the coordinate goes on in the direction that it has in each part."""
-        if any(block.dtype.kind not in "iuf" for block in blocks):
+        there = [(k, block) for k, block in zip(member.shapes, blocks, strict=True) if len(block)]
+        if any(block.dtype.kind not in "iuf" for block in blocks) or not there:
             return
-        there = [(k, block) for (k, _), block in zip(one.lengths, blocks, strict=True) if len(block)]
         rises = all((block[1:] > block[:-1]).all() for _, block in there)
         if not rises and not all((block[1:] < block[:-1]).all() for _, block in there):
             return  # it has no direction
@@ -625,27 +503,27 @@ class _Join:
         for (k, block), (k_next, after) in itertools.pairwise(there):
             if not (after[0] > block[-1] if rises else after[0] < block[-1]):
                 raise ConfigError(
-                    f"'{printable(one.name)}' does not go on from part to part: '{self._paths[k]}' ends with {block[-1]}, and "
-                    f"'{self._paths[k_next]}', the next one, begins with {after[0]}. Pass the parts in their order, each once"
+                    f"'{printable(member.name)}' does not go on from part to part: '{self._paths[k]}' ends with {block[-1]}, "
+                    f"and '{self._paths[k_next]}', the next one, begins with {after[0]}. Pass the parts in their order, each "
+                    "once"
                 )
 
     # --- 5: the new file
 
-    def _keep_values(self, joined: Collection[str]) -> None:
+    def _keep_values(self) -> None:
         """ConfigError if a file of that name has values itself: it may be a part, taken for the new file."""
-        path, lost = self._ask.path, ", which would be lost" * (self._ask.mode == "w")
+        path, virtual = self._ask.path, self._joined.keys() - self._stored.keys()
         if not os.path.isfile(path):
             return
         try:
-            own = [one.dataset for one in list_arrays(path, self._access) if one.dataset in joined and one.nbytes_stored]
+            lost = [info.dataset for info in list_arrays(path, self._access) if info.dataset in virtual and info.nbytes_stored]
         except SourceError as error:
             raise ConfigError(
-                f"'{path}' exists, and cannot be read ({error}): it may be one of the parts, and is not replaced. Choose "
-                "another name for the new file; if this file is not wanted, remove it first"
+                f"'{path}' exists, and cannot be read ({error}), so it is not replaced. Choose another name for the new file"
             ) from None
-        if own:
+        if lost:
             raise ConfigError(
-                f"'{path}' exists, and has values of '{printable(own[0])}' itself{lost}: is it one of the parts? The new file "
+                f"'{path}' exists, and has values of '{printable(lost[0])}' itself: is it one of the parts? The new file "
                 "comes in addition to them. Choose another name for it; if this file is not wanted, remove it first"
             )
 
@@ -659,7 +537,8 @@ class _Join:
                     path=path,
                 )
 
-    def _write(self, joined: Mapping[str, int], stored: Mapping[str, np.ndarray[Any, Any]]) -> JoinReport:
+    def write(self, is_warned: bool) -> JoinReport:
+        """Write the new file."""
         # Here, because nothing else of the package needs the writer.
         from shardload.formats.hdf5.joined import JoinedFile, PlacedPart
 
@@ -669,78 +548,78 @@ class _Join:
         places = [os.path.relpath(path, folder) if is_in else path for path, is_in in zip(real, inside, strict=True)]
         specs: dict[str, ArraySpec] = {}
         parts: dict[str, list[PlacedPart]] = {}
-        values: dict[str, Iterator[tuple[Region, np.ndarray[Any, Any]]]] = {}
+        values: dict[str, list[tuple[Region, Array]]] = {}
         rows, nbytes = [], 0
-        for name, one in self._members.items():
-            axis = joined.get(name)
-            shape, full = one.shape(axis), name if name != "/" else "/data"
-            specs[full] = self._spec(one, shape)
-            size = nbytes_of(one.info, shape)
-            nbytes += size
-            n = f"{len(one.lengths)} of {len(self._paths)} parts" if len(one.lengths) < len(self._paths) else "all parts"
-            if name in stored:
-                values[full], how = iter([(Region.whole(shape), stored[name])]), f"stored here, from {n}"
-            elif axis is not None:
-                parts[full] = [
-                    PlacedPart(places[k], one.stored_name, region, self._own_shape(name, region.shape))
-                    for k, region in one.regions(axis)
-                ]
-                how = f"in {n}"
-            elif size <= _STORED_NBYTES or not shape:
-                k, how = one.lengths[0][0], f"stored here, the same in {n}"
-                values[full] = iter([(Region.whole(shape), self._read(k, name, shape))])
+        for name, member in self._members.items():
+            k, axis, full = next(iter(member.shapes)), self._joined.get(name), name if name != "/" else "/data"
+            regions = {k: Region.whole(member.info.shape)} if axis is None else member.regions(axis)
+            shape = regions[max(regions)].stop
+            n, whole = len(member.shapes), Region.whole(shape)
+            where = "all parts" if n == len(self._paths) else f"{n} of {len(self._paths)} parts"
+            if member.texts:
+                is_same = all(np.array_equal(text, member.texts[k]) for text in member.texts.values())
+                if not is_same or member.axis_of(self._axis) is not None:
+                    why = f"has {self._axis_told}" if is_same else "differs from part to part"
+                    self._note(f"'{printable(name)}' was left out: it is text, and {why}")
+                    continue
+                how = "stored here, the same in all parts"
+            elif name in self._stored:
+                values[full], how = [(whole, self._stored[name])], f"stored here, from {where}"
+            elif axis is None and (nbytes_of(member.info, shape) <= _STORED_NBYTES or not shape):
+                values[full], how = [(whole, self._read(k, member))], f"stored here, the same in {where}"
             else:
-                k, how = one.lengths[0][0], f"the same in {n}"
-                parts[full] = [PlacedPart(places[k], one.stored_name, Region.whole(shape), shape)]
-            rows.append(Row(name, shape, one.info.dtype, how))
-        for name, one in self._texts.items():
-            if one.properties.texts is None or one.axis_of(self._axis) is not None:
-                why = "differs from part to part" if one.properties.texts is None else f"has {self._axis_told}"
-                self._note(f"'{printable(name)}' was left out: it is text, and {why}")
-                continue
-            specs[name] = self._spec(one, one.info.shape)
-            rows.append(Row(name, one.info.shape, one.info.dtype, "stored here, the same in all parts"))
-        groups = self._group_attrs()
-        is_netcdf = self._kind == "netcdf4"
-        file = JoinedFile(
-            self._ask.path,
-            specs,
-            parts,
-            mode=self._ask.mode,
-            is_netcdf=is_netcdf,
-            attrs=groups.pop("/", {}),
-            group_attrs=groups,
-        )
-        if self._is_warned and self._notes:
+                own = member.properties.stored_name
+                stored_name = name if own is None else f"{name.rpartition('/')[0]}/{own}"
+                parts[full] = [
+                    PlacedPart(places[k], stored_name, region, self._own_shape(member, region.shape))
+                    for k, region in regions.items()
+                ]
+                how = f"{'' if axis is not None else 'the same '}in {where}"
+            specs[full] = self._spec(member, shape)
+            nbytes += 0 if member.texts else nbytes_of(member.info, shape)
+            rows.append(Row(name, shape, member.info.dtype, how))
+        groups = {group: self._group_attrs(group, attrs) for group, attrs in self._groups.items()}
+        how_to = {"mode": self._ask.mode, "is_netcdf": self._kind == "netcdf4", "attrs": groups.pop("/", {})}
+        file = JoinedFile(self._ask.path, specs, parts, group_attrs=groups, **how_to)
+        if is_warned and self._notes:
             warn_once(f"'{self._ask.path}': {'; '.join(self._notes)}", LeftOutWarning, 0)
         file.write(values, self._check_unchanged)
-        used = {part.path for its in parts.values() for part in its}
+        used = {part.path for placed in parts.values() for part in placed}
         outside = any(place in used and not is_in for place, is_in in zip(places, inside, strict=True))
-        return JoinReport(
-            self._ask.path, len(self._paths), self._axis, tuple(rows), (*self._notes, *self._expected), nbytes, outside
-        )
+        notes = (*self._notes, *self._expected)
+        return JoinReport(self._ask.path, len(self._paths), self._axis, tuple(rows), notes, nbytes, outside)
 
-    def _spec(self, one: _Member, shape: tuple[int, ...]) -> ArraySpec:
-        properties = replace(one.properties, attrs=one.attrs, unlimited=(), unread=())
-        self._note(*(f"{what} was left out" for what in one.properties.unread))
-        if one.differing:
-            keys = ", ".join(map(repr, one.differing))
-            self._expected[f"attributes of '{printable(one.name)}' that differ from part to part were left out: {keys}"] = None
-        info = replace(one.info, shape=shape)
-        properties, lost = found_by_name(self._kind, one.name, properties, {*self._members, *self._texts})
-        self._note(*lost)
+    def _spec(self, member: _Member, shape: tuple[int, ...]) -> ArraySpec:
+        of_first = next(iter(member.attrs.values()))  # as its times are counted
+        times = {key: of_first[key] for key in _TIME & of_first.keys()} if member.name in self._stored else {}
+        attrs = times | self._common(f"'{printable(member.name)}'", member.attrs, times)
+        properties = replace(member.properties, attrs=attrs, unlimited=(), unread=())
+        properties, lost = found_by_name(self._kind, member.name, properties, self._members)
         as_it_is = Asked(chunks=None, shards=None, compression=None)
+        info = replace(member.info, shape=shape)
         spec, notes = spec_like(info, properties, select_axes(None, shape), self._kind, as_it_is)
-        self._note(*notes)
+        self._note(*(f"{what} was left out" for what in member.properties.unread), *lost, *notes)
         return spec
 
-    def _group_attrs(self) -> dict[str, dict[str, Any]]:
-        found = {}
-        for group, attrs in self._groups.items():
-            found[group], _, notes = attrs_for(self._kind, f"group '{group}'", attrs)
-            self._note(*(f"{what} was left out" for what in notes))
-            if differing := self._differing.get(group):
-                keys = ", ".join(map(repr, differing))
-                what = "the file" if group == "/" else f"group '{group}'"
-                self._expected[f"attributes of {what} that differ from part to part were left out: {keys}"] = None
+    def _group_attrs(self, group: str, attrs: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+        what = "the file" if group == "/" else f"group '{group}'"
+        everywhere = {k: attrs.get(k, {}) for k in range(len(self._paths))}
+        found, _, notes = attrs_for(self._kind, f"group '{group}'", self._common(what, everywhere))
+        self._note(*(f"{lost} was left out" for lost in notes))
         return found
+
+    def _common(self, what: str, attrs: Mapping[int, Mapping[str, Any]], kept: Collection[str] = ()) -> dict[str, Any]:
+        """The attributes that are the same in all parts that have an array or a group. The others are noted."""
+        differing = _differing(attrs)
+        if keys := ", ".join(map(repr, sorted(differing - set(kept)))):
+            self._expected[f"attributes of {what} that differ from part to part were left out: {keys}"] = None
+        return {key: value for key, value in next(iter(attrs.values())).items() if key not in differing}
+
+
+def _differing(attrs: Mapping[int, Mapping[str, Any]]) -> set[str]:
+    """The names of attributes that are not the same in all parts."""
+    first, *others = attrs.values()
+    keys = {key for other in attrs.values() for key in other}
+    return {
+        key for key in keys if not all(key in first and key in other and same_value(first[key], other[key]) for other in others)
+    }

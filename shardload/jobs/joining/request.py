@@ -63,8 +63,8 @@ class JoinRequest:
         paths = tuple(os.path.expanduser(os.fspath(part)) for part in parts)
         if not paths:
             raise ConfigError("parts is empty: there is nothing to join. Does the pattern match no file?")
-        if not (axis is None or isinstance(axis, str) or (isinstance(axis, int) and not isinstance(axis, bool))):
-            raise ConfigError(f"axis is {axis!r}; expected the name of an axis, or its number")
+        if not isinstance(axis, str | None) and (not isinstance(axis, int) or isinstance(axis, bool) or axis < 0):
+            raise ConfigError(f"axis is {axis!r}; expected the name of an axis, or its number from 0 on")
         if stack is not None and (not isinstance(stack, str) or not stack or "/" in stack):
             raise ConfigError(f"stack is {stack!r}; expected the name of the new axis, such as 'time'")
         if stack is not None and axis is not None:

@@ -19,12 +19,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import groupby
-from numbers import Integral
 from typing import Any, Self
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh
 
 from shardload.comm.group import Invocation
 from shardload.comm.launch import rank_of_process
@@ -46,7 +45,7 @@ from shardload.jobs.loading.planner import Ranks, plan_array, read_in_turn, sele
 from shardload.jobs.loading.request import Request, mesh_of, read_requests
 from shardload.jobs.loading.tree_plan import TreePlan
 from shardload.jobs.trees import ArrayTree, Place, in_array, is_one, keys_text, naming_errors, where_text
-from shardload.options import AUTO, OWN, TIMEOUT, Options
+from shardload.options import AUTO, OPTIONS, OWN, TIMEOUT, Options
 from shardload.planning.region import Region
 from shardload.planning.selection import (
     Between,
@@ -132,8 +131,11 @@ class LoadCall:
             meshes = [mesh_of(mesh) for mesh in jax.tree_util.tree_leaves(self._mesh, is_leaf=is_one)]
             self._is_abstract = any(isinstance(mesh, AbstractMesh) for mesh in meshes)
             requests = read_requests(tree, self._mesh, self._spec, self._options, self._processes)
-            if self._ranks_per_node is not None:
-                _check_ranks_per_node(self._ranks_per_node, requests)
+            if OPTIONS["ranks_per_node"].check(self._ranks_per_node) is not None and not self._is_abstract:
+                raise ConfigError(
+                    f"ranks_per_node is {self._ranks_per_node!r}, but the mesh has devices, and the job knows its nodes: leave "
+                    "it out, or plan over a jax.sharding.AbstractMesh"
+                )
             self.tree, self.requests = tree, requests
         except ConfigError as error:
             self.error = error
@@ -324,7 +326,7 @@ class LoadCall:
                 let_interruption_pass(error)
                 named = in_array(where, error)
                 if isinstance(named, ConfigError):
-                    self._explain(named, k, [ArrayInfo.from_dict(array[0]) for array in found])
+                    self._explain(named, k, ArrayInfo.from_dict(found[k][0]))
                 if named is error:
                     raise
                 raise named from error
@@ -398,26 +400,16 @@ class LoadCall:
         self.tree, self.requests = grown, requests
         return new_found
 
-    def _explain(self, error: ConfigError, k: int, infos: list[ArrayInfo]) -> None:
-        """Add to the error about the k-th array, which cannot be planned, what it shares with others.
-
-        That is a spec which fits an array of another shape, or a dict of selections that was taken for one by names of axes.
-        """
-        request, info, where = self.requests[k], infos[k], where_text(self.tree.where[k])
-        if str(info) not in str(error):
-            error.args = (str(error).replace(f"{where}:", f"{where}, {info}:", 1),)
-        if is_by_name(request.options.select) and "select names the axis" in str(error):
-            error.args = (f"{error}. The selection counts for several arrays: pass a tree of selections, with one for each",)
-            return
-        is_too_long = "entries, but" in str(error)  # elsewhere the spec may be right, and padding be all that is missing
-        for j, other in enumerate(infos):
-            shares = self.requests[j] is request and other.shape != info.shape
-            if shares and "P(" in str(error) and _fits(request, other, is_too_long):
-                error.args = (
-                    f"{error}. Its shape is {info.shape}, and it shares its spec with {where_text(self.tree.where[j])}, "
-                    f"{other}, whose shape is {other.shape}: pass a tree of specs, with one for each",
-                )
-                return
+    def _explain(self, error: ConfigError, k: int, info: ArrayInfo) -> None:
+        """Add to the error about the k-th array, which cannot be planned, what it is called, and what it shares with others."""
+        text, where = str(error), where_text(self.tree.where[k])
+        if str(info) not in text:
+            text = text.replace(f"{where}:", f"{where}, {info}:", 1)
+        is_shared = sum(request is self.requests[k] for request in self.requests) > 1
+        if is_shared and ("select names the axis" in text or "P(" in text):
+            what = "spec" if "P(" in text else "selection"
+            text += f". Its shape is {info.shape}, and the {what} counts for several arrays: pass a tree of them, one for each"
+        error.args = (text,)
 
 
 def share_staging(request: Request, ranks: Ranks, loads: list[ArrayLoad]) -> list[ArrayLoad]:
@@ -435,17 +427,6 @@ def share_staging(request: Request, ranks: Ranks, loads: list[ArrayLoad]) -> lis
     staging = max(load.options.staging_nbytes for load in loads)
     staging = staging_together(list({id(load.layout): load.layout for load in loads}.values()), staging, most_nbytes)
     return [load if load.options.staging_nbytes == staging else load.with_staging(staging) for load in loads]
-
-
-def _check_ranks_per_node(given: Any, requests: Sequence[Request]) -> None:
-    """Raise ConfigError unless it is a number of processes, and the mesh is abstract."""
-    if isinstance(given, bool) or not isinstance(given, Integral) or given < 1:
-        raise ConfigError(f"ranks_per_node is {given!r}; expected how many processes a node has, 1 or more")
-    if not all(isinstance(request.sharding.mesh, AbstractMesh) for request in requests):
-        raise ConfigError(
-            f"ranks_per_node is {given!r}, but the mesh has devices, and the job knows its nodes: leave it out, or plan over a "
-            "jax.sharding.AbstractMesh"
-        )
 
 
 def _describe_loads(loads: Sequence[ArrayLoad]) -> str:
@@ -472,18 +453,6 @@ def _read_names(handle: Any, info: ArrayInfo, access: Access, brief: Labels | No
     if brief is not None:
         check_names(str(info), brief.read_in, labels.read_in, info.path, info.dataset)
     return labels
-
-
-def _fits(request: Request, info: ArrayInfo, with_padding: bool) -> bool:
-    """True if the sharding can cut an array, as it is or padded."""
-    sharding = request.sharding
-    if len(sharding.spec) > len(info.shape):
-        return False
-    try:
-        NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec)).shard_shape(info.shape)
-    except (ValueError, TypeError):
-        return with_padding
-    return True
 
 
 def _index_of(select: Any, info: ArrayInfo) -> tuple[Any, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 import jax
@@ -105,40 +106,27 @@ def _warn_of_long_attributes(plan: Any) -> None:
 
 def _wrap_tree(xarray: Any, tree: Any, plan: Any, where: Where) -> Any:
     """`to_xarray` of the part of a tree to which the keys `where` lead."""
-    children, of_plan = node_of(tree), node_of(plan)
-    here = f" at {text_of(where)}" if where else ""
-    if children is None or of_plan is None:
-        if isinstance(tree, (jax.Array, np.ndarray)) and isinstance(plan, Plan):
-            return _wrap(xarray, tree, plan)
-        if isinstance(tree, jax.Array) and of_plan:
-            key = text_of((*where, of_plan[0][0]))
-            raise ConfigError(f"found one array{here} and the plan of a tree. Pass the plan of that array: plan.plans{key}")
+    if isinstance(tree, (jax.Array, np.ndarray)) and isinstance(plan, Plan):
+        return _wrap(xarray, tree, plan)
+    children, plans = node_of(tree), dict(node_of(plan) or ())
+    keys = [key for key, _ in children or ()]
+    if not keys or set(keys) != set(plans):
+        here = f" at {text_of(where)}" if where else ""
+        told = f"{type(tree).__name__} and {type(plan).__name__}"
+        if keys and plans:
+            told = f"arrays {', '.join(map(str, keys))} and plans {', '.join(map(str, plans))}"
         raise ConfigError(
             f"expected arrays and the plan that loaded them{here}, both alone or both in a tree with the same keys; found "
-            f"{type(tree).__name__} and {type(plan).__name__}. Pass what load returned, and what shardload.plan returns for "
-            "the same arguments"
+            f"{told}. Pass what load returned, and what shardload.plan returns for the same arguments"
         )
-    plans = dict(of_plan)
-    keys = [key for key, _ in children]
-    if set(keys) != set(plans):
-        told = "; ".join(
-            f"{what} {', '.join(map(str, some))}"
-            for what, some in (
-                ("there is no plan for", [key for key in keys if key not in plans]),
-                ("there is no array for", [key for key in plans if key not in set(keys)]),
-            )
-            if some
-        )
-        raise ConfigError(
-            f"the trees of arrays and plans have other keys{here}: {told}. Pass the plan that loaded these arrays"
-        )
-    wrapped = [_wrap_tree(xarray, one, plans[key], (*where, key)) for key, one in children]
-    if isinstance(tree, Mapping) and all(isinstance(one, xarray.DataArray) for one in wrapped):
-        names = [getattr(key, "key", key) for key in keys]
-        if all(isinstance(name, str) for name in names):
-            infos = [plans[key].info for key in keys]
-            return _dataset(xarray, dict(zip(names, wrapped, strict=True)), dict(zip(names, infos, strict=True)))
-    return rebuilt(tree, wrapped)
+    wrapped = [_wrap_tree(xarray, child, plans[key], (*where, key)) for key, child in children or ()]
+    names = [getattr(key, "key", key) for key in keys]
+    if not isinstance(tree, Mapping) or not all(isinstance(name, str) for name in names):
+        return rebuilt(tree, wrapped)
+    if not all(isinstance(array, xarray.DataArray) for array in wrapped):
+        return rebuilt(tree, wrapped)
+    infos = [plans[key].info for key in keys]
+    return _dataset(xarray, dict(zip(names, wrapped, strict=True)), dict(zip(names, infos, strict=True)))
 
 
 def _dataset(xarray: Any, wrapped: dict[str, Any], infos: Mapping[str, ArrayInfo]) -> Any:
@@ -302,42 +290,29 @@ def coordinates_of(plan: Plan, n: Mapping[str, int]) -> dict[str, Cut]:
     for name, one in plan.info.coords.items():
         if one.values is None:
             continue
-        own = _own_axes(name, one.dims, one.values.shape, dims, plan.info.shape)
+        own = _own_axes(name, one.dims, one.values.shape, plan)
         cut = None if own is None else _cut(one.values, own, dims, selection, n)
         if own is not None and cut is not None:
             found[name] = Cut(*cut, *_split(one.attrs), frozenset(own))
     return found
 
 
-def _own_axes(
-    coordinate: str, own: Sequence[str | None], own_shape: Sequence[int], dims: list[str], shape: Sequence[int]
-) -> tuple[str, ...] | None:
+def _own_axes(coordinate: str, own: Sequence[str | None], own_shape: Sequence[int], plan: Plan) -> tuple[str, ...] | None:
     """The names of a coordinate's axes among those of its array; None if they are not there, or more than one way fits.
 
     Axes without names are found by their lengths, as the array has them one after the other.
-
-    >>> _own_axes("lat", (None, None), (4, 6), ["time", "dim_1", "dim_2"], (2, 4, 6))
-    ('dim_1', 'dim_2')
-    >>> _own_axes("mass", (None,), (4,), ["dim_0", "dim_1"], (4, 4)) is None
-    True
     """
+    dims, shape = _dims(plan), plan.info.shape
     if None not in own:
         return tuple(map(str, own)) if set(own) <= set(dims) else None
+    fitting = [
+        tuple(dims[axis] for axis in axes)
+        for axes in combinations(range(len(dims)), len(own))
+        if all(shape[axis] == n and name in (None, dims[axis]) for axis, name, n in zip(axes, own, own_shape, strict=True))
+    ]
     if coordinate in dims:  # the axis of its name, or none
-        own = (coordinate,) if len(own) == 1 and own_shape[0] == shape[dims.index(coordinate)] else ()
-        return tuple(own) or None
-    axes, wanted = list(zip(dims, shape, strict=True)), list(zip(own, own_shape, strict=True))
-    first, last = _run(wanted, axes), _run(wanted[::-1], axes[::-1])
-    return first if first is not None and last is not None and first == last[::-1] else None
-
-
-def _run(wanted: Sequence[tuple[str | None, int]], axes: Sequence[tuple[str, int]]) -> tuple[str, ...] | None:
-    """The first axes that fit what is wanted, in its order; None if some fit none."""
-    found: list[str] = []
-    for name, n in axes:
-        if len(found) < len(wanted) and n == wanted[len(found)][1] and wanted[len(found)][0] in (None, name):
-            found.append(name)
-    return tuple(found) if len(found) == len(wanted) else None
+        return (coordinate,) if (coordinate,) in fitting else None
+    return fitting[0] if len(fitting) == 1 else None
 
 
 def _dims(plan: Plan) -> list[str]:

@@ -32,13 +32,13 @@ from shardload.formats.contract.array import some
 from shardload.formats.contract.dtypes import native_dtype
 from shardload.formats.contract.format import Source
 from shardload.formats.growing import HOW_TO_GROW, Growing, GrowingSink
-from shardload.formats.leftovers import ROOTS, refuse_leftover
 from shardload.formats.lookup import format_of
 from shardload.jobs.saving.arguments import SaveArguments, ToSave
 from shardload.jobs.saving.plan import SavePlan, alignment_of, plan_into, shards_of
 from shardload.jobs.saving.save import SaveReport, Saving, Steps, planned
 from shardload.planning.region import Region
 from shardload.planning.rounds import Item
+from shardload.storage.leftovers import ROOTS, refuse_leftover
 from shardload.system.interruption import let_interruption_pass
 from shardload.transfer.counters import Counters
 from shardload.transfer.moves import ArrayMove
@@ -184,53 +184,45 @@ def _in_numbers(one: ToSave, path: str, found: Mapping[str, Any]) -> ToSave:
 def _check(asked: SaveArguments, found: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
     """The axis of each array, and the new lengths of dimensions without values. ConfigError if an array does not fit."""
     axes: dict[str, int] = {}
-    for one in asked.arrays:
-        where = f"'{one.name}' in '{asked.path}'"
-        if one.name not in found:
+    for array in asked.arrays:
+        where = f"'{array.name}' in '{asked.path}'"
+        if array.name not in found:
             there = some(list(map(repr, found))) or "none"
-            raise ConfigError(
-                f"there is no array '{one.name}' in '{asked.path}'; it has {there}. Append to an array that exists"
-            )
-        shape = tuple(found[one.name]["shape"])
-        axis = axes[one.name] = _axis(where, asked.dim, found[one.name]["dims"], shape)
-        _check_axes(where, one.dims, found[one.name]["dims"])
-        for key, told in one.attrs.items():
-            stored = found[one.name]["attrs"].get(key)
+            raise ConfigError(f"there is no array {where}; it has {there}. Append to an array that exists")
+        known = found[array.name]
+        shape, new = tuple(known["shape"]), array.shape
+        axis = axes[array.name] = _axis(where, asked.dim, known["dims"], shape)
+        _check_axes(where, array.dims, known["dims"])
+        for key, told in array.attrs.items():
+            stored = known["attrs"].get(key)
             if stored is not None and stored != told:
                 raise ConfigError(
                     f"{where} has the {key} {stored!r}, what is to be appended has {told!r}. Convert it; or, if both mean the "
                     f"same, give it those of the file: x.attrs[{key!r}] = {stored!r}"
                 )
-        others = [n for k, n in enumerate(one.shape) if k != axis], [n for k, n in enumerate(shape) if k != axis]
-        if len(one.shape) != len(shape) or others[0] != others[1]:
-            expected = tuple("n" if k == axis else n for k, n in enumerate(shape))
+        expected = (*shape[:axis], new[axis] if len(new) > axis else 0, *shape[axis + 1 :])
+        if new != expected or 0 in new:
             raise ConfigError(
-                f"{where} has the shape {shape} and can grow along axis {axis} only; what is to be appended has {one.shape}. "
-                f"Expected ({', '.join(map(str, expected))}{',' * (len(shape) == 1)})"
+                f"{where} has the shape {shape} and can grow along axis {axis} only; what is to be appended has {new}. Its "
+                "other axes must be the same, and none without elements"
             )
-        most = found[one.name].get("maxshape", [None] * len(shape))[axis]
-        if most is not None and shape[axis] + one.shape[axis] > most:
+        most = known.get("maxshape", [None] * len(shape))[axis]
+        if most is not None and shape[axis] + new[axis] > most:
             raise ConfigError(
-                f"axis {axis} of {where} has {shape[axis]} elements and may have {most} (its maxshape), so that "
-                f"{one.shape[axis]} cannot be appended. {HOW_TO_GROW}"
+                f"axis {axis} of {where} has {shape[axis]} elements and may have {most} (its maxshape), so that {new[axis]} "
+                f"cannot be appended. {HOW_TO_GROW}"
             )
-        if not one.shape[axis] or 0 in one.shape:
-            raise ConfigError(f"what is to be appended to {where} has the shape {one.shape}: no elements")
-        held = native_dtype(np.dtype(found[one.name]["dtype"]))
-        packed, is_cast = found[one.name]["packed"], native_dtype(one.dtype) != held
+        held, given = native_dtype(np.dtype(known["dtype"])), native_dtype(array.dtype)
         # Of floating point they may be values: if nothing says where they come from.
-        may_be_values = is_cast and one.dtype.kind in "fc" and one.is_decoded is None
-        if packed and (one.is_decoded or may_be_values):
-            values = "values that were decoded" if one.is_decoded else str(native_dtype(one.dtype))
+        may_be_values = array.is_decoded or (array.is_decoded is None and given != held and given.kind in "fc")
+        if known["packed"] and may_be_values:
             raise ConfigError(
-                f"{where} holds packed numbers, {held} with {', '.join(packed)}, and what is to be appended is {values}. Pack "
-                "them first: subtract add_offset, divide by scale_factor, round if these are integers, and cast; what is "
-                "missing becomes _FillValue"
+                f"{where} holds packed numbers, {held} with {', '.join(known['packed'])}, and what is to be appended is "
+                f"{'values that were decoded' if array.is_decoded else given}. Pack them first: subtract add_offset, divide by "
+                "scale_factor, round if these are integers, and cast; what is missing becomes _FillValue"
             )
-        if is_cast:
-            raise ConfigError(
-                f"{where} holds {held}, what is to be appended is {native_dtype(one.dtype)}. Cast it: x.astype('{held}')"
-            )
+        if given != held:
+            raise ConfigError(f"{where} holds {held}, what is to be appended is {given}. Cast it: x.astype('{held}')")
     return axes, _check_lengths(asked, found, axes)
 
 
@@ -260,49 +252,32 @@ def _check_lengths(asked: SaveArguments, found: Mapping[str, Any], axes: Mapping
     """The new lengths of dimensions without values. ConfigError if arrays with the same axis would get different lengths."""
     lengths: dict[str, tuple[int, int, str]] = {}
     dimensions: dict[str, int] = {}
-    for one in asked.arrays:
-        axis, known = axes[one.name], found[one.name]
+    for array in asked.arrays:
+        axis, known = axes[array.name], found[array.name]
         scope = known["scopes"][axis]
         if scope is None:
             continue
         dim = known["dims"][axis]
-        old, new = int(known["shape"][axis]), int(one.shape[axis])
-        other = lengths.setdefault(scope, (old, new, one.name))
-        if other[0] != old:
-            raise _of_two_lengths(asked.path, dim, {one.name: known["shape"], other[2]: found[other[2]]["shape"]}, axes, found)
-        if other[:2] != (old, new):
+        old, new = int(known["shape"][axis]), int(array.shape[axis])
+        before, more, other = lengths.setdefault(scope, (old, new, array.name))
+        if (before, more) != (old, new):
+            fix = "they must stay equally long"
+            if before != old:
+                fix = "an append that was killed at its very end leaves them so. Resize the longer one first, by h5py or zarr"
             raise ConfigError(
-                f"along {dim!r} '{one.name}' would grow from {old} to {old + new}, '{other[2]}' from {other[0]} to "
-                f"{other[0] + other[1]}: they must stay equally long"
+                f"along {dim!r} in '{asked.path}' '{array.name}' would grow from {old} to {old + new}, '{other}' from {before} "
+                f"to {before + more}: {fix}"
             )
-        left = [name for name, more in found.items() if scope in more["scopes"] and name not in axes]
+        beside = {name: one for name, one in found.items() if scope in one["scopes"] and name not in axes}
         # netCDF4 leaves a dimension without values at 0 if it is unlimited, others keep it as long as its arrays.
-        dimensions |= {name: old + new for name in left if found[name].get("is_dimension") and found[name]["shape"] == [old]}
-        if left := [name for name in left if not found[name].get("is_dimension")]:
-            told, asked_for = some(list(map(repr, left))), some([repr(name.lstrip("/")) for name in left])
+        dimensions |= {name: old + new for name, one in beside.items() if one.get("is_dimension") and one["shape"] == [old]}
+        if left := [name for name, one in beside.items() if not one.get("is_dimension")]:
             raise ConfigError(
-                f"{told} in '{asked.path}', with the axis {dim!r} too, would not grow with '{one.name}': its length would "
-                f"differ. Pass {asked_for} too. If it holds text, which append does not write: "
-                "`shardload copy OLD NEW --dataset NAME`, with each array to keep, makes a file without it"
+                f"{some(list(map(repr, left)))} in '{asked.path}', with the axis {dim!r} too, would not grow with "
+                f"'{array.name}'. Pass {some([repr(name.lstrip('/')) for name in left])} too. If it holds text, which append "
+                "does not write: `shardload copy OLD NEW --dataset NAME`, with each array to keep, makes a file without it"
             )
     return dimensions
-
-
-def _of_two_lengths(
-    path: str, dim: str, shapes: Mapping[str, list[int]], axes: Mapping[str, int], found: Mapping[str, Any]
-) -> ConfigError:
-    """The error about two arrays that have not the same length already."""
-    longer, shorter = sorted(shapes, key=lambda name: -shapes[name][axes[name]])
-    n, axis, most = shapes[shorter][axes[shorter]], axes[longer], shapes[longer][axes[longer]]
-    if "maxshape" in found[longer]:
-        how = f"by h5py, file[{longer!r}].resize({n}, axis={axis})"
-    else:
-        shape = tuple(n if k == axis else m for k, m in enumerate(shapes[longer]))
-        how = f"by zarr-python, zarr.open_array({os.path.join(path, longer.strip('/'))!r}).resize({shape})"
-    return ConfigError(
-        f"along {dim!r} '{longer}' in '{path}' has {most} elements and '{shorter}' {n}, as an append leaves them that was "
-        f"killed at its very end. Make them equally long first (this cuts off what is beyond), for example {how}"
-    )
 
 
 # --- what is written

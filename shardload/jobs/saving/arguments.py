@@ -34,7 +34,6 @@ from shardload.values.dates import is_dates
 __all__ = ["SaveArguments", "ToSave"]
 
 _SHARED = ("verify", "staging", "timeout", "progress")
-_BYTE_ORDERS = {None: "=", "little": "<", "big": ">"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +49,7 @@ class ToSave:
     shape : tuple of int
         Without padding.
     dtype : dtype
-        In the byte order of the file.
+        In the byte order of the machine, or, of an append, of the file.
     chunks : tuple of int, ``"auto"`` or None
         None: in one piece.
     shards, compression, dims, attrs, checksum
@@ -253,7 +252,7 @@ def _read_arrays(tree: Any, given: Mapping[str, Any], is_append: bool) -> tuple[
     arrays = []
     for name, x in leaves.items():
         mine = asked[name]
-        dtype = np.dtype(x.dtype).newbyteorder(_BYTE_ORDERS[mine.pop("byteorder")])
+        dtype = np.dtype(x.dtype).newbyteorder("=")
         shape, is_decoded, is_told = _extent(name, x, mine.pop("shape"), mine.pop("plan"))
         is_decoded = is_decoded if knows_other else None
         arrays.append(ToSave(name, x, shape, dtype, is_decoded=is_decoded, is_told=is_told, **mine))

@@ -24,6 +24,7 @@ from shardload.formats.growing import UNITS, units_of
 from shardload.jobs.loading.labelled import axes_of, coordinates_of, haloed_axes
 from shardload.jobs.loading.plan import Plan
 from shardload.jobs.loading.tree_plan import TreePlan
+from shardload.jobs.trees import ArrayTree
 from shardload.options import AUTO, OPTIONS
 from shardload.values.decoding import PACKING, VALID_RANGE
 
@@ -91,7 +92,10 @@ def of_xarray(tree: Any, given: Mapping[str, Any], kind: str, dim: str | int | N
         _keep_growing(found, dim, lengths, plans)
     else:
         _add_left_out(found, plans)
-    shapes = {name: _shape(name, one, lengths) for name, one in found.variables.items()}
+    shapes = {
+        name: tuple(lengths.of(name, dim, n) for dim, n in zip(one.dims, one.shape, strict=True))
+        for name, one in found.variables.items()
+    }
     values = {name: _cut(name, one, shapes[name], found) for name, one in found.variables.items()}
     if dim is not None:  # rows are values as they are stored, and attributes are the file's: those that count are compared
         encoded = {name: (one, units_of(found.variables[name].attrs)) for name, one in values.items()}
@@ -242,14 +246,11 @@ class _Lengths:
 
 def _lengths(found: _Parts, shape: Any, plans: Mapping[str, Plan]) -> _Lengths:
     made = _Lengths()
-    data = [name for name in found.variables if name not in found.coords]
-    shapes = shape if isinstance(shape, Mapping) else dict.fromkeys(data, shape)
-    shapes = {str(key).strip("/"): one for key, one in shapes.items() if one is not None}
-    unknown = [key for key in shapes if key.removeprefix(found.group) not in found.variables]
-    if unknown:
-        some = ", ".join(f"'{name}'" for name in found.variables)
-        raise ConfigError(f"shape names '{unknown[0]}', which is not saved; expected some of {some}")
-    shapes = {key.removeprefix(found.group): one for key, one in shapes.items()}
+    names = ArrayTree.of_names("", [f"/{found.group}{name}" for name in found.variables])
+    each_shape = names.spread("shape", shape, lambda value: not isinstance(value, Mapping), default=None)
+    shapes = {place.dataset.rpartition("/")[2]: one for place, one in zip(names.places, each_shape, strict=True)}
+    if not isinstance(shape, Mapping):  # coordinates have other axes
+        shapes |= dict.fromkeys(found.coords)
     for plan in plans.values():
         each = zip(axes_of(plan), plan.shape_global, plan.shape_padded, plan.shape, strict=True)
         for dim, held, padded, own in each:
@@ -257,7 +258,7 @@ def _lengths(found: _Parts, shape: Any, plans: Mapping[str, Plan]) -> _Lengths:
                 refuse_halo(next(name for name, one in found.variables.items() if dim in one.dims), plan.extent)
             made.note(dim, padded, own)
     for name, one in found.variables.items():
-        if name in shapes:
+        if shapes[name] is not None:
             extent = extent_of(one, shapes[name], f"'{name}'")
         elif is_known(one.data):
             extent = extent_of(one.data, None, f"'{name}'")
@@ -267,10 +268,6 @@ def _lengths(found: _Parts, shape: Any, plans: Mapping[str, Plan]) -> _Lengths:
         for dim, held, own in zip(one.dims, one.shape, extent.shape, strict=True):
             made.note(dim, held, own)
     return made
-
-
-def _shape(name: str, one: Any, lengths: _Lengths) -> tuple[int, ...]:
-    return tuple(lengths.of(name, dim, n) for dim, n in zip(one.dims, one.shape, strict=True))
 
 
 def _add_left_out(found: _Parts, plans: Mapping[str, Plan]) -> None:

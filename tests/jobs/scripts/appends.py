@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload.engine.read_back import ReadBack
-from shardload.formats import changes
 from shardload.formats.zarr.growth import GrowthCatalog
+from shardload.storage import changes
 
 
 def kill_before(holder: Any, name: str, which: int, words: str = "") -> None:

@@ -114,11 +114,11 @@ def test_json_says_what_was_written(file: str, tmp_path: Path) -> None:
         (["--compression", "gzip(4)"], 2, "cannot read 'gzip(4)'. Type for example --compression zstd, gzip:6+shuffle"),
         (["--compression", "99999", "--dataset", "rho"], 1, "compression of '/rho' is '99999'; expected one of"),
         (["--dtype", "int8", "--dataset", "rho"], 1, "Pass no dtype, to keep float32"),
-        (["--verify", "none"], 1, "verify is 'none'; expected one of 'index', 'checksum', 'full'"),
+        (["--verify", "none"], 1, "verify is 'none'; expected 'index', 'checksum'"),
         (["--dataset", "rho,whole"], 1, "holds no array '/rho,whole'"),
         (["--select", "0"], 1, "select has positions, and there are 2 arrays"),
         (["--select", "99", "--dataset", "rho"], 1, "select has 99 on axis 0, which has 12 elements"),
-        (["--select", "time=0"], 1, "no axis has a name. Select by positions, such as --select 0,:"),
+        (["--select", "time=0"], 1, "there are: none with a name. Select by positions, such as --select 0,:"),
         (
             ["--select", "lat=35.5"],
             2,
@@ -137,9 +137,9 @@ def test_json_says_what_was_written(file: str, tmp_path: Path) -> None:
         (
             ["--unlimited", "time"],
             1,
-            "unlimited is 'time', an axis that no array of the new file has; there are: none with a name. Type its number",
+            "unlimited is 'time', an axis that no array of the new file has: /rho (-, -, -)",
         ),
-        (["--unlimited", "3"], 1, "unlimited is axis 3, which no array of the new file has: /rho (12, 8, 20)"),
+        (["--unlimited", "3"], 1, "unlimited is 3, an axis that no array of the new file has: /rho (-, -, -)"),
         (["--unlimited", "0", "--chunks", "none"], 1, "an axis that may grow, but no chunks. Pass --chunks 12,8,20"),
     ],
 )
@@ -170,7 +170,7 @@ def test_what_it_refuses_of_a_group(tmp_path: Path, arguments: list[str], told: 
     [
         ("folder", "'folder' is a folder. Pass the new file's name in it, such as 'folder/out.h5'"),
         (".", "'.' is a folder. Pass the new file's name in it, such as './out.h5'"),
-        ("out.h5:/rho", "'out.h5:/rho' names an array, and arrays keep their names in a copy. Pass 'out.h5', the file alone"),
+        ("out.h5:/rho", "'out.h5:/rho' names an array in a file; expected the file alone, 'out.h5'"),
     ],
 )
 def test_where_other_commands_would_write(
@@ -260,8 +260,8 @@ def test_a_filter_that_is_not_taken_over_says_what_to_type(tmp_path: Path, name:
 
 
 @pytest.mark.parametrize("target", ["out.h5", "out.zarr"])
-def test_a_coordinate_that_cannot_stay_compressed_takes_what_is_typed(tmp_path: Path, target: str) -> None:
-    """Wrong if --compression was proposed and did nothing, or if a coordinate that can stay what it is did not."""
+def test_coordinates_take_the_compression_that_is_typed(tmp_path: Path, target: str) -> None:
+    """Wrong if --compression was proposed and did nothing."""
     path, out = tmp_path / "in.h5", tmp_path / target
     with h5py.File(path, "w") as file:
         rho = file.create_dataset("rho", data=VALUES, chunks=(4, 8, 20), compression="gzip")
@@ -278,12 +278,12 @@ def test_a_coordinate_that_cannot_stay_compressed_takes_what_is_typed(tmp_path: 
     if target == "out.h5":
         with h5py.File(out) as file:
             np.testing.assert_array_equal(file["x"][...], x)
-            assert "32015" in file["x"]._filters and file["y"].compression_opts == 7
+            assert "32015" in file["x"]._filters and "32015" in file["y"]._filters
     else:
         group = zarr.open_group(out, mode="r")
         np.testing.assert_array_equal(group["x"][...], x)
         names = [type(group[name].compressors[0]).__name__ for name in "xy"]
-        assert names == ["ZstdCodec", "GzipCodec"]
+        assert names == ["ZstdCodec", "ZstdCodec"]
 
 
 def test_integers_of_few_bits_in_larger_chunks(tmp_path: Path) -> None:

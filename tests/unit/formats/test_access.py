@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from shardload.formats.access import STRICT, Access, Limits
-from shardload.formats.containment import NotAFileError, OutsideError
 from shardload.options import Options
+from shardload.storage.containment import NotAFileError, OutsideError
 
 
 def test_options_say_what_may_be_done() -> None:

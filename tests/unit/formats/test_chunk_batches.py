@@ -16,10 +16,10 @@ import tensorstore
 import zarr
 
 from shardload.formats.access import Access
-from shardload.formats.containment import NotAFileError, OutsideError
 from shardload.formats.contract.chunk_reader import ChunkReader
 from shardload.formats.contract.format import Source
 from shardload.formats.lookup import open_source
+from shardload.storage.containment import NotAFileError, OutsideError
 from tests.unit.batches import check_batches, read_box
 
 Array = np.ndarray[Any, Any]

@@ -23,16 +23,16 @@ import pytest
 import xarray as xr
 
 from shardload.errors import ConfigError, SourceError
-from shardload.formats import changes as changes_module
-from shardload.formats import locks
-from shardload.formats.changes import changes_of, complete_append
 from shardload.formats.hdf5 import ledger
 from shardload.formats.hdf5.growable import read_file
 from shardload.formats.hdf5.growth import Hdf5GrowthCatalog
 from shardload.formats.hdf5.ledger import Ledger, LedgerFile
-from shardload.formats.leftovers import find_leftover
-from shardload.formats.locks import FileLock
 from shardload.formats.lookup import find_array, format_of
+from shardload.storage import changes as changes_module
+from shardload.storage import locks
+from shardload.storage.changes import changes_of, complete_append
+from shardload.storage.leftovers import find_leftover
+from shardload.storage.locks import FileLock
 from tests.tiers import quick_ones
 from tests.unit.growing import Content, Disk, coming, grow, sink_of
 from tests.unit.saving import forked, quick_fsync, ramp, write_all  # noqa: F401

@@ -20,13 +20,13 @@ from typer.testing import CliRunner
 
 from shardload.cli.main import app
 from shardload.errors import ConfigError, SourceError
-from shardload.formats import target
 from shardload.formats.access import Access, Limits
-from shardload.formats.leftovers import find_leftover
-from shardload.formats.locks import AppendLock
 from shardload.formats.lookup import Finder, find_array, list_arrays
 from shardload.formats.saving import make_sink
 from shardload.formats.sink import ArraySpec, Compression
+from shardload.storage import target
+from shardload.storage.leftovers import find_leftover
+from shardload.storage.locks import AppendLock
 from tests.unit.saving import quick_fsync, ramp, save, write_all  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("quick_fsync")

@@ -17,10 +17,11 @@ import pytest
 import zarr
 
 from shardload.errors import ConfigError, SourceError
-from shardload.formats import Region, target
+from shardload.formats import Region
 from shardload.formats.saving import make_sink
 from shardload.formats.sink import ArraySpec, Compression, Sink, Ticket
-from shardload.formats.target import Target, temporary_of
+from shardload.storage import target
+from shardload.storage.target import Target, temporary_of
 from tests.jobs.launch import ROOT
 from tests.unit.copies import run_copy
 from tests.unit.saving import forked, put_whole, quick_fsync, ramp, save, write_all  # noqa: F401
@@ -385,7 +386,7 @@ def test_the_library_cannot_read_what_was_written(
 
     with sink.create() as catalog:
         monkeypatch.setattr("shardload.formats.hdf5.sink.open_explained", refuses)
-        with pytest.raises(SourceError, match=f"the new file of '.*{name}' cannot be read by HDF5: .*errno = 5"):
+        with pytest.raises(SourceError, match=f"the new '.*{name}' cannot be read by HDF5: .*errno = 5"):
             after_finish(sink, catalog)
         monkeypatch.undo()
     assert os.listdir(tmp_path) == []

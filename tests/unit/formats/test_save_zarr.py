@@ -21,13 +21,14 @@ import xarray as xr
 import zarr
 
 from shardload.errors import ConfigError, SourceError
-from shardload.formats import Region, target
+from shardload.formats import Region
 from shardload.formats.likeness import marked
 from shardload.formats.lookup import open_source
 from shardload.formats.saving import format_for, make_sink
 from shardload.formats.sink import ArraySpec, Compression, Ticket
 from shardload.formats.zarr import sink as zarr_sink
 from shardload.formats.zarr.source import FORMAT as ZARR
+from shardload.storage import target
 from shardload.testing import check_format
 from tests.tiers import quick_ones, some_of
 from tests.unit.saving import quick_fsync, ramp, save, write_all  # noqa: F401
@@ -270,25 +271,6 @@ def test_a_store_that_is_abandoned_while_another_rank_writes_is_gone(tmp_path: P
         with pytest.raises(SourceError, match="ENOENT"):
             writer.put("/x", 1, 0, stored)
         assert os.listdir(tmp_path) == []
-
-
-@pytest.mark.parametrize("wrong", ["swapped", "stale"])
-def test_the_comparison_notices_a_wrong_implementation(tmp_path: Path, wrong: str) -> None:
-    """Offsets of two chunks of a shard swapped; all chunks of a round encoded into the same memory."""
-
-    def change(puts: list[Any]) -> list[Any]:
-        if wrong == "stale":
-            return [(name, number, offset, puts[-1][3]) for name, number, offset, _ in puts]
-        (a, k, first, one), (b, n, second, other), *rest = puts
-        return [(a, k, second, one), (b, n, first, other), *rest]
-
-    values = ramp((8, 4), "i4")
-    sink = make_sink(str(tmp_path / "x.zarr"), {"x": spec("i4", None, (2, 4), (8, 4), shards=(8, 4))})
-    with sink.create() as catalog:
-        write_all(sink, catalog, {"/x": values}, change=change, round_size=2)
-        catalog.finish()
-        catalog.commit()
-    assert not np.array_equal(zarr.open_group(tmp_path / "x.zarr", mode="r")["x"][...], values)
 
 
 @pytest.mark.parametrize(

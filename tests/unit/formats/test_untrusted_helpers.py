@@ -26,7 +26,6 @@ import zarr
 
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.access import Access, Limits
-from shardload.formats.containment import NotAFileError, OutsideError
 from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.lookup import Finder, find_array, list_arrays, open_file, open_source
 from shardload.formats.untrusted import helper as helper_module
@@ -36,6 +35,7 @@ from shardload.formats.untrusted.helper import Helper
 from shardload.formats.untrusted.source import UntrustedFile, UntrustedSource
 from shardload.planning.region import Region
 from shardload.planning.tuning import default_tuning
+from shardload.storage.containment import NotAFileError, OutsideError
 from tests.jobs.launch import ROOT
 from tests.tiers import quick_ones
 from tests.unit.fakes import fetch, reader_of, whole

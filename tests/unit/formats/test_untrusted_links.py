@@ -24,12 +24,12 @@ from hypothesis import strategies as st
 import shardload.formats.lookup as sources_module
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.access import Access
-from shardload.formats.containment import Fence, OutsideError
 from shardload.formats.hdf5 import links as hdf5_links
 from shardload.formats.hdf5 import source as hdf5_module
 from shardload.formats.lookup import find_array, list_arrays, open_source
 from shardload.formats.zarr import store as zarr_store
 from shardload.planning.region import Region
+from shardload.storage.containment import Fence, OutsideError
 from tests.tiers import examples
 from tests.unit.files import flat, read_all, write_hdf5, write_zarr
 

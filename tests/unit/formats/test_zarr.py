@@ -30,8 +30,7 @@ from shardload.formats.lookup import find_array, list_arrays, open_file, open_so
 from shardload.formats.zarr.nodes import ArrayNode
 from shardload.formats.zarr.source import describe
 from shardload.planning.region import Region
-from tests.tiers import quick_ones
-from tests.unit.files import DTYPES, SIZES, check_source, chunks_of, every_second, flat, read_all, write_zarr
+from tests.unit.files import check_source, flat, read_all, write_zarr
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The data type",
@@ -64,19 +63,6 @@ def check(path: str, name: str, expected: np.ndarray[Any, Any]) -> ArrayInfo:
 
 def open_files() -> set[str]:
     return {str(link.resolve()) for link in Path("/proc/self/fd").iterdir()}
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("zarr_format", [2, 3])
-@pytest.mark.parametrize("dtype", quick_ones(DTYPES, *SIZES))
-def test_every_type_and_rank(tmp_path: Path, dtype: str, zarr_format: int) -> None:
-    """Each type in one format or in the other meets every rank, and so does each format. In test_zarr_chunks.py they trade."""
-    shapes = every_second(DTYPES.index(dtype) + zarr_format)
-    path = write_zarr(tmp_path / "a.zarr", {f"r{len(s)}": flat(s, dtype) for s in shapes}, zarr_format)
-    for shape in shapes:
-        info = check(path, f"/r{len(shape)}", flat(shape, dtype))
-        assert info.chunks == chunks_of(shape) and info.shards is None and info.nbytes_stored is None
-        assert info.format == f"Zarr v{zarr_format}"
 
 
 @pytest.mark.each_value
@@ -130,38 +116,6 @@ def test_arrays_that_tensorstore_wrote(tmp_path: Path, driver: str, dtype: str) 
     tensorstore.open(spec).result().write(data).result()
     info = check(str(tmp_path / "a.zarr"), "/", data)
     assert info.chunks == (2, 3, 2) and info.shards == (None if driver == "zarr" else (4, 6, 2))
-
-
-@pytest.mark.parametrize("zarr_format", [2, 3])
-def test_agrees_with_tensorstore_on_regions(tmp_path: Path, zarr_format: int) -> None:
-    data = flat((9, 7, 5), "int64")
-    path = write_zarr(tmp_path / "a.zarr", {"a": data}, zarr_format)
-    spec = {"driver": {2: "zarr", 3: "zarr3"}[zarr_format], "kvstore": f"file://{path}/a/"}
-    theirs, source = tensorstore.open(spec).result(), open_source(path, "a")
-    for region in (Region((2, 1, 3), (8, 4, 5)), Region((8, 0, 0), (9, 7, 5))):
-        out = np.empty(region.shape, "int64")
-        source.read_into(region, out)
-        np.testing.assert_array_equal(out, theirs[region.slices()].read().result())
-    source.close()
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("zarr_format", [2, 3])
-@pytest.mark.parametrize("shape", [(0,), (0, 5), (5, 0, 7)])
-def test_axes_of_length_zero(tmp_path: Path, shape: tuple[int, ...], zarr_format: int) -> None:
-    data = np.zeros(shape, "float32")
-    info = check(write_zarr(tmp_path / "a.zarr", {"a": data}, zarr_format), "/a", data)
-    assert info.chunks is not None and min(info.chunks) >= 1
-
-
-@pytest.mark.parametrize("zarr_format", [2, 3])
-def test_a_missing_chunk_is_the_fill_value(tmp_path: Path, zarr_format: Any) -> None:
-    data = flat((6, 5), "int32")
-    group = zarr.open_group(tmp_path / "a.zarr", mode="w", zarr_format=zarr_format)
-    group.create_array("a", shape=(6, 5), dtype="int32", chunks=(2, 3), fill_value=42)[:] = data
-    (tmp_path / "a.zarr" / "a" / {2: "1.0", 3: "c/1/0"}[zarr_format]).unlink()
-    data[2:4, :3] = 42
-    check(str(tmp_path / "a.zarr"), "/a", data)
 
 
 def test_zip_stores_and_urls(tmp_path: Path) -> None:
@@ -432,20 +386,6 @@ def test_a_codec_that_is_not_installed_is_named(tmp_path: Path, where: str, name
     assert info.dataset == name and str(info.refused).startswith(said)
 
 
-def test_a_damaged_chunk_surfaces_as_an_error(tmp_path: Path) -> None:
-    path = write_zarr(tmp_path / "a.zarr", {"a": flat((4, 6))}, chunks=(2, 6))
-    chunk = tmp_path / "a.zarr" / "a" / "c" / "1" / "0"
-    whole = chunk.read_bytes()
-    source = open_source(path, "a")
-    for damaged in (whole[: len(whole) // 2], b"", bytes([whole[0] ^ 0xFF]) + whole[1:]):
-        chunk.write_bytes(damaged)
-        with pytest.raises(Exception, match=r"."):
-            read_all(source)
-    chunk.write_bytes(whole)
-    np.testing.assert_array_equal(read_all(source), flat((4, 6)))
-    source.close()
-
-
 def test_open_arrays_of_any_store(tmp_path: Path) -> None:
     store = zarr.storage.MemoryStore()
     group = zarr.create_group(store)
@@ -539,24 +479,6 @@ def test_each_chunk_is_decoded_once_per_read(tmp_path: Path, counter: list[int],
         source.read_into(region, out)
         assert counter == [chunks], region
         np.testing.assert_array_equal(out, data[region.slices()])
-    source.close()
-
-
-def test_read_into_fills_the_buffer_it_is_given(tmp_path: Path) -> None:
-    """The values arrive in the caller's own memory, also where that is a part of a larger buffer."""
-    data = flat((6, 4, 3), "int32")
-    source = open_source(write_zarr(tmp_path / "a.zarr", {"a": data}), "a")
-    large = np.full((10, 4, 3), -1, "int32")
-    source.read_into(Region((1, 0, 0), (5, 4, 3)), large[3:7])
-    np.testing.assert_array_equal(large[3:7], data[1:5])
-    assert (large[:3] == -1).all() and (large[7:] == -1).all()
-    for region, out in (
-        (Region((4, 0, 0), (8, 4, 3)), np.empty((4, 4, 3), "i4")),
-        (Region((0, 0, 0), (2, 4, 3)), np.empty((2, 4, 3), "i8")),
-        (Region((0, 0, 0), (1, 4, 3)), np.empty((2, 4, 3), "i4")),
-    ):
-        with pytest.raises(ValueError, match=r"region \[.*'/a' in"):
-            source.read_into(region, out)
     source.close()
 
 

@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-from shardload.jobs import progress
 from shardload.jobs.progress import progress_of
 
 LARGE = 1 << 30
 
 
-class Notebook:
+def in_notebook(monkeypatch: pytest.MonkeyPatch, kernel: object) -> None:
     """The little of IPython that a kernel has."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, kernel: object) -> None:
-        self.shown: list[Any] = []
-        shell, display = ModuleType("IPython"), ModuleType("IPython.display")
-        shell.__dict__["get_ipython"] = lambda: SimpleNamespace(kernel=kernel)
-        display.__dict__["display"] = self.display
-        monkeypatch.setitem(sys.modules, "IPython", shell)
-        monkeypatch.setitem(sys.modules, "IPython.display", display)
-
-    def display(self, bar: Any, display_id: bool) -> Any:
-        assert display_id is True
-        self.shown.append(bar)
-        return SimpleNamespace(update=self.shown.append)
+    shell = ModuleType("IPython")
+    shell.__dict__["get_ipython"] = lambda: SimpleNamespace(kernel=kernel)
+    monkeypatch.setitem(sys.modules, "IPython", shell)
 
 
 def load(wanted: Any, total: int = LARGE, rank: int = 0) -> None:
@@ -38,60 +26,34 @@ def load(wanted: Any, total: int = LARGE, rank: int = 0) -> None:
         advance(total - total // 4)
 
 
-def test_a_bar_in_a_notebook(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    """Wrong if there were none because standard error is no terminal there, or if it needed ipywidgets."""
-    notebook = Notebook(monkeypatch, kernel=object())
-    monkeypatch.setattr(progress, "_REDRAWN_SECONDS", 0.0)
-    load(None)
-    done = [bar.done for bar in notebook.shown]
-    assert done[:3] == [0, LARGE // 4, LARGE] and done[-1] == LARGE
-    html = notebook.shown[1]._repr_html_()
-    assert html.startswith(f'<progress value="{LARGE // 4}" max="{LARGE}"></progress>')
-    assert r"rank 0: &#x27;/&lt;b&gt;\x1b[1m&#x27; in &#x27;a.h5&#x27;: 256.0 MiB of 1.0 GiB" in html
-    assert repr(notebook.shown[1]).startswith(r"rank 0: '/<b>\x1b[1m' in 'a.h5': 256.0 MiB of 1.0 GiB")
-    assert capfd.readouterr() == ("", "")
-
-
-def test_a_bar_is_not_drawn_for_every_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong if a load of a million parts sent a million messages to the browser."""
-    notebook = Notebook(monkeypatch, kernel=object())
-    monkeypatch.setattr(progress, "_REDRAWN_SECONDS", 1e9)
-    with progress_of(True, "a", 1000, 0) as advance:
-        for _ in range(1000):
-            advance(1)
-    assert [bar.done for bar in notebook.shown] == [0, 1000, 1000]
-
-
 @pytest.mark.parametrize(
-    ("wanted", "total", "rank", "kernel", "n"),
+    ("wanted", "total", "rank", "kernel", "is_shown"),
     [
-        (None, LARGE, 0, object(), 4),
-        (None, LARGE, 1, object(), 0),
-        (None, 1 << 20, 0, object(), 0),
-        (True, 1 << 20, 0, object(), 4),
-        (True, 1 << 20, 1, object(), 0),
-        (False, LARGE, 0, object(), 0),
-        (None, LARGE, 0, None, 0),  # IPython in a terminal that was redirected
-        (True, 0, 0, object(), 4),
+        (None, LARGE, 0, object(), True),
+        (None, LARGE, 1, object(), False),
+        (None, 1 << 20, 0, object(), False),
+        (True, 1 << 20, 0, object(), True),
+        (True, 1 << 20, 1, object(), False),
+        (False, LARGE, 0, object(), False),
+        (None, LARGE, 0, None, False),  # IPython in a terminal that was redirected
+        (True, 0, 0, object(), True),
     ],
 )
 def test_where_a_bar_is_shown(
-    monkeypatch: pytest.MonkeyPatch, wanted: Any, total: int, rank: int, kernel: object, n: int
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    wanted: Any,
+    total: int,
+    rank: int,
+    kernel: object,
+    is_shown: bool,
 ) -> None:
-    notebook = Notebook(monkeypatch, kernel)
-    monkeypatch.setattr(progress, "_REDRAWN_SECONDS", 0.0)
-    with open(os.devnull, "w") as nowhere:
-        monkeypatch.setattr(sys, "stderr", nowhere)
-        load(wanted, total, rank)
-    assert len(notebook.shown) == n
-
-
-def test_a_load_that_fails_leaves_the_bar_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    notebook = Notebook(monkeypatch, kernel=object())
-    with pytest.raises(RuntimeError, match=r"^disk$"), progress_of(True, "a", 100, 0) as advance:
-        advance(30)
-        raise RuntimeError("disk")
-    assert notebook.shown[-1].done == 30
+    """Wrong if there were none in a notebook, where standard error is no terminal, or if it needed ipywidgets there."""
+    in_notebook(monkeypatch, kernel)
+    load(wanted, total, rank)
+    out, err = capfd.readouterr()
+    assert out == "" and ("rank 0" in err) is is_shown
+    assert "ipywidgets" not in err and "\x1b[1m" not in err
 
 
 @pytest.mark.parametrize("columns", [40, 60, 80, 120])

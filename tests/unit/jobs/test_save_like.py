@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import zarr
 
 import shardload
 from shardload.jobs.saving.arguments import ToSave
-from shardload.jobs.saving.like import _attrs, _typed, read_like
+from shardload.jobs.saving.like import _like, _read
 from tests.tiers import quick_ones
 
 
@@ -24,8 +23,8 @@ def test_attributes_of_json_that_are_no_arrays(tmp_path: Path) -> None:
     """Wrong if like= failed, or left out a value, where the array that it names has attributes that NumPy has no type for."""
     attrs = {"rows": [[1, 2], [3]], "large": 10**30, "mixed": [1, "a"], "object": {"a": [1, {}]}}
     zarr.open_group(tmp_path / "in.zarr", mode="w").create_array("x", shape=(4,), dtype="f4").attrs.update(attrs)
-    told = json.loads(read_like({"x": f"{tmp_path}/in.zarr:/x"}))["x"]["attrs"]
-    assert {key: _typed(value) for key, value in told.items()} == attrs
+    shardload.save(tmp_path / "out.zarr", np.zeros(4, "f4"), like=f"{tmp_path}/in.zarr:/x", dataset="x")
+    assert dict(zarr.open_group(tmp_path / "out.zarr")["x"].attrs) == attrs
 
 
 @pytest.mark.parametrize("name", ["out.h5", "out.nc", "out.zarr"])
@@ -44,7 +43,7 @@ def test_complex_and_empty_attributes_of_an_array_in_like(tmp_path: Path, name: 
         return
     with h5py.File(tmp_path / name) as file:
         found = {key: value for key, value in file["x"].attrs.items() if key in ("none", "_FillValue", "z", "row")}
-    assert found.pop("none") == "" and found.pop("_FillValue") == 1
+    assert isinstance(found.pop("none"), h5py.Empty) and found.pop("_FillValue") == 1
     if name == "out.h5":
         assert found["z"].dtype == "c8" and found["z"] == 2 + 3j and found["row"].tolist() == [1j, 2]
 
@@ -67,9 +66,7 @@ def test_attributes_of_coordinates_that_a_format_does_not_hold(tmp_path: Path, n
         assert new["t"].attrs.pop("many").tolist() == list(range(5000))
         assert new["t"].attrs == {"units": "s", "long": "l" * 5000}
     (told,) = (str(one.message) for one in said)
-    assert told.startswith("attributes that are not saved: attribute 'rows' of '/t' (a list of JSON whose rows")
-    assert "attribute 'mixed' of '/t' (a list of JSON that is no array of numbers or texts, or" in told
-    assert "attribute 'object' of '/t' (a null or an object of JSON, which HDF5 does not have)" in told
+    assert all(f"attribute {key!r} of '/t' in" in told for key in ("rows", "null", "mixed", "object"))
 
 
 @pytest.mark.parametrize("name", ["out.h5", "out.nc", "out.zarr"])
@@ -107,8 +104,10 @@ def test_null_of_json_in_like(tmp_path: Path) -> None:
     """Wrong if another Zarr store lost it, or if HDF5, which does not have it, were refused."""
     made = zarr.open_group(tmp_path / "in.zarr", mode="w").create_array("x", shape=(4,), dtype="f4")
     made.attrs.update({"no": None, "units": "K"})
-    for name in ("out.zarr", "out.h5"):
-        shardload.save(tmp_path / name, np.arange(4, dtype="f4"), like=f"{tmp_path}/in.zarr:/x", dataset="x")
+    how: dict[str, Any] = {"like": f"{tmp_path}/in.zarr:/x", "dataset": "x"}
+    shardload.save(tmp_path / "out.zarr", np.arange(4, dtype="f4"), **how)
+    with pytest.warns(shardload.LeftOutWarning, match="attribute 'no'"):
+        shardload.save(tmp_path / "out.h5", np.arange(4, dtype="f4"), **how)
     assert dict(zarr.open_group(tmp_path / "out.zarr")["x"].attrs) == {"no": None, "units": "K"}
     with h5py.File(tmp_path / "out.h5") as file:
         assert dict(file["x"].attrs) == {"units": "K"}
@@ -124,7 +123,7 @@ def test_decoded_values_like_those_that_were_unsigned(tmp_path: Path) -> None:
     for kind in ("u1", "i1", "f4"):
         x = np.arange(4, dtype=kind)
         one = ToSave("/x", x, x.shape, x.dtype, None, None, None, None, {})
-        found[kind] = {*_attrs(one, json.loads(read_like({"/x": f"{path}:/x"}))["/x"], "hdf5")}
+        found[kind] = {*_like(one, _read(f"{path}:/x"), "hdf5")[0].attrs}
     assert found == {"u1": {"units"}, "i1": {"_Unsigned", "valid_max", "units"}, "f4": {"units"}}
 
 
@@ -150,8 +149,7 @@ def test_coordinates_that_are_no_axes(tmp_path: Path, name: str, suffix: str) ->
     with pytest.warns(shardload.LeftOutWarning) as said:
         shardload.save(tmp_path / f"out{suffix}", {"v": np.ones((2, 3))}, like=f"{tmp_path}/{name}:/t")
     (told,) = (str(one.message) for one in said)
-    assert all(f"'/{key}' in like= holds " in told for key in ("x", "letters", "run")) and told.count("holds") == 3
-    assert told.endswith("Only numbers are saved: add other values afterwards, by h5py or zarr-python")
+    assert all(f"'/{key}', with the axes" in told for key in ("x", "letters", "run")) and told.count("is text") == 3
     how: dict[str, Any] = {"engine": "zarr"} if suffix == ".zarr" else {}
     with xarray.open_dataset(tmp_path / f"out{suffix}", **how) as new:
         assert set(new.v.coords) == {"lon", "flags", "height"}
@@ -161,7 +159,7 @@ def test_coordinates_that_are_no_axes(tmp_path: Path, name: str, suffix: str) ->
         assert new.flags.dtype == bool and new.flags.values.tolist() == flags.tolist() and new.height == 2.0
     with pytest.warns(
         shardload.LeftOutWarning,
-        match=r"'/lon' in like= has shape \(2, 3\), .* such as 'flags', with dims=\{'flags': \('x',\)\}",
+        match=r"'/lon', with the axes .* and shape \(2, 3\), does not fit the axes of '/v'",
     ):
         shardload.plan_save(tmp_path / f"out{suffix}", {"v": np.ones((2, 2))}, like=f"{tmp_path}/{name}:/t")
 
@@ -210,7 +208,7 @@ def test_variables_that_attributes_name(tmp_path: Path, suffix: str) -> None:
         with pytest.warns(shardload.LeftOutWarning) as said:
             shardload.save(tmp_path / f"out{suffix}", {"t": old["t"].values}, like=f"{tmp_path}/in.nc:/t")
         (told,) = (str(one.message) for one in said)
-        assert told.startswith("variables that are not saved: '/large' in like= has more than 64 KiB. Pass the values, too, ")
+        assert "'/large', with the axes ('y', 'x', 'n') and shape (4, 5, 1000), is too large" in told
         with xarray.open_dataset(tmp_path / f"out{suffix}", decode_cf=False, **how) as new:
             assert set(new.variables) == set(old.variables) - {"large", "other"}
             for name, one in new.variables.items():
@@ -220,13 +218,11 @@ def test_variables_that_attributes_name(tmp_path: Path, suffix: str) -> None:
                 for key, value in attrs.items():
                     np.testing.assert_array_equal(value, old[name].attrs[key], strict=suffix != ".zarr")
                 assert suffix == ".h5" or one.dims == old[name].dims
-        with pytest.warns(
-            shardload.LeftOutWarning, match=r"'/flag' in like= has the axis 'time', which '/t' does not have"
-        ) as said:
+        with pytest.warns(shardload.LeftOutWarning, match=r"'/flag', with the axes .* does not fit the axes of '/t'") as said:
             shardload.plan_save(
                 tmp_path / f"new{suffix}", {"t": old["t"].values[0]}, like=f"{tmp_path}/in.nc:/t", dims=("lev", "y", "x")
             )
-        assert "'/ps' in like= has the axis 'time'" in str(said[0].message) and "bnds" not in str(said[0].message)
+        assert "'/ps', with the axes ('time'," in str(said[0].message) and "bnds" not in str(said[0].message)
         more = {"t": old["t"].values, "large": old["large"].values}
         more_dims = {"t": ("time", "lev", "y", "x"), "large": old["large"].dims}
         with warnings.catch_warnings():

@@ -16,11 +16,11 @@ import pytest
 import zarr
 
 from shardload.errors import ConfigError
-from shardload.formats import target
 from shardload.formats.codecs.chains import EncodeChain
 from shardload.formats.hdf5 import sink as hdf5_sink
 from shardload.formats.saving import make_sink
 from shardload.formats.sink import ArraySpec, Compression, Encoder, Sink, Stored
+from shardload.storage import target
 from shardload.testing import ConformanceError, check_sink
 from shardload.testing.conformance import DTYPES, SHAPES
 from tests.tiers import some_of

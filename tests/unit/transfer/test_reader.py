@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from shardload.errors import ConfigError, PeerError, SourceError
-from shardload.formats.containment import NotAFileError, OutsideError
 from shardload.formats.untrusted.answers import HelperError
 from shardload.planning.region import Region
 from shardload.planning.schedule import Block, Grid, Part
 from shardload.planning.selection import select_axes
+from shardload.storage.containment import NotAFileError, OutsideError
 from shardload.transfer.buffers import Slots, StagedBlock
 from shardload.transfer.reader import SourceReader
 from shardload.transfer.resources import Resources

@@ -265,14 +265,6 @@ def test_near() -> None:
     assert has_dates(near(3, within=hour)) and position(near(10.6, within=3 * hour), noon, *DAILY.values()) == 10
 
 
-@pytest.mark.parametrize("calendar", [one for one in CALENDARS if one not in ("standard", "gregorian")])
-def test_days_that_one_calendar_lacks(calendar: str) -> None:
-    """Wrong if 5 to 14 October 1582 were left out of other calendars than the one that was reformed then."""
-    number = cftime.date2num(cftime.datetime(1582, 10, 10, calendar=calendar), "days since 1500-01-01", calendar)
-    days = np.arange(40000)
-    assert position(near("1582-10-10"), days, "days since 1500-01-01", calendar) == number
-
-
 @pytest.mark.parametrize(
     ("part", "attrs", "says"),
     [

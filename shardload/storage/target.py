@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from shardload.errors import ConfigError, SourceError
-from shardload.formats.containment import kind_of
+from shardload.storage.containment import kind_of
 
 __all__ = [
     "FOLDER_MARK",

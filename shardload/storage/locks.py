@@ -18,8 +18,8 @@ import socket
 import time
 
 from shardload.errors import ConfigError
-from shardload.formats.containment import open_file
-from shardload.formats.target import named, put_at
+from shardload.storage.containment import open_file
+from shardload.storage.target import named, put_at
 
 __all__ = ["AppendLock", "FileLock", "locked_path", "take_lock"]
 
@@ -31,12 +31,10 @@ def locked_path(path: str) -> str | None:
     """The path that this lock is for; None if it is none, by its name and its first bytes."""
     if not path.endswith(_LOCK_SUFFIX):
         return None
-    try:
-        with os.fdopen(open_file(path), "rb") as file:
-            head = file.read(len(_LOCK_BEGINS))
-    except OSError:
+    if not os.path.isfile(path):
         return None
-    return path[: -len(_LOCK_SUFFIX)] if head == _LOCK_BEGINS or not head else None
+    head = _content(path)
+    return path[: -len(_LOCK_SUFFIX)] if head.startswith(_LOCK_BEGINS) or not head else None
 
 
 class AppendLock:
@@ -50,51 +48,42 @@ class AppendLock:
 
     def __init__(self, path: str) -> None:
         self.path = path + _LOCK_SUFFIX
-        self._is_mine = False
         about = f"{secrets.token_hex(8)} {os.path.basename(path)} {socket.gethostname()} {os.getpid()}\n"
         self._text = _LOCK_BEGINS + os.fsencode(about)
         try:
             descriptor = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
         except FileExistsError:
+            words = _content(self.path).decode(errors="replace").split()
+            by = f" (process {words[-1]} of {words[-2]})" if len(words) >= 6 else ""
             raise ConfigError(
-                f"'{path}' is being appended to, or such an append was killed: there is '{self.path}'{self._by()}. "
+                f"'{path}' is being appended to, or such an append was killed: there is '{self.path}'{by}. "
                 f"Wait for it; if none runs there any more, remove that file: rm {shlex.quote(self.path)}"
             ) from None
         except PermissionError:
             raise ConfigError(f"'{path}' cannot grow: no right to write in its folder '{os.path.dirname(path)}'") from None
-        self._is_mine = True
         try:
             with named(path):
-                try:
-                    put_at(descriptor, self._text, 0)
-                finally:
-                    os.close(descriptor)
+                put_at(descriptor, self._text, 0)
         except BaseException:
-            self._remove()
+            os.unlink(self.path)
             raise
-
-    def _by(self) -> str:
-        """Who has it, as it says itself."""
-        with contextlib.suppress(OSError, UnicodeDecodeError):
-            with os.fdopen(open_file(self.path), "rb") as file:
-                words = file.read(4096).decode().split()
-            if len(words) >= 6:
-                return f" (process {words[-1]} of {words[-2]})"
-        return ""
+        finally:
+            os.close(descriptor)
 
     def release(self) -> None:
         """Give it back. May be called again. If somebody has removed it meanwhile, that of another append stays."""
-        with contextlib.suppress(OSError):
-            with os.fdopen(open_file(self.path), "rb") as file:
-                is_there = file.read(len(self._text) + 1) == self._text
-            if is_there:
-                self._remove()
-
-    def _remove(self) -> None:
-        if self._is_mine:
-            self._is_mine = False
+        if _content(self.path) == self._text:
             with contextlib.suppress(OSError):
                 os.unlink(self.path)
+
+
+def _content(path: str) -> bytes:
+    """The first bytes of a lock; none if it is gone."""
+    try:
+        with os.fdopen(open_file(path), "rb") as file:
+            return file.read(4096)
+    except OSError:
+        return b""
 
 
 _WAIT_SECONDS, _PAUSE_SECONDS = 10.0, 0.05

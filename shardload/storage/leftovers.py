@@ -12,10 +12,10 @@ import shlex
 from dataclasses import dataclass
 
 from shardload.errors import SourceError
-from shardload.formats.changes import changes_of
-from shardload.formats.containment import NotAFileError, open_file
-from shardload.formats.locks import locked_path
-from shardload.formats.target import FOLDER_MARK, GROWTH_MARK, MARK_BEGINS, MARK_NBYTES, temporary_of
+from shardload.storage.changes import changes_of
+from shardload.storage.containment import NotAFileError, open_file
+from shardload.storage.locks import locked_path
+from shardload.storage.target import FOLDER_MARK, GROWTH_MARK, MARK_BEGINS, MARK_NBYTES, temporary_of
 
 __all__ = ["GROWTH_MARK", "ROOTS", "Leftover", "find_leftover", "refuse_leftover"]
 

@@ -24,9 +24,9 @@ import zlib
 from collections.abc import Iterator, Sequence
 
 from shardload.errors import SourceError
-from shardload.formats.containment import NotAFileError, open_file
-from shardload.formats.locks import take_lock
-from shardload.formats.target import GROWTH_MARK, MARK_NBYTES, put_at
+from shardload.storage.containment import NotAFileError, open_file
+from shardload.storage.locks import take_lock
+from shardload.storage.target import GROWTH_MARK, MARK_NBYTES, put_at
 
 __all__ = ["HEAD_NBYTES", "Change", "changes_of", "complete_append", "make_changes", "read_changes", "write_changes"]
 
