@@ -44,7 +44,7 @@ layout, plan, execute, prepare, local_pieces, group, staging, channels = (
     for name in (
         "arrays.sharding",
         "planning.schedule",
-        "jobs.loading.array_load",
+        "jobs.loading.endpoints",
         "jobs.loading.call",
         "transfer.local_pieces",
         "comm.group",
@@ -461,7 +461,7 @@ def main(folder: str, *names: str) -> None:
         for verify in levels:
             said: dict[str, Any] = {"case": name, "verify": verify, "type": None, "text": None, "right": None}
             with ExitStack() as stack:
-                stack.enter_context(patched(module("shardload.jobs.loading.execution"), "empty_pieces", dirty))
+                stack.enter_context(patched(module("shardload.jobs.loading.endpoints"), "empty_pieces", dirty))
                 defect(stack)
                 try:
                     said["right"] = load(**call, verify=verify)
