@@ -61,13 +61,6 @@ class Contents(Mapping[str, ArrayInfo]):
         is_unread = any(isinstance(info.labels, OnDemand) for info in infos)
         return labelled(infos, absolute(self.path), self._access) if is_unread else infos
 
-    def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and f"/{name.strip('/')}" in self._infos
-
-    def get(self, name: Any, default: Any = None) -> Any:
-        """The `ArrayInfo` of an array; `default` if there is none of that name."""
-        return self._infos.get(f"/{name.strip('/')}", default) if isinstance(name, str) else default
-
     def __getitem__(self, name: str) -> ArrayInfo:
         if not isinstance(name, str):
             raise KeyError(f"{name!r} is no name; '{self.path}' has {some(list(self._infos)) or 'none'}")

@@ -290,7 +290,7 @@ class ArrayTree:
             if isinstance(value, Mapping) and not is_one(value):
                 value = _with_groups(value, [key for key, _ in children], f"{name}{text_of(where)}")
             is_leaf = is_one(value) or (is_tree is not None and is_dict and not is_tree(value, [key for key, _ in children]))
-            of_value = None if is_leaf else node_of(value)
+            of_value = None if is_leaf else node_of(dict(value) if isinstance(value, Mapping) else value)
             if of_value is None:
                 yield from [value] * sum(1 for _ in _places(outline))
                 return

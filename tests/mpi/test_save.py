@@ -661,7 +661,7 @@ def test_bad_arguments(comm: Any, shared_tmp_path: Path) -> None:
         (path, x, {"format": "npy"}, "format is 'npy'"),
         (path, x, {"dataset": ""}, "dataset is ''"),
         (path, x, {"chunks": (3, 3)}, "chunks of '/data' are (3, 3)"),
-        (path, x, {"chunks": "whole"}, "'/data': chunks is 'big'"),
+        (path, x, {"chunks": "big"}, "'/data': chunks is 'big'"),
         (path, x, {"chunks": {"rho": (3, 3, 3)}}, "only chunks has ['rho']"),
         (path, x, {"chunks": None, "compression": "gzip"}, "has compression but no chunks"),
         (path, x, {"shards": (4, 4, 4)}, "but no chunks"),

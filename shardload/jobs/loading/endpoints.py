@@ -26,15 +26,15 @@ from shardload.formats.lookup import file_of, open_file
 from shardload.formats.memory import MemorySource
 from shardload.jobs.consistency import State, check_names, check_same_file, check_unchanged, is_open
 from shardload.jobs.loading.array_load import ArrayLoad
-from shardload.options import fill_value, pad_value
+from shardload.options import fill_value
 from shardload.planning.tuning import Tuning
 from shardload.system.first_error import FirstError
 from shardload.system.interruption import let_interruption_pass
 from shardload.transfer.allocator import empty_pieces
-from shardload.transfer.buffers import Piece, fill_padding
+from shardload.transfer.buffers import Piece
 from shardload.transfer.counters import Counters
-from shardload.transfer.halo_pieces import HaloPieces
 from shardload.transfer.moves import ArrayMove, BlocksToPieces
+from shardload.transfer.shard_pieces import ShardPieces
 
 __all__ = ["DeviceTarget", "LoadSource", "OpenSources", "ShardedArray", "moves_of"]
 
@@ -235,9 +235,6 @@ class ShardedArray:
     ----------
     shards : dict of int to Piece
         This rank's pieces, by shard number, in the coordinates of the jax.Array.
-    pieces : dict of int to Piece
-        What is filled in them, by the number of the section (`Shards.sections_of`), in the coordinates of the file's array.
-        Without a halo the same.
     array : jax.Array or None
         The array.
     device_seconds : float
@@ -249,11 +246,15 @@ class ShardedArray:
     def __init__(self, load: ArrayLoad, rank: int) -> None:
         self.load, self._rank = load, rank
         self.shards: dict[int, Piece] = {}
-        self.pieces: dict[int, Piece] = {}
         self.array: jax.Array | None = None
         self.device_seconds, self.counters = 0.0, Counters()
         self._early: EarlyPieces | None = None
-        self._halos: HaloPieces | None = None
+        self._pieces: ShardPieces | None = None
+
+    @property
+    def pieces(self) -> dict[int, Piece]:
+        """What is filled, by the number of the section (`Shards.sections_of`), in coordinates of the file's array."""
+        return {} if self._pieces is None else self._pieces.sections
 
     @property
     def nbytes(self) -> int:
@@ -264,28 +265,21 @@ class ShardedArray:
     @property
     def wanted(self) -> tuple[list[tuple[int, ...]], np.dtype[Any]]:
         """The shapes of the pieces, and their dtype."""
-        return self.load.layout.share(self._rank).shapes, self.load.kind.dtype
+        shards = self.load.layout.schedule.shards
+        return [shards.shard_shape] * len(shards.shards_of(self._rank)), self.load.kind.dtype
 
     def make_room(self, room: list[Array]) -> None:
         """Take the pieces from `room`, and fill their padding. What moves writes the rest."""
-        layout, kind = self.load.layout, self.load.kind
-        dtype, shards, share = kind.dtype, layout.schedule.shards, layout.share(self._rank)
-        for shard, region, data in zip(share.numbers, share.regions, room, strict=True):
-            self.shards[shard] = Piece(region, data)
-        if shards.has_halo:
-            self._halos = HaloPieces(shards, kind.shape, self.shards, self._rank)
-            self._halos.fill(partial(fill_value, self.load.options.pad, dtype))
-            self.pieces = self._halos.sections
-        else:
-            self.pieces = self.shards
-            for shard in share.padded:
-                piece, held = self.shards[shard], layout.schedule.true_region(shard)
-                fill_padding(piece, held, pad_value(self.load.options.pad, dtype) if piece.region.size else 0)
+        kind, shards = self.load.kind, self.load.layout.schedule.shards
+        for shard, data in zip(shards.shards_of(self._rank), room, strict=True):
+            self.shards[shard] = Piece(shards.region(shard), data)
+        self._pieces = ShardPieces(shards, kind.shape, self.shards, self._rank)
+        self._pieces.fill(partial(fill_value, self.load.options.pad, kind.dtype))
         self._early = EarlyPieces(kind.shape_global, kind.sharding)
 
     def start_early(self, piece: Piece) -> None:
         """Start to copy a complete piece to its device."""
-        shard = piece if self._halos is None else self._halos.completed(piece)
+        shard = None if self._pieces is None else self._pieces.completed(piece)
         if self._early is not None and shard is not None:
             self._early.start(shard.region, shard.data)
 
@@ -293,24 +287,24 @@ class ShardedArray:
         """Fill the pieces from values that this process has in memory: no rank sends any (`ArrayLoad.is_here`)."""
         layout, source, counters = self.load.layout, self.load.handle, self.counters
         started = time.perf_counter()
-        for shard, piece in self.pieces.items():
-            cut = layout.cut(shard)
-            if cut is not None:
-                target = piece.view(cut.region)
-                view = source.view(cut.place)
-                values = source.plain(cut.place) if view is None else view
-                np.copyto(target, values.reshape(cut.region.shape), casting="no")
+        for section, piece in self.pieces.items():
+            region = layout.schedule.true_region(section)
+            if region is not None and region.size:
+                place, target = layout.source.selection.to_file(region), piece.view(region)
+                view = source.view(place)
+                values = source.plain(place) if view is None else view
+                np.copyto(target, values.reshape(region.shape), casting="no")
                 settle_bools(target)
                 counters.nbytes_read += target.nbytes
-                counters.chunks_decoded += cut.n_chunks
+                counters.chunks_decoded += layout.source.chunks.n_meeting(region) if layout.source.has_chunks else 0
             self.start_early(piece)
         counters.read_seconds += time.perf_counter() - started
 
     def assemble(self) -> None:
         """Hand the pieces to JAX."""
         started = time.perf_counter()
-        if self._halos is not None:
-            self._halos.finish()
+        if self._pieces is not None:
+            self._pieces.finish()
         held = ((p.region, p.data) for p in self.shards.values())
         kind = self.load.kind
         self.array = assemble(kind.shape_global, kind.sharding, kind.dtype, held, self._early)

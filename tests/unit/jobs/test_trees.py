@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict, namedtuple
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import h5py
@@ -138,8 +140,8 @@ def test_names_with_slashes_and_defaults() -> None:
     """Wrong if a name with a slash were no group, one of two values for a name were lost, or a default went elsewhere."""
     tree = ArrayTree.of_names("a.h5", ["/rho", "/g/vel", "/g/h/id"])  # JAX's order: g/h/id, g/vel, rho
     assert [place.dataset for place in tree.places] == ["/g/h/id", "/g/vel", "/rho"]
-    for same in ({"g/vel": 1, "rho": 2}, {"g": {"vel": 1}, "/rho": 2}):
-        assert tree.spread("chunks", same, default=0) == [0, 1, 2]
+    for same in ({"g/vel": 1, "rho": 2}, {"g": {"vel": 1}, "/rho": 2}, MappingProxyType({"g": {"vel": 1}, "rho": 2})):
+        assert tree.spread("chunks", same, lambda value: not isinstance(value, Mapping), default=0) == [0, 1, 2]
     assert tree.spread("chunks", {"g": 1, "rho": None}, default=0) == [1, 1, None]
     with pytest.raises(ConfigError, match="chunks names 'g/vel' twice"):
         tree.spread("chunks", {"g": {"vel": 1}, "g/vel": 2}, default=0)
