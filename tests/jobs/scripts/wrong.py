@@ -410,8 +410,8 @@ def _(stack: ExitStack) -> None:
 
 @case("padding filled wrongly", spec=P("b", "a"), pad=-3, select=slice(0, 11), levels=ALL)
 def _(stack: ExitStack) -> None:
-    right = execute.pad_value
-    stack.enter_context(patched(execute, "pad_value", lambda pad, dtype: right(pad, dtype) + 1))
+    right = execute.fill_value
+    stack.enter_context(patched(execute, "fill_value", lambda *given: right(*given) + 1))
 
 
 # --- ------------------------------------------------------------------------------------------------------------------
