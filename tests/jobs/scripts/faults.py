@@ -293,7 +293,7 @@ PHASES: dict[str, tuple[Any, str]] = {
     "opening": (execute, "open_source"),
     "reading": (Hdf5Chunks, "fetch"),
     "exchange": (importlib.import_module("shardload.transfer.channels").Channels, "check"),
-    "assembly": (execute, "assemble"),
+    "assembly": (importlib.import_module("shardload.jobs.loading.endpoints"), "assemble"),
 }
 
 
