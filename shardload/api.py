@@ -174,7 +174,7 @@ def load(
         rank, or nothing. Their values are the file's fill value, and `LoadReport.chunks_missing` counts them.
     allow_external : bool
         True allows the file to refer to data outside its folder (a Zarr store: outside itself), by external links, virtual
-        datasets, external storage or symbolic links. By default such a file is refused.
+        datasets or symbolic links. By default such a file is refused.
     untrusted : bool
         True opens and decodes the file in helper processes only, with limits on memory (`staging`) and time. A file that
         crashes a library, makes it loop or take too much memory is then a SourceError. Slower; needs a path. Helpers may use

@@ -166,13 +166,13 @@ def make(path: str, number: int) -> None:
 
 
 def listed(path: str) -> None:
-    """All arrays that h5py finds, by any hard link, are listed; attributes that are plain numbers are as h5py has them."""
+    """All arrays that h5py finds are listed; attributes that are plain numbers are as h5py has them."""
     import shardload
 
     found = shardload.open(path)
     repr(found)
     with h5py.File(path) as file:
-        names = [f"/{name}" for group in ("/", "/group", "/second") for name in below(file, group)]
+        names = [f"/{name}" for group in ("/", "/group") for name in below(file, group)]
         missing = [name for name in names if name not in found]
         if missing:
             raise ValueError(f"not listed: {missing}")

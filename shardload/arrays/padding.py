@@ -4,9 +4,8 @@ A load may give an array that is larger than the file's: `pad` adds elements at 
 rows to each shard. An `Extent` says where the file's own elements are, each exactly once: in the core of its shard, before the
 padding. It is a few integers, and each axis is independent of the others.
 
-1. `remember` keeps the extent of each array that a load returns (and `remember_version`, of which version of its file it is),
-   for as long as that array exists. `extent_of` finds it again.
-   It knows the array object itself: an array that was computed from it is another object, so it is never taken for it.
+1. `remember` keeps what is known of each array that a load returns, for as long as that array exists; `loaded_as` and
+   `extent_of` find it again. They know the array object itself: one that was computed from it is never taken for it.
 2. `make_mask` makes the boolean array: each process makes its own shards, and nothing is sent.
 3. `to_numpy` and `cut_out` return the file's elements alone: as a NumPy array, or as a `jax.Array` where the mesh can hold it.
 """
@@ -30,19 +29,9 @@ from shardload.arrays.sharding import ids_text, read_spec
 from shardload.errors import ConfigError
 
 __all__ = [
-    "Extent",
-    "check_exists",
-    "cut_out",
-    "extent_of",
-    "is_known",
-    "make_mask",
-    "padded_like",
-    "remember",
-    "remember_version",
-    "to_numpy",
+    "Extent", "Loaded", "check_exists", "cut_out", "extent_of", "loaded_as", "make_mask", "padded_like", "remember", "to_numpy",
     "version_of",
-    "was_decoded",
-]
+]  # fmt: skip
 
 Array = np.ndarray[Any, Any]
 Index = np.ndarray[Any, np.dtype[np.int64]]
@@ -114,8 +103,20 @@ Version = tuple[int, ...]  # of a file
 
 
 @dataclass(eq=False)
-class _Loaded:
-    """What is known of an array that a load returned."""
+class Loaded:
+    """What is known of an array that a load returned.
+
+    Attributes
+    ----------
+    ref : weakref
+        The array.
+    extent : Extent
+        Where the file's elements are in it.
+    is_decoded : bool or None
+        Whether it was decoded, or has packed numbers as they are stored; None if nothing says so.
+    version : tuple of int or None
+        Of its file.
+    """
 
     ref: weakref.ref[Any]
     extent: Extent
@@ -124,47 +125,30 @@ class _Loaded:
 
 
 # By the id of an array that a load returned. An entry goes when its array does, so an id is never that of another array.
-_loaded: dict[int, _Loaded] = {}
+_loaded: dict[int, Loaded] = {}
 # By the axes with padding or halos, and the lengths along them. These stay: one entry for each shape that was ever loaded.
 _padded: dict[tuple[int, ...], dict[Any, Extent]] = {}
 
 
 def remember(array: jax.Array, extent: Extent, is_decoded: bool | None = None) -> None:
-    """Keep the extent of an array that a load returns, and what `was_decoded` says, for as long as the array exists."""
-    key = id(array)
-
-    def forget(ref: weakref.ref[Any]) -> None:
-        if key in _loaded and _loaded[key].ref is ref:
-            del _loaded[key]
-
-    _loaded[key] = _Loaded(weakref.ref(array, forget), extent, is_decoded)
+    """Keep what is known of an array that a load returns, for as long as the array exists."""
+    _loaded[id(array)] = Loaded(weakref.ref(array), extent, is_decoded)
+    weakref.finalize(array, _loaded.pop, id(array), None).atexit = False
     if not extent.is_whole:
         axes = tuple(k for k, (own, n) in enumerate(zip(extent.shape, extent.shape_global, strict=True)) if own != n)
         _padded.setdefault(axes, {})[_lengths(array, axes)] = extent
 
 
-def remember_version(array: jax.Array, version: Version | None) -> None:
-    """Keep which version of its file a load has read, for an array that is remembered."""
-    known = _known(array)
-    if known is not None:
-        known.version = version
+def loaded_as(array: Any) -> Loaded | None:
+    """What is known of this very array; None if no load returned it."""
+    known = _loaded.get(id(array))
+    return None if known is None or known.ref() is not array else known
 
 
 def version_of(array: Any) -> Version | None:
     """Which version of its file a load has read for this very array; None if nothing says so."""
-    known = _known(array)
+    known = loaded_as(array)
     return None if known is None else known.version
-
-
-def is_known(array: Any) -> bool:
-    """True if a load returned this very array."""
-    return _known(array) is not None
-
-
-def was_decoded(array: Any) -> bool | None:
-    """Whether a load decoded this very array, or left its packed numbers as they are stored; None if nothing says so."""
-    known = _known(array)
-    return None if known is None else known.is_decoded
 
 
 def padded_like(array: jax.Array) -> Extent | None:
@@ -182,11 +166,6 @@ def padded_like(array: jax.Array) -> Extent | None:
 def _lengths(array: jax.Array, axes: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     cut = array.sharding.shard_shape(array.shape)
     return tuple((array.shape[k], cut[k]) for k in axes)
-
-
-def _known(array: Any) -> _Loaded | None:
-    found = _loaded.get(id(array))
-    return None if found is None or found.ref() is not array else found
 
 
 def check_exists(array: jax.Array, name: str) -> None:
@@ -213,7 +192,7 @@ def extent_of(array: jax.Array, given: Extent | Sequence[int] | None, name: str)
         If the array is not known, or what is given does not fit it.
     """
     if given is None:
-        known = _known(array)
+        known = loaded_as(array)
         if known is None:
             raise ConfigError(
                 f"{name} of shape {array.shape} is not an array that shardload returned, so nothing says which of its elements "
@@ -232,16 +211,14 @@ def extent_of(array: jax.Array, given: Extent | Sequence[int] | None, name: str)
 
 
 def _extent_of_shape(array: jax.Array, given: Any, name: str) -> Extent:
-    is_number = isinstance(given, (int, np.integer)) and not isinstance(given, bool)
-    numbers = given if isinstance(given, (tuple, list)) else (given,) if is_number else None
-    is_shape = numbers is not None and all(isinstance(n, (int, np.integer)) and not isinstance(n, bool) for n in numbers)
-    if numbers is None or not is_shape:
+    numbers = given if isinstance(given, (tuple, list)) else (given,)
+    if not all(isinstance(n, (int, np.integer)) and not isinstance(n, bool) for n in numbers):
         what = "a tree" if isinstance(given, (dict, list)) else repr(given)
         raise ConfigError(
             f"the plan or shape is {what}; expected the Plan of {name}, or its shape without padding, such as (1000, 3). If it "
             "is the plan of a tree, pass the Plan of this array: plan.plans['name']"
         )
-    shape = tuple(int(n) for n in numbers)
+    shape = tuple(map(int, numbers))
     if len(shape) != array.ndim or any(not 0 <= n <= m for n, m in zip(shape, array.shape, strict=True)):
         raise ConfigError(
             f"{name} has shape {array.shape}, which cannot be {shape} with padding: expected {array.ndim} numbers, each at "

@@ -21,7 +21,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardload.errors import ConfigError, ShardloadError
 from shardload.planning.halo import WRAP, Halo
@@ -61,78 +61,39 @@ def read_sharding(mesh: Any, spec: Any) -> NamedSharding:
             )
         _check_mesh(mesh.mesh)
         return mesh
-    if isinstance(mesh, jax.sharding.Sharding):
-        raise ConfigError(
-            f"{type(mesh).__name__} says nothing of mesh axes. Pass NamedSharding(mesh, P(...)), or a mesh and P(...); "
-            "for one device: Mesh([device], ('a',)) and P()"
-        )
-    if not hasattr(mesh, "axis_names") or not hasattr(mesh, "shape"):
+    if not isinstance(mesh, Mesh | jax.sharding.AbstractMesh):
         raise ConfigError(
             f"expected a jax.sharding.Mesh or NamedSharding, found {type(mesh).__name__}: {shown(mesh)}. Pass it before the "
             "spec; a mesh of all devices is Mesh(np.array(jax.devices()), ('a',))"
         )
     _check_mesh(mesh)
-    if spec is None:
-        raise ConfigError(
-            "a mesh was given without a spec. Pass how the mesh cuts the array: P('a', 'b'), or P() to replicate it"
-        )
-    if isinstance(spec, NamedSharding):
-        raise ConfigError(
-            f"the spec after a mesh is a NamedSharding, with {_spec_text(spec.spec)}: pass the sharding alone, in place of "
-            "the mesh"
-        )
-    if not isinstance(spec, PartitionSpec):
-        if not isinstance(spec, tuple):
-            raise ConfigError(f"spec is {spec!r}; expected a PartitionSpec such as P('a', 'b')")
-        spec = _as_spec(spec)
-    names = tuple(mesh.axis_names)
-    unknown = [n for entry in spec for n in _entry_names(entry) if n not in names]
-    if unknown:
-        raise ConfigError(f"{_spec_text(spec)} names mesh axis {unknown[0]!r}, but the mesh has {_mesh_text(mesh)}")
-    named = [n for entry in spec for n in _entry_names(entry)]
-    repeated = [n for n in named if named.count(n) > 1]
-    if repeated:
-        raise ConfigError(f"{_spec_text(spec)} names mesh axis {repeated[0]!r} twice; a mesh axis can cut one array axis")
-    return NamedSharding(mesh, spec)
+    if not isinstance(spec, PartitionSpec | tuple):
+        raise ConfigError(f"the spec after a mesh is {spec!r}; expected a PartitionSpec such as P('a', 'b'), P() to replicate")
+    named = [name for entry in spec for name in _entry_names(entry)]
+    for k, name in enumerate(named):
+        if name not in mesh.axis_names:
+            raise ConfigError(f"{_spec_text(spec)} names mesh axis {name!r}, but the mesh has {_mesh_text(mesh)}")
+        if name in named[:k]:
+            raise ConfigError(f"{_spec_text(spec)} names mesh axis {name!r} twice; a mesh axis can cut one array axis")
+    return NamedSharding(mesh, PartitionSpec(*spec))
 
 
 @lru_cache(maxsize=16)  # a large mesh takes time to check, and many loads use the same mesh
 def _check_mesh(mesh: Any) -> None:
     """Raise ConfigError if arrays cannot be on this mesh. JAX would say nothing, fail an assertion or end the process."""
-    sizes = dict(mesh.shape)
-    empty = [name for name, size in sizes.items() if size < 1]
-    if empty:
-        raise ConfigError(
-            f"the mesh has no devices: its axis {empty[0]!r} has size {sizes[empty[0]]}. Pass a mesh of one device or more; "
-            "jax.devices() lists those of this job"
-        )
-    types = getattr(mesh, "axis_types", None) or ()
-    types = list(zip(mesh.axis_names, types, strict=True)) if isinstance(types, tuple) else []
-    manual = [name for name, kind in types if str(kind).rpartition(".")[2] == "Manual"]
-    if manual:
-        raise ConfigError(
-            f"the mesh axis {manual[0]!r} is Manual, which means the inside of jax.shard_map, where there are no arrays of the "
-            "whole mesh. Load outside of it, with a mesh of Auto or Explicit axes: jax.make_mesh(...), or Mesh(devices, names)"
-        )
-    if isinstance(mesh, jax.sharding.AbstractMesh):
-        return
-    devices: list[Any] = list(mesh.devices.flat)
-    if len(set(devices)) < len(devices):
-        twice = next(device for k, device in enumerate(devices) if device in devices[:k])
-        raise ConfigError(f"the mesh has the device {twice} twice; a device can hold one shard of an array. Pass each once")
-
-
-def _as_spec(entries: tuple[Any, ...]) -> PartitionSpec:
-    """A plain tuple as a PartitionSpec."""
-    for entry in entries:
-        names = entry if isinstance(entry, (tuple, list)) else (entry,)
-        # JAX takes 0, False and "" as None, and would not cut the axis.
-        if any(isinstance(name, (tuple, list, dict, set, slice)) or not (name or name is None) for name in names):
+    for name, size in mesh.shape.items():
+        if size < 1:
+            raise ConfigError(f"the mesh has no devices: its axis {name!r} has size {size}. Pass a mesh of one device or more")
+    types = getattr(mesh, "axis_types", None)
+    for name, kind in zip(mesh.axis_names, types, strict=True) if isinstance(types, tuple) else ():
+        if str(kind).endswith("Manual"):
             raise ConfigError(
-                f"spec is {entries!r}, where {entry!r} is no mesh axis; expected for each array axis a name, a tuple of names "
-                "or None, such as P('a', ('b', 'c'), None)"
+                f"the mesh axis {name!r} is Manual, which means the inside of jax.shard_map, where there are no arrays of the "
+                "whole mesh. Load outside of it, with a mesh of Auto or Explicit axes"
             )
-    return PartitionSpec(*entries)
+    devices = [] if isinstance(mesh, jax.sharding.AbstractMesh) else list(mesh.devices.flat)
+    if len(set(devices)) < len(devices):
+        raise ConfigError("the mesh has a device twice; a device can hold one shard of an array. Pass each once")
 
 
 def read_spec(sharding: NamedSharding, ndim: int) -> Axes:
@@ -164,7 +125,7 @@ def _entry_names(entry: Any) -> tuple[str, ...]:
     return tuple(entry) if isinstance(entry, (tuple, list)) else (entry,)
 
 
-def _spec_text(spec: PartitionSpec) -> str:
+def _spec_text(spec: Any) -> str:
     return "P(" + ", ".join(repr(e) for e in spec) + ")"
 
 
@@ -338,12 +299,9 @@ def devices_per_process(mesh: Any, processes: Any) -> int:
     n_devices = math.prod(mesh.shape.values())
     is_number = isinstance(processes, (int, np.integer)) and not isinstance(processes, bool)
     if not is_number or processes < 1 or n_devices % processes:
-        small = [n for n in range(1, math.isqrt(n_devices) + 1) if n_devices % n == 0]
-        possible = [str(n) for n in sorted({*small, *(n_devices // n for n in small)})]
-        expected = " or ".join([", ".join(possible[:-1]), possible[-1]] if len(possible) > 1 else possible)
         raise ConfigError(
-            f"processes is {processes!r}, but the mesh has {counted(n_devices, 'device')}, and each process must "
-            f"have as many as the others: expected {expected}"
+            f"processes is {processes!r}, but the mesh has {counted(n_devices, 'device')}, and each process must have as many "
+            f"as the others: expected a number that divides {n_devices}"
         )
     return int(n_devices // processes)
 

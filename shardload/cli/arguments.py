@@ -1,7 +1,4 @@
-"""What do the flags of the command line mean? Text to plain values, or a message that says what to type.
-
-The ``complete`` functions say what a flag may go on with, to shells.
-"""
+"""What do the flags of the command line mean? Text to plain values, or a message that says what to type."""
 
 from __future__ import annotations
 
@@ -12,7 +9,8 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from functools import partial
 from types import EllipsisType
 from typing import IO, Annotated, Any
 
@@ -24,14 +22,16 @@ from shardload.options import OPTIONS
 from shardload.system.terminal import own_stdout, say_error, tell
 
 __all__ = [
+    "KEEP",
     "as_typed",
-    "complete_mesh",
-    "complete_spec",
     "completes",
     "one_message",
+    "parse_axes",
+    "parse_compression",
     "parse_mesh",
     "parse_pad",
     "parse_select",
+    "parse_sizes",
     "parse_spec",
     "takes",
     "wrong",
@@ -141,7 +141,66 @@ def parse_readers(text: str) -> str | int:
     return int(text) if text.isascii() and text.isdecimal() else text
 
 
-_PARSERS: dict[str, Callable[[str], Any]] = {"select": parse_select, "pad": parse_pad, "readers": parse_readers}
+def parse_sizes(flag: str, text: str) -> tuple[int, ...] | str | None:
+    """Sizes along the axes, from ``--chunks`` and ``--shards``; None for none.
+
+    >>> parse_sizes("--chunks", "128,64"), parse_sizes("--chunks", "none"), parse_sizes("--chunks", "keep")
+    ((128, 64), None, 'keep')
+    >>> parse_sizes("--chunks", "(128,)")
+    (128,)
+    """
+    word = text.strip().lower()
+    if word in ("none", KEEP):
+        return None if word == "none" else KEEP
+    parts = [part.strip() for part in text.strip("() ").removesuffix(",").split(",")]
+    if not all(part.isascii() and part.isdecimal() and int(part) > 0 for part in parts):
+        raise wrong(flag, f"{text!r} is not a size for each axis. Type for example {flag} 128,128,128, or {flag} none")
+    return tuple(int(part) for part in parts)
+
+
+def parse_axes(text: str) -> tuple[str | int, ...]:
+    """Axes by name or number, from ``--unlimited``.
+
+    >>> parse_axes("time,-1")
+    ('time', -1)
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(parts):
+        raise wrong(
+            "--unlimited", f"cannot read {text!r}. Type for example --unlimited time, or --unlimited 0 for the first axis"
+        )
+    return tuple(int(part) if re.fullmatch(r"-?[0-9]+", part) else part for part in parts)
+
+
+def parse_compression(text: str) -> Any:
+    """What `Compression.of` takes, from ``--compression``.
+
+    >>> parse_compression("zstd"), parse_compression("gzip:6+shuffle"), parse_compression("none"), parse_compression("keep")
+    ('zstd', {'name': 'gzip', 'level': 6, 'shuffle': True}, None, 'keep')
+    >>> parse_compression("blosc(zstd):5+bitshuffle")
+    {'name': 'blosc', 'level': 5, 'shuffle': False, 'options': {'cname': 'zstd', 'bitshuffle': True}}
+    """
+    from shardload.formats.codecs.words import compression_typed
+
+    word = text.strip().lower()
+    if word in ("none", KEEP):
+        return None if word == "none" else KEEP
+    found = compression_typed(text)
+    if found is None:
+        raise wrong("--compression", f"cannot read {text!r}. Type for example --compression zstd, gzip:6+shuffle or none")
+    return found["name"] if found == compression_typed(found["name"]) else found
+
+
+KEEP = "keep"
+_PARSERS: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "select": ("TEXT", parse_select),
+    "pad": ("NUMBER", parse_pad),
+    "readers": ("WAY|N", parse_readers),
+    "chunks": ("N,...|none", partial(parse_sizes, "--chunks")),
+    "shards": ("N,...|none", partial(parse_sizes, "--shards")),
+    "compression": ("NAME[:LEVEL][+shuffle]|none", parse_compression),
+    "unlimited": ("AXIS,...", parse_axes),
+}
 
 
 def completes(*words: str) -> Callable[[str], list[str]]:
@@ -151,29 +210,6 @@ def completes(*words: str) -> Callable[[str], list[str]]:
     ['warn']
     """
     return lambda incomplete: [word for word in words if word.startswith(incomplete)]
-
-
-def complete_mesh(incomplete: str) -> list[str]:
-    """Usual meshes, or sizes for the axis that is being typed.
-
-    >>> complete_mesh("n"), complete_mesh("a=2,b=")[:2]
-    (['n=4', 'n=8'], ['a=2,b=1', 'a=2,b=2'])
-    """
-    _, equals, size = incomplete.rpartition("=")
-    if equals and not size:
-        return [f"{incomplete}{2**k}" for k in range(7)]
-    return [mesh for mesh in ("a=2,b=2", "a=4,b=2", "a=4,b=4", "n=4", "n=8") if mesh.startswith(incomplete)]
-
-
-def complete_spec(ctx: typer.Context, incomplete: str) -> list[str]:
-    """What the next array axis can be cut by: mesh axes of ``--mesh`` that are not used yet, or none."""
-    axes = {"a": 0, "b": 0}
-    with suppress(typer.BadParameter):
-        axes = parse_mesh(ctx.params.get("mesh") or "")
-    head = incomplete[: 1 + max(incomplete.rfind(","), incomplete.rfind("+"))]
-    used = head.replace("+", ",").split(",")
-    names = [name for name in axes if name not in used] + ["-"] * (not head.endswith("+"))
-    return [head + name for name in names if (head + name).startswith(incomplete)]
 
 
 def as_typed(message: str) -> str:
@@ -238,8 +274,8 @@ def _parameter(name: str, default: Any = ..., help: str = "", *aliases: str) -> 
     elif name in ("processes", "ranks_per_node"):
         kind = int
     elif name in _PARSERS:
-        kind, words = Any, words | {"parser": _PARSERS[name], "metavar": "TEXT"}
-    flags = ["--decode/--no-decode" if name == "decode" else option.flag, *aliases]
+        kind, words = Any, words | dict(zip(("metavar", "parser"), _PARSERS[name], strict=True))
+    flags = ["--decode/--no-decode" if name == "decode" else option.flag or f"--{name}", *aliases]
     default = option.default if default is ... else default
     default = ",".join(default) if isinstance(default, tuple) else default
     declared: Any = Annotated[

@@ -3,75 +3,19 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from dataclasses import asdict
 from typing import IO, Any
 
-from shardload.cli.arguments import as_typed, wrong
+from shardload.cli.arguments import as_typed
 from shardload.comm.mpi import world_rank_and_size
 from shardload.errors import ConfigError, printable
-from shardload.formats.codecs.words import compression_typed
 from shardload.jobs.copying.copy import CopyReport, copy_file, refuse_copy
 from shardload.jobs.copying.request import CopyRequest
 from shardload.system.terminal import tell, width_of, wrap
 from shardload.units import counted, format_nbytes
 
-__all__ = ["parse_axes", "parse_compression", "parse_sizes", "run"]
-
-KEEP = "keep"
-
-
-def parse_sizes(text: str | None, flag: str) -> tuple[int, ...] | str | None:
-    """Sizes along the axes, from ``--chunks`` and ``--shards``; None for none, ``"keep"`` if nothing was typed.
-
-    >>> parse_sizes("128,64", "--chunks"), parse_sizes("none", "--chunks"), parse_sizes(None, "--chunks")
-    ((128, 64), None, 'keep')
-    >>> parse_sizes("(128,)", "--chunks")
-    (128,)
-    """
-    if text is None:
-        return KEEP
-    if text.strip().lower() == "none":
-        return None
-    parts = [part.strip() for part in text.strip("() ").removesuffix(",").split(",")]
-    if not all(part.isascii() and part.isdecimal() and int(part) > 0 for part in parts):
-        raise wrong(flag, f"{text!r} is not a size for each axis. Type for example {flag} 128,128,128, or {flag} none")
-    return tuple(int(part) for part in parts)
-
-
-def parse_axes(text: str | None) -> tuple[str | int, ...]:
-    """Axes by name or number, from ``--unlimited``.
-
-    >>> parse_axes("time,-1"), parse_axes(None)
-    (('time', -1), ())
-    """
-    if text is None:
-        return ()
-    parts = [part.strip() for part in text.split(",")]
-    if not all(parts):
-        raise wrong(
-            "--unlimited", f"cannot read {text!r}. Type for example --unlimited time, or --unlimited 0 for the first axis"
-        )
-    return tuple(int(part) if re.fullmatch(r"-?[0-9]+", part) else part for part in parts)
-
-
-def parse_compression(text: str | None) -> Any:
-    """What `Compression.of` takes, from ``--compression``.
-
-    >>> parse_compression("zstd"), parse_compression("gzip:6+shuffle"), parse_compression("none"), parse_compression(None)
-    ('zstd', {'name': 'gzip', 'level': 6, 'shuffle': True}, None, 'keep')
-    >>> parse_compression("blosc(zstd):5+bitshuffle")
-    {'name': 'blosc', 'level': 5, 'shuffle': False, 'options': {'cname': 'zstd', 'bitshuffle': True}}
-    """
-    if text is None:
-        return KEEP
-    if text.strip().lower() == "none":
-        return None
-    found = compression_typed(text)
-    if found is None:
-        raise wrong("--compression", f"cannot read {text!r}. Type for example --compression zstd, gzip:6+shuffle or none")
-    return found["name"] if found == compression_typed(found["name"]) else found
+__all__ = ["run"]
 
 
 def run(out: IO[str], source: str, target: str, *, only_plan: bool, as_json: bool, **given: Any) -> None:

@@ -20,7 +20,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from shardload.cli.arguments import complete_mesh, complete_spec, completes, one_message, parse_mesh, parse_spec, takes
+from shardload.cli.arguments import KEEP, one_message, parse_mesh, parse_spec, takes
 from shardload.comm.environment import launched, task
 from shardload.errors import ConfigError
 from shardload.options import OPTIONS
@@ -31,21 +31,14 @@ __all__ = ["app", "main"]
 File = Annotated[str, typer.Argument(metavar="FILE[:/DATASET]", help="HDF5, netCDF4 or Zarr.")]
 MeshText = Annotated[
     str,
-    typer.Option(metavar="NAME=SIZE,...", help="Mesh axes in order: a=4,b=2 is 8 devices.", autocompletion=complete_mesh),
+    typer.Option(metavar="NAME=SIZE,...", help="Mesh axes in order: a=4,b=2 is 8 devices."),
 ]
 SpecText = Annotated[
     str,
-    typer.Option(
-        metavar="NAME,...", help="Mesh axis of each array axis; - for none, a+b for two.", autocompletion=complete_spec
-    ),
-]
-Mode = Annotated[
-    str,
-    typer.Option(
-        help="w-: the new file must not exist; w: it is replaced, when all is written.", autocompletion=completes("w-", "w")
-    ),
+    typer.Option(metavar="NAME,...", help="Mesh axis of each array axis; - for none, a+b for two."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text, also of what went wrong.")]
+_MODE = ("w-", "w-: the new file must not exist; w: it is replaced, when all is written.")
 _ALL_ARRAYS = (None, 'Names of arrays; "group/*" for all below (default: all of the file).')
 
 _UsageError: Any = typer.BadParameter.__base__  # of which are all wrong options; typer does not export it
@@ -244,37 +237,21 @@ def verify(file: File, mesh: MeshText, spec: SpecText, as_json: AsJson = False, 
 
 @app.command()
 @takes(
-    *("dataset", "select", "dtype", "staging", "verify", "allow_external", "allow_filters", "untrusted"),
+    *("dataset", "select", "dtype", "chunks", "shards", "compression", "unlimited", "format", "mode", "staging", "verify"),
+    *("allow_external", "allow_filters", "untrusted"),
     dataset=_ALL_ARRAYS,
+    chunks=(KEEP, "New chunks: a size for each axis (keep: as in IN)."),
+    shards=(KEEP, "Zarr: files of so many elements, a multiple of the chunks."),
+    compression=(KEEP, "zstd, gzip:6+shuffle, blosc(lz4)."),
+    unlimited=(None, "Axes that can grow (append), by name or number: time (default: as in IN)."),
+    format=(None, "hdf5, netcdf4, zarr or zarr2 (default: by the suffix of OUT)."),
+    mode=_MODE,
     staging=("auto", "Memory of each process: 1GiB; auto: 512MiB, or what the chunks need."),
     verify=("checksum", "Of what was written: checksum (stored bytes), full (values too) or index (nothing)."),
 )
 def copy(
     source: Annotated[str, typer.Argument(metavar="IN[:/DATASET]", help="HDF5, netCDF4 or Zarr.")],
     target: Annotated[str, typer.Argument(metavar="OUT", help="The new file: .h5, .nc or .zarr.")],
-    chunks: Annotated[
-        str | None, typer.Option(metavar="N,...|none", help="New chunks: a size for each axis (default: as in IN).")
-    ] = None,
-    shards: Annotated[
-        str | None, typer.Option(metavar="N,...|none", help="Zarr: files of so many elements, a multiple of the chunks.")
-    ] = None,
-    compression: Annotated[
-        str | None,
-        typer.Option(metavar="NAME[:LEVEL][+shuffle]|none", help="zstd, gzip:6+shuffle, blosc(lz4) (default: as in IN)."),
-    ] = None,
-    unlimited: Annotated[
-        str | None,
-        typer.Option(metavar="AXIS,...", help="Axes that can grow (append), by name or number: time (default: as in IN)."),
-    ] = None,
-    file_format: Annotated[
-        str | None,
-        typer.Option(
-            "--format",
-            help="hdf5, netcdf4, zarr or zarr2 (default: by the suffix of OUT).",
-            autocompletion=completes(*OPTIONS["format"].choices),
-        ),
-    ] = None,
-    mode: Mode = "w-",
     resume: Annotated[
         bool,
         typer.Option("--resume", help="Go on with what a copy to Zarr that was killed has left; begin if there is nothing."),
@@ -296,21 +273,15 @@ def copy(
 
       shardload copy run.h5 run.zarr --chunks 64,64,64 --shards 512,512,512 --dry-run
     """
-    from shardload.cli.copy import parse_axes, parse_compression, parse_sizes, run
-
-    how |= {"chunks": parse_sizes(chunks, "--chunks"), "shards": parse_sizes(shards, "--shards"), "resume": resume}
-    how |= {
-        "dataset": tuple(how["dataset"] or ()),
-        "compression": parse_compression(compression),
-        "unlimited": parse_axes(unlimited),
-        "format": file_format,
-    }
     with one_message(as_json) as out:
-        run(out, source, target, only_plan=dry_run, as_json=as_json, mode=mode, **how)
+        from shardload.cli.copy import run
+
+        how |= {"dataset": tuple(how["dataset"] or ()), "unlimited": how["unlimited"] or (), "resume": resume}
+        run(out, source, target, only_plan=dry_run, as_json=as_json, **how)
 
 
 @app.command()
-@takes("dataset", "allow_external", dataset=_ALL_ARRAYS)
+@takes("dataset", "mode", "allow_external", dataset=_ALL_ARRAYS, mode=_MODE)
 def join(
     files: Annotated[list[str], typer.Argument(metavar="PART... WHOLE", help="HDF5 or netCDF4; the new file: .h5 or .nc.")],
     axis: Annotated[
@@ -320,7 +291,6 @@ def join(
     stack: Annotated[
         str | None, typer.Option(metavar="NAME", help="In place of --axis: a new axis, of which each part is one step.")
     ] = None,
-    mode: Mode = "w-",
     as_json: AsJson = False,
     **how: Any,
 ) -> None:
@@ -342,7 +312,7 @@ def join(
     with one_message(as_json) as out:
         from shardload.cli.join import run
 
-        run(out, files, axis=axis, stack=stack, mode=mode, as_json=as_json, **how)
+        run(out, files, axis=axis, stack=stack, as_json=as_json, **how)
 
 
 @app.command()

@@ -35,7 +35,7 @@ class Limits:
 
     memory_nbytes: int = 256 << 20
     seconds: float | None = 225.0
-    cpu_seconds: float = 20.0
+    cpu_seconds: float = 40.0
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Access:
     Attributes
     ----------
     allow_external : bool
-        True if external links, virtual datasets, external storage or symbolic links may lead outside the file's folder (or
+        True if external links, virtual datasets or symbolic links may lead outside the file's folder (or
         outside the store).
     allow_filters : frozenset of str
         Names and numbers of filters (codecs) to use although damaged data may crash them; ``"all"`` for every filter. Any

@@ -23,7 +23,7 @@ from shardload.errors import ConfigError
 from shardload.formats.contract.array import ArrayInfo, Properties
 from shardload.formats.contract.dtypes import cast_value, native_dtype
 from shardload.formats.labels import names_in
-from shardload.formats.netcdf import refused_by_hdf5, refused_by_netcdf
+from shardload.formats.netcdf import refused_attribute
 from shardload.formats.sink import ArraySpec, Compression
 from shardload.planning.selection import Selection
 from shardload.values.decoding import OF_STORED
@@ -216,7 +216,7 @@ def attrs_for(
 
     def held(key: str, value: Any) -> Any:
         typed = _typed(value)
-        why = refused_by_hdf5(key, typed) or (refused_by_netcdf(key, typed) if kind == "netcdf4" else None)
+        why = refused_attribute(key, typed, is_netcdf=kind == "netcdf4")
         if why is not None:
             raise ValueError(why)
         return typed

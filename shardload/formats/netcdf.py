@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["NETCDF_TYPES", "RESERVED", "refused_by_hdf5", "refused_by_netcdf", "unreadable_name"]
+from shardload.formats.contract.dtypes import is_added
+
+__all__ = ["NETCDF_TYPES", "refused_attribute", "unreadable_name"]
 
 RESERVED = {"CLASS", "NAME", "REFERENCE_LIST", "DIMENSION_LIST", "_Netcdf4Dimid", "_Netcdf4Coordinates", "_NCProperties"}
 NETCDF_TYPES = {"i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f4", "f8"}
@@ -23,52 +25,44 @@ def unreadable_name(name: str) -> str | None:
     return "that begins with a space or control character" if name and name[0] <= " " else None
 
 
-def refused_by_hdf5(key: str, value: Any) -> str | None:
-    """Why HDF5 cannot hold an attribute, or not beside its array, in words that follow "is"; None if it can, or says so itself.
+def refused_attribute(key: str, value: Any, *, is_netcdf: bool = False) -> str | None:
+    """Why HDF5 cannot hold an attribute, or netCDF programs cannot show it, in words that follow "is"; None if they can.
 
-    Text by itself may have any length: it is stored elsewhere in the file.
+    Text by itself may have any length: it is stored elsewhere in the file. HDF5 holds attributes of several axes and of all
+    types. But the netCDF library does not open a file with one of two axes at all, and shows none of a type that it does not
+    have.
 
-    >>> refused_by_hdf5("table", np.zeros(9000)), refused_by_hdf5("history", "x" * 72000)
+    >>> refused_attribute("table", np.zeros(9000)), refused_attribute("history", "x" * 72000)
     ('of 72,005 bytes; in HDF5 an attribute that is no text has less than 64 KiB', None)
+    >>> refused_attribute("box", np.eye(3), is_netcdf=True)
+    'an array of 2 axes; in netCDF4 an attribute has one'
     """
     if key in RESERVED or not key:
         return "without a name" if not key else "of a name that HDF5 and netCDF keep for themselves"
+    if is_netcdf and (why := unreadable_name(key)) is not None:
+        return f"one with a name {why}"
+    if value is None or np.ma.is_masked(value):  # HDF5 would write what is behind the mask
+        return f"{'None' if value is None else 'masked in part'}, which HDF5 does not have"
     if getattr(value, "shape", ()) is None:  # h5py.Empty
         return None
     try:
         found = np.asarray(value, dtype=object if isinstance(value, str) else None)
-    except ValueError:  # lists of different lengths
-        return None
+    except ValueError:
+        return "no array: its rows have different lengths"
     texts = found.reshape(-1).tolist() if found.dtype.kind in "OU" else []
-    if "\0" in key or any(isinstance(one, str) and "\0" in one for one in texts):
+    if "\0" in key or any(isinstance(text, str) and "\0" in text for text in texts):
         return "text with a zero byte, which ends it in HDF5"
     if isinstance(value, str | bytes):
         return None
+    if is_added(found.dtype):
+        return f"{found.dtype.name}, which HDF5 would hold as bytes without a meaning; float32 has a type there"
+    is_known = found.dtype.kind in "bOSU" or f"{found.dtype.kind}{found.dtype.itemsize}" in NETCDF_TYPES
+    if is_netcdf and found.ndim > 1:
+        return f"an array of {found.ndim} axes; in netCDF4 an attribute has one"
+    if is_netcdf and not is_known:
+        return f"{found.dtype.name}, which netCDF4 does not have"
     nbytes = found.size * 16 if found.dtype.kind in "OU" else found.nbytes  # of each text, where it is
     nbytes += len(key.encode(errors="replace"))
     if nbytes <= _MOST_ATTR_NBYTES:
         return None
     return f"of {nbytes:,} bytes; in HDF5 an attribute that is no text has less than 64 KiB"
-
-
-def refused_by_netcdf(key: str, value: Any) -> str | None:
-    """Why the netCDF library cannot show an attribute, in words that follow "is"; None if it can.
-
-    HDF5 holds all of these. The library does not open a file with an attribute of two axes at all, and shows none of a type
-    that it does not have.
-
-    >>> refused_by_netcdf("box", np.eye(3)), refused_by_netcdf("units", "m")
-    ('an array of 2 axes; in netCDF4 an attribute has one', None)
-    """
-    if (why := unreadable_name(key)) is not None:
-        return f"one with a name {why}"
-    if isinstance(value, str | bytes) or getattr(value, "shape", ()) is None:  # h5py.Empty
-        return None
-    try:
-        found = np.asarray(value)
-    except ValueError:  # lists of different lengths
-        return "no array: its rows have different lengths"
-    if found.ndim > 1:
-        return f"an array of {found.ndim} axes; in netCDF4 an attribute has one"
-    is_known = found.dtype.kind in "bOSU" or f"{found.dtype.kind}{found.dtype.itemsize}" in NETCDF_TYPES
-    return None if is_known else f"{found.dtype.name}, which netCDF4 does not have"

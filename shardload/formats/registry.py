@@ -53,7 +53,7 @@ class Entry(NamedTuple):
 
 
 _OWN = (
-    Entry("HDF5", "shardload.formats.hdf5.source:FORMAT"),
+    Entry("HDF5", "shardload.formats.hdf5.file:FORMAT"),
     Entry("memory", "shardload.formats.memory:FORMAT"),
     Entry("Zarr", "shardload.formats.zarr.source:FORMAT"),
 )

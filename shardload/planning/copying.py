@@ -318,31 +318,20 @@ def count_rounds(arrays: Sequence[SlabLayout], n_ranks: int, round_nbytes: int) 
     (3, 3)
     """
     n_together = sum(array.slabs.n_cells for array in arrays if array.is_together)
-    # Slabs are dealt out from large to small: the first rank that gets one has the most and the largest.
-    busiest = {0, _first_owner(arrays, n_ranks)}
-    return n_together + max(sum(1 for _ in plan_rounds(_share(arrays, n_ranks, rank), round_nbytes)) for rank in busiest)
-
-
-def _first_owner(arrays: Sequence[SlabLayout], n_ranks: int) -> int:
-    """The first rank to which slabs are dealt out: rank 1 if rank 0 has its share in arrays that it must write itself."""
-    alone = sum(array.nbytes for array in arrays if array.unit.is_alone)
-    total = sum(array.nbytes for array in arrays if not array.is_together)
-    return int(n_ranks > 1 and alone * n_ranks > total)
+    # Slabs are dealt out from large to small, so rank 0, which gets the first one, has the most and the largest.
+    return n_together + sum(1 for _ in plan_rounds(_share(arrays, n_ranks, 0), round_nbytes))
 
 
 def _share(arrays: Sequence[SlabLayout], n_ranks: int, rank: int) -> Iterator[tuple[int, range, int]]:
     """What a rank copies alone: slabs of each array, largest slabs first. All ranks in turn get a slab."""
-    first = _first_owner(arrays, n_ranks)
-    n_owners, n_dealt = n_ranks - first, 0
-    alone = [number for number, array in enumerate(arrays) if not array.is_together and array.slabs.n_cells]
-    for number in sorted(alone, key=lambda number: -arrays[number].slab_nbytes):
-        n_slabs = arrays[number].slabs.n_cells
-        if arrays[number].unit.is_alone:
-            if rank == 0:
-                yield number, range(n_slabs), arrays[number].slab_nbytes
-            continue
-        if rank >= first:
-            slabs = range((rank - first - n_dealt) % n_owners, n_slabs, n_owners)
-            if slabs:
-                yield number, slabs, arrays[number].slab_nbytes
-        n_dealt += n_slabs
+    n_dealt = 0
+    apart = [number for number, array in enumerate(arrays) if not array.is_together]
+    for number in sorted(apart, key=lambda number: -arrays[number].slab_nbytes):
+        array, n_slabs = arrays[number], arrays[number].slabs.n_cells
+        slabs = range((rank - n_dealt) % n_ranks, n_slabs, n_ranks)
+        if array.unit.is_alone:
+            slabs = range(n_slabs if rank == 0 else 0)
+        else:
+            n_dealt += n_slabs
+        if slabs:
+            yield number, slabs, array.slab_nbytes

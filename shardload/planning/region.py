@@ -13,7 +13,7 @@ import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Region", "padding_of"]
+__all__ = ["Region"]
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -173,21 +173,3 @@ class Region:
     def __str__(self) -> str:
         """The region as a NumPy index: ``[0:4, 8:16]``."""
         return "[" + ", ".join(f"{a}:{b}" for a, b in zip(self.start, self.stop, strict=True)) + "]"
-
-
-def padding_of(region: Region, true: Region | None) -> Iterator[Region]:
-    """The padding of a shard, as regions that do not overlap. `true` is the shard without padding, None if it has only padding.
-
-    >>> [str(t) for t in padding_of(Region((0, 0), (4, 4)), Region((0, 0), (3, 2)))]
-    ['[3:4, 0:4]', '[0:3, 2:4]']
-    """
-    if true is None:
-        if region.size:
-            yield region
-        return
-    for axis, (end, stop) in enumerate(zip(true.stop, region.stop, strict=True)):
-        if end < stop:
-            start = (*region.start[:axis], end, *region.start[axis + 1 :])
-            tail = Region(start, (*true.stop[:axis], *region.stop[axis:]))
-            if tail.size:
-                yield tail

@@ -19,7 +19,7 @@ from functools import cached_property
 
 from shardload.planning.blocks import aligned, plan_blocks
 from shardload.planning.chunk_shapes import SHARE_OF_CAP, plan_rows
-from shardload.planning.grid import Grid, unravel
+from shardload.planning.grid import Grid
 from shardload.planning.region import Region
 from shardload.planning.rounds import Item, RoundMemory, least_memory, plan_memory, plan_rounds
 from shardload.planning.schedule import Owners, Schedule
@@ -99,47 +99,17 @@ class HolderLayout:
         n_holders = self.shards.n_holders or 1
         return -(-of_shard // n_holders) * self.shards.most_held
 
-    def owner(self, unit: int) -> int:
-        """The rank that writes a unit: the ranks that hold it take turns."""
-        at = Region(tuple(self.units.region(unit).start), tuple(a + 1 for a in self.units.region(unit).start))
-        shard = next(iter(self.shards.grid.meeting(at)))
-        holders, held = self.shards.holders(shard), self._held(shard)
-        place = 0
-        if held is not None:
-            for k, axis in zip(unravel(unit, self.units.counts), self.units.meeting_axes(held), strict=True):
-                place = place * len(axis) + k - axis.start
-        return holders[place % len(holders)]
-
     def units_of(self, rank: int) -> Iterator[tuple[int, int]]:
-        """The units that a rank writes, each with its shard."""
+        """The units that a rank writes, each with its shard: the ranks that hold a shard take turns."""
         for shard in self.shards.shards_of(rank):
-            held = self._held(shard)
+            held, holders = self.shards.region(shard).intersect(Region.whole(self.units.shape)), self.shards.holders(shard)
             if held is not None:
-                holders = self.shards.holders(shard)
-                mine = holders.index(rank)
-                for place, unit in enumerate(self.units.meeting(held)):
-                    if place % len(holders) == mine:
-                        yield unit, shard
+                for unit in itertools.islice(self.units.meeting(held), holders.index(rank), None, len(holders)):
+                    yield unit, shard
 
     def size_of(self, rank: int) -> int:
         """Elements of the units that a rank writes."""
-        found = 0
-        for shard in self.shards.shards_of(rank):
-            held, holders = self._held(shard), self.shards.holders(shard)
-            if held is not None and len(holders) == 1:  # all units in the shard
-                found += held.size
-            elif held is not None:
-                mine = itertools.islice(self.units.meeting(held), holders.index(rank), None, len(holders))
-                found += sum(self.units.region(unit).size for unit in mine)
-        return found
-
-    def _held(self, shard: int) -> Region | None:
-        return self.shards.region(shard).intersect(Region.whole(self.units.shape))
-
-    @property
-    def travels(self) -> bool:
-        """False: what a rank writes it holds."""
-        return False
+        return sum(self.units.region(unit).size for unit, _ in self.units_of(rank))
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,11 +153,6 @@ class OwnerLayout:
     def size_of(self, rank: int) -> int:
         """Elements of the blocks that a rank writes."""
         return sum(self.schedule.blocks.region(block).size for block in self.schedule.blocks_of(rank))
-
-    @property
-    def travels(self) -> bool:
-        """True."""
-        return True
 
 
 def plan_array(

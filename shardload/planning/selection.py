@@ -90,12 +90,6 @@ class Selection:
 Index = slice | SupportsIndex | EllipsisType
 
 
-def _is_date(part: object) -> bool:
-    """True for a date as text, and for NumPy's, pandas' and cftime's dates, which xarray takes in this place."""
-    is_text = isinstance(part, str) and part[:4].isdigit()
-    return is_text or isinstance(part, np.datetime64) or (hasattr(part, "year") and hasattr(part, "month"))
-
-
 def select_axes(
     index: Index | tuple[Index, ...] | None, shape: Sequence[int], dims: Sequence[str | None] | None = None
 ) -> Selection:
@@ -133,35 +127,26 @@ def select_axes(
     start, stop, kept = [], [], []
     for axis, (part, size) in enumerate(zip(parts, shape, strict=True)):
         name = axis if dims is None or dims[axis] is None else f"{axis}, {dims[axis]!r}"
-        if isinstance(part, slice):
-            if part.step not in (None, 1):
-                raise ValueError(f"select has step {part.step} on axis {name}; only step 1 is possible: load all and slice")
-            try:
-                low, high, _ = part.indices(size)
-            except TypeError:
-                raise ValueError(
-                    f"select has {part} on axis {name}; the bounds of a slice are integers{_range_of(part, axis, dims)}"
-                ) from None
-            start.append(low)
-            stop.append(max(low, high))
-            kept.append(axis)
-            continue
+        if isinstance(part, slice) and part.step not in (None, 1):
+            raise ValueError(f"select has step {part.step} on axis {name}; only step 1 is possible: load all and slice")
         try:
-            i = operator.index(None if isinstance(part, bool) else part)  # type: ignore[arg-type]
+            if isinstance(part, slice):
+                low, high, _ = part.indices(size)
+                kept.append(axis)
+            else:
+                low = operator.index(None if isinstance(part, bool) else part)  # type: ignore[arg-type]
+                if not -size <= low < size:
+                    raise IndexError(f"select has {part!r} on axis {name}, which has {size} elements")
+                low, high = low % size, low % size + 1
         except TypeError:
-            if isinstance(part, Near | Between):
-                raise ValueError(
-                    f"select has {part!r} on axis {name}; a coordinate needs the name of its axis: select={{'lat': {part}}}"
-                ) from None
-            fix = "; for a date pass shardload.near() by the name of the axis, for a range shardload.between()"
+            dim = dims[axis] if dims and dims[axis] else "lat"
             raise ValueError(
                 f"select has {shown(part)} on axis {name}; each axis takes a slice with step 1 or an integer, as in "
-                f"select=np.s_[0, 10:20]{fix if _is_date(part) else ''}"
+                f"select=np.s_[0, 10:20]. For coordinates and dates pass select={{{dim!r}: shardload.near(VALUE)}} or "
+                "shardload.between(LOW, HIGH)"
             ) from None
-        if not -size <= i < size:
-            raise IndexError(f"select has {part!r} on axis {name}, which has {size} elements")
-        start.append(i % size)
-        stop.append(i % size + 1)
+        start.append(low)
+        stop.append(max(low, high))
     return Selection(Region(tuple(start), tuple(stop)), tuple(kept))
 
 
@@ -239,17 +224,6 @@ def between(low: Any, high: Any) -> Between:
     (slice(None, None, None), slice(1, 3, None))
     """
     return Between(low, high)
-
-
-def _range_of(part: slice, axis: int, dims: Sequence[str | None] | None) -> str:
-    """What to pass for a slice of coordinates, for the end of a message."""
-    ends = [end for end in (part.start, part.stop) if end is not None]
-    if not any(isinstance(end, Real) or _is_date(end) for end in ends):
-        return ""
-    if all(isinstance(end, Real) for end in ends):
-        ends.sort()  # however the coordinate is sorted
-    pair = ", ".join(map(repr, ends)) if len(ends) == 2 else "LOW, HIGH"
-    return f"; for coordinates pass select={{{dims[axis] if dims and dims[axis] else 'lat'!r}: shardload.between({pair})}}"
 
 
 def is_by_name(select: Any) -> bool:

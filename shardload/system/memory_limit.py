@@ -15,10 +15,10 @@ from pathlib import Path
 __all__ = ["keeps_addresses", "limit_nbytes"]
 
 _NEVER_OVERCOMMIT = 2
-_NO_LIMIT = 1 << 60  # the older interface reports a huge number if there is no limit
 _READ_NBYTES = 1 << 14
 _MEMINFO, _OVERCOMMIT = "/proc/meminfo", "/proc/sys/vm/overcommit_memory"
-_GROUPS, _MOUNTS = "/proc/self/cgroup", "/proc/self/mountinfo"
+_GROUPS = "/proc/self/cgroup"
+_ROOTS = {1: "/sys/fs/cgroup/memory", 2: "/sys/fs/cgroup"}
 # Files of a control group with its limits, by version of the interface.
 _LIMITS = {1: ("memory.limit_in_bytes",), 2: ("memory.max", "memory.high")}
 
@@ -33,7 +33,8 @@ def limit_nbytes(n_processes: int = 1) -> float:
 
     They share the machine's memory and the limits of control groups. A limit of addresses is each process's own.
     """
-    shared = min([_in_machine(), *(_limit_of(folder, version) for folder, version in _folders(_read(_GROUPS)))])
+    texts = [_read(path).strip() for path in _limits_of(_read(_GROUPS))]
+    shared = min([_in_machine(), *(float(text) for text in texts if text.isdigit())])  # an old kernel's "none" is huge
     return min(shared / max(1, n_processes), _address_limit())
 
 
@@ -52,52 +53,22 @@ def _in_machine() -> float:
     )
 
 
-def _limit_of(folder: str, version: int) -> float:
-    """The lower of a control group's limits."""
-    texts = [_read(f"{folder}/{name}").strip() for name in _LIMITS[version]]
-    limit = min((float(text) for text in texts if text.isdigit()), default=math.inf)
-    return math.inf if limit >= _NO_LIMIT else limit
-
-
 @cache
-def _folders(groups: str) -> tuple[tuple[str, int], ...]:
-    """The control groups that limit the memory of a process with this ``/proc/self/cgroup``, from its own to the outermost."""
-    found = []
-    for version, root, mount in _mounts():
-        path = next((p for number, names, p in _split(groups) if _is_memory(version, number, names)), None)
-        if path is None:
+def _limits_of(groups: str) -> tuple[str, ...]:
+    """The files with limits of the memory of a process with this ``/proc/self/cgroup``, from its own group to the outermost."""
+    paths: list[str] = []
+    for line in groups.splitlines():
+        number, controllers, path = [*line.split(":", 2), "", "", ""][:3]
+        version = 2 if number == "0" else 1 if "memory" in controllers.split(",") else 0
+        if not version:
             continue
-        # In a container the mount may begin below the path in /proc/self/cgroup, or show only that folder.
-        inner = os.path.relpath(path, root) if path == root or path.startswith(root.rstrip("/") + "/") else "."
-        folder = mount / inner
-        folder = folder if folder.is_dir() else mount
-        while folder.is_relative_to(mount):
-            if (folder / _LIMITS[version][0]).exists():  # missing where no memory is counted, as in the outermost group
-                found.append((str(folder), version))
+        root, names = Path(_ROOTS[version]), Path(path).parts[1:]
+        # In a container the mount may begin below that path, or show only that folder.
+        folder = next(found for k in range(len(names) + 1) if (found := root.joinpath(*names[k:])).is_dir() or found == root)
+        while folder.is_relative_to(root):
+            paths += [str(folder / name) for name in _LIMITS[version] if (folder / name).exists()]
             folder = folder.parent
-    return tuple(found)
-
-
-def _split(groups: str) -> list[tuple[str, list[str], str]]:
-    """The number, the controllers and the path of each line."""
-    lines = (line.split(":", 2) for line in groups.splitlines())
-    return [(line[0], line[1].split(","), line[2]) for line in lines if len(line) == 3]
-
-
-def _is_memory(version: int, number: str, controllers: list[str]) -> bool:
-    return number == "0" if version == 2 else "memory" in controllers
-
-
-def _mounts() -> list[tuple[int, str, Path]]:
-    """The mounts of control groups for memory: version, root within the hierarchy, mount point."""
-    found = []
-    for line in _read(_MOUNTS).splitlines():
-        fields, _, rest = line.partition(" - ")
-        kind, *more = rest.split() or [""]
-        is_memory = kind == "cgroup" and "memory" in more[-1].split(",")
-        if is_memory or kind == "cgroup2":
-            found.append((1 if is_memory else 2, fields.split()[3], Path(fields.split()[4])))
-    return found
+    return tuple(paths)
 
 
 def _read(path: str) -> str:

@@ -16,13 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from shardload.errors import ShardloadError
 from shardload.planning.blocks import aligned
-from shardload.planning.region import Region, padding_of
+from shardload.planning.region import Region
 from shardload.planning.schedule import Block
 from shardload.system.scratch import aligned_bytes
 
-__all__ = ["Block", "Piece", "Slot", "Slots", "Tile", "aligned", "aligned_empty", "fill_padding", "view_of"]
+__all__ = ["Block", "Piece", "Slot", "Slots", "Tile", "aligned", "aligned_empty", "view_of"]
 
 Array = np.ndarray[Any, Any]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -51,22 +50,6 @@ class Piece:
     def view(self, region: Region) -> Array:
         """The view of `region` in the buffer."""
         return view_of(self.data, region, self.region)
-
-
-def fill_padding(piece: Piece, true: Region | None, value: Any) -> None:
-    """Fill the padding of a piece with `value`. `true` is the region without padding (`Schedule.true_region`).
-
-    Raises
-    ------
-    ShardloadError
-        If some padding is not filled. Verification looks at the same regions, so it could not find that.
-    """
-    n_left = piece.region.size - (0 if true is None else true.size)
-    for region in padding_of(piece.region, true):
-        piece.view(region)[...] = value
-        n_left -= region.size
-    if n_left:
-        raise ShardloadError(f"{n_left} elements of the padding of {piece.region} were not filled: a defect in shardload")
 
 
 @dataclass

@@ -36,6 +36,7 @@ def run_suite(
     files = [f"tests/mpi/{name}.py" for name in which]
     these = " or ".join(f"({name}.py and ({tests}))" for name, tests in which.items())
     command = ["-m", "pytest", "-p", "tests.jobs.scripts.ways", "--with-mpi", "-q", *files, "-k", these]
+    command += ["-W", "ignore:Module already imported"]  # a library whose plugin is not used here
     env = {"PYTHONPATH": str(ROOT), "WAYS_COUNTS": str(folder), "SHARDLOAD_TALLY": "", **more}
     # All combinations or a share of them, and half of the single values; which stage of `make test` this is does not matter.
     env |= {"TESTS_SHARE": share, "TESTS_SHARE_OF_ONE": "0/2", "TESTS_TURN": ""}

@@ -289,13 +289,13 @@ FAULTS = {
     "open": "shardload.formats.hdf5.sink.Hdf5Sink.writer",
     "exchange": "shardload.arrays.disassemble.ShardSender.start",
     "encode": "shardload.formats.hdf5.sink.Hdf5Encoder._encode",
-    "place": "shardload.formats.hdf5.sink._Hdf5Catalog.allocate",
+    "place": "shardload.formats.hdf5.sink.Hdf5Catalog.allocate",
     "put": "shardload.formats.hdf5.sink.Hdf5Writer.put",
     "sync": "shardload.formats.hdf5.sink.Hdf5Writer.sync",
-    "finish": "shardload.formats.hdf5.sink._Hdf5Catalog.finish",
+    "finish": "shardload.formats.hdf5.sink.Hdf5Catalog.finish",
     "read back": "shardload.jobs.writing.read_back.ReadBack._compare_stored",
     "decode": "shardload.jobs.writing.read_back.ReadBack._compare_values",
-    "commit": "shardload.formats.hdf5.sink._Hdf5Catalog.commit",
+    "commit": "shardload.formats.hdf5.sink.Hdf5Catalog.commit",
 }
 
 

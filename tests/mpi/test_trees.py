@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 import shardload
 from shardload import ConfigError, MissingChunksWarning, PeerError, SourceError, VerifyError
 from shardload.comm.group import Group, group_of
-from shardload.formats.hdf5 import source as hdf5_source
+from shardload.formats.hdf5 import file as hdf5_file
 from shardload.jobs.loading import array_load, execution
 from tests.mpi.support import READERS, check, counted, mesh_of, on_root, padded, peak_nbytes, ramp, same_error, unit
 
@@ -349,7 +349,7 @@ def test_one_round_for_all(comm: Any, snap: tuple[str, str], verify: str, monkey
     counts: Counter[str] = Counter()
     for name in ("begin", "all_same", "agree", "least_ints", "gather_int", "gather_ints"):
         counted(monkeypatch, counts, Group, name)
-    counted(monkeypatch, counts, hdf5_source, "open_explained")
+    counted(monkeypatch, counts, hdf5_file, "open_explained")
     x = shardload.load(written, mesh, P(), **how)
     replicated = verify != "index" and len(jax.devices()) > 1
     expected = {"begin": 1, "all_same": 1, "agree": 2, "least_ints": int(replicated), "gather_ints": int(verify == "full")}

@@ -1,6 +1,6 @@
 """HDF5 and netCDF4 files.
 
-Read `source` first.
+Read `file` and `source` first.
 
 metadata                       describes an array
 links                          follows a name, and finds the other files of a dataset

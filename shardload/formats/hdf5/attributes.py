@@ -16,13 +16,29 @@ import numpy as np
 
 from shardload.formats.contract.array import json_value
 from shardload.formats.hdf5.names import decoded
+from shardload.formats.labels import Note
 
-__all__ = ["UnreadableError", "axis_texts_of", "has", "is_plain", "is_scale", "names_of", "plain", "read", "scales_of"]
+__all__ = [
+    "NamesByAddress",
+    "UnreadableError",
+    "axis_texts_of",
+    "has",
+    "is_plain",
+    "is_scale",
+    "names_of",
+    "plain",
+    "read",
+    "scales_of",
+]
 
-Places = Mapping[int, Sequence[str]]
+NamesByAddress = Mapping[int, Sequence[str]]
 _MOST_PLAIN_NBYTES = 1 << 16
 _NUMBERS = (h5py.h5t.INTEGER, h5py.h5t.FLOAT, h5py.h5t.ENUM)
 _ERRORS = (KeyError, OSError, RuntimeError, TypeError, ValueError)
+
+
+# What HDF5 and the netCDF library keep in attributes for themselves.
+_HIDDEN = {"CLASS", "NAME", "REFERENCE_LIST", "DIMENSION_LIST", "DIMENSION_LABELS", "_NCProperties", "_nc3_strict"}
 
 
 class UnreadableError(Exception):
@@ -35,6 +51,25 @@ def names_of(owner: Any) -> list[str]:
     if h5py.h5a.get_num_attrs(owner.id):
         h5py.h5a.iterate(owner.id, names.append)
     return [decoded(name) for name in names]
+
+
+def is_hidden(owner: h5py.Dataset | h5py.Group, key: str) -> bool:
+    """True for an attribute that is no author's. HDF5 needs CLASS and NAME for dimension scales only; others have their own."""
+    return key.startswith("_Netcdf4") or (key in _HIDDEN and (key not in ("CLASS", "NAME") or is_scale(owner)))
+
+
+def author_s(owner: h5py.Dataset | h5py.Group, most_nbytes: int) -> dict[str, Any]:
+    """All attributes but those that HDF5 and the netCDF library keep for themselves, as h5py gives them; a `Note` in the place
+    of one that is not read.
+    """
+    found: dict[str, Any] = {}
+    for key in names_of(owner):
+        if not is_hidden(owner, key):
+            try:
+                found[key] = read(owner, key, most_nbytes)
+            except UnreadableError as error:
+                found[key] = Note(str(error))
+    return found
 
 
 def has(owner: Any, key: str) -> bool:
@@ -84,7 +119,7 @@ def _is_readable(kind: Any) -> bool:
     return kind.get_class() in (*_NUMBERS, h5py.h5t.STRING)
 
 
-def scales_of(dataset: h5py.Dataset, places: Callable[[], Places]) -> tuple[list[list[tuple[str, Any]]], str]:
+def scales_of(dataset: h5py.Dataset, places: Callable[[], NamesByAddress]) -> tuple[list[list[tuple[str, Any]]], str]:
     """The dimension scales of each axis, in order: the full name of each, and the open dataset; and why there are none, or not
     all.
 
@@ -109,7 +144,7 @@ def scales_of(dataset: h5py.Dataset, places: Callable[[], Places]) -> tuple[list
     return there, f"the dimension scales of axes {gone} are not in the file" if gone else ""
 
 
-def _scale(dataset: h5py.Dataset, reference: h5py.Reference, places: Places) -> tuple[str, Any] | None:
+def _scale(dataset: h5py.Dataset, reference: h5py.Reference, places: NamesByAddress) -> tuple[str, Any] | None:
     """What a reference leads to, if that is a dimension scale with a name."""
     try:
         found = h5py.h5r.dereference(reference, dataset.id) if reference else None

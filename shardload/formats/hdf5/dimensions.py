@@ -1,19 +1,18 @@
 """How do the axes of a new HDF5 or netCDF4 file get their names? By HDF5's dimension scales, as netCDF writes them.
 
 An array with one axis, whose name is that of the axis, is the coordinate of that axis: it becomes a scale. In netCDF4 each
-other axis gets a scale without values. In plain HDF5 it gets a label; and a scale without values if another axis of the same
-array has a coordinate, because xarray opens no array of which some axes have scales and others have none: one without a name
-gets a name for that. A scale can grow if the axis of any of its arrays can. An array of plain HDF5 may say itself which scales
-an axis has: several, in other groups, with names of their own (`ArraySpec.scales`).
+other axis gets a scale without values, in plain HDF5 a label; and such a scale too if the file has coordinates, because the
+netCDF library opens no file with an array of which some axes have scales and others have none. A scale can grow if the axis of
+any of its arrays can. An array of plain HDF5 may say itself which scales an axis has: several, in other groups, with names of
+their own (`ArraySpec.scales`).
 
 An array may have the name of an axis, and not be its coordinate. In netCDF4 it gets a prefix, as by the netCDF library, which
-takes it away when it reads. In plain HDF5 it keeps its name, and a scale that the axis needs has another one.
+takes it away when it reads.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -21,16 +20,14 @@ import h5py
 import numpy as np
 
 from shardload.errors import ConfigError
-from shardload.formats.contract.dtypes import is_added
 from shardload.formats.hdf5.metadata import NO_VARIABLE, NON_COORDINATE
-from shardload.formats.netcdf import NETCDF_TYPES, RESERVED, refused_by_hdf5, refused_by_netcdf, unreadable_name
-from shardload.formats.sink import ONE_LENGTH, ArraySpec, with_dims
+from shardload.formats.netcdf import NETCDF_TYPES, refused_attribute, unreadable_name
+from shardload.formats.sink import ONE_LENGTH, ArraySpec
 
-__all__ = ["check_netcdf", "name_axes", "netcdf_names", "with_dims_beside_coordinates", "write_attrs"]
+__all__ = ["check_netcdf", "name_axes", "netcdf_names", "write_attrs"]
 
 _MOST_FIXED = 64_000  # bytes of text that HDF5 keeps beside the array: an attribute has less than 64 KiB with its name
 _OF_H5PY = ("lzf", "32000")  # filters that no plugin has
-_INSTEAD = {"b": "Save it as int8", "c": "Save its real and imaginary parts as two arrays", "f": "Save it as float32"}
 
 
 def check_netcdf(name: str, spec: ArraySpec) -> None:
@@ -42,10 +39,7 @@ def check_netcdf(name: str, spec: ArraySpec) -> None:
                 f"'{name}' has a name {why}, which netCDF programs do not read: {_told(part)}. Choose another one"
             )
     if spec.texts is None and f"{spec.dtype.kind}{spec.dtype.itemsize}" not in NETCDF_TYPES:
-        if is_added(spec.dtype):
-            instead = "Save it as float32" + (", or use the suffix .h5" if spec.dtype.name == "bfloat16" else " or int8")
-        else:
-            instead = f"{_INSTEAD[spec.dtype.kind]}, or use the suffix .h5 or .zarr"
+        instead = "Save it as int8 or float32 (complex numbers as two arrays), or use the suffix .h5 or .zarr"
         raise ConfigError(f"'{name}' holds {spec.dtype.name}, which netCDF4 does not have. {instead}")
     if spec.compression is not None and spec.compression.name in _OF_H5PY:
         raise ConfigError(
@@ -102,14 +96,14 @@ class _Axes:
                     found[name, axis] = f"/{dim}" if len(lengths[dim]) == 1 else f"{name.rpartition('/')[0]}/{dim}"
         return found
 
-
-def with_dims_beside_coordinates(specs: Mapping[str, ArraySpec]) -> dict[str, ArraySpec]:
-    """In plain HDF5: the specs, with a name for each axis of the arrays that have a coordinate on some axis."""
-    axes, named = _Axes(specs), with_dims(specs)
-    return {
-        name: named[name] if any(axes.coordinate_of(name, axis) for axis in range(len(spec.dims or ()))) else spec
-        for name, spec in specs.items()
-    }
+    @property
+    def has_coordinates(self) -> bool:
+        """True if some axis has one, and each axis of one name has one length in its group, and all of an array have a name."""
+        are_named = all(None not in (spec.dims or ()) for spec in self._specs.values())
+        have_one_length = all(len(lengths) == 1 for lengths in self.lengths.values())
+        return (
+            are_named and have_one_length and any(spec.dims == (name.rpartition("/")[2],) for name, spec in self._specs.items())
+        )
 
 
 def netcdf_names(specs: Mapping[str, ArraySpec]) -> dict[str, str]:
@@ -152,29 +146,29 @@ def name_axes(file: h5py.File, specs: Mapping[str, ArraySpec], *, is_netcdf: boo
     lengths: dict[str, tuple[int, str, bool]] = {}
     scale_of: dict[tuple[str, int], str] = {}
     axes = _Axes(specs)
-    added = {} if is_netcdf else _scales_beside_coordinates(file, specs, axes)
-    dimensions = axes.dimensions() if is_netcdf else {}
+    dimensions = axes.dimensions()
+    if not is_netcdf:
+        dimensions = {key: scale for key, scale in dimensions.items() if axes.has_coordinates and scale not in file}
     for name, spec in specs.items():
         for axis, dim in enumerate(spec.dims or ()):
             if dim is None:
                 continue
             if not dim or "/" in dim or "\0" in dim:  # HDF5 would cut it off at a zero byte
                 raise ConfigError(f"axis {axis} of '{name}' is called {dim!r}; expected a name without '/' or zero bytes")
-            own = axes.coordinate_of(name, axis) or dimensions.get((name, axis))
-            label = (spec.axis_labels[axis] if spec.axis_labels else "") or (dim if own is None else "")
+            scale = axes.coordinate_of(name, axis)
+            label = (spec.axis_labels[axis] if spec.axis_labels else "") or (dim if scale is None and not is_netcdf else "")
+            scale = scale or dimensions.get((name, axis))
             if label:
                 file[name].dims[axis].label = label
-            if own is None:
-                own = added.get((name, axis))
-            if own is None or axes.attached(name, axis):
+            if scale is None or axes.attached(name, axis):
                 continue
-            known, first, grows = lengths.setdefault(own, (spec.shape[axis], name, False))
-            lengths[own] = known, first, grows or axis in spec.unlimited
+            known, first, grows = lengths.setdefault(scale, (spec.shape[axis], name, False))
+            lengths[scale] = known, first, grows or axis in spec.unlimited
             if known != spec.shape[axis]:
                 raise ConfigError(
                     f"axis {dim!r} has {spec.shape[axis]} elements in '{name}', but {known} in '{first}'. {ONE_LENGTH}"
                 )
-            scale_of[name, axis] = own
+            scale_of[name, axis] = scale
     numbers = {}
     for number, (scale, (length, _, grows)) in enumerate(lengths.items()):
         if scale not in specs:
@@ -201,37 +195,6 @@ def name_axes(file: h5py.File, specs: Mapping[str, ArraySpec], *, is_netcdf: boo
                 file[name].attrs["_Netcdf4Coordinates"] = np.array(ids, dtype=np.int32)
 
 
-def _scales_beside_coordinates(file: h5py.File, specs: Mapping[str, ArraySpec], axes: _Axes) -> dict[tuple[str, int], str]:
-    """In plain HDF5: scales for the axes without a coordinate of arrays that have one on another axis. Other arrays get them
-    too, if all of their axes are among these: for readers it is one axis.
-
-    Where something else in the file has the name, or arrays of one group use it for axes of different lengths, the scale is
-    called ``lat_axis``; the label of the axis has the name.
-    """
-    places = axes.dimensions()
-    made: dict[tuple[str, int], str] = {}
-    found: dict[tuple[str, int], str] = {}
-    others: list[str] = []
-    for name, spec in specs.items():
-        dims = spec.dims or ()
-        without = [axis for axis, dim in enumerate(dims) if dim and axes.coordinate_of(name, axis) is None]
-        if len(without) < sum(map(bool, dims)):  # axes without a name have no coordinate either
-            for axis in without:
-                place = places[name, axis]
-                key = place, spec.shape[axis]
-                if key not in made:
-                    more = (f"{place}_axis_{n}" for n in itertools.count(2))
-                    tried = itertools.chain([place, f"{place}_axis"], more)
-                    made[key] = next(scale for scale in tried if scale not in file and scale not in made.values())
-                found[name, axis] = made[key]
-        elif without and len(without) == len(dims):
-            others.append(name)
-    for name in others:
-        own = [made.get((places[name, axis], n)) for axis, n in enumerate(specs[name].shape)]
-        found |= {(name, axis): scale for axis, scale in enumerate(own) if scale is not None and None not in own}
-    return found
-
-
 def _valueless(file: h5py.File, scale: str, length: int, grows: bool) -> None:
     """A scale that has a length but no values: a dimension of netCDF without a variable."""
     if scale in file:
@@ -246,45 +209,22 @@ def _valueless(file: h5py.File, scale: str, length: int, grows: bool) -> None:
 def write_attrs(owner: Any, name: str, attrs: Mapping[str, Any], *, is_netcdf: bool) -> None:
     """Write attributes. ConfigError for one that HDF5 cannot hold."""
     for key, value in attrs.items():
-        if key in RESERVED:
-            raise ConfigError(
-                f"the attribute {key!r} of '{name}' is one that HDF5 and netCDF keep for themselves. Leave it out"
-            )
-        if value is None:
-            raise ConfigError(f"the attribute {key!r} of '{name}' is None, which HDF5 does not have. Leave it out")
-        if "\0" in str(key):  # HDF5 would cut it off there
-            raise ConfigError(f"the attribute {key!r} of '{name}' has a zero byte in its name. Choose another one")
-        if np.ma.is_masked(value):  # HDF5 would write what is behind the mask
-            raise ConfigError(
-                f"the attribute {key!r} of '{name}' is {_told(value)}, with values that are masked, which HDF5 does not have. "
-                "Leave it out, or fill it: .filled(value)"
-            )
-        if (added := _added_type(value)) is not None:
-            raise ConfigError(
-                f"the attribute {key!r} of '{name}' is {added}, which HDF5 would hold as bytes without a meaning. "
-                "Pass it as float32"
-            )
-        value = _plain_text(value)
-        if is_netcdf and (why := refused_by_netcdf(str(key), value)) is not None:
-            raise ConfigError(
-                f"the attribute {key!r} of '{name}' is {why}. Pass text, a number of 8 to 64 bits or one row of such numbers, "
-                "or use the suffix .h5"
-            )
-        if is_netcdf and not isinstance(value, str | bytes) and np.asarray(value).dtype.kind == "b":
-            value = np.asarray(value, dtype=np.int8)[()]
-        is_simple = isinstance(value, str) and 0 < len(value) <= _MOST_FIXED and value.isascii() and "\0" not in value
-        if is_netcdf and is_simple:
-            value = np.bytes_(value)  # text as every netCDF program reads it; others get a string of variable length
+        value, is_flag = _plain_text(value), False
+        why = refused_attribute(str(key), value, is_netcdf=is_netcdf)
+        if why is None and is_netcdf and isinstance(value, str):
+            is_simple = 0 < len(value) <= _MOST_FIXED and value.isascii()
+            value = np.bytes_(value) if is_simple else value  # so every netCDF program reads it; else it has variable length
+        elif why is None and is_netcdf and not isinstance(value, h5py.Empty | bytes):
+            is_flag = np.asarray(value).dtype.kind == "b"
         try:
-            owner.attrs[key] = value
+            if why is None:
+                owner.attrs[key] = np.asarray(value, dtype=np.int8)[()] if is_flag else value
         except (TypeError, ValueError, OSError, RuntimeError) as error:
-            if (why := refused_by_hdf5(str(key), value)) is not None:
-                found = f"the attribute {key!r} of '{name}' is {why}. Save it as an array, or use the suffix .zarr"
-                raise ConfigError(found) from error
+            why = f"{_told(value)}, which HDF5 cannot hold ({error})"
+        if why is not None:
             raise ConfigError(
-                f"the attribute {key!r} of '{name}' is {_told(value)}, which HDF5 cannot hold ({error}). Pass text, a number, "
-                "or an array of numbers"
-            ) from error
+                f"the attribute {key!r} of '{name}' is {why}. Leave it out, or pass text, a number or a row of numbers"
+            )
 
 
 def _plain_text(value: Any) -> Any:
@@ -296,20 +236,11 @@ def _plain_text(value: Any) -> Any:
             return value.decode()
     if isinstance(value, np.ndarray) and value.dtype.kind == "U":
         return value.astype(object) if value.ndim else str(value[()])
-    if isinstance(value, list | tuple) and value and all(isinstance(one, str) for one in value):
-        return [str(one) for one in value]
+    if isinstance(value, list | tuple) and value and all(isinstance(text, str) for text in value):
+        return [str(text) for text in value]
     return value
 
 
 def _told(value: Any) -> str:
     text = repr(value)
     return text if len(text) < 80 else f"{text[:80]}..."
-
-
-def _added_type(value: Any) -> str | None:
-    """The name of a type that another package has added to NumPy (bfloat16), of a value or a list of them; None for others."""
-    try:
-        found = value.dtype if isinstance(value, np.ndarray | np.generic) else np.asarray(value).dtype
-    except ValueError:  # lists of different lengths: h5py's error is told
-        return None
-    return found.name if is_added(found) else None

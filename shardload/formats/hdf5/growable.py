@@ -7,7 +7,7 @@ kill leaves a whole file is refused, with what to do instead.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import h5py
@@ -16,12 +16,12 @@ import numpy as np
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.contract.dtypes import dtype_text, is_added, native_dtype, refusal
 from shardload.formats.growing import HOW_TO_GROW, meaning_of
-from shardload.formats.hdf5.attributes import axis_texts_of, is_scale, plain, scales_of
+from shardload.formats.hdf5.attributes import is_scale, scales_of
 from shardload.formats.hdf5.in_memory import file_in_memory
 from shardload.formats.hdf5.ledger import old_file
 from shardload.formats.hdf5.making import properties_of
-from shardload.formats.hdf5.metadata import stands_for_axis
-from shardload.formats.hdf5.names import places_in
+from shardload.formats.hdf5.metadata import axes_of, filters_of, stands_for_axis
+from shardload.formats.hdf5.names import encoded, places_in
 from shardload.formats.hdf5.opened import kind_of
 from shardload.formats.hdf5.pipeline import Pipeline, create_type
 from shardload.formats.hdf5.raw_file import file_number, has_signature, type_of_values
@@ -69,7 +69,7 @@ def read_file(path: str, names: Iterable[str]) -> Json:
                 names = [name for name in names if name in arrays]
                 for name in names:
                     arrays[name] |= _details(path, file[name])
-                filters = {name: _filters(file[name].id.get_create_plist()) for name in names}
+                filters = {name: _filters(file[name]) for name in names}
         except (OSError, RuntimeError, KeyError) as error:
             raise SourceError(f"'{path}' cannot be read by HDF5: {error}", path=path) from error
     finally:
@@ -111,35 +111,29 @@ def _check_kind(path: str, file: h5py.File) -> None:
 def _arrays(path: str, file: h5py.File, names: Iterable[str]) -> dict[str, Json]:
     """The datasets of a file: shape, names of axes, scopes, and whether it is a dimension of netCDF without values. One with
     several names (hard links) has that by which it was asked for, if any.
+
+    The scope of an axis is a text that arrays with the same axis have in common: the name of its scale, or group and label.
     """
-    called = _called(path, file, names)
-    datasets: dict[str, h5py.Dataset] = {}
-    numbers: dict[int, str] = {}  # netCDF's, of dimensions
-
-    def visit(name: Any, thing: Any) -> None:
-        if isinstance(thing, h5py.Dataset) and thing.shape is not None:
-            name = called.setdefault(_address(thing), f"/{name}")
-            datasets[name] = thing
-            number = plain(thing, "_Netcdf4Dimid") if is_scale(thing) else None
-            if isinstance(number, int):
-                numbers[number] = name
-
-    file.visititems(visit)
-    found: dict[str, Json] = {}
     places = places_in(file)
-    for name, dataset in datasets.items():
-        scopes = _scopes(name, dataset, numbers, called, places)
-        found[name] = {
-            "shape": dataset.shape,
-            "dims": [None if one is None else one.rpartition("/")[2].rpartition(":")[2] for one in scopes],
-            "scopes": scopes,
-            "is_dimension": stands_for_axis(dataset),
-        }
-    for name, one in found.items():  # a scale without values may have another name than the axis, which then has a label
-        for axis, scope in enumerate(one["scopes"]):
-            if scope in found and scope != name and found[scope]["is_dimension"]:
-                one["dims"][axis] = axis_texts_of(datasets[name])[0][axis] or one["dims"][axis]
-    return found
+    called = {address: known[0] for address, known in places.items()} | _called(path, file, names)
+    arrays, known = dict[str, Json](), set(called.values())
+    for name in called.values():
+        dataset = file[encoded(name)]
+        if not isinstance(dataset, h5py.Dataset) or dataset.shape is None:
+            continue
+        dims, scopes = list(axes_of(dataset, places).dims), list[str | None]([None] * dataset.ndim)
+        if is_scale(dataset):
+            scopes[:1] = [name][: dataset.ndim]
+        for axis, scales in enumerate([] if is_scale(dataset) else scales_of(dataset, lambda: places)[0]):
+            if scales:
+                scopes[axis] = called.get(_address(scales[0][1]))
+            elif dims[axis]:
+                scopes[axis] = f"{name.rpartition('/')[0]}/:{dims[axis]}"
+        for axis, scope in enumerate(scopes):  # by which it was asked for; a scale without values may have another name
+            if scope in known and not stands_for_axis(file[encoded(scope or "")]):
+                dims[axis] = str(scope).rpartition("/")[2]
+        arrays[name] = {"shape": dataset.shape, "dims": dims, "scopes": scopes, "is_dimension": stands_for_axis(dataset)}
+    return arrays
 
 
 def _address(dataset: h5py.Dataset) -> int:
@@ -158,23 +152,6 @@ def _called(path: str, file: h5py.File, names: Iterable[str]) -> dict[int, str]:
             thing = thing[part] if is_here else None
         if isinstance(thing, h5py.Dataset) and found.setdefault(_address(thing), name) != name:
             raise ConfigError(f"'{found[_address(thing)]}' and '{name}' in '{path}' are one array with two names. Pass it once")
-    return found
-
-
-def _scopes(
-    name: str, dataset: h5py.Dataset, numbers: Mapping[int, str], called: Mapping[int, str], places: Mapping[int, list[str]]
-) -> list[str | None]:
-    """For each axis a text that arrays with the same axis have in common: the scale of the axis, or the group and the label."""
-    if is_scale(dataset):
-        if len(dataset.shape) == 1:
-            return [name]
-        ids = plain(dataset, "_Netcdf4Coordinates")
-        is_known = isinstance(ids, list) and len(ids) == len(dataset.shape)
-        return [numbers.get(number) for number in ids] if is_known else [None] * len(dataset.shape)
-    found: list[str | None] = []
-    for scales, label in zip(scales_of(dataset, lambda: places)[0], axis_texts_of(dataset)[0], strict=True):
-        own = called.get(_address(scales[0][1])) if scales else None
-        found.append(own or (f"{name.rpartition('/')[0]}/:{label}" if label else None))
     return found
 
 
@@ -249,7 +226,7 @@ def _check_filters(where: str, name: str, known: Json, filters: list[tuple[int, 
         mine = Pipeline(name, spec_of(known, chunks))
         with file_in_memory() as trial:
             space = h5py.h5s.create_simple(chunks)
-            made = _filters(h5py.h5d.create(trial.id, b"x", mine.kind, space, mine.creation).get_create_plist())
+            made = _filters(h5py.Dataset(h5py.h5d.create(trial.id, b"x", mine.kind, space, mine.creation)))
     except (ConfigError, OSError, RuntimeError, ValueError, TypeError) as error:
         made, why = [], f" ({error})"
     if made != filters:
@@ -260,6 +237,5 @@ def _check_filters(where: str, name: str, known: Json, filters: list[tuple[int, 
         )
 
 
-def _filters(creation: Any) -> list[tuple[int, tuple[int, ...]]]:
-    found = [creation.get_filter(k) for k in range(creation.get_nfilters())]
-    return [(number, tuple(values)) for number, _, values, _ in found]
+def _filters(dataset: h5py.Dataset) -> list[tuple[int, tuple[int, ...]]]:
+    return [(number, tuple(values)) for number, _, values, _ in filters_of(dataset)]

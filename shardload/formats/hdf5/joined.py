@@ -2,8 +2,8 @@
 
 1. `JoinedFile` is a sink of all that is not values: groups, datasets, attributes, names of axes. Virtual datasets among its
    arrays are given by their `Placed` parts.
-2. `JoinedFile.write` makes the file in memory, and puts it on disk under a temporary name, its first bytes last. It is opened
-   there again, as a load would, and each part is looked up: HDF5 itself takes fill values for one that it does not find.
+2. `JoinedFile.write` makes the file as a save does, under a temporary name. It is opened there again, as a load would, and each
+   part is looked up: HDF5 itself takes fill values for one that it does not find.
 3. Then it gets its name.
 """
 
@@ -20,14 +20,12 @@ import numpy as np
 
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.access import Access
-from shardload.formats.hdf5.in_memory import file_in_memory
 from shardload.formats.hdf5.links import look_through
 from shardload.formats.hdf5.names import encoded
 from shardload.formats.hdf5.pipeline import let_list_grow
-from shardload.formats.hdf5.sink import Hdf5Encoder, Hdf5Sink
+from shardload.formats.hdf5.sink import Hdf5Catalog, Hdf5Encoder, Hdf5Sink
 from shardload.formats.sink import ArraySpec
 from shardload.planning.region import Region
-from shardload.storage.target import MARK_NBYTES, Target, mark, named, put_at
 
 __all__ = ["JoinedFile", "PlacedPart"]
 
@@ -86,28 +84,17 @@ class JoinedFile(Hdf5Sink):
             If the name is taken, the file cannot be written, or a part is not found where it was said to be. What had the name
             before is as it was.
         """
-        target = Target(self.path, self.mode)
-        try:
-            temporary = target.create()
-            with named(self.path):
-                _put(temporary, mark(target.token, self.path), self._image(values))
-            self._check(temporary)
+        with Hdf5Catalog(self) as catalog:
+            catalog.chunks.clear()  # HDF5 itself writes all values
+            with catalog.library.calls():
+                for name, blocks in values.items():
+                    dataset = catalog.library.file[self.stored_names[name]]
+                    for region, block in blocks:
+                        dataset[region.slices() if region.ndim else ()] = block
+            catalog.finish()
+            self._check(catalog.ticket.temporary)
             check()
-            target.commit()
-        except BaseException:
-            target.abandon()
-            raise
-
-    def _image(self, values: Mapping[str, Blocks]) -> memoryview:
-        """The bytes of the file."""
-        with file_in_memory(track_order=self.is_netcdf or None) as file:
-            self.describe(file)
-            for name, blocks in values.items():
-                dataset = file[self.stored_names[name]]
-                for region, block in blocks:
-                    dataset[region.slices() if region.ndim else ()] = block
-            file.flush()
-            return memoryview(file.id.get_file_image())
+            catalog.commit()
 
     def _make(self, file: h5py.File, name: str, one: Hdf5Encoder, is_trial: bool) -> None:
         parts = self._parts.get(name)
@@ -147,10 +134,14 @@ class JoinedFile(Hdf5Sink):
                         "Choose another name"
                     )
                 for part in parts:
-                    its = found.behind.get((real_of(os.path.join(folder, part.path)), part.dataset))
-                    if part.region.size and (its is None or its.shape != part.shape):
-                        now = "is not where it was looked for: unset HDF5_VDS_PREFIX" if its is None else f"has {its.shape} now"
-                        if its is not None and len(its.shape) < len(part.shape):
+                    behind = found.behind.get((real_of(os.path.join(folder, part.path)), part.dataset))
+                    if part.region.size and (behind is None or behind.shape != part.shape):
+                        now = (
+                            "is not where it was looked for: unset HDF5_VDS_PREFIX"
+                            if behind is None
+                            else f"has {behind.shape} now"
+                        )
+                        if behind is not None and len(behind.shape) < len(part.shape):
                             now = "has small arrays as elements, which HDF5 does not join: `shardload copy` it first"
                         raise SourceError(
                             f"'{name}' in '{self.path}' cannot be made: its part '{part.path}', of shape {part.shape}, {now}",
@@ -162,16 +153,3 @@ class JoinedFile(Hdf5Sink):
 def _escaped(name: bytes) -> bytes:
     """A name as HDF5 takes it in a virtual dataset, where a percent sign begins the number of a block."""
     return name.replace(b"%", b"%%")
-
-
-def _put(path: str, begin: bytes, image: memoryview) -> None:
-    """Write a file. Until it is whole, it begins as a temporary does."""
-    descriptor = os.open(path, os.O_WRONLY)
-    try:
-        put_at(descriptor, begin, 0)
-        put_at(descriptor, image[MARK_NBYTES:], MARK_NBYTES)
-        os.fsync(descriptor)
-        put_at(descriptor, image[:MARK_NBYTES], 0)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -126,40 +126,15 @@ class Ledger(io.RawIOBase):
                 room[first : first + b - a] = self._pages[number][a:b]
         return len(room)
 
-    def read(self, size: int = -1) -> bytes:
-        """The next bytes, as files give them."""
-        room = bytearray(max(0, self.nbytes - self._at) if size < 0 else size)
-        self.readinto(room)
-        return bytes(room)
-
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         """Go to an offset."""
         self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self.nbytes}[whence]
-        return self._at
-
-    def tell(self) -> int:
-        """The offset."""
         return self._at
 
     def truncate(self, size: int | None = None) -> int:
         """Set the length for HDF5. Others write to the real file, which gets it at the end."""
         self.nbytes = self._at if size is None else size
         return self.nbytes
-
-    def flush(self) -> None:
-        """Nothing is held back but what is kept."""
-
-    def readable(self) -> bool:
-        """True."""
-        return True
-
-    def writable(self) -> bool:
-        """True."""
-        return True
-
-    def seekable(self) -> bool:
-        """True."""
-        return True
 
     # --- metadata
 

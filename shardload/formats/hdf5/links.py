@@ -1,17 +1,18 @@
-"""Which other files does an HDF5 dataset lead to? There are three ways, and the HDF5 library checks none of them.
+"""Which other files does an HDF5 dataset lead to? There are two ways, and the HDF5 library checks none of them.
 
 1. A name may go through soft links, and through external links into other files. `follow` takes it link by link, opens the
    other files itself, and returns the object at the end. The library never follows a link between files by itself.
 2. A virtual dataset consists of datasets in other files, which may be virtual again. `look_through` checks all of them.
-3. The values may be in raw files (external storage). `look_through` checks those too.
 
-Each other file must be inside the fence, exist, be complete, and hold what it should: HDF5 gives fill values for a part of a
-virtual dataset that it cannot open, and zeros past the end of a file.
+Values in raw files (external storage) are refused.
 
-To find a file that is named without a folder, the same places are tried as in HDF5, in the same order: HDF5_EXT_PREFIX,
-HDF5_VDS_PREFIX or HDF5_EXTFILE_PREFIX, the folder of the file that names it, the working folder. HDF5 takes the first place
-where it can open a file; here the first place where anything exists must be that file. Names are bytes to HDF5, and to
-`follow`. A name that is not understood is refused.
+Each other file must be inside the fence, exist, and hold what it should: HDF5 gives fill values for a part of a virtual dataset
+that it cannot open.
+
+To find a file that is named without a folder, the same places are tried as in HDF5, in the same order: HDF5_EXT_PREFIX or
+HDF5_VDS_PREFIX, the folder of the file that names it, the working folder. HDF5 takes the first place where it can open a file;
+here the first place where anything exists must be that file. Names are bytes to HDF5, and to `follow`. A name that is not
+understood is refused.
 
 The library opens the files of a virtual dataset itself when it reads. After the read, `nothing_else_opened` checks which files
 the process has open: that is where the library really went.
@@ -20,14 +21,11 @@ the process has open: that is where the library really went.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import stat
-import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from hashlib import blake2b
 from typing import Any
 
 import h5py
@@ -38,21 +36,20 @@ from shardload.formats.access import STRICT, Access
 from shardload.formats.hdf5.chunks import ChunkPlaces
 from shardload.formats.hdf5.filters import is_stacked, refuse_filters
 from shardload.formats.hdf5.names import decoded, encoded
-from shardload.formats.hdf5.opened import OpenDataset, OpenFacts, OpenParts, creation_of, kind_of, raw_of
+from shardload.formats.hdf5.opened import OpenDataset, OpenFacts, OpenParts, creation_of, raw_of
 from shardload.formats.hdf5.raw_file import close_all, has_signature, open_to_read, own_descriptor, plain_descriptor
 from shardload.formats.hdf5.tiles import Behind, Names, version_of
 from shardload.storage.containment import TARGET_HINT, Fence, OutsideError, why_not_a_file
 from shardload.storage.local import state_of
 
 __all__ = [
-    "LostError", "Others", "Places", "decoded", "encoded", "follow", "follow_hard", "look_through",
+    "LostError", "Others", "SearchPath", "decoded", "encoded", "follow", "look_through",
     "nothing_else_opened", "open_other", "place_of", "versions_of",
 ]  # fmt: skip
 
 _MOST_LINKS = 40  # links in one name, as for the system's own symbolic links
 _MOST_LEVELS = 16  # levels of virtual datasets that consist of virtual datasets
 _MOST_SOURCES = 1 << 20  # files and datasets in one virtual dataset
-_LONGEST_NAME = 159  # h5py gives at most this much of the name of an external storage file
 _UNLIMITED = 2**64 - 1
 
 
@@ -66,16 +63,12 @@ class Others:
 
     Attributes
     ----------
-    sizes : dict of str to int
-        Size of each file, in bytes, when it was checked.
     refused : str or None
         Why the dataset cannot be loaded, in words that follow "holds"; None if it can.
     fence : Fence
         The folders where they may be.
     is_virtual : bool
         True if the HDF5 library opens files when it reads.
-    is_unlimited : bool
-        True if the library opens files to find the dataset's shape.
     chunks : list of tuple of int
         The chunk shapes of the datasets in a virtual dataset.
     filters : list of tuple
@@ -92,11 +85,9 @@ class Others:
         How many datasets were looked at.
     """
 
-    sizes: dict[str, int] = field(default_factory=dict)
     refused: str | None = None
     fence: Fence = field(default_factory=Fence)
     is_virtual: bool = False
-    is_unlimited: bool = False
     chunks: list[tuple[int, ...]] = field(default_factory=list)
     filters: list[tuple[int, int, Any, bytes]] = field(default_factory=list)
     access: Access = STRICT
@@ -105,15 +96,9 @@ class Others:
     versions: dict[str, tuple[int, ...]] = field(default_factory=dict)
     n_looked: int = 0
 
-    def add_file(self, path: str, version: tuple[int, ...]) -> None:
-        """Note a file that values depend on."""
-        self.sizes[path], self.versions[path] = version[0], version
-
     def add_all(self, inner: Others) -> None:
         """Take in what was found behind one of the datasets."""
-        self.is_unlimited |= inner.is_unlimited
         self.n_looked, self.filters = inner.n_looked, self.filters or inner.filters
-        self.sizes |= inner.sizes
         self.versions |= inner.versions
         self.chunks += [chunk for chunk in inner.chunks if chunk not in self.chunks]
 
@@ -121,13 +106,11 @@ class Others:
         """The bytes of all files, and a number that changes if the size or the time of last change of one does; None without
         files.
         """
-        if not self.sizes:
-            return None
-        return _one_of([state_of(path) for path in self.sizes])
+        return version_of({path: state_of(path) or (0, 0) for path in self.versions}) if self.versions else None
 
     def opened_in(self) -> tuple[int, int] | None:
         """`state` as it was when the files were checked."""
-        return _one_of([self.versions[path] for path in self.sizes]) if self.sizes else None
+        return version_of(self.versions) if self.versions else None
 
     def smallest_chunk(self, ndim: int) -> tuple[int, ...] | None:
         """The least length of those chunks along each of `ndim` axes, aligned at the last axis; None without chunks.
@@ -153,7 +136,7 @@ class Others:
 
     def check_whole(self) -> None:
         """Raise OSError if one of the files has become shorter: HDF5 would give zeros or fill values."""
-        for path, nbytes in self.sizes.items():
+        for path, (nbytes, *_) in self.versions.items():
             found = os.stat(path).st_size
             if found < nbytes:
                 raise OSError(f"'{path}', which holds values, was cut to {found} bytes from {nbytes} since it was opened")
@@ -163,18 +146,13 @@ class Others:
         return nothing_else_opened(self.fence) if self.is_virtual else contextlib.nullcontext()
 
 
-def _one_of(states: list[tuple[int, ...] | None]) -> tuple[int, int]:
-    digest = blake2b(repr(states).encode(), digest_size=7).digest()
-    return sum(one[0] for one in states if one is not None), int.from_bytes(digest, "little")
-
-
-def follow(file: h5py.File, name: str, fence: Fence) -> tuple[Any, list[h5py.File]]:
+def follow(facts: OpenFacts, name: str, fence: Fence) -> tuple[Any, list[h5py.File]]:
     """Find the object that `name` leads to, link by link.
 
     Returns
     -------
-    ObjectID
-        h5py's identifier of a dataset, a group or a type.
+    OpenDataset, h5py.Dataset, h5py.Group or h5py.h5t.TypeID
+        The object. An `OpenDataset` is in this file.
     list of h5py.File
         The files that were opened on the way. Close them after the object.
 
@@ -191,80 +169,65 @@ def follow(file: h5py.File, name: str, fence: Fence) -> tuple[Any, list[h5py.Fil
     """
     opened: list[h5py.File] = []
     try:
-        return _walk(file, encoded(name), fence, opened), opened
+        found, address = _walk(facts, encoded(name), fence, opened)
     except BaseException as error:
         close_all(opened)
         if isinstance(error, _NotThereError):
             raise KeyError(name) from None
         raise
-
-
-def follow_hard(facts: OpenFacts, name: str) -> OpenDataset | None:
-    """The dataset that `follow` finds, if hard links alone lead to it and nothing is wrong; else None."""
-    parts = [part for part in encoded(name).split(b"/") if part not in (b"", b".")]
-    above = b"/".join(parts[:-1])
-    try:
-        at = facts.group(above)
-        if at is None:
-            at = facts.root
-        else:
-            parts = parts[-1:]
-        address = 0
-        for k, part in enumerate(parts):
-            if k == len(parts) - 1:
-                facts.keep_group(above, at)
-            if b"\0" in part or not isinstance(at, h5py.h5g.GroupID):
-                return None
-            link = at.links.get_info(part)
-            if link.type != h5py.h5l.TYPE_HARD:
-                return None
-            at, address = h5py.h5o.open(at, part), int(link.u)
-    except (KeyError, RuntimeError, ValueError):  # `follow` says what is wrong
-        return None
-    return OpenDataset(at, facts, address) if isinstance(at, h5py.h5d.DatasetID) else None
+    if isinstance(found, h5py.h5d.DatasetID):
+        return h5py.Dataset(found) if opened else OpenDataset(found, facts, address), opened
+    return h5py.Group(found) if isinstance(found, h5py.h5g.GroupID) else found, opened
 
 
 class _NotThereError(Exception):
     """The caller's file has no such name (and no link was followed)."""
 
 
-def _walk(file: h5py.File, name: bytes, fence: Fence, opened: list[h5py.File]) -> Any:
-    at, here, left = _root(file), b"", deque(name.split(b"/"))
+def _walk(facts: OpenFacts, name: bytes, fence: Fence, opened: list[h5py.File]) -> tuple[Any, int]:
+    """The object, and the address in the last link to it."""
+    left = deque(part for part in name.split(b"/") if part not in (b"", b"."))
+    above = b"/".join(list(left)[:-1])
+    file, at, here, address = facts.file, facts.group(above), b"/" + above if above else b"", 0
+    if at is None:
+        at, here = facts.root, b""
+    else:
+        left = deque([left[-1]]) if left else left
     link, n_of_link, n_links = "", 0, 0  # the last link, and how many of the remaining parts come from it
     while left:
+        if not n_links and len(left) == 1 and isinstance(at, h5py.h5g.GroupID):
+            facts.keep_group(above, at)
         part, is_of_link = left.popleft(), n_of_link > 0
         n_of_link = max(0, n_of_link - 1)
         if part in (b"", b"."):
             continue
         here += b"/" + part
-        kind, target = _link_at(at, part, here)
-        if kind is None:
+        found = _link_at(at, part, here)
+        if found is None:
             raise LostError(f"{link}, which cannot be opened (there is no such name)") if is_of_link else _NotThereError
-        if kind == h5py.h5l.TYPE_HARD:
-            at = _open_at(at, part, here)
-            continue
         told = f"'{_shown(here)}' in '{file.filename}' is a link to"
+        kind, target = found
+        if kind == h5py.h5l.TYPE_HARD:
+            at, address = _open_at(at, part, here), target
+            continue
         if kind == h5py.h5l.TYPE_SOFT:
             link, inside = f"{told} '{_shown(target)}'", target
             at, here = (_root(file), b"") if target.startswith(b"/") else (at, here[: -len(part) - 1])
         elif kind == h5py.h5l.TYPE_EXTERNAL:
             other, inside = target
             link = f"{told} '{_shown(inside)}' in '{_shown(other)}'"
-            file = _open_linked(file, os.fsdecode(other), link, fence)
+            file = open_other(SearchPath("HDF5_EXT_PREFIX", file).of(os.fsdecode(other)), link, fence)
             opened.append(file)
             at, here = _root(file), b""
-        elif fence.folders:
-            raise OutsideError(f"{told} what a program defined for itself, which may be anywhere; {TARGET_HINT}")
         else:
-            at = _open_at(at, part, here)
-            continue
+            raise OutsideError(f"{told} what a program defined for itself, which is not followed")
         n_links += 1
         if n_links > _MOST_LINKS:
             raise LostError(f"{link}, which cannot be opened (there are more than {_MOST_LINKS} links on the way)")
         parts = inside.split(b"/")
         left.extendleft(reversed(parts))
         n_of_link += len(parts)
-    return at
+    return at, address
 
 
 def _shown(name: bytes) -> str:
@@ -275,17 +238,18 @@ def _root(file: h5py.File) -> Any:
     return h5py.h5g.open(file.id, b"/")
 
 
-def _link_at(at: Any, part: bytes, here: bytes) -> tuple[int | None, Any]:
-    """The kind of the link `part` in a group, and its target; None if there is no such link."""
+def _link_at(at: Any, part: bytes, here: bytes) -> tuple[int, Any] | None:
+    """The kind of the link `part` in a group, and its target (of a hard link the address); None if there is no such link."""
     if not isinstance(at, h5py.h5g.GroupID) or b"\0" in part:
-        return None, None
+        return None
     try:
-        if not at.links.exists(part):
-            return None, None
-        kind = at.links.get_info(part).type
-        told = kind in (h5py.h5l.TYPE_SOFT, h5py.h5l.TYPE_EXTERNAL)
-        return kind, at.links.get_val(part) if told else None
-    except (KeyError, RuntimeError, ValueError) as error:  # a KeyError would say that there is no such name
+        link = at.links.get_info(part)
+        told = link.type in (h5py.h5l.TYPE_SOFT, h5py.h5l.TYPE_EXTERNAL)
+        return link.type, at.links.get_val(part) if told else int(link.u)
+    except (KeyError, RuntimeError, ValueError) as error:
+        with contextlib.suppress(KeyError, RuntimeError, ValueError):
+            if not at.links.exists(part):
+                return None
         raise OSError(f"the link '{_shown(here)}' cannot be read: {error}") from error
 
 
@@ -296,15 +260,6 @@ def _open_at(at: Any, part: bytes, here: bytes) -> Any:
         raise OSError(f"'{_shown(here)}' cannot be opened: {error}") from error
 
 
-def _open_linked(file: h5py.File, name: str, link: str, fence: Fence) -> h5py.File:
-    path = Places("HDF5_EXT_PREFIX", file).of(name)
-    if not os.path.exists(path):
-        if not fence.holds(path):
-            raise OutsideError(_leads_outside(link))
-        raise LostError(f"{link}, which cannot be opened (there is no such file)")
-    return open_other(path, link, fence)
-
-
 def open_other(path: str, what: str, fence: Fence) -> h5py.File:
     """Open a file that `what` leads to, and check the file that was opened.
 
@@ -313,10 +268,12 @@ def open_other(path: str, what: str, fence: Fence) -> h5py.File:
     OutsideError
         If it is outside the fence, or not a file.
     LostError
-        If HDF5 cannot open it.
+        If it is not there, or HDF5 cannot open it.
     """
     if not fence.holds(path):
         raise OutsideError(_leads_outside(what))
+    if not os.path.exists(path):
+        raise LostError(f"{what}, which cannot be opened (there is no such file)")
     if (why := why_not_a_file(path)) is not None:
         raise OutsideError(f"{what}, which is {why}")
     return _open_checked(path, what, fence)
@@ -344,9 +301,9 @@ def look_through(dataset: h5py.Dataset, fence: Fence, access: Access = STRICT, i
     Opens the datasets in a virtual dataset, unless it `is_known`: another rank has looked, or this one.
     """
     key = None if is_known else _key_of(dataset, fence, access)
-    found = None if key is None else _looked_before(key)
-    if found is not None:
-        return found
+    before = _LOOKS.get(key)
+    if before is not None and all(state_of(path) == version for path, version in before.versions.items()):
+        return replace(before)
     others = Others(fence=fence, access=access)
     is_alone = not isinstance(dataset, OpenDataset)  # nobody asks for another dataset of this file
     parts = OpenParts() if is_alone else dataset.facts.parts
@@ -357,19 +314,17 @@ def look_through(dataset: h5py.Dataset, fence: Fence, access: Access = STRICT, i
     finally:
         if is_alone:
             parts.close()
-    if key is not None and others.refused is None and not others.is_unlimited and len(others.versions) <= _MOST_KEPT:
-        with _keeping:
-            _LOOKS[key] = others
-            while sum(len(one.versions) for one in _LOOKS.values()) > _MOST_KEPT:
-                _LOOKS.pop(next(iter(_LOOKS)))
+    if key is not None and others.refused is None:
+        if len(_LOOKS) >= _MOST_LOOKS:
+            _LOOKS.clear()
+        _LOOKS[key] = others
     return others
 
 
-# A job asks for the same virtual dataset several times, and loops load parts of one file; looking at a thousand parts takes a
-# second. What was found is taken again as long as size and time of all files are the same.
+# Loops load parts of one virtual dataset; looking at a thousand parts takes a second. What was found is taken again as long as
+# size and time of all files are the same.
 _LOOKS: dict[Any, Others] = {}
-_keeping = threading.RLock()  # a call in a signal handler asks, too
-_MOST_KEPT = 1 << 14  # files
+_MOST_LOOKS = 16
 
 
 def _key_of(dataset: h5py.Dataset, fence: Fence, access: Access) -> Any:
@@ -379,16 +334,8 @@ def _key_of(dataset: h5py.Dataset, fence: Fence, access: Access) -> Any:
     descriptor = dataset.facts.state_descriptor() if isinstance(dataset, OpenDataset) else plain_descriptor(dataset.file)
     if descriptor is None:
         return None
-    place = os.getcwd(), str(dataset.file.filename), os.environ.get("HDF5_VDS_PREFIX"), os.environ.get("HDF5_EXTFILE_PREFIX")
+    place = os.getcwd(), str(dataset.file.filename), os.environ.get("HDF5_VDS_PREFIX")
     return place, state_of(descriptor), dataset.name, fence.folders, access
-
-
-def _looked_before(key: Any) -> Others | None:
-    with _keeping:
-        others = _LOOKS.get(key)
-    if others is None or any(state_of(path) != version for path, version in others.versions.items()):
-        return None
-    return replace(others)
 
 
 class _RefusedError(Exception):
@@ -404,9 +351,10 @@ def _look(dataset: h5py.Dataset, others: Others, seen: Seen, level: int, parts: 
     if level > _MOST_LEVELS:
         raise _RefusedError(f"virtual datasets made of virtual datasets, more than {_MOST_LEVELS} deep")
     if creation.get_external_count() > 0:
-        if layout != h5py.h5d.CONTIGUOUS:  # HDF5 reads the other files nevertheless
-            raise _RefusedError("values of other files, and values of its own")
-        _look_at_storage(dataset, creation, others)
+        raise _RefusedError(
+            "values in raw files beside it (external storage), which are not loaded. Write it again with h5py: new[name] = "
+            "old[name][...]"
+        )
     if level > 0 and (why := refuse_filters(dataset, others.access)) is not None:
         raise _RefusedError(f"values of another dataset, '{dataset.name}' in '{dataset.file.filename}', which holds {why}")
     if layout != h5py.h5d.VIRTUAL:
@@ -415,13 +363,16 @@ def _look(dataset: h5py.Dataset, others: Others, seen: Seen, level: int, parts: 
         return
     others.is_virtual = True
     mappings = range(creation.get_virtual_count())
-    others.is_unlimited |= any(_is_unlimited(creation.get_virtual_vspace(k)) for k in mappings)  # first: also if it is refused
     names = [_names_of_source(creation, k) for k in mappings]
+    if any(_is_unlimited(creation.get_virtual_vspace(k)) for k in mappings):
+        raise _RefusedError(
+            "a virtual dataset that grows with its parts, which is not supported. Make a new file of them with shardload join"
+        )
     if level == 0:
         others.names = names
     if is_known:
         return
-    places = Places("HDF5_VDS_PREFIX", dataset.file)
+    places = SearchPath("HDF5_VDS_PREFIX", dataset.file)
     for name, inside in names:
         _look_at_source(places, name, inside, others, seen, level, parts)
 
@@ -463,7 +414,7 @@ def _is_unlimited(space: Any) -> bool:
 
 
 def _look_at_source(
-    places: Places,
+    places: SearchPath,
     name: str,
     inside: str,
     others: Others,
@@ -491,17 +442,13 @@ def _look_at_source(
         raise _RefusedError(f"{what}, which is {why} (HDF5 would deliver fill values in its place)")
     try:
         version = state_of(path) or (0, 0)
-        others.add_file(path, version)
-        with parts.open(path, version, others.fence, lambda: _open_checked(path, what, others.fence)) as facts:
-            dataset, files = follow_hard(facts, inside), list[h5py.File]()
-            if dataset is None:
-                found, files = follow(facts.file, inside, others.fence)
-                dataset = h5py.Dataset(found) if isinstance(found, h5py.h5d.DatasetID) else None
+        others.versions[path] = version
+        with parts.open(path, version, lambda: _open_checked(path, what, others.fence)) as facts:
+            dataset, files = follow(facts, inside, others.fence)
             try:
-                if dataset is not None:
+                if isinstance(dataset, h5py.Dataset):
                     linked = versions_of(files)
-                    for other, its in linked.items():
-                        others.add_file(other, its)
+                    others.versions |= linked
                     # What is behind each of them is looked at by itself, so that all files are known that it depends on.
                     inner = Others(fence=others.fence, access=others.access, n_looked=others.n_looked) if level == 0 else others
                     _look(dataset, inner, seen if level else {place: False}, level + 1, parts)
@@ -532,33 +479,6 @@ def versions_of(files: Sequence[h5py.File]) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def _look_at_storage(dataset: h5py.Dataset, creation: Any, others: Others) -> None:
-    """Check the files of external storage: each must be long enough for its values."""
-    left = math.prod(dataset.shape or ()) * int(kind_of(dataset).get_size())
-    prefix = os.environ.get("HDF5_EXTFILE_PREFIX", "")
-    if prefix.startswith("${ORIGIN}"):
-        prefix = _beside(dataset.file) + "/" + prefix.removeprefix("${ORIGIN}")
-    for k in range(creation.get_external_count()):
-        stored, offset, size = creation.get_external(k)
-        name = os.fsdecode(stored)
-        if len(stored) >= _LONGEST_NAME:
-            raise _RefusedError("values of another file with a name that is too long for h5py")
-        path = os.path.join(prefix, name)  # without a prefix, HDF5 starts from the working folder, only here
-        what = f"values of another file, '{printable(name)}'"
-        if not others.fence.holds(path):
-            raise OutsideError(_leads_outside(what))
-        if (why := why_not_a_file(path)) is not None:
-            raise _RefusedError(f"{what}, which is {why}")
-        here = min(left, left if size == _UNLIMITED else int(size))
-        left -= here
-        found = os.path.getsize(path)
-        if found < int(offset) + here:
-            raise _RefusedError(
-                f"{what}, which has {found} bytes where {int(offset) + here} are needed (HDF5 would deliver zeros for the rest)"
-            )
-        others.sizes[path], others.versions[path] = int(offset) + here, state_of(path) or (0, 0)
-
-
 def place_of(file: h5py.File) -> str:
     """The path of an open file: its name, or its real path if the name no longer leads to it (a changed working folder)."""
     name, descriptor = str(file.filename), plain_descriptor(file)
@@ -575,11 +495,7 @@ def place_of(file: h5py.File) -> str:
         return name
 
 
-def _beside(file: h5py.File) -> str:
-    return os.path.dirname(place_of(file)) or "."
-
-
-class Places:
+class SearchPath:
     """Where HDF5 finds the files that `file` names: each in the first place where it exists, or else beside `file`.
 
     Parameters

@@ -18,13 +18,12 @@ from shardload.formats.codecs.table import HDF5_CODECS
 from shardload.formats.codecs.words import compression_told
 from shardload.formats.contract.array import Properties
 from shardload.formats.contract.dtypes import dtype_text, native_dtype, refusal
-from shardload.formats.hdf5.attributes import UnreadableError, axis_texts_of, is_scale, names_of, plain, read, scales_of
+from shardload.formats.hdf5.attributes import author_s, axis_texts_of, is_hidden, is_scale, names_of, plain, scales_of
 from shardload.formats.hdf5.filters import LOSSY, NAMES, parameters_of
 from shardload.formats.hdf5.metadata import (
     NO_NAMES,
     NON_COORDINATE,
     filters_of,
-    is_hidden,
     labels_of,
     places_of,
     stands_for_axis,
@@ -133,28 +132,19 @@ def attribute_names(group: h5py.Group) -> list[str]:
 
 def _attributes(owner: Any, name: str) -> tuple[dict[str, Any], list[str]]:
     """The author's attributes as h5py gives them; and what could not be read."""
-    found: dict[str, Any] = {}
-    unread: list[str] = []
     try:
-        keys = names_of(owner)
+        attrs = author_s(owner, _MOST_NBYTES)
     except (OSError, RuntimeError) as error:
         return {}, [f"what attributes '{name}' has ({error})"]
-    for key in keys:
-        if is_hidden(owner, key):
-            continue
-        what = f"attribute {key!r} of '{name}'"
-        try:
-            value = read(owner, key, _MOST_NBYTES)
-            kind = h5py.h5a.open(owner.id, key.encode()).get_type()
-        except UnreadableError as error:
-            unread.append(f"{what} ({error})")
-            continue
+    unread = [f"attribute {key!r} of '{name}' ({value})" for key, value in attrs.items() if isinstance(value, Note)]
+    attrs = {key: value for key, value in attrs.items() if not isinstance(value, Note)}
+    for key, value in attrs.items():
+        kind = h5py.h5a.open(owner.id, key.encode()).get_type()
         if isinstance(value, bytes) and kind.get_cset() == h5py.h5t.CSET_UTF8:  # h5py writes bytes as ASCII
-            value = np.array(value, kind.dtype)
+            attrs[key] = np.array(value, kind.dtype)
         if h5py.check_enum_dtype(kind.dtype) is not None:
-            unread.append(f"what the numbers of {what} stand for (an enumeration)")
-        found[key] = value
-    return found, unread
+            unread.append(f"what the numbers of attribute {key!r} of '{name}' stand for (an enumeration)")
+    return attrs, unread
 
 
 def _compression(filters: list[tuple[int, int, Any, bytes]], kind: str) -> tuple[dict[str, Any] | str | None, bool]:

@@ -18,7 +18,9 @@ from shardload.formats.access import STRICT, Access
 from shardload.formats.contract.array import MOST_KEPT, NOTHING, TOLD, ArrayInfo, json_value
 from shardload.formats.contract.dtypes import native_dtype, refusal, unaddressable
 from shardload.formats.hdf5.attributes import (
+    NamesByAddress,
     UnreadableError,
+    author_s,
     axis_texts_of,
     has,
     is_plain,
@@ -30,21 +32,19 @@ from shardload.formats.hdf5.attributes import (
 )
 from shardload.formats.hdf5.filters import NAMES, SIZED, n_compressors, refuse_filters
 from shardload.formats.hdf5.links import Others
-from shardload.formats.hdf5.names import decoded, places_in
+from shardload.formats.hdf5.names import places_in
 from shardload.formats.hdf5.opened import OpenDataset, creation_of, element_of, nbytes_of_attributes_of, nbytes_stored_of
 from shardload.formats.hdf5.raw_file import type_of_values
 from shardload.formats.labels import Coordinate, Labels, Note, names_in
 from shardload.values.decoding import ATTRIBUTES, TEXTS, Packing, typed
 
 __all__ = [
-    "HIDDEN",
     "NON_COORDINATE",
     "NO_NAMES",
     "NO_VARIABLE",
     "describe",
     "filters_of",
     "group_attrs_of",
-    "is_hidden",
     "labels_of",
     "places_of",
     "stands_for_axis",
@@ -98,7 +98,7 @@ def describe(
         dtype, refused = NOTHING, "no values: its dataspace is null, which is neither an array nor a number"
     elif refused is None:
         refused = _SMALL_IN_MANY if inner and is_virtual else None
-        refused = refused or refuse_filters(dataset, access) or _unbounded(filters, access) or others.refused
+        refused = refused or refuse_filters(dataset, access) or _unbounded(filters, access)
     chunks = tuple(creation.get_chunk()) if creation.get_layout() == h5py.h5d.CHUNKED else None
     if is_virtual and refused is None:  # HDF5 decodes the chunks of the datasets behind it, whole, however small a part is read
         chunks, filters = others.smallest_chunk(len(dataset.shape)), others.filters
@@ -123,16 +123,9 @@ def describe(
     )
 
 
-# What HDF5 and the netCDF library keep in attributes for themselves.
-HIDDEN = {"CLASS", "NAME", "REFERENCE_LIST", "DIMENSION_LIST", "DIMENSION_LABELS", "_NCProperties", "_nc3_strict"}
 NO_NAMES = "names of axes"  # in the place of an attribute: why they are not known
 NO_VARIABLE = "This is a netCDF dimension but not a netCDF variable"
 NON_COORDINATE = "_nc4_non_coord_"  # the netCDF library's prefix of a variable that has the name of a dimension
-
-
-def is_hidden(owner: h5py.Dataset | h5py.Group, key: str) -> bool:
-    """True for an attribute that is no author's. HDF5 needs CLASS and NAME for dimension scales only; others have their own."""
-    return key.startswith("_Netcdf4") or (key in HIDDEN and (key not in ("CLASS", "NAME") or is_scale(owner)))
 
 
 def stands_for_axis(dataset: h5py.Dataset) -> bool:
@@ -154,7 +147,7 @@ def labels_of(dataset: h5py.Dataset, has_coords: bool = True) -> Labels:
     has_coords : bool
         False if its file is another one than that which the caller opens by name.
     """
-    axes = _axes_of(dataset)
+    axes = axes_of(dataset)
     if not _has_attributes(dataset):
         return axes if has_coords else Labels(axes.dims, axes.attrs)
     attrs = _author_s(dataset)
@@ -179,12 +172,16 @@ def group_attrs_of(dataset: h5py.Dataset) -> dict[str, Any]:
 
 
 def _author_s(owner: h5py.Dataset | h5py.Group) -> dict[str, Any]:
-    """All attributes but those that HDF5 and the netCDF library keep for themselves."""
-    return {key: _attribute(owner, key) for key in names_of(owner) if not is_hidden(owner, key)}
+    """The author's attributes as plain Python (`json_value`); None for an empty one, a note for one that is not read."""
+    return {
+        key: value if isinstance(value, Note) else None if isinstance(value, h5py.Empty) else json_value(value, MOST_KEPT)
+        for key, value in author_s(owner, _MOST_ATTRIBUTE_NBYTES).items()
+    }
 
 
-def _axes_of(dataset: h5py.Dataset) -> Labels:
-    """Of `labels_of`, the names of the axes and their coordinates.
+def axes_of(dataset: h5py.Dataset, places: NamesByAddress | None = None) -> Labels:
+    """Of `labels_of`, the names of the axes and their coordinates. `places` are the names of the objects of the file, if they
+    are known.
 
     Of attributes it has notes only: which names of axes cannot be read, and why.
     """
@@ -194,9 +191,11 @@ def _axes_of(dataset: h5py.Dataset) -> Labels:
     if not _has_attributes(dataset):
         return Labels((*dims, *inner))
     if is_scale(dataset):
-        return Labels((*_axes_of_scale(dataset), *inner))
+        last = str(dataset.name or "").rpartition("/")[2]  # in netCDF, one of several axes is the scale of its first one
+        notes = {NO_NAMES: Note("all but the first, of a dimension scale of several axes")} if len(dims) > 1 else {}
+        return Labels((*[last][: len(dims)], *dims[1:], *inner), notes)
     texts, no_texts = axis_texts_of(dataset)
-    scales, no_scales = scales_of(dataset, partial(places_of, dataset))
+    scales, no_scales = scales_of(dataset, partial(places_of, dataset) if places is None else lambda: places)
     for axis, (text, of_axis) in enumerate(zip(texts, scales, strict=True)):
         dims[axis] = _axis_name(dataset, text, *of_axis[0], coords) if of_axis else text or None
     whys = "; ".join(filter(None, (no_texts, no_scales)))
@@ -207,28 +206,6 @@ def _axes_of(dataset: h5py.Dataset) -> Labels:
 def places_of(dataset: h5py.Dataset) -> dict[int, list[str]]:
     """The names of the objects of a dataset's file."""
     return dataset.facts.places if isinstance(dataset, OpenDataset) else places_in(dataset.file)
-
-
-def _axes_of_scale(scale: h5py.Dataset) -> list[str | None]:
-    """The names of the axes of a scale. It has the name of its axis; if it has several, the netCDF library keeps the numbers of
-    their dimensions, which are in its group or one above.
-    """
-    last = str(scale.name or "").rpartition("/")[2]
-    if len(scale.shape or ()) < 2:
-        return [last] * len(scale.shape or ())
-    numbers = _attribute(scale, "_Netcdf4Coordinates")
-    if not isinstance(numbers, list) or list(map(type, numbers)) != [int] * len(scale.shape):
-        return [None] * len(scale.shape)
-    found: dict[Any, str] = {}
-    above = str(scale.name or "")
-    while above and not found.keys() >= set(numbers):
-        above = above.rpartition("/")[0]
-        group = scale.file[above or "/"]
-        for name in group:
-            one = group[name] if isinstance(group.get(name, getlink=True), h5py.HardLink) else None
-            if isinstance(one, h5py.Dataset) and _has_attributes(one) and is_scale(one):
-                found.setdefault(plain(one, "_Netcdf4Dimid"), decoded(name))
-    return [found.get(number) for number in numbers]
 
 
 def _axis_name(dataset: h5py.Dataset, text: str, full: str, scale: h5py.Dataset, coords: dict[str, Coordinate]) -> str:
@@ -362,12 +339,3 @@ def _attributes(dataset: h5py.Dataset, texts: bool, has_attributes: bool) -> tup
         if key in ATTRIBUTES and (why or value is not None):
             packing[key] = ["unreadable", [why]] if why else typed(value)
     return told, packing
-
-
-def _attribute(owner: h5py.Dataset | h5py.Group, key: str) -> Any:
-    """An attribute as plain Python (`json_value`); None if it is empty, a note if it cannot be read."""
-    try:
-        value = read(owner, key, _MOST_ATTRIBUTE_NBYTES)
-    except UnreadableError as error:
-        return Note(str(error))
-    return None if isinstance(value, h5py.Empty) else json_value(value, MOST_KEPT)

@@ -69,10 +69,12 @@ class OpenFacts:
         The file, from `open_to_read`. It stays the caller's; `close` ends what this object has opened besides.
     among : OpenParts, optional
         What this file is a part of: its own parts are kept there, too, so that one number limits all.
+    version : tuple of int
+        Its size and time, as it was looked up.
     """
 
-    def __init__(self, file: h5py.File, among: OpenParts | None = None) -> None:
-        self.file, self._among = file, among
+    def __init__(self, file: h5py.File, among: OpenParts | None = None, version: tuple[int, ...] = ()) -> None:
+        self.file, self._among, self.version = file, among, version
         self.descriptor = own_descriptor(file)
         self._groups: dict[bytes, Any] = {}
         self.has_marks: bool | None = None  # of the netCDF library; None until somebody has looked
@@ -149,76 +151,50 @@ class OpenFacts:
 
 class OpenParts:
     """Files that stay open from one virtual dataset to the next: those of a snapshot all consist of the same files, and a file
-    server takes milliseconds for each that is opened.
-
-    Those that come first are kept: if there are too many to keep all, those used last are not the next ones to be used.
-
-    Parameters
-    ----------
-    most : int, optional
-        How many are kept.
+    server takes milliseconds for each that is opened. The first `most` are kept, until `close`.
     """
 
     def __init__(self, most: int | None = None) -> None:
         self._most = _MOST_PARTS if most is None else most
-        self._kept: dict[tuple[Any, ...], OpenFacts] = {}
-        self._n_users: dict[OpenFacts, int] = {}
+        self._kept: dict[str, OpenFacts] = {}
         self._lock = threading.RLock()  # a call in a signal handler asks, too
-        self._is_closed = False
-
-    def take(self, path: str, version: tuple[int, ...], fence: Any, ask: Callable[[], h5py.File]) -> OpenFacts:
-        """The file at a path: in this version, and opened inside this fence. From `ask` if it is not open yet.
-
-        Raises
-        ------
-        OSError
-            If the file is another one than that of an array that is being read.
-        """
-        key, inode = (path, version, fence), _inode_of(path)
-        with self._lock:  # not while HDF5 is asked, whose own lock another thread may have that waits for this one
-            facts = self._kept.get(key)
-            if facts is not None and facts.inode == inode:
-                self._n_users[facts] = self._n_users.get(facts, 0) + 1
-                return facts
-            older = [one for one, kept in self._kept.items() if one[1] != version and kept.inode == inode]
-            if any(self._kept[one] in self._n_users for one in older):
-                raise OSError(f"'{path}' has changed since it was opened")
-            dropped = [self._kept.pop(one) for one in older]
-        for facts in dropped:  # while it is open, HDF5 has the old metadata of a file for whoever opens it again
-            _close(facts)
-        facts = OpenFacts(ask(), self)
-        with self._lock:
-            self._n_users[facts] = 1
-            if not self._is_closed and len(self._kept) < self._most:
-                self._kept.setdefault(key, facts)
-        return facts
-
-    def give_back(self, facts: OpenFacts) -> None:
-        """Close a file that was taken, unless it is kept."""
-        with self._lock:
-            self._n_users[facts] -= 1
-            if self._n_users[facts]:
-                return
-            del self._n_users[facts]
-            facts.forget_groups()
-            is_kept = facts in self._kept.values()
-        if not is_kept:
-            _close(facts)
 
     @contextlib.contextmanager
-    def open(self, path: str, version: tuple[int, ...], fence: Any, ask: Callable[[], h5py.File]) -> Iterator[OpenFacts]:
-        """`take`, and `give_back` at the end."""
-        facts = self.take(path, version, fence, ask)
+    def open(self, path: str, version: tuple[int, ...], ask: Callable[[], h5py.File]) -> Iterator[OpenFacts]:
+        """The file at a path, in this version. From `ask` if it is not open yet.
+
+        One that is open in another version is closed, also for others, whose values are no longer those of the file: while it
+        is open, HDF5 has the old metadata for whoever opens it again.
+        """
+        inode = _inode_of(path)
+        with self._lock:  # not while HDF5 is asked, whose own lock another thread may have that waits for this one
+            facts = self._kept.get(path)
+            older = [other for other, kept in self._kept.items() if kept.inode == inode and kept.version != version]
+            if facts is not None and facts.inode != inode:
+                older.append(path)
+            changed = [self._kept.pop(other) for other in older]
+        for facts in changed:
+            facts.close()
+            close_all([facts.file])
+        if changed or facts is None:
+            facts = OpenFacts(ask(), self, version)
+            with self._lock:
+                if len(self._kept) < self._most:
+                    self._kept.setdefault(path, facts)
         try:
             yield facts
         finally:
-            self.give_back(facts)
+            facts.forget_groups()
+            if self._kept.get(path) is not facts:
+                facts.close()
+                close_all([facts.file])
 
     def close(self) -> None:
         """Close all that are kept."""
-        self._is_closed = True
         while self._kept:
-            _close(self._kept.popitem()[1])
+            facts = self._kept.popitem()[1]
+            facts.close()
+            close_all([facts.file])
 
 
 def _inode_of(file: int | str) -> tuple[int, ...]:
@@ -228,11 +204,6 @@ def _inode_of(file: int | str) -> tuple[int, ...]:
     except OSError:
         return ()
     return found.st_dev, found.st_ino
-
-
-def _close(facts: OpenFacts) -> None:
-    facts.close()
-    close_all([facts.file])
 
 
 class OpenDataset(h5py.Dataset):  # type: ignore[misc]  # h5py has no types

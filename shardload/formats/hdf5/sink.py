@@ -4,10 +4,10 @@
 2. For each filtered chunk the library is asked to write that many bytes, and the ledger notes where. Arrays in one piece and
    chunks without filters get their places when they are made, because their sizes are known.
 3. Any rank writes chunks at these offsets into the temporary file (`Hdf5Writer`).
-4. `_Hdf5Catalog.finish` writes the metadata, the superblock last. Then it opens the file with the HDF5 library itself, and
+4. `Hdf5Catalog.finish` writes the metadata, the superblock last. Then it opens the file with the HDF5 library itself, and
    compares the place of every chunk with what was noted.
 
-What one rank keeps for a million chunks fits into 64 MiB: places as arrays, and of the metadata only the newest pages.
+What one rank keeps for a million chunks fits into 64 MiB: places as arrays, and of the metadata what HDF5 itself keeps.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ import numpy as np
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.contract.dtypes import native_dtype
-from shardload.formats.hdf5.dimensions import check_netcdf, name_axes, netcdf_names, with_dims_beside_coordinates, write_attrs
+from shardload.formats.hdf5.dimensions import check_netcdf, name_axes, netcdf_names, write_attrs
+from shardload.formats.hdf5.file import open_explained
 from shardload.formats.hdf5.in_memory import file_in_memory
 from shardload.formats.hdf5.ledger import Ledger, LedgerFile, limit_cache
 from shardload.formats.hdf5.pipeline import Pipeline
-from shardload.formats.hdf5.source import open_explained
 from shardload.formats.sink import (
     ArraySpec,
     Catalog,
@@ -46,7 +46,7 @@ from shardload.planning.grid import unravel
 from shardload.planning.region import Region
 from shardload.storage.target import MARK_NBYTES, Target, mark, named, put_at, reserve, sync_folder
 
-__all__ = ["Hdf5Encoder", "Hdf5Sink", "Hdf5Writer", "LedgerCatalog", "PlacedChunks"]
+__all__ = ["Hdf5Catalog", "Hdf5Encoder", "Hdf5Sink", "Hdf5Writer", "LedgerCatalog", "PlacedChunks"]
 
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
 _AT_ONCE = 4096  # chunks
@@ -126,7 +126,7 @@ class Hdf5Sink(Sink):
             checked[name] = spec.checked(name)
             if is_netcdf:
                 check_netcdf(name, checked[name])
-        checked = with_dims(checked) if is_netcdf else with_dims_beside_coordinates(checked)
+        checked = with_dims(checked) if is_netcdf else checked
         self.stored_names = netcdf_names(checked) if is_netcdf else {name: name for name in checked}
         flavour = "netCDF4" if is_netcdf else "HDF5"
         self._texts = {name: spec for name, spec in checked.items() if spec.texts is not None}
@@ -139,7 +139,7 @@ class Hdf5Sink(Sink):
 
     def create(self) -> Catalog:
         """See `Sink`."""
-        return _Hdf5Catalog(self)
+        return Hdf5Catalog(self)
 
     def writer(self, ticket: Ticket) -> Writer:
         """See `Sink`."""
@@ -151,18 +151,18 @@ class Hdf5Sink(Sink):
 
     def describe(self, file: h5py.File, *, is_trial: bool = False) -> None:
         """Create all that is not values: groups, datasets, attributes, names of axes."""
-        every = {name: one.spec for name, one in self.arrays.items()} | self._texts
+        every = {name: array.spec for name, array in self.arrays.items()} | self._texts
         specs = {self.stored_names[name]: spec for name, spec in every.items()}
         if self.is_netcdf:
             file.attrs["_NCProperties"] = np.bytes_(
                 f"version=2,shardload=1,hdf5={h5py.version.hdf5_version},h5py={h5py.__version__}"
             )
         write_attrs(file, "/", self._attrs, is_netcdf=self.is_netcdf)
-        for name, one in self.arrays.items():
-            self._make(file, name, one, is_trial)
-            attrs = dict(one.spec.attrs)
-            if self.is_netcdf and one.spec.fill_value is not None:
-                attrs["_FillValue"] = np.asarray(one.spec.fill_value, dtype=native_dtype(one.spec.dtype))
+        for name, array in self.arrays.items():
+            self._make(file, name, array, is_trial)
+            attrs = dict(array.spec.attrs)
+            if self.is_netcdf and array.spec.fill_value is not None:
+                attrs["_FillValue"] = np.asarray(array.spec.fill_value, dtype=native_dtype(array.spec.dtype))
             write_attrs(file[self.stored_names[name]], name, attrs, is_netcdf=self.is_netcdf)
         for name, spec in self._texts.items():
             write_attrs(self._write_text(file, name, spec), name, spec.attrs, is_netcdf=self.is_netcdf)
@@ -192,17 +192,17 @@ class Hdf5Sink(Sink):
         except (TypeError, ValueError, OSError, RuntimeError) as error:
             raise ConfigError(f"'{name}' cannot be made in an HDF5 file: {error}") from error
 
-    def _make(self, file: h5py.File, name: str, one: Hdf5Encoder, is_trial: bool) -> None:
+    def _make(self, file: h5py.File, name: str, array: Hdf5Encoder, is_trial: bool) -> None:
         group, _, last = self.stored_names[name].strip("/").rpartition("/")
         try:
             parent = self._group(file, group)
-            most = tuple(h5py.h5s.UNLIMITED if k in one.spec.unlimited else n for k, n in enumerate(one.spec.shape))
-            space = h5py.h5s.create_simple(one.spec.shape, most) if one.spec.shape else h5py.h5s.create(h5py.h5s.SCALAR)
-            creation = one.pipeline.creation
+            most = tuple(h5py.h5s.UNLIMITED if k in array.spec.unlimited else n for k, n in enumerate(array.spec.shape))
+            space = h5py.h5s.create_simple(array.spec.shape, most) if array.spec.shape else h5py.h5s.create(h5py.h5s.SCALAR)
+            creation = array.pipeline.creation
             if is_trial:  # without places for values
                 creation = creation.copy()
-                creation.set_alloc_time(h5py.h5d.ALLOC_TIME_INCR if one.spec.chunks else h5py.h5d.ALLOC_TIME_LATE)
-            h5py.h5d.create(parent.id, last.encode(), one.pipeline.kind, space, creation)
+                creation.set_alloc_time(h5py.h5d.ALLOC_TIME_INCR if array.spec.chunks else h5py.h5d.ALLOC_TIME_LATE)
+            h5py.h5d.create(parent.id, last.encode(), array.pipeline.kind, space, creation)
         except (TypeError, ValueError, OSError, RuntimeError) as error:
             raise ConfigError(f"'{name}' cannot be made in an HDF5 file: {error}") from error
 
@@ -218,7 +218,7 @@ class LedgerCatalog(Catalog):
         The file in which they are.
     """
 
-    def __init__(self, path: str, target: Target, chunks: Mapping[str, PlacedChunks]) -> None:
+    def __init__(self, path: str, target: Target, chunks: dict[str, PlacedChunks]) -> None:
         self.path, self.chunks = path, chunks
         self.descriptor: int | None = None
         self._target = target
@@ -243,7 +243,7 @@ class LedgerCatalog(Catalog):
             chunks.check_complete()
         with self.library.calls():
             self.library.close()
-        stored = [chunks.stored() for chunks in self.chunks.values()]
+        stored = [chunks.stored() for chunks in self.chunks.values()] or [(np.zeros(0, np.int64),) * 2]
         offsets, sizes = stored[0] if len(stored) == 1 else [np.concatenate(some) for some in zip(*stored, strict=True)]
         order = np.argsort(offsets)
         starts, sizes = offsets[order], sizes[order]
@@ -262,11 +262,12 @@ class LedgerCatalog(Catalog):
     def unread(self, error: Exception) -> SourceError:
         """The error about a file that HDF5 cannot read."""
         return SourceError(
-            f"the new '{self.path}' cannot be read by HDF5: {error}. What had this name before is as it was", path=self.path
+            f"the new file of '{self.path}' cannot be read by HDF5: {error}. What had this name before is as it was",
+            path=self.path,
         )
 
 
-class _Hdf5Catalog(LedgerCatalog):
+class Hdf5Catalog(LedgerCatalog):
     """See `Catalog`."""
 
     def __init__(self, sink: Hdf5Sink) -> None:
@@ -291,11 +292,13 @@ class _Hdf5Catalog(LedgerCatalog):
         self.ticket = Ticket(temporary, self._target.token, {placed.name: Places.of(placed.offsets) for placed in early})
 
     def allocate(self, name: str, numbers: Sequence[int] | Int64s, nbytes: Sequence[int] | Int64s, masks: Any = 0) -> Int64s:
+        """See `Catalog`."""
         if not self._sink.arrays[name].is_asked:
             raise ValueError(f"the chunks of '{name}' have places already")
         return super().allocate(name, numbers, nbytes, masks)
 
     def finish(self) -> None:
+        """See `Catalog`."""
         ledger = self.settle()
         if self.descriptor is None:
             raise ValueError("the catalog is closed")
@@ -318,11 +321,13 @@ class _Hdf5Catalog(LedgerCatalog):
             raise self.unread(error) from error
 
     def commit(self) -> None:
+        """See `Catalog`."""
         if self.descriptor is not None:
             raise ValueError("finish the catalog first")
         self._target.commit()
 
     def abandon(self) -> None:
+        """See `Catalog`."""
         if self._library is not None:
             self._library.give_up()
         with contextlib.suppress(OSError):

@@ -170,9 +170,7 @@ class Helper:
         """True until the helper is ended."""
         return self._finalize.alive
 
-    def ask(
-        self, do: str, nbytes: int = 0, factor: float = 1.0, most: int = _MOST_ANSWER_NBYTES, **what: Any
-    ) -> dict[str, Any]:
+    def ask(self, do: str, nbytes: int = 0, most: int = _MOST_ANSWER_NBYTES, **what: Any) -> dict[str, Any]:
         """Send one request and return the answer. Not from two threads at once.
 
         Parameters
@@ -181,8 +179,6 @@ class Helper:
             Name of the request: a method ``do_...`` of the helper.
         nbytes : int
             Bytes of the values that the answer puts into the shared memory.
-        factor : float
-            Factor on the limit of CPU time.
         most : int
             The most bytes of the answer itself.
         **what
@@ -197,7 +193,7 @@ class Helper:
         """
         if not self.is_alive:
             raise HelperError("the helper process has ended")
-        cpu_seconds = self._limits.cpu_seconds * factor + nbytes / _SLOWEST
+        cpu_seconds = self._limits.cpu_seconds + nbytes / _SLOWEST
         try:
             if most + nbytes > len(self._memory):
                 os.ftruncate(self._shared, most + nbytes)

@@ -28,7 +28,6 @@ from shardload.planning.region import Region
 
 __all__ = ["FORMAT", "UntrustedFile", "UntrustedFormat", "UntrustedSource"]
 
-_SLOW_FACTOR = 2.0  # more CPU time to open a file, which may have many arrays
 _MOST_LIST_NBYTES, _MOST_LABELS_NBYTES = 32 << 20, 2 << 20  # of an answer
 _PART_NBYTES, _MOST_CHUNKS = 1 << 24, 1 << 13  # values that are read at once, unless a chunk has more
 _MOST_LOST = 3
@@ -50,7 +49,7 @@ class UntrustedFormat(Format):
         return _list(path, access, "list_arrays")
 
     def sketch_arrays(self, path: str, access: Access = STRICT, most: int | None = None, like: str = "") -> list[ArrayInfo]:
-        """At most `most` + 1 of them."""
+        """Some of them."""
         return _list(path, access, "sketch_arrays", most=most, like=like)
 
     def list_linked(self, path: str, group: str, access: Access = STRICT, in_full: bool = True) -> list[ArrayInfo]:
@@ -109,23 +108,17 @@ class UntrustedFile(OpenFile):
         HelperError
             If there is no answer. The next question then goes to a new helper, a few times.
         """
-        factor = 1.0 if nbytes else _SLOW_FACTOR
         with self.lock:
             helper = self._running()
             if self.is_closed:  # meanwhile, by another thread
                 helper.end()
             try:
-                return helper.ask(do, nbytes, factor, path=self.path, allow_external=self._allow_external, **what)
+                return helper.ask(do, nbytes, path=self.path, allow_external=self._allow_external, **what)
             except SourceError as error:
                 error.path, error.dataset = self.path, what.get("dataset")
                 raise
             except HelperError as error:
                 self._last = str(error)
-                helper.end()
-                raise
-            except (LookupError, OSError, RuntimeError, ValueError):
-                raise
-            except BaseException:  # Ctrl-C: the helper may be in the middle of work
                 helper.end()
                 raise
 

@@ -10,7 +10,6 @@ can have. docs/design/zarr.md has measurements against zarr-python, zarrs and Te
 
 from __future__ import annotations
 
-import errno
 import itertools
 import math
 import os
@@ -32,8 +31,8 @@ from shardload.formats.contract.dtypes import native_dtype
 from shardload.formats.stored_chunks import Extents, StoredChunks
 from shardload.formats.zarr.metadata import MOST_INDEX_NBYTES, Layout, NotCovered, layout_of
 from shardload.formats.zarr.nodes import ArrayNode
-from shardload.formats.zarr.store import inner_store
-from shardload.storage.containment import TARGET_HINT, Fence, NotAFileError, OutsideError, kind_of
+from shardload.formats.zarr.store import inner_store, open_in
+from shardload.storage.containment import Fence
 from shardload.storage.local import LocalFile
 
 __all__ = ["ChunkFiles", "ShardFiles", "ZarrChunks", "chunk_layout", "chunk_reader"]
@@ -135,7 +134,7 @@ class ChunkFiles(ZarrChunks):
         if math.prod(map(len, box)) != 1:
             return []
         path = os.path.join(self._folder, self._layout.key(tuple(axis.start for axis in box)))
-        file = _open_file(path, self._fence)
+        file = open_in(path, self._fence)
         return [] if file is None else [Extents(file, np.zeros(1, np.int64), np.array([file.nbytes]))]
 
     def fetch(self, box: Sequence[range], room: Room = fresh) -> Encoded:
@@ -216,7 +215,7 @@ class ShardFiles(ZarrChunks):
         with slot.lock:
             if not slot.is_opened:
                 path = os.path.join(self._folder, self._layout.key(at))
-                file = _open_file(path, self._fence)
+                file = open_in(path, self._fence)
                 slot.shard = None if file is None else _Shard(file, path, self._layout)
                 slot.is_opened = True
             return slot.shard
@@ -252,7 +251,7 @@ class _Slot:
 class _Folder:
     """An open folder with chunk files: a file in it is found by its name alone.
 
-    Only what cannot be wrong is done here: regular files, no links. The rest is left to `_open_file`, which says what is wrong.
+    Only what cannot be wrong is done here: regular files, no links. The rest is left to `open_in`, which says what is wrong.
     """
 
     def __init__(self, path: str, fence: Fence) -> None:
@@ -280,7 +279,7 @@ class _Folder:
                             return data
                 finally:
                     os.close(fd)
-        file = _open_file(os.path.join(self._path, name), self._fence)
+        file = open_in(os.path.join(self._path, name), self._fence)
         if file is None:
             return None
         if file.nbytes > most:
@@ -294,27 +293,3 @@ class _Folder:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
-
-
-def _open_file(path: str, fence: Fence) -> LocalFile | None:
-    """Open a file for reading; None if it does not exist. OSError if it is not a file, or is outside the fence.
-
-    zarr-python takes a folder with a chunk's name as a missing chunk. Here it is an error: values would be lost.
-    """
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a named pipe would wait for its writer
-    except FileNotFoundError:
-        if os.path.islink(path):  # the link's target is lost, so the chunk is not simply missing
-            raise OSError(errno.ENOENT, f"a link to '{os.readlink(path)}', which is not there", path) from None
-        return None
-    except OSError as error:
-        if error.errno == errno.ENXIO:  # a socket
-            raise NotAFileError(f"'{path}' is a socket, expected a file") from None
-        raise
-    file = LocalFile(fd, path)  # closed with its last reference
-    mode = os.fstat(fd).st_mode
-    if not stat.S_ISREG(mode):
-        raise NotAFileError(f"'{path}' is {kind_of(mode)}, expected a file")
-    if not fence.holds_open(fd, path):
-        raise OutsideError(f"'{path}' is a link to '{os.path.realpath(path)}', outside the store; {TARGET_HINT}")
-    return file

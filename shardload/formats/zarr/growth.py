@@ -7,7 +7,7 @@
 3. `commit` moves its files into the old store: those with new names first, which nobody reads; then those at the old edge,
    whose old values are the same; then the metadata, by renames, that of `dim`'s coordinate after the others, and what describes
    several arrays (consolidated metadata) last.
-4. Before all that a file beside the store, made with O_EXCL, says that an append is at work: `formats.locks`.
+4. Before all that a file beside the store, made with O_EXCL, says that an append is at work: `storage.locks`.
 
 docs/design/save.md says what is on disk after a kill.
 """
@@ -30,10 +30,9 @@ from shardload.formats.sink import ArraySpec, Catalog, Compression
 from shardload.formats.zarr.metadata import Json, Layout, NotCovered
 from shardload.formats.zarr.nodes import ArrayNode, BrokenNode
 from shardload.formats.zarr.sink import ZarrCatalog, ZarrEncoder, ZarrSink, groups_above, write_file
-from shardload.formats.zarr.store import open_store, read_metadata
+from shardload.formats.zarr.store import WatchedStore, open_store
 from shardload.planning.grid import unravel
 from shardload.storage.leftovers import GROWTH_MARK, ROOTS
-from shardload.storage.local import state_of
 from shardload.storage.locks import AppendLock
 from shardload.storage.target import named, not_undone, sync_folder, sync_name
 
@@ -105,12 +104,13 @@ def _read_nodes(path: str) -> dict[str, ArrayNode]:
             "store, and names with groups"
         )
     nodes: dict[str, ArrayNode] = {}
-    for name, node in open_store(path, allow_external=True).nodes():
+    store = open_store(path, allow_external=True)
+    for name, node in store.nodes():
         if isinstance(node, BrokenNode):
             raise SourceError(f"'{name}' in '{path}' cannot be read: {node.error}", path=path, dataset=name) from node.error
         if isinstance(node, ArrayNode):
             nodes[name] = node
-    for key, document in _shared_documents(path, nodes):
+    for key, document in _shared_documents(store, nodes):
         for name, shape in _shapes_in(key, document, nodes):
             if tuple(shape) != nodes[name].shape:
                 folder = os.path.join(path, name.strip("/"))
@@ -140,12 +140,12 @@ def _details(path: str, name: str, node: ArrayNode) -> Json:
     return {"metadata": node.document, "dtype": dtype.name, "fill": fill.tobytes().hex(), **meaning}
 
 
-def _shared_documents(root: str, arrays: Iterable[str]) -> Iterator[tuple[str, Json]]:
+def _shared_documents(store: WatchedStore, arrays: Iterable[str]) -> Iterator[tuple[str, Json]]:
     """The documents that describe several arrays, the root's last: name in the store, and content."""
     for group in sorted(groups_above(arrays), key=lambda group: (-len(group.split("/")) if group else 0, group)):
         for file in ("zarr.json", ".zmetadata"):
             key = os.path.join(group, file)
-            text = read_metadata(os.path.join(root, key))
+            text = store.read(key)
             document = None if text is None else json.loads(text)
             if document is not None and (file == ".zmetadata" or document.get("consolidated_metadata")):
                 yield key, document
@@ -275,12 +275,12 @@ class GrowthCatalog(ZarrCatalog):
         """The metadata that will change, as they are in the store, and when they were written: a store that has taken the place
         of this one may have the same.
         """
-        keys = [key for key, _ in _shared_documents(self._store, self._grows.arrays)]
+        store = open_store(self._store, allow_external=True)
+        keys = [key for key, _ in _shared_documents(store, self._grows.arrays)]
         seen = {}
         with named(self._grows.path):
             for key in [*map(self._grows.metadata_key, self._grows.arrays), *keys]:
-                path = os.path.join(self._store, key)
-                state, text = state_of(path), read_metadata(path)
+                state, text = store.state(key), store.read(key)
                 if text is None:
                     raise self._changed()
                 seen[key] = (text, state)
@@ -343,7 +343,7 @@ class GrowthCatalog(ZarrCatalog):
         for name in names:
             key = sink.metadata_key(name)
             made[key] = json.loads(self._before[key]) | {"shape": shapes[name]}
-        for key, _ in _shared_documents(self._store, sink.arrays):
+        for key, _ in _shared_documents(open_store(self._store, allow_external=True), sink.arrays):
             document = made[key] if key in made else json.loads(self._before[key])
             for name, shape in _shapes_in(key, document, sink.arrays):
                 shape[:] = shapes[name]

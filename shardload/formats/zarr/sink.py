@@ -15,8 +15,9 @@ import math
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
+from weakref import WeakValueDictionary
 
 import google_crc32c
 import numpy as np
@@ -460,19 +461,18 @@ def write_file(path: str, content: bytes) -> None:
         os.close(descriptor)
 
 
-@dataclass
-class _Open:
-    """A file that waits for its fsync, and then for its name if that is another: of which array and chunk (the first one), how
-    many threads write to it now, and whether what they wrote is there.
-    """
+class _OpenFile:
+    """A file that chunks are written to. It is closed with its last reference, so that no thread loses it while it writes."""
 
-    path: str
-    final: str
-    descriptor: int
-    name: str
-    index: tuple[int, ...]
-    n_users: int = 0
-    is_whole: bool = True
+    def __init__(self, path: str, final: str, flags: int, name: str, index: tuple[int, ...]) -> None:
+        self.path, self.final = path, final  # its name, and the one that it gets when it is on disk
+        self.name, self.index = name, index  # the array, and the first chunk
+        self.descriptor = -1
+        self.descriptor = os.open(path, flags, 0o666)
+
+    def __del__(self) -> None:
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
 
 
 class _ZarrWriter(Writer):
@@ -481,7 +481,9 @@ class _ZarrWriter(Writer):
     def __init__(self, sink: ZarrSink, ticket: Ticket) -> None:
         self._sink, self._ticket = sink, ticket
         self._lock = threading.Lock()
-        self._unsynced: dict[str, _Open] = {}  # by path: the chunks of a shard share a descriptor, and its fsync
+        # By path: the chunks of a shard share a descriptor, and its fsync.
+        self._opened: WeakValueDictionary[str, _OpenFile] = WeakValueDictionary()
+        self._unsynced: dict[str, _OpenFile] = {}  # those that were written to
         self._n_behind = self._nbytes_behind = 0
         self._made: set[str] = set()  # folders that are there
         self._folders: set[str] = set()  # those with new names that are not synced
@@ -506,50 +508,36 @@ class _ZarrWriter(Writer):
         index, path = unravel(number, one.spec.grid), self._sink.file_of(self._ticket, name, number)
         with named(self._sink.path, name, lambda: index):
             self._make_folder(os.path.dirname(path))
-            # A chunk with a file of its own is written once: a second time would be a defect of the caller.
-            file = self._opened(path, os.O_CREAT | os.O_WRONLY | (0 if one.is_asked else os.O_EXCL), name, index)
+            file = self._file(path, name, index, is_shared=one.is_asked)
             self._note_folder(os.path.dirname(path))
-            try:
-                put_at(file.descriptor, stored.data, offset)
-            except BaseException:
-                file.is_whole = False
-                raise
-            finally:
-                with self._lock:
-                    file.n_users -= 1
-                    self._nbytes_behind += stored.nbytes
+            put_at(file.descriptor, stored.data, offset)
         with self._lock:
-            late = self._take_unused() if self._is_late() else []
-        self._sync_files(late)
-
-    def _opened(self, final: str, flags: int, name: str, index: tuple[int, ...]) -> _Open:
-        """The file of a chunk, open, for one user more."""
-        is_shared = not flags & os.O_EXCL
-        path = final if self._sink.about is None else final + PART
-        with self._lock:
+            self._unsynced[file.path] = file  # not before, so that a sync of another thread does not end it
             self._n_behind += 1
-            found = self._unsynced.get(path) if is_shared else None
-            if found is not None:
-                found.n_users += 1
-                return found
-        mine = _Open(path, final, os.open(path, flags, 0o666), name, index)  # without the lock: a file server takes its time
+            self._nbytes_behind += stored.nbytes
+            is_long = self._sink.about is not None and self._nbytes_behind >= _MOST_BEHIND_NBYTES
+            is_late = len(self._unsynced) >= _MOST_OPEN or self._n_behind >= _MOST_BEHIND or is_long
+            files = self._take() if is_late else []
+        self._sync_files(files)
+
+    def _file(self, final: str, name: str, index: tuple[int, ...], *, is_shared: bool) -> _OpenFile:
+        """The file of a chunk, open."""
+        path, flags = final if self._sink.about is None else final + PART, os.O_CREAT | os.O_WRONLY
+        if not is_shared:  # it is written once: a second time would be a defect of the caller
+            return _OpenFile(path, final, flags | os.O_EXCL, name, index)
         with self._lock:
-            file = self._unsynced.setdefault(path, mine)
-            file.n_users += 1
-        if file is not mine:  # another thread was first
-            os.close(mine.descriptor)
+            file = self._opened.get(path)
+        if file is None:
+            file = _OpenFile(path, final, flags, name, index)  # without the lock: a file server takes its time
+            with self._lock:
+                file = self._opened.setdefault(path, file)
         return file
 
-    def _is_late(self) -> bool:
-        """Whether too many files, writes or bytes wait for the disk."""
-        is_long = self._sink.about is not None and self._nbytes_behind >= _MOST_BEHIND_NBYTES
-        return len(self._unsynced) >= _MOST_OPEN or self._n_behind >= _MOST_BEHIND or is_long
-
-    def _take_unused(self) -> list[_Open]:
-        """Files that no thread writes to; they are the caller's to close. With the lock."""
+    def _take(self) -> list[_OpenFile]:
+        """The files that were written to, for the caller to sync. With the lock."""
+        files, self._unsynced = [*self._unsynced.values()], {}
         self._n_behind = self._nbytes_behind = 0
-        paths = [path for path, file in self._unsynced.items() if not file.n_users]
-        return [self._unsynced.pop(path) for path in paths]
+        return files
 
     def put_region(self, name: str, region: Region, stored: Stored) -> None:
         spec = self._sink.arrays[name].spec
@@ -573,37 +561,17 @@ class _ZarrWriter(Writer):
                 self._folders.add(folder)
                 folder = os.path.dirname(folder)
 
-    def _sync_files(self, files: list[_Open]) -> None:
-        failed: BaseException | None = None
+    def _sync_files(self, files: list[_OpenFile]) -> None:
         for file in files:
-            try:
-                with named(self._sink.path, file.name, lambda file=file: file.index):  # type: ignore[misc]
-                    try:
-                        os.fsync(file.descriptor)
-                    finally:
-                        os.close(file.descriptor)
-                    if file.final != file.path and file.is_whole:
-                        os.rename(file.path, file.final)
-            except BaseException as error:  # the others must be closed too
-                failed = failed or error
-        if failed is not None:
-            raise failed
+            with named(self._sink.path, file.name, lambda file=file: file.index):  # type: ignore[misc]
+                os.fsync(file.descriptor)
+                if file.final != file.path:
+                    os.rename(file.path, file.final)
 
     def sync(self) -> None:
         with self._lock:
-            files, used = self._take_unused(), [*self._unsynced.values()]
-            for file in used:
-                file.n_users += 1
-            folders, self._folders = sorted(self._folders, reverse=True), set()
-        try:
-            self._sync_files(files)
-            for file in used:  # a thread writes to it: its number must not become another file's
-                with named(self._sink.path, file.name, lambda file=file: file.index):  # type: ignore[misc]
-                    os.fsync(file.descriptor)
-        finally:
-            with self._lock:
-                for file in used:
-                    file.n_users -= 1
+            files, folders, self._folders = self._take(), sorted(self._folders, reverse=True), set()
+        self._sync_files(files)
         with named(self._sink.path):
             for folder in [*folders, self._ticket.temporary]:
                 sync_folder(folder)
@@ -611,11 +579,7 @@ class _ZarrWriter(Writer):
     def close(self) -> None:
         self._is_open = False
         with self._lock:
-            files, self._unsynced = list(self._unsynced.values()), {}
+            files = self._take()
         if self._sink.about is not None:  # for a job that goes on: whole chunks get their names
             with contextlib.suppress(OSError):
                 self._sync_files(files)
-            return
-        for file in files:
-            with contextlib.suppress(OSError):  # `sync` was to tell
-                os.close(file.descriptor)

@@ -35,7 +35,7 @@ from shardload.formats.contract.chunk_reader import ChunkReader
 from shardload.formats.contract.dtypes import check_request, native_dtype, refusal, unaddressable
 from shardload.formats.contract.format import Format, OpenFile, Source
 from shardload.formats.labels import Coordinate, Labels, names_in
-from shardload.formats.zarr.chunks import ZarrChunks, chunk_layout, chunk_reader
+from shardload.formats.zarr.chunks import ZarrChunks, chunk_reader
 from shardload.formats.zarr.codecs import refuse_codecs
 from shardload.formats.zarr.making import properties_of
 from shardload.formats.zarr.metadata import grid_of, is_stacked, n_in_shard, names_of
@@ -58,9 +58,6 @@ __all__ = ["FORMAT", "ZarrFormat", "ZarrSource", "describe"]
 _MARKS = (*ROOTS, ".zmetadata")
 # How much longer a stored chunk may be than decoded, if only zarr-python knows its codecs: some turn one byte into 8.
 _LONGEST, _HEAD_NBYTES = 8, 4096
-_STACKED = (
-    "its chunks are compressed more than once, and only zarr-python decodes them here, without a limit on the result's size"
-)
 _MOST_AT_ONCE = 1024  # chunks per call: zarr-python holds 2.5 KiB for each, however small it is
 _MOST_INDEX_NBYTES = 1 << 26  # index of a shard, which zarr-python reads whole
 # Codecs from which numcodecs makes Python objects. A pickle is a program that runs when it is decoded.
@@ -92,7 +89,6 @@ class ZarrSource(Source):
         mark = "zarr.json" if node.version == 3 else ".zarray"
         self._metadata_key = f"{array.path}/{mark}" if array.path else mark
         self._opened_in = self._store.state_before(self._metadata_key) or self.state()
-        self._is_stacked = is_stacked(node.document, access)
         self._store.most_nbytes = None if info.chunks is None else _LONGEST * self._stored_nbytes() + _HEAD_NBYTES
 
     @property
@@ -116,8 +112,6 @@ class ZarrSource(Source):
         if self._chunks is not None:
             self._missing = read_by_chunks(self._chunks, self._info.chunks or (), region, out)
             return
-        if self._is_stacked:
-            raise ValueError(_STACKED)
         store = self._store
         for part in self._parts(region):
             store.missing.clear()
@@ -165,11 +159,6 @@ class ZarrSource(Source):
 
     def plain(self, region: Region) -> np.ndarray[Any, Any]:
         """The values as zarr-python's indexing gives them."""
-        if self._is_stacked:  # decode here first, because zarr-python does not limit the size
-            for part in self._parts(region) if region.size else ():
-                if self._chunks is None:
-                    raise ValueError(_STACKED)
-                read_by_chunks(self._chunks, self._info.chunks or (), part, np.empty(part.shape, self._dtype))
         return index_in_parts(self._array, region, self._parts)
 
     def labels(self) -> Labels:
@@ -291,7 +280,7 @@ class ZarrFormat(Format):
                 f"'{obj.name}' in '{path}' is a group, not an array. Pass group['name'] with a name of an array in it: {names}."
             )
         node, array = ArrayNode.of(obj), watched(obj, access.allow_external)
-        return ZarrSource(node, array, describe(node, array.store, path, obj.name, access), access, is_own=False)
+        return ZarrSource(node, array, describe(node, path, obj.name, access), access, is_own=False)
 
 
 FORMAT = ZarrFormat()
@@ -340,7 +329,7 @@ def _open_array(store: WatchedStore, path: str, dataset: str, access: Access, *,
     if not isinstance(node, ArrayNode):
         raise KeyError(dataset)
     try:
-        info = describe(node, store, path, dataset, access)
+        info = describe(node, path, dataset, access)
     except UnknownError as error:
         text = f"'{dataset}' in '{path}' cannot be loaded: it holds {error}."
         raise SourceError(text, path=path, dataset=dataset) from error
@@ -379,7 +368,7 @@ def _described(store: WatchedStore, path: str, access: Access) -> Iterator[Array
         try:
             if isinstance(node, BrokenNode):
                 raise node.error
-            info = describe(node, store, path, name, access)
+            info = describe(node, path, name, access)
         except Exception as error:
             if name == "/" and not isinstance(error, UnknownError):
                 raise
@@ -395,15 +384,13 @@ def _unread(path: str, name: str, error: Exception) -> ArrayInfo:
     return ArrayInfo(path, name, "Zarr", (), "unknown type" if error.is_type else "unknown", refused=str(error))
 
 
-def describe(node: ArrayNode, store: Any, path: str, name: str, access: Access = STRICT) -> ArrayInfo:
+def describe(node: ArrayNode, path: str, name: str, access: Access = STRICT) -> ArrayInfo:
     """Describe an array without reading its chunks.
 
     Parameters
     ----------
     node : ArrayNode
         Its metadata.
-    store : zarr.abc.store.Store
-        The store that it is in.
     path, name : str
         Store and array as the user named them.
     access : Access
@@ -417,7 +404,7 @@ def describe(node: ArrayNode, store: Any, path: str, name: str, access: Access =
         refused = refused or "chunks of a grid that is not regular; only regular grids can be loaded"
     else:
         chunks, shards = grid
-        refused = refused or _unbounded(node, store, access)
+        refused = refused or _unbounded(node, access)
     refused = refused or unaddressable(node.shape, chunks) or unaddressable(node.shape, shards)
     return ArrayInfo(
         path=path,
@@ -479,15 +466,15 @@ def _unsafe(node: ArrayNode) -> str | None:
     return f"values encoded with '{min(names)}', which makes Python objects (and can be a program)" if names else None
 
 
-def _unbounded(node: ArrayNode, store: Any, access: Access) -> str | None:
+def _unbounded(node: ArrayNode, access: Access) -> str | None:
     """Why an array is refused that zarr-python would decode to a size without a limit; None if there is a limit.
 
     Codecs that the caller allows are not counted.
     """
-    if is_stacked(node.document, access) and chunk_layout(store, node) is None:
+    if is_stacked(node.document, access):
         return (
             f"chunks compressed more than once ({node.codec}), which only zarr-python decodes, without a limit on the "
-            "result's size. Keep them in a folder, with gzip, zstd or Blosc, or write it again with one compressor"
+            "result's size. Write it again with one compressor"
         )
     if names_of(node.document).count("sharding_indexed") > 1:
         return "shards inside of shards, which only zarr-python reads: write it again with one kind of shards"

@@ -12,13 +12,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import io
 import os
 import stat
 import zipfile
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import zarr
 import zarr.storage
 from zarr.abc.store import OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
@@ -28,10 +31,10 @@ from zarr.core.sync import sync
 from shardload.errors import SourceError, is_unread
 from shardload.formats.zarr.codecs import checked
 from shardload.formats.zarr.nodes import ArrayNode, BrokenNode, GroupNode, Node, parse_node, quiet
-from shardload.storage.containment import TARGET_HINT, Fence, NotAFileError, OutsideError, kind_of, open_file
-from shardload.storage.local import state_of
+from shardload.storage.containment import TARGET_HINT, Fence, NotAFileError, OutsideError, kind_of
+from shardload.storage.local import LocalFile, state_of
 
-__all__ = ["WatchedStore", "close_store", "inner_store", "open_store", "read_metadata", "watch", "watched", "zip_entries"]
+__all__ = ["WatchedStore", "close_store", "inner_store", "open_in", "open_store", "watch", "watched", "zip_entries"]
 
 _METADATA = ("zarr.json", ".zarray", ".zgroup", ".zattrs", ".zmetadata")
 _MOST_LAYERS = 16  # file systems on top of each other
@@ -67,7 +70,7 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
         self.fence, self._opened_in = fence or Fence(), opened_in
         self._seen: dict[str, tuple[int, ...] | None] = {}
         below = _unwrapped(store)
-        self._folder = os.fspath(below.root) if isinstance(below, zarr.storage.LocalStore) else None
+        self._folder = os.fspath(below.root) if type(below) is zarr.storage.LocalStore else None
         self.missing: set[str] = set()
         self.most_nbytes: int | None = None
 
@@ -88,11 +91,8 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
     def read(self, key: str) -> bytes | None:
         """A file of metadata; None if it does not exist. Errors are those of `get`."""
         self._seen.setdefault(key, self.state(key))
-        if self._folder is not None:
-            self._check_key(key)
-            return read_metadata(os.path.join(self._folder, key))
-        found = sync(self.get(key, default_buffer_prototype()))
-        return None if found is None else bytes(found.to_bytes())
+        value = self._value(key, None) if self._is_here else sync(self.get(key, default_buffer_prototype()))
+        return value if value is None or isinstance(value, bytes) else bytes(value.to_bytes())
 
     def node(self, name: str) -> ArrayNode | GroupNode | None:
         """The array or group of this name; None if there is none. KeyError for names that Zarr cannot have."""
@@ -200,23 +200,49 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
         ValueError
             If it is longer than a stored chunk (or metadata) can be.
         """
-        is_metadata = key.rpartition("/")[2] in _METADATA
-        most = MOST_METADATA_NBYTES if is_metadata else self.most_nbytes
-        nbytes = self._check_key(key)
-        if self._folder is not None:
-            _check_length(key, nbytes, most)  # before memory is allocated
-        archive = _unwrapped(self._store)
-        if isinstance(archive, zarr.storage.ZipStore):
-            found = _of_zip(archive, key, prototype, byte_range, most)
+        if self._is_here:
+            value = await asyncio.to_thread(self._value, key, byte_range)
+            found = None if value is None else prototype.buffer.from_bytes(value)
         else:
+            _check_key(key)
             found = await self._store.get(key, prototype, byte_range)
+            if found is not None:
+                self._check(key, len(found), found.to_bytes)
         if found is None:
             self.missing.add(key)
-            return None
-        _check_length(key, len(found), most)
-        if is_metadata:
-            check_metadata(key, found.to_bytes())
         return found
+
+    @property
+    def _is_here(self) -> bool:
+        """Whether values are read by this object: from a folder, or a zip file."""
+        return self._folder is not None or isinstance(_unwrapped(self._store), zarr.storage.ZipStore)
+
+    def _value(self, key: str, byte_range: Any) -> bytes | None:
+        """A value in a folder or a zip file, or a byte range of it; None if it does not exist."""
+        _check_key(key)
+        if self._folder is None:
+            return _of_zip(_unwrapped(self._store), key, byte_range, self._check)
+        path = os.path.join(self._folder, key)
+        if not self.fence.holds(path):
+            raise _outside(path)
+        file = open_in(path, self.fence)
+        if file is None:
+            return None
+        start, stop = _range_of(byte_range, file.nbytes)
+        self._check(key, stop - start)
+        value = np.empty(stop - start, np.uint8)
+        file.read_into(value, start)
+        self._check(key, len(value), value.tobytes)
+        return value.tobytes()
+
+    def _check(self, key: str, nbytes: int, content: Callable[[], bytes] | None = None) -> None:
+        """ValueError if a value is longer than it can be, or metadata have so many values that Python would take far more."""
+        is_metadata = key.rpartition("/")[2] in _METADATA
+        most = MOST_METADATA_NBYTES if is_metadata else self.most_nbytes
+        if most is not None and nbytes > most:
+            raise ValueError(f"'{key}' has {nbytes} bytes, what is stored there {most} at most")
+        if is_metadata and content is not None and (n := sum(map(content().count, (b",", b"[", b"{")))) > _MOST_VALUES:
+            raise ValueError(f"'{key}' has some {n} values; metadata has {_MOST_VALUES} at most. Put long data into an array")
 
     async def get_partial_values(self, prototype: Any, key_ranges: Iterable[tuple[str, Any]]) -> list[Any]:
         """Byte ranges of several values."""
@@ -233,31 +259,38 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
         """Names directly below `prefix`."""
         return self._store.list_dir(prefix)  # type: ignore[no-any-return]
 
-    def _check_key(self, key: str) -> int:
-        """Bytes of a file; 0 if it does not exist, or is in no folder. OSError unless it is a file in the store."""
-        if ".." in key.split("/"):
-            raise OutsideError(f"the key '{key}' leads out of the store")
-        if self._folder is None:
-            return 0
-        path = os.path.join(self._folder, key)
-        if not self.fence.holds(path):
-            raise OutsideError(f"'{path}' is a link to '{os.path.realpath(path)}', outside the store; {TARGET_HINT}")
-        try:
-            found = os.stat(path)
-        except OSError as error:
-            if os.path.islink(path):
-                raise OSError(f"'{path}' is a link to '{os.readlink(path)}', which is not there") from None
-            if not isinstance(error, FileNotFoundError | NotADirectoryError):
-                raise
-            return 0
-        if not stat.S_ISREG(found.st_mode):  # zarr-python would wait for a pipe, and take a folder as a missing chunk
-            raise NotAFileError(f"'{path}' is {kind_of(found.st_mode)}, expected a file")
-        return found.st_size
+
+def _check_key(key: str) -> None:
+    if ".." in key.split("/"):
+        raise OutsideError(f"the key '{key}' leads out of the store")
 
 
-def _check_length(key: str, nbytes: int, most: int | None) -> None:
-    if most is not None and nbytes > most:
-        raise ValueError(f"'{key}' has {nbytes} bytes, what is stored there {most} at most")
+def _outside(path: str) -> OutsideError:
+    return OutsideError(f"'{path}' is a link to '{os.path.realpath(path)}', outside the store; {TARGET_HINT}")
+
+
+def open_in(path: str, fence: Fence) -> LocalFile | None:
+    """Open a file of a store for reading; None if it does not exist. OSError if it is not a file, or is outside the fence.
+
+    zarr-python takes a folder with a chunk's name as a missing chunk. Here it is an error: values would be lost.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a named pipe would wait for its writer
+    except (FileNotFoundError, NotADirectoryError):
+        if os.path.islink(path):  # the link's target is lost, so the value is not simply missing
+            raise OSError(errno.ENOENT, f"a link to '{os.readlink(path)}', which is not there", path) from None
+        return None
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # a socket
+            raise NotAFileError(f"'{path}' is a socket, expected a file") from None
+        raise
+    file = LocalFile(descriptor, path)  # closed with its last reference
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        raise NotAFileError(f"'{path}' is {kind_of(mode)}, expected a file")
+    if not fence.holds_open(descriptor, path):
+        raise _outside(path)
+    return file
 
 
 def open_store(path: str, allow_external: bool = False) -> Any:
@@ -277,29 +310,6 @@ def open_store(path: str, allow_external: bool = False) -> Any:
     return WatchedStore(zarr.storage.ZipStore(path, mode="r", read_only=True), opened_in=opened_in)
 
 
-def check_metadata(name: str, text: bytes) -> None:
-    """Raise ValueError if JSON metadata is too long, or has so many values that Python would take far more memory."""
-    if len(text) > MOST_METADATA_NBYTES:
-        raise ValueError(f"'{name}' has more than {MOST_METADATA_NBYTES} bytes; metadata has so many at most")
-    n_values = sum(map(text.count, (b",", b"[", b"{")))
-    if n_values > _MOST_VALUES:
-        raise ValueError(
-            f"'{name}' has some {n_values} values; metadata has {_MOST_VALUES} at most. Put long data into an array"
-        )
-
-
-def read_metadata(path: str) -> bytes | None:
-    """A metadata file; None if there is none. ValueError if it is too long."""
-    try:
-        descriptor = open_file(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    with os.fdopen(descriptor, "rb") as file:
-        text = file.read(MOST_METADATA_NBYTES + 1)
-    check_metadata(path, text)
-    return text
-
-
 def _may_be_folder(entry: os.DirEntry[str]) -> bool:
     try:
         return entry.is_dir()
@@ -313,7 +323,7 @@ def zip_entries(path: str) -> list[zipfile.ZipInfo]:
         return archive.infolist()
 
 
-def _of_zip(store: zarr.storage.ZipStore, key: str, prototype: Any, byte_range: Any, most_nbytes: int | None) -> Any:
+def _of_zip(store: zarr.storage.ZipStore, key: str, byte_range: Any, check: Callable[..., None]) -> bytes | None:
     """A value in a zip file, or a byte range of it; None if it does not exist.
 
     It never unpacks more than the zip file declares. zarr-python asks Python's zipfile for the whole value, which may unpack
@@ -331,12 +341,13 @@ def _of_zip(store: zarr.storage.ZipStore, key: str, prototype: Any, byte_range: 
                 "stored as it is, or deflated. Unpack the zip file, or write it anew"
             )
         start, stop = _range_of(byte_range, entry.file_size)
-        if most_nbytes is not None and stop - start > most_nbytes:
-            raise ValueError(f"'{key}' would have {stop - start} bytes; {most_nbytes} are the most")
+        check(key, stop - start)
         with archive.open(entry) as file:
             if start:
                 file.seek(start)
-            return prototype.buffer.from_bytes(file.read(stop - start))
+            value = file.read(stop - start)
+    check(key, len(value), lambda: value)
+    return value
 
 
 def _archive(store: zarr.storage.ZipStore) -> zipfile.ZipFile:
@@ -389,8 +400,8 @@ def watched(array: Any, allow_external: bool = False) -> Any:
 
 
 _REFERENCES = "names a place for each chunk, which may be anywhere"
-# It is known where these stores read: in a folder, a file, memory, or through their layers. ObjectStore needs its own library.
-_KNOWN_STORES = (zarr.storage.LocalStore, zarr.storage.ZipStore, zarr.storage.MemoryStore, zarr.storage.FsspecStore)
+# It is known where these stores read: in a file, memory, or through their layers. ObjectStore needs its own library.
+_KNOWN_STORES = (zarr.storage.ZipStore, zarr.storage.MemoryStore, zarr.storage.FsspecStore)
 
 
 def _fence_of(store: Any, name: str, allow_external: bool) -> Fence:
@@ -398,7 +409,8 @@ def _fence_of(store: Any, name: str, allow_external: bool) -> Fence:
     if allow_external:
         return Fence()
     store = _unwrapped(store)
-    if not isinstance(store, _KNOWN_STORES) and type(store).__name__ != "ObjectStore":
+    is_known = isinstance(store, _KNOWN_STORES) or type(store) is zarr.storage.LocalStore  # one derived of it may read anywhere
+    if not is_known and type(store).__name__ != "ObjectStore":
         raise SourceError(
             f"'{name}' cannot be loaded: a {type(store).__name__} may read files anywhere, and symbolic links are not looked "
             f"at there. Pass the path of the folder or file, or the store below it, or {TARGET_HINT}."
@@ -411,7 +423,7 @@ def _fence_of(store: Any, name: str, allow_external: bool) -> Fence:
             f"'{name}' cannot be loaded: it reads a folder through another layer, where symbolic links are not looked at. Pass "
             f"the path of the folder, or {TARGET_HINT}."
         )
-    return Fence.around_store(os.fspath(store.root)) if isinstance(store, zarr.storage.LocalStore) else Fence()
+    return Fence.around_store(os.fspath(store.root)) if type(store) is zarr.storage.LocalStore else Fence()
 
 
 def _unwrapped(store: Any) -> Any:

@@ -34,17 +34,17 @@ from shardload.jobs.consistency import State, check_names, check_same_file, chec
 from shardload.jobs.loading.plan import Layout, Plan
 from shardload.jobs.loading.report import Phase
 from shardload.jobs.trees import in_array, naming_errors
-from shardload.options import INDEX, Options, fill_value, pad_value
+from shardload.options import INDEX, Options, fill_value
 from shardload.planning.tuning import Tuning
-from shardload.transfer.buffers import Piece, fill_padding
+from shardload.transfer.buffers import Piece
 from shardload.transfer.counters import Counters
 from shardload.transfer.decode import conversion
-from shardload.transfer.halo_pieces import HaloPieces
 from shardload.transfer.local_pieces import LocalPieces
 from shardload.transfer.missing import counter_of
 from shardload.transfer.moves import ArrayMove, BlocksToPieces
 from shardload.transfer.reader import SourceReader
 from shardload.transfer.resources import Resources
+from shardload.transfer.shard_pieces import ShardPieces
 
 __all__ = ["ArrayLoad", "OpenSources", "OwnArray"]
 
@@ -237,9 +237,6 @@ class OwnArray:
     ----------
     shards : dict of int to Piece
         This rank's pieces, by shard number, in the coordinates of the jax.Array.
-    pieces : dict of int to Piece
-        What the exchange fills in them, by the number of the section (`Shards.sections_of`), in the coordinates of the file's
-        array. Without a halo the same.
     contents : State
         The source's state when it was opened, to compare with the other ranks' sources.
     array : jax.Array or None
@@ -253,7 +250,6 @@ class OwnArray:
     def __init__(self, load: ArrayLoad, rank: int) -> None:
         self.load, self.rank = load, rank
         self.shards: dict[int, Piece] = {}
-        self.pieces: dict[int, Piece] = {}
         self.contents: State = None
         self.array: jax.Array | None = None
         self.device = Phase(0.0, 0)
@@ -263,7 +259,7 @@ class OwnArray:
         self._source: Source | None = None
         self._state: State = None
         self._early: EarlyPieces | None = None
-        self._halos: HaloPieces | None = None
+        self._pieces: ShardPieces | None = None
 
     @property
     def reads(self) -> bool:
@@ -284,25 +280,24 @@ class OwnArray:
             self._source = self.load.handle
 
     @property
+    def pieces(self) -> dict[int, Piece]:
+        """What the exchange fills, by the number of the section (`Shards.sections_of`), in coordinates of the file's array."""
+        return {} if self._pieces is None else self._pieces.sections
+
+    @property
     def wanted(self) -> tuple[list[tuple[int, ...]], np.dtype[Any]]:
         """The shapes of the pieces, and their dtype."""
-        return self.load.layout.share(self.rank).shapes, self.load.kind.dtype
+        shards = self.load.layout.schedule.shards
+        return [shards.shard_shape] * len(shards.shards_of(self.rank)), self.load.kind.dtype
 
     def make_room(self, room: list[np.ndarray[Any, Any]]) -> None:
         """Take the pieces from `room`, and fill their padding. The exchange writes the rest."""
         layout, kind = self.load.layout, self.load.kind
-        dtype, shards, share = kind.dtype, layout.schedule.shards, layout.share(self.rank)
-        for shard, region, data in zip(share.numbers, share.regions, room, strict=True):
-            self.shards[shard] = Piece(region, data)
-        if shards.has_halo:
-            self._halos = HaloPieces(shards, kind.shape, self.shards, self.rank)
-            self._halos.fill(partial(fill_value, self.load.options.pad, dtype))
-            self.pieces = self._halos.sections
-        else:
-            self.pieces = self.shards
-            for shard in share.padded:
-                piece, held = self.shards[shard], layout.schedule.true_region(shard)
-                fill_padding(piece, held, pad_value(self.load.options.pad, dtype) if piece.region.size else 0)
+        shards = layout.schedule.shards
+        for shard, data in zip(shards.shards_of(self.rank), room, strict=True):
+            self.shards[shard] = Piece(shards.region(shard), data)
+        self._pieces = ShardPieces(shards, kind.shape, self.shards, self.rank)
+        self._pieces.fill(partial(fill_value, self.load.options.pad, kind.dtype))
         self._early = EarlyPieces(kind.shape_global, kind.sharding)
 
     def make_reader(self, opened: ExitStack, resources: Resources, tuning: Tuning) -> None:
@@ -355,30 +350,30 @@ class OwnArray:
         if source is None:
             return
         started = time.perf_counter()
-        for shard, piece in self.pieces.items():
-            cut = layout.cut(shard)
-            if cut is not None:
-                target = piece.view(cut.region)
-                view = source.view(cut.place)
-                values = source.plain(cut.place) if view is None else view
-                np.copyto(target, values.reshape(cut.region.shape), casting="no")
+        for section, piece in self.pieces.items():
+            region = layout.schedule.true_region(section)
+            if region is not None and region.size:
+                place, target = layout.source.selection.to_file(region), piece.view(region)
+                view = source.view(place)
+                values = source.plain(place) if view is None else view
+                np.copyto(target, values.reshape(region.shape), casting="no")
                 settle_bools(target)
                 self._filled.nbytes_read += target.nbytes
-                self._filled.chunks_decoded += cut.n_chunks
+                self._filled.chunks_decoded += layout.source.chunks.n_meeting(region) if layout.source.has_chunks else 0
             self._start_early(piece)
         self._filled.read_seconds += time.perf_counter() - started
 
     def _start_early(self, piece: Piece) -> None:
         """Start to copy a complete piece to its device."""
-        shard = piece if self._halos is None else self._halos.completed(piece)
+        shard = None if self._pieces is None else self._pieces.completed(piece)
         if self._early is not None and shard is not None:
             self._early.start(shard.region, shard.data)
 
     def assemble(self) -> None:
         """Hand the pieces to JAX."""
         started = time.perf_counter()
-        if self._halos is not None:
-            self._halos.finish()
+        if self._pieces is not None:
+            self._pieces.finish()
         held = ((p.region, p.data) for p in self.shards.values())
         kind = self.load.kind
         self.array = assemble(kind.shape_global, kind.sharding, kind.dtype, held, self._early)

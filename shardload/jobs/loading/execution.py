@@ -24,7 +24,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardload.arrays.padding import remember_version
+from shardload.arrays.padding import loaded_as
 from shardload.arrays.verification import Found, VerifyReport, agree_all
 from shardload.comm.group import Group, Invocation
 from shardload.engine.call import begin_call
@@ -370,7 +370,9 @@ class Loader:
             if any(state):  # some rank had the file open
                 check_same(load.name, state, load.info.path, load.info.dataset, is_open=load.is_open)
             read_in = load.read_in if len(arrays) == 1 else None
-            remember_version(array, version_in(state) if read_in is None else version_of_state(read_in))
+            known = loaded_as(array)
+            if known is not None:
+                known.version = version_in(state) if read_in is None else version_of_state(read_in)
         if n_files:  # also if each array was read by one rank, but not all by the same
             for path, state in zip(self._shared_paths, _shares_of(totals[-n_files * N_SUMS :], n_files), strict=True):
                 check_same(f"'{path}'", state, path, "")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import jax
@@ -24,7 +23,6 @@ from shardload.jobs.consistency import Version
 from shardload.jobs.loading.describe import as_html, describe_plan, describe_plan_in_a_line
 from shardload.jobs.loading.report import LoadReport
 from shardload.planning.cost import Cost, plan_cost
-from shardload.planning.region import Region
 from shardload.planning.schedule import Schedule
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.staging import Staging, plan_staging
@@ -35,43 +33,6 @@ __all__ = ["Executor", "Layout", "Plan"]
 
 NO_DEVICES = "an AbstractMesh has no devices, so there is nothing to execute this plan on: plan over a jax.sharding.Mesh"
 Executor = Callable[[Sequence["Plan"]], Any]  # returns what was loaded: `arrays`, `report`
-
-
-@dataclass(frozen=True, eq=False)
-class Share:
-    """What one rank holds of each array of a layout.
-
-    Attributes
-    ----------
-    numbers : list of int
-        Its shards.
-    regions, shapes : list
-        The region of each in the jax.Array, and its shape.
-    padded : list of int
-        Those that have padding, if there is no halo.
-    """
-
-    numbers: list[int]
-    regions: list[Region]
-    shapes: list[tuple[int, ...]]
-    padded: list[int]
-
-
-@dataclass(frozen=True, eq=False)
-class Cut:
-    """Which elements of a section are the file's.
-
-    Attributes
-    ----------
-    region, place : Region
-        In the selected array, and in the file's array.
-    n_chunks : int
-        Chunks that they meet; 0 for an array without chunks.
-    """
-
-    region: Region
-    place: Region
-    n_chunks: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,42 +55,17 @@ class Layout:
     schedule: Schedule
     n_threads: int = 1
     decoding: Decoding | None = None
-    # Caches: loads of the same kind share a layout.
-    _staging: dict[int, Staging] = field(default_factory=dict, init=False)
-    _shares: dict[int, Share] = field(default_factory=dict, init=False)
-    _cuts: dict[int, Cut | None] = field(default_factory=dict, init=False)
 
     def staging(self, cap_nbytes: int) -> Staging:
         """How the memory under a cap is used if this array is loaded alone."""
-        if cap_nbytes not in self._staging:
-            self._staging[cap_nbytes] = plan_staging([(self.schedule, self.source)], cap_nbytes, self.n_threads)
-        return self._staging[cap_nbytes]
+        return plan_staging([(self.schedule, self.source)], cap_nbytes, self.n_threads)
 
     def cost(self, cap_nbytes: int, n_nodes: int = 1) -> Cost:
         """What a load costs; with a cap of 0 there are no staging buffers."""
         n_blocks = self.staging(cap_nbytes).n_blocks if cap_nbytes else 0
         return plan_cost(self.schedule, self.source, staging_blocks=n_blocks, is_one_node=n_nodes == 1)
 
-    def share(self, rank: int) -> Share:
-        """What one rank holds: this process's own."""
-        if rank not in self._shares:
-            shards = self.schedule.shards
-            regions = {shard: shards.region(shard) for shard in shards.shards_of(rank)}
-            padded = [] if shards.has_halo else [s for s, r in regions.items() if self.schedule.true_region(s) != r]
-            self._shares[rank] = Share(list(regions), list(regions.values()), [r.shape for r in regions.values()], padded)
-        return self._shares[rank]
-
-    def cut(self, section: int) -> Cut | None:
-        """How one of this process's sections is cut out of the array in the file; None if it has none of its elements."""
-        if section not in self._cuts:
-            region, made = self.schedule.true_region(section), None
-            if region is not None and region.size:
-                n_chunks = self.source.chunks.n_meeting(region) if self.source.has_chunks else 0
-                made = Cut(region, self.source.selection.to_file(region), n_chunks)
-            self._cuts[section] = made
-        return self._cuts[section]
-
-    @cached_property
+    @property
     def extent(self) -> Extent:
         """Which elements of the jax.Array are the file's, and which are padding or halo."""
         shards = self.schedule.shards

@@ -16,7 +16,7 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from shardload.arrays.padding import Extent, extent_of, is_known, padded_like, was_decoded
+from shardload.arrays.padding import Extent, extent_of, loaded_as, padded_like
 from shardload.arrays.sharding import describe_sharding
 from shardload.errors import ConfigError
 from shardload.formats.contract.array import some
@@ -354,7 +354,8 @@ def _checked(name: str, x: Any) -> Any:
 
 def _extent(name: str, x: Any, shape: Any, plan: Any) -> tuple[tuple[int, ...], bool | None, bool]:
     """The shape without padding, whether a load decoded the array, and whether anything says what of it is padding."""
-    is_decoded, given = was_decoded(x), shape
+    known, given = loaded_as(x), shape
+    is_decoded = None if known is None else known.is_decoded
     if plan is not None:
         if not isinstance(plan, (Plan, Extent)):
             raise ConfigError(
@@ -363,7 +364,7 @@ def _extent(name: str, x: Any, shape: Any, plan: Any) -> tuple[tuple[int, ...], 
         # An array that was computed from stored numbers may have any values: only decoding tells.
         is_decoded = True if is_decoded is None and isinstance(plan, Plan) and plan.is_decoded else is_decoded
         given = plan.extent if isinstance(plan, Plan) else plan
-    if given is None and not is_known(x):
+    if given is None and known is None:
         return tuple(x.shape), is_decoded, False
     extent = extent_of(x, given, f"'{name}'")
     refuse_halo(name, extent)

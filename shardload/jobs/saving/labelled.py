@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardload.arrays.padding import Extent, extent_of, is_known
+from shardload.arrays.padding import Extent, extent_of, loaded_as
 from shardload.errors import ConfigError
 from shardload.formats.growing import UNITS, units_of
 from shardload.jobs.loading.labelled import axes_of, coordinates_of, haloed_axes
@@ -260,7 +260,7 @@ def _lengths(found: _Parts, shape: Any, plans: Mapping[str, Plan]) -> _Lengths:
     for name, one in found.variables.items():
         if shapes[name] is not None:
             extent = extent_of(one, shapes[name], f"'{name}'")
-        elif is_known(one.data):
+        elif loaded_as(one.data) is not None:
             extent = extent_of(one.data, None, f"'{name}'")
             refuse_halo(name, extent)
         else:

@@ -215,7 +215,7 @@ def plan_into(
         format=next(iter(sink.arrays.values())).info.format,
         mode="a" if first else asked.mode,
         arrays=tuple(replace(one.info, dtype=_dtype_text(one.spec.dtype)) for one in sink.arrays.values()),
-        travels=tuple(one.travels for one in layouts),
+        travels=tuple(isinstance(layout, OwnerLayout) for layout in layouts),
         n_ranks=group.size,
         n_nodes=machine.n_nodes,
         n_threads=memory.n_threads,

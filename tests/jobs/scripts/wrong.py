@@ -361,12 +361,12 @@ def _(stack: ExitStack) -> None:
 
 @case("chunks decoded wrongly", spec=P("b", "a"), readers="parallel", dataset="packed", levels=ALL)
 def _(stack: ExitStack) -> None:
-    chunks = module("shardload.formats.hdf5.chunks").Hdf5Chunks
+    chunks = module("shardload.formats.stored_chunks").StoredChunks
     right = chunks.decode
 
     def wrong(self: Any, encoded: Any, out: Any) -> None:
         right(self, encoded, out)
-        out[...] = out.T.copy()
+        out[...] = np.swapaxes(out, -1, -2).copy()
 
     stack.enter_context(patched(chunks, "decode", wrong))
 

@@ -554,10 +554,6 @@ def test_verify_where_jax_has_no_devices(file: str) -> None:
         ("plan f.h5 --readers d", ["direct"]),
         ("verify f.h5 --how f", ["file", "full"]),
         ("verify f.h5 --missing ", ["warn", "error", "fill"]),
-        ("plan f.h5 --mesh n", ["n=4", "n=8"]),
-        ("plan f.h5 --mesh x=4,y=2 --spec ", ["x", "y", "-"]),
-        ("plan f.h5 --mesh x=4,y=2 --spec x,", ["x,y", "x,-"]),
-        ("plan f.h5 --mesh x=4,y=2 --spec x+", ["x+y"]),
         ("pl", ["plan"]),
         ("plan f", []),  # the shell itself knows files
     ],

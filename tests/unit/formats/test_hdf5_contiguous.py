@@ -154,7 +154,6 @@ def test_what_is_left_to_hdf5(tmp_path: Path) -> None:
     path = write_hdf5(tmp_path / "a.h5", {"a": data, "enum": data.astype(bool)})
     with h5py.File(path, "r+") as file:
         file.create_dataset("chunked", data=data, chunks=(2, 3))
-        file.create_dataset("external", data=data, external=[(str(tmp_path / "a.raw"), 0, data.nbytes)])
         file.create_dataset("unwritten", data.shape, "int32", fillvalue=3)
         compact = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         compact.set_layout(h5py.h5d.COMPACT)
@@ -165,7 +164,7 @@ def test_what_is_left_to_hdf5(tmp_path: Path) -> None:
         h5py.h5d.create(file.id, b"odd", odd, h5py.h5s.create_simple(data.shape)).write(h5py.h5s.ALL, h5py.h5s.ALL, data)
         assert reader_of_open(file["a"]) is None  # a writer
     assert reader_of(path, "a", "int32") is not None and reader_of(path, "enum", "bool") is not None
-    for name in ("chunked", "external", "unwritten", "compact", "odd"):
+    for name in ("chunked", "unwritten", "compact", "odd"):
         assert reader_of(path, name, "int32") is None, name
         source = open_source(path, name)
         check_source(source, np.full_like(data, 3) if name == "unwritten" else data)

@@ -32,7 +32,6 @@ from shardload.storage import changes as changes_module
 from shardload.storage import locks
 from shardload.storage.changes import changes_of, complete_append
 from shardload.storage.leftovers import find_leftover
-from shardload.storage.locks import FileLock
 from tests.tiers import quick_ones
 from tests.unit.growing import Content, Disk, coming, grow, sink_of
 from tests.unit.saving import forked, quick_fsync, ramp, write_all  # noqa: F401
@@ -800,41 +799,6 @@ def test_a_process_that_is_killed_lets_the_next_one_say_so(tmp_path: Path) -> No
     with pytest.raises(ConfigError, match=r"rm .*x\.h5\.appending"):
         sink_of(path, VALUES).create()
     assert set(lengths(path).values()) == {OLD}
-
-
-def test_who_can_open_a_file_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong if somebody could open it while its numbers change, or write to it at any time."""
-    monkeypatch.delenv("HDF5_USE_FILE_LOCKING", raising=False)
-    path = tmp_path / "x.h5"
-    by_h5py(path)
-
-    def opens(mode: Any) -> bool:
-        try:
-            h5py.File(path, mode).close()
-        except OSError:  # by flock, or HDF5 itself, which has it open to read
-            return False
-        return True
-
-    descriptor, other = os.open(path, os.O_RDWR), os.open(path, os.O_RDWR)
-    try:
-        lock = FileLock(descriptor, str(path))
-        assert not opens("r")
-        lock.share()
-        assert opens("r") and not opens("r+")
-        lock.exclude()
-        assert not opens("r")
-        lock.share()
-        monkeypatch.setattr(locks, "_WAIT_SECONDS", 0.1)
-        with h5py.File(path):  # somebody reads
-            with pytest.raises(ConfigError, match="is still open there"):
-                lock.exclude()
-            assert opens("r") and not opens("r+")
-            with pytest.raises(ConfigError, match="open in another program"):
-                FileLock(other, str(path))
-    finally:
-        os.close(descriptor)
-        os.close(other)
-    assert opens("r+")
 
 
 @pytest.mark.parametrize("is_shared", [False, True])

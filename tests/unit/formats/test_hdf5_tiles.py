@@ -349,10 +349,6 @@ def test_parts_that_are_reached_or_stored_in_another_way(tmp_path: Path) -> None
     with h5py.File(tmp_path / "mixed.h5", "w") as file:
         file.create_virtual_dataset("x", layout)
     check(two(tmp_path, first, part("mixed.h5")))
-    (values * 2).tofile(tmp_path / "raw")
-    with h5py.File(tmp_path / "outside.h5", "w") as file:
-        file.create_dataset("x", (4, 6), "f4", external=[(str(tmp_path / "raw"), 0, 96)])
-    check(two(tmp_path, first, part("outside.h5")))
     row = write(tmp_path, "row.h5", numbered((6,)), chunks=(3,), compression="gzip")
     check(whole(tmp_path, (5, 6), [((slice(0, 4),), first), ((4, slice(0, 6)), row)]), has_reader=False)
 

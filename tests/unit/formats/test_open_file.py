@@ -15,7 +15,7 @@ import zarr
 from shardload.errors import ConfigError, SourceError
 from shardload.formats import Access, Region
 from shardload.formats.access import Limits
-from shardload.formats.hdf5 import source as hdf5_module
+from shardload.formats.hdf5 import file as hdf5_module
 from shardload.formats.lookup import Finder, open_file, open_source
 from shardload.formats.zarr import source as zarr_module
 from shardload.planning.tuning import Tuning

@@ -14,7 +14,7 @@ import zarr
 
 from shardload import ConfigError, SourceError
 from shardload.formats import lookup
-from shardload.formats.hdf5 import source as hdf5
+from shardload.formats.hdf5 import file as hdf5
 from shardload.formats.hdf5.chunk_index import ChunkTree
 from shardload.formats.hdf5.chunks import ChunkPlaces, Hdf5Chunks
 from shardload.formats.lookup import Finder

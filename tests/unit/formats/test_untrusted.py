@@ -161,27 +161,11 @@ def test_virtual_datasets_whose_parts_cannot_be_had(places: tuple[Path, Path]) -
 
 
 def test_external_storage(places: tuple[Path, Path]) -> None:
-    home, other = places
-    for folder in places:
-        (folder / "raw").write_bytes(bytes(8) + DATA.tobytes())
+    home, _ = places
     with h5py.File(home / "a.h5", "w") as file:
-        for name, folder in (("inside", home), ("outside", other)):
-            file.create_dataset(name, SHAPE, "f4", external=[(str(folder / "raw"), 8, h5py.h5f.UNLIMITED)])
-        long = home / ("n" * 180)
-        long.write_bytes(DATA.tobytes())
-        file.create_dataset("long", SHAPE, "f4", external=[(str(long), 0, DATA.nbytes)])
-    source = open_source(home / "a.h5", "/inside")
-    np.testing.assert_array_equal(read_all(source), DATA)
-    refused(home / "a.h5", "/outside", "outside the folder of this file")
-    with pytest.raises(SourceError, match="a name that is too long"):
-        open_source(home / "a.h5", "/long", Access(allow_external=True))
-    with open(home / "raw", "r+b") as raw:
-        raw.truncate(DATA.nbytes - 4)
-    with pytest.raises(OSError, match="was cut to 476 bytes from 488"):
-        read_all(source)
-    source.close()
-    with pytest.raises(SourceError, match="has 476 bytes where 488 are needed"):
-        open_source(home / "a.h5", "/inside")
+        file.create_dataset("x", data=DATA, external=[(str(home / "raw"), 8, h5py.h5f.UNLIMITED)])
+    with pytest.raises(SourceError, match=r"values in raw files beside it .*h5py: new\[name\] = old\[name\]"):
+        open_source(home / "a.h5", "/x", Access(allow_external=True))
 
 
 # --- HDF5: cut while it is open, and bombs

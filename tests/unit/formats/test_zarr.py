@@ -327,7 +327,7 @@ def test_a_grid_that_is_not_regular_is_refused(tmp_path: Path) -> None:
     grid = {"name": "rectilinear", "configuration": {"kind": "inline", "chunk_shapes": [[2, 4], [4]]}}
     node = ArrayNode(ArrayNode.of(array).document | {"chunk_grid": grid})
     vars(node)["metadata"] = array.metadata
-    info = describe(node, array.store, "a.zarr", "/a")
+    info = describe(node, "a.zarr", "/a")
     assert info.refused == "chunks of a grid that is not regular; only regular grids can be loaded"
     assert (info.shape, info.chunks, info.shards) == ((6, 4), None, None)
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardload.planning.region import Region, padding_of
+from shardload.planning.region import Region
 from shardload.planning.selection import Selection, select_axes
 from tests.tiers import examples
 
@@ -180,11 +180,9 @@ def test_no_select_is_all() -> None:
     [
         (slice(None, None, 2), (4, 5), ValueError, r"select has step 2 on axis 0; only step 1"),
         ((0, slice(None, None, -1)), (4, 5), ValueError, r"select has step -1 on axis 1"),
-        (slice(0, 1.5), (4,), ValueError, r"slice\(0, 1.5, None\) on axis 0; the bounds of a slice are integers"),
-        (slice("a"), (4,), ValueError, r"the bounds of a slice are integers$"),
-        (slice("2001-06", "2001-07"), (4,), ValueError, r"for coordinates pass select={'lat': shardload.between\("),
-        (np.datetime64("2001-06-01"), (4,), ValueError, r"for a date pass shardload.near\(\) by the name of the axis"),
-        (slice(30.0, 60.0), (4,), ValueError, r"for coordinates pass select={'lat': shardload.between\("),
+        (slice(0, 1.5), (4,), ValueError, r"select has slice\(0, 1.5, None\) on axis 0; each axis takes"),
+        (slice("2001-06", "2001-07"), (4,), ValueError, r"on axis 0; .* or shardload.between\("),
+        (np.datetime64("2001-06-01"), (4,), ValueError, r"and dates pass select={'lat': shardload.near\(VALUE\)}"),
         (
             np.ones(99, bool),
             (99,),
@@ -220,18 +218,3 @@ def test_select_by_numpy_integers_gives_python_integers() -> None:
     selection = select_axes((np.int64(-1), slice(np.int32(1), np.uint8(3))), (4, 5))
     assert selection == Selection(Region((3, 1), (4, 3)), (1,))
     assert all(type(v) is int for v in (*selection.region.start, *selection.region.stop, *selection.offset))
-
-
-# --- padding
-
-
-@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=3))
-def test_padding_is_all_that_is_not_true(axes: list[tuple[int, int]]) -> None:
-    region = Region((2,) * len(axes), tuple(2 + a + b for a, b in axes))
-    true = region.intersect(Region((0,) * len(axes), tuple(2 + a for a, _ in axes)))
-    count = np.zeros([a + b for a, b in axes], int)
-    for tail in padding_of(region, true):
-        count[tail.slices(region.start)] += 1
-    if true is not None:
-        count[true.slices(region.start)] += 1
-    np.testing.assert_array_equal(count, 1)

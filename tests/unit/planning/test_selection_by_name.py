@@ -164,5 +164,5 @@ def test_what_is_by_name() -> None:
     assert needs_coordinates({"a": 0, "b": near(1)}) and not needs_coordinates({"a": 0}) and not needs_coordinates(near(1))
     assert named_coordinates({"a": 0, "b": near(1), "c": -1, "d": slice(None, -2), "e": slice(1, 3)}) == {"b", "c", "d"}
     assert named_coordinates([{"a": near(1)}, {"x": {"c": between(1, 2)}}, (0, -1), near(3), None]) == {"a", "c"}
-    with pytest.raises(ValueError, match="needs the name of its axis"):
+    with pytest.raises(ValueError, match="For coordinates and dates pass select="):
         select_axes(near(3), (4, 5))

@@ -20,20 +20,16 @@ class Machine:
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
         self.folder = folder
-        self.mounts: list[str] = []
-        for name in ("_MEMINFO", "_OVERCOMMIT", "_GROUPS", "_MOUNTS"):
+        for name in ("_MEMINFO", "_OVERCOMMIT", "_GROUPS"):
             patch.setattr(memory_limit, name, str(folder / name))
         self.write("_MEMINFO", "MemTotal: 1048576 kB\nMemAvailable: 7 kB\nCached: 1 kB\n")
         self.write("_OVERCOMMIT", "0\n")
-        memory_limit._folders.cache_clear()
+        patch.setattr(memory_limit, "_ROOTS", {1: str(folder / "memory"), 2: str(folder / "groups")})
+        memory_limit._limits_of.cache_clear()
 
     def write(self, name: str, text: str) -> None:
         (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
         (self.folder / name).write_text(text)
-
-    def mount(self, name: str, kind: str, root: str = "/") -> None:
-        self.mounts.append(f"31 23 0:28 {root} {self.folder / name} rw,relatime shared:9 - {kind}\n")
-        self.write("_MOUNTS", "22 1 8:1 / / rw - ext4 /dev/root rw\n" + "".join(self.mounts))
 
     def newer(self, group: str, **limits: str) -> None:
         self.write(f"{group}/memory.max", limits.get("max", "max") + "\n")
@@ -47,7 +43,7 @@ class Machine:
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY,) * 2)
     yield Machine(tmp_path, monkeypatch)
-    memory_limit._folders.cache_clear()
+    memory_limit._limits_of.cache_clear()
 
 
 def test_what_the_machine_has(machine: Machine) -> None:
@@ -66,7 +62,6 @@ def test_what_the_machine_has(machine: Machine) -> None:
     ],
 )
 def test_the_limits_of_a_control_group(machine: Machine, limits: dict[str, str], least: int) -> None:
-    machine.mount("groups", "cgroup2 cgroup2 rw")
     machine.write("_GROUPS", "0::/job/step\n")
     machine.newer("groups/job/step", **limits)
     assert limit_nbytes() == least
@@ -75,8 +70,6 @@ def test_the_limits_of_a_control_group(machine: Machine, limits: dict[str, str],
 @pytest.mark.parametrize("root", ["/", "/slurm/job7"])
 def test_the_older_interface(machine: Machine, root: str) -> None:
     """In a container the mount begins below the path that the process is told."""
-    machine.mount("other", "cgroup cgroup rw,cpuset")
-    machine.mount("memory", "cgroup cgroup rw,memory", root)
     machine.write("_GROUPS", "5:cpuset:/slurm/job7/step\n4:hugetlb,memory:/slurm/job7/step\n0::/\n")
     machine.older("memory/slurm/job7/step" if root == "/" else "memory/step", str(200 * MIB))
     machine.older("memory", HUGE)
@@ -85,7 +78,6 @@ def test_the_older_interface(machine: Machine, root: str) -> None:
 
 def test_a_mount_that_does_not_have_the_path(machine: Machine) -> None:
     """As in containers that are told the path on the host: all that is mounted is theirs."""
-    machine.mount("groups", "cgroup2 cgroup2 rw")
     machine.write("_GROUPS", "0::/docker/0123\n")
     machine.newer("groups", max=str(3 * MIB))
     assert limit_nbytes() == 3 * MIB
@@ -93,8 +85,6 @@ def test_a_mount_that_does_not_have_the_path(machine: Machine) -> None:
 
 @pytest.mark.parametrize("text", ["", "nonsense", "0::", "1:x", "0::/a"])
 def test_what_cannot_be_read_limits_nothing(machine: Machine, text: str) -> None:
-    machine.mount("groups", "cgroup2 cgroup2 rw")
-    machine.mount("memory", "cgroup cgroup rw,memory")
     machine.write("_GROUPS", text)
     machine.write("groups/memory.max", "many\n")
     assert limit_nbytes() == 1 << 30
@@ -125,15 +115,14 @@ def test_a_machine_that_does_not_overcommit(machine: Machine) -> None:
 def test_what_each_process_may_use_at_most(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if what is free just now counted, or if each of several processes took all of a limit that they share."""
     assert limit_nbytes() == 1 << 30 and limit_nbytes(3) == (1 << 30) / 3
-    machine.mount("", "cgroup2 cgroup rw")
     machine.write("_GROUPS", "0::/job/step\n")
-    machine.newer("job", max=str(100 * MIB))
-    machine.newer("job/step", high=str(120 * MIB))
+    machine.newer("groups/job", max=str(100 * MIB))
+    machine.newer("groups/job/step", high=str(120 * MIB))
     assert (limit_nbytes(), limit_nbytes(4)) == (100 * MIB, 25 * MIB)
     monkeypatch.setattr(resource, "getrlimit", lambda which: (60 * MIB, resource.RLIM_INFINITY))
     assert (limit_nbytes(), limit_nbytes(4)) == (60 * MIB, 25 * MIB), "a limit of addresses is each process's own"
     machine.write("_MEMINFO", "")
-    machine.newer("job")
-    machine.newer("job/step")
+    machine.newer("groups/job")
+    machine.newer("groups/job/step")
     monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY,) * 2)
     assert limit_nbytes() == math.inf, "nothing says"

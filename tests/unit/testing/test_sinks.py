@@ -94,8 +94,8 @@ def test_our_own_sinks_conform(name: str, tmp_path: Path) -> None:
 
 
 def swapped_offsets(patch: pytest.MonkeyPatch) -> None:
-    allocate = hdf5_sink._Hdf5Catalog.allocate
-    patch.setattr(hdf5_sink._Hdf5Catalog, "allocate", lambda *arguments: allocate(*arguments)[::-1].copy())
+    allocate = hdf5_sink.Hdf5Catalog.allocate
+    patch.setattr(hdf5_sink.Hdf5Catalog, "allocate", lambda *arguments: allocate(*arguments)[::-1].copy())
 
 
 def stale_memory(patch: pytest.MonkeyPatch) -> None:
@@ -125,9 +125,9 @@ def converted(patch: pytest.MonkeyPatch) -> None:
 
 
 def early_name(patch: pytest.MonkeyPatch) -> None:
-    finish = hdf5_sink._Hdf5Catalog.finish
-    patch.setattr(hdf5_sink._Hdf5Catalog, "finish", lambda self: (finish(self), self._target.commit()))
-    patch.setattr(hdf5_sink._Hdf5Catalog, "commit", lambda self: None)
+    finish = hdf5_sink.Hdf5Catalog.finish
+    patch.setattr(hdf5_sink.Hdf5Catalog, "finish", lambda self: (finish(self), self._target.commit()))
+    patch.setattr(hdf5_sink.Hdf5Catalog, "commit", lambda self: None)
 
 
 def left_behind(patch: pytest.MonkeyPatch) -> None:

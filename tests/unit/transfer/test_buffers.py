@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardload.errors import ShardloadError
-from shardload.planning.region import Region, padding_of
+from shardload.planning.region import Region
 from shardload.planning.schedule import Block, Part
-from shardload.transfer.buffers import Slots, StagedBlock, Tile, aligned, aligned_empty, fill_padding, view_of
+from shardload.transfer.buffers import Slots, StagedBlock, Tile, aligned, aligned_empty, view_of
 from tests.unit.fakes import TABLE, piece_of, rows, values_of
 
 
@@ -125,24 +124,3 @@ def test_a_view_of_no_axes_is_still_an_array() -> None:
     piece = piece_of(point)
     piece.view(point)[...] = 4
     assert piece.data == 4
-
-
-# --- padding
-
-
-@pytest.mark.parametrize("true", [Region((2, 1), (5, 3)), Region((2, 1), (2, 3)), Region((2, 1), (6, 5)), None])
-def test_padding_is_filled_and_nothing_else(true: Region | None) -> None:
-    piece = piece_of(Region((2, 1), (6, 5)))
-    fill_padding(piece, true, 7)
-    expected = np.full((4, 4), 7.0)
-    if true is not None:
-        expected[true.slices(piece.region.start)] = -1
-    np.testing.assert_array_equal(piece.data, expected)
-
-
-def test_padding_that_was_left_out_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong if one mistake could hide from the filling and from the verifying, which look at the same regions."""
-    right = padding_of
-    monkeypatch.setattr("shardload.transfer.buffers.padding_of", lambda *regions: list(right(*regions))[1:])
-    with pytest.raises(ShardloadError, match="4 elements of the padding"):
-        fill_padding(piece_of(Region((0, 0), (4, 4))), Region((0, 0), (3, 2)), 7)

@@ -1,8 +1,9 @@
-"""How is a shard with a halo put together on the host?
+"""How is a shard put together on the host?
 
 The exchange fills its sections: views of the shard's buffer, each a `Piece` of its own in the coordinates of the file's array.
-What is not in the file is filled in here: values before the exchange (`HaloPieces.fill`), and rows that are repeated when all
-sections of the shard have arrived (`HaloPieces.completed`, `HaloPieces.finish`).
+Without a halo a shard is one section.
+What is not in the file is filled in here: values before the exchange (`ShardPieces.fill`), and rows that are repeated when all
+sections of the shard have arrived (`ShardPieces.completed`, `ShardPieces.finish`).
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from shardload.planning.grid import unravel
 from shardload.planning.shards import Shards
 from shardload.transfer.buffers import Piece, view_of
 
-__all__ = ["HaloPieces"]
+__all__ = ["ShardPieces"]
 
 
-class HaloPieces:
-    """The shards of one rank, with halos.
+class ShardPieces:
+    """The shards of one rank.
 
     Parameters
     ----------

@@ -7,18 +7,19 @@ import itertools
 import numpy as np
 import pytest
 
+from shardload.errors import ShardloadError
 from shardload.planning.halo import Halo
-from shardload.planning.shards import plan_shards
+from shardload.planning.shards import Shards, plan_shards
 from shardload.transfer.buffers import Piece
-from shardload.transfer.halo_pieces import HaloPieces
+from shardload.transfer.shard_pieces import ShardPieces
 
 SHAPE = (6, 4)
 
 
-def pieces(halo: Halo, rank: int) -> tuple[HaloPieces, dict[int, Piece]]:
+def pieces(halo: Halo, rank: int) -> tuple[ShardPieces, dict[int, Piece]]:
     shards = plan_shards(SHAPE, [(0,), ()], np.arange(3)).with_halo(halo)
     buffers = {s: Piece(shards.region(s), np.full(shards.shard_shape, -1)) for s in shards.shards_of(rank)}
-    return HaloPieces(shards, SHAPE, buffers, rank), buffers
+    return ShardPieces(shards, SHAPE, buffers, rank), buffers
 
 
 @pytest.mark.parametrize("order", [*itertools.permutations(range(3))])
@@ -46,3 +47,30 @@ def test_rows_are_repeated_when_the_shard_is_complete(rank: int, early: bool) ->
     made.finish()
     around = np.pad(values, [(1, 1), (2, 2)], mode="edge")
     np.testing.assert_array_equal(buffers[rank].data, around[2 * rank : 2 * rank + 4])
+
+
+def padded(rank: int) -> tuple[ShardPieces, dict[int, Piece]]:
+    """Five rows over three shards of two."""
+    shards = plan_shards(SHAPE, [(0,), ()], np.arange(3))
+    buffers = {s: Piece(shards.region(s), np.full(shards.shard_shape, -1)) for s in shards.shards_of(rank)}
+    return ShardPieces(shards, (5, 3), buffers, rank), buffers
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_padding_is_filled_and_nothing_else(rank: int) -> None:
+    made, buffers = padded(rank)
+    made.fill(lambda fill: 7 if fill is None else fill)
+    expected = np.full((6, 4), 7)
+    expected[:5, :3] = -1
+    np.testing.assert_array_equal(buffers[rank].data, expected[2 * rank : 2 * rank + 2])
+    (section,) = made.sections.values()
+    assert section.region == buffers[rank].region and np.shares_memory(section.data, buffers[rank].data)
+
+
+def test_padding_that_was_left_out_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if one mistake could hide from the filling and from the verifying, which look at the same regions."""
+    made, _ = padded(2)
+    right = Shards.contents
+    monkeypatch.setattr(Shards, "contents", lambda *what: list(right(*what))[:-1])
+    with pytest.raises(ShardloadError, match=r"1 elements of the shard .* were not filled"):
+        made.fill(lambda fill: 7)

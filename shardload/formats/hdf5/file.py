@@ -1,0 +1,498 @@
+"""How is an HDF5 or netCDF4 file opened, and what is in it?
+
+1. `Hdf5Format` recognises files and lists their arrays.
+2. `Hdf5File` is one open file. A name is looked up through soft and external links (`links.follow`), `describe` turns the
+   dataset's metadata into an `ArrayInfo`, and a `Hdf5Source` reads its values.
+3. `OtherFiles` opens the datasets of which a virtual one consists, each as if it were loaded from its own file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import itertools
+import os
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
+from typing import Any
+
+import h5py
+
+from shardload.errors import ConfigError, SourceError, printable
+from shardload.formats.access import STRICT, Access
+from shardload.formats.contract.array import MOST_NAMED, ArrayInfo, group_info, some
+from shardload.formats.contract.dtypes import native_dtype
+from shardload.formats.contract.format import ChangedError, Format, OpenFile, Source
+from shardload.formats.hdf5.chunks import fill_value
+from shardload.formats.hdf5.links import LostError, Others, SearchPath, follow, look_through, open_other, place_of, versions_of
+from shardload.formats.hdf5.making import attribute_names, groups_of
+from shardload.formats.hdf5.metadata import NON_COORDINATE, describe, stands_for_axis
+from shardload.formats.hdf5.names import decoded, encoded, names_below
+from shardload.formats.hdf5.opened import OpenDataset, OpenFacts, OpenParts, kept, kind_of
+from shardload.formats.hdf5.raw_file import close_all, has_signature, open_to_read, plain_descriptor, type_of_values
+from shardload.formats.hdf5.source import Hdf5Source
+from shardload.formats.hdf5.tiles import code_of, find_boxes, tell_parts
+from shardload.storage.containment import Fence, NotAFileError, OutsideError, open_file
+from shardload.storage.local import state_of
+
+__all__ = ["FORMAT", "Hdf5File", "Hdf5Format", "open_explained"]
+
+_MOST_NAMES = 1 << 17  # names to read for the message about a name that does not exist
+_ERRORS = (KeyError, OSError, RuntimeError, ValueError)
+
+
+class Hdf5Format(Format):
+    """HDF5 files, with any layout, and any filter that the installed HDF5 library can decode."""
+
+    name = "HDF5"
+
+    def claims_path(self, path: str) -> bool:
+        """True if the file has the HDF5 signature."""
+        try:
+            file = open_file(path)
+        except (NotAFileError, FileNotFoundError, NotADirectoryError, PermissionError, ValueError):
+            return False
+        try:
+            return has_signature(file)
+        finally:
+            os.close(file)
+
+    def claims_object(self, obj: object) -> bool:
+        """True if `obj` is an `h5py.Dataset`, group or file."""
+        return isinstance(obj, h5py.Dataset | h5py.Group)
+
+    def list_arrays(self, path: str, access: Access = STRICT) -> list[ArrayInfo]:
+        """Every dataset in the file; links to other files are not followed."""
+        with Hdf5File.at(path, access) as file:
+            return list(file.listed(in_full=True))
+
+    def sketch_arrays(self, path: str, access: Access = STRICT, most: int | None = None, like: str = "") -> list[ArrayInfo]:
+        """Like `list_arrays`, without what a load does not need; or at most `most` + 1 datasets, each under one name."""
+        with Hdf5File.at(path, access) as file:
+            named = {info.dataset: info for info in file.below(like)}
+            others = file.listed(most=most, like=like, known=named)
+            return list(itertools.islice(itertools.chain(named.values(), others), None if most is None else most + 1))
+
+    def list_linked(self, path: str, group: str, access: Access = STRICT, in_full: bool = True) -> list[ArrayInfo]:
+        """The datasets below a group to which links lead, as h5py follows them."""
+        with Hdf5File.at(path, access) as file:
+            try:
+                found, opened = file.follow(group)
+            except KeyError:  # no such name
+                return []
+            try:
+                return list(file.listed(found, group, in_full)) if isinstance(found, h5py.Group) else []
+            finally:
+                close_all(opened)
+
+    def open_path(self, path: str, dataset: str, access: Access = STRICT) -> Source:
+        """Open a dataset by its name, or by the name of a link to it; KeyError if there is none."""
+        return Hdf5File.at(path, access).open_alone(dataset)
+
+    def open_planned(self, path: str, info: ArrayInfo, access: Access = STRICT) -> Source:
+        """The same for a dataset that was described before: if it is virtual, its parts are not looked at again."""
+        return Hdf5File.at(path, access).open_alone(info.dataset, info)
+
+    def open_file(self, path: str, access: Access = STRICT) -> OpenFile:
+        """Open the file once for several datasets."""
+        return Hdf5File.at(path, access)
+
+    def open_object(self, obj: Any, access: Access = STRICT) -> Source:
+        """Make a source of an open `h5py.Dataset`."""
+        if not obj:
+            raise SourceError(
+                f"the {type(obj).__module__.partition('.')[0]}.{type(obj).__name__} handed in is closed, so nothing "
+                "can be read from it. Keep its file open during the load, or pass the path of the file."
+            )
+        path, descriptor = str(obj.file.filename), plain_descriptor(obj.file)
+        opened_in = None if descriptor is None else state_of(descriptor)
+        fence = Fence.around_file(place_of(obj.file), access.allow_external)
+        if isinstance(obj, h5py.Group):
+            infos = _listed(obj, (obj.name or "").rstrip("/"), path, fence, access, most=MOST_NAMED)
+            names = some([repr(info.dataset) for info in itertools.islice(infos, MOST_NAMED + 1)]) or "none"
+            raise ConfigError(
+                f"'{obj.name}' in '{path}' is a group, not an array. Pass group['name'] with a name of an array in it: {names}."
+            )
+        others = look_through(obj, fence, access)
+        info = _describe(obj, path, str(obj.name or "<unnamed>"), others, access=access)
+        open_part = OtherFiles(obj, fence, access) if others.is_virtual else None
+        return Hdf5Source(obj, info, others, open_part, opened_in=opened_in)
+
+
+FORMAT = Hdf5Format()
+
+
+class Hdf5File(OpenFile):
+    """An open file. Its datasets share it.
+
+    Parameters
+    ----------
+    facts : OpenFacts
+        The file.
+    path : str
+        As the user named it.
+    access : Access
+        What the caller allows.
+    fence : Fence
+        The folders that it may refer to.
+    """
+
+    def __init__(self, facts: OpenFacts, path: str, access: Access, fence: Fence) -> None:
+        self._facts, self._file, self._path, self._access, self._fence = facts, facts.file, path, access, fence
+
+    @classmethod
+    def at(cls, path: str, access: Access) -> Hdf5File:
+        """Open a file."""
+        file = open_explained(path)
+        return cls(OpenFacts(file), path, access, Fence.around_file(path, access.allow_external))
+
+    def open(self, dataset: str) -> Hdf5Source:
+        """See `OpenFile`."""
+        return self._open(dataset)
+
+    def open_planned(self, info: ArrayInfo) -> Hdf5Source:
+        """See `OpenFile`."""
+        return self._open(info.dataset, info)
+
+    def open_alone(self, dataset: str, planned: ArrayInfo | None = None) -> Hdf5Source:
+        """Open a dataset; this file is closed with it."""
+        try:
+            return self._open(dataset, planned, after=self.close)
+        except BaseException:
+            self.close()
+            raise
+
+    def open_part(self, dataset: str, after: Callable[[], None]) -> tuple[Hdf5Source, dict[str, tuple[int, ...]]]:
+        """Open a dataset of which a virtual one consists; `after` is called when it was closed. Returns also the files that its
+        values depend on, with their versions.
+        """
+        files: dict[str, tuple[int, ...]] = {}
+        return self._open(dataset, after=after, files=files), files
+
+    def _open(
+        self,
+        name: str,
+        planned: ArrayInfo | None = None,
+        after: Callable[[], None] | None = None,
+        files: dict[str, tuple[int, ...]] | None = None,
+    ) -> Hdf5Source:
+        """Open a dataset. `planned` is what is known of it: of a virtual one, the parts are not looked at again. `after` is
+        called when it was closed.
+
+        With `files` it is a part, of the very name: a virtual dataset knows no names of netCDF.
+        """
+        dataset, opened = self._look_up(name, has_own_names=files is None)
+
+        def close() -> None:
+            if dataset.id.valid:
+                dataset.id.close()
+            close_all(opened)
+            if after is not None:
+                after()
+
+        try:
+            versions = {} if files is None else versions_of([self._file, *opened])
+            others = look_through(dataset, self._fence, self._access, planned is not None and planned.parts is not None)
+            info = _describe(dataset, self._path, name, others, access=self._access, planned=planned)
+            if files is not None:
+                if info.refused is not None:
+                    raise OSError(f"{info} holds {info.refused}")
+                files.update(versions | others.versions)
+            open_part = OtherFiles(dataset, self._fence, self._access) if others.is_virtual else None
+            opened_in = (opened or [self._file])[-1].opened_in
+            return Hdf5Source(dataset, info, others, open_part, close, is_linked=bool(opened), opened_in=opened_in)
+        except BaseException:
+            close_all(opened)
+            raise
+
+    def _look_up(self, name: str, *, has_own_names: bool) -> tuple[h5py.Dataset, list[h5py.File]]:
+        """The dataset of that name, and the files opened on the way. KeyError if there is no such dataset; SourceError if a
+        link has no target, or leads outside. With `has_own_names`, netCDF's names count before those of HDF5.
+        """
+        found, opened = self.follow(name)
+        if not isinstance(found, h5py.Dataset):
+            close_all(opened)
+            raise KeyError(name)
+        return (self._variable_of(found, name) if has_own_names and not opened else found), opened
+
+    def follow(self, name: str) -> tuple[Any, list[h5py.File]]:
+        """What `links.follow` finds; SourceError if a link has no target, or leads outside."""
+        try:
+            return follow(self._facts, name, self._fence)
+        except OutsideError as error:
+            told = f"'{name}' in '{self._path}' cannot be loaded: {error}."
+            raise SourceError(told, path=self._path, dataset=name) from None
+        except LostError as error:
+            where = f"'{name}' in '{self._path}'"
+            text = str(error) if str(error).startswith(where) else f"{where} leads nowhere: {error}"
+            raise SourceError(f"{text}. Restore the target, or name another array.", path=self._path, dataset=name) from error
+
+    def _variable_of(self, dataset: h5py.Dataset, name: str) -> h5py.Dataset:
+        """The variable of that name in netCDF, if the dataset of that name is only a dimension; else the dataset itself.
+
+        A variable that has the name of a dimension, but is no coordinate of it, cannot have that name in HDF5. The netCDF
+        library puts a prefix in front of it, and takes it away when it reads.
+        """
+        if not stands_for_axis(dataset):
+            return dataset
+        above, _, last = name.rpartition("/")
+        try:
+            variable, opened = follow(self._facts, f"{above}/{NON_COORDINATE}{last}", self._fence)
+        except _ERRORS:
+            return dataset
+        close_all(opened)
+        return variable if isinstance(variable, OpenDataset) else dataset
+
+    # --- what is in it
+
+    def listed(
+        self,
+        group: h5py.Group | None = None,
+        name: str = "",
+        in_full: bool = False,
+        most: int | None = None,
+        like: str = "",
+        known: Collection[str] = (),
+    ) -> Iterator[ArrayInfo]:
+        """The arrays below a group, which the caller calls `name`: see `_listed`."""
+        group = self._file if group is None else group
+        return _listed(group, name.rstrip("/"), self._path, self._fence, self._access, in_full, most, like, known)
+
+    def below(self, name: str) -> list[ArrayInfo]:
+        """Some of the arrays below a group, to which links may lead, or what it is without arrays; nothing if there is no
+        group.
+        """
+        try:
+            group, opened = follow(self._facts, name, self._fence)
+        except _ERRORS:  # the search for the array has said what is wrong
+            return []
+        try:
+            if not name or not isinstance(group, h5py.Group):
+                return []
+            infos = list(itertools.islice(self.listed(group, name, most=MOST_NAMED), MOST_NAMED + 1))
+            how = f"h5py.File({self._path!r})[{name!r}].attrs"
+            return infos or [group_info(self._path, name, "HDF5", attribute_names(group), how)]
+        except _ERRORS:
+            return []
+        finally:
+            close_all(opened)
+
+    def groups(self) -> dict[str, dict[str, Any]]:
+        """The attributes of all groups."""
+        return self._groups[0]
+
+    def unread(self) -> list[str]:
+        """What could not be read of them."""
+        return self._groups[1]
+
+    @kept
+    def _groups(self) -> tuple[dict[str, dict[str, Any]], list[str]]:
+        return groups_of(self._file)  # goes through the whole file
+
+    def links(self) -> dict[str, str]:
+        """All but the first hard link to an object. Nothing is opened to find out what they lead to."""
+        others: dict[Any, int] = {}
+        first: dict[int, str] = {int(h5py.h5o.get_info(self._file.id).addr): ""}
+        found: dict[str, str] = {}
+
+        def keep(name: Any, link: Any) -> None:
+            if link.type != h5py.h5l.TYPE_HARD:
+                others[name] = int(link.type)
+            elif link.u in first:
+                found[f"/{decoded(name)}"] = f"'/{first[link.u]}'"
+            else:
+                first[int(link.u)] = decoded(name)
+
+        try:
+            self._file.id.links.visit(keep, info=True)
+            for name, kind in others.items():
+                value: Any = self._file.id.links.get_val(name) if kind in (h5py.h5l.TYPE_SOFT, h5py.h5l.TYPE_EXTERNAL) else b"?"
+                is_external = kind == h5py.h5l.TYPE_EXTERNAL
+                to = f"'{decoded(value[1])}' in '{os.fsdecode(value[0])}'" if is_external else f"'{decoded(value)}'"
+                found[f"/{decoded(name)}"] = to
+        except _ERRORS:  # who lists the arrays is told what cannot be read
+            return {}
+        return found
+
+    def state(self) -> tuple[int, ...] | None:
+        """As `Hdf5Source.state`."""
+        descriptor = self._facts.state_descriptor()
+        return None if descriptor is None else state_of(descriptor)
+
+    def close(self) -> None:
+        """See `OpenFile`."""
+        self._facts.close()
+        close_all([self._file])
+
+
+class OtherFiles:
+    """Opens datasets of which a virtual one consists.
+
+    Parameters
+    ----------
+    dataset : h5py.Dataset
+        The virtual one.
+    fence, access : Fence, Access
+        Those of this file: the others are inside, too.
+    """
+
+    def __init__(self, dataset: h5py.Dataset, fence: Fence, access: Access) -> None:
+        self._dataset, self._fence, self._access = dataset, fence, access
+        # A dataset of the caller's file may be the only one that is loaded, and nobody would close what is kept for others.
+        self._parts = dataset.facts.parts if isinstance(dataset, OpenDataset) else OpenParts(most=0)
+
+    @kept
+    def _places(self) -> SearchPath:
+        """Where they are when the first is opened."""
+        return SearchPath("HDF5_VDS_PREFIX", self._dataset.file)
+
+    def __call__(self, name: str, dataset: str) -> tuple[Source, dict[str, tuple[int, ...]]]:
+        """Open the dataset of this name in the file that is named so. Returns also the files that its values depend on, and
+        their versions, which had been seen when it was looked at.
+        """
+        path, _ = self._places.find(name)
+        what = f"values of another file, '{printable(name)}'"
+        file = contextlib.ExitStack()
+        try:
+            opening = self._parts.open(path, state_of(path) or (0, 0), lambda: open_other(path, what, self._fence))
+            facts = file.enter_context(opening)
+        except OutsideError as error:  # of the folder in which the file was opened
+            before, now = os.path.join(os.getcwd(), str(self._dataset.file.filename)), self._places.own
+            if before == now:
+                raise
+            raise ChangedError(
+                f"'{printable(before)}' was moved or replaced since it was opened: it is '{printable(now)}' now, and its parts "
+                "are looked for there. Load it again"
+            ) from error
+        try:
+            return Hdf5File(facts, path, self._access, self._fence).open_part(dataset, file.close)
+        except BaseException as error:
+            file.close()
+            if isinstance(error, KeyError):
+                raise OSError(f"'{printable(path)}' has no '{printable(dataset)}' any more") from None
+            raise
+
+
+def open_explained(path: str) -> h5py.File:
+    """Open a file read-only. If the library refuses, SourceError says what to do."""
+    try:
+        return open_to_read(path)
+    except OSError as error:
+        said = str(error)
+    if "unable to lock file" in said:
+        why = (
+            "another program has it open for writing, or its file system has no locks. If nobody writes to it, set "
+            "HDF5_USE_FILE_LOCKING=FALSE in the environment of all ranks."
+        )
+    elif _has_driver(path):
+        why = (
+            "it is one of the files of HDF5's family, split or multi driver, which are one file together. Make one of them: "
+            "`h5repart -family_to_sec2 part%d.h5 whole.h5`, or `h5repack` on the name before `-m.h5`."
+        )
+    elif "truncated file" in said:
+        why = "it is shorter than its own header says: a copy or a writer was interrupted. Copy or write it again."
+    elif "already open" in said:
+        why = "it is open for writing, or its writer died. Close the writer; if it died, run `h5clear -s` on the file."
+    else:
+        why = "its metadata is damaged or of a newer version of HDF5. Try `h5dump -H` on it."
+    raise SourceError(f"'{path}' is an HDF5 file that cannot be opened: {why} HDF5 says: {said}", path=path)
+
+
+def _has_driver(path: str) -> bool:
+    """True if HDF5 wrote the file by a driver that spreads one over several. Its name is in the first block."""
+    try:
+        with os.fdopen(open_file(path), "rb") as file:
+            head = file.read(4096)
+    except OSError:
+        return False
+    return b"NCSAfami" in head or b"NCSAmult" in head
+
+
+# --- descriptions
+
+
+def _describe(
+    dataset: h5py.Dataset,
+    path: str,
+    name: str,
+    others: Others,
+    in_full: bool = False,
+    access: Access = STRICT,
+    planned: ArrayInfo | None = None,
+) -> ArrayInfo:
+    """Describe a dataset. Of one that is refused nothing is asked, not even its shape: the library may open files for that."""
+    if others.refused is None:
+        try:
+            with others.watched():
+                info = describe(dataset, path, name, others, in_full, access)
+            return _with_parts(info, dataset, others, planned) if others.is_virtual and info.refused is None else info
+        except OutsideError as error:
+            others.refused = str(error)
+    return ArrayInfo(path, name, "HDF5", (), "unknown", refused=others.refused)
+
+
+def _with_parts(info: ArrayInfo, dataset: h5py.Dataset, others: Others, planned: ArrayInfo | None) -> ArrayInfo:
+    """What must be known of the parts of a virtual dataset, by those who look at them or by those who have."""
+    if planned is not None and planned.parts is not None:
+        return replace(info, chunks=planned.chunks, codec=planned.codec, parts=planned.parts)
+    seen = others.behind
+    boxes = find_boxes(dataset, others.names, lambda names: seen[names].shape if names in seen else None)
+    if boxes is None:
+        return info
+    fill = fill_value(dataset, native_dtype(type_of_values(kind_of(dataset)))).tobytes()
+    return replace(info, parts=tell_parts(boxes, others.behind, info.shape, info.chunks, code_of(kind_of(dataset)), fill))
+
+
+def _listed(
+    group: h5py.Group,
+    called: str,
+    path: str,
+    fence: Fence,
+    access: Access,
+    in_full: bool = False,
+    most: int | None = None,
+    like: str = "",
+    known: Collection[str] = (),
+) -> Iterator[ArrayInfo]:
+    """Describe every dataset below `group`, which the caller calls `called`, but those that are `known`. What cannot be opened
+    is listed as refused.
+
+    With `most`, only a limited number of names is read (16 microseconds each; a dataset takes 300), one of each array. If there
+    are more than `most`, those most similar to `like` come first.
+    """
+    names, lost = names_below(group, None if most is None else max(most, _MOST_NAMES))
+    if most is not None and len(names) > most and like:
+        names = _likest_first(names, like.strip("/"))
+    netcdf = _netcdf_names(group, names)
+    dimensions = set(netcdf.values())  # whose names variables have
+    for name in names:
+        full = f"{called}/{netcdf.get(name, name)}"
+        if name in dimensions or full in known:
+            continue
+        try:
+            found = group[encoded(name)]
+            if isinstance(found, h5py.Dataset):
+                yield _describe(found, path, full, look_through(found, fence, access), in_full, access)
+        except (AssertionError, TypeError, *_ERRORS) as error:  # h5py asserts, too
+            yield ArrayInfo(path, full, "HDF5", (), "unknown", refused=f"metadata that HDF5 cannot read ({error})")
+    for name, why in lost.items():
+        yield ArrayInfo(path, f"{called}/{name}", "HDF5", (), "unknown", refused=f"a group that HDF5 cannot read ({why})")
+
+
+def _netcdf_names(group: h5py.Group, names: list[str]) -> dict[str, str]:
+    """The names in netCDF of variables that have another one in HDF5: see `Hdf5File._variable_of`."""
+    found: dict[str, str] = {}
+    for text in (text for text in names if NON_COORDINATE in text):
+        above, _, last = text.rpartition("/")
+        plain = f"{above}/{last.removeprefix(NON_COORDINATE)}".lstrip("/")
+        with contextlib.suppress(*_ERRORS):  # `_listed` says what is wrong
+            if last.startswith(NON_COORDINATE) and plain in names and isinstance(group[plain], h5py.Dataset):
+                found |= {text: plain} if stands_for_axis(group[plain]) else {}
+    return found
+
+
+def _likest_first(names: list[str], like: str) -> list[str]:
+    """Names below the group `like` first, then names similar to it, then the others."""
+    below = itertools.islice((name for name in names if name.startswith(like + "/")), MOST_NAMED)
+    near = [*below, *difflib.get_close_matches(like, names, n=MOST_NAMED)]
+    return list(dict.fromkeys([*near, *names]))
