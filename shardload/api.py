@@ -412,7 +412,6 @@ def save(
     shape: Any = _SAVE.shape,
     plan: Any = _SAVE.plan,
     like: Any = _SAVE.like,
-    writers: str = _SAVE.writers,
     verify: str = _SAVE.verify,
     staging: str | int = _SAVE.staging,
     timeout: float | None = _SAVE.timeout,
@@ -465,9 +464,6 @@ def save(
         An array in a file, ``"in.h5:/rho"``, of which chunks, compression, checksums, names of axes, attributes and coordinates
         are taken, where they are not passed; and the variables that attributes name, such as bounds. Coordinates and these have
         at most 64 KiB, along axes of the same length; a `LeftOutWarning` names others.
-    writers : {"auto", "all", "root"}
-        ``"all"``: each rank writes the chunks that it owns. ``"root"``: the others send their stored chunks to rank 0, which
-        writes. ``"auto"``: all, or if a node does not see the file that rank 0 makes, rank 0 (`SaveReport.writers` says why).
     verify : {"checksum", "file", "full", "index"}
         ``"checksum"``: replicas are compared before; parts are checksummed on their way; then another rank, on another node
         where there is one, reads every chunk back and compares its stored bytes, and decodes one chunk of each rank with the

@@ -340,7 +340,6 @@ _ADDS = (*_SAVES, "append")
 
 
 _MODES = ("w-", "w")
-_WRITERS = (AUTO, "all", "root")
 # An option of each array that is saved: the request of the array has it, and no `Options`.
 _EACH: Mapping[str, Any] = {"is_shared": False, "field": "", "is_one": _is_no_dict}
 
@@ -465,10 +464,6 @@ _DECLARED = (
     ),
     Option("dim", "time", "The axis along which arrays grow: its name in the file, or its number.", ("append",), _dim,
            field=""),
-    Option(
-        "writers", AUTO, "Who writes: all ranks that own chunks, or root alone; auto: root if a node does not see its file.",
-        _SAVES, _choice("writers", _WRITERS), field="", choices=_WRITERS,
-    ),
 )  # fmt: skip
 
 # By name, in the order in which ranks compare them.

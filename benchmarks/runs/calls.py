@@ -42,7 +42,7 @@ PLAIN = {"16 MiB": 16, "64 MiB": 64}
 STEPS = {
     "jobs.loading.call": ("LoadCall._read", "LoadCall.find", "LoadCall.make", "LoadCall.plan_file"),
     "jobs.loading.execution": ("Loader.run", "Loader._agree"),
-    "jobs.loading.array_load": ("OwnArray.make_room", "OwnArray.fill", "OwnArray.assemble"),
+    "jobs.loading.endpoints": ("ShardedArray.make_room", "ShardedArray.fill", "ShardedArray.assemble"),
     "arrays.assemble": ("_verify_shards",),
     "comm.agreement": ("Agreement.all_same", "Agreement._send_bytes", "Invocation.digest"),
     "comm.collectives": ("MpiCollectives.broadcast", "MpiCollectives.reduce"),

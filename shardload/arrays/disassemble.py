@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,9 +15,10 @@ from shardload.planning.schedule import Block
 from shardload.planning.shards import Shards, plan_shards
 from shardload.transfer.buffers import Piece, StagedBlock, Tile
 from shardload.transfer.checksum import checksum
+from shardload.transfer.moves import ArrayMove
 from shardload.transfer.reader import Reading
 
-__all__ = ["ShardSender", "shards_of_array"]
+__all__ = ["DeviceSource", "ShardSender", "shards_of_array"]
 
 
 def shards_of_array(x: Any, rank_of_process: dict[int, int], rank: int, n_ranks: int) -> Shards:
@@ -71,3 +72,25 @@ class ShardSender:
                 )
         self._n += 1
         return Reading(StagedBlock(block, tiles))
+
+
+class DeviceSource:
+    """The source of a round whose values the devices of this process hold, or arrays of NumPy that each process has.
+
+    Parameters
+    ----------
+    shards : sequence of LocalShards
+        What this process holds of each array, by `ArrayMove.array`.
+    rank : int
+        This rank.
+    checksums : bool
+        Whether what stays on this rank is checksummed, too.
+    """
+
+    def __init__(self, shards: Sequence[LocalShards], rank: int, checksums: bool) -> None:
+        self._shards, self._rank, self._checksums = shards, rank, checksums
+
+    def stage(self, moves: Sequence[ArrayMove], *_: object) -> None:
+        """Give each move its producer."""
+        for move in moves:
+            move.producer = ShardSender(self._shards[move.array], self._rank, move.targets, self._checksums)

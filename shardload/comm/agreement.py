@@ -127,14 +127,6 @@ class Agreement:
         """Send integers to a rank, and return those that `source` sends: each rank sends once, receives once. Collective."""
         return mine if to == self.rank else self._collectives.exchange_rows({to: mine}, [source])[source]
 
-    def send(self, data: Bytes, to: int) -> None:
-        """Send bytes to another rank, which calls `receive`. Not collective."""
-        self._collectives.send(data, to)
-
-    def receive(self, into: Bytes, source: int) -> None:
-        """Receive as many bytes from another rank. Not collective."""
-        self._collectives.receive(into, source)
-
     def sum_ints(self, values: list[int]) -> list[int]:
         """Sum each value over the ranks. Collective."""
         total: list[int] = self._collectives.reduce(np.array(values, dtype=np.int64), "sum").tolist()

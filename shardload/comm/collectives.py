@@ -60,14 +60,6 @@ class Collectives:
         """Send integers to ranks, and return those that `sources` send. Every rank calls it, also with nothing to send."""
         raise PeerError("processes without MPI cannot send each other values: start the job under MPI")
 
-    def send(self, data: Bytes, to: int) -> None:
-        """Send bytes to a rank, which calls `receive`. Not collective."""
-        self.exchange_rows({}, [])
-
-    def receive(self, into: Bytes, source: int) -> None:
-        """Receive as many bytes from a rank. Not collective."""
-        self.exchange_rows({}, [])
-
 
 class MpiCollectives(Collectives):
     """Collectives over an MPI communicator.
@@ -124,18 +116,6 @@ class MpiCollectives(Collectives):
             raise
         self._done()
         return received
-
-    def send(self, data: Bytes, to: int) -> None:
-        """See `Collectives`."""
-        for at in range(0, len(data), _MOST_NBYTES):
-            part = data[at : at + _MOST_NBYTES]
-            self._finish(partial(self._comm.Isend, part, to, _ROW_TAG), part)
-
-    def receive(self, into: Bytes, source: int) -> None:
-        """See `Collectives`."""
-        for at in range(0, len(into), _MOST_NBYTES):
-            part = into[at : at + _MOST_NBYTES]
-            self._finish(partial(self._comm.Irecv, part, source, _ROW_TAG), part)
 
     def _finish(self, start: Callable[[], Any], *buffers: Any) -> None:
         self._look()  # raises if the group has stalled, before another message is started

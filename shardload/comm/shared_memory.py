@@ -6,8 +6,7 @@ leaves nothing behind however a job ends. It is freed when the last process that
 this is not possible (another system, containers with separate process tables), the ranks send messages instead.
 
 A `Bell` wakes a process that has nothing to do. Its own threads ring it, and so do the processes that attached to its segment.
-So no process has to poll. A process that has other work and will look when that is done says so in its segment: then the others
-do not ring, because being woken costs more than what there is to do.
+So no process has to poll.
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ class Segment:
         whole: Bytes = np.frombuffer(memory, dtype=np.uint8)
         self.data = whole[_TOKEN_NBYTES:]
         self.handle = handle
-        self._token, self._is_busy = whole[:8].view(np.int64), whole[8:16].view(np.int64)
+        self._token = whole[:8].view(np.int64)
         self._descriptor = descriptor
         self.bell = bell
 
@@ -124,15 +123,6 @@ class Segment:
             raise OSError(f"descriptor {number} of process {process} is another memory here")
         bell = Bell(os.open(f"/proc/{process}/fd/{ringing}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC))
         return cls(memory, handle, None, bell)
-
-    def ring(self) -> None:
-        """Wake the process that made it, unless it is busy."""
-        if not self._is_busy[0]:
-            self.bell.ring()
-
-    def set_busy(self, is_busy: bool) -> None:
-        """Say, as the process that made it, that others need not ring: it looks again soon, without being woken."""
-        self._is_busy[0] = is_busy
 
     def seal(self) -> None:
         """Close the descriptor: no other process can attach from now on."""

@@ -42,10 +42,6 @@ class Transport:
     ----------
     rank : int
         This rank.
-    n_data : int
-        Number of pending messages with values.
-    n_leaving : int
-        Number of notes of this rank that MPI has not taken yet.
     """
 
     def __init__(self, group: Group, tags: tuple[int, int], segments: Mapping[int, Segment]) -> None:
@@ -57,7 +53,6 @@ class Transport:
         self._status: Any = None if group.comm is None else group.mpi.Status()
         own = segments.get(self.rank)
         self._base = 0 if own is None else own.data.ctypes.data
-        self.n_data = self.n_leaving = 0
 
     def __bool__(self) -> bool:
         """True if any message is pending."""
@@ -68,7 +63,7 @@ class Transport:
     def send(self, rank: int, values: Array, on_done: Callable[[], None]) -> None:
         """Send values without gaps. They must not change until they have left; then `on_done` is called."""
         message, _ = message_of(self._mpi, values)
-        self._add_data(self._comm.Isend(message, dest=rank, tag=self._data_tag), on_done, values)
+        self._add(self._comm.Isend(message, dest=rank, tag=self._data_tag), on_done, values)
 
     def receive(self) -> Iterator[tuple[int, int, Receive]]:
         """Iterate over the messages with values that have come: the sender, the bytes, and a function that receives it.
@@ -87,7 +82,7 @@ class Transport:
         request = self._comm.Irecv(message, source, self._data_tag)
         if datatype is not None:
             datatype.Free()
-        self._add_data(request, on_done, into)
+        self._add(request, on_done, into)
 
     def test(self) -> bool:
         """Call what waits for the messages that are done. Return True if there were any."""
@@ -105,30 +100,20 @@ class Transport:
             callback()
         return True
 
-    def _add_data(self, request: Any, on_done: Callable[[], None], buffer: Any) -> None:
-        self.n_data += 1
+    def _add(self, request: Any, on_done: Callable[[], None], buffer: Any) -> None:
         self._requests.append(request)
-        self._pending.append((partial(self._data_done, on_done), buffer))
-
-    def _data_done(self, on_done: Callable[[], None]) -> None:
-        self.n_data -= 1
-        on_done()
+        self._pending.append((on_done, buffer))
 
     # --- notes and shared memory
 
     def tell(self, rank: int, note: Integers) -> None:
-        """Send a note, and wake the rank if it is on this machine and not busy."""
+        """Send a note, and wake the rank if it is on this machine."""
         request = self._comm.Isend(note, dest=rank, tag=self._note_tag)
         if not request.Test():  # a short message has nearly always left
-            self.n_leaving += 1
-            self._requests.append(request)
-            self._pending.append((self._has_left, note))
+            self._add(request, _nothing, note)
         segment = self._segments.get(rank)
         if segment is not None:
-            segment.ring()
-
-    def _has_left(self) -> None:
-        self.n_leaving -= 1
+            segment.bell.ring()
 
     def told(self) -> Iterator[tuple[int, Integers]]:
         """Iterate over the notes that have come, each with its sender."""
@@ -138,20 +123,9 @@ class Transport:
             message.Recv(note)
             yield rank, note
 
-    def wake(self, rank: int) -> None:
-        """Wake a rank of this machine, even if it is busy."""
-        self._segments[rank].bell.ring()
-
     def shares_memory(self, rank: int) -> bool:
         """True if this rank and `rank` can read each other's memory."""
         return rank in self._segments
-
-    def set_busy(self, is_busy: bool) -> bool:
-        """Say whether the ranks of this machine need not ring. Return False if none shares memory."""
-        own = self._segments.get(self.rank)
-        if own is not None:
-            own.set_busy(is_busy)
-        return own is not None
 
     def place_of(self, view: Array) -> int:
         """The offset of values in this rank's shared memory, in bytes."""
@@ -164,6 +138,9 @@ class Transport:
     def remains(self) -> tuple[Any, ...]:
         """The requests and buffers that MPI may still use after an interruption."""
         return self._requests, self._pending
+
+
+def _nothing() -> None: ...
 
 
 def message_of(mpi: Any, view: Array) -> tuple[list[Any], Any]:

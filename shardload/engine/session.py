@@ -1,35 +1,86 @@
-"""What stays open while values move between the ranks of a call? Their messages, and the buffers that hold values on the way.
+"""What stays open while values move between the ranks of a call, and how does a round of them go?
 
     session = Session(group, digest, shared_nbytes=..., checksums=...)      # on all ranks
-    session.stage(n_slots, slot_nbytes, n_packs, pack_nbytes)               # on a rank that moves something
-    for each round:
-        session.begin_round()                                               # on all ranks, also on one that has failed
-        failed = session.move(moves)                                        # on all ranks, when they have agreed to
+    with session:
+        session.begin()                             # all ranks are ready, or all raise what one of them lacks
+        session.run(rounds, source, target)         # in each round: make memory, stage, exchange, take
 
-A load is a session of one round; a save and a copy have as many as their memory cap asks for. Between rounds a rank does what
-needs no other rank: it reads, encodes, writes. What a round moves, and from where to where, its `ArrayMove`s say.
+A load is a session of one round; a save and a copy have as many as their memory cap asks for. This is the one place where
+rounds make collective calls, so a rank never waits for another inside what a source or a target does, and what fails there is
+kept (`Session.errors`) until the ranks agree.
+
+A session uses the group that it is given and nothing else that other calls share. One that goes on in the background while the
+program makes other calls needs a group over a communicator of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from typing import Any, Protocol, Self
 from zlib import crc32
 
 from shardload.comm.group import Group
-from shardload.comm.shared_memory import Bell
 from shardload.planning.blocks import aligned
+from shardload.planning.staging import Staging
+from shardload.system.first_error import FirstError
 from shardload.transfer.buffers import Slots
-from shardload.transfer.exchange import Buffers, Moved, exchange
+from shardload.transfer.counters import Counters
+from shardload.transfer.exchange import exchange
 from shardload.transfer.moves import ArrayMove
+from shardload.transfer.resources import Resources
 
-__all__ = ["Session"]
+__all__ = ["Round", "Session", "SourceEndpoint", "TargetEndpoint", "shared_nbytes"]
 
 _NO_TAGS = (0, 0)  # of a round without messages
 
 
+@dataclass(frozen=True)
+class Round:
+    """What moves between two agreements.
+
+    Attributes
+    ----------
+    moves : sequence of ArrayMove
+        The arrays.
+    staging : Staging
+        The buffers and threads for them.
+    is_shared : bool
+        Whether parts may go to other ranks: then all ranks have this round with the same arrays. If not, each rank has its own.
+    values : callable
+        What else the target takes, when all has arrived: for a file its chunks.
+    """
+
+    moves: Sequence[ArrayMove]
+    staging: Staging
+    is_shared: bool
+    values: Callable[[], Iterable[Any]] = tuple
+
+
+class SourceEndpoint(Protocol):
+    """Where values come from: a file, the devices of this process, or an array in memory."""
+
+    def stage(self, moves: Sequence[ArrayMove], resources: Resources, opened: ExitStack) -> None:
+        """Give each move its producer, which stages what this rank sends. `opened` ends what is begun, when all has moved."""
+        ...
+
+
+class TargetEndpoint(Protocol):
+    """Where values go: the devices of this process, or a file."""
+
+    def make_room(self, moves: Sequence[ArrayMove]) -> None:
+        """Give each move its targets: memory for what this rank receives and keeps."""
+        ...
+
+    def take(self, round_: Round) -> None:
+        """Take the values of a round. May be collective, and then all ranks agree on what failed until now."""
+        ...
+
+
 class Session:
-    """The rounds of one call, on one rank. To make one is collective.
+    """The rounds of one call, on one rank. To make one is collective; a context manager, which ends its threads.
 
     Parameters
     ----------
@@ -44,54 +95,116 @@ class Session:
 
     Attributes
     ----------
-    moved : Moved
-        Statistics of all rounds on this rank.
+    on_progress : callable or None
+        Called with the number of bytes of each part that has arrived.
+    errors : FirstError
+        What went wrong on this rank, until the ranks agree.
+    counters : Counters
+        What this rank received in all rounds.
     """
 
-    def __init__(self, group: Group, digest: str, *, shared_nbytes: int | None, checksums: bool) -> None:
+    def __init__(
+        self,
+        group: Group,
+        digest: str,
+        *,
+        shared_nbytes: int | None,
+        checksums: bool,
+    ) -> None:
         self._group, self._digest, self._checksums = group, digest, checksums
+        self.on_progress: Callable[[int], None] | None = None
         self._segments = {} if shared_nbytes is None else group.shared_memory(shared_nbytes)
         self._shared_nbytes = shared_nbytes or 0
-        self._tags = _NO_TAGS
-        self._buffers: Buffers | None = None
+        self._staged: tuple[Staging, Resources] | None = None
         self._n_rounds = 0
-        self.moved = Moved()
+        self.errors, self.counters = FirstError(), Counters()
 
-    @property
-    def buffers(self) -> Buffers:
-        """The buffers of the next round."""
-        if self._buffers is None:
-            raise ValueError("nothing is staged: there are no buffers")
-        return self._buffers
+    def __enter__(self) -> Self:
+        return self
 
-    def stage(self, n_slots: int, slot_nbytes: int, n_packs: int, pack_nbytes: int, *, is_alone: bool = False) -> Buffers:
-        """Make the buffers for the next rounds: slots for blocks, in shared memory if there is any, and for packed parts.
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        self._release(kind)
+        self.errors.take()
 
-        `is_alone`: none of these rounds has a part for another rank.
-        """
-        segments = {} if is_alone else self._segments
-        segment = segments.get(self._group.rank)
-        shared = segment.data[: n_slots * aligned(slot_nbytes)] if segment is not None and self._shared_nbytes else None
-        bell = Bell() if segment is None else segment.bell
-        self._buffers = Buffers(Slots(n_slots, slot_nbytes, shared), Slots(n_packs, pack_nbytes), segments, bell)
-        return self._buffers
+    def _release(self, kind: type[BaseException] | None = None) -> None:
+        """End the threads, and let go of the buffers."""
+        if self._staged is not None:
+            self._staged[1].__exit__(kind)
+        self._staged = None
 
-    def begin_round(self) -> None:
-        """Count a round that all ranks take part in. A rank that fails before it moves anything counts it too."""
+    def begin(self) -> None:
+        """Raise what went wrong on any rank until now. Collective."""
+        self._group.agree(self.errors.take())
+
+    def run(self, rounds: Iterable[Round], source: SourceEndpoint, target: TargetEndpoint) -> None:
+        """Do all rounds. Collective if any is shared, or the target's `take` is."""
+        for round_ in rounds:
+            self.move(round_, source, target)
+            target.take(round_)
+        self._release()
+
+    def move(self, round_: Round, source: SourceEndpoint, target: TargetEndpoint) -> None:
+        """Move the values of a round into the memory of the target. What goes wrong is kept. Collective if it is shared."""
         self._n_rounds += 1
-        self._tags = self._group.next_tags()
+        tags = self._group.next_tags() if round_.is_shared else _NO_TAGS
+        opened = ExitStack()
+        try:
+            with self.errors:
+                target.make_room(round_.moves)
+                if round_.moves:
+                    source.stage(round_.moves, self._resources(round_), opened)
+            if round_.is_shared:
+                self.begin()  # a rank that cannot read or receive says so before anything is sent
+            # A thread of the target may have failed since: the others expect what this rank sends all the same.
+            if round_.moves and (round_.is_shared or not self.errors):
+                self._exchange(round_, tags)
+        except BaseException:
+            with suppress(Exception):  # the first error names the cause better
+                opened.__exit__(*sys.exc_info())
+            raise
+        with self.errors:  # other ranks still wait for this rank
+            opened.close()
 
-    def move(self, moves: Sequence[ArrayMove], on_progress: Callable[[int], None] | None = None) -> BaseException | None:
-        """Move every part of every array to its target. Errors are returned, not raised: the ranks have to agree on them.
-
-        Collective, unless no part goes to another rank: then there is no round to begin.
-        """
-        tags = self._tags
+    def _exchange(self, round_: Round, tags: tuple[int, int]) -> None:
         seed = crc32(f"{self._digest} {self._n_rounds} {tags}".encode())
-        moves = [replace(move, seed=seed) for move in moves]
-        failed, moved = exchange(
-            self._group, moves, self.buffers, tags=tags, checksums=self._checksums, on_progress=on_progress
+        for move in round_.moves:
+            move.seed = seed
+        failed, counters = exchange(
+            self._group,
+            round_.moves,
+            self._resources(round_),
+            tags=tags,
+            checksums=self._checksums,
+            on_progress=self.on_progress,
         )
-        self.moved += moved
-        self._tags = _NO_TAGS
-        return failed
+        self.counters.add(counters)
+        if failed is not None:
+            self.errors.keep(failed)
+        del failed  # an error that stays a variable keeps the arrays of its calls: see `let_go`
+
+    def _resources(self, round_: Round) -> Resources:
+        """Buffers and threads of a round: those of the round before, if they are as planned."""
+        staging, segments = round_.staging, self._segments if round_.is_shared else {}
+        if self._staged is not None:
+            if self._staged[0] == staging and self._staged[1].segments == segments:
+                return self._staged[1]
+            self._release()
+        segment, slots_nbytes = segments.get(self._group.rank), staging.n_slots * aligned(staging.slot_nbytes)
+        if segment is not None and 0 < self._shared_nbytes < shared_nbytes(staging):
+            raise ValueError(f"{staging} does not fit into {self._shared_nbytes} bytes of shared memory: a defect in shardload")
+        shared = segment.data if segment is not None and self._shared_nbytes else None
+        resources = Resources(
+            Slots(staging.n_slots, staging.slot_nbytes, shared),
+            None if segment is None else segment.bell,
+            staging.n_threads,
+            staging.batch_nbytes,
+            pack_slots=Slots(staging.n_pack, staging.pack_nbytes, None if shared is None else shared[slots_nbytes:]),
+            segments=segments,
+        )
+        self._staged = staging, resources
+        return resources
+
+
+def shared_nbytes(staging: Staging) -> int:
+    """Bytes of shared memory for the buffers of a rank that sends something."""
+    return staging.n_slots * aligned(staging.slot_nbytes) + staging.n_pack * aligned(staging.pack_nbytes)

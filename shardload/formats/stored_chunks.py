@@ -29,7 +29,7 @@ Ints = np.ndarray[Any, np.dtype[np.int64]]
 _LEAST_NBYTES = 1 << 14  # of a request; plain chunks that need shorter ones are fetched and decoded as fast
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Extents:
     """Where the chunks of a box that one object has are stored in it.
 
@@ -104,19 +104,19 @@ class StoredChunks(ChunkReader):
         return Encoded(data, skipped)
 
     def _check(self, extent: Extents) -> None:
-        offsets, sizes = extent.offsets, extent.sizes
+        offsets, sizes = extent.offsets.view(np.uint64), extent.sizes.view(np.uint64)  # what is negative is far too large
         if not len(offsets):
             return
         most, end_of_object = self.chain.most_stored_nbytes, extent.stored.nbytes
-        if int(sizes.min()) < 0 or int(sizes.max()) > most or int(offsets.min()) < 0:
+        largest, last = (int(sizes[0]), int(offsets[0])) if len(sizes) == 1 else (int(sizes.max()), int(offsets.max()))
+        if largest > most:
             raise ValueError(
-                f"a chunk is declared to be stored in {int(sizes.max())} bytes; its codecs can make {most} at most of the "
+                f"a chunk is declared to be stored in {largest} bytes; its codecs can make {most} at most of the "
                 f"{self.chain.nbytes} that it has: the index of chunks is damaged"
             )
-        k = int((offsets + sizes).argmax())
-        start, stop = int(offsets[k]), int(offsets[k]) + int(sizes[k])
+        stop = last + largest if last + largest <= end_of_object or last > end_of_object else int((offsets + sizes).max())
         if stop > end_of_object:
-            raise OSError(f"the file ends at byte {end_of_object}, but a chunk is stored at bytes {start} to {stop}")
+            raise OSError(f"the file ends at byte {end_of_object}, but a chunk is stored up to byte {stop}")
 
     def decode(self, encoded: Encoded, out: np.ndarray[Any, Any]) -> None:
         """Decode what `fetch` returned into `out`. ValueError if a chunk is damaged."""
@@ -143,10 +143,10 @@ class StoredChunks(ChunkReader):
         if len(extents) != 1 or extents[0].numbers is not None:
             return False
         offsets, sizes = extents[0].offsets, extents[0].sizes
-        if (sizes != self.chain.nbytes).any() or (np.diff(offsets) < self.chain.nbytes).any():
-            return False
         ranges = Ranges(offsets, sizes, most_gap=0)
-        if ranges.nbytes != out.nbytes or len(ranges.requests) * _LEAST_NBYTES > ranges.nbytes:
+        if ranges.nbytes != out.nbytes or not ranges.are_in_order or len(ranges.requests) * _LEAST_NBYTES > ranges.nbytes:
+            return False
+        if len(sizes) > 1 and (sizes != self.chain.nbytes).any():
             return False
         self._check(extents[0])
         extents[0].stored.read_ranges(ranges, out.reshape(-1).view(np.uint8))

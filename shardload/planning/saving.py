@@ -26,14 +26,14 @@ from shardload.planning.schedule import Owners, Schedule
 from shardload.planning.shards import Shards
 
 __all__ = [
-    "HolderLayout", "OwnerLayout", "StoredArray", "count_buffers", "least_save_memory", "part_nbytes", "plan_array",
+    "HolderLayout", "OwnerLayout", "StoredArray", "count_packs", "least_save_memory", "part_nbytes", "plan_array",
     "plan_save_memory", "plan_save_rounds",
 ]  # fmt: skip
 
 _LEAST_RUN_NBYTES = 64 << 10  # of an array in one piece: shorter runs are collected by one rank
 _BLOCK_NBYTES, _MOST_FILE_NBYTES = 4 << 20, 64 << 20
 _PAGE_NBYTES = 4096  # clients of Lustre and NFS on different nodes must not write to the same page
-_SLOTS, _PACKS = 4, 2
+_PACKS = 6
 
 
 @dataclass(frozen=True)
@@ -252,15 +252,13 @@ def _runs_in_shards(unit: StoredArray, shards: Shards, page: int, most_nbytes: i
 # --- memory and rounds
 
 
-def count_buffers(moving_nbytes: int, part_nbytes: int) -> tuple[int, int]:
-    """Numbers of buffers for parts: where they are staged, and where they are packed.
+def count_packs(moving_nbytes: int, part_nbytes: int) -> int:
+    """Number of buffers in which parts are packed.
 
-    >>> count_buffers(6000, 1000), count_buffers(2500, 1000), count_buffers(0, 0)
-    ((4, 2), (1, 1), (1, 1))
+    >>> count_packs(6000, 1000), count_packs(2500, 1000), count_packs(0, 0)
+    (6, 2, 2)
     """
-    n = moving_nbytes // max(1, part_nbytes)
-    n_packs = _PACKS if n >= _SLOTS + _PACKS else 1
-    return max(1, min(_SLOTS, n - n_packs)), n_packs
+    return max(1, min(_PACKS, moving_nbytes // part_nbytes)) if part_nbytes else 2
 
 
 def part_nbytes(layouts: Sequence[HolderLayout | OwnerLayout]) -> int:
@@ -285,7 +283,7 @@ def plan_save_memory(
     layouts: Sequence[HolderLayout | OwnerLayout], arrays: Sequence[StoredArray], cap_nbytes: int, n_threads: int
 ) -> RoundMemory:
     """How the memory under a cap is used. The cap is at least `least_save_memory`."""
-    return plan_memory(cap_nbytes, *_sizes(layouts, arrays), n_threads, (_SLOTS + _PACKS) * part_nbytes(layouts))
+    return plan_memory(cap_nbytes, *_sizes(layouts, arrays), n_threads, _PACKS * part_nbytes(layouts))
 
 
 def plan_save_rounds(layouts: Sequence[HolderLayout | OwnerLayout], round_nbytes: int) -> list[list[Item]]:

@@ -84,13 +84,13 @@ def plan_staging(arrays: Sequence[tuple[Schedule, SourceLayout]], cap_nbytes: in
 
     >>> import numpy as np
     >>> from shardload.planning.selection import select_axes
-    >>> from shardload.planning.schedule import plan_shards
-    >>> from shardload.planning.strategies import plan_schedules
+    >>> from shardload.planning.schedule import Owners, plan_shards
+    >>> from shardload.planning.strategies import plan_shared
     >>> def planned(shape, chunk_shape):
     ...     f4 = np.dtype("f4")
     ...     layout = SourceLayout.cut(select_axes(None, shape), chunk_shape, f4, f4, "gzip")
     ...     shards = plan_shards(shape, [(), (0,), ()], np.arange(4))
-    ...     return plan_schedules(layout, shards, 4, max_nbytes=4 << 20)["parallel"], layout
+    ...     return plan_shared(layout, shards, 4, Owners(4), max_nbytes=4 << 20), layout
     >>> large, small = planned((512, 512, 512), (1, 512, 512)), planned((512, 512, 512), (1, 16, 512))
     >>> plan_staging([large], 32 << 20, n_threads=2)
     Staging(n_threads=2, n_slots=3, slot_nbytes=4194304, n_pack=2, pack_nbytes=4194304)

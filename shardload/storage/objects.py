@@ -33,6 +33,8 @@ class Ranges:
         Bytes of memory that they need.
     requests : list of (int, int, int)
         What is read: where it goes in that memory, its bytes, where it begins in the object.
+    are_in_order : bool
+        Whether the pieces were given in the order of the object. Then they lie so in memory, too.
 
     Examples
     --------
@@ -44,13 +46,18 @@ class Ranges:
     """
 
     def __init__(self, offsets: Ints, sizes: Ints, most_gap: int = _MOST_GAP_NBYTES) -> None:
-        self.nbytes, self.requests = 0, list[tuple[int, int, int]]()
+        self.nbytes, self.requests, self.are_in_order = 0, list[tuple[int, int, int]](), True
         self._places: list[slice] = []
+        if len(offsets) == 1:  # as most large chunks are: it takes no step of NumPy
+            self.nbytes = int(sizes[0])
+            self.requests, self._places = [(0, self.nbytes, int(offsets[0]))], [slice(0, self.nbytes)]
+            return
         stops = offsets + sizes
         gaps = offsets[1:] - stops[:-1]
-        if len(offsets) and (len(offsets) == 1 or int(gaps.min()) >= 0):
+        if len(offsets) and int(gaps.min()) >= 0:
             self._join_in_order(offsets, sizes, gaps, most_gap)
         elif len(offsets):
+            self.are_in_order = False
             self._join_sorted(offsets, sizes, stops, most_gap)
 
     def _join_in_order(self, offsets: Ints, sizes: Ints, gaps: Ints, most_gap: int) -> None:

@@ -7,7 +7,7 @@ exactly the same size:
 
 * It is marked as free (MADV_FREE): the kernel takes it as soon as any process needs memory, and until then it stays warm. It
   still counts in the resident set.
-* At most the pieces of one load are kept. What the next load does not ask for is released before new memory is allocated.
+* What the next load does not ask for is released before new memory is allocated.
 * At most a quarter of what this process may use is kept, and nothing if addresses are limited: kept memory would then be
   missing elsewhere, even if the kernel could take its pages (`memory_limit`).
 
@@ -58,7 +58,6 @@ class Reserve:
 
     def __init__(self) -> None:
         self._free: deque[mmap.mmap] = deque()
-        self._most = 0  # bytes of the largest load
 
     @property
     def nbytes(self) -> int:
@@ -74,7 +73,6 @@ class Reserve:
             If there is not enough memory.
         """
         wanted = [-(-max(n, 1) // mmap.PAGESIZE) * mmap.PAGESIZE for n in sizes]
-        self._most = max(self._most, sum(wanted))
         free: dict[int, list[mmap.mmap]] = {}
         for block in self._take_all():
             free.setdefault(len(block), []).append(block)
@@ -82,24 +80,7 @@ class Reserve:
         for same in free.values():  # before anything new is made
             for block in same:
                 block.close()
-        return [self._lend(block or self._new(size))[:n] for block, size, n in zip(blocks, wanted, sizes, strict=True)]
-
-    def clear(self) -> None:
-        """Release everything."""
-        for block in self._take_all():
-            block.close()
-
-    def _room(self) -> float:
-        """Number of bytes that may be kept."""
-        return 0 if keeps_addresses() else min(self._most, limit_nbytes() / _SHARE)
-
-    def _new(self, size: int) -> mmap.mmap:
-        try:
-            return _new(size)
-        except MemoryError:  # deleted arrays may wait to be collected; blocks may have come back since
-            gc.collect()
-            self.clear()
-            return _new(size)
+        return [self._lend(block or _new(size))[:n] for block, size, n in zip(blocks, wanted, sizes, strict=True)]
 
     def _take_all(self) -> list[mmap.mmap]:
         found = []
@@ -115,7 +96,7 @@ class Reserve:
 
     def _give_back(self, block: mmap.mmap) -> None:
         with suppress(OSError, RuntimeError):  # the kernel cannot; another block came back while the bytes were summed
-            if self.nbytes + len(block) <= self._room():
+            if not keeps_addresses() and self.nbytes + len(block) <= limit_nbytes() / _SHARE:
                 block.madvise(mmap.MADV_FREE)
                 self._free.append(block)
         # A block that is not kept is not closed, but unmapped as nobody has it: a signal may come when it is kept already.

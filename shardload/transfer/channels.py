@@ -1,7 +1,7 @@
 """How do parts travel between this rank and the others, and how does each know that all have arrived?
 
-`Channels` is what an exchange sees: it sends the parts of blocks, receives what comes, and waits. Below it there is one
-`Channel` for each other rank, which serves both directions. It is one of two kinds, and nothing else knows of which:
+`Channels` is what an exchange sees: `send`, `receive`, `wait`. Below it there is one `Channel` for each other rank, for both
+directions. It is one of two kinds, and nothing else knows of which:
 
 - `SharedMemoryChannel`, to a rank of the same machine: the sender makes an *offer*, a note that names for every part and tile
   the region and the place of its values in the sender's shared memory. The receiver copies the values out of it and
@@ -14,9 +14,7 @@ Both ends number the parts of one sender, from the first part of array 0 to the 
 sender sends each receiver a receipt: whether all went well, how many parts were sent, a digest of their arrays and regions and,
 for messages, a checksum of each part if checksums are on. The receiver compares it with the plan.
 
-Parts that can be sent from where they lie (shared memory) are sent at once. The others wait in one queue until there is room
-to pack them. A part must not be sent at once while parts for the same rank are in the queue: `exchange` does not start such a
-block before they have left.
+All parts go through one queue, in order. Some have to be packed first, and wait there until there is room.
 """
 
 from __future__ import annotations
@@ -53,13 +51,8 @@ HEAD_SIZE = 4  # of an offer: OFFER, its number, how many parts, which array; th
 # Waiting for messages: at first only yield the core, because a pending message needs calls into MPI to progress; then sleep
 # for longer and longer.
 _BACKOFF = Backoff(n_awake=50, first_seconds=5e-5, longest_seconds=1e-3, n_before_doubling=100)
-# Waiting for the bell. If it does not ring, look all the same, less and less often. Soon at first if it rang for nothing: then
-# a message is on its way. The shortest waits are skipped otherwise.
+# Waiting for the bell, which may ring before the message can be received: look all the same, less and less often.
 _LISTENING = Backoff(n_awake=0, first_seconds=2e-3, longest_seconds=3.2e-2, n_before_doubling=1)
-_N_SKIPPED = 2
-_ALONE_SECONDS = 1.0
-# Waiting while a block is being read: when it is done, that wakes this rank, and notes of others are handled at the same time.
-_BUSY_SECONDS = 0.1
 
 Array = np.ndarray[Any, Any]
 
@@ -71,12 +64,12 @@ class Channels:
     ----------
     transport : Transport
         Carries the messages.
-    arrays : sequence of ArrayMove
+    moves : sequence of ArrayMove
         What moves.
     arrivals : Arrivals
         What has arrived on this rank.
-    packer, shared_packer : Packer
-        Pack messages, and values that have to be copied into shared memory.
+    packer : Packer
+        Packs parts with gaps, and values that do not lie in shared memory.
     checksums : bool
         Whether each part is checksummed on both sides.
 
@@ -87,49 +80,39 @@ class Channels:
     """
 
     def __init__(
-        self,
-        transport: Transport,
-        arrays: Sequence[ArrayMove],
-        arrivals: Arrivals,
-        packer: Packer,
-        shared_packer: Packer,
-        checksums: bool,
+        self, transport: Transport, moves: Sequence[ArrayMove], arrivals: Arrivals, packer: Packer, checksums: bool
     ) -> None:
-        self.transport, self.arrays, self.arrivals, self.checksums = transport, arrays, arrivals, checksums
-        self.packer, self.shared_packer = packer, shared_packer
-        self.seeds = [seed_of(number, array.seed) for number, array in enumerate(arrays)]
+        self.transport, self.moves, self.arrivals, self.checksums = transport, moves, arrivals, checksums
+        self.packer = packer
+        self.seeds = [seed_of(number, move.seed) for number, move in enumerate(moves)]
         self._channels: dict[int, Channel] = {}
         self._senders: list[Channel] = []
         self._open: set[int] = set()  # ranks from which something is still to come
         self._n_by_message = 0  # of these, the ones that send messages
-        self._receivers: dict[int, Channel] = {}
-        self._waiting: deque[tuple[Channel, int, StagedBlock, Sequence[Part]]] = deque()
-        self._offered: dict[int, tuple[int, Callable[[], None]]] = {}
+        self._receivers: set[int] = set()
+        self._queue: deque[tuple[Channel, int, StagedBlock, Sequence[Part]]] = deque()
+        self._offered: dict[int, Callable[[], None]] = {}
         self._n_offers = 0
-        self._n_silent = 0  # place in `_LISTENING`
-        self._is_busy = False  # whether this rank has said that it need not be rung
-        self._is_starved = False  # whether this rank waits for a free slot, and has hurried those who have its blocks
 
     def route(self, rank: int) -> Channel:
         """The channel to and from a rank."""
-        found = self._channels.get(rank)
-        if found is None:
+        channel = self._channels.get(rank)
+        if channel is None:
             kind = SharedMemoryChannel if self.transport.shares_memory(rank) else MessageChannel
-            found = self._channels[rank] = kind(self, rank)
-        return found
+            channel = self._channels[rank] = kind(self, rank)
+        return channel
 
     def close(self) -> None:
         """Release the channels: each references this object, and a reference cycle would keep the targets' memory alive."""
         self._channels.clear()
         self._senders.clear()
-        self._receivers.clear()
 
     # --- to other ranks
 
     @property
     def is_empty(self) -> bool:
         """True if every part has been handed to MPI or offered."""
-        return not self._waiting
+        return not self._queue
 
     @property
     def n_offered(self) -> int:
@@ -137,47 +120,41 @@ class Channels:
         return len(self._offered)
 
     def send(self, array: int, block: StagedBlock) -> None:
-        """Send the parts of a block that can be sent at once, and queue the others."""
+        """Queue the parts of a block that other ranks need. When all have left, the block's slot is released."""
         block.n_sending += 1
-        together: dict[int, list[Part]] = {}
+        of_rank: dict[int, list[Part]] = {}
         for part in block.block.parts:
-            if part.rank == self.transport.rank:
-                continue
-            channel = self.route(part.rank)
-            if channel.takes_as_it_lies(block):
-                together.setdefault(part.rank, []).append(part)
-            else:
+            if part.rank != self.transport.rank:
+                of_rank.setdefault(part.rank, []).append(part)
+        for rank, parts in of_rank.items():
+            channel = self.route(rank)
+            for some in channel.together(block, parts):
                 block.n_sending += 1
-                self._waiting.append((channel, array, block, (part,)))
-        for rank, parts in together.items():
-            block.n_sending += 1
-            self._send(self.route(rank), array, block, parts)
+                self._queue.append((channel, array, block, some))
         one_less(block)
 
     def send_queued(self) -> bool:
         """Send queued parts, in order, while there is room to pack them. Return True if any was sent."""
         has_sent = False
-        while self._waiting and self._send(*self._waiting[0]):
-            self._waiting.popleft()
+        while self._queue:
+            channel, array, block, parts = self._queue[0]
+            if not channel.send(array, block, parts):
+                break
+            self._queue.popleft()
+            self._receivers.add(channel.rank)
             has_sent = True
         return has_sent
-
-    def _send(self, channel: Channel, array: int, block: StagedBlock, parts: Sequence[Part]) -> bool:
-        if not channel.send(array, block, parts):
-            return False
-        self._receivers[channel.rank] = channel
-        return True
 
     def offer(self, rank: int, n_parts: int, array: int, rows: list[int], on_done: Callable[[], None]) -> None:
         """Tell `rank` where parts lie. `on_done` is called when the receiver has copied them."""
         note: Integers = np.array([OFFER, self._n_offers + 1, n_parts, array, *rows], dtype=np.int64)
         self.transport.tell(rank, note)
         self._n_offers += 1
-        self._offered[self._n_offers] = rank, on_done
+        self._offered[self._n_offers] = on_done
 
     def acknowledged(self, rank: int, offer: int) -> None:
         """Handle the acknowledgement of an offer. PeerError if there is no such offer."""
-        _, done = self._offered.pop(offer, (rank, None))
+        done = self._offered.pop(offer, None)
         if done is None:
             raise PeerError(
                 f"rank {rank} answers note {offer}, which rank {self.transport.rank} did not send or which was answered "
@@ -188,61 +165,55 @@ class Channels:
 
     def give_up(self, blocks: Iterable[Block]) -> None:
         """Drop the queue. Each rank that still expects parts of `blocks` will get a receipt that reports the failure."""
-        self._waiting.clear()
-        for block in blocks:
-            for part in block.parts:
-                if part.rank != self.transport.rank:
-                    self._receivers[part.rank] = self.route(part.rank)
+        self._queue.clear()
+        self._receivers |= {part.rank for block in blocks for part in block.parts} - {self.transport.rank}
 
     def send_receipts(self, went_well: bool) -> None:
         """Send each receiver its receipt: no more parts follow."""
-        for channel in self._receivers.values():
-            channel.send_receipt(went_well)
+        for rank in self._receivers:
+            self.route(rank).send_receipt(went_well)
 
     # --- from other ranks
 
     def expect(self) -> None:
         """Find out from whom parts come."""
-        senders: dict[int, Channel] = {}
-        for number, array in enumerate(self.arrays):
-            for rank, parts in array.flow.incoming(self.transport.rank).items():
-                senders[rank] = self.route(rank)
-                senders[rank].expected.add(number, parts)
-        self._senders, self._open = list(senders.values()), {*senders}
+        for number, move in enumerate(self.moves):
+            for rank, parts in move.flow.incoming(self.transport.rank).items():
+                self._open.add(rank)
+                self.route(rank).expected.add(number, parts)
+        self._senders = [self._channels[rank] for rank in self._open]
         for channel in self._senders:
             channel.expect()
-        self._n_by_message = sum(not channel.rings for channel in self._senders)
+        self._n_by_message = sum(channel.uses_messages for channel in self._senders)
 
-    def test(self) -> bool:
+    def receive(self) -> bool:
         """Handle what has left and what has come. Return True if there was anything."""
-        moved = self.transport.test()
+        has_moved = self.transport.test()
         if self._n_by_message:
             for rank, nbytes, receive in self.transport.receive():
-                moved = True
+                has_moved = True
                 self.route(rank).take(nbytes, receive)
         if self._open or self._offered:
             for rank, note in self.transport.told():
-                moved = True
+                has_moved = True
                 self.hear(rank, note)
-        return moved
+        return has_moved
 
     def hear(self, rank: int, note: Integers) -> None:
         """Handle a note. What goes wrong is kept: others wait for this rank."""
-        try:
+        with self.arrivals.errors:
             if note[0] == ACK:
                 self.acknowledged(rank, int(note[1]))
             elif note[0] == RECEIPT:
                 self.route(rank).end(note)
             else:
                 self.route(rank).look(note)
-        except Exception as error:
-            self.arrivals.keep(error)
 
     def closed(self, channel: Channel) -> None:
         """Called by a channel from which nothing more will come."""
         if channel.rank in self._open:
             self._open.remove(channel.rank)
-            self._n_by_message -= not channel.rings
+            self._n_by_message -= channel.uses_messages
 
     @property
     def is_done(self) -> bool:
@@ -256,60 +227,19 @@ class Channels:
         if is_whole and all(channel.went_well for channel in self._senders):
             self.arrivals.check_coverage()
 
-    # --- waiting
+    def wait(self, bell: Bell, n_idle: int, longest_seconds: float) -> None:
+        """Sleep until this rank's threads or the ranks of this machine ring the bell; with messages pending, only briefly.
 
-    def wait(self, bell: Bell, n_idle: int, *, is_reading: bool, has_more: bool, longest: float) -> None:
-        """Sleep until the bell rings if nothing else can happen; otherwise sleep briefly, longer each time.
-
-        Parameters
-        ----------
-        bell : Bell
-            Rung by this rank's threads and by the ranks of this machine.
-        n_idle : int
-            How many looks in a row have found nothing.
-        is_reading, has_more : bool
-            Whether a block is being read, and whether more are to be read when there is room.
-        longest : float
-            Seconds to sleep at most.
+        `n_idle` is how many looks in a row have found nothing.
         """
-        if self.transport.n_data or self._n_by_message:
+        if self.transport or self._n_by_message:
             seconds = _BACKOFF.seconds(n_idle)
-            if seconds:
-                bell.wait(seconds)
-            else:
+            if not seconds:
                 os.sched_yield()
-        elif not (self.transport or self._open or self._offered):
-            # The bell may ring before the message can be received, and other machines do not ring it: look again after a while.
-            bell.wait(min(_ALONE_SECONDS, longest))
-        elif self.set_busy(is_reading and not self.transport.n_leaving):
-            if self._is_busy:
-                bell.wait(_BUSY_SECONDS)
-            # else look first: who has sent something until now did not ring
+                return
         else:
-            self._listen(bell, n_idle, has_more)
-
-    def _listen(self, bell: Bell, n_idle: int, has_more: bool) -> None:
-        if has_more and not self._is_starved:  # the others may be busy, but this rank has nothing to do
-            self._is_starved = True
-            for rank in {rank for rank, _ in self._offered.values()}:
-                self.transport.wake(rank)
-        if self.transport.n_leaving:  # what MPI still has of this rank may need its calls
-            self._n_silent = 0
-        elif n_idle == 1:  # the last ring was for what the step before found
-            self._n_silent = _N_SKIPPED
-        is_rung = bell.wait(_LISTENING.seconds(self._n_silent + 1))
-        self._n_silent = 0 if is_rung else self._n_silent + 1
-
-    def started(self) -> None:
-        """Called when a block is begun: there was room, so this rank does not wait for those who have its blocks."""
-        self._is_starved = False
-
-    def set_busy(self, is_busy: bool) -> bool:
-        """Say whether others need not ring. Return True if this rank was busy, or is now."""
-        was_busy = self._is_busy
-        if was_busy != is_busy:
-            self._is_busy = self.transport.set_busy(is_busy) and is_busy
-        return was_busy or self._is_busy
+            seconds = _LISTENING.seconds(n_idle) if self._open or self._offered else longest_seconds
+        bell.wait(seconds)
 
 
 class Channel(ABC):
@@ -323,8 +253,7 @@ class Channel(ABC):
         The other rank.
     """
 
-    _sums_in_receipt = False
-    rings = False  # whether the other rank wakes this one after each message
+    uses_messages = False  # or else notes alone, after each of which the other rank wakes this one
 
     def __init__(self, common: Channels, rank: int) -> None:
         self.rank, self._common, self._transport, self._checksums = rank, common, common.transport, common.checksums
@@ -338,9 +267,9 @@ class Channel(ABC):
 
     # --- to the other rank
 
-    @abstractmethod
-    def takes_as_it_lies(self, block: StagedBlock) -> bool:
-        """True if all parts of a block can be sent together, from where they lie."""
+    def together(self, block: StagedBlock, parts: Sequence[Part]) -> Iterable[Sequence[Part]]:
+        """The parts of a block in groups, each of which is sent at once."""
+        return ([part] for part in parts)
 
     @abstractmethod
     def send(self, array: int, block: StagedBlock, parts: Sequence[Part]) -> bool:
@@ -367,7 +296,7 @@ class Channel(ABC):
             self._expected_identity = begin_array(self._common.seeds[array], self._expected_identity)
             for part in parts:
                 self._expected_identity = identity(part.region, self._expected_identity)
-        self._sums = [0] * (len(self.expected) if self._checksums and self._sums_in_receipt else 0)
+        self._sums = [0] * (len(self.expected) if self._checksums and self.uses_messages else 0)
 
     def take(self, nbytes: int, receive: Receive) -> None:
         """Receive a message with values. In this base class none is expected: report it, and throw it away."""
@@ -412,15 +341,11 @@ class Channel(ABC):
 class MessageChannel(Channel):
     """Sends each part as a message. It is received straight into its target (derived datatypes, no unpacking)."""
 
-    _sums_in_receipt = True
+    uses_messages = True
 
     def __init__(self, common: Channels, rank: int) -> None:
         super().__init__(common, rank)
         self._n_begun = 0  # messages that are being received, or have been
-
-    def takes_as_it_lies(self, block: StagedBlock) -> bool:
-        """See `Channel`."""
-        return False
 
     def send(self, array: int, block: StagedBlock, parts: Sequence[Part]) -> bool:
         """See `Channel`."""
@@ -429,7 +354,7 @@ class MessageChannel(Channel):
         view = None if tile is None else tile.view(part.region)
         done: Callable[[], None] = partial(one_less, block)
         if view is None or not view.flags.c_contiguous:
-            packed = self._common.packer.pack(block, part.region, self._common.arrays[array].dtype)
+            packed = self._common.packer.pack(block, part.region, self._common.moves[array].dtype)
             if packed is None:
                 return False
             data, done = packed
@@ -455,23 +380,19 @@ class MessageChannel(Channel):
             receive(view, partial(self._arrived, number, array, part, view))
 
     def _arrived(self, number: int, array: int, part: Part, view: Array) -> None:
-        try:
+        with self._common.arrivals.errors:
             if self._checksums:
                 self._sums[number] = checksum(view, self._common.seeds[array])
-            self._common.arrivals.count_sent(array, part, part.region, self._checksums)
-        except Exception as error:
-            self._common.arrivals.keep(error)
+            self._common.arrivals.receive(array, part, part.region, self._checksums)
         self._see(1)
 
 
 class SharedMemoryChannel(Channel):
     """Sends an offer. The receiver copies the values out of the sender's memory, from where the offer says they lie."""
 
-    rings = True
-
-    def takes_as_it_lies(self, block: StagedBlock) -> bool:
+    def together(self, block: StagedBlock, parts: Sequence[Part]) -> Iterable[Sequence[Part]]:
         """See `Channel`."""
-        return block.is_shared
+        return [parts] if block.is_shared else super().together(block, parts)
 
     def send(self, array: int, block: StagedBlock, parts: Sequence[Part]) -> bool:
         """See `Channel`."""
@@ -480,7 +401,7 @@ class SharedMemoryChannel(Channel):
             return True
         # The block lies elsewhere: copy the part into shared memory first.
         (part,) = parts
-        packed = self._common.shared_packer.pack(block, part.region, self._common.arrays[array].dtype)
+        packed = self._common.packer.pack(block, part.region, self._common.moves[array].dtype)
         if packed is None:
             return False
         data, done = packed
@@ -510,8 +431,8 @@ class SharedMemoryChannel(Channel):
         started = time.perf_counter()
         arrivals, rank, expected = self._common.arrivals, self.rank, self.expected
         array = int(offer[3])
-        is_known = 0 <= array < len(self._common.arrays) and len(expected) > 0
-        width = 3 + 3 * (self._common.arrays[array].flow.ndim if is_known else 0)
+        is_known = 0 <= array < len(self._common.moves) and len(expected) > 0
+        width = 3 + 3 * (self._common.moves[array].flow.ndim if is_known else 0)
         n_rows, n_more = divmod(len(offer) - HEAD_SIZE, width)
         if n_more or not is_known:
             arrivals.report_list(None, rank)
@@ -529,20 +450,18 @@ class SharedMemoryChannel(Channel):
         for number in tiles:  # offers come in order
             of, part = expected[number]
             arrivals.report_list(part.region, rank, of)
-        arrivals.copy_seconds += time.perf_counter() - started
+        arrivals.counters.copy_seconds += time.perf_counter() - started
         self._transport.tell(rank, np.array([ACK, offer[1]], dtype=np.int64))
         self._see(int(offer[2]))
 
     def _take(self, array: int, row: list[int]) -> Region | None:
         """Copy the values that one row of an offer names. Problems are reported, not raised: the sender waits for an answer."""
-        try:
+        with self._common.arrivals.errors:
             return self._copy(array, row)
-        except Exception as error:
-            self._common.arrivals.keep(error)
-            return None
+        return None
 
     def _copy(self, array: int, row: list[int]) -> Region | None:
-        n, arrivals = self._common.arrays[array].flow.ndim, self._common.arrivals
+        n, arrivals = self._common.moves[array].flow.ndim, self._common.arrivals
         try:
             region = Region(tuple(row[1 : 1 + n]), tuple(row[1 + n : 1 + 2 * n]))
         except ValueError:
@@ -561,7 +480,7 @@ class SharedMemoryChannel(Channel):
         np.copyto(target, values, casting="no")
         if self._checksums and (found := checksum(target, self._common.seeds[array])) != row[-1]:
             arrivals.report_sum(array, part, self.rank, found, row[-1])
-        arrivals.count_sent(array, part, region, self._checksums)
+        arrivals.receive(array, part, region, self._checksums)
         return region
 
 

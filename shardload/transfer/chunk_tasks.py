@@ -19,7 +19,8 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -48,6 +49,35 @@ __all__ = ["ChunkTasks"]
 
 Array = np.ndarray[Any, Any]
 Box = tuple[range, ...]
+
+_TOGETHER = (
+    32  # boxes that are prepared together: decoding puts everything else out of the core's caches, and Python then crawls
+)
+
+
+@dataclass(slots=True)
+class _Read:
+    """A box of chunks that is to be read, prepared before other chunks are decoded.
+
+    Attributes
+    ----------
+    box, region, in_file
+        The chunks in the grid of the loaded array, their elements in the block, and the chunks in the file's grid.
+    own, sent
+        What goes to pieces of this rank, and what other ranks need of it that is not decoded in its place.
+    target : ndarray or None
+        Where the chunks are decoded; None for scratch memory.
+    stays : bool
+        Whether that is their place in a piece, so that nothing is copied.
+    """
+
+    box: Box
+    region: Region
+    in_file: list[range]
+    own: Sequence[tuple[Part, Region]]
+    sent: set[Region]
+    target: Any = None
+    stays: bool = False
 
 
 class ChunkTasks:
@@ -89,6 +119,7 @@ class ChunkTasks:
     ) -> None:
         self._reader, self._layout, self._local, self._scratch = reader, layout, local, scratch
         self._names, self._counts, self._convert, self._n_threads = names, counts, convert, n_threads
+        self._room = partial(scratch.bytes, "stored")
         self._most = batch_nbytes // max(1, layout.chunk_nbytes)
         self._chunk_room = aligned(layout.chunk_size * layout.wide_itemsize)
         self._is_plain = layout.codec == "none"
@@ -130,24 +161,30 @@ class ChunkTasks:
             staged.whole = Tile(region, staged.slot.data[:nbytes].view(layout.dtype).reshape(region.shape))
             staged.tiles.append(staged.whole)
 
-    def _read_boxes(self, staged: StagedBlock, boxes: Sequence[Box], counters: Counters) -> None:
-        for box in boxes:
-            self._read_box(staged, box, counters)
+    def _read_boxes(self, staged: StagedBlock, boxes: Iterable[Box], counters: Counters) -> None:
+        reads = self._reads(staged, boxes)
+        while together := list(itertools.islice(reads, _TOGETHER)):
+            for read in together:
+                self._read_box(staged, read, counters)
 
-    def _read_box(self, staged: StagedBlock, box: Box, counters: Counters) -> None:
-        is_one = math.prod(map(len, box)) == 1
-        region = self._region(staged, box)
-        met = [(part, common) for part in staged.block.parts if (common := part.region.intersect(region)) is not None]
-        if not met:  # it lies between the shards of this rank
-            return
-        # Of several chunks, each must be needed. Shards do not overlap; replicas have equal regions.
-        is_needed = is_one or sum(common.size for common in {common for _, common in met}) == region.size
-        if not is_needed or (not is_one and staged.slot is not None and staged.whole is None):
-            self._read_boxes(staged, list(_ones(box)), counters)
-            return
-        with self._names.at(region):
+    def _reads(self, staged: StagedBlock, boxes: Iterable[Box]) -> Iterator[_Read]:
+        """What is to be read, where nobody needs all chunks of a box each of them by itself."""
+        for box in boxes:
+            is_one = math.prod(map(len, box)) == 1
+            region = self._region(staged, box)
+            met = [(part, common) for part in staged.block.parts if (common := part.region.intersect(region)) is not None]
+            # Shards do not overlap; replicas have equal regions.
+            is_needed = is_one or sum(common.size for common in {common for _, common in met}) == region.size
+            if met and (not is_needed or (not is_one and staged.slot is not None and staged.whole is None)):
+                yield from self._reads(staged, _ones(box))
+            elif met:  # else it lies between the shards of this rank
+                yield self._prepared(staged, box, region, met)
+
+    def _read_box(self, staged: StagedBlock, read: _Read, counters: Counters) -> None:
+        is_one = math.prod(map(len, read.box)) == 1
+        with self._names.at(read.region):
             try:
-                self._read(staged, box, region, met, counters)
+                self._read(staged, read, counters)
                 return
             except (MemoryError, PeerError):
                 raise
@@ -156,9 +193,9 @@ class ChunkTasks:
                 if is_one and isinstance(error, ShardloadError):
                     raise
                 if is_one:
-                    index = tuple([axis.start for axis in self._in_file(box)])
-                    raise self._names.unreadable(error, region, index) from error
-        self._read_boxes(staged, list(_ones(box)), counters)
+                    index = tuple([axis.start for axis in read.in_file])
+                    raise self._names.unreadable(error, read.region, index) from error
+        self._read_boxes(staged, _ones(read.box), counters)
 
     def _region(self, staged: StagedBlock, box: Box) -> Region:
         """What a block has of a box of chunks."""
@@ -169,45 +206,49 @@ class ChunkTasks:
             tuple([min(axis.stop * c - p, high) for axis, c, p, _, high in axes]),
         )
 
-    def _read(
-        self, staged: StagedBlock, box: Box, region: Region, met: Sequence[tuple[Part, Region]], counters: Counters
-    ) -> None:
-        """Read a box of chunks and deliver its values: all of them, or none."""
+    def _prepared(self, staged: StagedBlock, box: Box, region: Region, met: Sequence[tuple[Part, Region]]) -> _Read:
         layout, whole = self._layout, staged.whole
         own = [(part, common) for part, common in met if self._local.is_own(part)]
         sent = {common for part, common in met if not self._local.is_own(part)}
-        started = time.perf_counter()
-        in_file = self._in_file(box)
+        read = _Read(box, region, self._in_file(box), own, sent)
+        if not sent and len(own) == 1:
+            read.target = self._as_chunks(self._local.in_place([own[0][0]], region), region, box)
+            read.stays = read.target is not None
+        elif sent and whole is not None:
+            read.target = self._as_chunks(whole.view(region), region, box)
+            read.sent = set() if read.target is not None else sent
+        elif sent and not layout.casts:
+            read.target = self._cut(staged, box, self._chunk_shape, layout.file_dtype)
+        return read
+
+    def _read(self, staged: StagedBlock, read: _Read, counters: Counters) -> None:
+        """Read a box of chunks and deliver its values: all of them, or none."""
+        layout, box, in_file = self._layout, read.box, read.in_file
         n = math.prod(map(len, box))
-        # Where the chunks are decoded, and whether they stay there.
-        in_piece = None if sent or len(own) != 1 else self._as_chunks(self._local.in_place([own[0][0]], region), region, box)
-        in_whole = None if not sent or whole is None else self._as_chunks(whole.view(region), region, box)
-        is_tile = bool(sent) and whole is None
-        target = in_piece if in_piece is not None else in_whole
-        if target is None and is_tile and not layout.casts:
-            target = self._cut(staged, box, self._chunk_shape, layout.file_dtype)
+        started = time.perf_counter()
+        target = read.target
         if target is None:
             target = self._scratch.array("chunk", (n, *self._chunk_shape), layout.file_dtype)
         encoded: Encoded | None = None
         if not (self._is_plain and self._reader.read_plain(in_file, target)):
-            encoded = self._reader.fetch(in_file, partial(self._scratch.bytes, "stored"))
+            encoded = self._reader.fetch(in_file, self._room)
         fetched = time.perf_counter()
         if encoded is not None:
             self._reader.decode(encoded, target)
         settle_bools(target)
-        if in_piece is None:
+        values, tile = target, None
+        if not read.stays:
             values = target.reshape((*map(len, in_file), *self._chunk_shape))[self._kept]
-            tile = None
-            if n == 1 or layout.casts or (own and self._local.has_checksums):
-                tile = Tile(region, self._joined(staged, box, region, values, is_tile))
+            if n == 1 or layout.casts or (read.own and self._local.has_checksums):
+                tile = Tile(read.region, self._joined(staged, read, values))
         decoded = time.perf_counter()
-        if in_piece is None:
-            self._deliver(staged, own, sent if in_whole is None else set(), box, values, tile, counters)
+        if not read.stays:
+            self._deliver(staged, read, values, tile, counters)
         counters.read_seconds += fetched - started
         counters.decode_seconds += decoded - fetched
         counters.copy_seconds += time.perf_counter() - decoded
         counters.chunks_decoded += n
-        counters.nbytes_read += region.size * layout.file_dtype.itemsize
+        counters.nbytes_read += read.region.size * layout.file_dtype.itemsize
         self._count_stored(staged, box, encoded, target, counters)
 
     def _count_stored(self, staged: StagedBlock, box: Box, encoded: Encoded | None, target: Array, counters: Counters) -> None:
@@ -248,8 +289,9 @@ class ChunkTasks:
         nbytes = math.prod(shape) * dtype.itemsize
         return staged.slot.data[start : start + nbytes].view(dtype).reshape(shape)
 
-    def _joined(self, staged: StagedBlock, box: Box, region: Region, values: Array, is_tile: bool) -> Array:
+    def _joined(self, staged: StagedBlock, read: _Read, values: Array) -> Array:
         """Decoded values in the shape of their region: those of a chunk as they lie, or all of a box cast."""
+        box, region = read.box, read.region
         layout = self._layout
         inside = tuple(
             slice(a + p - axis.start * c, b + p - axis.start * c)
@@ -263,23 +305,16 @@ class ChunkTasks:
             copy_chunks(values, box, layout.chunks.cell, region, raw, layout.chunks.phase)
         if not layout.casts:
             return raw
-        cast = self._cut(staged, box, region.shape, layout.dtype) if is_tile else None
-        if cast is None:
+        if read.sent and staged.whole is None:
+            cast = self._cut(staged, box, region.shape, layout.dtype)
+        else:
             cast = self._scratch.array("cast", region.shape, layout.dtype)
         self._convert(raw, cast, self._names.elements(layout.selection.to_file(region)))
         return cast
 
-    def _deliver(
-        self,
-        staged: StagedBlock,
-        own: Sequence[tuple[Part, Region]],
-        sent: set[Region],
-        box: Box,
-        values: Array,
-        tile: Tile | None,
-        counters: Counters,
-    ) -> None:
+    def _deliver(self, staged: StagedBlock, read: _Read, values: Array, tile: Tile | None, counters: Counters) -> None:
         """Copy decoded values into this rank's pieces, and into the block's tile. `tile` has them as their region has them."""
+        box, own, sent = read.box, read.own, read.sent
         whole, cell, phase = staged.whole, self._layout.chunks.cell, self._layout.chunks.phase
         if tile is not None and sent and whole is None:
             staged.tiles.append(tile)  # from several threads: list.append is atomic

@@ -15,87 +15,46 @@ the others.
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from shardload.comm.group import Group
-from shardload.comm.shared_memory import Bell, Segment
 from shardload.comm.transport import Transport
 from shardload.planning.schedule import Block
-from shardload.system.interruption import let_interruption_pass
+from shardload.system.first_error import FirstError
 from shardload.transfer.arrivals import Arrivals
-from shardload.transfer.buffers import Slots, StagedBlock
 from shardload.transfer.channels import Channels
+from shardload.transfer.counters import Counters
 from shardload.transfer.messages import Packer
 from shardload.transfer.moves import ArrayMove, Staged
+from shardload.transfer.resources import Resources
 
-__all__ = ["Buffers", "Moved", "exchange"]
+__all__ = ["exchange"]
 
 # Buffers of interrupted exchanges (Ctrl-C): MPI may still write into them, so they are never freed.
 _abandoned: list[Any] = []
 
 
-@dataclass(frozen=True)
-class Buffers:
-    """Memory and bell that all arrays of an exchange share.
-
-    Attributes
-    ----------
-    slots, pack_slots : Slots
-        Staging buffers for blocks (in shared memory if there is any), and buffers for packed messages. Each is large enough for
-        the largest block of any array.
-    segments : mapping of int to Segment
-        The shared memory of each rank of this machine; empty if none is shared.
-    bell : Bell
-        Wakes this rank. Rung by the producers' threads and, with shared memory, by the ranks of this machine.
-    """
-
-    slots: Slots
-    pack_slots: Slots
-    segments: Mapping[int, Segment]
-    bell: Bell
-
-
-@dataclass(frozen=True)
-class Moved:
-    """Statistics of an exchange on this rank: seconds of copying, bytes received from other ranks, peak bytes in slots, and
-    number of parts whose checksum was compared.
-    """
-
-    seconds: float = 0.0
-    nbytes: int = 0
-    peak_nbytes: int = 0
-    n_checksums: int = 0
-
-    def __add__(self, other: Moved) -> Moved:
-        return Moved(
-            self.seconds + other.seconds,
-            self.nbytes + other.nbytes,
-            max(self.peak_nbytes, other.peak_nbytes),
-            self.n_checksums + other.n_checksums,
-        )
-
-
 def exchange(
     group: Group,
-    arrays: Sequence[ArrayMove],
-    buffers: Buffers,
+    moves: Sequence[ArrayMove],
+    resources: Resources,
     *,
     tags: tuple[int, int],
     checksums: bool = False,
     on_progress: Callable[[int], None] | None = None,
-) -> tuple[BaseException | None, Moved]:
+) -> tuple[BaseException | None, Counters]:
     """Move every part of every array to its target. Collective over `group`. Errors are returned, not raised.
 
     Parameters
     ----------
     group : Group
         The ranks that take part.
-    arrays : sequence of ArrayMove
+    moves : sequence of ArrayMove
         The arrays to move: the same ones in the same order on every rank.
-    buffers : Buffers
+    resources : Resources
         Memory that the arrays share.
     tags : tuple of int
         Result of `Group.next_tags`. Every rank must have called it, even a rank that fails before this call.
@@ -108,182 +67,112 @@ def exchange(
     -------
     BaseException or None
         The failure of this rank, or the one that its receipts report. The ranks still have to agree on it.
-    Moved
-        Statistics of the exchange.
+    Counters
+        What this rank received.
     """
-    transport = Transport(group, tags, buffers.segments)
-    progress = _Callback(on_progress)
-    complete = [_Callback(array.on_complete) for array in arrays]
-    arrivals = Arrivals(arrays, progress, complete)
-    packers = Packer(buffers.pack_slots), Packer(buffers.slots)
-    channels = Channels(transport, arrays, arrivals, *packers, checksums)
-    moving = _Exchange(group, channels, arrays, arrivals, buffers)
+    transport = Transport(group, tags, resources.segments)
+    arrivals = Arrivals(moves, on_progress)
+    channels = Channels(transport, moves, arrivals, Packer(resources.pack_slots), checksums)
+    started = time.perf_counter()
+    moving = _Exchange(group, channels, moves, arrivals, resources)
     try:
         moving.run()
     except BaseException:
-        _abandoned.append((transport.remains(), arrays, buffers))
+        _abandoned.append((transport.remains(), moves, resources))
         group.forget_shared_memory()
         raise
     channels.close()
-    peak_nbytes = buffers.slots.peak_nbytes + buffers.pack_slots.peak_nbytes
-    moved = Moved(arrivals.copy_seconds, arrivals.nbytes, peak_nbytes, arrivals.n_checksums)
-    problems = [moving.failure, arrivals.problem, progress.problem]
-    problems += [_named(array, callback.problem) for array, callback in zip(arrays, complete, strict=True) if callback.problem]
-    return next((problem for problem in problems if problem is not None), None), moved
-
-
-class _Callback:
-    """A callback of the caller. If it fails, the exchange goes on, because other ranks still wait for this rank."""
-
-    def __init__(self, tell: Callable[[Any], None] | None) -> None:
-        self._tell = tell
-        self.problem: Exception | None = None
-
-    def __call__(self, what: Any) -> None:
-        if self._tell is None or self.problem is not None:
-            return
-        try:
-            self._tell(what)
-        except Exception as error:
-            let_interruption_pass(error)
-            self.problem = error
+    arrivals.counters.exchange_seconds = time.perf_counter() - started
+    arrivals.counters.peak_nbytes = resources.slots.peak_nbytes + resources.pack_slots.peak_nbytes
+    return moving.failure.error or arrivals.errors.error, arrivals.counters
 
 
 class _Exchange:
     """The main loop of one rank: stage, send and receive until everything has arrived."""
 
     def __init__(
-        self,
-        group: Group,
-        channels: Channels,
-        arrays: Sequence[ArrayMove],
-        arrivals: Arrivals,
-        buffers: Buffers,
+        self, group: Group, channels: Channels, moves: Sequence[ArrayMove], arrivals: Arrivals, resources: Resources
     ) -> None:
-        self.channels, self.arrays, self.arrivals = channels, arrays, arrivals
-        self.slots, self.bell, self.watch, self.rank = buffers.slots, buffers.bell, group.watch, group.rank
-        self.packs_into_slots = bool(buffers.segments)
-        self.failure: BaseException | None = None  # when this rank staged or sent
-        self.blocks = _outgoing(arrays, self.rank)
+        self.channels, self.moves, self.arrivals = channels, moves, arrivals
+        self.bell, self.watch, self.rank = resources.bell, group.watch, group.rank
+        self.failure = FirstError()  # when this rank staged or sent
+        self.blocks = _outgoing(moves, self.rank)
         self.following = next(self.blocks, None)
         self.under_way: deque[tuple[int, Block, Staged]] = deque()
-        self.to_be_packed: int | None = None  # an array whose parts may need slots, to be copied into shared memory
         self.has_sent_receipts = False
 
     def _now(self) -> tuple[int, str]:
         """Return how much has been staged of all arrays, and a text that says what is being read."""
-        found = [array.producer.now() for array in self.arrays]
+        found = [move.producer.now() for move in self.moves]
         return sum(n for n, _ in found), next((text for _, text in found if text), "")
 
     def run(self) -> None:
         self.watch.enter("exchange")
         self.channels.expect()
-        idle = 0
-        try:
-            with self.watch.attend(self._now):
-                while not (self.has_sent_receipts and self.channels.is_done):
-                    if self._step():
-                        self.watch.moved()
-                        idle = 0
-                    else:
-                        idle += 1
-                    self.watch.look()
-                    if idle:
-                        self.channels.wait(
-                            self.bell,
-                            idle,
-                            is_reading=bool(self.under_way),
-                            has_more=self.following is not None,
-                            longest=self.watch.nap_seconds,
-                        )
-        finally:
-            self.channels.set_busy(False)
-        self.channels.check(self.failure is None)
+        n_idle = 0
+        with self.watch.attend(self._now):
+            while not (self.has_sent_receipts and self.channels.is_done):
+                if self._step():
+                    self.watch.moved()
+                    n_idle = 0
+                else:
+                    n_idle += 1
+                self.watch.look()
+                if n_idle:
+                    self.channels.wait(self.bell, n_idle, self.watch.nap_seconds)
+        self.channels.check(not self.failure)
 
     def _step(self) -> bool:
-        moved = self.channels.test()
+        has_moved = self.channels.receive()
         try:
-            moved |= self._stage()
-            moved |= self.channels.send_queued()
+            has_moved |= self._stage()
+            has_moved |= self.channels.send_queued()
         except Exception as error:
-            let_interruption_pass(error)
             self._fail(error)
-            moved = True
+            has_moved = True
         if not self.has_sent_receipts and not self.under_way and self.following is None and self.channels.is_empty:
-            self.channels.send_receipts(self.failure is None)
-            self.has_sent_receipts = moved = True
-        return moved
+            self.channels.send_receipts(not self.failure)
+            self.has_sent_receipts = has_moved = True
+        return has_moved
 
     def _stage(self) -> bool:
         """Deliver the blocks that are staged, in order, and start the next ones. Return True if any were."""
-        moved = False
+        has_moved = False
         while self.under_way and self.under_way[0][2].done():
             array, block, staged = self.under_way.popleft()
-            moved = True
-            if self.failure is None:
-                ready = self._result(array, staged)
-                ready.block = block
-                self._deliver(array, ready)
+            has_moved = True
+            if not self.failure:
+                self._deliver(array, block, staged)
         while self.following is not None:
             array, block = self.following
-            producer = self.arrays[array].producer
-            if len(self.under_way) >= producer.n_at_once:
+            producer = self.moves[array].producer
+            if len(self.under_way) >= producer.n_at_once or not producer.has_room(block):
                 break
-            if not producer.has_room(block) or self._keeps_slots(array):
-                break
-            n_taken = self.slots.n_taken
             self.under_way.append((array, block, producer.start(block)))
-            self.channels.started()
-            is_unstaged = self.packs_into_slots and self.slots.n_taken == n_taken
-            if is_unstaged and any(part.rank != self.rank for part in block.parts):
-                self.to_be_packed = array
-            self.following, moved = next(self.blocks, None), True
-        return moved
+            self.following, has_moved = next(self.blocks, None), True
+        return has_moved
 
-    def _result(self, array: int, staged: Staged) -> StagedBlock:
-        """The staged block, or the error of staging it, which names the array."""
+    def _deliver(self, array: int, block: Block, staged: Staged) -> None:
+        """Count the parts of a block that stay, and send the others. An error of staging it names the array."""
         try:
-            found: StagedBlock = staged.result()
-            return found
+            ready = staged.result()
         except Exception as error:
-            let_interruption_pass(error)
-            named = _named(self.arrays[array], error)
-            if named is error:
-                raise
-            raise named from error
-
-    def _keeps_slots(self, array: int) -> bool:
-        """True if the blocks of this array must wait for those of another array, which need slots to be packed.
-
-        Otherwise they would take these slots and then wait behind the other blocks in the sender's queue. (This happens only
-        if one array is in memory already and the next one is not.)
-        """
-        if self.to_be_packed in (None, array):
-            return False
-        if self.under_way or not self.channels.is_empty:
-            return True
-        self.to_be_packed = None
-        return False
-
-    def _deliver(self, array: int, block: StagedBlock) -> None:
-        for part in block.block.parts:
+            self.moves[array].fail(error)
+        for part in block.parts:
             if part.rank == self.rank:
                 self.arrivals.count(array, part, part.region)
-        self.channels.send(array, block)
+        ready.block = block
+        self.channels.send(array, ready)
 
     def _fail(self, error: Exception) -> None:
         """Stop staging and sending. Each rank that still expects parts will get a receipt that reports the failure."""
-        self.failure = self.failure or error
+        self.failure.keep(error)
         self.following = None
-        self.channels.give_up(block for _, block in _outgoing(self.arrays, self.rank))
+        self.channels.give_up(block for _, block in _outgoing(self.moves, self.rank))
 
 
-def _named(array: ArrayMove, error: BaseException) -> BaseException:
-    return error if array.named is None else array.named(error)
-
-
-def _outgoing(arrays: Sequence[ArrayMove], rank: int) -> Iterator[tuple[int, Block]]:
+def _outgoing(moves: Sequence[ArrayMove], rank: int) -> Iterator[tuple[int, Block]]:
     """Iterate over the blocks of all arrays as one sequence; each comes with the number of its array."""
-    for number, array in enumerate(arrays):
-        for block in array.flow.outgoing(rank):
+    for number, move in enumerate(moves):
+        for block in move.flow.outgoing(rank):
             yield number, block

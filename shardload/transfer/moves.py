@@ -11,13 +11,14 @@ part to which rank:
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
 from shardload.planning.grid import IntArray
+from shardload.planning.region import Region
 from shardload.planning.schedule import Block, Part, Schedule
 from shardload.transfer.buffers import Piece
 
@@ -76,8 +77,12 @@ class Flow(Protocol):
         """The parts that a rank receives from each other rank, in the order in which that rank sends them."""
         ...
 
-    def n_wanted(self, target: int) -> int:
-        """Number of elements that a target needs."""
+    def target(self, number: int) -> Region | None:
+        """The elements that a target needs; None if it needs none."""
+        ...
+
+    def targets(self, rank: int) -> Iterable[int]:
+        """The targets that a rank fills."""
         ...
 
 
@@ -100,10 +105,13 @@ class BlocksToPieces:
         """See `Flow`."""
         return self.schedule.remote_parts(rank)
 
-    def n_wanted(self, target: int) -> int:
+    def target(self, number: int) -> Region | None:
         """See `Flow`."""
-        region = self.schedule.true_region(target)
-        return region.size if region else 0
+        return self.schedule.true_region(number)
+
+    def targets(self, rank: int) -> Iterable[int]:
+        """See `Flow`."""
+        return self.schedule.shards.sections_of(rank)
 
 
 @dataclass(frozen=True)
@@ -135,8 +143,8 @@ class PiecesToBlocks:
         """See `Flow`."""
         return len(self.schedule.blocks.shape)
 
-    def blocks_of(self, rank: int) -> range:
-        """The blocks that a rank receives in this round."""
+    def targets(self, rank: int) -> range:
+        """See `Flow`: the blocks of the rank in this round."""
         blocks = self.schedule.blocks_of(rank)
         return blocks if self.places is None else blocks[self.places.start : self.places.stop]
 
@@ -177,7 +185,7 @@ class PiecesToBlocks:
         """See `Flow`."""
         schedule = self.schedule
         found: dict[int, list[Part]] = {}
-        for number in self.blocks_of(rank):
+        for number in self.targets(rank):
             region = schedule.blocks.region(number)
             for shard in schedule.shards.grid.meeting(region):
                 sender = self._sender(shard, rank)
@@ -185,9 +193,9 @@ class PiecesToBlocks:
                     found.setdefault(sender, []).extend(Part(part, number, sender) for part in schedule.messages(region, shard))
         return found
 
-    def n_wanted(self, target: int) -> int:
+    def target(self, number: int) -> Region | None:
         """See `Flow`."""
-        return self.schedule.blocks.region(target).size
+        return self.schedule.blocks.region(number)
 
     def _sender(self, shard: int, owner: int) -> int:
         """The rank that sends its part of a shard to the owner of a block."""
@@ -195,39 +203,53 @@ class PiecesToBlocks:
         return owner if owner in holders else holders[0]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class ArrayMove:
-    """One array of an exchange.
+    """One array of a round. A session has its target make memory, and its source stage what this rank sends.
 
     Attributes
     ----------
+    array : int
+        Its number in the call.
     flow : Flow
         Which rank sends which part to which rank.
-    producer : Producer
-        Stages what this rank sends.
-    targets : mapping of int to Piece
-        The pieces that this rank fills in place, by number.
     dtype : dtype
         Type of the values as they are sent.
-    on_complete : callable, optional
-        Called with each target that has all its elements.
-    seed : int
-        Start value of receipts and checksums: different for each load, the same on every rank, so that a part of another load
-        is never taken for a part of this one. (The arrays of one exchange are told apart anyway.)
     name : str
         Name of the array in error messages.
     named : callable, optional
-        Makes an error of staging this array one that names it.
+        Makes an error of this array one that names it.
+    producer : Producer
+        Stages what this rank sends. The source of a session sets it.
+    targets : mapping of int to Piece
+        The pieces that this rank fills in place, by number. The target of a session sets them.
+    on_complete : callable, optional
+        Called with each target that has all its elements.
+    seed : int
+        Start value of receipts and checksums: different for each round, the same on every rank, so that a part of another load
+        is never taken for a part of this one. (The arrays of one exchange are told apart anyway.)
     """
 
+    array: int
     flow: Flow
-    producer: Producer
-    targets: Mapping[int, Piece]
     dtype: np.dtype[Any]
-    on_complete: Callable[[Piece], None] | None = None
-    seed: int = 0
     name: str = ""
     named: Callable[[BaseException], BaseException] | None = None
+    producer: Any = None
+    targets: Mapping[int, Piece] = field(default_factory=dict)
+    on_complete: Callable[[Piece], None] | None = None
+    seed: int = 0
+
+    def explain(self, error: BaseException) -> BaseException:
+        """An error of this array as one that names it."""
+        return error if self.named is None else self.named(error)
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """Raise an error of this array as one that names it."""
+        named = self.explain(error)
+        if named is error:
+            raise error
+        raise named from error
 
 
 class Expected:

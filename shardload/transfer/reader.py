@@ -170,7 +170,7 @@ class SourceReader:
         return Reading(staged, tasks)
 
     def _tell(self, _: Future[None]) -> None:
-        self._resources.ring()
+        self._resources.bell.ring()
 
     def _needs_slot(self, block: Block) -> bool:
         if self._asked[0] is not block:  # called again and again while no buffer is free

@@ -1,8 +1,11 @@
-"""What do all readers of one job share? Threads, their scratch memory, staging buffers, and a bell that wakes the main loop."""
+"""What do all arrays of a round share? Buffers for blocks and packed parts, threads with scratch memory, and a bell."""
 
 from __future__ import annotations
 
-from shardload.comm.shared_memory import Bell
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from shardload.comm.shared_memory import Bell, Segment
 from shardload.errors import StallError
 from shardload.planning.tuning import default_tuning
 from shardload.system.scratch import ThreadScratch
@@ -11,34 +14,42 @@ from shardload.transfer.buffers import Slots
 
 __all__ = ["Resources"]
 
+_NOT_SHARED: Mapping[int, Segment] = MappingProxyType({})
+
 
 class Resources:
-    """Resources that a job makes once and passes to the reader of each array. A context manager: leaving it ends the threads.
-
-    Enter it after the sources are opened and before the readers: the threads then end before the sources are closed.
+    """What a session makes, and passes to the readers of all arrays and to the exchange. Leaving it ends the threads.
 
     Parameters
     ----------
-    slots : Slots
-        Staging buffers, for blocks with parts that other ranks need.
+    slots, pack_slots : Slots
+        Staging buffers for blocks with parts that other ranks need, and buffers for packed parts. Each is large enough for the
+        largest block of any array.
     bell : Bell, optional
-        Rung when a task is done.
+        Wakes this rank. Rung when a task is done and, with shared memory, by the ranks of this machine.
     n_threads : int
         Number of chunks that are decoded at once, over all arrays.
     batch_nbytes : int, optional
         Decoded bytes of the small chunks that a thread holds at once.
+    segments : mapping of int to Segment
+        The shared memory of each rank of this machine; empty if none is shared.
     """
 
-    def __init__(self, slots: Slots, bell: Bell | None = None, n_threads: int = 1, batch_nbytes: int | None = None) -> None:
-        self.slots, self.bell, self.n_threads = slots, bell, n_threads
+    def __init__(
+        self,
+        slots: Slots,
+        bell: Bell | None = None,
+        n_threads: int = 1,
+        batch_nbytes: int | None = None,
+        *,
+        pack_slots: Slots | None = None,
+        segments: Mapping[int, Segment] = _NOT_SHARED,
+    ) -> None:
+        self.slots, self.pack_slots = slots, Slots(0, 0) if pack_slots is None else pack_slots
+        self.bell, self.segments, self.n_threads = Bell() if bell is None else bell, segments, n_threads
         self.batch_nbytes = default_tuning().batch_nbytes if batch_nbytes is None else batch_nbytes
         self.pool = Pool(n_threads, "shardload-read")
         self.scratch = ThreadScratch()
-
-    def ring(self) -> None:
-        """Wake the thread that waits at the bell."""
-        if self.bell is not None:
-            self.bell.ring()
 
     def __enter__(self) -> Resources:
         return self

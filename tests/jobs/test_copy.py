@@ -25,20 +25,21 @@ atexit.register(lambda: print("peak", resource.getrusage(resource.RUSAGE_SELF).r
 # Runs the command; then says what each rank has imported. A rank may be killed when it is asked for a round.
 PROGRAM = """
 import atexit, os, signal, sys
+from shardload.engine.session import Session
 from shardload.formats.zarr import sink as zarr_sink
-from shardload.jobs.copying import plan as copy_plan, reading as copy_reading
+from shardload.jobs.copying import plan as copy_plan
 
 zarr_sink._MOST_OPEN = 4
 copy_plan._LEAST_READING_NBYTES = 1 << 14
 rank, at, who = int(os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", 0))), *map(int, sys.argv[1:3])
-read = copy_reading.CopyReading._read
+move = Session.move
 
-def dies(self, number, *more):
-    if number == at and rank == who:
+def dies(self, *more):
+    if self._n_rounds == at and rank == who:
         os.kill(os.getpid(), signal.SIGKILL)
-    return read(self, number, *more)
+    move(self, *more)
 
-copy_reading.CopyReading._read = dies
+Session.move = dies
 sys.argv[:] = ["shardload", "copy", *sys.argv[3:]]
 atexit.register(lambda: print("jax is imported:", "jax" in sys.modules, file=sys.stderr))  # after all others at exit
 from shardload.cli.main import main

@@ -221,7 +221,7 @@ def test_one_rank_that_cannot_read_its_own_part(files: dict[str, str], comm: Any
 @pytest.mark.usefixtures("as_it_is")
 def test_one_rank_that_cannot_make_a_small_array(files: dict[str, str], comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if the other ranks had gone on with their arrays: they had all they needed."""
-    module = importlib.import_module("shardload.jobs.loading.array_load")
+    module = importlib.import_module("shardload.jobs.loading.endpoints")
 
     def fails(*_: Any) -> None:
         raise MemoryError("no room here")

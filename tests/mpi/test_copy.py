@@ -20,9 +20,10 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload import ConfigError, SourceError
+from shardload.engine.session import Session
 from shardload.jobs.copying import plan as copy_plan
-from shardload.jobs.copying import reading as copy_reading
 from shardload.jobs.copying.copy import CopyReport, copy_file, refuse_copy
+from shardload.jobs.copying.reading import CopyRounds
 from shardload.jobs.copying.request import CopyRequest
 from shardload.storage.leftovers import find_leftover
 from tests.mpi.support import mesh_of, on_root, ramp, same_error
@@ -582,14 +583,14 @@ def test_a_source_that_changes_meanwhile(comm: Any, shared_tmp_path: Path, monke
     """Wrong if the copy were a mixture."""
     before = shared_tmp_path / "in.h5"
     on_root(comm, lambda: make_h5(before, chunks=(4, 5, 6), compression="gzip"))
-    values = copy_reading.CopyReading._values
+    chunks = CopyRounds._chunks
 
-    def change(self: Any, mine: Any) -> Any:
+    def change(self: Any, moves: Any) -> Any:
         if comm.rank == 0:
             os.utime(before, ns=(time.time_ns(), time.time_ns() + 10**9))
-        yield from values(self, mine)
+        yield from chunks(self, moves)
 
-    monkeypatch.setattr(copy_reading.CopyReading, "_values", change)
+    monkeypatch.setattr(CopyRounds, "_chunks", change)
     target = shared_tmp_path / "out.h5"
     options = {"staging": 60_000, "dataset": ("rho",)}  # no other array is opened later and finds it
     same_error(comm, lambda: copy(comm, before, target, **options), SourceError, "changed while it was read")
@@ -615,16 +616,16 @@ def stopped(comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     def run(target: Path, n: int, **options: Any) -> Path:
         before = shared_tmp_path / "in.h5"
         on_root(comm, lambda: make_h5(before, LARGE, chunks=(8, 11, 9), compression="gzip"))
-        read = copy_reading.CopyReading._read
+        move = Session.move
 
-        def stop(self: Any, number: int, *more: Any) -> Any:
-            if number == n:
+        def stop(self: Any, *more: Any) -> None:
+            if self._n_rounds == n:
                 comm.barrier()
                 raise Stopped
-            return read(self, number, *more)
+            move(self, *more)
 
         with monkeypatch.context() as patch:
-            patch.setattr(copy_reading.CopyReading, "_read", stop)
+            patch.setattr(Session, "move", stop)
             with pytest.raises(Stopped) as held:  # and with it all that its frames hold, as at the end of a process
                 copy(comm, before, target, **options)
         # An HDF5 file that is open when the process ends calls Python, which has ended by then: a crash.

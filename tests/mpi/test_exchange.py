@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 
 from shardload.comm.group import group_of
-from shardload.comm.shared_memory import Bell
 from shardload.planning.schedule import Grid, Owners, Schedule, plan_shards
 from shardload.planning.selection import select_axes
 from shardload.planning.source_layout import SourceLayout
 from shardload.transfer.buffers import Piece, Slots, aligned
-from shardload.transfer.exchange import Buffers, exchange
+from shardload.transfer.exchange import exchange
 from shardload.transfer.local_pieces import LocalPieces
 from shardload.transfer.moves import ArrayMove, BlocksToPieces
 from shardload.transfer.reader import SourceReader
@@ -51,11 +50,11 @@ def test_many_arrays_in_one_exchange(comm: Any, is_shared: bool, checksums: bool
         (np.arange(7000, 7000 + 24 * n * n, dtype="f4").reshape(4 * n, 6 * n), (2, 6 * n), [(0,), (1,)], n),
     ]
     nbytes = max(int(np.prod(block)) * values.itemsize for values, block, *_ in given)
-    segments = group.shared_memory(2 * aligned(nbytes)) if is_shared else {}
+    segments = group.shared_memory(4 * aligned(nbytes)) if is_shared else {}
     own = segments.get(group.rank)
     slots = Slots(2, nbytes, None if own is None else own.data)
-    bell = Bell() if own is None else own.bell
-    resources = Resources(slots, bell)
+    packs = Slots(2, nbytes, None if own is None else own.data[2 * aligned(nbytes) :])
+    resources = Resources(slots, None if own is None else own.bell, pack_slots=packs, segments=segments)
     arrays, readers, complete = [], [], []
     for values, block, axes, n_readers in given:
         schedule = cut(values.shape, block, axes, mesh, n_readers, values.dtype)
@@ -65,11 +64,11 @@ def test_many_arrays_in_one_exchange(comm: Any, is_shared: bool, checksums: bool
         layout = SourceLayout(select_axes(None, values.shape), schedule.blocks, None, values.dtype, values.dtype)
         reader = SourceReader(source, layout, LocalPieces(group.rank, pieces), resources)  # type: ignore[arg-type]
         readers.append(reader)
-        arrays.append(ArrayMove(BlocksToPieces(schedule), reader, pieces, values.dtype, complete.append, 11))
+        move = ArrayMove(len(arrays), BlocksToPieces(schedule), values.dtype, seed=11)
+        move.producer, move.targets, move.on_complete = reader, pieces, complete.append
+        arrays.append(move)
     with group.call():
-        failed, moved = exchange(
-            group, arrays, Buffers(slots, Slots(2, nbytes), segments, bell), tags=group.next_tags(), checksums=checksums
-        )
+        failed, counters = exchange(group, arrays, resources, tags=group.next_tags(), checksums=checksums)
         group.agree(failed)
     for reader in readers:
         reader.__exit__(None)
@@ -78,4 +77,4 @@ def test_many_arrays_in_one_exchange(comm: Any, is_shared: bool, checksums: bool
         for piece in array.targets.values():
             np.testing.assert_array_equal(piece.data, values[piece.region.slices()])
     assert len(complete) == sum(len(array.targets) for array in arrays)
-    assert n == 1 or moved.nbytes > 0
+    assert n == 1 or counters.nbytes_received > 0

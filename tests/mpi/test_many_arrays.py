@@ -23,7 +23,7 @@ from shardload import ConfigError, PeerError, SourceError
 from shardload.comm.group import Group, group_of
 from shardload.comm.shared_memory import Segment
 from shardload.engine import session
-from shardload.jobs.loading import array_load, execution
+from shardload.jobs.loading import array_load, endpoints, execution
 from shardload.jobs.loading.call import LoadCall
 from shardload.options import DEFAULTS, OWN, options_of
 from shardload.transfer import resources
@@ -124,7 +124,7 @@ def test_one_of_everything(
         counted(monkeypatch, counts, Group, name)
     counted(monkeypatch, counts, session, "exchange")
     counted(monkeypatch, counts, resources, "Pool")
-    counted(monkeypatch, counts, array_load, "open_file")
+    counted(monkeypatch, counts, endpoints, "open_file")
     counted(monkeypatch, counts, array_load, "open_source")
     loaded = load(paths, names, readers=readers)
     reads = readers != "root" or comm.rank == 0

@@ -293,8 +293,8 @@ FAULTS = {
     "put": "shardload.formats.hdf5.sink.Hdf5Writer.put",
     "sync": "shardload.formats.hdf5.sink.Hdf5Writer.sync",
     "finish": "shardload.formats.hdf5.sink.Hdf5Catalog.finish",
-    "read back": "shardload.jobs.writing.read_back.ReadBack._compare_stored",
-    "decode": "shardload.jobs.writing.read_back.ReadBack._compare_values",
+    "read back": "shardload.engine.read_back.ReadBack._compare_stored",
+    "decode": "shardload.engine.read_back.ReadBack._compare_values",
     "commit": "shardload.formats.hdf5.sink.Hdf5Catalog.commit",
 }
 
@@ -318,9 +318,7 @@ def test_what_was_not_saved_can_be_dropped(
         kept.append(weakref.ref(x))
         how: dict[str, Any] = {"like": f"{shared_tmp_path}/like.h5:/x"} if what == "what is there" else {}
         with pytest.raises((SourceError, ConfigError), match="this fails"):
-            shardload.save(
-                shared_tmp_path / "out.h5", {"x": x}, chunks=(1, 3 * n, 5 * n), compression="gzip", writers="all", **how
-            )
+            shardload.save(shared_tmp_path / "out.h5", {"x": x}, chunks=(1, 3 * n, 5 * n), compression="gzip", **how)
 
     if comm.rank == comm.size - 1 or what in ("what is there", "create", "place", "finish", "commit"):  # those are rank 0's
         monkeypatch.setattr(FAULTS[what], fails)

@@ -30,9 +30,8 @@ from shardload.arrays.disassemble import ShardSender
 from shardload.comm.collectives import MpiCollectives
 from shardload.comm.group import group_of
 from shardload.comm.shared_memory import Segment
-from shardload.formats.hdf5.sink import Hdf5Writer
+from shardload.engine.read_back import ReadBack
 from shardload.formats.sink import Encoder
-from shardload.jobs.writing.read_back import ReadBack
 from shardload.planning.saving import HolderLayout
 from shardload.planning.tuning import Tuning
 from shardload.transfer.moves import PiecesToBlocks
@@ -525,11 +524,10 @@ def test_like_knows_whether_a_load_decoded(comm: Any, shared_tmp_path: Path, sto
             save({"u": x + 0}, like={"u": like}, attrs={"u": {"scale_factor": factor}})
 
 
-@pytest.mark.parametrize("writers", ["all", "root"])
-def test_progress_counts_what_a_rank_writes(comm: Any, shared_tmp_path: Path, writers: str) -> None:
+def test_progress_counts_what_a_rank_writes(comm: Any, shared_tmp_path: Path) -> None:
     """Wrong if the bar stopped before the end, or went beyond it; an error of the caller's function is one of all ranks."""
     x = {"a": put(ramp(cube()), mesh_of(), P("a")), "b": put(ramp(cube()), mesh_of(), P(None, None, ("a", "b")))}
-    how: dict[str, Any] = {"compression": "gzip", "chunks": (1, 3, 100), "staging": "32KiB", "writers": writers}
+    how: dict[str, Any] = {"compression": "gzip", "chunks": (1, 3, 100), "staging": "32KiB"}
     told: list[tuple[int, int]] = []
     shardload.save(shared_tmp_path / "out.h5", x, progress=lambda *one: told.append(one), **how)
     assert all(a < b for (a, _), (b, _) in itertools.pairwise(told))
@@ -712,7 +710,6 @@ def test_bad_arguments(comm: Any, shared_tmp_path: Path) -> None:
             "The name of a group has / behind it, and '/' is the file",
         ),
         (path, {"x": x}, {"attrs": {"x/y/": {"n": 3}}}, "a group is called '/x/y', which is an array, or below one"),
-        (path, x, {"writers": 3}, "writers is 3"),
         (path, x, {"verify": "yes"}, "verify is 'yes'"),
         (path, x, {"staging": "1KiB", "chunks": (4, 4, 4)}, "but staging is 1.0 KiB"),
         (path, x, {"shape": (1, 1, 1), "plan": 3}, "both shape and plan"),
@@ -854,32 +851,9 @@ def test_a_temporary_that_one_rank_cannot_open(
     if comm.rank == comm.size - 1:
         monkeypatch.setattr(f"shardload.formats.{sink}", fails)
     how = {key: value for key, value in how.items() if key != "chunks"}
-    same_error(
-        comm, lambda: shardload.save(path, x, writers="all", **how), SourceError, f"'{path}' cannot be written", "ESTALE"
-    )
+    same_error(comm, lambda: shardload.save(path, x, **how), SourceError, f"'{path}' cannot be written", "ESTALE")
     monkeypatch.undo()
     assert on_disk(comm, shared_tmp_path) == []
-
-
-@pytest.mark.any_version
-@pytest.mark.any_library
-def test_a_file_that_is_not_closed_where_rank_0_writes_for_all(
-    comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Wrong if the error of one rank kept the others waiting: it has written nothing."""
-    path, values = shared_tmp_path / "out.h5", ramp((4 * unit(), 6))
-    x = put(values, mesh_of(), P("a"))
-    close = Hdf5Writer.close
-
-    def fails(writer: Hdf5Writer) -> None:
-        close(writer)
-        raise SourceError("cannot be closed")
-
-    if comm.rank == comm.size - 1 and comm.size > 1:
-        monkeypatch.setattr(Hdf5Writer, "close", fails)
-    shardload.save(path, x, writers="root", timeout=20.0)
-    monkeypatch.undo()
-    compare(comm, path, {"data": values})
 
 
 @pytest.mark.mpi(min_size=2)
@@ -910,46 +884,14 @@ def test_what_fails_in_the_only_round(
     compare(comm, path, {"data": values})
 
 
-# --- who writes
-
-
-@pytest.mark.parametrize("kind", ["HDF5 in one piece", "HDF5 gzip, odd chunks", "HDF5 planes", "Zarr", "Zarr shards"])
-def test_rank_0_writes_for_all(comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """Wrong if another rank wrote, or a chunk of one rank were put where that of another belongs."""
-    pwrite, n_puts = os.pwrite, 0
-
-    def put_at(descriptor: int, data: Any, offset: int) -> int:
-        nonlocal n_puts
-        n_puts += 1
-        return pwrite(descriptor, data, offset)
-
-    path, how = file_at(shared_tmp_path, kind)
-    values = ramp(cube())
-    tree = {
-        "a": put(values, mesh_of(), P("a", "b")),
-        "g/b": put(values + 1, turned(), P(None, None, ("b", "a"))),
-        "c": np.arange(3),
-    }
-    how = how | {"staging": "64KiB"} | ({"chunks": {"a": how["chunks"], "g/b": how["chunks"]}} if "chunks" in how else {})
-    if "shards" in how:
-        how["shards"] = {"a": how["shards"], "g/b": how["shards"]}
-    monkeypatch.setattr(os, "pwrite", put_at)
-    report = shardload.save(path, tree, writers="root", verify="file", **how)
-    assert report.writers == "root (asked for)" and report.n_read_back == report.n_chunks
-    assert comm.rank == 0 or n_puts == 0
-    assert report.nbytes == 2 * values.nbytes + 24
-    compare(comm, path, {"a": values, "g/b": values + 1, "c": np.arange(3)})
-
-
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("kind", ["HDF5 gzip, odd chunks", "Zarr"])
 def test_a_rank_that_does_not_see_the_file(
     comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """Wrong if its chunks were in another file, or it read back what it cannot see."""
+    """Wrong if its chunks were in another file."""
     path, how = file_at(shared_tmp_path, kind)
-    values, last = ramp(cube()), comm.size - 1
-    x = put(values, mesh_of(), P("b", "a"))
+    last, x = comm.size - 1, put(ramp(cube()), mesh_of(), P("b", "a"))
     create, is_file = os.open, kind != "Zarr"
 
     def hidden(name: Any, *more: Any, **keywords: Any) -> int:
@@ -966,12 +908,9 @@ def test_a_rank_that_does_not_see_the_file(
         monkeypatch.setattr(
             zarr_sink.ZarrSink, "writer", lambda self, ticket: whole(self, Hidden(ticket) if comm.rank == last else ticket)
         )
-    same_error(comm, lambda: shardload.save(path, x, writers="all", **how), ConfigError, "is not to be seen here")
-    report = shardload.save(path, x, **how)
-    assert report.writers == f"root (rank {last} does not see rank 0's file)"
-    assert report.n_read_back == report.n_chunks and f"written by {report.writers}" in str(report)
+    same_error(comm, lambda: shardload.save(path, x, **how), ConfigError, "is not to be seen here")
     monkeypatch.undo()
-    compare(comm, path, {"data": values})
+    assert on_disk(comm, shared_tmp_path) == []
 
 
 def Hidden(ticket: Any) -> Any:

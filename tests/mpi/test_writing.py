@@ -17,12 +17,15 @@ import zarr
 
 from shardload import PeerError, SourceError, VerifyError
 from shardload.comm.group import group_of
+from shardload.engine import file_target as writing
+from shardload.engine.file_target import Chunk, FileTarget, Written
+from shardload.engine.session import Round
 from shardload.formats.saving import make_sink
 from shardload.formats.sink import ArraySpec, Compression, Encoder, Sink
-from shardload.jobs.writing import pipeline as writing
-from shardload.jobs.writing.file import Values, Written, write_file
 from shardload.planning.region import Region
 from shardload.planning.rounds import KEPT_ROUNDS
+from shardload.planning.staging import Staging
+from shardload.system.first_error import FirstError
 from tests.mpi.support import on_disk, ramp, same_error
 
 pytestmark = pytest.mark.any_library
@@ -39,6 +42,10 @@ SPECS = {
 SHARDED = {"sharded": ArraySpec((11, 7), np.dtype("i2"), (2, 3), shards=(4, 6), compression=GZIP)}
 
 
+N_ROUNDS = 60  # of one rank, in rounds of two chunks
+NO_STAGING = Staging(n_threads=1, n_slots=0, slot_nbytes=0, n_pack=0, pack_nbytes=0)
+
+
 def regions(encoder: Encoder) -> list[Region]:
     """What is written at once: chunks; two rows of an array in one piece."""
     spec = encoder.spec
@@ -52,7 +59,7 @@ def regions(encoder: Encoder) -> list[Region]:
 
 def rounds_of(
     comm: Any, sink: Sink, values: dict[str, Array], change: Callable[[int], None] = lambda k: None
-) -> Iterator[list[Values]]:
+) -> Iterator[list[Chunk]]:
     """The chunks of this rank, in rounds: each rank has another number of them, of chunks by chance. The memory of a round is
     overwritten as soon as it may be: its values must be stored by then.
     """
@@ -60,15 +67,15 @@ def rounds_of(
     random.Random(7).shuffle(todo)
     mine = todo[comm.rank :: comm.size]
     size = 2 + comm.rank
-    given: list[list[Values]] = []
+    given: list[list[Array]] = []
     for k, at in enumerate(range(0, len(mine), size)):
         change(k)
         if k >= KEPT_ROUNDS:
             for old in given[k - KEPT_ROUNDS]:
-                old.values[...] = 99
+                old[...] = 99
         copies = [(name, region, np.array(values[name][region.slices()])) for name, region in mine[at : at + size]]
-        given.append([Values(name, region, one.reshape(region.shape)) for name, region, one in copies])
-        yield given[-1]
+        given.append([one for *_, one in copies])
+        yield [Chunk(name, region, one.reshape(region.shape)) for name, region, one in copies]
 
 
 def write(comm: Any, path: Path, *, change: Callable[[int], None] = lambda k: None, **options: Any) -> Written:
@@ -80,7 +87,13 @@ def write(comm: Any, path: Path, *, change: Callable[[int], None] = lambda k: No
     with group.call(60.0):
         group.watch.begin("a test", 60.0)
         try:
-            return write_file(group, sink, rounds_of(comm, sink, VALUES, change), **options)
+            with FileTarget(group, sink, FirstError(), **options) as target:
+                target.begin()
+                chunks = rounds_of(comm, sink, VALUES, change)
+                for _ in range(N_ROUNDS):
+                    target.make_room(())
+                    target.take(Round((), NO_STAGING, False, lambda: next(chunks, [])))
+                return target.end()
         finally:
             group.watch.close()
 
@@ -139,7 +152,7 @@ def test_ctrl_c_while_a_thread_is_at_work(
     own = comm.Split(comm.rank)  # each rank alone
     path, is_given_up = shared_tmp_path / f"out-{comm.rank}.{kind}", threading.Event()
     submits, waits = itertools.count(), itertools.count()
-    right_submit, right_wait, right_close = writing.Pool.submit, writing.Pipeline.wait, writing.Pool.close
+    right_submit, right_wait, right_close = writing.Pool.submit, writing.FileTarget._wait, writing.Pool.close
 
     def submit(self: Any, call: Any, *arguments: Any) -> Any:
         def late() -> Any:
@@ -159,7 +172,7 @@ def test_ctrl_c_while_a_thread_is_at_work(
 
     monkeypatch.setattr(writing.Pool, "submit", submit)
     monkeypatch.setattr(writing.Pool, "close", close)
-    monkeypatch.setattr(writing.Pipeline, "wait", wait)
+    monkeypatch.setattr(writing.FileTarget, "_wait", wait)
     with pytest.raises(Stopped):
         write(own, path)
     own.Free()
@@ -168,14 +181,14 @@ def test_ctrl_c_while_a_thread_is_at_work(
 
 def test_an_unforeseen_error_in_a_thread(comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if only the rank that has it raised it."""
-    whole = writing.Pipeline._put_one
+    whole = writing.FileTarget._put_one
 
     def put_one(self: Any, one: Any) -> None:
-        if comm.rank == comm.size // 2 and one.encoder.is_asked:
+        if comm.rank == comm.size // 2 and one.name == "/gzip":
             raise RuntimeError("the disk is on fire")
         whole(self, one)
 
-    monkeypatch.setattr(writing.Pipeline, "_put_one", put_one)
+    monkeypatch.setattr(writing.FileTarget, "_put_one", put_one)
     same_error(comm, lambda: write(comm, shared_tmp_path / "out.h5"), PeerError, "the disk is on fire")
     assert on_disk(comm, shared_tmp_path) == []
 
@@ -186,8 +199,8 @@ def test_a_place_that_rank_0_cannot_give(comm: Any, shared_tmp_path: Path, monke
 
     def gather_rows(self: Any, mine: Any, root: int = 0) -> Any:
         told = gather(self, mine, root)
-        if told is not None and len(told[0]) > 2:
-            told[0] = np.concatenate([told[0], told[0][2:6]])  # its first chunk once more
+        if told is not None and len(told[0]) > 1:
+            told[0] = np.concatenate([told[0], told[0][1:5]])  # its first chunk once more
         return told
 
     monkeypatch.setattr(type(group_of(comm)), "gather_rows", gather_rows)

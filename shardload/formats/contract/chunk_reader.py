@@ -41,7 +41,7 @@ class Scratch:
         return self._memory[:nbytes]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Encoded:
     """The chunks of a box as they are stored.
 

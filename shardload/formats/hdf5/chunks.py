@@ -37,6 +37,7 @@ from shardload.storage.objects import StoredObject
 __all__ = ["ChunkPlaces", "Hdf5Chunks", "fill_value", "leaves_gaps", "open_chunks"]
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
+Masks = np.ndarray[Any, np.dtype[np.uint32]]
 
 _MOST_KEPT = 1 << 22  # chunks whose places are kept at once, in 20 bytes each
 _TOLD_AT_ONCE = 1 << 16  # chunks: HDF5's answers take some hundred bytes for each
@@ -64,7 +65,7 @@ def leaves_gaps(dataset: h5py.Dataset) -> bool:
     )
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _Table:
     """Where the chunks of a box are. The arrays have an axis for each axis of the grid.
 
@@ -74,7 +75,7 @@ class _Table:
     box: tuple[range, ...]
     offsets: Ints
     sizes: Ints
-    masks: np.ndarray[Any, np.dtype[np.uint32]]
+    masks: Masks
 
     @classmethod
     def empty(cls, box: Sequence[range]) -> _Table:
@@ -84,9 +85,10 @@ class _Table:
     def holds(self, box: Sequence[range]) -> bool:
         return all(a.start <= b.start and b.stop <= a.stop for a, b in zip(self.box, box, strict=True))
 
-    def part(self, box: Sequence[range]) -> _Table:
+    def part(self, box: Sequence[range]) -> tuple[Ints, Ints, Masks]:
+        """Offsets, sizes and masks of the chunks of a smaller box, in C order."""
         at = tuple([slice(b.start - a.start, b.stop - a.start) for a, b in zip(self.box, box, strict=True)])
-        return _Table(tuple(box), self.offsets[at], self.sizes[at], self.masks[at])
+        return self.offsets[at].reshape(-1), self.sizes[at].reshape(-1), self.masks[at].reshape(-1)
 
     def note(self, positions: Ints, offsets: Any, sizes: Any, masks: Any) -> None:
         """Add chunks by their positions in the grid, one row each. Those that are not in the box are left out."""
@@ -128,8 +130,10 @@ class ChunkPlaces:
         header = header_of(self._dataset)
         return None if self.raw is None or header is None else tree_of(self.raw.read_at_most, header, self.chunk)
 
-    def table(self, box: Sequence[range]) -> _Table:
-        """Where the chunks of a box are. DamagedIndexError if the index contradicts itself."""
+    def of(self, box: Sequence[range]) -> tuple[Ints, Ints, Masks]:
+        """Offset (-1: missing), size and mask of each chunk of a box, in C order. If bit k of a mask is set, filter k was not
+        applied. DamagedIndexError if the index contradicts itself.
+        """
         table = self._table
         if table is None or not table.holds(box):
             with self._lock:
@@ -192,8 +196,8 @@ class ChunkPlaces:
         box = chunks_met(region, self.chunk)
         if self._tree is None and self._table is None and self._dataset.id.get_num_chunks() >= math.prod(self.counts):
             return []
-        first = [axis.start for axis in box]
-        return list(map(tuple, (np.argwhere(self.table(box).offsets == _NOWHERE) + first).tolist()))
+        is_missing = (self.of(box)[0] == _NOWHERE).reshape(tuple(map(len, box)))
+        return list(map(tuple, (np.argwhere(is_missing) + [axis.start for axis in box]).tolist()))
 
     def check(self, region: Region | None = None) -> None:
         """Raise ValueError if a stored chunk that meets a region has an impossible size: too long, or too short without
@@ -203,9 +207,10 @@ class ChunkPlaces:
         without compression is too short, HDF5 fills the rest with whatever is in its memory, and its Fletcher-32 filter reads
         past the end of memory.
         """
-        table = self.table([range(n) for n in self.counts] if region is None else chunks_met(region, self.chunk))
-        is_stored = table.offsets != _NOWHERE
-        sizes, masks = table.sizes[is_stored], table.masks[is_stored] & self.no_filter
+        box = [range(n) for n in self.counts] if region is None else chunks_met(region, self.chunk)
+        offsets, sizes, masks = self.of(box)
+        is_stored = offsets != _NOWHERE
+        sizes, masks = sizes[is_stored], masks[is_stored] & self.no_filter
         for mask in np.unique(masks).tolist():
             applied = [number for k, number in enumerate(self.filters) if not mask >> k & 1]
             least = most = self._nbytes + 4 * applied.count(_CHECKSUM)
@@ -257,18 +262,17 @@ class Hdf5Chunks(StoredChunks):
 
     def locate(self, box: Sequence[range]) -> list[Extents]:
         """Where the chunks of a box are in the file."""
-        table = self._places.table(box)
-        offsets, sizes, masks = table.offsets.reshape(-1), table.sizes.reshape(-1), table.masks.reshape(-1)
+        offsets, sizes, masks = self._places.of(box)
         numbers = None
-        if (offsets == _NOWHERE).any():
+        if int(offsets[0]) == _NOWHERE if len(offsets) == 1 else bool((offsets == _NOWHERE).any()):
             numbers = np.flatnonzero(offsets != _NOWHERE)
             offsets, sizes = offsets[numbers], sizes[numbers]
         if self._places.raw is None:
             raise ValueError("only HDF5 may read the file")
         return [Extents(self._places.raw, offsets, sizes, numbers, self._skipped(masks))]
 
-    def _skipped(self, masks: np.ndarray[Any, Any]) -> dict[int, frozenset[int]]:
-        if not masks.any():
+    def _skipped(self, masks: Masks) -> dict[int, frozenset[int]]:
+        if not (masks[0] if len(masks) == 1 else masks.any()):
             return {}
         n = len(self._places.filters)
         return {
@@ -282,15 +286,15 @@ class Hdf5Chunks(StoredChunks):
         if self._places.raw is not None:
             return super().fetch(box, room)
         check_box(box, self.counts)
-        table = self._places.table(box)
-        if int(table.sizes.max()) > self.chain.most_stored_nbytes:
-            raise DamagedIndexError(f"a stored chunk of {table.sizes.max()} bytes")
+        offsets, sizes, masks = self._places.of(box)
+        if int(sizes.max()) > self.chain.most_stored_nbytes:
+            raise DamagedIndexError(f"a stored chunk of {sizes.max()} bytes")
         data: list[Any] = []
-        for index, offset in zip(itertools.product(*box), table.offsets.reshape(-1).tolist(), strict=True):
+        for index, offset in zip(itertools.product(*box), offsets.tolist(), strict=True):
             place = tuple(k * c for k, c in zip(index, self._places.chunk, strict=True))
             with phil:
                 data.append(None if offset == _NOWHERE else self._identifier.read_direct_chunk(place)[1])
-        return Encoded(data, self._skipped(table.masks.reshape(-1)))
+        return Encoded(data, self._skipped(masks))
 
     def read_plain(self, box: Sequence[range], out: np.ndarray[Any, Any]) -> bool:
         """Read chunks that are stored as plain values straight into `out`."""

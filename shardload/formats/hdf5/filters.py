@@ -53,9 +53,9 @@ _OWN = frozenset({1, 2, 3, 4, 5, 6, 32000})  # filters of HDF5 and h5py themselv
 
 # What damaged chunks did in tests, in words that follow "damaged data".
 _SEEN = {
-    4: "made it read and write past the end of memory",
-    5: "made it read past the end of memory",
-    6: "made it read past the end of memory",
+    4: "in its parameters crashed the process",
+    5: "in its parameters crashed the process",
+    6: "in its parameters crashed the process",
     307: "made it loop for ever",
     32008: "crashed the process, or made it loop for ever",
     32013: "in its parameters crashed the process and took memory without bound",

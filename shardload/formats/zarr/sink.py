@@ -198,41 +198,39 @@ class ZarrSink(Sink):
         groups = groups_above([*self.arrays, *self._texts, *(f"{group}/" for group in self.group_attrs)])
         if set(self.arrays) == {"/"}:
             groups = set()
-        nodes: dict[str, Any] = {}
-        for name, one in self.arrays.items():
+        documents: dict[str, Any] = {}  # those of arrays, then of groups; "", the root, is the last
+        for name, array in self.arrays.items():
             folder = name.strip("/")
             if self.version == 3:
-                nodes[os.path.join(folder, "zarr.json")] = one.document
-                continue
-            attrs = plain_attrs(name, one.spec.attrs)
-            attrs["_ARRAY_DIMENSIONS"] = list(one.spec.dims or ())
-            nodes[os.path.join(folder, ".zattrs")] = attrs
-            nodes[os.path.join(folder, ".zarray")] = one.document
+                documents[os.path.join(folder, "zarr.json")] = array.document
+            else:
+                attrs = plain_attrs(name, array.spec.attrs) | {"_ARRAY_DIMENSIONS": list(array.spec.dims or ())}
+                documents |= {os.path.join(folder, ".zattrs"): attrs, os.path.join(folder, ".zarray"): array.document}
         for name, spec in self._texts.items():
-            for key, content in _written(spec, self.version).items():
-                if key.startswith((".z", "zarr.json")):
-                    nodes[os.path.join(name.strip("/"), key)] = json.loads(content)
+            for file, content in _written(spec, self.version).items():
+                key = os.path.join(name.strip("/"), file)
+                if file.startswith((".z", "zarr.json")):
+                    documents[key] = json.loads(content)
                 else:
-                    yield os.path.join(name.strip("/"), key), content
-        for folder in sorted(groups, reverse=True):  # "" is the last
+                    yield key, content
+        for folder in sorted(groups, reverse=True):
             attrs = self.attrs if not folder else self.group_attrs.get(folder, {})
             if self.version == 2:
-                nodes[os.path.join(folder, ".zattrs")] = attrs
-            if not folder and self.version == 2:
+                documents[os.path.join(folder, ".zattrs")] = attrs
+            key = os.path.join(folder, "zarr.json" if self.version == 3 else ".zgroup")
+            documents[key] = group_document(self.version, attrs)
+        if groups:  # all in one, as zarr-python's `consolidate_metadata` has it
+            last = next(reversed(documents))
+            root = documents.pop(last)
+            if self.version == 3:
+                below = {os.path.dirname(key): document for key, document in sorted(documents.items())}
+                root |= {"consolidated_metadata": {"kind": "inline", "must_understand": False, "metadata": below}}
+            else:
                 # In order: zarr-python loses all but the last of siblings that do not follow each other.
-                every = dict(sorted({**nodes, ".zgroup": group_document(2, {})}.items()))
-                yield from nodes.items()
-                yield ".zmetadata", {"zarr_consolidated_format": 1, "metadata": every}
-                yield ".zgroup", every[".zgroup"]
-                return
-            nodes[os.path.join(folder, "zarr.json" if self.version == 3 else ".zgroup")] = group_document(self.version, attrs)
-        if self.version == 3 and "" in groups:  # all in one, as zarr-python's `consolidate_metadata` has it
-            root = nodes.pop("zarr.json")
-            below = {os.path.dirname(key): one for key, one in sorted(nodes.items())}
-            nodes["zarr.json"] = root | {
-                "consolidated_metadata": {"kind": "inline", "must_understand": False, "metadata": below}
-            }
-        yield from nodes.items()
+                every = dict(sorted({**documents, last: root}.items()))
+                documents[".zmetadata"] = {"zarr_consolidated_format": 1, "metadata": every}
+            documents[last] = root
+        yield from documents.items()
 
 
 def groups_above(names: Iterable[str]) -> set[str]:

@@ -2,8 +2,8 @@
 
 1. Rank 0 finds the arrays, and what is asked of the new file (`request`).
 2. All ranks plan the same slabs and rounds (`plan`, `planning.copying`).
-3. In each round a rank reads its slabs, or its piece of one that all ranks read together (`reading`), and hands the chunks
-   of the target to `writing.file.write_file`, which encodes and writes them meanwhile.
+3. In each round a rank reads its slabs, or its piece of one that all ranks read together (`reading`). A `FileTarget` encodes
+   and writes the chunks of the target meanwhile.
 
 JAX is not needed, and not imported.
 """
@@ -17,24 +17,31 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain, repeat
 from typing import Any, NoReturn
+
+import numpy as np
 
 from shardload.comm.environment import mpi_is_off
 from shardload.comm.group import Invocation
 from shardload.comm.singletons import refuse_singletons
 from shardload.engine.call import Call, begin_call
+from shardload.engine.file_target import FileTarget, Written
+from shardload.engine.session import Round, Session
 from shardload.errors import ConfigError
 from shardload.formats.sink import Sink
 from shardload.jobs.copying.plan import CopyPlan, plan_copy
-from shardload.jobs.copying.reading import CopyReading
-from shardload.jobs.copying.request import CopyRequest, Found, find, new_sink, without_what_is_refused
+from shardload.jobs.copying.reading import CopyRounds, CopySource
+from shardload.jobs.copying.request import PAGE_NBYTES, CopyRequest, Found, find, new_sink, without_what_is_refused
 from shardload.jobs.copying.resume import Done, find_done
 from shardload.jobs.progress import progress_of
-from shardload.jobs.writing.file import Written, write_file
-from shardload.options import TIMEOUT
+from shardload.options import INDEX, TIMEOUT
+from shardload.planning.staging import Staging
 from shardload.units import counted
 
 __all__ = ["CopyReport", "copy_file", "refuse_copy"]
+
+_NO_STAGING = Staging(n_threads=1, n_slots=0, slot_nbytes=0, n_pack=0, pack_nbytes=0)
 
 
 @dataclass(frozen=True)
@@ -160,18 +167,30 @@ def _copy(call: Call, request: CopyRequest, contents: _Contents, progress: Any, 
         done = find_done(group, contents.sink, [array.full_name for array in found], planned.specs)
         there = f"{done.n:,} of {done.n_all:,} chunks were there already, and were not read back"
         notes += [there if done.n else "no chunk was left of an earlier copy, so this one began anew"]
-    reading = CopyReading(group, request, found, planned, f"{call.asked.digest:016x}", done)
-    title, total = f"copy to {request.target}", reading.own_nbytes()
-    with progress_of(progress, title, total, group.rank) as advance, reading:
-        written = write_file(
+    rounds, memory = CopyRounds(group, found, planned, done), planned.memory
+    shared = memory.moving_nbytes + PAGE_NBYTES if any(array.is_together for array in planned.arrays) else None
+    checksums, (n_rounds, nbytes) = request.verify != INDEX, rounds.totals()
+    n_most = -int(group.least_ints(np.array([-n_rounds]))[0])  # of the rank that has most rounds
+    with (
+        progress_of(progress, f"copy to {request.target}", nbytes, group.rank) as advance,
+        CopySource(group, request, found) as source,
+        Session(group, f"{call.asked.digest:016x}", shared_nbytes=shared, checksums=checksums) as session,
+        FileTarget(
             group,
             contents.sink,
-            reading.rounds(),
+            session.errors,
+            round_nbytes=memory.round_nbytes,
             verify=request.verify,
-            n_threads=planned.memory.n_threads,
+            n_threads=memory.n_threads,
             on_progress=advance,
-        )
-    n_decoded, *missing = group.agree(None, [reading.n_decoded, *reading.n_missing])
+        ) as target,
+    ):
+        target.begin()
+        session.run(chain(rounds, repeat(Round((), _NO_STAGING, False), n_most - n_rounds)), source, target)
+        with session.errors:
+            source.check_unchanged()
+        written = target.end()
+    n_decoded, *missing = group.agree(None, [source.n_decoded, *source.n_missing])
     lost = [
         f"{counted(n, 'chunk')} of {array.info} {'are' if n != 1 else 'is'} not stored, and the copy has the fill value"
         for array, n in zip(found, missing, strict=True)

@@ -11,14 +11,12 @@ A rank that fails also goes through all steps, and reports its error where the r
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
-from types import TracebackType
 from typing import Any
 
 import jax
@@ -28,27 +26,23 @@ from shardload.arrays.padding import loaded_as
 from shardload.arrays.verification import Found, VerifyReport, agree_all
 from shardload.comm.group import Group, Invocation
 from shardload.engine.call import begin_call
-from shardload.engine.session import Session
-from shardload.errors import ConfigError, PackedWarning, StallError
+from shardload.engine.session import Round, Session, shared_nbytes
+from shardload.errors import ConfigError, PackedWarning
 from shardload.formats.contract.array import some
 from shardload.jobs.consistency import N_SUMS, State, check_same, to_sums, version_in, version_of_state
-from shardload.jobs.loading.array_load import ArrayLoad, OpenSources, OwnArray
+from shardload.jobs.loading.array_load import ArrayLoad
+from shardload.jobs.loading.endpoints import DeviceTarget, LoadSource, OpenSources, moves_of
 from shardload.jobs.loading.plan import Layout, Plan
 from shardload.jobs.loading.report import ArrayReport, LoadReport, Phase, join_proven, make_report
 from shardload.jobs.progress import progress_of
 from shardload.jobs.trees import keys_text
-from shardload.options import FILE, FULL
-from shardload.planning.blocks import aligned
+from shardload.options import INDEX
 from shardload.planning.staging import Staging, plan_staging
 from shardload.planning.tuning import Tuning
 from shardload.system.caller import warn_once
-from shardload.system.garbage import let_go
-from shardload.system.interruption import let_interruption_pass
-from shardload.transfer.allocator import empty_pieces
+from shardload.system.first_error import FirstError
 from shardload.transfer.counters import Counters
-from shardload.transfer.exchange import Moved
 from shardload.transfer.missing import describe_missing, fold_first, settle_missing, unfold_first
-from shardload.transfer.resources import Resources
 from shardload.values.decoding import packed_by
 
 __all__ = ["Loaded", "Loader", "execute"]
@@ -56,7 +50,6 @@ __all__ = ["Loaded", "Loader", "execute"]
 _log = logging.getLogger("shardload")
 _N_COSTS = 4  # numbers of an array that the last agreement sums for the report
 _MOST_TOLD = 8  # arrays with missing chunks in one message
-_NOTHING_OPEN: AbstractContextManager[ExitStack | None] = nullcontext()
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,35 +96,6 @@ def _name_of(loads: Sequence[ArrayLoad]) -> str:
     return f"{loads[0].info}{f' and {len(loads) - 1} more' if len(loads) > 1 else ''}"
 
 
-class _KeepingErrors(AbstractContextManager[None]):
-    """See `Loader.keeping_errors`."""
-
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
-        if not isinstance(error, Exception) or isinstance(error, StallError):
-            return False
-        let_interruption_pass(error)
-        let_go(error)
-        self._loader.error = self._loader.error or error
-        return True
-
-
-def _each(arrays: Sequence[OwnArray], do: Callable[[OwnArray], None]) -> None:
-    """Do something for each array. An error names its array, as in `ArrayLoad.naming_errors`, which costs each a context."""
-    array = arrays[0]
-    try:
-        for array in arrays:
-            do(array)
-    except StallError:
-        raise
-    except Exception as error:
-        let_interruption_pass(error)
-        with array.load.naming_errors():
-            raise
-
-
 class Loader:
     """Loads the arrays of one call. Every public method is collective, inside a call that all ranks make.
 
@@ -145,41 +109,44 @@ class Loader:
         The call, with the plan, on which all ranks agreed.
     tuning : Tuning
         The sizes from which each optimization pays off.
-
-    Attributes
-    ----------
-    error : Exception or None
-        The first error of this rank, kept until the ranks agree.
     """
 
     def __init__(self, group: Group, loads: Sequence[ArrayLoad], agreed: Invocation, tuning: Tuning) -> None:
         self._group, self._loads, self._agreed, self._tuning = group, list(loads), agreed, tuning
         self._options = loads[0].options
         self._name = _name_of(loads)
-        self._arrays = [OwnArray(load, group.rank) for load in loads]
-        self._moved = Moved()
-        self._files: dict[str, State] = {}  # by path: files that this rank has open for several arrays
-        self.error: BaseException | None = None
 
     def run(self, started: float) -> Loaded:
         """Load the arrays. The report counts seconds from `started`, a value of `time.perf_counter`."""
-        self._group.watch.begin(self._name, self._options.timeout)
-        if self._is_here:
-            self._fill_here()
-        else:
-            session = Session(
-                self._group,
-                f"{self._agreed.digest:016x}",
-                shared_nbytes=self._slots_nbytes if self._shares else None,
-                checksums=self._options.checksums,
-            )
-            if not self._is_direct:
-                session.begin_round()
-            self._move(session)
-        self._verify()
-        self._group.watch.enter("agree")
-        loaded = self._agree(self._group.agree(self._take_error(), self._counts()), started)
-        self._group.watch.close()
+        group, loads, options = self._group, self._loads, self._options
+        group.watch.begin(self._name, options.timeout)
+        shares = not self._is_here and self._shares
+        nbytes = (shared_nbytes(self._staging) if self._reads else 0) if shares else None
+        checked = [Found() for _ in loads]
+        with Session(group, f"{self._agreed.digest:016x}", shared_nbytes=nbytes, checksums=options.checksums) as session:
+            target = DeviceTarget(loads, group.rank, session.errors)
+            source = LoadSource(loads, group.rank, self._tuning, self._shared_paths)
+            with ExitStack() as opened:
+                with session.errors:
+                    advance = progress_of(options.progress, lambda: self._name, target.nbytes, group.rank)
+                    session.on_progress = opened.enter_context(advance)
+                if self._is_here:
+                    group.watch.enter("assemble")
+                    with session.errors:
+                        target.fill(session)
+                else:
+                    moves = moves_of(loads)
+                    session.run([Round(moves, self._staging, not self._is_direct)], source, target)
+                    for move in moves if not session.errors else ():
+                        target.arrays[move.array].counters = move.producer.counters
+            if not session.errors:
+                group.watch.enter("verify")
+                with session.errors:
+                    checked = self._check(target)
+            group.watch.enter("agree")
+            totals = group.agree(session.errors.take(), self._counts(session, source, target, checked))
+            loaded = self._agree(totals, session, target, checked, started)
+        group.watch.close()
         if _log.isEnabledFor(logging.INFO):
             _log.info("loaded %s: %s", self._name, loaded.report)
         return loaded
@@ -188,20 +155,20 @@ class Loader:
         """Compare arrays, in the order of the loads, with their files."""
         group, loads = self._group, self._loads
         states: list[State] = [None] * len(loads)
-        found = [Found() for _ in loads]
+        found, errors = [Found() for _ in loads], FirstError()
         group.watch.begin(self._name, self._options.timeout)
         group.watch.enter("verify")
-        with self._keeping_errors():
+        with errors:
             states = [self._contents(load) for load in loads]
-        sums = group.agree(self._take_error(), [number for state in states for number in to_sums(state)])
+        sums = group.agree(errors.take(), [number for state in states for number in to_sums(state)])
         for load, of_array in zip(loads, _shares_of(sums, len(loads)), strict=True):
             check_same(load.name, of_array, load.info.path, load.info.dataset, is_open=True)
-        with self._keeping_errors(), ExitStack() as opened:
+        with errors, ExitStack() as opened:
             sources = OpenSources(loads, opened)
             for k, (load, array) in enumerate(zip(loads, arrays, strict=True)):
                 with load.naming_errors():
-                    found[k] = load.verifier(seed, sources).check(array, group.rank)
-        counts = group.agree(self._take_error(), [number for of_array in found for number in of_array.counts])
+                    found[k] = load.verifier(seed, sources.open_again).check(array, group.rank)
+        counts = group.agree(errors.take(), [number for of_array in found for number in of_array.counts])
         sums_of = _shares_of(counts, len(found))
         proven = agree_all(group, self._options.verify, lambda: [load.verifier(seed) for load in loads], found, sums_of)
         group.watch.close()
@@ -211,17 +178,6 @@ class Loader:
     def _contents(load: ArrayLoad) -> State:
         with load.naming_errors():
             return load.contents() if load.is_open else None
-
-    # --- errors
-
-    def _take_error(self) -> BaseException | None:
-        """The error, which is not kept any longer: the ranks agree on it."""
-        error, self.error = self.error, None
-        return error
-
-    def _keeping_errors(self) -> AbstractContextManager[None]:
-        """Keep an error that is raised inside, until the ranks agree. A stall passes: after it the ranks cannot agree."""
-        return _KeepingErrors(self)
 
     # --- facts about the arrays together
 
@@ -262,105 +218,44 @@ class Loader:
         return any(not made.is_direct and made.max_block_size * made.itemsize >= least for made in schedules)
 
     @property
-    def _slots_nbytes(self) -> int:
-        """Bytes of the slots of this rank, which has none if it reads nothing."""
-        is_owner = any(load.layout.schedule.is_owner(self._group.rank) for load in self._loads)
-        return self._staging.n_slots * aligned(self._staging.slot_nbytes) if is_owner else 0
+    def _reads(self) -> bool:
+        """True if this rank reads any block."""
+        return any(load.layout.schedule.is_owner(self._group.rank) for load in self._loads)
 
     # --- what this rank does
 
-    def _fill_here(self) -> None:
-        """Fill the pieces from values in memory, and hand them to JAX."""
-        self._group.watch.enter("assemble")
-        with self._keeping_errors():
-            _each(self._arrays, OwnArray.take)
-            self._make_room()
-            total = sum(array.nbytes for array in self._arrays)
-            with progress_of(self._options.progress, lambda: self._name, total, self._group.rank) as advance:
+    def _check(self, target: DeviceTarget) -> list[Found]:
+        """Verify what the devices of this process hold, at the level that the caller asked for."""
+        if self._options.verify == INDEX:  # `assemble` has compared each shard
+            return [Found(n_shards=len(load.kind.sharding.addressable_devices)) for load in self._loads]
+        checked = []
+        with ExitStack() as opened:
+            # Of one array the verifier opens the source itself.
+            sources = OpenSources(self._loads, opened) if len(self._loads) > 1 else None
+            for load, own in zip(self._loads, target.arrays, strict=True):
+                held = {piece.region: piece.data for piece in own.shards.values()}
+                with load.naming_errors():
+                    verifier = load.verifier(open_=None if sources is None else sources.open_again)
+                    checked.append(verifier.check(own.array, self._group.rank, held))
+        return checked
 
-                def fill(array: OwnArray) -> None:
-                    array.fill()
-                    array.assemble()
-                    advance(array.nbytes)
-
-                _each(self._arrays, fill)
-
-    def _make_room(self) -> None:
-        """Allocate the pieces of all arrays at once: the memory of an earlier load is then used again."""
-        rooms = iter(empty_pieces([array.wanted for array in self._arrays]))
-        _each(self._arrays, lambda array: array.make_room(next(rooms)))
-
-    def _move(self, session: Session) -> None:
-        """Open, agree, move, assemble, close. What goes wrong is kept: the ranks still have to agree on it."""
-        opened = ExitStack()
-        try:
-            self._group.watch.enter("open")
-            advance = None
-            with self._keeping_errors():
-                advance = self._get_ready(opened, session)
-            if not self._is_direct:
-                self._group.agree(self._take_error())  # a rank that cannot read or receive says so before anything is sent
-            if self.error is None:
-                with self._keeping_errors():
-                    self._fill(session, advance)
-        except BaseException:
-            with suppress(Exception):  # the first error names the cause better
-                opened.__exit__(*sys.exc_info())
-            raise
-        with self._keeping_errors():  # the other ranks still wait for this rank in the last agreement
-            opened.close()
-
-    def _get_ready(self, opened: ExitStack, session: Session) -> Callable[[int], None] | None:
-        """Open the sources and make what the exchange needs; returns the function to call with its progress."""
-        arrays, staging = self._arrays, self._staging
-        buffers = session.stage(staging.n_slots, staging.slot_nbytes, staging.n_pack, staging.pack_nbytes)
-        here = {array.load.info.path for array in arrays if array.reads}
-        sources = OpenSources([load for load in self._loads if load.info.path in here], opened)
-        _each(arrays, lambda array: array.open(sources))
-        self._files = sources.states(self._shared_paths, self._loads)
-        self._make_room()
-        resources = opened.enter_context(Resources(buffers.slots, buffers.bell, staging.n_threads, staging.batch_nbytes))
-        _each(arrays, lambda array: array.make_reader(opened, resources, self._tuning))
-        total = sum(array.nbytes for array in arrays)
-        return opened.enter_context(progress_of(self._options.progress, lambda: self._name, total, self._group.rank))
-
-    def _fill(self, session: Session, on_progress: Callable[[int], None] | None) -> None:
-        """Read and move all arrays, and hand them to JAX."""
-        failed = session.move([array.move(is_named=len(self._arrays) > 1) for array in self._arrays], on_progress)
-        self._moved = session.moved
-        if failed is not None:
-            raise failed
-        self._group.watch.enter("assemble")
-        _each(self._arrays, OwnArray.assemble)
-        _each(self._arrays, OwnArray.check_unchanged)
-
-    def _verify(self) -> None:
-        """Verify what the devices of this process hold, if all was loaded."""
-        if self.error is not None or any(array.array is None for array in self._arrays):
-            return
-        self._group.watch.enter("verify")
-        is_read = len(self._arrays) > 1 and self._options.verify in (FILE, FULL)
-        with self._keeping_errors(), ExitStack() if is_read else _NOTHING_OPEN as opened:
-            sources = None if opened is None else OpenSources(self._loads, opened)
-            _each(self._arrays, lambda array: array.verify(sources))
-
-    def _counts(self) -> list[int]:
+    def _counts(self, session: Session, source: LoadSource, target: DeviceTarget, checked: list[Found]) -> list[int]:
         """What the last agreement sums over the ranks: counts for the report, and numbers that compare the ranks' files."""
-        counts = [self._moved.n_checksums]
-        for array in self._arrays:
-            cost = array.counters
+        counts = [session.counters.n_checksums]
+        for opened, own, proven in zip(source.arrays, target.arrays, checked, strict=True):
+            cost = own.counters
             counts += [cost.chunks_missing, cost.chunks_decoded, cost.nbytes_read, cost.n_checksums]
-            counts += [*to_sums(array.contents), *array.checked.counts]
+            counts += [*to_sums(opened.contents), *proven.counts]
         for path in self._shared_paths:
-            counts += to_sums(self._files.get(path))
+            counts += to_sums(source.files.get(path))
         return counts
 
     # --- what all ranks do together
 
-    def _agree(self, totals: list[int], started: float) -> Loaded:
+    def _agree(self, totals: list[int], session: Session, target: DeviceTarget, checked: list[Found], started: float) -> Loaded:
         """What the ranks have agreed on: the report, and whether all read the same file. `totals`: sums of `_counts`."""
-        arrays = [array.array for array in self._arrays if array.array is not None]
-        if len(arrays) < len(self._arrays):
+        arrays = [own.array for own in target.arrays if own.array is not None]
+        if len(arrays) < len(self._loads):
             raise ConfigError("nothing was loaded")
         n_files = len(self._shared_paths)
         n_parts, *sums = totals[: len(totals) - n_files * N_SUMS]
@@ -380,21 +275,28 @@ class Loader:
             self._group,
             self._options.verify,
             lambda: [load.verifier() for load in self._loads],
-            [array.checked for array in self._arrays],
+            checked,
             [sums[_N_COSTS + N_SUMS :] for sums in of_arrays],
         )
         costs = [sums[:_N_COSTS] for sums in of_arrays]
-        self._settle_missing([n_missing for n_missing, *_ in costs])
+        counters = Counters()
+        for part in (session.counters, *(own.counters for own in target.arrays)):
+            counters.add(part)
+        self._settle_missing([n_missing for n_missing, *_ in costs], [own.counters for own in target.arrays])
         self._warn_of_packed()
         seconds = time.perf_counter() - started
-        return Loaded(arrays, proven, lambda: self._report(costs, n_parts, proven, seconds))
+        device = Phase(sum(own.device_seconds for own in target.arrays), target.nbytes)
+        return Loaded(arrays, proven, lambda: self._report(costs, n_parts, proven, seconds, counters, device))
 
-    def _report(self, costs: list[list[int]], n_parts: int, proven: list[VerifyReport], seconds: float) -> LoadReport:
-        counters = Counters()
-        for array in self._arrays:
-            counters.add(array.counters)
-        phases = [array.device for array in self._arrays]
-        device = Phase(sum(phase.seconds for phase in phases), sum(phase.nbytes for phase in phases))
+    def _report(
+        self,
+        costs: list[list[int]],
+        n_parts: int,
+        proven: list[VerifyReport],
+        seconds: float,
+        counters: Counters,
+        device: Phase,
+    ) -> LoadReport:
         n_missing, n_decoded, nbytes_read, n_checksums = map(sum, zip(*costs, strict=True))
         lines = [
             ArrayReport(keys_text(load.where), str(load.info), decoded, nbytes, missing, verified)
@@ -402,7 +304,7 @@ class Loader:
             if load.where
         ]
         return replace(
-            make_report(counters, self._moved, device),
+            make_report(counters, device),
             seconds=seconds,
             chunks_decoded=n_decoded,
             nbytes_read=nbytes_read,
@@ -423,22 +325,20 @@ class Loader:
             )
             warn_once(text, PackedWarning, self._group.rank)
 
-    def _settle_missing(self, n_missing: list[int]) -> None:
+    def _settle_missing(self, n_missing: list[int], counters: list[Counters]) -> None:
         """Warn or raise, as the caller asked, now that all ranks know how many chunks are missing."""
         how = self._options.missing
-        found = [(own, n) for own, n in zip(self._arrays, n_missing, strict=True) if n]
+        found = [(load, own, n) for load, own, n in zip(self._loads, counters, n_missing, strict=True) if n]
         if how == "fill" or not found:
             return
-        first = self._group.least_ints(
-            np.array([fold_first(own.counters.missing) for own, _ in found], dtype=np.int64).reshape(-1)
-        )
+        first = self._group.least_ints(np.array([fold_first(own.missing) for _, own, _ in found], dtype=np.int64).reshape(-1))
         texts = []
-        for (own, n), least in zip(found, first.reshape(len(found), -1).tolist(), strict=True):
-            source = own.load.layout.source
-            text = describe_missing(n, unfold_first(least), own.load.info, source.selection, source.chunks)
-            texts.append(f"{own.load.where}: {text}" if own.load.where else text)
+        for (load, _, n), least in zip(found, first.reshape(len(found), -1).tolist(), strict=True):
+            source = load.layout.source
+            text = describe_missing(n, unfold_first(least), load.info, source.selection, source.chunks)
+            texts.append(f"{load.where}: {text}" if load.where else text)
         more = f"; and in {len(texts) - _MOST_TOLD} more arrays" if len(texts) > _MOST_TOLD else ""
-        settle_missing("; ".join(texts[:_MOST_TOLD]) + more, how, self._group.rank, found[0][0].load.info)
+        settle_missing("; ".join(texts[:_MOST_TOLD]) + more, how, self._group.rank, found[0][0].info)
 
 
 def _shares_of(numbers: list[int], n: int) -> list[list[int]]:

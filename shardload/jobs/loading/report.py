@@ -8,7 +8,6 @@ from dataclasses import dataclass, fields, replace
 from shardload.arrays.verification import VerifyReport
 from shardload.options import INDEX
 from shardload.transfer.counters import Counters
-from shardload.transfer.exchange import Moved
 from shardload.units import counted, format_nbytes, number_text
 
 __all__ = ["ArrayReport", "LoadReport", "Phase", "join_proven", "make_report"]
@@ -105,17 +104,17 @@ class LoadReport:
         )
 
 
-def make_report(counters: Counters, moved: Moved, device: Phase) -> LoadReport:
+def make_report(counters: Counters, device: Phase) -> LoadReport:
     """The report of one rank alone, before the sums over all ranks."""
     phases = {
         "read": Phase(counters.read_seconds, counters.nbytes_stored or counters.nbytes_read),
         "decode": Phase(counters.decode_seconds, counters.nbytes_read if counters.chunks_decoded else 0),
-        "exchange": Phase(counters.copy_seconds + moved.seconds, counters.nbytes_copied + moved.nbytes),
+        "exchange": Phase(counters.copy_seconds, counters.nbytes_copied + counters.nbytes_received),
         "device": device,
     }
-    proven = VerifyReport(INDEX, n_parts=counters.n_checksums + moved.n_checksums)  # all ranks fill in the rest together
+    proven = VerifyReport(INDEX, n_parts=counters.n_checksums)  # all ranks fill in the rest together
     return LoadReport(
-        0.0, counters.chunks_decoded, counters.nbytes_read, phases, moved.peak_nbytes, proven, counters.chunks_missing
+        0.0, counters.chunks_decoded, counters.nbytes_read, phases, counters.peak_nbytes, proven, counters.chunks_missing
     )
 
 

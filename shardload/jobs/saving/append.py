@@ -14,14 +14,18 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from shardload.arrays.disassemble import DeviceSource
 from shardload.comm.group import Group
+from shardload.engine.file_target import Chunk, FileTarget, Written
+from shardload.engine.session import Round, Session
 from shardload.errors import ConfigError, ShardloadError, SourceError
 from shardload.formats.access import Access
 from shardload.formats.contract.array import some
@@ -32,10 +36,12 @@ from shardload.formats.lookup import format_of
 from shardload.jobs.saving.arguments import SaveArguments, ToSave
 from shardload.jobs.saving.plan import SavePlan, alignment_of, plan_into, shards_of
 from shardload.jobs.saving.save import SaveReport, Saving, Steps, planned
-from shardload.jobs.writing.file import Values, Written
 from shardload.planning.region import Region
+from shardload.planning.rounds import Item
 from shardload.storage.leftovers import ROOTS, refuse_leftover
 from shardload.system.interruption import let_interruption_pass
+from shardload.transfer.counters import Counters
+from shardload.transfer.moves import ArrayMove
 from shardload.values.dates import counted, is_dates
 
 __all__ = ["AppendReport", "append"]
@@ -73,7 +79,7 @@ class _Steps(Steps):
     verb = "append to"
 
     def arguments(self, path: Any, tree: Any, given: Mapping[str, Any], call: str) -> SaveArguments:
-        made = SaveArguments.of(path, tree, dict(given) | {"mode": "w", "writers": "all"}, call)
+        made = SaveArguments.of(path, tree, dict(given) | {"mode": "w"}, call)
         made.path = made.path.rstrip("/") or "/"
         return made
 
@@ -287,54 +293,68 @@ class _Appending(Saving):
             raise TypeError("these are no arrays that grow")
         self._grows: Mapping[str, Growing] = sink.arrays
         self._sources: dict[str, Source] = {}
+        self._opened = ExitStack()
         self._again: list[tuple[str, tuple[int, ...]]] = []  # stored chunks that share a file with new ones
 
-    def _report(self, written: Written, started: float) -> AppendReport:
-        made = super()._report(written, started)
+    def _report(self, written: Written, counters: Counters, started: float) -> AppendReport:
+        made = super()._report(written, counters, started)
         grown = {name: (one.old, one.new_shape[one.axis]) for name, one in self._grows.items()}
         values = {one.name: getattr(made, one.name) for one in fields(made)}
         return AppendReport(**values, dim=self._asked.dim, grown=grown)
 
-    def _rounds(self) -> Iterator[list[Values]]:
-        """Those of a save, as chunks of the file; then what else is in their files."""
-        with ExitStack() as opened:
-            for found in super()._rounds():
-                yield [self._completed(one, opened) for one in found]
-            batch: list[Values] = []
-            nbytes = 0
-            for name, index in self._again:
-                one = self._grows[name]
-                region = one.region(index)
-                values = self._stored(name, _moved(region, one.axis, one.base), opened)
-                if batch and nbytes + values.nbytes > self._plan._memory.round_nbytes:
-                    yield batch
-                    batch, nbytes = [], 0
-                batch.append(Values(name, region, values))
-                nbytes += values.nbytes
-            if batch:
-                yield batch
+    def _run(self, session: Session, source: DeviceSource, target: FileTarget) -> None:
+        """The rounds of a save, then those of what else is in their files, of which ranks have different numbers."""
+        with self._opened:
+            super()._run(session, source, target)
+            batches = self._old_chunks()
+            n_most = -int(self._group.least_ints(np.array([-len(batches)]))[0])
+            batches += [[] for _ in range(n_most - len(batches))]
+            rounds = (Round((), self._staging, False, partial(map, self._read_again, batch)) for batch in batches)
+            session.run(rounds, source, target)
 
-    def _completed(self, given: Values, opened: ExitStack) -> Values:
+    def _old_chunks(self) -> list[list[tuple[str, Region]]]:
+        """The stored chunks that are written again, for each round."""
+        batches: list[list[tuple[str, Region]]] = []
+        left = 0
+        for name, index in self._again:
+            region = self._grows[name].region(index)
+            nbytes = region.size * self._grows[name].spec.dtype.itemsize
+            if nbytes > left:
+                batches.append([])
+                left = self._plan._memory.round_nbytes
+            batches[-1].append((name, region))
+            left -= nbytes
+        return batches
+
+    def _read_again(self, chunk: tuple[str, Region]) -> Chunk:
+        name, region = chunk
+        one = self._grows[name]
+        return Chunk(name, region, self._stored(name, _moved(region, one.axis, one.base)))
+
+    def _chunks(self, items: Sequence[Item], moves: Sequence[ArrayMove]) -> Iterator[Chunk]:
+        """See `Saving`: as chunks of the file."""
+        return map(self._completed, super()._chunks(items, moves))
+
+    def _completed(self, given: Chunk) -> Chunk:
         """A chunk of what is new as a chunk of the file, with the rows that this has of it."""
-        one = self._grows[given.name]
+        one, new = self._grows[given.name], given.values
         axis, ahead = one.axis, one.old - one.base
         region = _moved(given.region, axis, ahead)
-        if given.region.start[axis] or not ahead:
-            return Values(given.name, region, given.values)
-        size = one.unit
-        begin = ahead // size * size
+        if given.region.start[axis] or not ahead or new is None:
+            return Chunk(given.name, region, new)
+        begin = ahead // one.unit * one.unit
         index = tuple(a // c for a, c in zip(region.start, one.spec.chunks or (), strict=True))
         self._again += [(given.name, other) for other in one.beside(index)]
         if begin == ahead:
-            return Values(given.name, region, given.values)
-        old = self._stored(given.name, _along(region, axis, one.base + begin, one.old), opened)
-        values = np.concatenate([old, given.values.astype(old.dtype, copy=False)], axis)
-        return Values(given.name, _along(region, axis, begin, region.stop[axis]), values)
+            return Chunk(given.name, region, new)
+        old = self._stored(given.name, _along(region, axis, one.base + begin, one.old))
+        values = np.concatenate([old, new.astype(old.dtype, copy=False)], axis)
+        return Chunk(given.name, _along(region, axis, begin, region.stop[axis]), values)
 
-    def _stored(self, name: str, region: Region, opened: ExitStack) -> Array:
+    def _stored(self, name: str, region: Region) -> Array:
         """Values that the file has, as the format's library reads them."""
         try:
-            return self._read_stored(name, region, opened)
+            return self._read_stored(name, region)
         except (ShardloadError, MemoryError):
             raise
         except Exception as error:
@@ -346,12 +366,12 @@ class _Appending(Saving):
                 dataset=name,
             ) from error
 
-    def _read_stored(self, name: str, region: Region, opened: ExitStack) -> Array:
+    def _read_stored(self, name: str, region: Region) -> Array:
         one = self._grows[name]
         if name not in self._sources:
             path = os.path.realpath(self._plan.path)
             source = format_of(path).open_path(path, name, Access())
-            opened.callback(source.close)
+            self._opened.callback(source.close)
             if source.info.shape != one.old_shape:
                 raise ConfigError(
                     f"'{name}' in '{self._plan.path}' has the shape {source.info.shape} here, on rank 0 {one.old_shape}. "

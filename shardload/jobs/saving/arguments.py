@@ -27,7 +27,7 @@ from shardload.jobs.loading.plan import Plan
 from shardload.jobs.loading.tree_plan import TreePlan
 from shardload.jobs.saving.labelled import is_labelled, of_xarray, refuse_halo
 from shardload.jobs.trees import ArrayTree, refuse_traced
-from shardload.options import AUTO, EACH_SAVED, OPTIONS, Option, Options
+from shardload.options import EACH_SAVED, OPTIONS, Option, Options
 from shardload.units import shown
 from shardload.values.dates import is_dates
 
@@ -115,8 +115,6 @@ class SaveArguments:
         Attributes of groups, by their full names; ``"/"`` is the file.
     options : Options
         ``verify``, ``staging``, ``timeout``, ``progress``.
-    writers : str
-        ``"auto"``, ``"all"`` or ``"root"``.
     dim : str or int
         Of an append: the axis along which the arrays grow.
     left_out : str
@@ -129,7 +127,6 @@ class SaveArguments:
     arrays: list[ToSave]
     group_attrs: Mapping[str, Mapping[str, Any]]
     options: Options
-    writers: str = AUTO
     dim: str | int = ""
     left_out: str = ""
 
@@ -138,7 +135,7 @@ class SaveArguments:
         """The checked arguments. `given` are the keywords of the call; ConfigError says which is wrong."""
         given = {option.name: option.default for option in OPTIONS.values()} | dict(given)
         options = Options.check(**{name: given[name] for name in _SHARED})
-        mode, writers, dim = (OPTIONS[name].check(given[name]) for name in ("mode", "writers", "dim"))
+        mode, dim = (OPTIONS[name].check(given[name]) for name in ("mode", "dim"))
         target = _target(path)
         is_append = call == "append"
         kind = "zarr" if is_append else format_for(target, given["format"])
@@ -158,7 +155,7 @@ class SaveArguments:
                 for array in arrays
             ]
             groups["/"] = dict(labelled.of_file) | dict(groups.get("/", {}))
-        return cls(target, kind, mode, arrays, groups, options, writers, dim if is_append else "")
+        return cls(target, kind, mode, arrays, groups, options, dim if is_append else "")
 
     @property
     def names(self) -> list[str]:
@@ -177,7 +174,6 @@ class SaveArguments:
             "path": repr(self.path),
             "format": self.format,
             "mode": self.mode,
-            "writers": self.writers,
             "dim": repr(self.dim),
             **{name: told[name] for name in _SHARED if name in told},
             "attrs of groups": _text_of(self.group_attrs),

@@ -80,7 +80,6 @@ class SavePlan:
     n_threads: int
     staging_nbytes: int
     memory_nbytes: int
-    writers: str
     verify: str
     _chosen: tuple[bool, ...] = field(kw_only=True)
     _sink: Sink = field(kw_only=True)
@@ -112,7 +111,6 @@ class SavePlan:
         ranks = counted(self.n_ranks, "rank")
         nodes = f" on {self.n_nodes} nodes" if self.n_nodes > 1 else ""
         found.append(("ranks", f"{ranks}{nodes}, {counted(self.n_threads, 'thread')} each; {counted(self.n_rounds, 'round')}"))
-        found.append(("writers", _WRITERS[self.writers]))
         found.append(("memory", f"{format_nbytes(self.memory_nbytes)} of {format_nbytes(self.staging_nbytes)} per rank"))
         found.append(("verify", _VERIFY[self.verify]))
         return found
@@ -140,11 +138,6 @@ class SavePlan:
         return f"{self!r}; {owners}; {self._memory}; {rounds}"
 
 
-_WRITERS = {
-    AUTO: "all ranks that own chunks; rank 0 alone if a node does not see its file",
-    "all": "all ranks that own chunks",
-    "root": "rank 0 alone, as was asked for: the others send it their stored chunks",
-}
 _VERIFY = {
     "index": "the file's places are compared; nothing is read back",
     "checksum": "every chunk is read back by another rank, by checksum; one of each rank is decoded",
@@ -221,7 +214,6 @@ def plan_into(
         n_threads=memory.n_threads,
         staging_nbytes=cap,
         memory_nbytes=min(memory.nbytes, cap),
-        writers=asked.writers,
         verify=asked.options.verify,
         _chosen=tuple(chosen),
         _sink=sink,

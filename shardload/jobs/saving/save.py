@@ -5,7 +5,7 @@
 2. Replicas are compared.
 3. In rounds, parts travel from the shards to the owners of chunks, by the exchange that loads use (`PiecesToBlocks`). What an
    owner holds itself does not travel.
-4. `writing.file.write_file` encodes and writes these rounds, reads the file back, and gives it its name.
+4. `FileTarget` encodes and writes the chunks of these rounds, reads the file back, and gives it its name.
 """
 
 from __future__ import annotations
@@ -14,41 +14,41 @@ import itertools
 import json
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 
-from shardload.arrays.disassemble import ShardSender
+from shardload.arrays.disassemble import DeviceSource
 from shardload.arrays.local_shards import LocalShards, check_replicas
 from shardload.comm.group import Group, Invocation
 from shardload.engine.call import begin_call, unforeseen
-from shardload.engine.ring import Ring
-from shardload.engine.session import Session
+from shardload.engine.file_target import Chunk, FileTarget, Written
+from shardload.engine.session import Round, Session, shared_nbytes
 from shardload.errors import (
     ConfigError,
     LeftOutWarning,
     PaddingWarning,
     ShardloadWarning,
     SourceError,
-    StallError,
 )
 from shardload.jobs.progress import progress_of
 from shardload.jobs.saving.arguments import SaveArguments
 from shardload.jobs.saving.like import apply_like, read_like
 from shardload.jobs.saving.plan import SavePlan, plan_file
-from shardload.jobs.writing.file import Values, Written, write_file
 from shardload.options import INDEX, TIMEOUT
 from shardload.planning.blocks import aligned
 from shardload.planning.region import Region
 from shardload.planning.rounds import Item
-from shardload.planning.saving import HolderLayout, OwnerLayout, count_buffers, part_nbytes
+from shardload.planning.saving import HolderLayout, OwnerLayout, count_packs, part_nbytes
+from shardload.planning.staging import Staging
 from shardload.planning.tuning import default_tuning
 from shardload.system.caller import warn_once
-from shardload.system.interruption import let_interruption_pass
+from shardload.transfer.counters import Counters
 from shardload.transfer.moves import ArrayMove, PiecesToBlocks
 from shardload.units import counted, format_nbytes, number_text
 
@@ -84,8 +84,6 @@ class SaveReport:
         Chunks of which another rank read the stored bytes back, and of which it decoded the values. All were as written.
     n_rounds : int
         Rounds.
-    writers : str
-        Who wrote: ``"all"`` ranks that own chunks, or ``"root"``, and why.
     phases : mapping of str to float
         Seconds of this rank: ``"exchange"``; ``"encode"`` and ``"write"``, summed over its threads; ``"sync"``, ``"finish"``,
         ``"read back"``. They overlap.
@@ -102,7 +100,6 @@ class SaveReport:
     n_read_back: int
     n_decoded: int
     n_rounds: int
-    writers: str
     phases: Mapping[str, float]
 
     def __str__(self) -> str:
@@ -110,11 +107,10 @@ class SaveReport:
         arrays = counted(self.n_arrays, "array")
         phases = "; ".join(f"{name} {number_text(seconds, 3)} s" for name, seconds in self.phases.items() if seconds >= 5e-4)
         read = f"{self.n_read_back:,} read back, {self.n_decoded:,} of them decoded" if self.n_read_back else "none read back"
-        writers = "" if self.writers == "all" else f"written by {self.writers}; "
         return (
             f"saved '{self.path}' ({self.format}) in {number_text(self.seconds, 3)} s: {arrays}, "
             f"{counted(self.n_chunks, 'chunk')}, {format_nbytes(self.nbytes)} as "
-            f"{format_nbytes(self.nbytes_stored)}; {read}; {writers}on this rank: {phases}"
+            f"{format_nbytes(self.nbytes_stored)}; {read}; on this rank: {phases}"
         )
 
 
@@ -221,37 +217,49 @@ class Saving:
     def __init__(self, group: Group, asked: SaveArguments, plan: SavePlan, digest: str) -> None:
         self._group, self._asked, self._plan, self._digest = group, asked, plan, digest
         self._layouts, self._options = plan._layouts, asked.options
-        self._seconds = 0.0
         self._shards: list[LocalShards] = []
         self._flows = {k: PiecesToBlocks(one.schedule) for k, one in enumerate(self._layouts) if isinstance(one, OwnerLayout)}
         self._units = {k: one.units_of(group.rank) for k, one in enumerate(self._layouts) if isinstance(one, HolderLayout)}
-        self._ring = Ring(0)
-        self._session: Session | None = None
+        part = part_nbytes(self._layouts)
+        n_packs = count_packs(plan._memory.moving_nbytes, part)
+        self._staging = Staging(n_threads=1, n_slots=0, slot_nbytes=0, n_pack=n_packs, pack_nbytes=part)
 
     def run(self, started: float) -> SaveReport:
         """Save the arrays."""
-        group, plan, verify = self._group, self._plan, self._options.verify
+        group, plan, options = self._group, self._plan, self._options
         group.watch.enter("compare replicas")
-        replicas = self._get_ready()
-        if replicas:
-            check_replicas(group, replicas, _NOTHING_SAVED)
+        shares = bool(self._flows) and self._staging.pack_nbytes >= default_tuning().worth_sharing_nbytes
+        shared = shared_nbytes(self._staging) if shares else None
         with ExitStack() as opened:
-            advance = opened.enter_context(
-                progress_of(self._options.progress, f"'{plan.path}'", self._nbytes_written(), group.rank)
-            )
-            written = write_file(
+            session = opened.enter_context(Session(group, self._digest, shared_nbytes=shared, checksums=options.checksums))
+            advance: Any = None
+            with session.errors:
+                self._shards = [
+                    LocalShards(one.x, layout.shards, group.rank)
+                    for one, layout in zip(self._asked.arrays, self._layouts, strict=True)
+                ]
+                nbytes = sum(layout.size_of(group.rank) * layout.itemsize for layout in self._layouts)
+                advance = opened.enter_context(progress_of(options.progress, f"'{plan.path}'", nbytes, group.rank))
+            self._compare_replicas(session)
+            target = FileTarget(
                 group,
                 plan._sink,
-                self._rounds(),
-                verify=verify,
+                session.errors,
+                round_nbytes=max(map(self._nbytes_received, plan._rounds), default=0),
+                verify=options.verify,
                 n_threads=plan.n_threads,
                 on_progress=advance,
-                writers=self._asked.writers,
-                is_single=plan.n_rounds == 1,  # an append may add rounds, of shards, which rank 0 places
             )
-        return self._report(written, started)
+            source = DeviceSource(self._shards, group.rank, options.checksums)
+            with target:
+                target.begin()
+                self._run(session, source, target)
+                return self._report(target.end(), session.counters, started)
 
-    def _report(self, written: Written, started: float) -> SaveReport:
+    def _run(self, session: Session, source: DeviceSource, target: FileTarget) -> None:
+        session.run(map(self._round, self._plan._rounds), source, target)
+
+    def _report(self, written: Written, counters: Counters, started: float) -> SaveReport:
         return SaveReport(
             path=self._plan.path,
             format=self._plan.format,
@@ -260,117 +268,60 @@ class Saving:
             n_chunks=written.n_chunks,
             nbytes=written.nbytes,
             nbytes_stored=written.nbytes_stored,
-            nbytes_sent=self.session.moved.nbytes,
+            nbytes_sent=counters.nbytes_received,
             n_read_back=written.n_read_back,
             n_decoded=written.n_decoded,
             n_rounds=self._plan.n_rounds,
-            writers=written.writers,
-            phases={"exchange": self._seconds, **written.seconds},
+            phases={"exchange": counters.exchange_seconds, **written.seconds},
         )
 
-    def _get_ready(self) -> list[tuple[str, Any, list[tuple[int, int]]]]:
-        """Find the shards, compute checksums of replicas, and make all buffers. What fails fails on all ranks."""
-        group, error = self._group, None
-        memory, replicas = self._plan._memory, []
-        slot_nbytes = part_nbytes(self._layouts)
-        n_slots, n_packs = count_buffers(memory.moving_nbytes, slot_nbytes)
-        shares = bool(self._flows) and slot_nbytes >= default_tuning().worth_sharing_nbytes
-        shared_nbytes = n_slots * slot_nbytes if shares else None
-        self._session = Session(group, self._digest, shared_nbytes=shared_nbytes, checksums=self._options.checksums)
-        try:
-            for one, layout in zip(self._asked.arrays, self._layouts, strict=True):
-                held = LocalShards(one.x, layout.shards, group.rank)
-                self._shards.append(held)
-                if layout.shards.n_replicas > 1 and (self._options.verify != INDEX or one.is_everywhere):
-                    replicas.append((f"'{one.name}'", layout.shards, held.checksums(Region.whole(one.shape))))
-            self._session.stage(n_slots, slot_nbytes, n_packs, slot_nbytes)
-            self._ring = Ring(max(map(self._nbytes_received, self._plan._rounds), default=0))
-        except StallError:
-            raise
-        except Exception as found:
-            let_interruption_pass(found)
-            error = found
-        try:
-            group.agree(error)
-        finally:
-            del error  # as in `planned`
-        return replicas
-
-    @property
-    def session(self) -> Session:
-        """The rounds in which parts travel."""
-        if self._session is None:
-            raise ValueError("the rounds have not begun")
-        return self._session
-
-    def _flow(self, item: Item) -> PiecesToBlocks:
-        return self._flows[item.array].in_round(item.units)
+    def _compare_replicas(self, session: Session) -> None:
+        """Compare what is on several devices. VerifyError if it differs."""
+        compared = [
+            (k, one, layout.shards)
+            for k, (one, layout) in enumerate(zip(self._asked.arrays, self._layouts, strict=True))
+            if layout.shards.n_replicas > 1 and (self._options.verify != INDEX or one.is_everywhere)
+        ]
+        replicas: list[tuple[str, Any, list[tuple[int, int]]]] = []
+        if compared:
+            with session.errors:
+                for k, one, shards in compared:
+                    replicas.append((f"'{one.name}'", shards, self._shards[k].checksums(Region.whole(one.shape))))
+            session.begin()
+            check_replicas(self._group, replicas, _NOTHING_SAVED)
 
     def _nbytes_received(self, items: Sequence[Item]) -> int:
         """Bytes of memory for the blocks that this rank gets in a round."""
         total = 0
-        for flow in (self._flow(item) for item in items if item.array in self._flows):
+        for flow in (self._flows[item.array].in_round(item.units) for item in items if item.array in self._flows):
             blocks, itemsize = flow.schedule.blocks, flow.schedule.itemsize
-            total += sum(aligned(blocks.region(block).size * itemsize) for block in flow.blocks_of(self._group.rank))
+            total += sum(aligned(blocks.region(block).size * itemsize) for block in flow.targets(self._group.rank))
         return total
-
-    def _nbytes_written(self) -> int:
-        """Bytes of values that this rank writes."""
-        return sum(layout.size_of(self._group.rank) * layout.itemsize for layout in self._layouts)
 
     # --- rounds
 
-    def _rounds(self) -> Iterator[list[Values]]:
-        """The chunks that this rank writes, round by round. If any of a round travel, all ranks exchange parts."""
-        for items in self._plan._rounds:
-            found: list[Values] = []
-            sent = [item for item in items if item.array in self._flows]
-            if sent:  # first: whatever fails on this rank later, the others wait for it here
-                found += self._exchange(sent)
-            for item in items:
-                if item.array in self._units:
-                    found += self._held(item)
-            yield found
-
-    def _held(self, item: Item) -> Iterator[Values]:
-        layout = self._layouts[item.array]
-        if not isinstance(layout, HolderLayout):
-            raise TypeError("parts of this array travel")
-        name, shards = self._asked.arrays[item.array].name, self._shards[item.array]
-        for unit, shard in itertools.islice(self._units[item.array], len(item.units)):
-            region = layout.units.region(unit)
-            if layout.chunks is layout.units:
-                yield Values(name, region, shards.view(shard, region))
-                continue
-            for chunk in layout.chunks.meeting(region):
-                one = layout.chunks.region(chunk)
-                yield Values(name, one, shards.view(shard, one))
-
-    def _exchange(self, items: Sequence[Item]) -> Iterator[Values]:
-        """Move the parts of one round to the owners of its blocks."""
-        group, session = self._group, self.session
-        session.begin_round()
-        self._ring.begin_round()
+    def _round(self, items: Sequence[Item]) -> Round:
+        """What parts travel in a round, and which chunks this rank writes then."""
         moves = []
         for item in items:
-            flow, shards = self._flow(item), self._shards[item.array]
-            blocks = flow.schedule.blocks
-            targets = {block: self._ring.piece(blocks.region(block), shards.dtype) for block in flow.blocks_of(group.rank)}
-            producer = ShardSender(shards, group.rank, targets, self._options.checksums)
-            name = self._asked.arrays[item.array].name
-            moves.append(ArrayMove(flow, producer, targets, shards.dtype, name=f"'{name}'"))
-        started = time.perf_counter()
-        failed = session.move(moves)
-        self._seconds += time.perf_counter() - started
-        group.watch.enter("write")
-        if failed is not None:
-            raise failed
-        return self._chunks(items, moves)
+            if item.array in self._flows:
+                name, dtype = self._asked.arrays[item.array].name, self._shards[item.array].dtype
+                moves.append(ArrayMove(item.array, self._flows[item.array].in_round(item.units), dtype, f"'{name}'"))
+        return Round(moves, self._staging, bool(moves), partial(self._chunks, items, moves))
 
-    def _chunks(self, items: Sequence[Item], moves: Sequence[ArrayMove]) -> Iterator[Values]:
-        for item, move in zip(items, moves, strict=True):
-            layout, name = self._layouts[item.array], self._asked.arrays[item.array].name
+    def _chunks(self, items: Sequence[Item], moves: Sequence[ArrayMove]) -> Iterator[Chunk]:
+        """The chunks of a round: in blocks that have come, and in shards that this rank holds."""
+        for move in moves:
             for piece in move.targets.values():
-                for chunk in layout.chunks.meeting(piece.region):
-                    region = layout.chunks.region(chunk)
-                    yield Values(name, region, piece.view(region))
+                yield from self._chunks_in(move.array, piece.region, piece.view)
+        for item in items:
+            if item.array in self._units:
+                layout, held = self._layouts[item.array], self._shards[item.array]
+                for unit, shard in itertools.islice(self._units[item.array], len(item.units)):
+                    yield from self._chunks_in(item.array, layout.units.region(unit), partial(held.view, shard))  # type: ignore[union-attr]
+
+    def _chunks_in(self, array: int, region: Region, view: Callable[[Region], Array]) -> Iterator[Chunk]:
+        name, chunks = self._asked.arrays[array].name, self._layouts[array].chunks
+        for number in chunks.meeting(region):
+            chunk = chunks.region(number)
+            yield Chunk(name, chunk, view(chunk))

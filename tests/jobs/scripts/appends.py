@@ -14,8 +14,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardload
+from shardload.engine.read_back import ReadBack
 from shardload.formats.zarr.growth import GrowthCatalog
-from shardload.jobs.writing.read_back import ReadBack
 from shardload.storage import changes
 
 

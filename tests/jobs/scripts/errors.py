@@ -184,7 +184,7 @@ def _() -> None:
 
 @case("no memory for the pieces on rank 1")
 def _() -> None:
-    patched("shardload.jobs.loading.execution", "empty_pieces", full, lambda: load(readers="root"), (1,))
+    patched("shardload.jobs.loading.endpoints", "empty_pieces", full, lambda: load(readers="root"), (1,))
 
 
 @case("no memory for a block on rank 2")
@@ -237,7 +237,7 @@ def _() -> None:
 
 @case("assembly fails on rank 3")
 def _() -> None:
-    patched("shardload.jobs.loading.array_load", "assemble", full, lambda: load("fine.h5"), (3,))
+    patched("shardload.jobs.loading.endpoints", "assemble", full, lambda: load("fine.h5"), (3,))
 
 
 class Slow:
@@ -293,7 +293,7 @@ def _() -> None:
 
 @case("a file cannot be closed on rank 1")
 def _() -> None:
-    patched("shardload.jobs.loading.array_load", "_close", gone, lambda: load(readers="parallel"), (1,))
+    patched("shardload.jobs.loading.endpoints", "_close", gone, lambda: load(readers="parallel"), (1,))
 
 
 @case("an alarm was handled before")

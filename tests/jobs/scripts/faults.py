@@ -31,7 +31,7 @@ import shardload
 from shardload.comm.group import Group
 from shardload.comm.shared_memory import Segment
 from shardload.formats.hdf5.chunks import Hdf5Chunks
-from shardload.formats.zarr.chunks import ZarrChunks
+from shardload.formats.zarr.chunks import ChunkFiles, ZarrChunks
 from tests.mpi.support import check, mesh_of, on_root, ramp
 from tests.tuning import as_large
 
@@ -109,14 +109,16 @@ def patched(where: Any, name: str, value: Any) -> Iterator[None]:
         setattr(where, name, before)
 
 
-def on_call(right: Callable[..., Any], k: int, fault: Callable[[], None]) -> Callable[..., Any]:
-    """The same function, with something that happens before its k-th call (of a chunk reader: for the file at fault)."""
+def on_call(right: Callable[..., Any], k: int, fault: Callable[[], None], stays: bool = False) -> Callable[..., Any]:
+    """The same function, with something that happens before its k-th call (of a chunk reader: for the file at fault), and, if
+    it stays, before each call after that: several chunks that could not be read are read again one by one.
+    """
     n = [0]
 
     def call(*arguments: Any, **options: Any) -> Any:
-        n[0] += not arguments or file_of(arguments[0]) in (None, at_fault[0])
-        if n[0] == k:
-            n[0] += 1
+        is_met = not arguments or file_of(arguments[0]) in (None, at_fault[0])
+        n[0] += is_met
+        if is_met and (n[0] == k or (stays and n[0] > k)):
             fault()
         return right(*arguments, **options)
 
@@ -188,12 +190,12 @@ def changing() -> str:
 FAULTS: dict[str, tuple[int | None, Callable[[], Any], Callable[[], str]]] = {
     "EIO at a reader's 2nd chunk, HDF5": (
         None,
-        lambda: patched(Hdf5Chunks, "fetch", on_call(Hdf5Chunks.fetch, 2, io_error)),
+        lambda: patched(Hdf5Chunks, "fetch", on_call(Hdf5Chunks.fetch, 2, io_error, stays=True)),
         lambda: "good.h5",
     ),
     "EIO at a reader's 2nd chunk, Zarr": (
         None,
-        lambda: patched(ZarrChunks, "fetch", on_call(ZarrChunks.fetch, 2, io_error)),
+        lambda: patched(ChunkFiles, "fetch", on_call(ChunkFiles.fetch, 2, io_error, stays=True)),
         lambda: "good.zarr",
     ),
     "no memory at a reader's 2nd chunk": (
@@ -220,7 +222,7 @@ FAULTS: dict[str, tuple[int | None, Callable[[], Any], Callable[[], str]]] = {
     ),
     "store replaced during the load": (
         None,
-        lambda: patched(ZarrChunks, "fetch", on_call(ZarrChunks.fetch, 2, replace_store)),
+        lambda: patched(ChunkFiles, "fetch", on_call(ChunkFiles.fetch, 2, replace_store)),
         changing_store,
     ),
     **{
@@ -291,7 +293,7 @@ PHASES: dict[str, tuple[Any, str]] = {
     "opening": (execute, "open_source"),
     "reading": (Hdf5Chunks, "fetch"),
     "exchange": (importlib.import_module("shardload.transfer.channels").Channels, "check"),
-    "assembly": (execute, "assemble"),
+    "assembly": (importlib.import_module("shardload.jobs.loading.endpoints"), "assemble"),
 }
 
 

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardload
-from shardload.jobs.writing.read_back import ReadBack
+from shardload.engine.read_back import ReadBack
 
 
 def kill(*_: Any, **__: Any) -> Any:

@@ -44,7 +44,7 @@ layout, plan, execute, prepare, local_pieces, group, staging, channels = (
     for name in (
         "arrays.sharding",
         "planning.schedule",
-        "jobs.loading.array_load",
+        "jobs.loading.endpoints",
         "jobs.loading.call",
         "transfer.local_pieces",
         "comm.group",
@@ -410,8 +410,8 @@ def _(stack: ExitStack) -> None:
 
 @case("padding filled wrongly", spec=P("b", "a"), pad=-3, select=slice(0, 11), levels=ALL)
 def _(stack: ExitStack) -> None:
-    right = execute.pad_value
-    stack.enter_context(patched(execute, "pad_value", lambda pad, dtype: right(pad, dtype) + 1))
+    right = execute.fill_value
+    stack.enter_context(patched(execute, "fill_value", lambda *given: right(*given) + 1))
 
 
 # --- ------------------------------------------------------------------------------------------------------------------
@@ -461,7 +461,7 @@ def main(folder: str, *names: str) -> None:
         for verify in levels:
             said: dict[str, Any] = {"case": name, "verify": verify, "type": None, "text": None, "right": None}
             with ExitStack() as stack:
-                stack.enter_context(patched(module("shardload.jobs.loading.execution"), "empty_pieces", dirty))
+                stack.enter_context(patched(module("shardload.jobs.loading.endpoints"), "empty_pieces", dirty))
                 defect(stack)
                 try:
                     said["right"] = load(**call, verify=verify)

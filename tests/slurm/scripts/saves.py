@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload.comm.group import group_of
-from shardload.jobs.writing import read_back
+from shardload.engine import read_back
 from tests.mpi.support import cube, mesh_of, ramp
 from tests.slurm.scripts.loads import permuted
 
@@ -61,7 +61,7 @@ def main(folder: Path) -> None:
     except shardload.SourceError as found:
         error = str(found)
     said = {"rank": group.rank, "node": node, "writers": sorted(writers), "error": error}
-    said |= {"sent": [report.nbytes_sent for report in reports], "by": [report.writers for report in reports]}
+    said["sent"] = [report.nbytes_sent for report in reports]
     print(json.dumps({**said, "read back": [report.n_read_back for report in reports]}), flush=True)
 
 

@@ -195,7 +195,7 @@ def test_what_zarr_does_not_have_says_what_to_type(file: str, tmp_path: Path) ->
         (
             "psi",
             "out.nc",
-            "complex64, which netCDF4 does not have. Save its real and imaginary parts as two",
+            "complex64, which netCDF4 does not have. Save it as int8 or float32 (complex numbers as two",
         ),
         ("frames", "out.zarr", "is 'lz4'; Zarr has gzip, zstd, blosc. Pass --compression 'blosc(lz4)'"),
         ("old", "out.h5", "is 'bz2'; expected one of bitshuffle,"),

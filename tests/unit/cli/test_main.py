@@ -707,10 +707,10 @@ def test_info_of_a_group_beside_a_damaged_one(tmp_path: Path) -> None:
 
 
 def test_a_spec_for_arrays_of_several_shapes(file: str) -> None:
-    """Wrong if it told the reader to pass a tree, which cannot be typed."""
+    """Wrong if it did not say which array the spec does not fit."""
     how = ("--dataset", "x", "--dataset", "big", "--mesh", "a=2", "--spec=-,a", "--dtype", "float32")
     code, _, err = run("plan", file, *how)
-    assert code == 1 and "array 1, '/big' in" in err and "the spec counts for several arrays" in err
+    assert code == 1 and "array 0, '/x' in" in err and "the spec counts for several arrays" in err
 
 
 def test_info_names_no_flag_that_it_lacks(file: str) -> None:

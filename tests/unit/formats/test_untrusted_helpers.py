@@ -178,21 +178,6 @@ def test_several_threads_read_at_once(tmp_path: Path) -> None:
 # --- files that crash libraries
 
 
-@pytest.fixture
-def careless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Helpers from now on leave parameters and chunks unchecked: what was seen to crash, and is refused now, does it again."""
-    text = Path(helper_module.SCRIPT).read_text()
-    known = "        import shardload.formats.lookup  # noqa: F401\n"
-    unchecked = (
-        "        from shardload.formats.hdf5 import filters, source\n"
-        "        filters._unfit = lambda *_: None\n"
-        "        source.check_heads = lambda *_: None\n"
-    )
-    assert text.count(known) == 1
-    (tmp_path / "careless.py").write_text(text.replace(known, known + unchecked))
-    monkeypatch.setattr(helper_module, "SCRIPT", str(tmp_path / "careless.py"))
-
-
 def cut_bzip2(path: Path) -> str:
     """A chunk that ends before its stream does: the filter waits for the rest."""
     with h5py.File(path, "w") as file:
@@ -209,7 +194,7 @@ BAD: dict[str, tuple[Callable[[Path], str], str]] = {
 }
 
 
-@pytest.mark.usefixtures("careless", "quick_helpers")
+@pytest.mark.usefixtures("quick_helpers")
 @pytest.mark.parametrize(
     ("kind", "chunk_by_chunk"),
     quick_ones(
@@ -232,7 +217,7 @@ def test_a_chunk_that_harms_whoever_decodes_it(
     source.close()
 
 
-@pytest.mark.usefixtures("careless", "quick_helpers")
+@pytest.mark.usefixtures("quick_helpers")
 def test_a_helper_that_was_lost_is_replaced_a_few_times(tmp_path: Path) -> None:
     path = spoiled(tmp_path / "bad.h5", 1, 0, compression="szip")
     with h5py.File(path, "a") as file:  # the second chunk as it is, without the filter

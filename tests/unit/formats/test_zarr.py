@@ -169,7 +169,7 @@ def test_a_server_that_has_no_store_or_refuses_it(answer: str, monkeypatch: pyte
                 raise error
             return await super().get(*arguments, **options)
 
-    monkeypatch.setattr(zarr.storage.FsspecStore, "from_url", lambda *_, **__: Store())
+    monkeypatch.setattr(zarr.storage.FsspecStore, "from_url", lambda *_, **__: Store(read_only=True))
     for attempt in (list_arrays, find_array):
         with pytest.raises(SourceError, match=said):
             attempt("s3://b/a.zarr")

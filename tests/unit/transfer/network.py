@@ -19,8 +19,9 @@ from shardload.comm.watchdog import Watchdog
 from shardload.transfer import exchange as engine
 from shardload.transfer.arrivals import Arrivals
 from shardload.transfer.buffers import Slots, aligned
-from shardload.transfer.exchange import Buffers, Moved
+from shardload.transfer.counters import Counters
 from shardload.transfer.moves import ArrayMove
+from shardload.transfer.resources import Resources
 
 Array = np.ndarray[Any, Any]
 SECONDS = 20.0  # without progress, after which an exchange is given up
@@ -52,7 +53,6 @@ class FakeTransport(Transport):
 
     def send(self, rank: int, values: Array, on_done: Callable[[], None]) -> None:
         assert values.flags.c_contiguous
-        self.n_data += 1
         message = [values, False]  # until it was taken the sender may not touch it
         with self.network.lock:
             self.network.queue("values", self.rank, rank).append(message)
@@ -76,7 +76,6 @@ class FakeTransport(Transport):
         is_taken = [message[1] for message, _ in self._sends]  # once: others set it at any time
         done = [on_done for taken, (_, on_done) in zip(is_taken, self._sends, strict=True) if taken]
         self._sends = [sent for taken, sent in zip(is_taken, self._sends, strict=True) if not taken]
-        self.n_data -= len(done)
         for callback in done:
             callback()
         return bool(done)
@@ -85,7 +84,7 @@ class FakeTransport(Transport):
         with self.network.lock:
             self.network.queue("notes", self.rank, rank).append([note, False])
         if rank in self._segments:
-            self._segments[rank].ring()
+            self._segments[rank].bell.ring()
 
     def told(self) -> Any:
         for sender in range(self.network_size):
@@ -109,14 +108,15 @@ class Rank:
 def ranks_of(nodes: Sequence[Sequence[int]], n_slots: int, nbytes: int) -> list[Rank]:
     """Ranks with slots; those of a node share memory where there are several."""
     made: dict[int, Rank] = {}
-    room = n_slots * aligned(nbytes)
+    room = (n_slots + 2) * aligned(nbytes)
     for node in nodes:
         segments = {rank: Segment.create(room + 64) for rank in node} if len(node) > 1 else {}
         for rank in node:
             own = segments.get(rank)
             seen = {k: segment if k == rank else Segment.attach(segment.handle) for k, segment in segments.items()}
             slots = Slots(n_slots, nbytes, None if own is None else own.data)
-            made[rank] = Rank(rank, slots, Slots(2, nbytes), seen, Bell() if own is None else own.bell)
+            packs = Slots(2, nbytes, None if own is None else own.data[n_slots * aligned(nbytes) :])
+            made[rank] = Rank(rank, slots, packs, seen, Bell() if own is None else own.bell)
         for segment in segments.values():
             segment.seal()
     return [made[rank] for rank in sorted(made)]
@@ -124,7 +124,7 @@ def ranks_of(nodes: Sequence[Sequence[int]], n_slots: int, nbytes: int) -> list[
 
 def exchange_all(
     ranks: Sequence[Rank], arrays: Sequence[Sequence[ArrayMove]], network: Network | None = None, checksums: bool = False
-) -> list[tuple[BaseException | None, Moved]]:
+) -> list[tuple[BaseException | None, Counters]]:
     """One exchange of these arrays of each rank; what each returns. AssertionError if one raises."""
     network = network or Network()
     found: list[Any] = [None] * len(ranks)
@@ -134,9 +134,9 @@ def exchange_all(
         watch.begin("test", SECONDS)
         about = dict(rank=rank.number, size=len(ranks), network=network, watch=watch)
         group: Any = SimpleNamespace(**about, forget_shared_memory=lambda: None)
-        buffers = Buffers(rank.slots, rank.pack_slots, rank.segments, rank.bell)
+        resources = Resources(rank.slots, rank.bell, pack_slots=rank.pack_slots, segments=rank.segments)
         try:
-            found[rank.number] = engine.exchange(group, arrays[rank.number], buffers, tags=(0, 1), checksums=checksums)
+            found[rank.number] = engine.exchange(group, arrays[rank.number], resources, tags=(0, 1), checksums=checksums)
         except BaseException as error:
             found[rank.number] = error
 
@@ -152,11 +152,11 @@ def exchange_all(
 
 def leave_no_memory(monkeypatch: pytest.MonkeyPatch, arrays: Sequence[ArrayMove]) -> None:
     """Let the rank that moves these arrays have no memory left while a part arrives."""
-    count_sent = Arrivals.count_sent
+    receive = Arrivals.receive
 
     def fail(self: Arrivals, *given: Any) -> None:
-        if self._arrays is arrays:
+        if self._moves is arrays:
             raise MemoryError("no more")
-        count_sent(self, *given)
+        receive(self, *given)
 
-    monkeypatch.setattr(Arrivals, "count_sent", fail)
+    monkeypatch.setattr(Arrivals, "receive", fail)

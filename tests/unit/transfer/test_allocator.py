@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import mmap
 import subprocess
 import sys
 import threading
@@ -113,14 +112,6 @@ def test_what_does_not_fit_is_given_up_before_new_memory_is_made(monkeypatch: py
     assert reserve.nbytes == 2 * MIB
 
 
-def test_no_more_is_kept_than_the_largest_load() -> None:
-    """Wrong if the memory of many arrays that lived at a time were kept."""
-    reserve = Reserve()
-    held = [reserve.take([2 * MIB]) for _ in range(5)]
-    held.clear()
-    assert reserve.nbytes == 2 * MIB
-
-
 def test_no_more_is_kept_than_a_part_of_what_the_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if a process with a low limit kept what it does not need."""
     for left, kept in ((64 * MIB, 8 * MIB), (32 * MIB, 8 * MIB), (16 * MIB, 4 * MIB), (3 * MIB, 0)):
@@ -145,31 +136,6 @@ numpy.empty({640 * MIB}, "u1")
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-
-
-def test_a_load_that_finds_no_memory_gives_the_kept_one_back_and_tries_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong if a load failed beside memory that nobody uses, given back or waiting to be collected."""
-    reserve, new = Reserve(), reuse._new
-    monkeypatch.setattr(reuse, "limit_nbytes", lambda: 1 << 40)
-    cycle: list[object] = [reserve.take([4 * MIB])]
-    cycle.append(cycle)
-    made: list[int] = []
-
-    def short(size: int) -> mmap.mmap:
-        made.append(reserve.nbytes)
-        if len(made) == 1:
-            raise MemoryError("no memory")
-        return new(size)
-
-    monkeypatch.setattr(reuse, "_new", short)
-    del cycle
-    (memory,) = reserve.take([2 * MIB])
-    memory[...] = 1
-    gc.collect()
-    assert made == [0, 0] and reserve.nbytes == 0, "what nobody could see was collected, came back, and was given up as well"
-    monkeypatch.setattr(reuse, "_new", lambda size: (_ for _ in ()).throw(MemoryError("no memory")))
-    with pytest.raises(MemoryError, match="no memory"):
-        reserve.take([2 * MIB, 3 * MIB])
 
 
 def test_memory_that_is_kept_is_the_kernels_to_take() -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -29,7 +28,7 @@ from shardload.transfer.local_pieces import LocalPieces
 from shardload.transfer.moves import ArrayMove, BlocksToPieces, Expected, PiecesToBlocks
 from shardload.transfer.reader import SourceReader
 from shardload.transfer.resources import Resources
-from tests.unit.fakes import FakeSource, pieces_of, tune
+from tests.unit.fakes import FakeSource, pieces_of
 from tests.unit.transfer.network import FakeTransport, Network, Rank, exchange_all, leave_no_memory, ranks_of
 
 Array = np.ndarray[Any, Any]
@@ -94,7 +93,9 @@ class Loads:
         local, resources = LocalPieces(rank.number, pieces), Resources(rank.slots, rank.bell)
         reader = SourceReader(source, layout, local, resources)  # type: ignore[arg-type]
         note = lambda piece: self.complete[rank.number].append((k, piece))  # noqa: E731
-        return ArrayMove(BlocksToPieces(given.schedule), reader, pieces, given.values.dtype, note, self.seeds[k], f"array {k}")
+        move = ArrayMove(k, BlocksToPieces(given.schedule), given.values.dtype, f"array {k}")
+        move.producer, move.targets, move.on_complete, move.seed = reader, pieces, note, self.seeds[k]
+        return move
 
     def run(self, network: Network | None = None, checksums: bool = False) -> list[Any]:
         with ExitStack() as stack:
@@ -131,8 +132,8 @@ def test_every_part_of_every_array_arrives(way: str, n: int, checksums: bool) ->
         for parts in given.schedule.remote_parts(rank).values()
         for part in parts
     )
-    assert sum(moved.nbytes for _, moved in found) == from_others
-    assert all((moved.n_checksums > 0) == checksums for _, moved in found if moved.nbytes)
+    assert sum(counters.nbytes_received for _, counters in found) == from_others
+    assert all((counters.n_checksums > 0) == checksums for _, counters in found if counters.nbytes_received)
     assert all(rank.slots.has_room() and rank.pack_slots.has_room() for rank in loads.ranks)
 
 
@@ -165,55 +166,6 @@ def test_reading_goes_on_with_the_next_array_while_parts_still_travel(way: str) 
         assert arrays[1].producer._ways._source.reads == []  # type: ignore[attr-defined]
     network = Network(may_arrive=lambda sender, receiver: last_is_begun.is_set())
     assert [error for error, _ in loads.run(network)] == [None] * 4
-    loads.check()
-
-
-def is_busy(rank: Rank) -> bool:
-    """Whether a rank says that others need not ring."""
-    return bool(rank.segments[rank.number]._is_busy[0])
-
-
-def test_a_rank_is_busy_while_it_reads_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong if a rank were woken for each note while it decodes, or if nobody woke it afterwards."""
-    tune(monkeypatch, inline_nbytes=0)
-    loads, seen = Loads("shared memory", [GIVEN[0]]), []
-    was_seen = threading.Event()
-
-    def begin(region: Region) -> None:
-        deadline = time.monotonic() + 20
-        while not is_busy(loads.ranks[2]) and time.monotonic() < deadline:
-            time.sleep(0.001)
-        seen.append(is_busy(loads.ranks[2]))
-        was_seen.set()
-
-    for rank in range(4):  # the others wait: a rank that expects nothing more need not say anything
-        fails = begin if rank == 2 else lambda region: None if was_seen.wait(30) else TimeoutError()
-        loads.arrays[rank][0].producer._ways._source.fails = fails  # type: ignore[attr-defined]
-    assert [error for error, _ in loads.run()] == [None] * 4
-    loads.check()
-    assert seen == [True] and not any(map(is_busy, loads.ranks))
-
-
-def test_a_rank_without_room_wakes_those_that_are_busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong if a rank with nothing to do waited for one that reads: rank 1 here reads until rank 2 has its slot back."""
-    tune(monkeypatch, inline_nbytes=0)
-    monkeypatch.setattr(channels, "_BUSY_SECONDS", 1000.0)
-    loads = Loads("shared memory", [replace(GIVEN[0], values=ramp((16, 12), "f4", 0))], n_slots=1)
-    assert len(loads.given[0].schedule.blocks_of(2)) == 2
-    reads: list[Region] = []
-    goes_on = threading.Event()
-
-    def begin(region: Region) -> None:
-        reads.append(region)
-        if len(reads) == 2:
-            goes_on.set()
-
-    def wait(region: Region) -> Exception | None:
-        return None if goes_on.wait(20) else TimeoutError("nobody woke this rank")
-
-    for rank, fails in ((2, begin), (1, wait)):
-        loads.arrays[rank][0].producer._ways._source.fails = fails  # type: ignore[attr-defined]
-    assert [error for error, _ in loads.run()] == [None] * 4
     loads.check()
 
 
@@ -416,7 +368,9 @@ def test_pieces_move_to_blocks_through_the_same_exchange(way: str, checksums: bo
             blocks = {n: Piece(region, np.full(region.shape, 99, given.values.dtype)) for n, region in regions.items()}
             take = partial(lambda rank, k, block: taken[rank].append((k, block)), rank, k)
             producer = PieceProducer(rank, pieces, blocks)
-            arrays[rank].append(ArrayMove(PiecesToBlocks(given.schedule), producer, blocks, given.values.dtype, take, 5))
+            move = ArrayMove(k, PiecesToBlocks(given.schedule), given.values.dtype, seed=5)
+            move.producer, move.targets, move.on_complete = producer, blocks, take
+            arrays[rank].append(move)
     found = exchange_all(ranks, arrays, None, checksums)
     assert [error for error, _ in found] == [None] * 4
     for k, given in enumerate(GIVEN):

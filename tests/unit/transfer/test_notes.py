@@ -61,14 +61,12 @@ class Ranks:
         self.piece = Piece(Region((0, 2), (8, 4)), np.full((8, 2), -1, F4))
         self.advanced: list[int] = []
         self.complete: list[Piece] = []
-        flow, packers = BlocksToPieces(self.plan), (Packer(Slots(1, 128)), Packer(self.slots))
-        nothing: Any = None
-        sent, arriving = (
-            ArrayMove(flow, nothing, targets, F4, seed=seeds[k]) for k, targets in enumerate(({}, {1: self.piece}))
-        )
-        self.sending = Channels(self.there, [sent], Arrivals([sent], print, [print]), *packers, checksums)
-        self.arrivals = Arrivals([arriving], self.advanced.append, [self.complete.append])
-        self.receiving = Channels(self.here, [arriving], self.arrivals, *packers, checksums)
+        flow, self.packs = BlocksToPieces(self.plan), Slots(2, 256, self.own[512:])
+        sent, arriving = (ArrayMove(0, flow, F4, seed=seed) for seed in seeds)
+        arriving.targets, arriving.on_complete = {1: self.piece}, self.complete.append
+        self.sending = Channels(self.there, [sent], Arrivals([sent]), Packer(self.packs), checksums)
+        self.arrivals = Arrivals([arriving], self.advanced.append)
+        self.receiving = Channels(self.here, [arriving], self.arrivals, Packer(self.packs), checksums)
         self.receiving.expect()
 
     def put(self, n_columns: int = 4) -> list[Any]:
@@ -86,6 +84,7 @@ class Ranks:
                 block.tiles.append(Tile(region, data))
                 at += 64
             self.sending.send(0, block)
+            self.sending.send_queued()
         return [note for _, note in self.there.messages]
 
     def receipt(self) -> None:
@@ -120,12 +119,12 @@ def test_what_is_named_is_copied_once_and_answered(n_columns: int, checksums: bo
         ranks.receiving.hear(0, note)
     np.testing.assert_array_equal(ranks.piece.data, TABLE[:, 2:])
     assert ranks.answer() == [1, 2] and ranks.sending.n_offered == 0 and ranks.slots.has_room()
-    assert sum(ranks.advanced) == ranks.arrivals.nbytes == 64 and ranks.complete == [ranks.piece]
+    assert sum(ranks.advanced) == ranks.arrivals.counters.nbytes_received == 64 and ranks.complete == [ranks.piece]
     assert ranks.receiving._open and not ranks.receiving.is_done, "the receipt is still to come"
     ranks.receipt()
     assert ranks.receiving.is_done and not ranks.receiving._open
     ranks.receiving.check(True)
-    assert ranks.arrivals.problem is None
+    assert ranks.arrivals.errors.error is None
 
 
 @pytest.mark.parametrize("checksums", [False, True])
@@ -134,12 +133,12 @@ def test_parts_of_another_load_are_not_taken_for_this_one(checksums: bool) -> No
     ranks = Ranks(checksums, seeds=(77, 78))
     for note in ranks.put():
         ranks.receiving.hear(0, note)
-    assert (ranks.arrivals.problem is not None) == checksums, "a checksum is of one load"
+    assert (ranks.arrivals.errors.error is not None) == checksums, "a checksum is of one load"
     ranks.answer()
     ranks.receipt()
     ranks.receiving.check(True)
-    assert isinstance(ranks.arrivals.problem, PeerError)
-    assert checksums or "the sender's list of regions is not the one that was expected" in str(ranks.arrivals.problem)
+    assert isinstance(ranks.arrivals.errors.error, PeerError)
+    assert checksums or "the sender's list of regions is not the one that was expected" in str(ranks.arrivals.errors.error)
 
 
 def test_a_receipt_that_comes_before_the_notes_is_waited_with() -> None:
@@ -198,8 +197,8 @@ def test_a_note_that_cannot_be_right(what: str, checksums: bool) -> None:
     rows_of(notes[0])[:, where] = value
     ranks.receiving.hear(0, notes[0])
     assert (ranks.piece.data == -1).all() and sum(ranks.advanced) == 0
-    assert isinstance(ranks.arrivals.problem, PeerError) and ranks.arrivals.problem.rank == 0
-    assert "the sender's list of regions is not the one that was expected" in str(ranks.arrivals.problem)
+    assert isinstance(ranks.arrivals.errors.error, PeerError) and ranks.arrivals.errors.error.rank == 0
+    assert "the sender's list of regions is not the one that was expected" in str(ranks.arrivals.errors.error)
     ranks.receiving.hear(0, notes[1])
     assert ranks.answer() == [1, 2] and ranks.sending.n_offered == 0
     np.testing.assert_array_equal(ranks.piece.data[4:], TABLE[4:, 2:])
@@ -213,7 +212,7 @@ def test_a_note_that_ends_in_the_middle_of_a_row(more: list[int]) -> None:
     ranks = Ranks()
     notes = ranks.put()
     ranks.receiving.hear(0, np.concatenate([notes[0], more]))
-    assert isinstance(ranks.arrivals.problem, PeerError) and ranks.answer() == [1]
+    assert isinstance(ranks.arrivals.errors.error, PeerError) and ranks.answer() == [1]
 
 
 def test_a_note_of_a_rank_that_should_send_nothing() -> None:
@@ -221,7 +220,7 @@ def test_a_note_of_a_rank_that_should_send_nothing() -> None:
     note = ranks.put()[0]
     ranks.receiving.hear(5, note)
     assert (ranks.piece.data == -1).all()
-    assert isinstance(ranks.arrivals.problem, PeerError) and ranks.arrivals.problem.rank == 5
+    assert isinstance(ranks.arrivals.errors.error, PeerError) and ranks.arrivals.errors.error.rank == 5
     assert [rank for rank, _ in ranks.here.messages] == [5]
 
 
@@ -233,7 +232,7 @@ def test_a_part_named_twice_and_another_not() -> None:
     for note in notes:
         ranks.receiving.hear(0, note)
     assert sum(ranks.advanced) == 64 and (ranks.piece.data[4:] == -1).all()
-    assert isinstance(ranks.arrivals.problem, PeerError)
+    assert isinstance(ranks.arrivals.errors.error, PeerError)
 
 
 @pytest.mark.parametrize("change", [(START, STOP), (slice(0, 9),)], ids=["its place", "all of it"])
@@ -243,14 +242,14 @@ def test_a_tile_named_twice_and_another_not(change: Any) -> None:
     for where in change:
         rows_of(notes[0])[1, where] = rows_of(notes[0])[0, where]
     ranks.receiving.hear(0, notes[0])
-    assert (ranks.piece.data[:4, 1] == -1).all() and isinstance(ranks.arrivals.problem, PeerError)
+    assert (ranks.piece.data[:4, 1] == -1).all() and isinstance(ranks.arrivals.errors.error, PeerError)
 
 
 def test_a_part_of_which_a_note_names_less() -> None:
     ranks = Ranks(checksums=False)
     notes = ranks.put(n_columns=1)
     ranks.receiving.hear(0, notes[0][: HEAD_SIZE + 9])
-    assert isinstance(ranks.arrivals.problem, PeerError)
+    assert isinstance(ranks.arrivals.errors.error, PeerError)
 
 
 def test_other_values_than_when_the_checksum_was_taken() -> None:
@@ -259,8 +258,8 @@ def test_other_values_than_when_the_checksum_was_taken() -> None:
         notes = ranks.put()
         ranks.own[rows_of(notes[0])[0, AT]] ^= 1
         ranks.receiving.hear(0, notes[0])
-        assert (ranks.arrivals.problem is not None) == checksums
-        assert not checksums or "is not what was sent: its checksum is" in str(ranks.arrivals.problem)
+        assert (ranks.arrivals.errors.error is not None) == checksums
+        assert not checksums or "is not what was sent: its checksum is" in str(ranks.arrivals.errors.error)
         assert ranks.answer() == [1]
 
 

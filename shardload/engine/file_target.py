@@ -1,0 +1,521 @@
+"""How is one new file the target of rounds? All ranks write it together, of chunks that each has in memory.
+
+Steps 2 to 10 of docs/design/save.md, for chunks that come from anywhere: from the shards of arrays, or from another file.
+
+1. `begin`: rank 0 makes the temporary, and all open it.
+2. `take`, for each round: threads encode its chunks while the values of the next round are made. The sizes go to rank 0, which
+   says where the chunks go, and the offsets come back. The threads write while the next round is encoded.
+3. `end`: all wait for the disk (fsync); rank 0 writes the metadata; each rank reads back what another one has written
+   (`read_back`); rank 0 gives the file its name.
+
+A rank that fails says so with the sizes of that round, and then all raise the same error: the temporary is removed, and what
+had the name before is as it was.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, Self, TypeVar
+
+import deflate
+import numpy as np
+
+from shardload.comm.group import Group
+from shardload.engine.read_back import Notes, ReadBack, checksum_of_values
+from shardload.engine.session import Round
+from shardload.errors import StallError
+from shardload.formats.sink import Catalog, Sink, Stored, Ticket, Writer
+from shardload.options import FILE, FULL, INDEX
+from shardload.planning.blocks import aligned, run_of
+from shardload.planning.partners import plan_partners
+from shardload.planning.region import Region
+from shardload.planning.rounds import KEPT_ROUNDS
+from shardload.storage.target import named
+from shardload.system.first_error import FirstError
+from shardload.system.thread_pool import Pool
+from shardload.transfer.buffers import Piece, aligned_empty
+from shardload.transfer.moves import ArrayMove
+
+__all__ = ["Chunk", "FileTarget", "Written"]
+
+_N_COLUMNS = 4  # integers that rank 0 gets of a chunk: array, number, stored bytes, mask
+_LEAVE_SECONDS = 5.0  # for ending what threads do, and removing the temporary, when the file system may hang
+_TASKS_A_THREAD = 4  # tasks of a round for each thread, so that all end at about the same time
+_DECODED_IN_FILE = 16  # one chunk in so many is decoded by verify="file"
+
+Array = np.ndarray[Any, Any]
+Int64s = np.ndarray[Any, np.dtype[np.int64]]
+Result = TypeVar("Result")
+
+
+@dataclass(slots=True, eq=False)
+class Chunk:
+    """One chunk on its way: first it has values, then stored bytes, then neither.
+
+    Attributes
+    ----------
+    name : str
+        Full name of its array, as in `Sink.arrays`.
+    region : Region
+        The chunk's elements, up to the array's edge. Of an array in one piece: any region that is one run of the file, such as
+        rows of the first axis.
+    values : ndarray or None
+        Of the region's shape and the array's type, with any strides.
+    """
+
+    name: str
+    region: Region
+    values: Array | None
+    # Set by `FileTarget`.
+    array: int = -1
+    number: int = -1
+    nbytes: int = 0
+    is_decoded: bool = False
+    stored: Stored | None = None
+    offset: int = -1
+    crc: int = 0
+    values_crc: int = 0
+    nbytes_stored: int = 0
+
+
+@dataclass(frozen=True)
+class Written:
+    """What was written, in the whole job; the seconds are those of this rank, summed over its threads.
+
+    Attributes
+    ----------
+    n_chunks, nbytes, nbytes_stored : int
+        Chunks (and pieces of arrays without chunks), bytes of their values, bytes in the file.
+    n_read_back, n_decoded : int
+        How many were read back by another rank, and how many of them were decoded.
+    seconds : mapping of str to float
+        ``"encode"``, ``"write"`` (in threads), ``"sync"``, ``"finish"``, ``"read back"``.
+    """
+
+    n_chunks: int
+    nbytes: int
+    nbytes_stored: int
+    n_read_back: int
+    n_decoded: int
+    seconds: dict[str, float]
+
+
+@dataclass(eq=False)
+class _Batch:
+    """The chunks of one round on this rank, and the tasks that encode and write them."""
+
+    chunks: list[Chunk] = field(default_factory=list)
+    encoding: list[Future[None]] = field(default_factory=list)
+    putting: list[Future[None]] = field(default_factory=list)
+
+
+class FileTarget:
+    """The `TargetEndpoint` of a new file, on one rank. `begin`, `take` and `end` are collective.
+
+    A context manager: leaving it ends its threads and, if the file was not committed, removes the temporary.
+
+    Parameters
+    ----------
+    group : Group
+        The ranks. Its watchdog has begun (`Watchdog.begin`).
+    sink : Sink
+        What is in the new file: made on each rank of the same arguments.
+    errors : FirstError
+        Keeps errors until the ranks agree: those of the session.
+    round_nbytes : int
+        Bytes of the values that this rank receives in a round, each piece rounded up (`aligned`).
+    verify : str
+        ``"checksum"``: the stored bytes of each chunk are read back by another rank, and one chunk of each rank is
+        decoded. ``"file"``: one in 16. ``"full"``: all. ``"index"``: nothing is read back.
+    n_threads : int
+        Threads that encode and write.
+    on_progress : callable, optional
+        Called with the bytes of values that have been written, in the thread that makes the call.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        sink: Sink,
+        errors: FirstError,
+        *,
+        round_nbytes: int = 0,
+        verify: str = "checksum",
+        n_threads: int = 1,
+        on_progress: Callable[[int], None] | None = None,
+    ) -> None:
+        self._group, self._sink, self._errors, self._verify = group, sink, errors, verify
+        self._n_threads, self._on_progress = max(1, n_threads), on_progress
+        self._pool = Pool(self._n_threads, "shardload-save")
+        self._encoders = list(sink.arrays.values())
+        self._numbers = {name: number for number, name in enumerate(sink.arrays)}
+        self._asks = any(encoder.is_asked for encoder in self._encoders)  # whether rank 0 places chunks
+        self._ring = _Ring(round_nbytes)
+        self._ticket = Ticket("", "")
+        self._writer: Writer | None = None
+        self._catalog: Catalog | None = None
+        self._is_at_work = False  # rank 0's catalog is in use by a thread
+        self._is_stopped = False  # threads shall begin nothing more
+        self._batches: deque[_Batch] = deque()  # whose values may still be in use
+        self._notes = Notes()
+        self._n_chunks = self._nbytes = self._nbytes_stored = self._n_told = 0
+        self._seconds = dict.fromkeys(("encode", "write", "sync", "finish", "read back"), 0.0)
+        self._lock = threading.Lock()
+        self._doing: dict[int, tuple[str, Chunk]] = {}
+        self._n_steps = self._n_given = 0
+        self._sampled: set[int] = set()  # arrays of which a chunk is decoded
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """End the threads and, if the file was not committed, remove the temporary.
+
+        After a stall the file system hangs, and after Ctrl-C it may: then what a thread has in hand stays, and so does the
+        temporary. Otherwise threads have to end first: they may be making the temporary just now.
+        """
+        self._is_stopped = True
+        stalled = kind is not None and issubclass(kind, StallError)
+        interrupted = kind is not None and not issubclass(kind, Exception)
+        may_hang = stalled or interrupted
+        has_ended = self._pool.close(wait=not stalled, seconds=_LEAVE_SECONDS if may_hang else None)
+        is_held = may_hang and not has_ended
+        if self._writer is not None and not is_held:
+            with suppress(Exception):
+                self._writer.close()
+        catalog = self._catalog
+        if catalog is None or (is_held and self._is_at_work):
+            return
+        end, pool = catalog.leave if interrupted else catalog.abandon, Pool(1, "shardload-abandon")
+        try:
+            wait([pool.submit(end)], _LEAVE_SECONDS if may_hang else None)
+        except RuntimeError:  # no thread can be started
+            end()
+        pool.close(wait=not may_hang)
+
+    # --- the steps
+
+    def begin(self) -> None:
+        """Rank 0 makes the temporary, all ranks open it."""
+
+        def create() -> str:
+            # Noted by the thread itself: after Ctrl-C nobody takes its result, and the temporary must be removed.
+            self._catalog = self._sink.create()
+            return self._catalog.ticket.to_json()
+
+        def open_writer() -> None:
+            self._writer = self._sink.writer(self._ticket)
+
+        self._group.watch.enter("create")
+        self._ticket = Ticket.from_json(self._on_root(create))
+        with self._errors, named(self._sink.path):
+            self._in_thread(open_writer)
+        self._agree()
+        self._group.watch.enter("write")
+
+    def make_room(self, moves: Sequence[ArrayMove]) -> None:
+        """See `TargetEndpoint`. The memory is that of the round which was the third before."""
+        if len(self._batches) == KEPT_ROUNDS:
+            self._wait(self._batches.popleft().putting)
+        self._ring.begin_round()
+        for move in moves:
+            regions = ((number, move.flow.target(number)) for number in move.flow.targets(self._group.rank))
+            move.targets = {number: self._ring.piece(region, move.dtype) for number, region in regions if region is not None}
+
+    def take(self, round_: Round) -> None:
+        """Have the chunks of a round encoded, and those of the round before written, which are encoded by now."""
+        before, batch = self._batches[-1] if self._batches else None, _Batch()
+        self._group.watch.enter("write")
+        self._tell_progress()
+        self._batches.append(batch)
+        with self._errors:
+            batch.chunks = [self._checked(chunk) for chunk in round_.values() if chunk.region.size]
+            batch.encoding = self._share_out(self._encode, batch.chunks)
+        if before is not None:
+            self._settle(before)
+
+    def end(self) -> Written:
+        """Finish the file, read it back, and give it its name."""
+        group = self._group
+        if self._batches:
+            self._settle(self._batches[-1], is_last=True)
+        for batch in self._batches:
+            self._wait(batch.putting)
+        self._tell_progress()
+        if self._writer is not None and not self._errors:
+            group.watch.enter("sync")
+            with self._errors, self._timed("sync"):
+                self._in_thread(self._writer.sync)
+                self._writer.close()
+        self._agree()
+        group.watch.enter("finish")
+        with self._timed("finish"):
+            self._on_root(lambda: self._known_catalog.finish() or "")
+        counts = [0, 0] if self._verify == INDEX else self._read_back()
+        counts = [self._n_chunks, self._nbytes, self._nbytes_stored, *counts]
+        n_chunks, nbytes, nbytes_stored, n_read_back, n_decoded = group.agree(self._errors.take(), counts)
+        group.watch.enter("commit")
+        self._on_root(lambda: self._known_catalog.commit() or "")
+        return Written(n_chunks, nbytes, nbytes_stored, n_read_back, n_decoded, self._seconds)
+
+    def _agree(self) -> None:
+        self._group.agree(self._errors.take())
+
+    @property
+    def _known_catalog(self) -> Catalog:
+        if self._catalog is None:
+            raise ValueError("there is no catalog on this rank")
+        return self._catalog
+
+    def _on_root(self, call: Callable[[], str]) -> Any:
+        """Do something with the catalog on rank 0. If it fails, all ranks raise that error. Collective."""
+
+        def run() -> str:
+            self._is_at_work = True
+            with named(self._sink.path):
+                told = self._in_thread(call)
+            self._is_at_work = False
+            return told
+
+        return self._group.tell(run, 0)
+
+    def _tell_progress(self) -> None:
+        done = self._nbytes  # threads go on counting
+        n, self._n_told = done - self._n_told, done
+        if n and self._on_progress is not None:
+            with self._errors:
+                self._on_progress(n)
+
+    # --- chunks of a round
+
+    def _checked(self, chunk: Chunk) -> Chunk:
+        """The chunk, with what follows from its region."""
+        if chunk.values is None:
+            raise ValueError("a chunk without values")
+        chunk.array = self._numbers[chunk.name]
+        encoder = self._encoders[chunk.array]
+        chunk.number, chunk.nbytes = encoder.number(chunk.region), chunk.values.nbytes
+        if encoder.spec.chunks is None:
+            run = run_of(encoder.spec.shape, chunk.region)
+            if run is None:
+                raise ValueError(f"region {chunk.region} of '{chunk.name}', of shape {encoder.spec.shape}, is not one run")
+            chunk.number = run[0]
+        chunk.is_decoded = self._is_decoded(chunk.array)
+        return chunk
+
+    def _is_decoded(self, array: int) -> bool:
+        """Whether another rank shall decode the next chunk, which is of this array."""
+        is_decoded = self._verify == FULL or (self._verify == FILE and self._n_given % _DECODED_IN_FILE == 0)
+        self._n_given += 1
+        if not is_decoded and array not in self._sampled and self._verify != INDEX:
+            # The first of this rank, and the first of some arrays: those of the other ranks are other arrays'.
+            is_decoded = not self._sampled or array % self._group.size == self._group.rank
+        if is_decoded:
+            self._sampled.add(array)
+        return is_decoded
+
+    def _settle(self, batch: _Batch, is_last: bool = False) -> None:
+        """Have the chunks written that were encoded, where rank 0 says. Raises what went wrong on any rank. Collective."""
+        self._wait(batch.encoding)
+        if self._asks:
+            asked = [chunk for chunk in batch.chunks if self._encoders[chunk.array].is_asked]
+            for chunk, offset in zip(asked, self._places(asked), strict=True):
+                chunk.offset = offset
+            batch.putting = self._share_out(self._put, asked)
+        elif not is_last:  # else all agree when the disk has it
+            self._agree()
+        if not self._errors:
+            self._note(batch.chunks)
+        batch.chunks = []
+
+    def _places(self, asked: Sequence[Chunk]) -> list[int]:
+        """Where chunks go. Raises what went wrong on any rank. Collective."""
+        rows = [
+            number
+            for chunk in asked
+            if chunk.stored is not None and not self._errors
+            for number in (chunk.array, chunk.number, chunk.nbytes_stored, chunk.stored.mask)
+        ]
+        told = self._group.gather_rows(np.array([bool(self._errors), *rows], dtype=np.int64))
+        answer = self._group.scatter_rows(None if told is None else self._answers(told))
+        if answer[0]:
+            self._agree()
+        offsets: list[int] = answer[1:].tolist()
+        return offsets
+
+    def _answers(self, told: list[Int64s]) -> list[Int64s]:
+        """On rank 0: what each rank is told, whether to stop, and where its chunks go."""
+        rows = [row[1:].reshape(-1, _N_COLUMNS) for row in told]
+        asked, offsets = np.concatenate(rows), np.zeros(sum(map(len, rows)), dtype=np.int64)
+        if not any(row[0] for row in told):
+            with self._errors:
+                for array in np.unique(asked[:, 0]).tolist():
+                    which = np.flatnonzero(asked[:, 0] == array)
+                    offsets[which] = self._known_catalog.allocate(self._encoders[array].name, *asked[which, 1:].T)
+        must_stop = [int(bool(self._errors) or any(row[0] for row in told))]
+        return [np.concatenate([must_stop, part]) for part in np.split(offsets, np.cumsum(list(map(len, rows)))[:-1])]
+
+    def _note(self, chunks: list[Chunk]) -> None:
+        """Keep what another rank needs to read these chunks back."""
+        self._n_chunks += len(chunks)
+        if self._verify == INDEX:
+            return
+        self._notes.add([(one.array, one.number, one.offset, one.nbytes_stored, one.crc) for one in chunks])
+        for one in chunks:
+            if one.is_decoded:
+                self._notes.add_values(one.array, one.region, one.values_crc)
+
+    def _read_back(self) -> list[int]:
+        """Read back what another rank has written: how many chunks, and how many were decoded. Collective."""
+        group, read = self._group, None
+        group.watch.enter("read back")
+        mine, self._notes = self._notes.to_ints(), Notes()
+        partners = plan_partners(group.machine.leaders)
+        source = partners.index(group.rank)
+        notes = group.pass_on(mine, partners[group.rank], source)
+        del mine
+        with self._errors, self._timed("read back"):
+            read = ReadBack(self._sink, self._ticket, notes, source, group.rank)
+            self._compare(read)
+        return [0, 0] if read is None else [read.n_stored, read.n_values]
+
+    def _compare(self, read: ReadBack) -> None:
+        tasks = [self._pool.submit(task) for task in read.stored()]
+        self._wait(tasks)
+        for task in tasks:
+            task.result()
+        for decode in read.values():
+            self._in_thread(decode)
+
+    # --- the thread that owns it waits for the others
+
+    def _now(self) -> tuple[int, str]:
+        """A number that grows with the work of the threads, and what they do."""
+        try:
+            what, chunk = next(iter(self._doing.values()))
+        except (StopIteration, RuntimeError):  # nothing, or another thread has changed it just now
+            return self._n_steps, ""
+        return self._n_steps, f"{what} {chunk.region} of '{chunk.name}' in '{self._sink.path}'"
+
+    def _wait(self, futures: Sequence[Future[Any]]) -> None:
+        """Return when all have ended. Their errors are not raised. StallError if nothing moves."""
+        if all(future.done() for future in futures):
+            return
+        watch = self._group.watch
+        with watch.attend(self._now):
+            while wait(futures, min(0.5, watch.nap_seconds)).not_done:
+                watch.look()
+        watch.moved()
+
+    def _in_thread(self, call: Callable[[], Result]) -> Result:
+        """The result of a call that may take long or hang: a thread makes it, and this one watches over the job."""
+        future = self._pool.submit(call)
+        self._wait([future])
+        try:
+            result: Result = future.result()
+        finally:
+            del future  # it has the error that is raised here: see `let_go`
+        return result
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        """Add the seconds that are spent inside to a phase."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[phase] += time.perf_counter() - started
+
+    def _share_out(self, call: Callable[[Sequence[Chunk]], None], chunks: Sequence[Chunk]) -> list[Future[None]]:
+        """Start tasks that do something with some chunks each."""
+        n = min(len(chunks), _TASKS_A_THREAD * self._n_threads)
+        return [self._pool.submit(call, chunks[k::n]) for k in range(n)]
+
+    # --- its threads
+
+    def _do(self, what: str, phase: str, call: Callable[[Chunk], None], chunk: Chunk) -> bool:
+        """Do something with a chunk. False if there is nothing more to do: it failed, or another rank did."""
+        if self._is_stopped:
+            return False
+        self._doing[id(chunk)] = what, chunk
+        started = time.perf_counter()
+        try:
+            call(chunk)
+        except Exception as error:
+            self._errors.keep(error)
+            return False
+        finally:
+            with self._lock:
+                del self._doing[id(chunk)]
+                self._n_steps += 1
+                self._seconds[phase] += time.perf_counter() - started
+        return True
+
+    def _encode(self, chunks: Sequence[Chunk]) -> None:
+        for chunk in chunks:
+            if not self._do("encoding", "encode", self._encode_one, chunk):
+                return
+            if chunk.offset >= 0:
+                self._put([chunk])
+
+    def _encode_one(self, chunk: Chunk) -> None:
+        encoder, values = self._encoders[chunk.array], chunk.values
+        if values is None:
+            raise ValueError("a chunk was encoded before")
+        if chunk.is_decoded:
+            chunk.values_crc = checksum_of_values(values)
+        stored = encoder.encode(chunk.region, values)
+        chunk.values, chunk.stored, chunk.nbytes_stored = None, stored, stored.nbytes
+        if self._verify != INDEX:
+            chunk.crc = int(deflate.crc32(memoryview(stored.data).cast("B")))
+        if not encoder.is_asked:
+            places, spec = self._ticket.places[encoder.name], encoder.spec
+            in_one_piece = spec.chunks is None
+            chunk.offset = places[0] + chunk.number * spec.dtype.itemsize if in_one_piece else places[chunk.number]
+
+    def _put(self, chunks: Sequence[Chunk]) -> None:
+        for chunk in chunks:
+            if not self._do("writing", "write", self._put_one, chunk):
+                return
+
+    def _put_one(self, chunk: Chunk) -> None:
+        if self._writer is None or chunk.stored is None:
+            raise ValueError("a chunk was written before it was encoded")
+        stored, chunk.stored = chunk.stored, None
+        if self._encoders[chunk.array].spec.chunks is None:
+            self._writer.put_region(chunk.name, chunk.region, stored)
+        else:
+            self._writer.put(chunk.name, chunk.number, chunk.offset, stored)
+        with self._lock:
+            self._nbytes += chunk.nbytes
+            self._nbytes_stored += chunk.nbytes_stored
+
+
+class _Ring:
+    """Memory for the values of rounds, in buffers of `nbytes` that are used in turn."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._buffers: list[Array] = []
+        self._turn = self._offset = 0
+
+    def begin_round(self) -> None:
+        """Use the buffer that was used longest ago."""
+        if not self._buffers:
+            self._buffers = [aligned_empty((self._nbytes,), np.dtype(np.uint8)) for _ in range(KEPT_ROUNDS)]
+        self._turn, self._offset = (self._turn + 1) % KEPT_ROUNDS, 0
+
+    def piece(self, region: Region, dtype: np.dtype[Any]) -> Piece:
+        """Memory for the values of a region. ValueError if the round has no more."""
+        nbytes = region.size * dtype.itemsize
+        data = self._buffers[self._turn][self._offset : self._offset + nbytes]
+        if data.nbytes < nbytes:
+            raise ValueError(f"{region} does not fit into a round of {self._nbytes} bytes: a defect in shardload")
+        self._offset += aligned(nbytes)
+        return Piece(region, data.view(dtype).reshape(region.shape))

@@ -1,0 +1,367 @@
+"""What are the two ends of a load? A `LoadSource` opens its arrays, and a `DeviceTarget` makes `jax.Array`s of them."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from shardload.arrays.assemble import EarlyPieces, assemble
+from shardload.arrays.padding import remember
+from shardload.engine.file_source import FileSource, OpenArray
+from shardload.engine.session import Round, Session
+from shardload.errors import StallError
+from shardload.formats.access import Access
+from shardload.formats.contract.dtypes import settle_bools
+from shardload.formats.contract.format import OpenFile, Source
+from shardload.formats.lookup import file_of, open_file
+from shardload.formats.memory import MemorySource
+from shardload.jobs.consistency import State, check_names, check_same_file, check_unchanged, is_open
+from shardload.jobs.loading.array_load import ArrayLoad
+from shardload.options import fill_value
+from shardload.planning.tuning import Tuning
+from shardload.system.first_error import FirstError
+from shardload.system.interruption import let_interruption_pass
+from shardload.transfer.allocator import empty_pieces
+from shardload.transfer.buffers import Piece
+from shardload.transfer.counters import Counters
+from shardload.transfer.moves import ArrayMove, BlocksToPieces
+from shardload.transfer.shard_pieces import ShardPieces
+
+__all__ = ["DeviceTarget", "LoadSource", "OpenSources", "ShardedArray", "moves_of"]
+
+Array = np.ndarray[Any, Any]
+
+
+def moves_of(loads: Sequence[ArrayLoad]) -> list[ArrayMove]:
+    """What moves in a load of these arrays."""
+    return [
+        ArrayMove(k, BlocksToPieces(load.layout.schedule), load.kind.dtype, load.name if len(loads) > 1 else "", load.named)
+        for k, load in enumerate(loads)
+    ]
+
+
+def _each(items: Iterable[Any], do: Callable[[Any], None]) -> None:
+    """Do something for each item with a `load`. An error names its array; to say that beforehand would cost each a context."""
+    item: Any = None
+    try:
+        for item in items:
+            do(item)
+    except StallError:
+        raise
+    except Exception as error:
+        let_interruption_pass(error)
+        with item.load.naming_errors():
+            raise
+
+
+# --- where values come from
+
+
+class OpenSources:
+    """The sources that one rank reads in a job. A file with several of the arrays is opened once.
+
+    Parameters
+    ----------
+    loads : sequence of ArrayLoad
+        The arrays that this rank reads.
+    opened : ExitStack
+        Closes the files and sources that are opened here.
+    """
+
+    def __init__(self, loads: Sequence[ArrayLoad], opened: ExitStack) -> None:
+        self._opened = opened
+        is_many = len(loads) > 1
+        self._keys: dict[str, Any] = {}  # of each path as written, because looking it up asks the file system
+        self._n = Counter(self._file_of(load, load.handle) for load in loads) if is_many else Counter[Any]()
+        if is_many:
+            self._n.update(self._file_of(load, load.origin) for load in loads if load.origin is not None)
+        self._files: dict[Any, OpenFile] = {}
+
+    def _access(self, load: ArrayLoad) -> Access:
+        """What the caller allows, of which all files that are open here have a part."""
+        return load.options.access.shared_by(len(self._n))
+
+    def _file_of(self, load: ArrayLoad, handle: Any) -> Any:
+        """A key that is equal for arrays of one file; None if the array is not in a file that is opened here."""
+        if not isinstance(handle, (str, os.PathLike)) or is_open(handle):
+            return None
+        path = os.fspath(handle)
+        if path not in self._keys:
+            self._keys[path] = file_of(path)
+        return self._keys[path], load.options.access
+
+    def open(self, load: ArrayLoad) -> Source:
+        """Open the source of an array. Raises SourceError if its shape, dtype or chunks differ from the plan's."""
+        if isinstance(load.handle, MemorySource):
+            return load.handle
+        return self.open_again(load, load.handle)
+
+    def open_again(self, load: ArrayLoad, handle: Any) -> Source:
+        """Open the source of an array by `handle`, also if its values are in memory already."""
+        key = self._file_of(load, handle) if self._n else None
+        if key is None or self._n[key] == 1:
+            source = load.open_source(handle, self._access(load))
+            self._opened.push(partial(_close, source))
+            return source
+        file = self._files.get(key)
+        if file is None:
+            file = self._files[key] = open_file(handle, self._access(load))
+            self._opened.push(partial(_close, file))
+        return load.as_planned(file.open_planned(load.info))
+
+    def states(self, paths: Sequence[str], loads: Sequence[ArrayLoad]) -> dict[str, State]:
+        """The state of each of some files, by the path in `ArrayInfo`: of those that are open here for several arrays.
+
+        Raises
+        ------
+        SourceError
+            If a file is another one than that from which one rank has read small arrays before it was opened here.
+        """
+        found: dict[str, State] = {}
+        for load in loads if paths else ():
+            path = load.info.path
+            is_small = isinstance(load.handle, MemorySource)
+            file = self._files.get(self._file_of(load, load.origin if is_small else load.handle)) if path in paths else None
+            if file is None:
+                continue
+            if path not in found:
+                found[path] = file.state()
+            if is_small and load.handle.read_in is not None:
+                check_same_file(load.name, load.handle.read_in, found[path], path, load.info.dataset)
+        return found
+
+
+def _close(source: Source | OpenFile, kind: type[BaseException] | None, *_: object) -> None:
+    """Close `source`, but not after a stall: a thread may hang in a read of it, and the library would wait for that thread."""
+    if kind is None or not issubclass(kind, StallError):
+        source.close()
+
+
+class _Opened:
+    """An array of a load that this rank has open, if it reads any block of it.
+
+    Attributes
+    ----------
+    source : Source or None
+        What reads it.
+    contents : State
+        The source's state when it was opened, to compare with the other ranks' sources.
+    """
+
+    def __init__(self, load: ArrayLoad) -> None:
+        self.load = load
+        self.source: Source | None = None
+        self.contents: State = None
+        self._state: State = None
+
+    def open(self, sources: OpenSources, rank: int) -> None:
+        load = self.load
+        if load.layout.schedule.is_owner(rank):
+            self.source = sources.open(load)
+            self._state = self.source.opened_in()
+            check_names(load.name, load.named_in, self._state, load.info.path, load.info.dataset)
+        self.contents = load.contents() if load.is_open else self._state
+
+    def check_unchanged(self) -> None:
+        """Raise SourceError if the file has changed since it was opened."""
+        if self.source is not None:
+            info = self.load.info
+            check_unchanged(str(info), self._state, self.source.state(), info.path, info.dataset)
+
+
+class LoadSource(FileSource):
+    """The arrays of a load.
+
+    Parameters
+    ----------
+    loads : sequence of ArrayLoad
+        The arrays.
+    rank : int
+        This rank.
+    tuning : Tuning
+        Sizes at which the way of reading changes.
+    shared_paths : sequence of str
+        The files that hold several of the arrays.
+
+    Attributes
+    ----------
+    arrays : list of _Opened
+        What was opened of each.
+    files : dict
+        The state of each file with several arrays that this rank has open, by path.
+    """
+
+    def __init__(self, loads: Sequence[ArrayLoad], rank: int, tuning: Tuning, shared_paths: Sequence[str]) -> None:
+        super().__init__(rank, loads[0].options.checksums, tuning)
+        self._loads, self._shared_paths = loads, shared_paths
+        self.arrays = [_Opened(load) for load in loads]
+        self.files: dict[str, State] = {}
+
+    def open(self, moves: Sequence[ArrayMove], opened: ExitStack) -> list[OpenArray]:
+        """See `FileSource`."""
+        rank = self._rank
+        here = {load.info.path for load in self._loads if load.layout.schedule.is_owner(rank)}
+        sources = OpenSources([load for load in self._loads if load.info.path in here], opened)
+        _each(self.arrays, lambda array: array.open(sources, rank))
+        self.files = sources.states(self._shared_paths, self._loads)
+        opened.push(self._check_unchanged)
+        layouts = [load.layout for load in self._loads]
+        return [
+            OpenArray(array.load.info, array.source, layout.source, layout.schedule, layout.decoding)
+            for array, layout in zip(self.arrays, layouts, strict=True)
+        ]
+
+    def _check_unchanged(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            _each(self.arrays, _Opened.check_unchanged)
+
+
+# --- where they go
+
+
+class ShardedArray:
+    """What this process holds of one array: pieces first, a `jax.Array` in the end.
+
+    Attributes
+    ----------
+    shards : dict of int to Piece
+        This rank's pieces, by shard number, in the coordinates of the jax.Array.
+    array : jax.Array or None
+        The array.
+    device_seconds : float
+        Seconds for handing the pieces to JAX.
+    counters : Counters
+        What it cost this rank to read its blocks.
+    """
+
+    def __init__(self, load: ArrayLoad, rank: int) -> None:
+        self.load, self._rank = load, rank
+        self.shards: dict[int, Piece] = {}
+        self.array: jax.Array | None = None
+        self.device_seconds, self.counters = 0.0, Counters()
+        self._early: EarlyPieces | None = None
+        self._pieces: ShardPieces | None = None
+
+    @property
+    def pieces(self) -> dict[int, Piece]:
+        """What is filled, by the number of the section (`Shards.sections_of`), in coordinates of the file's array."""
+        return {} if self._pieces is None else self._pieces.sections
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's pieces."""
+        shapes, dtype = self.wanted
+        return sum(map(math.prod, shapes)) * dtype.itemsize
+
+    @property
+    def wanted(self) -> tuple[list[tuple[int, ...]], np.dtype[Any]]:
+        """The shapes of the pieces, and their dtype."""
+        shards = self.load.layout.schedule.shards
+        return [shards.shard_shape] * len(shards.shards_of(self._rank)), self.load.kind.dtype
+
+    def make_room(self, room: list[Array]) -> None:
+        """Take the pieces from `room`, and fill their padding. What moves writes the rest."""
+        kind, shards = self.load.kind, self.load.layout.schedule.shards
+        for shard, data in zip(shards.shards_of(self._rank), room, strict=True):
+            self.shards[shard] = Piece(shards.region(shard), data)
+        self._pieces = ShardPieces(shards, kind.shape, self.shards, self._rank)
+        self._pieces.fill(partial(fill_value, self.load.options.pad, kind.dtype))
+        self._early = EarlyPieces(kind.shape_global, kind.sharding)
+
+    def start_early(self, piece: Piece) -> None:
+        """Start to copy a complete piece to its device."""
+        shard = None if self._pieces is None else self._pieces.completed(piece)
+        if self._early is not None and shard is not None:
+            self._early.start(shard.region, shard.data)
+
+    def fill(self) -> None:
+        """Fill the pieces from values that this process has in memory: no rank sends any (`ArrayLoad.is_here`)."""
+        layout, source, counters = self.load.layout, self.load.handle, self.counters
+        started = time.perf_counter()
+        for section, piece in self.pieces.items():
+            region = layout.schedule.true_region(section)
+            if region is not None and region.size:
+                place, target = layout.source.selection.to_file(region), piece.view(region)
+                view = source.view(place)
+                values = source.plain(place) if view is None else view
+                np.copyto(target, values.reshape(region.shape), casting="no")
+                settle_bools(target)
+                counters.nbytes_read += target.nbytes
+                counters.chunks_decoded += layout.source.chunks.n_meeting(region) if layout.source.has_chunks else 0
+            self.start_early(piece)
+        counters.read_seconds += time.perf_counter() - started
+
+    def assemble(self) -> None:
+        """Hand the pieces to JAX."""
+        started = time.perf_counter()
+        if self._pieces is not None:
+            self._pieces.finish()
+        held = ((p.region, p.data) for p in self.shards.values())
+        kind = self.load.kind
+        self.array = assemble(kind.shape_global, kind.sharding, kind.dtype, held, self._early)
+        is_decoded = self.load.layout.decoding is not None or (False if self.load.info.packing else None)
+        remember(self.array, self.load.layout.extent, is_decoded)
+        self.device_seconds = time.perf_counter() - started
+
+
+class DeviceTarget:
+    """The `TargetEndpoint` of a load: the devices of this process.
+
+    Parameters
+    ----------
+    loads : sequence of ArrayLoad
+        The arrays.
+    rank : int
+        This rank.
+    errors : FirstError
+        Keeps errors until the ranks agree: those of the session.
+
+    Attributes
+    ----------
+    arrays : list of ShardedArray
+        What this process holds of each.
+    """
+
+    def __init__(self, loads: Sequence[ArrayLoad], rank: int, errors: FirstError) -> None:
+        self.arrays = [ShardedArray(load, rank) for load in loads]
+        self._errors = errors
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's pieces."""
+        return sum(array.nbytes for array in self.arrays)
+
+    def make_room(self, moves: Sequence[ArrayMove]) -> None:
+        """See `TargetEndpoint`. All pieces are allocated at once: the memory of an earlier load is then used again."""
+        rooms = iter(empty_pieces([array.wanted for array in self.arrays]))
+        _each(self.arrays, lambda array: array.make_room(next(rooms)))
+        for move in moves:
+            array = self.arrays[move.array]
+            move.targets, move.on_complete = array.pieces, array.start_early
+
+    def fill(self, session: Session) -> None:
+        """Make the arrays of values that every process has already: nothing moves."""
+        self.make_room(())
+
+        def fill(array: ShardedArray) -> None:
+            array.fill()
+            array.assemble()
+            if session.on_progress is not None:
+                session.on_progress(array.nbytes)
+
+        _each(self.arrays, fill)
+
+    def take(self, round_: Round) -> None:
+        """See `TargetEndpoint`."""
+        if not self._errors:
+            with self._errors:
+                _each(self.arrays, ShardedArray.assemble)
