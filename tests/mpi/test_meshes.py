@@ -204,7 +204,7 @@ def test_meshes_that_cannot_be(files: dict[str, str], comm: Any) -> None:
     refused(mesh, P("q"), "P('q')", "'q'", "'a' of size", "'b' of size")
     refused(mesh, P("a", "a"), "'a' twice")
     refused(mesh, P(None, None, None, "a"), "4 entries", "3 axes")
-    refused(mesh, None, "without a spec", "P('a', 'b')")
+    refused(mesh, None, "the spec after a mesh is None", "P('a', 'b')")
     refused(mesh, "a", "expected a PartitionSpec")
     refused(NamedSharding(mesh, P("a")), P("a"), "pass the sharding alone")
     refused(SingleDeviceSharding(jax.local_devices()[0]), None, "SingleDeviceSharding", "NamedSharding")

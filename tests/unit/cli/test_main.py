@@ -710,7 +710,7 @@ def test_a_spec_for_arrays_of_several_shapes(file: str) -> None:
     """Wrong if it did not say which array the spec does not fit."""
     how = ("--dataset", "x", "--dataset", "big", "--mesh", "a=2", "--spec=-,a", "--dtype", "float32")
     code, _, err = run("plan", file, *how)
-    assert code == 1 and "array 0, '/x' in" in err and "counts for several arrays" in err
+    assert code == 1 and "array 0, '/x' in" in err and "the spec counts for several arrays" in err
 
 
 def test_info_names_no_flag_that_it_lacks(file: str) -> None:
