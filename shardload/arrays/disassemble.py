@@ -13,7 +13,7 @@ from shardload.arrays.sharding import layout_shards, read_spec, verify_layout
 from shardload.errors import PeerError
 from shardload.planning.schedule import Block
 from shardload.planning.shards import Shards, plan_shards
-from shardload.transfer.buffers import Piece, StagedBlock, Tile
+from shardload.transfer.buffers import Piece, StagedBlock
 from shardload.transfer.checksum import checksum
 from shardload.transfer.moves import ArrayMove
 from shardload.transfer.reader import Reading
@@ -60,7 +60,7 @@ class ShardSender:
         for part in block.parts:
             values = self._shards.view(self._shards.shard_with(part.region), part.region)
             if part.rank != self._rank:
-                tiles.append(Tile(part.region, values))
+                tiles.append(Piece(part.region, values))
                 continue
             into = self._targets[part.shard].view(part.region)
             np.copyto(into, values, casting="no")

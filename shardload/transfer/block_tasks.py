@@ -18,7 +18,7 @@ from shardload.formats.contract.format import Source
 from shardload.planning.schedule import Block
 from shardload.planning.source_layout import SourceLayout
 from shardload.system.scratch import ThreadScratch
-from shardload.transfer.buffers import StagedBlock, Tile
+from shardload.transfer.buffers import Piece, StagedBlock
 from shardload.transfer.counters import Counters
 from shardload.transfer.decode import Convert
 from shardload.transfer.local_pieces import LocalPieces
@@ -77,7 +77,7 @@ class BlockTasks:
         values = self._view(block)
         if values is None:
             values = self._fill(staged, counters)
-        staged.tiles.append(Tile(block.region, values))
+        staged.tiles.append(Piece(block.region, values))
         self._local.deliver(block.parts, block.region, values, counters)
 
     def _in_place(self, block: Block) -> Array | None:

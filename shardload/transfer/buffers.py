@@ -21,7 +21,7 @@ from shardload.planning.region import Region
 from shardload.planning.schedule import Block
 from shardload.system.scratch import aligned_bytes
 
-__all__ = ["Block", "Piece", "Slot", "Slots", "Tile", "aligned", "aligned_empty", "view_of"]
+__all__ = ["Block", "Piece", "Slot", "Slots", "aligned", "aligned_empty", "view_of"]
 
 Array = np.ndarray[Any, Any]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -42,25 +42,13 @@ def view_of(data: Array, region: Region, held: Region) -> Array:
 
 @dataclass
 class Piece:
-    """The data of a shard on the host: its `region` in global coordinates, and a buffer of exactly that shape."""
+    """The values of `region`, such as a shard or a chunk, in a buffer of that shape."""
 
     region: Region
     data: Array
 
     def view(self, region: Region) -> Array:
         """The view of `region` in the buffer."""
-        return view_of(self.data, region, self.region)
-
-
-@dataclass
-class Tile:
-    """The values of `region` in one buffer, in the layout of the chunk that they come from."""
-
-    region: Region
-    data: Array
-
-    def view(self, region: Region) -> Array:
-        """The view of `region` in the values."""
         return view_of(self.data, region, self.region)
 
 
@@ -80,8 +68,8 @@ class StagedBlock:
     """
 
     block: Block
-    tiles: list[Tile] = field(default_factory=list)
-    whole: Tile | None = None
+    tiles: list[Piece] = field(default_factory=list)
+    whole: Piece | None = None
     slot: Slot | None = None
     release: Callable[[], None] = lambda: None
     n_sending: int = 0
@@ -91,7 +79,7 @@ class StagedBlock:
         """True if other processes of this machine can read the tiles."""
         return self.slot is not None and self.slot.is_shared
 
-    def tile_of(self, region: Region) -> Tile | None:
+    def tile_of(self, region: Region) -> Piece | None:
         """The tile that holds all of `region`; None if no single tile does."""
         return next((tile for tile in self.tiles if tile.region.contains(region)), None)
 

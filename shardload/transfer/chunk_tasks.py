@@ -38,7 +38,7 @@ from shardload.planning.schedule import Block, Part
 from shardload.planning.source_layout import SourceLayout
 from shardload.system.interruption import let_interruption_pass
 from shardload.system.scratch import ThreadScratch
-from shardload.transfer.buffers import StagedBlock, Tile
+from shardload.transfer.buffers import Piece, StagedBlock
 from shardload.transfer.counters import Counters
 from shardload.transfer.decode import Convert
 from shardload.transfer.local_pieces import LocalPieces
@@ -158,7 +158,7 @@ class ChunkTasks:
         if nbytes > staged.slot.data.nbytes or all(len(axis) == 1 for axis in axes):
             return
         if are_small or layout.casts or (self._is_cell and all(len(axes[k]) == 1 for k in self._inner)):
-            staged.whole = Tile(region, staged.slot.data[:nbytes].view(layout.dtype).reshape(region.shape))
+            staged.whole = Piece(region, staged.slot.data[:nbytes].view(layout.dtype).reshape(region.shape))
             staged.tiles.append(staged.whole)
 
     def _read_boxes(self, staged: StagedBlock, boxes: Iterable[Box], counters: Counters) -> None:
@@ -240,7 +240,7 @@ class ChunkTasks:
         if not read.stays:
             values = target.reshape((*map(len, in_file), *self._chunk_shape))[self._kept]
             if n == 1 or layout.casts or (read.own and self._local.has_checksums):
-                tile = Tile(read.region, self._joined(staged, read, values))
+                tile = Piece(read.region, self._joined(staged, read, values))
         decoded = time.perf_counter()
         if not read.stays:
             self._deliver(staged, read, values, tile, counters)
@@ -312,7 +312,7 @@ class ChunkTasks:
         self._convert(raw, cast, self._names.elements(layout.selection.to_file(region)))
         return cast
 
-    def _deliver(self, staged: StagedBlock, read: _Read, values: Array, tile: Tile | None, counters: Counters) -> None:
+    def _deliver(self, staged: StagedBlock, read: _Read, values: Array, tile: Piece | None, counters: Counters) -> None:
         """Copy decoded values into this rank's pieces, and into the block's tile. `tile` has them as their region has them."""
         box, own, sent = read.box, read.own, read.sent
         whole, cell, phase = staged.whole, self._layout.chunks.cell, self._layout.chunks.phase

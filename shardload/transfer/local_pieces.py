@@ -11,7 +11,7 @@ import numpy as np
 from shardload.errors import PeerError
 from shardload.planning.region import Region
 from shardload.planning.schedule import Part
-from shardload.transfer.buffers import Piece, Tile
+from shardload.transfer.buffers import Piece
 from shardload.transfer.checksum import checksum
 from shardload.transfer.counters import Counters
 
@@ -86,7 +86,7 @@ class LocalPieces:
         for part in parts:
             common = part.region.intersect(region) if part.rank == self._rank else None
             if common is not None:
-                found.append(Copy(common, Tile(region, values).view(common), self._pieces[part.shard].view(common)))
+                found.append(Copy(common, Piece(region, values).view(common), self._pieces[part.shard].view(common)))
         return found
 
     def copy(self, copies: Iterable[Copy], counters: Counters) -> None:

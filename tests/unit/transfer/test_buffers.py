@@ -9,7 +9,7 @@ import pytest
 
 from shardload.planning.region import Region
 from shardload.planning.schedule import Block, Part
-from shardload.transfer.buffers import Slots, StagedBlock, Tile, aligned, aligned_empty, view_of
+from shardload.transfer.buffers import Piece, Slots, StagedBlock, aligned, aligned_empty, view_of
 from tests.unit.fakes import TABLE, piece_of, rows, values_of
 
 
@@ -82,7 +82,7 @@ def test_no_slots_at_all() -> None:
 
 def block_of(*tiles: Region) -> StagedBlock:
     region = Region(min(t.start for t in tiles), max(t.stop for t in tiles))
-    return StagedBlock(Block(region, (Part(region, 0, 1),)), [Tile(t, TABLE[t.slices()]) for t in tiles])
+    return StagedBlock(Block(region, (Part(region, 0, 1),)), [Piece(t, TABLE[t.slices()]) for t in tiles])
 
 
 def test_one_tile_or_several() -> None:

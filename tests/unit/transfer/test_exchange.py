@@ -23,7 +23,7 @@ from shardload.planning.schedule import Block, Grid, Owners, Schedule, plan_shar
 from shardload.planning.selection import select_axes
 from shardload.planning.source_layout import SourceLayout
 from shardload.transfer import channels, exchange
-from shardload.transfer.buffers import Piece, StagedBlock, Tile
+from shardload.transfer.buffers import Piece, StagedBlock
 from shardload.transfer.local_pieces import LocalPieces
 from shardload.transfer.moves import ArrayMove, BlocksToPieces, Expected, PiecesToBlocks
 from shardload.transfer.reader import SourceReader
@@ -330,7 +330,7 @@ class PieceProducer:
         return 0, ""
 
     def start(self, block: Block) -> Any:
-        tiles = [Tile(piece.region, piece.data) for piece in self.pieces.values()]
+        tiles = [Piece(piece.region, piece.data) for piece in self.pieces.values()]
         for part in block.parts:
             if part.rank == self.rank:
                 (tile,) = (tile for tile in tiles if tile.region.contains(part.region))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shardload.planning.region import Region
 from shardload.planning.schedule import Block, Part
-from shardload.transfer.buffers import Slots, StagedBlock, Tile
+from shardload.transfer.buffers import Piece, Slots, StagedBlock
 from shardload.transfer.checksum import checksum, identity
 from shardload.transfer.messages import Packer, sendable
 from tests.unit.fakes import TABLE, rows
@@ -28,7 +28,7 @@ def block_of(*tiles: Region) -> StagedBlock:
     for tile in tiles:
         held = np.full((tile.shape[0], tile.shape[1] + 2), -1, F4)
         held[:, 1:-1] = TABLE[tile.slices()]
-        made.append(Tile(tile, held[:, 1:-1]))
+        made.append(Piece(tile, held[:, 1:-1]))
     return StagedBlock(Block(region, (Part(region, 0, 1),)), made)
 
 

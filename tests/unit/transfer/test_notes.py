@@ -17,7 +17,7 @@ from shardload.errors import PeerError
 from shardload.planning.region import Region
 from shardload.planning.schedule import Grid, Owners, Schedule, plan_shards
 from shardload.transfer.arrivals import Arrivals
-from shardload.transfer.buffers import Piece, Slots, StagedBlock, Tile
+from shardload.transfer.buffers import Piece, Slots, StagedBlock
 from shardload.transfer.channels import ACK, HEAD_SIZE, OFFER, Channels
 from shardload.transfer.messages import Packer
 from shardload.transfer.moves import ArrayMove, BlocksToPieces
@@ -81,7 +81,7 @@ class Ranks:
                 region = Region((low, left), (high, left + n_columns))
                 data = slot.data[at : at + 4 * region.size].view(F4).reshape(region.shape)
                 data[...] = TABLE[region.slices()]
-                block.tiles.append(Tile(region, data))
+                block.tiles.append(Piece(region, data))
                 at += 64
             self.sending.send(0, block)
             self.sending.send_queued()
@@ -155,7 +155,7 @@ def test_a_receipt_that_comes_before_the_notes_is_waited_with() -> None:
 def test_a_block_that_is_elsewhere_is_brought_into_shared_memory() -> None:
     ranks = Ranks()
     for read in ranks.plan.owned_blocks(0):
-        ranks.sending.send(0, StagedBlock(read, [Tile(read.region, TABLE[read.region.slices()])]))
+        ranks.sending.send(0, StagedBlock(read, [Piece(read.region, TABLE[read.region.slices()])]))
     assert not ranks.sending.is_empty and ranks.there.messages == []
     while ranks.sending.send_queued():
         for _, note in ranks.there.messages:
