@@ -407,19 +407,19 @@ class Finder:
             with as_source_error(path, name):
                 source = self.file(path).open(name)
         except KeyError:
-            infos, has_more = self._sketch(path, name)
+            infos, has_more = self._sketch(path, name, most=_MOST_LISTED)
             raise no_such_array(path, name, infos, has_more) from None
         with closing(source):
             return self._found(check_loadable(source.info, needs_numbers), source, look)
 
     def _only_one(self, path: str) -> ArrayInfo:
         """The only array of a file that the caller can mean."""
-        infos, has_more = self._sketch(path)
+        infos, has_more = self._sketch(path, most=_MOST_LISTED)
         if has_more and len(candidates(infos)) < 2:
             infos, has_more = self._sketch(path, most=None)
         return only_array(path, infos, has_more)
 
-    def _sketch(self, path: str, like: str = "", most: int | None = _MOST_LISTED) -> tuple[list[ArrayInfo], bool]:
+    def _sketch(self, path: str, like: str = "", *, most: int | None) -> tuple[list[ArrayInfo], bool]:
         """At most so many of the arrays in a file, and True if there are more."""
         file_format = format_of(path, self._access)
         with as_source_error(path):

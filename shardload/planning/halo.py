@@ -237,10 +237,10 @@ def contents_of(grid: SectionGrid, place: Sequence[int], origin: Sequence[int], 
 
     `origin` is where the shard begins in the jax.Array, `shape` is that of the array in the file.
     """
-    for runs in itertools.product(*(_runs(grid, axis, i, shape[axis]) for axis, i in enumerate(place))):
+    # Empty runs go before the product: of 64 axes with one of them each there are 2**64 products.
+    axes = [[run for run in _runs(grid, axis, i, shape[axis]) if run.stop > run.start] for axis, i in enumerate(place)]
+    for runs in itertools.product(*axes):
         held = Region(tuple(run.start for run in runs), tuple(run.stop for run in runs)).moved(origin)
-        if not held.size:
-            continue
         if any(run.source is None for run in runs):
             fills = [run.fill for run, h in zip(runs, grid.halo.widths, strict=True) if run.source is None and h]
             yield Content(held, None, fill=fills[-1] if fills else None)

@@ -386,7 +386,7 @@ def test_the_library_cannot_read_what_was_written(
 
     with sink.create() as catalog:
         monkeypatch.setattr("shardload.formats.hdf5.sink.open_explained", refuses)
-        with pytest.raises(SourceError, match=f"the new '.*{name}' cannot be read by HDF5: .*errno = 5"):
+        with pytest.raises(SourceError, match=f"the new file of '.*{name}' cannot be read by HDF5: .*errno = 5"):
             after_finish(sink, catalog)
         monkeypatch.undo()
     assert os.listdir(tmp_path) == []
