@@ -18,8 +18,8 @@ def tune(**changes: Any) -> None:
 
 
 def as_large(**more: Any) -> None:
-    """Blocks are shared, chunks decoded alone or in batches and in threads, however small they are."""
-    tune(**({"worth_sharing_nbytes": 0, "min_chunk_nbytes": 1, "inline_nbytes": -1} | more))
+    """Reads and blocks are shared, chunks decoded alone or in batches and in threads, however small they are."""
+    tune(**({"worth_sharing_nbytes": 0, "min_chunk_nbytes": 1, "inline_nbytes": -1, "reader_nbytes": 1} | more))
 
 
 def as_usual() -> None:

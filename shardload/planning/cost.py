@@ -29,7 +29,6 @@ __all__ = ["Cost", "choose_mode", "count_readers", "plan_cost"]
 _WORTH_NBYTES, _WORTH_FACTOR, _WORTH_FACTOR_CACHED = 1 << 20, 1.25, 2.0
 _CALL_NBYTES = 8 << 10  # to read a run by itself takes as long as so many bytes of the page cache
 _FETCH_NBYTES = 1 << 20  # several nodes share a file system, which fetches about as much at a time
-_LEAST_NBYTES = 2 << 20  # of a reader, on several nodes: below that it costs more to open the file there than it helps
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,13 +105,13 @@ def plan_cost(schedule: Schedule, layout: SourceLayout, *, staging_blocks: int =
     )
 
 
-def count_readers(nbytes: int, n_ranks: int, n_nodes: int) -> int:
-    """How many ranks share the reads of an array: all, but on several nodes not for too few bytes each.
+def count_readers(nbytes: int, n_ranks: int, n_nodes: int, reader_nbytes: int = 2 << 20) -> int:
+    """How many ranks share the reads of an array: all, but on several nodes not for fewer than `reader_nbytes` each.
 
     >>> count_readers(16 << 20, 16, 1), count_readers(16 << 20, 16, 4), count_readers(1 << 30, 16, 4), count_readers(0, 4, 2)
     (16, 8, 16, 1)
     """
-    return n_ranks if n_nodes == 1 else max(1, min(n_ranks, -(-nbytes // _LEAST_NBYTES)))
+    return n_ranks if n_nodes == 1 else max(1, min(n_ranks, -(-nbytes // reader_nbytes)))
 
 
 def choose_mode(costs: Mapping[str, Cost], n_ranks: int, *, is_one_node: bool = True) -> tuple[str, str]:

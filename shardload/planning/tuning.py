@@ -53,6 +53,9 @@ class Tuning:
         the second: a block costs each rank that needs some of it a control message, and waking up for it.
     blocks_per_owner : int
         Fewest blocks for each rank that reads: enough that reading overlaps sending. (See `for_many`.)
+    reader_nbytes : int
+        On several nodes, fewest bytes for each rank that shares the reads: below that it costs more to open the file there than
+        it helps.
     """
 
     inline_nbytes: int = 1 << 14
@@ -69,6 +72,7 @@ class Tuning:
     large_blocks_per_rank: int = 4
     block_between_nodes_nbytes: int = 16 << 20
     blocks_per_owner: int = BLOCKS_PER_OWNER
+    reader_nbytes: int = 2 << 20
 
     def for_many(self, n_arrays: int) -> Tuning:
         """The sizes for each array of a job that has so many.

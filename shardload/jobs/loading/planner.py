@@ -121,7 +121,8 @@ def plan_array(request: Request, ranks: Ranks, info: ArrayInfo, selection: Selec
     max_nbytes = _max_block_nbytes(ranks, staging_nbytes, math.prod(source.selection.shape) * source.wide_itemsize)
     readers = request.options.readers
     nbytes = math.prod(source.selection.shape) * source.file_dtype.itemsize
-    n_readers = min(readers, ranks.n) if isinstance(readers, int) else count_readers(nbytes, ranks.n, ranks.n_nodes)
+    most_readers = count_readers(nbytes, ranks.n, ranks.n_nodes, ranks.tuning.reader_nbytes)
+    n_readers = min(readers, ranks.n) if isinstance(readers, int) else most_readers
     caps = {"max_nbytes": max_nbytes, "per_owner": ranks.tuning.blocks_per_owner}
     schedules = {DIRECT: plan_direct(source, shards, ranks.n, max_nbytes=max_nbytes)}
     if ranks.can_send:

@@ -44,7 +44,7 @@ ALONE = (
 )
 
 comm = MPI.COMM_WORLD
-tune(worth_sharing_nbytes=0)  # blocks are small here
+tune(worth_sharing_nbytes=0, reader_nbytes=1)  # blocks are small here
 cases: dict[str, Callable[[], object]] = {}
 
 
