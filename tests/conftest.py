@@ -637,9 +637,10 @@ class Ranks:
 
     def watch(self) -> None:
         """End the job when a test takes too long. One thread for all tests: to start one for each takes longer than many do."""
+        sleep, now = time.sleep, time.monotonic  # where the program ends in a copy, this module loses its names first
         while True:
-            time.sleep(0.5)
-            if (running := self.running) is not None and time.monotonic() > running[2]:
+            sleep(0.5)
+            if (running := self.running) is not None and now() > running[2]:
                 self.expire(*running[:2])
 
     def expire(self, test: str, seconds: float) -> None:
