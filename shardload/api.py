@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from shardload.jobs.saving.plan import SavePlan
     from shardload.jobs.saving.save import SaveReport
 
-__all__ = ["append", "load", "mask", "plan", "plan_save", "save", "scatter", "unpad", "verify"]
-
 _SAVE = defaults_of("save")
 _APPEND = defaults_of("append")
 

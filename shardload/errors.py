@@ -22,24 +22,6 @@ import re
 import unicodedata
 from collections.abc import Iterator
 
-__all__ = [
-    "ConfigError",
-    "LeftOutWarning",
-    "MissingChunksWarning",
-    "PackedWarning",
-    "PaddingWarning",
-    "PeerError",
-    "ShardloadError",
-    "ShardloadWarning",
-    "SourceError",
-    "StallError",
-    "VerifyError",
-    "chain_of",
-    "is_unread",
-    "printable",
-]
-
-
 _BY_SYSTEM = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.ENOMEM, errno.EMFILE, errno.ENFILE}
 _BY_HDF5 = re.compile(r"(?:read failed|open file|lock file).*errno = \d+", re.DOTALL)
 

@@ -28,12 +28,6 @@ if TYPE_CHECKING:
 
     from shardload.formats.access import Access, Limits
 
-__all__ = [
-    "AUTO", "CHECKSUM", "DEFAULTS", "EACH_SAVED", "FILE", "FULL", "INDEX", "OPTIONS", "OWN", "STAGING_NBYTES", "TIMEOUT",
-    "Option", "Options", "Progress", "defaults_of", "fill_value", "filter_names", "is_plain_tuple", "keywords_of", "options_of",
-    "pad_value", "with_defaults",
-]  # fmt: skip
-
 AUTO = "auto"
 READERS = (AUTO, "root", "parallel", "direct")
 VERIFY = INDEX, CHECKSUM, FILE, FULL = "index", "checksum", "file", "full"  # each level includes those before it

@@ -11,8 +11,6 @@ from typing import Any
 
 from shardload.errors import ConfigError
 
-__all__ = ["counted", "first_ranks", "format_nbytes", "number_text", "parse_nbytes", "ranges", "ranks_text", "shown"]
-
 _MOST_SHOWN = 8  # elements of an array, entries of a list
 _UNITS = {"": 1, "B": 1} | {f"{p}B": 1000 ** (i + 1) for i, p in enumerate("KMGT")}
 _UNITS |= {f"{p}iB": 1024 ** (i + 1) for i, p in enumerate("KMGT")}

@@ -24,8 +24,6 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from shardload.errors import ShardloadError
 from shardload.planning.region import Region
 
-__all__ = ["EarlyPieces", "assemble", "device_values", "put_shard"]
-
 Array = np.ndarray[Any, Any]
 _MOST_IN_32_BITS = 2**31 - 1
 

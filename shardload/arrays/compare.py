@@ -22,8 +22,6 @@ from shardload.planning.selection import Selection
 from shardload.transfer.decode import conversion
 from shardload.values.decoding import Decoding
 
-__all__ = ["Truth", "first_difference", "sample_regions", "value_text", "words_of"]
-
 _REGION_NBYTES = 1 << 16
 _DECODED_AT_MOST = 32  # samples decode at most 1/32 of the region that they are in, or one chunk
 

@@ -11,14 +11,12 @@ import numpy as np
 from shardload.arrays.local_shards import LocalShards
 from shardload.arrays.sharding import layout_shards, read_spec, verify_layout
 from shardload.errors import PeerError
-from shardload.planning.schedule import Block
+from shardload.planning.parts import Block
 from shardload.planning.shards import Shards, plan_shards
 from shardload.transfer.buffers import Piece, StagedBlock
 from shardload.transfer.checksum import checksum
 from shardload.transfer.moves import ArrayMove
 from shardload.transfer.reader import Reading
-
-__all__ = ["DeviceSource", "ShardSender", "shards_of_array"]
 
 
 def shards_of_array(x: Any, rank_of_process: dict[int, int], rank: int, n_ranks: int) -> Shards:

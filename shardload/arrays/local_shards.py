@@ -21,8 +21,6 @@ from shardload.transfer.buffers import view_of
 from shardload.transfer.checksum import checksum
 from shardload.units import first_ranks
 
-__all__ = ["LocalShards", "check_replicas"]
-
 Array = np.ndarray[Any, Any]
 _AT_ONCE_NBYTES = 32 << 20
 _NO_DIGEST = 1 << 32

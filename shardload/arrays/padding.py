@@ -28,11 +28,6 @@ from shardload.arrays.assemble import put_shard
 from shardload.arrays.sharding import ids_text, read_spec
 from shardload.errors import ConfigError
 
-__all__ = [
-    "Extent", "Loaded", "check_exists", "cut_out", "extent_of", "loaded_as", "make_mask", "padded_like", "remember", "to_numpy",
-    "version_of",
-]  # fmt: skip
-
 Array = np.ndarray[Any, Any]
 Index = np.ndarray[Any, np.dtype[np.int64]]
 

@@ -29,20 +29,6 @@ from shardload.planning.region import Region
 from shardload.planning.shards import Shards, plan_shards
 from shardload.units import counted, shown
 
-__all__ = [
-    "describe_decomposition",
-    "describe_sharding",
-    "devices_per_process",
-    "ids_text",
-    "layout_shards",
-    "local_regions",
-    "padded_shape",
-    "read_halo",
-    "read_sharding",
-    "read_spec",
-    "verify_layout",
-]
-
 Axes = tuple[tuple[int, ...], ...]
 
 

@@ -42,8 +42,6 @@ from shardload.transfer.checksum import checksum, join_sums, sum_shard
 from shardload.units import counted, format_nbytes
 from shardload.values.decoding import Decoding
 
-__all__ = ["Found", "Verifier", "VerifyReport", "agree_all"]
-
 _MOST_REGIONS = 8  # per process, for "file"
 _MOST_CHUNKS = 1 << 14  # chunks to read at once, however small they are
 _COPIES = 8  # copies of a region: as stored, as read by the library, cast, from the device, compared; and those of the load

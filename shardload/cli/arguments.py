@@ -21,22 +21,6 @@ from shardload.errors import ShardloadError
 from shardload.options import OPTIONS
 from shardload.system.terminal import own_stdout, say_error, tell
 
-__all__ = [
-    "KEEP",
-    "as_typed",
-    "completes",
-    "one_message",
-    "parse_axes",
-    "parse_compression",
-    "parse_mesh",
-    "parse_pad",
-    "parse_select",
-    "parse_sizes",
-    "parse_spec",
-    "takes",
-    "wrong",
-]
-
 _MOST_DEVICES = 2**24  # JAX makes an object for each; with 2**31 it fails, and before that it takes all memory
 
 

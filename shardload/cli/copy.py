@@ -15,8 +15,6 @@ from shardload.jobs.copying.request import CopyRequest
 from shardload.system.terminal import tell, width_of, wrap
 from shardload.units import counted, format_nbytes
 
-__all__ = ["run"]
-
 
 def run(out: IO[str], source: str, target: str, *, only_plan: bool, as_json: bool, **given: Any) -> None:
     """Copy, and print on rank 0 what was done. Collective: yes.

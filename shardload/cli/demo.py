@@ -40,8 +40,6 @@ from shardload.comm.mpi import end_job
 from shardload.errors import ConfigError, ShardloadError
 from shardload.system.terminal import Column, OutputError, fit_table, own_stdout, say_error, tell, width_of, wrap
 
-__all__ = ["run"]
-
 _REPEATS = 3
 _FFT_TOLERANCE = 1e-5  # relative to the largest mode; a float32 FFT is accurate to about 1e-7 times the log of its length
 _SLABS, _PENCILS, _BLOCKS = P(("a", "b")), P(None, "a", "b"), P("a", "b")

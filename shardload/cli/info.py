@@ -26,8 +26,6 @@ from shardload.units import counted, format_nbytes
 from shardload.values.dates import as_dates
 from shardload.values.decoding import ATTRIBUTES, decoding_of, packed_by
 
-__all__ = ["run", "to_json"]
-
 _MOST_LABELLED = 256  # arrays whose axes' names are looked up, a millisecond each; of a file with more, no groups' attributes
 
 

@@ -15,8 +15,6 @@ from shardload.jobs.joining.request import JoinRequest
 from shardload.system.terminal import Column, fit_table, tell, width_of, wrap
 from shardload.units import counted, format_nbytes
 
-__all__ = ["run"]
-
 _COLUMNS = [Column("array"), Column("shape"), Column("dtype"), Column("values", lead="")]
 
 

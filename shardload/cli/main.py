@@ -26,8 +26,6 @@ from shardload.errors import ConfigError
 from shardload.options import OPTIONS
 from shardload.system.terminal import OutputError, cannot_print, say_error, tell
 
-__all__ = ["app", "main"]
-
 File = Annotated[str, typer.Argument(metavar="FILE[:/DATASET]", help="HDF5, netCDF4 or Zarr.")]
 MeshText = Annotated[
     str,

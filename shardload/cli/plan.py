@@ -14,8 +14,6 @@ from shardload.jobs.loading.describe import describe_plan
 from shardload.jobs.loading.tree_plan import TreePlan
 from shardload.system.terminal import tell, width_of
 
-__all__ = ["run"]
-
 _NAMES = ("shape", "shape_global", "dtype", "chunks", "decomposition", "shard_shape", "n_ranks", "readers", "n_readers", "why")
 
 

@@ -23,8 +23,6 @@ from shardload.jobs.loading.tree_plan import TreePlan
 from shardload.system.terminal import tell, width_of, wrap, wrap_parts
 from shardload.units import counted
 
-__all__ = ["run"]
-
 _MOST_DEVICES = 4096  # of a process: JAX takes 5 s to simulate so many, 37 s for 10,000
 
 

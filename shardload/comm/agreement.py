@@ -25,8 +25,6 @@ from shardload.errors import PeerError, ShardloadError
 from shardload.system.interruption import let_interruption_pass
 from shardload.units import counted
 
-__all__ = ["Agreement", "Invocation", "digest_of"]
-
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 

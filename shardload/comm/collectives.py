@@ -23,8 +23,6 @@ from shardload.comm.stall_report import NOTICE_SECONDS, notice_of, text_of
 from shardload.errors import PeerError, StallError
 from shardload.system.interruption import let_interruption_pass
 
-__all__ = ["Collectives", "JaxCollectives", "MpiCollectives", "duplicate", "jax_processes"]
-
 _log = logging.getLogger("shardload")
 _FIRST, _SOME = "the first one", "not all ranks of this communicator have made their first call"
 _BACKOFF = Backoff(n_awake=4, first_seconds=2e-5, longest_seconds=2e-3, n_before_doubling=4)

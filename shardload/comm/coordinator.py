@@ -17,8 +17,6 @@ from contextlib import suppress
 
 from shardload.comm.backoff import Backoff
 
-__all__ = ["LOOPBACK", "addresses_of", "await_listener", "first_here", "is_port", "join", "listening_host", "split"]
-
 LOOPBACK = "127.0.0.1"
 _BACKOFF = Backoff(n_awake=0, first_seconds=2e-3, longest_seconds=0.1, n_before_doubling=1)
 _LISTENER_SECONDS = 2.0  # after that JAX itself waits, and reports a coordinator that does not answer

@@ -13,8 +13,6 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["SlurmStep", "free_port", "gpu_files", "is_free", "launched", "mpi_is_off", "slurm_step", "task"]
-
 # How many tasks a launcher started. For Slurm that of the step: a batch script has SLURM_NTASKS too, but is one process.
 _LAUNCHERS = {"mpirun": "OMPI_COMM_WORLD_SIZE", "mpiexec": "PMI_SIZE", "srun": "SLURM_STEP_NUM_TASKS"}
 # The number of a task, as the same launchers count.

@@ -9,8 +9,6 @@ import numpy as np
 
 from shardload.errors import ConfigError, PeerError, ShardloadError, SourceError, StallError, VerifyError, chain_of
 
-__all__ = ["as_shardload", "from_json", "message_of", "to_json"]
-
 _TYPES: tuple[type[ShardloadError], ...] = (ShardloadError, ConfigError, SourceError, PeerError, StallError, VerifyError)
 _ERRORS = {e.__name__: e for e in _TYPES}
 _MORE: dict[type[ShardloadError], tuple[str, ...]] = {SourceError: ("path", "dataset", "chunk"), VerifyError: ("index",)}

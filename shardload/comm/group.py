@@ -20,7 +20,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from shardload.comm.agreement import Agreement, Invocation
+from shardload.comm.agreement import Agreement
 from shardload.comm.collectives import Collectives, JaxCollectives, MpiCollectives, duplicate, jax_processes
 from shardload.comm.heartbeat import Departures, MpiMailbox, leave_at_exit
 from shardload.comm.mpi import check_communicator, kept_on, load_mpi, world
@@ -31,8 +31,6 @@ from shardload.comm.watchdog import Watchdog
 from shardload.errors import ConfigError, ShardloadError, ShardloadWarning, StallError
 from shardload.system.interruption import is_called_by_handler
 from shardload.system.scratch import is_in_a_call, scratch_of_its_own
-
-__all__ = ["Group", "Invocation", "group_of"]
 
 _TAGS = 1 << 15  # two tags per exchange, up to 32767, which every MPI guarantees
 _WATCH_TAG = _TAGS - 1  # no load uses it

@@ -25,8 +25,6 @@ import numpy as np
 from shardload.comm.mpi import abort
 from shardload.system.thread_pool import flush
 
-__all__ = ["Departures", "MpiMailbox", "leave_at_exit"]
-
 _LONGEST_LEAVE_SECONDS = 15.0
 # MPICH receives one message per call, of any kind. If nothing else calls MPI, ours may be queued behind others.
 _PROBES = 64

@@ -28,8 +28,6 @@ from shardload.comm.tracebacks import is_pythons_own, show
 from shardload.errors import ConfigError, PeerError, StallError
 from shardload.units import counted
 
-__all__ = ["initialize", "rank_of_process"]
-
 _log = logging.getLogger("shardload")
 
 _NO_MPI_HERE = (

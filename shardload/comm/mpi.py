@@ -19,20 +19,6 @@ from shardload.comm.environment import mpi_is_off
 from shardload.errors import ConfigError
 from shardload.system.thread_pool import flush
 
-__all__ = [
-    "Kept",
-    "abort",
-    "check_communicator",
-    "end_job",
-    "kept_on",
-    "library_version",
-    "load_mpi",
-    "mpi_problem",
-    "thread_level",
-    "world",
-    "world_rank_and_size",
-]
-
 
 @cache
 def load_mpi() -> tuple[Any, str]:

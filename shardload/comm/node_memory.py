@@ -10,8 +10,6 @@ import numpy as np
 from shardload.comm.collectives import Collectives
 from shardload.comm.shared_memory import HANDLE_SIZE, Segment
 
-__all__ = ["NodeMemory"]
-
 
 class NodeMemory:
     """The shared memory segments of the ranks of this machine.

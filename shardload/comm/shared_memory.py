@@ -21,8 +21,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["HANDLE_SIZE", "Bell", "Segment"]
-
 HANDLE_SIZE = 5
 _TOKEN_NBYTES = 4096  # a whole page, so that the data begins on a page boundary
 

@@ -13,8 +13,6 @@ from shardload.comm.environment import launched
 from shardload.comm.mpi import mpi_problem, world
 from shardload.errors import ConfigError
 
-__all__ = ["WITHOUT", "refuse_singletons", "unnoticed"]
-
 # Messages for a launcher that started several tasks which MPI did not notice.
 _UNNOTICED = {
     "srun": (

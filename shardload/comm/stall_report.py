@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 
 from shardload.units import counted, first_ranks
 
-__all__ = ["NOTICE_SECONDS", "RankState", "Ranks", "notice_of", "text_of", "text_of_departed"]
-
 NOTICE_SECONDS = 20.0  # without progress, until the warning
 _MOST_NAMED = 4
 _DEAD = "The call has failed, and these processes can make no call together any more: end the job"

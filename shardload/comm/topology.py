@@ -15,8 +15,6 @@ from shardload.comm.agreement import Agreement, digest_of
 from shardload.comm.collectives import Collectives
 from shardload.system.memory_limit import limit_nbytes
 
-__all__ = ["UNKNOWN_NBYTES", "Node", "Topology", "find_topology", "pretended_node"]
-
 UNKNOWN_NBYTES = 1 << 62  # of memory, if nothing says how much there is
 
 

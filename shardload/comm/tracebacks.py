@@ -22,8 +22,6 @@ from types import TracebackType
 from shardload.comm.error_codec import message_of
 from shardload.errors import ConfigError, ShardloadError, SourceError
 
-__all__ = ["is_pythons_own", "share", "show", "text_of"]
-
 _MOST_LINES = 8  # ranks that print a line
 _AGREED = "_shardload_rank"  # attribute of an agreed error: the rank it is raised on, or None if that rank shows it
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"  # not resolved: frames name files as they were imported, over links too

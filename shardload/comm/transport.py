@@ -18,8 +18,6 @@ import numpy as np
 from shardload.comm.group import Group
 from shardload.comm.shared_memory import Segment
 
-__all__ = ["Integers", "Receive", "Transport", "message_of"]
-
 Array = np.ndarray[Any, Any]
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 # Receives one message that has come into a view with any strides of its size, and calls a function when that is done.

@@ -34,8 +34,6 @@ from shardload.comm.stall_report import NOTICE_SECONDS, Ranks, RankState, notice
 from shardload.comm.tracebacks import share
 from shardload.errors import StallError
 
-__all__ = ["Mailbox", "Watchdog", "beat_seconds"]
-
 _log = logging.getLogger("shardload")
 _BEATS, _LONGEST_BEAT_SECONDS = 8, 5.0  # beats in a timeout; longest beat (of up to 5000 ranks)
 _RANKS_A_SECOND = 1000  # ranks whose beats the monitor can handle beside its own work

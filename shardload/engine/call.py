@@ -13,11 +13,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from shardload.comm.group import Group, Invocation, group_of
+from shardload.comm.agreement import Invocation
+from shardload.comm.group import Group, group_of
 from shardload.errors import ConfigError, ShardloadError, StallError
 from shardload.system.interruption import let_interruption_pass, outer_exception
-
-__all__ = ["Call", "begin_call", "unforeseen"]
 
 _PLAN = "a plan"
 

@@ -24,8 +24,6 @@ from shardload.transfer.reader import SourceReader
 from shardload.transfer.resources import Resources
 from shardload.values.decoding import Decoding
 
-__all__ = ["FileSource", "OpenArray"]
-
 
 @dataclass(frozen=True)
 class OpenArray:

@@ -42,8 +42,6 @@ from shardload.system.thread_pool import Pool
 from shardload.transfer.buffers import Piece, aligned_empty
 from shardload.transfer.moves import ArrayMove
 
-__all__ = ["Chunk", "FileTarget", "Written"]
-
 _N_COLUMNS = 4  # integers that rank 0 gets of a chunk: array, number, stored bytes, mask
 _LEAVE_SECONDS = 5.0  # for ending what threads do, and removing the temporary, when the file system may hang
 _TASKS_A_THREAD = 4  # tasks of a round for each thread, so that all end at about the same time

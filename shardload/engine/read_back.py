@@ -33,8 +33,6 @@ from shardload.storage.local import read_at
 from shardload.system.scratch import shared_scratch
 from shardload.transfer.checksum import checksum
 
-__all__ = ["Notes", "ReadBack", "checksum_of_values"]
-
 _WIDTH = 5  # integers of a stored chunk: array, number, offset, bytes, CRC-32
 _AT_ONCE_NBYTES = 1 << 20
 _TASK_NBYTES = 8 << 20

@@ -32,8 +32,6 @@ from shardload.transfer.exchange import exchange
 from shardload.transfer.moves import ArrayMove
 from shardload.transfer.resources import Resources
 
-__all__ = ["Round", "Session", "SourceEndpoint", "TargetEndpoint", "shared_nbytes"]
-
 _NO_TAGS = (0, 0)  # of a round without messages
 
 

@@ -15,8 +15,6 @@ from dataclasses import dataclass, replace
 
 from shardload.storage.containment import TARGET_HINT, Fence, OutsideError, open_file
 
-__all__ = ["STRICT", "Access", "Limits"]
-
 
 @dataclass(frozen=True)
 class Limits:

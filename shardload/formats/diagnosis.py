@@ -24,19 +24,6 @@ from shardload.storage.leftovers import ROOTS, find_leftover
 from shardload.system.interruption import let_interruption_pass
 from shardload.units import counted
 
-__all__ = [
-    "as_source_error",
-    "candidates",
-    "check_loadable",
-    "check_readable",
-    "holds_numbers",
-    "no_arrays_below",
-    "no_such_array",
-    "only_array",
-    "unclaimed",
-]
-
-
 # Other kinds of files that scientists have: the mark's offset, the mark, what the file is, and what to do.
 _OTHERS = (
     (0, b"CDF", "a netCDF-3 classic file", "Convert it: `nccopy -k nc4 in.nc out.nc`."),

@@ -16,8 +16,6 @@ from shardload.formats.sink import Encoder, Sink
 from shardload.planning.region import Region
 from shardload.values.decoding import PACKING, packed_by, typed
 
-__all__ = ["HOW_TO_GROW", "UNITS", "Growing", "GrowingSink", "meaning_of", "units_of"]
-
 UNITS = ("units", "calendar")
 _BOUNDS = ("bounds", "climatology")  # the arrays of bounds of a coordinate, in CF: they have its units
 HOW_TO_GROW = (

@@ -33,16 +33,6 @@ from shardload.planning.region import Region
 from shardload.system.scratch import scratch_of_its_own
 from shardload.values.decoding import decoding_of
 
-__all__ = [
-    "SMALL_NBYTES",
-    "Labeller",
-    "bounded",
-    "labelled",
-    "labelled_below",
-    "list_labelled",
-    "read_labels",
-]
-
 SMALL_NBYTES = 1 << 16  # of the values of one coordinate
 _MOST_COORDS, _MOST_ALL_NBYTES = 32, 1 << 18
 _MOST_ATTRS_OF_COORDINATE = 1 << 13

@@ -19,19 +19,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = [
-    "LONGEST_NAME",
-    "MIXED",
-    "MOST_ATTRS",
-    "Coordinate",
-    "Labels",
-    "Note",
-    "OnDemand",
-    "from_plain",
-    "names_in",
-    "to_plain",
-]
-
 Dims = tuple[str | None, ...]
 LONGEST_NAME, MOST_ATTRS = 4096, 256  # that one rank takes from another process
 MIXED = (-1, -1)  # in the place of the state of a file that changed while labels were read: no file has it

@@ -28,21 +28,6 @@ from shardload.formats.sink import ArraySpec, Compression
 from shardload.planning.selection import Selection
 from shardload.values.decoding import OF_STORED
 
-__all__ = [
-    "KEEP",
-    "NAMING",
-    "Asked",
-    "as_text",
-    "attrs_for",
-    "bounds_of",
-    "is_empty_text",
-    "marked",
-    "named_beside",
-    "named_by",
-    "same_value",
-    "spec_like",
-]
-
 KEEP = "keep"
 """In `Asked`: as in the source."""
 

@@ -41,24 +41,6 @@ from shardload.storage.changes import complete_append
 from shardload.storage.leftovers import refuse_leftover
 from shardload.system.interruption import let_interruption_pass
 
-__all__ = [
-    "Finder",
-    "Found",
-    "Look",
-    "absolute",
-    "as_path",
-    "file_of",
-    "find_array",
-    "format_of",
-    "format_of_object",
-    "list_arrays",
-    "naming_what_is_gone",
-    "open_file",
-    "open_source",
-    "split_path",
-    "without_scheme",
-]
-
 State = tuple[int, ...] | None
 
 _MOST_OPEN = 16  # files that a `Finder` has open at a time

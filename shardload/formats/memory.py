@@ -13,8 +13,6 @@ from shardload.formats.contract.dtypes import check_request, native_dtype, refus
 from shardload.formats.contract.format import Format, Source
 from shardload.planning.region import Region
 
-__all__ = ["FORMAT", "MemoryFormat", "MemorySource"]
-
 _PATH, _NAME = "<memory>", "/array"
 
 

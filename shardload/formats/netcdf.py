@@ -10,8 +10,6 @@ import numpy as np
 
 from shardload.formats.contract.dtypes import is_added
 
-__all__ = ["NETCDF_TYPES", "refused_attribute", "unreadable_name"]
-
 RESERVED = {"CLASS", "NAME", "REFERENCE_LIST", "DIMENSION_LIST", "_Netcdf4Dimid", "_Netcdf4Coordinates", "_NCProperties"}
 NETCDF_TYPES = {"i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f4", "f8"}
 _MOST_ATTR_NBYTES = 65_350  # name and values; with its type an attribute has less than 64 KiB in a file that every HDF5 reads

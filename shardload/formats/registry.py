@@ -26,8 +26,6 @@ from typing import Any, NamedTuple
 from shardload.formats.contract.format import Format
 from shardload.system.interruption import let_interruption_pass
 
-__all__ = ["GROUP", "Entry", "claiming", "installed", "load", "names", "own"]
-
 GROUP = "shardload.formats"
 
 

@@ -10,8 +10,6 @@ from shardload.errors import ConfigError
 from shardload.formats.netcdf import unreadable_name
 from shardload.formats.sink import ArraySpec, Sink
 
-__all__ = ["FORMATS", "SUFFIXES", "check_target", "format_for", "make_sink", "refused_group"]
-
 FORMATS = ("hdf5", "netcdf4", "zarr", "zarr2")
 _SUFFIXES = {
     ".h5": "hdf5",

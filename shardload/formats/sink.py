@@ -28,22 +28,6 @@ from shardload.formats.contract.dtypes import cast_value, refusal
 from shardload.planning.grid import ravel
 from shardload.planning.region import Region
 
-__all__ = [
-    "ONE_LENGTH",
-    "ArraySpec",
-    "Catalog",
-    "Compression",
-    "Decode",
-    "Encoder",
-    "Places",
-    "Sink",
-    "Stored",
-    "Ticket",
-    "Writer",
-    "unopened_by_xarray",
-    "with_dims",
-]
-
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
 Decode = Callable[[Region], np.ndarray[Any, Any]]

@@ -15,8 +15,6 @@ from shardload.planning.rates import START_SECONDS, one_reader_seconds
 from shardload.planning.region import Region
 from shardload.planning.tuning import Tuning
 
-__all__ = ["is_small", "values_of"]
-
 _WORTH_BATCHES = 8  # chunks of a small array from which they are read in batches, not by the format's library
 
 

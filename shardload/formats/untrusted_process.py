@@ -27,8 +27,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-__all__ = ["main"]
-
 _MOST_REQUEST_NBYTES = 1 << 17
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
 _LIBRARIES_NBYTES = 1 << 30  # limit while libraries are imported; their real use is measured before the file is opened

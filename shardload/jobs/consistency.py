@@ -33,21 +33,6 @@ from shardload.planning.selection import Selection
 from shardload.transfer.checksum import checksum
 from shardload.transfer.read_errors import Naming
 
-__all__ = [
-    "N_SUMS",
-    "State",
-    "Version",
-    "check_names",
-    "check_same",
-    "check_same_file",
-    "check_unchanged",
-    "contents_of",
-    "is_open",
-    "to_sums",
-    "version_in",
-    "version_of_state",
-]
-
 State = tuple[int, ...] | None
 _N_COMPARED = 2  # size and time: the numbers after them tell files apart only on one machine
 _BITS, _N_NUMBERS = 20, 3

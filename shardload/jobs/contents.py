@@ -21,8 +21,6 @@ from shardload.formats.labels import OnDemand
 from shardload.formats.lookup import absolute, find_array, open_file, split_path
 from shardload.options import OPTIONS, filter_names
 
-__all__ = ["Contents", "groups_of", "open", "read_contents"]
-
 _MOST_VALUES = 1 << 16  # of an attribute
 _MOST_LABELLED = 1000  # arrays of a file whose labels are read at once: a millisecond each
 

@@ -16,8 +16,6 @@ from shardload.formats.likeness import as_text, named_beside
 from shardload.formats.lookup import Finder, find_array
 from shardload.jobs.consistency import State
 
-__all__ = ["Described", "describe_array", "describe_arrays", "find_arrays", "found_by_name", "take_along"]
-
 Described = tuple[ArrayInfo, Properties, State]
 
 

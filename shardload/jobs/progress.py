@@ -13,8 +13,6 @@ from shardload.errors import printable
 from shardload.options import Progress
 from shardload.system.terminal import width_of
 
-__all__ = ["progress_of", "progress_over_files"]
-
 # A load of this size takes about a second with a slow codec. For shorter loads a bar would only flicker.
 _WORTH_SHOWING_NBYTES = 256 << 20
 _WORTH_SHOWING_FILES = 100  # to look at them takes a second

@@ -30,11 +30,6 @@ from shardload.options import is_plain_tuple
 from shardload.planning.selection import Between, Near
 from shardload.system.interruption import let_interruption_pass
 
-__all__ = [
-    "NEEDED", "ArrayTree", "Place", "Where", "in_array", "is_one", "is_one_spec", "is_tree_of_selections", "keys_text",
-    "naming_errors", "node_of", "rebuilt", "refuse_traced", "text_of", "where_text",
-]  # fmt: skip
-
 # The keys that lead from the root of a tree to a leaf.
 Where = tuple[Any, ...]
 _MOST_SHOWN = 8  # keys in a message

@@ -11,8 +11,6 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Stretch", "cut_box", "stretches"]
-
 
 @dataclass(frozen=True, slots=True)
 class Stretch:

@@ -10,20 +10,6 @@ import numpy as np
 from shardload.planning.grid import Grid, strides
 from shardload.planning.region import Region
 
-__all__ = [
-    "ALIGNMENT",
-    "BLOCKS_PER_OWNER",
-    "LONGEST_ROW_NBYTES",
-    "NEAR_NBYTES",
-    "aligned",
-    "count_runs",
-    "most_chunks",
-    "plan_blocks",
-    "plan_row_chunks",
-    "run_stride",
-    "runs",
-]
-
 # Enough blocks per owner that an uneven last one costs at most a quarter, and that reading overlaps sending.
 BLOCKS_PER_OWNER = 4
 

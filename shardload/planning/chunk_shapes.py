@@ -10,8 +10,6 @@ from collections.abc import Sequence
 
 from shardload.planning.shards import Shards
 
-__all__ = ["SHARE_OF_CAP", "growing_chunks", "plan_chunks", "plan_rows"]
-
 SHARE_OF_CAP = 32  # of the staging memory, for one chunk: five rounds of it, buffers for parts of it, and scratch memory
 _MOST_NBYTES, _LEAST_NBYTES = 4 << 20, 1 << 18
 _FACTORS = (2, 3, 5, 7)

@@ -27,8 +27,6 @@ from shardload.planning.region import Region
 from shardload.planning.rounds import Item, plan_rounds
 from shardload.planning.shards import Shards
 
-__all__ = ["CopiedArray", "SlabLayout", "count_rounds", "plan_array", "plan_copy_rounds"]
-
 _MOST_TRIED = 20_000  # shapes of a slab
 _ENOUGH_NBYTES = 8 << 20  # of a slab: larger ones save no more work per slab
 

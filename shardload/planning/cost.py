@@ -22,8 +22,6 @@ from shardload.planning.source_layout import SourceLayout
 from shardload.planning.strategies import DIRECT, PARALLEL
 from shardload.units import format_nbytes, number_text
 
-__all__ = ["Cost", "choose_mode", "count_readers", "plan_cost"]
-
 # To share reads pays off if each rank then reads so much less, in bytes and as a factor of the array. From the page cache,
 # reading twice what is not encoded takes no longer than sending it once.
 _WORTH_NBYTES, _WORTH_FACTOR, _WORTH_FACTOR_CACHED = 1 << 20, 1.25, 2.0

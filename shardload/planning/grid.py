@@ -16,8 +16,6 @@ import numpy as np
 
 from shardload.planning.region import Region
 
-__all__ = ["Cells", "Grid", "IntArray", "numbers_in", "numbers_of", "ravel", "strides", "unravel"]
-
 IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
 

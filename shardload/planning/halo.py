@@ -25,8 +25,6 @@ import numpy as np
 from shardload.planning.grid import Cells, IntArray, numbers_of
 from shardload.planning.region import Region
 
-__all__ = ["EDGE", "WRAP", "Content", "Halo", "SectionGrid", "contents_of"]
-
 WRAP, EDGE = "wrap", "edge"
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-__all__ = ["plan_partners"]
-
 
 def plan_partners(leaders: Sequence[int]) -> list[int]:
     """For each rank, the rank that reads back what it wrote. Each rank reads what one other rank wrote.

@@ -12,8 +12,6 @@ from typing import Any
 
 from shardload.planning.region import Region
 
-__all__ = ["Block", "Part", "Parts"]
-
 # Lists of parts up to this length are kept after the first iteration, because they are iterated over several times.
 _MAX_KEPT = 4096
 

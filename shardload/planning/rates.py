@@ -4,8 +4,6 @@ cache. They decide which arrays travel with the metadata (`formats.small`).
 
 from __future__ import annotations
 
-__all__ = ["START_SECONDS", "one_reader_seconds"]
-
 # What a load on several ranks costs before it moves a value, beside the reads: each rank opens the file, all agree to start.
 START_SECONDS = 5e-3
 _CHUNK_SECONDS = 1e-5  # to find and fetch a chunk, however small

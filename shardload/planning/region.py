@@ -13,8 +13,6 @@ import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Region"]
-
 
 @dataclass(frozen=True, slots=True, order=True)
 class Region:

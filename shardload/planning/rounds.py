@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 from shardload.planning.blocks import aligned
 
-__all__ = ["KEPT_ROUNDS", "ROUNDS_HELD", "Item", "RoundMemory", "least_memory", "plan_memory", "plan_rounds"]
-
 KEPT_ROUNDS = 3
 """The values of a round may change when the third round after it is asked for: a ring of three buffers is enough."""
 

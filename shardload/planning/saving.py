@@ -25,11 +25,6 @@ from shardload.planning.rounds import Item, RoundMemory, least_memory, plan_memo
 from shardload.planning.schedule import Owners, Schedule
 from shardload.planning.shards import Shards
 
-__all__ = [
-    "HolderLayout", "OwnerLayout", "StoredArray", "count_packs", "least_save_memory", "part_nbytes", "plan_array",
-    "plan_save_memory", "plan_save_rounds",
-]  # fmt: skip
-
 _LEAST_RUN_NBYTES = 64 << 10  # of an array in one piece: shorter runs are collected by one rank
 _BLOCK_NBYTES, _MOST_FILE_NBYTES = 4 << 20, 64 << 20
 _PAGE_NBYTES = 4096  # clients of Lustre and NFS on different nodes must not write to the same page

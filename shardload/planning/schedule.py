@@ -27,11 +27,7 @@ import numpy as np
 from shardload.planning.grid import Grid, IntArray
 from shardload.planning.parts import Block, Part, Parts
 from shardload.planning.region import Region
-from shardload.planning.shards import Shards, plan_shards
-
-__all__ = [
-    "MAX_MESSAGE_NBYTES", "Block", "Direct", "Grid", "Owners", "Part", "Parts", "Schedule", "Shards", "plan_shards",
-]  # fmt: skip
+from shardload.planning.shards import Shards
 
 # MPI counts are C ints, and some transports are slow or wrong near their limits: half of 2 GiB is safe everywhere.
 MAX_MESSAGE_NBYTES = 1 << 30

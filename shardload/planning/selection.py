@@ -21,19 +21,6 @@ import numpy as np
 from shardload.planning.region import Region
 from shardload.units import shown
 
-__all__ = [
-    "Between",
-    "Near",
-    "Selection",
-    "between",
-    "is_by_name",
-    "name_axes",
-    "named_coordinates",
-    "near",
-    "needs_coordinates",
-    "select_axes",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Selection:

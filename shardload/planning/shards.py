@@ -24,8 +24,6 @@ from shardload.planning.grid import IntArray, ravel, strides, unravel
 from shardload.planning.halo import Content, Halo, SectionGrid, contents_of
 from shardload.planning.region import Region
 
-__all__ = ["Shards", "plan_shards"]
-
 
 @dataclass(frozen=True, eq=False)
 class Shards:

@@ -12,8 +12,6 @@ from shardload.planning.blocks import plan_row_chunks
 from shardload.planning.grid import Grid
 from shardload.planning.selection import Selection
 
-__all__ = ["SourceLayout"]
-
 
 @dataclass(frozen=True, slots=True)
 class SourceLayout:

@@ -16,8 +16,6 @@ from shardload.planning.schedule import Schedule
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.tuning import default_tuning
 
-__all__ = ["MOST_THREADS", "Staging", "ample_staging", "least_staging", "least_together", "plan_staging"]
-
 _SLOTS = 3  # one is filled, one is full, one is being copied from
 MOST_THREADS = 16  # of one rank
 _AMPLE_THREADS = 4  # as many large chunks at a time are enough to keep a reader busy

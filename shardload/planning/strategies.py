@@ -15,8 +15,6 @@ from shardload.planning.schedule import Direct, Owners, Schedule
 from shardload.planning.shards import Shards
 from shardload.planning.source_layout import SourceLayout
 
-__all__ = ["DIRECT", "MODES", "PARALLEL", "ROOT", "plan_direct", "plan_shared"]
-
 ROOT, PARALLEL, DIRECT = "root", "parallel", "direct"
 MODES = (ROOT, PARALLEL, DIRECT)
 

@@ -13,8 +13,6 @@ from typing import Any
 
 from shardload.planning.blocks import BLOCKS_PER_OWNER
 
-__all__ = ["Tuning", "default_tuning", "tuned"]
-
 
 @dataclass(frozen=True)
 class Tuning:

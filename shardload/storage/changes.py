@@ -28,8 +28,6 @@ from shardload.storage.containment import NotAFileError, open_file
 from shardload.storage.locks import take_lock
 from shardload.storage.target import GROWTH_MARK, MARK_NBYTES, put_at
 
-__all__ = ["HEAD_NBYTES", "Change", "changes_of", "complete_append", "make_changes", "read_changes", "write_changes"]
-
 _log = logging.getLogger("shardload")
 
 Change = tuple[int, bytes]

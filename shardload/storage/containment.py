@@ -12,8 +12,6 @@ import os
 import stat
 from dataclasses import dataclass
 
-__all__ = ["TARGET_HINT", "Fence", "NotAFileError", "OutsideError", "kind_of", "open_file", "why_not_a_file"]
-
 TARGET_HINT = "pass allow_external=True if you trust it"
 
 

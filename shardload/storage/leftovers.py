@@ -17,8 +17,6 @@ from shardload.storage.containment import NotAFileError, open_file
 from shardload.storage.locks import locked_path
 from shardload.storage.target import FOLDER_MARK, GROWTH_MARK, MARK_BEGINS, MARK_NBYTES, temporary_of
 
-__all__ = ["GROWTH_MARK", "ROOTS", "Leftover", "find_leftover", "refuse_leftover"]
-
 ROOTS = ("zarr.json", ".zgroup", ".zarray")  # one of them makes a folder a Zarr store
 
 

@@ -9,8 +9,6 @@ import numpy as np
 
 from shardload.storage.objects import Bytes, Ranges
 
-__all__ = ["LocalFile", "read_at", "state_of"]
-
 
 def state_of(file: int | str) -> tuple[int, ...] | None:
     """Size and time of last change of a file, by its descriptor or path; None if the file does not exist.

@@ -21,8 +21,6 @@ from shardload.errors import ConfigError
 from shardload.storage.containment import open_file
 from shardload.storage.target import named, put_at
 
-__all__ = ["AppendLock", "FileLock", "locked_path", "take_lock"]
-
 _LOCK_SUFFIX = ".appending"
 _LOCK_BEGINS = b"shardload append "
 

@@ -9,8 +9,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-__all__ = ["Bytes", "Ranges", "StoredObject"]
-
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 

@@ -26,24 +26,6 @@ from typing import Any
 from shardload.errors import ConfigError, SourceError
 from shardload.storage.containment import kind_of
 
-__all__ = [
-    "FOLDER_MARK",
-    "GROWTH_MARK",
-    "MARK_BEGINS",
-    "MARK_NBYTES",
-    "MODES",
-    "Target",
-    "make_below",
-    "mark",
-    "named",
-    "not_undone",
-    "put_at",
-    "reserve",
-    "sync_folder",
-    "sync_name",
-    "temporary_of",
-]
-
 MODES = ("w-", "w")
 MARK_NBYTES = 64
 MARK_BEGINS = b"shardload unfinished "  # a temporary file, until its own first bytes are written

@@ -13,8 +13,6 @@ import os
 import sys
 import warnings
 
-__all__ = ["levels_to_caller", "warn_once"]
-
 
 def warn_once(text: str, kind: type[Warning], rank: int) -> None:
     """Warn at the user's line, once in the job. Every rank calls this.

@@ -6,8 +6,6 @@ from shardload.errors import StallError
 from shardload.system.garbage import let_go
 from shardload.system.interruption import let_interruption_pass
 
-__all__ = ["FirstError"]
-
 
 class FirstError:
     """Keeps the first error of this rank. A context manager: it keeps what is raised inside.

@@ -16,8 +16,6 @@ from types import FrameType
 
 from shardload.errors import chain_of
 
-__all__ = ["collections_wait", "let_go"]
-
 _SUSPENDED = CO_GENERATOR | CO_COROUTINE | CO_ASYNC_GENERATOR  # may go on later; to clear it would end it
 _lock = threading.RLock()  # a signal handler may make a call while this thread holds it
 _n_waiting = 0

@@ -18,8 +18,6 @@ from types import CodeType, FrameType
 
 from shardload.errors import chain_of
 
-__all__ = ["is_called_by_handler", "let_interruption_pass", "outer_exception"]
-
 _own = threading.local()
 
 

@@ -12,8 +12,6 @@ import os
 from functools import cache
 from pathlib import Path
 
-__all__ = ["keeps_addresses", "limit_nbytes"]
-
 _NEVER_OVERCOMMIT = 2
 _READ_NBYTES = 1 << 14
 _MEMINFO, _OVERCOMMIT = "/proc/meminfo", "/proc/sys/vm/overcommit_memory"

@@ -17,8 +17,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["ThreadScratch", "aligned_bytes", "empty_bytes", "is_in_a_call", "scratch_of_its_own", "shared_scratch"]
-
 _ALIGNMENT = 64
 _PAGE_NBYTES = 4096
 

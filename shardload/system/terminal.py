@@ -22,21 +22,6 @@ from typing import IO
 
 from shardload.errors import printable
 
-__all__ = [
-    "WIDTH",
-    "Column",
-    "OutputError",
-    "cannot_print",
-    "fit_table",
-    "own_stdout",
-    "say_error",
-    "tell",
-    "width_of",
-    "width_of_prints",
-    "wrap",
-    "wrap_parts",
-]
-
 WIDTH = 80  # if the output is no terminal: a log, a file, a launcher's pipe
 _LEAST = 20  # columns, at least; narrower lines could not hold a word
 _KEPT = "\u00a0"  # stands for a space at which a line is not broken

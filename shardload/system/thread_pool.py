@@ -20,8 +20,6 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any
 
-__all__ = ["Lane", "Pool", "done_here", "flush"]
-
 _START_SECONDS = 0.5  # an operating system takes microseconds
 _left: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # of pools that were closed: it may have waited for them, or not
 

@@ -33,8 +33,6 @@ from shardload.formats.contract.dtypes import native_dtype
 from shardload.formats.contract.format import Format, Source
 from shardload.planning.region import Region
 
-__all__ = ["DTYPES", "SHAPES", "ConformanceError", "check_format", "check_source"]
-
 DTYPES = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
     *("float16", "float32", "float64", "complex64", "complex128"),

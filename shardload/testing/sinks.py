@@ -27,8 +27,6 @@ from shardload.formats.sink import ArraySpec, Catalog, Encoder, Sink, Stored, Ti
 from shardload.planning.region import Region
 from shardload.testing.conformance import DTYPES, SHAPES, BrokenError, Findings, expect, ramp
 
-__all__ = ["check_sink"]
-
 _N_WRITERS, _ROUND, _N_THREADS = 3, 5, 4
 
 Array = np.ndarray[Any, Any]

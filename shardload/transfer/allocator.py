@@ -31,8 +31,6 @@ import numpy as np
 from shardload.system.memory_limit import keeps_addresses, limit_nbytes
 from shardload.transfer.buffers import aligned_empty
 
-__all__ = ["Reserve", "empty_pieces"]
-
 _WORTH_NBYTES = 1 << 20  # smaller pieces use ordinary memory, which the system's allocator reuses itself
 _SHARE = 4  # at most 1 / _SHARE of the memory that a process may use is kept
 _FLAGS = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)

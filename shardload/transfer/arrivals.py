@@ -12,13 +12,11 @@ from typing import Any
 import numpy as np
 
 from shardload.errors import PeerError, ShardloadError
+from shardload.planning.parts import Part
 from shardload.planning.region import Region
-from shardload.planning.schedule import Part
 from shardload.system.first_error import FirstError
 from shardload.transfer.counters import Counters
 from shardload.transfer.moves import ArrayMove
-
-__all__ = ["DEFECT", "Arrivals"]
 
 Array = np.ndarray[Any, Any]
 DEFECT = "This is a defect in shardload; please report it with the shape, the mesh and the spec"

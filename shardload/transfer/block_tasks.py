@@ -15,7 +15,7 @@ import numpy as np
 
 from shardload.formats.contract.dtypes import settle_bools
 from shardload.formats.contract.format import Source
-from shardload.planning.schedule import Block
+from shardload.planning.parts import Block
 from shardload.planning.source_layout import SourceLayout
 from shardload.system.scratch import ThreadScratch
 from shardload.transfer.buffers import Piece, StagedBlock
@@ -25,8 +25,6 @@ from shardload.transfer.local_pieces import LocalPieces
 from shardload.transfer.messages import sendable
 from shardload.transfer.missing import Counter, chunk_numbers
 from shardload.transfer.read_errors import Naming
-
-__all__ = ["BlockTasks"]
 
 Array = np.ndarray[Any, Any]
 

@@ -17,11 +17,9 @@ from typing import Any
 import numpy as np
 
 from shardload.planning.blocks import aligned
+from shardload.planning.parts import Block
 from shardload.planning.region import Region
-from shardload.planning.schedule import Block
 from shardload.system.scratch import aligned_bytes
-
-__all__ = ["Block", "Piece", "Slot", "Slots", "aligned", "aligned_empty", "view_of"]
 
 Array = np.ndarray[Any, Any]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]

@@ -10,8 +10,6 @@ from shardload.errors import ConfigError
 from shardload.formats.contract.dtypes import is_added
 from shardload.planning.region import Region
 
-__all__ = ["cast_into"]
-
 _CAST_SIZE = 1 << 14  # elements: checking a cast takes temporaries of this size, not of a block's
 _NEEDS_X64 = ", which needs jax.config.update('jax_enable_x64', True)"
 

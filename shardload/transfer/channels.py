@@ -35,15 +35,13 @@ from shardload.comm.backoff import Backoff
 from shardload.comm.shared_memory import Bell
 from shardload.comm.transport import Integers, Receive, Transport
 from shardload.errors import PeerError
+from shardload.planning.parts import Block, Part
 from shardload.planning.region import Region
-from shardload.planning.schedule import Block, Part
 from shardload.transfer.arrivals import DEFECT, Arrivals
 from shardload.transfer.buffers import StagedBlock
 from shardload.transfer.checksum import checksum, identity, seed_of
 from shardload.transfer.messages import Packer
 from shardload.transfer.moves import ArrayMove, Expected
-
-__all__ = ["ACK", "HEAD_SIZE", "OFFER", "RECEIPT", "Channel", "Channels", "MessageChannel", "SharedMemoryChannel"]
 
 OFFER, ACK, RECEIPT = range(3)  # kinds of notes: "these parts lie there", "I have them", "no more, and these were all"
 HEAD_SIZE = 4  # of an offer: OFFER, its number, how many parts, which array; then a row of integers for each tile

@@ -30,8 +30,6 @@ import numpy as np
 from shardload.planning.region import Region
 from shardload.system.scratch import ThreadScratch
 
-__all__ = ["checksum", "identity", "join_sums", "seed_of", "sum_shard"]
-
 _AT_ONCE_NBYTES = 1 << 19  # a copy of this size stays in the core's own cache
 _scratch = ThreadScratch()
 

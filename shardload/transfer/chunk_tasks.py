@@ -33,8 +33,8 @@ from shardload.formats.contract.dtypes import settle_bools
 from shardload.planning.batches import cut_box
 from shardload.planning.blocks import aligned
 from shardload.planning.grid import numbers_in, ravel
+from shardload.planning.parts import Block, Part
 from shardload.planning.region import Region
-from shardload.planning.schedule import Block, Part
 from shardload.planning.source_layout import SourceLayout
 from shardload.system.interruption import let_interruption_pass
 from shardload.system.scratch import ThreadScratch
@@ -44,8 +44,6 @@ from shardload.transfer.decode import Convert
 from shardload.transfer.local_pieces import LocalPieces
 from shardload.transfer.missing import Counter
 from shardload.transfer.read_errors import Naming
-
-__all__ = ["ChunkTasks"]
 
 Array = np.ndarray[Any, Any]
 Box = tuple[range, ...]

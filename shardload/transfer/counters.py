@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["MOST_NAMED", "Counters"]
-
 MOST_NAMED = 3  # missing chunks that are named in a message
 
 

@@ -15,8 +15,6 @@ from shardload.planning.region import Region
 from shardload.transfer.cast import cast_into
 from shardload.values.decoding import Decoding
 
-__all__ = ["Convert", "conversion", "decode_into"]
-
 _DECODE_SIZE = 1 << 14  # elements
 
 Array = np.ndarray[Any, Any]

@@ -22,7 +22,7 @@ from typing import Any
 
 from shardload.comm.group import Group
 from shardload.comm.transport import Transport
-from shardload.planning.schedule import Block
+from shardload.planning.parts import Block
 from shardload.system.first_error import FirstError
 from shardload.transfer.arrivals import Arrivals
 from shardload.transfer.channels import Channels
@@ -30,8 +30,6 @@ from shardload.transfer.counters import Counters
 from shardload.transfer.messages import Packer
 from shardload.transfer.moves import ArrayMove, Staged
 from shardload.transfer.resources import Resources
-
-__all__ = ["exchange"]
 
 # Buffers of interrupted exchanges (Ctrl-C): MPI may still write into them, so they are never freed.
 _abandoned: list[Any] = []

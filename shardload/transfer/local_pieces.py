@@ -9,13 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardload.errors import PeerError
+from shardload.planning.parts import Part
 from shardload.planning.region import Region
-from shardload.planning.schedule import Part
 from shardload.transfer.buffers import Piece
 from shardload.transfer.checksum import checksum
 from shardload.transfer.counters import Counters
-
-__all__ = ["Copy", "LocalPieces"]
 
 Array = np.ndarray[Any, Any]
 

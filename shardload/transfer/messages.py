@@ -9,11 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from shardload.planning.blocks import aligned
+from shardload.planning.parts import Block
 from shardload.planning.region import Region
-from shardload.planning.schedule import Block
-from shardload.transfer.buffers import Slot, Slots, StagedBlock, aligned
-
-__all__ = ["Packer", "sendable"]
+from shardload.transfer.buffers import Slot, Slots, StagedBlock
 
 Array = np.ndarray[Any, Any]
 

@@ -14,22 +14,14 @@ import numpy as np
 
 from shardload.errors import MissingChunksWarning, SourceError
 from shardload.formats.contract.array import ArrayInfo
+from shardload.planning.grid import Grid
+from shardload.planning.parts import Block
 from shardload.planning.region import Region
-from shardload.planning.schedule import Block, Grid, Schedule
+from shardload.planning.schedule import Schedule
 from shardload.planning.selection import Selection
 from shardload.system.caller import warn_once
 from shardload.transfer.counters import MOST_NAMED
 from shardload.units import counted
-
-__all__ = [
-    "chunk_numbers",
-    "count_by_region",
-    "counter_of",
-    "describe_missing",
-    "fold_first",
-    "settle_missing",
-    "unfold_first",
-]
 
 _NONE = 2**63 - 1
 

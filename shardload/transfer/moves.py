@@ -18,11 +18,10 @@ from typing import Any, NoReturn, Protocol
 import numpy as np
 
 from shardload.planning.grid import IntArray
+from shardload.planning.parts import Block, Part
 from shardload.planning.region import Region
-from shardload.planning.schedule import Block, Part, Schedule
+from shardload.planning.schedule import Schedule
 from shardload.transfer.buffers import Piece
-
-__all__ = ["ArrayMove", "BlocksToPieces", "Expected", "Flow", "PiecesToBlocks", "Producer", "Staged"]
 
 
 class Staged(Protocol):

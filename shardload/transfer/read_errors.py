@@ -11,13 +11,11 @@ import numpy as np
 from shardload.errors import SourceError
 from shardload.formats.contract.format import ChangedError, Source, UndecodedError
 from shardload.formats.untrusted.answers import HelperError
+from shardload.planning.grid import Grid
 from shardload.planning.region import Region
-from shardload.planning.schedule import Grid
 from shardload.planning.selection import Selection
 from shardload.storage.containment import NotAFileError, OutsideError
 from shardload.system.interruption import let_interruption_pass
-
-__all__ = ["Naming"]
 
 _SAYS_WHY = (
     ChangedError,

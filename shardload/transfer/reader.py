@@ -20,7 +20,7 @@ from typing import Protocol
 from shardload.errors import ShardloadError, StallError
 from shardload.formats.contract.chunk_reader import ChunkReader
 from shardload.formats.contract.format import Source
-from shardload.planning.schedule import Block
+from shardload.planning.parts import Block
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.tuning import Tuning, default_tuning
 from shardload.system.thread_pool import Lane, Pool, done_here
@@ -34,8 +34,6 @@ from shardload.transfer.local_pieces import LocalPieces
 from shardload.transfer.missing import Counter, count_by_region
 from shardload.transfer.read_errors import Naming
 from shardload.transfer.resources import Resources
-
-__all__ = ["Reading", "SourceReader"]
 
 
 class _Tasks(Protocol):

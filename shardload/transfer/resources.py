@@ -12,8 +12,6 @@ from shardload.system.scratch import ThreadScratch
 from shardload.system.thread_pool import Pool
 from shardload.transfer.buffers import Slots
 
-__all__ = ["Resources"]
-
 _NOT_SHARED: Mapping[int, Segment] = MappingProxyType({})
 
 

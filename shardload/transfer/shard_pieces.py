@@ -17,8 +17,6 @@ from shardload.planning.grid import unravel
 from shardload.planning.shards import Shards
 from shardload.transfer.buffers import Piece, view_of
 
-__all__ = ["ShardPieces"]
-
 
 class ShardPieces:
     """The shards of one rank.

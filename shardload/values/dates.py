@@ -26,8 +26,6 @@ import numpy as np
 
 from shardload.planning.selection import Between, Near
 
-__all__ = ["as_dates", "counted", "has_dates", "in_numbers", "is_dates", "recounted"]
-
 _SECONDS = {
     **dict.fromkeys(("nanosecond", "nanoseconds", "nanosec", "nanosecs", "ns"), Fraction(1, 10**9)),
     **dict.fromkeys(("microsecond", "microseconds", "microsec", "microsecs", "us"), Fraction(1, 10**6)),

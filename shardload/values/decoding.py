@@ -26,20 +26,6 @@ import numpy as np
 
 from shardload.errors import ConfigError
 
-__all__ = [
-    "ATTRIBUTES",
-    "OF_STORED",
-    "PACKING",
-    "TEXTS",
-    "VALID",
-    "VALID_RANGE",
-    "Decoding",
-    "Packing",
-    "decoding_of",
-    "packed_by",
-    "typed",
-]
-
 VALID = "valid"  # decode="valid": values outside of the valid range are masked, too
 TEXTS = ("_Unsigned", "dtype")
 _FILLS = ("missing_value", "_FillValue")

@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 
 from shardload.comm.group import group_of
-from shardload.planning.schedule import Grid, Owners, Schedule, plan_shards
+from shardload.planning.blocks import aligned
+from shardload.planning.grid import Grid
+from shardload.planning.schedule import Owners, Schedule, plan_shards
 from shardload.planning.selection import select_axes
 from shardload.planning.source_layout import SourceLayout
-from shardload.transfer.buffers import Piece, Slots, aligned
+from shardload.transfer.buffers import Piece, Slots
 from shardload.transfer.exchange import exchange
 from shardload.transfer.local_pieces import LocalPieces
 from shardload.transfer.moves import ArrayMove, BlocksToPieces

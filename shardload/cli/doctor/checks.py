@@ -27,8 +27,6 @@ from shardload.comm.group import Group
 from shardload.errors import ShardloadError
 from shardload.units import counted, format_nbytes
 
-__all__ = ["Check", "Deadline", "run_checks"]
-
 _SCATTER_NBYTES, _WIDTH = 4 << 20, 64  # messages of more than MPI sends without asking the receiver first
 # All ranks have the same deadline: let the others print before the launcher ends them because this one exited.
 _GRACE_SECONDS = 2.0

@@ -22,8 +22,6 @@ from shardload.comm.environment import gpu_files, launched, task
 from shardload.comm.group import Group
 from shardload.comm.mpi import library_version, mpi_problem, thread_level, world_rank_and_size
 
-__all__ = ["Facts", "before_jax", "from_json", "to_json", "with_jax", "with_node"]
-
 # Variables that show how the job was started, or that change its behaviour.
 _VARIABLES: tuple[str, ...] = (
     "CUDA_VISIBLE_DEVICES",

@@ -13,8 +13,6 @@ from shardload.errors import printable
 from shardload.system.terminal import WIDTH, Column, fit_table, wrap
 from shardload.units import counted, ranges, ranks_text
 
-__all__ = ["Report", "as_json", "as_text"]
-
 
 @dataclass(frozen=True)
 class Report:

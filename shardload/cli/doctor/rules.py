@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from shardload.cli.doctor.facts import Facts
 from shardload.units import counted, ranks_text
 
-__all__ = ["ERROR", "NOTE", "WARNING", "Finding", "diagnose"]
-
 ERROR, WARNING, NOTE = "error", "warning", "note"
 
 # With these a rank that waits yields its core to others.

@@ -29,8 +29,6 @@ from shardload.comm.launch import initialize
 from shardload.errors import ShardloadError
 from shardload.system.terminal import own_stdout, tell, width_of
 
-__all__ = ["run"]
-
 _LINGER_SECONDS = 3.0
 _NO_START = (
     "shardload doctor: MPI ended this process while MPI was starting. The usual cause: the launcher belongs to another MPI "

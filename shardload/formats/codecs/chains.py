@@ -23,8 +23,6 @@ import numpy as np
 from shardload.formats.contract.dtypes import native_dtype
 from shardload.system.scratch import shared_scratch
 
-__all__ = ["Bytes", "Chain", "EncodeChain", "Many", "Stage", "Step", "have_other_sizes"]
-
 _WORTH_RELEASING = 1 << 15  # bytes of a chunk from which NumPy copies it: that releases the GIL, and takes a microsecond more
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]

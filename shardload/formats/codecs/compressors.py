@@ -22,21 +22,6 @@ from shardload.formats.codecs.chains import Bytes, Many, Stage, Step
 from shardload.formats.codecs.transforms import numcodecs
 from shardload.formats.contract.format import UndecodedError
 
-__all__ = [
-    "blosc_error",
-    "check_blosc",
-    "decode_blosc",
-    "decode_gzip",
-    "decode_lz4",
-    "decode_zlib",
-    "decode_zstd",
-    "encode_blosc",
-    "encode_gzip",
-    "encode_lz4",
-    "encode_zlib",
-    "encode_zstd",
-]
-
 _SMALL_NBYTES = 1 << 15
 _LZ4_BLOCK = 1 << 30
 

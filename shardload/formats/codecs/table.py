@@ -15,8 +15,6 @@ from shardload.formats.codecs import compressors, transforms
 from shardload.formats.codecs.chains import Stage, Step
 from shardload.formats.codecs.words import has_own_shuffle
 
-__all__ = ["BLOSC_CODES", "BLOSC_SHUFFLES", "CODECS", "HDF5_CODECS", "ZARR_CODECS", "Codec", "Parameters"]
-
 BLOSC_CODES = {"blosclz": 0, "lz4": 1, "lz4hc": 2, "zlib": 4, "zstd": 5}
 """The compressors inside of Blosc, with its numbers for them."""
 

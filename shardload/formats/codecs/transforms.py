@@ -14,17 +14,6 @@ import numpy as np
 from shardload.formats.codecs.chains import Bytes, Many, Stage, Step, have_other_sizes
 from shardload.system.scratch import shared_scratch
 
-__all__ = [
-    "decode_byte_order",
-    "decode_crc32c",
-    "decode_fletcher32",
-    "decode_shuffle",
-    "encode_crc32c",
-    "encode_fletcher32",
-    "encode_shuffle",
-    "numcodecs",
-]
-
 
 @cache
 def numcodecs() -> Any:

@@ -12,8 +12,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["compression_told", "compression_typed", "has_own_shuffle"]
-
 _TYPED = re.compile(
     r"(?P<name>[a-z0-9]+)(\((?P<inner>[a-z0-9]+)\))?(:(?P<level>-?\d+))?(?P<shuffle>\+shuffle|\+bitshuffle)?", re.ASCII
 )

@@ -17,21 +17,6 @@ from shardload.errors import printable
 from shardload.formats.labels import Coordinate, Labels, Note, OnDemand, from_plain, to_plain
 from shardload.values.decoding import TEXTS, VALID_RANGE, Packing
 
-__all__ = [
-    "GROUP",
-    "MOST_KEPT",
-    "MOST_NAMED",
-    "NOTHING",
-    "TOLD",
-    "ArrayInfo",
-    "Properties",
-    "group_info",
-    "json_value",
-    "nbytes_of",
-    "some",
-]
-
-
 # `ArrayInfo.attributes`
 TOLD = ("scale_factor", "add_offset", "_FillValue", "missing_value", *TEXTS, *VALID_RANGE, "units", "calendar")
 

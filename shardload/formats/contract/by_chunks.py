@@ -13,8 +13,6 @@ from shardload.formats.contract.chunk_reader import ChunkReader, Scratch
 from shardload.planning.batches import cut_box, stretches
 from shardload.planning.region import Region
 
-__all__ = ["a_few_chunks", "chunks_met", "copy_chunks", "copy_rows", "index_in_parts", "read_by_chunks", "region_of"]
-
 _AT_ONCE_NBYTES = 1 << 20  # decoded, of small chunks that are read together
 
 

@@ -13,8 +13,6 @@ import numpy as np
 
 from shardload.system.scratch import empty_bytes
 
-__all__ = ["ChunkReader", "Encoded", "Room", "Scratch", "box_of", "check_box", "fresh"]
-
 
 def fresh(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """New memory."""

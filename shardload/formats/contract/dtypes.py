@@ -13,9 +13,6 @@ import numpy as np
 from shardload.formats.contract.array import ArrayInfo
 from shardload.planning.region import Region
 
-__all__ = ["cast_value", "check_request", "dtype_text", "is_added", "native_dtype", "refusal", "settle_bools", "unaddressable"]
-
-
 _MOST_ELEMENTS, _WIDEST = 2**63 - 1, 16  # bytes of complex128
 _MOST_AXES = 64 if np.lib.NumpyVersion(np.__version__) >= "2.0.0" else 32
 

@@ -21,8 +21,6 @@ from shardload.formats.contract.chunk_reader import ChunkReader
 from shardload.formats.labels import Labels
 from shardload.planning.region import Region
 
-__all__ = ["ChangedError", "Format", "OpenFile", "Source", "UndecodedError"]
-
 
 class ChangedError(OSError):
     """A file is another one than that which was looked at when the plan was made. The text says what to do."""

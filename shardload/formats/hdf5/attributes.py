@@ -18,19 +18,6 @@ from shardload.formats.contract.array import json_value
 from shardload.formats.hdf5.names import decoded
 from shardload.formats.labels import Note
 
-__all__ = [
-    "NamesByAddress",
-    "UnreadableError",
-    "axis_texts_of",
-    "has",
-    "is_plain",
-    "is_scale",
-    "names_of",
-    "plain",
-    "read",
-    "scales_of",
-]
-
 NamesByAddress = Mapping[int, Sequence[str]]
 _MOST_PLAIN_NBYTES = 1 << 16
 _NUMBERS = (h5py.h5t.INTEGER, h5py.h5t.FLOAT, h5py.h5t.ENUM)

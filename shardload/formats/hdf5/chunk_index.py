@@ -24,8 +24,6 @@ import numpy as np
 
 from shardload.formats.hdf5.on_disk import DATASPACE, LAYOUT, UNDEFINED, Read, read_header
 
-__all__ = ["MOST_ENTRIES", "ChunkTree", "DamagedIndexError", "entry_of", "tree_of"]
-
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 Entries = np.ndarray[Any, Any]
 MOST_ENTRIES = 1 << 17  # chunks to look for at once: they take 50 bytes for each, twice

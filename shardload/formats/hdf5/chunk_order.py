@@ -20,8 +20,6 @@ from h5py._objects import phil
 from shardload.formats.hdf5.in_memory import file_in_memory
 from shardload.formats.hdf5.unwrapped import number_of
 
-__all__ = ["true_place"]
-
 Place = tuple[int, ...]
 _EXTENSIBLE_ARRAY = 4  # H5D_CHUNK_IDX_EARRAY
 

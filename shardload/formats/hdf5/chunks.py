@@ -34,8 +34,6 @@ from shardload.formats.stored_chunks import Extents, StoredChunks
 from shardload.planning.region import Region
 from shardload.storage.objects import StoredObject
 
-__all__ = ["ChunkPlaces", "Hdf5Chunks", "fill_value", "leaves_gaps", "open_chunks"]
-
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 Masks = np.ndarray[Any, np.dtype[np.uint32]]
 

@@ -26,8 +26,6 @@ from shardload.planning.region import Region
 from shardload.storage.objects import Ranges, StoredObject
 from shardload.system.scratch import shared_scratch
 
-__all__ = ["Hdf5Contiguous", "open_contiguous"]
-
 _SPAN_NBYTES = 1 << 20  # bytes per read: they stay in a core's cache until they are copied
 
 

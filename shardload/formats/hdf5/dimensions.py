@@ -24,8 +24,6 @@ from shardload.formats.hdf5.metadata import NO_VARIABLE, NON_COORDINATE
 from shardload.formats.netcdf import NETCDF_TYPES, refused_attribute, unreadable_name
 from shardload.formats.sink import ONE_LENGTH, ArraySpec
 
-__all__ = ["check_netcdf", "name_axes", "netcdf_names", "write_attrs"]
-
 _MOST_FIXED = 64_000  # bytes of text that HDF5 keeps beside the array: an attribute has less than 64 KiB with its name
 _OF_H5PY = ("lzf", "32000")  # filters that no plugin has
 

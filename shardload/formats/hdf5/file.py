@@ -35,8 +35,6 @@ from shardload.formats.hdf5.tiles import code_of, find_boxes, tell_parts
 from shardload.storage.containment import Fence, NotAFileError, OutsideError, open_file
 from shardload.storage.local import state_of
 
-__all__ = ["FORMAT", "Hdf5File", "Hdf5Format", "open_explained"]
-
 _MOST_NAMES = 1 << 17  # names to read for the message about a name that does not exist
 _ERRORS = (KeyError, OSError, RuntimeError, ValueError)
 

@@ -28,20 +28,6 @@ from shardload.formats.codecs.chains import Stage
 from shardload.formats.codecs.table import BLOSC_CODES, HDF5_CODECS, Codec, Parameters
 from shardload.formats.hdf5.opened import creation_of, kind_of
 
-__all__ = [
-    "LOSSY",
-    "NAMES",
-    "SIZED",
-    "SURVIVED",
-    "is_stacked",
-    "n_compressors",
-    "parameters_of",
-    "refuse_filter",
-    "refuse_filters",
-    "stage_of",
-    "values_of",
-]
-
 NAMES = {number: codec.word for number, codec in HDF5_CODECS.items()}
 """What people call the filters that are known. Numbers below 32000 are HDF5's own, except bzip2."""
 

@@ -30,8 +30,6 @@ from shardload.formats.sink import ArraySpec, Compression
 from shardload.storage.changes import complete_append
 from shardload.storage.containment import open_file
 
-__all__ = ["file_state", "read_file", "spec_of", "unfit"]
-
 Json = dict[str, Any]
 
 

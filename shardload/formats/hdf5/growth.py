@@ -39,8 +39,6 @@ from shardload.storage.changes import make_changes, read_changes, write_changes
 from shardload.storage.locks import AppendLock, FileLock, take_lock
 from shardload.storage.target import Target, mark, named, sync_folder
 
-__all__ = ["GrowingHdf5Array", "Hdf5Growth", "Hdf5GrowthCatalog"]
-
 Json = dict[str, Any]
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
 

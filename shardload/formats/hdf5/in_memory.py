@@ -7,8 +7,6 @@ from typing import Any
 
 import h5py
 
-__all__ = ["file_in_memory"]
-
 _numbers = itertools.count()
 
 

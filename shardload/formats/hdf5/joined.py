@@ -27,8 +27,6 @@ from shardload.formats.hdf5.sink import Hdf5Catalog, Hdf5Encoder, Hdf5Sink
 from shardload.formats.sink import ArraySpec
 from shardload.planning.region import Region
 
-__all__ = ["JoinedFile", "PlacedPart"]
-
 Blocks = Iterable[tuple[Region, np.ndarray[Any, Any]]]
 
 

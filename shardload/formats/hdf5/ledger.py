@@ -26,8 +26,6 @@ from h5py._objects import phil
 
 from shardload.storage.target import named, put_at
 
-__all__ = ["HEAD_NBYTES", "Ledger", "LedgerFile", "limit_cache", "old_file"]
-
 HEAD_NBYTES = 512  # of a file, where its superblock lies: what is written last
 _PAGE = 1024
 _CACHE_NBYTES = 1 << 20  # of HDF5's cache, counted as in the file: in memory a node of the index takes six times as much

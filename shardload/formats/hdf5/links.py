@@ -42,11 +42,6 @@ from shardload.formats.hdf5.tiles import Behind, Names, version_of
 from shardload.storage.containment import TARGET_HINT, Fence, OutsideError, why_not_a_file
 from shardload.storage.local import state_of
 
-__all__ = [
-    "LostError", "Others", "SearchPath", "decoded", "encoded", "follow", "look_through",
-    "nothing_else_opened", "open_other", "place_of", "versions_of",
-]  # fmt: skip
-
 _MOST_LINKS = 40  # links in one name, as for the system's own symbolic links
 _MOST_LEVELS = 16  # levels of virtual datasets that consist of virtual datasets
 _MOST_SOURCES = 1 << 20  # files and datasets in one virtual dataset

@@ -33,8 +33,6 @@ from shardload.formats.hdf5.opened import creation_of, element_of, nbytes_of_att
 from shardload.formats.hdf5.raw_file import type_of_values
 from shardload.formats.labels import Note
 
-__all__ = ["attribute_names", "groups_of", "properties_of"]
-
 _MOST_NBYTES = 1 << 20  # of one attribute, or the values of an array of text
 _MOST_ATTRIBUTES_NBYTES = 1 << 24
 _OF_TEXT = {1, 2, 3}  # filters that HDF5 has itself

@@ -38,18 +38,6 @@ from shardload.formats.hdf5.raw_file import type_of_values
 from shardload.formats.labels import Coordinate, Labels, Note, names_in
 from shardload.values.decoding import ATTRIBUTES, TEXTS, Packing, typed
 
-__all__ = [
-    "NON_COORDINATE",
-    "NO_NAMES",
-    "NO_VARIABLE",
-    "describe",
-    "filters_of",
-    "group_attrs_of",
-    "labels_of",
-    "places_of",
-    "stands_for_axis",
-]
-
 _HELPERS = (2, 3)  # filters that rearrange or check bytes; listed after the filter that compresses
 
 _REFUSED_CLASSES = {

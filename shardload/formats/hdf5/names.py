@@ -9,8 +9,6 @@ from typing import Any
 
 import h5py
 
-__all__ = ["decoded", "encoded", "names_below", "places_in"]
-
 _ERRORS = (KeyError, OSError, RuntimeError, ValueError)
 
 

@@ -17,21 +17,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = [
-    "DATASPACE",
-    "LAYOUT",
-    "SUPERBLOCK_NBYTES",
-    "UNDEFINED",
-    "Message",
-    "Read",
-    "UnknownError",
-    "end_of",
-    "lookup3",
-    "nbytes_of_attributes",
-    "read_header",
-    "with_end",
-]
-
 UNDEFINED = 2**64 - 1  # an address that is none
 DATASPACE, LAYOUT = 0x01, 0x08
 _CONTINUATION, _ATTRIBUTE_INFO = 0x10, 0x15

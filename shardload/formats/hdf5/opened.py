@@ -20,20 +20,6 @@ from shardload.formats.hdf5.on_disk import UnknownError, nbytes_of_attributes
 from shardload.formats.hdf5.raw_file import close_all, own_descriptor, raw_file, raw_file_of
 from shardload.storage.local import LocalFile
 
-__all__ = [
-    "OpenDataset",
-    "OpenFacts",
-    "OpenParts",
-    "creation_of",
-    "element_of",
-    "header_of",
-    "kept",
-    "kind_of",
-    "nbytes_of_attributes_of",
-    "nbytes_stored_of",
-    "raw_of",
-]
-
 _MOST_GROUPS = 64
 _MOST_PARTS = 32  # HDF5 takes 570 KiB for each open file
 T = TypeVar("T")

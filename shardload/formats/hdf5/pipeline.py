@@ -30,8 +30,6 @@ from shardload.formats.hdf5.in_memory import file_in_memory
 from shardload.formats.hdf5.raw_file import BFLOAT16, type_in_file
 from shardload.formats.sink import ArraySpec, Compression, Stored
 
-__all__ = ["Pipeline", "create_type", "let_list_grow"]
-
 _NUMBERS = {name: number for number, name in NAMES.items()}
 # Filters of hdf5plugin, with the classes that know their usual parameters.
 _PLUGINS = {"blosc": "Blosc", "blosc2": "Blosc2", "bitshuffle": "Bitshuffle", "bzip2": "BZip2", "lz4": "LZ4", "zstd": "Zstd"}

@@ -25,22 +25,6 @@ import numpy as np
 
 from shardload.storage.local import LocalFile, read_at, state_of
 
-__all__ = [
-    "BFLOAT16",
-    "ReadFile",
-    "close_all",
-    "file_number",
-    "has_signature",
-    "open_to_read",
-    "own_descriptor",
-    "plain_descriptor",
-    "raw_file",
-    "raw_file_of",
-    "swap_size",
-    "type_in_file",
-    "type_of_values",
-]
-
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 
 

@@ -46,8 +46,6 @@ from shardload.planning.grid import unravel
 from shardload.planning.region import Region
 from shardload.storage.target import MARK_NBYTES, Target, mark, named, put_at, reserve, sync_folder
 
-__all__ = ["Hdf5Catalog", "Hdf5Encoder", "Hdf5Sink", "Hdf5Writer", "LedgerCatalog", "PlacedChunks"]
-
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
 _AT_ONCE = 4096  # chunks
 

@@ -34,8 +34,6 @@ from shardload.formats.labels import Labels
 from shardload.planning.region import Region
 from shardload.storage.local import LocalFile, state_of
 
-__all__ = ["Hdf5Source"]
-
 _TRUSTING = {32001, 32004, 32015}  # HDF5's decoders of these believe what a chunk declares of its length
 _MOST_AT_ONCE = 256  # chunks per call: HDF5 holds 6 KiB for each, and with more chunks takes longer for each
 _COMPLEX = {"complex64": "NATIVE_FLOAT_COMPLEX", "complex128": "NATIVE_DOUBLE_COMPLEX"}

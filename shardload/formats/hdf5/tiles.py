@@ -39,8 +39,6 @@ from shardload.formats.hdf5.raw_file import type_of_values
 from shardload.planning.region import Region
 from shardload.storage.local import state_of
 
-__all__ = ["Behind", "Box", "Names", "Opener", "Tiles", "code_of", "find_boxes", "tell_parts", "version_of"]
-
 _NUMBERS = (h5py.h5t.INTEGER, h5py.h5t.FLOAT, h5py.h5t.COMPOUND, h5py.h5t.ENUM, getattr(h5py.h5t, "COMPLEX", None))
 _MOST_OPEN = 8  # parts: with hundreds of open objects, HDF5 takes a millisecond to close a file
 _MOST_TILES = 1 << 16  # of one dataset; asking HDF5 where each is takes 20 microseconds, on every rank

@@ -10,8 +10,6 @@ from typing import Any
 import h5py
 from h5py._objects import phil
 
-__all__ = ["are_edges_plain", "number_of"]
-
 _PLAIN_EDGES = 2  # H5D_CHUNK_DONT_FILTER_PARTIAL_CHUNKS
 
 

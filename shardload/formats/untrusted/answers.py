@@ -20,8 +20,6 @@ from shardload.formats.contract.dtypes import refusal
 from shardload.formats.labels import Coordinate, Labels, Note
 from shardload.values.decoding import ATTRIBUTES
 
-__all__ = ["HelperError", "info_of", "labels_of", "lie", "missing_of", "state_of"]
-
 _MOST_AXES = 64  # NumPy's
 _INT64 = 2**63
 _MOST_VALUES = 64

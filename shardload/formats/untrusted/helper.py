@@ -33,8 +33,6 @@ from shardload.storage.containment import NotAFileError, OutsideError
 from shardload.system.thread_pool import Pool
 from shardload.units import format_nbytes
 
-__all__ = ["SCRIPT", "VALUES_AT", "Helper"]
-
 # The script that a helper runs: started by its path, never imported here.
 _FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 SCRIPT = os.path.join(_FOLDER, "untrusted_process.py")

@@ -26,8 +26,6 @@ from shardload.formats.untrusted.answers import HelperError, info_of, labels_of,
 from shardload.formats.untrusted.helper import VALUES_AT, Helper
 from shardload.planning.region import Region
 
-__all__ = ["FORMAT", "UntrustedFile", "UntrustedFormat", "UntrustedSource"]
-
 _MOST_LIST_NBYTES, _MOST_LABELS_NBYTES = 32 << 20, 2 << 20  # of an answer
 _PART_NBYTES, _MOST_CHUNKS = 1 << 24, 1 << 13  # values that are read at once, unless a chunk has more
 _MOST_LOST = 3

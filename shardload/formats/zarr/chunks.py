@@ -35,8 +35,6 @@ from shardload.formats.zarr.store import inner_store, open_in
 from shardload.storage.containment import Fence
 from shardload.storage.local import LocalFile
 
-__all__ = ["ChunkFiles", "ShardFiles", "ZarrChunks", "chunk_layout", "chunk_reader"]
-
 # The most shards whose file and index are kept. A limit of 1024 open files is common.
 _MOST_SHARDS = 64
 

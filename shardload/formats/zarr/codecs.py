@@ -20,8 +20,6 @@ from shardload.formats.access import Access
 from shardload.formats.codecs.compressors import blosc_error, check_blosc
 from shardload.formats.codecs.table import BLOSC_SHUFFLES, ZARR_CODECS, Codec, Parameters
 
-__all__ = ["SIZED", "SURVIVED", "checked", "options_of", "parameters_of", "refuse_codecs"]
-
 SURVIVED = frozenset(name for name, codec in ZARR_CODECS.items() if codec.is_safe)
 SIZED = frozenset(name for name, codec in ZARR_CODECS.items() if codec.is_sized)
 

@@ -15,8 +15,6 @@ import numpy as np
 from zarr.core.dtype.common import HasEndianness
 from zarr.dtype import DataTypeValidationError, ZDType, data_type_registry
 
-__all__ = ["register"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class _Added(ZDType[Any, Any]):

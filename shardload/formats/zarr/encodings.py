@@ -16,8 +16,6 @@ from shardload.formats.sink import ArraySpec, Compression
 from shardload.formats.zarr.codecs import options_of
 from shardload.formats.zarr.metadata import INDEX_CODECS, Json
 
-__all__ = ["document_of", "fill_of", "group_document", "plain_attrs"]
-
 _NAMES = {3: ("gzip", "zstd", "blosc"), 2: ("gzip", "zstd", "blosc", "lz4")}
 
 

@@ -32,12 +32,9 @@ from shardload.formats.zarr.nodes import ArrayNode, BrokenNode
 from shardload.formats.zarr.sink import ZarrCatalog, ZarrEncoder, ZarrSink, groups_above, write_file
 from shardload.formats.zarr.store import WatchedStore, open_store
 from shardload.planning.grid import unravel
-from shardload.storage.leftovers import GROWTH_MARK, ROOTS
+from shardload.storage.leftovers import ROOTS
 from shardload.storage.locks import AppendLock
-from shardload.storage.target import named, not_undone, sync_folder, sync_name
-
-__all__ = ["GrowthCatalog", "GrowthEncoder", "GrowthSink", "read_store"]
-
+from shardload.storage.target import GROWTH_MARK, named, not_undone, sync_folder, sync_name
 
 # --- what there is
 

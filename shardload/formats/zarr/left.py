@@ -16,8 +16,6 @@ from typing import IO
 from shardload.errors import ConfigError
 from shardload.storage.target import FOLDER_MARK, MARK_BEGINS, MARK_NBYTES, sync_folder, temporary_of
 
-__all__ = ["PART", "Left", "find_left", "open_locked", "whole_files"]
-
 PART = ".part"  # behind the name of a file until all of it is on disk
 
 

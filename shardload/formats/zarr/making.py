@@ -19,8 +19,6 @@ from shardload.formats.zarr.codecs import parameters_of
 from shardload.formats.zarr.metadata import inner_chain, names_of
 from shardload.formats.zarr.nodes import ArrayNode
 
-__all__ = ["properties_of"]
-
 _MOST_TEXT_NBYTES = 1 << 20  # of the values of an array of text
 _OF_TEXT = {"bytes", "vlen-utf8", *(name for name, codec in ZARR_CODECS.items() if codec.decoder is not None)}
 _NOT_COPIED = ("bytes", "transpose", "sharding_indexed")  # how values lie, not how they are compressed

@@ -25,21 +25,6 @@ from shardload.formats.codecs.transforms import decode_byte_order, decode_crc32c
 from shardload.formats.contract.dtypes import native_dtype, refusal
 from shardload.formats.zarr.codecs import SIZED, SURVIVED, parameters_of
 
-__all__ = [
-    "INDEX_CODECS",
-    "MOST_INDEX_NBYTES",
-    "Json",
-    "Layout",
-    "NotCovered",
-    "chain_of",
-    "grid_of",
-    "inner_chain",
-    "is_stacked",
-    "layout_of",
-    "n_in_shard",
-    "names_of",
-]
-
 Json = dict[str, Any]
 Chain = Sequence[tuple[str, Mapping[str, Any]]]
 

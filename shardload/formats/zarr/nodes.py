@@ -27,8 +27,6 @@ from shardload.formats.zarr.codecs import SURVIVED
 from shardload.formats.zarr.dtypes import register
 from shardload.formats.zarr.metadata import Json, chain_of, names_of
 
-__all__ = ["ArrayNode", "BrokenNode", "GroupNode", "Node", "UnknownError", "parse_node", "quiet"]
-
 register()
 
 

@@ -42,10 +42,8 @@ from shardload.formats.zarr.left import PART, Left, find_left, open_locked, whol
 from shardload.formats.zarr.metadata import Json, Layout
 from shardload.planning.grid import unravel
 from shardload.planning.region import Region
-from shardload.storage.leftovers import GROWTH_MARK, ROOTS
-from shardload.storage.target import FOLDER_MARK, Target, make_below, mark, named, put_at, sync_folder
-
-__all__ = ["MOST_NAME_NBYTES", "ZarrCatalog", "ZarrEncoder", "ZarrSink", "groups_above", "is_taken", "write_file"]
+from shardload.storage.leftovers import ROOTS
+from shardload.storage.target import FOLDER_MARK, GROWTH_MARK, Target, make_below, mark, named, put_at, sync_folder
 
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 Int64s = np.ndarray[Any, np.dtype[np.int64]]

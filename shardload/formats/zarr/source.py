@@ -53,8 +53,6 @@ from shardload.planning.region import Region
 from shardload.storage.leftovers import ROOTS
 from shardload.values.decoding import ATTRIBUTES, Packing, typed
 
-__all__ = ["FORMAT", "ZarrFormat", "ZarrSource", "describe"]
-
 _MARKS = (*ROOTS, ".zmetadata")
 # How much longer a stored chunk may be than decoded, if only zarr-python knows its codecs: some turn one byte into 8.
 _LONGEST, _HEAD_NBYTES = 8, 4096

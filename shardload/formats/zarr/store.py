@@ -34,8 +34,6 @@ from shardload.formats.zarr.nodes import ArrayNode, BrokenNode, GroupNode, Node,
 from shardload.storage.containment import TARGET_HINT, Fence, NotAFileError, OutsideError, kind_of
 from shardload.storage.local import LocalFile, state_of
 
-__all__ = ["WatchedStore", "close_store", "inner_store", "open_in", "open_store", "watch", "watched", "zip_entries"]
-
 _METADATA = ("zarr.json", ".zarray", ".zgroup", ".zattrs", ".zmetadata")
 _MOST_LAYERS = 16  # file systems on top of each other
 # Limits of one metadata file. Ten thousand arrays described in one file take 15 MB, and have a million values. For a value,

@@ -22,8 +22,8 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from shardload.comm.agreement import Invocation
 from shardload.comm.environment import mpi_is_off
-from shardload.comm.group import Invocation
 from shardload.comm.singletons import refuse_singletons
 from shardload.engine.call import Call, begin_call
 from shardload.engine.file_target import FileTarget, Written
@@ -38,8 +38,6 @@ from shardload.jobs.progress import progress_of
 from shardload.options import INDEX, TIMEOUT
 from shardload.planning.staging import Staging
 from shardload.units import counted
-
-__all__ = ["CopyReport", "copy_file", "refuse_copy"]
 
 _NO_STAGING = Staging(n_threads=1, n_slots=0, slot_nbytes=0, n_pack=0, pack_nbytes=0)
 

@@ -21,8 +21,6 @@ from shardload.planning.source_layout import SourceLayout
 from shardload.planning.staging import least_staging
 from shardload.units import counted, format_nbytes, number_text
 
-__all__ = ["CopyPlan", "plan_copy"]
-
 _LEAST_READING_NBYTES = 4 << 20
 _RUN_NBYTES = 4 << 20  # of an array in one piece
 

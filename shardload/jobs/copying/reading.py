@@ -36,8 +36,6 @@ from shardload.planning.strategies import plan_direct, plan_shared
 from shardload.transfer.buffers import Piece
 from shardload.transfer.moves import ArrayMove, BlocksToPieces
 
-__all__ = ["CopyRounds", "CopySource"]
-
 _BLOCKS_IN_CAP = 8
 _MOST_OPEN = 64  # sources
 

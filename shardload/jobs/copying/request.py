@@ -30,8 +30,6 @@ from shardload.planning.region import Region
 from shardload.planning.selection import Selection, select_axes
 from shardload.planning.source_layout import SourceLayout
 
-__all__ = ["PAGE_NBYTES", "STAGING_NBYTES", "CopyRequest", "Found", "describe", "find", "new_sink"]
-
 STAGING_NBYTES = 512 << 20
 PAGE_NBYTES = 4096  # clients of a file system on several nodes may lose each other's bytes in a page
 

@@ -12,8 +12,6 @@ from shardload.formats.sink import ArraySpec, Sink
 from shardload.planning.grid import Grid
 from shardload.planning.region import Region
 
-__all__ = ["Done", "find_done"]
-
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
 

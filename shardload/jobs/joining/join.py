@@ -45,8 +45,6 @@ from shardload.system.caller import warn_once
 from shardload.values.dates import recounted
 from shardload.values.decoding import ATTRIBUTES
 
-__all__ = ["join", "join_files"]
-
 _STORED_NBYTES = 1 << 20  # an array that is the same in all parts is stored in the new file up to this size
 _AT_ONCE_NBYTES = 16 << 20  # of values, when parts are compared
 _UNITS = ("units", "unit", "Units", "Unit", "UNITS", "UNIT")

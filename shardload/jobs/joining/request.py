@@ -13,8 +13,6 @@ from shardload.errors import ConfigError
 from shardload.formats.saving import SUFFIXES
 from shardload.units import counted, format_nbytes
 
-__all__ = ["JoinReport", "JoinRequest", "Row"]
-
 _SUFFIXES = tuple(suffix for suffix in SUFFIXES if suffix != ".zarr")
 _NUMBER = re.compile(r"\d+")
 

@@ -20,8 +20,6 @@ from shardload.jobs.loading.plan import Layout, Plan
 from shardload.jobs.trees import in_array, naming_errors
 from shardload.options import Options
 
-__all__ = ["ArrayLoad"]
-
 _UNNAMED = nullcontext()
 
 

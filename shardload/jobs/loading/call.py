@@ -25,7 +25,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh
 
-from shardload.comm.group import Invocation
+from shardload.comm.agreement import Invocation
 from shardload.comm.launch import rank_of_process
 from shardload.engine.call import Call, begin_call, unforeseen
 from shardload.errors import ConfigError
@@ -62,8 +62,6 @@ from shardload.planning.tuning import default_tuning
 from shardload.system.garbage import collections_wait
 from shardload.system.interruption import let_interruption_pass
 from shardload.values.dates import has_dates, in_numbers
-
-__all__ = ["LoadCall", "describe_path", "share_staging"]
 
 _SEARCHED_NBYTES = 1 << 24  # of a coordinate in which a selection is searched
 _SHARE_OF_STAGING = 4  # values that are sent with the metadata: as read, as sent, as received, and as much again in MPI

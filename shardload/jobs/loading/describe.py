@@ -14,8 +14,6 @@ from shardload.planning.cost import Cost
 from shardload.system.terminal import WIDTH, wrap, wrap_parts
 from shardload.units import counted, format_nbytes
 
-__all__ = ["as_html", "describe_job", "describe_plan", "describe_plan_in_a_line", "mesh_text", "shape_text", "spec_text"]
-
 if TYPE_CHECKING:
     from shardload.jobs.loading.plan import Plan
 

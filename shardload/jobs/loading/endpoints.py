@@ -36,8 +36,6 @@ from shardload.transfer.counters import Counters
 from shardload.transfer.moves import ArrayMove, BlocksToPieces
 from shardload.transfer.shard_pieces import ShardPieces
 
-__all__ = ["DeviceTarget", "LoadSource", "OpenSources", "ShardedArray", "moves_of"]
-
 Array = np.ndarray[Any, Any]
 
 

@@ -24,7 +24,8 @@ import numpy as np
 
 from shardload.arrays.padding import loaded_as
 from shardload.arrays.verification import Found, VerifyReport, agree_all
-from shardload.comm.group import Group, Invocation
+from shardload.comm.agreement import Invocation
+from shardload.comm.group import Group
 from shardload.engine.call import begin_call
 from shardload.engine.session import Round, Session, shared_nbytes
 from shardload.errors import ConfigError, PackedWarning
@@ -44,8 +45,6 @@ from shardload.system.first_error import FirstError
 from shardload.transfer.counters import Counters
 from shardload.transfer.missing import describe_missing, fold_first, settle_missing, unfold_first
 from shardload.values.decoding import packed_by
-
-__all__ = ["Loaded", "Loader", "execute"]
 
 _log = logging.getLogger("shardload")
 _N_COSTS = 4  # numbers of an array that the last agreement sums for the report

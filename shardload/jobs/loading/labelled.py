@@ -26,8 +26,6 @@ from shardload.planning.selection import Selection
 from shardload.system.caller import warn_once
 from shardload.values.decoding import ATTRIBUTES, VALID_RANGE
 
-__all__ = ["Cut", "axes_of", "coordinates_of", "haloed_axes", "to_xarray"]
-
 _NAMES_OF_COORDINATES = "coordinates"  # an attribute that objects of xarray do not have: their coordinates say it
 _ONE_BY_ONE = "Wrap each by itself: jax.tree.map(shardload.to_xarray, arrays, plan.plans)"
 

@@ -29,8 +29,6 @@ from shardload.planning.staging import Staging, plan_staging
 from shardload.system.terminal import WIDTH, width_of_prints
 from shardload.values.decoding import Decoding
 
-__all__ = ["Executor", "Layout", "Plan"]
-
 NO_DEVICES = "an AbstractMesh has no devices, so there is nothing to execute this plan on: plan over a jax.sharding.Mesh"
 Executor = Callable[[Sequence["Plan"]], Any]  # returns what was loaded: `arrays`, `report`
 

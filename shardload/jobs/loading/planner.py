@@ -27,16 +27,16 @@ from shardload.jobs.loading.request import Request
 from shardload.options import AUTO, Options, pad_value
 from shardload.planning.blocks import BLOCKS_PER_OWNER, LONGEST_ROW_NBYTES, plan_blocks, plan_row_chunks
 from shardload.planning.cost import choose_mode, count_readers
-from shardload.planning.schedule import Grid, Owners, Schedule, Shards
+from shardload.planning.grid import Grid
+from shardload.planning.schedule import Owners, Schedule
 from shardload.planning.selection import Selection, select_axes
+from shardload.planning.shards import Shards
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.staging import ample_staging, least_staging, least_together
 from shardload.planning.strategies import DIRECT, MODES, PARALLEL, ROOT, plan_direct, plan_shared
 from shardload.planning.tuning import Tuning, default_tuning
 from shardload.units import format_nbytes
 from shardload.values.decoding import VALID, Decoding, decoding_of
-
-__all__ = ["Ranks", "plan_array", "plan_scatter", "read_in_turn", "selection_for", "staging_together"]
 
 # Memory of one reading rank, in blocks: three staging buffers, two buffers of packed parts, and about as much again in the
 # threads that decode.

@@ -10,8 +10,6 @@ from shardload.options import INDEX
 from shardload.transfer.counters import Counters
 from shardload.units import counted, format_nbytes, number_text
 
-__all__ = ["ArrayReport", "LoadReport", "Phase", "join_proven", "make_report"]
-
 
 @dataclass(frozen=True)
 class Phase:

@@ -27,8 +27,6 @@ from shardload.jobs.trees import (
 )
 from shardload.options import OPTIONS, OWN, Options
 
-__all__ = ["Request", "mesh_of", "read_requests"]
-
 _DATASET = OPTIONS["dataset"]
 
 

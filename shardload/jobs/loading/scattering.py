@@ -30,8 +30,6 @@ from shardload.options import OWN
 from shardload.planning.region import Region
 from shardload.transfer.messages import sendable
 
-__all__ = ["ScatterCall"]
-
 
 class ScatterCall(LoadCall):
     """One call that gives every process its shards of arrays which one rank has, on this rank.

@@ -18,8 +18,6 @@ from shardload.planning.staging import Staging, plan_staging
 from shardload.system.terminal import WIDTH, Column, fit_table, width_of_prints, wrap
 from shardload.units import counted, format_nbytes
 
-__all__ = ["TreePlan", "staging_of"]
-
 _MOST_LEFT_OUT = 8
 
 

@@ -14,8 +14,6 @@ from shardload.jobs.loading.call import LoadCall
 from shardload.jobs.trees import ArrayTree, Place, in_array, text_of
 from shardload.options import OPTIONS
 
-__all__ = ["VerifyCall"]
-
 
 class VerifyCall(LoadCall):
     """One call that compares arrays with their files, on this rank. The arguments are as the caller passed them."""

@@ -44,8 +44,6 @@ from shardload.transfer.counters import Counters
 from shardload.transfer.moves import ArrayMove
 from shardload.values.dates import counted, is_dates
 
-__all__ = ["AppendReport", "append"]
-
 _log = logging.getLogger("shardload")
 
 Array = np.ndarray[Any, Any]

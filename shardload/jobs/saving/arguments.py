@@ -31,8 +31,6 @@ from shardload.options import EACH_SAVED, OPTIONS, Option, Options
 from shardload.units import shown
 from shardload.values.dates import is_dates
 
-__all__ = ["SaveArguments", "ToSave"]
-
 _SHARED = ("verify", "staging", "timeout", "progress")
 
 

@@ -28,8 +28,6 @@ from shardload.jobs.trees import ArrayTree
 from shardload.options import AUTO, OPTIONS
 from shardload.values.decoding import PACKING, VALID_RANGE
 
-__all__ = ["Labelled", "is_labelled", "of_xarray", "refuse_halo"]
-
 _OF_DATA = {"chunks": AUTO, "shards": None, "dims": None, "like": None}  # one value is for arrays that are no coordinates
 # What is packed in a file is written as its values; what `xarray` reads beside values stays.
 _OF_DATES = {*UNITS, "dtype"}

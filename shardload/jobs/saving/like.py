@@ -32,8 +32,6 @@ from shardload.planning.region import Region
 from shardload.planning.selection import select_axes
 from shardload.values.decoding import OF_STORED, PACKING
 
-__all__ = ["apply_like", "read_like"]
-
 _MOST_BESIDE_NBYTES = 1 << 20  # of the values of all that belongs to an array
 
 

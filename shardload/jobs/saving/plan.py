@@ -37,8 +37,6 @@ from shardload.planning.shards import Shards
 from shardload.system.terminal import width_of_prints, wrap
 from shardload.units import counted, format_nbytes
 
-__all__ = ["SavePlan", "alignment_of", "plan_file", "plan_into", "shards_of"]
-
 _PAGE_NBYTES = 4096
 _CHUNK_OF_COORDINATE = 512  # elements, of an array with one axis, which can grow
 _SHARE = 4  # of the memory that a process may use: what staging="auto" is at most

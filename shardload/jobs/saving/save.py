@@ -25,7 +25,8 @@ import numpy as np
 
 from shardload.arrays.disassemble import DeviceSource
 from shardload.arrays.local_shards import LocalShards, check_replicas
-from shardload.comm.group import Group, Invocation
+from shardload.comm.agreement import Invocation
+from shardload.comm.group import Group
 from shardload.engine.call import begin_call, unforeseen
 from shardload.engine.file_target import Chunk, FileTarget, Written
 from shardload.engine.session import Round, Session, shared_nbytes
@@ -51,8 +52,6 @@ from shardload.system.caller import warn_once
 from shardload.transfer.counters import Counters
 from shardload.transfer.moves import ArrayMove, PiecesToBlocks
 from shardload.units import counted, format_nbytes, number_text
-
-__all__ = ["SaveReport", "Saving", "Steps", "plan_save", "planned", "save"]
 
 _log = logging.getLogger("shardload")
 

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 
+from shardload.planning.parts import Part
 from shardload.planning.region import Region
-from shardload.planning.schedule import Part, Parts, Shards, plan_shards
+from shardload.planning.schedule import Parts, plan_shards
+from shardload.planning.shards import Shards
 from tests.tiers import examples
 from tests.unit.brute_force import Case, cases
 

@@ -16,9 +16,10 @@ import pytest
 from shardload.comm.shared_memory import Bell, Segment
 from shardload.comm.transport import Integers, Receive, Transport
 from shardload.comm.watchdog import Watchdog
+from shardload.planning.blocks import aligned
 from shardload.transfer import exchange as engine
 from shardload.transfer.arrivals import Arrivals
-from shardload.transfer.buffers import Slots, aligned
+from shardload.transfer.buffers import Slots
 from shardload.transfer.counters import Counters
 from shardload.transfer.moves import ArrayMove
 from shardload.transfer.resources import Resources

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shardload.planning.blocks import aligned
+from shardload.planning.parts import Block, Part
 from shardload.planning.region import Region
-from shardload.planning.schedule import Block, Part
-from shardload.transfer.buffers import Piece, Slots, StagedBlock, aligned, aligned_empty, view_of
+from shardload.transfer.buffers import Piece, Slots, StagedBlock, aligned_empty, view_of
 from tests.unit.fakes import TABLE, piece_of, rows, values_of
 
 

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 
 from shardload.errors import ConfigError, PeerError, SourceError
 from shardload.formats.contract.chunk_reader import Encoded
+from shardload.planning.blocks import aligned
+from shardload.planning.parts import Block, Part
 from shardload.planning.region import Region
-from shardload.planning.schedule import Block, Part
 from shardload.planning.selection import Selection, select_axes
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.tuning import Tuning
-from shardload.transfer.buffers import Slots, aligned
+from shardload.transfer.buffers import Slots
 from shardload.transfer.local_pieces import LocalPieces
 from shardload.transfer.reader import SourceReader
 from shardload.transfer.resources import Resources

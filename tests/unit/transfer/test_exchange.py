@@ -18,8 +18,10 @@ import numpy as np
 import pytest
 
 from shardload.errors import PeerError, ShardloadError
+from shardload.planning.grid import Grid
+from shardload.planning.parts import Block
 from shardload.planning.region import Region
-from shardload.planning.schedule import Block, Grid, Owners, Schedule, plan_shards
+from shardload.planning.schedule import Owners, Schedule, plan_shards
 from shardload.planning.selection import select_axes
 from shardload.planning.source_layout import SourceLayout
 from shardload.transfer import channels, exchange

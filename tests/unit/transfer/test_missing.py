@@ -16,8 +16,9 @@ from hypothesis import given, settings
 from shardload.errors import MissingChunksWarning, SourceError
 from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.lookup import open_source
+from shardload.planning.grid import Grid
 from shardload.planning.region import Region
-from shardload.planning.schedule import Direct, Grid, Schedule, plan_shards
+from shardload.planning.schedule import Direct, Schedule, plan_shards
 from shardload.planning.selection import select_axes
 from shardload.transfer.missing import chunk_numbers, counter_of, describe_missing, fold_first, settle_missing, unfold_first
 from tests.unit.brute_force import Case, cases
