@@ -98,7 +98,7 @@ Version = tuple[int, ...]  # of a file
 
 
 @dataclass(eq=False)
-class Loaded:
+class LoadedArray:
     """What is known of an array that a load returned.
 
     Attributes
@@ -120,21 +120,21 @@ class Loaded:
 
 
 # By the id of an array that a load returned. An entry goes when its array does, so an id is never that of another array.
-_loaded: dict[int, Loaded] = {}
+_loaded: dict[int, LoadedArray] = {}
 # By the axes with padding or halos, and the lengths along them. These stay: one entry for each shape that was ever loaded.
 _padded: dict[tuple[int, ...], dict[Any, Extent]] = {}
 
 
 def remember(array: jax.Array, extent: Extent, is_decoded: bool | None = None) -> None:
     """Keep what is known of an array that a load returns, for as long as the array exists."""
-    _loaded[id(array)] = Loaded(weakref.ref(array), extent, is_decoded)
+    _loaded[id(array)] = LoadedArray(weakref.ref(array), extent, is_decoded)
     weakref.finalize(array, _loaded.pop, id(array), None).atexit = False
     if not extent.is_whole:
         axes = tuple(k for k, (own, n) in enumerate(zip(extent.shape, extent.shape_global, strict=True)) if own != n)
         _padded.setdefault(axes, {})[_lengths(array, axes)] = extent
 
 
-def loaded_as(array: Any) -> Loaded | None:
+def loaded_as(array: Any) -> LoadedArray | None:
     """What is known of this very array; None if no load returned it."""
     known = _loaded.get(id(array))
     return None if known is None or known.ref() is not array else known

@@ -105,7 +105,7 @@ class VerifyReport:
 
 
 @dataclass
-class Found:
+class ShardFindings:
     """What one process found about its own shards.
 
     It has counts as in `VerifyReport`, a digest by shard number, and this process's share of the CRC-32 of the whole array.
@@ -157,7 +157,7 @@ class Verifier:
     seed: int
     open_again: Callable[[], Source]
 
-    def check(self, array: Any, rank: int, pieces: Mapping[Region, Array] | None = None) -> Found:
+    def check(self, array: Any, rank: int, pieces: Mapping[Region, Array] | None = None) -> ShardFindings:
         """Check the shards on the devices of this process. Not collective.
 
         Parameters
@@ -177,7 +177,7 @@ class Verifier:
             If the file cannot be read again, or gives different values each time.
         """
         started, level = time.perf_counter(), self.options.verify
-        found = Found(n_shards=len(array.addressable_shards))
+        found = ShardFindings(n_shards=len(array.addressable_shards))
         if level != INDEX:
             local = LocalShards(array, self.schedule.shards, rank)
             self._check_devices(local, rank, pieces or {}, found)
@@ -196,7 +196,7 @@ class Verifier:
         """Bytes of a region that is compared at a time."""
         return max(1, self.options.staging_nbytes // _COPIES)
 
-    def _check_devices(self, local: LocalShards, rank: int, pieces: Mapping[Region, Array], found: Found) -> None:
+    def _check_devices(self, local: LocalShards, rank: int, pieces: Mapping[Region, Array], found: ShardFindings) -> None:
         """Compare checksums, if there are two copies of the same values."""
         for number in local.numbers:
             region, devices = local.region(number), local.devices(number)
@@ -218,7 +218,7 @@ class Verifier:
                     )
             found.digests[number] = digest or 0
 
-    def _check_file(self, local: LocalShards, rank: int, pieces: Mapping[Region, Array], found: Found) -> None:
+    def _check_file(self, local: LocalShards, rank: int, pieces: Mapping[Region, Array], found: ShardFindings) -> None:
         shards, layout = self.schedule.shards, self.layout
         with closing(self.open_again()) as source:
             truth = Truth(source, layout.selection, layout.dtype, self.decoding)
@@ -312,7 +312,7 @@ def agree_all(
     group: Group,
     level: str,
     make_verifiers: Callable[[], Sequence[Verifier]],
-    found: Sequence[Found],
+    found: Sequence[ShardFindings],
     sums: Sequence[list[int]],
 ) -> list[VerifyReport]:
     """Make the reports of all ranks, after each has checked its own shards of some arrays. Collective.
@@ -327,10 +327,10 @@ def agree_all(
         ``"index"``, ``"checksum"``, ``"file"`` or ``"full"``, for all of them.
     make_verifiers : callable
         Makes a `Verifier` of each array; not called for ``"index"``.
-    found : sequence of Found
+    found : sequence of ShardFindings
         The results of this rank.
     sums : sequence of list of int
-        For each array `Found.counts`, summed over the ranks.
+        For each array `ShardFindings.counts`, summed over the ranks.
 
     Raises
     ------

@@ -99,7 +99,7 @@ def check_communicator(comm: Any) -> None:
 
 
 @dataclass(eq=False)
-class Kept:
+class CommunicatorValue:
     """A value that is kept on a communicator, as an MPI attribute, and a lock for making it.
 
     Attributes
@@ -119,12 +119,12 @@ class Kept:
 _keeping = threading.RLock()
 
 
-def kept_on(comm: Any) -> Kept:
+def kept_on(comm: Any) -> CommunicatorValue:
     """The value that is kept on this communicator. A duplicate that the user makes has its own."""
     with _keeping:
-        kept: Kept | None = comm.Get_attr(_keyval())
+        kept: CommunicatorValue | None = comm.Get_attr(_keyval())
         if kept is None:
-            kept = Kept()
+            kept = CommunicatorValue()
             comm.Set_attr(_keyval(), kept)
         return kept
 
@@ -133,7 +133,7 @@ def kept_on(comm: Any) -> Kept:
 def _keyval() -> int:
     mpi, _ = load_mpi()
 
-    def free(_comm: Any, _keyval: int, kept: Kept) -> None:
+    def free(_comm: Any, _keyval: int, kept: CommunicatorValue) -> None:
         if kept.free is not None:
             kept.free(kept.value)
 

@@ -40,7 +40,7 @@ class RankState:
 
 
 @dataclass(frozen=True)
-class Ranks:
+class RankStates:
     """The ranks of a call in which nothing moves.
 
     Attributes

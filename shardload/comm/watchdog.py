@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from shardload.comm.stall_report import NOTICE_SECONDS, Ranks, RankState, notice_of, text_of, text_of_departed
+from shardload.comm.stall_report import NOTICE_SECONDS, RankState, RankStates, notice_of, text_of, text_of_departed
 from shardload.comm.tracebacks import share
 from shardload.errors import StallError
 
@@ -269,13 +269,13 @@ class Watchdog:
         if known is None or (state.call, state.count) >= (known.call, known.count):
             self._states[rank] = state
 
-    def _ranks(self) -> Ranks:
+    def _ranks(self) -> RankStates:
         """Where the ranks are, as far as this one knows."""
         ranks = range(self._size) if self._mailbox is not None else (self._rank,)
         lately = self._n_beats - _SILENT_BEATS
         heard = {r: self._states[r] for r in ranks if r in self._states and self._heard.get(r, lately - 1) >= lately}
         lost = {r: state for r, state in self._states.items() if r not in heard and state.call >= self._call}
-        return Ranks([r for r in ranks if r not in heard and r not in lost], lost, heard)
+        return RankStates([r for r in ranks if r not in heard and r not in lost], lost, heard)
 
     def _give_up(self, text: str, late: int | None) -> None:
         """Send the decision to all ranks, and raise it."""

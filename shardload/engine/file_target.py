@@ -83,7 +83,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Written:
+class WriteCounts:
     """What was written, in the whole job; the seconds are those of this rank, summed over its threads.
 
     Attributes
@@ -238,7 +238,7 @@ class FileTarget:
         if before is not None:
             self._settle(before)
 
-    def end(self) -> Written:
+    def end(self) -> WriteCounts:
         """Finish the file, read it back, and give it its name."""
         group = self._group
         if self._batches:
@@ -260,7 +260,7 @@ class FileTarget:
         n_chunks, nbytes, nbytes_stored, n_read_back, n_decoded = group.agree(self._errors.take(), counts)
         group.watch.enter("commit")
         self._on_root(lambda: self._known_catalog.commit() or "")
-        return Written(n_chunks, nbytes, nbytes_stored, n_read_back, n_decoded, self._seconds)
+        return WriteCounts(n_chunks, nbytes, nbytes_stored, n_read_back, n_decoded, self._seconds)
 
     def _agree(self) -> None:
         self._group.agree(self._errors.take())

@@ -29,7 +29,7 @@ from shardload.planning.selection import Selection
 from shardload.values.decoding import OF_STORED
 
 KEEP = "keep"
-"""In `Asked`: as in the source."""
+"""In `Overrides`: as in the source."""
 
 # Attributes whose words are names of other variables, in CF. A word with a colon behind it says what the next ones are.
 NAMING = (
@@ -39,7 +39,7 @@ NAMING = (
 
 
 @dataclass(frozen=True)
-class Asked:
+class Overrides:
     """What a caller asks for in place of what the source has.
 
     Attributes
@@ -61,7 +61,9 @@ class Asked:
     unlimited: tuple[int, ...] = ()
 
 
-def spec_like(info: ArrayInfo, found: Properties, selection: Selection, kind: str, asked: Asked) -> tuple[ArraySpec, list[str]]:
+def spec_like(
+    info: ArrayInfo, found: Properties, selection: Selection, kind: str, asked: Overrides
+) -> tuple[ArraySpec, list[str]]:
     """The spec of an array of format `kind` (`saving.FORMATS`) that is like one of another file; and what was left out.
 
     Raises
@@ -112,7 +114,7 @@ def spec_like(info: ArrayInfo, found: Properties, selection: Selection, kind: st
     return spec, [f"{what} was left out" for what in (*notes, *lost)]
 
 
-def _layout_like(info: ArrayInfo, found: Properties, kept: Sequence[int], kind: str, asked: Asked) -> dict[str, Any]:
+def _layout_like(info: ArrayInfo, found: Properties, kept: Sequence[int], kind: str, asked: Overrides) -> dict[str, Any]:
     """Chunks, shards, compression and checksums, for `ArraySpec`."""
     chunks: Any = asked.chunks
     shards: Any = asked.shards

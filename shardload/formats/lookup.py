@@ -224,7 +224,7 @@ def open_file(path_or_object: Any, access: Access = STRICT) -> OpenFile:
     path = split_path(path)[0]
     file_format = format_of(path, access)
     with as_source_error(path):
-        return _Opened(path, file_format.open_file(path, access))
+        return _CheckedFile(path, file_format.open_file(path, access))
 
 
 class _OpenObject(OpenFile):
@@ -240,7 +240,7 @@ class _OpenObject(OpenFile):
         pass
 
 
-class _Opened(OpenFile):
+class _CheckedFile(OpenFile):
     """An open file whose arrays raise the errors of `open_source`."""
 
     def __init__(self, path: str, file: OpenFile) -> None:
@@ -306,7 +306,7 @@ def _checked(source: Source) -> Source:
     return source
 
 
-class Found(NamedTuple):
+class FoundArray(NamedTuple):
     """An array that was found, and values of it if these are small: all, or those of `region`, in C order."""
 
     info: ArrayInfo
@@ -373,12 +373,14 @@ class Finder:
             with as_source_error(place):
                 yield place, before, self.file(place).state()
 
-    def find(self, path_or_object: Any, dataset: str | None, needs_numbers: bool = False, look: Look = _look_at_all) -> Found:
+    def find(
+        self, path_or_object: Any, dataset: str | None, needs_numbers: bool = False, look: Look = _look_at_all
+    ) -> FoundArray:
         """The array's metadata, as from `find_array`, and its values if what `look` wants of it is small."""
         path = as_path(path_or_object)
         if path is None:
             info = check_loadable(_info_of_object(path_or_object, dataset, self._access), needs_numbers)
-            return Found(look(info, None)[0])
+            return FoundArray(look(info, None)[0])
         if dataset is None:
             path, dataset = split_path(path)
         refuse_leftover(path)
@@ -408,7 +410,9 @@ class Finder:
             infos = file_format.sketch_arrays(path, self._access, most, like)
         return infos[:most], most is not None and len(infos) > most
 
-    def find_below(self, path_or_object: Any, group: str, with_dimensions: bool = False) -> tuple[list[Found], list[ArrayInfo]]:
+    def find_below(
+        self, path_or_object: Any, group: str, with_dimensions: bool = False
+    ) -> tuple[list[FoundArray], list[ArrayInfo]]:
         """All arrays below a group (empty: the root) that can be loaded, and those that hold no numbers. In the file's order.
 
         Links to the group are followed, those below it are not. A netCDF dimension without a variable holds no numbers, unless
@@ -447,11 +451,11 @@ class Finder:
             raise no_arrays_below(path, group, infos)
         return [self._looked_at(path, info, _look_at_all) for info in found], left_out
 
-    def _looked_at(self, path: str, info: ArrayInfo, look: Look) -> Found:
+    def _looked_at(self, path: str, info: ArrayInfo, look: Look) -> FoundArray:
         """An array that was found without being opened here. If values of it may be small, it is opened."""
         is_large = look is _look_at_all and self._tuning is not None and not is_small(info, self._tuning)
         if self._tuning is None or is_large:
-            return Found(look(info, None)[0])
+            return FoundArray(look(info, None)[0])
         try:
             with closing(self.file(path).open(info.dataset)) as source:
                 # Opened once more, so it may be another one. Compared as text, because a NaN is not equal to itself.
@@ -459,14 +463,14 @@ class Finder:
                     return self._found(info, source, look)
         except Exception as error:  # the normal load reports it
             let_interruption_pass(error)
-        return Found(look(info, None)[0])
+        return FoundArray(look(info, None)[0])
 
-    def _found(self, info: ArrayInfo, source: Source, look: Look) -> Found:
+    def _found(self, info: ArrayInfo, source: Source, look: Look) -> FoundArray:
         info, region = look(info, source)
         if region is None:
-            return Found(info)
+            return FoundArray(info)
         region = None if region.shape == info.shape else region
-        return Found(info, self._values(source, region), region)
+        return FoundArray(info, self._values(source, region), region)
 
     def _values(self, source: Source, region: Region | None) -> memoryview | None:
         """All values, or those of a region, if they are small and fit beside those that others have."""

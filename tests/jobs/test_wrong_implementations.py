@@ -21,7 +21,7 @@ from tests.tiers import thorough
 SCRIPT = Path(__file__).parent / "scripts" / "wrong.py"
 
 Said = dict[str, Any]
-Found = dict[tuple[str, str], list[Said]]
+ShardFindings = dict[tuple[str, str], list[Said]]
 
 LAYOUT = ("ShardloadError", "but JAX's index map says that its devices hold")
 LISTS = ("PeerError", "the sender's list of regions is not the one that was expected")
@@ -92,7 +92,7 @@ WAYS: dict[str, dict[str, str]] = {
 
 def meet_defects(
     folder: Path, *names: str, mpi: str, way: str = "", env: Mapping[str, str] | None = None, timeout: float = 240
-) -> Found:
+) -> ShardFindings:
     """What each rank says of each defect and way of verifying."""
     command = ["-W", "error", SCRIPT, folder, *names]
     env = {"PYTHONPATH": str(ROOT), **(WAYS[way] if env is None else env)}
@@ -106,7 +106,7 @@ class Travelled:
     """What was said where parts travelled in this way, and which tables are true there."""
 
     way: str
-    said: Found
+    said: ShardFindings
 
     @property
     def by_index(self) -> dict[str, tuple[str, str]]:
@@ -208,13 +208,13 @@ WAITS = [("mpich", "shared memory"), ("openmpi", "messages")]
 
 
 @pytest.fixture(scope="module", params=thorough(WAITS, WAITS[1:]), ids=" ".join)
-def left_waiting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
+def left_waiting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ShardFindings:
     mpi, way = request.param
     return meet_defects(tmp_path_factory.mktemp("waiting"), *ALONE, mpi=mpi, way=way, timeout=90)
 
 
 @pytest.mark.parametrize("case", ALONE)
-def test_defect_that_leaves_a_rank_waiting(left_waiting: Found, case: str) -> None:
+def test_defect_that_leaves_a_rank_waiting(left_waiting: ShardFindings, case: str) -> None:
     """Wrong if the rank waited for ever: all must raise, whoever is at fault."""
     for said in (said for (name, _), said in left_waiting.items() if name == case):
         assert len({(one["type"], one["text"]) for one in said}) == 1

@@ -67,7 +67,7 @@ def paths(comm: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]
     return on_root(comm, write)
 
 
-def load_many(arrays: list[tuple[Any, Any, Any, dict[str, Any]]], comm: Any = None) -> execution.Loaded:
+def load_many(arrays: list[tuple[Any, Any, Any, dict[str, Any]]], comm: Any = None) -> execution.LoadResult:
     """Load arrays of which each has a path, a mesh, a spec and keywords of `load`."""
     paths, meshes, specs, given = map(list, zip(*arrays, strict=True))
     options = options_of("load", vars(DEFAULTS) | given[0])
@@ -76,13 +76,13 @@ def load_many(arrays: list[tuple[Any, Any, Any, dict[str, Any]]], comm: Any = No
         return call.load_all()
 
 
-def load(paths: dict[str, str], names: tuple[str, ...], comm: Any = None, **common: Any) -> execution.Loaded:
+def load(paths: dict[str, str], names: tuple[str, ...], comm: Any = None, **common: Any) -> execution.LoadResult:
     own = {"odd": {"pad": -1}}
     calls = [(paths[n], mesh_of(), SPECS.get(n, P("a")), {"dataset": n, **own.get(n, {}), **common}) for n in names]
     return load_many(calls, comm)
 
 
-def check_all(loaded: execution.Loaded, names: tuple[str, ...], note: object = "") -> None:
+def check_all(loaded: execution.LoadResult, names: tuple[str, ...], note: object = "") -> None:
     assert len(loaded.arrays) == len(names)
     for x, name in zip(loaded.arrays, names, strict=True):
         values = ramp(shapes()[name], DTYPES[name])

@@ -18,7 +18,7 @@ import zarr
 from shardload import PeerError, SourceError, VerifyError
 from shardload.comm.group import group_of
 from shardload.engine import file_target as writing
-from shardload.engine.file_target import Chunk, FileTarget, Written
+from shardload.engine.file_target import Chunk, FileTarget, WriteCounts
 from shardload.engine.session import Round
 from shardload.formats.saving import make_sink
 from shardload.formats.sink import ArraySpec, Compression, Encoder, Sink
@@ -78,7 +78,7 @@ def rounds_of(
         yield [Chunk(name, region, one.reshape(region.shape)) for name, region, one in copies]
 
 
-def write(comm: Any, path: Path, *, change: Callable[[int], None] = lambda k: None, **options: Any) -> Written:
+def write(comm: Any, path: Path, *, change: Callable[[int], None] = lambda k: None, **options: Any) -> WriteCounts:
     """Write the arrays of this format."""
     kind = options.pop("format", None)
     specs = SPECS | (SHARDED if path.suffix == ".zarr" and kind != "zarr2" else {})

@@ -31,7 +31,7 @@ from shardload.errors import ConfigError, SourceError
 from shardload.formats.growing import Growing, GrowingSink
 from shardload.formats.hdf5.growable import file_state, spec_of, unfit
 from shardload.formats.hdf5.ledger import Ledger, LedgerFile, old_file
-from shardload.formats.hdf5.on_disk import SUPERBLOCK_NBYTES, UnknownError, end_of, with_end
+from shardload.formats.hdf5.on_disk import SUPERBLOCK_NBYTES, UnknownStructureError, end_of, with_end
 from shardload.formats.hdf5.sink import Hdf5Encoder, Hdf5Writer, LedgerCatalog, PlacedChunks
 from shardload.formats.sink import Catalog, Decode, Ticket, Writer
 from shardload.planning.region import Region
@@ -167,7 +167,7 @@ class Hdf5GrowthCatalog(LedgerCatalog):
         """Have the library make the arrays longer."""
         try:
             self._old_end = end_of(os.pread(descriptor, SUPERBLOCK_NBYTES, 0))
-        except UnknownError as error:
+        except UnknownStructureError as error:
             raise unfit(f"'{self.path}'", error) from error
         library = self._library = LedgerFile(self.path, Ledger(descriptor, self._old_end), self._sink.alignment)
         try:

@@ -31,7 +31,7 @@ Read = Callable[[int, int], bytes]
 """``read(offset, nbytes)``: bytes of the file."""
 
 
-class UnknownError(ValueError):
+class UnknownStructureError(ValueError):
     """The file has something that is not known here. Its text follows "it has"."""
 
 
@@ -78,9 +78,9 @@ _ALL = 0xFFFFFFFF
 
 
 def end_of(head: bytes) -> int:
-    """The end of the file for HDF5, by its first bytes: it may be longer. UnknownError if they are no superblock."""
+    """The end of the file for HDF5, by its first bytes: it may be longer. UnknownStructureError if they are no superblock."""
     if len(head) < SUPERBLOCK_NBYTES or not head.startswith(_SIGNATURE) or head[8] not in _END_AT:
-        raise UnknownError(f"no superblock that is known here; it begins with {head[:9]!r}")
+        raise UnknownStructureError(f"no superblock that is known here; it begins with {head[:9]!r}")
     return _int(head, _END_AT[head[8]])
 
 
@@ -120,7 +120,7 @@ class Message:
 
 
 def read_header(read: Read, address: int) -> list[Message]:
-    """The messages of the object header at an address, in order. UnknownError if it is damaged.
+    """The messages of the object header at an address, in order. UnknownStructureError if it is damaged.
 
     Checksums are not looked at: HDF5 does that when it opens a dataset.
     """
@@ -128,7 +128,7 @@ def read_header(read: Read, address: int) -> list[Message]:
     if head.startswith(b"OHDR"):
         return _read_2(read, address, head)
     if head[:1] != b"\1":
-        raise UnknownError(f"an object header that begins with {head[:4]!r} at {address}")
+        raise UnknownStructureError(f"an object header that begins with {head[:4]!r} at {address}")
     found: list[Message] = []
     todo, total = [(address + 16, _int(head, 8, 4))], 0
     for k, (start, nbytes) in enumerate(todo):  # grows: each continuation is one more block
@@ -141,14 +141,14 @@ def read_header(read: Read, address: int) -> list[Message]:
                 todo.append((_int(data, at + 8), _int(data, at + 16)))
             at += 8 + size
         if at != nbytes:
-            raise UnknownError(f"an object header whose messages have {at} bytes in place of {nbytes}, at {start}")
+            raise UnknownStructureError(f"an object header whose messages have {at} bytes in place of {nbytes}, at {start}")
     return found
 
 
 def _read_2(read: Read, address: int, head: bytes) -> list[Message]:
     flags = head[5]
     if head[4] != 2:
-        raise UnknownError(f"an object header of version {head[4]}")
+        raise UnknownStructureError(f"an object header of version {head[4]}")
     at = _size_at(head)
     width = 1 << (flags & 3)
     nbytes = _int(read(address + at, width), 0, width)
@@ -161,13 +161,13 @@ def _read_2(read: Read, address: int, head: bytes) -> list[Message]:
         data = _block(read, start, length, k, total)
         end = length - 4
         if k and not data.startswith(b"OCHK"):
-            raise UnknownError(f"an object header whose next block begins with {data[:4]!r}, at {start}")
+            raise UnknownStructureError(f"an object header whose next block begins with {data[:4]!r}, at {start}")
         at = first
         while at + prefix <= end:  # what is left may be a gap that is too short for a message
             kind, size, bits = data[at], _int(data, at + 1, 2), data[at + 3]
             content = data[at + prefix : at + prefix + size]
             if at + prefix + size > end:
-                raise UnknownError(f"an object header with a message that is too long, at {start + at}")
+                raise UnknownStructureError(f"an object header with a message that is too long, at {start + at}")
             found.append(Message(kind, bits, content))
             if kind == _CONTINUATION:
                 todo.append((_int(content, 0), 4, _int(content, 8)))
@@ -178,18 +178,18 @@ def _read_2(read: Read, address: int, head: bytes) -> list[Message]:
 def nbytes_of_attributes(read: Read, address: int) -> int:
     """Bytes of an object's attributes that are stored apart from its header, in a heap; 0 if there is none.
 
-    HDF5 says it too, but goes through the index of all chunks of a dataset for it. UnknownError if it cannot be told.
+    HDF5 says it too, but goes through the index of all chunks of a dataset for it. UnknownStructureError if it cannot be told.
     """
     for message in read_header(read, address):
         if message.kind == _ATTRIBUTE_INFO:
             place = _int(message.data, 2 + 2 * (message.data[1] & 1))
             if message.is_shared or message.data[0] != 0:
-                raise UnknownError("attributes of an unknown kind")
+                raise UnknownStructureError("attributes of an unknown kind")
             if place == UNDEFINED:
                 return 0
             heap = read(place, 94)
             if len(heap) < 94 or not heap.startswith(b"FRHP\0"):
-                raise UnknownError(f"a heap of attributes that begins with {heap[:4]!r} at {place}")
+                raise UnknownStructureError(f"a heap of attributes that begins with {heap[:4]!r} at {place}")
             return _int(heap, 54) + _int(heap, 78)  # of blocks for small attributes, and of large ones
     return 0
 
@@ -201,10 +201,10 @@ def _size_at(header: bytes) -> int:
 
 def _block(read: Read, start: int, nbytes: int, k: int, total: int) -> bytes:
     if k > _MOST_BLOCKS or total > _MOST_NBYTES:
-        raise UnknownError(f"an object header that is too long, at {start}")
+        raise UnknownStructureError(f"an object header that is too long, at {start}")
     data = read(start, nbytes)
     if len(data) < nbytes:
-        raise UnknownError(f"an object header that is cut off, at {start}")
+        raise UnknownStructureError(f"an object header that is cut off, at {start}")
     return data
 
 

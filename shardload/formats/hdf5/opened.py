@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar, overload
 import h5py
 
 from shardload.formats.hdf5.names import places_in
-from shardload.formats.hdf5.on_disk import UnknownError, nbytes_of_attributes
+from shardload.formats.hdf5.on_disk import UnknownStructureError, nbytes_of_attributes
 from shardload.formats.hdf5.raw_file import close_all, own_descriptor, raw_file, raw_file_of
 from shardload.storage.local import LocalFile
 
@@ -229,7 +229,7 @@ class OpenDataset(h5py.Dataset):  # type: ignore[misc]  # h5py has no types
         """Bytes of its attributes that are not in its object header."""
         header, raw = header_of(self), self.facts.raw
         if header is not None and raw is not None:
-            with contextlib.suppress(UnknownError, IndexError, OSError):  # then HDF5 says it
+            with contextlib.suppress(UnknownStructureError, IndexError, OSError):  # then HDF5 says it
                 return nbytes_of_attributes(raw.read_at_most, header)
         return _nbytes_of_attributes(h5py.h5o.get_info(self.id))
 

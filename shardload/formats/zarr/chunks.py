@@ -29,7 +29,7 @@ from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.contract.chunk_reader import Encoded, Room, check_box, fresh
 from shardload.formats.contract.dtypes import native_dtype
 from shardload.formats.stored_chunks import Extents, StoredChunks
-from shardload.formats.zarr.metadata import MOST_INDEX_NBYTES, Layout, NotCovered, layout_of
+from shardload.formats.zarr.metadata import MOST_INDEX_NBYTES, NotCovered, ZarrLayout, layout_of
 from shardload.formats.zarr.nodes import ArrayNode
 from shardload.formats.zarr.store import inner_store, open_in
 from shardload.storage.containment import Fence
@@ -73,7 +73,7 @@ def chunk_reader(array: Any, node: ArrayNode, info: ArrayInfo, fence: Fence) -> 
     return kind(folder, layout, info.shape, dtype, fill, fence)
 
 
-def chunk_layout(store: Any, node: ArrayNode, settings: Any = None) -> Layout | None:
+def chunk_layout(store: Any, node: ArrayNode, settings: Any = None) -> ZarrLayout | None:
     """Where the chunks of an array are and how they are encoded, if this module knows both; else None."""
     # A class derived from LocalStore may keep chunks elsewhere, or change them.
     if type(inner_store(store)) is not zarr.storage.LocalStore:
@@ -95,7 +95,7 @@ class ZarrChunks(StoredChunks):
     ----------
     folder : str
         The array's folder.
-    layout : Layout
+    layout : ZarrLayout
         Where the chunks are and how they are encoded.
     shape : tuple of int
         Elements along each axis of the array.
@@ -110,7 +110,7 @@ class ZarrChunks(StoredChunks):
     def __init__(
         self,
         folder: str,
-        layout: Layout,
+        layout: ZarrLayout,
         shape: tuple[int, ...],
         dtype: np.dtype[Any],
         fill: np.ndarray[Any, Any],
@@ -168,7 +168,7 @@ class ShardFiles(ZarrChunks):
     even if another program replaces it.
     """
 
-    def __init__(self, folder: str, layout: Layout, *array: Any) -> None:
+    def __init__(self, folder: str, layout: ZarrLayout, *array: Any) -> None:
         super().__init__(folder, layout, *array)
         self._per_shard = layout.per_shard or ()
         self._most_kept = max(1, min(_MOST_SHARDS, MOST_INDEX_NBYTES // (16 * math.prod(self._per_shard))))
@@ -222,7 +222,7 @@ class ShardFiles(ZarrChunks):
 class _Shard:
     """One open shard file and its index."""
 
-    def __init__(self, file: LocalFile, path: str, layout: Layout) -> None:
+    def __init__(self, file: LocalFile, path: str, layout: ZarrLayout) -> None:
         self.file, self.path, file_nbytes = file, path, file.nbytes
         self.index = np.empty((*(layout.per_shard or ()), 2), dtype="<u8")
         chain = Chain(layout.index_stages, self.index.nbytes)

@@ -27,7 +27,7 @@ from shardload.errors import ConfigError, SourceError
 from shardload.formats.contract.dtypes import native_dtype, refusal
 from shardload.formats.growing import Growing, GrowingSink, meaning_of
 from shardload.formats.sink import ArraySpec, Catalog, Compression
-from shardload.formats.zarr.metadata import Json, Layout, NotCovered
+from shardload.formats.zarr.metadata import Json, NotCovered, ZarrLayout
 from shardload.formats.zarr.nodes import ArrayNode, BrokenNode
 from shardload.formats.zarr.sink import ZarrCatalog, ZarrEncoder, ZarrSink, groups_above, write_file
 from shardload.formats.zarr.store import WatchedStore, open_store
@@ -170,7 +170,7 @@ class GrowthEncoder(ZarrEncoder, Growing):
     def __init__(self, path: str, name: str, known: Json, axis: int, n_new: int) -> None:
         document, dtype = known["metadata"], np.dtype(known["dtype"])
         try:
-            layout = Layout.of(document, dtype)
+            layout = ZarrLayout.of(document, dtype)
             _ = layout.steps  # made now, for the error
             if layout.per_shard is not None and (layout.is_index_first or not layout.has_index_checksum):
                 raise NotCovered("shards whose index is not at the end, with a CRC-32C")

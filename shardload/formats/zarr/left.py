@@ -20,7 +20,7 @@ PART = ".part"  # behind the name of a file until all of it is on disk
 
 
 @dataclass(eq=False)
-class Left:
+class UnfinishedStore:
     """A store that a job has left unfinished.
 
     Attributes
@@ -49,7 +49,7 @@ def open_locked(path: str) -> IO[bytes]:
     return file
 
 
-def find_left(target: str, about: Mapping[str, str]) -> Left | None:
+def find_left(target: str, about: Mapping[str, str]) -> UnfinishedStore | None:
     """The unfinished store of this name that is `about` the same; None if no job has left any. Stores that are whole but for
     their name do not count.
 
@@ -72,7 +72,7 @@ def find_left(target: str, about: Mapping[str, str]) -> Left | None:
         before = json.loads(text or b"{}")
         other = next((key for key in about if before.get(key) != about[key]), None)
         if other is None:
-            return Left(path, head.removeprefix(MARK_BEGINS).split(b" ")[0].decode(), file)
+            return UnfinishedStore(path, head.removeprefix(MARK_BEGINS).split(b" ")[0].decode(), file)
         file.close()
         why = why or f"'{path}' is not of this copy: {other} was {before.get(other, 'nothing')}, and is {about[other]}"
     if why:

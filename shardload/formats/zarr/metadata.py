@@ -1,7 +1,7 @@
 """What does the metadata of a Zarr array say of its chunks: where they are, and how they are encoded? JSON alone.
 
-`Layout.of` reads a document (``zarr.json``, or ``.zarray``), of an array that is read, written or grown. It answers only if it
-understands every key, codec and option. Otherwise it raises `NotCovered`: zarr-python reads such an array, which knows more or
+`ZarrLayout.of` reads a document (``zarr.json``, or ``.zarray``), of an array that is read, written or grown. It answers only if
+it understands every key, codec and option. Otherwise it raises `NotCovered`: zarr-python reads such an array, which knows more or
 says why it cannot, and nothing is appended to it.
 """
 
@@ -119,7 +119,7 @@ def n_in_shard(document: Mapping[str, Any]) -> int:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ZarrLayout:
     """Where the chunks of an array are and how they are encoded.
 
     Attributes
@@ -151,7 +151,7 @@ class Layout:
     is_index_first: bool = False
 
     @classmethod
-    def of(cls, document: Mapping[str, Any], dtype: np.dtype[Any]) -> Layout:
+    def of(cls, document: Mapping[str, Any], dtype: np.dtype[Any]) -> ZarrLayout:
         """Read a document of an array of this type. `NotCovered` if anything in it is unknown here."""
         if refusal(dtype) is not None:
             raise NotCovered(f"values of type {dtype}")
@@ -223,9 +223,9 @@ class Layout:
         return codec, parameters_of(str(codec.zarr), options, itemsize)
 
 
-def layout_of(document: Mapping[str, Any], dtype: np.dtype[Any]) -> Layout:
-    """`Layout.of` of an array whose chunks are decoded here; `NotCovered` if they are not."""
-    layout = Layout.of(document, dtype)
+def layout_of(document: Mapping[str, Any], dtype: np.dtype[Any]) -> ZarrLayout:
+    """`ZarrLayout.of` of an array whose chunks are decoded here; `NotCovered` if they are not."""
+    layout = ZarrLayout.of(document, dtype)
     n = math.prod(layout.per_shard or ())
     _ = layout.stages  # made now, for the error
     if 16 * n > MOST_INDEX_NBYTES:
@@ -233,16 +233,16 @@ def layout_of(document: Mapping[str, Any], dtype: np.dtype[Any]) -> Layout:
     return layout
 
 
-def _layout_2(document: Mapping[str, Any], dtype: np.dtype[Any]) -> Layout:
+def _layout_2(document: Mapping[str, Any], dtype: np.dtype[Any]) -> ZarrLayout:
     stored, separator = document["dtype"], document.get("dimension_separator") or "."
     if not isinstance(stored, str) or native_dtype(np.dtype(stored)) != dtype:
         raise NotCovered(f"the data type {stored!r}")
     if document.get("order", "C") != "C" or separator not in (".", "/"):
         raise NotCovered(f"values in the order {document.get('order')!r}, or keys with {separator!r}")
-    return Layout(2, _ints(document["chunks"]), "", separator, np.dtype(stored), chain_of(document))
+    return ZarrLayout(2, _ints(document["chunks"]), "", separator, np.dtype(stored), chain_of(document))
 
 
-def _layout_3(document: Mapping[str, Any], dtype: np.dtype[Any]) -> Layout:
+def _layout_3(document: Mapping[str, Any], dtype: np.dtype[Any]) -> ZarrLayout:
     _check_known("metadata", document, _KEYS_3)
     if document["data_type"] != dtype.name or document.get("storage_transformers"):
         raise NotCovered(f"the data type {document['data_type']!r}, or storage transformers")
@@ -254,7 +254,7 @@ def _layout_3(document: Mapping[str, Any], dtype: np.dtype[Any]) -> Layout:
         raise NotCovered(f"the chunk keys {key_name!r} with {dict(key)}")
     prefix, outer, chain = "c" + separator if key_name == "default" else "", _ints(grid["chunk_shape"]), chain_of(document)
     if [name for name, _ in chain] != [_SHARDING]:
-        return Layout(3, outer, prefix, separator, *_serialized(chain, dtype))
+        return ZarrLayout(3, outer, prefix, separator, *_serialized(chain, dtype))
     options = chain[0][1]
     _check_known("shards", options, {"chunk_shape", "codecs", "index_codecs", "index_location"})
     inner, place = _ints(options["chunk_shape"]), options.get("index_location", "end")
@@ -263,7 +263,7 @@ def _layout_3(document: Mapping[str, Any], dtype: np.dtype[Any]) -> Layout:
         raise NotCovered("shards that are no multiple of their chunks")
     if index not in (_INDEX_CHAIN, _INDEX_CHAIN[:1]) or place not in ("start", "end"):
         raise NotCovered(f"shards whose index has the codecs {index} at {place!r}")
-    return Layout(
+    return ZarrLayout(
         3,
         inner,
         prefix,

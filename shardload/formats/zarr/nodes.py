@@ -30,7 +30,7 @@ from shardload.formats.zarr.metadata import Json, chain_of, names_of
 register()
 
 
-class UnknownError(ValueError):
+class UnknownCodecError(ValueError):
     """zarr-python does not know a codec or a type. The text says so in words that follow "holds"."""
 
     def __init__(self, text: str, *, is_type: bool) -> None:
@@ -104,14 +104,14 @@ class ArrayNode:
 
     @cached_property
     def metadata(self) -> Any:
-        """What zarr-python makes of it. `UnknownError` if it does not know a codec or the type; others for damage."""
+        """What zarr-python makes of it. `UnknownCodecError` if it does not know a codec or the type; others for damage."""
         try:
             with quiet():
                 return (ArrayV2Metadata if self.version == 2 else ArrayV3Metadata).from_dict(self.document)
         except (numcodecs.errors.UnknownCodecError, zarr.errors.UnknownCodecError) as error:
             names = [name for name in names_of(self.document) if name not in SURVIVED]
             told = next((name for name in names if name in str(error).lower()), "")[:80]
-            raise UnknownError(
+            raise UnknownCodecError(
                 f"chunks encoded with the codec '{printable(told)}', which is not installed here: install the package that it "
                 "comes from",
                 is_type=False,
@@ -122,7 +122,7 @@ class ArrayNode:
             kind = self.document.get("data_type") or self.document.get("dtype")
             kind = kind.get("name") if isinstance(kind, Mapping) else kind
             text = f"values of the type '{printable(str(kind)[:80])}', which zarr-python does not know"
-            raise UnknownError(text, is_type=True) from error
+            raise UnknownCodecError(text, is_type=True) from error
 
     @property
     def codec(self) -> str:

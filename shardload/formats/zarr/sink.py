@@ -38,8 +38,8 @@ from shardload.formats.sink import (
     with_dims,
 )
 from shardload.formats.zarr.encodings import document_of, fill_of, group_document, plain_attrs
-from shardload.formats.zarr.left import PART, Left, find_left, open_locked, whole_files
-from shardload.formats.zarr.metadata import Json, Layout
+from shardload.formats.zarr.left import PART, UnfinishedStore, find_left, open_locked, whole_files
+from shardload.formats.zarr.metadata import Json, ZarrLayout
 from shardload.planning.grid import unravel
 from shardload.planning.region import Region
 from shardload.storage.leftovers import ROOTS
@@ -59,7 +59,7 @@ _TAKEN = {"zarr.json", ".zarray", ".zgroup", ".zattrs", ".zmetadata", FOLDER_MAR
 class ZarrEncoder(Encoder):
     """See `Encoder`."""
 
-    def __init__(self, path: str, name: str, spec: ArraySpec, document: Json, layout: Layout, fill: Any) -> None:
+    def __init__(self, path: str, name: str, spec: ArraySpec, document: Json, layout: ZarrLayout, fill: Any) -> None:
         self.name, self.spec, self.document, self.layout = name, spec, document, layout
         self._chain = EncodeChain(layout.steps, spec.chunks, spec.dtype, fill)
         self._info = ArrayInfo(
@@ -77,7 +77,7 @@ class ZarrEncoder(Encoder):
     def new(cls, path: str, name: str, spec: ArraySpec, version: int) -> ZarrEncoder:
         """That of a new array."""
         document = document_of(name, spec, version)
-        return cls(path, name, spec, document, Layout.of(document, spec.dtype), fill_of(spec))
+        return cls(path, name, spec, document, ZarrLayout.of(document, spec.dtype), fill_of(spec))
 
     @property
     def is_asked(self) -> bool:
@@ -126,7 +126,7 @@ class ZarrSink(Sink):
     """
 
     about: Mapping[str, str] | None = None
-    left: Left | None = None
+    left: UnfinishedStore | None = None
 
     def __init__(
         self,

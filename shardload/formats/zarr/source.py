@@ -39,7 +39,7 @@ from shardload.formats.zarr.chunks import ZarrChunks, chunk_reader
 from shardload.formats.zarr.codecs import refuse_codecs
 from shardload.formats.zarr.making import properties_of
 from shardload.formats.zarr.metadata import grid_of, is_stacked, n_in_shard, names_of
-from shardload.formats.zarr.nodes import ArrayNode, BrokenNode, GroupNode, UnknownError, quiet
+from shardload.formats.zarr.nodes import ArrayNode, BrokenNode, GroupNode, UnknownCodecError, quiet
 from shardload.formats.zarr.store import (
     WatchedStore,
     close_store,
@@ -328,7 +328,7 @@ def _open_array(store: WatchedStore, path: str, dataset: str, access: Access, *,
         raise KeyError(dataset)
     try:
         info = describe(node, path, dataset, access)
-    except UnknownError as error:
+    except UnknownCodecError as error:
         text = f"'{dataset}' in '{path}' cannot be loaded: it holds {error}."
         raise SourceError(text, path=path, dataset=dataset) from error
     return ZarrSource(node, watch(node, store, dataset), info, access, is_own=is_own)
@@ -368,7 +368,7 @@ def _described(store: WatchedStore, path: str, access: Access) -> Iterator[Array
                 raise node.error
             info = describe(node, path, name, access)
         except Exception as error:
-            if name == "/" and not isinstance(error, UnknownError):
+            if name == "/" and not isinstance(error, UnknownCodecError):
                 raise
             info = _unread(path, name, error)
         yield info
@@ -376,7 +376,7 @@ def _described(store: WatchedStore, path: str, access: Access) -> Iterator[Array
 
 def _unread(path: str, name: str, error: Exception) -> ArrayInfo:
     """What stands for an array or group that cannot be read: it is listed, with the reason."""
-    if not isinstance(error, UnknownError):
+    if not isinstance(error, UnknownCodecError):
         return ArrayInfo(path, name, "Zarr", (), "unknown", refused=f"metadata that cannot be read ({error})")
     # A type is as one of HDF5's that NumPy does not have: no other array has to wait for it.
     return ArrayInfo(path, name, "Zarr", (), "unknown type" if error.is_type else "unknown", refused=str(error))

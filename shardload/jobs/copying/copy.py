@@ -26,14 +26,14 @@ from shardload.comm.agreement import Invocation
 from shardload.comm.environment import mpi_is_off
 from shardload.comm.singletons import refuse_singletons
 from shardload.engine.call import Call, begin_call
-from shardload.engine.file_target import FileTarget, Written
+from shardload.engine.file_target import FileTarget, WriteCounts
 from shardload.engine.session import Round, Session
 from shardload.errors import ConfigError
 from shardload.formats.sink import Sink
 from shardload.jobs.copying.plan import CopyPlan, plan_copy
 from shardload.jobs.copying.reading import CopyRounds, CopySource
-from shardload.jobs.copying.request import PAGE_NBYTES, CopyRequest, Found, find, new_sink, without_what_is_refused
-from shardload.jobs.copying.resume import Done, find_done
+from shardload.jobs.copying.request import PAGE_NBYTES, CopyRequest, SourceArray, find, new_sink, without_what_is_refused
+from shardload.jobs.copying.resume import DoneChunks, find_done
 from shardload.jobs.progress import progress_of
 from shardload.options import INDEX, TIMEOUT
 from shardload.planning.staging import Staging
@@ -50,7 +50,7 @@ class CopyReport:
     ----------
     plan : CopyPlan
         What was planned.
-    written : Written or None
+    written : WriteCounts or None
         What was written; None if it was only planned.
     seconds : float
         On this rank.
@@ -63,7 +63,7 @@ class CopyReport:
     """
 
     plan: CopyPlan
-    written: Written | None = None
+    written: WriteCounts | None = None
     seconds: float = 0.0
     n_decoded: int = 0
     notes: tuple[str, ...] = ()
@@ -126,7 +126,7 @@ def _call(
 class _Contents:
     """What all ranks know after planning."""
 
-    found: list[Found]
+    found: list[SourceArray]
     sink: Sink
     plan: CopyPlan
 
@@ -160,7 +160,7 @@ def _copy(call: Call, request: CopyRequest, contents: _Contents, progress: Any, 
     """Copy what was planned. Collective: yes."""
     group, found, planned = call.group, contents.found, contents.plan
     notes = list(planned.notes)
-    done = Done(planned.specs)
+    done = DoneChunks(planned.specs)
     if request.resume:
         done = find_done(group, contents.sink, [array.full_name for array in found], planned.specs)
         there = f"{done.n:,} of {done.n_all:,} chunks were there already, and were not read back"

@@ -12,7 +12,7 @@ from shardload.comm.topology import Topology
 from shardload.errors import ConfigError
 from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.sink import ArraySpec, Sink
-from shardload.jobs.copying.request import PAGE_NBYTES, STAGING_NBYTES, CopyRequest, Found
+from shardload.jobs.copying.request import PAGE_NBYTES, STAGING_NBYTES, CopyRequest, SourceArray
 from shardload.planning.chunk_shapes import plan_rows
 from shardload.planning.copying import CopiedArray, SlabLayout, count_rounds, plan_array
 from shardload.planning.grid import Grid
@@ -119,13 +119,13 @@ def _text(shape: Sequence[int] | None) -> str:
 
 
 def plan_copy(
-    request: CopyRequest, found: Sequence[Found], sink: Sink, n_ranks: int, machine: Topology, notes: Sequence[str] = ()
+    request: CopyRequest, found: Sequence[SourceArray], sink: Sink, n_ranks: int, machine: Topology, notes: Sequence[str] = ()
 ) -> CopyPlan:
     """The plan of a copy. ConfigError if it does not fit into the staging memory."""
     page = PAGE_NBYTES if machine.n_nodes > 1 else 1
     units, specs = [], []
     reading = _LEAST_READING_NBYTES
-    largest: tuple[int, Found | None] = (0, None)
+    largest: tuple[int, SourceArray | None] = (0, None)
     for one in found:
         spec = sink.arrays[one.full_name].spec
         layout = one.layout()

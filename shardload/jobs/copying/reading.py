@@ -22,8 +22,8 @@ from shardload.formats.contract.format import OpenFile, Source
 from shardload.formats.lookup import open_file, split_path
 from shardload.jobs.consistency import State, check_same_file, check_unchanged
 from shardload.jobs.copying.plan import CopyPlan
-from shardload.jobs.copying.request import CopyRequest, Found
-from shardload.jobs.copying.resume import Done
+from shardload.jobs.copying.request import CopyRequest, SourceArray
+from shardload.jobs.copying.resume import DoneChunks
 from shardload.options import INDEX
 from shardload.planning.copying import plan_copy_rounds
 from shardload.planning.grid import Grid
@@ -57,15 +57,15 @@ class CopyRounds:
     ----------
     group : Group
         The ranks.
-    found : sequence of Found
+    found : sequence of SourceArray
         The arrays.
     plan : CopyPlan
         What is copied.
-    done : Done
+    done : DoneChunks
         Chunks of the target that are there already.
     """
 
-    def __init__(self, group: Group, found: Sequence[Found], plan: CopyPlan, done: Done) -> None:
+    def __init__(self, group: Group, found: Sequence[SourceArray], plan: CopyPlan, done: DoneChunks) -> None:
         self._rank, self._n_ranks, self._found, self._plan, self._done = group.rank, group.size, found, plan, done
 
     def slabs(self) -> Iterator[tuple[list[tuple[int, Region]], bool]]:
@@ -141,7 +141,7 @@ class CopySource(FileSource):
         For each array, those of them that are not stored.
     """
 
-    def __init__(self, group: Group, request: CopyRequest, found: Sequence[Found]) -> None:
+    def __init__(self, group: Group, request: CopyRequest, found: Sequence[SourceArray]) -> None:
         super().__init__(group.rank, request.verify != INDEX)
         self._request, self._found = request, found
         self._file: OpenFile | None = None

@@ -18,7 +18,7 @@ from shardload.errors import ConfigError, printable
 from shardload.formats.access import Access, Limits
 from shardload.formats.contract.array import ArrayInfo, some
 from shardload.formats.contract.format import OpenFile
-from shardload.formats.likeness import KEEP, Asked, attrs_for, bounds_of, spec_like
+from shardload.formats.likeness import KEEP, Overrides, attrs_for, bounds_of, spec_like
 from shardload.formats.lookup import open_file, split_path
 from shardload.formats.saving import SUFFIXES, check_target, format_for, make_sink, refused_group
 from shardload.formats.sink import ArraySpec, Compression, Sink, unopened_by_xarray
@@ -51,7 +51,7 @@ class CopyRequest:
     chunks, shards : tuple of int, None or ``"keep"``
         Layout of the new arrays that have as many axes.
     compression : object
-        As in `Asked`; of the new arrays that have chunks.
+        As in `Overrides`; of the new arrays that have chunks.
     unlimited : tuple of str or int
         Axes that can grow, beside those that can in the source: by name, or by number in the new arrays that are no
         coordinates. Every array that has an axis of that name can grow along it, coordinates too. Arrays in one piece get
@@ -114,7 +114,7 @@ class CopyRequest:
 
 
 @dataclass(frozen=True)
-class Found:
+class SourceArray:
     """One array that is copied.
 
     Attributes
@@ -137,7 +137,7 @@ class Found:
     spec: ArraySpec
     state: State
 
-    def for_others(self) -> Found:
+    def for_others(self) -> SourceArray:
         """What the other ranks know of it."""
         return replace(self, info=replace(self.info, labels=None), spec=replace(self.spec, attrs={}))
 
@@ -169,7 +169,7 @@ class Beside:
     groups: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
-def new_sink(request: CopyRequest, found: Sequence[Found], beside: Beside | None, n_nodes: int) -> Sink:
+def new_sink(request: CopyRequest, found: Sequence[SourceArray], beside: Beside | None, n_nodes: int) -> Sink:
     """The sink of the new file; on other ranks than 0 without what is `beside`."""
     about = {} if beside is None else describe(request, found, beside)
     beside = beside or Beside()
@@ -179,7 +179,7 @@ def new_sink(request: CopyRequest, found: Sequence[Found], beside: Beside | None
     return make_sink(request.target, specs, attrs=groups.get("/", {}), group_attrs=groups, **how)
 
 
-def describe(request: CopyRequest, found: Sequence[Found], beside: Beside) -> dict[str, str]:
+def describe(request: CopyRequest, found: Sequence[SourceArray], beside: Beside) -> dict[str, str]:
     """What a job that resumes must have in common with the one that was killed, on rank 0: in words, for messages."""
     path = split_path(request.source)[0]
     about = {
@@ -205,7 +205,7 @@ def _digest(value: Any) -> str:
     return f"{crc32(repr(value).encode()):08x}"
 
 
-def find(request: CopyRequest) -> tuple[list[Found], Beside, list[str]]:
+def find(request: CopyRequest) -> tuple[list[SourceArray], Beside, list[str]]:
     """On rank 0: the arrays, the attributes of groups, and notes of what is left out."""
     _check_target(request)
     path, inside = split_path(request.source)
@@ -241,7 +241,7 @@ def _links_told(links: Mapping[str, str], all_and: str = "--dataset '*' ") -> li
 
 def _plan_arrays(
     request: CopyRequest, file: OpenFile, infos: dict[str, ArrayInfo], is_all: bool, notes: list[str]
-) -> tuple[list[Found], Beside, list[str]]:
+) -> tuple[list[SourceArray], Beside, list[str]]:
     """What is made of each array."""
     kind = format_for(request.target, request.format)
     described, lost = describe_arrays(file, infos)
@@ -284,7 +284,7 @@ def _plan_arrays(
         if is_text:
             texts[target] = spec
         else:
-            found.append(Found(info, selections[name], target, spec, state))
+            found.append(SourceArray(info, selections[name], target, spec, state))
     if not found:
         raise ConfigError(f"'{request.source}' holds no arrays that could be copied")
     _check_layout(request, [array for array in found if array.info.dataset in main])
@@ -312,8 +312,8 @@ def _plan_arrays(
 
 
 def without_what_is_refused(
-    request: CopyRequest, found: list[Found], about: Beside, error: ConfigError
-) -> tuple[list[Found], Beside, list[str]]:
+    request: CopyRequest, found: list[SourceArray], about: Beside, error: ConfigError
+) -> tuple[list[SourceArray], Beside, list[str]]:
     """What the new file's format can hold, if `error` says that it cannot hold all; and what it cannot, in words. Raises the
     error if that is an array that was named, or none is left.
     """
@@ -401,7 +401,7 @@ def _growing_axes(
     return {name: tuple(k for k in range(len(of_array)) if (name, k) in growing) for name, of_array in dims.items()}
 
 
-def _asked_of(request: CopyRequest, info: ArrayInfo, selection: Selection, is_main: bool, grows: tuple[int, ...]) -> Asked:
+def _asked_of(request: CopyRequest, info: ArrayInfo, selection: Selection, is_main: bool, grows: tuple[int, ...]) -> Overrides:
     """What is asked of one array: layout only if it has as many axes, compression only if it has chunks."""
     ndim = len(selection.shape)
     for_growth: Any = KEEP
@@ -415,7 +415,7 @@ def _asked_of(request: CopyRequest, info: ArrayInfo, selection: Selection, is_ma
     chunks = for_growth if isinstance(chunks, str) else chunks
     has_chunks = (info.chunks is not None if isinstance(chunks, str) else chunks is not None) and ndim > 0
     dtype = None if request.dtype is None or not is_main else np.dtype(request.dtype)
-    return Asked(dtype, chunks, shards, request.compression if has_chunks else KEEP, grows)
+    return Overrides(dtype, chunks, shards, request.compression if has_chunks else KEEP, grows)
 
 
 def _check_request(request: CopyRequest, main: Mapping[str, Described]) -> None:
@@ -424,7 +424,7 @@ def _check_request(request: CopyRequest, main: Mapping[str, Described]) -> None:
             raise ConfigError(f"{info} is {info.dtype}; as {request.dtype} its imaginary part would be lost. Leave dtype= out")
 
 
-def _check_layout(request: CopyRequest, main: Sequence[Found]) -> None:
+def _check_layout(request: CopyRequest, main: Sequence[SourceArray]) -> None:
     """ConfigError if something was asked for that no array can have."""
     for name, sizes in (("chunks", request.chunks), ("shards", request.shards)):
         if isinstance(sizes, tuple) and not any(len(array.spec.shape) == len(sizes) for array in main):

@@ -15,7 +15,7 @@ from shardload.planning.region import Region
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
 
-class Done:
+class DoneChunks:
     """Which chunks of the target are there.
 
     Parameters
@@ -50,7 +50,7 @@ class Done:
         return sum(grid.n_cells for grid in self._grids)
 
 
-def find_done(group: Group, sink: Sink, names: Sequence[str], specs: Sequence[ArraySpec]) -> Done:
+def find_done(group: Group, sink: Sink, names: Sequence[str], specs: Sequence[ArraySpec]) -> DoneChunks:
     """What another job has left of these arrays of a copy, which `sink` takes up. Collective.
 
     Raises
@@ -72,4 +72,4 @@ def find_done(group: Group, sink: Sink, names: Sequence[str], specs: Sequence[Ar
         one_array = np.unpackbits(bits[start : start + n_bytes], count=n_chunks)
         flags.append(one_array.astype(bool).reshape(spec.grid))
         start += n_bytes
-    return Done(specs, flags)
+    return DoneChunks(specs, flags)

@@ -30,7 +30,7 @@ from shardload.formats.access import Access
 from shardload.formats.contract.array import ArrayInfo, Properties, nbytes_of, some
 from shardload.formats.contract.format import OpenFile
 from shardload.formats.diagnosis import as_source_error
-from shardload.formats.likeness import Asked, as_text, attrs_for, bounds_of, same_value, spec_like
+from shardload.formats.likeness import Overrides, as_text, attrs_for, bounds_of, same_value, spec_like
 from shardload.formats.lookup import list_arrays, open_file, split_path
 from shardload.formats.saving import format_for
 from shardload.formats.sink import ArraySpec
@@ -593,7 +593,7 @@ class _Join:
         attrs = times | self._common(f"'{printable(member.name)}'", member.attrs, times)
         properties = replace(member.properties, attrs=attrs, unlimited=(), unread=())
         properties, lost = found_by_name(self._kind, member.name, properties, self._members)
-        as_it_is = Asked(chunks=None, shards=None, compression=None)
+        as_it_is = Overrides(chunks=None, shards=None, compression=None)
         info = replace(member.info, shape=shape)
         spec, notes = spec_like(info, properties, select_axes(None, shape), self._kind, as_it_is)
         self._note(*(f"{what} was left out" for what in member.properties.unread), *lost, *notes)

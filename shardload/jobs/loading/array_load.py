@@ -16,7 +16,7 @@ from shardload.formats.contract.format import Source
 from shardload.formats.labels import OnDemand
 from shardload.formats.lookup import absolute, open_source
 from shardload.jobs.consistency import State, contents_of, is_open
-from shardload.jobs.loading.plan import Layout, Plan
+from shardload.jobs.loading.plan import LoadLayout, Plan
 from shardload.jobs.trees import in_array, naming_errors
 from shardload.options import Options
 
@@ -61,7 +61,7 @@ class ArrayLoad:
         return f"{self.where}, {self.info}" if self.where else str(self.info)
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> LoadLayout:
         """How it lies in its file and over the ranks."""
         return self.kind._layout
 

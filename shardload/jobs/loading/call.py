@@ -34,14 +34,14 @@ from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.contract.format import Source
 from shardload.formats.labelling import SMALL_NBYTES, Labeller, read_labels
 from shardload.formats.labels import Labels, OnDemand
-from shardload.formats.lookup import Finder, Found
+from shardload.formats.lookup import Finder, FoundArray
 from shardload.formats.memory import MemorySource
 from shardload.jobs.consistency import State, check_names, check_unchanged
 from shardload.jobs.loading.array_load import ArrayLoad
 from shardload.jobs.loading.describe import describe_job
-from shardload.jobs.loading.execution import Loaded, Loader, execute
+from shardload.jobs.loading.execution import Loader, LoadResult, execute
 from shardload.jobs.loading.plan import Plan
-from shardload.jobs.loading.planner import Ranks, plan_array, read_in_turn, selection_for, staging_together
+from shardload.jobs.loading.planner import PlannedRanks, plan_array, read_in_turn, selection_for, staging_together
 from shardload.jobs.loading.request import Request, mesh_of, read_requests
 from shardload.jobs.loading.tree_plan import TreePlan
 from shardload.jobs.trees import ArrayTree, Place, in_array, is_one, keys_text, naming_errors, where_text
@@ -192,7 +192,7 @@ class LoadCall:
         return {"path": describe_path(place.path)}
 
     @cached_property
-    def _ranks(self) -> Ranks | None:
+    def _ranks(self) -> PlannedRanks | None:
         """The ranks that make the call; None for an abstract mesh.
 
         Raises
@@ -203,15 +203,15 @@ class LoadCall:
         if self._begun is None:
             return None
         group = self._begun.group
-        return Ranks(group.rank, group.size, rank_of_process(group), group.machine, group.can_send, tuning=self._tuning)
+        return PlannedRanks(group.rank, group.size, rank_of_process(group), group.machine, group.can_send, tuning=self._tuning)
 
-    def ranks_for(self, request: Request) -> Ranks:
+    def ranks_for(self, request: Request) -> PlannedRanks:
         """The ranks that an array is planned for."""
         if self._ranks is not None:
             return self._ranks
         n = request.sharding.mesh.size // request.devices_per_rank
         per_node = None if self._ranks_per_node is None else min(n, int(self._ranks_per_node))
-        return Ranks(0, n, devices_per_rank=request.devices_per_rank, per_node=per_node, tuning=self._tuning)
+        return PlannedRanks(0, n, devices_per_rank=request.devices_per_rank, per_node=per_node, tuning=self._tuning)
 
     def plan(self, root: int | None = None) -> list[ArrayLoad]:
         """Run `find` on one rank and `make` on every rank, and check that all ranks plan the same. Collective.
@@ -228,7 +228,7 @@ class LoadCall:
         loaded = self.load_all(root)
         return self.tree.build(loaded.arrays)
 
-    def load_all(self, root: int | None = None) -> Loaded:
+    def load_all(self, root: int | None = None) -> LoadResult:
         """The same, with what was proven and the report."""
         started = time.perf_counter()
         return self.loader(self.plan(root)).run(started)
@@ -243,7 +243,7 @@ class LoadCall:
         """The plan for the caller, with the executor that can do it later; each array of a tree has one of its own, too."""
         loads = [load.anywhere for load in loads]
         plans = [_with_names(load) for load in loads]
-        run: Callable[[Sequence[Plan]], Loaded] | None = None
+        run: Callable[[Sequence[Plan]], LoadResult] | None = None
         if self._begun is not None:
             agreed = self._begun.asked
             run = partial(execute, self._comm, loads, agreed, self._tuning)
@@ -410,7 +410,7 @@ class LoadCall:
         error.args = (text,)
 
 
-def share_staging(request: Request, ranks: Ranks, loads: list[ArrayLoad]) -> list[ArrayLoad]:
+def share_staging(request: Request, ranks: PlannedRanks, loads: list[ArrayLoad]) -> list[ArrayLoad]:
     """The same loads under one staging cap, which is that of the array that needs most.
 
     Raises
@@ -502,7 +502,7 @@ class _Values:
         self._n = 0
         self._stated: set[str] = set()
 
-    def add(self, found: Found, state: Callable[[], State]) -> list[Any]:
+    def add(self, found: FoundArray, state: Callable[[], State]) -> list[Any]:
         """What the text says of an array: its metadata, and where its values begin (None: they are not sent).
 
         With the first values of each file, also the state of the file in which they were read; and the region of which they

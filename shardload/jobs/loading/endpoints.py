@@ -144,7 +144,7 @@ def _close(source: Source | OpenFile, kind: type[BaseException] | None, *_: obje
         source.close()
 
 
-class _Opened:
+class _OpenArray:
     """An array of a load that this rank has open, if it reads any block of it.
 
     Attributes
@@ -192,7 +192,7 @@ class LoadSource(FileSource):
 
     Attributes
     ----------
-    arrays : list of _Opened
+    arrays : list of _OpenArray
         What was opened of each.
     files : dict
         The state of each file with several arrays that this rank has open, by path.
@@ -201,7 +201,7 @@ class LoadSource(FileSource):
     def __init__(self, loads: Sequence[ArrayLoad], rank: int, tuning: Tuning, shared_paths: Sequence[str]) -> None:
         super().__init__(rank, loads[0].options.checksums, tuning)
         self._loads, self._shared_paths = loads, shared_paths
-        self.arrays = [_Opened(load) for load in loads]
+        self.arrays = [_OpenArray(load) for load in loads]
         self.files: dict[str, State] = {}
 
     def open(self, moves: Sequence[ArrayMove], opened: ExitStack) -> list[OpenArray]:
@@ -220,7 +220,7 @@ class LoadSource(FileSource):
 
     def _check_unchanged(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
-            _each(self.arrays, _Opened.check_unchanged)
+            _each(self.arrays, _OpenArray.check_unchanged)
 
 
 # --- where they go

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 
 from shardload.arrays.padding import loaded_as
-from shardload.arrays.verification import Found, VerifyReport, agree_all
+from shardload.arrays.verification import ShardFindings, VerifyReport, agree_all
 from shardload.comm.agreement import Invocation
 from shardload.comm.group import Group
 from shardload.engine.call import begin_call
@@ -33,7 +33,7 @@ from shardload.formats.contract.array import some
 from shardload.jobs.consistency import N_SUMS, State, check_same, to_sums, version_in, version_of_state
 from shardload.jobs.loading.array_load import ArrayLoad
 from shardload.jobs.loading.endpoints import DeviceTarget, LoadSource, OpenSources, moves_of
-from shardload.jobs.loading.plan import Layout, Plan
+from shardload.jobs.loading.plan import LoadLayout, Plan
 from shardload.jobs.loading.report import ArrayReport, LoadReport, Phase, join_proven, make_report
 from shardload.jobs.progress import progress_of
 from shardload.jobs.trees import keys_text
@@ -52,7 +52,7 @@ _MOST_TOLD = 8  # arrays with missing chunks in one message
 
 
 @dataclass(frozen=True, eq=False)
-class Loaded:
+class LoadResult:
     """The result of a job: the arrays in order, what was proven of each, and what makes one report for all."""
 
     arrays: list[jax.Array]
@@ -65,7 +65,7 @@ class Loaded:
         return self.make_report()
 
 
-def execute(comm: Any, loads: Sequence[ArrayLoad], agreed: Invocation, tuning: Tuning, plans: Sequence[Plan]) -> Loaded:
+def execute(comm: Any, loads: Sequence[ArrayLoad], agreed: Invocation, tuning: Tuning, plans: Sequence[Plan]) -> LoadResult:
     """Agree that all ranks execute the same plans, then load. Collective.
 
     Parameters
@@ -115,13 +115,13 @@ class Loader:
         self._options = loads[0].options
         self._name = _name_of(loads)
 
-    def run(self, started: float) -> Loaded:
+    def run(self, started: float) -> LoadResult:
         """Load the arrays. The report counts seconds from `started`, a value of `time.perf_counter`."""
         group, loads, options = self._group, self._loads, self._options
         group.watch.begin(self._name, options.timeout)
         shares = not self._is_here and self._shares
         nbytes = (shared_nbytes(self._staging) if self._reads else 0) if shares else None
-        checked = [Found() for _ in loads]
+        checked = [ShardFindings() for _ in loads]
         with Session(group, f"{self._agreed.digest:016x}", shared_nbytes=nbytes, checksums=options.checksums) as session:
             target = DeviceTarget(loads, group.rank, session.errors)
             source = LoadSource(loads, group.rank, self._tuning, self._shared_paths)
@@ -154,7 +154,7 @@ class Loader:
         """Compare arrays, in the order of the loads, with their files."""
         group, loads = self._group, self._loads
         states: list[State] = [None] * len(loads)
-        found, errors = [Found() for _ in loads], FirstError()
+        found, errors = [ShardFindings() for _ in loads], FirstError()
         group.watch.begin(self._name, self._options.timeout)
         group.watch.enter("verify")
         with errors:
@@ -192,7 +192,7 @@ class Loader:
         return [path for path, count in n.items() if count > 1]
 
     @cached_property
-    def _layouts(self) -> list[Layout]:
+    def _layouts(self) -> list[LoadLayout]:
         return list({id(load.layout): load.layout for load in self._loads}.values())  # many arrays share theirs
 
     @cached_property
@@ -223,10 +223,10 @@ class Loader:
 
     # --- what this rank does
 
-    def _check(self, target: DeviceTarget) -> list[Found]:
+    def _check(self, target: DeviceTarget) -> list[ShardFindings]:
         """Verify what the devices of this process hold, at the level that the caller asked for."""
         if self._options.verify == INDEX:  # `assemble` has compared each shard
-            return [Found(n_shards=len(load.kind.sharding.addressable_devices)) for load in self._loads]
+            return [ShardFindings(n_shards=len(load.kind.sharding.addressable_devices)) for load in self._loads]
         checked = []
         with ExitStack() as opened:
             # Of one array the verifier opens the source itself.
@@ -238,7 +238,7 @@ class Loader:
                     checked.append(verifier.check(own.array, self._group.rank, held))
         return checked
 
-    def _counts(self, session: Session, source: LoadSource, target: DeviceTarget, checked: list[Found]) -> list[int]:
+    def _counts(self, session: Session, source: LoadSource, target: DeviceTarget, checked: list[ShardFindings]) -> list[int]:
         """What the last agreement sums over the ranks: counts for the report, and numbers that compare the ranks' files."""
         counts = [session.counters.n_checksums]
         for opened, own, proven in zip(source.arrays, target.arrays, checked, strict=True):
@@ -251,7 +251,9 @@ class Loader:
 
     # --- what all ranks do together
 
-    def _agree(self, totals: list[int], session: Session, target: DeviceTarget, checked: list[Found], started: float) -> Loaded:
+    def _agree(
+        self, totals: list[int], session: Session, target: DeviceTarget, checked: list[ShardFindings], started: float
+    ) -> LoadResult:
         """What the ranks have agreed on: the report, and whether all read the same file. `totals`: sums of `_counts`."""
         arrays = [own.array for own in target.arrays if own.array is not None]
         if len(arrays) < len(self._loads):
@@ -285,7 +287,7 @@ class Loader:
         self._warn_of_packed()
         seconds = time.perf_counter() - started
         device = Phase(sum(own.device_seconds for own in target.arrays), target.nbytes)
-        return Loaded(arrays, proven, lambda: self._report(costs, n_parts, proven, seconds, counters, device))
+        return LoadResult(arrays, proven, lambda: self._report(costs, n_parts, proven, seconds, counters, device))
 
     def _report(
         self,

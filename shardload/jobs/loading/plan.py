@@ -34,7 +34,7 @@ Executor = Callable[[Sequence["Plan"]], Any]  # returns what was loaded: `arrays
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class LoadLayout:
     """How an array lies in its file and over the ranks, and how many threads may read it.
 
     Attributes
@@ -102,14 +102,14 @@ class Plan:
     staging_is_raised: bool = field(default=False, kw_only=True)
     is_decoded: bool = field(default=False, kw_only=True)
     n_nodes: int = field(default=1, kw_only=True)
-    _layouts: Mapping[str, Layout] = field(kw_only=True)  # for each way of reading
+    _layouts: Mapping[str, LoadLayout] = field(kw_only=True)  # for each way of reading
     _executor: Executor | None = field(default=None, kw_only=True)
     # Of the last execution, or nothing. Only this changes in a plan, and each copy has its own.
     _reports: list[LoadReport] = field(default_factory=list, init=False)
     _versions: list[Version | None] = field(default_factory=list, init=False)  # of the file that it read
 
     @property
-    def _layout(self) -> Layout:
+    def _layout(self) -> LoadLayout:
         return self._layouts[self.readers]
 
     @property

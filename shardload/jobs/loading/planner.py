@@ -22,7 +22,7 @@ from shardload.arrays.sharding import layout_shards, padded_shape, read_halo, re
 from shardload.comm.topology import UNKNOWN_NBYTES, Topology
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.contract.array import ArrayInfo
-from shardload.jobs.loading.plan import Layout, Plan
+from shardload.jobs.loading.plan import LoadLayout, Plan
 from shardload.jobs.loading.request import Request
 from shardload.options import AUTO, Options, pad_value
 from shardload.planning.blocks import BLOCKS_PER_OWNER, LONGEST_ROW_NBYTES, plan_blocks, plan_row_chunks
@@ -49,7 +49,7 @@ _NO_MPI = "without MPI these processes can send each other nothing"
 
 
 @dataclass(frozen=True)
-class Ranks:
+class PlannedRanks:
     """The ranks that a load is planned for, as plain numbers.
 
     Attributes
@@ -95,7 +95,7 @@ class Ranks:
         return (UNKNOWN_NBYTES if self.topology is None else self.topology.memory_nbytes) // _SHARE
 
 
-def _max_block_nbytes(ranks: Ranks, staging_nbytes: int, nbytes: int = 0) -> int:
+def _max_block_nbytes(ranks: PlannedRanks, staging_nbytes: int, nbytes: int = 0) -> int:
     """Cap on the bytes of a block of an array of `nbytes`."""
     tuning, cap = ranks.tuning, ranks.tuning.block_between_nodes_nbytes
     if ranks.n_nodes == 1:
@@ -111,7 +111,7 @@ def selection_for(options: Options, info: ArrayInfo) -> Selection:
         raise ConfigError(f"{error} ({info} has shape {info.shape})") from None
 
 
-def plan_array(request: Request, ranks: Ranks, info: ArrayInfo, selection: Selection) -> Plan:
+def plan_array(request: Request, ranks: PlannedRanks, info: ArrayInfo, selection: Selection) -> Plan:
     """Plan the load of an array in a file from its metadata."""
     decoding = decoding_for(request.options, info)
     source = _source_layout(request.options, info, selection, decoding)
@@ -132,7 +132,7 @@ def plan_array(request: Request, ranks: Ranks, info: ArrayInfo, selection: Selec
         raise ConfigError(
             f"readers is {readers!r}, but {_NO_MPI}: pass readers='direct' (or 'auto'), or start the job under MPI"
         )
-    layouts = {mode: Layout(source, schedules[mode], ranks.n_threads, decoding) for mode in MODES if mode in schedules}
+    layouts = {mode: LoadLayout(source, schedules[mode], ranks.n_threads, decoding) for mode in MODES if mode in schedules}
     mode, why = _choose(layouts, readers, ranks)
     return Plan(
         info,
@@ -147,7 +147,7 @@ def plan_array(request: Request, ranks: Ranks, info: ArrayInfo, selection: Selec
     )
 
 
-def plan_scatter(request: Request, ranks: Ranks, info: ArrayInfo, root: int, as_it_is: bool) -> Plan:
+def plan_scatter(request: Request, ranks: PlannedRanks, info: ArrayInfo, root: int, as_it_is: bool) -> Plan:
     """Plan the scatter of an array in the memory of `root`; `as_it_is` if it can be sent from views."""
     if not ranks.can_send:
         raise ConfigError(f"scatter sends from one rank to the others, but {_NO_MPI}: start the job under MPI")
@@ -171,11 +171,11 @@ def plan_scatter(request: Request, ranks: Ranks, info: ArrayInfo, root: int, as_
         ROOT,
         why,
         request.options.staging_nbytes,
-        _layouts={ROOT: Layout(source, schedule, ranks.n_threads)},
+        _layouts={ROOT: LoadLayout(source, schedule, ranks.n_threads)},
     )
 
 
-def staging_together(layouts: Sequence[Layout], staging_nbytes: int, most_nbytes: Callable[[], int]) -> int:
+def staging_together(layouts: Sequence[LoadLayout], staging_nbytes: int, most_nbytes: Callable[[], int]) -> int:
     """The staging cap for several arrays: `staging_nbytes`, or if that is too little what they need, up to `most_nbytes()`.
 
     Raises
@@ -194,7 +194,7 @@ def staging_together(layouts: Sequence[Layout], staging_nbytes: int, most_nbytes
     return staging_nbytes
 
 
-def read_in_turn(ranks: Ranks, plans: Sequence[Plan]) -> list[Plan]:
+def read_in_turn(ranks: PlannedRanks, plans: Sequence[Plan]) -> list[Plan]:
     """The plans of many arrays, so that one rank reads each of the small ones which several would have read together.
 
     A rank then opens fewer arrays, and there are fewer and larger blocks. Arrays of the same plan and reader share the new one.
@@ -243,7 +243,7 @@ def _is_worth_turns(plan: Plan) -> bool:
     return is_shared and 0 < math.prod(plan.shape) * plan.dtype.itemsize <= _IN_TURN_NBYTES
 
 
-def _read_by(ranks: Ranks, plan: Plan, rank: int, per_owner: int) -> Plan:
+def _read_by(ranks: PlannedRanks, plan: Plan, rank: int, per_owner: int) -> Plan:
     """The plan with one rank as the only reader."""
     layout = plan._layout
     max_nbytes = _max_block_nbytes(ranks, plan.staging_nbytes)
@@ -284,7 +284,7 @@ def _target_dtype(dtype: np.dtype[Any] | None, info: ArrayInfo, found: np.dtype[
     return found if dtype is None else dtype
 
 
-def _lay_out(request: Request, ranks: Ranks, shape: tuple[int, ...], dtype: np.dtype[Any], name: str) -> Shards:
+def _lay_out(request: Request, ranks: PlannedRanks, shape: tuple[int, ...], dtype: np.dtype[Any], name: str) -> Shards:
     """Cut the array by its sharding, and check dtype, axes, processes and JAX's index map."""
     sharding, pad = request.sharding, request.options.pad
     axes = read_spec(sharding, len(shape))
@@ -334,7 +334,7 @@ def _refuse_lossy(dtype: np.dtype[Any], name: str) -> None:
             )
 
 
-def _staging_for(request: Request, ranks: Ranks, info: ArrayInfo, source: SourceLayout) -> int:
+def _staging_for(request: Request, ranks: PlannedRanks, info: ArrayInfo, source: SourceLayout) -> int:
     """The staging cap in bytes: what was asked for, or what the chunks need if that is "auto".
 
     Raises
@@ -359,7 +359,7 @@ def _staging_for(request: Request, ranks: Ranks, info: ArrayInfo, source: Source
     )
 
 
-def _choose(layouts: Mapping[str, Layout], readers: str | int, ranks: Ranks) -> tuple[str, str]:
+def _choose(layouts: Mapping[str, LoadLayout], readers: str | int, ranks: PlannedRanks) -> tuple[str, str]:
     """The way of reading that the caller asked for, or the better one, and the reason for it."""
     if list(layouts) == [DIRECT]:
         return DIRECT, f"{_NO_MPI}: each rank reads what it holds"

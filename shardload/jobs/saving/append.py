@@ -24,7 +24,7 @@ import numpy as np
 
 from shardload.arrays.disassemble import DeviceSource
 from shardload.comm.group import Group
-from shardload.engine.file_target import Chunk, FileTarget, Written
+from shardload.engine.file_target import Chunk, FileTarget, WriteCounts
 from shardload.engine.session import Round, Session
 from shardload.errors import ConfigError, ShardloadError, SourceError
 from shardload.formats.access import Access
@@ -294,7 +294,7 @@ class _Appending(Saving):
         self._opened = ExitStack()
         self._again: list[tuple[str, tuple[int, ...]]] = []  # stored chunks that share a file with new ones
 
-    def _report(self, written: Written, counters: Counters, started: float) -> AppendReport:
+    def _report(self, written: WriteCounts, counters: Counters, started: float) -> AppendReport:
         made = super()._report(written, counters, started)
         grown = {name: (one.old, one.new_shape[one.axis]) for name, one in self._grows.items()}
         values = {one.name: getattr(made, one.name) for one in fields(made)}

@@ -21,7 +21,7 @@ from shardload.formats.contract.array import ArrayInfo, Properties, some
 from shardload.formats.diagnosis import as_source_error
 from shardload.formats.growing import units_of
 from shardload.formats.labelling import SMALL_NBYTES
-from shardload.formats.likeness import KEEP, Asked, named_beside, spec_like
+from shardload.formats.likeness import KEEP, Overrides, named_beside, spec_like
 from shardload.formats.lookup import find_array, open_file
 from shardload.formats.netcdf import NETCDF_TYPES
 from shardload.formats.sink import ArraySpec
@@ -141,7 +141,7 @@ def _like(array: ToSave, model: _Model, kind: str) -> tuple[ToSave, list[str]]:
     if _is_decoded(array, properties.dtype.kind, attrs):  # they would be so a second time
         attrs = {key: value for key, value in attrs.items() if key not in PACKING.union(OF_STORED)}
     shards = KEEP if array.shards is None else array.shards
-    how = Asked(None, chunks, shards, array.compression if array.is_packing_told else KEEP)
+    how = Overrides(None, chunks, shards, array.compression if array.is_packing_told else KEEP)
     as_new = replace(properties, attrs=attrs, dtype=array.dtype)
     found, notes = spec_like(info, as_new, select_axes(None, info.shape), kind, how)
     dims = array.dims
@@ -226,7 +226,7 @@ def _coordinates(array: ToSave, model: _Model, kind: str, passed: Collection[str
                 yield None, [f"'{place}', with the axes {properties.dims} and shape {info.shape}, {why}"]
                 continue
             todo.append(place)
-            as_it_is = Asked(chunks=None, shards=None, compression=None)
+            as_it_is = Overrides(chunks=None, shards=None, compression=None)
             spec, notes = spec_like(info, properties, select_axes(None, info.shape), kind, as_it_is)
             x = model.values[place].astype(spec.dtype, copy=False)
             yield ToSave(new_name, x, x.shape, spec.dtype, None, None, None, spec.dims, _with_marker(spec, properties)), notes

@@ -28,7 +28,7 @@ from shardload.arrays.local_shards import LocalShards, check_replicas
 from shardload.comm.agreement import Invocation
 from shardload.comm.group import Group
 from shardload.engine.call import begin_call, unforeseen
-from shardload.engine.file_target import Chunk, FileTarget, Written
+from shardload.engine.file_target import Chunk, FileTarget, WriteCounts
 from shardload.engine.session import Round, Session, shared_nbytes
 from shardload.errors import (
     ConfigError,
@@ -258,7 +258,7 @@ class Saving:
     def _run(self, session: Session, source: DeviceSource, target: FileTarget) -> None:
         session.run(map(self._round, self._plan._rounds), source, target)
 
-    def _report(self, written: Written, counters: Counters, started: float) -> SaveReport:
+    def _report(self, written: WriteCounts, counters: Counters, started: float) -> SaveReport:
         return SaveReport(
             path=self._plan.path,
             format=self._plan.format,

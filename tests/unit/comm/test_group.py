@@ -751,7 +751,7 @@ def test_a_wait_does_not_fail_because_no_thread_can_ask_who_has_left(monkeypatch
 
 def test_a_call_in_a_signal_handler_can_take_what_the_thread_holds() -> None:
     """Wrong if it waited for ever, because the thread was in one of these few lines at that moment: nothing watches there."""
-    for lock in (mpi._keeping, mpi.Kept().making, groups._making, scratch._sharing, garbage._lock):
+    for lock in (mpi._keeping, mpi.CommunicatorValue().making, groups._making, scratch._sharing, garbage._lock):
         with lock:
             assert lock.acquire(blocking=False)
             lock.release()

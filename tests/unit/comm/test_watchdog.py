@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from shardload.comm.stall_report import Ranks, RankState, text_of
+from shardload.comm.stall_report import RankState, RankStates, text_of
 from shardload.comm.tracebacks import text_of as shown_of
 from shardload.comm.watchdog import Watchdog, beat_seconds
 from shardload.errors import PeerError, StallError
@@ -409,7 +409,7 @@ def test_each_beat_is_a_line_in_the_log(caplog: pytest.LogCaptureFixture) -> Non
 def test_of_many_ranks_a_few_are_named() -> None:
     heard = {rank: RankState(1, 1, "exchange", f"chunk ({rank},)") for rank in range(10)}
     lost = {rank: RankState(1, 1, "open") for rank in range(10, 20)}
-    text = text_of("'f.h5'", 900, Ranks(range(20, 4000), lost, heard))
+    text = text_of("'f.h5'", 900, RankStates(range(20, 4000), lost, heard))
     assert "ranks 20, 21, 22, 23 and 3976 more did not come to this call, or are held up" in text
     assert "ranks 10, 11, 12, 13 and 6 more are held up or gone" in text
     assert "rank 3 is reading chunk (3,)" in text and "rank 4 is" not in text and "6 more ranks are reading" in text

@@ -9,7 +9,7 @@ import h5py
 import numpy as np
 import pytest
 
-from shardload.formats.hdf5.on_disk import SUPERBLOCK_NBYTES, UnknownError, end_of, lookup3, read_header, with_end
+from shardload.formats.hdf5.on_disk import SUPERBLOCK_NBYTES, UnknownStructureError, end_of, lookup3, read_header, with_end
 
 # Keywords of h5py.File; what must be in the file: version of its superblock, first byte of a dataset's header.
 KINDS: dict[str, tuple[dict[str, Any], int, bytes]] = {
@@ -58,7 +58,7 @@ def test_the_end_of_a_file(kind: str) -> None:
         else:
             assert opens
     for wrong in (b"", data[:20], b"x" * SUPERBLOCK_NBYTES, head[:8] + b"\x09" + head[9:]):
-        with pytest.raises(UnknownError, match="no superblock"):
+        with pytest.raises(UnknownStructureError, match="no superblock"):
             end_of(wrong)
 
 
@@ -77,9 +77,9 @@ def test_damaged_headers() -> None:
         address = h5py.h5o.get_info(file["x"].id).addr
     assert len(read_header(reader(bytes(data)), address)) > 9
     data = data.replace(b"OCHK", b"OCHX")
-    with pytest.raises(UnknownError, match="next block begins with"):
+    with pytest.raises(UnknownStructureError, match="next block begins with"):
         read_header(reader(bytes(data)), address)
-    with pytest.raises(UnknownError, match="that begins with"):
+    with pytest.raises(UnknownStructureError, match="that begins with"):
         read_header(reader(bytes(data)), address + 4)
-    with pytest.raises(UnknownError, match="cut off"):
+    with pytest.raises(UnknownStructureError, match="cut off"):
         read_header(reader(bytes(data[: address + 40])), address)

@@ -230,7 +230,7 @@ PARTS = [
 ]
 
 
-def part_of(path: str, name: str, region: Region, **more: Any) -> lookup.Found:
+def part_of(path: str, name: str, region: Region, **more: Any) -> lookup.FoundArray:
     with Finder(lookup.STRICT, Tuning(**more)) as finder:
         return finder.find(path, name, look=lambda info, _: (info, region))
 
