@@ -1,8 +1,8 @@
 """What does the metadata of a Zarr array say of its chunks: where they are, and how they are encoded? JSON alone.
 
 `ZarrLayout.of` reads a document (``zarr.json``, or ``.zarray``), of an array that is read, written or grown. It answers only if
-it understands every key, codec and option. Otherwise it raises `NotCovered`: zarr-python reads such an array, which knows more or
-says why it cannot, and nothing is appended to it.
+it understands every key, codec and option. Otherwise it raises `NotCovered`: zarr-python reads such an array, which knows more
+or says why it cannot, and nothing is appended to it.
 """
 
 from __future__ import annotations
