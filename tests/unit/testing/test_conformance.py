@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -414,6 +415,10 @@ def claims_by_suffix(self: RawFormat, path: str) -> bool:
     return ".bin" not in path and os.path.isfile(path)
 
 
+def claims_at_all_costs(self: RawFormat, path: str) -> bool:
+    return Path(path).read_bytes()[:4] == MARK
+
+
 def leaking(self: RawFormat, path: str) -> tuple[dict[str, Any], int]:
     kept_open.append(os.open(path, os.O_RDONLY))
     return RawFormat.header(self, path)
@@ -462,9 +467,16 @@ WRONG: dict[str, tuple[Format, str, str]] = {
     "one buffer for all": (read_wrongly(shared_memory), "several threads", "wrong values of"),
     "bound to a thread": (read_wrongly(in_its_own_thread), "read from any thread", "RuntimeError: made in another thread"),
     "dtype named otherwise": (with_info(dtype=lambda info: f"<{info.dtype}"), "as it is", "expected 'float32', NumPy's name"),
+    "numbers of NumPy": (with_info(nbytes_stored=lambda _: np.int64(3)), "as it is", "cannot be sent to another rank"),
     "chunks of nothing": (with_info(chunks=lambda info: (0,) * len(info.shape)), "as it is", "positive length for each"),
     "state is made up": (source_with(state=lambda _: (1, 2)), "state that changes", r"is \(1, 2\) before and after"),
     "no state": (source_with(state=lambda _: None), "state that changes", "is None: nobody would notice"),
+    "state goes on": (
+        source_with(state=lambda _: (time.perf_counter_ns(),)),
+        "stays while nothing changes",
+        "nothing has changed",
+    ),
+    "all chunks missing": (source_with(missing=lambda *_: [(0,) * 4]), "no chunk as missing that was", "."),
     "missing chunks untold": (source_with(missing=lambda *_: []), "chunks that are missing", r"is \[\], expected \[\(0, 1\)\]"),
     "plain is something else": (
         source_with(plain=lambda self, r: self.values()[r.slices()] * 2),
@@ -482,9 +494,11 @@ WRONG: dict[str, tuple[Format, str, str]] = {
     "KeyError for damage": (raising(KeyError), "where a file was cut", "says that the file is sound"),
     "no memory for damage": (raising(lambda _: MemoryError()), "where a file was cut", "MemoryError"),
     "the caller's error for damage": (raising(ConfigError), "where a file was cut", "ConfigError.*instead of SourceError"),
+    "exit for damage": (raising(SystemExit), "where a file was cut", "SystemExit"),
     "list_arrays imports": (format_with(list_arrays=importing), "imports neither JAX nor MPI", "import of jax halted"),
     "claims by suffix": (format_with(claims_path=claims_by_suffix), "claims its own files", "not claimed under the name"),
     "claims all": (format_with(claims_path=lambda *_: True), "claims no other files", "an empty file is claimed"),
+    "claims_path raises": (format_with(claims_path=claims_at_all_costs), "claims no other files", "Is.*Directory"),
     "claims objects": (format_with(claims_object=lambda *_: True), "claims no other files", "the object None is claimed"),
     "lists too little": (format_with(list_arrays=lambda *a: RawFormat.list_arrays(*a)[1:]), "lists every array", "are listed"),
     "opens any name": (
