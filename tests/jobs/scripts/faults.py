@@ -119,6 +119,7 @@ def on_call(right: Callable[..., Any], k: int, fault: Callable[[], None], stays:
         is_met = not arguments or file_of(arguments[0]) in (None, at_fault[0])
         n[0] += is_met
         if is_met and (n[0] == k or (stays and n[0] > k)):
+            met[0] += 1
             fault()
         return right(*arguments, **options)
 
@@ -126,6 +127,7 @@ def on_call(right: Callable[..., Any], k: int, fault: Callable[[], None], stays:
 
 
 at_fault = ["good.h5"]  # the path of the array that something happens to
+met = [0]  # how often it has happened
 
 
 def file_of(reader: Any) -> str | None:
@@ -144,12 +146,18 @@ def no_memory() -> None:
 
 
 def no_space(nbytes: int) -> Segment:
+    met[0] += 1
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def short(right: Callable[..., int]) -> Callable[..., int]:
     """A file system that gives at most 7 bytes at a time."""
-    return lambda descriptor, buffers, offset: right(descriptor, [memoryview(buffers[0]).cast("B")[:7]], offset)
+
+    def call(descriptor: int, buffers: Any, offset: int) -> int:
+        met[0] += 1
+        return right(descriptor, [memoryview(buffers[0]).cast("B")[:7]], offset)
+
+    return call
 
 
 def truncate(path: str) -> None:
@@ -274,14 +282,14 @@ def survive_one(name: str, readers: Any, own: Any, in_tree: bool) -> None:
     path = at_fault[0] = path_of()
     rank = first_reader(readers, in_tree) if where is None else where
     said: dict[str, Any] = {"rank": comm.rank, "case": name, "readers": readers, "tree": in_tree, "type": None, "text": ""}
-    started = time.perf_counter()
+    started, met[0] = time.perf_counter(), 0
     try:
         with patch() if comm.rank == rank else ExitStack():
             x = (load_tree if in_tree else load)(path, readers, comm=own)
         check(x, ramp(SHAPE), mesh_of(), SPEC, name)
     except shardload.ShardloadError as error:
         said |= {"type": type(error).__name__, "text": str(error), "chunk": getattr(error, "chunk", None)}
-    said["seconds"] = round(time.perf_counter() - started, 2)
+    said |= {"seconds": round(time.perf_counter() - started, 2), "met": met[0]}
     print(json.dumps(said), flush=True)
     check(load(comm=own), ramp(SHAPE), mesh_of(), SPEC, name)
 

@@ -87,13 +87,13 @@ def patched(where: Any, name: str, value: Any) -> Iterator[None]:
 
 @case("transposed layout", spec=P("a", "b"))
 def _(stack: ExitStack) -> None:
-    right = plan.plan_shards
+    right = layout.plan_shards
     stack.enter_context(patched(layout, "plan_shards", lambda shape, axes, ranks: right(shape, axes[::-1], ranks)))
 
 
 @case("axes in a group exchanged", spec=P(("a", "b")))
 def _(stack: ExitStack) -> None:
-    right = plan.plan_shards
+    right = layout.plan_shards
     wrong = lambda shape, axes, ranks: right(shape, [cut[::-1] for cut in axes], ranks)  # noqa: E731
     stack.enter_context(patched(layout, "plan_shards", wrong))
 
@@ -104,7 +104,7 @@ def _(stack: ExitStack) -> None:
         made = right(shape, axes, ranks)
         return replace(made, ranks=made.ranks[:, :1])
 
-    right = plan.plan_shards
+    right = layout.plan_shards
     stack.enter_context(patched(layout, "plan_shards", wrong))
 
 
@@ -115,7 +115,7 @@ def _(stack: ExitStack) -> None:
 
 @case("device id taken for place in the mesh", spec=P("a", "b"), mesh="turned")
 def _(stack: ExitStack) -> None:
-    right = plan.plan_shards
+    right = layout.plan_shards
     wrong = lambda shape, axes, ranks: right(shape, axes, np.sort(ranks, axis=None).reshape(ranks.shape))  # noqa: E731
     stack.enter_context(patched(layout, "plan_shards", wrong))
 
