@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any, Self
@@ -291,23 +291,25 @@ def _arrays_of(tree: Any, dataset: Any) -> dict[str, Any]:
             "Leave it out; a dict in the dict is a group: {'group': {'rho': rho}}"
         )
     arrays: dict[str, Any] = {}
-
-    def walk(group: Mapping[Any, Any], above: str) -> None:
-        for key, value in group.items():
-            if not isinstance(key, str) or not key.strip("/"):
-                raise ConfigError(f"a key is {key!r}; expected an array's name in the file, such as 'rho' or 'group/rho'")
-            name = f"{above}/{key.strip('/')}"
-            if isinstance(value, Mapping):
-                walk(value, name)
-            elif name in arrays:
-                raise ConfigError(f"two arrays are called '{name}'. Rename one of them")
-            else:
-                arrays[name] = value
-
-    walk(tree, "")
+    for name, array in _named_in(tree, ""):
+        if name in arrays:
+            raise ConfigError(f"two arrays are called '{name}'. Rename one of them")
+        arrays[name] = array
     if not arrays:
         raise ConfigError("there are no arrays to save: the dict is empty")
     return arrays
+
+
+def _named_in(group: Mapping[Any, Any], above: str) -> Iterator[tuple[str, Any]]:
+    """The arrays of a dict of dicts, with their full names. Not a closure: one that calls itself would keep the arrays."""
+    for key, value in group.items():
+        if not isinstance(key, str) or not key.strip("/"):
+            raise ConfigError(f"a key is {key!r}; expected an array's name in the file, such as 'rho' or 'group/rho'")
+        name = f"{above}/{key.strip('/')}"
+        if isinstance(value, Mapping):
+            yield from _named_in(value, name)
+        else:
+            yield name, value
 
 
 def _checked(name: str, x: Any) -> Any:
