@@ -65,7 +65,7 @@ def _select(select: Any) -> Any:
 
 
 def _per_axis(name: str, is_value: Callable[[Any], bool], kind: Callable[[Any], Any], expected: str) -> Callable[[Any], Any]:
-    """The check of a value for all axes, for each axis, or by the numbers of axes. Whether the array has them, a plan says."""
+    """The check of a value for all axes, for each axis, or by the numbers of axes. The plan checks that the array has them."""
 
     def check(given: Any) -> Any:
         is_dict, is_list = isinstance(given, Mapping), isinstance(given, (tuple, list))
@@ -326,37 +326,37 @@ class Option:
         return self.name if self.field is None else self.field
 
 
-_FILE, _LOADS, _ARRAYS, _ALL = ("load", "plan", "verify"), ("load", "plan"), ("load", "plan", "scatter"), (
+_FILE, _LOADS, _ARRAYS, _PLANNED = ("load", "plan", "verify"), ("load", "plan"), ("load", "plan", "scatter"), (
     "load", "plan", "scatter", "verify",
 )  # fmt: skip
 _SAVES = ("save", "plan_save")
-_ADDS = (*_SAVES, "append")
+_WRITES = (*_SAVES, "append")
 
 
 _MODES = ("w-", "w")
 # An option of each array that is saved: the request of the array has it, and no `Options`.
-_EACH: Mapping[str, Any] = {"is_shared": False, "field": "", "is_one": _is_no_dict}
+_OF_EACH: Mapping[str, Any] = {"is_shared": False, "field": "", "is_one": _is_no_dict}
 
 
-def _in_saves(default: Any) -> Mapping[str, Any]:
-    return MappingProxyType(dict.fromkeys(_ADDS, default))
+def _in_writes(default: Any) -> Mapping[str, Any]:
+    return MappingProxyType(dict.fromkeys(_WRITES, default))
 
 
 _DECLARED = (
     Option(
-        "dataset", None, 'Name of the array, or several names; "group/*" or "*" for all below.', (*_FILE, *_ADDS), _dataset,
-        is_shared=False, flag="--dataset", other_defaults=_in_saves("data"),
+        "dataset", None, 'Name of the array, or several names; "group/*" or "*" for all below.', (*_FILE, *_WRITES), _dataset,
+        is_shared=False, flag="--dataset", other_defaults=_in_writes("data"),
     ),
     Option(
         "select", None, 'Load a part, as NumPy would index it: "0,:,10:20"; or by names: "time=-1"', _FILE, _select,
         is_shared=False, is_one=_is_one_selection, may_be_dict=True, flag="--select",
     ),
-    Option("dtype", None, "Cast to this type: float32", _ALL, _dtype, str, is_shared=False, flag="--dtype"),
+    Option("dtype", None, "Cast to this type: float32", _PLANNED, _dtype, str, is_shared=False, flag="--dtype"),
     Option(
         "decode", None, "Apply scale_factor, add_offset and fill values.", _FILE,
         _choice("decode", DECODE, _OF_DECODE), str, is_shared=False, flag="--decode",
     ),
-    Option("pad", None, "Pad axes that do not divide evenly with this value: 0", _ALL, is_shared=False, flag="--pad"),
+    Option("pad", None, "Pad axes that do not divide evenly with this value: 0", _PLANNED, is_shared=False, flag="--pad"),
     Option(
         "halo", 0, "Rows of its neighbours that each shard has on either side.", _FILE, _halo, is_shared=False,
         is_one=_is_one_halo,
@@ -370,13 +370,13 @@ _DECLARED = (
         choices=READERS, flag="--readers",
     ),
     Option(
-        "staging", AUTO, "Memory for reading, per process: 1GiB; auto: 256MiB, or what the chunks need.", (*_ALL, *_ADDS),
+        "staging", AUTO, "Memory for reading, per process: 1GiB; auto: 256MiB, or what the chunks need.", (*_PLANNED, *_WRITES),
         _staging, str,
         flag="--staging",
     ),
     Option(
-        "verify", INDEX, "How to verify: index, checksum, file (some regions) or full (all).", (*_ARRAYS, *_ADDS),
-        _choice("verify", VERIFY), str, choices=VERIFY, flag="--verify", other_defaults=_in_saves(CHECKSUM),
+        "verify", INDEX, "How to verify: index, checksum, file (some regions) or full (all).", (*_ARRAYS, *_WRITES),
+        _choice("verify", VERIFY), str, choices=VERIFY, flag="--verify", other_defaults=_in_writes(CHECKSUM),
     ),
     Option(
         "how", FULL, "What `verify` compares: index, checksum, file (some regions) or full (all).", ("verify",),
@@ -386,15 +386,15 @@ _DECLARED = (
     Option("seed", 0, "Seed for the random regions of how='file'.", ("verify",), field=""),
     Option("root", 0, "The rank that has the array.", ("scatter",), field=""),
     Option(
-        "comm", None, "The ranks that take part: an mpi4py communicator; None: COMM_WORLD.", (*_ALL, *_ADDS), text=None,
+        "comm", None, "The ranks that take part: an mpi4py communicator; None: COMM_WORLD.", (*_PLANNED, *_WRITES), text=None,
         field="",
     ),
     Option(
-        "progress", None, "A progress bar on rank 0 (None: for large loads in a terminal), or a function.", (*_ARRAYS, *_ADDS),
-        _progress, text=None,
+        "progress", None, "A progress bar on rank 0 (None: for large loads in a terminal), or a function.",
+        (*_ARRAYS, *_WRITES), _progress, text=None,
     ),
     Option(
-        "timeout", TIMEOUT, "Seconds without progress on any rank after which a call fails; None: never.", (*_ARRAYS, *_ADDS),
+        "timeout", TIMEOUT, "Seconds after which a call fails if no rank makes progress; None: never.", (*_ARRAYS, *_WRITES),
         _seconds,
     ),
     Option(
@@ -433,28 +433,30 @@ _DECLARED = (
     ),
     Option(
         "chunks", AUTO, "Elements of a chunk along each axis; auto; None: one piece. Or a dict by name.", _SAVES,
-        _sizes("chunks", (AUTO, None)), **_EACH,
+        _sizes("chunks", (AUTO, None)), **_OF_EACH,
     ),
     Option(
         "shards", None, "Zarr: elements of a file along each axis, of several chunks. Or a dict by name.", _SAVES,
-        _sizes("shards", (None,)), **_EACH,
+        _sizes("shards", (None,)), **_OF_EACH,
     ),
     Option(
         "compression", None, "gzip, zstd, blosc, lz4, ... or a dict with level and shuffle. Or a dict by name.", _SAVES,
-        _compression, **_EACH,
+        _compression, **_OF_EACH,
     ),
-    Option("dims", None, "Name of each axis. Or a dict by name.", _SAVES, _dims, **_EACH),
+    Option("dims", None, "Name of each axis. Or a dict by name.", _SAVES, _dims, **_OF_EACH),
     Option(
         "unlimited", None, "Axes that can grow (append): names in dims, or numbers. Or a dict by name.", _SAVES, _unlimited,
-        **_EACH,
+        **_OF_EACH,
     ),
     Option(
-        "attrs", None, "Attributes of the array; of several a dict by name: / the file, g/ a group.", _SAVES, _attrs, **_EACH,
+        "attrs", None, "Attributes of the array; of several a dict by name: / the file, g/ a group.", _SAVES, _attrs,
+        **_OF_EACH,
     ),
-    Option("shape", None, "Shape without padding, which is not written. Or a dict by name.", _ADDS, **_EACH),
-    Option("plan", None, "The plan that loaded the array, or a dict by name: padding is not written.", _ADDS, **_EACH),
+    Option("shape", None, "Shape without padding, which is not written. Or a dict by name.", _WRITES, **_OF_EACH),
+    Option("plan", None, "The plan that loaded the array, or a dict by name: padding is not written.", _WRITES, **_OF_EACH),
     Option(
-        "like", None, 'An array whose layout and attributes are taken: "in.h5:/rho". Or a dict by name.', _SAVES, _like, **_EACH
+        "like", None, 'An array whose layout and attributes are taken: "in.h5:/rho". Or a dict by name.', _SAVES, _like,
+        **_OF_EACH,
     ),
     Option("dim", "time", "The axis along which arrays grow: its name in the file, or its number.", ("append",), _dim,
            field=""),
@@ -473,7 +475,7 @@ _TEXTS = tuple((option.name, option.kept_as, option.text) for option in _KEPT if
 # Options of single arrays that are loaded, of which a caller may pass prefix trees. (The tree of names is another matter.)
 OWN = tuple(option for option in _KEPT if not option.is_shared and option.name != "dataset")
 EACH_SAVED = tuple(option for option in _DECLARED if option.is_one is _is_no_dict)  # the same of those that are saved
-_CALLS = (*_ALL, *_ADDS)
+_CALLS = (*_PLANNED, *_WRITES)
 _TAKEN = {call: tuple(option.name for option in _KEPT if call in option.calls) for call in _CALLS}
 
 
@@ -526,7 +528,7 @@ class Options:
     progress : bool, callable or None
         As in `load`: show a bar or not, or a function; None: for large loads in a terminal or a notebook.
     timeout : float or None
-        Seconds without progress on any rank after which a call fails; None: never.
+        Seconds after which a call fails if no rank makes progress; None: never.
     missing : str
         ``"warn"``, ``"error"`` or ``"fill"``: what to do about missing chunks.
     allow_external : bool
@@ -567,8 +569,8 @@ class Options:
     def limits(self) -> Limits | None:
         """The limits of helper processes; None if this process reads by itself.
 
-        Memory: all that `staging` allows. Time for one answer: a quarter of `timeout`. So the error that names the chunk comes
-        before the StallError, even if it takes two answers to find out which chunk it is.
+        Memory: all that `staging` allows. Time for one reply of a helper process: a quarter of `timeout`. So the error that
+        names the chunk comes before the StallError, even if it takes two replies to find out which chunk it is.
         """
         from shardload.formats.access import Limits
 

@@ -42,7 +42,7 @@ _LATE_BEATS = 6  # more than the monitor needs, so that its own decision comes f
 _LEARN_BEATS = 3  # until every waiting rank has looked
 _LONGEST_NAME = 500  # characters, so that a beat stays a short message
 _BEAT, _ALIVE, _STALLED = "beat", "alive", "stalled"
-_MOST_APART = 2  # ranks that warn if ranks cannot send messages: one of them may be the late one
+_N_WARNING_RANKS = 2  # ranks that warn if ranks cannot send messages: one of them may be the late one
 _NOTICE_BEATS = 2  # progress is sent at the next beat, and read at the monitor's next beat
 _NO_MONITOR = "nothing was heard of rank 0, which watches over the others"
 _APART = "this process waits for others"
@@ -180,7 +180,7 @@ class Watchdog:
             self._due = self._clock() + self._interval
             self._n_beats += 1
             self._judge_departed()
-            if self._n_beats * self._interval >= NOTICE_SECONDS and self._rank < _MOST_APART:
+            if self._n_beats * self._interval >= NOTICE_SECONDS and self._rank < _N_WARNING_RANKS:
                 self._warn(self._n_beats, _APART)
 
     def close(self) -> None:

@@ -97,7 +97,7 @@ class Call:
             if made is None:
                 raise unfound or unplanned or ConfigError("nothing was planned")
         finally:
-            del unfound, unplanned  # an error that stays a variable keeps the arrays of its calls: see `let_go`
+            del unfound, unplanned  # an error that stays a variable keeps the arrays of its calls: see `system.garbage.let_go`
         self.asked = agreed
         return made
 
@@ -123,7 +123,7 @@ def begin_call(
     comm : mpi4py.MPI.Comm, optional
         The communicator that the caller passed.
     timeout : float, optional
-        Seconds without progress after which the call fails.
+        Seconds after which the call fails if no rank makes progress.
     watched_as : str
         The call in messages of the watchdog; by default the title of `asked`.
     process : callable, optional

@@ -2,12 +2,11 @@
 
     session = Session(group, digest, shared_nbytes=..., checksums=...)      # on all ranks
     with session:
-        session.begin()                             # all ranks are ready, or all raise what one of them lacks
-        session.run(rounds, source, target)         # in each round: make memory, stage, exchange, take
+        session.run(rounds, source, target)         # in each round: make memory, stage, agree, exchange, take
 
 A load is a session of one round; a save and a copy have as many as their memory cap asks for. This is the one place where
-rounds make collective calls, so a rank never waits for another inside what a source or a target does, and what fails there is
-kept (`Session.errors`) until the ranks agree.
+rounds make collective calls, but for `TargetEndpoint.take`. So a rank never waits for another while it stages or makes memory,
+and what fails there is kept (`Session.errors`) until the ranks agree.
 
 A session uses the group that it is given and nothing else that other calls share. One that goes on in the background while the
 program makes other calls needs a group over a communicator of its own.
@@ -130,7 +129,7 @@ class Session:
             self._staged[1].__exit__(kind)
         self._staged = None
 
-    def begin(self) -> None:
+    def agree(self) -> None:
         """Raise what went wrong on any rank until now. Collective."""
         self._group.agree(self.errors.take())
 
@@ -152,7 +151,7 @@ class Session:
                 if round_.moves:
                     source.stage(round_.moves, self._resources(round_), opened)
             if round_.is_shared:
-                self.begin()  # a rank that cannot read or receive says so before anything is sent
+                self.agree()  # a rank that cannot read or receive says so before anything is sent
             # A thread of the target may have failed since: the others expect what this rank sends all the same.
             if round_.moves and (round_.is_shared or not self.errors):
                 self._exchange(round_, tags)
@@ -178,10 +177,10 @@ class Session:
         self.counters.add(counters)
         if failed is not None:
             self.errors.keep(failed)
-        del failed  # an error that stays a variable keeps the arrays of its calls: see `let_go`
+        del failed  # an error that stays a variable keeps the arrays of its calls: see `system.garbage.let_go`
 
     def _resources(self, round_: Round) -> Resources:
-        """Buffers and threads of a round: those of the round before, if they are as planned."""
+        """Buffers and threads of a round: those of the round before, if it had the same staging."""
         staging, segments = round_.staging, self._segments if round_.is_shared else {}
         if self._staged is not None:
             if self._staged[0] == staging and self._staged[1].segments == segments:

@@ -29,7 +29,7 @@ _LEAST_NBYTES = 1 << 14  # of a request; plain chunks that need shorter ones are
 
 @dataclass(slots=True)
 class Extents:
-    """Where the chunks of a box that one object has are stored in it.
+    """Where one object stores its chunks of a box.
 
     Attributes
     ----------
@@ -40,7 +40,7 @@ class Extents:
     numbers : ndarray or None
         The numbers of these chunks in the box; None for all of them, in C order.
     skipped : mapping
-        As in `Encoded`.
+        Of the chunks with these numbers in the box, the codecs that were left out when they were stored.
     """
 
     stored: StoredObject
@@ -85,7 +85,7 @@ class StoredChunks(ChunkReader):
         check_box(box, self.counts)
         extents = self.locate(box)
         for extent in extents:
-            self._check(extent)
+            self._check_within_object(extent)
         ranges = [Ranges(extent.offsets, extent.sizes) for extent in extents]
         memory, begin = room(sum(wanted.nbytes for wanted in ranges)), 0
         if len(extents) == 1 and extents[0].numbers is None:
@@ -101,7 +101,7 @@ class StoredChunks(ChunkReader):
             skipped.update(extent.skipped)
         return Encoded(data, skipped)
 
-    def _check(self, extent: Extents) -> None:
+    def _check_within_object(self, extent: Extents) -> None:
         offsets, sizes = extent.offsets.view(np.uint64), extent.sizes.view(np.uint64)  # what is negative is far too large
         if not len(offsets):
             return
@@ -146,6 +146,6 @@ class StoredChunks(ChunkReader):
             return False
         if len(sizes) > 1 and (sizes != self.chain.nbytes).any():
             return False
-        self._check(extents[0])
+        self._check_within_object(extents[0])
         extents[0].stored.read_ranges(ranges, out.reshape(-1).view(np.uint8))
         return True

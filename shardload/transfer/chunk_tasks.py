@@ -62,7 +62,7 @@ class _Read:
     box, region, in_file
         The chunks in the grid of the loaded array, their elements in the block, and the chunks in the file's grid.
     own, sent
-        What goes to pieces of this rank, and what other ranks need of it that is not decoded in its place.
+        What goes to pieces of this rank, and what must still be copied into the tile for other ranks.
     target : ndarray or None
         Where the chunks are decoded; None for scratch memory.
     stays : bool
@@ -118,12 +118,12 @@ class ChunkTasks:
         self._reader, self._layout, self._local, self._scratch = reader, layout, local, scratch
         self._names, self._counts, self._convert, self._n_threads = names, counts, convert, n_threads
         self._room = partial(scratch.bytes, "stored")
-        self._most = batch_nbytes // max(1, layout.chunk_nbytes)
+        self._chunks_per_box = batch_nbytes // max(1, layout.chunk_nbytes)
         self._chunk_room = aligned(layout.chunk_size * layout.wide_itemsize)
         self._is_plain = layout.codec == "none"
         selection, chunk_shape = layout.selection, layout.chunk_shape or ()
         self._chunk_shape = chunk_shape
-        self._first = tuple(a // c for a, c in zip(selection.region.start, chunk_shape, strict=True))
+        self._first_chunk = tuple(a // c for a, c in zip(selection.region.start, chunk_shape, strict=True))
         kept, n = set(selection.kept), len(chunk_shape)
         # Of a buffer with an axis for each axis of the box, then one for each axis of a chunk: what the selection keeps.
         inside = (slice(None) if k in kept else selection.region.start[k] % chunk_shape[k] for k in range(n))
@@ -131,7 +131,7 @@ class ChunkTasks:
         # Axes behind the first one along which a chunk has several elements: see `_stage`.
         cell = layout.chunks.cell
         self._inner = range(next((k for k, length in enumerate(cell) if length > 1), len(cell)) + 1, len(cell))
-        self._is_cell = math.prod(cell) == layout.chunk_size
+        self._keeps_whole_chunks = math.prod(cell) == layout.chunk_size
 
     def needs_slot(self, block: Block) -> bool:
         """True if a block needs a staging buffer, for the parts that other ranks need."""
@@ -140,7 +140,7 @@ class ChunkTasks:
     def tasks(self, staged: StagedBlock) -> list[Callable[[Counters], None]]:
         """The tasks that read a block; they may run at the same time."""
         axes = self._layout.chunks.meeting_axes(staged.block.region)
-        most = max(1, min(self._most, -(-math.prod(map(len, axes)) // self._n_threads)))
+        most = max(1, min(self._chunks_per_box, -(-math.prod(map(len, axes)) // self._n_threads)))
         self._stage(staged, axes, most > 1)
         boxes = list(cut_box(axes, most))
         # Each task takes every n-th box, so that all end at about the same time.
@@ -155,7 +155,7 @@ class ChunkTasks:
         nbytes = region.size * layout.dtype.itemsize
         if nbytes > staged.slot.data.nbytes or all(len(axis) == 1 for axis in axes):
             return
-        if are_small or layout.casts or (self._is_cell and all(len(axes[k]) == 1 for k in self._inner)):
+        if are_small or layout.casts or (self._keeps_whole_chunks and all(len(axes[k]) == 1 for k in self._inner)):
             staged.whole = Piece(region, staged.slot.data[:nbytes].view(layout.dtype).reshape(region.shape))
             staged.tiles.append(staged.whole)
 
@@ -166,7 +166,7 @@ class ChunkTasks:
                 self._read_box(staged, read, counters)
 
     def _reads(self, staged: StagedBlock, boxes: Iterable[Box]) -> Iterator[_Read]:
-        """What is to be read, where nobody needs all chunks of a box each of them by itself."""
+        """A `_Read` for each box. A box that is not needed as a whole is split into single chunks."""
         for box in boxes:
             is_one = math.prod(map(len, box)) == 1
             region = self._region(staged, box)
@@ -262,9 +262,9 @@ class ChunkTasks:
 
     def _in_file(self, box: Box) -> list[range]:
         """A box of the file's grid of chunks, from one of the grid of the loaded array."""
-        axes = [range(first, first + 1) for first in self._first]
+        axes = [range(first, first + 1) for first in self._first_chunk]
         for k, axis in zip(self._layout.selection.kept, box, strict=True):
-            axes[k] = range(self._first[k] + axis.start, self._first[k] + axis.stop)
+            axes[k] = range(self._first_chunk[k] + axis.start, self._first_chunk[k] + axis.stop)
         return axes
 
     def _as_chunks(self, view: Array | None, region: Region, box: Box) -> Array | None:

@@ -65,7 +65,7 @@ class CopyRequest:
     resume : bool
         True to go on with what a job that was killed has left. For a target in Zarr without shards.
     timeout : float or None
-        Seconds without progress on any rank after which the copy fails.
+        Seconds after which the copy fails if no rank makes progress.
     """
 
     source: str

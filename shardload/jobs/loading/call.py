@@ -229,12 +229,12 @@ class LoadCall:
         return self.tree.build(loaded.arrays)
 
     def load_all(self, root: int | None = None) -> LoadResult:
-        """The same, with what was proven and the report."""
+        """Do `plan`, and load what is planned: the arrays in order, what was proven, and the report. Collective."""
         started = time.perf_counter()
         return self.loader(self.plan(root)).run(started)
 
     def loader(self, loads: list[ArrayLoad]) -> Loader:
-        """Loads the planned arrays, inside this call."""
+        """What loads the planned arrays, inside this call."""
         if self._begun is None:
             raise ConfigError("there are no ranks that could load anything")
         return Loader(self._begun.group, loads, self._begun.asked, self._tuning)
@@ -466,7 +466,7 @@ def _index_of(select: Any, info: ArrayInfo) -> tuple[Any, ...]:
 
 
 def _positions(select: Any, info: ArrayInfo) -> tuple[Any, ...]:
-    """The same; ConfigError if there is none."""
+    """The index that a selection means in an array; ConfigError if there is none."""
     try:
         return _index_of(select, info)
     except ValueError as error:

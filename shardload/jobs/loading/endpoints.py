@@ -48,7 +48,7 @@ def moves_of(loads: Sequence[ArrayLoad]) -> list[ArrayMove]:
 
 
 def _each(items: Iterable[Any], do: Callable[[Any], None]) -> None:
-    """Do something for each item with a `load`. An error names its array; to say that beforehand would cost each a context."""
+    """Do something for each item with a `load`. An error names its array; a context for each would be slower."""
     item: Any = None
     try:
         for item in items:

@@ -1,6 +1,6 @@
-"""How is a job done? In the same steps for one array and for many:
+"""How are the arrays of one call loaded? In the same steps for one array and for many:
 
-1. Open the sources and allocate the pieces. Errors here are known before other ranks wait for the values.
+1. Allocate the pieces and open the sources. Errors here are known before other ranks wait for the values.
 2. Agree that every rank is ready. (Skipped if each rank reads what its own devices hold: then no rank waits for another.)
 3. Read and exchange all arrays, with one set of threads and staging buffers. Hand the pieces to JAX.
 4. Verify and close. Agree on errors, on what was read and on what was proven. Make one report.
@@ -53,7 +53,7 @@ _MOST_TOLD = 8  # arrays with missing chunks in one message
 
 @dataclass(frozen=True, eq=False)
 class LoadResult:
-    """The result of a job: the arrays in order, what was proven of each, and what makes one report for all."""
+    """The result of a call: the arrays in order, what was proven of each, and what makes one report for all."""
 
     arrays: list[jax.Array]
     proven: list[VerifyReport]
@@ -119,12 +119,12 @@ class Loader:
         """Load the arrays. The report counts seconds from `started`, a value of `time.perf_counter`."""
         group, loads, options = self._group, self._loads, self._options
         group.watch.begin(self._name, options.timeout)
-        shares = not self._is_here and self._shares
-        nbytes = (shared_nbytes(self._staging) if self._reads else 0) if shares else None
+        uses_shared_memory = not self._is_here and self._uses_shared_memory
+        nbytes = (shared_nbytes(self._staging) if self._reads else 0) if uses_shared_memory else None
         checked = [ShardFindings() for _ in loads]
         with Session(group, f"{self._agreed.digest:016x}", shared_nbytes=nbytes, checksums=options.checksums) as session:
             target = DeviceTarget(loads, group.rank, session.errors)
-            source = LoadSource(loads, group.rank, self._tuning, self._shared_paths)
+            source = LoadSource(loads, group.rank, self._tuning, self._paths_of_several)
             with ExitStack() as opened:
                 with session.errors:
                     advance = progress_of(options.progress, lambda: self._name, target.nbytes, group.rank)
@@ -144,7 +144,7 @@ class Loader:
                     checked = self._check(target)
             group.watch.enter("agree")
             totals = group.agree(session.errors.take(), self._counts(session, source, target, checked))
-            loaded = self._agree(totals, session, target, checked, started)
+            loaded = self._finish(totals, session, target, checked, started)
         group.watch.close()
         if _log.isEnabledFor(logging.INFO):
             _log.info("loaded %s: %s", self._name, loaded.report)
@@ -160,7 +160,7 @@ class Loader:
         with errors:
             states = [self._contents(load) for load in loads]
         sums = group.agree(errors.take(), [number for state in states for number in to_sums(state)])
-        for load, of_array in zip(loads, _shares_of(sums, len(loads)), strict=True):
+        for load, of_array in zip(loads, _split_evenly(sums, len(loads)), strict=True):
             check_same(load.name, of_array, load.info.path, load.info.dataset, is_open=True)
         with errors, ExitStack() as opened:
             sources = OpenSources(loads, opened)
@@ -168,7 +168,7 @@ class Loader:
                 with load.naming_errors():
                     found[k] = load.verifier(seed, sources.open_again).check(array, group.rank)
         counts = group.agree(errors.take(), [number for of_array in found for number in of_array.counts])
-        sums_of = _shares_of(counts, len(found))
+        sums_of = _split_evenly(counts, len(found))
         proven = agree_all(group, self._options.verify, lambda: [load.verifier(seed) for load in loads], found, sums_of)
         group.watch.close()
         return proven
@@ -186,7 +186,7 @@ class Loader:
         return all(load.is_here for load in self._loads)
 
     @cached_property
-    def _shared_paths(self) -> list[str]:
+    def _paths_of_several(self) -> list[str]:
         """The files that hold several of the arrays and are opened here, in the same order on every rank."""
         n = Counter[str]() if self._is_here else Counter(load.info.path for load in self._loads)
         return [path for path, count in n.items() if count > 1]
@@ -210,7 +210,7 @@ class Loader:
         return all(load.layout.schedule.is_direct for load in self._loads)
 
     @property
-    def _shares(self) -> bool:
+    def _uses_shared_memory(self) -> bool:
         """True if the ranks of a machine pass blocks in shared memory."""
         least = self._tuning.worth_sharing_nbytes
         schedules = [load.layout.schedule for load in self._loads]
@@ -245,22 +245,22 @@ class Loader:
             cost = own.counters
             counts += [cost.chunks_missing, cost.chunks_decoded, cost.nbytes_read, cost.n_checksums]
             counts += [*to_sums(opened.contents), *proven.counts]
-        for path in self._shared_paths:
+        for path in self._paths_of_several:
             counts += to_sums(source.files.get(path))
         return counts
 
     # --- what all ranks do together
 
-    def _agree(
+    def _finish(
         self, totals: list[int], session: Session, target: DeviceTarget, checked: list[ShardFindings], started: float
     ) -> LoadResult:
-        """What the ranks have agreed on: the report, and whether all read the same file. `totals`: sums of `_counts`."""
+        """Check that all read the same file, warn, and make the result. `totals`: the sums of `_counts` over the ranks."""
         arrays = [own.array for own in target.arrays if own.array is not None]
         if len(arrays) < len(self._loads):
             raise ConfigError("nothing was loaded")
-        n_files = len(self._shared_paths)
+        n_files = len(self._paths_of_several)
         n_parts, *sums = totals[: len(totals) - n_files * N_SUMS]
-        of_arrays = _shares_of(sums, len(arrays))
+        of_arrays = _split_evenly(sums, len(arrays))
         states = [sums[_N_COSTS : _N_COSTS + N_SUMS] for sums in of_arrays]
         for load, array, state in zip(self._loads, arrays, states, strict=True):
             if any(state):  # some rank had the file open
@@ -270,7 +270,7 @@ class Loader:
             if known is not None:
                 known.version = version_in(state) if read_in is None else version_of_state(read_in)
         if n_files:  # also if each array was read by one rank, but not all by the same
-            for path, state in zip(self._shared_paths, _shares_of(totals[-n_files * N_SUMS :], n_files), strict=True):
+            for path, state in zip(self._paths_of_several, _split_evenly(totals[-n_files * N_SUMS :], n_files), strict=True):
                 check_same(f"'{path}'", state, path, "")
         proven = agree_all(
             self._group,
@@ -342,7 +342,7 @@ class Loader:
         settle_missing("; ".join(texts[:_MOST_TOLD]) + more, how, self._group.rank, found[0][0].info)
 
 
-def _shares_of(numbers: list[int], n: int) -> list[list[int]]:
+def _split_evenly(numbers: list[int], n: int) -> list[list[int]]:
     """The numbers of each of `n` arrays, which all have equally many."""
     n_each = len(numbers) // n
     return [numbers[k * n_each : (k + 1) * n_each] for k in range(n)]

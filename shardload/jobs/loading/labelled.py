@@ -115,7 +115,8 @@ def _wrap_tree(xarray: Any, tree: Any, plan: Any, where: Where) -> Any:
             told = f"arrays {', '.join(map(str, keys))} and plans {', '.join(map(str, plans))}"
         raise ConfigError(
             f"expected arrays and the plan that loaded them{here}, both alone or both in a tree with the same keys; found "
-            f"{told}. Pass what load returned, and what shardload.plan returns for the same arguments"
+            f"{told}. Pass what load returned, and what shardload.plan returns for the same arguments; with one array of a "
+            "tree, its plan: plan.plans['name']"
         )
     wrapped = [_wrap_tree(xarray, child, plans[key], (*where, key)) for key, child in children or ()]
     names = [getattr(key, "key", key) for key in keys]

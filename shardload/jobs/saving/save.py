@@ -286,7 +286,7 @@ class Saving:
             with session.errors:
                 for k, one, shards in compared:
                     replicas.append((f"'{one.name}'", shards, self._shards[k].checksums(Region.whole(one.shape))))
-            session.begin()
+            session.agree()
             check_replicas(self._group, replicas, _NOTHING_SAVED)
 
     def _nbytes_received(self, items: Sequence[Item]) -> int:
