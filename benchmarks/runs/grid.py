@@ -32,7 +32,7 @@ from benchmarks.throttle.links import Links, check_rate
 from shardload.comm.topology import Topology
 from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.lookup import list_arrays
-from shardload.jobs.loading.planner import Ranks, plan_array, selection_for
+from shardload.jobs.loading.planner import PlannedRanks, plan_array, selection_for
 from shardload.jobs.loading.request import Request
 from shardload.options import Options
 from shardload.planning.tuning import Tuning
@@ -156,7 +156,7 @@ def replan(record: dict[str, Any]) -> dict[str, Any]:
         names = [None if name == "-" else name for name in cell["spec"].split(",")]
         sharding = NamedSharding(AbstractMesh(mesh_shape(cell["spec"], n), ("a", "b")), P(*names))
         options = Options.check()
-        request, ranks = Request(sharding, options, {}), Ranks(0, n, topology=nodes, tuning=Tuning())
+        request, ranks = Request(sharding, options, {}), PlannedRanks(0, n, topology=nodes, tuning=Tuning())
         plan = plan_array(request, ranks, info, selection_for(options, info))
         auto = plan.readers if plan.readers != "parallel" else f"parallel {plan.n_readers}"
         cells.append({**cell, "auto": auto})

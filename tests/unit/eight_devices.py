@@ -32,8 +32,7 @@ from shardload.arrays.assemble import EarlyPieces, assemble, device_values
 from shardload.arrays.sharding import layout_shards, local_regions, read_sharding, read_spec, verify_layout
 from shardload.errors import ShardloadError
 from shardload.planning.region import Region
-from shardload.planning.schedule import plan_shards
-from shardload.planning.shards import Shards
+from shardload.planning.shards import Shards, plan_shards
 from shardload.transfer.buffers import aligned_empty
 from tests.tiers import IS_QUICK, some_of
 from tests.unit.copies import run_copy

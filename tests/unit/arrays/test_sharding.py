@@ -26,7 +26,7 @@ from shardload.arrays.sharding import (
     verify_layout,
 )
 from shardload.errors import ConfigError
-from shardload.planning.schedule import plan_shards
+from shardload.planning.shards import plan_shards
 from tests.unit.eight_devices import CHECKS, outcome
 
 MESH = AbstractMesh((2, 4), ("a", "b"))

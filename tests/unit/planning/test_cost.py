@@ -13,8 +13,8 @@ from hypothesis import example, given
 from shardload.planning.blocks import count_runs, run_stride
 from shardload.planning.cost import Cost, choose_mode, count_readers, plan_cost
 from shardload.planning.region import Region
-from shardload.planning.schedule import plan_shards
 from shardload.planning.selection import select_axes
+from shardload.planning.shards import plan_shards
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.strategies import DIRECT, PARALLEL
 from tests.tiers import examples

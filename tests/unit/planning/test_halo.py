@@ -15,7 +15,8 @@ from shardload.planning.blocks import plan_blocks
 from shardload.planning.cost import plan_cost
 from shardload.planning.halo import Halo, SectionGrid
 from shardload.planning.region import Region
-from shardload.planning.schedule import MAX_MESSAGE_NBYTES, Direct, Schedule, plan_shards
+from shardload.planning.schedule import MAX_MESSAGE_NBYTES, Direct, Schedule
+from shardload.planning.shards import plan_shards
 from shardload.planning.strategies import plan_direct
 from tests.tiers import examples
 from tests.unit.brute_force import Case, cases, cell_numbers, chunks_read, every_way, flat_index, grids

@@ -16,9 +16,9 @@ from shardload.planning.blocks import BLOCKS_PER_OWNER, plan_blocks, plan_row_ch
 from shardload.planning.grid import Grid
 from shardload.planning.parts import Block, Part
 from shardload.planning.region import Region
-from shardload.planning.schedule import MAX_MESSAGE_NBYTES, Direct, Owners, Schedule, plan_shards
+from shardload.planning.schedule import MAX_MESSAGE_NBYTES, Direct, Owners, Schedule
 from shardload.planning.selection import select_axes
-from shardload.planning.shards import Shards
+from shardload.planning.shards import Shards, plan_shards
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.strategies import plan_direct
 from tests.tiers import examples

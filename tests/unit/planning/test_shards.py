@@ -10,8 +10,8 @@ from hypothesis import given
 
 from shardload.planning.parts import Part
 from shardload.planning.region import Region
-from shardload.planning.schedule import Parts, plan_shards
-from shardload.planning.shards import Shards
+from shardload.planning.schedule import Parts
+from shardload.planning.shards import Shards, plan_shards
 from tests.tiers import examples
 from tests.unit.brute_force import Case, cases
 

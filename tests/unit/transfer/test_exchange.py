@@ -21,8 +21,9 @@ from shardload.errors import PeerError, ShardloadError
 from shardload.planning.grid import Grid
 from shardload.planning.parts import Block
 from shardload.planning.region import Region
-from shardload.planning.schedule import Owners, Schedule, plan_shards
+from shardload.planning.schedule import Owners, Schedule
 from shardload.planning.selection import select_axes
+from shardload.planning.shards import plan_shards
 from shardload.planning.source_layout import SourceLayout
 from shardload.transfer import channels, exchange
 from shardload.transfer.buffers import Piece, StagedBlock

@@ -16,7 +16,8 @@ from shardload.comm.transport import Transport
 from shardload.errors import PeerError
 from shardload.planning.grid import Grid
 from shardload.planning.region import Region
-from shardload.planning.schedule import Owners, Schedule, plan_shards
+from shardload.planning.schedule import Owners, Schedule
+from shardload.planning.shards import plan_shards
 from shardload.transfer.arrivals import Arrivals
 from shardload.transfer.buffers import Piece, Slots, StagedBlock
 from shardload.transfer.channels import ACK, HEAD_SIZE, OFFER, Channels
