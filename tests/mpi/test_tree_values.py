@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload import ConfigError, PackedWarning, VerifyError, between, near
-from shardload.jobs.loading import array_load
+from shardload.jobs.loading import array_load, endpoints
 from shardload.transfer.chunk_tasks import ChunkTasks
 from tests.mpi.support import check, cube, mesh_of, on_root, padded, ramp, same_error, unit
 from tests.mpi.test_decode import by_xarray
@@ -277,7 +277,7 @@ WRONG = [
     ({"select": {"t": {"depth": 0}, "s": None}}, ("array ['t']", "names the axis 'depth'")),
     ({"select": {"t": 10**6, "s": 0}}, ("array ['t']", "1000000")),
     ({"select": {"t": near(3), "s": 0}}, ("array ['s']", "names the axis 's'")),
-    ({"select": near(3)}, ("array ['s']", "needs the name of its axis")),
+    ({"select": near(3)}, ("array ['s']", "near(3) on axis 0", "pass select={'lat': shardload.near(VALUE)}")),
     ({"decode": "yes"}, ("decode is 'yes'", "'valid'")),
     ({"decode": {"t": True, "s": 1}}, ("array ['s']", "decode is 1")),
     ({"decode": {"t": True, "x": True}}, ("decode does not match the arrays: only decode has ['x']",)),
@@ -299,7 +299,7 @@ def refuse_reads(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("values were read")
 
     monkeypatch.setattr(array_load, "open_source", read)
-    monkeypatch.setattr(array_load, "open_file", read)
+    monkeypatch.setattr(endpoints, "open_file", read)
 
 
 @pytest.mark.parametrize(
