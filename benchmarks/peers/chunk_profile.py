@@ -102,7 +102,7 @@ def _inflate(nbytes: int, stored: bytes) -> bytearray:
 
 def _unshuffler(codec: str, nbytes: int, itemsize: int) -> Callable[[Any], Any] | None:
     """What puts the bytes of shuffled chunks in order; None if they are not shuffled, or blosc does it."""
-    undo = decode_shuffle(itemsize).undo_many if "gzip" in codec and "shuffle" in codec else None
+    undo = decode_shuffle(itemsize).undo if "gzip" in codec and "shuffle" in codec else None
     if undo is None:
         return None
     out = np.empty((_BATCH, nbytes), dtype=np.uint8)
