@@ -79,7 +79,7 @@ def text_of(what: str, timeout: float, ranks: object) -> str:
     """The error message of a stalled call: `what` it does, the seconds without progress, and who is late.
 
     >>> wait, read = RankState(1, 2, "exchange"), RankState(1, 3, "exchange", "chunk (0, 1) of '/x' in 'f.h5'")
-    >>> print(text_of("'f.h5'", 30, Ranks(heard={0: wait, 1: wait, 2: read})))  # doctest: +ELLIPSIS
+    >>> print(text_of("'f.h5'", 30, RankStates(heard={0: wait, 1: wait, 2: read})))  # doctest: +ELLIPSIS
     nothing has moved for 30 s (call: 'f.h5'): rank 2 is reading chunk (0, 1) of '/x' in 'f.h5'; 2 other ranks wait (phase:
     exchange). ...
     """
@@ -89,7 +89,7 @@ def text_of(what: str, timeout: float, ranks: object) -> str:
 def notice_of(what: str, seconds: float, ranks: object, timeout: float | None) -> str:
     """The warning long before a call fails.
 
-    >>> print(notice_of("'f.h5'", 20, Ranks([1, 2], {}, {0: RankState(1, 1, "metadata")}), 900))  # doctest: +ELLIPSIS
+    >>> print(notice_of("'f.h5'", 20, RankStates([1, 2], {}, {0: RankState(1, 1, "metadata")}), 900))  # doctest: +ELLIPSIS
     nothing has moved for 20 s (call: 'f.h5'): ranks 1, 2 did not come to this call, ...; 1 other rank waits (phase:
     metadata). All ranks must make the call. It fails after 900 s (timeout=)
     """

@@ -82,7 +82,8 @@ def plan_staging(arrays: Sequence[tuple[Schedule, SourceLayout]], cap_nbytes: in
 
     >>> import numpy as np
     >>> from shardload.planning.selection import select_axes
-    >>> from shardload.planning.schedule import Owners, plan_shards
+    >>> from shardload.planning.schedule import Owners
+    >>> from shardload.planning.shards import plan_shards
     >>> from shardload.planning.strategies import plan_shared
     >>> def planned(shape, chunk_shape):
     ...     f4 = np.dtype("f4")

@@ -163,7 +163,7 @@ class ZarrLayout:
     def key(self, at: tuple[int, ...]) -> str:
         """Name of the file for position `at`, relative to the array's folder.
 
-        >>> Layout(3, (2, 2), "c/", "/", np.dtype("i4")).key((0, 3))
+        >>> ZarrLayout(3, (2, 2), "c/", "/", np.dtype("i4")).key((0, 3))
         'c/0/3'
         """
         if not at:
