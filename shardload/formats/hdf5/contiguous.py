@@ -90,8 +90,7 @@ class Hdf5Contiguous:
 
     def _read_rows(self, rows: np.ndarray[Any, Any], at: int, step: int) -> None:
         """Fill each row: row k from `at` + k * `step`."""
-        offsets = at + step * np.arange(len(rows), dtype=np.int64)
-        self._raw.read_ranges(Ranges(offsets, np.full(len(rows), rows.shape[1]), most_gap=0), rows.reshape(-1))
+        self._raw.read_ranges(Ranges.of_rows(at, step, *rows.shape), rows.reshape(-1))
 
     def _read_spans(
         self, inner: list[tuple[int, int, int]], at: int, step: int, stride: int, target: np.ndarray[Any, Any]
