@@ -9,6 +9,7 @@ from typing import IO, Any
 
 from shardload.cli.arguments import as_typed
 from shardload.comm.mpi import world_rank_and_size
+from shardload.engine.file_target import WriteCounts
 from shardload.errors import ConfigError, printable
 from shardload.jobs.copying.copy import CopyReport, copy_file, refuse_copy
 from shardload.jobs.copying.request import CopyRequest
@@ -43,13 +44,12 @@ def run(out: IO[str], source: str, target: str, *, only_plan: bool, as_json: boo
         return
     for note in report.notes:
         print(f"shardload: {printable(note)}", file=sys.stderr, flush=True)
-    lines = report.plan.describe(target) if report.written is None else [_summary(report, target)]
+    lines = report.plan.describe(target) if report.written is None else [_summary(report, report.written, target)]
     tell("\n".join(part for line in lines for part in wrap(printable(as_typed(line)), width_of(out), "", "    ")), out)
 
 
-def _summary(report: CopyReport, target: str) -> str:
-    written, plan, seconds = report.written, report.plan, max(report.seconds, 1e-9)
-    assert written is not None
+def _summary(report: CopyReport, written: WriteCounts, target: str) -> str:
+    plan, seconds = report.plan, max(report.seconds, 1e-9)
     text = (
         f"{target}: {counted(len(plan.names), 'array')}, {format_nbytes(plan.nbytes)} "
         f"({format_nbytes(written.nbytes_stored)} stored) in {seconds:.1f} s, {format_nbytes(int(written.nbytes / seconds))}/s "
