@@ -1,0 +1,247 @@
+"""Which rank reads which block in a round of a stream, and which steps of it go to which rank?
+
+The array of the file, (..., steps, ...), is cut into *columns*: all of it between two borders of chunks along the stream's axis.
+A round reads some columns. The batch, (samples, ...), is cut into shards. A rank receives of each column the steps that samples of
+its shards need, as runs of steps that follow each other, each run once for each of its shards.
+
+Pure, like `schedule`; ranks with the same integers make the same flow, each at the cost of its own work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from shardload.planning.grid import Grid, IntArray
+from shardload.planning.parts import Block, Part
+from shardload.planning.region import Region
+from shardload.planning.schedule import Owners
+from shardload.planning.shards import Shards
+
+
+@dataclass(frozen=True, eq=False)
+class BatchSchedule:
+    """How the columns of an array are cut into blocks, and the batches into shards.
+
+    Parameters
+    ----------
+    blocks : Grid
+        The array cut into blocks of whole chunks. Along the stream's axis a block is a column.
+    axis : int
+        The stream's axis.
+    shards : Shards
+        A batch, without the axis of its window: samples first, then the other axes of the array, padding included.
+    n_ranks : int
+        Number of ranks in the job.
+    owners : Owners
+        Which ranks read.
+    """
+
+    blocks: Grid
+    axis: int
+    shards: Shards
+    n_ranks: int
+    owners: Owners
+
+    @cached_property
+    def rest(self) -> Grid:
+        """The other axes, cut into blocks."""
+        grid = self.blocks
+        return Grid(self._without(grid.shape), self._without(grid.cell), self._without(grid.phase))
+
+    def _without(self, numbers: Sequence[int]) -> tuple[int, ...]:
+        return (*numbers[: self.axis], *numbers[self.axis + 1 :])
+
+    def with_steps(self, rest: Region, start: int, stop: int) -> Region:
+        """The region of the array that has these steps, and of the other axes a region."""
+        k = self.axis
+        return Region(
+            (*rest.start[:k], start, *rest.start[k:]),
+            (*rest.stop[:k], stop, *rest.stop[k:]),
+        )
+
+    def held(self, shard: int) -> Region | None:
+        """What a shard has of the other axes of the array, without padding; None if that is nothing."""
+        region = self.shards.region(shard)
+        return Region(region.start[1:], region.stop[1:]).intersect(Region.whole(self.rest.shape))
+
+    def part_of_batch(self, shard: int) -> int:
+        """Which part of the samples of a batch a shard has, from 0 to `n_parts`."""
+        return self.shards.grid.index(shard)[0]
+
+    @property
+    def n_parts(self) -> int:
+        """Into how many parts the samples of a batch are cut."""
+        return self.shards.cuts[0]
+
+    def part_of_samples(self, slots: IntArray) -> IntArray:
+        """The part of the batch in which each slot lies."""
+        return slots // self.shards.shard_shape[0]
+
+    @cached_property
+    def max_block_size(self) -> int:
+        """Most elements of a block."""
+        return int(np.prod([min(c, n) for c, n in zip(self.blocks.cell, self.blocks.shape, strict=True)]))
+
+
+@dataclass(frozen=True, eq=False)
+class Runs:
+    """Steps that follow each other in a column, for one part of the batch.
+
+    Attributes
+    ----------
+    column : ndarray of int
+        The place of each run's column among those of the round; they ascend.
+    start, stop : ndarray of int
+        The steps of each run.
+    """
+
+    column: IntArray
+    start: IntArray
+    stop: IntArray
+
+    def __len__(self) -> int:
+        return len(self.column)
+
+    @classmethod
+    def of(cls, column: IntArray, step: IntArray, most: int = 1 << 30) -> Runs:
+        """The runs of at most `most` steps of some steps, which ascend in each column; each step may be given several times.
+
+        >>> runs = Runs.of(np.array([0, 0, 0, 0, 1]), np.array([3, 4, 4, 6, 7]))
+        >>> list(zip(runs.column.tolist(), runs.start.tolist(), runs.stop.tolist()))
+        [(0, 3, 5), (0, 6, 7), (1, 7, 8)]
+        """
+        is_new = np.ones(len(step), dtype=bool)
+        is_new[1:] = (np.diff(step) != 0) | (np.diff(column) != 0)
+        column, step = column[is_new], step[is_new]
+        begins = np.ones(len(step), dtype=bool)
+        begins[1:] = (np.diff(step) != 1) | (np.diff(column) != 0)
+        if most < len(step):
+            place = np.arange(len(step)) - np.maximum.accumulate(np.where(begins, np.arange(len(step)), 0))
+            begins |= place % most == 0
+        first = np.flatnonzero(begins)
+        last = np.append(first[1:], len(step))[: len(first)] - 1
+        return cls(column[first], step[first], step[last] + 1)
+
+
+@dataclass(frozen=True, eq=False)
+class BatchFlow:
+    """The `Flow` of an array in one round: the owners of the blocks of some columns send, the holders of shards receive.
+
+    A target is a run of steps of a shard.
+
+    Parameters
+    ----------
+    schedule : BatchSchedule
+        Blocks, owners and shards.
+    columns : sequence of int
+        The columns that are read, by their place along the stream's axis.
+    runs : sequence of Runs
+        What each part of the batch needs.
+    """
+
+    schedule: BatchSchedule
+    columns: Sequence[int]
+    runs: Sequence[Runs]
+
+    @property
+    def ndim(self) -> int:
+        """See `Flow`."""
+        return len(self.schedule.blocks.shape)
+
+    @cached_property
+    def _most_runs(self) -> int:
+        return max(map(len, self.runs), default=0)
+
+    @cached_property
+    def _n_blocks(self) -> int:
+        return len(self.columns) * self.schedule.rest.n_cells
+
+    @property
+    def n_readers(self) -> int:
+        """Number of ranks that read in this round."""
+        return min(self.schedule.owners.n, self._n_blocks)
+
+    def owner(self, block: int) -> int:
+        """The rank that reads a block of the round."""
+        owners = self.schedule.owners
+        n = self.n_readers
+        rank: int = owners.root + (((block + 1) * n - 1) // self._n_blocks) * self.schedule.n_ranks // n
+        return rank
+
+    def blocks_of(self, rank: int) -> list[int]:
+        """The blocks that a rank reads."""
+        return [block for block in range(self._n_blocks) if self.owner(block) == rank]
+
+    def _bounds(self, place: int) -> tuple[int, int]:
+        """The steps of a column that any sample needs."""
+        met = [(int(runs.start[a]), int(runs.stop[b - 1])) for runs in self.runs for a, b in [self._of(runs, place)] if b > a]
+        return min(a for a, _ in met), max(b for _, b in met)
+
+    @staticmethod
+    def _of(runs: Runs, place: int) -> tuple[int, int]:
+        a, b = np.searchsorted(runs.column, (place, place + 1)).tolist()
+        return a, b
+
+    def outgoing(self, rank: int) -> Iterator[Block]:
+        """See `Flow`."""
+        schedule = self.schedule
+        shards = schedule.shards
+        whole_batch = (0, shards.shape_global[0])
+        for block in self.blocks_of(rank):
+            place, number = divmod(block, schedule.rest.n_cells)
+            rest = schedule.rest.region(number)
+            met = shards.grid.meeting(Region((0, *rest.start), (whole_batch[1], *rest.stop)))
+            parts = []
+            for shard in met:
+                held = schedule.held(shard)
+                common = None if held is None else held.intersect(rest)
+                if common is None:
+                    continue
+                runs = self.runs[schedule.part_of_batch(shard)]
+                for k in range(*self._of(runs, place)):
+                    region = schedule.with_steps(common, int(runs.start[k]), int(runs.stop[k]))
+                    parts += [Part(region, shard * self._most_runs + k, holder) for holder in shards.holders(shard)]
+            if parts:
+                yield Block(schedule.with_steps(rest, *self._bounds(place)), tuple(parts))
+
+    def incoming(self, rank: int) -> Mapping[int, Sequence[Part]]:
+        """See `Flow`."""
+        schedule, n_rest = self.schedule, self.schedule.rest.n_cells
+        found: list[tuple[int, int, Part]] = []
+        for shard in schedule.shards.shards_of(rank):
+            held = schedule.held(shard)
+            if held is None:
+                continue
+            runs = self.runs[schedule.part_of_batch(shard)]
+            met = [(number, held.intersect(schedule.rest.region(number))) for number in schedule.rest.meeting(held)]
+            for k, (place, start, stop) in enumerate(zip(runs.column.tolist(), runs.start.tolist(), runs.stop.tolist(), strict=True)):
+                for number, common in met:
+                    block = place * n_rest + number
+                    sender = self.owner(block)
+                    if sender != rank and common is not None:
+                        target = shard * self._most_runs + k
+                        found.append((block, target, Part(schedule.with_steps(common, start, stop), target, sender)))
+        found.sort(key=lambda item: item[:2])
+        parts: dict[int, list[Part]] = {}
+        for _, _, part in found:
+            parts.setdefault(part.rank, []).append(part)
+        return parts
+
+    def target(self, number: int) -> Region | None:
+        """See `Flow`."""
+        shard, k = divmod(number, self._most_runs)
+        held, runs = self.schedule.held(shard), self.runs[self.schedule.part_of_batch(shard)]
+        return None if held is None else self.schedule.with_steps(held, int(runs.start[k]), int(runs.stop[k]))
+
+    def targets(self, rank: int) -> list[int]:
+        """See `Flow`."""
+        return [
+            shard * self._most_runs + k
+            for shard in self.schedule.shards.shards_of(rank)
+            if self.schedule.held(shard) is not None
+            for k in range(len(self.runs[self.schedule.part_of_batch(shard)]))
+        ]

@@ -1,0 +1,137 @@
+"""In which order does an epoch of a stream give its samples?
+
+A sample is named by its anchor, a step along the stream's axis. The order is a function of integers alone: it is the same on any
+mesh, with any number of ranks, and for any size of a batch.
+
+    order = argsort(place of the anchor's block + spread * u(anchor))
+
+Blocks of steps, aligned to the chunks of the file, are put into a random order, and each sample moves on from its block by up to
+`spread` blocks. So at most `spread` + 1 blocks are in memory at a time, and a batch has samples of about as many. With a spread of
+all blocks each order of all samples is as likely as any other.
+
+The random numbers are a hash of a counter (SplitMix64, Steele, Lea and Flood 2014), not those of a library, whose releases may change
+them. A seed and an epoch are hashed one after the other: a sum would make epoch 1 of seed 0 the same as epoch 0 of seed 1.
+
+Examples
+--------
+>>> order = SampleOrder(n_steps=8, first=-1, last=0, block=2, seed=1)
+>>> order.anchors.tolist()
+[1, 2, 3, 4, 5, 6, 7]
+>>> order.epoch(0).tolist(), order.epoch(1).tolist()
+([7, 6, 4, 5, 2, 3, 1], [6, 7, 3, 2, 5, 4, 1])
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+Ints = np.ndarray[Any, np.dtype[np.int64]]
+Words = np.ndarray[Any, np.dtype[np.uint64]]
+
+ORDER_VERSION = 1  # a state of another version belongs to another order
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_OF_BLOCKS, _OF_SAMPLES = 1, 2  # two sequences of random numbers
+
+
+def _mixed(words: Words) -> Words:
+    """A permutation of the 64-bit words: the last step of SplitMix64."""
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
+
+
+def random_words(seed: int, epoch: int, sequence: int, counters: Ints) -> Words:
+    """A random word of 64 bits for each counter.
+
+    >>> [hex(word) for word in random_words(7, 3, 1, np.arange(2)).tolist()]
+    ['0x42ef86bee6213ad0', '0x98d418404b511c72']
+    """
+    key = np.zeros(1, dtype=np.uint64)
+    for number in (seed, epoch, sequence):
+        key = _mixed((key ^ np.uint64(number & (2**64 - 1))) + np.uint64(_GOLDEN))
+    return _mixed(counters.astype(np.uint64) * np.uint64(_GOLDEN) + key)
+
+
+@dataclass(frozen=True, eq=False)
+class SampleOrder:
+    """The order of the samples of each epoch.
+
+    Parameters
+    ----------
+    n_steps : int
+        Steps along the axis.
+    first, last : int
+        The window: offsets from the anchor to the first and to the last step of a sample.
+    block : int
+        Steps of a block.
+    phase : int
+        Steps of the first block that lie before the first step (a selection may begin inside a chunk); less than `block`.
+    seed : int or None
+        None: samples ascend.
+    spread : int
+        By how many blocks a sample may move.
+    breaks : ndarray of int, optional
+        Steps before which there is a gap. No window reaches over one.
+    crosses_blocks : bool
+        Whether windows may reach over the borders of blocks. If not, such samples are left out.
+    """
+
+    n_steps: int
+    first: int
+    last: int
+    block: int
+    phase: int = 0
+    seed: int | None = None
+    spread: int = 1
+    breaks: Ints | None = None
+    crosses_blocks: bool = True
+
+    @cached_property
+    def anchors(self) -> Ints:
+        """The anchors of all samples, ascending."""
+        anchors = np.arange(max(0, -self.first), min(self.n_steps, self.n_steps - self.last), dtype=np.int64)
+        begin, end = anchors + self.first, anchors + self.last
+        if self.breaks is not None and len(self.breaks):
+            is_kept = np.searchsorted(self.breaks, begin, side="right") == np.searchsorted(self.breaks, end, side="right")
+            anchors, begin, end = anchors[is_kept], begin[is_kept], end[is_kept]
+        if not self.crosses_blocks:
+            of_anchor = self.block_of(anchors)
+            anchors = anchors[(self.block_of(begin) == of_anchor) & (self.block_of(end) == of_anchor)]
+        return anchors
+
+    def block_of(self, steps: Ints) -> Ints:
+        """The number of the block of each step."""
+        return (steps + self.phase) // self.block
+
+    @property
+    def n_blocks(self) -> int:
+        """Number of blocks."""
+        return -(-(self.n_steps + self.phase) // self.block)
+
+    def epoch(self, number: int) -> Ints:
+        """The anchors of all samples of an epoch, in the order in which they are given."""
+        if self.seed is None or not len(self.anchors):
+            return self.anchors
+        words = random_words(self.seed, number, _OF_SAMPLES, self.anchors) >> np.uint64(32)
+        if self.spread >= self.n_blocks:
+            return self.anchors[np.argsort(words, kind="stable")]
+        place = np.empty(self.n_blocks, dtype=np.uint64)
+        shuffled = np.argsort(random_words(self.seed, number, _OF_BLOCKS, np.arange(self.n_blocks)), kind="stable")
+        place[shuffled] = np.arange(self.n_blocks, dtype=np.uint64)
+        keys = (place[self.block_of(self.anchors)] << np.uint64(32)) + np.uint64(self.spread) * words
+        return self.anchors[np.argsort(keys, kind="stable")]
+
+
+def block_steps(chunk: int, first: int, last: int) -> int:
+    """Steps of a block: whole chunks, so many that with the chunks at its borders at most half as many more are read.
+
+    >>> block_steps(40, 0, 0), block_steps(40, -1, 1), block_steps(1, 0, 1)
+    (40, 160, 2)
+    """
+    n_more = -(min(first, 0) // chunk) + -(-max(last, 0) // chunk)
+    return chunk * max(1, 2 * n_more)
