@@ -29,10 +29,8 @@ class ArrayLoad:
 
     Attributes
     ----------
-    kind : Plan
-        Its plan, but for `info`: arrays of the same kind share it.
-    info : ArrayInfo
-        Metadata of the array in its file.
+    plan : Plan
+        Its plan. Arrays of the same kind share its layouts.
     options : Options
         Its options.
     handle : object
@@ -43,17 +41,16 @@ class ArrayLoad:
         Which array of a tree it is, for messages: ``"array ['gas']"``; empty if it is the only one.
     """
 
-    kind: Plan
-    info: ArrayInfo
+    plan: Plan
     options: Options
     handle: Any
     origin: Any = None
     where: str = ""
 
     @property
-    def plan(self) -> Plan:
-        """Its plan."""
-        return replace(self.kind, info=self.info)
+    def info(self) -> ArrayInfo:
+        """Metadata of the array in its file."""
+        return self.plan.info
 
     @property
     def name(self) -> str:
@@ -63,7 +60,7 @@ class ArrayLoad:
     @property
     def layout(self) -> LoadLayout:
         """How it lies in its file and over the ranks."""
-        return self.kind._layout
+        return self.plan._layout
 
     @property
     def is_open(self) -> bool:
@@ -99,8 +96,8 @@ class ArrayLoad:
         """The same load under another staging cap."""
         if nbytes == self.options.staging_nbytes:
             return self
-        kind = replace(self.kind, staging_nbytes=nbytes, staging_is_raised=True)
-        return replace(self, kind=kind, options=replace(self.options, staging=nbytes))
+        plan = replace(self.plan, staging_nbytes=nbytes, staging_is_raised=True)
+        return replace(self, plan=plan, options=replace(self.options, staging=nbytes))
 
     @property
     def anywhere(self) -> ArrayLoad:

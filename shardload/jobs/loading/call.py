@@ -243,7 +243,7 @@ class LoadCall:
         """The plan for the caller, with the executor that can do it later; each array of a tree has one of its own, too."""
         loads = [load.anywhere for load in loads]
         plans = [_with_names(load) for load in loads]
-        run: Callable[[Sequence[Plan]], LoadResult] | None = None
+        run: Callable[[], LoadResult] | None = None
         if self._begun is not None:
             agreed = self._begun.asked
             run = partial(execute, self._comm, loads, agreed, self._tuning)
@@ -333,8 +333,8 @@ class LoadCall:
         request = self.requests[0]
         ranks = self.ranks_for(request)
         if self._ranks is not None and ranks.n > 1:  # each of many small arrays is read by one rank
-            kinds = read_in_turn(ranks, [load.kind for load in loads])
-            loads = [load if kind is load.kind else replace(load, kind=kind) for load, kind in zip(loads, kinds, strict=True)]
+            plans = read_in_turn(ranks, [load.plan for load in loads])
+            loads = [replace(load, plan=plan) for load, plan in zip(loads, plans, strict=True)]
         return share_staging(request, ranks, loads)
 
     def _plan_found(self, request: Request, place: Place, where: str, found: list[Any], values: memoryview) -> ArrayLoad:
@@ -375,7 +375,7 @@ class LoadCall:
                 options = replace(options, staging=plan.staging_nbytes)
             self._planned[key] = plan, options
         plan, options = self._planned[key]
-        return ArrayLoad(plan, info, options, handle, origin, where)
+        return ArrayLoad(replace(plan, info=info), options, handle, origin, where)
 
     def _grow(self, found: list[Any]) -> list[Any]:
         """Replace the patterns by the arrays that were found."""
@@ -424,13 +424,13 @@ def share_staging(request: Request, ranks: PlannedRanks, loads: list[ArrayLoad])
 
     staging = max(load.options.staging_nbytes for load in loads)
     staging = staging_together(list({id(load.layout): load.layout for load in loads}.values()), staging, most_nbytes)
-    return [load if load.options.staging_nbytes == staging else load.with_staging(staging) for load in loads]
+    return [load.with_staging(staging) for load in loads]
 
 
 def _describe_loads(loads: Sequence[ArrayLoad]) -> str:
     """All plans as text. Arrays of a kind share theirs; neighbours of the same text are counted."""
-    kinds = {id(load.layout): load.kind for load in loads}
-    texts = {key: describe_job(plan) for key, plan in kinds.items()}
+    plans = {id(load.layout): load.plan for load in loads}
+    texts = {key: describe_job(plan) for key, plan in plans.items()}
     counted = [(text, len(list(same))) for text, same in groupby(texts[id(load.layout)] for load in loads)]
     return "; ".join(f"{n} times {text}" if n > 1 else text for text, n in counted)
 
@@ -442,7 +442,7 @@ def _with_names(load: ArrayLoad) -> Plan:
         return load.plan
     brief = info.labels if isinstance(info.labels, Labels) else None
     read = partial(_read_names, load.handle, info, load.options.access, brief)
-    return replace(load.kind, info=replace(info, labels=OnDemand(read, brief)))
+    return replace(load.plan, info=replace(info, labels=OnDemand(read, brief)))
 
 
 def _read_names(handle: Any, info: ArrayInfo, access: Access, brief: Labels | None) -> Labels:

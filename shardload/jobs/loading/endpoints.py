@@ -42,7 +42,7 @@ Array = np.ndarray[Any, Any]
 def moves_of(loads: Sequence[ArrayLoad]) -> list[ArrayMove]:
     """What moves in a load of these arrays."""
     return [
-        ArrayMove(k, BlocksToPieces(load.layout.schedule), load.kind.dtype, load.name if len(loads) > 1 else "", load.named)
+        ArrayMove(k, BlocksToPieces(load.layout.schedule), load.plan.dtype, load.name if len(loads) > 1 else "", load.named)
         for k, load in enumerate(loads)
     ]
 
@@ -266,16 +266,16 @@ class ShardedArray:
     def wanted(self) -> tuple[list[tuple[int, ...]], np.dtype[Any]]:
         """The shapes of the pieces, and their dtype."""
         shards = self.load.layout.schedule.shards
-        return [shards.shard_shape] * len(shards.shards_of(self._rank)), self.load.kind.dtype
+        return [shards.shard_shape] * len(shards.shards_of(self._rank)), self.load.plan.dtype
 
     def make_room(self, room: list[Array]) -> None:
         """Take the pieces from `room`, and fill their padding. What moves writes the rest."""
-        kind, shards = self.load.kind, self.load.layout.schedule.shards
+        plan, shards = self.load.plan, self.load.layout.schedule.shards
         for shard, data in zip(shards.shards_of(self._rank), room, strict=True):
             self.shards[shard] = Piece(shards.region(shard), data)
-        self._pieces = ShardPieces(shards, kind.shape, self.shards, self._rank)
-        self._pieces.fill(partial(fill_value, self.load.options.pad, kind.dtype))
-        self._early = EarlyPieces(kind.shape_global, kind.sharding)
+        self._pieces = ShardPieces(shards, plan.shape, self.shards, self._rank)
+        self._pieces.fill(partial(fill_value, self.load.options.pad, plan.dtype))
+        self._early = EarlyPieces(plan.shape_global, plan.sharding)
 
     def start_early(self, piece: Piece) -> None:
         """Start to copy a complete piece to its device."""
@@ -306,8 +306,8 @@ class ShardedArray:
         if self._pieces is not None:
             self._pieces.finish()
         held = ((p.region, p.data) for p in self.shards.values())
-        kind = self.load.kind
-        self.array = assemble(kind.shape_global, kind.sharding, kind.dtype, held, self._early)
+        plan = self.load.plan
+        self.array = assemble(plan.shape_global, plan.sharding, plan.dtype, held, self._early)
         is_decoded = self.load.layout.decoding is not None or (False if self.load.info.packing else None)
         remember(self.array, self.load.layout.extent, is_decoded)
         self.device_seconds = time.perf_counter() - started

@@ -33,7 +33,7 @@ from shardload.formats.contract.array import some
 from shardload.jobs.consistency import N_SUMS, State, check_same, to_sums, version_in, version_of_state
 from shardload.jobs.loading.array_load import ArrayLoad
 from shardload.jobs.loading.endpoints import DeviceTarget, LoadSource, OpenSources, moves_of
-from shardload.jobs.loading.plan import LoadLayout, Plan
+from shardload.jobs.loading.plan import LoadLayout
 from shardload.jobs.loading.report import ArrayReport, LoadReport, Phase, join_proven, make_report
 from shardload.jobs.progress import progress_of
 from shardload.jobs.trees import keys_text
@@ -65,7 +65,7 @@ class LoadResult:
         return self.make_report()
 
 
-def execute(comm: Any, loads: Sequence[ArrayLoad], agreed: Invocation, tuning: Tuning, plans: Sequence[Plan]) -> LoadResult:
+def execute(comm: Any, loads: Sequence[ArrayLoad], agreed: Invocation, tuning: Tuning) -> LoadResult:
     """Agree that all ranks execute the same plans, then load. Collective.
 
     Parameters
@@ -78,11 +78,8 @@ def execute(comm: Any, loads: Sequence[ArrayLoad], agreed: Invocation, tuning: T
         The call in which they were planned, and on which all ranks agreed: it identifies the plans.
     tuning : Tuning
         The tuning constants when the plans were made.
-    plans : sequence of Plan
-        The plans as the caller has them now.
     """
     started, timeout = time.perf_counter(), loads[0].options.timeout
-    loads = [replace(load, kind=plan, info=plan.info) for load, plan in zip(loads, plans, strict=True)]
     name = _name_of(loads)
     asked = replace(agreed, kind="execute", title=f"execute() of the plan for {name}")
     with begin_call(asked, None, comm=comm, timeout=timeout, watched_as=name) as begun:
@@ -226,7 +223,7 @@ class Loader:
     def _check(self, target: DeviceTarget) -> list[ShardFindings]:
         """Verify what the devices of this process hold, at the level that the caller asked for."""
         if self._options.verify == INDEX:  # `assemble` has compared each shard
-            return [ShardFindings(n_shards=len(load.kind.sharding.addressable_devices)) for load in self._loads]
+            return [ShardFindings(n_shards=len(load.plan.sharding.addressable_devices)) for load in self._loads]
         checked = []
         with ExitStack() as opened:
             # Of one array the verifier opens the source itself.

@@ -120,9 +120,9 @@ class ScatterCall(LoadCall):
                 # Not `in (None, ...)`: NumPy takes None for float64 where it compares types.
                 as_it_is = can_be_viewed and (wanted is None or wanted == np.dtype(dtype))
                 source = None if self._sources is None else self._sources[k]
-                array = ArrayInfo.from_json(info)
-                plan = plan_scatter(request, self.ranks_for(request), array, int(self._root), as_it_is)
-                loads.append(ArrayLoad(plan, array, request.options, source, where=where))
+                ranks = self.ranks_for(request)
+                plan = plan_scatter(request, ranks, ArrayInfo.from_json(info), int(self._root), as_it_is)
+                loads.append(ArrayLoad(plan, request.options, source, where=where))
         request = self.requests[0]
         return share_staging(request, self.ranks_for(request), loads) if len(loads) > 1 else loads
 
