@@ -367,13 +367,17 @@ class FileTarget:
         del mine
         with self._errors, self._timed("read back"):
             read = ReadBack(self._sink, self._ticket, rows, source, group.rank)
-            tasks = [self._pool.submit(task) for task in read.stored()]
-            self._wait(tasks)
-            for task in tasks:
-                task.result()
-            self._in_thread(partial(read.compare_values, self._goes_on))
+            self._compare(read)
             return [read.n_stored, read.n_values]
         return [0, 0]
+
+    def _compare(self, read: ReadBack) -> None:
+        """Apart from `_read_back`, so that no variable of a call that goes on has the error: see `let_go`."""
+        tasks = [self._pool.submit(task) for task in read.stored()]
+        self._wait(tasks)
+        for task in tasks:
+            task.result()
+        self._in_thread(partial(read.compare_values, self._goes_on))
 
     def _goes_on(self) -> bool:
         """Note that a thread has done something. False if there is nothing more to do."""

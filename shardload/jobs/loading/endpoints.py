@@ -114,7 +114,9 @@ class OpenSources:
         if file is None:
             file = self._files[key] = open_file(handle, self._access(load))
             self._opened.push(partial(_close, file))
-        return load.as_planned(file.open_planned(load.info))
+        source = load.as_planned(file.open(load.info.dataset, load.info))
+        self._opened.push(partial(_close, source))
+        return source
 
     def states(self, paths: Sequence[str], loads: Sequence[ArrayLoad]) -> dict[str, State]:
         """The state of each of some files, by the path in `ArrayInfo`: of those that are open here for several arrays.
