@@ -29,7 +29,6 @@ from shardload.jobs.loading.array_load import ArrayLoad
 from shardload.options import fill_value
 from shardload.planning.tuning import Tuning
 from shardload.system.first_error import FirstError
-from shardload.system.interruption import let_interruption_pass
 from shardload.transfer.allocator import empty_pieces
 from shardload.transfer.buffers import Piece
 from shardload.transfer.counters import Counters
@@ -48,17 +47,10 @@ def moves_of(loads: Sequence[ArrayLoad]) -> list[ArrayMove]:
 
 
 def _each(items: Iterable[Any], do: Callable[[Any], None]) -> None:
-    """Do something for each item with a `load`. An error names its array; a context for each would be slower."""
-    item: Any = None
-    try:
-        for item in items:
-            do(item)
-    except StallError:
-        raise
-    except Exception as error:
-        let_interruption_pass(error)
+    """Do something for each item with a `load`. An error names its array."""
+    for item in items:
         with item.load.naming_errors():
-            raise
+            do(item)
 
 
 # --- where values come from
