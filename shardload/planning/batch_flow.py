@@ -97,25 +97,29 @@ class Runs:
         The place of each run's column among those of the round; they ascend.
     start, stop : ndarray of int
         The steps of each run.
+    last : ndarray of int
+        The last sample that needs a step of each run.
     """
 
     column: IntArray
     start: IntArray
     stop: IntArray
+    last: IntArray
 
     def __len__(self) -> int:
         return len(self.column)
 
     @classmethod
-    def of(cls, column: IntArray, step: IntArray, most: int = 1 << 30) -> Runs:
-        """The runs of at most `most` steps of some steps, which ascend in each column; each step may be given several times.
+    def of(cls, column: IntArray, step: IntArray, sample: IntArray, most: int = 1 << 30) -> Runs:
+        """The runs of at most `most` steps of some steps, which ascend in each column; each may be given for several samples.
 
-        >>> runs = Runs.of(np.array([0, 0, 0, 0, 1]), np.array([3, 4, 4, 6, 7]))
-        >>> list(zip(runs.column.tolist(), runs.start.tolist(), runs.stop.tolist()))
-        [(0, 3, 5), (0, 6, 7), (1, 7, 8)]
+        >>> runs = Runs.of(np.array([0, 0, 0, 0, 1]), np.array([3, 4, 4, 6, 7]), np.array([9, 2, 5, 1, 3]))
+        >>> list(zip(runs.column.tolist(), runs.start.tolist(), runs.stop.tolist(), runs.last.tolist()))
+        [(0, 3, 5, 9), (0, 6, 7, 1), (1, 7, 8, 3)]
         """
         is_new = np.ones(len(step), dtype=bool)
         is_new[1:] = (np.diff(step) != 0) | (np.diff(column) != 0)
+        last = np.maximum.reduceat(sample, np.flatnonzero(is_new)) if len(step) else sample
         column, step = column[is_new], step[is_new]
         begins = np.ones(len(step), dtype=bool)
         begins[1:] = (np.diff(step) != 1) | (np.diff(column) != 0)
@@ -123,8 +127,9 @@ class Runs:
             place = np.arange(len(step)) - np.maximum.accumulate(np.where(begins, np.arange(len(step)), 0))
             begins |= place % most == 0
         first = np.flatnonzero(begins)
-        last = np.append(first[1:], len(step))[: len(first)] - 1
-        return cls(column[first], step[first], step[last] + 1)
+        end = np.append(first[1:], len(step))[: len(first)] - 1
+        last_sample = np.maximum.reduceat(last, first) if len(first) else last
+        return cls(column[first], step[first], step[end] + 1, last_sample)
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,10 +152,16 @@ class BatchFlow:
     columns: Sequence[int]
     runs: Sequence[Runs]
 
+    is_direct = False
+
     @property
     def ndim(self) -> int:
         """See `Flow`."""
         return len(self.schedule.blocks.shape)
+
+    def around(self, rank: int) -> Region | None:
+        """A box around all that a rank ever reads."""
+        return Region.whole(self.schedule.blocks.shape)
 
     @cached_property
     def _most_runs(self) -> int:
@@ -177,9 +188,10 @@ class BatchFlow:
         return [block for block in range(self._n_blocks) if self.owner(block) == rank]
 
     def _bounds(self, place: int) -> tuple[int, int]:
-        """The steps of a column that any sample needs."""
-        met = [(int(runs.start[a]), int(runs.stop[b - 1])) for runs in self.runs for a, b in [self._of(runs, place)] if b > a]
-        return min(a for a, _ in met), max(b for _, b in met)
+        """The steps of a column."""
+        cell, phase, axis = self.schedule.blocks.cell, self.schedule.blocks.phase, self.schedule.axis
+        start = self.columns[place] * cell[axis] - phase[axis]
+        return max(0, start), min(self.schedule.blocks.shape[axis], start + cell[axis])
 
     @staticmethod
     def _of(runs: Runs, place: int) -> tuple[int, int]:
@@ -204,7 +216,7 @@ class BatchFlow:
                 runs = self.runs[schedule.part_of_batch(shard)]
                 for k in range(*self._of(runs, place)):
                     region = schedule.with_steps(common, int(runs.start[k]), int(runs.stop[k]))
-                    parts += [Part(region, shard * self._most_runs + k, holder) for holder in shards.holders(shard)]
+                    parts += [Part(region, self.number(shard, k), holder) for holder in shards.holders(shard)]
             if parts:
                 yield Block(schedule.with_steps(rest, *self._bounds(place)), tuple(parts))
 
@@ -223,13 +235,17 @@ class BatchFlow:
                     block = place * n_rest + number
                     sender = self.owner(block)
                     if sender != rank and common is not None:
-                        target = shard * self._most_runs + k
+                        target = self.number(shard, k)
                         found.append((block, target, Part(schedule.with_steps(common, start, stop), target, sender)))
         found.sort(key=lambda item: item[:2])
         parts: dict[int, list[Part]] = {}
         for _, _, part in found:
             parts.setdefault(part.rank, []).append(part)
         return parts
+
+    def number(self, shard: int, run: int) -> int:
+        """The number of the target for a run of a shard."""
+        return shard * self._most_runs + run
 
     def target(self, number: int) -> Region | None:
         """See `Flow`."""
@@ -240,7 +256,7 @@ class BatchFlow:
     def targets(self, rank: int) -> list[int]:
         """See `Flow`."""
         return [
-            shard * self._most_runs + k
+            self.number(shard, k)
             for shard in self.schedule.shards.shards_of(rank)
             if self.schedule.held(shard) is not None
             for k in range(len(self.runs[self.schedule.part_of_batch(shard)]))

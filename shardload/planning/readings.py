@@ -52,6 +52,8 @@ class Readings:
         Which chunk each reading reads.
     batches : ndarray of int
         The batch for which each reading is needed; they ascend.
+    of_use : ndarray of int, shape (samples, offsets)
+        The reading that brings each step of each sample.
     """
 
     def __init__(
@@ -74,6 +76,9 @@ class Readings:
         n_chunks = int(chunk_of_stay.max(initial=0)) + 1
         self.batches, self.chunks = keys // n_chunks, keys % n_chunks
         reading = np.repeat(reading_of_stay, np.diff(np.append(np.flatnonzero(is_first), len(steps))))
+        self.of_use = np.empty(len(steps), dtype=np.int64)
+        self.of_use[order] = reading
+        self.of_use = self.of_use.reshape(n_samples, n_offsets)
         by_reading = np.argsort(reading, kind="stable")
         self._steps, self._samples = steps[by_reading], samples[by_reading]
         self._starts = np.searchsorted(reading[by_reading], np.arange(len(keys) + 1))

@@ -1,0 +1,367 @@
+"""What will a stream read, in which order, and in which rounds? Frozen facts, the same on every rank.
+
+An epoch is planned when it begins, because all of its samples are known then (`planning.readings`). Readings that follow each other
+are put into one round until the round is worth its two agreements and every reader has a block.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from jax.sharding import NamedSharding
+
+from shardload.formats.contract.array import ArrayInfo
+from shardload.options import Options
+from shardload.planning.batch_flow import BatchFlow, BatchSchedule, Runs
+from shardload.planning.readings import Readings
+from shardload.planning.sample_order import ORDER_VERSION, SampleOrder
+from shardload.planning.schedule import Schedule
+from shardload.planning.source_layout import SourceLayout
+from shardload.planning.staging import Staging, plan_staging
+from shardload.units import format_nbytes
+from shardload.values.decoding import Decoding
+
+Array = np.ndarray[Any, Any]
+
+_ROUND_NBYTES = 4 << 20  # of each reader: less is not worth two agreements
+_RUN_NBYTES = 1 << 18  # of a piece that holds steps of a shuffled stream: all are let go together
+
+
+@dataclass(frozen=True, eq=False)
+class StreamArray:
+    """An array of a file that a stream reads once for all leaves that name it.
+
+    Attributes
+    ----------
+    info : ArrayInfo
+        Its metadata.
+    handle : object
+        The path or object that opens it.
+    options : Options
+        What was asked of it.
+    source : SourceLayout
+        How the selected elements lie in the file.
+    decoding : Decoding or None
+        How stored numbers become values.
+    schedule : BatchSchedule
+        The columns cut into blocks, and the batch into shards.
+    region_schedule : Schedule
+        The same blocks as those of a load, for the sizes of buffers.
+    offsets : tuple of int
+        The steps that samples have of it, from the anchor.
+    """
+
+    info: ArrayInfo
+    handle: Any
+    options: Options
+    source: SourceLayout
+    decoding: Decoding | None
+    schedule: BatchSchedule
+    region_schedule: Schedule
+    offsets: tuple[int, ...]
+
+    @property
+    def chunk_steps(self) -> int:
+        """Steps of a column."""
+        return self.schedule.blocks.cell[self.schedule.axis]
+
+    @property
+    def phase(self) -> int:
+        """Steps of the first column that lie before the selection."""
+        return self.schedule.blocks.phase[self.schedule.axis]
+
+    @property
+    def n_steps(self) -> int:
+        """Steps of the selection."""
+        return self.schedule.blocks.shape[self.schedule.axis]
+
+    @cached_property
+    def step_nbytes(self) -> int:
+        """Bytes of one step of all of the array, as it is held."""
+        return math.prod(self.schedule.rest.shape) * self.source.dtype.itemsize
+
+    @property
+    def n_columns(self) -> int:
+        """Columns of the selection."""
+        return self.schedule.blocks.counts[self.schedule.axis]
+
+
+@dataclass(frozen=True, eq=False)
+class Leaf:
+    """An array of a batch.
+
+    Attributes
+    ----------
+    array : int
+        The number of the `StreamArray` that it has values of.
+    places : tuple of int
+        Which of that array's offsets it has.
+    has_window_axis : bool
+        Whether it has an axis for them, behind that of the samples.
+    sharding : NamedSharding
+        Of the jax.Array.
+    shape : tuple of int
+        Of the jax.Array.
+    dtype : dtype
+        Of the jax.Array.
+    scale : tuple of ndarray or None
+        What is subtracted, and by what the rest is divided; each fits the axes behind those of samples and window.
+    """
+
+    array: int
+    places: tuple[int, ...]
+    has_window_axis: bool
+    sharding: NamedSharding
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    scale: tuple[Array, Array] | None = None
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class StreamPlan:
+    """What a stream will do: inspect it, print it.
+
+    Attributes
+    ----------
+    arrays : sequence of StreamArray
+        What is read.
+    leaves : sequence of Leaf
+        What a batch has.
+    sample_order : SampleOrder
+        In which order.
+    batch : int
+        Samples of a batch.
+    has_batch_axis : bool
+        False for single steps.
+    epochs : int or None
+        How often all samples are given; None: without end.
+    remainder : str
+        What becomes of samples that do not fill a batch: ``"drop"``, ``"pad"`` or ``"error"``.
+    pool_nbytes : int
+        Bytes from which the order was made, of the whole job.
+    n_ranks, n_threads : int
+        Ranks of the job, and cores of each.
+    staging_nbytes : int
+        Cap on the buffers through which blocks go, of each rank.
+    prefetch : int
+        Batches that are made ahead.
+    """
+
+    arrays: Sequence[StreamArray]
+    leaves: Sequence[Leaf]
+    sample_order: SampleOrder
+    batch: int
+    has_batch_axis: bool
+    epochs: int | None
+    remainder: str
+    pool_nbytes: int
+    n_ranks: int
+    n_threads: int
+    staging_nbytes: int
+    prefetch: int
+    names: tuple[str, ...] = field(default=())
+
+    @property
+    def n_samples(self) -> int:
+        """Samples of an epoch."""
+        return len(self.sample_order.anchors)
+
+    def n_batches(self, n_samples: int) -> int:
+        """The batches of so many samples."""
+        return -(-n_samples // self.batch) if self.remainder == "pad" else n_samples // self.batch
+
+    @cached_property
+    def horizon(self) -> int:
+        """Batches that a step waits in memory at most between two samples."""
+        order = self.sample_order
+        n_steps = order.last - order.first + (
+            max(array.chunk_steps for array in self.arrays) if order.seed is None else (order.spread + 2) * order.block
+        )
+        return -(-n_steps // self.batch) + 1
+
+    @cached_property
+    def round_nbytes(self) -> int:
+        """Bytes of all ranks that are read in a round, if there are as many."""
+        return _ROUND_NBYTES * self.n_ranks
+
+    @cached_property
+    def staging(self) -> Staging:
+        """The buffers of each rank."""
+        needs = [(array.region_schedule, array.source) for array in self.arrays]
+        return plan_staging(needs, self.staging_nbytes, self.n_threads)
+
+    @cached_property
+    def fingerprint(self) -> dict[str, Any]:
+        """What an order follows from, for a state that is used again: nothing of ranks or meshes."""
+        order, first = self.sample_order, self.arrays[0]
+        return {
+            "order": ORDER_VERSION,
+            "n_steps": order.n_steps,
+            "window": [order.first, order.last],
+            "block": order.block,
+            "phase": order.phase,
+            "seed": order.seed,
+            "spread": None if order.seed is None else order.spread,
+            "n_samples": self.n_samples,
+            "arrays": sorted({f"{array.info.dataset} {array.info.dtype} {list(array.info.shape)}" for array in self.arrays}),
+            "selection": [[list(first.source.selection.region.start), list(first.source.selection.region.stop)]],
+        }
+
+    def __str__(self) -> str:
+        """Text for a person."""
+        order = self.sample_order
+        lines = [f"stream of {', '.join(dict.fromkeys(str(array.info) for array in self.arrays))}"]
+        for name, leaf in zip(self.names, self.leaves, strict=True):
+            array = self.arrays[leaf.array]
+            window = ", ".join(f"{array.offsets[k]:+d}" for k in leaf.places)
+            lines.append(f"  batch{name}: {leaf.dtype} {list(leaf.shape)}, steps {window} of each sample, {leaf.sharding.spec}")
+        n = self.n_batches(self.n_samples)
+        endless = "without end" if self.epochs is None else f"{self.epochs} epoch{'s' * (self.epochs != 1)}"
+        lines.append(f"  {self.n_samples:,} samples, {n:,} batches of {self.batch} an epoch, {endless}")
+        if order.seed is None:
+            lines.append("  order: ascending")
+        elif order.spread >= order.n_blocks:
+            lines.append(f"  order: all samples shuffled (seed {order.seed})")
+        else:
+            lines.append(
+                f"  order: {order.n_blocks:,} blocks of {order.block:,} steps shuffled, samples over {order.spread} blocks "
+                f"(seed {order.seed}, pool {format_nbytes(self.pool_nbytes)})"
+            )
+        epoch = EpochRounds(self, 0, 0)
+        n_read = [len(readings) for readings in epoch.readings]
+        n_columns = [array.n_columns for array in self.arrays]
+        lines.append(f"  chunks decoded in epoch 0: {sum(n_read) / max(1, sum(n_columns)):.2f} times each, in {len(epoch.rounds):,} rounds")
+        lines.append(
+            f"  memory of the job: {format_nbytes(epoch.most_held_nbytes)} of steps, {self.prefetch + 1} batches of "
+            f"{format_nbytes(self.batch_nbytes)}; of each rank up to {format_nbytes(self.staging_nbytes)} of buffers"
+        )
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        """One line."""
+        return str(self).partition("\n")[0]
+
+    @property
+    def batch_nbytes(self) -> int:
+        """Bytes of a batch."""
+        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in self.leaves)
+
+
+@dataclass(frozen=True)
+class RoundReadings:
+    """What one round reads.
+
+    Attributes
+    ----------
+    batch : int
+        The first batch that needs it, counted from the beginning of the run of batches.
+    readings : sequence of (int, int)
+        The number of each array, and of its reading.
+    """
+
+    batch: int
+    readings: Sequence[tuple[int, int]]
+
+    def one_by_one(self, batches: Sequence[int]) -> list[RoundReadings]:
+        """The same as rounds of one reading."""
+        return [RoundReadings(batch, (reading,)) for batch, reading in zip(batches, self.readings, strict=True)]
+
+
+class EpochRounds:
+    """The batches of one epoch from some sample on, and the rounds that read what they need.
+
+    Attributes
+    ----------
+    anchors : ndarray of int
+        The samples, in the order in which they are given.
+    n_batches : int
+        How many batches they are.
+    readings : list of Readings
+        When which column of each array is read.
+    rounds : list of RoundReadings
+        All rounds.
+    """
+
+    def __init__(self, plan: StreamPlan, epoch: int, first_sample: int, n_batches: int | None = None) -> None:
+        self._plan, self.epoch, self.first_sample = plan, epoch, first_sample
+        anchors = plan.sample_order.epoch(epoch)[first_sample:]
+        self.n_batches = plan.n_batches(len(anchors)) if n_batches is None else n_batches
+        self.anchors = anchors[: self.n_batches * plan.batch]
+        self.readings = [
+            Readings(
+                self.anchors,
+                batch=plan.batch,
+                offsets=array.offsets,
+                chunk=array.chunk_steps,
+                horizon=plan.horizon,
+                phase=array.phase,
+            )
+            for array in plan.arrays
+        ]
+
+    @cached_property
+    def rounds(self) -> list[RoundReadings]:
+        plan = self._plan
+        pairs = sorted(
+            (batch, array, k) for array, found in enumerate(self.readings) for k, batch in enumerate(found.batches.tolist())
+        )
+        rounds: list[RoundReadings] = []
+        held: list[tuple[int, int]] = []
+        first = nbytes = n_blocks = 0
+        for batch, array, k in pairs:
+            if held and nbytes >= plan.round_nbytes and n_blocks >= plan.arrays[array].schedule.owners.n:
+                rounds.append(RoundReadings(first, tuple(held)))
+                held, nbytes, n_blocks = [], 0, 0
+            if not held:
+                first = batch
+            held.append((array, k))
+            of = plan.arrays[array]
+            nbytes += of.chunk_steps * of.step_nbytes
+            n_blocks += of.schedule.rest.n_cells
+        if held:
+            rounds.append(RoundReadings(first, tuple(held)))
+        return rounds
+
+    def batches_of(self, round_: RoundReadings) -> list[int]:
+        """The batch for which each reading of a round is made."""
+        return [int(self.readings[array].batches[k]) for array, k in round_.readings]
+
+    def flow(self, array: int, places: Sequence[int]) -> BatchFlow:
+        """What moves of an array in a round, of which `places` are the readings."""
+        plan, readings = self._plan, self.readings[array]
+        schedule = plan.arrays[array].schedule
+        uses = [readings.uses(k) for k in places]
+        column = np.repeat(np.arange(len(places)), [len(steps) for steps, _ in uses])
+        step = np.concatenate([steps for steps, _ in uses])
+        sample = np.concatenate([samples for _, samples in uses])
+        part = schedule.part_of_samples(sample % plan.batch)
+        step_nbytes = plan.arrays[array].step_nbytes * schedule.shards.cuts[0] // max(1, schedule.shards.n_shards)
+        most = 1 << 30 if plan.sample_order.seed is None else max(1, _RUN_NBYTES // max(1, step_nbytes))
+        runs = [
+            Runs.of(column[is_of], step[is_of], sample[is_of], most)
+            for is_of in (part == number for number in range(schedule.n_parts))
+        ]
+        return BatchFlow(schedule, [int(readings.chunks[k]) for k in places], runs)
+
+    @cached_property
+    def most_held_nbytes(self) -> int:
+        """Most bytes of steps that all ranks hold for later batches, each counted once."""
+        change = np.zeros(self.n_batches + 1, dtype=np.int64)
+        for array, readings in zip(self._plan.arrays, self.readings, strict=True):
+            begin_of = {pair: round_.batch for round_ in self.rounds for pair in round_.readings}
+            number = self.readings.index(readings)
+            for k in range(len(readings)):
+                steps, samples = readings.uses(k)
+                first = np.flatnonzero(np.diff(steps, prepend=-1))
+                last = np.maximum.reduceat(samples, first) // self._plan.batch
+                change[begin_of[number, k]] += len(first) * array.step_nbytes
+                np.subtract.at(change, last + 1, array.step_nbytes)
+        return int(np.cumsum(change).max(initial=0))
+
+    def __iter__(self) -> Iterator[RoundReadings]:
+        return iter(self.rounds)
