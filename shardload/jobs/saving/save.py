@@ -45,7 +45,7 @@ from shardload.options import INDEX, TIMEOUT
 from shardload.planning.blocks import aligned
 from shardload.planning.region import Region
 from shardload.planning.rounds import Item
-from shardload.planning.saving import HolderLayout, OwnerLayout, count_packs, part_nbytes
+from shardload.planning.saving import count_packs, part_nbytes
 from shardload.planning.staging import Staging
 from shardload.planning.tuning import default_tuning
 from shardload.system.caller import warn_once
@@ -217,8 +217,9 @@ class Saving:
         self._group, self._asked, self._plan, self._digest = group, asked, plan, digest
         self._layouts, self._options = plan._layouts, asked.options
         self._shards: list[LocalShards] = []
-        self._flows = {k: PiecesToBlocks(one.schedule) for k, one in enumerate(self._layouts) if isinstance(one, OwnerLayout)}
-        self._units = {k: one.units_of(group.rank) for k, one in enumerate(self._layouts) if isinstance(one, HolderLayout)}
+        schedules = {k: layout.schedule for k, layout in enumerate(self._layouts)}
+        self._flows = {k: PiecesToBlocks(schedule) for k, schedule in schedules.items() if schedule is not None}
+        self._units = {k: self._layouts[k].units_of(group.rank) for k, schedule in schedules.items() if schedule is None}
         part = part_nbytes(self._layouts)
         n_packs = count_packs(plan._memory.moving_nbytes, part)
         self._staging = Staging(n_threads=1, n_slots=0, slot_nbytes=0, n_pack=n_packs, pack_nbytes=part)
@@ -237,7 +238,7 @@ class Saving:
                     LocalShards(one.x, layout.shards, group.rank)
                     for one, layout in zip(self._asked.arrays, self._layouts, strict=True)
                 ]
-                nbytes = sum(layout.size_of(group.rank) * layout.itemsize for layout in self._layouts)
+                nbytes = sum(layout.nbytes_of(group.rank) for layout in self._layouts)
                 advance = opened.enter_context(progress_of(options.progress, f"'{plan.path}'", nbytes, group.rank))
             self._compare_replicas(session)
             target = FileTarget(
@@ -317,7 +318,7 @@ class Saving:
             if item.array in self._units:
                 layout, held = self._layouts[item.array], self._shards[item.array]
                 for unit, shard in itertools.islice(self._units[item.array], len(item.units)):
-                    yield from self._chunks_in(item.array, layout.units.region(unit), partial(held.view, shard))  # type: ignore[union-attr]
+                    yield from self._chunks_in(item.array, layout.units.region(unit), partial(held.view, shard))
 
     def _chunks_in(self, array: int, region: Region, view: Callable[[Region], Array]) -> Iterator[Chunk]:
         name, chunks = self._asked.arrays[array].name, self._layouts[array].chunks
