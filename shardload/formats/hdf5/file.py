@@ -59,40 +59,8 @@ class Hdf5Format(Format):
         """True if `obj` is an `h5py.Dataset`, group or file."""
         return isinstance(obj, h5py.Dataset | h5py.Group)
 
-    def list_arrays(self, path: str, access: Access = STRICT) -> list[ArrayInfo]:
-        """Every dataset in the file; links to other files are not followed."""
-        with Hdf5File.at(path, access) as file:
-            return list(file.listed(in_full=True))
-
-    def sketch_arrays(self, path: str, access: Access = STRICT, most: int | None = None, like: str = "") -> list[ArrayInfo]:
-        """Like `list_arrays`, without what a load does not need; or at most `most` + 1 datasets, each under one name."""
-        with Hdf5File.at(path, access) as file:
-            named = {info.dataset: info for info in file.below(like)}
-            others = file.listed(most=most, like=like, known=named)
-            return list(itertools.islice(itertools.chain(named.values(), others), None if most is None else most + 1))
-
-    def list_linked(self, path: str, group: str, access: Access = STRICT, in_full: bool = True) -> list[ArrayInfo]:
-        """The datasets below a group to which links lead, as h5py follows them."""
-        with Hdf5File.at(path, access) as file:
-            try:
-                found, opened = file.follow(group)
-            except KeyError:  # no such name
-                return []
-            try:
-                return list(file.listed(found, group, in_full)) if isinstance(found, h5py.Group) else []
-            finally:
-                close_all(opened)
-
-    def open_path(self, path: str, dataset: str, access: Access = STRICT) -> Source:
-        """Open a dataset by its name, or by the name of a link to it; KeyError if there is none."""
-        return Hdf5File.at(path, access).open_alone(dataset)
-
-    def open_planned(self, path: str, info: ArrayInfo, access: Access = STRICT) -> Source:
-        """The same for a dataset that was described before: if it is virtual, its parts are not looked at again."""
-        return Hdf5File.at(path, access).open_alone(info.dataset, info)
-
     def open_file(self, path: str, access: Access = STRICT) -> OpenFile:
-        """Open the file once for several datasets."""
+        """Open the file."""
         return Hdf5File.at(path, access)
 
     def open_object(self, obj: Any, access: Access = STRICT) -> Source:
@@ -144,21 +112,11 @@ class Hdf5File(OpenFile):
         file = open_explained(path)
         return cls(OpenFacts(file), path, access, Fence.around_file(path, access.allow_external))
 
-    def open(self, dataset: str) -> Hdf5Source:
-        """See `OpenFile`."""
-        return self._open(dataset)
-
-    def open_planned(self, info: ArrayInfo) -> Hdf5Source:
-        """See `OpenFile`."""
-        return self._open(info.dataset, info)
-
-    def open_alone(self, dataset: str, planned: ArrayInfo | None = None) -> Hdf5Source:
-        """Open a dataset; this file is closed with it."""
-        try:
-            return self._open(dataset, planned, after=self.close)
-        except BaseException:
-            self.close()
-            raise
+    def open(self, dataset: str, planned: ArrayInfo | None = None) -> Hdf5Source:
+        """Open a dataset by its name, or by the name of a link to it. If it is virtual, parts of it that `planned` has are not
+        looked at again.
+        """
+        return self._open(dataset, planned)
 
     def open_part(self, dataset: str, after: Callable[[], None]) -> tuple[Hdf5Source, dict[str, tuple[int, ...]]]:
         """Open a dataset of which a virtual one consists; `after` is called when it was closed. Returns also the files that its
@@ -243,7 +201,28 @@ class Hdf5File(OpenFile):
 
     # --- what is in it
 
-    def listed(
+    def list_arrays(self) -> list[ArrayInfo]:
+        """Every dataset in the file; links to other files are not followed."""
+        return list(self._listed(in_full=True))
+
+    def sketch(self, most: int | None = None, like: str = "") -> list[ArrayInfo]:
+        """Like `list_arrays`, without what a load does not need; or at most `most` + 1 datasets, each under one name."""
+        named = {info.dataset: info for info in self._below(like)}
+        others = self._listed(most=most, like=like, known=named)
+        return list(itertools.islice(itertools.chain(named.values(), others), None if most is None else most + 1))
+
+    def list_linked(self, group: str, in_full: bool = True) -> list[ArrayInfo]:
+        """The datasets below a group to which links lead, as h5py follows them."""
+        try:
+            found, opened = self.follow(group)
+        except KeyError:  # no such name
+            return []
+        try:
+            return list(self._listed(found, group, in_full)) if isinstance(found, h5py.Group) else []
+        finally:
+            close_all(opened)
+
+    def _listed(
         self,
         group: h5py.Group | None = None,
         name: str = "",
@@ -256,7 +235,7 @@ class Hdf5File(OpenFile):
         group = self._file if group is None else group
         return _listed(group, name.rstrip("/"), self._path, self._fence, self._access, in_full, most, like, known)
 
-    def below(self, name: str) -> list[ArrayInfo]:
+    def _below(self, name: str) -> list[ArrayInfo]:
         """Some of the arrays below a group, to which links may lead, or what it is without arrays; nothing if there is no
         group.
         """
@@ -267,7 +246,7 @@ class Hdf5File(OpenFile):
         try:
             if not name or not isinstance(group, h5py.Group):
                 return []
-            infos = list(itertools.islice(self.listed(group, name, most=MOST_NAMED), MOST_NAMED + 1))
+            infos = list(itertools.islice(self._listed(group, name, most=MOST_NAMED), MOST_NAMED + 1))
             how = f"h5py.File({self._path!r})[{name!r}].attrs"
             return infos or [group_info(self._path, name, "HDF5", attribute_names(group), how)]
         except _ERRORS:

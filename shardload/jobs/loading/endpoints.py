@@ -29,7 +29,6 @@ from shardload.jobs.loading.array_load import ArrayLoad
 from shardload.options import fill_value
 from shardload.planning.tuning import Tuning
 from shardload.system.first_error import FirstError
-from shardload.system.interruption import let_interruption_pass
 from shardload.transfer.allocator import empty_pieces
 from shardload.transfer.buffers import Piece
 from shardload.transfer.counters import Counters
@@ -42,23 +41,16 @@ Array = np.ndarray[Any, Any]
 def moves_of(loads: Sequence[ArrayLoad]) -> list[ArrayMove]:
     """What moves in a load of these arrays."""
     return [
-        ArrayMove(k, BlocksToPieces(load.layout.schedule), load.kind.dtype, load.name if len(loads) > 1 else "", load.named)
+        ArrayMove(k, BlocksToPieces(load.layout.schedule), load.plan.dtype, load.name if len(loads) > 1 else "", load.named)
         for k, load in enumerate(loads)
     ]
 
 
 def _each(items: Iterable[Any], do: Callable[[Any], None]) -> None:
-    """Do something for each item with a `load`. An error names its array; a context for each would be slower."""
-    item: Any = None
-    try:
-        for item in items:
-            do(item)
-    except StallError:
-        raise
-    except Exception as error:
-        let_interruption_pass(error)
+    """Do something for each item with a `load`. An error names its array."""
+    for item in items:
         with item.load.naming_errors():
-            raise
+            do(item)
 
 
 # --- where values come from
@@ -114,7 +106,9 @@ class OpenSources:
         if file is None:
             file = self._files[key] = open_file(handle, self._access(load))
             self._opened.push(partial(_close, file))
-        return load.as_planned(file.open_planned(load.info))
+        source = load.as_planned(file.open(load.info.dataset, load.info))
+        self._opened.push(partial(_close, source))
+        return source
 
     def states(self, paths: Sequence[str], loads: Sequence[ArrayLoad]) -> dict[str, State]:
         """The state of each of some files, by the path in `ArrayInfo`: of those that are open here for several arrays.
@@ -264,16 +258,16 @@ class ShardedArray:
     def wanted(self) -> tuple[list[tuple[int, ...]], np.dtype[Any]]:
         """The shapes of the pieces, and their dtype."""
         shards = self.load.layout.schedule.shards
-        return [shards.shard_shape] * len(shards.shards_of(self._rank)), self.load.kind.dtype
+        return [shards.shard_shape] * len(shards.shards_of(self._rank)), self.load.plan.dtype
 
     def make_room(self, room: list[Array]) -> None:
         """Take the pieces from `room`, and fill their padding. What moves writes the rest."""
-        kind, shards = self.load.kind, self.load.layout.schedule.shards
+        plan, shards = self.load.plan, self.load.layout.schedule.shards
         for shard, data in zip(shards.shards_of(self._rank), room, strict=True):
             self.shards[shard] = Piece(shards.region(shard), data)
-        self._pieces = ShardPieces(shards, kind.shape, self.shards, self._rank)
-        self._pieces.fill(partial(fill_value, self.load.options.pad, kind.dtype))
-        self._early = EarlyPieces(kind.shape_global, kind.sharding)
+        self._pieces = ShardPieces(shards, plan.shape, self.shards, self._rank)
+        self._pieces.fill(partial(fill_value, self.load.options.pad, plan.dtype))
+        self._early = EarlyPieces(plan.shape_global, plan.sharding)
 
     def start_early(self, piece: Piece) -> None:
         """Start to copy a complete piece to its device."""
@@ -304,8 +298,8 @@ class ShardedArray:
         if self._pieces is not None:
             self._pieces.finish()
         held = ((p.region, p.data) for p in self.shards.values())
-        kind = self.load.kind
-        self.array = assemble(kind.shape_global, kind.sharding, kind.dtype, held, self._early)
+        plan = self.load.plan
+        self.array = assemble(plan.shape_global, plan.sharding, plan.dtype, held, self._early)
         is_decoded = self.load.layout.decoding is not None or (False if self.load.info.packing else None)
         remember(self.array, self.load.layout.extent, is_decoded)
         self.device_seconds = time.perf_counter() - started

@@ -197,7 +197,7 @@ def staging_together(layouts: Sequence[LoadLayout], staging_nbytes: int, most_nb
 def read_in_turn(ranks: PlannedRanks, plans: Sequence[Plan]) -> list[Plan]:
     """The plans of many arrays, so that one rank reads each of the small ones which several would have read together.
 
-    A rank then opens fewer arrays, and there are fewer and larger blocks. Arrays of the same plan and reader share the new one.
+    A rank then opens fewer arrays, and there are fewer and larger blocks. Arrays of one layout and reader share the new one.
     """
     many = [k for k, plan in enumerate(plans) if _is_worth_turns(plan)]
     owners = {owners for k in many if isinstance(owners := plans[k].schedule.owners, Owners)}
@@ -207,12 +207,16 @@ def read_in_turn(ranks: PlannedRanks, plans: Sequence[Plan]) -> list[Plan]:
     nbytes = [math.prod(plans[k].shape) * plans[k].dtype.itemsize for k in many]
     readers = dict(zip(many, share_out(nbytes, shared.n), strict=True))
     per_owner = replace(ranks.tuning, blocks_per_owner=BLOCKS_PER_OWNER).for_many(len(many) // shared.n).blocks_per_owner
-    planned: dict[tuple[int, int | None], Plan] = {(id(plan), None): plan for plan in plans}
+    planned: dict[tuple[int, int], Plan] = {}
+    turns = list(plans)
     for k, plan in enumerate(plans):
         reader = readers.get(k)
-        if reader is not None and (id(plan), reader) not in planned:
-            planned[id(plan), reader] = _read_by(ranks, plan, shared.rank_of(reader, ranks.n), per_owner)
-    return [planned[id(plan), readers.get(k)] for k, plan in enumerate(plans)]
+        if reader is not None:
+            key = id(plan._layout), reader
+            if key not in planned:
+                planned[key] = _read_by(ranks, plan, shared.rank_of(reader, ranks.n), per_owner)
+            turns[k] = replace(planned[key], info=plan.info)
+    return turns
 
 
 def share_out(sizes: Sequence[int], n_readers: int) -> list[int | None]:

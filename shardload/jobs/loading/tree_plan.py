@@ -142,7 +142,7 @@ class TreePlan:
         """
         if self._executor is None:
             raise ConfigError(NO_DEVICES)
-        loaded = self._executor(self.leaves)
+        loaded = self._executor()
         self._reports[:] = [loaded.report]
         for plan, array in zip(self.leaves, loaded.arrays, strict=True):
             plan._versions[:] = [version_of(array)]

@@ -26,12 +26,11 @@ from shardload.comm.group import Group
 from shardload.engine.file_target import Chunk, FileTarget, WriteCounts
 from shardload.engine.session import Round, Session
 from shardload.errors import ConfigError, ShardloadError, SourceError
-from shardload.formats.access import Access
 from shardload.formats.contract.array import some
 from shardload.formats.contract.dtypes import native_dtype
 from shardload.formats.contract.format import Source
 from shardload.formats.growing import HOW_TO_GROW, Growing, GrowingSink
-from shardload.formats.lookup import format_of
+from shardload.formats.lookup import open_source
 from shardload.jobs.saving.arguments import SavedArray, SaveRequest
 from shardload.jobs.saving.plan import SavePlan, alignment_of, plan_into, shards_of
 from shardload.jobs.saving.save import SaveReport, Saving, planned
@@ -350,7 +349,7 @@ class _Appending(Saving):
         one = self._grows[name]
         if name not in self._sources:
             path = os.path.realpath(self._plan.path)
-            source = format_of(path).open_path(path, name, Access())
+            source = open_source(path, name)
             self._opened.callback(source.close)
             if source.info.shape != one.old_shape:
                 raise ConfigError(

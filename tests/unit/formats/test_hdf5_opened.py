@@ -50,7 +50,7 @@ def test_a_group_that_is_kept_is_that_of_its_name(path: str) -> None:
             assert source.info.dtype == "int32" and source.state() is not None
             source.close()
         for name in ("/a/none", "/none/x", "/x/x", "/loop"):
-            with pytest.raises(SourceError):
+            with pytest.raises((KeyError, SourceError)):
                 opened.open(name)
 
 
