@@ -151,7 +151,7 @@ class ZarrSource(Source):
 
     @functools.cached_property
     def _chunks(self) -> ZarrChunks | None:
-        return chunk_reader(self._array, self._node, self._info, self._store.fence)
+        return chunk_reader(self._array, self._node, self._info)
 
     def plain(self, region: Region) -> np.ndarray[Any, Any]:
         """The values as zarr-python's indexing gives them."""
