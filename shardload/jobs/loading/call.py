@@ -257,9 +257,13 @@ class LoadCall:
         with Finder(options.access, *how) as finder:
             return self._find_all(finder)
 
+    def _selections(self) -> list[Any]:
+        """All selections: if one is by names of axes, these names are looked up."""
+        return [*(request.options.select for request in self.requests), self._given.get("select")]
+
     def _find_all(self, finder: Finder) -> list[bytes | memoryview]:
         found, sent = list[Any](), _Values()
-        selections = [*(request.options.select for request in self.requests), self._given.get("select")]
+        selections = self._selections()
         is_labelled = any(map(is_by_name, selections))
         room = _SEARCHED_NBYTES if any(map(needs_coordinates, selections)) else SMALL_NBYTES
         labeller = Labeller(finder, room, named_coordinates(selections))
