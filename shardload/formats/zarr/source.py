@@ -42,12 +42,9 @@ from shardload.formats.zarr.metadata import grid_of, is_stacked, n_in_shard, nam
 from shardload.formats.zarr.nodes import ArrayNode, BrokenNode, GroupNode, UnknownCodecError, quiet
 from shardload.formats.zarr.store import (
     WatchedStore,
-    close_store,
-    inner_store,
     open_store,
     watch,
     watched,
-    zip_entries,
 )
 from shardload.planning.region import Region
 from shardload.storage.leftovers import ROOTS
@@ -207,7 +204,7 @@ class ZarrSource(Source):
         if chunks is not None:
             chunks.close()
         if self._is_own and not self._is_closed:
-            close_store(self._store)
+            self._store.close()
         self._is_closed = True
 
 
@@ -223,10 +220,9 @@ class ZarrFormat(Format):
         try:
             if not zipfile.is_zipfile(path):
                 return False
-            return any(entry.filename.rpartition("/")[2] in _MARKS for entry in zip_entries(path))
-        except ValueError:
-            return True  # opening it raises the error
-        except (OSError, zipfile.BadZipFile, NotImplementedError):
+            with zipfile.ZipFile(path) as archive:
+                return any(name.rpartition("/")[2] in _MARKS for name in archive.namelist())
+        except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError):
             return False
 
     def claims_url(self, url: str) -> bool:
@@ -253,7 +249,7 @@ class ZarrFormat(Format):
                     infos = [_empty_group(store, path, like), *infos][:limit]
             return infos
         finally:
-            close_store(store)
+            store.close()
 
     def open_path(self, path: str, dataset: str, access: Access = STRICT) -> Source:
         """Open an array by its name; KeyError if there is none."""
@@ -261,7 +257,7 @@ class ZarrFormat(Format):
         try:
             return _open_array(store, path, dataset, access, is_own=True)
         except BaseException:
-            close_store(store)
+            store.close()
             raise
 
     def open_file(self, path: str, access: Access = STRICT) -> OpenFile:
@@ -318,7 +314,7 @@ class _ZarrStore(OpenFile):
         return self._unread
 
     def close(self) -> None:
-        close_store(self._store)
+        self._store.close()
 
 
 def _open_array(store: WatchedStore, path: str, dataset: str, access: Access, *, is_own: bool) -> ZarrSource:
@@ -351,7 +347,6 @@ def _empty_group(store: WatchedStore, path: str, name: str) -> ArrayInfo:
 
 def _store_name(store: Any) -> str:
     """An open store as messages name it."""
-    store = inner_store(store)
     for attribute in ("root", "path"):
         if isinstance(getattr(store, attribute, None), str | os.PathLike):
             return str(getattr(store, attribute))
