@@ -72,6 +72,13 @@ class LocalFile:
         """`state_of` the open file."""
         return state_of(self._descriptor)
 
+    def place_now(self, path: str) -> str:
+        """The real path of the open file, also if it was renamed; `path` if the system does not say."""
+        try:
+            return os.readlink(f"/proc/self/fd/{self._descriptor}")
+        except OSError:  # no /proc here
+            return path
+
     def read_into(self, out: Bytes, offset: int) -> None:
         """Fill `out`, C-contiguous bytes. OSError if the file ends before, or cannot be read."""
         done = read_at(self._descriptor, out, offset)
