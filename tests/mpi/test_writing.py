@@ -43,7 +43,7 @@ SHARDED = {"sharded": ArraySpec((11, 7), np.dtype("i2"), (2, 3), shards=(4, 6), 
 
 
 N_ROUNDS = 60  # of one rank, in rounds of two chunks
-NO_STAGING = Staging(n_threads=1, n_slots=0, slot_nbytes=0, n_pack=0, pack_nbytes=0)
+NO_STAGING = Staging(n_threads=1, n_slots=0, n_pack=0, slot_nbytes=0)
 
 
 def regions(encoder: Encoder) -> list[Region]:

@@ -102,7 +102,9 @@ class OpenSources:
             file = self._files[key] = open_file(handle, access)
             self._opened.push(partial(_close, file))
             self.states[load.info.path] = file.state()
-        return load.as_planned(file.open_planned(load.info))
+        source = load.as_planned(file.open(load.info.dataset, load.info))
+        self._opened.push(partial(_close, source))
+        return source
 
 
 def _close(source: Source | OpenFile, kind: type[BaseException] | None, *_: object) -> None:

@@ -65,7 +65,7 @@ class TreePlan:
         plans = self.leaves
         pieces = sum(plan.pieces_nbytes for plan in plans)
         used = staging_of(plans)
-        blocks = used.n_slots * used.slot_nbytes + used.n_pack * used.pack_nbytes
+        blocks = used.n_blocks * used.slot_nbytes
         return pieces + min(blocks, self.staging_nbytes)
 
     @property
