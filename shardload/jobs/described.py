@@ -21,7 +21,7 @@ Described = tuple[ArrayInfo, Properties, State]
 
 def describe_array(file: OpenFile, name: str, expected: ArrayInfo | None = None) -> Described:
     """What must be known of an array of numbers, or of a short one of text. SourceError for another one."""
-    with closing(file.open_any(name)) as source:
+    with closing(file.open(name, expected)) as source:
         info = source.info if expected is None else expected
         with as_source_error(info.path, name):
             properties = source.properties()
@@ -78,9 +78,9 @@ def take_along(file: OpenFile, described: dict[str, Described]) -> list[str]:
             for place in places:
                 try:
                     described[place] = describe_array(file, place)
+                except KeyError:  # there is none: many axes have a name only
+                    continue
                 except SourceError as error:
-                    if isinstance(error.__context__, KeyError):  # there is none: many axes have a name only
-                        continue
                     notes.append(f"'{place}', which belongs to '{name}', was left out: {error}")
                 else:
                     todo.append(place)

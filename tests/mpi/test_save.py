@@ -32,7 +32,7 @@ from shardload.comm.group import group_of
 from shardload.comm.shared_memory import Segment
 from shardload.engine.read_back import ReadBack
 from shardload.formats.sink import Encoder
-from shardload.planning.saving import HolderLayout
+from shardload.planning.saving import WriteLayout
 from shardload.planning.tuning import Tuning
 from shardload.transfer.moves import PiecesToBlocks
 from tests.mpi.support import (
@@ -923,11 +923,11 @@ def Hidden(ticket: Any) -> Any:
 
 WRONG: dict[str, Any] = {
     "a shard's last unit is dropped": (
-        lambda m: m.setattr(HolderLayout, "units_of", _without_last(HolderLayout.units_of)),
+        lambda m: m.setattr(WriteLayout, "units_of", _without_last(WriteLayout.units_of)),
         {"compression": "gzip", "chunks": (2, 3, 5)},
     ),
     "two holders write a unit": (
-        lambda m: m.setattr(HolderLayout, "units_of", lambda self, rank: Held_all(self, rank)),
+        lambda m: m.setattr(WriteLayout, "units_of", lambda self, rank: Held_all(self, rank)),
         {"compression": "gzip", "chunks": (2, 3, 5)},
     ),
     "parts swapped in a block": (

@@ -124,9 +124,9 @@ def test_the_table_in_the_docs() -> None:
 
 
 def test_each_default_passes_its_own_check_and_each_option_of_a_load_has_a_field() -> None:
-    kept = {option.kept_as for option in OPTIONS.values() if option.kept_as}
+    kept = {option.name for option in OPTIONS.values() if option.is_kept}
     assert kept == set(Options.__dataclass_fields__)
-    assert Options.check() == Options.check(**{n: o.default for n, o in OPTIONS.items() if o.kept_as})
+    assert Options.check() == Options.check(**{n: o.default for n, o in OPTIONS.items() if o.is_kept})
     with pytest.raises(TypeError, match="no such option: stagin"):
         Options.check(stagin=1)
 
@@ -139,9 +139,9 @@ def test_ways_of_reading_are_those_that_are_planned() -> None:
 def test_ranks_compare_what_is_declared_to_be_the_same() -> None:
     """Wrong if an option of the values, or of waiting, could differ from rank to rank unseen."""
     told = Options.check().describe()
-    assert set(told) == {name for name, option in OPTIONS.items() if option.kept_as} - {"progress"}
+    assert set(told) == {name for name, option in OPTIONS.items() if option.is_kept} - {"progress"}
 
 
-@pytest.mark.parametrize("name", [name for name, option in OPTIONS.items() if option.flag and option.kept_as])
+@pytest.mark.parametrize("name", [name for name, option in OPTIONS.items() if option.flag and option.is_kept])
 def test_messages_name_the_flag(name: str) -> None:
     assert OPTIONS[name].flag in as_typed(f"Pass {name}='x'")

@@ -75,14 +75,12 @@ class ZarrSource(Source):
         Its description, from `describe`.
     access : Access
         What the caller allows.
-    is_own : bool
-        True if the store is closed with this source.
     """
 
-    def __init__(self, node: ArrayNode, array: Any, info: ArrayInfo, access: Access, *, is_own: bool) -> None:
+    def __init__(self, node: ArrayNode, array: Any, info: ArrayInfo, access: Access) -> None:
         self._node, self._array, self._info = node, array, info
         self._store: WatchedStore = array.store
-        self._dtype, self._is_own, self._is_closed = native_dtype(node.dtype), is_own, False
+        self._dtype, self._is_closed = native_dtype(node.dtype), False
         self._missing: list[tuple[int, ...]] = []
         mark = "zarr.json" if node.version == 3 else ".zarray"
         self._metadata_key = f"{array.path}/{mark}" if array.path else mark
@@ -153,7 +151,7 @@ class ZarrSource(Source):
 
     @functools.cached_property
     def _chunks(self) -> ZarrChunks | None:
-        return chunk_reader(self._array, self._node, self._info, self._store.fence)
+        return chunk_reader(self._array, self._node, self._info)
 
     def plain(self, region: Region) -> np.ndarray[Any, Any]:
         """The values as zarr-python's indexing gives them."""
@@ -202,12 +200,10 @@ class ZarrSource(Source):
         return self._opened_in
 
     def close(self) -> None:
-        """Close the store, if this object opened it, and the shards that its chunk reader keeps open."""
+        """Close the shards that its chunk reader keeps open."""
         chunks = self.__dict__.get("_chunks")
         if chunks is not None:
             chunks.close()
-        if self._is_own and not self._is_closed:
-            close_store(self._store)
         self._is_closed = True
 
 
@@ -237,35 +233,8 @@ class ZarrFormat(Format):
         """True if `obj` is a `zarr.Array` or a `zarr.Group`."""
         return isinstance(obj, zarr.Array | zarr.Group)
 
-    def list_arrays(self, path: str, access: Access = STRICT) -> list[ArrayInfo]:
-        """Every array in the store, by name; chunks are not read."""
-        return self.sketch_arrays(path, access)
-
-    def sketch_arrays(self, path: str, access: Access = STRICT, most: int | None = None, like: str = "") -> list[ArrayInfo]:
-        """The same, but at most `most` + 1 arrays; first what a group `like` is that has none."""
-        limit = None if most is None else most + 1
-        store = open_store(path, access.allow_external)
-        try:
-            infos = list(itertools.islice(_described(store, path, access), limit))
-            if like and isinstance(_node_or_none(store, like), GroupNode):
-                below = f"/{like.strip('/')}".rstrip("/") + "/"
-                if not any(info.dataset.startswith(below) for info in _described(store, path, access)):
-                    infos = [_empty_group(store, path, like), *infos][:limit]
-            return infos
-        finally:
-            close_store(store)
-
-    def open_path(self, path: str, dataset: str, access: Access = STRICT) -> Source:
-        """Open an array by its name; KeyError if there is none."""
-        store = open_store(path, access.allow_external)
-        try:
-            return _open_array(store, path, dataset, access, is_own=True)
-        except BaseException:
-            close_store(store)
-            raise
-
     def open_file(self, path: str, access: Access = STRICT) -> OpenFile:
-        """Open the store once for several arrays."""
+        """Open the store."""
         return _ZarrStore(open_store(path, access.allow_external), path, access)
 
     def open_object(self, obj: Any, access: Access = STRICT) -> Source:
@@ -278,7 +247,7 @@ class ZarrFormat(Format):
                 f"'{obj.name}' in '{path}' is a group, not an array. Pass group['name'] with a name of an array in it: {names}."
             )
         node, array = ArrayNode.of(obj), watched(obj, access.allow_external)
-        return ZarrSource(node, array, describe(node, path, obj.name, access), access, is_own=False)
+        return ZarrSource(node, array, describe(node, path, obj.name, access), access)
 
 
 FORMAT = ZarrFormat()
@@ -291,8 +260,31 @@ class _ZarrStore(OpenFile):
         self._store, self._path, self._access = store, path, access
         self._unread: list[str] = []  # of groups
 
-    def open(self, dataset: str) -> Source:
-        return _open_array(self._store.another_watch(), self._path, dataset, self._access, is_own=False)
+    def list_arrays(self) -> list[ArrayInfo]:
+        """Every array in the store, by name; chunks are not read."""
+        return list(_described(self._store, self._path, self._access))
+
+    def sketch(self, most: int | None = None, like: str = "") -> list[ArrayInfo]:
+        """The same, but at most `most` + 1 arrays; first what a group `like` is that has none."""
+        limit = None if most is None else most + 1
+        infos = list(itertools.islice(_described(self._store, self._path, self._access), limit))
+        if like and isinstance(_node_or_none(self._store, like), GroupNode):
+            below = f"/{like.strip('/')}".rstrip("/") + "/"
+            if not any(info.dataset.startswith(below) for info in _described(self._store, self._path, self._access)):
+                infos = [_empty_group(self._store, self._path, like), *infos][:limit]
+        return infos
+
+    def open(self, dataset: str, planned: ArrayInfo | None = None) -> Source:
+        store = self._store.another_watch()
+        node = store.node(dataset)
+        if not isinstance(node, ArrayNode):
+            raise KeyError(dataset)
+        try:
+            info = describe(node, self._path, dataset, self._access)
+        except UnknownCodecError as error:
+            text = f"'{dataset}' in '{self._path}' cannot be loaded: it holds {error}."
+            raise SourceError(text, path=self._path, dataset=dataset) from error
+        return ZarrSource(node, watch(node, store, dataset), info, self._access)
 
     def state(self) -> tuple[int, ...] | None:
         """The state of the zip file, or of the metadata file of the root, which is another one in a store that was replaced."""
@@ -319,19 +311,6 @@ class _ZarrStore(OpenFile):
 
     def close(self) -> None:
         close_store(self._store)
-
-
-def _open_array(store: WatchedStore, path: str, dataset: str, access: Access, *, is_own: bool) -> ZarrSource:
-    """Open an array of an open store. With `is_own`, the store is closed with the source."""
-    node = store.node(dataset)
-    if not isinstance(node, ArrayNode):
-        raise KeyError(dataset)
-    try:
-        info = describe(node, path, dataset, access)
-    except UnknownCodecError as error:
-        text = f"'{dataset}' in '{path}' cannot be loaded: it holds {error}."
-        raise SourceError(text, path=path, dataset=dataset) from error
-    return ZarrSource(node, watch(node, store, dataset), info, access, is_own=is_own)
 
 
 def _node_or_none(store: WatchedStore, name: str) -> ArrayNode | GroupNode | None:

@@ -14,6 +14,7 @@ from zlib import crc32
 
 import numpy as np
 
+from shardload.comm.agreement import Invocation
 from shardload.errors import ConfigError, printable
 from shardload.formats.access import Access, Limits
 from shardload.formats.contract.array import ArrayInfo, some
@@ -108,9 +109,9 @@ class CopyRequest:
         limits = Limits(staging, None if self.timeout is None else self.timeout / 4) if self.untrusted else None
         return Access(self.allow_external, frozenset(self.allow_filters), limits)
 
-    def describe(self) -> dict[str, str]:
-        """What all ranks must pass alike, as text."""
-        return {name: repr(value) for name, value in vars(self).items()}
+    def invocation(self, call: str, title: str) -> Invocation:
+        """See `engine.call.Request`."""
+        return Invocation(call, title, {name: repr(value) for name, value in vars(self).items()})
 
 
 @dataclass(frozen=True)
