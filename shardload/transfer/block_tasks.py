@@ -71,8 +71,9 @@ class BlockTasks:
 
     def _read_block(self, staged: StagedBlock, counters: Counters) -> None:
         block = staged.block
-        # The block has parts of several shards with gaps between them, which nobody needs: read part by part.
-        if len(block.parts) > 1 and sum(part.region.size for part in block.parts) < block.region.size:
+        # The block has parts of this rank with gaps between them, which nobody needs: read part by part.
+        has_gaps = len(block.parts) > 1 and sum(part.region.size for part in block.parts) < block.region.size
+        if has_gaps and not self._local.sends(block.parts):
             for part in block.parts:
                 self._read_block(StagedBlock(Block(part.region, (part,)), slot=staged.slot), counters)
             return
