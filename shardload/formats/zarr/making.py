@@ -71,7 +71,7 @@ def _marker(found: Any, dtype: np.dtype[Any]) -> Any:
 
 
 def float_of_base64(value: Any) -> Any:
-    """Decode a float that xarray wrote as base64 of a float64's bytes (JSON has no NaN). Any other value is returned unchanged."""
+    """A float that xarray wrote as base64 of a float64's bytes (JSON has no NaN). Any other value is returned unchanged."""
     try:
         (number,) = struct.unpack("<d", base64.b64decode(value, validate=True))
     except (TypeError, ValueError, struct.error):

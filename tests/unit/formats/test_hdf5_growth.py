@@ -259,7 +259,7 @@ def test_two_processes_complete_it(marked: Disk) -> None:
 
 def test_one_that_is_not_killed_is_waited_for(marked: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if a reader wrote while the append itself does."""
-    monkeypatch.setattr(changes_module, "_WAIT_SECONDS", 0.2)
+    monkeypatch.setattr(locks, "_WAIT_SECONDS", 0.2)
     (changes,) = marked.folder.glob("*.changes")
     data = marked.path.read_bytes()
     with changes.open("r+b") as lock:
