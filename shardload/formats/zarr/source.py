@@ -252,7 +252,6 @@ class _ZarrStore(OpenFile):
 
     def __init__(self, store: WatchedStore, path: str, access: Access) -> None:
         self._store, self._path, self._access = store, path, access
-        self._unread: list[str] = []  # of groups
 
     def list_arrays(self) -> list[ArrayInfo]:
         """Every array in the store, by name; chunks are not read."""
@@ -284,9 +283,9 @@ class _ZarrStore(OpenFile):
         """The state of the zip file, or of the metadata file of the root, which is another one in a store that was replaced."""
         return next((state for mark in ROOTS if (state := self._store.state(mark)) is not None), None)
 
-    def groups(self) -> dict[str, dict[str, Any]]:
+    def groups(self) -> tuple[dict[str, dict[str, Any]], list[str]]:
         """The attributes of all groups that have metadata. One whose metadata are damaged is noted."""
-        groups, self._unread = {}, []
+        groups, unread = {}, []
         for name, node in self._store.nodes():
             try:
                 if isinstance(node, GroupNode):
@@ -296,12 +295,8 @@ class _ZarrStore(OpenFile):
             except (OSError, LookupError, TypeError, ValueError) as error:
                 if name == "/" or is_unread(error):
                     raise
-                self._unread.append(f"what is in attributes and groups of '{name}' ({error})")
-        return groups
-
-    def unread(self) -> list[str]:
-        """What `groups` could not read."""
-        return self._unread
+                unread.append(f"what is in attributes and groups of '{name}' ({error})")
+        return groups, unread
 
     def close(self) -> None:
         self._store.close()
