@@ -42,12 +42,9 @@ from shardload.formats.zarr.metadata import grid_of, is_stacked, n_in_shard, nam
 from shardload.formats.zarr.nodes import ArrayNode, BrokenNode, GroupNode, UnknownCodecError, quiet
 from shardload.formats.zarr.store import (
     WatchedStore,
-    close_store,
-    inner_store,
     open_store,
     watch,
     watched,
-    zip_entries,
 )
 from shardload.planning.region import Region
 from shardload.storage.leftovers import ROOTS
@@ -219,10 +216,9 @@ class ZarrFormat(Format):
         try:
             if not zipfile.is_zipfile(path):
                 return False
-            return any(entry.filename.rpartition("/")[2] in _MARKS for entry in zip_entries(path))
-        except ValueError:
-            return True  # opening it raises the error
-        except (OSError, zipfile.BadZipFile, NotImplementedError):
+            with zipfile.ZipFile(path) as archive:
+                return any(name.rpartition("/")[2] in _MARKS for name in archive.namelist())
+        except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError):
             return False
 
     def claims_url(self, url: str) -> bool:
@@ -305,7 +301,7 @@ class _ZarrStore(OpenFile):
         return groups, unread
 
     def close(self) -> None:
-        close_store(self._store)
+        self._store.close()
 
 
 def _node_or_none(store: WatchedStore, name: str) -> ArrayNode | GroupNode | None:
@@ -325,7 +321,6 @@ def _empty_group(store: WatchedStore, path: str, name: str) -> ArrayInfo:
 
 def _store_name(store: Any) -> str:
     """An open store as messages name it."""
-    store = inner_store(store)
     for attribute in ("root", "path"):
         if isinstance(getattr(store, attribute, None), str | os.PathLike):
             return str(getattr(store, attribute))
