@@ -401,7 +401,7 @@ def _whole(calendar: str, year: int, month: int, day: int, *clock: int) -> Fract
     try:
         date = cftime.datetime(year, month, day, *clock, calendar=calendar, has_year_zero=True)
     except (ValueError, OverflowError):
-        time = "".join(f":{part:02}" for part in clock).replace(":", "T", 1)
+        time = "T" + ":".join(f"{part:02}" for part in clock) if any(clock) else ""
         raise ValueError(f"{year:04}-{month:02}-{day:02}{time} is no date of the calendar {calendar}") from None
     return Fraction(86400 * int(date.toordinal()) + 3600 * date.hour + 60 * date.minute + date.second)
 
