@@ -38,7 +38,7 @@ from shardload.options import INDEX
 from shardload.planning.staging import Staging
 from shardload.units import counted
 
-_NO_STAGING = Staging(n_threads=1, n_slots=0, slot_nbytes=0, n_pack=0, pack_nbytes=0)
+_NO_STAGING = Staging(n_threads=1, n_slots=0, n_pack=0, slot_nbytes=0)
 
 
 @dataclass(frozen=True)

@@ -189,13 +189,13 @@ class Saving:
         self._units = {k: self._layouts[k].units_of(group.rank) for k, schedule in schedules.items() if schedule is None}
         part = part_nbytes(self._layouts)
         n_packs = count_packs(plan._memory.moving_nbytes, part)
-        self._staging = Staging(n_threads=1, n_slots=0, slot_nbytes=0, n_pack=n_packs, pack_nbytes=part)
+        self._staging = Staging(n_threads=1, n_slots=0, n_pack=n_packs, slot_nbytes=part)
 
     def run(self, started: float) -> SaveReport:
         """Save the arrays."""
         group, plan, options = self._group, self._plan, self._options
         group.watch.enter("compare replicas")
-        shares = bool(self._flows) and self._staging.pack_nbytes >= default_tuning().worth_sharing_nbytes
+        shares = bool(self._flows) and self._staging.slot_nbytes >= default_tuning().worth_sharing_nbytes
         shared = shared_nbytes(self._staging) if shares else None
         with ExitStack() as opened:
             session = opened.enter_context(Session(group, self._digest, shared_nbytes=shared, checksums=options.checksums))
