@@ -250,13 +250,9 @@ class _CheckedFile(OpenFile):
             source = self._file.open(name, planned)
         return source if planned.refused is not None else _checked(source)
 
-    def groups(self) -> Mapping[str, Mapping[str, Any]]:
+    def groups(self) -> tuple[Mapping[str, Mapping[str, Any]], Sequence[str]]:
         with as_source_error(self._path):
             return self._file.groups()
-
-    def unread(self) -> Sequence[str]:
-        with as_source_error(self._path):
-            return self._file.unread()
 
     def links(self) -> Mapping[str, str]:
         with as_source_error(self._path):

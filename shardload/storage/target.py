@@ -35,7 +35,6 @@ _NAME = re.compile(r"(?P<name>.+)\.(?P<token>[0-9a-f]{16})\.(?P<what>unfinished|
 _FIRST_RESERVED, _MOST_RESERVED = 16 << 20, 1 << 30  # bytes that one call reserves
 _SLOW_SECONDS, _FAST_NBYTES = 5e-3, 16 << 30  # a call that is slower than this and so many bytes in a second
 _PAUSES = (0.0, 0.01, 0.05, 0.2, 0.5)  # seconds before each attempt to remove a folder
-_IN_MEMORY = {0x01021994, 0x858458F6}  # the kernel's numbers of tmpfs and ramfs
 _NO_FSYNC = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
 _NO_LINKS = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EMLINK}
 
@@ -65,6 +64,18 @@ def temporary_of(path: str) -> tuple[str, str] | None:
 def mark(token: str, path: str) -> bytes:
     """What the temporary of a file begins with, until its own first bytes are written: 64 bytes of text."""
     return (MARK_BEGINS + os.fsencode(f"{token} {os.path.basename(path)}"))[: MARK_NBYTES - 1].ljust(MARK_NBYTES - 1) + b"\n"
+
+
+def check_mark(path: str, token: str, target: str) -> None:
+    """ConfigError unless a file begins with the `mark` that another rank gave it."""
+    head = b""
+    with named(target), contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+        head = file.read(MARK_NBYTES)
+    if head != mark(token, target):
+        raise ConfigError(
+            f"'{path}', which another rank made, is not to be seen here. Is another file system mounted there on some node? "
+            "Save to one that all nodes share"
+        )
 
 
 def _unwritten(error: OSError, path: str, dataset: str | None = None, chunk: tuple[int, ...] | None = None) -> SourceError:
@@ -129,18 +140,14 @@ def reserve(descriptor: int, start: int, stop: int) -> int:
 
     Several processes that write to one new file then find its blocks there, one after the other, in place of blocks that each
     of their writes asks for (ext4, 8 ranks: two thirds of the time). It is a wish: what a file system refuses is left to the
-    writes, and their errors. Where it takes long, the rest is left too. A file system in memory is not asked: it would make
-    each page here, on one rank, in place of the writes. Where there is not so much room, nothing is asked for: it would take
-    all that other programs have left, and where a file system compresses, what is written into reserved space is not.
+    writes, and their errors. Where it takes long, as in memory, where it would make each page here, on one rank, the rest is
+    left too. Where there is not so much room, nothing is asked for: it would take all that other programs have left, and where
+    a file system compresses, what is written into reserved space is not.
     """
-    call, at, some = (
-        _c_function("fallocate", ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64),
-        start,
-        _FIRST_RESERVED,
-    )
-    if stop - start > _free_nbytes(descriptor) or _is_in_memory(descriptor):
+    call, at, some = _fallocate(), start, _FIRST_RESERVED
+    if call is None or stop - start > _free_nbytes(descriptor):
         return 0
-    while call is not None and at < stop:  # (posix_fallocate would write to each block where the system cannot do it)
+    while at < stop:  # (posix_fallocate would write to each block where the system cannot do it)
         nbytes, began = min(some, stop - at), time.perf_counter()
         if call(descriptor, 0, at, nbytes) != 0:
             break
@@ -159,19 +166,12 @@ def _free_nbytes(descriptor: int) -> int:
     return status.f_bavail * status.f_frsize
 
 
-def _is_in_memory(descriptor: int) -> bool:
-    """Whether a file is on a file system without a disk."""
-    status = (ctypes.c_ulong * 32)()  # struct statfs begins with the kind of the file system
-    call = _c_function("fstatfs", ctypes.c_int, ctypes.c_void_p)
-    return call is not None and call(descriptor, status) == 0 and status[0] in _IN_MEMORY
-
-
 @functools.cache
-def _c_function(name: str, *argtypes: Any) -> Any:
-    """A function of the C library; None if it has none of that name."""
-    call = getattr(ctypes.CDLL(None), name, None)
+def _fallocate() -> Any:
+    """The function of the C library; None if it has none."""
+    call = getattr(ctypes.CDLL(None), "fallocate", None)
     if call is not None:
-        call.argtypes = argtypes
+        call.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
     return call
 
 

@@ -141,7 +141,7 @@ def _write(sink: Sink, catalog: Catalog, arrays: Arrays, seed: int = 0) -> list[
                 if sink.arrays[name].is_asked:
                     offsets = catalog.allocate(name, numbers, sizes, masks).tolist()
                 else:
-                    offsets = [writers[0].place(name, number) for number in numbers]
+                    offsets = [ticket.places[name][number] for number in numbers]
                 for (number, stored), offset in zip(some, offsets, strict=True):
                     chance.choice(writers).put(name, number, offset, stored)
                     places.append((sink.file_of(ticket, name, number), offset, stored.nbytes, f"chunk {number} of {name}"))

@@ -111,11 +111,6 @@ class Channels:
         """True if every part has been handed to MPI or offered."""
         return not self._queue
 
-    @property
-    def n_offered(self) -> int:
-        """Number of offers of this rank that have not been acknowledged."""
-        return len(self._offered)
-
     def send(self, array: int, block: StagedBlock) -> None:
         """Queue the parts of a block that other ranks need. When all have left, the block's slot is released."""
         block.n_sending += 1

@@ -83,7 +83,7 @@ class ChunkTasks:
         batch_nbytes: int = 0,
     ) -> None:
         self._reader, self._layout, self._local, self._scratch = reader, layout, local, scratch
-        self._names, self._counts, self._convert, self._n_threads = names, counts, convert, n_threads
+        self._names, self._counts, self._convert, self.n_at_a_time = names, counts, convert, n_threads
         self._room = partial(scratch.bytes, "stored")
         self._chunks_per_box = batch_nbytes // max(1, layout.chunk_nbytes)
         self._is_plain = layout.codec == "none"
@@ -106,10 +106,10 @@ class ChunkTasks:
             data = staged.slot.data[: region.size * dtype.itemsize].view(dtype).reshape(region.shape)
             staged.tiles.append(Piece(region, data))
         axes = self._layout.chunks.meeting_axes(region)
-        most = max(1, min(self._chunks_per_box, -(-math.prod(map(len, axes)) // self._n_threads)))
+        most = max(1, min(self._chunks_per_box, -(-math.prod(map(len, axes)) // self.n_at_a_time)))
         boxes = list(cut_box(axes, most))
         # Each task takes every n-th box, so that all end at about the same time.
-        n = min(self._n_threads, len(boxes))
+        n = min(self.n_at_a_time, len(boxes))
         return [partial(self._read_boxes, staged, boxes[k::n]) for k in range(n)]
 
     def _read_boxes(self, staged: StagedBlock, boxes: Iterable[Box], counters: Counters) -> None:

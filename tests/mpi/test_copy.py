@@ -182,7 +182,6 @@ def test_xarray_reads_the_same(comm: Any, shared_tmp_path: Path, source: str, ta
                 assert second.encoding["unlimited_dims"] == {"time"}
 
 
-@pytest.mark.few_ranks
 def test_an_untrusted_file(comm: Any, shared_tmp_path: Path) -> None:
     """Wrong if names of axes, types or missing data were lost because helpers read the file."""
     before, after = shared_tmp_path / "in.nc", shared_tmp_path / "out.nc"

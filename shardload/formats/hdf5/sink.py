@@ -23,7 +23,6 @@ import h5py
 import numpy as np
 
 from shardload.errors import ConfigError, SourceError
-from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.contract.dtypes import native_dtype
 from shardload.formats.hdf5.dimensions import check_netcdf, name_axes, netcdf_names, write_attrs
 from shardload.formats.hdf5.file import open_explained
@@ -44,7 +43,7 @@ from shardload.formats.sink import (
 from shardload.planning.blocks import runs
 from shardload.planning.grid import unravel
 from shardload.planning.region import Region
-from shardload.storage.target import MARK_NBYTES, Target, mark, named, put_at, reserve, sync_folder
+from shardload.storage.target import Target, check_mark, mark, named, put_at, reserve, sync_folder
 
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
 _AT_ONCE = 4096  # chunks
@@ -54,17 +53,8 @@ class Hdf5Encoder(Encoder):
     """See `Encoder`."""
 
     def __init__(self, path: str, name: str, spec: ArraySpec, flavour: str) -> None:
-        self.name, self.spec = name, spec
         self.pipeline = Pipeline(name, spec)
-        self._info = ArrayInfo(
-            path=path,
-            dataset=name,
-            format=flavour,
-            shape=spec.shape,
-            dtype=native_dtype(spec.dtype).name,
-            chunks=spec.chunks,
-            codec=self.pipeline.codec,
-        )
+        super().__init__(path, name, spec, flavour, self.pipeline.codec)
 
     @property
     def is_asked(self) -> bool:
@@ -470,21 +460,6 @@ class PlacedChunks:
         hand_on()
 
 
-def _check_mark(ticket: Ticket, path: str) -> None:
-    """ConfigError unless the temporary is the one that the catalog made."""
-    with named(path), contextlib.ExitStack() as files:
-        try:
-            head = files.enter_context(os.fdopen(os.open(ticket.temporary, os.O_RDONLY), "rb")).read(MARK_NBYTES)
-        except FileNotFoundError:
-            head = b""
-    if head != mark(ticket.token, path):
-        found = f"begins with {head[:40]!r} here" if head else "is not to be seen here"
-        raise ConfigError(
-            f"'{ticket.temporary}', which another rank made, {found}. Is another file system mounted there on some node? "
-            "Save to one that all nodes share"
-        )
-
-
 class Hdf5Writer(Writer):
     """See `Writer`.
 
@@ -500,14 +475,10 @@ class Hdf5Writer(Writer):
 
     def __init__(self, sink: Sink, ticket: Ticket, path: str | None = None) -> None:
         self._sink, self._ticket = sink, ticket
-        _check_mark(ticket, sink.path)
+        check_mark(ticket.temporary, ticket.token, sink.path)
         with named(sink.path):
             self.descriptor = os.open(path or ticket.temporary, os.O_RDWR)
         self._close = weakref.finalize(self, os.close, self.descriptor)
-
-    def place(self, name: str, number: int) -> int:
-        """See `Writer`."""
-        return self._ticket.places[name][number]
 
     def put(self, name: str, number: int, offset: int, stored: Stored) -> None:
         """See `Writer`."""

@@ -42,12 +42,9 @@ from shardload.formats.zarr.metadata import grid_of, is_stacked, n_in_shard, nam
 from shardload.formats.zarr.nodes import ArrayNode, BrokenNode, GroupNode, UnknownCodecError, quiet
 from shardload.formats.zarr.store import (
     WatchedStore,
-    close_store,
-    inner_store,
     open_store,
     watch,
     watched,
-    zip_entries,
 )
 from shardload.planning.region import Region
 from shardload.storage.leftovers import ROOTS
@@ -219,10 +216,9 @@ class ZarrFormat(Format):
         try:
             if not zipfile.is_zipfile(path):
                 return False
-            return any(entry.filename.rpartition("/")[2] in _MARKS for entry in zip_entries(path))
-        except ValueError:
-            return True  # opening it raises the error
-        except (OSError, zipfile.BadZipFile, NotImplementedError):
+            with zipfile.ZipFile(path) as archive:
+                return any(name.rpartition("/")[2] in _MARKS for name in archive.namelist())
+        except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError):
             return False
 
     def claims_url(self, url: str) -> bool:
@@ -258,7 +254,6 @@ class _ZarrStore(OpenFile):
 
     def __init__(self, store: WatchedStore, path: str, access: Access) -> None:
         self._store, self._path, self._access = store, path, access
-        self._unread: list[str] = []  # of groups
 
     def list_arrays(self) -> list[ArrayInfo]:
         """Every array in the store, by name; chunks are not read."""
@@ -290,9 +285,9 @@ class _ZarrStore(OpenFile):
         """The state of the zip file, or of the metadata file of the root, which is another one in a store that was replaced."""
         return next((state for mark in ROOTS if (state := self._store.state(mark)) is not None), None)
 
-    def groups(self) -> dict[str, dict[str, Any]]:
+    def groups(self) -> tuple[dict[str, dict[str, Any]], list[str]]:
         """The attributes of all groups that have metadata. One whose metadata are damaged is noted."""
-        groups, self._unread = {}, []
+        groups, unread = {}, []
         for name, node in self._store.nodes():
             try:
                 if isinstance(node, GroupNode):
@@ -302,15 +297,11 @@ class _ZarrStore(OpenFile):
             except (OSError, LookupError, TypeError, ValueError) as error:
                 if name == "/" or is_unread(error):
                     raise
-                self._unread.append(f"what is in attributes and groups of '{name}' ({error})")
-        return groups
-
-    def unread(self) -> list[str]:
-        """What `groups` could not read."""
-        return self._unread
+                unread.append(f"what is in attributes and groups of '{name}' ({error})")
+        return groups, unread
 
     def close(self) -> None:
-        close_store(self._store)
+        self._store.close()
 
 
 def _node_or_none(store: WatchedStore, name: str) -> ArrayNode | GroupNode | None:
@@ -330,7 +321,6 @@ def _empty_group(store: WatchedStore, path: str, name: str) -> ArrayInfo:
 
 def _store_name(store: Any) -> str:
     """An open store as messages name it."""
-    store = inner_store(store)
     for attribute in ("root", "path"):
         if isinstance(getattr(store, attribute, None), str | os.PathLike):
             return str(getattr(store, attribute))

@@ -249,7 +249,9 @@ def _check_lengths(asked: SaveRequest, found: Mapping[str, Any], axes: Mapping[s
             )
         beside = {name: one for name, one in found.items() if scope in one["scopes"] and name not in axes}
         # netCDF4 leaves a dimension without values at 0 if it is unlimited, others keep it as long as its arrays.
-        dimensions |= {name: old + new for name, one in beside.items() if one.get("is_dimension") and one["shape"] == [old]}
+        dimensions |= {
+            name: old + new for name, one in beside.items() if one.get("is_dimension") and tuple(one["shape"]) == (old,)
+        }
         if left := [name for name, one in beside.items() if not one.get("is_dimension")]:
             raise ConfigError(
                 f"{some(list(map(repr, left)))} in '{asked.path}', with the axis {dim!r} too, would not grow with "

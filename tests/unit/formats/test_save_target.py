@@ -6,7 +6,6 @@ import errno
 import itertools
 import os
 import shlex
-import tempfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -157,7 +156,7 @@ def test_no_room_for_a_chunk(tmp_path: Path, name: str, code: int, monkeypatch: 
         one = sink.arrays["/rho"]
         region = one.region((3, 0))
         stored = one.encode(region, VALUES[region.slices()])
-        offset = int(catalog.allocate("/rho", [3], [stored.nbytes])[0]) if one.is_asked else writer.place("/rho", 3)
+        offset = int(catalog.allocate("/rho", [3], [stored.nbytes])[0]) if one.is_asked else catalog.ticket.places["/rho"][3]
         monkeypatch.setattr(target.os, "pwrite", torn)
         with pytest.raises(SourceError) as caught:
             writer.put("/rho", 3, offset, stored)
@@ -545,9 +544,8 @@ class AFileSystem:
         return 0 if start + nbytes <= self.room else -1
 
     def put_in(self, monkeypatch: pytest.MonkeyPatch) -> AFileSystem:
-        monkeypatch.setattr(target, "_c_function", lambda *_: self.fallocate)
+        monkeypatch.setattr(target, "_fallocate", lambda: self.fallocate)
         monkeypatch.setattr(target, "_free_nbytes", lambda descriptor: 1 << 62)  # what it says, true or not
-        monkeypatch.setattr(target, "_is_in_memory", lambda descriptor: False)
         monkeypatch.setattr(target.time, "perf_counter", lambda: self.now)
         return self
 
@@ -565,8 +563,7 @@ def test_space_is_reserved_without_gaps(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_file_that_is_larger_than_the_disk_reserves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if it takes all the room there is, from other programs too; a file system that compresses may not need so much."""
     disk, room = AFileSystem(), os.statvfs(tmp_path)
-    monkeypatch.setattr(target, "_c_function", lambda *_: disk.fallocate)
-    monkeypatch.setattr(target, "_is_in_memory", lambda descriptor: False)
+    monkeypatch.setattr(target, "_fallocate", lambda: disk.fallocate)
     with open(tmp_path / "x", "wb") as file:
         assert target.reserve(file.fileno(), 0, 2 * room.f_blocks * room.f_frsize) == 0 and not disk.asked
         assert target.reserve(file.fileno(), 10, 20) == 10 and disk.asked == [(10, 10)]
@@ -577,10 +574,3 @@ def test_a_file_system_that_takes_long_is_asked_no_more(monkeypatch: pytest.Monk
     disk = AFileSystem(seconds=0.25).put_in(monkeypatch)
     assert target.reserve(3, 0, 1 << 40) == 48 << 20
     assert disk.now < 0.02
-
-
-@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no file system in memory")
-def test_a_file_in_memory_reserves_nothing() -> None:
-    """Wrong if rank 0 makes pages there while the others wait."""
-    with tempfile.TemporaryFile(dir="/dev/shm") as file:
-        assert target.reserve(file.fileno(), 0, 10) == 0

@@ -139,7 +139,7 @@ def looked_first(patch: pytest.MonkeyPatch) -> None:
 
 
 def any_token(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(hdf5_sink, "_check_mark", lambda *_: None)
+    patch.setattr(hdf5_sink, "check_mark", lambda *_: None)
 
 
 def missing_chunks(patch: pytest.MonkeyPatch) -> None:

@@ -110,11 +110,11 @@ def test_what_is_named_is_copied_once_and_answered(checksums: bool) -> None:
     notes = ranks.put()
     assert [note[:3].tolist() for note in notes] == [[OFFER, 1, 1], [OFFER, 2, 1]]
     assert [rank for rank, _ in ranks.there.messages] == [1, 1]
-    assert ranks.sending.n_offered == 2 and not ranks.slots.has_room() and not ranks.receiving.is_done
+    assert len(ranks.sending._offered) == 2 and not ranks.slots.has_room() and not ranks.receiving.is_done
     for note in notes:
         ranks.receiving.hear(0, note)
     np.testing.assert_array_equal(ranks.piece.data, TABLE[:, 2:])
-    assert ranks.answer() == [1, 2] and ranks.sending.n_offered == 0 and ranks.slots.has_room()
+    assert ranks.answer() == [1, 2] and len(ranks.sending._offered) == 0 and ranks.slots.has_room()
     assert sum(ranks.advanced) == ranks.arrivals.counters.nbytes_received == 64 and ranks.complete == [ranks.piece]
     assert ranks.receiving._open and not ranks.receiving.is_done, "the receipt is still to come"
     ranks.receipt()
@@ -160,7 +160,7 @@ def test_a_block_that_is_elsewhere_is_brought_into_shared_memory() -> None:
         ranks.answer()
     assert ranks.sending.is_empty
     np.testing.assert_array_equal(ranks.piece.data, TABLE[:, 2:])
-    assert ranks.slots.has_room() and ranks.sending.n_offered == 0
+    assert ranks.slots.has_room() and len(ranks.sending._offered) == 0
 
 
 HOSTILE: dict[str, tuple[Any, Any]] = {
@@ -193,7 +193,7 @@ def test_a_note_that_cannot_be_right(what: str, checksums: bool) -> None:
     assert isinstance(ranks.arrivals.errors.error, PeerError) and ranks.arrivals.errors.error.rank == 0
     assert "the sender's list of regions is not the one that was expected" in str(ranks.arrivals.errors.error)
     ranks.receiving.hear(0, notes[1])
-    assert ranks.answer() == [1, 2] and ranks.sending.n_offered == 0
+    assert ranks.answer() == [1, 2] and len(ranks.sending._offered) == 0
     np.testing.assert_array_equal(ranks.piece.data[4:], TABLE[4:, 2:])
     assert (ranks.piece.data[:4] == -1).all()
     ranks.receipt()
@@ -255,7 +255,7 @@ def test_what_could_not_be_told_is_not_in_the_receipt() -> None:
     ranks.there.tell = full  # type: ignore[method-assign]
     with pytest.raises(MemoryError):
         ranks.put()
-    assert ranks.sending.n_offered == 0
+    assert len(ranks.sending._offered) == 0
     ranks.sending.give_up(ranks.plan.owned_blocks(0))
     del ranks.there.tell
     ranks.receipt()
@@ -273,4 +273,4 @@ def test_an_answer_to_what_was_not_asked_names_who_gave_it() -> None:
     ranks.sending.acknowledged(1, 2)
     with pytest.raises(PeerError, match="answered before"):
         ranks.sending.acknowledged(1, 2)
-    assert ranks.sending.n_offered == 1
+    assert len(ranks.sending._offered) == 1
