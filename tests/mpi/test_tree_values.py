@@ -20,9 +20,8 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload import ConfigError, PackedWarning, SourceError, VerifyError, between, near
-from shardload.jobs.loading import array_load, endpoints
 from shardload.transfer.chunk_tasks import ChunkTasks
-from tests.mpi.support import check, cube, mesh_of, on_root, padded, ramp, same_error, unit
+from tests.mpi.support import check, cube, mesh_of, on_root, padded, ramp, refuse_reads, same_error, unit
 from tests.mpi.test_decode import by_xarray
 from tests.mpi.test_halo import with_halos
 from tests.mpi.test_values import X64
@@ -292,14 +291,6 @@ def test_what_a_tree_cannot_take(
     refuse_reads(monkeypatch)
     call = lambda: shardload.load(file, mesh_of(), P(), dataset={"t": "t", "s": "s"}, **{"decode": True, **how})  # noqa: E731
     same_error(comm, call, ConfigError, *parts)
-
-
-def refuse_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    def read(*_: Any) -> None:
-        raise AssertionError("values were read")
-
-    monkeypatch.setattr(array_load, "open_source", read)
-    monkeypatch.setattr(endpoints, "open_file", read)
 
 
 @pytest.mark.parametrize(

@@ -218,9 +218,13 @@ class LoadCall:
 
     def loader(self, loads: list[ArrayLoad]) -> Loader:
         """What loads the planned arrays, inside this call."""
-        if self._begun is None:
-            raise ConfigError("there are no ranks that could load anything")
-        return Loader(self._begun.group, loads, self._begun.asked, self._tuning)
+        return Loader(self.call.group, loads, self.call.asked, self._tuning)
+
+    @property
+    def call(self) -> Call:
+        """This call of all ranks. Not for an abstract mesh, of which there is a plan only."""
+        assert self._begun is not None
+        return self._begun
 
     def hand_out(self, loads: list[ArrayLoad]) -> Plan | TreePlan:
         """The plan for the caller, with the executor that can do it later; each array of a tree has one of its own, too."""

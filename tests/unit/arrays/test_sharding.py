@@ -23,7 +23,6 @@ from shardload.arrays.sharding import (
     padded_shape,
     read_sharding,
     read_spec,
-    verify_layout,
 )
 from shardload.errors import ConfigError
 from shardload.planning.shards import plan_shards
@@ -71,11 +70,6 @@ def test_processes_share_the_devices_alike(processes: Any) -> None:
 
 
 # --- what is a sharding
-
-
-def test_a_sharding_is_taken_as_it_is() -> None:
-    sharding = NamedSharding(one_device("a"), P("a"))
-    assert read_sharding(sharding, None) is sharding
 
 
 @pytest.mark.parametrize("spec", [P("a", None), ("a", None), P(("a", "b")), (("a", "b"),), P(), (), P(None, "b"), P(())])
@@ -266,13 +260,6 @@ def test_processes_and_ranks_are_numbered_apart() -> None:
     shards = layout_shards(devices_of(7, 0, 7, 3), ((0,),), (8,), {0: 2, 7: 0, 3: 1, 5: 3})
     assert shards.ranks.tolist() == [[0], [2], [0], [1]]
     assert shards.shards_of(0) == (0, 2) and shards.shards_of(3) == ()
-
-
-def test_the_layout_of_one_process_is_verified() -> None:
-    mesh = one_device("a", "b")
-    for spec, shape in ((P("a"), (3, 4)), (P("a", "b"), (0, 4)), (P(), ())):
-        sharding = NamedSharding(mesh, spec)
-        verify_layout(layout_shards(sharding, read_spec(sharding, len(shape)), shape, {0: 5}), sharding, 5)
 
 
 # --- words
