@@ -182,17 +182,19 @@ class LoadCall:
         """
         if self._begun is None:
             return None
-        group = self._begun.group
-        return PlannedRanks(group.rank, group.size, rank_of_process(group), group.machine, group.can_send, tuning=self._tuning)
+        group, machine = self._begun.group, self._begun.group.machine
+        on_machine = (machine.n_nodes, machine.n_threads, machine.memory_nbytes)
+        return PlannedRanks(
+            group.rank, group.size, rank_of_process(group), *on_machine, can_send=group.can_send, tuning=self._tuning
+        )
 
     def ranks_for(self, request: Request) -> PlannedRanks:
         """The ranks that an array is planned for."""
         if self._ranks is not None:
             return self._ranks
         n = request.sharding.mesh.size // request.devices_per_rank
-        per_node = self._given.get("ranks_per_node")
-        per_node = None if per_node is None else min(n, int(per_node))
-        return PlannedRanks(0, n, devices_per_rank=request.devices_per_rank, per_node=per_node, tuning=self._tuning)
+        n_nodes = -(-n // min(n, self._given.get("ranks_per_node") or n))
+        return PlannedRanks(0, n, n_nodes=n_nodes, devices_per_rank=request.devices_per_rank, tuning=self._tuning)
 
     def plan(self, root: int | None = None) -> list[ArrayLoad]:
         """Run `find` on one rank and `make` on every rank, and check that all ranks plan the same. Collective.
@@ -273,7 +275,7 @@ class LoadCall:
             with naming_errors(where_text(keys)):
                 if not place.is_pattern:
                     look = partial(_look, partial(complete, place.path), request.options.select)
-                    array = finder.find(place.path, place.dataset, bool(request.options.decode), look)
+                    array = finder.find(place.path, place.dataset, look)
                     found.append(sent.add(array, state))
                     continue
                 below, left_out = finder.find_below(place.path, place.group)

@@ -121,7 +121,7 @@ class Loader:
         checked = [ShardFindings() for _ in loads]
         with Session(group, f"{self._agreed.digest:016x}", shared_nbytes=nbytes, checksums=options.checksums) as session:
             target = DeviceTarget(loads, group.rank, session.errors)
-            source = LoadSource(loads, group.rank, self._tuning, self._paths_of_several)
+            source = LoadSource(loads, group.rank, self._tuning)
             with ExitStack() as opened:
                 with session.errors:
                     advance = progress_of(options.progress, lambda: self._name, target.nbytes, group.rank)

@@ -20,7 +20,7 @@ from shardload.formats.contract.dtypes import native_dtype
 from shardload.formats.likeness import marked
 from shardload.formats.saving import make_sink
 from shardload.formats.sink import ArraySpec, Sink, unopened_by_xarray
-from shardload.jobs.saving.arguments import SaveArguments, ToSave
+from shardload.jobs.saving.arguments import SavedArray, SaveRequest
 from shardload.options import AUTO
 from shardload.planning.chunk_shapes import plan_chunks
 from shardload.planning.rounds import Item, RoundMemory
@@ -142,7 +142,7 @@ _VERIFY = {
 }
 
 
-def plan_file(asked: SaveArguments, group: Group) -> SavePlan:
+def plan_file(asked: SaveRequest, group: Group) -> SavePlan:
     """Plan the save of all arrays. Not collective, when `Group.machine` and `Group.processes` are known.
 
     Raises
@@ -169,7 +169,7 @@ def alignment_of(group: Group) -> int:
     return _PAGE_NBYTES if group.machine.n_nodes > 1 else 1
 
 
-def shards_of(asked: SaveArguments, group: Group) -> list[Shards]:
+def shards_of(asked: SaveRequest, group: Group) -> list[Shards]:
     """Which rank holds which shard of each array. ConfigError if they cannot be saved by these ranks."""
     if not group.can_send:
         raise ConfigError(
@@ -181,7 +181,7 @@ def shards_of(asked: SaveArguments, group: Group) -> list[Shards]:
 
 def plan_into(
     sink: Sink,
-    asked: SaveArguments,
+    asked: SaveRequest,
     of_array: Sequence[Shards],
     group: Group,
     chosen: Sequence[bool],
@@ -231,7 +231,7 @@ def _check_axes(kind: str, specs: Mapping[str, ArraySpec]) -> None:
         raise ConfigError(f"{what}. {fix}")
 
 
-def _check_unlimited(asked: SaveArguments) -> None:
+def _check_unlimited(asked: SaveRequest) -> None:
     """ConfigError if no array has an axis of a name that shall be able to grow."""
     known = {dim for one in asked.arrays for dim in one.dims or () if dim}
     for one in asked.arrays:
@@ -245,7 +245,7 @@ def _check_unlimited(asked: SaveArguments) -> None:
                 raise ConfigError(f"unlimited of '{one.name}' is {name!r}; {has}")
 
 
-def _unlimited(one: ToSave) -> tuple[int, ...]:
+def _unlimited(one: SavedArray) -> tuple[int, ...]:
     """The axes of an array that can grow, by number. Of a name that another array has, none."""
     found = set()
     for axis in one.unlimited:
@@ -258,7 +258,7 @@ def _unlimited(one: ToSave) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def _spec(one: ToSave, shards: Shards, kind: str, cap_nbytes: int) -> tuple[ArraySpec, bool]:
+def _spec(one: SavedArray, shards: Shards, kind: str, cap_nbytes: int) -> tuple[ArraySpec, bool]:
     """How an array is stored, and whether its chunks were chosen here."""
     chunks, is_chosen, unlimited = one.chunks, False, _unlimited(one)
     if chunks == AUTO:
@@ -291,7 +291,7 @@ def _spec(one: ToSave, shards: Shards, kind: str, cap_nbytes: int) -> tuple[Arra
     )
 
 
-def _staging(asked: SaveArguments, layouts: Sequence[WriteLayout], room: int) -> int:
+def _staging(asked: SaveRequest, layouts: Sequence[WriteLayout], room: int) -> int:
     """The staging cap in bytes: what was asked for, or what the chunks need if that is "auto"."""
     needed, cap = least_save_memory(layouts), asked.options.staging_nbytes
     if needed <= cap:
