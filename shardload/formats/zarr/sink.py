@@ -58,7 +58,8 @@ class ZarrEncoder(Encoder):
     """See `Encoder`."""
 
     def __init__(self, path: str, name: str, spec: ArraySpec, document: Json, layout: ZarrLayout, fill: Any) -> None:
-        super().__init__(path, name, spec, f"Zarr v{layout.version}", layout.codec)
+        is_asked = layout.per_shard is not None
+        super().__init__(path, name, spec, f"Zarr v{layout.version}", layout.codec, is_asked=is_asked)
         self.document, self.layout = document, layout
         self._chain = EncodeChain(layout.steps, spec.chunks, spec.dtype, fill)
 
@@ -67,11 +68,6 @@ class ZarrEncoder(Encoder):
         """That of a new array."""
         document = document_of(name, spec, version)
         return cls(path, name, spec, document, ZarrLayout.of(document, spec.dtype), fill_of(spec))
-
-    @property
-    def is_asked(self) -> bool:
-        """See `Encoder`."""
-        return self.layout.per_shard is not None
 
     def _encode(self, values: np.ndarray[Any, Any]) -> Stored:
         return Stored(self._chain.encode(values))
