@@ -54,12 +54,7 @@ class Hdf5Encoder(Encoder):
 
     def __init__(self, path: str, name: str, spec: ArraySpec, flavour: str) -> None:
         self.pipeline = Pipeline(name, spec)
-        super().__init__(path, name, spec, flavour, self.pipeline.codec)
-
-    @property
-    def is_asked(self) -> bool:
-        """See `Encoder`."""
-        return self.pipeline.is_asked
+        super().__init__(path, name, spec, flavour, self.pipeline.codec, is_asked=self.pipeline.is_asked)
 
     def _encode(self, values: np.ndarray[Any, Any]) -> Stored:
         return self.pipeline.encode(values)

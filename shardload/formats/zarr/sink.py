@@ -50,7 +50,7 @@ _MOST_BEHIND = 4096  # writes into them
 _MOST_BEHIND_NBYTES = 64 << 20  # if another job may go on: about what a kill costs a rank
 _MISSING = np.uint64(2**64 - 1)
 
-MOST_NAME_NBYTES = 255  # of a file or folder
+_MOST_NAME_NBYTES = 255  # of a file or folder
 _TAKEN = {"zarr.json", ".zarray", ".zgroup", ".zattrs", ".zmetadata", FOLDER_MARK}
 
 
@@ -58,7 +58,8 @@ class ZarrEncoder(Encoder):
     """See `Encoder`."""
 
     def __init__(self, path: str, name: str, spec: ArraySpec, document: Json, layout: ZarrLayout, fill: Any) -> None:
-        super().__init__(path, name, spec, f"Zarr v{layout.version}", layout.codec)
+        is_asked = layout.per_shard is not None
+        super().__init__(path, name, spec, f"Zarr v{layout.version}", layout.codec, is_asked=is_asked)
         self.document, self.layout = document, layout
         self._chain = EncodeChain(layout.steps, spec.chunks, spec.dtype, fill)
 
@@ -67,11 +68,6 @@ class ZarrEncoder(Encoder):
         """That of a new array."""
         document = document_of(name, spec, version)
         return cls(path, name, spec, document, ZarrLayout.of(document, spec.dtype), fill_of(spec))
-
-    @property
-    def is_asked(self) -> bool:
-        """See `Encoder`."""
-        return self.layout.per_shard is not None
 
     def _encode(self, values: np.ndarray[Any, Any]) -> Stored:
         return Stored(self._chain.encode(values))
@@ -145,10 +141,8 @@ class ZarrSink(Sink):
         if any(one.is_asked for one in self.arrays.values()):
             self.about = None  # several ranks write a shard: its file is whole at the end only
         for name in specs:
-            if any(map(is_taken, name.split("/"))):
-                raise ConfigError(f"an array is called '{name}'; a Zarr store has files of such names itself. Rename it")
-            if any(len(part.encode(errors="replace")) > MOST_NAME_NBYTES for part in name.split("/")):
-                raise ConfigError(f"an array is called '{name}', which is too long for a folder. Rename it")
+            if why := refused_name(name):
+                raise ConfigError(f"an array is called '{name}', {why}. Rename it")
 
     def create(self) -> Catalog:
         """See `Sink`."""
@@ -252,9 +246,14 @@ def _written(spec: ArraySpec, version: int) -> dict[str, bytes]:
     return {key: content.to_bytes() for key, content in files.items()}
 
 
-def is_taken(part: str) -> bool:
-    """True for a part of a name that an array or a group cannot have: the store has such files, or zarr-python another name."""
-    return part in _TAKEN or "\\" in part
+def refused_name(name: str) -> str | None:
+    """Why no array or group of a store can have this name, in words that follow it; None if one can."""
+    parts = name.split("/")
+    if any(part in _TAKEN or "\\" in part for part in parts):  # (zarr-python makes another name of a backslash)
+        return "and a Zarr store has files of such names itself"
+    if any(len(part.encode(errors="replace")) > _MOST_NAME_NBYTES for part in parts):
+        return "which is too long for a folder"
+    return None
 
 
 def _check_single(name: str, spec: ArraySpec) -> None:

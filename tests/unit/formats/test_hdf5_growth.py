@@ -688,21 +688,6 @@ def test_a_write_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whe
     assert set(lengths(path).values()) == {NEW}
 
 
-def test_an_append_that_is_given_up(tmp_path: Path) -> None:
-    """Wrong if it left bytes behind the end, or did not say what the file beside it is."""
-    path = tmp_path / "x.h5"
-    by_h5py(path)
-    before = path.read_bytes()
-    sink = sink_of(path, VALUES)
-    with sink.create() as catalog:
-        left = find_leftover(catalog.ticket.temporary)
-        assert left is not None and left.what == "appended" and "append" in str(left) and "rm " in str(left)
-        write_all(sink, catalog, {name: one[sink.arrays[name].base :] for name, one in VALUES.items()})
-        assert os.path.getsize(path) > len(before)
-        catalog.finish()
-    assert path.read_bytes() == before and [one.name for one in tmp_path.iterdir()] == ["x.h5"]
-
-
 # --- wrong implementations, which are found before anything is changed
 
 

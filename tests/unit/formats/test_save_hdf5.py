@@ -23,6 +23,7 @@ from h5py._objects import phil
 
 from shardload.errors import ConfigError, SourceError
 from shardload.formats import Region
+from shardload.formats.codecs.chains import EncodeChain
 from shardload.formats.hdf5 import sink as hdf5_sink
 from shardload.formats.hdf5.growable import read_file
 from shardload.formats.lookup import open_source
@@ -225,6 +226,34 @@ def test_a_chunk_at_the_edge_is_padded_with_the_fill_value(tmp_path: Path) -> No
     with h5py.File(tmp_path / "x.h5") as file:
         raw = zlib.decompress(file["x"].id.read_direct_chunk((2, 3))[1])
         assert np.frombuffer(raw, "<i2").tolist() == [11, -7, -7, -7, -7, -7] and file["x"].fillvalue == -7
+
+
+def test_values_of_any_strides_and_byte_order_are_encoded_alike() -> None:
+    values = ramp((4, 5, 6), "<f4")
+    expected = bytes(EncodeChain([], (4, 5, 6), np.dtype(">f4"), 0).encode(values))
+    assert expected == values.astype(">f4").tobytes()
+    for one in (
+        np.asfortranarray(values),
+        values[::-1][::-1],
+        values.astype(">f4"),
+        values.transpose(2, 0, 1).copy().transpose(1, 2, 0),
+    ):
+        assert bytes(EncodeChain([], (4, 5, 6), np.dtype(">f4"), 0).encode(one)) == expected
+    with pytest.raises(ValueError, match="nothing is converted silently"):
+        EncodeChain([], (4,), np.dtype("f4"), 0).encode(np.zeros(4))
+    with pytest.raises(ValueError, match=r"values of shape \(5,\) for a chunk of \(4,\)"):
+        EncodeChain([], (4,), np.dtype("f8"), 0).encode(np.zeros(5))
+
+
+def test_a_chunk_that_is_not_asked_for_by_its_bounds(tmp_path: Path) -> None:
+    sink = make_sink(str(tmp_path / "x.h5"), {"x": spec("i4", "gzip", (2, 8), (11, 8))})
+    one = sink.arrays["/x"]
+    assert one.number(Region((10, 0), (11, 8))) == 5
+    for start, stop in (((10, 0), (12, 8)), ((1, 0), (3, 8)), ((0, 0), (2, 4))):
+        with pytest.raises(ValueError, match="is no chunk"):
+            one.encode(Region(start, stop), np.zeros(tuple(b - a for a, b in zip(start, stop, strict=True)), "i4"))
+    with pytest.raises(ValueError, match="values of shape"):
+        one.encode(Region((0, 0), (2, 8)), np.zeros((8, 2), "i4"))
 
 
 def test_a_filter_of_the_library_may_leave_a_chunk_as_it_is(tmp_path: Path) -> None:

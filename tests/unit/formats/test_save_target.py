@@ -16,7 +16,7 @@ import zarr
 from shardload.errors import ConfigError, SourceError
 from shardload.formats import Region
 from shardload.formats.saving import make_sink
-from shardload.formats.sink import ArraySpec, Compression, Sink
+from shardload.formats.sink import ArraySpec, Compression, Sink, Ticket
 from shardload.storage import target
 from shardload.storage.target import Target, temporary_of
 from tests.unit.saving import forked, put_whole, quick_fsync, ramp, save, write_all  # noqa: F401
@@ -161,6 +161,23 @@ def test_two_saves_to_one_name(tmp_path: Path, name: str, has_links: bool, monke
         second.commit()
     np.testing.assert_array_equal(read(tmp_path / name, "rho"), VALUES)
     assert os.listdir(tmp_path) == [name]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_chunks_that_come_twice_or_never(tmp_path: Path, name: str) -> None:
+    """Wrong if a file could get its name whose chunks are not all there, or two chunks one place."""
+    sink = a_sink(tmp_path, name, "w-")
+    with sink.create() as catalog:
+        if sink.arrays["/rho"].is_asked:
+            catalog.allocate("/rho", [3], [10])
+            for numbers in ([3], [1, 1], [5], [-1]):
+                with pytest.raises(ValueError, match=r"has a place already|has chunks 0 to 4"):
+                    catalog.allocate("/rho", numbers, [10] * len(numbers))
+        with pytest.raises(ValueError, match=r"of '/rho' have no place|'/rho' has 0 files in place of"):
+            catalog.finish()
+        with pytest.raises(ValueError, match="finish the catalog first"):
+            catalog.commit()
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -378,6 +395,15 @@ def test_an_answer_that_was_lost_on_the_way(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(target.os, "link", twice)
     write_it(tmp_path, "x.h5", "w-")
     assert os.listdir(tmp_path) == ["x.h5"]
+
+
+@pytest.mark.parametrize("name", ["x.h5", "x.zarr"])
+def test_a_rank_that_sees_another_folder(tmp_path: Path, name: str) -> None:
+    sink = a_sink(tmp_path, name)
+    with sink.create() as catalog:
+        text = catalog.ticket.to_json().replace(catalog.ticket.token, "0" * 16)
+        with pytest.raises(ConfigError, match="Is another file system mounted there"):
+            sink.writer(Ticket.from_json(text))
 
 
 def test_what_is_put_after_the_end(tmp_path: Path) -> None:

@@ -96,22 +96,6 @@ def test_every_type_is_read_back(tmp_path: Path, version: str, name: str, sharde
 
 
 @pytest.mark.parametrize("version", ["zarr", "zarr2"])
-def test_xarray_opens_it(tmp_path: Path, version: str) -> None:
-    values = {"rho": ramp((3, 4), "f4"), "time": np.arange(3.0) * 2, "s": np.array(2.5), "g/w": ramp((4,), "i4")}
-    specs = {
-        "rho": spec("f4", "gzip", (2, 3), (3, 4), dims=("time", "x")),
-        "time": spec("f8", None, None, (3,), dims=("time",), attrs={"units": "days since 2000-01-01"}),
-        "g/w": spec("i4", None, (3,), (4,), dims=("x",)),
-    }
-    save(tmp_path / "x.zarr", values, specs, format=version)
-    with xr.open_zarr(tmp_path / "x.zarr") as found:  # a warning is an error: the metadata is consolidated
-        np.testing.assert_array_equal(found["rho"].values, values["rho"])
-        assert str(found["time"].values[2])[:10] == "2000-01-05" and float(found["s"]) == 2.5
-    with xr.open_zarr(tmp_path / "x.zarr", group="g") as found:
-        assert found["w"].values.tolist() == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize("version", ["zarr", "zarr2"])
 def test_xarray_opens_it_where_axes_have_no_names(tmp_path: Path, version: str) -> None:
     """Wrong if names were left out, or if axes of different lengths had one name: xarray refuses both."""
     arrays = {"x": ramp((5, 4), "<f4"), "y": ramp((4, 4, 3), "<f4"), "z": ramp((3,), "<i4"), "alone": ramp((), "<f8")}
