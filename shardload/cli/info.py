@@ -15,7 +15,7 @@ from shardload.cli.arguments import as_typed
 from shardload.errors import ConfigError, ShardloadError, printable
 from shardload.formats.access import Access, Limits
 from shardload.formats.contract.array import ArrayInfo, some
-from shardload.formats.labelling import labelled_below, list_labelled, read_labels
+from shardload.formats.labelling import list_labelled, read_labels
 from shardload.formats.labels import Coordinate
 from shardload.formats.lookup import find_array, open_file, split_path
 from shardload.jobs.contents import groups_of
@@ -44,7 +44,7 @@ def run(out: IO[str], file: str, as_json: bool, allow_external: bool, allow_filt
         pattern = dataset.strip("/")
         group = f"/{pattern.removesuffix('*').strip('/')}".rstrip("/")
         if pattern == "*" or pattern.endswith("/*"):
-            arrays = labelled_below(arrays, path, access, _MOST_LABELLED, group) or [find_array(path, dataset, access)]
+            arrays = list_labelled(path, access, _MOST_LABELLED, group) or [find_array(path, dataset, access)]
         elif (below := _below_group(path, pattern, arrays, access)) is not None:
             arrays, attrs = below
         else:  # list_arrays also has what find_array refuses, and find_array what is behind links
@@ -71,7 +71,7 @@ def _below_group(
     full = f"/{name}"
     if any(array.dataset == full for array in arrays):
         return None
-    below = labelled_below(arrays, path, access, _MOST_LABELLED, full.rstrip("/"))
+    below = list_labelled(path, access, _MOST_LABELLED, full.rstrip("/"))
     groups, unread = groups_of(path, access)
     if not below and full not in groups:
         return None
