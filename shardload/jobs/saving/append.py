@@ -28,9 +28,9 @@ from shardload.engine.session import Round, Session
 from shardload.errors import ConfigError, ShardloadError, SourceError
 from shardload.formats.contract.array import some
 from shardload.formats.contract.dtypes import native_dtype
-from shardload.formats.contract.format import Source
+from shardload.formats.contract.format import Source, open_alone
 from shardload.formats.growing import HOW_TO_GROW, Growing, GrowingSink
-from shardload.formats.lookup import open_source
+from shardload.formats.lookup import open_file
 from shardload.jobs.saving.arguments import SavedArray, SaveRequest
 from shardload.jobs.saving.plan import SavePlan, alignment_of, plan_into, shards_of
 from shardload.jobs.saving.save import SaveReport, Saving, planned
@@ -318,7 +318,8 @@ class _Appending(Saving):
         path, array = self._plan.path, self._grows[name]
         try:
             if name not in self._sources:
-                source = self._opened.enter_context(closing(open_source(os.path.realpath(path), name)))
+                opened = open_alone(open_file(os.path.realpath(path)), name)  # unchecked: what a load refuses may still grow
+                source = self._opened.enter_context(closing(opened))
                 if source.info.shape != array.old_shape:
                     raise ConfigError(
                         f"'{name}' in '{path}' has the shape {source.info.shape} here, on rank 0 {array.old_shape}. Nothing "
