@@ -41,7 +41,7 @@ from shardload.formats.zarr.metadata import Json, ZarrLayout
 from shardload.planning.grid import unravel
 from shardload.planning.region import Region
 from shardload.storage.leftovers import ROOTS
-from shardload.storage.target import FOLDER_MARK, GROWTH_MARK, Target, check_mark, make_below, mark, named, put_at, sync_folder
+from shardload.storage.target import FOLDER_MARK, GROWTH_MARK, Target, check_mark, mark, named, put_at, sync_folder
 
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
@@ -460,12 +460,14 @@ class _ZarrWriter(Writer):
         self._opened: WeakValueDictionary[str, _OpenFile] = WeakValueDictionary()
         self._unsynced: dict[str, _OpenFile] = {}  # those that were written to
         self._n_behind = self._nbytes_behind = 0
-        self._made: set[str] = set()  # folders that are there
+        self._made = {ticket.temporary}  # folders that are there
         self._folders: set[str] = set()  # those with new names that are not synced
         self._is_open = True
         check_mark(os.path.join(ticket.temporary, FOLDER_MARK), ticket.token, sink.path)
 
     def put(self, name: str, number: int, offset: int, stored: Stored) -> None:
+        if not self._is_open:
+            raise ValueError(f"the writer of '{self._sink.path}' is closed")
         one = self._sink.arrays[name]
         index, path = unravel(number, one.spec.grid), self._sink.file_of(self._ticket, name, number)
         with named(self._sink.path, name, lambda: index):
@@ -510,10 +512,11 @@ class _ZarrWriter(Writer):
         self.put(name, 0, 0, stored)
 
     def _make_folder(self, folder: str) -> None:
-        if not self._is_open:
-            raise ValueError(f"the writer of '{self._sink.path}' is closed")
+        """Make a folder, and those above it; not the store itself: who has removed it wants it gone."""
         if folder not in self._made:
-            make_below(self._ticket.temporary, folder)
+            self._make_folder(os.path.dirname(folder))
+            with contextlib.suppress(FileExistsError):  # another thread, or rank
+                os.mkdir(folder)
             self._made.add(folder)
 
     def _note_folder(self, folder: str) -> None:
