@@ -149,9 +149,9 @@ def test_small_chunks_are_decoded_in_batches(
     path, made = small_chunks(comm, shared_tmp_path, kind)
     read, right = [], ChunkTasks._read
 
-    def spy(self: Any, staged: Any, boxes: Any, counters: Any) -> None:
-        right(self, staged, boxes, counters)
-        read.append((self._layout.is_decoded, math.prod(map(len, boxes.box)) > 1))
+    def spy(self: Any, staged: Any, box: Any, *more: Any) -> None:
+        right(self, staged, box, *more)
+        read.append((self._layout.is_decoded, math.prod(map(len, box)) > 1))
 
     monkeypatch.setattr(ChunkTasks, "_read", spy)
     names, dtype = {"p": "plain", "s": "same", "w": "wider"}, {"p": None, "s": None, "w": "float32"}

@@ -84,8 +84,6 @@ def test_a_mesh_and_a_spec(spec: Any) -> None:
     [
         (None, P(), "expected a jax.sharding.Mesh or NamedSharding, found NoneType: None"),
         ((2, 4), P(), "expected a jax.sharding.Mesh or NamedSharding, found tuple: (2, 4)"),
-        ("a=2", P(), "expected a jax.sharding.Mesh or NamedSharding, found str: 'a=2'"),
-        (np.zeros((2, 4)), P(), "expected a jax.sharding.Mesh or NamedSharding, found ndarray"),
         (P("a"), MESH, "expected a jax.sharding.Mesh or NamedSharding, found P"),  # the wrong way round
         (np.zeros((99, 99)), P(), "found ndarray: an array of shape (99, 99) and dtype float64. Pass it before the spec"),
         (SingleDeviceSharding(jax.devices()[0]), None, "expected a jax.sharding.Mesh or NamedSharding, found SingleDevice"),
@@ -94,15 +92,12 @@ def test_a_mesh_and_a_spec(spec: Any) -> None:
         (MESH, NamedSharding(MESH, P("a")), "the spec after a mesh is NamedSharding("),
         (MESH, P("x"), "P('x') names mesh axis 'x', but the mesh has 'a' of size 2, 'b' of size 4"),
         (MESH, P("a", ("b", "x")), "P('a', ('b', 'x')) names mesh axis 'x', but the mesh has"),
-        (MESH, (3,), "P(3) names mesh axis 3, but the mesh has"),
         (AbstractMesh((), ()), P("a"), "P('a') names mesh axis 'a', but the mesh has no axes"),
         (MESH, ("a", "a"), "P('a', 'a') names mesh axis 'a' twice; a mesh axis can cut one array axis"),
         (MESH, (("a", "b"), "b"), "names mesh axis 'b' twice"),
         (MESH, P(None, UNCONSTRAINED), "P.UNCONSTRAINED leaves the layout to the compiler"),
         (MESH, ((("a",), "b"),), "names mesh axis ('a',), but the mesh has"),
-        (MESH, (slice(None),), "names mesh axis slice(None, None, None), but"),
         (MESH, (0,), "P(0) names mesh axis 0, but"),  # which JAX takes for None
-        (MESH, ("",), "P('') names mesh axis '', but"),
     ],
 )
 def test_what_is_no_sharding(mesh: Any, spec: Any, text: str) -> None:
