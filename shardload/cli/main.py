@@ -73,7 +73,24 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="""Load HDF5, netCDF4 and Zarr arrays into sharded jax.Arrays on many processes.
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from shardload import __version__
+
+        tell(f"shardload {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _every_command(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Load HDF5, netCDF4 and Zarr arrays into sharded jax.Arrays on many processes.
 
     [bold]Before you load[/bold] (on a login node; needs neither MPI nor devices):
 
@@ -100,25 +117,7 @@ app = typer.Typer(
     [bold]Check how a job is started[/bold] (with the job's own launcher and flags):
 
       srun --mpi=pmi2 -n 4 shardload doctor
-    """,
-)
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        from shardload import __version__
-
-        tell(f"shardload {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def _every_command(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
-    ] = False,
-) -> None:
-    pass
+    """
 
 
 def main() -> None:

@@ -120,7 +120,6 @@ def find_array(
     path_or_object: Any,
     dataset: str | None = None,
     access: Access = STRICT,
-    needs_numbers: bool = False,
     is_counted: bool = False,
 ) -> ArrayInfo:
     """Find the array that the caller means, from metadata alone.
@@ -136,8 +135,6 @@ def find_array(
         be loaded and is not a coordinate.
     access : Access
         What the caller allows.
-    needs_numbers : bool
-        True if the caller asks for what only numbers have, such as decoding.
     is_counted : bool
         True to say how many bytes are stored (`Source.nbytes_stored`) of an array with a name.
 
@@ -150,12 +147,12 @@ def find_array(
     ------
     ConfigError
         If no array has this name, a group has it, or several arrays could be meant: the error lists the names. Or if an open
-        array is passed with `untrusted`, or numbers are needed and the array has none.
+        array is passed with `untrusted`.
     SourceError
         If the file cannot be opened, or the array or its type cannot be loaded.
     """
     with Finder(access) as finder:
-        info = finder.find(path_or_object, dataset, needs_numbers).info
+        info = finder.find(path_or_object, dataset).info
         path = as_path(path_or_object)
         if is_counted and path is not None:
             with closing(finder.file(split_path(path)[0]).open(info.dataset, info)) as source:
@@ -250,13 +247,9 @@ class _CheckedFile(OpenFile):
             source = self._file.open(name, planned)
         return source if planned.refused is not None else _checked(source)
 
-    def groups(self) -> Mapping[str, Mapping[str, Any]]:
+    def groups(self) -> tuple[Mapping[str, Mapping[str, Any]], Sequence[str]]:
         with as_source_error(self._path):
             return self._file.groups()
-
-    def unread(self) -> Sequence[str]:
-        with as_source_error(self._path):
-            return self._file.unread()
 
     def links(self) -> Mapping[str, str]:
         with as_source_error(self._path):
@@ -361,9 +354,7 @@ class Finder:
             with as_source_error(place):
                 yield place, before, self.file(place).state()
 
-    def find(
-        self, path_or_object: Any, dataset: str | None, needs_numbers: bool = False, look: Look = _look_at_all
-    ) -> FoundArray:
+    def find(self, path_or_object: Any, dataset: str | None, look: Look = _look_at_all) -> FoundArray:
         """The array's metadata, as from `find_array`, and its values if what `look` wants of it is small."""
         path = as_path(path_or_object)
         if path is None:
@@ -372,7 +363,7 @@ class Finder:
                 raise ConfigError(
                     f"the array handed in is {info}, but dataset='{dataset}' names another. Leave it out, or pass the path."
                 )
-            return FoundArray(look(check_loadable(info, needs_numbers), None)[0])
+            return FoundArray(look(check_loadable(info), None)[0])
         if dataset is None:
             path, dataset = split_path(path)
         refuse_leftover(path)
@@ -386,7 +377,7 @@ class Finder:
             infos = file.sketch(_MOST_LISTED, name)
             raise no_such_array(path, name, infos[:_MOST_LISTED], len(infos) > _MOST_LISTED) from None
         with closing(source):
-            return self._found(check_loadable(source.info, needs_numbers), source, look)
+            return self._found(check_loadable(source.info), source, look)
 
     def find_below(
         self, path_or_object: Any, group: str, with_dimensions: bool = False

@@ -13,7 +13,7 @@ from shardload.formats.contract.format import OpenFile
 from shardload.formats.diagnosis import as_source_error, check_loadable
 from shardload.formats.labels import names_in
 from shardload.formats.likeness import as_text, named_beside
-from shardload.formats.lookup import Finder, find_array
+from shardload.formats.lookup import Finder
 from shardload.jobs.consistency import State
 
 Described = tuple[ArrayInfo, Properties, State]
@@ -41,7 +41,7 @@ def find_arrays(
     with Finder(access) as finder:
         for name in names:
             if name != "*" and not name.endswith("/*"):
-                info = find_array(path, name, access)
+                info = finder.find(path, name).info
                 infos[info.dataset] = info
                 continue
             group = "" if name == "*" else "/" + name[:-2].strip("/")

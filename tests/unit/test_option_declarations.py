@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -108,14 +106,6 @@ def test_flags_have_the_help_and_default_that_are_declared(command: str) -> None
 def test_every_flag_is_one_of_a_command() -> None:
     known = {name for text in FLAGS.values() for name in text.split()}
     assert known == {name for name, option in OPTIONS.items() if option.flag}
-
-
-def test_declarations_are_light() -> None:
-    """Wrong if ``shardload --help`` had to wait for NumPy or JAX because options are declared beside what checks them."""
-    heavy = ("numpy", "jax", "mpi4py", "h5py", "zarr")
-    block = f"import sys; sys.modules.update(dict.fromkeys({heavy!r}))"
-    program = f"{block}; import shardload.options, shardload.cli.arguments, shardload.cli.main"
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
 
 
 def test_the_table_in_the_docs() -> None:

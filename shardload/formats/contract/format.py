@@ -240,13 +240,11 @@ class OpenFile(abc.ABC):
         """
         return None
 
-    def groups(self) -> Mapping[str, Mapping[str, Any]]:
-        """The attributes of the file (``"/"``) and of its groups, by their full names. By default none."""
-        return {}
-
-    def unread(self) -> Sequence[str]:
-        """What could not be read of these attributes, in words, and what else is in the file."""
-        return ()
+    def groups(self) -> tuple[Mapping[str, Mapping[str, Any]], Sequence[str]]:
+        """The attributes of the file (``"/"``) and of its groups, by their full names; and what could not be read of them, in
+        words. By default none.
+        """
+        return {}, ()
 
     def links(self) -> Mapping[str, str]:
         """The links by which something has another name, or lies in another file: by their full names, and what each leads to,

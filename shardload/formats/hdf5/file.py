@@ -305,17 +305,9 @@ class Hdf5File(OpenFile):
         finally:
             close_all(opened)
 
-    def groups(self) -> dict[str, dict[str, Any]]:
-        """The attributes of all groups."""
-        return self._groups[0]
-
-    def unread(self) -> list[str]:
-        """What could not be read of them."""
-        return self._groups[1]
-
-    @kept
-    def _groups(self) -> tuple[dict[str, dict[str, Any]], list[str]]:
-        return groups_of(self._file)  # goes through the whole file
+    def groups(self) -> tuple[dict[str, dict[str, Any]], list[str]]:
+        """The attributes of all groups; this goes through the whole file."""
+        return groups_of(self._file)
 
     def links(self) -> dict[str, str]:
         """All but the first hard link to an object. Nothing is opened to find out what they lead to."""

@@ -141,9 +141,9 @@ class UntrustedFile(OpenFile):
         except (LookupError, OSError, RuntimeError, ValueError):
             return None
 
-    def unread(self) -> Sequence[str]:
-        """What is left out."""
-        return ("what attributes of groups say, which are not read from an untrusted file,",)
+    def groups(self) -> tuple[Mapping[str, Mapping[str, Any]], Sequence[str]]:
+        """None: that is said."""
+        return {}, ("what attributes of groups say, which are not read from an untrusted file,",)
 
     def give_up(self) -> None:
         """End a helper that lies: it is asked no more."""

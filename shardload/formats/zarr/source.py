@@ -13,12 +13,10 @@ one. `ZarrSource.missing` says which chunks were missing.
 
 from __future__ import annotations
 
-import base64
 import functools
 import itertools
 import math
 import os
-import struct
 import zipfile
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -37,17 +35,14 @@ from shardload.formats.contract.format import Format, OpenFile, Source
 from shardload.formats.labels import Coordinate, Labels, names_in
 from shardload.formats.zarr.chunks import ZarrChunks, chunk_reader
 from shardload.formats.zarr.codecs import refuse_codecs
-from shardload.formats.zarr.making import properties_of
+from shardload.formats.zarr.making import float_of_base64, properties_of
 from shardload.formats.zarr.metadata import grid_of, is_stacked, n_in_shard, names_of
 from shardload.formats.zarr.nodes import ArrayNode, BrokenNode, GroupNode, UnknownCodecError, quiet
 from shardload.formats.zarr.store import (
     WatchedStore,
-    close_store,
-    inner_store,
     open_store,
     watch,
     watched,
-    zip_entries,
 )
 from shardload.planning.region import Region
 from shardload.storage.leftovers import ROOTS
@@ -219,10 +214,9 @@ class ZarrFormat(Format):
         try:
             if not zipfile.is_zipfile(path):
                 return False
-            return any(entry.filename.rpartition("/")[2] in _MARKS for entry in zip_entries(path))
-        except ValueError:
-            return True  # opening it raises the error
-        except (OSError, zipfile.BadZipFile, NotImplementedError):
+            with zipfile.ZipFile(path) as archive:
+                return any(name.rpartition("/")[2] in _MARKS for name in archive.namelist())
+        except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError):
             return False
 
     def claims_url(self, url: str) -> bool:
@@ -258,7 +252,6 @@ class _ZarrStore(OpenFile):
 
     def __init__(self, store: WatchedStore, path: str, access: Access) -> None:
         self._store, self._path, self._access = store, path, access
-        self._unread: list[str] = []  # of groups
 
     def list_arrays(self) -> list[ArrayInfo]:
         """Every array in the store, by name; chunks are not read."""
@@ -290,9 +283,9 @@ class _ZarrStore(OpenFile):
         """The state of the zip file, or of the metadata file of the root, which is another one in a store that was replaced."""
         return next((state for mark in ROOTS if (state := self._store.state(mark)) is not None), None)
 
-    def groups(self) -> dict[str, dict[str, Any]]:
+    def groups(self) -> tuple[dict[str, dict[str, Any]], list[str]]:
         """The attributes of all groups that have metadata. One whose metadata are damaged is noted."""
-        groups, self._unread = {}, []
+        groups, unread = {}, []
         for name, node in self._store.nodes():
             try:
                 if isinstance(node, GroupNode):
@@ -302,15 +295,11 @@ class _ZarrStore(OpenFile):
             except (OSError, LookupError, TypeError, ValueError) as error:
                 if name == "/" or is_unread(error):
                     raise
-                self._unread.append(f"what is in attributes and groups of '{name}' ({error})")
-        return groups
-
-    def unread(self) -> list[str]:
-        """What `groups` could not read."""
-        return self._unread
+                unread.append(f"what is in attributes and groups of '{name}' ({error})")
+        return groups, unread
 
     def close(self) -> None:
-        close_store(self._store)
+        self._store.close()
 
 
 def _node_or_none(store: WatchedStore, name: str) -> ArrayNode | GroupNode | None:
@@ -330,7 +319,6 @@ def _empty_group(store: WatchedStore, path: str, name: str) -> ArrayInfo:
 
 def _store_name(store: Any) -> str:
     """An open store as messages name it."""
-    store = inner_store(store)
     for attribute in ("root", "path"):
         if isinstance(getattr(store, attribute, None), str | os.PathLike):
             return str(getattr(store, attribute))
@@ -424,17 +412,8 @@ def _attribute(node: ArrayNode, key: str, *most: int) -> Any:
     if key != "_FillValue" or node.dtype.kind not in "fcV":  # V: bfloat16 and similar types
         return value
     if isinstance(value, list) and len(value) == 2:  # of complex numbers: real part, imaginary part
-        return [_float_of_base64(part) for part in value]
-    return _float_of_base64(value)
-
-
-def _float_of_base64(value: Any) -> Any:
-    """Decode a float that xarray wrote as base64 (JSON has no NaN). Any other value is returned unchanged."""
-    try:
-        (number,) = struct.unpack("<d", base64.b64decode(value, validate=True))
-    except (TypeError, ValueError, struct.error):
-        return value
-    return math.nan if math.isnan(number) else number
+        return [float_of_base64(part) for part in value]
+    return float_of_base64(value)
 
 
 def _unsafe(node: ArrayNode) -> str | None:

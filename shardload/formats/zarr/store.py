@@ -13,7 +13,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import os
 import zipfile
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
@@ -22,7 +21,7 @@ from typing import Any
 import numpy as np
 import zarr
 import zarr.storage
-from zarr.abc.store import OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
+from zarr.abc.store import OffsetByteRequest, RangeByteRequest, SuffixByteRequest
 from zarr.core.buffer import default_buffer_prototype
 from zarr.core.sync import sync
 
@@ -37,8 +36,6 @@ _MOST_LAYERS = 16  # file systems on top of each other
 # Limits of one metadata file. Ten thousand arrays described in one file take 15 MB, and have a million values. For a value,
 # which may be two characters, Python takes a hundred bytes.
 MOST_METADATA_NBYTES, _MOST_VALUES = 1 << 25, 1 << 21
-# Limit of the directory of a zip file: a million entries. For an entry, which may be 47 bytes, Python takes 600.
-_MOST_DIRECTORY_NBYTES = 1 << 26
 
 
 class WatchedStore(zarr.storage.WrapperStore[Any]):
@@ -73,17 +70,18 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
         self.missing: set[str] = set()
         self.most_nbytes: int | None = None
 
-    @property
-    def inner(self) -> Any:
-        """The store below."""
-        return self._store
-
     def another_watch(self) -> WatchedStore:
         """A new watch over the same store, so that each array has its own `missing` and `most_nbytes`."""
         return self._with_store(self._store)
 
     def _with_store(self, store: Any) -> WatchedStore:
         return type(self)(store, self.fence, self._opened_in)
+
+    def close(self) -> None:
+        """Close the store below."""
+        # zarr-python opens an archive when it first reads from it, and cannot close one that is not open.
+        if not isinstance(self._store, zarr.storage.ZipStore) or self._store._is_open:
+            super().close()
 
     # --- metadata
 
@@ -274,7 +272,6 @@ def open_store(path: str, allow_external: bool = False) -> Any:
     if os.path.isdir(path):
         return WatchedStore(zarr.storage.LocalStore(path, read_only=True), Fence.around_store(path, allow_external))
     opened_in = state_of(path)
-    zip_entries(path)  # for their number
     return WatchedStore(zarr.storage.ZipStore(path, mode="r", read_only=True), opened_in=opened_in)
 
 
@@ -283,12 +280,6 @@ def _may_be_folder(entry: os.DirEntry[str]) -> bool:
         return entry.is_dir()
     except OSError:  # a link to where this user may not look: an array may not be overlooked
         return True
-
-
-def zip_entries(path: str) -> list[zipfile.ZipInfo]:
-    """The entries of a zip file; ValueError if its directory is too long to read."""
-    with _ShortReads(io.FileIO(path)) as file, zipfile.ZipFile(file) as archive:
-        return archive.infolist()
 
 
 def _of_zip(store: zarr.storage.ZipStore, key: str, byte_range: Any, check: Callable[..., None]) -> bytes | None:
@@ -338,20 +329,6 @@ def _range_of(byte_range: Any, nbytes: int) -> tuple[int, int]:
         raise TypeError(f"a part of a value given as {byte_range!r}")
     start = min(max(0, start), nbytes)
     return start, max(start, min(stop, nbytes))
-
-
-class _ShortReads(io.BufferedReader):
-    """A file that refuses a single read of too many bytes."""
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        """Read as from any file; ValueError if it is too much."""
-        left = os.fstat(self.fileno()).st_size - self.tell()
-        nbytes = left if size is None or size < 0 else min(size, left)
-        if nbytes > _MOST_DIRECTORY_NBYTES:
-            raise ValueError(
-                f"the list of what is in the zip file has {nbytes} bytes; {_MOST_DIRECTORY_NBYTES} are read at most. Unpack it"
-            )
-        return super().read(size)
 
 
 def watch(node: ArrayNode, store: WatchedStore, path: str, settings: Any = None) -> Any:
@@ -411,16 +388,3 @@ def _layers(store: Any) -> list[Any]:
         layers.append(layer)
         layer = getattr(layer, "sync_fs", None) or getattr(layer, "fs", None)
     return layers
-
-
-def inner_store(store: Store) -> Store:
-    """The store below a `WatchedStore`; any other store itself."""
-    return store.inner if isinstance(store, WatchedStore) else store
-
-
-def close_store(store: Any) -> None:
-    """Close a store that `open_store` opened."""
-    below = inner_store(store)
-    # Zarr opens an archive when it first reads from it, and cannot close one that is not open.
-    if isinstance(below, zarr.storage.ZipStore) and getattr(below, "_is_open", True):
-        store.close()

@@ -275,7 +275,7 @@ class LoadCall:
             with naming_errors(where_text(keys)):
                 if not place.is_pattern:
                     look = partial(_look, partial(complete, place.path), request.options.select)
-                    array = finder.find(place.path, place.dataset, bool(request.options.decode), look)
+                    array = finder.find(place.path, place.dataset, look)
                     found.append(sent.add(array, state))
                     continue
                 below, left_out = finder.find_below(place.path, place.group)

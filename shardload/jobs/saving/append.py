@@ -28,9 +28,9 @@ from shardload.engine.session import Round, Session
 from shardload.errors import ConfigError, ShardloadError, SourceError
 from shardload.formats.contract.array import some
 from shardload.formats.contract.dtypes import native_dtype
-from shardload.formats.contract.format import Source
+from shardload.formats.contract.format import Source, open_alone
 from shardload.formats.growing import HOW_TO_GROW, Growing, GrowingSink
-from shardload.formats.lookup import open_source
+from shardload.formats.lookup import open_file
 from shardload.jobs.saving.arguments import SavedArray, SaveRequest
 from shardload.jobs.saving.plan import SavePlan, alignment_of, plan_into, shards_of
 from shardload.jobs.saving.save import SaveReport, Saving, planned
@@ -351,7 +351,7 @@ class _Appending(Saving):
         one = self._grows[name]
         if name not in self._sources:
             path = os.path.realpath(self._plan.path)
-            source = open_source(path, name)
+            source = open_alone(open_file(path), name)  # unchecked: what a load refuses may still grow
             self._opened.callback(source.close)
             if source.info.shape != one.old_shape:
                 raise ConfigError(

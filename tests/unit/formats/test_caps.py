@@ -367,17 +367,6 @@ def test_metadata_of_many_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "300 at most" in str(listed["/a"]) and listed["/b"] is None
 
 
-def test_the_list_of_what_is_in_a_zip_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = Path(write_zarr(tmp_path / "a.zarr", {"a": flat((4, 6))}))
-    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
-        for file in path.rglob("*"):
-            archive.write(file, file.relative_to(path))
-    assert find_array(str(tmp_path / "a.zip"), "a").shape == (4, 6)
-    monkeypatch.setattr("shardload.formats.zarr.store._MOST_DIRECTORY_NBYTES", 100)
-    with pytest.raises(OSError, match=r"list of what is in the zip file has \d+ bytes; 100 are read at most"):
-        find_array(str(tmp_path / "a.zip"), "a")
-
-
 def test_attributes_that_are_long(tmp_path: Path) -> None:
     """Told by their length, where they are told at all; the array can be loaded."""
     with h5py.File(tmp_path / "a.h5", "w", libver="latest") as file:
