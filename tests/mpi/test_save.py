@@ -879,7 +879,7 @@ def Held_all(self: Any, rank: int) -> Any:
 def _swapped(start: Callable[..., Any]) -> Callable[..., Any]:
     def swapped(self: Any, block: Any) -> Any:
         found = start(self, block)
-        for tile in found.block.tiles:
+        for tile in found.tiles:
             tile.data = np.flip(tile.data)
         for part in block.parts:
             if part.rank == self._rank:

@@ -326,20 +326,7 @@ class PieceProducer:
             if part.rank == self.rank:
                 (tile,) = (tile for tile in tiles if tile.region.contains(part.region))
                 self.targets[part.shard].view(part.region)[...] = tile.view(part.region)
-        return Done(StagedBlock(block, tiles))
-
-
-@dataclass
-class Done:
-    """A block that is there."""
-
-    block: StagedBlock
-
-    def done(self) -> bool:
-        return True
-
-    def result(self) -> StagedBlock:
-        return self.block
+        return StagedBlock(block, tiles)
 
 
 @pytest.mark.each_value
