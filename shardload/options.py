@@ -283,8 +283,8 @@ class Option:
         Turns the caller's value into the value that `Options` stores; raises ConfigError.
     text : callable or None
         Turns the stored value into the text that ranks compare. None: ranks may pass different values.
-    field : str, optional
-        Its field in `Options`, if that has another name. Empty: the function handles the option itself.
+    is_kept : bool
+        True if `Options` has it. If False, the function handles the option itself.
     is_shared : bool
         True if it belongs to the whole call, so that it is the same for all arrays of a job. If False, the caller may pass a
         prefix tree of values, which `jobs.trees` spreads over the arrays: nothing else is needed for that.
@@ -308,7 +308,7 @@ class Option:
     calls: tuple[str, ...]
     check: Callable[[Any], Any] = _as_it_is
     text: Callable[[Any], str] | None = repr
-    field: str | None = None
+    is_kept: bool = True
     is_shared: bool = True
     is_one: Callable[[Any], bool] | None = None
     may_be_dict: bool = False
@@ -320,11 +320,6 @@ class Option:
         """The value in this function if the caller passes none."""
         return (self.other_defaults or {}).get(call, self.default)
 
-    @property
-    def kept_as(self) -> str:
-        """The name of its field in `Options`; empty if it has none."""
-        return self.name if self.field is None else self.field
-
 
 _FILE, _LOADS, _ARRAYS, _PLANNED = ("load", "plan", "verify"), ("load", "plan"), ("load", "plan", "scatter"), (
     "load", "plan", "scatter", "verify",
@@ -335,7 +330,7 @@ _WRITES = (*_SAVES, "append")
 
 _MODES = ("w-", "w")
 # An option of each array that is saved: the request of the array has it, and no `Options`.
-_OF_EACH: Mapping[str, Any] = {"is_shared": False, "field": "", "is_one": _is_no_dict}
+_OF_EACH: Mapping[str, Any] = {"is_shared": False, "is_kept": False, "is_one": _is_no_dict}
 
 
 def _in_writes(default: Any) -> Mapping[str, Any]:
@@ -381,13 +376,13 @@ _DECLARED = (
     Option(
         "how", FULL, "What `verify` compares: index, checksum, file (some regions) or full (all).", ("verify",),
         _choice("how of verify", VERIFY), None,
-        field="", choices=VERIFY,
+        is_kept=False, choices=VERIFY,
     ),
-    Option("seed", 0, "Seed for the random regions of how='file'.", ("verify",), field=""),
-    Option("root", 0, "The rank that has the array.", ("scatter",), field=""),
+    Option("seed", 0, "Seed for the random regions of how='file'.", ("verify",), is_kept=False),
+    Option("root", 0, "The rank that has the array.", ("scatter",), is_kept=False),
     Option(
         "comm", None, "The ranks that take part: an mpi4py communicator; None: COMM_WORLD.", (*_PLANNED, *_WRITES), text=None,
-        field="",
+        is_kept=False,
     ),
     Option(
         "progress", None, "A progress bar on rank 0 (None: for large loads in a terminal), or a function.",
@@ -416,19 +411,19 @@ _DECLARED = (
         flag="--allow-filters",
     ),
     Option(
-        "processes", None, "How many processes to plan for (default: one per device).", ("plan",), text=None, field="",
+        "processes", None, "How many processes to plan for (default: one per device).", ("plan",), text=None, is_kept=False,
         flag="--processes",
     ),
     Option(
         "ranks_per_node", None, "How many processes a node has (default: all are on one).", ("plan",), _ranks_per_node,
-        text=None, field="", flag="--ranks-per-node",
+        text=None, is_kept=False, flag="--ranks-per-node",
     ),
     Option(
-        "mode", "w-", "w-: the name must not exist. w: what has it is replaced.", _SAVES, _choice("mode", _MODES), field="",
-        choices=_MODES,
+        "mode", "w-", "w-: the name must not exist. w: what has it is replaced.", _SAVES, _choice("mode", _MODES),
+        is_kept=False, choices=_MODES,
     ),
     Option(
-        "format", None, "Format of the new file; None: its suffix tells.", _SAVES, field="",
+        "format", None, "Format of the new file; None: its suffix tells.", _SAVES, is_kept=False,
         choices=("hdf5", "netcdf4", "zarr", "zarr2"),
     ),
     Option(
@@ -459,7 +454,7 @@ _DECLARED = (
         **_OF_EACH,
     ),
     Option("dim", "time", "The axis along which arrays grow: its name in the file, or its number.", ("append",), _dim,
-           field=""),
+           is_kept=False),
 )  # fmt: skip
 
 # By name, in the order in which ranks compare them.
@@ -467,16 +462,11 @@ OPTIONS: Mapping[str, Option] = MappingProxyType({option.name: option for option
 
 # For signatures: ``staging: str | int = DEFAULTS.staging``.
 DEFAULTS = SimpleNamespace(**{option.name: option.default for option in _DECLARED})
-_KEPT = tuple(option for option in _DECLARED if option.kept_as)
+_KEPT = tuple(option for option in _DECLARED if option.is_kept)
 _NAMES = frozenset(option.name for option in _KEPT)
-# Every call goes through these: each option with its field, so that nothing is looked up twice.
-_CHECKS = tuple((option.name, option.kept_as, option.check, option.default) for option in _KEPT)
-_TEXTS = tuple((option.name, option.kept_as, option.text) for option in _KEPT if option.text is not None)
 # Options of single arrays that are loaded, of which a caller may pass prefix trees. (The tree of names is another matter.)
 OWN = tuple(option for option in _KEPT if not option.is_shared and option.name != "dataset")
 EACH_SAVED = tuple(option for option in _DECLARED if option.is_one is _is_no_dict)  # the same of those that are saved
-_CALLS = (*_PLANNED, *_WRITES)
-_TAKEN = {call: tuple(option.name for option in _KEPT if call in option.calls) for call in _CALLS}
 
 
 def defaults_of(call: str) -> SimpleNamespace:
@@ -485,7 +475,7 @@ def defaults_of(call: str) -> SimpleNamespace:
 
 
 def keywords_of(call: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """All options of a function, also those that it checks itself."""
+    """The options of a function among its arguments."""
     return {option.name: arguments[option.name] for option in _DECLARED if call in option.calls}
 
 
@@ -496,11 +486,6 @@ def with_defaults(call: str, given: Mapping[str, Any]) -> dict[str, Any]:
         if name not in defaults:
             raise TypeError(f"{call}() has no option {name!r}; it takes {', '.join(defaults)}")
     return defaults | dict(given)
-
-
-def options_of(call: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a function that `Options` checks."""
-    return {name: arguments[name] for name in _TAKEN[call]}
 
 
 @dataclass(frozen=True)
@@ -600,15 +585,11 @@ class Options:
         unknown = given.keys() - _NAMES
         if unknown:
             raise TypeError(f"no such option: {', '.join(sorted(unknown))}")
-        return cls(**{field: check(given.get(name, default)) for name, field, check, default in _CHECKS})
+        return cls(**{option.name: option.check(given.get(option.name, option.default)) for option in _KEPT})
 
     def describe(self) -> dict[str, str]:
         """The options that every rank must pass alike, as text."""
-        return dict(self._told)
-
-    @cached_property
-    def _told(self) -> dict[str, str]:
-        return {name: text(getattr(self, field)) for name, field, text in _TEXTS}
+        return {option.name: option.text(getattr(self, option.name)) for option in _KEPT if option.text is not None}
 
 
 def fill_value(pad: Any, dtype: np.dtype[Any], fill: Any) -> Any:

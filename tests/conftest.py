@@ -20,10 +20,8 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
-import functools
 import gc
 import hashlib
-import json
 import os
 import shutil
 import signal
@@ -33,53 +31,28 @@ import threading
 import time
 import traceback
 import zlib
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import hypothesis
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 TESTS = Path(__file__).parent
 JOB_SECONDS = 900.0  # a test that starts jobs; their own timeouts are shorter and say more
 OUTCOMES = ("passed", "skipped", "failed")
-N_SLOWEST = 25
 GARBAGE = 20_000  # objects until garbage is looked for
-# Files whose tests share more than a file's own fixtures, and files whose tests share nothing and take long each.
-TOGETHER = {
-    # Copies of one process (`tests.unit.copies`).
-    "copies": (
-        "test_assemble",
-        "test_cost",
-        "test_doctor_report",
-        "test_labels",
-        "test_lookup",
-        "test_main",
-        "test_packing",
-        "test_save_ledger",
-        "test_save_target",
-        "test_sharding",
-        "test_untrusted_helpers",
-    ),
-}
-APART_IN_JOBS = (
-    "test_doctor",
-    "test_harness",
-    "test_modes_of_launch",
-    "test_verify_command",
-)
-
 # Marks of tests in `tests/mpi`: `make test` and `make test-all` run these in fewer stages.
 ALIKE = {
     "any_library": "the same whichever MPI library there is: left out with Open MPI",
     "any_version": "the same in every version of JAX and the others: left out with the oldest",
-    "few_ranks": "each rank starts processes of its own: left out on 4 ranks",
 }
 
-# `make test` leaves these to `make test-all`: whole tests, and combinations of parameters (see `_beside_the_diagonal`).
+# `make test` leaves these to `make test-all`: whole tests, and combinations of parameters (see `_each_value_once`).
 THOROUGH = "looks deeper at what cheaper tests look at too, and takes long: left out of `make test`, part of `make test-all`"
 EACH_VALUE = "`make test` takes as many combinations of the parameters as show each value once; `make test-all` all of them"
 
@@ -91,44 +64,10 @@ gc.disable()  # until all is imported and collected: see pytest_collection_finis
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a shell; tests press Ctrl-C
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-MPI: Any
-try:
-    from mpi4py import MPI
-except (ImportError, RuntimeError):  # RuntimeError: mpi4py's wheel found no MPI library
-    MPI = None
-
-SIZE: int = MPI.COMM_WORLD.size if MPI else 1
+SIZE: int = MPI.COMM_WORLD.size
 
 # For pytest: not even imported where they do not run. Every rank would do that, on as many cores as there are.
 collect_ignore = ["unit", "jobs", "slurm"] if SIZE > 1 else []
-
-
-class Alone:
-    """What tests need of a communicator, where there is no MPI."""
-
-    rank, size = 0, 1
-
-    def Get_rank(self) -> int:
-        return 0
-
-    def Get_size(self) -> int:
-        return 1
-
-    def Barrier(self) -> None: ...
-
-    barrier = Barrier
-
-    def bcast(self, value: Any, root: int = 0) -> Any:
-        return value
-
-    def gather(self, value: Any, root: int = 0) -> list[Any]:
-        return [value]
-
-    def allgather(self, value: Any) -> list[Any]:
-        return [value]
-
-    def allreduce(self, value: Any, op: Any = None) -> Any:
-        return value
 
 
 def wait_asleep(request: Any) -> None:
@@ -140,46 +79,44 @@ def wait_asleep(request: Any) -> None:
 
 @pytest.fixture(scope="session")
 def comm() -> Any:
-    """COMM_WORLD, which waits asleep; a stand-in of size 1 where there is no MPI library."""
-    return Patient(MPI.COMM_WORLD) if MPI else Alone()
+    """COMM_WORLD, which waits asleep."""
+    return Patient(MPI.COMM_WORLD)
 
 
-if MPI:
+class Patient(MPI.Intracomm):
+    """A communicator whose collectives of Python objects wait asleep.
 
-    class Patient(MPI.Intracomm):  # type: ignore[misc]
-        """A communicator whose collectives of Python objects wait asleep.
+    MPI's own spin, on all ranks but the one that makes a file for all of them, say: on fewer cores than ranks that was a
+    quarter of the CPU time of these tests. What is derived from it (`Dup`, `Split`) is MPI's own kind again: shardload
+    waits in its own way.
+    """
 
-        MPI's own spin, on all ranks but the one that makes a file for all of them, say: on fewer cores than ranks that was a
-        quarter of the CPU time of these tests. What is derived from it (`Dup`, `Split`) is MPI's own kind again: shardload
-        waits in its own way.
-        """
+    def barrier(self) -> None:
+        wait_asleep(self.Ibarrier())
 
-        def barrier(self) -> None:
-            wait_asleep(self.Ibarrier())
+    Barrier = barrier
 
-        Barrier = barrier
+    def bcast(self, value: Any, root: int = 0) -> Any:
+        self.barrier()
+        return super().bcast(value, root)
 
-        def bcast(self, value: Any, root: int = 0) -> Any:
-            self.barrier()
-            return super().bcast(value, root)
+    def gather(self, value: Any, root: int = 0) -> Any:
+        self.barrier()
+        return super().gather(value, root)
 
-        def gather(self, value: Any, root: int = 0) -> Any:
-            self.barrier()
-            return super().gather(value, root)
+    def allgather(self, value: Any) -> Any:
+        self.barrier()
+        return super().allgather(value)
 
-        def allgather(self, value: Any) -> Any:
-            self.barrier()
-            return super().allgather(value)
+    def allreduce(self, value: Any, op: Any = MPI.SUM) -> Any:
+        self.barrier()
+        return super().allreduce(value, op)
 
-        def allreduce(self, value: Any, op: Any = MPI.SUM) -> Any:
-            self.barrier()
-            return super().allreduce(value, op)
+    def Dup(self, info: Any = MPI.INFO_NULL) -> Any:
+        return MPI.Intracomm(super().Dup(info))
 
-        def Dup(self, info: Any = MPI.INFO_NULL) -> Any:
-            return MPI.Intracomm(super().Dup(info))
-
-        def Split(self, color: int = 0, key: int = 0) -> Any:
-            return MPI.Intracomm(super().Split(color, key))
+    def Split(self, color: int = 0, key: int = 0) -> Any:
+        return MPI.Intracomm(super().Split(color, key))
 
 
 @pytest.fixture
@@ -245,39 +182,11 @@ def pytest_configure(config: pytest.Config) -> None:
 STDERR = pytest.StashKey[int]()
 
 
-def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool:
-    """In place of a thread for each test, which takes longer to start and to end than many a test. Prints all stacks, and ends
-    the process, as that does; also if C code holds the GIL."""
-    faulthandler.dump_traceback_later(settings.timeout, exit=True, file=item.config.stash[STDERR])
-    return True
-
-
-def pytest_timeout_cancel_timer() -> bool:
-    faulthandler.cancel_dump_traceback_later()
-    return True
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
     for plugin in session.config.pluginmanager.get_plugins():
         if type(plugin).__module__ == "pytest_mpi":
             plugin._is_testing_mpi = False  # all it does is print 40 lines about the MPI library at the end
-        if type(plugin).__name__ == "WorkerInteractor":
-            _send_what_counts(plugin)
-
-
-def _send_what_counts(worker: Any) -> None:
-    """Of a test that passes, a worker of xdist sends the report of its call: each message takes longer, at both ends, than many
-    a test, and there are five of them."""
-    send = worker.sendevent
-
-    def send_some(name: str, **what: Any) -> None:
-        report = what["data"] if name == "testreport" else {}
-        is_silent = report and report["when"] != "call" and report["outcome"] == "passed" and report["duration"] < 0.1
-        if name not in ("logstart", "logfinish") and not is_silent:
-            send(name, **what)
-
-    worker.sendevent = send_some
 
 
 @pytest.hookimpl(trylast=True)
@@ -286,7 +195,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     dropped: dict[str, list[pytest.Item]] = {}
     reasons = {item: _elsewhere(item, config) for item in items}
     if IS_QUICK:
-        reasons.update(dict.fromkeys(_beside_the_diagonal(items), "left to `make test-all`"))
+        marked = [item for item in items if item.get_closest_marker("each_value")]
+        reasons.update(dict.fromkeys({*marked} - _each_value_once(marked), "left to `make test-all`"))
     ours = _shared_to_us([item for item in items if reasons[item] is None])
     for item in items:
         reason = reasons[item] or (None if item in ours else "left to the other stages")
@@ -303,12 +213,7 @@ DROPPED = pytest.StashKey[dict[str, int]]()
 
 
 def _folder(item: pytest.Item) -> str:
-    return _folder_of(item.path)
-
-
-@functools.cache
-def _folder_of(path: Path) -> str:
-    return path.relative_to(TESTS).parts[0] if path.is_relative_to(TESTS) else ""
+    return item.path.relative_to(TESTS).parts[0] if item.path.is_relative_to(TESTS) else ""
 
 
 def _elsewhere(item: pytest.Item, config: pytest.Config) -> str | None:
@@ -334,32 +239,35 @@ def _elsewhere(item: pytest.Item, config: pytest.Config) -> str | None:
 def _is_its_turn(item: pytest.Item, stage: str) -> bool:
     """Whether this stage of ``make test`` has the test: 4 ranks have all that they can, and of the other stages one.
 
-    Which one, the test's name says: for few ranks, where two have the test. (`make test-all` has each test in all.)
+    Which one, the test's name says. (`make test-all` has each test in all.)
     """
     if not stage:
         return True
     least = max((mark.kwargs.get("min_size", 2) for mark in item.iter_markers("mpi")), default=1)
-    marks = {name for name in ALIKE if item.get_closest_marker(name)}
     others = [
-        *(["openmpi"] if "any_library" not in marks else []),
-        *(["oldest"] if "any_version" not in marks and least <= 2 else []),
+        *(["openmpi"] if not item.get_closest_marker("any_library") else []),
+        *(["oldest"] if not item.get_closest_marker("any_version") and least <= 2 else []),
         *(["one"] if least == 1 else []),
     ]
-    if "few_ranks" in marks and "oldest" in others:
-        return stage == "oldest"
-    return stage in others and others.index(stage) == zlib.crc32(b"turn" + _test(item).encode()) % len(others)
+    return stage in others and others.index(stage) == _number("turn" + _test(item), len(others))
 
 
 def _shared_to_us(items: list[pytest.Item]) -> set[pytest.Item]:
-    """The items whose parameters this stage of ``make test`` takes; of each test with parameters at least one."""
-    places = _places([item for item in items if _folder(item) == "mpi"])
-    steps = {item: _steps_to_our_share(item, places[item]) if item in places else 0 for item in items}
-    nearest: dict[str, pytest.Item] = {}
+    """Of each test of tests/mpi with parameters the share that this stage of ``make test`` takes, and at least one.
+
+    ``TESTS_SHARE=0/8`` is an eighth of the values of one parameter, and a sixteenth of combinations of several. Which those
+    are, their names say.
+    """
+    k, n = map(int, (os.environ.get("TESTS_SHARE") or "0/1").split("/"))
+    tests: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        least = nearest.setdefault(_test(item), item)
-        if steps[item] < steps[least]:
-            nearest[_test(item)] = item
-    return {item for item in items if steps[item] == 0} | set(nearest.values())
+        tests[_test(item) if _folder(item) == "mpi" else item.nodeid].append(item)
+    ours: set[pytest.Item] = set()
+    for some in tests.values():
+        n_parts = 2 * n if n > 1 and len([*some[0].iter_markers("parametrize")]) > 1 else n
+        numbers = [(_number(item.nodeid, n_parts) - k) % n_parts for item in some]
+        ours.update(item for item, number in zip(some, numbers, strict=True) if number == min(numbers) or number == 0)
+    return ours
 
 
 def _test(item: pytest.Item) -> str:
@@ -367,81 +275,29 @@ def _test(item: pytest.Item) -> str:
     return item.nodeid.partition("[")[0]
 
 
-def _places(items: list[pytest.Item]) -> dict[pytest.Item, list[int]]:
-    """For each ``parametrize`` of an item's test, which of its values the item has, counted from 0.
+def _number(text: str, n: int) -> int:
+    """A number below `n`, the same on every rank and in every stage."""
+    return zlib.crc32(text.encode()) % n
 
-    (pytest's own ``callspec.indices`` count the items instead, for each parameter the same.)
-    """
-    seen: dict[tuple[str, int], list[list[Any]]] = {}
-    places: dict[pytest.Item, list[int]] = {}
+
+def _each_value_once(items: list[pytest.Item]) -> set[pytest.Item]:
+    """As few items as show each value of each parameter of their tests, and of a fixture's."""
+    tests: dict[str, dict[pytest.Item, set[tuple[str, int]]]] = defaultdict(dict)
     for item in items:
-        places[item] = []
-        for axis, mark in enumerate(item.iter_markers("parametrize") if isinstance(item, pytest.Function) else ()):
-            value = [_parameter(item, name) for name in _names_of(mark)]
-            places[item].append(_place(value, seen.setdefault((_test(item), axis), [])))
-    return places
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        tests[_test(item)][item] = {(name, id(value)) for name, value in parameters.items()}
+    return {item for shown in tests.values() for item in _cover(shown)}
 
 
-def _names_of(mark: pytest.Mark) -> Sequence[str]:
-    """The parameters that a ``parametrize`` gives."""
-    names = mark.args[0]
-    return [name.strip() for name in names.split(",")] if isinstance(names, str) else names
-
-
-def _place(value: list[Any], values: list[list[Any]]) -> int:
-    """Which one it is of those that were seen, to which it is added if it is new."""
-    for k, one in enumerate(values):
-        if _are_the_same(value, one):
-            return k
-    values.append(value)
-    return len(values) - 1
-
-
-def _beside_the_diagonal(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Of tests marked `each_value` all combinations but those on a diagonal of the grid: there each value of each parameter is
-    met, of a fixture's too.
-    """
-    marked = [item for item in items if item.get_closest_marker("each_value") and hasattr(item, "callspec")]
-    places = _places(marked)
-    seen: dict[tuple[str, str], list[list[Any]]] = {}
-    longest: dict[str, list[int]] = {}
-    for item in marked:
-        named = {name for mark in item.iter_markers("parametrize") for name in _names_of(mark)}
-        for name, value in getattr(item, "callspec").params.items():  # noqa: B009  # mypy knows of no such attribute
-            if name not in named:
-                places[item].append(_place([value], seen.setdefault((_test(item), name), [])))
-        sizes = longest.setdefault(_test(item), [0] * len(places[item]))
-        sizes[:] = [max(n, place + 1) for n, place in zip(sizes, places[item], strict=True)]
-    return {item for item in marked if not _is_on_diagonal(places[item], longest[_test(item)])}
-
-
-def _is_on_diagonal(places: list[int], sizes: list[int]) -> bool:
-    """Whether the places are where the longest axis leads. Shorter ones begin anew with another step each time, and another one
-    each, so that two of them do not always meet in the same places.
-
-    >>> [(a, b, c) for a in range(4) for b in range(2) for c in range(2) if _is_on_diagonal([a, b, c], [4, 2, 2])]
-    [(0, 0, 0), (1, 1, 1), (2, 1, 0), (3, 0, 1)]
-    """
-    main = sizes.index(max(sizes))
-    along, others = places[main], [k for k in range(len(sizes)) if k != main]
-    return all(places[k] == (along + step * (along // sizes[k])) % sizes[k] for step, k in enumerate(others, 1))
-
-
-def _are_the_same(one: list[Any], other: list[Any]) -> bool:
-    """Whether these are the same objects: arrays, for one, cannot be asked whether they are equal."""
-    return all(a is b for a, b in zip(one, other, strict=True))
-
-
-def _steps_to_our_share(item: pytest.Item, places: list[int]) -> int:
-    """How far the item's parameters are from those that this stage of ``make test`` takes; 0 if it is one of these.
-
-    Which values those are differs from test to test, so that each value, a file format say, is in the share of some test.
-    """
-    share = os.environ.get({0: "", 1: "TESTS_SHARE_OF_ONE"}.get(len(places), "TESTS_SHARE"))
-    if not share or item.get_closest_marker("few_ranks"):  # which are left out where all others have all values
-        return 0
-    k, n = map(int, share.split("/"))
-    return (zlib.crc32(_test(item).encode()) + sum(places) - k) % n
+def _cover(shown: dict[pytest.Item, set[tuple[str, int]]]) -> Iterator[pytest.Item]:
+    """One after the other the item that shows most of what is left; of several any, so that not always the same values meet."""
+    seen: set[tuple[str, int]] = set()
+    for _ in shown:
+        item = max(shown, key=lambda item: (len(shown[item] - seen), _number(item.nodeid, 1 << 32)))
+        if seen and shown[item] <= seen:
+            return
+        yield item
+        seen |= shown[item]
 
 
 def _parameter(item: pytest.Item, name: str) -> object:
@@ -464,8 +320,6 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    if not MPI:
-        return "mpi: no library; one process"
     library = MPI.Get_library_version().split("\n")[0].split(",")[0].replace("\t", " ").strip("\x00 ")
     return f"mpi: {SIZE} rank{'s' if SIZE > 1 else ''}, {' '.join(library.split())}"
 
@@ -478,48 +332,6 @@ def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Ite
 def pytest_sessionfinish() -> None:
     if preloaded := sys.modules.get("tests.jobs.preloaded"):
         preloaded.close()
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Add this run's counts and its slowest tests to those of all runs of `make test` (see `stages`)."""
-    is_worker = hasattr(terminalreporter.config, "workerinput")  # of xdist, which tells all to the one that started it
-    if (tally := os.environ.get("SHARDLOAD_TALLY")) and not is_worker and (SIZE == 1 or MPI.COMM_WORLD.rank == 0):
-        counts = [len(terminalreporter.stats.get(key, ())) for key in ("passed", "failed", "error")]
-        seconds: dict[str, float] = {}
-        for report in chain.from_iterable(terminalreporter.stats.values()):
-            if isinstance(report, pytest.TestReport):
-                seconds[report.nodeid] = seconds.get(report.nodeid, 0.0) + report.duration
-        said = {"stage": os.environ.get("SHARDLOAD_STAGE", ""), "passed": counts[0], "failed": counts[1] + counts[2]}
-        slowest = [[took, name] for name, took in sorted(seconds.items(), key=lambda item: -item[1])[:N_SLOWEST]]
-        with open(tally, "a") as file:
-            file.write(json.dumps({**said, "slowest": slowest}) + "\n")
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With ``--dist loadscope``: which worker gets which tests. See `unit_of_work`."""
-    if config.getoption("dist") != "loadscope":
-        return None
-    from xdist.scheduler import LoadScopeScheduling
-
-    class ByUnit(LoadScopeScheduling):  # type: ignore[misc]
-        def _split_scope(self, nodeid: str) -> str:
-            return unit_of_work(nodeid)
-
-    return ByUnit(config, log)
-
-
-def unit_of_work(nodeid: str) -> str:
-    """Tests of the same unit go to the same worker, one after the other: those that share what takes long to make.
-
-    >>> unit_of_work("tests/unit/test_region.py::test_text[a]"), unit_of_work("tests/jobs/test_doctor.py::test_a")
-    ('tests/unit/test_region.py', 'tests/jobs/test_doctor.py::test_a')
-    """
-    file = nodeid.partition("::")[0]
-    name = file.rpartition("/")[2].removesuffix(".py")
-    if name in APART_IN_JOBS and "/jobs/" in file:
-        return nodeid
-    return next((what for what, names in TOGETHER.items() if name in names), file)
 
 
 class Ranks:

@@ -27,7 +27,7 @@ def _row(option: Option) -> str:
         if call == "save":
             default += f"; in `save` {_text(other)}"
     text = option.help.replace("|", "\\|")
-    if option.kept_as and option.text is None:
+    if option.is_kept and option.text is None:
         text += " May differ from rank to rank."
     flag = f"`{option.flag}`" if option.flag else ""
     return f"| `{option.name}` | {default} | {text} | {', '.join(f'`{call}`' for call in option.calls)} | {flag} |\n"

@@ -4,14 +4,14 @@ Stages in lanes: those of a lane run one after the other, lanes beside each othe
 shown whole when it has ended, so that stages do not mix their lines. The quick checks come first, and end everything if one
 of them fails; after them all stages run, whatever fails, and those that failed are named at the end.
 
-At the end: the seconds and CPU seconds of each stage, the slowest tests of all stages together, and how many passed.
+At the end: the seconds and CPU seconds of each stage, and how many tests passed. (Each stage names its slowest tests.)
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -27,7 +27,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
 LOGS = ROOT / ".test-logs"
-N_SLOWEST = 25
 END_SECONDS = 30.0
 SHARED_MEMORY = Path("/dev/shm")
 SCRATCH_NBYTES = 4 << 30  # what tests write at most, several times over
@@ -79,11 +78,10 @@ LANES = (
 class Run:
     """Stages that have been started, and what came of them."""
 
-    def __init__(self, tally: Path, scratch: Path | None = None) -> None:
-        self.tally = tally
+    def __init__(self, scratch: Path | None = None) -> None:
         self.scratch = scratch
-        self.seconds: dict[str, float] = {}
-        self.cpu_seconds: dict[str, float] = {}  # of its processes that were waited for
+        self.seconds: dict[str, tuple[float, float]] = {}  # by the clock, and of CPUs by processes that were waited for
+        self.counts = {"passed": 0, "failed": 0}  # tests of all runs of pytest
         self.failed: list[str] = []
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         self._lock = threading.Lock()
@@ -92,7 +90,7 @@ class Run:
     def run(self, stage: Stage) -> bool:
         """Run a stage and show what it printed. Whether all was well."""
         began = time.monotonic()
-        env = {**os.environ, "SHARDLOAD_STAGE": stage.name, "SHARDLOAD_TALLY": str(self.tally)}
+        env = {**os.environ, "SHARDLOAD_STAGE": stage.name}
         if self.scratch is not None and stage.in_memory:
             env["TMPDIR"] = str(self.scratch)
         with stage.log.open("wb") as log:
@@ -115,8 +113,9 @@ class Run:
         said = stage.log.read_text(errors="replace").strip()
         with self._lock:
             del self._running[stage.name]
-            self.seconds[stage.name] = seconds
-            self.cpu_seconds[stage.name] = used.ru_utime + used.ru_stime
+            self.seconds[stage.name] = (seconds, used.ru_utime + used.ru_stime)
+            for n, outcome in re.findall(r"(\d+) (passed|failed|error)", summary_of(said)):
+                self.counts["passed" if outcome == "passed" else "failed"] += int(n)
             how = f"FAILED with exit status {code} after" if code else "passed in"
             lines = [f"\n=== {stage.name}", *([said] if said else []), f"=== {stage.name}: {how} {seconds:.1f} s"]
             if code:
@@ -180,31 +179,23 @@ def remove_unused(found: set[Path]) -> None:
                 segment.unlink()
 
 
-def counts(tally: Path) -> tuple[int, int, list[tuple[float, str, str]]]:
-    """Of all runs of pytest: how many passed and failed; seconds, name and stage of the slowest tests."""
-    passed, failed, slowest = 0, 0, []
-    for line in tally.read_text().splitlines() if tally.exists() else ():
-        said = json.loads(line)
-        passed, failed = passed + said["passed"], failed + said["failed"]
-        slowest += [(seconds, name, said["stage"]) for seconds, name in said["slowest"]]
-    return passed, failed, sorted(slowest, reverse=True)[:N_SLOWEST]
+def summary_of(said: str) -> str:
+    """The last line that pytest prints, such as ``=== 2 failed, 7 passed, 1 error in 3.00s ===``."""
+    lines = re.findall(r"^=* ?\d+ (?:passed|failed|error|deselected).* in [\d.]+s.*$", said, re.MULTILINE)
+    return lines[-1] if lines else ""
 
 
-def report(run: Run, tally: Path, seconds: float) -> None:
+def report(run: Run, seconds: float) -> None:
     """Say how long everything took."""
-    passed, failed, slowest = counts(tally)
     print("\n--- seconds of each stage (some run beside each other), CPU seconds")
-    for name, took in sorted(run.seconds.items(), key=lambda item: -item[1]):
-        print(f"{took:8.1f} {run.cpu_seconds[name]:8.1f}  {name}")
-    print(f"\n--- the slowest {len(slowest)} tests of all stages: seconds, test, stage")
-    for took, name, stage in slowest:
-        print(f"{took:8.1f}  {name}  [{stage.removeprefix('pytest: ')}]")
+    for name, (took, of_cpus) in sorted(run.seconds.items(), key=lambda item: -item[1][0]):
+        print(f"{took:8.1f} {of_cpus:8.1f}  {name}")
     print()
     if run.failed:
         print(f"*** FAILED after {seconds:.0f} s: {'; '.join(run.failed)}")
     else:
         print(f"make test{'-all' if os.environ.get('ALL') else ''}: all stages passed in {seconds:.0f} s")
-    print(f"{passed} passed, {failed} failed")
+    print(f"{run.counts['passed']} passed, {run.counts['failed']} failed")
 
 
 def share_cores_for_long() -> None:
@@ -222,12 +213,11 @@ def main() -> int:
     began: float = parser.parse_args().began
     share_cores_for_long()
     LOGS.mkdir(exist_ok=True)
-    tally = LOGS / "tally.jsonl"
-    for old in (tally, *LOGS.glob("*.log")):
-        old.unlink(missing_ok=True)
+    for old in LOGS.glob("*.log"):
+        old.unlink()
     before = segments()
     with scratch() as folder:
-        code = run_all(Run(tally, folder), began)
+        code = run_all(Run(folder), began)
     remove_unused(segments() - before)
     return code
 
@@ -249,7 +239,7 @@ def run_all(run: Run, began: float) -> int:
         return 130
     planned = [stage.name for lane in (QUICK, *(LANES if quick else ())) for stage in lane]
     run.failed += [name for name in planned if name not in run.seconds]  # a lane that broke off
-    report(run, run.tally, time.time() - began)
+    report(run, time.time() - began)
     return int(bool(run.failed))
 
 

@@ -72,9 +72,25 @@ app = typer.Typer(
     cls=_Commands,
     no_args_is_help=True,
     rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="""Load HDF5, netCDF4 and Zarr arrays into sharded jax.Arrays on many processes.
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from shardload import __version__
+
+        tell(f"shardload {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _every_command(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Load HDF5, netCDF4 and Zarr arrays into sharded jax.Arrays on many processes.
 
     [bold]Before you load[/bold] (on a login node; needs neither MPI nor devices):
 
@@ -101,25 +117,7 @@ app = typer.Typer(
     [bold]Check how a job is started[/bold] (with the job's own launcher and flags):
 
       srun --mpi=pmi2 -n 4 shardload doctor
-    """,
-)
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        from shardload import __version__
-
-        tell(f"shardload {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def _every_command(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
-    ] = False,
-) -> None:
-    pass
+    """
 
 
 def main() -> None:
@@ -127,7 +125,9 @@ def main() -> None:
     try:
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="backslashreplace")
-        app()
+        typer.main.get_command(
+            app
+        )()  # not `app()`, which sets an exception hook of its own: `initialize` has one that ends the job
     except OSError as error:
         if not isinstance(error, OutputError):
             if error.errno != errno.ENOSPC:
@@ -326,12 +326,12 @@ def demo(size: Annotated[int, typer.Option(min=8, help="Elements along each axis
 
       mpiexec -n 2 python -m shardload demo --size 128
     """
-    with one_message():
+    with one_message() as out:
         try:
             from shardload.cli.demo import run
         except ModuleNotFoundError as error:
             raise ConfigError(f"the demo needs {error.name}. Type: pip install 'shardload[demo]'") from None
-    raise typer.Exit(run(size))
+        run(out, size)
 
 
 @app.command()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Mapping
@@ -14,6 +13,8 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from shardload.api import plan
+from shardload.cli.info import to_json
+from shardload.cli.plan import described, described_each
 from shardload.comm.group import group_of
 from shardload.comm.launch import initialize
 from shardload.comm.mpi import world_rank_and_size
@@ -81,22 +82,10 @@ def _lines(made: Plan | TreePlan, n_devices: int, width: int) -> list[str]:
 def _as_json(made: Plan | TreePlan, n_devices: int) -> str:
     report = asdict(made.report) if made.report else {}
     arrays = report.pop("arrays", ())
-    told: dict[str, Any] = {"ok": True}
-    if isinstance(made, TreePlan):
-        told["arrays"] = [
-            {"where": where, **_facts(leaf, n_devices), "proven": array["proven"]}
-            for where, leaf, array in zip(made.where, made.leaves, arrays, strict=True)
-        ]
-        told["left_out"] = [info.dataset for info in made.left_out]
-    else:
-        told |= _facts(made, n_devices)
-    return json.dumps({**told, "proven": report.pop("proven", None), "report": report}, indent=2)
-
-
-def _facts(made: Plan, n_devices: int) -> dict[str, Any]:
-    names = ("shape", "shape_global", "decomposition", "shard_shape", "n_ranks", "readers", "n_readers")
-    told = {"path": made.info.path, "dataset": made.info.dataset, "dtype": str(made.dtype), "n_devices": n_devices}
-    return told | {name: getattr(made, name) for name in names}
+    told = described_each(made) if isinstance(made, TreePlan) else described(made)
+    for of_array, array in zip(told.get("arrays", ()), arrays, strict=True):
+        of_array["proven"] = array["proven"]
+    return to_json({"ok": True, "n_devices": n_devices, **told, "proven": report.pop("proven", None), "report": report})
 
 
 def _have_devices(n: int, axes: Mapping[str, int]) -> None:

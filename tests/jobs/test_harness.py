@@ -18,8 +18,8 @@ import pytest
 from tests.jobs.launch import MARK, ROOT, Job, run_job
 from tests.tiers import quick_ones, thorough
 
-# Tests inside of tests are all run, whichever stage of `make test` this is, and counted by nobody.
-NO_STAGE = {"TESTS_TURN": "", "TESTS_QUICK": "", "TESTS_SHARE": "", "TESTS_SHARE_OF_ONE": "", "SHARDLOAD_TALLY": ""}
+# Tests inside of tests are all run, whichever stage of `make test` this is.
+NO_STAGE = {"TESTS_TURN": "", "TESTS_QUICK": "", "TESTS_SHARE": ""}
 LIBRARIES = pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
 # (Started as outside of the tests: those that compare a copy with it, and one that hangs.)
 STARTS = pytest.mark.parametrize("preloaded", thorough([False, True], [False]), ids=["started", "preloaded"])

@@ -64,16 +64,6 @@ def test_json_is_one_document(file: str) -> None:
     assert found["report"]["chunks_decoded"] == 27
 
 
-def test_replicas_are_compared(file: str) -> None:
-    """Wrong if a process with several devices, or two that hold the same, compared nothing."""
-    command = ["-m", "shardload", "verify", f"{file}:/rho", "--mesh", "a=2,b=4", "--spec", "-,b", "--verify", "checksum"]
-    job = run_job(command, 2, timeout=240)
-    assert job.returncode == 0, job.stderr
-    printed = " ".join(job.stdout.split())
-    assert "verified by checksum: 8 shards" in printed
-    assert "and 8 device shards with the right checksum" in printed
-
-
 def test_a_damaged_file_is_one_message_and_exit_code_1(file: str) -> None:
     """Wrong if every rank told of it, or it ended as if all were well."""
     with h5py.File(file) as opened:
@@ -87,13 +77,6 @@ def test_a_damaged_file_is_one_message_and_exit_code_1(file: str) -> None:
     assert (told["ok"], told["error"]) == (False, "SourceError") and "chunk (0, 0, 2) of '/rho'" in told["message"]
     assert job.stderr.count("error: ") == 1
     assert "chunk (0, 0, 2) of '/rho'" in job.stderr
-
-
-def test_a_mesh_that_does_not_fit(file: str) -> None:
-    """Wrong if the message did not say what to type."""
-    job = run_job(["-m", "shardload", "verify", file, "--mesh", "a=2", "--spec", "a"], 1, timeout=240)
-    assert job.returncode == 1
-    assert "'/rho' (8, 12, 20) float32" in job.stderr
 
 
 def test_chunks_that_are_not_stored(tmp_path: Path) -> None:

@@ -37,9 +37,9 @@ def run_suite(
     these = " or ".join(f"({name}.py and ({tests}))" for name, tests in which.items())
     command = ["-m", "pytest", "-p", "tests.jobs.scripts.ways", "--with-mpi", "-q", *files, "-k", these]
     command += ["-W", "ignore:Module already imported"]  # a library whose plugin is not used here
-    env = {"PYTHONPATH": str(ROOT), "WAYS_COUNTS": str(folder), "SHARDLOAD_TALLY": "", **more}
-    # All combinations or a share of them, and half of the single values; which stage of `make test` this is does not matter.
-    env |= {"TESTS_SHARE": share, "TESTS_SHARE_OF_ONE": "0/2", "TESTS_TURN": ""}
+    env = {"PYTHONPATH": str(ROOT), "WAYS_COUNTS": str(folder), **more}
+    # All parameters or a share of them; which stage of `make test` this is does not matter.
+    env |= {"TESTS_SHARE": share, "TESTS_TURN": ""}
     job = run_job(command, n, timeout=300, env=env, cwd=ROOT, devices_per_process=devices)
     assert job.returncode == 0, job.tail()
     assert " passed" in job.rank_stdout[0] and "failed" not in job.rank_stdout[0], job.tail()
@@ -48,10 +48,10 @@ def run_suite(
 
 def test_memory_that_one_rank_cannot_share(tmp_path: Path) -> None:
     """Wrong if the ranks disagreed: some would send notes of memory that others cannot see."""
-    found = run_suite(tmp_path, FEW, 4, {"WAYS_WITHOUT": "1"}, share="0/8" if IS_QUICK else "0/2")
+    found = run_suite(tmp_path, FEW, 4, {"WAYS_WITHOUT": "1"}, share="0/2" if IS_QUICK else "")
     assert [one.get("segments refused", 0) > 0 for one in found] == [False, True, False, False]
     for one in found:
-        assert one["messages sent"] > 50 and "notes sent" not in one, one
+        assert one["messages sent"] > 20 and "notes sent" not in one, one
 
 
 def test_many_threads_several_devices_and_both_ways_in_one_load(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +12,10 @@ import xarray as xr
 from jax.sharding import PartitionSpec as P
 
 import shardload
+from examples import climate as example
 from tests.mpi.support import mesh_of, on_root, share
 
 pytestmark = pytest.mark.any_library
-
-EXAMPLE = Path(__file__).parents[2] / "examples" / "climate.py"
-
-
-def load_example() -> Any:
-    spec = importlib.util.spec_from_file_location("climate", EXAMPLE)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-example = load_example()
 
 
 def test_means_and_centres_are_those_of_xarray(comm: Any, shared_tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,22 +14,10 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import shardload
+from examples import many_arrays as example
 from tests.mpi.support import on_root
 
 pytestmark = pytest.mark.any_library
-
-EXAMPLE = Path(__file__).parents[2] / "examples" / "many_arrays.py"
-
-
-def load_example() -> Any:
-    spec = importlib.util.spec_from_file_location("many_arrays", EXAMPLE)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-example = load_example()
 
 
 @pytest.mark.parametrize("devices", [1, -1], ids=["in order", "reversed"])
@@ -54,7 +41,7 @@ def test_the_script_says_so(
     shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], comm: Any
 ) -> None:
     monkeypatch.chdir(shared_tmp_path)
-    monkeypatch.setattr(sys, "argv", [str(EXAMPLE)])
+    monkeypatch.setattr(sys, "argv", [str(example.__file__)])
     example.main()
     printed = capsys.readouterr().out
     comm.Barrier()

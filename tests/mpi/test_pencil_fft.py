@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,23 +14,12 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from examples import pencil_fft as example
 from tests.tiers import IS_QUICK
 
 pytestmark = pytest.mark.any_library
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "pencil_fft.py"
 TOLERANCE: dict[type, float] = {np.float32: 2e-6, np.float64: 2e-15}  # of the largest mode
-
-
-def load_example() -> Any:
-    spec = importlib.util.spec_from_file_location("pencil_fft", EXAMPLE)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-example = load_example()
 
 
 @contextmanager

@@ -1,6 +1,6 @@
-"""Do the programs that everybody has open what was saved, and print what it is: `h5dump`, `ncdump`; and xarray?
+"""Do the programs that everybody has open what was saved, and print what it is: `h5dump`, `ncdump`?
 
-Without a line of Python in between (xarray apart): types, shapes, chunks, filters, attributes and names of axes are compared
+Without a line of Python in between: types, shapes, chunks, filters, attributes and names of axes are compared
 with what was asked for, values with those that were saved.
 """
 
@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import xarray
 from jax.sharding import PartitionSpec as P
 
 import shardload
@@ -159,40 +158,5 @@ def test_ncdump(comm: Any, shared_tmp_path: Path) -> None:
         found = np.array(numbers["i4"].split(","), "int32").reshape(shape)
         np.testing.assert_array_equal(found, ramp(shape, "int32"))
         np.testing.assert_array_equal(np.array(numbers["z"].split(","), "float64"), np.arange(shape[0]) / 4)
-
-    on_root(comm, look)
-
-
-@pytest.mark.parametrize("kind", ["h5", "nc", "zarr", "zarr, shards", "zarr2"])
-def test_xarray(comm: Any, shared_tmp_path: Path, kind: str) -> None:
-    """Wrong if xarray found other sizes, names, types, chunks, attributes, coordinates or values in any kind of file."""
-    tree, shape = tree_of(TYPES), cube()
-    how = how_for(tree)
-    if kind.startswith("zarr"):
-        how["compression"] = {name: asked["name"] for name, (asked, *_) in FILTERS.items()}
-        how["chunks"] = {name: CHUNKS for name in tree if name != "z"}
-    if "shards" in kind:
-        how["shards"] = {name: (6, 10, 14) for name in tree if name != "z"}
-    path = shared_tmp_path / f"out.{kind[:4].rstrip('2')}"
-    shardload.save(path, tree, **how, **({"format": "zarr2"} if kind == "zarr2" else {}))
-
-    def look() -> None:
-        engine = "zarr" if kind.startswith("zarr") else "h5netcdf"
-        with xarray.open_datatree(path, engine=engine) as found:  # type: ignore[arg-type]
-            assert dict(found.sizes) == dict(zip(DIMS, shape, strict=True))
-            assert found.attrs == {"title": "a run"}
-            for name, (dtype, *_) in TYPES.items():
-                one = found[name]
-                assert one.dims == DIMS and list(one.coords) == ["z"]
-                np.testing.assert_array_equal(one.values, ramp(shape, dtype), strict=True)
-                if name in FILTERS:
-                    chunks = one.encoding["chunksizes" if engine == "h5netcdf" else "chunks"]
-                    assert chunks == CHUNKS, one.encoding
-            assert found["f4"].attrs["units"] == "kg m-3" and found["z"].attrs == {"units": "m"}
-            np.testing.assert_array_equal(found["f4"].attrs["three"], np.arange(3))
-            np.testing.assert_array_equal(found["z"].values, np.arange(shape[0]) / 4, strict=True)
-            deep = found["g/deep"]
-            assert deep.dims == DIMS
-            np.testing.assert_array_equal(deep.values, ramp(shape), strict=True)
 
     on_root(comm, look)

@@ -115,7 +115,6 @@ def test_each_rank_takes_its_part_of_whole_chunks(comm: Any, shared_tmp_path: Pa
         check(y, values[part], mesh, P(), name)
 
 
-@pytest.mark.few_ranks
 def test_a_file_that_nobody_vouches_for(
     files: dict[str, str], comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

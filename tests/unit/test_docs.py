@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from examples import many_arrays
 from shardload.cli.main import app
 
 ROOT = Path(__file__).parents[2]
@@ -45,12 +45,8 @@ def test_the_plan_of_many_arrays_is_real(tmp_path: Path, monkeypatch: pytest.Mon
     page = (ROOT / "docs" / "many-arrays.md").read_text()
     shown = re.search(r"    shardload (plan snap[^\n]*)\n\n<!-- plan[^\n]*-->\n```text\n(.*?)```", page, re.DOTALL)
     assert shown is not None
-    spec = importlib.util.spec_from_file_location("many_arrays", ROOT / "examples" / "many_arrays.py")
-    assert spec and spec.loader
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
     monkeypatch.chdir(tmp_path)
-    example.write_example("snap.h5")
+    many_arrays.write_example("snap.h5")
     made = CliRunner().invoke(app, [word.strip('"') for word in shown[1].split()], env={"COLUMNS": "80"})
     assert made.exit_code == 0, made.stderr
     printed, promised = (re.sub(r"about \S+ s", "about ... s", text) for text in (made.stdout, shown[2]))

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -110,23 +108,15 @@ def test_every_flag_is_one_of_a_command() -> None:
     assert known == {name for name, option in OPTIONS.items() if option.flag}
 
 
-def test_declarations_are_light() -> None:
-    """Wrong if ``shardload --help`` had to wait for NumPy or JAX because options are declared beside what checks them."""
-    heavy = ("numpy", "jax", "mpi4py", "h5py", "zarr")
-    block = f"import sys; sys.modules.update(dict.fromkeys({heavy!r}))"
-    program = f"{block}; import shardload.options, shardload.cli.arguments, shardload.cli.main"
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
-
-
 def test_the_table_in_the_docs() -> None:
     """Wrong if a default or an option changed and the docs did not: ``python -m tests.options_table > docs/options.md``."""
     assert (ROOT / "docs/options.md").read_text() == document()
 
 
 def test_each_default_passes_its_own_check_and_each_option_of_a_load_has_a_field() -> None:
-    kept = {option.kept_as for option in OPTIONS.values() if option.kept_as}
+    kept = {option.name for option in OPTIONS.values() if option.is_kept}
     assert kept == set(Options.__dataclass_fields__)
-    assert Options.check() == Options.check(**{n: o.default for n, o in OPTIONS.items() if o.kept_as})
+    assert Options.check() == Options.check(**{n: o.default for n, o in OPTIONS.items() if o.is_kept})
     with pytest.raises(TypeError, match="no such option: stagin"):
         Options.check(stagin=1)
 
@@ -139,9 +129,9 @@ def test_ways_of_reading_are_those_that_are_planned() -> None:
 def test_ranks_compare_what_is_declared_to_be_the_same() -> None:
     """Wrong if an option of the values, or of waiting, could differ from rank to rank unseen."""
     told = Options.check().describe()
-    assert set(told) == {name for name, option in OPTIONS.items() if option.kept_as} - {"progress"}
+    assert set(told) == {name for name, option in OPTIONS.items() if option.is_kept} - {"progress"}
 
 
-@pytest.mark.parametrize("name", [name for name, option in OPTIONS.items() if option.flag and option.kept_as])
+@pytest.mark.parametrize("name", [name for name, option in OPTIONS.items() if option.flag and option.is_kept])
 def test_messages_name_the_flag(name: str) -> None:
     assert OPTIONS[name].flag in as_typed(f"Pass {name}='x'")

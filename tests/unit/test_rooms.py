@@ -5,7 +5,6 @@ The import linter reads the code; here each room is imported in a process in whi
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import shardload
+from tests.unit.blocked import run_without
 
 ROOT = Path(__file__).parents[2]
 LIBRARIES = ("deflate", "google_crc32c", "h5py", "jax", "ml_dtypes", "mpi4py", "numcodecs", "numpy", "rich", "typer", "zarr")
@@ -36,76 +36,24 @@ ROOMS = {
     "shardload.cli.main": ("typer", "rich"),
 }
 
-# Each room is imported in a fork of a process that has imported nothing, or nothing but the large libraries that the room may
-# import: it need not import them again. JAX warns of forks, which have none of its threads.
-PROGRAM = """
-import importlib, json, os, pkgutil, sys, traceback, warnings
-
-class Blocker:
-    names = ()
-
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in self.names:
-            raise ImportError(f"{{name}} is imported")
-
-def import_all(room):
-    found = importlib.import_module(room)
-    if room != "shardload":
-        for module in pkgutil.walk_packages(getattr(found, "__path__", ()), room + "."):
-            importlib.import_module(module.name)
-
-def largest(allowed):
-    return next((name for name in ("jax", "numpy") if name in allowed), "")
-
-sys.meta_path.insert(0, Blocker())
-todo = {rooms!r}
-for library in ("", "numpy", "jax"):
-    ours = [room for room, allowed in todo.items() if largest(allowed) == library]
-    if library and ours:
-        importlib.import_module(library)
-    for room in ours:
-        reading, writing = os.pipe()
-        with warnings.catch_warnings(action="ignore"):
-            child = os.fork()
-        if child == 0:
-            error = ""
-            Blocker.names = {{*{libraries!r}}} - {{*todo[room]}}
-            try:
-                import_all(room)
-            except BaseException:
-                error = traceback.format_exc()
-            with open(writing, "w") as pipe:
-                json.dump([room, error, sorted(Blocker.names & {{*sys.modules}})], pipe)
-            os._exit(0)
-        os.close(writing)
-        with open(reading) as pipe:
-            print(pipe.read())
-        os.waitpid(child, 0)
+IMPORT_ALL = """
+import importlib, pkgutil
+room = sys.argv[1]
+found = importlib.import_module(room)
+if room != "shardload":
+    for module in pkgutil.walk_packages(getattr(found, "__path__", ()), room + "."):
+        importlib.import_module(module.name)
 """
 
 
-def imported(rooms: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, list[str]]]:
-    """Import rooms, with their modules, each in a process that can import no library but those allowed: the error, if there is
-    one, and which others are there nevertheless."""
-    program = PROGRAM.format(libraries=LIBRARIES, rooms=rooms)
-    command = [sys.executable, "-W", "error", "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, check=True)
-    return {room: (error, found) for room, error, found in map(json.loads, done.stdout.splitlines())}
-
-
-@pytest.fixture(scope="module")
-def all_imported() -> dict[str, tuple[str, list[str]]]:
-    return imported(ROOMS)
-
-
 @pytest.mark.parametrize("room", ROOMS)
-def test_a_room_imports_what_it_promises(room: str, all_imported: dict[str, tuple[str, list[str]]]) -> None:
-    assert all_imported[room] == ("", [])
+def test_a_room_imports_what_it_promises(room: str) -> None:
+    done = run_without({*LIBRARIES} - {*ROOMS[room]}, IMPORT_ALL, room, stop='SystemExit(f"{name} is imported")')
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_library_that_is_imported_is_noticed() -> None:
-    error, _ = imported({"shardload.planning": ()})["shardload.planning"]
-    assert "numpy is imported" in error
+    assert run_without(LIBRARIES, IMPORT_ALL, "shardload.planning", stop='SystemExit(f"{name}")').stderr == "numpy\n"
 
 
 @pytest.mark.parametrize("name", shardload.__all__)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from shardload.arrays.verification import Verifier
@@ -29,10 +30,8 @@ class ArrayLoad:
 
     Attributes
     ----------
-    kind : Plan
-        Its plan, but for `info`: arrays of the same kind share it.
-    info : ArrayInfo
-        Metadata of the array in its file.
+    plan : Plan
+        Its plan. Arrays of the same kind share its layouts.
     options : Options
         Its options.
     handle : object
@@ -43,17 +42,16 @@ class ArrayLoad:
         Which array of a tree it is, for messages: ``"array ['gas']"``; empty if it is the only one.
     """
 
-    kind: Plan
-    info: ArrayInfo
+    plan: Plan
     options: Options
     handle: Any
     origin: Any = None
     where: str = ""
 
     @property
-    def plan(self) -> Plan:
-        """Its plan."""
-        return replace(self.kind, info=self.info)
+    def info(self) -> ArrayInfo:
+        """Metadata of the array in its file."""
+        return self.plan.info
 
     @property
     def name(self) -> str:
@@ -63,7 +61,7 @@ class ArrayLoad:
     @property
     def layout(self) -> LoadLayout:
         """How it lies in its file and over the ranks."""
-        return self.kind._layout
+        return self.plan._layout
 
     @property
     def is_open(self) -> bool:
@@ -99,8 +97,8 @@ class ArrayLoad:
         """The same load under another staging cap."""
         if nbytes == self.options.staging_nbytes:
             return self
-        kind = replace(self.kind, staging_nbytes=nbytes, staging_is_raised=True)
-        return replace(self, kind=kind, options=replace(self.options, staging=nbytes))
+        plan = replace(self.plan, staging_nbytes=nbytes, staging_is_raised=True)
+        return replace(self, plan=plan, options=replace(self.options, staging=nbytes))
 
     @property
     def anywhere(self) -> ArrayLoad:
@@ -114,14 +112,10 @@ class ArrayLoad:
             chunks = source_layout.chunks if source_layout.has_chunks else None
             return contents_of(source, self.handle, source_layout.selection, chunks)
 
-    def verifier(self, seed: int = 0, open_: Callable[[ArrayLoad, Any], Source] | None = None) -> Verifier:
+    def verifier(self, open_: Callable[[ArrayLoad, Any], Source], seed: int = 0) -> Verifier:
         """The verifier that compares an array with the file of this plan, which `open_` opens again."""
-        handle = self.handle if self.origin is None else self.origin
-
-        def open_again() -> Source:
-            return self.open_source(handle) if open_ is None else open_(self, handle)
-
         layout = self.layout
+        open_again = partial(open_, self, self.handle if self.origin is None else self.origin)
         return Verifier(self.name, layout.schedule, layout.source, layout.decoding, self.options, seed, open_again)
 
     def open_source(self, handle: Any, access: Access | None = None) -> Source:

@@ -7,7 +7,7 @@ it finds the ranks by their communicator when it is called.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +30,7 @@ from shardload.system.terminal import WIDTH, width_of_prints
 from shardload.values.decoding import Decoding
 
 NO_DEVICES = "an AbstractMesh has no devices, so there is nothing to execute this plan on: plan over a jax.sharding.Mesh"
-Executor = Callable[[Sequence["Plan"]], Any]  # returns what was loaded: `arrays`, `report`
+Executor = Callable[[], Any]  # returns what was loaded: `arrays`, `report`
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +62,11 @@ class LoadLayout:
         """What a load costs; with a cap of 0 there are no staging buffers."""
         n_blocks = self.staging(cap_nbytes).n_blocks if cap_nbytes else 0
         return plan_cost(self.schedule, self.source, staging_blocks=n_blocks, is_one_node=n_nodes == 1)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the values that are loaded, without padding, each counted once."""
+        return math.prod(self.schedule.blocks.shape) * self.source.dtype.itemsize
 
     @property
     def extent(self) -> Extent:
@@ -239,7 +244,7 @@ class Plan:
         """
         if self._executor is None:
             raise ConfigError(NO_DEVICES)
-        loaded = self._executor([self])
+        loaded = self._executor()
         array: jax.Array = loaded.arrays[0]
         self._reports[:] = [loaded.report]
         self._versions[:] = [version_of(array)]

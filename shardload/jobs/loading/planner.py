@@ -20,7 +20,7 @@ import numpy as np
 
 from shardload.arrays.sharding import layout_shards, padded_shape, read_halo, read_spec, verify_layout
 from shardload.comm.store import RATE
-from shardload.comm.topology import UNKNOWN_NBYTES, Topology
+from shardload.comm.topology import UNKNOWN_NBYTES
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.contract.array import ArrayInfo
 from shardload.jobs.loading.plan import LoadLayout, Plan
@@ -59,14 +59,16 @@ class PlannedRanks:
         This rank, and the number of ranks.
     of_process : mapping of int to int, optional
         The rank of each JAX process; None for an abstract mesh, whose devices go to the ranks in mesh order.
-    topology : Topology, optional
-        The nodes that they run on; None for an abstract mesh.
+    n_nodes : int
+        Number of nodes that they run on.
+    n_threads : int
+        Cores that a rank has for itself.
+    memory_nbytes : int
+        Bytes of memory that a rank may use.
     has_mpi : bool
         True if the ranks send each other values by MPI.
     devices_per_rank : int
         For an abstract mesh: the number of consecutive devices of one rank.
-    per_node : int or None
-        For an abstract mesh: the number of consecutive ranks of one node; None: all are on one.
     tuning : Tuning
         The sizes from which each optimization pays off.
     """
@@ -74,26 +76,17 @@ class PlannedRanks:
     rank: int
     n: int
     of_process: Mapping[int, int] | None = None
-    topology: Topology | None = None
+    n_nodes: int = 1
+    n_threads: int = 1
+    memory_nbytes: int = UNKNOWN_NBYTES
     has_mpi: bool = True
     devices_per_rank: int = 1
-    per_node: int | None = None
     tuning: Tuning = field(default_factory=default_tuning)
-
-    @property
-    def n_nodes(self) -> int:
-        """Number of nodes: those of the job, or on an abstract mesh those that the caller says; by default one."""
-        return -(-self.n // (self.per_node or self.n)) if self.topology is None else self.topology.n_nodes
-
-    @property
-    def n_threads(self) -> int:
-        """Cores that a rank has for itself."""
-        return 1 if self.topology is None else self.topology.n_threads
 
     @property
     def staging_room_nbytes(self) -> int:
         """What staging="auto" may be at most."""
-        return (UNKNOWN_NBYTES if self.topology is None else self.topology.memory_nbytes) // _SHARE
+        return self.memory_nbytes // _SHARE
 
 
 def _max_block_nbytes(ranks: PlannedRanks, staging_nbytes: int, nbytes: int = 0) -> int:
@@ -191,7 +184,7 @@ def staging_together(layouts: Sequence[LoadLayout], staging_nbytes: int, most_nb
 def read_in_turn(ranks: PlannedRanks, plans: Sequence[Plan]) -> list[Plan]:
     """The plans of many arrays, so that one rank reads each of the small ones which several would have read together.
 
-    A rank then opens fewer arrays, and there are fewer and larger blocks. Arrays of the same plan and reader share the new one.
+    A rank then opens fewer arrays, and there are fewer and larger blocks. Arrays of one layout and reader share the new one.
     """
     many = [k for k, plan in enumerate(plans) if _is_worth_turns(plan)]
     owners = {owners for k in many if isinstance(owners := plans[k].schedule.owners, Owners)}
@@ -201,12 +194,16 @@ def read_in_turn(ranks: PlannedRanks, plans: Sequence[Plan]) -> list[Plan]:
     nbytes = [math.prod(plans[k].shape) * plans[k].dtype.itemsize for k in many]
     readers = dict(zip(many, share_out(nbytes, shared.n), strict=True))
     per_owner = replace(ranks.tuning, blocks_per_owner=BLOCKS_PER_OWNER).for_many(len(many) // shared.n).blocks_per_owner
-    planned: dict[tuple[int, int | None], Plan] = {(id(plan), None): plan for plan in plans}
+    planned: dict[tuple[int, int], Plan] = {}
+    turns = list(plans)
     for k, plan in enumerate(plans):
         reader = readers.get(k)
-        if reader is not None and (id(plan), reader) not in planned:
-            planned[id(plan), reader] = _read_by(ranks, plan, shared.rank_of(reader, ranks.n), per_owner)
-    return [planned[id(plan), readers.get(k)] for k, plan in enumerate(plans)]
+        if reader is not None:
+            key = id(plan._layout), reader
+            if key not in planned:
+                planned[key] = _read_by(ranks, plan, shared.rank_of(reader, ranks.n), per_owner)
+            turns[k] = replace(planned[key], info=plan.info)
+    return turns
 
 
 def share_out(sizes: Sequence[int], n_readers: int) -> list[int | None]:
