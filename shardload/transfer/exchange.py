@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from shardload.comm.group import Group
-from shardload.comm.transport import Transport
 from shardload.planning.parts import Block
 from shardload.system.first_error import FirstError
 from shardload.transfer.arrivals import Arrivals
@@ -69,7 +68,7 @@ def exchange(
     Counters
         What this rank received.
     """
-    transport = Transport(group, tags, resources.segments)
+    transport = group.transport(tags, resources.segments)
     arrivals = Arrivals(moves, on_progress)
     channels = Channels(transport, moves, arrivals, Packer(resources.pack_slots), checksums)
     started = time.perf_counter()

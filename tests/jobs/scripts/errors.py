@@ -206,7 +206,7 @@ def _() -> None:
 @case("no memory for a note or message on rank 0")
 def _() -> None:
     """Of the first of three parts only: the others have left, and must be counted in the receipts."""
-    traffic = importlib.import_module("shardload.comm.transport").Transport
+    traffic = importlib.import_module("shardload.comm.transport").MpiTransport
     call = lambda: patched("shardload.comm.transport", "message_of", full, lambda: load("fine.h5", readers="root"), (0,))  # noqa: E731
     before = traffic.tell
 

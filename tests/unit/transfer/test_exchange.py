@@ -70,11 +70,6 @@ GIVEN = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _no_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "Transport", FakeTransport)
-
-
 @dataclass
 class Loads:
     """An exchange of arrays from readers to pieces, on four ranks that hold the sources too."""

@@ -5,14 +5,13 @@ Rank 0 reads, rank 1 receives; both are here, and what they tell each other is p
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from shardload.comm.shared_memory import Segment
-from shardload.comm.transport import Transport
+from shardload.comm.transport import MpiTransport
 from shardload.errors import PeerError
 from shardload.planning.grid import Grid
 from shardload.planning.region import Region
@@ -31,11 +30,11 @@ START, STOP, AT, STRIDES = slice(0, 2), slice(2, 4), 4, slice(5, 7)  # of a row
 INFINITY = 1 << 62
 
 
-class FakeTransport(Transport):
+class FakeTransport(MpiTransport):
     """Keeps what is told, instead of sending it."""
 
     def __init__(self, rank: int, segments: dict[int, Segment]) -> None:
-        super().__init__(SimpleNamespace(rank=rank, comm=None, mpi=None), (0, 1), segments)  # type: ignore[arg-type]
+        super().__init__(rank, None, None, (0, 1), segments)
         self.messages: list[tuple[int, Any]] = []
 
     def send(self, rank: int, values: Any, on_done: Any) -> None:
