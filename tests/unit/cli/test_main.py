@@ -454,7 +454,7 @@ def test_output_that_cannot_be_written(file: str, tmp_path: Path, asked: list[st
     else:
         writing = os.open("/dev/full", os.O_WRONLY)
     try:
-        done = run_copy(["-m", "shardload", *command], is_end_whole=True, stdout=writing, stderr=subprocess.PIPE, check=False)
+        done = run_copy(["-m", "shardload", *command], stdout=writing, stderr=subprocess.PIPE, check=False)
     finally:
         os.close(writing)
     assert done.returncode == 1, done
@@ -542,7 +542,7 @@ def test_verify_where_jax_has_no_devices(file: str) -> None:
     """Wrong if it ended in a traceback that says nothing: a batch script asks for GPUs, and no plugin is installed."""
     for platform in ("cuda", "no-such"):
         command = ["-c", SET, f"JAX_PLATFORMS={platform}", "verify", f"{file}:/x", "--mesh", "a=1", "--spec", "a"]
-        done = run_copy(command, is_imported_anew=True, capture_output=True, check=False)
+        done = run_copy(command, capture_output=True, check=False)
         assert done.returncode == 1 and "Traceback" not in done.stderr, done
         assert f"JAX_PLATFORMS is '{platform}'" in done.stderr and "JAX_PLATFORMS=cpu" in done.stderr, done
 
@@ -652,9 +652,9 @@ def test_64_bit_types_in_a_shell(tmp_path: Path) -> None:
 
     env = {k: v for k, v in os.environ.items() if k != "JAX_ENABLE_X64"} | {"JAX_PLATFORMS": "cpu"}
     command = ["verify", f"{tmp_path}/x.h5", "--mesh", "a=2", "--spec", "a"]
-    done = run_copy(["-m", "shardload", *command], env=env, is_imported_anew=True, capture_output=True, check=False)
+    done = run_copy(["-m", "shardload", *command], env=env, capture_output=True, check=False)
     assert done.returncode == 0 and "4 float64 as slab" in " ".join(done.stdout.split()), done
-    done = run_copy(["-c", SET, "JAX_ENABLE_X64=0", *command], env=env, is_imported_anew=True, capture_output=True, check=False)
+    done = run_copy(["-c", SET, "JAX_ENABLE_X64=0", *command], env=env, capture_output=True, check=False)
     assert done.returncode == 1, done
     assert "or JAX_ENABLE_X64=1 in the environment. Or pass --dtype float32" in done.stderr
 
