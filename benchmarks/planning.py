@@ -67,7 +67,7 @@ def make_plan(n: int, size: int, chunks: tuple[int, ...], spec: str, readers: st
     """The plan that `shardload.plan` makes after the metadata are known."""
     info = ArrayInfo("abstract.h5", "/x", "HDF5", (size,) * 3, "float32", chunks, "gzip+shuffle")
     mesh, options = AbstractMesh((n, n), ("a", "b")), {"readers": readers, "staging": STAGING}
-    with LoadCall("plan", info.path, mesh, SPECS[spec], options, None).begin(None) as call:
+    with LoadCall("plan", info.path, mesh, SPECS[spec], options).begin() as call:
         return call.plan_file(call.requests[0], info, info.path).plan.schedule
 
 

@@ -28,8 +28,7 @@ from shardload.jobs.loading.plan import Plan
 from shardload.jobs.loading.scattering import ScatterCall
 from shardload.jobs.loading.tree_plan import TreePlan
 from shardload.jobs.loading.verifying import VerifyCall
-from shardload.options import DEFAULTS, FILE, FULL, Progress, defaults_of, keywords_of, options_of, with_defaults
-from shardload.planning.strategies import ROOT
+from shardload.options import DEFAULTS, Progress, defaults_of, keywords_of, with_defaults
 
 if TYPE_CHECKING:
     from shardload.jobs.saving.append import AppendReport
@@ -215,7 +214,7 @@ def load(
     >>> x.shape, float(x.sum())
     ((8, 8, 4), 256.0)
     """
-    with LoadCall("load", path, mesh, spec, options_of("load", locals()), dataset).begin(comm) as call:
+    with LoadCall("load", path, mesh, spec, keywords_of("load", locals())).begin() as call:
         return call.load()
 
 
@@ -251,8 +250,7 @@ def plan(path: Any, mesh: Any, spec: Any = None, *, dataset: Any = DEFAULTS.data
         As `load` does.
     """
     given = with_defaults("plan", {"dataset": dataset, **options})
-    how = (given["processes"], given["ranks_per_node"])
-    with LoadCall("plan", path, mesh, spec, options_of("plan", given), dataset, *how).begin(given["comm"]) as call:
+    with LoadCall("plan", path, mesh, spec, given).begin() as call:
         return call.hand_out(call.plan())
 
 
@@ -310,11 +308,7 @@ def scatter(
         On every rank. If `array()` raises on the root, every rank raises a PeerError with that text; on the root the original
         error is its cause.
     """
-    options = options_of("scatter", locals()) | {"readers": ROOT}
-    call = ScatterCall(array, mesh, spec, options, root)
-    if verify in (FILE, FULL):
-        call.refuse(ConfigError(f"verify is {verify!r}, but scatter has no file to read again; expected 'index' or 'checksum'"))
-    with call.begin(comm):
+    with ScatterCall(array, mesh, spec, keywords_of("scatter", locals())).begin() as call:
         return call.scatter()
 
 
@@ -389,8 +383,7 @@ def verify(
     >>> print(shardload.verify(x, "data.h5"))  # doctest: +ELLIPSIS
     verified by full: ... CRC-32 of the array b4e473c9
     """
-    options = options_of("verify", locals()) | {"verify": how}
-    with VerifyCall(x, path, dataset, options, seed).begin(comm) as call:
+    with VerifyCall(x, path, keywords_of("verify", locals())).begin() as call:
         return call.verify()
 
 

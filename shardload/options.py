@@ -467,8 +467,6 @@ _NAMES = frozenset(option.name for option in _KEPT)
 # Options of single arrays that are loaded, of which a caller may pass prefix trees. (The tree of names is another matter.)
 OWN = tuple(option for option in _KEPT if not option.is_shared and option.name != "dataset")
 EACH_SAVED = tuple(option for option in _DECLARED if option.is_one is _is_no_dict)  # the same of those that are saved
-_CALLS = (*_PLANNED, *_WRITES)
-_TAKEN = {call: tuple(option.name for option in _KEPT if call in option.calls) for call in _CALLS}
 
 
 def defaults_of(call: str) -> SimpleNamespace:
@@ -477,7 +475,7 @@ def defaults_of(call: str) -> SimpleNamespace:
 
 
 def keywords_of(call: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """All options of a function, also those that it checks itself."""
+    """The options of a function among its arguments."""
     return {option.name: arguments[option.name] for option in _DECLARED if call in option.calls}
 
 
@@ -488,11 +486,6 @@ def with_defaults(call: str, given: Mapping[str, Any]) -> dict[str, Any]:
         if name not in defaults:
             raise TypeError(f"{call}() has no option {name!r}; it takes {', '.join(defaults)}")
     return defaults | dict(given)
-
-
-def options_of(call: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a function that `Options` checks."""
-    return {name: arguments[name] for name in _TAKEN[call]}
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,6 @@ from benchmarks.runs.environments import ROOT
 from benchmarks.runs.measure import median, new_record, without_folders, write_record
 from benchmarks.throttle import Cluster, Limits
 from benchmarks.throttle.links import Links, check_rate
-from shardload.comm.topology import Topology
 from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.lookup import list_arrays
 from shardload.jobs.loading.planner import PlannedRanks, plan_array, selection_for
@@ -149,14 +148,12 @@ def replan(record: dict[str, Any]) -> dict[str, Any]:
     """
     cells = []
     for cell in record["cells"]:
-        n, per_node = cell["ranks"], cell["ranks"] // cell["nodes"]
+        n = cell["ranks"]
         info = ArrayInfo.from_json(json.dumps(record["infos"][cell["layout"]]))
-        # As in that job: each node had two cores for all its ranks.
-        nodes = Topology(tuple(r // per_node * per_node for r in range(n)), 1, 2)
         names = [None if name == "-" else name for name in cell["spec"].split(",")]
         sharding = NamedSharding(AbstractMesh(mesh_shape(cell["spec"], n), ("a", "b")), P(*names))
         options = Options.check()
-        request, ranks = Request(sharding, options, {}), PlannedRanks(0, n, topology=nodes, tuning=Tuning())
+        request, ranks = Request(sharding, options, {}), PlannedRanks(0, n, n_nodes=cell["nodes"], tuning=Tuning())
         plan = plan_array(request, ranks, info, selection_for(options, info))
         auto = plan.readers if plan.readers != "parallel" else f"parallel {plan.n_readers}"
         cells.append({**cell, "auto": auto})

@@ -21,6 +21,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
+from shardload.arrays.sharding import device_regions, region_of
 from shardload.errors import ShardloadError
 from shardload.planning.region import Region
 
@@ -105,7 +106,7 @@ def assemble(
             )
 
     def answer(index: tuple[slice, ...] | None) -> Any:
-        region = _region(index, shape_global)
+        region = region_of(index, shape_global)
         if not here:  # JAX asks for the values of a replicated array even if this process has no device of the mesh
             return np.broadcast_to(np.zeros((), dtype), region.shape)
         if region not in held:
@@ -117,13 +118,6 @@ def assemble(
     array = jax.make_array_from_callback(shape_global, sharding, answer, dtype=dtype)
     _verify_shards(array, sharding, held, dtype, shape_global)
     return array
-
-
-@lru_cache(maxsize=256)
-def device_regions(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[Any, Region]:
-    """The region that each device of this process holds, by JAX's index map. Arrays of one shape and sharding share it."""
-    found: dict[Any, Any] = dict(sharding.addressable_devices_indices_map(shape))
-    return {device: _region(index, shape) for device, index in found.items()}
 
 
 @lru_cache(maxsize=256)
@@ -155,16 +149,8 @@ def _wide_indices() -> AbstractContextManager[None]:
     return context
 
 
-def _region(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Region:
-    return Region.from_index((slice(None),) * len(shape) if index is None else index, shape)
-
-
 def _not_held(region: Region, held: dict[Region, Array], sharding: NamedSharding, shape: tuple[int, ...]) -> str:
-    asking = [
-        str(device)
-        for device, index in sharding.addressable_devices_indices_map(shape).items()
-        if _region(index, shape) == region
-    ]
+    asking = [str(device) for device, asked in device_regions(sharding, shape).items() if asked == region]
     who = f"devices {', '.join(asking)} ask" if len(asking) > 1 else f"device {''.join(asking) or '(unknown)'} asks"
     return (
         f"{who} for {region}, but this process holds "

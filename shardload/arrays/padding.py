@@ -25,8 +25,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardload.arrays.assemble import put_shard
-from shardload.arrays.sharding import ids_text, read_spec
+from shardload.arrays.sharding import ids_text, read_spec, region_of
 from shardload.errors import ConfigError
+from shardload.planning.region import Region
 
 Array = np.ndarray[Any, Any]
 Index = np.ndarray[Any, np.dtype[np.int64]]
@@ -236,17 +237,16 @@ def make_mask(extent: Extent, sharding: Any) -> jax.Array:
         The sharding of the mask.
     """
     shape = extent.shape_global
-    made: dict[Any, Array] = {}  # replicas have the same values
+    made: dict[Region, Array] = {}  # replicas have the same values
 
     def shard(index: tuple[slice, ...] | None) -> Array:
-        slices = (slice(None),) * len(shape) if index is None else index
-        bounds = tuple(s.indices(n)[:2] for s, n in zip(slices, shape, strict=True))
-        if bounds not in made:
+        region = region_of(index, shape)
+        if region not in made:
             values: Any = np.True_
-            for axis, bound in enumerate(bounds):
-                values = np.logical_and.outer(values, extent.own(axis, *bound))
-            made[bounds] = np.asarray(values)
-        return made[bounds]
+            for axis, bounds in enumerate(zip(region.start, region.stop, strict=True)):
+                values = np.logical_and.outer(values, extent.own(axis, *bounds))
+            made[region] = np.asarray(values)
+        return made[region]
 
     return jax.make_array_from_callback(shape, sharding, shard, dtype=np.dtype(bool))
 
@@ -268,9 +268,10 @@ def to_numpy(array: jax.Array, extent: Extent, name: str) -> Array:
         out = np.empty(extent.shape, dtype=array.dtype)
         seen = set()
         for shard in array.addressable_shards:
-            bounds = tuple(s.indices(n)[:2] for s, n in zip(shard.index, array.shape, strict=True))
-            if bounds not in seen:
-                seen.add(bounds)
+            region = region_of(shard.index, array.shape)
+            if region not in seen:
+                seen.add(region)
+                bounds = zip(region.start, region.stop, strict=True)
                 _place(out, np.asarray(shard.data), [extent.places(k, *bound) for k, bound in enumerate(bounds)])
         return out
     mesh = _named(array, name).mesh

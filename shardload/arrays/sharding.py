@@ -58,9 +58,9 @@ def read_sharding(mesh: Any, spec: Any) -> NamedSharding:
     named = [name for entry in spec for name in _entry_names(entry)]
     for k, name in enumerate(named):
         if name not in mesh.axis_names:
-            raise ConfigError(f"{_spec_text(spec)} names mesh axis {name!r}, but the mesh has {_mesh_text(mesh)}")
+            raise ConfigError(f"{spec_text(spec)} names mesh axis {name!r}, but the mesh has {_mesh_text(mesh)}")
         if name in named[:k]:
-            raise ConfigError(f"{_spec_text(spec)} names mesh axis {name!r} twice; a mesh axis can cut one array axis")
+            raise ConfigError(f"{spec_text(spec)} names mesh axis {name!r} twice; a mesh axis can cut one array axis")
     return NamedSharding(mesh, PartitionSpec(*spec))
 
 
@@ -93,7 +93,7 @@ def read_spec(sharding: NamedSharding, ndim: int) -> Axes:
     spec = sharding.spec
     if len(spec) > ndim:
         raise ConfigError(
-            f"{_spec_text(spec)} has {len(spec)} entries, but the array has {ndim} {'axis' if ndim == 1 else 'axes'}. "
+            f"{spec_text(spec)} has {len(spec)} entries, but the array has {ndim} {'axis' if ndim == 1 else 'axes'}. "
             "Give one entry per axis (None for an axis that is not cut); trailing ones may be left out"
         )
     if getattr(spec, "unreduced", None) or getattr(spec, "reduced", None):
@@ -111,8 +111,9 @@ def _entry_names(entry: Any) -> tuple[str, ...]:
     return tuple(entry) if isinstance(entry, (tuple, list)) else (entry,)
 
 
-def _spec_text(spec: Any) -> str:
-    return "P(" + ", ".join(repr(e) for e in spec) + ")"
+def spec_text(spec: Any) -> str:
+    """A spec as it is typed."""
+    return "P(" + ", ".join(map(repr, spec)) + ")"
 
 
 def _mesh_text(mesh: Any) -> str:
@@ -136,7 +137,7 @@ def padded_shape(shape: Sequence[int], axes: Axes, sharding: NamedSharding, *, p
             good = [d for d in range(2, min(n, 64) + 1) if n % d == 0]
             other = f", or use a mesh axis of {_one_of(good)}" if good else ""
             raise ConfigError(
-                f"axis {axis} of {name} has {n} elements, but {_spec_text(sharding.spec)} splits it over {parts} devices. "
+                f"axis {axis} of {name} has {n} elements, but {spec_text(sharding.spec)} splits it over {parts} devices. "
                 f"Pass pad=0 (or another fill value) to pad it to {up}{other}"
             )
         padded.append(up)
@@ -292,14 +293,16 @@ def devices_per_process(mesh: Any, processes: Any) -> int:
     return int(n_devices // processes)
 
 
-def local_regions(sharding: NamedSharding, shape_global: Sequence[int]) -> dict[Region, list[Any]]:
-    """Each region that this process holds, and the devices that hold it, by JAX's own index map."""
-    held: dict[Region, list[Any]] = {}
-    for device, index in sharding.addressable_devices_indices_map(tuple(shape_global)).items():
-        # A 0-d array has no index, and in some releases a replicated array has none either.
-        slices = (slice(None),) * len(shape_global) if index is None else index
-        held.setdefault(Region.from_index(slices, shape_global), []).append(device)
-    return held
+@lru_cache(maxsize=256)
+def device_regions(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[Any, Region]:
+    """The region that each device of this process holds, by JAX's index map. Arrays of one shape and sharding share it."""
+    found: dict[Any, Any] = dict(sharding.addressable_devices_indices_map(shape))
+    return {device: region_of(index, shape) for device, index in found.items()}
+
+
+def region_of(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Region:
+    """The region of an index of JAX: of a 0-d array, and in some releases of a replicated one, there is none."""
+    return Region.from_index((slice(None),) * len(shape) if index is None else index, shape)
 
 
 def verify_layout(shards: Shards, sharding: NamedSharding, rank: int) -> None:
@@ -311,7 +314,7 @@ def verify_layout(shards: Shards, sharding: NamedSharding, rank: int) -> None:
         If they differ. Then pieces would be wrong; nothing has been read or sent yet.
     """
     planned = {shards.region(s) for s in shards.shards_of(rank)}
-    held = set(local_regions(sharding, shards.shape_global))
+    held = set(device_regions(sharding, shards.shape_global).values())
     if planned != held:
         raise ShardloadError(
             f"the plan gives rank {rank} the regions {_regions_text(planned)}, but JAX's index map says that its devices "
@@ -341,7 +344,7 @@ def describe_sharding(sharding: NamedSharding) -> str:
     ids, whose = "abstract" if devices is None else ids_text([d.id for d in devices.flat]), ""
     if devices is not None and jax.process_count() > 1 and len({d.process_index for d in devices.flat}) == 1:
         whose = " of one process (jax.devices() has those of all)"
-    return f"mesh {dict(mesh.shape)} of devices [{ids}]{whose}, {_spec_text(sharding.spec)}, memory {sharding.memory_kind}"
+    return f"mesh {dict(mesh.shape)} of devices [{ids}]{whose}, {spec_text(sharding.spec)}, memory {sharding.memory_kind}"
 
 
 def ids_text(ids: Sequence[int]) -> str:

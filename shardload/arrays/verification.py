@@ -17,8 +17,8 @@ once.
 
 from __future__ import annotations
 
-import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -36,6 +36,7 @@ from shardload.options import FILE, FULL, INDEX, Options, fill_value
 from shardload.planning.blocks import plan_blocks
 from shardload.planning.region import Region
 from shardload.planning.schedule import Schedule
+from shardload.planning.shards import Shards
 from shardload.planning.source_layout import SourceLayout
 from shardload.transfer.buffers import view_of
 from shardload.transfer.checksum import checksum, join_sums, sum_shard
@@ -108,15 +109,11 @@ class VerifyReport:
 class ShardFindings:
     """What one process found about its own shards.
 
-    It has counts as in `VerifyReport`, a digest by shard number, and this process's share of the CRC-32 of the whole array.
+    It has the counts of a `VerifyReport` by name, a digest by shard number, and this process's share of the CRC-32 of the whole
+    array.
     """
 
-    n_shards: int = 0
-    n_devices: int = 0
-    n_boxes: int = 0
-    n_elements: int = 0
-    n_padding: int = 0
-    nbytes_reread: int = 0
+    counted: Counter[str] = field(default_factory=Counter)
     digests: dict[int, int] = field(default_factory=dict)
     share: int = 0
     seconds: float = 0.0
@@ -124,7 +121,7 @@ class ShardFindings:
     @property
     def counts(self) -> list[int]:
         """The counts to sum over the ranks."""
-        return [getattr(self, name) for name in _COUNTED]
+        return [self.counted[name] for name in _COUNTED]
 
 
 @dataclass(frozen=True)
@@ -177,7 +174,7 @@ class Verifier:
             If the file cannot be read again, or gives different values each time.
         """
         started, level = time.perf_counter(), self.options.verify
-        found = ShardFindings(n_shards=len(array.addressable_shards))
+        found = ShardFindings(Counter(n_shards=len(array.addressable_shards)))
         if level != INDEX:
             local = LocalShards(array, self.schedule.shards, rank)
             self._check_devices(local, rank, pieces or {}, found)
@@ -185,11 +182,6 @@ class Verifier:
                 self._check_file(local, rank, pieces or {}, found)
         found.seconds = time.perf_counter() - started
         return found
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the array, without padding."""
-        return math.prod(self.layout.chunks.shape) * self.layout.dtype.itemsize
 
     @property
     def _most_nbytes(self) -> int:
@@ -205,7 +197,7 @@ class Verifier:
             if self.schedule.shards.n_replicas == 1 and (piece is None or not copies):
                 continue  # on CPU JAX uses the piece without a copy, so nothing can differ
             digest, source = (None, "") if piece is None else (checksum(piece), "the host's piece")
-            found.n_devices += len(devices)
+            found.counted["n_devices"] += len(devices)
             for k in copies:
                 on_device = local.checksum(number, region, k, self._most_nbytes)
                 if digest is None:
@@ -232,7 +224,7 @@ class Verifier:
                         for region in self._padding_regions(content.place):
                             padding = np.full(region.shape, value, layout.dtype)
                             self._compare(local, number, region, rank, padding, "the padding", _blame_rank)
-                            found.n_padding += region.size
+                            found.counted["n_padding"] += region.size
                         continue
                     for region in self._regions(content.source, n_sources * len(local.numbers)):
                         expected, places = truth.values(region), list(content.places(region))
@@ -240,9 +232,9 @@ class Verifier:
                             held = None if piece is None else view_of(piece, place, local.region(number))
                             explain = partial(truth.explain, region, expected, held)
                             self._compare(local, number, place, rank, expected, truth.name, explain)
-                        found.n_boxes += 1
-                        found.n_elements += region.size * len(places)
-                        found.nbytes_reread += region.size * source.dtype.itemsize
+                        found.counted["n_boxes"] += 1
+                        found.counted["n_elements"] += region.size * len(places)
+                        found.counted["nbytes_reread"] += region.size * source.dtype.itemsize
                 if self.options.verify == FULL and shards.holders(number)[0] == rank:
                     found.share ^= self._share(local, number)
 
@@ -311,7 +303,7 @@ def _blame_rank(values: Array) -> str:
 def agree_all(
     group: Group,
     level: str,
-    make_verifiers: Callable[[], Sequence[Verifier]],
+    arrays: Sequence[tuple[str, Shards, int]],
     found: Sequence[ShardFindings],
     sums: Sequence[list[int]],
 ) -> list[VerifyReport]:
@@ -325,8 +317,8 @@ def agree_all(
         The ranks.
     level : str
         ``"index"``, ``"checksum"``, ``"file"`` or ``"full"``, for all of them.
-    make_verifiers : callable
-        Makes a `Verifier` of each array; not called for ``"index"``.
+    arrays : sequence of (str, Shards, int)
+        For each array its name, which rank holds which shard, and its bytes without padding.
     found : sequence of ShardFindings
         The results of this rank.
     sums : sequence of list of int
@@ -340,9 +332,8 @@ def agree_all(
     started = time.perf_counter()
     reports = [VerifyReport(level, **dict(zip(_COUNTED, counts, strict=True))) for counts in sums]
     if level != INDEX:
-        verifiers = make_verifiers()
-        pairs = zip(verifiers, found, strict=True)
-        replicas = [(v.name, v.schedule.shards, f.digests.items()) for v, f in pairs if v.schedule.shards.n_replicas > 1]
+        pairs = zip(arrays, found, strict=True)
+        replicas = [(name, shards, own.digests.items()) for (name, shards, _), own in pairs if shards.n_replicas > 1]
         if replicas:
             check_replicas(
                 group,
@@ -351,7 +342,7 @@ def agree_all(
             )
         if level == FULL:
             shares = group.gather_ints([mine.share for mine in found])
-            digests = [join_sums(shares[:, k].tolist(), verifier.nbytes) for k, verifier in enumerate(verifiers)]
+            digests = [join_sums(shares[:, k].tolist(), nbytes) for k, (_, _, nbytes) in enumerate(arrays)]
             reports = [replace(report, digest=digest) for report, digest in zip(reports, digests, strict=True)]
     seconds = time.perf_counter() - started
     return [replace(report, seconds=mine.seconds + seconds) for report, mine in zip(reports, found, strict=True)]

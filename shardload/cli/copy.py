@@ -10,9 +10,8 @@ from typing import IO, Any
 from shardload.cli.arguments import as_typed
 from shardload.comm.mpi import world_rank_and_size
 from shardload.engine.file_target import WriteCounts
-from shardload.errors import ConfigError, printable
-from shardload.jobs.copying.copy import CopyReport, copy_file, refuse_copy
-from shardload.jobs.copying.request import CopyRequest
+from shardload.errors import printable
+from shardload.jobs.copying.copy import CopyReport, copy_file
 from shardload.system.terminal import tell, width_of, wrap
 from shardload.units import counted, format_nbytes
 
@@ -32,11 +31,7 @@ def run(out: IO[str], source: str, target: str, *, only_plan: bool, as_json: boo
         Keywords of `CopyRequest.check`.
     """
     rank = world_rank_and_size()[0]
-    try:
-        request = CopyRequest.check(source, target, **given)
-    except ConfigError as error:
-        refuse_copy(source, error)
-    report = copy_file(request, only_plan=only_plan)
+    report = copy_file(source, target, only_plan=only_plan, **given)
     if rank:
         return
     if as_json:

@@ -114,7 +114,7 @@ def _print_elsewhere(out: IO[str], path: str, arrays: Sequence[ArrayInfo], acces
     texts: list[str] = []
     with suppress(ShardloadError), open_file(path, access) as opened:
         links = opened.links()
-        groups: Mapping[str, Mapping[str, Any]] = opened.groups() if len(arrays) <= _MOST_LABELLED else {}
+        groups: Mapping[str, Mapping[str, Any]] = opened.groups()[0] if len(arrays) <= _MOST_LABELLED else {}
         links = {name: to for name, to in links.items() if not any(f"{a.dataset}/".startswith(f"{name}/") for a in arrays)}
         if links:
             names = some([f"{name} (to {to})" for name, to in links.items()])

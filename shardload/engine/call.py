@@ -1,6 +1,6 @@
 """How does a call begin, and how do the ranks agree on what to do? In the same steps for every kind of call.
 
-1. `begin_call` finds the ranks, and holds their group until the call ends.
+1. `begin_request` reads the arguments, and `begin_call` finds the ranks, and holds their group until the call ends.
 2. `Call.plan`: one rank finds what only a file can say, and tells all; each rank makes the plan of it; all compare what they
    were asked for and what they have planned. If nothing is wrong, that takes one broadcast and one reduction.
 3. If something is wrong on any rank, the ranks compare step by step, and all raise the first cause: a wrong argument, then
@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from shardload.comm.agreement import Invocation
 from shardload.comm.group import Group, group_of
 from shardload.errors import ConfigError, ShardloadError, StallError
+from shardload.options import TIMEOUT
 from shardload.system.interruption import let_interruption_pass, outer_exception
 
 _PLAN = "a plan"
@@ -143,6 +144,43 @@ def begin_call(
             del error, refusal  # see `Call.plan`
             if not group.watch.is_stalled:
                 group.watch.close()
+
+
+class Request(Protocol):
+    """The arguments of a call, checked, on one rank."""
+
+    @property
+    def timeout(self) -> float | None:
+        """Seconds after which the call fails if no rank makes progress."""
+        ...
+
+    def invocation(self, call: str, title: str) -> Invocation:
+        """What must be the same on every rank, as text."""
+        ...
+
+
+@contextmanager
+def begin_request(
+    call: str, title: str, read: Callable[[], Request], *, comm: Any, process: Callable[[], int] | None = None
+) -> Iterator[tuple[Call, Any]]:
+    """Read the arguments of a call, and begin it. Collective: yes.
+
+    Gives the call and the request. What is wrong with the arguments, on any rank, is raised by `Call.plan` on all ranks: the
+    request is None then.
+    """
+    request: Request | None = None
+    error: BaseException | None = None
+    try:
+        request = read()
+    except ShardloadError as wrong:
+        error = wrong
+    except Exception as wrong:
+        error = unforeseen(wrong)
+    timeout = TIMEOUT if request is None else request.timeout
+    asked = Invocation(call, title, {}) if request is None else request.invocation(call, title)
+    with begin_call(asked, error, comm=comm, timeout=timeout, process=process) as begun:
+        del error  # see `Call.plan`
+        yield begun, request
 
 
 def unforeseen(error: Exception) -> ConfigError:

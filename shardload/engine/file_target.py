@@ -17,20 +17,22 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
 from typing import Any, Self, TypeVar
 
 import deflate
 import numpy as np
 
 from shardload.comm.group import Group
-from shardload.engine.read_back import Notes, ReadBack, checksum_of_values
+from shardload.engine.read_back import WIDTH, ReadBack, checksum_of_values
 from shardload.engine.session import Round
 from shardload.errors import StallError
-from shardload.formats.sink import Catalog, Sink, Stored, Ticket, Writer
+from shardload.formats.sink import Sink, Ticket
 from shardload.options import FILE, FULL, INDEX
 from shardload.planning.blocks import aligned, run_of
 from shardload.planning.partners import plan_partners
@@ -51,6 +53,8 @@ Array = np.ndarray[Any, Any]
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
 Result = TypeVar("Result")
 
+_DOING = {"encode": "encoding", "write": "writing"}  # in words, what a thread does in these phases
+
 
 @dataclass(slots=True, eq=False)
 class Chunk:
@@ -63,23 +67,28 @@ class Chunk:
     region : Region
         The chunk's elements, up to the array's edge. Of an array in one piece: any region that is one run of the file, such as
         rows of the first axis.
-    values : ndarray or None
+    values : ndarray
         Of the region's shape and the array's type, with any strides.
     """
 
     name: str
     region: Region
-    values: Array | None
+    values: Any
     # Set by `FileTarget`.
     array: int = -1
     number: int = -1
     nbytes: int = 0
     is_decoded: bool = False
-    stored: Stored | None = None
+    stored: Any = None
     offset: int = -1
     crc: int = 0
-    values_crc: int = 0
+    values_crc: int = -1
     nbytes_stored: int = 0
+
+    @property
+    def row(self) -> tuple[int, ...]:
+        """What another rank needs to read it back."""
+        return self.array, self.number, self.offset, self.nbytes_stored, self.crc, self.values_crc
 
 
 @dataclass(frozen=True)
@@ -106,11 +115,10 @@ class WriteCounts:
 
 @dataclass(eq=False)
 class _Batch:
-    """The chunks of one round on this rank, and the tasks that encode and write them."""
+    """The chunks of one round on this rank, and the tasks of threads that have them in hand."""
 
     chunks: list[Chunk] = field(default_factory=list)
-    encoding: list[Future[None]] = field(default_factory=list)
-    putting: list[Future[None]] = field(default_factory=list)
+    tasks: list[Future[None]] = field(default_factory=list)
 
 
 class FileTarget:
@@ -156,12 +164,12 @@ class FileTarget:
         self._asks = any(encoder.is_asked for encoder in self._encoders)  # whether rank 0 places chunks
         self._ring = _Ring(round_nbytes)
         self._ticket = Ticket("", "")
-        self._writer: Writer | None = None
-        self._catalog: Catalog | None = None
+        self._writer: Any = None
+        self._catalog: Any = None  # on rank 0
         self._is_at_work = False  # rank 0's catalog is in use by a thread
         self._is_stopped = False  # threads shall begin nothing more
         self._batches: deque[_Batch] = deque()  # whose values may still be in use
-        self._notes = Notes()
+        self._rows: list[Int64s] = []  # of what is written, for who reads it back
         self._n_chunks = self._nbytes = self._nbytes_stored = self._n_told = 0
         self._seconds = dict.fromkeys(("encode", "write", "sync", "finish", "read back"), 0.0)
         self._lock = threading.Lock()
@@ -205,7 +213,7 @@ class FileTarget:
         def create() -> str:
             # Noted by the thread itself: after Ctrl-C nobody takes its result, and the temporary must be removed.
             self._catalog = self._sink.create()
-            return self._catalog.ticket.to_json()
+            return str(self._catalog.ticket.to_json())
 
         def open_writer() -> None:
             self._writer = self._sink.writer(self._ticket)
@@ -220,7 +228,7 @@ class FileTarget:
     def make_room(self, moves: Sequence[ArrayMove]) -> None:
         """See `TargetEndpoint`. The memory is that of the round which was the third before."""
         if len(self._batches) == KEPT_ROUNDS:
-            self._wait(self._batches.popleft().putting)
+            self._wait(self._batches.popleft().tasks)
         self._ring.begin_round()
         for move in moves:
             regions = ((number, move.flow.target(number)) for number in move.flow.targets(self._group.rank))
@@ -234,7 +242,7 @@ class FileTarget:
         self._batches.append(batch)
         with self._errors:
             batch.chunks = [self._checked(chunk) for chunk in round_.values() if chunk.region.size]
-            batch.encoding = self._share_out(self._encode, batch.chunks)
+            batch.tasks = self._share_out(batch.chunks, encode=self._encode_one, write=self._put_one)
         if before is not None:
             self._settle(before)
 
@@ -244,7 +252,7 @@ class FileTarget:
         if self._batches:
             self._settle(self._batches[-1], is_last=True)
         for batch in self._batches:
-            self._wait(batch.putting)
+            self._wait(batch.tasks)
         self._tell_progress()
         if self._writer is not None and not self._errors:
             group.watch.enter("sync")
@@ -254,22 +262,16 @@ class FileTarget:
         self._agree()
         group.watch.enter("finish")
         with self._timed("finish"):
-            self._on_root(lambda: self._known_catalog.finish() or "")
+            self._on_root(lambda: self._catalog.finish() or "")
         counts = [0, 0] if self._verify == INDEX else self._read_back()
         counts = [self._n_chunks, self._nbytes, self._nbytes_stored, *counts]
         n_chunks, nbytes, nbytes_stored, n_read_back, n_decoded = group.agree(self._errors.take(), counts)
         group.watch.enter("commit")
-        self._on_root(lambda: self._known_catalog.commit() or "")
+        self._on_root(lambda: self._catalog.commit() or "")
         return WriteCounts(n_chunks, nbytes, nbytes_stored, n_read_back, n_decoded, self._seconds)
 
     def _agree(self) -> None:
         self._group.agree(self._errors.take())
-
-    @property
-    def _known_catalog(self) -> Catalog:
-        if self._catalog is None:
-            raise ValueError("there is no catalog on this rank")
-        return self._catalog
 
     def _on_root(self, call: Callable[[], str]) -> Any:
         """Do something with the catalog on rank 0. If it fails, all ranks raise that error. Collective."""
@@ -294,8 +296,6 @@ class FileTarget:
 
     def _checked(self, chunk: Chunk) -> Chunk:
         """The chunk, with what follows from its region."""
-        if chunk.values is None:
-            raise ValueError("a chunk without values")
         chunk.array = self._numbers[chunk.name]
         encoder = self._encoders[chunk.array]
         chunk.number, chunk.nbytes = encoder.number(chunk.region), chunk.values.nbytes
@@ -320,27 +320,24 @@ class FileTarget:
 
     def _settle(self, batch: _Batch, is_last: bool = False) -> None:
         """Have the chunks written that were encoded, where rank 0 says. Raises what went wrong on any rank. Collective."""
-        self._wait(batch.encoding)
+        self._wait(batch.tasks)
         if self._asks:
             asked = [chunk for chunk in batch.chunks if self._encoders[chunk.array].is_asked]
             for chunk, offset in zip(asked, self._places(asked), strict=True):
                 chunk.offset = offset
-            batch.putting = self._share_out(self._put, asked)
+            batch.tasks = self._share_out(asked, write=self._put_one)
         elif not is_last:  # else all agree when the disk has it
             self._agree()
         if not self._errors:
-            self._note(batch.chunks)
+            self._n_chunks += len(batch.chunks)
+            if self._verify != INDEX:
+                self._rows.append(np.array([chunk.row for chunk in batch.chunks], dtype=np.int64).reshape(-1, WIDTH))
         batch.chunks = []
 
     def _places(self, asked: Sequence[Chunk]) -> list[int]:
         """Where chunks go. Raises what went wrong on any rank. Collective."""
-        rows = [
-            number
-            for chunk in asked
-            if chunk.stored is not None and not self._errors
-            for number in (chunk.array, chunk.number, chunk.nbytes_stored, chunk.stored.mask)
-        ]
-        told = self._group.gather_rows(np.array([bool(self._errors), *rows], dtype=np.int64))
+        sizes = [(chunk.array, chunk.number, chunk.nbytes_stored, chunk.stored.mask) for chunk in asked if not self._errors]
+        told = self._group.gather_rows(np.array([bool(self._errors), *chain(*sizes)], dtype=np.int64))
         answer = self._group.scatter_rows(None if told is None else self._answers(told))
         if answer[0]:
             self._agree()
@@ -355,41 +352,37 @@ class FileTarget:
             with self._errors:
                 for array in np.unique(asked[:, 0]).tolist():
                     which = np.flatnonzero(asked[:, 0] == array)
-                    offsets[which] = self._known_catalog.allocate(self._encoders[array].name, *asked[which, 1:].T)
+                    offsets[which] = self._catalog.allocate(self._encoders[array].name, *asked[which, 1:].T)
         must_stop = [int(bool(self._errors) or any(row[0] for row in told))]
         return [np.concatenate([must_stop, part]) for part in np.split(offsets, np.cumsum(list(map(len, rows)))[:-1])]
 
-    def _note(self, chunks: list[Chunk]) -> None:
-        """Keep what another rank needs to read these chunks back."""
-        self._n_chunks += len(chunks)
-        if self._verify == INDEX:
-            return
-        self._notes.add([(one.array, one.number, one.offset, one.nbytes_stored, one.crc) for one in chunks])
-        for one in chunks:
-            if one.is_decoded:
-                self._notes.add_values(one.array, one.region, one.values_crc)
-
     def _read_back(self) -> list[int]:
         """Read back what another rank has written: how many chunks, and how many were decoded. Collective."""
-        group, read = self._group, None
+        group = self._group
         group.watch.enter("read back")
-        mine, self._notes = self._notes.to_ints(), Notes()
+        mine, self._rows = np.concatenate([np.empty((0, WIDTH), np.int64), *self._rows]).reshape(-1), []
         partners = plan_partners(group.machine.leaders)
         source = partners.index(group.rank)
-        notes = group.pass_on(mine, partners[group.rank], source)
+        rows = group.pass_on(mine, partners[group.rank], source)
         del mine
         with self._errors, self._timed("read back"):
-            read = ReadBack(self._sink, self._ticket, notes, source, group.rank)
+            read = ReadBack(self._sink, self._ticket, rows, source, group.rank)
             self._compare(read)
-        return [0, 0] if read is None else [read.n_stored, read.n_values]
+            return [read.n_stored, read.n_values]
+        return [0, 0]
 
     def _compare(self, read: ReadBack) -> None:
+        """Apart from `_read_back`, so that no variable of a call that goes on has the error: see `let_go`."""
         tasks = [self._pool.submit(task) for task in read.stored()]
         self._wait(tasks)
         for task in tasks:
             task.result()
-        for decode in read.values():
-            self._in_thread(decode)
+        self._in_thread(partial(read.compare_values, self._goes_on))
+
+    def _goes_on(self) -> bool:
+        """Note that a thread has done something. False if there is nothing more to do."""
+        self._n_steps += 1
+        return not self._is_stopped
 
     # --- the thread that owns it waits for the others
 
@@ -430,45 +423,37 @@ class FileTarget:
         finally:
             self._seconds[phase] += time.perf_counter() - started
 
-    def _share_out(self, call: Callable[[Sequence[Chunk]], None], chunks: Sequence[Chunk]) -> list[Future[None]]:
-        """Start tasks that do something with some chunks each."""
+    def _share_out(self, chunks: Sequence[Chunk], **steps: Callable[[Chunk], None]) -> list[Future[None]]:
+        """Start tasks that do some steps with some chunks each."""
         n = min(len(chunks), _TASKS_A_THREAD * self._n_threads)
-        return [self._pool.submit(call, chunks[k::n]) for k in range(n)]
+        return [self._pool.submit(self._do, chunks[k::n], steps) for k in range(n)]
 
     # --- its threads
 
-    def _do(self, what: str, phase: str, call: Callable[[Chunk], None], chunk: Chunk) -> bool:
-        """Do something with a chunk. False if there is nothing more to do: it failed, or another rank did."""
-        if self._is_stopped:
-            return False
-        self._doing[id(chunk)] = what, chunk
-        started = time.perf_counter()
-        try:
-            call(chunk)
-        except Exception as error:
-            self._errors.keep(error)
-            return False
-        finally:
-            with self._lock:
-                del self._doing[id(chunk)]
-                self._n_steps += 1
-                self._seconds[phase] += time.perf_counter() - started
-        return True
-
-    def _encode(self, chunks: Sequence[Chunk]) -> None:
+    def _do(self, chunks: Sequence[Chunk], steps: Mapping[str, Callable[[Chunk], None]]) -> None:
+        """Do some steps with each chunk, until one fails, or another rank has failed."""
         for chunk in chunks:
-            if not self._do("encoding", "encode", self._encode_one, chunk):
-                return
-            if chunk.offset >= 0:
-                self._put([chunk])
+            for phase, step in steps.items():
+                if self._is_stopped:
+                    return
+                self._doing[id(chunk)] = _DOING[phase], chunk
+                started = time.perf_counter()
+                try:
+                    step(chunk)
+                except Exception as error:
+                    self._errors.keep(error)
+                    return
+                finally:
+                    with self._lock:
+                        del self._doing[id(chunk)]
+                        self._n_steps += 1
+                        self._seconds[phase] += time.perf_counter() - started
 
     def _encode_one(self, chunk: Chunk) -> None:
-        encoder, values = self._encoders[chunk.array], chunk.values
-        if values is None:
-            raise ValueError("a chunk was encoded before")
+        encoder = self._encoders[chunk.array]
         if chunk.is_decoded:
-            chunk.values_crc = checksum_of_values(values)
-        stored = encoder.encode(chunk.region, values)
+            chunk.values_crc = checksum_of_values(chunk.values)
+        stored = encoder.encode(chunk.region, chunk.values)
         chunk.values, chunk.stored, chunk.nbytes_stored = None, stored, stored.nbytes
         if self._verify != INDEX:
             chunk.crc = int(deflate.crc32(memoryview(stored.data).cast("B")))
@@ -477,14 +462,9 @@ class FileTarget:
             in_one_piece = spec.chunks is None
             chunk.offset = places[0] + chunk.number * spec.dtype.itemsize if in_one_piece else places[chunk.number]
 
-    def _put(self, chunks: Sequence[Chunk]) -> None:
-        for chunk in chunks:
-            if not self._do("writing", "write", self._put_one, chunk):
-                return
-
     def _put_one(self, chunk: Chunk) -> None:
-        if self._writer is None or chunk.stored is None:
-            raise ValueError("a chunk was written before it was encoded")
+        if chunk.offset < 0:
+            return  # rank 0 has to say where it goes
         stored, chunk.stored = chunk.stored, None
         if self._encoders[chunk.array].spec.chunks is None:
             self._writer.put_region(chunk.name, chunk.region, stored)

@@ -195,7 +195,7 @@ class Session:
             None if segment is None else segment.bell,
             staging.n_threads,
             staging.batch_nbytes,
-            pack_slots=Slots(staging.n_pack, staging.pack_nbytes, None if shared is None else shared[slots_nbytes:]),
+            pack_slots=Slots(staging.n_pack, staging.slot_nbytes, None if shared is None else shared[slots_nbytes:]),
             segments=segments,
         )
         self._staged = staging, resources
@@ -204,4 +204,4 @@ class Session:
 
 def shared_nbytes(staging: Staging) -> int:
     """Bytes of shared memory for the buffers of a rank that sends something."""
-    return staging.n_slots * aligned(staging.slot_nbytes) + staging.n_pack * aligned(staging.pack_nbytes)
+    return staging.n_blocks * aligned(staging.slot_nbytes)

@@ -18,17 +18,8 @@ from shardload.errors import ConfigError, SourceError, is_unread
 from shardload.formats.access import STRICT, Access
 from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.contract.format import Source
-from shardload.formats.diagnosis import as_source_error
 from shardload.formats.labels import LONGEST_NAME, MIXED, MOST_ATTRS, Coordinate, Labels, Note
-from shardload.formats.lookup import (
-    Finder,
-    as_path,
-    format_of,
-    list_arrays,
-    naming_what_is_gone,
-    split_path,
-    without_scheme,
-)
+from shardload.formats.lookup import Finder, as_path, naming_what_is_gone, open_file, open_object, split_path
 from shardload.planning.region import Region
 from shardload.system.scratch import scratch_of_its_own
 from shardload.values.decoding import decoding_of
@@ -69,20 +60,13 @@ def labelled_below(infos: Sequence[ArrayInfo], path: str, access: Access, most: 
 def list_labelled(path: str, access: Access, most: int, linked: str = "") -> list[ArrayInfo]:
     """What `list_arrays` says, with the labels of every array that can be loaded, if there are at most `most` arrays.
 
-    With `linked`, the arrays below this group, to which links lead (`Format.list_linked`); none if there is no such group.
+    With `linked`, the arrays below this group, to which links lead (`OpenFile.list_linked`); none if there is no such group.
 
     Collective: no. Raises what `list_arrays` raises, and SourceError if a link has no target or leads outside.
     """
-    path = without_scheme(path)
-    if linked:
-        file_format = format_of(path, access)
-        with as_source_error(path):
-            infos = file_format.list_linked(path, linked, access)
-    else:
-        infos = list_arrays(path, access)
-    if len(infos) > most:
-        return infos
-    return labelled(infos, path, access)
+    with open_file(path, access) as file:
+        infos = file.list_linked(linked) if linked else file.list_arrays()
+    return infos if len(infos) > most else labelled(infos, path, access)
 
 
 def labelled(infos: Iterable[ArrayInfo], path: str, access: Access) -> list[ArrayInfo]:
@@ -153,7 +137,7 @@ class Labeller:
         """
         path = as_path(path_or_object)
         if path is None:
-            return self._add(info, self._finder.open_object(path_or_object), info.path)
+            return self._add(info, open_object(path_or_object, self._finder.access), info.path)
         path = split_path(path)[0]
         with naming_what_is_gone(info.path, info.dataset):
             if source is not None:

@@ -1,8 +1,8 @@
 """Which array does the caller mean, and how is it opened?
 
 1. The first format that claims the file gets it (`registry`). An open object goes to the format of its library.
-2. `find_array` finds the array from metadata alone. It runs on one rank, which tells the others.
-3. `open_source` opens that array on every reading rank; `open_file` opens a file once, for several of its arrays.
+2. `open_file` opens a file once, for all questions about it and its arrays. `open_source` opens a single array.
+3. `find_array` finds the array from metadata alone. It runs on one rank, which tells the others. A `Finder` finds many.
 4. Untrusted files (`Access.untrusted`) have a format of their own, which passes all questions on to a helper process.
 
 If the caller can fix it by passing something else, the error is a `ConfigError`. If the file is wrong, it is a `SourceError`,
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from shardload.errors import ConfigError, SourceError
 from shardload.formats import registry
 from shardload.formats.access import STRICT, Access
 from shardload.formats.contract.array import NOTHING, ArrayInfo, nbytes_of
-from shardload.formats.contract.format import Format, OpenFile, Source
+from shardload.formats.contract.format import Format, OpenFile, Source, open_alone
 from shardload.formats.diagnosis import (
     as_source_error,
     candidates,
@@ -44,7 +44,6 @@ from shardload.system.interruption import let_interruption_pass
 State = tuple[int, ...] | None
 
 _MOST_OPEN = 16  # files that a `Finder` has open at a time
-_NO_VARIABLE = "no values: it is a netCDF dimension without a variable"
 _MOST_LISTED = 1000  # arrays to look at, to say which one the caller could mean
 
 
@@ -113,17 +112,14 @@ def list_arrays(path: str, access: Access = STRICT) -> list[ArrayInfo]:
     SourceError
         If there is no such file, no format claims it, or it is damaged.
     """
-    path = without_scheme(path)
-    file_format = format_of(path, access)
-    with as_source_error(path):
-        return file_format.list_arrays(path, access)
+    with open_file(path, access) as file:
+        return file.list_arrays()
 
 
 def find_array(
     path_or_object: Any,
     dataset: str | None = None,
     access: Access = STRICT,
-    needs_numbers: bool = False,
     is_counted: bool = False,
 ) -> ArrayInfo:
     """Find the array that the caller means, from metadata alone.
@@ -139,8 +135,6 @@ def find_array(
         be loaded and is not a coordinate.
     access : Access
         What the caller allows.
-    needs_numbers : bool
-        True if the caller asks for what only numbers have, such as decoding.
     is_counted : bool
         True to say how many bytes are stored (`Source.nbytes_stored`) of an array with a name.
 
@@ -153,14 +147,16 @@ def find_array(
     ------
     ConfigError
         If no array has this name, a group has it, or several arrays could be meant: the error lists the names. Or if an open
-        array is passed with `untrusted`, or numbers are needed and the array has none.
+        array is passed with `untrusted`.
     SourceError
         If the file cannot be opened, or the array or its type cannot be loaded.
     """
     with Finder(access) as finder:
-        info = finder.find(path_or_object, dataset, needs_numbers).info
-        if is_counted and as_path(path_or_object) is not None:
-            info = replace(info, nbytes_stored=finder.nbytes_stored(path_or_object, info, None))
+        info = finder.find(path_or_object, dataset).info
+        path = as_path(path_or_object)
+        if is_counted and path is not None:
+            with closing(finder.file(split_path(path)[0]).open(info.dataset, info)) as source:
+                info = replace(info, nbytes_stored=source.nbytes_stored())
     return info
 
 
@@ -187,88 +183,73 @@ def open_source(path_or_object: Any, dataset: str, access: Access = STRICT, plan
     """
     path = as_path(path_or_object)
     if path is None:
-        return _checked(format_of_object(path_or_object, access).open_object(path_or_object, access))
-    path, name = split_path(path)[0], _full_name(dataset)
-    file_format = format_of(path, access)
-    with naming_what_is_gone(path, name):
-        if planned is not None:
-            return _checked(file_format.open_planned(path, planned, access))
-        return _checked(file_format.open_path(path, name, access))
+        return _checked(open_object(path_or_object, access))
+    path = split_path(path)[0]
+    with naming_what_is_gone(path, _full_name(dataset)):
+        return _checked(open_alone(open_file(path, access), dataset, planned))
 
 
-def open_file(path_or_object: Any, access: Access = STRICT) -> OpenFile:
-    """Open a file once, for several of its arrays. `OpenFile.open` gives the same sources as `open_source`.
+def open_object(array: Any, access: Access = STRICT) -> Source:
+    """The source of an open array. ConfigError if it is none that can be loaded, or a group."""
+    file_format = format_of_object(array, access)
+    with as_source_error(str(type(array).__name__)):
+        return file_format.open_object(array, access)
 
-    Collective: no. Close it after use (a ``with`` statement does): that also closes the sources that it opened.
+
+def open_file(path: str | os.PathLike[str], access: Access = STRICT) -> OpenFile:
+    """Open a file once, for several of its arrays.
+
+    Collective: no. Close it after use, and what was opened in it before (a ``with`` statement does).
 
     Parameters
     ----------
-    path_or_object, access
-        As given to `open_source`. For an open array, every name opens that array.
+    path : str or os.PathLike
+        The file, maybe with the name of an array in it, which does not count here.
+    access : Access
+        What the caller allows.
 
     Raises
     ------
     SourceError
-        If it cannot be opened. `OpenFile.open` raises what `open_source` does.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> with open_file(np.arange(3)) as file:
-    ...     file.open("/array").info.shape
-    (3,)
+        If there is no such file, no format claims it, or it is damaged.
     """
-    path = as_path(path_or_object)
-    if path is None:
-        return _OpenObject(path_or_object, access)
-    path = split_path(path)[0]
-    file_format = format_of(path, access)
-    with as_source_error(path):
-        return _CheckedFile(path, file_format.open_file(path, access))
-
-
-class _OpenObject(OpenFile):
-    """An open array in the place of a file: it has every name."""
-
-    def __init__(self, array: Any, access: Access) -> None:
-        self._format, self._array, self._access = format_of_object(array, access), array, access
-
-    def open(self, dataset: str) -> Source:
-        return _checked(self._format.open_object(self._array, self._access))
-
-    def close(self) -> None:
-        pass
+    return _CheckedFile(split_path(os.fsdecode(path))[0], access)
 
 
 class _CheckedFile(OpenFile):
-    """An open file whose arrays raise the errors of `open_source`."""
+    """An open file of any format. Its errors are SourceErrors, but for ``KeyError(dataset)``."""
 
-    def __init__(self, path: str, file: OpenFile) -> None:
-        self._path, self._file, self._held = path, file, ExitStack()
-        self._held.callback(file.close)
+    def __init__(self, path: str, access: Access) -> None:
+        self._path = path
+        file_format = format_of(path, access)
+        with as_source_error(path):
+            self._file = file_format.open_file(path, access)
 
-    def open(self, dataset: str) -> Source:
-        return _checked(self.open_any(dataset))
+    def list_arrays(self) -> list[ArrayInfo]:
+        with as_source_error(self._path):
+            return self._file.list_arrays()
 
-    def open_planned(self, info: ArrayInfo) -> Source:
-        return _checked(self._keep(info.dataset, lambda _: self._file.open_planned(info)))
+    def sketch(self, most: int | None = None, like: str = "") -> list[ArrayInfo]:
+        with as_source_error(self._path):
+            return self._file.sketch(most, like)
 
-    def open_any(self, dataset: str) -> Source:
-        return self._keep(_full_name(dataset), self._file.open)
+    def list_linked(self, group: str, in_full: bool = True) -> list[ArrayInfo]:
+        with as_source_error(self._path):
+            return self._file.list_linked(group, in_full)
 
-    def _keep(self, name: str, open_array: Callable[[str], Source]) -> Source:
+    def open(self, dataset: str, planned: ArrayInfo | None = None) -> Source:
+        # An array that was found before: SourceError if it is gone, or cannot be loaded any more.
+        name = _full_name(dataset)
+        if planned is None:
+            with as_source_error(self._path, name):
+                return self._file.open(name)
         with naming_what_is_gone(self._path, name):
-            source = open_array(name)
-        self._held.callback(source.close)
-        return source
+            source = self._file.open(name, planned)
+        return source if planned.refused is not None else _checked(source)
 
-    def groups(self) -> Mapping[str, Mapping[str, Any]]:
+    def groups(self) -> tuple[Mapping[str, Mapping[str, Any]], Sequence[str]]:
         with as_source_error(self._path):
             return self._file.groups()
-
-    def unread(self) -> Sequence[str]:
-        with as_source_error(self._path):
-            return self._file.unread()
 
     def links(self) -> Mapping[str, str]:
         with as_source_error(self._path):
@@ -278,7 +259,7 @@ class _CheckedFile(OpenFile):
         return self._file.state()
 
     def close(self) -> None:
-        self._held.close()
+        self._file.close()
 
 
 @contextmanager
@@ -347,7 +328,7 @@ class Finder:
         most_nbytes: int | None = None,
         keeps_states: bool = False,
     ) -> None:
-        self._access, self._tuning = access, tuning
+        self.access, self._tuning = access, tuning
         self._keeps_states = keeps_states and tuning is not None
         self._states: dict[str, State] = {}
         cap = 0 if tuning is None else tuning.small_total_nbytes
@@ -373,42 +354,30 @@ class Finder:
             with as_source_error(place):
                 yield place, before, self.file(place).state()
 
-    def find(
-        self, path_or_object: Any, dataset: str | None, needs_numbers: bool = False, look: Look = _look_at_all
-    ) -> FoundArray:
+    def find(self, path_or_object: Any, dataset: str | None, look: Look = _look_at_all) -> FoundArray:
         """The array's metadata, as from `find_array`, and its values if what `look` wants of it is small."""
         path = as_path(path_or_object)
         if path is None:
-            info = check_loadable(_info_of_object(path_or_object, dataset, self._access), needs_numbers)
-            return FoundArray(look(info, None)[0])
+            info = open_object(path_or_object, self.access).info
+            if dataset is not None and _full_name(dataset) != info.dataset:
+                raise ConfigError(
+                    f"the array handed in is {info}, but dataset='{dataset}' names another. Leave it out, or pass the path."
+                )
+            return FoundArray(look(check_loadable(info), None)[0])
         if dataset is None:
             path, dataset = split_path(path)
         refuse_leftover(path)
+        file = self.file(path)
         if dataset is None:
-            return self._looked_at(path, self._only_one(path), look)
+            return self._looked_at(file, _only_one(path, file), look)
         name = _full_name(dataset)
         try:
-            with as_source_error(path, name):
-                source = self.file(path).open(name)
+            source = file.open(name)
         except KeyError:
-            infos, has_more = self._sketch(path, name, most=_MOST_LISTED)
-            raise no_such_array(path, name, infos, has_more) from None
+            infos = file.sketch(_MOST_LISTED, name)
+            raise no_such_array(path, name, infos[:_MOST_LISTED], len(infos) > _MOST_LISTED) from None
         with closing(source):
-            return self._found(check_loadable(source.info, needs_numbers), source, look)
-
-    def _only_one(self, path: str) -> ArrayInfo:
-        """The only array of a file that the caller can mean."""
-        infos, has_more = self._sketch(path, most=_MOST_LISTED)
-        if has_more and len(candidates(infos)) < 2:
-            infos, has_more = self._sketch(path, most=None)
-        return only_array(path, infos, has_more)
-
-    def _sketch(self, path: str, like: str = "", *, most: int | None) -> tuple[list[ArrayInfo], bool]:
-        """At most so many of the arrays in a file, and True if there are more."""
-        file_format = format_of(path, self._access)
-        with as_source_error(path):
-            infos = file_format.sketch_arrays(path, self._access, most, like)
-        return infos[:most], most is not None and len(infos) > most
+            return self._found(check_loadable(source.info), source, look)
 
     def find_below(
         self, path_or_object: Any, group: str, with_dimensions: bool = False
@@ -432,12 +401,11 @@ class Finder:
                 "array. Pass the path of the file"
             )
         refuse_leftover(path)
-        infos, _ = self._sketch(path, most=None)
+        file = self.file(path)
+        infos = file.sketch()
         below = [info for info in infos if info.dataset.startswith(f"{group}/")]
         if group and not below:
-            file_format = format_of(path, self._access)
-            with as_source_error(path):
-                below = file_format.list_linked(path, group, self._access, in_full=False)
+            below = file.list_linked(group, in_full=False)
         if not with_dimensions:
             below = [
                 replace(info, dtype=NOTHING, refused="no values: it is a netCDF dimension without a variable")
@@ -449,18 +417,16 @@ class Finder:
         found = [check_loadable(info) for info in below if info.refused is None or holds_numbers(info)]
         if not found:
             raise no_arrays_below(path, group, infos)
-        return [self._looked_at(path, info, _look_at_all) for info in found], left_out
+        return [self._looked_at(file, info, _look_at_all) for info in found], left_out
 
-    def _looked_at(self, path: str, info: ArrayInfo, look: Look) -> FoundArray:
+    def _looked_at(self, file: OpenFile, info: ArrayInfo, look: Look) -> FoundArray:
         """An array that was found without being opened here. If values of it may be small, it is opened."""
         is_large = look is _look_at_all and self._tuning is not None and not is_small(info, self._tuning)
         if self._tuning is None or is_large:
             return FoundArray(look(info, None)[0])
         try:
-            with closing(self.file(path).open(info.dataset)) as source:
-                # Opened once more, so it may be another one. Compared as text, because a NaN is not equal to itself.
-                if source.info.to_json() == info.to_json():
-                    return self._found(info, source, look)
+            with closing(file.open(info.dataset, info)) as source:
+                return self._found(source.info, source, look)
         except Exception as error:  # the normal load reports it
             let_interruption_pass(error)
         return FoundArray(look(info, None)[0])
@@ -486,23 +452,6 @@ class Finder:
             let_interruption_pass(error)
             return None
 
-    def nbytes_stored(self, path_or_object: Any, info: ArrayInfo, source: Source | None) -> int | None:
-        """Bytes on disk of an array that was found (`source`, if it is open here); None if they are not known."""
-        path = as_path(path_or_object)
-        if source is not None:
-            return source.nbytes_stored()
-        if path is None:
-            return self.open_object(path_or_object).nbytes_stored()
-        path = split_path(path)[0]
-        with naming_what_is_gone(path, info.dataset), closing(self.file(path).open(info.dataset)) as opened:
-            return opened.nbytes_stored()
-
-    def open_object(self, array: Any) -> Source:
-        """The source of an open array."""
-        file_format = format_of_object(array, self._access)
-        with as_source_error(str(type(array).__name__)):
-            return file_format.open_object(array, self._access)
-
     def file(self, path: str) -> OpenFile:
         """A file that is opened here once."""
         if path not in self._places:
@@ -510,14 +459,21 @@ class Finder:
         key = self._places[path]
         file = self._files.get(key)
         if file is None:
-            file_format = format_of(path, self._access)
             while len(self._files) >= _MOST_OPEN:
                 self._files.pop(next(iter(self._files))).close()
-            with as_source_error(path):
-                file = self._files[key] = file_format.open_file(path, self._access)
+            file = self._files[key] = _CheckedFile(path, self.access)
             if self._keeps_states and key not in self._states:
                 self._states[key] = file.state()
         return file
+
+
+def _only_one(path: str, file: OpenFile) -> ArrayInfo:
+    """The only array of a file that the caller can mean."""
+    infos = file.sketch(_MOST_LISTED)
+    has_more = len(infos) > _MOST_LISTED
+    if has_more and len(candidates(infos[:_MOST_LISTED])) < 2:
+        infos, has_more = file.sketch(), False
+    return only_array(path, infos[:_MOST_LISTED] if has_more else infos, has_more)
 
 
 def as_path(path_or_object: Any) -> str | None:
@@ -588,13 +544,3 @@ def format_of_object(obj: Any, access: Access) -> Format:
             f"path, or an open h5py.Dataset, zarr.Array or numpy.ndarray.{more}"
         )
     return found
-
-
-def _info_of_object(obj: Any, dataset: str | None, access: Access) -> ArrayInfo:
-    """The metadata of an open array. ConfigError if `dataset` is given and is not its name."""
-    info = format_of_object(obj, access).open_object(obj, access).info
-    if dataset is not None and _full_name(dataset) != info.dataset:
-        raise ConfigError(
-            f"the array handed in is {info}, but dataset='{dataset}' names another. Leave it out, or pass the path."
-        )
-    return info

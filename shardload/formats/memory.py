@@ -10,7 +10,7 @@ from shardload.errors import SourceError
 from shardload.formats.access import STRICT, Access
 from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.contract.dtypes import check_request, native_dtype, refusal
-from shardload.formats.contract.format import Format, Source
+from shardload.formats.contract.format import Format, OpenFile, Source
 from shardload.planning.region import Region
 
 _PATH, _NAME = "<memory>", "/array"
@@ -127,13 +127,9 @@ class MemoryFormat(Format):
         """True if `obj` is a NumPy array."""
         return isinstance(obj, np.ndarray)
 
-    def list_arrays(self, path: str, access: Access = STRICT) -> list[ArrayInfo]:
-        """None: there is no file."""
-        return []
-
-    def open_path(self, path: str, dataset: str, access: Access = STRICT) -> Source:
-        """KeyError: there is no file."""
-        raise KeyError(dataset)
+    def open_file(self, path: str, access: Access = STRICT) -> OpenFile:
+        """Nothing is claimed, so nothing is opened."""
+        raise NotImplementedError("arrays in memory have no file")
 
     def open_object(self, obj: np.ndarray[Any, Any], access: Access = STRICT) -> Source:
         """Wrap a NumPy array."""

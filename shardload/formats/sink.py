@@ -24,7 +24,7 @@ import numpy as np
 from shardload.errors import ConfigError
 from shardload.formats.codecs.words import compression_typed, has_own_shuffle
 from shardload.formats.contract.array import ArrayInfo
-from shardload.formats.contract.dtypes import cast_value, refusal
+from shardload.formats.contract.dtypes import cast_value, native_dtype, refusal
 from shardload.planning.grid import ravel
 from shardload.planning.region import Region
 
@@ -280,22 +280,24 @@ class Stored:
 
 
 class Encoder(abc.ABC):
-    """One array of the new file: how its values are stored. Safe to use from several threads at once."""
+    """One array of the new file: how its values are stored. Safe to use from several threads at once.
 
-    name: str
-    spec: ArraySpec
-    _info: ArrayInfo  # as each format makes it
+    Attributes
+    ----------
+    info : ArrayInfo
+        The array as it will be, for planning: its chunks are the units of `encode`, as they are those of decoding.
+    """
 
-    @property
-    def info(self) -> ArrayInfo:
-        """The array as it will be, for planning: its chunks are the units of `encode`, as they are those of decoding."""
-        return self._info
+    def __init__(self, path: str, name: str, spec: ArraySpec, format: str, codec: str) -> None:
+        self.name, self.spec = name, spec
+        dtype = native_dtype(spec.dtype).name
+        self.info = ArrayInfo(path, name, format, spec.shape, dtype, chunks=spec.chunks, codec=codec, shards=spec.shards)
 
     @property
     @abc.abstractmethod
     def is_asked(self) -> bool:
         """True if the catalog must be asked where a chunk goes, because that depends on the sizes of others. Otherwise
-        `Writer.place` knows.
+        `Ticket.places` has it.
         """
 
     def encode(self, region: Region, values: np.ndarray[Any, Any]) -> Stored:
@@ -444,10 +446,6 @@ class Catalog(abc.ABC):
 
 class Writer(abc.ABC):
     """Puts stored chunks where the catalog said. Safe to use from several threads at once, up to `close`."""
-
-    @abc.abstractmethod
-    def place(self, name: str, number: int) -> int:
-        """The offset of a chunk of an array that is not `Encoder.is_asked`."""
 
     @abc.abstractmethod
     def put(self, name: str, number: int, offset: int, stored: Stored) -> None:

@@ -148,11 +148,12 @@ class _Server:
     # --- of the file
 
     def do_list(self, how: str, arguments: dict[str, Any]) -> Answer:
-        """See the `Format`'s method of this name."""
+        """See the method of `OpenFile` of this name."""
         from shardload.formats.diagnosis import as_source_error
 
+        file = self._open_file()
         with as_source_error(self._path):
-            infos = getattr(self._format, how)(self._path, access=self._access, **arguments)
+            infos = getattr(file, how)(**arguments)
         return {"infos": [info.to_dict() for info in infos]}
 
     def do_state(self, dataset: str | None = None) -> Answer:

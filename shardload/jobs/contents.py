@@ -162,9 +162,9 @@ def groups_of(path: str, access: Access) -> tuple[Mapping[str, Mapping[str, Any]
     in words. Nothing of a file that is untrusted.
     """
     with open_file(path, access) as opened:
-        found, unread = opened.groups(), list(opened.unread())
+        found, unread = opened.groups()
     told = {name: {key: json_value(value, _MOST_VALUES) for key, value in attrs.items()} for name, attrs in found.items()}
-    return told, unread
+    return told, list(unread)
 
 
 def _on_demand(path: str, info: ArrayInfo, access: Access) -> ArrayInfo:

@@ -13,7 +13,7 @@ from shardload.formats.contract.format import OpenFile
 from shardload.formats.diagnosis import as_source_error, check_loadable
 from shardload.formats.labels import names_in
 from shardload.formats.likeness import as_text, named_beside
-from shardload.formats.lookup import Finder, find_array
+from shardload.formats.lookup import Finder
 from shardload.jobs.consistency import State
 
 Described = tuple[ArrayInfo, Properties, State]
@@ -21,7 +21,7 @@ Described = tuple[ArrayInfo, Properties, State]
 
 def describe_array(file: OpenFile, name: str, expected: ArrayInfo | None = None) -> Described:
     """What must be known of an array of numbers, or of a short one of text. SourceError for another one."""
-    with closing(file.open_any(name)) as source:
+    with closing(file.open(name, expected)) as source:
         info = source.info if expected is None else expected
         with as_source_error(info.path, name):
             properties = source.properties()
@@ -41,7 +41,7 @@ def find_arrays(
     with Finder(access) as finder:
         for name in names:
             if name != "*" and not name.endswith("/*"):
-                info = find_array(path, name, access)
+                info = finder.find(path, name).info
                 infos[info.dataset] = info
                 continue
             group = "" if name == "*" else "/" + name[:-2].strip("/")
@@ -78,9 +78,9 @@ def take_along(file: OpenFile, described: dict[str, Described]) -> list[str]:
             for place in places:
                 try:
                     described[place] = describe_array(file, place)
+                except KeyError:  # there is none: many axes have a name only
+                    continue
                 except SourceError as error:
-                    if isinstance(error.__context__, KeyError):  # there is none: many axes have a name only
-                        continue
                     notes.append(f"'{place}', which belongs to '{name}', was left out: {error}")
                 else:
                     todo.append(place)

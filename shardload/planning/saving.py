@@ -2,9 +2,9 @@
 
 Pure: integers in, frozen dataclasses out. Ranks with the same integers make the same plan.
 
-1. `plan_array` decides how one array goes. If each chunk lies in one shard, a holder of that shard writes it, and nothing
-   travels (`HolderLayout`). Otherwise chunks are grouped into blocks, which all ranks share out in the file's order, and parts
-   of shards travel to the owners (`OwnerLayout`, a `Schedule`).
+1. `plan_array` decides how one array goes: a `WriteLayout`. If each chunk lies in one shard, a holder of that shard writes it,
+   and nothing travels. Otherwise chunks are grouped into blocks, which all ranks share out in the file's order, and parts of
+   shards travel to the owners, by a `Schedule`.
 2. `plan_save_rounds` cuts the work of all arrays into rounds under the staging cap. Each rank takes part in each round, so a
    round is the same list of arrays on every rank.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -55,99 +55,63 @@ class StoredArray:
     is_packed: bool
     files: tuple[int, ...] | None = None
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the values."""
-        return math.prod(self.shape) * self.itemsize
-
 
 @dataclass(frozen=True, eq=False)
-class HolderLayout:
-    """An array of which each unit lies in one shard: a holder of that shard writes it.
+class WriteLayout:
+    """How one array goes from its shards to the file.
 
     Attributes
     ----------
+    array : StoredArray
+        The array.
     units : Grid
-        What one rank writes: the chunks; of an array in one piece, cells that are runs of the file.
+        What one rank writes: blocks of chunks, chunks, or files of them; of an array in one piece, runs of the file.
     chunks : Grid
-        What is encoded at once: the same, or if a unit is a file of several chunks, these.
+        What is encoded at once: the chunks; of an array in one piece, the units.
     shards : Shards
         Which rank holds which shard.
-    itemsize : int
-        Bytes per element.
+    schedule : Schedule or None
+        Which rank owns which unit, if parts of shards travel to the owners. None: each unit lies in one shard, and a rank that
+        holds that writes it.
+    growth : int
+        How many times larger a chunk may be when elements that are stored already have been added to it.
     """
 
+    array: StoredArray
     units: Grid
     chunks: Grid
     shards: Shards
-    itemsize: int
+    schedule: Schedule | None = None
+    growth: int = 1
 
     @property
     def unit_nbytes(self) -> int:
         """Bytes of the largest unit."""
-        return math.prod(map(min, self.units.cell, self.units.shape)) * self.itemsize
+        return math.prod(map(min, self.units.cell, self.units.shape)) * self.array.itemsize * self.growth
 
     @cached_property
     def most_units(self) -> int:
         """Upper bound on the units of one rank."""
+        if self.schedule is not None:
+            return -(-self.units.n_cells // max(1, self.schedule.n_readers))
         of_shard = math.prod(-(-n // c) for n, c in zip(self.shards.shard_shape, self.units.cell, strict=True))
         n_holders = self.shards.n_holders or 1
         return -(-of_shard // n_holders) * self.shards.most_held
 
     def units_of(self, rank: int) -> Iterator[tuple[int, int]]:
-        """The units that a rank writes, each with its shard: the ranks that hold a shard take turns."""
+        """The units that a rank writes, each with its shard, if none travels: the ranks that hold a shard take turns."""
         for shard in self.shards.shards_of(rank):
             held, holders = self.shards.region(shard).intersect(Region.whole(self.units.shape)), self.shards.holders(shard)
             if held is not None:
                 for unit in itertools.islice(self.units.meeting(held), holders.index(rank), None, len(holders)):
                     yield unit, shard
 
-    def size_of(self, rank: int) -> int:
-        """Elements of the units that a rank writes."""
-        return sum(self.units.region(unit).size for unit, _ in self.units_of(rank))
-
-
-@dataclass(frozen=True, eq=False)
-class OwnerLayout:
-    """An array of which parts travel to the owners of blocks.
-
-    Attributes
-    ----------
-    chunks : Grid
-        The chunks; of an array in one piece, the blocks.
-    schedule : Schedule
-        Blocks of whole chunks, their owners, and the shards.
-    growth : int
-        How many times larger a chunk may be when elements that are stored already have been added to it.
-    """
-
-    chunks: Grid
-    schedule: Schedule
-    growth: int = 1
-
-    @property
-    def unit_nbytes(self) -> int:
-        """Bytes of the largest block."""
-        return self.schedule.max_block_size * self.schedule.itemsize * self.growth
-
-    @property
-    def shards(self) -> Shards:
-        """Which rank holds which shard."""
-        return self.schedule.shards
-
-    @cached_property
-    def most_units(self) -> int:
-        """Blocks of the rank that has most."""
-        return -(-self.schedule.blocks.n_cells // max(1, self.schedule.n_readers))
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes per element."""
-        return self.schedule.itemsize
-
-    def size_of(self, rank: int) -> int:
-        """Elements of the blocks that a rank writes."""
-        return sum(self.schedule.blocks.region(block).size for block in self.schedule.blocks_of(rank))
+    def nbytes_of(self, rank: int) -> int:
+        """Bytes of the units that a rank writes."""
+        units: Iterable[int] = (unit for unit, _ in self.units_of(rank))
+        if self.schedule is not None:
+            units = self.schedule.blocks_of(rank)
+        return sum(self.units.region(unit).size for unit in units) * self.array.itemsize
 
 
 def plan_array(
@@ -157,7 +121,7 @@ def plan_array(
     ranks_per_node: int | None = None,
     cap_nbytes: int = 1 << 62,
     first: tuple[int, ...] | None = None,
-) -> HolderLayout | OwnerLayout:
+) -> WriteLayout:
     """How one array goes from its shards to the file.
 
     Parameters
@@ -181,16 +145,16 @@ def plan_array(
     phase = (0,) * len(unit.shape)
     if 0 in unit.shape:
         nothing = Grid(unit.shape, tuple(max(1, n) for n in unit.shape), phase)
-        return HolderLayout(nothing, nothing, shards, unit.itemsize)
+        return WriteLayout(unit, nothing, nothing, shards)
     page = _PAGE_NBYTES if n_nodes > 1 else 1
     if unit.chunks is None:
         held = _runs_in_shards(unit, shards, page, most)
         if held is not None:
-            return HolderLayout(held, held, shards, unit.itemsize)
+            return WriteLayout(unit, held, held, shards)
         cell, fits = plan_rows(unit.shape, unit.itemsize, most, page)
         rows = Grid(unit.shape, cell, phase)
         rows_owners = Owners(max(1, min(n_ranks, rows.n_cells))) if fits else Owners()
-        return OwnerLayout(rows, Schedule(rows, shards, unit.itemsize, n_ranks, rows_owners))
+        return WriteLayout(unit, rows, rows, shards, Schedule(rows, shards, unit.itemsize, n_ranks, rows_owners))
     phase = phase if first is None else tuple(k % c for k, c in zip(first, unit.chunks, strict=True))
     chunks = units = Grid(unit.shape, unit.chunks, phase)
     # A block has this many times its bytes when its first chunks have been completed.
@@ -200,13 +164,13 @@ def plan_array(
         units = Grid(unit.shape, unit.files, tuple(k % c for k, c in zip(begins, unit.files, strict=True)))
         if math.prod(unit.files) * unit.itemsize > _MOST_FILE_NBYTES:
             blocks = plan_blocks(chunks, unit.itemsize * growth, max_nbytes=most, n_owners=1, per_owner=1)
-            return OwnerLayout(chunks, Schedule(blocks, shards, unit.itemsize, n_ranks, Owners()), growth)
+            return WriteLayout(unit, blocks, chunks, shards, Schedule(blocks, shards, unit.itemsize, n_ranks, Owners()), growth)
     if not any(units.phase) and _is_inside(units, shards) and _is_spread(unit, shards, n_ranks):
-        return HolderLayout(units, chunks, shards, unit.itemsize)
+        return WriteLayout(unit, units, chunks, shards)
     n_owners = max(1, min(n_ranks, units.n_cells))
     blocks = plan_blocks(units, unit.itemsize * growth, max_nbytes=most, n_owners=n_owners, per_owner=1)
     owners = Owners(max(1, min(n_owners, blocks.n_cells)))
-    return OwnerLayout(chunks, Schedule(blocks, shards, unit.itemsize, n_ranks, owners), growth)
+    return WriteLayout(unit, blocks, chunks, shards, Schedule(blocks, shards, unit.itemsize, n_ranks, owners), growth)
 
 
 def _is_inside(chunks: Grid, shards: Shards) -> bool:
@@ -226,7 +190,7 @@ def _runs_in_shards(unit: StoredArray, shards: Shards, page: int, most_nbytes: i
     """
     shape, held = unit.shape, [min(s, n) for s, n in zip(shards.shard_shape, unit.shape, strict=True)]
     last = max((k for k, n in enumerate(shape) if held[k] < n), default=-1)
-    if last < 0 and unit.nbytes <= most_nbytes:
+    if last < 0 and math.prod(shape) * unit.itemsize <= most_nbytes:
         return Grid(shape, shape, (0,) * len(shape))  # one rank writes all of it
     least = min(_LEAST_RUN_NBYTES, most_nbytes)
     cell = [1 if axis < last else held[axis] for axis in range(len(shape))]
@@ -256,36 +220,30 @@ def count_packs(moving_nbytes: int, part_nbytes: int) -> int:
     return max(1, min(_PACKS, moving_nbytes // part_nbytes)) if part_nbytes else 2
 
 
-def part_nbytes(layouts: Sequence[HolderLayout | OwnerLayout]) -> int:
+def part_nbytes(layouts: Sequence[WriteLayout]) -> int:
     """Bytes of the largest part that travels; 0 if none does."""
-    return max((aligned(layout.schedule.max_part_nbytes) for layout in layouts if isinstance(layout, OwnerLayout)), default=0)
+    return max((aligned(layout.schedule.max_part_nbytes) for layout in layouts if layout.schedule is not None), default=0)
 
 
-def _sizes(layouts: Sequence[HolderLayout | OwnerLayout], arrays: Sequence[StoredArray]) -> tuple[int, int, int]:
+def _sizes(layouts: Sequence[WriteLayout]) -> tuple[int, int, int]:
     """Bytes of the largest unit, of the largest chunk that is work to encode, and of a buffer of each kind."""
     unit = max((layout.unit_nbytes for layout in layouts), default=0)
-    packed = [array for array in arrays if array.chunks is not None and array.is_packed]
+    packed = [layout.array for layout in layouts if layout.array.chunks is not None and layout.array.is_packed]
     chunk = max((math.prod(array.chunks or ()) * array.itemsize for array in packed), default=0)
     return unit, chunk, 2 * part_nbytes(layouts)
 
 
-def least_save_memory(layouts: Sequence[HolderLayout | OwnerLayout], arrays: Sequence[StoredArray]) -> int:
+def least_save_memory(layouts: Sequence[WriteLayout]) -> int:
     """Fewest bytes of staging memory with which these arrays can be saved."""
-    return least_memory(*_sizes(layouts, arrays))
+    return least_memory(*_sizes(layouts))
 
 
-def plan_save_memory(
-    layouts: Sequence[HolderLayout | OwnerLayout], arrays: Sequence[StoredArray], cap_nbytes: int, n_threads: int
-) -> RoundMemory:
+def plan_save_memory(layouts: Sequence[WriteLayout], cap_nbytes: int, n_threads: int) -> RoundMemory:
     """How the memory under a cap is used. The cap is at least `least_save_memory`."""
-    return plan_memory(cap_nbytes, *_sizes(layouts, arrays), n_threads, _PACKS * part_nbytes(layouts))
+    return plan_memory(cap_nbytes, *_sizes(layouts), n_threads, _PACKS * part_nbytes(layouts))
 
 
-def plan_save_rounds(layouts: Sequence[HolderLayout | OwnerLayout], round_nbytes: int) -> list[list[Item]]:
+def plan_save_rounds(layouts: Sequence[WriteLayout], round_nbytes: int) -> list[list[Item]]:
     """The rounds of a save, the same for all ranks: `Item.units` are places among the units of each rank."""
-    return list(
-        plan_rounds(
-            ((number, range(layout.most_units), aligned(layout.unit_nbytes)) for number, layout in enumerate(layouts)),
-            round_nbytes,
-        )
-    )
+    units = ((number, range(layout.most_units), aligned(layout.unit_nbytes)) for number, layout in enumerate(layouts))
+    return list(plan_rounds(units, round_nbytes))

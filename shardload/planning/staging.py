@@ -10,7 +10,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from shardload.planning.blocks import aligned
 from shardload.planning.grid import Grid
 from shardload.planning.schedule import Schedule
 from shardload.planning.source_layout import SourceLayout
@@ -30,19 +29,18 @@ class Staging:
     ----------
     n_threads : int
         Number of chunks that are decoded at a time.
-    n_slots, slot_nbytes : int
-        Number and size of the staging buffers for blocks.
-    n_pack, pack_nbytes : int
-        Number and size of the buffers into which parts with gaps are packed for messages.
+    n_slots, n_pack : int
+        Number of staging buffers for blocks, and of those into which parts with gaps are packed for messages.
+    slot_nbytes : int
+        Size of each of them.
     batch_nbytes : int
         Decoded bytes of the small chunks that a thread may hold at once; larger chunks are read one by one.
     """
 
     n_threads: int
     n_slots: int
-    slot_nbytes: int
     n_pack: int
-    pack_nbytes: int
+    slot_nbytes: int
     batch_nbytes: int = field(default=0, repr=False)
 
     @property
@@ -59,7 +57,6 @@ class _Need:
 
     n_chunks: int
     slot_nbytes: int
-    pack_nbytes: int
     by_chunks: tuple[int, int, int, int]
     by_blocks: int
 
@@ -92,27 +89,27 @@ def plan_staging(arrays: Sequence[tuple[Schedule, SourceLayout]], cap_nbytes: in
     ...     return plan_shared(layout, shards, 4, Owners(4), max_nbytes=4 << 20), layout
     >>> large, small = planned((512, 512, 512), (1, 512, 512)), planned((512, 512, 512), (1, 16, 512))
     >>> plan_staging([large], 32 << 20, n_threads=2)
-    Staging(n_threads=2, n_slots=3, slot_nbytes=4194304, n_pack=2, pack_nbytes=4194304)
+    Staging(n_threads=2, n_slots=3, n_pack=2, slot_nbytes=4194304)
     >>> plan_staging([small, large], 32 << 20, n_threads=2) == plan_staging([large], 32 << 20, n_threads=2)
     True
     """
     batch_nbytes = min(default_tuning().batch_nbytes, cap_nbytes // _BATCHES_IN_CAP)
     needs = [_need(schedule, layout, batch_nbytes) for schedule, layout in arrays]
-    slot_nbytes, pack_nbytes = max(need.slot_nbytes for need in needs), max(need.pack_nbytes for need in needs)
+    slot_nbytes = max(need.slot_nbytes for need in needs)
     scratch_nbytes = _scratch_nbytes(needs)
-    wanted_threads = min(n_threads, MOST_THREADS, (cap_nbytes - 2 * slot_nbytes - 2 * pack_nbytes) // max(1, scratch_nbytes))
+    wanted_threads = min(n_threads, MOST_THREADS, (cap_nbytes - 4 * slot_nbytes) // max(1, scratch_nbytes))
     n_threads = max(1, wanted_threads)
     left = cap_nbytes - n_threads * scratch_nbytes
-    n_pack = 2 if 2 * (slot_nbytes + pack_nbytes) <= left else 1
+    n_pack = 2 if 4 * slot_nbytes <= left else 1
     wanted_slots = max(max(_SLOTS, n_threads * 2 // max(1, need.n_chunks) + 2) for need in needs)
-    n_slots = max(1, min(wanted_slots, (left - n_pack * pack_nbytes) // max(1, slot_nbytes)))
-    return Staging(n_threads, n_slots, slot_nbytes, n_pack, pack_nbytes, batch_nbytes)
+    n_slots = max(1, min(wanted_slots, left // max(1, slot_nbytes) - n_pack))
+    return Staging(n_threads, n_slots, n_pack, slot_nbytes, batch_nbytes)
 
 
 def least_together(arrays: Sequence[tuple[Schedule, SourceLayout]]) -> int:
     """Fewest bytes with which several arrays can share buffers: one buffer of each kind, and scratch memory of one thread."""
     needs = [_need(schedule, layout) for schedule, layout in arrays]
-    return max(n.slot_nbytes for n in needs) + max(n.pack_nbytes for n in needs) + _scratch_nbytes(needs)
+    return 2 * max(need.slot_nbytes for need in needs) + _scratch_nbytes(needs)
 
 
 def _need(schedule: Schedule, layout: SourceLayout, batch_nbytes: int = 0) -> _Need:
@@ -125,8 +122,7 @@ def _need(schedule: Schedule, layout: SourceLayout, batch_nbytes: int = 0) -> _N
     block_size = min(schedule.max_block_size, max(1, schedule.max_message_nbytes // schedule.itemsize))
     return _Need(
         n_chunks=n_chunks,
-        slot_nbytes=max(block_size * itemsize, n_chunks * aligned(chunk_size * layout.wide_itemsize)),
-        pack_nbytes=block_size * itemsize,
+        slot_nbytes=block_size * itemsize,
         by_chunks=(
             held_nbytes,
             held_nbytes * (1 + (n_batch > 1)),

@@ -1,13 +1,19 @@
-"""How is a local file read by ranges? By position, so that threads share no file offset, and without a lock."""
+"""How are local files read: by ranges, and by their keys in a folder? By position, so that threads share no file offset."""
 
 from __future__ import annotations
 
 import errno
 import os
+import stat
+from collections.abc import Iterable
+from contextlib import suppress
 
 import numpy as np
 
-from shardload.storage.objects import Bytes, Ranges
+from shardload.storage.containment import TARGET_HINT, Fence, NotAFileError, OutsideError, kind_of
+from shardload.storage.objects import Bytes, Content, Ranges
+
+_TO_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a named pipe would wait for its writer
 
 
 def state_of(file: int | str) -> tuple[int, ...] | None:
@@ -66,6 +72,13 @@ class LocalFile:
         """`state_of` the open file."""
         return state_of(self._descriptor)
 
+    def place_now(self, path: str) -> str:
+        """The real path of the open file, also if it was renamed; `path` if the system does not say."""
+        try:
+            return os.readlink(f"/proc/self/fd/{self._descriptor}")
+        except OSError:  # no /proc here
+            return path
+
     def read_into(self, out: Bytes, offset: int) -> None:
         """Fill `out`, C-contiguous bytes. OSError if the file ends before, or cannot be read."""
         done = read_at(self._descriptor, out, offset)
@@ -86,6 +99,15 @@ class LocalFile:
                 self.read_into(memory[begin : begin + length], offset)
         return ranges.pieces(memory)
 
+    @property
+    def kind(self) -> str:
+        """What it is, if it is no file: see `kind_of`."""
+        return kind_of(os.fstat(self._descriptor).st_mode)
+
+    def is_inside(self, fence: Fence) -> bool:
+        """Whether the file is inside a fence, wherever its name leads by now."""
+        return fence.holds_open(self._descriptor, self._path)
+
     def close(self) -> None:
         """Close the descriptor."""
         held, self._held = self._held, None
@@ -93,3 +115,96 @@ class LocalFile:
             os.close(held)
 
     __del__ = close
+
+
+class LocalFolder:
+    """The files in a folder, by their paths below it (`ObjectFolder`).
+
+    Parameters
+    ----------
+    path : str
+        The folder.
+    fence : Fence
+        Where the files may be. Links that lead out of it are not followed.
+    """
+
+    def __init__(self, path: str, fence: Fence) -> None:
+        self.path, self.fence = path, fence
+
+    def version(self, key: str) -> tuple[int, ...] | None:
+        """See `ObjectFolder`."""
+        return state_of(os.path.join(self.path, key))
+
+    def open(self, key: str) -> LocalFile | None:
+        """See `ObjectFolder`."""
+        path = os.path.join(self.path, key)
+        try:
+            file = LocalFile(os.open(path, _TO_READ), path)  # closed with its last reference
+        except (FileNotFoundError, NotADirectoryError):
+            if os.path.islink(path):  # the link's target is lost, so the value is not simply missing
+                raise OSError(errno.ENOENT, f"a link to '{os.readlink(path)}', which is not there", path) from None
+            return None
+        except OSError as error:
+            if error.errno == errno.ENXIO:
+                raise NotAFileError(f"'{path}' is a socket, expected a file") from None
+            raise
+        if (kind := file.kind) != "a file":  # (zarr-python takes a folder as a missing chunk: values would be lost)
+            raise NotAFileError(f"'{path}' is {kind}, expected a file")
+        if not file.is_inside(self.fence):
+            raise OutsideError(f"'{path}' is a link to '{os.path.realpath(path)}', outside the store; {TARGET_HINT}")
+        return file
+
+    def read_many(self, keys: Iterable[str], most_nbytes: int) -> list[Content | None]:
+        """See `ObjectFolder`. The folder of neighbours is opened, and compared with the fence, once."""
+        contents: list[Content | None] = []
+        above, folder = None, -1
+        try:
+            for key in keys:
+                if above != (above := key.rpartition("/")[0]):
+                    _close(folder)
+                    folder = self._open_folder(above)
+                contents.append(self._read(key, folder, most_nbytes))
+        finally:
+            _close(folder)
+        return contents
+
+    def _open_folder(self, key: str) -> int:
+        """The descriptor of a folder; -1 if it cannot be opened, or is outside the fence."""
+        path = os.path.join(self.path, key)
+        with suppress(OSError):
+            folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            if self.fence.holds_open(folder, path):
+                return folder
+            os.close(folder)
+        return -1
+
+    def _read(self, key: str, folder: int, most_nbytes: int) -> Content | None:
+        """The content of a file in an open folder. What is no file, or too long, is left to `open`, which says so."""
+        try:
+            descriptor = os.open(key.rpartition("/")[2], _TO_READ | os.O_NOFOLLOW, dir_fd=folder)
+        except FileNotFoundError:
+            return None
+        except OSError:
+            pass
+        else:
+            try:
+                found = os.fstat(descriptor)
+                if stat.S_ISREG(found.st_mode) and found.st_size <= most_nbytes:
+                    content = os.pread(descriptor, found.st_size, 0)
+                    if len(content) == found.st_size:
+                        return content
+            finally:
+                os.close(descriptor)
+        file = self.open(key)
+        if file is None:
+            return None
+        if (nbytes := file.nbytes) > most_nbytes:
+            raise ValueError(f"'{key}' has {nbytes} bytes, what is stored there {most_nbytes} at most")
+        memory = np.empty(nbytes, dtype=np.uint8)
+        file.read_into(memory, 0)
+        return memory
+
+
+def _close(descriptor: int) -> None:
+    if descriptor >= 0:
+        os.close(descriptor)

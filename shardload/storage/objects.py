@@ -5,11 +5,13 @@ An object is one version: `StoredObject.version` changes if its bytes may have c
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import numpy as np
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+Content = bytes | Bytes
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 _MOST_GAP_NBYTES = 1 << 12
@@ -129,4 +131,23 @@ class StoredObject(Protocol):
 
     def close(self) -> None:
         """End it. May be called again."""
+        ...
+
+
+class ObjectFolder(Protocol):
+    """Objects that have keys. Several threads may use it at once."""
+
+    def version(self, key: str) -> tuple[int, ...] | None:
+        """`StoredObject.version` of an object; None if there is none."""
+        ...
+
+    def open(self, key: str) -> StoredObject | None:
+        """An object; None if there is none. OSError if it cannot be opened, or may not."""
+        ...
+
+    def read_many(self, keys: Iterable[str], most_nbytes: int) -> list[Content | None]:
+        """The content of each; None of one that is not there.
+
+        Raises OSError as `open` does; ValueError if one has more bytes, before memory is allocated.
+        """
         ...

@@ -20,7 +20,7 @@ import secrets
 import shlex
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from shardload.errors import ConfigError, SourceError
@@ -35,7 +35,6 @@ _NAME = re.compile(r"(?P<name>.+)\.(?P<token>[0-9a-f]{16})\.(?P<what>unfinished|
 _FIRST_RESERVED, _MOST_RESERVED = 16 << 20, 1 << 30  # bytes that one call reserves
 _SLOW_SECONDS, _FAST_NBYTES = 5e-3, 16 << 30  # a call that is slower than this and so many bytes in a second
 _PAUSES = (0.0, 0.01, 0.05, 0.2, 0.5)  # seconds before each attempt to remove a folder
-_IN_MEMORY = {0x01021994, 0x858458F6}  # the kernel's numbers of tmpfs and ramfs
 _NO_FSYNC = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
 _NO_LINKS = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EMLINK}
 
@@ -67,6 +66,18 @@ def mark(token: str, path: str) -> bytes:
     return (MARK_BEGINS + os.fsencode(f"{token} {os.path.basename(path)}"))[: MARK_NBYTES - 1].ljust(MARK_NBYTES - 1) + b"\n"
 
 
+def check_mark(path: str, token: str, target: str) -> None:
+    """ConfigError unless a file begins with the `mark` that another rank gave it."""
+    head = b""
+    with named(target), contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+        head = file.read(MARK_NBYTES)
+    if head != mark(token, target):
+        raise ConfigError(
+            f"'{path}', which another rank made, is not to be seen here. Is another file system mounted there on some node? "
+            "Save to one that all nodes share"
+        )
+
+
 def _unwritten(error: OSError, path: str, dataset: str | None = None, chunk: tuple[int, ...] | None = None) -> SourceError:
     """The error of a file that cannot be written, from the system's."""
     where = f"'{dataset}' in '{path}'" if dataset else f"'{path}'"
@@ -96,22 +107,15 @@ def _said(error: BaseException) -> str:
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
-class named:
-    """Turns errors of the system inside a ``with`` statement into those of `_unwritten`. A class: generators take longer."""
-
-    __slots__ = ("_chunk", "_dataset", "_path")
-
-    def __init__(
-        self, path: str, dataset: str | None = None, chunk: Callable[[], tuple[int, ...] | None] | None = None
-    ) -> None:
-        self._path, self._dataset, self._chunk = path, dataset, chunk
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, OSError) and not isinstance(error, SourceError):
-            raise _unwritten(error, self._path, self._dataset, self._chunk() if self._chunk else None) from error
+@contextlib.contextmanager
+def named(path: str, dataset: str | None = None, chunk: Callable[[], tuple[int, ...] | None] = lambda: None) -> Iterator[None]:
+    """Turns errors of the system inside a ``with`` statement into those of `_unwritten`."""
+    try:
+        yield
+    except SourceError:
+        raise
+    except OSError as error:
+        raise _unwritten(error, path, dataset, chunk()) from error
 
 
 def put_at(descriptor: int, data: Any, offset: int) -> None:
@@ -129,18 +133,14 @@ def reserve(descriptor: int, start: int, stop: int) -> int:
 
     Several processes that write to one new file then find its blocks there, one after the other, in place of blocks that each
     of their writes asks for (ext4, 8 ranks: two thirds of the time). It is a wish: what a file system refuses is left to the
-    writes, and their errors. Where it takes long, the rest is left too. A file system in memory is not asked: it would make
-    each page here, on one rank, in place of the writes. Where there is not so much room, nothing is asked for: it would take
-    all that other programs have left, and where a file system compresses, what is written into reserved space is not.
+    writes, and their errors. Where it takes long, as in memory, where it would make each page here, on one rank, the rest is
+    left too. Where there is not so much room, nothing is asked for: it would take all that other programs have left, and where
+    a file system compresses, what is written into reserved space is not.
     """
-    call, at, some = (
-        _c_function("fallocate", ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64),
-        start,
-        _FIRST_RESERVED,
-    )
-    if stop - start > _free_nbytes(descriptor) or _is_in_memory(descriptor):
+    call, at, some = _fallocate(), start, _FIRST_RESERVED
+    if call is None or stop - start > _free_nbytes(descriptor):
         return 0
-    while call is not None and at < stop:  # (posix_fallocate would write to each block where the system cannot do it)
+    while at < stop:  # (posix_fallocate would write to each block where the system cannot do it)
         nbytes, began = min(some, stop - at), time.perf_counter()
         if call(descriptor, 0, at, nbytes) != 0:
             break
@@ -159,19 +159,12 @@ def _free_nbytes(descriptor: int) -> int:
     return status.f_bavail * status.f_frsize
 
 
-def _is_in_memory(descriptor: int) -> bool:
-    """Whether a file is on a file system without a disk."""
-    status = (ctypes.c_ulong * 32)()  # struct statfs begins with the kind of the file system
-    call = _c_function("fstatfs", ctypes.c_int, ctypes.c_void_p)
-    return call is not None and call(descriptor, status) == 0 and status[0] in _IN_MEMORY
-
-
 @functools.cache
-def _c_function(name: str, *argtypes: Any) -> Any:
-    """A function of the C library; None if it has none of that name."""
-    call = getattr(ctypes.CDLL(None), name, None)
+def _fallocate() -> Any:
+    """The function of the C library; None if it has none."""
+    call = getattr(ctypes.CDLL(None), "fallocate", None)
     if call is not None:
-        call.argtypes = argtypes
+        call.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
     return call
 
 
@@ -359,22 +352,6 @@ class Target:
         temporary, self.temporary = self.temporary, None
         if temporary is not None:
             _remove(temporary)
-
-
-def make_below(root: str, folder: str) -> None:
-    """Make a folder, and those between it and `root`. If that is gone it is not made again: who removed it wants it gone."""
-    if len(folder) <= len(root):
-        return
-    try:
-        os.mkdir(folder)
-    except FileExistsError:
-        return
-    except FileNotFoundError:
-        if len(os.path.dirname(folder)) <= len(root):
-            raise
-        make_below(root, os.path.dirname(folder))
-        with contextlib.suppress(FileExistsError):  # another thread, or rank
-            os.mkdir(folder)
 
 
 def _remove(path: str) -> None:

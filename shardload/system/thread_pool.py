@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -24,22 +23,7 @@ _START_SECONDS = 0.5  # an operating system takes microseconds
 _left: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # of pools that were closed: it may have waited for them, or not
 
 
-class _Task:
-    """One call, and the future that gets its result."""
-
-    def __init__(self, future: Future[Any], call: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-        self.future, self.call, self.arguments = future, call, arguments
-
-    def run(self) -> None:
-        if not self.future.set_running_or_notify_cancel():
-            return
-        try:
-            found = self.call(*self.arguments)
-        except BaseException as error:
-            self.future.set_exception(error)
-            del self  # the error has this call in its traceback: neither would be freed before a garbage collection
-        else:
-            self.future.set_result(found)
+_Task = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]  # a call, and the future that gets its result
 
 
 class Pool:
@@ -71,7 +55,7 @@ class Pool:
         if self._is_closed:
             raise RuntimeError("the pool is closed")
         future: Future[Any] = Future()
-        self._tasks.put(_Task(future, call, arguments))
+        self._tasks.put((future, call, arguments))
         if not self._waiting.acquire(blocking=False) and len(self._threads) < self._n:
             # The thread references the queue, not the pool, so that an unused pool can be garbage collected.
             thread = threading.Thread(
@@ -98,7 +82,7 @@ class Pool:
             while True:
                 task = self._tasks.get_nowait()
                 if task is not None:
-                    task.future.cancel()
+                    task[0].cancel()
         self._end()
         _left.update(self._threads)
         deadline = None if seconds is None else time.monotonic() + seconds
@@ -107,60 +91,23 @@ class Pool:
         return not any(thread.is_alive() for thread in self._threads)
 
 
-class Lane:
-    """Runs tasks in a pool, one at a time and in order. Other tasks of the pool may run beside them.
-
-    Parameters
-    ----------
-    pool : Pool
-        The pool. At most one of its threads runs tasks of this lane.
-    """
-
-    def __init__(self, pool: Pool) -> None:
-        self._pool = pool
-        self._lock = threading.Lock()
-        self._tasks: deque[_Task] = deque()
-        self._is_running = False
-
-    def submit(self, call: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Run a call in a thread, after all calls submitted before. RuntimeError after the pool's `close`."""
-        task = _Task(Future(), call, arguments)
-        with self._lock:
-            self._tasks.append(task)
-            if self._is_running:
-                return task.future
-            self._is_running = True
-        try:
-            run = self._pool.submit(self._run)
-        except RuntimeError:
-            with self._lock:
-                self._is_running = False
-                while self._tasks:  # others may have come since
-                    self._tasks.popleft().future.cancel()
-            raise
-        run.add_done_callback(self._end)
-        return task.future
-
-    def _run(self) -> None:
-        while True:
-            with self._lock:
-                if not self._tasks:
-                    self._is_running = False
-                    return
-                task = self._tasks.popleft()
-            task.run()
-            del task  # or the objects that it references live until the next task
-
-    def _end(self, run: Future[Any]) -> None:
-        for task in tuple(self._tasks) if run.cancelled() else ():
-            task.future.cancel()
-
-
 def _work(tasks: SimpleQueue[_Task | None], waiting: threading.Semaphore) -> None:
     while (task := tasks.get()) is not None:
-        task.run()
+        _run(*task)
         del task  # or the objects that it references live until the next task
         waiting.release()
+
+
+def _run(future: Future[Any], call: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        found = call(*arguments)
+    except BaseException as error:
+        future.set_exception(error)
+        del future  # the error has this call in its traceback: neither would be freed before a garbage collection
+    else:
+        future.set_result(found)
 
 
 def _join(thread: threading.Thread, deadline: float | None) -> None:

@@ -2,11 +2,9 @@
 
 `check_format` writes small files, reads them through the format in every way that a load does, and compares each value with
 the NumPy array that was written. `check_source` does the same for one open array. Both raise one `ConformanceError` that names
-each broken promise, with the values found and expected. `check_sink` does it for formats that can be saved: it writes as a save
-does, and reads with the format's own library.
+each broken promise, with the values found and expected.
 """
 
 from shardload.testing.conformance import ConformanceError, check_format, check_source
-from shardload.testing.sinks import check_sink
 
-__all__ = ["ConformanceError", "check_format", "check_sink", "check_source"]
+__all__ = ["ConformanceError", "check_format", "check_source"]

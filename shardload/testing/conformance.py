@@ -30,7 +30,7 @@ from shardload.errors import ShardloadError, SourceError
 from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.contract.chunk_reader import box_of, fresh
 from shardload.formats.contract.dtypes import native_dtype
-from shardload.formats.contract.format import Format, Source
+from shardload.formats.contract.format import Format, Source, open_alone
 from shardload.planning.region import Region
 
 DTYPES = (
@@ -125,10 +125,11 @@ def check_format(
     ...     check_format(FORMAT, write, folder=folder, dtypes=["float32"], shapes=[(6, 6)])
     """
     findings = Findings(f"the format {file_format.name}")
-    files = _Files(file_format, write, Path(folder), suffix, several)
+    files = _Files(file_format, write, Path(folder), suffix)
     arrays = {f"t{k}": ramp((5, 7), dtype) for k, dtype in enumerate(dtypes)}
     arrays |= {f"group/s{k}": ramp(shape, dtypes[-1] if k % 2 else dtypes[0]) for k, shape in enumerate(shapes)}
-    written = files.write_all(arrays)
+    groups = [arrays] if several else [{name: values} for name, values in arrays.items()]
+    written = dict(map(files.write, groups))
     first = next(iter(written))
     with findings.promise("imports neither JAX nor MPI"):
         _check_imports(file_format, first)
@@ -137,22 +138,18 @@ def check_format(
             _check_listing(file_format, path, names, arrays)
         with findings.promise("raises KeyError(name) for a name that is not there"):
             _check_other_names(file_format, path, names)
+        with findings.promise("opens what it lists"), file_format.open_file(path) as file:
+            for name, dataset in names.items():
+                _check_source(findings, partial(file.open, dataset), arrays[name])
     with findings.promise("claims its own files, whatever they are called"):
         _check_own_claims(file_format, files, first)
     with findings.promise("claims no other files, nor objects"):
         _check_other_claims(file_format, files, first)
-    for path, names in written.items():
-        for name, dataset in names.items():
-            with findings.promise("opens what it lists"):
-                file_format.open_path(path, dataset).close()
-                _check_source(findings, partial(file_format.open_path, path, dataset), arrays[name])
     if not findings.broken:  # otherwise these checks would fail for the same reasons
         with findings.promise("has a state that changes with the file"):
             _check_change(files, arrays["t0"].dtype)
         with findings.promise("gives back what it opened"):
             _check_descriptors(files)
-        with findings.promise("opens one file for several of its arrays"):
-            _check_open_file(files)
         with findings.promise("says so where a file was cut"):
             _check_cut(files)
         if write_missing is not None:
@@ -191,7 +188,7 @@ def _check_source(findings: Findings, open_source: Callable[[], Source], expecte
             check(source, expected)
     with findings.promise("gives nothing after it was closed"):
         _check_closing(open_source, expected, is_handed_in)
-    with findings.promise("is read by several threads, each with a source of its own"):
+    with findings.promise("is read from any thread, and by several at once, each with a source of its own"):
         _check_threads(open_source, expected)
 
 
@@ -243,9 +240,14 @@ def expect(is_so: bool, text: str) -> None:
 class _Files:
     """Writes arrays into new files of the format."""
 
-    def __init__(self, file_format: Format, write: Write, folder: Path, suffix: str, several: bool) -> None:
-        self.format, self._write, self._folder, self._suffix = file_format, write, folder, suffix
-        self._several, self._numbers = several, itertools.count()
+    def __init__(self, file_format: Format, write: Write, folder: Path, suffix: str) -> None:
+        self.format, self._write, self._folder, self._suffix, self._numbers = (
+            file_format,
+            write,
+            folder,
+            suffix,
+            itertools.count(),
+        )
 
     def path(self) -> str:
         """The path of a file that does not exist yet."""
@@ -258,24 +260,22 @@ class _Files:
         path = path or self.path()
         self._write(path, arrays)
         fields = _fields(self.format, path)
-        if len(arrays) == len(fields) == 1:
-            return path, {name: fields[0].dataset for name in arrays}
-        return path, {name: f"/{name}" for name in arrays}
+        is_alone = len(arrays) == len(fields) == 1
+        return path, {name: fields[0].dataset if is_alone else f"/{name}" for name in arrays}
 
-    def write_all(self, arrays: dict[str, Array]) -> dict[str, dict[str, str]]:
-        """Write as many files as these arrays need. Returns the full names of the arrays in each file, by path."""
-        groups = [arrays] if self._several else [{name: values} for name, values in arrays.items()]
-        return dict(map(self.write, groups))
+    def open(self, path: str, dataset: str) -> contextlib.closing[Source]:
+        """Open an array of a file, for a ``with`` statement."""
+        return contextlib.closing(open_alone(self.format.open_file(path), dataset))
 
-    def open(self, path: str, names: Mapping[str, str]) -> contextlib.closing[Source]:
-        """Open the only array of a file, for a ``with`` statement."""
-        (dataset,) = names.values()
-        return contextlib.closing(self.format.open_path(path, dataset))
+
+def _list(file_format: Format, path: str) -> list[ArrayInfo]:
+    with file_format.open_file(path) as file:
+        return file.list_arrays()
 
 
 def _fields(file_format: Format, path: str) -> list[ArrayInfo]:
     """The listed arrays, without the coordinates that a library writes by itself."""
-    return [info for info in file_format.list_arrays(path) if not info.is_coordinate]
+    return [info for info in _list(file_format, path) if not info.is_coordinate]
 
 
 def _copy(path: str, target: str) -> str:
@@ -459,24 +459,22 @@ def _check_chunks(source: Source, expected: Array) -> None:
         return
     expect(info.chunks is not None, f"{info} has a chunk_reader and no chunks")
     chunks = info.chunks or ()
+    counts = [-(-n // c) for n, c in zip(info.shape, chunks, strict=True)]
 
-    def check(index: tuple[int, ...]) -> None:
-        out = np.full(math.prod(chunks) * source.dtype.itemsize, _FILLS[0], np.uint8).view(source.dtype).reshape(chunks)
-        reader.decode(reader.fetch(box_of(index), fresh), out)
-        cell = _cell(info, index)
-        inside: Any = (*(slice(0, n) for n in cell.shape), ...)
-        _compare(info, cell, out[inside].copy(order="C"), expected)
+    def check(box: Sequence[range]) -> None:
+        shape = (*map(len, box), *chunks)
+        out = np.full(math.prod(shape) * source.dtype.itemsize, _FILLS[0], np.uint8).view(source.dtype).reshape(shape)
+        reader.decode(reader.fetch(box, fresh), out)
+        for place, index in zip(np.ndindex(*map(len, box)), itertools.product(*box), strict=True):
+            cell = _cell(info, index)
+            inside: Any = (*place, *(slice(0, n) for n in cell.shape), ...)
+            _compare(info, cell, out[inside].copy(order="C"), expected)
 
+    boxes = [box_of(index) for index in np.ndindex(*counts)] * 2
+    if boxes:
+        boxes.append(tuple(range(min(2, n)) for n in counts))
     with ThreadPoolExecutor(_N_THREADS) as pool:
-        list(pool.map(check, [*np.ndindex(*(-(-n // c) for n, c in zip(info.shape, chunks, strict=True)))] * 2))
-    box = [range(min(2, -(-n // c))) for n, c in zip(info.shape, chunks, strict=True)]
-    some = np.empty((*map(len, box), *chunks), source.dtype)
-    if some.size:
-        reader.decode(reader.fetch(box, fresh), some)
-        for at in itertools.product(*box):
-            cell = _cell(info, at)
-            part: Any = (*at, *(slice(0, n) for n in cell.shape), ...)
-            _compare(info, cell, some[part].copy(order="C"), expected)
+        list(pool.map(check, boxes))
 
 
 def _check_state(source: Source, expected: Array) -> None:
@@ -485,14 +483,6 @@ def _check_state(source: Source, expected: Array) -> None:
     expect(before == first, f"opened_in() of {source.info} is {before}, its state() {first}, and nothing has changed")
     fits = first is None or (isinstance(first, tuple) and all(type(n) is int for n in first))
     expect(fits, f"state() of {source.info} is {first!r}, expected a tuple of int, or None")
-
-
-def _check_other_thread(source: Source, expected: Array) -> None:
-    """Reads come from one thread at a time, but not always from the same thread."""
-    with ThreadPoolExecutor(1) as pool:  # beside this thread: one that follows another may get its number
-        for region in _regions(expected.shape, source.info.chunks, 4):
-            for found in (_read(source, region), pool.submit(_read, source, region).result()):
-                _compare(source.info, region, found, expected)
 
 
 _OF_A_SOURCE: dict[str, Callable[[Source, Array], None]] = {
@@ -504,7 +494,6 @@ _OF_A_SOURCE: dict[str, Callable[[Source, Array], None]] = {
     "delivers the same chunk by chunk, in several threads": _check_chunks,
     "delivers all of the array, also after it was told that a part will be read": _check_expected,
     "has a state that stays while nothing changes": _check_state,
-    "is read from any thread, one at a time": _check_other_thread,
 }
 
 
@@ -534,6 +523,8 @@ def _check_threads(open_source: Callable[[], Source], expected: Array) -> None:
                 region = regions[(n + k) % len(regions)]
                 _compare(sources[k].info, region, _read(sources[k], region), expected)
 
+        for source in sources:
+            _read(source, regions[0])  # in this thread first
         with ThreadPoolExecutor(_N_THREADS) as pool:
             list(pool.map(work, range(_N_THREADS)))
 
@@ -546,27 +537,28 @@ def _check_imports(file_format: Format, path: str) -> None:
     packages = {value.__name__.partition(".")[0] for value in vars(module).values() if isinstance(value, ModuleType)}
     expect(packages.isdisjoint(_FORBIDDEN), f"the module {module.__name__} imports one of {', '.join(_FORBIDDEN)}")
     with mock.patch.dict(sys.modules, dict.fromkeys(_FORBIDDEN)):  # to import one of them now is an error
-        file_format.list_arrays(path)
+        _list(file_format, path)
 
 
 def _check_listing(file_format: Format, path: str, names: Mapping[str, str], arrays: Mapping[str, Array]) -> None:
-    infos = file_format.list_arrays(path)
+    infos = _list(file_format, path)
     listed = {info.dataset: info for info in infos}
     fields = sorted(info.dataset for info in infos if not info.is_coordinate)
     expect(fields == sorted(names.values()), f"'{path}' holds {sorted(names.values())}, and {fields} are listed")
     for name, dataset in names.items():
         expect(listed[dataset].path == path, f"the path of '{dataset}' is {listed[dataset].path!r}, expected {path!r}")
         _check_described(listed[dataset], arrays[name])
-    again = [info.to_json() for info in file_format.list_arrays(path)]
+    again = [info.to_json() for info in _list(file_format, path)]
     expect(again == [info.to_json() for info in infos], f"'{path}' is listed another way the second time")
-    few = file_format.sketch_arrays(path, most=1, like=next(iter(names.values())))
+    with file_format.open_file(path) as file:
+        few = file.sketch(most=1, like=next(iter(names.values())))
     expect(len(few) == min(2, len(infos)), f"{len(few)} arrays of '{path}' are listed with most=1, of {len(infos)}")
 
 
 def _check_other_names(file_format: Format, path: str, names: Mapping[str, str]) -> None:
     for name in {"/no such array", "/t0/below", "/group"} - set(names.values()):
         try:
-            file_format.open_path(path, name).close()
+            open_alone(file_format.open_file(path), name).close()
         except KeyError as error:
             expect(error.args == (name,), f"KeyError{error.args} for '{name}' in '{path}', expected KeyError({name!r})")
         else:
@@ -597,7 +589,8 @@ def _check_change(files: _Files, dtype: np.dtype[Any]) -> None:
     path, states = files.path(), []
     for shape in ((5, 7), (50, 70)):
         values = ramp(shape, dtype)
-        with files.open(*files.write({"a": values}, path)) as source:
+        _, names = files.write({"a": values}, path)
+        with files.open(path, names["a"]) as source:
             states.append(source.state())
             _compare(source.info, Region.whole(shape), _read(source, Region.whole(shape)), values)
     expect(None not in states, f"state() of '{path}' is None: nobody would notice that the file changes")
@@ -609,24 +602,14 @@ def _check_descriptors(files: _Files) -> None:
 
     def count() -> int:
         files.format.claims_path(path)
-        with files.open(path, names) as source:
+        with files.open(path, names["a"]) as source:
             _read(source, Region.whole(source.info.shape))
         with contextlib.suppress(KeyError):
-            files.format.open_path(path, "/no such array")
+            files.open(path, "/no such array")
         return len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
 
     _, before, *after = [count() for _ in range(6)]  # libraries may open files that they keep for good
     expect(after[-1] <= before, f"{after[-1] - before} descriptors stay open after four times opening and closing '{path}'")
-
-
-def _check_open_file(files: _Files) -> None:
-    arrays = {"a": ramp((5, 7)), "group/b": ramp((3, 4), "int32")}
-    for path, names in files.write_all(arrays).items():
-        with contextlib.ExitStack() as stack:
-            file = stack.enter_context(files.format.open_file(path))
-            sources = {name: stack.enter_context(contextlib.closing(file.open(names[name]))) for name in names}
-            for name, source in [*sources.items()] * 2:
-                _check_values(source, arrays[name])
 
 
 def _check_cut(files: _Files) -> None:
@@ -638,21 +621,21 @@ def _check_cut(files: _Files) -> None:
         for nbytes in sorted({0, 1, size // 3, size // 2, size - 1} & set(range(size))):
             cut = _copy(whole, files.path())
             os.truncate(cut + part.removeprefix(whole), nbytes)
-            _check_damaged(files, cut, names, values, f"'{part}' cut to {nbytes} of {size} bytes")
+            _check_damaged(files, cut, names["a"], values, f"'{part}' cut to {nbytes} of {size} bytes")
 
 
-def _check_damaged(files: _Files, cut: str, names: Mapping[str, str], values: Array, what: str) -> None:
+def _check_damaged(files: _Files, cut: str, name: str, values: Array, what: str) -> None:
     """Right values are fine, and so are errors that become a SourceError."""
     try:
         if files.format.claims_path(cut):
-            with files.open(cut, names) as source:
+            with files.open(cut, name) as source:
                 whole = Region.whole(source.info.shape)
                 _compare(source.info, whole, _read(source, whole), values)
     except BrokenError as error:
         raise BrokenError(f"{what}: {error}, without an error") from None
     except BaseException as error:
         told = f"{what}: {type(error).__name__}: {error}"
-        is_sound = isinstance(error, KeyError) and error.args == tuple(names.values())
+        is_sound = isinstance(error, KeyError) and error.args == (name,)
         expect(not is_sound, f"{told}, which says that the file is sound and has no such array")
         expect(not isinstance(error, MemoryError | RecursionError), f"{told}, so damage takes all memory")
         expect(isinstance(error, Exception), f"{told}, which ends the program")
@@ -664,7 +647,7 @@ def _check_missing(files: _Files, write_missing: WriteMissing) -> None:
     path = files.path()
     values, indices = write_missing(path)
     (info,) = _fields(files.format, path)
-    with contextlib.closing(files.format.open_path(path, info.dataset)) as source:
+    with files.open(path, info.dataset) as source:
         for region in _regions(info.shape, info.chunks):
             _compare(info, region, _read(source, region), values)
             meeting = {index for index in indices if region.size and (not index or _cell(info, index).intersect(region))}

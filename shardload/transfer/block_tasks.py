@@ -6,6 +6,7 @@ block: into the piece if the block lies there without gaps, else into a staging 
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from functools import cached_property, partial
@@ -30,7 +31,7 @@ Array = np.ndarray[Any, Any]
 
 
 class BlockTasks:
-    """Reads blocks, one task each. No two tasks may run at a time, because `Source.read_into` is never called in parallel.
+    """Reads blocks, one task each, and one at a time: `Source.read_into` is never called in parallel.
 
     Parameters
     ----------
@@ -39,6 +40,8 @@ class BlockTasks:
     layout, local, scratch, names, counts, convert
         As for `ChunkTasks`.
     """
+
+    n_at_a_time = 1
 
     def __init__(
         self,
@@ -52,6 +55,7 @@ class BlockTasks:
     ) -> None:
         self._source, self._layout, self._local, self._scratch = source, layout, local, scratch
         self._names, self._counts, self._convert = names, counts, convert
+        self._lock = threading.Lock()
 
     def needs_slot(self, block: Block) -> bool:
         """True if a block needs a staging buffer."""
@@ -59,7 +63,11 @@ class BlockTasks:
 
     def tasks(self, staged: StagedBlock) -> list[Callable[[Counters], None]]:
         """The task that reads a block."""
-        return [partial(self._read_block, staged)]
+        return [partial(self._read_alone, staged)]
+
+    def _read_alone(self, staged: StagedBlock, counters: Counters) -> None:
+        with self._lock:
+            self._read_block(staged, counters)
 
     def _read_block(self, staged: StagedBlock, counters: Counters) -> None:
         block = staged.block

@@ -1,7 +1,6 @@
 """Which buffers hold values between the file and their piece?
 
-1. A `StagedBlock` is one block in memory, as one or more tiles. (Decoded chunks stay separate tiles; joining them would be one
-   more copy.)
+1. A `StagedBlock` is one block in memory, as one or more tiles: one if it was read from a file, views of shards otherwise.
 2. The tiles lie in `Slots`: a few staging buffers that are reused, in shared memory if there is any, else in the memory of this
    process.
 3. A `Piece` is the data of a shard on the host, where all values end up.
@@ -10,7 +9,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,14 +59,10 @@ class Slot:
 
 @dataclass
 class StagedBlock:
-    """One block in memory. `tiles` hold at least the parts for other ranks; parts for this rank's pieces are delivered.
-
-    `whole` is the tile of the whole block, if chunks are copied into it; otherwise each chunk becomes a tile.
-    """
+    """One block in memory. Each part for another rank lies in one of the `tiles`; those for this rank's pieces are there."""
 
     block: Block
     tiles: list[Piece] = field(default_factory=list)
-    whole: Piece | None = None
     slot: Slot | None = None
     release: Callable[[], None] = lambda: None
     n_sending: int = 0
@@ -77,25 +72,12 @@ class StagedBlock:
         """True if other processes of this machine can read the tiles."""
         return self.slot is not None and self.slot.is_shared
 
-    def tile_of(self, region: Region) -> Piece | None:
-        """The tile that holds all of `region`; None if no single tile does."""
-        return next((tile for tile in self.tiles if tile.region.contains(region)), None)
-
-    def views(self, region: Region) -> Iterator[tuple[Region, Array]]:
-        """Iterate over the tiles that meet `region`: the common region, and its values."""
+    def view(self, region: Region) -> Array:
+        """The values of a part. ValueError if they are not here."""
         for tile in self.tiles:
-            common = tile.region.intersect(region)
-            if common is not None:
-                yield common, tile.view(common)
-
-    def copy(self, region: Region, into: Array) -> None:
-        """Copy the values of `region`, from one tile or several. ValueError if some are not here."""
-        missing = region.size
-        for common, view in self.views(region):
-            np.copyto(view_of(into, common, region), view, casting="no")
-            missing -= common.size
-        if missing:
-            raise ValueError(f"{missing} elements of {region} are not in the block that is to be sent")
+            if tile.region.contains(region):
+                return tile.view(region)
+        raise ValueError(f"{region} is not in the block that is to be sent")
 
 
 class Slots:

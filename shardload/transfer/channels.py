@@ -3,9 +3,9 @@
 `Channels` is what an exchange sees: `send`, `receive`, `wait`. Below it there is one `Channel` for each other rank, for both
 directions. It is one of two kinds, and nothing else knows of which:
 
-- `SharedMemoryChannel`, to a rank of the same machine: the sender makes an *offer*, a note that names for every part and tile
-  the region and the place of its values in the sender's shared memory. The receiver copies the values out of it and
-  acknowledges the offer; then the slot is used again.
+- `SharedMemoryChannel`, to a rank of the same machine: the sender makes an *offer*, a note that names for every part the region
+  and the place of its values in the sender's shared memory. The receiver copies the values out of it and acknowledges the
+  offer; then the slot is used again.
 - `MessageChannel`, to any other rank: an MPI message carries the values, straight from the block if they lie there without
   gaps, otherwise packed. (MPI could send with gaps too, but MPICH then moves a few KiB per call: measured, packing is 10 times
   faster.) The message is received straight into the target, when it has come.
@@ -25,7 +25,7 @@ import time
 import zlib
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -36,15 +36,14 @@ from shardload.comm.shared_memory import Bell
 from shardload.comm.transport import Integers, Receive, Transport
 from shardload.errors import PeerError
 from shardload.planning.parts import Block, Part
-from shardload.planning.region import Region
 from shardload.transfer.arrivals import DEFECT, Arrivals
 from shardload.transfer.buffers import StagedBlock
 from shardload.transfer.checksum import checksum, identity, seed_of
 from shardload.transfer.messages import Packer
-from shardload.transfer.moves import ArrayMove, Expected
+from shardload.transfer.moves import ArrayMove
 
 OFFER, ACK, RECEIPT = range(3)  # kinds of notes: "these parts lie there", "I have them", "no more, and these were all"
-HEAD_SIZE = 4  # of an offer: OFFER, its number, how many parts, which array; then a row of integers for each tile
+HEAD_SIZE = 4  # of an offer: OFFER, its number, how many parts, which array; then a row of integers for each part
 
 # Waiting for messages: at first only yield the core, because a pending message needs calls into MPI to progress; then sleep
 # for longer and longer.
@@ -112,11 +111,6 @@ class Channels:
         """True if every part has been handed to MPI or offered."""
         return not self._queue
 
-    @property
-    def n_offered(self) -> int:
-        """Number of offers of this rank that have not been acknowledged."""
-        return len(self._offered)
-
     def send(self, array: int, block: StagedBlock) -> None:
         """Queue the parts of a block that other ranks need. When all have left, the block's slot is released."""
         block.n_sending += 1
@@ -178,7 +172,7 @@ class Channels:
         for number, move in enumerate(self.moves):
             for rank, parts in move.flow.incoming(self.transport.rank).items():
                 self._open.add(rank)
-                self.route(rank).expected.add(number, parts)
+                self.route(rank).expected.append((number, parts))
         self._senders = [self._channels[rank] for rank in self._open]
         for channel in self._senders:
             channel.expect()
@@ -257,8 +251,9 @@ class Channel(ABC):
         self.rank, self._common, self._transport, self._checksums = rank, common, common.transport, common.checksums
         self._n_sent, self._identity, self._array = 0, 0, -1
         self._sent_sums: list[int] = []
-        self.expected = Expected()
-        self._n_seen = 0  # parts that have come, or that offers have named
+        self.expected: list[tuple[int, Sequence[Part]]] = []  # of each array
+        self._following = _in_order(self.expected)  # of these, what has not begun to come
+        self._n_expected = self._n_seen = 0  # parts; and those that have come, or that offers have named
         self._expected_identity = 0
         self._sums: list[int] = []
         self._receipt: list[int] | None = None
@@ -290,11 +285,12 @@ class Channel(ABC):
 
     def expect(self) -> None:
         """Get ready for the expected parts."""
-        for array, parts in self.expected.lists:
+        for array, parts in self.expected:
             self._expected_identity = begin_array(self._common.seeds[array], self._expected_identity)
             for part in parts:
                 self._expected_identity = identity(part.region, self._expected_identity)
-        self._sums = [0] * (len(self.expected) if self._checksums and self.uses_messages else 0)
+            self._n_expected += len(parts)
+        self._sums = [0] * (self._n_expected if self._checksums and self.uses_messages else 0)
 
     def take(self, nbytes: int, receive: Receive) -> None:
         """Receive a message with values. In this base class none is expected: report it, and throw it away."""
@@ -327,11 +323,11 @@ class Channel(ABC):
         if self._receipt is None or not self.went_well:
             return  # the sender raises its error, and all ranks agree on it
         _, n_sent, proof, *sums = self._receipt
-        arrivals, expected = self._common.arrivals, self.expected
-        if (n_sent, proof) != (len(expected), self._expected_identity):
-            array, part = expected[0]
+        arrivals = self._common.arrivals
+        if (n_sent, proof) != (self._n_expected, self._expected_identity):
+            _, array, part = next(_in_order(self.expected))
             arrivals.report_list(part.region, self.rank, array)
-        for (array, part), theirs, ours in zip(expected, sums, self._sums, strict=False):
+        for (_, array, part), theirs, ours in zip(_in_order(self.expected), sums, self._sums, strict=False):
             if theirs != ours:
                 arrivals.report_sum(array, part, self.rank, ours, theirs)
 
@@ -341,24 +337,17 @@ class MessageChannel(Channel):
 
     uses_messages = True
 
-    def __init__(self, common: Channels, rank: int) -> None:
-        super().__init__(common, rank)
-        self._n_begun = 0  # messages that are being received, or have been
-
     def send(self, array: int, block: StagedBlock, parts: Sequence[Part]) -> bool:
         """See `Channel`."""
         (part,) = parts
-        tile = block.tile_of(part.region)
-        view = None if tile is None else tile.view(part.region)
+        data = view = block.view(part.region)
         done: Callable[[], None] = partial(one_less, block)
-        if view is None or not view.flags.c_contiguous:
-            packed = self._common.packer.pack(block, part.region, self._common.moves[array].dtype)
+        if not view.flags.c_contiguous:
+            packed = self._common.packer.pack(block, part.region)
             if packed is None:
                 return False
             data, done = packed
-        else:
-            data = view
-        sums = [checksum(data if view is None else view, self._common.seeds[array])] if self._checksums else []
+        sums = [checksum(view, self._common.seeds[array])] if self._checksums else []
         self._transport.send(self.rank, data, done)
         self._count_sent(array, part)
         self._sent_sums += sums
@@ -368,9 +357,7 @@ class MessageChannel(Channel):
 
     def take(self, nbytes: int, receive: Receive) -> None:
         """See `Channel`. The messages of a rank come in the order of its parts."""
-        number = self._n_begun
-        self._n_begun += 1
-        array, part = self.expected[number] if number < len(self.expected) else (-1, None)
+        number, array, part = next(self._following, (0, -1, None))
         view = None if part is None else self._common.arrivals.view(array, part, part.region)
         if part is None or view is None or view.nbytes != nbytes:
             super().take(nbytes, receive)
@@ -395,31 +382,24 @@ class SharedMemoryChannel(Channel):
     def send(self, array: int, block: StagedBlock, parts: Sequence[Part]) -> bool:
         """See `Channel`."""
         if block.is_shared:
-            self._offer(array, parts, (block.views(part.region) for part in parts), partial(one_less, block))
+            self._offer(array, parts, [block.view(part.region) for part in parts], partial(one_less, block))
             return True
         # The block lies elsewhere: copy the part into shared memory first.
         (part,) = parts
-        packed = self._common.packer.pack(block, part.region, self._common.moves[array].dtype)
+        packed = self._common.packer.pack(block, part.region)
         if packed is None:
             return False
         data, done = packed
-        self._offer(array, parts, [[(part.region, data)]], done)
+        self._offer(array, parts, [data], done)
         one_less(block)
         return True
 
-    def _offer(
-        self,
-        array: int,
-        parts: Sequence[Part],
-        views: Iterable[Iterable[tuple[Region, Array]]],
-        on_done: Callable[[], None],
-    ) -> None:
+    def _offer(self, array: int, parts: Sequence[Part], views: Sequence[Array], on_done: Callable[[], None]) -> None:
         rows: list[int] = []
         seed, place_of = self._common.seeds[array], self._transport.place_of
-        for number, places in enumerate(views, self._n_sent):
-            for region, view in places:
-                proof = checksum(view, seed) if self._checksums else 0
-                rows += [number, *region.start, *region.stop, place_of(view), *view.strides, proof]
+        for part, view in zip(parts, views, strict=True):
+            proof = checksum(view, seed) if self._checksums else 0
+            rows += [*part.region.start, *part.region.stop, place_of(view), *view.strides, proof]
         self._common.offer(self.rank, len(parts), array, rows, on_done)
         for part in parts:
             self._count_sent(array, part)
@@ -427,59 +407,43 @@ class SharedMemoryChannel(Channel):
     def look(self, offer: Integers) -> None:
         """See `Channel`. Copies the values out of the sender's memory."""
         started = time.perf_counter()
-        arrivals, rank, expected = self._common.arrivals, self.rank, self.expected
-        array = int(offer[3])
-        is_known = 0 <= array < len(self._common.moves) and len(expected) > 0
-        width = 3 + 3 * (self._common.moves[array].flow.ndim if is_known else 0)
-        n_rows, n_more = divmod(len(offer) - HEAD_SIZE, width)
-        if n_more or not is_known:
-            arrivals.report_list(None, rank)
-        tiles: dict[int, list[Region]] = {}
-        if is_known:
-            for row in offer[HEAD_SIZE : HEAD_SIZE + n_rows * width].reshape(n_rows, width).tolist():
-                region = self._take(array, row)
-                if region is not None:
-                    tiles.setdefault(row[0], []).append(region)
-        last = min(self._n_seen + int(offer[2]), len(expected))
-        for number in range(self._n_seen, last):
-            of, part = expected[number]
-            if not _are_all_of(part.region, tiles.pop(number, [])):
-                arrivals.report_list(part.region, rank, of)
-        for number in tiles:  # offers come in order
-            of, part = expected[number]
-            arrivals.report_list(part.region, rank, of)
+        arrivals, array, n_parts = self._common.arrivals, int(offer[3]), int(offer[2])
+        n = self._common.moves[array].flow.ndim if 0 <= array < len(self._common.moves) else 0
+        rows = offer[HEAD_SIZE:].tolist()
+        width = 3 * n + 2
+        if len(rows) != n_parts * width:
+            arrivals.report_list(None, self.rank)
+            rows.clear()
+        for k in range(0, len(rows), width):
+            with arrivals.errors:  # the sender waits for an answer
+                self._copy(array, rows[k : k + width], n)
         arrivals.counters.copy_seconds += time.perf_counter() - started
-        self._transport.tell(rank, np.array([ACK, offer[1]], dtype=np.int64))
-        self._see(int(offer[2]))
+        self._transport.tell(self.rank, np.array([ACK, offer[1]], dtype=np.int64))
+        self._see(n_parts)
 
-    def _take(self, array: int, row: list[int]) -> Region | None:
-        """Copy the values that one row of an offer names. Problems are reported, not raised: the sender waits for an answer."""
-        with self._common.arrivals.errors:
-            return self._copy(array, row)
-        return None
-
-    def _copy(self, array: int, row: list[int]) -> Region | None:
-        n, arrivals = self._common.moves[array].flow.ndim, self._common.arrivals
+    def _copy(self, array: int, row: list[int], n: int) -> None:
+        """Copy the values of the next part, which a row of an offer names."""
+        arrivals = self._common.arrivals
+        _, of, part = next(self._following, (0, -1, None))
+        if part is None or of != array or row[: 2 * n] != [*part.region.start, *part.region.stop]:
+            arrivals.report_list(None if part is None else part.region, self.rank, array)
+            return
+        target = arrivals.view(array, part, part.region)
         try:
-            region = Region(tuple(row[1 : 1 + n]), tuple(row[1 + n : 1 + 2 * n]))
-        except ValueError:
-            arrivals.report_list(None, self.rank, array)
-            return None
-        of, part = self.expected[row[0]] if 0 <= row[0] < len(self.expected) else (-1, None)
-        if part is None or of != array or not part.region.contains(region):
-            arrivals.report_list(region, self.rank, array)
-            return None
-        target = arrivals.view(array, part, region)
-        try:
-            values = self._transport.look(self.rank, region.shape, target.dtype, row[1 + 2 * n], row[2 + 2 * n : -1])
+            values = self._transport.look(self.rank, target.shape, target.dtype, row[2 * n], row[2 * n + 1 : -1])
         except (TypeError, ValueError):  # outside the sender's memory
-            arrivals.report_list(region, self.rank, array)
-            return None
+            arrivals.report_list(part.region, self.rank, array)
+            return
         np.copyto(target, values, casting="no")
         if self._checksums and (found := checksum(target, self._common.seeds[array])) != row[-1]:
             arrivals.report_sum(array, part, self.rank, found, row[-1])
-        arrivals.receive(array, part, region, self._checksums)
-        return region
+        arrivals.receive(array, part, part.region, self._checksums)
+
+
+def _in_order(expected: Sequence[tuple[int, Sequence[Part]]]) -> Iterator[tuple[int, int, Part]]:
+    """The expected parts in the order in which they come: number, array, part."""
+    every = ((array, part) for array, parts in expected for part in parts)
+    return ((number, array, part) for number, (array, part) in enumerate(every))
 
 
 def begin_array(seed: int, previous: int) -> int:
@@ -492,22 +456,3 @@ def one_less(block: StagedBlock) -> None:
     block.n_sending -= 1
     if block.n_sending == 0:
         block.release()
-
-
-def _are_all_of(region: Region, tiles: list[Region]) -> bool:
-    """True if the tiles, as cells of a grid, cover the region, each element once.
-
-    >>> half = Region((0,), (2,))
-    >>> _are_all_of(Region((0,), (4,)), [half, Region((2,), (4,))]), _are_all_of(Region((0,), (4,)), [half, half])
-    (True, False)
-    """
-    if len(tiles) == 1:
-        return tiles[0] == region
-    n_cells = 1
-    for axis in range(region.ndim):
-        cuts = sorted({(tile.start[axis], tile.stop[axis]) for tile in tiles})
-        ends = [region.start[axis], *(stop for _, stop in cuts)]
-        if [start for start, _ in cuts] != ends[:-1] or ends[-1] != region.stop[axis]:
-            return False
-        n_cells *= len(cuts)
-    return len(tiles) == len(set(tiles)) == n_cells

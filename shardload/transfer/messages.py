@@ -44,7 +44,7 @@ class Packer:
         self._open: _Buffer | None = None
         self._last: tuple[Block, Region, Array, _Buffer] | None = None
 
-    def pack(self, block: StagedBlock, region: Region, dtype: np.dtype[Any]) -> tuple[Array, Callable[[], None]] | None:
+    def pack(self, block: StagedBlock, region: Region) -> tuple[Array, Callable[[], None]] | None:
         """Return a packed copy of `region` of the block, and a function to call when it has been sent. None: there is no room.
 
         If the same region was packed last (replicas), the same copy is returned.
@@ -53,14 +53,14 @@ class Packer:
         if last is not None and last[0] is block.block and last[1] == region and last[3].n_sending:
             _, _, data, buffer = last  # compared by block too: another array may have the same region
         else:
-            nbytes = region.size * dtype.itemsize
-            found = self._room(nbytes)
+            view = block.view(region)
+            found = self._room(view.nbytes)
             if found is None:
                 return None
             buffer = found
-            data = buffer.slot.data[buffer.n_used : buffer.n_used + nbytes].view(dtype).reshape(region.shape)
-            block.copy(region, data)
-            buffer.n_used += aligned(nbytes)
+            data = buffer.slot.data[buffer.n_used : buffer.n_used + view.nbytes].view(view.dtype).reshape(view.shape)
+            np.copyto(data, view, casting="no")
+            buffer.n_used += aligned(view.nbytes)
             self._last = (block.block, region, data, buffer)
         buffer.n_sending += 1
         return data, partial(self._one_less, buffer)

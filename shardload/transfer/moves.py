@@ -10,7 +10,6 @@ part to which rank:
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, Protocol
@@ -249,34 +248,3 @@ class ArrayMove:
         if named is error:
             raise error
         raise named from error
-
-
-class Expected:
-    """The parts that come from one rank: those of array 0 in order, then those of array 1, and so on. It stores no parts."""
-
-    def __init__(self) -> None:
-        self._starts: list[int] = []
-        self.lists: list[tuple[int, Sequence[Part]]] = []
-        self._n = 0
-
-    def add(self, array: int, parts: Sequence[Part]) -> None:
-        """Append the parts of the next array."""
-        self._starts.append(self._n)
-        self.lists.append((array, parts))
-        self._n += len(parts)
-
-    def __len__(self) -> int:
-        return self._n
-
-    def __getitem__(self, number: int) -> tuple[int, Part]:
-        """Return the number of the array and the part."""
-        if not 0 <= number < self._n:
-            raise IndexError(number)
-        k = bisect_right(self._starts, number) - 1
-        array, parts = self.lists[k]
-        return array, parts[number - self._starts[k]]
-
-    def __iter__(self) -> Iterator[tuple[int, Part]]:
-        for array, parts in self.lists:
-            for part in parts:
-                yield array, part

@@ -50,21 +50,13 @@ class Naming:
     @contextmanager
     def at(self, region: Region) -> Iterator[None]:
         """Note that this thread reads a region of the file, so that `now` can say so."""
-        self.begin(region)
+        self._reading[threading.get_ident()] = region
         try:
             yield
         finally:
-            self.end()
-
-    def begin(self, region: Region) -> None:
-        """The same as entering `at`."""
-        self._reading[threading.get_ident()] = region
-
-    def end(self) -> None:
-        """The same as leaving it."""
-        del self._reading[threading.get_ident()]
-        with self._lock:
-            self._n_read += 1
+            del self._reading[threading.get_ident()]
+            with self._lock:
+                self._n_read += 1
 
     def now(self) -> tuple[int, str]:
         """Return how many chunks and blocks have been read, and what is being read (the oldest read; empty: nothing)."""

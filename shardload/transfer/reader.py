@@ -15,7 +15,6 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 from shardload.errors import ShardloadError, StallError
 from shardload.formats.contract.chunk_reader import ChunkReader
@@ -23,7 +22,7 @@ from shardload.formats.contract.format import Source
 from shardload.planning.parts import Block
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.tuning import Tuning, default_tuning
-from shardload.system.thread_pool import Lane, Pool, done_here
+from shardload.system.thread_pool import done_here
 from shardload.transfer.block_tasks import BlockTasks
 from shardload.transfer.buffers import StagedBlock
 from shardload.transfer.cast import cast_into
@@ -34,18 +33,6 @@ from shardload.transfer.local_pieces import LocalPieces
 from shardload.transfer.missing import Counter, count_by_region
 from shardload.transfer.read_errors import Naming
 from shardload.transfer.resources import Resources
-
-
-class _Tasks(Protocol):
-    """One way to read blocks."""
-
-    def needs_slot(self, block: Block) -> bool:
-        """True if a block needs a staging buffer."""
-        ...
-
-    def tasks(self, staged: StagedBlock) -> list[Callable[[Counters], None]]:
-        """The tasks that read a block; they may run at the same time."""
-        ...
 
 
 @dataclass
@@ -108,18 +95,13 @@ class SourceReader:
             chunk_reader = _chunk_reader(source, layout, tuning)
         except (OSError, RuntimeError) as error:
             raise error if isinstance(error, ShardloadError) else self._names.unreadable(error) from error
-        self._threads: Pool | Lane
         shared = (layout, local, resources.scratch, self._names, counts, convert)
         if chunk_reader is None:
-            self._ways: _Tasks = BlockTasks(source, *shared)
-            self._threads, self._n_at_a_time = Lane(resources.pool), 1
+            self._ways: BlockTasks | ChunkTasks = BlockTasks(source, *shared)
         else:
             batch_nbytes = resources.batch_nbytes if layout.chunk_nbytes <= tuning.batched_chunk_nbytes else 0
             self._ways = ChunkTasks(chunk_reader, *shared, resources.n_threads, batch_nbytes)
-            self._threads, self._n_at_a_time = resources.pool, resources.n_threads
-        self._is_by_chunks = chunk_reader is not None
         self._tasks: list[Future[None]] = []  # tasks that were started and may not have ended
-        self._asked: tuple[Block | None, bool] = (None, False)
         self._lock = threading.Lock()
         self.counters = Counters()
 
@@ -140,28 +122,28 @@ class SourceReader:
     @property
     def n_at_once(self) -> int:
         """Number of blocks to start before the first is done: one for each thread, and one that waits to be delivered."""
-        return self._n_at_a_time + 1
+        return self._ways.n_at_a_time + 1
 
     def has_room(self, block: Block) -> bool:
         """True if a staging buffer is free for this block, or it needs none."""
-        return not self._needs_slot(block) or self._resources.slots.has_room()
+        return self._resources.slots.has_room() or not self._ways.needs_slot(block)
 
     def start(self, block: Block) -> Reading:
         """Begin to read one block. When it is done, the parts of this rank's own pieces are in place."""
         if not all(block.region.contains(part.region) for part in block.parts):
             raise ValueError(f"a part reaches outside its block {block.region}: the plan is wrong")
         staged, slots = StagedBlock(block), self._resources.slots
-        if self._needs_slot(block):
+        if self._ways.needs_slot(block):
             slot = slots.take()
             if slot is None:
                 raise ValueError("no slot is free")
             staged.slot, staged.release = slot, partial(slots.give, slot)
         work = self._ways.tasks(staged)
         self._tasks = [task for task in self._tasks if not task.done()]
-        is_free = self._is_by_chunks or not self._tasks  # the library reads one block at a time
+        is_free = len(self._tasks) < self._ways.n_at_a_time
         if is_free and block.region.size * self._itemsize <= self._inline_nbytes:
             return Reading(staged, [done_here(self._run, task, block) for task in work])
-        tasks = [self._threads.submit(self._run, task, block) for task in work]
+        tasks = [self._resources.pool.submit(self._run, task, block) for task in work]
         for task in tasks:  # ring when the future is done, not when its work ends: the thread that waits checks `done` at once
             task.add_done_callback(self._tell)
         self._tasks += tasks
@@ -169,11 +151,6 @@ class SourceReader:
 
     def _tell(self, _: Future[None]) -> None:
         self._resources.bell.ring()
-
-    def _needs_slot(self, block: Block) -> bool:
-        if self._asked[0] is not block:  # called again and again while no buffer is free
-            self._asked = (block, self._ways.needs_slot(block))
-        return self._asked[1]
 
     def _run(self, work: Callable[[Counters], None], block: Block) -> None:
         counters = Counters()

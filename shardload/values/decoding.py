@@ -40,7 +40,6 @@ Packing = Mapping[str, Sequence[Any]]
 
 _NUMBER, _TEXT, _UNREADABLE = "number", "text", "unreadable"
 _MOST_VALUES = 64
-_WRONG_IN_THREADS = ("2.1.0", "2.1.1")  # float32 times a float64 is float32 there, but float64 in the main thread: numpy#27473
 _STORED = "Pass decode=False to load the stored numbers"
 
 
@@ -191,9 +190,6 @@ def decoding_of(dtype: np.dtype[Any], packing: Packing, name: str, with_valid: b
     is_bool = rules.text("dtype") == "bool"
     if scale is None and offset is None and not is_masked and work == dtype and not (is_bool and dtype.kind != "b"):
         return None
-    if np.__version__ in _WRONG_IN_THREADS:
-        how = "which computes with other types in threads. Type: pip install 'numpy>=2.1.2'"
-        raise ConfigError(f"{name} cannot be decoded with NumPy {np.__version__}, {how}. {_STORED}")
     is_valid_decoded = is_masked and rules.is_valid_decoded
     out = np.dtype(bool) if is_bool else work
     return Decoding(out, stored_as, work, tuple(fills), scale, offset, low, high, is_valid_decoded)

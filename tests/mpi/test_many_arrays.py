@@ -25,7 +25,7 @@ from shardload.comm.shared_memory import Segment
 from shardload.engine import session
 from shardload.jobs.loading import array_load, endpoints, execution
 from shardload.jobs.loading.call import LoadCall
-from shardload.options import DEFAULTS, OWN, options_of
+from shardload.options import DEFAULTS, OWN, keywords_of
 from shardload.transfer import resources
 from tests.mpi.support import READERS, check, counted, mesh_of, on_root, padded, ramp, same_error, unit
 
@@ -70,9 +70,9 @@ def paths(comm: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]
 def load_many(arrays: list[tuple[Any, Any, Any, dict[str, Any]]], comm: Any = None) -> execution.LoadResult:
     """Load arrays of which each has a path, a mesh, a spec and keywords of `load`."""
     paths, meshes, specs, given = map(list, zip(*arrays, strict=True))
-    options = options_of("load", vars(DEFAULTS) | given[0])
+    options = keywords_of("load", vars(DEFAULTS) | given[0] | {"comm": comm, "dataset": [one["dataset"] for one in given]})
     options |= {o.name: [one.get(o.name, o.default) for one in given] for o in OWN}
-    with LoadCall("load", paths, meshes, specs, options, [one["dataset"] for one in given]).begin(comm) as call:
+    with LoadCall("load", paths, meshes, specs, options).begin() as call:
         return call.load_all()
 
 

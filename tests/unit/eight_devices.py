@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload.arrays.assemble import EarlyPieces, assemble, device_values
-from shardload.arrays.sharding import layout_shards, local_regions, read_sharding, read_spec, verify_layout
+from shardload.arrays.sharding import device_regions, layout_shards, read_sharding, read_spec, verify_layout
 from shardload.errors import ShardloadError
 from shardload.planning.region import Region
 from shardload.planning.shards import Shards, plan_shards
@@ -211,13 +211,11 @@ def layout_of_a_process_is_verified() -> None:
 
 def layout_regions_of_this_process() -> None:
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b"))
-    held = local_regions(NamedSharding(mesh, P("a")), (6, 3))
-    assert {r: [d.id for d in devices] for r, devices in held.items()} == {
-        Region((0, 0), (3, 3)): [0, 1, 2, 3],
-        Region((3, 0), (6, 3)): [4, 5, 6, 7],
-    }
-    assert list(local_regions(NamedSharding(mesh, P()), ())) == [Region((), ())]
-    assert list(local_regions(NamedSharding(mesh, P("a")), (0, 3))) == [Region((0, 0), (0, 3))]
+    held = device_regions(NamedSharding(mesh, P("a")), (6, 3))
+    halves = Region((0, 0), (3, 3)), Region((3, 0), (6, 3))
+    assert {device.id: region for device, region in held.items()} == {k: halves[k // 4] for k in range(8)}
+    assert set(device_regions(NamedSharding(mesh, P()), ()).values()) == {Region((), ())}
+    assert set(device_regions(NamedSharding(mesh, P("a")), (0, 3)).values()) == {Region((0, 0), (0, 3))}
 
 
 # --- assembling

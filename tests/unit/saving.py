@@ -71,7 +71,7 @@ def write_all(
                 elif one.is_asked:
                     asked.setdefault(name, []).append((one.number(region), stored))
                 else:
-                    puts.append((name, one.number(region), writers[0].place(name, one.number(region)), stored))
+                    puts.append((name, one.number(region), ticket.places[name][one.number(region)], stored))
             for name, found in asked.items():
                 numbers, sizes, masks = zip(*((n, s.nbytes, s.mask) for n, s in found), strict=True)
                 offsets = catalog.allocate(name, numbers, sizes, masks)

@@ -19,6 +19,7 @@ from shardload.formats import (
     Access,
     ArrayInfo,
     Format,
+    OpenFile,
     Region,
     Source,
     check_request,
@@ -163,17 +164,36 @@ class NpyFormat(Format):
         except OSError:
             return False
 
-    def list_arrays(self, path: str, access: Access = STRICT) -> list[ArrayInfo]:
+    def open_file(self, path: str, access: Access = STRICT) -> OpenFile:
+        """A file, of which nothing is read yet."""
+        return NpyFile(path, access)
+
+
+class NpyFile(OpenFile):
+    """A ``.npy`` file. Its one array opens it.
+
+    Parameters
+    ----------
+    path : str
+        Of the file.
+    access : Access
+        What the caller allows.
+    """
+
+    def __init__(self, path: str, access: Access) -> None:
+        self._path, self._access = path, access
+
+    def list_arrays(self) -> list[ArrayInfo]:
         """The one array."""
-        source = NpySource(path, access)
+        source = self.open(_NAME)
         source.close()
         return [source.info]
 
-    def open_path(self, path: str, dataset: str, access: Access = STRICT) -> Source:
+    def open(self, dataset: str, planned: ArrayInfo | None = None) -> Source:
         """Open the one array, ``"/"``."""
         if dataset != _NAME:
             raise KeyError(dataset)
-        return NpySource(path, access)
+        return NpySource(self._path, self._access)
 
 
 FORMAT = NpyFormat()

@@ -118,7 +118,7 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
 
     def attempt() -> None:
         try:
-            FORMAT.open_path(str(tmp_path / "pipe.npy"), "/")
+            FORMAT.open_file(str(tmp_path / "pipe.npy")).open("/")
         except OSError as error:
             found.append(error)
 

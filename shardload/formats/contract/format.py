@@ -163,7 +163,7 @@ class Source(abc.ABC):
 class Format(abc.ABC):
     """One file format. `registry` finds it by an entry point; nothing else in shardload knows it.
 
-    A format must implement `name`, `claims_path`, `list_arrays`, `open_path` and a `Source`. It may override the other methods
+    A format must implement `name`, `claims_path`, `open_file`, an `OpenFile` and a `Source`. It may override the other methods
     if it can do better than their defaults. An `Access` says what the caller allows. If files of the format can name other
     files, open those only with `Access.open_file`, or ask `Access.fence` before the library opens them.
     """
@@ -177,21 +177,8 @@ class Format(abc.ABC):
         """
 
     @abc.abstractmethod
-    def list_arrays(self, path: str, access: Access = STRICT) -> list[ArrayInfo]:
-        """Every array in the file, in the file's order, from metadata alone. Includes arrays that cannot be loaded, with the
-        reason.
-        """
-
-    @abc.abstractmethod
-    def open_path(self, path: str, dataset: str, access: Access = STRICT) -> Source:
-        """Open one array by its full name. Raises ``KeyError(dataset)`` if there is no array of that name."""
-
-    def open_planned(self, path: str, info: ArrayInfo, access: Access = STRICT) -> Source:
-        """Open an array that was described before, maybe on another rank: what that cost need not be done again.
-
-        The caller compares shape, dtype and chunks of the source with `info`. By default the same as `open_path`.
-        """
-        return self.open_path(path, info.dataset, access)
+    def open_file(self, path: str, access: Access = STRICT) -> OpenFile:
+        """Open a file that exists."""
 
     def claims_url(self, url: str) -> bool:
         """True if `url`, which has a ``://``, is for this format. Decides by the text alone. Never raises."""
@@ -207,7 +194,28 @@ class Format(abc.ABC):
         """
         raise NotImplementedError(f"{self.name} claims objects, but does not open them")
 
-    def sketch_arrays(self, path: str, access: Access = STRICT, most: int | None = None, like: str = "") -> list[ArrayInfo]:
+
+class OpenFile(abc.ABC):
+    """A file that is opened once for its arrays. Use it in a ``with`` statement.
+
+    It must implement `list_arrays` and `open`.
+    """
+
+    @abc.abstractmethod
+    def list_arrays(self) -> list[ArrayInfo]:
+        """Every array in the file, in the file's order, from metadata alone. Includes arrays that cannot be loaded, with the
+        reason.
+        """
+
+    @abc.abstractmethod
+    def open(self, dataset: str, planned: ArrayInfo | None = None) -> Source:
+        """Open one array by its full name, also one that cannot be loaded. It is valid until it or this file is closed.
+
+        Raises ``KeyError(dataset)`` if there is no array of that name. `planned` is what is known of it, maybe from another
+        rank: what that cost need not be done again. The caller compares shape, dtype and chunks of the source with it.
+        """
+
+    def sketch(self, most: int | None = None, like: str = "") -> list[ArrayInfo]:
         """At most `most` + 1 arrays of the file, each under one name, to say which the caller could mean. By default a
         `list_arrays` that is quick.
 
@@ -215,35 +223,15 @@ class Format(abc.ABC):
         similar name, if the format lists names quickly. If `like` is a group without arrays, the result may begin with
         `group_info`. Text attributes may be left out: in some formats it is not safe to read those of a damaged file.
         """
-        return self.list_arrays(path, access)[: None if most is None else most + 1]
+        return self.list_arrays()[: None if most is None else most + 1]
 
-    def list_linked(self, path: str, group: str, access: Access = STRICT, in_full: bool = True) -> list[ArrayInfo]:
-        """The arrays below `group`, if links lead to it, under the names by which `open_path` opens them. By default none.
+    def list_linked(self, group: str, in_full: bool = True) -> list[ArrayInfo]:
+        """The arrays below `group`, if links lead to it, under the names by which `open` opens them. By default none.
 
         `list_arrays` follows no links, so it has none of these. With `in_full` they are described as there, else as in
-        `sketch_arrays`. Raises SourceError for a link without a target, and for one that the caller does not allow.
+        `sketch`. Raises SourceError for a link without a target, and for one that the caller does not allow.
         """
         return []
-
-    def open_file(self, path: str, access: Access = STRICT) -> OpenFile:
-        """Open the file once, for several of its arrays. By default each array opens the file by itself."""
-        return _OpenedByEach(self, path, access)
-
-
-class OpenFile(abc.ABC):
-    """A file that is opened once for several of its arrays. Use it in a ``with`` statement."""
-
-    @abc.abstractmethod
-    def open(self, dataset: str) -> Source:
-        """Open one array by its full name, as `Format.open_path` does. It is valid until it or this file is closed."""
-
-    def open_planned(self, info: ArrayInfo) -> Source:
-        """The same for an array that was described before: see `Format.open_planned`."""
-        return self.open(info.dataset)
-
-    def open_any(self, dataset: str) -> Source:
-        """The same, also of an array that cannot be loaded, for its attributes, or short text (`Properties.texts`)."""
-        return self.open(dataset)
 
     def state(self) -> tuple[int, ...] | None:
         """The state of the file itself, as `Source.state` has it; None if there is no such thing. Never raises.
@@ -252,13 +240,11 @@ class OpenFile(abc.ABC):
         """
         return None
 
-    def groups(self) -> Mapping[str, Mapping[str, Any]]:
-        """The attributes of the file (``"/"``) and of its groups, by their full names. By default none."""
-        return {}
-
-    def unread(self) -> Sequence[str]:
-        """What could not be read of these attributes, in words, and what else is in the file."""
-        return ()
+    def groups(self) -> tuple[Mapping[str, Mapping[str, Any]], Sequence[str]]:
+        """The attributes of the file (``"/"``) and of its groups, by their full names; and what could not be read of them, in
+        words. By default none.
+        """
+        return {}, ()
 
     def links(self) -> Mapping[str, str]:
         """The links by which something has another name, or lies in another file: by their full names, and what each leads to,
@@ -268,9 +254,9 @@ class OpenFile(abc.ABC):
         """
         return {}
 
-    @abc.abstractmethod
     def close(self) -> None:
-        """Close the file. Close its arrays first. May be called again."""
+        """Close the file. Close its arrays first. May be called again. By default nothing is to be closed."""
+        return None
 
     def __enter__(self) -> Self:
         return self
@@ -279,14 +265,18 @@ class OpenFile(abc.ABC):
         self.close()
 
 
-class _OpenedByEach(OpenFile):
-    """For formats that open the file again for each array."""
+def open_alone(file: OpenFile, dataset: str, planned: ArrayInfo | None = None) -> Source:
+    """Open an array of a file, which is closed with it, or if it cannot be opened."""
+    try:
+        source = file.open(dataset, planned)
+    except BaseException:
+        file.close()
+        raise
+    close = source.close
 
-    def __init__(self, file_format: Format, path: str, access: Access) -> None:
-        self._format, self._path, self._access = file_format, path, access
+    def close_both() -> None:
+        close()
+        file.close()
 
-    def open(self, dataset: str) -> Source:
-        return self._format.open_path(self._path, dataset, self._access)
-
-    def close(self) -> None:
-        pass
+    source.close = close_both  # type: ignore[method-assign]
+    return source

@@ -8,7 +8,6 @@ these for a file that was not written here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import h5py
@@ -16,9 +15,9 @@ import numpy as np
 
 from shardload.formats.contract.array import json_value
 from shardload.formats.hdf5.names import decoded
+from shardload.formats.hdf5.opened import OpenDataset
 from shardload.formats.labels import Note
 
-NamesByAddress = Mapping[int, Sequence[str]]
 _MOST_PLAIN_NBYTES = 1 << 16
 _NUMBERS = (h5py.h5t.INTEGER, h5py.h5t.FLOAT, h5py.h5t.ENUM)
 _ERRORS = (KeyError, OSError, RuntimeError, TypeError, ValueError)
@@ -86,10 +85,6 @@ def read(owner: Any, key: str, most_nbytes: int) -> Any:
             raise UnreadableError(f"{nbytes} bytes, not shown")
         if not _is_readable(kind):
             raise UnreadableError("neither text nor numbers")
-        if found.shape is not None and kind.get_class() in (h5py.h5t.INTEGER, h5py.h5t.FLOAT):  # h5py's way takes twice as long
-            value = np.zeros(found.shape, found.dtype)
-            found.read(value)
-            return value[()]
         return owner.attrs[key]
     except _ERRORS as error:
         raise UnreadableError(f"unreadable ({error})") from None
@@ -106,12 +101,11 @@ def _is_readable(kind: Any) -> bool:
     return kind.get_class() in (*_NUMBERS, h5py.h5t.STRING)
 
 
-def scales_of(dataset: h5py.Dataset, places: Callable[[], NamesByAddress]) -> tuple[list[list[tuple[str, Any]]], str]:
+def scales_of(dataset: OpenDataset) -> tuple[list[list[tuple[str, Any]]], str]:
     """The dimension scales of each axis, in order: the full name of each, and the open dataset; and why there are none, or not
     all.
 
-    `places` has the names of the objects of the file (`places_in`). A scale with several has that in the dataset's group. What
-    has none was deleted, although HDF5 may still open it.
+    A scale with several names has that in the dataset's group. What has none was deleted, although HDF5 may still open it.
     """
     none: list[Any] = [[] for _ in dataset.shape or ()]
     if not has(dataset, "DIMENSION_LIST"):
@@ -125,19 +119,19 @@ def scales_of(dataset: h5py.Dataset, places: Callable[[], NamesByAddress]) -> tu
         told = [list(references) for references in dataset.attrs["DIMENSION_LIST"]]
     except _ERRORS as error:
         return none, f"DIMENSION_LIST is unreadable ({error})"
-    each = [[_scale(dataset, reference, places()) for reference in references] for references in told]
+    each = [[_scale(dataset, reference) for reference in references] for references in told]
     gone = [axis for axis, scales in enumerate(each) if None in scales]
     there = [[scale for scale in scales if scale is not None] for scales in each]
     return there, f"the dimension scales of axes {gone} are not in the file" if gone else ""
 
 
-def _scale(dataset: h5py.Dataset, reference: h5py.Reference, places: NamesByAddress) -> tuple[str, Any] | None:
+def _scale(dataset: OpenDataset, reference: h5py.Reference) -> tuple[str, Any] | None:
     """What a reference leads to, if that is a dimension scale with a name."""
     try:
         found = h5py.h5r.dereference(reference, dataset.id) if reference else None
         if not isinstance(found, h5py.h5d.DatasetID) or not is_scale(h5py.Dataset(found)):
             return None
-        names = places.get(int(h5py.h5o.get_info(found).addr), ())
+        names = dataset.facts.places.get(int(h5py.h5o.get_info(found).addr), ())
     except _ERRORS:
         return None
     above = str(dataset.name or "").rpartition("/")[0]

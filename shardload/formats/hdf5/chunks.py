@@ -27,12 +27,11 @@ from shardload.formats.contract.dtypes import is_added
 from shardload.formats.hdf5.chunk_index import MOST_ENTRIES, ChunkTree, DamagedIndexError, tree_of
 from shardload.formats.hdf5.chunk_order import true_place
 from shardload.formats.hdf5.filters import stage_of
-from shardload.formats.hdf5.opened import creation_of, header_of, kept, kind_of
+from shardload.formats.hdf5.opened import OpenDataset, kept
 from shardload.formats.hdf5.raw_file import swap_size
 from shardload.formats.hdf5.unwrapped import are_edges_plain
 from shardload.formats.stored_chunks import Extents, StoredChunks
 from shardload.planning.region import Region
-from shardload.storage.objects import StoredObject
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 Masks = np.ndarray[Any, np.dtype[np.uint32]]
@@ -43,21 +42,21 @@ _SHUFFLE, _CHECKSUM = 2, 3  # filters that give as many bytes as they take, and 
 _NOWHERE = -1
 
 
-def fill_value(dataset: h5py.Dataset, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+def fill_value(dataset: OpenDataset, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
     """The value of `dataset` where nothing was written, as a 0-d array; zero if HDF5 leaves the reader's buffer as it is.
 
     HDF5 does that if the dataset's creator chose never to fill, or no fill value. h5py passes HDF5 a buffer of zeros.
     """
-    creation = creation_of(dataset)
+    creation = dataset.creation
     value = np.zeros((), np.float32 if is_added(dtype) else dtype)
     if not leaves_gaps(dataset):
         creation.get_fill_value(value)
     return value.astype(dtype)
 
 
-def leaves_gaps(dataset: h5py.Dataset) -> bool:
+def leaves_gaps(dataset: OpenDataset) -> bool:
     """True if HDF5 writes nothing into the reader's buffer for missing values."""
-    creation = creation_of(dataset)
+    creation = dataset.creation
     return bool(
         creation.get_fill_time() == h5py.h5d.FILL_TIME_NEVER or creation.fill_value_defined() == h5py.h5d.FILL_VALUE_UNDEFINED
     )
@@ -102,21 +101,19 @@ class ChunkPlaces:
 
     Parameters
     ----------
-    dataset : h5py.Dataset
+    dataset : OpenDataset
         The dataset.
-    raw : StoredObject, optional
-        The file that holds it, if its bytes may be read without HDF5.
     expected : Region, optional
         Chunks that meet it will be asked for, and hardly any other.
     """
 
-    def __init__(self, dataset: h5py.Dataset, raw: StoredObject | None = None, expected: Region | None = None) -> None:
-        creation = creation_of(dataset)
-        self.raw, self._dataset, self._expected = raw, dataset, expected
+    def __init__(self, dataset: OpenDataset, expected: Region | None = None) -> None:
+        creation = dataset.creation
+        self.raw, self._dataset, self._expected = dataset.raw, dataset, expected
         self.chunk: tuple[int, ...] = tuple(creation.get_chunk())
         self.counts = tuple(-(-n // c) for n, c in zip(dataset.shape, self.chunk, strict=True))
-        self._nbytes = math.prod(self.chunk) * int(kind_of(dataset).get_size())
-        self.filters = [creation.get_filter(k)[0] for k in range(creation.get_nfilters())]
+        self._nbytes = math.prod(self.chunk) * int(dataset.kind.get_size())
+        self.filters = [number for number, *_ in dataset.stored_filters]
         self.no_filter = (1 << len(self.filters)) - 1
         reach_over = [axis for axis, (n, c) in enumerate(zip(dataset.shape, self.chunk, strict=True)) if n % c]
         self._plain_axes = reach_over if reach_over and self.filters and are_edges_plain(creation) else []
@@ -125,7 +122,7 @@ class ChunkPlaces:
 
     @kept
     def _tree(self) -> ChunkTree | None:
-        header = header_of(self._dataset)
+        header = self._dataset.header
         return None if self.raw is None or header is None else tree_of(self.raw.read_at_most, header, self.chunk)
 
     def of(self, box: Sequence[range]) -> tuple[Ints, Ints, Masks]:
@@ -236,12 +233,11 @@ def _cut(box: Sequence[range], most: int) -> Iterator[list[range]]:
         yield from _cut([*box[:axis], places, *box[axis + 1 :]], most)
 
 
-def open_chunks(dataset: h5py.Dataset, dtype: np.dtype[Any], places: ChunkPlaces) -> Hdf5Chunks | None:
+def open_chunks(dataset: OpenDataset, dtype: np.dtype[Any], places: ChunkPlaces) -> Hdf5Chunks | None:
     """A reader for the chunks of `dataset` as values of `dtype` (a native type); None if only HDF5 may decode them."""
-    creation = creation_of(dataset)
-    swap = swap_size(kind_of(dataset), dtype)
-    filters = [creation.get_filter(k) for k in range(creation.get_nfilters())]
-    stages = [stage_of(number, values) for number, _, values, _ in reversed(filters)]
+    creation = dataset.creation
+    swap = swap_size(dataset.kind, dtype)
+    stages = [stage_of(number, values) for number, _, values, _ in reversed(dataset.stored_filters)]
     known = [stage for stage in stages if stage is not None]
     if swap is None or len(known) < len(stages) or sum(stage.n_more is None for stage in known) > 1:
         return None
@@ -254,7 +250,7 @@ def open_chunks(dataset: h5py.Dataset, dtype: np.dtype[Any], places: ChunkPlaces
 class Hdf5Chunks(StoredChunks):
     """The chunks of one open HDF5 dataset. Made by `open_chunks`."""
 
-    def __init__(self, dataset: h5py.Dataset, dtype: np.dtype[Any], places: ChunkPlaces, chain: Chain) -> None:
+    def __init__(self, dataset: OpenDataset, dtype: np.dtype[Any], places: ChunkPlaces, chain: Chain) -> None:
         super().__init__(places.counts, dtype, chain, fill_value(dataset, dtype))
         self._places, self._identifier = places, dataset.id
 

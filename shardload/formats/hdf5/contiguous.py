@@ -19,7 +19,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from shardload.formats.hdf5.opened import creation_of, kind_of
+from shardload.formats.hdf5.opened import OpenDataset
 from shardload.formats.hdf5.raw_file import swap_size
 from shardload.planning.blocks import NEAR_NBYTES
 from shardload.planning.region import Region
@@ -29,16 +29,15 @@ from shardload.system.scratch import shared_scratch
 _SPAN_NBYTES = 1 << 20  # bytes per read: they stay in a core's cache until they are copied
 
 
-def open_contiguous(dataset: h5py.Dataset, dtype: np.dtype[Any], raw: StoredObject) -> Hdf5Contiguous | None:
+def open_contiguous(dataset: OpenDataset, dtype: np.dtype[Any]) -> Hdf5Contiguous | None:
     """A reader of `dataset` as values of `dtype` (a native type); None if HDF5 has to read it."""
-    creation = creation_of(dataset)
-    if creation.get_layout() != h5py.h5d.CONTIGUOUS or creation.get_external_count() > 0:
+    if dataset.creation.get_layout() != h5py.h5d.CONTIGUOUS or dataset.creation.get_external_count() > 0:
         return None
-    swap, offset = swap_size(kind_of(dataset), dtype), dataset.id.get_offset()
+    swap, offset = swap_size(dataset.kind, dtype), dataset.id.get_offset()
     is_whole = dataset.id.get_storage_size() == math.prod(dataset.shape) * dtype.itemsize
-    if swap is None or offset is None or not is_whole:  # no offset: nothing was ever written
+    if dataset.raw is None or swap is None or offset is None or not is_whole:  # no offset: nothing was ever written
         return None
-    return Hdf5Contiguous(raw, offset, dataset.shape, swap)
+    return Hdf5Contiguous(dataset.raw, offset, dataset.shape, swap)
 
 
 class Hdf5Contiguous:

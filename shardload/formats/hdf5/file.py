@@ -28,8 +28,8 @@ from shardload.formats.hdf5.links import LostError, Others, SearchPath, follow, 
 from shardload.formats.hdf5.making import attribute_names, groups_of
 from shardload.formats.hdf5.metadata import NON_COORDINATE, describe, stands_for_axis
 from shardload.formats.hdf5.names import decoded, encoded, names_below
-from shardload.formats.hdf5.opened import OpenDataset, OpenFacts, OpenParts, kept, kind_of
-from shardload.formats.hdf5.raw_file import close_all, has_signature, open_to_read, plain_descriptor, type_of_values
+from shardload.formats.hdf5.opened import OpenDataset, OpenFacts, close_all, kept
+from shardload.formats.hdf5.raw_file import has_signature, open_to_read, type_of_values
 from shardload.formats.hdf5.source import Hdf5Source
 from shardload.formats.hdf5.tiles import code_of, find_boxes, tell_parts
 from shardload.storage.containment import Fence, NotAFileError, OutsideError, open_file
@@ -59,40 +59,8 @@ class Hdf5Format(Format):
         """True if `obj` is an `h5py.Dataset`, group or file."""
         return isinstance(obj, h5py.Dataset | h5py.Group)
 
-    def list_arrays(self, path: str, access: Access = STRICT) -> list[ArrayInfo]:
-        """Every dataset in the file; links to other files are not followed."""
-        with Hdf5File.at(path, access) as file:
-            return list(file.listed(in_full=True))
-
-    def sketch_arrays(self, path: str, access: Access = STRICT, most: int | None = None, like: str = "") -> list[ArrayInfo]:
-        """Like `list_arrays`, without what a load does not need; or at most `most` + 1 datasets, each under one name."""
-        with Hdf5File.at(path, access) as file:
-            named = {info.dataset: info for info in file.below(like)}
-            others = file.listed(most=most, like=like, known=named)
-            return list(itertools.islice(itertools.chain(named.values(), others), None if most is None else most + 1))
-
-    def list_linked(self, path: str, group: str, access: Access = STRICT, in_full: bool = True) -> list[ArrayInfo]:
-        """The datasets below a group to which links lead, as h5py follows them."""
-        with Hdf5File.at(path, access) as file:
-            try:
-                found, opened = file.follow(group)
-            except KeyError:  # no such name
-                return []
-            try:
-                return list(file.listed(found, group, in_full)) if isinstance(found, h5py.Group) else []
-            finally:
-                close_all(opened)
-
-    def open_path(self, path: str, dataset: str, access: Access = STRICT) -> Source:
-        """Open a dataset by its name, or by the name of a link to it; KeyError if there is none."""
-        return Hdf5File.at(path, access).open_alone(dataset)
-
-    def open_planned(self, path: str, info: ArrayInfo, access: Access = STRICT) -> Source:
-        """The same for a dataset that was described before: if it is virtual, its parts are not looked at again."""
-        return Hdf5File.at(path, access).open_alone(info.dataset, info)
-
     def open_file(self, path: str, access: Access = STRICT) -> OpenFile:
-        """Open the file once for several datasets."""
+        """Open the file."""
         return Hdf5File.at(path, access)
 
     def open_object(self, obj: Any, access: Access = STRICT) -> Source:
@@ -102,19 +70,15 @@ class Hdf5Format(Format):
                 f"the {type(obj).__module__.partition('.')[0]}.{type(obj).__name__} handed in is closed, so nothing "
                 "can be read from it. Keep its file open during the load, or pass the path of the file."
             )
-        path, descriptor = str(obj.file.filename), plain_descriptor(obj.file)
-        opened_in = None if descriptor is None else state_of(descriptor)
-        fence = Fence.around_file(place_of(obj.file), access.allow_external)
+        facts, path = OpenFacts(obj.file, is_ours=False), str(obj.file.filename)
+        file = Hdf5File(facts, path, access, Fence.around_file(place_of(facts), access.allow_external))
         if isinstance(obj, h5py.Group):
-            infos = _listed(obj, (obj.name or "").rstrip("/"), path, fence, access, most=MOST_NAMED)
+            infos = file._listed(obj, obj.name or "", most=MOST_NAMED)
             names = some([repr(info.dataset) for info in itertools.islice(infos, MOST_NAMED + 1)]) or "none"
             raise ConfigError(
                 f"'{obj.name}' in '{path}' is a group, not an array. Pass group['name'] with a name of an array in it: {names}."
             )
-        others = look_through(obj, fence, access)
-        info = _describe(obj, path, str(obj.name or "<unnamed>"), others, access=access)
-        open_part = OtherFiles(obj, fence, access) if others.is_virtual else None
-        return Hdf5Source(obj, info, others, open_part, opened_in=opened_in)
+        return file.source(facts.dataset(obj.id), str(obj.name or "<unnamed>"), facts.close)
 
 
 FORMAT = Hdf5Format()
@@ -141,24 +105,13 @@ class Hdf5File(OpenFile):
     @classmethod
     def at(cls, path: str, access: Access) -> Hdf5File:
         """Open a file."""
-        file = open_explained(path)
-        return cls(OpenFacts(file), path, access, Fence.around_file(path, access.allow_external))
+        return cls(OpenFacts(open_explained(path)), path, access, Fence.around_file(path, access.allow_external))
 
-    def open(self, dataset: str) -> Hdf5Source:
-        """See `OpenFile`."""
-        return self._open(dataset)
-
-    def open_planned(self, info: ArrayInfo) -> Hdf5Source:
-        """See `OpenFile`."""
-        return self._open(info.dataset, info)
-
-    def open_alone(self, dataset: str, planned: ArrayInfo | None = None) -> Hdf5Source:
-        """Open a dataset; this file is closed with it."""
-        try:
-            return self._open(dataset, planned, after=self.close)
-        except BaseException:
-            self.close()
-            raise
+    def open(self, dataset: str, planned: ArrayInfo | None = None) -> Hdf5Source:
+        """Open a dataset by its name, or by the name of a link to it. If it is virtual, parts of it that `planned` has are not
+        looked at again.
+        """
+        return self._open(dataset, planned)
 
     def open_part(self, dataset: str, after: Callable[[], None]) -> tuple[Hdf5Source, dict[str, tuple[int, ...]]]:
         """Open a dataset of which a virtual one consists; `after` is called when it was closed. Returns also the files that its
@@ -189,31 +142,63 @@ class Hdf5File(OpenFile):
                 after()
 
         try:
-            versions = {} if files is None else versions_of([self._file, *opened])
-            others = look_through(dataset, self._fence, self._access, planned is not None and planned.parts is not None)
-            info = _describe(dataset, self._path, name, others, access=self._access, planned=planned)
             if files is not None:
-                if info.refused is not None:
-                    raise OSError(f"{info} holds {info.refused}")
-                files.update(versions | others.versions)
-            open_part = OtherFiles(dataset, self._fence, self._access) if others.is_virtual else None
-            opened_in = (opened or [self._file])[-1].opened_in
-            return Hdf5Source(dataset, info, others, open_part, close, is_linked=bool(opened), opened_in=opened_in)
+                files.update(versions_of([self._facts, *opened]))
+            return self.source(dataset, name, close, planned, files, is_linked=bool(opened))
         except BaseException:
             close_all(opened)
             raise
 
-    def _look_up(self, name: str, *, has_own_names: bool) -> tuple[h5py.Dataset, list[h5py.File]]:
+    def source(
+        self,
+        dataset: OpenDataset,
+        name: str,
+        close: Callable[[], None],
+        planned: ArrayInfo | None = None,
+        files: dict[str, tuple[int, ...]] | None = None,
+        is_linked: bool = False,
+    ) -> Hdf5Source:
+        """The source of an open dataset, which the caller calls `name`. See `_open`."""
+        others = self._others(dataset, planned is not None and planned.parts is not None)
+        info = self._describe(dataset, name, others, planned=planned)
+        if files is not None:
+            if info.refused is not None:
+                raise OSError(f"{info} holds {info.refused}")
+            files.update(others.versions)
+        open_part = OtherFiles(dataset, self._fence, self._access) if others.is_virtual else None
+        return Hdf5Source(dataset, info, others, open_part, close, is_linked)
+
+    def _others(self, dataset: OpenDataset, is_known: bool = False) -> Others:
+        return look_through(dataset, self._fence, self._access, is_known)
+
+    def _describe(
+        self, dataset: OpenDataset, name: str, others: Others, in_full: bool = False, planned: ArrayInfo | None = None
+    ) -> ArrayInfo:
+        """Describe a dataset. Of one that is refused nothing is asked, not even its shape: HDF5 may open files for that."""
+        if others.refused is None:
+            try:
+                with others.watched():
+                    info = describe(dataset, self._path, name, others, in_full)
+                return _with_parts(info, dataset, others, planned) if others.is_virtual and info.refused is None else info
+            except OutsideError as error:
+                others.refused = str(error)
+        return ArrayInfo(self._path, name, "HDF5", (), "unknown", refused=others.refused)
+
+    def _at_end_of(self, opened: list[OpenFacts]) -> Hdf5File:
+        """The file to which links have led through these; the caller's path and allowance are those of this one."""
+        return Hdf5File(opened[-1], self._path, self._access, self._fence) if opened else self
+
+    def _look_up(self, name: str, *, has_own_names: bool) -> tuple[OpenDataset, list[OpenFacts]]:
         """The dataset of that name, and the files opened on the way. KeyError if there is no such dataset; SourceError if a
         link has no target, or leads outside. With `has_own_names`, netCDF's names count before those of HDF5.
         """
         found, opened = self.follow(name)
-        if not isinstance(found, h5py.Dataset):
+        if not isinstance(found, OpenDataset):
             close_all(opened)
             raise KeyError(name)
         return (self._variable_of(found, name) if has_own_names and not opened else found), opened
 
-    def follow(self, name: str) -> tuple[Any, list[h5py.File]]:
+    def follow(self, name: str) -> tuple[Any, list[OpenFacts]]:
         """What `links.follow` finds; SourceError if a link has no target, or leads outside."""
         try:
             return follow(self._facts, name, self._fence)
@@ -225,7 +210,7 @@ class Hdf5File(OpenFile):
             text = str(error) if str(error).startswith(where) else f"{where} leads nowhere: {error}"
             raise SourceError(f"{text}. Restore the target, or name another array.", path=self._path, dataset=name) from error
 
-    def _variable_of(self, dataset: h5py.Dataset, name: str) -> h5py.Dataset:
+    def _variable_of(self, dataset: OpenDataset, name: str) -> OpenDataset:
         """The variable of that name in netCDF, if the dataset of that name is only a dimension; else the dataset itself.
 
         A variable that has the name of a dimension, but is no coordinate of it, cannot have that name in HDF5. The netCDF
@@ -239,24 +224,69 @@ class Hdf5File(OpenFile):
         except _ERRORS:
             return dataset
         close_all(opened)
-        return variable if isinstance(variable, OpenDataset) else dataset
+        return variable if isinstance(variable, OpenDataset) and not opened else dataset
 
     # --- what is in it
 
-    def listed(
+    def list_arrays(self) -> list[ArrayInfo]:
+        """Every dataset in the file; links to other files are not followed."""
+        return list(self._listed(in_full=True))
+
+    def sketch(self, most: int | None = None, like: str = "") -> list[ArrayInfo]:
+        """Like `list_arrays`, without what a load does not need; or at most `most` + 1 datasets, each under one name."""
+        named = {info.dataset: info for info in self._below(like)}
+        others = self._listed(most=most, like=like, known=named)
+        return list(itertools.islice(itertools.chain(named.values(), others), None if most is None else most + 1))
+
+    def list_linked(self, group: str, in_full: bool = True) -> list[ArrayInfo]:
+        """The datasets below a group to which links lead, as h5py follows them."""
+        try:
+            found, opened = self.follow(group)
+        except KeyError:  # no such name
+            return []
+        try:
+            return list(self._at_end_of(opened)._listed(found, group, in_full)) if isinstance(found, h5py.Group) else []
+        finally:
+            close_all(opened)
+
+    def _listed(
         self,
         group: h5py.Group | None = None,
-        name: str = "",
+        called: str = "",
         in_full: bool = False,
         most: int | None = None,
         like: str = "",
         known: Collection[str] = (),
     ) -> Iterator[ArrayInfo]:
-        """The arrays below a group, which the caller calls `name`: see `_listed`."""
-        group = self._file if group is None else group
-        return _listed(group, name.rstrip("/"), self._path, self._fence, self._access, in_full, most, like, known)
+        """Describe every dataset below `group`, which the caller calls `called`, but those that are `known`. What cannot be
+        opened is listed as refused.
 
-    def below(self, name: str) -> list[ArrayInfo]:
+        With `most`, only a limited number of names is read (16 microseconds each; a dataset takes 300), one of each array. If
+        there are more than `most`, those most similar to `like` come first.
+        """
+        group, called = self._file if group is None else group, called.rstrip("/")
+        names, lost = names_below(group, None if most is None else max(most, _MOST_NAMES))
+        if most is not None and len(names) > most and like:
+            names = _likest_first(names, like.strip("/"))
+        netcdf = _netcdf_names(group, names)
+        dimensions = set(netcdf.values())  # whose names variables have
+        for name in names:
+            full = f"{called}/{netcdf.get(name, name)}"
+            if name in dimensions or full in known:
+                continue
+            try:
+                found = group[encoded(name)]
+                if isinstance(found, h5py.Dataset):
+                    dataset = self._facts.dataset(found.id)
+                    yield self._describe(dataset, full, self._others(dataset), in_full)
+            except (AssertionError, TypeError, *_ERRORS) as error:  # h5py asserts, too
+                yield ArrayInfo(self._path, full, "HDF5", (), "unknown", refused=f"metadata that HDF5 cannot read ({error})")
+        for name, why in lost.items():
+            yield ArrayInfo(
+                self._path, f"{called}/{name}", "HDF5", (), "unknown", refused=f"a group that HDF5 cannot read ({why})"
+            )
+
+    def _below(self, name: str) -> list[ArrayInfo]:
         """Some of the arrays below a group, to which links may lead, or what it is without arrays; nothing if there is no
         group.
         """
@@ -267,7 +297,7 @@ class Hdf5File(OpenFile):
         try:
             if not name or not isinstance(group, h5py.Group):
                 return []
-            infos = list(itertools.islice(self.listed(group, name, most=MOST_NAMED), MOST_NAMED + 1))
+            infos = list(itertools.islice(self._at_end_of(opened)._listed(group, name, most=MOST_NAMED), MOST_NAMED + 1))
             how = f"h5py.File({self._path!r})[{name!r}].attrs"
             return infos or [group_info(self._path, name, "HDF5", attribute_names(group), how)]
         except _ERRORS:
@@ -275,17 +305,9 @@ class Hdf5File(OpenFile):
         finally:
             close_all(opened)
 
-    def groups(self) -> dict[str, dict[str, Any]]:
-        """The attributes of all groups."""
-        return self._groups[0]
-
-    def unread(self) -> list[str]:
-        """What could not be read of them."""
-        return self._groups[1]
-
-    @kept
-    def _groups(self) -> tuple[dict[str, dict[str, Any]], list[str]]:
-        return groups_of(self._file)  # goes through the whole file
+    def groups(self) -> tuple[dict[str, dict[str, Any]], list[str]]:
+        """The attributes of all groups; this goes through the whole file."""
+        return groups_of(self._file)
 
     def links(self) -> dict[str, str]:
         """All but the first hard link to an object. Nothing is opened to find out what they lead to."""
@@ -314,13 +336,11 @@ class Hdf5File(OpenFile):
 
     def state(self) -> tuple[int, ...] | None:
         """As `Hdf5Source.state`."""
-        descriptor = self._facts.state_descriptor()
-        return None if descriptor is None else state_of(descriptor)
+        return self._facts.state()
 
     def close(self) -> None:
         """See `OpenFile`."""
         self._facts.close()
-        close_all([self._file])
 
 
 class OtherFiles:
@@ -328,21 +348,19 @@ class OtherFiles:
 
     Parameters
     ----------
-    dataset : h5py.Dataset
+    dataset : OpenDataset
         The virtual one.
     fence, access : Fence, Access
         Those of this file: the others are inside, too.
     """
 
-    def __init__(self, dataset: h5py.Dataset, fence: Fence, access: Access) -> None:
+    def __init__(self, dataset: OpenDataset, fence: Fence, access: Access) -> None:
         self._dataset, self._fence, self._access = dataset, fence, access
-        # A dataset of the caller's file may be the only one that is loaded, and nobody would close what is kept for others.
-        self._parts = dataset.facts.parts if isinstance(dataset, OpenDataset) else OpenParts(most=0)
 
     @kept
     def _places(self) -> SearchPath:
         """Where they are when the first is opened."""
-        return SearchPath("HDF5_VDS_PREFIX", self._dataset.file)
+        return SearchPath("HDF5_VDS_PREFIX", self._dataset.facts)
 
     def __call__(self, name: str, dataset: str) -> tuple[Source, dict[str, tuple[int, ...]]]:
         """Open the dataset of this name in the file that is named so. Returns also the files that its values depend on, and
@@ -352,7 +370,9 @@ class OtherFiles:
         what = f"values of another file, '{printable(name)}'"
         file = contextlib.ExitStack()
         try:
-            opening = self._parts.open(path, state_of(path) or (0, 0), lambda: open_other(path, what, self._fence))
+            opening = self._dataset.facts.parts.open(
+                path, state_of(path) or (0, 0), lambda: open_other(path, what, self._fence)
+            )
             facts = file.enter_context(opening)
         except OutsideError as error:  # of the folder in which the file was opened
             before, now = os.path.join(os.getcwd(), str(self._dataset.file.filename)), self._places.own
@@ -409,27 +429,7 @@ def _has_driver(path: str) -> bool:
 # --- descriptions
 
 
-def _describe(
-    dataset: h5py.Dataset,
-    path: str,
-    name: str,
-    others: Others,
-    in_full: bool = False,
-    access: Access = STRICT,
-    planned: ArrayInfo | None = None,
-) -> ArrayInfo:
-    """Describe a dataset. Of one that is refused nothing is asked, not even its shape: the library may open files for that."""
-    if others.refused is None:
-        try:
-            with others.watched():
-                info = describe(dataset, path, name, others, in_full, access)
-            return _with_parts(info, dataset, others, planned) if others.is_virtual and info.refused is None else info
-        except OutsideError as error:
-            others.refused = str(error)
-    return ArrayInfo(path, name, "HDF5", (), "unknown", refused=others.refused)
-
-
-def _with_parts(info: ArrayInfo, dataset: h5py.Dataset, others: Others, planned: ArrayInfo | None) -> ArrayInfo:
+def _with_parts(info: ArrayInfo, dataset: OpenDataset, others: Others, planned: ArrayInfo | None) -> ArrayInfo:
     """What must be known of the parts of a virtual dataset, by those who look at them or by those who have."""
     if planned is not None and planned.parts is not None:
         return replace(info, chunks=planned.chunks, codec=planned.codec, parts=planned.parts)
@@ -437,44 +437,8 @@ def _with_parts(info: ArrayInfo, dataset: h5py.Dataset, others: Others, planned:
     boxes = find_boxes(dataset, others.names, lambda names: seen[names].shape if names in seen else None)
     if boxes is None:
         return info
-    fill = fill_value(dataset, native_dtype(type_of_values(kind_of(dataset)))).tobytes()
-    return replace(info, parts=tell_parts(boxes, others.behind, info.shape, info.chunks, code_of(kind_of(dataset)), fill))
-
-
-def _listed(
-    group: h5py.Group,
-    called: str,
-    path: str,
-    fence: Fence,
-    access: Access,
-    in_full: bool = False,
-    most: int | None = None,
-    like: str = "",
-    known: Collection[str] = (),
-) -> Iterator[ArrayInfo]:
-    """Describe every dataset below `group`, which the caller calls `called`, but those that are `known`. What cannot be opened
-    is listed as refused.
-
-    With `most`, only a limited number of names is read (16 microseconds each; a dataset takes 300), one of each array. If there
-    are more than `most`, those most similar to `like` come first.
-    """
-    names, lost = names_below(group, None if most is None else max(most, _MOST_NAMES))
-    if most is not None and len(names) > most and like:
-        names = _likest_first(names, like.strip("/"))
-    netcdf = _netcdf_names(group, names)
-    dimensions = set(netcdf.values())  # whose names variables have
-    for name in names:
-        full = f"{called}/{netcdf.get(name, name)}"
-        if name in dimensions or full in known:
-            continue
-        try:
-            found = group[encoded(name)]
-            if isinstance(found, h5py.Dataset):
-                yield _describe(found, path, full, look_through(found, fence, access), in_full, access)
-        except (AssertionError, TypeError, *_ERRORS) as error:  # h5py asserts, too
-            yield ArrayInfo(path, full, "HDF5", (), "unknown", refused=f"metadata that HDF5 cannot read ({error})")
-    for name, why in lost.items():
-        yield ArrayInfo(path, f"{called}/{name}", "HDF5", (), "unknown", refused=f"a group that HDF5 cannot read ({why})")
+    fill = fill_value(dataset, native_dtype(type_of_values(dataset.kind))).tobytes()
+    return replace(info, parts=tell_parts(boxes, others.behind, info.shape, info.chunks, code_of(dataset.kind), fill))
 
 
 def _netcdf_names(group: h5py.Group, names: list[str]) -> dict[str, str]:

@@ -26,7 +26,7 @@ from h5py._objects import phil
 from shardload.formats.access import STRICT, Access
 from shardload.formats.codecs.chains import Stage
 from shardload.formats.codecs.table import BLOSC_CODES, HDF5_CODECS, Codec, Parameters
-from shardload.formats.hdf5.opened import creation_of, kind_of
+from shardload.formats.hdf5.opened import OpenDataset
 
 NAMES = {number: codec.word for number, codec in HDF5_CODECS.items()}
 """What people call the filters that are known. Numbers below 32000 are HDF5's own, except bzip2."""
@@ -51,13 +51,12 @@ _SEEN = {
 }
 
 
-def is_stacked(dataset: h5py.Dataset, access: Access = STRICT) -> bool:
+def is_stacked(dataset: OpenDataset, access: Access = STRICT) -> bool:
     """True if its chunks are compressed more than once. Each compressor can expand one byte to a thousand.
 
     Filters that the caller allows are not always counted: see `Access.counts`.
     """
-    creation = creation_of(dataset)
-    return n_compressors((creation.get_filter(k)[0] for k in range(creation.get_nfilters())), access) > 1
+    return n_compressors((number for number, *_ in dataset.stored_filters), access) > 1
 
 
 def n_compressors(numbers: Iterable[int], access: Access = STRICT) -> int:
@@ -68,15 +67,13 @@ def n_compressors(numbers: Iterable[int], access: Access = STRICT) -> int:
     )
 
 
-def refuse_filters(dataset: h5py.Dataset, access: Access) -> str | None:
+def refuse_filters(dataset: OpenDataset, access: Access) -> str | None:
     """Why a dataset's chunks are not decoded, in words that follow "holds"; None if they are."""
-    creation = creation_of(dataset)
-    if creation.get_layout() != h5py.h5d.CHUNKED:
+    if dataset.creation.get_layout() != h5py.h5d.CHUNKED:
         return None
-    kind, chunk = kind_of(dataset), tuple(creation.get_chunk())
-    for k in range(creation.get_nfilters()):
-        number, _, values, label = creation.get_filter(k)
-        refused = refuse_filter(number, label, values, kind, chunk, access) or _missing(number, label)
+    chunk = tuple(dataset.creation.get_chunk())
+    for k, (number, _, values, label) in enumerate(dataset.stored_filters):
+        refused = refuse_filter(number, label, values, dataset.kind, chunk, access) or _missing(number, label)
         if refused is not None and not _is_unused(dataset, k):
             return refused
     return None

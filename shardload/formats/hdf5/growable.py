@@ -20,9 +20,9 @@ from shardload.formats.hdf5.attributes import is_scale, scales_of
 from shardload.formats.hdf5.in_memory import file_in_memory
 from shardload.formats.hdf5.ledger import old_file
 from shardload.formats.hdf5.making import properties_of
-from shardload.formats.hdf5.metadata import axes_of, filters_of, stands_for_axis
-from shardload.formats.hdf5.names import encoded, places_in
-from shardload.formats.hdf5.opened import kind_of
+from shardload.formats.hdf5.metadata import axes_of, stands_for_axis
+from shardload.formats.hdf5.names import encoded
+from shardload.formats.hdf5.opened import OpenDataset, OpenFacts
 from shardload.formats.hdf5.pipeline import Pipeline, create_type
 from shardload.formats.hdf5.raw_file import file_number, has_signature, type_of_values
 from shardload.formats.hdf5.unwrapped import are_edges_plain
@@ -63,10 +63,11 @@ def read_file(path: str, names: Iterable[str]) -> Json:
             with old_file(descriptor) as file:
                 _check_kind(path, file)
                 names = list(names)
-                arrays = _arrays(path, file, names)
+                facts = OpenFacts(file, is_ours=False)
+                arrays = _arrays(path, facts, names)
                 names = [name for name in names if name in arrays]
                 for name in names:
-                    arrays[name] |= _details(path, file[name])
+                    arrays[name] |= _details(path, facts.dataset(file[name].id))
                 filters = {name: _filters(file[name]) for name in names}
         except (OSError, RuntimeError, KeyError) as error:
             raise SourceError(f"'{path}' cannot be read by HDF5: {error}", path=path) from error
@@ -106,23 +107,24 @@ def _check_kind(path: str, file: h5py.File) -> None:
         raise unfit(f"'{path}'", "a list of its free space (`fs_persist=True`)")
 
 
-def _arrays(path: str, file: h5py.File, names: Iterable[str]) -> dict[str, Json]:
+def _arrays(path: str, facts: OpenFacts, names: Iterable[str]) -> dict[str, Json]:
     """The datasets of a file: shape, names of axes, scopes, and whether it is a dimension of netCDF without values. One with
     several names (hard links) has that by which it was asked for, if any.
 
     The scope of an axis is a text that arrays with the same axis have in common: the name of its scale, or group and label.
     """
-    places = places_in(file)
-    called = {address: known[0] for address, known in places.items()} | _called(path, file, names)
+    file = facts.file
+    called = {address: known[0] for address, known in facts.places.items()} | _called(path, file, names)
     arrays, known = dict[str, Json](), set(called.values())
     for name in called.values():
-        dataset = file[encoded(name)]
-        if not isinstance(dataset, h5py.Dataset) or dataset.shape is None:
+        thing = file[encoded(name)]
+        if not isinstance(thing, h5py.Dataset) or thing.shape is None:
             continue
-        dims, scopes = list(axes_of(dataset, places).dims), list[str | None]([None] * dataset.ndim)
+        dataset = facts.dataset(thing.id)
+        dims, scopes = list(axes_of(dataset).dims), list[str | None]([None] * dataset.ndim)
         if is_scale(dataset):
             scopes[:1] = [name][: dataset.ndim]
-        for axis, scales in enumerate([] if is_scale(dataset) else scales_of(dataset, lambda: places)[0]):
+        for axis, scales in enumerate([] if is_scale(dataset) else scales_of(dataset)[0]):
             if scales:
                 scopes[axis] = called.get(_address(scales[0][1]))
             elif dims[axis]:
@@ -153,7 +155,7 @@ def _called(path: str, file: h5py.File, names: Iterable[str]) -> dict[int, str]:
     return found
 
 
-def _details(path: str, dataset: h5py.Dataset) -> Json:
+def _details(path: str, dataset: OpenDataset) -> Json:
     """How one array is stored. ConfigError if nothing can be appended to it."""
     where = f"'{dataset.name}' in '{path}'"
     if dataset.is_virtual:
@@ -163,10 +165,10 @@ def _details(path: str, dataset: h5py.Dataset) -> Json:
         )
     if dataset.chunks is None:
         raise ConfigError(f"{where} has no chunks, so that it cannot grow. {HOW_TO_GROW}")
-    dtype = type_of_values(kind_of(dataset))
+    dtype = type_of_values(dataset.kind)
     if refusal(dtype) is not None or not _is_written(dataset, dtype):
         raise ConfigError(f"{where} holds {dtype} in a form that append does not write; append with h5py")
-    creation = dataset.id.get_create_plist()
+    creation = dataset.creation
     if file_number(dataset.id) != file_number(dataset.file.id):
         raise unfit(where, "a link to another file")
     if creation.get_alloc_time() == h5py.h5d.ALLOC_TIME_EARLY:
@@ -236,4 +238,6 @@ def _check_filters(where: str, name: str, known: Json, filters: list[tuple[int, 
 
 
 def _filters(dataset: h5py.Dataset) -> list[tuple[int, tuple[int, ...]]]:
-    return [(number, tuple(values)) for number, _, values, _ in filters_of(dataset)]
+    creation = dataset.id.get_create_plist()
+    stored = (creation.get_filter(k) for k in range(creation.get_nfilters()))
+    return [(number, tuple(values)) for number, _, values, _ in stored]

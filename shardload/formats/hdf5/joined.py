@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,6 +23,7 @@ from shardload.errors import ConfigError, SourceError
 from shardload.formats.access import Access
 from shardload.formats.hdf5.links import look_through
 from shardload.formats.hdf5.names import encoded
+from shardload.formats.hdf5.opened import OpenFacts
 from shardload.formats.hdf5.pipeline import let_list_grow
 from shardload.formats.hdf5.sink import Hdf5Catalog, Hdf5Encoder, Hdf5Sink
 from shardload.formats.sink import ArraySpec
@@ -120,9 +122,9 @@ class JoinedFile(Hdf5Sink):
     def _check(self, temporary: str) -> None:
         """Raise SourceError if a load would not find the parts of an array; ConfigError if the file would be one of them."""
         access, folder, real_of = Access(allow_external=True), os.path.dirname(temporary), functools.cache(os.path.realpath)
-        with h5py.File(temporary, "r") as file:
+        with contextlib.closing(OpenFacts.at(temporary)) as facts:
             for name, parts in self._parts.items():
-                dataset = file[self.stored_names[name]]
+                dataset = facts.dataset(facts.file[self.stored_names[name]].id)
                 found = look_through(dataset, access.fence(temporary), access)
                 if found.refused is not None:
                     raise SourceError(f"'{name}' in '{self.path}' would hold {found.refused}", path=self.path, dataset=name)

@@ -36,8 +36,8 @@ from shardload.formats.access import STRICT, Access
 from shardload.formats.hdf5.chunks import ChunkPlaces
 from shardload.formats.hdf5.filters import is_stacked, refuse_filters
 from shardload.formats.hdf5.names import decoded, encoded
-from shardload.formats.hdf5.opened import OpenDataset, OpenFacts, OpenParts, creation_of, raw_of
-from shardload.formats.hdf5.raw_file import close_all, has_signature, open_to_read, own_descriptor, plain_descriptor
+from shardload.formats.hdf5.opened import OpenDataset, OpenFacts, OpenParts, close_all, inode_of
+from shardload.formats.hdf5.raw_file import has_signature
 from shardload.formats.hdf5.tiles import Behind, Names, version_of
 from shardload.storage.containment import TARGET_HINT, Fence, OutsideError, why_not_a_file
 from shardload.storage.local import state_of
@@ -118,16 +118,15 @@ class Others:
         padded = [((1,) * ndim + chunk)[len(chunk) :] for chunk in self.chunks]
         return tuple(map(min, zip(*padded, strict=True)))
 
-    def add_part(self, dataset: h5py.Dataset) -> None:
+    def add_part(self, dataset: OpenDataset) -> None:
         """Note the chunks of a dataset in a virtual dataset. ValueError if their declared sizes are impossible."""
         if dataset.chunks is not None and tuple(dataset.chunks) not in self.chunks:
-            creation = creation_of(dataset)
-            self.filters = self.filters or [creation.get_filter(k) for k in range(creation.get_nfilters())]
+            self.filters = self.filters or dataset.stored_filters
             self.chunks.append(tuple(dataset.chunks))
         if is_stacked(dataset, self.access):
             raise ValueError("its chunks are compressed more than once: HDF5 decodes them without a limit on the size")
         if dataset.chunks is not None:
-            ChunkPlaces(dataset, raw_of(dataset)).check()
+            ChunkPlaces(dataset).check()
 
     def check_whole(self) -> None:
         """Raise OSError if one of the files has become shorter: HDF5 would give zeros or fill values."""
@@ -141,14 +140,14 @@ class Others:
         return nothing_else_opened(self.fence) if self.is_virtual else contextlib.nullcontext()
 
 
-def follow(facts: OpenFacts, name: str, fence: Fence) -> tuple[Any, list[h5py.File]]:
+def follow(facts: OpenFacts, name: str, fence: Fence) -> tuple[Any, list[OpenFacts]]:
     """Find the object that `name` leads to, link by link.
 
     Returns
     -------
-    OpenDataset, h5py.Dataset, h5py.Group or h5py.h5t.TypeID
-        The object. An `OpenDataset` is in this file.
-    list of h5py.File
+    OpenDataset, h5py.Group or h5py.h5t.TypeID
+        The object.
+    list of OpenFacts
         The files that were opened on the way. Close them after the object.
 
     Raises
@@ -162,7 +161,7 @@ def follow(facts: OpenFacts, name: str, fence: Fence) -> tuple[Any, list[h5py.Fi
     OSError
         If the target cannot be opened.
     """
-    opened: list[h5py.File] = []
+    opened: list[OpenFacts] = []
     try:
         found, address = _walk(facts, encoded(name), fence, opened)
     except BaseException as error:
@@ -171,7 +170,7 @@ def follow(facts: OpenFacts, name: str, fence: Fence) -> tuple[Any, list[h5py.Fi
             raise KeyError(name) from None
         raise
     if isinstance(found, h5py.h5d.DatasetID):
-        return h5py.Dataset(found) if opened else OpenDataset(found, facts, address), opened
+        return (opened or [facts])[-1].dataset(found, address), opened
     return h5py.Group(found) if isinstance(found, h5py.h5g.GroupID) else found, opened
 
 
@@ -179,19 +178,12 @@ class _NotThereError(Exception):
     """The caller's file has no such name (and no link was followed)."""
 
 
-def _walk(facts: OpenFacts, name: bytes, fence: Fence, opened: list[h5py.File]) -> tuple[Any, int]:
+def _walk(file: OpenFacts, name: bytes, fence: Fence, opened: list[OpenFacts]) -> tuple[Any, int]:
     """The object, and the address in the last link to it."""
     left = deque(part for part in name.split(b"/") if part not in (b"", b"."))
-    above = b"/".join(list(left)[:-1])
-    file, at, here, address = facts.file, facts.group(above), b"/" + above if above else b"", 0
-    if at is None:
-        at, here = facts.root, b""
-    else:
-        left = deque([left[-1]]) if left else left
+    at, here, address = _root(file), b"", 0
     link, n_of_link, n_links = "", 0, 0  # the last link, and how many of the remaining parts come from it
     while left:
-        if not n_links and len(left) == 1 and isinstance(at, h5py.h5g.GroupID):
-            facts.keep_group(above, at)
         part, is_of_link = left.popleft(), n_of_link > 0
         n_of_link = max(0, n_of_link - 1)
         if part in (b"", b"."):
@@ -200,7 +192,7 @@ def _walk(facts: OpenFacts, name: bytes, fence: Fence, opened: list[h5py.File]) 
         found = _link_at(at, part, here)
         if found is None:
             raise LostError(f"{link}, which cannot be opened (there is no such name)") if is_of_link else _NotThereError
-        told = f"'{_shown(here)}' in '{file.filename}' is a link to"
+        told = f"'{_shown(here)}' in '{file.file.filename}' is a link to"
         kind, target = found
         if kind == h5py.h5l.TYPE_HARD:
             at, address = _open_at(at, part, here), target
@@ -229,8 +221,8 @@ def _shown(name: bytes) -> str:
     return printable(decoded(name))
 
 
-def _root(file: h5py.File) -> Any:
-    return h5py.h5g.open(file.id, b"/")
+def _root(file: OpenFacts) -> Any:
+    return h5py.h5g.open(file.file.id, b"/")
 
 
 def _link_at(at: Any, part: bytes, here: bytes) -> tuple[int, Any] | None:
@@ -255,7 +247,7 @@ def _open_at(at: Any, part: bytes, here: bytes) -> Any:
         raise OSError(f"'{_shown(here)}' cannot be opened: {error}") from error
 
 
-def open_other(path: str, what: str, fence: Fence) -> h5py.File:
+def open_other(path: str, what: str, fence: Fence) -> OpenFacts:
     """Open a file that `what` leads to, and check the file that was opened.
 
     Raises
@@ -274,13 +266,12 @@ def open_other(path: str, what: str, fence: Fence) -> h5py.File:
     return _open_checked(path, what, fence)
 
 
-def _open_checked(path: str, what: str, fence: Fence) -> h5py.File:
+def _open_checked(path: str, what: str, fence: Fence) -> OpenFacts:
     try:
-        opened = open_to_read(path)
+        opened = OpenFacts.at(path)
     except OSError as error:
         raise LostError(f"{what}, which cannot be opened (HDF5 says: {error})") from error
-    descriptor = own_descriptor(opened)
-    if descriptor is not None and not fence.holds_open(descriptor, path):
+    if opened.stored is not None and not fence.holds(opened.stored.place_now(path)):
         opened.close()
         raise OutsideError(_leads_outside(what))
     return opened
@@ -290,7 +281,7 @@ def _leads_outside(what: str) -> str:
     return f"{what}, which is outside the folder of this file; {TARGET_HINT}"
 
 
-def look_through(dataset: h5py.Dataset, fence: Fence, access: Access = STRICT, is_known: bool = False) -> Others:
+def look_through(dataset: OpenDataset, fence: Fence, access: Access = STRICT, is_known: bool = False) -> Others:
     """Find the other files that hold values of `dataset`. Reads no values.
 
     Opens the datasets in a virtual dataset, unless it `is_known`: another rank has looked, or this one.
@@ -300,15 +291,10 @@ def look_through(dataset: h5py.Dataset, fence: Fence, access: Access = STRICT, i
     if before is not None and all(state_of(path) == version for path, version in before.versions.items()):
         return replace(before)
     others = Others(fence=fence, access=access)
-    is_alone = not isinstance(dataset, OpenDataset)  # nobody asks for another dataset of this file
-    parts = OpenParts() if is_alone else dataset.facts.parts
     try:
-        _look(dataset, others, {}, 0, parts, is_known)
+        _look(dataset, others, {}, 0, dataset.facts.parts, is_known)
     except (OutsideError, _RefusedError) as error:
         others.refused = str(error)
-    finally:
-        if is_alone:
-            parts.close()
     if key is not None and others.refused is None:
         if len(_LOOKS) >= _MOST_LOOKS:
             _LOOKS.clear()
@@ -322,15 +308,13 @@ _LOOKS: dict[Any, Others] = {}
 _MOST_LOOKS = 16
 
 
-def _key_of(dataset: h5py.Dataset, fence: Fence, access: Access) -> Any:
+def _key_of(dataset: OpenDataset, fence: Fence, access: Access) -> Any:
     """What a look depends on, besides the files that it finds; None if the dataset is not virtual, or may be written to."""
-    if creation_of(dataset).get_layout() != h5py.h5d.VIRTUAL:
-        return None
-    descriptor = dataset.facts.state_descriptor() if isinstance(dataset, OpenDataset) else plain_descriptor(dataset.file)
-    if descriptor is None:
+    state = dataset.facts.state()
+    if dataset.creation.get_layout() != h5py.h5d.VIRTUAL or state is None:
         return None
     place = os.getcwd(), str(dataset.file.filename), os.environ.get("HDF5_VDS_PREFIX")
-    return place, state_of(descriptor), dataset.name, fence.folders, access
+    return place, state, dataset.name, fence.folders, access
 
 
 class _RefusedError(Exception):
@@ -340,8 +324,8 @@ class _RefusedError(Exception):
 Seen = dict[tuple[str, str], bool]  # real path and name of datasets that were found; False until all behind them was looked at
 
 
-def _look(dataset: h5py.Dataset, others: Others, seen: Seen, level: int, parts: OpenParts, is_known: bool = False) -> None:
-    creation = creation_of(dataset)
+def _look(dataset: OpenDataset, others: Others, seen: Seen, level: int, parts: OpenParts, is_known: bool = False) -> None:
+    creation = dataset.creation
     layout = creation.get_layout()
     if level > _MOST_LEVELS:
         raise _RefusedError(f"virtual datasets made of virtual datasets, more than {_MOST_LEVELS} deep")
@@ -367,7 +351,7 @@ def _look(dataset: h5py.Dataset, others: Others, seen: Seen, level: int, parts: 
         others.names = names
     if is_known:
         return
-    places = SearchPath("HDF5_VDS_PREFIX", dataset.file)
+    places = SearchPath("HDF5_VDS_PREFIX", dataset.facts)
     for name, inside in names:
         _look_at_source(places, name, inside, others, seen, level, parts)
 
@@ -441,7 +425,7 @@ def _look_at_source(
         with parts.open(path, version, lambda: _open_checked(path, what, others.fence)) as facts:
             dataset, files = follow(facts, inside, others.fence)
             try:
-                if isinstance(dataset, h5py.Dataset):
+                if isinstance(dataset, OpenDataset):
                     linked = versions_of(files)
                     others.versions |= linked
                     # What is behind each of them is looked at by itself, so that all files are known that it depends on.
@@ -465,29 +449,21 @@ def _look_at_source(
     raise _RefusedError(f"{what}, whose '{printable(inside)}' is a group (HDF5 would deliver fill values in its place)")
 
 
-def versions_of(files: Sequence[h5py.File]) -> dict[str, tuple[int, ...]]:
-    """Path, and size and time, of files that `open_to_read` opened."""
+def versions_of(files: Sequence[OpenFacts]) -> dict[str, tuple[int, ...]]:
+    """Path, and size and time, of open files."""
     found = {}
     for file in files:
-        path, descriptor = os.path.join(os.getcwd(), str(file.filename)), own_descriptor(file)
-        found[path] = (state_of(path if descriptor is None else descriptor) or (0, 0))[:2]
+        path = os.path.join(os.getcwd(), str(file.file.filename))
+        found[path] = (file.state() or state_of(path) or (0, 0))[:2]
     return found
 
 
-def place_of(file: h5py.File) -> str:
+def place_of(file: OpenFacts) -> str:
     """The path of an open file: its name, or its real path if the name no longer leads to it (a changed working folder)."""
-    name, descriptor = str(file.filename), plain_descriptor(file)
-    if descriptor is None:
+    name = str(file.file.filename)
+    if file.stored is None or inode_of(name) == (file.state() or ())[2:]:
         return name
-    try:
-        if os.path.samestat(os.stat(name), os.fstat(descriptor)):
-            return name
-    except OSError:
-        pass
-    try:
-        return os.readlink(f"/proc/self/fd/{descriptor}")
-    except OSError:  # no /proc here
-        return name
+    return file.stored.place_now(name)
 
 
 class SearchPath:
@@ -497,8 +473,8 @@ class SearchPath:
     ----------
     variable : str
         The variable of the environment with which HDF5 is told of other places.
-    file : h5py.File
-        The file, which is open.
+    file : OpenFacts
+        The file.
 
     Attributes
     ----------
@@ -506,7 +482,7 @@ class SearchPath:
         Where `file` is, as an absolute path.
     """
 
-    def __init__(self, variable: str, file: h5py.File) -> None:
+    def __init__(self, variable: str, file: OpenFacts) -> None:
         place, setting = os.path.join(os.getcwd(), place_of(file)), os.environ.get(variable, "")
         self.own = place
         self._beside = beside = os.path.dirname(place) or "."

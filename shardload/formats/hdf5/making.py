@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import h5py
@@ -20,38 +19,30 @@ from shardload.formats.contract.array import Properties
 from shardload.formats.contract.dtypes import dtype_text, native_dtype, refusal
 from shardload.formats.hdf5.attributes import author_s, axis_texts_of, is_hidden, is_scale, names_of, plain, scales_of
 from shardload.formats.hdf5.filters import LOSSY, NAMES, parameters_of
-from shardload.formats.hdf5.metadata import (
-    NO_NAMES,
-    NON_COORDINATE,
-    filters_of,
-    labels_of,
-    places_of,
-    stands_for_axis,
-)
+from shardload.formats.hdf5.metadata import NO_NAMES, NON_COORDINATE, labels_of, stands_for_axis
 from shardload.formats.hdf5.names import encoded, names_below
-from shardload.formats.hdf5.opened import creation_of, element_of, nbytes_of_attributes_of
+from shardload.formats.hdf5.opened import OpenDataset
 from shardload.formats.hdf5.raw_file import type_of_values
 from shardload.formats.labels import Note
 
 _MOST_NBYTES = 1 << 20  # of one attribute, or the values of an array of text
-_MOST_ATTRIBUTES_NBYTES = 1 << 24
 _OF_TEXT = {1, 2, 3}  # filters that HDF5 has itself
 _ARGUMENTS = {6: slice(0, 2), 4: slice(0, 2), 32008: slice(3, None), 5: slice(0, 0), 32000: slice(0, 0)}  # the caller's own
 
 
-def properties_of(dataset: h5py.Dataset, filters: list[tuple[int, int, Any, bytes]] | None = None) -> Properties:
+def properties_of(dataset: OpenDataset, filters: list[tuple[int, int, Any, bytes]] | None = None) -> Properties:
     """The properties of an open dataset. `filters` are those of the datasets behind a virtual one."""
-    creation, labels = creation_of(dataset), labels_of(dataset)
+    creation, labels = dataset.creation, labels_of(dataset)
     attrs, unread = _attributes(dataset, str(dataset.name))
     if isinstance(why := labels.attrs.get(NO_NAMES), Note):
         unread.append(f"what axes of '{dataset.name}' are called ({why})")
-    kind, inner = element_of(dataset)  # whose axes, of small arrays as elements, have neither scales nor labels
+    kind, inner = dataset.element  # whose axes, of small arrays as elements, have neither scales nor labels
     number = kind.dtype
     if h5py.check_enum_dtype(number) is not None:
         unread.append(f"what the numbers of '{dataset.name}' stand for (an enumeration)")
     dtype = type_of_values(kind)
     dtype = dtype if refusal(dtype) is not None else np.dtype(dtype_text(dtype))
-    compression, checksum = _compression(filters_of(dataset) if filters is None else filters, dtype.kind)
+    compression, checksum = _compression(dataset.stored_filters if filters is None else filters, dtype.kind)
     fill, last = None, str(dataset.name or "").rpartition("/")[2]
     if creation.fill_value_defined() == h5py.h5d.FILL_VALUE_USER_DEFINED and refusal(number) is None:
         value = np.zeros((), native_dtype(number))
@@ -60,10 +51,7 @@ def properties_of(dataset: h5py.Dataset, filters: list[tuple[int, int, Any, byte
             fill = value.astype(native_dtype(dtype))[()]
         except (OSError, TypeError) as error:  # HDF5 does not convert that of bit fields, and of small arrays
             unread.append(f"the fill value of '{dataset.name}' ({error})")
-    scales = tuple(
-        tuple(name for name, scale in of_axis if not stands_for_axis(scale))
-        for of_axis in scales_of(dataset, partial(places_of, dataset))[0]
-    )
+    scales = tuple(tuple(name for name, scale in of_axis if not stands_for_axis(scale)) for of_axis in scales_of(dataset)[0])
     if "_FillValue" in attrs:
         value = np.asarray(attrs["_FillValue"])
         attrs["_FillValue"] = value.reshape(-1)[0] if value.size == 1 else attrs["_FillValue"]
@@ -86,14 +74,14 @@ def properties_of(dataset: h5py.Dataset, filters: list[tuple[int, int, Any, byte
     return replace(found, coordinates=tuple(dict.fromkeys([*found.coordinates, *(one for axis in scales for one in axis)])))
 
 
-def _texts(dataset: h5py.Dataset) -> np.ndarray[Any, Any] | None:
+def _texts(dataset: OpenDataset) -> np.ndarray[Any, Any] | None:
     """The values of a short array of text; None for another one. HDF5 finds them in this file, and needs no plugin."""
-    kind, creation = dataset.id.get_type(), creation_of(dataset)
+    kind, creation = dataset.kind, dataset.creation
     if kind.get_class() != h5py.h5t.STRING or dataset.shape is None:
         return None
     n = max(dataset.size, math.prod(dataset.chunks or ()))
     is_here = creation.get_layout() != h5py.h5d.VIRTUAL and not creation.get_external_count()
-    if not is_here or n * kind.get_size() > _MOST_NBYTES or not {number for number, *_ in filters_of(dataset)} <= _OF_TEXT:
+    if not is_here or n * kind.get_size() > _MOST_NBYTES or not {number for number, *_ in dataset.stored_filters} <= _OF_TEXT:
         return None
     found = np.empty(dataset.shape, dataset.dtype)  # whose metadata say how text is encoded
     if found.size:
@@ -122,9 +110,7 @@ def groups_of(file: h5py.File) -> tuple[dict[str, dict[str, Any]], list[str]]:
 
 
 def attribute_names(group: h5py.Group) -> list[str]:
-    """The names of the author's attributes of a group; none if they are too long: HDF5 reads the attributes, too."""
-    if nbytes_of_attributes_of(group) > _MOST_ATTRIBUTES_NBYTES:
-        return []
+    """The names of the author's attributes of a group."""
     return [key for key in names_of(group) if not is_hidden(group, key)]
 
 

@@ -6,34 +6,28 @@ not.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import h5py
 import numpy as np
 
-from shardload.formats.access import STRICT, Access
+from shardload.formats.access import Access
 from shardload.formats.contract.array import MOST_KEPT, NOTHING, TOLD, ArrayInfo, json_value
 from shardload.formats.contract.dtypes import native_dtype, refusal, unaddressable
 from shardload.formats.hdf5.attributes import (
-    NamesByAddress,
     UnreadableError,
     author_s,
     axis_texts_of,
     has,
     is_plain,
     is_scale,
-    names_of,
     plain,
     read,
     scales_of,
 )
 from shardload.formats.hdf5.filters import NAMES, SIZED, n_compressors, refuse_filters
 from shardload.formats.hdf5.links import Others
-from shardload.formats.hdf5.names import places_in
-from shardload.formats.hdf5.opened import OpenDataset, creation_of, element_of, nbytes_of_attributes_of, nbytes_stored_of
+from shardload.formats.hdf5.opened import OpenDataset
 from shardload.formats.hdf5.raw_file import type_of_values
 from shardload.formats.labels import Coordinate, Labels, Note, names_in
 from shardload.values.decoding import ATTRIBUTES, TEXTS, Packing, typed
@@ -48,21 +42,17 @@ _REFUSED_CLASSES = {
     h5py.h5t.VLEN: ("vlen", "lists of variable length as elements"),
 }
 _SMALL_IN_MANY = "small arrays as elements, in a virtual dataset"
-# HDF5 reads a whole attribute when it looks it up. If all attributes of a dataset together are longer, none is read.
-_MOST_ATTRIBUTES_NBYTES, _MOST_ATTRIBUTE_NBYTES = 1 << 24, 1 << 16
-_MOST_LISTED = 64  # attributes: listing their names takes a microsecond for each, asking for one 2
+_MOST_ATTRIBUTE_NBYTES = 1 << 16
 _READ = tuple(dict.fromkeys((*TOLD, *ATTRIBUTES)))
 
 
-def describe(
-    dataset: h5py.Dataset, path: str, name: str, others: Others, in_full: bool = False, access: Access = STRICT
-) -> ArrayInfo:
+def describe(dataset: OpenDataset, path: str, name: str, others: Others, in_full: bool = False) -> ArrayInfo:
     """Describe a dataset without reading its values.
 
     Parameters
     ----------
-    dataset : h5py.Dataset
-        An open dataset.
+    dataset : OpenDataset
+        The dataset.
     path, name : str
         File and dataset as the user named them.
     others : Others
@@ -71,13 +61,9 @@ def describe(
         True for what a load does not need. Bytes of the stored chunks: HDF5 goes through the index of all of them for that.
         Attributes of variable length: they are in the file's global heap, and if that is damaged, HDF5 2.0.0 loops for ever
         (docs/trust-files.md); of these a load needs but the two short texts that change what integers mean (`decoding.TEXTS`).
-    access : Access
-        What the caller allows.
     """
-    creation = creation_of(dataset)
-    filters = filters_of(dataset)
-    has_attributes = _has_attributes(dataset)
-    number, inner = element_of(dataset)
+    creation, filters, access = dataset.creation, dataset.stored_filters, others.access
+    number, inner = dataset.element
     dtype, refused = _type_of(number)
     if inner and refused is not None:
         dtype, refused = "array", f"small arrays as elements, of {refused}"
@@ -92,17 +78,17 @@ def describe(
         chunks, filters = others.smallest_chunk(len(dataset.shape)), others.filters
     shape, chunks = (*(dataset.shape or ()), *inner), chunks and (*chunks, *inner)
     refused = refused or unaddressable(shape, chunks)
-    attributes, packing = _attributes(dataset, in_full, has_attributes)
-    is_coordinate = has_attributes and is_scale(dataset)
+    attributes, packing = _attributes(dataset, in_full)
+    is_coordinate = is_scale(dataset)
     return ArrayInfo(
         path=path,
         dataset=name,
-        format=_flavour(dataset, has_attributes),
+        format="netCDF4" if dataset.facts.is_netcdf or has(dataset, "_Netcdf4Dimid") else "HDF5",
         shape=shape,
         dtype=dtype,
         chunks=chunks,
         codec=_codec(filters),
-        nbytes_stored=None if is_virtual or (chunks and not in_full) else nbytes_stored_of(dataset),
+        nbytes_stored=None if is_virtual or (chunks and not in_full) else int(dataset.id.get_storage_size()),
         refused=refused,
         is_coordinate=is_coordinate,
         is_dimension=is_coordinate and _has_no_values(dataset),
@@ -118,14 +104,14 @@ NON_COORDINATE = "_nc4_non_coord_"  # the netCDF library's prefix of a variable 
 
 def stands_for_axis(dataset: h5py.Dataset) -> bool:
     """True for a netCDF dimension without a variable: a dataset that holds nothing."""
-    return _has_attributes(dataset) and is_scale(dataset) and _has_no_values(dataset)
+    return is_scale(dataset) and _has_no_values(dataset)
 
 
 def _has_no_values(scale: h5py.Dataset) -> bool:
     return str(plain(scale, "NAME")).startswith(NO_VARIABLE)
 
 
-def labels_of(dataset: h5py.Dataset, has_coords: bool = True) -> Labels:
+def labels_of(dataset: OpenDataset, has_coords: bool = True) -> Labels:
     """The names of a dataset's axes (HDF5's dimension scales, and labels), its attributes, and where its coordinates are.
 
     Parameters
@@ -136,8 +122,6 @@ def labels_of(dataset: h5py.Dataset, has_coords: bool = True) -> Labels:
         False if its file is another one than that which the caller opens by name.
     """
     axes = axes_of(dataset)
-    if not _has_attributes(dataset):
-        return axes if has_coords else Labels(axes.dims, axes.attrs)
     attrs = _author_s(dataset)
     coords, above = dict(axes.coords), str(dataset.name or "").rpartition("/")[0]
     for name in names_in(attrs.get("coordinates")):
@@ -152,11 +136,7 @@ def group_attrs_of(dataset: h5py.Dataset) -> dict[str, Any]:
     """The attributes of the group that a dataset is in, as plain Python."""
     if not dataset.name:
         return {}
-    group = dataset.parent
-    if not _has_attributes(group):
-        return {"attributes": Note("too long to be read")} if h5py.h5a.get_num_attrs(group.id) else {}
-    found = _author_s(group)
-    return {key: value for key, value in found.items() if value is not None}
+    return {key: value for key, value in _author_s(dataset.parent).items() if value is not None}
 
 
 def _author_s(owner: h5py.Dataset | h5py.Group) -> dict[str, Any]:
@@ -167,23 +147,20 @@ def _author_s(owner: h5py.Dataset | h5py.Group) -> dict[str, Any]:
     }
 
 
-def axes_of(dataset: h5py.Dataset, places: NamesByAddress | None = None) -> Labels:
-    """Of `labels_of`, the names of the axes and their coordinates. `places` are the names of the objects of the file, if they
-    are known.
+def axes_of(dataset: OpenDataset) -> Labels:
+    """Of `labels_of`, the names of the axes and their coordinates.
 
     Of attributes it has notes only: which names of axes cannot be read, and why.
     """
     dims: list[str | None] = [None] * len(dataset.shape or ())
-    inner = (None,) * len(element_of(dataset)[1])
+    inner = (None,) * len(dataset.element[1])
     coords: dict[str, Coordinate] = {}
-    if not _has_attributes(dataset):
-        return Labels((*dims, *inner))
     if is_scale(dataset):
         last = str(dataset.name or "").rpartition("/")[2]  # in netCDF, one of several axes is the scale of its first one
         notes = {NO_NAMES: Note("all but the first, of a dimension scale of several axes")} if len(dims) > 1 else {}
         return Labels((*[last][: len(dims)], *dims[1:], *inner), notes)
     texts, no_texts = axis_texts_of(dataset)
-    scales, no_scales = scales_of(dataset, partial(places_of, dataset) if places is None else lambda: places)
+    scales, no_scales = scales_of(dataset)
     for axis, (text, of_axis) in enumerate(zip(texts, scales, strict=True)):
         dims[axis] = _axis_name(dataset, text, *of_axis[0], coords) if of_axis else text or None
     whys = "; ".join(filter(None, (no_texts, no_scales)))
@@ -191,18 +168,13 @@ def axes_of(dataset: h5py.Dataset, places: NamesByAddress | None = None) -> Labe
     return Labels((*dims, *inner), notes, coords)
 
 
-def places_of(dataset: h5py.Dataset) -> dict[int, list[str]]:
-    """The names of the objects of a dataset's file."""
-    return dataset.facts.places if isinstance(dataset, OpenDataset) else places_in(dataset.file)
-
-
-def _axis_name(dataset: h5py.Dataset, text: str, full: str, scale: h5py.Dataset, coords: dict[str, Coordinate]) -> str:
+def _axis_name(dataset: OpenDataset, text: str, full: str, scale: h5py.Dataset, coords: dict[str, Coordinate]) -> str:
     """The name of an axis, of which `text` is the label, and `full` the name of the scale; its coordinate is added to `coords`.
 
     A scale without values may have another name than the axis, if something else has that name: then the label is right.
     """
     top, _, name = full.rpartition("/")
-    has_values = not (_has_attributes(scale) and _has_no_values(scale))
+    has_values = not _has_no_values(scale)
     if text and not has_values:
         name = text
     nearer = _nearer(dataset, name, scale, top)
@@ -211,7 +183,7 @@ def _axis_name(dataset: h5py.Dataset, text: str, full: str, scale: h5py.Dataset,
     return name
 
 
-def _nearer(dataset: h5py.Dataset, name: str, scale: h5py.Dataset, top: str) -> str | None:
+def _nearer(dataset: OpenDataset, name: str, scale: h5py.Dataset, top: str) -> str | None:
     """The coordinate of an axis that is nearer to a dataset than the axis, whose scale is in the group `top`: in the dataset's
     group, or one between. None if there is none.
 
@@ -221,18 +193,12 @@ def _nearer(dataset: h5py.Dataset, name: str, scale: h5py.Dataset, top: str) -> 
     while above != top and above.startswith(f"{top}/"):
         if isinstance(dataset.file.get(f"{above}/{name}", getlink=True), h5py.HardLink):
             found = dataset.file[f"{above}/{name}"]
-            is_along = isinstance(found, h5py.Dataset) and found.ndim == 1 and _has_attributes(found)
-            its = scales_of(found, partial(places_of, dataset))[0] if is_along else [[]]
+            is_along = isinstance(found, h5py.Dataset) and found.ndim == 1
+            its = scales_of(dataset.facts.dataset(found.id))[0] if is_along else [[]]
             if its[0] and its[0][0][1] == scale:
                 return f"{above}/{name}"
         above = above.rpartition("/")[0]
     return None
-
-
-def filters_of(dataset: h5py.Dataset) -> list[tuple[int, int, Any, bytes]]:
-    """The filters of a dataset: number, flags, parameters, name."""
-    creation = creation_of(dataset)
-    return [creation.get_filter(k) for k in range(creation.get_nfilters())]
 
 
 def _type_of(kind: Any) -> tuple[str, str | None]:
@@ -271,45 +237,12 @@ def _codec(filters: list[tuple[int, int, Any, bytes]]) -> str:
     return "+".join(_name(number, label) for number, _, _, label in ordered) or "none"
 
 
-def _flavour(dataset: h5py.Dataset, has_attributes: bool) -> str:
-    """``"netCDF4"`` if the file has the netCDF library's marks, else ``"HDF5"``."""
-    marked = _file_has_marks(dataset) or (has_attributes and has(dataset, "_Netcdf4Dimid"))
-    return "netCDF4" if marked else "HDF5"
-
-
-def _file_has_marks(dataset: h5py.Dataset) -> bool:
-    facts = dataset.facts if isinstance(dataset, OpenDataset) else None
-    if facts is not None and facts.has_marks is not None:
-        return facts.has_marks
-    file = dataset.file
-    has_any = _has_attributes(file, None if facts is None else lambda: facts.nbytes_of_attributes)
-    found = False
-    with contextlib.suppress(RuntimeError):  # damaged attributes of the root group are not those of the array
-        found = has_any and any(has(file, key) for key in ("_NCProperties", "_nc3_strict"))
-    if facts is not None:
-        facts.has_marks = found
-    return found
-
-
-def _has_attributes(owner: h5py.Dataset | h5py.Group, nbytes: Callable[[], int] | None = None) -> bool:
-    """True if there are attributes, and together they are not too long to read. `nbytes` says what they take."""
-    if not h5py.h5a.get_num_attrs(owner.id):
-        return False
-    return (nbytes_of_attributes_of(owner) if nbytes is None else nbytes()) <= _MOST_ATTRIBUTES_NBYTES
-
-
-def _attributes(dataset: h5py.Dataset, texts: bool, has_attributes: bool) -> tuple[dict[str, Any], Packing]:
-    """The attributes that change what values mean, for people and for decoding; or a note if they are too long to read."""
-    if not has_attributes:
-        if not h5py.h5a.get_num_attrs(dataset.id):
-            return {}, {}
-        return {"attributes": "too long to be read"}, {"attributes": ["unreadable", ["too long to be read"]]}
+def _attributes(dataset: h5py.Dataset, texts: bool) -> tuple[dict[str, Any], Packing]:
+    """The attributes that change what values mean, for people and for decoding. No other is read, not even in a list of all."""
     told: dict[str, Any] = {}
     packing: dict[str, Any] = {}
-    is_few = h5py.h5a.get_num_attrs(dataset.id) <= _MOST_LISTED
-    here = set(names_of(dataset)) if is_few else {key for key in _READ if has(dataset, key)}
     for key in _READ:
-        if key not in here:
+        if not has(dataset, key):
             continue
         if not (texts or key in TEXTS or is_plain(dataset, key)):
             if key in ATTRIBUTES:

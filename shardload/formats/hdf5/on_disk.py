@@ -2,7 +2,6 @@
 
 1. `end_of`, `with_end`: the end of the file, in its superblock. What lies behind it is nobody's.
 2. `read_header`: the messages of an object header, of version 1 or 2, in all its blocks.
-3. `nbytes_of_attributes`: how many bytes of attributes lie elsewhere.
 
 References
 ----------
@@ -19,7 +18,7 @@ import numpy as np
 
 UNDEFINED = 2**64 - 1  # an address that is none
 DATASPACE, LAYOUT = 0x01, 0x08
-_CONTINUATION, _ATTRIBUTE_INFO = 0x10, 0x15
+_CONTINUATION = 0x10
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _END_AT = {0: 40, 1: 44, 2: 28, 3: 28}  # by the version of the superblock
 SUPERBLOCK_NBYTES = 64  # of a file, which have its end, and the checksum
@@ -173,25 +172,6 @@ def _read_2(read: Read, address: int, head: bytes) -> list[Message]:
                 todo.append((_int(content, 0), 4, _int(content, 8)))
             at += prefix + size
     return found
-
-
-def nbytes_of_attributes(read: Read, address: int) -> int:
-    """Bytes of an object's attributes that are stored apart from its header, in a heap; 0 if there is none.
-
-    HDF5 says it too, but goes through the index of all chunks of a dataset for it. UnknownStructureError if it cannot be told.
-    """
-    for message in read_header(read, address):
-        if message.kind == _ATTRIBUTE_INFO:
-            place = _int(message.data, 2 + 2 * (message.data[1] & 1))
-            if message.is_shared or message.data[0] != 0:
-                raise UnknownStructureError("attributes of an unknown kind")
-            if place == UNDEFINED:
-                return 0
-            heap = read(place, 94)
-            if len(heap) < 94 or not heap.startswith(b"FRHP\0"):
-                raise UnknownStructureError(f"a heap of attributes that begins with {heap[:4]!r} at {place}")
-            return _int(heap, 54) + _int(heap, 78)  # of blocks for small attributes, and of large ones
-    return 0
 
 
 def _size_at(header: bytes) -> int:

@@ -1,7 +1,7 @@
 """Which datasets may be read without the HDF5 library, and how? Only those whose bytes in the file are surely the values.
 
-1. `raw_file_of` accepts a file if HDF5 itself would only read those bytes: a plain file that starts with the HDF5 signature at
-   byte 0, and is opened for reading only. (A writer keeps chunks in memory that are not in the file yet.)
+1. `stored_file` accepts a file if HDF5 itself would only read those bytes: a plain file that is opened for reading only. (A
+   writer keeps chunks in memory that are not in the file yet.)
 2. `swap_size` compares the dataset's type in the file with the two types (one per byte order) that NumPy knows.
 3. If there is any doubt, this module refuses, and the library reads.
 
@@ -12,72 +12,35 @@ load, the duplicate's number cannot come to mean another file.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 import h5py
 import ml_dtypes
 import numpy as np
 
-from shardload.storage.local import LocalFile, read_at, state_of
+from shardload.storage.local import LocalFile, read_at
 
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 
 
-@functools.cache
-def _to_read() -> tuple[Any, bool]:
-    """The properties with which h5py opens a file by default, and True if they make HDF5 read a plain file as it is."""
-    properties = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
-    properties.set_libver_bounds(h5py.h5f.LIBVER_EARLIEST, h5py.h5f.LIBVER_LATEST)
-    return properties, properties.get_driver() == h5py.h5fd.SEC2
-
-
-class ReadFile(h5py.File):  # type: ignore[misc]  # h5py has no types
-    """A file that `open_to_read` has opened. Of it nothing has been read then but its first block, which leads to the rest.
-
-    `opened_in` is its state (`state_of`) at that moment; None if it is not a plain file.
-    """
-
-    def __init__(self, identifier: Any) -> None:
-        super().__init__(identifier)
-        descriptor = own_descriptor(self)
-        self.opened_in = None if descriptor is None else state_of(descriptor)
-
-
-def open_to_read(path: str) -> ReadFile:
-    """The same as ``h5py.File(path, "r")``, which makes new properties each time. Raises OSError as that does.
-
-    HDF5 does not try again if a signal comes while it opens or locks the file.
-    """
+def open_to_read(path: str) -> h5py.File:
+    """``h5py.File(path, "r")``. HDF5 does not try again if a signal comes while it opens or locks the file."""
     while True:
         try:
-            return ReadFile(h5py.h5f.open(os.fsencode(path), h5py.h5f.ACC_RDONLY, fapl=_to_read()[0]))
+            return h5py.File(path, "r")
         except InterruptedError:
             continue
 
 
-def close_all(files: Sequence[h5py.File]) -> None:
-    """Close files that were opened for reading only. No error of that says anything of what was read."""
-    for file in reversed(files):
-        with contextlib.suppress(OSError, RuntimeError):
-            file.close()
-
-
-def own_descriptor(file: h5py.File) -> int | None:
-    """`plain_descriptor` of a file that `open_to_read` opened."""
-    return int(file.id.get_vfd_handle()) if _to_read()[1] else None
-
-
-def plain_descriptor(file: h5py.File) -> int | None:
-    """The descriptor of a plain file that is open for reading only; None for any other file."""
+def stored_file(file: h5py.File) -> LocalFile | None:
+    """The bytes of a plain file that is open for reading only; None for any other file."""
     below = file.id
     is_plain = below.get_access_plist().get_driver() == h5py.h5fd.SEC2
     is_plain = is_plain and below.get_intent() == h5py.h5f.ACC_RDONLY  # not SWMR either
-    return int(below.get_vfd_handle()) if is_plain else None
+    return LocalFile(os.dup(below.get_vfd_handle())) if is_plain else None
 
 
 def has_signature(descriptor: int) -> bool:
@@ -93,23 +56,6 @@ def has_signature(descriptor: int) -> bool:
 def file_number(identifier: Any) -> Any:
     """HDF5's number of the file that an object is in; another one than that of the open file, if one is mounted in it."""
     return h5py.h5o.get_info(identifier).fileno
-
-
-def raw_file_of(dataset: h5py.Dataset) -> LocalFile | None:
-    """The bytes of the file that holds the values of `dataset`; None if only the HDF5 library may read them."""
-    file = dataset.file
-    is_mounted = file_number(dataset.id) != file_number(file.id)
-    descriptor = None if is_mounted or file.userblock_size else plain_descriptor(file)
-    return None if descriptor is None else raw_file(descriptor)
-
-
-def raw_file(descriptor: int) -> LocalFile | None:
-    """The same, for the descriptor of a plain file without a user block. It is duplicated, and stays the caller's."""
-    file = LocalFile(os.dup(descriptor))
-    if file.read_at_most(0, len(_SIGNATURE)) == _SIGNATURE:
-        return file
-    file.close()
-    return None
 
 
 BFLOAT16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)

@@ -23,7 +23,6 @@ import h5py
 import numpy as np
 
 from shardload.errors import ConfigError, SourceError
-from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.contract.dtypes import native_dtype
 from shardload.formats.hdf5.dimensions import check_netcdf, name_axes, netcdf_names, write_attrs
 from shardload.formats.hdf5.file import open_explained
@@ -44,7 +43,7 @@ from shardload.formats.sink import (
 from shardload.planning.blocks import runs
 from shardload.planning.grid import unravel
 from shardload.planning.region import Region
-from shardload.storage.target import MARK_NBYTES, Target, mark, named, put_at, reserve, sync_folder
+from shardload.storage.target import Target, check_mark, mark, named, put_at, reserve, sync_folder
 
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
 _AT_ONCE = 4096  # chunks
@@ -54,17 +53,8 @@ class Hdf5Encoder(Encoder):
     """See `Encoder`."""
 
     def __init__(self, path: str, name: str, spec: ArraySpec, flavour: str) -> None:
-        self.name, self.spec = name, spec
         self.pipeline = Pipeline(name, spec)
-        self._info = ArrayInfo(
-            path=path,
-            dataset=name,
-            format=flavour,
-            shape=spec.shape,
-            dtype=native_dtype(spec.dtype).name,
-            chunks=spec.chunks,
-            codec=self.pipeline.codec,
-        )
+        super().__init__(path, name, spec, flavour, self.pipeline.codec)
 
     @property
     def is_asked(self) -> bool:
@@ -365,7 +355,7 @@ class PlacedChunks:
         # A chunk has less than 4 GiB.
         self.offsets: Int64s = np.zeros(n, np.int64)
         self.sizes: np.ndarray[Any, Any] = np.zeros(n, np.uint32 if self._grid else np.int64)
-        self._masks: dict[int, int] = {}  # but those that are 0
+        self._masks = np.zeros(n, np.uint32)
 
     def stored(self) -> tuple[Int64s, np.ndarray[Any, Any]]:
         """Offsets and sizes of the chunks that have a place."""
@@ -401,8 +391,7 @@ class PlacedChunks:
             raise ValueError(f"chunk {unravel(int(twice[0]), self._grid)} of '{self.name}' has a place already")
 
     def _note(self, which: Int64s, offsets: Int64s, sizes: Int64s, masks: Int64s) -> None:
-        self.offsets[which], self.sizes[which] = offsets, sizes
-        self._masks.update(zip(which[masks != 0].tolist(), masks[masks != 0].tolist(), strict=True))
+        self.offsets[which], self.sizes[which], self._masks[which] = offsets, sizes, masks
 
     def check_complete(self) -> None:
         """ValueError if a chunk has no place."""
@@ -429,9 +418,7 @@ class PlacedChunks:
         def take(which: Int64s, offsets: Int64s, sizes: Int64s, masks: Int64s) -> None:
             nonlocal n_here
             n_here += len(which)
-            is_wrong = (offsets != self.offsets[which]) | (sizes != self.sizes[which])
-            if self._masks or np.any(masks):
-                is_wrong |= masks != np.array([self._masks.get(k, 0) for k in which.tolist()], dtype=np.int64)
+            is_wrong = (offsets != self.offsets[which]) | (sizes != self.sizes[which]) | (masks != self._masks[which])
             wrong.extend(zip(which[is_wrong][:1].tolist(), offsets[is_wrong][:1].tolist(), strict=True))
 
         self._each(dataset, take)
@@ -470,21 +457,6 @@ class PlacedChunks:
         hand_on()
 
 
-def _check_mark(ticket: Ticket, path: str) -> None:
-    """ConfigError unless the temporary is the one that the catalog made."""
-    with named(path), contextlib.ExitStack() as files:
-        try:
-            head = files.enter_context(os.fdopen(os.open(ticket.temporary, os.O_RDONLY), "rb")).read(MARK_NBYTES)
-        except FileNotFoundError:
-            head = b""
-    if head != mark(ticket.token, path):
-        found = f"begins with {head[:40]!r} here" if head else "is not to be seen here"
-        raise ConfigError(
-            f"'{ticket.temporary}', which another rank made, {found}. Is another file system mounted there on some node? "
-            "Save to one that all nodes share"
-        )
-
-
 class Hdf5Writer(Writer):
     """See `Writer`.
 
@@ -500,14 +472,10 @@ class Hdf5Writer(Writer):
 
     def __init__(self, sink: Sink, ticket: Ticket, path: str | None = None) -> None:
         self._sink, self._ticket = sink, ticket
-        _check_mark(ticket, sink.path)
+        check_mark(ticket.temporary, ticket.token, sink.path)
         with named(sink.path):
             self.descriptor = os.open(path or ticket.temporary, os.O_RDWR)
         self._close = weakref.finalize(self, os.close, self.descriptor)
-
-    def place(self, name: str, number: int) -> int:
-        """See `Writer`."""
-        return self._ticket.places[name][number]
 
     def put(self, name: str, number: int, offset: int, stored: Stored) -> None:
         """See `Writer`."""

@@ -26,13 +26,12 @@ from shardload.formats.hdf5.contiguous import Hdf5Contiguous, open_contiguous
 from shardload.formats.hdf5.filters import NAMES
 from shardload.formats.hdf5.links import Others
 from shardload.formats.hdf5.making import properties_of
-from shardload.formats.hdf5.metadata import filters_of, group_attrs_of, labels_of
-from shardload.formats.hdf5.opened import OpenDataset, creation_of, element_of, kept, nbytes_stored_of, raw_of
-from shardload.formats.hdf5.raw_file import BFLOAT16, plain_descriptor, type_in_file, type_of_values
+from shardload.formats.hdf5.metadata import group_attrs_of, labels_of
+from shardload.formats.hdf5.opened import OpenDataset, kept
+from shardload.formats.hdf5.raw_file import BFLOAT16, type_in_file, type_of_values
 from shardload.formats.hdf5.tiles import Opener, Tiles, find_boxes
 from shardload.formats.labels import Labels
 from shardload.planning.region import Region
-from shardload.storage.local import LocalFile, state_of
 
 _TRUSTING = {32001, 32004, 32015}  # HDF5's decoders of these believe what a chunk declares of its length
 _MOST_AT_ONCE = 256  # chunks per call: HDF5 holds 6 KiB for each, and with more chunks takes longer for each
@@ -44,8 +43,8 @@ class Hdf5Source(Source):
 
     Parameters
     ----------
-    dataset : h5py.Dataset
-        Open, and not refused by `info.refused`.
+    dataset : OpenDataset
+        Not refused by `info.refused`.
     info : ArrayInfo
         Its description, from `describe`.
     others : Others
@@ -56,25 +55,21 @@ class Hdf5Source(Source):
         Called once, by `close`.
     is_linked : bool
         True if a link led to the dataset from another file, whose names it does not know.
-    opened_in : tuple of int, optional
-        The state of its file before anything was read of it; by default that of now.
     """
 
     def __init__(
         self,
-        dataset: h5py.Dataset,
+        dataset: OpenDataset,
         info: ArrayInfo,
         others: Others,
         open_part: Opener | None = None,
         close: Callable[[], None] | None = None,
         is_linked: bool = False,
-        opened_in: tuple[int, ...] | None = None,
     ) -> None:
         self._dataset, self._info, self._others, self._is_linked = dataset, info, others, is_linked
         self._open_part, self._close = open_part, close
-        self._opened_in = self._state_of_file() if opened_in is None else opened_in
         self._expected: Region | None = None
-        number, self._inner = element_of(dataset)
+        number, self._inner = dataset.element
         self._dtype = self._number = np.dtype("V1") if info.refused else native_dtype(type_of_values(number))
         # h5py makes the type in memory from NumPy's: for complex numbers a pair (r, i). HDF5 cannot convert the complex type of
         # HDF5 2.0 in the other byte order to that pair.
@@ -119,7 +114,7 @@ class Hdf5Source(Source):
 
     def nbytes_stored(self) -> int | None:
         """Bytes that its values take in the file. HDF5 goes through the index of all chunks for that."""
-        return None if self._others.is_virtual else nbytes_stored_of(self._dataset)
+        return None if self._others.is_virtual else int(self._dataset.id.get_storage_size())
 
     def read_into(self, region: Region, out: np.ndarray[Any, Any]) -> None:
         """Read `region` into `out`: straight from the file, or with ``H5Dread``."""
@@ -167,7 +162,7 @@ class Hdf5Source(Source):
         """OSError if the file was cut since it was opened: HDF5 gives zeros for the end."""
         if not self._dataset.id.valid:
             return
-        now, before = self._state_of_file(), self._dataset.file.id.get_filesize()
+        now, before = self._dataset.facts.state(), self._dataset.file.id.get_filesize()
         if now is not None and now[0] < before:
             raise OSError(f"the file was cut to {now[0]} bytes from {before} since it was opened")
         self._others.check_whole()
@@ -199,22 +194,22 @@ class Hdf5Source(Source):
         elements = self._cut(region)[0]
         if self._places is not None:
             return [(*index, *((0,) * len(self._inner))) for index in self._places.missing(elements)]
-        creation = creation_of(self._dataset)
+        creation = self._dataset.creation
         is_contiguous = creation.get_layout() == h5py.h5d.CONTIGUOUS and not creation.get_external_count()
         return [()] if is_contiguous and self._dataset.id.get_offset() is None else []
 
     @kept
     def _places(self) -> ChunkPlaces | None:
         """Where the chunks are; None for a dataset without chunks."""
-        if creation_of(self._dataset).get_layout() != h5py.h5d.CHUNKED:
+        if self._dataset.creation.get_layout() != h5py.h5d.CHUNKED:
             return None
         expected = None if self._expected is None else self._cut(self._expected)[0]
-        return ChunkPlaces(self._dataset, self._raw, expected)
+        return ChunkPlaces(self._dataset, expected)
 
     @kept
     def _decoded_here(self) -> ChunkReader | None:
         """A reader of chunks, if HDF5's own filters would trust what a chunk declares; else None."""
-        names = [NAMES[number] for number, *_ in filters_of(self._dataset) if number in _TRUSTING]
+        names = [NAMES[number] for number, *_ in self._dataset.stored_filters if number in _TRUSTING]
         if self._info.refused or self._places is None or not names:
             return None
         found = open_chunks(self._dataset, self._dtype, self._places)
@@ -273,7 +268,7 @@ class Hdf5Source(Source):
             return None
         if self._others.is_virtual:
             return None if self._tiles is None else self._tiles.chunk_reader()
-        if self._raw is None or self._places is None:
+        if self._dataset.raw is None or self._places is None:
             return None
         return open_chunks(self._dataset, self._dtype, self._places)
 
@@ -296,16 +291,11 @@ class Hdf5Source(Source):
         return tiles
 
     @kept
-    def _raw(self) -> LocalFile | None:
-        """The bytes of the file; None if only HDF5 may read them."""
-        return raw_of(self._dataset)
-
-    @kept
     def _contiguous(self) -> Hdf5Contiguous | None:
         """A reader of contiguous values without HDF5; None if only HDF5 can read them."""
-        if self._info.chunks is not None or self._raw is None:
+        if self._info.chunks is not None or self._dataset.raw is None:
             return None
-        return open_contiguous(self._dataset, self._dtype, self._raw)
+        return open_contiguous(self._dataset, self._dtype)
 
     def state(self) -> tuple[int, ...] | None:
         """The state of the open file that holds the dataset, if it is a plain file and open for reading only; else None.
@@ -313,7 +303,7 @@ class Hdf5Source(Source):
         If other files hold values, their sizes and times are in it. Those of `Tiles` have been compared when they were opened,
         and are again.
         """
-        found = self._state_of_file()
+        found = self._dataset.facts.state()
         if found is None:
             return None
         tiles = self.__dict__.get("_tiles")
@@ -323,29 +313,16 @@ class Hdf5Source(Source):
 
     def opened_in(self) -> tuple[int, ...] | None:
         """`state` before anything was read of these files."""
-        found = self._opened_in
+        found = self._dataset.facts.opened_in
         if found is None:
             return None
         return (*found, 0) if self._info.parts is not None else _together(found, self._others.opened_in())
-
-    def _state_of_file(self) -> tuple[int, ...] | None:
-        try:
-            if isinstance(self._dataset, OpenDataset):
-                descriptor = self._dataset.facts.state_descriptor()
-            else:
-                descriptor = plain_descriptor(self._dataset.file)
-            return None if descriptor is None else state_of(descriptor)
-        except (RuntimeError, ValueError):  # it was closed
-            return None
 
     def close(self) -> None:
         """Close the dataset and the files, if this object opened them."""
         tiles = self.__dict__.get("_tiles")
         if tiles is not None:
             tiles.close()
-        raw = self.__dict__.get("_raw")
-        if raw is not None and not isinstance(self._dataset, OpenDataset):
-            raw.close()
         close, self._close = self._close, None
         if close is not None:
             close()

@@ -34,7 +34,7 @@ from shardload.formats.contract.chunk_reader import ChunkReader, Encoded, Room, 
 from shardload.formats.contract.dtypes import native_dtype, refusal
 from shardload.formats.contract.format import ChangedError, Source
 from shardload.formats.hdf5.chunks import fill_value
-from shardload.formats.hdf5.opened import creation_of, kind_of
+from shardload.formats.hdf5.opened import OpenDataset
 from shardload.formats.hdf5.raw_file import type_of_values
 from shardload.planning.region import Region
 from shardload.storage.local import state_of
@@ -77,17 +77,14 @@ class Behind:
     is_raw: bool = True
 
     @classmethod
-    def of(cls, dataset: h5py.Dataset, version: tuple[int, ...]) -> Behind:
+    def of(cls, dataset: OpenDataset, version: tuple[int, ...]) -> Behind:
         """Of an open dataset, and the version of what is behind it."""
-        creation = creation_of(dataset)
-        told = (creation.get_filter(k) for k in range(creation.get_nfilters()))
-        filters = tuple((number, tuple(values)) for number, _, values, _ in told)
-        kind = kind_of(dataset)
+        creation, kind = dataset.creation, dataset.kind
+        filters = tuple((number, tuple(values)) for number, _, values, _ in dataset.stored_filters)
         dtype = native_dtype(type_of_values(kind)) if kind.get_class() in _NUMBERS else None
         fill = b"" if dtype is None or refusal(dtype) is not None else fill_value(dataset, dtype).tobytes()
         chunks = tuple(creation.get_chunk()) if creation.get_layout() == h5py.h5d.CHUNKED else None
-        # Not the identifier: closing a file takes HDF5 a millisecond more if a thousand of them are alive.
-        is_raw = not dataset.file.userblock_size
+        is_raw = not dataset.facts.creation.get_userblock()
         return cls(version, tuple(dataset.shape or ()), chunks, code_of(kind), filters, fill, is_raw)
 
 
@@ -148,14 +145,14 @@ class Box:
 
 
 def find_boxes(
-    dataset: h5py.Dataset, names: Sequence[Names], shape_of: Callable[[Names], tuple[int, ...] | None]
+    dataset: OpenDataset, names: Sequence[Names], shape_of: Callable[[Names], tuple[int, ...] | None]
 ) -> list[Box] | None:
     """The tiles of a virtual dataset; None if it is not made of boxes.
 
     Parameters
     ----------
-    dataset : h5py.Dataset
-        Open.
+    dataset : OpenDataset
+        The virtual dataset.
     names : sequence
         The names of each mapping.
     shape_of : callable
@@ -163,7 +160,7 @@ def find_boxes(
     """
     if len(names) > _MOST_TILES:
         return None
-    creation, found = creation_of(dataset), []
+    creation, found = dataset.creation, []
     for k, name in enumerate(names):
         space, its_space = creation.get_virtual_vspace(k), creation.get_virtual_srcspace(k)
         if not space.get_select_npoints():

@@ -42,38 +42,9 @@ class UntrustedFormat(Format):
         """True: the helper says so if no format claims it."""
         return True
 
-    def list_arrays(self, path: str, access: Access = STRICT) -> list[ArrayInfo]:
-        """Every array in the file."""
-        return _list(path, access, "list_arrays")
-
-    def sketch_arrays(self, path: str, access: Access = STRICT, most: int | None = None, like: str = "") -> list[ArrayInfo]:
-        """Some of them."""
-        return _list(path, access, "sketch_arrays", most=most, like=like)
-
-    def list_linked(self, path: str, group: str, access: Access = STRICT, in_full: bool = True) -> list[ArrayInfo]:
-        """Those below a group to which links lead."""
-        return _list(path, access, "list_linked", group=group, in_full=in_full)
-
-    def open_path(self, path: str, dataset: str, access: Access = STRICT) -> Source:
-        """Open one array, in a helper of its own."""
-        file = UntrustedFile(path, access)
-        try:
-            return UntrustedSource(file, dataset, is_alone=True)
-        except BaseException:
-            file.close()
-            raise
-
     def open_file(self, path: str, access: Access = STRICT) -> OpenFile:
         """The file, of which nothing is read yet."""
         return UntrustedFile(path, access)
-
-
-def _list(path: str, access: Access, how: str, **arguments: Any) -> list[ArrayInfo]:
-    with UntrustedFile(path, access) as file:
-        infos = file.ask("list", most=_MOST_LIST_NBYTES, how=how, arguments=arguments).get("infos")
-    if not isinstance(infos, list):
-        raise lie("no list of arrays")
-    return [info_of(info, path) for info in infos]
 
 
 class UntrustedFile(OpenFile):
@@ -137,7 +108,25 @@ class UntrustedFile(OpenFile):
             raise HelperError("the file was closed")
         return self._helper.values(shape, dtype)
 
-    def open(self, dataset: str) -> Source:
+    def list_arrays(self) -> list[ArrayInfo]:
+        """Every array in the file."""
+        return self._list("list_arrays")
+
+    def sketch(self, most: int | None = None, like: str = "") -> list[ArrayInfo]:
+        """Some of them."""
+        return self._list("sketch", most=most, like=like)
+
+    def list_linked(self, group: str, in_full: bool = True) -> list[ArrayInfo]:
+        """Those below a group to which links lead."""
+        return self._list("list_linked", group=group, in_full=in_full)
+
+    def _list(self, how: str, **arguments: Any) -> list[ArrayInfo]:
+        infos = self.ask("list", most=_MOST_LIST_NBYTES, how=how, arguments=arguments).get("infos")
+        if not isinstance(infos, list):
+            raise lie("no list of arrays")
+        return [info_of(info, self.path) for info in infos]
+
+    def open(self, dataset: str, planned: ArrayInfo | None = None) -> Source:
         """Open one array in the helper."""
         return UntrustedSource(self, dataset)
 
@@ -152,9 +141,9 @@ class UntrustedFile(OpenFile):
         except (LookupError, OSError, RuntimeError, ValueError):
             return None
 
-    def unread(self) -> Sequence[str]:
-        """What is left out."""
-        return ("what attributes of groups say, which are not read from an untrusted file,",)
+    def groups(self) -> tuple[Mapping[str, Mapping[str, Any]], Sequence[str]]:
+        """None: that is said."""
+        return {}, ("what attributes of groups say, which are not read from an untrusted file,",)
 
     def give_up(self) -> None:
         """End a helper that lies: it is asked no more."""
@@ -176,12 +165,10 @@ class UntrustedSource(Source):
         The file.
     dataset : str
         Full name of the array.
-    is_alone : bool
-        True if the file is closed with this array.
     """
 
-    def __init__(self, file: UntrustedFile, dataset: str, is_alone: bool = False) -> None:
-        self._file, self._dataset, self._is_alone, self._is_closed = file, dataset, is_alone, False
+    def __init__(self, file: UntrustedFile, dataset: str) -> None:
+        self._file, self._dataset, self._is_closed = file, dataset, False
         self._missing: list[tuple[int, ...]] = []
         answer = file.ask("open", dataset=dataset)
         self._info, self._first_state = info_of(answer.get("info"), file.path), state_of(answer.get("state"))
@@ -264,10 +251,8 @@ class UntrustedSource(Source):
         self._file.close()
 
     def close(self) -> None:
-        """Read no more; end the helper if nobody else needs it."""
+        """Read no more."""
         self._is_closed = True
-        if self._is_alone:
-            self._file.close()
 
 
 FORMAT = UntrustedFormat()

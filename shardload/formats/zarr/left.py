@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import IO
 
 from shardload.errors import ConfigError
+from shardload.storage.locks import take_lock
 from shardload.storage.target import FOLDER_MARK, MARK_BEGINS, MARK_NBYTES, sync_folder, temporary_of
 
 PART = ".part"  # behind the name of a file until all of it is on disk
@@ -39,13 +40,9 @@ class UnfinishedStore:
 def open_locked(path: str) -> IO[bytes]:
     """The mark of an unfinished store, locked. ConfigError if another job has locked it."""
     file = open(path, "r+b")  # noqa: SIM115
-    try:
-        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not take_lock(file.fileno(), fcntl.LOCK_EX):
         file.close()
-        raise ConfigError(f"another job is writing '{os.path.dirname(path)}' now. Wait for it, or end it first") from None
-    except OSError:  # a file system without locks
-        pass
+        raise ConfigError(f"another job is writing '{os.path.dirname(path)}' now. Wait for it, or end it first")
     return file
 
 

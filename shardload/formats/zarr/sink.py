@@ -24,8 +24,6 @@ import numpy as np
 
 from shardload.errors import ConfigError
 from shardload.formats.codecs.chains import EncodeChain
-from shardload.formats.contract.array import ArrayInfo
-from shardload.formats.contract.dtypes import native_dtype
 from shardload.formats.sink import (
     ArraySpec,
     Catalog,
@@ -43,7 +41,7 @@ from shardload.formats.zarr.metadata import Json, ZarrLayout
 from shardload.planning.grid import unravel
 from shardload.planning.region import Region
 from shardload.storage.leftovers import ROOTS
-from shardload.storage.target import FOLDER_MARK, GROWTH_MARK, Target, make_below, mark, named, put_at, sync_folder
+from shardload.storage.target import FOLDER_MARK, GROWTH_MARK, Target, check_mark, mark, named, put_at, sync_folder
 
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
@@ -60,18 +58,9 @@ class ZarrEncoder(Encoder):
     """See `Encoder`."""
 
     def __init__(self, path: str, name: str, spec: ArraySpec, document: Json, layout: ZarrLayout, fill: Any) -> None:
-        self.name, self.spec, self.document, self.layout = name, spec, document, layout
+        super().__init__(path, name, spec, f"Zarr v{layout.version}", layout.codec)
+        self.document, self.layout = document, layout
         self._chain = EncodeChain(layout.steps, spec.chunks, spec.dtype, fill)
-        self._info = ArrayInfo(
-            path=path,
-            dataset=name,
-            format=f"Zarr v{layout.version}",
-            shape=spec.shape,
-            dtype=native_dtype(spec.dtype).name,
-            chunks=spec.chunks,
-            codec=layout.codec,
-            shards=spec.shards,
-        )
 
     @classmethod
     def new(cls, path: str, name: str, spec: ArraySpec, version: int) -> ZarrEncoder:
@@ -322,7 +311,7 @@ class ZarrCatalog(Catalog):
         which = np.asarray(numbers, dtype=np.int64)
         return self._shards[name].allocate(name, which, np.broadcast_to(np.asarray(nbytes, dtype=np.int64), which.shape))
 
-    def finish(self, *, allow_missing: bool = False) -> None:
+    def finish(self) -> None:
         """See `Catalog`."""
         if self._is_finished:
             raise ValueError("the catalog is finished")
@@ -330,8 +319,8 @@ class ZarrCatalog(Catalog):
         with named(self._sink.path):
             for name, one in self._sink.arrays.items():
                 if name in self._shards:
-                    self._write_indexes(name, one, allow_missing)
-                elif not allow_missing:
+                    self._write_indexes(name, one)
+                else:
                     self._check_files(name, one)
             for key, content in self._sink.documents():
                 os.makedirs(os.path.join(root, os.path.dirname(key)), exist_ok=True)  # a group without arrays
@@ -344,13 +333,13 @@ class ZarrCatalog(Catalog):
                 sync_folder(folder)
         self._is_finished = True
 
-    def _write_indexes(self, name: str, one: ZarrEncoder, allow_missing: bool) -> None:
+    def _write_indexes(self, name: str, one: ZarrEncoder) -> None:
         shards, grid = self._shards[name], one.shard_grid
-        absent = shards.absent()
-        if len(absent) and not allow_missing:
+        absent = np.flatnonzero(shards.sizes < 0)
+        if len(absent):
             first = unravel(int(absent[0]), one.spec.grid)
             raise ValueError(f"{len(absent)} of {len(shards.sizes)} chunks of '{name}' have no place; the first is {first}")
-        for number in np.flatnonzero(shards.ends).tolist():
+        for number in range(math.prod(grid)):
             at = unravel(number, grid)
             path = os.path.join(self.ticket.temporary, name.strip("/"), one.layout.key(at))
             with named(self._sink.path, name):
@@ -363,15 +352,10 @@ class ZarrCatalog(Catalog):
 
     def _check_files(self, name: str, one: ZarrEncoder) -> None:
         """ValueError unless each chunk has a file."""
-        n = math.prod(one.spec.grid)
-        folder = os.path.join(self.ticket.temporary, name.strip("/"))
-        if sum(len({*files} - {FOLDER_MARK, GROWTH_MARK}) for _, _, files in os.walk(folder)) == n:
-            return
-        for number in range(n):
-            index = unravel(number, one.spec.grid)
-            if not os.path.exists(os.path.join(folder, one.layout.key(index))):
-                raise ValueError(f"chunks of '{name}' were not written; the first is {index}")
-        raise ValueError(f"'{name}' has more files than its {n} chunks")
+        n, folder = math.prod(one.spec.grid), os.path.join(self.ticket.temporary, name.strip("/"))
+        n_here = sum(len({*files} - {FOLDER_MARK, GROWTH_MARK}) for _, _, files in os.walk(folder))
+        if n_here != n:
+            raise ValueError(f"'{name}' has {n_here} files in place of one for each of its {n} chunks")
 
     def commit(self) -> None:
         """See `Catalog`."""
@@ -428,9 +412,6 @@ class _Shards:
         self.offsets[which], self.sizes[which] = offsets, sizes
         return offsets
 
-    def absent(self) -> Int64s:
-        return np.flatnonzero(self.sizes < 0)
-
     def index(self, at: tuple[int, ...]) -> bytes:
         """The index of a shard: offset and length of each chunk in C order, then the CRC-32C. Chunks outside of the array are
         missing.
@@ -440,9 +421,7 @@ class _Shards:
         box = tuple(slice(k * n, min((k + 1) * n, m)) for k, n, m in zip(at, per, one.spec.grid, strict=True))
         sizes, offsets = self.sizes.reshape(one.spec.grid)[box], self.offsets.reshape(one.spec.grid)[box]
         part = table[tuple(slice(n) for n in sizes.shape)]
-        is_there = sizes >= 0
-        part[..., 0] = np.where(is_there, offsets.astype("<u8"), _MISSING)
-        part[..., 1] = np.where(is_there, sizes.astype("<u8"), _MISSING)
+        part[..., 0], part[..., 1] = offsets, sizes
         data = table.tobytes()
         return data + int(google_crc32c.value(data)).to_bytes(4, "little")
 
@@ -481,25 +460,14 @@ class _ZarrWriter(Writer):
         self._opened: WeakValueDictionary[str, _OpenFile] = WeakValueDictionary()
         self._unsynced: dict[str, _OpenFile] = {}  # those that were written to
         self._n_behind = self._nbytes_behind = 0
-        self._made: set[str] = set()  # folders that are there
+        self._made = {ticket.temporary}  # folders that are there
         self._folders: set[str] = set()  # those with new names that are not synced
         self._is_open = True
-        path = os.path.join(ticket.temporary, FOLDER_MARK)
-        try:
-            with open(path, "rb") as file:
-                found = file.read(64)
-        except FileNotFoundError:
-            found = b""
-        if found != mark(ticket.token, sink.path):
-            raise ConfigError(
-                f"'{ticket.temporary}', which another rank made, is not to be seen here. Is another file system mounted there "
-                "on some node? Save to one that all nodes share"
-            )
-
-    def place(self, name: str, number: int) -> int:
-        return self._ticket.places[name][number]
+        check_mark(os.path.join(ticket.temporary, FOLDER_MARK), ticket.token, sink.path)
 
     def put(self, name: str, number: int, offset: int, stored: Stored) -> None:
+        if not self._is_open:
+            raise ValueError(f"the writer of '{self._sink.path}' is closed")
         one = self._sink.arrays[name]
         index, path = unravel(number, one.spec.grid), self._sink.file_of(self._ticket, name, number)
         with named(self._sink.path, name, lambda: index):
@@ -544,10 +512,11 @@ class _ZarrWriter(Writer):
         self.put(name, 0, 0, stored)
 
     def _make_folder(self, folder: str) -> None:
-        if not self._is_open:
-            raise ValueError(f"the writer of '{self._sink.path}' is closed")
+        """Make a folder, and those above it; not the store itself: who has removed it wants it gone."""
         if folder not in self._made:
-            make_below(self._ticket.temporary, folder)
+            self._make_folder(os.path.dirname(folder))
+            with contextlib.suppress(FileExistsError):  # another thread, or rank
+                os.mkdir(folder)
             self._made.add(folder)
 
     def _note_folder(self, folder: str) -> None:

@@ -13,12 +13,10 @@ one. `ZarrSource.missing` says which chunks were missing.
 
 from __future__ import annotations
 
-import base64
 import functools
 import itertools
 import math
 import os
-import struct
 import zipfile
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -37,17 +35,14 @@ from shardload.formats.contract.format import Format, OpenFile, Source
 from shardload.formats.labels import Coordinate, Labels, names_in
 from shardload.formats.zarr.chunks import ZarrChunks, chunk_reader
 from shardload.formats.zarr.codecs import refuse_codecs
-from shardload.formats.zarr.making import properties_of
+from shardload.formats.zarr.making import float_of_base64, properties_of
 from shardload.formats.zarr.metadata import grid_of, is_stacked, n_in_shard, names_of
 from shardload.formats.zarr.nodes import ArrayNode, BrokenNode, GroupNode, UnknownCodecError, quiet
 from shardload.formats.zarr.store import (
     WatchedStore,
-    close_store,
-    inner_store,
     open_store,
     watch,
     watched,
-    zip_entries,
 )
 from shardload.planning.region import Region
 from shardload.storage.leftovers import ROOTS
@@ -75,14 +70,12 @@ class ZarrSource(Source):
         Its description, from `describe`.
     access : Access
         What the caller allows.
-    is_own : bool
-        True if the store is closed with this source.
     """
 
-    def __init__(self, node: ArrayNode, array: Any, info: ArrayInfo, access: Access, *, is_own: bool) -> None:
+    def __init__(self, node: ArrayNode, array: Any, info: ArrayInfo, access: Access) -> None:
         self._node, self._array, self._info = node, array, info
         self._store: WatchedStore = array.store
-        self._dtype, self._is_own, self._is_closed = native_dtype(node.dtype), is_own, False
+        self._dtype, self._is_closed = native_dtype(node.dtype), False
         self._missing: list[tuple[int, ...]] = []
         mark = "zarr.json" if node.version == 3 else ".zarray"
         self._metadata_key = f"{array.path}/{mark}" if array.path else mark
@@ -153,7 +146,7 @@ class ZarrSource(Source):
 
     @functools.cached_property
     def _chunks(self) -> ZarrChunks | None:
-        return chunk_reader(self._array, self._node, self._info, self._store.fence)
+        return chunk_reader(self._array, self._node, self._info)
 
     def plain(self, region: Region) -> np.ndarray[Any, Any]:
         """The values as zarr-python's indexing gives them."""
@@ -202,12 +195,10 @@ class ZarrSource(Source):
         return self._opened_in
 
     def close(self) -> None:
-        """Close the store, if this object opened it, and the shards that its chunk reader keeps open."""
+        """Close the shards that its chunk reader keeps open."""
         chunks = self.__dict__.get("_chunks")
         if chunks is not None:
             chunks.close()
-        if self._is_own and not self._is_closed:
-            close_store(self._store)
         self._is_closed = True
 
 
@@ -223,10 +214,9 @@ class ZarrFormat(Format):
         try:
             if not zipfile.is_zipfile(path):
                 return False
-            return any(entry.filename.rpartition("/")[2] in _MARKS for entry in zip_entries(path))
-        except ValueError:
-            return True  # opening it raises the error
-        except (OSError, zipfile.BadZipFile, NotImplementedError):
+            with zipfile.ZipFile(path) as archive:
+                return any(name.rpartition("/")[2] in _MARKS for name in archive.namelist())
+        except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError):
             return False
 
     def claims_url(self, url: str) -> bool:
@@ -237,35 +227,8 @@ class ZarrFormat(Format):
         """True if `obj` is a `zarr.Array` or a `zarr.Group`."""
         return isinstance(obj, zarr.Array | zarr.Group)
 
-    def list_arrays(self, path: str, access: Access = STRICT) -> list[ArrayInfo]:
-        """Every array in the store, by name; chunks are not read."""
-        return self.sketch_arrays(path, access)
-
-    def sketch_arrays(self, path: str, access: Access = STRICT, most: int | None = None, like: str = "") -> list[ArrayInfo]:
-        """The same, but at most `most` + 1 arrays; first what a group `like` is that has none."""
-        limit = None if most is None else most + 1
-        store = open_store(path, access.allow_external)
-        try:
-            infos = list(itertools.islice(_described(store, path, access), limit))
-            if like and isinstance(_node_or_none(store, like), GroupNode):
-                below = f"/{like.strip('/')}".rstrip("/") + "/"
-                if not any(info.dataset.startswith(below) for info in _described(store, path, access)):
-                    infos = [_empty_group(store, path, like), *infos][:limit]
-            return infos
-        finally:
-            close_store(store)
-
-    def open_path(self, path: str, dataset: str, access: Access = STRICT) -> Source:
-        """Open an array by its name; KeyError if there is none."""
-        store = open_store(path, access.allow_external)
-        try:
-            return _open_array(store, path, dataset, access, is_own=True)
-        except BaseException:
-            close_store(store)
-            raise
-
     def open_file(self, path: str, access: Access = STRICT) -> OpenFile:
-        """Open the store once for several arrays."""
+        """Open the store."""
         return _ZarrStore(open_store(path, access.allow_external), path, access)
 
     def open_object(self, obj: Any, access: Access = STRICT) -> Source:
@@ -278,7 +241,7 @@ class ZarrFormat(Format):
                 f"'{obj.name}' in '{path}' is a group, not an array. Pass group['name'] with a name of an array in it: {names}."
             )
         node, array = ArrayNode.of(obj), watched(obj, access.allow_external)
-        return ZarrSource(node, array, describe(node, path, obj.name, access), access, is_own=False)
+        return ZarrSource(node, array, describe(node, path, obj.name, access), access)
 
 
 FORMAT = ZarrFormat()
@@ -289,18 +252,40 @@ class _ZarrStore(OpenFile):
 
     def __init__(self, store: WatchedStore, path: str, access: Access) -> None:
         self._store, self._path, self._access = store, path, access
-        self._unread: list[str] = []  # of groups
 
-    def open(self, dataset: str) -> Source:
-        return _open_array(self._store.another_watch(), self._path, dataset, self._access, is_own=False)
+    def list_arrays(self) -> list[ArrayInfo]:
+        """Every array in the store, by name; chunks are not read."""
+        return list(_described(self._store, self._path, self._access))
+
+    def sketch(self, most: int | None = None, like: str = "") -> list[ArrayInfo]:
+        """The same, but at most `most` + 1 arrays; first what a group `like` is that has none."""
+        limit = None if most is None else most + 1
+        infos = list(itertools.islice(_described(self._store, self._path, self._access), limit))
+        if like and isinstance(_node_or_none(self._store, like), GroupNode):
+            below = f"/{like.strip('/')}".rstrip("/") + "/"
+            if not any(info.dataset.startswith(below) for info in _described(self._store, self._path, self._access)):
+                infos = [_empty_group(self._store, self._path, like), *infos][:limit]
+        return infos
+
+    def open(self, dataset: str, planned: ArrayInfo | None = None) -> Source:
+        store = self._store.another_watch()
+        node = store.node(dataset)
+        if not isinstance(node, ArrayNode):
+            raise KeyError(dataset)
+        try:
+            info = describe(node, self._path, dataset, self._access)
+        except UnknownCodecError as error:
+            text = f"'{dataset}' in '{self._path}' cannot be loaded: it holds {error}."
+            raise SourceError(text, path=self._path, dataset=dataset) from error
+        return ZarrSource(node, watch(node, store, dataset), info, self._access)
 
     def state(self) -> tuple[int, ...] | None:
         """The state of the zip file, or of the metadata file of the root, which is another one in a store that was replaced."""
         return next((state for mark in ROOTS if (state := self._store.state(mark)) is not None), None)
 
-    def groups(self) -> dict[str, dict[str, Any]]:
+    def groups(self) -> tuple[dict[str, dict[str, Any]], list[str]]:
         """The attributes of all groups that have metadata. One whose metadata are damaged is noted."""
-        groups, self._unread = {}, []
+        groups, unread = {}, []
         for name, node in self._store.nodes():
             try:
                 if isinstance(node, GroupNode):
@@ -310,28 +295,11 @@ class _ZarrStore(OpenFile):
             except (OSError, LookupError, TypeError, ValueError) as error:
                 if name == "/" or is_unread(error):
                     raise
-                self._unread.append(f"what is in attributes and groups of '{name}' ({error})")
-        return groups
-
-    def unread(self) -> list[str]:
-        """What `groups` could not read."""
-        return self._unread
+                unread.append(f"what is in attributes and groups of '{name}' ({error})")
+        return groups, unread
 
     def close(self) -> None:
-        close_store(self._store)
-
-
-def _open_array(store: WatchedStore, path: str, dataset: str, access: Access, *, is_own: bool) -> ZarrSource:
-    """Open an array of an open store. With `is_own`, the store is closed with the source."""
-    node = store.node(dataset)
-    if not isinstance(node, ArrayNode):
-        raise KeyError(dataset)
-    try:
-        info = describe(node, path, dataset, access)
-    except UnknownCodecError as error:
-        text = f"'{dataset}' in '{path}' cannot be loaded: it holds {error}."
-        raise SourceError(text, path=path, dataset=dataset) from error
-    return ZarrSource(node, watch(node, store, dataset), info, access, is_own=is_own)
+        self._store.close()
 
 
 def _node_or_none(store: WatchedStore, name: str) -> ArrayNode | GroupNode | None:
@@ -351,7 +319,6 @@ def _empty_group(store: WatchedStore, path: str, name: str) -> ArrayInfo:
 
 def _store_name(store: Any) -> str:
     """An open store as messages name it."""
-    store = inner_store(store)
     for attribute in ("root", "path"):
         if isinstance(getattr(store, attribute, None), str | os.PathLike):
             return str(getattr(store, attribute))
@@ -445,17 +412,8 @@ def _attribute(node: ArrayNode, key: str, *most: int) -> Any:
     if key != "_FillValue" or node.dtype.kind not in "fcV":  # V: bfloat16 and similar types
         return value
     if isinstance(value, list) and len(value) == 2:  # of complex numbers: real part, imaginary part
-        return [_float_of_base64(part) for part in value]
-    return _float_of_base64(value)
-
-
-def _float_of_base64(value: Any) -> Any:
-    """Decode a float that xarray wrote as base64 (JSON has no NaN). Any other value is returned unchanged."""
-    try:
-        (number,) = struct.unpack("<d", base64.b64decode(value, validate=True))
-    except (TypeError, ValueError, struct.error):
-        return value
-    return math.nan if math.isnan(number) else number
+        return [float_of_base64(part) for part in value]
+    return float_of_base64(value)
 
 
 def _unsafe(node: ArrayNode) -> str | None:

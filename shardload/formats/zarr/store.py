@@ -13,10 +13,7 @@
 from __future__ import annotations
 
 import asyncio
-import errno
-import io
 import os
-import stat
 import zipfile
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
 from typing import Any
@@ -24,23 +21,21 @@ from typing import Any
 import numpy as np
 import zarr
 import zarr.storage
-from zarr.abc.store import OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
+from zarr.abc.store import OffsetByteRequest, RangeByteRequest, SuffixByteRequest
 from zarr.core.buffer import default_buffer_prototype
 from zarr.core.sync import sync
 
 from shardload.errors import SourceError, is_unread
 from shardload.formats.zarr.codecs import checked
 from shardload.formats.zarr.nodes import ArrayNode, BrokenNode, GroupNode, Node, parse_node, quiet
-from shardload.storage.containment import TARGET_HINT, Fence, NotAFileError, OutsideError, kind_of
-from shardload.storage.local import LocalFile, state_of
+from shardload.storage.containment import TARGET_HINT, Fence, OutsideError
+from shardload.storage.local import LocalFolder, state_of
 
 _METADATA = ("zarr.json", ".zarray", ".zgroup", ".zattrs", ".zmetadata")
 _MOST_LAYERS = 16  # file systems on top of each other
 # Limits of one metadata file. Ten thousand arrays described in one file take 15 MB, and have a million values. For a value,
 # which may be two characters, Python takes a hundred bytes.
 MOST_METADATA_NBYTES, _MOST_VALUES = 1 << 25, 1 << 21
-# Limit of the directory of a zip file: a million entries. For an entry, which may be 47 bytes, Python takes 600.
-_MOST_DIRECTORY_NBYTES = 1 << 26
 
 
 class WatchedStore(zarr.storage.WrapperStore[Any]):
@@ -57,6 +52,8 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
 
     Attributes
     ----------
+    folder : ObjectFolder or None
+        The store below, if its objects can be read by ranges.
     missing : set of str
         Keys that were requested and do not exist, since the set was last emptied.
     most_nbytes : int or None
@@ -68,14 +65,10 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
         self.fence, self._opened_in = fence or Fence(), opened_in
         self._seen: dict[str, tuple[int, ...] | None] = {}
         below = _unwrapped(store)
-        self._folder = os.fspath(below.root) if type(below) is zarr.storage.LocalStore else None
+        is_folder = type(below) is zarr.storage.LocalStore
+        self.folder = LocalFolder(os.fspath(below.root), self.fence) if is_folder else None
         self.missing: set[str] = set()
         self.most_nbytes: int | None = None
-
-    @property
-    def inner(self) -> Any:
-        """The store below."""
-        return self._store
 
     def another_watch(self) -> WatchedStore:
         """A new watch over the same store, so that each array has its own `missing` and `most_nbytes`."""
@@ -83,6 +76,12 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
 
     def _with_store(self, store: Any) -> WatchedStore:
         return type(self)(store, self.fence, self._opened_in)
+
+    def close(self) -> None:
+        """Close the store below."""
+        # zarr-python opens an archive when it first reads from it, and cannot close one that is not open.
+        if not isinstance(self._store, zarr.storage.ZipStore) or self._store._is_open:
+            super().close()
 
     # --- metadata
 
@@ -107,7 +106,7 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
         arrays below it without metadata of its own. Consolidated metadata may be old: they are used of URLs only.
         """
         archive = _unwrapped(self._store)
-        if self._folder is not None:
+        if self.folder is not None:
             yield from self._nodes_below("/", frozenset())
         elif isinstance(archive, zarr.storage.ZipStore):
             yield from self._zip_nodes(_archive(archive).namelist())
@@ -132,7 +131,7 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
 
     def _nodes_below(self, name: str, above: frozenset[str]) -> Iterator[tuple[str, Node]]:
         """Those of a folder, which is a node itself perhaps. Links that lead out, or to a folder above, are not followed."""
-        folder = os.path.join(str(self._folder), name.strip("/"))
+        folder = os.path.join(self.folder.path if self.folder else "", name.strip("/"))
         real = os.path.realpath(folder)
         if real in above or not self.fence.holds_real(real):
             return
@@ -172,7 +171,7 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
         """The state of a file, or of the zip file that it is in, whatever has its path now; None if it is not known."""
         archive = _unwrapped(self._store)
         if not isinstance(archive, zarr.storage.ZipStore):
-            return None if self._folder is None else state_of(os.path.join(self._folder, key))
+            return None if self.folder is None else self.folder.version(key)
         path: Any = archive.path
         if not getattr(archive, "_is_open", False):
             return None if path is None else state_of(os.fspath(path))
@@ -213,17 +212,14 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
     @property
     def _is_here(self) -> bool:
         """Whether values are read by this object: from a folder, or a zip file."""
-        return self._folder is not None or isinstance(_unwrapped(self._store), zarr.storage.ZipStore)
+        return self.folder is not None or isinstance(_unwrapped(self._store), zarr.storage.ZipStore)
 
     def _value(self, key: str, byte_range: Any) -> bytes | None:
         """A value in a folder or a zip file, or a byte range of it; None if it does not exist."""
         _check_key(key)
-        if self._folder is None:
+        if self.folder is None:
             return _of_zip(_unwrapped(self._store), key, byte_range, self._check)
-        path = os.path.join(self._folder, key)
-        if not self.fence.holds(path):
-            raise _outside(path)
-        file = open_in(path, self.fence)
+        file = self.folder.open(key)
         if file is None:
             return None
         start, stop = _range_of(byte_range, file.nbytes)
@@ -263,34 +259,6 @@ def _check_key(key: str) -> None:
         raise OutsideError(f"the key '{key}' leads out of the store")
 
 
-def _outside(path: str) -> OutsideError:
-    return OutsideError(f"'{path}' is a link to '{os.path.realpath(path)}', outside the store; {TARGET_HINT}")
-
-
-def open_in(path: str, fence: Fence) -> LocalFile | None:
-    """Open a file of a store for reading; None if it does not exist. OSError if it is not a file, or is outside the fence.
-
-    zarr-python takes a folder with a chunk's name as a missing chunk. Here it is an error: values would be lost.
-    """
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a named pipe would wait for its writer
-    except (FileNotFoundError, NotADirectoryError):
-        if os.path.islink(path):  # the link's target is lost, so the value is not simply missing
-            raise OSError(errno.ENOENT, f"a link to '{os.readlink(path)}', which is not there", path) from None
-        return None
-    except OSError as error:
-        if error.errno == errno.ENXIO:  # a socket
-            raise NotAFileError(f"'{path}' is a socket, expected a file") from None
-        raise
-    file = LocalFile(descriptor, path)  # closed with its last reference
-    mode = os.fstat(descriptor).st_mode
-    if not stat.S_ISREG(mode):
-        raise NotAFileError(f"'{path}' is {kind_of(mode)}, expected a file")
-    if not fence.holds_open(descriptor, path):
-        raise _outside(path)
-    return file
-
-
 def open_store(path: str, allow_external: bool = False) -> Any:
     """A watched store for `path`, which `zarr.open` takes."""
     if "://" in path:
@@ -304,7 +272,6 @@ def open_store(path: str, allow_external: bool = False) -> Any:
     if os.path.isdir(path):
         return WatchedStore(zarr.storage.LocalStore(path, read_only=True), Fence.around_store(path, allow_external))
     opened_in = state_of(path)
-    zip_entries(path)  # for their number
     return WatchedStore(zarr.storage.ZipStore(path, mode="r", read_only=True), opened_in=opened_in)
 
 
@@ -313,12 +280,6 @@ def _may_be_folder(entry: os.DirEntry[str]) -> bool:
         return entry.is_dir()
     except OSError:  # a link to where this user may not look: an array may not be overlooked
         return True
-
-
-def zip_entries(path: str) -> list[zipfile.ZipInfo]:
-    """The entries of a zip file; ValueError if its directory is too long to read."""
-    with _ShortReads(io.FileIO(path)) as file, zipfile.ZipFile(file) as archive:
-        return archive.infolist()
 
 
 def _of_zip(store: zarr.storage.ZipStore, key: str, byte_range: Any, check: Callable[..., None]) -> bytes | None:
@@ -368,20 +329,6 @@ def _range_of(byte_range: Any, nbytes: int) -> tuple[int, int]:
         raise TypeError(f"a part of a value given as {byte_range!r}")
     start = min(max(0, start), nbytes)
     return start, max(start, min(stop, nbytes))
-
-
-class _ShortReads(io.BufferedReader):
-    """A file that refuses a single read of too many bytes."""
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        """Read as from any file; ValueError if it is too much."""
-        left = os.fstat(self.fileno()).st_size - self.tell()
-        nbytes = left if size is None or size < 0 else min(size, left)
-        if nbytes > _MOST_DIRECTORY_NBYTES:
-            raise ValueError(
-                f"the list of what is in the zip file has {nbytes} bytes; {_MOST_DIRECTORY_NBYTES} are read at most. Unpack it"
-            )
-        return super().read(size)
 
 
 def watch(node: ArrayNode, store: WatchedStore, path: str, settings: Any = None) -> Any:
@@ -441,16 +388,3 @@ def _layers(store: Any) -> list[Any]:
         layers.append(layer)
         layer = getattr(layer, "sync_fs", None) or getattr(layer, "fs", None)
     return layers
-
-
-def inner_store(store: Store) -> Store:
-    """The store below a `WatchedStore`; any other store itself."""
-    return store.inner if isinstance(store, WatchedStore) else store
-
-
-def close_store(store: Any) -> None:
-    """Close a store that `open_store` opened."""
-    below = inner_store(store)
-    # Zarr opens an archive when it first reads from it, and cannot close one that is not open.
-    if isinstance(below, zarr.storage.ZipStore) and getattr(below, "_is_open", True):
-        store.close()

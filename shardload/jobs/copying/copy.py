@@ -14,18 +14,17 @@ import json
 import os
 import pickle
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, repeat
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
-from shardload.comm.agreement import Invocation
 from shardload.comm.environment import mpi_is_off
 from shardload.comm.singletons import refuse_singletons
-from shardload.engine.call import Call, begin_call
+from shardload.engine.call import Call, begin_request
 from shardload.engine.file_target import FileTarget, WriteCounts
 from shardload.engine.session import Round, Session
 from shardload.errors import ConfigError
@@ -35,11 +34,11 @@ from shardload.jobs.copying.reading import CopyRounds, CopySource
 from shardload.jobs.copying.request import PAGE_NBYTES, CopyRequest, SourceArray, find, new_sink, without_what_is_refused
 from shardload.jobs.copying.resume import DoneChunks, find_done
 from shardload.jobs.progress import progress_of
-from shardload.options import INDEX, TIMEOUT
+from shardload.options import INDEX
 from shardload.planning.staging import Staging
 from shardload.units import counted
 
-_NO_STAGING = Staging(n_threads=1, n_slots=0, slot_nbytes=0, n_pack=0, pack_nbytes=0)
+_NO_STAGING = Staging(n_threads=1, n_slots=0, n_pack=0, slot_nbytes=0)
 
 
 @dataclass(frozen=True)
@@ -71,24 +70,28 @@ class CopyReport:
 
 
 def copy_file(
-    request: CopyRequest,
+    source: str,
+    target: str,
     *,
     comm: Any = None,
     only_plan: bool = False,
     progress: bool | Callable[[int, int], None] | None = None,
+    **given: Any,
 ) -> CopyReport:
     """Copy arrays of a file into a new file. Collective: yes.
 
     Parameters
     ----------
-    request : CopyRequest
-        What is asked for, the same on all ranks.
+    source, target : str
+        Paths; the source may name an array (``"in.h5:/rho"``).
     comm : mpi4py.MPI.Comm, optional
         The ranks; default: COMM_WORLD, or this process alone.
     only_plan : bool
         True to write nothing.
     progress : bool, callable or None
         As in `load`.
+    **given
+        Options of `CopyRequest.check`, the same on all ranks.
 
     Raises
     ------
@@ -96,45 +99,19 @@ def copy_file(
         On all ranks the same. Nothing was saved, and what had the name of the target is as it was.
     """
     started = time.perf_counter()
-    with _call(request.source, request.describe(), request.timeout, comm) as call:
-        contents = _plan(call, request)
-        if only_plan:
-            return CopyReport(contents.plan, notes=contents.plan.notes)
-        return _copy(call, request, contents, progress, started)
-
-
-def refuse_copy(source: str, error: ConfigError, comm: Any = None) -> NoReturn:
-    """Raise what is wrong with this rank's arguments on all ranks, in the place of `copy_file`. Collective: yes."""
-    with _call(source, {}, TIMEOUT, comm, error) as call:
-        call.settle()
-    raise error
-
-
-@contextmanager
-def _call(
-    source: str, described: Mapping[str, str], timeout: float | None, comm: Any, error: ConfigError | None = None
-) -> Iterator[Call]:
-    """The call of all ranks, which have not compared its arguments yet."""
-    asked = Invocation("copy", f"copy of '{source}'", described)
-    with begin_call(asked, error, comm=comm, timeout=timeout) as call:
+    read = partial(CopyRequest.check, source, target, **given)
+    with begin_request("copy", f"copy of '{source}'", read, comm=comm) as (call, request):
         if comm is None and call.group.size == 1 and not mpi_is_off(os.environ):
             refuse_singletons()  # each would write the whole file
-        yield call
+        found, sink, plan = _plan(call, request)
+        if only_plan:
+            return CopyReport(plan, notes=plan.notes)
+        return _copy(call, request, found, sink, plan, progress, started)
 
 
-@dataclass(frozen=True)
-class _Contents:
-    """What all ranks know after planning."""
-
-    found: list[SourceArray]
-    sink: Sink
-    plan: CopyPlan
-
-
-def _plan(call: Call, request: CopyRequest) -> _Contents:
+def _plan(call: Call, request: CopyRequest) -> tuple[list[SourceArray], Sink, CopyPlan]:
     """Rank 0 looks for the arrays, all ranks plan. Collective: yes."""
-    group = call.group
-    n_nodes = group.machine.n_nodes
+    group, n_nodes = call.group, call.group.machine.n_nodes
     on_root: list[Sink] = []
 
     def look() -> bytes:
@@ -148,21 +125,23 @@ def _plan(call: Call, request: CopyRequest) -> _Contents:
         on_root.append(sink)
         return pickle.dumps(([array.for_others() for array in found], notes))
 
-    def make(told: bytes) -> _Contents:
+    def make(told: bytes) -> tuple[list[SourceArray], Sink, CopyPlan]:
         found, notes = pickle.loads(told)  # of this job's rank 0, never of a file
         sink = on_root[0] if on_root else new_sink(request, found, None, n_nodes)
-        return _Contents(found, sink, plan_copy(request, found, sink, group.size, group.machine, notes))
+        return found, sink, plan_copy(request, found, sink, group.size, group.machine, notes)
 
-    return call.plan(look, make, lambda made: json.dumps(made.plan.to_dict(), default=str))
+    return call.plan(look, make, lambda made: json.dumps(made[-1].to_dict(), default=str))
 
 
-def _copy(call: Call, request: CopyRequest, contents: _Contents, progress: Any, started: float) -> CopyReport:
+def _copy(
+    call: Call, request: CopyRequest, found: list[SourceArray], sink: Sink, planned: CopyPlan, progress: Any, started: float
+) -> CopyReport:
     """Copy what was planned. Collective: yes."""
-    group, found, planned = call.group, contents.found, contents.plan
+    group = call.group
     notes = list(planned.notes)
     done = DoneChunks(planned.specs)
     if request.resume:
-        done = find_done(group, contents.sink, [array.full_name for array in found], planned.specs)
+        done = find_done(group, sink, [array.full_name for array in found], planned.specs)
         there = f"{done.n:,} of {done.n_all:,} chunks were there already, and were not read back"
         notes += [there if done.n else "no chunk was left of an earlier copy, so this one began anew"]
     rounds, memory = CopyRounds(group, found, planned, done), planned.memory
@@ -175,7 +154,7 @@ def _copy(call: Call, request: CopyRequest, contents: _Contents, progress: Any, 
         Session(group, f"{call.asked.digest:016x}", shared_nbytes=shared, checksums=checksums) as session,
         FileTarget(
             group,
-            contents.sink,
+            sink,
             session.errors,
             round_nbytes=memory.round_nbytes,
             verify=request.verify,

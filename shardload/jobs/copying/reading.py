@@ -19,7 +19,7 @@ from shardload.engine.file_target import Chunk
 from shardload.engine.session import Round
 from shardload.errors import SourceError, StallError
 from shardload.formats.contract.format import OpenFile, Source
-from shardload.formats.lookup import open_file, split_path
+from shardload.formats.lookup import open_file
 from shardload.jobs.consistency import State, check_same_file, check_unchanged
 from shardload.jobs.copying.plan import CopyPlan
 from shardload.jobs.copying.request import CopyRequest, SourceArray
@@ -176,8 +176,8 @@ class CopySource(FileSource):
         if array not in self._sources:
             info, state = self._found[array].info, self._found[array].state
             if self._file is None:
-                self._file = open_file(split_path(self._request.source)[0], self._request.access)
-            source = self._file.open_planned(info)
+                self._file = open_file(self._request.source, self._request.access)
+            source = self._file.open(info.dataset, info)
             here = source.info
             if (here.shape, here.dtype, here.chunks) != (info.shape, info.dtype, info.chunks):
                 source.close()

@@ -14,6 +14,7 @@ from zlib import crc32
 
 import numpy as np
 
+from shardload.comm.agreement import Invocation
 from shardload.errors import ConfigError, printable
 from shardload.formats.access import Access, Limits
 from shardload.formats.contract.array import ArrayInfo, some
@@ -108,9 +109,9 @@ class CopyRequest:
         limits = Limits(staging, None if self.timeout is None else self.timeout / 4) if self.untrusted else None
         return Access(self.allow_external, frozenset(self.allow_filters), limits)
 
-    def describe(self) -> dict[str, str]:
-        """What all ranks must pass alike, as text."""
-        return {name: repr(value) for name, value in vars(self).items()}
+    def invocation(self, call: str, title: str) -> Invocation:
+        """See `engine.call.Request`."""
+        return Invocation(call, title, {name: repr(value) for name, value in vars(self).items()})
 
 
 @dataclass(frozen=True)
@@ -297,7 +298,8 @@ def _plan_arrays(
             notes.append(f"the dimension '{name}' was left out: no array of the new file has it")
     used = {""} | {name.strip("/")[:k] for name in described for k, c in enumerate(name.strip("/")) if c == "/"}
     arrays, groups = [array.full_name for array in found] + list(texts), {}
-    for group, attrs in file.groups().items():
+    attributes, unread = file.groups()
+    for group, attrs in attributes.items():
         why = None
         if group.strip("/") not in used:
             why = refused_group(kind, group, arrays, axes) if is_all else ""
@@ -307,7 +309,7 @@ def _plan_arrays(
         elif why:
             what = f"the attributes of group {group!r}" if attrs else f"the group {group!r}"
             notes.append(f"{what}, {why}, {'were' if attrs else 'was'} left out")
-    notes += [f"{what} was left out" for what in file.unread()]
+    notes += [f"{what} was left out" for what in unread]
     return found, Beside(texts, groups), notes
 
 

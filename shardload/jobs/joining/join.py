@@ -274,9 +274,10 @@ class _Join:
                 self._take(k, info, properties)
             elif not any(name.rpartition("/")[2] in one[1].dims for other, one in described.items() if other != name):
                 self._expected[f"the dimension '{printable(name)}' was left out: no array has it"] = None
-        for group, attrs in file.groups().items():
+        groups, unread = file.groups()
+        for group, attrs in groups.items():
             self._groups.setdefault(group, {})[k] = attrs
-        self._note(*notes, *(f"{what} was left out" for what in file.unread()))
+        self._note(*notes, *(f"{what} was left out" for what in unread))
 
     def _note(self, *texts: str) -> None:
         self._notes |= dict.fromkeys(texts)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from shardload.arrays.verification import Verifier
@@ -111,14 +112,10 @@ class ArrayLoad:
             chunks = source_layout.chunks if source_layout.has_chunks else None
             return contents_of(source, self.handle, source_layout.selection, chunks)
 
-    def verifier(self, seed: int = 0, open_: Callable[[ArrayLoad, Any], Source] | None = None) -> Verifier:
+    def verifier(self, open_: Callable[[ArrayLoad, Any], Source], seed: int = 0) -> Verifier:
         """The verifier that compares an array with the file of this plan, which `open_` opens again."""
-        handle = self.handle if self.origin is None else self.origin
-
-        def open_again() -> Source:
-            return self.open_source(handle) if open_ is None else open_(self, handle)
-
         layout = self.layout
+        open_again = partial(open_, self, self.handle if self.origin is None else self.origin)
         return Verifier(self.name, layout.schedule, layout.source, layout.decoding, self.options, seed, open_again)
 
     def open_source(self, handle: Any, access: Access | None = None) -> Source:

@@ -76,10 +76,10 @@ class LoadCall:
     ----------
     kind : str
         The function that was called.
-    path, mesh, spec, options, dataset : object
-        The arguments as the caller passed them. `options` are the keywords for `Options.check`, without the name.
-    processes, ranks_per_node : int, optional
-        Number of processes, in all and of a node, for an abstract mesh.
+    path, mesh, spec : object
+        The arguments as the caller passed them.
+    given : mapping
+        The options of that function, as the caller passed them.
 
     Attributes
     ----------
@@ -93,34 +93,21 @@ class LoadCall:
         Arrays that are no part of the tree, although a pattern stands for them: they hold no numbers.
     """
 
-    def __init__(
-        self,
-        kind: str,
-        path: Any,
-        mesh: Any,
-        spec: Any,
-        options: Mapping[str, Any],
-        dataset: Any,
-        processes: Any = None,
-        ranks_per_node: Any = None,
-    ) -> None:
+    def __init__(self, kind: str, path: Any, mesh: Any, spec: Any, given: Mapping[str, Any]) -> None:
         self.kind = kind
         self.tree, self.requests = ArrayTree.join(kind, None), list[Request]()
         self.error: ConfigError | None = None
         self.left_out: list[ArrayInfo] = []
-        self._path, self._dataset, self._mesh, self._spec = path, dataset, mesh, spec
-        self._options = {name: value for name, value in options.items() if name != "dataset"}
-        self._processes, self._ranks_per_node = processes, ranks_per_node
+        self._path, self._mesh, self._spec, self._given = path, mesh, spec, given
         self._tuning = default_tuning()
         self._begun: Call | None = None
-        self._comm: Any = None
         self._planned: dict[tuple[Any, ...], tuple[Plan, Options]] = {}
         self._is_abstract = False
         self._read()
 
     def _join(self) -> ArrayTree:
         """The arrays that the caller names."""
-        return ArrayTree.join(self._path, self._dataset)
+        return ArrayTree.join(self._path, self._given.get("dataset"))
 
     def _read(self) -> None:
         """Read the arguments. What is wrong with them is kept, because the other ranks wait for this one."""
@@ -128,10 +115,11 @@ class LoadCall:
             tree = self._join()
             meshes = [mesh_of(mesh) for mesh in jax.tree_util.tree_leaves(self._mesh, is_leaf=is_one)]
             self._is_abstract = any(isinstance(mesh, AbstractMesh) for mesh in meshes)
-            requests = read_requests(tree, self._mesh, self._spec, self._options, self._processes)
-            if OPTIONS["ranks_per_node"].check(self._ranks_per_node) is not None and not self._is_abstract:
+            requests = read_requests(tree, self._mesh, self._spec, self._given)
+            per_node = OPTIONS["ranks_per_node"].check(self._given.get("ranks_per_node"))
+            if per_node is not None and not self._is_abstract:
                 raise ConfigError(
-                    f"ranks_per_node is {self._ranks_per_node!r}, but the mesh has devices, and the job knows its nodes: leave "
+                    f"ranks_per_node is {per_node!r}, but the mesh has devices, and the job knows its nodes: leave "
                     "it out, or plan over a jax.sharding.AbstractMesh"
                 )
             self.tree, self.requests = tree, requests
@@ -140,19 +128,11 @@ class LoadCall:
         except Exception as error:
             self.error = unforeseen(error)
 
-    def refuse(self, error: ConfigError | None) -> None:
-        """Note what is wrong with another argument."""
-        if error is not None:
-            self.error, self.requests = error, []
-
     # --- all ranks together
 
     @contextmanager
-    def begin(self, comm: Any) -> Iterator[Self]:
-        """Hold the group of ranks until the call ends. Collective, except for a plan over an abstract mesh.
-
-        `comm` is the communicator that the caller passed.
-        """
+    def begin(self) -> Iterator[Self]:
+        """Hold the group of ranks until the call ends. Collective, except for a plan over an abstract mesh."""
         if self._is_abstract and self.kind == "plan":
             if self.error is not None:
                 raise self.error
@@ -162,9 +142,9 @@ class LoadCall:
             self.error = ConfigError(f"{self.kind} needs a mesh of devices, found an AbstractMesh: pass a jax.sharding.Mesh")
         asked = self._invocation()
         timeout = self.requests[0].options.timeout if self.requests else TIMEOUT
-        how: dict[str, Any] = {"comm": comm, "timeout": timeout, "process": jax.process_index}
+        how: dict[str, Any] = {"comm": self._given.get("comm"), "timeout": timeout, "process": jax.process_index}
         with begin_call(asked, self.error, watched_as=self._what(self.tree.places[0])["path"], **how) as begun:
-            self._begun, self._comm = begun, comm
+            self._begun = begun
             yield self
 
     def _invocation(self) -> Invocation:
@@ -202,16 +182,19 @@ class LoadCall:
         """
         if self._begun is None:
             return None
-        group = self._begun.group
-        return PlannedRanks(group.rank, group.size, rank_of_process(group), group.machine, group.can_send, tuning=self._tuning)
+        group, machine = self._begun.group, self._begun.group.machine
+        on_machine = (machine.n_nodes, machine.n_threads, machine.memory_nbytes)
+        return PlannedRanks(
+            group.rank, group.size, rank_of_process(group), *on_machine, can_send=group.can_send, tuning=self._tuning
+        )
 
     def ranks_for(self, request: Request) -> PlannedRanks:
         """The ranks that an array is planned for."""
         if self._ranks is not None:
             return self._ranks
         n = request.sharding.mesh.size // request.devices_per_rank
-        per_node = None if self._ranks_per_node is None else min(n, int(self._ranks_per_node))
-        return PlannedRanks(0, n, devices_per_rank=request.devices_per_rank, per_node=per_node, tuning=self._tuning)
+        n_nodes = -(-n // min(n, self._given.get("ranks_per_node") or n))
+        return PlannedRanks(0, n, n_nodes=n_nodes, devices_per_rank=request.devices_per_rank, tuning=self._tuning)
 
     def plan(self, root: int | None = None) -> list[ArrayLoad]:
         """Run `find` on one rank and `make` on every rank, and check that all ranks plan the same. Collective.
@@ -246,9 +229,10 @@ class LoadCall:
         run: Callable[[], LoadResult] | None = None
         if self._begun is not None:
             agreed = self._begun.asked
-            run = partial(execute, self._comm, loads, agreed, self._tuning)
+            comm = self._given.get("comm")
+            run = partial(execute, comm, loads, agreed, self._tuning)
             plans = [
-                replace(plan, _executor=partial(execute, self._comm, [load], agreed.also(array=load.where), self._tuning))
+                replace(plan, _executor=partial(execute, comm, [load], agreed.also(array=load.where), self._tuning))
                 for load, plan in zip(loads, plans, strict=True)
             ]
         if self.tree.is_single:
@@ -275,7 +259,7 @@ class LoadCall:
 
     def _find_all(self, finder: Finder) -> list[bytes | memoryview]:
         found, sent = list[Any](), _Values()
-        selections = [*(request.options.select for request in self.requests), self._options.get("select")]
+        selections = [*(request.options.select for request in self.requests), self._given.get("select")]
         is_labelled = any(map(is_by_name, selections))
         room = _SEARCHED_NBYTES if any(map(needs_coordinates, selections)) else SMALL_NBYTES
         labeller = Labeller(finder, room, named_coordinates(selections))
@@ -291,7 +275,7 @@ class LoadCall:
             with naming_errors(where_text(keys)):
                 if not place.is_pattern:
                     look = partial(_look, partial(complete, place.path), request.options.select)
-                    array = finder.find(place.path, place.dataset, bool(request.options.decode), look)
+                    array = finder.find(place.path, place.dataset, look)
                     found.append(sent.add(array, state))
                     continue
                 below, left_out = finder.find_below(place.path, place.group)
@@ -385,7 +369,7 @@ class LoadCall:
         grown = self.tree.grow({k: [info.dataset for info, _ in pairs] for k, pairs in flat.items()})
         by_name = {(id(self.tree.places[k]), info.dataset): (info, array) for k, pairs in flat.items() for info, array in pairs}
         kept = {id(place): k for k, place in enumerate(self.tree.places)}
-        requests = read_requests(grown, self._mesh, self._spec, self._options, self._processes)
+        requests = read_requests(grown, self._mesh, self._spec, self._given)
         new_found = []
         for k, place in enumerate(grown.places):
             if id(place) in kept:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from shardload.arrays.sharding import spec_text
 from shardload.errors import printable
 from shardload.planning.cost import Cost
-from shardload.system.terminal import WIDTH, wrap, wrap_parts
+from shardload.system.terminal import WIDTH, Column, fit_table, wrap, wrap_parts
 from shardload.units import counted, format_nbytes
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def describe_plan(plan: Plan, width: int = WIDTH) -> str:
 def describe_plan_in_a_line(plan: Plan) -> str:
     """A plan in one line, for its `repr`."""
     taken = f"{plan.readers}, {plan.n_readers} of {plan.n_ranks} ranks read"
-    what = f"{shape_text(plan.shape_global)} {plan.dtype} as {plan.decomposition} {spec_text(plan.sharding)}"
+    what = f"{shape_text(plan.shape_global)} {plan.dtype} as {plan.decomposition} {spec_text(plan.sharding.spec)}"
     return f"<Plan of {printable(str(plan.info))}: {what} on mesh {mesh_text(plan.sharding)}; {taken}>"
 
 
@@ -45,11 +46,6 @@ def as_html(text: str) -> str:
 def mesh_text(sharding: Any) -> str:
     """The axes of a sharding's mesh."""
     return ", ".join(f"{name}={size}" for name, size in sharding.mesh.shape.items()) or "(none)"
-
-
-def spec_text(sharding: Any) -> str:
-    """The spec of a sharding, as it is typed."""
-    return "P(" + ", ".join(map(repr, sharding.spec)) + ")"
 
 
 def shape_text(shape: Sequence[int]) -> str:
@@ -72,7 +68,7 @@ def _facts(plan: Plan) -> dict[str, str]:
     return {
         "file": printable(info.path),
         "array": f"{shape_text(plan.shape)}{selected}{padded}, {info.dtype}{cast}, {format_nbytes(plan.nbytes)}; {chunks}",
-        "sharding": f"{plan.decomposition}: {spec_text(plan.sharding)} on mesh {mesh_text(plan.sharding)}{replicas}; "
+        "sharding": f"{plan.decomposition}: {spec_text(plan.sharding.spec)} on mesh {mesh_text(plan.sharding)}{replicas}; "
         f"shard {shape_text(plan.shard_shape)}, {format_nbytes(shard_nbytes)}" + (f"; halo {halo}" if halo else ""),
         "ranks": f"{plan.n_ranks}{f' on {plan.n_nodes:,} nodes' if plan.n_nodes > 1 else ''}, {plan.n_readers} of them read; "
         f"staging cap {format_nbytes(plan.staging_nbytes)} per rank"
@@ -103,25 +99,12 @@ def _decoded(plan: Plan, cost: Cost) -> str:
 
 
 def _table(plan: Plan, width: int) -> list[str]:
-    """A table with a column for each way of reading; if it is too wide, one table below the other."""
+    """A table with a column for each way of reading."""
     costs = plan.costs
-    rows = _quantities(plan, list(costs.values()))
-    heads = [f"-> {mode}" if mode == plan.readers else mode for mode in costs]
-    lines = _columns([["", *heads], *([name, *cells] for name, cells in rows.items())])
-    if max(map(len, lines)) <= width:
-        return lines
-    lines = []
-    for k, head in enumerate(heads):
-        lines += [f"  {head}", *("  " + line for line in _columns([[name, cells[k]] for name, cells in rows.items()]))]
-    return lines
-
-
-def _columns(rows: list[list[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  " + "  ".join(c.rjust(w) if k else c.ljust(w) for k, (c, w) in enumerate(zip(row, widths, strict=True)))
-        for row in rows
-    ]
+    ways = [Column(f"-> {mode}" if mode == plan.readers else mode, is_number=True, lead=mode) for mode in costs]
+    rows = [[name, *cells] for name, cells in _quantities(plan, list(costs.values())).items()]
+    lines = fit_table([Column(""), *ways], rows, width - 2)
+    return [f"  {line}" for line in lines]
 
 
 def describe_job(plan: Plan) -> str:

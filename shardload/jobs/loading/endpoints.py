@@ -19,7 +19,6 @@ from shardload.arrays.padding import remember
 from shardload.engine.file_source import FileSource, OpenArray
 from shardload.engine.session import Round, Session
 from shardload.errors import StallError
-from shardload.formats.access import Access
 from shardload.formats.contract.dtypes import settle_bools
 from shardload.formats.contract.format import OpenFile, Source
 from shardload.formats.lookup import file_of, open_file
@@ -29,7 +28,6 @@ from shardload.jobs.loading.array_load import ArrayLoad
 from shardload.options import fill_value
 from shardload.planning.tuning import Tuning
 from shardload.system.first_error import FirstError
-from shardload.system.interruption import let_interruption_pass
 from shardload.transfer.allocator import empty_pieces
 from shardload.transfer.buffers import Piece
 from shardload.transfer.counters import Counters
@@ -48,17 +46,10 @@ def moves_of(loads: Sequence[ArrayLoad]) -> list[ArrayMove]:
 
 
 def _each(items: Iterable[Any], do: Callable[[Any], None]) -> None:
-    """Do something for each item with a `load`. An error names its array; a context for each would be slower."""
-    item: Any = None
-    try:
-        for item in items:
-            do(item)
-    except StallError:
-        raise
-    except Exception as error:
-        let_interruption_pass(error)
+    """Do something for each item with a `load`. An error names its array."""
+    for item in items:
         with item.load.naming_errors():
-            raise
+            do(item)
 
 
 # --- where values come from
@@ -73,29 +64,25 @@ class OpenSources:
         The arrays that this rank reads.
     opened : ExitStack
         Closes the files and sources that are opened here.
+
+    Attributes
+    ----------
+    states : dict
+        The state of each file with several arrays that is open here, by the path in `ArrayInfo`.
     """
 
     def __init__(self, loads: Sequence[ArrayLoad], opened: ExitStack) -> None:
         self._opened = opened
-        is_many = len(loads) > 1
-        self._keys: dict[str, Any] = {}  # of each path as written, because looking it up asks the file system
-        self._n = Counter(self._file_of(load, load.handle) for load in loads) if is_many else Counter[Any]()
-        if is_many:
-            self._n.update(self._file_of(load, load.origin) for load in loads if load.origin is not None)
+        keys = (self._file_of(load, handle) for load in loads for handle in (load.handle, load.origin))
+        self._n = Counter(key for key in keys if key is not None)
         self._files: dict[Any, OpenFile] = {}
+        self.states: dict[str, State] = {}
 
-    def _access(self, load: ArrayLoad) -> Access:
-        """What the caller allows, of which all files that are open here have a part."""
-        return load.options.access.shared_by(len(self._n))
-
-    def _file_of(self, load: ArrayLoad, handle: Any) -> Any:
+    @staticmethod
+    def _file_of(load: ArrayLoad, handle: Any) -> Any:
         """A key that is equal for arrays of one file; None if the array is not in a file that is opened here."""
-        if not isinstance(handle, (str, os.PathLike)) or is_open(handle):
-            return None
-        path = os.fspath(handle)
-        if path not in self._keys:
-            self._keys[path] = file_of(path)
-        return self._keys[path], load.options.access
+        is_path = isinstance(handle, (str, os.PathLike)) and not is_open(handle)
+        return (file_of(os.fspath(handle)), load.options.access) if is_path else None
 
     def open(self, load: ArrayLoad) -> Source:
         """Open the source of an array. Raises SourceError if its shape, dtype or chunks differ from the plan's."""
@@ -105,37 +92,19 @@ class OpenSources:
 
     def open_again(self, load: ArrayLoad, handle: Any) -> Source:
         """Open the source of an array by `handle`, also if its values are in memory already."""
-        key = self._file_of(load, handle) if self._n else None
+        key, access = self._file_of(load, handle), load.options.access.shared_by(len(self._n))
         if key is None or self._n[key] == 1:
-            source = load.open_source(handle, self._access(load))
+            source = load.open_source(handle, access)
             self._opened.push(partial(_close, source))
             return source
         file = self._files.get(key)
         if file is None:
-            file = self._files[key] = open_file(handle, self._access(load))
+            file = self._files[key] = open_file(handle, access)
             self._opened.push(partial(_close, file))
-        return load.as_planned(file.open_planned(load.info))
-
-    def states(self, paths: Sequence[str], loads: Sequence[ArrayLoad]) -> dict[str, State]:
-        """The state of each of some files, by the path in `ArrayInfo`: of those that are open here for several arrays.
-
-        Raises
-        ------
-        SourceError
-            If a file is another one than that from which one rank has read small arrays before it was opened here.
-        """
-        found: dict[str, State] = {}
-        for load in loads if paths else ():
-            path = load.info.path
-            is_small = isinstance(load.handle, MemorySource)
-            file = self._files.get(self._file_of(load, load.origin if is_small else load.handle)) if path in paths else None
-            if file is None:
-                continue
-            if path not in found:
-                found[path] = file.state()
-            if is_small and load.handle.read_in is not None:
-                check_same_file(load.name, load.handle.read_in, found[path], path, load.info.dataset)
-        return found
+            self.states[load.info.path] = file.state()
+        source = load.as_planned(file.open(load.info.dataset, load.info))
+        self._opened.push(partial(_close, source))
+        return source
 
 
 def _close(source: Source | OpenFile, kind: type[BaseException] | None, *_: object) -> None:
@@ -187,8 +156,6 @@ class LoadSource(FileSource):
         This rank.
     tuning : Tuning
         Sizes at which the way of reading changes.
-    shared_paths : sequence of str
-        The files that hold several of the arrays.
 
     Attributes
     ----------
@@ -198,9 +165,9 @@ class LoadSource(FileSource):
         The state of each file with several arrays that this rank has open, by path.
     """
 
-    def __init__(self, loads: Sequence[ArrayLoad], rank: int, tuning: Tuning, shared_paths: Sequence[str]) -> None:
+    def __init__(self, loads: Sequence[ArrayLoad], rank: int, tuning: Tuning) -> None:
         super().__init__(rank, loads[0].options.checksums, tuning)
-        self._loads, self._shared_paths = loads, shared_paths
+        self._loads = loads
         self.arrays = [_OpenArray(load) for load in loads]
         self.files: dict[str, State] = {}
 
@@ -210,13 +177,20 @@ class LoadSource(FileSource):
         here = {load.info.path for load in self._loads if load.layout.schedule.is_owner(rank)}
         sources = OpenSources([load for load in self._loads if load.info.path in here], opened)
         _each(self.arrays, lambda array: array.open(sources, rank))
-        self.files = sources.states(self._shared_paths, self._loads)
+        self.files = sources.states
+        _each(self.arrays, self._check_same_file)
         opened.push(self._check_unchanged)
         layouts = [load.layout for load in self._loads]
         return [
             OpenArray(array.load.info, array.source, layout.source, layout.schedule, layout.decoding)
             for array, layout in zip(self.arrays, layouts, strict=True)
         ]
+
+    def _check_same_file(self, array: _OpenArray) -> None:
+        """Raise SourceError if one rank has read a small array in another file than the one that is open here."""
+        load = array.load
+        if isinstance(load.handle, MemorySource) and load.info.path in self.files:
+            check_same_file(load.name, load.handle.read_in, self.files[load.info.path], load.info.path, load.info.dataset)
 
     def _check_unchanged(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:

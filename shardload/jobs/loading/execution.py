@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -34,10 +34,10 @@ from shardload.jobs.consistency import N_SUMS, State, check_same, to_sums, versi
 from shardload.jobs.loading.array_load import ArrayLoad
 from shardload.jobs.loading.endpoints import DeviceTarget, LoadSource, OpenSources, moves_of
 from shardload.jobs.loading.plan import LoadLayout
-from shardload.jobs.loading.report import ArrayReport, LoadReport, Phase, join_proven, make_report
+from shardload.jobs.loading.report import ArrayReport, LoadReport, Phase, join_proven, phases_of
 from shardload.jobs.progress import progress_of
 from shardload.jobs.trees import keys_text
-from shardload.options import INDEX
+from shardload.planning.region import Region
 from shardload.planning.staging import Staging, plan_staging
 from shardload.planning.tuning import Tuning
 from shardload.system.caller import warn_once
@@ -121,7 +121,7 @@ class Loader:
         checked = [ShardFindings() for _ in loads]
         with Session(group, f"{self._agreed.digest:016x}", shared_nbytes=nbytes, checksums=options.checksums) as session:
             target = DeviceTarget(loads, group.rank, session.errors)
-            source = LoadSource(loads, group.rank, self._tuning, self._paths_of_several)
+            source = LoadSource(loads, group.rank, self._tuning)
             with ExitStack() as opened:
                 with session.errors:
                     advance = progress_of(options.progress, lambda: self._name, target.nbytes, group.rank)
@@ -138,7 +138,8 @@ class Loader:
             if not session.errors:
                 group.watch.enter("verify")
                 with session.errors:
-                    checked = self._check(target)
+                    held = [{piece.region: piece.data for piece in own.shards.values()} for own in target.arrays]
+                    checked = self._check([own.array for own in target.arrays], held)
             group.watch.enter("agree")
             totals = group.agree(session.errors.take(), self._counts(session, source, target, checked))
             loaded = self._finish(totals, session, target, checked, started)
@@ -155,25 +156,18 @@ class Loader:
         group.watch.begin(self._name, self._options.timeout)
         group.watch.enter("verify")
         with errors:
-            states = [self._contents(load) for load in loads]
+            for k, load in enumerate(loads):
+                with load.naming_errors():
+                    states[k] = load.contents() if load.is_open else None
         sums = group.agree(errors.take(), [number for state in states for number in to_sums(state)])
         for load, of_array in zip(loads, _split_evenly(sums, len(loads)), strict=True):
             check_same(load.name, of_array, load.info.path, load.info.dataset, is_open=True)
-        with errors, ExitStack() as opened:
-            sources = OpenSources(loads, opened)
-            for k, (load, array) in enumerate(zip(loads, arrays, strict=True)):
-                with load.naming_errors():
-                    found[k] = load.verifier(seed, sources.open_again).check(array, group.rank)
+        with errors:
+            found = self._check(arrays, [{}] * len(loads), seed)
         counts = group.agree(errors.take(), [number for of_array in found for number in of_array.counts])
-        sums_of = _split_evenly(counts, len(found))
-        proven = agree_all(group, self._options.verify, lambda: [load.verifier(seed) for load in loads], found, sums_of)
+        proven = self._agree(found, _split_evenly(counts, len(found)))
         group.watch.close()
         return proven
-
-    @staticmethod
-    def _contents(load: ArrayLoad) -> State:
-        with load.naming_errors():
-            return load.contents() if load.is_open else None
 
     # --- facts about the arrays together
 
@@ -220,19 +214,16 @@ class Loader:
 
     # --- what this rank does
 
-    def _check(self, target: DeviceTarget) -> list[ShardFindings]:
-        """Verify what the devices of this process hold, at the level that the caller asked for."""
-        if self._options.verify == INDEX:  # `assemble` has compared each shard
-            return [ShardFindings(n_shards=len(load.plan.sharding.addressable_devices)) for load in self._loads]
+    def _check(
+        self, arrays: Sequence[Any], pieces: Sequence[Mapping[Region, np.ndarray[Any, Any]]], seed: int = 0
+    ) -> list[ShardFindings]:
+        """Verify what the devices of this process hold, at the level that the caller asked for. `pieces`: see `Verifier`."""
         checked = []
         with ExitStack() as opened:
-            # Of one array the verifier opens the source itself.
-            sources = OpenSources(self._loads, opened) if len(self._loads) > 1 else None
-            for load, own in zip(self._loads, target.arrays, strict=True):
-                held = {piece.region: piece.data for piece in own.shards.values()}
+            sources = OpenSources(self._loads, opened)
+            for load, array, held in zip(self._loads, arrays, pieces, strict=True):
                 with load.naming_errors():
-                    verifier = load.verifier(open_=None if sources is None else sources.open_again)
-                    checked.append(verifier.check(own.array, self._group.rank, held))
+                    checked.append(load.verifier(sources.open_again, seed).check(array, self._group.rank, held))
         return checked
 
     def _counts(self, session: Session, source: LoadSource, target: DeviceTarget, checked: list[ShardFindings]) -> list[int]:
@@ -269,13 +260,7 @@ class Loader:
         if n_files:  # also if each array was read by one rank, but not all by the same
             for path, state in zip(self._paths_of_several, _split_evenly(totals[-n_files * N_SUMS :], n_files), strict=True):
                 check_same(f"'{path}'", state, path, "")
-        proven = agree_all(
-            self._group,
-            self._options.verify,
-            lambda: [load.verifier() for load in self._loads],
-            checked,
-            [sums[_N_COSTS + N_SUMS :] for sums in of_arrays],
-        )
+        proven = self._agree(checked, [sums[_N_COSTS + N_SUMS :] for sums in of_arrays])
         costs = [sums[:_N_COSTS] for sums in of_arrays]
         counters = Counters()
         for part in (session.counters, *(own.counters for own in target.arrays)):
@@ -285,6 +270,11 @@ class Loader:
         seconds = time.perf_counter() - started
         device = Phase(sum(own.device_seconds for own in target.arrays), target.nbytes)
         return LoadResult(arrays, proven, lambda: self._report(costs, n_parts, proven, seconds, counters, device))
+
+    def _agree(self, checked: list[ShardFindings], sums: list[list[int]]) -> list[VerifyReport]:
+        """What was proven of each array. `sums`: the counts of all ranks."""
+        names = [(load.name, load.layout.schedule.shards, load.layout.nbytes) for load in self._loads]
+        return agree_all(self._group, self._options.verify, names, checked, sums)
 
     def _report(
         self,
@@ -301,15 +291,9 @@ class Loader:
             for load, (missing, decoded, nbytes, _), verified in zip(self._loads, costs, proven, strict=True)
             if load.where
         ]
-        return replace(
-            make_report(counters, device),
-            seconds=seconds,
-            chunks_decoded=n_decoded,
-            nbytes_read=nbytes_read,
-            chunks_missing=n_missing,
-            proven=join_proven(proven, n_parts + n_checksums),
-            arrays=tuple(lines),
-        )
+        proven_of_all = join_proven(proven, n_parts + n_checksums)
+        phases, most = phases_of(counters, device), counters.peak_nbytes
+        return LoadReport(seconds, n_decoded, nbytes_read, phases, most, proven_of_all, n_missing, tuple(lines))
 
     def _warn_of_packed(self) -> None:
         """Warn once if stored numbers were loaded that are not the values, and the caller did not say that this is meant."""

@@ -64,6 +64,11 @@ class LoadLayout:
         return plan_cost(self.schedule, self.source, staging_blocks=n_blocks, is_one_node=n_nodes == 1)
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of the values that are loaded, without padding, each counted once."""
+        return math.prod(self.schedule.blocks.shape) * self.source.dtype.itemsize
+
+    @property
     def extent(self) -> Extent:
         """Which elements of the jax.Array are the file's, and which are padding or halo."""
         shards = self.schedule.shards

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from shardload.arrays.sharding import layout_shards, padded_shape, read_halo, read_spec, verify_layout
-from shardload.comm.topology import UNKNOWN_NBYTES, Topology
+from shardload.comm.topology import UNKNOWN_NBYTES
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.contract.array import ArrayInfo
 from shardload.jobs.loading.plan import LoadLayout, Plan
@@ -58,14 +58,16 @@ class PlannedRanks:
         This rank, and the number of ranks.
     of_process : mapping of int to int, optional
         The rank of each JAX process; None for an abstract mesh, whose devices go to the ranks in mesh order.
-    topology : Topology, optional
-        The nodes that they run on; None for an abstract mesh.
+    n_nodes : int
+        Number of nodes that they run on.
+    n_threads : int
+        Cores that a rank has for itself.
+    memory_nbytes : int
+        Bytes of memory that a rank may use.
     can_send : bool
         True if the ranks can send each other values.
     devices_per_rank : int
         For an abstract mesh: the number of consecutive devices of one rank.
-    per_node : int or None
-        For an abstract mesh: the number of consecutive ranks of one node; None: all are on one.
     tuning : Tuning
         The sizes from which each optimization pays off.
     """
@@ -73,26 +75,17 @@ class PlannedRanks:
     rank: int
     n: int
     of_process: Mapping[int, int] | None = None
-    topology: Topology | None = None
+    n_nodes: int = 1
+    n_threads: int = 1
+    memory_nbytes: int = UNKNOWN_NBYTES
     can_send: bool = True
     devices_per_rank: int = 1
-    per_node: int | None = None
     tuning: Tuning = field(default_factory=default_tuning)
-
-    @property
-    def n_nodes(self) -> int:
-        """Number of nodes: those of the job, or on an abstract mesh those that the caller says; by default one."""
-        return -(-self.n // (self.per_node or self.n)) if self.topology is None else self.topology.n_nodes
-
-    @property
-    def n_threads(self) -> int:
-        """Cores that a rank has for itself."""
-        return 1 if self.topology is None else self.topology.n_threads
 
     @property
     def staging_room_nbytes(self) -> int:
         """What staging="auto" may be at most."""
-        return (UNKNOWN_NBYTES if self.topology is None else self.topology.memory_nbytes) // _SHARE
+        return self.memory_nbytes // _SHARE
 
 
 def _max_block_nbytes(ranks: PlannedRanks, staging_nbytes: int, nbytes: int = 0) -> int:

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 from shardload.arrays.verification import VerifyReport
-from shardload.options import INDEX
 from shardload.transfer.counters import Counters
 from shardload.units import counted, format_nbytes, number_text
 
@@ -102,18 +101,14 @@ class LoadReport:
         )
 
 
-def make_report(counters: Counters, device: Phase) -> LoadReport:
-    """The report of one rank alone, before the sums over all ranks."""
-    phases = {
+def phases_of(counters: Counters, device: Phase) -> dict[str, Phase]:
+    """The phases of this rank."""
+    return {
         "read": Phase(counters.read_seconds, counters.nbytes_stored or counters.nbytes_read),
         "decode": Phase(counters.decode_seconds, counters.nbytes_read if counters.chunks_decoded else 0),
         "exchange": Phase(counters.copy_seconds, counters.nbytes_copied + counters.nbytes_received),
         "device": device,
     }
-    proven = VerifyReport(INDEX, n_parts=counters.n_checksums)  # all ranks fill in the rest together
-    return LoadReport(
-        0.0, counters.chunks_decoded, counters.nbytes_read, phases, counters.peak_nbytes, proven, counters.chunks_missing
-    )
 
 
 def join_proven(proven: Sequence[VerifyReport], n_parts: int) -> VerifyReport:
@@ -123,6 +118,5 @@ def join_proven(proven: Sequence[VerifyReport], n_parts: int) -> VerifyReport:
     """
     if len(proven) == 1:
         return replace(proven[0], n_parts=n_parts)
-    names = [part.name for part in fields(VerifyReport) if part.name not in ("how", "digest")]
-    sums = {name: sum(getattr(one, name) for one in proven) for name in names}
-    return VerifyReport(proven[0].how, **{**sums, "n_parts": n_parts})
+    names = [part.name for part in fields(VerifyReport) if part.name not in ("how", "digest", "n_parts")]
+    return VerifyReport(proven[0].how, n_parts=n_parts, **{name: sum(getattr(one, name) for one in proven) for name in names})

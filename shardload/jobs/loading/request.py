@@ -62,23 +62,23 @@ class Request:
         return replace(self, sharding=NamedSharding(self.sharding.mesh, PartitionSpec(), memory_kind=kind))
 
 
-def read_requests(tree: ArrayTree, mesh: Any, spec: Any, options: Mapping[str, Any], processes: Any = None) -> list[Request]:
+def read_requests(tree: ArrayTree, mesh: Any, spec: Any, given: Mapping[str, Any]) -> list[Request]:
     """Check the arguments, and return what is asked of each place of a tree.
 
     Parameters
     ----------
     tree : ArrayTree
         The arrays. Of a pattern, the arguments may be trees still: all values are checked, and the first are returned.
-    mesh, spec, options : object, object, mapping
-        As the caller passed them, without the tree of names.
-    processes : int, optional
-        Number of processes, for an abstract mesh.
+    mesh, spec, given : object, object, mapping
+        As the caller passed them: `given` are the options.
 
     Raises
     ------
     ConfigError
         If an argument is wrong, or a tree of them does not match the tree of arrays.
     """
+    processes = given.get("processes")
+    options = {name: value for name, value in given.items() if OPTIONS[name].is_kept and name != "dataset"}
     own = [option for option in OWN if option.name in options]
     values = {
         o.name: tree.spread(
@@ -92,14 +92,14 @@ def read_requests(tree: ArrayTree, mesh: Any, spec: Any, options: Mapping[str, A
     made: dict[tuple[int, ...], Request] = {}  # `values` keeps alive whatever has its id in a key
     requests = []
     for k, place in enumerate(tree.places):
-        given = {name: of_places[k] for name, of_places in values.items()}
-        key = (place.is_pattern, *map(id, given.values()))
+        of_place = {name: of_places[k] for name, of_places in values.items()}
+        key = (place.is_pattern, *map(id, of_place.values()))
         try:
             if place.dataset is not None:
                 _DATASET.check(place.dataset)
             if key not in made:
                 read = _read_pattern if place.is_pattern else _read
-                made[key] = read(shared | given, processes)
+                made[key] = read(shared | of_place, processes)
         except ConfigError as error:
             raise in_array(where_text(tree.where[k]) if is_tree else "", error) from None
         requests.append(made[key])

@@ -26,8 +26,9 @@ from shardload.jobs.trees import (
     text_of,
     where_text,
 )
-from shardload.options import OWN
+from shardload.options import FILE, FULL, OWN
 from shardload.planning.region import Region
+from shardload.planning.strategies import ROOT
 from shardload.transfer.messages import sendable
 
 
@@ -41,21 +42,22 @@ class ScatterCall(LoadCall):
     ----------
     array : array_like, tree or callable
         On the root: the arrays, or a function that returns them.
-    mesh, spec, options
+    mesh, spec, given
         As the caller passed them.
-    root : object
-        The rank that has the arrays, not checked yet.
     """
 
-    def __init__(self, array: Any, mesh: Any, spec: Any, options: dict[str, Any], root: Any) -> None:
-        self._array, self._root = array, root
+    def __init__(self, array: Any, mesh: Any, spec: Any, given: dict[str, Any]) -> None:
+        self._array, self._root = array, given["root"]
         self._has_tree = not (is_one(mesh) and is_one_spec(spec)) or any(
-            not (option.is_one or is_one)(options[option.name]) for option in OWN if option.name in options
+            not (option.is_one or is_one)(given[option.name]) for option in OWN if option.name in given
         )
         self._sources: list[MemorySource] | None = None
-        super().__init__("scatter", "", mesh, spec, options, None)
+        super().__init__("scatter", "", mesh, spec, given | {"readers": ROOT})
 
     def _join(self) -> ArrayTree:
+        verify = self._given["verify"]
+        if verify in (FILE, FULL):
+            raise ConfigError(f"verify is {verify!r}, but scatter has no file to read again; expected 'index' or 'checksum'")
         return ArrayTree(Place("", None, is_pattern=self._has_tree))
 
     def _what(self, _: Place) -> dict[str, str]:
@@ -111,7 +113,7 @@ class ScatterCall(LoadCall):
         outline, told = json.loads(bytes(text))
         self.tree = ArrayTree(_tree_of(outline))
         if not self.tree.is_single:
-            self.requests = read_requests(self.tree, self._mesh, self._spec, self._options, self._processes)
+            self.requests = read_requests(self.tree, self._mesh, self._spec, self._given)
         loads = []
         for k, (request, (info, can_be_viewed, dtype)) in enumerate(zip(self.requests, told, strict=True)):
             where = where_text(self.tree.where[k])

@@ -9,9 +9,10 @@ from typing import Any
 import jax
 
 from shardload.arrays.padding import version_of
+from shardload.arrays.sharding import spec_text
 from shardload.errors import ConfigError, printable
 from shardload.formats.contract.array import ArrayInfo
-from shardload.jobs.loading.describe import as_html, mesh_text, shape_text, spec_text
+from shardload.jobs.loading.describe import as_html, mesh_text, shape_text
 from shardload.jobs.loading.plan import NO_DEVICES, Executor, Plan
 from shardload.jobs.loading.report import LoadReport
 from shardload.planning.staging import Staging, plan_staging
@@ -64,7 +65,7 @@ class TreePlan:
         plans = self.leaves
         pieces = sum(plan.pieces_nbytes for plan in plans)
         used = staging_of(plans)
-        blocks = used.n_slots * used.slot_nbytes + used.n_pack * used.pack_nbytes
+        blocks = used.n_blocks * used.slot_nbytes
         return pieces + min(blocks, self.staging_nbytes)
 
     @property
@@ -111,7 +112,7 @@ class TreePlan:
             decoded = counted(cost.chunks_decoded, "chunk") if is_chunked else format_nbytes(cost.decoded_nbytes)
             readers = f"{plan.readers}, {plan.n_readers}"
             row = [where, shape_text(plan.shape) + padded, str(plan.dtype), format_nbytes(plan.nbytes), readers]
-            rows.append([*row, plan.info.dataset, spec_text(plan.sharding), shape_text(plan.shard_shape), decoded])
+            rows.append([*row, plan.info.dataset, spec_text(plan.sharding.spec), shape_text(plan.shard_shape), decoded])
         return columns, rows
 
     def _totals(self) -> list[str]:

@@ -18,25 +18,31 @@ from shardload.options import OPTIONS
 class VerifyCall(LoadCall):
     """One call that compares arrays with their files, on this rank. The arguments are as the caller passed them."""
 
-    def __init__(self, x: Any, path: Any, dataset: Any, options: dict[str, Any], seed: Any) -> None:
-        self._x, self._seed = x, seed
-        leaves = jax.tree_util.tree_flatten_with_path(x)[0] or [((), x)]
-        error = _wrong(leaves, options, seed) or _unlike(x, path, dataset)
-        self._text = "nothing"
-        if error is None:
-            texts = (f"{text_of(where)} an array of shape {array.shape}, {array.dtype}".strip() for where, array in leaves)
-            self._text = "; ".join(texts)
-        mesh = None if error else jax.tree_util.tree_map(_sharding_of, x)
-        super().__init__("verify", path, mesh, None, options, dataset)
-        self.refuse(error)
+    def __init__(self, x: Any, path: Any, given: dict[str, Any]) -> None:
+        self._x, self._text = x, "nothing"
+        super().__init__("verify", path, None, None, given | {"verify": given["how"]})
+
+    def _join(self) -> ArrayTree:
+        leaves = jax.tree_util.tree_flatten_with_path(self._x)[0] or [((), self._x)]
+        for where, array in leaves:
+            _check_values(f"x{text_of(where)}", array)
+        OPTIONS["how"].check(self._given["how"])  # `Options` would call it by the other name
+        seed = self._given["seed"]
+        if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or seed < 0:
+            raise ConfigError(f"seed is {seed!r}; expected an integer, 0 or more")
+        tree = super()._join()
+        tree.spread("x", self._x)
+        texts = (f"{text_of(where)} an array of shape {array.shape}, {array.dtype}".strip() for where, array in leaves)
+        self._text, self._mesh = "; ".join(texts), jax.tree_util.tree_map(_sharding_of, self._x)
+        return tree
 
     def _what(self, place: Place) -> dict[str, str]:
-        return {**super()._what(place), "x": self._text, "seed": str(self._seed)}
+        return {**super()._what(place), "x": self._text, "seed": str(self._given["seed"])}
 
     def verify(self) -> Any:
         """Plan, and compare: what was proven of each array, in the structure of the tree. Collective."""
         loads = self.plan()
-        return self.tree.build(self.loader(loads).verify(self._arrays(), int(self._seed)))
+        return self.tree.build(self.loader(loads).verify(self._arrays(), int(self._given["seed"])))
 
     def _arrays(self) -> list[Any]:
         """The caller's arrays, in the order of the tree."""
@@ -65,43 +71,14 @@ class VerifyCall(LoadCall):
         return loads
 
 
-def _wrong(leaves: list[tuple[Any, Any]], options: dict[str, Any], seed: Any) -> ConfigError | None:
-    """What is wrong with the arrays, `how` or `seed`; None if nothing is."""
-    for where, array in leaves:
-        error = _without_values(f"x{text_of(where)}", array)
-        if error is not None:
-            return error
-    try:
-        OPTIONS["how"].check(options["verify"])  # `Options` would call it by the other name
-    except ConfigError as wrong:
-        return wrong
-    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or seed < 0:
-        return ConfigError(f"seed is {seed!r}; expected an integer, 0 or more")
-    return None
-
-
-def _unlike(x: Any, path: Any, dataset: Any) -> ConfigError | None:
-    """How the tree of arrays differs from that of their names; None if it does not, or these are wrong themselves."""
-    try:
-        tree = ArrayTree.join(path, dataset)
-    except ConfigError:
-        return None
-    try:
-        tree.spread("x", x)
-    except ConfigError as error:
-        return error
-    return None
-
-
-def _without_values(name: str, x: Any) -> ConfigError | None:
-    """What is wrong with something that is no array, or has no values that could be compared; None if nothing is."""
+def _check_values(name: str, x: Any) -> None:
+    """Raise ConfigError if something is no array, or has no values that could be compared."""
     if not isinstance(x, jax.Array):
-        return ConfigError(f"{name} is a {type(x).__name__}; expected a jax.Array")
+        raise ConfigError(f"{name} is a {type(x).__name__}; expected a jax.Array")
     if isinstance(x, jax.core.Tracer):
-        return ConfigError(f"{name} is traced: it has no values yet. Call verify outside of jax.jit")
+        raise ConfigError(f"{name} is traced: it has no values yet. Call verify outside of jax.jit")
     if x.is_deleted():
-        return ConfigError(f"{name} was deleted (donated to a jitted function?), so it has no values. Verify it before that")
-    return None
+        raise ConfigError(f"{name} was deleted (donated to a jitted function?), so it has no values. Verify it before that")
 
 
 def _sharding_of(x: Any) -> Any:

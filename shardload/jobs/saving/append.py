@@ -1,8 +1,8 @@
 """How are arrays appended to those of a file? As a save of what is new, laid out as the old arrays are.
 
-1. Rank 0 reads how the arrays are stored, and tells all (`_read`).
+1. Rank 0 reads how the arrays are stored (`_read`).
 2. Each rank checks that the new arrays fit, and plans: chunks begin where those of the file do, so that the first of them may
-   have rows already (`AppendSteps.plan`).
+   have rows already (`_make`).
 3. Rounds are those of a save. The owner of a chunk at the old edge reads the rows that it has, and writes it as a whole. A file
    of several chunks (a Zarr shard) is written again as a whole too (`_Appending`).
 4. The sink's `commit` puts what was written and read back into the file, its length last (`growth` of each format).
@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import time
@@ -27,15 +26,14 @@ from shardload.comm.group import Group
 from shardload.engine.file_target import Chunk, FileTarget, WriteCounts
 from shardload.engine.session import Round, Session
 from shardload.errors import ConfigError, ShardloadError, SourceError
-from shardload.formats.access import Access
 from shardload.formats.contract.array import some
 from shardload.formats.contract.dtypes import native_dtype
-from shardload.formats.contract.format import Source
+from shardload.formats.contract.format import Source, open_alone
 from shardload.formats.growing import HOW_TO_GROW, Growing, GrowingSink
-from shardload.formats.lookup import format_of
-from shardload.jobs.saving.arguments import SaveArguments, ToSave
+from shardload.formats.lookup import open_file
+from shardload.jobs.saving.arguments import SavedArray, SaveRequest
 from shardload.jobs.saving.plan import SavePlan, alignment_of, plan_into, shards_of
-from shardload.jobs.saving.save import SaveReport, Saving, Steps, planned
+from shardload.jobs.saving.save import SaveReport, Saving, planned
 from shardload.planning.region import Region
 from shardload.planning.rounds import Item
 from shardload.storage.leftovers import ROOTS, refuse_leftover
@@ -71,35 +69,18 @@ class AppendReport(SaveReport):
         return f"appended along {self.dim!r}, {how}: {super().__str__().replace('saved ', '', 1)}"
 
 
-class _Steps(Steps):
-    """See `Steps`."""
-
-    verb = "append to"
-
-    def arguments(self, path: Any, tree: Any, given: Mapping[str, Any], call: str) -> SaveArguments:
-        made = SaveArguments.of(path, tree, dict(given) | {"mode": "w"}, call)
-        made.path = made.path.rstrip("/") or "/"
-        return made
-
-    def read(self, asked: SaveArguments) -> str:
-        return json.dumps(_read(asked))
-
-    def plan(self, asked: SaveArguments, told: str, group: Group) -> tuple[SaveArguments, SavePlan]:
-        known = json.loads(told)
-        asked = replace(asked, arrays=[_in_numbers(one, asked.path, known["arrays"]) for one in asked.arrays])
-        axes, dimensions = _check(asked, known["arrays"])
-        sink = _sink(asked, known, axes, dimensions, group)
-        arrays = [replace(one, dtype=sink.arrays[one.name].spec.dtype) for one in asked.arrays]
-        asked = replace(asked, arrays=arrays)
-        first = {
-            name: tuple(one.old * (k == one.axis) for k in range(len(one.spec.shape))) for name, one in sink.arrays.items()
-        }
-        return asked, plan_into(sink, asked, shards_of(asked, group), group, [False] * len(arrays), first)
+def _make(asked: SaveRequest, known: Any, group: Group) -> tuple[SaveRequest, SavePlan]:
+    """See `save.planned`."""
+    asked = replace(asked, arrays=[_in_numbers(one, asked.path, known["arrays"]) for one in asked.arrays])
+    axes, dimensions = _check(asked, known["arrays"])
+    sink = _sink(asked, known, axes, dimensions, group)
+    arrays = [replace(one, dtype=sink.arrays[one.name].spec.dtype) for one in asked.arrays]
+    asked = replace(asked, arrays=arrays)
+    first = {name: tuple(one.old * (k == one.axis) for k in range(len(one.spec.shape))) for name, one in sink.arrays.items()}
+    return asked, plan_into(sink, asked, shards_of(asked, group), group, [False] * len(arrays), first)
 
 
-def _sink(
-    asked: SaveArguments, known: Any, axes: Mapping[str, int], dimensions: Mapping[str, int], group: Group
-) -> GrowingSink:
+def _sink(asked: SaveRequest, known: Any, axes: Mapping[str, int], dimensions: Mapping[str, int], group: Group) -> GrowingSink:
     """What is added to the file."""
     n_new = {one.name: one.shape[axes[one.name]] for one in asked.arrays}
     # Here, because whoever loads needs neither the libraries nor their compressors.
@@ -115,7 +96,7 @@ def _sink(
 def append(path: Any, tree: Any, given: Mapping[str, Any], comm: Any) -> AppendReport:
     """See `shardload.append`. Collective."""
     started = time.perf_counter()
-    with planned("append", path, tree, given, comm, _Steps()) as (group, asked, plan, digest):
+    with planned("append", path, tree, given, comm, _read, _make) as (group, asked, plan, digest):
         report = _Appending(group, asked, plan, digest).run(started)
         if not isinstance(report, AppendReport):
             raise TypeError("an append has another report")
@@ -126,7 +107,7 @@ def append(path: Any, tree: Any, given: Mapping[str, Any], comm: Any) -> AppendR
 # --- does it fit?
 
 
-def _read(asked: SaveArguments) -> dict[str, Any]:
+def _read(asked: SaveRequest) -> Any:
     """How the file's arrays are stored. On rank 0.
 
     Raises
@@ -152,7 +133,7 @@ def _read(asked: SaveArguments) -> dict[str, Any]:
     return read_store(path, names)
 
 
-def _in_numbers(one: ToSave, path: str, found: Mapping[str, Any]) -> ToSave:
+def _in_numbers(one: SavedArray, path: str, found: Mapping[str, Any]) -> SavedArray:
     """An array; dates and booleans as the numbers that the file has for them. ConfigError if it has none."""
     if one.name not in found:
         return one
@@ -179,7 +160,7 @@ def _in_numbers(one: ToSave, path: str, found: Mapping[str, Any]) -> ToSave:
         ) from None
 
 
-def _check(asked: SaveArguments, found: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
+def _check(asked: SaveRequest, found: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
     """The axis of each array, and the new lengths of dimensions without values. ConfigError if an array does not fit."""
     axes: dict[str, int] = {}
     for array in asked.arrays:
@@ -246,7 +227,7 @@ def _check_axes(where: str, dims: tuple[str | None, ...] | None, stored: Any) ->
     raise ConfigError(f"{where} has the axes {tuple(stored)}, what is to be appended has {dims}. {fix}")
 
 
-def _check_lengths(asked: SaveArguments, found: Mapping[str, Any], axes: Mapping[str, int]) -> dict[str, int]:
+def _check_lengths(asked: SaveRequest, found: Mapping[str, Any], axes: Mapping[str, int]) -> dict[str, int]:
     """The new lengths of dimensions without values. ConfigError if arrays with the same axis would get different lengths."""
     lengths: dict[str, tuple[int, int, str]] = {}
     dimensions: dict[str, int] = {}
@@ -268,7 +249,9 @@ def _check_lengths(asked: SaveArguments, found: Mapping[str, Any], axes: Mapping
             )
         beside = {name: one for name, one in found.items() if scope in one["scopes"] and name not in axes}
         # netCDF4 leaves a dimension without values at 0 if it is unlimited, others keep it as long as its arrays.
-        dimensions |= {name: old + new for name, one in beside.items() if one.get("is_dimension") and one["shape"] == [old]}
+        dimensions |= {
+            name: old + new for name, one in beside.items() if one.get("is_dimension") and tuple(one["shape"]) == (old,)
+        }
         if left := [name for name, one in beside.items() if not one.get("is_dimension")]:
             raise ConfigError(
                 f"{some(list(map(repr, left)))} in '{asked.path}', with the axis {dim!r} too, would not grow with "
@@ -284,7 +267,7 @@ def _check_lengths(asked: SaveArguments, found: Mapping[str, Any], axes: Mapping
 class _Appending(Saving):
     """One rank's part of one append. Every method is collective."""
 
-    def __init__(self, group: Group, asked: SaveArguments, plan: SavePlan, digest: str) -> None:
+    def __init__(self, group: Group, asked: SaveRequest, plan: SavePlan, digest: str) -> None:
         super().__init__(group, asked, plan, digest)
         sink = plan._sink
         if not isinstance(sink, GrowingSink):
@@ -368,7 +351,7 @@ class _Appending(Saving):
         one = self._grows[name]
         if name not in self._sources:
             path = os.path.realpath(self._plan.path)
-            source = format_of(path).open_path(path, name, Access())
+            source = open_alone(open_file(path), name)  # unchecked: what a load refuses may still grow
             self._opened.callback(source.close)
             if source.info.shape != one.old_shape:
                 raise ConfigError(

@@ -1,4 +1,4 @@
-"""What shall be saved? From what a caller of `save` or `append` wrote to one `ToSave` for each array, checked.
+"""What shall be saved? From what a caller of `save` or `append` wrote to one `SavedArray` for each array, checked.
 
 1. A tree of arrays becomes arrays by their names in the file: nested dicts are groups, and a bare array has one name.
 2. What belongs to single arrays (chunks, compression, names of axes, attributes, shape) is spread over them as in a load.
@@ -18,6 +18,7 @@ import numpy as np
 
 from shardload.arrays.padding import Extent, extent_of, loaded_as, padded_like
 from shardload.arrays.sharding import describe_sharding
+from shardload.comm.agreement import Invocation
 from shardload.errors import ConfigError
 from shardload.formats.contract.array import some
 from shardload.formats.contract.dtypes import dtype_text, refusal
@@ -35,7 +36,7 @@ _SHARED = ("verify", "staging", "timeout", "progress")
 
 
 @dataclass(frozen=True, eq=False)
-class ToSave:
+class SavedArray:
     """One array, as it shall be saved.
 
     Attributes
@@ -100,14 +101,14 @@ _DESCRIBED = ("chunks", "shards", "compression", "dims", "unlimited", "like", "i
 
 
 @dataclass
-class SaveArguments:
+class SaveRequest:
     """The arguments of one call.
 
     Attributes
     ----------
     path, format, mode : str
         Where to, in which format (one of `formats.saving.FORMATS`), and whether the name may exist.
-    arrays : list of ToSave
+    arrays : list of SavedArray
         The arrays, in the order of the file.
     group_attrs : mapping
         Attributes of groups, by their full names; ``"/"`` is the file.
@@ -122,20 +123,21 @@ class SaveArguments:
     path: str
     format: str
     mode: str
-    arrays: list[ToSave]
+    arrays: list[SavedArray]
     group_attrs: Mapping[str, Mapping[str, Any]]
     options: Options
     dim: str | int = ""
     left_out: str = ""
 
     @classmethod
-    def of(cls, path: Any, tree: Any, given: Mapping[str, Any], call: str = "save") -> SaveArguments:
+    def of(cls, path: Any, tree: Any, given: Mapping[str, Any], call: str = "save") -> SaveRequest:
         """The checked arguments. `given` are the keywords of the call; ConfigError says which is wrong."""
         given = {option.name: option.default for option in OPTIONS.values()} | dict(given)
         options = Options.check(**{name: given[name] for name in _SHARED})
-        mode, dim = (OPTIONS[name].check(given[name]) for name in ("mode", "dim"))
-        target = _target(path)
         is_append = call == "append"
+        mode, dim = "w" if is_append else OPTIONS["mode"].check(given["mode"]), OPTIONS["dim"].check(given["dim"])
+        target = _target(path)
+        target = (target.rstrip("/") or "/") if is_append else target
         kind = "zarr" if is_append else format_for(target, given["format"])
         if given["shape"] is not None and given["plan"] is not None:
             raise ConfigError("both shape and plan are given; pass one of them")
@@ -165,10 +167,15 @@ class SaveArguments:
         places = {name: k for k, name in enumerate(names)}
         return replace(self, arrays=sorted(self.arrays, key=lambda array: places.get(array.name, len(places))))
 
-    def describe(self) -> dict[str, str]:
-        """What must be the same on all ranks, as text."""
+    @property
+    def timeout(self) -> float | None:
+        """See `engine.call.Request`."""
+        return self.options.timeout
+
+    def invocation(self, call: str, title: str) -> Invocation:
+        """See `engine.call.Request`. The order of a dict, or of a Dataset, means nothing."""
         told = self.options.describe()
-        return {
+        values = {
             "path": repr(self.path),
             "format": self.format,
             "mode": self.mode,
@@ -176,6 +183,9 @@ class SaveArguments:
             **{name: told[name] for name in _SHARED if name in told},
             "attrs of groups": _text_of(self.group_attrs),
         }
+        arrays = sorted(self.arrays, key=lambda array: array.name)
+        names = tuple(array.name for array in arrays)
+        return Invocation(call, title, values, names, [(f"'{array.name}'", array.describe()) for array in arrays])
 
     def padding_warning(self) -> str:
         """The text of a warning, if an array may have padding or halos of which nobody has told; else none.
@@ -214,7 +224,7 @@ def _target(path: Any) -> str:
     return target
 
 
-def _read_arrays(tree: Any, given: Mapping[str, Any], is_append: bool) -> tuple[list[ToSave], dict[str, Mapping[str, Any]]]:
+def _read_arrays(tree: Any, given: Mapping[str, Any], is_append: bool) -> tuple[list[SavedArray], dict[str, Mapping[str, Any]]]:
     """Each array with what is asked of it, and the attributes of groups."""
     leaves = _arrays_of(tree, given["dataset"])
     for name, x in leaves.items():
@@ -253,7 +263,7 @@ def _read_arrays(tree: Any, given: Mapping[str, Any], is_append: bool) -> tuple[
         dtype = np.dtype(x.dtype).newbyteorder("=")
         shape, is_decoded, is_told = _extent(name, x, mine.pop("shape"), mine.pop("plan"))
         is_decoded = is_decoded if knows_other else None
-        arrays.append(ToSave(name, x, shape, dtype, is_decoded=is_decoded, is_told=is_told, **mine))
+        arrays.append(SavedArray(name, x, shape, dtype, is_decoded=is_decoded, is_told=is_told, **mine))
     return arrays, groups
 
 

@@ -6,8 +6,6 @@ coordinates, and what its attributes name, or theirs.
 
 from __future__ import annotations
 
-import pickle
-from base64 import b64decode, b64encode
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -26,7 +24,7 @@ from shardload.formats.lookup import find_array, open_file
 from shardload.formats.netcdf import NETCDF_TYPES
 from shardload.formats.sink import ArraySpec
 from shardload.jobs.described import describe_array, take_along
-from shardload.jobs.saving.arguments import SaveArguments, ToSave
+from shardload.jobs.saving.arguments import SavedArray, SaveRequest
 from shardload.options import AUTO
 from shardload.planning.region import Region
 from shardload.planning.selection import select_axes
@@ -45,8 +43,8 @@ class _Model:
     notes: list[str]
 
 
-def read_like(like: Mapping[str, str]) -> str:
-    """What is taken from existing arrays, by the names of the new ones. Not collective: rank 0 calls it.
+def read_like(like: Mapping[str, str]) -> dict[str, _Model]:
+    """What is taken from existing arrays, by their paths. `like` has these by the names of the new ones. Rank 0 calls it.
 
     Raises
     ------
@@ -60,7 +58,7 @@ def read_like(like: Mapping[str, str]) -> str:
                 models[path] = _read(path)
             except ConfigError as error:
                 raise ConfigError(f"like of '{name}': {error}") from None
-    return b64encode(pickle.dumps(models)).decode()
+    return models
 
 
 def _read(path: str) -> _Model:
@@ -83,18 +81,17 @@ def _read(path: str) -> _Model:
         return _Model(info.dataset, arrays, values, notes)
 
 
-def apply_like(asked: SaveArguments, text: str) -> SaveArguments:
+def apply_like(asked: SaveRequest, models: Mapping[str, _Model]) -> SaveRequest:
     """The arguments, with what existing arrays have where the caller passed nothing; and their coordinates.
 
-    Every rank calls this. `text` is what `read_like` returned on rank 0.
+    Every rank calls this. `models` is what `read_like` returned on rank 0.
 
     Raises
     ------
     ConfigError
         If an array cannot be stored like the other, or two arrays have different coordinates of one name.
     """
-    models: dict[str, _Model] = pickle.loads(b64decode(text))  # of this job's rank 0, never of a file
-    arrays, beside, notes = list[ToSave](), dict[str, ToSave](), dict[str, None]()
+    arrays, beside, notes = list[SavedArray](), dict[str, SavedArray](), dict[str, None]()
     for array in asked.arrays:
         if array.like is None:
             arrays.append(array)
@@ -117,7 +114,7 @@ def apply_like(asked: SaveArguments, text: str) -> SaveArguments:
     return replace(asked, arrays=[*arrays, *beside.values()], left_out=told)
 
 
-def _is_other(first: ToSave, second: ToSave) -> bool:
+def _is_other(first: SavedArray, second: SavedArray) -> bool:
     """Whether two coordinates of one name are not the same: other values, in other units, or packed in another way."""
     is_float = first.dtype.kind in "fc" and second.dtype.kind in "fc"
     packing, other = ({key: array.attrs[key] for key in PACKING & array.attrs.keys()} for array in (first, second))
@@ -129,7 +126,7 @@ def _is_other(first: ToSave, second: ToSave) -> bool:
     )
 
 
-def _like(array: ToSave, model: _Model, kind: str) -> tuple[ToSave, list[str]]:
+def _like(array: SavedArray, model: _Model, kind: str) -> tuple[SavedArray, list[str]]:
     """The array, with what the other one has where nothing was passed; and what it cannot have."""
     info, properties = model.arrays[model.name]
     chunks = KEEP if array.chunks == AUTO else array.chunks
@@ -166,7 +163,7 @@ def _with_marker(spec: ArraySpec, properties: Properties) -> dict[str, Any]:
     return {**spec.attrs, **marker} if is_here else dict(spec.attrs)
 
 
-def _is_decoded(array: ToSave, kind: str, attrs: Mapping[str, Any]) -> bool:
+def _is_decoded(array: SavedArray, kind: str, attrs: Mapping[str, Any]) -> bool:
     """Whether the attributes say how numbers are packed that this array has as values.
 
     Raises
@@ -191,7 +188,9 @@ def _is_decoded(array: ToSave, kind: str, attrs: Mapping[str, Any]) -> bool:
     return False
 
 
-def _coordinates(array: ToSave, model: _Model, kind: str, passed: Collection[str]) -> Iterator[tuple[ToSave | None, list[str]]]:
+def _coordinates(
+    array: SavedArray, model: _Model, kind: str, passed: Collection[str]
+) -> Iterator[tuple[SavedArray | None, list[str]]]:
     """What belongs to the other array, as arrays beside this one; and what of it this one cannot have.
 
     What an attribute names is told if it cannot be had. A coordinate is not, if it belongs to an axis that is not there.
@@ -229,4 +228,7 @@ def _coordinates(array: ToSave, model: _Model, kind: str, passed: Collection[str
             as_it_is = Overrides(chunks=None, shards=None, compression=None)
             spec, notes = spec_like(info, properties, select_axes(None, info.shape), kind, as_it_is)
             x = model.values[place].astype(spec.dtype, copy=False)
-            yield ToSave(new_name, x, x.shape, spec.dtype, None, None, None, spec.dims, _with_marker(spec, properties)), notes
+            yield (
+                SavedArray(new_name, x, x.shape, spec.dtype, None, None, None, spec.dims, _with_marker(spec, properties)),
+                notes,
+            )

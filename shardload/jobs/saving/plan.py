@@ -20,14 +20,13 @@ from shardload.formats.contract.dtypes import native_dtype
 from shardload.formats.likeness import marked
 from shardload.formats.saving import make_sink
 from shardload.formats.sink import ArraySpec, Sink, unopened_by_xarray
-from shardload.jobs.saving.arguments import SaveArguments, ToSave
+from shardload.jobs.saving.arguments import SavedArray, SaveRequest
 from shardload.options import AUTO
 from shardload.planning.chunk_shapes import plan_chunks
 from shardload.planning.rounds import Item, RoundMemory
 from shardload.planning.saving import (
-    HolderLayout,
-    OwnerLayout,
     StoredArray,
+    WriteLayout,
     least_save_memory,
     plan_array,
     plan_save_memory,
@@ -81,7 +80,7 @@ class SavePlan:
     verify: str
     _chosen: tuple[bool, ...] = field(kw_only=True)
     _sink: Sink = field(kw_only=True)
-    _layouts: tuple[HolderLayout | OwnerLayout, ...] = field(kw_only=True)
+    _layouts: tuple[WriteLayout, ...] = field(kw_only=True)
     _memory: RoundMemory = field(kw_only=True)
     _rounds: Sequence[Sequence[Item]] = field(kw_only=True)
 
@@ -130,8 +129,7 @@ class SavePlan:
         """What all ranks must have planned alike, as text."""
         rounds = [[(item.array, item.units) for item in one] for one in self._rounds[:4]]
         owners = [
-            (repr(one.schedule.owners), one.schedule.blocks.cell) if isinstance(one, OwnerLayout) else one.units.cell
-            for one in self._layouts
+            (layout.units.cell, None if layout.schedule is None else repr(layout.schedule.owners)) for layout in self._layouts
         ]
         return f"{self!r}; {owners}; {self._memory}; {rounds}"
 
@@ -144,7 +142,7 @@ _VERIFY = {
 }
 
 
-def plan_file(asked: SaveArguments, group: Group) -> SavePlan:
+def plan_file(asked: SaveRequest, group: Group) -> SavePlan:
     """Plan the save of all arrays. Not collective, when `Group.machine` and `Group.processes` are known.
 
     Raises
@@ -171,7 +169,7 @@ def alignment_of(group: Group) -> int:
     return _PAGE_NBYTES if group.machine.n_nodes > 1 else 1
 
 
-def shards_of(asked: SaveArguments, group: Group) -> list[Shards]:
+def shards_of(asked: SaveRequest, group: Group) -> list[Shards]:
     """Which rank holds which shard of each array. ConfigError if they cannot be saved by these ranks."""
     if not group.can_send:
         raise ConfigError(
@@ -183,7 +181,7 @@ def shards_of(asked: SaveArguments, group: Group) -> list[Shards]:
 
 def plan_into(
     sink: Sink,
-    asked: SaveArguments,
+    asked: SaveRequest,
     of_array: Sequence[Shards],
     group: Group,
     chosen: Sequence[bool],
@@ -192,21 +190,21 @@ def plan_into(
     """Plan how arrays go into a sink. ``first`` is where those begin, by name, that are appended to arrays of the file."""
     machine = group.machine
     per_node = machine.ranks_per_node if machine.n_nodes > 1 else None
-    arrays, layouts = [], []
+    layouts = []
     for one, shards in zip(asked.arrays, of_array, strict=True):
         spec, cap = sink.arrays[one.name].spec, asked.options.staging_nbytes
         is_packed = spec.compression is not None or spec.checksum
         shape = one.shape if one.name in first else spec.shape
-        arrays.append(StoredArray(shape, spec.chunks, spec.dtype.itemsize, is_packed, spec.shards))
-        layouts.append(plan_array(arrays[-1], shards, group.size, per_node, cap, first.get(one.name)))
-    cap = _staging(asked, layouts, arrays, machine.memory_nbytes // _SHARE)
-    memory = plan_save_memory(layouts, arrays, cap, machine.n_threads)
+        stored = StoredArray(shape, spec.chunks, spec.dtype.itemsize, is_packed, spec.shards)
+        layouts.append(plan_array(stored, shards, group.size, per_node, cap, first.get(one.name)))
+    cap = _staging(asked, layouts, machine.memory_nbytes // _SHARE)
+    memory = plan_save_memory(layouts, cap, machine.n_threads)
     return SavePlan(
         path=asked.path,
         format=next(iter(sink.arrays.values())).info.format,
         mode="a" if first else asked.mode,
         arrays=tuple(replace(one.info, dtype=_dtype_text(one.spec.dtype)) for one in sink.arrays.values()),
-        travels=tuple(isinstance(layout, OwnerLayout) for layout in layouts),
+        travels=tuple(layout.schedule is not None for layout in layouts),
         n_ranks=group.size,
         n_nodes=machine.n_nodes,
         n_threads=memory.n_threads,
@@ -233,7 +231,7 @@ def _check_axes(kind: str, specs: Mapping[str, ArraySpec]) -> None:
         raise ConfigError(f"{what}. {fix}")
 
 
-def _check_unlimited(asked: SaveArguments) -> None:
+def _check_unlimited(asked: SaveRequest) -> None:
     """ConfigError if no array has an axis of a name that shall be able to grow."""
     known = {dim for one in asked.arrays for dim in one.dims or () if dim}
     for one in asked.arrays:
@@ -247,7 +245,7 @@ def _check_unlimited(asked: SaveArguments) -> None:
                 raise ConfigError(f"unlimited of '{one.name}' is {name!r}; {has}")
 
 
-def _unlimited(one: ToSave) -> tuple[int, ...]:
+def _unlimited(one: SavedArray) -> tuple[int, ...]:
     """The axes of an array that can grow, by number. Of a name that another array has, none."""
     found = set()
     for axis in one.unlimited:
@@ -260,7 +258,7 @@ def _unlimited(one: ToSave) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def _spec(one: ToSave, shards: Shards, kind: str, cap_nbytes: int) -> tuple[ArraySpec, bool]:
+def _spec(one: SavedArray, shards: Shards, kind: str, cap_nbytes: int) -> tuple[ArraySpec, bool]:
     """How an array is stored, and whether its chunks were chosen here."""
     chunks, is_chosen, unlimited = one.chunks, False, _unlimited(one)
     if chunks == AUTO:
@@ -293,11 +291,9 @@ def _spec(one: ToSave, shards: Shards, kind: str, cap_nbytes: int) -> tuple[Arra
     )
 
 
-def _staging(
-    asked: SaveArguments, layouts: Sequence[HolderLayout | OwnerLayout], arrays: Sequence[StoredArray], room: int
-) -> int:
+def _staging(asked: SaveRequest, layouts: Sequence[WriteLayout], room: int) -> int:
     """The staging cap in bytes: what was asked for, or what the chunks need if that is "auto"."""
-    needed, cap = least_save_memory(layouts, arrays), asked.options.staging_nbytes
+    needed, cap = least_save_memory(layouts), asked.options.staging_nbytes
     if needed <= cap:
         return cap
     is_auto = asked.options.staging == AUTO

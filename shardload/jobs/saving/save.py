@@ -11,8 +11,8 @@
 from __future__ import annotations
 
 import itertools
-import json
 import logging
+import pickle
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -25,27 +25,20 @@ import numpy as np
 
 from shardload.arrays.disassemble import DeviceSource
 from shardload.arrays.local_shards import LocalShards, check_replicas
-from shardload.comm.agreement import Invocation
 from shardload.comm.group import Group
-from shardload.engine.call import begin_call, unforeseen
+from shardload.engine.call import begin_request
 from shardload.engine.file_target import Chunk, FileTarget, WriteCounts
 from shardload.engine.session import Round, Session, shared_nbytes
-from shardload.errors import (
-    ConfigError,
-    LeftOutWarning,
-    PaddingWarning,
-    ShardloadWarning,
-    SourceError,
-)
+from shardload.errors import ConfigError, LeftOutWarning, PaddingWarning, ShardloadWarning
 from shardload.jobs.progress import progress_of
-from shardload.jobs.saving.arguments import SaveArguments
+from shardload.jobs.saving.arguments import SaveRequest
 from shardload.jobs.saving.like import apply_like, read_like
 from shardload.jobs.saving.plan import SavePlan, plan_file
-from shardload.options import INDEX, TIMEOUT
+from shardload.options import INDEX
 from shardload.planning.blocks import aligned
 from shardload.planning.region import Region
 from shardload.planning.rounds import Item
-from shardload.planning.saving import HolderLayout, OwnerLayout, count_packs, part_nbytes
+from shardload.planning.saving import count_packs, part_nbytes
 from shardload.planning.staging import Staging
 from shardload.planning.tuning import default_tuning
 from shardload.system.caller import warn_once
@@ -113,63 +106,46 @@ class SaveReport:
         )
 
 
-class Steps:
-    """What a call does before it writes. These are those of a save."""
+Find = Callable[[SaveRequest], Any]
+Make = Callable[[SaveRequest, Any, Group], tuple[SaveRequest, SavePlan]]
 
-    verb = "save as"
 
-    def arguments(self, path: Any, tree: Any, given: Mapping[str, Any], call: str) -> SaveArguments:
-        """The checked arguments."""
-        return SaveArguments.of(path, tree, given, call)
+def _find(asked: SaveRequest) -> Any:
+    """On rank 0: what is taken from the arrays in `like`."""
+    return read_like({array.name: array.like for array in asked.arrays if array.like is not None})
 
-    def read(self, asked: SaveArguments) -> str:
-        """What must be read from existing files: on rank 0, for all."""
-        like = {array.name: array.like for array in asked.arrays if array.like is not None}
-        return read_like(like) if like else ""
 
-    def plan(self, asked: SaveArguments, told: str, group: Group) -> tuple[SaveArguments, SavePlan]:
-        """The plan, when all ranks know what was read; and the arguments with what comes from there."""
-        asked = apply_like(asked, told) if told else asked
-        return asked, plan_file(asked, group)
+def _make(asked: SaveRequest, found: Any, group: Group) -> tuple[SaveRequest, SavePlan]:
+    """On every rank: the plan, and the request with what is taken from existing arrays."""
+    asked = apply_like(asked, found) if found else asked
+    return asked, plan_file(asked, group)
 
 
 @contextmanager
 def planned(
-    call: str, path: Any, tree: Any, given: Mapping[str, Any], comm: Any, steps: Steps | None = None
-) -> Iterator[tuple[Group, SaveArguments, SavePlan, str]]:
-    """Check the arguments, plan, and agree on both. Inside, all ranks are in one call."""
-    steps = Steps() if steps is None else steps
-    asked: SaveArguments | None = None
-    error: BaseException | None = None
-    try:
-        asked = steps.arguments(path, tree, given, call)
-    except (ConfigError, SourceError) as found:  # of the file, if a plan is asked for names of axes
-        error = found
-    except Exception as found:
-        error = unforeseen(found)
-    timeout = TIMEOUT if asked is None else asked.options.timeout
-    invocation = _invocation(call, f"{steps.verb} {path!r}", asked)
-    with begin_call(invocation, error, comm=comm, timeout=timeout, process=jax.process_index) as begun:
-        del error  # see `Call.plan`
+    call: str, path: Any, tree: Any, given: Mapping[str, Any], comm: Any, find: Find = _find, make: Make = _make
+) -> Iterator[tuple[Group, SaveRequest, SavePlan, str]]:
+    """Check the arguments, plan, and agree on both. Inside, all ranks are in one call.
+
+    `find` reads on rank 0 what existing files say; `make` plans on every rank.
+    """
+    title = f"{'append to' if call == 'append' else 'save as'} {path!r}"
+    read = partial(SaveRequest.of, path, tree, given, call)
+    with begin_request(call, title, read, comm=comm, process=jax.process_index) as (begun, request):
         group = begun.group
 
-        def known() -> SaveArguments:
-            if asked is None:
-                raise ValueError("the arguments are wrong, and nobody may ask for them")
-            return asked
+        def look() -> bytes:
+            return pickle.dumps((request.names, request.padding_warning(), find(request)))
 
-        def find() -> str:
-            return json.dumps([known().names, known().padding_warning(), steps.read(known())])
+        def plan(told: bytes) -> tuple[str, SaveRequest, SavePlan]:
+            names, padded, found = pickle.loads(told)  # of this job's rank 0, never of a file
+            return (padded, *make(request.in_order_of(names), found, group))
 
-        def make(told: str) -> tuple[str, SaveArguments, SavePlan]:
-            names, padded, read = json.loads(told)
-            return (padded, *steps.plan(known().in_order_of(names), read, group))
-
-        padded, settled, plan = begun.plan(find, make, lambda made: made[2].describe())
+        padded, settled, made = begun.plan(look, plan, lambda made: made[2].describe())
         for text, kind in ((padded, PaddingWarning), (settled.left_out, LeftOutWarning)):
             if text:
                 _warn(text, kind, group)
-        yield group, settled, plan, f"{begun.asked.digest:016x}"
+        yield group, settled, made, f"{begun.asked.digest:016x}"
 
 
 def _warn(text: str, kind: type[ShardloadWarning], group: Group) -> None:
@@ -181,15 +157,6 @@ def _warn(text: str, kind: type[ShardloadWarning], group: Group) -> None:
         is_error = True
     if any(group.sum_ints([is_error])):
         raise kind(text)
-
-
-def _invocation(call: str, title: str, asked: SaveArguments | None) -> Invocation:
-    """What the ranks compare. If the arguments are wrong, the error is what they agree on."""
-    if asked is None:
-        return Invocation(call, title, {})
-    names = sorted(asked.names)  # the order of a dict, or of a Dataset, means nothing
-    own = [(f"'{one.name}'", one.describe()) for one in asked.in_order_of(names).arrays]
-    return Invocation(call, title, asked.describe(), tuple(names), own)
 
 
 def plan_save(path: Any, tree: Any, given: Mapping[str, Any], comm: Any) -> SavePlan:
@@ -213,21 +180,22 @@ def save(path: Any, tree: Any, given: Mapping[str, Any], comm: Any) -> SaveRepor
 class Saving:
     """One rank's part of one save. Every method is collective."""
 
-    def __init__(self, group: Group, asked: SaveArguments, plan: SavePlan, digest: str) -> None:
+    def __init__(self, group: Group, asked: SaveRequest, plan: SavePlan, digest: str) -> None:
         self._group, self._asked, self._plan, self._digest = group, asked, plan, digest
         self._layouts, self._options = plan._layouts, asked.options
         self._shards: list[LocalShards] = []
-        self._flows = {k: PiecesToBlocks(one.schedule) for k, one in enumerate(self._layouts) if isinstance(one, OwnerLayout)}
-        self._units = {k: one.units_of(group.rank) for k, one in enumerate(self._layouts) if isinstance(one, HolderLayout)}
+        schedules = {k: layout.schedule for k, layout in enumerate(self._layouts)}
+        self._flows = {k: PiecesToBlocks(schedule) for k, schedule in schedules.items() if schedule is not None}
+        self._units = {k: self._layouts[k].units_of(group.rank) for k, schedule in schedules.items() if schedule is None}
         part = part_nbytes(self._layouts)
         n_packs = count_packs(plan._memory.moving_nbytes, part)
-        self._staging = Staging(n_threads=1, n_slots=0, slot_nbytes=0, n_pack=n_packs, pack_nbytes=part)
+        self._staging = Staging(n_threads=1, n_slots=0, n_pack=n_packs, slot_nbytes=part)
 
     def run(self, started: float) -> SaveReport:
         """Save the arrays."""
         group, plan, options = self._group, self._plan, self._options
         group.watch.enter("compare replicas")
-        shares = bool(self._flows) and self._staging.pack_nbytes >= default_tuning().worth_sharing_nbytes
+        shares = bool(self._flows) and self._staging.slot_nbytes >= default_tuning().worth_sharing_nbytes
         shared = shared_nbytes(self._staging) if shares else None
         with ExitStack() as opened:
             session = opened.enter_context(Session(group, self._digest, shared_nbytes=shared, checksums=options.checksums))
@@ -237,7 +205,7 @@ class Saving:
                     LocalShards(one.x, layout.shards, group.rank)
                     for one, layout in zip(self._asked.arrays, self._layouts, strict=True)
                 ]
-                nbytes = sum(layout.size_of(group.rank) * layout.itemsize for layout in self._layouts)
+                nbytes = sum(layout.nbytes_of(group.rank) for layout in self._layouts)
                 advance = opened.enter_context(progress_of(options.progress, f"'{plan.path}'", nbytes, group.rank))
             self._compare_replicas(session)
             target = FileTarget(
@@ -317,7 +285,7 @@ class Saving:
             if item.array in self._units:
                 layout, held = self._layouts[item.array], self._shards[item.array]
                 for unit, shard in itertools.islice(self._units[item.array], len(item.units)):
-                    yield from self._chunks_in(item.array, layout.units.region(unit), partial(held.view, shard))  # type: ignore[union-attr]
+                    yield from self._chunks_in(item.array, layout.units.region(unit), partial(held.view, shard))
 
     def _chunks_in(self, array: int, region: Region, view: Callable[[Region], Array]) -> Iterator[Chunk]:
         name, chunks = self._asked.arrays[array].name, self._layouts[array].chunks

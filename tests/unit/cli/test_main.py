@@ -703,7 +703,8 @@ def test_info_of_a_group_beside_a_damaged_one(tmp_path: Path) -> None:
     code, out, _ = run("info", f"{path}:/bad")
     assert code == 0 and "/bad/y" in out and "not shown what is in attributes and groups of '/bad' (" in unwrapped(out)
     with open_file(str(path), Access()) as opened:
-        assert set(opened.groups()) == {"/", "/ok"} and "'/bad'" in opened.unread()[0]
+        groups, unread = opened.groups()
+        assert set(groups) == {"/", "/ok"} and "'/bad'" in unread[0]
 
 
 def test_a_spec_for_arrays_of_several_shapes(file: str) -> None:

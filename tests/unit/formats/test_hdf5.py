@@ -25,7 +25,7 @@ from shardload.errors import ConfigError, SourceError
 from shardload.formats.access import Access
 from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.contract.format import Source
-from shardload.formats.hdf5 import source as source_module
+from shardload.formats.hdf5.opened import OpenDataset
 from shardload.formats.lookup import find_array, list_arrays, open_source
 from shardload.planning.region import Region
 from tests.tiers import IS_QUICK, quick_ones, some_of
@@ -694,7 +694,7 @@ def of_pytables(path: Path, **how: Any) -> np.ndarray[Any, Any]:
 def test_booleans_of_pytables(tmp_path: Path, how: dict[str, Any], by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     values = of_pytables(tmp_path / "a.h5", **how)
     if by == "h5py":
-        monkeypatch.setattr(source_module, "raw_of", lambda _: None)  # nothing is read without the HDF5 library
+        monkeypatch.setattr(OpenDataset, "raw", None)  # nothing is read without the HDF5 library
     with closing(open_source(str(tmp_path / "a.h5"), "flags")) as source:
         assert (source.info.dtype, source.info.refused) == ("uint8", None)
         region = Region((1, 0, 1), (6, 5, 3))

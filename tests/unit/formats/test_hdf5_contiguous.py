@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from shardload.formats.hdf5 import contiguous as hdf5_contiguous
 from shardload.formats.hdf5.contiguous import Hdf5Contiguous, merged_axes, open_contiguous
-from shardload.formats.hdf5.raw_file import raw_file_of
+from shardload.formats.hdf5.opened import OpenFacts
 from shardload.formats.lookup import open_source
 from shardload.planning.region import Region
 from shardload.storage.local import LocalFile
@@ -25,8 +25,11 @@ from tests.unit.files import DTYPES, SHAPES, SIZES, check_source, flat, write_hd
 def reader_of(path: Path | str, name: str = "a", dtype: Any = "float32") -> Hdf5Contiguous | None:
     """What reads it past HDF5; the descriptor goes with it."""
     with h5py.File(path) as file:
-        raw = raw_file_of(file[name])
-        return None if raw is None else open_contiguous(file[name], np.dtype(dtype), raw)
+        return reader_of_open(file[name], dtype)
+
+
+def reader_of_open(dataset: h5py.Dataset, dtype: Any = "int32") -> Hdf5Contiguous | None:
+    return open_contiguous(OpenFacts(dataset.file, is_ours=False).dataset(dataset.id), np.dtype(dtype))
 
 
 NEAR_AND_SPAN = ((1 << 40, 1 << 20), (1 << 40, 40), (100, 300), (32, 1))
@@ -170,10 +173,6 @@ def test_what_is_left_to_hdf5(tmp_path: Path) -> None:
         check_source(source, np.full_like(data, 3) if name == "unwritten" else data)
         source.close()
     assert reader_of(path, "a", "int64") is None
-
-
-def reader_of_open(dataset: h5py.Dataset) -> LocalFile | None:
-    return raw_file_of(dataset)
 
 
 def test_a_dataset_that_the_caller_writes_is_read_by_hdf5(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import h5py
 import numpy as np
@@ -15,7 +14,6 @@ from shardload.formats import Region, small
 from shardload.formats.access import STRICT
 from shardload.formats.contract.by_chunks import read_by_chunks
 from shardload.formats.hdf5 import source as hdf5
-from shardload.formats.hdf5.opened import OpenDataset
 from shardload.formats.lookup import Finder, open_file
 from shardload.planning.tuning import Tuning
 
@@ -50,7 +48,7 @@ def test_a_group_that_is_kept_is_that_of_its_name(path: str) -> None:
             assert source.info.dtype == "int32" and source.state() is not None
             source.close()
         for name in ("/a/none", "/none/x", "/x/x", "/loop"):
-            with pytest.raises(SourceError):
+            with pytest.raises((KeyError, SourceError)):
                 opened.open(name)
 
 
@@ -118,29 +116,6 @@ def test_a_missing_or_a_damaged_chunk_is_left_to_the_normal_load(tmp_path: Path,
     with Finder(STRICT, Tuning()) as finder:
         assert finder.find(path, "missing")[1] is None
         assert finder.find(path, "bad")[1] is None
-
-
-@pytest.mark.parametrize("libver", ["earliest", "v108", "latest"])
-def test_attributes_that_are_in_a_heap(tmp_path: Path, libver: str) -> None:
-    """Wrong if long attributes were taken for short ones, which are read; HDF5 says what the heap takes."""
-    sizes = {"none": [], "few": [10, 2000], "many": [8] * 40, "long": [30, 1 << 20], "all together": [1 << 16] * 300}
-    path = str(tmp_path / "x.h5")
-    with h5py.File(path, "w", libver=libver) as file:
-        for name, nbytes in sizes.items():
-            made = file.create_dataset(f"g/{name}", (50,), "i2", chunks=(1,), fillvalue=0)
-            made[:] = 1
-            for k, n in enumerate(nbytes):
-                if n < 1 << 16 or libver != "earliest":  # which has no heap for attributes
-                    made.attrs.create(f"a{k}", np.zeros(n, "i1"))
-    with h5py.File(path) as file, open_file(path) as opened:
-        for name in sizes:
-            source: Any = opened.open(f"/g/{name}")
-            assert isinstance(source._dataset, OpenDataset)
-            said = h5py.h5o.get_info(file[f"g/{name}"].id).meta_size.attr
-            found = source._dataset.nbytes_of_attributes
-            assert (found == 0) == (said.heap_size == 0), name
-            assert 0.99 * said.heap_size - 4096 < found <= said.heap_size, name
-            source.close()
 
 
 def test_what_is_asked_of_a_dataset_does_not_go_through_its_chunks(tmp_path: Path) -> None:

@@ -86,15 +86,9 @@ def test_in_a_helper_process(tmp_path: Path, writer: str) -> None:
 def test_attributes_that_are_not_read_are_not_passed_over(tmp_path: Path) -> None:
     """Wrong if an array were left as it is, because its attributes were too long to look at."""
     with h5py.File(tmp_path / "a.h5", "w", libver="latest") as file:
-        file.create_dataset("a", data=[1]).attrs["long"] = np.zeros(4 << 20)
-        file["b"] = [1]
-        file["b"].attrs["_FillValue"] = np.zeros(20000)
-    for name, says in (
-        ("a", "attributes is too long to be read"),
-        ("b", "_FillValue is 160000 bytes, not shown"),
-    ):
-        with pytest.raises(ConfigError, match=says):
-            decoded(tmp_path / "a.h5", name)
+        file.create_dataset("a", data=[1]).attrs["_FillValue"] = np.zeros(20000)
+    with pytest.raises(ConfigError, match="_FillValue is 160000 bytes, not shown"):
+        decoded(tmp_path / "a.h5", "a")
 
 
 @pytest.mark.parametrize("value", [np.longdouble(0.5), np.array([0.5, 1], "longdouble"), np.clongdouble(1)])

@@ -16,7 +16,7 @@ from shardload.formats.lookup import find_array, list_arrays, open_source
 from tests.unit.files import flat, write_hdf5, write_zarr
 
 XYZ = """
-from shardload.formats import ArrayInfo, Format
+from shardload.formats import ArrayInfo, Format, OpenFile
 {before}
 class Xyz(Format):
     name = "{name}"
@@ -24,9 +24,14 @@ class Xyz(Format):
         {claims}
     def claims_url(self, url):
         return url.startswith("xyz://")
-    def list_arrays(self, path, access=None):
-        return [ArrayInfo(path, "/x", self.name, (3,), "float32")]
-    def open_path(self, path, dataset, access=None):
+    def open_file(self, path, access=None):
+        return File(path)
+class File(OpenFile):
+    def __init__(self, path):
+        self.path = path
+    def list_arrays(self):
+        return [ArrayInfo(self.path, "/x", "{name}", (3,), "float32")]
+    def open(self, dataset, planned=None):
         raise KeyError(dataset)
 """
 CLAIMS = "return path.endswith('.xyz')"
@@ -168,8 +173,7 @@ def test_a_package_that_ends_the_process_is_named(install: Install, file: str) -
 NAMELESS = """
 class Nameless(Format):
     def claims_path(self, path): return True
-    def list_arrays(self, path, access=None): return []
-    def open_path(self, path, dataset, access=None): raise KeyError(dataset)
+    def open_file(self, path, access=None): raise OSError(path)
 """
 
 

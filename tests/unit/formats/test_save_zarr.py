@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import shutil
@@ -27,9 +26,7 @@ from shardload.formats.lookup import open_source
 from shardload.formats.saving import format_for, make_sink
 from shardload.formats.sink import ArraySpec, Compression, Ticket
 from shardload.formats.zarr import sink as zarr_sink
-from shardload.formats.zarr.source import FORMAT as ZARR
 from shardload.storage import target
-from shardload.testing import check_format
 from tests.tiers import quick_ones, some_of
 from tests.unit.saving import quick_fsync, ramp, save, write_all  # noqa: F401
 
@@ -151,23 +148,6 @@ def test_the_index_of_a_shard(tmp_path: Path) -> None:
         assert np.frombuffer(raw[at : at + 16], "<i4").tolist() == [16 + 2 * k, 17 + 2 * k, 0, 0]
 
 
-def test_offsets_in_shards_are_a_running_sum_in_any_order(tmp_path: Path) -> None:
-    sink = make_sink(str(tmp_path / "x.zarr"), {"x": spec("u1", "gzip", (1, 1), (4, 6), shards=(2, 3))})
-    chance = np.random.default_rng(3)
-    order, sizes = chance.permutation(24), chance.integers(1, 50, 24)
-    with sink.create() as catalog:
-        offsets = np.zeros(24, dtype=np.int64)
-        for part in np.array_split(order, 5):
-            offsets[part] = catalog.allocate("/x", part, sizes[part])
-        for shard in itertools.product(range(2), range(2)):
-            inside = [6 * i + j for i in range(4) for j in range(6) if (i // 2, j // 3) == shard]
-            inside.sort(key=lambda k: offsets[k])
-            ends = np.cumsum(sizes[inside])
-            assert offsets[inside].tolist() == [0, *ends[:-1].tolist()]
-        with pytest.raises(ValueError, match="has a place already"):
-            catalog.allocate("/x", [3], [5])
-
-
 def test_metadata_is_that_of_zarr_python(tmp_path: Path) -> None:
     """Key by key, for an array that zarr-python makes with the same wishes."""
     values = ramp((5, 4), "<f4")
@@ -212,28 +192,6 @@ def test_metadata_comes_last(tmp_path: Path) -> None:
         catalog.finish()
         catalog.commit()
     assert sorted(os.listdir(tmp_path / "x.zarr")) == ["g", "x", "zarr.json"] and os.listdir(tmp_path) == ["x.zarr"]
-
-
-@pytest.mark.parametrize("sharded", [False, True])
-def test_chunks_that_were_not_written(tmp_path: Path, sharded: bool) -> None:
-    values = ramp(SHAPE, "f4")
-    sink = make_sink(str(tmp_path / "x.zarr"), {"x": spec("f4", None, shards=SHARDS if sharded else None)})
-    one = sink.arrays["/x"]
-    with sink.create() as catalog:
-        with sink.writer(catalog.ticket) as writer:
-            for index in itertools.product(range(3), range(3), range(1)):
-                region = one.region(index)
-                stored, number = one.encode(region, values[region.slices()]), one.number(region)
-                offset = catalog.allocate("/x", [number], [stored.nbytes])[0] if one.is_asked else writer.place("/x", number)
-                writer.put("/x", number, int(offset), stored)
-            writer.sync()
-        with pytest.raises(ValueError, match=r"'/x'.*the first is \(0, 0, 1\)"):
-            catalog.finish()
-        catalog.finish(allow_missing=True)
-        catalog.commit()
-    found = zarr.open_group(tmp_path / "x.zarr", mode="r")["x"][...]
-    np.testing.assert_array_equal(found[..., :4], values[..., :4])
-    assert not found[..., 4:].any()
 
 
 def test_a_chunk_is_written_once(tmp_path: Path) -> None:
@@ -381,21 +339,6 @@ def test_names_and_formats(tmp_path: Path) -> None:
     assert Ticket.from_json(ticket.to_json()) == ticket
 
 
-def test_conformance(tmp_path: Path) -> None:
-    def write(path: str, arrays: dict[str, Any]) -> None:
-        specs = {}
-        for name, one in arrays.items():
-            chunks = tuple(max(1, -(-n // 3)) for n in one.shape) if one.size and one.ndim else None
-            shards = tuple(2 * n for n in chunks) if chunks else None
-            specs[name] = ArraySpec(
-                one.shape, one.dtype, chunks, shards, compression=Compression.of("zstd" if chunks else None)
-            )
-        save(path, arrays, specs, format="zarr", mode="w")
-
-    shapes = [(), (0, 3), (7,), (3, 4, 5)]
-    check_format(ZARR, write, folder=tmp_path, dtypes=some_of([">f4", "bool"]), shapes=shapes)
-
-
 def test_chunks_of_a_shard_are_synced_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if each chunk opened its shard file and waited for the disk; or if a file was closed that a thread writes to."""
     values = ramp((32, 32), "<i4")
@@ -468,7 +411,7 @@ def test_a_sync_while_other_threads_write(tmp_path: Path, monkeypatch: pytest.Mo
         monkeypatch.setattr(zarr_sink, "put_at", put_at)
         for index in np.ndindex(*one.spec.grid):
             stored, number = one.encode(one.region(index), values[one.region(index).slices()]), one.number(one.region(index))
-            offset = catalog.allocate("/x", [number], [stored.nbytes])[0] if one.is_asked else writer.place("/x", number)
+            offset = catalog.allocate("/x", [number], [stored.nbytes])[0] if one.is_asked else 0
             writer.put("/x", number, int(offset), stored)
         writer.sync()
         assert not writer._unsynced

@@ -30,7 +30,7 @@ SLOW = np.arange(300_000, dtype="float32").reshape(300, 1000)  # 1.1 MiB
 def path(tmp_path: Path) -> str:
     with h5py.File(tmp_path / "some.h5", "w") as file:
         file["tiny"], file["small"] = TINY, SMALL
-        file.create_dataset("gzip", data=SLOW, chunks=(1, 1000), compression="gzip")
+        file.create_dataset("gzip", data=SLOW, chunks=(1, 500), compression="gzip")
         file.create_dataset("plain", data=SLOW)
         file.create_dataset("large", (600, 1000), "f4")
     return str(tmp_path / "some.h5")
@@ -47,7 +47,7 @@ def test_values_that_are_read_sooner_than_a_file_is_opened_everywhere(path: str)
     assert values_of(path, "tiny") == TINY.astype("=i2").tobytes(), "not in native byte order"
     assert values_of(path, "small") == SMALL.tobytes()
     assert values_of(path, "plain") == SLOW.tobytes()
-    assert values_of(path, "gzip") is None, "300 chunks of gzip take longer than opening the file everywhere"
+    assert values_of(path, "gzip") is None, "600 chunks of gzip take longer than opening the file everywhere"
     assert values_of(path, "large") is None
     assert values_of(path, "plain", Tuning(small_nbytes=1 << 20)) is None
 
@@ -70,10 +70,10 @@ def test_a_file_is_opened_once(tmp_path: Path, path: str, monkeypatch: pytest.Mo
         file["x"] = TINY
     one = str(tmp_path / "one.h5")
     assert values_of(one, None) == TINY.astype("=i2").tobytes()
-    assert opens == [one, one]
+    assert opens == [one]
     with Finder(lookup.STRICT, Tuning()) as finder:
         infos = [finder.find(path, name)[0].dataset for name in ("tiny", "small", "gzip")]
-    assert infos == ["/tiny", "/small", "/gzip"] and opens == [one, one, path]
+    assert infos == ["/tiny", "/small", "/gzip"] and opens == [one, path]
 
 
 def wide(file: Any) -> None:

@@ -27,12 +27,13 @@ import zarr
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.access import Access, Limits
 from shardload.formats.contract.array import ArrayInfo
+from shardload.formats.contract.format import Source, open_alone
 from shardload.formats.lookup import Finder, find_array, list_arrays, open_file, open_source
 from shardload.formats.untrusted import helper as helper_module
 from shardload.formats.untrusted import source as untrusted
 from shardload.formats.untrusted.answers import HelperError, info_of
 from shardload.formats.untrusted.helper import Helper
-from shardload.formats.untrusted.source import UntrustedFile, UntrustedSource
+from shardload.formats.untrusted.source import UntrustedFile
 from shardload.planning.region import Region
 from shardload.planning.tuning import default_tuning
 from shardload.storage.containment import NotAFileError, OutsideError
@@ -297,9 +298,9 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]
     return make
 
 
-def opened(limits: Limits) -> UntrustedSource:
+def opened(limits: Limits) -> Source:
     """An array whose helper is a fake."""
-    return UntrustedSource(UntrustedFile("f.h5", Access(untrusted=limits)), "/x", is_alone=True)
+    return open_alone(UntrustedFile("f.h5", Access(untrusted=limits)), "/x")
 
 
 OPEN = f"say(info={json.loads(INFO.to_json())!r}, state=[1, 2])"

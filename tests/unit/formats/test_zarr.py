@@ -39,13 +39,6 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:Object at",
 )
 
-CODECS_V3: dict[str, dict[str, Any]] = {
-    "none": {"compressors": None},
-    "zstd": {"compressors": zarr.codecs.ZstdCodec(level=1)},
-    "gzip": {"compressors": zarr.codecs.GzipCodec()},
-    "blosc": {"compressors": zarr.codecs.BloscCodec(cname="lz4")},
-    "gzip+crc32c": {"compressors": [zarr.codecs.GzipCodec(), zarr.codecs.Crc32cCodec()]},
-}
 CODECS_V2: dict[str, dict[str, Any]] = {
     "none": {"compressors": None},
     "zstd": {"compressors": numcodecs.Zstd()},
@@ -74,50 +67,6 @@ def test_format_2_codecs_and_orders(tmp_path: Path, codec: str, order: str) -> N
     assert check(path, "/a", data).codec == codec
 
 
-def test_format_2_filters(tmp_path: Path) -> None:
-    data = flat((5, 7), "int32")
-    options = {"filters": [numcodecs.Delta("i4")], "compressors": numcodecs.Zlib()}
-    assert check(write_zarr(tmp_path / "a.zarr", {"a": data}, 2, **options), "/a", data).codec == "zlib+delta"
-
-
-@pytest.mark.parametrize("codec", CODECS_V3)
-def test_format_3_codecs_with_and_without_shards(tmp_path: Path, codec: str) -> None:
-    data = flat((5, 7, 11), "float64")
-    path = write_zarr(tmp_path / "a.zarr", {"a": data}, **CODECS_V3[codec])
-    assert check(path, "/a", data).codec == codec
-    path = write_zarr(tmp_path / "b.zarr", {"a": data}, chunks=(1, 2, 3), shards=(2, 4, 6), **CODECS_V3[codec])
-    info = check(path, "/a", data)
-    assert (info.codec, info.chunks, info.shards) == (codec, (1, 2, 3), (2, 4, 6))
-
-
-def test_format_3_transposed_and_big_endian(tmp_path: Path) -> None:
-    data = flat((5, 7, 3), "int32")
-    options = {
-        "filters": [zarr.codecs.TransposeCodec(order=(2, 0, 1))],
-        "serializer": zarr.codecs.BytesCodec(endian="big"),
-    }
-    assert check(write_zarr(tmp_path / "a.zarr", {"a": data}, **options), "/a", data).codec == "zstd+transpose"
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("dtype", ["int16", "uint8", "float32", "float64", "complex64", "bool"])
-@pytest.mark.parametrize("driver", ["zarr", "zarr3"])
-def test_arrays_that_tensorstore_wrote(tmp_path: Path, driver: str, dtype: str) -> None:
-    data = flat((5, 7, 3), dtype)
-    metadata: dict[str, Any] = {"shape": data.shape}
-    if driver == "zarr":
-        metadata |= {"chunks": [2, 3, 2], "dtype": data.dtype.newbyteorder(">").str, "order": "F"}
-    else:
-        inner = [{"name": "bytes", "configuration": {"endian": "big"}}, {"name": "zstd", "configuration": {"level": 1}}]
-        grid = {"name": "regular", "configuration": {"chunk_shape": [4, 6, 2]}}
-        sharding = {"name": "sharding_indexed", "configuration": {"chunk_shape": [2, 3, 2], "codecs": inner}}
-        metadata |= {"chunk_grid": grid, "data_type": dtype, "codecs": [sharding]}
-    spec = {"driver": driver, "kvstore": f"file://{tmp_path}/a.zarr/", "metadata": metadata, "create": True}
-    tensorstore.open(spec).result().write(data).result()
-    info = check(str(tmp_path / "a.zarr"), "/", data)
-    assert info.chunks == (2, 3, 2) and info.shards == (None if driver == "zarr" else (4, 6, 2))
-
-
 def test_zip_stores_and_urls(tmp_path: Path) -> None:
     data = {"g/a": flat((5, 7)), "b": flat((3,))}
     write_zarr(tmp_path / "a.zarr", data)
@@ -133,7 +82,7 @@ def test_zip_stores_and_urls(tmp_path: Path) -> None:
     assert [info.dataset for info in list_arrays(above)] == ["/a.zarr/b", "/a.zarr/g/a"]
     check(above, "/a.zarr/g/a", data["g/a"])
     with open_file(above) as file:
-        assert list(file.groups()) == ["/a.zarr", "/a.zarr/g"]
+        assert list(file.groups()[0]) == ["/a.zarr", "/a.zarr/g"]
     empty = shutil.make_archive(str(tmp_path / "empty"), "zip", tmp_path / "a.zarr" / "b" / "c")
     with pytest.raises(SourceError, match=r"a zip file without a Zarr store, which cannot be loaded\. Unpack it"):
         list_arrays(empty)
@@ -499,7 +448,7 @@ def test_arrays_below_folders_without_metadata(tmp_path: Path, zarr_format: int,
     with pytest.raises(ConfigError, match="/fields/run1/rho"):  # there are several: which one?
         find_array(path)
     with open_file(path) as file:
-        assert file.groups() == {"/": {}, "/fields/run1/grid": {"title": "a grid"}} and not file.unread()
+        assert file.groups() == ({"/": {}, "/fields/run1/grid": {"title": "a grid"}}, [])
 
 
 @pytest.mark.parametrize("driver", ["zarr", "zarr3"])

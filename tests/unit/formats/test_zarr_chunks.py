@@ -158,20 +158,6 @@ def test_format_3_codecs_in_chunks_and_shards(tmp_path: Path, codec: str, endian
         check(tmp_path / name, "/", data)
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("index_location", ["start", "end"])
-@pytest.mark.parametrize("codec", ["none", "zstd", "gzip+crc32c"])
-def test_shards_that_zarr_python_wrote(tmp_path: Path, codec: str, index_location: Any) -> None:
-    data = flat((5, 7, 11), "float64", first=1)
-    write_tensorstore(tmp_path / "t", data, chunk_grid=regular(1, 2, 3), codecs=[serial(), *BYTES_TO_BYTES[codec]])
-    inner = zarr.open_array(tmp_path / "t", mode="r").metadata.codecs
-    made = zarr.codecs.ShardingCodec(chunk_shape=(1, 2, 3), codecs=inner, index_location=index_location)
-    path = write_zarr(tmp_path / "a", {"a": data}, chunks=(2, 4, 6), serializer=made, compressors=None, filters=None)
-    check(path, "a", data)
-    theirs = tensorstore.open({"driver": "zarr3", "kvstore": f"file://{path}/a/"}).result().read().result()
-    np.testing.assert_array_equal(read_chunks(open_source(path, "a")), theirs)
-
-
 COMPRESSORS_2 = (None, numcodecs.Zstd(3), numcodecs.Zlib(1), numcodecs.GZip(1), numcodecs.Blosc("lz4", shuffle=2))
 
 
@@ -190,14 +176,6 @@ def test_format_2(tmp_path: Path, compressor: Any, separator: str) -> None:
         path = write_zarr(tmp_path / "a.zarr", {"a": data}, 2, chunk_key_encoding=encoding, **options)
         check(path, "a", data)
     assert (tmp_path / "a.zarr" / "a" / separator.join("110")).exists()
-
-
-@pytest.mark.parametrize("compressor", [None, "zlib", "gzip", "zstd", "blosc"])
-def test_format_2_that_tensorstore_wrote(tmp_path: Path, compressor: str | None) -> None:
-    data = flat((5, 7, 3), "int64")
-    chosen = None if compressor is None else {"id": compressor}
-    write_tensorstore(tmp_path / "a", data, "zarr", dtype=">i8", chunks=[2, 3, 2], compressor=chosen, dimension_separator="/")
-    check(tmp_path / "a", "/", data)
 
 
 @pytest.mark.parametrize("separator", [".", "/"])

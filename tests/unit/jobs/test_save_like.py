@@ -14,7 +14,7 @@ import xarray
 import zarr
 
 import shardload
-from shardload.jobs.saving.arguments import ToSave
+from shardload.jobs.saving.arguments import SavedArray
 from shardload.jobs.saving.like import _like, _read
 from tests.tiers import quick_ones
 
@@ -122,7 +122,7 @@ def test_decoded_values_like_those_that_were_unsigned(tmp_path: Path) -> None:
     found = {}
     for kind in ("u1", "i1", "f4"):
         x = np.arange(4, dtype=kind)
-        one = ToSave("/x", x, x.shape, x.dtype, None, None, None, None, {})
+        one = SavedArray("/x", x, x.shape, x.dtype, None, None, None, None, {})
         found[kind] = {*_like(one, _read(f"{path}:/x"), "hdf5")[0].attrs}
     assert found == {"u1": {"units"}, "i1": {"_Unsigned", "valid_max", "units"}, "f4": {"units"}}
 

@@ -15,8 +15,6 @@ from shardload.planning.chunk_shapes import plan_chunks
 from shardload.planning.partners import plan_partners
 from shardload.planning.region import Region
 from shardload.planning.saving import (
-    HolderLayout,
-    OwnerLayout,
     StoredArray,
     least_save_memory,
     plan_array,
@@ -59,20 +57,20 @@ def test_each_chunk_is_written_once_in_one_round(n_ranks: int) -> None:
         cap = chance.choice([1 << 12, 1 << 15, 1 << 28])
         per_node = chance.choice([None, 1, 2])
         made = plan_array(unit, shards, n_ranks, per_node if n_ranks > 1 else None, cap)
-        kinds[type(made).__name__] += 1
-        memory = plan_save_memory([made], [unit], max(cap, least_save_memory([made], [unit])), 2)
-        assert memory.nbytes <= max(cap, least_save_memory([made], [unit]))
+        kinds["alone" if made.schedule is None else "travels"] += 1
+        memory = plan_save_memory([made], max(cap, least_save_memory([made])), 2)
+        assert memory.nbytes <= max(cap, least_save_memory([made]))
         rounds = plan_save_rounds([made], memory.round_nbytes)
         seen = np.zeros(shape, dtype=int)
         for rank in range(n_ranks):
             held = [shards.region(s) for s in shards.shards_of(rank)]
-            if isinstance(made, HolderLayout):
+            if made.schedule is None:
                 units = made.units_of(rank)
                 mine = [u for items in rounds for item in items for u in itertools.islice(units, len(item.units))]
                 assert list(units) == []
                 regions = [made.units.region(unit) for unit, _ in mine]
                 assert all(any(one.contains(region) for one in held) for region in regions)
-                assert made.size_of(rank) == sum(region.size for region in regions)
+                assert made.nbytes_of(rank) == 4 * sum(region.size for region in regions)
             else:
                 owned = made.schedule.blocks_of(rank)
                 mine_ = [k for items in rounds for i in items for k in owned[i.units.start : i.units.stop]]
@@ -97,7 +95,7 @@ def test_two_nodes_never_write_to_one_page() -> None:
         shards = plan_shards(shape, [(0,) if k == cut else () for k in range(len(shape))], np.arange(4))
         made = plan_array(StoredArray(shape, None, 4, False), shards, 4, 2)
         pages: dict[int, set[int]] = {}
-        if isinstance(made, HolderLayout):
+        if made.schedule is None:
             regions = [(rank, made.units.region(unit)) for rank in range(4) for unit, _ in made.units_of(rank)]
         else:
             blocks = made.schedule.blocks
@@ -118,7 +116,7 @@ def test_chunks_follow_shards() -> None:
         chunks = plan_chunks(shape, 4, shards)
         assert 1 << 18 <= math.prod(chunks) * 4 <= 4 << 20
         made = plan_array(StoredArray(shape, chunks, 4, True), shards, math.prod(mesh))
-        assert isinstance(made, HolderLayout), (shape, mesh, chunks)
+        assert made.schedule is None, (shape, mesh, chunks)
 
 
 def test_a_file_of_chunks_has_one_writer_on_several_nodes() -> None:
@@ -127,7 +125,7 @@ def test_a_file_of_chunks_has_one_writer_on_several_nodes() -> None:
     unit = StoredArray((64, 64), (4, 5), 4, True, (8, 10))
     for per_node, size in ((None, 20), (2, 80)):
         made = plan_array(unit, shards, 4, per_node)
-        assert isinstance(made, OwnerLayout)
+        assert made.schedule is not None
         assert all(cell % n == 0 for cell, n in zip(made.schedule.blocks.cell, (8, 10) if per_node else (4, 5), strict=True))
         assert size <= math.prod(made.schedule.blocks.cell)
 
@@ -148,7 +146,7 @@ def test_empty_and_scalar() -> None:
     for shape in ((), (0, 3)):
         shards = plan_shards(shape, [()] * len(shape), np.arange(3))
         made = plan_array(StoredArray(shape, None, 8, False), shards, 3)
-        assert isinstance(made, HolderLayout)
+        assert made.schedule is None
         found = [made.units.region(u) for rank in range(3) for u, _ in made.units_of(rank)]
         assert found == ([Region((), ())] if not shape else [])
 

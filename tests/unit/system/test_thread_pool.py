@@ -11,7 +11,7 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from shardload.system.thread_pool import Lane, Pool, done_here
+from shardload.system.thread_pool import Pool, done_here
 
 SECONDS = 20  # no test waits that long unless it fails
 
@@ -94,21 +94,18 @@ def test_threads_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch, n_start
 
     monkeypatch.setattr(threading.Thread, "start", limited)
     pool, done = Pool(3, "t"), list[int]()
-    lane = Lane(pool)
-    for k in range(6):
-        for submit in (pool.submit, lane.submit):
-            if n_started:
-                submit(done.append, k).result(SECONDS)
-            else:
-                with pytest.raises(RuntimeError, match="start new thread"):
-                    submit(done.append, k)
+    for k in range(6 if n_started else 1):
+        if n_started:
+            pool.submit(done.append, k).result(SECONDS)
+        else:
+            with pytest.raises(RuntimeError, match="start new thread"):
+                pool.submit(done.append, k)
     if not n_started:  # the limit is gone
         n_started = 1
-        for submit in (pool.submit, lane.submit):
-            submit(done.append, 7).result(SECONDS)
-        assert done == [7, 7], "what was refused is not done later"
+        pool.submit(done.append, 7).result(SECONDS)
+        assert done == [7], "what was refused is not done later"
     else:
-        assert done == [k // 2 for k in range(12)]
+        assert done == [*range(6)]
     pool.close()
 
 
@@ -225,47 +222,3 @@ def test_interrupted_while_a_thread_starts(monkeypatch: pytest.MonkeyPatch, star
             pool.submit(len, "ab")
     pool.close()
     assert not begun[0].is_alive() and (begun[0].ident is not None) == starts
-
-
-# --- lanes
-
-
-def test_a_lane_runs_its_tasks_one_by_one_in_order_beside_other_tasks() -> None:
-    """Wrong if two of its tasks ran at a time, or if it kept the pool's other thread from working."""
-    pool, alone, found = Pool(2, "t"), threading.Lock(), []
-
-    def work(k: int) -> None:
-        assert alone.acquire(blocking=False), "two at a time"
-        found.append(k)
-        alone.release()
-
-    lane, gate = Lane(pool), threading.Event()
-    first = lane.submit(gate.wait, SECONDS)
-    rest = [lane.submit(work, k) for k in range(20)]
-    assert pool.submit(len, "ab").result(SECONDS) == 2 and not first.done()
-    gate.set()
-    for future in rest:
-        future.result(SECONDS)
-    assert found == list(range(20))
-    assert lane.submit(len, "abc").result(SECONDS) == 3, "a lane that had come to its end begins again"
-    pool.close()
-
-
-def test_a_task_that_fails_does_not_stop_its_lane() -> None:
-    pool = Pool(1, "t")
-    lane = Lane(pool)
-    failed, after = lane.submit(int, "x"), lane.submit(int, "3")
-    assert isinstance(failed.exception(SECONDS), ValueError) and after.result(SECONDS) == 3
-    pool.close()
-
-
-def test_closing_the_pool_cancels_what_waits_in_a_lane() -> None:
-    """Wrong if the futures were never done: whoever waits for them would wait for ever."""
-    pool, gate, begun = Pool(1, "t"), threading.Event(), threading.Event()
-    pool.submit(lambda: begun.set() or gate.wait(SECONDS))
-    assert begun.wait(SECONDS)
-    waiting = Lane(pool).submit(len, "ab")
-    pool.close(wait=False)
-    gate.set()
-    with pytest.raises(CancelledError):
-        waiting.result(SECONDS)

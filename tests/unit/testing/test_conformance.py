@@ -29,6 +29,7 @@ from shardload.formats import (
     ChunkReader,
     Encoded,
     Format,
+    OpenFile,
     Region,
     Source,
     check_request,
@@ -224,37 +225,46 @@ class RawChunks(ChunkReader):
             chunks[(k, *(slice(0, n) for n in values.shape), ...)] = values
 
 
-class RawFormat(Format):
-    """Conforms."""
+class RawFile(OpenFile):
+    """Opens the file anew for each array."""
 
-    name = "raw"
+    def __init__(self, path: str, source: type[Raw] = Raw) -> None:
+        self.path, self.source = path, source
 
-    def __init__(self, source: type[Raw] = Raw) -> None:
-        self.source = source
-
-    def header(self, path: str) -> tuple[dict[str, Any], int]:
-        data = Path(path).read_bytes()
+    def header(self) -> tuple[dict[str, Any], int]:
+        data = Path(self.path).read_bytes()
         n = int.from_bytes(data[4:8], "little")
         found = json.loads(data[8 : 8 + n])
         if len(data) != 8 + n + found["nbytes"]:
             raise ValueError("the file is not as long as it says")
         return found["arrays"], 8 + n
 
-    def claims_path(self, path: str) -> bool:
-        return os.path.isfile(path) and Path(path).read_bytes()[:4] == MARK
-
-    def list_arrays(self, path: str, access: Access = STRICT) -> list[ArrayInfo]:
-        names = self.header(path)[0]
-        sources = [self.open_path(path, name, access) for name in names]
+    def list_arrays(self) -> list[ArrayInfo]:
+        sources = [self.open(name) for name in self.header()[0]]
         for source in sources:
             source.close()
         return [source.info for source in sources]
 
-    def open_path(self, path: str, dataset: str, access: Access = STRICT) -> Source:
-        arrays, start = self.header(path)
+    def open(self, dataset: str, planned: ArrayInfo | None = None) -> Source:
+        arrays, start = self.header()
         if dataset not in arrays:
             raise KeyError(dataset)
-        return self.source(path, dataset, arrays[dataset], start)
+        return self.source(self.path, dataset, arrays[dataset], start)
+
+
+class RawFormat(Format):
+    """Conforms."""
+
+    name = "raw"
+
+    def __init__(self, source: type[Raw] = Raw, file: type[RawFile] = RawFile) -> None:
+        self.source, self.file = source, file
+
+    def claims_path(self, path: str) -> bool:
+        return os.path.isfile(path) and Path(path).read_bytes()[:4] == MARK
+
+    def open_file(self, path: str, access: Access = STRICT) -> OpenFile:
+        return self.file(path, self.source)
 
 
 def check_raw(file_format: Format, folder: Path, shapes: Sequence[tuple[int, ...]] = SHAPES) -> None:
@@ -272,6 +282,10 @@ def read_wrongly(change: Callable[[Raw, Region, Array], None]) -> Format:
 
 def source_with(**methods: Any) -> Format:
     return RawFormat(type("Wrong", (Raw,), methods))
+
+
+def file_with(source: type[Raw] = Raw, **methods: Any) -> Format:
+    return RawFormat(source, type("WrongFile", (RawFile,), methods))
 
 
 def format_with(**methods: Any) -> Format:
@@ -386,8 +400,8 @@ def padded(self: Raw) -> Array:
     return np.frombuffer(data.ljust(nbytes, b"\0"), self.stored).reshape(self.shape)
 
 
-def believing(self: RawFormat, path: str) -> tuple[dict[str, Any], int]:
-    data = Path(path).read_bytes()
+def believing(self: RawFile) -> tuple[dict[str, Any], int]:
+    data = Path(self.path).read_bytes()
     n = int.from_bytes(data[4:8], "little")
     return json.loads(data[8 : 8 + n])["arrays"], 8 + n
 
@@ -395,20 +409,20 @@ def believing(self: RawFormat, path: str) -> tuple[dict[str, Any], int]:
 def raising(error: Callable[[str], BaseException]) -> Format:
     """Raises this for what is damaged."""
 
-    def open_path(self: RawFormat, path: str, dataset: str, access: Access = STRICT) -> Source:
+    def opened(self: RawFile, dataset: str, planned: ArrayInfo | None = None) -> Source:
         try:
-            self.header(path)
+            self.header()
         except ValueError:
             raise error(dataset) from None
-        return RawFormat.open_path(self, path, dataset, access)
+        return RawFile.open(self, dataset)
 
-    return format_with(open_path=open_path)
+    return file_with(open=opened)
 
 
-def importing(self: RawFormat, path: str, access: Access = STRICT) -> list[ArrayInfo]:
+def importing(self: RawFile) -> list[ArrayInfo]:
     import jax  # noqa: F401
 
-    return RawFormat.list_arrays(self, path, access)
+    return RawFile.list_arrays(self)
 
 
 def claims_by_suffix(self: RawFormat, path: str) -> bool:
@@ -419,22 +433,18 @@ def claims_at_all_costs(self: RawFormat, path: str) -> bool:
     return Path(path).read_bytes()[:4] == MARK
 
 
-def leaking(self: RawFormat, path: str) -> tuple[dict[str, Any], int]:
-    kept_open.append(os.open(path, os.O_RDONLY))
-    return RawFormat.header(self, path)
+def leaking(self: RawFile) -> tuple[dict[str, Any], int]:
+    kept_open.append(os.open(self.path, os.O_RDONLY))
+    return RawFile.header(self)
 
 
 kept_open: list[int] = []
 
 
-class FirstAlone(RawFormat):
-    """Its open file gives the same array whatever the name."""
-
-    def open_file(self, path: str, access: Access = STRICT) -> Any:
-        first = next(iter(self.header(path)[0]))
-        opened = super().open_file(path, access)
-        opened.open = lambda dataset: RawFormat.open_path(self, path, first, access)  # type: ignore[method-assign]
-        return opened
+def the_first(self: RawFile, dataset: str, planned: ArrayInfo | None = None) -> Source:
+    """The same array whatever the name, once it is known."""
+    first = self.__dict__.setdefault("first", dataset if dataset in self.header()[0] else None)
+    return RawFile.open(self, first or dataset)
 
 
 class OneTooShort(RawChunks):
@@ -464,8 +474,8 @@ WRONG: dict[str, tuple[Format, str, str]] = {
     ),
     "keeps the buffer": (read_wrongly(keeps_the_buffer), "keeps nothing of the caller", "wrong values of"),
     "read after close": (read_wrongly(cached_for_good), "gives nothing after it was closed", "read after close"),
-    "one buffer for all": (read_wrongly(shared_memory), "several threads", "wrong values of"),
-    "bound to a thread": (read_wrongly(in_its_own_thread), "read from any thread", "RuntimeError: made in another thread"),
+    "one buffer for all": (read_wrongly(shared_memory), "several at once", "wrong values of"),
+    "bound to a thread": (read_wrongly(in_its_own_thread), "is read from any thread", "RuntimeError: made in another thread"),
     "dtype named otherwise": (with_info(dtype=lambda info: f"<{info.dtype}"), "as it is", "expected 'float32', NumPy's name"),
     "numbers of NumPy": (with_info(nbytes_stored=lambda _: np.int64(3)), "as it is", "cannot be sent to another rank"),
     "chunks of nothing": (with_info(chunks=lambda info: (0,) * len(info.shape)), "as it is", "positive length for each"),
@@ -495,22 +505,22 @@ WRONG: dict[str, tuple[Format, str, str]] = {
     "no memory for damage": (raising(lambda _: MemoryError()), "where a file was cut", "MemoryError"),
     "the caller's error for damage": (raising(ConfigError), "where a file was cut", "ConfigError.*instead of SourceError"),
     "exit for damage": (raising(SystemExit), "where a file was cut", "SystemExit"),
-    "list_arrays imports": (format_with(list_arrays=importing), "imports neither JAX nor MPI", "import of jax halted"),
+    "list_arrays imports": (file_with(list_arrays=importing), "imports neither JAX nor MPI", "import of jax halted"),
     "claims by suffix": (format_with(claims_path=claims_by_suffix), "claims its own files", "not claimed under the name"),
     "claims all": (format_with(claims_path=lambda *_: True), "claims no other files", "an empty file is claimed"),
     "claims_path raises": (format_with(claims_path=claims_at_all_costs), "claims no other files", "Is.*Directory"),
     "claims objects": (format_with(claims_object=lambda *_: True), "claims no other files", "the object None is claimed"),
-    "lists too little": (format_with(list_arrays=lambda *a: RawFormat.list_arrays(*a)[1:]), "lists every array", "are listed"),
+    "lists too little": (file_with(list_arrays=lambda self: RawFile.list_arrays(self)[1:]), "lists every array", "are listed"),
     "opens any name": (
-        format_with(open_path=lambda self, path, name, *_: RawFormat.open_path(self, path, next(iter(self.header(path)[0])))),
+        file_with(open=lambda self, *_: RawFile.open(self, next(iter(self.header()[0])))),
         "raises KeyError",
         "can be opened, and was never written",
     ),
-    "leaves files open": (format_with(header=leaking), "gives back what it opened", "descriptors stay open"),
-    "one array for all names": (FirstAlone(), "opens one file for several", "."),
+    "leaves files open": (file_with(header=leaking), "gives back what it opened", "descriptors stay open"),
+    "one array for all names": (file_with(open=the_first), "each value of each region", "."),
 }
 WRONG["cut files padded"] = (
-    type("Wrong", (RawFormat,), {"header": believing})(type("Wrong", (Raw,), {"values": padded})),
+    file_with(type("Wrong", (Raw,), {"values": padded}), header=believing),
     "where a file was cut",
     "cut to .* wrong values",
 )

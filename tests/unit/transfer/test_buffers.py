@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from shardload.planning.blocks import aligned
-from shardload.planning.parts import Block, Part
+from shardload.planning.parts import Block
 from shardload.planning.region import Region
 from shardload.transfer.buffers import Piece, Slots, StagedBlock, aligned_empty, view_of
-from tests.unit.fakes import TABLE, piece_of, rows, values_of
+from tests.unit.fakes import TABLE, piece_of, rows
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0), (1,), (5, 7)])
@@ -81,36 +81,20 @@ def test_no_slots_at_all() -> None:
 # --- blocks
 
 
-def block_of(*tiles: Region) -> StagedBlock:
-    region = Region(min(t.start for t in tiles), max(t.stop for t in tiles))
-    return StagedBlock(Block(region, (Part(region, 0, 1),)), [Piece(t, TABLE[t.slices()]) for t in tiles])
-
-
-def test_one_tile_or_several() -> None:
-    left, right = Region((0, 0), (8, 3)), Region((0, 3), (8, 4))
-    block = block_of(left, right)
+def test_the_values_of_a_part_are_in_one_tile() -> None:
+    tiles = [Region((0, 0), (8, 3)), Region((0, 3), (8, 4))]
+    block = StagedBlock(Block(rows(0, 8), ()), [Piece(tile, TABLE[tile.slices()]) for tile in tiles])
     inside = Region((2, 1), (5, 3))
-    tile = block.tile_of(inside)
-    assert tile is block.tiles[0]
-    np.testing.assert_array_equal(tile.view(inside), TABLE[2:5, 1:3])
-    assert np.shares_memory(tile.view(inside), TABLE)
-    across = Region((2, 1), (5, 4))
-    assert block.tile_of(across) is None
-    assert [part for part, _ in block.views(across)] == [Region((2, 1), (5, 3)), Region((2, 3), (5, 4))]
-    np.testing.assert_array_equal(values_of(block, across, "f4"), TABLE[2:5, 1:4])
-
-
-def test_what_no_tile_holds_is_not_made_up() -> None:
-    block = block_of(rows(0, 2), rows(4, 8))
-    assert block.tile_of(rows(2, 4)) is None and list(block.views(rows(2, 4))) == []
-    assert [part for part, _ in block.views(rows(1, 5))] == [rows(1, 2), rows(4, 5)]
+    np.testing.assert_array_equal(block.view(inside), TABLE[2:5, 1:3])
+    assert np.shares_memory(block.view(inside), TABLE)
+    with pytest.raises(ValueError, match="is not in the block"):
+        block.view(rows(2, 4))
 
 
 def test_a_block_is_shared_where_its_slot_is() -> None:
-    slots = Slots(1, 64, shared_memory(1, 64))
-    block = block_of(rows(0, 2))
+    block = StagedBlock(Block(rows(0, 2), ()))
     assert not block.is_shared
-    block.slot = slots.take()
+    block.slot = Slots(1, 64, shared_memory(1, 64)).take()
     assert block.is_shared
     block.slot = Slots(1, 64).take()
     assert not block.is_shared

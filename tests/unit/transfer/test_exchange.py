@@ -28,7 +28,7 @@ from shardload.planning.source_layout import SourceLayout
 from shardload.transfer import channels, exchange
 from shardload.transfer.buffers import Piece, StagedBlock
 from shardload.transfer.local_pieces import LocalPieces
-from shardload.transfer.moves import ArrayMove, BlocksToPieces, Expected, PiecesToBlocks
+from shardload.transfer.moves import ArrayMove, BlocksToPieces, PiecesToBlocks
 from shardload.transfer.reader import SourceReader
 from shardload.transfer.resources import Resources
 from tests.unit.fakes import FakeSource, pieces_of
@@ -300,18 +300,6 @@ def test_an_exchange_that_has_ended_keeps_no_target(way: str) -> None:
         assert len(pieces) == 16 and [piece() for piece in pieces] == [None] * len(pieces)
     finally:
         gc.enable()
-
-
-def test_the_parts_of_a_sender_are_counted_through() -> None:
-    parts = [[(k, n) for n in range(length)] for k, length in enumerate((3, 1, 2))]
-    expected = Expected()
-    for array, of_array in zip((0, 2, 5), parts, strict=True):
-        expected.add(array, of_array)  # type: ignore[arg-type]
-    flat = [(array, part) for array, of_array in zip((0, 2, 5), parts, strict=True) for part in of_array]
-    assert [*expected] == flat == [expected[k] for k in range(len(expected))] and len(expected) == 6
-    for outside in (-1, 6):
-        with pytest.raises(IndexError):
-            expected[outside]
 
 
 # --- the opposite direction

@@ -1,4 +1,4 @@
-"""Does a rank's reader decode chunks one by one into the right places, in several threads, and say which one is damaged?"""
+"""Does a rank's reader decode chunks, one or many at a time, into the right places, and say which one is damaged?"""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardload.errors import ConfigError, PeerError, SourceError
-from shardload.planning.blocks import aligned
+from shardload.formats.contract.chunk_reader import Encoded
 from shardload.planning.grid import Grid
 from shardload.planning.parts import Block, Part
 from shardload.planning.region import Region
@@ -42,6 +42,7 @@ from tests.unit.fakes import (
 )
 
 Array = np.ndarray[Any, Any]
+WIDE = np.arange(96, dtype="f4").reshape(8, 12)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -111,37 +112,34 @@ def test_what_stays_here_but_is_no_whole_chunk_goes_through_memory_of_the_thread
     assert reader.counters.nbytes_copied == 4 * (wanted >= 0).sum()
 
 
-def test_what_travels_is_decoded_into_the_slot_and_lies_there_as_chunks() -> None:
+def test_what_travels_is_copied_into_the_slot() -> None:
     data = np.arange(12 * 6, dtype="f4").reshape(12, 6)
     source = chunked(data, (4, 3))
-    slots = Slots(1, 6 * aligned(48))
+    slots = Slots(1, 12 * 6 * 4)
     piece = piece_of(rows(0, 6, 6))
-    region = rows(0, 12, 6)
-    read = Block(region, (Part(rows(0, 6, 6), 0, 0), Part(rows(6, 12, 6), 1, 1)))
+    read = Block(rows(0, 12, 6), (Part(rows(0, 6, 6), 0, 0), Part(rows(6, 12, 6), 1, 1)))
     with reader_of(source, {0: piece}, slots=slots) as reader:
         block = fetch(reader, read)
     assert block.slot is not None and not slots.has_room()
     np.testing.assert_array_equal(piece.data, data[:6])
-    np.testing.assert_array_equal(values_of(block, rows(6, 12, 6), "f4"), data[6:])
-    # The chunks that only this rank needs stay out of the slot; each of the others has a tile.
-    assert sorted(t.region.start for t in block.tiles) == [(4, 0), (4, 3), (8, 0), (8, 3)]
-    assert all(np.shares_memory(t.data, block.slot.data) for t in block.tiles)
-    assert reader.counters.chunks_decoded == 6 and reader.counters.nbytes_copied == 6 * 6 * 4
+    values = values_of(block, rows(6, 12, 6), "f4")
+    np.testing.assert_array_equal(values, data[6:])
+    assert np.shares_memory(values, block.slot.data)
+    assert reader.counters.chunks_decoded == 6 and reader.counters.nbytes_copied == 2 * 6 * 6 * 4
     block.release()
     assert slots.has_room()
 
 
-def test_chunks_that_follow_each_other_are_one_tile_of_the_block() -> None:
+def test_chunks_that_follow_each_other_are_decoded_in_the_slot() -> None:
     """Wrong if a chunk were decoded in the place of another, or one that only this rank needs took up room."""
     data = np.arange(9 * 4 * 5, dtype="f4").reshape(9, 4, 5)
     source, piece = chunked(data, (1, 4, 5)), piece_of(Region((1, 0, 0), (4, 4, 5)))
     read = Block(Region((1, 0, 0), (8, 4, 5)), (Part(piece.region, 0, 0), Part(Region((3, 1, 2), (8, 4, 5)), 1, 1)))
-    with reader_of(source, {0: piece}, slots=Slots(1, 7 * aligned(80)), n_threads=3) as reader:
+    with reader_of(source, {0: piece}, slots=Slots(1, 7 * 80), n_threads=3) as reader:
         block = fetch(reader, read)
     (tile,) = block.tiles
     assert block.slot is not None and tile.region == read.region and np.shares_memory(tile.data, block.slot.data)
     np.testing.assert_array_equal(piece.data, data[1:4])
-    assert [place for place, _ in block.views(read.parts[1].region)] == [read.parts[1].region], "one copy for the receiver"
     np.testing.assert_array_equal(values_of(block, read.parts[1].region, "f4"), data[3:8, 1:, 2:])
     inside = [np.shares_memory(out, block.slot.data) for out in chunks_of(source).outs]
     wanted = [index >= (3, 0, 0) for index in chunks_of(source).fetched]
@@ -158,6 +156,7 @@ def test_chunks_that_follow_each_other_are_one_tile_of_the_block() -> None:
         ((6, 4, 4), (1, 2, 4), Region((1, 0, 0), (5, 4, 4))),
         ((6, 4, 4), (1, 2, 2), Region((1, 0, 0), (5, 4, 4))),
         ((24,), (5,), Region((0,), (24,))),
+        ((), (), Region((), ())),
     ],
 )
 @pytest.mark.parametrize("dtype", ["f4", "f8"])
@@ -170,10 +169,6 @@ def test_what_travels_is_right_however_chunks_lie_in_a_block(
     with reader_of(chunked(data, chunk), slots=Slots(1, 1 << 12), n_threads=2, dtype=np.dtype(dtype)) as reader:
         block = fetch(reader, read)
     np.testing.assert_array_equal(values_of(block, region, dtype), data[region.slices()].astype(dtype), strict=True)
-    covered = np.zeros(shape, int)
-    for tile in block.tiles:
-        covered[tile.region.slices()] += 1
-    assert (covered[region.slices()] == 1).all(), "each element is in one tile"
 
 
 def test_chunks_between_the_shards_of_a_rank_are_not_decoded() -> None:
@@ -276,13 +271,6 @@ def test_selections_that_drop_axes_or_begin_inside_a_chunk(
     assert sorted(chunks_of(source).fetched) == sorted(touched), "each chunk once, and no other"
 
 
-def test_an_array_of_no_axes_lies_in_the_slot_too() -> None:
-    """Wrong if its tile were a copy somewhere else: a note where to look would name what nobody else can see."""
-    block = fetch(reader_of(chunked(np.array(7, "f4"), ())), whole(Region((), ()), rank=1))
-    assert block.slot is not None and np.shares_memory(block.tiles[0].data, block.slot.data)
-    assert values_of(block, Region((), ()), "f4") == 7
-
-
 # --- threads
 
 
@@ -298,17 +286,6 @@ def test_as_many_chunks_at_a_time_as_there_are_threads() -> None:
     np.testing.assert_array_equal(piece.data, data[:5])
     np.testing.assert_array_equal(values_of(block, rows(5, 9), "f4"), data[5:])
     assert reader.counters.chunks_decoded == 9 and reader.counters.nbytes_read == data.nbytes
-
-
-def test_blocks_of_one_chunk_are_decoded_beside_each_other() -> None:
-    source = chunked(TABLE, (2, 4), meet=threading.Barrier(2))
-    piece = piece_of(rows(0, 8))
-    with reader_of(source, {0: piece}, n_threads=2) as reader:
-        readings = [reader.start(whole(rows(k, k + 2))) for k in range(0, 8, 2)]
-        for reading in readings:
-            reading.result()
-            assert reading.done()
-    np.testing.assert_array_equal(piece.data, TABLE)
 
 
 def test_a_read_is_done_when_all_its_chunks_are() -> None:
@@ -367,6 +344,99 @@ def test_what_is_no_damage_is_passed_on(error: Exception) -> None:
     assert failure(reader, whole(rows(0, 2), rank=1)) is error
 
 
+# --- what is read together
+
+
+@pytest.fixture
+def batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    tune(monkeypatch, batched_chunk_nbytes=1 << 17)
+
+
+@pytest.mark.usefixtures("batches")
+@pytest.mark.parametrize(("batch_nbytes", "sizes"), [(6 * 4 * 4, [4] * 4), (1 << 20, [16]), (2 * 6 * 4, [2] * 8)])
+def test_a_batch_is_no_larger_than_it_may_be(batch_nbytes: int, sizes: list[int]) -> None:
+    source = chunked(WIDE, (2, 3))  # 4 x 4 chunks of 24 bytes
+    stored = chunks_of(source)
+    piece = piece_of(Region((0, 0), (8, 12)))
+    resources = Resources(Slots(1, 1 << 10), batch_nbytes=batch_nbytes)
+    with reader_of(source, {0: piece}, resources=resources) as reader:
+        fetch(reader, whole(Region((0, 0), (8, 12))))
+    assert [len(batch) for batch in stored.boxes] == sizes
+    assert sorted(stored.fetched) == [(i, j) for i in range(4) for j in range(4)], "each chunk once"
+    np.testing.assert_array_equal(piece.data, WIDE)
+    assert reader.counters.chunks_decoded == 16 and reader.counters.nbytes_read == WIDE.nbytes
+
+
+@pytest.mark.usefixtures("batches")
+@pytest.mark.parametrize("batch_nbytes", [0, 2 * 6 * 4 - 1])
+def test_chunks_of_which_two_are_too_large_are_read_one_by_one(batch_nbytes: int) -> None:
+    source = chunked(WIDE, (2, 3))
+    stored = chunks_of(source)
+    resources = Resources(Slots(1, 1 << 10), batch_nbytes=batch_nbytes)
+    with reader_of(source, {0: piece_of(Region((0, 0), (8, 12)))}, resources=resources) as reader:
+        fetch(reader, whole(Region((0, 0), (2, 12))))
+    assert [len(box) for box in stored.boxes] == [1] * 4
+
+
+@pytest.mark.usefixtures("batches")
+def test_fewer_chunks_than_threads_are_shared_by_the_threads() -> None:
+    """Wrong if one thread got all of them in one batch."""
+    source = chunked(WIDE, (2, 6))
+    stored = chunks_of(source)
+    piece = piece_of(Region((0, 0), (8, 12)))
+    resources = Resources(Slots(1, 1 << 10), n_threads=3)
+    with resources, reader_of(source, {0: piece}, resources=resources) as reader:
+        fetch(reader, whole(Region((0, 0), (4, 12))))  # 4 chunks
+        fetch(reader, whole(Region((4, 0), (6, 12))))  # 2
+    assert sorted(len(box) for box in stored.boxes) == [1, 1, 2, 2]
+    np.testing.assert_array_equal(piece.data[:6], WIDE[:6])
+
+
+@pytest.mark.usefixtures("batches")
+def test_a_batch_that_lies_in_the_piece_as_in_the_file_is_decoded_there() -> None:
+    line = np.arange(40, dtype="i4")
+    source = chunked(line, (4,))
+    stored = chunks_of(source)
+    piece = piece_of(Region((4,), (32,)), "i4")
+    with reader_of(source, {0: piece}) as reader:
+        fetch(reader, whole(Region((8,), (24,))))
+    assert [len(batch) for batch in stored.boxes] == [4]
+    assert all(np.shares_memory(out, piece.data) for out in stored.outs)
+    np.testing.assert_array_equal(piece.data[4:20], line[8:24])
+    assert (piece.data[:4] == -1).all() and (piece.data[20:] == -1).all() and reader.counters.nbytes_copied == 0
+
+
+@pytest.mark.usefixtures("batches")
+@pytest.mark.parametrize("how", ["fails_to_fetch", "fails_to_decode"])
+@pytest.mark.parametrize("bad", [(0, 0), (1, 2), (3, 3)])
+def test_an_error_names_the_damaged_chunk_of_a_batch(how: str, bad: tuple[int, int]) -> None:
+    source = chunked(WIDE, (2, 3), **{how: lambda index: ValueError("rotten") if index == bad else None})
+    stored = chunks_of(source)
+    reader = reader_of(source, {0: piece_of(Region((0, 0), (8, 12)))})
+    error = failure(reader, whole(Region((0, 0), (8, 12))))
+    assert isinstance(error, SourceError) and error.chunk == bad and "rotten" in str(error)
+    assert len(stored.boxes[0]) == 16 and stored.boxes[-1] == [bad], "read together, then one by one"
+
+
+@pytest.mark.usefixtures("batches")
+def test_what_lies_outside_of_the_array_is_not_cast() -> None:
+    """An edge chunk has 77s there, which would fit; here they would not."""
+    source = chunked(np.arange(70, dtype="f4").reshape(7, 10), (2, 3), fill=1e9)
+    stored = chunks_of(source)
+    decode = stored.decode
+
+    def rotten(encoded: Encoded, out: Array) -> None:
+        decode(encoded, out)
+        out[out == 77] = 1e9
+
+    stored.decode = rotten  # type: ignore[method-assign]
+    piece = piece_of(Region((0, 0), (7, 10)), dtype="i1")
+    with reader_of(source, {0: piece}, dtype=np.dtype("i1")) as reader:
+        fetch(reader, whole(Region((0, 0), (7, 10))))
+    np.testing.assert_array_equal(piece.data, np.arange(70).reshape(7, 10))
+
+
+@pytest.mark.usefixtures("batches")
 def test_a_copy_that_changes_is_an_error_where_checksums_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     copyto = np.copyto
 
@@ -374,21 +444,36 @@ def test_a_copy_that_changes_is_an_error_where_checksums_were_asked_for(monkeypa
         copyto(to, what, **options)
         to[(-1,) * to.ndim] += 1
 
-    reader = reader_of(chunked(TABLE, (2, 4)), {0: piece_of(rows(0, 8))}, checksums=True)
+    source = chunked(WIDE, (2, 3))
+    stored = chunks_of(source)
+    reader = reader_of(source, {0: piece_of(Region((0, 0), (8, 12)))}, checksums=True)
     monkeypatch.setattr("shardload.transfer.local_pieces.np.copyto", wrong)
-    error = failure(reader, whole(rows(1, 4)))
-    assert isinstance(error, PeerError) and "a checksum after the copy differs" in str(error)
+    error = failure(reader, whole(Region((1, 0), (4, 12))))
+    assert isinstance(error, PeerError) and "a checksum after the copy differs" in str(error) and stored.boxes
+
+
+@pytest.mark.usefixtures("batches")
+def test_out_of_memory_is_not_tried_again() -> None:
+    source = chunked(WIDE, (2, 3), fails_to_fetch=lambda index: MemoryError("full"))
+    stored = chunks_of(source)
+    error = failure(reader_of(source, {0: piece_of(Region((0, 0), (8, 12)))}), whole(Region((0, 0), (4, 12))))
+    assert isinstance(error, MemoryError) and len(stored.fetched) == 1
 
 
 # --- everything at once
 
 
-@examples(150)
-@given(cases(), st.booleans(), st.sampled_from([0, 1, 3]), st.sampled_from([-1, 64]), st.data())
+@examples(200)
+@given(
+    cases(), st.booleans(), st.booleans(), st.sampled_from([0, 1, 3]), st.integers(0, 9), st.sampled_from([-1, 64]), st.data()
+)
 def test_all_ranks_readers_together_read_a_selection(
-    case: Case, casts: bool, n_threads: int, inline_nbytes: int, data: st.DataObject
+    case: Case, casts: bool, checksums: bool, n_threads: int, n_batch: int, inline_nbytes: int, data: st.DataObject
 ) -> None:
-    """Parts are handed over in memory; each piece must then be its part of the selection of the file. 0: the library."""
+    """Parts are handed over in memory; each piece must then be its part of the selection of the file.
+
+    Without threads the library reads. Otherwise some chunks are missing, and the next batch uses the memory of the one before.
+    """
     before = tuple(p + c * data.draw(st.integers(0, 2)) for p, c in zip(case.phase, case.cell, strict=True))
     index: list[Any] = [slice(b, b + n) for b, n in zip(before, case.shape, strict=True)]
     shape = [b + n + data.draw(st.integers(0, 2)) for b, n in zip(before, case.shape, strict=True)]
@@ -398,20 +483,24 @@ def test_all_ranks_readers_together_read_a_selection(
     shape.insert(at, 4)
     cell.insert(at, 3)
     table = np.arange(math.prod(shape), dtype="i4").reshape(shape)
-    expected = table[tuple(index)]
+    grid = [-(-n // c) for n, c in zip(shape, cell, strict=True)]
+    lost = data.draw(st.frozensets(st.tuples(*(st.integers(0, max(0, n - 1)) for n in grid)), max_size=3 if n_threads else 0))
+    filled = table.copy()
+    for chunk in lost:
+        filled[tuple(slice(i * c, (i + 1) * c) for i, c in zip(chunk, cell, strict=True))] = 55
+    expected = filled[tuple(index)]
     selection: Selection = select_axes(tuple(index), shape)
     plan = case.plan()
     dtype = np.dtype("f8" if casts else "i4")
     pieces = [pieces_of(plan, rank, dtype) for rank in range(case.n_ranks)]
     for rank in range(case.n_ranks):
-        decoded = [len(numbers) for numbers in chunks_read(plan, case.chunks, rank)]
-        room = max(plan.max_block_size * 8, max(decoded, default=0) * aligned(math.prod(cell) * dtype.itemsize))
-        source = chunked(table, tuple(cell)) if n_threads else FakeSource(table, tuple(cell))
-        slots = Slots(1, room)
+        decoded = sum(len(numbers) for numbers in chunks_read(plan, case.chunks, rank))
+        source = chunked(table, tuple(cell), missing=lost) if n_threads else FakeSource(table, tuple(cell))
         layout = SourceLayout(selection, case.chunks, tuple(cell), source.dtype, dtype)
-        local = LocalPieces(rank, pieces[rank], casts)
-        resources = Resources(slots, n_threads=max(1, n_threads))
+        slots, batch_nbytes = Slots(1, plan.max_block_size * dtype.itemsize), n_batch * math.prod(cell) * 4
+        resources = Resources(slots, n_threads=max(1, n_threads), batch_nbytes=batch_nbytes)
         tuning = Tuning(min_chunk_nbytes=1, inline_nbytes=inline_nbytes)
+        local = LocalPieces(rank, pieces[rank], checksums)
         with resources, SourceReader(source, layout, local, resources, tuning=tuning) as reader:
             for read in plan.owned_blocks(rank):
                 assert reader.has_room(read)
@@ -424,9 +513,12 @@ def test_all_ranks_readers_together_read_a_selection(
         has_gaps = nbytes > 4 * sum(part.region.size for read in plan.owned_blocks(rank) for part in read.parts)
         if case.is_merged and has_gaps:  # chunks in them are not read, and the library reads what lies around them by itself
             assert reader.counters.nbytes_read <= nbytes
-            assert n_threads == 0 or reader.counters.chunks_decoded == sum(decoded)
+            assert n_threads == 0 or reader.counters.chunks_decoded == decoded
         else:
-            assert reader.counters.chunks_decoded == sum(decoded) and reader.counters.nbytes_read == nbytes
+            assert reader.counters.chunks_decoded == decoded and reader.counters.nbytes_read == nbytes
+        if n_threads:
+            stored = chunks_of(source)
+            assert max(map(len, stored.boxes), default=0) <= max(1, n_batch) and len(stored.fetched) == decoded
     for mine in pieces:
         for shard, piece in mine.items():
             true = plan.true_region(shard)

@@ -78,16 +78,17 @@ def test_leaving_one_reader_waits_for_its_own_reads_and_leaves_the_others_alone(
     """
     gates = Gate(), Gate()
     sources = [FakeSource(TABLE, None, gate) for gate in gates]  # type: ignore[arg-type]
-    resources = Resources(Slots(4, 1 << 10), n_threads=2)
+    resources = Resources(Slots(4, 1 << 10), n_threads=3)
     with resources:
         other = reader_of(sources[1], resources=resources)
         with reader_of(sources[0], resources=resources) as one:
-            running, waiting = (one.start(whole(rows(k, k + 2), rank=1)) for k in (0, 2))
+            reads = [one.start(whole(rows(k, k + 2), rank=1)) for k in (0, 2)]
             staying = other.start(whole(rows(0, 2), rank=1))
+            waiting = one.start(whole(rows(4, 6), rank=1))
             assert all(gate.begun.wait(20) for gate in gates)
-            waiting.tasks[0].add_done_callback(lambda _: gates[0].opened.set())  # it is cancelled before the other has ended
-        assert running.done() and running.result().tiles
-        assert waiting.tasks[0].cancelled() and sources[0].reads == [rows(0, 2)]
+            waiting.tasks[0].add_done_callback(lambda _: gates[0].opened.set())  # it is cancelled before the others have ended
+        assert all(read.done() and read.result().tiles for read in reads)
+        assert waiting.tasks[0].cancelled() and len(sources[0].reads) == 2
         assert not staying.done()
         gates[1].opened.set()
         assert staying.result().tiles

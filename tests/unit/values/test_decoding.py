@@ -256,14 +256,3 @@ def test_blocks_larger_than_what_is_decoded_at_once() -> None:
     plain = np.empty(stored.shape, "f4")
     conversion(None)(stored, plain, "elements")
     np.testing.assert_array_equal(plain, stored)
-
-
-@pytest.mark.parametrize("version", ["2.1.0", "2.1.1"])
-def test_releases_of_numpy_that_compute_otherwise_in_threads(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    """Wrong if they were used: float32 times a factor of float64 would be rounded twice, and a load unlike xarray's."""
-    packing = {"scale_factor": ["float64", [0.1]]}
-    assert decoding_of(np.dtype("f4"), packing, "t") is not None
-    monkeypatch.setattr(np, "__version__", version)
-    assert decoding_of(np.dtype("f4"), {}, "t") is None
-    with pytest.raises(ConfigError, match=rf"NumPy {version}.*pip install 'numpy>=2.1.2'"):
-        decoding_of(np.dtype("f4"), packing, "t")
