@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -99,7 +99,9 @@ def file_of(path: str) -> str:
 
 def _place_of(path: str) -> str:
     """A path without the name of an array, in one spelling."""
-    return path if "://" in path else os.path.abspath(path)
+    with suppress(FileNotFoundError):  # the working folder is gone: who opens the file says so
+        return path if "://" in path else os.path.abspath(path)
+    return path
 
 
 def list_arrays(path: str, access: Access = STRICT) -> list[ArrayInfo]:

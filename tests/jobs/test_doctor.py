@@ -100,12 +100,6 @@ def test_singletons_are_told_once(library: str) -> None:
     assert library == "missing" or "--mpi=pmi2" in report["findings"][0]["fix"]
 
 
-def test_one_process_in_a_batch_script() -> None:
-    done = alone(SLURM_JOB_ID="7", SLURM_NTASKS="4", SLURM_PROCID="0")
-    report = json.loads(done.stdout)
-    assert (done.returncode, report["ok"], names(report, "warning")) == (0, True, ["no-step"])
-
-
 def test_slurm_without_mpi() -> None:
     """Wrong if tasks that do without MPI were called singletons, or could not send each other values."""
     step = {"SHARDLOAD_MPI": "0", "SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "5", "SLURM_STEP_NUM_TASKS": "3"}
