@@ -125,7 +125,7 @@ def file_of(reader: Any) -> str | None:
     """The file of a reader of chunks; None for anything else."""
     if isinstance(reader, Hdf5Chunks):
         return os.fsdecode(h5py.h5f.get_name(reader._identifier))
-    return os.path.normpath(reader._folder) if isinstance(reader, ZarrChunks) else None
+    return os.path.normpath(reader._folder.path) if isinstance(reader, ZarrChunks) else None
 
 
 def io_error() -> None:

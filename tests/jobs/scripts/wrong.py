@@ -27,7 +27,7 @@ from mpi4py import MPI
 
 import shardload
 from shardload.planning.region import Region
-from tests.jobs.scripts.wires import AT, NUMBER, START, Numpy, Wire, flip_shared, flipped
+from tests.jobs.scripts.wires import AT, START, Numpy, Wire, flip_shared, flipped
 from tests.mpi.support import check, mesh_of, on_root, padded, ramp
 from tests.tuning import as_large
 
@@ -285,10 +285,8 @@ NOTES: dict[str, Callable[[Any], None]] = {
     "a note names the element beside": place(AT, -4),
     "a note names what is outside the memory": place(AT, 1 << 30),
     "a note names what is before the memory": place(AT, -(1 << 30)),
-    "a note names another region": place([1, 3], 1),
+    "a note names another region": place([0, 2], 1),
     "a note names no region at all": place(START, -1, add=False),
-    "a note names a part that there is not": place(NUMBER, 7, add=False),
-    "a note names one part for another": place(NUMBER, 0, add=False),
 }
 for name, change in NOTES.items():
     register = case(name, spec=P("a", "b"), readers="root", shared_memory=True)
