@@ -47,9 +47,9 @@ STEPS = {
     "comm.agreement": ("Agreement.all_same", "Agreement._send_bytes", "Invocation.digest"),
     "comm.collectives": ("MpiCollectives.broadcast", "MpiCollectives.reduce"),
     "formats.lookup": ("Finder.find", "Finder.file", "Finder._values", "Finder.__exit__", "format_of"),
-    "formats.hdf5.file": ("open_explained", "Hdf5File._look_up", "_describe"),
+    "formats.hdf5.file": ("open_explained", "Hdf5File._look_up", "Hdf5File._describe"),
     "formats.hdf5.source": ("Hdf5Source.chunk_reader",),
-    "formats.hdf5.chunks": ("Hdf5Chunks._list", "Hdf5Chunks.read_plain"),
+    "formats.hdf5.chunks": ("ChunkPlaces._listed", "Hdf5Chunks.read_plain"),
 }
 Load = Callable[[str], jax.Array]
 

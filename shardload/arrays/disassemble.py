@@ -16,7 +16,6 @@ from shardload.planning.shards import Shards, plan_shards
 from shardload.transfer.buffers import Piece, StagedBlock
 from shardload.transfer.checksum import checksum
 from shardload.transfer.moves import ArrayMove
-from shardload.transfer.reader import Reading
 
 
 def shards_of_array(x: Any, rank_of_process: dict[int, int], rank: int, n_ranks: int) -> Shards:
@@ -52,7 +51,7 @@ class ShardSender:
         """See `Producer`."""
         return self._n, ""
 
-    def start(self, block: Block) -> Reading:
+    def start(self, block: Block) -> StagedBlock:
         """See `Producer`."""
         tiles = []
         for part in block.parts:
@@ -69,7 +68,7 @@ class ShardSender:
                     rank=self._rank,
                 )
         self._n += 1
-        return Reading(StagedBlock(block, tiles))
+        return StagedBlock(block, tiles)
 
 
 class DeviceSource:

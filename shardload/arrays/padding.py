@@ -104,8 +104,6 @@ class LoadedArray:
 
     Attributes
     ----------
-    ref : weakref
-        The array.
     extent : Extent
         Where the file's elements are in it.
     is_decoded : bool or None
@@ -114,7 +112,6 @@ class LoadedArray:
         Of its file.
     """
 
-    ref: weakref.ref[Any]
     extent: Extent
     is_decoded: bool | None
     version: Version | None = None
@@ -128,7 +125,7 @@ _padded: dict[tuple[int, ...], dict[Any, Extent]] = {}
 
 def remember(array: jax.Array, extent: Extent, is_decoded: bool | None = None) -> None:
     """Keep what is known of an array that a load returns, for as long as the array exists."""
-    _loaded[id(array)] = LoadedArray(weakref.ref(array), extent, is_decoded)
+    _loaded[id(array)] = LoadedArray(extent, is_decoded)
     weakref.finalize(array, _loaded.pop, id(array), None).atexit = False
     if not extent.is_whole:
         axes = tuple(k for k, (own, n) in enumerate(zip(extent.shape, extent.shape_global, strict=True)) if own != n)
@@ -137,8 +134,7 @@ def remember(array: jax.Array, extent: Extent, is_decoded: bool | None = None) -
 
 def loaded_as(array: Any) -> LoadedArray | None:
     """What is known of this very array; None if no load returned it."""
-    known = _loaded.get(id(array))
-    return None if known is None or known.ref() is not array else known
+    return _loaded.get(id(array))
 
 
 def version_of(array: Any) -> Version | None:

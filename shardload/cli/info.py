@@ -15,7 +15,7 @@ from shardload.cli.arguments import as_typed
 from shardload.errors import ConfigError, ShardloadError, printable
 from shardload.formats.access import Access, Limits
 from shardload.formats.contract.array import ArrayInfo, some
-from shardload.formats.labelling import labelled_below, list_labelled, read_labels
+from shardload.formats.labelling import list_labelled, read_labels
 from shardload.formats.labels import Coordinate
 from shardload.formats.lookup import find_array, open_file, split_path
 from shardload.jobs.contents import groups_of
@@ -44,7 +44,7 @@ def run(out: IO[str], file: str, as_json: bool, allow_external: bool, allow_filt
         pattern = dataset.strip("/")
         group = f"/{pattern.removesuffix('*').strip('/')}".rstrip("/")
         if pattern == "*" or pattern.endswith("/*"):
-            arrays = labelled_below(arrays, path, access, _MOST_LABELLED, group) or [find_array(path, dataset, access)]
+            arrays = list_labelled(path, access, _MOST_LABELLED, group) or [find_array(path, dataset, access)]
         elif (below := _below_group(path, pattern, arrays, access)) is not None:
             arrays, attrs = below
         else:  # list_arrays also has what find_array refuses, and find_array what is behind links
@@ -71,7 +71,7 @@ def _below_group(
     full = f"/{name}"
     if any(array.dataset == full for array in arrays):
         return None
-    below = labelled_below(arrays, path, access, _MOST_LABELLED, full.rstrip("/"))
+    below = list_labelled(path, access, _MOST_LABELLED, full.rstrip("/"))
     groups, unread = groups_of(path, access)
     if not below and full not in groups:
         return None
@@ -79,24 +79,33 @@ def _below_group(
     return below, [*_rows_of_attrs(groups.get(full, {})), *left_out]
 
 
+_COLUMNS = (
+    *(Column("name"), Column("shape", lead=""), Column("dtype", lead=""), Column("axes"), Column("chunks"), Column("shards")),
+    *(Column("codec"), Column("size", is_number=True), Column("stored", is_number=True), Column("notes", lead="")),
+)
+
+
+def _facts(array: ArrayInfo) -> dict[str, str]:
+    """What both a table of arrays and the description of one say."""
+    return {
+        "shape": _shape_text(array.shape),
+        "dtype": array.dtype,
+        "axes": _axes_text(array),
+        "chunks": _shape_text(array.chunks),
+        "shards": _shape_text(array.shards) if array.shards else "",
+        "codec": array.codec,
+        "size": _size_text(_nbytes(array)),
+        "stored": _size_text(array.nbytes_stored),
+    }
+
+
 def _print_table(out: IO[str], path: str, arrays: Sequence[ArrayInfo]) -> None:
     kind = f"{arrays[0].format}, {counted(len(arrays), 'array')}" if arrays else "no arrays"
     lines = wrap(f"{printable(path)}: {kind}", width_of(out))
-    cells = {
-        Column("name"): [array.dataset for array in arrays],
-        Column("shape", lead=""): [_shape_text(array.shape) for array in arrays],
-        Column("dtype", lead=""): [array.dtype for array in arrays],
-        Column("axes"): [_axes_text(array) for array in arrays],
-        Column("chunks"): [_shape_text(array.chunks) for array in arrays],
-        Column("shards"): [_shape_text(array.shards) if array.shards else "" for array in arrays],
-        Column("codec"): [array.codec for array in arrays],
-        Column("size", is_number=True): [_size_text(_nbytes(array)) for array in arrays],
-        Column("stored", is_number=True): [_size_text(array.nbytes_stored) for array in arrays],
-        Column("notes", lead=""): [_notes(array) for array in arrays],
-    }
-    cells = {column: texts for column, texts in cells.items() if any(texts)}  # no title above nothing
-    rows = [[printable(text) for text in row] for row in zip(*cells.values(), strict=True)]
-    lines += fit_table([*cells], rows, width_of(out)) if arrays else []
+    rows = [[array.dataset, *_facts(array).values(), _notes(array)] for array in arrays]
+    shown = [k for k in range(len(_COLUMNS)) if any(row[k] for row in rows)]  # no title above nothing
+    cells = [[printable(row[k]) for k in shown] for row in rows]
+    lines += fit_table([_COLUMNS[k] for k in shown], cells, width_of(out)) if arrays else []
     tell("\n".join(lines), out)
 
 
@@ -134,16 +143,9 @@ def _rows_of_array(array: ArrayInfo) -> list[tuple[str, str]]:
     rows = {
         "array": str(array),
         "format": array.format,
-        "shape": _shape_text(array.shape),
-        "dtype": array.dtype,
-        "axes": _axes_text(array),
+        **_facts(array),
         "coords": "; ".join(_coordinate_text(name, coordinate) for name, coordinate in array.coords.items()),
         "packing": _packing_text(array),
-        "chunks": _shape_text(array.chunks),
-        "shards": _shape_text(array.shards) if array.shards else "",
-        "codec": array.codec,
-        "size": _size_text(_nbytes(array)),
-        "stored": _size_text(array.nbytes_stored),
         "coordinate": "" if array.is_dimension or not array.is_coordinate else "of other arrays (a dimension scale)",
         "dimension": "without a variable: it holds no values" if array.is_dimension else "",
         "refused": as_typed(array.refused or ""),

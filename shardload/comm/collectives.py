@@ -1,18 +1,13 @@
 """How do ranks gather, reduce and broadcast small buffers?
 
-There are two implementations of the same collectives: over MPI and, for a job without MPI, over the service that coordinates
-the processes of JAX. A rank that waits sleeps; it does not spin.
+These are over MPI; `store` has the same for a job without MPI. A rank that waits sleeps; it does not spin.
 """
 
 from __future__ import annotations
 
 import logging
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,8 +15,7 @@ import numpy as np
 
 from shardload.comm.backoff import Backoff
 from shardload.comm.stall_report import NOTICE_SECONDS, notice_of, text_of
-from shardload.errors import PeerError, StallError
-from shardload.system.interruption import let_interruption_pass
+from shardload.errors import StallError
 
 _log = logging.getLogger("shardload")
 _FIRST, _SOME = "the first one", "not all ranks of this communicator have made their first call"
@@ -29,8 +23,6 @@ _BACKOFF = Backoff(n_awake=4, first_seconds=2e-5, longest_seconds=2e-3, n_before
 _ROW_TAG = (1 << 15) - 2  # no exchange has it: see `Group.next_tags`
 _MOST_NBYTES = 1 << 30  # of a message
 _LONGEST_STEP_SECONDS = 1.0  # between two looks at the clock; if it was more, this process was stopped, and nobody is late
-_LOOK_SECONDS = 0.5  # between two looks, while JAX waits
-_LONGEST_WAIT_MS = 7 * 24 * 3600 * 1000  # JAX needs a number; a process that has died is noticed long before
 
 # Requests that were abandoned (a stall, Ctrl-C): MPI may still write into their buffers, so they are never freed.
 _abandoned: list[Any] = []
@@ -56,7 +48,7 @@ class Collectives:
 
     def exchange_rows(self, rows: Mapping[int, Integers], sources: Sequence[int]) -> dict[int, Integers]:
         """Send integers to ranks, and return those that `sources` send. Every rank calls it, also with nothing to send."""
-        raise PeerError("processes without MPI cannot send each other values: start the job under MPI")
+        raise NotImplementedError("a process alone has nobody to send to")
 
 
 class MpiCollectives(Collectives):
@@ -155,101 +147,3 @@ def duplicate(comm: Any, timeout: float | None) -> Any:
     made, request = comm.Idup()
     _wait_for(request.Test, look)
     return made
-
-
-def jax_processes() -> tuple[Any, int, int]:
-    """JAX's coordination client, the index of this process, and the number of processes. The client has no public name."""
-    if "jax" not in sys.modules:  # a copy of a file needs no JAX: it is not imported to find out that it was not started
-        return None, 0, 1
-    from jax._src import distributed  # imported here because this module is imported before JAX is started
-
-    state = distributed.global_state
-    return (None, 0, 1) if state.client is None else (state.client, int(state.process_id), int(state.num_processes))
-
-
-class JaxCollectives(Collectives):
-    """Collectives over the key-value store of ``jax.distributed``, without MPI. A call takes a few milliseconds.
-
-    Parameters
-    ----------
-    client : object
-        JAX's client of the store.
-    rank, size : int
-        This process, and the number of processes.
-    look : callable, optional
-        Called from time to time while this process waits; may raise.
-    done : callable, optional
-        Called after each collective.
-    generation : int
-        How many such objects the processes have made before: each name in the store is used only once.
-    """
-
-    def __init__(
-        self,
-        client: Any,
-        rank: int,
-        size: int,
-        look: Callable[[], None] = lambda: None,
-        done: Callable[[], None] = lambda: None,
-        generation: int = 0,
-    ) -> None:
-        self._place = f"shardload/{generation}"
-        self._client, self._rank, self._size, self._look, self._done = client, rank, size, look, done
-        self._n = 0
-        self._old: list[str] = []
-
-    def gather(self, mine: Integers) -> Integers:
-        """See `Collectives`."""
-        with self._next() as place:
-            self._set(f"{place}/{self._rank:09d}", mine.tobytes())
-            self._wait(lambda: self._client.wait_at_barrier(place, _LONGEST_WAIT_MS))
-            texts = dict(self._client.key_value_dir_get_bytes(f"{place}/"))
-            for key in self._old[:-1]:  # every process that has passed a barrier has read all keys set before it
-                self._client.key_value_delete(key)
-            del self._old[:-1]
-        values = [np.frombuffer(texts[name], dtype=mine.dtype) for name in sorted(texts)]
-        return np.stack(values).reshape(self._size, *mine.shape)
-
-    def broadcast(self, data: Bytes, root: int) -> None:
-        """See `Collectives`."""
-        with self._next() as place:
-            key = f"{place}/{root:09d}"
-            if self._rank == root:
-                self._set(key, data.tobytes())
-            else:
-                value = self._wait(lambda: self._client.blocking_key_value_get_bytes(key, _LONGEST_WAIT_MS))
-                data[...] = np.frombuffer(value, dtype=np.uint8)
-
-    def _wait(self, call: Callable[[], Any]) -> Any:
-        """Return or raise the result of `call`, which runs in a thread: JAX has no way to call `look` while it waits."""
-        future: Future[Any] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(call())
-            except Exception as error:
-                future.set_exception(error)
-
-        threading.Thread(target=run, name="shardload-wait", daemon=True).start()
-        while not future.done():
-            wait([future], _LOOK_SECONDS)
-            self._look()
-        return future.result()
-
-    @contextmanager
-    def _next(self) -> Iterator[str]:
-        """A name in the store for one collective, the same on all processes."""
-        self._n += 1
-        try:
-            yield f"{self._place}/{self._n}"
-        except StallError:
-            raise
-        except Exception as error:
-            let_interruption_pass(error)
-            text = "the processes of JAX could not agree, because one of them has ended or is far behind"
-            raise PeerError(f"{text}: {error}") from error
-        self._done()
-
-    def _set(self, key: str, value: bytes) -> None:
-        self._client.key_value_set_bytes(key, value)
-        self._old.append(key)

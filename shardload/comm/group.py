@@ -4,30 +4,33 @@ A `Group` is the ranks of one call. It owns a duplicate of the user's communicat
 communicator as an MPI attribute), so that its messages can never match a message of the user. It lets the ranks agree
 (`agreement`), allows one call at a time, watches the progress of the call, and knows which machines the ranks run on.
 
-Without MPI a group is this process alone, or, if JAX was started with several processes, these processes. They agree through
-JAX's coordination service, and cannot send each other anything else.
+Without MPI a group is this process alone, or, if JAX was started with several processes, these processes. They agree, and send
+each other values, through JAX's coordination service (`store`).
 """
 
 from __future__ import annotations
 
+import socket
 import threading
 import uuid
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any, cast
 
 import numpy as np
 
-from shardload.comm.agreement import Agreement
-from shardload.comm.collectives import Collectives, JaxCollectives, MpiCollectives, duplicate, jax_processes
+from shardload.comm.agreement import Agreement, digest_of
+from shardload.comm.collectives import Collectives, MpiCollectives, duplicate
 from shardload.comm.heartbeat import Departures, MpiMailbox, leave_at_exit
 from shardload.comm.mpi import check_communicator, kept_on, load_mpi, world
 from shardload.comm.node_memory import NodeMemory
 from shardload.comm.shared_memory import Segment
+from shardload.comm.store import StoreCollectives, StoreMailbox, StoreMessages, StoreTransport, jax_processes
 from shardload.comm.topology import Node, Topology, find_topology, pretended_node
-from shardload.comm.watchdog import Watchdog
+from shardload.comm.transport import MpiTransport, Transport
+from shardload.comm.watchdog import Mailbox, Watchdog
 from shardload.errors import ConfigError, ShardloadError, ShardloadWarning, StallError
 from shardload.system.interruption import is_called_by_handler
 from shardload.system.scratch import is_in_a_call, scratch_of_its_own
@@ -99,19 +102,24 @@ class Group(Agreement):
 
     def __init__(self, comm: Any, processes: tuple[Any, int, int] | None = None, generation: int = 0) -> None:
         self.comm = comm
+        self._client: Any = None
+        self._place = f"shardload/{generation}"
+        mailbox: Mailbox | None = None
         if processes is not None:
-            _, self.rank, self.size = processes
+            self._client, self.rank, self.size = processes
+            mailbox = StoreMailbox(self._messages("beats"))
         else:
             self.rank, self.size = (0, 1) if comm is None else (int(comm.rank), int(comm.size))
-        mailbox = MpiMailbox(comm, self.mpi, _WATCH_TAG) if comm is not None and self.size > 1 else None
+            if self.size > 1:
+                mailbox = MpiMailbox(comm, self.mpi, _WATCH_TAG)
         # After a stall, the end of this process ends the job: otherwise it would wait for the stalled rank.
         ends = partial(leave_at_exit, None if comm is None else self.mpi) if self.size > 1 else None
         self._departures = Departures(self.rank, lambda: jax_processes()[0])
         self.watch = Watchdog(self.rank, self.size, mailbox, on_stall=ends, departed=self._departures.known)
         self._collectives = Collectives()
-        if processes is not None:
-            self._collectives = JaxCollectives(*processes, self.watch.look_for_departed, self.watch.agreed, generation)
-        elif comm is not None and self.size > 1:
+        if self._client is not None:
+            self._collectives = self._over_store("all", tuple(range(self.size)), self.watch.agreed)
+        elif self.size > 1:
             self._collectives = MpiCollectives(comm, self.mpi, self.watch.look, self.watch.agreed)
         self._n_exchanges = 0
         self._processes: tuple[int, ...] | None = None
@@ -122,8 +130,17 @@ class Group(Agreement):
         self._caller = 0  # id of the thread that is in a call
         self.is_torn = False  # a call was interrupted: ranks may be at different collectives
 
-    def _over(self, comm: Any) -> MpiCollectives:
-        return MpiCollectives(comm, None if comm is None else self.mpi, self.watch.look)
+    def _messages(self, name: str) -> StoreMessages:
+        return StoreMessages(self._client, f"{self._place}/{name}", self.rank)
+
+    def _over_store(self, name: str, ranks: tuple[int, ...], done: Callable[[], None] = lambda: None) -> StoreCollectives:
+        return StoreCollectives(self._client, f"{self._place}/{name}", self.rank, ranks, self.watch.look, done)
+
+    def transport(self, tags: tuple[int, int], segments: Mapping[int, Segment]) -> Transport:
+        """Make what carries the messages of one exchange, with the tags of `next_tags`."""
+        if self._client is None:
+            return MpiTransport(self.rank, self.comm, self.mpi, tags, segments)
+        return StoreTransport(self.rank, self.size, self._messages(f"exchange {tags[0]}"), segments)
 
     def watch_departures(self, name: str = "") -> None:
         """From now on, tell waiting ranks when a rank reaches the end of its program.
@@ -136,9 +153,9 @@ class Group(Agreement):
             self._departures.begin(name, lambda: 0 if (mine := watch()) is None else mine.n_agreed)
 
     @property
-    def can_send(self) -> bool:
-        """True if ranks can send each other values. Without MPI they can only agree."""
-        return self.size == 1 or self.comm is not None
+    def has_mpi(self) -> bool:
+        """True if ranks send each other values by MPI; False if through JAX's coordinator."""
+        return self._client is None
 
     @property
     def mpi(self) -> Any:
@@ -214,26 +231,30 @@ class Group(Agreement):
     def node(self) -> Node:
         """The ranks on this machine. Collective the first time."""
         if self._node is None:
-            if self.comm is None:
-                self._node = Node(None, (self.rank,))
+            pretended = pretended_node(self.rank)
+            host = digest_of(socket.gethostname()) >> 1
+            # MPI's calls spin without a timeout: make them only when all ranks are there, and all the same ones.
+            told = self.gather_ints([-1 if pretended is None else pretended, host])
+            if self.size == 1:
+                self._node = Node(self._collectives, (0,))
+            elif self._client is not None:
+                ranks = tuple(np.flatnonzero((told == told[self.rank]).all(axis=1)).tolist())
+                self._node = Node(self._over_store(f"node {ranks[0]}", ranks), ranks)
             else:
-                pretended = pretended_node(self.rank)
-                # The next calls spin without a timeout: make them only when all ranks are there, and all the same ones.
-                told = self.gather_int(-1 if pretended is None else pretended)
                 comm = self.comm.Split_type(self.mpi.COMM_TYPE_SHARED, self.rank)
-                if told.max() >= 0:
-                    whole, comm = comm, comm.Split(int(told[self.rank]) + 1, self.rank)
+                if told[:, 0].max() >= 0:
+                    whole, comm = comm, comm.Split(int(told[self.rank, 0]) + 1, self.rank)
                     whole.Free()
-                ranks = self._over(comm).gather(np.array([self.rank], dtype=np.int64))[:, 0]
-                self._node = Node(comm, tuple(int(r) for r in ranks))
+                on_node = MpiCollectives(comm, self.mpi, self.watch.look)
+                found = on_node.gather(np.array([self.rank], dtype=np.int64))[:, 0]
+                self._node = Node(on_node, tuple(found.tolist()), comm.Free)
         return self._node
 
     @property
     def machine(self) -> Topology:
         """The machines that the ranks run on, the same on every rank. Collective the first time."""
         if self._machine is None:
-            node = self.node
-            self._machine = find_topology(self, node, None if node.comm is None else self._over(node.comm))
+            self._machine = find_topology(self, self.node)
         return self._machine
 
     def shared_memory(self, nbytes: int) -> dict[int, Segment]:
@@ -242,8 +263,7 @@ class Group(Agreement):
         Collective over the node. Each of its ranks passes the bytes that it needs (0: none). The memory is kept for the next
         load.
         """
-        node = self.node
-        return {} if node.comm is None else self._memory.at_least(nbytes, node.ranks, self._over(node.comm))
+        return self._memory.at_least(nbytes, self.node.ranks, self.node.collectives)
 
     def forget_shared_memory(self) -> None:
         """Stop using this rank's shared memory, after an interrupted exchange: other ranks may still read it."""
@@ -254,8 +274,8 @@ class Group(Agreement):
         self._memory.forget()
         if self.is_torn:
             return  # messages may still be pending in it
-        if self._node is not None and self._node.comm is not None:
-            self._node.comm.Free()
+        if self._node is not None:
+            self._node.free()
         if self.comm is not None:
             self.comm.Free()
 

@@ -31,7 +31,7 @@ from shardload.units import counted
 _log = logging.getLogger("shardload")
 
 _NO_MPI_HERE = (
-    "MPI cannot be loaded (%s): JAX starts from Slurm's variables alone, and every process will read for itself. "
+    "MPI cannot be loaded (%s): JAX starts from Slurm's variables alone, and values go from node to node slowly. "
     "If this is intended, set SHARDLOAD_MPI=0"
 )
 _BIND = "JAX_COORDINATOR_BIND_ADDRESS"  # JAX's own variable

@@ -32,7 +32,7 @@ _NO_MPI = (
     "no MPI library can be loaded ({problem}). On a cluster load the site's MPI module and build mpi4py against it "
     "(pip install --no-binary=mpi4py mpi4py); on one machine: pip install 'shardload[mpich]'"
 )
-WITHOUT = "To run without MPI, where every process reads for itself, set SHARDLOAD_MPI=0"
+WITHOUT = "To run without MPI, where values go from node to node slowly, set SHARDLOAD_MPI=0"
 
 
 def unnoticed() -> str:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -20,10 +19,11 @@ UNKNOWN_NBYTES = 1 << 62  # of memory, if nothing says how much there is
 
 @dataclass(frozen=True)
 class Node:
-    """The ranks of a group that share this rank's machine: their communicator (None without MPI) and ranks, ascending."""
+    """The ranks of a group that share this rank's machine, ascending; how they agree; and what frees that."""
 
-    comm: Any
+    collectives: Collectives
     ranks: tuple[int, ...]
+    free: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -80,22 +80,13 @@ def pretended_node(rank: int) -> int | None:
     return numbers[rank] if rank < len(numbers) else None
 
 
-def find_topology(ranks: Agreement, node: Node, on_node: Collectives | None) -> Topology:
-    """Find out what the ranks run on. Collective.
-
-    `on_node` are the collectives of the ranks of this machine; None if ranks cannot send each other messages.
-    """
+def find_topology(ranks: Agreement, node: Node) -> Topology:
+    """Find out what the ranks run on. Collective."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)]
-    n_alike = 1
-    if on_node is not None:
-        digest = np.array([digest_of(repr(cores)) >> 1], dtype=np.int64)
-        everyone = on_node.gather(digest)[:, 0]
-        n_alike = int((everyone == digest[0]).sum())  # ranks that are bound to different cores do not share them
+    digest = np.array([digest_of(repr(cores)) >> 1], dtype=np.int64)
+    everyone = node.collectives.gather(digest)[:, 0]
+    n_alike = int((everyone == digest[0]).sum())  # ranks that are bound to different cores do not share them
     leaders = ranks.gather_int(node.ranks[0])
-    if on_node is None and ranks.size > 1:
-        hosts = ranks.gather_int(digest_of(socket.gethostname()) >> 1)
-        leaders = np.array([int(np.argmax(hosts == host)) for host in hosts])
-        n_alike = int((hosts == hosts[ranks.rank]).sum())
     n_threads = int(ranks.gather_int(max(1, len(cores) // n_alike)).min())
     n_ranks = int((leaders == leaders[ranks.rank]).sum())
     memory = min(limit_nbytes(n_ranks), UNKNOWN_NBYTES)

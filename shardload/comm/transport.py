@@ -4,18 +4,19 @@ There are two kinds, each with its own tag: values, and notes, which are arrays 
 here knows what they mean. Ranks of one machine can also read each other's memory (`Segment`); a note says where.
 
 No receive is posted before its message has come: so a rank that waits for thousands of others has nothing pending for them, and
-nothing has to be cancelled if one of them fails. This is the only module through which an exchange calls MPI.
+nothing has to be cancelled if one of them fails. An exchange calls MPI through `MpiTransport` alone. Without MPI there is the
+`StoreTransport` of `store`.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from shardload.comm.group import Group
 from shardload.comm.shared_memory import Segment
 
 Array = np.ndarray[Any, Any]
@@ -24,50 +25,111 @@ Integers = np.ndarray[Any, np.dtype[np.int64]]
 Receive = Callable[[Array, Callable[[], None]], None]
 
 
-class Transport:
+class Transport(ABC):
     """The pending messages of one exchange: each with its buffer, which is kept alive, and a callback for when it is done.
 
     Parameters
     ----------
-    group : Group
-        The ranks that take part.
-    tags : tuple of int
-        Tags of this exchange for values and for notes (`Group.next_tags`).
-    segments : mapping of int to Segment
-        The shared memory of each rank of this machine, including this rank; empty if none is shared.
-
-    Attributes
-    ----------
     rank : int
         This rank.
+    segments : mapping of int to Segment
+        The shared memory of each rank of this machine, including this rank; empty if none is shared.
     """
 
-    def __init__(self, group: Group, tags: tuple[int, int], segments: Mapping[int, Segment]) -> None:
-        self.rank = group.rank
-        self._comm, self._mpi, self._segments = group.comm, group.mpi, segments
-        self._data_tag, self._note_tag = tags
-        self._requests: list[Any] = []
-        self._pending: list[tuple[Callable[[], None], Any]] = []  # of each request: what to call when it is done, its buffer
-        self._status: Any = None if group.comm is None else group.mpi.Status()
-        own = segments.get(self.rank)
+    def __init__(self, rank: int, segments: Mapping[int, Segment]) -> None:
+        self.rank, self._segments = rank, segments
+        own = segments.get(rank)
         self._base = 0 if own is None else own.data.ctypes.data
 
+    @abstractmethod
     def __bool__(self) -> bool:
         """True if any message is pending."""
-        return bool(self._requests)
 
     # --- values
 
+    @abstractmethod
     def send(self, rank: int, values: Array, on_done: Callable[[], None]) -> None:
         """Send values without gaps. They must not change until they have left; then `on_done` is called."""
-        message, _ = message_of(self._mpi, values)
-        self._add(self._comm.Isend(message, dest=rank, tag=self._data_tag), on_done, values)
 
+    @abstractmethod
     def receive(self) -> Iterator[tuple[int, int, Receive]]:
         """Iterate over the messages with values that have come: the sender, the bytes, and a function that receives it.
 
         That function must be called for each of them. Messages of one rank come in the order in which it sent them.
         """
+
+    @abstractmethod
+    def test(self) -> bool:
+        """Call what waits for the messages that are done. Return True if there were any. Call it before the others."""
+
+    # --- notes and shared memory
+
+    @abstractmethod
+    def tell(self, rank: int, note: Integers) -> None:
+        """Send a note, and wake the rank if it is on this machine."""
+
+    @abstractmethod
+    def told(self) -> Iterator[tuple[int, Integers]]:
+        """Iterate over the notes that have come, each with its sender."""
+
+    @abstractmethod
+    def remains(self) -> tuple[Any, ...]:
+        """What may still be used after an interruption, and must be kept."""
+
+    def shares_memory(self, rank: int) -> bool:
+        """True if this rank and `rank` can read each other's memory."""
+        return rank in self._segments
+
+    def place_of(self, view: Array) -> int:
+        """The offset of values in this rank's shared memory, in bytes."""
+        return int(view.ctypes.data) - self._base
+
+    def look(self, rank: int, shape: tuple[int, ...], dtype: np.dtype[Any], place: int, strides: list[int]) -> Array:
+        """A view of values in another rank's memory. ValueError or TypeError if it is not inside that memory."""
+        return np.ndarray(shape, dtype, self._segments[rank].data, place, strides)
+
+    def _wake(self, rank: int) -> None:
+        segment = self._segments.get(rank)
+        if segment is not None:
+            segment.bell.ring()
+
+
+class MpiTransport(Transport):
+    """A transport over MPI.
+
+    Parameters
+    ----------
+    rank : int
+        This rank.
+    comm : mpi4py.MPI.Comm or None
+        The ranks that take part; None for a process alone.
+    mpi : module
+        ``mpi4py.MPI``.
+    tags : tuple of int
+        Tags of this exchange for values and for notes (`Group.next_tags`).
+    segments : mapping of int to Segment
+        As for `Transport`.
+    """
+
+    def __init__(self, rank: int, comm: Any, mpi: Any, tags: tuple[int, int], segments: Mapping[int, Segment]) -> None:
+        super().__init__(rank, segments)
+        self._comm, self._mpi = comm, mpi
+        self._data_tag, self._note_tag = tags
+        self._requests: list[Any] = []
+        self._pending: list[tuple[Callable[[], None], Any]] = []  # of each request: what to call when it is done, its buffer
+        self._status: Any = None if comm is None else mpi.Status()
+
+    def __bool__(self) -> bool:
+        """See `Transport`."""
+        return bool(self._requests)
+
+    def send(self, rank: int, values: Array, on_done: Callable[[], None]) -> None:
+        """See `Transport`."""
+        message, _ = message_of(self._mpi, values)
+        self._add(self._comm.Isend(message, dest=rank, tag=self._data_tag), on_done, values)
+
+    def receive(self) -> Iterator[tuple[int, int, Receive]]:
+        """See `Transport`."""
         # One thread receives with this tag, so the message that was seen is the one that the receive takes. (MPI's matched
         # receives would do for several threads, but those of MPICH 5.0 crash between nodes, with datatypes that have gaps.)
         mpi, status = self._mpi, self._status
@@ -83,7 +145,7 @@ class Transport:
         self._add(request, on_done, into)
 
     def test(self) -> bool:
-        """Call what waits for the messages that are done. Return True if there were any."""
+        """See `Transport`."""
         if not self._requests:
             return False
         done = self._mpi.Request.Testsome(self._requests)
@@ -102,39 +164,23 @@ class Transport:
         self._requests.append(request)
         self._pending.append((on_done, buffer))
 
-    # --- notes and shared memory
-
     def tell(self, rank: int, note: Integers) -> None:
-        """Send a note, and wake the rank if it is on this machine."""
+        """See `Transport`."""
         request = self._comm.Isend(note, dest=rank, tag=self._note_tag)
         if not request.Test():  # a short message has nearly always left
             self._add(request, _nothing, note)
-        segment = self._segments.get(rank)
-        if segment is not None:
-            segment.bell.ring()
+        self._wake(rank)
 
     def told(self) -> Iterator[tuple[int, Integers]]:
-        """Iterate over the notes that have come, each with its sender."""
+        """See `Transport`."""
         mpi, status = self._mpi, self._status
         while (message := self._comm.Improbe(mpi.ANY_SOURCE, self._note_tag, status)) is not None:
             rank, note = status.Get_source(), np.empty(status.Get_count(mpi.INT64_T), dtype=np.int64)
             message.Recv(note)
             yield rank, note
 
-    def shares_memory(self, rank: int) -> bool:
-        """True if this rank and `rank` can read each other's memory."""
-        return rank in self._segments
-
-    def place_of(self, view: Array) -> int:
-        """The offset of values in this rank's shared memory, in bytes."""
-        return int(view.ctypes.data) - self._base
-
-    def look(self, rank: int, shape: tuple[int, ...], dtype: np.dtype[Any], place: int, strides: list[int]) -> Array:
-        """A view of values in another rank's memory. ValueError or TypeError if it is not inside that memory."""
-        return np.ndarray(shape, dtype, self._segments[rank].data, place, strides)
-
     def remains(self) -> tuple[Any, ...]:
-        """The requests and buffers that MPI may still use after an interruption."""
+        """See `Transport`: the requests and buffers that MPI may still use."""
         return self._requests, self._pending
 
 

@@ -15,8 +15,7 @@ Long before a decision, if there is no progress for a while, one warning names t
 or by rank 1 if rank 0 is one of them.
 
 Time is counted in beats, not seconds, so that a process that was itself stopped for a while blames no other. Nothing is sent
-before the first beat is due. A `Mailbox` carries the messages. If ranks cannot send each other messages, there is no mailbox,
-and each rank judges only itself.
+before the first beat is due. A `Mailbox` carries the messages. A process alone has none.
 
 Pure: no MPI, no threads, no sleep.
 """
@@ -42,10 +41,8 @@ _LATE_BEATS = 6  # more than the monitor needs, so that its own decision comes f
 _LEARN_BEATS = 3  # until every waiting rank has looked
 _LONGEST_NAME = 500  # characters, so that a beat stays a short message
 _BEAT, _ALIVE, _STALLED = "beat", "alive", "stalled"
-_N_WARNING_RANKS = 2  # ranks that warn if ranks cannot send messages: one of them may be the late one
 _NOTICE_BEATS = 2  # progress is sent at the next beat, and read at the monitor's next beat
 _NO_MONITOR = "nothing was heard of rank 0, which watches over the others"
-_APART = "this process waits for others"
 
 Message = dict[str, Any]
 
@@ -84,7 +81,7 @@ class Watchdog:
     rank, size : int
         This rank, and the number of ranks.
     mailbox : Mailbox, optional
-        Carries messages; None if this rank cannot send any.
+        Carries messages; None for a process alone.
     clock : callable
         Returns seconds, from any origin.
     on_stall : callable, optional
@@ -173,16 +170,6 @@ class Watchdog:
         if self._clock() >= self._due:
             self._beat()
 
-    def look_for_departed(self) -> None:
-        """Like `look`, for a wait in which other ranks may move without telling this one: it judges only departed ranks."""
-        self._raise_stall()
-        if self._clock() >= self._due:
-            self._due = self._clock() + self._interval
-            self._n_beats += 1
-            self._judge_departed()
-            if self._n_beats * self._interval >= NOTICE_SECONDS and self._rank < _N_WARNING_RANKS:
-                self._warn(self._n_beats, _APART)
-
     def close(self) -> None:
         """End a call. If the call took long, this rank learns here whether the others have given it up."""
         if self._n_beats and self._timeout is not None:
@@ -214,7 +201,7 @@ class Watchdog:
         self._n_still += 1
         self._hear()
         self._judge_departed()
-        if self._rank == 0 or self._mailbox is None:
+        if self._mailbox is None or self._rank == 0:
             self._note(self._rank, mine)
             ranks = self._ranks()
             if self._timeout is not None and self._n_still >= patience + _NOTICE_BEATS:
@@ -236,8 +223,7 @@ class Watchdog:
         # A rank that has finished more collectives than this rank has done its part in the current one.
         gone = sorted(rank for rank, n_agreed in known.items() if rank != self._rank and n_agreed <= self.n_agreed)
         self._n_gone = self._n_gone + 1 if gone else 0
-        is_alone = self._rank == 0 or 0 in gone or self._mailbox is None
-        if gone and (is_alone or self._n_gone > _LEARN_BEATS):  # if there is a monitor, it decides first
+        if gone and (self._rank == 0 or 0 in gone or self._n_gone > _LEARN_BEATS):  # if there is a monitor, it decides first
             self._give_up(text_of_departed(self._what, gone), gone[0])
 
     def _warn(self, n_beats: int, ranks: object) -> None:
@@ -271,7 +257,7 @@ class Watchdog:
 
     def _ranks(self) -> RankStates:
         """Where the ranks are, as far as this one knows."""
-        ranks = range(self._size) if self._mailbox is not None else (self._rank,)
+        ranks = range(self._size)
         lately = self._n_beats - _SILENT_BEATS
         heard = {r: self._states[r] for r in ranks if r in self._states and self._heard.get(r, lately - 1) >= lately}
         lost = {r: state for r, state in self._states.items() if r not in heard and state.call >= self._call}

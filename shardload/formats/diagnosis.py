@@ -250,15 +250,10 @@ def holds_numbers(info: ArrayInfo) -> bool:
         return False
 
 
-def check_loadable(info: ArrayInfo, needs_numbers: bool = False) -> ArrayInfo:
+def check_loadable(info: ArrayInfo) -> ArrayInfo:
     """Return `info`; SourceError if the array is refused."""
     if info.refused is None:
         return info
-    if needs_numbers and not holds_numbers(info):
-        raise ConfigError(
-            f"decode needs numbers, but {info} holds {info.refused}, which cannot be loaded without decode= "
-            "either. Leave out this array"
-        )
     raise SourceError(
         f"{info} cannot be loaded: it holds {info.refused}.{_read_otherwise(info)}", path=info.path, dataset=info.dataset
     )

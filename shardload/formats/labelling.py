@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
@@ -51,21 +51,16 @@ def bounded(attrs: Mapping[str, Any], most_nbytes: int = _MOST_ATTRS_IN_FULL) ->
     return found if not n_left else found | {f"... and {n_left} more": Note("too many, or their names are too long; not shown")}
 
 
-def labelled_below(infos: Sequence[ArrayInfo], path: str, access: Access, most: int, group: str) -> list[ArrayInfo]:
-    """The arrays of a file that are below a group (empty: the root); if links lead to it, what `list_labelled` has there."""
-    below = [info for info in infos if info.dataset.startswith(f"{group}/")]
-    return below or (list_labelled(path, access, most, group) if group else [])
-
-
-def list_labelled(path: str, access: Access, most: int, linked: str = "") -> list[ArrayInfo]:
-    """What `list_arrays` says, with the labels of every array that can be loaded, if there are at most `most` arrays.
-
-    With `linked`, the arrays below this group, to which links lead (`OpenFile.list_linked`); none if there is no such group.
+def list_labelled(path: str, access: Access, most: int, group: str = "") -> list[ArrayInfo]:
+    """The arrays of a file below a group (empty: the root), to which links may lead (`OpenFile.list_linked`); none if there is
+    no such group. If there are at most `most`, every array that can be loaded has its labels.
 
     Collective: no. Raises what `list_arrays` raises, and SourceError if a link has no target or leads outside.
     """
     with open_file(path, access) as file:
-        infos = file.list_linked(linked) if linked else file.list_arrays()
+        infos = file.list_arrays()
+        if group:
+            infos = [info for info in infos if info.dataset.startswith(f"{group}/")] or file.list_linked(group)
     return infos if len(infos) > most else labelled(infos, path, access)
 
 

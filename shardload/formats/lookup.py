@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -99,7 +99,9 @@ def file_of(path: str) -> str:
 
 def _place_of(path: str) -> str:
     """A path without the name of an array, in one spelling."""
-    return path if "://" in path else os.path.abspath(path)
+    with suppress(FileNotFoundError):  # the working folder is gone: who opens the file says so
+        return path if "://" in path else os.path.abspath(path)
+    return path
 
 
 def list_arrays(path: str, access: Access = STRICT) -> list[ArrayInfo]:
@@ -120,7 +122,6 @@ def find_array(
     path_or_object: Any,
     dataset: str | None = None,
     access: Access = STRICT,
-    needs_numbers: bool = False,
     is_counted: bool = False,
 ) -> ArrayInfo:
     """Find the array that the caller means, from metadata alone.
@@ -136,8 +137,6 @@ def find_array(
         be loaded and is not a coordinate.
     access : Access
         What the caller allows.
-    needs_numbers : bool
-        True if the caller asks for what only numbers have, such as decoding.
     is_counted : bool
         True to say how many bytes are stored (`Source.nbytes_stored`) of an array with a name.
 
@@ -150,12 +149,12 @@ def find_array(
     ------
     ConfigError
         If no array has this name, a group has it, or several arrays could be meant: the error lists the names. Or if an open
-        array is passed with `untrusted`, or numbers are needed and the array has none.
+        array is passed with `untrusted`.
     SourceError
         If the file cannot be opened, or the array or its type cannot be loaded.
     """
     with Finder(access) as finder:
-        info = finder.find(path_or_object, dataset, needs_numbers).info
+        info = finder.find(path_or_object, dataset).info
         path = as_path(path_or_object)
         if is_counted and path is not None:
             with closing(finder.file(split_path(path)[0]).open(info.dataset, info)) as source:
@@ -357,9 +356,7 @@ class Finder:
             with as_source_error(place):
                 yield place, before, self.file(place).state()
 
-    def find(
-        self, path_or_object: Any, dataset: str | None, needs_numbers: bool = False, look: Look = _look_at_all
-    ) -> FoundArray:
+    def find(self, path_or_object: Any, dataset: str | None, look: Look = _look_at_all) -> FoundArray:
         """The array's metadata, as from `find_array`, and its values if what `look` wants of it is small."""
         path = as_path(path_or_object)
         if path is None:
@@ -368,7 +365,7 @@ class Finder:
                 raise ConfigError(
                     f"the array handed in is {info}, but dataset='{dataset}' names another. Leave it out, or pass the path."
                 )
-            return FoundArray(look(check_loadable(info, needs_numbers), None)[0])
+            return FoundArray(look(check_loadable(info), None)[0])
         if dataset is None:
             path, dataset = split_path(path)
         refuse_leftover(path)
@@ -382,7 +379,7 @@ class Finder:
             infos = file.sketch(_MOST_LISTED, name)
             raise no_such_array(path, name, infos[:_MOST_LISTED], len(infos) > _MOST_LISTED) from None
         with closing(source):
-            return self._found(check_loadable(source.info, needs_numbers), source, look)
+            return self._found(check_loadable(source.info), source, look)
 
     def find_below(
         self, path_or_object: Any, group: str, with_dimensions: bool = False

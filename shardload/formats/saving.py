@@ -144,12 +144,9 @@ def refused_group(kind: str, name: str, arrays: Iterable[str], axes: Iterable[st
             return "as is an axis, for which netCDF has a dimension of that name"
         return next((f"a name {why}, which netCDF programs do not read" for why in map(unreadable_name, parts) if why), None)
     if kind.startswith("zarr"):
-        from shardload.formats.zarr.sink import MOST_NAME_NBYTES, is_taken
+        from shardload.formats.zarr.sink import refused_name
 
-        if any(map(is_taken, parts)):
-            return "and a Zarr store has files of such names itself"
-        if any(len(part.encode(errors="replace")) > MOST_NAME_NBYTES for part in parts):
-            return "which is too long for a folder"
+        return refused_name(group)
     return None
 
 

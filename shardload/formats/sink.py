@@ -286,19 +286,15 @@ class Encoder(abc.ABC):
     ----------
     info : ArrayInfo
         The array as it will be, for planning: its chunks are the units of `encode`, as they are those of decoding.
+    is_asked : bool
+        True if the catalog must be asked where a chunk goes, because that depends on the sizes of others. Otherwise
+        `Ticket.places` has it.
     """
 
-    def __init__(self, path: str, name: str, spec: ArraySpec, format: str, codec: str) -> None:
-        self.name, self.spec = name, spec
+    def __init__(self, path: str, name: str, spec: ArraySpec, format: str, codec: str, *, is_asked: bool) -> None:
+        self.name, self.spec, self.is_asked = name, spec, is_asked
         dtype = native_dtype(spec.dtype).name
         self.info = ArrayInfo(path, name, format, spec.shape, dtype, chunks=spec.chunks, codec=codec, shards=spec.shards)
-
-    @property
-    @abc.abstractmethod
-    def is_asked(self) -> bool:
-        """True if the catalog must be asked where a chunk goes, because that depends on the sizes of others. Otherwise
-        `Ticket.places` has it.
-        """
 
     def encode(self, region: Region, values: np.ndarray[Any, Any]) -> Stored:
         """Encode the values of one chunk, which ends at the array's edge if the chunk reaches over it; any region of an array

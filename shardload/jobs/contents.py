@@ -16,7 +16,7 @@ from typing import Any
 from shardload.errors import ConfigError, ShardloadError, printable
 from shardload.formats.access import Access, Limits
 from shardload.formats.contract.array import ArrayInfo, json_value, some
-from shardload.formats.labelling import labelled, labelled_below, list_labelled, read_labels
+from shardload.formats.labelling import labelled, list_labelled, read_labels
 from shardload.formats.labels import OnDemand
 from shardload.formats.lookup import absolute, find_array, open_file, split_path
 from shardload.options import OPTIONS, filter_names
@@ -39,9 +39,9 @@ class Contents(Mapping[str, ArrayInfo]):
         None of an untrusted file.
     """
 
-    def __init__(self, path: str, infos: list[ArrayInfo], group: str = "/", access: Access | None = None) -> None:
+    def __init__(self, path: str, infos: list[ArrayInfo], group: str, access: Access) -> None:
         self.path, self._infos = path, {info.dataset: info for info in infos}
-        self._group, self._access = group, access or Access()
+        self._group, self._access = group, access
 
     @cached_property
     def attrs(self) -> Mapping[str, Any]:
@@ -145,16 +145,15 @@ def open(  # a public name: `shardload.open`
 def read_contents(path: str, access: Access) -> Contents:
     """What `open` returns, for a checked `Access`."""
     file, name = split_path(path)
-    infos = list_labelled(file, access, _MOST_LABELLED)
+    infos, group = list_labelled(file, access, _MOST_LABELLED), ""
     if name is not None:
         full = "/" + name.strip("/")
         group = full.removesuffix("*").rstrip("/")
         named = [info for info in infos if info.dataset == full]
-        infos = named or labelled_below(infos, file, access, _MOST_LABELLED, group)
+        infos = named or list_labelled(file, access, _MOST_LABELLED, group)
         if not infos and group not in groups_of(file, access)[0]:
             infos = [find_array(file, full, access, is_counted=True)]
-        return Contents(file, [_on_demand(file, info, access) for info in infos], group or "/", access)
-    return Contents(file, [_on_demand(file, info, access) for info in infos], access=access)
+    return Contents(file, [_on_demand(file, info, access) for info in infos], group or "/", access)
 
 
 def groups_of(path: str, access: Access) -> tuple[Mapping[str, Mapping[str, Any]], list[str]]:

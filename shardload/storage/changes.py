@@ -19,13 +19,12 @@ import logging
 import os
 import re
 import shlex
-import time
 import zlib
 from collections.abc import Iterator, Sequence
 
 from shardload.errors import SourceError
 from shardload.storage.containment import NotAFileError, open_file
-from shardload.storage.locks import take_lock
+from shardload.storage.locks import take_lock, wait_for
 from shardload.storage.target import GROWTH_MARK, MARK_NBYTES, put_at
 
 _log = logging.getLogger("shardload")
@@ -37,7 +36,6 @@ HEAD_NBYTES = 512  # of the first change; one write, which a kill does not cut i
 _BEGINS = b"shardload append\n"
 _NAME = re.compile(rb"is in '([^/]+\.[0-9a-f]{16}\.changes)' beside it\.")
 _BEFORE_NBYTES = MARK_NBYTES + len(GROWTH_MARK)
-_WAIT_SECONDS, _PAUSE_SECONDS = 10.0, 0.05
 
 
 def write_changes(path: str, begins: bytes, changes: Sequence[Change]) -> None:
@@ -119,7 +117,10 @@ def complete_append(path: str) -> bool:
     hint = f"Who may write to both types: shardload info {shlex.quote(path)}"
     try:
         with _opened(path) as file, _opened(changes) as lock:
-            _wait(lock, path)
+            if not wait_for(lambda: take_lock(lock, fcntl.LOCK_EX)):
+                raise SourceError(
+                    f"'{path}' is being changed by an append, or by a process that completes one. Wait for it", path=path
+                )
             if changes_of(path) == changes:
                 make_changes(file, changes)
                 _log.info("'%s': completed an append that was killed at its very end", path)
@@ -143,14 +144,3 @@ def _opened(path: str) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
-
-
-def _wait(lock: int, path: str) -> None:
-    """Wait until nobody else makes the changes. SourceError if that takes long."""
-    stop = time.monotonic() + _WAIT_SECONDS
-    while not take_lock(lock, fcntl.LOCK_EX):
-        if time.monotonic() > stop:
-            raise SourceError(
-                f"'{path}' is being changed by an append, or by a process that completes one. Wait for it", path=path
-            )
-        time.sleep(_PAUSE_SECONDS)

@@ -16,6 +16,7 @@ import secrets
 import shlex
 import socket
 import time
+from collections.abc import Callable
 
 from shardload.errors import ConfigError
 from shardload.storage.containment import open_file
@@ -100,6 +101,16 @@ def take_lock(descriptor: int, kind: int) -> bool:
     return True
 
 
+def wait_for(take: Callable[[], bool]) -> bool:
+    """Try to take a lock until that succeeds. False if it takes longer than a program that does not keep it."""
+    stop = time.monotonic() + _WAIT_SECONDS
+    while not take():
+        if time.monotonic() > stop:
+            return False
+        time.sleep(_PAUSE_SECONDS)
+    return True
+
+
 class FileLock:
     """The lock that the HDF5 library takes of a file that it opens: shared to read, alone to write. It ends with the
     descriptor.
@@ -128,27 +139,24 @@ class FileLock:
                 "it holds HDF5's lock. Close it there, and append again"
             )
 
-    def share(self) -> None:
+    def share(self) -> bool:
         """Let others read, and keep away who would write. The system gives one lock back before it takes the other: look at the
-        file after this.
+        file after this. False: others may still have it.
         """
         if not self._taken(fcntl.LOCK_SH):
             raise ConfigError(
                 f"'{self._path}' was opened for writing by another program during this append. Nothing was appended; run it "
                 "again"
             )
+        return False
 
     def exclude(self) -> None:
         """Let nobody open it. Waits for those that read it, as long as a program takes that does not keep it open."""
-        stop = time.monotonic() + _WAIT_SECONDS
-        while not self._taken(fcntl.LOCK_EX):
-            self.share()
-            if time.monotonic() > stop:
-                raise ConfigError(
-                    f"'{self._path}' was opened by another program during this append, and is still open there: it would read "
-                    "old and new metadata. Nothing was appended: close it there, and append again"
-                )
-            time.sleep(_PAUSE_SECONDS)
+        if not wait_for(lambda: self._taken(fcntl.LOCK_EX) or self.share()):
+            raise ConfigError(
+                f"'{self._path}' was opened by another program during this append, and is still open there: it would read "
+                "old and new metadata. Nothing was appended: close it there, and append again"
+            )
 
     def _taken(self, kind: int) -> bool:
         """False if another has it."""

@@ -20,7 +20,7 @@ import secrets
 import shlex
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from shardload.errors import ConfigError, SourceError
@@ -107,22 +107,15 @@ def _said(error: BaseException) -> str:
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
-class named:
-    """Turns errors of the system inside a ``with`` statement into those of `_unwritten`. A class: generators take longer."""
-
-    __slots__ = ("_chunk", "_dataset", "_path")
-
-    def __init__(
-        self, path: str, dataset: str | None = None, chunk: Callable[[], tuple[int, ...] | None] | None = None
-    ) -> None:
-        self._path, self._dataset, self._chunk = path, dataset, chunk
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, OSError) and not isinstance(error, SourceError):
-            raise _unwritten(error, self._path, self._dataset, self._chunk() if self._chunk else None) from error
+@contextlib.contextmanager
+def named(path: str, dataset: str | None = None, chunk: Callable[[], tuple[int, ...] | None] = lambda: None) -> Iterator[None]:
+    """Turns errors of the system inside a ``with`` statement into those of `_unwritten`."""
+    try:
+        yield
+    except SourceError:
+        raise
+    except OSError as error:
+        raise _unwritten(error, path, dataset, chunk()) from error
 
 
 def put_at(descriptor: int, data: Any, offset: int) -> None:
@@ -359,22 +352,6 @@ class Target:
         temporary, self.temporary = self.temporary, None
         if temporary is not None:
             _remove(temporary)
-
-
-def make_below(root: str, folder: str) -> None:
-    """Make a folder, and those between it and `root`. If that is gone it is not made again: who removed it wants it gone."""
-    if len(folder) <= len(root):
-        return
-    try:
-        os.mkdir(folder)
-    except FileExistsError:
-        return
-    except FileNotFoundError:
-        if len(os.path.dirname(folder)) <= len(root):
-            raise
-        make_below(root, os.path.dirname(folder))
-        with contextlib.suppress(FileExistsError):  # another thread, or rank
-            os.mkdir(folder)
 
 
 def _remove(path: str) -> None:

@@ -20,7 +20,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -287,13 +286,12 @@ def _copy(path: str, target: str) -> str:
 
 
 def _check_info(source: Source, expected: Array) -> None:
-    info, native = source.info, native_dtype(expected.dtype)
-    _check_described(info, expected)
-    expect(source.dtype == native and source.dtype.isnative, f"dtype is {source.dtype!r} of {info}, expected {native!r}")
-    before = info.to_json()
-    source.read_into(Region.whole(expected.shape), np.empty(expected.shape, native))
-    expect(source.info.to_json() == before, f"info of {info} was {before}, and is {source.info.to_json()} after a read")
-    expect(source.dtype == native, f"dtype of {info} was {native} and is {source.dtype} after a read")
+    native = native_dtype(expected.dtype)
+    for _ in range(2):
+        _check_described(source.info, expected)
+        is_native = source.dtype == native and source.dtype.isnative
+        expect(is_native, f"dtype is {source.dtype!r} of {source.info}, expected {native!r}")
+        source.read_into(Region.whole(expected.shape), np.empty(expected.shape, native))
 
 
 def _check_described(info: ArrayInfo, expected: Array) -> None:
@@ -533,9 +531,6 @@ def _check_threads(open_source: Callable[[], Source], expected: Array) -> None:
 
 
 def _check_imports(file_format: Format, path: str) -> None:
-    module = sys.modules[type(file_format).__module__]
-    packages = {value.__name__.partition(".")[0] for value in vars(module).values() if isinstance(value, ModuleType)}
-    expect(packages.isdisjoint(_FORBIDDEN), f"the module {module.__name__} imports one of {', '.join(_FORBIDDEN)}")
     with mock.patch.dict(sys.modules, dict.fromkeys(_FORBIDDEN)):  # to import one of them now is an error
         _list(file_format, path)
 

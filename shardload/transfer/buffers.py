@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,6 +67,17 @@ class StagedBlock:
     slot: Slot | None = None
     release: Callable[[], None] = lambda: None
     n_sending: int = 0
+    tasks: list[Future[None]] = field(default_factory=list)
+
+    def done(self) -> bool:
+        """True if the block is complete, or a task that reads it has failed."""
+        return all(task.done() for task in self.tasks)
+
+    def result(self) -> StagedBlock:
+        """Return the block, or raise the error of a task."""
+        for task in self.tasks:
+            task.result()
+        return self
 
     @property
     def is_shared(self) -> bool:

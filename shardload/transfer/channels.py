@@ -12,7 +12,7 @@ directions. It is one of two kinds, and nothing else knows of which:
 
 Both ends number the parts of one sender, from the first part of array 0 to the last part of the last array. At the end each
 sender sends each receiver a receipt: whether all went well, how many parts were sent, a digest of their arrays and regions and,
-for messages, a checksum of each part if checksums are on. The receiver compares it with the plan.
+if checksums are on, a checksum of each part. The receiver compares it with the plan.
 
 All parts go through one queue, in order. Some have to be packed first, and wait there until there is room.
 """
@@ -20,9 +20,7 @@ All parts go through one queue, in order. Some have to be packed first, and wait
 from __future__ import annotations
 
 import os
-import struct
 import time
-import zlib
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -249,7 +247,7 @@ class Channel(ABC):
 
     def __init__(self, common: Channels, rank: int) -> None:
         self.rank, self._common, self._transport, self._checksums = rank, common, common.transport, common.checksums
-        self._n_sent, self._identity, self._array = 0, 0, -1
+        self._n_sent = self._identity = 0
         self._sent_sums: list[int] = []
         self.expected: list[tuple[int, Sequence[Part]]] = []  # of each array
         self._following = _in_order(self.expected)  # of these, what has not begun to come
@@ -264,33 +262,50 @@ class Channel(ABC):
         """The parts of a block in groups, each of which is sent at once."""
         return ([part] for part in parts)
 
-    @abstractmethod
     def send(self, array: int, block: StagedBlock, parts: Sequence[Part]) -> bool:
         """Send parts of a block. Return False if there is no room to pack them. `one_less` is called when they have left."""
+        views = [block.view(part.region) for part in parts]
+        done: Callable[[], None] = partial(one_less, block)
+        packed = None
+        if not self._can_send(block, views[0]):
+            packed = self._common.packer.pack(block, parts[0].region)
+            if packed is None:
+                return False
+            views, done = [packed[0]], packed[1]
+        seed = self._common.seeds[array]
+        sums = [checksum(view, seed) for view in views] if self._checksums else []
+        self._send(array, parts, views, done)
+        # Now that they were sent: a receipt must not count a part that could not be sent.
+        for part in parts:
+            self._identity = identity(part.region, seed, self._identity)
+        self._n_sent += len(parts)
+        self._sent_sums += sums
+        if packed is not None:
+            one_less(block)  # the part was copied, so it no longer needs the block
+        return True
+
+    @abstractmethod
+    def _can_send(self, block: StagedBlock, view: Array) -> bool:
+        """True if values of a block can be sent from where they lie."""
+
+    @abstractmethod
+    def _send(self, array: int, parts: Sequence[Part], views: Sequence[Array], on_done: Callable[[], None]) -> None:
+        """Send parts from memory that stays as it is until `on_done` is called."""
 
     def send_receipt(self, went_well: bool) -> None:
         """Send the receipt: no more parts follow it."""
         receipt = [RECEIPT, went_well, self._n_sent, self._identity, *self._sent_sums]
         self._transport.tell(self.rank, np.array(receipt, dtype=np.int64))
 
-    def _count_sent(self, array: int, part: Part) -> None:
-        """Count a part in the receipt. Call this after it was sent: a receipt must not count a part that could not be sent."""
-        if array != self._array:
-            self._array = array
-            self._identity = begin_array(self._common.seeds[array], self._identity)
-        self._n_sent += 1
-        self._identity = identity(part.region, self._identity)
-
     # --- from the other rank
 
     def expect(self) -> None:
         """Get ready for the expected parts."""
         for array, parts in self.expected:
-            self._expected_identity = begin_array(self._common.seeds[array], self._expected_identity)
             for part in parts:
-                self._expected_identity = identity(part.region, self._expected_identity)
+                self._expected_identity = identity(part.region, self._common.seeds[array], self._expected_identity)
             self._n_expected += len(parts)
-        self._sums = [0] * (self._n_expected if self._checksums and self.uses_messages else 0)
+        self._sums = [0] * (self._n_expected if self._checksums else 0)
 
     def take(self, nbytes: int, receive: Receive) -> None:
         """Receive a message with values. In this base class none is expected: report it, and throw it away."""
@@ -301,6 +316,12 @@ class Channel(ABC):
         """Copy what an offer names, and acknowledge it. In this base class no offer is expected: report it as an error."""
         self._common.arrivals.report_list(None, self.rank)
         self._transport.tell(self.rank, np.array([ACK, offer[1]], dtype=np.int64))
+
+    def _arrived(self, number: int, array: int, part: Part, view: Array) -> None:
+        """Count a part that is in its target."""
+        if self._checksums:
+            self._sums[number] = checksum(view, self._common.seeds[array])
+        self._common.arrivals.receive(array, part, part.region, self._checksums)
 
     def end(self, receipt: Integers) -> None:
         """Take the receipt: no more parts than it counts will come. It may overtake the last of them."""
@@ -337,23 +358,12 @@ class MessageChannel(Channel):
 
     uses_messages = True
 
-    def send(self, array: int, block: StagedBlock, parts: Sequence[Part]) -> bool:
-        """See `Channel`."""
-        (part,) = parts
-        data = view = block.view(part.region)
-        done: Callable[[], None] = partial(one_less, block)
-        if not view.flags.c_contiguous:
-            packed = self._common.packer.pack(block, part.region)
-            if packed is None:
-                return False
-            data, done = packed
-        sums = [checksum(view, self._common.seeds[array])] if self._checksums else []
-        self._transport.send(self.rank, data, done)
-        self._count_sent(array, part)
-        self._sent_sums += sums
-        if data is not view:
-            one_less(block)  # the part was copied, so it no longer needs the block
-        return True
+    def _can_send(self, block: StagedBlock, view: Array) -> bool:
+        return view.flags.c_contiguous
+
+    def _send(self, array: int, parts: Sequence[Part], views: Sequence[Array], on_done: Callable[[], None]) -> None:
+        for view in views:  # one
+            self._transport.send(self.rank, view, on_done)
 
     def take(self, nbytes: int, receive: Receive) -> None:
         """See `Channel`. The messages of a rank come in the order of its parts."""
@@ -362,13 +372,11 @@ class MessageChannel(Channel):
         if part is None or view is None or view.nbytes != nbytes:
             super().take(nbytes, receive)
         else:
-            receive(view, partial(self._arrived, number, array, part, view))
+            receive(view, partial(self._received, number, array, part, view))
 
-    def _arrived(self, number: int, array: int, part: Part, view: Array) -> None:
+    def _received(self, number: int, array: int, part: Part, view: Array) -> None:
         with self._common.arrivals.errors:
-            if self._checksums:
-                self._sums[number] = checksum(view, self._common.seeds[array])
-            self._common.arrivals.receive(array, part, part.region, self._checksums)
+            self._arrived(number, array, part, view)
         self._see(1)
 
 
@@ -379,30 +387,14 @@ class SharedMemoryChannel(Channel):
         """See `Channel`."""
         return [parts] if block.is_shared else super().together(block, parts)
 
-    def send(self, array: int, block: StagedBlock, parts: Sequence[Part]) -> bool:
-        """See `Channel`."""
-        if block.is_shared:
-            self._offer(array, parts, [block.view(part.region) for part in parts], partial(one_less, block))
-            return True
-        # The block lies elsewhere: copy the part into shared memory first.
-        (part,) = parts
-        packed = self._common.packer.pack(block, part.region)
-        if packed is None:
-            return False
-        data, done = packed
-        self._offer(array, parts, [data], done)
-        one_less(block)
-        return True
+    def _can_send(self, block: StagedBlock, view: Array) -> bool:
+        return block.is_shared
 
-    def _offer(self, array: int, parts: Sequence[Part], views: Sequence[Array], on_done: Callable[[], None]) -> None:
+    def _send(self, array: int, parts: Sequence[Part], views: Sequence[Array], on_done: Callable[[], None]) -> None:
         rows: list[int] = []
-        seed, place_of = self._common.seeds[array], self._transport.place_of
         for part, view in zip(parts, views, strict=True):
-            proof = checksum(view, seed) if self._checksums else 0
-            rows += [*part.region.start, *part.region.stop, place_of(view), *view.strides, proof]
+            rows += [*part.region.start, *part.region.stop, self._transport.place_of(view), *view.strides]
         self._common.offer(self.rank, len(parts), array, rows, on_done)
-        for part in parts:
-            self._count_sent(array, part)
 
     def look(self, offer: Integers) -> None:
         """See `Channel`. Copies the values out of the sender's memory."""
@@ -410,7 +402,7 @@ class SharedMemoryChannel(Channel):
         arrivals, array, n_parts = self._common.arrivals, int(offer[3]), int(offer[2])
         n = self._common.moves[array].flow.ndim if 0 <= array < len(self._common.moves) else 0
         rows = offer[HEAD_SIZE:].tolist()
-        width = 3 * n + 2
+        width = 3 * n + 1
         if len(rows) != n_parts * width:
             arrivals.report_list(None, self.rank)
             rows.clear()
@@ -424,31 +416,24 @@ class SharedMemoryChannel(Channel):
     def _copy(self, array: int, row: list[int], n: int) -> None:
         """Copy the values of the next part, which a row of an offer names."""
         arrivals = self._common.arrivals
-        _, of, part = next(self._following, (0, -1, None))
+        number, of, part = next(self._following, (0, -1, None))
         if part is None or of != array or row[: 2 * n] != [*part.region.start, *part.region.stop]:
             arrivals.report_list(None if part is None else part.region, self.rank, array)
             return
         target = arrivals.view(array, part, part.region)
         try:
-            values = self._transport.look(self.rank, target.shape, target.dtype, row[2 * n], row[2 * n + 1 : -1])
+            values = self._transport.look(self.rank, target.shape, target.dtype, row[2 * n], row[2 * n + 1 :])
         except (TypeError, ValueError):  # outside the sender's memory
             arrivals.report_list(part.region, self.rank, array)
             return
         np.copyto(target, values, casting="no")
-        if self._checksums and (found := checksum(target, self._common.seeds[array])) != row[-1]:
-            arrivals.report_sum(array, part, self.rank, found, row[-1])
-        arrivals.receive(array, part, part.region, self._checksums)
+        self._arrived(number, array, part, target)
 
 
 def _in_order(expected: Sequence[tuple[int, Sequence[Part]]]) -> Iterator[tuple[int, int, Part]]:
     """The expected parts in the order in which they come: number, array, part."""
     every = ((array, part) for array, parts in expected for part in parts)
     return ((number, array, part) for number, (array, part) in enumerate(every))
-
-
-def begin_array(seed: int, previous: int) -> int:
-    """The running identity of regions, advanced to the beginning of the next array."""
-    return zlib.crc32(struct.pack("<I", seed), previous)
 
 
 def one_less(block: StagedBlock) -> None:

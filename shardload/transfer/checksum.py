@@ -41,9 +41,9 @@ Array = np.ndarray[Any, Any]
 Sums = np.ndarray[Any, np.dtype[np.uint32]]
 
 
-def identity(region: Region, previous: int) -> int:
-    """A running CRC-32 of the coordinates of regions: equal if the same regions came in the same order."""
-    return zlib.crc32(struct.pack(f"<{2 * region.ndim}q", *region.start, *region.stop), previous)
+def identity(region: Region, seed: int, previous: int) -> int:
+    """A running CRC-32 of the coordinates of regions, each with a seed: equal if the same regions came in the same order."""
+    return zlib.crc32(struct.pack(f"<I{2 * region.ndim}q", seed, *region.start, *region.stop), previous)
 
 
 def seed_of(array: int, seed: int) -> int:

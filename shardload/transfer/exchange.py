@@ -21,14 +21,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from shardload.comm.group import Group
-from shardload.comm.transport import Transport
 from shardload.planning.parts import Block
 from shardload.system.first_error import FirstError
 from shardload.transfer.arrivals import Arrivals
+from shardload.transfer.buffers import StagedBlock
 from shardload.transfer.channels import Channels
 from shardload.transfer.counters import Counters
 from shardload.transfer.messages import Packer
-from shardload.transfer.moves import ArrayMove, Staged
+from shardload.transfer.moves import ArrayMove
 from shardload.transfer.resources import Resources
 
 # Buffers of interrupted exchanges (Ctrl-C): MPI may still write into them, so they are never freed.
@@ -68,7 +68,7 @@ def exchange(
     Counters
         What this rank received.
     """
-    transport = Transport(group, tags, resources.segments)
+    transport = group.transport(tags, resources.segments)
     arrivals = Arrivals(moves, on_progress)
     channels = Channels(transport, moves, arrivals, Packer(resources.pack_slots), checksums)
     started = time.perf_counter()
@@ -96,7 +96,7 @@ class _Exchange:
         self.failure = FirstError()  # when this rank staged or sent
         self.blocks = _outgoing(moves, self.rank)
         self.following = next(self.blocks, None)
-        self.under_way: deque[tuple[int, Block, Staged]] = deque()
+        self.under_way: deque[tuple[int, StagedBlock]] = deque()
         self.has_sent_receipts = False
 
     def _now(self) -> tuple[int, str]:
@@ -136,31 +136,30 @@ class _Exchange:
     def _stage(self) -> bool:
         """Deliver the blocks that are staged, in order, and start the next ones. Return True if any were."""
         has_moved = False
-        while self.under_way and self.under_way[0][2].done():
-            array, block, staged = self.under_way.popleft()
+        while self.under_way and self.under_way[0][1].done():
+            array, staged = self.under_way.popleft()
             has_moved = True
             if not self.failure:
-                self._deliver(array, block, staged)
+                self._deliver(array, staged)
         while self.following is not None:
             array, block = self.following
             producer = self.moves[array].producer
             if len(self.under_way) >= producer.n_at_once or not producer.has_room(block):
                 break
-            self.under_way.append((array, block, producer.start(block)))
+            self.under_way.append((array, producer.start(block)))
             self.following, has_moved = next(self.blocks, None), True
         return has_moved
 
-    def _deliver(self, array: int, block: Block, staged: Staged) -> None:
+    def _deliver(self, array: int, staged: StagedBlock) -> None:
         """Count the parts of a block that stay, and send the others. An error of staging it names the array."""
         try:
-            ready = staged.result()
+            staged.result()
         except Exception as error:
             self.moves[array].fail(error)
-        for part in block.parts:
+        for part in staged.block.parts:
             if part.rank == self.rank:
                 self.arrivals.count(array, part, part.region)
-        ready.block = block
-        self.channels.send(array, ready)
+        self.channels.send(array, staged)
 
     def _fail(self, error: Exception) -> None:
         """Stop staging and sending. Each rank that still expects parts will get a receipt that reports the failure."""

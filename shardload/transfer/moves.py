@@ -20,19 +20,7 @@ from shardload.planning.grid import IntArray
 from shardload.planning.parts import Block, Part
 from shardload.planning.region import Region
 from shardload.planning.schedule import Schedule
-from shardload.transfer.buffers import Piece
-
-
-class Staged(Protocol):
-    """A block that is being staged."""
-
-    def done(self) -> bool:
-        """True if the block is complete, or staging it has failed."""
-        ...
-
-    def result(self) -> Any:
-        """Return the `StagedBlock`, or raise the error if staging it has failed."""
-        ...
+from shardload.transfer.buffers import Piece, StagedBlock
 
 
 class Producer(Protocol):
@@ -51,7 +39,7 @@ class Producer(Protocol):
         """Return a number that grows with progress, and a text that says what is being read (empty: nothing)."""
         ...
 
-    def start(self, block: Block) -> Staged:
+    def start(self, block: Block) -> StagedBlock:
         """Begin to stage one block: in a slot, which is taken at once, or in the memory where the values lie already.
 
         When the block is done, its parts that stay on this rank are in their targets. Not called again after a block failed.

@@ -13,7 +13,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
 from functools import partial
 
 from shardload.errors import ShardloadError, StallError
@@ -33,24 +32,6 @@ from shardload.transfer.local_pieces import LocalPieces
 from shardload.transfer.missing import Counter, count_by_region
 from shardload.transfer.read_errors import Naming
 from shardload.transfer.resources import Resources
-
-
-@dataclass
-class Reading:
-    """One block that is being read."""
-
-    block: StagedBlock
-    tasks: list[Future[None]] = field(default_factory=list)
-
-    def done(self) -> bool:
-        """True if the block is complete, or a task has failed."""
-        return all(task.done() for task in self.tasks)
-
-    def result(self) -> StagedBlock:
-        """Return the block, or raise the error of a task."""
-        for task in self.tasks:
-            task.result()
-        return self.block
 
 
 class SourceReader:
@@ -128,7 +109,7 @@ class SourceReader:
         """True if a staging buffer is free for this block, or it needs none."""
         return self._resources.slots.has_room() or not self._ways.needs_slot(block)
 
-    def start(self, block: Block) -> Reading:
+    def start(self, block: Block) -> StagedBlock:
         """Begin to read one block. When it is done, the parts of this rank's own pieces are in place."""
         if not all(block.region.contains(part.region) for part in block.parts):
             raise ValueError(f"a part reaches outside its block {block.region}: the plan is wrong")
@@ -142,12 +123,13 @@ class SourceReader:
         self._tasks = [task for task in self._tasks if not task.done()]
         is_free = len(self._tasks) < self._ways.n_at_a_time
         if is_free and block.region.size * self._itemsize <= self._inline_nbytes:
-            return Reading(staged, [done_here(self._run, task, block) for task in work])
-        tasks = [self._resources.pool.submit(self._run, task, block) for task in work]
-        for task in tasks:  # ring when the future is done, not when its work ends: the thread that waits checks `done` at once
+            staged.tasks = [done_here(self._run, task, block) for task in work]
+            return staged
+        staged.tasks = [self._resources.pool.submit(self._run, task, block) for task in work]
+        for task in staged.tasks:  # ring when the future is done, not when its work ends: who waits checks `done` at once
             task.add_done_callback(self._tell)
-        self._tasks += tasks
-        return Reading(staged, tasks)
+        self._tasks += staged.tasks
+        return staged
 
     def _tell(self, _: Future[None]) -> None:
         self._resources.bell.ring()

@@ -42,7 +42,7 @@ _FROM_YEAR_1 = ("standard", "julian")
 _MOST_ROUNDED = Fraction(1, 1000)  # seconds
 _HALF = Fraction(1, 2 * 10**6)  # of a microsecond: to this, floating point times are exact
 
-_ZONE = r"(?:\s*(?P<zone>Z|UTC|GMT|[+-]\d{1,2}(?::?\d{2})?))?"
+_ZONE = r"(?:\s*(?P<zone>Z|UTC|GMT|(?P<zone_sign>[+-])(?P<zone_hour>[01]?\d|2[0-3])(?::?(?P<zone_minute>[0-5]\d))?))?"
 _CLOCK = r"(?P<hour>\d{1,2})(?::(?P<minute>\d{1,2})(?::(?P<second>\d{1,2})(?:\.(?P<part>\d{0,18}))?)?)?"
 _DATE = re.compile(
     r"(?P<year>[+-]?(?:\d{4,6}|\d{1,3}(?=-\d+-\d)))(?:-(?P<month>\d{1,2})(?:-(?P<day>\d{1,2})(?:(?:T|\s+)"
@@ -95,8 +95,8 @@ def in_numbers(part: Near | Between, name: str, attrs: Mapping[str, Any], dtype:
         if isinstance(part, Between):
             return _between(part, axis, dtype)
         return _near(part, axis, dtype)
-    except _NoDate as error:
-        raise ValueError(f"select has {part} on the axis {name!r}{error}") from None
+    except ValueError as error:
+        raise ValueError(f"select has {part} on the axis {name!r}: {error}") from None
 
 
 def recounted(values: np.ndarray[Any, Any], attrs: Mapping[str, Any], wanted: Mapping[str, Any]) -> np.ndarray[Any, Any]:
@@ -115,7 +115,7 @@ def recounted(values: np.ndarray[Any, Any], attrs: Mapping[str, Any], wanted: Ma
     """
     try:
         given, axis = _Axis.of(attrs), _Axis.of(wanted)
-    except _NoDate:
+    except ValueError:
         raise ValueError("these are no units of time that have a length of their own and a known calendar") from None
     if given.calendar != axis.calendar:
         raise ValueError(f"one is of the calendar {given.calendar!r}, the other of {axis.calendar!r}")
@@ -135,7 +135,7 @@ def as_dates(numbers: Iterable[Any], attrs: Mapping[str, Any]) -> list[str]:
     """
     try:
         return list(map(_Axis.of(attrs).text, numbers))
-    except _NoDate:
+    except ValueError:
         return []
 
 
@@ -168,14 +168,11 @@ def counted(values: np.ndarray[Any, Any], attrs: Mapping[str, Any], dtype: np.dt
         if dtype.kind != "f" and dtype != np.int64:
             raise ValueError(f"NaT is among them, which {dtype} does not have")
         found[~is_time] = np.nan if dtype.kind == "f" else np.iinfo(np.int64).min
-    try:
-        if values.dtype.kind == "m":
-            exact, unit, text = _spans(values[is_time], attrs)
-        else:
-            axis = _Axis.of(attrs)
-            exact, unit, text = [axis.span(date).begin for date in values[is_time]], axis.unit, axis.text
-    except _NoDate as error:
-        raise ValueError(str(error).lstrip(",; ").partition(". Pass")[0]) from None
+    if values.dtype.kind == "m":
+        exact, unit, text = _spans(values[is_time], attrs)
+    else:
+        axis = _Axis.of(attrs)
+        exact, unit, text = [axis.span(date).begin for date in values[is_time]], axis.unit, axis.text
     found[is_time] = [_as_type(count, dtype, unit, text) for count in exact]
     return found
 
@@ -185,11 +182,11 @@ def _spans(values: np.ndarray[Any, Any], attrs: Mapping[str, Any]) -> tuple[list
     units = attrs.get("units")
     unit = _SECONDS.get(units.lower()) if isinstance(units, str) else None
     if unit is None:
-        raise _NoDate(f"the units are {units!r}; expected those of spans of time, such as 'days'")
+        raise ValueError(f"the units are {units!r}; expected those of spans of time, such as 'days'")
     name, n = np.datetime_data(values.dtype)
     seconds = {"W": Fraction(7 * 86400), "m": Fraction(60)}.get(name, _SECONDS.get(name.lower()))
     if seconds is None:
-        raise _NoDate(f"these are {values.dtype}, which have no length of their own, or are shorter than nanoseconds")
+        raise ValueError(f"these are {values.dtype}, which have no length of their own, or are shorter than nanoseconds")
     return [int(one) * n * seconds / unit for one in values.astype("i8")], unit, lambda count: f"{float(count):g} {units}"
 
 
@@ -206,15 +203,11 @@ def _as_type(count: Fraction, dtype: np.dtype[Any], unit: Fraction, text: Callab
     return int(count)
 
 
-class _NoDate(Exception):
-    """The end of a message: what is wrong, and what to pass."""
-
-
 def _between(part: Between, axis: _Axis, dtype: np.dtype[Any]) -> Between:
     low, high = axis.span(part.low), axis.span(part.high)
     begin, end, is_open = low.begin, high.end, high.begin != high.end
     if begin > end or (is_open and begin == end):
-        raise _NoDate(": the lower end comes first, however the coordinate is sorted")
+        raise ValueError("the lower end comes first, however the coordinate is sorted")
     if dtype.kind == "f":
         slack = _HALF / axis.unit
         low_number = _rounded(begin - slack, dtype)
@@ -231,20 +224,16 @@ def _between(part: Between, axis: _Axis, dtype: np.dtype[Any]) -> Between:
 def _near(part: Near, axis: _Axis, dtype: np.dtype[Any]) -> Near:
     span = axis.span(part.value)
     if span.lacks:
-        raise _NoDate(
-            f"; which day of it? Pass one, near('{str(part.value).strip()}{'-01' * span.lacks}'), or "
+        raise ValueError(
+            f"which day of it? Pass one, near('{str(part.value).strip()}{'-01' * span.lacks}'), or "
             f"between({part.value!r}, {part.value!r}) for all of it"
         )
     within: Any = part.within
-    if isinstance(within, datetime.timedelta):
-        within = Fraction(within // datetime.timedelta(microseconds=1), 10**6) / axis.unit
-    elif isinstance(within, np.timedelta64):
+    if isinstance(within, datetime.timedelta | np.timedelta64):
         try:
-            within = Fraction(float(within / np.timedelta64(1, "ns"))) / 10**9 / axis.unit
+            within = Fraction(float(np.timedelta64(within) / np.timedelta64(1, "us"))) / 10**6 / axis.unit
         except (TypeError, ValueError):  # months, or NaT
-            raise _NoDate(
-                f"; within is {within!r}, which has no length. Pass hours or days: datetime.timedelta(days=1)"
-            ) from None
+            raise ValueError(f"within is {within!r}, which has no length. Pass datetime.timedelta(days=1)") from None
     return replace(part, value=span.begin, within=within, typed=repr(part), told=axis.text, tie=2 * _HALF / axis.unit)
 
 
@@ -280,52 +269,42 @@ class _Axis:
         units, calendar = attrs.get("units"), attrs.get("calendar", "")
         found = _UNITS.fullmatch(units) if isinstance(units, str) else None
         if found is None:
-            has = f"has the units {units!r}" if isinstance(units, str) else "has no units"
-            raise _NoDate(f", whose coordinate {has}; dates need those of time, such as 'days since 2000-01-01'. Pass numbers")
-        told = f", whose coordinate has the units {units!r}"
+            has = f"the units {units!r}" if isinstance(units, str) else "no units"
+            raise ValueError(
+                f"its coordinate has {has}; dates need those of time, such as 'days since 2000-01-01'. Pass numbers"
+            )
+        told = f"its coordinate has the units {units!r}"
         name = calendar.strip().lower() if isinstance(calendar, str) else repr(calendar)
         name = _CALENDARS.get(name, name)
         if name not in _KNOWN:
-            raise _NoDate(
-                f", whose coordinate has the calendar {calendar!r}; expected one of {', '.join(_KNOWN)}. Pass numbers"
-            )
-        word = found[1].lower()
-        unit = _SECONDS.get(word)
+            raise ValueError(f"its coordinate has the calendar {calendar!r}; expected one of {', '.join(_KNOWN)}. Pass numbers")
+        unit, date = _SECONDS.get(found[1].lower()), _read(found[2])
         if unit is None:
-            raise _NoDate(f"{told}: {found[1]!r} is no unit with a length of its own, from nanoseconds to days. Pass numbers")
-        date = _read(found[2])
+            raise ValueError(
+                f"{told}: {found[1]!r} is no unit with a length of its own, from nanoseconds to days. Pass numbers"
+            )
         if date is None:
-            raise _NoDate(f"{told}, of which the date cannot be read. Pass numbers")
-        try:
-            zero, _ = _seconds(date, name)
-        except ValueError as error:
-            raise _NoDate(f"{told}: {error}. Pass numbers") from None
-        return cls(unit, zero, name)
+            raise ValueError(f"{told}, of which the date cannot be read. Pass numbers")
+        return cls(unit, _seconds(date, name)[0], name)
 
     def span(self, date: Any) -> _Span:
         """From where to where a date goes."""
         if _is_number(date):
             if not math.isfinite(date):
-                raise _NoDate("; expected dates or numbers")
+                raise ValueError("expected dates or numbers")
             return _Span(_exact(date), _exact(date))
-        try:
-            begin, end, lacks = _seconds_of(date, self.calendar)
-        except ValueError as error:
-            raise _NoDate(f"; {error}") from None
+        begin, end, lacks = _seconds_of(date, self.calendar)
         return _Span((begin - self.zero) / self.unit, (end - self.zero) / self.unit, lacks)
 
     def text(self, number: Any) -> str:
         """A number of the axis as a date, for a message."""
         if not math.isfinite(number):
             return str(number)
-        seconds = _exact(number) * self.unit + self.zero
-        days, rest = divmod(round(seconds), 86400)
         try:
-            year, month, day = _date(self.calendar, days)
+            date = _date(self.calendar, round(_exact(number) * self.unit + self.zero))
+            return str(date.isoformat()).removesuffix("T00:00:00")
         except (ValueError, OverflowError):
             return str(number)
-        clock = f"T{rest // 3600:02}:{rest // 60 % 60:02}:{rest % 60:02}" if rest else ""
-        return f"{year:0{5 if year < 0 else 4}}-{month:02}-{day:02}{clock}"
 
 
 def _is_number(value: Any) -> bool:
@@ -389,11 +368,12 @@ def _seconds(found: re.Match[str], calendar: str) -> tuple[Fraction, Fraction]:
     """Where a date that was read begins, and how long it is, in seconds of UTC. ValueError if there is no such date."""
     year, month, day, hour, minute, second = (None if found[key] is None else int(found[key]) for key in _FIELDS)
     y, m, d = year or 0, 1 if month is None else month, 1 if day is None else day
-    begin: Fraction = _whole(calendar, y, m, d, hour or 0, minute or 0, second or 0) - _zone(found["zone"])
+    zone = int(found["zone_hour"] or 0) * 3600 + int(found["zone_minute"] or 0) * 60
+    begin = _whole(calendar, y, m, d, hour or 0, minute or 0, second or 0) + (zone if found["zone_sign"] == "-" else -zone)
     length = Fraction(0)
     if month is None or day is None:
         first = (y + 1, 1, 1) if month is None or m == 12 else (y, m + 1, 1)
-        length = Fraction(86400 * (_day(calendar, *first) - _day(calendar, y, m, d)))
+        length = _whole(calendar, *first) - _whole(calendar, y, m, d)
     elif hour is None:
         length = Fraction(86400)
     elif minute is None:
@@ -407,47 +387,30 @@ def _seconds(found: re.Match[str], calendar: str) -> tuple[Fraction, Fraction]:
     return begin, length
 
 
-def _zone(text: str | None) -> int:
-    """Seconds by which a time zone is ahead of UTC."""
-    if text is None or text[0] not in "+-":
-        return 0
-    digits = text[1:].replace(":", "")
-    hours, minutes = (int(digits), 0) if len(digits) <= 2 else (int(digits[:-2]), int(digits[-2:]))
-    if hours > 23 or minutes > 59:
-        raise ValueError(f"{text!r} is no time zone")
-    return (hours * 3600 + minutes * 60) * (-1 if text[0] == "-" else 1)
-
-
-def _whole(calendar: str, year: int, month: int, day: int, hour: int, minute: int, second: int) -> Fraction:
-    """A time in seconds. ValueError if there is no such time."""
-    days = _day(calendar, year, month, day)
-    if hour > 23 or minute > 59 or second > 59:
-        raise ValueError(f"{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02} is no time of day")
-    return Fraction(86400 * days + 3600 * hour + 60 * minute + second)
-
-
 # --- calendars: cftime counts the days of each
 
 
-def _day(calendar: str, year: int, month: int, day: int) -> int:
-    """The number of a day. ValueError if the calendar has none such.
+def _whole(calendar: str, year: int, month: int, day: int, *clock: int) -> Fraction:
+    """A time in seconds. ValueError if the calendar has none such.
 
-    >>> _day("standard", 1582, 10, 15) - _day("standard", 1582, 10, 4), _day("noleap", 2000, 3, 1) - _day("noleap", 2000, 2, 28)
-    (1, 1)
+    >>> (_whole("standard", 1582, 10, 15) - _whole("standard", 1582, 10, 4)) / 86400
+    Fraction(1, 1)
     """
     if year < 1 and calendar in _FROM_YEAR_1:
         raise ValueError(f"the calendar {calendar} has no year {year}")
     try:
-        return int(cftime.datetime(year, month, day, calendar=calendar, has_year_zero=True).toordinal())
+        date = cftime.datetime(year, month, day, *clock, calendar=calendar, has_year_zero=True)
     except (ValueError, OverflowError):
-        raise ValueError(f"{year:04}-{month:02}-{day:02} is no date of the calendar {calendar}") from None
+        time = "T" + ":".join(f"{part:02}" for part in clock) if any(clock) else ""
+        raise ValueError(f"{year:04}-{month:02}-{day:02}{time} is no date of the calendar {calendar}") from None
+    return Fraction(86400 * int(date.toordinal()) + 3600 * date.hour + 60 * date.minute + date.second)
 
 
-def _date(calendar: str, number: int) -> tuple[int, int, int]:
-    """The inverse of `_day`."""
+def _date(calendar: str, seconds: int) -> cftime.datetime:
+    """The inverse of `_whole`."""
     first = cftime.datetime(1, 1, 1, calendar=calendar, has_year_zero=True)
-    days = number - int(first.toordinal())
+    days, rest = divmod(seconds, 86400)
+    days -= int(first.toordinal())
     if days < 0 and calendar in _FROM_YEAR_1:
         raise ValueError(f"the calendar {calendar} begins with the year 1")
-    date = first + datetime.timedelta(days=days)
-    return date.year, date.month, date.day
+    return first + datetime.timedelta(days=days, seconds=rest)

@@ -5,7 +5,6 @@ Each row is a job, or a case of one, of 4 ranks (`scripts/faults.py`).
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -70,17 +69,12 @@ def start(folder: Path, *what: str, timeout: float = 90, mpi: str = "mpich", env
     return run_job(command, N, timeout=timeout, mpi=mpi, env={"PYTHONPATH": str(ROOT), **(env or {})})
 
 
-def said(job: Job) -> list[list[dict[str, Any]]]:
-    """The lines of JSON of each rank."""
-    return [[json.loads(line) for line in out.splitlines() if line.startswith("{")] for out in job.rank_stdout]
-
-
 def survivors(
     folder: Path, cases: Sequence[str] = tuple(EXPECTED), mpi: str = "mpich", third: int | None = None
 ) -> list[list[dict[str, Any]]]:
     """What each rank said in each case that a job survives; it loaded well after each. All ways of reading, or a third."""
     env = {} if third is None else {"FAULTS_THIRD": str(third)}
-    return said(start(folder, *cases, timeout=240, mpi=mpi, env=env).check())
+    return start(folder, *cases, timeout=240, mpi=mpi, env=env).check().said()
 
 
 def check_survivors(
@@ -119,7 +113,7 @@ def interrupted(
 ) -> list[list[dict[str, Any]]]:
     """What each rank said after each signal in each phase; it loaded well after each. With `which`, one of both: ``0`` or
     ``1`` says whether in the first phase it is Ctrl-C or an alarm; in the next phase it is the other."""
-    return said(start(folder, "interrupt", which, *phases, mpi=mpi).check())
+    return start(folder, "interrupt", which, *phases, mpi=mpi).check().said()
 
 
 def rows() -> Iterator[Row]:

@@ -14,6 +14,7 @@ As a program it does the same for the Makefile, with the output live::
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import signal
@@ -26,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import psutil
 
@@ -82,6 +83,10 @@ class Job:
         if self.returncode:
             raise AssertionError(f"the job ended with {self.returncode} after {self.seconds:.1f} s\n{self.tail()}")
         return self
+
+    def said(self) -> list[list[dict[str, Any]]]:
+        """The lines of JSON that each rank printed."""
+        return [[json.loads(line) for line in out.splitlines() if line.startswith("{")] for out in self.rank_stdout]
 
     def tail(self) -> str:
         """Every rank's last lines, and mpiexec's."""

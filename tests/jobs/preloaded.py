@@ -3,12 +3,10 @@
 To import JAX, h5py, Zarr and pytest takes a rank four fifths of a second of a core, which is most of what many a test does.
 Here one process per run of pytest imports them; ``mpiexec`` starts `rank`, which asks it for a copy (``fork``) with the
 rank's files, variables, folder and arguments. MPI is not started before that: each copy does so itself, and initializes JAX's
-devices. At its end it does what Python does for a program (`end`), and leaves the interpreter and the libraries as they are:
-to take them apart, object by object, is half of a short job's time. Programs whose end is their subject ask for all of it
-(`WHOLE_END`).
+devices. It ends as any program of Python's does.
 
 The project is imported too, a fifth of a second more for each rank. A copy to which the name means another folder forgets it
-and imports what it finds; so does one with options for warnings, if there was any when the project was imported.
+and imports what it finds.
 
 What a copy is not: a process with its own hash seed (sets of strings have the same order on all ranks), with its own size in
 memory, or one whose libraries read their variables as they were loaded. Programs that have those as their subject start as they
@@ -17,7 +15,6 @@ would outside the tests: ``run_job(..., preloaded=False)``, and tests/mpi.
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import fcntl
 import gc
@@ -32,21 +29,18 @@ import signal
 import socket
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import threading
-import traceback
 import types
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
 
 from tests.jobs.rank import LENGTH, read_when_loaded
 
-__all__ = ["Server", "close", "command_for", "is_installed", "prefix", "server_for"]
+__all__ = ["Server", "close", "command_for", "prefix", "server_for"]
 
 PROJECT = "shardload"
 SITE = str(Path(__file__).with_name("site"))
@@ -55,12 +49,7 @@ MAX_FILES = 64
 HIGH = 600  # files are moved out of the way to numbers from here on
 ROOM = "SHARDLOAD_ROOM"  # a variable that makes room for those of a copy, in what others see of a process's variables
 ROOM_BYTES = 32 << 10
-WHOLE_END = "SHARDLOAD_WHOLE_END"  # a variable of programs that end as Python itself does
 LIBRARY = "MPI4PY_LIBMPI"  # the MPI library, where it is not the one beside the interpreter
-# Where modules are installed: not all below the prefixes. That of a system's Python is /usr, and a project may lie there.
-INSTALLED = tuple(
-    {str(Path(sysconfig.get_path(kind)).resolve()) + os.sep for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
-)
 NAMESPACES = ("uts", "ipc", "net", "mnt")  # this last: what the others are called is found in the first one
 
 
@@ -132,7 +121,7 @@ def _start(loaded: Mapping[str, str], env: Mapping[str, str]) -> Server:
 # --- the process that waits ---------------------------------------------------------------------------------------------
 
 
-def serve(address: str) -> tuple[list[str], list[str], dict[str, str], int] | None:
+def serve(address: str) -> tuple[str, list[str], dict[str, str]] | None:
     """Hand out copies until nobody can ask any more. Returns in a copy: what to be; in the process itself: None, at the end."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
@@ -200,27 +189,15 @@ def _receive(connection: socket.socket) -> tuple[list[int], list[str]]:
 # --- the project --------------------------------------------------------------------------------------------------------
 
 
-warned: list[warnings.WarningMessage] = []  # what was said when the project was imported
-
-
 def import_project() -> None:
-    """Import all of it: what a program would import sooner or later. Nothing of it starts MPI, devices or threads by that."""
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        _import_project()
-    warned[:] = said
-
-
-def _import_project() -> None:
-    found = importlib.machinery.PathFinder.find_spec(PROJECT, sys.path)
-    if found is None or found.origin is None:
-        raise ImportError(PROJECT)
+    """Import all of it: what a program would import sooner or later. Nothing of it starts MPI, devices or threads by that, or
+    warns."""
     project = importlib.import_module(PROJECT)
-    for module in pkgutil.walk_packages(project.__path__, f"{PROJECT}."):
-        if not module.name.endswith("__main__"):
-            importlib.import_module(module.name)
-    n_threads = threading.active_count()
-    if "mpi4py.MPI" in sys.modules or n_threads > 1:
+    with warnings.catch_warnings(action="error"):
+        for module in pkgutil.walk_packages(project.__path__, f"{PROJECT}."):
+            if not module.name.endswith("__main__"):
+                importlib.import_module(module.name)
+    if "mpi4py.MPI" in sys.modules or threading.active_count() > 1:
         raise RuntimeError(f"a copy cannot have MPI or threads: {PROJECT} must not start them when it is imported")
 
 
@@ -236,13 +213,6 @@ def is_another_project() -> bool:
     return found is None or found.origin != sys.modules[PROJECT].__file__
 
 
-def is_installed(module: Any) -> bool:
-    """Whether a module is a library's, and no file of the project or of a test."""
-    places = [getattr(module, "__file__", None), *getattr(module, "__path__", ())][:2]
-    # To resolve the places of all modules takes a tenth of a second; most need not be.
-    return all(not place or place.startswith(INSTALLED) or str(Path(place).resolve()).startswith(INSTALLED) for place in places)
-
-
 def map_mpi() -> None:
     """Map the MPI library and what it needs into memory, which takes a rank a tenth of its start. Nobody sees it, and it is not
     initialized: a copy loads MPI as ever, finds the files mapped if it wants this library, and may as well take another one.
@@ -254,8 +224,8 @@ def map_mpi() -> None:
 # --- a copy -------------------------------------------------------------------------------------------------------------
 
 
-def _become(connection: socket.socket, files: list[int], parts: list[str]) -> tuple[list[str], list[str], dict[str, str], int]:
-    """Take over the files; what is left to be: folder, arguments, variables, and the connection's number."""
+def _become(connection: socket.socket, files: list[int], parts: list[str]) -> tuple[str, list[str], dict[str, str]]:
+    """Take over the files; what is left to be: folder, arguments, variables."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     folder, asker, numbers, n, *words = parts
@@ -270,8 +240,7 @@ def _become(connection: socket.socket, files: list[int], parts: list[str]) -> tu
     fcntl.fcntl(link, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(link, getattr(fcntl, "F_SETSIG", 10), signal.SIGKILL)
     fcntl.fcntl(link, fcntl.F_SETFL, fcntl.fcntl(link, fcntl.F_GETFL) | os.O_ASYNC)
-    arguments, variables = words[: int(n)], words[int(n) :]
-    return [folder], arguments, dict(word.split("=", 1) for word in variables), link
+    return folder, words[: int(n)], dict(word.split("=", 1) for word in words[int(n) :])
 
 
 def _enter_namespaces(asker: int) -> None:
@@ -313,7 +282,7 @@ def run(arguments: list[str], paths: list[str]) -> None:
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     first = {"-m": os.getcwd(), "-c": ""}
     sys.path.insert(0, first[arguments[0]] if arguments[0] in first else str(Path(arguments[0]).resolve().parent))
-    if (options and warned) or is_another_project():
+    if is_another_project():
         forget(PROJECT)
     if arguments[0] == "-m":
         sys.argv[:] = ["-m", *arguments[2:]]
@@ -337,85 +306,23 @@ def run(arguments: list[str], paths: list[str]) -> None:
 
 
 def run_as_interpreter(arguments: list[str], paths: list[str]) -> int:
-    """Run it, and end as the interpreter does."""
+    """Run it. Tracebacks begin with the program."""
     try:
         run(arguments, paths)
-    except SystemExit:
+    except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
         trace = error.__traceback__
         while trace and trace.tb_frame.f_code.co_filename == __file__:
             trace = trace.tb_next
         sys.excepthook(type(error), error.with_traceback(trace), trace)
-        if isinstance(error, KeyboardInterrupt):
-            threading._shutdown()  # type: ignore[attr-defined]
-            atexit._run_exitfuncs()
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGINT)
         return 1
     return 0
-
-
-def status_of(arguments: list[str], paths: list[str]) -> int:
-    """Run it, and return the status with which the interpreter would end."""
-    try:
-        return run_as_interpreter(arguments, paths)
-    except SystemExit as error:
-        if error.code is None or isinstance(error.code, int):
-            return (error.code or 0) & 0xFF
-        print(error.code, file=sys.stderr)
-        return 1
-
-
-def end(status: int, known: frozenset[str]) -> NoReturn:
-    """End the process. What a program can tell of Python's end comes before that, in the same order: threads have ended, what
-    is registered for the end is called, the program's own objects go, MPI is finalized.
-    """
-    steps = (threading._shutdown, atexit._run_exitfuncs, lambda: _forget_program(known), _finalize_mpi)  # type: ignore[attr-defined]
-    for step in steps:
-        try:
-            step()
-        except BaseException:
-            traceback.print_exc()
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (OSError, ValueError, AttributeError):
-            status = status or 120  # as Python has it
-    ctypes.CDLL(None).exit(status)
-    raise RuntimeError("unreachable")
-
-
-def _forget_program(known: frozenset[str]) -> None:
-    """Let go of what the program has made and imported itself: files are closed, and objects come to their end."""
-    own = [(k, v) for k, v in [*sys.modules.items()] if k == "__main__" or (k not in known and not is_installed(v))]
-    for name, module in own:
-        del sys.modules[name]
-        vars(module).clear()
-    gc.collect()
-
-
-def _finalize_mpi() -> None:
-    """As mpi4py does when the interpreter ends."""
-    mpi = sys.modules.get("mpi4py.MPI")
-    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized() and sys.modules["mpi4py"].rc.finalize is not False:
-        mpi.Finalize()
-
-
-def _leave(modules: dict[str, types.ModuleType]) -> None:
-    """Leave modules as they are when Python ends: to take JAX apart, object by object, means that all pages which a copy shared
-    until then are copied."""
-    for name, module in modules.items():
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(module))
-        if sys.modules.get(name) is module:
-            del sys.modules[name]
 
 
 def main(address: str) -> int:
     """Import, wait, and in a copy: run."""
     gc.disable()  # until all is imported: a sixth of the time
-    libraries: dict[str, types.ModuleType] = {}
-    atexit.register(_leave, libraries)  # the first one: it is called last, when all others have been
     import h5py
     import hypothesis
     import jax
@@ -432,16 +339,13 @@ def main(address: str) -> int:
     forget("tests")  # of which a program may have others
     map_mpi()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    others = {*sys.stdlib_module_names, "__main__", PROJECT}
-    libraries |= {k: v for k, v in sys.modules.items() if k.partition(".")[0] not in others}
-    known = frozenset(sys.modules)  # not in each copy, which would have pages of all their names for itself
     gc.collect()
     gc.freeze()
     gc.enable()
     request = serve(address)
     if request is None:
         return 0
-    (folder,), arguments, env, _ = request
+    folder, arguments, env = request
     _set_variables(env)
     os.chdir(folder)
     np.random.seed()
@@ -449,12 +353,7 @@ def main(address: str) -> int:
         if path:
             h5py.h5pl.prepend(os.fsencode(path))
     del hypothesis, jax, pytest, zarr
-    if WHOLE_END in env or arguments[:2] == ["-m", "mpi4py"]:  # which has an end of its own
-        return run_as_interpreter(arguments, paths)
-    atexit.unregister(_leave)
-    libc = ctypes.CDLL(None)
-    libc.on_exit(libc._exit, None)  # what C libraries register from here on is still called, as by MPICH; what stands by is not
-    end(status_of(arguments, paths), known)
+    return run_as_interpreter(arguments, paths)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from tests.jobs.launch import ROOT, run_job
@@ -13,7 +12,7 @@ SCRIPT = Path(__file__).parent / "scripts" / "descriptors.py"
 def test_a_rank_without_descriptors(tmp_path: Path) -> None:
     """Wrong if it fails after the ranks agreed to start: the others would wait for its parts for ever."""
     job = run_job(["-W", "error", SCRIPT, tmp_path], 4, timeout=90, env={"PYTHONPATH": str(ROOT)}).check()
-    ranks = [[json.loads(line) for line in out.splitlines() if line.startswith("{")] for out in job.rank_stdout]
+    ranks = job.said()
     assert all(said == ranks[0] for said in ranks), "the ranks raise different errors"
     kinds: dict[tuple[str, str], list[str | None]] = {}
     for said in ranks[0]:

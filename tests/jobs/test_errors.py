@@ -5,7 +5,6 @@ One job of 4 ranks makes all mistakes one after the other (`scripts/errors.py`) 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -143,8 +142,7 @@ def make_mistakes(
     """What each rank raised in each case."""
     command = ["-W", "error", SCRIPT, folder, *names]
     job = run_job(command, 4, timeout=timeout, mpi=mpi, env={"PYTHONPATH": str(ROOT), **(env or {})}).check()
-    ranks = [[json.loads(line) for line in out.splitlines() if line.startswith("{")] for out in job.rank_stdout]
-    return {said[0]["case"]: list(said) for said in zip(*ranks, strict=True)}
+    return {said[0]["case"]: list(said) for said in zip(*job.said(), strict=True)}
 
 
 @pytest.fixture(scope="module")

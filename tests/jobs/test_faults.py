@@ -53,7 +53,7 @@ def counted(tmp_path: Path, n: int, what: str, *more: str) -> list[dict[str, Any
     """What each rank counted. What it has in memory is its own if the job is."""
     command = ["-W", "error", faults.SCRIPT.parent / "many.py", tmp_path, what, *more]
     job = run_job(command, n, timeout=240, env={"PYTHONPATH": str(ROOT)})
-    return [lines[-1] for lines in faults.said(job.check())]
+    return [lines[-1] for lines in job.check().said()]
 
 
 @pytest.mark.parametrize("n", [60, pytest.param(200, marks=pytest.mark.thorough)])

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.jobs.launch import MARK, ROOT, Job, run_job
+from tests.jobs.launch import ROOT, Job, run_job
 from tests.tiers import quick_ones, thorough
 
 # Tests inside of tests are all run, whichever stage of `make test` this is.
@@ -74,9 +74,6 @@ found = {
 print(json.dumps(found))
 def work(): threading.main_thread().join(); print("a thread ends", file=sys.stderr)
 threading.Thread(target=work).start()
-class Held:
-    def __del__(self, write=os.write, to=os.open("held", os.O_CREAT | os.O_WRONLY)): write(to, b"it has gone")
-held = Held()
 atexit.register(print, "the last word", file=sys.stderr)
 def fails(): raise KeyError("so ends it")
 fails() if sys.argv[-1] == "fails" else sys.exit(int(sys.argv[-1]))
@@ -98,7 +95,6 @@ def test_a_copy_is_what_an_interpreter_would_be(tmp_path: Path, start: list[str]
     assert copied.returncode == started.returncode != 0
     assert copied.rank_stderr == started.rank_stderr
     assert copied.stderr.endswith("a thread ends\nthe last word\n")
-    assert (tmp_path / "held").read_text() == "it has gone"
 
 
 @LIBRARIES
@@ -227,10 +223,3 @@ def test_tests_that_need_more_ranks_are_left_out_and_counted(tmp_path: Path) -> 
     job = _pytest(tmp_path, body).check()
     assert "2 tests run here; 1 left to runs with more ranks" in job.stdout
     assert "2 passed, 1 deselected" in job.stdout
-
-
-def test_a_job_in_a_job_carries_both_marks(tmp_path: Path) -> None:
-    script = tmp_path / "marks.py"
-    script.write_text(f"import os; print(os.environ[{MARK!r}].count(':'))")
-    outer = os.environ.get(MARK, "").count(":")
-    assert run_job(script, 1, timeout=240).check().stdout == f"{outer + 1}\n"

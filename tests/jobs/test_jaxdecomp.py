@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -20,8 +19,7 @@ def test_fft_of_loaded_pencils_is_numpys(tmp_path: Path, n: int) -> None:
     """
     n_edges = 1 if IS_QUICK else 3  # a ring along one axis and an end along the other; then both of one kind
     job = run_job([SCRIPT, tmp_path, f"{n_edges}"], n, timeout=240, env={"PYTHONPATH": str(ROOT)}).check()
-    for out in job.rank_stdout:
-        found = json.loads(next(line for line in out.splitlines() if line.startswith("{")))
+    for found, *_ in job.said():
         assert found["shards"] == 4
         assert found["error"] < 3e-5
         assert found["halos"] == (2 * n_edges if n > 1 else 0)

@@ -275,27 +275,32 @@ def together(path: str, what: list[list[str]], envs: list[dict[str, str]]) -> li
     return [lines(out) for out, _ in outputs]
 
 
-def loads_and_does_not_scatter(said: list[list[dict[str, Any]]]) -> None:
-    """All processes load, right or wrong together, and scatter says what it lacks."""
+def does_all_without_mpi(said: list[list[dict[str, Any]]], n_nodes: int = 1) -> None:
+    """All processes load, save and scatter, right or wrong together."""
     assert all(one == said[0] for one in said), said
-    *loads, failed, scatters = said[0]
-    assert [one["type"] for one in loads] == [None] * len(loads), loads
-    assert failed["type"] == "SourceError" and "on rank 1 of" in failed["text"] and "no file" in failed["text"], failed
-    assert scatters["type"] == "ConfigError" and "start the job under MPI" in scatters["text"]
+    *loads, direct, parallel, everything, too_much, scatters = said[0]
+    assert [one["type"] for one in (*loads, everything, scatters)] == [None] * (len(loads) + 2), said[0]
+    for failed in (direct, parallel):
+        assert failed["type"] == "SourceError" and "on rank 1 of" in failed["text"] and "no file" in failed["text"], failed
+    assert too_much["type"] == (None if n_nodes == 1 else "ConfigError"), too_much
+    if n_nodes > 1:
+        assert "through JAX's coordinator" in too_much["text"] and "under MPI, or pass readers='direct'" in too_much["text"]
 
 
 def test_several_jax_processes_without_mpi(field: str, without_mpi: dict[str, str]) -> None:
-    """Wrong if processes that can send each other nothing tried to, or one that fails left the others waiting."""
+    """Wrong if values did not come through JAX's store, or one that fails left the others waiting."""
     address = f"127.0.0.1:{free_ports(1)[0]}"
-    said = together(field, [["jax", address, "2", str(k)] for k in range(2)], [without_mpi] * 2)
-    loads_and_does_not_scatter(said)
+    env = without_mpi | {"SHARDLOAD_RANKS_PER_NODE": "1"}
+    said = together(field, [["jax", address, "2", str(k)] for k in range(2)], [env] * 2)
+    does_all_without_mpi(said, n_nodes=2)
 
 
 def test_given_coordinator(field: str) -> None:
     """Wrong if a coordinator that was named were not used: here is no launcher that could tell."""
     address = f"127.0.0.1:{free_ports(1)[0]}"
-    said = together(field, [["given", address, "4", str(k)] for k in range(4)], [{"SHARDLOAD_MPI": "0"}] * 4)
-    loads_and_does_not_scatter(said)
+    env = {"SHARDLOAD_MPI": "0", "SHARDLOAD_RANKS_PER_NODE": "0,1,0,1"}
+    said = together(field, [["given", address, "4", str(k)] for k in range(4)], [env] * 4)
+    does_all_without_mpi(said, n_nodes=2)
 
 
 def test_preemption_and_where_the_coordinator_listens(field: str) -> None:
@@ -321,14 +326,22 @@ def test_sigterm_ends_a_process_wherever_it_is(field: str) -> None:
             process.communicate()
 
 
-def test_a_process_that_leaves_without_mpi(field: str) -> None:
-    """Wrong if the other waited for it in JAX, for minutes, until JAX ended both."""
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("leaves", "rank 1 has come to the end of its program"),
+        ("late", "nothing has moved for 4 s (call: "),
+    ],
+)
+def test_a_process_that_is_not_there_without_mpi(field: str, what: str, text: str) -> None:
+    """Wrong if the other waited for it in JAX, for minutes, until JAX ended both, or for ever."""
     address = f"127.0.0.1:{free_ports(1)[0]}"
-    started = [start(field, ["leaves", address, "2", str(k)], {"SHARDLOAD_MPI": "0"}) for k in range(2)]
+    started = [start(field, [what, address, "2", str(k)], {"SHARDLOAD_MPI": "0"}) for k in range(2)]
     try:
         out, _ = started[0].communicate(timeout=90)
         (said,) = lines(out)
-        assert said["type"] == "StallError" and said["text"].startswith("rank 1 has come to the end of its program")
+        assert said["type"] == "StallError" and said["text"].startswith(text)
+        assert "rank 1" in said["text"]
         assert started[0].returncode == 1
     finally:
         for process in started:
@@ -341,7 +354,7 @@ def test_slurm_without_mpi(field: str) -> None:
     step = {"SHARDLOAD_MPI": "0", "SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "3", "SLURM_STEP_NUM_TASKS": "4"}
     step |= {"SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_STEP_NODELIST": "no-such-host[1-2]", "SLURM_NODEID": "0"}
     envs = [{**step, "SLURM_PROCID": str(k), "SLURM_LOCALID": str(k)} for k in range(4)]
-    loads_and_does_not_scatter(together(field, [["initialize"]] * 4, envs))
+    does_all_without_mpi(together(field, [["initialize"]] * 4, envs))
 
 
 def test_part_of_a_coordinator(field: str) -> None:

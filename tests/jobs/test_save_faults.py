@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import h5py
@@ -44,7 +43,7 @@ def test_a_rank_that_is_killed(tmp_path: Path, phase: str) -> None:
 def test_a_file_system_that_hangs(tmp_path: Path) -> None:
     """Wrong if a rank waited for ever for a thread that writes, or the error did not say which rank writes what."""
     job = save(tmp_path, "hang")
-    said = [json.loads(line) for line in job.stdout.splitlines() if line.startswith("{")]
+    said = [line for lines in job.said() for line in lines]
     assert {one["rank"] for one in said} == {0, 1}, job.tail()
     assert {one["type"] for one in said} == {"StallError"}
     assert len({one["text"] for one in said}) == 1

@@ -6,7 +6,6 @@ The jobs wait nearly all the time, so some of them run at the same time.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any
 import pytest
 
 from tests.jobs.launch import ROOT, Job, run_job
-from tests.jobs.preloaded import WHOLE_END
 from tests.tiers import IS_QUICK, thorough
 
 SCRIPT = Path(__file__).parent / "scripts" / "stall.py"
@@ -63,7 +61,6 @@ def hold_up(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     def run(case: str, mpi: str, n: int) -> Job:
         folder = folders[case, mpi, n]
         env = {"PYTHONPATH": str(ROOT)}
-        env |= {WHOLE_END: "1"} if n == 1 else {}  # more ranks end by MPI_Abort
         return run_job([SCRIPT, folder, *case.split()], n, timeout=SECONDS, mpi=mpi, env=env, cwd=folder)
 
     folders = {what: tmp_path_factory.mktemp("stall") for what in ALL}
@@ -83,7 +80,7 @@ def hold_up(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 def said_by(job: Job, rank: int) -> dict[str, Any]:
     """All that a rank said."""
-    return {key: value for line in job.rank_stdout[rank].splitlines() for key, value in json.loads(line).items()}
+    return {key: value for line in job.said()[rank] for key, value in line.items()}
 
 
 def check(job: Job, held: int, speaks: bool, rank: int | None, parts: tuple[str, ...]) -> None:

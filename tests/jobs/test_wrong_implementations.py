@@ -7,7 +7,6 @@ tests' names: then the array that comes back is wrong, and that is asserted too,
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,8 +96,7 @@ def meet_defects(
     command = ["-W", "error", SCRIPT, folder, *names]
     env = {"PYTHONPATH": str(ROOT), **(WAYS[way] if env is None else env)}
     job = run_job(command, 4, timeout=timeout, mpi=mpi, env=env).check()
-    ranks = [[json.loads(line) for line in out.splitlines() if line.startswith("{")] for out in job.rank_stdout]
-    return {(said[0]["case"], said[0]["verify"]): list(said) for said in zip(*ranks, strict=True)}
+    return {(said[0]["case"], said[0]["verify"]): list(said) for said in zip(*job.said(), strict=True)}
 
 
 @dataclass

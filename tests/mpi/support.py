@@ -230,6 +230,17 @@ def counted(monkeypatch: pytest.MonkeyPatch, counts: Counter[str], where: Any, n
     monkeypatch.setattr(where, name, call)
 
 
+def refuse_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on, let a load fail that opens an array to read its values."""
+    from shardload.jobs.loading import array_load, endpoints  # programs that import this module decide themselves
+
+    def read(*_: Any) -> None:
+        raise AssertionError("values were read")
+
+    monkeypatch.setattr(array_load, "open_source", read)
+    monkeypatch.setattr(endpoints, "open_file", read)
+
+
 def on_disk(comm: Any, folder: Path) -> list[str]:
     """What is in a folder, when all ranks have done what they do."""
     comm.barrier()

@@ -15,7 +15,7 @@ import zarr
 from jax.sharding import PartitionSpec as P
 
 import shardload
-from shardload import ConfigError, PackedWarning, VerifyError
+from shardload import ConfigError, PackedWarning, SourceError, VerifyError
 from tests.mpi.support import READERS, check, cube, mesh_of, on_root, padded, ramp, same_error
 from tests.mpi.test_values import X64
 from tests.packed import VARIABLES, by_netcdf4, by_to_zarr, open_by_xarray
@@ -223,7 +223,7 @@ def test_what_cannot_be_decoded(comm: Any, shared_tmp_path: Path, dtype: str, at
 def test_text_cannot_be_decoded(comm: Any, shared_tmp_path: Path) -> None:
     path = write(comm, shared_tmp_path / "a.h5", np.array([b"abc", b"de"]), None, {})
     call = lambda: shardload.load(path, mesh_of(), P(), dataset="x", decode=True)  # noqa: E731
-    same_error(comm, call, ConfigError, "decode needs numbers", "'/x' in", "strings")
+    same_error(comm, call, SourceError, "'/x' in", "holds strings", "loads numbers only")
 
 
 @pytest.mark.parametrize("decode", ["yes", 1, "True", []])

@@ -95,7 +95,7 @@ def test_selected_by_name_and_coordinate(comm: Any, path: str) -> None:
             "no coordinate is in that range; it goes from 2000-01-01 to 2000-01-0",
         ),
         ({"time": near("2000-02-29")}, "2000-02-29 is no date of the calendar noleap"),
-        ({"lat": near("2000-01-01")}, "'lat', whose coordinate has no units; dates need those of time"),
+        ({"lat": near("2000-01-01")}, "'lat': its coordinate has no units; dates need those of time"),
         ({"depth": near("2000-01-01")}, "names the axis 'depth', but the array has the axes 'time', 'lat', 'lon'"),
         ({"lat": near(0, within=1)}, "the nearest coordinate is 40.0"),
     ],

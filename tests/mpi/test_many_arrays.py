@@ -6,13 +6,11 @@ The arrays are passed as lists, with a mesh and options of its own for each; `lo
 from __future__ import annotations
 
 import gc
-import tracemalloc
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import h5py
-import jax
 import numpy as np
 import pytest
 import zarr
@@ -21,13 +19,12 @@ from jax.sharding import PartitionSpec as P
 import shardload
 from shardload import ConfigError, PeerError, SourceError
 from shardload.comm.group import Group, group_of
-from shardload.comm.shared_memory import Segment
 from shardload.engine import session
 from shardload.jobs.loading import array_load, endpoints, execution
 from shardload.jobs.loading.call import LoadCall
 from shardload.options import DEFAULTS, OWN, keywords_of
 from shardload.transfer import resources
-from tests.mpi.support import READERS, check, counted, mesh_of, on_root, padded, ramp, same_error, unit
+from tests.mpi.support import READERS, check, counted, mesh_of, on_root, padded, peak_nbytes, ramp, same_error, unit
 
 EXTRA_NBYTES = 256 << 10  # Python objects, and what h5py makes for itself
 
@@ -106,11 +103,6 @@ def test_arrays_of_different_type_shape_and_sharding(paths: dict[str, str], name
             assert all(one.digest is not None for one in loaded.proven)
 
 
-def test_an_array_twice(paths: dict[str, str]) -> None:
-    """Wrong if equal regions of two arrays were taken for each other's."""
-    check_all(load(paths, ("rho", "rho"), readers="parallel"), ("rho", "rho"))
-
-
 @pytest.mark.parametrize(("readers", "n_agreed"), [("parallel", 2), ("root", 2), ("direct", 1)])
 def test_one_of_everything(
     paths: dict[str, str], readers: str, n_agreed: int, monkeypatch: pytest.MonkeyPatch, comm: Any
@@ -146,14 +138,6 @@ def test_one_of_them_fails(comm: Any, paths: dict[str, str], readers: Any) -> No
     check_all(before, ("rho", "mask"))
 
 
-def test_what_cannot_be_planned_is_an_error_of_all(comm: Any, paths: dict[str, str]) -> None:
-    """Wrong if the other arrays were loaded, or only rank 0 knew of it."""
-    names = {**paths, "nothing": paths["rho"]}
-    same_error(comm, lambda: load(names, ("rho", "nothing")), ConfigError, "'/nothing'")
-    same_error(comm, lambda: load(names, ("rho", "mask"), readers="all"), ConfigError, "readers is 'all'")
-    check_all(load(paths, ("rho",)), ("rho",))
-
-
 @pytest.mark.mpi(min_size=2)
 def test_ranks_that_ask_for_other_arrays(comm: Any, paths: dict[str, str]) -> None:
     """Wrong if a rank with fewer arrays were left waiting, or if the order did not matter."""
@@ -183,25 +167,13 @@ def test_staging_bounds_all_of_them_together(comm: Any, shared_tmp_path: Path, m
 
     on_root(comm, write)
     own = comm.Dup() if hasattr(comm, "Dup") else None  # so that shared memory is made for this load
-    shared: list[int] = []
-    create = Segment.create
-    monkeypatch.setattr(Segment, "create", lambda nbytes: (shared.append(nbytes), create(nbytes))[1])
-    monkeypatch.setenv("SHARDLOAD_KEEP_MEMORY", "0")  # memory that is kept for the next load is not traced
-    calls = [(path, mesh_of(), P(None, "b", "a"), {"dataset": m, "readers": "parallel", "staging": staging}) for m in names]
+    how: dict[str, Any] = {"dataset": list(names), "readers": "parallel", "staging": staging, "comm": own}
+    plan = shardload.plan(path, mesh_of(), P(None, "b", "a"), **how)
     gc.collect()
-    tracemalloc.start()
-    try:
-        before, _ = tracemalloc.get_traced_memory()
-        loaded = load_many(calls, own)
-        _, most = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-        monkeypatch.undo()
-    pieces = sum(sum({str(s.index): s.data.nbytes for s in x.addressable_shards}.values()) for x in loaded.arrays)
-    extra = most - before + sum(shared) - pieces
+    arrays, extra = peak_nbytes(plan, monkeypatch)
     assert max(comm.allgather(extra)) <= staging + EXTRA_NBYTES, comm.allgather(extra)
-    assert loaded.report.peak_staging_nbytes <= staging
-    for k, x in enumerate(loaded.arrays):
+    assert plan.report.peak_staging_nbytes <= staging
+    for k, x in enumerate(arrays):
         check(x, ramp(shape, "float32") + np.float32(k), mesh_of(), P(None, "b", "a"))
     if own is not None:
         group_of(own).forget_shared_memory()
@@ -223,14 +195,6 @@ def test_arrays_that_fit_alone_but_not_together(comm: Any, shared_tmp_path: Path
     for alone in (wide, cast):
         assert float(load_many([alone]).arrays[0].addressable_shards[0].data[0]) == 1
     same_error(comm, lambda: load_many([wide, cast]), ConfigError, "these 2 arrays share their staging buffers", "staging='")
-
-
-def test_load_is_the_list_of_one(paths: dict[str, str]) -> None:
-    """Wrong if one array took another way than several."""
-    x = shardload.load(paths["rho"], mesh_of(), SPECS["rho"], dataset="rho")
-    (y,) = load(paths, ("rho",)).arrays
-    assert isinstance(x, jax.Array) and x.sharding == y.sharding
-    np.testing.assert_array_equal(np.asarray(x.addressable_shards[0].data), np.asarray(y.addressable_shards[0].data))
 
 
 @pytest.mark.mpi(min_size=2)

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardload
@@ -70,12 +70,6 @@ def test_sharding_instead_of_mesh_and_spec(files: dict[str, str], readers: Any) 
     for mesh, spec in share((mesh_of(shuffled()), jax.make_mesh(grid_shape(len(jax.devices())), ("a", "b"))), SPECS):
         x = shardload.load(files["chunked"], NamedSharding(mesh, spec), dataset=NAME, readers=readers)
         check(x, ramp(cube()), mesh, spec)
-
-
-def test_spec_as_a_plain_tuple(files: dict[str, str]) -> None:
-    """Wrong if a tuple, which is what PartitionSpec looks like, meant something else."""
-    x = shardload.load(files["chunked"], mesh_of(), (None, ("a", "b")), dataset=NAME)
-    check(x, ramp(cube()), mesh_of(), P(None, ("a", "b")))
 
 
 @pytest.mark.parametrize("spec", [P("a"), P(None, None, "a"), P()])
@@ -202,18 +196,11 @@ def test_meshes_that_cannot_be(files: dict[str, str], comm: Any) -> None:
         same_error(comm, load, ConfigError, *parts)
 
     refused(mesh, P("q"), "P('q')", "'q'", "'a' of size", "'b' of size")
-    refused(mesh, P("a", "a"), "'a' twice")
     refused(mesh, P(None, None, None, "a"), "4 entries", "3 axes")
     refused(mesh, None, "the spec after a mesh is None", "P('a', 'b')")
-    refused(mesh, "a", "expected a PartitionSpec")
     refused(NamedSharding(mesh, P("a")), P("a"), "pass the sharding alone")
-    refused(SingleDeviceSharding(jax.local_devices()[0]), None, "SingleDeviceSharding", "NamedSharding")
-    refused(None, P("a"), "NoneType")
     refused(jax.devices(), P("a"), "expected a jax.sharding.Mesh")
-    refused(mesh, P(P.UNCONSTRAINED), "UNCONSTRAINED")
     refused(mesh, P("a"), "readers is 'all'", "'parallel'", readers="all")
-    refused(mesh, P("a"), "readers is 0", readers=0)
-    refused(mesh, P("a"), "verify is 'no'", verify="no")
     refused(mesh, P("a"), "staging", staging="lots")
     refused(mesh, P("a"), "dtype is", dtype="float33")
     refused(mesh, P("a"), "comm is", comm="world")

@@ -5,7 +5,6 @@ Compared with h5py, zarr and NumPy. Arrays of the same shape differ in every ele
 
 from __future__ import annotations
 
-import gc
 import warnings
 from collections import Counter, namedtuple
 from collections.abc import Callable
@@ -23,10 +22,10 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload import ConfigError, MissingChunksWarning, PeerError, SourceError, VerifyError
-from shardload.comm.group import Group, group_of
+from shardload.comm.group import Group
 from shardload.formats.hdf5 import file as hdf5_file
-from shardload.jobs.loading import array_load, endpoints
-from tests.mpi.support import READERS, check, counted, mesh_of, on_root, padded, peak_nbytes, ramp, same_error, unit
+from shardload.jobs.loading import endpoints
+from tests.mpi.support import READERS, check, counted, mesh_of, on_root, padded, ramp, refuse_reads, same_error, unit
 
 Pair = namedtuple("Pair", "left right")
 
@@ -225,6 +224,8 @@ def test_verify_a_tree(comm: Any, snap: tuple[str, str]) -> None:
     wrong = {**x, "vel": jax.device_put(x["vel"] + 1, x["vel"].sharding)}
     same_error(comm, call(wrong), VerifyError, "array ['vel']", "'/stars/vel'")
     same_error(comm, call({"vel": x["vel"]}), ConfigError, "x does not match dataset", "x has no ['gas']")
+    more = call({**x, "more": x["id"]})
+    same_error(comm, more, ConfigError, "x does not match dataset: only x has ['more']. Pass a tree with the same keys")
     same_error(comm, call({**x, "id": "no array"}), ConfigError, "x['id'] is a str; expected a jax.Array")
 
 
@@ -302,20 +303,9 @@ def test_bad_trees(
     comm: Any, snap: tuple[str, str], how: dict[str, Any], parts: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wrong if a rank went on, anything were read, or the text did not say which array it is about."""
-
-    def read(*_: Any) -> None:
-        raise AssertionError("values were read")
-
-    monkeypatch.setattr(array_load, "open_source", read)
-    monkeypatch.setattr(endpoints, "open_file", read)
+    refuse_reads(monkeypatch)
     call = lambda: shardload.load(snap[0], mesh_of(), **{"spec": P(), **how})  # noqa: E731
     same_error(comm, call, ConfigError, *parts)
-
-
-def test_a_tree_to_verify_has_the_names_keys(comm: Any, snap: tuple[str, str]) -> None:
-    x = shardload.load(snap[0], mesh_of(), P(), dataset={"p": "stars/pos", "v": "stars/vel"})
-    call = lambda: shardload.verify(x, snap[0], dataset={"p": "stars/pos"})  # noqa: E731
-    same_error(comm, call, ConfigError, "x does not match dataset: only x has ['v']. Pass a tree with the same keys")
 
 
 def test_the_plan_of_a_tree_is_not_that_of_one_array(snap: tuple[str, str]) -> None:
@@ -457,40 +447,3 @@ def test_each_rank_reads_another_array_of_a_file_that_is_replaced(
         replaced_at(changed, comm, lambda: version(path, 2), jax.process_index() == devices[0].process_index)
         same_error(comm, load, SourceError, str(path), "did not see the same file")
     assert len(load()) == 2
-
-
-# --- memory
-
-
-@pytest.mark.thorough  # test_memory.py has as large a tree, by the resident set
-@pytest.mark.any_library
-@pytest.mark.parametrize("readers", ["root", "parallel", "direct"])
-def test_memory_of_forty_arrays(comm: Any, shared_tmp_path: Path, readers: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong if each array had buffers of its own: those of the decoders alone would be 40 times a chunk per thread."""
-    n, n_arrays, staging = unit(), 40, 2 << 20
-    shape = (2 * n, 4 * n, -(-8192 // (8 * n * n)) * n)
-    path = str(shared_tmp_path / "forty.h5")
-
-    def write() -> None:
-        with h5py.File(path, "w") as file:
-            for k in range(n_arrays):
-                how: dict[str, Any] = (
-                    {} if k % 4 == 0 else {"chunks": (n, *shape[1:]), "compression": "gzip", "shuffle": k % 2 == 1}
-                )
-                dtype = ">f4" if k % 3 == 0 else "<f4"
-                file.create_dataset(f"x{k:02}", data=(ramp(shape) + np.float32(k << 16)).astype(dtype), **how)
-
-    on_root(comm, write)
-    own = comm.Dup() if hasattr(comm, "Dup") else None  # so that shared memory is made for this load
-    plan = shardload.plan(path, mesh_of(), P(None, "b", "a"), dataset="*", readers=readers, staging=staging, comm=own)
-    gc.collect()
-    x, extra = peak_nbytes(plan, monkeypatch)
-    pieces = sum(sum({str(s.index): s.data.nbytes for s in one.addressable_shards}.values()) for one in x.values())
-    allowed = staging + (1 << 20) + n_arrays * (16 << 10)  # the last: what h5py and Python make for each open array
-    assert max(comm.allgather(extra)) <= allowed, (comm.allgather(extra), allowed)
-    assert pieces + staging >= plan.peak_nbytes >= pieces
-    for k, one in enumerate(x.values()):
-        check(one, ramp(shape) + np.float32(k << 16), mesh_of(), P(None, "b", "a"), k)
-    if own is not None:
-        group_of(own).forget_shared_memory()
-        own.Free()

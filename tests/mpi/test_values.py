@@ -316,10 +316,10 @@ def test_selection_padding_and_cast_together(comm: Any, shared_tmp_path: Path, r
     files = (("plain.h5", None), ("chunked.h5", (2, 3, 5, 7, 3)), ("x.zarr", (2, 3, 5, 7, 3)))
     paths = [write(comm, shared_tmp_path, values, chunks=chunks, name=name) for name, chunks in files]
     for path, verify in share(paths, VERIFY):
-        x = shardload.load(
-            path, mesh, spec, select=select, dtype="float32", pad=0.5, readers=readers, verify=verify, staging="1MiB"
-        )
+        how: dict[str, Any] = {"select": select, "dtype": "float32", "pad": 0.5, "staging": "1MiB"}
+        x = shardload.load(path, mesh, spec, readers=readers, verify=verify, **how)
         check(x, wanted, mesh, spec, (path, verify))
+        assert shardload.verify(x, path, how="file", **how).n_elements, "in the file's coordinates, before the cast"
 
 
 @pytest.mark.parametrize(

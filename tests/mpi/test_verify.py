@@ -130,20 +130,6 @@ def padding_on_devices(x: jax.Array, n_true: int) -> int:
     return (x.size - n_true) * len(distinct) // n_shards if x.size != n_true else 0
 
 
-@pytest.mark.parametrize("how", ["file", "full"])
-def test_selection_and_cast(comm: Any, shared_tmp_path: Path, how: str) -> None:
-    """Wrong if the file were read again in the array's coordinates, or compared before the cast."""
-    values, mesh, spec = ramp((3, *cube(), 4), ">i4"), mesh_of(), P("b", None, "a")
-    select = (-1, slice(1, None), slice(2, -2), slice(8, 8 + unit() + 1), 2)
-    wanted = padded(values[select].astype("float32"), mesh, spec, 0.5)
-    for name, chunks in (("plain.h5", None), ("chunked.h5", (2, 3, 5, 7, 3)), ("x.zarr", (2, 3, 5, 7, 3))):
-        path = write(comm, shared_tmp_path, values, chunks=chunks, name=name)
-        more = {"select": select, "dtype": "float32", "pad": 0.5}
-        x, _ = proven(path, mesh, spec, how, **more)
-        check(x, wanted, mesh, spec, name)
-        assert shardload.verify(x, path, how=how, **more).n_elements
-
-
 def test_one_element_is_found_wherever_it_is(comm: Any, files: dict[str, str]) -> None:
     """Wrong if a box were left out of "full" anywhere."""
     values, mesh, spec = ramp(cube()), mesh_of(jax.devices()[::-1]), P("b", "a")

@@ -16,41 +16,18 @@ from pathlib import Path
 from typing import Any
 
 import shardload
-from tests.jobs.preloaded import WHOLE_END, prefix, server_for
+from tests.jobs.preloaded import prefix, server_for
 from tests.jobs.rank import LENGTH
 
 __all__ = ["Copy", "copy_of_a_helper", "run_copy"]
 
 SECONDS = 120.0
-ANEW = "default:of nothing"  # a filter of warnings; what has options for these imports the project itself
 
 
-def run_copy(
-    arguments: Sequence[str | Path],
-    *,
-    env: Mapping[str, str] | None = None,
-    is_end_whole: bool = False,
-    is_imported_anew: bool = False,
-    **options: Any,
-) -> Any:
-    """``subprocess.run([sys.executable, *arguments], text=True, **options)``.
-
-    Parameters
-    ----------
-    arguments : sequence of str or path
-        The interpreter's: ``["-m", "shardload", ...]``.
-    env : mapping, optional
-        All variables (default: this process's).
-    is_end_whole : bool
-        Let Python take itself apart at the end. For what is seen only then: what is left in streams that nobody closes.
-    is_imported_anew : bool
-        Import the project in the copy. For what its modules may do, or read, as they are imported.
-    **options
-        `subprocess.run`'s.
-    """
-    variables = {**(os.environ if env is None else env), **({WHOLE_END: "1"} if is_end_whole else {})}
-    words = [*(["-W", ANEW] if is_imported_anew else []), *map(str, arguments)]
-    return subprocess.run([*prefix(variables), *words], env=variables, text=True, timeout=SECONDS, **options)
+def run_copy(arguments: Sequence[str | Path], *, env: Mapping[str, str] | None = None, **options: Any) -> Any:
+    """``subprocess.run([sys.executable, *arguments], text=True, **options)``, with these variables alone, or this process's."""
+    variables = dict(os.environ if env is None else env)
+    return subprocess.run([*prefix(variables), *map(str, arguments)], env=variables, text=True, timeout=SECONDS, **options)
 
 
 class Copy:

@@ -21,7 +21,6 @@ from typing import Any
 
 import h5py
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
@@ -29,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload.arrays.assemble import EarlyPieces, assemble, device_values
-from shardload.arrays.sharding import device_regions, layout_shards, read_sharding, read_spec, verify_layout
+from shardload.arrays.sharding import layout_shards, read_sharding, read_spec, verify_layout
 from shardload.errors import ShardloadError
 from shardload.planning.region import Region
 from shardload.planning.shards import Shards, plan_shards
@@ -209,15 +208,6 @@ def layout_of_a_process_is_verified() -> None:
         verify_layout(swapped, seen, 7)
 
 
-def layout_regions_of_this_process() -> None:
-    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b"))
-    held = device_regions(NamedSharding(mesh, P("a")), (6, 3))
-    halves = Region((0, 0), (3, 3)), Region((3, 0), (6, 3))
-    assert {device.id: region for device, region in held.items()} == {k: halves[k // 4] for k in range(8)}
-    assert set(device_regions(NamedSharding(mesh, P()), ()).values()) == {Region((), ())}
-    assert set(device_regions(NamedSharding(mesh, P("a")), (0, 3)).values()) == {Region((0, 0), (0, 3))}
-
-
 # --- assembling
 
 
@@ -249,24 +239,6 @@ def assemble_every_layout() -> None:
             np.testing.assert_array_equal(np.asarray(shard.data), table[region.slices()], err_msg=f"{name} {shard.device}")
             n_aliased += shard.data.unsafe_buffer_pointer() == pieces[region].ctypes.data
     assert n_aliased > 0, "no piece was used as it is: the promise of no copy on CPU is broken"
-
-
-def assemble_every_dtype() -> None:
-    sharding = NamedSharding(Mesh(np.array(jax.devices()), ("a",)), P("a"))
-    for dtype in ("?", "i1", "u1", "i2", "i4", "u4", "f2", "f4", "c8", jnp.bfloat16):
-        table = table_of((8, 3), dtype)
-        array = assemble((8, 3), sharding, table.dtype, pieces_of(sharding, table).items())
-        assert array.dtype == dtype
-        np.testing.assert_array_equal(np.asarray(array), table)
-
-
-def assemble_scalars_and_empty_arrays() -> None:
-    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b"))
-    for shape, spec in (((), P()), ((0,), P("a")), ((0, 8), P("a", "b")), ((8, 0), P(("a", "b"))), ((1, 1), P())):
-        sharding = NamedSharding(mesh, spec)
-        array = assemble(shape, sharding, np.dtype("f4"), pieces_of(sharding, table_of(shape)).items())
-        assert array.shape == shape and len(array.addressable_shards) == 8
-        np.testing.assert_array_equal(np.asarray(array), table_of(shape))
 
 
 def assemble_refuses_a_transposed_layout() -> None:

@@ -10,6 +10,7 @@ import math
 import os
 import struct
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import zarr
 from shardload.formats.access import STRICT, Access
 from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.contract.format import Source
-from shardload.formats.lookup import Finder, split_path
+from shardload.formats.lookup import Finder, open_source, split_path
 from shardload.planning.region import Region
 from shardload.planning.tuning import Tuning, default_tuning
 
@@ -98,6 +99,12 @@ def read_all(source: Source) -> np.ndarray[Any, Any]:
     out = np.empty(source.info.shape, source.dtype)
     source.read_into(Region.whole(source.info.shape), out)
     return out
+
+
+def load_all(path: Any, name: str, access: Access = STRICT) -> np.ndarray[Any, Any]:
+    """All values of an array in a file, which is closed then."""
+    with closing(open_source(path, name, access)) as source:
+        return read_all(source)
 
 
 def write_hdf5(path: Path | str, arrays: dict[str, Any], **options: Any) -> str:

@@ -19,13 +19,13 @@ from jax.sharding import PartitionSpec as P
 from mpi4py.MPI import COMM_WORLD
 
 from benchmarks.cases import saves
-from benchmarks.cases.cells import LAYOUTS, MUSTS, OURS, PEERS, Cell, all_cells, box
+from benchmarks.cases.cells import LAYOUTS, MUSTS, OURS, PEERS, Cell, box
 from benchmarks.cases.layouts import boxes, cube, make, plane, reference_of
 from benchmarks.peers import floor, save_floor, ways
 from benchmarks.reports.saves import BEGIN, END, copy_section, plot_saves, put_section, save_section, section_of
 from benchmarks.reports.tables import must_table, read_records
 from benchmarks.runs import grid, rechunking
-from benchmarks.runs.saves import Clock, measure_saves, save_memory_table, save_musts, save_table
+from benchmarks.runs.saves import measure_saves, save_musts, save_table
 
 SIZE = 16
 
@@ -107,13 +107,6 @@ def test_the_boxes_of_all_ranks_are_the_array() -> None:
             assert (count == 1).all(), (spec, n)
 
 
-def test_the_cells_of_the_promises() -> None:
-    assert len(all_cells()) == 84
-    assert {cell.label for cell in all_cells(only_must=True)} == {must.cell.label for must in MUSTS}
-    assert not Cell("hdf5-contiguous", "a", 2).has_way("tensorstore")
-    assert not Cell("zarr-sharded", "a,b", 2).has_way("heat")
-
-
 def test_promises_are_met_missed_or_not_measured() -> None:
     def row(must_cell: Cell, others: float) -> dict[str, Any]:
         ways = {way: {"seconds": [others, others * 9, others / 9]} for way in PEERS} | {OURS: {"seconds": [1.0]}}
@@ -131,19 +124,6 @@ def test_promises_are_met_missed_or_not_measured() -> None:
 
 
 # --- the grid of slowed-down machines
-
-
-def cell(auto: str, **ways: float) -> dict[str, Any]:
-    """A cell with the seconds of each way."""
-    took = {name: {"seconds": [seconds]} for name, seconds in ways.items()}
-    return {"auto": auto, "ways": took, "ranks": 4}
-
-
-def test_what_is_asked_of_the_grid() -> None:
-    """Wrong if a slower way counted as the fastest."""
-    good, slow = cell("direct", direct=1.24, root=1.0), cell("root", direct=1.0, root=1.6)
-    assert (grid.ratio(good), grid.ratio(slow)) == (1.24, 1.6)
-    assert grid.summary([good, slow]) == {"cells": 2, "fastest or within 25 %": 0.5, "worst ratio": 1.6}
 
 
 def test_plans_take_the_right_way_in_the_measured_grid() -> None:
@@ -278,14 +258,6 @@ def test_copies_are_compared_and_told(tmp_path: Path) -> None:
     assert "failed: " in copy_section(record)
 
 
-def test_a_rank_that_takes_too_much_memory_is_told() -> None:
-    cell = vars(Cell("zarr-sharded", "-,a,b", 4))
-    peaks = [{**cell, "way": OURS, "peaks_nbytes": [10 << 20, 129 << 20], "ok": False}]
-    peaks += [{**cell, "way": "gather", "peaks_nbytes": [1024 << 20, 20 << 20], "ok": False}]
-    table = "\n".join(save_memory_table({"shape": [8, 8, 8], "staging_nbytes": 64 << 20, "cells": peaks}))
-    assert '| zarr-sharded | `P(None, "a", "b")` | 4 | 129 / 10 | **not met** | 1024 / 1024 |' in table
-
-
 def test_a_run_that_was_stopped_is_taken_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if a cell were measured again, or one of another size were kept."""
     measured: list[str] = []
@@ -309,8 +281,3 @@ def test_a_run_that_was_stopped_is_taken_up(tmp_path: Path, monkeypatch: pytest.
     labels = [cell.label for cell in cells]
     assert measured == [*labels, labels[1], *labels]
     assert any("1 cells are there already" in line for line in said) and any("of another shape" in line for line in said)
-    clock = Clock(cells, 1.0)
-    clock.took = [(cells[0], 59.0)]
-    assert not Clock(cells, 1.0).is_over(cells[0]) and not clock.is_over(cells[1])
-    clock.took = [(cells[0], 61.0)]
-    assert clock.is_over(cells[1])

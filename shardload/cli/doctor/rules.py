@@ -85,7 +85,7 @@ def _mpi(rows: Rows) -> Iterator[Finding]:
                 wanted, other = "cray_shasta", "pmi2"
             fix = (
                 f"srun --mpi={wanted} ... is right for {library} (--mpi={other} for the other kind of MPI); 'srun --mpi=list' "
-                "shows what this cluster has; SHARDLOAD_MPI=0 runs without MPI: each process reads for itself"
+                "shows what this cluster has; SHARDLOAD_MPI=0 runs without MPI, more slowly"
             )
         else:
             start = "Open MPI's mpirun" if row.launcher == "mpirun" else "the mpiexec of MPICH or Intel MPI"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import struct
 import threading
+from collections.abc import Callable
 from functools import cache, lru_cache
 from typing import Any
 
@@ -112,16 +113,25 @@ def decode_byte_order(itemsize: int) -> Stage:
     return Stage("byte order", undo, 0)
 
 
+def _checked(name: str, check: Callable[[Bytes], None]) -> Stage:
+    """A stage that takes away a checksum of 4 bytes, after `check` of the data with it. ValueError if that is wrong."""
+
+    def undo(data: Many, out: Bytes) -> Many:
+        chunks = [np.frombuffer(one, dtype=np.uint8) for one in data]
+        for chunk in chunks:
+            if len(chunk) < 4:
+                raise ValueError(f"{len(chunk)} bytes are too few to hold a checksum of {name}")
+            check(chunk)
+        return [chunk[:-4] for chunk in chunks]
+
+    return Stage(name, undo, 4)
+
+
 def decode_fletcher32() -> Stage:
     """HDF5's Fletcher-32 checksum, after the data. Uses numcodecs."""
     codec = numcodecs().Fletcher32()
 
-    def undo(data: Many, out: Bytes) -> Many:
-        return [checked(np.frombuffer(one, dtype=np.uint8)) for one in data]
-
-    def checked(data: Bytes) -> Bytes:
-        if len(data) < 4:
-            raise ValueError(f"{len(data)} bytes are too few to hold a Fletcher-32 checksum")
+    def check(data: Bytes) -> None:
         try:
             codec.decode(data)
         except RuntimeError as error:
@@ -131,9 +141,8 @@ def decode_fletcher32() -> Stage:
                 codec.decode(np.concatenate([data[:-4], np.array([b, a, d, c], dtype=np.uint8)]))
             except RuntimeError:
                 raise ValueError(f"Fletcher-32: {error}") from None
-        return data[:-4]
 
-    return Stage("fletcher32", undo, 4)
+    return _checked("fletcher32", check)
 
 
 def encode_fletcher32() -> Step:
@@ -145,19 +154,13 @@ def encode_fletcher32() -> Step:
 def decode_crc32c() -> Stage:
     """Zarr's CRC-32C checksum, after the data. Uses google-crc32c, on which zarr-python depends."""
 
-    def undo(data: Many, out: Bytes) -> Many:
-        return [checked(np.frombuffer(one, dtype=np.uint8)) for one in data]
-
-    def checked(data: Bytes) -> Bytes:
-        if len(data) < 4:
-            raise ValueError(f"{len(data)} bytes are too few to hold a CRC-32C checksum")
+    def check(data: Bytes) -> None:
         stored = int.from_bytes(data[-4:].tobytes(), "little")
         found = google_crc32c.value(data[:-4])  # takes arrays, but no memoryview
         if stored != found:
             raise ValueError(f"CRC-32C is {found:08x}, stored is {stored:08x}")
-        return data[:-4]
 
-    return Stage("crc32c", undo, 4)
+    return _checked("crc32c", check)
 
 
 def encode_crc32c() -> Step:

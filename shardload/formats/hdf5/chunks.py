@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ from shardload.formats.hdf5.opened import OpenDataset, kept
 from shardload.formats.hdf5.raw_file import swap_size
 from shardload.formats.hdf5.unwrapped import are_edges_plain
 from shardload.formats.stored_chunks import Extents, StoredChunks
+from shardload.planning.batches import cut_box
 from shardload.planning.region import Region
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
@@ -155,7 +156,7 @@ class ChunkPlaces:
         if self._tree is None:
             self._list_by_library(table)
         else:
-            for part in _cut(box, MOST_ENTRIES):
+            for part in cut_box(box, MOST_ENTRIES):
                 positions, entries = self._tree.chunks_in(part)
                 table.note(positions, entries["child"], entries["nbytes"], entries["mask"])
         for axis in self._plain_axes:
@@ -218,21 +219,6 @@ class ChunkPlaces:
                 raise DamagedIndexError(f"a stored chunk of {wrong[0]} bytes; expected {expected}")
 
 
-def _cut(box: Sequence[range], most: int) -> Iterator[list[range]]:
-    """Cut a box of chunks, in C order, into boxes of at most about `most` chunks.
-
-    >>> list(_cut([range(3), range(4)], 8)) == [[range(1), range(4)], [range(1, 3), range(4)]]
-    True
-    """
-    if math.prod(map(len, box)) <= most:
-        yield list(box)
-        return
-    axis = next(k for k, places in enumerate(box) if len(places) > 1)
-    half = box[axis].start + len(box[axis]) // 2
-    for places in (range(box[axis].start, half), range(half, box[axis].stop)):
-        yield from _cut([*box[:axis], places, *box[axis + 1 :]], most)
-
-
 def open_chunks(dataset: OpenDataset, dtype: np.dtype[Any], places: ChunkPlaces) -> Hdf5Chunks | None:
     """A reader for the chunks of `dataset` as values of `dtype` (a native type); None if only HDF5 may decode them."""
     creation = dataset.creation
@@ -289,7 +275,3 @@ class Hdf5Chunks(StoredChunks):
             with phil:
                 data.append(None if offset == _NOWHERE else self._identifier.read_direct_chunk(place)[1])
         return Encoded(data, self._skipped(masks))
-
-    def read_plain(self, box: Sequence[range], out: np.ndarray[Any, Any]) -> bool:
-        """Read chunks that are stored as plain values straight into `out`."""
-        return self._places.raw is not None and super().read_plain(box, out)

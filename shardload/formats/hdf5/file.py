@@ -31,7 +31,7 @@ from shardload.formats.hdf5.names import decoded, encoded, names_below
 from shardload.formats.hdf5.opened import OpenDataset, OpenFacts, close_all, kept
 from shardload.formats.hdf5.raw_file import has_signature, open_to_read, type_of_values
 from shardload.formats.hdf5.source import Hdf5Source
-from shardload.formats.hdf5.tiles import code_of, find_boxes, tell_parts
+from shardload.formats.hdf5.tiles import Versions, code_of, find_boxes, tell_parts
 from shardload.storage.containment import Fence, NotAFileError, OutsideError, open_file
 from shardload.storage.local import state_of
 
@@ -78,7 +78,9 @@ class Hdf5Format(Format):
             raise ConfigError(
                 f"'{obj.name}' in '{path}' is a group, not an array. Pass group['name'] with a name of an array in it: {names}."
             )
-        return file.source(facts.dataset(obj.id), str(obj.name or "<unnamed>"), facts.close)
+        closing = contextlib.ExitStack()
+        closing.callback(facts.close)
+        return file.source(facts.dataset(obj.id), str(obj.name or "<unnamed>"), closing)
 
 
 FORMAT = Hdf5Format()
@@ -111,65 +113,41 @@ class Hdf5File(OpenFile):
         """Open a dataset by its name, or by the name of a link to it. If it is virtual, parts of it that `planned` has are not
         looked at again.
         """
-        return self._open(dataset, planned)
+        found, opened = self._look_up(dataset)
+        if not opened:
+            found = self._variable_of(found, dataset)
+        return self.source(found, dataset, _closing(found, opened), planned, is_linked=bool(opened))
 
-    def open_part(self, dataset: str, after: Callable[[], None]) -> tuple[Hdf5Source, dict[str, tuple[int, ...]]]:
-        """Open a dataset of which a virtual one consists; `after` is called when it was closed. Returns also the files that its
-        values depend on, with their versions.
+    def open_part(self, dataset: str, after: Callable[[], None]) -> tuple[Hdf5Source, Versions]:
+        """Open a dataset of which a virtual one consists, by its very name: that knows no names of netCDF. `after` is called
+        when it was closed. Returns also the files that its values depend on, with their versions.
         """
-        files: dict[str, tuple[int, ...]] = {}
-        return self._open(dataset, after=after, files=files), files
-
-    def _open(
-        self,
-        name: str,
-        planned: ArrayInfo | None = None,
-        after: Callable[[], None] | None = None,
-        files: dict[str, tuple[int, ...]] | None = None,
-    ) -> Hdf5Source:
-        """Open a dataset. `planned` is what is known of it: of a virtual one, the parts are not looked at again. `after` is
-        called when it was closed.
-
-        With `files` it is a part, of the very name: a virtual dataset knows no names of netCDF.
-        """
-        dataset, opened = self._look_up(name, has_own_names=files is None)
-
-        def close() -> None:
-            if dataset.id.valid:
-                dataset.id.close()
-            close_all(opened)
-            if after is not None:
-                after()
-
-        try:
-            if files is not None:
-                files.update(versions_of([self._facts, *opened]))
-            return self.source(dataset, name, close, planned, files, is_linked=bool(opened))
-        except BaseException:
-            close_all(opened)
-            raise
+        found, opened = self._look_up(dataset)
+        versions = versions_of([self._facts, *opened])
+        closing = _closing(found, opened, after)
+        source = self.source(found, dataset, closing, is_linked=bool(opened))
+        if source.info.refused is not None:
+            closing.close()
+            raise OSError(f"{source.info} holds {source.info.refused}")
+        return source, versions | source.others.versions
 
     def source(
         self,
         dataset: OpenDataset,
         name: str,
-        close: Callable[[], None],
+        closing: contextlib.ExitStack,
         planned: ArrayInfo | None = None,
-        files: dict[str, tuple[int, ...]] | None = None,
         is_linked: bool = False,
     ) -> Hdf5Source:
-        """The source of an open dataset, which the caller calls `name`. See `_open`."""
-        others = self._others(dataset, planned is not None and planned.parts is not None)
-        info = self._describe(dataset, name, others, planned=planned)
-        if files is not None:
-            if info.refused is not None:
-                raise OSError(f"{info} holds {info.refused}")
-            files.update(others.versions)
-        open_part = OtherFiles(dataset, self._fence, self._access) if others.is_virtual else None
-        return Hdf5Source(dataset, info, others, open_part, close, is_linked)
-
-    def _others(self, dataset: OpenDataset, is_known: bool = False) -> Others:
-        return look_through(dataset, self._fence, self._access, is_known)
+        """The source of an open dataset, which the caller calls `name`. What `closing` has is closed with it."""
+        try:
+            others = look_through(dataset, self._fence, self._access, planned is not None and planned.parts is not None)
+            info = self._describe(dataset, name, others, planned=planned)
+            open_part = OtherFiles(dataset, self._fence, self._access) if others.is_virtual else None
+            return Hdf5Source(dataset, info, others, open_part, closing.close, is_linked)
+        except BaseException:
+            closing.close()
+            raise
 
     def _describe(
         self, dataset: OpenDataset, name: str, others: Others, in_full: bool = False, planned: ArrayInfo | None = None
@@ -188,15 +166,15 @@ class Hdf5File(OpenFile):
         """The file to which links have led through these; the caller's path and allowance are those of this one."""
         return Hdf5File(opened[-1], self._path, self._access, self._fence) if opened else self
 
-    def _look_up(self, name: str, *, has_own_names: bool) -> tuple[OpenDataset, list[OpenFacts]]:
+    def _look_up(self, name: str) -> tuple[OpenDataset, list[OpenFacts]]:
         """The dataset of that name, and the files opened on the way. KeyError if there is no such dataset; SourceError if a
-        link has no target, or leads outside. With `has_own_names`, netCDF's names count before those of HDF5.
+        link has no target, or leads outside.
         """
         found, opened = self.follow(name)
         if not isinstance(found, OpenDataset):
             close_all(opened)
             raise KeyError(name)
-        return (self._variable_of(found, name) if has_own_names and not opened else found), opened
+        return found, opened
 
     def follow(self, name: str) -> tuple[Any, list[OpenFacts]]:
         """What `links.follow` finds; SourceError if a link has no target, or leads outside."""
@@ -278,7 +256,7 @@ class Hdf5File(OpenFile):
                 found = group[encoded(name)]
                 if isinstance(found, h5py.Dataset):
                     dataset = self._facts.dataset(found.id)
-                    yield self._describe(dataset, full, self._others(dataset), in_full)
+                    yield self._describe(dataset, full, look_through(dataset, self._fence, self._access), in_full)
             except (AssertionError, TypeError, *_ERRORS) as error:  # h5py asserts, too
                 yield ArrayInfo(self._path, full, "HDF5", (), "unknown", refused=f"metadata that HDF5 cannot read ({error})")
         for name, why in lost.items():
@@ -343,6 +321,16 @@ class Hdf5File(OpenFile):
         self._facts.close()
 
 
+def _closing(dataset: OpenDataset, opened: list[OpenFacts], after: Callable[[], None] | None = None) -> contextlib.ExitStack:
+    """Closes a dataset, then the files on the way to it, then what is left."""
+    closing = contextlib.ExitStack()
+    if after is not None:
+        closing.callback(after)
+    closing.callback(close_all, opened)
+    closing.callback(dataset.close)
+    return closing
+
+
 class OtherFiles:
     """Opens datasets of which a virtual one consists.
 
@@ -362,7 +350,7 @@ class OtherFiles:
         """Where they are when the first is opened."""
         return SearchPath("HDF5_VDS_PREFIX", self._dataset.facts)
 
-    def __call__(self, name: str, dataset: str) -> tuple[Source, dict[str, tuple[int, ...]]]:
+    def __call__(self, name: str, dataset: str) -> tuple[Source, Versions]:
         """Open the dataset of this name in the file that is named so. Returns also the files that its values depend on, and
         their versions, which had been seen when it was looked at.
         """

@@ -49,11 +49,7 @@ class GrowingHdf5Array(Hdf5Encoder, Growing):
     def __init__(self, path: str, name: str, known: Json, axis: int, n_new: int) -> None:
         shape = self.begin(tuple(known["shape"]), axis, known["chunks"][axis], n_new)
         super().__init__(path, name, spec_of(known, shape), known["format"])
-
-    @property
-    def is_asked(self) -> bool:
-        """See `Encoder`."""
-        return True
+        self.is_asked = True
 
 
 class Hdf5Growth(GrowingSink):

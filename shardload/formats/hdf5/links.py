@@ -34,7 +34,7 @@ from h5py._objects import phil
 from shardload.errors import printable
 from shardload.formats.access import STRICT, Access
 from shardload.formats.hdf5.chunks import ChunkPlaces
-from shardload.formats.hdf5.filters import is_stacked, refuse_filters
+from shardload.formats.hdf5.filters import refuse_filters
 from shardload.formats.hdf5.names import decoded, encoded
 from shardload.formats.hdf5.opened import OpenDataset, OpenFacts, OpenParts, close_all, inode_of
 from shardload.formats.hdf5.raw_file import has_signature
@@ -123,8 +123,6 @@ class Others:
         if dataset.chunks is not None and tuple(dataset.chunks) not in self.chunks:
             self.filters = self.filters or dataset.stored_filters
             self.chunks.append(tuple(dataset.chunks))
-        if is_stacked(dataset, self.access):
-            raise ValueError("its chunks are compressed more than once: HDF5 decodes them without a limit on the size")
         if dataset.chunks is not None:
             ChunkPlaces(dataset).check()
 

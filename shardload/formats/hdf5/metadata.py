@@ -11,7 +11,6 @@ from typing import Any
 import h5py
 import numpy as np
 
-from shardload.formats.access import Access
 from shardload.formats.contract.array import MOST_KEPT, NOTHING, TOLD, ArrayInfo, json_value
 from shardload.formats.contract.dtypes import native_dtype, refusal, unaddressable
 from shardload.formats.hdf5.attributes import (
@@ -21,11 +20,12 @@ from shardload.formats.hdf5.attributes import (
     has,
     is_plain,
     is_scale,
+    names_of,
     plain,
     read,
     scales_of,
 )
-from shardload.formats.hdf5.filters import NAMES, SIZED, n_compressors, refuse_filters
+from shardload.formats.hdf5.filters import name_of, refuse_filters
 from shardload.formats.hdf5.links import Others
 from shardload.formats.hdf5.opened import OpenDataset
 from shardload.formats.hdf5.raw_file import type_of_values
@@ -43,6 +43,7 @@ _REFUSED_CLASSES = {
 }
 _SMALL_IN_MANY = "small arrays as elements, in a virtual dataset"
 _MOST_ATTRIBUTE_NBYTES = 1 << 16
+_IN_HEADER = 8  # attributes: more may lie in a heap, and for a list of their names HDF5 reads them whole
 _READ = tuple(dict.fromkeys((*TOLD, *ATTRIBUTES)))
 
 
@@ -72,7 +73,7 @@ def describe(dataset: OpenDataset, path: str, name: str, others: Others, in_full
         dtype, refused = NOTHING, "no values: its dataspace is null, which is neither an array nor a number"
     elif refused is None:
         refused = _SMALL_IN_MANY if inner and is_virtual else None
-        refused = refused or refuse_filters(dataset, access) or _unbounded(filters, access)
+        refused = refused or refuse_filters(dataset, access)
     chunks = tuple(creation.get_chunk()) if creation.get_layout() == h5py.h5d.CHUNKED else None
     if is_virtual and refused is None:  # HDF5 decodes the chunks of the datasets behind it, whole, however small a part is read
         chunks, filters = others.smallest_chunk(len(dataset.shape)), others.filters
@@ -215,34 +216,20 @@ def _type_of(kind: Any) -> tuple[str, str | None]:
     return (dtype.name if refused else native_dtype(dtype).name), refused
 
 
-def _unbounded(filters: list[tuple[int, int, Any, bytes]], access: Access) -> str | None:
-    """Why stacked compressors are refused; None if there are none."""
-    compressors = [(number, _name(number, label)) for number, _, _, label in filters if number not in SIZED]
-    if n_compressors((number for number, _ in compressors), access) < 2:
-        return None
-    return (
-        f"chunks compressed more than once ({', then '.join(name for _, name in compressors)}), which HDF5 decodes without a "
-        "limit on the size of the result. Write it again with one compressor: `h5repack -f GZIP=4`, or load it with "
-        "untrusted=True"
-    )
-
-
-def _name(number: int, label: bytes) -> str:
-    return NAMES.get(number) or f"{label.decode(errors='replace')}#{number}"
-
-
 def _codec(filters: list[tuple[int, int, Any, bytes]]) -> str:
     """The filter pipeline for people: compressors first, then shuffle and checksum."""
     ordered = sorted(filters, key=lambda f: f[0] in _HELPERS)
-    return "+".join(_name(number, label) for number, _, _, label in ordered) or "none"
+    return "+".join(name_of(number, label) for number, _, _, label in ordered) or "none"
 
 
 def _attributes(dataset: h5py.Dataset, texts: bool) -> tuple[dict[str, Any], Packing]:
-    """The attributes that change what values mean, for people and for decoding. No other is read, not even in a list of all."""
+    """The attributes that change what values mean, for people and for decoding. No other is read."""
     told: dict[str, Any] = {}
     packing: dict[str, Any] = {}
+    is_few = h5py.h5a.get_num_attrs(dataset.id) <= _IN_HEADER
+    here = names_of(dataset) if is_few else [key for key in _READ if has(dataset, key)]
     for key in _READ:
-        if not has(dataset, key):
+        if key not in here:
             continue
         if not (texts or key in TEXTS or is_plain(dataset, key)):
             if key in ATTRIBUTES:

@@ -206,6 +206,11 @@ class OpenDataset(h5py.Dataset):  # type: ignore[misc]  # h5py has no types
         """The file that it is in."""
         return self.facts.file
 
+    def close(self) -> None:
+        """Close it. May be called again."""
+        if self.id.valid:
+            self.id.close()
+
     @kept
     def creation(self) -> Any:
         """Its creation properties."""

@@ -54,12 +54,7 @@ class Hdf5Encoder(Encoder):
 
     def __init__(self, path: str, name: str, spec: ArraySpec, flavour: str) -> None:
         self.pipeline = Pipeline(name, spec)
-        super().__init__(path, name, spec, flavour, self.pipeline.codec)
-
-    @property
-    def is_asked(self) -> bool:
-        """See `Encoder`."""
-        return self.pipeline.is_asked
+        super().__init__(path, name, spec, flavour, self.pipeline.codec, is_asked=self.pipeline.is_asked)
 
     def _encode(self, values: np.ndarray[Any, Any]) -> Stored:
         return self.pipeline.encode(values)
@@ -355,7 +350,7 @@ class PlacedChunks:
         # A chunk has less than 4 GiB.
         self.offsets: Int64s = np.zeros(n, np.int64)
         self.sizes: np.ndarray[Any, Any] = np.zeros(n, np.uint32 if self._grid else np.int64)
-        self._masks: dict[int, int] = {}  # but those that are 0
+        self._masks = np.zeros(n, np.uint32)
 
     def stored(self) -> tuple[Int64s, np.ndarray[Any, Any]]:
         """Offsets and sizes of the chunks that have a place."""
@@ -391,8 +386,7 @@ class PlacedChunks:
             raise ValueError(f"chunk {unravel(int(twice[0]), self._grid)} of '{self.name}' has a place already")
 
     def _note(self, which: Int64s, offsets: Int64s, sizes: Int64s, masks: Int64s) -> None:
-        self.offsets[which], self.sizes[which] = offsets, sizes
-        self._masks.update(zip(which[masks != 0].tolist(), masks[masks != 0].tolist(), strict=True))
+        self.offsets[which], self.sizes[which], self._masks[which] = offsets, sizes, masks
 
     def check_complete(self) -> None:
         """ValueError if a chunk has no place."""
@@ -419,9 +413,7 @@ class PlacedChunks:
         def take(which: Int64s, offsets: Int64s, sizes: Int64s, masks: Int64s) -> None:
             nonlocal n_here
             n_here += len(which)
-            is_wrong = (offsets != self.offsets[which]) | (sizes != self.sizes[which])
-            if self._masks or np.any(masks):
-                is_wrong |= masks != np.array([self._masks.get(k, 0) for k in which.tolist()], dtype=np.int64)
+            is_wrong = (offsets != self.offsets[which]) | (sizes != self.sizes[which]) | (masks != self._masks[which])
             wrong.extend(zip(which[is_wrong][:1].tolist(), offsets[is_wrong][:1].tolist(), strict=True))
 
         self._each(dataset, take)

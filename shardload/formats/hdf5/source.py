@@ -19,7 +19,7 @@ import numpy as np
 from shardload.formats.contract.array import ArrayInfo, Properties
 from shardload.formats.contract.by_chunks import a_few_chunks, index_in_parts, read_by_chunks
 from shardload.formats.contract.chunk_reader import ChunkReader
-from shardload.formats.contract.dtypes import check_request, native_dtype
+from shardload.formats.contract.dtypes import check_request
 from shardload.formats.contract.format import ChangedError, Source, UndecodedError
 from shardload.formats.hdf5.chunks import ChunkPlaces, fill_value, leaves_gaps, open_chunks
 from shardload.formats.hdf5.contiguous import Hdf5Contiguous, open_contiguous
@@ -28,7 +28,7 @@ from shardload.formats.hdf5.links import Others
 from shardload.formats.hdf5.making import properties_of
 from shardload.formats.hdf5.metadata import group_attrs_of, labels_of
 from shardload.formats.hdf5.opened import OpenDataset, kept
-from shardload.formats.hdf5.raw_file import BFLOAT16, type_in_file, type_of_values
+from shardload.formats.hdf5.raw_file import BFLOAT16, type_in_file
 from shardload.formats.hdf5.tiles import Opener, Tiles, find_boxes
 from shardload.formats.labels import Labels
 from shardload.planning.region import Region
@@ -52,7 +52,7 @@ class Hdf5Source(Source):
     open_part : Opener, optional
         Opens the datasets of which a virtual one consists.
     close : callable, optional
-        Called once, by `close`.
+        Called by `close`.
     is_linked : bool
         True if a link led to the dataset from another file, whose names it does not know.
     """
@@ -63,14 +63,14 @@ class Hdf5Source(Source):
         info: ArrayInfo,
         others: Others,
         open_part: Opener | None = None,
-        close: Callable[[], None] | None = None,
+        close: Callable[[], None] = lambda: None,
         is_linked: bool = False,
     ) -> None:
-        self._dataset, self._info, self._others, self._is_linked = dataset, info, others, is_linked
+        self._dataset, self._info, self.others, self._is_linked = dataset, info, others, is_linked
         self._open_part, self._close = open_part, close
         self._expected: Region | None = None
         number, self._inner = dataset.element
-        self._dtype = self._number = np.dtype("V1") if info.refused else native_dtype(type_of_values(number))
+        self._dtype = self._number = np.dtype("V1" if info.refused else info.dtype)
         # h5py makes the type in memory from NumPy's: for complex numbers a pair (r, i). HDF5 cannot convert the complex type of
         # HDF5 2.0 in the other byte order to that pair.
         is_native_complex = number.get_class() == getattr(h5py.h5t, "COMPLEX", None)
@@ -114,7 +114,7 @@ class Hdf5Source(Source):
 
     def nbytes_stored(self) -> int | None:
         """Bytes that its values take in the file. HDF5 goes through the index of all chunks for that."""
-        return None if self._others.is_virtual else int(self._dataset.id.get_storage_size())
+        return None if self.others.is_virtual else int(self._dataset.id.get_storage_size())
 
     def read_into(self, region: Region, out: np.ndarray[Any, Any]) -> None:
         """Read `region` into `out`: straight from the file, or with ``H5Dread``."""
@@ -124,14 +124,14 @@ class Hdf5Source(Source):
         if self._inner:
             elements, inside = self._cut(region)
             numbers = np.empty((*elements.shape, *self._inner), self._number)
-            with self._others.watched():
+            with self.others.watched():
                 self._read_into(elements, numbers.reshape(-1).view(self._dtype).reshape(elements.shape))
             out[...] = numbers[inside]
             return
         if self._dataset.id.valid and self._tiles is not None:
             self._tiles.read_into(region, out)
             return
-        with self._others.watched():
+        with self.others.watched():
             self._read_into(region, out)
 
     def _cut(self, region: Region) -> tuple[Region, tuple[Any, ...]]:
@@ -165,7 +165,7 @@ class Hdf5Source(Source):
         now, before = self._dataset.facts.state(), self._dataset.file.id.get_filesize()
         if now is not None and now[0] < before:
             raise OSError(f"the file was cut to {now[0]} bytes from {before} since it was opened")
-        self._others.check_whole()
+        self.others.check_whole()
 
     def _read_by_library(self, region: Region, out: np.ndarray[Any, Any]) -> None:
         identifier = self._dataset.id
@@ -213,7 +213,7 @@ class Hdf5Source(Source):
         if self._info.refused or self._places is None or not names:
             return None
         found = open_chunks(self._dataset, self._dtype, self._places)
-        if found is None and not all(map(self._others.access.may_use, names)):
+        if found is None and not all(map(self.others.access.may_use, names)):
             raise UndecodedError(
                 f"its chunks are encoded by {' and '.join(names)} in a way that only HDF5 decodes, which would crash if one is "
                 f"damaged. If you trust who wrote the file, pass allow_filters='{names[0]}'"
@@ -222,7 +222,7 @@ class Hdf5Source(Source):
 
     def plain(self, region: Region) -> np.ndarray[Any, Any]:
         """The values as h5py's indexing gives them."""
-        with self._others.watched():
+        with self.others.watched():
             try:
                 elements, inside = self._cut(region)
                 return np.asarray(self._plain(elements)[inside])
@@ -240,7 +240,7 @@ class Hdf5Source(Source):
             if region.size:
                 self._read_by_library(region, out)
             return out
-        if self._others.is_virtual and region.size:
+        if self.others.is_virtual and region.size:
             out = np.full(region.shape, self._gaps, self._dataset.dtype)
             for part in self._parts(region):
                 self._dataset.read_direct(out, part.slices(), part.slices(region.start))
@@ -249,24 +249,21 @@ class Hdf5Source(Source):
 
     def labels(self) -> Labels:
         """The dimension scales and all attributes."""
-        with self._others.watched():
-            return labels_of(self._dataset, has_coords=not self._is_linked)
+        return labels_of(self._dataset, has_coords=not self._is_linked)
 
     def group_attrs(self) -> Mapping[str, Any]:
         """Those of the group in this file; if a link leads to the array in another file, none."""
-        with self._others.watched():
-            return {} if self._is_linked else group_attrs_of(self._dataset)
+        return {} if self._is_linked else group_attrs_of(self._dataset)
 
     def properties(self) -> Properties:
         """Filters with their options, and attributes with their types."""
-        with self._others.watched():
-            return properties_of(self._dataset, self._others.filters if self._others.is_virtual else None)
+        return properties_of(self._dataset, self.others.filters if self.others.is_virtual else None)
 
     def chunk_reader(self) -> ChunkReader | None:
         """A reader that decodes single chunks without HDF5; None if only HDF5 can decode them."""
         if self._info.refused is not None or self._info.chunks is None:
             return None
-        if self._others.is_virtual:
+        if self.others.is_virtual:
             return None if self._tiles is None else self._tiles.chunk_reader()
         if self._dataset.raw is None or self._places is None:
             return None
@@ -275,12 +272,12 @@ class Hdf5Source(Source):
     @kept
     def _tiles(self) -> Tiles | None:
         """The parts of a virtual dataset; None for any other one, and if HDF5 has to read it."""
-        if not self._others.is_virtual or self._info.refused is not None:
+        if not self.others.is_virtual or self._info.refused is not None:
             return None
         if self._info.parts is None:
             return None
         shapes = map(tuple, self._info.parts["shapes"])
-        boxes = find_boxes(self._dataset, self._others.names, lambda _: next(shapes, None))
+        boxes = find_boxes(self._dataset, self.others.names, lambda _: next(shapes, None))
         if boxes is None or len(boxes) != len(self._info.parts["versions"]):  # HDF5 must not read parts that nobody looked at
             raise ChangedError(f"{self._info} has other parts than when it was looked at. Load it again, or make a new plan")
         if self._open_part is None:
@@ -309,23 +306,21 @@ class Hdf5Source(Source):
         tiles = self.__dict__.get("_tiles")
         if self._info.parts is not None:
             return *found, 0 if tiles is None else tiles.n_changed()
-        return _together(found, self._others.state())
+        return _together(found, self.others.state())
 
     def opened_in(self) -> tuple[int, ...] | None:
         """`state` before anything was read of these files."""
         found = self._dataset.facts.opened_in
         if found is None:
             return None
-        return (*found, 0) if self._info.parts is not None else _together(found, self._others.opened_in())
+        return (*found, 0) if self._info.parts is not None else _together(found, self.others.opened_in())
 
     def close(self) -> None:
         """Close the dataset and the files, if this object opened them."""
         tiles = self.__dict__.get("_tiles")
         if tiles is not None:
             tiles.close()
-        close, self._close = self._close, None
-        if close is not None:
-            close()
+        self._close()
 
 
 def _has_unused_bits(kind: Any) -> bool:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, Protocol
+from typing import Any
 
 import h5py
 import numpy as np
@@ -46,6 +46,9 @@ _MOST_COMPARED = 2048  # tiles in two or more rows and columns, each compared wi
 
 
 Names = tuple[str, str]  # of a file as it is named there, and of a dataset in it
+Versions = dict[str, tuple[int, ...]]  # size and time of files, by their paths
+Opener = Callable[[str, str], tuple[Source, Versions]]
+"""From `Names` to the source of a part, and the versions of all files behind it."""
 
 
 @dataclass(frozen=True)
@@ -100,14 +103,6 @@ def version_of(files: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
 def code_of(kind: Any) -> bytes:
     """A type of HDF5 as bytes."""
     return bytes(kind.copy().encode())
-
-
-class Opener(Protocol):
-    """Opens the source of a part."""
-
-    def __call__(self, name: str, dataset: str) -> tuple[Source, dict[str, tuple[int, ...]]]:
-        """Open the dataset of this name in the file that is named so. Returns also the versions of all files behind it."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -152,7 +152,7 @@ def _shapes_in(key: str, document: Json, arrays: Iterable[str]) -> Iterator[tupl
     """The shapes in consolidated metadata, by the names of arrays. They are the document's own lists."""
     group, file = os.path.split(key)
     is_2 = file == ".zmetadata"
-    known = (document if is_2 else document["consolidated_metadata"]).get("metadata") or {}
+    known = (document if is_2 else document.get("consolidated_metadata") or {}).get("metadata") or {}
     prefix = f"{group}/" if group else ""
     for name in arrays:
         below = name.strip("/").removeprefix(prefix)
@@ -233,7 +233,6 @@ class GrowthSink(ZarrSink, GrowingSink):
         self.group_attrs, self._texts = {}, {}
         self.version = next(iter(arrays.values()))["metadata"]["zarr_format"]
         self.arrays = {name: GrowthEncoder(path, name, array, axes[name], n_new[name]) for name, array in arrays.items()}
-        self.last = [name for name, array in arrays.items() if len(array["shape"]) == 1]  # coordinates
 
     def create(self) -> Catalog:
         """See `Sink`."""
@@ -252,9 +251,8 @@ class GrowthCatalog(ZarrCatalog):
         self._lock = AppendLock(self._store)
         try:
             self._seen = self._look()
-            self._before = {key: text for key, (text, _) in self._seen.items()}
             for name, array in sink.arrays.items():
-                document = array.old_document | json.loads(self._before[sink.metadata_key(name)])
+                document = array.old_document | json.loads(self._seen[sink.metadata_key(name)][0])
                 if json.dumps(document) != json.dumps(array.old_document):  # as text, because NaN is not equal to itself
                     raise self._changed()
             super().__init__(sink)
@@ -269,14 +267,14 @@ class GrowthCatalog(ZarrCatalog):
             raise
 
     def _look(self) -> dict[str, tuple[bytes, Any]]:
-        """The metadata that will change, as they are in the store, and when they were written: a store that has taken the place
-        of this one may have the same.
+        """The metadata that will change, in that order: coordinates after other arrays, what describes several arrays last. As
+        they are in the store, and when they were written: a store that has taken the place of this one may have the same.
         """
-        store = open_store(self._store, allow_external=True)
-        keys = [key for key, _ in _shared_documents(store, self._grows.arrays)]
-        seen = {}
+        store, arrays, seen = open_store(self._store, allow_external=True), self._grows.arrays, {}
+        names = sorted(arrays, key=lambda name: (len(arrays[name].old_shape) == 1, name))
+        keys = [key for key, _ in _shared_documents(store, arrays)]
         with named(self._grows.path):
-            for key in [*map(self._grows.metadata_key, self._grows.arrays), *keys]:
+            for key in [*map(self._grows.metadata_key, names), *keys]:
                 state, text = store.state(key), store.read(key)
                 if text is None:
                     raise self._changed()
@@ -334,19 +332,15 @@ class GrowthCatalog(ZarrCatalog):
 
     def _new_documents(self) -> list[tuple[str, str]]:
         """The new metadata as files beside the store: name in the store, and path; in the order of their renames."""
-        sink, shapes = self._grows, {name: list(one.new_shape) for name, one in self._grows.arrays.items()}
-        names = sorted(sink.arrays, key=lambda name: (name in sink.last, name))
-        made: dict[str, Json] = {}
-        for name in names:
-            key = sink.metadata_key(name)
-            made[key] = json.loads(self._before[key]) | {"shape": shapes[name]}
-        for key, _ in _shared_documents(open_store(self._store, allow_external=True), sink.arrays):
-            document = made[key] if key in made else json.loads(self._before[key])
-            for name, shape in _shapes_in(key, document, sink.arrays):
-                shape[:] = shapes[name]
-            made[key] = document
+        shapes = {name: list(one.new_shape) for name, one in self._grows.arrays.items()}
+        own = {self._grows.metadata_key(name): name for name in shapes}
         found = []
-        for k, (key, document) in enumerate(made.items()):
+        for k, (key, (text, _)) in enumerate(self._seen.items()):
+            document = json.loads(text)
+            if key in own:
+                document["shape"] = shapes[own[key]]
+            for name, shape in _shapes_in(key, document, shapes):
+                shape[:] = shapes[name]
             path = os.path.join(self.ticket.temporary, f"{GROWTH_MARK}-{k}")
             write_file(path, json.dumps(document, indent=2).encode())
             found.append((key, path))
@@ -363,7 +357,7 @@ class GrowthCatalog(ZarrCatalog):
             path = os.path.join(self.ticket.temporary, f"{GROWTH_MARK}-back")
             try:
                 for key in reversed(done):
-                    write_file(path, self._before[key])
+                    write_file(path, self._seen[key][0])
                     os.replace(path, os.path.join(self._store, key))
             except OSError as found:
                 raise not_undone(error, self._grows.path, found) from error

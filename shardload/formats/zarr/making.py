@@ -57,15 +57,10 @@ def _texts(node: ArrayNode, array: Any) -> np.ndarray[Any, Any] | None:
 
 
 def _marker(found: Any, dtype: np.dtype[Any]) -> Any:
-    """``_FillValue`` as a scalar of the array's type; xarray writes a float as base64 of a float64's bytes."""
+    """``_FillValue`` as a scalar of the array's type."""
 
     def number(part: Any) -> Any:
-        if not isinstance(part, str):
-            return part
-        try:
-            return struct.unpack("<d", base64.b64decode(part, validate=True))[0]
-        except (ValueError, struct.error):
-            return float(part)  # "NaN"
+        return float(float_of_base64(part)) if isinstance(part, str) else part  # also of "NaN"
 
     try:
         if dtype.kind == "c" and isinstance(found, list):
@@ -73,6 +68,15 @@ def _marker(found: Any, dtype: np.dtype[Any]) -> Any:
         return np.asarray(number(found), dtype)[()]
     except (TypeError, ValueError, OverflowError):
         return found
+
+
+def float_of_base64(value: Any) -> Any:
+    """A float that xarray wrote as base64 of a float64's bytes (JSON has no NaN). Any other value is returned unchanged."""
+    try:
+        (number,) = struct.unpack("<d", base64.b64decode(value, validate=True))
+    except (TypeError, ValueError, struct.error):
+        return value
+    return math.nan if math.isnan(number) else number
 
 
 def _options(name: str, options: Mapping[str, Any], itemsize: int) -> dict[str, Any]:

@@ -41,7 +41,7 @@ from shardload.formats.zarr.metadata import Json, ZarrLayout
 from shardload.planning.grid import unravel
 from shardload.planning.region import Region
 from shardload.storage.leftovers import ROOTS
-from shardload.storage.target import FOLDER_MARK, GROWTH_MARK, Target, check_mark, make_below, mark, named, put_at, sync_folder
+from shardload.storage.target import FOLDER_MARK, GROWTH_MARK, Target, check_mark, mark, named, put_at, sync_folder
 
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
@@ -50,7 +50,7 @@ _MOST_BEHIND = 4096  # writes into them
 _MOST_BEHIND_NBYTES = 64 << 20  # if another job may go on: about what a kill costs a rank
 _MISSING = np.uint64(2**64 - 1)
 
-MOST_NAME_NBYTES = 255  # of a file or folder
+_MOST_NAME_NBYTES = 255  # of a file or folder
 _TAKEN = {"zarr.json", ".zarray", ".zgroup", ".zattrs", ".zmetadata", FOLDER_MARK}
 
 
@@ -58,7 +58,8 @@ class ZarrEncoder(Encoder):
     """See `Encoder`."""
 
     def __init__(self, path: str, name: str, spec: ArraySpec, document: Json, layout: ZarrLayout, fill: Any) -> None:
-        super().__init__(path, name, spec, f"Zarr v{layout.version}", layout.codec)
+        is_asked = layout.per_shard is not None
+        super().__init__(path, name, spec, f"Zarr v{layout.version}", layout.codec, is_asked=is_asked)
         self.document, self.layout = document, layout
         self._chain = EncodeChain(layout.steps, spec.chunks, spec.dtype, fill)
 
@@ -67,11 +68,6 @@ class ZarrEncoder(Encoder):
         """That of a new array."""
         document = document_of(name, spec, version)
         return cls(path, name, spec, document, ZarrLayout.of(document, spec.dtype), fill_of(spec))
-
-    @property
-    def is_asked(self) -> bool:
-        """See `Encoder`."""
-        return self.layout.per_shard is not None
 
     def _encode(self, values: np.ndarray[Any, Any]) -> Stored:
         return Stored(self._chain.encode(values))
@@ -145,10 +141,8 @@ class ZarrSink(Sink):
         if any(one.is_asked for one in self.arrays.values()):
             self.about = None  # several ranks write a shard: its file is whole at the end only
         for name in specs:
-            if any(map(is_taken, name.split("/"))):
-                raise ConfigError(f"an array is called '{name}'; a Zarr store has files of such names itself. Rename it")
-            if any(len(part.encode(errors="replace")) > MOST_NAME_NBYTES for part in name.split("/")):
-                raise ConfigError(f"an array is called '{name}', which is too long for a folder. Rename it")
+            if why := refused_name(name):
+                raise ConfigError(f"an array is called '{name}', {why}. Rename it")
 
     def create(self) -> Catalog:
         """See `Sink`."""
@@ -252,9 +246,14 @@ def _written(spec: ArraySpec, version: int) -> dict[str, bytes]:
     return {key: content.to_bytes() for key, content in files.items()}
 
 
-def is_taken(part: str) -> bool:
-    """True for a part of a name that an array or a group cannot have: the store has such files, or zarr-python another name."""
-    return part in _TAKEN or "\\" in part
+def refused_name(name: str) -> str | None:
+    """Why no array or group of a store can have this name, in words that follow it; None if one can."""
+    parts = name.split("/")
+    if any(part in _TAKEN or "\\" in part for part in parts):  # (zarr-python makes another name of a backslash)
+        return "and a Zarr store has files of such names itself"
+    if any(len(part.encode(errors="replace")) > _MOST_NAME_NBYTES for part in parts):
+        return "which is too long for a folder"
+    return None
 
 
 def _check_single(name: str, spec: ArraySpec) -> None:
@@ -460,12 +459,14 @@ class _ZarrWriter(Writer):
         self._opened: WeakValueDictionary[str, _OpenFile] = WeakValueDictionary()
         self._unsynced: dict[str, _OpenFile] = {}  # those that were written to
         self._n_behind = self._nbytes_behind = 0
-        self._made: set[str] = set()  # folders that are there
+        self._made = {ticket.temporary}  # folders that are there
         self._folders: set[str] = set()  # those with new names that are not synced
         self._is_open = True
         check_mark(os.path.join(ticket.temporary, FOLDER_MARK), ticket.token, sink.path)
 
     def put(self, name: str, number: int, offset: int, stored: Stored) -> None:
+        if not self._is_open:
+            raise ValueError(f"the writer of '{self._sink.path}' is closed")
         one = self._sink.arrays[name]
         index, path = unravel(number, one.spec.grid), self._sink.file_of(self._ticket, name, number)
         with named(self._sink.path, name, lambda: index):
@@ -510,10 +511,11 @@ class _ZarrWriter(Writer):
         self.put(name, 0, 0, stored)
 
     def _make_folder(self, folder: str) -> None:
-        if not self._is_open:
-            raise ValueError(f"the writer of '{self._sink.path}' is closed")
+        """Make a folder, and those above it; not the store itself: who has removed it wants it gone."""
         if folder not in self._made:
-            make_below(self._ticket.temporary, folder)
+            self._make_folder(os.path.dirname(folder))
+            with contextlib.suppress(FileExistsError):  # another thread, or rank
+                os.mkdir(folder)
             self._made.add(folder)
 
     def _note_folder(self, folder: str) -> None:

@@ -13,12 +13,10 @@ one. `ZarrSource.missing` says which chunks were missing.
 
 from __future__ import annotations
 
-import base64
 import functools
 import itertools
 import math
 import os
-import struct
 import zipfile
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -37,7 +35,7 @@ from shardload.formats.contract.format import Format, OpenFile, Source
 from shardload.formats.labels import Coordinate, Labels, names_in
 from shardload.formats.zarr.chunks import ZarrChunks, chunk_reader
 from shardload.formats.zarr.codecs import refuse_codecs
-from shardload.formats.zarr.making import properties_of
+from shardload.formats.zarr.making import float_of_base64, properties_of
 from shardload.formats.zarr.metadata import grid_of, is_stacked, n_in_shard, names_of
 from shardload.formats.zarr.nodes import ArrayNode, BrokenNode, GroupNode, UnknownCodecError, quiet
 from shardload.formats.zarr.store import (
@@ -414,17 +412,8 @@ def _attribute(node: ArrayNode, key: str, *most: int) -> Any:
     if key != "_FillValue" or node.dtype.kind not in "fcV":  # V: bfloat16 and similar types
         return value
     if isinstance(value, list) and len(value) == 2:  # of complex numbers: real part, imaginary part
-        return [_float_of_base64(part) for part in value]
-    return _float_of_base64(value)
-
-
-def _float_of_base64(value: Any) -> Any:
-    """Decode a float that xarray wrote as base64 (JSON has no NaN). Any other value is returned unchanged."""
-    try:
-        (number,) = struct.unpack("<d", base64.b64decode(value, validate=True))
-    except (TypeError, ValueError, struct.error):
-        return value
-    return math.nan if math.isnan(number) else number
+        return [float_of_base64(part) for part in value]
+    return float_of_base64(value)
 
 
 def _unsafe(node: ArrayNode) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -125,7 +126,6 @@ def plan_copy(
     page = PAGE_NBYTES if machine.n_nodes > 1 else 1
     units, specs = [], []
     reading = _LEAST_READING_NBYTES
-    largest: tuple[int, SourceArray | None] = (0, None)
     for one in found:
         spec = sink.arrays[one.full_name].spec
         layout = one.layout()
@@ -139,31 +139,20 @@ def plan_copy(
         units.append(CopiedArray(spec.shape, unit, chunks, one.info.chunks is not None, layout.dtype.itemsize, not fits))
         specs.append(spec)
         reading = max(reading, least_staging(layout))
-        if units[-1].unit_nbytes > largest[0]:
-            largest = units[-1].unit_nbytes, one
-    least = least_memory(largest[0], largest[0], reading)
+    name, largest = max(((one.name, unit.unit_nbytes) for one, unit in zip(found, units, strict=True)), key=itemgetter(1))
+    least = least_memory(largest, largest, reading)
     staging = max(STAGING_NBYTES, least) if isinstance(request.staging, str) else request.staging
     if staging < least:
-        chunk, smaller = "", "chunks"
-        if largest[1] is not None:
-            spec = sink.arrays[largest[1].full_name].spec
-            what = "rows" if spec.chunks is None else "chunks"
-            if spec.shards is not None and machine.n_nodes > 1:
-                what = smaller = "shards"
-            chunk = f", with {what} of {format_nbytes(largest[0])} in '{largest[1].name}'"
         raise ConfigError(
-            f"staging is {format_nbytes(staging)}, but this copy needs {format_nbytes(least)}{chunk}. Pass "
-            f"staging='{_mib(least)}MiB', or smaller {smaller}="
+            f"staging is {format_nbytes(staging)}, but this copy needs {format_nbytes(least)}: what a rank writes at once of "
+            f"'{name}' is {format_nbytes(largest)} (a chunk, a file of chunks, or some rows). Pass "
+            f"staging='{-(-least >> 20)}MiB', or smaller chunks="
         )
-    memory = plan_memory(staging, largest[0], largest[0], reading, machine.n_threads)
+    memory = plan_memory(staging, largest, largest, reading, machine.n_threads)
     arrays = tuple(plan_array(unit, n_ranks, memory.round_nbytes) for unit in units)
     names, infos = tuple(one.name for one in found), tuple(one.info for one in found)
     n_rounds = count_rounds(arrays, n_ranks, memory.round_nbytes)
     return CopyPlan(names, infos, tuple(specs), arrays, memory, staging, n_ranks, n_rounds, tuple(notes))
-
-
-def _mib(nbytes: int) -> int:
-    return -(-nbytes >> 20)
 
 
 def _runs(layout: SourceLayout) -> Grid:

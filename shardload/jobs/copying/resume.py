@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -60,16 +61,17 @@ def find_done(group: Group, sink: Sink, names: Sequence[str], specs: Sequence[Ar
     """
     group.watch.enter("look at what is there")
 
-    def look() -> list[bytes]:
+    def look() -> bytes:
         is_there = sink.take_up()
-        return [] if is_there is None else [np.packbits(is_there[name].reshape(-1)).tobytes() for name in names]
+        if is_there is None:
+            return b""
+        return np.packbits(np.concatenate([is_there[name].reshape(-1) for name in names])).tobytes()
 
-    bits = np.frombuffer(group.tell(look, 0), dtype=np.uint8)
-    flags, start = [], 0
-    for spec in specs if len(bits) else ():
-        n_chunks = int(np.prod(spec.grid))
-        n_bytes = -(-n_chunks // 8)
-        one_array = np.unpackbits(bits[start : start + n_bytes], count=n_chunks)
-        flags.append(one_array.astype(bool).reshape(spec.grid))
-        start += n_bytes
+    told = group.tell(look, 0)
+    if not len(told):
+        return DoneChunks(specs)
+    sizes = [math.prod(spec.grid) for spec in specs]
+    bits = np.unpackbits(np.frombuffer(told, dtype=np.uint8), count=sum(sizes)).astype(bool)
+    parts = np.split(bits, np.cumsum(sizes)[:-1])
+    flags = [part.reshape(spec.grid) for part, spec in zip(parts, specs, strict=True)]
     return DoneChunks(specs, flags)

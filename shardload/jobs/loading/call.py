@@ -27,6 +27,7 @@ from jax.sharding import AbstractMesh
 
 from shardload.comm.agreement import Invocation
 from shardload.comm.launch import rank_of_process
+from shardload.comm.store import check_sent
 from shardload.engine.call import Call, begin_call, unforeseen
 from shardload.errors import ConfigError
 from shardload.formats.access import Access
@@ -185,7 +186,7 @@ class LoadCall:
         group, machine = self._begun.group, self._begun.group.machine
         on_machine = (machine.n_nodes, machine.n_threads, machine.memory_nbytes)
         return PlannedRanks(
-            group.rank, group.size, rank_of_process(group), *on_machine, can_send=group.can_send, tuning=self._tuning
+            group.rank, group.size, rank_of_process(group), *on_machine, has_mpi=group.has_mpi, tuning=self._tuning
         )
 
     def ranks_for(self, request: Request) -> PlannedRanks:
@@ -204,7 +205,15 @@ class LoadCall:
         with collections_wait(not self.tree.is_single):
             if self._begun is None:
                 return self.make(b"".join(self.find()))
-            return self._begun.plan(self.find, self.make, _describe_loads, root=root)
+            return self._begun.plan(self.find, self._make_checked, _describe_loads, root=root)
+
+    def _make_checked(self, told: Any) -> list[ArrayLoad]:
+        """The plans. ConfigError if they send too much through JAX's coordinator, for want of MPI."""
+        loads, ranks = self.make(told), self._ranks
+        if ranks is not None and not ranks.has_mpi and ranks.n_nodes > 1:
+            nbytes = sum(load.plan.costs[load.plan.readers].moved_nbytes for load in loads)
+            check_sent(self.kind, nbytes, "" if self.kind == "scatter" else ", or pass readers='direct'")
+        return loads
 
     def load(self, root: int | None = None) -> Any:
         """Do `plan`, and load what is planned: the arrays in the structure of the tree. Collective."""
@@ -218,9 +227,13 @@ class LoadCall:
 
     def loader(self, loads: list[ArrayLoad]) -> Loader:
         """What loads the planned arrays, inside this call."""
-        if self._begun is None:
-            raise ConfigError("there are no ranks that could load anything")
-        return Loader(self._begun.group, loads, self._begun.asked, self._tuning)
+        return Loader(self.call.group, loads, self.call.asked, self._tuning)
+
+    @property
+    def call(self) -> Call:
+        """This call of all ranks. Not for an abstract mesh, of which there is a plan only."""
+        assert self._begun is not None
+        return self._begun
 
     def hand_out(self, loads: list[ArrayLoad]) -> Plan | TreePlan:
         """The plan for the caller, with the executor that can do it later; each array of a tree has one of its own, too."""
@@ -279,7 +292,7 @@ class LoadCall:
             with naming_errors(where_text(keys)):
                 if not place.is_pattern:
                     look = partial(_look, partial(complete, place.path), request.options.select)
-                    array = finder.find(place.path, place.dataset, bool(request.options.decode), look)
+                    array = finder.find(place.path, place.dataset, look)
                     found.append(sent.add(array, state))
                     continue
                 below, left_out = finder.find_below(place.path, place.group)

@@ -220,13 +220,13 @@ class ShardedArray:
         self.shards: dict[int, Piece] = {}
         self.array: jax.Array | None = None
         self.device_seconds, self.counters = 0.0, Counters()
-        self._early: EarlyPieces | None = None
-        self._pieces: ShardPieces | None = None
+        self._early: EarlyPieces
+        self._pieces: ShardPieces
 
     @property
     def pieces(self) -> dict[int, Piece]:
         """What is filled, by the number of the section (`Shards.sections_of`), in coordinates of the file's array."""
-        return {} if self._pieces is None else self._pieces.sections
+        return self._pieces.sections
 
     @property
     def nbytes(self) -> int:
@@ -251,8 +251,8 @@ class ShardedArray:
 
     def start_early(self, piece: Piece) -> None:
         """Start to copy a complete piece to its device."""
-        shard = None if self._pieces is None else self._pieces.completed(piece)
-        if self._early is not None and shard is not None:
+        shard = self._pieces.completed(piece)
+        if shard is not None:
             self._early.start(shard.region, shard.data)
 
     def fill(self) -> None:
@@ -275,8 +275,7 @@ class ShardedArray:
     def assemble(self) -> None:
         """Hand the pieces to JAX."""
         started = time.perf_counter()
-        if self._pieces is not None:
-            self._pieces.finish()
+        self._pieces.finish()
         held = ((p.region, p.data) for p in self.shards.values())
         plan = self.load.plan
         self.array = assemble(plan.shape_global, plan.sharding, plan.dtype, held, self._early)

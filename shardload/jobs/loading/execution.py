@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -33,12 +33,12 @@ from shardload.formats.contract.array import some
 from shardload.jobs.consistency import N_SUMS, State, check_same, to_sums, version_in, version_of_state
 from shardload.jobs.loading.array_load import ArrayLoad
 from shardload.jobs.loading.endpoints import DeviceTarget, LoadSource, OpenSources, moves_of
-from shardload.jobs.loading.plan import LoadLayout
+from shardload.jobs.loading.plan import staging_of
 from shardload.jobs.loading.report import ArrayReport, LoadReport, Phase, join_proven, phases_of
 from shardload.jobs.progress import progress_of
 from shardload.jobs.trees import keys_text
 from shardload.planning.region import Region
-from shardload.planning.staging import Staging, plan_staging
+from shardload.planning.staging import Staging
 from shardload.planning.tuning import Tuning
 from shardload.system.caller import warn_once
 from shardload.system.first_error import FirstError
@@ -53,16 +53,11 @@ _MOST_TOLD = 8  # arrays with missing chunks in one message
 
 @dataclass(frozen=True, eq=False)
 class LoadResult:
-    """The result of a call: the arrays in order, what was proven of each, and what makes one report for all."""
+    """The result of a call: the arrays in order, what was proven of each, and one report for all."""
 
     arrays: list[jax.Array]
     proven: list[VerifyReport]
-    make_report: Callable[[], LoadReport]
-
-    @cached_property
-    def report(self) -> LoadReport:
-        """What the job did. Most callers of `load` never ask."""
-        return self.make_report()
+    report: LoadReport
 
 
 def execute(comm: Any, loads: Sequence[ArrayLoad], agreed: Invocation, tuning: Tuning) -> LoadResult:
@@ -183,17 +178,9 @@ class Loader:
         return [path for path, count in n.items() if count > 1]
 
     @cached_property
-    def _layouts(self) -> list[LoadLayout]:
-        return list({id(load.layout): load.layout for load in self._loads}.values())  # many arrays share theirs
-
-    @cached_property
     def _staging(self) -> Staging:
         """How all arrays together use the memory under the cap."""
-        layouts, cap_nbytes = self._layouts, self._options.staging_nbytes
-        if len(layouts) == 1:
-            return layouts[0].staging(cap_nbytes)
-        n_threads = max(layout.n_threads for layout in layouts)
-        return plan_staging([(made.schedule, made.source) for made in layouts], cap_nbytes, n_threads)
+        return staging_of([load.plan for load in self._loads])
 
     @property
     def _is_direct(self) -> bool:
@@ -267,33 +254,29 @@ class Loader:
             counters.add(part)
         self._settle_missing([n_missing for n_missing, *_ in costs], [own.counters for own in target.arrays])
         self._warn_of_packed()
-        seconds = time.perf_counter() - started
         device = Phase(sum(own.device_seconds for own in target.arrays), target.nbytes)
-        return LoadResult(arrays, proven, lambda: self._report(costs, n_parts, proven, seconds, counters, device))
+        n_missing, n_decoded, nbytes_read, n_checksums = map(sum, zip(*costs, strict=True))
+        reports = [
+            ArrayReport(keys_text(load.where), str(load.info), decoded, nbytes, missing, verified)
+            for load, (missing, decoded, nbytes, _), verified in zip(self._loads, costs, proven, strict=True)
+            if load.where
+        ]
+        report = LoadReport(
+            time.perf_counter() - started,
+            n_decoded,
+            nbytes_read,
+            phases_of(counters, device),
+            counters.peak_nbytes,
+            join_proven(proven, n_parts + n_checksums),
+            n_missing,
+            tuple(reports),
+        )
+        return LoadResult(arrays, proven, report)
 
     def _agree(self, checked: list[ShardFindings], sums: list[list[int]]) -> list[VerifyReport]:
         """What was proven of each array. `sums`: the counts of all ranks."""
         names = [(load.name, load.layout.schedule.shards, load.layout.nbytes) for load in self._loads]
         return agree_all(self._group, self._options.verify, names, checked, sums)
-
-    def _report(
-        self,
-        costs: list[list[int]],
-        n_parts: int,
-        proven: list[VerifyReport],
-        seconds: float,
-        counters: Counters,
-        device: Phase,
-    ) -> LoadReport:
-        n_missing, n_decoded, nbytes_read, n_checksums = map(sum, zip(*costs, strict=True))
-        lines = [
-            ArrayReport(keys_text(load.where), str(load.info), decoded, nbytes, missing, verified)
-            for load, (missing, decoded, nbytes, _), verified in zip(self._loads, costs, proven, strict=True)
-            if load.where
-        ]
-        proven_of_all = join_proven(proven, n_parts + n_checksums)
-        phases, most = phases_of(counters, device), counters.peak_nbytes
-        return LoadReport(seconds, n_decoded, nbytes_read, phases, most, proven_of_all, n_missing, tuple(lines))
 
     def _warn_of_packed(self) -> None:
         """Warn once if stored numbers were loaded that are not the values, and the caller did not say that this is meant."""

@@ -7,7 +7,7 @@ it finds the ranks by their communicator when it is called.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -249,3 +249,10 @@ class Plan:
         self._reports[:] = [loaded.report]
         self._versions[:] = [version_of(array)]
         return array
+
+
+def staging_of(plans: Sequence[Plan]) -> Staging:
+    """How some arrays together use the memory under their cap."""
+    layouts = list({id(plan._layout): plan._layout for plan in plans}.values())
+    n_threads = max(layout.n_threads for layout in layouts)
+    return plan_staging([(layout.schedule, layout.source) for layout in layouts], plans[0].staging_nbytes, n_threads)

@@ -19,6 +19,7 @@ import jax
 import numpy as np
 
 from shardload.arrays.sharding import layout_shards, padded_shape, read_halo, read_spec, verify_layout
+from shardload.comm.store import RATE
 from shardload.comm.topology import UNKNOWN_NBYTES
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.contract.array import ArrayInfo
@@ -45,7 +46,7 @@ _MOST_NBYTES, _MOST_SHARD_NBYTES = 2**63 - 1, 2**56  # NumPy can count the first
 _SHARE = 4  # of the memory that a process may use: staging="auto" takes one part
 _UNEVEN = 1.1  # of many arrays, the reader with the most bytes may have so many times the mean
 _IN_TURN_NBYTES = 64 << 20  # larger arrays have enough blocks for all readers
-_NO_MPI = "without MPI these processes can send each other nothing"
+_NO_MPI = f"without MPI all that moves between nodes passes through JAX's coordinator, at {RATE}"
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,8 @@ class PlannedRanks:
         Cores that a rank has for itself.
     memory_nbytes : int
         Bytes of memory that a rank may use.
-    can_send : bool
-        True if the ranks can send each other values.
+    has_mpi : bool
+        True if the ranks send each other values by MPI.
     devices_per_rank : int
         For an abstract mesh: the number of consecutive devices of one rank.
     tuning : Tuning
@@ -78,7 +79,7 @@ class PlannedRanks:
     n_nodes: int = 1
     n_threads: int = 1
     memory_nbytes: int = UNKNOWN_NBYTES
-    can_send: bool = True
+    has_mpi: bool = True
     devices_per_rank: int = 1
     tuning: Tuning = field(default_factory=default_tuning)
 
@@ -118,14 +119,9 @@ def plan_array(request: Request, ranks: PlannedRanks, info: ArrayInfo, selection
     n_readers = min(readers, ranks.n) if isinstance(readers, int) else most_readers
     caps = {"max_nbytes": max_nbytes, "per_owner": ranks.tuning.blocks_per_owner}
     schedules = {DIRECT: plan_direct(source, shards, ranks.n, max_nbytes=max_nbytes)}
-    if ranks.can_send:
-        owners = {ROOT: Owners(), PARALLEL: Owners(n_readers)}
-        schedules |= {mode: plan_shared(source, shards, ranks.n, owners[mode], **caps) for mode in owners}
-    elif readers not in (AUTO, DIRECT):
-        raise ConfigError(
-            f"readers is {readers!r}, but {_NO_MPI}: pass readers='direct' (or 'auto'), or start the job under MPI"
-        )
-    layouts = {mode: LoadLayout(source, schedules[mode], ranks.n_threads, decoding) for mode in MODES if mode in schedules}
+    owners = {ROOT: Owners(), PARALLEL: Owners(n_readers)}
+    schedules |= {mode: plan_shared(source, shards, ranks.n, owners[mode], **caps) for mode in owners}
+    layouts = {mode: LoadLayout(source, schedules[mode], ranks.n_threads, decoding) for mode in MODES}
     mode, why = _choose(layouts, readers, ranks)
     return Plan(
         info,
@@ -142,8 +138,6 @@ def plan_array(request: Request, ranks: PlannedRanks, info: ArrayInfo, selection
 
 def plan_scatter(request: Request, ranks: PlannedRanks, info: ArrayInfo, root: int, as_it_is: bool) -> Plan:
     """Plan the scatter of an array in the memory of `root`; `as_it_is` if it can be sent from views."""
-    if not ranks.can_send:
-        raise ConfigError(f"scatter sends from one rank to the others, but {_NO_MPI}: start the job under MPI")
     file_dtype = np.dtype(info.dtype)
     dtype = _target_dtype(request.options.dtype, info, file_dtype)
     shards = _lay_out(request, ranks, info.shape, dtype, f"the array on rank {root}")
@@ -157,7 +151,7 @@ def plan_scatter(request: Request, ranks: PlannedRanks, info: ArrayInfo, root: i
         blocks = plan_blocks(chunks, itemsize, max_nbytes=most_nbytes, n_owners=1)
     source = SourceLayout(select_axes(None, info.shape), chunks, None, file_dtype, dtype, info.codec)
     schedule = Schedule(blocks, shards, dtype.itemsize, ranks.n, Owners(root=root), max_message_nbytes=most_nbytes)
-    why = f"rank {root} has the array"
+    why = f"rank {root} has the array{_cost_without_mpi(ranks)}"
     return Plan(
         info,
         request.sharding,
@@ -358,11 +352,15 @@ def _staging_for(request: Request, ranks: PlannedRanks, info: ArrayInfo, source:
 
 def _choose(layouts: Mapping[str, LoadLayout], readers: str | int, ranks: PlannedRanks) -> tuple[str, str]:
     """The way of reading that the caller asked for, or the better one, and the reason for it."""
-    if list(layouts) == [DIRECT]:
-        return DIRECT, f"{_NO_MPI}: each rank reads what it holds"
+    if readers == AUTO and not ranks.has_mpi:
+        return DIRECT, f"each rank reads what it holds{_cost_without_mpi(ranks)}"
     if readers == AUTO:
         costs = {mode: layouts[mode].cost(0, ranks.n_nodes) for mode in (DIRECT, PARALLEL)}
         return choose_mode(costs, ranks.n, is_one_node=ranks.n_nodes == 1)
     if isinstance(readers, int):
-        return PARALLEL, f"readers={readers} was asked for"
-    return readers, f"readers={readers!r} was asked for"
+        return PARALLEL, f"readers={readers} was asked for{_cost_without_mpi(ranks)}"
+    return readers, f"readers={readers!r} was asked for{'' if readers == DIRECT else _cost_without_mpi(ranks)}"
+
+
+def _cost_without_mpi(ranks: PlannedRanks) -> str:
+    return "" if ranks.has_mpi else f"; {_NO_MPI}"

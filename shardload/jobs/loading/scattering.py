@@ -65,10 +65,8 @@ class ScatterCall(LoadCall):
 
     def scatter(self) -> Any:
         """Agree on the root, plan, and move: the arrays in the structure of the root's tree. Collective."""
-        if self._begun is None:
-            raise ConfigError("scatter needs a mesh of devices")
-        self._begun.settle()  # before any message from the root: the ranks may not agree on who it is
-        root, size = self._root, self._begun.group.size
+        self.call.settle()  # before any message from the root: the ranks may not agree on who it is
+        root, size = self._root, self.call.group.size
         if isinstance(root, bool) or not isinstance(root, (int, np.integer)) or not 0 <= root < size:
             raise ConfigError(f"root is {root!r}; expected a rank from 0 to {size - 1}")
         return self.load(int(root))

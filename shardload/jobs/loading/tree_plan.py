@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,9 +12,8 @@ from shardload.arrays.sharding import spec_text
 from shardload.errors import ConfigError, printable
 from shardload.formats.contract.array import ArrayInfo
 from shardload.jobs.loading.describe import as_html, mesh_text, shape_text
-from shardload.jobs.loading.plan import NO_DEVICES, Executor, Plan
+from shardload.jobs.loading.plan import NO_DEVICES, Executor, Plan, staging_of
 from shardload.jobs.loading.report import LoadReport
-from shardload.planning.staging import Staging, plan_staging
 from shardload.system.terminal import WIDTH, Column, fit_table, width_of_prints, wrap
 from shardload.units import counted, format_nbytes
 
@@ -148,10 +146,3 @@ class TreePlan:
         for plan, array in zip(self.leaves, loaded.arrays, strict=True):
             plan._versions[:] = [version_of(array)]
         return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(self.plans), loaded.arrays)
-
-
-def staging_of(plans: Sequence[Plan]) -> Staging:
-    """How some arrays together use the memory under their cap."""
-    layouts = list({id(one._layout): one._layout for one in plans}.values())
-    n_threads = max(layout.n_threads for layout in layouts)
-    return plan_staging([(made.schedule, made.source) for made in layouts], plans[0].staging_nbytes, n_threads)

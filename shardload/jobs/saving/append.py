@@ -14,10 +14,10 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, fields, replace
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -28,14 +28,14 @@ from shardload.engine.session import Round, Session
 from shardload.errors import ConfigError, ShardloadError, SourceError
 from shardload.formats.contract.array import some
 from shardload.formats.contract.dtypes import native_dtype
-from shardload.formats.contract.format import Source
+from shardload.formats.contract.format import Source, open_alone
 from shardload.formats.growing import HOW_TO_GROW, Growing, GrowingSink
-from shardload.formats.lookup import open_source
+from shardload.formats.lookup import open_file
 from shardload.jobs.saving.arguments import SavedArray, SaveRequest
 from shardload.jobs.saving.plan import SavePlan, alignment_of, plan_into, shards_of
 from shardload.jobs.saving.save import SaveReport, Saving, planned
 from shardload.planning.region import Region
-from shardload.planning.rounds import Item
+from shardload.planning.rounds import Item, plan_rounds
 from shardload.storage.leftovers import ROOTS, refuse_leftover
 from shardload.system.interruption import let_interruption_pass
 from shardload.transfer.counters import Counters
@@ -97,9 +97,7 @@ def append(path: Any, tree: Any, given: Mapping[str, Any], comm: Any) -> AppendR
     """See `shardload.append`. Collective."""
     started = time.perf_counter()
     with planned("append", path, tree, given, comm, _read, _make) as (group, asked, plan, digest):
-        report = _Appending(group, asked, plan, digest).run(started)
-        if not isinstance(report, AppendReport):
-            raise TypeError("an append has another report")
+        report: AppendReport = _Appending(group, asked, plan, digest).run(started)
         _log.info("%s", report)
         return report
 
@@ -269,48 +267,31 @@ class _Appending(Saving):
 
     def __init__(self, group: Group, asked: SaveRequest, plan: SavePlan, digest: str) -> None:
         super().__init__(group, asked, plan, digest)
-        sink = plan._sink
-        if not isinstance(sink, GrowingSink):
-            raise TypeError("these are no arrays that grow")
-        self._grows: Mapping[str, Growing] = sink.arrays
+        self._grows = cast(Mapping[str, Growing], plan._sink.arrays)
         self._sources: dict[str, Source] = {}
         self._opened = ExitStack()
-        self._again: list[tuple[str, tuple[int, ...]]] = []  # stored chunks that share a file with new ones
+        self._again: list[tuple[str, Region]] = []  # stored chunks that share a file with new ones
 
     def _report(self, written: WriteCounts, counters: Counters, started: float) -> AppendReport:
         made = super()._report(written, counters, started)
         grown = {name: (one.old, one.new_shape[one.axis]) for name, one in self._grows.items()}
-        values = {one.name: getattr(made, one.name) for one in fields(made)}
-        return AppendReport(**values, dim=self._asked.dim, grown=grown)
+        return AppendReport(**vars(made), dim=self._asked.dim, grown=grown)
 
     def _run(self, session: Session, source: DeviceSource, target: FileTarget) -> None:
         """The rounds of a save, then those of what else is in their files, of which ranks have different numbers."""
         with self._opened:
             super()._run(session, source, target)
-            batches = self._old_chunks()
-            n_most = -int(self._group.least_ints(np.array([-len(batches)]))[0])
-            batches += [[] for _ in range(n_most - len(batches))]
-            rounds = (Round((), self._staging, False, partial(map, self._read_again, batch)) for batch in batches)
-            session.run(rounds, source, target)
+            sizes = [region.size * self._grows[name].spec.dtype.itemsize for name, region in self._again]
+            each_alone = ((k, range(1), nbytes) for k, nbytes in enumerate(sizes))
+            rounds = list(plan_rounds(each_alone, self._plan._memory.round_nbytes))
+            n_most = -int(self._group.least_ints(np.array([-len(rounds)]))[0])
+            rounds += [[] for _ in range(n_most - len(rounds))]
+            session.run((Round((), self._staging, False, partial(self._read_again, items)) for items in rounds), source, target)
 
-    def _old_chunks(self) -> list[list[tuple[str, Region]]]:
-        """The stored chunks that are written again, for each round."""
-        batches: list[list[tuple[str, Region]]] = []
-        left = 0
-        for name, index in self._again:
-            region = self._grows[name].region(index)
-            nbytes = region.size * self._grows[name].spec.dtype.itemsize
-            if nbytes > left:
-                batches.append([])
-                left = self._plan._memory.round_nbytes
-            batches[-1].append((name, region))
-            left -= nbytes
-        return batches
-
-    def _read_again(self, chunk: tuple[str, Region]) -> Chunk:
-        name, region = chunk
-        one = self._grows[name]
-        return Chunk(name, region, self._stored(name, _moved(region, one.axis, one.base)))
+    def _read_again(self, items: Sequence[Item]) -> Iterator[Chunk]:
+        for item in items:
+            name, region = self._again[item.array]
+            yield Chunk(name, region, self._stored(name, self._grows[name].in_file(region)))
 
     def _chunks(self, items: Sequence[Item], moves: Sequence[ArrayMove]) -> Iterator[Chunk]:
         """See `Saving`: as chunks of the file."""
@@ -320,12 +301,12 @@ class _Appending(Saving):
         """A chunk of what is new as a chunk of the file, with the rows that this has of it."""
         one, new = self._grows[given.name], given.values
         axis, ahead = one.axis, one.old - one.base
-        region = _moved(given.region, axis, ahead)
-        if given.region.start[axis] or not ahead or new is None:
+        region = _along(given.region, axis, given.region.start[axis] + ahead, given.region.stop[axis] + ahead)
+        if given.region.start[axis] or not ahead:
             return Chunk(given.name, region, new)
         begin = ahead // one.unit * one.unit
         index = tuple(a // c for a, c in zip(region.start, one.spec.chunks or (), strict=True))
-        self._again += [(given.name, other) for other in one.beside(index)]
+        self._again += [(given.name, one.region(other)) for other in one.beside(index)]
         if begin == ahead:
             return Chunk(given.name, region, new)
         old = self._stored(given.name, _along(region, axis, one.base + begin, one.old))
@@ -334,37 +315,29 @@ class _Appending(Saving):
 
     def _stored(self, name: str, region: Region) -> Array:
         """Values that the file has, as the format's library reads them."""
+        path, array = self._plan.path, self._grows[name]
         try:
-            return self._read_stored(name, region)
+            if name not in self._sources:
+                opened = open_alone(open_file(os.path.realpath(path)), name)  # unchecked: what a load refuses may still grow
+                source = self._opened.enter_context(closing(opened))
+                if source.info.shape != array.old_shape:
+                    raise ConfigError(
+                        f"'{name}' in '{path}' has the shape {source.info.shape} here, on rank 0 {array.old_shape}. Nothing "
+                        "was appended; run it again, when nobody else writes to it"
+                    )
+                self._sources[name] = source
+            values = np.asarray(self._sources[name].plain(region)).reshape(region.shape)
+            return values.astype(native_dtype(array.spec.dtype), copy=False)
         except (ShardloadError, MemoryError):
             raise
         except Exception as error:
             let_interruption_pass(error)
             raise SourceError(
-                f"old values of '{name}' in '{self._plan.path}', which share a chunk or shard with new ones, cannot be read: "
-                f"elements {region}: {type(error).__name__}: {error}. Nothing was appended",
-                path=self._plan.path,
+                f"old values of '{name}' in '{path}', which share a chunk or shard with new ones, cannot be read: elements "
+                f"{region}: {type(error).__name__}: {error}. Nothing was appended",
+                path=path,
                 dataset=name,
             ) from error
-
-    def _read_stored(self, name: str, region: Region) -> Array:
-        one = self._grows[name]
-        if name not in self._sources:
-            path = os.path.realpath(self._plan.path)
-            source = open_source(path, name)
-            self._opened.callback(source.close)
-            if source.info.shape != one.old_shape:
-                raise ConfigError(
-                    f"'{name}' in '{self._plan.path}' has the shape {source.info.shape} here, on rank 0 {one.old_shape}. "
-                    "Nothing was appended; run it again, when nobody else writes to it"
-                )
-            self._sources[name] = source
-        values = np.asarray(self._sources[name].plain(region)).reshape(region.shape)
-        return values.astype(native_dtype(one.spec.dtype), copy=False)
-
-
-def _moved(region: Region, axis: int, by: int) -> Region:
-    return _along(region, axis, region.start[axis] + by, region.stop[axis] + by)
 
 
 def _along(region: Region, axis: int, start: int, stop: int) -> Region:

@@ -14,6 +14,7 @@ import numpy as np
 from shardload.arrays.disassemble import shards_of_array
 from shardload.comm.group import Group
 from shardload.comm.launch import rank_of_process
+from shardload.comm.store import RATE, check_sent
 from shardload.errors import ConfigError
 from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.contract.dtypes import native_dtype
@@ -57,6 +58,8 @@ class SavePlan:
         shard, and a rank writes what it holds.
     n_ranks, n_nodes, n_threads : int
         Ranks and nodes of the job, and threads of a rank.
+    has_mpi : bool
+        Whether ranks send each other values by MPI; if not, through JAX's coordinator.
     n_rounds : int
         In how many rounds values are collected, encoded and written.
     staging_nbytes : int
@@ -75,6 +78,7 @@ class SavePlan:
     n_ranks: int
     n_nodes: int
     n_threads: int
+    has_mpi: bool
     staging_nbytes: int
     memory_nbytes: int
     verify: str
@@ -102,7 +106,10 @@ class SavePlan:
             how = f"{counted(layout.chunks.n_cells, 'chunk')} of {sizes}" if one.chunks else "in one piece"
             how += " (by chunks='auto')" if chosen else ""
             packed = "" if one.codec in ("none", "") else f", {one.codec}"
-            way = "parts travel to the ranks that write" if travels else "each rank writes what it holds: nothing travels"
+            slowly = "" if self.has_mpi else f" (between nodes through JAX's coordinator for want of MPI, at {RATE})"
+            way = "each rank writes what it holds: nothing travels"
+            if travels:
+                way = f"parts travel to the ranks that write{slowly}"
             shape = " x ".join(map(str, one.shape)) or "one value"
             found.append((one.dataset.lstrip("/") or "/", f"{shape} {one.dtype}, {how}{packed}; {way}"))
         ranks = counted(self.n_ranks, "rank")
@@ -171,10 +178,6 @@ def alignment_of(group: Group) -> int:
 
 def shards_of(asked: SaveRequest, group: Group) -> list[Shards]:
     """Which rank holds which shard of each array. ConfigError if they cannot be saved by these ranks."""
-    if not group.can_send:
-        raise ConfigError(
-            f"save sends values between ranks, but these {group.size} processes have no MPI: start the job under MPI"
-        )
     processes = rank_of_process(group)
     return [shards_of_array(one.x, processes, group.rank, group.size) for one in asked.arrays]
 
@@ -197,6 +200,9 @@ def plan_into(
         shape = one.shape if one.name in first else spec.shape
         stored = StoredArray(shape, spec.chunks, spec.dtype.itemsize, is_packed, spec.shards)
         layouts.append(plan_array(stored, shards, group.size, per_node, cap, first.get(one.name)))
+    if not group.has_mpi and machine.n_nodes > 1:
+        sent = [layout.array for layout in layouts if layout.schedule is not None]
+        check_sent("save", sum(math.prod(one.shape) * one.itemsize for one in sent))
     cap = _staging(asked, layouts, machine.memory_nbytes // _SHARE)
     memory = plan_save_memory(layouts, cap, machine.n_threads)
     return SavePlan(
@@ -208,6 +214,7 @@ def plan_into(
         n_ranks=group.size,
         n_nodes=machine.n_nodes,
         n_threads=memory.n_threads,
+        has_mpi=group.has_mpi,
         staging_nbytes=cap,
         memory_nbytes=min(memory.nbytes, cap),
         verify=asked.options.verify,

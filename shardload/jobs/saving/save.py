@@ -172,7 +172,7 @@ def save(path: Any, tree: Any, given: Mapping[str, Any], comm: Any) -> SaveRepor
         without = [one.name for one in asked.arrays if isinstance(one.x, jax.ShapeDtypeStruct)]
         if without:
             raise ConfigError(f"'{without[0]}' is a jax.ShapeDtypeStruct, which has no values: it can be planned only")
-        report = Saving(group, asked, plan, digest).run(started)
+        report: SaveReport = Saving(group, asked, plan, digest).run(started)
         _log.info("%s", report)
         return report
 
@@ -191,8 +191,8 @@ class Saving:
         n_packs = count_packs(plan._memory.moving_nbytes, part)
         self._staging = Staging(n_threads=1, n_slots=0, n_pack=n_packs, slot_nbytes=part)
 
-    def run(self, started: float) -> SaveReport:
-        """Save the arrays."""
+    def run(self, started: float) -> Any:
+        """Save the arrays, and return the report."""
         group, plan, options = self._group, self._plan, self._options
         group.watch.enter("compare replicas")
         shares = bool(self._flows) and self._staging.slot_nbytes >= default_tuning().worth_sharing_nbytes

@@ -6,15 +6,16 @@ nothing of a failure is left behind.
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import h5py
 import jax
@@ -25,6 +26,8 @@ from jax.sharding import PartitionSpec as P
 from mpi4py import MPI
 
 import shardload.api  # now: what is imported while a name is patched would keep the patch
+from shardload.comm.transport import MpiTransport
+from shardload.formats.lookup import open_source
 from shardload.planning.tuning import tuned
 from shardload.transfer.channels import OFFER
 from tests.mpi.support import check, mesh_of, on_root, ramp
@@ -159,14 +162,8 @@ case("another file on rank 3")(lambda: from_own_folder("other.h5", "parallel"))
 
 def patched(module: str, name: str, value: Any, call: Callable[[], object], ranks: tuple[int, ...]) -> None:
     """Call with something else in the place of a name, on some ranks."""
-    where = importlib.import_module(module)
-    before = getattr(where, name)
-    if comm.rank in ranks:
-        setattr(where, name, value)
-    try:
+    with patch(f"{module}.{name}", value) if comm.rank in ranks else nullcontext():
         call()
-    finally:
-        setattr(where, name, before)
 
 
 def gone(*_: Any, **__: Any) -> None:
@@ -206,21 +203,16 @@ def _() -> None:
 @case("no memory for a note or message on rank 0")
 def _() -> None:
     """Of the first of three parts only: the others have left, and must be counted in the receipts."""
-    traffic = importlib.import_module("shardload.comm.transport").Transport
     call = lambda: patched("shardload.comm.transport", "message_of", full, lambda: load("fine.h5", readers="root"), (0,))  # noqa: E731
-    before = traffic.tell
+    before = MpiTransport.tell
 
     def tell(self: Any, rank: int, note: Any) -> None:
         if note[0] == OFFER:
             full()
         before(self, rank, note)
 
-    if comm.rank == 0:
-        traffic.tell = tell
-    try:
+    with patch.object(MpiTransport, "tell", tell if comm.rank == 0 else before):
         call()
-    finally:
-        traffic.tell = before
 
 
 @case("no memory to decode a chunk on rank 1")
@@ -256,9 +248,8 @@ class Slow:
 
 @case("a slow reader meets the damaged chunk last")
 def _() -> None:
-    sources = importlib.import_module("shardload.formats.lookup")
     call = lambda: load("damaged.h5", P("b", "a"), readers="parallel", staging="3KiB")  # noqa: E731
-    patched("shardload.jobs.loading.array_load", "open_source", lambda *a: Slow(sources.open_source(*a)), call, (1, 2))
+    patched("shardload.jobs.loading.array_load", "open_source", lambda *a: Slow(open_source(*a)), call, (1, 2))
 
 
 # --- ranks that pass something else -----------------------------------------------------------------------------------

@@ -15,10 +15,11 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import h5py
 import jax
@@ -99,16 +100,6 @@ def prepare() -> None:
     damage_hdf5("flipped-checked.h5", flip)
 
 
-@contextmanager
-def patched(where: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(where, name)
-    setattr(where, name, value)
-    try:
-        yield
-    finally:
-        setattr(where, name, before)
-
-
 def on_call(right: Callable[..., Any], k: int, fault: Callable[[], None], stays: bool = False) -> Callable[..., Any]:
     """The same function, with something that happens before its k-th call (of a chunk reader: for the file at fault), and, if
     it stays, before each call after that: several chunks that could not be read are read again one by one.
@@ -134,7 +125,7 @@ def file_of(reader: Any) -> str | None:
     """The file of a reader of chunks; None for anything else."""
     if isinstance(reader, Hdf5Chunks):
         return os.fsdecode(h5py.h5f.get_name(reader._identifier))
-    return os.path.normpath(reader._folder) if isinstance(reader, ZarrChunks) else None
+    return os.path.normpath(reader._folder.path) if isinstance(reader, ZarrChunks) else None
 
 
 def io_error() -> None:
@@ -198,39 +189,39 @@ def changing() -> str:
 FAULTS: dict[str, tuple[int | None, Callable[[], Any], Callable[[], str]]] = {
     "EIO at a reader's 2nd chunk, HDF5": (
         None,
-        lambda: patched(Hdf5Chunks, "fetch", on_call(Hdf5Chunks.fetch, 2, io_error, stays=True)),
+        lambda: patch.object(Hdf5Chunks, "fetch", on_call(Hdf5Chunks.fetch, 2, io_error, stays=True)),
         lambda: "good.h5",
     ),
     "EIO at a reader's 2nd chunk, Zarr": (
         None,
-        lambda: patched(ChunkFiles, "fetch", on_call(ChunkFiles.fetch, 2, io_error, stays=True)),
+        lambda: patch.object(ChunkFiles, "fetch", on_call(ChunkFiles.fetch, 2, io_error, stays=True)),
         lambda: "good.zarr",
     ),
     "no memory at a reader's 2nd chunk": (
         None,
-        lambda: patched(Hdf5Chunks, "decode", on_call(Hdf5Chunks.decode, 2, no_memory)),
+        lambda: patch.object(Hdf5Chunks, "decode", on_call(Hdf5Chunks.decode, 2, no_memory)),
         lambda: "good.h5",
     ),
-    "reads of 7 bytes at a time": (None, lambda: patched(os, "preadv", short(os.preadv)), lambda: "good.h5"),
-    "no space for shared memory on rank 1": (1, lambda: patched(Segment, "create", no_space), lambda: "good.h5"),
+    "reads of 7 bytes at a time": (None, lambda: patch.object(os, "preadv", short(os.preadv)), lambda: "good.h5"),
+    "no space for shared memory on rank 1": (1, lambda: patch.object(Segment, "create", no_space), lambda: "good.h5"),
     "file truncated during the load": (
         None,
-        lambda: patched(Hdf5Chunks, "fetch", on_call(Hdf5Chunks.fetch, 2, lambda: truncate("changing.h5"))),
+        lambda: patch.object(Hdf5Chunks, "fetch", on_call(Hdf5Chunks.fetch, 2, lambda: truncate("changing.h5"))),
         changing,
     ),
     "file replaced during the load": (
         None,
-        lambda: patched(Hdf5Chunks, "fetch", on_call(Hdf5Chunks.fetch, 2, replace)),
+        lambda: patch.object(Hdf5Chunks, "fetch", on_call(Hdf5Chunks.fetch, 2, replace)),
         changing,
     ),
     "file written during the load": (
         None,
-        lambda: patched(Hdf5Chunks, "fetch", on_call(Hdf5Chunks.fetch, 2, write)),
+        lambda: patch.object(Hdf5Chunks, "fetch", on_call(Hdf5Chunks.fetch, 2, write)),
         changing,
     ),
     "store replaced during the load": (
         None,
-        lambda: patched(ChunkFiles, "fetch", on_call(ChunkFiles.fetch, 2, replace_store)),
+        lambda: patch.object(ChunkFiles, "fetch", on_call(ChunkFiles.fetch, 2, replace_store)),
         changing_store,
     ),
     **{
@@ -278,13 +269,13 @@ def survive(names: list[str]) -> None:
 
 
 def survive_one(name: str, readers: Any, own: Any, in_tree: bool) -> None:
-    where, patch, path_of = FAULTS[name]
+    where, apply, path_of = FAULTS[name]
     path = at_fault[0] = path_of()
     rank = first_reader(readers, in_tree) if where is None else where
     said: dict[str, Any] = {"rank": comm.rank, "case": name, "readers": readers, "tree": in_tree, "type": None, "text": ""}
     started, met[0] = time.perf_counter(), 0
     try:
-        with patch() if comm.rank == rank else ExitStack():
+        with apply() if comm.rank == rank else ExitStack():
             x = (load_tree if in_tree else load)(path, readers, comm=own)
         check(x, ramp(SHAPE), mesh_of(), SPEC, name)
     except shardload.ShardloadError as error:

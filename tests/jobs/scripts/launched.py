@@ -5,7 +5,8 @@ there), ``never RANK`` (which starts MPI and not JAX), ``finalized`` (MPI, befor
 ``own jax`` (each rank a JAX of its own), ``jax ADDRESS N K`` (JAX started by itself as process K of N, then load), ``given
 ADDRESS N K`` (the same by shardload), ``mistyped [initialize]`` (an error of all ranks, which nobody catches), ``signals
 ADDRESS PREEMPTION`` (what a process alone makes of SIGTERM, and where it listens), or ``waits ADDRESS N K`` (for the test
-to end it: idle, in a load, in JAX's barrier), or ``leaves ADDRESS N K`` (process 1 ends, the others load).
+to end it: idle, in a load, in JAX's barrier), ``leaves ADDRESS N K`` (process 1 ends, the others load), or ``late ADDRESS N K``
+(process 1 is busy with something else while the others load).
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ import sys
 import time
 from collections.abc import Callable
 
+import h5py
 import jax
+import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import shardload
@@ -43,13 +47,48 @@ def load(path: str) -> None:
     check(x, ramp(SHAPE), mesh_of(), P("a"))
 
 
-def patched_load(path: str, seen: str) -> None:
+def without_mpi(path: str) -> None:
+    """Everything that sends values, on a permuted mesh. h5py judges what is written."""
+    values, n = ramp(SHAPE), jax.process_count()
+    devices = np.random.default_rng(n).permutation(np.array(jax.devices()))
+    mesh, spec = Mesh(devices, ("a",)), P(None, "a")
+    loaded = [shardload.load(path, mesh, spec, dataset="x", readers=readers) for readers in ("parallel", "root", "direct")]
+    loaded.append(shardload.scatter(values if jax.process_index() == 1 % n else None, mesh, spec, root=1 % n))
+    for x in loaded:
+        check(x, values, mesh, spec)
+        shardload.verify(x, path, dataset="x")
+    where = "through JAX's coordinator"
+    assert n == 1 or where in str(shardload.plan(path, mesh, spec, dataset="x", readers="parallel"))
+    out, chunks = f"{path}.out.h5", {"x": (3, 12, 20)}
+    assert n == 1 or where in str(shardload.plan_save(out, {"x": loaded[0]}, chunks=chunks))
+    unlimited = {"unlimited": "t", "dims": {"x": ("t", "y", "z")}}
+    shardload.save(out, {"x": loaded[0]}, chunks=chunks, mode="w", **unlimited)
+    shardload.append(out, {"x": loaded[1]}, dim="t")
+    if jax.process_index() == 0:
+        with h5py.File(out) as file:
+            np.testing.assert_array_equal(file["x"][...], np.concatenate([values, values]))
+    if importlib.import_module("shardload.comm.group").group_of().machine.n_nodes > 1:
+        large = np.repeat(np.arange(17 * n, dtype="f4"), 1 << 18).reshape(n, -1)
+        check(shardload.scatter(large, mesh, P("a")), large, mesh, P("a"))  # more than is in the store at a time
+
+
+def too_much(path: str) -> None:
+    """More than may go through the coordinator, if there are several nodes."""
+    store = importlib.import_module("shardload.comm.store")
+    before, store.MOST_NBYTES = store.MOST_NBYTES, 1000
+    try:
+        shardload.load(path, mesh_of(), P("a"), dataset="x", readers="parallel")
+    finally:
+        store.MOST_NBYTES = before
+
+
+def patched_load(path: str, seen: str, readers: str | int) -> None:
     """Load where one process sees no such file, which only it finds out."""
     execute = importlib.import_module("shardload.jobs.loading.array_load")
     before = execute.open_source
     execute.open_source = lambda _, *more: before(seen, *more)
     try:
-        shardload.load(path, mesh_of(), P("a"), dataset="x", readers="direct")
+        shardload.load(path, mesh_of(), P("a"), dataset="x", readers=readers)
     finally:
         execute.open_source = before
 
@@ -73,7 +112,7 @@ def main(path: str, what: str, *more: str) -> None:
         attempt(lambda: load(path))
         attempt(lambda: shardload.load(path, mesh_of(), P("a"), dataset="x", comm=mpi.COMM_WORLD))
         return
-    if what == "late":
+    if what == "late" and len(more) < 3:
         if not more or os.environ["PMI_RANK"] in more:
             jax.devices()
         attempt(shardload.initialize)
@@ -111,6 +150,14 @@ def main(path: str, what: str, *more: str) -> None:
         if k != "1":
             attempt(lambda: shardload.load(path, mesh_of(), P("a"), dataset="x", timeout=4))
         return
+    elif what == "late":
+        address, n, k = more
+        shardload.initialize(address, int(n), int(k))
+        load(path)
+        if k == "1":
+            time.sleep(600)  # the test does not wait so long
+        attempt(lambda: shardload.load(path, mesh_of(), P("a"), dataset="x", timeout=4))
+        return
     elif what == "waits":
         address, n, k = more
         shardload.initialize(address, int(n), int(k))
@@ -124,7 +171,10 @@ def main(path: str, what: str, *more: str) -> None:
     attempt(lambda: load(path))
     if os.environ.get("SHARDLOAD_MPI") == "0" or what == "jax":
         other = path if jax.process_index() != 1 else "gone.h5"
-        attempt(lambda: patched_load(path, other))
+        attempt(lambda: patched_load(path, other, "direct"))
+        attempt(lambda: patched_load(path, other, jax.process_count()))
+        attempt(lambda: without_mpi(path))
+        attempt(lambda: too_much(path))
     attempt(lambda: shardload.scatter(ramp(SHAPE), mesh_of(), P("a")))
 
 

@@ -53,9 +53,9 @@ def counted(kind: type, method: str, name: str) -> None:
 
 
 counted(channels.Channel, "expect", "senders")
-counted(channels.SharedMemoryChannel, "_offer", "notes sent")
+counted(channels.SharedMemoryChannel, "_send", "notes sent")
 counted(channels.MessageChannel, "send", "messages sent")
-counted(channels.SharedMemoryChannel, "_take", "tiles taken")
+counted(channels.SharedMemoryChannel, "look", "tiles taken")
 counted(ChunkTasks, "_read", "boxes decoded")
 
 machine_of = group.Group.machine.fget

@@ -10,7 +10,7 @@ from shardload.comm.group import group_of
 from shardload.transfer.channels import HEAD_SIZE, OFFER
 
 NDIM = 2
-NUMBER, START, STOP, AT = 0, slice(1, 1 + NDIM), slice(1 + NDIM, 1 + 2 * NDIM), 1 + 2 * NDIM  # in a row of a note
+START, STOP, AT = slice(0, NDIM), slice(NDIM, 2 * NDIM), 2 * NDIM  # in a row of a note
 
 
 class Wire:
@@ -33,7 +33,7 @@ class Wire:
             changed, dest = self._change_data(bytes(data), dest)
             message = [changed, *how]
         if is_note and message[0] == OFFER and self._change_note:
-            changed, dest = self._change_note(message[HEAD_SIZE:].reshape(-1, 3 + 3 * NDIM).copy(), dest)
+            changed, dest = self._change_note(message[HEAD_SIZE:].reshape(-1, 1 + 3 * NDIM).copy(), dest)
             message = np.concatenate([message[:HEAD_SIZE], changed.ravel()])
         self._keep.append(message)
         return self._real.Isend(message, dest=dest, tag=tag)

@@ -12,11 +12,12 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import h5py
 import jax
@@ -26,7 +27,7 @@ from mpi4py import MPI
 
 import shardload
 from shardload.planning.region import Region
-from tests.jobs.scripts.wires import AT, NUMBER, START, Numpy, Wire, flip_shared, flipped
+from tests.jobs.scripts.wires import AT, START, Numpy, Wire, flip_shared, flipped
 from tests.mpi.support import check, mesh_of, on_root, padded, ramp
 from tests.tuning import as_large
 
@@ -72,30 +73,20 @@ def case(
     return register
 
 
-@contextmanager
-def patched(where: Any, name: str, value: Any) -> Iterator[None]:
-    before = where.__dict__[name]
-    setattr(where, name, value)
-    try:
-        yield
-    finally:
-        setattr(where, name, before)
-
-
 # --- a wrong table of who holds what ----------------------------------------------------------------------------------
 
 
 @case("transposed layout", spec=P("a", "b"))
 def _(stack: ExitStack) -> None:
     right = layout.plan_shards
-    stack.enter_context(patched(layout, "plan_shards", lambda shape, axes, ranks: right(shape, axes[::-1], ranks)))
+    stack.enter_context(patch.object(layout, "plan_shards", lambda shape, axes, ranks: right(shape, axes[::-1], ranks)))
 
 
 @case("axes in a group exchanged", spec=P(("a", "b")))
 def _(stack: ExitStack) -> None:
     right = layout.plan_shards
     wrong = lambda shape, axes, ranks: right(shape, [cut[::-1] for cut in axes], ranks)  # noqa: E731
-    stack.enter_context(patched(layout, "plan_shards", wrong))
+    stack.enter_context(patch.object(layout, "plan_shards", wrong))
 
 
 @case("replicas forgotten", spec=P("a"))
@@ -105,19 +96,19 @@ def _(stack: ExitStack) -> None:
         return replace(made, ranks=made.ranks[:, :1])
 
     right = layout.plan_shards
-    stack.enter_context(patched(layout, "plan_shards", wrong))
+    stack.enter_context(patch.object(layout, "plan_shards", wrong))
 
 
 @case("rank taken for process", spec=P("a", "b"), comm="backwards")
 def _(stack: ExitStack) -> None:
-    stack.enter_context(patched(prepare, "rank_of_process", lambda group: {k: k for k in range(group.size)}))
+    stack.enter_context(patch.object(prepare, "rank_of_process", lambda group: {k: k for k in range(group.size)}))
 
 
 @case("device id taken for place in the mesh", spec=P("a", "b"), mesh="turned")
 def _(stack: ExitStack) -> None:
     right = layout.plan_shards
     wrong = lambda shape, axes, ranks: right(shape, axes, np.sort(ranks, axis=None).reshape(ranks.shape))  # noqa: E731
-    stack.enter_context(patched(layout, "plan_shards", wrong))
+    stack.enter_context(patch.object(layout, "plan_shards", wrong))
 
 
 @case("pieces under another region", spec=P("a", "b"))
@@ -127,7 +118,7 @@ def _(stack: ExitStack) -> None:
         return right(shape, sharding, dtype, moved, *more)
 
     right = execute.assemble
-    stack.enter_context(patched(execute, "assemble", wrong))
+    stack.enter_context(patch.object(execute, "assemble", wrong))
 
 
 @case("pieces of another type", spec=P("a", "b"))
@@ -137,7 +128,7 @@ def _(stack: ExitStack) -> None:
     def wrong(shape: Any, sharding: Any, dtype: Any, pieces: Any, *more: Any) -> Any:
         return right(shape, sharding, dtype, [(r, data.astype("int32")) for r, data in pieces], *more)
 
-    stack.enter_context(patched(execute, "assemble", wrong))
+    stack.enter_context(patch.object(execute, "assemble", wrong))
 
 
 # --- wrong lists of messages ------------------------------------------------------------------------------------------
@@ -147,7 +138,7 @@ def reads_of_rank_0(stack: ExitStack, change: Callable[[Any], Any]) -> None:
     """Let rank 0 send something else than the others expect."""
     right = plan.Schedule.owned_blocks
     if comm.rank == 0:
-        stack.enter_context(patched(plan.Schedule, "owned_blocks", lambda self, rank: change(list(right(self, rank)))))
+        stack.enter_context(patch.object(plan.Schedule, "owned_blocks", lambda self, rank: change(list(right(self, rank)))))
 
 
 @case("two ranks get each other's part", spec=P("a", "b"), readers="root")
@@ -189,8 +180,8 @@ def _(stack: ExitStack) -> None:
         kept = {k: [p for p in parts if not last(self).contains(p.region)] for k, parts in incoming(self, rank).items()}
         return {k: parts for k, parts in kept.items() if parts}
 
-    stack.enter_context(patched(plan.Schedule, "owned_blocks", fewer_reads))
-    stack.enter_context(patched(plan.Schedule, "remote_parts", fewer_parts))
+    stack.enter_context(patch.object(plan.Schedule, "owned_blocks", fewer_reads))
+    stack.enter_context(patch.object(plan.Schedule, "remote_parts", fewer_parts))
 
 
 @case("a reader drops its last block", spec=P("a", "b"), readers="root", dataset="chunked", staging=8192)
@@ -203,7 +194,7 @@ def _(stack: ExitStack) -> None:
     right = plan.Schedule.remote_parts
     if comm.rank == 3:
         wrong = lambda self, rank: {k: parts[:-1] for k, parts in right(self, rank).items()}  # noqa: E731
-        stack.enter_context(patched(plan.Schedule, "remote_parts", wrong))
+        stack.enter_context(patch.object(plan.Schedule, "remote_parts", wrong))
 
 
 # --- what goes wrong on the way ---------------------------------------------------------------------------------------
@@ -213,7 +204,7 @@ def wire(stack: ExitStack, change_data: Any = None, change_note: Any = None) -> 
     """Let what rank 0 sends arrive otherwise."""
     here = group.group_of()
     if comm.rank == 0:
-        stack.enter_context(patched(here, "comm", Wire(here.comm, change_data, change_note)))
+        stack.enter_context(patch.object(here, "comm", Wire(here.comm, change_data, change_note)))
 
 
 @case("two parts take each other's way", spec=P("a", "b"), readers="root")
@@ -236,13 +227,13 @@ def _(stack: ExitStack) -> None:
 def _(stack: ExitStack) -> None:
     wire(stack, lambda data, dest: (flipped(data) if dest == 3 else data, dest))
     if comm.rank == 3:
-        stack.enter_context(patched(channels, "np", Numpy()))  # copies out of shared memory
+        stack.enter_context(patch.object(channels, "np", Numpy()))  # copies out of shared memory
 
 
 @case("one bit changes in a copy that stays", spec=P(), readers="root")
 def _(stack: ExitStack) -> None:
     if comm.rank == 0:
-        stack.enter_context(patched(local_pieces, "np", Numpy()))
+        stack.enter_context(patch.object(local_pieces, "np", Numpy()))
 
 
 @case("staging buffer used again too early", spec=P("a"), readers="root", dataset="large", staging="512KiB")
@@ -259,11 +250,11 @@ def _(stack: ExitStack) -> None:
         expect(self)
 
     if comm.rank == 0:
-        stack.enter_context(patched(staging.Slots, "take", early))
-        stack.enter_context(patched(staging.Slots, "give", lambda self, slot: None))
-        stack.enter_context(patched(staging.Slots, "has_room", lambda self: True))
+        stack.enter_context(patch.object(staging.Slots, "take", early))
+        stack.enter_context(patch.object(staging.Slots, "give", lambda self, slot: None))
+        stack.enter_context(patch.object(staging.Slots, "has_room", lambda self: True))
     else:
-        stack.enter_context(patched(channels.Channels, "expect", late))
+        stack.enter_context(patch.object(channels.Channels, "expect", late))
 
 
 # --- notes: where to look in shared memory ----------------------------------------------------------------------------
@@ -294,10 +285,8 @@ NOTES: dict[str, Callable[[Any], None]] = {
     "a note names the element beside": place(AT, -4),
     "a note names what is outside the memory": place(AT, 1 << 30),
     "a note names what is before the memory": place(AT, -(1 << 30)),
-    "a note names another region": place([1, 3], 1),
+    "a note names another region": place([0, 2], 1),
     "a note names no region at all": place(START, -1, add=False),
-    "a note names a part that there is not": place(NUMBER, 7, add=False),
-    "a note names one part for another": place(NUMBER, 0, add=False),
 }
 for name, change in NOTES.items():
     register = case(name, spec=P("a", "b"), readers="root", shared_memory=True)
@@ -338,7 +327,7 @@ def change_reads(stack: ExitStack, change: Callable[[Any, Any], None]) -> None:
         right(self, region, out)
         change(region, out)
 
-    stack.enter_context(patched(sources.Hdf5Source, "read_into", wrong))
+    stack.enter_context(patch.object(sources.Hdf5Source, "read_into", wrong))
 
 
 @case("a read in the wrong place", spec=P("a", "b"), readers="root", levels=ALL)
@@ -368,7 +357,7 @@ def _(stack: ExitStack) -> None:
         right(self, encoded, out)
         out[...] = np.swapaxes(out, -1, -2).copy()
 
-    stack.enter_context(patched(chunks, "decode", wrong))
+    stack.enter_context(patch.object(chunks, "decode", wrong))
 
 
 def change_pieces(stack: ExitStack, rank: int, before: Any = None, after: Any = None) -> None:
@@ -383,7 +372,7 @@ def change_pieces(stack: ExitStack, rank: int, before: Any = None, after: Any = 
         return array
 
     if comm.rank == rank:
-        stack.enter_context(patched(execute, "assemble", wrong))
+        stack.enter_context(patch.object(execute, "assemble", wrong))
 
 
 def negate_one(data: Any) -> Any:
@@ -411,7 +400,7 @@ def _(stack: ExitStack) -> None:
 @case("padding filled wrongly", spec=P("b", "a"), pad=-3, select=slice(0, 11), levels=ALL)
 def _(stack: ExitStack) -> None:
     right = execute.fill_value
-    stack.enter_context(patched(execute, "fill_value", lambda *given: right(*given) + 1))
+    stack.enter_context(patch.object(execute, "fill_value", lambda *given: right(*given) + 1))
 
 
 # --- ------------------------------------------------------------------------------------------------------------------
@@ -461,7 +450,7 @@ def main(folder: str, *names: str) -> None:
         for verify in levels:
             said: dict[str, Any] = {"case": name, "verify": verify, "type": None, "text": None, "right": None}
             with ExitStack() as stack:
-                stack.enter_context(patched(module("shardload.jobs.loading.endpoints"), "empty_pieces", dirty))
+                stack.enter_context(patch.object(module("shardload.jobs.loading.endpoints"), "empty_pieces", dirty))
                 defect(stack)
                 try:
                     said["right"] = load(**call, verify=verify)

@@ -25,7 +25,7 @@ from tests.mpi.support import check, cube, mesh_of, on_root, ramp
 
 notes: set[int] = set()
 messages: set[int] = set()
-right_note, right_message = channels.SharedMemoryChannel._offer, channels.MessageChannel.send
+right_note, right_message = channels.SharedMemoryChannel._send, channels.MessageChannel.send
 
 
 def note(self: Any, *arguments: Any) -> Any:
@@ -38,7 +38,7 @@ def message(self: Any, *arguments: Any) -> Any:
     return right_message(self, *arguments)
 
 
-channels.SharedMemoryChannel._offer = note  # type: ignore[method-assign]
+channels.SharedMemoryChannel._send = note  # type: ignore[method-assign]
 channels.MessageChannel.send = message  # type: ignore[method-assign]
 
 

@@ -107,21 +107,6 @@ def test_findings_with_where_and_what_to_type() -> None:
     assert lines[-1] == "FAILED: 4 ranks on 2 nodes, 4 devices; 1 error, 2 notes, 1 failed check"
 
 
-@pytest.mark.parametrize("width", [40, 60, 80, 200])
-def test_it_fits_and_loses_nothing(width: int) -> None:
-    """Wrong if a line were longer than the terminal, or if what did not fit were left out or cut in two."""
-    rows = job(6, 3)
-    rows[2] = replace(rows[2], cores=(3,), environ=rows[2].environ | {"CUDA_VISIBLE_DEVICES": "1,2"})
-    findings = [Finding("a", ERROR, "it is not as it should be " * 5, "srun --gpus-per-task=1 --mpi=pmi2 ...", (1, 2))]
-    lines = as_text(Report(rows, findings, [*CHECKS, Check("long", True, "word " * 40)]), width).splitlines()
-    assert max(map(len, lines)) <= width and all(line == line.rstrip() for line in lines)
-    text = " ".join(" ".join(lines).split())
-    for rank in range(6):
-        assert text.count(f"{rank}/6 node ? local ?") == 1 and f"gpu {rank} (1 of 6)" in text
-    for whole in ("1,2", "MPICH 5.0.2", "--gpus-per-task=1", "FAILED: 6 ranks on 2 nodes, 6 devices; 1 error"):
-        assert whole in text
-
-
 def test_the_page_shows_what_is_printed() -> None:
     """Wrong if a finding, the table or the last line were printed otherwise than docs/first-run.md shows them."""
     page = (Path(__file__).parents[3] / "docs" / "first-run.md").read_text()

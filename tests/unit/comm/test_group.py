@@ -253,9 +253,8 @@ class ThreadGroup(Group):
 class Store:
     """JAX's key-value store, for threads. What was deleted is gone; what was set twice is an error, as there."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
-        self._barriers = [threading.Barrier(size) for _ in range(100)]
         self._names: dict[str, threading.Barrier] = {}
         self._changed = threading.Condition()
 
@@ -270,9 +269,9 @@ class Store:
             assert self._changed.wait_for(lambda: key in self.values, 20), key
             return self.values[key]
 
-    def wait_at_barrier(self, name: str, timeout_ms: int) -> None:
+    def wait_at_barrier(self, name: str, timeout_ms: int, ranks: list[int]) -> None:
         with self._changed:
-            barrier = self._names.setdefault(name, self._barriers[len(self._names)])
+            barrier = self._names.setdefault(name, threading.Barrier(len(ranks)))
         barrier.wait(20)
 
     def key_value_dir_get_bytes(self, place: str) -> list[tuple[str, bytes]]:
@@ -296,7 +295,7 @@ _way = {"way": "mpi"}
 
 def on_ranks(size: int, work: Callable[[Group], Any]) -> list[Any]:
     """What `work` returns, or raises, on each of `size` ranks. A rank that waits for nobody fails after 20 s."""
-    barrier, slots, store = threading.Barrier(size), [None] * size, Store(size)
+    barrier, slots, store = threading.Barrier(size), [None] * size, Store()
     found: list[Any] = [None] * size
 
     def run(rank: int) -> None:
@@ -719,7 +718,7 @@ def test_communicators_that_cannot_be_used() -> None:
 
 def test_nothing_piles_up_in_the_store_of_jax() -> None:
     """Wrong if a thousand loads left a thousand values with JAX's coordinator."""
-    store, left = Store(3), []
+    store, left = Store(), []
 
     def work(rank: int) -> None:
         group = ThreadGroup(None, (store, rank, 3))

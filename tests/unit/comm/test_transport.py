@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 
+from shardload.comm import store
 from shardload.comm.shared_memory import Segment
-from shardload.comm.transport import Transport
+from shardload.comm.store import StoreMessages, StoreTransport
+from shardload.comm.transport import MpiTransport, Transport
+from tests.unit.comm.test_group import Store
 
 
 class Request:
@@ -45,8 +50,7 @@ def made(has_left: bool) -> tuple[Transport, Comm, Segment]:
     """The transport of rank 0, and the memory of rank 1 as its maker has it."""
     segment = Segment.create(64)
     mpi, comm = SimpleNamespace(Status=object, Request=Requests), Comm(has_left)
-    group: Any = SimpleNamespace(rank=0, comm=comm, mpi=mpi)
-    return Transport(group, (5, 6), {1: Segment.attach(segment.handle)}), comm, segment
+    return MpiTransport(0, comm, mpi, (5, 6), {1: Segment.attach(segment.handle)}), comm, segment
 
 
 def test_a_note_wakes_its_rank() -> None:
@@ -70,3 +74,33 @@ def test_a_note_that_has_not_left_is_kept() -> None:
     comm.sent[0][2].has_left = True
     assert transport.test() and not transport
     segment.seal()
+
+
+def test_values_through_the_store_come_whole_and_in_order_and_few_are_there_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if the coordinator had to hold a whole array, or if pieces of one message were taken for those of another."""
+    monkeypatch.setattr(store, "_PIECE_NBYTES", 100)
+    monkeypatch.setattr(store, "_WINDOW_NBYTES", 900)
+    monkeypatch.setattr(store, "_PAUSE_SECONDS", 0.0)
+    client, sizes = Store(), list[int]()
+    ranks = [StoreTransport(rank, 3, StoreMessages(client, "here", rank), {}) for rank in range(3)]
+    sent = {(k, rank): np.arange(k, k + 70 * k, dtype="i4") for rank in (1, 2) for k in range(4)}
+    left, come, notes = list[Any](), list[Any](), list[Any]()
+    for key, values in sent.items():
+        ranks[0].send(key[1], values, lambda key=key: left.append(key))  # type: ignore[misc]
+    ranks[0].tell(2, np.array([5, 6]))
+    end = time.monotonic() + 60
+    while any(ranks) or len(come) < len(sent) or not notes:
+        assert time.monotonic() < end
+        for transport in ranks:
+            transport.test()
+            sizes.append(sum(map(len, [*client.values.values()])))
+            for source, nbytes, receive in transport.receive():
+                into = np.zeros((nbytes // 4, 2), dtype="i4")[:, 0]  # with gaps
+                receive(into, lambda: None)
+                come.append((source, transport.rank, into))
+            notes += [(rank, transport.rank, note.tolist()) for rank, note in transport.told()]
+    assert notes == [(0, 2, [5, 6])] and sorted(left) == sorted(sent)
+    for rank in (1, 2):
+        here = [into for source, receiver, into in come if receiver == rank and source == 0]
+        assert [into.tolist() for into in here] == [sent[k, rank].tolist() for k in range(4)]
+    assert 100 < max(sizes) <= 300 + 50 and not client.values

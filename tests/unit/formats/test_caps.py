@@ -47,7 +47,7 @@ from shardload.formats.lookup import find_array, list_arrays, open_source
 from shardload.formats.zarr import metadata as zarr_layout
 from shardload.formats.zarr.store import open_store
 from shardload.planning.region import Region
-from tests.unit.files import flat, read_all, read_small, write_hdf5, write_zarr
+from tests.unit.files import flat, load_all, read_all, read_small, write_hdf5, write_zarr
 from tests.unit.formats.memory_cases import CASES, FINE, first_chunk, with_filters, write_cases
 
 LIMITED = "in a process of which memory is limited"
@@ -157,9 +157,7 @@ def test_zip_files_of_any_method(tmp_path: Path, method: int, shards: tuple[int,
         with pytest.raises(SourceError, match=r"'zarr.json' is compressed in the zip file \(method \d+\)"):
             find_array(str(tmp_path / "a.zip"), "/")
         return
-    source = open_source(tmp_path / "a.zip", "/")
-    np.testing.assert_array_equal(read_all(source), data)
-    source.close()
+    np.testing.assert_array_equal(load_all(tmp_path / "a.zip", "/"), data)
 
 
 def test_parts_of_a_value_in_a_zip_file(tmp_path: Path) -> None:
@@ -256,9 +254,7 @@ def test_base64_is_no_compressor(tmp_path: Path) -> None:
     group = zarr.open_group(tmp_path / "a.zarr", mode="w", zarr_format=2)
     filters, zstd = [numcodecs.Base64()], numcodecs.Zstd()
     group.create_array("x", data=data, chunks=(3, 4), filters=filters, compressors=zstd)
-    source = open_source(tmp_path / "a.zarr", "x")
-    np.testing.assert_array_equal(read_all(source), data)
-    source.close()
+    np.testing.assert_array_equal(load_all(tmp_path / "a.zarr", "x"), data)
 
 
 def test_what_is_allowed_reaches_every_look_at_compressors(tmp_path: Path) -> None:
@@ -328,9 +324,7 @@ def test_zarr_arrays_that_are_compressed_twice(
     data = flat((4, 6), "int32")
     path = Path(write_zarr(tmp_path / "a.zarr", {"a": data}, zarr_format, **{"chunks": (2, 3), **options}))
     assert ("compressed more than once" in str(list_arrays(str(path))[0].refused)) == is_refused
-    source = open_source(path, "a", access=Access(untrusted=Limits()))
-    np.testing.assert_array_equal(read_all(source), data)
-    source.close()
+    np.testing.assert_array_equal(load_all(path, "a", Access(untrusted=Limits())), data)
 
 
 def test_shards_around_compressed_shards_and_long_indices(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numcodecs
 import numpy as np
 import pytest
@@ -152,51 +151,6 @@ def test_an_index_of_a_shard_that_points_outside_is_an_error(tmp_path: Path, off
         read_box(source, (range(4),))
     found = read_box(source, (range(2, 4),))
     assert found is not None and found.tolist() == [[5, 6], [7, 8]]
-
-
-def test_a_file_that_was_cut_after_its_chunks_were_listed(tmp_path: Path) -> None:
-    path = tmp_path / "a.h5"
-    with h5py.File(path, "w") as file:
-        file.create_dataset("x", data=np.random.default_rng(1).random((8, 64)), chunks=(1, 64), compression="gzip")
-    source = open_of(path, "/x")
-    reader = source.chunk_reader()
-    assert reader is not None
-    box = (range(8), range(1))
-    last = max(stored.byte_offset + stored.size for stored in chunks_listed(path))
-    assert len(reader.fetch(box).data) == 8
-    os.truncate(path, last - 1)
-    with pytest.raises(OSError, match="the file ends at byte"):
-        reader.fetch(box)
-
-
-def chunks_listed(path: Path) -> list[Any]:
-    told: list[Any] = []
-    with h5py.File(path) as file:
-        file["x"].id.chunk_iter(told.append)
-    return told
-
-
-def test_an_hdf5_chunk_that_a_filter_was_not_applied_to(tmp_path: Path) -> None:
-    path, data = tmp_path / "a.h5", np.arange(12, dtype="i4").reshape(3, 4)
-    with h5py.File(path, "w") as file:
-        stored = file.create_dataset("x", data=data, chunks=(1, 4), compression="gzip").id
-        stored.write_direct_chunk((1, 0), data[1].tobytes(), filter_mask=1)
-    assert check_batches(open_of(path, "/x"), data, 3) == 3
-
-
-@pytest.mark.parametrize("damage", ["one byte", "cut"])
-def test_damage_in_an_hdf5_chunk_gives_no_values(tmp_path: Path, damage: str) -> None:
-    path = tmp_path / "a.h5"
-    data = np.random.default_rng(3).integers(0, 99, (4, 32, 32), dtype="u2")
-    with h5py.File(path, "w") as file:
-        stored = file.create_dataset("x", data=data, chunks=(1, 16, 16), compression="gzip", shuffle=True).id
-        _, raw = stored.read_direct_chunk((1, 0, 16))
-        stored.write_direct_chunk((1, 0, 16), DAMAGE[damage](raw))
-    source = open_of(path, "/x")
-    with pytest.raises((ValueError, OSError)):
-        read_box(source, (range(4), range(2), range(2)))
-    found = read_box(source, (range(2, 4), range(2), range(2)))
-    assert found is not None and (found[1, 1, 0] == data[3:4, 16:, :16]).all()
 
 
 # --- files that are not what they seem

@@ -109,15 +109,6 @@ def test_shuffle(size: int, n: int) -> None:
     assert out.tobytes() == raw
 
 
-@pytest.mark.parametrize("dtype", ["i2", "u4", "f8", "c16"])
-def test_byte_order(dtype: str) -> None:
-    data = values(24).astype(dtype).reshape(4, 3, 2)
-    out = np.empty_like(data)
-    part = data.itemsize // (2 if data.dtype.kind == "c" else 1)
-    Chain([decode_byte_order(part)], data.nbytes).decode([data.astype(data.dtype.newbyteorder()).tobytes()], out)
-    np.testing.assert_array_equal(out, data)
-
-
 @pytest.mark.each_value
 @pytest.mark.parametrize("n", [*range(1, 12), 359, 360, 361, 719, 720, 721, 100_001])
 @pytest.mark.parametrize("byte", [None, 0, 255])

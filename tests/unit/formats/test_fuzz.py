@@ -17,7 +17,7 @@ import pytest
 from benchmarks.fuzz.files import Case, Kind, make_case, make_kinds
 from benchmarks.fuzz.filter_files import FilterKind, filter_case
 from benchmarks.fuzz.filters import FilterOutcomes, is_listed
-from benchmarks.fuzz.loads import GOOD, Outcomes, Worker, fuzz
+from benchmarks.fuzz.loads import GOOD, fuzz
 from benchmarks.fuzz.worker import by_library, judge
 from tests.tiers import IS_QUICK
 
@@ -134,18 +134,6 @@ def _fuzz_package(folder: Path, worker: str) -> None:
     (package / "worker.py").write_text(worker)
 
 
-def test_a_worker_that_does_not_start_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    _fuzz_package(tmp_path, "raise SystemExit('no such thing')")
-    monkeypatch.setattr("benchmarks.fuzz.loads.ROOT", tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with pytest.raises(RuntimeError, match="a worker did not start"):
-        Worker(1)
-
-
-def test_nothing_ran() -> None:
-    assert Outcomes(1).n_cases == 0 and Outcomes(1).total() == {}
-
-
 # --- filters
 
 
@@ -193,20 +181,6 @@ def test_what_a_decoder_does_to_its_process_is_an_outcome(filters: dict[str, Any
     came = [came for came, _ in filters["made"]]
     assert came == ["CRASH", "EXIT", "HANG", "MEMORY", "right"], filters["made"]
     assert filters["made"][0][1].startswith("SIGABRT") and "status 0" in filters["made"][1][1]
-
-
-def test_the_case_of_a_filter_is_its_number() -> None:
-    kind = FilterKind(
-        "x (Zarr 2)",
-        "y",
-        "zarr2",
-        {"store.zarr/a/.zarray": b'{"compressor": {"id": "x"}, "filters": null}'},
-        {(0, 0): b"abcdefgh"},
-    )
-    for number in range(30):
-        one, two = filter_case(kind, 3, number), filter_case(kind, 3, number)
-        assert (one.what, one.files, one.touched) == (two.what, two.files, two.touched)
-    assert len({filter_case(kind, 3, number).what for number in range(30)}) > 15
 
 
 def test_a_filter_that_broke_its_promise_is_named() -> None:

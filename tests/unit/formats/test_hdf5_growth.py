@@ -259,7 +259,7 @@ def test_two_processes_complete_it(marked: Disk) -> None:
 
 def test_one_that_is_not_killed_is_waited_for(marked: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if a reader wrote while the append itself does."""
-    monkeypatch.setattr(changes_module, "_WAIT_SECONDS", 0.2)
+    monkeypatch.setattr(locks, "_WAIT_SECONDS", 0.2)
     (changes,) = marked.folder.glob("*.changes")
     data = marked.path.read_bytes()
     with changes.open("r+b") as lock:
@@ -417,33 +417,6 @@ def test_filters_that_change_values(tmp_path: Path, dtype: str, filters: dict[st
     with pytest.raises(ConfigError, match=f"{told}.*--compression gzip"):
         grow(path, {"/x": ramp((8, 8), dtype)})
     assert path.read_bytes() == before
-
-
-def test_rows_one_by_one_and_what_hdf5_does_then(tmp_path: Path) -> None:
-    """Wrong if an append did not begin where the one before it ended; or if HDF5 could not go on with such a file."""
-    path, values = tmp_path / "x.h5", ramp((200, 3), "int64")
-    with h5py.File(path, "w") as file:
-        file.create_dataset("x", (0, 3), values.dtype, maxshape=(None, 3), chunks=(2, 2))
-    sizes = []
-    for n in range(1, 120, 3):
-        grow(path, {"/x": values[:n]})
-        sizes.append(os.path.getsize(path))
-    assert max(np.diff(sizes)) < 3 * 2616 + 4 * 32 + 16  # chunks, and sometimes a node: not the whole index
-    with h5py.File(path, "r+") as file:
-        assert len(file["x"]) == 118
-        file["x"].resize(200, 0)
-        file["x"][118:] = values[118:]
-    with h5py.File(path, "r+") as file:
-        np.testing.assert_array_equal(file["x"][...], values)
-        file["x"].resize(77, 0)
-    grow(path, {"/x": values[:90]})
-    with h5py.File(path) as file:
-        np.testing.assert_array_equal(file["x"][...], values[:90])
-    if shutil.which("h5repack"):
-        subprocess.run(["h5repack", path, tmp_path / "y.h5"], check=True)
-        assert os.path.getsize(tmp_path / "y.h5") < os.path.getsize(path)
-        with h5py.File(tmp_path / "y.h5") as file:
-            np.testing.assert_array_equal(file["x"][...], values[:90])
 
 
 def test_an_array_that_has_several_names(tmp_path: Path) -> None:
@@ -715,36 +688,6 @@ def test_a_write_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whe
     assert set(lengths(path).values()) == {NEW}
 
 
-def test_an_append_that_is_given_up(tmp_path: Path) -> None:
-    """Wrong if it left bytes behind the end, or did not say what the file beside it is."""
-    path = tmp_path / "x.h5"
-    by_h5py(path)
-    before = path.read_bytes()
-    sink = sink_of(path, VALUES)
-    with sink.create() as catalog:
-        left = find_leftover(catalog.ticket.temporary)
-        assert left is not None and left.what == "appended" and "append" in str(left) and "rm " in str(left)
-        write_all(sink, catalog, {name: one[sink.arrays[name].base :] for name, one in VALUES.items()})
-        assert os.path.getsize(path) > len(before)
-        catalog.finish()
-    assert path.read_bytes() == before and [one.name for one in tmp_path.iterdir()] == ["x.h5"]
-
-
-def test_chunks_that_are_missing_or_doubled(tmp_path: Path) -> None:
-    """Wrong if an array grew without values, or a chunk had two owners."""
-    path = tmp_path / "x.h5"
-    by_h5py(path)
-    sink = sink_of(path, {"/time": VALUES["/time"]})
-    with sink.create() as catalog:
-        catalog.allocate("/time", [0], [32])
-        with pytest.raises(ValueError, match="has a place already"):
-            catalog.allocate("/time", [0], [32])
-        with pytest.raises(ValueError, match="have no place"):
-            catalog.finish()
-        with pytest.raises(ValueError, match="finish"):
-            catalog.commit()
-
-
 # --- wrong implementations, which are found before anything is changed
 
 
@@ -783,22 +726,6 @@ def test_metadata_that_are_wrong(
     with pytest.raises(error, match=words):
         grow(path, {"/x": values})
     assert path.read_bytes() == before
-
-
-def test_a_process_that_is_killed_lets_the_next_one_say_so(tmp_path: Path) -> None:
-    """Wrong if the second append did not see the first's lock; a real process ends in the middle here."""
-    path = tmp_path / "x.h5"
-    by_h5py(path)
-    child = forked()
-    if not child:
-        Hdf5GrowthCatalog(sink_of(path, VALUES))
-        os._exit(0)
-    os.waitpid(child, 0)
-    names = sorted(one.name for one in tmp_path.iterdir())
-    assert len(names) == 3 and any(one.endswith(".unfinished") for one in names) and {names[0], "x.h5.appending"} < set(names)
-    with pytest.raises(ConfigError, match=r"rm .*x\.h5\.appending"):
-        sink_of(path, VALUES).create()
-    assert set(lengths(path).values()) == {OLD}
 
 
 @pytest.mark.parametrize("is_shared", [False, True])

@@ -541,35 +541,28 @@ def test_files_of_files_stay_open_within_one_limit(tmp_path: Path, monkeypatch: 
     assert not others()
 
 
-def test_a_file_that_takes_the_place_of_one_that_is_open(tmp_path: Path) -> None:
-    """Of the same size and time. Wrong if the second array were read from the file that was replaced."""
-    path = two_arrays(tmp_path)
-    before = os.stat(tmp_path / "p1.h5")
+@pytest.mark.parametrize("is_renamed", [True, False])
+def test_a_file_that_changes_while_it_is_open(tmp_path: Path, is_renamed: bool) -> None:
+    """Another one of the same size and time gets its name; or it is written anew, in the same place on disk.
+
+    Wrong if the second array were read from the file that was replaced, or if HDF5's old metadata told where it is.
+    """
+    path, old, new = two_arrays(tmp_path), tmp_path / "p1.h5", tmp_path / "new.h5"
+    before = os.stat(old)
     with format_of(path).open_file(path) as file:
         file.open("/x").close()
-        with h5py.File(tmp_path / "new.h5", "w") as other:
-            for name, dtype in (("x", "f4"), ("y", "i8")):
+        with h5py.File(new, "w") as other:
+            if not is_renamed:
+                other["first"] = np.zeros(1000)
+            for name, dtype in (("x", "f4"), ("y", "i8"))[:: 1 if is_renamed else -1]:
                 other[f"g/{name}"] = np.full((2, 4), -1, dtype)
-        assert os.stat(tmp_path / "new.h5").st_size == before.st_size
-        os.utime(tmp_path / "new.h5", ns=(before.st_atime_ns, before.st_mtime_ns))
-        (tmp_path / "new.h5").replace(tmp_path / "p1.h5")
-        with contextlib.closing(file.open("/y")) as source:
-            out = np.empty((6, 4), source.dtype)
-            source.read_into(Region.whole((6, 4)), out)
-    assert (out[2:4] == -1).all() and (out[[0, 1, 4, 5]] == numbered((6, 4), "i8")[[0, 1, 4, 5]]).all()
-
-
-def test_a_file_that_is_written_anew_while_it_is_open(tmp_path: Path) -> None:
-    """In the same place on disk. Wrong if HDF5's old metadata of it told where the second array is."""
-    path = two_arrays(tmp_path)
-    with format_of(path).open_file(path) as file:
-        file.open("/x").close()
-        with h5py.File(tmp_path / "new.h5", "w") as other:
-            other["first"] = np.zeros(1000)
-            for name, dtype in (("y", "i8"), ("x", "f4")):
-                other[f"g/{name}"] = np.full((2, 4), -1, dtype)
-        with open(tmp_path / "p1.h5", "r+b") as old:
-            old.write((tmp_path / "new.h5").read_bytes())
+        if is_renamed:
+            assert os.stat(new).st_size == before.st_size
+            os.utime(new, ns=(before.st_atime_ns, before.st_mtime_ns))
+            new.replace(old)
+        else:
+            with old.open("r+b") as other:
+                other.write(new.read_bytes())
         with contextlib.closing(file.open("/y")) as source:
             out = np.empty((6, 4), source.dtype)
             source.read_into(Region.whole((6, 4)), out)

@@ -343,14 +343,6 @@ def test_axes_of_which_only_some_have_scales(tmp_path: Path) -> None:
             np.testing.assert_array_equal(found.coords["lon"].values, [0, 2, 4, 6])
 
 
-def test_a_group_is_not_an_array(tmp_path: Path) -> None:
-    with h5py.File(tmp_path / "a.h5", "w") as file:
-        file["gas/rho"] = np.ones(2, "f4")
-        file["time"] = 0.5
-    with pytest.raises(KeyError, match=r"'gas' in '.*a\.h5' is a group, not an array; in it are /gas/rho"):
-        shardload.open(tmp_path / "a.h5")["gas"]
-
-
 def test_open_takes_what_a_load_takes(tmp_path: Path) -> None:
     """Wrong if an array could be loaded by the name of a link, and open said that it is not there."""
     with h5py.File(tmp_path / "a.h5", "w") as file:
@@ -372,6 +364,8 @@ def test_open_takes_what_a_load_takes(tmp_path: Path) -> None:
         assert set(shardload.open(f"{path}:{pattern}")) == names
     header = shardload.open(f"{path}:/Header")
     assert not len(header) and header.attrs == {"BoxSize": 1.0, "by": "x"} and not shardload.open(path).attrs
+    with pytest.raises(KeyError, match=r"'gas' in '.*a\.h5' is a group, not an array; in it are /gas/rho"):
+        shardload.open(path)["gas"]
     with pytest.raises(KeyError, match=r"It is a group without arrays: shardload.open\('.*a.h5:/Header'\).attrs has"):
         shardload.open(path)["Header"]
     with pytest.raises(ConfigError, match=r"holds no array '/no'. Arrays in the file"):
@@ -462,8 +456,3 @@ def test_bad_input(tmp_path: Path) -> None:
         shardload.open([])  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="untrusted is 'yes'"):
         shardload.open("a.nc", untrusted="yes")  # type: ignore[arg-type]
-    path = write(tmp_path / "a.nc", {"engine": "h5netcdf"}, climate())
-    with pytest.raises(ConfigError, match=r"holds no array '/tt'.*nearest first\): '/t'"):
-        shardload.open(f"{path}:/tt")
-    with pytest.raises(KeyError, match="Did you mean '/lat'"):
-        shardload.open(path)["latt"]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import zarr
 
-from shardload.errors import ConfigError, SourceError
+from shardload.errors import SourceError
 from shardload.formats import Access, Region
 from shardload.formats.access import Limits
 from shardload.formats.hdf5 import file as hdf5_module
@@ -86,19 +86,6 @@ def test_what_is_missing_is_noted_for_each_array_by_itself(tmp_path: Path) -> No
     assert out.tolist() == [1] * 4 + [7] * 4
 
 
-def test_nothing_stays_open(tmp_path: Path) -> None:
-    for make, *_ in KINDS.values():
-        path = make(tmp_path)
-
-        def once(path: str = path) -> int:
-            with open_file(path) as file:
-                for name in ARRAYS:
-                    read_all(file.open(name))
-            return len(os.listdir("/proc/self/fd"))
-
-        assert once() >= once()
-
-
 def test_what_is_not_allowed_is_not_allowed_here_either(tmp_path: Path) -> None:
     home, other = tmp_path / "home", tmp_path / "other"
     home.mkdir(), other.mkdir()
@@ -110,17 +97,6 @@ def test_what_is_not_allowed_is_not_allowed_here_either(tmp_path: Path) -> None:
         opened.open("out")
     with open_file(home / "a.h5", Access(allow_external=True)) as opened:
         np.testing.assert_array_equal(read_all(opened.open("out")), flat((3,)))
-
-
-def test_helpers_open_each(tmp_path: Path) -> None:
-    path = write_hdf5(tmp_path / "a.h5", ARRAYS)
-    with open_file(path, Access(untrusted=Limits())) as file:
-        for name in ("a", "group/b"):
-            np.testing.assert_array_equal(read_all(file.open(name)), ARRAYS[name])
-    with h5py.File(path) as mine, pytest.raises(ConfigError, match=r"untrusted=True opens the file in another process"):
-        open_source(mine["a"], "/a", Access(untrusted=Limits()))
-    with pytest.raises(SourceError, match="there is no file"):
-        open_file(tmp_path / "none.h5")
 
 
 @pytest.mark.parametrize("kind", KINDS)

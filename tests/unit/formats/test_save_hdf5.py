@@ -25,14 +25,11 @@ from shardload.errors import ConfigError, SourceError
 from shardload.formats import Region
 from shardload.formats.codecs.chains import EncodeChain
 from shardload.formats.hdf5 import sink as hdf5_sink
-from shardload.formats.hdf5.file import FORMAT as HDF5
 from shardload.formats.hdf5.growable import read_file
-from shardload.formats.hdf5.in_memory import file_in_memory
 from shardload.formats.lookup import open_source
 from shardload.formats.saving import make_sink
-from shardload.formats.sink import ArraySpec, Compression, Places, Stored, Ticket
+from shardload.formats.sink import ArraySpec, Compression, Places, Stored
 from shardload.planning.blocks import runs
-from shardload.testing import check_format
 from tests.tiers import some_of
 from tests.unit.files import read_all
 from tests.unit.saving import put_whole, quick_fsync, ramp, save, write_all  # noqa: F401
@@ -158,27 +155,6 @@ def test_arrays_in_one_piece(tmp_path: Path, shape: tuple[int, ...]) -> None:
             assert not sink.arrays[f"/{name}"].is_asked
 
 
-def test_any_region_of_an_array_in_one_piece(tmp_path: Path) -> None:
-    """Wrong if runs were put in the wrong order, or merged along an axis that the region does not cover."""
-    values = ramp((4, 5, 6), ">i4")
-    sink = make_sink(
-        str(tmp_path / "x.h5"), {"a": spec(values.dtype, None, None, values.shape), "b": spec("u1", None, None, (9,))}
-    )
-    with sink.create() as catalog, sink.writer(catalog.ticket) as writer:
-        cuts = [(0, 1, 4), (0, 3, 5), (0, 2, 6)]
-        for box in itertools.product(*(list(itertools.pairwise(cut)) for cut in cuts)):
-            region = Region(tuple(a for a, _ in box), tuple(b for _, b in box))
-            stored = sink.arrays["/a"].encode(region, np.asfortranarray(values[region.slices()].astype("<i4")))
-            writer.put_region("/a", region, stored)
-        writer.put_region("/b", Region((0,), (9,)), Stored(bytes(range(9))))
-        writer.sync()
-        catalog.finish()
-        catalog.commit()
-    with h5py.File(tmp_path / "x.h5") as file:
-        np.testing.assert_array_equal(file["a"][...], values)
-        assert file["a"].dtype == np.dtype(">i4") and file["b"][...].tolist() == list(range(9))
-
-
 def test_runs_cover_a_region_once() -> None:
     shape = (3, 4, 5)
     index = np.arange(60).reshape(shape)
@@ -209,24 +185,6 @@ def test_chunks_are_where_the_library_says(tmp_path: Path) -> None:
             k = info.chunk_offset[0] // 6000
             assert (info.byte_offset, info.size, info.filter_mask) == (noted[k], lengths[k], 0)
             assert file["x"].id.read_direct_chunk((6000 * k,))[1] == bytes([k]) * lengths[k]
-
-
-def test_chunks_without_filters_have_places_at_once(tmp_path: Path) -> None:
-    values = ramp((40, 33), "<i4")
-    sink = make_sink(str(tmp_path / "x.h5"), {"x": spec(values.dtype, None, (1, 2), values.shape)})
-    with sink.create() as catalog:
-        places = Ticket.from_json(catalog.ticket.to_json()).places["/x"]
-        assert len(places.first) < 40 * 17 / 10
-        with pytest.raises(ValueError, match="have places already"):
-            catalog.allocate("/x", [0], [8])
-        write_all(sink, catalog, {"/x": values})
-        catalog.finish()
-        catalog.commit()
-    with h5py.File(tmp_path / "x.h5") as file:
-        np.testing.assert_array_equal(file["x"][...], values)
-        for k in range(0, 680, 37):
-            info = file["x"].id.get_chunk_info(k)
-            assert places[info.chunk_offset[0] * 17 + info.chunk_offset[1] // 2] == info.byte_offset
 
 
 @pytest.mark.parametrize("offsets", [[7], [7, 7 + 5], [0, 8, 16, 300, 308, 100, 108], [9, 3, 1]], ids=str)
@@ -287,6 +245,17 @@ def test_values_of_any_strides_and_byte_order_are_encoded_alike() -> None:
         EncodeChain([], (4,), np.dtype("f8"), 0).encode(np.zeros(5))
 
 
+def test_a_chunk_that_is_not_asked_for_by_its_bounds(tmp_path: Path) -> None:
+    sink = make_sink(str(tmp_path / "x.h5"), {"x": spec("i4", "gzip", (2, 8), (11, 8))})
+    one = sink.arrays["/x"]
+    assert one.number(Region((10, 0), (11, 8))) == 5
+    for start, stop in (((10, 0), (12, 8)), ((1, 0), (3, 8)), ((0, 0), (2, 4))):
+        with pytest.raises(ValueError, match="is no chunk"):
+            one.encode(Region(start, stop), np.zeros(tuple(b - a for a, b in zip(start, stop, strict=True)), "i4"))
+    with pytest.raises(ValueError, match="values of shape"):
+        one.encode(Region((0, 0), (2, 8)), np.zeros((8, 2), "i4"))
+
+
 def test_a_filter_of_the_library_may_leave_a_chunk_as_it_is(tmp_path: Path) -> None:
     """LZF gives up on noise, and HDF5 then notes for this chunk that the filter was left out. Constant chunks beside it."""
     values = np.zeros((6, 4096), dtype="u1")
@@ -316,22 +285,6 @@ def test_the_library_encodes_in_several_threads(tmp_path: Path, name: str) -> No
         for m, one in zip((k, k + 4), both, strict=True):
             alone = encoder.encode(encoder.region((m, 0, 0)), values[m : m + 1])
             assert (bytes(one.data), one.mask) == (bytes(alone.data), alone.mask)
-
-
-def test_sinks_that_are_made_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong if the files in memory in which they try out their metadata were one."""
-    describe, others = hdf5_sink.Hdf5Sink.describe, [str(tmp_path / "y.nc")]
-
-    def twice(self: hdf5_sink.Hdf5Sink, file: h5py.File, **how: Any) -> None:
-        if others:
-            make_sink(others.pop(), {"x": spec("i4", dims=("a", "b", "c"))})
-        describe(self, file, **how)
-
-    monkeypatch.setattr(hdf5_sink.Hdf5Sink, "describe", twice)
-    make_sink(str(tmp_path / "x.h5"), {"x": spec("f8")})
-    with file_in_memory() as first, file_in_memory() as second:
-        first["x"] = 1
-        assert "x" not in second
 
 
 @pytest.mark.parametrize("name", ["x.h5", "x.nc"])
@@ -694,51 +647,6 @@ def test_compression_is_checked() -> None:
             Compression.of(wrong)
 
 
-def test_the_catalog_notices_chunks_that_come_twice_or_never(tmp_path: Path) -> None:
-    sink = make_sink(str(tmp_path / "x.h5"), {"x": spec("f4", "gzip")})
-    with sink.create() as catalog:
-        catalog.allocate("/x", [3, 1], [10, 20])
-        for numbers, words in (
-            ([1], r"chunk \(0, 0, 1\) of '/x' has a place already"),
-            ([5, 5], r"\(1, 0, 1\)"),
-            ([8], "0 to 7"),
-        ):
-            with pytest.raises(ValueError, match=words):
-                catalog.allocate("/x", numbers, [10] * len(numbers))
-        with pytest.raises(ValueError, match=r"6 of 8 chunks of '/x' have no place; the first is \(0, 0, 0\)"):
-            catalog.finish()
-        with pytest.raises(ValueError, match="finish the catalog first"):
-            catalog.commit()
-    assert not os.listdir(tmp_path)
-
-
-def swapped(puts: list[Any]) -> list[Any]:
-    (a, k, first, one), (b, n, second, other), *rest = puts
-    return [(a, k, second, one), (b, n, first, other), *rest]
-
-
-def stale(puts: list[Any]) -> list[Any]:
-    """As if all chunks of a round had been encoded into the same memory."""
-    return [(name, number, offset, puts[-1][3]) for name, number, offset, _ in puts]
-
-
-@pytest.mark.parametrize("wrong", [swapped, stale, lambda puts: puts[:-1]], ids=["swapped", "stale", "dropped"])
-def test_the_comparison_with_h5py_notices_a_wrong_implementation(tmp_path: Path, wrong: Any) -> None:
-    """Chunks of one stored size, so that only their values tell them apart."""
-    values = ramp((12, 8), "i4")
-    sink = make_sink(str(tmp_path / "x.h5"), {"x": spec("i4", None, (2, 8), (12, 8), checksum=True)})
-    with sink.create() as catalog:
-        write_all(sink, catalog, {"/x": values}, change=wrong, round_size=2)
-        catalog.finish()
-        catalog.commit()
-    with h5py.File(tmp_path / "x.h5") as file:
-        try:
-            is_same = np.array_equal(file["x"][...], values)
-        except OSError:  # the checksum of what was never written
-            is_same = False
-    assert not is_same
-
-
 def test_the_catalog_compares_the_written_file_with_its_notes(tmp_path: Path) -> None:
     """Wrong if metadata of another allocation were taken for that of this one."""
     sink = make_sink(str(tmp_path / "x.h5"), {"x": spec("i4", "gzip", (2, 8), (12, 8))})
@@ -749,26 +657,3 @@ def test_the_catalog_compares_the_written_file_with_its_notes(tmp_path: Path) ->
         noted.sizes[[1, 4]] = 11  # so that nothing overlaps
         with pytest.raises(SourceError, match=r"chunk \(1, 0\) of '/x' .* but was written at byte"):
             catalog.finish()
-
-
-def test_a_chunk_that_is_not_asked_for_by_its_bounds(tmp_path: Path) -> None:
-    sink = make_sink(str(tmp_path / "x.h5"), {"x": spec("i4", "gzip", (2, 8), (11, 8))})
-    one = sink.arrays["/x"]
-    assert one.number(Region((10, 0), (11, 8))) == 5
-    for start, stop in (((10, 0), (12, 8)), ((1, 0), (3, 8)), ((0, 0), (2, 4))):
-        with pytest.raises(ValueError, match="is no chunk"):
-            one.encode(Region(start, stop), np.zeros(tuple(b - a for a, b in zip(start, stop, strict=True)), "i4"))
-    with pytest.raises(ValueError, match="values of shape"):
-        one.encode(Region((0, 0), (2, 8)), np.zeros((8, 2), "i4"))
-
-
-def test_conformance(tmp_path: Path) -> None:
-    def write(path: str, arrays: dict[str, Any]) -> None:
-        specs = {}
-        for name, one in arrays.items():
-            chunks = tuple(max(1, -(-n // 3)) for n in one.shape) if one.size and one.ndim else None
-            specs[name] = ArraySpec(one.shape, one.dtype, chunks, compression=Compression.of("gzip" if chunks else None))
-        save(path, arrays, specs, format="hdf5", mode="w")
-
-    shapes = [(), (0, 3), (7,), (3, 4, 5)]
-    check_format(HDF5, write, folder=tmp_path, dtypes=some_of([">f4", "bool"]), shapes=shapes)

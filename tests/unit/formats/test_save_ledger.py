@@ -197,7 +197,7 @@ def test_metadata_that_cannot_be_put(tmp_path: Path, call: str, when: int, code:
     after an error in a write of HDF5's own it would crash.
     """
     script = f"from {__name__} import fail_in; fail_in({str(tmp_path)!r}, {call!r}, {when}, {code})"
-    done = run_copy(["-c", script], is_end_whole=True, cwd=ROOT, capture_output=True, check=False)
+    done = run_copy(["-c", script], cwd=ROOT, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"{code} True [] '{tmp_path}/x.h5' cannot be written: "), done.stdout
     assert errno.errorcode[code] in done.stdout and not done.stderr

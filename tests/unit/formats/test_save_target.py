@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import os
 import shlex
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +19,6 @@ from shardload.formats.saving import make_sink
 from shardload.formats.sink import ArraySpec, Compression, Sink, Ticket
 from shardload.storage import target
 from shardload.storage.target import Target, temporary_of
-from tests.jobs.launch import ROOT
-from tests.unit.copies import run_copy
 from tests.unit.saving import forked, put_whole, quick_fsync, ramp, save, write_all  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("quick_fsync")
@@ -55,86 +51,15 @@ def left(folder: Path) -> list[tuple[str, str]]:
     return [one for one in found if one is not None]
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_a_file_that_is_replaced(tmp_path: Path, name: str) -> None:
-    save(tmp_path / name, {"old": OLD})
-    save(tmp_path / name, {"rho": VALUES}, mode="w")
-    np.testing.assert_array_equal(read(tmp_path / name, "rho"), VALUES)
-    assert os.listdir(tmp_path) == [name]
-
-
-# What a process was doing when it was killed: a function of the sink and its catalog that runs before the end.
-def after_create(sink: Sink, catalog: Any) -> None:
-    pass
-
-
-def after_puts(sink: Sink, catalog: Any) -> None:
+def finish(sink: Sink, catalog: Any) -> None:
     write_all(sink, catalog, {"/rho": VALUES})
-
-
-def after_finish(sink: Sink, catalog: Any) -> None:
-    after_puts(sink, catalog)
     catalog.finish()
-
-
-def in_finish(sink: Sink, catalog: Any) -> None:
-    after_puts(sink, catalog)
-    os.fsync = lambda descriptor: os._exit(0)  # type: ignore[assignment]
-    catalog.finish()
-
-
-PHASES = {phase.__name__: phase for phase in (after_create, after_puts, in_finish, after_finish)}
-
-
-def fork_all(folder: str) -> None:
-    """Have a child for each kind of file and phase, which ends there."""
-    os.fsync = lambda descriptor: None  # type: ignore[assignment]  # see `quick_fsync`
-    for name, (what, phase) in itertools.product(KINDS, PHASES.items()):
-        here = Path(folder, f"{name}-{what}")
-        here.mkdir()
-        save(here / name, {"old": OLD})
-        sink = a_sink(here, name)
-        child = forked()
-        if child == 0:
-            try:
-                phase(sink, sink.create())
-            finally:
-                os._exit(0)
-        os.waitpid(child, 0)
-
-
-@pytest.fixture(scope="module")
-def forks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of `fork_all`, called in a process of its own: this one may have threads, which do not survive a fork."""
-    folder = tmp_path_factory.mktemp("forks")
-    code = f"from {__name__} import fork_all; fork_all({str(folder)!r})"
-    done = run_copy(["-c", code], cwd=ROOT, capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return folder
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("name", KINDS)
-def test_a_process_that_is_killed(forks: Path, name: str, phase: str) -> None:
-    """The old file is whole, and what is left names itself. A later save does not care."""
-    folder = forks / f"{name}-{phase}"
-    assert old_is_whole(folder, name) and left(folder) == [(name, "unfinished")]
-    if phase != "after_finish":  # until it is whole, nobody takes it for a file of the format
-        (rest,) = (folder / one for one in os.listdir(folder) if one != name)
-        if rest.is_file():
-            assert rest.read_bytes()[:20] == b"shardload unfinished" and not h5py.is_hdf5(rest)
-        else:
-            assert not (rest / "zarr.json").exists()
-    write_it(folder, name)
-    np.testing.assert_array_equal(read(folder / name, "rho"), VALUES)
-    assert left(folder) == [(name, "unfinished")]  # it is not ours to delete
 
 
 def write_it(folder: Path, name: str, mode: str = "w") -> None:
     sink = a_sink(folder, name, mode)
     with sink.create() as catalog:
-        after_finish(sink, catalog)
+        finish(sink, catalog)
         catalog.commit()
 
 
@@ -180,7 +105,7 @@ def test_an_error_that_the_system_tells_at_fsync(tmp_path: Path, name: str, monk
     with sink.create() as catalog:
         monkeypatch.setattr(target.os, "fsync", fails)
         with pytest.raises(SourceError, match="no space is left on its file system"):
-            after_finish(sink, catalog)
+            finish(sink, catalog)
         monkeypatch.undo()
     assert os.listdir(tmp_path) == []
 
@@ -220,7 +145,7 @@ def test_a_system_that_writes_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("has_links", [True, False])
 @pytest.mark.parametrize("name", KINDS)
 def test_two_saves_to_one_name(tmp_path: Path, name: str, has_links: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both begin while the name is free, and commit at the same time. One wins, whole; the other is told."""
+    """Both begin while the name is free. One wins, whole; the other is told."""
     if not has_links:
 
         def refused(*_: Any) -> None:
@@ -228,27 +153,31 @@ def test_two_saves_to_one_name(tmp_path: Path, name: str, has_links: bool, monke
 
         monkeypatch.setattr(target.os, "link", refused)
     sinks = [a_sink(tmp_path, name, "w-") for _ in range(2)]
-    catalogs, told = [sink.create() for sink in sinks], []
-    for sink, catalog in zip(sinks, catalogs, strict=True):
-        after_finish(sink, catalog)
-    gate = threading.Barrier(2)
-
-    def commit(catalog: Any) -> None:
-        gate.wait()
-        try:
-            catalog.commit()
-        except ConfigError as error:
-            told.append(str(error))
-            catalog.abandon()
-
-    threads = [threading.Thread(target=commit, args=(catalog,)) for catalog in catalogs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(told) == 1 and "exists, and mode is 'w-'. Pass mode='w' to replace it" in told[0]
+    first, second = (sink.create() for sink in sinks)
+    for sink, catalog in zip(sinks, (first, second), strict=True):
+        finish(sink, catalog)
+    first.commit()
+    with pytest.raises(ConfigError, match=r"exists, and mode is 'w-'. Pass mode='w' to replace it"), second:
+        second.commit()
     np.testing.assert_array_equal(read(tmp_path / name, "rho"), VALUES)
     assert os.listdir(tmp_path) == [name]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_chunks_that_come_twice_or_never(tmp_path: Path, name: str) -> None:
+    """Wrong if a file could get its name whose chunks are not all there, or two chunks one place."""
+    sink = a_sink(tmp_path, name, "w-")
+    with sink.create() as catalog:
+        if sink.arrays["/rho"].is_asked:
+            catalog.allocate("/rho", [3], [10])
+            for numbers in ([3], [1, 1], [5], [-1]):
+                with pytest.raises(ValueError, match=r"has a place already|has chunks 0 to 4"):
+                    catalog.allocate("/rho", numbers, [10] * len(numbers))
+        with pytest.raises(ValueError, match=r"of '/rho' have no place|'/rho' has 0 files in place of"):
+            catalog.finish()
+        with pytest.raises(ValueError, match="finish the catalog first"):
+            catalog.commit()
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -257,7 +186,7 @@ def test_two_saves_that_replace(tmp_path: Path, name: str) -> None:
     sinks = [a_sink(tmp_path, name) for _ in range(2)]
     catalogs = [sink.create() for sink in sinks]
     for sink, catalog in zip(sinks, catalogs, strict=True):
-        after_finish(sink, catalog)
+        finish(sink, catalog)
     for catalog in catalogs:
         catalog.commit()
     np.testing.assert_array_equal(read(tmp_path / name, "rho"), VALUES)
@@ -275,7 +204,7 @@ def finished(folder: Path, name: str, mode: str) -> Any:
         save(folder / name, {"old": OLD})
     sink = a_sink(folder, name, mode)
     catalog = sink.create()
-    after_finish(sink, catalog)
+    finish(sink, catalog)
     return catalog
 
 
@@ -386,7 +315,7 @@ def test_the_library_cannot_read_what_was_written(
     with sink.create() as catalog:
         monkeypatch.setattr("shardload.formats.hdf5.sink.open_explained", refuses)
         with pytest.raises(SourceError, match=f"the new file of '.*{name}' cannot be read by HDF5: .*errno = 5"):
-            after_finish(sink, catalog)
+            finish(sink, catalog)
         monkeypatch.undo()
     assert os.listdir(tmp_path) == []
 
@@ -475,48 +404,6 @@ def test_a_rank_that_sees_another_folder(tmp_path: Path, name: str) -> None:
         text = catalog.ticket.to_json().replace(catalog.ticket.token, "0" * 16)
         with pytest.raises(ConfigError, match="Is another file system mounted there"):
             sink.writer(Ticket.from_json(text))
-        os.rename(catalog.ticket.temporary, f"{catalog.ticket.temporary}0")
-        with pytest.raises(ConfigError, match="Is another file system mounted there"):
-            sink.writer(catalog.ticket)
-
-
-def test_threads_encode_and_write_together(tmp_path: Path) -> None:
-    """Wrong if scratch memory were shared between threads."""
-    values = ramp((64, 50), "<f8")
-    spec = ArraySpec(values.shape, np.dtype(">f8"), (1, 33), compression=Compression("gzip", 1, shuffle=True))
-    sink = make_sink(str(tmp_path / "x.h5"), {"x": spec})
-    with sink.create() as catalog, sink.writer(catalog.ticket) as writer:
-        lock = threading.Lock()
-
-        def some(rank: int) -> None:
-            one = sink.arrays["/x"]
-            for row in range(rank, 64, 4):
-                for column in range(2):
-                    region = one.region((row, column))
-                    stored = one.encode(region, values[region.slices()])
-                    with lock:
-                        offset = int(catalog.allocate("/x", [one.number(region)], [stored.nbytes])[0])
-                    writer.put("/x", one.number(region), offset, stored)
-
-        threads = [threading.Thread(target=some, args=(rank,)) for rank in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        writer.sync()
-        catalog.finish()
-        catalog.commit()
-    with h5py.File(tmp_path / "x.h5") as file:
-        np.testing.assert_array_equal(file["x"][...], values)
-
-
-def test_names_of_temporaries() -> None:
-    one = Target("d/x.h5", "w-")
-    assert temporary_of("d/x.h5.00112233445566aa.unfinished") == ("d/x.h5", "unfinished") and one.temporary is None
-    for other in ("x.h5", "x.h5.unfinished", "x.h5.0011.unfinished", ".00112233445566aa.unfinished"):
-        assert temporary_of(other) is None
-    with pytest.raises(ValueError, match="no temporary to commit"):
-        one.commit()
 
 
 def test_what_is_put_after_the_end(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import shutil
@@ -27,9 +26,7 @@ from shardload.formats.lookup import open_source
 from shardload.formats.saving import format_for, make_sink
 from shardload.formats.sink import ArraySpec, Compression, Ticket
 from shardload.formats.zarr import sink as zarr_sink
-from shardload.formats.zarr.source import FORMAT as ZARR
 from shardload.storage import target
-from shardload.testing import check_format
 from tests.tiers import quick_ones, some_of
 from tests.unit.saving import quick_fsync, ramp, save, write_all  # noqa: F401
 
@@ -99,22 +96,6 @@ def test_every_type_is_read_back(tmp_path: Path, version: str, name: str, sharde
 
 
 @pytest.mark.parametrize("version", ["zarr", "zarr2"])
-def test_xarray_opens_it(tmp_path: Path, version: str) -> None:
-    values = {"rho": ramp((3, 4), "f4"), "time": np.arange(3.0) * 2, "s": np.array(2.5), "g/w": ramp((4,), "i4")}
-    specs = {
-        "rho": spec("f4", "gzip", (2, 3), (3, 4), dims=("time", "x")),
-        "time": spec("f8", None, None, (3,), dims=("time",), attrs={"units": "days since 2000-01-01"}),
-        "g/w": spec("i4", None, (3,), (4,), dims=("x",)),
-    }
-    save(tmp_path / "x.zarr", values, specs, format=version)
-    with xr.open_zarr(tmp_path / "x.zarr") as found:  # a warning is an error: the metadata is consolidated
-        np.testing.assert_array_equal(found["rho"].values, values["rho"])
-        assert str(found["time"].values[2])[:10] == "2000-01-05" and float(found["s"]) == 2.5
-    with xr.open_zarr(tmp_path / "x.zarr", group="g") as found:
-        assert found["w"].values.tolist() == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize("version", ["zarr", "zarr2"])
 def test_xarray_opens_it_where_axes_have_no_names(tmp_path: Path, version: str) -> None:
     """Wrong if names were left out, or if axes of different lengths had one name: xarray refuses both."""
     arrays = {"x": ramp((5, 4), "<f4"), "y": ramp((4, 4, 3), "<f4"), "z": ramp((3,), "<i4"), "alone": ramp((), "<f8")}
@@ -149,23 +130,6 @@ def test_the_index_of_a_shard(tmp_path: Path) -> None:
     for k in range(2):
         at = table[2 * k]
         assert np.frombuffer(raw[at : at + 16], "<i4").tolist() == [16 + 2 * k, 17 + 2 * k, 0, 0]
-
-
-def test_offsets_in_shards_are_a_running_sum_in_any_order(tmp_path: Path) -> None:
-    sink = make_sink(str(tmp_path / "x.zarr"), {"x": spec("u1", "gzip", (1, 1), (4, 6), shards=(2, 3))})
-    chance = np.random.default_rng(3)
-    order, sizes = chance.permutation(24), chance.integers(1, 50, 24)
-    with sink.create() as catalog:
-        offsets = np.zeros(24, dtype=np.int64)
-        for part in np.array_split(order, 5):
-            offsets[part] = catalog.allocate("/x", part, sizes[part])
-        for shard in itertools.product(range(2), range(2)):
-            inside = [6 * i + j for i in range(4) for j in range(6) if (i // 2, j // 3) == shard]
-            inside.sort(key=lambda k: offsets[k])
-            ends = np.cumsum(sizes[inside])
-            assert offsets[inside].tolist() == [0, *ends[:-1].tolist()]
-        with pytest.raises(ValueError, match="has a place already"):
-            catalog.allocate("/x", [3], [5])
 
 
 def test_metadata_is_that_of_zarr_python(tmp_path: Path) -> None:
@@ -212,21 +176,6 @@ def test_metadata_comes_last(tmp_path: Path) -> None:
         catalog.finish()
         catalog.commit()
     assert sorted(os.listdir(tmp_path / "x.zarr")) == ["g", "x", "zarr.json"] and os.listdir(tmp_path) == ["x.zarr"]
-
-
-@pytest.mark.parametrize("sharded", [False, True])
-def test_chunks_that_were_not_written(tmp_path: Path, sharded: bool) -> None:
-    values = ramp(SHAPE, "f4")
-    sink = make_sink(str(tmp_path / "x.zarr"), {"x": spec("f4", None, shards=SHARDS if sharded else None)})
-    one = sink.arrays["/x"]
-    with sink.create() as catalog:
-        with sink.writer(catalog.ticket) as writer:
-            region = one.region((0, 0, 0))
-            stored = one.encode(region, values[region.slices()])
-            offset = catalog.allocate("/x", [0], [stored.nbytes])[0] if one.is_asked else 0
-            writer.put("/x", 0, int(offset), stored)
-        with pytest.raises(ValueError, match=r"17 of 18 chunks of '/x'" if sharded else "'/x' has 1 files in place of .* 18"):
-            catalog.finish()
 
 
 def test_a_chunk_is_written_once(tmp_path: Path) -> None:
@@ -372,21 +321,6 @@ def test_names_and_formats(tmp_path: Path) -> None:
         make_sink("s3://a/x.zarr", {"x": one})
     ticket = make_sink(str(tmp_path / "x.zarr"), {"x": one}).create().ticket
     assert Ticket.from_json(ticket.to_json()) == ticket
-
-
-def test_conformance(tmp_path: Path) -> None:
-    def write(path: str, arrays: dict[str, Any]) -> None:
-        specs = {}
-        for name, one in arrays.items():
-            chunks = tuple(max(1, -(-n // 3)) for n in one.shape) if one.size and one.ndim else None
-            shards = tuple(2 * n for n in chunks) if chunks else None
-            specs[name] = ArraySpec(
-                one.shape, one.dtype, chunks, shards, compression=Compression.of("zstd" if chunks else None)
-            )
-        save(path, arrays, specs, format="zarr", mode="w")
-
-    shapes = [(), (0, 3), (7,), (3, 4, 5)]
-    check_format(ZARR, write, folder=tmp_path, dtypes=some_of([">f4", "bool"]), shapes=shapes)
 
 
 def test_chunks_of_a_shard_are_synced_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

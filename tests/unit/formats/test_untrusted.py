@@ -23,7 +23,7 @@ from shardload.formats.access import Access
 from shardload.formats.lookup import find_array, list_arrays, open_source
 from shardload.planning.region import Region
 from shardload.storage.containment import Fence
-from tests.unit.files import flat, read_all, write_hdf5, write_zarr
+from tests.unit.files import flat, load_all, read_all, write_hdf5, write_zarr
 
 SHAPE = (6, 5, 4)
 DATA = flat(SHAPE)
@@ -45,9 +45,7 @@ def refused(path: Path | str, name: str, match: str) -> None:
         with pytest.raises(SourceError, match=match):
             attempt(str(path), name)
     assert find_array(str(path), name, Access(allow_external=True)).shape == SHAPE
-    source = open_source(str(path), name, Access(allow_external=True))
-    np.testing.assert_array_equal(read_all(source), DATA)
-    source.close()
+    np.testing.assert_array_equal(load_all(str(path), name, Access(allow_external=True)), DATA)
 
 
 # --- HDF5: links
@@ -71,9 +69,7 @@ def test_external_links(places: tuple[Path, Path]) -> None:
     with h5py.File(home / "middle.h5", "w") as file:
         file["next"] = h5py.ExternalLink("../else/out.h5", "/x")
     for name in ("/inside", "/round"):
-        source = open_source(home / "a.h5", name)
-        np.testing.assert_array_equal(read_all(source), DATA)
-        source.close()
+        np.testing.assert_array_equal(load_all(home / "a.h5", name), DATA)
     for name in ("/up", "/absolute", "/folder", "/file", "/soft", "/middle", "/g/h/hard/x", "/g/relative/x"):
         refused(home / "a.h5", name, "outside the folder of this file; pass allow_external=True")
 
@@ -85,9 +81,7 @@ def test_a_file_that_is_a_link_itself_is_where_both_are(places: tuple[Path, Path
         file["a"] = h5py.ExternalLink("out.h5", "/x")
     (home / "b.h5").symlink_to(other / "a.h5")
     for path in (other / "a.h5", home / "b.h5"):
-        source = open_source(path, "/a")
-        np.testing.assert_array_equal(read_all(source), DATA)
-        source.close()
+        np.testing.assert_array_equal(load_all(path, "/a"), DATA)
 
 
 def test_links_in_a_circle_or_to_no_file(places: tuple[Path, Path]) -> None:
@@ -132,9 +126,7 @@ def test_virtual_datasets(places: tuple[Path, Path]) -> None:
     virtual(path, "linked", inside, ("middle.h5", "x"))
     virtual(home / "second.h5", "x", inside, ("../else/out.h5", "x"))
     virtual(path, "nested", inside, ("second.h5", "x"))
-    source = open_source(path, "/fine")
-    np.testing.assert_array_equal(read_all(source), DATA)
-    source.close()
+    np.testing.assert_array_equal(load_all(path, "/fine"), DATA)
     names = ("/up", "/absolute", "/again", "/linked", "/nested")
     for name in names:
         refused(path, name, "outside the folder of this file")
@@ -267,32 +259,30 @@ def test_links_out_of_a_store(tmp_path: Path, zarr_format: int, order: str, what
     if zarr_format == 2:
         more["chunk_key_encoding"] = {"name": "v2", "separator": "/"}
     path = Path(write_zarr(tmp_path / "a.zarr", {"a": DATA, "b": DATA}, zarr_format, **more))
-    np.testing.assert_array_equal(read_all(open_source(path, "a")), DATA)
+    np.testing.assert_array_equal(load_all(path, "a"), DATA)
     key = {2: "a/1/0", 3: "a/c/1/0"}[zarr_format]
     victim = {"chunk": key + "/1", "folder": key, "metadata": "a/.zarray" if zarr_format == 2 else "a/zarr.json", "array": "a"}
     (path / victim[what]).rename(tmp_path / "stolen")
     (path / victim[what]).symlink_to(tmp_path / "stolen")
     with pytest.raises((SourceError, OSError), match=r"outside the store; pass allow_external=True if you trust it"):
-        read_all(open_source(path, "a"))
+        load_all(path, "a")
     listed = {info.dataset: info.refused for info in list_arrays(str(path))}
     assert listed["/b"] is None and (what in ("chunk", "folder") or listed.get("/a", "not followed") is not None)
-    source = open_source(path, "a", Access(allow_external=True))
-    np.testing.assert_array_equal(read_all(source), DATA)
-    source.close()
+    np.testing.assert_array_equal(load_all(path, "a", Access(allow_external=True)), DATA)
     if what == "chunk":  # a link inside the store is no business of anybody's
         (path / victim[what]).unlink()
         (tmp_path / "stolen").rename(path / "kept")
         (path / victim[what]).symlink_to(path / "kept")
-        np.testing.assert_array_equal(read_all(open_source(path, "a")), DATA)
+        np.testing.assert_array_equal(load_all(path, "a"), DATA)
         (path / "kept").unlink()
         with pytest.raises(OSError, match="which is not there"):
-            read_all(open_source(path, "a"))
+            load_all(path, "a")
 
 
 def test_a_store_that_is_a_link_itself(tmp_path: Path) -> None:
     write_zarr(tmp_path / "far" / "a.zarr", {"a": DATA})
     (tmp_path / "b.zarr").symlink_to(tmp_path / "far" / "a.zarr")
-    np.testing.assert_array_equal(read_all(open_source(tmp_path / "b.zarr", "a")), DATA)
+    np.testing.assert_array_equal(load_all(tmp_path / "b.zarr", "a"), DATA)
 
 
 def test_links_in_a_circle_in_a_store(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from shardload.formats.zarr import store as zarr_store
 from shardload.planning.region import Region
 from shardload.storage.containment import Fence, OutsideError
 from tests.tiers import examples
-from tests.unit.files import flat, read_all, write_hdf5, write_zarr
+from tests.unit.files import flat, load_all, read_all, write_hdf5, write_zarr
 
 N = 4
 FILL, SECRET = -5, 0x5EC2E7
@@ -344,7 +344,7 @@ def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path: Path, told: str
         path = Path(write_zarr(tmp_path / f"{name}.zarr", {"a": flat((4, 4))}, 3, **more))
         replace(path / "a/c/1/0", kind)
         with pytest.raises(OSError, match=expected):
-            read_all(open_source(path, "a", Access(allow_external=True)))
+            load_all(path, "a", Access(allow_external=True))
 
 
 # --- Zarr: URLs
@@ -357,12 +357,12 @@ def test_urls_of_this_machine_are_paths(tmp_path: Path) -> None:
     for scheme in ("file", "local", "FILE"):
         assert find_array(f"{scheme}://{tmp_path}/a.h5:/x").path == f"{tmp_path}/a.h5"
         assert list_arrays(f"{scheme}://{path}")[0].dataset == "/a"
-        np.testing.assert_array_equal(read_all(open_source(f"{scheme}://{path}", "a")), flat((4, 4)))
+        np.testing.assert_array_equal(load_all(f"{scheme}://{path}", "a"), flat((4, 4)))
     (path / "a/c/1/0").rename(tmp_path / "stolen")
     (path / "a/c/1/0").symlink_to(tmp_path / "stolen")
     with pytest.raises(OutsideError, match="outside the store"):
-        read_all(open_source(f"file://{path}", "a"))
-    np.testing.assert_array_equal(read_all(open_source(f"file://{path}", "a", Access(allow_external=True))), flat((4, 4)))
+        load_all(f"file://{path}", "a")
+    np.testing.assert_array_equal(load_all(f"file://{path}", "a", Access(allow_external=True)), flat((4, 4)))
 
 
 class LocalFileSystem:

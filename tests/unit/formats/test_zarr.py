@@ -6,10 +6,8 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import ml_dtypes
 import numcodecs
@@ -23,7 +21,6 @@ import zarr.registry
 import zarr.storage
 
 from shardload.errors import ConfigError, SourceError
-from shardload.formats.access import Access
 from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.contract.format import UndecodedError
 from shardload.formats.lookup import find_array, list_arrays, open_file, open_source
@@ -39,13 +36,6 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:Object at",
 )
 
-CODECS_V3: dict[str, dict[str, Any]] = {
-    "none": {"compressors": None},
-    "zstd": {"compressors": zarr.codecs.ZstdCodec(level=1)},
-    "gzip": {"compressors": zarr.codecs.GzipCodec()},
-    "blosc": {"compressors": zarr.codecs.BloscCodec(cname="lz4")},
-    "gzip+crc32c": {"compressors": [zarr.codecs.GzipCodec(), zarr.codecs.Crc32cCodec()]},
-}
 CODECS_V2: dict[str, dict[str, Any]] = {
     "none": {"compressors": None},
     "zstd": {"compressors": numcodecs.Zstd()},
@@ -72,50 +62,6 @@ def test_format_2_codecs_and_orders(tmp_path: Path, codec: str, order: str) -> N
     data = flat((5, 7, 3), ">i4")
     path = write_zarr(tmp_path / "a.zarr", {"a": data}, 2, order=order, **CODECS_V2[codec])
     assert check(path, "/a", data).codec == codec
-
-
-def test_format_2_filters(tmp_path: Path) -> None:
-    data = flat((5, 7), "int32")
-    options = {"filters": [numcodecs.Delta("i4")], "compressors": numcodecs.Zlib()}
-    assert check(write_zarr(tmp_path / "a.zarr", {"a": data}, 2, **options), "/a", data).codec == "zlib+delta"
-
-
-@pytest.mark.parametrize("codec", CODECS_V3)
-def test_format_3_codecs_with_and_without_shards(tmp_path: Path, codec: str) -> None:
-    data = flat((5, 7, 11), "float64")
-    path = write_zarr(tmp_path / "a.zarr", {"a": data}, **CODECS_V3[codec])
-    assert check(path, "/a", data).codec == codec
-    path = write_zarr(tmp_path / "b.zarr", {"a": data}, chunks=(1, 2, 3), shards=(2, 4, 6), **CODECS_V3[codec])
-    info = check(path, "/a", data)
-    assert (info.codec, info.chunks, info.shards) == (codec, (1, 2, 3), (2, 4, 6))
-
-
-def test_format_3_transposed_and_big_endian(tmp_path: Path) -> None:
-    data = flat((5, 7, 3), "int32")
-    options = {
-        "filters": [zarr.codecs.TransposeCodec(order=(2, 0, 1))],
-        "serializer": zarr.codecs.BytesCodec(endian="big"),
-    }
-    assert check(write_zarr(tmp_path / "a.zarr", {"a": data}, **options), "/a", data).codec == "zstd+transpose"
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("dtype", ["int16", "uint8", "float32", "float64", "complex64", "bool"])
-@pytest.mark.parametrize("driver", ["zarr", "zarr3"])
-def test_arrays_that_tensorstore_wrote(tmp_path: Path, driver: str, dtype: str) -> None:
-    data = flat((5, 7, 3), dtype)
-    metadata: dict[str, Any] = {"shape": data.shape}
-    if driver == "zarr":
-        metadata |= {"chunks": [2, 3, 2], "dtype": data.dtype.newbyteorder(">").str, "order": "F"}
-    else:
-        inner = [{"name": "bytes", "configuration": {"endian": "big"}}, {"name": "zstd", "configuration": {"level": 1}}]
-        grid = {"name": "regular", "configuration": {"chunk_shape": [4, 6, 2]}}
-        sharding = {"name": "sharding_indexed", "configuration": {"chunk_shape": [2, 3, 2], "codecs": inner}}
-        metadata |= {"chunk_grid": grid, "data_type": dtype, "codecs": [sharding]}
-    spec = {"driver": driver, "kvstore": f"file://{tmp_path}/a.zarr/", "metadata": metadata, "create": True}
-    tensorstore.open(spec).result().write(data).result()
-    info = check(str(tmp_path / "a.zarr"), "/", data)
-    assert info.chunks == (2, 3, 2) and info.shards == (None if driver == "zarr" else (4, 6, 2))
 
 
 def test_zip_stores_and_urls(tmp_path: Path) -> None:
@@ -423,63 +369,6 @@ def test_a_zip_file_without_a_path(tmp_path: Path) -> None:
         np.testing.assert_array_equal(read_all(source), flat((3,)))
         assert source.state() is None
         source.close()
-
-
-@dataclass(frozen=True)
-class CountingCodec(zarr.abc.codec.BytesBytesCodec):
-    """Changes nothing, and counts the chunks decoded."""
-
-    is_fixed_size: ClassVar[bool] = True
-    decodes: ClassVar[list[int]] = [0]
-
-    @classmethod
-    def from_dict(cls, data: Any) -> CountingCodec:
-        return cls()
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"name": "counting", "configuration": {}}
-
-    def compute_encoded_size(self, input_byte_length: int, _chunk_spec: Any) -> int:
-        return input_byte_length
-
-    async def _decode_single(self, chunk_data: Any, chunk_spec: Any) -> Any:
-        self.decodes[0] += 1
-        return chunk_data
-
-    async def _encode_single(self, chunk_data: Any, chunk_spec: Any) -> Any:
-        return chunk_data
-
-
-@pytest.fixture
-def counter() -> Iterator[list[int]]:
-    zarr.registry.register_codec("counting", CountingCodec)
-    CountingCodec.decodes[0] = 0
-    yield CountingCodec.decodes
-
-
-@pytest.mark.parametrize("shards", [None, (4, 8, 3)])
-def test_each_chunk_is_decoded_once_per_read(tmp_path: Path, counter: list[int], shards: Any) -> None:
-    data = flat((7, 6, 5), "float64", first=1)  # from 1: Zarr does not store a chunk of fill values
-    path = write_zarr(tmp_path / "a.zarr", {"a": data}, chunks=(2, 4, 3), shards=shards, compressors=[CountingCodec()])
-    counter[0] = 0
-    source = open_source(path, "/a", Access(allow_filters={"counting"}))
-    assert source.info.codec == "counting" and source.info.chunks == (2, 4, 3) and source.info.shards == shards
-    listed = list_arrays(path, Access(allow_filters={"counting"}))
-    assert listed == [find_array(path, access=Access(allow_filters={"counting"}))] and counter == [
-        0
-    ]  # metadata decodes nothing
-    for region, chunks in (
-        (Region.whole(data.shape), 4 * 2 * 2),
-        (Region((2, 0, 0), (4, 4, 3)), 1),
-        (Region((1, 3, 2), (3, 5, 4)), 2 * 2 * 2),
-        (Region((1, 3, 2), (1, 5, 4)), 0),
-    ):
-        counter[0] = 0
-        out = np.empty(region.shape)
-        source.read_into(region, out)
-        assert counter == [chunks], region
-        np.testing.assert_array_equal(out, data[region.slices()])
-    source.close()
 
 
 @pytest.mark.parametrize("zarr_format", [2, 3])

@@ -158,20 +158,6 @@ def test_format_3_codecs_in_chunks_and_shards(tmp_path: Path, codec: str, endian
         check(tmp_path / name, "/", data)
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("index_location", ["start", "end"])
-@pytest.mark.parametrize("codec", ["none", "zstd", "gzip+crc32c"])
-def test_shards_that_zarr_python_wrote(tmp_path: Path, codec: str, index_location: Any) -> None:
-    data = flat((5, 7, 11), "float64", first=1)
-    write_tensorstore(tmp_path / "t", data, chunk_grid=regular(1, 2, 3), codecs=[serial(), *BYTES_TO_BYTES[codec]])
-    inner = zarr.open_array(tmp_path / "t", mode="r").metadata.codecs
-    made = zarr.codecs.ShardingCodec(chunk_shape=(1, 2, 3), codecs=inner, index_location=index_location)
-    path = write_zarr(tmp_path / "a", {"a": data}, chunks=(2, 4, 6), serializer=made, compressors=None, filters=None)
-    check(path, "a", data)
-    theirs = tensorstore.open({"driver": "zarr3", "kvstore": f"file://{path}/a/"}).result().read().result()
-    np.testing.assert_array_equal(read_chunks(open_source(path, "a")), theirs)
-
-
 COMPRESSORS_2 = (None, numcodecs.Zstd(3), numcodecs.Zlib(1), numcodecs.GZip(1), numcodecs.Blosc("lz4", shuffle=2))
 
 
@@ -190,14 +176,6 @@ def test_format_2(tmp_path: Path, compressor: Any, separator: str) -> None:
         path = write_zarr(tmp_path / "a.zarr", {"a": data}, 2, chunk_key_encoding=encoding, **options)
         check(path, "a", data)
     assert (tmp_path / "a.zarr" / "a" / separator.join("110")).exists()
-
-
-@pytest.mark.parametrize("compressor", [None, "zlib", "gzip", "zstd", "blosc"])
-def test_format_2_that_tensorstore_wrote(tmp_path: Path, compressor: str | None) -> None:
-    data = flat((5, 7, 3), "int64")
-    chosen = None if compressor is None else {"id": compressor}
-    write_tensorstore(tmp_path / "a", data, "zarr", dtype=">i8", chunks=[2, 3, 2], compressor=chosen, dimension_separator="/")
-    check(tmp_path / "a", "/", data)
 
 
 @pytest.mark.parametrize("separator", [".", "/"])
@@ -369,55 +347,16 @@ def test_shards_too_short_for_their_index(tmp_path: Path) -> None:
             reader_of(open_source(tmp_path / "a", "/")).fetch(box_of((0, 0)))
 
 
-def test_damaged_and_truncated_chunks(tmp_path: Path) -> None:
-    data = flat((4, 6), "int32")
-    for k, codec in enumerate(("none", "zstd", "gzip", "blosc", "crc32c", "gzip+crc32c")):
-        for endian in ("little", "big"):
-            path = tmp_path / f"{k}{endian}"
-            write_tensorstore(path, data, chunk_grid=regular(4, 6), codecs=[serial(endian), *BYTES_TO_BYTES[codec]])
-            file = path / "c" / "0" / "0"
-            whole = file.read_bytes()
-            reader, out = reader_of(open_source(path, "/")), np.empty((4, 6), "int32")
-            for n in (*range(len(whole)), len(whole) + 4):
-                if n > len(whole) and codec in ("zstd", "gzip", "blosc"):
-                    continue  # some libraries ignore what follows; the values are right then
-                file.write_bytes((whole + b"\0\0\0\0")[:n])
-                with pytest.raises(ValueError, match=r"."):
-                    reader.decode(reader.fetch(box_of((0, 0))), out)
-            if codec in ("crc32c", "gzip+crc32c"):
-                for position in range(len(whole)):
-                    file.write_bytes(whole[:position] + bytes([whole[position] ^ 64]) + whole[position + 1 :])
-                    with pytest.raises(ValueError, match=r"CRC-32C"):
-                        reader.decode(reader.fetch(box_of((0, 0))), out)
-            file.write_bytes(whole)
-            check(path, "/", data)
-
-
-def test_a_damaged_inner_chunk(tmp_path: Path) -> None:
-    file, data = write_shards(tmp_path / "a")
-    whole = bytearray(file.read_bytes())
-    index = np.frombuffer(whole[-68:-4], "<u8").reshape(2, 2, 2)
-    offset, nbytes = (int(n) for n in index[1, 0])
-    whole[offset + nbytes - 1] ^= 0xFF  # in the frame's own checksum
-    file.write_bytes(whole)
-    source, out = open_source(tmp_path / "a", "/"), np.zeros((8, 12), "int32")
-    with pytest.raises(ValueError, match="zstd data is damaged"):
-        place(source, out, (1, 0))
-    for index in set(chunk_indices(source)) - {(1, 0)}:
-        place(source, out, index)
-    expected = data.copy()
-    expected[2:4, :3] = 0
-    np.testing.assert_array_equal(out, expected)
-
-
-def test_a_frame_that_declares_another_size(tmp_path: Path) -> None:
-    path = write_zarr(tmp_path / "a.zarr", {"a": flat((4, 6), "int32")}, chunks=(4, 6))
-    file = tmp_path / "a.zarr" / "a" / "c" / "0" / "0"
-    reader, out = reader_of(open_source(path, "a")), np.empty((4, 6), "int32")
-    for n in (0, 4, 92, 100, 2**26):
-        file.write_bytes(numcodecs.Zstd().encode(bytes(n)))
-        with pytest.raises(ValueError, match=f"declares {n} bytes, the chunk has 96"):
-            reader.decode(reader.fetch(box_of((0, 0))), out)
+@pytest.mark.parametrize("codec", ["crc32c", "gzip+crc32c"])
+def test_a_damaged_chunk_is_found_by_its_checksum(tmp_path: Path, codec: str) -> None:
+    codecs = [serial(), *BYTES_TO_BYTES[codec]]
+    write_tensorstore(tmp_path / "a", flat((4, 6), "int32"), chunk_grid=regular(4, 6), codecs=codecs)
+    file = tmp_path / "a" / "c" / "0" / "0"
+    whole, reader = file.read_bytes(), reader_of(open_source(tmp_path / "a", "/"))
+    for position in range(len(whole)):
+        file.write_bytes(whole[:position] + bytes([whole[position] ^ 64]) + whole[position + 1 :])
+        with pytest.raises(ValueError, match=r"CRC-32C"):
+            reader.decode(reader.fetch(box_of((0, 0))), np.empty((4, 6), "int32"))
 
 
 def test_what_is_no_chunk_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,6 +174,10 @@ def _store(path: Path, version: int) -> None:
         "ragged": [[1, 2], [3]],
         "mixed": [1, "a"],
         "large": 10**30,
+        "rounded": [2**53 + 1, 0.5],
+        "words of two": [["a"], ["b", "c"]],
+        "cube": [[[1.5]]],
+        "words": [["a", "b"], ["c", "d"]],
     }
     attrs |= {"rows": [[1, 2], [3, 4]], "texts": ["a", "b"], "none": [], "flag": True, "flags": [True, False], "text": "Zürich"}
     attrs |= {"many": list(range(9000)), "CLASS": "mine", "_NCProperties": "x", "zero\0byte": 1, "cut": "a\0b", "": 3}

@@ -25,20 +25,6 @@ def said(tree: ArrayTree) -> list[tuple[str, Any, Any]]:
     return [(where_text(w), p.path, p.dataset) for w, p in zip(tree.where, tree.places, strict=True)]
 
 
-def test_names_in_a_tree() -> None:
-    """Wrong if the order of the dict were taken for JAX's, or a list for one name."""
-    tree = ArrayTree.join("a.h5", {"z": "x", "b": ["y", ("z",)], "c": Pair("l", "r")})
-    assert said(tree) == [
-        ("array ['b'][0]", "a.h5", "y"),
-        ("array ['b'][1][0]", "a.h5", "z"),
-        ("array ['c'].left", "a.h5", "l"),
-        ("array ['c'].right", "a.h5", "r"),
-        ("array ['z']", "a.h5", "x"),
-    ]
-    assert tree.build([0, 1, 2, 3, 4]) == {"z": 4, "b": [0, (1,)], "c": Pair(2, 3)}
-    assert not tree.is_single and not tree.has_patterns
-
-
 def test_one_name_is_no_tree() -> None:
     tree = ArrayTree.join("a.h5", None)
     assert tree.is_single and tree.build(["x"]) == "x"
@@ -108,10 +94,6 @@ def test_a_prefix_tree_of_values(value: Any, expected: list[Any]) -> None:
     ("value", "text"),
     [
         ({"pos": 1, "gaz": 2}, r"pad does not match the arrays: pad has no \['gas'\], \['id'\]; only pad has \['gaz'\]"),
-        (
-            {"pos": 1, "gas": {"rho": 1, "t": 2}, "id": 1},
-            r"pad\['gas'\] does not match the arrays\['gas'\]: pad has no \['temp",
-        ),
         ([1, 2, 3], r"pad has no \['gas'\], \['id'\], \['pos'\]; only pad has \[0\], \[1\], \[2\]"),
         ({"pos": [1, 2], "gas": 1, "id": 1}, r"pad\['pos'\] is \[1, 2\], a tree, but there is one array at that place"),
     ],
@@ -143,21 +125,10 @@ def test_names_with_slashes_and_defaults() -> None:
     for same in ({"g/vel": 1, "rho": 2}, {"g": {"vel": 1}, "/rho": 2}, MappingProxyType({"g": {"vel": 1}, "rho": 2})):
         assert tree.spread("chunks", same, lambda value: not isinstance(value, Mapping), default=0) == [0, 1, 2]
     assert tree.spread("chunks", {"g": 1, "rho": None}, default=0) == [1, 1, None]
-    with pytest.raises(ConfigError, match="chunks names 'g/vel' twice"):
-        tree.spread("chunks", {"g": {"vel": 1}, "g/vel": 2}, default=0)
     with pytest.raises(ConfigError, match=r"only chunks has \['x'\]"):
         tree.spread("chunks", {"x": 1}, default=0)
     with pytest.raises(ConfigError, match="'rho/x' is an array, or is in one"):
         ArrayTree.of_names("a.h5", ["/rho", "/rho/x"])
-
-
-def test_a_value_that_may_be_a_dict() -> None:
-    """A selection by names of dimensions: a dict is a tree only where the arrays are in a dict with the same keys."""
-    tree, by_name = ArrayTree.join("a.h5", {"u": "x", "v": "y"}), {"time": -1}
-    assert tree.spread("select", by_name, is_tree=is_tree_of_selections) == [by_name, by_name]
-    assert tree.spread("select", {"u": by_name, "v": 0}, is_tree=is_tree_of_selections) == [by_name, 0]
-    with pytest.raises(ConfigError, match="select has no"):
-        tree.spread("select", by_name)
 
 
 def test_a_selection_by_names_of_axes_or_a_tree_of_selections() -> None:

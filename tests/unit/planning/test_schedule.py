@@ -22,7 +22,7 @@ from shardload.planning.shards import Shards, plan_shards
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.strategies import plan_direct
 from tests.tiers import examples
-from tests.unit.brute_force import Case, cases, cell_numbers, chunks_read, flat_index, grids, held_regions, simulate
+from tests.unit.brute_force import Case, cases, cell_numbers, chunks_read, grids, held_regions, simulate
 
 
 def check_chunks_and_owners(case: Case, plan: Schedule) -> None:
@@ -480,10 +480,6 @@ def test_a_message_of_more_than_a_gibibyte_is_split() -> None:
     assert all(p.region.size * 8 <= MAX_MESSAGE_NBYTES for p in read.parts)
     assert sum(p.region.size for p in read.parts) == 3 << 28
     assert [(p.region, p.shard) for p in read.parts] == [(p.region, p.shard) for p in plan.remote_parts(1)[0]]
-
-
-def test_the_table_names_the_element() -> None:
-    assert flat_index((2, 3))[1, 2] == 5 and flat_index(())[()] == 0
 
 
 @pytest.mark.parametrize("name", FIXED)

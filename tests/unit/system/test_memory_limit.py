@@ -46,12 +46,6 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     memory_limit._limits_of.cache_clear()
 
 
-def test_what_the_machine_has(machine: Machine) -> None:
-    assert limit_nbytes() == 1 << 30
-    machine.write("_MEMINFO", "")
-    assert limit_nbytes() == math.inf, "nothing says"
-
-
 @pytest.mark.parametrize(
     ("limits", "least"),
     [

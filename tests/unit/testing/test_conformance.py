@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import h5py
+import ml_dtypes
 import netCDF4
 import numpy as np
 import pytest
@@ -134,11 +135,16 @@ def test_our_own_formats_conform(name: str, tmp_path: Path) -> None:
     check_format(file_format, write, folder=tmp_path, **how)
 
 
-def test_arrays_in_memory_conform() -> None:
-    for shape, dtype in [((3, 5, 7), name) for name in FEW] + [(shape, "float32") for shape in SHAPES]:
+@pytest.mark.parametrize("dtype", [*DTYPES, *(getattr(ml_dtypes, name) for name in ("bfloat16", "float8_e4m3fn", "int4"))])
+def test_arrays_in_memory_conform(dtype: Any) -> None:
+    for shape in ((3, 5, 7), (), (0,)) if dtype in FEW else ((3, 5, 7),):
         values = ramp(shape, dtype)
-        for array in (values, values.copy(order="F"), np.repeat(values, 2, axis=-1)[..., ::2] if shape else values):
+        strided = np.repeat(values, 2, axis=-1)[..., ::2] if shape else values
+        for array in (values, values.copy(order="F"), strided, values[::-1].copy()[::-1] if shape else values):
+            source = MemorySource(array)
             check_source(lambda a=array: MemorySource(a), values, is_handed_in=True)  # type: ignore[misc]
+            view, is_whole = source.view(Region.whole(shape)), values.dtype.isnative and values.dtype.kind != "b"
+            assert (view is not None) == is_whole and (view is None or not values.size or np.shares_memory(view, array))
 
 
 # --- a format that conforms, and what can be wrong with it

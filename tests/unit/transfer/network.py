@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from shardload.comm.shared_memory import Bell, Segment
-from shardload.comm.transport import Integers, Receive, Transport
+from shardload.comm.transport import Integers, MpiTransport, Receive
 from shardload.comm.watchdog import Watchdog
 from shardload.planning.blocks import aligned
 from shardload.transfer import exchange as engine
@@ -40,11 +40,11 @@ class Network:
         return self.sent.setdefault((kind, sender, receiver), deque())
 
 
-class FakeTransport(Transport):
+class FakeTransport(MpiTransport):
     """A transport over a `Network`."""
 
     def __init__(self, group: Any, tags: tuple[int, int], segments: dict[int, Segment]) -> None:
-        super().__init__(SimpleNamespace(rank=group.rank, comm=None, mpi=None), tags, segments)  # type: ignore[arg-type]
+        super().__init__(group.rank, None, None, tags, segments)
         self.network: Network = group.network
         self.network_size: int = group.size
         self._sends: list[tuple[list[Any], Callable[[], None]]] = []
@@ -135,6 +135,7 @@ def exchange_all(
         watch.begin("test", SECONDS)
         about = dict(rank=rank.number, size=len(ranks), network=network, watch=watch)
         group: Any = SimpleNamespace(**about, forget_shared_memory=lambda: None)
+        group.transport = partial(FakeTransport, group)
         resources = Resources(rank.slots, rank.bell, pack_slots=rank.pack_slots, segments=rank.segments)
         try:
             found[rank.number] = engine.exchange(group, arrays[rank.number], resources, tags=(0, 1), checksums=checksums)

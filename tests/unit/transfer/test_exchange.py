@@ -70,11 +70,6 @@ GIVEN = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _no_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "Transport", FakeTransport)
-
-
 @dataclass
 class Loads:
     """An exchange of arrays from readers to pieces, on four ranks that hold the sources too."""
@@ -326,20 +321,7 @@ class PieceProducer:
             if part.rank == self.rank:
                 (tile,) = (tile for tile in tiles if tile.region.contains(part.region))
                 self.targets[part.shard].view(part.region)[...] = tile.view(part.region)
-        return Done(StagedBlock(block, tiles))
-
-
-@dataclass
-class Done:
-    """A block that is there."""
-
-    block: StagedBlock
-
-    def done(self) -> bool:
-        return True
-
-    def result(self) -> StagedBlock:
-        return self.block
+        return StagedBlock(block, tiles)
 
 
 @pytest.mark.each_value

@@ -107,9 +107,9 @@ def test_a_checksum_of_more_than_it_copies_at_a_time() -> None:
 
 def test_an_identity_sees_order_and_place() -> None:
     a, b = rows(0, 2), rows(2, 4)
-    assert identity(b, identity(a, 0)) != identity(a, identity(b, 0))
-    assert identity(Region((0, 1), (2, 3)), 0) != identity(Region((1, 0), (3, 2)), 0)
-    assert identity(a, 0) == identity(rows(0, 2), 0) != 0
+    assert identity(b, 7, identity(a, 7, 0)) != identity(a, 7, identity(b, 7, 0))
+    assert identity(Region((0, 1), (2, 3)), 7, 0) != identity(Region((1, 0), (3, 2)), 7, 0)
+    assert identity(a, 7, 0) == identity(rows(0, 2), 7, 0) != identity(a, 8, 0)
 
 
 @pytest.mark.parametrize(

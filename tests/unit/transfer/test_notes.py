@@ -5,14 +5,13 @@ Rank 0 reads, rank 1 receives; both are here, and what they tell each other is p
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from shardload.comm.shared_memory import Segment
-from shardload.comm.transport import Transport
+from shardload.comm.transport import MpiTransport
 from shardload.errors import PeerError
 from shardload.planning.grid import Grid
 from shardload.planning.region import Region
@@ -31,11 +30,11 @@ START, STOP, AT, STRIDES = slice(0, 2), slice(2, 4), 4, slice(5, 7)  # of a row
 INFINITY = 1 << 62
 
 
-class FakeTransport(Transport):
+class FakeTransport(MpiTransport):
     """Keeps what is told, instead of sending it."""
 
     def __init__(self, rank: int, segments: dict[int, Segment]) -> None:
-        super().__init__(SimpleNamespace(rank=rank, comm=None, mpi=None), (0, 1), segments)  # type: ignore[arg-type]
+        super().__init__(rank, None, None, (0, 1), segments)
         self.messages: list[tuple[int, Any]] = []
 
     def send(self, rank: int, values: Any, on_done: Any) -> None:
@@ -101,7 +100,7 @@ class Ranks:
 
 
 def rows_of(note: Any) -> Any:
-    return note[HEAD_SIZE:].reshape(-1, 2 + 3 * N)
+    return note[HEAD_SIZE:].reshape(-1, 1 + 3 * N)
 
 
 @pytest.mark.parametrize("checksums", [False, True])
@@ -129,12 +128,12 @@ def test_parts_of_another_load_are_not_taken_for_this_one(checksums: bool) -> No
     ranks = Ranks(checksums, seeds=(77, 78))
     for note in ranks.put():
         ranks.receiving.hear(0, note)
-    assert (ranks.arrivals.errors.error is not None) == checksums, "a checksum is of one load"
+    assert ranks.arrivals.errors.error is None, "they look alike"
     ranks.answer()
     ranks.receipt()
     ranks.receiving.check(True)
     assert isinstance(ranks.arrivals.errors.error, PeerError)
-    assert checksums or "the sender's list of regions is not the one that was expected" in str(ranks.arrivals.errors.error)
+    assert "the sender's list of regions is not the one that was expected" in str(ranks.arrivals.errors.error)
 
 
 def test_a_receipt_that_comes_before_the_notes_is_waited_with() -> None:
@@ -200,7 +199,7 @@ def test_a_note_that_cannot_be_right(what: str, checksums: bool) -> None:
     assert ranks.receiving.is_done
 
 
-@pytest.mark.parametrize("more", [[7], [0, 2, 4, 4, 0, 0, 0, 0]])
+@pytest.mark.parametrize("more", [[7], [0, 2, 4, 4, 0, 0, 0]])
 def test_a_note_that_names_more_than_it_says(more: list[int]) -> None:
     ranks = Ranks()
     notes = ranks.put()
@@ -239,10 +238,13 @@ def test_other_values_than_when_the_checksum_was_taken() -> None:
         ranks = Ranks(checksums)
         notes = ranks.put()
         ranks.own[rows_of(notes[0])[0, AT]] ^= 1
-        ranks.receiving.hear(0, notes[0])
+        for note in notes:
+            ranks.receiving.hear(0, note)
+        assert ranks.answer() == [1, 2]
+        ranks.receipt()
+        ranks.receiving.check(True)
         assert (ranks.arrivals.errors.error is not None) == checksums
         assert not checksums or "is not what was sent: its checksum is" in str(ranks.arrivals.errors.error)
-        assert ranks.answer() == [1]
 
 
 def test_what_could_not_be_told_is_not_in_the_receipt() -> None:

@@ -1,0 +1,366 @@
+"""How do processes without MPI agree, and send each other messages? Through the key-value store of JAX's coordinator.
+
+A message is a value under a key that its sender sets and its receiver deletes. All of them pass through the coordinator, in
+process 0. JAX has its clients compress them, so a rank sends 3 to 60 MB/s, as its values are. Ranks of one machine share memory
+all the same, and send only notes this way.
+
+JAX has no calls that return before the coordinator has answered, so a thread makes them: no rank waits here for a coordinator
+that has been stopped without looking at its watchdog.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+import weakref
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+
+from shardload.comm.collectives import Bytes, Collectives, Integers
+from shardload.comm.shared_memory import Segment
+from shardload.comm.transport import Array, Receive, Transport
+from shardload.errors import ConfigError, PeerError, StallError
+from shardload.system.interruption import let_interruption_pass
+from shardload.units import format_nbytes
+
+RATE = "3 to 60 MB/s a sender"  # values that no compressor can shorten, and zeros
+MOST_NBYTES = 256 << 20  # that a call may send between machines: up to a minute, if one rank sends it all
+_PIECE_NBYTES = 1 << 20  # of a message; the store takes larger values at a third of the speed
+_WINDOW_NBYTES = 32 << 20  # that all ranks together keep in the memory of the coordinator
+_LOOK_SECONDS = 0.05  # between two looks at the watchdog, while this rank waits for the coordinator
+_ANSWER_SECONDS = 0.1  # how long a rank waits for an answer without a look; one takes 0.4 ms
+_PAUSE_SECONDS = 1e-3  # between two questions for messages, if the first found none
+_FLUSH_SECONDS = 0.25
+_LONGEST_WAIT_MS = 7 * 24 * 3600 * 1000  # JAX needs a number; the watchdog ends a wait long before
+_PIECE, _LAST, _NOTE, _ACK, _BEAT = "plnab"  # kinds of messages: a piece of values, their last piece, ...
+
+
+def jax_processes() -> tuple[Any, int, int]:
+    """JAX's coordination client, the index of this process, and the number of processes. The client has no public name."""
+    if "jax" not in sys.modules:  # a copy of a file needs no JAX: it is not imported to find out that it was not started
+        return None, 0, 1
+    from jax._src import distributed  # imported here because this module is imported before JAX is started
+
+    state = distributed.global_state
+    return (None, 0, 1) if state.client is None else (state.client, int(state.process_id), int(state.num_processes))
+
+
+def check_sent(what: str, nbytes: int, fix: str = "") -> None:
+    """Raise ConfigError if a call would send more bytes between machines than the coordinator can pass on in a short time."""
+    if nbytes > MOST_NBYTES:
+        raise ConfigError(
+            f"{what} would send up to {format_nbytes(nbytes)} through JAX's coordinator, because these processes have no MPI: "
+            f"at most {format_nbytes(MOST_NBYTES)} between nodes. Start the job under MPI{fix}"
+        )
+
+
+class _Caller:
+    """A thread that makes calls, one after the other. It ends when this object is gone."""
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[Any] = SimpleQueue()
+        threading.Thread(target=_make_calls, args=(self._calls,), name="shardload-store", daemon=True).start()
+        weakref.finalize(self, self._calls.put, None)
+
+    def start(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        """Make a call soon."""
+        future: Future[Any] = Future()
+        self._calls.put((future, function, arguments))
+        return future
+
+
+def _make_calls(calls: SimpleQueue[Any]) -> None:
+    while (call := calls.get()) is not None:
+        future, function, arguments = call
+        try:
+            future.set_result(function(*arguments))
+        except Exception as error:
+            future.set_exception(error)
+        del call, future, function, arguments  # a caller may be waiting for the end of what they refer to
+
+
+class StoreCollectives(Collectives):
+    """Collectives over the store. Each takes a few milliseconds.
+
+    Parameters
+    ----------
+    client : object
+        JAX's client of the store.
+    place : str
+        Beginning of the keys, which nobody else uses.
+    rank : int
+        This process.
+    ranks : sequence of int
+        The processes that take part, in ascending order.
+    look, done : callable
+        As for `MpiCollectives`.
+    """
+
+    def __init__(
+        self,
+        client: Any,
+        place: str,
+        rank: int,
+        ranks: Sequence[int],
+        look: Callable[[], None] = lambda: None,
+        done: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._client, self._place, self._rank, self._ranks, self._look, self._done = client, place, rank, ranks, look, done
+        self._caller = _Caller()
+        self._n = 0
+        self._old: list[str] = []
+
+    def gather(self, mine: Integers) -> Integers:
+        """See `Collectives`."""
+        with self._next() as place:
+            self._set(f"{place}/{self._rank:09d}", mine.tobytes())
+            self._wait(self._client.wait_at_barrier, place, _LONGEST_WAIT_MS, list(self._ranks))
+            texts = dict(self._wait(self._client.key_value_dir_get_bytes, f"{place}/"))
+            for key in self._old[:-1]:  # every process that has passed a barrier has read all keys set before it
+                self._wait(self._client.key_value_delete, key)
+            del self._old[:-1]
+        values = [np.frombuffer(texts[name], dtype=mine.dtype) for name in sorted(texts)]
+        return np.stack(values).reshape(len(self._ranks), *mine.shape)
+
+    def broadcast(self, data: Bytes, root: int) -> None:
+        """See `Collectives`."""
+        with self._next() as place:
+            key = f"{place}/{root:09d}"
+            if self._rank == root:
+                self._set(key, data.tobytes())
+            else:
+                data[...] = np.frombuffer(self._get(key), dtype=np.uint8)
+
+    def exchange_rows(self, rows: Mapping[int, Integers], sources: Sequence[int]) -> dict[int, Integers]:
+        """See `Collectives`."""
+        with self._next() as place:
+            for to, row in rows.items():
+                self._wait(self._client.key_value_set_bytes, f"{place}/{self._rank}/{to}", row.tobytes())
+            received = {}
+            for source in sources:
+                key = f"{place}/{source}/{self._rank}"
+                received[source] = np.frombuffer(self._get(key), dtype=np.int64).copy()
+                self._wait(self._client.key_value_delete, key)
+        return received
+
+    def _set(self, key: str, value: bytes) -> None:
+        self._wait(self._client.key_value_set_bytes, key, value)
+        self._old.append(key)
+
+    def _get(self, key: str) -> bytes:
+        value: bytes = self._wait(self._client.blocking_key_value_get_bytes, key, _LONGEST_WAIT_MS)
+        return value
+
+    def _wait(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        self._look()  # raises if the group has stalled: then its thread may wait for ever
+        future = self._caller.start(function, *arguments)
+        while not wait([future], _LOOK_SECONDS).done:
+            self._look()
+        return future.result()
+
+    @contextmanager
+    def _next(self) -> Iterator[str]:
+        """A place in the store for one collective, the same on all processes."""
+        self._n += 1
+        with _naming_errors():
+            yield f"{self._place}/{self._n}"
+        self._done()
+
+
+@contextmanager
+def _naming_errors() -> Iterator[None]:
+    """Raise an error of JAX's client as PeerError."""
+    try:
+        yield
+    except StallError:
+        raise
+    except Exception as error:
+        let_interruption_pass(error)
+        text = "the processes of JAX cannot reach each other, because one of them has ended or is far behind"
+        raise PeerError(f"{text}: {error}") from error
+
+
+class StoreMessages:
+    """Messages between processes, in one place of the store. Those of one process come in the order in which it sent them.
+
+    Parameters
+    ----------
+    client : object
+        JAX's client of the store.
+    place : str
+        Beginning of the keys, which nobody else uses.
+    rank : int
+        This process.
+    """
+
+    def __init__(self, client: Any, place: str, rank: int) -> None:
+        self._client, self._place, self._rank = client, place, rank
+        self._caller = _Caller()
+        self._n_sent: Counter[int] = Counter()
+        self._asked: Future[list[tuple[str, bytes]]] | None = None
+
+    def send(self, rank: int, kind: str, message: bytes) -> Future[None]:
+        """Send a message soon."""
+        key = f"{self._place}/{rank}/{self._rank}/{self._n_sent[rank]:09d}{kind}"
+        self._n_sent[rank] += 1
+        return self._caller.start(self._client.key_value_set_bytes, key, message)
+
+    def receive(self) -> Iterator[tuple[int, str, bytes]]:
+        """Iterate over the messages that have come: the sender, the kind, the message."""
+        if self._asked is None:
+            self._asked = self._caller.start(_take_all, self._client, f"{self._place}/{self._rank}/")
+        if not wait([self._asked], _ANSWER_SECONDS).done:
+            return
+        asked, self._asked = self._asked, None
+        for key, message in asked.result():
+            sender, number = key.split("/")[-2:]
+            yield int(sender), number[-1], message
+
+
+def _take_all(client: Any, place: str) -> list[tuple[str, bytes]]:
+    found = sorted(client.key_value_dir_get_bytes(place))
+    for key, _ in found:
+        client.key_value_delete(key)
+    return found
+
+
+class StoreMailbox:
+    """A `Mailbox` (see `watchdog`) over the store."""
+
+    def __init__(self, messages: StoreMessages) -> None:
+        self._messages = messages
+        self._sent: list[Future[None]] = []
+
+    def send(self, rank: int, message: dict[str, Any]) -> None:
+        """See `Mailbox`."""
+        self._sent = [sent for sent in self._sent if not sent.done()]
+        self._sent.append(self._messages.send(rank, _BEAT, json.dumps(message).encode()))
+
+    def receive(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """See `Mailbox`."""
+        with _naming_errors():
+            found = [*self._messages.receive()]
+        for rank, _, message in found:
+            yield rank, json.loads(message)
+
+    def flush(self) -> None:
+        """See `Mailbox`."""
+        wait(self._sent, _FLUSH_SECONDS)
+
+
+class StoreTransport(Transport):
+    """A `Transport` over the store. Values leave in pieces, of which only a few are in the store at a time.
+
+    Parameters
+    ----------
+    rank, size : int
+        This rank, and the number of ranks.
+    messages : StoreMessages
+        Those of this exchange.
+    segments : mapping of int to Segment
+        As for `Transport`.
+    """
+
+    def __init__(self, rank: int, size: int, messages: StoreMessages, segments: Mapping[int, Segment]) -> None:
+        super().__init__(rank, segments)
+        self._messages, self._most_nbytes = messages, max(_PIECE_NBYTES, _WINDOW_NBYTES // size)
+        self._queue: deque[tuple[int, Array, Callable[[], None] | None]] = deque()  # pieces; the last one has a callback
+        self._taking: dict[int, deque[tuple[int, Callable[[], None] | None]]] = defaultdict(deque)  # in the store, by receiver
+        self._n_taking = self._taking_nbytes = 0
+        self._calls: list[Future[None]] = []
+        self._pieces: dict[int, list[bytes]] = defaultdict(list)  # of values that have not come whole, by sender
+        self._values: deque[tuple[int, bytes]] = deque()
+        self._notes: deque[tuple[int, Integers]] = deque()
+        self._next_seconds = 0.0
+
+    def __bool__(self) -> bool:
+        """See `Transport`."""
+        return bool(self._queue or self._n_taking or self._calls)
+
+    def send(self, rank: int, values: Array, on_done: Callable[[], None]) -> None:
+        """See `Transport`."""
+        data = values.reshape(-1).view(np.uint8)
+        starts = range(0, max(1, data.nbytes), _PIECE_NBYTES)
+        for start in starts:
+            piece = data[start : start + _PIECE_NBYTES]
+            self._queue.append((rank, piece, on_done if start == starts[-1] else None))
+        self._fill_store()
+
+    def receive(self) -> Iterator[tuple[int, int, Receive]]:
+        """See `Transport`."""
+        while self._values:
+            rank, values = self._values.popleft()
+            yield rank, len(values), partial(_copy, values)
+
+    def test(self) -> bool:
+        """See `Transport`. Takes what has come from the store, too."""
+        with _naming_errors():
+            done = [call for call in self._calls if call.done()]
+            for call in done:
+                call.result()
+            self._calls = [call for call in self._calls if call not in done]
+            found = [*self._messages.receive()] if time.monotonic() >= self._next_seconds else []
+        if not found:
+            self._next_seconds = time.monotonic() + _PAUSE_SECONDS
+        callbacks: list[Callable[[], None]] = []
+        n_taken: Counter[int] = Counter()
+        for rank, kind, message in found:
+            if kind == _NOTE:
+                self._notes.append((rank, np.frombuffer(message, dtype=np.int64)))
+            elif kind == _ACK:
+                callbacks += self._taken(rank, int(message))
+            else:
+                n_taken[rank] += 1
+                self._pieces[rank].append(message)
+                if kind == _LAST:
+                    self._values.append((rank, b"".join(self._pieces.pop(rank))))
+        for rank, n in n_taken.items():
+            self._calls.append(self._messages.send(rank, _ACK, str(n).encode()))
+        self._fill_store()
+        for callback in callbacks:
+            callback()
+        return bool(done or callbacks)
+
+    def _taken(self, rank: int, n: int) -> list[Callable[[], None]]:
+        """Count the next `n` pieces to a rank as received. Return the callbacks of values of which these are the last."""
+        taken = [self._taking[rank].popleft() for _ in range(n)]
+        self._n_taking -= n
+        self._taking_nbytes -= sum(nbytes for nbytes, _ in taken)
+        return [on_done for _, on_done in taken if on_done is not None]
+
+    def _fill_store(self) -> None:
+        while self._queue and (not self._n_taking or self._taking_nbytes + self._queue[0][1].nbytes <= self._most_nbytes):
+            rank, piece, on_done = self._queue.popleft()
+            self._calls.append(self._messages.send(rank, _PIECE if on_done is None else _LAST, piece.tobytes()))
+            self._taking[rank].append((piece.nbytes, on_done))
+            self._n_taking += 1
+            self._taking_nbytes += piece.nbytes
+
+    def tell(self, rank: int, note: Integers) -> None:
+        """See `Transport`."""
+        call = self._messages.send(rank, _NOTE, note.tobytes())
+        call.add_done_callback(lambda _: self._wake(rank))
+        self._calls.append(call)
+
+    def told(self) -> Iterator[tuple[int, Integers]]:
+        """See `Transport`."""
+        while self._notes:
+            yield self._notes.popleft()
+
+    def remains(self) -> tuple[Any, ...]:
+        """See `Transport`: nothing, since values are copied before they leave, and before they are received."""
+        return ()
+
+
+def _copy(values: bytes, into: Array, on_done: Callable[[], None]) -> None:
+    into[...] = np.frombuffer(values, dtype=np.uint8).view(into.dtype).reshape(into.shape)
+    on_done()
