@@ -230,7 +230,9 @@ class BatchFlow:
                 continue
             runs = self.runs[schedule.part_of_batch(shard)]
             met = [(number, held.intersect(schedule.rest.region(number))) for number in schedule.rest.meeting(held)]
-            for k, (place, start, stop) in enumerate(zip(runs.column.tolist(), runs.start.tolist(), runs.stop.tolist(), strict=True)):
+            for k, (place, start, stop) in enumerate(
+                zip(runs.column.tolist(), runs.start.tolist(), runs.stop.tolist(), strict=True)
+            ):
                 for number, common in met:
                     block = place * n_rest + number
                     sender = self.owner(block)

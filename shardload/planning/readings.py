@@ -56,9 +56,7 @@ class Readings:
         The reading that brings each step of each sample.
     """
 
-    def __init__(
-        self, anchors: Ints, *, batch: int, offsets: Sequence[int], chunk: int, horizon: int, phase: int = 0
-    ) -> None:
+    def __init__(self, anchors: Ints, *, batch: int, offsets: Sequence[int], chunk: int, horizon: int, phase: int = 0) -> None:
         n_samples, n_offsets = len(anchors), len(offsets)
         steps = (anchors[:, None] + np.array(offsets, dtype=np.int64)).reshape(-1)
         samples = np.repeat(np.arange(n_samples, dtype=np.int64), n_offsets)

@@ -225,7 +225,12 @@ class BatchTarget:
 
     def _scale(self, out: Array, leaf: Leaf, region: Region) -> None:
         mean, deviation = (
-            values[tuple(slice(a, b) if n > 1 else slice(None) for a, b, n in zip(region.start[1:], region.stop[1:], values.shape, strict=True))]
+            values[
+                tuple(
+                    slice(a, b) if n > 1 else slice(None)
+                    for a, b, n in zip(region.start[1:], region.stop[1:], values.shape, strict=True)
+                )
+            ]
             for values in leaf.scale or ()
         )
         np.subtract(out, mean, out=out)

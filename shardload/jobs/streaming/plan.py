@@ -179,8 +179,10 @@ class StreamPlan:
     def horizon(self) -> int:
         """Batches that a step waits in memory at most between two samples."""
         order = self.sample_order
-        n_steps = order.last - order.first + (
-            max(array.chunk_steps for array in self.arrays) if order.seed is None else (order.spread + 2) * order.block
+        n_steps = (
+            order.last
+            - order.first
+            + (max(array.chunk_steps for array in self.arrays) if order.seed is None else (order.spread + 2) * order.block)
         )
         return -(-n_steps // self.batch) + 1
 
@@ -235,7 +237,9 @@ class StreamPlan:
         epoch = EpochRounds(self, 0, 0)
         n_read = [len(readings) for readings in epoch.readings]
         n_columns = [array.n_columns for array in self.arrays]
-        lines.append(f"  chunks decoded in epoch 0: {sum(n_read) / max(1, sum(n_columns)):.2f} times each, in {len(epoch.rounds):,} rounds")
+        lines.append(
+            f"  chunks decoded in epoch 0: {sum(n_read) / max(1, sum(n_columns)):.2f} times each, in {len(epoch.rounds):,} rounds"
+        )
         lines.append(
             f"  memory of the job: {format_nbytes(epoch.most_held_nbytes)} of steps, {self.prefetch + 1} batches of "
             f"{format_nbytes(self.batch_nbytes)}; of each rank up to {format_nbytes(self.staging_nbytes)} of buffers"

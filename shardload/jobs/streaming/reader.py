@@ -22,10 +22,9 @@ import jax
 
 from shardload.comm.group import Group
 from shardload.engine.session import Round, Session, shared_nbytes
-from shardload.errors import ConfigError, PeerError, ShardloadError, StallError
+from shardload.errors import ConfigError, ShardloadError, StallError
 from shardload.jobs.streaming.endpoints import BatchTarget, StreamSource, moves_of
 from shardload.jobs.streaming.plan import EpochRounds, RoundReadings, StreamPlan
-from shardload.system.interruption import let_interruption_pass
 
 
 @dataclass(frozen=True)
@@ -108,7 +107,7 @@ class RoundReader:
             first += rounds.n_batches
             left = None if left is None else left - rounds.n_batches
             epoch, sample = epoch + 1, 0
-            if left == 0 or not rounds.n_batches and plan.epochs is None and epoch > self._epoch + 1:
+            if left == 0 or (not rounds.n_batches and plan.epochs is None and epoch > self._epoch + 1):
                 return
 
     # --- rounds: collective
@@ -288,7 +287,7 @@ class Ahead:
         try:
             reader.begin()
             while (batch := reader.next_batch) is not None:
-                if not self._wait(lambda: reader.n_made >= began):
+                if not self._wait(lambda first=began: reader.n_made >= first):
                     break
                 reader.read_round()
                 began = batch
@@ -297,9 +296,13 @@ class Ahead:
             with self._changed:
                 self._is_read = reader.next_batch is None
                 self._changed.notify_all()
-            left = None if self._is_read else ConfigError(
-                f"rank {reader._group.rank} has left the stream after batch {reader.n_made}, but others wait for its part: "
-                "take the same number of batches on all ranks"
+            left = (
+                None
+                if self._is_read
+                else ConfigError(
+                    f"rank {reader._group.rank} has left the stream after batch {reader.n_made}, but others wait for its part: "
+                    "take the same number of batches on all ranks"
+                )
             )
             try:
                 reader.farewell(left)

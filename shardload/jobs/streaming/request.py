@@ -103,8 +103,10 @@ class Sampling:
 
 
 def _is_one_window(value: Any) -> bool:
-    return value is None or isinstance(value, (int, np.integer)) or (
-        isinstance(value, (tuple, range)) and all(isinstance(step, (int, np.integer)) for step in value)
+    return (
+        value is None
+        or isinstance(value, (int, np.integer))
+        or (isinstance(value, (tuple, range)) and all(isinstance(step, (int, np.integer)) for step in value))
     )
 
 
@@ -243,7 +245,10 @@ def _own_group(comm: Any, timeout: float | None, ahead: bool) -> Group:
 def _scale_text(scale: Any) -> str:
     if scale is None:
         return "None"
-    return ", ".join(f"{np.shape(part)} {hash(np.asarray(part).tobytes()) if np.ndim(part) == 0 else np.asarray(part).sum()!r}" for part in scale)
+    return ", ".join(
+        f"{np.shape(part)} {hash(np.asarray(part).tobytes()) if np.ndim(part) == 0 else np.asarray(part).sum()!r}"
+        for part in scale
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -288,7 +293,9 @@ class _Planner:
             for found, key, window, scale in zip(self._found, keys, self._call._windows, self._call._scales, strict=True)
         ]
         ranks = self._call.ranks_for(self._found[0].request)
-        staging = max(self._staging(found, ranks, array) for found, array in zip(self._found, (made[k][0] for k in keys), strict=True))
+        staging = max(
+            self._staging(found, ranks, array) for found, array in zip(self._found, (made[k][0] for k in keys), strict=True)
+        )
         plan = StreamPlan(
             arrays=arrays,
             leaves=leaves,
@@ -387,14 +394,18 @@ class _Planner:
         lengths = {str(array.info): array.n_steps for array in arrays}
         if len(set(lengths.values())) > 1:
             told = ", ".join(f"{name} has {n}" for name, n in lengths.items())
-            raise ConfigError(f"the arrays of a stream need the same number of steps: {told}. Pass select= to take the same of each")
+            raise ConfigError(
+                f"the arrays of a stream need the same number of steps: {told}. Pass select= to take the same of each"
+            )
 
     def _order(self, arrays: Sequence[StreamArray]) -> tuple[SampleOrder, int]:
         """The order, and the pool from which it follows."""
         sampling = self._sampling
         first, last = min(array.offsets[0] for array in arrays), max(array.offsets[-1] for array in arrays)
         longest = max(arrays, key=lambda array: array.chunk_steps)
-        block = min(block_steps(longest.chunk_steps, first, last), -(-longest.n_steps // longest.chunk_steps) * longest.chunk_steps)
+        block = min(
+            block_steps(longest.chunk_steps, first, last), -(-longest.n_steps // longest.chunk_steps) * longest.chunk_steps
+        )
         start = longest.source.selection.offset[longest.schedule.axis] if longest.source.has_chunks else 0
         step_nbytes = sum({(array.info.path, array.info.dataset): array.step_nbytes for array in arrays}.values())
         block_nbytes, n_steps = block * step_nbytes, longest.n_steps
@@ -444,7 +455,9 @@ class _Planner:
         dtype, rest = array.source.dtype, array.schedule.rest.shape
         where = found.where.removeprefix("array ")
         if dtype.kind not in "fc":
-            raise ConfigError(f"scale{where} needs floating-point values, but these are {dtype}: pass dtype='float32', or decode=True")
+            raise ConfigError(
+                f"scale{where} needs floating-point values, but these are {dtype}: pass dtype='float32', or decode=True"
+            )
         if len(scale) != 2:
             raise ConfigError(f"scale{where} is {scale!r}; expected a mean and a standard deviation")
         made = []

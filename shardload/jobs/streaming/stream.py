@@ -23,9 +23,7 @@ class Stream:
         What is read, in which order: print it.
     """
 
-    def __init__(
-        self, plan: StreamPlan, make_reader: Callable[..., RoundReader], build: Callable[[Any], Any]
-    ) -> None:
+    def __init__(self, plan: StreamPlan, make_reader: Callable[..., RoundReader], build: Callable[[Any], Any]) -> None:
         self.plan, self._make_reader, self._build = plan, make_reader, build
 
     def __len__(self) -> int:
