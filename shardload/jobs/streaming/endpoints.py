@@ -1,4 +1,7 @@
-"""What are the two ends of a stream? A `StreamSource` keeps files open, and a `BatchTarget` makes batches of the steps that came."""
+"""What are the two ends of a stream?
+
+A `StreamSource` keeps files open, and a `BatchTarget` makes batches of the steps that came.
+"""
 
 from __future__ import annotations
 
@@ -209,19 +212,19 @@ class BatchTarget:
             out = np.empty((len(samples), len(leaf.places), *rest), dtype=of.source.dtype)
             held = schedule.held(shard)
             if held is None or held.shape != rest or samples.stop > len(anchors):
-                pad = of.options.pad
-                out[...] = pad_value(0 if pad is None else pad, of.source.dtype)
-            inside = () if held is None else tuple(map(slice, held.shape))
+                out[...] = pad_value(0 if of.options.pad is None else of.options.pad, of.source.dtype)
+            inside = () if held is None else tuple(slice(n) for n in held.shape)
             for slot in samples if held is not None else ():
                 if slot >= len(anchors):
                     break
                 of_sample = readings.of_use[first + slot].tolist()
                 for k, place in enumerate(leaf.places):
                     steps = self._steps[epoch, leaf.array, of_sample[place], shard]
-                    out[(slot - samples.start, k, *inside)] = steps.at(anchors[slot] + of.offsets[place])
+                    index: tuple[int | slice, ...] = (slot - samples.start, k, *inside)
+                    out[index] = steps.at(anchors[slot] + of.offsets[place])
             if leaf.scale is not None and held is not None:
-                real = out[(slice(max(0, len(anchors) - samples.start)), slice(None), *inside)]  # without padding
-                self._scale(real, leaf, held)
+                real: tuple[slice, ...] = (slice(max(0, len(anchors) - samples.start)), slice(None), *inside)
+                self._scale(out[real], leaf, held)  # not the padding
             pieces.append(self._piece(leaf, region, out))
         return assemble(leaf.shape, leaf.sharding, leaf.dtype, pieces)
 
