@@ -2,8 +2,9 @@
 
 Without prefetch all is done inside `next`: rounds until the batch is there, then the batch. With it there are two threads:
 
-- the *reader* does the rounds, one after the other, in the same order on all ranks. It alone calls MPI, over a communicator that
-  nobody else has. It begins a round when the first batch of the round before is made, so steps of two rounds are held at most.
+- the *reader* does the rounds, one after the other, in the same order on all ranks. It alone calls MPI, over a communicator
+  that nobody else has. It begins a round when the first batch of the round before is made, so steps of two rounds are held at
+  most.
 - the *maker* makes batches of steps, hands them to the devices, and puts them into a queue. It calls no MPI.
 
 Each rank ends its rounds with one agreement more, its farewell: a rank that leaves early is named to those that wait for it.
@@ -16,6 +17,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -287,7 +289,7 @@ class Ahead:
         try:
             reader.begin()
             while (batch := reader.next_batch) is not None:
-                if not self._wait(lambda first=began: reader.n_made >= first):
+                if not self._wait(partial(self._has_made, began)):
                     break
                 reader.read_round()
                 began = batch
@@ -315,6 +317,9 @@ class Ahead:
             raise
         finally:
             reader.close(error)
+
+    def _has_made(self, n_batches: int) -> bool:
+        return self._reader.n_made >= n_batches
 
     def _make(self) -> None:
         reader = self._reader
