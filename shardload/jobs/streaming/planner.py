@@ -198,8 +198,10 @@ class StreamPlanner:
 
     def _shards(self, leaf: LeafRequest, source: SourceLayout, axis: int) -> Shards:
         """A batch without the axis of a window, cut into shards."""
-        shape, sharding = source.selection.shape, leaf.request.sharding
+        shape, sharding, name = source.selection.shape, leaf.request.sharding, f"a batch of {leaf.info}"
         rest = (*shape[:axis], *shape[axis + 1 :])
+        if len(sharding.spec) > 1 + len(rest):
+            self._refuse_spec(leaf, len(rest))
         sizes = tuple(sharding.mesh.shape.values())
         n_parts = math.prod(sizes[m] for m in read_spec(sharding, 1 + len(rest))[0])
         if self._batch % n_parts:
@@ -209,7 +211,24 @@ class StreamPlanner:
                 f"batch is {self._batch}, but {spec_text(sharding.spec)} cuts the samples of a batch into {n_parts}: pass a "
                 f"multiple of {n_parts}, such as batch={-(-self._batch // n_parts) * n_parts}"
             )
-        return lay_out_shards(leaf.request, self._ranks, (self._batch, *rest), source.dtype, f"a batch of {leaf.info}")
+        if isinstance(leaf.window, tuple):
+            name += " (without its window)"
+        return lay_out_shards(leaf.request, self._ranks, (self._batch, *rest), source.dtype, name)
+
+    def _refuse_spec(self, leaf: LeafRequest, n_rest: int) -> None:
+        """Raise ConfigError for a spec of more axes than a batch has."""
+        axes, spec = [], list(leaf.request.sharding.spec)
+        has_batch, has_window = self._sampling.batch is not None, isinstance(leaf.window, tuple)
+        if has_batch:
+            axes.append("samples")
+        else:
+            del spec[0]
+        if has_window:
+            axes.append("the window")
+            spec.insert(int(has_batch), None)
+        n, what = len(axes) + n_rest, "a batch" if has_batch else "a step"
+        told = f": {', '.join(axes)}, then {n_rest} axes of a step" if axes else ""
+        raise ConfigError(f"{spec_text(spec)} has {len(spec)} entries, but {what} of {leaf.info} has {n} axes{told}")
 
     def _blocks(self, source: SourceLayout, axis: int, staging_nbytes: int) -> Grid:
         """The array cut into blocks: along the stream's axis a chunk long, along the others as long as staging allows."""
