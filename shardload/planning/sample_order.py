@@ -118,13 +118,13 @@ class SampleOrder:
         """The anchors of all samples of an epoch, in the order in which they are given."""
         if self.seed is None or not len(self.anchors):
             return self.anchors
-        words = random_words(self.seed, number, _OF_SAMPLES, self.anchors) >> np.uint64(32)
+        words = random_words(self.seed, number, _OF_SAMPLES, self.anchors)
         if self.spread >= self.n_blocks:
             return self.anchors[np.argsort(words, kind="stable")]
         place = np.empty(self.n_blocks, dtype=np.uint64)
         shuffled = np.argsort(random_words(self.seed, number, _OF_BLOCKS, np.arange(self.n_blocks)), kind="stable")
         place[shuffled] = np.arange(self.n_blocks, dtype=np.uint64)
-        keys = (place[self.block_of(self.anchors)] << np.uint64(32)) + np.uint64(self.spread) * words
+        keys = (place[self.block_of(self.anchors)] << np.uint64(32)) + np.uint64(self.spread) * (words >> np.uint64(32))
         return self.anchors[np.argsort(keys, kind="stable")]
 
 

@@ -237,21 +237,19 @@ class BatchTarget:
                     steps = self._steps[epoch, leaf.array, of_sample[place], shard]
                     index: tuple[int | slice, ...] = (slot - samples.start, k, *inside)
                     out[index] = steps.at(anchors[slot] + of.offsets[place])
-            if leaf.scale is not None:
-                self._scale(out, leaf, region)
+            if leaf.scale is not None and held is not None:
+                real: tuple[slice, ...] = (slice(max(0, len(anchors) - samples.start)), slice(None), *inside)
+                self._scale(out[real], leaf, held)  # not the padding
             pieces.append(self._piece(leaf, region, out))
         return assemble(leaf.shape, leaf.sharding, leaf.dtype, pieces)
 
-    def _scale(self, out: Array, leaf: Leaf, region: Region) -> None:
-        mean, deviation = (
-            values[
-                tuple(
-                    slice(a, b) if n > 1 else slice(None)
-                    for a, b, n in zip(region.start[1:], region.stop[1:], values.shape, strict=True)
-                )
-            ]
-            for values in leaf.scale or ()
-        )
+    def _scale(self, out: Array, leaf: Leaf, held: Region) -> None:
+        def of_shard(values: Array) -> Array:
+            bounds = zip(held.start, held.stop, values.shape, strict=True)
+            part: Array = values[tuple(slice(a, b) if n > 1 else slice(None) for a, b, n in bounds)]
+            return part
+
+        mean, deviation = map(of_shard, leaf.scale or ())
         np.subtract(out, mean, out=out)
         np.divide(out, deviation, out=out)
 
