@@ -34,7 +34,7 @@ from shardload.jobs.streaming.sampling import IGNORE, Sampling, Window
 from shardload.planning.batch_flow import BatchSchedule
 from shardload.planning.blocks import plan_blocks
 from shardload.planning.grid import Grid
-from shardload.planning.sample_order import Ints, SampleOrder, block_steps
+from shardload.planning.sample_order import Ints, SampleOrder, block_steps, spread_in
 from shardload.planning.schedule import Owners, Schedule
 from shardload.planning.selection import Selection
 from shardload.planning.shards import Shards
@@ -43,7 +43,6 @@ from shardload.units import format_nbytes
 
 _SHARE_OF_SELECTION = 10  # pool="auto" is a tenth of what is selected
 _MOST_POOL_NBYTES = 64 << 30
-_ALL_BLOCKS = 1 << 31
 
 
 @dataclass(frozen=True, eq=False)
@@ -271,11 +270,12 @@ class StreamPlanner:
             pool = max(2 * block_nbytes, min(_MOST_POOL_NBYTES, n_steps * step_nbytes // _SHARE_OF_SELECTION))
         if sampling.shuffle is not None and pool < block_nbytes:
             raise ConfigError(
-                f"pool is {format_nbytes(pool)}, less than a block of {block} steps, {format_nbytes(block_nbytes)}, whose "
-                f"samples are shuffled together (a chunk has {chunk} steps): pass pool='{-(-block_nbytes // (1 << 20))}MiB' "
-                "or more, or write shorter chunks (shardload copy --chunks)"
+                f"pool is {format_nbytes(pool)}, less than a block of {block} steps, {format_nbytes(block_nbytes)} (a chunk "
+                f"has {chunk} steps, and a window goes from {first:+d} to {last:+d}). Pass "
+                f"pool='{-(-2 * block_nbytes // (1 << 20))}MiB' for two blocks, or write shorter chunks (shardload copy "
+                "--chunks)"
             )
-        spread = _ALL_BLOCKS if pool >= n_steps * step_nbytes else max(1, pool // max(1, block_nbytes) - 1)
+        spread = spread_in(pool // max(1, step_nbytes), block, n_steps)
         crosses = sampling.border == "reread" or sampling.shuffle is None
         breaks = self._breaks(arrays) if first != last else np.empty(0, dtype=np.int64)
         return SampleOrder(n_steps, first, last, block, start % block, sampling.shuffle, spread, breaks, crosses), pool
