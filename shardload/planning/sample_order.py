@@ -104,6 +104,7 @@ class SampleOrder:
         if not self.crosses_blocks:
             of_anchor = self.block_of(anchors)
             anchors = anchors[(self.block_of(begin) == of_anchor) & (self.block_of(end) == of_anchor)]
+        anchors.setflags(write=False)
         return anchors
 
     def block_of(self, steps: Ints) -> Ints:

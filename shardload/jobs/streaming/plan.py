@@ -86,6 +86,11 @@ class StreamArray:
         """Bytes of one step of all of the array, as it is held."""
         return math.prod(self.schedule.rest.shape) * self.source.dtype.itemsize
 
+    @cached_property
+    def stored_step_nbytes(self) -> int:
+        """Bytes of one step of all of the array in the file's dtype."""
+        return math.prod(self.schedule.rest.shape) * self.source.file_dtype.itemsize
+
     @property
     def n_columns(self) -> int:
         """Columns of the selection."""
@@ -196,16 +201,20 @@ class StreamPlan:
     def fingerprint(self) -> dict[str, Any]:
         """What an order follows from, for a state that is used again: nothing of ranks or meshes."""
         order = self.sample_order
+        infos = [array.info for array in self.arrays]
+        offsets: dict[str, set[int]] = {}  # not those of a `StreamArray`: which leaves share one follows from their specs
+        for array in self.arrays:
+            offsets.setdefault(array.info.dataset, set()).update(array.offsets)
+        pool = "all steps" if order.spread >= order.n_blocks else f"{order.spread + 1} blocks of {order.block} steps"
         return {
             "order": ORDER_VERSION,
             "n_steps": order.n_steps,
-            "window": [order.first, order.last],
-            "block": order.block,
+            "window": {name: sorted(steps) for name, steps in sorted(offsets.items())},
             "phase": order.phase,
             "seed": order.seed,
-            "spread": None if order.seed is None else order.spread,
+            "pool": None if order.seed is None else pool,
             "samples": f"{self.n_samples}, CRC {zlib.crc32(order.anchors.tobytes()):08x}",
-            "arrays": sorted({f"{array.info.dataset} {array.info.dtype} {array.info.shape}" for array in self.arrays}),
+            "arrays": sorted({f"{of.dataset} {of.dtype} {of.shape} in chunks {of.chunks}" for of in infos}),
             "selections": sorted({str(array.source.selection.region) for array in self.arrays}),
         }
 

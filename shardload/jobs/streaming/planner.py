@@ -61,6 +61,8 @@ class LeafRequest:
         The path or object that opens it.
     where : str
         Its place in the tree, for messages.
+    spec : PartitionSpec
+        Of a batch, as the caller passed it.
     window : int or tuple of int
         Its steps.
     scale : (ndarray, ndarray) or None
@@ -72,6 +74,7 @@ class LeafRequest:
     selection: Selection
     handle: Any
     where: str
+    spec: PartitionSpec
     window: Window
     scale: tuple[Any, Any] | None
 
@@ -262,7 +265,7 @@ class StreamPlanner:
         n_steps, chunk = longest.n_steps, longest.chunk_steps
         block = min(block_steps(chunk, first, last), max(1, -(-n_steps // chunk)) * chunk)
         start = longest.source.selection.offset[longest.schedule.axis] if longest.source.has_chunks else 0
-        step_nbytes = sum({(array.info.path, array.info.dataset): array.step_nbytes for array in arrays}.values())
+        step_nbytes = sum({(array.info.path, array.info.dataset): array.stored_step_nbytes for array in arrays}.values())
         block_nbytes = block * step_nbytes
         if isinstance(sampling.pool, int):
             pool = sampling.pool
@@ -292,17 +295,15 @@ class StreamPlanner:
     def _leaf(self, leaf: LeafRequest, array: StreamArray, number: int) -> Leaf:
         has_axis, sharding = isinstance(leaf.window, tuple), leaf.request.sharding
         shape = list(array.schedule.shards.shape_global)
-        entries = [*sharding.spec, *(None for _ in range(len(shape) - len(sharding.spec)))]
         if has_axis:
             shape.insert(1, len(leaf.offsets))
-            entries.insert(1, None)
         if self._sampling.batch is None:
-            shape, entries = shape[1:], entries[1:]
+            del shape[0]
         return Leaf(
             number,
             tuple(array.offsets.index(step) for step in leaf.offsets),
             has_axis,
-            NamedSharding(sharding.mesh, PartitionSpec(*entries), memory_kind=sharding.memory_kind),
+            NamedSharding(sharding.mesh, leaf.spec, memory_kind=sharding.memory_kind),
             tuple(shape),
             array.source.dtype,
             None if leaf.scale is None else self._scale(leaf.scale, array, leaf.where.removeprefix("array ")),

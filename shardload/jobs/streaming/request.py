@@ -54,6 +54,7 @@ class StreamCall(LoadCall):
     """One call of `stream` on this rank."""
 
     def __init__(self, path: Any, mesh: Any, spec: Any, given: Mapping[str, Any]) -> None:
+        self.specs: list[PartitionSpec] = []
         self.windows: list[Window] = []
         self.scales: list[Any] = []
         self.sampling: Sampling | None = None
@@ -105,12 +106,14 @@ class StreamCall(LoadCall):
         shardings = []
         for mesh, spec, window, where in zip(meshes, specs, self.windows, tree.where, strict=True):
             sharding = read_sharding(mesh, spec)
-            spec = sharding.spec
+            spec = of_samples = sharding.spec
             if isinstance(window, tuple) or (is_shared and any_axis):
-                spec = _without_window(spec, has_batch, where_text(where))
-            if not has_batch:
-                spec = PartitionSpec(None, *spec)
-            shardings.append(NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind))
+                of_samples = _without_window(spec, has_batch, where_text(where))
+            self.specs.append(spec if isinstance(window, tuple) else of_samples)
+            entries = [*of_samples] if has_batch else [None, *of_samples]
+            while entries and entries[-1] is None:  # so that leaves which are cut in the same way are read together
+                entries.pop()
+            shardings.append(NamedSharding(sharding.mesh, PartitionSpec(*entries), memory_kind=sharding.memory_kind))
         return tree.build(shardings)
 
     def _describe(self, place: Place, request: Request) -> dict[str, str]:
@@ -137,7 +140,7 @@ class StreamCall(LoadCall):
         if is_by_name(options.select):
             options = replace(options, select=positions_of(options.select, info))
         selection, where = selection_for(options, info), where_text(self.tree.where[k])
-        return LeafRequest(request, info, selection, place.path, where, self.windows[k], self.scales[k])
+        return LeafRequest(request, info, selection, place.path, where, self.specs[k], self.windows[k], self.scales[k])
 
     def _make_plan(self, told: Any) -> StreamPlan:
         """The plan, from what rank 0 has found."""

@@ -34,7 +34,7 @@ class Stream:
 
     def order(self, epoch: int = 0) -> np.ndarray[Any, np.dtype[np.int64]]:
         """The anchors of all samples of an epoch, in the order in which they are given: steps of the selection."""
-        return self.plan.sample_order.epoch(epoch)
+        return self.plan.sample_order.epoch(epoch).copy()
 
     def __getitem__(self, number: int) -> Any:
         """The batch with a number. Collective: yes."""
@@ -112,8 +112,6 @@ class StreamIterator:
         order = plan.sample_order.epoch(batch.epoch)
         self.index = order[batch.first_sample : batch.first_sample + batch.n_samples]
         self.mask = np.arange(plan.batch) < batch.n_samples
-        if plan.n_batches(plan.n_samples - self._sample) == 0:
-            self._epoch, self._sample = batch.epoch + 1, 0
         return self._stream._build(batch.arrays)
 
     def get_state(self) -> dict[str, Any]:
