@@ -37,6 +37,7 @@ ORDER_VERSION = 1  # a state of another version belongs to another order
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _OF_BLOCKS, _OF_SAMPLES = 1, 2  # two sequences of random numbers
+ALL_BLOCKS = 1 << 31  # a spread over all blocks of any array
 
 
 def _mixed(words: Words) -> Words:
@@ -128,6 +129,15 @@ class SampleOrder:
         keys = (place[self.block_of(self.anchors)] << np.uint64(32)) + np.uint64(self.spread) * (words >> np.uint64(32))
         return self.anchors[np.argsort(keys, kind="stable")]
 
+    def horizon(self, batch: int, chunk: int) -> int:
+        """Batches that a step waits in memory at most between two of its samples, if chunks have so many steps.
+
+        >>> SampleOrder(n_steps=100, first=0, last=0, block=10, seed=1, spread=2).horizon(batch=8, chunk=10)
+        6
+        """
+        n_steps = chunk if self.seed is None else (self.spread + 2) * self.block
+        return -(-(self.last - self.first + n_steps) // batch) + 1
+
 
 def block_steps(chunk: int, first: int, last: int) -> int:
     """Steps of a block: whole chunks, so many that with the chunks at its borders at most half as many more are read.
@@ -137,3 +147,12 @@ def block_steps(chunk: int, first: int, last: int) -> int:
     """
     n_more = -(min(first, 0) // chunk) + -(-max(last, 0) // chunk)
     return chunk * max(1, 2 * n_more)
+
+
+def spread_in(pool: int, block: int, n_steps: int) -> int:
+    """By how many blocks a sample may move if `pool` steps of `n_steps` may be in memory.
+
+    >>> spread_in(100, 20, 1000), spread_in(20, 20, 1000), spread_in(1000, 20, 1000) == ALL_BLOCKS
+    (4, 1, True)
+    """
+    return ALL_BLOCKS if pool >= n_steps else max(1, pool // block - 1)

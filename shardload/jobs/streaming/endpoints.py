@@ -25,6 +25,8 @@ from shardload.options import pad_value
 from shardload.planning.batch_flow import BatchFlow
 from shardload.planning.region import Region
 from shardload.transfer.buffers import Piece
+from shardload.transfer.counters import Counters
+from shardload.transfer.missing import describe_missing, settle_missing
 from shardload.transfer.moves import ArrayMove
 
 Array = np.ndarray[Any, Any]
@@ -62,6 +64,8 @@ class StreamSource(FileSource):
         self._sources: dict[int, tuple[Source, State]] = {}
         self._plan = plan
         self.n_decoded = self.nbytes_read = 0
+        self._missing: dict[int, Counters] = {}  # of this round, by array
+        self._told: set[int] = set()
 
     def open(self, moves: Sequence[Any], opened: ExitStack) -> list[OpenArray]:
         """See `FileSource`."""
@@ -76,8 +80,11 @@ class StreamSource(FileSource):
     def _count(self, moves: Sequence[StreamMove]) -> None:
         for move in moves:
             if move.producer is not None:
-                self.n_decoded += move.producer.counters.chunks_decoded
-                self.nbytes_read += move.producer.counters.nbytes_read
+                counters = move.producer.counters
+                self.n_decoded += counters.chunks_decoded
+                self.nbytes_read += counters.nbytes_read
+                if counters.missing:
+                    self._missing[move.array] = counters
 
     def _source(self, number: int) -> Source:
         if number not in self._sources:
@@ -95,8 +102,16 @@ class StreamSource(FileSource):
             self._sources[number] = source, source.opened_in()
         return self._sources[number][0]
 
-    def check_unchanged(self) -> None:
-        """Raise SourceError if a file has changed since it was opened."""
+    def check(self) -> None:
+        """Raise SourceError if a file has changed since it was opened, or if chunks are missing and `missing` forbids it."""
+        missing, self._missing = self._missing, {}
+        for number, counters in missing.items():
+            of = self._plan.arrays[number]
+            if number not in self._told or of.options.missing == "error":
+                self._told.add(number)
+                found = counters.chunks_missing, counters.missing
+                text = describe_missing(*found, of.info, of.source.selection, of.source.chunks)
+                settle_missing(text, of.options.missing, 0, of.info)
         for number, (source, before) in self._sources.items():
             info = self._plan.arrays[number].info
             check_unchanged(str(info), before, source.state(), info.path, info.dataset)
@@ -170,7 +185,7 @@ class BatchTarget:
         """See `TargetEndpoint`. Collective: the ranks agree that all has come."""
         with self._session.errors:
             if self._source is not None:
-                self._source.check_unchanged()
+                self._source.check()
         self._session.agree()
         for move in round_.moves:
             self._keep(move)

@@ -184,13 +184,7 @@ class StreamPlan:
     @cached_property
     def horizon(self) -> int:
         """Batches that a step waits in memory at most between two samples."""
-        order = self.sample_order
-        n_steps = (
-            order.last
-            - order.first
-            + (max(array.chunk_steps for array in self.arrays) if order.seed is None else (order.spread + 2) * order.block)
-        )
-        return -(-n_steps // self.batch) + 1
+        return self.sample_order.horizon(self.batch, max(array.chunk_steps for array in self.arrays))
 
     @cached_property
     def round_nbytes(self) -> int:

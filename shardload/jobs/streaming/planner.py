@@ -34,7 +34,7 @@ from shardload.jobs.streaming.sampling import IGNORE, Sampling, Window
 from shardload.planning.batch_flow import BatchSchedule
 from shardload.planning.blocks import plan_blocks
 from shardload.planning.grid import Grid
-from shardload.planning.sample_order import Ints, SampleOrder, block_steps
+from shardload.planning.sample_order import Ints, SampleOrder, block_steps, spread_in
 from shardload.planning.schedule import Owners, Schedule
 from shardload.planning.selection import Selection
 from shardload.planning.shards import Shards
@@ -43,7 +43,6 @@ from shardload.units import format_nbytes
 
 _SHARE_OF_SELECTION = 10  # pool="auto" is a tenth of what is selected
 _MOST_POOL_NBYTES = 64 << 30
-_ALL_BLOCKS = 1 << 31
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,8 +200,10 @@ class StreamPlanner:
 
     def _shards(self, leaf: LeafRequest, source: SourceLayout, axis: int) -> Shards:
         """A batch without the axis of a window, cut into shards."""
-        shape, sharding = source.selection.shape, leaf.request.sharding
+        shape, sharding, name = source.selection.shape, leaf.request.sharding, f"a batch of {leaf.info}"
         rest = (*shape[:axis], *shape[axis + 1 :])
+        if len(sharding.spec) > 1 + len(rest):
+            self._refuse_spec(leaf, len(rest))
         sizes = tuple(sharding.mesh.shape.values())
         n_parts = math.prod(sizes[m] for m in read_spec(sharding, 1 + len(rest))[0])
         if self._batch % n_parts:
@@ -212,7 +213,24 @@ class StreamPlanner:
                 f"batch is {self._batch}, but {spec_text(sharding.spec)} cuts the samples of a batch into {n_parts}: pass a "
                 f"multiple of {n_parts}, such as batch={-(-self._batch // n_parts) * n_parts}"
             )
-        return lay_out_shards(leaf.request, self._ranks, (self._batch, *rest), source.dtype, f"a batch of {leaf.info}")
+        if isinstance(leaf.window, tuple):
+            name += " (without its window)"
+        return lay_out_shards(leaf.request, self._ranks, (self._batch, *rest), source.dtype, name)
+
+    def _refuse_spec(self, leaf: LeafRequest, n_rest: int) -> None:
+        """Raise ConfigError for a spec of more axes than a batch has."""
+        axes, spec = [], list(leaf.request.sharding.spec)
+        has_batch, has_window = self._sampling.batch is not None, isinstance(leaf.window, tuple)
+        if has_batch:
+            axes.append("samples")
+        else:
+            del spec[0]
+        if has_window:
+            axes.append("the window")
+            spec.insert(int(has_batch), None)
+        n, what = len(axes) + n_rest, "a batch" if has_batch else "a step"
+        told = f": {', '.join(axes)}, then {n_rest} axes of a step" if axes else ""
+        raise ConfigError(f"{spec_text(spec)} has {len(spec)} entries, but {what} of {leaf.info} has {n} axes{told}")
 
     def _blocks(self, source: SourceLayout, axis: int, staging_nbytes: int) -> Grid:
         """The array cut into blocks: along the stream's axis a chunk long, along the others as long as staging allows."""
@@ -255,11 +273,12 @@ class StreamPlanner:
             pool = max(2 * block_nbytes, min(_MOST_POOL_NBYTES, n_steps * step_nbytes // _SHARE_OF_SELECTION))
         if sampling.shuffle is not None and pool < block_nbytes:
             raise ConfigError(
-                f"pool is {format_nbytes(pool)}, less than a block of {block} steps, {format_nbytes(block_nbytes)}, whose "
-                f"samples are shuffled together (a chunk has {chunk} steps): pass pool='{-(-block_nbytes // (1 << 20))}MiB' "
-                "or more, or write shorter chunks (shardload copy --chunks)"
+                f"pool is {format_nbytes(pool)}, less than a block of {block} steps, {format_nbytes(block_nbytes)} (a chunk "
+                f"has {chunk} steps, and a window goes from {first:+d} to {last:+d}). Pass "
+                f"pool='{-(-2 * block_nbytes // (1 << 20))}MiB' for two blocks, or write shorter chunks (shardload copy "
+                "--chunks)"
             )
-        spread = _ALL_BLOCKS if pool >= n_steps * step_nbytes else max(1, pool // max(1, block_nbytes) - 1)
+        spread = spread_in(pool // max(1, step_nbytes), block, n_steps)
         crosses = sampling.border == "reread" or sampling.shuffle is None
         breaks = self._breaks(arrays) if first != last else np.empty(0, dtype=np.int64)
         return SampleOrder(n_steps, first, last, block, start % block, sampling.shuffle, spread, breaks, crosses), pool
