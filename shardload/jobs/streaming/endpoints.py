@@ -1,4 +1,4 @@
-"""What are the two ends of a stream? A `StreamSource` keeps files open, and a `BatchTarget` makes batches of the steps that came."""
+"""What are the two ends of a stream? A `StreamSource` keeps files open; a `BatchTarget` makes batches of steps that came."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import numpy as np
 
 from shardload.arrays.assemble import assemble
 from shardload.engine.file_source import FileSource, OpenArray
-from shardload.engine.session import Round, Session
+from shardload.engine.session import Round
 from shardload.errors import SourceError, StallError
 from shardload.formats.contract.format import Source
 from shardload.formats.lookup import open_source
 from shardload.jobs.consistency import State, check_unchanged
 from shardload.jobs.streaming.plan import EpochRounds, Leaf, RoundReadings, StreamArray, StreamPlan
-from shardload.options import fill_value
+from shardload.options import pad_value
 from shardload.planning.batch_flow import BatchFlow
 from shardload.planning.region import Region
 from shardload.transfer.buffers import Piece
@@ -51,7 +51,7 @@ class StreamSource(FileSource):
     Attributes
     ----------
     n_decoded, nbytes_read : int
-        Chunks that this rank has decoded, and bytes of values that it has read.
+        Chunks that this rank has decoded, and bytes of values that it has read, since they were set to zero.
     """
 
     def __init__(self, plan: StreamPlan, rank: int) -> None:
@@ -139,19 +139,12 @@ class BatchTarget:
         What a batch has.
     rank : int
         This rank.
-    session : Session
-        Keeps errors until the ranks agree.
     """
 
-    def __init__(self, plan: StreamPlan, rank: int, session: Session) -> None:
-        self._plan, self._rank, self._session = plan, rank, session
+    def __init__(self, plan: StreamPlan, rank: int) -> None:
+        self._plan, self._rank = plan, rank
         self._steps: dict[tuple[EpochRounds, int, int, int], Steps] = {}
         self._ends: dict[tuple[EpochRounds, int], list[tuple[tuple[EpochRounds, int, int, int], int]]] = {}
-        self._source: StreamSource | None = None
-
-    def watch(self, source: StreamSource) -> None:
-        """Have the files of this source compared with what they were, at the end of each round."""
-        self._source = source
 
     def make_room(self, moves: Sequence[ArrayMove]) -> None:
         """See `TargetEndpoint`."""
@@ -164,11 +157,7 @@ class BatchTarget:
             }
 
     def take(self, round_: Round) -> None:
-        """See `TargetEndpoint`. Collective: the ranks agree that all has come."""
-        with self._session.errors:
-            if self._source is not None:
-                self._source.check_unchanged()
-        self._session.agree()
+        """See `TargetEndpoint`. The ranks have agreed that all has come."""
         for move in round_.moves:
             self._keep(move)
 
@@ -209,7 +198,7 @@ class BatchTarget:
             out = np.empty((len(samples), len(leaf.places), *rest), dtype=of.source.dtype)
             held = schedule.held(shard)
             if held is None or held.shape != rest or samples.stop > len(anchors):
-                out[...] = fill_value(of.options.pad, of.source.dtype)
+                out[...] = pad_value(0 if of.options.pad is None else of.options.pad, of.source.dtype)
             inside = () if held is None else tuple(map(slice, held.shape))
             for slot in samples if held is not None else ():
                 if slot >= len(anchors):
