@@ -9,7 +9,7 @@ rooms, from the call down to the machine:
 
 cli       the commands
 testing   the suite that a file format must pass; nothing imports it
-api.py    the functions: load, plan, scatter, verify, save, plan_save, append, mask, unpad
+api.py    the functions: load, plan, scatter, stream, verify, save, plan_save, append, mask, unpad
 jobs      one call: from its arguments to its report
 arrays    JAX's side: shardings, assembling, verification
 transfer  blocks of the file <-> pieces of shards, between ranks
@@ -29,7 +29,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardload.api import append, load, mask, plan, plan_save, save, scatter, unpad, verify
+    from shardload.api import append, load, mask, plan, plan_save, save, scatter, stream, unpad, verify
     from shardload.arrays.verification import VerifyReport
     from shardload.comm.launch import initialize
     from shardload.errors import (
@@ -55,6 +55,8 @@ if TYPE_CHECKING:
     from shardload.jobs.saving.append import AppendReport
     from shardload.jobs.saving.plan import SavePlan
     from shardload.jobs.saving.save import SaveReport
+    from shardload.jobs.streaming.plan import StreamPlan
+    from shardload.jobs.streaming.stream import Stream, StreamIterator
     from shardload.planning.selection import between, near
 
 __all__ = [
@@ -74,6 +76,9 @@ __all__ = [
     "ShardloadWarning",
     "SourceError",
     "StallError",
+    "Stream",
+    "StreamIterator",
+    "StreamPlan",
     "TreePlan",
     "VerifyError",
     "VerifyReport",
@@ -89,6 +94,7 @@ __all__ = [
     "plan_save",
     "save",
     "scatter",
+    "stream",
     "to_xarray",
     "unpad",
     "verify",
@@ -103,6 +109,9 @@ _HOMES = {
     "AppendReport": "jobs.saving.append",
     "SavePlan": "jobs.saving.plan",
     "SaveReport": "jobs.saving.save",
+    "Stream": "jobs.streaming.stream",
+    "StreamIterator": "jobs.streaming.stream",
+    "StreamPlan": "jobs.streaming.plan",
     "TreePlan": "jobs.loading.tree_plan",
     "VerifyReport": "arrays.verification",
     "initialize": "comm.launch",
@@ -111,7 +120,7 @@ _HOMES = {
     "open": "jobs.contents",
     "to_xarray": "jobs.loading.labelled",
     **dict.fromkeys(("between", "near"), "planning.selection"),
-    **dict.fromkeys(("append", "load", "mask", "plan", "plan_save", "save", "scatter", "unpad", "verify"), "api"),
+    **dict.fromkeys(("append", "load", "mask", "plan", "plan_save", "save", "scatter", "stream", "unpad", "verify"), "api"),
     **dict.fromkeys((name for name in __all__ if name.endswith(("Error", "Warning"))), "errors"),
 }
 

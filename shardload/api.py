@@ -1,4 +1,4 @@
-"""What can a caller do with arrays in files? `load`, `plan`, `scatter`, `verify`, `save`, `append`; and more.
+"""What can a caller do with arrays in files? `load`, `plan`, `scatter`, `stream`, `verify`, `save`, `append`; and more.
 
 1. `load` opens the file, agrees with the other ranks, plans, reads and exchanges, assembles, and verifies. A small array takes
    a shorter way: only rank 0 opens the file, and sends the values to all ranks together with the metadata.
@@ -7,7 +7,8 @@
 4. `verify` plans the load that would give the array, then compares the array with the file instead of loading it again.
 5. `save` writes arrays into one new file; `plan_save` says what it would do.
 6. `append` adds rows to arrays of a Zarr store, or of an HDF5 or netCDF4 file.
-7. `mask` says which elements of a loaded array are the file's; `unpad` returns these alone.
+7. `stream` gives an array in batches, the next ones under way.
+8. `mask` says which elements of a loaded array are the file's; `unpad` returns these alone.
 
 Names, and what belongs to a single array (mesh, spec, select, dtype, pad, halo, edge), may be trees: docs/many-arrays.md.
 """
@@ -28,6 +29,8 @@ from shardload.jobs.loading.plan import Plan
 from shardload.jobs.loading.scattering import ScatterCall
 from shardload.jobs.loading.tree_plan import TreePlan
 from shardload.jobs.loading.verifying import VerifyCall
+from shardload.jobs.streaming.request import open_stream
+from shardload.jobs.streaming.stream import Stream
 from shardload.options import DEFAULTS, Progress, defaults_of, keywords_of, with_defaults
 
 if TYPE_CHECKING:
@@ -253,6 +256,138 @@ def plan(path: Any, mesh: Any, spec: Any = None, *, dataset: Any = DEFAULTS.data
     given = with_defaults("plan", {"dataset": dataset, **options})
     with LoadCall("plan", path, mesh, spec, given).begin() as call:
         return call.hand_out(call.plan())
+
+
+def stream(
+    path: Any,
+    mesh: Any,
+    spec: Any = None,
+    *,
+    dataset: Any = DEFAULTS.dataset,
+    along: str | int = DEFAULTS.along,
+    batch: int | None = DEFAULTS.batch,
+    window: Any = DEFAULTS.window,
+    shuffle: int | None = DEFAULTS.shuffle,
+    epochs: int | None = DEFAULTS.epochs,
+    remainder: str = DEFAULTS.remainder,
+    border: str = DEFAULTS.border,
+    gaps: str = DEFAULTS.gaps,
+    pool: str | int = DEFAULTS.pool,
+    prefetch: int = DEFAULTS.prefetch,
+    scale: Any = DEFAULTS.scale,
+    select: Any = DEFAULTS.select,
+    dtype: Any = DEFAULTS.dtype,
+    decode: bool | str | None = DEFAULTS.decode,
+    pad: Any = DEFAULTS.pad,
+    missing: str = DEFAULTS.missing,
+    readers: str | int = DEFAULTS.readers,
+    staging: str | int = DEFAULTS.staging,
+    verify: str = DEFAULTS.verify,
+    comm: Any = DEFAULTS.comm,
+    timeout: float | None = DEFAULTS.timeout,
+    allow_external: bool = DEFAULTS.allow_external,
+    untrusted: bool = DEFAULTS.untrusted,
+    allow_filters: Any = DEFAULTS.allow_filters,
+) -> Stream:
+    """Give arrays of HDF5, netCDF4 or Zarr files in batches, in an order that depends neither on the mesh nor on the ranks.
+
+    A sample is a step along an axis of the array (a time), or a window of steps. Its other axes may be cut over devices like
+    those of any array. Each chunk is decoded by one rank, which sends every rank what its devices need; the next batches are
+    read and sent while the program computes. Which chunks and which `pool`, and how much memory: docs/streams.md.
+
+    Collective: yes, over `comm`. So are ``iter(ds)``, each ``next``, and ``ds[k]``: every rank takes the same batches.
+
+    Parameters
+    ----------
+    path, mesh, dataset
+        As in `load`. With a tree of names each batch is such a tree; two leaves may name the same array, which is read once.
+    spec : PartitionSpec, optional
+        Which mesh axes cut which axis of a *batch*: samples first, then the axis of the window if it has one (never cut), then
+        the other axes of the array. ``P("data", None, "lat")``. A spec for several arrays has the window's axis if one of them
+        has it; it is passed over where an array has none.
+    along : str or int
+        The axis of the steps, by its name in the file or its number there.
+    batch : int, optional
+        Samples of a batch. None: single steps, without an axis for them.
+    window : int, tuple of int or range, or tree of them
+        The steps of a sample, counted from its anchor. A tuple gives an axis behind that of the samples, ``(-1, 0)``; an
+        integer none: ``{"x": (-1, 0), "y": 1}`` has two steps for input, and the next one to be predicted. None: 0.
+    shuffle : int, optional
+        Seed of a random order, another one in each epoch. None: samples ascend.
+    epochs : int, optional
+        How often all samples are given. None: without end.
+    remainder : {"drop", "pad", "error"}
+        Samples at the end of an epoch that do not fill a batch: they are left out, or the batch is filled up with `pad` (0 if
+        that is None), and `StreamIterator.mask` says which samples are real; or they are an error.
+    border : {"reread", "drop"}
+        Shuffled windows that reach over the border of two blocks: the chunks behind it are read for them too, or such samples
+        are left out.
+    gaps : {"error", "skip", "ignore"}
+        What to do if windows of several steps would reach over a gap: a place where the coordinate of the axis (the array of
+        its name in the file, if it is numbers) goes on by more than 1.5 times the median, or back. An error that names the
+        first gap, or such samples are left out, or the coordinate is not looked at (pressure levels have no equal distances).
+    pool : str or int
+        How many bytes of steps the whole job may hold for a shuffled order: the more, the better samples are mixed, and the
+        less often chunks are read again. ``"auto"``: a tenth of the selection, at least two blocks, at most 64 GiB. The order
+        follows from it.
+    prefetch : int
+        Batches that are made ahead, by two threads. 0: each is made inside ``next``, and no thread calls MPI.
+    scale : tuple of 2 arrays or numbers, or tree of them
+        Mean and standard deviation. Values become ``(x - mean) / deviation``, in their dtype, as NumPy computes it. Arrays must
+        fit the axes of a step, without that of the stream: shape ``(13, 1, 1)`` for 13 levels.
+    select, dtype, decode
+        As in `load`. Steps and anchors are counted from the first selected one.
+    pad : number, optional
+        As in `load`, for the axes of a step. The samples of a batch are not padded: `batch` must be a multiple of their shards.
+    missing : {"warn", "error", "fill"}
+        What to do about missing chunks (not stored in the file): a `MissingChunksWarning` on the rank that reads the first one
+        of an array, a SourceError on every rank, or nothing. Their values are the file's fill value.
+    readers : {"auto", "root", "parallel", "direct"} or int
+        As in `load`: ``"auto"`` and ``"parallel"`` are all ranks. Not ``"direct"``.
+    staging : str or int
+        As in `load`: buffers for reading and sending, in addition to steps and batches.
+    verify : {"index", "checksum", "file", "full"}
+        As in `load`, for each batch. Not ``"file"`` and ``"full"``.
+    comm, timeout, allow_external, untrusted, allow_filters
+        As in `load`.
+
+    Returns
+    -------
+    Stream
+        ``len(ds)``, ``ds[k]``, ``ds.order(epoch)``, ``ds.plan``; and ``iter(ds)``, with ``get_state`` and ``set_state``.
+
+    Raises
+    ------
+    ConfigError
+        The arguments or the launch are wrong.
+    SourceError
+        The file does not exist, is damaged or cannot be loaded. A damaged chunk is an error when its batch is asked for, after
+        all batches before it.
+    PeerError
+        Ranks disagree, or one rank failed for a reason of its own.
+    StallError
+        Nothing moved for `timeout` seconds while a rank waited for a batch.
+
+    Examples
+    --------
+    >>> import h5py, jax, numpy as np, shardload
+    >>> from jax.sharding import Mesh, PartitionSpec as P
+    >>> shardload.initialize()
+    >>> if jax.process_index() == 0:
+    ...     with h5py.File("steps.h5", "w") as file:
+    ...         _ = file.create_dataset("t2m", data=np.arange(40, dtype="f4").reshape(10, 4), chunks=(5, 4))
+    >>> mesh = Mesh(np.array(jax.devices()), ("data",))
+    >>> names = {"x": "t2m", "y": "t2m"}
+    >>> ds = shardload.stream("steps.h5", mesh, P(), dataset=names, batch=4, window={"x": (-1, 0), "y": 1})
+    >>> len(ds), ds.order().tolist()
+    (2, [1, 2, 3, 4, 5, 6, 7, 8])
+    >>> with iter(ds) as batches:
+    ...     for batch in batches:
+    ...         print(batch["x"].shape, batch["y"].shape, batches.index.tolist())
+    (4, 2, 4) (4, 4) [1, 2, 3, 4]
+    (4, 2, 4) (4, 4) [5, 6, 7, 8]
+    """
+    return open_stream(path, mesh, spec, keywords_of("stream", locals()))
 
 
 @overload

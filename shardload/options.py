@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import os
+import zlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -33,6 +34,7 @@ READERS = (AUTO, "root", "parallel", "direct")
 VERIFY = INDEX, CHECKSUM, FILE, FULL = "index", "checksum", "file", "full"  # each level includes those before it
 MISSING = ("warn", "error", "fill")
 EDGES = ("wrap", "edge")
+REMAINDERS, BORDERS, GAPS = ("drop", "pad", "error"), ("reread", "drop"), ("error", "skip", "ignore")  # of a stream
 DECODE = (None, True, False, "valid")
 _OF_DECODE = (
     "True applies scale_factor, add_offset and fill values, 'valid' the valid range too; None warns if numbers are packed"
@@ -196,10 +198,74 @@ def _ranks_per_node(n: Any) -> int | None:
     return None if n is None else int(n)
 
 
-def _dim(dim: Any) -> str | int:
-    if (not isinstance(dim, str) and not _is_integer(dim)) or dim == "":
-        raise ConfigError(f"dim is {dim!r}; expected the name of an axis in the file, such as 'time', or its number")
-    return dim if isinstance(dim, str) else int(dim)
+def _axis(name: str) -> Callable[[Any], str | int]:
+    """The check of an axis."""
+
+    def check(axis: Any) -> str | int:
+        if (not isinstance(axis, str) and not _is_integer(axis)) or axis == "":
+            raise ConfigError(f"{name} is {axis!r}; expected the name of an axis in the file, such as 'time', or its number")
+        return axis if isinstance(axis, str) else int(axis)
+
+    return check
+
+
+def _count(name: str, least: int, meaning: str) -> Callable[[Any], int | None]:
+    """The check of an integer, or None. `meaning` says what is expected."""
+
+    def check(number: Any) -> int | None:
+        if number is not None and (not _is_integer(number) or number < least):
+            raise ConfigError(f"{name} is {number!r}; expected {meaning}")
+        return None if number is None else int(number)
+
+    return check
+
+
+def _prefetch(number: Any) -> int:
+    if not _is_integer(number) or number < 0:
+        raise ConfigError(f"prefetch is {number!r}; expected how many batches are made ahead, 0 or more")
+    return int(number)
+
+
+def _window(window: Any) -> int | tuple[int, ...]:
+    steps = tuple(window) if isinstance(window, (tuple, range)) else (0,) if window is None else (window,)
+    if not steps or not all(map(_is_integer, steps)) or len(set(steps)) < len(steps):
+        raise ConfigError(
+            f"window is {window!r}; expected steps from the anchor of a sample: an integer such as 1, or a tuple of different "
+            "ones such as (-1, 0)"
+        )
+    return tuple(map(int, steps)) if isinstance(window, (tuple, range)) else int(steps[0])
+
+
+def _is_one_window(window: Any) -> bool:
+    return window is None or isinstance(window, range) or is_plain_tuple(window) or _is_integer(window)
+
+
+def _scale(scale: Any) -> tuple[Any, Any] | None:
+    if scale is None:
+        return None
+    import numpy as np
+
+    try:
+        mean, deviation = map(np.asarray, scale)
+        is_right = all(part.dtype.kind in "iufc" for part in (mean, deviation)) and bool(np.all(deviation != 0))
+    except (TypeError, ValueError):
+        is_right = False
+    if not is_right:
+        raise ConfigError(
+            f"scale is {str(scale)[:77]}; expected a mean and a standard deviation that is nowhere 0, such as (280.0, 12.5)"
+        )
+    return mean, deviation
+
+
+def _scale_text(scale: Any) -> str:
+    """A scale as ranks compare it: all of it, in few letters."""
+    if scale is None:
+        return "None"
+    return ", ".join(f"{part.dtype} {part.shape} {zlib.crc32(part.tobytes()):08x}" for part in scale)
+
+
+def _pool(pool: Any) -> str | int:
+    return AUTO if isinstance(pool, str) and pool == AUTO else parse_nbytes(pool, "pool")
 
 
 def _readers(readers: Any) -> str | int:
@@ -321,14 +387,15 @@ class Option:
         return (self.other_defaults or {}).get(call, self.default)
 
 
-_FILE, _LOADS, _ARRAYS, _PLANNED = ("load", "plan", "verify"), ("load", "plan"), ("load", "plan", "scatter"), (
-    "load", "plan", "scatter", "verify",
-)  # fmt: skip
+_READ, _FILE = ("load", "plan", "verify", "stream"), ("load", "plan", "verify")
+_LOADS, _ARRAYS = ("load", "plan", "stream"), ("load", "plan", "scatter")
+_PLANNED = ("load", "plan", "scatter", "verify", "stream")
 _SAVES = ("save", "plan_save")
 _WRITES = (*_SAVES, "append")
 
 
 _MODES = ("w-", "w")
+_STREAM = ("stream",)
 # An option of each array that is saved: the request of the array has it, and no `Options`.
 _OF_EACH: Mapping[str, Any] = {"is_shared": False, "is_kept": False, "is_one": _is_no_dict}
 
@@ -339,16 +406,16 @@ def _in_writes(default: Any) -> Mapping[str, Any]:
 
 _DECLARED = (
     Option(
-        "dataset", None, 'Name of the array, or several names; "group/*" or "*" for all below.', (*_FILE, *_WRITES), _dataset,
+        "dataset", None, 'Name of the array, or several names; "group/*" or "*" for all below.', (*_READ, *_WRITES), _dataset,
         is_shared=False, flag="--dataset", other_defaults=_in_writes("data"),
     ),
     Option(
-        "select", None, 'Load a part, as NumPy would index it: "0,:,10:20"; or by names: "time=-1"', _FILE, _select,
+        "select", None, 'Load a part, as NumPy would index it: "0,:,10:20"; or by names: "time=-1"', _READ, _select,
         is_shared=False, is_one=_is_one_selection, may_be_dict=True, flag="--select",
     ),
     Option("dtype", None, "Cast to this type: float32", _PLANNED, _dtype, str, is_shared=False, flag="--dtype"),
     Option(
-        "decode", None, "Apply scale_factor, add_offset and fill values.", _FILE,
+        "decode", None, "Apply scale_factor, add_offset and fill values.", _READ,
         _choice("decode", DECODE, _OF_DECODE), str, is_shared=False, flag="--decode",
     ),
     Option("pad", None, "Pad axes that do not divide evenly with this value: 0", _PLANNED, is_shared=False, flag="--pad"),
@@ -370,7 +437,7 @@ _DECLARED = (
         flag="--staging",
     ),
     Option(
-        "verify", INDEX, "How to verify: index, checksum, file (some regions) or full (all).", (*_ARRAYS, *_WRITES),
+        "verify", INDEX, "How to verify: index, checksum, file (some regions) or full (all).", (*_ARRAYS, *_WRITES, *_STREAM),
         _choice("verify", VERIFY), str, choices=VERIFY, flag="--verify", other_defaults=_in_writes(CHECKSUM),
     ),
     Option(
@@ -389,8 +456,8 @@ _DECLARED = (
         (*_ARRAYS, *_WRITES), _progress, text=None,
     ),
     Option(
-        "timeout", TIMEOUT, "Seconds after which a call fails if no rank makes progress; None: never.", (*_ARRAYS, *_WRITES),
-        _seconds,
+        "timeout", TIMEOUT, "Seconds after which a call fails if no rank makes progress; None: never.",
+        (*_ARRAYS, *_WRITES, *_STREAM), _seconds,
     ),
     Option(
         "missing", "warn", "Chunks that are not stored: warn, error or fill (with the fill value).", _LOADS,
@@ -398,16 +465,16 @@ _DECLARED = (
         choices=MISSING, flag="--missing",
     ),
     Option(
-        "allow_external", False, "Follow links and references out of the file's folder.", _FILE,
+        "allow_external", False, "Follow links and references out of the file's folder.", _READ,
         _choice("allow_external", (True, False), "may the file lead outside of its folder?"), str,
         flag="--allow-external",
     ),
     Option(
-        "untrusted", False, "Open the file in helper processes, with limits.", _FILE, _choice("untrusted", (True, False)), str,
+        "untrusted", False, "Open the file in helper processes, with limits.", _READ, _choice("untrusted", (True, False)), str,
         flag="--untrusted",
     ),
     Option(
-        "allow_filters", (), "Use these filters too, though damaged data may crash them.", _FILE, filter_names, ",".join,
+        "allow_filters", (), "Use these filters too, though damaged data may crash them.", _READ, filter_names, ",".join,
         flag="--allow-filters",
     ),
     Option(
@@ -453,8 +520,50 @@ _DECLARED = (
         "like", None, 'An array whose layout and attributes are taken: "in.h5:/rho". Or a dict by name.', _SAVES, _like,
         **_OF_EACH,
     ),
-    Option("dim", "time", "The axis along which arrays grow: its name in the file, or its number.", ("append",), _dim,
+    Option("dim", "time", "The axis along which arrays grow: its name in the file, or its number.", ("append",), _axis("dim"),
            is_kept=False),
+    Option("along", 0, "The axis of the steps of a stream: its name in the file, or its number.", _STREAM, _axis("along"),
+           is_kept=False),
+    Option(
+        "batch", None, "Samples of a batch; None: single steps, without an axis for them.", _STREAM,
+        _count("batch", 1, "how many samples a batch has, 1 or more, or None for single steps"), is_kept=False,
+    ),
+    Option(
+        "window", None, "Steps of a sample, counted from its anchor: 1, (-1, 0); None: the anchor alone.", _STREAM, _window,
+        is_shared=False, is_kept=False, is_one=_is_one_window,
+    ),
+    Option(
+        "shuffle", None, "Seed of a random order; None: samples ascend.", _STREAM,
+        _count("shuffle", 0, "a seed, an integer from 0 on, or None for ascending samples"), is_kept=False,
+    ),
+    Option(
+        "epochs", 1, "How often all samples are given; None: without end.", _STREAM,
+        _count("epochs", 1, "how often all samples are given, 1 or more, or None for a stream without end"), is_kept=False,
+    ),
+    Option(
+        "remainder", "drop", "Samples that do not fill a batch: drop, pad or error.", _STREAM,
+        _choice("remainder", REMAINDERS, "what becomes of the samples that do not fill a batch"), is_kept=False,
+        choices=REMAINDERS,
+    ),
+    Option(
+        "border", "reread", "Shuffled windows over the border of two blocks: reread chunks for them, or drop them.", _STREAM,
+        _choice("border", BORDERS, "what becomes of shuffled windows that reach over the border of two blocks"), is_kept=False,
+        choices=BORDERS,
+    ),
+    Option(
+        "gaps", "error", "Gaps in the coordinate of the steps: error, skip (windows that reach over one), ignore.", _STREAM,
+        _choice("gaps", GAPS, "what is done about gaps in the coordinate of the steps"), is_kept=False, choices=GAPS,
+    ),
+    Option(
+        "pool", AUTO, "Memory of the job for steps of a shuffled stream: 8GiB; auto: a tenth of the selection.", _STREAM, _pool,
+        is_kept=False,
+    ),
+    Option("prefetch", 2, "Batches that are made ahead; 0: each is made when it is asked for.", _STREAM, _prefetch,
+           is_kept=False),
+    Option(
+        "scale", None, "Mean and standard deviation: values become (x - mean) / deviation.", _STREAM, _scale, _scale_text,
+        is_shared=False, is_kept=False, is_one=is_plain_tuple,
+    ),
 )  # fmt: skip
 
 # By name, in the order in which ranks compare them.

@@ -16,8 +16,8 @@ _UNITS = {"": 1, "B": 1} | {f"{p}B": 1000 ** (i + 1) for i, p in enumerate("KMGT
 _UNITS |= {f"{p}iB": 1024 ** (i + 1) for i, p in enumerate("KMGT")}
 
 
-def parse_nbytes(text: object) -> int:
-    """A number of bytes from ``"256MiB"``, ``"1.5 GB"`` or an int; ConfigError for anything else.
+def parse_nbytes(text: object, name: str = "staging") -> int:
+    """A number of bytes from ``"256MiB"``, ``"1.5 GB"`` or an int; ConfigError about the option `name` for anything else.
 
     >>> parse_nbytes("256MiB"), parse_nbytes("1.5 kB"), parse_nbytes(10)
     (268435456, 1500, 10)
@@ -28,10 +28,10 @@ def parse_nbytes(text: object) -> int:
         found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text) if isinstance(text, str) else None
         units = {u.lower(): factor for u, factor in _UNITS.items()}
         if found is None or found[2].lower() not in units:
-            raise ConfigError(f"staging is {text!r}; expected bytes, as an int or such as '256MiB' or '2GB'")
+            raise ConfigError(f"{name} is {text!r}; expected bytes, as an int or such as '256MiB' or '2GB'")
         n = int(Fraction(found[1]) * units[found[2].lower()])
     if n <= 0:
-        raise ConfigError(f"staging is {text!r}; expected more than 0 bytes, such as '256MiB'")
+        raise ConfigError(f"{name} is {text!r}; expected more than 0 bytes, such as '256MiB'")
     return n
 
 

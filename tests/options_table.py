@@ -8,8 +8,8 @@ __all__ = ["document"]
 
 _HEAD = """# Options
 
-Every keyword of `load`, `plan`, `scatter`, `verify`, `save`, `plan_save` and `append`, with its default. For more, see the
-docstrings: `help(shardload.load)`.
+Every keyword of `load`, `plan`, `scatter`, `stream`, `verify`, `save`, `plan_save` and `append`, with its default. For
+more, see the docstrings: `help(shardload.load)`.
 An option with a flag is also on the command line. All ranks must pass the same value, unless the table says otherwise.
 
 | option | default | what it is | functions | flag |

@@ -109,6 +109,8 @@ class Labeller:
         The most bytes of values of a coordinate.
     names : collection of str, optional
         For a selection by names (`Labels.is_brief`): the only coordinates to read. Attributes are not read then.
+    axis : str or int, optional
+        The name or number of an axis whose coordinate is read with those of `names`.
     of_groups : bool
         Whether the attributes of an array's group are asked for, too. Then long attributes are kept.
     """
@@ -119,8 +121,10 @@ class Labeller:
         small_nbytes: int = SMALL_NBYTES,
         names: Collection[str] | None = None,
         of_groups: bool = False,
+        axis: str | int | None = None,
     ) -> None:
         self._finder, self._small_nbytes, self._names, self._of_groups = finder, small_nbytes, names, of_groups
+        self._axis = axis
 
     def label(self, path_or_object: Any, info: ArrayInfo, source: Source | None = None) -> ArrayInfo:
         """The same `info`, with labels. `source` is the array, if it is open in this process.
@@ -160,7 +164,8 @@ class Labeller:
         if labels.dims == (own_name,):  # the coordinate of an axis is its own coordinate
             coords[own_name] = Coordinate(info.dataset)
         if self._names is not None:
-            coords = {name: coordinate for name, coordinate in coords.items() if name in self._names}
+            names = {*self._names, _name_of(self._axis, labels)}
+            coords = {name: coordinate for name, coordinate in coords.items() if name in names}
             return replace(labels, attrs={}, coords=self._read(coords, path), is_brief=True)
         of_group: Mapping[str, Any] = {}
         if self._of_groups:
@@ -192,6 +197,13 @@ class Labeller:
             attrs = bounded(labels.attrs, _MOST_ATTRS_OF_COORDINATE)
             found[name] = Coordinate(coordinate.dataset, labels.dims, attrs, values)
         return found
+
+
+def _name_of(axis: str | int | None, labels: Labels) -> str | None:
+    """The name of an axis; None if it has none."""
+    if axis is None or isinstance(axis, str):
+        return axis
+    return labels.dims[axis] if -len(labels.dims) <= axis < len(labels.dims) else None
 
 
 def _values_of(source: Source, most_nbytes: int) -> np.ndarray[Any, Any] | None:

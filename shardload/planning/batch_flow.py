@@ -1,8 +1,8 @@
 """Which rank reads which block in a round of a stream, and which steps of it go to which rank?
 
-The array of the file, (..., steps, ...), is cut into *columns*: all of it between two borders of chunks along the stream's axis.
-A round reads some columns. The batch, (samples, ...), is cut into shards. A rank receives of each column the steps that samples of
-its shards need, as runs of steps that follow each other, each run once for each of its shards.
+The array of the file, (..., steps, ...), is cut into *columns*: all of it between two borders of chunks along the stream's
+axis. A round reads some columns. The batch, (samples, ...), is cut into shards. A rank receives of each column the steps that
+samples of its shards need, as runs of steps that follow each other, each run once for each of its shards.
 
 Pure, like `schedule`; ranks with the same integers make the same flow, each at the cost of its own work.
 """

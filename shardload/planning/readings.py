@@ -1,8 +1,8 @@
 """When does a stream read each chunk, and to which samples does each step of it go?
 
-All samples of an epoch are known before it begins, so this is exact: no step is let go too early, and none is kept for nothing. A
-chunk is read for the first batch that needs a step of it. Its other steps stay in memory until their last sample is given, as long
-as no step waits more than `horizon` batches; for later samples the chunk is read again.
+All samples of an epoch are known before it begins, so this is exact: no step is let go too early, and none is kept for nothing.
+A chunk is read for the first batch that needs a step of it. Its other steps stay in memory until their last sample is given, as
+long as no step waits more than `horizon` batches; for later samples the chunk is read again.
 
 Examples
 --------
@@ -74,9 +74,9 @@ class Readings:
         n_chunks = int(chunk_of_stay.max(initial=0)) + 1
         self.batches, self.chunks = keys // n_chunks, keys % n_chunks
         reading = np.repeat(reading_of_stay, np.diff(np.append(np.flatnonzero(is_first), len(steps))))
-        self.of_use = np.empty(len(steps), dtype=np.int64)
-        self.of_use[order] = reading
-        self.of_use = self.of_use.reshape(n_samples, n_offsets)
+        of_use = np.empty(len(steps), dtype=np.int64)
+        of_use[order] = reading
+        self.of_use = of_use.reshape(n_samples, n_offsets)
         by_reading = np.argsort(reading, kind="stable")
         self._steps, self._samples = steps[by_reading], samples[by_reading]
         self._starts = np.searchsorted(reading[by_reading], np.arange(len(keys) + 1))

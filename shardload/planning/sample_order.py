@@ -1,16 +1,17 @@
 """In which order does an epoch of a stream give its samples?
 
-A sample is named by its anchor, a step along the stream's axis. The order is a function of integers alone: it is the same on any
-mesh, with any number of ranks, and for any size of a batch.
+A sample is named by its anchor, a step along the stream's axis. The order is a function of integers alone: it is the same on
+any mesh, with any number of ranks, and for any size of a batch.
 
     order = argsort(place of the anchor's block + spread * u(anchor))
 
-Blocks of steps, aligned to the chunks of the file, are put into a random order, and each sample moves on from its block by up to
-`spread` blocks. So at most `spread` + 1 blocks are in memory at a time, and a batch has samples of about as many. With a spread of
-all blocks each order of all samples is as likely as any other.
+Blocks of steps, aligned to the chunks of the file, are put into a random order, and each sample moves on from its block by up
+to `spread` blocks. So at most `spread` + 1 blocks are in memory at a time, and a batch has samples of about as many. With a
+spread of all blocks each order of all samples is as likely as any other.
 
-The random numbers are a hash of a counter (SplitMix64, Steele, Lea and Flood 2014), not those of a library, whose releases may change
-them. A seed and an epoch are hashed one after the other: a sum would make epoch 1 of seed 0 the same as epoch 0 of seed 1.
+The random numbers are a hash of a counter (SplitMix64, Steele, Lea and Flood 2014), not those of a library, whose releases may
+change them. A seed and an epoch are hashed one after the other: a sum would make epoch 1 of seed 0 the same as epoch 0 of
+seed 1.
 
 Examples
 --------
@@ -117,13 +118,13 @@ class SampleOrder:
         """The anchors of all samples of an epoch, in the order in which they are given."""
         if self.seed is None or not len(self.anchors):
             return self.anchors
-        words = random_words(self.seed, number, _OF_SAMPLES, self.anchors) >> np.uint64(32)
+        words = random_words(self.seed, number, _OF_SAMPLES, self.anchors)
         if self.spread >= self.n_blocks:
             return self.anchors[np.argsort(words, kind="stable")]
         place = np.empty(self.n_blocks, dtype=np.uint64)
         shuffled = np.argsort(random_words(self.seed, number, _OF_BLOCKS, np.arange(self.n_blocks)), kind="stable")
         place[shuffled] = np.arange(self.n_blocks, dtype=np.uint64)
-        keys = (place[self.block_of(self.anchors)] << np.uint64(32)) + np.uint64(self.spread) * words
+        keys = (place[self.block_of(self.anchors)] << np.uint64(32)) + np.uint64(self.spread) * (words >> np.uint64(32))
         return self.anchors[np.argsort(keys, kind="stable")]
 
 

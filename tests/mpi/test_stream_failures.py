@@ -23,15 +23,10 @@ import shardload
 from shardload.comm.group import Group
 from shardload.comm.mpi import load_mpi
 from shardload.errors import ConfigError, PeerError, SourceError
-from shardload.jobs.streaming.request import open_stream
 from tests.mpi.support import check, mesh_of, on_root, ramp
 
 N_STEPS, CHUNK_STEPS, BATCH = 60, 3, 4
 DAMAGED = 7  # the column of steps 21 to 23: batch 5 has steps 20 to 23
-SAMPLING = {
-    "along": 0, "batch": BATCH, "window": None, "shuffle": None, "epochs": 1, "remainder": "drop", "border": "reread",
-    "pool": "auto", "prefetch": 0, "scale": None,
-}  # fmt: skip
 PREFETCH = pytest.mark.parametrize("prefetch", [0, 2])
 
 
@@ -47,10 +42,9 @@ def devices_mesh() -> Mesh:
     return Mesh(devices.reshape(n, -1), ("data", "lat"))
 
 
-def stream(path: Path, mesh: Mesh | None = None, dataset: Any = "x", timeout: float = 30, **more: Any) -> Any:
-    sampling = {name: more.pop(name, value) for name, value in SAMPLING.items()}
-    spec = P("data", "lat")
-    return open_stream(path, mesh or devices_mesh(), spec, {"dataset": dataset, "timeout": timeout, **more}, sampling)
+def stream(path: Path, **more: Any) -> Any:
+    options = {"dataset": "x", "batch": BATCH, "timeout": 30, "prefetch": 0} | more
+    return shardload.stream(path, devices_mesh(), P("data", "lat"), **options)
 
 
 def check_batch(batch: jax.Array, index: Any) -> None:

@@ -22,7 +22,7 @@ from shardload.options import AUTO, OPTIONS, Options
 from shardload.planning.strategies import MODES
 from tests.options_table import document
 
-CALLS = ("load", "plan", "scatter", "verify", "save", "plan_save", "append")
+CALLS = ("load", "plan", "scatter", "stream", "verify", "save", "plan_save", "append")
 ROOT = Path(__file__).parents[2]
 
 

@@ -272,10 +272,10 @@ def open_alone(file: OpenFile, dataset: str, planned: ArrayInfo | None = None) -
     except BaseException:
         file.close()
         raise
-    close = source.close
 
     def close_both() -> None:
-        close()
+        vars(source).pop("close", None)  # the class has its own; a source that refers to itself waits for the garbage collector
+        source.close()
         file.close()
 
     source.close = close_both  # type: ignore[method-assign]

@@ -46,7 +46,7 @@ from shardload.jobs.loading.planner import PlannedRanks, plan_array, read_in_tur
 from shardload.jobs.loading.request import Request, mesh_of, read_requests
 from shardload.jobs.loading.tree_plan import TreePlan
 from shardload.jobs.trees import ArrayTree, Place, in_array, is_one, keys_text, naming_errors, where_text
-from shardload.options import AUTO, OPTIONS, OWN, TIMEOUT, Options
+from shardload.options import AUTO, OPTIONS, TIMEOUT, Options
 from shardload.planning.region import Region
 from shardload.planning.selection import (
     Between,
@@ -64,9 +64,13 @@ from shardload.system.garbage import collections_wait
 from shardload.system.interruption import let_interruption_pass
 from shardload.values.dates import has_dates, in_numbers
 
-_SEARCHED_NBYTES = 1 << 24  # of a coordinate in which a selection is searched
+SEARCHED_NBYTES = 1 << 24  # of a coordinate in which a selection is searched
 _SHARE_OF_STAGING = 4  # values that are sent with the metadata: as read, as sent, as received, and as much again in MPI
-_OWN_NAMES = {"path", "sharding", "dataset", *(option.name for option in OWN)}  # may differ from array to array
+_OWN_NAMES = {
+    "path",
+    "sharding",
+    *(option.name for option in OPTIONS.values() if not option.is_shared),
+}  # may differ from array to array
 _MOST_TOLD = 8  # arrays in a message
 
 
@@ -274,18 +278,21 @@ class LoadCall:
         """All selections: if one is by names of axes, these names are looked up."""
         return [*(request.options.select for request in self.requests), self._given.get("select")]
 
-    def _find_all(self, finder: Finder) -> list[bytes | memoryview]:
-        found, sent = list[Any](), _Values()
+    def _labeller(self, finder: Finder) -> Labeller | None:
+        """What reads names of axes, and coordinates, if a selection needs them."""
         selections = self._selections()
-        is_labelled = any(map(is_by_name, selections))
-        room = _SEARCHED_NBYTES if any(map(needs_coordinates, selections)) else SMALL_NBYTES
-        labeller = Labeller(finder, room, named_coordinates(selections))
+        room = SEARCHED_NBYTES if any(map(needs_coordinates, selections)) else SMALL_NBYTES
+        return Labeller(finder, room, named_coordinates(selections)) if any(map(is_by_name, selections)) else None
+
+    def _find_all(self, finder: Finder) -> list[bytes | memoryview]:
+        found, sent = list[Any](), FoundMessage()
+        labeller = self._labeller(finder)
         states: list[State] = []  # of the only array, before its values are read
 
         def complete(path: Any, info: ArrayInfo, source: Source | None = None) -> ArrayInfo:
             if source is not None and self.tree.is_single:
                 states.append(source.opened_in())
-            return labeller.label(path, info, source) if is_labelled else info
+            return info if labeller is None else labeller.label(path, info, source)
 
         for place, keys, request in zip(self.tree.places, self.tree.where, self.requests, strict=True):
             state = partial(_last, states) if self.tree.is_single else partial(finder.state_of, place.path)
@@ -310,7 +317,7 @@ class LoadCall:
 
     def make(self, told: Any) -> list[ArrayLoad]:
         """Plan all arrays from their metadata."""
-        found, values = _Values.split(told)
+        found, values = FoundMessage.split(told)
         if self.tree.has_patterns:
             found = self._grow(found)
         if self.tree.is_single:
@@ -363,7 +370,7 @@ class LoadCall:
         """
         options, is_sent = request.options, origin is not None
         if is_by_name(options.select):
-            options = replace(options, select=_positions(options.select, info))
+            options = replace(options, select=positions_of(options.select, info))
         selection = selection_for(options, info)
         kind: tuple[Any, ...] = (info.shape, info.dtype, info.chunks, info.codec, info.shards, info.format)
         if options.decode:
@@ -466,7 +473,7 @@ def _index_of(select: Any, info: ArrayInfo) -> tuple[Any, ...]:
     return name_axes(parts, info.dims, {name: coord.values for name, coord in coords.items()}, info.shape)
 
 
-def _positions(select: Any, info: ArrayInfo) -> tuple[Any, ...]:
+def positions_of(select: Any, info: ArrayInfo) -> tuple[Any, ...]:
     """The index that a selection means in an array; ConfigError if there is none."""
     try:
         return _index_of(select, info)
@@ -495,7 +502,7 @@ def _last(states: list[State]) -> State:
     return states[-1] if states else None
 
 
-class _Values:
+class FoundMessage:
     """Metadata as text, and the values of small arrays after it as they are, in one message."""
 
     def __init__(self) -> None:

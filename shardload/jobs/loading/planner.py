@@ -89,7 +89,7 @@ class PlannedRanks:
         return self.memory_nbytes // _SHARE
 
 
-def _max_block_nbytes(ranks: PlannedRanks, staging_nbytes: int, nbytes: int = 0) -> int:
+def max_block_nbytes(ranks: PlannedRanks, staging_nbytes: int, nbytes: int = 0) -> int:
     """Cap on the bytes of a block of an array of `nbytes`."""
     tuning, cap = ranks.tuning, ranks.tuning.block_between_nodes_nbytes
     if ranks.n_nodes == 1:
@@ -108,11 +108,11 @@ def selection_for(options: Options, info: ArrayInfo) -> Selection:
 def plan_array(request: Request, ranks: PlannedRanks, info: ArrayInfo, selection: Selection) -> Plan:
     """Plan the load of an array in a file from its metadata."""
     decoding = decoding_for(request.options, info)
-    source = _source_layout(request.options, info, selection, decoding)
+    source = source_layout_of(request.options, info, selection, decoding)
     name = f"{info}, decoded," if decoding is not None and source.dtype == decoding.dtype else str(info)
-    shards = _lay_out(request, ranks, source.selection.shape, source.dtype, name)
-    staging_nbytes = _staging_for(request, ranks, info, source)
-    max_nbytes = _max_block_nbytes(ranks, staging_nbytes, math.prod(source.selection.shape) * source.wide_itemsize)
+    shards = lay_out_shards(request, ranks, source.selection.shape, source.dtype, name)
+    staging_nbytes = staging_for(request, ranks, info, source)
+    max_nbytes = max_block_nbytes(ranks, staging_nbytes, math.prod(source.selection.shape) * source.wide_itemsize)
     readers = request.options.readers
     nbytes = math.prod(source.selection.shape) * source.file_dtype.itemsize
     most_readers = count_readers(nbytes, ranks.n, ranks.n_nodes, ranks.tuning.reader_nbytes)
@@ -140,8 +140,8 @@ def plan_scatter(request: Request, ranks: PlannedRanks, info: ArrayInfo, root: i
     """Plan the scatter of an array in the memory of `root`; `as_it_is` if it can be sent from views."""
     file_dtype = np.dtype(info.dtype)
     dtype = _target_dtype(request.options.dtype, info, file_dtype)
-    shards = _lay_out(request, ranks, info.shape, dtype, f"the array on rank {root}")
-    phase, most_nbytes = (0,) * len(info.shape), _max_block_nbytes(ranks, request.options.staging_nbytes)
+    shards = lay_out_shards(request, ranks, info.shape, dtype, f"the array on rank {root}")
+    phase, most_nbytes = (0,) * len(info.shape), max_block_nbytes(ranks, request.options.staging_nbytes)
     if as_it_is:  # blocks are views: one per shard, however large
         blocks = chunks = Grid(info.shape, tuple(max(1, n) for n in shards.shard_shape), phase)
     else:
@@ -237,7 +237,7 @@ def _is_worth_turns(plan: Plan) -> bool:
 def _read_by(ranks: PlannedRanks, plan: Plan, rank: int, per_owner: int) -> Plan:
     """The plan with one rank as the only reader."""
     layout = plan._layout
-    max_nbytes = _max_block_nbytes(ranks, plan.staging_nbytes)
+    max_nbytes = max_block_nbytes(ranks, plan.staging_nbytes)
     shards = layout.schedule.shards
     schedule = plan_shared(layout.source, shards, ranks.n, Owners(root=rank), max_nbytes=max_nbytes, per_owner=per_owner)
     why = f"{plan.why}; of many arrays, each is read by one rank, this one by rank {rank}"
@@ -257,7 +257,7 @@ def decoding_for(options: Options, info: ArrayInfo) -> Decoding | None:
     return decoding_of(np.dtype(info.dtype), info.packing, str(info), with_valid=options.decode == VALID)
 
 
-def _source_layout(options: Options, info: ArrayInfo, selection: Selection, decoding: Decoding | None) -> SourceLayout:
+def source_layout_of(options: Options, info: ArrayInfo, selection: Selection, decoding: Decoding | None) -> SourceLayout:
     """How the selected array lies in its file."""
     found = np.dtype(info.dtype)
     dtype = _target_dtype(options.dtype, info, found if decoding is None else decoding.dtype)
@@ -275,7 +275,7 @@ def _target_dtype(dtype: np.dtype[Any] | None, info: ArrayInfo, found: np.dtype[
     return found if dtype is None else dtype
 
 
-def _lay_out(request: Request, ranks: PlannedRanks, shape: tuple[int, ...], dtype: np.dtype[Any], name: str) -> Shards:
+def lay_out_shards(request: Request, ranks: PlannedRanks, shape: tuple[int, ...], dtype: np.dtype[Any], name: str) -> Shards:
     """Cut the array by its sharding, and check dtype, axes, processes and JAX's index map."""
     sharding, pad = request.sharding, request.options.pad
     axes = read_spec(sharding, len(shape))
@@ -325,7 +325,7 @@ def _refuse_lossy(dtype: np.dtype[Any], name: str) -> None:
             )
 
 
-def _staging_for(request: Request, ranks: PlannedRanks, info: ArrayInfo, source: SourceLayout) -> int:
+def staging_for(request: Request, ranks: PlannedRanks, info: ArrayInfo, source: SourceLayout) -> int:
     """The staging cap in bytes: what was asked for, or what the chunks need if that is "auto".
 
     Raises

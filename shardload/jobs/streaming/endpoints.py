@@ -1,4 +1,7 @@
-"""What are the two ends of a stream? A `StreamSource` keeps files open; a `BatchTarget` makes batches of steps that came."""
+"""What are the two ends of a stream?
+
+A `StreamSource` keeps files open, and a `BatchTarget` makes batches of the steps that came.
+"""
 
 from __future__ import annotations
 
@@ -199,29 +202,28 @@ class BatchTarget:
             held = schedule.held(shard)
             if held is None or held.shape != rest or samples.stop > len(anchors):
                 out[...] = pad_value(0 if of.options.pad is None else of.options.pad, of.source.dtype)
-            inside = () if held is None else tuple(map(slice, held.shape))
+            inside = () if held is None else tuple(slice(n) for n in held.shape)
             for slot in samples if held is not None else ():
                 if slot >= len(anchors):
                     break
                 of_sample = readings.of_use[first + slot].tolist()
                 for k, place in enumerate(leaf.places):
                     steps = self._steps[epoch, leaf.array, of_sample[place], shard]
-                    out[(slot - samples.start, k, *inside)] = steps.at(anchors[slot] + of.offsets[place])
-            if leaf.scale is not None:
-                self._scale(out, leaf, region)
+                    index: tuple[int | slice, ...] = (slot - samples.start, k, *inside)
+                    out[index] = steps.at(anchors[slot] + of.offsets[place])
+            if leaf.scale is not None and held is not None:
+                real: tuple[slice, ...] = (slice(max(0, len(anchors) - samples.start)), slice(None), *inside)
+                self._scale(out[real], leaf, held)  # not the padding
             pieces.append(self._piece(leaf, region, out))
         return assemble(leaf.shape, leaf.sharding, leaf.dtype, pieces)
 
-    def _scale(self, out: Array, leaf: Leaf, region: Region) -> None:
-        mean, deviation = (
-            values[
-                tuple(
-                    slice(a, b) if n > 1 else slice(None)
-                    for a, b, n in zip(region.start[1:], region.stop[1:], values.shape, strict=True)
-                )
-            ]
-            for values in leaf.scale or ()
-        )
+    def _scale(self, out: Array, leaf: Leaf, held: Region) -> None:
+        def of_shard(values: Array) -> Array:
+            bounds = zip(held.start, held.stop, values.shape, strict=True)
+            part: Array = values[tuple(slice(a, b) if n > 1 else slice(None) for a, b, n in bounds)]
+            return part
+
+        mean, deviation = map(of_shard, leaf.scale or ())
         np.subtract(out, mean, out=out)
         np.divide(out, deviation, out=out)
 

@@ -1,12 +1,13 @@
 """What will a stream read, in which order, and in which rounds? Frozen facts, the same on every rank.
 
-An epoch is planned when it begins, because all of its samples are known then (`planning.readings`). Readings that follow each other
-are put into one round until the round is worth its two agreements and every reader has a block.
+An epoch is planned when it begins, because all of its samples are known then (`planning.readings`). Readings that follow each
+other are put into one round until the round is worth its two agreements and every reader has a block.
 """
 
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -200,7 +201,7 @@ class StreamPlan:
     @cached_property
     def fingerprint(self) -> dict[str, Any]:
         """What an order follows from, for a state that is used again: nothing of ranks or meshes."""
-        order, first = self.sample_order, self.arrays[0]
+        order = self.sample_order
         return {
             "order": ORDER_VERSION,
             "n_steps": order.n_steps,
@@ -209,9 +210,9 @@ class StreamPlan:
             "phase": order.phase,
             "seed": order.seed,
             "spread": None if order.seed is None else order.spread,
-            "n_samples": self.n_samples,
-            "arrays": sorted({f"{array.info.dataset} {array.info.dtype} {list(array.info.shape)}" for array in self.arrays}),
-            "selection": [[list(first.source.selection.region.start), list(first.source.selection.region.stop)]],
+            "samples": f"{self.n_samples}, CRC {zlib.crc32(order.anchors.tobytes()):08x}",
+            "arrays": sorted({f"{array.info.dataset} {array.info.dtype} {array.info.shape}" for array in self.arrays}),
+            "selections": sorted({str(array.source.selection.region) for array in self.arrays}),
         }
 
     def __str__(self) -> str:
@@ -237,9 +238,8 @@ class StreamPlan:
         epoch = EpochRounds(self, 0, 0)
         n_read = [len(readings) for readings in epoch.readings]
         n_columns = [array.n_columns for array in self.arrays]
-        lines.append(
-            f"  chunks decoded in epoch 0: {sum(n_read) / max(1, sum(n_columns)):.2f} times each, in {len(epoch.rounds):,} rounds"
-        )
+        n_times = sum(n_read) / max(1, sum(n_columns))
+        lines.append(f"  chunks decoded in epoch 0: {n_times:.2f} times each, in {len(epoch.rounds):,} rounds")
         lines.append(
             f"  memory of the job: {format_nbytes(epoch.most_held_nbytes)} of steps, {self.prefetch + 1} batches of "
             f"{format_nbytes(self.batch_nbytes)}; of each rank up to {format_nbytes(self.staging_nbytes)} of buffers"
@@ -310,6 +310,7 @@ class EpochRounds:
 
     @cached_property
     def rounds(self) -> list[RoundReadings]:
+        """All rounds, in the order in which they are done."""
         plan = self._plan
         pairs = sorted(
             (batch, array, k) for array, found in enumerate(self.readings) for k, batch in enumerate(found.batches.tolist())

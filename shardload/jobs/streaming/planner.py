@@ -1,0 +1,311 @@
+"""How does a stream come from metadata and checked arguments to a plan? Every rank makes the same one, and opens no file.
+
+1. Leaves that name the same array, cut in the same way, become one `StreamArray`, which is read once.
+2. The order of the samples follows from the steps of the selection, windows, gaps, chunks and `pool`.
+3. Each leaf gets its places among the steps of its array, and the sharding of its batches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardload.arrays.sharding import read_spec, spec_text
+from shardload.errors import ConfigError
+from shardload.formats.contract.array import ArrayInfo
+from shardload.jobs.loading.planner import (
+    PlannedRanks,
+    decoding_for,
+    lay_out_shards,
+    max_block_nbytes,
+    source_layout_of,
+    staging_for,
+)
+from shardload.jobs.loading.request import Request
+from shardload.jobs.streaming.gaps import gaps_in
+from shardload.jobs.streaming.plan import Leaf, StreamArray, StreamPlan
+from shardload.jobs.streaming.sampling import IGNORE, Sampling, Window
+from shardload.planning.batch_flow import BatchSchedule
+from shardload.planning.blocks import plan_blocks
+from shardload.planning.grid import Grid
+from shardload.planning.sample_order import Ints, SampleOrder, block_steps
+from shardload.planning.schedule import Owners, Schedule
+from shardload.planning.selection import Selection
+from shardload.planning.shards import Shards
+from shardload.planning.source_layout import SourceLayout
+from shardload.units import format_nbytes
+
+_SHARE_OF_SELECTION = 10  # pool="auto" is a tenth of what is selected
+_MOST_POOL_NBYTES = 64 << 30
+_ALL_BLOCKS = 1 << 31
+
+
+@dataclass(frozen=True, eq=False)
+class LeafRequest:
+    """What a leaf of a batch asks of an array that was found.
+
+    Attributes
+    ----------
+    request : Request
+        Sharding of the samples (without an axis of a window), and options.
+    info : ArrayInfo
+        The array's metadata.
+    selection : Selection
+        Its elements.
+    handle : object
+        The path or object that opens it.
+    where : str
+        Its place in the tree, for messages.
+    window : int or tuple of int
+        Its steps.
+    scale : (ndarray, ndarray) or None
+        As the caller passed it.
+    """
+
+    request: Request
+    info: ArrayInfo
+    selection: Selection
+    handle: Any
+    where: str
+    window: Window
+    scale: tuple[Any, Any] | None
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """The steps of its window."""
+        return self.window if isinstance(self.window, tuple) else (self.window,)
+
+    @cached_property
+    def key(self) -> tuple[Any, ...]:
+        """Leaves with the same key are read together."""
+        options = self.request.options
+        of_options = options.dtype, options.decode, options.pad
+        return self.info.path, self.info.dataset, self.selection, self.request.sharding, *of_options
+
+
+class StreamPlanner:
+    """Makes the plan of a stream.
+
+    Parameters
+    ----------
+    sampling : Sampling
+        What the stream gives.
+    leaves : sequence of LeafRequest
+        What a batch has.
+    ranks : PlannedRanks
+        Who reads.
+    """
+
+    def __init__(self, sampling: Sampling, leaves: Sequence[LeafRequest], ranks: PlannedRanks) -> None:
+        self._sampling, self._leaves, self._ranks = sampling, leaves, ranks
+        self._batch = sampling.batch or 1
+
+    def plan(self) -> StreamPlan:
+        """The plan. ConfigError if there is no such stream."""
+        by_key: dict[tuple[Any, ...], list[LeafRequest]] = {}
+        for leaf in self._leaves:
+            by_key.setdefault(leaf.key, []).append(leaf)
+        arrays = [self._array(same) for same in by_key.values()]
+        numbers = {key: k for k, key in enumerate(by_key)}
+        self._check_lengths(arrays)
+        order, pool_nbytes = self._order(arrays)
+        plan = StreamPlan(
+            arrays=arrays,
+            leaves=[self._leaf(leaf, arrays[numbers[leaf.key]], numbers[leaf.key]) for leaf in self._leaves],
+            sample_order=order,
+            batch=self._batch,
+            has_batch_axis=self._sampling.batch is not None,
+            epochs=self._sampling.epochs,
+            remainder=self._sampling.remainder,
+            pool_nbytes=pool_nbytes,
+            n_ranks=self._ranks.n,
+            n_threads=self._ranks.n_threads,
+            staging_nbytes=max(self._staging(array) for array in arrays),
+            prefetch=self._sampling.prefetch,
+            names=tuple(leaf.where.removeprefix("array ") for leaf in self._leaves),
+        )
+        self._check_samples(plan)
+        return plan
+
+    def _check_samples(self, plan: StreamPlan) -> None:
+        n, batch, order = plan.n_samples, plan.batch, plan.sample_order
+        if not plan.n_batches(n):
+            of_window = f" with a window from {order.first:+d} to {order.last:+d}" if order.first or order.last else ""
+            fix = "Pass a smaller batch, or remainder='pad'" if n else "Select more steps, or pass a smaller window"
+            if n == 0 and not order.crosses_blocks:
+                fix += f", or border='reread': no such window fits into a block of {order.block} steps"
+            raise ConfigError(f"{order.n_steps} steps{of_window} have {n} samples, which make no batch of {batch}. {fix}")
+        if plan.remainder == "error" and n % batch:
+            fits = [k for k in range(1, n + 1) if n % k == 0]
+            near = min(fits, key=lambda k: abs(k - batch))
+            raise ConfigError(
+                f"{n} samples are {n // batch} batches of {batch}, and {n % batch} are left, which remainder='error' forbids: "
+                f"pass remainder='drop' or 'pad', or batch={near}"
+            )
+
+    def _staging(self, array: StreamArray) -> int:
+        request = next(leaf.request for leaf in self._leaves if leaf.request.options is array.options)
+        return staging_for(request, self._ranks, array.info, array.source)
+
+    # --- arrays
+
+    def _axis(self, leaf: LeafRequest) -> int:
+        """The stream's axis among those of the selected array."""
+        along, info, kept = self._sampling.along, leaf.info, leaf.selection.kept
+        n, names = len(info.shape), [name for name in info.dims if name is not None]
+        if isinstance(along, str):
+            if along not in names:
+                have = f"has axes named {', '.join(map(repr, names))}" if names else "has no names of axes"
+                raise ConfigError(f"along is {along!r}, but {info} {have}. Pass one of its {n} axes, by its number: along=0")
+            axis = info.dims.index(along)
+        else:
+            axis = along + n if along < 0 else along
+            if not 0 <= axis < n:
+                raise ConfigError(f"along is {along}, but {info} has shape {info.shape}: pass an axis of it")
+        if axis not in kept:
+            raise ConfigError(
+                f"select takes one index of axis {axis} of {info}, along which the stream goes: pass a slice, or another along="
+            )
+        return int(kept.index(axis))
+
+    def _array(self, leaves: Sequence[LeafRequest]) -> StreamArray:
+        """The array that these leaves have in common."""
+        leaf = leaves[0]
+        request, info, ranks = leaf.request, leaf.info, self._ranks
+        decoding = decoding_for(request.options, info)
+        source = source_layout_of(request.options, info, leaf.selection, decoding)
+        axis = self._axis(leaf)
+        blocks = self._blocks(source, axis, staging_for(request, ranks, info, source))
+        readers = request.options.readers
+        owners = Owners(min(readers, ranks.n) if isinstance(readers, int) else 1 if readers == "root" else ranks.n)
+        whole = Shards(blocks.shape, (1,) * len(blocks.shape), np.zeros((1, 1), dtype=np.int64))
+        return StreamArray(
+            info,
+            leaf.handle,
+            request.options,
+            source,
+            decoding,
+            BatchSchedule(blocks, axis, self._shards(leaf, source, axis), ranks.n, owners),
+            Schedule(blocks, whole, source.dtype.itemsize, ranks.n, owners),
+            tuple(sorted({step for same in leaves for step in same.offsets})),
+        )
+
+    def _shards(self, leaf: LeafRequest, source: SourceLayout, axis: int) -> Shards:
+        """A batch without the axis of a window, cut into shards."""
+        shape, sharding = source.selection.shape, leaf.request.sharding
+        rest = (*shape[:axis], *shape[axis + 1 :])
+        sizes = tuple(sharding.mesh.shape.values())
+        n_parts = math.prod(sizes[m] for m in read_spec(sharding, 1 + len(rest))[0])
+        if self._batch % n_parts:
+            if self._sampling.batch is None:
+                raise ConfigError("batch is None, so there is no axis of samples that the spec could cut: pass batch=")
+            raise ConfigError(
+                f"batch is {self._batch}, but {spec_text(sharding.spec)} cuts the samples of a batch into {n_parts}: pass a "
+                f"multiple of {n_parts}, such as batch={-(-self._batch // n_parts) * n_parts}"
+            )
+        return lay_out_shards(leaf.request, self._ranks, (self._batch, *rest), source.dtype, f"a batch of {leaf.info}")
+
+    def _blocks(self, source: SourceLayout, axis: int, staging_nbytes: int) -> Grid:
+        """The array cut into blocks: along the stream's axis a chunk long, along the others as long as staging allows."""
+        chunks = source.chunks
+        if not source.has_chunks:
+            chunks = Grid(chunks.shape, tuple(1 if k == axis else n for k, n in enumerate(chunks.cell)), chunks.phase)
+        column = chunks.cell[axis]
+        first = Grid(
+            tuple(min(n, column) if k == axis else n for k, n in enumerate(chunks.shape)),
+            chunks.cell,
+            tuple(0 if k == axis else phase for k, phase in enumerate(chunks.phase)),
+        )
+        most = max_block_nbytes(self._ranks, staging_nbytes)
+        cell = plan_blocks(first, source.wide_itemsize, max_nbytes=most, n_owners=1).cell
+        return Grid(chunks.shape, tuple(column if k == axis else n for k, n in enumerate(cell)), chunks.phase)
+
+    def _check_lengths(self, arrays: Sequence[StreamArray]) -> None:
+        if len({array.n_steps for array in arrays}) > 1:
+            lengths = ", ".join(f"{array.info} has {array.n_steps:,}" for array in arrays)
+            raise ConfigError(
+                f"the arrays of a stream must have the same number of steps, but {lengths}. Pass select= to take the same of "
+                "each"
+            )
+
+    # --- the order
+
+    def _order(self, arrays: Sequence[StreamArray]) -> tuple[SampleOrder, int]:
+        """The order, and the pool from which it follows."""
+        sampling = self._sampling
+        first, last = min(array.offsets[0] for array in arrays), max(array.offsets[-1] for array in arrays)
+        longest = max(arrays, key=lambda array: array.chunk_steps)
+        n_steps, chunk = longest.n_steps, longest.chunk_steps
+        block = min(block_steps(chunk, first, last), max(1, -(-n_steps // chunk)) * chunk)
+        start = longest.source.selection.offset[longest.schedule.axis] if longest.source.has_chunks else 0
+        step_nbytes = sum({(array.info.path, array.info.dataset): array.step_nbytes for array in arrays}.values())
+        block_nbytes = block * step_nbytes
+        if isinstance(sampling.pool, int):
+            pool = sampling.pool
+        else:
+            pool = max(2 * block_nbytes, min(_MOST_POOL_NBYTES, n_steps * step_nbytes // _SHARE_OF_SELECTION))
+        if sampling.shuffle is not None and pool < block_nbytes:
+            raise ConfigError(
+                f"pool is {format_nbytes(pool)}, less than a block of {block} steps, {format_nbytes(block_nbytes)}, whose "
+                f"samples are shuffled together (a chunk has {chunk} steps): pass pool='{-(-block_nbytes // (1 << 20))}MiB' "
+                "or more, or write shorter chunks (shardload copy --chunks)"
+            )
+        spread = _ALL_BLOCKS if pool >= n_steps * step_nbytes else max(1, pool // max(1, block_nbytes) - 1)
+        crosses = sampling.border == "reread" or sampling.shuffle is None
+        breaks = self._breaks(arrays) if first != last else np.empty(0, dtype=np.int64)
+        return SampleOrder(n_steps, first, last, block, start % block, sampling.shuffle, spread, breaks, crosses), pool
+
+    def _breaks(self, arrays: Sequence[StreamArray]) -> Ints:
+        """The steps before which there is a gap. ConfigError if there may be none."""
+        if self._sampling.gaps == IGNORE:
+            return np.empty(0, dtype=np.int64)
+        found = [gaps_in(array, self._sampling.gaps == "error") for array in arrays]
+        return np.unique(np.concatenate(found))
+
+    # --- leaves
+
+    def _leaf(self, leaf: LeafRequest, array: StreamArray, number: int) -> Leaf:
+        has_axis, sharding = isinstance(leaf.window, tuple), leaf.request.sharding
+        shape = list(array.schedule.shards.shape_global)
+        entries = [*sharding.spec, *(None for _ in range(len(shape) - len(sharding.spec)))]
+        if has_axis:
+            shape.insert(1, len(leaf.offsets))
+            entries.insert(1, None)
+        if self._sampling.batch is None:
+            shape, entries = shape[1:], entries[1:]
+        return Leaf(
+            number,
+            tuple(array.offsets.index(step) for step in leaf.offsets),
+            has_axis,
+            NamedSharding(sharding.mesh, PartitionSpec(*entries), memory_kind=sharding.memory_kind),
+            tuple(shape),
+            array.source.dtype,
+            None if leaf.scale is None else self._scale(leaf.scale, array, leaf.where.removeprefix("array ")),
+        )
+
+    def _scale(self, scale: tuple[Any, Any], array: StreamArray, where: str) -> tuple[Any, Any]:
+        """A scale with an axis for each axis of a step."""
+        dtype, rest = array.source.dtype, array.schedule.rest.shape
+        if dtype.kind not in "fc":
+            raise ConfigError(
+                f"scale{where} needs floating-point values, but those of {array.info} are {dtype}: pass dtype='float32', or "
+                "decode=True if they are packed"
+            )
+        for values in scale:
+            fits = len(values.shape) <= len(rest) and all(
+                n in (1, length) for n, length in zip(values.shape[::-1], rest[::-1], strict=False)
+            )
+            if not fits:
+                example = f", or one for each index of an axis: shape {(rest[0], *(1 for _ in rest[1:]))}" if rest else ""
+                raise ConfigError(
+                    f"scale{where} has an array of shape {values.shape}, which does not fit a step of {array.info}, of shape "
+                    f"{rest}: pass a number{example}"
+                )
+        mean, deviation = (values.astype(dtype).reshape((1,) * (len(rest) - values.ndim) + values.shape) for values in scale)
+        return mean, deviation

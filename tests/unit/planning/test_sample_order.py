@@ -1,0 +1,244 @@
+"""Is each sample given once an epoch, in an order that follows from integers alone, never changes, and mixes well?"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardload.planning.sample_order import SampleOrder, _mixed, block_steps, random_words
+from tests.tiers import examples
+
+MASK = 2**64 - 1
+GOLDEN = 0x9E3779B97F4A7C15
+
+
+def mixed(word: int) -> int:
+    """SplitMix64's last step, in Python's integers."""
+    word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 & MASK
+    word = (word ^ word >> 27) * 0x94D049BB133111EB & MASK
+    return word ^ word >> 31
+
+
+def word_of(seed: int, epoch: int, sequence: int, counter: int) -> int:
+    """The random word of a counter, in Python's integers."""
+    key = 0
+    for number in (seed, epoch, sequence):
+        key = mixed((key ^ number) + GOLDEN & MASK)
+    return mixed(counter * GOLDEN + key & MASK)
+
+
+def brute_anchors(order: SampleOrder) -> list[int]:
+    """The samples whose steps are all there, on one side of each gap, and in one block if they must be."""
+    found = []
+    for anchor in range(order.n_steps):
+        steps = range(min(anchor, anchor + order.first), max(anchor, anchor + order.last) + 1)
+        window = range(anchor + order.first, anchor + order.last + 1)
+        if window[0] < 0 or window[-1] >= order.n_steps:
+            continue
+        if any(window[0] < gap <= window[-1] for gap in ([] if order.breaks is None else order.breaks.tolist())):
+            continue
+        if not order.crosses_blocks and len({(step + order.phase) // order.block for step in steps}) > 1:
+            continue
+        found.append(anchor)
+    return found
+
+
+def brute_epoch(order: SampleOrder, number: int) -> list[int]:
+    """The order of an epoch, as its definition says it."""
+    anchors = brute_anchors(order)
+    if order.seed is None:
+        return anchors
+    seed, n_blocks = order.seed, len({(step + order.phase) // order.block for step in range(order.n_steps)})
+    if order.spread >= n_blocks:
+        return sorted(anchors, key=lambda anchor: (word_of(seed, number, 2, anchor), anchor))
+    by_word = sorted(range(n_blocks), key=lambda block: (word_of(seed, number, 1, block), block))
+    place = {block: k for k, block in enumerate(by_word)}
+
+    def key(anchor: int) -> int:
+        u = word_of(seed, number, 2, anchor) >> 32  # of 2 ** 32
+        return (place[(anchor + order.phase) // order.block] << 32) + order.spread * u
+
+    return sorted(anchors, key=lambda anchor: (key(anchor), anchor))
+
+
+@st.composite
+def orders(draw: st.DrawFn) -> SampleOrder:
+    n_steps, block = draw(st.integers(1, 60)), draw(st.integers(1, 12))
+    first = draw(st.integers(-5, 4))
+    gaps = draw(st.none() | st.sets(st.integers(1, n_steps), max_size=3))
+    return SampleOrder(
+        n_steps=n_steps,
+        first=first,
+        last=draw(st.integers(first, first + 6)),
+        block=block,
+        phase=draw(st.integers(0, block - 1)),
+        seed=draw(st.none() | st.integers(0, 2**64 - 1)),
+        spread=draw(st.integers(1, 8) | st.just(1 << 31)),
+        breaks=None if gaps is None else np.array(sorted(gaps), dtype=np.int64),
+        crosses_blocks=draw(st.booleans()),
+    )
+
+
+@examples(200)
+@given(orders(), st.integers(0, 2**40))
+def test_the_order_is_its_definition(order: SampleOrder, epoch: int) -> None:
+    """Wrong if a window crossed the end, a gap or (where it must not) a block, or NumPy counted in another way."""
+    assert order.anchors.tolist() == brute_anchors(order)
+    assert order.epoch(epoch).tolist() == brute_epoch(order, epoch)
+    assert sorted(order.epoch(epoch).tolist()) == order.anchors.tolist()
+
+
+def test_words_are_splitmix() -> None:
+    """Wrong if a constant or a shift of the hash were mistyped: these are the first words of SplitMix64, as published."""
+    published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F, 0xF88BB8A8724C81EC]
+    states = np.arange(1, 5, dtype=np.uint64) * np.uint64(GOLDEN)
+    assert _mixed(states).tolist() == published
+
+
+# What these say never changes: a state that was written with one release goes on with the next.
+WORDS = {
+    (0, 0, 1): [0xC55767B1C1EB6181, 0xD9EEF7F073D37C42, 0x415D93798C0B1E33],
+    (0, 1, 1): [0x22DE686CD4248AB5, 0xFAA6282A95DA9F89, 0xCFC39FD7F6641C34],
+    (1, 0, 1): [0xD4FA34F09898E421, 0x91DF2B1652002E2D, 0x7B5A2E5FE95C4973],
+    (0, 0, 2): [0xA6ECB1396EC3DE92, 0xE3FE23A5099F1245, 0xDB7DA28D8F39CEA5],
+    (20261126, 3, 2): [0xBF848B5B92EE7265, 0x2D9786DF6C680006, 0xF0F7991C2F0B7685],
+    (18446744073709551615, 8589934592, 1): [0xED33D42B5A9C1E5B, 0xD81E98164DD1701, 0xD6E426CD80CE4F64],
+}
+ORDERS: list[tuple[SampleOrder, int, list[int]]] = [
+    (SampleOrder(12, 0, 0, 3), 7, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]),
+    (SampleOrder(14, -1, 1, 4, phase=3), 0, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]),
+    (SampleOrder(16, 0, 0, 1, seed=0, spread=1 << 31), 0, [11, 12, 9, 8, 15, 4, 13, 7, 5, 3, 0, 2, 14, 10, 6, 1]),
+    (SampleOrder(16, 0, 0, 1, seed=0, spread=1 << 31), 1, [6, 3, 9, 7, 15, 10, 1, 4, 11, 2, 14, 12, 8, 0, 5, 13]),
+    (SampleOrder(16, 0, 0, 4, seed=0, spread=1), 0, [11, 9, 8, 10, 12, 15, 13, 14, 3, 0, 2, 1, 4, 7, 5, 6]),
+    (SampleOrder(20, 0, 0, 4, seed=1, spread=2), 0, [15, 12, 13, 14, 17, 16, 19, 10, 18, 9, 8, 7, 11, 4, 5, 6, 2, 0, 1, 3]),
+    (SampleOrder(20, 0, 0, 4, seed=1, spread=2), 5, [17, 18, 19, 10, 8, 11, 16, 7, 9, 1, 0, 6, 4, 5, 3, 2, 14, 12, 15, 13]),
+    (
+        SampleOrder(24, -2, 1, 5, phase=3, seed=20261126, spread=2),
+        1,
+        [7, 8, 10, 11, 9, 5, 13, 6, 4, 3, 15, 2, 16, 14, 12, 22, 18, 19, 21, 20, 17],
+    ),
+    (SampleOrder(24, -2, 1, 5, phase=3, seed=20261126, spread=2, crosses_blocks=False), 1, [10, 9, 5, 4, 15, 14, 19, 20]),
+    (
+        SampleOrder(24, -2, 1, 5, seed=2**63 + 1, spread=3, breaks=np.array([6, 17])),
+        8589934592,
+        [20, 8, 22, 21, 9, 11, 15, 19, 12, 10, 13, 14, 2, 4, 3],
+    ),
+]
+
+
+@pytest.mark.parametrize("key", list(WORDS), ids=str)
+def test_pinned_words(key: tuple[int, int, int]) -> None:
+    """Wrong if the hash changed, or depended on the machine's byte order or on NumPy's release."""
+    assert random_words(*key, np.array([0, 1, 2**40])).tolist() == WORDS[key]
+
+
+@pytest.mark.parametrize("number", range(len(ORDERS)))
+def test_pinned_orders(number: int) -> None:
+    """Wrong if anything of the order changed: resumed runs would see samples twice, and others never."""
+    order, epoch, expected = ORDERS[number]
+    assert order.epoch(epoch).tolist() == expected
+
+
+def test_a_seed_and_an_epoch_are_not_added() -> None:
+    """Wrong if the key were ``seed + epoch`` or ``seed ^ epoch``: the next seed would give the same epochs, moved by one."""
+    seen = {
+        tuple(SampleOrder(40, 0, 0, 4, seed=seed, spread=spread).epoch(epoch).tolist())
+        for seed, epoch, spread in itertools.product(range(8), range(8), (2, 99))
+    }
+    assert len(seen) == 2 * 8 * 8
+
+
+def test_samples_and_blocks_have_words_of_their_own() -> None:
+    """Wrong if one sequence served both: the block that comes first would always begin with the same of its samples."""
+    assert not set(random_words(3, 4, 1, np.arange(999)).tolist()) & set(random_words(3, 4, 2, np.arange(999)).tolist())
+
+
+@pytest.mark.parametrize("spread", [1, 3, 9])
+def test_few_blocks_are_open_at_a_time(spread: int) -> None:
+    """Wrong if a sample moved on by more blocks than the pool has room for, or back."""
+    order = SampleOrder(n_steps=600, first=0, last=0, block=20, phase=7, seed=5, spread=spread)
+    for epoch in range(5):
+        blocks = order.block_of(order.epoch(epoch))
+        opened = {block: int(np.flatnonzero(blocks == block)[0]) for block in range(order.n_blocks)}
+        closed = {block: int(np.flatnonzero(blocks == block)[-1]) for block in range(order.n_blocks)}
+        most = max(sum(opened[b] <= k < closed[b] for b in opened) for k in range(600))
+        assert most <= spread + 1
+        assert most >= min(spread, 2), "blocks are given one after the other"
+
+
+def chi_square(counts: np.ndarray) -> float:
+    """By how many standard deviations counts that should be alike are not."""
+    expected = counts.sum() / counts.size
+    freedom = counts.size - 1
+    return float((((counts - expected) ** 2 / expected).sum() - freedom) / np.sqrt(2 * freedom))
+
+
+def test_each_permutation_is_as_likely_as_another() -> None:
+    """Wrong if the words were poor (a product without the mixing, say), or neighbours stayed together."""
+    order = SampleOrder(n_steps=5, first=0, last=0, block=1, seed=11, spread=99)
+    counts = Counter(tuple(order.epoch(epoch).tolist()) for epoch in range(12_000))
+    assert len(counts) == 120
+    assert abs(chi_square(np.array(list(counts.values())))) < 4
+
+
+def test_each_block_and_each_sample_of_it_comes_anywhere() -> None:
+    """Wrong if blocks stayed where they are and samples alone moved, or the samples of a block kept their order."""
+    order = SampleOrder(n_steps=60, first=0, last=0, block=6, seed=2, spread=2)
+    first_block, rank_in_block = np.zeros((10, 10)), np.zeros((6, 6))
+    for epoch in range(3000):
+        anchors = order.epoch(epoch)
+        blocks = anchors // 6
+        by_mean = np.argsort([np.flatnonzero(blocks == b).mean() for b in range(10)], kind="stable")
+        first_block[by_mean, np.arange(10)] += 1
+        inside = anchors[blocks == 4] % 6
+        rank_in_block[inside, np.arange(6)] += 1
+    assert abs(chi_square(first_block)) < 5
+    assert abs(chi_square(rank_in_block)) < 5
+
+
+def test_two_seeds_have_nothing_in_common() -> None:
+    """Wrong if the seed moved the same order along, or changed the low bits of the words alone."""
+    n = 500
+    place = []
+    for seed in (0, 1, 2, 1 << 40, 2**64 - 1):
+        at = np.empty(n)
+        at[SampleOrder(n, 0, 0, 1, seed=seed, spread=n).epoch(0)] = np.arange(n)
+        place.append(at)
+    correlation = np.corrcoef(place) - np.eye(len(place))
+    assert np.abs(correlation).max() < 4 / np.sqrt(n)
+
+
+@pytest.mark.parametrize(("phase", "block"), [(0, 4), (3, 4), (1, 5), (4, 5)])
+def test_blocks_begin_where_chunks_of_the_file_begin(phase: int, block: int) -> None:
+    """Wrong if blocks were counted from the first step of a selection: each border would cut a chunk, to be read twice."""
+    order = SampleOrder(n_steps=23, first=0, last=0, block=block, phase=phase)
+    numbers = order.block_of(np.arange(23))
+    assert [k for k in range(1, 23) if numbers[k] != numbers[k - 1]] == [k for k in range(1, 23) if (k + phase) % block == 0]
+    assert order.n_blocks == len(set(numbers.tolist())) == numbers[-1] + 1
+
+
+def test_length_of_a_block() -> None:
+    """Wrong if a window made no block longer: with chunks of 40 and (-1, 0, 1) each would be read 2.85 times, not 1.44."""
+    for chunk, first, last in itertools.product((1, 3, 40), range(-45, 3, 4), range(-2, 50, 5)):
+        steps = block_steps(chunk, min(first, last), max(first, last))
+        assert steps % chunk == 0
+        n_before = len({step // chunk for step in range(min(first, last, 0), 0)})
+        n_behind = len({step // chunk for step in range(steps, steps + max(first, last, 0))})
+        assert n_before + n_behind <= steps // chunk / 2 or (steps == chunk and n_before + n_behind == 0)
+
+
+def test_nothing_of_this_process_counts() -> None:
+    """Wrong if Python's or NumPy's own random state were used, or moved."""
+    order = SampleOrder(50, -1, 1, 5, seed=3, spread=3)
+    before = order.epoch(2).tolist()
+    random.seed(1)
+    np.random.seed(1)
+    state = random.getstate()
+    assert order.epoch(2).tolist() == before
+    assert random.getstate() == state
