@@ -29,7 +29,7 @@ def row(n_steps: int, chunk: int, batch: int, year: int, offsets: tuple[int, ...
     first, last = offsets[0], offsets[-1]
     block = block_steps(chunk, first, last)
     pool = max(block, int(share * n_steps))
-    order = SampleOrder(n_steps, first, last, block, seed=1, spread=spread_in(pool, block, n_steps))
+    order = SampleOrder(n_steps, first, last, block, seed=1, spread=spread_in(pool, block, chunk, n_steps))
     anchors = order.epoch(0)
     anchors = anchors[: len(anchors) // batch * batch]
     readings = Readings(anchors, batch=batch, offsets=offsets, chunk=chunk, horizon=order.horizon(batch, chunk))

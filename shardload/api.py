@@ -328,7 +328,7 @@ def stream(
         first gap, or such samples are left out, or the coordinate is not looked at (pressure levels have no equal distances).
     pool : str or int
         How many bytes of steps the whole job may hold for a shuffled order: the more, the better samples are mixed, and the
-        less often chunks are read again. ``"auto"``: a tenth of the selection, at least two blocks, at most 64 GiB. The order
+        less often chunks are read again. ``"auto"``: a tenth of the selection, at least three blocks, at most 64 GiB. The order
         follows from it; so that it does not follow from `dtype` and `decode`, bytes are those of the file's dtype.
     prefetch : int
         Batches that are made ahead, by two threads. 0: each is made inside ``next``, and no thread calls MPI.

@@ -100,8 +100,9 @@ class Group(Agreement):
         Checks that the ranks make progress. After it has detected a stall, every collective raises `StallError`.
     """
 
-    def __init__(self, comm: Any, processes: tuple[Any, int, int] | None = None, generation: int = 0) -> None:
+    def __init__(self, comm: Any, processes: tuple[Any, int, int] | None = None, generation: int | str = 0) -> None:
         self.comm = comm
+        self._generation, self._n_duplicates = generation, 0
         self._client: Any = None
         self._place = f"shardload/{generation}"
         mailbox: Mailbox | None = None
@@ -115,6 +116,7 @@ class Group(Agreement):
         # After a stall, the end of this process ends the job: otherwise it would wait for the stalled rank.
         ends = partial(leave_at_exit, None if comm is None else self.mpi) if self.size > 1 else None
         self._departures = Departures(self.rank, lambda: jax_processes()[0])
+        self._mailbox = mailbox
         self.watch = Watchdog(self.rank, self.size, mailbox, on_stall=ends, departed=self._departures.known)
         self._collectives = Collectives()
         if self._client is not None:
@@ -269,11 +271,26 @@ class Group(Agreement):
         """Stop using this rank's shared memory, after an interrupted exchange: other ranks may still read it."""
         self._memory.forget()
 
+    def duplicate(self, timeout: float | None = None) -> Group:
+        """A group of the same ranks with messages of its own, for what goes on beside other calls. Collective; `free` it."""
+        self._n_duplicates += 1
+        if self._client is not None:
+            name = f"{self._generation}.{self._n_duplicates}"
+            made = Group(None, (self._client, self.rank, self.size), generation=name)
+            made.watch_departures(f"processes{name}")
+        else:
+            made = Group(None if self.size == 1 else duplicate(self.comm, timeout))
+            made.watch_departures()
+        return made
+
     def free(self) -> None:
         """Free the communicators of this group."""
         self._memory.forget()
-        if self.is_torn:
+        if self.is_torn or self.watch.is_stalled:
             return  # messages may still be pending in it
+        if self.comm is not None and self._mailbox is not None:
+            for _ in self._mailbox.receive():  # beats that nobody waited for
+                pass
         if self._node is not None:
             self._node.free()
         if self.comm is not None:

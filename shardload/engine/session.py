@@ -120,25 +120,25 @@ class Session:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
-        self._release(kind)
+        self.release(kind)
         self.errors.take()
 
-    def _release(self, kind: type[BaseException] | None = None) -> None:
+    def release(self, kind: type[BaseException] | None = None) -> None:
         """End the threads, and let go of the buffers."""
         if self._staged is not None:
             self._staged[1].__exit__(kind)
         self._staged = None
 
-    def agree(self) -> None:
-        """Raise what went wrong on any rank until now. Collective."""
-        self._group.agree(self.errors.take())
+    def agree(self, counts: list[int] | None = None) -> list[int]:
+        """Raise what went wrong on any rank until now; else return the sums of `counts` over the ranks. Collective."""
+        return self._group.agree(self.errors.take(), counts)
 
     def run(self, rounds: Iterable[Round], source: SourceEndpoint, target: TargetEndpoint) -> None:
         """Do all rounds. Collective if any is shared, or the target's `take` is."""
         for round_ in rounds:
             self.move(round_, source, target)
             target.take(round_)
-        self._release()
+        self.release()
 
     def move(self, round_: Round, source: SourceEndpoint, target: TargetEndpoint) -> None:
         """Move the values of a round into the memory of the target. What goes wrong is kept. Collective if it is shared."""
@@ -185,7 +185,7 @@ class Session:
         if self._staged is not None:
             if self._staged[0] == staging and self._staged[1].segments == segments:
                 return self._staged[1]
-            self._release()
+            self.release()
         segment, slots_nbytes = segments.get(self._group.rank), staging.n_slots * aligned(staging.slot_nbytes)
         if segment is not None and 0 < self._shared_nbytes < shared_nbytes(staging):
             raise ValueError(f"{staging} does not fit into {self._shared_nbytes} bytes of shared memory: a defect in shardload")

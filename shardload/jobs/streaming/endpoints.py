@@ -15,7 +15,7 @@ import numpy as np
 
 from shardload.arrays.assemble import assemble
 from shardload.engine.file_source import FileSource, OpenArray
-from shardload.engine.session import Round, Session
+from shardload.engine.session import Round
 from shardload.errors import SourceError, StallError
 from shardload.formats.contract.format import Source
 from shardload.formats.lookup import open_source
@@ -56,7 +56,7 @@ class StreamSource(FileSource):
     Attributes
     ----------
     n_decoded, nbytes_read : int
-        Chunks that this rank has decoded, and bytes of values that it has read.
+        Chunks that this rank has decoded, and bytes of values that it has read, since they were set to zero.
     """
 
     def __init__(self, plan: StreamPlan, rank: int) -> None:
@@ -157,19 +157,12 @@ class BatchTarget:
         What a batch has.
     rank : int
         This rank.
-    session : Session
-        Keeps errors until the ranks agree.
     """
 
-    def __init__(self, plan: StreamPlan, rank: int, session: Session) -> None:
-        self._plan, self._rank, self._session = plan, rank, session
+    def __init__(self, plan: StreamPlan, rank: int) -> None:
+        self._plan, self._rank = plan, rank
         self._steps: dict[tuple[EpochRounds, int, int, int], Steps] = {}
         self._ends: dict[tuple[EpochRounds, int], list[tuple[tuple[EpochRounds, int, int, int], int]]] = {}
-        self._source: StreamSource | None = None
-
-    def watch(self, source: StreamSource) -> None:
-        """Have the files of this source compared with what they were, at the end of each round."""
-        self._source = source
 
     def make_room(self, moves: Sequence[ArrayMove]) -> None:
         """See `TargetEndpoint`."""
@@ -182,11 +175,7 @@ class BatchTarget:
             }
 
     def take(self, round_: Round) -> None:
-        """See `TargetEndpoint`. Collective: the ranks agree that all has come."""
-        with self._session.errors:
-            if self._source is not None:
-                self._source.check()
-        self._session.agree()
+        """See `TargetEndpoint`. The ranks have agreed that all has come."""
         for move in round_.moves:
             self._keep(move)
 

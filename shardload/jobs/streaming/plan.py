@@ -205,7 +205,7 @@ class StreamPlan:
         offsets: dict[str, set[int]] = {}  # not those of a `StreamArray`: which leaves share one follows from their specs
         for array in self.arrays:
             offsets.setdefault(array.info.dataset, set()).update(array.offsets)
-        pool = "all steps" if order.spread >= order.n_blocks else f"{order.spread + 1} blocks of {order.block} steps"
+        pool = "all steps" if order.spread >= order.n_blocks else f"mixes {order.spread} blocks of {order.block} steps"
         return {
             "order": ORDER_VERSION,
             "n_steps": order.n_steps,

@@ -42,6 +42,7 @@ from shardload.planning.source_layout import SourceLayout
 from shardload.units import format_nbytes
 
 _SHARE_OF_SELECTION = 10  # pool="auto" is a tenth of what is selected
+_LEAST_POOL = 3  # blocks of pool="auto": with less, blocks are not mixed
 _MOST_POOL_NBYTES = 64 << 30
 
 
@@ -263,15 +264,15 @@ class StreamPlanner:
         if isinstance(sampling.pool, int):
             pool = sampling.pool
         else:
-            pool = max(2 * block_nbytes, min(_MOST_POOL_NBYTES, n_steps * step_nbytes // _SHARE_OF_SELECTION))
+            pool = max(_LEAST_POOL * block_nbytes, min(_MOST_POOL_NBYTES, n_steps * step_nbytes // _SHARE_OF_SELECTION))
         if sampling.shuffle is not None and pool < block_nbytes:
             raise ConfigError(
                 f"pool is {format_nbytes(pool)}, less than a block of {block} steps, {format_nbytes(block_nbytes)} (a chunk "
                 f"has {chunk} steps, and a window goes from {first:+d} to {last:+d}). Pass "
-                f"pool='{-(-2 * block_nbytes // (1 << 20))}MiB' for two blocks, or write shorter chunks (shardload copy "
-                "--chunks)"
+                f"pool='{-(-_LEAST_POOL * block_nbytes // (1 << 20))}MiB' for {_LEAST_POOL} blocks, or write shorter chunks "
+                "(shardload copy --chunks)"
             )
-        spread = spread_in(pool // max(1, step_nbytes), block, n_steps)
+        spread = spread_in(pool // max(1, step_nbytes), block, chunk, n_steps)
         crosses = sampling.border == "reread" or sampling.shuffle is None
         breaks = self._breaks(arrays) if first != last else np.empty(0, dtype=np.int64)
         return SampleOrder(n_steps, first, last, block, start % block, sampling.shuffle, spread, breaks, crosses), pool

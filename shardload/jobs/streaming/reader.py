@@ -3,30 +3,42 @@
 Without prefetch all is done inside `next`: rounds until the batch is there, then the batch. With it there are two threads:
 
 - the *reader* does the rounds, one after the other, in the same order on all ranks. It alone calls MPI, over a communicator
-  that nobody else has. It begins a round when the first batch of the round before is made, so steps of two rounds are held at
-  most.
-- the *maker* makes batches of steps, hands them to the devices, and puts them into a queue. It calls no MPI.
+  that nobody else has. It begins a round when all batches before the last round's are made: it holds the steps of two rounds.
+- the *maker* makes batches of steps, and hands them to the devices, as long as fewer than `prefetch` wait for the program. It
+  calls no MPI.
 
-Each rank ends its rounds with one agreement more, its farewell: a rank that leaves early is named to those that wait for it.
+The reader of each rank ends with one agreement more, its farewell. A rank that leaves early is named to those that wait for it:
+its farewell is their next round's agreement. Without prefetch it says nothing, and the watchdog names it.
+
+The reader waits for the program in no call, so a program may compute for as long as it likes, if it does on all ranks.
 """
 
 from __future__ import annotations
 
-import queue
+import atexit
+import sys
 import threading
+import time
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from functools import cache
+from typing import Any, Protocol
 
 import jax
+import numpy as np
 
 from shardload.comm.group import Group
 from shardload.engine.session import Round, Session, shared_nbytes
-from shardload.errors import ConfigError, ShardloadError, StallError
+from shardload.errors import PeerError, ShardloadError, SourceError, StallError
 from shardload.jobs.streaming.endpoints import BatchTarget, StreamSource, moves_of
 from shardload.jobs.streaming.plan import EpochRounds, RoundReadings, StreamPlan
+from shardload.system.garbage import let_go
+from shardload.units import counted, format_nbytes
+
+_FAREWELL_SECONDS = 5.0  # `close` waits so long for ranks that still compute; the farewell goes on without it
 
 
 @dataclass(frozen=True)
@@ -37,33 +49,83 @@ class Batch:
     ----------
     arrays : list of jax.Array
         One for each leaf.
-    epoch, first_sample, n_samples : int
-        Its samples.
+    anchors : ndarray of int
+        The anchors of its samples.
+    epoch, first_sample : int
+        Its epoch, and the place of its first sample in it.
     """
 
     arrays: list[jax.Array]
+    anchors: np.ndarray[Any, np.dtype[np.int64]]
     epoch: int
     first_sample: int
-    n_samples: int
 
 
 @dataclass
+class StreamReport:
+    """What the batches of an iterator have cost until now, with all that was read ahead.
+
+    Attributes
+    ----------
+    chunks_decoded : int
+        Chunk decodes in the whole job, counted as they happened (0 if the file has no chunks).
+    nbytes_read : int
+        Bytes of values read from the file in the whole job.
+    rounds : int
+        How often the ranks have read chunks together.
+    waited_seconds : float
+        Seconds that the program has waited for batches, on this rank.
+    """
+
+    chunks_decoded: int = 0
+    nbytes_read: int = 0
+    rounds: int = 0
+    waited_seconds: float = 0.0
+
+    def __str__(self) -> str:
+        """For a person: one line."""
+        return (
+            f"{counted(self.chunks_decoded, 'chunk')} decoded, {format_nbytes(self.nbytes_read)} read in "
+            f"{counted(self.rounds, 'round')}; waited {self.waited_seconds:.3g} s"
+        )
+
+
+@dataclass(frozen=True)
 class _Run:
     """The rounds of an epoch, and the number of its first batch among all that are given."""
 
     epoch: EpochRounds
     first: int
 
+    @property
+    def end(self) -> int:
+        """The number of the first batch of the next run."""
+        return self.first + self.epoch.n_batches
+
+
+@contextmanager
+def _together(group: Group, timeout: float | None, what: str) -> Iterator[None]:
+    """For what all ranks do together: the watchdog looks on. No method: an error keeps a generator, and it would the reader."""
+    with group.call(timeout):
+        group.watch.begin(what, timeout)
+        try:
+            yield
+        finally:
+            if not group.watch.is_stalled:
+                group.watch.close()
+
 
 class RoundReader:
     """The rounds of a stream on one rank, from some sample on.
+
+    Rounds are read in one thread, and batches made in the same or another one.
 
     Parameters
     ----------
     plan : StreamPlan
         The stream.
     group : Group
-        The ranks, over a communicator that nobody else uses.
+        The ranks, over a communicator that nobody else uses. It is freed by `close`.
     digest : str
         What the ranks have agreed on.
     timeout : float or None
@@ -72,6 +134,13 @@ class RoundReader:
         Where to begin.
     n_batches : int, optional
         How many batches to give; by default all.
+
+    Attributes
+    ----------
+    n_ready, n_made : int
+        Batches of which all steps are there, and batches that are made.
+    report : StreamReport
+        What the rounds have cost.
     """
 
     def __init__(
@@ -84,165 +153,198 @@ class RoundReader:
         first_sample: int,
         n_batches: int | None = None,
     ) -> None:
-        self.plan, self._group, self._timeout = plan, group, timeout
-        self._digest, self._n_batches = digest, n_batches
-        self._epoch, self._first_sample = epoch, first_sample
+        self.plan, self._group, self._timeout, self._digest = plan, group, timeout, digest
+        self._target = BatchTarget(plan, group.rank)
+        self._planned = _runs(plan, epoch, first_sample, n_batches)
+        self._runs: deque[_Run] = deque()  # those of which batches are still to be made
+        self._last: _Run | None = None  # the one that is read
+        self._pending: deque[RoundReadings] = deque()
         self._opened = ExitStack()
-        self._target: BatchTarget | None = None
-        self._runs = self._make_runs()
-        self._current: _Run | None = None
-        self._pending: list[tuple[_Run, RoundReadings]] = []
-        self._maker_runs: list[_Run] = []
-        self.n_ready = 0  # batches of which all steps are there
-        self.n_made = 0
-        self.is_done = False
-        self.failed: tuple[int, BaseException] | None = None
-        self._is_gone = False
-
-    def _make_runs(self) -> Iterator[_Run]:
-        plan, epoch, sample, first, left = self.plan, self._epoch, self._first_sample, 0, self._n_batches
-        while plan.epochs is None or epoch < plan.epochs:
-            rounds = EpochRounds(plan, epoch, sample)
-            if left is not None and rounds.n_batches > left:
-                rounds = EpochRounds(plan, epoch, sample, left)
-            yield _Run(rounds, first)
-            first += rounds.n_batches
-            left = None if left is None else left - rounds.n_batches
-            epoch, sample = epoch + 1, 0
-            if left == 0 or (not rounds.n_batches and plan.epochs is None and epoch > self._epoch + 1):
-                return
+        self.n_ready = self.n_made = 0
+        self.report = StreamReport()
+        others = len(plan.arrays) - 1
+        self._title = f"the stream of {plan.arrays[0].info}" + (f" and {others} more" if others else "")
 
     # --- rounds: collective
 
     def begin(self) -> None:
         """Make the session. Collective."""
         plan, group = self.plan, self._group
-        self._opened.enter_context(group.call(self._timeout))
-        group.watch.begin("the first round of a stream", self._timeout)
-        _ = group.machine
-        nbytes = shared_nbytes(plan.staging) if group.size > 1 else None
-        checksums = plan.arrays[0].options.checksums
-        session = Session(group, self._digest, shared_nbytes=nbytes, checksums=checksums)
-        self.session = self._opened.enter_context(session)
-        self.source = StreamSource(plan, group.rank)
-        self._target = BatchTarget(plan, group.rank, self.session)
-        self._target.watch(self.source)
-        self._next_run()
-
-    def _next_run(self) -> bool:
-        run = next(self._runs, None)
-        if run is None:
-            return False
-        self._current = run
-        self._pending = [(run, round_) for round_ in run.epoch.rounds]
-        self._maker_runs.append(run)
-        return True
+        self._opened.callback(group.free)
+        with _together(group, self._timeout, f"the beginning of {self._title}"):
+            _ = group.machine
+            nbytes = shared_nbytes(plan.staging) if group.size > 1 else None
+            session = Session(group, self._digest, shared_nbytes=nbytes, checksums=plan.arrays[0].options.checksums)
+        self._session = self._opened.enter_context(session)
+        self._source = StreamSource(plan, group.rank)
+        self._opened.push(lambda kind, *_: self._source.close(kind))
 
     @property
     def next_batch(self) -> int | None:
-        """The first batch that needs the next round; None if there is none."""
+        """The first batch that needs the next round; None if there is no round any more."""
         while not self._pending:
-            if self._current is not None:
-                self.n_ready = self._current.first + self._current.epoch.n_batches
-            if not self._next_run():
+            run = next(self._planned, None)
+            if run is None:
                 return None
-        run, round_ = self._pending[0]
-        return run.first + round_.batch
+            self._pending.extend(run.epoch.rounds)
+            self._runs.append(run)
+            self._last = run
+        return 0 if self._last is None else self._last.first + self._pending[0].batch
 
     def read_round(self) -> None:
-        """Do the next round. Collective. ShardloadError, the same on all ranks, once single readings were tried one by one."""
-        batch = self.next_batch
-        if batch is None:
+        """Do the next round. Collective.
+
+        Raises
+        ------
+        ShardloadError
+            The same on all ranks. If it is an error of the file, all batches that do not need the chunk are ready.
+        """
+        batch, run = self.next_batch, self._last
+        if batch is None or run is None:
             return
-        run, round_ = self._pending.pop(0)
-        self._group.watch.begin(f"batch {batch} of a stream", self._timeout)
+        round_ = self._pending.popleft()
         try:
-            self._read(run, round_)
-        except StallError:
-            raise
-        except ShardloadError:
-            if len(round_.readings) == 1 or self._is_gone:
+            with _together(self._group, self._timeout, f"batch {batch} of {self._title}"):
+                self._read(run, round_)
+        except SourceError:
+            if len(round_.readings) == 1:
                 raise
-            # The batches before the damaged chunk can be given all the same.
-            single = round_.one_by_one(run.epoch.batches_of(round_))
-            self._pending[:0] = [(run, one) for one in single]
+            self._session.release()  # buffers that the failed exchange may still have
+            self._pending.extendleft(reversed(round_.one_by_one(run.epoch.batches_of(round_))))
             return
-        self._group.watch.close()
-        after = self.next_batch
-        self.n_ready = self.n_ready if after is None else after
+        self.report.rounds += 1
+        self.n_ready = run.first + self._pending[0].batch if self._pending else run.end
 
     def _read(self, run: _Run, round_: RoundReadings) -> None:
-        if self._target is None:
-            raise ConfigError("the stream has not begun")
         moves = moves_of(self.plan, run.epoch, round_)
         staged = Round(moves, self.plan.staging, self._group.size > 1)
-        self.session.move(staged, self.source, self._target)
+        try:
+            self._session.move(staged, self._source, self._target)
+            with self._session.errors:
+                self._source.check()
+            counts = [self._source.n_decoded, self._source.nbytes_read]
+            decoded, nbytes = self._session.agree(counts)
+        except SourceError as error:
+            if len(round_.readings) == 1:
+                error.args = (f"{error}\n{self._needed_for(run, round_)}",)
+            raise
+        self._source.n_decoded = self._source.nbytes_read = 0
+        self.report.chunks_decoded += decoded
+        self.report.nbytes_read += nbytes
         self._target.take(staged)
 
+    def _needed_for(self, run: _Run, round_: RoundReadings) -> str:
+        """For which slot of which batch a round of one reading is done."""
+        ((array, reading),) = round_.readings
+        steps, samples = run.epoch.readings[array].uses(reading)
+        first, size = int(samples.min()), self.plan.batch
+        step, anchor = int(steps[samples == first][0]), int(run.epoch.anchors[first])
+        epoch, sample = run.epoch.epoch, run.epoch.first_sample + first
+        return (
+            f"It is needed for slot {first % size} of batch {run.first + first // size} (step {step}, of the sample at step "
+            f"{anchor}; sample {sample} of epoch {epoch})"
+        )
+
     def farewell(self, error: BaseException | None = None) -> None:
-        """Take part in the agreement that another rank's next round, or its farewell, begins with. Collective."""
-        self._is_gone = True
+        """Take part in the agreement with which another rank's next round, or its farewell, begins. Collective."""
         if self._group.size > 1:
-            self._group.watch.begin("the end of a stream", self._timeout)
-            self._group.agree(error)
-            self._group.watch.close()
+            with _together(self._group, self._timeout, f"the end of {self._title}"):
+                self._group.agree(error)
 
     def close(self, error: BaseException | None = None) -> None:
-        """End threads and close files. Not collective."""
-        kind = None if error is None else type(error)
-        if self._target is not None:
-            self.source.close(kind)
-        self._opened.__exit__(kind, error, None)
+        """End threads, close files, and free the communicator. Not collective."""
+        self._opened.__exit__(None if error is None else type(error), error, None)
 
     # --- batches: not collective
 
     def make_batch(self) -> Batch | None:
         """Make the next batch of steps that are there; None at the end."""
-        while self._maker_runs and self.n_made >= self._maker_runs[0].first + self._maker_runs[0].epoch.n_batches:
-            if len(self._maker_runs) == 1:
-                return None
-            self._maker_runs.pop(0)
-        if not self._maker_runs or self._target is None:
+        while self._runs and self.n_made >= self._runs[0].end:
+            self._runs.popleft()
+        if not self._runs:
             return None
-        run = self._maker_runs[0]
+        run, size = self._runs[0], self.plan.batch
         number = self.n_made - run.first
         arrays = self._target.batch(run.epoch, number)
         self.n_made += 1
-        batch = self.plan.batch
-        n_samples = min(batch, len(run.epoch.anchors) - number * batch)
-        return Batch(arrays, run.epoch.epoch, run.epoch.first_sample + number * batch, n_samples)
+        first = number * size
+        return Batch(arrays, run.epoch.anchors[first : first + size], run.epoch.epoch, run.epoch.first_sample + first)
 
 
-_END: Any = object()
+def _runs(plan: StreamPlan, epoch: int, sample: int, left: int | None) -> Iterator[_Run]:
+    """The epochs from some sample on, or only the next batches. Each is planned when it is asked for."""
+    first = 0
+    while left != 0 and (plan.epochs is None or epoch < plan.epochs):
+        rounds = EpochRounds(plan, epoch, sample)
+        if left is not None and rounds.n_batches > left:
+            rounds = EpochRounds(plan, epoch, sample, left)
+        if rounds.n_batches:
+            yield _Run(rounds, first)
+        elif not sample:
+            return  # no epoch has a batch
+        first += rounds.n_batches
+        left = None if left is None else left - rounds.n_batches
+        epoch, sample = epoch + 1, 0
+
+
+class Batches(Protocol):
+    """Batches of a `RoundReader`, one after the other."""
+
+    def next(self) -> Batch | None:
+        """The next batch; None at the end."""
+        ...
+
+    def close(self, error: BaseException | None = None, wait: bool = True) -> None:
+        """End the stream on this rank: `error` is what the program left it with. Not collective."""
+        ...
 
 
 class Inline:
-    """Batches that are read when they are asked for."""
+    """Batches that are read when they are asked for, in the thread that asks."""
 
     def __init__(self, reader: RoundReader) -> None:
-        self._reader, self._is_open = reader, True
-        reader.begin()
-
-    def next(self) -> Batch | None:
-        """The next batch; None at the end. Collective."""
-        reader = self._reader
+        self._reader: RoundReader | None = reader
+        self._thread = threading.get_ident()
+        _close_at_exit().add(self)
         try:
-            while True:
-                batch = reader.next_batch
-                if batch is None or batch > reader.n_made:
-                    break
-                reader.read_round()
-            return reader.make_batch()
-        except BaseException as error:
-            self._is_open = False
-            reader.close(error)
+            reader.begin()
+        except BaseException:
+            self.close(sys.exc_info()[1])
             raise
 
-    def close(self, is_early: bool, wait: bool = True) -> None:
-        """End the stream."""
-        if self._is_open:
-            self._is_open = False
-            self._reader.close()
+    def next(self) -> Batch | None:
+        """See `Batches`. Collective."""
+        reader, began = self._reader, time.perf_counter()
+        if reader is None:
+            return None
+        try:
+            while reader.n_made >= reader.n_ready and reader.next_batch is not None:
+                reader.read_round()
+            return reader.make_batch()
+        finally:
+            reader.report.waited_seconds += time.perf_counter() - began
+
+    def close(self, error: BaseException | None = None, wait: bool = True) -> None:
+        """See `Batches`."""
+        reader, self._reader = self._reader, None
+        _close_left()
+        if reader is None:
+            return
+        if threading.get_ident() == self._thread:
+            reader.close(error)
+        else:
+            _left.append((self._thread, reader))  # garbage is collected in any thread, and only one may call MPI
+
+
+_left: list[tuple[int, RoundReader]] = []
+
+
+def _close_left() -> None:
+    """Close the readers that were dropped in other threads, as far as they are of this one."""
+    mine = threading.get_ident()
+    for pair in [pair for pair in _left if pair[0] == mine]:
+        _left.remove(pair)
+        pair[1].close()
 
 
 class Ahead:
@@ -257,111 +359,151 @@ class Ahead:
     """
 
     def __init__(self, reader: RoundReader, prefetch: int) -> None:
-        self._reader = reader
-        self._queue: queue.Queue[Any] = queue.Queue(prefetch)
+        self._report, self._prefetch = reader.report, prefetch
         self._changed = threading.Condition()
-        self._is_stopped = self._is_read = False
-        self._error: BaseException | None = None
+        self._batches: deque[Batch] = deque()
+        self._is_stopped = False
+        self._is_read = self._is_made = False  # the threads have come to their ends
+        self._error: BaseException | None = None  # why
+        self._left_with = ""
+        self._n_given = 0
         self._threads = [
-            threading.Thread(target=self._guard, args=(run,), name=f"shardload-stream-{name}", daemon=True)
+            threading.Thread(target=self._run, args=(run, reader), name=f"shardload-stream-{name}", daemon=True)
             for name, run in (("reader", self._read), ("maker", self._make))
         ]
+        _close_at_exit().add(self)
         for thread in self._threads:
             thread.start()
 
-    def _guard(self, run: Callable[[], None]) -> None:
+    def _run(self, run: Callable[[RoundReader], None], reader: RoundReader) -> None:
+        """What a thread does."""
         try:
-            run()
+            run(reader)
         except BaseException as error:
+            let_go(error)
             with self._changed:
                 self._error = self._error or error
-                self._changed.notify_all()
+        with self._changed:
+            if run == self._make:
+                self._is_made = True
+            else:
+                self._is_read = True
+            self._changed.notify_all()
 
     def _wait(self, is_so: Callable[[], bool]) -> bool:
-        """Wait until something is so; False if the stream is stopped first."""
+        """Wait until something is so; False if the stream has ended before."""
         with self._changed:
-            self._changed.wait_for(lambda: self._is_stopped or is_so())
-            return not self._is_stopped
+            self._changed.wait_for(lambda: self._is_stopped or self._error is not None or is_so())
+            return not self._is_stopped and self._error is None
 
-    def _read(self) -> None:
-        reader, error = self._reader, None
-        began = 0  # the first batch of the round before
+    # --- the reader
+
+    def _read(self, reader: RoundReader) -> None:
         try:
             reader.begin()
-            while (batch := reader.next_batch) is not None:
-                if not self._wait(partial(self._has_made, began)):
-                    break
-                reader.read_round()
-                began = batch
-                with self._changed:
-                    self._changed.notify_all()
-            with self._changed:
-                self._is_read = reader.next_batch is None
-                self._changed.notify_all()
-            left = (
-                None
-                if self._is_read
-                else ConfigError(
-                    f"rank {reader._group.rank} has left the stream after batch {reader.n_made}, but others wait for its part: "
-                    "take the same number of batches on all ranks"
-                )
-            )
+            self._read_all(reader)
             try:
-                reader.farewell(left)
+                reader.farewell(self._parting(reader))
             except StallError:
                 raise
             except ShardloadError:
                 pass  # told to those who wait; this rank has all it wants
-        except BaseException as failed:
-            error = failed
-            raise
         finally:
-            reader.close(error)
+            reader.close(sys.exc_info()[1])
 
-    def _has_made(self, n_batches: int) -> bool:
-        return self._reader.n_made >= n_batches
-
-    def _make(self) -> None:
-        reader = self._reader
-        while True:
-            if not self._wait(lambda: self._is_read or self._error is not None or reader.n_made < reader.n_ready):
-                return
-            if self._error is not None and reader.n_made >= reader.n_ready:
-                self._put(self._error)
-                return
-            batch = reader.make_batch()
+    def _read_all(self, reader: RoundReader) -> None:
+        began = 0  # the first batch of the round before
+        while (batch := reader.next_batch) is not None and self._wait(lambda: reader.n_made >= began):  # noqa: B023
+            reader.read_round()
+            began = batch
             with self._changed:
                 self._changed.notify_all()
-            if not self._put(_END if batch is None else batch) or batch is None:
-                return
 
-    def _put(self, item: Any) -> bool:
-        while not self._is_stopped:
-            try:
-                self._queue.put(item, timeout=0.1)
-            except queue.Full:
-                continue
-            return True
-        return False
+    def _parting(self, reader: RoundReader) -> BaseException | None:
+        """What the other ranks are told if they wait for more of this one."""
+        batch = reader.next_batch
+        if batch is None or self._error is not None:
+            return self._error
+        return PeerError(
+            f"the program has left the stream after {self._n_given} batches{self._left_with}, but others go on, and all "
+            f"ranks read the chunks for batch {batch} together: take the same number of batches on all ranks"
+        )
+
+    # --- the maker
+
+    def _make(self, reader: RoundReader) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_stopped or (self._has_room and self._has_more(reader)))
+                if self._is_stopped or reader.n_made >= reader.n_ready:
+                    return
+            batch = reader.make_batch()
+            with self._changed:
+                if batch is not None and not self._is_stopped:
+                    self._batches.append(batch)
+                self._changed.notify_all()
+            del batch  # it is the program's
+
+    @property
+    def _has_room(self) -> bool:
+        return len(self._batches) < self._prefetch
+
+    def _has_more(self, reader: RoundReader) -> bool:
+        """Whether a batch can be made, or none will be any more."""
+        return self._is_read or self._error is not None or reader.n_made < reader.n_ready
+
+    # --- the program
 
     def next(self) -> Batch | None:
-        """The next batch; None at the end."""
-        while True:
-            try:
-                item = self._queue.get(timeout=0.2)
-            except queue.Empty:
-                if self._error is not None and not self._threads[1].is_alive() and self._queue.empty():
-                    raise self._error from None
-                continue
-            if isinstance(item, BaseException):
-                raise item
-            return None if item is _END else item
-
-    def close(self, is_early: bool, wait: bool = True) -> None:
-        """End the stream: the threads end after the round that is under way."""
+        """See `Batches`."""
+        began = time.perf_counter()
         with self._changed:
-            self._is_stopped = True
+            self._changed.wait_for(lambda: self._batches or self._is_made or self._is_stopped)
+            batch = self._batches.popleft() if self._batches and not self._is_stopped else None
+            self._n_given += batch is not None
             self._changed.notify_all()
-        if wait:
+        self._report.waited_seconds += time.perf_counter() - began
+        if batch is None and self._error is not None:
             for thread in self._threads:
-                thread.join()
+                thread.join(_FAREWELL_SECONDS)
+            error, self._error = self._error, None
+            try:
+                let_go(error)
+                raise error
+            finally:
+                del error
+        return batch
+
+    def close(self, error: BaseException | None = None, wait: bool = True) -> None:
+        """See `Batches`. The threads end after the round that is under way, and after the farewell.
+
+        Other ranks may compute for a while before they take part in that, or never come. Then the reader is left to itself, and
+        ends by itself: at the latest when nothing has moved for `timeout` seconds. The end of the interpreter waits for it.
+        """
+        with self._changed:
+            self._left_with = "" if error is None else f" with {type(error).__name__}: {error}"
+            self._is_stopped = True
+            self._batches.clear()
+            self._changed.notify_all()
+        deadline = time.monotonic() + _FAREWELL_SECONDS
+        for thread in self._threads if wait else ():
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def end(self) -> None:
+        """Close, and wait until the threads have ended, however long it takes."""
+        self.close()
+        for thread in self._threads:
+            thread.join()
+
+
+@cache
+def _close_at_exit() -> weakref.WeakSet[Any]:
+    """Streams that are ended when the interpreter exits: after that no thread may call MPI."""
+    present: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def close() -> None:
+        for batches in [*present]:
+            batches.end() if isinstance(batches, Ahead) else batches.close()
+
+    atexit.register(close)
+    return present

@@ -15,9 +15,9 @@ from typing import Any
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardload.arrays.sharding import read_sharding, spec_text
-from shardload.comm.group import Group, group_of
-from shardload.comm.mpi import load_mpi, world
-from shardload.engine.call import unforeseen
+from shardload.comm.agreement import Invocation
+from shardload.comm.mpi import thread_level, world_rank_and_size
+from shardload.engine.call import begin_call, unforeseen
 from shardload.errors import ConfigError
 from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.labelling import Labeller
@@ -63,6 +63,8 @@ class StreamCall(LoadCall):
     def _read(self) -> None:
         try:
             self.sampling = Sampling.check(self._given)
+            if self.sampling.prefetch:
+                _check_threads(self._given["comm"])
             tree = self._join()
             if tree.has_patterns:
                 raise ConfigError("a stream needs the names of its arrays: pass dataset= with a name, or a dict of names")
@@ -156,27 +158,28 @@ class StreamCall(LoadCall):
     def open(self) -> Stream:
         """Plan the stream on all ranks. Collective."""
         plan: StreamPlan = self.call.plan(self.find, self._make_plan, lambda plan: repr(plan.fingerprint))
-        comm, digest, timeout = self._given["comm"], f"{self.call.asked.digest:016x}", self.requests[0].options.timeout
+        asked, title = self.call.asked, f"batches of {plan.arrays[0].info}"
+        comm, digest, timeout = self._given["comm"], f"{asked.digest:016x}", self.requests[0].options.timeout
 
         def make_reader(epoch: int, sample: int, n_batches: int | None = None) -> RoundReader:
-            ahead = plan.prefetch > 0 and n_batches is None
-            return RoundReader(plan, _own_group(comm, timeout, ahead), digest, timeout, epoch, sample, n_batches)
+            where = {"stream": digest, "epoch": str(epoch), "sample": str(sample), "n_batches": str(n_batches)}
+            with begin_call(Invocation("stream", title, where), None, comm=comm, timeout=timeout) as call:
+                call.settle()
+                group = call.group.duplicate(timeout)
+            return RoundReader(plan, group, digest, timeout, epoch, sample, n_batches)
 
         return Stream(plan, make_reader, self.tree.build)
 
 
-def _own_group(comm: Any, timeout: float | None, ahead: bool) -> Group:
-    """A group over a communicator that nobody else uses. Collective."""
-    comm = world() if comm is None else comm
-    if comm is None or comm.size == 1:
-        return Group(None) if comm is None else Group(comm.Dup())
-    mpi = load_mpi()[0]
-    if ahead and mpi.Query_thread() < mpi.THREAD_MULTIPLE:
+def _check_threads(comm: Any) -> None:
+    """Raise ConfigError if a thread of a stream may not call MPI, and would have to."""
+    n_ranks = world_rank_and_size()[1] if comm is None else comm.size
+    if n_ranks > 1 and thread_level() not in ("", "MULTIPLE"):
         raise ConfigError(
-            "prefetch needs an MPI that several threads may call (THREAD_MULTIPLE), and this one was started without: pass "
-            "prefetch=0, or do not set mpi4py.rc.thread_level"
+            "prefetch needs an MPI that several threads may call (THREAD_MULTIPLE), and this one was started with "
+            f"THREAD_{thread_level()}: leave out mpi4py.rc.thread_level, MPI4PY_RC_THREAD_LEVEL and MPI.Init_thread, or pass "
+            "prefetch=0"
         )
-    return group_of(comm.Dup(), timeout)
 
 
 def open_stream(path: Any, mesh: Any, spec: Any, given: Mapping[str, Any]) -> Stream:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
@@ -9,7 +10,8 @@ import numpy as np
 
 from shardload.errors import ConfigError
 from shardload.jobs.streaming.plan import StreamPlan
-from shardload.jobs.streaming.reader import Ahead, Batch, Inline, RoundReader
+from shardload.jobs.streaming.reader import Ahead, Batches, Inline, RoundReader, StreamReport
+from shardload.system.garbage import let_go
 
 STATE_VERSION = 1
 
@@ -46,8 +48,11 @@ class Stream:
         source = Inline(reader)
         try:
             batch = source.next()
-        finally:
-            source.close(False)
+        except BaseException as error:
+            source.close(error)
+            let_go(error)
+            raise
+        source.close()
         return self._build([] if batch is None else batch.arrays)
 
     def __iter__(self) -> StreamIterator:
@@ -67,14 +72,16 @@ class StreamIterator:
         The anchors of the batch just given.
     mask : ndarray of bool or None
         Which of its samples are real; the others fill the last batch up.
+    report : StreamReport
+        What the batches have cost until now.
     """
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
         self._epoch = self._sample = 0
-        self._batches: Inline | Ahead | None = None
-        self._reader: RoundReader | None = None
-        self._is_closed = False
+        self._batches: Batches | None = None
+        self._is_closed = self._is_at_end = False
+        self.report = StreamReport()
         self.index: np.ndarray[Any, Any] | None = None
         self.mask: np.ndarray[Any, Any] | None = None
 
@@ -84,35 +91,40 @@ class StreamIterator:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: Any) -> None:
-        self.close()
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        self._end(error)
 
     def __del__(self) -> None:
         if self._batches is not None:
-            self._batches.close(True, wait=False)
+            self._batches.close(wait=False)
 
     def __next__(self) -> Any:
         """The next batch. Collective: yes."""
+        if self._is_at_end:
+            raise StopIteration
         if self._is_closed:
             raise ConfigError("this iterator is closed: make a new one, iter(stream), and give it the state")
-        plan = self._stream.plan
-        if self._batches is None:
-            self._reader = self._stream._make_reader(self._epoch, self._sample)
-            self._batches = Ahead(self._reader, plan.prefetch) if plan.prefetch else Inline(self._reader)
-        batch: Batch | None
         try:
-            batch = self._batches.next()
-        except BaseException:
-            self.close()
+            if self._batches is None:
+                self._begin()
+            batch = None if self._batches is None else self._batches.next()
+        except BaseException as error:
+            self._end(error)
+            let_go(error)
             raise
         if batch is None:
-            self.close()
+            self._is_at_end = True
+            self._end()
             raise StopIteration
-        self._epoch, self._sample = batch.epoch, batch.first_sample + batch.n_samples
-        order = plan.sample_order.epoch(batch.epoch)
-        self.index = order[batch.first_sample : batch.first_sample + batch.n_samples]
-        self.mask = np.arange(plan.batch) < batch.n_samples
+        plan, n_samples = self._stream.plan, len(batch.anchors)
+        self._epoch, self._sample = batch.epoch, batch.first_sample + n_samples
+        self.index, self.mask = batch.anchors, np.arange(plan.batch) < n_samples
         return self._stream._build(batch.arrays)
+
+    def _begin(self) -> None:
+        reader = self._stream._make_reader(self._epoch, self._sample)
+        self.report, prefetch = reader.report, self._stream.plan.prefetch
+        self._batches = Ahead(reader, prefetch) if prefetch else Inline(reader)
 
     def get_state(self) -> dict[str, Any]:
         """Where the stream is after the batches that were given: plain values for JSON, the same on all ranks."""
@@ -133,20 +145,31 @@ class StreamIterator:
         """
         if self._batches is not None:
             raise ConfigError("this iterator has given batches already: set the state of a new one, iter(stream)")
-        if not isinstance(state, Mapping) or state.get("version") != STATE_VERSION:
-            found = state.get("version") if isinstance(state, Mapping) else type(state).__name__
-            raise ConfigError(f"this is no state of a stream, or one of another version: {found!r}, expected {STATE_VERSION}")
+        version = state.get("version") if isinstance(state, Mapping) else type(state).__name__
+        if not isinstance(state, Mapping) or version != STATE_VERSION or not isinstance(state.get("stream"), Mapping):
+            raise ConfigError(f"this is no state of a stream, or one of another version: {version!r}, expected {STATE_VERSION}")
         mine, theirs = self._stream.plan.fingerprint, state["stream"]
         differ = [f"{name} is {mine.get(name)!r}, was {theirs.get(name)!r}" for name in mine if mine[name] != theirs.get(name)]
         if differ:
             raise ConfigError(
                 f"this state is of another stream, whose order is another one: {'; '.join(differ)}. Pass what was passed then"
             )
-        self._epoch, self._sample = int(state["epoch"]), int(state["sample"])
+        epoch, sample = (operator.index(state[name]) for name in ("epoch", "sample"))
+        if epoch < 0 or not 0 <= sample <= self._stream.plan.n_samples:
+            raise ConfigError(
+                f"this state is after sample {sample} of epoch {epoch}, but an epoch has {self._stream.plan.n_samples} samples"
+            )
+        self._epoch, self._sample = epoch, sample
 
     def close(self) -> None:
-        """End the threads, and close the files. Collective: yes, unless the stream is at its end."""
+        """End the threads, close the files, and free the communicator. All ranks should do it after the same batch.
+
+        If this rank has read ahead, and the others go on, they get an error that names it.
+        """
+        self._end()
+
+    def _end(self, error: BaseException | None = None) -> None:
         self._is_closed = True
         batches, self._batches = self._batches, None
         if batches is not None:
-            batches.close(True)
+            batches.close(error)

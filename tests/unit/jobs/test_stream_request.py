@@ -112,7 +112,7 @@ def test_an_option_that_is_wrong_by_itself(path: str, options: dict[str, Any], t
         ({"batch": 5, "remainder": "error"}, "24 samples are 4 batches of 5, and 4 are left, .* or batch=[46]$"),
         (
             {"shuffle": 1, "pool": 100},
-            r"pool is 100 B, less than a block of 4 steps, 192 B \(a chunk .* Pass pool='1MiB' for two",
+            r"pool is 100 B, less than a block of 4 steps, 192 B \(a chunk .* Pass pool='1MiB' for 3",
         ),
         ({"dataset": "counts", "scale": (1.0, 2.0)}, "scale needs floating-point values, but those of '/counts' .* are int32"),
         (

@@ -1,0 +1,349 @@
+"""What becomes of a stream when something fails, or when it is left before its end? On any number of ranks."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import h5py
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import shardload
+from shardload.comm.group import Group
+from shardload.comm.mpi import load_mpi
+from shardload.errors import ConfigError, PeerError, SourceError
+from tests.mpi.support import check, mesh_of, on_root, ramp
+
+N_STEPS, CHUNK_STEPS, BATCH = 60, 3, 4
+DAMAGED = 7  # the column of steps 21 to 23: batch 5 has steps 20 to 23
+PREFETCH = pytest.mark.parametrize("prefetch", [0, 2])
+
+
+def shape() -> tuple[int, int, int]:
+    n = len(jax.devices())
+    return N_STEPS, 2 * n, 3 * n
+
+
+def devices_mesh() -> Mesh:
+    """Samples over two parts where there are as many devices, which are not in their order."""
+    devices = np.array(jax.devices())[::-1]
+    n = 2 if devices.size % 2 == 0 else 1
+    return Mesh(devices.reshape(n, -1), ("data", "lat"))
+
+
+def stream(path: Path, **more: Any) -> Any:
+    options = {"dataset": "x", "batch": BATCH, "timeout": 30, "prefetch": 0} | more
+    return shardload.stream(path, devices_mesh(), P("data", "lat"), **options)
+
+
+def check_batch(batch: jax.Array, index: Any) -> None:
+    wanted = ramp(shape())[index]
+    for shard in batch.addressable_shards:
+        np.testing.assert_array_equal(np.asarray(shard.data), wanted[shard.index])
+
+
+@pytest.fixture
+def path(comm: Any, shared_tmp_path: Path) -> Path:
+    """A file with `x`, of which each column has two chunks, and with `bad`, the same with a damaged chunk."""
+    made = shared_tmp_path / "stream.h5"
+
+    def write() -> None:
+        chunks = CHUNK_STEPS, shape()[1], shape()[2] // 2 + 1
+        with h5py.File(made, "w") as file:
+            file.create_dataset("x", data=ramp(shape()), chunks=chunks, compression="gzip")
+            bad = file.create_dataset("bad", data=ramp(shape()), chunks=chunks, compression="gzip")
+            found = bad.id.get_chunk_info_by_coord((DAMAGED * CHUNK_STEPS, 0, chunks[2]))
+        with open(made, "r+b") as raw:
+            raw.seek(found.byte_offset)
+            raw.write(b"\xff" * found.size)
+
+    on_root(comm, write)
+    return made
+
+
+def threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("shardload")]
+
+
+def open_files(path: Path) -> list[str]:
+    return [link for link in map(_target, Path("/proc/self/fd").iterdir()) if link == str(path)]
+
+
+def _target(link: Path) -> str:
+    try:
+        return os.readlink(link)
+    except OSError:
+        return ""
+
+
+def wait_until(is_so: Callable[[], bool], seconds: float = 20) -> None:
+    """For what threads do by themselves."""
+    end = time.monotonic() + seconds
+    while not is_so() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert is_so()
+
+
+@pytest.fixture
+def groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Group]]:
+    """The groups that streams make, and in the end: none of their communicators is left."""
+    made: list[Group] = []
+    duplicate = Group.duplicate
+
+    def noting(self: Group, timeout: float | None = None) -> Group:
+        made.append(duplicate(self, timeout))
+        return made[-1]
+
+    monkeypatch.setattr(Group, "duplicate", noting)
+    yield made
+    mpi = load_mpi()[0]
+    wait_until(lambda: all(group.comm is None or group.comm == mpi.COMM_NULL for group in made))
+    assert not threads()
+
+
+def same_on_all(comm: Any, value: Any) -> bool:
+    return len({json.dumps(other) for other in comm.allgather(value)}) == 1
+
+
+@PREFETCH
+@pytest.mark.parametrize("shuffle", [None, 5])
+def test_a_damaged_chunk(comm: Any, path: Path, groups: list[Group], prefetch: int, shuffle: int | None) -> None:
+    """Wrong if the batches of the same round were lost, or a rank came to another batch or text, or what is open stayed so."""
+    data = stream(path, dataset={"good": "x", "bad": "bad"}, prefetch=prefetch, shuffle=shuffle, pool="4KiB")
+    columns = data.order() // CHUNK_STEPS
+    first = int(np.flatnonzero(columns == DAMAGED)[0])
+    n, slot = divmod(first, BATCH)
+    given = 0
+    with pytest.raises(SourceError) as caught, iter(data) as batches:
+        for batch in batches:
+            for part in batch.values():
+                check_batch(part, data.order()[given * BATCH : (given + 1) * BATCH])
+            given += 1
+    text = str(caught.value)
+    assert given == n
+    assert f"slot {slot} of batch {n} (step {data.order()[first]}," in text
+    assert caught.value.dataset == "/bad" and caught.value.chunk == (DAMAGED, 0, 1)
+    assert same_on_all(comm, [type(caught.value).__name__, text, given])
+    assert not open_files(path)
+    with iter(stream(path, prefetch=prefetch)) as batches:  # all can go on
+        check_batch(next(batches), np.arange(BATCH))
+
+
+def test_a_batch_by_its_number(path: Path, groups: list[Group]) -> None:
+    data = stream(path)
+    for k in (3, 0, len(data) - 1):
+        check_batch(data[k], np.arange(k * BATCH, (k + 1) * BATCH))
+    with pytest.raises(IndexError):
+        data[len(data)]
+    assert not open_files(path)
+
+
+@PREFETCH
+@pytest.mark.parametrize("how", ["with", "close", "dropped", "raised"])
+def test_leaving_a_stream(comm: Any, path: Path, groups: list[Group], prefetch: int, how: str) -> None:
+    """Wrong if a thread, an open file or a communicator were left, or batches that were made ahead."""
+    data = stream(path, prefetch=prefetch)
+    batches = iter(data)
+    if how == "raised":
+        with pytest.raises(ZeroDivisionError), batches:
+            next(batches)
+            _ = 1 / 0
+    elif how == "with":
+        with batches:
+            next(batches)
+    else:
+        next(batches)
+    if how == "close":
+        batches.close()
+    if how == "dropped":
+        del batches
+    else:
+        with pytest.raises(ConfigError, match="closed"):
+            next(batches)
+        batches.close()  # once more does nothing
+    wait_until(lambda: not open_files(path) and not threads())
+    assert len(groups) == 1
+    comm.barrier()
+
+
+@PREFETCH
+def test_the_end_is_an_end(path: Path, groups: list[Group], prefetch: int) -> None:
+    """Wrong if something stayed open until `close`, or the iterator began anew."""
+    batches = iter(stream(path, prefetch=prefetch, epochs=2))
+    assert sum(1 for _ in batches) == 2 * (N_STEPS // BATCH)
+    assert not open_files(path) and not threads()
+    assert next(batches, None) is None
+    assert batches.report.chunks_decoded == 2 * 2 * N_STEPS // CHUNK_STEPS
+    assert batches.report.nbytes_read == 2 * ramp(shape()).nbytes
+
+
+@PREFETCH
+def test_an_error_keeps_no_steps(path: Path, prefetch: int) -> None:
+    """Wrong if the traceback of the error, or a cycle, kept what the stream held."""
+    batches = iter(stream(path, dataset={"good": "x", "bad": "bad"}, prefetch=prefetch))
+    next(batches)
+    inside: Any = batches._batches
+    kept = weakref.ref(inside)
+    error = None
+    gc.collect()
+    gc.disable()
+    try:
+        try:
+            del inside
+            for _ in batches:
+                pass
+        except SourceError as caught:
+            error = caught
+        assert error is not None
+        wait_until(lambda: not threads())
+        held = kept()
+        assert held is None or not any(isinstance(value, (dict, list)) and value for value in vars(held).values())
+        steps = [one for one in gc.get_objects() if type(one).__name__ in ("Steps", "RoundReader")]
+        assert not steps
+    finally:
+        gc.enable()
+
+
+def test_loads_and_saves_beside_a_stream(comm: Any, path: Path, shared_tmp_path: Path, groups: list[Group]) -> None:
+    """Wrong if they and the reader took each other's messages, or waited for each other."""
+    mesh, n = mesh_of(), 0
+    with iter(stream(path, prefetch=2, epochs=2)) as batches:
+        for batch in batches:
+            k = n % (N_STEPS // BATCH)
+            check_batch(batch, np.arange(k * BATCH, (k + 1) * BATCH))
+            if n % 5 == 0:
+                x = shardload.load(path, mesh, P(None, "a", "b"), dataset="x")
+                check(x, ramp(shape()), mesh, P(None, "a", "b"))
+                shardload.save(shared_tmp_path / f"{n}.h5", {"batch": batch})
+                with h5py.File(shared_tmp_path / f"{n}.h5") as file:
+                    assert np.array_equal(file["batch"][...], ramp(shape())[k * BATCH : (k + 1) * BATCH])
+            n += 1
+
+
+def test_two_streams_at_once(path: Path, groups: list[Group]) -> None:
+    """Wrong if one took the other's messages, or their threads."""
+    pairs = zip(stream(path, prefetch=2), stream(path, prefetch=1, shuffle=3), stream(path), strict=True)
+    order = stream(path, shuffle=3).order()
+    for k, (a, b, c) in enumerate(pairs):
+        check_batch(a, np.arange(k * BATCH, (k + 1) * BATCH))
+        check_batch(b, order[k * BATCH : (k + 1) * BATCH])
+        check_batch(c, np.arange(k * BATCH, (k + 1) * BATCH))
+    assert k == N_STEPS // BATCH - 1
+
+
+def test_without_prefetch_mpi_is_called_in_next_only(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if a thread read ahead, or a group were held between two batches."""
+    with iter(stream(path)) as batches:
+        next(batches)
+        group = batches._batches._reader._group
+        before = group.watch.n_agreed
+        assert not group._one_call.locked()
+        assert [name for name in threads() if "stream" in name] == []
+        time.sleep(0.05)
+        assert group.watch.n_agreed == before
+
+
+@pytest.mark.parametrize("prefetch", [1, 2])
+def test_a_rank_leaves(comm: Any, path: Path, groups: list[Group], prefetch: int, tune_rounds: None) -> None:
+    """Wrong if the others waited out the timeout, were told another rank, or lost batches that they had."""
+    if comm.size == 1:
+        pytest.skip("there is no other rank")
+    left = comm.size - 1
+    batches = iter(stream(path, prefetch=prefetch))
+    for k in range(3):
+        check_batch(next(batches), np.arange(k * BATCH, (k + 1) * BATCH))
+    began = time.monotonic()
+    if comm.rank == left:
+        with pytest.raises(ZeroDivisionError), batches:
+            _ = 1 / 0
+    else:
+        with pytest.raises(PeerError) as caught:
+            for _ in batches:
+                pass
+        text = str(caught.value)
+        assert caught.value.rank == left and f"on rank {left} of {comm.size}: the program has left the stream after 3" in text
+        assert "ZeroDivisionError" in text
+    assert time.monotonic() - began < 20
+    comm.barrier()
+    wait_until(lambda: not threads())
+    with iter(stream(path, prefetch=prefetch)) as again:  # all can go on
+        check_batch(next(again), np.arange(BATCH))
+
+
+@pytest.fixture
+def tune_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds as small as they can be: one for each few batches."""
+    monkeypatch.setattr("shardload.jobs.streaming.plan._ROUND_NBYTES", 1)
+
+
+def test_ranks_with_other_states(comm: Any, path: Path) -> None:
+    """Wrong if they began: what they would give each other belongs to other batches."""
+    batches = iter(stream(path))
+    batches.set_state(batches.get_state() | {"sample": 4 * (comm.rank == comm.size - 1)})
+    if comm.size == 1:
+        check_batch(next(batches), np.arange(4, 4 + BATCH))
+        return
+    with pytest.raises(PeerError, match="sample"):
+        next(batches)
+    comm.barrier()
+
+
+@PREFETCH
+def test_what_is_no_state(path: Path, prefetch: int) -> None:
+    data = stream(path, prefetch=prefetch)
+    good = iter(data).get_state()
+    for wrong in (None, {}, good | {"version": 99}, good | {"stream": None}, good | {"sample": -1}, good | {"sample": 10**6}):
+        with pytest.raises(ConfigError):
+            iter(data).set_state(wrong)  # type: ignore[arg-type]
+    with iter(data) as batches:
+        next(batches)
+        with pytest.raises(ConfigError, match="has given batches"):
+            batches.set_state(good)
+
+
+@PREFETCH
+@pytest.mark.parametrize("shuffle", [None, 3])
+def test_a_state_counts_samples(path: Path, prefetch: int, shuffle: int | None) -> None:
+    """Wrong if it counted what was read ahead, or batches; or if the end of an epoch were another one's beginning twice."""
+    data = stream(path, prefetch=prefetch, shuffle=shuffle, epochs=2)
+    batches = iter(data)
+    seen = []
+    for _ in range(4):
+        next(batches)
+        seen += batches.index.tolist()
+    state = json.loads(json.dumps(batches.get_state()))
+    batches.close()
+    assert batches.get_state() == state
+    other = stream(path, prefetch=2 - prefetch, shuffle=shuffle, epochs=2, batch=2)
+    with iter(other) as batches:
+        batches.set_state(state)
+        for batch in batches:
+            check_batch(batch, batches.index)
+            seen += batches.index.tolist()
+        end = batches.get_state()
+    assert seen == [*data.order(0).tolist(), *data.order(1).tolist()]
+    assert (end["epoch"], end["sample"]) == (2, 0)
+    batches = iter(data)
+    batches.set_state(end)
+    assert next(batches, None) is None
+
+
+def test_epochs_without_end(path: Path, groups: list[Group]) -> None:
+    data = stream(path, prefetch=2, shuffle=1, epochs=None)
+    with pytest.raises(ConfigError, match="no end"):
+        len(data)
+    with iter(data) as batches:
+        seen = [batches.index.tolist() for batch in (next(batches) for _ in range(3 * (N_STEPS // BATCH)))]
+        assert batches.get_state()["epoch"] == 3
+    assert np.concatenate(seen).tolist() == [*data.order(0), *data.order(1), *data.order(2)]
