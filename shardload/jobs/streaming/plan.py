@@ -235,7 +235,7 @@ class StreamPlan:
             lines.append(f"  order: all samples shuffled (seed {order.seed})")
         else:
             lines.append(
-                f"  order: {order.n_blocks:,} blocks of {order.block:,} steps shuffled, samples over {order.spread} blocks "
+                f"  order: {order.n_blocks:,} blocks of {order.block:,} steps shuffled, samples mixed over {order.spread + 1} "
                 f"(seed {order.seed}, pool {format_nbytes(self.pool_nbytes)})"
             )
         epoch = EpochRounds(self, 0, 0)
@@ -360,8 +360,11 @@ class EpochRounds:
     def most_held_nbytes(self) -> int:
         """Most bytes of steps that all ranks hold for later batches, each counted once."""
         change = np.zeros(self.n_batches + 1, dtype=np.int64)
+        begins = [round_.batch for round_ in self.rounds]
+        if self._plan.prefetch:  # a round begins when the first batch of the one before is made
+            begins = [0, *begins][: len(begins)]
         for array, readings in zip(self._plan.arrays, self.readings, strict=True):
-            begin_of = {pair: round_.batch for round_ in self.rounds for pair in round_.readings}
+            begin_of = {pair: batch for batch, round_ in zip(begins, self.rounds, strict=True) for pair in round_.readings}
             number = self.readings.index(readings)
             for k in range(len(readings)):
                 steps, samples = readings.uses(k)

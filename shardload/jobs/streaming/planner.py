@@ -220,15 +220,8 @@ class StreamPlanner:
 
     def _refuse_spec(self, leaf: LeafRequest, n_rest: int) -> None:
         """Raise ConfigError for a spec of more axes than a batch has."""
-        axes, spec = [], list(leaf.request.sharding.spec)
         has_batch, has_window = self._sampling.batch is not None, isinstance(leaf.window, tuple)
-        if has_batch:
-            axes.append("samples")
-        else:
-            del spec[0]
-        if has_window:
-            axes.append("the window")
-            spec.insert(int(has_batch), None)
+        axes, spec = ["samples"] * has_batch + ["the window"] * has_window, leaf.spec
         n, what = len(axes) + n_rest, "a batch" if has_batch else "a step"
         told = f": {', '.join(axes)}, then {n_rest} axes of a step" if axes else ""
         raise ConfigError(f"{spec_text(spec)} has {len(spec)} entries, but {what} of {leaf.info} has {n} axes{told}")
