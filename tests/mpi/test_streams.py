@@ -360,6 +360,9 @@ def test_the_order_does_not_follow_from_what_it_must_not(files: dict[str, str]) 
     for other in ({"shuffle": 5}, {"pool": 1 << 20}, {"window": 1}):
         assert order(**other) != first, other
     assert order(shuffle=None) == list(range(N_STEPS))
+    ds = stream(files["a.h5"], mesh_of(), P(), dataset="chunked")
+    ds.order()[:] = 0  # the caller's own
+    assert ds.order().tolist() == list(range(N_STEPS))
 
 
 # --- length, epochs, remainders
@@ -582,6 +585,19 @@ def test_shuffled_chunks_are_decoded_as_often_as_planned(comm: Any, long_file: s
     assert given.n_decoded == planned
     assert 100 <= planned <= 150
     assert f"{planned / 100:.2f} times" in str(ds.plan)
+
+
+@pytest.mark.parametrize(("window", "pool"), [(0, 400), ((-1, 0, 1), 4000)])
+def test_shuffled_chunks_are_decoded_once_where_nothing_is_read_for_a_neighbour(
+    comm: Any, long_file: str, window: Any, pool: int
+) -> None:
+    """(12) Wrong if a step were let go before its last sample."""
+    ds = stream(
+        long_file, mesh_of(), P("a"), dataset="x", window=window, shuffle=2, batch=120, pool=pool * 6 * 4, remainder="pad"
+    )
+    given = take(comm, ds, lambda batch, index: None)
+    assert given.anchors == ds.order().tolist() != sorted(given.anchors)
+    assert given.n_decoded == 100
 
 
 def test_resuming_reads_at_most_the_pool(comm: Any, long_file: str, monkeypatch: pytest.MonkeyPatch) -> None:
