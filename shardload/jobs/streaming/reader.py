@@ -24,7 +24,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Protocol
 
 import jax
@@ -178,6 +177,9 @@ class RoundReader:
         self._session = self._opened.enter_context(session)
         self._source = StreamSource(plan, group.rank)
         self._opened.push(lambda kind, *_: self._source.close(kind))
+        # The last to be registered is the first to be called: this must come before what closes files and shared memory.
+        atexit.unregister(_end_all)
+        atexit.register(_end_all)
 
     @property
     def next_batch(self) -> int | None:
@@ -305,7 +307,7 @@ class Inline:
     def __init__(self, reader: RoundReader) -> None:
         self._reader: RoundReader | None = reader
         self._thread = threading.get_ident()
-        _close_at_exit().add(self)
+        _open.add(self)
         try:
             reader.begin()
         except BaseException:
@@ -334,6 +336,10 @@ class Inline:
             reader.close(error)
         else:
             _left.append((self._thread, reader))  # garbage is collected in any thread, and only one may call MPI
+
+    def end(self) -> None:
+        """See `Ahead`."""
+        self.close()
 
 
 _left: list[tuple[int, RoundReader]] = []
@@ -371,7 +377,7 @@ class Ahead:
             threading.Thread(target=self._run, args=(run, reader), name=f"shardload-stream-{name}", daemon=True)
             for name, run in (("reader", self._read), ("maker", self._make))
         ]
-        _close_at_exit().add(self)
+        _open.add(self)
         for thread in self._threads:
             thread.start()
 
@@ -496,14 +502,10 @@ class Ahead:
             thread.join()
 
 
-@cache
-def _close_at_exit() -> weakref.WeakSet[Any]:
-    """Streams that are ended when the interpreter exits: after that no thread may call MPI."""
-    present: weakref.WeakSet[Any] = weakref.WeakSet()
+_open: weakref.WeakSet[Inline | Ahead] = weakref.WeakSet()
 
-    def close() -> None:
-        for batches in [*present]:
-            batches.end() if isinstance(batches, Ahead) else batches.close()
 
-    atexit.register(close)
-    return present
+def _end_all() -> None:
+    """At exit: end the streams that are open. After that no thread may call MPI."""
+    for batches in [*_open]:
+        batches.end()

@@ -1,0 +1,112 @@
+"""When a program leaves a stream, dies or hangs in it, do all others learn of it, and does each process end by itself?
+
+Each case is a job of its own (`scripts/streams.py`), which the harness kills if it hangs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.jobs.launch import ROOT, Job, run_job
+
+SCRIPT = Path(__file__).parent / "scripts" / "streams.py"
+N, LAST = 3, 2
+PREFETCH = pytest.mark.parametrize("prefetch", [0, 2])
+
+
+def run(case: str, folder: Path, prefetch: int, mpi: str = "mpich", n: int = N, **env: str) -> Job:
+    job = run_job(
+        [SCRIPT, folder, case, str(prefetch)], n, timeout=90, mpi=mpi, env={"PYTHONPATH": str(ROOT), **env}, cwd=folder
+    )
+    assert "outlived" not in job.stderr, "a process did not end by itself"
+    return job
+
+
+def said_by(job: Job, rank: int) -> dict[str, Any]:
+    """All that a rank said."""
+    return {key: value for line in job.said()[rank] for key, value in line.items()}
+
+
+@pytest.mark.parametrize(
+    ("case", "prefetch", "mpi"),
+    [
+        ("left_open", 0, "mpich"),
+        ("left_open", 2, "mpich"),
+        ("left_open_unlike", 2, "mpich"),
+        ("left_open_unlike", 2, "openmpi"),
+    ],
+)
+def test_a_stream_that_is_left_open(tmp_path: Path, case: str, prefetch: int, mpi: str) -> None:
+    """Wrong if the end of the interpreter waited for a thread, or a thread called MPI after it was finalized."""
+    job = run(case, tmp_path, prefetch, mpi).check()
+    assert [said_by(job, rank)["batch"] for rank in range(N)] == [1] * N
+    assert "rror" not in job.stderr, job.stderr
+
+
+@PREFETCH
+def test_alone(tmp_path: Path, prefetch: int) -> None:
+    run("left_open", tmp_path, prefetch, n=1).check()
+
+
+@pytest.mark.parametrize(("prefetch", "mpi"), [(0, "mpich"), (2, "mpich"), (2, "openmpi")])
+def test_a_rank_that_raises(tmp_path: Path, prefetch: int, mpi: str) -> None:
+    """Wrong if the others hung, or could not say who left, or its own error was not shown.
+
+    Without prefetch its process ends, and with it the job, before the others know more.
+    """
+    job = run("raises", tmp_path, prefetch, mpi)
+    assert "ZeroDivisionError: in the loop's body" in job.rank_stderr[LAST]
+    said = [said_by(job, rank) for rank in range(N)]
+    assert said[LAST]["held"] == LAST
+    if prefetch:
+        assert {(one["type"], one["rank"]) for one in said[:LAST]} == {("PeerError", LAST)}
+        assert all("left the stream after 2 batches with ZeroDivisionError" in one["text"] for one in said[:LAST])
+    assert job.returncode != 0
+
+
+@PREFETCH
+def test_a_rank_that_hangs(tmp_path: Path, prefetch: int) -> None:
+    """Wrong if the others waited for ever, or were told another rank."""
+    job = run("hangs", tmp_path, prefetch)
+    said = [said_by(job, rank) for rank in range(N)]
+    assert {(one["type"], one["rank"]) for one in said[:LAST]} == {("StallError", LAST)}
+    assert all(f"rank {LAST} did not come to this call" in one["text"] for one in said[:LAST])
+    assert all("of the stream of '/x' in 'x.h5'" in one["text"] for one in said[:LAST])
+    assert max(one["seconds"] for one in said[:LAST]) < 30
+    assert job.returncode != 0
+
+
+@PREFETCH
+def test_a_rank_that_comes_to_its_end(tmp_path: Path, prefetch: int) -> None:
+    job = run("departs", tmp_path, prefetch)
+    said = [said_by(job, rank) for rank in range(N)]
+    assert {one["rank"] for one in said[:LAST]} == {LAST}, said
+    assert job.returncode != 0
+
+
+@PREFETCH
+def test_all_compute_for_long(tmp_path: Path, prefetch: int) -> None:
+    """Wrong if the readers waited for the program where the watchdog looks on."""
+    job = run("computes", tmp_path, prefetch).check()
+    assert [said_by(job, rank)["batch"] for rank in range(N)] == [11] * N
+
+
+@PREFETCH
+def test_interrupted(tmp_path: Path, prefetch: int) -> None:
+    """Wrong if Ctrl-C waited for the batch, or left a thread, or the interpreter did not end."""
+    job = run("interrupted", tmp_path, prefetch)
+    said = [said_by(job, rank) for rank in range(N)]
+    assert all(one["interrupted"] for one in said), job.tail()
+    assert [one["threads"] for one in said] == [[]] * N
+    assert job.returncode == 0, job.tail()
+
+
+def test_mpi_without_threads(tmp_path: Path) -> None:
+    """Wrong if a thread called an MPI that allows none, or reading without threads were refused."""
+    job = run("threads", tmp_path, 0, MPI4PY_RC_THREAD_LEVEL="serialized").check()
+    for rank in range(N):
+        assert "THREAD_SERIALIZED" in said_by(job, rank)["text"] and "prefetch=0" in said_by(job, rank)["text"]
+        assert said_by(job, rank)["batch"] == 1
