@@ -92,6 +92,11 @@ class LeafRequest:
         return self.info.path, self.info.dataset, self.selection, self.request.sharding, *of_options
 
 
+def _typed(nbytes: int) -> str:
+    """A size as it is typed."""
+    return f"'{nbytes >> 20}MiB'" if nbytes >= 1 << 24 else str(nbytes)
+
+
 class StreamPlanner:
     """Makes the plan of a stream.
 
@@ -134,7 +139,42 @@ class StreamPlanner:
             names=tuple(leaf.where.removeprefix("array ") for leaf in self._leaves),
         )
         self._check_samples(plan)
+        self._check_memory(plan)
         return plan
+
+    def _check_memory(self, plan: StreamPlan) -> None:
+        """Raise ConfigError if a rank has too little memory. The order is never changed to fit into it."""
+        order, room = plan.sample_order, self._ranks.memory_nbytes - plan.staging_nbytes
+        of_step = of_batch = stored = 0.0
+        for array in plan.arrays:
+            shards = array.schedule.shards
+            of_step += array.step_nbytes * shards.most_held / shards.n_shards
+            stored += array.stored_step_nbytes
+        for leaf in plan.leaves:
+            shards = plan.arrays[leaf.array].schedule.shards
+            of_batch += math.prod(leaf.shape) * leaf.dtype.itemsize * shards.most_held / shards.n_shards
+        room -= int((plan.prefetch + 1) * of_batch)
+        if order.seed is None:
+            n_steps = 2 * max(array.chunk_steps for array in plan.arrays) + order.last - order.first
+        elif order.spread < order.n_blocks:
+            n_steps = int(plan.pool_nbytes / max(1.0, stored))
+        else:
+            n_steps = order.n_steps if order.block > 1 else 0  # samples of one step do not wait
+        held = int(min(n_steps, order.n_steps) * of_step)
+        if held <= room:
+            return
+        told = (
+            f"a rank may use {format_nbytes(self._ranks.memory_nbytes)} of memory, but this stream takes {format_nbytes(held)} "
+            f"for steps, beside {format_nbytes(plan.staging_nbytes)} of staging and {plan.prefetch + 1} batches of "
+            f"{format_nbytes(int(of_batch))}. "
+        )
+        fits = int(room / max(1.0, of_step)) * stored
+        if order.seed is not None and fits >= _LEAST_POOL * order.block * stored:
+            raise ConfigError(f"{told}Pass pool={_typed(int(fits))} (another order), or start more ranks")
+        raise ConfigError(
+            f"{told}Start more ranks, cut a batch over more of them, pass a smaller batch or prefetch, or write shorter chunks "
+            "(shardload copy --chunks)"
+        )
 
     def _check_samples(self, plan: StreamPlan) -> None:
         n, batch, order = plan.n_samples, plan.batch, plan.sample_order
@@ -269,7 +309,7 @@ class StreamPlanner:
             raise ConfigError(
                 f"pool is {format_nbytes(pool)}, less than a block of {block} steps, {format_nbytes(block_nbytes)} (a chunk "
                 f"has {chunk} steps, and a window goes from {first:+d} to {last:+d}). Pass "
-                f"pool='{-(-_LEAST_POOL * block_nbytes // (1 << 20))}MiB' for {_LEAST_POOL} blocks, or write shorter chunks "
+                f"pool={_typed(_LEAST_POOL * block_nbytes)} for {_LEAST_POOL} blocks, or write shorter chunks "
                 "(shardload copy --chunks)"
             )
         spread = spread_in(pool // max(1, step_nbytes), block, chunk, n_steps)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload.errors import ConfigError, SourceError
+from shardload.jobs.streaming.request import StreamCall
 
 N_STEPS, N_LEVELS, N_LAT = 24, 3, 4
 GAP = 15  # the step before which 30 hours are missing
@@ -112,7 +114,7 @@ def test_an_option_that_is_wrong_by_itself(path: str, options: dict[str, Any], t
         ({"batch": 5, "remainder": "error"}, "24 samples are 4 batches of 5, and 4 are left, .* or batch=[46]$"),
         (
             {"shuffle": 1, "pool": 100},
-            r"pool is 100 B, less than a block of 4 steps, 192 B \(a chunk .* Pass pool='1MiB' for 3",
+            r"pool is 100 B, less than a block of 4 steps, 192 B \(a chunk .* Pass pool=576 for 3",
         ),
         ({"dataset": "counts", "scale": (1.0, 2.0)}, "scale needs floating-point values, but those of '/counts' .* are int32"),
         (
@@ -170,6 +172,27 @@ def test_samples_that_do_not_divide_over_their_devices(path: str) -> None:
         done.stderr
     )
     assert len(others) <= 1  # without a batch, the spec is that of the axes of a step: 3 levels over 4 devices are padded
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"shuffle": 1, "pool": 16 * 48}, r"this stream takes 768 B for steps, .* and 1 batches of 192 B. Pass pool=672 \("),
+        ({"shuffle": 1, "pool": 1 << 20}, r"this stream takes 1\.1 KiB for steps, .* Pass pool="),
+        ({"shuffle": 1, "batch": 16}, "this stream takes 576 B .* Start more ranks, cut a batch over more of them"),
+        ({"select": slice(0, 20), "batch": 16}, "this stream takes 384 B for steps, .* or write shorter chunks"),
+    ],
+)
+def test_too_little_memory_is_an_error(path: str, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], text: str) -> None:
+    """Wrong if the order were another one where there is less memory. A step has 48 bytes, a chunk four steps."""
+    ranks_for = StreamCall.ranks_for
+    room = 256 << 20, 900  # staging, and what is left
+    monkeypatch.setattr(
+        StreamCall, "ranks_for", lambda call, request: replace(ranks_for(call, request), memory_nbytes=sum(room))
+    )
+    assert len(stream(path, shuffle=1, pool=14 * 48).order()) == len(stream(path).order()) == N_STEPS
+    with pytest.raises(ConfigError, match=f"a rank may use 256.0 MiB of memory, but {text}"):
+        stream(path, **options)
 
 
 # --- gaps
