@@ -20,7 +20,7 @@ from shardload.errors import SourceError, StallError
 from shardload.formats.contract.format import Source
 from shardload.formats.lookup import open_source
 from shardload.jobs.consistency import State, check_unchanged
-from shardload.jobs.streaming.plan import EpochRounds, Leaf, RoundReadings, StreamArray, StreamPlan
+from shardload.jobs.streaming.plan import EpochRounds, Leaf, RoundReadings, Stack, StreamArray, StreamPlan
 from shardload.options import pad_value
 from shardload.planning.batch_flow import BatchFlow
 from shardload.planning.region import Region
@@ -195,8 +195,17 @@ class BatchTarget:
         move.targets = {}
 
     def batch(self, epoch: EpochRounds, number: int) -> list[jax.Array]:
-        """Make the arrays of a batch, and let go of the steps that no later batch needs. Collective: no."""
-        made = [self._leaf(leaf, epoch, number) for leaf in self._plan.leaves]
+        """Make the arrays of a batch, and let go of the steps that no later batch needs. Collective: no.
+
+        There is one for each leaf; leaves of a stack have the same.
+        """
+        stacked: dict[int, jax.Array] = {}
+        for stack in self._plan.stacks:
+            stacked |= dict.fromkeys(stack.leaves, self._stack(stack, epoch, number))
+        made = [
+            stacked[k] if k in stacked else assemble(leaf.shape, leaf.sharding, leaf.dtype, self._pieces(leaf, epoch, number))
+            for k, leaf in enumerate(self._plan.leaves)
+        ]
         for key, start in self._ends.pop((epoch, number), ()):
             steps = self._steps[key]
             steps.drop(start)
@@ -204,7 +213,19 @@ class BatchTarget:
                 del self._steps[key]
         return made
 
-    def _leaf(self, leaf: Leaf, epoch: EpochRounds, number: int) -> jax.Array:
+    def _stack(self, stack: Stack, epoch: EpochRounds, number: int) -> jax.Array:
+        leaves = [self._plan.leaves[k] for k in stack.leaves]
+        pieces = []
+        for same in zip(*(self._pieces(leaf, epoch, number) for leaf in leaves), strict=True):  # one shard of each leaf
+            join = np.stack if stack.is_new else np.concatenate
+            data = join([data for _, data in same], axis=stack.axis)
+            bounds = list(zip(same[0][0].start, same[0][0].stop, strict=True))
+            bounds[stack.axis : stack.axis + (not stack.is_new)] = [(0, stack.shape[stack.axis])]
+            pieces.append((Region(*zip(*bounds, strict=True)), data))
+        return assemble(stack.shape, stack.sharding, leaves[0].dtype, pieces)
+
+    def _pieces(self, leaf: Leaf, epoch: EpochRounds, number: int) -> list[tuple[Region, Array]]:
+        """What this rank's devices have of a leaf."""
         plan, of = self._plan, self._plan.arrays[leaf.array]
         schedule, readings = of.schedule, epoch.readings[leaf.array]
         first = number * plan.batch
@@ -230,7 +251,7 @@ class BatchTarget:
                 real: tuple[slice, ...] = (slice(max(0, len(anchors) - samples.start)), slice(None), *inside)
                 self._scale(out[real], leaf, held)  # not the padding
             pieces.append(self._piece(leaf, region, out))
-        return assemble(leaf.shape, leaf.sharding, leaf.dtype, pieces)
+        return pieces
 
     def _scale(self, out: Array, leaf: Leaf, held: Region) -> None:
         def of_shard(values: Array) -> Array:
