@@ -65,8 +65,15 @@ class BatchSchedule:
 
     def held(self, shard: int) -> Region | None:
         """What a shard has of the other axes of the array, without padding; None if that is nothing."""
-        region = self.shards.region(shard)
-        return Region(region.start[1:], region.stop[1:]).intersect(Region.whole(self.rest.shape))
+        if shard not in self._held:
+            region = self.shards.region(shard)
+            self._held[shard] = Region(region.start[1:], region.stop[1:]).intersect(Region.whole(self.rest.shape))
+        return self._held[shard]
+
+    @cached_property
+    def _held(self) -> dict[int, Region | None]:
+        """Of the shards that this rank has asked for: every round asks again."""
+        return {}
 
     def part_of_batch(self, shard: int) -> int:
         """Which part of the samples of a batch a shard has, from 0 to `n_parts`."""

@@ -30,6 +30,7 @@ from shardload.jobs.streaming.plan import EpochRounds
 from tests.mpi.support import check, grid_shape, on_root, padded, ramp, same_error
 
 Array = np.ndarray[Any, Any]
+GAP = 13  # the step before which some are missing
 N_STEPS, LAT, LON = 37, 6, 7  # 2 and 3 divide LAT, as they do a batch of 6; nothing divides the others
 
 
@@ -120,7 +121,12 @@ def write_all(folder: Path) -> dict[str, str]:
         packed[:] = data.astype("i2")
         packed[7:9, 2] = -9
         nc.createVariable("lat_first", "f4", ("lat", "time", "lon"), chunksizes=(6, 4, 7))[:] = ramp((LAT, N_STEPS, LON))
-    return {name: str(folder / name) for name in ("a.h5", "a.zarr", "v2.zarr", "a.nc")}
+    with netCDF4.Dataset(folder / "gap.nc", "w") as nc:
+        for name, size in (("time", 30), ("lat", LAT)):
+            nc.createDimension(name, size)
+        nc.createVariable("time", "f8", ("time",))[:] = np.where(np.arange(30) < GAP, 6.0, 30.0) + 6 * np.arange(30)
+        nc.createVariable("x", "f4", ("time", "lat"), chunksizes=(4, LAT))[:] = ramp((30, LAT))
+    return {name: str(folder / name) for name in ("gap.nc", "a.h5", "a.zarr", "v2.zarr", "a.nc")}
 
 
 @pytest.fixture(scope="module")
@@ -354,6 +360,9 @@ def test_the_order_does_not_follow_from_what_it_must_not(files: dict[str, str]) 
     for other in ({"shuffle": 5}, {"pool": 1 << 20}, {"window": 1}):
         assert order(**other) != first, other
     assert order(shuffle=None) == list(range(N_STEPS))
+    ds = stream(files["a.h5"], mesh_of(), P(), dataset="chunked")
+    ds.order()[:] = 0  # the caller's own
+    assert ds.order().tolist() == list(range(N_STEPS))
 
 
 # --- length, epochs, remainders
@@ -454,6 +463,19 @@ def test_a_selection_is_a_file_of_its_own(comm: Any, files: dict[str, str]) -> N
         numbers = order.block_of(np.arange(len(data)))
         borders = [k + first for k in range(1, len(data)) if numbers[k] != numbers[k - 1]]
         assert borders and all(border % 5 == 0 for border in borders), "a block begins inside a chunk of the file"
+
+
+@pytest.mark.parametrize("shuffle", [None, 6])
+def test_no_window_reaches_over_a_gap(comm: Any, files: dict[str, str], shuffle: int | None) -> None:
+    """(8) Wrong if windows were cut by the number of steps alone, or a chunk around the gap were read twice."""
+    path, mesh, spec = files["gap.nc"], mesh_of(), P("a", None, "b")
+    options = {"dataset": "x", "along": "time", "window": (-2, 0, 1)}
+    ds = stream(path, mesh, spec, gaps="skip", shuffle=shuffle, remainder="error", **options)
+    given = take(comm, ds, comparer(h5(path, "x"), mesh, spec, (-2, 0, 1)))
+    assert sorted(given.anchors) == [*range(2, GAP - 1), *range(GAP + 2, 29)]
+    if shuffle is None:
+        assert given.n_decoded == 8
+    same_error(comm, lambda: stream(path, mesh, spec, **options), ConfigError, f"between steps {GAP - 1} and {GAP}")
 
 
 # --- (2, 3) values
@@ -563,6 +585,19 @@ def test_shuffled_chunks_are_decoded_as_often_as_planned(comm: Any, long_file: s
     assert given.n_decoded == planned
     assert 100 <= planned <= 150
     assert f"{planned / 100:.2f} times" in str(ds.plan)
+
+
+@pytest.mark.parametrize(("window", "pool"), [(0, 400), ((-1, 0, 1), 4000)])
+def test_shuffled_chunks_are_decoded_once_where_nothing_is_read_for_a_neighbour(
+    comm: Any, long_file: str, window: Any, pool: int
+) -> None:
+    """(12) Wrong if a step were let go before its last sample."""
+    ds = stream(
+        long_file, mesh_of(), P("a"), dataset="x", window=window, shuffle=2, batch=120, pool=pool * 6 * 4, remainder="pad"
+    )
+    given = take(comm, ds, lambda batch, index: None)
+    assert given.anchors == ds.order().tolist() != sorted(given.anchors)
+    assert given.n_decoded == 100
 
 
 def test_resuming_reads_at_most_the_pool(comm: Any, long_file: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,15 +5,19 @@ A `StreamSource` keeps files open, and a `BatchTarget` makes batches of the step
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
-from shardload.arrays.assemble import assemble
+from shardload.arrays.assemble import EarlyPieces, assemble
 from shardload.engine.file_source import FileSource, OpenArray
 from shardload.engine.session import Round
 from shardload.errors import SourceError, StallError
@@ -24,6 +28,7 @@ from shardload.jobs.streaming.plan import EpochRounds, Leaf, RoundReadings, Stac
 from shardload.options import pad_value
 from shardload.planning.batch_flow import BatchFlow
 from shardload.planning.region import Region
+from shardload.system.scratch import aligned_bytes
 from shardload.transfer.buffers import Piece
 from shardload.transfer.counters import Counters
 from shardload.transfer.missing import describe_missing, settle_missing
@@ -136,11 +141,16 @@ class Steps:
         self.starts.append(start)
         self._runs.append(run)
 
-    def at(self, step: int) -> Array:
-        """The values of a step."""
-        k = bisect_right(self.starts, step) - 1
-        values: Array = self._runs[k][step - self.starts[k]]
-        return values
+    def copy(self, step: int, out: Array) -> None:
+        """Copy as many steps as `out` has along its first axis, from `step` on."""
+        n = 0
+        while n < len(out):
+            k = bisect_right(self.starts, step + n) - 1
+            values = self._runs[k][step + n - self.starts[k] :][: len(out) - n]
+            if not len(values):
+                raise IndexError(f"step {step + n} was not read: a defect in shardload")
+            out[n : n + len(values)] = values
+            n += len(values)
 
     def drop(self, start: int) -> None:
         """Let go of the run that begins at a step."""
@@ -161,6 +171,7 @@ class BatchTarget:
 
     def __init__(self, plan: StreamPlan, rank: int) -> None:
         self._plan, self._rank = plan, rank
+        self._shards = [_shards_of(plan, leaf, rank) for leaf in plan.leaves]
         self._steps: dict[tuple[EpochRounds, int, int, int], Steps] = {}
         self._ends: dict[tuple[EpochRounds, int], list[tuple[tuple[EpochRounds, int, int, int], int]]] = {}
 
@@ -199,78 +210,136 @@ class BatchTarget:
 
         There is one for each leaf; leaves of a stack have the same.
         """
-        stacked: dict[int, jax.Array] = {}
-        for stack in self._plan.stacks:
-            stacked |= dict.fromkeys(stack.leaves, self._stack(stack, epoch, number))
-        made = [
-            stacked[k] if k in stacked else assemble(leaf.shape, leaf.sharding, leaf.dtype, self._pieces(leaf, epoch, number))
-            for k, leaf in enumerate(self._plan.leaves)
-        ]
+        plan, made = self._plan, dict[int, jax.Array]()
+        for stack in plan.stacks:
+            pieces = self._pieces_of_stack(stack, epoch, number)
+            made |= dict.fromkeys(
+                stack.leaves, _assemble_early(stack.shape, stack.sharding, plan.leaves[stack.leaves[0]].dtype, pieces)
+            )
+        for k, leaf in enumerate(plan.leaves):
+            if k not in made:
+                made[k] = _assemble_early(leaf.shape, leaf.sharding, leaf.dtype, self._pieces(k, epoch, number))
         for key, start in self._ends.pop((epoch, number), ()):
             steps = self._steps[key]
             steps.drop(start)
             if not steps.starts:
                 del self._steps[key]
-        return made
+        return [made[k] for k in range(len(plan.leaves))]
 
-    def _stack(self, stack: Stack, epoch: EpochRounds, number: int) -> jax.Array:
-        leaves = [self._plan.leaves[k] for k in stack.leaves]
-        pieces = []
-        for same in zip(*(self._pieces(leaf, epoch, number) for leaf in leaves), strict=True):  # one shard of each leaf
-            join = np.stack if stack.is_new else np.concatenate
-            data = join([data for _, data in same], axis=stack.axis)
+    def _pieces_of_stack(self, stack: Stack, epoch: EpochRounds, number: int) -> Iterator[tuple[Region, Array]]:
+        """What this rank's devices have of a stack."""
+        join: Any = np.stack if stack.is_new else np.concatenate
+        for same in zip(*(self._pieces(k, epoch, number) for k in stack.leaves), strict=True):  # one shard of each leaf
             bounds = list(zip(same[0][0].start, same[0][0].stop, strict=True))
             bounds[stack.axis : stack.axis + (not stack.is_new)] = [(0, stack.shape[stack.axis])]
-            pieces.append((Region(*zip(*bounds, strict=True)), data))
-        return assemble(stack.shape, stack.sharding, leaves[0].dtype, pieces)
+            start, stop = zip(*bounds, strict=True)
+            region = Region(start, stop)
+            out = _aligned(region.shape, same[0][1].dtype)
+            yield region, join([data for _, data in same], axis=stack.axis, out=out)
 
-    def _pieces(self, leaf: Leaf, epoch: EpochRounds, number: int) -> list[tuple[Region, Array]]:
+    def _pieces(self, leaf_number: int, epoch: EpochRounds, number: int) -> Iterator[tuple[Region, Array]]:
         """What this rank's devices have of a leaf."""
-        plan, of = self._plan, self._plan.arrays[leaf.array]
-        schedule, readings = of.schedule, epoch.readings[leaf.array]
-        first = number * plan.batch
-        anchors = epoch.anchors[first : first + plan.batch].tolist()
-        pieces = []
-        for shard in schedule.shards.shards_of(self._rank):
-            region = schedule.shards.region(shard)
-            samples, rest = range(region.start[0], region.stop[0]), region.shape[1:]
-            out = np.empty((len(samples), len(leaf.places), *rest), dtype=of.source.dtype)
-            held = schedule.held(shard)
-            if held is None or held.shape != rest or samples.stop > len(anchors):
-                out[...] = pad_value(0 if of.options.pad is None else of.options.pad, of.source.dtype)
-            inside = () if held is None else tuple(slice(n) for n in held.shape)
-            for slot in samples if held is not None else ():
-                if slot >= len(anchors):
-                    break
-                of_sample = readings.of_use[first + slot].tolist()
+        plan, leaf = self._plan, self._plan.leaves[leaf_number]
+        of = plan.arrays[leaf.array]
+        samples = slice(number * plan.batch, (number + 1) * plan.batch)
+        anchors, reading_of = epoch.anchors[samples], epoch.readings[leaf.array].of_use[samples]
+        for shard in self._shards[leaf_number]:
+            out = _aligned(shard.shape, leaf.dtype)
+            slots = slice(min(shard.first, len(anchors)), min(shard.first + shard.shape[0], len(anchors)))
+            n = slots.stop - slots.start
+            if shard.is_padded or n < shard.shape[0]:
+                out[...] = pad_value(0 if of.options.pad is None else of.options.pad, leaf.dtype)
+            if shard.held is not None and n:
+                real = out[(slice(n), slice(None), *shard.inside)]
                 for k, place in enumerate(leaf.places):
-                    steps = self._steps[epoch, leaf.array, of_sample[place], shard]
-                    index: tuple[int | slice, ...] = (slot - samples.start, k, *inside)
-                    out[index] = steps.at(anchors[slot] + of.offsets[place])
-            if leaf.scale is not None and held is not None:
-                real: tuple[slice, ...] = (slice(max(0, len(anchors) - samples.start)), slice(None), *inside)
-                self._scale(out[real], leaf, held)  # not the padding
-            pieces.append(self._piece(leaf, region, out))
-        return pieces
+                    steps, readings = anchors[slots] + of.offsets[place], reading_of[slots, place]
+                    for i, j in _neighbours(steps, readings):
+                        key = epoch, leaf.array, int(readings[i]), shard.number
+                        self._steps[key].copy(int(steps[i]), real[i:j, k])
+                if shard.scale is not None:
+                    np.subtract(real, shard.scale[0], out=real)
+                    np.divide(real, shard.scale[1], out=real)
+            yield shard.region, out.reshape(shard.region.shape)
 
-    def _scale(self, out: Array, leaf: Leaf, held: Region) -> None:
-        def of_shard(values: Array) -> Array:
-            bounds = zip(held.start, held.stop, values.shape, strict=True)
-            part: Array = values[tuple(slice(a, b) if n > 1 else slice(None) for a, b, n in bounds)]
-            return part
 
-        mean, deviation = map(of_shard, leaf.scale or ())
-        np.subtract(out, mean, out=out)
-        np.divide(out, deviation, out=out)
+def _assemble_early(
+    shape: tuple[int, ...], sharding: NamedSharding, dtype: np.dtype[Any], made: Iterator[tuple[Region, Array]]
+) -> jax.Array:
+    """The array of pieces, each of which is on its way to its device while the next one is made."""
+    early, pieces = EarlyPieces(shape, sharding), []
+    for region, data in made:
+        early.start(region, data)
+        pieces.append((region, data))
+    return assemble(shape, sharding, dtype, pieces, early)
 
-    def _piece(self, leaf: Leaf, region: Region, out: Array) -> tuple[Region, Array]:
-        start, stop = list(region.start), list(region.stop)
-        data = out
+
+@dataclass(frozen=True)
+class _LeafShard:
+    """What is the same in all batches of a shard of a leaf.
+
+    Attributes
+    ----------
+    number : int
+        Of the shard.
+    region : Region
+        In the array of the leaf.
+    first : int
+        Its first slot.
+    shape : tuple of int
+        Samples, steps of the window, and the other axes.
+    held : Region or None
+        What it has of the other axes of the array, without padding.
+    scale : tuple of ndarray or None
+        The leaf's, for these values.
+    """
+
+    number: int
+    region: Region
+    first: int
+    shape: tuple[int, ...]
+    held: Region | None
+    scale: tuple[Array, Array] | None
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether it has elements that the array has not."""
+        return self.held is None or self.held.shape != self.shape[2:]
+
+    @property
+    def inside(self) -> tuple[slice, ...]:
+        """Where the elements of the array are in its other axes."""
+        return () if self.held is None else tuple(slice(n) for n in self.held.shape)
+
+
+def _shards_of(plan: StreamPlan, leaf: Leaf, rank: int) -> list[_LeafShard]:
+    schedule, made = plan.arrays[leaf.array].schedule, []
+    for number in schedule.shards.shards_of(rank):
+        of_samples, held = schedule.shards.region(number), schedule.held(number)
+        start, stop = list(of_samples.start), list(of_samples.stop)
         if leaf.has_window_axis:
             start.insert(1, 0)
             stop.insert(1, len(leaf.places))
-        else:
-            data = data[:, 0]
-        if not self._plan.has_batch_axis:
-            data, start, stop = data[0], start[1:], stop[1:]
-        return Region(tuple(start), tuple(stop)), data
+        first = 0 if plan.has_batch_axis else 1
+        region = Region(tuple(start[first:]), tuple(stop[first:]))
+        shape = (of_samples.shape[0], len(leaf.places), *of_samples.shape[1:])
+        scale = None if held is None or leaf.scale is None else (_part(leaf.scale[0], held), _part(leaf.scale[1], held))
+        made.append(_LeafShard(number, region, of_samples.start[0], shape, held, scale))
+    return made
+
+
+def _part(values: Array, held: Region) -> Array:
+    """The part of a mean that belongs to a region; axes of one element are for all."""
+    bounds = zip(held.start, held.stop, values.shape, strict=True)
+    part: Array = values[tuple(slice(a, b) if n > 1 else slice(None) for a, b, n in bounds)]
+    return part
+
+
+def _neighbours(steps: Array, readings: Array) -> Iterator[tuple[int, int]]:
+    """The slices of slots whose steps follow each other in one reading: each is copied at once."""
+    ends = np.flatnonzero((np.diff(steps) != 1) | (np.diff(readings) != 0)) + 1
+    return pairwise([0, *ends.tolist(), len(steps)])
+
+
+def _aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """Uninitialised memory that JAX uses on CPU as it is."""
+    return aligned_bytes(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
