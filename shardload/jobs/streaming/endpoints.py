@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from shardload.arrays.assemble import EarlyPieces, assemble
 from shardload.engine.file_source import FileSource, OpenArray
@@ -209,39 +210,40 @@ class BatchTarget:
 
         There is one for each leaf; leaves of a stack have the same.
         """
-        stacked: dict[int, jax.Array] = {}
-        for stack in self._plan.stacks:
-            stacked |= dict.fromkeys(stack.leaves, self._stack(stack, epoch, number))
-        made = [stacked[k] if k in stacked else self._leaf(k, epoch, number) for k in range(len(self._plan.leaves))]
+        plan, made = self._plan, dict[int, jax.Array]()
+        for stack in plan.stacks:
+            pieces = self._pieces_of_stack(stack, epoch, number)
+            made |= dict.fromkeys(
+                stack.leaves, _assemble_early(stack.shape, stack.sharding, plan.leaves[stack.leaves[0]].dtype, pieces)
+            )
+        for k, leaf in enumerate(plan.leaves):
+            if k not in made:
+                made[k] = _assemble_early(leaf.shape, leaf.sharding, leaf.dtype, self._pieces(k, epoch, number))
         for key, start in self._ends.pop((epoch, number), ()):
             steps = self._steps[key]
             steps.drop(start)
             if not steps.starts:
                 del self._steps[key]
-        return made
+        return [made[k] for k in range(len(plan.leaves))]
 
-    def _leaf(self, k: int, epoch: EpochRounds, number: int) -> jax.Array:
-        leaf = self._plan.leaves[k]
-        early = EarlyPieces(leaf.shape, leaf.sharding)
-        return assemble(leaf.shape, leaf.sharding, leaf.dtype, self._pieces(k, epoch, number, early), early)
-
-    def _stack(self, stack: Stack, epoch: EpochRounds, number: int) -> jax.Array:
-        pieces = []
+    def _pieces_of_stack(self, stack: Stack, epoch: EpochRounds, number: int) -> Iterator[tuple[Region, Array]]:
+        """What this rank's devices have of a stack."""
+        join: Any = np.stack if stack.is_new else np.concatenate
         for same in zip(*(self._pieces(k, epoch, number) for k in stack.leaves), strict=True):  # one shard of each leaf
-            join = np.stack if stack.is_new else np.concatenate
-            data = join([data for _, data in same], axis=stack.axis)
             bounds = list(zip(same[0][0].start, same[0][0].stop, strict=True))
             bounds[stack.axis : stack.axis + (not stack.is_new)] = [(0, stack.shape[stack.axis])]
-            pieces.append((Region(*zip(*bounds, strict=True)), data))
-        return assemble(stack.shape, stack.sharding, self._plan.leaves[stack.leaves[0]].dtype, pieces)
+            start, stop = zip(*bounds, strict=True)
+            region = Region(start, stop)
+            out = _aligned(region.shape, same[0][1].dtype)
+            yield region, join([data for _, data in same], axis=stack.axis, out=out)
 
-    def _pieces(self, k: int, epoch: EpochRounds, number: int, early: EarlyPieces | None = None) -> list[tuple[Region, Array]]:
-        """What this rank's devices have of a leaf; with `early`, each is on its way to its device."""
-        plan, leaf, shards = self._plan, self._plan.leaves[k], self._shards[k]
-        of, pieces = plan.arrays[leaf.array], []
+    def _pieces(self, leaf_number: int, epoch: EpochRounds, number: int) -> Iterator[tuple[Region, Array]]:
+        """What this rank's devices have of a leaf."""
+        plan, leaf = self._plan, self._plan.leaves[leaf_number]
+        of = plan.arrays[leaf.array]
         samples = slice(number * plan.batch, (number + 1) * plan.batch)
         anchors, reading_of = epoch.anchors[samples], epoch.readings[leaf.array].of_use[samples]
-        for shard in shards:
+        for shard in self._shards[leaf_number]:
             out = _aligned(shard.shape, leaf.dtype)
             slots = slice(min(shard.first, len(anchors)), min(shard.first + shard.shape[0], len(anchors)))
             n = slots.stop - slots.start
@@ -249,19 +251,26 @@ class BatchTarget:
                 out[...] = pad_value(0 if of.options.pad is None else of.options.pad, leaf.dtype)
             if shard.held is not None and n:
                 real = out[(slice(n), slice(None), *shard.inside)]
-                for column, place in enumerate(leaf.places):
+                for k, place in enumerate(leaf.places):
                     steps, readings = anchors[slots] + of.offsets[place], reading_of[slots, place]
                     for i, j in _neighbours(steps, readings):
                         key = epoch, leaf.array, int(readings[i]), shard.number
-                        self._steps[key].copy(int(steps[i]), real[i:j, column])
+                        self._steps[key].copy(int(steps[i]), real[i:j, k])
                 if shard.scale is not None:
                     np.subtract(real, shard.scale[0], out=real)
                     np.divide(real, shard.scale[1], out=real)
-            data = out.reshape(shard.region.shape)
-            if early is not None:
-                early.start(shard.region, data)  # to its device, while the next one is made
-            pieces.append((shard.region, data))
-        return pieces
+            yield shard.region, out.reshape(shard.region.shape)
+
+
+def _assemble_early(
+    shape: tuple[int, ...], sharding: NamedSharding, dtype: np.dtype[Any], made: Iterator[tuple[Region, Array]]
+) -> jax.Array:
+    """The array of pieces, each of which is on its way to its device while the next one is made."""
+    early, pieces = EarlyPieces(shape, sharding), []
+    for region, data in made:
+        early.start(region, data)
+        pieces.append((region, data))
+    return assemble(shape, sharding, dtype, pieces, early)
 
 
 @dataclass(frozen=True)
