@@ -128,6 +128,31 @@ class Leaf:
     scale: tuple[Array, Array] | None = None
 
 
+@dataclass(frozen=True, eq=False)
+class Stack:
+    """Leaves that are one array of a batch.
+
+    Attributes
+    ----------
+    leaves : tuple of int
+        Their numbers, in order.
+    axis : int
+        The axis of the jax.Array along which they lie.
+    is_new : bool
+        Whether they have no such axis themselves.
+    sharding : NamedSharding
+        Of the jax.Array.
+    shape : tuple of int
+        Of the jax.Array.
+    """
+
+    leaves: tuple[int, ...]
+    axis: int
+    is_new: bool
+    sharding: NamedSharding
+    shape: tuple[int, ...]
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class StreamPlan:
     """What a stream will do: inspect it, print it.
@@ -171,6 +196,7 @@ class StreamPlan:
     staging_nbytes: int
     prefetch: int
     names: tuple[str, ...] = field(default=())
+    stacks: tuple[Stack, ...] = ()
 
     @property
     def n_samples(self) -> int:
@@ -226,6 +252,9 @@ class StreamPlan:
             array = self.arrays[leaf.array]
             window = ", ".join(f"{array.offsets[k]:+d}" for k in leaf.places)
             lines.append(f"  batch{name}: {leaf.dtype} {list(leaf.shape)}, steps {window} of each sample, {leaf.sharding.spec}")
+        for stack in self.stacks:
+            names = ", ".join(self.names[k] for k in stack.leaves)
+            lines.append(f"  {names} as one: {list(stack.shape)}, {stack.sharding.spec}")
         n = self.n_batches(self.n_samples)
         endless = "without end" if self.epochs is None else f"{self.epochs} epoch{'s' * (self.epochs != 1)}"
         lines.append(f"  {self.n_samples:,} samples, {n:,} batches of {self.batch} an epoch, {endless}")

@@ -29,7 +29,7 @@ from shardload.jobs.loading.planner import (
 )
 from shardload.jobs.loading.request import Request
 from shardload.jobs.streaming.gaps import gaps_in
-from shardload.jobs.streaming.plan import Leaf, StreamArray, StreamPlan
+from shardload.jobs.streaming.plan import Leaf, Stack, StreamArray, StreamPlan
 from shardload.jobs.streaming.sampling import IGNORE, Sampling, Window
 from shardload.planning.batch_flow import BatchSchedule
 from shardload.planning.blocks import plan_blocks
@@ -108,10 +108,18 @@ class StreamPlanner:
         What a batch has.
     ranks : PlannedRanks
         Who reads.
+    stacks : sequence of (str, sequence of int)
+        The axis of each stack, and the numbers of its leaves.
     """
 
-    def __init__(self, sampling: Sampling, leaves: Sequence[LeafRequest], ranks: PlannedRanks) -> None:
-        self._sampling, self._leaves, self._ranks = sampling, leaves, ranks
+    def __init__(
+        self,
+        sampling: Sampling,
+        leaves: Sequence[LeafRequest],
+        ranks: PlannedRanks,
+        stacks: Sequence[tuple[str, Sequence[int]]] = (),
+    ) -> None:
+        self._sampling, self._leaves, self._ranks, self._stacks = sampling, leaves, ranks, stacks
         self._batch = sampling.batch or 1
 
     def plan(self) -> StreamPlan:
@@ -123,9 +131,11 @@ class StreamPlanner:
         numbers = {key: k for k, key in enumerate(by_key)}
         self._check_lengths(arrays)
         order, pool_nbytes = self._order(arrays)
+        leaves = [self._leaf(leaf, arrays[numbers[leaf.key]], numbers[leaf.key]) for leaf in self._leaves]
         plan = StreamPlan(
             arrays=arrays,
-            leaves=[self._leaf(leaf, arrays[numbers[leaf.key]], numbers[leaf.key]) for leaf in self._leaves],
+            leaves=leaves,
+            stacks=tuple(self._stack(name, members, leaves) for name, members in self._stacks),
             sample_order=order,
             batch=self._batch,
             has_batch_axis=self._sampling.batch is not None,
@@ -342,6 +352,45 @@ class StreamPlanner:
             array.source.dtype,
             None if leaf.scale is None else self._scale(leaf.scale, array, leaf.where.removeprefix("array ")),
         )
+
+    def _stack(self, name: str, members: Sequence[int], leaves: Sequence[Leaf]) -> Stack:
+        """One array of some leaves. ConfigError if they are not alike."""
+        asked, own = [self._leaves[k] for k in members], [leaves[k] for k in members]
+        first, spec = own[0], asked[0].spec
+        has_axis = {name in leaf.info.dims for leaf in asked}
+        if len(has_axis) > 1:
+            without = next(leaf.info for leaf in asked if name not in leaf.info.dims)
+            raise ConfigError(f"stack is {name!r}, an axis that some arrays have, but {without} has not: pass another name")
+        n_before = len(first.shape) - len(self._rest(asked[0]))  # axes of samples and window
+        axis, is_new = n_before, not has_axis.pop()
+        if not is_new:
+            kept = self._rest(asked[0])
+            if asked[0].info.dims.index(name) not in kept:
+                raise ConfigError(
+                    f"stack is {name!r}, which is the axis of the stream or one that select drops: pass another axis"
+                )
+            axis += kept.index(asked[0].info.dims.index(name))
+            if any(spec[axis : axis + 1]):
+                raise ConfigError(f"stack is {name!r}, but {spec_text(spec)} cuts that axis: leave it whole, by None")
+        for leaf, found in zip(asked, own, strict=True):
+            alike = [(*leaf.shape[:axis], *leaf.shape[axis + (not is_new) :]) for leaf in (found, first)]
+            same = alike[0] == alike[1] and found.dtype == first.dtype and leaf.spec == spec
+            if not same or leaf.window != asked[0].window or leaf.request.sharding != asked[0].request.sharding:
+                raise ConfigError(
+                    f"stack is {name!r}, but {leaf.info} and {asked[0].info} are not alike: {list(found.shape)} and "
+                    f"{list(first.shape)} in a batch, {found.dtype} and {first.dtype}, windows {leaf.window} and "
+                    f"{asked[0].window}, {spec_text(leaf.spec)} and {spec_text(spec)}"
+                )
+        sizes = [1 if is_new else leaf.shape[axis] for leaf in own]
+        shape = (*first.shape[:axis], sum(sizes), *first.shape[axis + (not is_new) :])
+        sharding = asked[0].request.sharding
+        whole = NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+        return Stack(tuple(members), axis, is_new, whole, shape)
+
+    def _rest(self, leaf: LeafRequest) -> list[int]:
+        """The file's axes that a step has."""
+        kept = leaf.selection.kept
+        return [axis for k, axis in enumerate(kept) if k != self._axis(leaf)]
 
     def _scale(self, scale: tuple[Any, Any], array: StreamArray, where: str) -> tuple[Any, Any]:
         """A scale with an axis for each axis of a step."""

@@ -82,6 +82,7 @@ def stream(path: str, dataset: Any = "t", spec: Any = None, **options: Any) -> s
         ({"window": 0.5}, r"window is 0\.5; expected"),
         ({"scale": (0.0,)}, r"scale is \(0\.0,\); expected a mean and a standard deviation"),
         ({"scale": (1.0, 0.0)}, r"scale is \(1\.0, 0\.0\); expected .* that is nowhere 0"),
+        ({"stack": 1}, "stack is 1; expected the name of an axis, such as 'channel'"),
         ({"verify": "full"}, "verify is 'full', .* a stream takes 'index' or 'checksum'"),
         ({"readers": "direct"}, "readers is 'direct', .* pass 'auto', 'root' or a number"),
         ({"dataset": "*"}, "a stream needs the names of its arrays"),
@@ -272,6 +273,51 @@ def test_specs_and_shapes_of_a_batch(path: str) -> None:
     levels = shardload.stream(path, mesh(), P(), dataset="t", along="level", select={"time": slice(2, 5)}, prefetch=0)
     assert len(levels) == N_LEVELS
     np.testing.assert_array_equal(levels[1], np.arange(288, dtype="f4").reshape(24, 3, 4)[2:5, 1])
+
+
+def test_a_stack_along_a_new_axis(path: str) -> None:
+    """In the order of a list. Wrong if the axis were elsewhere, or a spec, a scale or a window that of another array."""
+    data = np.arange(N_STEPS * N_LEVELS * N_LAT, dtype="f4").reshape(N_STEPS, N_LEVELS, N_LAT)
+    more: dict[str, Any] = {"window": (0, 1), "gaps": "skip", "scale": [(1.0, 2.0), None], "stack": "channel"}
+    ds = stream(path, ["unnamed", "t"], P("data", None, None, None, "lat"), **more)
+    x = ds[1]
+    anchors = ds.order()[4:8]
+    samples = np.stack([data[anchors], data[anchors + 1]], axis=1)
+    np.testing.assert_array_equal(x, np.stack([(samples - 1) / 2, samples], axis=2), strict=True)
+    assert x.sharding.spec == P("data", None, None, None, "lat")
+    single = stream(path, ["u", "u"], P(None, "lat"), batch=None, stack="channel")[7]
+    np.testing.assert_array_equal(single, np.stack([data[7], data[7]]), strict=True)
+
+
+def test_a_stack_along_an_axis_that_arrays_have(path: str) -> None:
+    """Some arrays of the tree, and of different length along that axis."""
+    data = np.arange(N_STEPS * N_LEVELS * N_LAT, dtype="f4").reshape(N_STEPS, N_LEVELS, N_LAT)
+    names = {"x": {"a": "t", "b": "t"}, "y": "u"}
+    select = {"x": {"a": {"time": slice(0, 20), "level": slice(1, 3)}, "b": {"time": slice(0, 20)}}, "y": None}
+    ds = stream(path, names, stack={"x": "level", "y": None}, select=select)
+    batch = ds[2]
+    np.testing.assert_array_equal(batch["x"], np.concatenate([data[8:12, 1:3], data[8:12]], axis=1), strict=True)
+    np.testing.assert_array_equal(batch["y"], data[8:12], strict=True)
+    assert "['x']['a'], ['x']['b'] as one: [4, 5, 4]" in str(ds.plan)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (
+            {"dataset": ["t", "unnamed"], "stack": "lat"},
+            "stack is 'lat', an axis that some arrays have, but '/unnamed' .* has not",
+        ),
+        ({"dataset": ["t", "counts"], "stack": "channel"}, "stack is 'channel', but '/counts' .* and '/t' .* are not alike"),
+        ({"dataset": ["t", "t"], "stack": "time"}, "stack is 'time', which is the axis of the stream or one that select drops"),
+        ({"dataset": ["t", "t"], "stack": "lat", "spec": P(None, None, "lat")}, r"P\(None, None, 'lat'\) cuts that axis"),
+        ({"dataset": ["t", "t"], "stack": "new", "spec": P("data", "lat")}, r"P\('data', 'lat'\) cuts the new axis of stack"),
+        ({"dataset": {"a": "t", "b": "t"}, "stack": {"c": "new"}}, "stack does not match the arrays"),
+    ],
+)
+def test_arrays_that_are_no_stack(path: str, options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        stream(path, **options)
 
 
 def test_the_plan_says_what_a_person_wants_to_know(path: str) -> None:
