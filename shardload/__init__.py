@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from shardload.jobs.saving.plan import SavePlan
     from shardload.jobs.saving.save import SaveReport
     from shardload.jobs.streaming.plan import StreamPlan
+    from shardload.jobs.streaming.reader import StreamReport
     from shardload.jobs.streaming.stream import Stream, StreamIterator
     from shardload.planning.selection import between, near
 
@@ -79,6 +80,7 @@ __all__ = [
     "Stream",
     "StreamIterator",
     "StreamPlan",
+    "StreamReport",
     "TreePlan",
     "VerifyError",
     "VerifyReport",
@@ -112,6 +114,7 @@ _HOMES = {
     "Stream": "jobs.streaming.stream",
     "StreamIterator": "jobs.streaming.stream",
     "StreamPlan": "jobs.streaming.plan",
+    "StreamReport": "jobs.streaming.reader",
     "TreePlan": "jobs.loading.tree_plan",
     "VerifyReport": "arrays.verification",
     "initialize": "comm.launch",

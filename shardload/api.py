@@ -275,6 +275,7 @@ def stream(
     pool: str | int = DEFAULTS.pool,
     prefetch: int = DEFAULTS.prefetch,
     scale: Any = DEFAULTS.scale,
+    stack: Any = DEFAULTS.stack,
     select: Any = DEFAULTS.select,
     dtype: Any = DEFAULTS.dtype,
     decode: bool | str | None = DEFAULTS.decode,
@@ -328,13 +329,17 @@ def stream(
         first gap, or such samples are left out, or the coordinate is not looked at (pressure levels have no equal distances).
     pool : str or int
         How many bytes of steps the whole job may hold for a shuffled order: the more, the better samples are mixed, and the
-        less often chunks are read again. ``"auto"``: a tenth of the selection, at least two blocks, at most 64 GiB. The order
-        follows from it.
+        less often chunks are read again. ``"auto"``: a tenth of the selection, at least three blocks, at most 64 GiB. The order
+        follows from it; so that it does not follow from `dtype` and `decode`, bytes are those of the file's dtype.
     prefetch : int
         Batches that are made ahead, by two threads. 0: each is made inside ``next``, and no thread calls MPI.
     scale : tuple of 2 arrays or numbers, or tree of them
         Mean and standard deviation. Values become ``(x - mean) / deviation``, in their dtype, as NumPy computes it. Arrays must
         fit the axes of a step, without that of the stream: shape ``(13, 1, 1)`` for 13 levels.
+    stack : str, optional, or tree of str
+        Make one array of a tree of arrays, in the order of the tree (dicts by sorted key), along this axis. If the arrays have
+        an axis of this name, they are put one behind the other along it; else it is a new one, behind that of the window. It is
+        an axis of the spec, and not cut. ``stack={"x": "channel", "y": None}`` counts for the arrays below ``"x"``.
     select, dtype, decode
         As in `load`. Steps and anchors are counted from the first selected one.
     pad : number, optional

@@ -240,6 +240,12 @@ def _is_one_window(window: Any) -> bool:
     return window is None or isinstance(window, range) or is_plain_tuple(window) or _is_integer(window)
 
 
+def _stack(name: Any) -> str | None:
+    if name is not None and (not isinstance(name, str) or not name):
+        raise ConfigError(f"stack is {name!r}; expected the name of an axis, such as 'channel'")
+    return name
+
+
 def _scale(scale: Any) -> tuple[Any, Any] | None:
     if scale is None:
         return None
@@ -563,6 +569,10 @@ _DECLARED = (
     Option(
         "scale", None, "Mean and standard deviation: values become (x - mean) / deviation.", _STREAM, _scale, _scale_text,
         is_shared=False, is_kept=False, is_one=is_plain_tuple,
+    ),
+    Option(
+        "stack", None, "Make one array of a tree of them, along this axis: a new one, or one that they have.", _STREAM, _stack,
+        is_shared=False, is_kept=False,
     ),
 )  # fmt: skip
 

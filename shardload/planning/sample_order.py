@@ -3,11 +3,11 @@
 A sample is named by its anchor, a step along the stream's axis. The order is a function of integers alone: it is the same on
 any mesh, with any number of ranks, and for any size of a batch.
 
-    order = argsort(place of the anchor's block + spread * u(anchor))
+    order = argsort(place of the sample's block + spread * u(anchor))
 
-Blocks of steps, aligned to the chunks of the file, are put into a random order, and each sample moves on from its block by up
-to `spread` blocks. So at most `spread` + 1 blocks are in memory at a time, and a batch has samples of about as many. With a
-spread of all blocks each order of all samples is as likely as any other.
+Blocks of steps, aligned to the chunks of the file, are put into a random order. A sample is in the block of its first step, and
+moves on from there by up to `spread` blocks. So at most `spread` + 1 blocks are in memory at a time, and a batch has samples of
+about as many. With a spread of all blocks each order of all samples is as likely as any other.
 
 The random numbers are a hash of a counter (SplitMix64, Steele, Lea and Flood 2014), not those of a library, whose releases may
 change them. A seed and an epoch are hashed one after the other: a sum would make epoch 1 of seed 0 the same as epoch 0 of
@@ -19,7 +19,7 @@ Examples
 >>> order.anchors.tolist()
 [1, 2, 3, 4, 5, 6, 7]
 >>> order.epoch(0).tolist(), order.epoch(1).tolist()
-([7, 6, 4, 5, 2, 3, 1], [6, 7, 3, 2, 5, 4, 1])
+([7, 5, 6, 4, 3, 2, 1], [7, 3, 4, 5, 6, 1, 2])
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ ORDER_VERSION = 1  # a state of another version belongs to another order
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _OF_BLOCKS, _OF_SAMPLES = 1, 2  # two sequences of random numbers
+ALL_BLOCKS = 1 << 31  # a spread over all blocks of any array
 
 
 def _mixed(words: Words) -> Words:
@@ -101,8 +102,8 @@ class SampleOrder:
             is_kept = np.searchsorted(self.breaks, begin, side="right") == np.searchsorted(self.breaks, end, side="right")
             anchors, begin, end = anchors[is_kept], begin[is_kept], end[is_kept]
         if not self.crosses_blocks:
-            of_anchor = self.block_of(anchors)
-            anchors = anchors[(self.block_of(begin) == of_anchor) & (self.block_of(end) == of_anchor)]
+            anchors = anchors[self.block_of(begin) == self.block_of(end)]
+        anchors.setflags(write=False)
         return anchors
 
     def block_of(self, steps: Ints) -> Ints:
@@ -124,15 +125,42 @@ class SampleOrder:
         place = np.empty(self.n_blocks, dtype=np.uint64)
         shuffled = np.argsort(random_words(self.seed, number, _OF_BLOCKS, np.arange(self.n_blocks)), kind="stable")
         place[shuffled] = np.arange(self.n_blocks, dtype=np.uint64)
-        keys = (place[self.block_of(self.anchors)] << np.uint64(32)) + np.uint64(self.spread) * (words >> np.uint64(32))
+        keys = (place[self.block_of(self.anchors + self.first)] << np.uint64(32)) + np.uint64(self.spread) * (
+            words >> np.uint64(32)
+        )
         return self.anchors[np.argsort(keys, kind="stable")]
+
+    def horizon(self, batch: int, chunk: int) -> int:
+        """Batches that a step waits in memory at most between two of its samples, if chunks have so many steps.
+
+        >>> SampleOrder(n_steps=100, first=0, last=0, block=10, seed=1, spread=2).horizon(batch=8, chunk=10)
+        6
+        """
+        n_steps = chunk if self.seed is None else (self.spread + 2) * self.block
+        return -(-(self.last - self.first + n_steps) // batch) + 1
 
 
 def block_steps(chunk: int, first: int, last: int) -> int:
-    """Steps of a block: whole chunks, so many that with the chunks at its borders at most half as many more are read.
+    """Steps of a block: whole chunks, so many that windows which reach over its end have at most half as many more read.
 
-    >>> block_steps(40, 0, 0), block_steps(40, -1, 1), block_steps(1, 0, 1)
-    (40, 160, 2)
+    >>> block_steps(40, 0, 0), block_steps(40, -1, 1), block_steps(1, 0, 1), block_steps(40, 24, 24)
+    (40, 80, 2, 40)
     """
-    n_more = -(min(first, 0) // chunk) + -(-max(last, 0) // chunk)
+    n_more = -((first - last) // chunk)
     return chunk * max(1, 2 * n_more)
+
+
+def spread_in(pool: int, block: int, chunk: int, n_steps: int) -> int:
+    """By how many blocks a sample may move if `pool` steps of `n_steps` may be in memory.
+
+    Blocks that are open have been given by half, on average, so that nearly twice as many fit. Those of several chunks are for
+    windows over their borders, whose steps wait longer. A block of one step does not wait at all.
+
+    >>> spread_in(400, 40, 40, 4000), spread_in(800, 80, 40, 4000), spread_in(40, 40, 40, 4000)
+    (17, 9, 1)
+    >>> spread_in(4000, 40, 40, 4000) == spread_in(2, 1, 1, 4000) == ALL_BLOCKS
+    True
+    """
+    if pool >= n_steps or block == 1:
+        return ALL_BLOCKS
+    return max(1, 2 * (pool // block) - 3 if block == chunk else pool // block - 1)

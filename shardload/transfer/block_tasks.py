@@ -73,7 +73,7 @@ class BlockTasks:
         block = staged.block
         # The block has parts of this rank with gaps between them, which nobody needs: read part by part.
         has_gaps = len(block.parts) > 1 and sum(part.region.size for part in block.parts) < block.region.size
-        if has_gaps and not self._local.sends(block.parts):
+        if has_gaps and not self._local.sends(block.parts) and not self._share_chunks(block):
             for part in block.parts:
                 self._read_block(StagedBlock(Block(part.region, (part,)), slot=staged.slot), counters)
             return
@@ -86,6 +86,12 @@ class BlockTasks:
             values = self._fill(staged, counters)
         staged.tiles.append(Piece(block.region, values))
         self._local.deliver(block.parts, block.region, values, counters)
+
+    def _share_chunks(self, block: Block) -> bool:
+        """True if some chunks have several parts of a block: read part by part, they would be decoded several times."""
+        layout = self._layout
+        n_of_parts = sum(layout.chunks.n_meeting(part.region) for part in block.parts) if layout.has_chunks else 0
+        return n_of_parts > layout.chunks.n_meeting(block.region)
 
     def _in_place(self, block: Block) -> Array | None:
         """The region of the block in this rank's own piece, if the values can be read straight into it; else None."""

@@ -72,6 +72,17 @@ def test_load_transform_and_save(tmp_path: Path) -> None:
         assert file["modes"].compression == "gzip"
 
 
+def test_batches_of_a_stream(tmp_path: Path) -> None:
+    """The last batch, and the state after it: 98 samples are 12 batches."""
+    with h5py.File(tmp_path / "run.h5", "w") as file:
+        file.create_dataset("t2m", data=np.arange(100 * 8 * 3, dtype="f4").reshape(100, 8, 3), chunks=(10, 4, 3))
+    shown = "if jax.process_index() == 0: print(len(ds), batch['x'].shape, batch['y'].shape, float(error), state['sample'])\n"
+    (tmp_path / "stream.py").write_text(HEAD + block("stream") + shown)
+    job = run_job([str(tmp_path / "stream.py")], 4, cwd=tmp_path, timeout=240)
+    assert job.returncode == 0, job.stderr
+    assert "12 (8, 2, 8, 3) (8, 8, 3) 24.0 96" in job.stdout
+
+
 def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     """docs/save.md: each run adds three rows to those of the run before."""
     head = HEAD.replace('Mesh(np.array(jax.devices()), ("a",))', 'Mesh(np.array(jax.devices()).reshape(2, -1), ("a", "b"))')

@@ -423,10 +423,45 @@ def assemble_and_look_beside_a_mesh_of_the_caller() -> None:
                 np.testing.assert_array_equal(found, values[part.slices()], strict=True)
 
 
+# --- streams
+
+
+def stream_to_several_devices() -> None:
+    """Wrong if devices were taken for ranks, replicas had chunks decoded again, or a shard were that of another device."""
+    table, window = table_of((23, 8, 12)), (0, -1, 1)
+    cases = {
+        "2x4 permuted": P("a", None, "b"),
+        "4x2 transposed": P(("b", "a")),
+        "2x2 of some": P(None, None, "b", "a"),
+        "2x2x2 permuted": P("c", None, "a", "b"),
+        "one device": P("a", None, "b"),
+        "1x8": P(None, None, None, "a"),
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/a.h5"
+        with h5py.File(path, "w") as file:
+            file.create_dataset("x", data=table, chunks=(4, 3, 12), compression="gzip")
+        for (name, spec), shuffle in itertools.product(cases.items(), (None, 5)):
+            mesh = MESHES[name]()
+            ds = shardload.stream(path, mesh, spec, dataset="x", batch=8, window=window, shuffle=shuffle)
+            with iter(ds) as it:
+                for k, batch in enumerate(it):
+                    anchors = ds.order()[8 * k : 8 * k + 8]
+                    assert it.index.tolist() == anchors.tolist()
+                    assert batch.sharding == NamedSharding(mesh, spec)
+                    expected = table[anchors[:, None] + np.array(window)]
+                    assert {shard.device for shard in batch.addressable_shards} == set(mesh.devices.flat)
+                    for shard in batch.addressable_shards:
+                        np.testing.assert_array_equal(np.asarray(shard.data), expected[shard.index], err_msg=f"{name} {shard}")
+            assert k == len(ds) - 1 == 1
+            n_decoded = it.report.chunks_decoded
+            assert n_decoded == 5 * 3 if shuffle is None else n_decoded <= 1.5 * 6 * 3, f"{name}: {n_decoded} chunks decoded"
+
+
 CHECKS = [
     n
     for n, f in globals().items()
-    if n.startswith(("layout_", "assemble_", "load_")) and getattr(f, "__module__", "") == __name__
+    if n.startswith(("layout_", "assemble_", "load_", "stream_")) and getattr(f, "__module__", "") == __name__
 ]
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from examples import many_arrays
+from examples import many_arrays, shuffling
 from shardload.cli.main import app
 
 ROOT = Path(__file__).parents[2]
@@ -51,3 +54,27 @@ def test_the_plan_of_many_arrays_is_real(tmp_path: Path, monkeypatch: pytest.Mon
     assert made.exit_code == 0, made.stderr
     printed, promised = (re.sub(r"about \S+ s", "about ... s", text) for text in (made.stdout, shown[2]))
     assert printed == promised
+
+
+def block(marker: str) -> str:
+    """The fenced block of docs/streams.md after an HTML comment that starts with `marker`."""
+    found = re.search(rf"<!-- {marker}[^\n]*-->\n```\w*\n(.*?)```", (ROOT / "docs" / "streams.md").read_text(), re.DOTALL)
+    assert found is not None, marker
+    return found[1]
+
+
+def test_the_stream_of_the_page_is_real(tmp_path: Path) -> None:
+    """Its plan is what the page says, and its state goes on."""
+    names: dict[str, Any] = {}
+    with contextlib.chdir(tmp_path), contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(block("stream"), names)
+        exec(block("checkpoint"), names)
+    assert printed.getvalue() == block("plan of the stream")
+    assert (names["x"].shape, names["y"].shape) == ((8, 2, 32, 64), (8, 32, 64))
+    assert names["batches"].index.tolist() == names["ds"].order(0)[80:88].tolist()
+
+
+def test_the_table_of_shuffling_is_real(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["shuffling"])
+    shuffling.main()
+    assert capsys.readouterr().out == block("shuffling")

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from shardload.arrays.assemble import EarlyPieces, assemble
 from shardload.engine.file_source import FileSource, OpenArray
@@ -23,12 +24,14 @@ from shardload.errors import SourceError, StallError
 from shardload.formats.contract.format import Source
 from shardload.formats.lookup import open_source
 from shardload.jobs.consistency import State, check_unchanged
-from shardload.jobs.streaming.plan import EpochRounds, Leaf, RoundReadings, StreamArray, StreamPlan
+from shardload.jobs.streaming.plan import EpochRounds, Leaf, RoundReadings, Stack, StreamArray, StreamPlan
 from shardload.options import pad_value
 from shardload.planning.batch_flow import BatchFlow
 from shardload.planning.region import Region
 from shardload.system.scratch import aligned_bytes
 from shardload.transfer.buffers import Piece
+from shardload.transfer.counters import Counters
+from shardload.transfer.missing import describe_missing, settle_missing
 from shardload.transfer.moves import ArrayMove
 
 Array = np.ndarray[Any, Any]
@@ -66,6 +69,8 @@ class StreamSource(FileSource):
         self._sources: dict[int, tuple[Source, State]] = {}
         self._plan = plan
         self.n_decoded = self.nbytes_read = 0
+        self._missing: dict[int, Counters] = {}  # of this round, by array
+        self._told: set[int] = set()
 
     def open(self, moves: Sequence[Any], opened: ExitStack) -> list[OpenArray]:
         """See `FileSource`."""
@@ -80,8 +85,11 @@ class StreamSource(FileSource):
     def _count(self, moves: Sequence[StreamMove]) -> None:
         for move in moves:
             if move.producer is not None:
-                self.n_decoded += move.producer.counters.chunks_decoded
-                self.nbytes_read += move.producer.counters.nbytes_read
+                counters = move.producer.counters
+                self.n_decoded += counters.chunks_decoded
+                self.nbytes_read += counters.nbytes_read
+                if counters.missing:
+                    self._missing[move.array] = counters
 
     def _source(self, number: int) -> Source:
         if number not in self._sources:
@@ -99,8 +107,16 @@ class StreamSource(FileSource):
             self._sources[number] = source, source.opened_in()
         return self._sources[number][0]
 
-    def check_unchanged(self) -> None:
-        """Raise SourceError if a file has changed since it was opened."""
+    def check(self) -> None:
+        """Raise SourceError if a file has changed since it was opened, or if chunks are missing and `missing` forbids it."""
+        missing, self._missing = self._missing, {}
+        for number, counters in missing.items():
+            of = self._plan.arrays[number]
+            if number not in self._told or of.options.missing == "error":
+                self._told.add(number)
+                found = counters.chunks_missing, counters.missing
+                text = describe_missing(*found, of.info, of.source.selection, of.source.chunks)
+                settle_missing(text, of.options.missing, 0, of.info)
         for number, (source, before) in self._sources.items():
             info = self._plan.arrays[number].info
             check_unchanged(str(info), before, source.state(), info.path, info.dataset)
@@ -190,21 +206,44 @@ class BatchTarget:
         move.targets = {}
 
     def batch(self, epoch: EpochRounds, number: int) -> list[jax.Array]:
-        """Make the arrays of a batch, and let go of the steps that no later batch needs. Collective: no."""
-        made = [self._leaf(leaf, shards, epoch, number) for leaf, shards in zip(self._plan.leaves, self._shards, strict=True)]
+        """Make the arrays of a batch, and let go of the steps that no later batch needs. Collective: no.
+
+        There is one for each leaf; leaves of a stack have the same.
+        """
+        plan, made = self._plan, dict[int, jax.Array]()
+        for stack in plan.stacks:
+            pieces = self._pieces_of_stack(stack, epoch, number)
+            made |= dict.fromkeys(
+                stack.leaves, _assemble_early(stack.shape, stack.sharding, plan.leaves[stack.leaves[0]].dtype, pieces)
+            )
+        for k, leaf in enumerate(plan.leaves):
+            if k not in made:
+                made[k] = _assemble_early(leaf.shape, leaf.sharding, leaf.dtype, self._pieces(k, epoch, number))
         for key, start in self._ends.pop((epoch, number), ()):
             steps = self._steps[key]
             steps.drop(start)
             if not steps.starts:
                 del self._steps[key]
-        return made
+        return [made[k] for k in range(len(plan.leaves))]
 
-    def _leaf(self, leaf: Leaf, shards: Sequence[_LeafShard], epoch: EpochRounds, number: int) -> jax.Array:
-        plan, of = self._plan, self._plan.arrays[leaf.array]
+    def _pieces_of_stack(self, stack: Stack, epoch: EpochRounds, number: int) -> Iterator[tuple[Region, Array]]:
+        """What this rank's devices have of a stack."""
+        join: Any = np.stack if stack.is_new else np.concatenate
+        for same in zip(*(self._pieces(k, epoch, number) for k in stack.leaves), strict=True):  # one shard of each leaf
+            bounds = list(zip(same[0][0].start, same[0][0].stop, strict=True))
+            bounds[stack.axis : stack.axis + (not stack.is_new)] = [(0, stack.shape[stack.axis])]
+            start, stop = zip(*bounds, strict=True)
+            region = Region(start, stop)
+            out = _aligned(region.shape, same[0][1].dtype)
+            yield region, join([data for _, data in same], axis=stack.axis, out=out)
+
+    def _pieces(self, leaf_number: int, epoch: EpochRounds, number: int) -> Iterator[tuple[Region, Array]]:
+        """What this rank's devices have of a leaf."""
+        plan, leaf = self._plan, self._plan.leaves[leaf_number]
+        of = plan.arrays[leaf.array]
         samples = slice(number * plan.batch, (number + 1) * plan.batch)
         anchors, reading_of = epoch.anchors[samples], epoch.readings[leaf.array].of_use[samples]
-        early, pieces = EarlyPieces(leaf.shape, leaf.sharding), []
-        for shard in shards:
+        for shard in self._shards[leaf_number]:
             out = _aligned(shard.shape, leaf.dtype)
             slots = slice(min(shard.first, len(anchors)), min(shard.first + shard.shape[0], len(anchors)))
             n = slots.stop - slots.start
@@ -220,10 +259,18 @@ class BatchTarget:
                 if shard.scale is not None:
                     np.subtract(real, shard.scale[0], out=real)
                     np.divide(real, shard.scale[1], out=real)
-            data = out.reshape(shard.region.shape)
-            early.start(shard.region, data)  # to its device, while the next one is made
-            pieces.append((shard.region, data))
-        return assemble(leaf.shape, leaf.sharding, leaf.dtype, pieces, early)
+            yield shard.region, out.reshape(shard.region.shape)
+
+
+def _assemble_early(
+    shape: tuple[int, ...], sharding: NamedSharding, dtype: np.dtype[Any], made: Iterator[tuple[Region, Array]]
+) -> jax.Array:
+    """The array of pieces, each of which is on its way to its device while the next one is made."""
+    early, pieces = EarlyPieces(shape, sharding), []
+    for region, data in made:
+        early.start(region, data)
+        pieces.append((region, data))
+    return assemble(shape, sharding, dtype, pieces, early)
 
 
 @dataclass(frozen=True)

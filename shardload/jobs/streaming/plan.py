@@ -86,6 +86,11 @@ class StreamArray:
         """Bytes of one step of all of the array, as it is held."""
         return math.prod(self.schedule.rest.shape) * self.source.dtype.itemsize
 
+    @cached_property
+    def stored_step_nbytes(self) -> int:
+        """Bytes of one step of all of the array in the file's dtype."""
+        return math.prod(self.schedule.rest.shape) * self.source.file_dtype.itemsize
+
     @property
     def n_columns(self) -> int:
         """Columns of the selection."""
@@ -121,6 +126,31 @@ class Leaf:
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     scale: tuple[Array, Array] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Stack:
+    """Leaves that are one array of a batch.
+
+    Attributes
+    ----------
+    leaves : tuple of int
+        Their numbers, in order.
+    axis : int
+        The axis of the jax.Array along which they lie.
+    is_new : bool
+        Whether they have no such axis themselves.
+    sharding : NamedSharding
+        Of the jax.Array.
+    shape : tuple of int
+        Of the jax.Array.
+    """
+
+    leaves: tuple[int, ...]
+    axis: int
+    is_new: bool
+    sharding: NamedSharding
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -166,6 +196,7 @@ class StreamPlan:
     staging_nbytes: int
     prefetch: int
     names: tuple[str, ...] = field(default=())
+    stacks: tuple[Stack, ...] = ()
 
     @property
     def n_samples(self) -> int:
@@ -179,13 +210,7 @@ class StreamPlan:
     @cached_property
     def horizon(self) -> int:
         """Batches that a step waits in memory at most between two samples."""
-        order = self.sample_order
-        n_steps = (
-            order.last
-            - order.first
-            + (max(array.chunk_steps for array in self.arrays) if order.seed is None else (order.spread + 2) * order.block)
-        )
-        return -(-n_steps // self.batch) + 1
+        return self.sample_order.horizon(self.batch, max(array.chunk_steps for array in self.arrays))
 
     @cached_property
     def round_nbytes(self) -> int:
@@ -202,16 +227,20 @@ class StreamPlan:
     def fingerprint(self) -> dict[str, Any]:
         """What an order follows from, for a state that is used again: nothing of ranks or meshes."""
         order = self.sample_order
+        infos = [array.info for array in self.arrays]
+        offsets: dict[str, set[int]] = {}  # not those of a `StreamArray`: which leaves share one follows from their specs
+        for array in self.arrays:
+            offsets.setdefault(array.info.dataset, set()).update(array.offsets)
+        pool = "all steps" if order.spread >= order.n_blocks else f"mixes {order.spread} blocks of {order.block} steps"
         return {
             "order": ORDER_VERSION,
             "n_steps": order.n_steps,
-            "window": [order.first, order.last],
-            "block": order.block,
+            "window": {name: sorted(steps) for name, steps in sorted(offsets.items())},
             "phase": order.phase,
             "seed": order.seed,
-            "spread": None if order.seed is None else order.spread,
+            "pool": None if order.seed is None else pool,
             "samples": f"{self.n_samples}, CRC {zlib.crc32(order.anchors.tobytes()):08x}",
-            "arrays": sorted({f"{array.info.dataset} {array.info.dtype} {array.info.shape}" for array in self.arrays}),
+            "arrays": sorted({f"{of.dataset} {of.dtype} {of.shape} in chunks {of.chunks}" for of in infos}),
             "selections": sorted({str(array.source.selection.region) for array in self.arrays}),
         }
 
@@ -223,6 +252,9 @@ class StreamPlan:
             array = self.arrays[leaf.array]
             window = ", ".join(f"{array.offsets[k]:+d}" for k in leaf.places)
             lines.append(f"  batch{name}: {leaf.dtype} {list(leaf.shape)}, steps {window} of each sample, {leaf.sharding.spec}")
+        for stack in self.stacks:
+            names = ", ".join(self.names[k] for k in stack.leaves)
+            lines.append(f"  {names} as one: {list(stack.shape)}, {stack.sharding.spec}")
         n = self.n_batches(self.n_samples)
         endless = "without end" if self.epochs is None else f"{self.epochs} epoch{'s' * (self.epochs != 1)}"
         lines.append(f"  {self.n_samples:,} samples, {n:,} batches of {self.batch} an epoch, {endless}")
@@ -232,7 +264,7 @@ class StreamPlan:
             lines.append(f"  order: all samples shuffled (seed {order.seed})")
         else:
             lines.append(
-                f"  order: {order.n_blocks:,} blocks of {order.block:,} steps shuffled, samples over {order.spread} blocks "
+                f"  order: {order.n_blocks:,} blocks of {order.block:,} steps shuffled, samples mixed over {order.spread + 1} "
                 f"(seed {order.seed}, pool {format_nbytes(self.pool_nbytes)})"
             )
         epoch = EpochRounds(self, 0, 0)
@@ -357,8 +389,11 @@ class EpochRounds:
     def most_held_nbytes(self) -> int:
         """Most bytes of steps that all ranks hold for later batches, each counted once."""
         change = np.zeros(self.n_batches + 1, dtype=np.int64)
+        begins = [round_.batch for round_ in self.rounds]
+        if self._plan.prefetch:  # a round begins when the first batch of the one before is made
+            begins = [0, *begins][: len(begins)]
         for array, readings in zip(self._plan.arrays, self.readings, strict=True):
-            begin_of = {pair: round_.batch for round_ in self.rounds for pair in round_.readings}
+            begin_of = {pair: batch for batch, round_ in zip(begins, self.rounds, strict=True) for pair in round_.readings}
             number = self.readings.index(readings)
             for k in range(len(readings)):
                 steps, samples = readings.uses(k)

@@ -29,12 +29,12 @@ from shardload.jobs.loading.planner import (
 )
 from shardload.jobs.loading.request import Request
 from shardload.jobs.streaming.gaps import gaps_in
-from shardload.jobs.streaming.plan import Leaf, StreamArray, StreamPlan
+from shardload.jobs.streaming.plan import Leaf, Stack, StreamArray, StreamPlan
 from shardload.jobs.streaming.sampling import IGNORE, Sampling, Window
 from shardload.planning.batch_flow import BatchSchedule
 from shardload.planning.blocks import plan_blocks
 from shardload.planning.grid import Grid
-from shardload.planning.sample_order import Ints, SampleOrder, block_steps
+from shardload.planning.sample_order import Ints, SampleOrder, block_steps, spread_in
 from shardload.planning.schedule import Owners, Schedule
 from shardload.planning.selection import Selection
 from shardload.planning.shards import Shards
@@ -42,8 +42,8 @@ from shardload.planning.source_layout import SourceLayout
 from shardload.units import format_nbytes
 
 _SHARE_OF_SELECTION = 10  # pool="auto" is a tenth of what is selected
+_LEAST_POOL = 3  # blocks of pool="auto": with less, blocks are not mixed
 _MOST_POOL_NBYTES = 64 << 30
-_ALL_BLOCKS = 1 << 31
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +62,8 @@ class LeafRequest:
         The path or object that opens it.
     where : str
         Its place in the tree, for messages.
+    spec : PartitionSpec
+        Of a batch, as the caller passed it.
     window : int or tuple of int
         Its steps.
     scale : (ndarray, ndarray) or None
@@ -73,6 +75,7 @@ class LeafRequest:
     selection: Selection
     handle: Any
     where: str
+    spec: PartitionSpec
     window: Window
     scale: tuple[Any, Any] | None
 
@@ -89,6 +92,11 @@ class LeafRequest:
         return self.info.path, self.info.dataset, self.selection, self.request.sharding, *of_options
 
 
+def _typed(nbytes: int) -> str:
+    """A size as it is typed."""
+    return f"'{nbytes >> 20}MiB'" if nbytes >= 1 << 24 else str(nbytes)
+
+
 class StreamPlanner:
     """Makes the plan of a stream.
 
@@ -100,10 +108,18 @@ class StreamPlanner:
         What a batch has.
     ranks : PlannedRanks
         Who reads.
+    stacks : sequence of (str, sequence of int)
+        The axis of each stack, and the numbers of its leaves.
     """
 
-    def __init__(self, sampling: Sampling, leaves: Sequence[LeafRequest], ranks: PlannedRanks) -> None:
-        self._sampling, self._leaves, self._ranks = sampling, leaves, ranks
+    def __init__(
+        self,
+        sampling: Sampling,
+        leaves: Sequence[LeafRequest],
+        ranks: PlannedRanks,
+        stacks: Sequence[tuple[str, Sequence[int]]] = (),
+    ) -> None:
+        self._sampling, self._leaves, self._ranks, self._stacks = sampling, leaves, ranks, stacks
         self._batch = sampling.batch or 1
 
     def plan(self) -> StreamPlan:
@@ -115,9 +131,11 @@ class StreamPlanner:
         numbers = {key: k for k, key in enumerate(by_key)}
         self._check_lengths(arrays)
         order, pool_nbytes = self._order(arrays)
+        leaves = [self._leaf(leaf, arrays[numbers[leaf.key]], numbers[leaf.key]) for leaf in self._leaves]
         plan = StreamPlan(
             arrays=arrays,
-            leaves=[self._leaf(leaf, arrays[numbers[leaf.key]], numbers[leaf.key]) for leaf in self._leaves],
+            leaves=leaves,
+            stacks=tuple(self._stack(name, members, leaves) for name, members in self._stacks),
             sample_order=order,
             batch=self._batch,
             has_batch_axis=self._sampling.batch is not None,
@@ -131,7 +149,42 @@ class StreamPlanner:
             names=tuple(leaf.where.removeprefix("array ") for leaf in self._leaves),
         )
         self._check_samples(plan)
+        self._check_memory(plan)
         return plan
+
+    def _check_memory(self, plan: StreamPlan) -> None:
+        """Raise ConfigError if a rank has too little memory. The order is never changed to fit into it."""
+        order, room = plan.sample_order, self._ranks.memory_nbytes - plan.staging_nbytes
+        of_step = of_batch = stored = 0.0
+        for array in plan.arrays:
+            shards = array.schedule.shards
+            of_step += array.step_nbytes * shards.most_held / shards.n_shards
+            stored += array.stored_step_nbytes
+        for leaf in plan.leaves:
+            shards = plan.arrays[leaf.array].schedule.shards
+            of_batch += math.prod(leaf.shape) * leaf.dtype.itemsize * shards.most_held / shards.n_shards
+        room -= int((plan.prefetch + 1) * of_batch)
+        if order.seed is None:
+            n_steps = 2 * max(array.chunk_steps for array in plan.arrays) + order.last - order.first
+        elif order.spread < order.n_blocks:
+            n_steps = int(plan.pool_nbytes / max(1.0, stored))
+        else:
+            n_steps = order.n_steps if order.block > 1 else 0  # samples of one step do not wait
+        held = int(min(n_steps, order.n_steps) * of_step)
+        if held <= room:
+            return
+        told = (
+            f"a rank may use {format_nbytes(self._ranks.memory_nbytes)} of memory, but this stream takes {format_nbytes(held)} "
+            f"for steps, beside {format_nbytes(plan.staging_nbytes)} of staging and {plan.prefetch + 1} batches of "
+            f"{format_nbytes(int(of_batch))}. "
+        )
+        fits = int(room / max(1.0, of_step)) * stored
+        if order.seed is not None and fits >= _LEAST_POOL * order.block * stored:
+            raise ConfigError(f"{told}Pass pool={_typed(int(fits))} (another order), or start more ranks")
+        raise ConfigError(
+            f"{told}Start more ranks, cut a batch over more of them, pass a smaller batch or prefetch, or write shorter chunks "
+            "(shardload copy --chunks)"
+        )
 
     def _check_samples(self, plan: StreamPlan) -> None:
         n, batch, order = plan.n_samples, plan.batch, plan.sample_order
@@ -198,8 +251,10 @@ class StreamPlanner:
 
     def _shards(self, leaf: LeafRequest, source: SourceLayout, axis: int) -> Shards:
         """A batch without the axis of a window, cut into shards."""
-        shape, sharding = source.selection.shape, leaf.request.sharding
+        shape, sharding, name = source.selection.shape, leaf.request.sharding, f"a batch of {leaf.info}"
         rest = (*shape[:axis], *shape[axis + 1 :])
+        if len(sharding.spec) > 1 + len(rest):
+            self._refuse_spec(leaf, len(rest))
         sizes = tuple(sharding.mesh.shape.values())
         n_parts = math.prod(sizes[m] for m in read_spec(sharding, 1 + len(rest))[0])
         if self._batch % n_parts:
@@ -209,7 +264,17 @@ class StreamPlanner:
                 f"batch is {self._batch}, but {spec_text(sharding.spec)} cuts the samples of a batch into {n_parts}: pass a "
                 f"multiple of {n_parts}, such as batch={-(-self._batch // n_parts) * n_parts}"
             )
-        return lay_out_shards(leaf.request, self._ranks, (self._batch, *rest), source.dtype, f"a batch of {leaf.info}")
+        if isinstance(leaf.window, tuple):
+            name += " (without its window)"
+        return lay_out_shards(leaf.request, self._ranks, (self._batch, *rest), source.dtype, name)
+
+    def _refuse_spec(self, leaf: LeafRequest, n_rest: int) -> None:
+        """Raise ConfigError for a spec of more axes than a batch has."""
+        has_batch, has_window = self._sampling.batch is not None, isinstance(leaf.window, tuple)
+        axes, spec = ["samples"] * has_batch + ["the window"] * has_window, leaf.spec
+        n, what = len(axes) + n_rest, "a batch" if has_batch else "a step"
+        told = f": {', '.join(axes)}, then {n_rest} axes of a step" if axes else ""
+        raise ConfigError(f"{spec_text(spec)} has {len(spec)} entries, but {what} of {leaf.info} has {n} axes{told}")
 
     def _blocks(self, source: SourceLayout, axis: int, staging_nbytes: int) -> Grid:
         """The array cut into blocks: along the stream's axis a chunk long, along the others as long as staging allows."""
@@ -244,19 +309,20 @@ class StreamPlanner:
         n_steps, chunk = longest.n_steps, longest.chunk_steps
         block = min(block_steps(chunk, first, last), max(1, -(-n_steps // chunk)) * chunk)
         start = longest.source.selection.offset[longest.schedule.axis] if longest.source.has_chunks else 0
-        step_nbytes = sum({(array.info.path, array.info.dataset): array.step_nbytes for array in arrays}.values())
+        step_nbytes = sum({(array.info.path, array.info.dataset): array.stored_step_nbytes for array in arrays}.values())
         block_nbytes = block * step_nbytes
         if isinstance(sampling.pool, int):
             pool = sampling.pool
         else:
-            pool = max(2 * block_nbytes, min(_MOST_POOL_NBYTES, n_steps * step_nbytes // _SHARE_OF_SELECTION))
+            pool = max(_LEAST_POOL * block_nbytes, min(_MOST_POOL_NBYTES, n_steps * step_nbytes // _SHARE_OF_SELECTION))
         if sampling.shuffle is not None and pool < block_nbytes:
             raise ConfigError(
-                f"pool is {format_nbytes(pool)}, less than a block of {block} steps, {format_nbytes(block_nbytes)}, whose "
-                f"samples are shuffled together (a chunk has {chunk} steps): pass pool='{-(-block_nbytes // (1 << 20))}MiB' "
-                "or more, or write shorter chunks (shardload copy --chunks)"
+                f"pool is {format_nbytes(pool)}, less than a block of {block} steps, {format_nbytes(block_nbytes)} (a chunk "
+                f"has {chunk} steps, and a window goes from {first:+d} to {last:+d}). Pass "
+                f"pool={_typed(_LEAST_POOL * block_nbytes)} for {_LEAST_POOL} blocks, or write shorter chunks "
+                "(shardload copy --chunks)"
             )
-        spread = _ALL_BLOCKS if pool >= n_steps * step_nbytes else max(1, pool // max(1, block_nbytes) - 1)
+        spread = spread_in(pool // max(1, step_nbytes), block, chunk, n_steps)
         crosses = sampling.border == "reread" or sampling.shuffle is None
         breaks = self._breaks(arrays) if first != last else np.empty(0, dtype=np.int64)
         return SampleOrder(n_steps, first, last, block, start % block, sampling.shuffle, spread, breaks, crosses), pool
@@ -273,21 +339,58 @@ class StreamPlanner:
     def _leaf(self, leaf: LeafRequest, array: StreamArray, number: int) -> Leaf:
         has_axis, sharding = isinstance(leaf.window, tuple), leaf.request.sharding
         shape = list(array.schedule.shards.shape_global)
-        entries = [*sharding.spec, *(None for _ in range(len(shape) - len(sharding.spec)))]
         if has_axis:
             shape.insert(1, len(leaf.offsets))
-            entries.insert(1, None)
         if self._sampling.batch is None:
-            shape, entries = shape[1:], entries[1:]
+            del shape[0]
         return Leaf(
             number,
             tuple(array.offsets.index(step) for step in leaf.offsets),
             has_axis,
-            NamedSharding(sharding.mesh, PartitionSpec(*entries), memory_kind=sharding.memory_kind),
+            NamedSharding(sharding.mesh, leaf.spec, memory_kind=sharding.memory_kind),
             tuple(shape),
             array.source.dtype,
             None if leaf.scale is None else self._scale(leaf.scale, array, leaf.where.removeprefix("array ")),
         )
+
+    def _stack(self, name: str, members: Sequence[int], leaves: Sequence[Leaf]) -> Stack:
+        """One array of some leaves. ConfigError if they are not alike."""
+        asked, own = [self._leaves[k] for k in members], [leaves[k] for k in members]
+        first, spec = own[0], asked[0].spec
+        has_axis = {name in leaf.info.dims for leaf in asked}
+        if len(has_axis) > 1:
+            without = next(leaf.info for leaf in asked if name not in leaf.info.dims)
+            raise ConfigError(f"stack is {name!r}, an axis that some arrays have, but {without} has not: pass another name")
+        n_before = len(first.shape) - len(self._rest(asked[0]))  # axes of samples and window
+        axis, is_new = n_before, not has_axis.pop()
+        if not is_new:
+            kept = self._rest(asked[0])
+            if asked[0].info.dims.index(name) not in kept:
+                raise ConfigError(
+                    f"stack is {name!r}, which is the axis of the stream or one that select drops: pass another axis"
+                )
+            axis += kept.index(asked[0].info.dims.index(name))
+            if any(spec[axis : axis + 1]):
+                raise ConfigError(f"stack is {name!r}, but {spec_text(spec)} cuts that axis: leave it whole, by None")
+        for leaf, found in zip(asked, own, strict=True):
+            alike = [(*leaf.shape[:axis], *leaf.shape[axis + (not is_new) :]) for leaf in (found, first)]
+            same = alike[0] == alike[1] and found.dtype == first.dtype and leaf.spec == spec
+            if not same or leaf.window != asked[0].window or leaf.request.sharding != asked[0].request.sharding:
+                raise ConfigError(
+                    f"stack is {name!r}, but {leaf.info} and {asked[0].info} are not alike: {list(found.shape)} and "
+                    f"{list(first.shape)} in a batch, {found.dtype} and {first.dtype}, windows {leaf.window} and "
+                    f"{asked[0].window}, {spec_text(leaf.spec)} and {spec_text(spec)}"
+                )
+        sizes = [1 if is_new else leaf.shape[axis] for leaf in own]
+        shape = (*first.shape[:axis], sum(sizes), *first.shape[axis + (not is_new) :])
+        sharding = asked[0].request.sharding
+        whole = NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+        return Stack(tuple(members), axis, is_new, whole, shape)
+
+    def _rest(self, leaf: LeafRequest) -> list[int]:
+        """The file's axes that a step has."""
+        kept = leaf.selection.kept
+        return [axis for k, axis in enumerate(kept) if k != self._axis(leaf)]
 
     def _scale(self, scale: tuple[Any, Any], array: StreamArray, where: str) -> tuple[Any, Any]:
         """A scale with an axis for each axis of a step."""

@@ -227,7 +227,7 @@ class RoundReader:
         try:
             self._session.move(staged, self._source, self._target)
             with self._session.errors:
-                self._source.check_unchanged()
+                self._source.check()
             counts = [self._source.n_decoded, self._source.nbytes_read]
             decoded, nbytes = self._session.agree(counts)
         except SourceError as error:

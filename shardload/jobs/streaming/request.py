@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardload.arrays.sharding import read_sharding, spec_text
@@ -54,7 +55,9 @@ class StreamCall(LoadCall):
     """One call of `stream` on this rank."""
 
     def __init__(self, path: Any, mesh: Any, spec: Any, given: Mapping[str, Any]) -> None:
+        self.specs: list[PartitionSpec] = []
         self.windows: list[Window] = []
+        self.stacks: list[tuple[str, list[int]]] = []
         self.scales: list[Any] = []
         self.sampling: Sampling | None = None
         super().__init__("stream", path, mesh, spec, given)
@@ -68,6 +71,7 @@ class StreamCall(LoadCall):
             if tree.has_patterns:
                 raise ConfigError("a stream needs the names of its arrays: pass dataset= with a name, or a dict of names")
             self.windows, self.scales = self._spread("window", tree), self._spread("scale", tree)
+            self.stacks = self._read_stacks(tree)
             self._mesh, self._spec = self._of_samples(tree, self.sampling.batch is not None), None
             self._refuse_what_only_a_load_does()
         except ConfigError as error:
@@ -86,6 +90,27 @@ class StreamCall(LoadCall):
             with naming_errors(where_text(where)):
                 checked.append(option.check(value))
         return checked
+
+    def _read_stacks(self, tree: ArrayTree) -> list[tuple[str, list[int]]]:
+        """The axis of each stack, and the numbers of its leaves."""
+        stack, found = self._given["stack"], list[tuple[str, list[int]]]()
+        for name in tree.spread("stack", stack):
+            OPTIONS["stack"].check(name)
+
+        def add(name: str | None, leaves: Any) -> None:
+            if name is not None:
+                found.append((name, jax.tree_util.tree_leaves(leaves)))
+
+        jax.tree_util.tree_map(add, stack, tree.build(range(len(tree.places))), is_leaf=is_one)
+        return found
+
+    def _build(self, arrays: list[Any]) -> Any:
+        """A batch, of an array for each leaf; those of a stack are the same."""
+
+        def of_stack(name: str | None, arrays: Any) -> Any:
+            return arrays if name is None else jax.tree_util.tree_leaves(arrays)[0]
+
+        return jax.tree_util.tree_map(of_stack, self._given["stack"], self.tree.build(arrays), is_leaf=is_one)
 
     def _refuse_what_only_a_load_does(self) -> None:
         if self._given["verify"] in (FILE, FULL):
@@ -107,18 +132,20 @@ class StreamCall(LoadCall):
         shardings = []
         for mesh, spec, window, where in zip(meshes, specs, self.windows, tree.where, strict=True):
             sharding = read_sharding(mesh, spec)
-            spec = sharding.spec
+            spec = of_samples = sharding.spec
             if isinstance(window, tuple) or (is_shared and any_axis):
-                spec = _without_window(spec, has_batch, where_text(where))
-            if not has_batch:
-                spec = PartitionSpec(None, *spec)
-            shardings.append(NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind))
+                of_samples = _without_window(spec, has_batch, where_text(where))
+            self.specs.append(spec if isinstance(window, tuple) else of_samples)
+            entries = [*of_samples] if has_batch else [None, *of_samples]
+            while entries and entries[-1] is None:  # so that leaves which are cut in the same way are read together
+                entries.pop()
+            shardings.append(NamedSharding(sharding.mesh, PartitionSpec(*entries), memory_kind=sharding.memory_kind))
         return tree.build(shardings)
 
     def _describe(self, place: Place, request: Request) -> dict[str, str]:
         """See `LoadCall`."""
         k = next(k for k, other in enumerate(self.tree.places) if other is place)
-        own = {**vars(self.sampling), "window": self.windows[k], "scale": self.scales[k]}
+        own = {**vars(self.sampling), "window": self.windows[k], "scale": self.scales[k], "stack": self._given["stack"]}
         texts = {name: (OPTIONS[name].text or repr)(value) for name, value in own.items()}
         return super()._describe(place, request) | texts
 
@@ -128,7 +155,7 @@ class StreamCall(LoadCall):
         along, names = self._given["along"], named_coordinates(selections)
         steps = {step for window in self.windows for step in (window if isinstance(window, tuple) else (window,))}
         looks_for_gaps = len(steps) > 1 and self._given["gaps"] != IGNORE
-        if not (looks_for_gaps or isinstance(along, str) or any(map(is_by_name, selections))):
+        if not (looks_for_gaps or isinstance(along, str) or self.stacks or any(map(is_by_name, selections))):
             return None
         return Labeller(finder, SEARCHED_NBYTES, names, axis=along if looks_for_gaps else None)
 
@@ -139,7 +166,23 @@ class StreamCall(LoadCall):
         if is_by_name(options.select):
             options = replace(options, select=positions_of(options.select, info))
         selection, where = selection_for(options, info), where_text(self.tree.where[k])
-        return LeafRequest(request, info, selection, place.path, where, self.windows[k], self.scales[k])
+        stack = next((name for name, leaves in self.stacks if k in leaves), None)
+        if stack is not None and stack not in info.dims:
+            request = self._without_stack(request, k)
+        return LeafRequest(request, info, selection, place.path, where, self.specs[k], self.windows[k], self.scales[k])
+
+    def _without_stack(self, request: Request, k: int) -> Request:
+        """The request of a leaf of a stack: the spec has the new axis, which the array has not."""
+        sharding = request.sharding
+        entries = [*sharding.spec]
+        if any(entries[1:2]):
+            raise ConfigError(
+                f"{spec_text(self.specs[k])} cuts the new axis of stack, which lies behind those of samples and window: leave "
+                "it whole, by None"
+            )
+        del entries[1:2]
+        spec = PartitionSpec(*entries)
+        return replace(request, sharding=NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind))
 
     def _make_plan(self, told: Any) -> StreamPlan:
         """The plan, from what rank 0 has found."""
@@ -150,7 +193,7 @@ class StreamCall(LoadCall):
         for k, (metadata, *_) in enumerate(found):
             with naming_errors(where_text(self.tree.where[k])):
                 leaves.append(self._leaf_request(k, ArrayInfo.from_dict(metadata)))
-        return StreamPlanner(self.sampling, leaves, self.ranks_for(self.requests[0])).plan()
+        return StreamPlanner(self.sampling, leaves, self.ranks_for(self.requests[0]), self.stacks).plan()
 
     def open(self) -> Stream:
         """Plan the stream on all ranks. Collective."""
@@ -165,7 +208,7 @@ class StreamCall(LoadCall):
                 group = call.group.duplicate(timeout)
             return RoundReader(plan, group, digest, timeout, epoch, sample, n_batches)
 
-        return Stream(plan, make_reader, self.tree.build)
+        return Stream(plan, make_reader, self._build)
 
 
 def _check_threads(comm: Any) -> None:

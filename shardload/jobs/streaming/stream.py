@@ -36,7 +36,7 @@ class Stream:
 
     def order(self, epoch: int = 0) -> np.ndarray[Any, np.dtype[np.int64]]:
         """The anchors of all samples of an epoch, in the order in which they are given: steps of the selection."""
-        return self.plan.sample_order.epoch(epoch)
+        return self.plan.sample_order.epoch(epoch).copy()
 
     def __getitem__(self, number: int) -> Any:
         """The batch with a number. Collective: yes."""
@@ -119,8 +119,6 @@ class StreamIterator:
         plan, n_samples = self._stream.plan, len(batch.anchors)
         self._epoch, self._sample = batch.epoch, batch.first_sample + n_samples
         self.index, self.mask = batch.anchors, np.arange(plan.batch) < n_samples
-        if plan.n_batches(plan.n_samples - self._sample) == 0:
-            self._epoch, self._sample = batch.epoch + 1, 0
         return self._stream._build(batch.arrays)
 
     def _begin(self) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardload.planning.readings import Readings
-from shardload.planning.sample_order import SampleOrder, block_steps
+from shardload.planning.sample_order import SampleOrder, block_steps, spread_in
 from tests.tiers import examples
 
 
@@ -116,12 +116,12 @@ def test_in_sequence_each_chunk_is_read_once(batch: int, offsets: tuple[int, ...
 
 @pytest.mark.parametrize("seed", range(5))
 def test_shuffled_at_most_one_and_a_half_times(seed: int) -> None:
-    """Wrong if blocks were single chunks (2.85 times), not aligned, or steps were let go before the last sample of a block."""
+    """Wrong if blocks were single chunks (twice), not aligned, or steps were let go before the last sample of a block."""
     n_steps, chunk, offsets, batch = 16_000, 40, (-1, 0, 1), 8
     block = block_steps(chunk, -1, 1)
-    spread = n_steps // 10 // block - 1
+    spread = spread_in(n_steps // 10, block, chunk, n_steps)
     order = SampleOrder(n_steps, -1, 1, block, 0, seed, spread)
-    horizon = math.ceil((2 + (spread + 2) * block) / batch) + 1
+    horizon = order.horizon(batch, chunk)
     readings = Readings(order.epoch(0), batch=batch, offsets=offsets, chunk=chunk, horizon=horizon)
     n_times = len(readings) / len(set(readings.chunks.tolist()))
     assert 1 < n_times <= 1.5, n_times

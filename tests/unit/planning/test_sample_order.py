@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardload.planning.sample_order import SampleOrder, _mixed, block_steps, random_words
+from shardload.planning.readings import Readings
+from shardload.planning.sample_order import SampleOrder, _mixed, block_steps, random_words, spread_in
 from tests.tiers import examples
 
 MASK = 2**64 - 1
@@ -37,13 +38,12 @@ def brute_anchors(order: SampleOrder) -> list[int]:
     """The samples whose steps are all there, on one side of each gap, and in one block if they must be."""
     found = []
     for anchor in range(order.n_steps):
-        steps = range(min(anchor, anchor + order.first), max(anchor, anchor + order.last) + 1)
         window = range(anchor + order.first, anchor + order.last + 1)
         if window[0] < 0 or window[-1] >= order.n_steps:
             continue
         if any(window[0] < gap <= window[-1] for gap in ([] if order.breaks is None else order.breaks.tolist())):
             continue
-        if not order.crosses_blocks and len({(step + order.phase) // order.block for step in steps}) > 1:
+        if not order.crosses_blocks and len({(step + order.phase) // order.block for step in window}) > 1:
             continue
         found.append(anchor)
     return found
@@ -62,7 +62,7 @@ def brute_epoch(order: SampleOrder, number: int) -> list[int]:
 
     def key(anchor: int) -> int:
         u = word_of(seed, number, 2, anchor) >> 32  # of 2 ** 32
-        return (place[(anchor + order.phase) // order.block] << 32) + order.spread * u
+        return (place[(anchor + order.first + order.phase) // order.block] << 32) + order.spread * u
 
     return sorted(anchors, key=lambda anchor: (key(anchor), anchor))
 
@@ -121,13 +121,13 @@ ORDERS: list[tuple[SampleOrder, int, list[int]]] = [
     (
         SampleOrder(24, -2, 1, 5, phase=3, seed=20261126, spread=2),
         1,
-        [7, 8, 10, 11, 9, 5, 13, 6, 4, 3, 15, 2, 16, 14, 12, 22, 18, 19, 21, 20, 17],
+        [13, 10, 11, 9, 7, 12, 8, 5, 6, 4, 18, 15, 16, 14, 17, 3, 2, 22, 19, 21, 20],
     ),
     (SampleOrder(24, -2, 1, 5, phase=3, seed=20261126, spread=2, crosses_blocks=False), 1, [10, 9, 5, 4, 15, 14, 19, 20]),
     (
         SampleOrder(24, -2, 1, 5, seed=2**63 + 1, spread=3, breaks=np.array([6, 17])),
         8589934592,
-        [20, 8, 22, 21, 9, 11, 15, 19, 12, 10, 13, 14, 2, 4, 3],
+        [11, 8, 22, 10, 15, 9, 20, 19, 12, 21, 13, 14, 2, 4, 3],
     ),
 ]
 
@@ -224,13 +224,40 @@ def test_blocks_begin_where_chunks_of_the_file_begin(phase: int, block: int) -> 
 
 
 def test_length_of_a_block() -> None:
-    """Wrong if a window made no block longer: with chunks of 40 and (-1, 0, 1) each would be read 2.85 times, not 1.44."""
+    """Wrong if a window made no block longer: with chunks of 40 and (-1, 0, 1) each would be read twice."""
     for chunk, first, last in itertools.product((1, 3, 40), range(-45, 3, 4), range(-2, 50, 5)):
         steps = block_steps(chunk, min(first, last), max(first, last))
         assert steps % chunk == 0
-        n_before = len({step // chunk for step in range(min(first, last, 0), 0)})
-        n_behind = len({step // chunk for step in range(steps, steps + max(first, last, 0))})
-        assert n_before + n_behind <= steps // chunk / 2 or (steps == chunk and n_before + n_behind == 0)
+        first, last = min(first, last), max(first, last)
+        n_read = len({step // chunk for step in range(steps + last - first)})  # of samples that begin in a block
+        assert n_read <= 1.5 * steps / chunk
+        n_of_less = len({step // chunk for step in range(steps - chunk + last - first)})
+        assert steps == chunk or n_of_less > 1.5 * (steps / chunk - 1), "no shorter block would do"
+
+
+def most_held(order: SampleOrder, chunk: int, batch: int) -> int:
+    """Most steps that are in memory at a time, if chunks are read when they are first needed."""
+    window = tuple(range(order.first, order.last + 1))
+    readings = Readings(order.epoch(0), batch=batch, offsets=window, chunk=chunk, horizon=order.horizon(batch, chunk))
+    change = np.zeros(len(order.anchors) // batch + 3, dtype=np.int64)
+    for k in range(len(readings)):
+        steps, of_samples = readings.uses(k)
+        last = {step: sample // batch for step, sample in zip(steps.tolist(), of_samples.tolist(), strict=True)}
+        change[readings.batches[k]] += len(last)
+        np.subtract.at(change, np.array(list(last.values())) + 1, 1)
+    return int(np.cumsum(change).max())
+
+
+@pytest.mark.parametrize("n_blocks", [3, 6, 12])
+@pytest.mark.parametrize(("chunk", "first", "last"), [(40, 0, 0), (10, 5, 5), (40, -1, 1), (12, 0, 4), (1, 0, 0)])
+def test_the_pool_holds_what_an_order_keeps(chunk: int, first: int, last: int, n_blocks: int) -> None:
+    """Wrong if more blocks were open than the pool has room for, or so few that much of it stays empty."""
+    block = block_steps(chunk, first, last)
+    pool = n_blocks * block
+    order = SampleOrder(8000, first, last, block, seed=1, spread=spread_in(pool, block, chunk, 8000))
+    held = most_held(order, chunk, 8)
+    assert held <= pool + 8 * (last - first + 1), held / block
+    assert held > 0.7 * pool or chunk == 1, held / block
 
 
 def test_nothing_of_this_process_counts() -> None:

@@ -1,0 +1,77 @@
+"""Is a stack of arrays the one that NumPy makes, on each device of any mesh?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import h5py
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import shardload
+from tests.mpi.support import check, grid_shape, on_root, padded
+
+N_STEPS, N_LEVELS, LAT, LON = 29, 3, 6, 7
+BATCH = 12
+
+
+@pytest.fixture(scope="module")
+def path(comm: Any, tmp_path_factory: Any) -> str:
+    """Arrays of values that occur once in all of the file."""
+
+    def make() -> str:
+        name = tmp_path_factory.mktemp("stacks") / "a.h5"
+        with h5py.File(name, "w") as file:
+            for key, values in arrays().items():
+                file.create_dataset(key, data=values, chunks=(5, *(min(n, 4) for n in values.shape[1:])))
+            file["level"] = np.arange(N_LEVELS)
+            file["level"].make_scale("level")
+            file["u"].dims[1].attach_scale(file["level"])
+        return str(name)
+
+    return str(on_root(comm, make))
+
+
+def arrays() -> dict[str, Any]:
+    u = np.arange(N_STEPS * N_LEVELS * LAT * LON, dtype="f4").reshape(N_STEPS, N_LEVELS, LAT, LON)
+    return {"u": u, "t": u[:, 0] + 1_000_000, "q": u[:, 1] + 2_000_000}
+
+
+def mesh_of() -> Mesh:
+    devices = np.array(jax.devices())[::-1]
+    return Mesh(devices.reshape(grid_shape(len(devices))), ("a", "b"))
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_new_axis(comm: Any, path: str, prefetch: int) -> None:
+    """Wrong if the parts of one shard were put beside those of another, or padding between the arrays."""
+    mesh, spec, data = mesh_of(), P("a", None, None, None, "b"), arrays()
+    ds = shardload.stream(
+        path,
+        mesh,
+        spec,
+        dataset=["t", "q", "t"],
+        stack="channel",
+        batch=BATCH,
+        window=(-1, 0),
+        shuffle=3,
+        pad=-1,
+        prefetch=prefetch,
+    )
+    with iter(ds) as it:
+        for batch in it:
+            samples = [data[name][it.index[:, None] + np.array((-1, 0))] for name in ("t", "q", "t")]
+            check(batch, padded(np.stack(samples, axis=2), mesh, spec, -1), mesh, spec)
+
+
+def test_an_axis_that_they_have(comm: Any, path: str) -> None:
+    """The last levels before the first one: two arrays of different length along it."""
+    mesh, spec, u = mesh_of(), P("a", None, "b"), arrays()["u"]
+    levels = [{"level": slice(1, 3)}, {"level": slice(0, 1)}]
+    ds = shardload.stream(path, mesh, spec, dataset=["u", "u"], stack="level", select=levels, batch=BATCH, pad=-1)
+    with iter(ds) as it:
+        for batch in it:
+            check(batch, padded(u[it.index][:, [1, 2, 0]], mesh, spec, -1), mesh, spec)

@@ -1,0 +1,333 @@
+"""Does a stream say what is wrong with its arguments, and what to pass instead? Does it find gaps in the coordinate of steps?
+
+One process with one device; tests/mpi/test_streams.py has the values of batches.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import h5py
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardload
+from shardload.errors import ConfigError, SourceError
+from shardload.jobs.streaming.request import StreamCall
+
+N_STEPS, N_LEVELS, N_LAT = 24, 3, 4
+GAP = 15  # the step before which 30 hours are missing
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Values that are their own flat index, and coordinates: hours with a gap, levels with unequal distances."""
+    name = tmp_path_factory.mktemp("streams") / "a.h5"
+    shape = (N_STEPS, N_LEVELS, N_LAT)
+    hours = np.arange(N_STEPS) * 6.0
+    hours[GAP:] += 24
+    with h5py.File(name, "w") as file:
+        for key, values in {"time": hours, "level": np.array([1000.0, 950, 500]), "lat": np.arange(N_LAT)}.items():
+            file[key] = values
+            file[key].make_scale(key)
+        data = np.arange(np.prod(shape), dtype="f4").reshape(shape)
+        file.create_dataset("t", data=data, chunks=(4, N_LEVELS, N_LAT))
+        file.create_dataset("u", data=data[:20], chunks=(5, N_LEVELS, N_LAT))
+        file.create_dataset("counts", data=data.astype("i4"), chunks=(4, N_LEVELS, N_LAT))
+        file.create_dataset("unnamed", data=data, chunks=(4, N_LEVELS, N_LAT))
+        file.create_dataset("sparse", shape, "f4", chunks=(4, N_LEVELS, N_LAT), fillvalue=7)[:8] = data[:8]
+        for array, axis, key in ((a, k, name) for a in ("t", "counts") for k, name in enumerate(("time", "level", "lat"))):
+            file[array].dims[axis].attach_scale(file[key])
+        file["number"] = 3.0
+    return str(name)
+
+
+def mesh() -> Mesh:
+    return Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "lat"))
+
+
+def stream(path: str, dataset: Any = "t", spec: Any = None, **options: Any) -> shardload.Stream:
+    return shardload.stream(
+        path, mesh(), P("data") if spec is None else spec, dataset=dataset, **{"batch": 4, "prefetch": 0} | options
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"batch": 0}, "batch is 0; expected how many samples a batch has, 1 or more, or None for single steps"),
+        ({"batch": True}, "batch is True; expected"),
+        ({"batch": 4.0}, r"batch is 4\.0; expected"),
+        ({"shuffle": -1}, "shuffle is -1; expected a seed, an integer from 0 on, or None"),
+        ({"shuffle": True}, "shuffle is True; expected a seed"),
+        ({"epochs": 0}, "epochs is 0; expected how often all samples are given, 1 or more, or None"),
+        ({"prefetch": -1}, "prefetch is -1; expected how many batches are made ahead, 0 or more"),
+        ({"prefetch": None}, "prefetch is None; expected"),
+        ({"remainder": "keep"}, "remainder is 'keep'; expected 'drop', 'pad' or 'error'"),
+        ({"border": "cross"}, "border is 'cross'; expected 'reread' or 'drop'"),
+        ({"gaps": "fill"}, "gaps is 'fill'; expected 'error', 'skip' or 'ignore'"),
+        ({"pool": "much"}, "pool is 'much'; expected bytes"),
+        ({"pool": 0}, "pool is 0; expected more than 0 bytes"),
+        ({"along": None}, "along is None; expected the name of an axis in the file, such as 'time', or its number"),
+        ({"window": ()}, r"window is \(\); expected steps from the anchor of a sample"),
+        ({"window": (0, 0)}, r"window is \(0, 0\); expected .* a tuple of different ones such as \(-1, 0\)"),
+        ({"window": 0.5}, r"window is 0\.5; expected"),
+        ({"scale": (0.0,)}, r"scale is \(0\.0,\); expected a mean and a standard deviation"),
+        ({"scale": (1.0, 0.0)}, r"scale is \(1\.0, 0\.0\); expected .* that is nowhere 0"),
+        ({"stack": 1}, "stack is 1; expected the name of an axis, such as 'channel'"),
+        ({"verify": "full"}, "verify is 'full', .* a stream takes 'index' or 'checksum'"),
+        ({"readers": "direct"}, "readers is 'direct', .* pass 'auto', 'root' or a number"),
+        ({"dataset": "*"}, "a stream needs the names of its arrays"),
+    ],
+)
+def test_an_option_that_is_wrong_by_itself(path: str, options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        stream(path, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"along": 3}, r"along is 3, but '/t' in .* has shape \(24, 3, 4\): pass an axis of it"),
+        ({"along": -4}, r"along is -4, but .* has shape \(24, 3, 4\)"),
+        ({"along": "step"}, "along is 'step', but '/t' in .* has axes named 'time', 'level', 'lat'. Pass one of its 3 axes"),
+        ({"dataset": "unnamed", "along": "time"}, "along is 'time', but '/unnamed' in .* has no names of axes"),
+        ({"dataset": "number", "spec": P()}, r"along is 0, but '/number' in .* has shape \(\)"),
+        ({"select": 5}, "select takes one index of axis 0 of '/t' in .*, along which the stream goes: pass a slice"),
+        ({"dataset": ["t", "u"]}, "same number of steps, but '/t' in .* has 24, '/u' in .* has 20. Pass select="),
+        ({"batch": 25}, "24 steps have 24 samples, which make no batch of 25. Pass a smaller batch, or remainder='pad'"),
+        (
+            {"window": 24, "remainder": "pad", "gaps": "ignore"},
+            r"24 steps with a window from \+24 to \+24 have 0 samples, which make no batch of 4. Select more steps",
+        ),
+        (
+            {"window": range(20), "border": "drop", "shuffle": 1, "gaps": "skip"},
+            "have 0 samples",
+        ),
+        ({"batch": 5, "remainder": "error"}, "24 samples are 4 batches of 5, and 4 are left, .* or batch=[46]$"),
+        (
+            {"shuffle": 1, "pool": 100},
+            r"pool is 100 B, less than a block of 4 steps, 192 B \(a chunk .* Pass pool=576 for 3",
+        ),
+        ({"dataset": "counts", "scale": (1.0, 2.0)}, "scale needs floating-point values, but those of '/counts' .* are int32"),
+        (
+            {"scale": (np.zeros(3), np.ones(3))},
+            r"scale has an array of shape \(3,\), which does not fit a step of '/t' .* of shape \(3, 4\): .* shape \(3, 1\)",
+        ),
+        (
+            {"spec": P("data", "lat"), "window": (-1, 0), "gaps": "skip"},
+            r"the spec P\('data', 'lat'\) cuts the axis of the window, axis 1 of a batch, .* pass P\('data', None\)",
+        ),
+        (
+            {"spec": {"x": P("data", "lat"), "y": P()}, "window": {"x": (0, 1)}, "dataset": {"x": "t", "y": "t"}},
+            r"the spec\['x'\] P\('data', 'lat'\) cuts the axis of the window",
+        ),
+        ({"spec": P("lat"), "window": (0, 1), "batch": None}, r"cuts the axis of the window, axis 0 of a batch"),
+        ({"spec": P("time")}, "names mesh axis 'time', but the mesh has"),
+        (
+            {"spec": P(None, None, None, "lat")},
+            r"P\(None, None, None, 'lat'\) has 4 entries, but a batch of '/t' in .* has 3 axes: samples, then 2 axes of a step",
+        ),
+        (
+            {"spec": P("data", None, None, None, "lat"), "window": (0, 1), "gaps": "skip"},
+            "has 5 entries, but a batch of '/t' in .* has 4 axes: samples, the window, then 2 axes of a step",
+        ),
+        ({"spec": P(None, None, "lat"), "batch": None}, "has 3 entries, but a step of '/t' in .* has 2 axes"),
+        ({"window": {"z": 1}, "dataset": {"x": "t"}}, r"window does not match the arrays: only window has \['z'\]"),
+    ],
+)
+def test_options_that_do_not_fit_the_file_or_each_other(path: str, options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        stream(path, **options)
+
+
+def test_a_mesh_without_devices(path: str) -> None:
+    with pytest.raises(ConfigError, match="stream needs a mesh of devices, found an AbstractMesh"):
+        shardload.stream(path, AbstractMesh((1,), ("data",)), P("data"), dataset="t", batch=4)
+
+
+def test_samples_that_do_not_divide_over_their_devices(path: str) -> None:
+    """Wrong if it were padded, or if the error said nothing of the batch."""
+    code = """if True:
+        import sys, jax, numpy as np, shardload
+        from jax.sharding import Mesh, PartitionSpec as P
+        mesh = Mesh(np.array(jax.devices()), ("data",))
+        for batch in (6, None):
+            try:
+                shardload.stream(sys.argv[1], mesh, P("data"), dataset="t", batch=batch, pad=0.0)
+            except shardload.ConfigError as error:
+                print(error)
+    """
+    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", code, path], env=env, capture_output=True, text=True, timeout=100)
+    first, *others = done.stdout.splitlines()
+    assert first == ("batch is 6, but P('data') cuts the samples of a batch into 4: pass a multiple of 4, such as batch=8"), (
+        done.stderr
+    )
+    assert len(others) <= 1  # without a batch, the spec is that of the axes of a step: 3 levels over 4 devices are padded
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"shuffle": 1, "pool": 16 * 48}, r"this stream takes 768 B for steps, .* and 1 batches of 192 B. Pass pool=672 \("),
+        ({"shuffle": 1, "pool": 1 << 20}, r"this stream takes 1\.1 KiB for steps, .* Pass pool="),
+        ({"shuffle": 1, "batch": 16}, "this stream takes 576 B .* Start more ranks, cut a batch over more of them"),
+        ({"select": slice(0, 20), "batch": 16}, "this stream takes 384 B for steps, .* or write shorter chunks"),
+    ],
+)
+def test_too_little_memory_is_an_error(path: str, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], text: str) -> None:
+    """Wrong if the order were another one where there is less memory. A step has 48 bytes, a chunk four steps."""
+    ranks_for = StreamCall.ranks_for
+    room = 256 << 20, 900  # staging, and what is left
+    monkeypatch.setattr(
+        StreamCall, "ranks_for", lambda call, request: replace(ranks_for(call, request), memory_nbytes=sum(room))
+    )
+    assert len(stream(path, shuffle=1, pool=14 * 48).order()) == len(stream(path).order()) == N_STEPS
+    with pytest.raises(ConfigError, match=f"a rank may use 256.0 MiB of memory, but {text}"):
+        stream(path, **options)
+
+
+# --- gaps
+
+
+def test_a_gap_in_the_coordinate_is_an_error_that_names_it(path: str) -> None:
+    """Wrong if a window reached over the gap unseen; also if the axis is given by its number."""
+    for along in ("time", 0, -3):
+        with pytest.raises(ConfigError) as error:
+            stream(path, along=along, window=(-1, 0))
+        assert "'time' of '/t' in" in str(error.value)
+        assert "between steps 14 and 15 of the selection: it goes from 84 to 114, and by 6 from most steps" in str(error.value)
+
+
+def test_windows_over_a_gap_are_left_out(path: str) -> None:
+    anchors = stream(path, window=(-1, 0, 1), gaps="skip").order().tolist()
+    assert anchors == [*range(1, GAP - 1), *range(GAP + 1, N_STEPS - 1)]
+    assert stream(path, window=(-1, 0, 1), gaps="ignore").order().tolist() == [*range(1, N_STEPS - 1)]
+
+
+def test_a_gap_is_counted_from_the_selection(path: str) -> None:
+    """Wrong if the gap were looked for in the file's steps."""
+    for select in ({"time": slice(10, 20)}, (slice(10, 20), 1)):
+        anchors = stream(path, select=select, window=(0, 1), gaps="skip", batch=2).order().tolist()
+        assert anchors == [0, 1, 2, 3, 5, 6, 7, 8]
+    assert len(stream(path, select={"time": slice(GAP, None)}, window=(0, 1)).order()) == N_STEPS - GAP - 1
+
+
+def test_leaves_make_one_window(path: str) -> None:
+    """Wrong if only the windows of single leaves were looked at: here none has two steps."""
+    two = {"x": "t", "y": "t"}
+    with pytest.raises(ConfigError, match="has a gap"):
+        stream(path, two, window={"x": 0, "y": 1})
+    anchors = stream(path, two, window={"y": 1}, gaps="skip").order().tolist()
+    assert anchors == [k for k in range(N_STEPS - 1) if k != GAP - 1]
+
+
+def test_single_steps_and_axes_without_a_coordinate_have_no_gaps(path: str) -> None:
+    assert len(stream(path).order()) == N_STEPS
+    assert len(stream(path, window=1, batch=1).order()) == N_STEPS - 1
+    assert len(stream(path, "unnamed", window=(0, 1)).order()) == N_STEPS - 1
+
+
+def test_levels_at_unequal_distances(path: str) -> None:
+    """1000, 950, 500: the last difference is more than the median."""
+    with pytest.raises(ConfigError, match=r"'level' of .* between steps 1 and 2 .* gaps='ignore' if that is no matter"):
+        stream(path, along="level", window=(0, 1), batch=1)
+    assert len(stream(path, along="level", window=(0, 1), batch=1, gaps="ignore").order()) == 2
+
+
+# --- what is not stored
+
+
+def test_missing_chunks(path: str) -> None:
+    """Chunks 2 to 5 of "sparse" are not stored. Wrong if a stream filled them in without a word."""
+    with pytest.warns(shardload.MissingChunksWarning, match="are not stored in '/sparse'"):
+        batches = list(stream(path, "sparse"))
+    assert len(batches) == 6 and float(batches[-1].min()) == 7.0
+    assert len(list(stream(path, "sparse", missing="fill"))) == 6
+    with pytest.raises(SourceError, match="1 of 6 chunks is not stored in '/sparse'"):
+        list(stream(path, "sparse", missing="error"))
+
+
+# --- what a batch is
+
+
+def test_specs_and_shapes_of_a_batch(path: str) -> None:
+    ds = stream(path, {"x": "t", "y": "t"}, P("data", None, None, "lat"), window={"x": (-1, 0), "y": 1}, gaps="skip")
+    (x, y) = ds.plan.leaves
+    assert (x.shape, x.sharding.spec) == ((4, 2, N_LEVELS, N_LAT), P("data", None, None, "lat"))
+    assert (y.shape, y.sharding.spec) == ((4, N_LEVELS, N_LAT), P("data", None, "lat"))
+    assert len(ds.plan.arrays) == 1  # it is read once
+    sharding = NamedSharding(mesh(), P("lat"))
+    step = shardload.stream(path, sharding, dataset="t", prefetch=0)  # single steps: the spec is that of a step
+    assert step[3].shape == (N_LEVELS, N_LAT) and step[3].sharding.spec[0] == "lat"
+    np.testing.assert_array_equal(step[3], np.arange(36, 48, dtype="f4").reshape(N_LEVELS, N_LAT))
+    levels = shardload.stream(path, mesh(), P(), dataset="t", along="level", select={"time": slice(2, 5)}, prefetch=0)
+    assert len(levels) == N_LEVELS
+    np.testing.assert_array_equal(levels[1], np.arange(288, dtype="f4").reshape(24, 3, 4)[2:5, 1])
+
+
+def test_a_stack_along_a_new_axis(path: str) -> None:
+    """In the order of a list. Wrong if the axis were elsewhere, or a spec, a scale or a window that of another array."""
+    data = np.arange(N_STEPS * N_LEVELS * N_LAT, dtype="f4").reshape(N_STEPS, N_LEVELS, N_LAT)
+    more: dict[str, Any] = {"window": (0, 1), "gaps": "skip", "scale": [(1.0, 2.0), None], "stack": "channel"}
+    ds = stream(path, ["unnamed", "t"], P("data", None, None, None, "lat"), **more)
+    x = ds[1]
+    anchors = ds.order()[4:8]
+    samples = np.stack([data[anchors], data[anchors + 1]], axis=1)
+    np.testing.assert_array_equal(x, np.stack([(samples - 1) / 2, samples], axis=2), strict=True)
+    assert x.sharding.spec == P("data", None, None, None, "lat")
+    single = stream(path, ["u", "u"], P(None, "lat"), batch=None, stack="channel")[7]
+    np.testing.assert_array_equal(single, np.stack([data[7], data[7]]), strict=True)
+
+
+def test_a_stack_along_an_axis_that_arrays_have(path: str) -> None:
+    """Some arrays of the tree, and of different length along that axis."""
+    data = np.arange(N_STEPS * N_LEVELS * N_LAT, dtype="f4").reshape(N_STEPS, N_LEVELS, N_LAT)
+    names = {"x": {"a": "t", "b": "t"}, "y": "u"}
+    select = {"x": {"a": {"time": slice(0, 20), "level": slice(1, 3)}, "b": {"time": slice(0, 20)}}, "y": None}
+    ds = stream(path, names, stack={"x": "level", "y": None}, select=select)
+    batch = ds[2]
+    np.testing.assert_array_equal(batch["x"], np.concatenate([data[8:12, 1:3], data[8:12]], axis=1), strict=True)
+    np.testing.assert_array_equal(batch["y"], data[8:12], strict=True)
+    assert "['x']['a'], ['x']['b'] as one: [4, 5, 4]" in str(ds.plan)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (
+            {"dataset": ["t", "unnamed"], "stack": "lat"},
+            "stack is 'lat', an axis that some arrays have, but '/unnamed' .* has not",
+        ),
+        ({"dataset": ["t", "counts"], "stack": "channel"}, "stack is 'channel', but '/counts' .* and '/t' .* are not alike"),
+        ({"dataset": ["t", "t"], "stack": "time"}, "stack is 'time', which is the axis of the stream or one that select drops"),
+        ({"dataset": ["t", "t"], "stack": "lat", "spec": P(None, None, "lat")}, r"P\(None, None, 'lat'\) cuts that axis"),
+        ({"dataset": ["t", "t"], "stack": "new", "spec": P("data", "lat")}, r"P\('data', 'lat'\) cuts the new axis of stack"),
+        ({"dataset": {"a": "t", "b": "t"}, "stack": {"c": "new"}}, "stack does not match the arrays"),
+    ],
+)
+def test_arrays_that_are_no_stack(path: str, options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        stream(path, **options)
+
+
+def test_the_plan_says_what_a_person_wants_to_know(path: str) -> None:
+    text = str(stream(path, window=(-1, 0), gaps="skip", shuffle=3, pool="1KiB").plan)
+    for part in ("stream of '/t' in", "float32 [4, 2, 3, 4], steps -1, +0", "samples, 5 batches of 4 an epoch", "seed 3"):
+        assert part in text
+
+
+def test_an_open_array_and_a_path_with_a_name(path: str) -> None:
+    with h5py.File(path) as file:
+        of_array = shardload.stream(file["u"], mesh(), P(), batch=4, prefetch=0)
+        np.testing.assert_array_equal(of_array[1], file["u"][4:8])
+    assert len(shardload.stream(Path(f"{path}:/u"), mesh(), P(), batch=4)) == 5
