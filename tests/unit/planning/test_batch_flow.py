@@ -76,7 +76,7 @@ def slices_of(region: Any, origin: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(a - z, b - z) for a, b, z in zip(region.start, region.stop, origin, strict=True))
 
 
-@examples(300)
+@examples(150)
 @given(cases())
 def test_each_step_reaches_each_shard_that_needs_it(case: Case) -> None:
     """Wrong if a part were sent twice, to another shard or with other steps, or the two ends of a message disagreed on it."""
@@ -118,7 +118,7 @@ def test_each_step_reaches_each_shard_that_needs_it(case: Case) -> None:
                 assert [flow.target(flow.number(shard, k)).start[axis] for k in range(len(runs))] == runs.start.tolist()  # type: ignore[union-attr]
 
 
-@examples(100)
+@examples(80)
 @given(cases())
 def test_each_block_has_one_reader(case: Case) -> None:
     """Wrong if two ranks decoded a chunk, nobody did, or one rank had all blocks of a round."""
@@ -135,7 +135,7 @@ def test_each_block_has_one_reader(case: Case) -> None:
         assert owned[case.schedule.owners.root]
 
 
-@examples(200)
+@examples(80)
 @given(st.data(), st.sampled_from([1, 2, 3, 1 << 30]))
 def test_runs(data: st.DataObject, most: int) -> None:
     """Wrong if a run went over the border of a column or a gap, was longer than it may, or ended before its last sample."""

@@ -73,7 +73,7 @@ def brute(case: Case) -> list[tuple[int, int, list[tuple[int, int]]]]:
     return sorted(found)
 
 
-@examples(300)
+@examples(150)
 @given(cases())
 def test_readings_are_what_they_should_be(case: Case) -> None:
     """Wrong if a step went to another reading, was let go too early, or a chunk were read for a batch that does not need it."""
@@ -95,7 +95,7 @@ def test_readings_are_what_they_should_be(case: Case) -> None:
             assert found[reading][0] <= sample // case.batch
 
 
-@examples(100)
+@examples(80)
 @given(cases())
 def test_with_time_enough_each_chunk_is_read_once(case: Case) -> None:
     """Wrong if steps of a chunk that come later had it read again although all of it was there."""
