@@ -281,6 +281,7 @@ class Group(Agreement):
         else:
             made = Group(None if self.size == 1 else duplicate(self.comm, timeout))
             made.watch_departures()
+        made._machine = self._machine
         return made
 
     def free(self) -> None:

@@ -30,11 +30,13 @@ import jax
 import numpy as np
 
 from shardload.comm.group import Group
+from shardload.comm.mpi import thread_level
 from shardload.engine.session import Round, Session, shared_nbytes
 from shardload.errors import PeerError, ShardloadError, SourceError, StallError
 from shardload.jobs.streaming.endpoints import BatchTarget, StreamSource, moves_of
 from shardload.jobs.streaming.plan import EpochRounds, RoundReadings, StreamPlan
 from shardload.system.garbage import let_go
+from shardload.transfer.moves import ArrayMove
 from shardload.units import counted, format_nbytes
 
 _FAREWELL_SECONDS = 5.0  # `close` waits so long for ranks that still compute; the farewell goes on without it
@@ -218,7 +220,9 @@ class RoundReader:
         self.n_ready = run.first + self._pending[0].batch if self._pending else run.end
 
     def _read(self, run: _Run, round_: RoundReadings) -> None:
-        moves = moves_of(self.plan, run.epoch, round_)
+        moves: list[ArrayMove] = []
+        with self._session.errors:
+            moves = moves_of(self.plan, run.epoch, round_)
         staged = Round(moves, self.plan.staging, self._group.size > 1)
         try:
             self._session.move(staged, self._source, self._target)
@@ -332,7 +336,7 @@ class Inline:
         _close_left()
         if reader is None:
             return
-        if threading.get_ident() == self._thread:
+        if threading.get_ident() == self._thread or thread_level() in ("", "MULTIPLE"):
             reader.close(error)
         else:
             _left.append((self._thread, reader))  # garbage is collected in any thread, and only one may call MPI
