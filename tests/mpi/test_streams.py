@@ -370,6 +370,16 @@ def test_the_order_does_not_follow_from_what_it_must_not(files: dict[str, str]) 
     ds = stream(files["a.h5"], mesh_of(), P(), dataset="chunked")
     ds.order()[:] = 0  # the caller's own
     assert ds.order().tolist() == list(range(N_STEPS))
+    orders = []
+    for other in (P(), P("a"), P("b")):  # which leaves are read together follows from their specs, and the order does not
+        for leaves in (("x", "y", "z"), ("z", "y", "x"), ("y", "z", "x")):
+            x, y, z = leaves
+            selects = {x: (slice(2, 32), slice(0, 2)), y: (slice(4, 34), slice(None)), z: (slice(2, 32), slice(0, 2))}
+            options = {"select": selects, "shuffle": 1, "pool": 12 * (LAT + 2) * LON * 4}
+            specs = {x: P(), y: P("a"), z: other}
+            ds = stream(files["a.h5"], mesh_of(), specs, dataset=dict.fromkeys(sorted(leaves), "chunked"), **options)
+            orders.append(ds.order().tolist())
+    assert orders == orders[:1] * 9
 
 
 # --- length, epochs, remainders

@@ -78,6 +78,11 @@ class StreamArray:
         return self.schedule.blocks.phase[self.schedule.axis]
 
     @property
+    def start(self) -> int:
+        """The first selected step, counted in the file; 0 if that has no chunks."""
+        return self.source.selection.offset[self.schedule.axis] if self.source.has_chunks else 0
+
+    @property
     def n_steps(self) -> int:
         """Steps of the selection."""
         return self.schedule.blocks.shape[self.schedule.axis]

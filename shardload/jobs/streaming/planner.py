@@ -305,11 +305,12 @@ class StreamPlanner:
         """The order, and the pool from which it follows."""
         sampling = self._sampling
         first, last = min(array.offsets[0] for array in arrays), max(array.offsets[-1] for array in arrays)
-        longest = max(arrays, key=lambda array: array.chunk_steps)
+        longest = max(arrays, key=lambda array: (array.chunk_steps, array.start))
         n_steps, chunk = longest.n_steps, longest.chunk_steps
         block = min(block_steps(chunk, first, last), max(1, -(-n_steps // chunk)) * chunk)
-        start = longest.source.selection.offset[longest.schedule.axis] if longest.source.has_chunks else 0
-        step_nbytes = sum({(array.info.path, array.info.dataset): array.stored_step_nbytes for array in arrays}.values())
+        # Not a sum over `arrays`: whether leaves are read together follows from their specs.
+        parts = {(of.info.path, of.info.dataset, of.source.selection): of.stored_step_nbytes for of in arrays}
+        step_nbytes = sum(parts.values())
         block_nbytes = block * step_nbytes
         if isinstance(sampling.pool, int):
             pool = sampling.pool
@@ -325,7 +326,7 @@ class StreamPlanner:
         spread = spread_in(pool // max(1, step_nbytes), block, chunk, n_steps)
         crosses = sampling.border == "reread" or sampling.shuffle is None
         breaks = self._breaks(arrays) if first != last else np.empty(0, dtype=np.int64)
-        return SampleOrder(n_steps, first, last, block, start % block, sampling.shuffle, spread, breaks, crosses), pool
+        return SampleOrder(n_steps, first, last, block, longest.start % block, sampling.shuffle, spread, breaks, crosses), pool
 
     def _breaks(self, arrays: Sequence[StreamArray]) -> Ints:
         """The steps before which there is a gap. ConfigError if there may be none."""
