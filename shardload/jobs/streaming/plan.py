@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import NamedSharding
 
+from shardload.arrays.sharding import spec_text
 from shardload.formats.contract.array import ArrayInfo
 from shardload.options import Options
 from shardload.planning.batch_flow import BatchFlow, BatchSchedule, Runs
@@ -24,7 +25,7 @@ from shardload.planning.sample_order import ORDER_VERSION, SampleOrder
 from shardload.planning.schedule import Schedule
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.staging import Staging, plan_staging
-from shardload.units import format_nbytes
+from shardload.units import counted, format_nbytes
 from shardload.values.decoding import Decoding
 
 Array = np.ndarray[Any, Any]
@@ -252,16 +253,17 @@ class StreamPlan:
     def __str__(self) -> str:
         """Text for a person."""
         order = self.sample_order
-        lines = [f"stream of {', '.join(dict.fromkeys(str(array.info) for array in self.arrays))}"]
+        lines = [repr(self)]
         for name, leaf in zip(self.names, self.leaves, strict=True):
             array = self.arrays[leaf.array]
-            window = ", ".join(f"{array.offsets[k]:+d}" for k in leaf.places)
-            lines.append(f"  batch{name}: {leaf.dtype} {list(leaf.shape)}, steps {window} of each sample, {leaf.sharding.spec}")
+            steps = ", ".join(f"{array.offsets[k]:+d}" if array.offsets[k] else "0" for k in leaf.places)
+            window = "" if steps == "0" else f", window {steps}"
+            lines.append(f"  batch{name}: {leaf.dtype} {list(leaf.shape)}, {spec_text(leaf.sharding.spec)}{window}")
         for stack in self.stacks:
             names = ", ".join(self.names[k] for k in stack.leaves)
-            lines.append(f"  {names} as one: {list(stack.shape)}, {stack.sharding.spec}")
+            lines.append(f"  {names} as one: {list(stack.shape)}, {spec_text(stack.sharding.spec)}")
         n = self.n_batches(self.n_samples)
-        endless = "without end" if self.epochs is None else f"{self.epochs} epoch{'s' * (self.epochs != 1)}"
+        endless = "without end" if self.epochs is None else counted(self.epochs, "epoch")
         lines.append(f"  {self.n_samples:,} samples, {n:,} batches of {self.batch} an epoch, {endless}")
         if order.seed is None:
             lines.append("  order: ascending")
@@ -269,23 +271,23 @@ class StreamPlan:
             lines.append(f"  order: all samples shuffled (seed {order.seed})")
         else:
             lines.append(
-                f"  order: {order.n_blocks:,} blocks of {order.block:,} steps shuffled, samples mixed over {order.spread + 1} "
-                f"(seed {order.seed}, pool {format_nbytes(self.pool_nbytes)})"
+                f"  order: {order.n_blocks:,} shuffled blocks of {order.block:,} steps, samples of {order.spread + 1} of them "
+                f"mixed (seed {order.seed}, pool {format_nbytes(self.pool_nbytes)})"
             )
         epoch = EpochRounds(self, 0, 0)
         n_read = [len(readings) for readings in epoch.readings]
         n_columns = [array.n_columns for array in self.arrays]
         n_times = sum(n_read) / max(1, sum(n_columns))
-        lines.append(f"  chunks decoded in epoch 0: {n_times:.2f} times each, in {len(epoch.rounds):,} rounds")
+        lines.append(f"  chunks decoded in epoch 0: {n_times:.2f} times each, in {counted(len(epoch.rounds), 'round')}")
         lines.append(
-            f"  memory of the job: {format_nbytes(epoch.most_held_nbytes)} of steps, {self.prefetch + 1} batches of "
-            f"{format_nbytes(self.batch_nbytes)}; of each rank up to {format_nbytes(self.staging_nbytes)} of buffers"
+            f"  memory of the job: {format_nbytes(epoch.most_held_nbytes)} of steps, {self.prefetch + 1} x "
+            f"{format_nbytes(self.batch_nbytes)} of batches; of each rank up to {format_nbytes(self.staging_nbytes)} of buffers"
         )
         return "\n".join(lines)
 
     def __repr__(self) -> str:
         """One line."""
-        return str(self).partition("\n")[0]
+        return f"stream of {', '.join(dict.fromkeys(str(array.info) for array in self.arrays))}"
 
     @property
     def batch_nbytes(self) -> int:

@@ -322,7 +322,13 @@ def test_arrays_that_are_no_stack(path: str, options: dict[str, Any], text: str)
 
 def test_the_plan_says_what_a_person_wants_to_know(path: str) -> None:
     text = str(stream(path, window=(-1, 0), gaps="skip", shuffle=3, pool="1KiB").plan)
-    for part in ("stream of '/t' in", "float32 [4, 2, 3, 4], steps -1, +0", "samples, 5 batches of 4 an epoch", "seed 3"):
+    for part in (
+        "stream of '/t' in",
+        "float32 [4, 2, 3, 4], P('data')",
+        ", window -1, 0",
+        "samples, 5 batches of 4 an epoch",
+        "seed 3",
+    ):
         assert part in text
 
 
