@@ -478,7 +478,6 @@ class Ahead:
                 thread.join(_FAREWELL_SECONDS)
             error, self._error = self._error, None
             try:
-                let_go(error)
                 raise error
             finally:
                 del error
