@@ -271,7 +271,9 @@ class StreamPlanner:
     def _refuse_spec(self, leaf: LeafRequest, n_rest: int) -> None:
         """Raise ConfigError for a spec of more axes than a batch has."""
         has_batch, has_window = self._sampling.batch is not None, isinstance(leaf.window, tuple)
-        axes, spec = ["samples"] * has_batch + ["the window"] * has_window, leaf.spec
+        is_stacked = any(leaf is self._leaves[k] and name not in leaf.info.dims for name, ks in self._stacks for k in ks)
+        axes = ["samples"] * has_batch + ["the window"] * has_window + ["the axis of stack"] * is_stacked
+        spec = leaf.spec
         n, what = len(axes) + n_rest, "a batch" if has_batch else "a step"
         told = f": {', '.join(axes)}, then {n_rest} axes of a step" if axes else ""
         raise ConfigError(f"{spec_text(spec)} has {len(spec)} entries, but {what} of {leaf.info} has {n} axes{told}")

@@ -312,6 +312,10 @@ def test_a_stack_along_an_axis_that_arrays_have(path: str) -> None:
         ({"dataset": ["t", "t"], "stack": "time"}, "stack is 'time', which is the axis of the stream or one that select drops"),
         ({"dataset": ["t", "t"], "stack": "lat", "spec": P(None, None, "lat")}, r"P\(None, None, 'lat'\) cuts that axis"),
         ({"dataset": ["t", "t"], "stack": "new", "spec": P("data", "lat")}, r"P\('data', 'lat'\) cuts the new axis of stack"),
+        (
+            {"dataset": ["t", "t"], "stack": "new", "spec": P(None, None, None, None, "lat")},
+            "has 5 entries, but a batch of '/t' in .* has 4 axes: samples, the axis of stack, then 2 axes of a step",
+        ),
         ({"dataset": {"a": "t", "b": "t"}, "stack": {"c": "new"}}, "stack does not match the arrays"),
     ],
 )
