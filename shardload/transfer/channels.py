@@ -324,7 +324,7 @@ class Channel(ABC):
         self._common.arrivals.receive(array, part, part.region, self._checksums)
 
     def end(self, receipt: Integers) -> None:
-        """Take the receipt: no more parts than it counts will come. It may overtake the last of them."""
+        """Take the receipt: no more parts than it counts will come. It may overtake messages with values."""
         self._receipt = receipt[1:].tolist()
         self._see(0)
 
@@ -345,7 +345,7 @@ class Channel(ABC):
             return  # the sender raises its error, and all ranks agree on it
         _, n_sent, proof, *sums = self._receipt
         arrivals = self._common.arrivals
-        if (n_sent, proof) != (self._n_expected, self._expected_identity):
+        if (n_sent, proof) != (self._n_expected, self._expected_identity) or self._n_seen != n_sent:
             _, array, part = next(_in_order(self.expected))
             arrivals.report_list(part.region, self.rank, array)
         for (_, array, part), theirs, ours in zip(_in_order(self.expected), sums, self._sums, strict=False):
@@ -412,6 +412,11 @@ class SharedMemoryChannel(Channel):
         arrivals.counters.copy_seconds += time.perf_counter() - started
         self._transport.tell(self.rank, np.array([ACK, offer[1]], dtype=np.int64))
         self._see(n_parts)
+
+    def end(self, receipt: Integers) -> None:
+        """See `Channel`. Notes come in order, so nothing follows: not even parts that the receipt counts and no offer named."""
+        super().end(receipt)
+        self._common.closed(self)
 
     def _copy(self, array: int, row: list[int], n: int) -> None:
         """Copy the values of the next part, which a row of an offer names."""

@@ -95,7 +95,9 @@ main()
 
 
 def test_demo_without_the_climate_fields_says_what_to_install() -> None:
+    """Not in copies of a process: it has imported the demo, with the fields."""
     program = "import sys; sys.modules['iris_sample_data'] = None; sys.argv[1:] = ['demo']; "
-    job = run_job(["-W", "error", "-c", f"{program}from shardload.cli.main import main; main()"], 2, timeout=60)
+    command = ["-W", "error", "-c", f"{program}from shardload.cli.main import main; main()"]
+    job = run_job(command, 2, timeout=60, preloaded=False)
     assert job.returncode == 1
     assert (job.stderr + job.stdout).count("pip install 'shardload[demo]'") == 1

@@ -46,11 +46,15 @@ BY_NOTE = {
     "a note names what is outside the memory": LISTS,
     "a note names what is before the memory": LISTS,
     "a note names another region": LISTS,
-    "a note names no region at all": ("PeerError", "the part without a region that came from rank 0"),
-    "a note names a part that there is not": LISTS,
-    "a note names one part for another": LISTS,
+    "a note names no region at all": LISTS,
     "a part is named twice, and another not": EITHER,
-    "a note names a tile twice": LISTS,
+    "a note has a row twice": LISTS,
+    "a note has its rows swapped": LISTS,
+    "a note has a row less": LISTS,
+    "a note lacks its first row": LISTS,
+    "a note has a row more": LISTS,
+    "a note has no rows": LISTS,
+    "a note is cut short": ("PeerError", "the part without a region that came from rank 0"),
 }
 # Found by verify="checksum" alone: the coordinates are all right, the values are not.
 BY_CHECKSUM = {
@@ -95,7 +99,7 @@ def meet_defects(
     """What each rank says of each defect and way of verifying."""
     command = ["-W", "error", SCRIPT, folder, *names]
     env = {"PYTHONPATH": str(ROOT), **(WAYS[way] if env is None else env)}
-    job = run_job(command, 4, timeout=timeout, mpi=mpi, env=env).check()
+    job = run_job(command, 4, timeout=timeout, mpi=mpi, env=env, devices_per_process=2).check()
     return {(said[0]["case"], said[0]["verify"]): list(said) for said in zip(*job.said(), strict=True)}
 
 

@@ -49,7 +49,9 @@ def chunk_reader(array: Any, node: ArrayNode, info: ArrayInfo) -> ZarrChunks | N
         Its description in the source.
     """
     # Newer versions of zarr-python can be told to refuse missing chunks instead of filling them.
-    is_filled = getattr(array.config, "read_missing_chunks", True) and zarr.config.get("array.read_missing_chunks", True)
+    is_filled = getattr(getattr(array, "config", None), "read_missing_chunks", True) and zarr.config.get(
+        "array.read_missing_chunks", True
+    )
     if array.store.folder is None or not is_filled:
         return None
     try:

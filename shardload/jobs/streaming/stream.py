@@ -118,6 +118,8 @@ class StreamIterator:
             raise StopIteration
         plan, n_samples = self._stream.plan, len(batch.anchors)
         self._epoch, self._sample = batch.epoch, batch.first_sample + n_samples
+        if self._sample == plan.n_samples:  # else another size of a batch may give what is left
+            self._epoch, self._sample = batch.epoch + 1, 0
         self.index, self.mask = batch.anchors, np.arange(plan.batch) < n_samples
         return self._stream._build(batch.arrays)
 

@@ -55,7 +55,7 @@ def counted(kind: type, method: str, name: str) -> None:
 counted(channels.Channel, "expect", "senders")
 counted(channels.SharedMemoryChannel, "_send", "notes sent")
 counted(channels.MessageChannel, "send", "messages sent")
-counted(channels.SharedMemoryChannel, "look", "tiles taken")
+counted(channels.SharedMemoryChannel, "_copy", "tiles taken")
 counted(ChunkTasks, "_read", "boxes decoded")
 
 machine_of = group.Group.machine.fget

@@ -10,6 +10,7 @@ from shardload.comm.group import group_of
 from shardload.transfer.channels import HEAD_SIZE, OFFER
 
 NDIM = 2
+N_PARTS = 2  # in the head of an offer
 START, STOP, AT = slice(0, NDIM), slice(NDIM, 2 * NDIM), 2 * NDIM  # in a row of a note
 
 
@@ -17,7 +18,7 @@ class Wire:
     """A communicator that is the right one, except for what it does to what it sends.
 
     `change_data` gets the bytes of a message and who is to have it, `change_note` the rows of an offer, without its head, and
-    who is to have it; both return what is sent to whom instead.
+    who is to have it; both return what is sent to whom instead. The head says how many rows there are then.
     """
 
     def __init__(self, real: Any, change_data: Any, change_note: Any) -> None:
@@ -35,6 +36,7 @@ class Wire:
         if is_note and message[0] == OFFER and self._change_note:
             changed, dest = self._change_note(message[HEAD_SIZE:].reshape(-1, 1 + 3 * NDIM).copy(), dest)
             message = np.concatenate([message[:HEAD_SIZE], changed.ravel()])
+            message[N_PARTS] = len(changed)
         self._keep.append(message)
         return self._real.Isend(message, dest=dest, tag=tag)
 

@@ -53,7 +53,7 @@ layout, plan, execute, prepare, local_pieces, group, staging, channels = (
         "transfer.channels",
     )
 )
-as_large(batched_chunk_nbytes=0)  # a note then has a tile for each chunk
+as_large(batched_chunk_nbytes=0)
 SHARES = os.environ.get("SHARDLOAD_SHARED_MEMORY") != "0"  # else all parts travel as messages
 Defect = Callable[[ExitStack], None]
 cases: dict[str, tuple[Defect, dict[str, Any], tuple[str, ...]]] = {}
@@ -260,13 +260,12 @@ def _(stack: ExitStack) -> None:
 # --- notes: where to look in shared memory ----------------------------------------------------------------------------
 
 
-def notes_to_1(stack: ExitStack, change: Callable[[Any], None]) -> None:
-    """Let rank 0 send other notes to rank 1, with which it shares memory."""
+def notes_to_1(stack: ExitStack, change: Callable[[Any], Any]) -> None:
+    """Let rank 0 send other notes to rank 1, with which it shares memory. `change` returns rows, or changes those it gets."""
 
     def change_note(rows: Any, dest: int) -> Any:
-        if dest == 1:
-            change(rows)
-        return rows, dest
+        changed = change(rows) if dest == 1 else None
+        return rows if changed is None else changed, dest
 
     wire(stack, None, change_note)
 
@@ -304,15 +303,19 @@ def _(stack: ExitStack) -> None:
     notes_to_1(stack, change)
 
 
-@case("a note names a tile twice", spec=P("a", "b"), readers="root", dataset="fine", shared_memory=True)
-def _(stack: ExitStack) -> None:
-    """Each note names several chunks, all of the same size: the number of elements stays right."""
-
-    def change(rows: Any) -> None:
-        assert len(rows) > 1
-        rows[1:] = rows[0]
-
-    notes_to_1(stack, change)
+# Each note has two rows, for shards of the same size: where one stands for another, the number of elements stays right.
+ROWS: dict[str, Callable[[Any], Any]] = {
+    "a note has a row twice": lambda rows: rows[[0, *range(len(rows) - 1)]],
+    "a note has its rows swapped": lambda rows: rows[::-1],
+    "a note has a row less": lambda rows: rows[:-1],
+    "a note lacks its first row": lambda rows: rows[1:],
+    "a note has a row more": lambda rows: rows[[*range(len(rows)), -1]],
+    "a note has no rows": lambda rows: rows[:0],
+    "a note is cut short": lambda rows: rows[:, :-1],
+}
+for name, change in ROWS.items():
+    register = case(name, spec=P("a", "b"), readers="root", mesh="two on each", shared_memory=True)
+    register(lambda stack, change=change: notes_to_1(stack, change))  # type: ignore[misc]
 
 
 # --- what is wrong before it leaves, or after it has arrived ------------------------------------------------------------
@@ -410,7 +413,6 @@ def prepare_files(folder: str) -> None:
     with h5py.File(Path(folder, "x.h5"), "w") as file:
         file["x"] = ramp(SQUARE)
         file.create_dataset("chunked", data=ramp(SQUARE), chunks=(5, 5))
-        file.create_dataset("fine", data=ramp(SQUARE), chunks=(3, 3))  # in a block of 3 x 12 they do not follow each other
         file.create_dataset("packed", data=ramp(SQUARE), chunks=(5, 5), compression="gzip")
         file["large"] = ramp(LARGE)
 
@@ -432,11 +434,13 @@ def main(folder: str, *names: str) -> None:
     on_root(comm, lambda: prepare_files(folder))
     backwards = comm.Split(0, key=-comm.rank)
     path = str(Path(folder, "x.h5"))
+    each = [next(d for d in jax.devices() if d.process_index == k) for k in range(comm.size)]
+    meshes = {"usual": each, "turned": each[::-1], "two on each": jax.devices()}
 
     def load(spec: Any, dataset: str = "x", verify: str = "checksum", **how: Any) -> bool:
         """Whether the shards of this rank are right."""
         how["comm"] = backwards if how.get("comm") else None
-        mesh = mesh_of(jax.devices()[::-1]) if how.pop("mesh", None) else mesh_of()
+        mesh = mesh_of(meshes[how.pop("mesh", "usual")])
         x = shardload.load(path, mesh, spec, dataset=dataset, verify=verify, **how)
         values = ramp(shape_of(dataset))[how.get("select", ...)]
         try:
