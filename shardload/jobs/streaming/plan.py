@@ -31,6 +31,9 @@ from shardload.values.decoding import Decoding
 Array = np.ndarray[Any, Any]
 
 _ROUND_NBYTES = 4 << 20  # of each reader: less is not worth two agreements
+_ROUND_BLOCKS = (
+    256  # of each reader: small ones take up to half a millisecond each, and the first batch waits for a whole round
+)
 _RUN_NBYTES = 1 << 18  # of a piece that holds steps of a shuffled stream: all are let go together
 
 
@@ -357,16 +360,18 @@ class EpochRounds:
         rounds: list[RoundReadings] = []
         held: list[tuple[int, int]] = []
         first = nbytes = n_blocks = 0
+        sizes = [(of.chunk_steps * of.step_nbytes, of.schedule.rest.n_cells) for of in plan.arrays]
+        least = max((of.schedule.owners.n for of in plan.arrays), default=1)
+        enough_nbytes, enough_blocks = plan.round_nbytes, _ROUND_BLOCKS * plan.n_ranks
         for batch, array, k in pairs:
-            if held and nbytes >= plan.round_nbytes and n_blocks >= plan.arrays[array].schedule.owners.n:
+            if n_blocks >= least and (nbytes >= enough_nbytes or n_blocks >= enough_blocks):
                 rounds.append(RoundReadings(first, tuple(held)))
                 held, nbytes, n_blocks = [], 0, 0
             if not held:
                 first = batch
             held.append((array, k))
-            of = plan.arrays[array]
-            nbytes += of.chunk_steps * of.step_nbytes
-            n_blocks += of.schedule.rest.n_cells
+            nbytes += sizes[array][0]
+            n_blocks += sizes[array][1]
         if held:
             rounds.append(RoundReadings(first, tuple(held)))
         return rounds
