@@ -73,7 +73,7 @@ def path(comm: Any, shared_tmp_path: Path) -> Path:
 
 
 def threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("shardload")]
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("shardload-stream")]
 
 
 def open_files(path: Path) -> list[str]:
