@@ -14,7 +14,7 @@ from tests.jobs.launch import ROOT, Job, run_job
 
 SCRIPT = Path(__file__).parent / "scripts" / "streams.py"
 N, LAST = 3, 2
-PREFETCH = pytest.mark.parametrize("prefetch", [0, 2])
+PREFETCH = pytest.mark.parametrize("prefetch", [pytest.param(0, marks=pytest.mark.thorough), 2])
 
 
 def run(case: str, folder: Path, prefetch: int, mpi: str = "mpich", n: int = N, **env: str) -> Job:
@@ -33,7 +33,7 @@ def said_by(job: Job, rank: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("case", "prefetch", "mpi"),
     [
-        ("left_open", 0, "mpich"),
+        pytest.param("left_open", 0, "mpich", marks=pytest.mark.thorough),
         ("left_open", 2, "mpich"),
         ("left_open_unlike", 2, "mpich"),
         ("left_open_unlike", 2, "openmpi"),

@@ -63,7 +63,7 @@ def test_many_threads_several_devices_and_both_ways_in_one_load(tmp_path: Path) 
     for found in (first, second, third):
         assert min(found["boxes decoded"], found["messages sent"]) > 50, found
     for found in (first, second):
-        assert found["notes sent"] > 50 and found["tiles taken"] > 50, found
+        assert found["notes sent"] > 20 and found["tiles taken"] > 50, found
 
 
 def test_nodes_of_different_sizes(tmp_path: Path) -> None:

@@ -201,6 +201,9 @@ class Done:
 class ThreadComm:
     """The collectives that a group uses, between threads."""
 
+    def Improbe(self, *_: Any) -> None:
+        """No message has come: nobody sends any."""
+
     def __init__(self, rank: int, size: int, barrier: threading.Barrier, slots: list[Any]) -> None:
         self.rank, self.size, self._barrier, self._slots = rank, size, barrier, slots
 
@@ -247,7 +250,9 @@ class ThreadComm:
 
 
 class ThreadGroup(Group):
-    mpi = SimpleNamespace(IN_PLACE="in place", SUM="sum", MIN="min", MAX="max", COMM_TYPE_SHARED="shared")  # type: ignore[assignment]
+    mpi = SimpleNamespace(
+        IN_PLACE="in place", SUM="sum", MIN="min", MAX="max", COMM_TYPE_SHARED="shared", Status=object, ANY_SOURCE=-1
+    )  # type: ignore[assignment]
 
 
 class Store:
