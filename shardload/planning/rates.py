@@ -5,7 +5,7 @@ cache. They decide which arrays travel with the metadata (`formats.small`).
 from __future__ import annotations
 
 # What a load on several ranks costs beside the reads: each rank opens the file, all agree to start, parts are sent. It is
-# enough for 8 MiB in one piece, which take half as long with the metadata.
+# enough for 8 MiB in one piece.
 START_SECONDS = 8e-3
 _CHUNK_SECONDS = 1e-5  # to find and fetch a chunk, however small
 _RUN_SECONDS = 5e-6  # to read a run that is apart from the others, however short
