@@ -146,7 +146,7 @@ def begin_call(
                 group.watch.close()
 
 
-class Request(Protocol):
+class CallRequest(Protocol):
     """The arguments of a call, checked, on one rank."""
 
     @property
@@ -161,14 +161,14 @@ class Request(Protocol):
 
 @contextmanager
 def begin_request(
-    call: str, title: str, read: Callable[[], Request], *, comm: Any, process: Callable[[], int] | None = None
+    call: str, title: str, read: Callable[[], CallRequest], *, comm: Any, process: Callable[[], int] | None = None
 ) -> Iterator[tuple[Call, Any]]:
     """Read the arguments of a call, and begin it. Collective: yes.
 
     Gives the call and the request. What is wrong with the arguments, on any rank, is raised by `Call.plan` on all ranks: the
     request is None then.
     """
-    request: Request | None = None
+    request: CallRequest | None = None
     error: BaseException | None = None
     try:
         request = read()

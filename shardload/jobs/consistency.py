@@ -26,6 +26,7 @@ import numpy as np
 
 from shardload.arrays.compare import sample_regions
 from shardload.errors import ShardloadError, SourceError
+from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.contract.format import Source
 from shardload.planning.grid import Grid
 from shardload.planning.region import Region
@@ -168,6 +169,37 @@ def check_names(name: str, before: State, now: State, path: str, dataset: str) -
             path=path,
             dataset=dataset,
         )
+
+
+def as_planned(source: Source, info: ArrayInfo, planned: str = "the plan was made for", *, is_decoded: bool = False) -> Source:
+    """Return `source` if its shape, dtype and chunks are those of `info`; otherwise close it and raise SourceError.
+
+    Parameters
+    ----------
+    source : Source
+        What was opened on this rank.
+    info : ArrayInfo
+        What all ranks know of the array.
+    planned : str
+        Where that is from, for the message.
+    is_decoded : bool
+        Whether the attributes by which stored numbers become values must be the same, too.
+    """
+    found = source.info
+    if (found.shape, found.dtype, found.chunks) != (info.shape, info.dtype, info.chunks):
+        here = f"has shape {found.shape}, {found.dtype}, chunks {found.chunks}"
+        expected = f"{info.shape}, {info.dtype}, {info.chunks}"
+    # As text, because NaN is not equal to itself.
+    elif is_decoded and repr(found.packing) != repr(info.packing):
+        here, expected = f"is packed by {dict(found.packing)}", f"{dict(info.packing)}"
+    else:
+        return source
+    source.close()
+    raise SourceError(
+        f"{found} {here} here, but {planned} {expected}: the file has changed, or this rank sees another file",
+        path=info.path,
+        dataset=info.dataset,
+    )
 
 
 def check_unchanged(name: str, before: State, after: State, path: str, dataset: str) -> None:

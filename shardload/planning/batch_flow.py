@@ -178,21 +178,25 @@ class BatchFlow:
     def _n_blocks(self) -> int:
         return len(self.columns) * self.schedule.rest.n_cells
 
+    @cached_property
+    def _owners(self) -> Owners:
+        """The ranks that read in this round: no more than there are blocks."""
+        owners = self.schedule.owners
+        return Owners(min(owners.n, self._n_blocks), owners.root)
+
     @property
     def n_readers(self) -> int:
         """Number of ranks that read in this round."""
-        return min(self.schedule.owners.n, self._n_blocks)
+        return self._owners.n
 
     def owner(self, block: int) -> int:
         """The rank that reads a block of the round."""
-        owners = self.schedule.owners
-        n = self.n_readers
-        rank: int = owners.root + (((block + 1) * n - 1) // self._n_blocks) * self.schedule.n_ranks // n
+        rank: int = self._owners.of_block(block, self._n_blocks, self.schedule.n_ranks)
         return rank
 
-    def blocks_of(self, rank: int) -> list[int]:
+    def blocks_of(self, rank: int) -> range:
         """The blocks that a rank reads."""
-        return [block for block in range(self._n_blocks) if self.owner(block) == rank]
+        return self._owners.blocks_of(rank, self._n_blocks, self.schedule.n_ranks)
 
     def _bounds(self, place: int) -> tuple[int, int]:
         """The steps of a column."""

@@ -52,6 +52,15 @@ class Owners:
         """The rank of an owner, counted from 0, or of an array of owners; increases with the owner."""
         return self.root + owner * n_ranks // self.n
 
+    def of_block(self, block: Any, n_blocks: int, n_ranks: int) -> Any:
+        """The rank that owns a block of `n_blocks`, or an array of them for an array of blocks."""
+        return self.rank_of(((block + 1) * self.n - 1) // n_blocks, n_ranks)
+
+    def blocks_of(self, rank: int, n_blocks: int, n_ranks: int) -> range:
+        """The blocks that a rank owns: the inverse of `of_block`."""
+        owner = self.owner_at(rank, n_ranks)
+        return range(0) if owner is None else range(owner * n_blocks // self.n, (owner + 1) * n_blocks // self.n)
+
     def owner_at(self, rank: int, n_ranks: int) -> int | None:
         """The inverse: the owner that a rank is; None if it is no owner."""
         owner = -((self.root - rank) * self.n // n_ranks)  # the first one whose rank is not below this one
@@ -140,15 +149,13 @@ class Schedule:
         """The rank that owns a block, or an array of them for an array of blocks; -1 if every rank may read it."""
         if not isinstance(self.owners, Owners):
             return block * 0 - 1
-        return self.owners.rank_of(((block + 1) * self.owners.n - 1) // self.blocks.n_cells, self.n_ranks)
+        return self.owners.of_block(block, self.blocks.n_cells, self.n_ranks)
 
     def blocks_of(self, rank: int) -> range:
         """The blocks that only this rank owns: the inverse of `owner`."""
-        owner = self.owners.owner_at(rank, self.n_ranks) if isinstance(self.owners, Owners) else None
-        if not isinstance(self.owners, Owners) or owner is None:
+        if not isinstance(self.owners, Owners):
             return range(0)
-        n, n_blocks = self.owners.n, self.blocks.n_cells
-        return range(owner * n_blocks // n, (owner + 1) * n_blocks // n)
+        return self.owners.blocks_of(rank, self.blocks.n_cells, self.n_ranks)
 
     def is_owner(self, rank: int) -> bool:
         """True if a rank reads or writes the file."""

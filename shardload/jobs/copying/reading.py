@@ -17,10 +17,10 @@ from shardload.comm.group import Group
 from shardload.engine.file_source import FileSource, OpenArray
 from shardload.engine.file_target import Chunk
 from shardload.engine.session import Round
-from shardload.errors import SourceError, StallError
+from shardload.errors import StallError
 from shardload.formats.contract.format import OpenFile, Source
 from shardload.formats.lookup import open_file
-from shardload.jobs.consistency import State, check_same_file, check_unchanged
+from shardload.jobs.consistency import State, as_planned, check_same_file, check_unchanged
 from shardload.jobs.copying.plan import CopyPlan
 from shardload.jobs.copying.request import CopyRequest, SourceArray
 from shardload.jobs.copying.resume import DoneChunks
@@ -177,16 +177,7 @@ class CopySource(FileSource):
             info, state = self._found[array].info, self._found[array].state
             if self._file is None:
                 self._file = open_file(self._request.source, self._request.access)
-            source = self._file.open(info.dataset, info)
-            here = source.info
-            if (here.shape, here.dtype, here.chunks) != (info.shape, info.dtype, info.chunks):
-                source.close()
-                raise SourceError(
-                    f"{here} has shape {here.shape}, {here.dtype}, chunks {here.chunks} here, but rank 0 found "
-                    f"{info.shape}, {info.dtype}, {info.chunks}: the file has changed, or this rank sees another file",
-                    path=info.path,
-                    dataset=info.dataset,
-                )
+            source = as_planned(self._file.open(info.dataset, info), info, "rank 0 found")
             self._sources[array] = source, source.opened_in()
             check_same_file(str(info), state, self._sources[array][1], info.path, info.dataset)
         return self._sources[array][0]

@@ -10,13 +10,13 @@ from functools import partial
 from typing import Any
 
 from shardload.arrays.verification import Verifier
-from shardload.errors import SourceError, printable
+from shardload.errors import printable
 from shardload.formats.access import Access
 from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.contract.format import Source
 from shardload.formats.labels import OnDemand
 from shardload.formats.lookup import absolute, open_source
-from shardload.jobs.consistency import State, contents_of, is_open
+from shardload.jobs.consistency import State, as_planned, contents_of, is_open
 from shardload.jobs.loading.plan import LoadLayout, Plan
 from shardload.jobs.trees import in_array, naming_errors
 from shardload.options import Options
@@ -124,18 +124,4 @@ class ArrayLoad:
 
     def as_planned(self, source: Source) -> Source:
         """Return `source` if its shape, dtype and chunks are the plan's; otherwise close it and raise SourceError."""
-        found, info = source.info, self.info
-        if (found.shape, found.dtype, found.chunks) != (info.shape, info.dtype, info.chunks):
-            here = f"has shape {found.shape}, {found.dtype}, chunks {found.chunks}"
-            planned = f"{info.shape}, {info.dtype}, {info.chunks}"
-        # As text, because NaN is not equal to itself.
-        elif self.layout.decoding is not None and repr(found.packing) != repr(info.packing):
-            here, planned = f"is packed by {dict(found.packing)}", f"{dict(info.packing)}"
-        else:
-            return source
-        source.close()
-        raise SourceError(
-            f"{found} {here} here, but the plan was made for {planned}: the file has changed, or this rank sees another file",
-            path=info.path,
-            dataset=info.dataset,
-        )
+        return as_planned(source, self.info, is_decoded=self.layout.decoding is not None)

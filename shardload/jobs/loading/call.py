@@ -236,7 +236,8 @@ class LoadCall:
     @property
     def call(self) -> Call:
         """This call of all ranks. Not for an abstract mesh, of which there is a plan only."""
-        assert self._begun is not None
+        if self._begun is None:
+            raise ConfigError("there are no ranks that could load anything")
         return self._begun
 
     def hand_out(self, loads: list[ArrayLoad]) -> Plan | TreePlan:

@@ -20,10 +20,10 @@ from jax.sharding import NamedSharding
 from shardload.arrays.assemble import EarlyPieces, assemble
 from shardload.engine.file_source import FileSource, OpenArray
 from shardload.engine.session import Round
-from shardload.errors import SourceError, StallError
+from shardload.errors import StallError
 from shardload.formats.contract.format import Source
 from shardload.formats.lookup import open_source
-from shardload.jobs.consistency import State, check_unchanged
+from shardload.jobs.consistency import State, as_planned, check_unchanged
 from shardload.jobs.streaming.plan import EpochRounds, Leaf, RoundReadings, Stack, StreamArray, StreamPlan
 from shardload.options import pad_value
 from shardload.planning.batch_flow import BatchFlow
@@ -94,16 +94,8 @@ class StreamSource(FileSource):
     def _source(self, number: int) -> Source:
         if number not in self._sources:
             of = self._plan.arrays[number]
-            source = open_source(of.handle, of.info.dataset, of.options.access, of.info)
-            here = source.info
-            if (here.shape, here.dtype, here.chunks) != (of.info.shape, of.info.dtype, of.info.chunks):
-                source.close()
-                raise SourceError(
-                    f"{here} has shape {here.shape}, {here.dtype}, chunks {here.chunks} here, but the stream was planned for "
-                    f"{of.info.shape}, {of.info.dtype}, {of.info.chunks}: the file has changed, or this rank sees another file",
-                    path=of.info.path,
-                    dataset=of.info.dataset,
-                )
+            opened = open_source(of.handle, of.info.dataset, of.options.access, of.info)
+            source = as_planned(opened, of.info, "the stream was planned for", is_decoded=of.decoding is not None)
             self._sources[number] = source, source.opened_in()
         return self._sources[number][0]
 

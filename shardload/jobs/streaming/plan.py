@@ -31,9 +31,8 @@ from shardload.values.decoding import Decoding
 Array = np.ndarray[Any, Any]
 
 _ROUND_NBYTES = 4 << 20  # of each reader: less is not worth two agreements
-_ROUND_BLOCKS = (
-    256  # of each reader: small ones take up to half a millisecond each, and the first batch waits for a whole round
-)
+# Of each reader: small ones take up to half a millisecond each, and the first batch waits for a whole round.
+_ROUND_BLOCKS = 256
 _RUN_NBYTES = 1 << 18  # of a piece that holds steps of a shuffled stream: all are let go together
 
 
@@ -190,6 +189,10 @@ class StreamPlan:
         Cap on the buffers through which blocks go, of each rank.
     prefetch : int
         Batches that are made ahead.
+    names : tuple of str
+        The place of each leaf in the tree, for people.
+    stacks : tuple of Stack
+        Leaves that are one array of a batch.
     """
 
     arrays: Sequence[StreamArray]
@@ -404,9 +407,8 @@ class EpochRounds:
         begins = [round_.batch for round_ in self.rounds]
         if self._plan.prefetch:  # a round begins when the first batch of the one before is made
             begins = [0, *begins][: len(begins)]
-        for array, readings in zip(self._plan.arrays, self.readings, strict=True):
-            begin_of = {pair: batch for batch, round_ in zip(begins, self.rounds, strict=True) for pair in round_.readings}
-            number = self.readings.index(readings)
+        begin_of = {pair: batch for batch, round_ in zip(begins, self.rounds, strict=True) for pair in round_.readings}
+        for number, (array, readings) in enumerate(zip(self._plan.arrays, self.readings, strict=True)):
             for k in range(len(readings)):
                 steps, samples = readings.uses(k)
                 first = np.flatnonzero(np.diff(steps, prepend=-1))

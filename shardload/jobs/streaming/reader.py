@@ -92,7 +92,7 @@ class StreamReport:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _EpochRun:
     """The rounds of an epoch, and the number of its first batch among all that are given."""
 
     epoch: EpochRounds
@@ -157,8 +157,8 @@ class RoundReader:
         self.plan, self._group, self._timeout, self._digest = plan, group, timeout, digest
         self._target = BatchTarget(plan, group.rank)
         self._planned = _runs(plan, epoch, first_sample, n_batches)
-        self._runs: deque[_Run] = deque()  # those of which batches are still to be made
-        self._last: _Run | None = None  # the one that is read
+        self._runs: deque[_EpochRun] = deque()  # those of which batches are still to be made
+        self._last: _EpochRun | None = None  # the one that is read
         self._pending: deque[RoundReadings] = deque()
         self._opened = ExitStack()
         self.n_ready = self.n_made = 0
@@ -219,7 +219,7 @@ class RoundReader:
         self.report.rounds += 1
         self.n_ready = run.first + self._pending[0].batch if self._pending else run.end
 
-    def _read(self, run: _Run, round_: RoundReadings) -> None:
+    def _read(self, run: _EpochRun, round_: RoundReadings) -> None:
         moves: list[ArrayMove] = []
         with self._session.errors:
             moves = moves_of(self.plan, run.epoch, round_)
@@ -239,7 +239,7 @@ class RoundReader:
         self.report.nbytes_read += nbytes
         self._target.take(staged)
 
-    def _needed_for(self, run: _Run, round_: RoundReadings) -> str:
+    def _needed_for(self, run: _EpochRun, round_: RoundReadings) -> str:
         """For which slot of which batch a round of one reading is done."""
         ((array, reading),) = round_.readings
         steps, samples = run.epoch.readings[array].uses(reading)
@@ -277,15 +277,14 @@ class RoundReader:
         return Batch(arrays, run.epoch.anchors[first : first + size], run.epoch.epoch, run.epoch.first_sample + first)
 
 
-def _runs(plan: StreamPlan, epoch: int, sample: int, left: int | None) -> Iterator[_Run]:
+def _runs(plan: StreamPlan, epoch: int, sample: int, left: int | None) -> Iterator[_EpochRun]:
     """The epochs from some sample on, or only the next batches. Each is planned when it is asked for."""
     first = 0
     while left != 0 and (plan.epochs is None or epoch < plan.epochs):
-        rounds = EpochRounds(plan, epoch, sample)
-        if left is not None and rounds.n_batches > left:
-            rounds = EpochRounds(plan, epoch, sample, left)
+        n_batches = plan.n_batches(plan.n_samples - sample)
+        rounds = EpochRounds(plan, epoch, sample, n_batches if left is None else min(left, n_batches))
         if rounds.n_batches:
-            yield _Run(rounds, first)
+            yield _EpochRun(rounds, first)
         elif not sample:
             return  # no epoch has a batch
         first += rounds.n_batches
