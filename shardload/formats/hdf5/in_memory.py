@@ -21,6 +21,8 @@ def file_in_memory(**how: Any) -> h5py.File:
 class ImageFacts(OpenFacts):
     """A file that is open from its bytes, which never change."""
 
+    name = ""  # HDF5 has another one each time
+
     def __init__(self, image: bytes) -> None:
         self._state = len(image), int.from_bytes(blake2b(image, digest_size=7).digest(), "little")
         super().__init__(h5py.File(h5py.h5f.open_file_image(image)))

@@ -22,7 +22,7 @@ import h5py
 import numpy as np
 
 from shardload.errors import ConfigError, SourceError
-from shardload.formats.access import Access
+from shardload.formats.access import STRICT, Access
 from shardload.formats.hdf5.in_memory import ImageFacts, file_in_memory
 from shardload.formats.hdf5.links import look_through
 from shardload.formats.hdf5.names import encoded
@@ -95,19 +95,19 @@ class JoinedFile(Hdf5Sink):
             catalog.finish()
             temporary = catalog.ticket.temporary
             with contextlib.closing(OpenFacts.at(temporary)) as facts:
-                self._check(facts, os.path.dirname(temporary))
+                self._check(facts, os.path.dirname(temporary), Fence(), Access(allow_external=True))
             check()
             catalog.commit()
 
-    def image(self, values: Mapping[str, Blocks]) -> bytes:
-        """The bytes of the file, which is nowhere on disk: all parts are absolute paths. Raises as `write`."""
+    def image(self, values: Mapping[str, Blocks], fence: Fence) -> bytes:
+        """The bytes of the file, which is nowhere on disk. Its parts are absolute paths in a fence. Raises as `write` does."""
         with file_in_memory(track_order=self.is_netcdf or None) as file:
             self.describe(file)
             self._put(file, values)
             file.flush()
             image: bytes = file.id.get_file_image()
         with contextlib.closing(ImageFacts(image)) as facts:
-            self._check(facts, "/")
+            self._check(facts, "/", fence, STRICT)  # as a load will look, so that it need not look again
         return image
 
     def _put(self, file: h5py.File, values: Mapping[str, Blocks]) -> None:
@@ -139,12 +139,12 @@ class JoinedFile(Hdf5Sink):
         except (TypeError, ValueError, OSError, RuntimeError) as error:
             raise ConfigError(f"'{name}' cannot be made in an HDF5 file: {error}") from error
 
-    def _check(self, facts: OpenFacts, folder: str) -> None:
+    def _check(self, facts: OpenFacts, folder: str, fence: Fence, access: Access) -> None:
         """Raise SourceError if a load would not find the parts of an array; ConfigError if the file would be one of them."""
         real_of = functools.cache(os.path.realpath)
         for name, parts in self._parts.items():
             dataset = facts.dataset(facts.file[self.stored_names[name]].id)
-            found = look_through(dataset, Fence(), Access(allow_external=True))
+            found = look_through(dataset, fence, access)
             if found.refused is not None:
                 raise SourceError(f"'{name}' in '{self.path}' would hold {found.refused}", path=self.path, dataset=name)
             if real_of(self.path) in map(real_of, found.versions):

@@ -115,18 +115,19 @@ def _find(request: ConcatRequest) -> Concatenation:
     parts.check()
     joined = parts.describe()
     names = {path: absolute(path) for path in joined.paths}
-    image = joined.file(SCHEME, names).image(joined.values)
+    folders = {folder for path in names.values() for folder in Fence.around_file(path, request.parts.allow_external).folders}
+    fence = Fence(tuple(sorted(folders)))
+    image = joined.file(SCHEME, names).image(joined.values, fence)
     joined.check_unchanged(request.parts.told)
     versions = tuple((names[path], joined.versions[path] or (0, 0)) for path in joined.paths)
     digest = blake2b(repr((versions, joined.rows)).encode(), digest_size=4).hexdigest()
     name = f"{SCHEME}{_ends(joined)} ({counted(len(names), 'file')} along {joined.axis}, {digest})"
     if joined.news:
         warn_once(f"'{name}': {'; '.join(joined.news)}", LeftOutWarning, 0)
-    folders = {folder for path in names.values() for folder in Fence.around_file(path, request.parts.allow_external).folders}
     shapes = [[os.path.basename(path) for path in names], [(row.name, row.shape) for row in joined.rows], joined.steps]
     told = f"{counted(len(names), 'file')}, {_ends(joined)}, CRC {zlib.crc32(repr(shapes).encode()):08x}"
     report = JoinReport(name, len(names), joined.axis, joined.rows, joined.notes, joined.nbytes, False)
-    return Concatenation(name, image, versions, Fence(tuple(sorted(folders))), told, str(report))
+    return Concatenation(name, image, versions, fence, told, str(report))
 
 
 def _ends(joined: Joined) -> str:

@@ -267,8 +267,10 @@ class Parts:
     def _take(self, k: int, info: ArrayInfo, properties: Properties) -> None:
         """One array of one part, as it is joined: with the new axis, if there is one and it gets it."""
         if self._ask.stack is not None and not info.is_coordinate and properties.texts is None:
-            dims = (self._ask.stack, *properties.dims)
-            info, properties = replace(info, shape=(1, *info.shape)), replace(properties, dims=dims, unlimited=())
+            new: dict[str, Any] = {"dims": (self._ask.stack, *properties.dims), "unlimited": ()}
+            new["scales"] = ((), *properties.scales) if properties.scales else ()
+            new["axis_labels"] = ("", *properties.axis_labels) if properties.axis_labels else ()
+            info, properties = replace(info, shape=(1, *info.shape)), replace(properties, **new)
         member = self._members.setdefault(info.dataset, _Member(info, properties))
         first = member.properties
         for what, was, now in (
