@@ -1,4 +1,7 @@
-"""How is an HDF5 file made that is nowhere on disk? With a name that no other has: two of one name are one file for HDF5."""
+"""How is an HDF5 file made and read that is nowhere on disk?
+
+It is made with a name that no other has: two of one name are one file for HDF5. It is read from its bytes.
+"""
 
 from __future__ import annotations
 

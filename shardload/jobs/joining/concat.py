@@ -94,11 +94,13 @@ def concat(
     --------
     >>> import h5py, jax, numpy as np, shardload
     >>> from jax.sharding import Mesh, PartitionSpec as P
-    >>> for k in range(3):
-    ...     with h5py.File(f"run.{k}.h5", "w") as file:
-    ...         file["mass"] = np.arange(4 * k, 4 * k + 4)
+    >>> shardload.initialize()
+    >>> if jax.process_index() == 0:
+    ...     for k in range(3):
+    ...         with h5py.File(f"run.{k}.h5", "w") as file:
+    ...             file["mass"] = np.arange(4 * k, 4 * k + 4, dtype="float32")
     >>> run = shardload.concat("run.*.h5")
-    >>> shardload.load(run, Mesh(np.array(jax.devices()[:1]), "a"), P("a")).shape
+    >>> shardload.load(run, Mesh(np.array(jax.devices()), "a"), P()).shape
     (12,)
     """
     how = {"stack": stack, "dataset": dataset, "allow_external": allow_external}

@@ -23,7 +23,7 @@ import shlex
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -32,7 +32,6 @@ from shardload.formats.access import Access
 from shardload.formats.contract.array import ArrayInfo, Properties, nbytes_of, some
 from shardload.formats.contract.format import OpenFile
 from shardload.formats.diagnosis import as_source_error
-from shardload.formats.hdf5.joined import JoinedFile, PlacedPart
 from shardload.formats.likeness import Overrides, as_text, attrs_for, bounds_of, same_value, spec_like
 from shardload.formats.lookup import open_file, split_path
 from shardload.formats.sink import ArraySpec
@@ -45,6 +44,9 @@ from shardload.planning.selection import select_axes
 from shardload.storage.local import state_of
 from shardload.values.dates import recounted
 from shardload.values.decoding import ATTRIBUTES
+
+if TYPE_CHECKING:
+    from shardload.formats.hdf5.joined import JoinedFile, PlacedPart
 
 _STORED_NBYTES = 1 << 20  # an array that is the same in all parts is stored in the new file up to this size
 _AT_ONCE_NBYTES = 16 << 20  # of values, when parts are compared
@@ -151,6 +153,9 @@ class Joined:
 
     def file(self, path: str, names: Mapping[str, str], mode: str = "w-") -> JoinedFile:
         """The file at a path. `names` has the name by which it leads to each part."""
+        # Here, because nothing else of the package needs the writer.
+        from shardload.formats.hdf5.joined import JoinedFile
+
         places = {name: [replace(part, path=names[part.path]) for part in placed] for name, placed in self.places.items()}
         groups = dict(self.groups)
         how: dict[str, Any] = {"mode": mode, "is_netcdf": self.is_netcdf, "attrs": groups.pop("/", {})}
@@ -514,6 +519,8 @@ class Parts:
 
     def describe(self, kind: str | None = None) -> Joined:
         """The file that the parts are together: ``"netcdf4"`` or ``"hdf5"``, by default what the first part is."""
+        from shardload.formats.hdf5.joined import PlacedPart
+
         is_netcdf = any(member.info.format.startswith("netCDF4") for member in self._members.values())
         self._kind = kind or ("netcdf4" if is_netcdf else "hdf5")
         specs: dict[str, ArraySpec] = {}
