@@ -118,7 +118,8 @@ def load(
     Parameters
     ----------
     path : str, PathLike, h5py.Dataset, zarr.Array or tree of them
-        The file (``"data.h5"``), the file and the array's name in it (``"data.h5:/group/rho"``), or an open array.
+        The file (``"data.h5"``), the file and the array's name in it (``"data.h5:/group/rho"``), or an open array. Several
+        files that are one: what `concat` returns.
     mesh : jax.sharding.Mesh or NamedSharding
         The mesh of devices. Or a NamedSharding, which has both the mesh and the spec.
     spec : PartitionSpec, optional
