@@ -151,3 +151,14 @@ class ObjectFolder(Protocol):
         Raises OSError as `open` does; ValueError if one has more bytes, before memory is allocated.
         """
         ...
+
+    def folders(self, key: str) -> list[str]:
+        """The names of the folders directly below `key` ("": below all), sorted. None of an object's own parts is one.
+
+        Raises OSError if they cannot be listed; `NoListingError` if they never can, as those of a plain HTTP server.
+        """
+        ...
+
+
+class NoListingError(OSError):
+    """What is in a folder is not told there: HTTP has no word for that, and a store may not allow it."""

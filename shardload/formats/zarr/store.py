@@ -107,7 +107,7 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
         """
         archive = _unwrapped(self._store)
         if self.folder is not None:
-            yield from self._nodes_below("/", frozenset())
+            yield from self._nodes_below("/")
         elif isinstance(archive, zarr.storage.ZipStore):
             yield from self._zip_nodes(_archive(archive).namelist())
         else:
@@ -129,27 +129,22 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
                 raise
             return BrokenNode(error)
 
-    def _nodes_below(self, name: str, above: frozenset[str]) -> Iterator[tuple[str, Node]]:
-        """Those of a folder, which is a node itself perhaps. Links that lead out, or to a folder above, are not followed."""
-        folder = os.path.join(self.folder.path if self.folder else "", name.strip("/"))
-        real = os.path.realpath(folder)
-        if real in above or not self.fence.holds_real(real):
-            return
+    def _nodes_below(self, name: str) -> Iterator[tuple[str, Node]]:
+        """Those of a folder, which is a node itself perhaps."""
         node = self._tried(name)
         if node is not None:
             yield name, node
-        if isinstance(node, ArrayNode | BrokenNode):
-            return  # its folder is never listed: it may hold a million chunks
+        if self.folder is None or isinstance(node, ArrayNode | BrokenNode):
+            return  # an array's folder is never listed: it may hold a million chunks
         try:
-            with os.scandir(folder) as entries:
-                below = sorted(entry.name for entry in entries if _may_be_folder(entry))
+            below = self.folder.folders(name.strip("/"))
         except OSError as error:
             if name == "/":
                 raise
             yield name, BrokenNode(error)
             return
         for entry in below:
-            yield from self._nodes_below(f"{name.rstrip('/')}/{entry}", above | {real})
+            yield from self._nodes_below(f"{name.rstrip('/')}/{entry}")
 
     def _zip_nodes(self, keys: Iterable[str]) -> Iterator[tuple[str, Node]]:
         """Those of a zip file: its entries say where metadata are."""
@@ -273,13 +268,6 @@ def open_store(path: str, allow_external: bool = False) -> Any:
         return WatchedStore(zarr.storage.LocalStore(path, read_only=True), Fence.around_store(path, allow_external))
     opened_in = state_of(path)
     return WatchedStore(zarr.storage.ZipStore(path, mode="r", read_only=True), opened_in=opened_in)
-
-
-def _may_be_folder(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_dir()
-    except OSError:  # a link to where this user may not look: an array may not be overlooked
-        return True
 
 
 def _of_zip(store: zarr.storage.ZipStore, key: str, byte_range: Any, check: Callable[..., None]) -> bytes | None:
