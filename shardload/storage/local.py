@@ -135,7 +135,7 @@ class LocalFolder:
         """See `ObjectFolder`."""
         return state_of(os.path.join(self.path, key))
 
-    def open(self, key: str) -> LocalFile | None:
+    def open(self, key: str, ahead: int = 1) -> LocalFile | None:
         """See `ObjectFolder`."""
         path = os.path.join(self.path, key)
         try:

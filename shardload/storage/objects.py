@@ -142,8 +142,11 @@ class ObjectFolder(Protocol):
         """`StoredObject.version` of an object; None if there is none."""
         ...
 
-    def open(self, key: str) -> StoredObject | None:
-        """An object; None if there is none. OSError if it cannot be opened, or may not."""
+    def open(self, key: str, ahead: int = 1) -> StoredObject | None:
+        """An object; None if there is none. OSError if it cannot be opened, or may not.
+
+        `ahead` bytes of its beginning are read next; of its end, if it is negative. A store sends them with its first answer.
+        """
         ...
 
     def read_many(self, keys: Iterable[str], most_nbytes: int) -> list[Content | None]:
@@ -163,6 +166,7 @@ class ObjectFolder(Protocol):
 
 class NoListingError(OSError):
     """What is in a folder is not told there: HTTP has no word for that, and a store may not allow it."""
+
 
 class WritableFolder(ObjectFolder, Protocol):
     """A new folder of objects that many ranks write, and read back, before it is published under its name.
