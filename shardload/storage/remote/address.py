@@ -12,13 +12,22 @@ from urllib.parse import urlsplit
 
 from shardload.errors import ConfigError
 
-_SCHEMES = {"s3": "S3Store", "s3a": "S3Store", "gs": "GCSStore", "az": "AzureStore", "http": "HTTPStore", "https": "HTTPStore"}
+_GIVEN = "store://"  # objects of a store that the caller made, and that has no URL
+_SCHEMES = {
+    "store": "",
+    "s3": "S3Store",
+    "s3a": "S3Store",
+    "gs": "GCSStore",
+    "az": "AzureStore",
+    "http": "HTTPStore",
+    "https": "HTTPStore",
+}
 _OF_CLIENT = frozenset(
     """allow_http allow_invalid_certificates connect_timeout default_headers http1_only http2_only pool_idle_timeout
     pool_max_idle_per_host proxy_ca_certificate proxy_excludes proxy_url randomize_addresses read_timeout root_certificate
     user_agent""".split()  # noqa: SIM905
 )
-_OURS = frozenset({"profile", "requests"})
+_OURS = frozenset({"profile", "requests", "store"})
 # A body may take as long as it moves: the time-out is for one read of it. (7 days stand for none.)
 _TIMEOUTS = {"timeout": "7 days", "read_timeout": "30 s", "connect_timeout": "10 s"}
 _NO_RETRIES = {"max_retries": 0, "retry_timeout": timedelta(0)}  # `client` does it, for bodies and with one count
@@ -58,23 +67,47 @@ class StorageOptions(Mapping[str, Any]):
 
 
 class Address(NamedTuple):
-    """A store of obstore, the key in it (of an object, or of what lies above others), and both as text for people."""
+    """A store of obstore, the key in it (of an object, or of what lies above others), both as text for people, and how many
+    requests may be under way.
+    """
 
     store: Any
     key: str
     name: str
-    requests: int = 16
+    requests: int
 
 
-def is_remote(path_or_object: Any) -> bool:
-    """True for a URL of a store, and for ``(obstore store, key)``.
+def is_remote(path: Any) -> bool:
+    """True for the URL of a store.
 
     >>> is_remote("s3://bucket/run.h5"), is_remote("run.h5"), is_remote("file:///run.h5")
     (True, False, False)
     """
-    if isinstance(path_or_object, tuple):
-        return len(path_or_object) == 2 and type(path_or_object[0]).__module__.partition(".")[0] == "obstore"
-    return isinstance(path_or_object, str) and path_or_object.partition("://")[0].lower() in _SCHEMES
+    scheme, found, _ = path.partition("://") if isinstance(path, str) else ("", "", "")
+    return bool(found) and scheme.lower() in _SCHEMES
+
+
+def with_store(paths: Any, options: Mapping[str, Any] | None) -> tuple[Any, Mapping[str, Any] | None]:
+    """A path, or a tree of paths, with URLs in place of ``(obstore store, key)``, and options that have the store.
+
+    ConfigError if there are several stores: the options of a call are those of one.
+    """
+    stores: list[Any] = []
+
+    def of(path: Any) -> Any:
+        if isinstance(path, tuple) and len(path) == 2 and type(path[0]).__module__.partition(".")[0] == "obstore":
+            if any(store is not path[0] for store in stores):
+                raise ConfigError(
+                    "a call reads from one store that was handed in, and was given several: load in several calls"
+                )
+            stores[:] = [path[0]]
+            return f"{_root_of(path[0])}{path[1].lstrip('/')}"
+        if isinstance(path, Mapping):
+            return {name: of(below) for name, below in path.items()}
+        return type(path)(map(of, path)) if type(path) in (list, tuple) else path
+
+    found = of(paths)
+    return found, {**(options or {}), "store": stores[0]} if stores else options
 
 
 def shown(url: str) -> str:
@@ -92,35 +125,34 @@ def shown(url: str) -> str:
     return f"{scheme}://{host.rpartition('@')[2]}{slash}{key}"
 
 
-def address_of(path_or_object: Any, options: Mapping[str, Any]) -> Address:
-    """What a URL or ``(store, key)`` names. ConfigError if that cannot be told, or obstore is not installed."""
+def address_of(url: str, options: Mapping[str, Any]) -> Address:
+    """What a URL names. ConfigError if that cannot be told, or obstore is not installed."""
     try:
         import obstore.store as stores
     except ImportError:
-        what = "an object of a store" if isinstance(path_or_object, tuple) else f"'{shown(path_or_object)}'"
-        raise ConfigError(f"{what} is read with obstore, which is not installed: pip install 'shardload[remote]'") from None
+        what = f"'{shown(url)}' is read with obstore, which is not installed"
+        raise ConfigError(f"{what}: pip install 'shardload[remote]'") from None
     ours = {name: value for name, value in options.items() if name in _OURS}
     requests = _count(ours.get("requests", 16))
-    if isinstance(path_or_object, tuple):
-        store, key = path_or_object
-        return Address(_without_retries(store), key.strip("/"), _name_of(store, key), requests)
-    scheme, _, rest = path_or_object.partition("://")
+    if (store := ours.get("store")) is not None and url.startswith(root := _root_of(store)):
+        return Address(_without_retries(store), url.removeprefix(root).strip("/"), url, requests)
+    scheme, _, rest = url.partition("://")
     kind, scheme = _SCHEMES[scheme.lower()], scheme.lower()
     client = {**_TIMEOUTS, **{name: value for name, value in options.items() if name in _OF_CLIENT}}
     config = {name: value for name, value in options.items() if name not in _OF_CLIENT | _OURS}
     bucket, _, key = rest.partition("/")
     if kind == "S3Store":
         config = _with_profile(config, ours.get("profile"))
-    for endpoint in (path_or_object, str(config.get("endpoint", config.get("aws_endpoint", "")))):
+    for endpoint in (url, str(config.get("endpoint", config.get("aws_endpoint", "")))):
         if endpoint.startswith("http://"):  # the caller said so
             client.setdefault("allow_http", True)
     failed = ""
     try:
         if kind == "HTTPStore":  # the URL's own path is its base: escapes stay as they are, and so does a query
-            parts = urlsplit(path_or_object)
+            parts = urlsplit(url)
             if parts.username or parts.password:
                 raise ConfigError(
-                    f"'{shown(path_or_object)}' has a user or password in it. Pass them as a header: "
+                    f"'{shown(url)}' has a user or password in it. Pass them as a header: "
                     'storage={"default_headers": {"authorization": ...}}'
                 )
             if config:
@@ -128,9 +160,11 @@ def address_of(path_or_object: Any, options: Mapping[str, Any]) -> Address:
                     f"storage has {', '.join(map(repr, sorted(config)))}, which an HTTP server has not: it may have "
                     f"{', '.join(sorted(_OF_CLIENT | {'requests'}))}"
                 )
-            store, key = stores.HTTPStore(path_or_object, client_options=client, retry_config=_NO_RETRIES), ""
+            store, key = stores.HTTPStore(url, client_options=client, retry_config=_NO_RETRIES), ""
+        elif not kind:
+            raise ConfigError(f"'{url}' is of a store that was handed in before: pass (store, key) again")
         elif not bucket:
-            raise ConfigError(f"'{shown(path_or_object)}' names no bucket: s3://bucket/key is expected")
+            raise ConfigError(f"'{shown(url)}' names no bucket: s3://bucket/key is expected")
         else:
             store = getattr(stores, kind)(bucket, client_options=client, retry_config=_NO_RETRIES, **config)
     except ConfigError:
@@ -138,8 +172,8 @@ def address_of(path_or_object: Any, options: Mapping[str, Any]) -> Address:
     except Exception as error:  # obstore's text may quote values
         failed = _why_not(error, options)
     if failed:
-        raise ConfigError(f"'{shown(path_or_object)}' cannot be reached with storage={StorageOptions(options)}: {failed}")
-    return Address(store, key.strip("/"), shown(path_or_object), requests)
+        raise ConfigError(f"'{shown(url)}' cannot be reached with storage={StorageOptions(options)}: {failed}")
+    return Address(store, key.strip("/"), shown(url), requests)
 
 
 def _count(value: Any) -> int:
@@ -175,16 +209,17 @@ def _without_retries(store: Any) -> Any:
         return store
 
 
-def _name_of(store: Any, key: str) -> str:
-    """A name for messages: the URL if the store says its bucket."""
+def _root_of(store: Any) -> str:
+    """The URL of all objects of a store that was handed in, as far as it says its own."""
     kind = type(store).__name__
     with_bucket = {"S3Store": "s3", "GCSStore": "gs", "AzureStore": "az"}
-    if kind in with_bucket:
-        config = dict(store.config)
-        bucket = config.get("bucket") or config.get("container_name") or "?"
-        middle = f"{store.prefix}/" if store.prefix else ""
-        return f"{with_bucket[kind]}://{bucket}/{middle}{key}"
-    return f"{shown(store.url).rstrip('/')}/{key}" if kind == "HTTPStore" else f"{kind}:{key}"
+    if kind == "HTTPStore":
+        return f"{shown(store.url).rstrip('/')}/"
+    if kind not in with_bucket:
+        return _GIVEN
+    config = dict(store.config)
+    bucket = config.get("bucket") or config.get("container_name") or "bucket"
+    return f"{with_bucket[kind]}://{bucket}/" + (f"{store.prefix}/" if store.prefix else "")
 
 
 def _with_profile(config: dict[str, Any], profile: str | None) -> dict[str, Any]:

@@ -43,15 +43,15 @@ class Remote:
         return RemoteFolder(self._client)
 
 
-def open_remote(path_or_object: Any, options: Mapping[str, Any] | None = None) -> Remote:
-    """The object or folder of a URL, or of ``(obstore store, key)``. Sends no request.
+def open_remote(url: str, options: Mapping[str, Any] | None = None) -> Remote:
+    """The object or folder of a URL. Sends no request.
 
     Raises
     ------
     ConfigError
         If an option is not known, the URL names no bucket, a profile is not there, or obstore is not installed.
     """
-    return Remote(Client(address_of(path_or_object, options or {})))
+    return Remote(Client(address_of(url, options or {})))
 
 
 class RemoteObject:
