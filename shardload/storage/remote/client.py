@@ -165,6 +165,11 @@ class Client:
     def __repr__(self) -> str:
         return f"Client('{self._name}')"
 
+    @property
+    def has_suffixes(self) -> bool:
+        """Whether the last bytes can be asked for by their number. Azure has no such request."""
+        return type(self._store).__name__ != "AzureStore"
+
     def name(self, below: str) -> str:
         """An object's name for people."""
         return f"{self._name.rstrip('/')}/{below}" if below else self._name
@@ -174,7 +179,12 @@ class Client:
         return _this_process().pool.submit(call, *arguments)
 
     def get(
-        self, below: str, extent: tuple[int, int] | None, pin: Pin | None, out: Bytes | None = None, most: int | None = None
+        self,
+        below: str,
+        extent: tuple[int, int] | dict[str, int] | None,
+        pin: Pin | None,
+        out: Bytes | None = None,
+        most: int | None = None,
     ) -> Answer:
         """One range of an object, or all of it.
 
@@ -182,8 +192,9 @@ class Client:
         ----------
         below : str
             Its key below that of the address; empty for the address's own.
-        extent : (int, int) or None
-            First byte, and the one after the last. It may be beyond the end, if there is no `out`.
+        extent : (int, int), dict or None
+            First byte, and the one after the last; it may be beyond the end, if there is no `out`. ``{"suffix": n}``: the last
+            n bytes.
         pin : Pin or None
             What it must be.
         out : ndarray of uint8, optional
@@ -314,7 +325,8 @@ def _meaning(error: Exception) -> _Failure:
             403,
             f"access is denied (403 {code}".rstrip()
             + f"). {_PUBLIC}. If its requester pays, pass storage={{'request_payer': True}}. "
-            "Else keys are wrong, may not read it, or have expired, as signatures in URLs do",
+            "Else keys are wrong, may not read it, or have expired, as signatures in URLs do. (S3 says so of an object that is "
+            "missing, too, to who may not list its bucket.)",
             False,
         )
     if status == 401:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from shardload.errors import ShardloadWarning
-from shardload.storage.objects import Bytes, Content, Ranges
+from shardload.storage.objects import Bytes, Content, NoListingError, Ranges
 from shardload.storage.remote.address import address_of
 from shardload.storage.remote.client import Answer, Client, Pin, RemoteChangedError, RemoteError
 
@@ -69,6 +69,7 @@ class RemoteObject:
 
     def __init__(self, client: Client, key: str, pin: Pin | None = None) -> None:
         self._client: Client | None = client
+        self._ahead = 0, np.empty(0, dtype=np.uint8)  # where bytes begin that came with the first answer, and these
         self._key, self._pin, self.name = key, pin, client.name(key)
 
     @property
@@ -83,6 +84,15 @@ class RemoteObject:
         if self._pin is None:
             return self._keep(self._open.run(self._open.get, self._key, (0, 1), None).result().pin)
         return self._pin
+
+    def look(self, ahead: int) -> None:
+        """Ask for its first bytes, or for its last ones if `ahead` is negative, and keep them: see `ObjectFolder.open`."""
+        client = self._open
+        is_cut = ahead < 0 and not client.has_suffixes
+        extent = (0, max(1, ahead)) if ahead >= 0 or is_cut else {"suffix": -ahead}
+        answer = client.run(client.get, self._key, extent, None).result()
+        self._keep(answer.pin)
+        self._ahead = (0 if ahead >= 0 or is_cut else answer.pin.nbytes - len(answer.data)), answer.data
 
     def _keep(self, pin: Pin) -> Pin:
         if not pin.mark or pin.mark.startswith("@"):
@@ -120,7 +130,11 @@ class RemoteObject:
         if offset + len(out) > self.nbytes:
             expected = f"but values are stored up to byte {offset + len(out)}"
             raise RemoteError(errno.EIO, f"'{self.name}' ends at byte {self.nbytes}, {expected}")
-        self._get([(0, len(out), offset)], out)
+        begin, kept = self._ahead
+        if begin <= offset and offset + len(out) <= begin + len(kept):
+            out[...] = kept[offset - begin :][: len(out)]
+        else:
+            self._get([(0, len(out), offset)], out)
 
     def read_ranges(self, ranges: Ranges, memory: Bytes) -> list[memoryview]:
         """The pieces, read into `memory`. Errors as for `read_into`."""
@@ -155,11 +169,11 @@ class RemoteFolder:
         except FileNotFoundError:
             return None
 
-    def open(self, key: str, pin: Pin | tuple[int, str] | None = None) -> RemoteObject | None:
-        """See `ObjectFolder`. One request, or none if it is known which version is there."""
-        stored = RemoteObject(self._client, key, None if pin is None else Pin(*pin))
+    def open(self, key: str, ahead: int = 1) -> RemoteObject | None:
+        """See `ObjectFolder`. One request."""
+        stored = RemoteObject(self._client, key)
         try:
-            stored.pin  # noqa: B018
+            stored.look(ahead)
         except FileNotFoundError:
             return None
         return stored
@@ -189,6 +203,32 @@ class RemoteFolder:
         finally:
             wait_for([*firsts, *rest], but=FileNotFoundError)
         return contents
+
+    def look(self, keys: Iterable[str], most_nbytes: int) -> list[tuple[bytes, State] | OSError | None]:
+        """Small objects, each with its version, or why it cannot be read; None of one that is not there. One request each."""
+        firsts = [self._client.run(self._client.get, key, None, None, None, most_nbytes) for key in keys]
+        wait_for(firsts, but=OSError)
+        return [_seen(first) for first in firsts]
+
+    def folders(self, key: str) -> list[str]:
+        """See `ObjectFolder`. One request for each thousand."""
+
+        def listed(store: Any, path: str) -> list[str]:
+            import obstore
+
+            return [name.rpartition("/")[2] for name in obstore.list_with_delimiter(store, path or None)["common_prefixes"]]
+
+        if self.name.lower().startswith("http"):
+            raise NoListingError(f"'{self.name}' is on a plain HTTP server, which does not tell what is in a folder")
+        try:
+            names: list[str] = self._client.run(self._client.call, key, listed).result()
+            return sorted(names)
+        except FileNotFoundError:
+            return []
+        except RemoteError as error:
+            if error.errno == errno.EACCES:
+                raise NoListingError(f"what is in '{self.name}' may not be listed ({error})") from None
+            raise
 
     def list(self, prefix: str = "") -> list[tuple[str, int]]:
         """Keys below a key of this folder, and their bytes. RemoteError on a plain HTTP server, which has no list."""
@@ -225,6 +265,14 @@ def wait_for(under_way: Sequence[Future[Any]], but: type[BaseException] | None =
     for error in errors:
         if but is None or not isinstance(error, but):
             raise error
+
+
+def _seen(answer: Future[Answer]) -> tuple[bytes, State] | OSError | None:
+    """The content and version that an answer has; the error; or None of an object that is not there."""
+    error = answer.exception()
+    if isinstance(error, FileNotFoundError):
+        return None
+    return error if isinstance(error, OSError) else (bytes(answer.result().data), _numbers(answer.result().pin))
 
 
 def _numbers(pin: Pin) -> State:
