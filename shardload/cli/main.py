@@ -138,7 +138,7 @@ def main() -> None:
 
 
 @app.command()
-@takes("allow_external", "allow_filters", "untrusted")
+@takes("allow_external", "allow_filters", "untrusted", "storage")
 def info(
     file: Annotated[str, typer.Argument(metavar="FILE[:/DATASET]", help="HDF5, netCDF4 or Zarr: all, a group, or one array.")],
     as_json: AsJson = False,
@@ -172,7 +172,7 @@ def info(
 @app.command()
 @takes(
     *("dataset", "select", "dtype", "decode", "pad", "readers", "staging", "allow_external", "allow_filters", "untrusted"),
-    *("processes", "ranks_per_node"),
+    *("storage", "processes", "ranks_per_node"),
 )
 def plan(file: File, mesh: MeshText, spec: SpecText, as_json: AsJson = False, **how: Any) -> None:
     """Show what a load would do and cost, without loading anything.
@@ -208,7 +208,7 @@ def plan(file: File, mesh: MeshText, spec: SpecText, as_json: AsJson = False, **
 @app.command()
 @takes(
     *("dataset", "select", "dtype", "decode", "pad", "readers", "staging", "missing", "allow_external", "allow_filters"),
-    *("untrusted", "verify"),
+    *("untrusted", "storage", "verify"),
     verify=(OPTIONS["how"].default, OPTIONS["verify"].help, "--how"),
 )
 def verify(file: File, mesh: MeshText, spec: SpecText, as_json: AsJson = False, **how: Any) -> None:
@@ -236,7 +236,7 @@ def verify(file: File, mesh: MeshText, spec: SpecText, as_json: AsJson = False, 
 @app.command()
 @takes(
     *("dataset", "select", "dtype", "chunks", "shards", "compression", "unlimited", "format", "mode", "staging", "verify"),
-    *("allow_external", "allow_filters", "untrusted"),
+    *("allow_external", "allow_filters", "untrusted", "storage"),
     dataset=_ALL_ARRAYS,
     chunks=(KEEP, "New chunks: a size for each axis (keep: as in IN)."),
     shards=(KEEP, "Zarr: files of so many elements, a multiple of the chunks."),

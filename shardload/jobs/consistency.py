@@ -49,9 +49,7 @@ def is_open(handle: Any) -> bool:
     >>> is_open("data.h5"), is_open(None), is_open(np.zeros(3))
     (False, False, True)
     """
-    if isinstance(handle, (str, os.PathLike)):
-        return "memory://" in os.fspath(handle)  # fsspec's memory: each process has its own
-    return handle is not None and not isinstance(handle, Source)
+    return handle is not None and not isinstance(handle, (str, os.PathLike, Source))
 
 
 def contents_of(source: Source, handle: Any, selection: Selection, chunks: Grid | None) -> tuple[int, int]:

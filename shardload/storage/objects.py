@@ -142,8 +142,11 @@ class ObjectFolder(Protocol):
         """`StoredObject.version` of an object; None if there is none."""
         ...
 
-    def open(self, key: str) -> StoredObject | None:
-        """An object; None if there is none. OSError if it cannot be opened, or may not."""
+    def open(self, key: str, ahead: int = 1) -> StoredObject | None:
+        """An object; None if there is none. OSError if it cannot be opened, or may not.
+
+        `ahead` bytes of its beginning are read next; of its end, if it is negative. A store sends them with its first answer.
+        """
         ...
 
     def read_many(self, keys: Iterable[str], most_nbytes: int) -> list[Content | None]:
@@ -152,6 +155,17 @@ class ObjectFolder(Protocol):
         Raises OSError as `open` does; ValueError if one has more bytes, before memory is allocated.
         """
         ...
+
+    def folders(self, key: str) -> list[str]:
+        """The names of the folders directly below `key` ("": below all), sorted. None of an object's own parts is one.
+
+        Raises OSError if they cannot be listed; `NoListingError` if they never can, as those of a plain HTTP server.
+        """
+        ...
+
+
+class NoListingError(OSError):
+    """What is in a folder is not told there: HTTP has no word for that, and a store may not allow it."""
 
 
 class UnsyncedError(OSError):

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from shardload.errors import ConfigError, SourceError
+from shardload.formats.access import Access
 from shardload.formats.contract.dtypes import native_dtype, refusal
 from shardload.formats.growing import Growing, GrowingSink, meaning_of
 from shardload.formats.sink import ArraySpec, Catalog, Compression
@@ -101,7 +102,7 @@ def _read_nodes(path: str) -> dict[str, ArrayNode]:
             "store, and names with groups"
         )
     nodes: dict[str, ArrayNode] = {}
-    store = open_store(path, allow_external=True)
+    store = open_store(path, Access(allow_external=True))
     for name, node in store.nodes():
         if isinstance(node, BrokenNode):
             raise SourceError(f"'{name}' in '{path}' cannot be read: {node.error}", path=path, dataset=name) from node.error
@@ -265,7 +266,7 @@ class GrowthCatalog(ZarrCatalog):
         """The metadata that will change, in that order: coordinates after other arrays, what describes several arrays last. As
         they are in the store, and when they were written: a store that has taken the place of this one may have the same.
         """
-        store, arrays, seen = open_store(self._grows.folder.old, allow_external=True), self._grows.arrays, {}
+        store, arrays, seen = open_store(self._grows.folder.old, Access(allow_external=True)), self._grows.arrays, {}
         names = sorted(arrays, key=lambda name: (len(arrays[name].old_shape) == 1, name))
         keys = [key for key, _ in _shared_documents(store, arrays)]
         with named(self._grows.path):

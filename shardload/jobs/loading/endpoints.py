@@ -48,8 +48,11 @@ def moves_of(loads: Sequence[ArrayLoad]) -> list[ArrayMove]:
 def _each(items: Iterable[Any], do: Callable[[Any], None]) -> None:
     """Do something for each item with a `load`. An error names its array."""
     for item in items:
-        with item.load.naming_errors():
+        try:
             do(item)
+        except Exception:  # a context around each call would take longer than some of the calls
+            with item.load.naming_errors():
+                raise
 
 
 # --- where values come from
@@ -243,8 +246,8 @@ class ShardedArray:
     def make_room(self, room: list[Array]) -> None:
         """Take the pieces from `room`, and fill their padding. What moves writes the rest."""
         plan, shards = self.load.plan, self.load.layout.schedule.shards
-        for shard, data in zip(shards.shards_of(self._rank), room, strict=True):
-            self.shards[shard] = Piece(shards.region(shard), data)
+        for shard, data in zip(shards.held_by(self._rank, plan.shape), room, strict=True):
+            self.shards[shard.number] = Piece(shard.region, data)
         self._pieces = ShardPieces(shards, plan.shape, self.shards, self._rank)
         self._pieces.fill(partial(fill_value, self.load.options.pad, plan.dtype))
         self._early = EarlyPieces(plan.shape_global, plan.sharding)
