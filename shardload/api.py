@@ -16,7 +16,7 @@ Names, and what belongs to a single array (mesh, spec, select, dtype, pad, halo,
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 import jax
@@ -66,6 +66,7 @@ class _LoadOptions(_ScatterOptions, total=False):
     allow_external: bool
     untrusted: bool
     allow_filters: Any
+    storage: Mapping[str, Any] | None
 
 
 class _PlanOptions(_LoadOptions, total=False):
@@ -103,6 +104,7 @@ def load(
     allow_external: bool = DEFAULTS.allow_external,
     untrusted: bool = DEFAULTS.untrusted,
     allow_filters: Any = DEFAULTS.allow_filters,
+    storage: Mapping[str, Any] | None = DEFAULTS.storage,
 ) -> Any:
     """Load arrays of HDF5, netCDF4 or Zarr files into sharded `jax.Array`s, and check that each shard is where it belongs.
 
@@ -117,8 +119,10 @@ def load(
 
     Parameters
     ----------
-    path : str, PathLike, h5py.Dataset, zarr.Array or tree of them
-        The file (``"data.h5"``), the file and the array's name in it (``"data.h5:/group/rho"``), or an open array.
+    path : str, PathLike, (obstore store, str), h5py.Dataset, zarr.Array or tree of them
+        The file (``"data.h5"``), the file and the array's name in it (``"data.h5:/group/rho"``), or an open array. A URL, or a
+        store of obstore and a key in it, is an object in a store: ``"s3://bucket/run.h5:/rho"``. Several files that are one:
+        what `concat` returns.
     mesh : jax.sharding.Mesh or NamedSharding
         The mesh of devices. Or a NamedSharding, which has both the mesh and the spec.
     spec : PartitionSpec, optional
@@ -185,6 +189,9 @@ def load(
         ``"bitshuffle"``, ``["zfp", 32024]``, ``"all"``. By default an array that needs such a filter is refused, and the error
         names the filter. Filters that withstand damage (gzip, Zstandard, Blosc, LZF and others: docs/trust-files.md) are
         always allowed.
+    storage : dict, optional
+        How the store of a URL is reached, in obstore's words: ``{"region": "us-west-2", "skip_signature": True}``. Keys are
+        better in the environment or in a profile: ``{"profile": "name"}``. Its values are never printed. See docs/remote.md.
 
     Returns
     -------
@@ -289,6 +296,7 @@ def stream(
     allow_external: bool = DEFAULTS.allow_external,
     untrusted: bool = DEFAULTS.untrusted,
     allow_filters: Any = DEFAULTS.allow_filters,
+    storage: Mapping[str, Any] | None = DEFAULTS.storage,
 ) -> Stream:
     """Give arrays of HDF5, netCDF4 or Zarr files in batches, in an order that depends neither on the mesh nor on the ranks.
 
@@ -353,7 +361,7 @@ def stream(
         As in `load`: buffers for reading and sending, in addition to steps and batches.
     verify : {"index", "checksum", "file", "full"}
         As in `load`, for each batch. Not ``"file"`` and ``"full"``.
-    comm, timeout, allow_external, untrusted, allow_filters
+    comm, timeout, allow_external, untrusted, allow_filters, storage
         As in `load`.
 
     Returns
@@ -471,6 +479,7 @@ def verify(
     allow_external: bool = DEFAULTS.allow_external,
     untrusted: bool = DEFAULTS.untrusted,
     allow_filters: Any = DEFAULTS.allow_filters,
+    storage: Mapping[str, Any] | None = DEFAULTS.storage,
 ) -> Any:
     """Compare an array, wherever it comes from, with the file that it should match.
 
@@ -483,7 +492,7 @@ def verify(
     x : jax.Array or tree of jax.Array
         The array. It has a NamedSharding, or is on one device. It is not changed. A tree is compared with the arrays that
         `dataset` has at the same keys.
-    path, dataset, select, dtype, decode, pad, halo, edge, comm, allow_filters
+    path, dataset, select, dtype, decode, pad, halo, edge, comm, allow_filters, storage
         As for the `load` that would give `x`: `pad` if it has padding, `dtype` if it was cast, `decode` if it
         was decoded.
     how : {"full", "file", "checksum", "index"}

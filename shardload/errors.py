@@ -23,6 +23,7 @@ import unicodedata
 from collections.abc import Iterator
 
 _BY_SYSTEM = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.ENOMEM, errno.EMFILE, errno.ENFILE}
+_SECRET = re.compile(r"\b(https?://)(?:[^\s/'\"@]+@)?([^\s'\"?]*)(?:\?[^\s'\"]*)?")
 _BY_HDF5 = re.compile(r"(?:read failed|open file|lock file).*errno = \d+", re.DOTALL)
 
 
@@ -74,7 +75,7 @@ def _is_seen(character: str) -> bool:
 
 
 class ShardloadError(Exception):
-    """Base class of everything shardload raises on purpose.
+    """Base class of everything shardload raises on purpose. URLs in its text have no query, which may be a signature.
 
     Attributes
     ----------
@@ -84,7 +85,7 @@ class ShardloadError(Exception):
     """
 
     def __init__(self, message: str, *, rank: int | None = None) -> None:
-        super().__init__(printable(message, kept="\n\t"))
+        super().__init__(printable(_SECRET.sub(r"\1\2", message), kept="\n\t"))
         self.rank = rank
 
 

@@ -15,7 +15,7 @@ import math
 import os
 import zlib
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from numbers import Integral, Number, Real
 from types import MappingProxyType, SimpleNamespace
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from shardload.formats.access import Access, Limits
+    from shardload.storage.remote.address import StorageOptions
 
 AUTO = "auto"
 READERS = (AUTO, "root", "parallel", "direct")
@@ -320,6 +321,18 @@ def filter_names(given: Any) -> tuple[str, ...]:
     return tuple(sorted(names))
 
 
+def _storage(storage: Any) -> StorageOptions:
+    """Its values may be keys, and are in no message."""
+    from shardload.storage.remote.address import StorageOptions
+
+    try:
+        return StorageOptions(dict(storage or {}))
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"storage is a {type(storage).__name__}; expected a dict of options of the store, such as {{'region': 'us-west-2'}}"
+        ) from None
+
+
 def _dtype(dtype: Any) -> np.dtype[Any] | None:
     if dtype is None:
         return None
@@ -484,6 +497,10 @@ _DECLARED = (
         flag="--allow-filters",
     ),
     Option(
+        "storage", None, "How a store is reached: region=us-west-2, skip_signature=true, ... (docs/remote.md).", _READ,
+        _storage, flag="--storage",
+    ),
+    Option(
         "processes", None, "How many processes to plan for (default: one per device).", ("plan",), text=None, is_kept=False,
         flag="--processes",
     ),
@@ -643,6 +660,8 @@ class Options:
         Names and numbers of filters (codecs) to use although damaged data may crash them, sorted; or ``"all"``.
     halo : int, tuple or dict
         Rows of its neighbours that each shard has on either side: on every axis that is cut, per axis, or by axis.
+    storage : StorageOptions
+        How stores are reached. Ranks compare the names, not the values.
     edge : str, number, tuple or dict
         What a halo has beyond the ends of the array: ``"wrap"``, ``"edge"`` or a value; for all axes, per axis, or by axis.
     """
@@ -663,6 +682,7 @@ class Options:
     decode: bool | str | None = DEFAULTS.decode
     halo: int | tuple[int, ...] | dict[int, int] = DEFAULTS.halo
     edge: Any = DEFAULTS.edge
+    storage: StorageOptions = field(default_factory=lambda: _storage(None))
 
     @property
     def staging_nbytes(self) -> int:
@@ -685,7 +705,7 @@ class Options:
         """What the caller allows the formats to do."""
         from shardload.formats.access import Access
 
-        return Access(self.allow_external, frozenset(self.allow_filters), self.limits)
+        return Access(self.allow_external, frozenset(self.allow_filters), self.limits, storage=self.storage)
 
     @property
     def checksums(self) -> bool:

@@ -175,6 +175,18 @@ def parse_compression(text: str) -> Any:
     return found["name"] if found == compression_typed(found["name"]) else found
 
 
+def parse_storage(text: str) -> tuple[str, str]:
+    """An option of a store, from ``--storage``. Its value is in no message: it may be a key.
+
+    >>> parse_storage("region=us-west-2")
+    ('region', 'us-west-2')
+    """
+    name, equals, value = text.partition("=")
+    if not equals or not name.strip():
+        raise wrong("--storage", "there is no name and '='. Type for example --storage region=us-west-2, once for each option")
+    return name.strip(), value
+
+
 KEEP = "keep"
 _PARSERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "select": ("TEXT", parse_select),
@@ -184,6 +196,7 @@ _PARSERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "shards": ("N,...|none", partial(parse_sizes, "--shards")),
     "compression": ("NAME[:LEVEL][+shuffle]|none", parse_compression),
     "unlimited": ("AXIS,...", parse_axes),
+    "storage": ("NAME=VALUE", parse_storage),
 }
 
 
@@ -205,17 +218,22 @@ def as_typed(message: str) -> str:
     'Pass --decode to apply that, --no-decode if the stored numbers are meant'
     >>> as_typed("only chunks are compressed. Pass chunks=(64, 64)"), as_typed("Pass axis=, one of 'time', 'lat'")
     ('only chunks are compressed. Pass --chunks 64,64', "Pass --axis, one of 'time', 'lat'")
+    >>> as_typed("Pass storage={'region': 'us-west-2'}, or storage={'skip_signature': True}")
+    'Pass --storage region=us-west-2, or --storage skip_signature=true'
     """
     return _KEYWORD.sub(lambda match: _flag(match[1], match[2]), message)
 
 
 _OF_COPIES = ("axis", "chunks", "compression", "format", "mode", "resume", "shards", "stack", "unlimited")
 _FLAGS = {name: option.flag for name, option in OPTIONS.items() if option.flag} | {name: f"--{name}" for name in _OF_COPIES}
-_KEYWORD = re.compile(rf"(?<![\w.\"'/-])({'|'.join(_FLAGS)})=((?:'[^']*'|\"[^\"]*\"|\([\d, ]*\)|[\w.]*\w)?)")
+_KEYWORD = re.compile(rf"(?<![\w.\"'/-])({'|'.join(_FLAGS)})=((?:'[^']*'|\"[^\"]*\"|\([\d, ]*\)|\{{[^{{}}]*\}}|[\w.]*\w)?)")
 
 
 def _flag(name: str, value: str) -> str:
     bare = value.strip("'\"")
+    if bare.startswith("{"):
+        pairs = re.findall(r"'(\w+)': '?([\w./:-]+)", bare)
+        return " ".join(f"{_FLAGS[name]} {key}={'true' if typed == 'True' else typed}" for key, typed in pairs)
     if bare.startswith("("):
         bare = bare.strip("(),").replace(" ", "")
     if bare == "False":
@@ -258,7 +276,10 @@ def _parameter(name: str, default: Any = ..., help: str = "", *aliases: str) -> 
     elif name in ("processes", "ranks_per_node"):
         kind = int
     elif name in _PARSERS:
-        kind, words = Any, words | dict(zip(("metavar", "parser"), _PARSERS[name], strict=True))
+        kind, words = (
+            list[Any] if name == "storage" else Any,
+            words | dict(zip(("metavar", "parser"), _PARSERS[name], strict=True)),
+        )
     flags = ["--decode/--no-decode" if name == "decode" else option.flag or f"--{name}", *aliases]
     default = option.default if default is ... else default
     default = ",".join(default) if isinstance(default, tuple) else default

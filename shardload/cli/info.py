@@ -19,7 +19,7 @@ from shardload.formats.labelling import list_labelled, read_labels
 from shardload.formats.labels import Coordinate
 from shardload.formats.lookup import find_array, open_file, split_path
 from shardload.jobs.contents import groups_of
-from shardload.options import filter_names
+from shardload.options import OPTIONS, filter_names
 from shardload.storage.leftovers import Leftover, find_leftover
 from shardload.system.terminal import Column, fit_table, tell, width_of, wrap
 from shardload.units import counted, format_nbytes
@@ -29,10 +29,13 @@ from shardload.values.decoding import ATTRIBUTES, decoding_of, packed_by
 _MOST_LABELLED = 256  # arrays whose axes' names are looked up, a millisecond each; of a file with more, no groups' attributes
 
 
-def run(out: IO[str], file: str, as_json: bool, allow_external: bool, allow_filters: str, untrusted: bool) -> None:
+def run(
+    out: IO[str], file: str, as_json: bool, allow_external: bool, allow_filters: str, untrusted: bool, storage: Any
+) -> None:
     """Print what is in a file, a group or an array."""
     path, dataset = split_path(file)
-    access = Access(allow_external, frozenset(filter_names(allow_filters)), Limits() if untrusted else None)
+    limits, checked = Limits() if untrusted else None, OPTIONS["storage"].check(storage)
+    access = Access(allow_external, frozenset(filter_names(allow_filters)), limits, storage=checked)
     left = find_leftover(path)
     arrays = list_labelled(path, access, _MOST_LABELLED) if left is None or left.is_whole else []
     if left is not None:

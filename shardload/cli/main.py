@@ -138,7 +138,7 @@ def main() -> None:
 
 
 @app.command()
-@takes("allow_external", "allow_filters", "untrusted")
+@takes("allow_external", "allow_filters", "untrusted", "storage")
 def info(
     file: Annotated[str, typer.Argument(metavar="FILE[:/DATASET]", help="HDF5, netCDF4 or Zarr: all, a group, or one array.")],
     as_json: AsJson = False,
@@ -172,7 +172,7 @@ def info(
 @app.command()
 @takes(
     *("dataset", "select", "dtype", "decode", "pad", "readers", "staging", "allow_external", "allow_filters", "untrusted"),
-    *("processes", "ranks_per_node"),
+    *("storage", "processes", "ranks_per_node"),
 )
 def plan(file: File, mesh: MeshText, spec: SpecText, as_json: AsJson = False, **how: Any) -> None:
     """Show what a load would do and cost, without loading anything.
@@ -208,7 +208,7 @@ def plan(file: File, mesh: MeshText, spec: SpecText, as_json: AsJson = False, **
 @app.command()
 @takes(
     *("dataset", "select", "dtype", "decode", "pad", "readers", "staging", "missing", "allow_external", "allow_filters"),
-    *("untrusted", "verify"),
+    *("untrusted", "storage", "verify"),
     verify=(OPTIONS["how"].default, OPTIONS["verify"].help, "--how"),
 )
 def verify(file: File, mesh: MeshText, spec: SpecText, as_json: AsJson = False, **how: Any) -> None:
@@ -236,7 +236,7 @@ def verify(file: File, mesh: MeshText, spec: SpecText, as_json: AsJson = False, 
 @app.command()
 @takes(
     *("dataset", "select", "dtype", "chunks", "shards", "compression", "unlimited", "format", "mode", "staging", "verify"),
-    *("allow_external", "allow_filters", "untrusted"),
+    *("allow_external", "allow_filters", "untrusted", "storage"),
     dataset=_ALL_ARRAYS,
     chunks=(KEEP, "New chunks: a size for each axis (keep: as in IN)."),
     shards=(KEEP, "Zarr: files of so many elements, a multiple of the chunks."),
@@ -248,8 +248,12 @@ def verify(file: File, mesh: MeshText, spec: SpecText, as_json: AsJson = False, 
     verify=("checksum", "Of what was written: checksum (stored bytes), full (values too) or index (nothing)."),
 )
 def copy(
-    source: Annotated[str, typer.Argument(metavar="IN[:/DATASET]", help="HDF5, netCDF4 or Zarr.")],
+    source: Annotated[str, typer.Argument(metavar="IN[:/DATASET]", help="HDF5, netCDF4 or Zarr; or a pattern of files.")],
     target: Annotated[str, typer.Argument(metavar="OUT", help="The new file: .h5, .nc or .zarr.")],
+    along: Annotated[
+        str | None,
+        typer.Option(help="Of a pattern: the axis along which the files follow each other (default: the one that can grow)."),
+    ] = None,
     resume: Annotated[
         bool,
         typer.Option("--resume", help="Go on with what a copy to Zarr that was killed has left; begin if there is nothing."),
@@ -270,12 +274,14 @@ def copy(
       shardload copy run.nc rho.h5 --dataset rho --select "time=-1" --dtype float32
 
       shardload copy run.h5 run.zarr --chunks 64,64,64 --shards 512,512,512 --dry-run
+
+      mpiexec -n 8 shardload copy "era5_*.nc" era5.zarr --along time --chunks 24,90,180
     """
     with one_message(as_json) as out:
         from shardload.cli.copy import run
 
         how |= {"dataset": tuple(how["dataset"] or ()), "unlimited": how["unlimited"] or (), "resume": resume}
-        run(out, source, target, only_plan=dry_run, as_json=as_json, **how)
+        run(out, source, target, along=along, only_plan=dry_run, as_json=as_json, **how)
 
 
 @app.command()

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from shardload.storage.containment import TARGET_HINT, Fence, OutsideError, open_file
+from shardload.storage.remote import StorageOptions
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ class Access:
     is_limited : bool
         True if the system limits the memory of this process (a helper process). Then no other limit is needed on how far
         stacked compressors can expand a few bytes.
+    storage : StorageOptions
+        How stores are reached (`storage.remote`): keys, region. Its text is the names alone.
 
     Examples
     --------
@@ -65,6 +68,7 @@ class Access:
     allow_filters: frozenset[str] = frozenset()
     untrusted: Limits | None = None
     is_limited: bool = False
+    storage: StorageOptions = field(default_factory=StorageOptions)
 
     def __post_init__(self) -> None:
         given: object = self.allow_filters

@@ -20,6 +20,7 @@ from shardload.formats.labelling import labelled, list_labelled, read_labels
 from shardload.formats.labels import OnDemand
 from shardload.formats.lookup import absolute, find_array, open_file, split_path
 from shardload.options import OPTIONS, filter_names
+from shardload.storage.remote import with_store
 
 _MOST_VALUES = 1 << 16  # of an attribute
 _MOST_LABELLED = 1000  # arrays of a file whose labels are read at once: a millisecond each
@@ -93,7 +94,12 @@ class Contents(Mapping[str, ArrayInfo]):
 
 
 def open(  # a public name: `shardload.open`
-    path: str | os.PathLike[str], *, allow_external: bool = False, untrusted: bool = False, allow_filters: Any = ()
+    path: Any,
+    *,
+    allow_external: bool = False,
+    untrusted: bool = False,
+    allow_filters: Any = (),
+    storage: Mapping[str, Any] | None = None,
 ) -> Contents:
     """Say what is in a file: shapes, types, packing, names of axes, attributes and coordinates.
 
@@ -101,9 +107,9 @@ def open(  # a public name: `shardload.open`
 
     Parameters
     ----------
-    path : str or PathLike
+    path : str, PathLike or (obstore store, str)
         HDF5, netCDF4 or Zarr. With the name of an array or a group (``"data.nc:/group"``): that array, or all below.
-    allow_external, untrusted, allow_filters
+    allow_external, untrusted, allow_filters, storage
         As in `load`.
 
     Returns
@@ -134,11 +140,13 @@ def open(  # a public name: `shardload.open`
     >>> shardload.open("named.h5")["density"].coords["x"].values[:3]
     array([0., 1., 2.])
     """
+    path, storage = with_store(path, storage)
     if not isinstance(path, str | os.PathLike):
         raise ConfigError(f"open takes the path of a file, found {type(path).__name__}. Pass the path, such as 'data.nc'")
     for name, value in (("allow_external", allow_external), ("untrusted", untrusted)):
         OPTIONS[name].check(value)
-    access = Access(allow_external, frozenset(filter_names(allow_filters)), Limits() if untrusted else None)
+    limits, checked = Limits() if untrusted else None, OPTIONS["storage"].check(storage)
+    access = Access(allow_external, frozenset(filter_names(allow_filters)), limits, storage=checked)
     return read_contents(os.fspath(path), access)
 
 

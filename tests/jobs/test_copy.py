@@ -27,10 +27,10 @@ atexit.register(lambda: print("peak", resource.getrusage(resource.RUSAGE_SELF).r
 PROGRAM = """
 import atexit, os, signal, sys
 from shardload.engine.session import Session
-from shardload.formats.zarr import sink as zarr_sink
+from shardload.storage import new_folder
 from shardload.jobs.copying import plan as copy_plan
 
-zarr_sink._MOST_OPEN = 4
+new_folder._MOST_OPEN = 4
 copy_plan._LEAST_READING_NBYTES = 1 << 14
 rank, at, who = int(os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", 0))), *map(int, sys.argv[1:3])
 move = Session.move

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import h5py
 import jax
@@ -121,6 +122,10 @@ def test_one_array_in_several_files(tmp_path: Path) -> None:
     second = {"time": shardload.between("2001-06", "2002-05")}
     whole = shardload.load(tmp_path / "era5.nc", mesh, P(), dataset="t2m", decode=True, select=second)
     np.testing.assert_array_equal(whole, rows[1:] / np.float32(2))
+    names: dict[str, Any] = {"shardload": shardload, "mesh": mesh, "P": P}
+    with contextlib.chdir(tmp_path):
+        exec(block("concat", ROOT / "docs" / "many-arrays.md"), names)
+    np.testing.assert_array_equal(names["t2m"], rows / np.float32(2))
 
 
 @pytest.mark.parametrize("n_devices", [1, 8])

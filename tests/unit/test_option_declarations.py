@@ -84,9 +84,10 @@ def test_a_docstring_lists_the_options_that_are_declared(call: str) -> None:
 
 COMMANDS: dict[str, Any] = vars(typer.main.get_command(app))["commands"]
 FLAGS = {
-    "plan": "dataset select dtype decode pad readers staging allow_external untrusted processes ranks_per_node allow_filters",
-    "verify": "dataset select dtype decode pad readers staging missing allow_external allow_filters untrusted verify",
-    "info": "allow_external allow_filters untrusted",
+    "plan": "dataset select dtype decode pad readers staging allow_external untrusted storage allow_filters processes "
+    "ranks_per_node",
+    "verify": "dataset select dtype decode pad readers staging missing allow_external allow_filters untrusted storage verify",
+    "info": "allow_external allow_filters untrusted storage",
 }
 
 

@@ -97,6 +97,18 @@ def test_a_dtype_that_jax_has_is_native(dtype: Any) -> None:
     assert found is not None and found.isnative and found == np.dtype(dtype).newbyteorder("=")
 
 
+def test_how_a_store_is_reached_is_told_by_names_alone() -> None:
+    """Wrong if a key were in a text that ranks compare, or in a message."""
+    options = Options.check(storage={"secret_access_key": "s3cr3t", "region": "x"})
+    assert options.access.storage["secret_access_key"] == "s3cr3t"
+    assert options.describe()["storage"] == "{region, secret_access_key}"
+    assert "s3cr3t" not in f"{options!r} {options} {options.access!r} {options.access} {vars(options)}"
+    for bad in ("s3cr3t", ["s3cr3t"], 3):
+        with pytest.raises(ConfigError, match="expected a dict of options of the store") as caught:
+            Options.check(storage=bad)
+        assert "s3cr3t" not in str(caught.value)
+
+
 def test_no_option_is_taken_for_an_equal_one() -> None:
     """Wrong if options that are equal but not the same (1, 1.0 and True; 0.0 and -0.0) were taken for each other."""
     pads = [0, 0.0, -0.0, False, float("nan"), 1, 1.0, True]

@@ -30,6 +30,7 @@ from shardload.planning.chunk_shapes import growing_chunks
 from shardload.planning.region import Region
 from shardload.planning.selection import Selection, select_axes
 from shardload.planning.source_layout import SourceLayout
+from shardload.storage.remote import StorageOptions, shown
 
 STAGING_NBYTES = 512 << 20
 PAGE_NBYTES = 4096  # clients of a file system on several nodes may lose each other's bytes in a page
@@ -85,13 +86,14 @@ class CopyRequest:
     allow_external: bool = False
     allow_filters: tuple[str, ...] = ()
     untrusted: bool = False
+    storage: StorageOptions = field(default_factory=StorageOptions)
     resume: bool = False
     timeout: float | None = TIMEOUT
 
     @classmethod
     def check(cls, source: str, target: str, **given: Any) -> CopyRequest:
         """The request, with its options checked. ConfigError names what was found and what is expected."""
-        names = ("dtype", "staging", "verify", "allow_external", "allow_filters", "untrusted", "mode")
+        names = ("dtype", "staging", "verify", "allow_external", "allow_filters", "untrusted", "storage", "mode")
         checked = {name: OPTIONS[name].check(given[name]) for name in names if name in given}
         if given.get("verify") == FILE:
             raise ConfigError(f"verify is {FILE!r}; expected one of {INDEX!r}, {CHECKSUM!r}, {FULL!r}")
@@ -107,11 +109,13 @@ class CopyRequest:
         """What the caller allows."""
         staging = STAGING_NBYTES if isinstance(self.staging, str) else self.staging
         limits = Limits(staging, None if self.timeout is None else self.timeout / 4) if self.untrusted else None
-        return Access(self.allow_external, frozenset(self.allow_filters), limits)
+        return Access(self.allow_external, frozenset(self.allow_filters), limits, storage=self.storage)
 
     def invocation(self, call: str, title: str) -> Invocation:
         """See `engine.call.Request`."""
-        return Invocation(call, title, {name: repr(value) for name, value in vars(self).items()})
+        return Invocation(
+            call, title, {name: repr(value) for name, value in vars(self).items()} | {"source": repr(shown(self.source))}
+        )
 
 
 @dataclass(frozen=True)
@@ -194,7 +198,7 @@ def describe(request: CopyRequest, found: Sequence[SourceArray], beside: Beside)
     for array in found:
         name = array.info.dataset
         about[f"size and time of the source ('{name}')"] = repr(None if array.state is None else array.state[:2])
-        if array.info.parts is not None:
+        if array.info.n_parts and array.info.parts is not None:
             about[f"the digest of sizes and times of the parts of '{name}'"] = _digest(array.info.parts["versions"])
         about[f"what is made of '{name}'"] = repr((array.selection, array.name, replace(array.spec, attrs={})))
         attrs = [(key, getattr(value, "dtype", type(value)), value) for key, value in array.spec.attrs.items()]

@@ -60,6 +60,7 @@ from shardload.planning.selection import (
 )
 from shardload.planning.strategies import DIRECT
 from shardload.planning.tuning import default_tuning
+from shardload.storage.remote import shown, with_store
 from shardload.system.garbage import collections_wait
 from shardload.system.interruption import let_interruption_pass
 from shardload.values.dates import has_dates, in_numbers
@@ -112,6 +113,8 @@ class LoadCall:
 
     def _join(self) -> ArrayTree:
         """The arrays that the caller names."""
+        self._path, storage = with_store(self._path, self._given.get("storage"))
+        self._given = {**self._given, "storage": storage}
         return ArrayTree.join(self._path, self._given.get("dataset"))
 
     def _read(self) -> None:
@@ -543,7 +546,7 @@ class FoundMessage:
 def describe_path(path: Any) -> str:
     """A path or an open array as ranks compare it, and as messages name it."""
     if isinstance(path, (str, os.PathLike)):
-        return repr(os.path.expanduser(os.fspath(path)))
+        return repr(shown(os.path.expanduser(os.fspath(path))))
     # An open array: its name in the file is enough, because the file's name may differ from rank to rank.
     kind = "NumPy array" if isinstance(path, np.ndarray) else type(path).__name__
     return f"an open {kind} named {getattr(path, 'name', None)!r}"

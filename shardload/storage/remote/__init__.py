@@ -1,0 +1,32 @@
+"""How are objects in stores read: in S3, Google, Azure, on an HTTP server?
+
+    opened = open_remote("s3://bucket/run.h5", {"region": "us-west-2", "skip_signature": True})
+    with closing(opened.object()) as stored: ...     # a `StoredObject`
+    folder = opened.folder()                         # an `ObjectFolder`: keys below that URL
+
+``(obstore store, key)`` becomes, where a call begins, a URL and ``{"store": store}`` (`with_store`): below, all are URLs.
+
+address  what a URL names, options and profiles; nothing of it is printed with its values (`StorageOptions`)
+client   one request: threads, retries, time-outs, what an answer means; the only module that calls obstore
+objects  `RemoteObject`, `RemoteFolder`
+
+Only `open_remote` is called from outside. obstore is imported by it, so never for local files.
+"""
+
+from shardload.storage.remote.address import StorageOptions, is_remote, shown, with_store
+from shardload.storage.remote.client import Pin, RemoteChangedError, RemoteError
+from shardload.storage.remote.objects import Remote, RemoteFolder, RemoteObject, open_remote
+
+__all__ = [
+    "Pin",
+    "Remote",
+    "RemoteChangedError",
+    "RemoteError",
+    "RemoteFolder",
+    "RemoteObject",
+    "StorageOptions",
+    "is_remote",
+    "open_remote",
+    "shown",
+    "with_store",
+]

@@ -1,0 +1,267 @@
+"""Which store does a URL name, and how is it reached? Options, environment variables (obstore reads those), AWS profiles."""
+
+from __future__ import annotations
+
+import configparser
+import os
+import re
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+from shardload.errors import ConfigError
+
+_GIVEN = "store://"  # objects of a store that the caller made, and that has no URL
+_SCHEMES = {
+    "store": "",
+    "s3": "S3Store",
+    "s3a": "S3Store",
+    "gs": "GCSStore",
+    "az": "AzureStore",
+    "http": "HTTPStore",
+    "https": "HTTPStore",
+}
+_OF_CLIENT = frozenset(
+    """allow_http allow_invalid_certificates connect_timeout default_headers http1_only http2_only pool_idle_timeout
+    pool_max_idle_per_host proxy_ca_certificate proxy_excludes proxy_url randomize_addresses read_timeout root_certificate
+    user_agent""".split()  # noqa: SIM905
+)
+_OURS = frozenset({"profile", "requests", "store"})
+# A body may take as long as it moves: the time-out is for one read of it. (7 days stand for none.)
+_TIMEOUTS = {"timeout": "7 days", "read_timeout": "30 s", "connect_timeout": "10 s"}
+_NO_RETRIES = {"max_retries": 0, "retry_timeout": timedelta(0)}  # `client` does it, for bodies and with one count
+_OF_PROFILE = {
+    "access_key_id": "aws_access_key_id",
+    "secret_access_key": "aws_secret_access_key",
+    "session_token": "aws_session_token",
+    "region": "region",
+    "endpoint": "endpoint_url",
+}
+
+
+class StorageOptions(Mapping[str, Any]):
+    """What the caller passes as ``storage=``. Its text is the names alone: values may be keys.
+
+    >>> StorageOptions({"secret_access_key": "abc", "region": "us-west-2"})
+    {region, secret_access_key}
+    """
+
+    def __init__(self, values: Mapping[str, Any] | None = None) -> None:
+        self._values = dict(values or {})
+
+    def __getitem__(self, name: str) -> Any:
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __hash__(self) -> int:  # of a frozen `Access`
+        return hash(frozenset(self._values))
+
+    def __repr__(self) -> str:
+        return f"{{{', '.join(sorted(self._values))}}}"
+
+
+class Address(NamedTuple):
+    """A store of obstore, the key in it (of an object, or of what lies above others), both as text for people, and how many
+    requests may be under way.
+    """
+
+    store: Any
+    key: str
+    name: str
+    requests: int
+
+
+def is_remote(path: Any) -> bool:
+    """True for the URL of a store.
+
+    >>> is_remote("s3://bucket/run.h5"), is_remote("run.h5"), is_remote("file:///run.h5")
+    (True, False, False)
+    """
+    scheme, found, _ = path.partition("://") if isinstance(path, str) else ("", "", "")
+    return bool(found) and scheme.lower() in _SCHEMES
+
+
+def with_store(paths: Any, options: Mapping[str, Any] | None) -> tuple[Any, Mapping[str, Any] | None]:
+    """A path, or a tree of paths, with URLs in place of ``(obstore store, key)``, and options that have the store.
+
+    ConfigError if there are several stores: the options of a call are those of one.
+    """
+    stores: list[Any] = []
+
+    def of(path: Any) -> Any:
+        if isinstance(path, tuple) and len(path) == 2 and type(path[0]).__module__.partition(".")[0] == "obstore":
+            if any(store is not path[0] for store in stores):
+                raise ConfigError(
+                    "a call reads from one store that was handed in, and was given several: load in several calls"
+                )
+            stores[:] = [path[0]]
+            return f"{_root_of(path[0])}{path[1].lstrip('/')}"
+        if isinstance(path, Mapping):
+            return {name: of(below) for name, below in path.items()}
+        return type(path)(map(of, path)) if type(path) in (list, tuple) else path
+
+    found = of(paths)
+    return found, {**(options or {}), "store": stores[0]} if stores else options
+
+
+def shown(url: str) -> str:
+    """A URL without what may be secret: user, password, query, fragment.
+
+    >>> shown("https://me:pw@host/a.h5?X-Amz-Signature=1"), shown("s3://bucket/a?b.h5"), shown("a.h5")
+    ('https://host/a.h5', 's3://bucket/a?b.h5', 'a.h5')
+    """
+    scheme, found, rest = url.partition("://")
+    if not found or scheme.lower() not in _SCHEMES:
+        return url
+    if scheme.lower() in ("http", "https"):
+        rest = re.split("[?#]", rest, maxsplit=1)[0]
+    host, slash, key = rest.partition("/")
+    return f"{scheme}://{host.rpartition('@')[2]}{slash}{key}"
+
+
+def address_of(url: str, options: Mapping[str, Any]) -> Address:
+    """What a URL names. ConfigError if that cannot be told, or obstore is not installed."""
+    try:
+        import obstore.store as stores
+    except ImportError:
+        what = f"'{shown(url)}' is read with obstore, which is not installed"
+        raise ConfigError(f"{what}: pip install 'shardload[remote]'") from None
+    ours = {name: value for name, value in options.items() if name in _OURS}
+    requests = _count(ours.get("requests", 16))
+    if (store := ours.get("store")) is not None and url.startswith(root := _root_of(store)):
+        return Address(_without_retries(store), url.removeprefix(root).strip("/"), url, requests)
+    scheme, _, rest = url.partition("://")
+    kind, scheme = _SCHEMES[scheme.lower()], scheme.lower()
+    client = {**_TIMEOUTS, **{name: value for name, value in options.items() if name in _OF_CLIENT}}
+    config = {name: value for name, value in options.items() if name not in _OF_CLIENT | _OURS}
+    bucket, _, key = rest.partition("/")
+    if kind == "S3Store":
+        config = _with_profile(config, ours.get("profile"))
+    for endpoint in (url, str(config.get("endpoint", config.get("aws_endpoint", "")))):
+        if endpoint.startswith("http://"):  # the caller said so
+            client.setdefault("allow_http", True)
+    failed = ""
+    try:
+        if kind == "HTTPStore":  # the URL's own path is its base: escapes stay as they are, and so does a query
+            parts = urlsplit(url)
+            if parts.username or parts.password:
+                raise ConfigError(
+                    f"'{shown(url)}' has a user or password in it. Pass them as a header: "
+                    'storage={"default_headers": {"authorization": ...}}'
+                )
+            if config:
+                raise ConfigError(
+                    f"storage has {', '.join(map(repr, sorted(config)))}, which an HTTP server has not: it may have "
+                    f"{', '.join(sorted(_OF_CLIENT | {'requests'}))}"
+                )
+            store, key = stores.HTTPStore(url, client_options=client, retry_config=_NO_RETRIES), ""
+        elif not kind:
+            raise ConfigError(f"'{url}' is of a store that was handed in before: pass (store, key) again")
+        elif not bucket:
+            raise ConfigError(f"'{shown(url)}' names no bucket: s3://bucket/key is expected")
+        else:
+            store = getattr(stores, kind)(bucket, client_options=client, retry_config=_NO_RETRIES, **config)
+    except ConfigError:
+        raise
+    except Exception as error:  # obstore's text may quote values
+        failed = _why_not(error, options)
+    if failed:
+        raise ConfigError(f"'{shown(url)}' cannot be reached with storage={StorageOptions(options)}: {failed}")
+    return Address(store, key.strip("/"), shown(url), requests)
+
+
+def _count(value: Any) -> int:
+    """Most requests under way."""
+    try:
+        count = int(value)
+    except (TypeError, ValueError):
+        count = 0
+    if not 1 <= count <= 64:
+        raise ConfigError("storage's 'requests', the most requests of a process that are under way, must be from 1 to 64")
+    return count
+
+
+def _why_not(error: Exception, options: Mapping[str, Any]) -> str:
+    """What obstore has against options, without their values."""
+    text = str(error)
+    if (missing := re.search(r"Missing(?P<what>[A-Z]\w+)|Missing (?P<name>\w+)", text)) is not None:
+        return f"{missing['what'] or missing['name']} is missing"
+    if type(error).__name__ == "UnknownConfigurationKeyError":
+        unknown = [name for name in options if f"'{name}'" in text]
+        return f"there is no option {', '.join(unknown)}. obstore's documentation of its stores lists them"
+    bad = [name for name, value in options.items() if value != "" and str(value) in text]
+    return f"the value of {' or '.join(bad) or 'an option'} is not valid"
+
+
+def _without_retries(store: Any) -> Any:
+    """A store of the caller's, but with our time-outs, and without retries below ours; as it is, if it cannot be made again."""
+    try:
+        (arguments, keywords) = store.__getnewargs_ex__()
+        client = {**dict(keywords.get("client_options") or {}), **_TIMEOUTS}
+        return type(store)(*arguments, **{**keywords, "client_options": client, "retry_config": _NO_RETRIES})
+    except Exception:  # memory, a folder, credentials from a function
+        return store
+
+
+def _root_of(store: Any) -> str:
+    """The URL of all objects of a store that was handed in, as far as it says its own."""
+    kind = type(store).__name__
+    with_bucket = {"S3Store": "s3", "GCSStore": "gs", "AzureStore": "az"}
+    if kind == "HTTPStore":
+        return f"{shown(store.url).rstrip('/')}/"
+    if kind not in with_bucket:
+        return _GIVEN
+    config = dict(store.config)
+    bucket = config.get("bucket") or config.get("container_name") or "bucket"
+    return f"{with_bucket[kind]}://{bucket}/" + (f"{store.prefix}/" if store.prefix else "")
+
+
+def _with_profile(config: dict[str, Any], profile: str | None) -> dict[str, Any]:
+    """S3's options, completed from ``~/.aws``: what neither they nor environment variables say.
+
+    A profile that is asked for in `profile` or AWS_PROFILE must be there. Roles and single sign-on are not followed.
+    """
+    given = {name.removeprefix("aws_") for name in config}
+    is_signed = not _is_true(config.get("skip_signature", os.environ.get("AWS_SKIP_SIGNATURE", False)))
+    has_keys = "access_key_id" in given or "credential_provider" in given or (not profile and "AWS_ACCESS_KEY_ID" in os.environ)
+    asked = profile or os.environ.get("AWS_PROFILE")
+    name, found, texts = asked or "default", dict[str, str](), list[str]()
+    for variable, file, section in (
+        ("AWS_CONFIG_FILE", "config", name if name == "default" else f"profile {name}"),
+        ("AWS_SHARED_CREDENTIALS_FILE", "credentials", name),
+    ):
+        path = os.environ.get(variable) or os.path.expanduser(f"~/.aws/{file}")
+        texts.append(path)
+        parser = configparser.RawConfigParser(strict=False)
+        try:
+            parser.read(path, encoding="utf-8")
+        except (configparser.Error, UnicodeError):  # its text quotes the line, which may be a key
+            found["damaged"] = path
+        if parser.has_section(section):
+            found.update(parser.items(section))
+    if "damaged" in found:
+        raise ConfigError(f"'{found['damaged']}' cannot be read: it is no file of AWS profiles")
+    if asked and not found:
+        raise ConfigError(f"there is no profile '{asked}' in {' or '.join(texts)}")
+    if asked and is_signed and not has_keys and "aws_access_key_id" not in found:
+        raise ConfigError(
+            f"profile '{asked}' has no keys of its own (a role or single sign-on, which are not followed). Type: "
+            f'eval "$(aws configure export-credentials --profile {asked} --format env)"; unset AWS_PROFILE'
+        )
+    for option, key in _OF_PROFILE.items():
+        of_keys = key.startswith("aws_")
+        in_environment = {"region": ("AWS_REGION", "AWS_DEFAULT_REGION"), "endpoint": ("AWS_ENDPOINT", "AWS_ENDPOINT_URL")}
+        is_said = option in given or any(name in os.environ for name in in_environment.get(option, ()))
+        if key in found and not is_said and not (of_keys and (has_keys or not is_signed)):
+            config = {**config, option: found[key]}
+    return config
+
+
+def _is_true(value: Any) -> bool:
+    return str(value).lower() in ("1", "true", "yes", "on")
