@@ -52,6 +52,8 @@ class LocalFile:
         For messages.
     """
 
+    most_gap_nbytes = 1 << 12
+
     def __init__(self, descriptor: int, path: str = "the file") -> None:
         self._held: int | None = descriptor
         self._path = path
