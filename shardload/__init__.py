@@ -45,7 +45,9 @@ if TYPE_CHECKING:
         StallError,
         VerifyError,
     )
+    from shardload.formats.concatenation import Concatenation
     from shardload.jobs.contents import open
+    from shardload.jobs.joining.concat import concat
     from shardload.jobs.joining.join import join
     from shardload.jobs.joining.request import JoinReport
     from shardload.jobs.loading.labelled import to_xarray
@@ -62,6 +64,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AppendReport",
+    "Concatenation",
     "ConfigError",
     "JoinReport",
     "LeftOutWarning",
@@ -86,6 +89,7 @@ __all__ = [
     "VerifyReport",
     "append",
     "between",
+    "concat",
     "initialize",
     "join",
     "load",
@@ -119,6 +123,8 @@ _HOMES = {
     "VerifyReport": "arrays.verification",
     "initialize": "comm.launch",
     "JoinReport": "jobs.joining.request",
+    "Concatenation": "formats.concatenation",
+    "concat": "jobs.joining.concat",
     "join": "jobs.joining.join",
     "open": "jobs.contents",
     "to_xarray": "jobs.loading.labelled",

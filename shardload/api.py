@@ -121,7 +121,8 @@ def load(
     ----------
     path : str, PathLike, (obstore store, str), h5py.Dataset, zarr.Array or tree of them
         The file (``"data.h5"``), the file and the array's name in it (``"data.h5:/group/rho"``), or an open array. A URL, or a
-        store of obstore and a key in it, is an object in a store: ``"s3://bucket/run.h5:/rho"``.
+        store of obstore and a key in it, is an object in a store: ``"s3://bucket/run.h5:/rho"``. Several files that are one:
+        what `concat` returns.
     mesh : jax.sharding.Mesh or NamedSharding
         The mesh of devices. Or a NamedSharding, which has both the mesh and the spec.
     spec : PartitionSpec, optional

@@ -72,7 +72,7 @@ class ObjectServer:
     def __init__(self, objects: dict[str, bytes] | Path | None = None) -> None:
         self.objects: dict[str, bytes] = {} if objects is None or isinstance(objects, Path) else objects
         self._folder = objects if isinstance(objects, Path) else None
-        self.faults, self.log = Faults(), list[Request]()
+        self.faults, self.log, self.lists = Faults(), list[Request](), True
         self._etags: deque[tuple[bytes, str]] = deque(maxlen=8)
         self.dates: dict[str, float] = {}
         self.headers: list[dict[str, str]] = []  # of each request
@@ -149,8 +149,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         query = parse_qs(url.query)
         with self.owner.lock:
             self.owner.headers.append({name.lower(): value for name, value in self.headers.items()})
+        if "list-type" in query and not self.owner.lists:
+            self._say(key, 403, "AccessDenied")
+            return
         if "list-type" in query:
-            self._list(key, query.get("prefix", [""])[0])
+            self._list(key, query.get("prefix", [""])[0], "delimiter" in query)
             return
         if self._fails(key):
             return
@@ -164,6 +167,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return
         asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
         first, last, status = 0, len(content) - 1, 200
+        last_bytes = re.fullmatch(r"bytes=-(\d+)", self.headers.get("Range", ""))
+        if last_bytes is not None and faults.has_ranges:
+            first, status = max(0, len(content) - int(last_bytes[1])), 206
         if asked is not None and faults.has_ranges:
             first, last, status = int(asked[1]), min(last, int(asked[2] or last)), 206
             if first > last:
@@ -215,13 +221,19 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         body = f"<Error><Code>{code}</Code><Message>{escape(self.path)}</Message>{more}</Error>".encode()
         self._send(key, status, {"Content-Length": str(len(body))}, body, 0)
 
-    def _list(self, bucket: str, prefix: str) -> None:
-        found = [key for key in self.owner.names() if key.startswith(f"{bucket}/{prefix}")]
+    def _list(self, bucket: str, prefix: str, is_flat: bool) -> None:
+        above = f"{bucket}/{prefix}"
+        found = [key for key in self.owner.names() if key.startswith(above)]
+        folders = sorted({f"{prefix}{key[len(above) :].partition('/')[0]}/" for key in found if "/" in key[len(above) :]})
+        if is_flat:
+            found = [key for key in found if "/" not in key[len(above) :]]
         rows = "".join(
             f"<Contents><Key>{escape(key.partition('/')[2])}</Key><Size>{len(self.owner.content(key) or b'')}</Size>"
             '<LastModified>2001-01-01T00:00:00.000Z</LastModified><ETag>"x"</ETag></Contents>'
             for key in found
         )
+        if is_flat:
+            rows += "".join(f"<CommonPrefixes><Prefix>{escape(name)}</Prefix></CommonPrefixes>" for name in folders)
         body = f"<ListBucketResult><IsTruncated>false</IsTruncated>{rows}</ListBucketResult>".encode()
         self._send(bucket, 200, {"Content-Length": str(len(body)), "Content-Type": "application/xml"}, body, 0)
 

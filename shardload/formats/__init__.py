@@ -10,6 +10,7 @@ hdf5, zarr, memory   our own formats
 stored_chunks  fetches and decodes stored chunks, wherever a format says that they are
 codecs       one object for each codec: decodes and encodes chunks
 labels       names of axes, attributes, coordinates; `labelling` reads the coordinates. `small`: values that come with metadata
+concatenation  several files as one, in the place of a path
 sink, saving the opposite direction: a new file, written by many (docs/design/save.md). `growing`: what an append adds to
 untrusted    opens a file in helper processes, which run `untrusted_process`
 

@@ -21,6 +21,7 @@ from shardload.formats.contract.dtypes import refusal
 from shardload.formats.untrusted.answers import HelperError
 from shardload.storage.containment import NotAFileError, OutsideError, open_file
 from shardload.storage.leftovers import ROOTS, find_leftover
+from shardload.storage.objects import NoListingError
 from shardload.storage.remote import RemoteError
 from shardload.system.interruption import let_interruption_pass
 from shardload.units import counted
@@ -45,7 +46,7 @@ _OTHERS = (
 
 # What Python and the formats' libraries raise about what they have read. A server's refusal is of a type of its client's own.
 _OF_CONTENT = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-_SAYS_ALL = (HelperError, ImportError, NotAFileError, OutsideError)  # fsspec says which package it needs
+_SAYS_ALL = (HelperError, ImportError, NoListingError, NotAFileError, OutsideError)
 
 
 @contextlib.contextmanager
@@ -150,7 +151,10 @@ def unclaimed(path: str, formats: Sequence[str], failed: Sequence[str]) -> Sourc
 def _what_it_is(path: str) -> str:
     """The message that says what a file is that no format claims."""
     if "://" in path:
-        return f"'{path}' is a URL of an unknown kind."
+        how = "Open it with zarr-python and pass the array"
+        if "reference" in path.lower().split("://")[0].split("::"):
+            how = "Pass the file of references itself"
+        return f"'{path}' is a URL of an unknown kind: those of S3, Google, Azure and HTTP can be loaded. {how}."
     if os.path.isdir(path):
         inside = [n for n in sorted(os.listdir(path)) if n.endswith((".h5", ".hdf5", ".nc", ".nc4", ".zarr", ".zip"))]
         hint = f" In it: {some([repr(os.path.join(path, n)) for n in inside])}." if inside else _store_around(path)

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from shardload.errors import ConfigError, SourceError
 from shardload.formats import registry
 from shardload.formats.access import STRICT, Access
+from shardload.formats.concatenation import Concatenation
 from shardload.formats.contract.array import NOTHING, ArrayInfo, nbytes_of
 from shardload.formats.contract.format import Format, OpenFile, Source, open_alone
 from shardload.formats.diagnosis import (
@@ -506,6 +507,11 @@ def format_of(path: str, access: Access = STRICT) -> Format:
     An untrusted file is not looked at here: its helper process asks the formats.
     """
     if access.untrusted is not None:
+        if isinstance(path, Concatenation):
+            raise ConfigError(
+                f"untrusted=True opens a file in another process, but this one opened the files of '{path}' when it looked "
+                "at them. Load each of them for itself, or leave out untrusted=True"
+            )
         return untrusted.FORMAT
     if "://" in path:
         found, failed = registry.claiming(lambda file_format: file_format.claims_url(path), plugins_first=True)

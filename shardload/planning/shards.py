@@ -16,13 +16,34 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from shardload.planning.grid import IntArray, ravel, strides, unravel
 from shardload.planning.halo import Content, Halo, SectionGrid, contents_of
 from shardload.planning.region import Region
+
+
+class HeldShard(NamedTuple):
+    """A shard that a rank holds.
+
+    Attributes
+    ----------
+    number : int
+        Its number.
+    region : Region
+        Its elements in the jax.Array.
+    sections : tuple of (int, Region, Region)
+        The number of each of its sections, its elements in the array in the file, and its place in the jax.Array.
+    contents : tuple of Content
+        What each region of it must hold.
+    """
+
+    number: int
+    region: Region
+    sections: tuple[tuple[int, Region, Region], ...]
+    contents: tuple[Content, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,9 +208,10 @@ class Shards:
     def sections_of(self, rank: int) -> tuple[int, ...]:
         """The sections of a rank's shards, ascending."""
         shards = self.shards_of(rank)
-        if not self.has_halo:
-            return shards
-        return tuple(sorted(n for shard in shards for n in self.grid.sections_at(unravel(shard, self.cuts))))
+        return shards if not self.has_halo else tuple(sorted(n for shard in shards for n in self._sections_at(shard)))
+
+    def _sections_at(self, shard: int) -> Iterator[int]:
+        return self.grid.sections_at(unravel(shard, self.cuts)) if self.has_halo else iter((shard,))
 
     def shard_of(self, section: int) -> int:
         """The shard that a section lies in."""
@@ -208,6 +230,25 @@ class Shards:
     def contents(self, shard: int, shape: tuple[int, ...]) -> Iterator[Content]:
         """What each region of a shard must hold, each element once; `shape` is that of the array in the file."""
         return contents_of(self.grid, unravel(shard, self.cuts), self.region(shard).start, shape)
+
+    def held_by(self, rank: int, shape: tuple[int, ...]) -> tuple[HeldShard, ...]:
+        """The shards of a rank, ascending, for an array of this shape in the file. Many arrays may have these shards."""
+        key = rank, shape
+        if key not in self._held:
+            self._held[key] = tuple(
+                HeldShard(
+                    shard,
+                    self.region(shard),
+                    tuple((section, self.section(section), self.place_of(section)) for section in self._sections_at(shard)),
+                    tuple(self.contents(shard, shape)),
+                )
+                for shard in self.shards_of(rank)
+            )
+        return self._held[key]
+
+    @cached_property
+    def _held(self) -> dict[tuple[int, tuple[int, ...]], tuple[HeldShard, ...]]:
+        return {}
 
     def core_in(self, shard: int, shape: tuple[int, ...]) -> tuple[Region, Region] | None:
         """A shard's own elements, in the array in the file and in the jax.Array; None if it has none."""

@@ -53,9 +53,10 @@ class LocalFile:
     """
 
     most_gap_nbytes = 1 << 12
+    _held: int | None = None  # also of one whose file could not be opened
 
     def __init__(self, descriptor: int, path: str = "the file") -> None:
-        self._held: int | None = descriptor
+        self._held = descriptor
         self._path = path
 
     @property
@@ -137,7 +138,7 @@ class LocalFolder:
         """See `ObjectFolder`."""
         return state_of(os.path.join(self.path, key))
 
-    def open(self, key: str) -> LocalFile | None:
+    def open(self, key: str, ahead: int = 1) -> LocalFile | None:
         """See `ObjectFolder`."""
         path = os.path.join(self.path, key)
         try:
@@ -169,6 +170,22 @@ class LocalFolder:
         finally:
             _close(folder)
         return contents
+
+    def folders(self, key: str) -> list[str]:
+        """See `ObjectFolder`. Links that lead out, or to a folder above, are left out."""
+        path = os.path.join(self.path, key)
+        with os.scandir(path) as entries:
+            found = [(entry.name, entry.is_symlink()) for entry in entries if _may_be_folder(entry)]
+        above = set[str]()
+        if any(is_link for _, is_link in found):
+            parts = key.split("/")
+            above = {os.path.realpath(os.path.join(self.path, *parts[:k])) for k in range(len(parts) + 1)}
+
+        def is_below(name: str) -> bool:
+            real = os.path.realpath(os.path.join(path, name))
+            return real not in above and self.fence.holds_real(real)
+
+        return sorted(name for name, is_link in found if not is_link or is_below(name))
 
     def _open_folder(self, key: str) -> int:
         """The descriptor of a folder; -1 if it cannot be opened, or is outside the fence."""
@@ -205,6 +222,13 @@ class LocalFolder:
         memory = np.empty(nbytes, dtype=np.uint8)
         file.read_into(memory, 0)
         return memory
+
+
+def _may_be_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to where this user may not look: an array may not be overlooked
+        return True
 
 
 def _close(descriptor: int) -> None:

@@ -1,6 +1,7 @@
-"""How are bytes read from an object, wherever it is? By ranges, in any number of threads.
+"""How are bytes read from an object, wherever it is, and how is a folder of new ones written? In any number of threads.
 
-An object is one version: `StoredObject.version` changes if its bytes may have changed.
+1. An object is read by ranges. It is one version: `StoredObject.version` changes if its bytes may have changed.
+2. A new folder (`WritableFolder`) is written by many ranks. Nobody takes it for a store before one of them publishes it.
 """
 
 from __future__ import annotations
@@ -149,8 +150,11 @@ class ObjectFolder(Protocol):
         """`StoredObject.version` of an object; None if there is none."""
         ...
 
-    def open(self, key: str) -> StoredObject | None:
-        """An object; None if there is none. OSError if it cannot be opened, or may not."""
+    def open(self, key: str, ahead: int = 1) -> StoredObject | None:
+        """An object; None if there is none. OSError if it cannot be opened, or may not.
+
+        `ahead` bytes of its beginning are read next; of its end, if it is negative. A store sends them with its first answer.
+        """
         ...
 
     def read_many(self, keys: Iterable[str], most_nbytes: int) -> list[Content | None]:
@@ -158,4 +162,119 @@ class ObjectFolder(Protocol):
 
         Raises OSError as `open` does; ValueError if one has more bytes, before memory is allocated.
         """
+        ...
+
+    def folders(self, key: str) -> list[str]:
+        """The names of the folders directly below `key` ("": below all), sorted. None of an object's own parts is one.
+
+        Raises OSError if they cannot be listed; `NoListingError` if they never can, as those of a plain HTTP server.
+        """
+        ...
+
+
+class NoListingError(OSError):
+    """What is in a folder is not told there: HTTP has no word for that, and a store may not allow it."""
+
+
+class UnsyncedError(OSError):
+    """An object that was put before, by another call, cannot be written.
+
+    Attributes
+    ----------
+    key : str
+        Its key.
+    """
+
+    def __init__(self, error: OSError, key: str) -> None:
+        super().__init__(error.errno, error.strerror)
+        self.key = key
+
+
+class WritableFolder(ObjectFolder, Protocol):
+    """A new folder of objects that many ranks write, and read back, before it is published under its name.
+
+    Each rank makes one. One rank calls `create` and tells the others the address; each calls `join` with it, that rank too, on
+    an object of its own. So `create`, `finish`, `publish` and `discard` are for one rank, `join`, `put`, `write_at`, `sync` and
+    `close` for all. To read is as in any `ObjectFolder`: what has been synced on any rank is there.
+
+    Where names cannot be changed (an object store), objects have their final keys from the beginning: until the last one is
+    there, which `publish` puts if nobody has, the folder is no store.
+
+    Errors of the storage are OSErrors; an `UnsyncedError` is about another object than that of the call.
+    """
+
+    def create(self) -> str:
+        """Begin a new folder, or go on with what was taken up. Returns its address: text for other ranks, without secrets.
+
+        Raises
+        ------
+        ConfigError
+            If the name is taken or cannot be made.
+        """
+        ...
+
+    def take_up(self) -> set[str] | None:
+        """Take up what a job that was killed has left of this folder, for `create`: the keys of what is there, whole.
+
+        None if nothing was left. ConfigError if it is of something else, another job is writing it, or this kind of folder has
+        to begin anew.
+        """
+        ...
+
+    def join(self, address: str) -> None:
+        """Write to the folder that another rank has begun. ConfigError if that is not to be seen here."""
+        ...
+
+    def read_back(self, address: str) -> ObjectFolder:
+        """The folder that another rank has begun, once it is finished, to be read."""
+        ...
+
+    def put(self, key: str, data: Any) -> None:
+        """Put a whole object, C-contiguous bytes, which must not exist. FileExistsError if it does."""
+        ...
+
+    def write_at(self, key: str, data: Any, offset: int) -> None:
+        """Write a part of an object that several threads or ranks write together, and make the object if it is not there.
+
+        NotImplementedError where objects are put as a whole: then nobody may ask for such a store (see `has_parts`).
+        """
+        ...
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether there is `write_at`."""
+        ...
+
+    def delete(self, key: str) -> None:
+        """Remove an object, if it is there: metadata of the job whose folder was taken up."""
+        ...
+
+    def sync(self) -> None:
+        """Return when what this rank has put until now is there for all ranks, and stays if a machine stops. Other threads may
+        put meanwhile.
+        """
+        ...
+
+    def keys(self, below: str) -> Iterable[str]:
+        """The keys of what was put below a folder, ``""`` for all of it, in any order."""
+        ...
+
+    def finish(self, key: str, data: bytes) -> None:
+        """Sync all else, and put the object that makes this a store; or keep that for `publish`."""
+        ...
+
+    def publish(self) -> None:
+        """Give the finished folder its name. ConfigError if it must not be replaced and somebody has it by now."""
+        ...
+
+    def discard(self) -> None:
+        """Remove what was put, unless it was published. May be called again. Never raises OSError."""
+        ...
+
+    def leave(self) -> None:
+        """After Ctrl-C: keep what was put if another job can take it up, else `discard`."""
+        ...
+
+    def close(self) -> None:
+        """End what this rank has open. What was put and not synced may be lost. May be called again."""
         ...

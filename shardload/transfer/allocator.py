@@ -56,6 +56,7 @@ class Reserve:
 
     def __init__(self) -> None:
         self._free: deque[mmap.mmap] = deque()
+        self._most_nbytes = 0.0  # to be kept: as of the last load, because the kernel's files take longer than a small array
 
     @property
     def nbytes(self) -> int:
@@ -70,6 +71,7 @@ class Reserve:
         MemoryError
             If there is not enough memory.
         """
+        self._most_nbytes = 0.0 if keeps_addresses() else limit_nbytes() / _SHARE
         wanted = [-(-max(n, 1) // mmap.PAGESIZE) * mmap.PAGESIZE for n in sizes]
         free: dict[int, list[mmap.mmap]] = {}
         for block in self._take_all():
@@ -94,7 +96,7 @@ class Reserve:
 
     def _give_back(self, block: mmap.mmap) -> None:
         with suppress(OSError, RuntimeError):  # the kernel cannot; another block came back while the bytes were summed
-            if not keeps_addresses() and self.nbytes + len(block) <= limit_nbytes() / _SHARE:
+            if self.nbytes + len(block) <= self._most_nbytes:
                 block.madvise(mmap.MADV_FREE)
                 self._free.append(block)
         # A block that is not kept is not closed, but unmapped as nobody has it: a signal may come when it is kept already.

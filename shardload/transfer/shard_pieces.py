@@ -39,14 +39,13 @@ class ShardPieces:
     """
 
     def __init__(self, shards: Shards, shape: tuple[int, ...], pieces: Mapping[int, Piece], rank: int) -> None:
-        self._shards, self._shape, self._pieces = shards, shape, pieces
+        self._shards, self._held, self._pieces = shards, shards.held_by(rank, shape), pieces
         self.sections: dict[int, Piece] = {}
         self._shard_of: dict[int, int] = {}
-        for number in shards.sections_of(rank):
-            shard = shards.shard_of(number)
-            section = Piece(shards.section(number), pieces[shard].view(shards.place_of(number)))
-            self.sections[number] = section
-            self._shard_of[id(section)] = shard
+        for shard in self._held:
+            for number, region, place in shard.sections:
+                section = self.sections[number] = Piece(region, pieces[shard.number].view(place))
+                self._shard_of[id(section)] = shard.number
         self._n_left = Counter(self._shard_of.values())
         self._unfinished = set(pieces)
 
@@ -58,9 +57,10 @@ class ShardPieces:
         ShardloadError
             If an element is neither in the file nor filled. Verification looks at the same regions, so it could not find that.
         """
-        for shard, piece in self._pieces.items():
+        for shard in self._held:
+            piece = self._pieces[shard.number]
             n_left = piece.region.size
-            for content in self._shards.contents(shard, self._shape):
+            for content in shard.contents:
                 n_left -= content.place.size
                 if content.source is None:
                     view_of(piece.data, content.place, piece.region)[...] = value_of(content.fill)

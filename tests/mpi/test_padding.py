@@ -25,7 +25,7 @@ MOVED = (P("b", "a"), P(None, ("b", "a")))  # for tests in which JAX compiles a 
 
 def uneven() -> tuple[int, int]:
     """A shape of which no axis divides over two devices or more, except that all divides over one."""
-    return 8 * len(jax.devices()) + 1, 4 * len(jax.devices()) + 3
+    return 8 * len(jax.devices()) + 1, 4 * len(jax.devices()) - 1
 
 
 def meshes() -> dict[str, Any]:

@@ -65,9 +65,9 @@ class ArrayInfo:
         The attributes by which stored numbers become values, each with its type (`shardload.values.decoding`); applied with
         ``decode=True``.
     parts : mapping or None
-        If the values are in many other files: what ranks that read must know of these, as plain JSON, so that each of them need
-        not look at all. The format that wrote it understands it (HDF5: `tiles.tell_parts`); ``"versions"`` has an item for
-        each.
+        What ranks that read must know, as plain JSON, so that each of them need not look: if the values are in many other
+        files, of these (HDF5: `tiles.tell_parts`; ``"versions"`` has an item for each); if the file is at a URL, its metadata.
+        The format that wrote it understands it.
     labels : Labels, OnDemand or None
         Names of the axes, all attributes, coordinates; None if they were not asked for.
     """
@@ -130,7 +130,7 @@ class ArrayInfo:
     @property
     def n_parts(self) -> int:
         """How many parts it has, if its values are in many other files and `parts` says so; else 0."""
-        return 0 if self.parts is None else len(self.parts["versions"])
+        return 0 if self.parts is None else len(self.parts.get("versions", ()))
 
     @property
     def attrs(self) -> Mapping[str, Any]:

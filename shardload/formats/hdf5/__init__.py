@@ -14,9 +14,9 @@ unwrapped                      functions of the library that h5py does not have
 making                         what must be known to make another dataset like one
 filters                        checks filters before HDF5 decodes chunks with them
 sink, ledger                   write a new file: places of chunks, and metadata
-in_memory                      a file that is nowhere on disk
+in_memory                      a file that is nowhere on disk: a new one, or one that is read from its bytes
 pipeline, dimensions           ... its filters and types, and the names of its axes
-joined                         writes a file of virtual datasets
+joined                         writes a file of virtual datasets, or makes it in memory
 growable, growth               add to a file: can it grow, what is new, what is changed in place
 on_disk                        says where a file ends, and what is in an object header
 """

@@ -20,10 +20,12 @@ import h5py
 
 from shardload.errors import ConfigError, SourceError, printable
 from shardload.formats.access import STRICT, Access
+from shardload.formats.concatenation import SCHEME, Concatenation
 from shardload.formats.contract.array import MOST_NAMED, ArrayInfo, group_info, some
 from shardload.formats.contract.dtypes import native_dtype
 from shardload.formats.contract.format import ChangedError, Format, OpenFile, Source
 from shardload.formats.hdf5.chunks import fill_value
+from shardload.formats.hdf5.in_memory import ImageFacts
 from shardload.formats.hdf5.links import LostError, Others, SearchPath, follow, look_through, open_other, place_of, versions_of
 from shardload.formats.hdf5.making import attribute_names, groups_of
 from shardload.formats.hdf5.metadata import NON_COORDINATE, describe, stands_for_axis
@@ -59,8 +61,20 @@ class Hdf5Format(Format):
         """True if `obj` is an `h5py.Dataset`, group or file."""
         return isinstance(obj, h5py.Dataset | h5py.Group)
 
+    def claims_url(self, url: str) -> bool:
+        """True for several files that stand for one."""
+        return url.startswith(SCHEME)
+
     def open_file(self, path: str, access: Access = STRICT) -> OpenFile:
         """Open the file."""
+        if isinstance(path, Concatenation):
+            return _ConcatenatedFile(path, access)
+        if path.startswith(SCHEME):
+            raise SourceError(
+                f"'{path}' is the text of a concatenation, which does not lead to its files. Pass what shardload.concat "
+                "returned, and the name of an array as dataset=",
+                path=path,
+            )
         return Hdf5File.at(path, access)
 
     def open_object(self, obj: Any, access: Access = STRICT) -> Source:
@@ -319,6 +333,24 @@ class Hdf5File(OpenFile):
     def close(self) -> None:
         """See `OpenFile`."""
         self._facts.close()
+
+
+class _ConcatenatedFile(Hdf5File):
+    """Several files as one: `Concatenation`. What it has of them itself counts as long as none of them has changed."""
+
+    def __init__(self, path: Concatenation, access: Access) -> None:
+        fence = Fence() if access.allow_external else path.fence
+        super().__init__(ImageFacts(path.image), str(path), access, fence)
+        self._versions = path.versions
+
+    def _describe(
+        self, dataset: OpenDataset, name: str, others: Others, in_full: bool = False, planned: ArrayInfo | None = None
+    ) -> ArrayInfo:
+        if planned is None or planned.parts is None:  # else a part is compared when it is opened
+            for path, version in self._versions:
+                if (others.versions.get(path) or state_of(path)) != version:
+                    raise ChangedError(f"'{path}' has changed since shardload.concat looked at it. Call concat again")
+        return super()._describe(dataset, name, others, in_full, planned)
 
 
 def _closing(dataset: OpenDataset, opened: list[OpenFacts], after: Callable[[], None] | None = None) -> contextlib.ExitStack:

@@ -5,6 +5,8 @@
 2. `JoinedFile.write` makes the file as a save does, under a temporary name. It is opened there again, as a load would, and each
    part is looked up: HDF5 itself takes fill values for one that it does not find.
 3. Then it gets its name.
+
+`JoinedFile.image` makes the same file in memory, for a `Concatenation`.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ import h5py
 import numpy as np
 
 from shardload.errors import ConfigError, SourceError
-from shardload.formats.access import Access
+from shardload.formats.access import STRICT, Access
+from shardload.formats.hdf5.in_memory import ImageFacts, file_in_memory
 from shardload.formats.hdf5.links import look_through
 from shardload.formats.hdf5.names import encoded
 from shardload.formats.hdf5.opened import OpenFacts
@@ -28,6 +31,7 @@ from shardload.formats.hdf5.pipeline import let_list_grow
 from shardload.formats.hdf5.sink import Hdf5Catalog, Hdf5Encoder, Hdf5Sink
 from shardload.formats.sink import ArraySpec
 from shardload.planning.region import Region
+from shardload.storage.containment import Fence
 
 Blocks = Iterable[tuple[Region, np.ndarray[Any, Any]]]
 
@@ -87,14 +91,30 @@ class JoinedFile(Hdf5Sink):
         with Hdf5Catalog(self) as catalog:
             catalog.chunks.clear()  # HDF5 itself writes all values
             with catalog.library.calls():
-                for name, blocks in values.items():
-                    dataset = catalog.library.file[self.stored_names[name]]
-                    for region, block in blocks:
-                        dataset[region.slices() if region.ndim else ()] = block
+                self._put(catalog.library.file, values)
             catalog.finish()
-            self._check(catalog.ticket.temporary)
+            temporary = catalog.ticket.temporary
+            with contextlib.closing(OpenFacts.at(temporary)) as facts:
+                self._check(facts, os.path.dirname(temporary), Fence(), Access(allow_external=True))
             check()
             catalog.commit()
+
+    def image(self, values: Mapping[str, Blocks], fence: Fence) -> bytes:
+        """The bytes of the file, which is nowhere on disk. Its parts are absolute paths in a fence. Raises as `write` does."""
+        with file_in_memory(track_order=self.is_netcdf or None) as file:
+            self.describe(file)
+            self._put(file, values)
+            file.flush()
+            image: bytes = file.id.get_file_image()
+        with contextlib.closing(ImageFacts(image)) as facts:
+            self._check(facts, "/", fence, STRICT)  # as a load will look, so that it need not look again
+        return image
+
+    def _put(self, file: h5py.File, values: Mapping[str, Blocks]) -> None:
+        for name, blocks in values.items():
+            dataset = file[self.stored_names[name]]
+            for region, block in blocks:
+                dataset[region.slices() if region.ndim else ()] = block
 
     def _make(self, file: h5py.File, name: str, one: Hdf5Encoder, is_trial: bool) -> None:
         parts = self._parts.get(name)
@@ -119,35 +139,32 @@ class JoinedFile(Hdf5Sink):
         except (TypeError, ValueError, OSError, RuntimeError) as error:
             raise ConfigError(f"'{name}' cannot be made in an HDF5 file: {error}") from error
 
-    def _check(self, temporary: str) -> None:
+    def _check(self, facts: OpenFacts, folder: str, fence: Fence, access: Access) -> None:
         """Raise SourceError if a load would not find the parts of an array; ConfigError if the file would be one of them."""
-        access, folder, real_of = Access(allow_external=True), os.path.dirname(temporary), functools.cache(os.path.realpath)
-        with contextlib.closing(OpenFacts.at(temporary)) as facts:
-            for name, parts in self._parts.items():
-                dataset = facts.dataset(facts.file[self.stored_names[name]].id)
-                found = look_through(dataset, access.fence(temporary), access)
-                if found.refused is not None:
-                    raise SourceError(f"'{name}' in '{self.path}' would hold {found.refused}", path=self.path, dataset=name)
-                if real_of(self.path) in map(real_of, found.versions):
-                    raise ConfigError(
-                        f"'{self.path}' is the new file, and the parts of '{name}' lead to it: it would consist of itself. "
-                        "Choose another name"
+        real_of = functools.cache(os.path.realpath)
+        for name, parts in self._parts.items():
+            dataset = facts.dataset(facts.file[self.stored_names[name]].id)
+            found = look_through(dataset, fence, access)
+            if found.refused is not None:
+                raise SourceError(f"'{name}' in '{self.path}' would hold {found.refused}", path=self.path, dataset=name)
+            if real_of(self.path) in map(real_of, found.versions):
+                raise ConfigError(
+                    f"'{self.path}' is the new file, and the parts of '{name}' lead to it: it would consist of itself. "
+                    "Choose another name"
+                )
+            for part in parts:
+                behind = found.behind.get((real_of(os.path.join(folder, part.path)), part.dataset))
+                if part.region.size and (behind is None or behind.shape != part.shape):
+                    now = (
+                        "is not where it was looked for: unset HDF5_VDS_PREFIX" if behind is None else f"has {behind.shape} now"
                     )
-                for part in parts:
-                    behind = found.behind.get((real_of(os.path.join(folder, part.path)), part.dataset))
-                    if part.region.size and (behind is None or behind.shape != part.shape):
-                        now = (
-                            "is not where it was looked for: unset HDF5_VDS_PREFIX"
-                            if behind is None
-                            else f"has {behind.shape} now"
-                        )
-                        if behind is not None and len(behind.shape) < len(part.shape):
-                            now = "has small arrays as elements, which HDF5 does not join: `shardload copy` it first"
-                        raise SourceError(
-                            f"'{name}' in '{self.path}' cannot be made: its part '{part.path}', of shape {part.shape}, {now}",
-                            path=self.path,
-                            dataset=name,
-                        )
+                    if behind is not None and len(behind.shape) < len(part.shape):
+                        now = "has small arrays as elements, which HDF5 does not join: `shardload copy` it first"
+                    raise SourceError(
+                        f"'{name}' in '{self.path}' cannot be made: its part '{part.path}', of shape {part.shape}, {now}",
+                        path=self.path,
+                        dataset=name,
+                    )
 
 
 def _escaped(name: bytes) -> bytes:

@@ -311,7 +311,7 @@ def _key_of(dataset: OpenDataset, fence: Fence, access: Access) -> Any:
     state = dataset.facts.state()
     if dataset.creation.get_layout() != h5py.h5d.VIRTUAL or state is None:
         return None
-    place = os.getcwd(), str(dataset.file.filename), os.environ.get("HDF5_VDS_PREFIX")
+    place = os.getcwd(), dataset.facts.name, os.environ.get("HDF5_VDS_PREFIX")
     return place, state, dataset.name, fence.folders, access
 
 

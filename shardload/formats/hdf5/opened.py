@@ -92,6 +92,11 @@ class OpenFacts:
         except (OSError, RuntimeError, ValueError):  # it was closed
             return None
 
+    @property
+    def name(self) -> str:
+        """What tells it from others of the same `state`."""
+        return str(self.file.filename)
+
     @kept
     def places(self) -> dict[int, list[str]]:
         """The names of all objects, by address."""

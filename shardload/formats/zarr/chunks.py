@@ -14,7 +14,7 @@ import itertools
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,9 +28,11 @@ from shardload.formats.stored_chunks import Extents, StoredChunks
 from shardload.formats.zarr.metadata import MOST_INDEX_NBYTES, NotCovered, ZarrLayout, layout_of
 from shardload.formats.zarr.nodes import ArrayNode
 from shardload.storage.objects import ObjectFolder, StoredObject
+from shardload.storage.remote import RemoteFolder
 
-# The most shards whose file and index are kept. A limit of 1024 open files is common.
-_MOST_SHARDS = 64
+# The most shards whose file and index are kept. A limit of 1024 open files is common. Objects of a store are none, and those
+# that are fetched ahead must stay.
+_MOST_SHARDS, _MOST_REMOTE_SHARDS = 64, 4096
 
 # Offset and length, in a shard's index, of a missing chunk.
 _MISSING = 2**64 - 1
@@ -108,18 +110,24 @@ class ChunkFiles(ZarrChunks):
     """Chunks each of which is an object."""
 
     def locate(self, box: Sequence[range]) -> list[Extents]:
-        """Where a single chunk is; nothing for several, each of which is an object of its own."""
-        if math.prod(map(len, box)) != 1:
+        """Where a single chunk is; nothing for several, each of which is an object of its own, and at a URL."""
+        if math.prod(map(len, box)) != 1 or isinstance(self._folder, RemoteFolder):
             return []
         stored = self._folder.open(self._key(tuple(axis.start for axis in box)))
         return [] if stored is None else [Extents(stored, np.zeros(1, np.int64), np.array([stored.nbytes]))]
 
     def fetch(self, box: Sequence[range], room: Room = fresh) -> Encoded:
         """Read chunks as they are stored: see `StoredChunks.fetch`."""
-        if math.prod(map(len, box)) == 1:
+        if math.prod(map(len, box)) == 1 and not isinstance(self._folder, RemoteFolder):  # (which would ask for its size first)
             return super().fetch(box, room)
         check_box(box, self.counts)
         return Encoded(self._folder.read_many(map(self._key, itertools.product(*box)), self.chain.most_stored_nbytes))
+
+    def expect(self, boxes: Iterator[Sequence[range]]) -> None:
+        """See `ChunkReader`: the same objects are fetched ahead."""
+        if isinstance(self._folder, RemoteFolder):
+            keys = (self._key(at) for box in boxes for at in itertools.product(*box))
+            self._folder.expect(keys, self.chain.most_stored_nbytes, self.chain.nbytes)
 
 
 class ShardFiles(ZarrChunks):
@@ -132,7 +140,9 @@ class ShardFiles(ZarrChunks):
     def __init__(self, folder: ObjectFolder, prefix: str, layout: ZarrLayout, *array: Any) -> None:
         super().__init__(folder, prefix, layout, *array)
         self._per_shard = layout.per_shard or ()
-        self._most_kept = max(1, min(_MOST_SHARDS, MOST_INDEX_NBYTES // (16 * math.prod(self._per_shard))))
+        self._index_nbytes = 16 * math.prod(self._per_shard) + sum(stage.n_more or 0 for stage in layout.index_stages)
+        most = _MOST_REMOTE_SHARDS if isinstance(folder, RemoteFolder) else _MOST_SHARDS
+        self._most_kept = max(1, min(most, MOST_INDEX_NBYTES // (16 * math.prod(self._per_shard))))
         self._lock = threading.Lock()  # protects the table; never held while a file is read
         self._shards: OrderedDict[tuple[int, ...], _Shard] = OrderedDict()
 
@@ -173,23 +183,22 @@ class ShardFiles(ZarrChunks):
                 self._shards.popitem(last=False)
         with shard.lock:
             if shard.index is None:
-                shard.stored = self._folder.open(self._key(at))
+                ahead = self._index_nbytes if self._layout.is_index_first else -self._index_nbytes
+                shard.stored = self._folder.open(self._key(at), ahead)
                 shard.index = self._index_of(shard.stored, self._key(at))
         return shard
 
     def _index_of(self, stored: StoredObject | None, key: str) -> np.ndarray[Any, Any]:
         """The index of a shard: offset and length of each chunk. Of a shard that is not there all are missing."""
-        layout, index = self._layout, np.full((*self._per_shard, 2), _MISSING, dtype="<u8")
+        index, nbytes = np.full((*self._per_shard, 2), _MISSING, dtype="<u8"), self._index_nbytes
         if stored is None:
             return index
-        chain = Chain(layout.index_stages, index.nbytes)
-        nbytes = chain.nbytes + sum(stage.n_more or 0 for stage in layout.index_stages)
         if nbytes > stored.nbytes:
             raise ValueError(f"'{key}' has {stored.nbytes} bytes, its index alone would take {nbytes}")
         encoded = fresh(nbytes)
-        stored.read_into(encoded, 0 if layout.is_index_first else stored.nbytes - nbytes)
+        stored.read_into(encoded, 0 if self._layout.is_index_first else stored.nbytes - nbytes)
         try:
-            chain.decode([encoded], index)
+            Chain(self._layout.index_stages, index.nbytes).decode([encoded], index)
         except ValueError as error:
             raise ValueError(f"the index of '{key}' is damaged: {error}") from None
         return index

@@ -19,6 +19,7 @@ import math
 import os
 import zipfile
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,8 @@ from shardload.formats.zarr.store import (
 )
 from shardload.planning.region import Region
 from shardload.storage.leftovers import ROOTS
+from shardload.storage.objects import NoListingError
+from shardload.storage.remote import RemoteFolder, is_remote
 from shardload.values.decoding import ATTRIBUTES, Packing, typed
 
 _MARKS = (*ROOTS, ".zmetadata")
@@ -68,18 +71,16 @@ class ZarrSource(Source):
         The array, open, of a `WatchedStore`.
     info : ArrayInfo
         Its description, from `describe`.
-    access : Access
-        What the caller allows.
     """
 
-    def __init__(self, node: ArrayNode, array: Any, info: ArrayInfo, access: Access) -> None:
+    def __init__(self, node: ArrayNode, array: Any, info: ArrayInfo) -> None:
         self._node, self._array, self._info = node, array, info
         self._store: WatchedStore = array.store
         self._dtype, self._is_closed = native_dtype(node.dtype), False
         self._missing: list[tuple[int, ...]] = []
-        mark = "zarr.json" if node.version == 3 else ".zarray"
-        self._metadata_key = f"{array.path}/{mark}" if array.path else mark
-        self._opened_in = self._store.state_before(self._metadata_key) or self.state()
+        self._metadata_key = _metadata_key(array.path, node)
+        told = None if info.parts is None else tuple(info.parts["version"])
+        self._opened_in = told or self._store.state_before(self._metadata_key) or self.state()
         self._store.most_nbytes = None if info.chunks is None else _LONGEST * self._stored_nbytes() + _HEAD_NBYTES
 
     @property
@@ -184,7 +185,7 @@ class ZarrSource(Source):
         return self._chunks
 
     def state(self) -> tuple[int, ...] | None:
-        """The state of the array's metadata file in a local folder, or of the zip file; None for other stores.
+        """The state of the array's metadata file in a folder, here or at a URL, or of the zip file; None for other stores.
 
         Another store under the same name has another state.
         """
@@ -203,7 +204,7 @@ class ZarrSource(Source):
 
 
 class ZarrFormat(Format):
-    """Zarr stores of format 2 and 3: folders, zip files, and URLs if fsspec is installed."""
+    """Zarr stores of format 2 and 3: folders, zip files, and URLs of object stores and HTTP servers."""
 
     name = "Zarr"
 
@@ -220,8 +221,8 @@ class ZarrFormat(Format):
             return False
 
     def claims_url(self, url: str) -> bool:
-        """True for any URL: its content is not looked at."""
-        return True
+        """True for any URL that objects are read by: its content is not looked at."""
+        return is_remote(url)
 
     def claims_object(self, obj: object) -> bool:
         """True if `obj` is a `zarr.Array` or a `zarr.Group`."""
@@ -229,7 +230,7 @@ class ZarrFormat(Format):
 
     def open_file(self, path: str, access: Access = STRICT) -> OpenFile:
         """Open the store."""
-        return _ZarrStore(open_store(path, access.allow_external), path, access)
+        return _ZarrStore(open_store(path, access), path, access)
 
     def open_object(self, obj: Any, access: Access = STRICT) -> Source:
         """Make a source of an open `zarr.Array`."""
@@ -241,7 +242,7 @@ class ZarrFormat(Format):
                 f"'{obj.name}' in '{path}' is a group, not an array. Pass group['name'] with a name of an array in it: {names}."
             )
         node, array = ArrayNode.of(obj), watched(obj, access.allow_external)
-        return ZarrSource(node, array, describe(node, path, obj.name, access), access)
+        return ZarrSource(node, array, describe(node, path, obj.name, access))
 
 
 FORMAT = ZarrFormat()
@@ -260,7 +261,12 @@ class _ZarrStore(OpenFile):
     def sketch(self, most: int | None = None, like: str = "") -> list[ArrayInfo]:
         """The same, but at most `most` + 1 arrays; first what a group `like` is that has none."""
         limit = None if most is None else most + 1
-        infos = list(itertools.islice(_described(self._store, self._path, self._access), limit))
+        try:
+            infos = list(itertools.islice(_described(self._store, self._path, self._access), limit))
+        except NoListingError as error:
+            if not like:
+                raise
+            raise SourceError(f"'{self._path}' holds no array '{like}'. {error}", path=self._path, dataset=like) from error
         if like and isinstance(_node_or_none(self._store, like), GroupNode):
             below = f"/{like.strip('/')}".rstrip("/") + "/"
             if not any(info.dataset.startswith(below) for info in _described(self._store, self._path, self._access)):
@@ -269,18 +275,26 @@ class _ZarrStore(OpenFile):
 
     def open(self, dataset: str, planned: ArrayInfo | None = None) -> Source:
         store = self._store.another_watch()
-        node = store.node(dataset)
-        if not isinstance(node, ArrayNode):
-            raise KeyError(dataset)
         try:
-            info = describe(node, self._path, dataset, self._access)
+            if planned is not None and planned.parts is not None:
+                node, info = ArrayNode(planned.parts["document"]), planned
+            else:
+                found = store.node(dataset)
+                if not isinstance(found, ArrayNode):
+                    raise KeyError(dataset)
+                node, info = found, _told(describe(found, self._path, dataset, self._access), found, store)
+            return ZarrSource(node, watch(node, store, dataset), info)
         except UnknownCodecError as error:
             text = f"'{dataset}' in '{self._path}' cannot be loaded: it holds {error}."
             raise SourceError(text, path=self._path, dataset=dataset) from error
-        return ZarrSource(node, watch(node, store, dataset), info, self._access)
 
     def state(self) -> tuple[int, ...] | None:
-        """The state of the zip file, or of the metadata file of the root, which is another one in a store that was replaced."""
+        """The state of the zip file, or of the metadata file of the root, which is another one in a store that was replaced.
+
+        None at a URL, where each rank would have to ask for it: each array has its own.
+        """
+        if isinstance(self._store.folder, RemoteFolder):
+            return None
         return next((state for mark in ROOTS if (state := self._store.state(mark)) is not None), None)
 
     def groups(self) -> tuple[dict[str, dict[str, Any]], list[str]]:
@@ -333,12 +347,24 @@ def _described(store: WatchedStore, path: str, access: Access) -> Iterator[Array
         try:
             if isinstance(node, BrokenNode):
                 raise node.error
-            info = describe(node, path, name, access)
+            info = _told(describe(node, path, name, access), node, store)
         except Exception as error:
             if name == "/" and not isinstance(error, UnknownCodecError):
                 raise
             info = _unread(path, name, error)
         yield info
+
+
+def _metadata_key(name: str, node: ArrayNode) -> str:
+    return f"{name}/{'zarr.json' if node.version == 3 else '.zarray'}".strip("/")
+
+
+def _told(info: ArrayInfo, node: ArrayNode, store: WatchedStore) -> ArrayInfo:
+    """With all that the other ranks must know of an array at a URL: they ask for its chunks alone."""
+    version = store.state_before(_metadata_key(info.dataset, node))
+    if not isinstance(store.folder, RemoteFolder) or version is None:
+        return info
+    return replace(info, parts={"document": node.document, "version": version})
 
 
 def _unread(path: str, name: str, error: Exception) -> ArrayInfo:

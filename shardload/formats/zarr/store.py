@@ -1,21 +1,25 @@
 """How is a Zarr store read? Through a `WatchedStore`, which checks every value.
 
-1. `WatchedStore` passes on the values of the store below it. It remembers which keys do not exist. It refuses keys and symbolic
-   links that lead out of the store, pipes and other things that are not files, and values that are longer than a stored chunk
-   (or metadata) can be.
+1. `WatchedStore` has the values of a folder of objects, here or at a URL, of a zip file, or of a store of another library. It
+   remembers which keys do not exist. It refuses keys and symbolic links that lead out of the store, pipes and other things that
+   are not files, and values that are longer than a stored chunk (or metadata) can be.
 2. `WatchedStore.read` gives one file of metadata, `node` what is in one folder (`nodes`), and `nodes` all arrays and groups.
+   At a URL, where each answer takes long, the metadata of many folders are asked for at once, and kept.
 3. `open_store` makes such a store from a folder, a zip file or a URL. `watch` opens an array of it, `watched`
    puts it under one that is open already.
-4. A store is refused if it leads elsewhere by design (references), or reaches folders in a way that symbolic links cannot be
-   checked.
+4. A store of another library is refused if it leads elsewhere by design (references), or reaches folders in a way that symbolic
+   links cannot be checked.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
+import json
 import os
 import zipfile
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,16 +30,24 @@ from zarr.core.buffer import default_buffer_prototype
 from zarr.core.sync import sync
 
 from shardload.errors import SourceError, is_unread
+from shardload.formats.access import STRICT, Access
 from shardload.formats.zarr.codecs import checked
-from shardload.formats.zarr.nodes import ArrayNode, BrokenNode, GroupNode, Node, parse_node, quiet
+from shardload.formats.zarr.nodes import ArrayNode, BrokenNode, GroupNode, Node, parse_node
 from shardload.storage.containment import TARGET_HINT, Fence, OutsideError
 from shardload.storage.local import LocalFolder, state_of
+from shardload.storage.objects import NoListingError, ObjectFolder
+from shardload.storage.remote import RemoteFolder, is_remote, open_remote
 
-_METADATA = ("zarr.json", ".zarray", ".zgroup", ".zattrs", ".zmetadata")
+State = tuple[int, ...] | None
+
+_NO_STORE = "there is no Zarr store: none of zarr.json, .zarray, .zgroup and .zmetadata"
+_OF_NODES = ("zarr.json", ".zarray", ".zgroup", ".zattrs")
+_METADATA = (*_OF_NODES, ".zmetadata")
 _MOST_LAYERS = 16  # file systems on top of each other
 # Limits of one metadata file. Ten thousand arrays described in one file take 15 MB, and have a million values. For a value,
 # which may be two characters, Python takes a hundred bytes.
 MOST_METADATA_NBYTES, _MOST_VALUES = 1 << 25, 1 << 21
+_MOST_VALUE_NBYTES = 1 << 40  # of a value without another limit
 
 
 class WatchedStore(zarr.storage.WrapperStore[Any]):
@@ -49,6 +61,8 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
         For a store that is a folder: where its files may be.
     opened_in : tuple of int, optional
         The state of a zip file before it was opened.
+    folder : ObjectFolder, optional
+        What is read in place of the store.
 
     Attributes
     ----------
@@ -60,22 +74,27 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
         The most bytes that a value may have, except metadata.
     """
 
-    def __init__(self, store: Any, fence: Fence | None = None, opened_in: tuple[int, ...] | None = None) -> None:
+    def __init__(
+        self, store: Any, fence: Fence | None = None, opened_in: State = None, folder: ObjectFolder | None = None
+    ) -> None:
         super().__init__(store)
         self.fence, self._opened_in = fence or Fence(), opened_in
-        self._seen: dict[str, tuple[int, ...] | None] = {}
+        self._seen: dict[str, State] = {}
+        self._told: dict[str, tuple[bytes | OSError | None, State]] = {}  # metadata of a URL
         below = _unwrapped(store)
-        is_folder = type(below) is zarr.storage.LocalStore
-        self.folder = LocalFolder(os.fspath(below.root), self.fence) if is_folder else None
+        is_local = folder is None and type(below) is zarr.storage.LocalStore
+        self.folder = LocalFolder(os.fspath(below.root), self.fence) if is_local else folder
         self.missing: set[str] = set()
         self.most_nbytes: int | None = None
 
     def another_watch(self) -> WatchedStore:
         """A new watch over the same store, so that each array has its own `missing` and `most_nbytes`."""
-        return self._with_store(self._store)
+        made = self._with_store(self._store)
+        made._told = self._told
+        return made
 
     def _with_store(self, store: Any) -> WatchedStore:
-        return type(self)(store, self.fence, self._opened_in)
+        return type(self)(store, self.fence, self._opened_in, None if isinstance(self.folder, LocalFolder) else self.folder)
 
     def close(self) -> None:
         """Close the store below."""
@@ -87,38 +106,69 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
 
     def read(self, key: str) -> bytes | None:
         """A file of metadata; None if it does not exist. Errors are those of `get`."""
+        if isinstance(self.folder, RemoteFolder):
+            return self._read_remote(key)
         self._seen.setdefault(key, self.state(key))
         value = self._value(key, None) if self._is_here else sync(self.get(key, default_buffer_prototype()))
         return value if value is None or isinstance(value, bytes) else bytes(value.to_bytes())
+
+    def _read_remote(self, key: str) -> bytes | None:
+        """The same at a URL. Where keys may not be listed, S3 refuses those that are absent: others in that folder tell."""
+        folder, _, name = key.rpartition("/")
+        if name in _OF_NODES:
+            self._ask_for([folder])
+        else:
+            self._ask([key])
+        found, _ = self._told.get(key, (None, None))
+        if isinstance(found, OSError):
+            others = [self._told.get(_in(folder, other), (None,))[0] for other in _OF_NODES]
+            if found.errno != errno.EACCES or not any(isinstance(other, bytes) for other in others):
+                raise found
+            return None
+        return found
+
+    def _ask_for(self, folders: Iterable[str]) -> None:
+        """Ask for the metadata of some folders at a URL, all at once: those of format 2 where there are none of format 3."""
+        if isinstance(self.folder, RemoteFolder):
+            all_folders = list(folders)
+            self._ask([_in(folder, "zarr.json") for folder in all_folders])
+            without = [folder for folder in all_folders if not isinstance(self._told[_in(folder, "zarr.json")][0], bytes)]
+            self._ask([_in(folder, name) for folder in without for name in _OF_NODES])
+
+    def _ask(self, keys: Sequence[str]) -> None:
+        """Ask for files of metadata at a URL, if that was not done before, and keep them."""
+        wanted = [key for key in keys if key not in self._told]
+        if isinstance(self.folder, RemoteFolder) and wanted:
+            for key, found in zip(wanted, self.folder.look(wanted, MOST_METADATA_NBYTES), strict=True):
+                content, version = found if isinstance(found, tuple) else (found, None)
+                if isinstance(content, bytes):
+                    self._check(key, len(content), partial(bytes, content))
+                self._told[key] = content, version
 
     def node(self, name: str) -> ArrayNode | GroupNode | None:
         """The array or group of this name; None if there is none. KeyError for names that Zarr cannot have."""
         folder = name.strip("/")
         if folder and any(part in ("", ".", "..") for part in folder.split("/")):
             raise KeyError(name)
-        return parse_node(lambda key: self.read(f"{folder}/{key}" if folder else key))
+        return parse_node(lambda key: self.read(_in(folder, key)))
 
     def nodes(self) -> Iterator[tuple[str, Node]]:
         """All arrays and groups by their names, sorted.
 
         zarr-python's own walk stops at the first array that it cannot read, warns of every stray file, and leaves out what is
         below folders without metadata. Here what cannot be read is a `BrokenNode`, unless it is the root. A folder may have
-        arrays below it without metadata of its own. Consolidated metadata may be old: they are used of URLs only.
+        arrays below it without metadata of its own. Consolidated metadata may be old: where folders cannot be listed, they name
+        the arrays, and no more.
+
+        Raises
+        ------
+        NoListingError
+            If folders cannot be listed, and nothing names the arrays.
         """
-        archive = _unwrapped(self._store)
-        if self.folder is not None:
-            yield from self._nodes_below("/", frozenset())
-        elif isinstance(archive, zarr.storage.ZipStore):
-            yield from self._zip_nodes(_archive(archive).namelist())
+        if self.folder is None:
+            yield from self._nodes_of(_archive(_unwrapped(self._store)).namelist())
         else:
-            with quiet():
-                root = zarr.open(self, mode="r")
-            if isinstance(root, zarr.Array):
-                yield "/", ArrayNode.of(root)
-                return
-            yield "/", GroupNode(root.attrs.asdict)
-            for name, member in sorted(root.members(max_depth=None), key=lambda item: item[0]):
-                yield f"/{name}", ArrayNode.of(member) if isinstance(member, zarr.Array) else GroupNode(member.attrs.asdict)
+            yield from self._nodes_below("/")
 
     def _tried(self, name: str) -> Node | None:
         """The node of a folder; a `BrokenNode` if it cannot be read."""
@@ -129,31 +179,46 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
                 raise
             return BrokenNode(error)
 
-    def _nodes_below(self, name: str, above: frozenset[str]) -> Iterator[tuple[str, Node]]:
-        """Those of a folder, which is a node itself perhaps. Links that lead out, or to a folder above, are not followed."""
-        folder = os.path.join(self.folder.path if self.folder else "", name.strip("/"))
-        real = os.path.realpath(folder)
-        if real in above or not self.fence.holds_real(real):
-            return
+    def _nodes_below(self, name: str) -> Iterator[tuple[str, Node]]:
+        """Those of a folder, which is a node itself perhaps."""
         node = self._tried(name)
         if node is not None:
             yield name, node
-        if isinstance(node, ArrayNode | BrokenNode):
-            return  # its folder is never listed: it may hold a million chunks
+        if self.folder is None or isinstance(node, ArrayNode | BrokenNode):
+            return  # an array's folder is never listed: it may hold a million chunks
         try:
-            with os.scandir(folder) as entries:
-                below = sorted(entry.name for entry in entries if _may_be_folder(entry))
+            below = [f"{name.rstrip('/')}/{entry}" for entry in self.folder.folders(name.strip("/"))]
+            if name == "/" and node is None and not below:
+                raise FileNotFoundError(_NO_STORE)
+        except NoListingError as error:
+            yield from ((other, found) for other, found in self._nodes_of(self._keys_told(error)) if other != name)
+            return
         except OSError as error:
             if name == "/":
                 raise
             yield name, BrokenNode(error)
             return
+        self._ask_for(entry.strip("/") for entry in below)
         for entry in below:
-            yield from self._nodes_below(f"{name.rstrip('/')}/{entry}", above | {real})
+            yield from self._nodes_below(entry)
 
-    def _zip_nodes(self, keys: Iterable[str]) -> Iterator[tuple[str, Node]]:
-        """Those of a zip file: its entries say where metadata are."""
+    def _keys_told(self, error: NoListingError) -> list[str]:
+        """The keys of metadata that the root's consolidated metadata name."""
+        for file in ("zarr.json", ".zmetadata"):
+            document = json.loads(self.read(file) or b"{}")
+            told = document.get("consolidated_metadata") or {} if file == "zarr.json" else document
+            if isinstance(names := told.get("metadata"), dict):
+                return list(names) if file == ".zmetadata" else [f"{name}/zarr.json" for name in names]
+        if not any(isinstance(found, bytes) for found, _ in self._told.values()):
+            raise FileNotFoundError(_NO_STORE)
+        raise NoListingError(
+            f"{error}, and its root has no consolidated metadata, which would name the arrays. Pass the name of one: URL:/NAME"
+        )
+
+    def _nodes_of(self, keys: Iterable[str]) -> Iterator[tuple[str, Node]]:
+        """Those of which these keys name metadata."""
         folders = {key.rpartition("/")[0] for key in keys if key.rpartition("/")[2] in ("zarr.json", ".zarray", ".zgroup")}
+        self._ask_for(folders)
         array: str | None = None  # the last one: no other is below it
         for folder in sorted(folders, key=lambda folder: folder.split("/")):
             if {"", ".", ".."} & set(folder.split("/")) and folder:
@@ -183,7 +248,7 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
 
     def state_before(self, key: str) -> tuple[int, ...] | None:
         """The state that a metadata file, or the zip file that it is in, had before it was read; None if it is not known."""
-        return self._opened_in or self._seen.get(key)
+        return self._opened_in or self._seen.get(key) or self._told.get(key, (None, None))[1]
 
     # --- values, as zarr-python asks for them
 
@@ -219,6 +284,9 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
         _check_key(key)
         if self.folder is None:
             return _of_zip(_unwrapped(self._store), key, byte_range, self._check)
+        if byte_range is None and isinstance(self.folder, RemoteFolder):  # (what is opened is asked for its size first)
+            (content,) = self.folder.read_many([key], self._most(key) or _MOST_VALUE_NBYTES)
+            return None if content is None else bytes(content)
         file = self.folder.open(key)
         if file is None:
             return None
@@ -229,10 +297,13 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
         self._check(key, len(value), value.tobytes)
         return value.tobytes()
 
+    def _most(self, key: str) -> int | None:
+        """The most bytes that a value can have."""
+        return MOST_METADATA_NBYTES if key.rpartition("/")[2] in _METADATA else self.most_nbytes
+
     def _check(self, key: str, nbytes: int, content: Callable[[], bytes] | None = None) -> None:
         """ValueError if a value is longer than it can be, or metadata have so many values that Python would take far more."""
-        is_metadata = key.rpartition("/")[2] in _METADATA
-        most = MOST_METADATA_NBYTES if is_metadata else self.most_nbytes
+        is_metadata, most = key.rpartition("/")[2] in _METADATA, self._most(key)
         if most is not None and nbytes > most:
             raise ValueError(f"'{key}' has {nbytes} bytes, what is stored there {most} at most")
         if is_metadata and content is not None and (n := sum(map(content().count, (b",", b"[", b"{")))) > _MOST_VALUES:
@@ -249,37 +320,25 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
         for request in requests:
             yield request[0], await self.get(*request)
 
-    def list_dir(self, prefix: str) -> AsyncIterator[str]:
-        """Names directly below `prefix`."""
-        return self._store.list_dir(prefix)  # type: ignore[no-any-return]
-
 
 def _check_key(key: str) -> None:
     if ".." in key.split("/"):
         raise OutsideError(f"the key '{key}' leads out of the store")
 
 
-def open_store(path: str, allow_external: bool = False) -> Any:
-    """A watched store for `path`, which `zarr.open` takes."""
-    if "://" in path:
-        if not allow_external and "reference" in path.lower().split("://")[0].split("::"):
-            raise OutsideError(f"it {_REFERENCES}; {TARGET_HINT}")
-        try:
-            store = zarr.storage.FsspecStore.from_url(path, read_only=True)
-        except ValueError as error:  # nothing has been read yet
-            raise SourceError(f"'{path}' is a URL that cannot be opened here: {error}. Check it.", path=path) from error
-        return WatchedStore(store, _fence_of(store, path, allow_external))
+def open_store(path: str, access: Access = STRICT) -> WatchedStore:
+    """A watched store for a path."""
+    if is_remote(path):
+        nothing = zarr.storage.MemoryStore(read_only=True)
+        return WatchedStore(nothing, folder=open_remote(path, access.storage).folder())
     if os.path.isdir(path):
-        return WatchedStore(zarr.storage.LocalStore(path, read_only=True), Fence.around_store(path, allow_external))
+        return WatchedStore(zarr.storage.LocalStore(path, read_only=True), Fence.around_store(path, access.allow_external))
     opened_in = state_of(path)
     return WatchedStore(zarr.storage.ZipStore(path, mode="r", read_only=True), opened_in=opened_in)
 
 
-def _may_be_folder(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_dir()
-    except OSError:  # a link to where this user may not look: an array may not be overlooked
-        return True
+def _in(folder: str, name: str) -> str:
+    return f"{folder}/{name}" if folder else name
 
 
 def _of_zip(store: zarr.storage.ZipStore, key: str, byte_range: Any, check: Callable[..., None]) -> bytes | None:

@@ -198,7 +198,7 @@ def describe(request: CopyRequest, found: Sequence[SourceArray], beside: Beside)
     for array in found:
         name = array.info.dataset
         about[f"size and time of the source ('{name}')"] = repr(None if array.state is None else array.state[:2])
-        if array.info.parts is not None:
+        if array.info.n_parts and array.info.parts is not None:
             about[f"the digest of sizes and times of the parts of '{name}'"] = _digest(array.info.parts["versions"])
         about[f"what is made of '{name}'"] = repr((array.selection, array.name, replace(array.spec, attrs={})))
         attrs = [(key, getattr(value, "dtype", type(value)), value) for key, value in array.spec.attrs.items()]

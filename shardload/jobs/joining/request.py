@@ -18,65 +18,106 @@ _NUMBER = re.compile(r"\d+")
 
 
 @dataclass(frozen=True)
-class JoinRequest:
-    """What a caller asks for.
+class PartsRequest:
+    """Which files a caller wants to have as one, and how.
 
     Attributes
     ----------
-    path : str
-        The new file.
-    parts : tuple of str
-        The files, in their order along the axis.
+    parts : str or tuple of str
+        The files, in their order along the axis; or a pattern, whose files are put into order.
     axis : str, int or None
         By name, or by number; None: the axis that can grow, or the first one if axes have no names.
     dataset : tuple of str
         Names of arrays, and patterns; none for all arrays.
     stack : str or None
         The name of a new axis, along which the arrays of the parts are put one behind the other.
-    mode : str
-        ``"w-"`` or ``"w"``.
     allow_external : bool
         Whether parts may refer to files outside their folders.
+    word : str
+        The caller's argument that names the axis.
     """
 
-    path: str
-    parts: tuple[str, ...]
+    parts: str | tuple[str, ...]
     axis: str | int | None = None
     dataset: tuple[str, ...] = ()
     stack: str | None = None
-    mode: str = "w-"
     allow_external: bool = False
+    word: str = "axis"
 
     @classmethod
     def check(
-        cls, path: Any, parts: Any, *, axis: Any = None, dataset: Any = None, stack: Any = None, **more: Any
-    ) -> JoinRequest:
+        cls, parts: Any, axis: Any = None, *, dataset: Any = None, stack: Any = None, word: str = "axis", **more: Any
+    ) -> PartsRequest:
         """The request, with its options checked. ConfigError names what was found and what is expected."""
-        if isinstance(parts, (str, os.PathLike)):
-            text = os.fspath(parts)
-            is_pattern = glob.has_magic(text)
-            found = f"sorted(glob.glob({text!r}))" if is_pattern else f"[{text!r}, ...]"
-            raise ConfigError(f"parts is {text!r}; expected a list of paths, in their order. Pass {found}")
         names = (dataset,) if isinstance(dataset, str) else tuple(dataset or ())
-        paths = tuple(os.path.expanduser(os.fspath(part)) for part in parts)
-        if not paths:
-            raise ConfigError("parts is empty: there is nothing to join. Does the pattern match no file?")
         if not isinstance(axis, str | None) and (not isinstance(axis, int) or isinstance(axis, bool) or axis < 0):
-            raise ConfigError(f"axis is {axis!r}; expected the name of an axis, or its number from 0 on")
+            raise ConfigError(f"{word} is {axis!r}; expected the name of an axis, or its number from 0 on")
         if stack is not None and (not isinstance(stack, str) or not stack or "/" in stack):
             raise ConfigError(f"stack is {stack!r}; expected the name of the new axis, such as 'time'")
         if stack is not None and axis is not None:
             raise ConfigError(
-                f"axis is {axis!r} and stack {stack!r}. Pass one: axis= if the arrays have it, stack= if it is new"
+                f"{word} is {axis!r} and stack {stack!r}. Pass one: {word}= if the arrays have it, stack= if it is new"
             )
+        if isinstance(parts, (str, os.PathLike)):
+            return cls(os.path.expanduser(os.fspath(parts)), axis, names, stack, word=word, **more)
+        paths = tuple(os.path.expanduser(os.fspath(part)) for part in parts)
+        if not paths:
+            raise ConfigError("parts is empty: there is nothing to join. Pass the paths of the files, or a pattern")
+        _check_order(paths)
+        return cls(paths, axis, names, stack, word=word, **more)
+
+    @property
+    def is_pattern(self) -> bool:
+        """Whether only the file system says which files they are."""
+        return isinstance(self.parts, str)
+
+    @property
+    def told(self) -> str:
+        """The files in a word, for messages."""
+        return self.parts if isinstance(self.parts, str) else f"{self.parts[0]} ..."
+
+    def find(self) -> tuple[str, ...]:
+        """The files: those of a pattern in the order of the numbers in their names. ConfigError if it matches none."""
+        if not isinstance(self.parts, str):
+            return self.parts
+        found = [self.parts] if os.path.exists(self.parts) else glob.glob(self.parts, recursive=True)
+        if not found:
+            raise ConfigError(
+                f"no file matches {self.parts!r} (looked for in '{os.getcwd()}'). Pass another pattern, or a list of paths"
+            )
+        texts = {path: _NUMBER.split(path) for path in found}
+        return tuple(sorted(found, key=lambda path: (texts[path], [int(n) for n in _NUMBER.findall(path)])))
+
+
+@dataclass(frozen=True)
+class JoinRequest:
+    """What a caller of `join` asks for.
+
+    Attributes
+    ----------
+    path : str
+        The new file.
+    parts : PartsRequest
+        What it shall be made of.
+    mode : str
+        ``"w-"`` or ``"w"``.
+    """
+
+    path: str
+    parts: PartsRequest
+    mode: str = "w-"
+
+    @classmethod
+    def check(cls, path: Any, parts: Any, *, mode: str = "w-", **more: Any) -> JoinRequest:
+        """The request, with its options checked. ConfigError names what was found and what is expected."""
+        asked = PartsRequest.check(parts, **more)
         target = os.path.expanduser(os.fspath(path))
         if not target.lower().endswith(_SUFFIXES):
             raise ConfigError(
                 f"'{target}' would be an HDF5 file: only HDF5 has arrays that lie in other files. Expected one of the suffixes "
                 f"{', '.join(_SUFFIXES)}"
             )
-        _check_order(paths)
-        return cls(target, paths, axis, names, stack, **more)
+        return cls(target, asked, mode)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from shardload.formats.contract.dtypes import settle_bools
 from shardload.formats.contract.format import OpenFile, Source
 from shardload.formats.lookup import file_of, open_file
 from shardload.formats.memory import MemorySource
-from shardload.jobs.consistency import State, check_names, check_same_file, check_unchanged, is_open
+from shardload.jobs.consistency import State, check_names, check_same_file, check_unchanged, is_compared, is_open
 from shardload.jobs.loading.array_load import ArrayLoad
 from shardload.options import fill_value
 from shardload.planning.tuning import Tuning
@@ -48,8 +48,11 @@ def moves_of(loads: Sequence[ArrayLoad]) -> list[ArrayMove]:
 def _each(items: Iterable[Any], do: Callable[[Any], None]) -> None:
     """Do something for each item with a `load`. An error names its array."""
     for item in items:
-        with item.load.naming_errors():
+        try:
             do(item)
+        except Exception:  # a context around each call would take longer than some of the calls
+            with item.load.naming_errors():
+                raise
 
 
 # --- where values come from
@@ -129,18 +132,20 @@ class _OpenArray:
         self.source: Source | None = None
         self.contents: State = None
         self._state: State = None
+        self._is_compared = False  # in the end, with how it was
 
     def open(self, sources: OpenSources, rank: int) -> None:
         load = self.load
         if load.layout.schedule.is_owner(rank):
             self.source = sources.open(load)
             self._state = self.source.opened_in()
+            self._is_compared = is_compared(load.info.path, rank, load.layout.schedule.first_reader)
             check_names(load.name, load.named_in, self._state, load.info.path, load.info.dataset)
         self.contents = load.contents() if load.is_open else self._state
 
     def check_unchanged(self) -> None:
         """Raise SourceError if the file has changed since it was opened."""
-        if self.source is not None:
+        if self.source is not None and self._is_compared:
             info = self.load.info
             check_unchanged(str(info), self._state, self.source.state(), info.path, info.dataset)
 
@@ -243,8 +248,8 @@ class ShardedArray:
     def make_room(self, room: list[Array]) -> None:
         """Take the pieces from `room`, and fill their padding. What moves writes the rest."""
         plan, shards = self.load.plan, self.load.layout.schedule.shards
-        for shard, data in zip(shards.shards_of(self._rank), room, strict=True):
-            self.shards[shard] = Piece(shards.region(shard), data)
+        for shard, data in zip(shards.held_by(self._rank, plan.shape), room, strict=True):
+            self.shards[shard.number] = Piece(shard.region, data)
         self._pieces = ShardPieces(shards, plan.shape, self.shards, self._rank)
         self._pieces.fill(partial(fill_value, self.load.options.pad, plan.dtype))
         self._early = EarlyPieces(plan.shape_global, plan.sharding)

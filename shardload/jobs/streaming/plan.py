@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from shardload.arrays.sharding import spec_text
+from shardload.formats.concatenation import Concatenation
 from shardload.formats.contract.array import ArrayInfo
 from shardload.options import Options
 from shardload.planning.batch_flow import BatchFlow, BatchSchedule, Runs
@@ -244,7 +245,9 @@ class StreamPlan:
         for array in self.arrays:
             offsets.setdefault(array.info.dataset, set()).update(array.offsets)
         pool = "all steps" if order.spread >= order.n_blocks else f"mixes {order.spread} blocks of {order.block} steps"
+        files = sorted({array.handle.told for array in self.arrays if isinstance(array.handle, Concatenation)})
         return {
+            **({"files": files} if files else {}),
             "order": ORDER_VERSION,
             "n_steps": order.n_steps,
             "window": {name: sorted(steps) for name, steps in sorted(offsets.items())},

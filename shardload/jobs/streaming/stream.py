@@ -151,7 +151,8 @@ class StreamIterator:
         if not isinstance(state, Mapping) or version != STATE_VERSION or not isinstance(state.get("stream"), Mapping):
             raise ConfigError(f"this is no state of a stream, or one of another version: {version!r}, expected {STATE_VERSION}")
         mine, theirs = self._stream.plan.fingerprint, state["stream"]
-        differ = [f"{name} is {mine.get(name)!r}, was {theirs.get(name)!r}" for name in mine if mine[name] != theirs.get(name)]
+        told = {name: (mine.get(name), theirs.get(name)) for name in {**mine, **theirs}}
+        differ = [f"{name} is {now!r}, was {before!r}" for name, (now, before) in told.items() if now != before]
         if differ:
             raise ConfigError(
                 f"this state is of another stream, whose order is another one: {'; '.join(differ)}. Pass what was passed then"

@@ -176,6 +176,11 @@ class Client:
     def __repr__(self) -> str:
         return f"Client('{self._name}')"
 
+    @property
+    def has_suffixes(self) -> bool:
+        """Whether the last bytes can be asked for by their number. Azure has no such request."""
+        return type(self._store).__name__ != "AzureStore"
+
     def name(self, below: str) -> str:
         """An object's name for people."""
         return f"{self._name.rstrip('/')}/{below}" if below else self._name
@@ -321,7 +326,8 @@ def _meaning(error: Exception) -> _Failure:
             403,
             f"access is denied (403 {code}".rstrip()
             + f"). {_PUBLIC}. If its requester pays, pass storage={{'request_payer': True}}. "
-            "Else keys are wrong, may not read it, or have expired, as signatures in URLs do",
+            "Else keys are wrong, may not read it, or have expired, as signatures in URLs do. (S3 says so of an object that is "
+            "missing, too, to who may not list its bucket.)",
             False,
         )
     if status == 401:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from shardload.errors import ShardloadWarning
-from shardload.storage.objects import Bytes, Content, Ints, Ranges, StoredObject
+from shardload.storage.objects import Bytes, Content, Ints, NoListingError, Ranges, StoredObject
 from shardload.storage.remote.address import address_of
 from shardload.storage.remote.ahead import PIECE_NBYTES, Wanted, plan_pieces
 from shardload.storage.remote.client import Answer, Client, Pin, RemoteChangedError, RemoteError, ahead
@@ -96,6 +96,7 @@ class RemoteObject:
     def __init__(self, client: Client, key: str, pin: Pin | None = None) -> None:
         self._client: Client | None = client
         self._key, self._pin, self.name = key, pin, client.name(key)
+        self._kept = 0, np.empty(0, dtype=np.uint8)  # where bytes begin that came with the first answer, and these
         self._lock = threading.Lock()  # of what was fetched ahead: pieces, and ranges that wait for those that follow
         self._pieces, self._waiting = list[_Piece](), list[tuple[Ints, Ints]]()
 
@@ -127,6 +128,12 @@ class RemoteObject:
         self._pin = answer.pin
         return answer
 
+    def look(self, ahead: int) -> None:
+        """Ask for its first bytes, or for its last ones if `ahead` is negative, and keep them: see `ObjectFolder.open`."""
+        is_cut = ahead < 0 and not self._open.has_suffixes
+        answer = self._first((0, max(1, ahead)) if ahead >= 0 or is_cut else {"suffix": -ahead})
+        self._kept = (0 if ahead >= 0 or is_cut else answer.pin.nbytes - len(answer.data)), answer.data
+
     @property
     def nbytes(self) -> int:
         """Its size."""
@@ -148,16 +155,16 @@ class RemoteObject:
         self.read_into(out, offset)
         return out.tobytes()
 
-    def read_last(self, nbytes: int) -> bytes:
-        """The last bytes, all if there are fewer. As the first read, one request."""
-        return bytes(self._first({"suffix": nbytes}).data)
-
     def read_into(self, out: Bytes, offset: int) -> None:
         """Fill `out`. RemoteError if the object ends before, or cannot be read."""
         if offset + len(out) > self.nbytes:
             expected = f"but values are stored up to byte {offset + len(out)}"
             raise RemoteError(errno.EIO, f"'{self.name}' ends at byte {self.nbytes}, {expected}")
-        self._read([(0, len(out), offset)], out)
+        begin, kept = self._kept
+        if begin <= offset and offset + len(out) <= begin + len(kept):
+            out[...] = kept[offset - begin :][: len(out)]
+        else:
+            self._read([(0, len(out), offset)], out)
 
     def read_ranges(self, ranges: Ranges, memory: Bytes) -> list[memoryview]:
         """The pieces, read into `memory`. Errors as for `read_into`."""
@@ -279,11 +286,11 @@ class RemoteFolder:
         except FileNotFoundError:
             return None
 
-    def open(self, key: str, pin: Pin | tuple[int, str] | None = None) -> RemoteObject | None:
-        """See `ObjectFolder`. One request, or none if it is known which version is there."""
-        stored = RemoteObject(self._client, key, None if pin is None else Pin(*pin))
+    def open(self, key: str, ahead: int = 1) -> RemoteObject | None:
+        """See `ObjectFolder`. One request."""
+        stored = RemoteObject(self._client, key)
         try:
-            stored.pin  # noqa: B018
+            stored.look(ahead)
         except FileNotFoundError:
             return None
         return stored
@@ -295,6 +302,12 @@ class RemoteFolder:
         asked = [(key, self._ask(key, most_nbytes) if answer is None else answer) for key, answer, _ in held]
         ahead().add(-sum(nbytes for _, _, nbytes in held))
         return [self._content(key, answer) for key, answer in asked]
+
+    def expect(self, keys: Iterator[str], most_nbytes: int, nbytes: int) -> None:
+        """Told which objects will be read, in about this order: the most bytes of each, and about how many it has. The iterator
+        is followed slowly, by other threads.
+        """
+        ahead().expect(Wanted(self, nbytes, (key, most_nbytes, nbytes)) for key in keys)
 
     def fetch_ahead(self, wanted: list[tuple[str, int, int]], has_more: bool) -> None:
         """See `ahead.Holder`: keys, the most bytes of each, and about how many it has."""
@@ -324,6 +337,31 @@ class RemoteFolder:
         with suppress(RemoteError):  # after a fork
             ahead().add(-sum(nbytes for _, nbytes in self._ahead.values()))
 
+    def look(self, keys: Iterable[str], most_nbytes: int) -> list[tuple[bytes, State] | OSError | None]:
+        """Small objects, each with its version, or why it cannot be read; None of one that is not there. One request each."""
+        asked = [self._ask(key, min(most_nbytes, PIECE_NBYTES)) for key in keys]
+        return [_seen(answer) for answer in asked]
+
+    def folders(self, key: str) -> list[str]:
+        """See `ObjectFolder`. One request for each thousand."""
+
+        def listed(store: Any, path: str) -> list[str]:
+            import obstore
+
+            return [name.rpartition("/")[2] for name in obstore.list_with_delimiter(store, path or None)["common_prefixes"]]
+
+        if self.name.lower().startswith("http"):
+            raise NoListingError(f"'{self.name}' is on a plain HTTP server, which does not tell what is in a folder")
+        try:
+            names: list[str] = self._client.run(self._client.call, key, listed).result()
+            return sorted(names)
+        except FileNotFoundError:
+            return []
+        except RemoteError as error:
+            if error.errno == errno.EACCES:
+                raise NoListingError(f"what is in '{self.name}' may not be listed ({error})") from None
+            raise
+
     def list(self, prefix: str = "") -> list[tuple[str, int]]:
         """Keys below a key of this folder, and their bytes. RemoteError on a plain HTTP server, which has no list."""
 
@@ -351,6 +389,14 @@ class RemoteFolder:
         else:
             return
         raise FileExistsError(errno.EEXIST, exists)
+
+
+def _seen(answer: Future[Answer]) -> tuple[bytes, State] | OSError | None:
+    """The content and version that an answer has; the error; or None of an object that is not there."""
+    error = answer.exception()
+    if isinstance(error, FileNotFoundError):
+        return None
+    return error if isinstance(error, OSError) else (bytes(answer.result().data), _numbers(answer.result().pin))
 
 
 def _numbers(pin: Pin) -> State:

@@ -400,7 +400,7 @@ def test_stores_of_other_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert zarr_store._fence_of(store(fs), "s", True) == Fence()
     assert zarr_store._fence_of(store(Layer(fs=Layer())), "s", False) == Fence()  # a network
     for url in ("reference://x", "simplecache::reference://x", "Reference::file:///x"):
-        with pytest.raises(SourceError, match="which may be anywhere"):
+        with pytest.raises(SourceError, match="Pass the file of references"):
             find_array(url, "a")
 
 

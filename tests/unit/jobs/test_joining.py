@@ -143,8 +143,8 @@ def test_years_of_a_climate_model(tmp_path: Path, suffix: str) -> None:
 
 
 def test_a_large_array_that_is_the_same_in_all_parts_is_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardload.jobs.joining.join._STORED_NBYTES", 8)
-    monkeypatch.setattr("shardload.jobs.joining.join._AT_ONCE_NBYTES", 8)
+    monkeypatch.setattr("shardload.jobs.joining.parts._STORED_NBYTES", 8)
+    monkeypatch.setattr("shardload.jobs.joining.parts._AT_ONCE_NBYTES", 8)
     paths, whole = climate(tmp_path, (2001, 2002)), str(tmp_path / "all.nc")
     shardload.join(whole, paths)
     with h5py.File(whole) as file:
@@ -435,7 +435,7 @@ def test_what_to_pass(snapshot: list[str], tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=said):
             shardload.join(path, parts, **given)
 
-    refused(r"parts is 'snap\.\*\.h5'; expected a list of paths.*Pass sorted\(glob\.glob\('snap\.\*\.h5'\)\)", "snap.*.h5")
+    refused(r"no file matches 'nap\.\*\.h5' .*Pass another pattern, or a list", "nap.*.h5")
     refused("parts is empty", [])
     refused("'x.zarr' would be an HDF5 file", path="x.zarr")
     refused("is among the parts twice", [*snapshot, snapshot[0]])
@@ -493,7 +493,7 @@ def test_no_values_are_lost(snapshot: list[str], tmp_path: Path, monkeypatch: py
         raise OSError(28, "no space")
 
     before = Path(whole).read_bytes()
-    monkeypatch.setattr("shardload.formats.hdf5.sink.put_at", fails)
+    monkeypatch.setattr("shardload.storage.new_file.put_at", fails)
     with pytest.raises(SourceError, match="no space is left"):
         shardload.join(whole, snapshot, mode="w")
     assert Path(whole).read_bytes() == before and len(os.listdir(tmp_path)) == 4
@@ -501,9 +501,9 @@ def test_no_values_are_lost(snapshot: list[str], tmp_path: Path, monkeypatch: py
 
 def test_a_temporary_is_recognised(snapshot: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A join that was killed leaves what says of itself what it is, until all of it is written."""
-    from shardload.formats.hdf5 import sink
+    from shardload.storage import new_file
 
-    seen, put = [], sink.put_at
+    seen, put = [], new_file.put_at
 
     def look(descriptor: int, data: Any, offset: int) -> None:
         put(descriptor, data, offset)
@@ -511,9 +511,9 @@ def test_a_temporary_is_recognised(snapshot: list[str], tmp_path: Path, monkeypa
         found = find_leftover(path)
         seen.append(None if found is None else found.is_whole)
 
-    monkeypatch.setattr(sink, "put_at", look)
+    monkeypatch.setattr(new_file, "put_at", look)
     shardload.join(str(tmp_path / "whole.h5"), snapshot)
-    assert seen == [False, True]
+    assert not any(seen[:-1]) and seen[-1]
 
 
 def test_a_part_that_changes_meanwhile(tmp_path: Path) -> None:

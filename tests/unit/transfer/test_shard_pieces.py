@@ -69,8 +69,8 @@ def test_padding_is_filled_and_nothing_else(rank: int) -> None:
 
 def test_padding_that_was_left_out_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if one mistake could hide from the filling and from the verifying, which look at the same regions."""
-    made, _ = padded(2)
     right = Shards.contents
     monkeypatch.setattr(Shards, "contents", lambda *what: list(right(*what))[:-1])
+    made, _ = padded(2)
     with pytest.raises(ShardloadError, match=r"1 elements of the shard .* were not filled"):
         made.fill(lambda fill: 7)

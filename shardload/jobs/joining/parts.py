@@ -1,0 +1,599 @@
+"""How do several files become one, without a copy of their values? By a description of the file that they would be.
+
+A simulation writes a snapshot in several files, a climate model a file for each year. `Parts` says what they are together:
+which of their arrays go on from part to part, in which order, and what is the same in all.
+
+1. Each part is opened once: the shapes, types and attributes of its arrays, as a copy finds them (`_Member`).
+2. An array that has the axis goes on from part to part: there must be no doubt that its parts belong together. Types, the other
+   axes, units and packing are the same; an array is in all parts that others of its group are in.
+3. Every other array is the same in all parts, value for value.
+   What belongs to an array that is named (coordinates, bounds, CF's grid mapping) is joined with it.
+4. The values of the coordinate of the axis are kept. It goes on in one direction: else parts are twice there, or in another
+   order. If parts count time from different days, it is counted from the first one's.
+5. `Parts.describe` says all of that as an HDF5 file with virtual datasets: what it has itself, and what lies in which part.
+
+`join` writes that file; a load of what `concat` returns reads it from memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shlex
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardload.errors import ConfigError, SourceError, printable
+from shardload.formats.access import Access
+from shardload.formats.contract.array import ArrayInfo, Properties, nbytes_of, some
+from shardload.formats.contract.format import OpenFile
+from shardload.formats.diagnosis import as_source_error
+from shardload.formats.likeness import Overrides, as_text, attrs_for, bounds_of, same_value, spec_like
+from shardload.formats.lookup import open_file, split_path
+from shardload.formats.sink import ArraySpec
+from shardload.jobs.described import describe_arrays, find_arrays, found_by_name, take_along
+from shardload.jobs.joining.request import PartsRequest, Row
+from shardload.jobs.progress import progress_over_files
+from shardload.options import Progress
+from shardload.planning.region import Region
+from shardload.planning.selection import select_axes
+from shardload.storage.local import state_of
+from shardload.values.dates import recounted
+from shardload.values.decoding import ATTRIBUTES
+
+if TYPE_CHECKING:
+    from shardload.formats.hdf5.joined import JoinedFile, PlacedPart
+
+_STORED_NBYTES = 1 << 20  # an array that is the same in all parts is stored in the new file up to this size
+_AT_ONCE_NBYTES = 16 << 20  # of values, when parts are compared
+_UNITS = ("units", "unit", "Units", "Unit", "UNITS", "UNIT")
+_FLAGS = ("flag_values", "flag_masks", "flag_meanings")
+_MEANING = {*ATTRIBUTES, *_UNITS, "calendar", *_FLAGS}  # attributes without which numbers mean nothing
+_TIME = {"units", "calendar"}
+_MISSING = {"_FillValue", "missing_value"}  # numbers that are no times
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(eq=False)
+class _Member:
+    """One array, over the parts.
+
+    Attributes
+    ----------
+    info, properties : ArrayInfo, Properties
+        In the first part that has it.
+    shapes, attrs : dict
+        Its shape and its attributes in each part that has it, by the number of the part.
+    texts : dict
+        Values of an array of text, in the same way.
+    """
+
+    info: ArrayInfo
+    properties: Properties
+    shapes: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    attrs: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    texts: dict[int, Array] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Its full name."""
+        return self.info.dataset
+
+    def axis_of(self, axis: str | int) -> int | None:
+        """The number of the axis that is joined; None if it has it not."""
+        if isinstance(axis, str):
+            dims = self.properties.dims
+            return dims.index(axis) if axis in dims else None
+        return axis if axis < len(self.info.shape) else None
+
+    def is_coordinate_of(self, axis: str | int) -> bool:
+        """Whether it is the coordinate of an axis with a name."""
+        return len(self.info.shape) == 1 and self.name.rpartition("/")[2] == axis and not self.texts
+
+    def regions(self, axis: int) -> dict[int, Region]:
+        """What of the joined array lies in each part."""
+        found, start = {}, 0
+        for part, shape in self.shapes.items():
+            begin = tuple(start * (k == axis) for k in range(len(shape)))
+            found[part] = Region(begin, tuple(first + n for first, n in zip(begin, shape, strict=True)))
+            start += shape[axis]
+        return found
+
+
+@dataclass(frozen=True)
+class Joined:
+    """The file that the parts are together.
+
+    Attributes
+    ----------
+    paths : tuple of str
+        The parts as the caller named them, in their order.
+    axis : str or int
+        The axis along which they follow each other.
+    is_netcdf : bool
+        Whether it is a netCDF4 file.
+    specs : dict of str to ArraySpec
+        Its arrays, by their full names.
+    places : dict
+        Where the values of an array lie in parts (`PlacedPart.path` is one of `paths`), if they do.
+    values : dict
+        The values that it has itself.
+    groups : dict
+        The attributes of its groups, and of the file (``"/"``).
+    rows, notes : tuple
+        As in `JoinReport`.
+    news : tuple of str
+        The notes that a caller is warned of.
+    nbytes : int
+        Bytes of all values.
+    versions : dict of str to tuple of int
+        Size and time of each part, before it was opened for the first time.
+    steps : tuple
+        Of each array along the axis the lengths that the parts have of it.
+    """
+
+    paths: tuple[str, ...]
+    axis: str | int
+    is_netcdf: bool
+    specs: dict[str, ArraySpec]
+    places: dict[str, list[PlacedPart]]
+    values: dict[str, list[tuple[Region, Array]]]
+    groups: dict[str, dict[str, Any]]
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...]
+    news: tuple[str, ...]
+    nbytes: int
+    versions: Mapping[str, tuple[int, ...] | None]
+    steps: tuple[tuple[int, ...], ...]
+
+    def file(self, path: str, names: Mapping[str, str], mode: str = "w-") -> JoinedFile:
+        """The file at a path. `names` has the name by which it leads to each part."""
+        # Here, because nothing else of the package needs the writer.
+        from shardload.formats.hdf5.joined import JoinedFile
+
+        places = {name: [replace(part, path=names[part.path]) for part in placed] for name, placed in self.places.items()}
+        groups = dict(self.groups)
+        how: dict[str, Any] = {"mode": mode, "is_netcdf": self.is_netcdf, "attrs": groups.pop("/", {})}
+        return JoinedFile(path, self.specs, places, group_attrs=groups, **how)
+
+    def check_unchanged(self, what: str) -> None:
+        """Raise SourceError if a part is not the one that was looked at: values that are kept of it may be old."""
+        for path, version in self.versions.items():
+            if state_of(path) != version:
+                raise SourceError(
+                    f"'{path}' has changed while it was joined, or was replaced. '{what}' was not made, because what it says "
+                    "of that part may be old. Join the files again when nothing writes to them any more",
+                    path=path,
+                )
+
+
+class Parts:
+    """Some files: `look` at them, `check` that they belong together, `describe` what they are together.
+
+    Attributes
+    ----------
+    paths : tuple of str
+        As the caller named them; those of a pattern in the order of the numbers in their names.
+    """
+
+    def __init__(self, request: PartsRequest) -> None:
+        self._ask = request
+        self._paths = self.paths = request.find()
+        self._order = list(range(len(self.paths)))
+        self._access = Access(request.allow_external)
+        self._kind = "hdf5"
+        self._members: dict[str, _Member] = {}
+        self._groups: dict[str, dict[int, Mapping[str, Any]]] = {}  # attributes of each group, by the number of the part
+        self._notes: dict[str, None] = {}
+        self._expected: dict[str, None] = {}  # notes that are no news: history differs, a dimension is not used
+        self._axis: str | int = 0
+        self._joined: dict[str, int] = {}  # arrays that go on from part to part, with the number of the axis
+        self._stored: dict[str, Array] = {}  # values of arrays along the axis that the new file has itself
+        self._versions: dict[str, tuple[int, ...] | None] = {}  # of the parts, before they were opened for the first time
+
+    @property
+    def _axis_told(self) -> str:
+        return f"the axis {self._axis!r}" if isinstance(self._axis, str) else f"an axis {self._axis}"
+
+    def _differs(
+        self, what: str, member: _Member, k: int, told: tuple[Any, Any], k0: int | None = None, fix: str = ""
+    ) -> ConfigError:
+        """The error about an array that is not the same in two parts."""
+        first = self._paths[next(iter(member.shapes)) if k0 is None else k0]
+        fix = fix or "Join those that are alike, or name the arrays to join with dataset="
+        return ConfigError(
+            f"the {what} of '{printable(member.name)}' differs: {told[0]} in '{first}', {told[1]} in '{self._paths[k]}'. {fix}"
+        )
+
+    # --- 1: what is in the parts
+
+    def look(self, progress: Progress, whole: str) -> None:
+        """Take in all parts. `whole` is what they will be, for who looks on."""
+        self._check_apart()
+        empty: dict[str, list[ConfigError]] = {}  # groups, and why parts have no arrays in them
+
+        def note_empty(group: str, error: ConfigError) -> None:
+            if not group:
+                raise error
+            empty.setdefault(group, []).append(error)  # a part may have no stars
+
+        with progress_over_files(progress, f"parts of {whole}", len(self._paths)) as advance:
+            for k, path in enumerate(self._paths):
+                self._versions[path] = state_of(path)
+                infos = find_arrays(path, self._ask.dataset or ("*",), self._access, note_empty)
+                with open_file(path, self._access) as file:
+                    self._take_file(k, path, file, infos)
+                advance(1)
+        if lost := [errors[0] for errors in empty.values() if len(errors) == len(self._paths)]:
+            raise lost[0]
+
+    def _check_apart(self) -> None:
+        seen: dict[str, str] = {}
+        for path in self._paths:
+            if "://" in path or (inside := split_path(path)[1]):
+                what = "is a URL" if "://" in path else f"names an array; pass dataset={inside!r} to join this one alone"
+                raise ConfigError(f"'{path}' {what}. Parts are files in folders")
+            place = os.path.realpath(path)
+            if place in seen:
+                raise ConfigError(f"'{path}' is among the parts twice{'' if path == seen[place] else f' (as {seen[place]!r})'}")
+            seen[place] = path
+
+    def _take_file(self, k: int, path: str, file: OpenFile, infos: Mapping[str, ArrayInfo]) -> None:
+        for info in infos.values():
+            if not info.format.startswith(("HDF5", "netCDF4")):
+                raise ConfigError(
+                    f"'{path}' is {info.format}; only HDF5 and netCDF4 files can be joined. Copy it first: `shardload copy "
+                    f"{shlex.quote(path)} part.h5`"
+                )
+        described, notes = describe_arrays(file, infos)
+        if self._ask.dataset:
+            notes += take_along(file, described)
+        else:
+            links = [name for name in file.links() if not any(f"{one}/".startswith(f"{name}/") for one in described)]
+            notes += [f"'{printable(name)}' was left out: it is a link" for name in links]
+        for name, (info, properties, _) in described.items():
+            if not properties.is_dimension:
+                self._take(k, info, properties)
+            elif not any(name.rpartition("/")[2] in one[1].dims for other, one in described.items() if other != name):
+                self._expected[f"the dimension '{printable(name)}' was left out: no array has it"] = None
+        groups, unread = file.groups()
+        for group, attrs in groups.items():
+            self._groups.setdefault(group, {})[k] = attrs
+        self._note(*notes, *(f"{what} was left out" for what in unread))
+
+    def _note(self, *texts: str) -> None:
+        self._notes |= dict.fromkeys(texts)
+
+    def _take(self, k: int, info: ArrayInfo, properties: Properties) -> None:
+        """One array of one part, as it is joined: with the new axis, if there is one and it gets it."""
+        if self._ask.stack is not None and not info.is_coordinate and properties.texts is None:
+            new: dict[str, Any] = {"dims": (self._ask.stack, *properties.dims), "unlimited": ()}
+            new["scales"] = ((), *properties.scales) if properties.scales else ()
+            new["axis_labels"] = ("", *properties.axis_labels) if properties.axis_labels else ()
+            info, properties = replace(info, shape=(1, *info.shape)), replace(properties, **new)
+        member = self._members.setdefault(info.dataset, _Member(info, properties))
+        first = member.properties
+        for what, was, now in (
+            ("type", first.dtype, properties.dtype),
+            ("number of axes", len(member.info.shape), len(info.shape)),
+            ("names of axes", first.dims, properties.dims),
+        ):
+            if was != now and first.texts is None:
+                raise self._differs(what, member, k, (was, now))
+        member.shapes[k], member.attrs[k] = info.shape, properties.attrs
+        if properties.texts is not None:
+            member.texts[k] = np.asarray(properties.texts)
+
+    def _own_shape(self, member: _Member, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of an array in its part, from that with the new axis."""
+        is_stacked = self._ask.stack is not None and not member.info.is_coordinate and not member.texts
+        return shape[1:] if is_stacked else shape
+
+    # --- 2: what goes on from part to part
+
+    def check(self) -> None:
+        """Find the axis, and make sure that the parts belong together."""
+        self._axis = self._find_axis()
+        if self._ask.is_pattern:
+            self._sort()
+        numbers = {name: member for name, member in self._members.items() if not member.texts}
+        self._joined = {name: k for name, member in numbers.items() if (k := member.axis_of(self._axis)) is not None}
+        if not self._joined:
+            shapes = some([f"'{printable(name)}' {member.info.shape}" for name, member in numbers.items()])
+            raise ConfigError(f"no array of '{self._paths[0]}' has {self._axis_told}: {shapes}")
+        self._check_presence()
+        lengths = {k: shape[axis] for name, axis in self._joined.items() for k, shape in numbers[name].shapes.items()}
+        for name, axis in self._joined.items():
+            self._check_shapes(numbers[name], axis, lengths)
+        self._store_coordinates()
+        for name, member in numbers.items():
+            if name not in self._stored:
+                self._check_meaning(member)
+            if name not in self._joined:
+                self._check_same(member)
+
+    def _find_axis(self) -> str | int:
+        asked, stack, word = self._ask.axis, self._ask.stack, self._ask.word
+        properties = [member.properties for member in self._members.values()]
+        if stack is not None:
+            for member in self._members.values():
+                if member.properties.dims.count(stack) > (self._own_shape(member, member.info.shape) != member.info.shape):
+                    raise ConfigError(
+                        f"stack is {stack!r}, but '{printable(member.name)}' has an axis of that name: the parts go on along "
+                        f"it. Pass {self._ask.word}={stack!r} in its place"
+                    )
+            return stack
+        names = dict.fromkeys(dim for one in properties for dim in one.dims if dim)
+        there = some([repr(name) for name in names]) or f"none with a name. Pass its number, such as {word}=0"
+        if asked is None:
+            grow = {dim for one in properties for k in one.unlimited if (dim := one.dims[k])}
+            if names and len(grow) != 1:
+                which = "several that can grow" if grow else "none that can grow"
+                raise ConfigError(
+                    f"along which axis do the parts follow each other? Pass {word}=, one of {there} (there are {which})"
+                )
+            return next(iter(grow)) if grow else 0
+        if isinstance(asked, str) and asked not in names:
+            raise ConfigError(f"{word} is {asked!r}, which no array has; there are: {there}")
+        if isinstance(asked, int) and names:
+            raise ConfigError(
+                f"{word} is {asked}, but the axes have names, and one axis may be the first of one array and the second of "
+                f"another. Pass one of {there}"
+            )
+        return asked
+
+    def _sort(self) -> None:
+        """Put the parts that a pattern found into the order of the coordinate of the axis, if they have one."""
+        for member in self._members.values():
+            if not member.is_coordinate_of(self._axis) or len(member.shapes) < len(self._paths):
+                continue
+            blocks = dict(zip(member.shapes, self._counted(member, member), strict=True))
+            if any(block.dtype.kind not in "iuf" for block in blocks.values()):
+                return
+            falls = any(len(block) > 1 and block[1] < block[0] for block in blocks.values())
+            self._order.sort(key=lambda k: tuple(blocks[k][:1].tolist()), reverse=falls)
+            for other in self._members.values():
+                by_part: list[dict[int, Any]] = [other.shapes, other.attrs, other.texts]
+                for facts in by_part:
+                    for k in self._order:
+                        if k in facts:
+                            facts[k] = facts.pop(k)
+            return
+
+    def _check_presence(self) -> None:
+        """What belongs together is in the same parts. Without names of axes, an array belongs to those of its group."""
+        expected: dict[str, tuple[str, set[int]]] = {}
+        for name in self._joined:
+            key = "" if isinstance(self._axis, str) else name.rpartition("/")[0]
+            parts = set(self._members[name].shapes)
+            first, known = expected.setdefault(key, (name, parts))
+            if parts != known:
+                lacking = min(parts ^ known)
+                absent, present = (first, name) if lacking in parts else (name, first)
+                raise ConfigError(
+                    f"'{printable(absent)}' is not in '{self._paths[lacking]}', which has '{printable(present)}': joined, they "
+                    "would no longer belong together, row by row. Leave that part out, or name the arrays to join with dataset="
+                )
+        if isinstance(self._axis, str):
+            ((first, known),) = expected.values()
+            if lacks := set(range(len(self._paths))) - known:
+                raise ConfigError(f"'{self._paths[min(lacks)]}' has no '{printable(first)}', and no array along {self._axis!r}")
+
+    def _check_shapes(self, member: _Member, axis: int, expected: Mapping[int, int]) -> None:
+        """`expected` has the length of an axis with a name, by the number of the part."""
+        first = next(iter(member.shapes.values()))
+        for k, shape in member.shapes.items():
+            if shape[:axis] != first[:axis] or shape[axis + 1 :] != first[axis + 1 :]:
+                told = self._own_shape(member, first), self._own_shape(member, shape)
+                only = "With a new axis they may not" if self._ask.stack is not None else f"They may along axis {axis} only"
+                raise self._differs("shape", member, k, told, fix=f"{only}: name the arrays to join with dataset=")
+            if isinstance(self._axis, str) and shape[axis] != expected[k]:
+                raise ConfigError(
+                    f"{self._axis!r} has {shape[axis]} elements in '{printable(member.name)}' of '{self._paths[k]}', and "
+                    f"{expected[k]} in another array there: is the file whole? If these are two axes of one name, name the "
+                    "arrays to join with dataset="
+                )
+        if isinstance(self._axis, str) and member.properties.dims.count(self._axis) > 1:
+            raise ConfigError(
+                f"'{printable(member.name)}' has the axis {self._axis!r} twice: what is between two parts is in neither. Name "
+                "the arrays to join with dataset="
+            )
+
+    def _check_meaning(self, member: _Member, but: Collection[str] = ()) -> None:
+        """Units, flags and packing must be the same in all parts: the new file has them once."""
+        for key in sorted(_differing(member.attrs) & _MEANING - set(but)):
+            values = {k: as_text(attrs.get(key)) for k, attrs in member.attrs.items()}
+            k0 = next(iter(values))
+            k = next(k for k, value in values.items() if not same_value(value, values[k0]))
+            fix = "Joined, the numbers of one of them would mean something else. Load each file for itself: docs/many-arrays.md"
+            raise self._differs(f"attribute {key!r}", member, k, (repr(values[k0]), repr(values[k])), k0, fix)
+
+    # --- 3: what is the same in all parts
+
+    def _check_same(self, member: _Member) -> None:
+        first, *others = member.shapes
+        shape = member.shapes[first]
+        if lacks := set(range(len(self._paths))) - set(member.shapes):
+            path = self._paths[min(lacks)]
+            self._note(f"'{printable(member.name)}' is not in every part, such as '{path}'; it is that of the others")
+        fix = f"It does not have {self._axis_told}, so which are right? "
+        if self._ask.stack is None:
+            fix += "If each part is one step, pass stack='time' for a new axis. "
+        if not self._ask.dataset:
+            fix += "Name the arrays to join with dataset="
+        else:
+            fix += "It is named in dataset=, or belongs to what is: leave that out, or join the parts that have the same"
+        at_once = max(1, _AT_ONCE_NBYTES // max(1, member.properties.dtype.itemsize))
+        for k in others:
+            if member.shapes[k] != shape:
+                raise self._differs("shape", member, k, (shape, member.shapes[k]), fix=fix)
+            for region in Region.whole(shape).split(at_once):
+                mine, theirs = (self._read(part, member, region) for part in (first, k))
+                if mine.tobytes() != theirs.tobytes():
+                    raise self._differs("value", member, k, ("one", "another"), fix=fix)
+
+    # --- 4: coordinates along the axis
+
+    def _store_coordinates(self) -> None:
+        """The values along the axis that are stored: those of its coordinate and of its bounds, and single numbers."""
+        for name, axis in self._joined.items():
+            member = self._members[name]
+            if member.is_coordinate_of(self._axis):
+                blocks = self._counted(member, member)
+                self._check_direction(member, blocks)
+                self._stored[name] = np.concatenate(blocks)
+                self._check_meaning(member, but=_TIME)
+                for other in bounds_of(name, member.properties):
+                    bounds = self._members.get(other)
+                    by = bounds if bounds is not None and any("units" in attrs for attrs in bounds.attrs.values()) else member
+                    if bounds is not None and other in self._joined and _differing(by.attrs) & _TIME:
+                        self._stored[other] = np.concatenate(self._counted(bounds, by), axis=self._joined[other])
+                        self._check_meaning(bounds, but=_TIME)
+            elif name not in self._stored and not self._own_shape(member, member.info.shape):
+                self._check_meaning(member)  # HDF5 has no virtual numbers without axes
+                self._stored[name] = np.concatenate([self._read(k, member) for k in member.shapes], axis=axis)
+
+    def _counted(self, member: _Member, by: _Member) -> list[Array]:
+        """The values of each part, counted as those of the first one. `by` has the units: bounds have none of their own."""
+        first = next(iter(by.shapes))
+        blocks = []
+        for k in member.shapes:
+            block = self._read(k, member)
+            blocks.append(block)
+            attrs, wanted = by.attrs[k], by.attrs[first]
+            if all(same_value(attrs.get(key), wanted.get(key)) for key in _TIME):
+                continue
+            try:
+                if packing := (attrs.keys() | wanted.keys() | member.attrs[k].keys()) & _MEANING - _TIME - _MISSING:
+                    raise ValueError(f"it has {', '.join(sorted(packing))}, and is packed")
+                marks = [number for key in _MISSING & member.attrs[k].keys() for number in np.ravel(member.attrs[k][key])]
+                fill, dtype = member.properties.fill_value, member.properties.dtype
+                if fill is not None and dtype.kind in "iu" and abs(int(fill)) >= np.iinfo(dtype).max - 1:
+                    marks.append(fill)  # netCDF has one of its own for whole numbers that were never written
+                is_time = ~np.isin(block, marks)
+                units = ({key: as_text(of[key]) for key in _TIME & of.keys()} for of in (attrs, wanted))
+                block[is_time] = recounted(block[is_time], *units)
+            except ValueError as error:
+                told = (repr(as_text(wanted.get("units"))), repr(as_text(attrs.get("units"))))
+                fix = f"They cannot be counted alike, because {error}"
+                raise self._differs("units", by, k, told, fix=fix) from None
+        return blocks
+
+    def _read(self, k: int, member: _Member, region: Region | None = None) -> Array:
+        """The values of an array in a part, or those of a region of it; with the new axis, if it gets it."""
+        path, shape = self._paths[k], member.shapes[k]
+        whole = Region.whole(self._own_shape(member, shape))
+        with (
+            open_file(path, self._access) as file,
+            closing(file.open(member.name)) as source,
+            as_source_error(path, member.name),
+        ):
+            values = np.asarray(source.plain(whole if region is None else region))
+        values = values.reshape(shape if region is None else region.shape)
+        return values.astype(values.dtype.newbyteorder("="), copy=False)
+
+    def _check_direction(self, member: _Member, blocks: Sequence[Array]) -> None:
+        """ConfigError unless the coordinate goes on in the direction that it has in each part."""
+        there = [(k, block) for k, block in zip(member.shapes, blocks, strict=True) if len(block)]
+        if any(block.dtype.kind not in "iuf" for block in blocks) or not there:
+            return
+        rises = all((block[1:] > block[:-1]).all() for _, block in there)
+        if not rises and not all((block[1:] < block[:-1]).all() for _, block in there):
+            return  # it has no direction
+        if rises and all(len(block) == 1 for _, block in there):
+            rises = len(there) < 2 or bool(there[1][1][0] > there[0][1][0])
+        for (k, block), (k_next, after) in itertools.pairwise(there):
+            if not (after[0] > block[-1] if rises else after[0] < block[-1]):
+                raise ConfigError(
+                    f"'{printable(member.name)}' does not go on from part to part: '{self._paths[k]}' ends with {block[-1]}, "
+                    f"and '{self._paths[k_next]}', the next one, begins with {after[0]}. Pass the parts in their order, each "
+                    "once"
+                )
+
+    # --- 5: what they are together
+
+    def describe(self, kind: str | None = None) -> Joined:
+        """The file that the parts are together: ``"netcdf4"`` or ``"hdf5"``, by default what the first part is."""
+        from shardload.formats.hdf5.joined import PlacedPart
+
+        is_netcdf = all(member.info.format.startswith("netCDF4") for member in self._members.values())
+        self._kind = kind or ("netcdf4" if is_netcdf else "hdf5")
+        specs: dict[str, ArraySpec] = {}
+        places: dict[str, list[PlacedPart]] = {}
+        values: dict[str, list[tuple[Region, Array]]] = {}
+        rows, nbytes = [], 0
+        for name, member in self._members.items():
+            k, axis, full = next(iter(member.shapes)), self._joined.get(name), name if name != "/" else "/data"
+            regions = {k: Region.whole(member.info.shape)} if axis is None else member.regions(axis)
+            *_, last = regions.values()
+            shape = last.stop
+            n, whole = len(member.shapes), Region.whole(shape)
+            where = "all parts" if n == len(self._paths) else f"{n} of {len(self._paths)} parts"
+            if member.texts:
+                is_same = all(np.array_equal(text, member.texts[k]) for text in member.texts.values())
+                if not is_same or member.axis_of(self._axis) is not None:
+                    why = f"has {self._axis_told}" if is_same else "differs from part to part"
+                    self._note(f"'{printable(name)}' was left out: it is text, and {why}")
+                    continue
+                how = "stored here, the same in all parts"
+            elif name in self._stored:
+                values[full], how = [(whole, self._stored[name])], f"stored here, from {where}"
+            elif axis is None and (nbytes_of(member.info, shape) <= _STORED_NBYTES or not shape):
+                values[full], how = [(whole, self._read(k, member))], f"stored here, the same in {where}"
+            else:
+                own = member.properties.stored_name
+                stored_name = name if own is None else f"{name.rpartition('/')[0]}/{own}"
+                places[full] = [
+                    PlacedPart(self._paths[k], stored_name, region, self._own_shape(member, region.shape))
+                    for k, region in regions.items()
+                ]
+                how = f"{'' if axis is not None else 'the same '}in {where}"
+            specs[full] = self._spec(member, shape)
+            nbytes += 0 if member.texts else nbytes_of(member.info, shape)
+            rows.append(Row(name, shape, member.info.dtype, how))
+        groups = {group: self._group_attrs(group, attrs) for group, attrs in self._groups.items()}
+        paths, news = tuple(self._paths[k] for k in self._order), tuple(self._notes)
+        how_told = tuple(rows), (*news, *self._expected), news, nbytes
+        lengths = [tuple(shape[axis] for shape in self._members[name].shapes.values()) for name, axis in self._joined.items()]
+        is_netcdf = self._kind == "netcdf4"
+        return Joined(paths, self._axis, is_netcdf, specs, places, values, groups, *how_told, self._versions, tuple(lengths))
+
+    def _spec(self, member: _Member, shape: tuple[int, ...]) -> ArraySpec:
+        of_first = next(iter(member.attrs.values()))  # as its times are counted
+        times = {key: of_first[key] for key in _TIME & of_first.keys()} if member.name in self._stored else {}
+        attrs = times | self._common(f"'{printable(member.name)}'", member.attrs, times)
+        properties = replace(member.properties, attrs=attrs, unlimited=(), unread=())
+        properties, lost = found_by_name(self._kind, member.name, properties, self._members)
+        as_it_is = Overrides(chunks=None, shards=None, compression=None)
+        info = replace(member.info, shape=shape)
+        spec, notes = spec_like(info, properties, select_axes(None, shape), self._kind, as_it_is)
+        self._note(*(f"{what} was left out" for what in member.properties.unread), *lost, *notes)
+        return spec
+
+    def _group_attrs(self, group: str, attrs: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+        what = "the file" if group == "/" else f"group '{group}'"
+        everywhere = {k: attrs.get(k, {}) for k in range(len(self._paths))}
+        found, _, notes = attrs_for(self._kind, f"group '{group}'", self._common(what, everywhere))
+        self._note(*(f"{lost} was left out" for lost in notes))
+        return found
+
+    def _common(self, what: str, attrs: Mapping[int, Mapping[str, Any]], kept: Collection[str] = ()) -> dict[str, Any]:
+        """The attributes that are the same in all parts that have an array or a group. The others are noted."""
+        differing = _differing(attrs)
+        if keys := ", ".join(map(repr, sorted(differing - set(kept)))):
+            self._expected[f"attributes of {what} that differ from part to part were left out: {keys}"] = None
+        return {key: value for key, value in next(iter(attrs.values())).items() if key not in differing}
+
+
+def _differing(attrs: Mapping[int, Mapping[str, Any]]) -> set[str]:
+    """The names of attributes that are not the same in all parts."""
+    first, *others = attrs.values()
+    keys = {key for other in attrs.values() for key in other}
+    return {
+        key for key in keys if not all(key in first and key in other and same_value(first[key], other[key]) for other in others)
+    }

@@ -1,0 +1,206 @@
+"""Is a Zarr store at a URL read as the same store on disk is: with few requests, and errors that say what to do?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numcodecs
+import pytest
+import zarr
+import zarr.codecs
+
+from shardload.errors import ConfigError, SourceError
+from shardload.formats.access import Access
+from shardload.formats.contract.format import Source
+from shardload.formats.lookup import find_array, list_arrays, open_file, open_source
+from shardload.planning.region import Region
+from shardload.storage.remote import StorageOptions
+from tests.servers import ObjectServer
+from tests.unit.files import check_source, flat, read_all, write_zarr
+
+pytest.importorskip("obstore")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Consolidated metadata"),
+    pytest.mark.filterwarnings("ignore:The codec"),
+]
+
+DATA = flat((6, 10))
+SHARDS = {"chunks": (1, 5), "shards": (2, 10)}
+FIRST = [zarr.codecs.ShardingCodec(chunk_shape=(1, 5), index_location="start")]
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "2": (2, {"chunks": (2, 5), "compressors": numcodecs.Zlib()}),
+    "2 by columns": (2, {"chunks": (4, 3), "order": "F"}),  # zarr-python reads it
+    "3": (3, {"chunks": (2, 5)}),
+    "3 plain": (3, {"chunks": (2, 5), "compressors": None}),
+    "3 in one chunk": (3, {"chunks": (6, 10)}),
+    "shards": (3, SHARDS),
+    "shards, index first": (3, {"chunks": (2, 10), "serializer": FIRST[0], "compressors": None}),
+}
+
+
+class Store:
+    """A store that a server has: in a bucket, or on a plain HTTP server, which lists nothing."""
+
+    def __init__(self, server: ObjectServer, scheme: str) -> None:
+        self.server = server
+        self.url = "s3://b/a.zarr" if scheme == "s3" else f"{server.url}/b/a.zarr"
+        self.access = Access(storage=StorageOptions(server.storage if scheme == "s3" else {}))
+
+    def open(self, name: str) -> Source:
+        """An array as a rank opens it that was told of it: nothing is asked for."""
+        info = find_array(self.url, name, self.access)
+        self.server.clear()
+        source = open_source(self.url, name, self.access, type(info).from_json(info.to_json()))
+        assert not self.server.log
+        return source
+
+    def asked(self, *status: int) -> list[str]:
+        """The keys that were asked for, in the store."""
+        return sorted(r.key.removeprefix("b/a.zarr/") for r in self.server.log if not status or r.status in status)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ObjectServer]:
+    with ObjectServer(tmp_path) as server:
+        yield server
+
+
+@pytest.fixture(params=["s3", "http"])
+def store(server: ObjectServer, request: pytest.FixtureRequest) -> Store:
+    return Store(server, request.param)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_values_and_requests(tmp_path: Path, store: Store, layout: str) -> None:
+    version, options = LAYOUTS[layout]
+    path = write_zarr(tmp_path / "b/a.zarr", {"g/x": DATA}, version, **options)
+    source = store.open("g/x")
+    check_source(source, DATA)
+    store.server.clear()
+    assert (read_all(source) == read_all(open_source(path, "g/x"))).all()
+    files = [str(file.relative_to(path)) for file in Path(path, "g/x").rglob("*") if file.is_file()]
+    chunks = sorted(file for file in files if not file.endswith((".json", ".zarray", ".zattrs")))
+    assert store.asked() == chunks
+    if "shards" in layout:
+        assert (read_all(store.open("g/x")) == DATA).all()
+        assert store.asked() == sorted(chunks * 2)  # the index, then all chunks in one range
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_missing_chunks_are_asked_for_once(tmp_path: Path, store: Store, version: int) -> None:
+    path = Path(write_zarr(tmp_path / "b/a.zarr", {"x": DATA}, version, chunks=(2, 5), fill_value=7))
+    expected = DATA.copy()
+    expected[2:4, 5:] = 7
+    key = "x/c/1/1" if version == 3 else "x/1.1"
+    (path / key).unlink()
+    source = store.open("x")
+    assert (read_all(source) == expected).all()
+    assert source.missing(Region.whole((6, 10))) == [(1, 1)]
+    assert store.asked(404) == [key]
+
+
+def test_a_missing_shard(tmp_path: Path, store: Store) -> None:
+    path = Path(write_zarr(tmp_path / "b/a.zarr", {"x": DATA}, 3, fill_value=7, **SHARDS))
+    (path / "x/c/1/0").unlink()
+    source = store.open("x")
+    assert (read_all(source)[2:4] == 7).all() and (read_all(source)[4:] == DATA[4:]).all()
+    assert store.asked(404) == ["x/c/1/0"]
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_arrays_are_found(tmp_path: Path, store: Store, version: int) -> None:
+    """As on disk: where folders can be listed, whatever consolidated metadata say; of these only the names count."""
+    path = write_zarr(tmp_path / "b/a.zarr", {"g/x": DATA, "g/h/y": DATA, "z": flat((3,))}, version)
+    zarr.open_group(path).attrs["title"] = "all"
+    zarr.consolidate_metadata(path)
+    zarr.open_array(path, path="z").resize((5,))
+    infos = [(info.dataset, info.shape) for info in list_arrays(store.url, store.access)]
+    assert infos == [("/g/h/y", (6, 10)), ("/g/x", (6, 10)), ("/z", (5,))]
+    with open_file(store.url, store.access) as file:
+        assert file.groups()[0]["/"] == {"title": "all"}
+    write_zarr(path + "/new", {"n": flat((2,))}, version)
+    is_listed = store.url.startswith("s3")
+    names = [info.dataset for info in list_arrays(store.url, store.access)]
+    assert ("/new/n" in names) == is_listed
+    assert find_array(store.url, "new/n", store.access).shape == (2,)
+    with pytest.raises(ConfigError, match=r"holds no array '/g/z'. Arrays in the file \(nearest first\): .*/z"):
+        find_array(store.url, "g/z", store.access)
+
+
+def test_metadata_of_many_arrays_are_asked_for_at_once(tmp_path: Path, store: Store) -> None:
+    """Once each, however often they are needed."""
+    path = write_zarr(tmp_path / "b/a.zarr", {f"g/x{k}": flat((3,)) for k in range(20)})
+    zarr.consolidate_metadata(path)
+    with open_file(store.url, store.access) as file:
+        assert len(file.list_arrays()) == 20
+        for info in file.list_arrays():
+            file.open(info.dataset).close()
+    asked = [key for key in store.asked() if key != "b"]
+    assert asked == sorted(["zarr.json", "g/zarr.json", *(f"g/x{k}/zarr.json" for k in range(20))])
+
+
+def test_http_without_consolidated_metadata(tmp_path: Path, server: ObjectServer) -> None:
+    store = Store(server, "http")
+    write_zarr(tmp_path / "b/a.zarr", {"x": DATA})
+    with pytest.raises(SourceError, match=r"plain HTTP server, which .*no consolidated metadata.* Pass the name of one"):
+        list_arrays(store.url, store.access)
+    with pytest.raises(SourceError, match=r"'http.*a.zarr' holds no array '/y'. .*plain HTTP server"):
+        find_array(store.url, "y", store.access)
+    assert find_array(f"{store.url}:/x", None, store.access).shape == (6, 10)
+    write_zarr(tmp_path / "b/one.zarr", {"x": DATA})
+    assert find_array(f"{server.url}/b/one.zarr/x", None, store.access).dataset == "/"  # the store is the array
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_a_bucket_that_may_not_be_listed(tmp_path: Path, server: ObjectServer, version: int) -> None:
+    """S3 then says 403 of keys that are absent: of metadata that matters not, of a chunk it cannot be told what it means."""
+    path = Path(write_zarr(tmp_path / "b/a.zarr", {"x": DATA}, version, chunks=(2, 5)))
+    zarr.consolidate_metadata(path)
+    store = Store(server, "s3")
+    server.faults.status, server.faults.code = 403, "AccessDenied"
+    server.faults.only = lambda key: server.content(key) is None
+    server.lists = False
+    assert [info.dataset for info in list_arrays(store.url, store.access)] == ["/x"]
+    assert (read_all(store.open("x")) == DATA).all()
+    (path / ("x/c/1/1" if version == 3 else "x/1.1")).unlink()
+    with pytest.raises(OSError, match=r"access is denied \(403 AccessDenied\).*S3 says so of an object that is missing, too"):
+        read_all(store.open("x"))
+    with pytest.raises(SourceError, match=r"access is denied \(403 AccessDenied\)"):
+        find_array("s3://b/none.zarr", "x", store.access)
+
+
+def test_a_server_that_has_no_store_or_refuses_it(tmp_path: Path, store: Store) -> None:
+    """Wrong if the metadata were called damaged that nobody has got."""
+    for attempt in (list_arrays, find_array):
+        with pytest.raises(SourceError, match=r"a.zarr' cannot be read: .*there is no Zarr store: none of zarr.json, .zarray"):
+            attempt(store.url, access=store.access)
+    write_zarr(tmp_path / "b/a.zarr", {"x": DATA})
+    store.server.faults.status = 401
+    with pytest.raises(SourceError, match=r"the server asks who you are \(401\)"):
+        find_array(store.url, "x", store.access)
+    store.server.faults.status = 0
+    (tmp_path / "b/a.zarr/x/zarr.json").write_text("{not JSON")
+    with pytest.raises(SourceError, match=r"'/x' in '.*a.zarr' cannot be opened: its metadata is damaged"):
+        find_array(store.url, "x", store.access)
+
+
+def test_an_array_that_was_replaced_is_noticed(tmp_path: Path, store: Store) -> None:
+    path = Path(write_zarr(tmp_path / "b/a.zarr", {"x": DATA}))
+    source = store.open("x")
+    assert source.opened_in() == source.state()
+    document = json.loads((path / "x/zarr.json").read_text())
+    (path / "x/zarr.json").write_text(json.dumps(document | {"attributes": {"a": 1}}))
+    assert source.opened_in() != source.state()
+
+
+def test_urls_of_other_kinds(tmp_path: Path) -> None:
+    for url, how in (
+        ("hf://a/b.zarr", "Open it with zarr-python and pass"),
+        ("reference://x", "Pass the file of references itself"),
+    ):
+        for attempt in (list_arrays, find_array):
+            with pytest.raises(SourceError, match=f"is a URL of an unknown kind: those of S3, Google, Azure and HTTP.* {how}"):
+                attempt(url)

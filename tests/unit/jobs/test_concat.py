@@ -1,0 +1,194 @@
+"""`shardload.concat`: which files are one, in which order, and what is refused. The files are h5py's, the values NumPy's."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import os
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import h5py
+import jax
+import netCDF4
+import numpy as np
+import pytest
+import zarr
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import shardload
+from shardload import ConfigError, SourceError
+from tests.unit.cli.test_main import run
+
+LENGTHS = (5, 3, 4)
+WHOLE = np.arange(12 * 2, dtype="f4").reshape(12, 2)
+STARTS = (0, 5, 8)
+
+
+def write(path: Path, k: int, **changes: Any) -> str:
+    """The k-th part of `WHOLE`, as "x" in an HDF5 file; `changes` are further arrays, or others."""
+    path.parent.mkdir(exist_ok=True)
+    with h5py.File(path, "w") as file:
+        x = changes.pop("x", WHOLE[STARTS[k] : STARTS[k] + LENGTHS[k]])
+        file.create_dataset("x", data=x, chunks=(min(2, len(x)), 2), compression="gzip")
+        for name, values in changes.items():
+            file[name] = values
+    return str(path)
+
+
+def load(path: Any, dataset: str = "x", **options: Any) -> np.ndarray[Any, Any]:
+    return np.asarray(shardload.load(path, Mesh(np.array(jax.devices()[:1]), "a"), P(), dataset=dataset, **options))
+
+
+def test_a_pattern_is_put_into_the_order_of_numbers(tmp_path: Path) -> None:
+    """Without a coordinate; wrong if run.10 came before run.2. `join` has the same order."""
+    for k, number in enumerate((1, 2, 10)):
+        write(tmp_path / f"run.{number}.h5", k)
+    pattern = tmp_path / "run.*.h5"
+    one = shardload.concat(pattern)
+    assert [os.path.basename(part) for part in one.parts] == ["run.1.h5", "run.2.h5", "run.10.h5"]
+    np.testing.assert_array_equal(load(one), WHOLE)
+    np.testing.assert_array_equal(load(one, select=slice(4, 9)), WHOLE[4:9])
+    shardload.join(tmp_path / "whole.h5", pattern)
+    with h5py.File(tmp_path / "whole.h5") as file:
+        np.testing.assert_array_equal(file["x"][...], WHOLE)
+    with pytest.raises(ConfigError, match="not of their numbers"):
+        shardload.concat(sorted(map(str, tmp_path.glob("run.*.h5"))))
+    only = shardload.concat(tmp_path / "run.2.h5")
+    np.testing.assert_array_equal(load(only), WHOLE[5:8])
+    assert shardload.concat([tmp_path / "run.2.h5"]) == only
+
+
+def levels(path: Path, z: Any, **more: Any) -> str:
+    with netCDF4.Dataset(path, "w") as file:
+        file.createDimension("z", len(z))
+        file.createDimension("y", more.get("y", 2))
+        file.createVariable("z", "f4", ("z",))[:] = z
+        x = file.createVariable("x", more.get("dtype", "f4"), ("y", "z"))
+        x[:] = np.stack([10.0 * np.asarray(z) + row for row in range(x.shape[0])])
+        x.units = more.get("units", "m")
+    return str(path)
+
+
+def test_a_pattern_is_put_into_the_order_of_the_coordinate(tmp_path: Path) -> None:
+    """Which falls here, along the second axis; a list stays as it is."""
+    files = [levels(tmp_path / f"{k}.nc", z) for k, z in enumerate(([3, 2, 1], [9, 8], [], [7, 6, 5, 4]))]
+    whole = shardload.concat(str(tmp_path / "*.nc"), along="z")
+    z = np.arange(9.0, 0, -1)
+    np.testing.assert_array_equal(load(whole, "z"), z)
+    np.testing.assert_array_equal(load(whole), [10 * z, 10 * z + 1])
+    np.testing.assert_array_equal(load(whole, select={"z": shardload.near(6)}), [60, 61])
+    with pytest.raises(ConfigError, match=r"'/z' does not go on from part to part: '.*0.nc' ends with 1.0, and '.*1.nc'"):
+        shardload.concat(files, along="z")
+    with h5py.File(shardload.join(tmp_path / "whole.h5", str(tmp_path / "?.nc"), axis="z").path) as file:
+        np.testing.assert_array_equal(file["z"][...], z)
+        np.testing.assert_array_equal(file["x"][...], [10 * z, 10 * z + 1])
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"y": 3}, r"the shape of '/x' differs: \(2, 2\) in '.*a.nc', \(3, 2\) in '.*b.nc'"),
+        ({"dtype": "f8"}, "the type of '/x' differs: float32 in .*, float64 in .*b.nc"),
+        ({"units": "km"}, "the attribute 'units' of '/x' differs: 'm' in .*, 'km' in .*b.nc"),
+    ],
+)
+def test_what_does_not_belong_together(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    files = [levels(tmp_path / "a.nc", [1, 2]), levels(tmp_path / "b.nc", [3, 4], **change)]
+    with pytest.raises(ConfigError, match=said):
+        shardload.concat(files, along="z")
+
+
+def test_each_file_a_step(tmp_path: Path) -> None:
+    for k in range(3):
+        write(tmp_path / f"step{k}.h5", 0, x=WHOLE[k : k + 1], t=float(30 - k))
+    steps = shardload.concat(tmp_path / "step*.h5", stack="t")  # whose time falls by name, and is known by its values alone
+    np.testing.assert_array_equal(load(steps), WHOLE[2::-1, None])
+    np.testing.assert_array_equal(load(steps, "t", dtype="f4"), [28, 29, 30])
+    with pytest.raises(ConfigError, match=r"along is 0 and stack 't'. Pass one: along= if"):
+        shardload.concat(tmp_path / "step*.h5", 0, stack="t")
+
+
+def test_it_is_a_path_of_its_own(tmp_path: Path) -> None:
+    files = [write(tmp_path / f"{k}.h5", k) for k in range(3)]
+    one = shardload.concat(files)
+    assert re.fullmatch(r"concat://0.h5 to 2.h5 \(3 files along 0, [0-9a-f]{8}\)", str(one))
+    assert "/x (12, 2) float32: in all parts" in one.summary and one.parts == tuple(files)
+    for other in (pickle.loads(pickle.dumps(one)), copy.copy(one)):
+        assert other == one and other.image == one.image
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        one.told = ""  # type: ignore[misc]
+    some = shardload.concat(files[1:])
+    two = shardload.load([one, some], Mesh(np.array(jax.devices()[:1]), "a"), P(), dataset="x")
+    for x, expected in zip(two, (WHOLE, WHOLE[5:]), strict=True):
+        np.testing.assert_array_equal(np.asarray(x), expected)
+    listed = shardload.open(one)
+    assert list(listed) == ["/x"] and listed["x"].shape == (12, 2) and listed["x"].n_parts == 3
+    with pytest.raises(SourceError, match=r"is the text of a concatenation.* Pass what shardload.concat returned"):
+        shardload.open(f"{one}:/x")
+    with pytest.raises(ConfigError, match="untrusted=True opens a file in another process"):
+        shardload.open(one, untrusted=True)
+    with pytest.raises(ConfigError, match="untrusted=True opens a file in another process"):
+        load(one, untrusted=True)
+
+
+def test_files_in_other_folders_and_outside_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file may be anywhere; what one of them leads to has to be in a folder of theirs."""
+    files = [write(tmp_path / f"f{k}" / "x.h5", k) for k in range(3)]
+    np.testing.assert_array_equal(load(shardload.concat(str(tmp_path / "f*" / "x.h5"))), WHOLE)
+    monkeypatch.chdir(tmp_path / "f0")
+    relative = shardload.concat(["x.h5", "../f1/x.h5", "../f2/x.h5"])
+    monkeypatch.chdir(tmp_path)
+    np.testing.assert_array_equal(load(relative), WHOLE)
+    (tmp_path / "links").mkdir()
+    leading = [str(tmp_path / "links" / f"l{k}.h5") for k in (0, 1)]
+    for k, path in enumerate(leading):
+        with h5py.File(path, "w") as file:
+            file["x"] = h5py.ExternalLink(files[k], "/x")
+    with pytest.raises(SourceError, match=r"links/l0.h5.*outside the folder of this file; pass allow_external=True"):
+        shardload.concat(leading, dataset="x")
+    np.testing.assert_array_equal(load(shardload.concat(leading, dataset="x", allow_external=True)), WHOLE[:8])
+
+
+def test_what_is_the_same_in_all_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the first file, if it is long; else the concatenation has it."""
+    files = [write(tmp_path / f"{k}.h5", k, g=np.arange(30.0), n=7) for k in range(3)]
+    long = {"dataset": ["x", "n"]}
+    assert "/n () int64: stored here, the same in all parts" in shardload.concat(files, **long).summary  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="dataset="):  # "g" has an axis 0, too
+        shardload.concat([*files[:2], write(tmp_path / "9.h5", 2, n=7)])
+    monkeypatch.setattr("shardload.jobs.joining.parts._STORED_NBYTES", 8)
+    nets = [levels(tmp_path / f"{k}.nc", [k]) for k in range(2)]
+    for path in nets:
+        with netCDF4.Dataset(path, "a") as file:
+            file.createVariable("mask", "f4", ("y",))[:] = [4, 5]
+    pair = shardload.concat(nets, "z")
+    assert "/mask (2,) float32: the same in all parts" not in pair.summary  # 8 bytes
+    monkeypatch.setattr("shardload.jobs.joining.parts._STORED_NBYTES", 7)
+    pair = shardload.concat(nets, "z")
+    assert "/mask (2,) float32: the same in all parts" in pair.summary
+    np.testing.assert_array_equal(load(pair, "mask"), [4, 5])
+
+
+def test_a_copy_of_a_pattern(tmp_path: Path) -> None:
+    for k, z in enumerate(([3, 2, 1], [9, 8])):
+        levels(tmp_path / f"{k}.nc", z)
+    pattern, z = str(tmp_path / "*.nc"), np.array([9.0, 8, 3, 2, 1])
+    for source, target, names in ((pattern, "all.zarr", {"x", "z"}), (f"{pattern}:/z", "z.zarr", {"z"})):
+        code, _, said = run("copy", source, str(tmp_path / target), "--along", "z")
+        assert code == 0, said
+        group = zarr.open_group(tmp_path / target, mode="r")
+        assert set(group) == names
+        np.testing.assert_array_equal(group["z"][...], z)
+    np.testing.assert_array_equal(zarr.open_group(tmp_path / "all.zarr")["x"][...], [10 * z, 10 * z + 1])
+    code, _, said = run("copy", str(tmp_path / "no*.nc"), str(tmp_path / "no.zarr"), columns=400)
+    assert code and "no file matches" in said
+
+
+def test_zarr_is_copied_first(tmp_path: Path) -> None:
+    zarr.open_group(tmp_path / "a.zarr", mode="w").create_array("x", data=WHOLE)
+    with pytest.raises(ConfigError, match=r"only HDF5 and netCDF4 files can be joined. Copy it first: `shardload copy"):
+        shardload.concat([tmp_path / "a.zarr"])
