@@ -23,6 +23,7 @@ from shardload.formats.untrusted.answers import HelperError
 from shardload.storage.containment import NotAFileError, OutsideError, open_file
 from shardload.storage.leftovers import ROOTS, find_leftover
 from shardload.storage.objects import NoListingError
+from shardload.storage.remote import RemoteError
 from shardload.system.interruption import let_interruption_pass
 from shardload.units import counted
 
@@ -71,6 +72,8 @@ def _damaged(path: str, dataset: str | None, error: Exception) -> SourceError:
     said = f"{type(error).__name__}: {error}"
     if isinstance(error, ModuleNotFoundError):
         text = f"{what} cannot be opened without '{error.name}', which is not installed: `pip install {error.name}`."
+    elif isinstance(error, RemoteError):  # which names the object
+        text = f"{error}"
     elif isinstance(error, _SAYS_ALL):
         text = f"{what} cannot be opened: {error}."
     elif isinstance(error, PermissionError) and "://" not in path:
