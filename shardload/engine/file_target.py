@@ -163,7 +163,7 @@ class FileTarget:
         self._numbers = {name: number for number, name in enumerate(sink.arrays)}
         self._asks = any(encoder.is_asked for encoder in self._encoders)  # whether rank 0 places chunks
         self._ring = _Ring(round_nbytes)
-        self._ticket = Ticket("", "")
+        self._ticket = Ticket("")
         self._writer: Any = None
         self._catalog: Any = None  # on rank 0
         self._is_at_work = False  # rank 0's catalog is in use by a thread
@@ -466,10 +466,7 @@ class FileTarget:
         if chunk.offset < 0:
             return  # rank 0 has to say where it goes
         stored, chunk.stored = chunk.stored, None
-        if self._encoders[chunk.array].spec.chunks is None:
-            self._writer.put_region(chunk.name, chunk.region, stored)
-        else:
-            self._writer.put(chunk.name, chunk.number, chunk.offset, stored)
+        self._writer.put(chunk.name, chunk.number, chunk.offset, stored)
         with self._lock:
             self._nbytes += chunk.nbytes
             self._nbytes_stored += chunk.nbytes_stored

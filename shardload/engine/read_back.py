@@ -10,6 +10,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
@@ -28,7 +30,7 @@ from shardload.formats.lookup import format_of
 from shardload.formats.sink import Decode, Sink, Ticket
 from shardload.planning.grid import unravel
 from shardload.planning.region import Region
-from shardload.storage.local import read_at
+from shardload.storage.objects import StoredObject
 from shardload.system.scratch import shared_scratch
 from shardload.transfer.checksum import checksum
 
@@ -72,6 +74,7 @@ class ReadBack:
 
     def __init__(self, sink: Sink, ticket: Ticket, notes: Int64s, writer: int, reader: int) -> None:
         self._sink, self._ticket, self._writer, self._reader = sink, ticket, writer, reader
+        self._folder = sink.stored(ticket)
         self._encoders = list(sink.arrays.values())
         rows = notes.reshape(-1, WIDTH)
         self._rows = rows[np.lexsort((rows[:, 2], rows[:, 1], rows[:, 0]))]
@@ -88,12 +91,15 @@ class ReadBack:
     def _compare_stored(self, rows: Sequence[Row]) -> None:
         row = rows[0]
         try:
-            for path, of_file in groupby(rows, self._file_of):
-                chunks = list(of_file)
+            for key, of_object in groupby(rows, self._key_of):
+                chunks = list(of_object)
                 row = chunks[0]
-                with open(path, "rb", buffering=0) as file:
+                found = self._folder.open(key)
+                if found is None:
+                    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+                with closing(found):
                     for row in chunks:
-                        self._compare_bytes(file.fileno(), row)
+                        self._compare_bytes(found, row)
         except OSError as error:
             what, index = self._place(row)
             raise SourceError(
@@ -103,19 +109,23 @@ class ReadBack:
                 chunk=index,
             ) from error
 
-    def _file_of(self, row: Row) -> str:
+    def _key_of(self, row: Row) -> str:
         encoder = self._encoders[row[0]]
-        return self._sink.file_of(self._ticket, encoder.name, row[1] if encoder.spec.chunks else 0)
+        return self._sink.key_of(self._ticket, encoder.name, row[1] if encoder.spec.chunks else 0)
 
-    def _compare_bytes(self, descriptor: int, row: Row) -> None:
+    def _compare_bytes(self, stored: StoredObject, row: Row) -> None:
         _, _, offset, nbytes, crc, _ = row
         found, n_found = 0, 0
         while n_found < nbytes:
             room = self._scratch.bytes("read back", min(_AT_ONCE_NBYTES, nbytes - n_found), _AT_ONCE_NBYTES)
-            n = read_at(descriptor, room, offset + n_found)
-            found, n_found = int(deflate.crc32(room[:n].data, found)), n_found + n
-            if n < len(room):
+            try:
+                stored.read_into(room, offset + n_found)
+            except OSError:
+                if stored.nbytes >= offset + n_found + len(room):
+                    raise
+                n_found = max(0, stored.nbytes - offset)
                 break
+            found, n_found = int(deflate.crc32(room.data, found)), n_found + len(room)
         if found != crc or n_found != nbytes:
             how = f"{n_found} of {nbytes} bytes are there" if n_found < nbytes else f"CRC-32 {found:08x} in place of {crc:08x}"
             raise VerifyError(

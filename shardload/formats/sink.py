@@ -25,8 +25,10 @@ from shardload.errors import ConfigError
 from shardload.formats.codecs.words import compression_typed, has_own_shuffle
 from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.contract.dtypes import cast_value, native_dtype, refusal
-from shardload.planning.grid import ravel
+from shardload.planning.grid import ravel, unravel
 from shardload.planning.region import Region
+from shardload.storage.objects import ObjectFolder
+from shardload.storage.target import named
 
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
@@ -375,15 +377,13 @@ class Ticket:
     Attributes
     ----------
     temporary : str
-        Path of the temporary file or folder.
-    token : str
-        A random word that is in the temporary too, so that a rank that finds another file there notices.
+        Path of the temporary file or folder. It has a random word, which is in there too: a rank that finds another file
+        notices.
     places : mapping
         Where the chunks of the arrays are for which that is known already. An array in one piece counts as one chunk.
     """
 
     temporary: str
-    token: str
     places: Mapping[str, Places] = field(default_factory=dict)
 
     def to_json(self) -> str:
@@ -395,7 +395,7 @@ class Ticket:
         """The inverse of `to_json`."""
         found = json.loads(text)
         places = {name: Places(**one) for name, one in found["places"].items()}
-        return cls(found["temporary"], found["token"], places)
+        return cls(found["temporary"], places)
 
 
 class Catalog(abc.ABC):
@@ -440,27 +440,44 @@ class Catalog(abc.ABC):
         self.abandon()
 
 
-class Writer(abc.ABC):
-    """Puts stored chunks where the catalog said. Safe to use from several threads at once, up to `close`."""
+class Writer:
+    """Puts stored chunks where the catalog said. Safe to use from several threads at once, up to `close`.
 
-    @abc.abstractmethod
+    Parameters
+    ----------
+    sink : Sink
+        What is written.
+    storage : object
+        Where to: has ``sync()`` and ``close()``.
+    put : callable
+        Puts some bytes there, of an array, the number of its chunk, and their offset.
+    """
+
+    def __init__(self, sink: Sink, storage: Any, put: Callable[[str, int, int, Any], None]) -> None:
+        self._sink, self._storage, self._put = sink, storage, put
+        self._is_open = True
+
     def put(self, name: str, number: int, offset: int, stored: Stored) -> None:
-        """Write one chunk.
+        """Write one chunk, or a run of an array in one piece.
 
         Raises SourceError, with file, array and chunk, if it cannot be written.
         """
+        if not self._is_open:
+            raise ValueError(f"the writer of '{self._sink.path}' is closed")
+        spec = self._sink.arrays[name].spec
+        with named(self._sink.path, name, lambda: unravel(number, spec.grid) if spec.chunks else None):
+            self._put(name, number, offset, stored.data)
 
-    @abc.abstractmethod
-    def put_region(self, name: str, region: Region, stored: Stored) -> None:
-        """Write a region of an array in one piece. Raises as `put` does."""
-
-    @abc.abstractmethod
     def sync(self) -> None:
         """Wait until all that was put is on disk. Raises SourceError if it is not. Other threads may put meanwhile."""
+        with named(self._sink.path):
+            self._storage.sync()
 
-    @abc.abstractmethod
     def close(self) -> None:
         """Close what is open. May be called again."""
+        self._is_open = False
+        with named(self._sink.path):
+            self._storage.close()
 
     def __enter__(self) -> Self:
         return self
@@ -513,8 +530,12 @@ class Sink(abc.ABC):
         """Open the temporary that another rank made. ConfigError if it is not to be seen here."""
 
     @abc.abstractmethod
-    def file_of(self, ticket: Ticket, name: str, number: int) -> str:
-        """Path of the file that has a chunk, before `Catalog.commit`: its offset is counted from the beginning of that file."""
+    def stored(self, ticket: Ticket) -> ObjectFolder:
+        """What was written, to be read back before `Catalog.commit`."""
+
+    @abc.abstractmethod
+    def key_of(self, ticket: Ticket, name: str, number: int) -> str:
+        """The object there that has a chunk: its offset is counted from the beginning of that object."""
 
     def decoding(self, ticket: Ticket, name: str) -> AbstractContextManager[Decode] | None:
         """How the format's library reads values of an array after `Catalog.finish`, and before `Catalog.commit`; None if it

@@ -20,12 +20,14 @@ import os
 import re
 import shlex
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from shardload.errors import SourceError
 from shardload.storage.containment import NotAFileError, open_file
-from shardload.storage.locks import take_lock, wait_for
-from shardload.storage.target import GROWTH_MARK, MARK_NBYTES, put_at
+from shardload.storage.local import LocalFile
+from shardload.storage.locks import AppendLock, FileLock, changed_meanwhile, take_lock, wait_for
+from shardload.storage.new_file import WritableFile
+from shardload.storage.target import GROWTH_MARK, MARK_NBYTES, Target, mark, named, sync_folder
 
 _log = logging.getLogger("shardload")
 
@@ -42,12 +44,9 @@ def write_changes(path: str, begins: bytes, changes: Sequence[Change]) -> None:
     """Write changes into an existing file, behind its first 64 bytes, and wait until they are on disk."""
     data = b"".join(new for _, new in changes)
     about = {"places": [(offset, len(new)) for offset, new in changes], "crc32": zlib.crc32(data)}
-    descriptor = os.open(path, os.O_WRONLY)
-    try:
-        put_at(descriptor, begins + GROWTH_MARK.encode() + json.dumps(about).encode() + b"\n" + data, 0)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with contextlib.closing(WritableFile(path)) as file:
+        file.write_at(begins + GROWTH_MARK.encode() + json.dumps(about).encode() + b"\n" + data, 0)
+        file.sync()
 
 
 def read_changes(path: str) -> list[Change]:
@@ -70,16 +69,16 @@ def read_changes(path: str) -> list[Change]:
     return changes
 
 
-def make_changes(descriptor: int, path: str) -> None:
+def make_changes(file: WritableFile, path: str) -> None:
     """Make the changes that the file `path` has, in an open file. Then `path` is gone."""
     (_, head), *others = read_changes(path)
-    put_at(descriptor, _mark(path, len(head)), 0)
-    os.fsync(descriptor)
+    file.write_at(_mark(path, len(head)), 0)
+    file.sync()
     for offset, new in others:
-        put_at(descriptor, new, offset)
-    os.fsync(descriptor)
-    put_at(descriptor, head, 0)
-    os.fsync(descriptor)
+        file.write_at(new, offset)
+    file.sync()
+    file.write_at(head, 0)
+    file.sync()
     os.unlink(path)
 
 
@@ -117,7 +116,7 @@ def complete_append(path: str) -> bool:
     hint = f"Who may write to both types: shardload info {shlex.quote(path)}"
     try:
         with _opened(path) as file, _opened(changes) as lock:
-            if not wait_for(lambda: take_lock(lock, fcntl.LOCK_EX)):
+            if not wait_for(lambda: take_lock(lock.descriptor, fcntl.LOCK_EX)):
                 raise SourceError(
                     f"'{path}' is being changed by an append, or by a process that completes one. Wait for it", path=path
                 )
@@ -135,12 +134,107 @@ def complete_append(path: str) -> bool:
     return True
 
 
-@contextlib.contextmanager
-def _opened(path: str) -> Iterator[int]:
+def _opened(path: str) -> contextlib.closing[WritableFile]:
     """A file that may be written."""
     os.close(open_file(path))  # no pipe or device
-    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
+    return contextlib.closing(WritableFile(path))
+
+
+class GrowingFile(WritableFile):
+    """A file that grows: others put bytes behind its end, and `publish` changes some before it, so that a kill costs nothing.
+
+    While it is open nobody else writes to it: `AppendLock` keeps other appends away, the lock that HDF5 itself takes
+    (`FileLock`) others.
+
+    Parameters
+    ----------
+    path : str
+        Its path, without links.
+    name : str
+        As it was asked for, for messages.
+    state : sequence of int
+        Its size and time, as they were planned with.
+
+    Attributes
+    ----------
+    changes : str
+        A small file beside it: what will be changed.
+    is_as_before : callable
+        Whether the bytes that will be changed are what they were.
+
+    Raises
+    ------
+    ConfigError
+        If somebody else has the file open, appends to it, or has changed it.
+    """
+
+    def __init__(self, path: str, name: str, state: Sequence[int]) -> None:
+        self.is_as_before: Callable[[], bool] = lambda: False
+        self._name, self._old_nbytes, self._is_begun = name, state[0], False
+        self._target, self._right = Target(path, "w"), AppendLock(path)
+        try:
+            with named(name):
+                super().__init__(path)
+            self._lock = FileLock(self._descriptor, path)
+            self._lock.share()  # others may read meanwhile, and ranks of this job do
+            if state_of_file(self) != list(state):  # now that nobody changes it
+                raise changed_meanwhile(name)
+            self.changes = self._target.create()
+            with named(name):
+                self._write_changes([])
+        except BaseException:
+            self.discard()
+            raise
+
+    def _write_changes(self, changes: Sequence[Change]) -> None:
+        write_changes(self.changes, mark(self._target.token, self._name), changes)
+
+    def finish(self, nbytes: int, changes: Sequence[Change]) -> None:
+        """Note what is to be changed, when all else is there, and the file's new length."""
+        self._new_nbytes = nbytes
+        self.resize(nbytes)
+        self.sync()
+        self._write_changes(changes)
+        sync_folder(self._target.folder)
+
+    def publish(self) -> None:
+        """Make the changes. ConfigError if somebody has changed the file meanwhile, or put another one in its place."""
+        with named(self._name):
+            self._lock.exclude()
+            here, there = os.fstat(self._descriptor), os.stat(self._path)
+            if not os.path.samestat(here, there) or here.st_size < self._new_nbytes or not self.is_as_before():
+                raise changed_meanwhile(self._name)
+            changes = f"{self.changes.removesuffix('.unfinished')}.changes"
+            os.rename(self.changes, changes)
+            self._target.temporary = self.changes = changes
+            sync_folder(self._target.folder)
+            lock = WritableFile(changes)
+        with contextlib.closing(lock):
+            take_lock(lock.descriptor, fcntl.LOCK_EX)
+            self._is_begun, self._target.temporary = True, None
+            try:
+                make_changes(self, changes)
+            except OSError as error:
+                raise SourceError(
+                    f"the append to '{self._name}' failed as its last bytes were written ({error.strerror or error}). All "
+                    f"values are on disk. What is to be done is in '{changes}': the next load or append does it, or: "
+                    f"shardload info {self._name}",
+                    path=self._name,
+                ) from error
+
+    def discard(self) -> None:
+        """End it, also after `publish`; without that it gets its old length, unless somebody else has changed it: what is
+        behind its old end may be theirs. May be called again. Never raises OSError.
+        """
+        with contextlib.suppress(OSError):
+            if not self._is_begun and self.nbytes > self._old_nbytes and self.is_as_before():
+                self.resize(self._old_nbytes)
+        with contextlib.suppress(OSError):
+            self.close()  # gives the file's lock back
+        self._target.abandon()
+        self._right.release()
+
+
+def state_of_file(file: LocalFile) -> list[int]:
+    """Size and time of an open file."""
+    return list((file.version or ())[:2])

@@ -52,8 +52,10 @@ class LocalFile:
         For messages.
     """
 
+    _held: int | None = None  # also of one whose file could not be opened
+
     def __init__(self, descriptor: int, path: str = "the file") -> None:
-        self._held: int | None = descriptor
+        self._held = descriptor
         self._path = path
 
     @property

@@ -76,6 +76,11 @@ class AppendLock:
                 os.unlink(self.path)
 
 
+def changed_meanwhile(path: str) -> ConfigError:
+    """The error about a file or store that is not what was planned for any more."""
+    return ConfigError(f"'{path}' was changed by somebody else during this append. Nothing was appended; run it again")
+
+
 def _content(path: str) -> bytes:
     """The first bytes of a lock; none if it is gone."""
     try:

@@ -168,6 +168,20 @@ class NoListingError(OSError):
     """What is in a folder is not told there: HTTP has no word for that, and a store may not allow it."""
 
 
+class UnsyncedError(OSError):
+    """An object that was put before, by another call, cannot be written.
+
+    Attributes
+    ----------
+    key : str
+        Its key.
+    """
+
+    def __init__(self, error: OSError, key: str) -> None:
+        super().__init__(error.errno, error.strerror)
+        self.key = key
+
+
 class WritableFolder(ObjectFolder, Protocol):
     """A new folder of objects that many ranks write, and read back, before it is published under its name.
 
@@ -178,8 +192,7 @@ class WritableFolder(ObjectFolder, Protocol):
     Where names cannot be changed (an object store), objects have their final keys from the beginning: until the last one is
     there, which `publish` puts if nobody has, the folder is no store.
 
-    Errors of the storage are OSErrors. Their `filename` is the key of the object that is not written, if that is known: it can
-    be another one than that of the call, because what is put may be written later.
+    Errors of the storage are OSErrors; an `UnsyncedError` is about another object than that of the call.
     """
 
     def create(self) -> str:
@@ -204,6 +217,10 @@ class WritableFolder(ObjectFolder, Protocol):
         """Write to the folder that another rank has begun. ConfigError if that is not to be seen here."""
         ...
 
+    def read_back(self, address: str) -> ObjectFolder:
+        """The folder that another rank has begun, once it is finished, to be read."""
+        ...
+
     def put(self, key: str, data: Any) -> None:
         """Put a whole object, C-contiguous bytes, which must not exist. FileExistsError if it does."""
         ...
@@ -220,6 +237,10 @@ class WritableFolder(ObjectFolder, Protocol):
         """Whether there is `write_at`."""
         ...
 
+    def delete(self, key: str) -> None:
+        """Remove an object, if it is there: metadata of the job whose folder was taken up."""
+        ...
+
     def sync(self) -> None:
         """Return when what this rank has put until now is there for all ranks, and stays if a machine stops. Other threads may
         put meanwhile.
@@ -231,7 +252,7 @@ class WritableFolder(ObjectFolder, Protocol):
         ...
 
     def finish(self, key: str, data: bytes) -> None:
-        """Put the object that makes this a store, when all else is synced; or keep it for `publish`."""
+        """Sync all else, and put the object that makes this a store; or keep that for `publish`."""
         ...
 
     def publish(self) -> None:

@@ -25,13 +25,14 @@ from typing import Any
 
 from shardload.errors import ConfigError, SourceError
 from shardload.storage.containment import kind_of
+from shardload.storage.objects import UnsyncedError
 
 MODES = ("w-", "w")
 MARK_NBYTES = 64
 MARK_BEGINS = b"shardload unfinished "  # a temporary file, until its own first bytes are written
 GROWTH_MARK = "shardload-append"  # is in a temporary folder that has what will be appended to a store, or in that of a file
 FOLDER_MARK = "shardload-unfinished"  # is in a temporary folder, until all of it is written
-_NAME = re.compile(r"(?P<name>.+)\.(?P<token>[0-9a-f]{16})\.(?P<what>unfinished|replaced|changes)")
+_NAME = re.compile(r"(?P<name>.+)\.(?P<token>[0-9a-f]{16})\.(?P<what>unfinished|replaced|changes)", re.DOTALL)
 _FIRST_RESERVED, _MOST_RESERVED = 16 << 20, 1 << 30  # bytes that one call reserves
 _SLOW_SECONDS, _FAST_NBYTES = 5e-3, 16 << 30  # a call that is slower than this and so many bytes in a second
 _PAUSES = (0.0, 0.01, 0.05, 0.2, 0.5)  # seconds before each attempt to remove a folder
@@ -66,12 +67,12 @@ def mark(token: str, path: str) -> bytes:
     return (MARK_BEGINS + os.fsencode(f"{token} {os.path.basename(path)}"))[: MARK_NBYTES - 1].ljust(MARK_NBYTES - 1) + b"\n"
 
 
-def check_mark(path: str, token: str, target: str) -> None:
-    """ConfigError unless a file begins with the `mark` that another rank gave it."""
-    head = b""
+def check_mark(path: str, temporary: str, target: str) -> None:
+    """ConfigError unless a file begins with the `mark` of a temporary that another rank has made."""
+    head, name = b"", _NAME.fullmatch(os.path.basename(temporary))
     with named(target), contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
         head = file.read(MARK_NBYTES)
-    if head != mark(token, target):
+    if name is None or head != mark(name["token"], target):
         raise ConfigError(
             f"'{path}', which another rank made, is not to be seen here. Is another file system mounted there on some node? "
             "Save to one that all nodes share"
@@ -80,7 +81,10 @@ def check_mark(path: str, token: str, target: str) -> None:
 
 def _unwritten(error: OSError, path: str, dataset: str | None = None, chunk: tuple[int, ...] | None = None) -> SourceError:
     """The error of a file that cannot be written, from the system's."""
-    where = f"'{dataset}' in '{path}'" if dataset else f"'{path}'"
+    if isinstance(error, UnsyncedError):
+        dataset = chunk = None
+    key = error.key if isinstance(error, UnsyncedError) else dataset
+    where = f"'{key}' in '{path}'" if key else f"'{path}'"
     where = where if chunk is None else f"chunk {chunk} of {where}"
     why = _WHY.get(error.errno or 0, error.strerror or str(error))
     text = f"{where} cannot be written: {why} ({_code_of(error)}). What had this name before is as it was"
@@ -241,12 +245,12 @@ class Target:
         self.temporary = temporary
         return temporary
 
-    def adopt(self, temporary: str, token: str) -> None:
+    def adopt(self, temporary: str) -> None:
         """Take a temporary that another job has made for this name in place of a new one. ConfigError as `create`."""
         self._refuse()
         if not os.path.lexists(temporary):
             raise ConfigError(f"'{temporary}' was there a moment ago: another job has ended. Begin again")
-        self.temporary, self.token = temporary, token
+        self.temporary, self.token = temporary, temporary.rsplit(".", 2)[1]
 
     def _refuse(self) -> None:
         if not os.path.lexists(self._final):

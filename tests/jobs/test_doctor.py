@@ -233,7 +233,7 @@ def test_a_rank_that_fails_fails_all_and_nobody_waits() -> None:
 
 def test_a_rank_that_hangs_is_ended_and_named() -> None:
     """Wrong if the others waited until the job's time is up, without a word of who keeps them waiting."""
-    job = run_job(spoiled("hang", 1, 10), 3, timeout=240, env=ENV)
+    job = run_job(spoiled("hang", 1, 5), 2, timeout=240, env=ENV)
     assert job.returncode != 0
     assert "still waiting for the check 'all-reduce'" in job.stderr
     assert job.stdout == ""

@@ -30,6 +30,7 @@ from shardload.formats.zarr.growth import GrowthCatalog, GrowthEncoder
 from shardload.formats.zarr.source import ZarrSource
 from shardload.jobs.copying.copy import copy_file
 from shardload.jobs.saving.append import _Appending
+from shardload.storage import new_folder
 from shardload.storage.leftovers import find_leftover
 from shardload.storage.locks import AppendLock
 from tests.mpi.support import mesh_of, on_root, padded, ramp, same_error
@@ -621,7 +622,7 @@ def test_a_store_that_somebody_else_changes(ranks: Any, shared_tmp_path: Path, m
         zarr.open_array(str(path / "g" / "rho"), mode="r+").resize((6, Y, X))
         return mine
 
-    monkeypatch.setattr(growth, "AppendLock", lock)
+    monkeypatch.setattr(new_folder, "AppendLock", lock)
     same_error(ranks, lambda: shardload.append(path, tree_of(values, 5, P())), ConfigError, "changed by somebody else")
     assert on_disk(ranks, shared_tmp_path) == ["run.zarr"]
 

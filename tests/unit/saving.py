@@ -14,6 +14,7 @@ import pytest
 
 from shardload.formats.saving import make_sink
 from shardload.formats.sink import ArraySpec, Catalog, Encoder, Sink, Stored, Ticket, Writer
+from shardload.planning.grid import ravel
 from shardload.planning.region import Region
 
 Array = np.ndarray[Any, Any]
@@ -63,11 +64,13 @@ def write_all(
         for at in range(0, len(todo), round_size):
             puts: list[Any] = []
             asked: dict[str, list[tuple[int, Stored]]] = {}
-            for k, (name, region) in enumerate(todo[at : at + round_size]):
+            for name, region in todo[at : at + round_size]:
                 one = sink.arrays[name]
                 stored = one.encode(region, values[name][region.slices()])
                 if one.spec.chunks is None:
-                    writers[k % n_writers].put_region(name, region, stored)
+                    first = ravel(region.start, one.spec.shape) if region.size else 0
+                    at = ticket.places[name][0] + first * one.spec.dtype.itemsize
+                    puts += [(name, first, at, stored)] if region.size else []
                 elif one.is_asked:
                     asked.setdefault(name, []).append((one.number(region), stored))
                 else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from contextlib import closing
 from typing import Any
 
 import h5py
@@ -27,8 +28,9 @@ from shardload.formats.hdf5.pipeline import Pipeline, create_type
 from shardload.formats.hdf5.raw_file import file_number, has_signature, type_of_values
 from shardload.formats.hdf5.unwrapped import are_edges_plain
 from shardload.formats.sink import ArraySpec, Compression
-from shardload.storage.changes import complete_append
+from shardload.storage.changes import complete_append, state_of_file
 from shardload.storage.containment import open_file
+from shardload.storage.local import LocalFile
 
 Json = dict[str, Any]
 
@@ -52,15 +54,15 @@ def read_file(path: str, names: Iterable[str]) -> Json:
         descriptor = open_file(path)
     except OSError as error:
         raise SourceError(f"'{path}' cannot be read: {error.strerror or error}", path=path) from error
-    try:
+    with closing(LocalFile(descriptor, path)) as stored:
         if not has_signature(descriptor):
             raise ConfigError(
                 f"'{path}' is a file, but neither HDF5 nor netCDF4; append writes to these, and to Zarr stores in folders. "
                 "A netCDF-3 file becomes netCDF4 by `nccopy -k nc4 OLD NEW`"
             )
-        state = file_state(descriptor)
+        state = state_of_file(stored)
         try:
-            with old_file(descriptor) as file:
+            with old_file(stored) as file:
                 _check_kind(path, file)
                 names = list(names)
                 facts = OpenFacts(file, is_ours=False)
@@ -71,18 +73,10 @@ def read_file(path: str, names: Iterable[str]) -> Json:
                 filters = {name: _filters(file[name]) for name in names}
         except (OSError, RuntimeError, KeyError) as error:
             raise SourceError(f"'{path}' cannot be read by HDF5: {error}", path=path) from error
-    finally:
-        os.close(descriptor)
     # Now that the file is closed: a filter that an open dataset has cannot be replaced by the one that we write with.
     for name in names:
         _check_filters(f"'{name}' in '{path}'", name, arrays[name], filters[name])
     return {"arrays": arrays, "state": state}
-
-
-def file_state(descriptor: int) -> list[int]:
-    """Size and time of an open file."""
-    found = os.fstat(descriptor)
-    return [found.st_size, found.st_mtime_ns]
 
 
 def unfit(where: str, what: object) -> ConfigError:

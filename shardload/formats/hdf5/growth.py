@@ -19,7 +19,6 @@ docs/design/save.md says what is on disk after a kill.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -27,17 +26,20 @@ from typing import Any
 import h5py
 import numpy as np
 
-from shardload.errors import ConfigError, SourceError
 from shardload.formats.growing import Growing, GrowingSink
-from shardload.formats.hdf5.growable import file_state, spec_of, unfit
+from shardload.formats.hdf5.growable import spec_of, unfit
 from shardload.formats.hdf5.ledger import Ledger, LedgerFile, old_file
 from shardload.formats.hdf5.on_disk import SUPERBLOCK_NBYTES, UnknownStructureError, end_of, with_end
-from shardload.formats.hdf5.sink import Hdf5Encoder, Hdf5Writer, LedgerCatalog, PlacedChunks
+from shardload.formats.hdf5.sink import Hdf5Encoder, LedgerCatalog, PlacedChunks, writer_of
 from shardload.formats.sink import Catalog, Decode, Ticket, Writer
 from shardload.planning.region import Region
-from shardload.storage.changes import make_changes, read_changes, write_changes
-from shardload.storage.locks import AppendLock, FileLock, take_lock
-from shardload.storage.target import Target, mark, named, sync_folder
+from shardload.storage.changes import GrowingFile, read_changes, state_of_file
+from shardload.storage.containment import Fence, open_file
+from shardload.storage.local import LocalFile, LocalFolder
+from shardload.storage.locks import changed_meanwhile
+from shardload.storage.new_file import WritableFile
+from shardload.storage.objects import ObjectFolder
+from shardload.storage.target import check_mark, named
 
 Json = dict[str, Any]
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
@@ -97,75 +99,63 @@ class Hdf5Growth(GrowingSink):
         """The shape that an array, or a dimension without values, will have."""
         return self.arrays[name].new_shape if name in self.arrays else (self.dimensions[name],)
 
-    def changed(self) -> ConfigError:
-        """The error about a file that is not what was planned for any more."""
-        return ConfigError(f"'{self.path}' was changed by somebody else during this append. Nothing was appended; run it again")
-
     def create(self) -> Catalog:
         """See `Sink`."""
         return Hdf5GrowthCatalog(self)
 
     def writer(self, ticket: Ticket) -> Writer:
         """See `Sink`."""
-        writer = Hdf5Writer(self, ticket, self.file)
-        if file_state(writer.descriptor) != self.state:  # another file has the name by now, and there the place is not free
-            writer.close()
-            raise self.changed()
-        return writer
+        check_mark(ticket.temporary, ticket.temporary, self.path)
+        file = WritableFile(self.file)
+        if state_of_file(file) != self.state:  # another file has the name by now, and there the place is not free
+            raise changed_meanwhile(self.path)
+        return writer_of(self, file)
 
-    def file_of(self, ticket: Ticket, name: str, number: int) -> str:
+    def stored(self, ticket: Ticket) -> ObjectFolder:
         """See `Sink`."""
-        return self.file
+        return LocalFolder(os.path.dirname(self.file), Fence())
+
+    def key_of(self, ticket: Ticket, name: str, number: int) -> str:
+        """See `Sink`."""
+        return os.path.basename(self.file)
 
     @contextlib.contextmanager
     def decoding(self, ticket: Ticket, name: str) -> Iterator[Decode]:
         """See `Sink`: the HDF5 library reads the file as it will be."""
         changes = read_changes(ticket.temporary)
-        descriptor = os.open(self.file, os.O_RDONLY)
-        try:
-            with old_file(descriptor, changes) as file:
-                dataset, array = file[name], self.arrays[name]
-                yield lambda region: np.asarray(dataset[array.in_file(region).slices()])
-        finally:
-            os.close(descriptor)
+        with contextlib.closing(LocalFile(open_file(self.file))) as stored, old_file(stored, changes) as file:
+            dataset, array = file[name], self.arrays[name]
+            yield lambda region: np.asarray(dataset[array.in_file(region).slices()])
 
 
 class Hdf5GrowthCatalog(LedgerCatalog):
-    """See `Catalog`. Its temporary is a small file beside the one that grows: what will be changed, for who reads back."""
+    """See `Catalog`. Its ticket leads to a small file beside the one that grows: what will be changed, for who reads back."""
+
+    file: GrowingFile | None
 
     def __init__(self, sink: Hdf5Growth) -> None:
         chunks = {
             name: PlacedChunks(sink.path, name, array.spec, name, array.in_file(Region.whole(array.spec.shape)).start)
             for name, array in sink.arrays.items()
         }
-        super().__init__(sink.path, Target(sink.file, "w"), chunks)
-        self._sink = sink
-        self._is_put = self._is_begun = self._is_finished = False
-        self._old_nbytes, self._old_end = sink.state[0], 0  # as long as the file is, and as it is for HDF5
-        self._lock = AppendLock(sink.file)
+        super().__init__(sink.path, chunks)
+        self._sink, self._is_put, self._old_end = sink, False, 0  # its end for HDF5
+        self.file = GrowingFile(sink.file, sink.path, sink.state)
         try:
-            with named(sink.path):
-                self.descriptor = os.open(sink.file, os.O_RDWR)
-            self._held = FileLock(self.descriptor, sink.file)
-            self._held.share()  # others may read meanwhile, and ranks of this job do
-            if file_state(self.descriptor) != sink.state:  # now that nobody changes it
-                raise sink.changed()
-            self._begin(self.descriptor)
-            temporary = self._target.create()
-            with named(sink.path):
-                write_changes(temporary, mark(self._target.token, sink.path), [])
+            self._begin(self.file)
         except BaseException:
             self.abandon()
             raise
-        self.ticket = Ticket(temporary, self._target.token)
+        self.ticket = Ticket(self.file.changes)
 
-    def _begin(self, descriptor: int) -> None:
+    def _begin(self, growing: GrowingFile) -> None:
         """Have the library make the arrays longer."""
         try:
-            self._old_end = end_of(os.pread(descriptor, SUPERBLOCK_NBYTES, 0))
+            self._old_end = end_of(growing.read_at_most(0, SUPERBLOCK_NBYTES))
         except UnknownStructureError as error:
             raise unfit(f"'{self.path}'", error) from error
-        library = self._library = LedgerFile(self.path, Ledger(descriptor, self._old_end), self._sink.alignment)
+        library = self._library = LedgerFile(self.path, Ledger(growing, self._old_end), self._sink.alignment)
+        growing.is_as_before = library.ledger.is_as_before
         try:
             with library.calls():
                 self._shorten(library.open("r+"))
@@ -181,7 +171,7 @@ class Hdf5GrowthCatalog(LedgerCatalog):
         """Take the chunks at the old edge out of their index: all that come are new then."""
         for name, array in self._sink.arrays.items():
             if file[name].shape != array.old_shape:
-                raise self._sink.changed()
+                raise changed_meanwhile(self.path)
             file[name].resize(array.base, array.axis)
 
     def _give_end_back(self, ledger: Ledger) -> None:
@@ -205,16 +195,11 @@ class Hdf5GrowthCatalog(LedgerCatalog):
     def finish(self) -> None:
         """See `Catalog`."""
         ledger = self.settle()
-        if self.descriptor is None or self._target.temporary is None:
-            raise ValueError("the catalog is closed")
         changes = ledger.changes()
         with named(self.path):
-            os.ftruncate(self.descriptor, ledger.nbytes)
-            os.fsync(self.descriptor)
-            write_changes(self._target.temporary, mark(self._target.token, self.path), changes)
-            sync_folder(self._target.folder)
+            ledger.file.finish(ledger.nbytes, changes)
         try:
-            with old_file(self.descriptor, changes) as file:
+            with old_file(ledger.file, changes) as file:
                 for name in (*self._sink.arrays, *self._sink.dimensions):
                     if file[name].shape != self._sink.new_shape(name):
                         raise OSError(f"'{name}' would have the shape {file[name].shape}")
@@ -226,48 +211,14 @@ class Hdf5GrowthCatalog(LedgerCatalog):
 
     def commit(self) -> None:
         """See `Catalog`."""
-        if not self._is_finished or self.descriptor is None or self._target.temporary is None:
+        if not self._is_finished or self.file is None:
             raise ValueError("finish the catalog first")
-        with named(self.path):
-            self._held.exclude()
-            self._refuse_changed(self.descriptor)
-            changes = f"{self._target.temporary.removesuffix('.unfinished')}.changes"
-            os.rename(self._target.temporary, changes)
-            self._target.temporary = changes
-            sync_folder(self._target.folder)
-            lock = os.open(changes, os.O_RDWR)
-        try:
-            take_lock(lock, fcntl.LOCK_EX)
-            self._is_begun, self._target.temporary = True, None
-            make_changes(self.descriptor, changes)
-        except OSError as error:
-            raise SourceError(
-                f"the append to '{self.path}' failed as its last bytes were written ({error.strerror or error}). All "
-                f"values are on disk. What is to be done is in '{changes}': the next load or append does it, or: "
-                f"shardload info {self.path}",
-                path=self.path,
-            ) from error
-        finally:
-            os.close(lock)
+        self.file.publish()
         self.abandon()
 
-    def _refuse_changed(self, descriptor: int) -> None:
-        """ConfigError if somebody has changed the file meanwhile, or put another one in its place."""
-        here, there = os.fstat(descriptor), os.stat(self._sink.file)
-        ledger = self.library.ledger
-        if not os.path.samestat(here, there) or here.st_size < ledger.nbytes or not ledger.is_as_before():
-            raise self._sink.changed()
-
     def abandon(self) -> None:
-        """See `Catalog`. What is behind the old end goes, unless somebody else has changed the file: it may be theirs."""
+        """See `Catalog`."""
         if self._library is not None:
             self._library.give_up()
-            if self.descriptor is not None and not self._is_begun:
-                with contextlib.suppress(OSError):
-                    is_longer = os.fstat(self.descriptor).st_size > self._old_nbytes
-                    if is_longer and self._library.ledger.is_as_before():
-                        os.ftruncate(self.descriptor, self._old_nbytes)
-        with contextlib.suppress(OSError):
-            self.close()  # gives the file's lock back
-        self._target.abandon()
-        self._lock.release()
+        if self.file is not None:
+            self.file.discard()

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import io
 import mmap
-import os
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -24,7 +23,8 @@ import h5py
 import numpy as np
 from h5py._objects import phil
 
-from shardload.storage.target import named, put_at
+from shardload.storage.local import LocalFile
+from shardload.storage.target import named
 
 HEAD_NBYTES = 512  # of a file, where its superblock lies: what is written last
 _PAGE = 1024
@@ -38,14 +38,16 @@ class Ledger(io.RawIOBase):
 
     Parameters
     ----------
-    descriptor : int
-        The real file, in which others write chunks meanwhile. It stays the caller's.
+    file : LocalFile
+        The real file, in which others write chunks meanwhile; a `WritableFile`, unless it is read alone. It stays the caller's.
     old_nbytes : int
         How much of it is there already for HDF5. Then all that is written is kept, until `put_from` is called; of a new file
         (0) the first `HEAD_NBYTES`.
 
     Attributes
     ----------
+    file : LocalFile
+        The real file.
     nbytes : int
         Length of the file.
     failed : OSError or None
@@ -55,12 +57,12 @@ class Ledger(io.RawIOBase):
         Set it, and what HDF5 still writes goes nowhere.
     """
 
-    def __init__(self, descriptor: int, old_nbytes: int = 0) -> None:
+    def __init__(self, file: Any, old_nbytes: int = 0) -> None:
         super().__init__()
         self.nbytes = old_nbytes
         self.failed: OSError | None = None
         self.is_given_up = False
-        self._descriptor, self._old_nbytes = descriptor, old_nbytes
+        self.file, self._old_nbytes = file, old_nbytes
         self._kept_nbytes = 1 << 62 if old_nbytes else HEAD_NBYTES
         self._pages: dict[int, bytearray] = {}  # by number
         self._before: dict[int, bytes] = {}  # what each of them was
@@ -155,7 +157,7 @@ class Ledger(io.RawIOBase):
     def _put(self, data: Any, offset: int) -> None:
         if len(data) and self.failed is None and not self.is_given_up:
             try:
-                put_at(self._descriptor, data, offset)
+                self.file.write_at(data, offset)
             except OSError as error:
                 self.failed = error
 
@@ -163,7 +165,7 @@ class Ledger(io.RawIOBase):
         """What the real file has there, which may end before; nothing, in which HDF5 finds no metadata, after an error."""
         if self.failed is None and start < stop:
             try:
-                return os.pread(self._descriptor, stop - start, start)
+                return bytes(self.file.read_at_most(start, stop - start))
             except OSError as error:
                 self.failed = error
         return b""
@@ -182,7 +184,7 @@ class Ledger(io.RawIOBase):
     def is_as_before(self) -> bool:
         """True if what `changes` replaces is still in the real file."""
         try:
-            return all(os.pread(self._descriptor, len(data), n * _PAGE) == data for n, data in self._before.items())
+            return all(self.file.read_at_most(n * _PAGE, len(data)) == data for n, data in self._before.items())
         except OSError:
             return False
 
@@ -283,9 +285,9 @@ def limit_cache(file: h5py.File) -> None:
 
 
 @contextlib.contextmanager
-def old_file(descriptor: int, changes: Iterable[tuple[int, bytes]] = ()) -> Iterator[h5py.File]:
+def old_file(stored: LocalFile, changes: Iterable[tuple[int, bytes]] = ()) -> Iterator[h5py.File]:
     """An open file as the library reads it, with other bytes at some offsets. Takes no lock of HDF5."""
-    ledger = Ledger(descriptor, os.fstat(descriptor).st_size)
+    ledger = Ledger(stored, stored.nbytes)
     for offset, data in changes:
         ledger.seek(offset)
         ledger.write(data)

@@ -12,11 +12,10 @@ What one rank keeps for a million chunks fits into 64 MiB: places as arrays, and
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
-import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from typing import Any
 
 import h5py
@@ -40,10 +39,12 @@ from shardload.formats.sink import (
     Writer,
     with_dims,
 )
-from shardload.planning.blocks import runs
 from shardload.planning.grid import unravel
-from shardload.planning.region import Region
-from shardload.storage.target import Target, check_mark, mark, named, put_at, reserve, sync_folder
+from shardload.storage.containment import Fence
+from shardload.storage.local import LocalFolder
+from shardload.storage.new_file import WritableFile
+from shardload.storage.objects import ObjectFolder
+from shardload.storage.target import Target, check_mark, mark, named, sync_folder
 
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
 _AT_ONCE = 4096  # chunks
@@ -126,11 +127,16 @@ class Hdf5Sink(Sink):
 
     def writer(self, ticket: Ticket) -> Writer:
         """See `Sink`."""
-        return Hdf5Writer(self, ticket)
+        check_mark(ticket.temporary, ticket.temporary, self.path)
+        return writer_of(self, WritableFile(ticket.temporary))
 
-    def file_of(self, ticket: Ticket, name: str, number: int) -> str:
+    def stored(self, ticket: Ticket) -> ObjectFolder:
         """See `Sink`."""
-        return ticket.temporary
+        return LocalFolder(os.path.dirname(ticket.temporary), Fence())
+
+    def key_of(self, ticket: Ticket, name: str, number: int) -> str:
+        """See `Sink`."""
+        return os.path.basename(ticket.temporary)
 
     def describe(self, file: h5py.File, *, is_trial: bool = False) -> None:
         """Create all that is not values: groups, datasets, attributes, names of axes."""
@@ -190,6 +196,11 @@ class Hdf5Sink(Sink):
             raise ConfigError(f"'{name}' cannot be made in an HDF5 file: {error}") from error
 
 
+def writer_of(sink: Sink, file: WritableFile) -> Writer:
+    """A writer of chunks into one file."""
+    return Writer(sink, file, lambda name, number, offset, data: file.write_at(data, offset))
+
+
 class LedgerCatalog(Catalog):
     """A catalog of a file that the HDF5 library writes to a ledger: see `Catalog`.
 
@@ -197,14 +208,15 @@ class LedgerCatalog(Catalog):
     ----------
     chunks : dict of str to PlacedChunks
         Where the chunks of each array are.
-    descriptor : int or None
+    file : WritableFile
         The file in which they are.
     """
 
-    def __init__(self, path: str, target: Target, chunks: dict[str, PlacedChunks]) -> None:
+    file: WritableFile | None = None
+    _is_finished = False
+
+    def __init__(self, path: str, chunks: dict[str, PlacedChunks]) -> None:
         self.path, self.chunks = path, chunks
-        self.descriptor: int | None = None
-        self._target = target
         self._library: LedgerFile | None = None
 
     @property
@@ -236,12 +248,6 @@ class LedgerCatalog(Catalog):
             raise RuntimeError(f"HDF5 gave the same bytes of '{self.path}' twice, at {first} and {second}")
         return self.library.ledger
 
-    def close(self) -> None:
-        """Close the file. It cannot be written to any more."""
-        descriptor, self.descriptor = self.descriptor, None
-        if descriptor is not None:
-            os.close(descriptor)
-
     def unread(self, error: Exception) -> SourceError:
         """The error about a file that HDF5 cannot read."""
         return SourceError(
@@ -256,23 +262,24 @@ class Hdf5Catalog(LedgerCatalog):
     def __init__(self, sink: Hdf5Sink) -> None:
         self._sink = sink
         chunks = {name: PlacedChunks(sink.path, name, one.spec, sink.stored_names[name]) for name, one in sink.arrays.items()}
-        super().__init__(sink.path, Target(sink.path, sink.mode), chunks)
+        super().__init__(sink.path, chunks)
+        self._target = Target(sink.path, sink.mode)
         temporary = self._target.create()
         try:
             with named(sink.path):
-                self.descriptor = os.open(temporary, os.O_RDWR)
-                put_at(self.descriptor, mark(self._target.token, sink.path), 0)
-            library = self._library = LedgerFile(sink.path, Ledger(self.descriptor), sink.alignment)
+                file = self.file = WritableFile(temporary)
+                file.write_at(mark(self._target.token, sink.path), 0)
+            library = self._library = LedgerFile(sink.path, Ledger(file), sink.alignment)
             with library.calls():
                 sink.describe(library.open("w", track_order=sink.is_netcdf or None))
                 early = [chunks[name] for name, one in sink.arrays.items() if not one.is_asked]
                 for placed in early:
                     placed.note(library.file[placed.stored_name].id)
-            _reserve(self.descriptor, early)
+            _reserve(file, early)
         except BaseException:
             self.abandon()
             raise
-        self.ticket = Ticket(temporary, self._target.token, {placed.name: Places.of(placed.offsets) for placed in early})
+        self.ticket = Ticket(temporary, {placed.name: Places.of(placed.offsets) for placed in early})
 
     def allocate(self, name: str, numbers: Sequence[int] | Int64s, nbytes: Sequence[int] | Int64s, masks: Any = 0) -> Int64s:
         """See `Catalog`."""
@@ -283,16 +290,14 @@ class Hdf5Catalog(LedgerCatalog):
     def finish(self) -> None:
         """See `Catalog`."""
         ledger = self.settle()
-        if self.descriptor is None:
-            raise ValueError("the catalog is closed")
-        with named(self.path):
-            os.ftruncate(self.descriptor, ledger.nbytes)
-            os.fsync(self.descriptor)
+        with named(self.path), closing(ledger.file) as file:
+            file.resize(ledger.nbytes)
+            file.sync()
             for offset, data in ledger.changes():
-                put_at(self.descriptor, data, offset)
-            os.fsync(self.descriptor)
+                file.write_at(data, offset)
+            file.sync()
             sync_folder(self._target.folder)
-            self.close()
+        self._is_finished = True
         try:
             with open_explained(self.ticket.temporary) as file:
                 limit_cache(file)
@@ -305,7 +310,7 @@ class Hdf5Catalog(LedgerCatalog):
 
     def commit(self) -> None:
         """See `Catalog`."""
-        if self.descriptor is not None:
+        if not self._is_finished:
             raise ValueError("finish the catalog first")
         self._target.commit()
 
@@ -313,18 +318,18 @@ class Hdf5Catalog(LedgerCatalog):
         """See `Catalog`."""
         if self._library is not None:
             self._library.give_up()
-        with contextlib.suppress(OSError):
-            self.close()
+        if self.file is not None:
+            self.file.close()
         self._target.abandon()
 
 
-def _reserve(descriptor: int, arrays: Sequence[PlacedChunks]) -> None:
+def _reserve(file: WritableFile, arrays: Sequence[PlacedChunks]) -> None:
     """Have the file system reserve the space of arrays that have their places."""
     arrays = [placed for placed in arrays if placed.sizes.any()]
     if arrays:
         start = min(int(placed.offsets[placed.sizes > 0].min()) for placed in arrays)
         stop = max(int((placed.offsets + placed.sizes).max()) for placed in arrays)
-        reserve(descriptor, start, stop)
+        file.reserve(start, stop)
 
 
 class PlacedChunks:
@@ -450,61 +455,3 @@ class PlacedChunks:
 
         dataset.chunk_iter(note)
         hand_on()
-
-
-class Hdf5Writer(Writer):
-    """See `Writer`.
-
-    Parameters
-    ----------
-    sink : Sink
-        What is written.
-    ticket : Ticket
-        Of the rank that made the temporary.
-    path : str, optional
-        Where the chunks go, if not into the temporary.
-    """
-
-    def __init__(self, sink: Sink, ticket: Ticket, path: str | None = None) -> None:
-        self._sink, self._ticket = sink, ticket
-        check_mark(ticket.temporary, ticket.token, sink.path)
-        with named(sink.path):
-            self.descriptor = os.open(path or ticket.temporary, os.O_RDWR)
-        self._close = weakref.finalize(self, os.close, self.descriptor)
-
-    def put(self, name: str, number: int, offset: int, stored: Stored) -> None:
-        """See `Writer`."""
-        with named(self._sink.path, name, self._index(name, number)):
-            put_at(self._alive(), stored.data, offset)
-
-    def put_region(self, name: str, region: Region, stored: Stored) -> None:
-        """See `Writer`."""
-        spec = self._sink.arrays[name].spec
-        if spec.chunks is not None:
-            raise ValueError(f"'{name}' has chunks: put them one by one")
-        if stored.nbytes != region.size * spec.dtype.itemsize or not Region.whole(spec.shape).contains(region):
-            raise ValueError(f"{stored.nbytes} bytes for region {region} of '{name}', which has shape {spec.shape}")
-        data, done = memoryview(stored.data).cast("B"), 0
-        base, size = self._ticket.places[name][0], spec.dtype.itemsize
-        with named(self._sink.path, name):
-            for start, length in runs(spec.shape, region):
-                put_at(self._alive(), data[done : done + length * size], base + start * size)
-                done += length * size
-
-    def _index(self, name: str, number: int) -> Callable[[], tuple[int, ...]]:
-        return lambda: unravel(number, self._sink.arrays[name].spec.grid)
-
-    def _alive(self) -> int:
-        if not self._close.alive:
-            raise ValueError(f"the writer of '{self._sink.path}' is closed")
-        return self.descriptor
-
-    def sync(self) -> None:
-        """See `Writer`."""
-        with named(self._sink.path):
-            os.fsync(self._alive())
-
-    def close(self) -> None:
-        """See `Writer`."""
-        with named(self._sink.path):
-            self._close()

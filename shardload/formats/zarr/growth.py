@@ -14,11 +14,10 @@ docs/design/save.md says what is on disk after a kill.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -30,12 +29,13 @@ from shardload.formats.growing import Growing, GrowingSink, meaning_of
 from shardload.formats.sink import ArraySpec, Catalog, Compression
 from shardload.formats.zarr.metadata import Json, NotCovered, ZarrLayout
 from shardload.formats.zarr.nodes import ArrayNode, BrokenNode
-from shardload.formats.zarr.sink import ZarrCatalog, ZarrEncoder, ZarrSink, groups_above, write_file
+from shardload.formats.zarr.sink import ZarrCatalog, ZarrEncoder, ZarrSink, groups_above
 from shardload.formats.zarr.store import WatchedStore, open_store
 from shardload.planning.grid import unravel
 from shardload.storage.leftovers import ROOTS
-from shardload.storage.locks import AppendLock
-from shardload.storage.target import GROWTH_MARK, named, not_undone, sync_folder, sync_name
+from shardload.storage.locks import changed_meanwhile
+from shardload.storage.new_folder import AddedFolder
+from shardload.storage.target import GROWTH_MARK, named
 
 # --- what there is
 
@@ -227,20 +227,22 @@ class GrowthSink(ZarrSink, GrowingSink):
     """
 
     arrays: dict[str, GrowthEncoder]  # type: ignore[assignment]
+    folder: AddedFolder
 
     def __init__(self, path: str, known: Json, axes: Mapping[str, int], n_new: Mapping[str, int]) -> None:
         arrays = {name: known["arrays"][name] for name in known["arrays"] if name in axes}
         self.path, self.mode, self.attrs = path, "w", {}
-        self.group_attrs, self._texts = {}, {}
+        self.group_attrs, self._texts, self._about = {}, {}, None
         self.version = next(iter(arrays.values()))["metadata"]["zarr_format"]
         self.arrays = {name: GrowthEncoder(path, name, array, axes[name], n_new[name]) for name, array in arrays.items()}
+        self.folder = AddedFolder(path)
 
     def create(self) -> Catalog:
         """See `Sink`."""
         return GrowthCatalog(self)
 
     def metadata_key(self, name: str) -> str:
-        """The file of an array's metadata."""
+        """The object with an array's metadata."""
         return os.path.join(name.strip("/"), "zarr.json" if self.version == 3 else ".zarray")
 
 
@@ -248,21 +250,14 @@ class GrowthCatalog(ZarrCatalog):
     """See `Catalog`."""
 
     def __init__(self, sink: GrowthSink) -> None:
-        self._grows, self._store = sink, os.path.realpath(sink.path)
-        self._lock = AppendLock(self._store)
+        self._grows, self._new_keys = sink, dict[str, str]()
+        super().__init__(sink)
         try:
             self._seen = self._look()
             for name, array in sink.arrays.items():
                 document = array.old_document | json.loads(self._seen[sink.metadata_key(name)][0])
                 if json.dumps(document) != json.dumps(array.old_document):  # as text, because NaN is not equal to itself
-                    raise self._changed()
-            super().__init__(sink)
-        except BaseException:
-            self._lock.release()
-            raise
-        try:
-            with named(sink.path):
-                write_file(os.path.join(self.ticket.temporary, GROWTH_MARK), b"")
+                    raise changed_meanwhile(self._grows.path)
         except BaseException:
             self.abandon()
             raise
@@ -271,102 +266,52 @@ class GrowthCatalog(ZarrCatalog):
         """The metadata that will change, in that order: coordinates after other arrays, what describes several arrays last. As
         they are in the store, and when they were written: a store that has taken the place of this one may have the same.
         """
-        store, arrays, seen = open_store(self._store, Access(allow_external=True)), self._grows.arrays, {}
+        store, arrays, seen = open_store(self._grows.folder.old, Access(allow_external=True)), self._grows.arrays, {}
         names = sorted(arrays, key=lambda name: (len(arrays[name].old_shape) == 1, name))
         keys = [key for key, _ in _shared_documents(store, arrays)]
         with named(self._grows.path):
             for key in [*map(self._grows.metadata_key, names), *keys]:
                 state, text = store.state(key), store.read(key)
                 if text is None:
-                    raise self._changed()
+                    raise changed_meanwhile(self._grows.path)
                 seen[key] = (text, state)
         return seen
 
-    def _changed(self) -> ConfigError:
-        return ConfigError(
-            f"'{self._grows.path}' was changed by somebody else during this append. Nothing was appended; run it again"
-        )
+    def finish(self) -> None:
+        """See `Catalog`. The new metadata are beside the store too, but for their place."""
+        super().finish()
+        shapes = {name: list(one.new_shape) for name, one in self._grows.arrays.items()}
+        own = {self._grows.metadata_key(name): name for name in shapes}
+        with named(self._grows.path):
+            for k, (key, (text, _)) in enumerate(self._seen.items()):
+                document = json.loads(text)
+                if key in own:
+                    document["shape"] = shapes[own[key]]
+                for name, shape in _shapes_in(key, document, shapes):
+                    shape[:] = shapes[name]
+                self._new_keys[key] = f"{GROWTH_MARK}-{k}"
+                self._folder.put(self._new_keys[key], json.dumps(document, indent=2).encode())
+            self._folder.sync()
 
     def commit(self) -> None:
         """See `Catalog`."""
         if not self._is_finished:
             raise ValueError("finish the catalog first")
+        folder = self._grows.folder
         with named(self._grows.path):
-            documents = self._new_documents()
-            moved: list[str] = []
-            if self._look() != self._seen:
-                raise self._changed()
-            try:
-                self._move(moved)
-            except BaseException:
-                for path in moved:  # beyond the old length: nobody reads them
-                    with contextlib.suppress(OSError):
-                        os.unlink(path)
-                raise
-            if self._look() != self._seen:
-                raise self._changed()
-            self._publish(documents)
+            self._refuse_changed()
+            folder.add(self._moves(at_edge=False), self._moves(at_edge=True))
+            self._refuse_changed()
+            folder.replace(self._new_keys, {key: text for key, (text, _) in self._seen.items()})
         self.abandon()
 
-    def _move(self, moved: list[str]) -> None:
-        """The files of chunks, to their names in the store: first those that nobody reads."""
-        for is_edge in (False, True):
-            folders: set[str] = set()
-            for name, one in self._grows.arrays.items():
-                here = os.path.join(self.ticket.temporary, name.strip("/"))
-                there = os.path.normpath(os.path.join(self._store, name.strip("/")))  # "/" is the store itself
-                for source, key, at_edge in one.files():
-                    if at_edge != is_edge:
-                        continue
-                    target = os.path.join(there, key)
-                    folder = os.path.dirname(target)
-                    if folder not in folders:
-                        os.makedirs(folder, exist_ok=True)
-                        while folder not in folders and len(folder) >= len(there):
-                            folders.add(folder)
-                            folder = os.path.dirname(folder)
-                    os.replace(os.path.join(here, source), target)
-                    if not is_edge:
-                        moved.append(target)
-            for folder in sorted(folders, reverse=True):
-                sync_folder(folder)
+    def _moves(self, at_edge: bool) -> Iterator[tuple[str, str]]:
+        """Key here and in the store, of the objects at the old edge, or of the others."""
+        for name, array in self._grows.arrays.items():
+            for source, there, is_edge in array.files():
+                if is_edge == at_edge:
+                    yield os.path.join(name.strip("/"), source), os.path.join(name.strip("/"), there)
 
-    def _new_documents(self) -> list[tuple[str, str]]:
-        """The new metadata as files beside the store: name in the store, and path; in the order of their renames."""
-        shapes = {name: list(one.new_shape) for name, one in self._grows.arrays.items()}
-        own = {self._grows.metadata_key(name): name for name in shapes}
-        found = []
-        for k, (key, (text, _)) in enumerate(self._seen.items()):
-            document = json.loads(text)
-            if key in own:
-                document["shape"] = shapes[own[key]]
-            for name, shape in _shapes_in(key, document, shapes):
-                shape[:] = shapes[name]
-            path = os.path.join(self.ticket.temporary, f"{GROWTH_MARK}-{k}")
-            write_file(path, json.dumps(document, indent=2).encode())
-            found.append((key, path))
-        return found
-
-    def _publish(self, documents: Sequence[tuple[str, str]]) -> None:
-        """The new metadata get their names. If one fails, those before it are put back."""
-        done: list[str] = []
-        try:
-            for key, path in documents:
-                os.replace(path, os.path.join(self._store, key))
-                done.append(key)
-        except BaseException as error:
-            path = os.path.join(self.ticket.temporary, f"{GROWTH_MARK}-back")
-            try:
-                for key in reversed(done):
-                    write_file(path, self._seen[key][0])
-                    os.replace(path, os.path.join(self._store, key))
-            except OSError as found:
-                raise not_undone(error, self._grows.path, found) from error
-            raise
-        for folder in sorted({os.path.dirname(os.path.join(self._store, key)) for key in done}):
-            sync_name(folder, self._grows.path)
-
-    def abandon(self) -> None:
-        """See `Catalog`."""
-        super().abandon()
-        self._lock.release()
+    def _refuse_changed(self) -> None:
+        if self._look() != self._seen:
+            raise changed_meanwhile(self._grows.path)

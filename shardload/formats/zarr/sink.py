@@ -9,15 +9,13 @@
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import json
 import math
 import os
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
-from weakref import WeakValueDictionary
 
 import google_crc32c
 import numpy as np
@@ -36,18 +34,14 @@ from shardload.formats.sink import (
     with_dims,
 )
 from shardload.formats.zarr.encodings import document_of, fill_of, group_document, plain_attrs
-from shardload.formats.zarr.left import PART, UnfinishedStore, find_left, open_locked, whole_files
 from shardload.formats.zarr.metadata import Json, ZarrLayout
 from shardload.planning.grid import unravel
-from shardload.planning.region import Region
-from shardload.storage.leftovers import ROOTS
-from shardload.storage.target import FOLDER_MARK, GROWTH_MARK, Target, check_mark, mark, named, put_at, sync_folder
+from shardload.storage.new_folder import NewFolder
+from shardload.storage.objects import ObjectFolder, WritableFolder
+from shardload.storage.target import FOLDER_MARK, named
 
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
-_MOST_OPEN = 64  # files that wait for their fsync
-_MOST_BEHIND = 4096  # writes into them
-_MOST_BEHIND_NBYTES = 64 << 20  # if another job may go on: about what a kill costs a rank
 _MISSING = np.uint64(2**64 - 1)
 
 _MOST_NAME_NBYTES = 255  # of a file or folder
@@ -83,9 +77,9 @@ class ZarrEncoder(Encoder):
         per = self.layout.per_shard or (1,) * len(self.spec.grid)
         return tuple(-(-n // m) for n, m in zip(self.spec.grid, per, strict=True))
 
-    def file_of(self, index: tuple[int, ...]) -> str:
-        """The file of a chunk, relative to the store."""
-        return os.path.join(self.name.strip("/"), self.layout.key(self.shard_of(index)))
+    def key_of(self, number: int) -> str:
+        """The key of the object that has a chunk."""
+        return os.path.join(self.name.strip("/"), self.layout.key(self.shard_of(unravel(number, self.spec.grid))))
 
 
 class ZarrSink(Sink):
@@ -106,12 +100,18 @@ class ZarrSink(Sink):
     group_attrs : mapping
         Attributes of groups, by their full names.
     about : mapping of str to str, optional
-        What is written, of which source, if another job may go on with it after a kill (see `left`). Ranks that do not call
-        `create` may have an empty one. A store with shards always begins anew.
+        What is written, of which source, if another job may go on with it after a kill. Ranks that do not call `create` may
+        have an empty one. A store with shards always begins anew.
+
+    Attributes
+    ----------
+    folder : WritableFolder
+        That of the rank with the catalog.
+    is_taken_up : bool
+        Whether it goes on with what another job has left.
     """
 
-    about: Mapping[str, str] | None = None
-    left: UnfinishedStore | None = None
+    is_taken_up = False
 
     def __init__(
         self,
@@ -124,8 +124,7 @@ class ZarrSink(Sink):
         group_attrs: Mapping[str, Mapping[str, Any]] | None = None,
         about: Mapping[str, str] | None = None,
     ) -> None:
-        Target(path, mode)  # checks the mode
-        self.path, self.mode, self.version, self.about = path, mode, version, about
+        self.path, self.mode, self.version = path, mode, version
         self.attrs = plain_attrs("/", attrs or {})
         self.group_attrs = {name.strip("/"): plain_attrs(name, found) for name, found in (group_attrs or {}).items()}
         self.arrays: dict[str, ZarrEncoder] = {}
@@ -138,8 +137,9 @@ class ZarrSink(Sink):
                 self.arrays[name] = ZarrEncoder.new(path, name, replace(checked, chunks=checked.shape), version)  # one chunk
             else:
                 self.arrays[name] = ZarrEncoder.new(path, name, checked, version)
-        if any(one.is_asked for one in self.arrays.values()):
-            self.about = None  # several ranks write a shard: its file is whole at the end only
+        # (Several ranks write a shard: its file is whole at the end only.)
+        self._about = None if any(one.is_asked for one in self.arrays.values()) else about
+        self.folder = self.new_folder()
         for name in specs:
             if why := refused_name(name):
                 raise ConfigError(f"an array is called '{name}', {why}. Rename it")
@@ -150,27 +150,42 @@ class ZarrSink(Sink):
 
     def take_up(self) -> dict[str, Bools] | None:
         """See `Sink`."""
-        if self.about is None:
+        if self._about is None:
             return super().take_up()
-        self.left = find_left(self.path, self.about)
-        if self.left is None:
+        keys = self.folder.take_up()
+        if keys is None:
             return None
-        names = whole_files(self.left.temporary)
-        is_there = {}
-        for name, one in self.arrays.items():
-            numbers = range(math.prod(one.spec.grid))
-            flags = [one.file_of(unravel(number, one.spec.grid)) in names for number in numbers]
-            is_there[name] = np.array(flags, dtype=bool).reshape(one.spec.grid)
-        return is_there
+        self.is_taken_up = True
+        return {
+            name: np.array([one.key_of(number) in keys for number in range(math.prod(one.spec.grid))], bool)
+            for name, one in self.arrays.items()
+        }
 
     def writer(self, ticket: Ticket) -> Writer:
         """See `Sink`."""
-        return _ZarrWriter(self, ticket)
+        folder = self.new_folder()
+        folder.join(ticket.temporary)
 
-    def file_of(self, ticket: Ticket, name: str, number: int) -> str:
+        def put(name: str, number: int, offset: int, data: Any) -> None:
+            array = self.arrays[name]
+            if array.is_asked:
+                folder.write_at(array.key_of(number), data, offset)
+            else:
+                folder.put(array.key_of(number), data)
+
+        return Writer(self, folder, put)
+
+    def new_folder(self) -> WritableFolder:
+        """Where it is written. Each rank, and each writer, has its own."""
+        return NewFolder(self.path, self.mode, self._about)
+
+    def stored(self, ticket: Ticket) -> ObjectFolder:
         """See `Sink`."""
-        one = self.arrays[name]
-        return os.path.join(ticket.temporary, one.file_of(unravel(number, one.spec.grid)))
+        return self.folder.read_back(ticket.temporary)
+
+    def key_of(self, ticket: Ticket, name: str, number: int) -> str:
+        """See `Sink`."""
+        return self.arrays[name].key_of(number)
 
     def documents(self) -> Iterator[tuple[str, Any]]:
         """The files of metadata, in the order in which they are written: name in the store, and content. Arrays of text are
@@ -265,43 +280,17 @@ class ZarrCatalog(Catalog):
     """See `Catalog`."""
 
     def __init__(self, sink: ZarrSink) -> None:
-        self._sink, self._target = sink, Target(sink.path, sink.mode, is_folder=True, known=ROOTS)
-        self._is_finished, self._mark = False, None if sink.left is None else sink.left.mark
-        if sink.left is None:
-            temporary = self._target.create()
-        else:
-            temporary = sink.left.temporary
-            self._target.adopt(temporary, sink.left.token)
-        try:
-            with named(sink.path):
-                if self._mark is None:
-                    self._write_mark(temporary)
-                else:
-                    self._remove_metadata(temporary)
-                for name in sink.arrays:
-                    os.makedirs(os.path.join(temporary, name.strip("/")), exist_ok=True)
-            places = {n: Places([0], [0], 0) for n, e in sink.arrays.items() if not e.is_asked}
-            self.ticket = Ticket(temporary, self._target.token, places)
-            self._shards = {name: _Shards(one) for name, one in sink.arrays.items() if one.is_asked}
-        except BaseException:
-            if sink.left is None:
-                self.abandon()
-            else:
+        self._sink, self._folder, self._is_finished = sink, sink.folder, False
+        with named(sink.path):
+            address = self._folder.create()
+            try:
+                for key, _ in reversed([*sink.documents()] if sink.is_taken_up else []):  # the root's first
+                    self._folder.delete(key)
+            except BaseException:
                 self.leave()  # what another job has done is not undone
-            raise
-
-    def _write_mark(self, temporary: str) -> None:
-        path, about = os.path.join(temporary, FOLDER_MARK), self._sink.about
-        content = mark(self._target.token, self._sink.path)
-        write_file(path, content if about is None else content + json.dumps(dict(about)).encode())
-        if about is not None:
-            self._mark = open_locked(path)
-
-    def _remove_metadata(self, temporary: str) -> None:
-        """What the other job may have written last, the root's first: this is no store until all is there."""
-        for name in reversed([key for key, _ in self._sink.documents()]):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(os.path.join(temporary, name))
+                raise
+        self.ticket = Ticket(address, {n: Places([0], [0], 0) for n, e in sink.arrays.items() if not e.is_asked})
+        self._shards = {name: _Shards(one) for name, one in sink.arrays.items() if one.is_asked}
 
     def allocate(self, name: str, numbers: Sequence[int] | Int64s, nbytes: Sequence[int] | Int64s, masks: Any = 0) -> Int64s:
         """See `Catalog`."""
@@ -314,22 +303,19 @@ class ZarrCatalog(Catalog):
         """See `Catalog`."""
         if self._is_finished:
             raise ValueError("the catalog is finished")
-        root = self.ticket.temporary
         with named(self._sink.path):
             for name, one in self._sink.arrays.items():
                 if name in self._shards:
                     self._write_indexes(name, one)
                 else:
-                    self._check_files(name, one)
-            for key, content in self._sink.documents():
-                os.makedirs(os.path.join(root, os.path.dirname(key)), exist_ok=True)  # a group without arrays
-                is_text = isinstance(content, bytes)
-                write_file(
-                    os.path.join(root, key), content if is_text else json.dumps(content, indent=2, allow_nan=False).encode()
-                )
-            os.unlink(os.path.join(root, FOLDER_MARK))
-            for folder in sorted({os.path.dirname(os.path.join(root, key)) for key, _ in self._sink.documents()}):
-                sync_folder(folder)
+                    self._check_keys(name, one)
+            *documents, last = (
+                (key, content if isinstance(content, bytes) else json.dumps(content, indent=2, allow_nan=False).encode())
+                for key, content in self._sink.documents()
+            )
+            for key, content in documents:
+                self._folder.put(key, content)
+            self._folder.finish(*last)
         self._is_finished = True
 
     def _write_indexes(self, name: str, one: ZarrEncoder) -> None:
@@ -340,19 +326,14 @@ class ZarrCatalog(Catalog):
             raise ValueError(f"{len(absent)} of {len(shards.sizes)} chunks of '{name}' have no place; the first is {first}")
         for number in range(math.prod(grid)):
             at = unravel(number, grid)
-            path = os.path.join(self.ticket.temporary, name.strip("/"), one.layout.key(at))
-            with named(self._sink.path, name):
-                descriptor = os.open(path, os.O_WRONLY)
-                try:
-                    put_at(descriptor, shards.index(at), int(shards.ends[number]))
-                    os.fsync(descriptor)
-                finally:
-                    os.close(descriptor)
+            key = os.path.join(name.strip("/"), one.layout.key(at))
+            if self._folder.version(key) is None:
+                raise FileNotFoundError(errno.ENOENT, f"'{key}' is gone")
+            self._folder.write_at(key, shards.index(at), int(shards.ends[number]))
 
-    def _check_files(self, name: str, one: ZarrEncoder) -> None:
-        """ValueError unless each chunk has a file."""
-        n, folder = math.prod(one.spec.grid), os.path.join(self.ticket.temporary, name.strip("/"))
-        n_here = sum(len({*files} - {FOLDER_MARK, GROWTH_MARK}) for _, _, files in os.walk(folder))
+    def _check_keys(self, name: str, one: ZarrEncoder) -> None:
+        """ValueError unless each chunk has an object."""
+        n, n_here = math.prod(one.spec.grid), sum(1 for _ in self._folder.keys(name.strip("/")))
         if n_here != n:
             raise ValueError(f"'{name}' has {n_here} files in place of one for each of its {n} chunks")
 
@@ -360,29 +341,15 @@ class ZarrCatalog(Catalog):
         """See `Catalog`."""
         if not self._is_finished:
             raise ValueError("finish the catalog first")
-        self._target.commit()
-        self._unlock()
+        self._folder.publish()
 
     def leave(self) -> None:
         """See `Catalog`."""
-        if self._mark is None:
-            self.abandon()
-        else:
-            self._target.temporary = None
-            self._unlock()
-
-    def _unlock(self) -> None:
-        if self._mark is not None:
-            self._mark.close()
+        self._folder.leave()
 
     def abandon(self) -> None:
         """See `Catalog`."""
-        if self._target.temporary is not None:  # first of all: a part of a store must not look like a whole one
-            for name in ROOTS:
-                with contextlib.suppress(OSError):
-                    os.unlink(os.path.join(self._target.temporary, name))
-        self._target.abandon()
-        self._unlock()
+        self._folder.discard()
 
 
 class _Shards:
@@ -423,127 +390,3 @@ class _Shards:
         part[..., 0], part[..., 1] = offsets, sizes
         data = table.tobytes()
         return data + int(google_crc32c.value(data)).to_bytes(4, "little")
-
-
-def write_file(path: str, content: bytes) -> None:
-    """A small new file, on disk."""
-    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
-    try:
-        put_at(descriptor, content, 0)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-class _OpenFile:
-    """A file that chunks are written to. It is closed with its last reference, so that no thread loses it while it writes."""
-
-    def __init__(self, path: str, final: str, flags: int, name: str, index: tuple[int, ...]) -> None:
-        self.path, self.final = path, final  # its name, and the one that it gets when it is on disk
-        self.name, self.index = name, index  # the array, and the first chunk
-        self.descriptor = -1
-        self.descriptor = os.open(path, flags, 0o666)
-
-    def __del__(self) -> None:
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-
-
-class _ZarrWriter(Writer):
-    """See `Writer`. Files stay open until their fsync, because some file systems tell only then that there was no room."""
-
-    def __init__(self, sink: ZarrSink, ticket: Ticket) -> None:
-        self._sink, self._ticket = sink, ticket
-        self._lock = threading.Lock()
-        # By path: the chunks of a shard share a descriptor, and its fsync.
-        self._opened: WeakValueDictionary[str, _OpenFile] = WeakValueDictionary()
-        self._unsynced: dict[str, _OpenFile] = {}  # those that were written to
-        self._n_behind = self._nbytes_behind = 0
-        self._made = {ticket.temporary}  # folders that are there
-        self._folders: set[str] = set()  # those with new names that are not synced
-        self._is_open = True
-        check_mark(os.path.join(ticket.temporary, FOLDER_MARK), ticket.token, sink.path)
-
-    def put(self, name: str, number: int, offset: int, stored: Stored) -> None:
-        if not self._is_open:
-            raise ValueError(f"the writer of '{self._sink.path}' is closed")
-        one = self._sink.arrays[name]
-        index, path = unravel(number, one.spec.grid), self._sink.file_of(self._ticket, name, number)
-        with named(self._sink.path, name, lambda: index):
-            self._make_folder(os.path.dirname(path))
-            file = self._file(path, name, index, is_shared=one.is_asked)
-            self._note_folder(os.path.dirname(path))
-            put_at(file.descriptor, stored.data, offset)
-        with self._lock:
-            self._unsynced[file.path] = file  # not before, so that a sync of another thread does not end it
-            self._n_behind += 1
-            self._nbytes_behind += stored.nbytes
-            is_long = self._sink.about is not None and self._nbytes_behind >= _MOST_BEHIND_NBYTES
-            is_late = len(self._unsynced) >= _MOST_OPEN or self._n_behind >= _MOST_BEHIND or is_long
-            files = self._take() if is_late else []
-        self._sync_files(files)
-
-    def _file(self, final: str, name: str, index: tuple[int, ...], *, is_shared: bool) -> _OpenFile:
-        """The file of a chunk, open."""
-        path, flags = final if self._sink.about is None else final + PART, os.O_CREAT | os.O_WRONLY
-        if not is_shared:  # it is written once: a second time would be a defect of the caller
-            return _OpenFile(path, final, flags | os.O_EXCL, name, index)
-        with self._lock:
-            file = self._opened.get(path)
-        if file is None:
-            file = _OpenFile(path, final, flags, name, index)  # without the lock: a file server takes its time
-            with self._lock:
-                file = self._opened.setdefault(path, file)
-        return file
-
-    def _take(self) -> list[_OpenFile]:
-        """The files that were written to, for the caller to sync. With the lock."""
-        files, self._unsynced = [*self._unsynced.values()], {}
-        self._n_behind = self._nbytes_behind = 0
-        return files
-
-    def put_region(self, name: str, region: Region, stored: Stored) -> None:
-        spec = self._sink.arrays[name].spec
-        if spec.chunks is not None or region != Region.whole(spec.shape):
-            raise ValueError(f"'{name}' is written by whole chunks, or as a whole if it has none")
-        if not region.size:
-            return
-        self.put(name, 0, 0, stored)
-
-    def _make_folder(self, folder: str) -> None:
-        """Make a folder, and those above it; not the store itself: who has removed it wants it gone."""
-        if folder not in self._made:
-            self._make_folder(os.path.dirname(folder))
-            with contextlib.suppress(FileExistsError):  # another thread, or rank
-                os.mkdir(folder)
-            self._made.add(folder)
-
-    def _note_folder(self, folder: str) -> None:
-        """A file in it has its name, which is to be synced. Not before: a sync of another thread would not be one of that."""
-        with self._lock:
-            while len(folder) > len(self._ticket.temporary) and folder not in self._folders:
-                self._folders.add(folder)
-                folder = os.path.dirname(folder)
-
-    def _sync_files(self, files: list[_OpenFile]) -> None:
-        for file in files:
-            with named(self._sink.path, file.name, lambda file=file: file.index):  # type: ignore[misc]
-                os.fsync(file.descriptor)
-                if file.final != file.path:
-                    os.rename(file.path, file.final)
-
-    def sync(self) -> None:
-        with self._lock:
-            files, folders, self._folders = self._take(), sorted(self._folders, reverse=True), set()
-        self._sync_files(files)
-        with named(self._sink.path):
-            for folder in [*folders, self._ticket.temporary]:
-                sync_folder(folder)
-
-    def close(self) -> None:
-        self._is_open = False
-        with self._lock:
-            files = self._take()
-        if self._sink.about is not None:  # for a job that goes on: whole chunks get their names
-            with contextlib.suppress(OSError):
-                self._sync_files(files)

@@ -23,7 +23,7 @@ from shardload.engine.session import Round
 from shardload.errors import StallError
 from shardload.formats.contract.format import Source
 from shardload.formats.lookup import open_source
-from shardload.jobs.consistency import State, as_planned, check_unchanged
+from shardload.jobs.consistency import State, as_planned, check_unchanged, is_compared
 from shardload.jobs.streaming.plan import EpochRounds, Leaf, RoundReadings, Stack, StreamArray, StreamPlan
 from shardload.options import pad_value
 from shardload.planning.batch_flow import BatchFlow
@@ -111,7 +111,8 @@ class StreamSource(FileSource):
                 settle_missing(text, of.options.missing, 0, of.info)
         for number, (source, before) in self._sources.items():
             info = self._plan.arrays[number].info
-            check_unchanged(str(info), before, source.state(), info.path, info.dataset)
+            if is_compared(info.path, self._rank):
+                check_unchanged(str(info), before, source.state(), info.path, info.dataset)
 
     def close(self, kind: type[BaseException] | None = None) -> None:
         """Close what is open, but not after a stall: a thread may hang in a read."""

@@ -16,7 +16,8 @@ from jax.sharding import PartitionSpec as P
 import shardload
 from shardload.engine.read_back import ReadBack
 from shardload.formats.zarr.growth import GrowthCatalog
-from shardload.storage import changes
+from shardload.storage.changes import GrowingFile
+from shardload.storage.new_folder import AddedFolder
 
 
 def kill_before(holder: Any, name: str, which: int, words: str = "") -> None:
@@ -45,15 +46,15 @@ def main(folder: Path, phase: str) -> None:
         "read back": (n - 1, ReadBack, "_compare_stored", 1, ""),
         "commit": (0, GrowthCatalog, "commit", 1, ""),
         "first new chunk": (0, os, "replace", 2, ""),
-        "edge": (0, GrowthCatalog, "_publish", 1, ""),
+        "edge": (0, AddedFolder, "replace", 1, ""),
         "metadata": (0, os, "replace", 1, "zarr.json"),
         "second metadata": (0, os, "replace", 2, "zarr.json"),
         "consolidated": (0, os, "replace", 3, "zarr.json"),
         "end": (0, GrowthCatalog, "abandon", 1, ""),
     }
     file = next(name for name in ("run.zarr", "run.h5") if (folder / name).exists())
-    # What rank 0 writes in `changes`: notes twice; then the mark, changes, and the head.
-    phases["changes"] = (0, changes, "put_at", 5, "")
+    # What rank 0 syncs: the new end; then the mark, changes, and the head.
+    phases["changes"] = (0, GrowingFile, "sync", 3, "")
     victim, holder, name, which, words = phases[phase]
     if rank == victim:
         kill_before(holder, name, which, words)

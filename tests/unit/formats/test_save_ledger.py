@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import random
@@ -18,6 +19,7 @@ from shardload.formats.hdf5 import ledger as ledger_module
 from shardload.formats.hdf5.ledger import HEAD_NBYTES, Ledger
 from shardload.formats.saving import make_sink
 from shardload.formats.sink import ArraySpec, Compression, Sink
+from shardload.storage.new_file import WritableFile
 from tests.jobs.launch import ROOT
 from tests.tiers import quick_ones
 from tests.unit.copies import run_copy
@@ -42,11 +44,17 @@ class Library:
 
 
 @pytest.fixture
-def real(tmp_path: Path) -> Iterator[int]:
+def file(tmp_path: Path) -> Iterator[WritableFile]:
     """An empty file."""
-    descriptor = os.open(tmp_path / "real", os.O_CREAT | os.O_RDWR)
-    yield descriptor
-    os.close(descriptor)
+    (tmp_path / "real").touch()
+    with contextlib.closing(WritableFile(str(tmp_path / "real"))) as opened:
+        yield opened
+
+
+@pytest.fixture
+def real(file: WritableFile) -> int:
+    """Its descriptor."""
+    return file.descriptor
 
 
 def write(ledger: Ledger, at: int, data: bytes) -> None:
@@ -56,14 +64,14 @@ def write(ledger: Ledger, at: int, data: bytes) -> None:
 
 @pytest.mark.parametrize("old_nbytes", [0, 5000, 20_000])
 @pytest.mark.parametrize("seed", quick_ones(range(10), *range(3)))
-def test_it_is_read_back_and_never_touches_a_chunk(real: int, seed: int, old_nbytes: int) -> None:
+def test_it_is_read_back_and_never_touches_a_chunk(file: WritableFile, real: int, seed: int, old_nbytes: int) -> None:
     """Against one buffer that remembers who wrote each byte. Wrong if a page were put as a whole, if what is kept were read
     from the file, or an old byte or the head changed in it.
     """
     chance = random.Random(seed)
     old = chance.randbytes(old_nbytes)
     os.pwrite(real, old, 0)
-    ledger = Ledger(real, old_nbytes)
+    ledger = Ledger(file, old_nbytes)
     library: Any = Library(ledger)
     data, owner = bytearray(NBYTES), np.zeros(NBYTES, dtype=int)  # 0 nobody, 1 metadata, 2 a chunk
     data[:old_nbytes], owner[:old_nbytes] = old, 1
@@ -102,9 +110,9 @@ def test_it_is_read_back_and_never_touches_a_chunk(real: int, seed: int, old_nby
     assert np.all(found[owner[: len(found)] == 2] == CHUNK)
 
 
-def test_old_bytes_that_somebody_else_changes(real: int) -> None:
+def test_old_bytes_that_somebody_else_changes(file: WritableFile, real: int) -> None:
     os.pwrite(real, bytes(5000), 0)
-    ledger = Ledger(real, 5000)
+    ledger = Ledger(file, 5000)
     write(ledger, 3000, b"new")
     os.pwrite(real, b"x", 1000)  # in a page that does not change
     assert ledger.is_as_before()
@@ -112,8 +120,8 @@ def test_old_bytes_that_somebody_else_changes(real: int) -> None:
     assert not ledger.is_as_before()
 
 
-def test_a_library_that_copies_a_chunk_first_is_noticed(real: int) -> None:
-    ledger = Ledger(real)
+def test_a_library_that_copies_a_chunk_first_is_noticed(file: WritableFile) -> None:
+    ledger = Ledger(file)
     library: Any = Library(ledger)
     library.n_times = 2
     with pytest.raises(RuntimeError, match="a chunk of 30 bytes 2 times"):
@@ -187,9 +195,9 @@ def fail_in(folder: str, call: str, when: int, code: int) -> None:
 @pytest.mark.parametrize(
     ("call", "when", "code"),
     quick_ones(
-        [("pwrite", 5, errno.ENOSPC), ("pwrite", 100, errno.EDQUOT), ("pread", 100, errno.EIO), ("pread", 9, errno.EIO)],
+        [("pwrite", 5, errno.ENOSPC), ("pwrite", 100, errno.EDQUOT), ("preadv", 100, errno.EIO), ("preadv", 9, errno.EIO)],
         ("pwrite", 5, errno.ENOSPC),
-        ("pread", 100, errno.EIO),
+        ("preadv", 100, errno.EIO),
     ),
 )
 def test_metadata_that_cannot_be_put(tmp_path: Path, call: str, when: int, code: int) -> None:

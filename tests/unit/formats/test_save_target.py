@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -344,7 +345,7 @@ def test_a_name_that_is_too_long(tmp_path: Path) -> None:
 def test_a_temporary_that_another_job_has_taken(tmp_path: Path) -> None:
     target_of_a_copy = Target(str(tmp_path / "x.zarr"), "w", is_folder=True)
     with pytest.raises(ConfigError, match="was there a moment ago"):
-        target_of_a_copy.adopt(str(tmp_path / "x.zarr.0123456789abcdef.unfinished"), "0123456789abcdef")
+        target_of_a_copy.adopt(str(tmp_path / "x.zarr.0123456789abcdef.unfinished"))
 
 
 def test_a_name_that_is_taken_is_refused_before_anything_is_written(tmp_path: Path) -> None:
@@ -401,7 +402,7 @@ def test_an_answer_that_was_lost_on_the_way(tmp_path: Path, monkeypatch: pytest.
 def test_a_rank_that_sees_another_folder(tmp_path: Path, name: str) -> None:
     sink = a_sink(tmp_path, name)
     with sink.create() as catalog:
-        text = catalog.ticket.to_json().replace(catalog.ticket.token, "0" * 16)
+        text = re.sub("[0-9a-f]{16}", "0" * 16, catalog.ticket.to_json())
         with pytest.raises(ConfigError, match="Is another file system mounted there"):
             sink.writer(Ticket.from_json(text))
 

@@ -25,8 +25,7 @@ from shardload.formats.likeness import marked
 from shardload.formats.lookup import open_source
 from shardload.formats.saving import format_for, make_sink
 from shardload.formats.sink import ArraySpec, Compression, Ticket
-from shardload.formats.zarr import sink as zarr_sink
-from shardload.storage import target
+from shardload.storage import new_folder, target
 from tests.tiers import quick_ones, some_of
 from tests.unit.saving import quick_fsync, ramp, save, write_all  # noqa: F401
 
@@ -329,10 +328,10 @@ def test_chunks_of_a_shard_are_synced_together(tmp_path: Path, monkeypatch: pyte
     spec = ArraySpec(values.shape, values.dtype, (2, 2), (16, 16), Compression.of("zstd"))
     sink = make_sink(str(tmp_path / "x.zarr"), {"x": spec})
     one, synced, opened, os_open = sink.arrays["/x"], [], [], os.open
-    monkeypatch.setattr(zarr_sink, "_MOST_BEHIND", 100)
+    monkeypatch.setattr(new_folder, "_MOST_BEHIND", 100)
     with sink.create() as catalog, sink.writer(catalog.ticket) as writer:
-        monkeypatch.setattr(zarr_sink.os, "fsync", synced.append)
-        monkeypatch.setattr(zarr_sink.os, "open", lambda *arguments: opened.append(arguments) or os_open(*arguments))
+        monkeypatch.setattr(new_folder.os, "fsync", synced.append)
+        monkeypatch.setattr(new_folder.os, "open", lambda *arguments: opened.append(arguments) or os_open(*arguments))
         stored = {k: one.encode(one.region(k), values[one.region(k).slices()]) for k in np.ndindex(*one.spec.grid)}
         numbers = [one.number(one.region(k)) for k in stored]
         offsets = catalog.allocate("/x", numbers, [part.nbytes for part in stored.values()]).tolist()
@@ -342,7 +341,7 @@ def test_chunks_of_a_shard_are_synced_together(tmp_path: Path, monkeypatch: pyte
         assert 1 <= len(synced) <= 8 and len(puts) == 256  # twice in between, those of four files that no thread writes to then
         assert len(opened) <= 4 * 12  # four threads may open a file at the same time
         writer.sync()
-        assert not writer._unsynced and 4 <= len(synced) <= 16
+        assert not writer._storage._unsynced and 4 <= len(synced) <= 16
         catalog.finish()
         catalog.commit()
     np.testing.assert_array_equal(zarr.open_group(tmp_path / "x.zarr", mode="r")["x"][...], values)
@@ -366,12 +365,12 @@ def test_a_sync_right_before_a_file_is_made(tmp_path: Path, monkeypatch: pytest.
         stored = one.encode(region, values[region.slices()])
         offset = int(catalog.allocate("/x", [0], [stored.nbytes])[0]) if sharded else 0
         with monkeypatch.context() as patch:
-            patch.setattr(zarr_sink, "sync_folder", synced.add)
-            patch.setattr(zarr_sink.os, "open", opened)
+            patch.setattr(new_folder, "sync_folder", synced.add)
+            patch.setattr(new_folder.os, "open", opened)
             writer.put("/x", 0, offset, stored)
-            patch.setattr(zarr_sink.os, "open", os_open)
+            patch.setattr(new_folder.os, "open", os_open)
             writer.sync()
-        folder = os.path.dirname(sink.file_of(catalog.ticket, "/x", 0))
+        folder = os.path.join(catalog.ticket.temporary, os.path.dirname(sink.key_of(catalog.ticket, "/x", 0)))
         while len(folder) >= len(catalog.ticket.temporary):
             assert folder in synced
             folder = os.path.dirname(folder)
@@ -380,7 +379,7 @@ def test_a_sync_right_before_a_file_is_made(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_sync_while_other_threads_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sharded: bool) -> None:
     """Wrong if a file was closed that a thread writes to: its bytes would go into the one that gets its number."""
-    values, write, n_written = ramp(SHAPE, "f4"), zarr_sink.put_at, 0
+    values, write, n_written = ramp(SHAPE, "f4"), new_folder.put_at, 0
     sink = make_sink(str(tmp_path / "x.zarr"), {"x": spec("f4", None, shards=SHARDS if sharded else None)})
     one = sink.arrays["/x"]
     with sink.create() as catalog, sink.writer(catalog.ticket) as writer:
@@ -392,13 +391,13 @@ def test_a_sync_while_other_threads_write(tmp_path: Path, monkeypatch: pytest.Mo
             write(descriptor, data, offset)
             n_written += 1
 
-        monkeypatch.setattr(zarr_sink, "put_at", put_at)
+        monkeypatch.setattr(new_folder, "put_at", put_at)
         for index in np.ndindex(*one.spec.grid):
             stored, number = one.encode(one.region(index), values[one.region(index).slices()]), one.number(one.region(index))
             offset = catalog.allocate("/x", [number], [stored.nbytes])[0] if one.is_asked else 0
             writer.put("/x", number, int(offset), stored)
         writer.sync()
-        assert not writer._unsynced
+        assert not writer._storage._unsynced
         catalog.finish()
         catalog.commit()
     assert n_written >= np.prod(one.spec.grid)

@@ -1,0 +1,379 @@
+"""How does a folder of objects come into being, or grow, on a file system? Under a temporary name, until all of it is there.
+
+1. An object is a file. It stays open until its fsync, because some file systems tell only then that there was no room.
+2. A folder that another job may go on with (`take_up`) has a name for each file that is on disk, whole: until then the file has
+   `_PART` behind its name. So no list of them is needed. The mark of the folder says what is being written, of what source, and
+   is locked as long as a job writes there: two jobs never go on with one folder.
+3. `AddedFolder` is what comes into an old folder: its files are moved there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import IO, Any
+from weakref import WeakValueDictionary
+
+from shardload.errors import ConfigError
+from shardload.storage.containment import Fence
+from shardload.storage.leftovers import ROOTS
+from shardload.storage.local import LocalFolder
+from shardload.storage.locks import AppendLock, take_lock
+from shardload.storage.objects import UnsyncedError
+from shardload.storage.target import (
+    FOLDER_MARK,
+    GROWTH_MARK,
+    MARK_NBYTES,
+    Target,
+    check_mark,
+    mark,
+    not_undone,
+    put_at,
+    sync_folder,
+    sync_name,
+    temporary_of,
+)
+
+_PART = ".part"
+_MOST_OPEN = 64  # files that wait for their fsync
+_MOST_BEHIND = 4096  # writes into them
+_MOST_BEHIND_NBYTES = 64 << 20  # if another job may go on: about what a kill costs a rank
+
+
+class _OpenFile:
+    """A file that is written to. It is closed with its last reference, so that no thread loses it while it writes."""
+
+    def __init__(self, path: str, final: str, flags: int, key: str) -> None:
+        self.path, self.final, self.key = path, final, key  # its name, and the one that it gets when it is on disk
+        self.descriptor = -1
+        self.descriptor = os.open(path, flags, 0o666)
+
+    def __del__(self) -> None:
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+
+
+class NewFolder(LocalFolder):
+    """A new folder of files (`WritableFolder`).
+
+    Parameters
+    ----------
+    path : str
+        The name that it will have.
+    mode : str
+        See `Target`.
+    about : mapping of str to str, optional
+        What is written, of which source, if another job may go on with it after a kill.
+    """
+
+    has_parts = True
+
+    def __init__(self, path: str, mode: str, about: Mapping[str, str] | None = None) -> None:
+        super().__init__("", Fence())  # `create` and `join` say where it is
+        self._name, self._about = path, about
+        self._target = Target(path, mode, is_folder=True, known=ROOTS)
+        self._mark: IO[bytes] | None = None  # locked
+        self._lock = threading.Lock()
+        self._opened: WeakValueDictionary[str, _OpenFile] = WeakValueDictionary()  # those of `write_at`: they share an fsync
+        self._unsynced: dict[str, _OpenFile] = {}
+        self._n_behind = self._nbytes_behind = 0
+        self._made = set[str]()  # folders that are there
+        self._new_names = set[str]()  # folders with new names that are not synced
+
+    # --- on one rank
+
+    def create(self) -> str:
+        """See `WritableFolder`."""
+        if self._mark is not None:
+            self._target.adopt(self.path)
+            return self.path
+        self.path = self._target.create()
+        self._made.add(self.path)
+        try:
+            text = b"" if self._about is None else json.dumps(dict(self._about)).encode()
+            self._write_small(FOLDER_MARK, mark(self._target.token, self._name) + text)
+            self._mark = None if self._about is None else _locked(os.path.join(self.path, FOLDER_MARK))
+        except BaseException:
+            self.discard()
+            raise
+        return self.path
+
+    def _write_small(self, name: str, content: bytes) -> None:
+        """A small new file, on disk."""
+        file = _OpenFile(os.path.join(self.path, name), "", os.O_CREAT | os.O_EXCL | os.O_WRONLY, name)
+        put_at(file.descriptor, content, 0)
+        os.fsync(file.descriptor)
+
+    def take_up(self) -> set[str] | None:
+        """See `WritableFolder`. A folder that is whole but for its name does not count. What is not whole is removed."""
+        why = ""
+        for path in self._unfinished():
+            try:
+                file = _locked(os.path.join(path, FOLDER_MARK))
+            except FileNotFoundError:
+                continue
+            file.seek(MARK_NBYTES)
+            before, about = json.loads(file.read() or b"{}"), self._about or {}
+            other = next((key for key in about if before.get(key) != about[key]), None)
+            if other is None:
+                self.path, self._mark = path, file
+                self._made.add(path)
+                return self._whole()
+            file.close()
+            why = why or f"'{path}' is not of this copy: {other} was {before.get(other, 'nothing')}, and is {about[other]}"
+        if why:
+            raise ConfigError(f"{why}. Remove it, or begin again without resume=True")
+        return None
+
+    def _unfinished(self) -> Iterator[str]:
+        """The temporary folders of this name."""
+        final = os.path.realpath(self._name)
+        above = os.path.dirname(final)
+        for name in sorted(os.listdir(above)) if os.path.isdir(above) else []:
+            path = os.path.join(above, name)
+            if temporary_of(path) == (final, "unfinished") and not os.path.islink(path) and os.path.isdir(path):
+                yield path
+
+    def _whole(self) -> set[str]:
+        """The keys of files that are on disk, whole; their names are too."""
+        for folder, _, files in os.walk(self.path):
+            for name in files:
+                if name.endswith(_PART):
+                    os.unlink(os.path.join(folder, name))
+            sync_folder(folder)
+        return set(self.keys(""))
+
+    def delete(self, key: str) -> None:
+        """See `WritableFolder`."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(os.path.join(self.path, key))
+
+    def finish(self, key: str, data: bytes) -> None:
+        """See `WritableFolder`."""
+        self.sync()
+        self.put(key, data)
+        self.sync()
+        self.delete(FOLDER_MARK)
+        sync_folder(self.path)
+
+    def publish(self) -> None:
+        """See `WritableFolder`."""
+        self._target.commit()
+        self._unlock()
+
+    def leave(self) -> None:
+        """See `WritableFolder`."""
+        if self._mark is None:
+            self.discard()
+        self._target.temporary = None
+        self._unlock()
+
+    def discard(self) -> None:
+        """See `WritableFolder`."""
+        if self._target.temporary is not None:  # first of all: a part of a store must not look like a whole one
+            for name in ROOTS:
+                with contextlib.suppress(OSError):
+                    os.unlink(os.path.join(self._target.temporary, name))
+        self._target.abandon()
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self._mark is not None:
+            self._mark.close()
+
+    # --- on all ranks
+
+    def join(self, address: str) -> None:
+        """See `WritableFolder`."""
+        check_mark(os.path.join(address, FOLDER_MARK), address, self._name)
+        self.path = address
+        self._made.add(address)
+
+    def read_back(self, address: str) -> LocalFolder:
+        """See `WritableFolder`."""
+        return LocalFolder(address, Fence())
+
+    def keys(self, below: str) -> Iterator[str]:
+        """See `WritableFolder`."""
+        for folder, _, files in os.walk(os.path.join(self.path, below)):
+            above = os.path.relpath(folder, self.path)
+            for name in files:
+                if name not in (FOLDER_MARK, GROWTH_MARK):
+                    yield name if above == "." else f"{above}/{name}"
+
+    def put(self, key: str, data: Any) -> None:
+        """See `WritableFolder`."""
+        self._write(self._open_new(key, os.O_EXCL), data, 0)
+
+    def write_at(self, key: str, data: Any, offset: int) -> None:
+        """See `WritableFolder`."""
+        with self._lock:
+            file = self._opened.get(key)
+        if file is None:
+            file = self._open_new(key)  # without the lock: a file server takes its time
+            with self._lock:
+                file = self._opened.setdefault(key, file)
+        self._write(file, data, offset)
+
+    def _open_new(self, key: str, flags: int = 0) -> _OpenFile:
+        final = os.path.join(self.path, key)
+        self._make_folder(os.path.dirname(final))
+        path = final if self._about is None else final + _PART
+        file = _OpenFile(path, final, os.O_CREAT | os.O_WRONLY | flags, key)
+        folder = os.path.dirname(final)
+        with self._lock:  # not before: a sync of another thread would not be one of this name
+            while len(folder) > len(self.path) and folder not in self._new_names:
+                self._new_names.add(folder)
+                folder = os.path.dirname(folder)
+        return file
+
+    def _make_folder(self, folder: str) -> None:
+        """Make a folder, and those above it; not the store itself: who has removed it wants it gone."""
+        if folder not in self._made:
+            self._make_folder(os.path.dirname(folder))
+            with contextlib.suppress(FileExistsError):  # another thread, or rank
+                os.mkdir(folder)
+            self._made.add(folder)
+
+    def _write(self, file: _OpenFile, data: Any, offset: int) -> None:
+        put_at(file.descriptor, data, offset)
+        with self._lock:
+            self._unsynced[file.key] = file  # not before, so that a sync of another thread does not end it
+            self._n_behind += 1
+            self._nbytes_behind += memoryview(data).nbytes
+            is_long = self._about is not None and self._nbytes_behind >= _MOST_BEHIND_NBYTES
+            is_late = len(self._unsynced) >= _MOST_OPEN or self._n_behind >= _MOST_BEHIND or is_long
+            files = self._take() if is_late else []
+        self._sync_files(files)
+
+    def _take(self) -> list[_OpenFile]:
+        """The files that were written to, for the caller to sync. With the lock."""
+        files, self._unsynced = [*self._unsynced.values()], {}
+        self._n_behind = self._nbytes_behind = 0
+        return files
+
+    def _sync_files(self, files: Sequence[_OpenFile]) -> None:
+        for file in files:
+            try:
+                os.fsync(file.descriptor)
+                if file.final != file.path:
+                    os.rename(file.path, file.final)
+            except OSError as error:
+                raise UnsyncedError(error, file.key) from error
+
+    def sync(self) -> None:
+        """See `WritableFolder`."""
+        with self._lock:
+            files, folders, self._new_names = self._take(), sorted(self._new_names, reverse=True), set()
+        self._sync_files(files)
+        for folder in [*folders, self.path]:
+            sync_folder(folder)
+
+    def close(self) -> None:
+        """See `WritableFolder`. For a job that goes on, whole files get their names."""
+        with self._lock:
+            files = self._take()
+        if self._about is not None:
+            with contextlib.suppress(OSError):
+                self._sync_files(files)
+
+
+def _locked(path: str) -> IO[bytes]:
+    """The mark of an unfinished folder, locked. ConfigError if another job has locked it."""
+    file = open(path, "r+b")  # noqa: SIM115
+    if not take_lock(file.fileno(), fcntl.LOCK_EX):
+        file.close()
+        raise ConfigError(f"another job is writing '{os.path.dirname(path)}' now. Wait for it, or end it first")
+    return file
+
+
+class AddedFolder(NewFolder):
+    """What comes into an old folder: new objects, and some in place of old ones.
+
+    `create` takes the right to append, which ends with `discard`.
+
+    Parameters
+    ----------
+    path : str
+        The old folder.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.old = os.path.realpath(path)
+        super().__init__(path, "w")
+        self._right: AppendLock | None = None
+
+    def create(self) -> str:
+        """See `WritableFolder`."""
+        self._right = AppendLock(self.old)
+        try:
+            super().create()
+            self._write_small(GROWTH_MARK, b"")
+        except BaseException:
+            self.discard()
+            raise
+        return self.path
+
+    def add(self, new: Iterable[tuple[str, str]], changed: Iterable[tuple[str, str]]) -> None:
+        """Move objects to their keys in the old folder: first those that nobody reads, which are removed if that fails.
+
+        Each is given by its key here, and the one there.
+        """
+        added: list[str] = []
+        try:
+            for pairs in (new, changed):
+                folders: set[str] = set()
+                for key, there in pairs:
+                    path = os.path.join(self.old, there)
+                    folder = os.path.dirname(path)
+                    if folder not in folders:
+                        os.makedirs(folder, exist_ok=True)
+                        while folder not in folders and len(folder) >= len(self.old):
+                            folders.add(folder)
+                            folder = os.path.dirname(folder)
+                    os.replace(os.path.join(self.path, key), path)
+                    if pairs is new:
+                        added.append(path)
+                for folder in sorted(folders, reverse=True):
+                    sync_folder(folder)
+        except BaseException:
+            for path in added:
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+            raise
+
+    def replace(self, keys: Mapping[str, str], before: Mapping[str, bytes]) -> None:
+        """Put small objects in the place of old ones, one after the other. If one fails, those before it are put back.
+
+        Parameters
+        ----------
+        keys : mapping of str to str
+            Of each, by its key in the old folder, the key here.
+        before : mapping of str to bytes
+            The old contents.
+        """
+        done: list[str] = []
+        try:
+            for there, key in keys.items():
+                os.replace(os.path.join(self.path, key), os.path.join(self.old, there))
+                done.append(there)
+        except BaseException as error:
+            try:
+                for there in reversed(done):
+                    self._write_small(f"{GROWTH_MARK}-back", before[there])
+                    os.replace(os.path.join(self.path, f"{GROWTH_MARK}-back"), os.path.join(self.old, there))
+            except OSError as found:
+                raise not_undone(error, self._name, found) from error
+            raise
+        for folder in sorted({os.path.dirname(os.path.join(self.old, there)) for there in done}):
+            sync_name(folder, self._name)
+
+    def discard(self) -> None:
+        """See `WritableFolder`."""
+        super().discard()
+        if self._right is not None:
+            self._right.release()
