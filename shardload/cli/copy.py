@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import glob
 import json
+import os
 import sys
 from dataclasses import asdict
 from typing import IO, Any
@@ -11,18 +13,22 @@ from shardload.cli.arguments import as_typed
 from shardload.comm.mpi import world_rank_and_size
 from shardload.engine.file_target import WriteCounts
 from shardload.errors import printable
+from shardload.formats.lookup import split_path
 from shardload.jobs.copying.copy import CopyReport, copy_file
+from shardload.jobs.joining.concat import concat
 from shardload.system.terminal import tell, width_of, wrap
 from shardload.units import counted, format_nbytes
 
 
-def run(out: IO[str], source: str, target: str, *, only_plan: bool, as_json: bool, **given: Any) -> None:
+def run(out: IO[str], source: str, target: str, *, along: str | None, only_plan: bool, as_json: bool, **given: Any) -> None:
     """Copy, and print on rank 0 what was done. Collective: yes.
 
     Parameters
     ----------
     source, target : str
-        The file, with or without the name of an array, and the new file.
+        The file, with or without the name of an array, or a pattern of files that are one; and the new file.
+    along : str or None
+        The axis along which the files of a pattern follow each other, by name or number.
     only_plan : bool
         True to print the plan and write nothing.
     as_json : bool
@@ -31,6 +37,11 @@ def run(out: IO[str], source: str, target: str, *, only_plan: bool, as_json: boo
         Keywords of `CopyRequest.check`.
     """
     rank = world_rank_and_size()[0]
+    path, name = split_path(source)
+    if glob.has_magic(path) and "://" not in path and not os.path.exists(path):
+        given["dataset"] = (name,) if name else given["dataset"]
+        names = {"dataset": given["dataset"], "allow_external": given["allow_external"]}
+        source = concat(path, int(along) if along is not None and along.isdecimal() else along, **names)
     report = copy_file(source, target, only_plan=only_plan, **given)
     if rank:
         return

@@ -248,8 +248,12 @@ def verify(file: File, mesh: MeshText, spec: SpecText, as_json: AsJson = False, 
     verify=("checksum", "Of what was written: checksum (stored bytes), full (values too) or index (nothing)."),
 )
 def copy(
-    source: Annotated[str, typer.Argument(metavar="IN[:/DATASET]", help="HDF5, netCDF4 or Zarr.")],
+    source: Annotated[str, typer.Argument(metavar="IN[:/DATASET]", help="HDF5, netCDF4 or Zarr; or a pattern of files.")],
     target: Annotated[str, typer.Argument(metavar="OUT", help="The new file: .h5, .nc or .zarr.")],
+    along: Annotated[
+        str | None,
+        typer.Option(help="Of a pattern: the axis along which the files follow each other (default: the one that can grow)."),
+    ] = None,
     resume: Annotated[
         bool,
         typer.Option("--resume", help="Go on with what a copy to Zarr that was killed has left; begin if there is nothing."),
@@ -270,12 +274,14 @@ def copy(
       shardload copy run.nc rho.h5 --dataset rho --select "time=-1" --dtype float32
 
       shardload copy run.h5 run.zarr --chunks 64,64,64 --shards 512,512,512 --dry-run
+
+      mpiexec -n 8 shardload copy "era5_*.nc" era5.zarr --along time --chunks 24,90,180
     """
     with one_message(as_json) as out:
         from shardload.cli.copy import run
 
         how |= {"dataset": tuple(how["dataset"] or ()), "unlimited": how["unlimited"] or (), "resume": resume}
-        run(out, source, target, only_plan=dry_run, as_json=as_json, **how)
+        run(out, source, target, along=along, only_plan=dry_run, as_json=as_json, **how)
 
 
 @app.command()

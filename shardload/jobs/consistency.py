@@ -31,6 +31,7 @@ from shardload.formats.contract.format import Source
 from shardload.planning.grid import Grid
 from shardload.planning.region import Region
 from shardload.planning.selection import Selection
+from shardload.storage.remote import is_remote
 from shardload.transfer.checksum import checksum
 from shardload.transfer.read_errors import Naming
 
@@ -81,8 +82,13 @@ def contents_of(source: Source, handle: Any, selection: Selection, chunks: Grid 
     if isinstance(handle, np.ndarray) and not _is_mapped(handle):
         selected = np.asarray(handle)[selection.to_file(whole).slices()]
         return selected.nbytes, checksum(np.atleast_1d(selected))
+    return whole.size * source.dtype.itemsize, checksum_of_samples(source, selection, chunks, _N_BOXES)
+
+
+def checksum_of_samples(source: Source, selection: Selection, chunks: Grid | None, most: int) -> int:
+    """A checksum of the values of up to `most` small regions, the same ones in any file of that shape and those chunks."""
     sum_ = 0
-    for region in sample_regions(whole, chunks, source.dtype.itemsize, 0, _N_BOXES):
+    for region in sample_regions(Region.whole(selection.shape), chunks, source.dtype.itemsize, 0, most):
         place = selection.to_file(region)
         values = np.empty(place.shape, dtype=source.dtype)
         try:
@@ -92,7 +98,7 @@ def contents_of(source: Source, handle: Any, selection: Selection, chunks: Grid 
         except Exception as error:
             raise Naming(source, selection, chunks).explain(error, region) from error
         sum_ = checksum(values, sum_)
-    return whole.size * source.dtype.itemsize, sum_
+    return sum_
 
 
 def _is_mapped(array: Any) -> bool:
@@ -198,6 +204,13 @@ def as_planned(source: Source, info: ArrayInfo, planned: str = "the plan was mad
         path=info.path,
         dataset=info.dataset,
     )
+
+
+def is_compared(path: str, rank: int, first: int = 0) -> bool:
+    """Whether a rank that has read a file looks at its state again in the end: each does, but at a URL, where that is a request
+    for each array, the first alone. (There each answer has the version of its object, too.)
+    """
+    return rank == first or not is_remote(path)
 
 
 def check_unchanged(name: str, before: State, after: State, path: str, dataset: str) -> None:

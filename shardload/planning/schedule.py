@@ -151,6 +151,12 @@ class Schedule:
             return block * 0 - 1
         return self.owners.of_block(block, self.blocks.n_cells, self.n_ranks)
 
+    @property
+    def first_reader(self) -> int:
+        """The rank that reads the first block; one of them, if every rank may."""
+        owner = int(self.owner(0))
+        return self.shards.holder(0, 0) if owner < 0 else owner
+
     def blocks_of(self, rank: int) -> range:
         """The blocks that only this rank owns: the inverse of `owner`."""
         if not isinstance(self.owners, Owners):

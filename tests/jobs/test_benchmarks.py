@@ -64,12 +64,14 @@ def command(*arguments: str) -> str:
 def test_every_layout_and_way_is_verified_and_reported(tmp_path: Path) -> None:
     data, out = tmp_path / "data", tmp_path / "results"
     ways = tuple(way for way in WAYS if not IS_QUICK or way in (OURS, "slice", FLOOR))
+    layouts = [LAYOUTS[0], *LAYOUTS[3::3]] if IS_QUICK else [*LAYOUTS]  # in one piece, of chunks, of shards
     command(
         "run", "--size", "16", "--ranks", "2", "--specs", "-,a,b", "--ways", ",".join(ways), "--repeats", "1",
+        "--layouts", ",".join(layouts),
         "--data", str(data), "--out", str(out / "run.json"), "--cold",
     )  # fmt: skip
     record = json.loads((out / "run.json").read_text())
-    assert [cell["layout"] for cell in record["cells"]] == list(LAYOUTS)
+    assert [cell["layout"] for cell in record["cells"]] == layouts
     for cell in record["cells"]:
         expected = [way for way in ways if way != "tensorstore" or cell["layout"].startswith("zarr")]
         assert sorted(cell["ways"]) == sorted(expected)
@@ -82,7 +84,7 @@ def test_every_layout_and_way_is_verified_and_reported(tmp_path: Path) -> None:
     assert str(tmp_path) not in (out / "run.json").read_text()
 
     table = command("report", "--results", str(out))
-    for layout in LAYOUTS:
+    for layout in layouts:
         assert f'| {layout} | `P(None, "a", "b")` | 2 |' in table
     assert (out / "table.md").read_text() in table
     assert (out / "ratios.svg").stat().st_size > 10_000

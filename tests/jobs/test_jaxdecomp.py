@@ -12,7 +12,7 @@ from tests.tiers import IS_QUICK
 SCRIPT = Path(__file__).parent / "scripts" / "jaxdecomp_client.py"
 
 
-@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.thorough), 4])
 def test_fft_of_loaded_pencils_is_numpys(tmp_path: Path, n: int) -> None:
     """Wrong if what we call the sharding P('x', 'y') of a mesh were not what another library takes it to be, or if `halo` gave
     other rows than the exchange between devices: of another neighbour, or other corners. (One process has no neighbour.)

@@ -65,7 +65,7 @@ def test_load_transform_and_save(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "rho.h5", "w") as file:
         file["rho"] = values
     (tmp_path / "save.py").write_text(HEAD + block("save"))
-    job = run_job([str(tmp_path / "save.py")], 4, cwd=tmp_path, timeout=240)
+    job = run_job([str(tmp_path / "save.py")], 2, cwd=tmp_path, timeout=240)
     assert job.returncode == 0, job.stderr
     with h5py.File(tmp_path / "modes.h5") as file:
         np.testing.assert_allclose(file["modes"][...], np.fft.fftn(values), rtol=1e-4, atol=1e-4)
@@ -79,7 +79,7 @@ def test_batches_of_a_stream(tmp_path: Path) -> None:
         file.create_dataset("t2m", data=np.arange(100 * 8 * 3, dtype="f4").reshape(100, 8, 3), chunks=(10, 4, 3))
     shown = "if jax.process_index() == 0: print(len(ds), batch['x'].shape, batch['y'].shape, float(error), state['sample'])\n"
     (tmp_path / "stream.py").write_text(HEAD + block("stream") + shown)
-    job = run_job([str(tmp_path / "stream.py")], 4, cwd=tmp_path, timeout=240)
+    job = run_job([str(tmp_path / "stream.py")], 2, cwd=tmp_path, timeout=240)
     assert job.returncode == 0, job.stderr
     assert "12 (8, 2, 8, 3) (8, 8, 3) 24.0 96" in job.stdout
 

@@ -10,6 +10,7 @@ import pytest
 
 from shardload.storage.target import temporary_of
 from tests.jobs.launch import ROOT, Job, run_job
+from tests.tiers import thorough
 
 SCRIPT = Path(__file__).parent / "scripts" / "saves.py"
 
@@ -30,7 +31,7 @@ def left(folder: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("phase", ["put", "finish", "read back", "commit"])
+@pytest.mark.parametrize("phase", thorough(["put", "finish", "read back", "commit"], ["put", "read back"]))
 def test_a_rank_that_is_killed(tmp_path: Path, phase: str) -> None:
     """Wrong if the name led to half a file, or to none, or what was left could be taken for a file before it was whole."""
     job = save(tmp_path, phase)

@@ -34,11 +34,12 @@ CASES: dict[str, tuple[int, bool, int | None, tuple[str, ...]]] = {
 OPEN_MPI = ("thread parallel", "absent")
 LEFT = ("0", "1,3")
 SAVING = ("saving encode", "saving metadata", "saving interrupted")
-# Left to `make test-all`: what is like "thread parallel", like a rank that never starts (test_modes_of_launch), with MPICH, and
-# like rank 0 that leaves.
+# Left to `make test-all`: what is like "thread parallel", like a rank that never starts (test_modes_of_launch), with MPICH, the
+# same with the other library, and what is like rank 0 that leaves.
 THOROUGH = (
     ("thread direct", "mpich", 4),
     ("absent_at_first", "mpich", 4),
+    ("absent", "mpich", 4),
     ("thread parallel", "openmpi", 4),
     ("left 1,3", "mpich", 4),
 )
@@ -150,10 +151,9 @@ def test_ranks_that_leave(hold_up: Callable[..., Job], ranks: str) -> None:
     assert job.returncode != 0 and "outlived" not in job.stderr
 
 
-@pytest.mark.parametrize("mpi", ["mpich"])
-def test_slow_is_not_still(hold_up: Callable[..., Job], mpi: str) -> None:
+def test_slow_is_not_still(hold_up: Callable[..., Job]) -> None:
     """Each chunk takes a beat, and there are more of them than beats in the timeout; the script compares the values."""
-    job = hold_up("slow", mpi).check()
+    job = hold_up("slow").check()
     n_beats = [said_by(job, rank)["beats"] for rank in range(4)]
     assert min(n_beats) > 16, "the load took less than twice the timeout, and shows nothing"
     assert "StallError" not in job.stdout + job.stderr

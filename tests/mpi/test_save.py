@@ -49,6 +49,7 @@ from tests.mpi.support import (
     ramp,
     same_error,
     sharding_of,
+    share,
     unit,
 )
 
@@ -651,7 +652,7 @@ def test_bad_arguments(comm: Any, shared_tmp_path: Path) -> None:
         (path, x, {"timeout": -1}, "timeout"),
         (path, x, {"progress": 3}, "progress is 3"),
     ]
-    for where, tree, how, text in bad:
+    for ((where, tree, how, text),) in share(bad):
         same_error(comm, lambda w=where, t=tree, h=how: shardload.save(w, t, **h), ConfigError, text)  # type: ignore[misc]
     for attrs in (lambda y: {"a": y}, lambda y: {"a": [1, y]}):
         traced = jax.jit(lambda y, attrs=attrs: shardload.save(path, np.zeros(3), attrs=attrs(y)))

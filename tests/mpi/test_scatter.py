@@ -131,13 +131,13 @@ def test_padding_and_cast(comm: Any, layout: Callable[[Array], Array]) -> None:
 def test_rows_longer_than_a_staging_buffer(comm: Any, shape: tuple[int, ...]) -> None:
     """Values that are swapped or cast go through staging buffers, which are as small as `staging` asks for."""
     mesh, spec = mesh_of(), P(None, ("a", "b")) if len(shape) == 2 else P(("a", "b"))
-    for kind, dtype in ((">f4", None), ("uint16", "float32"), ("float32", "bfloat16"), ("float32", "float64")):
+    kinds = ((">f4", None), ("uint16", "float32"), ("float32", "bfloat16"), ("float32", "float64"))
+    for (kind, dtype), staging in share(kinds, ("1KiB", "4KiB", "16KiB", "auto")):
         values = (ramp(shape, "int32") % 100).astype(kind)
         expected = values if dtype is None else values.astype(dtype)
-        for staging in ("1KiB", "4KiB", "16KiB", "auto"):
-            with X64(True):
-                x = shardload.scatter(values if comm.rank == 0 else None, mesh, spec, dtype=dtype, pad=0, staging=staging)
-            check(x, padded(expected, mesh, spec, 0), mesh, spec, (kind, staging))
+        with X64(True):
+            x = shardload.scatter(values if comm.rank == 0 else None, mesh, spec, dtype=dtype, pad=0, staging=staging)
+        check(x, padded(expected, mesh, spec, 0), mesh, spec, (kind, staging))
 
 
 @pytest.mark.parametrize("layout", [np.copy, transposed, strided, moved])

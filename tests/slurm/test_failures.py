@@ -41,7 +41,7 @@ SURVIVED = (
 @pytest.mark.parametrize(
     ("mpi", "how", "cause"),
     [
-        ("mpich", "raise", "RuntimeError: rank 1: the scratch disk is full"),
+        pytest.param("mpich", "raise", "RuntimeError: rank 1: the scratch disk is full", marks=pytest.mark.thorough),
         ("openmpi", "raise", "RuntimeError: rank 1: the scratch disk is full"),
         ("mpich", "exit", "SystemExit: rank 1: no such option"),
         ("mpich", "kill", "Killed"),

@@ -17,7 +17,7 @@ import zarr
 from tests.jobs.launch import ROOT
 from tests.mpi.support import cube, ramp
 from tests.slurm.cluster import Cluster, Done
-from tests.tiers import IS_QUICK
+from tests.tiers import IS_QUICK, thorough
 
 Site = Callable[..., dict[str, str]]
 
@@ -51,7 +51,7 @@ def placed(done: Done, n_nodes: int, n_ranks: int, few: bool) -> None:
         assert line.get("boxes decoded", 0) > 0 and line.get("tiles taken", 0) > 0, line
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", thorough(WAYS, ["mpiexec, MPICH"]))  # the first has the library, the last such a launcher
 def test_two_nodes(cluster: Cluster, site: Site, run_script: Path, tmp_path: Path, way: str) -> None:
     """Wrong if a launcher's ranks were placed otherwise than believed, or notes named memory of another node."""
     mpi, launcher = WAYS[way]

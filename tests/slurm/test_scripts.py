@@ -113,6 +113,7 @@ def test_script(cluster: Cluster, site: Site, tmp_path: Path, name: str) -> None
     compare(cluster.run(SLURM / f"{name}.sh", env=env).check().output, expected(name))
 
 
+@pytest.mark.thorough  # test_two_nodes has srun with Open MPI
 @pytest.mark.parametrize("name", ["two-nodes-wide"])
 def test_script_with_open_mpi(cluster: Cluster, site: Site, name: str) -> None:
     """Wrong if what works is MPICH's way of starting alone: --mpi=pmix."""

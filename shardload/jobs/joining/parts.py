@@ -521,7 +521,7 @@ class Parts:
         """The file that the parts are together: ``"netcdf4"`` or ``"hdf5"``, by default what the first part is."""
         from shardload.formats.hdf5.joined import PlacedPart
 
-        is_netcdf = any(member.info.format.startswith("netCDF4") for member in self._members.values())
+        is_netcdf = all(member.info.format.startswith("netCDF4") for member in self._members.values())
         self._kind = kind or ("netcdf4" if is_netcdf else "hdf5")
         specs: dict[str, ArraySpec] = {}
         places: dict[str, list[PlacedPart]] = {}

@@ -23,7 +23,7 @@ from shardload.formats.contract.dtypes import settle_bools
 from shardload.formats.contract.format import OpenFile, Source
 from shardload.formats.lookup import file_of, open_file
 from shardload.formats.memory import MemorySource
-from shardload.jobs.consistency import State, check_names, check_same_file, check_unchanged, is_open
+from shardload.jobs.consistency import State, check_names, check_same_file, check_unchanged, is_compared, is_open
 from shardload.jobs.loading.array_load import ArrayLoad
 from shardload.options import fill_value
 from shardload.planning.tuning import Tuning
@@ -102,7 +102,7 @@ class OpenSources:
             return source
         file = self._files.get(key)
         if file is None:
-            file = self._files[key] = open_file(handle, access)
+            file = self._files[key] = open_file(handle, access, load.info)
             self._opened.push(partial(_close, file))
             self.states[load.info.path] = file.state()
         source = load.as_planned(file.open(load.info.dataset, load.info))
@@ -132,18 +132,20 @@ class _OpenArray:
         self.source: Source | None = None
         self.contents: State = None
         self._state: State = None
+        self._is_compared = False  # in the end, with how it was
 
     def open(self, sources: OpenSources, rank: int) -> None:
         load = self.load
         if load.layout.schedule.is_owner(rank):
             self.source = sources.open(load)
             self._state = self.source.opened_in()
+            self._is_compared = is_compared(load.info.path, rank, load.layout.schedule.first_reader)
             check_names(load.name, load.named_in, self._state, load.info.path, load.info.dataset)
         self.contents = load.contents() if load.is_open else self._state
 
     def check_unchanged(self) -> None:
         """Raise SourceError if the file has changed since it was opened."""
-        if self.source is not None:
+        if self.source is not None and self._is_compared:
             info = self.load.info
             check_unchanged(str(info), self._state, self.source.state(), info.path, info.dataset)
 

@@ -60,7 +60,10 @@ def main(folder: str) -> None:
     shardload.initialize()
     on_root(comm, prepare)
     for path, readers in WAYS:
+        n_loaded = 0
         for left in range(MOST):
+            if n_loaded == 2:  # with more it loads as well
+                break
             own = comm.Dup()
             plan = shardload.plan(path, mesh_of(), P("a", "b"), readers=readers, comm=own)
             said = {"path": path, "readers": readers, "left": left, "type": None}
@@ -70,6 +73,7 @@ def main(folder: str) -> None:
             except shardload.ShardloadError as error:
                 said |= {"type": type(error).__name__, "text": str(error)}
             else:
+                n_loaded += 1
                 check(x, ramp(SHAPE), mesh_of(), P("a", "b"), str(said))
             print(json.dumps(said), flush=True)
             check(plan.execute(), ramp(SHAPE), mesh_of(), P("a", "b"), str(said))

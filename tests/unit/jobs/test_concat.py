@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload import ConfigError, SourceError
+from tests.unit.cli.test_main import run
 
 LENGTHS = (5, 3, 4)
 WHOLE = np.arange(12 * 2, dtype="f4").reshape(12, 2)
@@ -38,7 +39,7 @@ def write(path: Path, k: int, **changes: Any) -> str:
     return str(path)
 
 
-def load(path: Any, dataset: str = "x", **options: Any) -> np.ndarray[Any, Any]:
+def load(path: Any, dataset: str | None = "x", **options: Any) -> np.ndarray[Any, Any]:
     return np.asarray(shardload.load(path, Mesh(np.array(jax.devices()[:1]), "a"), P(), dataset=dataset, **options))
 
 
@@ -47,10 +48,10 @@ def test_a_pattern_is_put_into_the_order_of_numbers(tmp_path: Path) -> None:
     for k, number in enumerate((1, 2, 10)):
         write(tmp_path / f"run.{number}.h5", k)
     pattern = tmp_path / "run.*.h5"
-    run = shardload.concat(pattern)
-    assert [os.path.basename(part) for part in run.parts] == ["run.1.h5", "run.2.h5", "run.10.h5"]
-    np.testing.assert_array_equal(load(run), WHOLE)
-    np.testing.assert_array_equal(load(run, select=slice(4, 9)), WHOLE[4:9])
+    one = shardload.concat(pattern)
+    assert [os.path.basename(part) for part in one.parts] == ["run.1.h5", "run.2.h5", "run.10.h5"]
+    np.testing.assert_array_equal(load(one), WHOLE)
+    np.testing.assert_array_equal(load(one, select=slice(4, 9)), WHOLE[4:9])
     shardload.join(tmp_path / "whole.h5", pattern)
     with h5py.File(tmp_path / "whole.h5") as file:
         np.testing.assert_array_equal(file["x"][...], WHOLE)
@@ -113,25 +114,29 @@ def test_each_file_a_step(tmp_path: Path) -> None:
 
 def test_it_is_a_path_of_its_own(tmp_path: Path) -> None:
     files = [write(tmp_path / f"{k}.h5", k) for k in range(3)]
-    run = shardload.concat(files)
-    assert re.fullmatch(r"concat://0.h5 to 2.h5 \(3 files along 0, [0-9a-f]{8}\)", str(run))
-    assert "/x (12, 2) float32: in all parts" in run.summary and run.parts == tuple(files)
-    for other in (pickle.loads(pickle.dumps(run)), copy.copy(run)):
-        assert other == run and other.image == run.image
+    one = shardload.concat(files)
+    assert re.fullmatch(r"concat://0.h5 to 2.h5 \(3 files along 0, [0-9a-f]{8}\)", str(one))
+    assert "/x (12, 2) float32: in all parts" in one.summary and one.parts == tuple(files)
+    for other in (pickle.loads(pickle.dumps(one)), copy.copy(one)):
+        assert other == one and other.image == one.image
     with pytest.raises(dataclasses.FrozenInstanceError):
-        run.told = ""  # type: ignore[misc]
+        one.told = ""  # type: ignore[misc]
     some = shardload.concat(files[1:])
-    two = shardload.load([run, some], Mesh(np.array(jax.devices()[:1]), "a"), P(), dataset="x")
+    two = shardload.load([one, some], Mesh(np.array(jax.devices()[:1]), "a"), P(), dataset="x")
     for x, expected in zip(two, (WHOLE, WHOLE[5:]), strict=True):
         np.testing.assert_array_equal(np.asarray(x), expected)
-    listed = shardload.open(run)
+    listed = shardload.open(one)
     assert list(listed) == ["/x"] and listed["x"].shape == (12, 2) and listed["x"].n_parts == 3
     with pytest.raises(SourceError, match=r"is the text of a concatenation.* Pass what shardload.concat returned"):
-        shardload.open(f"{run}:/x")
+        shardload.open(f"{one}:/x")
+    with pytest.raises(ConfigError, match="holds 2 arrays; name one, as in dataset='/x'"):
+        load(shardload.concat([write(tmp_path / "two.h5", 0, y=WHOLE[:5])]), None)
+    with pytest.raises(ConfigError, match="parts is 5; expected the paths of the files, or a pattern"):
+        shardload.concat(5)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="untrusted=True opens a file in another process"):
-        shardload.open(run, untrusted=True)
+        shardload.open(one, untrusted=True)
     with pytest.raises(ConfigError, match="untrusted=True opens a file in another process"):
-        load(run, untrusted=True)
+        load(one, untrusted=True)
 
 
 def test_files_in_other_folders_and_outside_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,6 +148,8 @@ def test_files_in_other_folders_and_outside_of_them(tmp_path: Path, monkeypatch:
     monkeypatch.chdir(tmp_path)
     np.testing.assert_array_equal(load(relative), WHOLE)
     (tmp_path / "links").mkdir()
+    os.symlink(files[0], tmp_path / "links" / "soft.h5")
+    np.testing.assert_array_equal(load(shardload.concat([tmp_path / "links" / "soft.h5", files[1]])), WHOLE[:8])
     leading = [str(tmp_path / "links" / f"l{k}.h5") for k in (0, 1)]
     for k, path in enumerate(leading):
         with h5py.File(path, "w") as file:
@@ -170,6 +177,21 @@ def test_what_is_the_same_in_all_is_read_once(tmp_path: Path, monkeypatch: pytes
     pair = shardload.concat(nets, "z")
     assert "/mask (2,) float32: the same in all parts" in pair.summary
     np.testing.assert_array_equal(load(pair, "mask"), [4, 5])
+
+
+def test_a_copy_of_a_pattern(tmp_path: Path) -> None:
+    for k, z in enumerate(([3, 2, 1], [9, 8])):
+        levels(tmp_path / f"{k}.nc", z)
+    pattern, z = str(tmp_path / "*.nc"), np.array([9.0, 8, 3, 2, 1])
+    for source, target, names in ((pattern, "all.zarr", {"x", "z"}), (f"{pattern}:/z", "z.zarr", {"z"})):
+        code, _, said = run("copy", source, str(tmp_path / target), "--along", "z")
+        assert code == 0, said
+        group = zarr.open_group(tmp_path / target, mode="r")
+        assert set(group) == names
+        np.testing.assert_array_equal(group["z"][...], z)
+    np.testing.assert_array_equal(zarr.open_group(tmp_path / "all.zarr")["x"][...], [10 * z, 10 * z + 1])
+    code, _, said = run("copy", str(tmp_path / "no*.nc"), str(tmp_path / "no.zarr"), columns=400)
+    assert code and "no file matches" in said
 
 
 def test_zarr_is_copied_first(tmp_path: Path) -> None:

@@ -1,0 +1,208 @@
+"""Zarr at URLs: what is loaded is what is on disk, each byte is asked for once in the job, and a fault is one error of all."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zarr
+from jax.sharding import PartitionSpec as P
+
+import shardload
+from shardload import MissingChunksWarning, SourceError
+from shardload.jobs.copying.copy import copy_file
+from tests.mpi.sources import NAME
+from tests.mpi.support import DECOMPOSITIONS, check, cube, distinct, mesh_of, on_root, ramp, same_error
+from tests.servers import ObjectServer, Request
+
+pytest.importorskip("obstore")
+pytestmark = pytest.mark.any_library
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "v2": {"zarr_format": 2, "chunks": (3, 5, 7)},
+    "v3": {"chunks": (3, 5, 7)},
+    "fortran": {"zarr_format": 2, "chunks": (3, 5, 7), "order": "F"},
+    "sharded": {"chunks": (2, 3, 4), "shards": (4, 6, 12)},
+}
+
+
+class Bucket:
+    """Stores of all layouts, on a server of rank 0."""
+
+    def __init__(self, comm: Any, folder: Path) -> None:
+        self.comm, self.folder = comm, folder
+        self.server: Any = None
+        self.url, self.storage = on_root(comm, self._start)
+        self.storage["user_agent"] = f"rank {comm.rank}"
+
+    def _start(self) -> tuple[str, dict[str, Any]]:
+        for name, options in LAYOUTS.items():
+            group = zarr.open_group(self.folder / f"bucket/{name}.zarr", mode="w", zarr_format=options.get("zarr_format", 3))
+            made = {key: value for key, value in options.items() if key != "zarr_format"}
+            group.create_array(NAME, shape=cube(), dtype="f4", **made)[...] = ramp(cube())
+        self.server = ObjectServer(self.folder)
+        self.server.__enter__()
+        return self.server.url, self.server.storage
+
+    def end(self) -> None:
+        self.comm.barrier()
+        if self.server is not None:
+            self.server.__exit__()
+
+    def on_server(self, do: Any) -> Any:
+        """What `do` returns of the server on rank 0, when all ranks are here, on all ranks."""
+        self.comm.barrier()
+        found = on_root(self.comm, lambda: do(self.server))
+        self.comm.barrier()
+        return found
+
+    def asked(self) -> list[Request]:
+        """What was asked for since the last call."""
+
+        def take(server: ObjectServer) -> list[Request]:
+            found = list(server.log)
+            server.clear()
+            return found
+
+        return list(self.on_server(take))
+
+    def load(self, layout: str, spec: Any, readers: str = "parallel", **options: Any) -> Any:
+        """The array of a layout, from the bucket."""
+        options = {"dataset": NAME, "storage": self.storage, "readers": readers, **options}
+        return shardload.load(f"s3://bucket/{layout}.zarr", mesh_of(), spec, **options)
+
+    def local(self, layout: str) -> str:
+        return str(self.folder / f"bucket/{layout}.zarr")
+
+
+@pytest.fixture
+def bucket(comm: Any, shared_tmp_path: Path) -> Iterator[Bucket]:
+    made = Bucket(comm, shared_tmp_path)
+    yield made
+    made.end()
+
+
+def is_chunk(request: Request) -> bool:
+    return not request.key.rpartition("/")[2].startswith((".z", "zarr.json"))
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("name", list(distinct(DECOMPOSITIONS))[::3])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_loads_are_those_of_the_local_store(bucket: Bucket, layout: str, name: str) -> None:
+    """Each chunk is asked for once in the job, and metadata by rank 0 alone."""
+    mesh, spec = mesh_of(), DECOMPOSITIONS[name]
+    for url, storage in ((f"s3://bucket/{layout}.zarr", bucket.storage), (f"{bucket.url}/bucket/{layout}.zarr", None)):
+        bucket.asked()
+        if storage is None:
+            storage = {"user_agent": bucket.storage["user_agent"]}
+        x = shardload.load(url, mesh, spec, dataset=NAME, storage=storage, readers="parallel")
+        asked = bucket.asked()
+        check(x, ramp(cube()), mesh, spec, url)
+        assert {request.client for request in asked if not is_chunk(request)} == {"rank 0"}
+        times = Counter(request.key for request in asked if is_chunk(request))
+        files = sum(1 for file in Path(bucket.local(layout), NAME).rglob("*") if file.is_file())
+        assert len(times) == files - (2 if layout in ("v2", "fortran") else 1)
+        if layout != "sharded":
+            assert set(times.values()) == {1}
+
+
+def test_a_shard_takes_its_index_and_few_ranges(bucket: Bucket) -> None:
+    bucket.asked()
+    bucket.load("sharded", P(), "root")
+    asked = [request for request in bucket.asked() if is_chunk(request)]
+    assert set(Counter(request.key for request in asked).values()) <= {2, 3}  # two threads share a block
+
+
+def test_a_rank_that_reads_nothing_asks_for_nothing(bucket: Bucket) -> None:
+    bucket.asked()
+    check(bucket.load("v3", P("a"), "root"), ramp(cube()), mesh_of(), P("a"))
+    assert {request.client for request in bucket.asked()} == {"rank 0"}
+
+
+def test_everything_that_takes_a_path(comm: Any, bucket: Bucket, shared_tmp_path: Path) -> None:
+    url, mesh, spec, how = "s3://bucket/v3.zarr", mesh_of(), P("a", "b"), {"storage": bucket.storage}
+    plan = shardload.plan(url, mesh, spec, dataset=NAME, **how)
+    check(plan.execute(), ramp(cube()), mesh, spec)
+    x = shardload.load(f"{url}:/{NAME}", mesh, spec, select=np.s_[1:5], pad=0, verify="file", **how)
+    assert x.shape[1:] == cube()[1:]
+    tree = shardload.load({"x": f"{url}:/*"}, mesh, spec, **how)
+    check(tree["x"]["group"]["field"], ramp(cube()), mesh, spec)
+    shardload.verify(plan.execute(), url, dataset=NAME, **how)
+    contents = shardload.open(url, **how)
+    assert contents[NAME].shape == cube()
+    steps = shardload.stream(f"{url}:/{NAME}", mesh, P(), along=0, batch=2, window=(0,), shuffle=None, **how)
+    batch = next(iter(steps))
+    np.testing.assert_array_equal(np.asarray(batch).reshape(2, *cube()[1:]), ramp(cube())[:2])
+    copy_file(url, str(shared_tmp_path / "copy.h5"), comm=comm, **how)
+    y = shardload.load(str(shared_tmp_path / "copy.h5"), mesh, spec, dataset=NAME)
+    check(y, ramp(cube()), mesh, spec)
+
+
+def test_missing_chunks(comm: Any, bucket: Bucket) -> None:
+    bucket.on_server(lambda server: (bucket.folder / "bucket/v3.zarr" / NAME / "c/0/0/0").unlink())
+    expected = ramp(cube()).copy()
+    expected[:3, :5, :7] = 0
+    bucket.asked()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        x = shardload.load(
+            "s3://bucket/v3.zarr", mesh_of(), P("a", "b"), dataset=NAME, storage=bucket.storage, readers="parallel"
+        )
+    check(x, expected, mesh_of(), P("a", "b"))
+    assert [one.category for one in caught].count(MissingChunksWarning) == (comm.rank == 0)
+    assert Counter(request.key for request in bucket.asked() if request.status == 404) == {f"bucket/v3.zarr/{NAME}/c/0/0/0": 1}
+
+
+def set_faults(**faults: Any) -> Any:
+    return lambda server: vars(server.faults).update(faults) or None
+
+
+@pytest.mark.parametrize("layout", ["v2", "sharded"])
+def test_a_store_that_is_busy(bucket: Bucket, layout: str) -> None:
+    bucket.on_server(set_faults(busy=0.2))
+    check(bucket.load(layout, P(None, "a", "b")), ramp(cube()), mesh_of(), P(None, "a", "b"))
+    assert any(request.status == 503 for request in bucket.asked())
+
+
+def test_a_store_that_refuses(comm: Any, bucket: Bucket) -> None:
+    """Of one chunk, and of metadata: the same error on all ranks, without a key."""
+    key = f"bucket/v3.zarr/{NAME}/c/1/0/0"
+    bucket.on_server(set_faults(status=403, code="AccessDenied", only=lambda found: found == key) if comm.rank == 0 else None)
+    load = partial(bucket.load, "v3", P("a"))
+    error = same_error(comm, load, SourceError, "access is denied (403 AccessDenied)", "s3://bucket/v3.zarr", "(1, 0, 0)")
+    assert "TOPSECRET" not in str(error) and "AKIATEST" not in str(error)
+    bucket.on_server(set_faults(only=lambda found: True) if comm.rank == 0 else None)
+    same_error(comm, load, SourceError, "access is denied (403 AccessDenied)", "s3://bucket/v3.zarr")
+
+
+def test_metadata_that_change_after_the_plan(comm: Any, bucket: Bucket) -> None:
+    path = bucket.folder / "bucket/v3.zarr" / NAME / "zarr.json"
+    plan = shardload.plan("s3://bucket/v3.zarr", mesh_of(), P("a"), dataset=NAME, storage=bucket.storage)
+    bucket.on_server(lambda _: path.write_text(path.read_text() + " "))
+    same_error(comm, plan.execute, SourceError, "changed while it was read", NAME)
+
+
+def test_a_shard_that_changes_while_it_is_read(comm: Any, bucket: Bucket) -> None:
+    """Between its index and its chunks: they are asked for as that version."""
+    key, lock, seen = f"bucket/sharded.zarr/{NAME}/c/0/0/0", threading.Lock(), list[str]()
+    path = bucket.folder / key
+
+    def change(found: str) -> bool:
+        with lock:
+            if found == key:
+                seen.append(found)
+            if len(seen) == 2:
+                path.write_bytes(path.read_bytes()[::-1])
+        return False
+
+    bucket.on_server(set_faults(only=change) if comm.rank == 0 else None)
+    load = partial(bucket.load, "sharded", P("a"), "root")
+    same_error(comm, load, SourceError, "it was replaced", "s3://bucket/sharded.zarr")
