@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.jobs.launch import ROOT, Job, run_job
+from tests.tiers import quick_ones
 
 SCRIPT = Path(__file__).parent / "scripts" / "streams.py"
 N, LAST = 3, 2
@@ -51,7 +52,7 @@ def test_alone(tmp_path: Path, prefetch: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prefetch", "mpi"), [(0, "mpich"), pytest.param(2, "mpich", marks=pytest.mark.thorough), (2, "openmpi")]
+    ("prefetch", "mpi"), quick_ones([(0, "mpich"), (2, "mpich"), (2, "openmpi")], (0, "mpich"), (2, "openmpi"))
 )
 def test_a_rank_that_raises(tmp_path: Path, prefetch: int, mpi: str) -> None:
     """Wrong if the others hung, or could not say who left, or its own error was not shown."""
