@@ -1,7 +1,7 @@
 """How are single chunks of a Zarr array read without zarr-python? By position, in any number of threads.
 
 1. `chunk_reader` gives a reader if that is possible: the store is an `ObjectFolder`, and `metadata` understands the metadata.
-2. `ChunkFiles` reads objects with one chunk each, `ShardFiles` ranges of shards.
+2. `ChunkFiles` reads objects with one chunk each, `ShardFiles` ranges of shards, `ReferencedChunks` ranges of any objects.
 3. Decoding is the same for all formats: see `stored_chunks`.
 
 Before memory is allocated, each size that a file declares is compared with the file's own size, and with the most that a chunk
@@ -27,6 +27,7 @@ from shardload.formats.contract.dtypes import native_dtype
 from shardload.formats.stored_chunks import Extents, StoredChunks
 from shardload.formats.zarr.metadata import MOST_INDEX_NBYTES, NotCovered, ZarrLayout, layout_of
 from shardload.formats.zarr.nodes import ArrayNode
+from shardload.formats.zarr.references import ReferenceFolder
 from shardload.storage.objects import ObjectFolder, StoredObject
 from shardload.storage.remote import RemoteFolder
 
@@ -63,7 +64,11 @@ def chunk_reader(array: Any, node: ArrayNode, info: ArrayInfo) -> ZarrChunks | N
         return None
     if sum(stage.n_more is None for stage in layout.stages) > 1 or layout.chunk_shape != info.chunks or fill.shape != ():
         return None
-    kind = ChunkFiles if layout.per_shard is None else ShardFiles
+    kind: type[ZarrChunks] = ChunkFiles if layout.per_shard is None else ShardFiles
+    if isinstance(array.store.folder, ReferenceFolder):
+        if layout.per_shard is not None:
+            return None
+        kind = ReferencedChunks
     return kind(array.store.folder, f"{array.path}/" if array.path else "", layout, info.shape, dtype, fill)
 
 
@@ -128,6 +133,27 @@ class ChunkFiles(ZarrChunks):
         if isinstance(self._folder, RemoteFolder):
             keys = (self._key(at) for box in boxes for at in itertools.product(*box))
             self._folder.expect(keys, self.chain.most_stored_nbytes, self.chain.nbytes)
+
+
+class ReferencedChunks(ZarrChunks):
+    """Chunks that are ranges of other objects."""
+
+    _folder: ReferenceFolder
+
+    def locate(self, box: Sequence[range]) -> list[Extents]:
+        """Where the chunks of a box are: an `Extents` for each object that has some."""
+        found: dict[int, tuple[StoredObject, list[tuple[int, int, int]]]] = {}
+        n = 0
+        for number, at in enumerate(itertools.product(*box)):
+            n += 1
+            if (place := self._folder.place(self._key(at))) is not None:
+                stored, offset, nbytes = place
+                found.setdefault(id(stored), (stored, []))[1].append((number, offset, nbytes))
+        extents = []
+        for stored, places in found.values():
+            numbers, offsets, sizes = np.array(places, dtype=np.int64).T
+            extents.append(Extents(stored, offsets, sizes, None if len(places) == n else numbers))
+        return extents
 
 
 class ShardFiles(ZarrChunks):
