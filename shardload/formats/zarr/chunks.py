@@ -1,7 +1,7 @@
 """How are single chunks of a Zarr array read without zarr-python? By position, in any number of threads.
 
 1. `chunk_reader` gives a reader if that is possible: the store is an `ObjectFolder`, and `metadata` understands the metadata.
-2. `ChunkFiles` reads objects with one chunk each, `ShardFiles` ranges of shards.
+2. `ChunkFiles` reads objects with one chunk each, `ShardFiles` ranges of shards, `ReferencedChunks` ranges of any objects.
 3. Decoding is the same for all formats: see `stored_chunks`.
 
 Before memory is allocated, each size that a file declares is compared with the file's own size, and with the most that a chunk
@@ -14,7 +14,7 @@ import itertools
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,11 +27,13 @@ from shardload.formats.contract.dtypes import native_dtype
 from shardload.formats.stored_chunks import Extents, StoredChunks
 from shardload.formats.zarr.metadata import MOST_INDEX_NBYTES, NotCovered, ZarrLayout, layout_of
 from shardload.formats.zarr.nodes import ArrayNode
+from shardload.formats.zarr.references import ReferenceFolder
 from shardload.storage.objects import ObjectFolder, StoredObject
 from shardload.storage.remote import RemoteFolder
 
-# The most shards whose file and index are kept. A limit of 1024 open files is common.
-_MOST_SHARDS = 64
+# The most shards whose file and index are kept. A limit of 1024 open files is common. Objects of a store are none, and those
+# that are fetched ahead must stay.
+_MOST_SHARDS, _MOST_REMOTE_SHARDS = 64, 4096
 
 # Offset and length, in a shard's index, of a missing chunk.
 _MISSING = 2**64 - 1
@@ -62,7 +64,11 @@ def chunk_reader(array: Any, node: ArrayNode, info: ArrayInfo) -> ZarrChunks | N
         return None
     if sum(stage.n_more is None for stage in layout.stages) > 1 or layout.chunk_shape != info.chunks or fill.shape != ():
         return None
-    kind = ChunkFiles if layout.per_shard is None else ShardFiles
+    kind: type[ZarrChunks] = ChunkFiles if layout.per_shard is None else ShardFiles
+    if isinstance(array.store.folder, ReferenceFolder):
+        if layout.per_shard is not None:
+            return None
+        kind = ReferencedChunks
     return kind(array.store.folder, f"{array.path}/" if array.path else "", layout, info.shape, dtype, fill)
 
 
@@ -122,6 +128,33 @@ class ChunkFiles(ZarrChunks):
         check_box(box, self.counts)
         return Encoded(self._folder.read_many(map(self._key, itertools.product(*box)), self.chain.most_stored_nbytes))
 
+    def expect(self, boxes: Iterator[Sequence[range]]) -> None:
+        """See `ChunkReader`: the same objects are fetched ahead."""
+        if isinstance(self._folder, RemoteFolder):
+            keys = (self._key(at) for box in boxes for at in itertools.product(*box))
+            self._folder.expect(keys, self.chain.most_stored_nbytes, self.chain.nbytes)
+
+
+class ReferencedChunks(ZarrChunks):
+    """Chunks that are ranges of other objects."""
+
+    _folder: ReferenceFolder
+
+    def locate(self, box: Sequence[range]) -> list[Extents]:
+        """Where the chunks of a box are: an `Extents` for each object that has some."""
+        found: dict[int, tuple[StoredObject, list[tuple[int, int, int]]]] = {}
+        n = 0
+        for number, at in enumerate(itertools.product(*box)):
+            n += 1
+            if (place := self._folder.place(self._key(at))) is not None:
+                stored, offset, nbytes = place
+                found.setdefault(id(stored), (stored, []))[1].append((number, offset, nbytes))
+        extents = []
+        for stored, places in found.values():
+            numbers, offsets, sizes = np.array(places, dtype=np.int64).T
+            extents.append(Extents(stored, offsets, sizes, None if len(places) == n else numbers))
+        return extents
+
 
 class ShardFiles(ZarrChunks):
     """Chunks in shard files, of which the last few that were used stay open, each with its index.
@@ -134,7 +167,8 @@ class ShardFiles(ZarrChunks):
         super().__init__(folder, prefix, layout, *array)
         self._per_shard = layout.per_shard or ()
         self._index_nbytes = 16 * math.prod(self._per_shard) + sum(stage.n_more or 0 for stage in layout.index_stages)
-        self._most_kept = max(1, min(_MOST_SHARDS, MOST_INDEX_NBYTES // (16 * math.prod(self._per_shard))))
+        most = _MOST_REMOTE_SHARDS if isinstance(folder, RemoteFolder) else _MOST_SHARDS
+        self._most_kept = max(1, min(most, MOST_INDEX_NBYTES // (16 * math.prod(self._per_shard))))
         self._lock = threading.Lock()  # protects the table; never held while a file is read
         self._shards: OrderedDict[tuple[int, ...], _Shard] = OrderedDict()
 

@@ -39,6 +39,7 @@ from shardload.formats.zarr.codecs import refuse_codecs
 from shardload.formats.zarr.making import float_of_base64, properties_of
 from shardload.formats.zarr.metadata import grid_of, is_stacked, n_in_shard, names_of
 from shardload.formats.zarr.nodes import ArrayNode, BrokenNode, GroupNode, UnknownCodecError, quiet
+from shardload.formats.zarr.references import is_references
 from shardload.formats.zarr.store import (
     WatchedStore,
     open_store,
@@ -204,17 +205,20 @@ class ZarrSource(Source):
 
 
 class ZarrFormat(Format):
-    """Zarr stores of format 2 and 3: folders, zip files, and URLs of object stores and HTTP servers."""
+    """Zarr stores of format 2 and 3: folders, zip files, sets of references, and URLs of object stores and HTTP servers."""
 
     name = "Zarr"
 
     def claims_path(self, path: str) -> bool:
-        """True if the folder has Zarr metadata at its root, or the zip file at any place: the store's folder may be in it."""
+        """True if the folder has Zarr metadata at its root, or the zip file at any place: the store's folder may be in it.
+
+        And for a set of references to chunks in other files.
+        """
         if os.path.isdir(path):
             return any(os.path.exists(os.path.join(path, mark)) for mark in _MARKS)
         try:
             if not zipfile.is_zipfile(path):
-                return False
+                return is_references(path)
             with zipfile.ZipFile(path) as archive:
                 return any(name.rpartition("/")[2] in _MARKS for name in archive.namelist())
         except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError):

@@ -33,6 +33,7 @@ from shardload.errors import SourceError, is_unread
 from shardload.formats.access import STRICT, Access
 from shardload.formats.zarr.codecs import checked
 from shardload.formats.zarr.nodes import ArrayNode, BrokenNode, GroupNode, Node, parse_node
+from shardload.formats.zarr.references import SUFFIXES, ReferenceFolder, is_references, refuse_parquet
 from shardload.storage.containment import TARGET_HINT, Fence, OutsideError
 from shardload.storage.local import LocalFolder, state_of
 from shardload.storage.objects import NoListingError, ObjectFolder
@@ -188,7 +189,7 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
             return  # an array's folder is never listed: it may hold a million chunks
         try:
             below = [f"{name.rstrip('/')}/{entry}" for entry in self.folder.folders(name.strip("/"))]
-            if name == "/" and node is None and not below:
+            if name == "/" and node is None and not below and isinstance(self.folder, RemoteFolder):
                 raise FileNotFoundError(_NO_STORE)
         except NoListingError as error:
             yield from ((other, found) for other, found in self._nodes_of(self._keys_told(error)) if other != name)
@@ -328,10 +329,14 @@ def _check_key(key: str) -> None:
 
 def open_store(path: str, access: Access = STRICT) -> WatchedStore:
     """A watched store for a path."""
-    if is_remote(path):
+    is_url = is_remote(path)
+    if is_url or is_references(path):
         nothing = zarr.storage.MemoryStore(read_only=True)
-        return WatchedStore(nothing, folder=open_remote(path, access.storage).folder())
+        if is_url and not path.lower().endswith(SUFFIXES):
+            return WatchedStore(nothing, folder=open_remote(path, access.storage).folder())
+        return WatchedStore(nothing, folder=ReferenceFolder(path, access))
     if os.path.isdir(path):
+        refuse_parquet(path)
         return WatchedStore(zarr.storage.LocalStore(path, read_only=True), Fence.around_store(path, access.allow_external))
     opened_in = state_of(path)
     return WatchedStore(zarr.storage.ZipStore(path, mode="r", read_only=True), opened_in=opened_in)
