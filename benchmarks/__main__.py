@@ -10,11 +10,13 @@ import typer
 
 from benchmarks.cases import cells as c
 from benchmarks.cases import saves as s
+from benchmarks.cases import streams as st
 from benchmarks.cases.layouts import default_folder, field, make, many, reference_of
 from benchmarks.fuzz.filters import fuzz_filters
 from benchmarks.fuzz.loads import fuzz
 from benchmarks.reports.plot import plot
 from benchmarks.reports.saves import copy_section, plot_saves, put_section, save_section
+from benchmarks.reports.streams import plot_streams, streams_section
 from benchmarks.reports.tables import read_records, write_report
 from benchmarks.runs import grid as g
 from benchmarks.runs import rechunking, saves
@@ -23,6 +25,7 @@ from benchmarks.runs.devices import LAYOUTS as LAYOUTS_OF_DEVICES
 from benchmarks.runs.environments import make_heat
 from benchmarks.runs.extras import measure_many, measure_memory, measure_scatter, measure_small, profile_chunks
 from benchmarks.runs.measure import default_ways, measure, write_record
+from benchmarks.runs.streams import measure_streams
 from benchmarks.runs.verification import measure_verification
 from benchmarks.throttle.links import why_not
 from shardload.units import parse_nbytes
@@ -347,6 +350,30 @@ def copy_command(
     typer.echo("\n".join(rechunking.copy_table(record)))
 
 
+@app.command("streams")
+def streams_command(
+    size: Annotated[int, typer.Option(min=80, help="Steps of the array, each of 416 KiB.")] = st.N_STEPS,
+    cells: Annotated[str, typer.Option(help="Separated by ';': each cell whose name begins so.  [default: all]")] = "",
+    ways: Annotated[str, typer.Option(help=f"Separated by commas, or all: {', '.join(st.STREAM_WAYS)}.")] = "all",
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each way; of one that takes long, one.")] = 2,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Of a run that is no whole epoch.")] = 3.0,
+    data: Data = DATA_FOLDER,
+    out: Annotated[Path, typer.Option(help="The record; the plot lies beside it.")] = RESULTS / "streams.json",
+) -> None:
+    """Time streams of batches: shardload, slicing, Grain, TensorStore, xbatcher, mosaicml-streaming. About 12 minutes."""
+    begins = [name.strip() for name in cells.split(";") if name.strip()]
+    wanted = [cell for cell in st.STREAM_CELLS if not begins or cell.name.startswith(tuple(begins))]
+    if not wanted:
+        raise typer.BadParameter(
+            f"{cells!r}: expected some of {'; '.join(c.name for c in st.STREAM_CELLS)}", param_hint="--cells"
+        )
+    chosen = _known(list(st.STREAM_WAYS) if ways == "all" else ways.split(","), st.STREAM_WAYS)
+    files = st.make_stream_files(data, size, sorted({cell.layout for cell in wanted}), say)
+    record = measure_streams(wanted, files, chosen, repeats=repeats, seconds=seconds, out=out, say=say)
+    plot_streams(record, out.with_suffix(".svg"))
+    typer.echo(streams_section(record))
+
+
 @app.command()
 def heat() -> None:
     """Install Heat (with PyTorch, a large download) into .venv-heat, once."""
@@ -366,7 +393,10 @@ def report(results: Results = RESULTS) -> None:
 
 
 def _show_saves(records: dict[str, Any]) -> None:
-    """The tables and the figure of the page for users."""
+    """The tables and the figures of the pages for users."""
+    if records.get("streams", {}).get("cells"):
+        put_section(DOCS / "streams.md", "streams", streams_section(records["streams"]))
+        plot_streams(records["streams"], RESULTS / "streams.svg")
     if records.get("save", {}).get("cells"):
         put_section(DOCS / "save.md", "save", save_section(records["save"]))
         plot_saves(records["save"], DOCS / "figures" / "save.svg")

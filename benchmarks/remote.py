@@ -122,6 +122,11 @@ class RemoteJob:
         return replies
 
     @property
+    def pids(self) -> list[int]:
+        """The processes of the ranks."""
+        return list(self._pids)
+
+    @property
     def is_alive(self) -> bool:
         """False once it was killed or closed."""
         return bool(self._connections)

@@ -17,6 +17,7 @@ import random
 import re
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from email.utils import formatdate
@@ -72,6 +73,7 @@ class ObjectServer:
         self.objects: dict[str, bytes] = {} if objects is None or isinstance(objects, Path) else objects
         self._folder = objects if isinstance(objects, Path) else None
         self.faults, self.log, self.lists = Faults(), list[Request](), True
+        self._etags: deque[tuple[bytes, str]] = deque(maxlen=8)
         self.dates: dict[str, float] = {}
         self.headers: list[dict[str, str]] = []  # of each request
         self.ends, self.lock = threading.Event(), threading.Lock()
@@ -105,6 +107,16 @@ class ObjectServer:
             return self.objects.get(key)
         path = self._folder / key
         return path.read_bytes() if path.is_file() else None
+
+    def etag(self, content: bytes) -> str:
+        """From the bytes. Those of the last objects are kept: a hash of all for each range would take long."""
+        with self.lock:
+            known = next((etag for other, etag in self._etags if other is content), None)
+        if known is None:
+            known = f'"{hashlib.md5(content).hexdigest()}"'
+            with self.lock:
+                self._etags.append((content, known))
+        return known
 
     def names(self) -> list[str]:
         if self._folder is None:
@@ -161,7 +173,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if content is None:
             self._say(key, 404, "NoSuchKey")
             return
-        etag = f'"{hashlib.md5(content).hexdigest()}"'
+        etag = self.owner.etag(content)
         if faults.has_etag and self.headers.get("If-Match", etag) != etag:
             self._say(key, 412, "PreconditionFailed")
             return
@@ -199,7 +211,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if exists and self.headers.get("If-None-Match") == "*":
             self._say(key, 412, "PreconditionFailed")
             return
-        self._send(key, 200, {"Content-Length": "0", "ETag": f'"{hashlib.md5(body).hexdigest()}"'}, b"", 0)
+        self._send(key, 200, {"Content-Length": "0", "ETag": owner.etag(body)}, b"", 0)
 
     def do_POST(self) -> None:
         """Of S3: remove some objects."""

@@ -27,10 +27,26 @@ from benchmarks.cases.saves import SaveLayout
 from benchmarks.peers import savers
 from benchmarks.peers.chunk_profile import copy_seconds, decoder_seconds, spent
 from benchmarks.peers.many import MANY
+from benchmarks.peers.stream_run import missing_ways, settle, stream
 from benchmarks.peers.ways import SCATTERS, WAYS, last_report
 from benchmarks.remote import serve
 
-PACKAGES = ("jax", "numpy", "mpi4py", "h5py", "zarr", "numcodecs", "tensorstore", "hdf5plugin", "deflate", "zstandard")
+PACKAGES = (
+    "jax",
+    "numpy",
+    "mpi4py",
+    "h5py",
+    "zarr",
+    "numcodecs",
+    "tensorstore",
+    "hdf5plugin",
+    "deflate",
+    "zstandard",
+    "grain",
+    "xbatcher",
+    "xarray",
+    "mosaicml-streaming",
+)
 comm = MPI.COMM_WORLD
 kept: dict[str, Any] = {}
 
@@ -207,6 +223,9 @@ HANDLERS = {
     "chunk_profile": chunk_profile,
     "verification": verification,
     "save": save,
+    "stream": stream,
+    "missing_ways": missing_ways,
+    "settle": settle,
 }
 
 

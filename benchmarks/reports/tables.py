@@ -49,6 +49,7 @@ KINDS = (
     "devices",
     "save",
     "save-memory",
+    "streams",
     "copy",
 )
 SCATTER_AT_LEAST = {"scatter": 8.0, "scatterv": 1.0}

@@ -16,6 +16,7 @@ from shardload.formats.memory import MemorySource
 from shardload.planning.schedule import Schedule
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.tuning import Tuning, default_tuning
+from shardload.storage.remote import is_remote
 from shardload.transfer.decode import conversion
 from shardload.transfer.local_pieces import LocalPieces
 from shardload.transfer.missing import counter_of
@@ -95,6 +96,8 @@ class FileSource(ABC):
             counts=counter_of(schedule, self._rank),
             convert=conversion(array.decoding),
         )
+        if array.source is not None and is_remote(array.info.path):
+            reader.expect(move.flow.outgoing(self._rank))
         opened.enter_context(reader)
         opened.push(partial(_interrupt, source))  # runs first: the reader waits for threads that read
         return reader

@@ -16,12 +16,14 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from shardload.errors import ConfigError, ShardloadError, SourceError, is_unread, printable
+from shardload.formats.concatenation import Concatenation
 from shardload.formats.contract.array import GROUP, NOTHING, ArrayInfo, nbytes_of, some
 from shardload.formats.contract.dtypes import refusal
 from shardload.formats.untrusted.answers import HelperError
 from shardload.storage.containment import NotAFileError, OutsideError, open_file
 from shardload.storage.leftovers import ROOTS, find_leftover
 from shardload.storage.objects import NoListingError
+from shardload.storage.remote import RemoteError
 from shardload.system.interruption import let_interruption_pass
 from shardload.units import counted
 
@@ -70,6 +72,8 @@ def _damaged(path: str, dataset: str | None, error: Exception) -> SourceError:
     said = f"{type(error).__name__}: {error}"
     if isinstance(error, ModuleNotFoundError):
         text = f"{what} cannot be opened without '{error.name}', which is not installed: `pip install {error.name}`."
+    elif isinstance(error, RemoteError):  # which names the object
+        text = f"{error}"
     elif isinstance(error, _SAYS_ALL):
         text = f"{what} cannot be opened: {error}."
     elif isinstance(error, PermissionError) and "://" not in path:
@@ -188,7 +192,9 @@ def only_array(path: str, infos: Sequence[ArrayInfo], has_more: bool) -> ArrayIn
         if has_more:
             n, which = f"more than {n}", f"of the first {len(infos)}, largest first"
         texts = some([_told(info) for info in arrays], "many" * has_more)
-        raise ConfigError(f"'{path}' holds {n} arrays; name one, as in '{path}:{arrays[0].dataset}' ({which}): {texts}.")
+        name = arrays[0].dataset
+        how = f"dataset='{name}'" if isinstance(path, Concatenation) else f"'{path}:{name}'"
+        raise ConfigError(f"'{path}' holds {n} arrays; name one, as in {how} ({which}): {texts}.")
     others = [f"{_told(i)}: {i.refused}" if i.refused else f"{_told(i)}: a coordinate" for i in infos]
     there = f"It holds {some(others)}. A coordinate can be loaded by its name." if others else "It holds none at all."
     raise SourceError(f"'{path}' holds no array that can be loaded without being named. {there}", path=path)

@@ -12,6 +12,7 @@ whatever the library below raised. `diagnosis` has the messages.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
@@ -40,10 +41,12 @@ from shardload.planning.region import Region
 from shardload.planning.tuning import Tuning
 from shardload.storage.changes import complete_append
 from shardload.storage.leftovers import refuse_leftover
+from shardload.storage.remote import is_remote, open_remote, shown
 from shardload.system.interruption import let_interruption_pass
 
 State = tuple[int, ...] | None
 
+_HEAD_NBYTES = 1 << 12  # of an object whose name does not tell its format
 _MOST_OPEN = 16  # files that a `Finder` has open at a time
 _MOST_LISTED = 1000  # arrays to look at, to say which one the caller could mean
 
@@ -58,14 +61,14 @@ def split_path(path: str) -> tuple[str, str | None]:
     --------
     >>> split_path("no-such-file.h5:/group/rho")
     ('no-such-file.h5', '/group/rho')
-    >>> split_path("s3://bucket/store.zarr")
-    ('s3://bucket/store.zarr', None)
+    >>> split_path("s3://bucket/store.zarr"), split_path("http://localhost:8000/run.h5:/gas/rho")
+    (('s3://bucket/store.zarr', None), ('http://localhost:8000/run.h5', '/gas/rho'))
     """
     path = without_scheme(path)
-    head, scheme, rest = path.rpartition("://")
-    if scheme:
-        left, found, name = rest.rpartition(":/")
-        return (f"{head}://{left}", "/" + name) if found and left else (path, None)
+    scheme, found, rest = path.partition("://")
+    if found:
+        at = max((match.start() for match in re.finditer(":/(?!/)", rest)), default=0)  # not that of a port, or of another URL
+        return (f"{scheme}://{rest[:at]}", rest[at + 1 :]) if at else (path, None)
     path = os.path.expanduser(path)
     if os.path.exists(path):
         return path, None
@@ -189,7 +192,7 @@ def open_source(path_or_object: Any, dataset: str, access: Access = STRICT, plan
         return _checked(open_object(path_or_object, access))
     path = split_path(path)[0]
     with naming_what_is_gone(path, _full_name(dataset)):
-        return _checked(open_alone(open_file(path, access), dataset, planned))
+        return _checked(open_alone(open_file(path, access, planned), dataset, planned))
 
 
 def open_object(array: Any, access: Access = STRICT) -> Source:
@@ -199,7 +202,7 @@ def open_object(array: Any, access: Access = STRICT) -> Source:
         return file_format.open_object(array, access)
 
 
-def open_file(path: str | os.PathLike[str], access: Access = STRICT) -> OpenFile:
+def open_file(path: str | os.PathLike[str], access: Access = STRICT, planned: ArrayInfo | None = None) -> OpenFile:
     """Open a file once, for several of its arrays.
 
     Collective: no. Close it after use, and what was opened in it before (a ``with`` statement does).
@@ -210,21 +213,23 @@ def open_file(path: str | os.PathLike[str], access: Access = STRICT) -> OpenFile
         The file, maybe with the name of an array in it, which does not count here.
     access : Access
         What the caller allows.
+    planned : ArrayInfo, optional
+        An array of it that was found before: its format is known.
 
     Raises
     ------
     SourceError
         If there is no such file, no format claims it, or it is damaged.
     """
-    return _CheckedFile(split_path(os.fsdecode(path))[0], access)
+    return _CheckedFile(split_path(os.fsdecode(path))[0], access, planned)
 
 
 class _CheckedFile(OpenFile):
     """An open file of any format. Its errors are SourceErrors, but for ``KeyError(dataset)``."""
 
-    def __init__(self, path: str, access: Access) -> None:
-        self._path = path
-        file_format = format_of(path, access)
+    def __init__(self, path: str, access: Access, planned: ArrayInfo | None = None) -> None:
+        self._path = shown(path)
+        file_format = format_of(path, access, planned)
         with as_source_error(path):
             self._file = file_format.open_file(path, access)
 
@@ -322,6 +327,8 @@ class Finder:
         Cap on the values of all small arrays together, below `Tuning.small_total_nbytes`.
     keeps_states : bool
         True if the state of each file is kept from when it was opened, to see if it changed (`state_of`, `states`).
+    tells : bool
+        True if ranks will read what is found: they are told what they need not look up then (`Source.tell`).
     """
 
     def __init__(
@@ -330,8 +337,9 @@ class Finder:
         tuning: Tuning | None = None,
         most_nbytes: int | None = None,
         keeps_states: bool = False,
+        tells: bool = False,
     ) -> None:
-        self.access, self._tuning = access, tuning
+        self.access, self._tuning, self._tells = access, tuning, tells
         self._keeps_states = keeps_states and tuning is not None
         self._states: dict[str, State] = {}
         cap = 0 if tuning is None else tuning.small_total_nbytes
@@ -372,7 +380,7 @@ class Finder:
         refuse_leftover(path)
         file = self.file(path)
         if dataset is None:
-            return self._looked_at(file, _only_one(path, file), look)
+            return self._looked_at(path, file, _only_one(path, file), look)
         name = _full_name(dataset)
         try:
             source = file.open(name)
@@ -420,12 +428,12 @@ class Finder:
         found = [check_loadable(info) for info in below if info.refused is None or holds_numbers(info)]
         if not found:
             raise no_arrays_below(path, group, infos)
-        return [self._looked_at(file, info, _look_at_all) for info in found], left_out
+        return [self._looked_at(path, file, info, _look_at_all) for info in found], left_out
 
-    def _looked_at(self, file: OpenFile, info: ArrayInfo, look: Look) -> FoundArray:
+    def _looked_at(self, path: str, file: OpenFile, info: ArrayInfo, look: Look) -> FoundArray:
         """An array that was found without being opened here. If values of it may be small, it is opened."""
         is_large = look is _look_at_all and self._tuning is not None and not is_small(info, self._tuning)
-        if self._tuning is None or is_large:
+        if (self._tuning is None or is_large) and not (self._tells and is_remote(path)):
             return FoundArray(look(info, None)[0])
         try:
             with closing(file.open(info.dataset, info)) as source:
@@ -438,8 +446,12 @@ class Finder:
         info, region = look(info, source)
         if region is None:
             return FoundArray(info)
-        region = None if region.shape == info.shape else region
-        return FoundArray(info, self._values(source, region), region)
+        part = None if region.shape == info.shape else region
+        values = self._values(source, part)
+        if values is None and self._tells:
+            source.expect(region)
+            info = replace(info, parts=source.tell(region))
+        return FoundArray(info, values, part)
 
     def _values(self, source: Source, region: Region | None) -> memoryview | None:
         """All values, or those of a region, if they are small and fit beside those that others have."""
@@ -501,10 +513,10 @@ def _full_name(dataset: str) -> str:
     return "/" + dataset.strip("/")
 
 
-def format_of(path: str, access: Access = STRICT) -> Format:
+def format_of(path: str, access: Access = STRICT, planned: ArrayInfo | None = None) -> Format:
     """The format that claims the file. If none does, SourceError says what the file is instead.
 
-    An untrusted file is not looked at here: its helper process asks the formats.
+    An untrusted file is not looked at here: its helper process asks the formats. `planned`: see `open_file`.
     """
     if access.untrusted is not None:
         if isinstance(path, Concatenation):
@@ -514,7 +526,7 @@ def format_of(path: str, access: Access = STRICT) -> Format:
             )
         return untrusted.FORMAT
     if "://" in path:
-        found, failed = registry.claiming(lambda file_format: file_format.claims_url(path), plugins_first=True)
+        found, failed = _claiming_url(path, access, planned)
     else:
         check_readable(path)
         with _naming_what_is_unread(path):
@@ -525,6 +537,22 @@ def format_of(path: str, access: Access = STRICT) -> Format:
         with _naming_what_is_unread(path):
             raise unclaimed(path, registry.names(), failed)
     return found
+
+
+def _claiming_url(url: str, access: Access, planned: ArrayInfo | None) -> tuple[Format | None, list[str]]:
+    """What `registry.claiming` gives for a URL. If that names no file of a known kind, its first bytes are asked for."""
+    is_named = not is_remote(url) or url.rstrip("/").lower().endswith((".zarr", ".zip", ".json", ".parquet"))
+    found, failed = registry.claiming(lambda file_format: file_format.claims_url(url), plugins_first=True)
+    if is_named or found is None or found.name != "Zarr":  # which takes any
+        return found, failed
+    if planned is not None:
+        kind = "Zarr" if planned.format.startswith("Zarr") else "HDF5"
+        return registry.claiming(lambda file_format: file_format.name == kind)
+    head = b""
+    with suppress(OSError), closing(open_remote(url, access.storage).object()) as stored:  # what a store needs, Zarr says
+        head = stored.read_at_most(0, _HEAD_NBYTES)
+    by_head = registry.claiming(lambda file_format: file_format.claims_head(head))[0]
+    return by_head or found, failed
 
 
 @contextmanager

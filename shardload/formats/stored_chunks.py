@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ import numpy as np
 from shardload.formats.codecs.chains import Chain
 from shardload.formats.contract.chunk_reader import ChunkReader, Encoded, Room, check_box, fresh
 from shardload.storage.objects import Ranges, StoredObject
+from shardload.storage.remote import expect
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -86,7 +87,7 @@ class StoredChunks(ChunkReader):
         extents = self.locate(box)
         for extent in extents:
             self._check_within_object(extent)
-        ranges = [Ranges(extent.offsets, extent.sizes) for extent in extents]
+        ranges = [Ranges(extent.offsets, extent.sizes, extent.stored.most_gap_nbytes) for extent in extents]
         memory, begin = room(sum(wanted.nbytes for wanted in ranges)), 0
         if len(extents) == 1 and extents[0].numbers is None:
             return Encoded(extents[0].stored.read_ranges(ranges[0], memory), extents[0].skipped)
@@ -100,6 +101,10 @@ class StoredChunks(ChunkReader):
                 data[number] = piece
             skipped.update(extent.skipped)
         return Encoded(data, skipped)
+
+    def expect(self, boxes: Iterator[Sequence[range]]) -> None:
+        """See `ChunkReader`: the same ranges are fetched ahead, in larger pieces."""
+        expect((extent.stored, extent.offsets, extent.sizes) for box in boxes for extent in self.locate(box))
 
     def _check_within_object(self, extent: Extents) -> None:
         offsets, sizes = extent.offsets.view(np.uint64), extent.sizes.view(np.uint64)  # what is negative is far too large

@@ -82,8 +82,13 @@ def contents_of(source: Source, handle: Any, selection: Selection, chunks: Grid 
     if isinstance(handle, np.ndarray) and not _is_mapped(handle):
         selected = np.asarray(handle)[selection.to_file(whole).slices()]
         return selected.nbytes, checksum(np.atleast_1d(selected))
+    return whole.size * source.dtype.itemsize, checksum_of_samples(source, selection, chunks, _N_BOXES)
+
+
+def checksum_of_samples(source: Source, selection: Selection, chunks: Grid | None, most: int) -> int:
+    """A checksum of the values of up to `most` small regions, the same ones in any file of that shape and those chunks."""
     sum_ = 0
-    for region in sample_regions(whole, chunks, source.dtype.itemsize, 0, _N_BOXES):
+    for region in sample_regions(Region.whole(selection.shape), chunks, source.dtype.itemsize, 0, most):
         place = selection.to_file(region)
         values = np.empty(place.shape, dtype=source.dtype)
         try:
@@ -93,7 +98,7 @@ def contents_of(source: Source, handle: Any, selection: Selection, chunks: Grid 
         except Exception as error:
             raise Naming(source, selection, chunks).explain(error, region) from error
         sum_ = checksum(values, sum_)
-    return whole.size * source.dtype.itemsize, sum_
+    return sum_
 
 
 def _is_mapped(array: Any) -> bool:

@@ -38,7 +38,7 @@ def find_arrays(
     `on_empty` gets each group below which there are none, and the error about it, which it may raise.
     """
     infos: dict[str, ArrayInfo] = {}
-    with Finder(access) as finder:
+    with Finder(access, tells=True) as finder:
         for name in names:
             if name != "*" and not name.endswith("/*"):
                 info = finder.find(path, name).info

@@ -9,7 +9,7 @@ Pure, like `schedule`; ranks with the same integers make the same flow, each at 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -211,30 +211,40 @@ class BatchFlow:
 
     def outgoing(self, rank: int) -> Iterator[Block]:
         """See `Flow`."""
+        for block in self.blocks_of(rank):
+            if parts := self.parts_of(block):
+                yield Block(self.region(block), tuple(parts))
+
+    def region(self, block: int) -> Region:
+        """The region of a block of the round."""
+        place, number = divmod(block, self.schedule.rest.n_cells)
+        return self.schedule.with_steps(self.schedule.rest.region(number), *self._bounds(place))
+
+    def parts_of(self, block: int) -> list[Part]:
+        """Which parts of a block of the round go where."""
         schedule = self.schedule
         shards = schedule.shards
-        whole_batch = (0, shards.shape_global[0])
-        for block in self.blocks_of(rank):
-            place, number = divmod(block, schedule.rest.n_cells)
-            rest = schedule.rest.region(number)
-            met = shards.grid.meeting(Region((0, *rest.start), (whole_batch[1], *rest.stop)))
-            parts = []
-            for shard in met:
-                held = schedule.held(shard)
-                common = None if held is None else held.intersect(rest)
-                if common is None:
-                    continue
-                runs = self.runs[schedule.part_of_batch(shard)]
-                for k in range(*self._of(runs, place)):
-                    region = schedule.with_steps(common, int(runs.start[k]), int(runs.stop[k]))
-                    parts += [Part(region, self.number(shard, k), holder) for holder in shards.holders(shard)]
-            if parts:
-                yield Block(schedule.with_steps(rest, *self._bounds(place)), tuple(parts))
+        place, number = divmod(block, schedule.rest.n_cells)
+        rest = schedule.rest.region(number)
+        parts = []
+        for shard in shards.grid.meeting(Region((0, *rest.start), (shards.shape_global[0], *rest.stop))):
+            held = schedule.held(shard)
+            common = None if held is None else held.intersect(rest)
+            if common is None:
+                continue
+            runs = self.runs[schedule.part_of_batch(shard)]
+            for k in range(*self._of(runs, place)):
+                region = schedule.with_steps(common, int(runs.start[k]), int(runs.stop[k]))
+                parts += [Part(region, self.number(shard, k), holder) for holder in shards.holders(shard)]
+        return parts
 
     def incoming(self, rank: int) -> Mapping[int, Sequence[Part]]:
         """See `Flow`."""
+        return _by_sender(part for _, _, part in sorted(self.awaited(rank), key=lambda item: item[:2]))
+
+    def awaited(self, rank: int) -> Iterator[tuple[int, int, Part]]:
+        """What comes from other ranks, in any order: the block, the target, and the part, whose rank is the sender."""
         schedule, n_rest = self.schedule, self.schedule.rest.n_cells
-        found: list[tuple[int, int, Part]] = []
         for shard in schedule.shards.shards_of(rank):
             held = schedule.held(shard)
             if held is None:
@@ -249,12 +259,7 @@ class BatchFlow:
                     sender = self.owner(block)
                     if sender != rank and common is not None:
                         target = self.number(shard, k)
-                        found.append((block, target, Part(schedule.with_steps(common, start, stop), target, sender)))
-        found.sort(key=lambda item: item[:2])
-        parts: dict[int, list[Part]] = {}
-        for _, _, part in found:
-            parts.setdefault(part.rank, []).append(part)
-        return parts
+                        yield block, target, Part(schedule.with_steps(common, start, stop), target, sender)
 
     def number(self, shard: int, run: int) -> int:
         """The number of the target for a run of a shard."""
@@ -274,3 +279,75 @@ class BatchFlow:
             if self.schedule.held(shard) is not None
             for k in range(len(self.runs[self.schedule.part_of_batch(shard)]))
         ]
+
+
+def _by_sender(parts: Iterable[Part]) -> dict[int, list[Part]]:
+    found: dict[int, list[Part]] = {}
+    for part in parts:
+        found.setdefault(part.rank, []).append(part)
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class SharedFlow:
+    """The flows of batches that are cut in several ways, as one `Flow`: a block is read once, and goes to the shards of all.
+
+    Parameters
+    ----------
+    flows : sequence of BatchFlow
+        With the same columns, blocks and owners.
+    """
+
+    flows: Sequence[BatchFlow]
+
+    is_direct = False
+
+    @property
+    def ndim(self) -> int:
+        """See `Flow`."""
+        return self.flows[0].ndim
+
+    @property
+    def n_readers(self) -> int:
+        """Number of ranks that read in this round."""
+        return self.flows[0].n_readers
+
+    def around(self, rank: int) -> Region | None:
+        """A box around all that a rank ever reads."""
+        return self.flows[0].around(rank)
+
+    def blocks_of(self, rank: int) -> range:
+        """The blocks that a rank reads."""
+        return self.flows[0].blocks_of(rank)
+
+    def number(self, cut: int, target: int) -> int:
+        """The number of the target that has a number in the flow of one of the cuts."""
+        return target * len(self.flows) + cut
+
+    def _numbered(self, cut: int, part: Part) -> Part:
+        return Part(part.region, self.number(cut, part.shard), part.rank)
+
+    def outgoing(self, rank: int) -> Iterator[Block]:
+        """See `Flow`."""
+        for block in self.blocks_of(rank):
+            parts = [self._numbered(cut, part) for cut, flow in enumerate(self.flows) for part in flow.parts_of(block)]
+            if parts:
+                yield Block(self.flows[0].region(block), tuple(parts))
+
+    def incoming(self, rank: int) -> Mapping[int, Sequence[Part]]:
+        """See `Flow`."""
+        awaited = [
+            (block, cut, target, self._numbered(cut, part))
+            for cut, flow in enumerate(self.flows)
+            for block, target, part in flow.awaited(rank)
+        ]
+        return _by_sender(part for *_, part in sorted(awaited, key=lambda item: item[:3]))
+
+    def target(self, number: int) -> Region | None:
+        """See `Flow`."""
+        target, cut = divmod(number, len(self.flows))
+        return self.flows[cut].target(target)
+
+    def targets(self, rank: int) -> list[int]:
+        """See `Flow`."""
+        return [self.number(cut, target) for cut, flow in enumerate(self.flows) for target in flow.targets(rank)]

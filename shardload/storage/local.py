@@ -52,6 +52,7 @@ class LocalFile:
         For messages.
     """
 
+    most_gap_nbytes = 1 << 12
     _held: int | None = None  # also of one whose file could not be opened
 
     def __init__(self, descriptor: int, path: str = "the file") -> None:

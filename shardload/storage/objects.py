@@ -15,7 +15,7 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Content = bytes | Bytes
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 
-_MOST_GAP_NBYTES = 1 << 12
+_MOST_GAP_NBYTES = 1 << 12  # in a file: less than a call of the system costs
 
 
 class Ranges:
@@ -106,7 +106,15 @@ class Ranges:
 
 
 class StoredObject(Protocol):
-    """The bytes of one object. Several threads may read at once. After `close`, reads raise OSError."""
+    """The bytes of one object. Several threads may read at once. After `close`, reads raise OSError.
+
+    Attributes
+    ----------
+    most_gap_nbytes : int
+        For the `Ranges` that it reads best.
+    """
+
+    most_gap_nbytes: int
 
     @property
     def nbytes(self) -> int:

@@ -31,6 +31,7 @@ from shardload.planning.grid import numbers_in
 from shardload.planning.parts import Block, Part
 from shardload.planning.region import Region
 from shardload.planning.source_layout import SourceLayout
+from shardload.storage.remote import RemoteError
 from shardload.system.interruption import let_interruption_pass
 from shardload.system.scratch import ThreadScratch
 from shardload.transfer.buffers import Piece, StagedBlock, view_of
@@ -105,28 +106,41 @@ class ChunkTasks:
         if staged.slot is not None:
             data = staged.slot.data[: region.size * dtype.itemsize].view(dtype).reshape(region.shape)
             staged.tiles.append(Piece(region, data))
-        axes = self._layout.chunks.meeting_axes(region)
-        most = max(1, min(self._chunks_per_box, -(-math.prod(map(len, axes)) // self.n_at_a_time)))
-        boxes = list(cut_box(axes, most))
+        boxes = list(self._boxes(region))
         # Each task takes every n-th box, so that all end at about the same time.
         n = min(self.n_at_a_time, len(boxes))
         return [partial(self._read_boxes, staged, boxes[k::n]) for k in range(n)]
 
-    def _read_boxes(self, staged: StagedBlock, boxes: Iterable[Box], counters: Counters) -> None:
+    def expect(self, blocks: Iterable[Block]) -> None:
+        """Tell the reader what these blocks need, in the order in which tasks read it."""
+        found = (self._in_file(box) for block in blocks for box, _, _ in self._needed(block, self._boxes(block.region)))
+        self._reader.expect(found)
+
+    def _boxes(self, region: Region) -> Iterator[Box]:
+        """The boxes of chunks of a block that are read together."""
+        axes = self._layout.chunks.meeting_axes(region)
+        most = max(1, min(self._chunks_per_box, -(-math.prod(map(len, axes)) // self.n_at_a_time)))
+        return cut_box(axes, most)
+
+    def _needed(self, block: Block, boxes: Iterable[Box]) -> Iterator[tuple[Box, Region, Met]]:
+        """Those boxes that parts of a block need, and single chunks of those that they need no more than a part of."""
         for box in boxes:
-            region = self._region(staged, box)
-            met = [(part, common) for part in staged.block.parts if (common := part.region.intersect(region)) is not None]
+            region = self._region(block, box)
+            met = [(part, common) for part in block.parts if (common := part.region.intersect(region)) is not None]
             if not met:  # it lies between the shards of this rank
                 continue
             # Shards do not overlap; replicas have equal regions.
             is_whole = sum(common.size for common in {common for _, common in met}) == region.size
             if math.prod(map(len, box)) == 1 or is_whole:
-                self._read_box(staged, box, region, met, counters)
+                yield box, region, met
             else:
-                self._read_boxes(staged, _ones(box), counters)
+                yield from self._needed(block, _ones(box))
+
+    def _read_boxes(self, staged: StagedBlock, boxes: Iterable[Box], counters: Counters) -> None:
+        for box, region, met in self._needed(staged.block, boxes):
+            self._read_box(staged, box, region, met, counters)
 
     def _read_box(self, staged: StagedBlock, box: Box, region: Region, met: Met, counters: Counters) -> None:
-        is_one = math.prod(map(len, box)) == 1
         with self._names.at(region):
             try:
                 self._read(staged, box, region, met, counters)
@@ -135,15 +149,16 @@ class ChunkTasks:
                 raise
             except Exception as error:
                 let_interruption_pass(error)
+                is_one = math.prod(map(len, box)) == 1 or isinstance(error, RemoteError)  # which was tried often enough
                 if is_one and isinstance(error, ShardloadError):
                     raise
                 if is_one:
                     raise self._names.unreadable(error, region, self._names.index(region)) from error
         self._read_boxes(staged, _ones(box), counters)
 
-    def _region(self, staged: StagedBlock, box: Box) -> Region:
+    def _region(self, block: Block, box: Box) -> Region:
         """What a block has of a box of chunks."""
-        chunks, whole = self._layout.chunks, staged.block.region
+        chunks, whole = self._layout.chunks, block.region
         axes = list(zip(box, chunks.cell, chunks.phase, whole.start, whole.stop, strict=True))
         return Region(
             tuple([max(axis.start * c - p, low) for axis, c, p, low, _ in axes]),

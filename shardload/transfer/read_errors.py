@@ -15,6 +15,7 @@ from shardload.planning.grid import Grid
 from shardload.planning.region import Region
 from shardload.planning.selection import Selection
 from shardload.storage.containment import NotAFileError, OutsideError
+from shardload.storage.remote import RemoteError
 from shardload.system.interruption import let_interruption_pass
 
 _SAYS_WHY = (
@@ -23,6 +24,7 @@ _SAYS_WHY = (
     NotAFileError,
     HelperError,
     MemoryError,
+    RemoteError,
     UndecodedError,
 )  # errors that a new copy of the file would not fix
 

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from functools import partial
 
@@ -95,6 +95,11 @@ class SourceReader:
         running = [task for task in tasks if not task.cancel()]
         if kind is None or not issubclass(kind, StallError):  # after a stall a task may never end
             wait(running)
+
+    def expect(self, blocks: Iterable[Block]) -> None:
+        """Told which blocks will be read, in this order, of a file in a store: chunks are fetched ahead."""
+        if isinstance(self._ways, ChunkTasks):
+            self._ways.expect(blocks)
 
     def now(self) -> tuple[int, str]:
         """Return how many chunks and blocks have been read, and what is being read (the oldest read; empty: nothing)."""

@@ -43,9 +43,9 @@ def lengths(path: Path) -> tuple[int, int, int]:
 @pytest.mark.parametrize(
     ("phase", "expected"),
     [
-        ("put", (5, 5, 5)),
+        pytest.param("put", (5, 5, 5), marks=pytest.mark.thorough),
         ("read back", (5, 5, 5)),
-        ("first new chunk", (5, 5, 5)),
+        pytest.param("first new chunk", (5, 5, 5), marks=pytest.mark.thorough),
         ("metadata", (5, 5, 5)),
         ("second metadata", (9, 5, 5)),
         ("consolidated", (9, 9, 5)),

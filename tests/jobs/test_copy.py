@@ -14,6 +14,7 @@ import pytest
 import zarr
 
 from tests.jobs.launch import run_job
+from tests.tiers import quick_ones
 
 VALUES = np.arange(64 * 48 * 40, dtype="f4").reshape(64, 48, 40)
 
@@ -55,7 +56,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("at", "who", "n_after"), [(3, 1, 1), (5, 0, 2)])
+@pytest.mark.parametrize(("at", "who", "n_after"), quick_ones([(3, 1, 1), (5, 0, 2)], (5, 0, 2)))
 def test_a_job_that_was_killed_goes_on(file: Path, tmp_path: Path, at: int, who: int, n_after: int) -> None:
     """Wrong if a kill left a file with the target's name, or the next job, of another size, believed too much or nothing."""
     target = tmp_path / "out.zarr"

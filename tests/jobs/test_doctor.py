@@ -14,7 +14,7 @@ import h5py
 import numpy as np
 import pytest
 
-from tests.jobs.launch import PATHS, ROOT, job_environment, mpiexec_of, run_job
+from tests.jobs.launch import PATHS, ROOT, job_environment, run_job
 from tests.jobs.preloaded import command_for
 from tests.mpi.support import ramp
 from tests.tiers import thorough
@@ -33,18 +33,18 @@ def by_name(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("mpi", thorough(["mpich", "openmpi"], ["openmpi"]))
-def test_four_ranks_are_four_rows(mpi: str) -> None:
-    job = run_job(DOCTOR, 4, timeout=240, mpi=mpi, env=ENV).check()
-    assert [bool(out) for out in job.rank_stdout] == [True, False, False, False]
+def test_each_rank_is_a_row(mpi: str) -> None:
+    job = run_job(DOCTOR, 2, timeout=240, mpi=mpi, env=ENV).check()
+    assert [bool(out) for out in job.rank_stdout] == [True, False]
     lines = job.stdout.splitlines()
     assert lines[0].split()[:4] == ["host", "MPI", "JAX", "devices"]
-    for rank, line in enumerate(lines[1:5]):
-        assert line.split()[1:4] == [f"{rank}/4", f"{rank}/4", "cpu"]
-        assert line.endswith("0-3")
-    assert lines[5] == ""
+    for rank, line in enumerate(lines[1:3]):
+        assert line.split()[1:4] == [f"{rank}/2", f"{rank}/2", "cpu"]
+        assert line.endswith("0-1")
+    assert lines[3] == ""
     for check in ("all-reduce", "scatter"):
         assert [line.startswith("ok ") for line in lines if f"  {check} " in line] == [True]
-    assert lines[-1].startswith("OK: 4 ranks on 1 node, 4 devices")
+    assert lines[-1].startswith("OK: 2 ranks on 1 node, 2 devices")
     assert "Gloo" not in job.stdout
 
 
@@ -144,19 +144,6 @@ def test_one_process_without_mpi() -> None:
     assert by_name(report)["scatter"]["ok"]
 
 
-@pytest.mark.thorough  # test_singletons_are_told_once has the report, test_modes_of_launch such a launch
-def test_mpiexec_of_the_other_library() -> None:
-    """MPICH's mpiexec with Open MPI below mpi4py: singletons, as they really come about."""
-    env = {k: v for k, v in job_environment(2, mpi="openmpi").items() if k.startswith(("OMPI_", "PRTE_"))}
-    env |= {"MPI4PY_MPIABI": "openmpi", "LD_LIBRARY_PATH": str(mpiexec_of("openmpi").parents[1] / "lib")}
-    job = run_job(DOCTOR, 2, timeout=240, env={**ENV, **env})
-    assert job.returncode == 1
-    assert [bool(out) for out in job.rank_stdout] == [True, False]
-    assert "singletons: mpiexec started 2 tasks" in job.stdout
-    assert "mpi4py uses Open MPI" in job.stdout
-    assert job.stdout.splitlines()[-1].startswith("FAILED: 2 tasks, each a job of its own; 1 error")
-
-
 def test_mpirun_of_the_other_library() -> None:
     """Open MPI's mpirun with MPICH below mpi4py: MPICH ends the process, and what to type is said nevertheless."""
     # Without run_job's choice mpi4py takes what stands beside it: MPICH.
@@ -233,7 +220,7 @@ def test_a_rank_that_fails_fails_all_and_nobody_waits() -> None:
 
 def test_a_rank_that_hangs_is_ended_and_named() -> None:
     """Wrong if the others waited until the job's time is up, without a word of who keeps them waiting."""
-    job = run_job(spoiled("hang", 1, 5), 2, timeout=240, env=ENV)
+    job = run_job(spoiled("hang", 1, 10), 2, timeout=240, env=ENV)
     assert job.returncode != 0
     assert "still waiting for the check 'all-reduce'" in job.stderr
     assert job.stdout == ""

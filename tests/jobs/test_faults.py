@@ -11,19 +11,20 @@ import pytest
 
 from tests.jobs import faults
 from tests.jobs.launch import ROOT, run_job
+from tests.tiers import quick_ones, thorough
 
 
 # With the other library, every third: what breaks is the file, or the memory. Of the ways of reading, `make test` takes
 # for each fault a third, for the next fault another one.
 @pytest.mark.parametrize("third", [0, *(pytest.param(k, marks=pytest.mark.thorough) for k in (1, 2))])
-@pytest.mark.parametrize(("mpi", "every"), [("mpich", 1), ("openmpi", 3)])
+@pytest.mark.parametrize(("mpi", "every"), quick_ones([("mpich", 1), ("openmpi", 3)], ("mpich", 1)))
 def test_all_ranks_see_the_same(tmp_path: Path, mpi: str, every: int, third: int) -> None:
     """Wrong if one rank went on with what another could not read, or a file that changed gave a mixture."""
     cases = [*faults.EXPECTED][::every]
     faults.check_survivors(faults.survivors(tmp_path, cases, mpi, third), cases, third)
 
 
-@pytest.mark.parametrize("phase", faults.DEATHS)
+@pytest.mark.parametrize("phase", thorough(faults.DEATHS, ["assembly"]))
 def test_a_rank_that_is_killed_ends_the_job(tmp_path: Path, phase: str) -> None:
     """Wrong if the others waited for it, or processes or files of ours were left."""
     before = ours_in_shared_memory()
@@ -68,7 +69,7 @@ def test_hundreds_of_loads(tmp_path: Path, n: int) -> None:
 
 def test_two_threads_two_communicators_and_a_computation(tmp_path: Path) -> None:
     """Wrong if loads of two threads took each other's parts, or a load waited for a computation."""
-    ranks = counted(tmp_path, 4, "threads")
+    ranks = counted(tmp_path, 2, "threads")
     for found in ranks:
         assert found["right"] == {"0": 4, "1": 4} and found["computed"], found
         # Over one communicator: the right array, or an error that all ranks have; and no rank waits for a call of another.

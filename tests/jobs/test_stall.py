@@ -151,10 +151,9 @@ def test_ranks_that_leave(hold_up: Callable[..., Job], ranks: str) -> None:
     assert job.returncode != 0 and "outlived" not in job.stderr
 
 
-@pytest.mark.parametrize("mpi", ["mpich"])
-def test_slow_is_not_still(hold_up: Callable[..., Job], mpi: str) -> None:
+def test_slow_is_not_still(hold_up: Callable[..., Job]) -> None:
     """Each chunk takes a beat, and there are more of them than beats in the timeout; the script compares the values."""
-    job = hold_up("slow", mpi).check()
+    job = hold_up("slow").check()
     n_beats = [said_by(job, rank)["beats"] for rank in range(4)]
     assert min(n_beats) > 16, "the load took less than twice the timeout, and shows nothing"
     assert "StallError" not in job.stdout + job.stderr

@@ -48,7 +48,7 @@ def run_suite(
 
 def test_memory_that_one_rank_cannot_share(tmp_path: Path) -> None:
     """Wrong if the ranks disagreed: some would send notes of memory that others cannot see."""
-    found = run_suite(tmp_path, FEW, 4, {"WAYS_WITHOUT": "1"}, share="0/2" if IS_QUICK else "")
+    found = run_suite(tmp_path, FEW, 4, {"WAYS_WITHOUT": "1"}, share="0/4" if IS_QUICK else "")
     assert [one.get("segments refused", 0) > 0 for one in found] == [False, True, False, False]
     for one in found:
         assert one["messages sent"] > 20 and "notes sent" not in one, one

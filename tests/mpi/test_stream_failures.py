@@ -254,7 +254,7 @@ def test_without_prefetch_mpi_is_called_in_next_only(path: Path, monkeypatch: py
         assert group.watch.n_agreed == before
 
 
-@pytest.mark.parametrize("prefetch", [1, 2])
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
 def test_a_rank_leaves(comm: Any, path: Path, groups: list[Group], prefetch: int, tune_rounds: None) -> None:
     """Wrong if the others waited out the timeout, were told another rank, or lost batches that they had."""
     if comm.size == 1:

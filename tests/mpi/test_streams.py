@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -577,6 +578,32 @@ def test_each_chunk_is_decoded_once_without_shuffle(comm: Any, files: dict[str, 
             assert given.n_decoded == n_chunks(chunk, steps), (name, spec)
 
 
+@pytest.mark.parametrize("shuffle", [None, 2])
+def test_leaves_that_are_cut_in_other_ways_share_their_chunks(comm: Any, files: dict[str, str], shuffle: int | None) -> None:
+    """(11) Wrong if a leaf with another spec, mesh, pad or scale read its array again, or got the part of another one."""
+    path, n = files["a.h5"], len(jax.devices())
+    data = h5(path, "chunked")
+    specs = {"x": P("a", None, None, "b"), "y": P(None, "b"), "z": P("b", None, "a"), "again": P("a", None, None, "b")}
+    meshes = {"x": mesh_of(), "y": mesh_of(shape=(1, n)), "z": mesh_of(), "again": mesh_of()}
+    windows = {"x": (-1, 0), "y": 1, "z": (0, 1), "again": (1, -1)}
+    pads, scales = {"x": 0, "y": -1, "z": -2, "again": 0}, {"x": None, "y": (3, 2), "z": None, "again": (1, 4)}
+    options = {"window": windows, "pad": pads, "scale": scales, "shuffle": shuffle, "pool": 20 * LAT * LON * 4}
+    ds = stream(path, meshes, specs, dataset=dict.fromkeys(specs, "chunked"), **options)
+
+    def compare(batch: Any, index: Array) -> None:
+        for name, spec in specs.items():
+            mean, deviation = (np.float32(of) for of in scales[name] or (0, 1))
+            expected = padded((samples(data, index, windows[name]) - mean) / deviation, meshes[name], spec, pads[name])
+            check(batch[name], expected, meshes[name], spec, name)
+
+    given = take(comm, ds, compare)
+    assert given.index == batches_of(ds.order(0))
+    assert len(ds.plan.arrays) == 1
+    assert given.n_decoded == len(EpochRounds(ds.plan, 0, 0).readings[0]) * 2  # chunks of a column
+    if shuffle is None:
+        assert given.n_decoded == n_chunks((5, 4, 7), range(given.anchors[-1] + 2))
+
+
 @pytest.fixture(scope="module")
 def long_file(comm: Any, tmp_path_factory: Any) -> str:
     """100 chunks of 40 steps."""
@@ -621,6 +648,7 @@ def test_resuming_reads_at_most_the_pool(comm: Any, long_file: str) -> None:
     ds = stream(long_file, mesh_of(), P("a"), dataset="x", window=(-1, 0, 1), shuffle=1, batch=240, pool=400 * 6 * 4)
     order = ds.plan.sample_order
     pool = (order.spread + 1) * order.block // 40 + 2 * (order.spread + 1)  # chunks, with those at the borders of blocks
+    assert f"reads at most {pool}% of the steps first" in str(ds.plan)
     whole = [len(EpochRounds(ds.plan, 0, first).readings[0]) for first in range(0, 3840, 240)]
     state = take(comm, ds, lambda batch, index: None, 7).state
     alone = stream(long_file, mesh_of(), P("a"), dataset="x", window=(-1, 0, 1), shuffle=1, batch=240, pool=9600, prefetch=0)
@@ -708,3 +736,34 @@ def test_a_state_of_another_stream(comm: Any, files: dict[str, str]) -> None:
     wide = iter(made(window=(-2, 0, 1))).get_state()
     it = iter(made(window=(-2, 1)))
     same_error(comm, lambda: it.set_state(wide), ConfigError, "window")
+
+
+def test_a_state_of_another_file(comm: Any, shared_tmp_path: Path) -> None:
+    """(15) Wrong if the values of another year went for those of the file, or a copy of it elsewhere did not."""
+
+    def make() -> None:
+        for name, first in (("a", 0), ("b", 1)):
+            with h5py.File(shared_tmp_path / f"{name}.h5", "w") as file:
+                file.create_dataset("x", data=ramp((20, LAT)) + first, chunks=(4, LAT))
+        (shared_tmp_path / "elsewhere").mkdir()
+        shutil.copy(shared_tmp_path / "a.h5", shared_tmp_path / "elsewhere" / "c.h5")
+
+    on_root(comm, make)
+    mesh, data = mesh_of(), ramp((20, LAT))
+    a, b, c = (stream(shared_tmp_path / name, mesh, P(), dataset="x") for name in ("a.h5", "b.h5", "elsewhere/c.h5"))
+    state = take(comm, a, comparer(data, mesh, P()), 1).state
+    it = iter(b)
+    same_error(comm, lambda: it.set_state(state), ConfigError, "values is")
+    assert take(comm, c, comparer(data, mesh, P()), None, state).anchors == list(range(6, 18))
+
+
+def test_a_state_with_a_remainder(comm: Any, files: dict[str, str]) -> None:
+    """(14) Wrong if remainder="error" dropped samples after all, where a state goes on with another batch."""
+    options = {"dataset": "chunked", "window": (0, 1), "remainder": "error", "prefetch": 0}
+    mesh, data = mesh_of(), h5(files["a.h5"], "chunked")
+    compare = comparer(data, mesh, P(), (0, 1))
+    state = take(comm, stream(files["a.h5"], mesh, P(), batch=4, **options), compare, 1).state
+    it = iter(stream(files["a.h5"], mesh, P(), batch=6, **options))
+    same_error(comm, lambda: it.set_state(state), ConfigError, "the 32 that are left are no whole batches of 6")
+    fits = stream(files["a.h5"], mesh, P(), batch=2, **options)
+    assert take(comm, fits, compare, None, state).anchors == list(range(4, 36))

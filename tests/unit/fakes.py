@@ -21,6 +21,7 @@ from shardload.planning.schedule import Schedule
 from shardload.planning.selection import select_axes
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.tuning import default_tuning
+from shardload.storage.objects import Ranges
 from shardload.transfer.buffers import Piece, Slots, StagedBlock
 from shardload.transfer.local_pieces import LocalPieces
 from shardload.transfer.reader import SourceReader
@@ -29,6 +30,40 @@ from shardload.transfer.resources import Resources
 Array = np.ndarray[Any, Any]
 
 TABLE = np.arange(32, dtype="f4").reshape(8, 4)
+
+
+@dataclass
+class ObjectInMemory:
+    """A `StoredObject` that counts calls that read, and ranges that they read."""
+
+    content: bytes
+    n_reads: int = 0
+    n_ranges: int = 0
+    version: tuple[int, ...] | None = (1, 1)
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.content)
+
+    def read_at_most(self, offset: int, nbytes: int) -> bytes:
+        self.n_reads, self.n_ranges = self.n_reads + 1, self.n_ranges + 1
+        return self.content[offset : offset + nbytes]
+
+    def read_into(self, out: Array, offset: int) -> None:
+        self.n_reads, self.n_ranges = self.n_reads + 1, self.n_ranges + 1
+        if offset < 0 or offset + len(out) > len(self.content):
+            raise OSError("the object ends before")
+        out[:] = np.frombuffer(self.content, np.uint8, len(out), offset)
+
+    def read_ranges(self, ranges: Ranges, memory: Array) -> list[memoryview]:
+        n_reads = self.n_reads
+        for begin, nbytes, offset in ranges.requests:
+            self.read_into(memory[begin : begin + nbytes], offset)
+        self.n_reads = n_reads + 1
+        return ranges.pieces(memory)
+
+    def close(self) -> None:
+        self.content = b""
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import is_
 from typing import Any
@@ -74,6 +74,10 @@ class ChunkReader(abc.ABC):
         `room` gives the memory to read into: memory that was used before is much faster than new memory. What was read is valid
         until it is called again. Errors in the file are OSError (also for a short read) or ValueError.
         """
+
+    def expect(self, boxes: Iterator[Sequence[range]]) -> None:
+        """Told which boxes will be fetched, in about this order, if the file is in a store. The default does nothing."""
+        return None
 
     @abc.abstractmethod
     def decode(self, encoded: Encoded, out: np.ndarray[Any, Any]) -> None:

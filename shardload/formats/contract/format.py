@@ -89,6 +89,12 @@ class Source(abc.ABC):
         """
         return None
 
+    def tell(self, region: Region) -> Mapping[str, Any] | None:
+        """What other ranks must know to read values of `region` without opening the file (`ArrayInfo.parts`): they open the
+        array with it. The default is what `info` says.
+        """
+        return self.info.parts
+
     def nbytes_stored(self) -> int | None:
         """Bytes on disk; None if the format does not know them. It may take long. The default is that of `info`."""
         return self.info.nbytes_stored
@@ -182,6 +188,12 @@ class Format(abc.ABC):
 
     def claims_url(self, url: str) -> bool:
         """True if `url`, which has a ``://``, is for this format. Decides by the text alone. Never raises."""
+        return False
+
+    def claims_head(self, head: bytes) -> bool:
+        """True if an object in a store that begins with these bytes is for this format. Asked if its URL does not tell. Never
+        raises.
+        """
         return False
 
     def claims_object(self, obj: object) -> bool:

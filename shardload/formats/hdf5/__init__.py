@@ -2,6 +2,8 @@
 
 Read `file` and `source` first.
 
+format                         which files are HDF5
+in_store, told                 files in object stores: opened by one rank, which tells the others
 metadata                       describes an array
 links                          follows a name, and finds the other files of a dataset
 tiles                          reads a virtual dataset part by part

@@ -5,7 +5,8 @@ The index of most files is a version 1 B-tree: nodes of some 60 entries, which N
 
 1. Read the object header of the dataset (`on_disk`), and find the message that says where its B-tree is.
 2. Read the nodes level by level, down to the leaves: those below which a box of chunks may be, because the chunks are in the
-   order of their positions. A leaf has an entry for each chunk: size, filter mask, position and address.
+   order of their positions. A leaf has an entry for each chunk: size, filter mask, position and address. The nodes of a level
+   are read at once: of an object in a store that takes as long as reading one.
 3. An index that contradicts itself is damaged, and an error. HDF5 goes down from the root by the keys, which are positions: an
    entry has those between its key and the next one. If a key is wrong, a search ends in another node, finds nothing there, and
    HDF5 gives fill values, without an error. Chunks that share bytes of the file are damage too.
@@ -22,7 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from shardload.formats.hdf5.on_disk import DATASPACE, LAYOUT, UNDEFINED, Read, read_header
+from shardload.formats.hdf5.on_disk import DATASPACE, LAYOUT, UNDEFINED, read_header
+from shardload.storage.objects import Ranges, StoredObject
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 Entries = np.ndarray[Any, Any]
@@ -55,8 +57,8 @@ class ChunkTree:
 
     Attributes
     ----------
-    read : callable
-        Reads bytes of the file.
+    stored : StoredObject
+        The file.
     header, root : int
         Addresses of the dataset's object header, and of the tree; `UNDEFINED` if no chunk was ever written.
     chunk : tuple of int
@@ -65,7 +67,7 @@ class ChunkTree:
         The shape that the array may grow to.
     """
 
-    read: Read
+    stored: StoredObject
     header: int
     root: int
     chunk: tuple[int, ...]
@@ -81,11 +83,12 @@ class ChunkTree:
         first, last = (np.array([[*(end(axis) for axis in box), 0]], dtype=np.int64) for end in (min, max))
         nodes, lows, highs = [self.root], None, None  # and the keys on both sides of each, as the node above says
         seen: list[tuple[int, int]] = []  # nodes: where, and bytes of their entries
-        level = int(_HEAD.unpack(self._bytes(self.root, _HEAD.size))[2])
+        head = self.stored.read_at_most(self.root, _HEAD.size) if self.root < self.stored.nbytes else b""
+        level = int(_HEAD.unpack(head)[2]) if len(head) == _HEAD.size else 0  # `_nodes` says that it is outside of the file
         if level > _MOST_LEVELS:
             raise DamagedIndexError(f"it has {level} levels")
         while True:
-            parts = [self._node(node, level, entry) for node in nodes]
+            parts = self._entries(nodes, level, entry)
             entries = np.concatenate([part for part, _ in parts])
             counts = np.array([len(part) for part, _ in parts])
             seen += zip(nodes, (counts * entry.itemsize).tolist(), strict=True)
@@ -115,29 +118,35 @@ class ChunkTree:
                 return np.zeros((0, len(box)), dtype=np.int64), entries
             level -= 1
 
-    def _bytes(self, at: int, nbytes: int) -> bytes:
-        try:
-            data = self.read(at, nbytes)
-        except (OSError, OverflowError, ValueError):
-            data = b""
-        if len(data) < _HEAD.size:
-            raise DamagedIndexError(f"a node at byte {at} lies outside of the file")
-        return data
+    def _nodes(self, nodes: list[int], nbytes: int) -> list[memoryview]:
+        """So many bytes of each node, fewer where the file ends."""
+        n_all = self.stored.nbytes
+        for node in nodes:
+            if node + _HEAD.size > n_all:
+                raise DamagedIndexError(f"a node at byte {node} lies outside of the file")
+        offsets = np.array(nodes, dtype=np.int64)
+        ranges = Ranges(offsets, np.minimum(nbytes, n_all - offsets))
+        return self.stored.read_ranges(ranges, np.empty(ranges.nbytes, dtype=np.uint8))
 
-    def _node(self, node: int, level: int, entry: np.dtype[Any]) -> tuple[Entries, Ints]:
-        """Its entries, and the position in the key behind the last of them."""
+    def _entries(self, nodes: list[int], level: int, entry: np.dtype[Any]) -> list[tuple[Entries, Ints]]:
+        """The entries of each node, and the position in the key behind the last of them."""
         usual = _HEAD.size + (_MOST_CHILDREN + 1) * entry.itemsize - 8  # the last key leads to no child
-        data = self._bytes(node, usual)
-        mark, kind, found, n, _, _ = _HEAD.unpack_from(data)
-        if (mark, kind, found) != (b"TREE", 1, level):
-            raise DamagedIndexError(f"the node at byte {node} is {mark!r} of level {found}, expected level {level}")
-        stop = _HEAD.size + (n + 1) * entry.itemsize - 8
-        if stop > usual:
-            data = self._bytes(node, stop)
-        if len(data) < stop:
-            raise DamagedIndexError(f"the {n} entries of the node at byte {node} reach past the end of the file")
-        entries = np.frombuffer(data[_HEAD.size : stop] + bytes(8), dtype=entry)
-        return entries[:-1], entries["at"][-1:]
+        contents, stops = self._nodes(nodes, usual), list[int]()
+        for node, data in zip(nodes, contents, strict=True):
+            mark, kind, found, n, _, _ = _HEAD.unpack_from(data)
+            if (mark, kind, found) != (b"TREE", 1, level):
+                raise DamagedIndexError(f"the node at byte {node} is {mark!r} of level {found}, expected level {level}")
+            stops.append(_HEAD.size + (n + 1) * entry.itemsize - 8)
+        if max(stops) > usual:
+            contents = self._nodes(nodes, max(stops))
+        parts = []
+        for node, data, stop in zip(nodes, contents, stops, strict=True):
+            if len(data) < stop:
+                n = (stop + 8 - _HEAD.size) // entry.itemsize - 1
+                raise DamagedIndexError(f"the {n} entries of the node at byte {node} reach past the end of the file")
+            entries = np.frombuffer(bytes(data[_HEAD.size : stop]) + bytes(8), dtype=entry)
+            parts.append((entries[:-1], entries["at"][-1:]))
+        return parts
 
     def _scaled(self, at: Entries) -> Ints:
         """Keys as HDF5 compares them: positions in the grid of all chunks, and a last number that is 0 for a chunk."""
@@ -189,13 +198,13 @@ def _is_before(one: Ints, other: Ints) -> np.ndarray[Any, np.dtype[np.bool_]]:
     return is_less
 
 
-def tree_of(read: Read, header: int, chunk: Sequence[int]) -> ChunkTree | None:
+def tree_of(stored: StoredObject, header: int, chunk: Sequence[int]) -> ChunkTree | None:
     """The index of a dataset; None if it is of another kind, or anything is unusual.
 
     Parameters
     ----------
-    read : callable
-        Reads bytes of the file.
+    stored : StoredObject
+        The file.
     header : int
         Address of the dataset's object header.
     chunk : sequence of int
@@ -205,7 +214,7 @@ def tree_of(read: Read, header: int, chunk: Sequence[int]) -> ChunkTree | None:
     largest: tuple[int, ...] = (UNDEFINED,) * ndim
     found = None
     try:
-        for message in read_header(read, header):
+        for message in read_header(stored.read_at_most, header):
             if message.kind == DATASPACE and not message.is_shared:
                 version, n_axes, flags = message.data[:3]
                 first = (8 if version == 1 else 4) + (8 * ndim if flags & 1 else 0)
@@ -219,4 +228,4 @@ def tree_of(read: Read, header: int, chunk: Sequence[int]) -> ChunkTree | None:
                 found = (root, itemsize) if itemsize else None
     except (struct.error, IndexError, OSError, ValueError):
         return None
-    return None if found is None else ChunkTree(read, header, found[0], (*chunk, found[1]), largest)
+    return None if found is None else ChunkTree(stored, header, found[0], (*chunk, found[1]), largest)

@@ -64,10 +64,10 @@ def leaves_gaps(dataset: OpenDataset) -> bool:
 
 
 @dataclass(slots=True)
-class _Table:
+class ChunkTable:
     """Where the chunks of a box are. The arrays have an axis for each axis of the grid.
 
-    If bit k of a mask is set, filter k was not applied. The offset of a missing chunk is `_NOWHERE`.
+    If bit k of a mask is set, filter k was not applied. The offset of a missing chunk is -1.
     """
 
     box: tuple[range, ...]
@@ -76,11 +76,13 @@ class _Table:
     masks: Masks
 
     @classmethod
-    def empty(cls, box: Sequence[range]) -> _Table:
+    def empty(cls, box: Sequence[range]) -> ChunkTable:
+        """A table of missing chunks."""
         shape = tuple(map(len, box))
         return cls(tuple(box), np.full(shape, _NOWHERE), np.zeros(shape, np.int64), np.zeros(shape, np.uint32))
 
     def holds(self, box: Sequence[range]) -> bool:
+        """True if a box is inside of that of the table."""
         return all(a.start <= b.start and b.stop <= a.stop for a, b in zip(self.box, box, strict=True))
 
     def part(self, box: Sequence[range]) -> tuple[Ints, Ints, Masks]:
@@ -119,12 +121,12 @@ class ChunkPlaces:
         reach_over = [axis for axis, (n, c) in enumerate(zip(dataset.shape, self.chunk, strict=True)) if n % c]
         self._plain_axes = reach_over if reach_over and self.filters and are_edges_plain(creation) else []
         self._lock = threading.Lock()
-        self._table: _Table | None = None
+        self._table: ChunkTable | None = None
 
     @kept
     def _tree(self) -> ChunkTree | None:
         header = self._dataset.header
-        return None if self.raw is None or header is None else tree_of(self.raw.read_at_most, header, self.chunk)
+        return None if self.raw is None or header is None else tree_of(self.raw, header, self.chunk)
 
     def of(self, box: Sequence[range]) -> tuple[Ints, Ints, Masks]:
         """Offset (-1: missing), size and mask of each chunk of a box, in C order. If bit k of a mask is set, filter k was not
@@ -149,8 +151,8 @@ class ChunkPlaces:
                 return larger
         return box
 
-    def _listed(self, box: Sequence[range]) -> _Table:
-        table = _Table.empty(box)
+    def _listed(self, box: Sequence[range]) -> ChunkTable:
+        table = ChunkTable.empty(box)
         if not math.prod(table.offsets.shape):
             return table
         if self._tree is None:
@@ -164,7 +166,7 @@ class ChunkPlaces:
                 table.masks.swapaxes(0, axis)[-1] = self.no_filter
         return table
 
-    def _list_by_library(self, table: _Table) -> None:
+    def _list_by_library(self, table: ChunkTable) -> None:
         put_right = true_place(self._dataset)
         told: list[Any] = []
 
@@ -190,7 +192,7 @@ class ChunkPlaces:
     def missing(self, region: Region) -> list[tuple[int, ...]]:
         """The missing chunks that meet a non-empty region."""
         box = chunks_met(region, self.chunk)
-        if self._tree is None and self._table is None and self._dataset.id.get_num_chunks() >= math.prod(self.counts):
+        if self._tree is None and self._table is None and self._dataset.n_stored >= math.prod(self.counts):
             return []
         is_missing = (self.of(box)[0] == _NOWHERE).reshape(tuple(map(len, box)))
         return list(map(tuple, (np.argwhere(is_missing) + [axis.start for axis in box]).tolist()))
@@ -227,7 +229,7 @@ def open_chunks(dataset: OpenDataset, dtype: np.dtype[Any], places: ChunkPlaces)
     known = [stage for stage in stages if stage is not None]
     if swap is None or len(known) < len(stages) or sum(stage.n_more is None for stage in known) > 1:
         return None
-    if creation.fill_value_defined() == h5py.h5d.FILL_VALUE_UNDEFINED and not dataset.id.get_num_chunks():
+    if creation.fill_value_defined() == h5py.h5d.FILL_VALUE_UNDEFINED and not dataset.n_stored:
         return None  # no values at all: HDF5 raises an error
     chain = Chain([*known, *([decode_byte_order(swap)] if swap else [])], math.prod(places.chunk) * dtype.itemsize)
     return Hdf5Chunks(dataset, dtype, places, chain)

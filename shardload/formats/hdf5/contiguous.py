@@ -33,11 +33,10 @@ def open_contiguous(dataset: OpenDataset, dtype: np.dtype[Any]) -> Hdf5Contiguou
     """A reader of `dataset` as values of `dtype` (a native type); None if HDF5 has to read it."""
     if dataset.creation.get_layout() != h5py.h5d.CONTIGUOUS or dataset.creation.get_external_count() > 0:
         return None
-    swap, offset = swap_size(dataset.kind, dtype), dataset.id.get_offset()
-    is_whole = dataset.id.get_storage_size() == math.prod(dataset.shape) * dtype.itemsize
-    if dataset.raw is None or swap is None or offset is None or not is_whole:  # no offset: nothing was ever written
+    swap, extent = swap_size(dataset.kind, dtype), dataset.extent
+    if dataset.raw is None or swap is None or extent is None or extent[1] != math.prod(dataset.shape) * dtype.itemsize:
         return None
-    return Hdf5Contiguous(dataset.raw, offset, dataset.shape, swap)
+    return Hdf5Contiguous(dataset.raw, extent[0], dataset.shape, swap)
 
 
 class Hdf5Contiguous:

@@ -1,9 +1,8 @@
-"""How is an HDF5 or netCDF4 file opened, and what is in it?
+"""What is in an HDF5 or netCDF4 file that is open?
 
-1. `Hdf5Format` recognises files and lists their arrays.
-2. `Hdf5File` is one open file. A name is looked up through soft and external links (`links.follow`), `describe` turns the
+1. `Hdf5File` is one open file. A name is looked up through soft and external links (`links.follow`), `describe` turns the
    dataset's metadata into an `ArrayInfo`, and a `Hdf5Source` reads its values.
-3. `OtherFiles` opens the datasets of which a virtual one consists, each as if it were loaded from its own file.
+2. `OtherFiles` opens the datasets of which a virtual one consists, each as if it were loaded from its own file.
 """
 
 from __future__ import annotations
@@ -14,90 +13,33 @@ import itertools
 import os
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import h5py
 
-from shardload.errors import ConfigError, SourceError, printable
-from shardload.formats.access import STRICT, Access
-from shardload.formats.concatenation import SCHEME, Concatenation
-from shardload.formats.contract.array import MOST_NAMED, ArrayInfo, group_info, some
+from shardload.errors import SourceError, printable
+from shardload.formats.access import Access
+from shardload.formats.concatenation import Concatenation
+from shardload.formats.contract.array import MOST_NAMED, ArrayInfo, group_info
 from shardload.formats.contract.dtypes import native_dtype
-from shardload.formats.contract.format import ChangedError, Format, OpenFile, Source
+from shardload.formats.contract.format import ChangedError, OpenFile, Source
 from shardload.formats.hdf5.chunks import fill_value
 from shardload.formats.hdf5.in_memory import ImageFacts
-from shardload.formats.hdf5.links import LostError, Others, SearchPath, follow, look_through, open_other, place_of, versions_of
+from shardload.formats.hdf5.links import LostError, Others, SearchPath, follow, look_through, open_other, versions_of
 from shardload.formats.hdf5.making import attribute_names, groups_of
 from shardload.formats.hdf5.metadata import NON_COORDINATE, describe, stands_for_axis
 from shardload.formats.hdf5.names import decoded, encoded, names_below
 from shardload.formats.hdf5.opened import OpenDataset, OpenFacts, close_all, kept
-from shardload.formats.hdf5.raw_file import has_signature, open_to_read, type_of_values
+from shardload.formats.hdf5.raw_file import open_to_read, type_of_values
 from shardload.formats.hdf5.source import Hdf5Source
 from shardload.formats.hdf5.tiles import Versions, code_of, find_boxes, tell_parts
-from shardload.storage.containment import Fence, NotAFileError, OutsideError, open_file
+from shardload.storage.block_cache import BlockCache
+from shardload.storage.containment import Fence, OutsideError, open_file
 from shardload.storage.local import state_of
+from shardload.storage.remote import RemoteError
 
 _MOST_NAMES = 1 << 17  # names to read for the message about a name that does not exist
 _ERRORS = (KeyError, OSError, RuntimeError, ValueError)
-
-
-class Hdf5Format(Format):
-    """HDF5 files, with any layout, and any filter that the installed HDF5 library can decode."""
-
-    name = "HDF5"
-
-    def claims_path(self, path: str) -> bool:
-        """True if the file has the HDF5 signature."""
-        try:
-            file = open_file(path)
-        except (NotAFileError, FileNotFoundError, NotADirectoryError, PermissionError, ValueError):
-            return False
-        try:
-            return has_signature(file)
-        finally:
-            os.close(file)
-
-    def claims_object(self, obj: object) -> bool:
-        """True if `obj` is an `h5py.Dataset`, group or file."""
-        return isinstance(obj, h5py.Dataset | h5py.Group)
-
-    def claims_url(self, url: str) -> bool:
-        """True for several files that stand for one."""
-        return url.startswith(SCHEME)
-
-    def open_file(self, path: str, access: Access = STRICT) -> OpenFile:
-        """Open the file."""
-        if isinstance(path, Concatenation):
-            return _ConcatenatedFile(path, access)
-        if path.startswith(SCHEME):
-            raise SourceError(
-                f"'{path}' is the text of a concatenation, which does not lead to its files. Pass what shardload.concat "
-                "returned, and the name of an array as dataset=",
-                path=path,
-            )
-        return Hdf5File.at(path, access)
-
-    def open_object(self, obj: Any, access: Access = STRICT) -> Source:
-        """Make a source of an open `h5py.Dataset`."""
-        if not obj:
-            raise SourceError(
-                f"the {type(obj).__module__.partition('.')[0]}.{type(obj).__name__} handed in is closed, so nothing "
-                "can be read from it. Keep its file open during the load, or pass the path of the file."
-            )
-        facts, path = OpenFacts(obj.file, is_ours=False), str(obj.file.filename)
-        file = Hdf5File(facts, path, access, Fence.around_file(place_of(facts), access.allow_external))
-        if isinstance(obj, h5py.Group):
-            infos = file._listed(obj, obj.name or "", most=MOST_NAMED)
-            names = some([repr(info.dataset) for info in itertools.islice(infos, MOST_NAMED + 1)]) or "none"
-            raise ConfigError(
-                f"'{obj.name}' in '{path}' is a group, not an array. Pass group['name'] with a name of an array in it: {names}."
-            )
-        closing = contextlib.ExitStack()
-        closing.callback(facts.close)
-        return file.source(facts.dataset(obj.id), str(obj.name or "<unnamed>"), closing)
-
-
-FORMAT = Hdf5Format()
 
 
 class Hdf5File(OpenFile):
@@ -114,6 +56,8 @@ class Hdf5File(OpenFile):
     fence : Fence
         The folders that it may refer to.
     """
+
+    _kind_of_source: ClassVar[type[Hdf5Source]] = Hdf5Source
 
     def __init__(self, facts: OpenFacts, path: str, access: Access, fence: Fence) -> None:
         self._facts, self._file, self._path, self._access, self._fence = facts, facts.file, path, access, fence
@@ -158,7 +102,7 @@ class Hdf5File(OpenFile):
             others = look_through(dataset, self._fence, self._access, planned is not None and planned.parts is not None)
             info = self._describe(dataset, name, others, planned=planned)
             open_part = OtherFiles(dataset, self._fence, self._access) if others.is_virtual else None
-            return Hdf5Source(dataset, info, others, open_part, closing.close, is_linked)
+            return self._kind_of_source(dataset, info, others, open_part, closing.close, is_linked)
         except BaseException:
             closing.close()
             raise
@@ -222,12 +166,12 @@ class Hdf5File(OpenFile):
 
     def list_arrays(self) -> list[ArrayInfo]:
         """Every dataset in the file; links to other files are not followed."""
-        return list(self._listed(in_full=True))
+        return list(self.list_below(in_full=True))
 
     def sketch(self, most: int | None = None, like: str = "") -> list[ArrayInfo]:
         """Like `list_arrays`, without what a load does not need; or at most `most` + 1 datasets, each under one name."""
         named = {info.dataset: info for info in self._below(like)}
-        others = self._listed(most=most, like=like, known=named)
+        others = self.list_below(most=most, like=like, known=named)
         return list(itertools.islice(itertools.chain(named.values(), others), None if most is None else most + 1))
 
     def list_linked(self, group: str, in_full: bool = True) -> list[ArrayInfo]:
@@ -237,11 +181,11 @@ class Hdf5File(OpenFile):
         except KeyError:  # no such name
             return []
         try:
-            return list(self._at_end_of(opened)._listed(found, group, in_full)) if isinstance(found, h5py.Group) else []
+            return list(self._at_end_of(opened).list_below(found, group, in_full)) if isinstance(found, h5py.Group) else []
         finally:
             close_all(opened)
 
-    def _listed(
+    def list_below(
         self,
         group: h5py.Group | None = None,
         called: str = "",
@@ -289,7 +233,7 @@ class Hdf5File(OpenFile):
         try:
             if not name or not isinstance(group, h5py.Group):
                 return []
-            infos = list(itertools.islice(self._at_end_of(opened)._listed(group, name, most=MOST_NAMED), MOST_NAMED + 1))
+            infos = list(itertools.islice(self._at_end_of(opened).list_below(group, name, most=MOST_NAMED), MOST_NAMED + 1))
             how = f"h5py.File({self._path!r})[{name!r}].attrs"
             return infos or [group_info(self._path, name, "HDF5", attribute_names(group), how)]
         except _ERRORS:
@@ -335,7 +279,7 @@ class Hdf5File(OpenFile):
         self._facts.close()
 
 
-class _ConcatenatedFile(Hdf5File):
+class ConcatenatedFile(Hdf5File):
     """Several files as one: `Concatenation`. What it has of them itself counts as long as none of them has changed."""
 
     def __init__(self, path: Concatenation, access: Access) -> None:
@@ -411,10 +355,12 @@ class OtherFiles:
             raise
 
 
-def open_explained(path: str) -> h5py.File:
-    """Open a file read-only. If the library refuses, SourceError says what to do."""
+def open_explained(path: str, content: BlockCache | None = None) -> h5py.File:
+    """Open a file read-only; of one in a store, its content. If the library refuses, SourceError says what to do."""
     try:
-        return open_to_read(path)
+        return open_to_read(path) if content is None else h5py.File(content, "r")
+    except RemoteError:
+        raise
     except OSError as error:
         said = str(error)
     if "unable to lock file" in said:
@@ -422,7 +368,7 @@ def open_explained(path: str) -> h5py.File:
             "another program has it open for writing, or its file system has no locks. If nobody writes to it, set "
             "HDF5_USE_FILE_LOCKING=FALSE in the environment of all ranks."
         )
-    elif _has_driver(path):
+    elif content is None and _has_driver(path):
         why = (
             "it is one of the files of HDF5's family, split or multi driver, which are one file together. Make one of them: "
             "`h5repart -family_to_sec2 part%d.h5 whole.h5`, or `h5repack` on the name before `-m.h5`."

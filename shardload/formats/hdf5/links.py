@@ -40,7 +40,7 @@ from shardload.formats.hdf5.opened import OpenDataset, OpenFacts, OpenParts, clo
 from shardload.formats.hdf5.raw_file import has_signature
 from shardload.formats.hdf5.tiles import Behind, Names, version_of
 from shardload.storage.containment import TARGET_HINT, Fence, OutsideError, why_not_a_file
-from shardload.storage.local import state_of
+from shardload.storage.local import LocalFile, state_of
 
 _MOST_LINKS = 40  # links in one name, as for the system's own symbolic links
 _MOST_LEVELS = 16  # levels of virtual datasets that consist of virtual datasets
@@ -200,6 +200,8 @@ def _walk(file: OpenFacts, name: bytes, fence: Fence, opened: list[OpenFacts]) -
             at, here = (_root(file), b"") if target.startswith(b"/") else (at, here[: -len(part) - 1])
         elif kind == h5py.h5l.TYPE_EXTERNAL:
             other, inside = target
+            if file.is_in_store:
+                raise OutsideError(f"{told} '{_shown(inside)}' in '{_shown(other)}'; load that object by its own URL")
             link = f"{told} '{_shown(inside)}' in '{_shown(other)}'"
             file = open_other(SearchPath("HDF5_EXT_PREFIX", file).of(os.fsdecode(other)), link, fence)
             opened.append(file)
@@ -269,7 +271,7 @@ def _open_checked(path: str, what: str, fence: Fence) -> OpenFacts:
         opened = OpenFacts.at(path)
     except OSError as error:
         raise LostError(f"{what}, which cannot be opened (HDF5 says: {error})") from error
-    if opened.stored is not None and not fence.holds(opened.stored.place_now(path)):
+    if isinstance(opened.stored, LocalFile) and not fence.holds(opened.stored.place_now(path)):
         opened.close()
         raise OutsideError(_leads_outside(what))
     return opened
@@ -338,6 +340,11 @@ def _look(dataset: OpenDataset, others: Others, seen: Seen, level: int, parts: O
         if level > 0:
             others.add_part(dataset)
         return
+    if dataset.facts.is_in_store:
+        raise _RefusedError(
+            "values of other files (it is a virtual dataset), which are not looked for in a store. Load each by its own URL, "
+            "or download all of them"
+        )
     others.is_virtual = True
     mappings = range(creation.get_virtual_count())
     names = [_names_of_source(creation, k) for k in mappings]
@@ -459,7 +466,7 @@ def versions_of(files: Sequence[OpenFacts]) -> dict[str, tuple[int, ...]]:
 def place_of(file: OpenFacts) -> str:
     """The path of an open file: its name, or its real path if the name no longer leads to it (a changed working folder)."""
     name = str(file.file.filename)
-    if file.stored is None or inode_of(name) == (file.state() or ())[2:]:
+    if not isinstance(file.stored, LocalFile) or inode_of(name) == (file.state() or ())[2:]:
         return name
     return file.stored.place_now(name)
 

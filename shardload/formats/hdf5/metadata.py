@@ -59,7 +59,8 @@ def describe(dataset: OpenDataset, path: str, name: str, others: Others, in_full
     others : Others
         The other files that hold its values.
     in_full : bool
-        True for what a load does not need. Bytes of the stored chunks: HDF5 goes through the index of all of them for that.
+        True for what a load does not need. Bytes of the stored chunks: HDF5 goes through the index of all of them for that (in
+        a store it would take a request for each node: they are not counted there).
         Attributes of variable length: they are in the file's global heap, and if that is damaged, HDF5 2.0.0 loops for ever
         (docs/trust-files.md); of these a load needs but the two short texts that change what integers mean (`decoding.TEXTS`).
     """
@@ -89,7 +90,9 @@ def describe(dataset: OpenDataset, path: str, name: str, others: Others, in_full
         dtype=dtype,
         chunks=chunks,
         codec=_codec(filters),
-        nbytes_stored=None if is_virtual or (chunks and not in_full) else int(dataset.id.get_storage_size()),
+        nbytes_stored=None
+        if is_virtual or (chunks and (not in_full or dataset.facts.is_in_store))
+        else int(dataset.id.get_storage_size()),
         refused=refused,
         is_coordinate=is_coordinate,
         is_dimension=is_coordinate and _has_no_values(dataset),

@@ -16,7 +16,7 @@ import h5py
 
 from shardload.formats.hdf5.names import places_in
 from shardload.formats.hdf5.raw_file import file_number, open_to_read, stored_file
-from shardload.storage.local import LocalFile
+from shardload.storage.objects import StoredObject
 
 _MOST_PARTS = 32  # HDF5 takes 570 KiB for each open file
 T = TypeVar("T")
@@ -52,6 +52,8 @@ class OpenFacts:
         The file.
     is_ours : bool
         Whether `close` closes it.
+    stored : StoredObject, optional
+        Its bytes, if it is an object in a store. `close` closes it, too.
 
     Attributes
     ----------
@@ -61,8 +63,8 @@ class OpenFacts:
         Its `state` before anything of it was read but its first block, which leads to the rest.
     """
 
-    def __init__(self, file: h5py.File, is_ours: bool = True) -> None:
-        self.file, self._is_ours = file, is_ours
+    def __init__(self, file: h5py.File, is_ours: bool = True, stored: StoredObject | None = None) -> None:
+        self.file, self._is_ours, self._in_store = file, is_ours, stored
         self.among: OpenParts | None = None
         self.opened_in = self.state()
 
@@ -75,13 +77,18 @@ class OpenFacts:
         """A dataset of this file that was opened."""
         return OpenDataset(identifier, self, address)
 
-    @kept
-    def stored(self) -> LocalFile | None:
-        """The bytes of the file, if it is a plain one and open for reading only; else None."""
-        return stored_file(self.file)
+    @property
+    def is_in_store(self) -> bool:
+        """True if it is an object in a store: it has no folder, and what HDF5 reads itself takes a request each."""
+        return self._in_store is not None
 
     @kept
-    def raw(self) -> LocalFile | None:
+    def stored(self) -> StoredObject | None:
+        """The bytes of the file, if it is an object in a store, or a plain file that is open for reading only; else None."""
+        return self._in_store or stored_file(self.file)
+
+    @kept
+    def raw(self) -> StoredObject | None:
         """The same, if addresses in it are positions; None if only the HDF5 library may read them."""
         return None if self.creation.get_userblock() else self.stored
 
@@ -240,10 +247,21 @@ class OpenDataset(h5py.Dataset):  # type: ignore[misc]  # h5py has no types
         return [self.creation.get_filter(k) for k in range(self.creation.get_nfilters())]
 
     @kept
-    def raw(self) -> LocalFile | None:
+    def raw(self) -> StoredObject | None:
         """The bytes of its file; None if only the HDF5 library may read its values."""
         is_elsewhere = self._address is None and file_number(self.id) != file_number(self.file.id)  # in a file that is mounted
         return None if is_elsewhere else self.facts.raw
+
+    @kept
+    def extent(self) -> tuple[int, int] | None:
+        """Where its values are, if they are in one piece, and their bytes; None if none were ever written."""
+        offset = self.id.get_offset()
+        return None if offset is None else (int(offset), int(self.id.get_storage_size()))
+
+    @kept
+    def n_stored(self) -> int:
+        """How many of its chunks are stored."""
+        return int(self.id.get_num_chunks())
 
     @property
     def header(self) -> int | None:

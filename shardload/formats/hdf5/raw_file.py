@@ -15,13 +15,14 @@ from __future__ import annotations
 import functools
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import h5py
 import ml_dtypes
 import numpy as np
 
-from shardload.storage.local import LocalFile, read_at
+from shardload.storage.local import LocalFile
 
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 
@@ -44,13 +45,19 @@ def stored_file(file: h5py.File) -> LocalFile | None:
 
 
 def has_signature(descriptor: int) -> bool:
-    """True if HDF5's signature is at byte 0, 512, 1024, 2048, ... of an open file."""
-    mark, at, nbytes = np.zeros(len(_SIGNATURE), dtype=np.uint8), 0, os.fstat(descriptor).st_size
-    while at < nbytes:
-        if read_at(descriptor, mark, at) == len(mark) and mark.tobytes() == _SIGNATURE:
-            return True
+    """True if an open file is one of HDF5."""
+    file = LocalFile(os.dup(descriptor))
+    return signature_at(file.read_at_most, lambda: file.nbytes) is not None
+
+
+def signature_at(read: Callable[[int, int], bytes], nbytes: Callable[[], int]) -> int | None:
+    """Where HDF5's signature is: at byte 0, 512, 1024, 2048, ... None if nowhere."""
+    at = 0
+    while at == 0 or at < nbytes():
+        if read(at, len(_SIGNATURE)) == _SIGNATURE:
+            return at
         at = 2 * at or 512
-    return False
+    return None
 
 
 def file_number(identifier: Any) -> Any:

@@ -9,6 +9,7 @@ The values of missing chunks (never written) are the fill value, as HDF5 defines
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -66,7 +67,7 @@ class Hdf5Source(Source):
         close: Callable[[], None] = lambda: None,
         is_linked: bool = False,
     ) -> None:
-        self._dataset, self._info, self.others, self._is_linked = dataset, info, others, is_linked
+        self.dataset, self._info, self.others, self._is_linked = dataset, info, others, is_linked
         self._open_part, self._close = open_part, close
         self._expected: Region | None = None
         number, self._inner = dataset.element
@@ -114,7 +115,7 @@ class Hdf5Source(Source):
 
     def nbytes_stored(self) -> int | None:
         """Bytes that its values take in the file. HDF5 goes through the index of all chunks for that."""
-        return None if self.others.is_virtual else int(self._dataset.id.get_storage_size())
+        return None if self.others.is_virtual else int(self.dataset.id.get_storage_size())
 
     def read_into(self, region: Region, out: np.ndarray[Any, Any]) -> None:
         """Read `region` into `out`: straight from the file, or with ``H5Dread``."""
@@ -128,7 +129,7 @@ class Hdf5Source(Source):
                 self._read_into(elements, numbers.reshape(-1).view(self._dtype).reshape(elements.shape))
             out[...] = numbers[inside]
             return
-        if self._dataset.id.valid and self._tiles is not None:
+        if self.dataset.id.valid and self._tiles is not None:
             self._tiles.read_into(region, out)
             return
         with self.others.watched():
@@ -140,15 +141,15 @@ class Hdf5Source(Source):
         return Region(region.start[:n], region.stop[:n]), (..., *Region(region.start[n:], region.stop[n:]).slices())
 
     def _read_into(self, region: Region, out: np.ndarray[Any, Any]) -> None:
-        is_open = self._dataset.id.valid
+        is_open = self.dataset.id.valid
         if is_open and self._contiguous is not None:
             self._contiguous.read_into(region, out)
             return
         if is_open and self._decoded_here is not None:
             read_by_chunks(self._decoded_here, self._info.chunks or (), region, out)
             return
-        if is_open and self._places is not None:
-            self._places.check(region)
+        if is_open and self.places is not None:
+            self.places.check(region)
         if self._gaps is not None:
             out[...] = self._gaps  # it may hold another block's values
         try:
@@ -160,25 +161,29 @@ class Hdf5Source(Source):
 
     def _check_whole(self) -> None:
         """OSError if the file was cut since it was opened: HDF5 gives zeros for the end."""
-        if not self._dataset.id.valid:
+        if not self.dataset.id.valid:
             return
-        now, before = self._dataset.facts.state(), self._dataset.file.id.get_filesize()
+        now, before = self.dataset.facts.state(), self.dataset.file.id.get_filesize()
         if now is not None and now[0] < before:
             raise OSError(f"the file was cut to {now[0]} bytes from {before} since it was opened")
         self.others.check_whole()
 
     def _read_by_library(self, region: Region, out: np.ndarray[Any, Any]) -> None:
-        identifier = self._dataset.id
         if region.ndim == 0:
-            identifier.read(h5py.h5s.ALL, h5py.h5s.ALL, out, self._memory_type)
+            self.dataset.id.read(h5py.h5s.ALL, h5py.h5s.ALL, out, self._memory_type)
             return
-        in_file, in_memory = identifier.get_space(), h5py.h5s.create_simple(region.shape)
+        in_file, in_memory = self.dataset.id.get_space(), h5py.h5s.create_simple(region.shape)
         for part in self._parts(region):
             in_file.select_hyperslab(part.start, part.shape)
             if part != region:
                 at = tuple(a - b for a, b in zip(part.start, region.start, strict=True))
                 in_memory.select_hyperslab(at, part.shape)
-            identifier.read(in_memory, in_file, out, self._memory_type)
+            with self._with_values(part) as identifier:
+                identifier.read(in_memory, in_file, out, self._memory_type)
+
+    def _with_values(self, part: Region) -> contextlib.AbstractContextManager[Any]:
+        """The dataset from which HDF5 reads a part."""
+        return contextlib.nullcontext(self.dataset.id)
 
     def _parts(self, region: Region) -> Iterator[Region]:
         """Cut a non-empty region into regions to read in one call of HDF5."""
@@ -187,32 +192,32 @@ class Hdf5Source(Source):
 
     def missing(self, region: Region) -> list[tuple[int, ...]]:
         """The missing chunks that meet `region`; ``[()]`` for a dataset without chunks and without stored values."""
-        if region.size == 0 or not self._dataset.id.valid:
+        if region.size == 0 or not self.dataset.id.valid:
             return []
         if self._tiles is not None:
             return self._tiles.missing(region)
         elements = self._cut(region)[0]
-        if self._places is not None:
-            return [(*index, *((0,) * len(self._inner))) for index in self._places.missing(elements)]
-        creation = self._dataset.creation
+        if self.places is not None:
+            return [(*index, *((0,) * len(self._inner))) for index in self.places.missing(elements)]
+        creation = self.dataset.creation
         is_contiguous = creation.get_layout() == h5py.h5d.CONTIGUOUS and not creation.get_external_count()
-        return [()] if is_contiguous and self._dataset.id.get_offset() is None else []
+        return [()] if is_contiguous and self.dataset.extent is None else []
 
     @kept
-    def _places(self) -> ChunkPlaces | None:
+    def places(self) -> ChunkPlaces | None:
         """Where the chunks are; None for a dataset without chunks."""
-        if self._dataset.creation.get_layout() != h5py.h5d.CHUNKED:
+        if self.dataset.creation.get_layout() != h5py.h5d.CHUNKED:
             return None
         expected = None if self._expected is None else self._cut(self._expected)[0]
-        return ChunkPlaces(self._dataset, expected)
+        return ChunkPlaces(self.dataset, expected)
 
     @kept
     def _decoded_here(self) -> ChunkReader | None:
         """A reader of chunks, if HDF5's own filters would trust what a chunk declares; else None."""
-        names = [NAMES[number] for number, *_ in self._dataset.stored_filters if number in _TRUSTING]
-        if self._info.refused or self._places is None or not names:
+        names = [NAMES[number] for number, *_ in self.dataset.stored_filters if number in _TRUSTING]
+        if self._info.refused or self.places is None or not names:
             return None
-        found = open_chunks(self._dataset, self._dtype, self._places)
+        found = open_chunks(self.dataset, self._dtype, self.places)
         if found is None and not all(map(self.others.access.may_use, names)):
             raise UndecodedError(
                 f"its chunks are encoded by {' and '.join(names)} in a way that only HDF5 decodes, which would crash if one is "
@@ -230,8 +235,8 @@ class Hdf5Source(Source):
                 self._check_whole()
 
     def _plain(self, region: Region) -> np.ndarray[Any, Any]:
-        if self._places is not None and region.size:
-            self._places.check(region)
+        if self.places is not None and region.size:
+            self.places.check(region)
         if self._decoded_here is not None and region.size:  # an error here, in place of a crash in HDF5
             for part in self._parts(region):
                 read_by_chunks(self._decoded_here, self._info.chunks or (), part, np.empty(part.shape, self._dtype))
@@ -241,23 +246,23 @@ class Hdf5Source(Source):
                 self._read_by_library(region, out)
             return out
         if self.others.is_virtual and region.size:
-            out = np.full(region.shape, self._gaps, self._dataset.dtype)
+            out = np.full(region.shape, self._gaps, self.dataset.dtype)
             for part in self._parts(region):
-                self._dataset.read_direct(out, part.slices(), part.slices(region.start))
+                self.dataset.read_direct(out, part.slices(), part.slices(region.start))
             return out
-        return index_in_parts(self._dataset, region, self._parts)
+        return index_in_parts(self.dataset, region, self._parts)
 
     def labels(self) -> Labels:
         """The dimension scales and all attributes."""
-        return labels_of(self._dataset, has_coords=not self._is_linked)
+        return labels_of(self.dataset, has_coords=not self._is_linked)
 
     def group_attrs(self) -> Mapping[str, Any]:
         """Those of the group in this file; if a link leads to the array in another file, none."""
-        return {} if self._is_linked else group_attrs_of(self._dataset)
+        return {} if self._is_linked else group_attrs_of(self.dataset)
 
     def properties(self) -> Properties:
         """Filters with their options, and attributes with their types."""
-        return properties_of(self._dataset, self.others.filters if self.others.is_virtual else None)
+        return properties_of(self.dataset, self.others.filters if self.others.is_virtual else None)
 
     def chunk_reader(self) -> ChunkReader | None:
         """A reader that decodes single chunks without HDF5; None if only HDF5 can decode them."""
@@ -265,9 +270,9 @@ class Hdf5Source(Source):
             return None
         if self.others.is_virtual:
             return None if self._tiles is None else self._tiles.chunk_reader()
-        if self._dataset.raw is None or self._places is None:
+        if self.dataset.raw is None or self.places is None:
             return None
-        return open_chunks(self._dataset, self._dtype, self._places)
+        return open_chunks(self.dataset, self._dtype, self.places)
 
     @kept
     def _tiles(self) -> Tiles | None:
@@ -277,12 +282,12 @@ class Hdf5Source(Source):
         if self._info.parts is None:
             return None
         shapes = map(tuple, self._info.parts["shapes"])
-        boxes = find_boxes(self._dataset, self.others.names, lambda _: next(shapes, None))
+        boxes = find_boxes(self.dataset, self.others.names, lambda _: next(shapes, None))
         if boxes is None or len(boxes) != len(self._info.parts["versions"]):  # HDF5 must not read parts that nobody looked at
             raise ChangedError(f"{self._info} has other parts than when it was looked at. Load it again, or make a new plan")
         if self._open_part is None:
             return None
-        tiles = Tiles(boxes, self._info, fill_value(self._dataset, self._dtype), self._open_part)
+        tiles = Tiles(boxes, self._info, fill_value(self.dataset, self._dtype), self._open_part)
         if self._expected is not None:
             tiles.expect(self._expected)
         return tiles
@@ -290,9 +295,9 @@ class Hdf5Source(Source):
     @kept
     def _contiguous(self) -> Hdf5Contiguous | None:
         """A reader of contiguous values without HDF5; None if only HDF5 can read them."""
-        if self._info.chunks is not None or self._dataset.raw is None:
+        if self._info.chunks is not None or self.dataset.raw is None:
             return None
-        return open_contiguous(self._dataset, self._dtype)
+        return open_contiguous(self.dataset, self._dtype)
 
     def state(self) -> tuple[int, ...] | None:
         """The state of the open file that holds the dataset, if it is a plain file and open for reading only; else None.
@@ -300,7 +305,7 @@ class Hdf5Source(Source):
         If other files hold values, their sizes and times are in it. Those of `Tiles` have been compared when they were opened,
         and are again.
         """
-        found = self._dataset.facts.state()
+        found = self.dataset.facts.state()
         if found is None:
             return None
         tiles = self.__dict__.get("_tiles")
@@ -310,7 +315,7 @@ class Hdf5Source(Source):
 
     def opened_in(self) -> tuple[int, ...] | None:
         """`state` before anything was read of these files."""
-        found = self._dataset.facts.opened_in
+        found = self.dataset.facts.opened_in
         if found is None:
             return None
         return (*found, 0) if self._info.parts is not None else _together(found, self.others.opened_in())

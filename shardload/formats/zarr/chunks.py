@@ -14,7 +14,7 @@ import itertools
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,8 +31,9 @@ from shardload.formats.zarr.references import ReferenceFolder
 from shardload.storage.objects import ObjectFolder, StoredObject
 from shardload.storage.remote import RemoteFolder
 
-# The most shards whose file and index are kept. A limit of 1024 open files is common.
-_MOST_SHARDS = 64
+# The most shards whose file and index are kept. A limit of 1024 open files is common. Objects of a store are none, and those
+# that are fetched ahead must stay.
+_MOST_SHARDS, _MOST_REMOTE_SHARDS = 64, 4096
 
 # Offset and length, in a shard's index, of a missing chunk.
 _MISSING = 2**64 - 1
@@ -127,6 +128,12 @@ class ChunkFiles(ZarrChunks):
         check_box(box, self.counts)
         return Encoded(self._folder.read_many(map(self._key, itertools.product(*box)), self.chain.most_stored_nbytes))
 
+    def expect(self, boxes: Iterator[Sequence[range]]) -> None:
+        """See `ChunkReader`: the same objects are fetched ahead."""
+        if isinstance(self._folder, RemoteFolder):
+            keys = (self._key(at) for box in boxes for at in itertools.product(*box))
+            self._folder.expect(keys, self.chain.most_stored_nbytes, self.chain.nbytes)
+
 
 class ReferencedChunks(ZarrChunks):
     """Chunks that are ranges of other objects."""
@@ -160,7 +167,8 @@ class ShardFiles(ZarrChunks):
         super().__init__(folder, prefix, layout, *array)
         self._per_shard = layout.per_shard or ()
         self._index_nbytes = 16 * math.prod(self._per_shard) + sum(stage.n_more or 0 for stage in layout.index_stages)
-        self._most_kept = max(1, min(_MOST_SHARDS, MOST_INDEX_NBYTES // (16 * math.prod(self._per_shard))))
+        most = _MOST_REMOTE_SHARDS if isinstance(folder, RemoteFolder) else _MOST_SHARDS
+        self._most_kept = max(1, min(most, MOST_INDEX_NBYTES // (16 * math.prod(self._per_shard))))
         self._lock = threading.Lock()  # protects the table; never held while a file is read
         self._shards: OrderedDict[tuple[int, ...], _Shard] = OrderedDict()
 

@@ -176,7 +176,7 @@ class CopySource(FileSource):
         if array not in self._sources:
             info, state = self._found[array].info, self._found[array].state
             if self._file is None:
-                self._file = open_file(self._request.source, self._request.access)
+                self._file = open_file(self._request.source, self._request.access, info)
             source = as_planned(self._file.open(info.dataset, info), info, "rank 0 found")
             self._sources[array] = source, source.opened_in()
             check_same_file(str(info), state, self._sources[array][1], info.path, info.dataset)

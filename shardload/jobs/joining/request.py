@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +60,8 @@ class PartsRequest:
             )
         if isinstance(parts, (str, os.PathLike)):
             return cls(os.path.expanduser(os.fspath(parts)), axis, names, stack, word=word, **more)
+        if not isinstance(parts, Iterable):
+            raise ConfigError(f"parts is {parts!r}; expected the paths of the files, or a pattern such as 'era5_*.nc'")
         paths = tuple(os.path.expanduser(os.fspath(part)) for part in parts)
         if not paths:
             raise ConfigError("parts is empty: there is nothing to join. Pass the paths of the files, or a pattern")

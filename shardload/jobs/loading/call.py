@@ -275,7 +275,7 @@ class LoadCall:
         caps = {name: min(getattr(tuning, name), most_nbytes) for name in ("small_nbytes", "small_chunk_nbytes")}
         is_read = self.kind == "load" and options.readers == AUTO
         how = (replace(tuning, **caps) if is_read else None, most_nbytes, not self.tree.is_single)
-        with Finder(options.access, *how) as finder:
+        with Finder(options.access, *how, tells=True) as finder:
             return self._find_all(finder)
 
     def _selections(self) -> list[Any]:

@@ -102,7 +102,7 @@ class OpenSources:
             return source
         file = self._files.get(key)
         if file is None:
-            file = self._files[key] = open_file(handle, access)
+            file = self._files[key] = open_file(handle, access, load.info)
             self._opened.push(partial(_close, file))
             self.states[load.info.path] = file.state()
         source = load.as_planned(file.open(load.info.dataset, load.info))

@@ -26,7 +26,7 @@ from shardload.formats.lookup import open_source
 from shardload.jobs.consistency import State, as_planned, check_unchanged, is_compared
 from shardload.jobs.streaming.plan import EpochRounds, Leaf, RoundReadings, Stack, StreamArray, StreamPlan
 from shardload.options import pad_value
-from shardload.planning.batch_flow import BatchFlow
+from shardload.planning.batch_flow import BatchFlow, SharedFlow
 from shardload.planning.region import Region
 from shardload.system.scratch import aligned_bytes
 from shardload.transfer.buffers import Piece
@@ -35,14 +35,18 @@ from shardload.transfer.missing import describe_missing, settle_missing
 from shardload.transfer.moves import ArrayMove
 
 Array = np.ndarray[Any, Any]
+_Key = tuple[EpochRounds, int, int, int, int]  # epoch, and the numbers of array, reading, cut and shard
 
 
 class StreamMove(ArrayMove):
     """What moves of one array in a round."""
 
-    def __init__(self, array: int, of: StreamArray, flow: BatchFlow, epoch: EpochRounds, places: Sequence[int]) -> None:
-        super().__init__(array, flow, of.source.dtype, str(of.info))
-        self.of, self.batches, self.epoch, self.places = of, flow, epoch, places
+    def __init__(
+        self, array: int, of: StreamArray, flows: Sequence[BatchFlow], epoch: EpochRounds, places: Sequence[int]
+    ) -> None:
+        self.of, self.flows, self.epoch, self.places = of, flows, epoch, places
+        self.batches = SharedFlow(flows)
+        super().__init__(array, self.batches, of.source.dtype, str(of.info))
 
 
 def moves_of(plan: StreamPlan, epoch: EpochRounds, round_: RoundReadings) -> list[ArrayMove]:
@@ -51,7 +55,7 @@ def moves_of(plan: StreamPlan, epoch: EpochRounds, round_: RoundReadings) -> lis
     for array, of in enumerate(plan.arrays):
         places = [k for number, k in round_.readings if number == array]
         if places:
-            moves.append(StreamMove(array, of, epoch.flow(array, places), epoch, places))
+            moves.append(StreamMove(array, of, epoch.flows(array, places), epoch, places))
     return moves
 
 
@@ -165,8 +169,8 @@ class BatchTarget:
     def __init__(self, plan: StreamPlan, rank: int) -> None:
         self._plan, self._rank = plan, rank
         self._shards = [_shards_of(plan, leaf, rank) for leaf in plan.leaves]
-        self._steps: dict[tuple[EpochRounds, int, int, int], Steps] = {}
-        self._ends: dict[tuple[EpochRounds, int], list[tuple[tuple[EpochRounds, int, int, int], int]]] = {}
+        self._steps: dict[_Key, Steps] = {}
+        self._ends: dict[tuple[EpochRounds, int], list[tuple[_Key, int]]] = {}
 
     def make_room(self, moves: Sequence[ArrayMove]) -> None:
         """See `TargetEndpoint`."""
@@ -184,7 +188,12 @@ class BatchTarget:
             self._keep(move)
 
     def _keep(self, move: Any) -> None:
-        flow, axis = move.batches, move.of.schedule.axis
+        for cut, flow in enumerate(move.flows):
+            self._keep_cut(move, cut, flow)
+        move.targets = {}
+
+    def _keep_cut(self, move: Any, cut: int, flow: BatchFlow) -> None:
+        axis = move.of.schedule.axis
         for shard in flow.schedule.shards.shards_of(self._rank):
             if flow.schedule.held(shard) is None:
                 continue
@@ -192,11 +201,10 @@ class BatchTarget:
             for k, (place, start, last) in enumerate(
                 zip(runs.column.tolist(), runs.start.tolist(), runs.last.tolist(), strict=True)
             ):
-                key = move.epoch, move.array, move.places[place], shard
-                piece = move.targets[flow.number(shard, k)]
+                key = move.epoch, move.array, move.places[place], cut, shard
+                piece = move.targets[move.batches.number(cut, flow.number(shard, k))]
                 self._steps.setdefault(key, Steps()).add(start, np.moveaxis(piece.data, axis, 0))
                 self._ends.setdefault((move.epoch, last // self._plan.batch), []).append((key, start))
-        move.targets = {}
 
     def batch(self, epoch: EpochRounds, number: int) -> list[jax.Array]:
         """Make the arrays of a batch, and let go of the steps that no later batch needs. Collective: no.
@@ -241,13 +249,13 @@ class BatchTarget:
             slots = slice(min(shard.first, len(anchors)), min(shard.first + shard.shape[0], len(anchors)))
             n = slots.stop - slots.start
             if shard.is_padded or n < shard.shape[0]:
-                out[...] = pad_value(0 if of.options.pad is None else of.options.pad, leaf.dtype)
+                out[...] = pad_value(0 if leaf.pad is None else leaf.pad, leaf.dtype)
             if shard.held is not None and n:
                 real = out[(slice(n), slice(None), *shard.inside)]
                 for k, place in enumerate(leaf.places):
                     steps, readings = anchors[slots] + of.offsets[place], reading_of[slots, place]
                     for i, j in _neighbours(steps, readings):
-                        key = epoch, leaf.array, int(readings[i]), shard.number
+                        key = epoch, leaf.array, int(readings[i]), leaf.cut, shard.number
                         self._steps[key].copy(int(steps[i]), real[i:j, k])
                 if shard.scale is not None:
                     np.subtract(real, shard.scale[0], out=real)
@@ -305,7 +313,7 @@ class _LeafShard:
 
 
 def _shards_of(plan: StreamPlan, leaf: Leaf, rank: int) -> list[_LeafShard]:
-    schedule, made = plan.arrays[leaf.array].schedule, []
+    schedule, made = plan.arrays[leaf.array].cuts[leaf.cut], []
     for number in schedule.shards.shards_of(rank):
         of_samples, held = schedule.shards.region(number), schedule.held(number)
         start, stop = list(of_samples.start), list(of_samples.stop)

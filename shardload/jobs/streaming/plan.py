@@ -53,12 +53,14 @@ class StreamArray:
         How the selected elements lie in the file.
     decoding : Decoding or None
         How stored numbers become values.
-    schedule : BatchSchedule
-        The columns cut into blocks, and the batch into shards.
+    cuts : sequence of BatchSchedule
+        The columns cut into blocks, and the batch into shards: in each way in which leaves ask for it.
     region_schedule : Schedule
         The same blocks as those of a load, for the sizes of buffers.
     offsets : tuple of int
         The steps that samples have of it, from the anchor.
+    sum_of_values : int or None
+        A checksum of some values, which tells its file from others; None if they could not be read.
     """
 
     info: ArrayInfo
@@ -66,9 +68,15 @@ class StreamArray:
     options: Options
     source: SourceLayout
     decoding: Decoding | None
-    schedule: BatchSchedule
+    cuts: Sequence[BatchSchedule]
     region_schedule: Schedule
     offsets: tuple[int, ...]
+    sum_of_values: int | None
+
+    @property
+    def schedule(self) -> BatchSchedule:
+        """For the blocks, which are the same in all cuts."""
+        return self.cuts[0]
 
     @property
     def chunk_steps(self) -> int:
@@ -112,8 +120,8 @@ class Leaf:
 
     Attributes
     ----------
-    array : int
-        The number of the `StreamArray` that it has values of.
+    array, cut : int
+        The number of the `StreamArray` that it has values of, and of the one of its cuts.
     places : tuple of int
         Which of that array's offsets it has.
     has_window_axis : bool
@@ -124,16 +132,20 @@ class Leaf:
         Of the jax.Array.
     dtype : dtype
         Of the jax.Array.
+    pad : object
+        What is where no sample or no element is.
     scale : tuple of ndarray or None
         What is subtracted, and by what the rest is divided; each fits the axes behind those of samples and window.
     """
 
     array: int
+    cut: int
     places: tuple[int, ...]
     has_window_axis: bool
     sharding: NamedSharding
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
+    pad: Any
     scale: tuple[Array, Array] | None = None
 
 
@@ -256,8 +268,16 @@ class StreamPlan:
             "pool": None if order.seed is None else pool,
             "samples": f"{self.n_samples}, CRC {zlib.crc32(order.anchors.tobytes()):08x}",
             "arrays": sorted({f"{of.dataset} {of.dtype} {of.shape} in chunks {of.chunks}" for of in infos}),
+            "values": sorted({f"{of.info.dataset} checksum {of.sum_of_values or 0:08x}" for of in self.arrays}),
             "selections": sorted({str(array.source.selection.region) for array in self.arrays}),
         }
+
+    @cached_property
+    def cost(self) -> tuple[float, int, int]:
+        """Of epoch 0: how often each chunk is decoded, the rounds, and the most bytes of steps that all ranks hold."""
+        epoch = EpochRounds(self, 0, 0)
+        n_read, n_columns = sum(map(len, epoch.readings)), sum(array.n_columns for array in self.arrays)
+        return n_read / max(1, n_columns), len(epoch.rounds), epoch.most_held_nbytes
 
     def __str__(self) -> str:
         """Text for a person."""
@@ -283,13 +303,13 @@ class StreamPlan:
                 f"  order: {order.n_blocks:,} shuffled blocks of {order.block:,} steps, samples of {order.spread + 1} of them "
                 f"mixed (seed {order.seed}, pool {format_nbytes(self.pool_nbytes)})"
             )
-        epoch = EpochRounds(self, 0, 0)
-        n_read = [len(readings) for readings in epoch.readings]
-        n_columns = [array.n_columns for array in self.arrays]
-        n_times = sum(n_read) / max(1, sum(n_columns))
-        lines.append(f"  chunks decoded in epoch 0: {n_times:.2f} times each, in {counted(len(epoch.rounds), 'round')}")
+            chunk = max(array.chunk_steps for array in self.arrays)
+            n_steps = (order.spread + 1) * (order.block + 2 * chunk * (order.last > order.first))
+            lines.append(f"  going on from a state: reads at most {min(1, n_steps / order.n_steps):.0%} of the steps first")
+        n_times, n_rounds, held_nbytes = self.cost
+        lines.append(f"  chunks decoded in epoch 0: {n_times:.2f} times each, in {counted(n_rounds, 'round')}")
         lines.append(
-            f"  memory of the job: {format_nbytes(epoch.most_held_nbytes)} of steps, {self.prefetch + 1} x "
+            f"  memory of the job: {format_nbytes(held_nbytes)} of steps, {self.prefetch + 1} x "
             f"{format_nbytes(self.batch_nbytes)} of batches; of each rank up to {format_nbytes(self.staging_nbytes)} of buffers"
         )
         return "\n".join(lines)
@@ -359,37 +379,41 @@ class EpochRounds:
     @cached_property
     def rounds(self) -> list[RoundReadings]:
         """All rounds, in the order in which they are done."""
-        plan = self._plan
-        pairs = sorted(
-            (batch, array, k) for array, found in enumerate(self.readings) for k, batch in enumerate(found.batches.tolist())
-        )
-        rounds: list[RoundReadings] = []
-        held: list[tuple[int, int]] = []
-        first = nbytes = n_blocks = 0
-        sizes = [(of.chunk_steps * of.step_nbytes, of.schedule.rest.n_cells) for of in plan.arrays]
+        plan, found = self._plan, self.readings
+        numbers = [np.arange(len(readings)) for readings in found]
+        array = np.repeat(np.arange(len(found)), list(map(len, found)))
+        batch, number = np.concatenate([readings.batches for readings in found]), np.concatenate(numbers)
+        order = np.lexsort((number, array, batch))
+        array, batch, number = array[order], batch[order], number[order]
+        sizes = np.array([(of.chunk_steps * of.step_nbytes, of.schedule.rest.n_cells) for of in plan.arrays])
+        nbytes, n_blocks = np.cumsum(sizes[array], axis=0).T
         least = max((of.schedule.owners.n for of in plan.arrays), default=1)
-        enough_nbytes, enough_blocks = plan.round_nbytes, _ROUND_BLOCKS * plan.n_ranks
-        for batch, array, k in pairs:
-            if n_blocks >= least and (nbytes >= enough_nbytes or n_blocks >= enough_blocks):
-                rounds.append(RoundReadings(first, tuple(held)))
-                held, nbytes, n_blocks = [], 0, 0
-            if not held:
-                first = batch
-            held.append((array, k))
-            nbytes += sizes[array][0]
-            n_blocks += sizes[array][1]
-        if held:
-            rounds.append(RoundReadings(first, tuple(held)))
+        rounds: list[RoundReadings] = []
+        begin = 0
+        while begin < len(array):
+            done_nbytes, done_blocks = (nbytes[begin - 1], n_blocks[begin - 1]) if begin else (0, 0)
+            end = 1 + max(  # the reading with which the round is worth it
+                int(np.searchsorted(n_blocks, done_blocks + least)),
+                min(
+                    int(np.searchsorted(nbytes, done_nbytes + plan.round_nbytes)),
+                    int(np.searchsorted(n_blocks, done_blocks + _ROUND_BLOCKS * plan.n_ranks)),
+                ),
+            )
+            pairs = zip(array[begin:end].tolist(), number[begin:end].tolist(), strict=True)
+            rounds.append(RoundReadings(int(batch[begin]), tuple(pairs)))
+            begin = end
         return rounds
 
     def batches_of(self, round_: RoundReadings) -> list[int]:
         """The batch for which each reading of a round is made."""
         return [int(self.readings[array].batches[k]) for array, k in round_.readings]
 
-    def flow(self, array: int, places: Sequence[int]) -> BatchFlow:
-        """What moves of an array in a round, of which `places` are the readings."""
+    def flows(self, array: int, places: Sequence[int]) -> list[BatchFlow]:
+        """What moves of an array in a round, of which `places` are the readings, for each of its cuts."""
+        return [self._flow(array, places, schedule) for schedule in self._plan.arrays[array].cuts]
+
+    def _flow(self, array: int, places: Sequence[int], schedule: BatchSchedule) -> BatchFlow:
         plan, readings = self._plan, self.readings[array]
-        schedule = plan.arrays[array].schedule
         uses = [readings.uses(k) for k in places]
         column = np.repeat(np.arange(len(places)), [len(steps) for steps, _ in uses])
         step = np.concatenate([steps for steps, _ in uses])
@@ -405,19 +429,19 @@ class EpochRounds:
 
     @cached_property
     def most_held_nbytes(self) -> int:
-        """Most bytes of steps that all ranks hold for later batches, each counted once."""
+        """Most bytes of steps that all ranks hold for later batches, each counted once for each cut."""
         change = np.zeros(self.n_batches + 1, dtype=np.int64)
         begins = [round_.batch for round_ in self.rounds]
         if self._plan.prefetch:  # a round begins when the first batch of the one before is made
             begins = [0, *begins][: len(begins)]
-        begin_of = {pair: batch for batch, round_ in zip(begins, self.rounds, strict=True) for pair in round_.readings}
-        for number, (array, readings) in enumerate(zip(self._plan.arrays, self.readings, strict=True)):
-            for k in range(len(readings)):
-                steps, samples = readings.uses(k)
-                first = np.flatnonzero(np.diff(steps, prepend=-1))
-                last = np.maximum.reduceat(samples, first) // self._plan.batch
-                change[begin_of[number, k]] += len(first) * array.step_nbytes
-                np.subtract.at(change, last + 1, array.step_nbytes)
+        begin_of = [np.empty(len(readings), dtype=np.int64) for readings in self.readings]
+        for batch, round_ in zip(begins, self.rounds, strict=True):
+            for array, k in round_.readings:
+                begin_of[array][k] = batch
+        for of, begin, readings in zip(self._plan.arrays, begin_of, self.readings, strict=True):
+            reading, last = readings.stays()
+            np.add.at(change, begin[reading], of.step_nbytes * len(of.cuts))
+            np.subtract.at(change, last // self._plan.batch + 1, of.step_nbytes * len(of.cuts))
         return int(np.cumsum(change).max(initial=0))
 
     def __iter__(self) -> Iterator[RoundReadings]:

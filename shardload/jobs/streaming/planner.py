@@ -1,6 +1,6 @@
 """How does a stream come from metadata and checked arguments to a plan? Every rank makes the same one, and opens no file.
 
-1. Leaves that name the same array, cut in the same way, become one `StreamArray`, which is read once.
+1. Leaves that name the same array, in the same dtype, become one `StreamArray`, which is read once, however they cut it.
 2. The order of the samples follows from the steps of the selection, windows, gaps, chunks and `pool`.
 3. Each leaf gets its places among the steps of its array, and the sharding of its batches.
 """
@@ -68,6 +68,8 @@ class LeafRequest:
         Its steps.
     scale : (ndarray, ndarray) or None
         As the caller passed it.
+    sum_of_values : int or None
+        A checksum of some values of the array.
     """
 
     request: Request
@@ -78,6 +80,7 @@ class LeafRequest:
     spec: PartitionSpec
     window: Window
     scale: tuple[Any, Any] | None
+    sum_of_values: int | None
 
     @property
     def offsets(self) -> tuple[int, ...]:
@@ -88,8 +91,17 @@ class LeafRequest:
     def key(self) -> tuple[Any, ...]:
         """Leaves with the same key are read together."""
         options = self.request.options
-        of_options = options.dtype, options.decode, options.pad
-        return self.info.path, self.info.dataset, self.selection, self.request.sharding, *of_options
+        return self.info.path, self.info.dataset, self.selection, options.dtype, options.decode
+
+    @property
+    def cut(self) -> tuple[Any, ...]:
+        """Leaves of an array with the same cut hold the same steps on the same ranks."""
+        return self.request.sharding, self.request.options.pad is None
+
+
+def _cuts_of(leaves: Sequence[LeafRequest]) -> list[tuple[Any, ...]]:
+    """The cuts of leaves that are read together, each once."""
+    return list(dict.fromkeys(leaf.cut for leaf in leaves))
 
 
 def _typed(nbytes: int) -> str:
@@ -131,7 +143,11 @@ class StreamPlanner:
         numbers = {key: k for k, key in enumerate(by_key)}
         self._check_lengths(arrays)
         order, pool_nbytes = self._order(arrays)
-        leaves = [self._leaf(leaf, arrays[numbers[leaf.key]], numbers[leaf.key]) for leaf in self._leaves]
+        cuts = {key: _cuts_of(same) for key, same in by_key.items()}
+        leaves = [
+            self._leaf(leaf, arrays[numbers[leaf.key]], numbers[leaf.key], cuts[leaf.key].index(leaf.cut))
+            for leaf in self._leaves
+        ]
         plan = StreamPlan(
             arrays=arrays,
             leaves=leaves,
@@ -157,11 +173,10 @@ class StreamPlanner:
         order, room = plan.sample_order, self._ranks.memory_nbytes - plan.staging_nbytes
         of_step = of_batch = stored = 0.0
         for array in plan.arrays:
-            shards = array.schedule.shards
-            of_step += array.step_nbytes * shards.most_held / shards.n_shards
+            of_step += array.step_nbytes * sum(cut.shards.most_held / cut.shards.n_shards for cut in array.cuts)
             stored += array.stored_step_nbytes
         for leaf in plan.leaves:
-            shards = plan.arrays[leaf.array].schedule.shards
+            shards = plan.arrays[leaf.array].cuts[leaf.cut].shards
             of_batch += math.prod(leaf.shape) * leaf.dtype.itemsize * shards.most_held / shards.n_shards
         room -= int((plan.prefetch + 1) * of_batch)
         if order.seed is None:
@@ -237,6 +252,7 @@ class StreamPlanner:
         blocks = self._blocks(source, axis, staging_for(request, ranks, info, source))
         readers = request.options.readers
         owners = Owners(min(readers, ranks.n) if isinstance(readers, int) else 1 if readers == "root" else ranks.n)
+        first_of_cut = {same.cut: same for same in reversed(leaves)}
         whole = Shards(blocks.shape, (1,) * len(blocks.shape), np.zeros((1, 1), dtype=np.int64))
         return StreamArray(
             info,
@@ -244,9 +260,13 @@ class StreamPlanner:
             request.options,
             source,
             decoding,
-            BatchSchedule(blocks, axis, self._shards(leaf, source, axis), ranks.n, owners),
+            [
+                BatchSchedule(blocks, axis, self._shards(first_of_cut[cut], source, axis), ranks.n, owners)
+                for cut in _cuts_of(leaves)
+            ],
             Schedule(blocks, whole, source.dtype.itemsize, ranks.n, owners),
             tuple(sorted({step for same in leaves for step in same.offsets})),
+            leaf.sum_of_values,
         )
 
     def _shards(self, leaf: LeafRequest, source: SourceLayout, axis: int) -> Shards:
@@ -339,20 +359,22 @@ class StreamPlanner:
 
     # --- leaves
 
-    def _leaf(self, leaf: LeafRequest, array: StreamArray, number: int) -> Leaf:
+    def _leaf(self, leaf: LeafRequest, array: StreamArray, number: int, cut: int) -> Leaf:
         has_axis, sharding = isinstance(leaf.window, tuple), leaf.request.sharding
-        shape = list(array.schedule.shards.shape_global)
+        shape = list(array.cuts[cut].shards.shape_global)
         if has_axis:
             shape.insert(1, len(leaf.offsets))
         if self._sampling.batch is None:
             del shape[0]
         return Leaf(
             number,
+            cut,
             tuple(array.offsets.index(step) for step in leaf.offsets),
             has_axis,
             NamedSharding(sharding.mesh, leaf.spec, memory_kind=sharding.memory_kind),
             tuple(shape),
             array.source.dtype,
+            leaf.request.options.pad,
             None if leaf.scale is None else self._scale(leaf.scale, array, leaf.where.removeprefix("array ")),
         )
 

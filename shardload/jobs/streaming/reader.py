@@ -8,7 +8,8 @@ Without prefetch all is done inside `next`: rounds until the batch is there, the
   calls no MPI.
 
 The reader of each rank ends with one agreement more, its farewell. A rank that leaves early is named to those that wait for it:
-its farewell is their next round's agreement. Without prefetch it says nothing, and the watchdog names it.
+its farewell is their next round's agreement. Without prefetch a rank says it only if it leaves with an exception, in `close`;
+else the watchdog names it.
 
 The reader waits for the program in no call, so a program may compute for as long as it likes, if it does on all ranks.
 """
@@ -251,6 +252,16 @@ class RoundReader:
             f"{anchor}; sample {sample} of epoch {epoch})"
         )
 
+    def parting(self, n_given: int, left_with: str) -> PeerError | None:
+        """What the others are told if they wait for more of this rank; None if no round is left."""
+        batch = self.next_batch
+        if batch is None:
+            return None
+        return PeerError(
+            f"the program has left the stream after {n_given} batches{left_with}, but others go on, and all ranks read the "
+            f"chunks for batch {batch} together: take the same number of batches on all ranks"
+        )
+
     def farewell(self, error: BaseException | None = None) -> None:
         """Take part in the agreement with which another rank's next round, or its farewell, begins. Collective."""
         if self._group.size > 1:
@@ -292,6 +303,11 @@ def _runs(plan: StreamPlan, epoch: int, sample: int, left: int | None) -> Iterat
         epoch, sample = epoch + 1, 0
 
 
+def _told(error: BaseException | None) -> str:
+    """With what a program has left a stream."""
+    return "" if error is None else f" with {type(error).__name__}: {error}"
+
+
 class Batches(Protocol):
     """Batches of a `RoundReader`, one after the other."""
 
@@ -310,6 +326,7 @@ class Inline:
     def __init__(self, reader: RoundReader) -> None:
         self._reader: RoundReader | None = reader
         self._thread = threading.get_ident()
+        self._is_agreed = False  # all ranks have the same error
         _open.add(self)
         try:
             reader.begin()
@@ -326,6 +343,9 @@ class Inline:
             while reader.n_made >= reader.n_ready and reader.next_batch is not None:
                 reader.read_round()
             return reader.make_batch()
+        except ShardloadError:
+            self._is_agreed = True
+            raise
         finally:
             reader.report.waited_seconds += time.perf_counter() - began
 
@@ -336,9 +356,24 @@ class Inline:
         if reader is None:
             return
         if threading.get_ident() == self._thread or thread_level() in ("", "MULTIPLE"):
+            if isinstance(error, Exception) and not self._is_agreed:
+                error = self._part(reader, error)
             reader.close(error)
         else:
             _left.append((self._thread, reader))  # garbage is collected in any thread, and only one may call MPI
+
+    @staticmethod
+    def _part(reader: RoundReader, error: Exception) -> Exception:
+        """Tell the others with what this rank leaves, when they come to the next round; what `RoundReader.close` is to know."""
+        parting = reader.parting(reader.n_made, _told(error))
+        try:
+            if parting is not None:
+                reader.farewell(parting)
+        except StallError as stall:
+            return stall
+        except ShardloadError:
+            pass  # the program's own error is the one to see
+        return error
 
     def end(self) -> None:
         """See `Ahead`."""
@@ -430,13 +465,7 @@ class Ahead:
 
     def _parting(self, reader: RoundReader) -> BaseException | None:
         """What the other ranks are told if they wait for more of this one."""
-        batch = reader.next_batch
-        if batch is None or self._error is not None:
-            return self._error
-        return PeerError(
-            f"the program has left the stream after {self._n_given} batches{self._left_with}, but others go on, and all "
-            f"ranks read the chunks for batch {batch} together: take the same number of batches on all ranks"
-        )
+        return self._error or reader.parting(self._n_given, self._left_with)
 
     # --- the maker
 
@@ -489,7 +518,7 @@ class Ahead:
         ends by itself: at the latest when nothing has moved for `timeout` seconds. The end of the interpreter waits for it.
         """
         with self._changed:
-            self._left_with = "" if error is None else f" with {type(error).__name__}: {error}"
+            self._left_with = _told(error)
             self._is_stopped = True
             self._batches.clear()
             self._changed.notify_all()

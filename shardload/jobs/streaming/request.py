@@ -2,12 +2,13 @@
 
 1. The arguments are read as those of a load. The spec is that of a batch; the axis of a window, which is never cut, is taken
    out of it, so that the samples and the other axes of the array are left.
-2. Rank 0 finds the arrays, with the names of their axes.
-3. Every rank makes the same `StreamPlan`: leaves that name the same array, cut in the same way, read it once.
+2. Rank 0 finds the arrays, with the names of their axes and a checksum of some values.
+3. Every rank makes the same `StreamPlan`: leaves that name the same array, in one dtype, read it once.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -19,10 +20,11 @@ from shardload.arrays.sharding import read_sharding, spec_text
 from shardload.comm.agreement import Invocation
 from shardload.comm.mpi import thread_level, world_rank_and_size
 from shardload.engine.call import begin_call, unforeseen
-from shardload.errors import ConfigError
+from shardload.errors import ConfigError, SourceError
 from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.labelling import Labeller
-from shardload.formats.lookup import Finder
+from shardload.formats.lookup import Finder, open_source
+from shardload.jobs.consistency import checksum_of_samples
 from shardload.jobs.loading.call import SEARCHED_NBYTES, FoundMessage, LoadCall, positions_of
 from shardload.jobs.loading.planner import selection_for
 from shardload.jobs.loading.request import Request
@@ -33,7 +35,9 @@ from shardload.jobs.streaming.sampling import IGNORE, Sampling, Window
 from shardload.jobs.streaming.stream import Stream
 from shardload.jobs.trees import ArrayTree, Place, is_one, is_one_spec, naming_errors, where_text
 from shardload.options import FILE, FULL, OPTIONS
-from shardload.planning.selection import is_by_name, named_coordinates
+from shardload.planning.grid import Grid
+from shardload.planning.region import Region
+from shardload.planning.selection import Selection, is_by_name, named_coordinates
 from shardload.planning.strategies import DIRECT
 
 
@@ -159,7 +163,19 @@ class StreamCall(LoadCall):
             return None
         return Labeller(finder, SEARCHED_NBYTES, names, axis=along if looks_for_gaps else None)
 
-    def _leaf_request(self, k: int, info: ArrayInfo) -> LeafRequest:
+    def find(self) -> list[bytes | memoryview]:
+        """See `LoadCall`; and after that a checksum of some values of each array, which tells its file from others."""
+        parts = super().find()
+        found, _ = FoundMessage.split(b"".join(parts))
+        sums: dict[tuple[str, str], int | None] = {}
+        for (metadata, *_), place, request in zip(found, self.tree.places, self.requests, strict=True):
+            info = ArrayInfo.from_dict(metadata)
+            if info.refused is None and (info.path, info.dataset) not in sums:
+                sums[info.path, info.dataset] = _sum_of_values(place.path, info, request)
+        told = [sums.get((metadata["path"], metadata["dataset"])) for metadata, *_ in found]
+        return [*parts, json.dumps(told).encode()]
+
+    def _leaf_request(self, k: int, info: ArrayInfo, values: int | None) -> LeafRequest:
         """What the k-th leaf asks of its array."""
         request, place = self.requests[k], self.tree.places[k]
         options = request.options
@@ -169,7 +185,7 @@ class StreamCall(LoadCall):
         stack = next((name for name, leaves in self.stacks if k in leaves), None)
         if stack is not None and stack not in info.dims:
             request = self._without_stack(request, k)
-        return LeafRequest(request, info, selection, place.path, where, self.specs[k], self.windows[k], self.scales[k])
+        return LeafRequest(request, info, selection, place.path, where, self.specs[k], self.windows[k], self.scales[k], values)
 
     def _without_stack(self, request: Request, k: int) -> Request:
         """The request of a leaf of a stack: the spec has the new axis, which the array has not."""
@@ -188,11 +204,11 @@ class StreamCall(LoadCall):
         """The plan, from what rank 0 has found."""
         if self.sampling is None:
             raise ConfigError("the arguments were not read")
-        found, _ = FoundMessage.split(told)
-        leaves = []
+        found, sums = FoundMessage.split(told)
+        values, leaves = json.loads(bytes(sums)), []
         for k, (metadata, *_) in enumerate(found):
             with naming_errors(where_text(self.tree.where[k])):
-                leaves.append(self._leaf_request(k, ArrayInfo.from_dict(metadata)))
+                leaves.append(self._leaf_request(k, ArrayInfo.from_dict(metadata), values[k]))
         return StreamPlanner(self.sampling, leaves, self.ranks_for(self.requests[0]), self.stacks).plan()
 
     def open(self) -> Stream:
@@ -209,6 +225,19 @@ class StreamCall(LoadCall):
             return RoundReader(plan, group, digest, timeout, epoch, sample, n_batches)
 
         return Stream(plan, make_reader, self._build)
+
+
+def _sum_of_values(handle: Any, info: ArrayInfo, request: Request) -> int | None:
+    """A checksum of values in at most two chunks; None if they cannot be read: the stream says so when it comes to them."""
+    chunks = None if info.chunks is None else Grid(info.shape, info.chunks, (0,) * len(info.shape))
+    whole = Selection(Region.whole(info.shape), tuple(range(len(info.shape))))
+    source = open_source(handle, info.dataset, request.options.access, info)
+    try:
+        return checksum_of_samples(source, whole, chunks, 2)
+    except SourceError:
+        return None
+    finally:
+        source.close()
 
 
 def _check_threads(comm: Any) -> None:

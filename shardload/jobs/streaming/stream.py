@@ -9,6 +9,7 @@ from typing import Any, Self
 import numpy as np
 
 from shardload.errors import ConfigError
+from shardload.jobs.streaming.grain import grain_dataset
 from shardload.jobs.streaming.plan import StreamPlan
 from shardload.jobs.streaming.reader import Ahead, Batches, Inline, RoundReader, StreamReport
 from shardload.system.garbage import let_go
@@ -58,6 +59,18 @@ class Stream:
     def __iter__(self) -> StreamIterator:
         """The batches from the first one on. Collective: yes, as is each `next`."""
         return StreamIterator(self)
+
+    def to_grain(self) -> Any:
+        """The batches as a ``grain.IterDataset``, for a pipeline in this process.
+
+        Its iterators are collective as those of the stream are, and have the same state.
+
+        Raises
+        ------
+        ConfigError
+            If Grain is not installed.
+        """
+        return grain_dataset(self)
 
     def __repr__(self) -> str:
         return f"<{self.plan!r}>"
@@ -161,6 +174,14 @@ class StreamIterator:
         if epoch < 0 or not 0 <= sample <= self._stream.plan.n_samples:
             raise ConfigError(
                 f"this state is after sample {sample} of epoch {epoch}, but an epoch has {self._stream.plan.n_samples} samples"
+            )
+        plan = self._stream.plan
+        n_left = plan.n_samples - sample
+        if plan.remainder == "error" and n_left % plan.batch:
+            raise ConfigError(
+                f"this state is after sample {sample} of an epoch of {plan.n_samples}; the {n_left} that are left are no whole "
+                f"batches of {plan.batch}, which remainder='error' forbids. Pass the batch that was passed then, or "
+                "remainder='drop' or 'pad'"
             )
         self._epoch, self._sample = epoch, sample
 

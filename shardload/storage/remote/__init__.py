@@ -8,16 +8,18 @@
 
 address  what a URL names, options and profiles; nothing of it is printed with its values (`StorageOptions`)
 client   one request: threads, retries, time-outs, what an answer means; the only module that calls obstore
+ahead    what is fetched before it is asked for, and in which requests
 objects  `RemoteObject`, `RemoteFolder`
 
-Only `open_remote` is called from outside. obstore is imported by it, so never for local files.
+obstore is imported by `open_remote`, so never for local files.
 """
 
 from shardload.storage.remote.address import StorageOptions, is_remote, shown, with_store
-from shardload.storage.remote.client import Pin, RemoteChangedError, RemoteError
-from shardload.storage.remote.objects import Remote, RemoteFolder, RemoteObject, open_remote
+from shardload.storage.remote.client import Counts, Pin, RemoteChangedError, RemoteError, counts
+from shardload.storage.remote.objects import Remote, RemoteFolder, RemoteObject, expect, open_remote
 
 __all__ = [
+    "Counts",
     "Pin",
     "Remote",
     "RemoteChangedError",
@@ -25,6 +27,8 @@ __all__ = [
     "RemoteFolder",
     "RemoteObject",
     "StorageOptions",
+    "counts",
+    "expect",
     "is_remote",
     "open_remote",
     "shown",

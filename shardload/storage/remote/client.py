@@ -15,7 +15,7 @@ import random
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +25,7 @@ import numpy as np
 
 from shardload.storage.objects import Bytes
 from shardload.storage.remote.address import Address
+from shardload.storage.remote.ahead import Ahead
 from shardload.system.thread_pool import Pool
 
 _MOST_TRIES, _FIRST_TRIES = 8, 3  # of a request; of one to a store that has never answered
@@ -52,6 +53,10 @@ class RemoteError(OSError):
         return str(self.args[-1])
 
 
+class RemoteNotFoundError(RemoteError, FileNotFoundError):
+    """There is no such object."""
+
+
 class RemoteChangedError(RemoteError):
     """An object is another than it was when the first rank saw it."""
 
@@ -71,6 +76,7 @@ class _Process:
     def __init__(self) -> None:
         self.pid, self.lock, self.counts = os.getpid(), threading.Lock(), Counts()
         self.pool = Pool(64, "shardload_fetch")  # each client has fewer under way
+        self.ahead = Ahead(self.pool.submit)
 
 
 _process: _Process | None = None
@@ -89,6 +95,11 @@ def _this_process() -> _Process:
             "processes by 'spawn' or 'forkserver', or fork before the first load",
         )
     return _process
+
+
+def ahead() -> Ahead:
+    """What this process fetches before it is asked for."""
+    return _this_process().ahead
 
 
 def counts() -> Counts:
@@ -179,12 +190,7 @@ class Client:
         return _this_process().pool.submit(call, *arguments)
 
     def get(
-        self,
-        below: str,
-        extent: tuple[int, int] | dict[str, int] | None,
-        pin: Pin | None,
-        out: Bytes | None = None,
-        most: int | None = None,
+        self, below: str, extent: tuple[int, int] | Mapping[str, int] | None, pin: Pin | None, most: int | None = None
     ) -> Answer:
         """One range of an object, or all of it.
 
@@ -192,19 +198,16 @@ class Client:
         ----------
         below : str
             Its key below that of the address; empty for the address's own.
-        extent : (int, int), dict or None
-            First byte, and the one after the last; it may be beyond the end, if there is no `out`. ``{"suffix": n}``: the last
-            n bytes.
+        extent : (int, int), {"suffix": int} or None
+            First byte, and the one after the last, which may be beyond the end. Or how many of the last bytes.
         pin : Pin or None
             What it must be.
-        out : ndarray of uint8, optional
-            Where the bytes go. Without, the answer has them.
         most : int, optional
             TooLongError if the object has more bytes, before they are read.
 
         Raises
         ------
-        FileNotFoundError
+        RemoteNotFoundError
             If there is no such object.
         RemoteChangedError
             If it is another.
@@ -225,10 +228,8 @@ class Client:
             if most is not None and found.nbytes > most:
                 raise TooLongError(f"'{below}' has {found.nbytes} bytes, what is stored there {most} at most")
             data = np.frombuffer(result.bytes(), dtype=np.uint8)
-            if len(data) != (result.range[1] - result.range[0] if out is None else len(out)):
+            if len(data) != result.range[1] - result.range[0]:
                 raise _ShortError
-            if out is not None:
-                out[...] = data
             return Answer(data, found)
 
         answer: Answer = self.call(below, get)
@@ -259,7 +260,7 @@ class Client:
         if failure.status == 412:
             raise self._changed(below)
         if failure.status == 404:
-            raise FileNotFoundError(errno.ENOENT, failure.text, self.name(below))
+            raise RemoteNotFoundError(errno.ENOENT, f"'{self.name(below)}' is not there: {failure.text}")
         times = f" ({n} times)" if n > 1 else ""
         raise RemoteError(
             errno.EIO if failure.passes else errno.EACCES, f"'{self.name(below)}' cannot be read: {failure.text}{times}"

@@ -4,21 +4,38 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import threading
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
 from shardload.errors import ShardloadWarning
-from shardload.storage.objects import Bytes, Content, NoListingError, Ranges
+from shardload.storage.objects import Bytes, Content, Ints, NoListingError, Ranges, StoredObject
 from shardload.storage.remote.address import address_of
-from shardload.storage.remote.client import Answer, Client, Pin, RemoteChangedError, RemoteError
-
-PIECE_NBYTES = 8 << 20  # of a request: one connection to S3 gives about 60 MB/s
+from shardload.storage.remote.ahead import PIECE_NBYTES, Wanted, plan_pieces
+from shardload.storage.remote.client import Answer, Client, Pin, RemoteChangedError, RemoteError, ahead
 
 State = tuple[int, ...]
+
+
+def expect(wanted: Iterator[tuple[StoredObject, Ints, Ints]]) -> None:
+    """Told which ranges of which objects will be read, in about this order: offsets and sizes. The iterator is followed slowly,
+    by other threads. Objects that are not in a store are read when they are.
+    """
+
+    def found() -> Iterator[Wanted]:
+        for stored, offsets, sizes in wanted:
+            if isinstance(stored, RemoteObject):
+                if stored.is_closed:  # after an error
+                    return
+                yield Wanted(stored, int(sizes.sum()), (offsets, sizes))
+
+    ahead().expect(found())
 
 
 class Remote:
@@ -54,6 +71,13 @@ def open_remote(url: str, options: Mapping[str, Any] | None = None) -> Remote:
     return Remote(Client(address_of(url, options or {})))
 
 
+class _Piece:
+    """A part of an object that was asked for: where it is, and how many of its bytes will still be read."""
+
+    def __init__(self, start: int, stop: int, left: int, answer: Future[Answer]) -> None:
+        self.start, self.stop, self.left, self.answer = start, stop, left, answer
+
+
 class RemoteObject:
     """One object of a store (`StoredObject`): the version that was seen first.
 
@@ -67,10 +91,19 @@ class RemoteObject:
         The version; None: that of the first answer.
     """
 
+    most_gap_nbytes = 0  # `plan_pieces` closes gaps
+
     def __init__(self, client: Client, key: str, pin: Pin | None = None) -> None:
         self._client: Client | None = client
-        self._ahead = 0, np.empty(0, dtype=np.uint8)  # where bytes begin that came with the first answer, and these
         self._key, self._pin, self.name = key, pin, client.name(key)
+        self._kept = 0, np.empty(0, dtype=np.uint8)  # where bytes begin that came with the first answer, and these
+        self._lock = threading.Lock()  # of what was fetched ahead: pieces, and ranges that wait for those that follow
+        self._pieces, self._waiting = list[_Piece](), list[tuple[Ints, Ints]]()
+
+    @property
+    def is_closed(self) -> bool:
+        """True after `close`."""
+        return self._client is None
 
     @property
     def _open(self) -> Client:
@@ -82,25 +115,24 @@ class RemoteObject:
     def pin(self) -> Pin:
         """Which version is read, for other ranks. Asks for a byte of it if nothing was read yet."""
         if self._pin is None:
-            return self._keep(self._open.run(self._open.get, self._key, (0, 1), None).result().pin)
+            return self._first((0, 1)).pin
         return self._pin
+
+    def _first(self, extent: tuple[int, int] | Mapping[str, int]) -> Answer:
+        """An answer that tells the version, too."""
+        answer: Answer = self._open.run(self._open.get, self._key, extent, self._pin).result()
+        if self._pin is None and (not answer.pin.mark or answer.pin.mark.startswith("@")):
+            what = "its size and date are compared" if answer.pin.mark else "only its size is compared"
+            text = f"'{self.name}' has no ETag: {what}, and an object that is replaced while it is read may go unnoticed"
+            warnings.warn(text, ShardloadWarning, stacklevel=2)
+        self._pin = answer.pin
+        return answer
 
     def look(self, ahead: int) -> None:
         """Ask for its first bytes, or for its last ones if `ahead` is negative, and keep them: see `ObjectFolder.open`."""
-        client = self._open
-        is_cut = ahead < 0 and not client.has_suffixes
-        extent = (0, max(1, ahead)) if ahead >= 0 or is_cut else {"suffix": -ahead}
-        answer = client.run(client.get, self._key, extent, None).result()
-        self._keep(answer.pin)
-        self._ahead = (0 if ahead >= 0 or is_cut else answer.pin.nbytes - len(answer.data)), answer.data
-
-    def _keep(self, pin: Pin) -> Pin:
-        if not pin.mark or pin.mark.startswith("@"):
-            what = "its size and date are compared" if pin.mark else "only its size is compared"
-            text = f"'{self.name}' has no ETag: {what}, and an object that is replaced while it is read may go unnoticed"
-            warnings.warn(text, ShardloadWarning, stacklevel=2)
-        self._pin = pin
-        return pin
+        is_cut = ahead < 0 and not self._open.has_suffixes
+        answer = self._first((0, max(1, ahead)) if ahead >= 0 or is_cut else {"suffix": -ahead})
+        self._kept = (0 if ahead >= 0 or is_cut else answer.pin.nbytes - len(answer.data)), answer.data
 
     @property
     def nbytes(self) -> int:
@@ -116,11 +148,9 @@ class RemoteObject:
             return None
 
     def read_at_most(self, offset: int, nbytes: int) -> bytes:
-        """The bytes at `offset`: fewer than `nbytes` where the object ends."""
-        if self._pin is None and offset == 0 and nbytes <= PIECE_NBYTES:  # what opens a file: no other request before it
-            answer = self._open.run(self._open.get, self._key, (0, nbytes), None).result()
-            self._keep(answer.pin)
-            return bytes(answer.data)
+        """The bytes at `offset`: fewer than `nbytes` where the object ends. As the first read from its start, one request."""
+        if self._pin is None and offset == 0 and nbytes <= PIECE_NBYTES:
+            return bytes(self._first((0, nbytes)).data)
         out = np.empty(max(0, min(nbytes, self.nbytes - offset)), dtype=np.uint8)
         self.read_into(out, offset)
         return out.tobytes()
@@ -130,29 +160,115 @@ class RemoteObject:
         if offset + len(out) > self.nbytes:
             expected = f"but values are stored up to byte {offset + len(out)}"
             raise RemoteError(errno.EIO, f"'{self.name}' ends at byte {self.nbytes}, {expected}")
-        begin, kept = self._ahead
+        begin, kept = self._kept
         if begin <= offset and offset + len(out) <= begin + len(kept):
             out[...] = kept[offset - begin :][: len(out)]
         else:
-            self._get([(0, len(out), offset)], out)
+            self._read([(0, len(out), offset)], out)
 
     def read_ranges(self, ranges: Ranges, memory: Bytes) -> list[memoryview]:
         """The pieces, read into `memory`. Errors as for `read_into`."""
-        self._get(ranges.requests, memory)
+        self._read(ranges.requests, memory)
         return ranges.pieces(memory)
 
-    def _get(self, requests: Sequence[tuple[int, int, int]], memory: Bytes) -> None:
-        client, pin, under_way = self._open, self.pin, list[Future[Answer]]()
-        for begin, length, offset in requests:
-            for a in range(0, length, PIECE_NBYTES):
-                n = min(PIECE_NBYTES, length - a)
-                extent, out = (offset + a, offset + a + n), memory[begin + a : begin + a + n]
-                under_way.append(client.run(client.get, self._key, extent, pin, out))
-        wait_for(under_way)
+    def _read(self, requests: Sequence[tuple[int, int, int]], memory: Bytes) -> None:
+        """Fill memory from what was fetched ahead, and fetch the rest."""
+        self._open, self.pin  # noqa: B018
+        found, lacking = self._found(requests)
+        if lacking:
+            ahead().need(lambda: self._is_there(lacking))
+            more, lacking = self._found(lacking)
+            found += more
+        if lacking:
+            offsets, sizes = (np.array([request[k] for request in lacking], dtype=np.int64) for k in (2, 1))
+            pieces = self._fetch(offsets, sizes)
+            found += _in_pieces(pieces, lacking)[0]
+        for piece, begin, n, offset in found:
+            data = piece.answer.result().data
+            memory[begin : begin + n] = data[offset - piece.start : offset - piece.start + n]
+        self._let_go(found)
+
+    def _found(self, requests: Sequence[tuple[int, int, int]]) -> tuple[list[_Part], list[tuple[int, int, int]]]:
+        with self._lock:
+            return _in_pieces(self._pieces, requests) if self._pieces else ([], list(requests))
+
+    def _fetch(self, offsets: Ints, sizes: Ints) -> list[_Piece]:
+        client, pin = self._open, self.pin
+        return [
+            _Piece(start, stop, left, client.run(client.get, self._key, (start, stop), pin))
+            for start, stop, left in plan_pieces(offsets, sizes)
+        ]
+
+    def _is_there(self, requests: Sequence[tuple[int, int, int]]) -> bool:
+        """Whether all of it was asked for, maybe just now, because it had to wait for what follows."""
+        self.fetch_ahead([], has_more=False)
+        return not self._found(requests)[1]
+
+    def fetch_ahead(self, wanted: list[tuple[Ints, Ints]], has_more: bool) -> None:
+        """See `ahead.Holder`: offsets and sizes."""
+        with self._lock:
+            wanted, self._waiting = [*self._waiting, *wanted], []
+        if self._client is None or not wanted:
+            return
+        offsets, sizes = map(np.concatenate, zip(*wanted, strict=True))
+        pieces = plan_pieces(offsets, sizes)
+        start, stop, _ = pieces[-1]
+        if has_more and stop - start < PIECE_NBYTES:
+            begin, end = np.maximum(offsets, start), np.minimum(offsets + sizes, stop)
+            with self._lock:
+                self._waiting.append((begin[begin < end], (end - begin)[begin < end]))
+            begin, end = np.minimum(offsets, start), np.minimum(offsets + sizes, start)
+            offsets, sizes = begin[begin < end], (end - begin)[begin < end]
+        if len(offsets):
+            fetched = self._fetch(offsets, sizes)
+            with self._lock:
+                self._pieces = sorted([*self._pieces, *fetched], key=lambda piece: piece.start)
+            ahead().add(sum(piece.stop - piece.start for piece in fetched))
+
+    def _let_go(self, found: list[_Part]) -> None:
+        """Of pieces that were fetched ahead, count what was read, and forget those of which all was."""
+        nbytes = 0
+        with self._lock:
+            for piece, _, n, _ in found:
+                piece.left -= n
+                if piece.left <= 0 and piece in self._pieces:
+                    self._pieces.remove(piece)
+                    nbytes += piece.stop - piece.start
+        if nbytes and self._client is not None:
+            ahead().add(-nbytes)
 
     def close(self) -> None:
         """Reads raise from now on."""
-        self._client = None
+        client, self._client = self._client, None
+        with self._lock:
+            pieces, self._pieces, self._waiting = self._pieces, [], []
+        with suppress(RemoteError):  # after a fork
+            if client is not None and pieces:
+                ahead().add(-sum(piece.stop - piece.start for piece in pieces))
+
+    __del__ = close
+
+
+_Part = tuple[_Piece, int, int, int]  # where in memory, how many bytes, from which offset of the object
+
+
+def _in_pieces(
+    pieces: list[_Piece], requests: Sequence[tuple[int, int, int]]
+) -> tuple[list[_Part], list[tuple[int, int, int]]]:
+    """What pieces, which are sorted, have of some requests (where in memory, bytes, offset), and what they lack."""
+    found, lacking = list[_Part](), list[tuple[int, int, int]]()
+    starts = [piece.start for piece in pieces]
+    for begin, length, offset in requests:
+        done = 0
+        while done < length:
+            k = bisect_right(starts, offset + done) - 1
+            if k < 0 or pieces[k].stop <= offset + done:
+                lacking.append((begin + done, length - done, offset + done))
+                break
+            n = min(length, pieces[k].stop - offset) - done
+            found.append((pieces[k], begin + done, n, offset + done))
+            done += n
+    return found, lacking
 
 
 class RemoteFolder:
@@ -161,6 +277,7 @@ class RemoteFolder:
     def __init__(self, client: Client) -> None:
         self._client = client
         self.name = client.name("")
+        self._lock, self._ahead = threading.Lock(), dict[str, tuple[Future[Answer], int]]()
 
     def version(self, key: str) -> State | None:
         """See `ObjectFolder`. One request."""
@@ -180,35 +297,50 @@ class RemoteFolder:
 
     def read_many(self, keys: Iterable[str], most_nbytes: int) -> list[Content | None]:
         """See `ObjectFolder`. Small objects take one request each, without a range."""
-        client, extent = self._client, None if most_nbytes <= PIECE_NBYTES else (0, PIECE_NBYTES)
-        names = list(keys)
-        firsts = [client.run(client.get, key, extent, None, None, most_nbytes) for key in names]
-        contents: list[Content | None] = []
-        rest = list[Future[Answer]]()
+        with self._lock:
+            held = [(key, *self._ahead.pop(key, (None, 0))) for key in keys]
+        asked = [(key, self._ask(key, most_nbytes) if answer is None else answer) for key, answer, _ in held]
+        ahead().add(-sum(nbytes for _, _, nbytes in held))
+        return [self._content(key, answer) for key, answer in asked]
+
+    def expect(self, keys: Iterator[str], most_nbytes: int, nbytes: int) -> None:
+        """Told which objects will be read, in about this order: the most bytes of each, and about how many it has. The iterator
+        is followed slowly, by other threads.
+        """
+        ahead().expect(Wanted(self, nbytes, (key, most_nbytes, nbytes)) for key in keys)
+
+    def fetch_ahead(self, wanted: list[tuple[str, int, int]], has_more: bool) -> None:
+        """See `ahead.Holder`: keys, the most bytes of each, and about how many it has."""
+        with self._lock:
+            for key, most_nbytes, nbytes in wanted:
+                self._ahead[key] = self._ask(key, most_nbytes), nbytes
+        ahead().add(sum(nbytes for _, _, nbytes in wanted))
+
+    def _ask(self, key: str, most_nbytes: int) -> Future[Answer]:
+        """All of an object, or of one that may be large its first piece."""
+        extent = None if most_nbytes <= PIECE_NBYTES else (0, PIECE_NBYTES)
+        return self._client.run(self._client.get, key, extent, None, most_nbytes)
+
+    def _content(self, key: str, asked: Future[Answer]) -> Content | None:
         try:
-            for key, first in zip(names, firsts, strict=True):
-                try:
-                    answer: Answer = first.result()
-                except FileNotFoundError:
-                    contents.append(None)
-                    continue
-                content, n = answer.data, len(answer.data)
-                if n < answer.pin.nbytes:
-                    content = np.empty(answer.pin.nbytes, dtype=np.uint8)
-                    content[:n] = answer.data
-                    for a in range(n, len(content), PIECE_NBYTES):
-                        out = content[a : a + PIECE_NBYTES]
-                        rest.append(client.run(client.get, key, (a, a + len(out)), answer.pin, out))
-                contents.append(content)
-        finally:
-            wait_for([*firsts, *rest], but=FileNotFoundError)
-        return contents
+            answer = asked.result()
+        except FileNotFoundError:
+            return None
+        if len(answer.data) == answer.pin.nbytes:
+            return answer.data
+        content = np.empty(answer.pin.nbytes, dtype=np.uint8)
+        content[: len(answer.data)] = answer.data
+        RemoteObject(self._client, key, answer.pin).read_into(content[len(answer.data) :], len(answer.data))
+        return content
+
+    def __del__(self) -> None:
+        with suppress(RemoteError):  # after a fork
+            ahead().add(-sum(nbytes for _, nbytes in self._ahead.values()))
 
     def look(self, keys: Iterable[str], most_nbytes: int) -> list[tuple[bytes, State] | OSError | None]:
         """Small objects, each with its version, or why it cannot be read; None of one that is not there. One request each."""
-        firsts = [self._client.run(self._client.get, key, None, None, None, most_nbytes) for key in keys]
-        wait_for(firsts, but=OSError)
-        return [_seen(first) for first in firsts]
+        asked = [self._ask(key, min(most_nbytes, PIECE_NBYTES)) for key in keys]
+        return [_seen(answer) for answer in asked]
 
     def folders(self, key: str) -> list[str]:
         """See `ObjectFolder`. One request for each thousand."""
@@ -257,14 +389,6 @@ class RemoteFolder:
         else:
             return
         raise FileExistsError(errno.EEXIST, exists)
-
-
-def wait_for(under_way: Sequence[Future[Any]], but: type[BaseException] | None = None) -> None:
-    """Return when all have ended, so that none writes to memory any more; then raise the first error."""
-    errors = [error for future in under_way if (error := future.exception()) is not None]
-    for error in errors:
-        if but is None or not isinstance(error, but):
-            raise error
 
 
 def _seen(answer: Future[Answer]) -> tuple[bytes, State] | OSError | None:

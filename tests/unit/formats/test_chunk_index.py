@@ -21,6 +21,7 @@ from shardload.formats.hdf5.chunk_index import DamagedIndexError, tree_of
 from shardload.formats.lookup import open_source
 from shardload.planning.region import Region
 from shardload.planning.tuning import tuned
+from tests.unit.fakes import ObjectInMemory
 
 
 def make(path: Path, libver: str, shape: tuple[int, ...], chunk: tuple[int, ...], written: Any = ..., **how: Any) -> str:
@@ -41,21 +42,16 @@ def said_by_hdf5(path: str) -> dict[tuple[int, ...], tuple[int, int, int]]:
     return {one.chunk_offset: (one.byte_offset, one.size, one.filter_mask) for one in found}
 
 
-def read_from(path: str) -> Any:
-    content = Path(path).read_bytes()
-    return lambda offset, nbytes: content[offset : offset + nbytes]
-
-
 def header_of(path: str) -> int:
     with h5py.File(path) as file:
         return int(h5py.h5o.get_info(file["g/x"].id).addr)
 
 
-def listed(path: str, box: list[range] | None = None, read: Any = None) -> dict[tuple[int, ...], tuple[int, int, int]] | None:
+def listed(path: str, box: list[range] | None = None, stored: Any = None) -> dict[tuple[int, ...], tuple[int, int, int]] | None:
     """What the index says, with positions of chunks by their first element."""
     with h5py.File(path) as file:
         shape, chunk = file["g/x"].shape, file["g/x"].chunks
-    tree = tree_of(read or read_from(path), header_of(path), chunk)
+    tree = tree_of(stored or ObjectInMemory(Path(path).read_bytes()), header_of(path), chunk)
     if tree is None:
         return None
     positions, entries = tree.chunks_in(box or [range(-(-n // c)) for n, c in zip(shape, chunk, strict=True)])
@@ -86,7 +82,7 @@ def test_chunks_of_a_box(tmp_path: Path, shape: tuple[int, ...], chunk: tuple[in
     """
     how: dict[str, Any] = {"maxshape": (None, *shape[1:]), "compression": "gzip", "shuffle": True}
     path = make(tmp_path / "x.h5", libver, shape, chunk, written=written, **how)
-    said, content = said_by_hdf5(path), Path(path).read_bytes()
+    said, stored = said_by_hdf5(path), ObjectInMemory(Path(path).read_bytes())
     grid = [-(-n // c) for n, c in zip(shape, chunk, strict=True)]
     rng = np.random.default_rng(3)
     firsts = [[int(rng.integers(0, n)) for n in grid] for _ in range(12)]
@@ -95,17 +91,11 @@ def test_chunks_of_a_box(tmp_path: Path, shape: tuple[int, ...], chunk: tuple[in
     for box in boxes:
         inside = {at: one for at, one in said.items() if all(k // c in axis for k, c, axis in zip(at, chunk, box, strict=True))}
         assert listed(path, box=box) == inside, box
-    n_read = 0
-
-    def read(offset: int, nbytes: int) -> bytes:
-        nonlocal n_read
-        n_read += 1
-        return content[offset : offset + nbytes]
-
-    listed(path, read=read)
-    n_all, n_read = n_read, 0
-    listed(path, box=[range(n // 2, n // 2 + 1) for n in grid], read=read)
-    assert n_read <= min(n_all, 12), "it goes down to one chunk, by as few nodes as there are levels"
+    listed(path, stored=stored)
+    n_all, n_rounds = stored.n_ranges, stored.n_reads
+    listed(path, box=[range(n // 2, n // 2 + 1) for n in grid], stored=stored)
+    assert stored.n_ranges - n_all <= min(n_all, 12), "it goes down to one chunk, by as few nodes as there are levels"
+    assert n_rounds <= 9, "all nodes of a level are read at once"
 
 
 def test_chunks_that_are_missing_or_not_filtered(tmp_path: Path) -> None:
@@ -136,7 +126,7 @@ def test_what_a_damaged_file_says(tmp_path: Path) -> None:
 
     def damaged(at: int, value: bytes) -> Any:
         changed = bytes(content[:at]) + value + bytes(content[at + len(value) :])
-        tree = tree_of(lambda offset, nbytes: changed[offset : offset + nbytes], header, (1,))
+        tree = tree_of(ObjectInMemory(changed), header, (1,))
         return None if tree is None else tree.chunks_in([range(5000)])
 
     leaf = next(at for at in nodes if content[at + 5] == 0)

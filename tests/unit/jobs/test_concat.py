@@ -39,7 +39,7 @@ def write(path: Path, k: int, **changes: Any) -> str:
     return str(path)
 
 
-def load(path: Any, dataset: str = "x", **options: Any) -> np.ndarray[Any, Any]:
+def load(path: Any, dataset: str | None = "x", **options: Any) -> np.ndarray[Any, Any]:
     return np.asarray(shardload.load(path, Mesh(np.array(jax.devices()[:1]), "a"), P(), dataset=dataset, **options))
 
 
@@ -129,6 +129,10 @@ def test_it_is_a_path_of_its_own(tmp_path: Path) -> None:
     assert list(listed) == ["/x"] and listed["x"].shape == (12, 2) and listed["x"].n_parts == 3
     with pytest.raises(SourceError, match=r"is the text of a concatenation.* Pass what shardload.concat returned"):
         shardload.open(f"{one}:/x")
+    with pytest.raises(ConfigError, match="holds 2 arrays; name one, as in dataset='/x'"):
+        load(shardload.concat([write(tmp_path / "two.h5", 0, y=WHOLE[:5])]), None)
+    with pytest.raises(ConfigError, match="parts is 5; expected the paths of the files, or a pattern"):
+        shardload.concat(5)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="untrusted=True opens a file in another process"):
         shardload.open(one, untrusted=True)
     with pytest.raises(ConfigError, match="untrusted=True opens a file in another process"):
@@ -144,6 +148,8 @@ def test_files_in_other_folders_and_outside_of_them(tmp_path: Path, monkeypatch:
     monkeypatch.chdir(tmp_path)
     np.testing.assert_array_equal(load(relative), WHOLE)
     (tmp_path / "links").mkdir()
+    os.symlink(files[0], tmp_path / "links" / "soft.h5")
+    np.testing.assert_array_equal(load(shardload.concat([tmp_path / "links" / "soft.h5", files[1]])), WHOLE[:8])
     leading = [str(tmp_path / "links" / f"l{k}.h5") for k in (0, 1)]
     for k, path in enumerate(leading):
         with h5py.File(path, "w") as file:

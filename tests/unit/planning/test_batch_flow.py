@@ -13,7 +13,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardload.planning.batch_flow import BatchFlow, BatchSchedule, Runs
+from shardload.planning.batch_flow import BatchFlow, BatchSchedule, Runs, SharedFlow
 from shardload.planning.grid import Grid
 from shardload.planning.schedule import Owners
 from shardload.planning.shards import plan_shards
@@ -116,6 +116,47 @@ def test_each_step_reaches_each_shard_that_needs_it(case: Case) -> None:
             assert sorted(came) == sorted(needed)
             if schedule.held(shard) is not None:
                 assert [flow.target(flow.number(shard, k)).start[axis] for k in range(len(runs))] == runs.start.tolist()  # type: ignore[union-attr]
+
+
+@examples(80)
+@given(cases(), st.data())
+def test_a_block_that_several_cuts_share(case: Case, data: st.DataObject) -> None:
+    """Wrong if a cut's parts went to another one's targets, a block were read twice, or the ends of a message disagreed."""
+    schedule, flow = case.schedule, case.flow()
+    n_ranks, rest = schedule.n_ranks, schedule.shards.shape_global[1:]
+    parts = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 3))
+    ranks = data.draw(st.lists(st.integers(0, n_ranks - 1), min_size=math.prod(parts), max_size=math.prod(parts)))
+    shape = case.batch * parts[0], rest[0], -(-rest[1] // parts[1]) * parts[1]
+    shards = plan_shards(shape, [(0,), (), (1,)], np.array(ranks).reshape(parts))
+    other = BatchSchedule(schedule.blocks, schedule.axis, shards, n_ranks, schedule.owners)
+    shared = SharedFlow([flow, Case(other, case.columns, case.uses, shape[0], case.most).flow()])
+    array = np.arange(math.prod(schedule.blocks.shape)).reshape(schedule.blocks.shape)
+    sent: list[dict[int, list[Any]]] = [{} for _ in range(n_ranks)]
+    pieces: dict[tuple[int, int], Any] = {}
+    for rank in range(n_ranks):
+        assert shared.targets(rank) == sorted(shared.targets(rank), key=lambda number: number % 2)
+        for number in shared.targets(rank):
+            target = shared.target(number)
+            assert target == shared.flows[number % 2].target(number // 2) and target is not None
+            pieces[rank, number] = np.full(target.shape, -1)
+    for rank in range(n_ranks):
+        regions = [block.region for block in shared.outgoing(rank)]
+        needed = {block.region for each in shared.flows for block in each.outgoing(rank)}
+        assert set(regions) == needed
+        for block in shared.outgoing(rank):
+            for part in block.parts:
+                target = shared.target(part.shard)
+                assert target is not None and block.region.contains(part.region)
+                into = pieces[part.rank, part.shard][slices_of(part.region, target.start)]
+                assert (into == -1).all(), "sent twice"
+                into[...] = array[part.region.slices()]
+                if part.rank != rank:
+                    sent[part.rank].setdefault(rank, []).append((part.region, part.shard))
+    for rank in range(n_ranks):
+        promised = {peer: [(part.region, part.shard) for part in parts] for peer, parts in shared.incoming(rank).items()}
+        assert promised == sent[rank]
+    for (_, number), piece in pieces.items():
+        np.testing.assert_array_equal(piece, array[shared.target(number).slices()])  # type: ignore[union-attr]
 
 
 @examples(80)

@@ -201,14 +201,6 @@ def test_a_note_that_cannot_be_right(what: str, checksums: bool) -> None:
     assert ranks.receiving.is_done
 
 
-@pytest.mark.parametrize("more", [[7], [0, 2, 4, 4, 0, 0, 0]])
-def test_a_note_that_names_more_than_it_says(more: list[int]) -> None:
-    ranks = Ranks()
-    notes = ranks.put()
-    ranks.receiving.hear(0, np.concatenate([notes[0], more]))
-    assert isinstance(ranks.arrivals.errors.error, PeerError) and ranks.answer() == [1]
-
-
 def test_a_note_of_a_rank_that_should_send_nothing() -> None:
     ranks = Ranks()
     note = ranks.put()[0]
@@ -216,23 +208,6 @@ def test_a_note_of_a_rank_that_should_send_nothing() -> None:
     assert (ranks.piece.data == -1).all()
     assert isinstance(ranks.arrivals.errors.error, PeerError) and ranks.arrivals.errors.error.rank == 5
     assert [rank for rank, _ in ranks.here.messages] == [5]
-
-
-def test_a_part_named_twice_and_another_not() -> None:
-    """Wrong if the number of parts alone were looked at: it is right."""
-    ranks = Ranks(checksums=False)
-    notes = ranks.put()
-    rows_of(notes[1])[...] = rows_of(notes[0])
-    for note in notes:
-        ranks.receiving.hear(0, note)
-    assert (ranks.piece.data[4:] == -1).all()
-    assert isinstance(ranks.arrivals.errors.error, PeerError)
-
-
-def test_a_note_that_names_less_than_it_says() -> None:
-    ranks = Ranks(checksums=False)
-    ranks.receiving.hear(0, ranks.put()[0][:HEAD_SIZE])
-    assert isinstance(ranks.arrivals.errors.error, PeerError) and ranks.answer() == [1]
 
 
 def test_other_values_than_when_the_checksum_was_taken() -> None:

@@ -1,0 +1,238 @@
+"""How does a rank read a dataset that is in a store, without opening the file there? By what another rank tells of it.
+
+1. `StoreSource.tell` runs on a rank that has the file open. It tells which version of the object that is; where the chunks of a
+   region are, or where the dataset begins; and all else as a *skeleton*: an HDF5 file in memory with a dataset of that type,
+   shape, filters and fill value, but without values.
+2. `ToldSource` reads as `Hdf5Source` does, but takes from the skeleton what that asks the file, and reads bytes of the object.
+3. Filters that only the HDF5 library undoes: stored chunks are put into a copy of the skeleton, from which HDF5 reads.
+
+What cannot be told so is not told. Then each rank opens the file.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import itertools
+import math
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import h5py
+import numpy as np
+
+from shardload.formats.access import Access
+from shardload.formats.contract.array import ArrayInfo, Properties
+from shardload.formats.contract.by_chunks import chunks_met
+from shardload.formats.contract.format import Source
+from shardload.formats.hdf5.chunks import ChunkPlaces, ChunkTable, open_chunks
+from shardload.formats.hdf5.contiguous import open_contiguous
+from shardload.formats.hdf5.in_memory import file_in_memory, file_of, image_of
+from shardload.formats.hdf5.links import Others
+from shardload.formats.hdf5.opened import OpenDataset, OpenFacts, kept
+from shardload.formats.hdf5.source import Hdf5Source
+from shardload.formats.labels import Labels
+from shardload.planning.region import Region
+from shardload.storage.block_cache import BlockCache
+from shardload.storage.objects import Ranges, StoredObject
+from shardload.storage.remote import RemoteObject
+
+_NAME = b"values"  # of the dataset in a skeleton
+_MOST_TOLD = 1 << 22  # chunks, some 6 bytes for each
+
+Json = dict[str, Any]
+
+
+class StoreSource(Hdf5Source):
+    """A dataset of a file in a store that is open here."""
+
+    def tell(self, region: Region) -> Json | None:
+        """What ranks that read `region` must know (`ArrayInfo.parts`); None if they have to open the file."""
+        dataset, cache, places = self.dataset, self.dataset.raw, self.places
+        if not isinstance(cache, BlockCache) or not isinstance(cache.below, RemoteObject) or self.info.refused is not None:
+            return None
+        image, has_filters = _skeleton_of(dataset)
+        filters = [[number, flags, list(values), name.hex()] for number, flags, values, name in dataset.stored_filters]
+        told: Json = {"pin": list(cache.below.pin), "skeleton": _text_of(image), "filters": filters}
+        if places is not None:
+            elements = self._cut(region)[0]
+            box = chunks_met(elements, places.chunk) if region.size else [range(0)] * elements.ndim
+            if math.prod(map(len, box)) > _MOST_TOLD:
+                return None
+            if not has_filters and open_chunks(dataset, self._dtype, places) is None:
+                return None
+            table = np.array(places.of(box), dtype=np.int64)
+            table[0, table[0] >= 0] += cache.start
+            n_stored, is_whole = int((table[0] >= 0).sum()), tuple(map(len, box)) == places.counts
+            told |= {"box": [[axis.start, axis.stop] for axis in box], "chunks": _packed(table)}
+            told["n_stored"] = n_stored if is_whole else max(n_stored, 1)  # HDF5 counts all, by their index
+        elif dataset.creation.get_layout() == h5py.h5d.CONTIGUOUS and dataset.extent is not None:
+            if open_contiguous(dataset, self._dtype) is None:
+                return None
+            told["extent"] = [dataset.extent[0] + cache.start, dataset.extent[1]]
+        return told
+
+
+def _skeleton_of(dataset: OpenDataset) -> tuple[bytes, bool]:
+    """The bytes of a file with such a dataset, and whether it has the same filters. A filter may put parameters of its own in
+    front of those that it is given (Bitshuffle: 3).
+    """
+    for n_own in (0, 3, None):
+        creation, layout, has_filters = dataset.creation.copy(), dataset.creation.get_layout(), n_own is not None
+        if n_own != 0 and dataset.stored_filters:
+            creation.remove_filter(h5py.h5z.FILTER_ALL)
+            for number, flags, values, _ in dataset.stored_filters if has_filters else ():
+                creation.set_filter(number, flags, values[n_own if number >= 32000 else 0 :])
+        if layout != h5py.h5d.COMPACT:
+            creation.set_alloc_time(h5py.h5d.ALLOC_TIME_INCR if layout == h5py.h5d.CHUNKED else h5py.h5d.ALLOC_TIME_LATE)
+        with file_in_memory() as file:
+            try:
+                made = h5py.h5d.create(file.id, _NAME, dataset.kind.copy(), dataset.id.get_space(), creation)
+            except (RuntimeError, TypeError, ValueError):
+                if not has_filters:
+                    raise
+                continue
+            if layout == h5py.h5d.COMPACT:  # its values are in its header
+                values = np.empty(int(dataset.id.get_storage_size()), dtype=np.uint8)
+                dataset.id.read(h5py.h5s.ALL, h5py.h5s.ALL, values, dataset.kind)
+                made.write(h5py.h5s.ALL, h5py.h5s.ALL, values, dataset.kind)
+            if has_filters and OpenDataset(made, dataset.facts).stored_filters != dataset.stored_filters:
+                continue
+            return image_of(file), has_filters
+    raise ValueError("HDF5 cannot make a dataset of that type")
+
+
+class _ToldDataset(OpenDataset):
+    """The dataset of a skeleton."""
+
+    def __init__(self, facts: OpenFacts, told: Mapping[str, Any]) -> None:
+        super().__init__(h5py.h5d.open(facts.file.id, _NAME), facts)
+        extent = told.get("extent")
+        filters = [(number, flags, tuple(values), bytes.fromhex(name)) for number, flags, values, name in told["filters"]]
+        self.__dict__ |= {
+            "raw": facts.stored,
+            "extent": None if extent is None else tuple(extent),
+            "n_stored": told.get("n_stored", 0),
+            "stored_filters": filters,
+        }
+
+
+class _ToldPlaces(ChunkPlaces):
+    """Where the chunks are that were told of."""
+
+    def __init__(self, dataset: OpenDataset, told: Mapping[str, Any]) -> None:
+        super().__init__(dataset)
+        box = tuple(range(*ends) for ends in told["box"])
+        shape = tuple(map(len, box))
+        offsets, sizes, masks = (column.reshape(shape) for column in _unpacked(told["chunks"]))
+        self._table = ChunkTable(box, offsets, sizes, masks.astype(np.uint32))
+
+    def _listed(self, box: Sequence[range]) -> ChunkTable:
+        raise ValueError(f"chunks {tuple(box)} were not asked for when the file was open")
+
+
+class ToldSource(Hdf5Source):
+    """A dataset of which another rank has told.
+
+    Parameters
+    ----------
+    info : ArrayInfo
+        Its description, with `parts`.
+    stored : StoredObject
+        The object, in the version that was told. `close` closes it.
+    access : Access
+        What the caller allows.
+    open_whole : callable
+        Opens the dataset in the file, for what was not told.
+    """
+
+    def __init__(self, info: ArrayInfo, stored: StoredObject, access: Access, open_whole: Callable[[], Source]) -> None:
+        self._known: Mapping[str, Any] = info.parts or {}
+        self._image = base64.b64decode(self._known["skeleton"])
+        facts = OpenFacts(file_of(self._image), stored=stored)
+        super().__init__(_ToldDataset(facts, self._known), info, Others(access=access), close=facts.close)
+        self._open_whole = open_whole
+
+    @kept
+    def places(self) -> ChunkPlaces | None:
+        """Where the chunks are; None for a dataset without chunks."""
+        return _ToldPlaces(self.dataset, self._known) if "box" in self._known else None
+
+    @contextlib.contextmanager
+    def _with_values(self, part: Region) -> Iterator[Any]:
+        """A copy of the skeleton in which the chunks are stored that meet a part."""
+        places, stored = self.places, self.dataset.raw
+        if places is None or stored is None:
+            yield self.dataset.id
+            return
+        box = chunks_met(part, places.chunk)
+        offsets, sizes, masks = places.of(box)
+        is_stored = offsets >= 0
+        ranges = Ranges(offsets[is_stored], sizes[is_stored])
+        pieces = iter(stored.read_ranges(ranges, np.empty(ranges.nbytes, dtype=np.uint8)))
+        with file_of(self._image) as file:
+            filled = h5py.h5d.open(file.id, _NAME)
+            for index, here, mask in zip(itertools.product(*box), is_stored.tolist(), masks.tolist(), strict=True):
+                if here:
+                    place = tuple(k * c for k, c in zip(index, places.chunk, strict=True))
+                    filled.write_direct_chunk(place, bytes(next(pieces)), mask & places.no_filter)
+            yield filled
+
+    def _check_whole(self) -> None:
+        """Nothing to do: an object of one version is never cut."""
+
+    # --- what was not told
+
+    @kept
+    def _whole(self) -> Source:
+        return self._open_whole()
+
+    def plain(self, region: Region) -> np.ndarray[Any, Any]:
+        """The values as h5py gives them, from the file itself."""
+        return self._whole.plain(region)
+
+    def labels(self) -> Labels:
+        """See `Source`."""
+        return self._whole.labels()
+
+    def group_attrs(self) -> Mapping[str, Any]:
+        """See `Source`."""
+        return self._whole.group_attrs()
+
+    def properties(self) -> Properties:
+        """See `Source`."""
+        return self._whole.properties()
+
+    def nbytes_stored(self) -> int | None:
+        """See `Source`."""
+        return self._whole.nbytes_stored()
+
+    def close(self) -> None:
+        """Close the object, and the file if it was opened."""
+        if (whole := self.__dict__.get("_whole")) is not None:
+            whole.close()
+        super().close()
+
+
+# --- arrays and bytes in JSON
+
+
+def _text_of(content: bytes) -> str:
+    return base64.b64encode(content).decode()
+
+
+def _packed(table: np.ndarray[Any, Any]) -> str:
+    """Offsets, sizes and masks as text. Bytes of the same weight stand together: most are zero, and compress well."""
+    planes = np.ascontiguousarray(table.astype("<i8")).view(np.uint8).reshape(-1, 8).T
+    return _text_of(zlib.compress(planes.tobytes(), level=1))
+
+
+def _unpacked(text: str) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """The inverse of `_packed`.
+
+    >>> _unpacked(_packed(np.array([[-1, 1 << 40], [0, 300], [0, 1]]))).tolist()
+    [[-1, 1099511627776], [0, 300], [0, 1]]
+    """
+    planes = np.frombuffer(zlib.decompress(base64.b64decode(text)), dtype=np.uint8).reshape(8, -1)
+    return np.ascontiguousarray(planes.T).view("<i8").reshape(3, -1).astype(np.int64)

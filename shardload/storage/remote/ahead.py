@@ -1,0 +1,138 @@
+"""What is fetched before it is asked for, in which requests? What a reader says that it will read.
+
+1. `expect` takes an iterator over what will be read (`Wanted`), in that order. It is followed as far as what was fetched, and
+   not yet read, fits into 56 MiB of the process: so an index is searched, and memory taken, as the reading goes on.
+2. Of an object some 16 MiB are taken together: sorted, small gaps closed, cut into pieces of 8 MiB (`plan_pieces`). The last
+   piece waits for what follows it.
+3. Whoever needs what was not fetched yet does not wait for its turn.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import groupby
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from shardload.storage.objects import Ints
+from shardload.system.interruption import let_interruption_pass
+
+PIECE_NBYTES = 8 << 20  # of a request: one connection to S3 gives about 60 MB/s
+_MOST_AHEAD_NBYTES, _AT_ONCE_NBYTES = 56 << 20, 16 << 20
+_MOST_GAP_NBYTES, _MOST_WASTE = 1 << 20, 0.05
+
+
+def plan_pieces(offsets: Ints, sizes: Ints) -> list[tuple[int, int, int]]:
+    """The requests for ranges of an object, in its order: first byte, the one after the last, and the bytes of ranges in it.
+
+    Gaps of up to 1 MiB are closed, the smallest first, while they are less than 5 % of the ranges.
+
+    >>> plan_pieces(np.array([100, 0]), np.array([100, 99]))
+    [(0, 200, 199)]
+    >>> plan_pieces(np.array([0, 40]), np.array([10, 10]))
+    [(0, 10, 10), (40, 50, 10)]
+    >>> plan_pieces(np.array([0, 5 << 20]), np.array([5 << 20, 5 << 20]))
+    [(0, 8388608, 8388608), (8388608, 10485760, 2097152)]
+    """
+    order = np.argsort(offsets, kind="stable")
+    start, size = offsets[order], sizes[order]
+    before = np.concatenate([[0], np.cumsum(size)])  # bytes of ranges before each
+    gaps = start[1:] - np.maximum.accumulate(start + size)[:-1]
+    closed, by_size = gaps <= 0, np.argsort(gaps, kind="stable")
+    small = by_size[(gaps[by_size] > 0) & (gaps[by_size] <= _MOST_GAP_NBYTES)]
+    closed[small[np.cumsum(gaps[small]) <= _MOST_WASTE * before[-1]]] = True
+    first = np.flatnonzero(np.concatenate([[True], ~closed]))
+    stops = np.maximum.accumulate(start + size)[np.append(first[1:], len(start)) - 1]
+    pieces = []
+    for a, b in zip(start[first].tolist(), stops.tolist(), strict=True):
+        for begin in range(a, b, PIECE_NBYTES):
+            end = min(b, begin + PIECE_NBYTES)
+            last = np.searchsorted(start, [begin, end], side="right") - 1  # the ranges that begin before each, or there
+            below = before[last] + np.minimum([begin, end] - start[last], size[last])
+            pieces.append((begin, end, int(below[1] - below[0])))
+    return pieces
+
+
+class Holder(Protocol):
+    """An object, or a folder of them: what is fetched of it waits there."""
+
+    def fetch_ahead(self, wanted: list[Any], has_more: bool) -> None:
+        """Begin to fetch what was told; `has_more`: what comes next may join the last request."""
+        ...
+
+
+class Wanted(NamedTuple):
+    """Of one holder: what it understands, and how many bytes that is about."""
+
+    holder: Holder
+    nbytes: int
+    what: Any
+
+
+class Ahead:
+    """What this process has fetched, and nobody has read.
+
+    Parameters
+    ----------
+    run : callable
+        Calls a function in a fetch thread.
+    """
+
+    def __init__(self, run: Callable[[Callable[[], None]], Any]) -> None:
+        self._run, self._lock, self._pulling = run, threading.Lock(), threading.Lock()
+        self._expected, self._nbytes = deque[Iterator[Wanted]](), 0
+
+    def expect(self, wanted: Iterator[Wanted]) -> None:
+        """Told what will be read, in about this order, after what was told before."""
+        with self._lock:
+            self._expected.append(wanted)
+        self._run(self._pull_all)
+
+    def add(self, nbytes: int) -> None:
+        """Some bytes are fetched from now on; negative: they were read, and there is room again."""
+        with self._lock:
+            self._nbytes += nbytes
+            has_room = nbytes < 0 and self._expected and self._nbytes + _AT_ONCE_NBYTES <= _MOST_AHEAD_NBYTES
+        if has_room:
+            self._run(self._pull_all)
+
+    def need(self, is_there: Callable[[], bool]) -> None:
+        """Begin to fetch what comes next, though there is no room for it, unless what is needed is there. `is_there` has what
+        waits fetched, too.
+        """
+        with self._pulling:
+            while not is_there() and self._pull(2 * _MOST_AHEAD_NBYTES):
+                pass
+
+    def _pull_all(self) -> None:
+        has_more = True
+        while has_more:
+            with self._pulling:
+                has_more = self._pull(_MOST_AHEAD_NBYTES)
+
+    def _pull(self, most_nbytes: int) -> bool:
+        """Begin to fetch what comes next. False if that is nothing, or too much."""
+        with self._lock:
+            if not self._expected or (self._nbytes and self._nbytes + _AT_ONCE_NBYTES > most_nbytes):
+                return False
+            wanted = self._expected[0]
+        found, nbytes = list[Wanted](), 0
+        try:
+            for part in wanted:
+                found.append(part)
+                nbytes += part.nbytes
+                if nbytes >= _AT_ONCE_NBYTES:
+                    break
+            has_more = nbytes >= _AT_ONCE_NBYTES
+            for holder, parts in groupby(found, lambda part: part.holder):
+                holder.fetch_ahead([part.what for part in parts], has_more and holder is found[-1].holder)
+        except Exception as error:  # who reads it says so
+            let_interruption_pass(error)
+            has_more = False
+        if not has_more:
+            with self._lock:
+                self._expected.popleft()
+        return True

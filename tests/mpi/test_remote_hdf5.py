@@ -1,0 +1,189 @@
+"""Is a file at a URL loaded as the same file on disk is, on any number of ranks, and who asks the server for what?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import shardload
+from shardload.errors import SourceError
+from shardload.jobs.copying.copy import copy_file
+from tests.mpi.sources import CHUNKS, NAME
+from tests.mpi.support import check, cube, mesh_of, on_root, ramp, same_error
+from tests.servers import ObjectServer, Request
+
+pytest.importorskip("obstore")
+pytestmark = pytest.mark.any_library
+
+SPECS = {"pencils": P(None, "a", "b"), "slabs": P("a"), "copies": P()}
+
+
+class Shared:
+    """A server that rank 0 has, for all."""
+
+    def __init__(self, comm: Any, folder: Path) -> None:
+        self.comm, self.folder = comm, folder
+        self.server = ObjectServer(folder) if comm.rank == 0 else None
+        self.url = on_root(comm, lambda: self.server.__enter__().url if self.server else "")
+        self.storage = {"user_agent": f"rank {comm.rank}"}
+
+    def write(self, name: str, make: Any, **how: Any) -> tuple[str, str]:
+        """The URL and the path of a new file."""
+        path = self.folder / "b" / name
+
+        def write() -> None:
+            path.parent.mkdir(exist_ok=True)
+            with h5py.File(path, "w", **how) as file:
+                make(file)
+
+        on_root(self.comm, write)
+        return f"{self.url}/b/{name}", str(path)
+
+    def log(self) -> list[Request]:
+        """What was asked since this was called before, on all ranks."""
+        self.comm.barrier()
+
+        def take() -> list[Request]:
+            assert self.server is not None
+            found = list(self.server.log)
+            self.server.clear()
+            return found
+
+        return on_root(self.comm, take)
+
+
+@pytest.fixture
+def shared(comm: Any, shared_tmp_path: Path) -> Iterator[Shared]:
+    shared = Shared(comm, shared_tmp_path)
+    yield shared
+    comm.barrier()
+    if shared.server is not None:
+        shared.server.__exit__()
+
+
+def filled(**options: Any) -> Any:
+    return lambda file: file.create_dataset(NAME, data=ramp(cube()), **options)
+
+
+def some_chunks(file: h5py.File) -> None:
+    made = file.create_dataset(NAME, cube(), "f4", chunks=CHUNKS, fillvalue=-3, compression="gzip")
+    made[2:, :5] = ramp(cube())[2:, :5]
+
+
+LAYOUTS: dict[str, tuple[dict[str, Any], Any]] = {
+    "gzip": ({}, filled(chunks=CHUNKS, compression="gzip", shuffle=True)),
+    "latest": ({"libver": "latest"}, filled(chunks=CHUNKS, compression="gzip", maxshape=(None, *cube()[1:]))),
+    "plain chunks": ({}, filled(chunks=CHUNKS)),
+    "checksum": ({}, filled(chunks=CHUNKS, fletcher32=True)),
+    "one piece": ({"userblock_size": 512}, filled()),
+    "lzf": ({}, filled(chunks=CHUNKS, compression="lzf")),
+    "scaleoffset": ({}, lambda file: file.create_dataset(NAME, data=ramp(cube(), "i4"), chunks=CHUNKS, scaleoffset=0)),
+    "some chunks": ({}, some_chunks),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_as_on_disk(shared: Shared, layout: str) -> None:
+    """Wrong if a shard had other values, or if another rank than 0 read the beginning of the file, where its metadata are."""
+    how, make = LAYOUTS[layout]
+    url, path = shared.write("a.h5", make, **how)
+    with h5py.File(path) as file:
+        expected = np.asarray(file[NAME][...])
+        ends = file[NAME].id.get_offset() or file[NAME].id.get_chunk_info(0).byte_offset
+    mesh, given = mesh_of(), {"storage": shared.storage, "missing": "fill", "allow_filters": "scaleoffset", "dataset": NAME}
+    for spec in SPECS.values():
+        shared.log()
+        x = shardload.load(url, mesh, spec, readers="parallel", **given)
+        asked = shared.log()
+        check(x, expected, mesh, spec, layout)
+        of_metadata = [r for r in asked if r.first < min(ends, 512)]
+        assert [(r.client, r.status) for r in of_metadata] == [("rank 0", 206)], asked
+        assert sum(r.nbytes for r in asked) <= 1.05 * Path(path).stat().st_size + (2 << 20)
+    part = (slice(2, 5), slice(None), slice(4, 11))
+    y = shardload.load(url, mesh, P(None, "a"), select=part, **given)
+    check(y, expected[part], mesh, P(None, "a"))
+    z = shardload.load(url, mesh, P("b", "a"), verify="full", **given)
+    check(z, expected, mesh, P("b", "a"))
+
+
+def test_a_rank_that_reads_nothing_asks_for_nothing(shared: Shared) -> None:
+    url, _ = shared.write("a.h5", LAYOUTS["gzip"][1])
+    shared.log()
+    x = shardload.load(url, mesh_of(), P("a", "b"), dataset=NAME, storage=shared.storage, readers="root")
+    check(x, ramp(cube()), mesh_of(), P("a", "b"))
+    assert {r.client for r in shared.log()} == {"rank 0"}
+
+
+def climate(file: h5py.File) -> None:
+    """A netCDF4 file as netCDF4 libraries see it: packed, with dates, names of axes, and names as coordinates."""
+    n, ny, nx = cube()
+    file["time"] = np.arange(n, dtype="f4") * 24
+    file["time"].attrs["units"] = "hours since 2001-01-01"
+    file["time"].make_scale("time")
+    file["name"] = np.array([f"station {k}".encode() for k in range(ny)])
+    made = file.create_dataset("t2m", data=(ramp((n, ny, nx)) % 3000).astype("i2"), chunks=CHUNKS, compression="gzip")
+    made.attrs["scale_factor"], made.attrs["add_offset"], made.attrs["_FillValue"] = (
+        np.float32(0.5),
+        np.float32(10),
+        np.int16(7),
+    )
+    made.attrs["coordinates"] = "name"
+    made.dims[0].attach_scale(file["time"])
+    file.attrs["_NCProperties"] = "version=2"
+
+
+def test_what_else_takes_a_path(comm: Any, shared: Shared) -> None:
+    """Wrong if one of them gave or said of the URL another thing than of the file."""
+    url, path = shared.write("run.nc", climate)
+    mesh, spec, n = mesh_of(), P(None, "a", "b"), cube()[0]
+    of_url: dict[str, Any] = {"dataset": "t2m", "decode": True, "storage": shared.storage}
+    with h5py.File(path) as file:
+        stored = file["t2m"][...]
+    expected = np.where(stored == 7, np.float32(np.nan), stored * np.float32(0.5) + np.float32(10))
+    x = shardload.load(url, mesh, spec, **of_url)
+    check(x, expected, mesh, spec)
+    dates = {"time": shardload.between("2001-01-02", "2001-01-04")}
+    plan = shardload.plan(url, mesh, spec, select=dates, **of_url)
+    check(plan.execute(), expected[1:4], mesh, spec)
+    assert plan.info.dims[0] == "time" and plan.info.coords["time"].values is not None
+    tree = shardload.load(url, mesh, P(), dataset={"a": "t2m", "b": "time"}, decode=False, storage=shared.storage)
+    np.testing.assert_array_equal(np.asarray(tree["a"]), stored)
+    np.testing.assert_array_equal(np.asarray(tree["b"]), np.arange(n) * 24)
+    shardload.verify(x, url, **of_url)
+    y = shardload.load(path, mesh, spec, dataset="t2m", select=slice(3), decode=True)
+    same_error(comm, lambda: shardload.verify(y, url, select=slice(1, 4), **of_url), shardload.VerifyError, "/t2m")
+    contents, local = shardload.open(url, storage=shared.storage), shardload.open(path)
+    assert list(contents) == list(local) and contents["t2m"].attrs == local["t2m"].attrs
+    assert contents["t2m"].dims == local["t2m"].dims and contents["t2m"].packing == local["t2m"].packing
+    batches = shardload.stream(url, mesh, P(None, "a", "b"), along="time", batch=2, shuffle=None, epochs=1, **of_url)
+    n_batches = 0
+    for k, batch in enumerate(batches):
+        check(batch, expected[2 * k : 2 * k + 2], mesh, P(None, "a", "b"))
+        n_batches += 1
+    assert n_batches == n // 2
+
+
+def test_copies(comm: Any, shared: Shared, shared_tmp_path: Path) -> None:
+    url, path = shared.write("run.nc", climate)
+    target = shared_tmp_path / "copy.h5"
+    shared.log()
+    copy_file(url, str(target), timeout=60.0, comm=comm, progress=False, storage=shared.storage)
+    asked = shared.log()
+    with h5py.File(path) as file, h5py.File(target) as copied:
+        for name in ("time", "t2m", "name"):
+            np.testing.assert_array_equal(copied[name][...], file[name][...])
+        assert dict(copied["t2m"].attrs)["scale_factor"] == 0.5 and copied["t2m"].dims[0][0].name == "/time"
+    assert {r.client for r in asked if r.first < 512} == {"rank 0"}
+
+
+def test_a_changed_object_is_one_error_on_all_ranks(comm: Any, shared: Shared) -> None:
+    url, path = shared.write("a.h5", LAYOUTS["gzip"][1])
+    plan = shardload.plan(url, mesh_of(), P("a", "b"), dataset=NAME, storage=shared.storage)
+    on_root(comm, lambda: Path(path).write_bytes(Path(path).read_bytes()[::-1]))
+    same_error(comm, plan.execute, SourceError, "is another object than it was when the first rank looked at it")

@@ -1,0 +1,293 @@
+"""Is an HDF5 file at a URL read as the same file on disk is: by one who opens it, and by all others without opening it?"""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import h5py
+import hdf5plugin
+import ml_dtypes
+import numpy as np
+import pytest
+
+from shardload.errors import ConfigError, SourceError
+from shardload.formats.access import Access
+from shardload.formats.contract.array import ArrayInfo
+from shardload.formats.lookup import Finder, find_array, format_of, list_arrays, open_file, open_source, split_path
+from shardload.planning.region import Region
+from shardload.storage.block_cache import BlockCache
+from shardload.storage.objects import Ranges
+from shardload.storage.remote import RemoteObject
+from tests.mpi.support import counted
+from tests.servers import ObjectServer
+from tests.unit.fakes import ObjectInMemory
+from tests.unit.files import assert_same, check_source, flat, read_all
+
+pytest.importorskip("obstore")
+
+SHAPE, CHUNK = (6, 10), (4, 3)  # a part of a chunk is beyond each edge
+DATA = flat(SHAPE)
+FILTERS = Access(allow_filters={"all"})
+
+
+def simple(**options: Any) -> Callable[[h5py.File], None]:
+    return lambda file: file.create_dataset("g/x", data=DATA, **options)
+
+
+def low_level(
+    kind: Any = h5py.h5t.IEEE_F32LE, setting: Callable[[Any], Any] = lambda creation: None, maxshape: Any = None
+) -> Callable[[h5py.File], None]:
+    def make(file: h5py.File) -> None:
+        creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        creation.set_chunk(CHUNK)
+        setting(creation)
+        space = h5py.h5s.create_simple(SHAPE, maxshape or SHAPE)
+        h5py.Dataset(h5py.h5d.create(file.create_group("g").id, b"x", kind, space, creation))[...] = DATA % 97
+
+    return make
+
+
+def twelve_bits() -> Any:
+    kind = h5py.h5t.STD_I16LE.copy()
+    kind.set_precision(12)
+    return kind
+
+
+def some_chunks(file: h5py.File) -> None:
+    made = file.create_dataset("g/x", SHAPE, "f4", chunks=CHUNK, fillvalue=-3, compression="gzip")
+    made[:4, 3:9] = DATA[:4, 3:9]
+    made.id.write_direct_chunk((4, 0), DATA[:4, :3].tobytes(), filter_mask=1)
+
+
+def of_type(dtype: Any, values: Any = None, **options: Any) -> Callable[[h5py.File], None]:
+    values = DATA.astype(dtype) if values is None else values
+    return lambda file: file.create_dataset("g/x", data=values, dtype=dtype, **options)
+
+
+def small_arrays(file: h5py.File) -> None:
+    file.create_dataset("g/x", (4,), np.dtype("(2,3)i2"), chunks=(3,), compression="gzip")[...] = flat((4, 2, 3), "i2")
+
+
+def named_type(file: h5py.File) -> None:
+    file["type"] = np.dtype(">f8")
+    file.create_dataset("g/x", data=DATA, dtype=file["type"], chunks=CHUNK, scaleoffset=None)
+
+
+LATEST = {"libver": "latest"}
+LAYOUTS: dict[str, tuple[dict[str, Any], Callable[[h5py.File], None]]] = {
+    "gzip": ({}, simple(chunks=CHUNK, compression="gzip", shuffle=True)),
+    "plain chunks": ({}, simple(chunks=CHUNK)),
+    "checksum": ({}, simple(chunks=CHUNK, fletcher32=True)),
+    "one piece": ({}, simple()),
+    "big-endian piece": ({}, of_type(">f4")),
+    "big-endian chunks": ({}, of_type(">i2", chunks=CHUNK)),
+    "one chunk": (LATEST, simple(chunks=SHAPE, compression="gzip")),
+    "fixed array": (LATEST, simple(chunks=CHUNK, compression="gzip")),
+    "extensible array": (LATEST, simple(chunks=CHUNK, compression="gzip", maxshape=(6, None))),
+    "B-tree 2": (LATEST, simple(chunks=CHUNK, maxshape=(None, None))),
+    "implicit": (LATEST, low_level(setting=lambda creation: creation.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY))),
+    "early": ({}, low_level(setting=lambda creation: creation.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY))),
+    "lzf": ({}, simple(chunks=CHUNK, compression="lzf")),
+    "scaleoffset": ({}, of_type("i4", chunks=CHUNK, scaleoffset=0)),
+    "nbit": ({}, low_level(twelve_bits(), lambda creation: creation.set_filter(h5py.h5z.FILTER_NBIT, 0))),
+    "12 bits": ({}, low_level(twelve_bits())),
+    "szip": ({}, of_type("i4", chunks=(4, 4), compression="szip")),
+    "bitshuffle": ({}, simple(chunks=CHUNK, **hdf5plugin.Bitshuffle(nelems=8, cname="lz4"))),
+    "blosc": ({}, simple(chunks=CHUNK, **hdf5plugin.Blosc(cname="zstd"))),
+    "blosc2": ({}, simple(chunks=CHUNK, **hdf5plugin.Blosc2())),
+    "bzip2": ({}, simple(chunks=CHUNK, **hdf5plugin.BZip2())),
+    "zfp": ({}, simple(chunks=(4, 4), **hdf5plugin.Zfp(rate=24))),
+    "some chunks": ({}, some_chunks),
+    "no chunk": ({}, lambda file: file.create_dataset("g/x", SHAPE, "f4", chunks=CHUNK, fillvalue=7)),
+    "no piece": ({}, lambda file: file.create_dataset("g/x", SHAPE, "f4", fillvalue=7)),
+    "compact": ({}, low_level(setting=lambda creation: creation.set_layout(h5py.h5d.COMPACT))),
+    "number": ({}, lambda file: file.create_dataset("g/x", data=np.float64(3.5))),
+    "nothing": ({}, lambda file: file.create_dataset("g/x", (0, 4), "f4", maxshape=(None, 4))),
+    "small arrays": ({}, small_arrays),
+    "bool": ({}, of_type("?", DATA % 3 == 0, chunks=CHUNK)),
+    "complex": ({}, of_type("c8", DATA + 1j, chunks=CHUNK, compression="gzip")),
+    "bfloat16": ({}, lambda file: write_bfloat16(file)),
+    "named type": ({}, named_type),
+    "user block": ({"userblock_size": 1024}, simple(chunks=CHUNK, compression="gzip")),
+    "user block, one piece": ({"userblock_size": 512}, simple()),
+    "pages": ({"fs_strategy": "page", "fs_page_size": 4096}, simple(chunks=CHUNK, compression="gzip")),
+}
+
+
+def write_bfloat16(file: h5py.File) -> None:
+    from shardload.formats.hdf5.raw_file import BFLOAT16, type_in_file
+
+    space = h5py.h5s.create_simple(SHAPE)
+    made = h5py.h5d.create(file.create_group("g").id, b"x", type_in_file(BFLOAT16), space)
+    made.write(h5py.h5s.ALL, h5py.h5s.ALL, DATA.astype(ml_dtypes.bfloat16), type_in_file(BFLOAT16))
+
+
+@pytest.fixture
+def server() -> Iterator[ObjectServer]:
+    with ObjectServer() as server:
+        yield server
+
+
+def stored(server: ObjectServer, tmp_path: Path, layout: str) -> tuple[str, str]:
+    """The URL of a file, and its path on disk."""
+    how, make = LAYOUTS[layout]
+    with h5py.File(tmp_path / "a.h5", "w", **how) as file:
+        make(file)
+    server.objects["b/a.h5"] = (tmp_path / "a.h5").read_bytes()
+    return f"{server.url}/b/a.h5", str(tmp_path / "a.h5")
+
+
+def told_of(url: str, region: Region | None = None) -> ArrayInfo:
+    """What a rank that has the file open tells another one, which will read a region."""
+    with Finder(FILTERS, tells=True) as finder:
+        found = finder.find(url, "g/x", lambda info, _: (info, region or Region.whole(info.shape)))
+    assert found.values is None
+    return ArrayInfo.from_json(found.info.to_json())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_values_and_requests(tmp_path: Path, server: ObjectServer, layout: str) -> None:
+    """Wrong if a value, or which chunks are missing, were not as on disk, or if the second rank opened the file."""
+    url, path = stored(server, tmp_path, layout)
+    info = told_of(url)
+    assert len(server.log) == 1, "a small file is opened by one request"
+    server.clear()
+    with closing(open_source(url, "/g/x", FILTERS, info)) as source, closing(open_source(path, "/g/x", FILTERS)) as local:
+        assert not server.log, "nothing is read before values are"
+        whole = Region.whole(info.shape)
+        expected = local.plain(whole)
+        check_source(source, expected)
+        assert list(source.missing(whole)) == list(local.missing(whole))
+        if "user block" not in layout:  # on disk, HDF5 reads it
+            assert (source.chunk_reader() is None) == (local.chunk_reader() is None)
+        assert min((r.first for r in server.log), default=1) > 0, "the file was opened"
+        assert_same(np.asarray(source.plain(whole)), expected)  # this opens it
+        assert source.labels().dims == local.labels().dims and source.state() == source.opened_in() is not None
+    for one in (info, None):  # who was not told opens it
+        with closing(open_source(url, "/g/x", FILTERS, one)) as source:
+            assert_same(read_all(source), expected.astype(expected.dtype.newbyteorder("=")))
+
+
+def test_a_region_is_told_and_no_more(tmp_path: Path, server: ObjectServer) -> None:
+    """Wrong if chunks that nobody told of were taken for missing ones: fill values in place of stored ones."""
+    url, _ = stored(server, tmp_path, "gzip")
+    part = Region((1, 4), (4, 7))
+    with closing(open_source(url, "/g/x", FILTERS, told_of(url, part))) as source:
+        out = np.empty(part.shape, "f4")
+        source.read_into(part, out)
+        assert_same(out, DATA[part.slices()])
+        with pytest.raises(ValueError, match="were not asked for"):
+            read_all(source)
+
+
+@pytest.mark.parametrize("libver", ["earliest", "latest"])
+def test_many_chunks_are_found_in_few_rounds(
+    tmp_path: Path, server: ObjectServer, monkeypatch: pytest.MonkeyPatch, libver: str
+) -> None:
+    """Wrong if each node of an index were a round of its own: there are more than a hundred."""
+    with h5py.File(tmp_path / "a.h5", "w", libver=libver) as file:
+        file.create_dataset("before", data=np.zeros(150_000))  # metadata of the next are behind it
+        made = file.create_dataset("g/x", (9000, 100), "u1", chunks=(1, 100))
+        for k in range(len(made)):
+            made.id.write_direct_chunk((k, 0), bytes([k % 251]) * 100)
+    content = (tmp_path / "a.h5").read_bytes()
+    assert libver == "latest" or content.count(b"TREE\x01\x00") > 100
+    server.objects["b/a.h5"] = content
+    counts: Counter[str] = Counter()
+    for name in ("read_at_most", "read_ranges"):
+        counted(monkeypatch, counts, RemoteObject, name)
+    info = told_of(f"{server.url}/b/a.h5")
+    assert counts.total() <= 8, counts
+    with closing(open_source(f"{server.url}/b/a.h5", "/g/x", FILTERS, info)) as source:
+        region = Region((0, 3), (9000, 5))
+        out = np.empty(region.shape, "u1")
+        source.read_into(region, out)
+    assert (out[:, 1] == np.arange(9000) % 251).all()
+
+
+def test_formats_of_urls(tmp_path: Path, server: ObjectServer) -> None:
+    url, _ = stored(server, tmp_path, "user block")
+    server.objects |= {"b/run": server.objects["b/a.h5"], "b/other": b"no file of HDF5"}
+    assert format_of(f"{url}?token=secret").name == "HDF5" and not server.log
+    info = find_array(f"{server.url}/b/run", "g/x")
+    assert info.format == "HDF5"
+    server.clear()
+    with closing(open_source(f"{server.url}/b/run", "/g/x", Access(), info)) as source:
+        assert_same(read_all(source), DATA)
+    assert format_of(f"{server.url}/b/other").name == format_of(f"{server.url}/b/none").name == "Zarr"
+    for url, parts in {
+        "s3://b/a.h5:/g/x": ("s3://b/a.h5", "/g/x"),
+        "http://h:80/a.h5": ("http://h:80/a.h5", None),
+        "https://h:443/a.h5?to=http://other:80/b": ("https://h:443/a.h5?to=http://other:80/b", None),
+        "https://h/a.h5?sign=1:/x": ("https://h/a.h5?sign=1", "/x"),
+    }.items():
+        assert split_path(url) == parts
+
+
+def test_errors_say_what_to_do(tmp_path: Path, server: ObjectServer) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["x"] = DATA
+        file["link"] = h5py.ExternalLink("x.h5", "x")
+        layout = h5py.VirtualLayout(SHAPE, "f4")
+        layout[...] = h5py.VirtualSource("x.h5", "x", SHAPE)
+        file.create_virtual_dataset("v", layout)
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file["x"] = DATA
+    content = (tmp_path / "a.h5").read_bytes()
+    server.objects |= {"b/a.h5": content, "b/cut.h5": content[:-100], "b/no.h5": b"<html>not a file</html>" * 100}
+    url = f"{server.url}/b/a.h5"
+    for name, said in {
+        "v": "cannot be loaded: it holds values of other files .* Load each by its own URL",
+        "link": "'x' in 'x.h5'; load that object by its own URL",
+    }.items():
+        with pytest.raises(SourceError, match=said):
+            find_array(url, name, Access(allow_external=True))
+    assert {info.dataset: info.refused is None for info in list_arrays(url)} == {"/x": True, "/v": False}
+    for key, said in {
+        "cut.h5": "shorter than its own header says",
+        "no.h5": "is not an HDF5 file: it begins with b'<html>",
+        "none.h5": "none.h5' cannot be read",
+    }.items():
+        with pytest.raises(SourceError, match=said), open_file(f"{server.url}/b/{key}?sign=SECRET") as opened:
+            opened.list_arrays()
+    with pytest.raises(ConfigError, match="holds no array '/z'"):
+        find_array(url, "z")
+    info = told_of_x(url)
+    server.objects["b/a.h5"] = content[::-1]
+    with closing(open_source(url, "/x", Access(), info)) as source, pytest.raises(OSError, match="another object"):
+        read_all(source)
+
+
+def told_of_x(url: str) -> ArrayInfo:
+    with Finder(Access(), tells=True) as finder:
+        return finder.find(url, "x").info
+
+
+def test_blocks_that_are_kept() -> None:
+    """Wrong if bytes of a block came from another place, or what is kept were fetched again."""
+    content = np.random.default_rng(3).bytes(5 << 20)
+    far = ObjectInMemory(content)
+    cache = BlockCache(far)
+    cache.start = 777
+    assert cache.read_at_most(0, 10) == content[777:787] and far.n_reads == 1
+    for offset in (100, (1 << 20) - 800):
+        assert cache.read_at_most(offset, 20) == content[777 + offset : 797 + offset]
+    assert far.n_reads == 1
+    for offset in range(3 << 20, 4 << 20, 5000):  # in order: few requests
+        cache.seek(offset)
+        assert cache.read(100) == content[777 + offset : 877 + offset] and cache.tell() == offset + 100
+    assert far.n_reads <= 8
+    n_reads, out = far.n_reads, np.empty(300, "u1")
+    cache.read_into(out, 3 << 20)
+    assert out.tobytes() == content[777 + (3 << 20) :][:300] and far.n_reads == n_reads
+    ranges = Ranges(np.array([2 << 20, 50]), np.array([9, 5]))
+    pieces = cache.read_ranges(ranges, np.empty(ranges.nbytes, "u1"))
+    assert [bytes(piece) for piece in pieces] == [content[777 + (2 << 20) :][:9], content[827:832]]
+    assert cache.seek(0, io.SEEK_END) == cache.nbytes == len(content) - 777
+    assert cache.read_at_most(cache.nbytes - 5, 100) == content[-5:]
+    assert cache.readinto(memoryview(bytearray(7))) == 0
