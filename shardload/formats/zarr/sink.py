@@ -3,8 +3,8 @@
 1. Without shards a chunk is a file of its own: nobody is asked where it goes.
 2. The chunks of a shard are encoded by anyone. The catalog gives each its offset by a running sum, and at the end writes the
    index behind the last one, with its CRC-32C.
-3. The store is a folder with a temporary name, without metadata. `ZarrCatalog.finish` writes that of the arrays, then that of
-   the groups, the root's last.
+3. The store is a folder with a temporary name, or at its URL, without metadata. `ZarrCatalog.finish` writes that of the arrays,
+   then that of the groups, the root's last.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -21,10 +22,12 @@ import google_crc32c
 import numpy as np
 
 from shardload.errors import ConfigError
+from shardload.formats.access import Access
 from shardload.formats.codecs.chains import EncodeChain
 from shardload.formats.sink import (
     ArraySpec,
     Catalog,
+    Decode,
     Encoder,
     PlacedChunks,
     Places,
@@ -40,6 +43,8 @@ from shardload.planning.grid import unravel
 from shardload.storage.leftovers import METADATA
 from shardload.storage.new_folder import NewFolder
 from shardload.storage.objects import ObjectFolder, WritableFolder
+from shardload.storage.remote import StorageOptions, is_remote
+from shardload.storage.remote.new_folder import NewRemoteFolder
 from shardload.storage.target import FOLDER_MARK, named
 
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
@@ -104,6 +109,8 @@ class ZarrSink(Sink):
     about : mapping of str to str, optional
         What is written, of which source, if another job may go on with it after a kill. Ranks that do not call `create` may
         have an empty one. A store with shards always begins anew.
+    storage : StorageOptions, optional
+        How a store is reached, if `path` is a URL.
 
     Attributes
     ----------
@@ -125,8 +132,9 @@ class ZarrSink(Sink):
         attrs: Mapping[str, Any] | None = None,
         group_attrs: Mapping[str, Mapping[str, Any]] | None = None,
         about: Mapping[str, str] | None = None,
+        storage: StorageOptions | None = None,
     ) -> None:
-        self.path, self.mode, self.version = path, mode, version
+        self.path, self.mode, self.version, self._storage = path, mode, version, storage or StorageOptions()
         self.attrs = plain_attrs("/", attrs or {})
         self.group_attrs = {name.strip("/"): plain_attrs(name, found) for name, found in (group_attrs or {}).items()}
         self.arrays: dict[str, ZarrEncoder] = {}
@@ -142,6 +150,11 @@ class ZarrSink(Sink):
         # (Several ranks write a shard: its file is whole at the end only.)
         self._about = None if any(one.is_asked for one in self.arrays.values()) else about
         self.folder = self.new_folder()
+        if not self.folder.has_parts and (sharded := [name for name, one in self.arrays.items() if one.is_asked]):
+            raise ConfigError(
+                f"'{sharded[0]}' has shards, of which several ranks write each, and an object of a store is put as a whole. "
+                "Leave out shards=, with chunks of some MiB; or save to a folder, and upload it"
+            )
         for name in specs:
             if why := refused_name(name):
                 raise ConfigError(f"an array is called '{name}', {why}. Rename it")
@@ -179,7 +192,22 @@ class ZarrSink(Sink):
 
     def new_folder(self) -> WritableFolder:
         """Where it is written. Each rank, and each writer, has its own."""
+        if is_remote(self.path):
+            return NewRemoteFolder(self.path, self.mode, self._storage)
         return NewFolder(self.path, self.mode, self._about)
+
+    def decoding(self, ticket: Ticket, name: str) -> AbstractContextManager[Decode] | None:
+        """See `Sink`. At a URL a store that is an array itself has no metadata yet."""
+        return self._decoding(name) if is_remote(self.path) else None
+
+    @contextmanager
+    def _decoding(self, name: str) -> Iterator[Decode]:
+        from shardload.formats.zarr.source import FORMAT  # here, because it imports zarr
+
+        access = Access(allow_filters=frozenset({"all"}), storage=self._storage)
+        info = replace(self.arrays[name].info, parts={"document": self.arrays[name].document, "version": (0, 0)})
+        with FORMAT.open_file(self.path, access) as file, closing(file.open(name, info if name == "/" else None)) as source:
+            yield source.plain
 
     def stored(self, ticket: Ticket) -> ObjectFolder:
         """See `Sink`."""

@@ -38,6 +38,7 @@ from shardload.jobs.saving.save import SaveReport, Saving, planned
 from shardload.planning.region import Region
 from shardload.planning.rounds import Item, plan_rounds
 from shardload.storage.leftovers import ROOTS, refuse_leftover
+from shardload.storage.remote import shown
 from shardload.system.interruption import let_interruption_pass
 from shardload.transfer.counters import Counters
 from shardload.transfer.moves import ArrayMove
@@ -117,7 +118,7 @@ def _read(asked: SaveRequest) -> Any:
     """
     path = asked.path
     if "://" in path:
-        raise ConfigError(f"'{path}' is a URL; append writes to files and folders only")
+        raise ConfigError(f"'{shown(path)}' is a URL; append writes to files and folders only. Append there, and upload it")
     refuse_leftover(path)
     if not os.path.exists(path):
         raise SourceError(f"'{path}' does not exist, so nothing can be appended to it. Make it with shardload.save", path=path)
