@@ -334,7 +334,7 @@ class RemoteFolder:
         return content
 
     def __del__(self) -> None:
-        with suppress(RemoteError):  # after a fork
+        with suppress(RemoteError, AttributeError):  # after a fork; of one that could not be made
             ahead().add(-sum(nbytes for _, nbytes in self._ahead.values()))
 
     def look(self, keys: Iterable[str], most_nbytes: int) -> list[tuple[bytes, State] | OSError | None]:
