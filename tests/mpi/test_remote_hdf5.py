@@ -120,6 +120,20 @@ def test_a_rank_that_reads_nothing_asks_for_nothing(shared: Shared) -> None:
     assert {r.client for r in shared.log()} == {"rank 0"}
 
 
+@pytest.mark.parametrize("chunks", [(1, 64, 256), None], ids=["chunks", "one piece"])
+def test_few_requests_for_many_values(comm: Any, shared: Shared, chunks: Any) -> None:
+    """Wrong if ranks asked for their chunks, or blocks, one by one: 320 chunks of 64 KiB, 20 MiB in all."""
+    values = np.arange(320 * 64 * 256, dtype="f4").reshape(320, 64, 256)
+    url, _ = shared.write("a.h5", lambda file: file.create_dataset(NAME, data=values, chunks=chunks))
+    shared.log()
+    x = shardload.load(url, mesh_of(), P("a", "b"), dataset=NAME, storage=shared.storage, readers="parallel")
+    asked = shared.log()
+    check(x, values, mesh_of(), P("a", "b"))
+    of_values = [r for r in asked if r.nbytes > 1 << 16 and r.first > 0]
+    assert len(of_values) <= 3 + 2 * comm.size, asked
+    assert sum(r.nbytes for r in asked) <= 1.05 * values.nbytes + (2 << 20)
+
+
 def climate(file: h5py.File) -> None:
     """A netCDF4 file as netCDF4 libraries see it: packed, with dates, names of axes, and names as coordinates."""
     n, ny, nx = cube()
