@@ -125,7 +125,7 @@ class ChunkTree:
             if node + _HEAD.size > n_all:
                 raise DamagedIndexError(f"a node at byte {node} lies outside of the file")
         offsets = np.array(nodes, dtype=np.int64)
-        ranges = Ranges(offsets, np.minimum(nbytes, n_all - offsets), self.stored.most_gap_nbytes)
+        ranges = Ranges(offsets, np.minimum(nbytes, n_all - offsets))
         return self.stored.read_ranges(ranges, np.empty(ranges.nbytes, dtype=np.uint8))
 
     def _entries(self, nodes: list[int], level: int, entry: np.dtype[Any]) -> list[tuple[Entries, Ints]]:
