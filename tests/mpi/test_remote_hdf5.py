@@ -18,7 +18,7 @@ from tests.mpi.sources import CHUNKS, NAME
 from tests.mpi.support import check, cube, mesh_of, on_root, ramp, same_error
 from tests.servers import ObjectServer, Request
 
-pytest.importorskip("obstore")
+obstore = pytest.importorskip("obstore")
 pytestmark = pytest.mark.any_library
 
 SPECS = {"pencils": P(None, "a", "b"), "slabs": P("a"), "copies": P()}
@@ -162,6 +162,8 @@ def test_what_else_takes_a_path(comm: Any, shared: Shared) -> None:
     expected = np.where(stored == 7, np.float32(np.nan), stored * np.float32(0.5) + np.float32(10))
     x = shardload.load(url, mesh, spec, **of_url)
     check(x, expected, mesh, spec)
+    store = obstore.store.HTTPStore(shared.url, client_options={"allow_http": True})
+    check(shardload.load((store, "b/run.nc"), mesh, spec, dataset="t2m", decode=True), expected, mesh, spec)
     dates = {"time": shardload.between("2001-01-02", "2001-01-04")}
     plan = shardload.plan(url, mesh, spec, select=dates, **of_url)
     check(plan.execute(), expected[1:4], mesh, spec)
