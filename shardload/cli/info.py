@@ -107,9 +107,9 @@ def _print_table(out: IO[str], path: str, arrays: Sequence[ArrayInfo]) -> None:
     kind = f"{arrays[0].format}, {counted(len(arrays), 'array')}" if arrays else "no arrays"
     lines = wrap(f"{printable(shown(path))}: {kind}", width_of(out))
     rows = [[array.dataset, *_facts(array).values(), _notes(array)] for array in arrays]
-    used = [k for k in range(len(_COLUMNS)) if any(row[k] for row in rows)]  # no title above nothing
-    cells = [[printable(row[k]) for k in used] for row in rows]
-    lines += fit_table([_COLUMNS[k] for k in used], cells, width_of(out)) if arrays else []
+    columns = [k for k in range(len(_COLUMNS)) if any(row[k] for row in rows)]  # no title above nothing
+    cells = [[printable(row[k]) for k in columns] for row in rows]
+    lines += fit_table([_COLUMNS[k] for k in columns], cells, width_of(out)) if arrays else []
     tell("\n".join(lines), out)
 
 
