@@ -339,7 +339,7 @@ class RemoteFolder:
 
     def look(self, keys: Iterable[str], most_nbytes: int) -> list[tuple[bytes, State] | OSError | None]:
         """Small objects, each with its version, or why it cannot be read; None of one that is not there. One request each."""
-        asked = [self._ask(key, min(most_nbytes, PIECE_NBYTES)) for key in keys]
+        asked = [self._client.run(self._client.get, key, None, None, most_nbytes) for key in keys]
         return [_seen(answer) for answer in asked]
 
     def folders(self, key: str) -> list[str]:
