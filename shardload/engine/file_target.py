@@ -198,7 +198,7 @@ class FileTarget:
         catalog = self._catalog
         if catalog is None or (is_held and self._is_at_work):
             return
-        end, pool = catalog.leave if interrupted else catalog.abandon, Pool(1, "shardload-abandon")
+        end, pool = partial(catalog.abandon, keeps=interrupted), Pool(1, "shardload-abandon")
         try:
             wait([pool.submit(end)], _LEAVE_SECONDS if may_hang else None)
         except RuntimeError:  # no thread can be started

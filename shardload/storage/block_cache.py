@@ -37,6 +37,8 @@ class BlockCache:
         How many bytes at its beginning are left out. They are read for nothing but `read_at_most` before it is set.
     """
 
+    most_gap_nbytes = 0
+
     def __init__(self, stored: StoredObject) -> None:
         self.below, self.start, self._lock = stored, 0, threading.RLock()
         self._blocks: dict[int, bytes] = {}  # the last used ones last

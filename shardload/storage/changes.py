@@ -26,13 +26,10 @@ from shardload.errors import SourceError
 from shardload.storage.containment import NotAFileError, open_file
 from shardload.storage.local import LocalFile
 from shardload.storage.locks import AppendLock, FileLock, changed_meanwhile, take_lock, wait_for
-from shardload.storage.new_file import WritableFile
+from shardload.storage.new_file import Change, WritableFile
 from shardload.storage.target import GROWTH_MARK, MARK_NBYTES, Target, mark, named, sync_folder
 
 _log = logging.getLogger("shardload")
-
-Change = tuple[int, bytes]
-"""An offset, and the bytes that will be there."""
 
 HEAD_NBYTES = 512  # of the first change; one write, which a kill does not cut in two
 _BEGINS = b"shardload append\n"
@@ -157,7 +154,7 @@ class GrowingFile(WritableFile):
 
     Attributes
     ----------
-    changes : str
+    temporary : str
         A small file beside it: what will be changed.
     is_as_before : callable
         Whether the bytes that will be changed are what they were.
@@ -179,7 +176,7 @@ class GrowingFile(WritableFile):
             self._lock.share()  # others may read meanwhile, and ranks of this job do
             if state_of_file(self) != list(state):  # now that nobody changes it
                 raise changed_meanwhile(name)
-            self.changes = self._target.create()
+            self.temporary = self._target.create()
             with named(name):
                 self._write_changes([])
         except BaseException:
@@ -187,7 +184,7 @@ class GrowingFile(WritableFile):
             raise
 
     def _write_changes(self, changes: Sequence[Change]) -> None:
-        write_changes(self.changes, mark(self._target.token, self._name), changes)
+        write_changes(self.temporary, mark(self._target.token, self._name), changes)
 
     def finish(self, nbytes: int, changes: Sequence[Change]) -> None:
         """Note what is to be changed, when all else is there, and the file's new length."""
@@ -204,9 +201,9 @@ class GrowingFile(WritableFile):
             here, there = os.fstat(self._descriptor), os.stat(self._path)
             if not os.path.samestat(here, there) or here.st_size < self._new_nbytes or not self.is_as_before():
                 raise changed_meanwhile(self._name)
-            changes = f"{self.changes.removesuffix('.unfinished')}.changes"
-            os.rename(self.changes, changes)
-            self._target.temporary = self.changes = changes
+            changes = f"{self.temporary.removesuffix('.unfinished')}.changes"
+            os.rename(self.temporary, changes)
+            self._target.temporary = changes
             sync_folder(self._target.folder)
             lock = WritableFile(changes)
         with contextlib.closing(lock):

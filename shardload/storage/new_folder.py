@@ -20,7 +20,7 @@ from weakref import WeakValueDictionary
 
 from shardload.errors import ConfigError
 from shardload.storage.containment import Fence
-from shardload.storage.leftovers import ROOTS
+from shardload.storage.leftovers import METADATA, ROOTS
 from shardload.storage.local import LocalFolder
 from shardload.storage.locks import AppendLock, take_lock
 from shardload.storage.objects import UnsyncedError
@@ -89,7 +89,11 @@ class NewFolder(LocalFolder):
     def create(self) -> str:
         """See `WritableFolder`."""
         if self._mark is not None:
-            self._target.adopt(self.path)
+            try:
+                self._target.adopt(self.path)
+            except BaseException:
+                self._unlock()  # what another job has done is not undone
+                raise
             return self.path
         self.path = self._target.create()
         self._made.add(self.path)
@@ -139,25 +143,20 @@ class NewFolder(LocalFolder):
                 yield path
 
     def _whole(self) -> set[str]:
-        """The keys of files that are on disk, whole; their names are too."""
+        """The keys of files that are on disk, whole; their names are too. Metadata go, the root's first."""
         for folder, _, files in os.walk(self.path):
             for name in files:
-                if name.endswith(_PART):
+                if name.endswith(_PART) or name in METADATA:
                     os.unlink(os.path.join(folder, name))
             sync_folder(folder)
         return set(self.keys(""))
-
-    def delete(self, key: str) -> None:
-        """See `WritableFolder`."""
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(os.path.join(self.path, key))
 
     def finish(self, key: str, data: bytes) -> None:
         """See `WritableFolder`."""
         self.sync()
         self.put(key, data)
         self.sync()
-        self.delete(FOLDER_MARK)
+        os.unlink(os.path.join(self.path, FOLDER_MARK))
         sync_folder(self.path)
 
     def publish(self) -> None:
@@ -165,15 +164,10 @@ class NewFolder(LocalFolder):
         self._target.commit()
         self._unlock()
 
-    def leave(self) -> None:
+    def discard(self, *, keeps: bool = False) -> None:
         """See `WritableFolder`."""
-        if self._mark is None:
-            self.discard()
-        self._target.temporary = None
-        self._unlock()
-
-    def discard(self) -> None:
-        """See `WritableFolder`."""
+        if keeps and self._mark is not None:
+            self._target.temporary = None
         if self._target.temporary is not None:  # first of all: a part of a store must not look like a whole one
             for name in ROOTS:
                 with contextlib.suppress(OSError):
@@ -372,8 +366,8 @@ class AddedFolder(NewFolder):
         for folder in sorted({os.path.dirname(os.path.join(self.old, there)) for there in done}):
             sync_name(folder, self._name)
 
-    def discard(self) -> None:
+    def discard(self, *, keeps: bool = False) -> None:
         """See `WritableFolder`."""
-        super().discard()
+        super().discard(keeps=keeps)
         if self._right is not None:
             self._right.release()

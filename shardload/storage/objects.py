@@ -214,7 +214,8 @@ class WritableFolder(ObjectFolder, Protocol):
         ...
 
     def take_up(self) -> set[str] | None:
-        """Take up what a job that was killed has left of this folder, for `create`: the keys of what is there, whole.
+        """Take up what a job that was killed has left of this folder, for `create`: the keys of what is there, whole, without
+        metadata (`METADATA`).
 
         None if nothing was left. ConfigError if it is of something else, another job is writing it, or this kind of folder has
         to begin anew.
@@ -245,10 +246,6 @@ class WritableFolder(ObjectFolder, Protocol):
         """Whether there is `write_at`."""
         ...
 
-    def delete(self, key: str) -> None:
-        """Remove an object, if it is there: metadata of the job whose folder was taken up."""
-        ...
-
     def sync(self) -> None:
         """Return when what this rank has put until now is there for all ranks, and stays if a machine stops. Other threads may
         put meanwhile.
@@ -267,12 +264,11 @@ class WritableFolder(ObjectFolder, Protocol):
         """Give the finished folder its name. ConfigError if it must not be replaced and somebody has it by now."""
         ...
 
-    def discard(self) -> None:
-        """Remove what was put, unless it was published. May be called again. Never raises OSError."""
-        ...
+    def discard(self, *, keeps: bool = False) -> None:
+        """Remove what was put, unless it was published. May be called again. Never raises OSError.
 
-    def leave(self) -> None:
-        """After Ctrl-C: keep what was put if another job can take it up, else `discard`."""
+        With `keeps`, as after Ctrl-C, it stays if another job can take it up.
+        """
         ...
 
     def close(self) -> None:

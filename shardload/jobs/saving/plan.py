@@ -166,7 +166,7 @@ def plan_file(asked: SaveRequest, group: Group) -> SavePlan:
         chosen.append(is_chosen)
     _check_axes(asked.format, specs)
     alignment = alignment_of(group)
-    how: dict[str, Any] = {"format": asked.format, "mode": asked.mode, "alignment": alignment}
+    how: dict[str, Any] = {"format": asked.format, "mode": asked.mode, "alignment": alignment, "storage": asked.options.storage}
     sink = make_sink(asked.path, specs, attrs=asked.group_attrs.get("/", {}), group_attrs=asked.group_attrs, **how)
     return plan_into(sink, asked, of_array, group, chosen)
 

@@ -69,6 +69,10 @@ class Counts:
     nbytes: int = 0
     retries: int = 0
 
+    def since(self, before: Counts) -> Counts:
+        """What came after."""
+        return Counts(self.requests - before.requests, self.nbytes - before.nbytes, self.retries - before.retries)
+
 
 class _Process:
     """The threads and counts of this process, which a fork does not have."""

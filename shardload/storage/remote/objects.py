@@ -380,7 +380,7 @@ class RemoteFolder:
         def put(store: Any, path: str) -> None:
             import obstore
 
-            obstore.put(store, path, bytes(content), mode="create" if is_new else "overwrite")
+            obstore.put(store, path, bytes(content), mode="create" if is_new else "overwrite", use_multipart=False)
 
         try:
             self._client.run(self._client.call, key, put).result()

@@ -582,7 +582,7 @@ def test_a_file_that_somebody_else_changes(tmp_path: Path) -> None:
     with sink.create() as catalog:
         write_all(sink, catalog, come)
         catalog.finish()
-        fcntl.flock(catalog.file.descriptor, fcntl.LOCK_UN)  # type: ignore[attr-defined]  # a system without locks
+        fcntl.flock(catalog._file.descriptor, fcntl.LOCK_UN)  # type: ignore[attr-defined]  # a system without locks
         with h5py.File(path, "r+") as file:
             file["time"].resize(6, 0)
         data = path.read_bytes()

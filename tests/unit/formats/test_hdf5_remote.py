@@ -251,7 +251,7 @@ def test_errors_say_what_to_do(tmp_path: Path, server: ObjectServer) -> None:
     for key, said in {
         "cut.h5": "shorter than its own header says",
         "no.h5": "is not an HDF5 file: it begins with b'<html>",
-        "none.h5": "none.h5' cannot be read",
+        "none.h5": "none.h5' is not there",
     }.items():
         with pytest.raises(SourceError, match=said), open_file(f"{server.url}/b/{key}?sign=SECRET") as opened:
             opened.list_arrays()

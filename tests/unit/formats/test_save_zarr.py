@@ -317,7 +317,7 @@ def test_names_and_formats(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="format is 'hdf4'"):
         format_for("x.h5", "hdf4")
     with pytest.raises(ConfigError, match="is a URL"):
-        make_sink("s3://a/x.zarr", {"x": one})
+        make_sink("s3://a/x.h5", {"x": one})
     ticket = make_sink(str(tmp_path / "x.zarr"), {"x": one}).create().ticket
     assert Ticket.from_json(ticket.to_json()) == ticket
 
