@@ -340,8 +340,9 @@ class RemoteFolder:
         return content
 
     def __del__(self) -> None:
-        with suppress(RemoteError, AttributeError):  # after a fork; of one that could not be made
-            ahead().add(-sum(nbytes for _, nbytes in self._ahead.values()))
+        with suppress(RemoteError):  # after a fork
+            if held := vars(self).get("_ahead"):  # else it was never made, or has nothing
+                ahead().add(-sum(nbytes for _, nbytes in held.values()))
 
     def look(self, keys: Iterable[str], most_nbytes: int) -> list[tuple[bytes, State] | OSError | None]:
         """Small objects, each with its version, or why it cannot be read; None of one that is not there. One request each."""
