@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cached_property, partial
 from typing import Any
 
@@ -56,6 +56,10 @@ class BlockTasks:
         self._source, self._layout, self._local, self._scratch = source, layout, local, scratch
         self._names, self._counts, self._convert = names, counts, convert
         self._lock = threading.Lock()
+
+    def expect(self, blocks: Iterable[Block]) -> None:
+        """Tell the source what these blocks need."""
+        self._source.expect_regions(self._layout.selection.to_file(block.region) for block in blocks)
 
     def needs_slot(self, block: Block) -> bool:
         """True if a block needs a staging buffer."""

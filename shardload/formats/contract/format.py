@@ -10,7 +10,7 @@ None of them knows ranks, devices or plans.
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -94,6 +94,10 @@ class Source(abc.ABC):
         array with it. The default is what `info` says.
         """
         return self.info.parts
+
+    def expect_regions(self, regions: Iterator[Region]) -> None:
+        """Told which regions `read_into` will read, in this order, of a file in a store. The default does nothing."""
+        return None
 
     def nbytes_stored(self) -> int | None:
         """Bytes on disk; None if the format does not know them. It may take long. The default is that of `info`."""

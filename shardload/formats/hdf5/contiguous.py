@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import h5py
@@ -24,6 +25,7 @@ from shardload.formats.hdf5.raw_file import swap_size
 from shardload.planning.blocks import NEAR_NBYTES
 from shardload.planning.region import Region
 from shardload.storage.objects import Ranges, StoredObject
+from shardload.storage.remote import expect
 from shardload.system.scratch import shared_scratch
 
 _SPAN_NBYTES = 1 << 20  # bytes per read: they stay in a core's cache until they are copied
@@ -86,6 +88,14 @@ class Hdf5Contiguous:
             else:
                 self._read_rows(target[index].view(np.uint8), at, strides[near - 1])
 
+    def expect(self, regions: Iterator[Region], itemsize: int) -> None:
+        """Told which regions will be read, in this order: those in one piece of a file in a store are fetched ahead."""
+        expect(
+            (self._raw, np.array([self._offset + first * itemsize]), np.array([region.size * itemsize]))
+            for region in regions
+            if region.size and (first := first_of_run(self._shape, region)) is not None
+        )
+
     def _read_rows(self, rows: np.ndarray[Any, Any], at: int, step: int) -> None:
         """Fill each row: row k from `at` + k * `step`."""
         self._raw.read_ranges(Ranges.of_rows(at, step, *rows.shape), rows.reshape(-1))
@@ -134,3 +144,16 @@ def merged_axes(shape: tuple[int, ...], start: tuple[int, ...], stop: tuple[int,
         else:
             axes.insert(0, (length, first, n))
     return axes
+
+
+def first_of_run(shape: tuple[int, ...], region: Region) -> int | None:
+    """The number of the first element of a region that lies in one piece, in C order; None if it lies in several.
+
+    >>> first_of_run((4, 5, 6), Region((1, 0, 0), (3, 5, 6))), first_of_run((4, 5), Region((1, 0), (3, 2)))
+    (30, None)
+    """
+    number = 0
+    axes = merged_axes(shape, region.start, region.stop)
+    for length, first, _ in axes:
+        number = number * length + first
+    return number if all(n == 1 for _, _, n in axes[:-1]) else None
