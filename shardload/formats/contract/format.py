@@ -89,15 +89,15 @@ class Source(abc.ABC):
         """
         return None
 
+    def expect_in_order(self, regions: Iterator[Region]) -> None:
+        """Told which regions `read_into` will get, in this order, if the file is in a store. The default does nothing."""
+        return None
+
     def tell(self, region: Region) -> Mapping[str, Any] | None:
         """What other ranks must know to read values of `region` without opening the file (`ArrayInfo.parts`): they open the
         array with it. The default is what `info` says.
         """
         return self.info.parts
-
-    def expect_regions(self, regions: Iterator[Region]) -> None:
-        """Told which regions `read_into` will read, in this order, of a file in a store. The default does nothing."""
-        return None
 
     def nbytes_stored(self) -> int | None:
         """Bytes on disk; None if the format does not know them. It may take long. The default is that of `info`."""

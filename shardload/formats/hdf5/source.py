@@ -117,11 +117,6 @@ class Hdf5Source(Source):
         """Bytes that its values take in the file. HDF5 goes through the index of all chunks for that."""
         return None if self.others.is_virtual else int(self.dataset.id.get_storage_size())
 
-    def expect_regions(self, regions: Iterator[Region]) -> None:
-        """See `Source`."""
-        if self._contiguous is not None and not self._inner:
-            self._contiguous.expect(regions, self._dtype.itemsize)
-
     def read_into(self, region: Region, out: np.ndarray[Any, Any]) -> None:
         """Read `region` into `out`: straight from the file, or with ``H5Dread``."""
         check_request(self._told, self._number, region, out)
