@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -294,3 +295,17 @@ def test_blocks_that_are_kept() -> None:
     assert cache.seek(0, io.SEEK_END) == cache.nbytes == len(content) - 777
     assert cache.read_at_most(cache.nbytes - 5, 100) == content[-5:]
     assert cache.readinto(memoryview(bytearray(7))) == 0
+
+
+def test_nothing_is_collected_while_blocks_are_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if a thread collected an object of h5py while HDF5, which has the lock, waits for a block: both would wait for ever."""
+    far, was = ObjectInMemory(bytes(10)), gc.isenabled()
+    seen: list[bool] = []
+    monkeypatch.setattr(ObjectInMemory, "read_at_most", lambda self, *_: seen.append(gc.isenabled()) or self.content)
+    gc.enable()
+    try:
+        assert BlockCache(far).read_at_most(0, 10) == far.content and gc.isenabled()
+    finally:
+        if not was:
+            gc.disable()
+    assert seen == [False]
