@@ -519,6 +519,11 @@ def format_of(path: str, access: Access = STRICT, planned: ArrayInfo | None = No
     An untrusted file is not looked at here: its helper process asks the formats. `planned`: see `open_file`.
     """
     if access.untrusted is not None:
+        if is_remote(path):
+            raise ConfigError(
+                f"untrusted=True opens a file in another process, which gets no keys and reads no store: download '{path}' and "
+                "load that, or leave out untrusted=True"
+            )
         if isinstance(path, Concatenation):
             raise ConfigError(
                 f"untrusted=True opens a file in another process, but this one opened the files of '{path}' when it looked "

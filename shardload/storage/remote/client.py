@@ -345,6 +345,7 @@ def _meaning(error: Exception) -> _Failure:
         )
     if status:
         return _Failure(status, f"the server answers {status} {code}".rstrip(), status in _PASSING)
+    text = re.sub(r"\w+://\S+", "", text)  # words of a key would be taken for causes
     if "Range request not supported" in text or "NotPartial" in text:
         return _Failure(0, "the server does not answer with a range of it, but with all. Download it, and load the file", False)
     if "Could not parse path" in text:
