@@ -546,7 +546,7 @@ def format_of(path: str, access: Access = STRICT, planned: ArrayInfo | None = No
 
 def _claiming_url(url: str, access: Access, planned: ArrayInfo | None) -> tuple[Format | None, list[str]]:
     """What `registry.claiming` gives for a URL. If that names no file of a known kind, its first bytes are asked for."""
-    is_named = not is_remote(url) or url.rstrip("/").lower().endswith((".zarr", ".zip", ".json", ".parquet"))
+    is_named = not is_remote(url) or url.rstrip("/").lower().endswith((".zarr", ".zip", ".json", ".json.zst"))
     found, failed = registry.claiming(lambda file_format: file_format.claims_url(url), plugins_first=True)
     if is_named or found is None or found.name != "Zarr":  # which takes any
         return found, failed

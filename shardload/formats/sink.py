@@ -306,7 +306,6 @@ class Encoder(abc.ABC):
         `values` has any strides, and the array's type in any byte order. Raises ValueError for another type or shape: nothing
         is converted silently.
         """
-        self.number(region)
         if values.shape != region.shape:
             raise ValueError(f"values of shape {values.shape} for region {region} of '{self.name}'")
         return self._encode(values)
@@ -402,9 +401,9 @@ class PlacedChunks:
         return which, sizes
 
     def check_complete(self) -> None:
-        """ValueError if a chunk has no place."""
+        """ValueError if a chunk has no place. An array in one piece has its own from the beginning, or no elements."""
         absent = np.flatnonzero(self.sizes == 0)
-        if len(absent):
+        if len(absent) and self.grid:
             first = unravel(int(absent[0]), self.grid)
             raise ValueError(f"{len(absent)} of {len(self.sizes)} chunks of '{self.name}' have no place; the first is {first}")
 

@@ -15,10 +15,10 @@ Change = tuple[int, bytes]
 
 
 class WritableFile(LocalFile):
-    """An open file that is written, too. It must exist, and be no link."""
+    """An open file that is written, too. It is no link, and must exist, unless `flags` say something else."""
 
-    def __init__(self, path: str) -> None:
-        super().__init__(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC), path)
+    def __init__(self, path: str, flags: int = os.O_RDWR) -> None:
+        super().__init__(os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666), path)
 
     @property
     def descriptor(self) -> int:

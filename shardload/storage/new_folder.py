@@ -23,6 +23,7 @@ from shardload.storage.containment import Fence
 from shardload.storage.leftovers import METADATA, ROOTS
 from shardload.storage.local import LocalFolder
 from shardload.storage.locks import AppendLock, take_lock
+from shardload.storage.new_file import WritableFile
 from shardload.storage.objects import UnsyncedError
 from shardload.storage.target import (
     FOLDER_MARK,
@@ -32,7 +33,6 @@ from shardload.storage.target import (
     check_mark,
     mark,
     not_undone,
-    put_at,
     sync_folder,
     sync_name,
     temporary_of,
@@ -44,17 +44,12 @@ _MOST_BEHIND = 4096  # writes into them
 _MOST_BEHIND_NBYTES = 64 << 20  # if another job may go on: about what a kill costs a rank
 
 
-class _OpenFile:
+class _OpenFile(WritableFile):
     """A file that is written to. It is closed with its last reference, so that no thread loses it while it writes."""
 
     def __init__(self, path: str, final: str, flags: int, key: str) -> None:
+        super().__init__(path, os.O_CREAT | os.O_WRONLY | flags)
         self.path, self.final, self.key = path, final, key  # its name, and the one that it gets when it is on disk
-        self.descriptor = -1
-        self.descriptor = os.open(path, flags, 0o666)
-
-    def __del__(self) -> None:
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
 
 
 class NewFolder(LocalFolder):
@@ -108,9 +103,9 @@ class NewFolder(LocalFolder):
 
     def _write_small(self, name: str, content: bytes) -> None:
         """A small new file, on disk."""
-        file = _OpenFile(os.path.join(self.path, name), "", os.O_CREAT | os.O_EXCL | os.O_WRONLY, name)
-        put_at(file.descriptor, content, 0)
-        os.fsync(file.descriptor)
+        file = WritableFile(os.path.join(self.path, name), os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+        file.write_at(content, 0)
+        file.sync()
 
     def take_up(self) -> set[str] | None:
         """See `WritableFolder`. A folder that is whole but for its name does not count. What is not whole is removed."""
@@ -217,7 +212,7 @@ class NewFolder(LocalFolder):
         final = os.path.join(self.path, key)
         self._make_folder(os.path.dirname(final))
         path = final if self._about is None else final + _PART
-        file = _OpenFile(path, final, os.O_CREAT | os.O_WRONLY | flags, key)
+        file = _OpenFile(path, final, flags, key)
         folder = os.path.dirname(final)
         with self._lock:  # not before: a sync of another thread would not be one of this name
             while len(folder) > len(self.path) and folder not in self._new_names:
@@ -234,7 +229,7 @@ class NewFolder(LocalFolder):
             self._made.add(folder)
 
     def _write(self, file: _OpenFile, data: Any, offset: int) -> None:
-        put_at(file.descriptor, data, offset)
+        file.write_at(data, offset)
         with self._lock:
             self._unsynced[file.key] = file  # not before, so that a sync of another thread does not end it
             self._n_behind += 1
@@ -253,7 +248,7 @@ class NewFolder(LocalFolder):
     def _sync_files(self, files: Sequence[_OpenFile]) -> None:
         for file in files:
             try:
-                os.fsync(file.descriptor)
+                file.sync()
                 if file.final != file.path:
                     os.rename(file.path, file.final)
             except OSError as error:

@@ -12,7 +12,7 @@ are on disk elsewhere:
    file as it will be, and so do the ranks that read back.
 5. `commit` makes the changes (`changes`). If it is killed there, whoever reads the file next makes them.
 
-Nobody else may write meanwhile: `AppendLock` keeps other appends away, the lock that HDF5 itself takes (`FileLock`) others.
+Nobody else may write meanwhile: `AppendLock` keeps other appends away, the lock that HDF5 itself takes others.
 docs/design/save.md says what is on disk after a kill.
 """
 

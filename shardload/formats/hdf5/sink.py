@@ -381,11 +381,6 @@ class Hdf5Chunks(PlacedChunks):
     def _note(self, which: Int64s, offsets: Int64s, sizes: Int64s, masks: Int64s) -> None:
         self.offsets[which], self.sizes[which], self._masks[which] = offsets, sizes, masks
 
-    def check_complete(self) -> None:
-        """See `PlacedChunks`. An array in one piece has its place from the beginning, or no elements."""
-        if self.grid:
-            super().check_complete()
-
     def note(self, dataset: h5py.h5d.DatasetID) -> None:
         """Note the places that HDF5 gave all chunks when it made the array."""
         if self.grid:

@@ -351,7 +351,7 @@ def _described(store: WatchedStore, path: str, access: Access) -> Iterator[Array
         try:
             if isinstance(node, BrokenNode):
                 raise node.error
-            info = _told(describe(node, path, name, access), node, store)
+            info = describe(node, path, name, access)
         except Exception as error:
             if name == "/" and not isinstance(error, UnknownCodecError):
                 raise

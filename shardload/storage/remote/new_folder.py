@@ -110,11 +110,7 @@ class NewRemoteFolder(RemoteFolder):
         """Remove the mark."""
         self._mark = b""
         with suppress(OSError):
-            self.delete(FOLDER_MARK)
-
-    def delete(self, key: str) -> None:
-        """See `WritableFolder`."""
-        self._delete([key])
+            self._delete([FOLDER_MARK])
 
     def _delete(self, keys: list[str]) -> None:
         def delete(store: Any, above: str) -> None:
@@ -125,7 +121,7 @@ class NewRemoteFolder(RemoteFolder):
         with suppress(FileNotFoundError):
             self._client.run(self._client.call, "", delete).result()
 
-    def discard(self) -> None:
+    def discard(self, *, keeps: bool = False) -> None:
         """See `WritableFolder`. Other ranks, which have stopped too, may still put the last object."""
         for pause in _PAUSES if self._mark else ():
             time.sleep(pause)
@@ -135,8 +131,6 @@ class NewRemoteFolder(RemoteFolder):
                 self._delete(keys)
         if self._mark:
             self._end()
-
-    leave = discard
 
     # --- on all ranks
 
