@@ -87,6 +87,9 @@ class FileSource(ABC):
             source.expect(layout.selection.to_file(around))
         if isinstance(source, MemorySource) and tuning.inline_nbytes > 0:  # a copy: not worth a thread
             tuning = replace(tuning, inline_nbytes=max(tuning.inline_nbytes, tuning.small_nbytes))
+        in_store = array.source is not None and is_remote(array.info.path)
+        if in_store:  # also tiny chunks are fetched ahead
+            tuning = replace(tuning, min_chunk_nbytes=0)
         reader = SourceReader(
             source,
             layout,
@@ -96,7 +99,7 @@ class FileSource(ABC):
             counts=counter_of(schedule, self._rank),
             convert=conversion(array.decoding),
         )
-        if array.source is not None and is_remote(array.info.path):
+        if in_store:
             reader.expect(move.flow.outgoing(self._rank))
         opened.enter_context(reader)
         opened.push(partial(_interrupt, source))  # runs first: the reader waits for threads that read
