@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import shardload
 from shardload.errors import SourceError
 from shardload.jobs.copying.copy import copy_file
-from tests.mpi.sources import CHUNKS, NAME
+from tests.mpi.sources import CHUNKS, NAME, netcdf4
 from tests.mpi.support import check, cube, mesh_of, on_root, ramp, same_error
 from tests.servers import ObjectServer, Request
 
@@ -110,6 +110,13 @@ def test_as_on_disk(shared: Shared, layout: str) -> None:
     check(y, expected[part], mesh, P(None, "a"))
     z = shardload.load(url, mesh, P("b", "a"), verify="full", **given)
     check(z, expected, mesh, P("b", "a"))
+
+
+def test_a_file_of_the_netcdf_library(comm: Any, shared: Shared) -> None:
+    (shared.folder / "b").mkdir(exist_ok=True)
+    path = on_root(comm, lambda: netcdf4(shared.folder / "b", cube()))
+    x = shardload.load(f"{shared.url}/b/{Path(path).name}:/{NAME}", mesh_of(), P("a", "b"), storage=shared.storage)
+    check(x, ramp(cube()), mesh_of(), P("a", "b"))
 
 
 def test_a_rank_that_reads_nothing_asks_for_nothing(shared: Shared) -> None:
