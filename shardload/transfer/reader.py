@@ -23,15 +23,13 @@ from shardload.planning.source_layout import SourceLayout
 from shardload.planning.tuning import Tuning, default_tuning
 from shardload.system.thread_pool import done_here
 from shardload.transfer.block_tasks import BlockTasks
-from shardload.transfer.buffers import StagedBlock
-from shardload.transfer.cast import cast_into
+from shardload.transfer.buffers import Resources, StagedBlock
+from shardload.transfer.cast import Convert, cast_into
 from shardload.transfer.chunk_tasks import ChunkTasks
 from shardload.transfer.counters import Counters
-from shardload.transfer.decode import Convert
 from shardload.transfer.local_pieces import LocalPieces
 from shardload.transfer.missing import Counter, count_by_region
 from shardload.transfer.read_errors import Naming
-from shardload.transfer.resources import Resources
 
 
 class SourceReader:
@@ -54,7 +52,7 @@ class SourceReader:
     counts : callable, optional
         Chooses which missing chunks of a block this rank counts (`missing.counter_of`).
     convert : callable, optional
-        Turns stored numbers into values (`decode.conversion`). By default a cast.
+        Turns stored numbers into values (`cast.conversion`). By default a cast.
     """
 
     def __init__(

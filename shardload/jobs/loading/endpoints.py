@@ -31,7 +31,7 @@ from shardload.system.first_error import FirstError
 from shardload.transfer.allocator import empty_pieces
 from shardload.transfer.buffers import Piece
 from shardload.transfer.counters import Counters
-from shardload.transfer.moves import ArrayMove, BlocksToPieces
+from shardload.transfer.moves import ArrayMove
 from shardload.transfer.shard_pieces import ShardPieces
 
 Array = np.ndarray[Any, Any]
@@ -40,7 +40,7 @@ Array = np.ndarray[Any, Any]
 def moves_of(loads: Sequence[ArrayLoad]) -> list[ArrayMove]:
     """What moves in a load of these arrays."""
     return [
-        ArrayMove(k, BlocksToPieces(load.layout.schedule), load.plan.dtype, load.name if len(loads) > 1 else "", load.named)
+        ArrayMove(k, load.layout.schedule, load.plan.dtype, load.name if len(loads) > 1 else "", load.named)
         for k, load in enumerate(loads)
     ]
 
@@ -265,7 +265,7 @@ class ShardedArray:
         layout, source, counters = self.load.layout, self.load.handle, self.counters
         started = time.perf_counter()
         for section, piece in self.pieces.items():
-            region = layout.schedule.true_region(section)
+            region = layout.schedule.target(section)
             if region is not None and region.size:
                 place, target = layout.source.selection.to_file(region), piece.view(region)
                 view = source.view(place)

@@ -20,9 +20,8 @@ from shardload.planning.parts import Block, Part
 from shardload.planning.region import Region
 from shardload.planning.selection import select_axes
 from shardload.storage.containment import NotAFileError, OutsideError
-from shardload.transfer.buffers import Slots, StagedBlock
+from shardload.transfer.buffers import Resources, Slots, StagedBlock
 from shardload.transfer.reader import SourceReader
-from shardload.transfer.resources import Resources
 from tests.unit.fakes import TABLE, FakeSource, failing_at, failure, fetch, piece_of, reader_of, rows, tune, values_of, whole
 
 Array = np.ndarray[Any, Any]
