@@ -22,8 +22,8 @@ from shardload.system.scratch import ThreadScratch
 from shardload.transfer.buffers import Piece, StagedBlock, sendable
 from shardload.transfer.cast import Convert
 from shardload.transfer.counters import Counters
-from shardload.transfer.local_pieces import LocalPieces
 from shardload.transfer.missing import Counter, chunk_numbers
+from shardload.transfer.pieces import LocalPieces
 from shardload.transfer.read_errors import Naming
 
 Array = np.ndarray[Any, Any]

@@ -19,8 +19,8 @@ from shardload.planning.shards import plan_shards
 from shardload.planning.source_layout import SourceLayout
 from shardload.transfer.buffers import Piece, Resources, Slots
 from shardload.transfer.exchange import exchange
-from shardload.transfer.local_pieces import LocalPieces
 from shardload.transfer.moves import ArrayMove
+from shardload.transfer.pieces import LocalPieces
 from shardload.transfer.reader import SourceReader
 from tests.mpi.support import grid_shape
 from tests.unit.fakes import FakeSource

@@ -23,7 +23,7 @@ from shardload.planning.source_layout import SourceLayout
 from shardload.planning.tuning import default_tuning
 from shardload.storage.objects import Ranges
 from shardload.transfer.buffers import Piece, Resources, Slots, StagedBlock
-from shardload.transfer.local_pieces import LocalPieces
+from shardload.transfer.pieces import LocalPieces
 from shardload.transfer.reader import SourceReader
 
 Array = np.ndarray[Any, Any]

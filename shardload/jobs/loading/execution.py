@@ -216,10 +216,10 @@ class Loader:
     def _counts(self, session: Session, source: LoadSource, target: DeviceTarget, checked: list[ShardFindings]) -> list[int]:
         """What the last agreement sums over the ranks: counts for the report, and numbers that compare the ranks' files."""
         counts = [session.counters.n_checksums]
-        for opened, own, proven in zip(source.arrays, target.arrays, checked, strict=True):
+        for contents, own, proven in zip(source.contents, target.arrays, checked, strict=True):
             cost = own.counters
             counts += [cost.chunks_missing, cost.chunks_decoded, cost.nbytes_read, cost.n_checksums]
-            counts += [*to_sums(opened.contents), *proven.counts]
+            counts += [*to_sums(contents), *proven.counts]
         for path in self._paths_of_several:
             counts += to_sums(source.files.get(path))
         return counts

@@ -47,7 +47,7 @@ layout, plan, execute, prepare, local_pieces, group, staging, channels = (
         "planning.schedule",
         "jobs.loading.endpoints",
         "jobs.loading.call",
-        "transfer.local_pieces",
+        "transfer.pieces",
         "comm.group",
         "transfer.buffers",
         "transfer.channels",

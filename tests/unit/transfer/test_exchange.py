@@ -27,8 +27,8 @@ from shardload.planning.shards import plan_shards
 from shardload.planning.source_layout import SourceLayout
 from shardload.transfer import channels, exchange
 from shardload.transfer.buffers import Piece, Resources, StagedBlock
-from shardload.transfer.local_pieces import LocalPieces
 from shardload.transfer.moves import ArrayMove, PiecesToBlocks
+from shardload.transfer.pieces import LocalPieces
 from shardload.transfer.reader import SourceReader
 from tests.unit.fakes import FakeSource, pieces_of
 from tests.unit.transfer.network import FakeTransport, Network, Rank, exchange_all, leave_no_memory, ranks_of

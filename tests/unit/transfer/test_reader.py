@@ -117,7 +117,7 @@ def test_a_copy_that_changes_is_an_error_where_checksums_were_asked_for(monkeypa
         copyto(to, what, **options)
         to[(-1,) * to.ndim] += 1
 
-    monkeypatch.setattr("shardload.transfer.local_pieces.np.copyto", wrong)
+    monkeypatch.setattr("shardload.transfer.pieces.np.copyto", wrong)
     for sure in (False, True):
         reader = reader_of(FakeSource(TABLE, (2, 4)), {0: piece_of(rows(0, 8))}, checksums=sure)
         read = Block(rows(0, 2), (Part(rows(0, 1), 0, 0),))

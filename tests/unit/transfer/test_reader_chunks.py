@@ -20,7 +20,7 @@ from shardload.planning.selection import Selection, select_axes
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.tuning import Tuning
 from shardload.transfer.buffers import Resources, Slots
-from shardload.transfer.local_pieces import LocalPieces
+from shardload.transfer.pieces import LocalPieces
 from shardload.transfer.reader import SourceReader
 from tests.tiers import examples
 from tests.unit.brute_force import Case, cases, chunks_read
@@ -446,7 +446,7 @@ def test_a_copy_that_changes_is_an_error_where_checksums_were_asked_for(monkeypa
     source = chunked(WIDE, (2, 3))
     stored = chunks_of(source)
     reader = reader_of(source, {0: piece_of(Region((0, 0), (8, 12)))}, checksums=True)
-    monkeypatch.setattr("shardload.transfer.local_pieces.np.copyto", wrong)
+    monkeypatch.setattr("shardload.transfer.pieces.np.copyto", wrong)
     error = failure(reader, whole(Region((1, 0), (4, 12))))
     assert isinstance(error, PeerError) and "a checksum after the copy differs" in str(error) and stored.boxes
 
