@@ -10,12 +10,15 @@ import typer
 
 from benchmarks.cases import cells as c
 from benchmarks.cases import saves as s
+from benchmarks.cases import stores as o
 from benchmarks.cases import streams as st
 from benchmarks.cases.layouts import default_folder, field, make, many, reference_of
 from benchmarks.fuzz.filters import fuzz_filters
 from benchmarks.fuzz.loads import fuzz
+from benchmarks.peers import store_server
 from benchmarks.reports.plot import plot
 from benchmarks.reports.saves import copy_section, plot_saves, put_section, save_section
+from benchmarks.reports.stores import plot_stores, stores_page, stores_section
 from benchmarks.reports.streams import plot_streams, streams_section
 from benchmarks.reports.tables import read_records, write_report
 from benchmarks.runs import grid as g
@@ -25,6 +28,7 @@ from benchmarks.runs.devices import LAYOUTS as LAYOUTS_OF_DEVICES
 from benchmarks.runs.environments import make_heat
 from benchmarks.runs.extras import measure_many, measure_memory, measure_scatter, measure_small, profile_chunks
 from benchmarks.runs.measure import default_ways, measure, write_record
+from benchmarks.runs.stores import measure_stores
 from benchmarks.runs.streams import measure_streams
 from benchmarks.runs.verification import measure_verification
 from benchmarks.throttle.links import why_not
@@ -39,6 +43,7 @@ ALL_LAYOUTS = ",".join(c.LAYOUTS)
 MEMORY_LAYOUTS = "hdf5-contiguous,hdf5-gzip-planes,zarr-sharded"  # in `all`, for time
 SMALL_CHUNKS = ",".join(c.SMALL_CHUNK_LAYOUTS)
 SAVE_LAYOUTS = ",".join(s.SAVE_LAYOUTS)
+STORE_LAYOUTS, STORE_SPECS = ",".join(o.STORE_LAYOUTS), ";".join(o.STORE_SPECS)
 DEVICES_LAYOUTS = ",".join(LAYOUTS_OF_DEVICES)
 GRID_LAYOUTS = ",".join(g.LAYOUTS)
 VERIFY_LAYOUTS = "hdf5-contiguous,hdf5-gzip-planes,hdf5-gzip-cubes"
@@ -374,6 +379,44 @@ def streams_command(
     typer.echo(streams_section(record))
 
 
+@app.command("stores")
+def stores_command(
+    size: Size = 512,
+    layouts: Layouts = STORE_LAYOUTS,
+    specs: Annotated[str, typer.Option(help="Separated by ';'.")] = STORE_SPECS,
+    ways: Annotated[str, typer.Option(help=f"Separated by commas, or all: {', '.join(o.STORE_WAYS)}.")] = "all",
+    ranks: int = o.STORE_RANKS,
+    steps: Annotated[int, typer.Option(min=0, help="Of the array that is streamed, each of 416 KiB; 0: no stream.")] = 800,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed loads of each way; of one that takes long, one.")] = 3,
+    data: Data = DATA_FOLDER,
+    out: Annotated[Path, typer.Option(help="The record; table and plot lie beside it.")] = RESULTS / "stores.json",
+) -> None:
+    """Time loads from a store of 20 ms and 60 MB/s a connection: shardload, s3fs, obstore, TensorStore, VirtualiZarr. About 8
+    minutes.
+    """
+    if why := store_server.missing():
+        raise typer.BadParameter(why, param_hint="stores")
+    chosen, data = _known(layouts.split(","), o.STORE_LAYOUTS), data.resolve()
+    files = make(data, size, [layout for layout in chosen if layout != o.SMALL], say)
+    if o.SMALL in chosen:
+        files |= make(data, size * 3 // 4, [o.SMALL], say)
+    stream = st.make_stream_files(data, steps, [o.STREAM_LAYOUT], say)[o.STREAM_LAYOUT] if steps else None
+    cells = o.store_cells(chosen, _known(specs.split(";"), c.SPECS))
+    wanted = _known(list(o.STORE_WAYS) if ways == "all" else ways.split(","), o.STORE_WAYS)
+    with store_server.StoreServer(data) as server:
+        record = measure_stores(
+            cells, files, wanted, server, data, repeats=repeats, ranks=ranks, stream=stream, out=out, say=say
+        )
+    show_stores(record, out)
+    typer.echo(stores_section(record))
+
+
+def show_stores(record: dict[str, Any], out: Path) -> None:
+    """Table and plot, beside the record."""
+    out.with_suffix(".md").write_text(stores_page(record))
+    plot_stores(record, out.with_suffix(".svg"))
+
+
 @app.command()
 def heat() -> None:
     """Install Heat (with PyTorch, a large download) into .venv-heat, once."""
@@ -397,6 +440,9 @@ def _show_saves(records: dict[str, Any]) -> None:
     if records.get("streams", {}).get("cells"):
         put_section(DOCS / "streams.md", "streams", streams_section(records["streams"]))
         plot_streams(records["streams"], RESULTS / "streams.svg")
+    if records.get("stores", {}).get("cells"):
+        put_section(DOCS / "remote.md", "stores", stores_section(records["stores"]))
+        show_stores(records["stores"], RESULTS / "stores.json")
     if records.get("save", {}).get("cells"):
         put_section(DOCS / "save.md", "save", save_section(records["save"]))
         plot_saves(records["save"], DOCS / "figures" / "save.svg")

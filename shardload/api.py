@@ -557,6 +557,7 @@ def save(
     staging: str | int = _SAVE.staging,
     timeout: float | None = _SAVE.timeout,
     progress: Progress = _SAVE.progress,
+    storage: Mapping[str, Any] | None = _SAVE.storage,
     comm: Any = _SAVE.comm,
 ) -> SaveReport:
     """Save sharded arrays as one ordinary HDF5, netCDF4 or Zarr file, which all ranks write together, without parallel HDF5.
@@ -568,7 +569,8 @@ def save(
     Parameters
     ----------
     path : str or PathLike
-        The new file: ``"out.h5"``, ``"out.nc"`` or ``"out.zarr"``, in a folder that all nodes see.
+        The new file: ``"out.h5"``, ``"out.nc"`` or ``"out.zarr"``, in a folder that all nodes see; or ``"s3://bucket/out.zarr"``,
+        where nothing is yet.
     tree : jax.Array, dict of them, xarray.Dataset or xarray.DataArray
         The arrays by their names in the file, groups included: ``{"rho": rho, "g/vel": vel}``; nested dicts are groups. Each
         has a NamedSharding; or it is a NumPy array, or an array on one device of each process, the same on all ranks. An object
@@ -616,6 +618,8 @@ def save(
         As in `load`.
     progress : bool or callable, optional
         As in `load`.
+    storage : dict, optional
+        As in `load`, if `path` is a URL.
     comm : mpi4py.MPI.Comm, optional
         As in `load`.
 

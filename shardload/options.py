@@ -486,8 +486,8 @@ _DECLARED = (
         flag="--allow-filters",
     ),
     Option(
-        "storage", None, "How a store is reached: region=us-west-2, skip_signature=true, ... (docs/remote.md).", _READ,
-        _storage, flag="--storage",
+        "storage", None, "How a store is reached: region=us-west-2, skip_signature=true, ... (docs/remote.md).",
+        (*_READ, *_SAVES), _storage, flag="--storage",
     ),
     Option(
         "processes", None, "How many processes to plan for (default: one per device).", ("plan",), text=None, is_kept=False,

@@ -24,7 +24,7 @@ from email.utils import formatdate
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import parse_qs, unquote, urlsplit
-from xml.sax.saxutils import escape
+from xml.sax.saxutils import escape, unescape
 
 __all__ = ["Faults", "ObjectServer", "Request"]
 
@@ -123,6 +123,18 @@ class ObjectServer:
             return sorted(self.objects)
         return sorted(str(path.relative_to(self._folder)) for path in self._folder.rglob("*") if path.is_file())
 
+    def put(self, key: str, content: bytes | None) -> None:
+        """Keep an object; None: remove it."""
+        if self._folder is None:
+            self.objects.pop(key, None) if content is None else self.objects.update({key: content})
+            return
+        path = self._folder / key
+        if content is None:
+            path.unlink(missing_ok=True)
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+
     def gets(self, key: str = "", client: str | None = None) -> list[Request]:
         """Requests for bytes whose key contains `key`, those that were answered well."""
         with self.lock:
@@ -195,11 +207,26 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         with owner.lock:
             exists = owner.content(key) is not None
             if not (exists and self.headers.get("If-None-Match") == "*"):
-                owner.objects[key] = body
+                owner.put(key, body)
         if exists and self.headers.get("If-None-Match") == "*":
             self._say(key, 412, "PreconditionFailed")
             return
         self._send(key, 200, {"Content-Length": "0", "ETag": owner.etag(body)}, b"", 0)
+
+    def do_POST(self) -> None:
+        """Of S3: remove some objects."""
+        bucket, body = urlsplit(self.path).path.strip("/"), self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        keys = re.findall(r"<Key>.*?</Key>", body.decode())
+        for key in keys:
+            self.owner.put(f"{bucket}/{unescape(key[5:-6])}", None)
+        answer = f"<DeleteResult>{''.join(f'<Deleted>{key}</Deleted>' for key in keys)}</DeleteResult>".encode()
+        self._send(bucket, 200, {"Content-Length": str(len(answer)), "Content-Type": "application/xml"}, answer, 0)
+
+    def do_DELETE(self) -> None:
+        key = unquote(urlsplit(self.path).path).strip("/")
+        if not self._fails(key):
+            self.owner.put(key, None)
+            self._send(key, 204, {}, b"", 0)
 
     def _fails(self, key: str) -> bool:
         owner, faults = self.owner, self.owner.faults

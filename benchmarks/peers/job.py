@@ -24,10 +24,13 @@ from mpi4py import MPI
 import shardload
 from benchmarks.cases.cells import OURS, box, mesh_shape
 from benchmarks.cases.saves import SaveLayout
-from benchmarks.peers import savers
+from benchmarks.cases.stores import FETCH, STORE_PEERS
+from benchmarks.cases.streams import NAME, StreamFile
+from benchmarks.peers import savers, store_ways
 from benchmarks.peers.chunk_profile import copy_seconds, decoder_seconds, spent
 from benchmarks.peers.many import MANY
-from benchmarks.peers.stream_run import missing_ways, settle, stream
+from benchmarks.peers.store_server import BUCKET
+from benchmarks.peers.stream_run import mesh_of, missing_ways, settle, stream
 from benchmarks.peers.ways import SCATTERS, WAYS, last_report
 from benchmarks.remote import serve
 
@@ -46,6 +49,10 @@ PACKAGES = (
     "xbatcher",
     "xarray",
     "mosaicml-streaming",
+    "obstore",
+    "s3fs",
+    "h5netcdf",
+    "virtualizarr",
 )
 comm = MPI.COMM_WORLD
 kept: dict[str, Any] = {}
@@ -215,6 +222,57 @@ def save(request: dict[str, Any]) -> dict[str, Any]:
     return {"start": start, "end": end, "cpu": cpu, "peak_nbytes": peak, "report": report}
 
 
+def store(request: dict[str, Any]) -> dict[str, Any]:
+    """Load once from a store, or only fetch; the peak of this rank's memory meanwhile. Or compare with the plain values."""
+    way, file, sharding = request["way"], request["file"], sharding_of(request["spec"])
+    gc.collect()
+    before = _resident_nbytes("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    last_report.clear()
+    if way == FETCH:
+        comm.Barrier()
+        start, cpu = time.perf_counter(), time.process_time()
+        store_ways.fetch(file, comm.rank, comm.size)
+        times = {"start": start, "end": time.perf_counter(), "cpu": time.process_time() - cpu}
+    else:
+        array, times = timed(lambda: store_ways.STORE_WAYS[way](file, sharding, comm))
+        if request["verify"]:
+            verify(array, request["spec"], np.load(file["reference"], mmap_mode="r"))
+        del array
+    peak = _resident_nbytes("VmHWM") - before
+    comm.Barrier()
+    return {**times, "peak_nbytes": peak, "report": dict(last_report)}
+
+
+def store_stream(request: dict[str, Any]) -> dict[str, Any]:
+    """All batches of a file, in sequence, from the page cache or from the store."""
+    file, mesh = StreamFile.of(request["file"]), mesh_of("lat=2,lon=2")
+    path, storage = str(file.path), None
+    if request["way"] == "stream-store":
+        path, storage = f"s3://{BUCKET}/{request['file']['key']}", store_ways.storage_of(request["file"]["url"])
+    comm.Barrier()
+    start, n = time.perf_counter(), 0
+    opened = shardload.stream(path, mesh, P(None, None, "lat", "lon"), dataset=NAME, batch=8, storage=storage)
+    with opened.__iter__() as batches:
+        for batch in batches:
+            jax.block_until_ready(batch)
+            n += 1
+    return {"start": start, "end": time.perf_counter(), "n": n}
+
+
+def store_missing(request: dict[str, Any]) -> dict[str, Any]:
+    """Of each way that cannot run here, what to install."""
+    return {way: why for way in (OURS, *STORE_PEERS) if (why := store_ways.missing(way))}
+
+
+def store_references(request: dict[str, Any]) -> dict[str, Any]:
+    """VirtualiZarr's, made by one rank."""
+    if comm.rank == 0:
+        store_ways.make_references(request["file"])
+    comm.Barrier()
+    return {}
+
+
 HANDLERS = {
     "run": run,
     "many": many,
@@ -226,6 +284,10 @@ HANDLERS = {
     "stream": stream,
     "missing_ways": missing_ways,
     "settle": settle,
+    "store": store,
+    "store_stream": store_stream,
+    "store_missing": store_missing,
+    "store_references": store_references,
 }
 
 

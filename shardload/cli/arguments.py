@@ -187,6 +187,25 @@ def parse_storage(text: str) -> tuple[str, str]:
     return name.strip(), value
 
 
+def parse_along(text: str) -> str | int:
+    """An axis by name or number, from ``--along``."""
+    return int(text) if re.fullmatch(r"-?[0-9]+", text.strip()) else text.strip()
+
+
+def parse_window(text: str) -> int | tuple[int, ...]:
+    """Steps of a sample, from ``--window``; several, or one with a comma, give an axis.
+
+    >>> parse_window("-1,0"), parse_window("1"), parse_window("0,")
+    ((-1, 0), 1, (0,))
+    """
+    try:
+        steps = tuple(int(step) for step in text.removesuffix(",").split(","))
+    except ValueError:
+        how = "expected steps from the anchor of a sample. Type --window -1,0 or --window 1"
+        raise wrong("--window", f"cannot read {text!r}; {how}") from None
+    return steps if "," in text else steps[0]
+
+
 KEEP = "keep"
 _PARSERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "select": ("TEXT", parse_select),
@@ -196,6 +215,8 @@ _PARSERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "shards": ("N,...|none", partial(parse_sizes, "--shards")),
     "compression": ("NAME[:LEVEL][+shuffle]|none", parse_compression),
     "unlimited": ("AXIS,...", parse_axes),
+    "along": ("AXIS", parse_along),
+    "window": ("STEP,...", parse_window),
     "storage": ("NAME=VALUE", parse_storage),
 }
 
@@ -225,7 +246,9 @@ def as_typed(message: str) -> str:
 
 
 _OF_COPIES = ("axis", "chunks", "compression", "format", "mode", "resume", "shards", "stack", "unlimited")
-_FLAGS = {name: option.flag for name, option in OPTIONS.items() if option.flag} | {name: f"--{name}" for name in _OF_COPIES}
+_OF_STREAMS = ("along", "batch", "border", "gaps", "pool", "prefetch", "shuffle", "window")
+_FLAGS = {name: option.flag for name, option in OPTIONS.items() if option.flag}
+_FLAGS |= {name: f"--{name}" for name in (*_OF_COPIES, *_OF_STREAMS)}
 _KEYWORD = re.compile(rf"(?<![\w.\"'/-])({'|'.join(_FLAGS)})=((?:'[^']*'|\"[^\"]*\"|\([\d, ]*\)|\{{[^{{}}]*\}}|[\w.]*\w)?)")
 
 
@@ -273,7 +296,7 @@ def _parameter(name: str, default: Any = ..., help: str = "", *aliases: str) -> 
         kind = list[str]
     elif isinstance(option.default, bool) or name == "decode":
         kind = bool
-    elif name in ("processes", "ranks_per_node"):
+    elif name in ("processes", "ranks_per_node", "batch", "shuffle", "prefetch"):
         kind = int
     elif name in _PARSERS:
         kind, words = (

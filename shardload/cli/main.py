@@ -1,4 +1,4 @@
-"""Which commands are there, and what do they take? info, plan, verify, copy, join, demo, doctor.
+"""Which commands are there, and what do they take? info, plan, verify, bench-stream, copy, join, demo, doctor.
 
 Each command imports what it needs when it runs, so that ``--help`` does not wait for JAX. A wrong option ends with exit code 2
 and says what to type. A `ShardloadError` ends with exit code 1 and its message alone, without a traceback.
@@ -231,6 +231,52 @@ def verify(file: File, mesh: MeshText, spec: SpecText, as_json: AsJson = False, 
         from shardload.cli.verify import run
 
         run(out, file, axes, parts, as_json, **_with_names(how))
+
+
+@app.command("bench-stream")
+@takes(
+    *(
+        "dataset",
+        "along",
+        "batch",
+        "window",
+        "shuffle",
+        "pool",
+        "prefetch",
+        "border",
+        "gaps",
+        "select",
+        "dtype",
+        "decode",
+        "pad",
+    ),
+    *("readers", "staging", "missing", "allow_external", "allow_filters", "untrusted"),
+    along=("0", "The axis of the steps: its name in the file, or its number."),
+    batch=(8, "Samples of a batch."),
+)
+def bench_stream(
+    file: File,
+    mesh: MeshText,
+    spec: Annotated[str, typer.Option(metavar="NAME,...", help="Of a batch: samples, window if there is one, the other axes.")],
+    steps: Annotated[int, typer.Option(min=2, help="Batches to take; after a minute no more.")] = 20,
+    step_ms: Annotated[float, typer.Option(min=0, help="How long your program computes with a batch.")] = 0,
+    as_json: AsJson = False,
+    **how: Any,
+) -> None:
+    """Measure how fast batches of a file come, for at most a minute, and say what would be faster: chunks, pool, batch.
+
+    Takes what shardload.stream takes. For example:
+
+      mpiexec -n 4 shardload bench-stream era5.zarr:/t2m --mesh data=2,lat=2
+      --spec data,-,-,lat --along time --batch 8 --window -1,0 --shuffle 1
+      --step-ms 50
+    """
+    axes = parse_mesh(mesh)
+    parts = parse_spec(spec, axes)
+    with one_message(as_json) as out:
+        from shardload.cli.bench_stream import run
+
+        run(out, file, axes, parts, steps, step_ms / 1e3, as_json, **_with_names(how))
 
 
 @app.command()

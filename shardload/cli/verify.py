@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import IO, Any
 
@@ -45,21 +46,28 @@ def run(out: IO[str], file: str, axes: Mapping[str, int], parts: tuple[Any, ...]
     **how
         Keywords of `shardload.plan`.
     """
-    _, size = world_rank_and_size()
     n_devices = math.prod(axes.values())
     how["decode"] = bool(how["decode"])  # None would warn of packed numbers, which nobody gets here
-    before = jax.config.read("jax_enable_x64")
-    if "JAX_ENABLE_X64" not in os.environ:
-        jax.config.update("jax_enable_x64", True)  # files of float64 and int64 keep their types
-    try:
-        _have_devices(-(-n_devices // size), axes)
-        initialize()
-        made = plan(file, _mesh(axes, n_devices), PartitionSpec(*parts), **how)
+    with mesh_of(axes) as mesh:
+        made = plan(file, mesh, PartitionSpec(*parts), **how)
         made.execute()
-    finally:
-        jax.config.update("jax_enable_x64", before)
     if group_of().rank == 0:
         tell(_as_json(made, n_devices) if as_json else "\n".join(_lines(made, n_devices, width_of(out))), out)
+
+
+@contextmanager
+def mesh_of(axes: Mapping[str, int]) -> Iterator[Mesh]:
+    """A mesh of the first devices of the job, in a JAX that keeps float64 and int64. Collective: yes."""
+    n_devices = math.prod(axes.values())
+    before = jax.config.read("jax_enable_x64")
+    if "JAX_ENABLE_X64" not in os.environ:
+        jax.config.update("jax_enable_x64", True)
+    try:
+        _have_devices(-(-n_devices // world_rank_and_size()[1]), axes)
+        initialize()
+        yield _mesh(axes, n_devices)
+    finally:
+        jax.config.update("jax_enable_x64", before)
 
 
 def _lines(made: Plan | TreePlan, n_devices: int, width: int) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from shardload.formats.contract.array import json_value
-from shardload.formats.sink import Encoder, Sink
+from shardload.formats.sink import Encoder
 from shardload.planning.region import Region
 from shardload.values.decoding import PACKING, packed_by, typed
 
@@ -98,15 +98,3 @@ class Growing(Encoder):
         row: who writes it writes them, too.
         """
         return []
-
-
-class GrowingSink(Sink):
-    """What comes, and the file that it goes into.
-
-    Attributes
-    ----------
-    arrays : mapping of str to Growing
-        The arrays that grow.
-    """
-
-    arrays: Mapping[str, Growing]

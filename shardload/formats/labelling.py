@@ -19,7 +19,7 @@ from shardload.formats.access import STRICT, Access
 from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.contract.format import Source
 from shardload.formats.labels import LONGEST_NAME, MIXED, MOST_ATTRS, Coordinate, Labels, Note
-from shardload.formats.lookup import Finder, as_path, naming_what_is_gone, open_file, open_object, split_path
+from shardload.formats.lookup import Finder, as_path, naming_what_is_gone, open_object, split_path
 from shardload.planning.region import Region
 from shardload.system.scratch import scratch_of_its_own
 from shardload.values.decoding import decoding_of
@@ -57,18 +57,23 @@ def list_labelled(path: str, access: Access, most: int, group: str = "") -> list
 
     Collective: no. Raises what `list_arrays` raises, and SourceError if a link has no target or leads outside.
     """
-    with open_file(path, access) as file:
+    with scratch_of_its_own(), Finder(access) as finder:  # (which opens the file once)
+        file = finder.file(split_path(path)[0])
         infos = file.list_arrays()
         if group:
             infos = [info for info in infos if info.dataset.startswith(f"{group}/")] or file.list_linked(group)
-    return infos if len(infos) > most else labelled(infos, path, access)
+        return infos if len(infos) > most else _all_labelled(infos, path, finder)
 
 
 def labelled(infos: Iterable[ArrayInfo], path: str, access: Access) -> list[ArrayInfo]:
     """Arrays of a file with their labels, from one open of the file."""
     with scratch_of_its_own(), Finder(access) as finder:
-        labeller = Labeller(finder)
-        return [_labelled(labeller, path, info) for info in infos]
+        return _all_labelled(infos, path, finder)
+
+
+def _all_labelled(infos: Iterable[ArrayInfo], path: str, finder: Finder) -> list[ArrayInfo]:
+    labeller = Labeller(finder)
+    return [_labelled(labeller, path, info) for info in infos]
 
 
 def _labelled(labeller: Labeller, path: str, info: ArrayInfo) -> ArrayInfo:

@@ -9,6 +9,7 @@ from typing import Any
 from shardload.errors import ConfigError
 from shardload.formats.netcdf import unreadable_name
 from shardload.formats.sink import ArraySpec, Sink
+from shardload.storage.remote import StorageOptions, is_remote, shown
 
 FORMATS = ("hdf5", "netcdf4", "zarr", "zarr2")
 _SUFFIXES = {
@@ -62,6 +63,7 @@ def make_sink(
     attrs: Mapping[str, Any] | None = None,
     group_attrs: Mapping[str, Mapping[str, Any]] | None = None,
     about: Mapping[str, str] | None = None,
+    storage: StorageOptions | None = None,
 ) -> Sink:
     """The sink of a new file. Touches no disk. Not collective: each rank makes its own, of the same arguments.
 
@@ -81,7 +83,7 @@ def make_sink(
         Attributes of the file.
     group_attrs : mapping
         Attributes of its groups, by their full names. Groups without arrays are made too.
-    about : mapping, optional
+    about, storage : mapping, optional
         Zarr: see `ZarrSink`.
 
     Raises
@@ -90,8 +92,9 @@ def make_sink(
         If the format cannot hold what is asked for.
     """
     kind, path = format_for(path, format), os.fspath(path)
-    if "://" in path:
-        raise ConfigError(f"'{path}' is a URL; files can be saved in folders only. Save to one, and copy it there")
+    if "://" in path and not (kind.startswith("zarr") and is_remote(path)):
+        what = "a URL of S3, Google or Azure, to which Zarr is saved alone: name it .zarr" if is_remote(path) else "a URL"
+        raise ConfigError(f"'{shown(path)}' is {what}. Or save to a file in a folder, and upload it")
     full: dict[str, ArraySpec] = {}
     for name, spec in specs.items():
         full_name = "/" + name.strip("/")
@@ -116,7 +119,8 @@ def make_sink(
         from shardload.formats.zarr.sink import ZarrSink
 
         version = 2 if kind == "zarr2" else 3
-        return ZarrSink(path, full, mode=mode, version=version, attrs=attrs, group_attrs=group_attrs, about=about)
+        more: dict[str, Any] = {"attrs": attrs, "group_attrs": group_attrs, "about": about, "storage": storage}
+        return ZarrSink(path, full, mode=mode, version=version, **more)
     from shardload.formats.hdf5.sink import Hdf5Sink
 
     is_netcdf = kind == "netcdf4"

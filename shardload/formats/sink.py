@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import abc
 import json
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -305,7 +306,6 @@ class Encoder(abc.ABC):
         `values` has any strides, and the array's type in any byte order. Raises ValueError for another type or shape: nothing
         is converted silently.
         """
-        self.number(region)
         if values.shape != region.shape:
             raise ValueError(f"values of shape {values.shape} for region {region} of '{self.name}'")
         return self._encode(values)
@@ -370,6 +370,44 @@ class Places:
         return self.offset[k] + (number - self.first[k]) * self.step
 
 
+class PlacedChunks:
+    """Where the catalog has placed the chunks of one array; a size of 0 if nowhere yet.
+
+    Parameters
+    ----------
+    name : str
+        The array.
+    grid : sequence of int
+        Chunks along each axis.
+    """
+
+    most_nbytes = 1 << 62
+    """Bytes that a chunk can have."""
+
+    def __init__(self, name: str, grid: Sequence[int]) -> None:
+        self.name, self.grid = name, tuple(grid)
+        self.offsets, self.sizes = np.zeros((2, math.prod(grid)), np.int64)
+
+    def checked(self, numbers: Any, nbytes: Any) -> tuple[Int64s, Int64s]:
+        """Numbers and sizes of chunks, as arrays. ValueError unless each can get a place of that size."""
+        which = np.asarray(numbers, dtype=np.int64)
+        sizes = np.broadcast_to(np.asarray(nbytes, dtype=np.int64), which.shape)
+        if len(which) and (which.min() < 0 or which.max() >= len(self.sizes)):
+            raise ValueError(f"'{self.name}' has chunks 0 to {len(self.sizes) - 1}; asked for {which.min()} to {which.max()}")
+        if len(which) and (sizes.min() < 1 or sizes.max() > self.most_nbytes):
+            raise ValueError(f"a chunk of '{self.name}' has {sizes.min()} to {sizes.max()} bytes; expected 1 or more")
+        if np.any(self.sizes[which]) or len(np.unique(which)) < len(which):
+            raise ValueError(f"a chunk of '{self.name}' has a place already, among {which.min()} to {which.max()}")
+        return which, sizes
+
+    def check_complete(self) -> None:
+        """ValueError if a chunk has no place. An array in one piece has its own from the beginning, or no elements."""
+        absent = np.flatnonzero(self.sizes == 0)
+        if len(absent) and self.grid:
+            first = unravel(int(absent[0]), self.grid)
+            raise ValueError(f"{len(absent)} of {len(self.sizes)} chunks of '{self.name}' have no place; the first is {first}")
+
+
 @dataclass(frozen=True)
 class Ticket:
     """What other ranks must know of a catalog: small, and plain integers and text.
@@ -426,12 +464,11 @@ class Catalog(abc.ABC):
         """Give the finished file its name. ConfigError if ``mode="w-"`` and the name exists."""
 
     @abc.abstractmethod
-    def abandon(self) -> None:
-        """Remove the temporary, unless it was committed. May be called again. Never raises OSError."""
+    def abandon(self, *, keeps: bool = False) -> None:
+        """Remove the temporary, unless it was committed. May be called again. Never raises OSError.
 
-    def leave(self) -> None:
-        """Let go of the temporary after Ctrl-C. It is removed, unless another job may go on with it (`Sink.take_up`)."""
-        self.abandon()
+        With `keeps`, as after Ctrl-C, one stays that another job may go on with (`Sink.take_up`).
+        """
 
     def __enter__(self) -> Self:
         return self

@@ -20,7 +20,7 @@ from shardload.formats.labelling import labelled, list_labelled, read_labels
 from shardload.formats.labels import OnDemand
 from shardload.formats.lookup import absolute, find_array, open_file, split_path
 from shardload.options import OPTIONS, filter_names
-from shardload.storage.remote import with_store
+from shardload.storage.remote import shown, with_store
 
 _MOST_VALUES = 1 << 16  # of an attribute
 _MOST_LABELLED = 1000  # arrays of a file whose labels are read at once: a millisecond each
@@ -41,7 +41,7 @@ class Contents(Mapping[str, ArrayInfo]):
     """
 
     def __init__(self, path: str, infos: list[ArrayInfo], group: str, access: Access) -> None:
-        self.path, self._infos = path, {info.dataset: info for info in infos}
+        self.path, self._place, self._infos = shown(path), path, {info.dataset: info for info in infos}
         self._group, self._access = group, access
 
     @cached_property
@@ -51,14 +51,14 @@ class Contents(Mapping[str, ArrayInfo]):
 
     @cached_property
     def _groups(self) -> Mapping[str, Mapping[str, Any]]:
-        return groups_of(self.path, self._access)[0]
+        return groups_of(self._place, self._access)[0]
 
     @cached_property
     def _named(self) -> list[ArrayInfo]:
         """The arrays with the names of their axes: if these are read on demand, all at once."""
         infos = list(self._infos.values())
         is_unread = any(isinstance(info.labels, OnDemand) for info in infos)
-        return labelled(infos, absolute(self.path), self._access) if is_unread else infos
+        return labelled(infos, absolute(self._place), self._access) if is_unread else infos
 
     def __getitem__(self, name: str) -> ArrayInfo:
         if not isinstance(name, str):

@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import numpy as np
-
-from shardload.planning.grid import Grid, strides
+from shardload.planning.grid import Grid
 from shardload.planning.region import Region
 
 # Enough blocks per owner that an uneven last one costs at most a quarter, and that reading overlaps sending.
@@ -166,23 +164,3 @@ def run_of(shape: tuple[int, ...], region: Region) -> tuple[int, int] | None:
             return None
         start, length, step, is_cut = start + a * step, length * (b - a), step * n, is_cut or b - a < n
     return start, length
-
-
-def runs(shape: tuple[int, ...], region: Region) -> list[tuple[int, int]]:
-    """The pieces of a region that are contiguous in an array in C order: where each starts, and its length, in elements.
-
-    >>> runs((4, 6), Region((1, 0), (3, 6))), runs((4, 6), Region((1, 2), (3, 4)))
-    ([(6, 12)], [(8, 2), (14, 2)])
-    """
-    if not region.size:
-        return []
-    if (run := run_of(shape, region)) is not None:  # a third of the time
-        return [run]
-    # A run goes along the last axis that the region does not cover completely.
-    axis = max(k for k, (n, m) in enumerate(zip(region.shape, shape, strict=True)) if n < m)
-    steps = strides(shape)
-    starts = np.zeros(1, dtype=np.int64)
-    for k in range(axis):
-        starts = (starts[:, None] + np.arange(region.start[k], region.stop[k], dtype=np.int64) * steps[k]).reshape(-1)
-    length = (region.stop[axis] - region.start[axis]) * steps[axis]
-    return [(start + region.start[axis] * steps[axis], length) for start in starts.tolist()]

@@ -37,8 +37,11 @@ class BlockCache:
         How many bytes at its beginning are left out. They are read for nothing but `read_at_most` before it is set.
     """
 
+    most_gap_nbytes = 0
+
     def __init__(self, stored: StoredObject) -> None:
         self.below, self.start, self._lock = stored, 0, threading.RLock()
+        self.most_gap_nbytes = stored.most_gap_nbytes
         self._blocks: dict[int, bytes] = {}  # the last used ones last
         self._next = self._n_ahead = self._at = 0
 

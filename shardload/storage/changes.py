@@ -22,17 +22,14 @@ import shlex
 import zlib
 from collections.abc import Callable, Sequence
 
-from shardload.errors import SourceError
+from shardload.errors import ConfigError, SourceError
 from shardload.storage.containment import NotAFileError, open_file
 from shardload.storage.local import LocalFile
-from shardload.storage.locks import AppendLock, FileLock, changed_meanwhile, take_lock, wait_for
-from shardload.storage.new_file import WritableFile
+from shardload.storage.locks import AppendLock, changed_meanwhile, take_lock, wait_for
+from shardload.storage.new_file import Change, WritableFile
 from shardload.storage.target import GROWTH_MARK, MARK_NBYTES, Target, mark, named, sync_folder
 
 _log = logging.getLogger("shardload")
-
-Change = tuple[int, bytes]
-"""An offset, and the bytes that will be there."""
 
 HEAD_NBYTES = 512  # of the first change; one write, which a kill does not cut in two
 _BEGINS = b"shardload append\n"
@@ -143,8 +140,8 @@ def _opened(path: str) -> contextlib.closing[WritableFile]:
 class GrowingFile(WritableFile):
     """A file that grows: others put bytes behind its end, and `publish` changes some before it, so that a kill costs nothing.
 
-    While it is open nobody else writes to it: `AppendLock` keeps other appends away, the lock that HDF5 itself takes
-    (`FileLock`) others.
+    While it is open nobody else writes to it: `AppendLock` keeps other appends away, the lock that HDF5 itself takes others:
+    shared to read, alone to write. File systems without such locks have none here either, nor if HDF5 is told to take none.
 
     Parameters
     ----------
@@ -157,7 +154,7 @@ class GrowingFile(WritableFile):
 
     Attributes
     ----------
-    changes : str
+    temporary : str
         A small file beside it: what will be changed.
     is_as_before : callable
         Whether the bytes that will be changed are what they were.
@@ -175,19 +172,42 @@ class GrowingFile(WritableFile):
         try:
             with named(name):
                 super().__init__(path)
-            self._lock = FileLock(self._descriptor, path)
-            self._lock.share()  # others may read meanwhile, and ranks of this job do
+            if not self._takes(fcntl.LOCK_EX):
+                raise ConfigError(
+                    f"'{path}' is open in another program, or in this one (a file of h5py, netCDF4 or xarray that was not "
+                    "closed): it holds HDF5's lock. Close it there, and append again"
+                )
+            self._share()  # others may read meanwhile, and ranks of this job do
             if state_of_file(self) != list(state):  # now that nobody changes it
                 raise changed_meanwhile(name)
-            self.changes = self._target.create()
+            self.temporary = self._target.create()
             with named(name):
                 self._write_changes([])
         except BaseException:
             self.discard()
             raise
 
+    def _takes(self, kind: int) -> bool:
+        """Whether it gets HDF5's lock of this kind."""
+        is_used = os.environ.get("HDF5_USE_FILE_LOCKING", "").upper() not in ("FALSE", "0")
+        return not is_used or take_lock(self._descriptor, kind)
+
+    def _share(self) -> None:
+        """Let others read. The system gives one lock back before it takes the other: look at the file after this."""
+        if not self._takes(fcntl.LOCK_SH):
+            raise ConfigError(
+                f"'{self._path}' was opened for writing by another program during this append. Nothing was appended; run it "
+                "again"
+            )
+
+    def _is_alone(self) -> bool:
+        if not self._takes(fcntl.LOCK_EX):
+            self._share()
+            return False
+        return True
+
     def _write_changes(self, changes: Sequence[Change]) -> None:
-        write_changes(self.changes, mark(self._target.token, self._name), changes)
+        write_changes(self.temporary, mark(self._target.token, self._name), changes)
 
     def finish(self, nbytes: int, changes: Sequence[Change]) -> None:
         """Note what is to be changed, when all else is there, and the file's new length."""
@@ -200,13 +220,17 @@ class GrowingFile(WritableFile):
     def publish(self) -> None:
         """Make the changes. ConfigError if somebody has changed the file meanwhile, or put another one in its place."""
         with named(self._name):
-            self._lock.exclude()
+            if not wait_for(self._is_alone):
+                raise ConfigError(
+                    f"'{self._path}' was opened by another program during this append, and is still open there: it would read "
+                    "old and new metadata. Nothing was appended: close it there, and append again"
+                )
             here, there = os.fstat(self._descriptor), os.stat(self._path)
             if not os.path.samestat(here, there) or here.st_size < self._new_nbytes or not self.is_as_before():
                 raise changed_meanwhile(self._name)
-            changes = f"{self.changes.removesuffix('.unfinished')}.changes"
-            os.rename(self.changes, changes)
-            self._target.temporary = self.changes = changes
+            changes = f"{self.temporary.removesuffix('.unfinished')}.changes"
+            os.rename(self.temporary, changes)
+            self._target.temporary = changes
             sync_folder(self._target.folder)
             lock = WritableFile(changes)
         with contextlib.closing(lock):

@@ -18,6 +18,7 @@ from shardload.storage.locks import locked_path
 from shardload.storage.target import FOLDER_MARK, GROWTH_MARK, MARK_BEGINS, MARK_NBYTES, temporary_of
 
 ROOTS = ("zarr.json", ".zgroup", ".zarray")  # one of them makes a folder a Zarr store
+METADATA = {*ROOTS, ".zattrs", ".zmetadata"}
 
 
 _IS = {

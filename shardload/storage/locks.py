@@ -3,7 +3,7 @@
 ``NAME.appending`` is made with O_EXCL, so that of two appends at once one finds it. A killed append leaves it behind; then the
 next one says so, and what to type when nothing is at work there any more. Nothing of others is deleted.
 
-Programs that know nothing of that file are kept away from an HDF5 file as HDF5 itself does it: `FileLock`.
+Programs that know nothing of that file are kept away from an HDF5 file as HDF5 itself does it: see `changes.GrowingFile`.
 """
 
 from __future__ import annotations
@@ -114,55 +114,3 @@ def wait_for(take: Callable[[], bool]) -> bool:
             return False
         time.sleep(_PAUSE_SECONDS)
     return True
-
-
-class FileLock:
-    """The lock that the HDF5 library takes of a file that it opens: shared to read, alone to write. It ends with the
-    descriptor.
-
-    File systems without such locks have none here either, nor if HDF5 is told to take none (HDF5_USE_FILE_LOCKING=FALSE).
-
-    Parameters
-    ----------
-    descriptor : int
-        The open file.
-    path : str
-        Its path, for messages.
-
-    Raises
-    ------
-    ConfigError
-        If another program has the file open.
-    """
-
-    def __init__(self, descriptor: int, path: str) -> None:
-        self._descriptor, self._path = descriptor, path
-        self._is_used = os.environ.get("HDF5_USE_FILE_LOCKING", "").upper() not in ("FALSE", "0")
-        if not self._taken(fcntl.LOCK_EX):
-            raise ConfigError(
-                f"'{path}' is open in another program, or in this one (a file of h5py, netCDF4 or xarray that was not closed): "
-                "it holds HDF5's lock. Close it there, and append again"
-            )
-
-    def share(self) -> bool:
-        """Let others read, and keep away who would write. The system gives one lock back before it takes the other: look at the
-        file after this. False: others may still have it.
-        """
-        if not self._taken(fcntl.LOCK_SH):
-            raise ConfigError(
-                f"'{self._path}' was opened for writing by another program during this append. Nothing was appended; run it "
-                "again"
-            )
-        return False
-
-    def exclude(self) -> None:
-        """Let nobody open it. Waits for those that read it, as long as a program takes that does not keep it open."""
-        if not wait_for(lambda: self._taken(fcntl.LOCK_EX) or self.share()):
-            raise ConfigError(
-                f"'{self._path}' was opened by another program during this append, and is still open there: it would read "
-                "old and new metadata. Nothing was appended: close it there, and append again"
-            )
-
-    def _taken(self, kind: int) -> bool:
-        """False if another has it."""
-        return not self._is_used or take_lock(self._descriptor, kind)

@@ -20,9 +20,10 @@ from weakref import WeakValueDictionary
 
 from shardload.errors import ConfigError
 from shardload.storage.containment import Fence
-from shardload.storage.leftovers import ROOTS
+from shardload.storage.leftovers import METADATA, ROOTS
 from shardload.storage.local import LocalFolder
 from shardload.storage.locks import AppendLock, take_lock
+from shardload.storage.new_file import WritableFile
 from shardload.storage.objects import UnsyncedError
 from shardload.storage.target import (
     FOLDER_MARK,
@@ -32,7 +33,6 @@ from shardload.storage.target import (
     check_mark,
     mark,
     not_undone,
-    put_at,
     sync_folder,
     sync_name,
     temporary_of,
@@ -44,17 +44,12 @@ _MOST_BEHIND = 4096  # writes into them
 _MOST_BEHIND_NBYTES = 64 << 20  # if another job may go on: about what a kill costs a rank
 
 
-class _OpenFile:
+class _OpenFile(WritableFile):
     """A file that is written to. It is closed with its last reference, so that no thread loses it while it writes."""
 
     def __init__(self, path: str, final: str, flags: int, key: str) -> None:
+        super().__init__(path, os.O_CREAT | os.O_WRONLY | flags)
         self.path, self.final, self.key = path, final, key  # its name, and the one that it gets when it is on disk
-        self.descriptor = -1
-        self.descriptor = os.open(path, flags, 0o666)
-
-    def __del__(self) -> None:
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
 
 
 class NewFolder(LocalFolder):
@@ -89,7 +84,11 @@ class NewFolder(LocalFolder):
     def create(self) -> str:
         """See `WritableFolder`."""
         if self._mark is not None:
-            self._target.adopt(self.path)
+            try:
+                self._target.adopt(self.path)
+            except BaseException:
+                self._unlock()  # what another job has done is not undone
+                raise
             return self.path
         self.path = self._target.create()
         self._made.add(self.path)
@@ -104,9 +103,9 @@ class NewFolder(LocalFolder):
 
     def _write_small(self, name: str, content: bytes) -> None:
         """A small new file, on disk."""
-        file = _OpenFile(os.path.join(self.path, name), "", os.O_CREAT | os.O_EXCL | os.O_WRONLY, name)
-        put_at(file.descriptor, content, 0)
-        os.fsync(file.descriptor)
+        file = WritableFile(os.path.join(self.path, name), os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+        file.write_at(content, 0)
+        file.sync()
 
     def take_up(self) -> set[str] | None:
         """See `WritableFolder`. A folder that is whole but for its name does not count. What is not whole is removed."""
@@ -139,25 +138,20 @@ class NewFolder(LocalFolder):
                 yield path
 
     def _whole(self) -> set[str]:
-        """The keys of files that are on disk, whole; their names are too."""
+        """The keys of files that are on disk, whole; their names are too. Metadata go, the root's first."""
         for folder, _, files in os.walk(self.path):
             for name in files:
-                if name.endswith(_PART):
+                if name.endswith(_PART) or name in METADATA:
                     os.unlink(os.path.join(folder, name))
             sync_folder(folder)
         return set(self.keys(""))
-
-    def delete(self, key: str) -> None:
-        """See `WritableFolder`."""
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(os.path.join(self.path, key))
 
     def finish(self, key: str, data: bytes) -> None:
         """See `WritableFolder`."""
         self.sync()
         self.put(key, data)
         self.sync()
-        self.delete(FOLDER_MARK)
+        os.unlink(os.path.join(self.path, FOLDER_MARK))
         sync_folder(self.path)
 
     def publish(self) -> None:
@@ -165,15 +159,10 @@ class NewFolder(LocalFolder):
         self._target.commit()
         self._unlock()
 
-    def leave(self) -> None:
+    def discard(self, *, keeps: bool = False) -> None:
         """See `WritableFolder`."""
-        if self._mark is None:
-            self.discard()
-        self._target.temporary = None
-        self._unlock()
-
-    def discard(self) -> None:
-        """See `WritableFolder`."""
+        if keeps and self._mark is not None:
+            self._target.temporary = None
         if self._target.temporary is not None:  # first of all: a part of a store must not look like a whole one
             for name in ROOTS:
                 with contextlib.suppress(OSError):
@@ -223,7 +212,7 @@ class NewFolder(LocalFolder):
         final = os.path.join(self.path, key)
         self._make_folder(os.path.dirname(final))
         path = final if self._about is None else final + _PART
-        file = _OpenFile(path, final, os.O_CREAT | os.O_WRONLY | flags, key)
+        file = _OpenFile(path, final, flags, key)
         folder = os.path.dirname(final)
         with self._lock:  # not before: a sync of another thread would not be one of this name
             while len(folder) > len(self.path) and folder not in self._new_names:
@@ -240,7 +229,7 @@ class NewFolder(LocalFolder):
             self._made.add(folder)
 
     def _write(self, file: _OpenFile, data: Any, offset: int) -> None:
-        put_at(file.descriptor, data, offset)
+        file.write_at(data, offset)
         with self._lock:
             self._unsynced[file.key] = file  # not before, so that a sync of another thread does not end it
             self._n_behind += 1
@@ -259,7 +248,7 @@ class NewFolder(LocalFolder):
     def _sync_files(self, files: Sequence[_OpenFile]) -> None:
         for file in files:
             try:
-                os.fsync(file.descriptor)
+                file.sync()
                 if file.final != file.path:
                     os.rename(file.path, file.final)
             except OSError as error:
@@ -372,8 +361,8 @@ class AddedFolder(NewFolder):
         for folder in sorted({os.path.dirname(os.path.join(self.old, there)) for there in done}):
             sync_name(folder, self._name)
 
-    def discard(self) -> None:
+    def discard(self, *, keeps: bool = False) -> None:
         """See `WritableFolder`."""
-        super().discard()
+        super().discard(keeps=keeps)
         if self._right is not None:
             self._right.release()

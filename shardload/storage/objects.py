@@ -211,70 +211,53 @@ class WritableFolder(ObjectFolder, Protocol):
         ConfigError
             If the name is taken or cannot be made.
         """
-        ...
 
     def take_up(self) -> set[str] | None:
-        """Take up what a job that was killed has left of this folder, for `create`: the keys of what is there, whole.
+        """Take up what a job that was killed has left of this folder, for `create`: the keys of what is there, whole, without
+        metadata (`METADATA`).
 
         None if nothing was left. ConfigError if it is of something else, another job is writing it, or this kind of folder has
         to begin anew.
         """
-        ...
 
     def join(self, address: str) -> None:
         """Write to the folder that another rank has begun. ConfigError if that is not to be seen here."""
-        ...
 
     def read_back(self, address: str) -> ObjectFolder:
         """The folder that another rank has begun, once it is finished, to be read."""
-        ...
 
     def put(self, key: str, data: Any) -> None:
         """Put a whole object, C-contiguous bytes, which must not exist. FileExistsError if it does."""
-        ...
 
     def write_at(self, key: str, data: Any, offset: int) -> None:
         """Write a part of an object that several threads or ranks write together, and make the object if it is not there.
 
         NotImplementedError where objects are put as a whole: then nobody may ask for such a store (see `has_parts`).
         """
-        ...
 
     @property
     def has_parts(self) -> bool:
         """Whether there is `write_at`."""
-        ...
-
-    def delete(self, key: str) -> None:
-        """Remove an object, if it is there: metadata of the job whose folder was taken up."""
-        ...
 
     def sync(self) -> None:
         """Return when what this rank has put until now is there for all ranks, and stays if a machine stops. Other threads may
         put meanwhile.
         """
-        ...
 
     def keys(self, below: str) -> Iterable[str]:
         """The keys of what was put below a folder, ``""`` for all of it, in any order."""
-        ...
 
     def finish(self, key: str, data: bytes) -> None:
         """Sync all else, and put the object that makes this a store; or keep that for `publish`."""
-        ...
 
     def publish(self) -> None:
         """Give the finished folder its name. ConfigError if it must not be replaced and somebody has it by now."""
-        ...
 
-    def discard(self) -> None:
-        """Remove what was put, unless it was published. May be called again. Never raises OSError."""
-        ...
+    def discard(self, *, keeps: bool = False) -> None:
+        """Remove what was put, unless it was published. May be called again. Never raises OSError.
 
-    def leave(self) -> None:
-        """After Ctrl-C: keep what was put if another job can take it up, else `discard`."""
-        ...
+        With `keeps`, as after Ctrl-C, it stays if another job can take it up.
+        """
 
     def close(self) -> None:
         """End what this rank has open. What was put and not synced may be lost. May be called again."""
-        ...

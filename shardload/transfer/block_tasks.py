@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cached_property, partial
 from typing import Any
 
@@ -68,13 +68,23 @@ class BlockTasks:
         with self._lock:
             self._read_block(staged, counters)
 
+    def expect(self, blocks: Iterable[Block]) -> None:
+        """Tell the source what these blocks need, in the order in which it is read."""
+        regions = (part.region for block in blocks for part in (self._parts_alone(block) or [block]))
+        self._source.expect_in_order(map(self._layout.selection.to_file, regions))
+
+    def _parts_alone(self, block: Block) -> list[Block]:
+        """The parts of a block as blocks, if it has parts of this rank with gaps between them, which nobody needs."""
+        has_gaps = len(block.parts) > 1 and sum(part.region.size for part in block.parts) < block.region.size
+        if not has_gaps or self._local.sends(block.parts) or self._share_chunks(block):
+            return []
+        return [Block(part.region, (part,)) for part in block.parts]
+
     def _read_block(self, staged: StagedBlock, counters: Counters) -> None:
         block = staged.block
-        # The block has parts of this rank with gaps between them, which nobody needs: read part by part.
-        has_gaps = len(block.parts) > 1 and sum(part.region.size for part in block.parts) < block.region.size
-        if has_gaps and not self._local.sends(block.parts) and not self._share_chunks(block):
-            for part in block.parts:
-                self._read_block(StagedBlock(Block(part.region, (part,)), slot=staged.slot), counters)
+        if parts := self._parts_alone(block):
+            for part in parts:
+                self._read_block(StagedBlock(part, slot=staged.slot), counters)
             return
         own = self._in_place(block)
         if own is not None:

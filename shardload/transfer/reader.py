@@ -95,9 +95,8 @@ class SourceReader:
             wait(running)
 
     def expect(self, blocks: Iterable[Block]) -> None:
-        """Told which blocks will be read, in this order, of a file in a store: chunks are fetched ahead."""
-        if isinstance(self._ways, ChunkTasks):
-            self._ways.expect(blocks)
+        """Told which blocks will be read, in this order, of a file in a store: they are fetched ahead."""
+        self._ways.expect(blocks)
 
     def now(self) -> tuple[int, str]:
         """Return how many chunks and blocks have been read, and what is being read (the oldest read; empty: nothing)."""

@@ -18,7 +18,7 @@ from tests.mpi.sources import CHUNKS, NAME
 from tests.mpi.support import check, cube, mesh_of, on_root, ramp, same_error
 from tests.servers import ObjectServer, Request
 
-pytest.importorskip("obstore")
+obstore = pytest.importorskip("obstore")
 pytestmark = pytest.mark.any_library
 
 SPECS = {"pencils": P(None, "a", "b"), "slabs": P("a"), "copies": P()}
@@ -120,6 +120,20 @@ def test_a_rank_that_reads_nothing_asks_for_nothing(shared: Shared) -> None:
     assert {r.client for r in shared.log()} == {"rank 0"}
 
 
+@pytest.mark.parametrize("chunks", [(1, 64, 256), None], ids=["chunks", "one piece"])
+def test_few_requests_for_many_values(comm: Any, shared: Shared, chunks: Any) -> None:
+    """Wrong if ranks asked for their chunks, or blocks, one by one: 320 chunks of 64 KiB, 20 MiB in all."""
+    values = np.arange(320 * 64 * 256, dtype="f4").reshape(320, 64, 256)
+    url, _ = shared.write("a.h5", lambda file: file.create_dataset(NAME, data=values, chunks=chunks))
+    shared.log()
+    x = shardload.load(url, mesh_of(), P("a", "b"), dataset=NAME, storage=shared.storage, readers="parallel")
+    asked = shared.log()
+    check(x, values, mesh_of(), P("a", "b"))
+    of_values = [r for r in asked if r.nbytes > 1 << 16 and r.first > 0]
+    assert len(of_values) <= 3 + 2 * comm.size, asked
+    assert sum(r.nbytes for r in asked) <= 1.05 * values.nbytes + (2 << 20)
+
+
 def climate(file: h5py.File) -> None:
     """A netCDF4 file as netCDF4 libraries see it: packed, with dates, names of axes, and names as coordinates."""
     n, ny, nx = cube()
@@ -148,6 +162,8 @@ def test_what_else_takes_a_path(comm: Any, shared: Shared) -> None:
     expected = np.where(stored == 7, np.float32(np.nan), stored * np.float32(0.5) + np.float32(10))
     x = shardload.load(url, mesh, spec, **of_url)
     check(x, expected, mesh, spec)
+    store = obstore.store.HTTPStore(shared.url, client_options={"allow_http": True})
+    check(shardload.load((store, "b/run.nc"), mesh, spec, dataset="t2m", decode=True), expected, mesh, spec)
     dates = {"time": shardload.between("2001-01-02", "2001-01-04")}
     plan = shardload.plan(url, mesh, spec, select=dates, **of_url)
     check(plan.execute(), expected[1:4], mesh, spec)

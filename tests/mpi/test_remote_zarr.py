@@ -16,7 +16,7 @@ import zarr
 from jax.sharding import PartitionSpec as P
 
 import shardload
-from shardload import MissingChunksWarning, SourceError
+from shardload import ConfigError, MissingChunksWarning, SourceError
 from shardload.jobs.copying.copy import copy_file
 from tests.mpi.sources import NAME
 from tests.mpi.support import DECOMPOSITIONS, check, cube, distinct, mesh_of, on_root, ramp, same_error
@@ -206,3 +206,77 @@ def test_a_shard_that_changes_while_it_is_read(comm: Any, bucket: Bucket) -> Non
     bucket.on_server(set_faults(only=change) if comm.rank == 0 else None)
     load = partial(bucket.load, "sharded", P("a"), "root")
     same_error(comm, load, SourceError, "it was replaced", "s3://bucket/sharded.zarr")
+
+
+# --- saves
+
+
+def saved(bucket: Bucket, name: str, **options: Any) -> Any:
+    """A sharded array that is saved to a new store, with a small one beside it."""
+    x = bucket.load("v3", P("a", "b"))
+    tree = {"g/x": x, "t": np.arange(3.0)}
+    return shardload.save(f"s3://bucket/{name}.zarr", tree, storage=bucket.storage, chunks={"g/x": (3, 5, 7)}, **options)
+
+
+@pytest.mark.parametrize("format", ["zarr", "zarr2"])
+def test_a_save_to_a_new_store(comm: Any, bucket: Bucket, format: str) -> None:
+    """All ranks put, another rank reads back; the root's metadata come last, and must be new."""
+    bucket.load("v3", P())
+    bucket.asked()
+    saved(bucket, "new", format=format, verify="full", attrs={"g/x": {"units": "m"}, "/": {"title": "run 7"}})
+    asked = bucket.asked()
+    puts = [request for request in asked if request.method == "PUT" and request.status == 200]
+    assert puts[-1].key == ("bucket/new.zarr/zarr.json" if format == "zarr" else "bucket/new.zarr/.zgroup")
+    assert len({request.client for request in puts if is_chunk(request)}) == comm.size
+    root = zarr.open_group(bucket.local("new"), mode="r")
+    np.testing.assert_array_equal(root["g/x"][...], ramp(cube()))
+    np.testing.assert_array_equal(root["t"][...], [0, 1, 2])
+    assert (root["g/x"].attrs["units"], root.attrs["title"], root["g/x"].chunks) == ("m", "run 7", (3, 5, 7))
+    assert not [file for file in Path(bucket.local("new")).rglob("*unfinished*")]
+    y = shardload.load("s3://bucket/new.zarr:/g/x", mesh_of(), P("b"), storage=bucket.storage)
+    check(y, ramp(cube()), mesh_of(), P("b"))
+
+
+def test_a_store_that_is_an_array(comm: Any, bucket: Bucket) -> None:
+    """Of which all metadata are those of the root, so that it is read back without."""
+    copy_file(f"{bucket.local('v3')}/{NAME}", "s3://bucket/one.zarr", comm=comm, storage=bucket.storage)
+    np.testing.assert_array_equal(zarr.open_array(bucket.local("one"), mode="r")[...], ramp(cube()))
+
+
+def files_of(bucket: Bucket, name: str) -> list[str]:
+    return list(bucket.on_server(lambda _: sorted(str(file) for file in Path(bucket.local(name)).rglob("*") if file.is_file())))
+
+
+def test_what_is_not_saved_to_a_store(comm: Any, bucket: Bucket) -> None:
+    """Each says what to do, and leaves what is there as it was."""
+    before = files_of(bucket, "v3")
+    same_error(
+        comm, lambda: saved(bucket, "v3"), ConfigError, "exists: there is '", "aws s3 rm --recursive s3://bucket/v3.zarr"
+    )
+    same_error(
+        comm, lambda: saved(bucket, "v3", mode="w"), ConfigError, "mode='w' replaces nothing in a store", "choose another"
+    )
+    assert files_of(bucket, "v3") == before
+    x = bucket.load("v3", P("a"))
+    how = {"storage": bucket.storage}
+    same_error(comm, lambda: shardload.save("s3://bucket/a.h5", x, **how), ConfigError, "Zarr is saved alone", "and upload it")
+    same_error(comm, lambda: shardload.save(f"{bucket.url}/a.zarr", x), ConfigError, "is on an HTTP server", "and upload it")
+    sharded = {"shards": (6, 10, 14), "chunks": (3, 5, 7), **how}
+    same_error(comm, lambda: shardload.save("s3://bucket/a.zarr", x, **sharded), ConfigError, "Leave out shards=")
+    same_error(
+        comm, lambda: shardload.append("s3://bucket/v3.zarr", {NAME: x}), ConfigError, "is a URL; append writes to files"
+    )
+    bucket.on_server(lambda server: (bucket.folder / "bucket/begun.zarr").mkdir())
+    bucket.on_server(lambda server: (bucket.folder / "bucket/begun.zarr/shardload-unfinished").write_text("x"))
+    same_error(comm, lambda: saved(bucket, "begun"), ConfigError, "by another job, or one that was killed")
+
+
+def test_a_save_that_fails_leaves_nothing(comm: Any, bucket: Bucket) -> None:
+    """A chunk that is refused; the others are removed."""
+    key = "bucket/new.zarr/g/x/c/1/1/1"
+    bucket.on_server(set_faults(status=403, code="AccessDenied", only=lambda found: found == key) if comm.rank == 0 else None)
+    same_error(comm, lambda: saved(bucket, "new"), SourceError, "access is denied (403 AccessDenied)", "(1, 1, 1)")
+    assert files_of(bucket, "new") == []
+    bucket.on_server(set_faults(status=0, busy=0.2, only=lambda found: True) if comm.rank == 0 else None)
+    saved(bucket, "new")
+    np.testing.assert_array_equal(zarr.open_group(bucket.local("new"), mode="r")["g/x"][...], ramp(cube()))

@@ -553,7 +553,7 @@ def test_bad_arguments(comm: Any, shared_tmp_path: Path) -> None:
         (7, x, {}, "path is 7"),
         (f"{path}\0.h5", x, {}, "path is "),
         (shared_tmp_path / "out.dat", x, {}, "does not tell a format"),
-        ("s3://b/out.zarr", x, {}, "is a URL"),
+        ("hf://b/out.zarr", x, {}, "is a URL"),
         (shared_tmp_path / "no" / "out.h5", x, {}, "mkdir -p"),
         (path, [x], {}, "a list of arrays has no names"),
         (path, {}, {}, "the dict is empty"),

@@ -39,6 +39,7 @@ class ObjectInMemory:
     n_reads: int = 0
     n_ranges: int = 0
     version: tuple[int, ...] | None = (1, 1)
+    most_gap_nbytes: int = 1 << 12
 
     @property
     def nbytes(self) -> int:

@@ -10,7 +10,7 @@ None of them knows ranks, devices or plans.
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -87,6 +87,10 @@ class Source(abc.ABC):
 
         A format may then look for nothing but what lies there. Other reads are still right, if slower.
         """
+        return None
+
+    def expect_in_order(self, regions: Iterator[Region]) -> None:
+        """Told which regions `read_into` will get, in this order, if the file is in a store. The default does nothing."""
         return None
 
     def tell(self, region: Region) -> Mapping[str, Any] | None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import h5py
@@ -23,7 +24,7 @@ from shardload.formats.hdf5.opened import OpenDataset
 from shardload.formats.hdf5.raw_file import swap_size
 from shardload.planning.blocks import NEAR_NBYTES
 from shardload.planning.region import Region
-from shardload.storage.objects import Ranges, StoredObject
+from shardload.storage.objects import Ints, Ranges, StoredObject
 from shardload.system.scratch import shared_scratch
 
 _SPAN_NBYTES = 1 << 20  # bytes per read: they stay in a core's cache until they are copied
@@ -69,22 +70,38 @@ class Hdf5Contiguous:
         if not self._swap and region.shape == self._shape:  # most small arrays are read whole
             self._raw.read_into(out.reshape(-1).view(np.uint8), self._offset)
             return
-        size = self._swap or min(out.dtype.itemsize, 8)
-        kind = np.dtype(f"u{size}")
-        per_element = out.dtype.itemsize // size
-        axes = merged_axes((*self._shape, per_element), (*region.start, 0), (*region.stop, per_element))
-        axes.insert(0, (1, 0, 1))  # so that what is read together always has an axis before it
-        target = out.reshape(-1).view(kind).reshape([n for _, _, n in axes])
-        strides = [math.prod(length for length, _, _ in axes[k + 1 :]) * size for k in range(len(axes))]
-        last = len(axes) - 1
-        near = next((k for k in range(1, last) if strides[k] <= NEAR_NBYTES and axes[k][2] > 1), last)
-        start = self._offset + sum(first * stride for (_, first, _), stride in zip(axes[: near + 1], strides, strict=False))
-        for index in itertools.product(*(range(n) for _, _, n in axes[: near - 1])):
-            at = start + sum(i * stride for i, stride in zip(index, strides, strict=False))
-            if near < last or self._swap:
+        axes, strides, near = self._axes_of(region, out.dtype)
+        target = out.reshape(-1).view(f"u{strides[-1]}").reshape([n for _, _, n in axes])
+        for index, at in self._starts(axes, strides, near):
+            if near < len(axes) - 1 or self._swap:
                 self._read_spans(axes[near + 1 :], at, strides[near - 1], strides[near], target[index])
             else:
                 self._read_rows(target[index].view(np.uint8), at, strides[near - 1])
+
+    def extents(self, region: Region, dtype: np.dtype[Any]) -> Iterator[tuple[Ints, Ints]]:
+        """The bytes of the file that `read_into` reads of a region: offsets and sizes."""
+        axes, strides, near = self._axes_of(region, dtype)
+        for _, at in self._starts(axes, strides, near):
+            n = axes[near - 1][2]
+            yield at + np.arange(n) * strides[near - 1], np.full(n, axes[near][2] * strides[near])
+
+    def _axes_of(self, region: Region, dtype: np.dtype[Any]) -> tuple[list[tuple[int, int, int]], list[int], int]:
+        """The merged axes of a region, with one for the parts of an element; the bytes from one to the next along each; and
+        along which runs are near each other (the last: none).
+        """
+        size = self._swap or min(dtype.itemsize, 8)
+        per_element = dtype.itemsize // size
+        axes = merged_axes((*self._shape, per_element), (*region.start, 0), (*region.stop, per_element))
+        axes.insert(0, (1, 0, 1))  # so that what is read together always has an axis before it
+        strides = [math.prod(length for length, _, _ in axes[k + 1 :]) * size for k in range(len(axes))]
+        last = len(axes) - 1
+        return axes, strides, next((k for k in range(1, last) if strides[k] <= NEAR_NBYTES and axes[k][2] > 1), last)
+
+    def _starts(self, axes: list[tuple[int, int, int]], strides: list[int], near: int) -> Iterator[tuple[tuple[int, ...], int]]:
+        """What is read together, by its index along the first axes, and where in the file it begins."""
+        start = self._offset + sum(first * stride for (_, first, _), stride in zip(axes[: near + 1], strides, strict=False))
+        for index in itertools.product(*(range(n) for _, _, n in axes[: near - 1])):
+            yield index, start + sum(i * stride for i, stride in zip(index, strides, strict=False))
 
     def _read_rows(self, rows: np.ndarray[Any, Any], at: int, step: int) -> None:
         """Fill each row: row k from `at` + k * `step`."""

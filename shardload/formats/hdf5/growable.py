@@ -91,14 +91,15 @@ def _check_kind(path: str, file: h5py.File) -> None:
     """ConfigError if the file is of a kind that cannot grow."""
     creation = file.id.get_create_plist()
     strategy, persists, _ = creation.get_file_space_strategy()
-    if creation.get_userblock():
-        raise unfit(f"'{path}'", f"a user block of {creation.get_userblock()} bytes")
-    if creation.get_sizes() != (8, 8):
-        raise unfit(f"'{path}'", "addresses of {} and lengths of {} bytes in place of 8".format(*creation.get_sizes()))
-    if strategy == h5py.h5f.FSPACE_STRATEGY_PAGE:
-        raise unfit(f"'{path}'", "its space in pages (`fs_strategy='page'`)")
-    if persists:
-        raise unfit(f"'{path}'", "a list of its free space (`fs_persist=True`)")
+    refused = {
+        f"a user block of {creation.get_userblock()} bytes": creation.get_userblock() != 0,
+        "addresses of {} and lengths of {} bytes in place of 8".format(*creation.get_sizes()): creation.get_sizes() != (8, 8),
+        "its space in pages (`fs_strategy='page'`)": strategy == h5py.h5f.FSPACE_STRATEGY_PAGE,
+        "a list of its free space (`fs_persist=True`)": persists,
+    }
+    for what, is_so in refused.items():
+        if is_so:
+            raise unfit(f"'{path}'", what)
 
 
 def _arrays(path: str, facts: OpenFacts, names: Iterable[str]) -> dict[str, Json]:
@@ -107,8 +108,7 @@ def _arrays(path: str, facts: OpenFacts, names: Iterable[str]) -> dict[str, Json
 
     The scope of an axis is a text that arrays with the same axis have in common: the name of its scale, or group and label.
     """
-    file = facts.file
-    called = {address: known[0] for address, known in facts.places.items()} | _called(path, file, names)
+    file, called = facts.file, _called(path, facts, names)
     arrays, known = dict[str, Json](), set(called.values())
     for name in called.values():
         thing = file[encoded(name)]
@@ -120,7 +120,7 @@ def _arrays(path: str, facts: OpenFacts, names: Iterable[str]) -> dict[str, Json
             scopes[:1] = [name][: dataset.ndim]
         for axis, scales in enumerate([] if is_scale(dataset) else scales_of(dataset)[0]):
             if scales:
-                scopes[axis] = called.get(_address(scales[0][1]))
+                scopes[axis] = called.get(int(h5py.h5o.get_info(scales[0][1].id).addr))
             elif dims[axis]:
                 scopes[axis] = f"{name.rpartition('/')[0]}/:{dims[axis]}"
         for axis, scope in enumerate(scopes):  # by which it was asked for; a scale without values may have another name
@@ -130,23 +130,15 @@ def _arrays(path: str, facts: OpenFacts, names: Iterable[str]) -> dict[str, Json
     return arrays
 
 
-def _address(dataset: h5py.Dataset) -> int:
-    """The offset of its header: the same for all of its names."""
-    return int(h5py.h5o.get_info(dataset.id).addr)
-
-
-def _called(path: str, file: h5py.File, names: Iterable[str]) -> dict[int, str]:
-    """The address of each array that is asked for, and by which name. ConfigError if two names are one array."""
-    found: dict[int, str] = {}
-    for name in names:
-        thing: Any = file
-        for part in name.strip("/").split("/"):
-            # Hard links alone: others may lead out of the file.
-            is_here = isinstance(thing, h5py.Group) and isinstance(thing.get(part, getlink=True), h5py.HardLink)
-            thing = thing[part] if is_here else None
-        if isinstance(thing, h5py.Dataset) and found.setdefault(_address(thing), name) != name:
-            raise ConfigError(f"'{found[_address(thing)]}' and '{name}' in '{path}' are one array with two names. Pass it once")
-    return found
+def _called(path: str, facts: OpenFacts, names: Iterable[str]) -> dict[int, str]:
+    """The address of each object, and its name: that by which it is asked for, if any. ConfigError if it is by two."""
+    called, wanted = {}, set(names)
+    for address, known in facts.places.items():
+        asked = [name for name in known if name in wanted]
+        if len(asked) > 1:
+            raise ConfigError(f"'{asked[0]}' and '{asked[1]}' in '{path}' are one array with two names. Pass it once")
+        called[address] = (asked or known)[0]
+    return called
 
 
 def _details(path: str, dataset: OpenDataset) -> Json:

@@ -12,7 +12,7 @@ are on disk elsewhere:
    file as it will be, and so do the ranks that read back.
 5. `commit` makes the changes (`changes`). If it is killed there, whoever reads the file next makes them.
 
-Nobody else may write meanwhile: `AppendLock` keeps other appends away, the lock that HDF5 itself takes (`FileLock`) others.
+Nobody else may write meanwhile: `AppendLock` keeps other appends away, the lock that HDF5 itself takes others.
 docs/design/save.md says what is on disk after a kill.
 """
 
@@ -26,20 +26,18 @@ from typing import Any
 import h5py
 import numpy as np
 
-from shardload.formats.growing import Growing, GrowingSink
+from shardload.formats.growing import Growing
 from shardload.formats.hdf5.growable import spec_of, unfit
-from shardload.formats.hdf5.ledger import Ledger, LedgerFile, old_file
+from shardload.formats.hdf5.ledger import Ledger, old_file
 from shardload.formats.hdf5.on_disk import SUPERBLOCK_NBYTES, UnknownStructureError, end_of, with_end
-from shardload.formats.hdf5.sink import Hdf5Encoder, LedgerCatalog, PlacedChunks, writer_of
-from shardload.formats.sink import Catalog, Decode, Ticket, Writer
+from shardload.formats.hdf5.sink import Hdf5Chunks, Hdf5Encoder, LedgerCatalog, OneFileSink
+from shardload.formats.sink import Catalog, Decode, Ticket
 from shardload.planning.region import Region
 from shardload.storage.changes import GrowingFile, read_changes, state_of_file
-from shardload.storage.containment import Fence, open_file
-from shardload.storage.local import LocalFile, LocalFolder
+from shardload.storage.containment import open_file
+from shardload.storage.local import LocalFile
 from shardload.storage.locks import changed_meanwhile
-from shardload.storage.new_file import WritableFile
-from shardload.storage.objects import ObjectFolder
-from shardload.storage.target import check_mark, named
+from shardload.storage.new_file import Change, WritableFile
 
 Json = dict[str, Any]
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
@@ -54,7 +52,7 @@ class GrowingHdf5Array(Hdf5Encoder, Growing):
         self.is_asked = True
 
 
-class Hdf5Growth(GrowingSink):
+class Hdf5Growth(OneFileSink):
     """What is added to a file: see this module.
 
     Parameters
@@ -90,11 +88,6 @@ class Hdf5Growth(GrowingSink):
         }
         self.dimensions = dict(dimensions or {})
 
-    @property
-    def file(self) -> str:
-        """The path without links."""
-        return os.path.realpath(self.path)
-
     def new_shape(self, name: str) -> tuple[int, ...]:
         """The shape that an array, or a dimension without values, will have."""
         return self.arrays[name].new_shape if name in self.arrays else (self.dimensions[name],)
@@ -103,27 +96,22 @@ class Hdf5Growth(GrowingSink):
         """See `Sink`."""
         return Hdf5GrowthCatalog(self)
 
-    def writer(self, ticket: Ticket) -> Writer:
-        """See `Sink`."""
-        check_mark(ticket.temporary, ticket.temporary, self.path)
-        file = WritableFile(self.file)
+    def file_of(self, ticket: Ticket) -> str:
+        """See `OneFileSink`."""
+        return os.path.realpath(self.path)
+
+    def open(self, ticket: Ticket) -> WritableFile:
+        """See `OneFileSink`."""
+        file = super().open(ticket)
         if state_of_file(file) != self.state:  # another file has the name by now, and there the place is not free
             raise changed_meanwhile(self.path)
-        return writer_of(self, file)
-
-    def stored(self, ticket: Ticket) -> ObjectFolder:
-        """See `Sink`."""
-        return LocalFolder(os.path.dirname(self.file), Fence())
-
-    def key_of(self, ticket: Ticket, name: str, number: int) -> str:
-        """See `Sink`."""
-        return os.path.basename(self.file)
+        return file
 
     @contextlib.contextmanager
     def decoding(self, ticket: Ticket, name: str) -> Iterator[Decode]:
         """See `Sink`: the HDF5 library reads the file as it will be."""
         changes = read_changes(ticket.temporary)
-        with contextlib.closing(LocalFile(open_file(self.file))) as stored, old_file(stored, changes) as file:
+        with contextlib.closing(LocalFile(open_file(self.file_of(ticket)))) as stored, old_file(stored, changes) as file:
             dataset, array = file[name], self.arrays[name]
             yield lambda region: np.asarray(dataset[array.in_file(region).slices()])
 
@@ -131,31 +119,29 @@ class Hdf5Growth(GrowingSink):
 class Hdf5GrowthCatalog(LedgerCatalog):
     """See `Catalog`. Its ticket leads to a small file beside the one that grows: what will be changed, for who reads back."""
 
-    file: GrowingFile | None
-
     def __init__(self, sink: Hdf5Growth) -> None:
         chunks = {
-            name: PlacedChunks(sink.path, name, array.spec, name, array.in_file(Region.whole(array.spec.shape)).start)
+            name: Hdf5Chunks(sink.path, name, array.spec, name, array.in_file(Region.whole(array.spec.shape)).start)
             for name, array in sink.arrays.items()
         }
-        super().__init__(sink.path, chunks)
-        self._sink, self._is_put, self._old_end = sink, False, 0  # its end for HDF5
-        self.file = GrowingFile(sink.file, sink.path, sink.state)
+        self._sink, self._is_put = sink, False
+        file = GrowingFile(os.path.realpath(sink.path), sink.path, sink.state)
+        self.ticket = Ticket(file.temporary)
         try:
-            self._begin(self.file)
+            self._old_end = end_of(file.read_at_most(0, SUPERBLOCK_NBYTES))
+        except BaseException as error:
+            file.discard()
+            raise (unfit(f"'{sink.path}'", error) if isinstance(error, UnknownStructureError) else error) from error
+        super().__init__(sink.path, file, chunks, sink.alignment, self._old_end)
+        file.is_as_before = self.library.ledger.is_as_before
+        try:
+            self._make_longer()
         except BaseException:
             self.abandon()
             raise
-        self.ticket = Ticket(self.file.changes)
 
-    def _begin(self, growing: GrowingFile) -> None:
-        """Have the library make the arrays longer."""
-        try:
-            self._old_end = end_of(growing.read_at_most(0, SUPERBLOCK_NBYTES))
-        except UnknownStructureError as error:
-            raise unfit(f"'{self.path}'", error) from error
-        library = self._library = LedgerFile(self.path, Ledger(growing, self._old_end), self._sink.alignment)
-        growing.is_as_before = library.ledger.is_as_before
+    def _make_longer(self) -> None:
+        library = self.library
         try:
             with library.calls():
                 self._shorten(library.open("r+"))
@@ -192,33 +178,11 @@ class Hdf5GrowthCatalog(LedgerCatalog):
             raise unfit(f"'{name}' in '{self.path}'", f"room for new chunks among old bytes, at {offsets.min()}")
         return offsets
 
-    def finish(self) -> None:
-        """See `Catalog`."""
-        ledger = self.settle()
-        changes = ledger.changes()
-        with named(self.path):
-            ledger.file.finish(ledger.nbytes, changes)
-        try:
-            with old_file(ledger.file, changes) as file:
-                for name in (*self._sink.arrays, *self._sink.dimensions):
-                    if file[name].shape != self._sink.new_shape(name):
-                        raise OSError(f"'{name}' would have the shape {file[name].shape}")
-                for name, placed in self.chunks.items():
-                    placed.compare(file[name].id)
-        except (OSError, RuntimeError, KeyError) as error:
-            raise self.unread(error) from error
-        self._is_finished = True
-
-    def commit(self) -> None:
-        """See `Catalog`."""
-        if not self._is_finished or self.file is None:
-            raise ValueError("finish the catalog first")
-        self.file.publish()
-        self.abandon()
-
-    def abandon(self) -> None:
-        """See `Catalog`."""
-        if self._library is not None:
-            self._library.give_up()
-        if self.file is not None:
-            self.file.discard()
+    @contextlib.contextmanager
+    def finished(self, changes: list[Change]) -> Iterator[h5py.File]:
+        """See `LedgerCatalog`."""
+        with old_file(self._file, changes) as file:
+            for name in (*self._sink.arrays, *self._sink.dimensions):
+                if file[name].shape != self._sink.new_shape(name):
+                    raise OSError(f"'{name}' would have the shape {file[name].shape}")
+            yield file

@@ -116,12 +116,11 @@ class JoinedFile(Hdf5Sink):
             for region, block in blocks:
                 dataset[region.slices() if region.ndim else ()] = block
 
-    def _make(self, file: h5py.File, name: str, one: Hdf5Encoder, is_trial: bool) -> None:
+    def _make(self, group: h5py.Group, last: str, name: str, one: Hdf5Encoder, is_trial: bool) -> None:
         parts = self._parts.get(name)
         if parts is None:
-            super()._make(file, name, one, is_trial)
+            super()._make(group, last, name, one, is_trial)
             return
-        group, _, last = self.stored_names[name].strip("/").rpartition("/")
         space = h5py.h5s.create_simple(one.spec.shape)
         creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         let_list_grow(creation, name, one.spec)
@@ -134,10 +133,7 @@ class JoinedFile(Hdf5Sink):
             its = h5py.h5s.create_simple(part.shape)
             creation.set_virtual(space, _escaped(os.fsencode(part.path)), _escaped(encoded(part.dataset)), its)
         space.select_all()
-        try:
-            h5py.h5d.create(self._group(file, group).id, last.encode(), one.pipeline.kind, space, creation)
-        except (TypeError, ValueError, OSError, RuntimeError) as error:
-            raise ConfigError(f"'{name}' cannot be made in an HDF5 file: {error}") from error
+        h5py.h5d.create(group.id, last.encode(), one.pipeline.kind, space, creation)
 
     def _check(self, facts: OpenFacts, folder: str, fence: Fence, access: Access) -> None:
         """Raise SourceError if a load would not find the parts of an array; ConfigError if the file would be one of them."""

@@ -12,10 +12,10 @@ What one rank keeps for a million chunks fits into 64 MiB: places as arrays, and
 
 from __future__ import annotations
 
-import math
+import abc
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import h5py
@@ -32,6 +32,7 @@ from shardload.formats.sink import (
     ArraySpec,
     Catalog,
     Encoder,
+    PlacedChunks,
     Places,
     Sink,
     Stored,
@@ -40,11 +41,12 @@ from shardload.formats.sink import (
     with_dims,
 )
 from shardload.planning.grid import unravel
+from shardload.storage.changes import GrowingFile
 from shardload.storage.containment import Fence
 from shardload.storage.local import LocalFolder
-from shardload.storage.new_file import WritableFile
+from shardload.storage.new_file import Change, NewFile, WritableFile
 from shardload.storage.objects import ObjectFolder
-from shardload.storage.target import Target, check_mark, mark, named, sync_folder
+from shardload.storage.target import Target, check_mark, named
 
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
 _AT_ONCE = 4096  # chunks
@@ -61,7 +63,33 @@ class Hdf5Encoder(Encoder):
         return self.pipeline.encode(values)
 
 
-class Hdf5Sink(Sink):
+class OneFileSink(Sink):
+    """A sink of one file: see `Sink`."""
+
+    def file_of(self, ticket: Ticket) -> str:
+        """Where its chunks go, without links."""
+        return os.path.realpath(ticket.temporary)
+
+    def open(self, ticket: Ticket) -> WritableFile:
+        """That file, to be written."""
+        return WritableFile(self.file_of(ticket))
+
+    def writer(self, ticket: Ticket) -> Writer:
+        """See `Sink`."""
+        check_mark(ticket.temporary, ticket.temporary, self.path)
+        file = self.open(ticket)
+        return Writer(self, file, lambda name, number, offset, data: file.write_at(data, offset))
+
+    def stored(self, ticket: Ticket) -> ObjectFolder:
+        """See `Sink`."""
+        return LocalFolder(os.path.dirname(self.file_of(ticket)), Fence())
+
+    def key_of(self, ticket: Ticket, name: str, number: int) -> str:
+        """See `Sink`."""
+        return os.path.basename(self.file_of(ticket))
+
+
+class Hdf5Sink(OneFileSink):
     """A new HDF5 file.
 
     Parameters
@@ -125,19 +153,6 @@ class Hdf5Sink(Sink):
         """See `Sink`."""
         return Hdf5Catalog(self)
 
-    def writer(self, ticket: Ticket) -> Writer:
-        """See `Sink`."""
-        check_mark(ticket.temporary, ticket.temporary, self.path)
-        return writer_of(self, WritableFile(ticket.temporary))
-
-    def stored(self, ticket: Ticket) -> ObjectFolder:
-        """See `Sink`."""
-        return LocalFolder(os.path.dirname(ticket.temporary), Fence())
-
-    def key_of(self, ticket: Ticket, name: str, number: int) -> str:
-        """See `Sink`."""
-        return os.path.basename(ticket.temporary)
-
     def describe(self, file: h5py.File, *, is_trial: bool = False) -> None:
         """Create all that is not values: groups, datasets, attributes, names of axes."""
         every = {name: array.spec for name, array in self.arrays.items()} | self._texts
@@ -148,13 +163,16 @@ class Hdf5Sink(Sink):
             )
         write_attrs(file, "/", self._attrs, is_netcdf=self.is_netcdf)
         for name, array in self.arrays.items():
-            self._make(file, name, array, is_trial)
+            with _making(name):
+                self._make(*self._place(file, name), name, array, is_trial)
             attrs = dict(array.spec.attrs)
             if self.is_netcdf and array.spec.fill_value is not None:
                 attrs["_FillValue"] = np.asarray(array.spec.fill_value, dtype=native_dtype(array.spec.dtype))
             write_attrs(file[self.stored_names[name]], name, attrs, is_netcdf=self.is_netcdf)
         for name, spec in self._texts.items():
-            write_attrs(self._write_text(file, name, spec), name, spec.attrs, is_netcdf=self.is_netcdf)
+            with _making(name):
+                dataset = self._write_text(*self._place(file, name), spec)
+            write_attrs(dataset, name, spec.attrs, is_netcdf=self.is_netcdf)
         for name, found in self._group_attrs.items():
             if name.strip("/"):
                 write_attrs(self._group(file, name.strip("/")), name, found, is_netcdf=self.is_netcdf)
@@ -170,74 +188,91 @@ class Hdf5Sink(Sink):
             found = found.create_group(part, track_order=self.is_netcdf or None) if is_new else found.require_group(part)
         return found
 
-    def _write_text(self, file: h5py.File, name: str, spec: ArraySpec) -> h5py.Dataset:
-        """An array of text, with its values."""
+    def _place(self, file: h5py.File, name: str) -> tuple[h5py.Group, str]:
+        """The group of an array, and its name there."""
         group, _, last = self.stored_names[name].strip("/").rpartition("/")
+        return self._group(file, group), last
+
+    def _write_text(self, group: h5py.Group, last: str, spec: ArraySpec) -> h5py.Dataset:
+        """An array of text, with its values."""
         values = np.asarray(spec.texts)
         kind = values.dtype if h5py.check_string_dtype(values.dtype) else h5py.string_dtype()
         most = tuple(None if k in spec.unlimited else n for k, n in enumerate(spec.shape)) if spec.unlimited else None
-        try:
-            return self._group(file, group).create_dataset(last, data=values, dtype=kind, maxshape=most)
-        except (TypeError, ValueError, OSError, RuntimeError) as error:
-            raise ConfigError(f"'{name}' cannot be made in an HDF5 file: {error}") from error
+        return group.create_dataset(last, data=values, dtype=kind, maxshape=most)
 
-    def _make(self, file: h5py.File, name: str, array: Hdf5Encoder, is_trial: bool) -> None:
-        group, _, last = self.stored_names[name].strip("/").rpartition("/")
-        try:
-            parent = self._group(file, group)
-            most = tuple(h5py.h5s.UNLIMITED if k in array.spec.unlimited else n for k, n in enumerate(array.spec.shape))
-            space = h5py.h5s.create_simple(array.spec.shape, most) if array.spec.shape else h5py.h5s.create(h5py.h5s.SCALAR)
-            creation = array.pipeline.creation
-            if is_trial:  # without places for values
-                creation = creation.copy()
-                creation.set_alloc_time(h5py.h5d.ALLOC_TIME_INCR if array.spec.chunks else h5py.h5d.ALLOC_TIME_LATE)
-            h5py.h5d.create(parent.id, last.encode(), array.pipeline.kind, space, creation)
-        except (TypeError, ValueError, OSError, RuntimeError) as error:
-            raise ConfigError(f"'{name}' cannot be made in an HDF5 file: {error}") from error
+    def _make(self, group: h5py.Group, last: str, name: str, array: Hdf5Encoder, is_trial: bool) -> None:
+        most = tuple(h5py.h5s.UNLIMITED if k in array.spec.unlimited else n for k, n in enumerate(array.spec.shape))
+        space = h5py.h5s.create_simple(array.spec.shape, most) if array.spec.shape else h5py.h5s.create(h5py.h5s.SCALAR)
+        creation = array.pipeline.creation
+        if is_trial:  # without places for values
+            creation = creation.copy()
+            creation.set_alloc_time(h5py.h5d.ALLOC_TIME_INCR if array.spec.chunks else h5py.h5d.ALLOC_TIME_LATE)
+        h5py.h5d.create(group.id, last.encode(), array.pipeline.kind, space, creation)
 
 
-def writer_of(sink: Sink, file: WritableFile) -> Writer:
-    """A writer of chunks into one file."""
-    return Writer(sink, file, lambda name, number, offset, data: file.write_at(data, offset))
+@contextmanager
+def _making(name: str) -> Iterator[None]:
+    try:
+        yield
+    except (TypeError, ValueError, OSError, RuntimeError) as error:
+        raise ConfigError(f"'{name}' cannot be made in an HDF5 file: {error}") from error
 
 
 class LedgerCatalog(Catalog):
     """A catalog of a file that the HDF5 library writes to a ledger: see `Catalog`.
 
-    Attributes
+    Parameters
     ----------
-    chunks : dict of str to PlacedChunks
+    path : str
+        The file, for messages.
+    file : NewFile or GrowingFile
+        Where its bytes go.
+    chunks : dict of str to Hdf5Chunks
         Where the chunks of each array are.
-    file : WritableFile
-        The file in which they are.
+    alignment : int
+        Chunks begin at multiples of this.
+    old_nbytes : int
+        Where the file ends for HDF5, if it grows.
     """
 
-    file: WritableFile | None = None
-    _is_finished = False
-
-    def __init__(self, path: str, chunks: dict[str, PlacedChunks]) -> None:
-        self.path, self.chunks = path, chunks
-        self._library: LedgerFile | None = None
-
-    @property
-    def library(self) -> LedgerFile:
-        """The file for the HDF5 library."""
-        if self._library is None:
-            raise ValueError("the catalog has no file")
-        return self._library
+    def __init__(
+        self, path: str, file: NewFile | GrowingFile, chunks: dict[str, Hdf5Chunks], alignment: int, old_nbytes: int = 0
+    ) -> None:
+        self.path, self.chunks, self._file, self._is_finished = path, chunks, file, False
+        self.library = LedgerFile(path, Ledger(file, old_nbytes), alignment)
 
     def allocate(self, name: str, numbers: Sequence[int] | Int64s, nbytes: Sequence[int] | Int64s, masks: Any = 0) -> Int64s:
         """See `Catalog`."""
         with self.library.calls():
             return self.chunks[name].place(self.library, numbers, nbytes, masks)
 
-    def settle(self) -> Ledger:
-        """End the library's work. ValueError if a chunk has no place; RuntimeError if two have one."""
+    def finish(self) -> None:
+        """See `Catalog`. ValueError if a chunk has no place; RuntimeError if two have one."""
         _ = self.library.file  # ValueError if that was done before
         for chunks in self.chunks.values():
             chunks.check_complete()
         with self.library.calls():
             self.library.close()
+        self._check_apart()
+        ledger = self.library.ledger
+        changes = ledger.changes()
+        with named(self.path):
+            self._file.finish(ledger.nbytes, changes)
+        try:
+            with self.finished(changes) as file:
+                for placed in self.chunks.values():
+                    placed.compare(file[placed.stored_name].id)
+        except (OSError, RuntimeError, KeyError) as error:
+            if isinstance(error, SourceError) and error.path == self.path:
+                raise
+            raise self.unread(error) from error
+        self._is_finished = True
+
+    @abc.abstractmethod
+    def finished(self, changes: list[Change]) -> AbstractContextManager[h5py.File]:
+        """The file as it will be, as HDF5 reads it. `changes` were given to `NewFile.finish` or `GrowingFile.finish`."""
+
+    def _check_apart(self) -> None:
         stored = [chunks.stored() for chunks in self.chunks.values()] or [(np.zeros(0, np.int64),) * 2]
         offsets, sizes = stored[0] if len(stored) == 1 else [np.concatenate(some) for some in zip(*stored, strict=True)]
         order = np.argsort(offsets)
@@ -246,7 +281,6 @@ class LedgerCatalog(Catalog):
         if len(clash):
             first, second = starts[clash[0] : clash[0] + 2].tolist()
             raise RuntimeError(f"HDF5 gave the same bytes of '{self.path}' twice, at {first} and {second}")
-        return self.library.ledger
 
     def unread(self, error: Exception) -> SourceError:
         """The error about a file that HDF5 cannot read."""
@@ -255,75 +289,47 @@ class LedgerCatalog(Catalog):
             path=self.path,
         )
 
+    def commit(self) -> None:
+        """See `Catalog`."""
+        if not self._is_finished:
+            raise ValueError("finish the catalog first")
+        self._file.publish()
+        self.abandon()
+
+    def abandon(self, *, keeps: bool = False) -> None:
+        """See `Catalog`."""
+        self.library.give_up()
+        self._file.discard()
+
 
 class Hdf5Catalog(LedgerCatalog):
     """See `Catalog`."""
 
     def __init__(self, sink: Hdf5Sink) -> None:
-        self._sink = sink
-        chunks = {name: PlacedChunks(sink.path, name, one.spec, sink.stored_names[name]) for name, one in sink.arrays.items()}
-        super().__init__(sink.path, chunks)
-        self._target = Target(sink.path, sink.mode)
-        temporary = self._target.create()
+        chunks = {name: Hdf5Chunks(sink.path, name, one.spec, sink.stored_names[name]) for name, one in sink.arrays.items()}
+        early = [chunks[name] for name, one in sink.arrays.items() if not one.is_asked]
+        file = NewFile(sink.path, sink.mode)
+        super().__init__(sink.path, file, chunks, sink.alignment)
         try:
-            with named(sink.path):
-                file = self.file = WritableFile(temporary)
-                file.write_at(mark(self._target.token, sink.path), 0)
-            library = self._library = LedgerFile(sink.path, Ledger(file), sink.alignment)
-            with library.calls():
-                sink.describe(library.open("w", track_order=sink.is_netcdf or None))
-                early = [chunks[name] for name, one in sink.arrays.items() if not one.is_asked]
+            with self.library.calls():
+                sink.describe(self.library.open("w", track_order=sink.is_netcdf or None))
                 for placed in early:
-                    placed.note(library.file[placed.stored_name].id)
+                    placed.note(self.library.file[placed.stored_name].id)
             _reserve(file, early)
         except BaseException:
             self.abandon()
             raise
-        self.ticket = Ticket(temporary, {placed.name: Places.of(placed.offsets) for placed in early})
+        self.ticket = Ticket(file.temporary, {placed.name: Places.of(placed.offsets) for placed in early})
 
-    def allocate(self, name: str, numbers: Sequence[int] | Int64s, nbytes: Sequence[int] | Int64s, masks: Any = 0) -> Int64s:
-        """See `Catalog`."""
-        if not self._sink.arrays[name].is_asked:
-            raise ValueError(f"the chunks of '{name}' have places already")
-        return super().allocate(name, numbers, nbytes, masks)
-
-    def finish(self) -> None:
-        """See `Catalog`."""
-        ledger = self.settle()
-        with named(self.path), closing(ledger.file) as file:
-            file.resize(ledger.nbytes)
-            file.sync()
-            for offset, data in ledger.changes():
-                file.write_at(data, offset)
-            file.sync()
-            sync_folder(self._target.folder)
-        self._is_finished = True
-        try:
-            with open_explained(self.ticket.temporary) as file:
-                limit_cache(file)
-                for placed in self.chunks.values():
-                    placed.compare(file[placed.stored_name].id)
-        except (OSError, RuntimeError, KeyError) as error:
-            if isinstance(error, SourceError) and error.path == self.path:
-                raise
-            raise self.unread(error) from error
-
-    def commit(self) -> None:
-        """See `Catalog`."""
-        if not self._is_finished:
-            raise ValueError("finish the catalog first")
-        self._target.commit()
-
-    def abandon(self) -> None:
-        """See `Catalog`."""
-        if self._library is not None:
-            self._library.give_up()
-        if self.file is not None:
-            self.file.close()
-        self._target.abandon()
+    @contextmanager
+    def finished(self, changes: list[Change]) -> Iterator[h5py.File]:
+        """See `LedgerCatalog`."""
+        with open_explained(self.ticket.temporary) as file:
+            limit_cache(file)
+            yield file
 
 
-def _reserve(file: WritableFile, arrays: Sequence[PlacedChunks]) -> None:
+def _reserve(file: WritableFile, arrays: Sequence[Hdf5Chunks]) -> None:
     """Have the file system reserve the space of arrays that have their places."""
     arrays = [placed for placed in arrays if placed.sizes.any()]
     if arrays:
@@ -332,8 +338,8 @@ def _reserve(file: WritableFile, arrays: Sequence[PlacedChunks]) -> None:
         file.reserve(start, stop)
 
 
-class PlacedChunks:
-    """Where the chunks of one array are; a size of 0 if nowhere yet. An array in one piece counts as one chunk.
+class Hdf5Chunks(PlacedChunks):
+    """Where the chunks of one array are, for HDF5 too. An array in one piece counts as one chunk.
 
     Parameters
     ----------
@@ -348,14 +354,11 @@ class PlacedChunks:
     """
 
     def __init__(self, path: str, name: str, spec: ArraySpec, stored_name: str, origin: Sequence[int] = ()) -> None:
-        self.path, self.name, self.stored_name = path, name, stored_name
-        self._grid = spec.grid if spec.chunks is not None else ()
-        self._chunks, self._origin = np.array(spec.chunks or (), np.int64), np.array(origin or (0,) * len(self._grid), np.int64)
-        n = math.prod(self._grid)
-        # A chunk has less than 4 GiB.
-        self.offsets: Int64s = np.zeros(n, np.int64)
-        self.sizes: np.ndarray[Any, Any] = np.zeros(n, np.uint32 if self._grid else np.int64)
-        self._masks = np.zeros(n, np.uint32)
+        super().__init__(name, spec.grid if spec.chunks is not None else ())
+        self.path, self.stored_name = path, stored_name
+        self.most_nbytes = (1 << 32) - 1 if self.grid else self.most_nbytes
+        self._chunks, self._origin = np.array(spec.chunks or (), np.int64), np.array(origin or (0,) * len(self.grid), np.int64)
+        self._masks = np.zeros(len(self.sizes), np.uint32)
 
     def stored(self) -> tuple[Int64s, np.ndarray[Any, Any]]:
         """Offsets and sizes of the chunks that have a place."""
@@ -364,52 +367,30 @@ class PlacedChunks:
 
     def place(self, library: LedgerFile, numbers: Any, nbytes: Any, masks: Any) -> Int64s:
         """Have the library give places to chunks: see `Catalog.allocate`."""
-        which = np.asarray(numbers, dtype=np.int64)
-        sizes = np.broadcast_to(np.asarray(nbytes, dtype=np.int64), which.shape)
+        which, sizes = self.checked(numbers, nbytes)
         kinds = np.broadcast_to(np.asarray(masks, dtype=np.int64), which.shape)
-        self._check(which, sizes)
         order = np.argsort(which, kind="stable")  # the index of chunks is smaller, and faster, if they come in order
         offsets = np.empty(len(which), dtype=np.int64)
         for at in range(0, len(which), _AT_ONCE):
             some = order[at : at + _AT_ONCE]
-            starts = np.stack(np.unravel_index(which[some], self._grid), axis=-1) * self._chunks + self._origin
+            starts = np.stack(np.unravel_index(which[some], self.grid), axis=-1) * self._chunks + self._origin
             offsets[some] = library.place(self.stored_name, starts, sizes[some], kinds[some])
         self._note(which, offsets, sizes, kinds)
         return offsets
 
-    def _check(self, which: Int64s, sizes: Int64s) -> None:
-        """ValueError unless these chunks can get a place of that size."""
-        if not len(which):
-            return
-        if which.min() < 0 or which.max() >= len(self.sizes):
-            raise ValueError(f"'{self.name}' has chunks 0 to {len(self.sizes) - 1}; asked for {which.min()} to {which.max()}")
-        if sizes.min() < 1 or sizes.max() >= 2**32:
-            raise ValueError(f"a chunk of '{self.name}' has {sizes.min()} to {sizes.max()} bytes; expected 1 to 4 GiB")
-        in_order = np.sort(which)
-        twice = [*which[self.sizes[which] > 0], *in_order[1:][in_order[1:] == in_order[:-1]]]
-        if twice:
-            raise ValueError(f"chunk {unravel(int(twice[0]), self._grid)} of '{self.name}' has a place already")
-
     def _note(self, which: Int64s, offsets: Int64s, sizes: Int64s, masks: Int64s) -> None:
         self.offsets[which], self.sizes[which], self._masks[which] = offsets, sizes, masks
 
-    def check_complete(self) -> None:
-        """ValueError if a chunk has no place."""
-        absent = np.flatnonzero(self.sizes == 0)
-        if len(absent) and self._grid:
-            first = unravel(int(absent[0]), self._grid)
-            raise ValueError(f"{len(absent)} of {len(self.sizes)} chunks of '{self.name}' have no place; the first is {first}")
-
     def note(self, dataset: h5py.h5d.DatasetID) -> None:
         """Note the places that HDF5 gave all chunks when it made the array."""
-        if self._grid:
+        if self.grid:
             self._each(dataset, self._note)
         else:
             self.offsets[:], self.sizes[:] = dataset.get_offset() or 0, dataset.get_storage_size()
 
     def compare(self, dataset: h5py.h5d.DatasetID) -> None:
         """SourceError unless HDF5 finds the chunks where they are, and no others."""
-        if not self._grid:
+        if not self.grid:
             if self.sizes[0] and dataset.get_offset() != self.offsets[0]:
                 raise self._misplaced((), dataset.get_offset(), self.offsets[0])
             return
@@ -424,7 +405,7 @@ class PlacedChunks:
         self._each(dataset, take)
         if wrong:
             number, offset = min(wrong)
-            raise self._misplaced(unravel(number, self._grid), offset, self.offsets[number])
+            raise self._misplaced(unravel(number, self.grid), offset, self.offsets[number])
         if n_here != len(self.sizes):
             told = f"'{self.name}' in '{self.path}' has {n_here} chunks for HDF5, but {len(self.sizes)} were written"
             raise SourceError(told, path=self.path, dataset=self.name)
@@ -442,11 +423,11 @@ class PlacedChunks:
         rows: list[tuple[int, ...]] = []
 
         def hand_on() -> None:
-            some = np.array(rows, dtype=np.int64).reshape(-1, len(self._grid) + 3)
+            some = np.array(rows, dtype=np.int64).reshape(-1, len(self.grid) + 3)
             rows.clear()
             some[:, :-3] -= self._origin
             some = some[np.all(some[:, :-3] >= 0, axis=1)]
-            take(np.ravel_multi_index(tuple((some[:, :-3] // self._chunks).T), self._grid), *some[:, -3:].T)
+            take(np.ravel_multi_index(tuple((some[:, :-3] // self._chunks).T), self.grid), *some[:, -3:].T)
 
         def note(chunk: Any) -> None:
             rows.append((*chunk.chunk_offset, chunk.byte_offset, chunk.size, chunk.filter_mask))

@@ -35,8 +35,8 @@ from shardload.formats.hdf5.source import Hdf5Source
 from shardload.formats.labels import Labels
 from shardload.planning.region import Region
 from shardload.storage.block_cache import BlockCache
-from shardload.storage.objects import Ranges, StoredObject
-from shardload.storage.remote import RemoteObject
+from shardload.storage.objects import Ints, Ranges, StoredObject
+from shardload.storage.remote import RemoteObject, expect
 
 _NAME = b"values"  # of the dataset in a skeleton
 _MOST_TOLD = 1 << 22  # chunks, some 6 bytes for each
@@ -159,6 +159,21 @@ class ToldSource(Hdf5Source):
         """Where the chunks are; None for a dataset without chunks."""
         return _ToldPlaces(self.dataset, self._known) if "box" in self._known else None
 
+    def expect_in_order(self, regions: Iterator[Region]) -> None:
+        """What they need is fetched ahead: runs of values, or chunks for HDF5 to decode."""
+        stored = self.dataset.raw
+        if stored is not None:
+            expect((stored, *extent) for region in regions if region.size for extent in self._extents(region))
+
+    def _extents(self, region: Region) -> Iterator[tuple[Ints, Ints]]:
+        elements = self._cut(region)[0]
+        if self._contiguous is not None:
+            yield from self._contiguous.extents(elements, self._dtype)
+        elif self.places is not None:
+            for part in self._parts(elements):
+                offsets, sizes, _ = self.places.of(chunks_met(part, self.places.chunk))
+                yield offsets[offsets >= 0], sizes[offsets >= 0]
+
     @contextlib.contextmanager
     def _with_values(self, part: Region) -> Iterator[Any]:
         """A copy of the skeleton in which the chunks are stored that meet a part."""
@@ -169,7 +184,7 @@ class ToldSource(Hdf5Source):
         box = chunks_met(part, places.chunk)
         offsets, sizes, masks = places.of(box)
         is_stored = offsets >= 0
-        ranges = Ranges(offsets[is_stored], sizes[is_stored])
+        ranges = Ranges(offsets[is_stored], sizes[is_stored], stored.most_gap_nbytes)
         pieces = iter(stored.read_ranges(ranges, np.empty(ranges.nbytes, dtype=np.uint8)))
         with file_of(self._image) as file:
             filled = h5py.h5d.open(file.id, _NAME)

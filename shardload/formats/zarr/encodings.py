@@ -11,7 +11,7 @@ import numpy as np
 from shardload.errors import ConfigError
 from shardload.formats.codecs.table import ZARR_CODECS
 from shardload.formats.codecs.words import has_own_shuffle
-from shardload.formats.contract.dtypes import dtype_text, is_added, refusal
+from shardload.formats.contract.dtypes import dtype_text, is_added
 from shardload.formats.sink import ArraySpec, Compression
 from shardload.formats.zarr.codecs import options_of
 from shardload.formats.zarr.metadata import INDEX_CODECS, Json
@@ -23,8 +23,6 @@ def document_of(name: str, spec: ArraySpec, version: int) -> Json:
     """The metadata of an array with a checked spec, in format 2 without attributes and names of axes. ConfigError if this
     version of the format cannot say it.
     """
-    if (refused := refusal(spec.dtype)) is not None:
-        raise ConfigError(f"'{name}' holds {refused}, for which Zarr has no type. Save numbers")
     chunks = spec.chunks or tuple(max(1, n) for n in spec.shape)
     return (_document_2 if version == 2 else _document_3)(name, spec, chunks)
 

@@ -25,7 +25,7 @@ import numpy as np
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.access import Access
 from shardload.formats.contract.dtypes import native_dtype, refusal
-from shardload.formats.growing import Growing, GrowingSink, meaning_of
+from shardload.formats.growing import Growing, meaning_of
 from shardload.formats.sink import ArraySpec, Catalog, Compression
 from shardload.formats.zarr.metadata import Json, NotCovered, ZarrLayout
 from shardload.formats.zarr.nodes import ArrayNode, BrokenNode
@@ -211,7 +211,7 @@ class GrowthEncoder(ZarrEncoder, Growing):
             yield self.layout.key(index), self.layout.key(there), is_edge
 
 
-class GrowthSink(ZarrSink, GrowingSink):
+class GrowthSink(ZarrSink):
     """What is added to a store: see this module.
 
     Parameters

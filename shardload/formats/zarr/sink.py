@@ -3,8 +3,8 @@
 1. Without shards a chunk is a file of its own: nobody is asked where it goes.
 2. The chunks of a shard are encoded by anyone. The catalog gives each its offset by a running sum, and at the end writes the
    index behind the last one, with its CRC-32C.
-3. The store is a folder with a temporary name, without metadata. `ZarrCatalog.finish` writes that of the arrays, then that of
-   the groups, the root's last.
+3. The store is a folder with a temporary name, or at its URL, without metadata. `ZarrCatalog.finish` writes that of the arrays,
+   then that of the groups, the root's last.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import errno
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -21,11 +22,14 @@ import google_crc32c
 import numpy as np
 
 from shardload.errors import ConfigError
+from shardload.formats.access import Access
 from shardload.formats.codecs.chains import EncodeChain
 from shardload.formats.sink import (
     ArraySpec,
     Catalog,
+    Decode,
     Encoder,
+    PlacedChunks,
     Places,
     Sink,
     Stored,
@@ -36,8 +40,11 @@ from shardload.formats.sink import (
 from shardload.formats.zarr.encodings import document_of, fill_of, group_document, plain_attrs
 from shardload.formats.zarr.metadata import Json, ZarrLayout
 from shardload.planning.grid import unravel
+from shardload.storage.leftovers import METADATA
 from shardload.storage.new_folder import NewFolder
 from shardload.storage.objects import ObjectFolder, WritableFolder
+from shardload.storage.remote import StorageOptions, is_remote
+from shardload.storage.remote.new_folder import NewRemoteFolder
 from shardload.storage.target import FOLDER_MARK, named
 
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
@@ -45,7 +52,7 @@ Int64s = np.ndarray[Any, np.dtype[np.int64]]
 _MISSING = np.uint64(2**64 - 1)
 
 _MOST_NAME_NBYTES = 255  # of a file or folder
-_TAKEN = {"zarr.json", ".zarray", ".zgroup", ".zattrs", ".zmetadata", FOLDER_MARK}
+_TAKEN = {*METADATA, FOLDER_MARK}
 
 
 class ZarrEncoder(Encoder):
@@ -102,16 +109,18 @@ class ZarrSink(Sink):
     about : mapping of str to str, optional
         What is written, of which source, if another job may go on with it after a kill. Ranks that do not call `create` may
         have an empty one. A store with shards always begins anew.
+    storage : StorageOptions, optional
+        How a store is reached, if `path` is a URL.
 
     Attributes
     ----------
     folder : WritableFolder
         That of the rank with the catalog.
-    is_taken_up : bool
-        Whether it goes on with what another job has left.
+    taken_up : set of str
+        The keys of what another job has left, with which this one goes on.
     """
 
-    is_taken_up = False
+    taken_up: Set[str] = frozenset()
 
     def __init__(
         self,
@@ -123,8 +132,9 @@ class ZarrSink(Sink):
         attrs: Mapping[str, Any] | None = None,
         group_attrs: Mapping[str, Mapping[str, Any]] | None = None,
         about: Mapping[str, str] | None = None,
+        storage: StorageOptions | None = None,
     ) -> None:
-        self.path, self.mode, self.version = path, mode, version
+        self.path, self.mode, self.version, self._storage = path, mode, version, storage or StorageOptions()
         self.attrs = plain_attrs("/", attrs or {})
         self.group_attrs = {name.strip("/"): plain_attrs(name, found) for name, found in (group_attrs or {}).items()}
         self.arrays: dict[str, ZarrEncoder] = {}
@@ -140,6 +150,11 @@ class ZarrSink(Sink):
         # (Several ranks write a shard: its file is whole at the end only.)
         self._about = None if any(one.is_asked for one in self.arrays.values()) else about
         self.folder = self.new_folder()
+        if not self.folder.has_parts and (sharded := [name for name, one in self.arrays.items() if one.is_asked]):
+            raise ConfigError(
+                f"'{sharded[0]}' has shards, of which several ranks write each, and an object of a store is put as a whole. "
+                "Leave out shards=, with chunks of some MiB; or save to a folder, and upload it"
+            )
         for name in specs:
             if why := refused_name(name):
                 raise ConfigError(f"an array is called '{name}', {why}. Rename it")
@@ -155,7 +170,7 @@ class ZarrSink(Sink):
         keys = self.folder.take_up()
         if keys is None:
             return None
-        self.is_taken_up = True
+        self.taken_up = keys
         return {
             name: np.array([one.key_of(number) in keys for number in range(math.prod(one.spec.grid))], bool)
             for name, one in self.arrays.items()
@@ -177,7 +192,22 @@ class ZarrSink(Sink):
 
     def new_folder(self) -> WritableFolder:
         """Where it is written. Each rank, and each writer, has its own."""
+        if is_remote(self.path):
+            return NewRemoteFolder(self.path, self.mode, self._storage)
         return NewFolder(self.path, self.mode, self._about)
+
+    def decoding(self, ticket: Ticket, name: str) -> AbstractContextManager[Decode] | None:
+        """See `Sink`. At a URL a store that is an array itself has no metadata yet."""
+        return self._decoding(name) if is_remote(self.path) else None
+
+    @contextmanager
+    def _decoding(self, name: str) -> Iterator[Decode]:
+        from shardload.formats.zarr.source import FORMAT  # here, because it imports zarr
+
+        access = Access(allow_filters=frozenset({"all"}), storage=self._storage)
+        info = replace(self.arrays[name].info, parts={"document": self.arrays[name].document, "version": (0, 0)})
+        with FORMAT.open_file(self.path, access) as file, closing(file.open(name, info if name == "/" else None)) as source:
+            yield source.plain
 
     def stored(self, ticket: Ticket) -> ObjectFolder:
         """See `Sink`."""
@@ -283,21 +313,12 @@ class ZarrCatalog(Catalog):
         self._sink, self._folder, self._is_finished = sink, sink.folder, False
         with named(sink.path):
             address = self._folder.create()
-            try:
-                for key, _ in reversed([*sink.documents()] if sink.is_taken_up else []):  # the root's first
-                    self._folder.delete(key)
-            except BaseException:
-                self.leave()  # what another job has done is not undone
-                raise
         self.ticket = Ticket(address, {n: Places([0], [0], 0) for n, e in sink.arrays.items() if not e.is_asked})
         self._shards = {name: _Shards(one) for name, one in sink.arrays.items() if one.is_asked}
 
     def allocate(self, name: str, numbers: Sequence[int] | Int64s, nbytes: Sequence[int] | Int64s, masks: Any = 0) -> Int64s:
         """See `Catalog`."""
-        if name not in self._shards:
-            raise ValueError(f"the chunks of '{name}' are files of their own")
-        which = np.asarray(numbers, dtype=np.int64)
-        return self._shards[name].allocate(name, which, np.broadcast_to(np.asarray(nbytes, dtype=np.int64), which.shape))
+        return self._shards[name].allocate(numbers, nbytes)
 
     def finish(self) -> None:
         """See `Catalog`."""
@@ -314,16 +335,14 @@ class ZarrCatalog(Catalog):
                 for key, content in self._sink.documents()
             )
             for key, content in documents:
-                self._folder.put(key, content)
+                if key not in self._sink.taken_up:  # the values of an array of text
+                    self._folder.put(key, content)
             self._folder.finish(*last)
         self._is_finished = True
 
     def _write_indexes(self, name: str, one: ZarrEncoder) -> None:
         shards, grid = self._shards[name], one.shard_grid
-        absent = np.flatnonzero(shards.sizes < 0)
-        if len(absent):
-            first = unravel(int(absent[0]), one.spec.grid)
-            raise ValueError(f"{len(absent)} of {len(shards.sizes)} chunks of '{name}' have no place; the first is {first}")
+        shards.check_complete()
         for number in range(math.prod(grid)):
             at = unravel(number, grid)
             key = os.path.join(name.strip("/"), one.layout.key(at))
@@ -343,30 +362,21 @@ class ZarrCatalog(Catalog):
             raise ValueError("finish the catalog first")
         self._folder.publish()
 
-    def leave(self) -> None:
+    def abandon(self, *, keeps: bool = False) -> None:
         """See `Catalog`."""
-        self._folder.leave()
-
-    def abandon(self) -> None:
-        """See `Catalog`."""
-        self._folder.discard()
+        self._folder.discard(keeps=keeps)
 
 
-class _Shards:
+class _Shards(PlacedChunks):
     """Where the chunks of one sharded array are in their shard files."""
 
     def __init__(self, one: ZarrEncoder) -> None:
-        self._one = one
-        self.offsets = np.zeros(math.prod(one.spec.grid), dtype=np.int64)
-        self.sizes = np.full(math.prod(one.spec.grid), -1, dtype=np.int64)
-        self.ends = np.zeros(math.prod(one.shard_grid), dtype=np.int64)
+        super().__init__(one.name, one.spec.grid)
+        self._one, self.ends = one, np.zeros(math.prod(one.shard_grid), dtype=np.int64)
 
-    def allocate(self, name: str, which: Int64s, sizes: Int64s) -> Int64s:
+    def allocate(self, numbers: Any, nbytes: Any) -> Int64s:
+        which, sizes = self.checked(numbers, nbytes)
         one, per = self._one, self._one.layout.per_shard or ()
-        if len(which) and (which.min() < 0 or which.max() >= len(self.sizes) or sizes.min() < 1):
-            raise ValueError(f"'{name}' has chunks 0 to {len(self.sizes) - 1} of 1 byte or more; asked for others")
-        if np.any(self.sizes[which] >= 0) or len(np.unique(which)) < len(which):
-            raise ValueError(f"a chunk of '{name}' has a place already")
         index = np.unravel_index(which, one.spec.grid)
         shard = np.ravel_multi_index([k // n for k, n in zip(index, per, strict=True)], one.shard_grid)
         # A running sum in each shard: of all chunks in the order of their shards, less the sum where the shard begins.

@@ -49,7 +49,7 @@ from shardload.formats.zarr.store import (
 from shardload.planning.region import Region
 from shardload.storage.leftovers import ROOTS
 from shardload.storage.objects import NoListingError
-from shardload.storage.remote import RemoteFolder, is_remote
+from shardload.storage.remote import RemoteFolder, is_remote, shown
 from shardload.values.decoding import ATTRIBUTES, Packing, typed
 
 _MARKS = (*ROOTS, ".zmetadata")
@@ -234,7 +234,7 @@ class ZarrFormat(Format):
 
     def open_file(self, path: str, access: Access = STRICT) -> OpenFile:
         """Open the store."""
-        return _ZarrStore(open_store(path, access), path, access)
+        return _ZarrStore(open_store(path, access), shown(path), access)
 
     def open_object(self, obj: Any, access: Access = STRICT) -> Source:
         """Make a source of an open `zarr.Array`."""
@@ -351,7 +351,7 @@ def _described(store: WatchedStore, path: str, access: Access) -> Iterator[Array
         try:
             if isinstance(node, BrokenNode):
                 raise node.error
-            info = _told(describe(node, path, name, access), node, store)
+            info = describe(node, path, name, access)
         except Exception as error:
             if name == "/" and not isinstance(error, UnknownCodecError):
                 raise

@@ -181,7 +181,8 @@ def new_sink(request: CopyRequest, found: Sequence[SourceArray], beside: Beside 
     specs, groups = {array.name: array.spec for array in found} | beside.texts, beside.groups
     alignment = PAGE_NBYTES if n_nodes > 1 else 1
     how: dict[str, Any] = {"format": request.format, "mode": request.mode, "alignment": alignment, "about": about}
-    return make_sink(request.target, specs, attrs=groups.get("/", {}), group_attrs=groups, **how)
+    how |= {"storage": request.storage, "attrs": groups.get("/", {}), "group_attrs": groups}
+    return make_sink(request.target, specs, **how)
 
 
 def describe(request: CopyRequest, found: Sequence[SourceArray], beside: Beside) -> dict[str, str]:
@@ -331,7 +332,7 @@ def without_what_is_refused(
         stand_in = ArraySpec((), np.dtype("i1"))
         specs = {name: plain} if spec.texts is None else {name: plain, "/a": stand_in}
         try:
-            make_sink(request.target, specs, format=request.format, mode=request.mode)
+            make_sink(request.target, specs, format=request.format, mode=request.mode, storage=request.storage)
         except ConfigError as why:
             if name in named:
                 raise error from None

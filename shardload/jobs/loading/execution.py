@@ -40,6 +40,7 @@ from shardload.jobs.trees import keys_text
 from shardload.planning.region import Region
 from shardload.planning.staging import Staging
 from shardload.planning.tuning import Tuning
+from shardload.storage.remote import Counts, counts
 from shardload.system.caller import warn_once
 from shardload.system.first_error import FirstError
 from shardload.transfer.counters import Counters
@@ -113,7 +114,7 @@ class Loader:
         group.watch.begin(self._name, options.timeout)
         uses_shared_memory = not self._is_here and self._uses_shared_memory
         nbytes = (shared_nbytes(self._staging) if self._reads else 0) if uses_shared_memory else None
-        checked = [ShardFindings() for _ in loads]
+        checked, asked = [ShardFindings() for _ in loads], counts()
         with Session(group, f"{self._agreed.digest:016x}", shared_nbytes=nbytes, checksums=options.checksums) as session:
             target = DeviceTarget(loads, group.rank, session.errors)
             source = LoadSource(loads, group.rank, self._tuning)
@@ -136,7 +137,7 @@ class Loader:
                     held = [{piece.region: piece.data for piece in own.shards.values()} for own in target.arrays]
                     checked = self._check([own.array for own in target.arrays], held)
             group.watch.enter("agree")
-            totals = group.agree(session.errors.take(), self._counts(session, source, target, checked))
+            totals = group.agree(session.errors.take(), self._counts(session, source, target, checked, asked))
             loaded = self._finish(totals, session, target, checked, started)
         group.watch.close()
         if _log.isEnabledFor(logging.INFO):
@@ -213,16 +214,19 @@ class Loader:
                     checked.append(load.verifier(sources.open_again, seed).check(array, self._group.rank, held))
         return checked
 
-    def _counts(self, session: Session, source: LoadSource, target: DeviceTarget, checked: list[ShardFindings]) -> list[int]:
+    def _counts(
+        self, session: Session, source: LoadSource, target: DeviceTarget, checked: list[ShardFindings], asked: Counts
+    ) -> list[int]:
         """What the last agreement sums over the ranks: counts for the report, and numbers that compare the ranks' files."""
-        counts = [session.counters.n_checksums]
+        of_stores = counts().since(asked)
+        summed = [session.counters.n_checksums, of_stores.requests, of_stores.nbytes, of_stores.retries]
         for contents, own, proven in zip(source.contents, target.arrays, checked, strict=True):
             cost = own.counters
-            counts += [cost.chunks_missing, cost.chunks_decoded, cost.nbytes_read, cost.n_checksums]
-            counts += [*to_sums(contents), *proven.counts]
+            summed += [cost.chunks_missing, cost.chunks_decoded, cost.nbytes_read, cost.n_checksums]
+            summed += [*to_sums(contents), *proven.counts]
         for path in self._paths_of_several:
-            counts += to_sums(source.files.get(path))
-        return counts
+            summed += to_sums(source.files.get(path))
+        return summed
 
     # --- what all ranks do together
 
@@ -234,7 +238,7 @@ class Loader:
         if len(arrays) < len(self._loads):
             raise ConfigError("nothing was loaded")
         n_files = len(self._paths_of_several)
-        n_parts, *sums = totals[: len(totals) - n_files * N_SUMS]
+        n_parts, n_requests, nbytes_fetched, n_retries, *sums = totals[: len(totals) - n_files * N_SUMS]
         of_arrays = _split_evenly(sums, len(arrays))
         states = [sums[_N_COSTS : _N_COSTS + N_SUMS] for sums in of_arrays]
         for load, array, state in zip(self._loads, arrays, states, strict=True):
@@ -270,6 +274,9 @@ class Loader:
             join_proven(proven, n_parts + n_checksums),
             n_missing,
             tuple(reports),
+            n_requests,
+            nbytes_fetched,
+            n_retries,
         )
         return LoadResult(arrays, proven, report)
 

@@ -72,6 +72,9 @@ class LoadReport:
         are its fill value. 1 for an array without chunks that was never written.
     arrays : tuple of ArrayReport
         For a tree: the report of each array. Empty for a load of one array.
+    n_requests, nbytes_fetched, n_retries : int
+        Requests to stores while values were loaded, in the whole job: how many, what they brought, and how many of them had
+        failed before. 0 of local files.
     """
 
     seconds: float
@@ -82,6 +85,9 @@ class LoadReport:
     proven: VerifyReport
     chunks_missing: int = 0
     arrays: tuple[ArrayReport, ...] = ()
+    n_requests: int = 0
+    nbytes_fetched: int = 0
+    n_retries: int = 0
 
     def __str__(self) -> str:
         """For a person: one line, and for a tree one line more for each array."""
@@ -94,8 +100,12 @@ class LoadReport:
         ]
         missing = f" ({self.chunks_missing:,} not stored)" if self.chunks_missing else ""
         decoded = f"{counted(self.chunks_decoded, 'chunk')} decoded{missing}"
+        asked = (
+            f"; {counted(self.n_requests, 'request')}, {format_nbytes(self.nbytes_fetched)} fetched" if self.n_requests else ""
+        )
+        asked += f", {self.n_retries:,} again" if self.n_retries else ""
         return (
-            f"{number_text(self.seconds, 3)} s; {decoded} and {format_nbytes(self.nbytes_read)} read in the job; "
+            f"{number_text(self.seconds, 3)} s; {decoded} and {format_nbytes(self.nbytes_read)} read{asked} in the job; "
             f"on this rank: {'; '.join(parts)}; staging at most {format_nbytes(self.peak_staging_nbytes)}; "
             f"{self.proven}"
         )

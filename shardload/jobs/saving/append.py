@@ -29,14 +29,16 @@ from shardload.errors import ConfigError, ShardloadError, SourceError
 from shardload.formats.contract.array import some
 from shardload.formats.contract.dtypes import native_dtype
 from shardload.formats.contract.format import Source, open_alone
-from shardload.formats.growing import HOW_TO_GROW, Growing, GrowingSink
+from shardload.formats.growing import HOW_TO_GROW, Growing
 from shardload.formats.lookup import open_file
+from shardload.formats.sink import Sink
 from shardload.jobs.saving.arguments import SavedArray, SaveRequest
 from shardload.jobs.saving.plan import SavePlan, alignment_of, plan_into, shards_of
 from shardload.jobs.saving.save import SaveReport, Saving, planned
 from shardload.planning.region import Region
 from shardload.planning.rounds import Item, plan_rounds
 from shardload.storage.leftovers import ROOTS, refuse_leftover
+from shardload.storage.remote import shown
 from shardload.system.interruption import let_interruption_pass
 from shardload.transfer.counters import Counters
 from shardload.transfer.moves import ArrayMove
@@ -76,11 +78,12 @@ def _make(asked: SaveRequest, known: Any, group: Group) -> tuple[SaveRequest, Sa
     sink = _sink(asked, known, axes, dimensions, group)
     arrays = [replace(one, dtype=sink.arrays[one.name].spec.dtype) for one in asked.arrays]
     asked = replace(asked, arrays=arrays)
-    first = {name: tuple(one.old * (k == one.axis) for k in range(len(one.spec.shape))) for name, one in sink.arrays.items()}
+    grows = cast(Mapping[str, Growing], sink.arrays)
+    first = {name: tuple(one.old * (k == one.axis) for k in range(len(one.spec.shape))) for name, one in grows.items()}
     return asked, plan_into(sink, asked, shards_of(asked, group), group, [False] * len(arrays), first)
 
 
-def _sink(asked: SaveRequest, known: Any, axes: Mapping[str, int], dimensions: Mapping[str, int], group: Group) -> GrowingSink:
+def _sink(asked: SaveRequest, known: Any, axes: Mapping[str, int], dimensions: Mapping[str, int], group: Group) -> Sink:
     """What is added to the file."""
     n_new = {one.name: one.shape[axes[one.name]] for one in asked.arrays}
     # Here, because whoever loads needs neither the libraries nor their compressors.
@@ -115,7 +118,7 @@ def _read(asked: SaveRequest) -> Any:
     """
     path = asked.path
     if "://" in path:
-        raise ConfigError(f"'{path}' is a URL; append writes to files and folders only")
+        raise ConfigError(f"'{shown(path)}' is a URL; append writes to files and folders only. Append there, and upload it")
     refuse_leftover(path)
     if not os.path.exists(path):
         raise SourceError(f"'{path}' does not exist, so nothing can be appended to it. Make it with shardload.save", path=path)

@@ -32,7 +32,7 @@ from shardload.options import EACH_SAVED, OPTIONS, Option, Options
 from shardload.units import shown
 from shardload.values.dates import is_dates
 
-_SHARED = ("verify", "staging", "timeout", "progress")
+_SHARED = ("verify", "staging", "timeout", "progress", "storage")
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,7 +133,7 @@ class SaveRequest:
     def of(cls, path: Any, tree: Any, given: Mapping[str, Any], call: str = "save") -> SaveRequest:
         """The checked arguments. `given` are the keywords of the call; ConfigError says which is wrong."""
         given = {option.name: option.default for option in OPTIONS.values()} | dict(given)
-        options = Options.check(**{name: given[name] for name in _SHARED})
+        options = Options.check(**{name: given[name] for name in _SHARED if name in given})
         is_append = call == "append"
         mode, dim = "w" if is_append else OPTIONS["mode"].check(given["mode"]), OPTIONS["dim"].check(given["dim"])
         target = _target(path)

@@ -166,7 +166,7 @@ def plan_file(asked: SaveRequest, group: Group) -> SavePlan:
         chosen.append(is_chosen)
     _check_axes(asked.format, specs)
     alignment = alignment_of(group)
-    how: dict[str, Any] = {"format": asked.format, "mode": asked.mode, "alignment": alignment}
+    how: dict[str, Any] = {"format": asked.format, "mode": asked.mode, "alignment": alignment, "storage": asked.options.storage}
     sink = make_sink(asked.path, specs, attrs=asked.group_attrs.get("/", {}), group_attrs=asked.group_attrs, **how)
     return plan_into(sink, asked, of_array, group, chosen)
 
@@ -270,11 +270,8 @@ def _spec(one: SavedArray, shards: Shards, kind: str, cap_nbytes: int) -> tuple[
     chunks, is_chosen, unlimited = one.chunks, False, _unlimited(one)
     if chunks == AUTO:
         chunks = None
-        if one.shards is not None:
-            raise ConfigError(
-                f"'{one.name}' has shards {one.shards} but no chunks. Pass chunks= too, of which shards are multiples"
-            )
-        if one.shape and 0 not in one.shape and (one.compression is not None or kind.startswith("zarr") or unlimited):
+        needs_chunks = one.compression is not None or kind.startswith("zarr") or unlimited
+        if one.shape and 0 not in one.shape and needs_chunks and one.shards is None:  # (shards need chunks: the sink says so)
             chunks, is_chosen = plan_chunks(one.shape, one.dtype.itemsize, shards, cap_nbytes), True
             if unlimited and len(one.shape) == 1:  # a time axis: not a chunk for each element that comes
                 chunks = (max(chunks[0], _CHUNK_OF_COORDINATE),)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from itertools import groupby
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -22,18 +21,18 @@ from shardload.system.interruption import let_interruption_pass
 
 PIECE_NBYTES = 8 << 20  # of a request: one connection to S3 gives about 60 MB/s
 _MOST_AHEAD_NBYTES, _AT_ONCE_NBYTES = 56 << 20, 16 << 20
-_MOST_GAP_NBYTES, _MOST_WASTE = 1 << 20, 0.05
+_MOST_GAP_NBYTES, _MOST_WASTE, _LEAST_WASTE_NBYTES = 1 << 20, 0.05, 1 << 15
 
 
 def plan_pieces(offsets: Ints, sizes: Ints) -> list[tuple[int, int, int]]:
     """The requests for ranges of an object, in its order: first byte, the one after the last, and the bytes of ranges in it.
 
-    Gaps of up to 1 MiB are closed, the smallest first, while they are less than 5 % of the ranges.
+    Gaps of up to 1 MiB are closed, the smallest first, while they are less than 32 KiB, or 5 % of the ranges.
 
     >>> plan_pieces(np.array([100, 0]), np.array([100, 99]))
     [(0, 200, 199)]
-    >>> plan_pieces(np.array([0, 40]), np.array([10, 10]))
-    [(0, 10, 10), (40, 50, 10)]
+    >>> plan_pieces(np.array([0, 50_000]), np.array([10, 10]))
+    [(0, 10, 10), (50000, 50010, 10)]
     >>> plan_pieces(np.array([0, 5 << 20]), np.array([5 << 20, 5 << 20]))
     [(0, 8388608, 8388608), (8388608, 10485760, 2097152)]
     """
@@ -43,7 +42,7 @@ def plan_pieces(offsets: Ints, sizes: Ints) -> list[tuple[int, int, int]]:
     gaps = start[1:] - np.maximum.accumulate(start + size)[:-1]
     closed, by_size = gaps <= 0, np.argsort(gaps, kind="stable")
     small = by_size[(gaps[by_size] > 0) & (gaps[by_size] <= _MOST_GAP_NBYTES)]
-    closed[small[np.cumsum(gaps[small]) <= _MOST_WASTE * before[-1]]] = True
+    closed[small[np.cumsum(gaps[small]) <= max(_LEAST_WASTE_NBYTES, _MOST_WASTE * before[-1])]] = True
     first = np.flatnonzero(np.concatenate([[True], ~closed]))
     stops = np.maximum.accumulate(start + size)[np.append(first[1:], len(start)) - 1]
     pieces = []
@@ -127,8 +126,9 @@ class Ahead:
                 if nbytes >= _AT_ONCE_NBYTES:
                     break
             has_more = nbytes >= _AT_ONCE_NBYTES
-            for holder, parts in groupby(found, lambda part: part.holder):
-                holder.fetch_ahead([part.what for part in parts], has_more and holder is found[-1].holder)
+            for holder in dict.fromkeys(part.holder for part in found):
+                parts = [part.what for part in found if part.holder is holder]
+                holder.fetch_ahead(parts, has_more and holder is found[-1].holder)
         except Exception as error:  # who reads it says so
             let_interruption_pass(error)
             has_more = False

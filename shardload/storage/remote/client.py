@@ -31,6 +31,7 @@ from shardload.system.thread_pool import Pool
 _MOST_TRIES, _FIRST_TRIES = 8, 3  # of a request; of one to a store that has never answered
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 10.0  # seconds
 _BUSY = {429, 503}
+_SMALL_NBYTES, _SMALL_IN_ONE = 1 << 16, 4  # an answer that takes as long however many bytes it has
 _PASSING = {408, 500, 502, 504, *_BUSY}
 
 
@@ -68,6 +69,10 @@ class Counts:
     requests: int = 0
     nbytes: int = 0
     retries: int = 0
+
+    def since(self, before: Counts) -> Counts:
+        """What came after."""
+        return Counts(self.requests - before.requests, self.nbytes - before.nbytes, self.retries - before.retries)
 
 
 class _Process:
@@ -108,23 +113,26 @@ def counts() -> Counts:
 
 
 class _Throttle:
-    """At most `most` requests at a time; half of it after an answer that says so, one more after as many good ones."""
+    """At most `most` requests at a time, or four small ones in the place of one; half of it after an answer that says so, one
+    more after as many good ones.
+    """
 
     def __init__(self, most: int) -> None:
         self._most, self._limit, self._n = most, float(most), 0
         self._changed, self._halved = threading.Condition(), 0.0
 
     @contextmanager
-    def one(self) -> Iterator[None]:
+    def one(self, is_small: bool = False) -> Iterator[None]:
+        n = 1 if is_small else _SMALL_IN_ONE  # counted in small ones
         with self._changed:
-            self._changed.wait_for(lambda: self._n < max(1, int(self._limit)))
-            self._n += 1
+            self._changed.wait_for(lambda: self._n + n <= _SMALL_IN_ONE * max(1, int(self._limit)))
+            self._n += n
         try:
             yield
         finally:
             with self._changed:
-                self._n -= 1
-                self._changed.notify()
+                self._n -= n
+                self._changed.notify(n)
 
     def good(self) -> None:
         with self._changed:
@@ -232,16 +240,17 @@ class Client:
                 raise _ShortError
             return Answer(data, found)
 
-        answer: Answer = self.call(below, get)
+        is_small = isinstance(extent, tuple) and extent[1] - extent[0] <= _SMALL_NBYTES
+        answer: Answer = self.call(below, get, is_small)
         with _this_process().lock:
             _this_process().counts.nbytes += len(answer.data)
         return answer
 
-    def call(self, below: str, call: Callable[[Any, str], Any]) -> Any:
-        """`call(store, key)`, again if that may help. Errors as from `get`."""
+    def call(self, below: str, call: Callable[[Any, str], Any], is_small: bool = False) -> Any:
+        """`call(store, key)`, again if that may help. Errors as from `get`. `is_small`: few bytes come back."""
         process, n = _this_process(), 0
         while True:
-            with self._throttle.one():
+            with self._throttle.one(is_small):
                 began, n = time.monotonic(), n + 1
                 found, failure = self._try(below, call)
                 with process.lock:
@@ -336,6 +345,7 @@ def _meaning(error: Exception) -> _Failure:
         )
     if status:
         return _Failure(status, f"the server answers {status} {code}".rstrip(), status in _PASSING)
+    text = re.sub(r"\w+://\S+", "", text)  # words of a key would be taken for causes
     if "Range request not supported" in text or "NotPartial" in text:
         return _Failure(0, "the server does not answer with a range of it, but with all. Download it, and load the file", False)
     if "Could not parse path" in text:

@@ -335,11 +335,12 @@ class RemoteFolder:
 
     def __del__(self) -> None:
         with suppress(RemoteError):  # after a fork
-            ahead().add(-sum(nbytes for _, nbytes in self._ahead.values()))
+            if held := vars(self).get("_ahead"):  # else it was never made, or has nothing
+                ahead().add(-sum(nbytes for _, nbytes in held.values()))
 
     def look(self, keys: Iterable[str], most_nbytes: int) -> list[tuple[bytes, State] | OSError | None]:
         """Small objects, each with its version, or why it cannot be read; None of one that is not there. One request each."""
-        asked = [self._ask(key, min(most_nbytes, PIECE_NBYTES)) for key in keys]
+        asked = [self._client.run(self._client.get, key, None, None, most_nbytes) for key in keys]
         return [_seen(answer) for answer in asked]
 
     def folders(self, key: str) -> list[str]:
@@ -380,7 +381,7 @@ class RemoteFolder:
         def put(store: Any, path: str) -> None:
             import obstore
 
-            obstore.put(store, path, bytes(content), mode="create" if is_new else "overwrite")
+            obstore.put(store, path, bytes(content), mode="create" if is_new else "overwrite", use_multipart=False)
 
         try:
             self._client.run(self._client.call, key, put).result()

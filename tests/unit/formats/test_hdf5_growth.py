@@ -430,7 +430,7 @@ def test_an_array_that_has_several_names(tmp_path: Path) -> None:
         assert len(found) == 2 and set(names) <= set(found)
         assert len({one["scopes"][0] for one in found.values()}) == 1  # so that both must be passed
     assert read_file(str(path), ["/time", "/rho"])["arrays"]["/rho"]["dims"] == ["time", None]
-    with pytest.raises(ConfigError, match=r"'/time' and '/a' in .* are one array with two names"):
+    with pytest.raises(ConfigError, match=r"'/a' and '/time' in .* are one array with two names"):
         read_file(str(path), ["/time", "/a"])
     grow(path, {"/time": time[:6], "/rho": rho[:6]})
     grow(path, {"/a": time, "/g/b": rho})
@@ -582,7 +582,7 @@ def test_a_file_that_somebody_else_changes(tmp_path: Path) -> None:
     with sink.create() as catalog:
         write_all(sink, catalog, come)
         catalog.finish()
-        fcntl.flock(catalog.file.descriptor, fcntl.LOCK_UN)  # type: ignore[attr-defined]  # a system without locks
+        fcntl.flock(catalog._file.descriptor, fcntl.LOCK_UN)  # type: ignore[attr-defined]  # a system without locks
         with h5py.File(path, "r+") as file:
             file["time"].resize(6, 0)
         data = path.read_bytes()

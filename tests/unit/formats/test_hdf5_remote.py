@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 
 from shardload.errors import ConfigError, SourceError
-from shardload.formats.access import Access
+from shardload.formats.access import Access, Limits
 from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.lookup import Finder, find_array, format_of, list_arrays, open_file, open_source, split_path
 from shardload.planning.region import Region
 from shardload.storage.block_cache import BlockCache
 from shardload.storage.objects import Ranges
-from shardload.storage.remote import RemoteObject
+from shardload.storage.remote import RemoteObject, StorageOptions
 from tests.mpi.support import counted
 from tests.servers import ObjectServer
 from tests.unit.fakes import ObjectInMemory
@@ -251,12 +251,15 @@ def test_errors_say_what_to_do(tmp_path: Path, server: ObjectServer) -> None:
     for key, said in {
         "cut.h5": "shorter than its own header says",
         "no.h5": "is not an HDF5 file: it begins with b'<html>",
-        "none.h5": "none.h5' cannot be read",
+        "none.h5": "none.h5' is not there",
     }.items():
         with pytest.raises(SourceError, match=said), open_file(f"{server.url}/b/{key}?sign=SECRET") as opened:
             opened.list_arrays()
     with pytest.raises(ConfigError, match="holds no array '/z'"):
         find_array(url, "z")
+    assert find_array(url, "x", Access(untrusted=Limits())).shape == SHAPE
+    with pytest.raises(ConfigError, match="not given the keys"):
+        find_array(url, "x", Access(untrusted=Limits(), storage=StorageOptions({"region": "x"})))
     info = told_of_x(url)
     server.objects["b/a.h5"] = content[::-1]
     with closing(open_source(url, "/x", Access(), info)) as source, pytest.raises(OSError, match="another object"):

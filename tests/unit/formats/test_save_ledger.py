@@ -152,7 +152,7 @@ def test_a_file_whose_index_is_put_and_read_back(tmp_path: Path, alignment: int,
         write_all(sink, catalog, {"/x": values, "/y": values}, round_size=200)
         with open(catalog.ticket.temporary, "rb") as file:
             assert file.read(20) == b"shardload unfinished"
-        assert len(catalog._library.ledger._pages) == 1  # type: ignore[attr-defined]
+        assert len(catalog.library.ledger._pages) == 1  # type: ignore[attr-defined]
         catalog.finish()
         catalog.commit()
     with h5py.File(tmp_path / "x.h5") as file:

@@ -1,16 +1,34 @@
+"""Objects in stores: what is asked of a server, what is read of it, and what is said if that fails."""
+
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
+import time
+import traceback
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 
+from shardload.errors import ConfigError, ShardloadWarning
 from shardload.storage.objects import Ranges
-from shardload.storage.remote import RemoteError, counts, expect, open_remote
-from shardload.storage.remote.client import ahead
-from tests.servers import ObjectServer
+from shardload.storage.remote import (
+    RemoteChangedError,
+    RemoteError,
+    StorageOptions,
+    counts,
+    expect,
+    open_remote,
+    with_store,
+)
+from shardload.storage.remote.client import _Throttle, ahead
+from tests.servers import Faults, ObjectServer
 
-pytest.importorskip("obstore")
+obstore, stores = pytest.importorskip("obstore"), pytest.importorskip("obstore.store")
 
 VALUES = np.arange(5_000_000, dtype="<u4")
 DATA = VALUES.tobytes()
@@ -157,3 +175,214 @@ def test_an_error_of_what_was_fetched_ahead_is_that_of_its_reader(server):
     for offset in (0, 3 << 20):
         with pytest.raises(RemoteError, match=r"run.h5' cannot be read: access is denied"):
             read(stored, offset, 1 << 20)
+
+
+def opened(server, **options):
+    return open_remote("s3://bucket/run.h5", {**server.storage, **options}).object()
+
+
+def test_a_busy_store_is_asked_again_and_that_is_counted(server):
+    stored, before = opened(server), counts()
+    server.faults.busy = 0.2
+    out = np.empty(100 * 1000, dtype=np.uint8)
+    stored.read_ranges(Ranges.of_rows(7, 150_000, 100, 1000), out)
+    assert out.tobytes() == b"".join(DATA[7 + k * 150_000 :][:1000] for k in range(100))
+    n_busy = sum(request.status == 503 for request in server.log)
+    found = counts().since(before)
+    assert 0 < n_busy == found.retries and found.requests == len(server.log)
+
+
+@pytest.mark.parametrize("has_etag", [True, False])
+@pytest.mark.parametrize("has_short_headers", [True, False])
+@pytest.mark.filterwarnings("ignore:.*no ETag")
+def test_short_bodies_are_fetched_again(server, has_etag, has_short_headers):
+    server.faults = Faults(short=3, short_headers=has_short_headers, has_etag=has_etag)
+    stored, before = opened(server), counts()
+    assert read(stored, 5, 17_000_000) == DATA[5:17_000_005]
+    assert server.faults.short == 0 and counts().since(before).retries >= 3
+
+
+def test_a_stalled_body_is_fetched_again_and_a_slow_one_is_not_an_error(server):
+    stored = opened(server, read_timeout="2 s")
+    server.faults.stalled = 1
+    assert read(stored, 5, 1000) == DATA[5:1005] and server.faults.stalled == 0
+    server.faults.slow = 0.25  # all of the body takes longer than that
+    assert read(stored, 5, 1000) == DATA[5:1005]
+
+
+def test_few_requests_while_a_store_is_busy():
+    throttle = _Throttle(16)
+    for _ in range(5):
+        throttle.busy(since=time.monotonic())
+        began = time.monotonic()
+    assert throttle._limit == 1.0
+    throttle.busy(since=0.0)
+    for _ in range(40):
+        throttle.good()
+    assert 8 < throttle._limit < 10
+    for _ in range(3):
+        throttle.busy(since=began - 10)  # asked before the limit fell
+    assert throttle._limit > 8
+
+
+@pytest.mark.parametrize("change", [lambda data: data[::-1], lambda data: data + b"0", lambda data: data[:-8]])
+@pytest.mark.parametrize("has_etag", [True, False])
+def test_an_object_that_is_replaced_is_an_error(server, has_etag, change):
+    server.faults.has_etag = has_etag
+    stored = opened(server)
+    with nullcontext() if has_etag else pytest.warns(ShardloadWarning, match="has no ETag: its size and date are compared"):
+        pin = stored.pin
+    server.objects["bucket/run.h5"], server.dates["bucket/run.h5"] = change(DATA), 1.1e9
+    server.clear()
+    other = open_remote("s3://bucket/run.h5", server.storage).object(tuple(pin))  # on another rank
+    for reader in (stored, other):
+        with pytest.raises(RemoteChangedError, match=r"'s3://bucket/run.h5' is another object than"):
+            read(reader, 0, 10)
+    assert not has_etag or {header.get("if-match") for header in server.headers} == {pin.mark}
+
+
+CAUSES = {
+    "access is denied.*skip_signature.*request_payer": {"status": 403, "code": "AccessDenied"},
+    "the session token has expired": {"status": 400, "code": "ExpiredToken"},
+    "does not know the access key": {"status": 403, "code": "InvalidAccessKeyId"},
+    "the clock of this machine": {"status": 403, "code": "RequestTimeTooSkewed"},
+    "another region: pass storage={'region': 'eu-west-9'}": {"status": 400, "body": "<Region>eu-west-9</Region>"},
+    "another region": {"status": 301},
+    "is not there": {"status": 404, "code": "NoSuchKey"},
+    "no such bucket": {"status": 404, "code": "NoSuchBucket"},
+    "who you are": {"status": 401},
+    "does not answer with a range": {"has_ranges": False},
+    "the server answers 418": {"status": 418},
+}
+
+
+@pytest.mark.parametrize("scheme", ["http", "s3"])
+@pytest.mark.parametrize("cause", CAUSES)
+def test_an_error_says_its_cause_and_nothing_secret(server, scheme, cause, caplog, capsys):
+    server.faults = Faults(**CAUSES[cause])
+    options = {} if scheme == "http" else {**server.storage, "session_token": "TOPTOKEN"}
+    url = f"{server.url}/bucket/run.h5?X-Amz-Signature=TOPSIGN" if scheme == "http" else "s3://bucket/run.h5"
+    remote = open_remote(url, options)
+    stored = remote.object()
+    with caplog.at_level(0), pytest.raises(OSError, match=re.escape(cause).replace(r"\.\*", ".*")) as caught:
+        read(stored, 0, 10)
+    said = [caught.value, remote, stored, vars(stored), StorageOptions(options), caplog.text, *capsys.readouterr()]
+    said += traceback.format_exception(caught.value)
+    assert caught.value.__context__ is None and "run.h5" in str(caught.value)
+    assert len(server.log) == 1
+    for secret in ("TOP", "AKIATEST", "X-Amz", "Signature"):
+        assert secret not in " ".join(f"{part} {part!r}" for part in said)
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "said"),
+    [
+        ("https://{host}/run.h5", {}, "no TLS connection"),
+        ("http://127.0.0.1:1/run.h5", {}, "no connection to its server"),
+        ("http://{host}/run.h5", {"proxy_url": "http://127.0.0.1:1"}, "no connection to its server.*proxy"),
+        ("https://no-such-host.invalid/run.h5", {}, "the name of its server is not known"),
+    ],
+)
+def test_no_connection(server, url, options, said):
+    with pytest.raises(RemoteError, match=said):
+        open_remote(url.format(host=server.url.partition("//")[2]), options).object().pin  # noqa: B018
+
+
+def test_no_keys(server, monkeypatch):
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", "/nonexistent")
+    options = {"endpoint": server.url, "region": "x", "metadata_endpoint": "http://127.0.0.1:1/169.254.169.254"}
+    with pytest.raises(RemoteError, match="no keys: none in storage=, the environment or a profile"):
+        open_remote("s3://bucket/run.h5", options).object().pin  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "said"),
+    [
+        ("s3://bucket/a", {"nosuch": "TOP"}, "there is no option nosuch"),
+        ("s3://bucket/a", {"skip_signature": "TOP"}, "the value of skip_signature is not valid"),
+        ("s3://bucket/a", {"access_key_id": "TOP"}, "SecretAccessKey is missing"),
+        ("s3://bucket/a", {"requests": "TOP"}, "from 1 to 64"),
+        ("s3:///a", {}, "names no bucket"),
+        ("https://me:TOP@host/a", {}, "has a user or password in it"),
+        ("https://host/a", {"region": "TOP"}, "which an HTTP server has not"),
+    ],
+)
+def test_options_that_are_wrong(url, options, said):
+    with pytest.raises(ConfigError, match=said) as caught:
+        open_remote(url, options)
+    assert "TOP" not in "".join(traceback.format_exception(caught.value))
+
+
+def test_profiles(server, monkeypatch, tmp_path):
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".aws").mkdir()
+    config = (
+        f"[default]\nregion = eu-1\nendpoint_url = {server.url}\n[profile lab]\nregion = lab-1\nendpoint_url = {server.url}\n"
+    )
+    (tmp_path / ".aws/config").write_text(config + "[profile sso]\nsso_start_url = x\n")
+    keys = "[{}]\naws_access_key_id = KEY{}\naws_secret_access_key = s\n"
+    (tmp_path / ".aws/credentials").write_text(keys.format("default", 1) + keys.format("lab", 2))
+
+    def signed(**options):
+        server.clear()
+        assert open_remote("s3://bucket/run.h5", options).object().nbytes == len(DATA)
+        return server.headers[0].get("authorization", "unsigned").partition(",")[0].rpartition("=")[2].split("/")[::2][:2]
+
+    assert signed() == ["KEY1", "eu-1"]
+    assert signed(profile="lab") == ["KEY2", "lab-1"]
+    assert signed(profile="lab", region="mine") == ["KEY2", "mine"]
+    assert signed(skip_signature=True) == ["unsigned"]
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "KEY3")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s")
+    assert signed() == ["KEY3", "eu-1"]
+    assert signed(profile="lab") == ["KEY2", "lab-1"]
+    for profile, said in (("none", "there is no profile 'none'"), ("sso", "has no keys of its own")):
+        with pytest.raises(ConfigError, match=said):
+            open_remote("s3://bucket/run.h5", {"profile": profile})
+
+
+def test_a_store_that_is_handed_in(server):
+    memory = stores.MemoryStore()
+    obstore.put(memory, "a/run.h5", DATA)
+    s3 = stores.S3Store("bucket", **server.storage, client_options={"allow_http": True})
+    http = stores.HTTPStore(f"{server.url}/bucket?sign=TOPSIGN", client_options={"allow_http": True})
+    names = ("store://a/run.h5", "s3://bucket/run.h5", f"{server.url}/bucket/run.h5")
+    for store, name in zip((memory, s3, http), names, strict=True):
+        key = "a/run.h5" if store is memory else "run.h5"
+        url, options = with_store((store, key), {"requests": 2})
+        assert url == name and repr(StorageOptions(options)) == "{requests, store}"
+        assert read(open_remote(url, options).object(), 5, 1000) == DATA[5:1005]
+    tree, _ = with_store({"x": (memory, "a"), "y": [(memory, "b"), "local.h5"]}, None)
+    assert tree == {"x": "store://a", "y": ["store://b", "local.h5"]}
+    with pytest.raises(ConfigError, match="was given several"):
+        with_store([(memory, "a"), (s3, "b")], None)
+
+
+def test_after_a_fork_there_is_an_error_at_once(server):
+    stored = opened(server)
+    assert stored.nbytes == len(DATA)
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            read(stored, 0, 10)
+        except RemoteError as error:
+            status = 0 if "was forked from one that had read" in str(error) else 2
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_without_obstore(monkeypatch):
+    monkeypatch.setitem(sys.modules, "obstore.store", None)
+    with pytest.raises(ConfigError, match=re.escape("pip install 'shardload[remote]'")):
+        open_remote("s3://bucket/run.h5")
+
+
+def test_local_files_do_not_need_it():
+    code = "import sys, shardload.formats.lookup; sys.exit('obstore' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

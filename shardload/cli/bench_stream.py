@@ -1,0 +1,112 @@
+"""How fast do batches of this file come here, and what would be faster? ``shardload bench-stream``."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from collections.abc import Iterator, Mapping
+from typing import IO, Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from shardload.api import stream
+from shardload.cli.info import to_json
+from shardload.cli.verify import mesh_of
+from shardload.comm.group import Group, group_of
+from shardload.jobs.streaming.plan import EpochRounds, StreamPlan
+from shardload.jobs.streaming.stream import Stream
+from shardload.system.terminal import tell, width_of, wrap
+from shardload.units import counted, format_nbytes
+
+_LONGEST_SECONDS = 60.0
+_STALLED = 0.05  # who waits a smaller part of the time has nothing to gain
+_TOO_OFTEN = 1.1  # decodes of a chunk
+Figures = dict[str, float]  # times in seconds
+
+
+def run(out: IO[str], file: str, axes: Mapping[str, int], parts: Any, n: int, step: float, as_json: bool, **how: Any) -> None:
+    """Take up to `n` batches, sleep `step` seconds after each, and print on rank 0 what that took. Collective: yes."""
+    how |= {"decode": bool(how["decode"]), "epochs": None}
+    with mesh_of(axes) as mesh:
+        began = time.perf_counter()
+        opened = stream(file, mesh, PartitionSpec(*parts), **how)
+        plan, group = opened.plan, group_of()
+        found = _measure(opened, group, began, n, step)
+    if group.rank == 0:
+        advice = [*_advice(plan, found)]
+        lines = [*str(plan).splitlines(), *_lines(plan, found), *advice]
+        text = "\n".join(line for each in lines for line in wrap(each.strip(), width_of(out), "", "  "))
+        tell(to_json({"ok": True, "plan": str(plan), **found, "advice": advice}) if as_json else text, out)
+
+
+def _measure(opened: Stream, group: Group, began: float, n: int, step: float) -> Figures:
+    """The figures, on all ranks: means over them, and of memory the most."""
+    memory, cpu, first, now, waited, taken = _most_nbytes(), time.process_time(), 0.0, began, 0.0, 0
+    with iter(opened) as batches:
+        for batch in batches:
+            jax.block_until_ready(batch)
+            taken += 1
+            waited += time.perf_counter() - now if first else 0.0
+            first = first or time.perf_counter()
+            del batch
+            time.sleep(step)
+            now = time.perf_counter()
+            with group.call():  # all stop after the same batch
+                is_over = max(group.gather_int(int(now - began))) > _LONGEST_SECONDS
+            if taken == n or is_over:
+                break
+        report = batches.report
+    mine = [first - began, now - first, waited, time.process_time() - cpu, max(0, _most_nbytes() - memory)]
+    with group.call():
+        rows = group.gather_ints([int(1e6 * value) for value in mine]) / 1e6
+    first, seconds, waited, cpu, _ = rows.mean(0).tolist()
+    times = sum(map(len, EpochRounds(opened.plan, 0, 0).readings)) / max(1, sum(of.n_columns for of in opened.plan.arrays))
+    found = {"n_batches": taken, "first_batch": first, "seconds_per_batch": seconds / taken, "step": step}
+    found |= {"stalled": waited / max(seconds, 1e-9), "cpu_per_batch": cpu / taken, "chunks_decoded": report.chunks_decoded}
+    found |= {"decodes_per_chunk": times, "memory_nbytes": int(rows[:, 4].max()), "n_ranks": group.size}
+    return found | {"n_cores": len(os.sched_getaffinity(0))}
+
+
+def _most_nbytes() -> int:
+    """The most memory that this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
+def _lines(plan: StreamPlan, f: Figures) -> list[str]:
+    """What was measured."""
+    each = f["seconds_per_batch"]
+    rate = f"{1 / each:.1f} a second, {format_nbytes(int(plan.batch_nbytes / each))}"
+    return [
+        f"{f['n_batches']:,} batches: the first after {f['first_batch']:.2f} s, then {rate}",
+        f"with a step of {1e3 * f['step']:g} ms the program waited {f['stalled']:.0%} of the time",
+        f"{f['chunks_decoded']:,} chunks decoded; in an epoch each {f['decodes_per_chunk']:.2f} times",
+        f"CPU of each of {f['n_ranks']:.0f} ranks: {1e3 * f['cpu_per_batch']:.1f} ms a batch",
+        f"memory: up to {format_nbytes(int(f['memory_nbytes']))} more on a rank",
+    ]
+
+
+def _advice(plan: StreamPlan, f: Figures) -> Iterator[str]:
+    """What to change, with the reason and the number."""
+    n_ranks, step = int(f["n_ranks"]), f["step"]
+    work = f["cpu_per_batch"] * n_ranks / min(f["n_cores"], n_ranks)  # of a batch, if all ranks are on this node
+    cost = f"a batch takes {1e3 * work:.1f} ms on {f['n_cores']:.0f} cores"
+    if f["stalled"] <= _STALLED:
+        yield f"nothing to change: {cost}, and the step hides it"
+        return
+    array = max(plan.arrays, key=lambda of: of.step_nbytes)
+    quarter, n_beside = array.n_steps * array.stored_step_nbytes // 4, array.schedule.rest.n_cells
+    if f["decodes_per_chunk"] > _TOO_OFTEN and plan.pool_nbytes < quarter:
+        more = format_nbytes(quarter).replace(" ", "")
+        yield f"pool: {format_nbytes(plan.pool_nbytes)} decodes chunks {f['decodes_per_chunk']:.2f} times; try --pool {more}"
+    if n_beside < n_ranks:
+        ahead = f"{n_ranks} ranks read {n_ranks // n_beside} x {array.chunk_steps} steps at a time"
+        ahead += f", as a step has {counted(n_beside, 'chunk')}"
+        yield f"chunks: {ahead}; cut the other axes into {n_ranks} parts or more (shardload copy --chunks)"
+    if plan.batch_nbytes < n_ranks << 20:
+        yield f"batch: {format_nbytes(plan.batch_nbytes)} is little for what each batch costs; try --batch {4 * plan.batch}"
+    if work < step:
+        yield f"prefetch: {cost}, less than the step, but not evenly; try --prefetch {2 * plan.prefetch + 2}"
+    else:
+        yield f"cores: {cost}, more than the step; more cores or faster decoding (shardload copy --compression lz4) help"

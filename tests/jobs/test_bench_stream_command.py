@@ -1,0 +1,76 @@
+"""``shardload bench-stream``: what it prints of a user's own file, on one rank and on two, and what it says of wrong flags."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from tests.jobs.launch import Job, run_job
+
+N_STEPS, SHAPE = 50, (6, 8)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "run.h5"
+    with h5py.File(path, "w") as opened:
+        values = np.arange(N_STEPS * 48, dtype="f8").reshape(N_STEPS, *SHAPE)
+        opened.create_dataset("t2m", data=values, chunks=(5, *SHAPE), compression="gzip")
+        opened["t2m"].dims[0].label = "time"
+    return str(path)
+
+
+def bench(n: int, *arguments: str) -> Job:
+    return run_job(["-m", "shardload", "bench-stream", *arguments], n, timeout=240)
+
+
+def test_it_says_what_batches_take_and_what_to_change(file: str) -> None:
+    """Wrong if both ranks printed, if lines were long, or if the samples were not those of the window."""
+    how = ["--mesh", "data=2,lat=2", "--spec", "data,-,lat", "--along", "time", "--batch", "4", "--window", "-1,0"]
+    job = bench(2, f"{file}:/t2m", *how, "--shuffle", "1", "--steps", "20")
+    assert job.returncode == 0, job.stderr
+    assert max(len(line) for line in job.stdout.splitlines() if file not in line) <= 80
+    printed = " ".join(job.stdout.split())
+    assert printed.count("batch: float64 [4, 2, 6, 8], P('data', None, 'lat'), window -1, 0") == 1
+    assert f"{N_STEPS - 1} samples, 12 batches of 4 an epoch" in printed
+    assert "20 batches: the first after" in printed, "more than an epoch"
+    assert "CPU of each of 2 ranks" in printed
+    assert "chunks: 2 ranks read 2 x 5 steps at a time, as a step has 1 chunk; cut the other axes into 2 parts" in printed
+    assert "batch: 3.0 KiB is little for what each batch costs; try --batch 16" in printed
+
+
+def test_json_is_one_document_with_the_figures(file: str) -> None:
+    job = bench(1, file, "--dataset", "t2m", "--mesh", "lat=2", "--spec", "-,lat", "--steps", "3", "--step-ms", "1", "--json")
+    assert job.returncode == 0, job.stderr
+    found = json.loads(job.stdout)
+    assert (found["ok"], found["n_batches"], found["step"], found["n_ranks"]) == (True, 3, 0.001, 1)
+    assert found["decodes_per_chunk"] == 1.0
+    assert found["chunks_decoded"] >= 5, "three batches of 8 steps, in chunks of 5"
+    assert 0 <= found["stalled"] <= 1
+    assert found["first_batch"] > 0 < found["cpu_per_batch"]
+    assert found["advice"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "expected"),
+    [
+        (["--window", "one"], 2, "cannot read 'one'; expected steps from the anchor"),
+        (["--steps", "1"], 2, "'--steps'"),
+        (["--batch", "0"], 1, "batch is 0"),
+        (["--batch", "64"], 1, "which make no batch of 64"),
+        (["--along", "day"], 1, "day"),
+        (["--pool", "some"], 1, "pool"),
+        (["--spec", "-,x"], 2, "names 'x', but --mesh has the axes lat"),
+    ],
+)
+def test_a_wrong_flag_is_an_error_that_says_what_to_type(file: str, arguments: list[str], code: int, expected: str) -> None:
+    flags = {"--mesh": "lat=1", "--spec": "-,lat"} | dict(zip(arguments[::2], arguments[1::2], strict=True))
+    job = bench(1, file, *(word for pair in flags.items() for word in pair))
+    assert job.returncode == code, job.stderr
+    said = " ".join(job.stderr.replace("│", " ").split())
+    assert expected in said
+    assert "Traceback" not in said

@@ -1,0 +1,145 @@
+"""Objects in stores, read by all ranks: each byte once in the job, in large pieces, of one version. Nothing secret is said."""
+
+from __future__ import annotations
+
+import traceback
+from collections import Counter
+from functools import partial
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import zarr
+from jax.sharding import PartitionSpec as P
+
+import shardload
+from shardload import SourceError
+from tests.mpi.support import check, mesh_of, on_root, same_error
+from tests.servers import ObjectServer
+
+pytest.importorskip("obstore")
+pytestmark = pytest.mark.any_library
+
+SHAPE, CHUNKS = (1000, 64, 256), (1, 64, 256)  # 1,000 chunks of 64 KiB
+VALUES = np.arange(np.prod(SHAPE), dtype="f4").reshape(SHAPE)
+
+
+class Server:
+    """A server of rank 0, with an HDF5 file whose chunks are in turn and in another order, and a sharded Zarr store."""
+
+    def __init__(self, comm: Any, folder: Any) -> None:
+        self.comm, self.folder, self.server = comm, folder, None
+        self.url, storage = on_root(comm, self._start)
+        self.storage = {**storage, "user_agent": f"rank {comm.rank}"}
+
+    def _start(self) -> Any:
+        (self.folder / "bucket").mkdir()
+        with h5py.File(self.folder / "bucket/run.h5", "w", libver="latest") as file:
+            file.create_dataset("x", data=VALUES, chunks=CHUNKS)
+            turned = file.create_dataset("turned", SHAPE, "f4", chunks=CHUNKS)
+            for k in np.random.default_rng(1).permutation(SHAPE[0]):
+                turned[k] = VALUES[k]
+        group = zarr.open_group(self.folder / "bucket/run.zarr", mode="w")
+        group.create_array("x", shape=SHAPE, dtype="f4", chunks=CHUNKS, shards=(100, 64, 256), compressors=None)[...] = VALUES
+        files = {path: path.read_bytes() for path in self.folder.rglob("*") if path.is_file()}
+        self.server = ObjectServer({str(path.relative_to(self.folder)): content for path, content in files.items()})
+        self.server.__enter__()
+        return self.server.url, self.server.storage
+
+    def on_server(self, do: Any) -> Any:
+        self.comm.barrier()
+        found = on_root(self.comm, lambda: do(self.server))
+        self.comm.barrier()
+        return found
+
+    def end(self) -> None:
+        self.comm.barrier()
+        if self.server is not None:
+            self.server.__exit__()
+
+
+@pytest.fixture
+def server(comm, shared_tmp_path):
+    server = Server(comm, shared_tmp_path)
+    yield server
+    server.end()
+
+
+@pytest.mark.parametrize("spec", [P("a", "b"), P(None, "a", "b")])
+@pytest.mark.parametrize(("path", "dataset"), [("run.h5", "x"), ("run.h5", "turned"), ("run.zarr", "x")])
+def test_each_byte_is_fetched_once_in_large_pieces(comm, server, path, dataset, spec):
+    plan = shardload.plan(
+        f"s3://bucket/{path}", mesh_of(), spec, dataset=dataset, storage=server.storage, pad=0, readers="parallel"
+    )
+    server.on_server(lambda there: there.clear())
+    x = plan.execute()
+    asked = server.on_server(lambda there: there.gets("run.h5") + there.gets("/c/"))
+    check(x, VALUES, mesh_of(), spec)
+    index_nbytes, n_indexes = (0, 0) if path == "run.h5" else (10 * (16 * 100 + 4), 10)
+    assert len(asked) <= (16 if dataset == "x" else 1000) + 2 * n_indexes * comm.size
+    assert sum(request.nbytes for request in asked) <= 1.05 * VALUES.nbytes + (2 << 20) + comm.size * index_nbytes
+    assert {request.client for request in asked} == {f"rank {rank}" for rank in range(comm.size)}
+    report = plan.report
+    assert report.n_requests >= len(asked) and report.nbytes_fetched >= VALUES.nbytes and report.n_retries == 0
+    assert f"{report.n_requests} requests, " in str(report)
+
+
+def test_a_rank_that_reads_nothing_asks_for_nothing(server):
+    plan = shardload.plan("s3://bucket/run.h5:/x", mesh_of(), P("a"), storage=server.storage, pad=0, readers="root")
+    server.on_server(lambda there: there.clear())
+    plan.execute()
+    assert {request.client for request in server.on_server(lambda there: there.gets())} == {"rank 0"}
+
+
+def test_a_busy_store_is_right_and_counted(server):
+    plan = shardload.plan("s3://bucket/run.h5:/turned", mesh_of(), P("a"), storage=server.storage, pad=0)
+    server.on_server(lambda there: there.clear() or vars(there.faults).update(busy=0.2))
+    check(plan.execute(), VALUES, mesh_of(), P("a"))
+    n_busy = server.on_server(lambda there: sum(request.status == 503 for request in there.log))
+    assert plan.report.n_retries == n_busy > 0 and ", " in str(plan.report)
+
+
+@pytest.mark.parametrize("path", ["run.h5", "run.zarr"])
+def test_an_object_that_changes_is_one_error_on_all_ranks(comm, server, path):
+    """After the first rank has seen it, and before the others read."""
+    plan = shardload.plan(f"s3://bucket/{path}", mesh_of(), P("a"), dataset="x", storage=server.storage, pad=0)
+    key = f"bucket/{path}" if path == "run.h5" else f"bucket/{path}/x/zarr.json"
+    server.on_server(lambda there: there.objects.update({key: there.objects[key] + b" "}))
+    same_error(comm, plan.execute, SourceError, f"s3://bucket/{path}")
+
+
+@pytest.mark.parametrize("path", ["run.h5", "run.zarr"])
+def test_nothing_secret_is_said(comm, server, path, caplog, capfd):
+    mesh, said = mesh_of(), list[Any]()
+    caplog.set_level(0)
+    for url, storage in (
+        (f"{server.url}/bucket/{path}?X-Amz-Signature=TOPSIGN", None),
+        (f"s3://bucket/{path}", {**server.storage, "session_token": "TOPTOKEN"}),
+    ):
+        load = partial(shardload.load, url, mesh, P("a"), storage=storage, pad=0)
+        plan = shardload.plan(url, mesh, P("a"), dataset="x", storage=storage, pad=0, progress=True)
+        plan.execute()
+        batches = shardload.stream(
+            f"{url}:/x" if storage else url, mesh, P(), dataset=None if storage else "x", batch=500, storage=storage
+        )
+        said += [
+            plan,
+            plan.info,
+            plan.report,
+            batches,
+            batches.plan,
+            shardload.plan({"a": url}, mesh, P("a"), dataset={"a": "x"}, storage=storage, pad=0),
+        ]
+        said += [shardload.open(url, storage=storage)] if storage else []
+        for wrong in ({"dataset": "nosuch"}, {"dataset": "x", "dtype": "i1"}, {"dataset": "x", "untrusted": True}):
+            with pytest.raises(shardload.ShardloadError) as caught:
+                load(**wrong)
+            said += [caught.value, *traceback.format_exception(caught.value)]
+        server.on_server(lambda there: vars(there.faults).update(status=403))
+        error = same_error(comm, partial(load, dataset="x"), SourceError, "access is denied (403)")
+        said += [error, *traceback.format_exception(error)]
+        server.on_server(lambda there: vars(there.faults).update(status=0))
+    said += [caplog.text, *capfd.readouterr(), *(record.getMessage() for record in caplog.records)]
+    text = " ".join(f"{part} {part!r}" for part in said)
+    assert Counter(secret for secret in ("TOP", "AKIATEST", "X-Amz") if secret in text) == {}
