@@ -40,9 +40,9 @@ def stores_section(record: Record | None) -> str:
         return "Not measured yet: `python -m benchmarks stores`.\n"
     lines = [
         f"{_setting(record)} Seconds, the best of {record['repeats']} (of a way that takes more than 8 s: one); in brackets "
-        "how many times as long as shardload. The floor: each chunk decoded once from the page cache, or the stored bytes at the "
-        f"highest rate that {record['ranks']} processes get which only fetch, with {ROUNDS} times the latency; whichever is "
-        "longer. Requests, MiB fetched, and CPU seconds of all clients: shardload / the fastest peer.",
+        "how many times as long as shardload. The floor: each chunk decoded once from the page cache, or the stored bytes at "
+        f"the highest rate that {record['ranks']} processes get which only fetch, and {ROUNDS} times the latency; whichever "
+        "is longer. Requests, MiB fetched, and CPU seconds of all clients: shardload / the fastest peer.",
         "",
         f"| | sharding | {' | '.join((OURS, *STORE_PEERS))} | floor | requests | MiB | CPU, s |",
         "|---|---|" + "--:|" * (len(STORE_PEERS) + 5),

@@ -50,6 +50,7 @@ KINDS = (
     "save",
     "save-memory",
     "streams",
+    "stores",
     "copy",
 )
 SCATTER_AT_LEAST = {"scatter": 8.0, "scatterv": 1.0}

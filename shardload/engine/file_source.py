@@ -17,12 +17,12 @@ from shardload.planning.schedule import Schedule
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.tuning import Tuning, default_tuning
 from shardload.storage.remote import is_remote
-from shardload.transfer.decode import conversion
-from shardload.transfer.local_pieces import LocalPieces
+from shardload.transfer.buffers import Resources
+from shardload.transfer.cast import conversion
 from shardload.transfer.missing import counter_of
 from shardload.transfer.moves import ArrayMove
+from shardload.transfer.pieces import LocalPieces
 from shardload.transfer.reader import SourceReader
-from shardload.transfer.resources import Resources
 from shardload.values.decoding import Decoding
 
 
@@ -87,6 +87,9 @@ class FileSource(ABC):
             source.expect(layout.selection.to_file(around))
         if isinstance(source, MemorySource) and tuning.inline_nbytes > 0:  # a copy: not worth a thread
             tuning = replace(tuning, inline_nbytes=max(tuning.inline_nbytes, tuning.small_nbytes))
+        in_store = array.source is not None and is_remote(array.info.path)
+        if in_store:  # also tiny chunks are fetched ahead
+            tuning = replace(tuning, min_chunk_nbytes=0)
         reader = SourceReader(
             source,
             layout,
@@ -96,7 +99,7 @@ class FileSource(ABC):
             counts=counter_of(schedule, self._rank),
             convert=conversion(array.decoding),
         )
-        if array.source is not None and is_remote(array.info.path):
+        if in_store:
             reader.expect(move.flow.outgoing(self._rank))
         opened.enter_context(reader)
         opened.push(partial(_interrupt, source))  # runs first: the reader waits for threads that read

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import warnings
 from collections import Counter
@@ -10,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 import zarr
@@ -206,6 +208,28 @@ def test_a_shard_that_changes_while_it_is_read(comm: Any, bucket: Bucket) -> Non
     bucket.on_server(set_faults(only=change) if comm.rank == 0 else None)
     load = partial(bucket.load, "sharded", P("a"), "root")
     same_error(comm, load, SourceError, "it was replaced", "s3://bucket/sharded.zarr")
+
+
+def test_references_to_chunks_in_another_file(comm: Any, bucket: Bucket) -> None:
+    """A set of references in the bucket, to chunks of an HDF5 file beside it."""
+
+    def write() -> None:
+        with h5py.File(bucket.folder / "bucket/x.h5", "w") as file:
+            made = file.create_dataset("x", data=ramp(cube()), chunks=(3, 5, 7), compression="gzip")
+            infos = [made.id.get_chunk_info(k) for k in range(made.id.get_num_chunks())]
+        array = {"zarr_format": 2, "shape": cube(), "chunks": (3, 5, 7), "dtype": "<f4", "fill_value": None, "order": "C"}
+        refs: dict[str, Any] = {"x/.zarray": json.dumps(array | {"filters": None, "compressor": {"id": "zlib", "level": 4}})}
+        for info in infos:
+            index = ".".join(str(a // c) for a, c in zip(info.chunk_offset, (3, 5, 7), strict=True))
+            refs[f"x/{index}"] = ["x.h5", info.byte_offset, info.size]
+        (bucket.folder / "bucket/refs.json").write_text(json.dumps({"version": 1, "refs": refs}))
+
+    on_root(comm, write)
+    bucket.asked()
+    x = shardload.load("s3://bucket/refs.json:/x", mesh_of(), P("a", "b"), storage=bucket.storage, readers="parallel")
+    check(x, ramp(cube()), mesh_of(), P("a", "b"))
+    nbytes = sum(request.nbytes for request in bucket.asked() if request.key == "bucket/x.h5")
+    assert nbytes <= 1.05 * (bucket.folder / "bucket/x.h5").stat().st_size + 4096 * comm.size
 
 
 # --- saves

@@ -149,7 +149,7 @@ class ReferenceFolder:
 
     def _opened(self, url: str) -> StoredObject:
         """Open an object. A name without a scheme is that of a file beside the set."""
-        above = posixpath.dirname(self._path)
+        above = posixpath.dirname(self.name)
         if is_remote(self._path) and "://" not in url and not url.startswith("/"):
             url = f"{above}/{url}"
         if is_remote(url):

@@ -27,7 +27,7 @@ from shardload.jobs.loading.plan import LoadLayout, Plan
 from shardload.jobs.loading.request import Request
 from shardload.options import AUTO, Options, pad_value
 from shardload.planning.blocks import BLOCKS_PER_OWNER, LONGEST_ROW_NBYTES, plan_blocks, plan_row_chunks
-from shardload.planning.cost import choose_mode, count_readers
+from shardload.planning.cost import Cost, choose_mode, count_readers
 from shardload.planning.grid import Grid
 from shardload.planning.schedule import Owners, Schedule
 from shardload.planning.selection import Selection, select_axes
@@ -36,6 +36,7 @@ from shardload.planning.source_layout import SourceLayout
 from shardload.planning.staging import ample_staging, least_staging, least_together
 from shardload.planning.strategies import DIRECT, MODES, PARALLEL, ROOT, plan_direct, plan_shared
 from shardload.planning.tuning import Tuning, default_tuning
+from shardload.storage.remote import is_remote
 from shardload.units import format_nbytes
 from shardload.values.decoding import VALID, Decoding, decoding_of
 
@@ -44,6 +45,7 @@ from shardload.values.decoding import VALID, Decoding, decoding_of
 _BLOCKS_HELD = 7
 _MOST_NBYTES, _MOST_SHARD_NBYTES = 2**63 - 1, 2**56  # NumPy can count the first; processors can address the second
 _SHARE = 4  # of the memory that a process may use: staging="auto" takes one part
+_MOST_FETCHED_TWICE = 1.05
 _UNEVEN = 1.1  # of many arrays, the reader with the most bytes may have so many times the mean
 _IN_TURN_NBYTES = 64 << 20  # larger arrays have enough blocks for all readers
 _NO_MPI = f"without MPI all that moves between nodes passes through JAX's coordinator, at {RATE}"
@@ -122,7 +124,7 @@ def plan_array(request: Request, ranks: PlannedRanks, info: ArrayInfo, selection
     owners = {ROOT: Owners(), PARALLEL: Owners(n_readers)}
     schedules |= {mode: plan_shared(source, shards, ranks.n, owners[mode], **caps) for mode in owners}
     layouts = {mode: LoadLayout(source, schedules[mode], ranks.n_threads, decoding) for mode in MODES}
-    mode, why = _choose(layouts, readers, ranks)
+    mode, why = _choose(layouts, readers, ranks, is_remote(info.path))
     return Plan(
         info,
         request.sharding,
@@ -350,16 +352,26 @@ def staging_for(request: Request, ranks: PlannedRanks, info: ArrayInfo, source: 
     )
 
 
-def _choose(layouts: Mapping[str, LoadLayout], readers: str | int, ranks: PlannedRanks) -> tuple[str, str]:
+def _choose(
+    layouts: Mapping[str, LoadLayout], readers: str | int, ranks: PlannedRanks, is_in_store: bool = False
+) -> tuple[str, str]:
     """The way of reading that the caller asked for, or the better one, and the reason for it."""
     if readers == AUTO and not ranks.has_mpi:
         return DIRECT, f"each rank reads what it holds{_cost_without_mpi(ranks)}"
     if readers == AUTO:
         costs = {mode: layouts[mode].cost(0, ranks.n_nodes) for mode in (DIRECT, PARALLEL)}
+        if is_in_store and ranks.n > 1 and not _is_in_order(layouts[DIRECT], costs[DIRECT]):
+            return PARALLEL, "the file is in a store: each byte is fetched once in the job, in large pieces"
         return choose_mode(costs, ranks.n, is_one_node=ranks.n_nodes == 1)
     if isinstance(readers, int):
         return PARALLEL, f"readers={readers} was asked for{_cost_without_mpi(ranks)}"
     return readers, f"readers={readers!r} was asked for{'' if readers == DIRECT else _cost_without_mpi(ranks)}"
+
+
+def _is_in_order(layout: LoadLayout, cost: Cost) -> bool:
+    """True if ranks that read what they hold read nothing twice, and each a piece of the file."""
+    cut = layout.schedule.shards.shard_shape[1:] != layout.source.selection.shape[1:]
+    return cost.decoded_nbytes == 0 or (not cut and cost.amplification <= _MOST_FETCHED_TWICE)
 
 
 def _cost_without_mpi(ranks: PlannedRanks) -> str:

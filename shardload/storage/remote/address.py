@@ -107,7 +107,7 @@ def with_store(paths: Any, options: Mapping[str, Any] | None) -> tuple[Any, Mapp
         return type(path)(map(of, path)) if type(path) in (list, tuple) else path
 
     found = of(paths)
-    return found, {**(options or {}), "store": stores[0]} if stores else options
+    return (found, {**(options or {}), "store": stores[0]}) if stores else (paths, options)
 
 
 def shown(url: str) -> str:

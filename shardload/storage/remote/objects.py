@@ -278,6 +278,7 @@ class RemoteFolder:
         self._client = client
         self.name = client.name("")
         self._lock, self._ahead = threading.Lock(), dict[str, tuple[Future[Answer], int]]()
+        self._is_told, self._early = False, set[str]()  # what was read before it was fetched ahead is not fetched again
 
     def version(self, key: str) -> State | None:
         """See `ObjectFolder`. One request."""
@@ -299,6 +300,8 @@ class RemoteFolder:
         """See `ObjectFolder`. Small objects take one request each, without a range."""
         with self._lock:
             held = [(key, *self._ahead.pop(key, (None, 0))) for key in keys]
+            if self._is_told:
+                self._early.update(key for key, answer, _ in held if answer is None)
         asked = [(key, self._ask(key, most_nbytes) if answer is None else answer) for key, answer, _ in held]
         ahead().add(-sum(nbytes for _, _, nbytes in held))
         return [self._content(key, answer) for key, answer in asked]
@@ -307,11 +310,14 @@ class RemoteFolder:
         """Told which objects will be read, in about this order: the most bytes of each, and about how many it has. The iterator
         is followed slowly, by other threads.
         """
+        self._is_told = True
         ahead().expect(Wanted(self, nbytes, (key, most_nbytes, nbytes)) for key in keys)
 
     def fetch_ahead(self, wanted: list[tuple[str, int, int]], has_more: bool) -> None:
         """See `ahead.Holder`: keys, the most bytes of each, and about how many it has."""
         with self._lock:
+            wanted, told = [one for one in wanted if one[0] not in self._early], {key for key, _, _ in wanted}
+            self._early -= told
             for key, most_nbytes, nbytes in wanted:
                 self._ahead[key] = self._ask(key, most_nbytes), nbytes
         ahead().add(sum(nbytes for _, _, nbytes in wanted))
