@@ -101,8 +101,8 @@ def milliseconds(work: Callable[[], Any]) -> float:
 
 
 def get_ready(plan: Schedule, rank: int) -> None:
-    plan.remote_parts(rank)
-    for read in plan.owned_blocks(rank):
+    plan.incoming(rank)
+    for read in plan.outgoing(rank):
         len(read.parts)
         break
 
@@ -110,9 +110,9 @@ def get_ready(plan: Schedule, rank: int) -> None:
 def walk(plan: Schedule, rank: int) -> float:
     """Microseconds for each part that a rank sends or gets (of the first so many)."""
     start = time.perf_counter()
-    sent = (part for read in plan.owned_blocks(rank) for part in read.parts)
+    sent = (part for read in plan.outgoing(rank) for part in read.parts)
     n = sum(1 for _ in itertools.islice(sent, MAX_WALK))
-    n += sum(1 for _ in itertools.islice(itertools.chain.from_iterable(plan.remote_parts(rank).values()), MAX_WALK))
+    n += sum(1 for _ in itertools.islice(itertools.chain.from_iterable(plan.incoming(rank).values()), MAX_WALK))
     return 1e6 * (time.perf_counter() - start) / n if n else 0.0
 
 

@@ -54,12 +54,15 @@ def _is_integer(value: Any) -> bool:
     return not isinstance(value, bool) and isinstance(value, Integral)
 
 
-def _dataset(dataset: Any) -> str | None:
-    if dataset is not None and (not isinstance(dataset, str) or not dataset):
-        raise ConfigError(
-            f"dataset is {dataset!r}; expected a name inside the file such as '/density', or a dict or list of names"
-        )
-    return dataset
+def _name(option: str, meaning: str) -> Callable[[Any], str | None]:
+    """The check of a name, or None. `meaning` says what is expected."""
+
+    def check(name: Any) -> str | None:
+        if name is not None and (not isinstance(name, str) or not name):
+            raise ConfigError(f"{option} is {name!r}; expected {meaning}")
+        return name
+
+    return check
 
 
 def _select(select: Any) -> Any:
@@ -193,12 +196,6 @@ def _is_no_dict(value: Any) -> bool:
     return not isinstance(value, Mapping)
 
 
-def _ranks_per_node(n: Any) -> int | None:
-    if n is not None and (not _is_integer(n) or n < 1):
-        raise ConfigError(f"ranks_per_node is {n!r}; expected how many processes a node has, 1 or more")
-    return None if n is None else int(n)
-
-
 def _axis(name: str) -> Callable[[Any], str | int]:
     """The check of an axis."""
 
@@ -210,21 +207,17 @@ def _axis(name: str) -> Callable[[Any], str | int]:
     return check
 
 
-def _count(name: str, least: int, meaning: str) -> Callable[[Any], int | None]:
-    """The check of an integer, or None. `meaning` says what is expected."""
+def _count(name: str, least: int, meaning: str, *, may_be_none: bool = True) -> Callable[[Any], int | None]:
+    """The check of an integer. `meaning` says what is expected."""
 
     def check(number: Any) -> int | None:
-        if number is not None and (not _is_integer(number) or number < least):
+        if number is None and may_be_none:
+            return None
+        if not _is_integer(number) or number < least:
             raise ConfigError(f"{name} is {number!r}; expected {meaning}")
-        return None if number is None else int(number)
+        return int(number)
 
     return check
-
-
-def _prefetch(number: Any) -> int:
-    if not _is_integer(number) or number < 0:
-        raise ConfigError(f"prefetch is {number!r}; expected how many batches are made ahead, 0 or more")
-    return int(number)
 
 
 def _window(window: Any) -> int | tuple[int, ...]:
@@ -239,12 +232,6 @@ def _window(window: Any) -> int | tuple[int, ...]:
 
 def _is_one_window(window: Any) -> bool:
     return window is None or isinstance(window, range) or is_plain_tuple(window) or _is_integer(window)
-
-
-def _stack(name: Any) -> str | None:
-    if name is not None and (not isinstance(name, str) or not name):
-        raise ConfigError(f"stack is {name!r}; expected the name of an axis, such as 'channel'")
-    return name
 
 
 def _scale(scale: Any) -> tuple[Any, Any] | None:
@@ -271,10 +258,6 @@ def _scale_text(scale: Any) -> str:
     return ", ".join(f"{part.dtype} {part.shape} {zlib.crc32(part.tobytes()):08x}" for part in scale)
 
 
-def _pool(pool: Any) -> str | int:
-    return AUTO if isinstance(pool, str) and pool == AUTO else parse_nbytes(pool, "pool")
-
-
 def _readers(readers: Any) -> str | int:
     is_number = _is_integer(readers) and readers >= 1
     if not (readers in READERS if isinstance(readers, str) else is_number):
@@ -282,8 +265,13 @@ def _readers(readers: Any) -> str | int:
     return readers if isinstance(readers, str) else int(readers)
 
 
-def _staging(staging: Any) -> str | int:
-    return AUTO if isinstance(staging, str) and staging == AUTO else parse_nbytes(staging)
+def _memory(name: str) -> Callable[[Any], str | int]:
+    """The check of a size of memory, or ``"auto"``."""
+
+    def check(size: Any) -> str | int:
+        return AUTO if isinstance(size, str) and size == AUTO else parse_nbytes(size, name)
+
+    return check
 
 
 def _progress(progress: Any) -> Any:
@@ -425,7 +413,8 @@ def _in_writes(default: Any) -> Mapping[str, Any]:
 
 _DECLARED = (
     Option(
-        "dataset", None, 'Name of the array, or several names; "group/*" or "*" for all below.', (*_READ, *_WRITES), _dataset,
+        "dataset", None, 'Name of the array, or several names; "group/*" or "*" for all below.', (*_READ, *_WRITES),
+        _name("dataset", "a name inside the file such as '/density', or a dict or list of names"),
         is_shared=False, flag="--dataset", other_defaults=_in_writes("data"),
     ),
     Option(
@@ -452,7 +441,7 @@ _DECLARED = (
     ),
     Option(
         "staging", AUTO, "Memory for reading, per process: 1GiB; auto: 256MiB, or what the chunks need.", (*_PLANNED, *_WRITES),
-        _staging, str,
+        _memory("staging"), str,
         flag="--staging",
     ),
     Option(
@@ -505,8 +494,9 @@ _DECLARED = (
         flag="--processes",
     ),
     Option(
-        "ranks_per_node", None, "How many processes a node has (default: all are on one).", ("plan",), _ranks_per_node,
-        text=None, is_kept=False, flag="--ranks-per-node",
+        "ranks_per_node", None, "How many processes a node has (default: all are on one).", ("plan",),
+        _count("ranks_per_node", 1, "how many processes a node has, 1 or more"), text=None, is_kept=False,
+        flag="--ranks-per-node",
     ),
     Option(
         "mode", "w-", "w-: the name must not exist. w: what has it is replaced.", _SAVES, _choice("mode", _MODES),
@@ -578,18 +568,20 @@ _DECLARED = (
         _choice("gaps", GAPS, "what is done about gaps in the coordinate of the steps"), is_kept=False, choices=GAPS,
     ),
     Option(
-        "pool", AUTO, "Memory of the job for steps of a shuffled stream: 8GiB; auto: a tenth of the selection.", _STREAM, _pool,
-        is_kept=False,
+        "pool", AUTO, "Memory of the job for steps of a shuffled stream: 8GiB; auto: a tenth of the selection.", _STREAM,
+        _memory("pool"), is_kept=False,
     ),
-    Option("prefetch", 2, "Batches that are made ahead; 0: each is made when it is asked for.", _STREAM, _prefetch,
-           is_kept=False),
+    Option(
+        "prefetch", 2, "Batches that are made ahead; 0: each is made when it is asked for.", _STREAM,
+        _count("prefetch", 0, "how many batches are made ahead, 0 or more", may_be_none=False), is_kept=False,
+    ),
     Option(
         "scale", None, "Mean and standard deviation: values become (x - mean) / deviation.", _STREAM, _scale, _scale_text,
         is_shared=False, is_kept=False, is_one=is_plain_tuple,
     ),
     Option(
-        "stack", None, "Make one array of a tree of them, along this axis: a new one, or one that they have.", _STREAM, _stack,
-        is_shared=False, is_kept=False,
+        "stack", None, "Make one array of a tree of them, along this axis: a new one, or one that they have.", _STREAM,
+        _name("stack", "the name of an axis, such as 'channel'"), is_shared=False, is_kept=False,
     ),
 )  # fmt: skip
 

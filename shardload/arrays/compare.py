@@ -19,7 +19,7 @@ from shardload.formats.contract.format import Source
 from shardload.planning.grid import Grid
 from shardload.planning.region import Region
 from shardload.planning.selection import Selection
-from shardload.transfer.decode import conversion
+from shardload.transfer.cast import conversion
 from shardload.values.decoding import Decoding
 
 _REGION_NBYTES = 1 << 16

@@ -2,8 +2,7 @@
 
 Open `group` first: it is the ranks of one call. `agreement` lets them agree on small values and errors, `collectives` are the
 messages for that, and `error_codec` turns an error into text. `transport` carries the values of an exchange. `store` does
-all of this without MPI. `topology`, `node_memory` and `shared_memory` serve the ranks of one machine. `mpi` loads mpi4py.
+all of this without MPI. `topology` and `shared_memory` serve the ranks of one machine. `mpi` loads mpi4py.
 `watchdog` detects which rank holds up the others, `stall_report` writes the message, and `heartbeat` sends it. `tracebacks`
-decides which rank shows an error, `backoff` how long a waiting rank sleeps. `launch`, `coordinator`,
-`singletons` and `environment` start JAX on all ranks.
+decides which rank shows an error. `launch`, `coordinator`, `singletons` and `environment` start JAX on all ranks.
 """

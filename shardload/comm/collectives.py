@@ -1,6 +1,6 @@
 """How do ranks gather, reduce and broadcast small buffers?
 
-These are over MPI; `store` has the same for a job without MPI. A rank that waits sleeps; it does not spin.
+These are over MPI; `store` has the same for a job without MPI. A rank that waits sleeps; it does not spin (`Backoff`).
 """
 
 from __future__ import annotations
@@ -8,18 +8,18 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from shardload.comm.backoff import Backoff
 from shardload.comm.stall_report import NOTICE_SECONDS, notice_of, text_of
 from shardload.errors import StallError
 
 _log = logging.getLogger("shardload")
 _FIRST, _SOME = "the first one", "not all ranks of this communicator have made their first call"
-_BACKOFF = Backoff(n_awake=4, first_seconds=2e-5, longest_seconds=2e-3, n_before_doubling=4)
+_MOST_DOUBLINGS = 30
 _ROW_TAG = (1 << 15) - 2  # no exchange has it: see `Group.next_tags`
 _MOST_NBYTES = 1 << 30  # of a message
 _LONGEST_STEP_SECONDS = 1.0  # between two looks at the clock; if it was more, this process was stopped, and nobody is late
@@ -29,6 +29,43 @@ _abandoned: list[Any] = []
 
 Integers = np.ndarray[Any, Any]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+@dataclass(frozen=True)
+class Backoff:
+    """Sleeps that grow with the number of looks in a row that found nothing.
+
+    Attributes
+    ----------
+    n_awake : int
+        Number of looks before the first sleep.
+    first_seconds, longest_seconds : float
+        Length of the first sleep, and of the longest.
+    n_before_doubling : int
+        Number of sleeps of one length before the length doubles.
+
+    Examples
+    --------
+    >>> backoff = Backoff(1, 0.25, 1.0, 2)
+    >>> [backoff.seconds(n) for n in range(1, 8)]
+    [0.0, 0.25, 0.25, 0.5, 0.5, 1.0, 1.0]
+    """
+
+    n_awake: int
+    first_seconds: float
+    longest_seconds: float
+    n_before_doubling: int
+
+    def seconds(self, n_idle: int) -> float:
+        """How long to sleep after look number `n_idle`, counted from 1; 0: do not sleep yet."""
+        n_slept = n_idle - self.n_awake - 1
+        if n_slept < 0:
+            return 0.0
+        doublings = min(_MOST_DOUBLINGS, n_slept // self.n_before_doubling)
+        return min(self.longest_seconds, self.first_seconds * 2.0**doublings)
+
+
+_BACKOFF = Backoff(n_awake=4, first_seconds=2e-5, longest_seconds=2e-3, n_before_doubling=4)
 
 
 class Collectives:

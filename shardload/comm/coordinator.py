@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-from shardload.comm.backoff import Backoff
+from shardload.comm.collectives import Backoff
 
 LOOPBACK = "127.0.0.1"
 _BACKOFF = Backoff(n_awake=0, first_seconds=2e-3, longest_seconds=0.1, n_before_doubling=1)

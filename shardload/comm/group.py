@@ -25,8 +25,7 @@ from shardload.comm.agreement import Agreement, digest_of
 from shardload.comm.collectives import Collectives, MpiCollectives, duplicate
 from shardload.comm.heartbeat import Departures, MpiMailbox, leave_at_exit
 from shardload.comm.mpi import check_communicator, kept_on, load_mpi, world
-from shardload.comm.node_memory import NodeMemory
-from shardload.comm.shared_memory import Segment
+from shardload.comm.shared_memory import NodeMemory, Segment
 from shardload.comm.store import StoreCollectives, StoreMailbox, StoreMessages, StoreTransport, jax_processes
 from shardload.comm.topology import Node, Topology, find_topology, pretended_node
 from shardload.comm.transport import MpiTransport, Transport

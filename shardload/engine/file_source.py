@@ -17,12 +17,12 @@ from shardload.planning.schedule import Schedule
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.tuning import Tuning, default_tuning
 from shardload.storage.remote import is_remote
-from shardload.transfer.decode import conversion
-from shardload.transfer.local_pieces import LocalPieces
+from shardload.transfer.buffers import Resources
+from shardload.transfer.cast import conversion
 from shardload.transfer.missing import counter_of
 from shardload.transfer.moves import ArrayMove
+from shardload.transfer.pieces import LocalPieces
 from shardload.transfer.reader import SourceReader
-from shardload.transfer.resources import Resources
 from shardload.values.decoding import Decoding
 
 

@@ -29,13 +29,12 @@ import deflate
 import numpy as np
 
 from shardload.comm.group import Group
-from shardload.engine.read_back import WIDTH, ReadBack, checksum_of_values
+from shardload.engine.read_back import WIDTH, ReadBack, checksum_of_values, plan_partners
 from shardload.engine.session import Round
 from shardload.errors import StallError
 from shardload.formats.sink import Sink, Ticket
 from shardload.options import FILE, FULL, INDEX
 from shardload.planning.blocks import aligned, run_of
-from shardload.planning.partners import plan_partners
 from shardload.planning.region import Region
 from shardload.planning.rounds import KEPT_ROUNDS
 from shardload.storage.target import named

@@ -2,7 +2,7 @@
 
 1. Each owner notes a row for each chunk: where it is, and the CRC-32 of its stored bytes; of some chunks, or of all, also
    that of the values. The CRCs are made before the bytes leave the encoder.
-2. The rows go to another rank (`planning.partners`), on another node where there is one, so that no cache of the writer's
+2. The rows go to another rank (`plan_partners`), on another node where there is one, so that no cache of the writer's
    node answers in place of the disk or the file server.
 3. That rank reads the stored bytes (`ReadBack.stored`). Then it has the format's own library read some values from the new
    file (`ReadBack.compare_values`), which proves that the file leads there and that the chunk decodes to what the devices had.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
@@ -45,6 +46,33 @@ _TASK_NBYTES = 8 << 20
 Array = np.ndarray[Any, Any]
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
 Row = list[int]
+
+
+def plan_partners(leaders: Sequence[int]) -> list[int]:
+    """For each rank, the rank that reads back what it wrote. Each rank reads what one other rank wrote.
+
+    Parameters
+    ----------
+    leaders : sequence of int
+        For each rank a number of its node (`comm.topology.Topology.leaders`).
+
+    Examples
+    --------
+    Two nodes with two ranks each; three ranks of one node and one of another; one rank alone:
+
+    >>> plan_partners([0, 0, 2, 2]), plan_partners([0, 0, 0, 3]), plan_partners([0])
+    ([2, 3, 0, 1], [3, 0, 1, 2], [0])
+    """
+    n, of_node = len(leaders), Counter(leaders)
+    # In this order a step as long as the largest node leads out of every node, or, if one node has more than half of the ranks,
+    # out of it as often as that is possible.
+    order = sorted(range(n), key=lambda rank: (-of_node[leaders[rank]], leaders[rank], rank))
+    most = max(of_node.values())
+    step = most if most < n else 1
+    found = [0] * n
+    for k, rank in enumerate(order):
+        found[rank] = order[(k + step) % n]
+    return found
 
 
 def checksum_of_values(values: Array) -> int:

@@ -25,11 +25,10 @@ from shardload.comm.group import Group
 from shardload.planning.blocks import aligned
 from shardload.planning.staging import Staging
 from shardload.system.first_error import FirstError
-from shardload.transfer.buffers import Slots
+from shardload.transfer.buffers import Resources, Slots
 from shardload.transfer.counters import Counters
 from shardload.transfer.exchange import exchange
 from shardload.transfer.moves import ArrayMove
-from shardload.transfer.resources import Resources
 
 _NO_TAGS = (0, 0)  # of a round without messages
 

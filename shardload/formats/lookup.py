@@ -519,15 +519,15 @@ def format_of(path: str, access: Access = STRICT, planned: ArrayInfo | None = No
     An untrusted file is not looked at here: its helper process asks the formats. `planned`: see `open_file`.
     """
     if access.untrusted is not None:
+        if is_remote(path):
+            raise ConfigError(
+                f"untrusted=True opens a file in another process, which gets no keys and reads no store: download "
+                f"'{shown(path)}' and load that, or leave out untrusted=True"
+            )
         if isinstance(path, Concatenation):
             raise ConfigError(
                 f"untrusted=True opens a file in another process, but this one opened the files of '{path}' when it looked "
                 "at them. Load each of them for itself, or leave out untrusted=True"
-            )
-        if is_remote(path) and len(access.storage):
-            raise ConfigError(
-                f"untrusted=True opens '{shown(path)}' in another process, which is not given the keys of storage=, because a "
-                "hostile file may take it over. Download the file, or leave out one of the two"
             )
         return untrusted.FORMAT
     if "://" in path:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +20,7 @@ from shardload.planning.region import Region
 IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
 
-class Cells:
+class Cells(ABC):
     """An array cut into numbered cells. Subclasses say where a cell lies (`bounds`), and which cells a region meets."""
 
     __slots__ = ()
@@ -27,13 +28,13 @@ class Cells:
     counts: tuple[int, ...]
     """Number of cells along each axis."""
 
+    @abstractmethod
     def bounds(self, number: int) -> list[tuple[int, int]]:
         """Where a cell starts and stops along each axis, by its number in C order."""
-        raise NotImplementedError
 
+    @abstractmethod
     def meeting_axes(self, region: Region) -> Sequence[Sequence[int]]:
         """The cells that share an element with a region, along each axis, ascending."""
-        raise NotImplementedError
 
     @property
     def n_cells(self) -> int:

@@ -9,7 +9,7 @@ schedule does not say in which direction values go: a load moves them from block
 3. `Owners` are the ranks that share the blocks: one or several, each with a run of blocks that follow each other in the file.
    With `Direct` every rank reads what it holds: nothing is sent, and a chunk that several ranks need is decoded by each.
 4. `Schedule` answers for one rank at a time, at the cost of that rank's own work: which blocks it owns, with their parts
-   (`owned_blocks`), and which parts of its pieces lie in the blocks of other ranks (`remote_parts`), in the order in which
+   (`outgoing`), and which parts of its pieces lie in the blocks of other ranks (`incoming`), in the order in which
    these ranks process them. The owner of a block is a formula, so no rank ever lists the work of the others.
 """
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -82,7 +82,7 @@ class Direct:
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """Which rank owns which block, and which parts of shards lie in it.
+    """Which rank owns which block, and which parts of shards lie in it: the `Flow` of a load.
 
     Parameters
     ----------
@@ -139,8 +139,17 @@ class Schedule:
         """Upper bound on the elements of a `Block`: a cell of the grid, cut to `extent`."""
         return math.prod(map(min, self.blocks.cell, self.blocks.shape, self.extent))
 
-    def true_region(self, section: int) -> Region | None:
-        """The elements of a section of a shard, without padding; None if all of it is padding."""
+    @property
+    def ndim(self) -> int:
+        """See `Flow`."""
+        return len(self.blocks.shape)
+
+    def targets(self, rank: int) -> Iterable[int]:
+        """See `Flow`: the sections of the shards that a rank holds."""
+        return self.shards.sections_of(rank)
+
+    def target(self, section: int) -> Region | None:
+        """See `Flow`: the elements of a section of a shard, without padding; None if all of it is padding."""
         return self.shards.section(section).intersect(Region.whole(self.blocks.shape))
 
     # --- blocks
@@ -172,16 +181,16 @@ class Schedule:
         if not self.is_direct:
             blocks = self.blocks_of(rank)
             return self.blocks.around(blocks) if blocks else None
-        held = [region for section in self.shards.sections_of(rank) if (region := self.true_region(section)) is not None]
+        held = [region for section in self.targets(rank) if (region := self.target(section)) is not None]
         return _box_around(held) if held else None
 
-    def owned_blocks(self, rank: int) -> Iterator[Block]:
+    def outgoing(self, rank: int) -> Iterator[Block]:
         """The blocks that a rank owns, in file order, each with its parts. `Part.rank` is the rank that holds the piece."""
         if self.is_merged:
             yield from self._merged_blocks(rank)
         elif self.is_direct:
-            for section in self.shards.sections_of(rank):
-                held = self.true_region(section)
+            for section in self.targets(rank):
+                held = self.target(section)
                 for block in self.blocks.meeting(held) if held else ():
                     region = self.blocks.region(block).intersect(held) if held else None
                     if region is not None:
@@ -220,7 +229,7 @@ class Schedule:
 
         return Parts(make, range(math.prod(map(len, met)) * n_holders))
 
-    def remote_parts(self, rank: int) -> Mapping[int, Sequence[Part]]:
+    def incoming(self, rank: int) -> Mapping[int, Sequence[Part]]:
         """The parts of a rank's pieces that lie in blocks of other ranks, by owner, in the order of the owner's blocks."""
         if self.is_direct:
             return {}
@@ -251,8 +260,8 @@ class Schedule:
     def pairs_of(self, rank: int) -> tuple[IntArray, IntArray]:
         """The pairs of a block and a section of this rank's shards that share elements, ordered by block, then section."""
         blocks, sections = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
-        for section in self.shards.sections_of(rank):
-            held = self.true_region(section)
+        for section in self.targets(rank):
+            held = self.target(section)
             if held is not None:
                 met = np.fromiter(self.blocks.meeting(held), np.int64)
                 blocks.append(met)

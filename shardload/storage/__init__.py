@@ -2,6 +2,7 @@
 
 objects  `StoredObject`, what a reader of chunks needs to know of an object, `ObjectFolder`, objects by key, and `Ranges`;
          `WritableFolder`, how many ranks write a new one
+block_cache  an object as a file for a library that seeks (HDF5), through blocks that are kept
 local    files of this machine's file systems, and folders of them
 remote   objects in S3, Google, Azure, on HTTP servers: `open_remote(url, storage options)`, then `.object()`
          or `.folder()`; `RemoteObject.pin` is the version (size, ETag) that rank 0 tells the others, for `.object(pin)`

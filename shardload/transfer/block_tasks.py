@@ -19,12 +19,11 @@ from shardload.formats.contract.format import Source
 from shardload.planning.parts import Block
 from shardload.planning.source_layout import SourceLayout
 from shardload.system.scratch import ThreadScratch
-from shardload.transfer.buffers import Piece, StagedBlock
+from shardload.transfer.buffers import Piece, StagedBlock, sendable
+from shardload.transfer.cast import Convert
 from shardload.transfer.counters import Counters
-from shardload.transfer.decode import Convert
-from shardload.transfer.local_pieces import LocalPieces
-from shardload.transfer.messages import sendable
 from shardload.transfer.missing import Counter, chunk_numbers
+from shardload.transfer.pieces import LocalPieces
 from shardload.transfer.read_errors import Naming
 
 Array = np.ndarray[Any, Any]

@@ -1,28 +1,37 @@
-"""Which buffers hold values between the file and their piece?
+"""Which buffers hold values between the file and their piece, and what else do all arrays of a round share?
 
 1. A `StagedBlock` is one block in memory, as one or more tiles: one if it was read from a file, views of shards otherwise.
 2. The tiles lie in `Slots`: a few staging buffers that are reused, in shared memory if there is any, else in the memory of this
    process.
-3. A `Piece` is the data of a shard on the host, where all values end up.
+3. A part with gaps is packed into a slot before it is sent (`Packer`); one without is sent from its block.
+4. A `Piece` is the data of a shard on the host, where all values end up.
+5. `Resources` are the slots and threads of a round, which all its arrays share.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
+from shardload.comm.shared_memory import Bell, Segment
+from shardload.errors import StallError
 from shardload.planning.blocks import aligned
 from shardload.planning.parts import Block
 from shardload.planning.region import Region
-from shardload.system.scratch import aligned_bytes
+from shardload.planning.tuning import default_tuning
+from shardload.system.scratch import ThreadScratch, aligned_bytes
+from shardload.system.thread_pool import Pool
 
 Array = np.ndarray[Any, Any]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+_NOT_SHARED: Mapping[int, Segment] = MappingProxyType({})
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
@@ -143,3 +152,112 @@ class Slots:
         """Give a buffer back."""
         self.n_taken -= 1
         self._free.append(slot)
+
+
+def sendable(view: Array) -> bool:
+    """True if a view can be sent as it is: it has native byte order and positive strides.
+
+    >>> import numpy as np
+    >>> sendable(np.zeros((3, 4))[:, 1:3]), sendable(np.zeros(4)[::-1])
+    (True, False)
+    """
+    return view.dtype.isnative and all(s > 0 or n == 1 for s, n in zip(view.strides, view.shape, strict=True))
+
+
+@dataclass
+class _Buffer:
+    """A slot that parts are packed into, one after the other. It is given back when all of them have been sent."""
+
+    slot: Slot
+    n_used: int = 0
+    n_sending: int = 0
+
+
+class Packer:
+    """Packs parts without gaps into a few slots, which are reused: memory stays the same, however much is sent."""
+
+    def __init__(self, slots: Slots) -> None:
+        self._slots = slots
+        self._open: _Buffer | None = None
+        self._last: tuple[Block, Region, Array, _Buffer] | None = None
+
+    def pack(self, block: StagedBlock, region: Region) -> tuple[Array, Callable[[], None]] | None:
+        """Return a packed copy of `region` of the block, and a function to call when it has been sent. None: there is no room.
+
+        If the same region was packed last (replicas), the same copy is returned.
+        """
+        last = self._last
+        if last is not None and last[0] is block.block and last[1] == region and last[3].n_sending:
+            _, _, data, buffer = last  # compared by block too: another array may have the same region
+        else:
+            view = block.view(region)
+            found = self._room(view.nbytes)
+            if found is None:
+                return None
+            buffer = found
+            data = buffer.slot.data[buffer.n_used : buffer.n_used + view.nbytes].view(view.dtype).reshape(view.shape)
+            np.copyto(data, view, casting="no")
+            buffer.n_used += aligned(view.nbytes)
+            self._last = (block.block, region, data, buffer)
+        buffer.n_sending += 1
+        return data, partial(self._one_less, buffer)
+
+    def _room(self, nbytes: int) -> _Buffer | None:
+        if nbytes > self._slots.nbytes:
+            raise ValueError(f"a part of {nbytes} bytes for slots of {self._slots.nbytes}")
+        if self._open is not None and self._open.n_used + nbytes <= self._slots.nbytes:
+            return self._open
+        slot = self._slots.take()
+        if slot is None:
+            return None
+        self._open = _Buffer(slot)
+        return self._open
+
+    def _one_less(self, buffer: _Buffer) -> None:
+        buffer.n_sending -= 1
+        if not buffer.n_sending:
+            if buffer is self._open:
+                self._open = None
+            self._slots.give(buffer.slot)
+
+
+class Resources:
+    """What a session makes, and passes to the readers of all arrays and to the exchange. Leaving it ends the threads.
+
+    Parameters
+    ----------
+    slots, pack_slots : Slots
+        Staging buffers for blocks with parts that other ranks need, and buffers for packed parts. Each is large enough for the
+        largest block of any array.
+    bell : Bell, optional
+        Wakes this rank. Rung when a task is done and, with shared memory, by the ranks of this machine.
+    n_threads : int
+        Number of chunks that are decoded at once, over all arrays.
+    batch_nbytes : int, optional
+        Decoded bytes of the small chunks that a thread holds at once.
+    segments : mapping of int to Segment
+        The shared memory of each rank of this machine; empty if none is shared.
+    """
+
+    def __init__(
+        self,
+        slots: Slots,
+        bell: Bell | None = None,
+        n_threads: int = 1,
+        batch_nbytes: int | None = None,
+        *,
+        pack_slots: Slots | None = None,
+        segments: Mapping[int, Segment] = _NOT_SHARED,
+    ) -> None:
+        self.slots, self.pack_slots = slots, Slots(0, 0) if pack_slots is None else pack_slots
+        self.bell, self.segments, self.n_threads = Bell() if bell is None else bell, segments, n_threads
+        self.batch_nbytes = default_tuning().batch_nbytes if batch_nbytes is None else batch_nbytes
+        self.pool = Pool(n_threads, "shardload-read")
+        self.scratch = ThreadScratch()
+
+    def __enter__(self) -> Resources:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # After a stall a thread may hang in a read for ever: do not wait for it.
+        self.pool.close(wait=kind is None or not issubclass(kind, StallError))

@@ -1,7 +1,13 @@
-"""Do these values fit into the dtype that was asked for? The cast raises an error for a value that does not."""
+"""How do stored numbers become the values that were asked for? Decoded by their attributes, and then cast.
+
+The cast raises an error for a value that does not fit. A block is decoded and cast in pieces that stay in the core's cache, so
+that no temporary is as large as a block.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,13 +15,37 @@ import numpy as np
 from shardload.errors import ConfigError
 from shardload.formats.contract.dtypes import is_added
 from shardload.planning.region import Region
+from shardload.values.decoding import Decoding
 
-_CAST_SIZE = 1 << 14  # elements: checking a cast takes temporaries of this size, not of a block's
+_SIZE = 1 << 14  # elements: decoding, and checking a cast, take temporaries of this size, not of a block's
 _NEEDS_X64 = ", which needs jax.config.update('jax_enable_x64', True)"
 
 _HOW_TO_ROUND = ". To round integers on purpose, load them as they are and use astype"
 
 Array = np.ndarray[Any, Any]
+# Takes the stored numbers, the array to write the values to, and the numbers' name for messages.
+Convert = Callable[[Array, Array, str], None]
+
+
+def conversion(decoding: Decoding | None) -> Convert:
+    """The function that turns stored numbers into the loaded array's values: a cast, after decoding if there is a rule."""
+    return cast_into if decoding is None else partial(decode_into, decoding)
+
+
+def decode_into(decoding: Decoding, stored: Array, out: Array, name: str) -> None:
+    """Decode stored numbers into `out`, which has their shape; cast them if it has another dtype than the decoded values.
+
+    Raises
+    ------
+    ConfigError
+        If a decoded value does not fit into `out`'s dtype.
+    """
+    for region in Region.whole(stored.shape).split(_SIZE):
+        index: Any = (*region.slices(), ...)
+        if out.dtype == decoding.dtype:
+            decoding.into(stored[index], out[index])
+        else:
+            cast_into(decoding.values(stored[index]), out[index], f"{name} once decoded")
 
 
 def cast_into(raw: Array, out: Array, name: str) -> None:
@@ -36,7 +66,7 @@ def cast_into(raw: Array, out: Array, name: str) -> None:
     ConfigError
         If a value does not fit into `out`'s dtype.
     """
-    for region in Region.whole(raw.shape).split(_CAST_SIZE):
+    for region in Region.whole(raw.shape).split(_SIZE):
         index: Any = (*region.slices(), ...)
         if not _fits(raw[index], out[index]):
             keep = f"{raw.dtype}{_NEEDS_X64 if _is_wide(raw.dtype) else ''}"

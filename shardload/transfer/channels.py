@@ -29,15 +29,14 @@ from typing import Any
 
 import numpy as np
 
-from shardload.comm.backoff import Backoff
+from shardload.comm.collectives import Backoff
 from shardload.comm.shared_memory import Bell
 from shardload.comm.transport import Integers, Receive, Transport
 from shardload.errors import PeerError
 from shardload.planning.parts import Block, Part
 from shardload.transfer.arrivals import DEFECT, Arrivals
-from shardload.transfer.buffers import StagedBlock
+from shardload.transfer.buffers import Packer, StagedBlock
 from shardload.transfer.checksum import checksum, identity, seed_of
-from shardload.transfer.messages import Packer
 from shardload.transfer.moves import ArrayMove
 
 OFFER, ACK, RECEIPT = range(3)  # kinds of notes: "these parts lie there", "I have them", "no more, and these were all"

@@ -35,10 +35,10 @@ from shardload.storage.remote import RemoteError
 from shardload.system.interruption import let_interruption_pass
 from shardload.system.scratch import ThreadScratch
 from shardload.transfer.buffers import Piece, StagedBlock, view_of
+from shardload.transfer.cast import Convert
 from shardload.transfer.counters import Counters
-from shardload.transfer.decode import Convert
-from shardload.transfer.local_pieces import LocalPieces
 from shardload.transfer.missing import Counter
+from shardload.transfer.pieces import LocalPieces
 from shardload.transfer.read_errors import Naming
 
 Array = np.ndarray[Any, Any]
@@ -64,7 +64,7 @@ class ChunkTasks:
     counts : callable
         Chooses which missing chunks of a block this rank counts (`missing.counter_of`).
     convert : callable
-        Decodes and casts (`decode.conversion`), if the layout says that values are.
+        Decodes and casts (`cast.conversion`), if the layout says that values are.
     n_threads : int
         Number of tasks that run at once.
     batch_nbytes : int

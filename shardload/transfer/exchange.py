@@ -24,12 +24,10 @@ from shardload.comm.group import Group
 from shardload.planning.parts import Block
 from shardload.system.first_error import FirstError
 from shardload.transfer.arrivals import Arrivals
-from shardload.transfer.buffers import StagedBlock
+from shardload.transfer.buffers import Packer, Resources, StagedBlock
 from shardload.transfer.channels import Channels
 from shardload.transfer.counters import Counters
-from shardload.transfer.messages import Packer
 from shardload.transfer.moves import ArrayMove
-from shardload.transfer.resources import Resources
 
 # Buffers of interrupted exchanges (Ctrl-C): MPI may still write into them, so they are never freed.
 _abandoned: list[Any] = []

@@ -4,8 +4,8 @@ The exchange moves parts between ranks and does not need to know what they mean.
 which stages what this rank sends, block by block, and the targets that this rank fills. Its `Flow` says which rank sends which
 part to which rank:
 
-- `BlocksToPieces`, to load: the owner of each block sends, the holders of the shards receive.
-- `PiecesToBlocks`, the opposite: the first holder of each shard sends, the owners of the blocks receive.
+- a `Schedule`, to load: the owner of each block sends, the holders of the shards receive.
+- `PiecesToBlocks`, to save, the opposite: the first holder of each shard sends, the owners of the blocks receive.
 """
 
 from __future__ import annotations
@@ -73,36 +73,8 @@ class Flow(Protocol):
 
 
 @dataclass(frozen=True)
-class BlocksToPieces:
-    """Loading: the owner of each block sends, the holders of the shards receive."""
-
-    schedule: Schedule
-
-    @property
-    def ndim(self) -> int:
-        """See `Flow`."""
-        return len(self.schedule.blocks.shape)
-
-    def outgoing(self, rank: int) -> Iterator[Block]:
-        """See `Flow`."""
-        return self.schedule.owned_blocks(rank)
-
-    def incoming(self, rank: int) -> Mapping[int, Sequence[Part]]:
-        """See `Flow`."""
-        return self.schedule.remote_parts(rank)
-
-    def target(self, number: int) -> Region | None:
-        """See `Flow`."""
-        return self.schedule.true_region(number)
-
-    def targets(self, rank: int) -> Iterable[int]:
-        """See `Flow`."""
-        return self.schedule.shards.sections_of(rank)
-
-
-@dataclass(frozen=True)
 class PiecesToBlocks:
-    """The opposite of `BlocksToPieces`: the holders of the shards send, the owner of each block receives all of the block.
+    """The opposite of a load: the holders of the shards send, the owner of each block receives all of the block.
 
     An owner that holds a shard takes its values from there. Otherwise, if a shard has replicas, its first holder sends it. A
     rank stages together all that it sends of one block. The targets are blocks.

@@ -2,7 +2,7 @@
 
 1. If the source hands out whole chunks as they are stored, threads decode them one by one (`chunk_tasks`). Otherwise the
    format's library reads whole blocks, one at a time (`block_tasks`).
-2. The thread that read a block copies the parts of this rank's own pieces (`local_pieces`). Parts for other ranks wait in a
+2. The thread that read a block copies the parts of this rank's own pieces (`pieces`). Parts for other ranks wait in a
    staging buffer.
 3. Blocks are returned in the order in which they were started. What was really read is counted. The error of a failed read
    names the chunk of the file.
@@ -23,15 +23,13 @@ from shardload.planning.source_layout import SourceLayout
 from shardload.planning.tuning import Tuning, default_tuning
 from shardload.system.thread_pool import done_here
 from shardload.transfer.block_tasks import BlockTasks
-from shardload.transfer.buffers import StagedBlock
-from shardload.transfer.cast import cast_into
+from shardload.transfer.buffers import Resources, StagedBlock
+from shardload.transfer.cast import Convert, cast_into
 from shardload.transfer.chunk_tasks import ChunkTasks
 from shardload.transfer.counters import Counters
-from shardload.transfer.decode import Convert
-from shardload.transfer.local_pieces import LocalPieces
 from shardload.transfer.missing import Counter, count_by_region
+from shardload.transfer.pieces import LocalPieces
 from shardload.transfer.read_errors import Naming
-from shardload.transfer.resources import Resources
 
 
 class SourceReader:
@@ -54,7 +52,7 @@ class SourceReader:
     counts : callable, optional
         Chooses which missing chunks of a block this rank counts (`missing.counter_of`).
     convert : callable, optional
-        Turns stored numbers into values (`decode.conversion`). By default a cast.
+        Turns stored numbers into values (`cast.conversion`). By default a cast.
     """
 
     def __init__(

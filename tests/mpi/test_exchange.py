@@ -17,12 +17,11 @@ from shardload.planning.schedule import Owners, Schedule
 from shardload.planning.selection import select_axes
 from shardload.planning.shards import plan_shards
 from shardload.planning.source_layout import SourceLayout
-from shardload.transfer.buffers import Piece, Slots
+from shardload.transfer.buffers import Piece, Resources, Slots
 from shardload.transfer.exchange import exchange
-from shardload.transfer.local_pieces import LocalPieces
-from shardload.transfer.moves import ArrayMove, BlocksToPieces
+from shardload.transfer.moves import ArrayMove
+from shardload.transfer.pieces import LocalPieces
 from shardload.transfer.reader import SourceReader
-from shardload.transfer.resources import Resources
 from tests.mpi.support import grid_shape
 from tests.unit.fakes import FakeSource
 
@@ -67,7 +66,7 @@ def test_many_arrays_in_one_exchange(comm: Any, is_shared: bool, checksums: bool
         layout = SourceLayout(select_axes(None, values.shape), schedule.blocks, None, values.dtype, values.dtype)
         reader = SourceReader(source, layout, LocalPieces(group.rank, pieces), resources)  # type: ignore[arg-type]
         readers.append(reader)
-        move = ArrayMove(len(arrays), BlocksToPieces(schedule), values.dtype, seed=11)
+        move = ArrayMove(len(arrays), schedule, values.dtype, seed=11)
         move.producer, move.targets, move.on_complete = reader, pieces, complete.append
         arrays.append(move)
     with group.call():

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import shardload
 from shardload.errors import SourceError
 from shardload.jobs.copying.copy import copy_file
-from tests.mpi.sources import CHUNKS, NAME
+from tests.mpi.sources import CHUNKS, NAME, netcdf4
 from tests.mpi.support import check, cube, mesh_of, on_root, ramp, same_error
 from tests.servers import ObjectServer, Request
 
@@ -76,6 +76,12 @@ def some_chunks(file: h5py.File) -> None:
     made[2:, :5] = ramp(cube())[2:, :5]
 
 
+def bitshuffle(file: h5py.File) -> None:
+    import hdf5plugin  # on the rank that writes: the others find the filter when they need it
+
+    filled(chunks=CHUNKS, **hdf5plugin.Bitshuffle())(file)
+
+
 LAYOUTS: dict[str, tuple[dict[str, Any], Any]] = {
     "gzip": ({}, filled(chunks=CHUNKS, compression="gzip", shuffle=True)),
     "latest": ({"libver": "latest"}, filled(chunks=CHUNKS, compression="gzip", maxshape=(None, *cube()[1:]))),
@@ -84,6 +90,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Any]] = {
     "one piece": ({"userblock_size": 512}, filled()),
     "lzf": ({}, filled(chunks=CHUNKS, compression="lzf")),
     "scaleoffset": ({}, lambda file: file.create_dataset(NAME, data=ramp(cube(), "i4"), chunks=CHUNKS, scaleoffset=0)),
+    "bitshuffle": ({}, bitshuffle),
     "some chunks": ({}, some_chunks),
 }
 
@@ -93,10 +100,17 @@ def test_as_on_disk(shared: Shared, layout: str) -> None:
     """Wrong if a shard had other values, or if another rank than 0 read the beginning of the file, where its metadata are."""
     how, make = LAYOUTS[layout]
     url, path = shared.write("a.h5", make, **how)
-    with h5py.File(path) as file:
-        expected = np.asarray(file[NAME][...])
-        ends = file[NAME].id.get_offset() or file[NAME].id.get_chunk_info(0).byte_offset
-    mesh, given = mesh_of(), {"storage": shared.storage, "missing": "fill", "allow_filters": "scaleoffset", "dataset": NAME}
+
+    def read() -> tuple[Any, int]:
+        with h5py.File(path) as file:
+            ends = file[NAME].id.get_offset() or file[NAME].id.get_chunk_info(0).byte_offset
+            return np.asarray(file[NAME][...]), int(ends)
+
+    expected, ends = on_root(shared.comm, read)  # which may have a filter that the others have not
+    mesh, given = (
+        mesh_of(),
+        {"storage": shared.storage, "missing": "fill", "allow_filters": ("scaleoffset", "bitshuffle"), "dataset": NAME},
+    )
     for spec in SPECS.values():
         shared.log()
         x = shardload.load(url, mesh, spec, readers="parallel", **given)
@@ -110,6 +124,13 @@ def test_as_on_disk(shared: Shared, layout: str) -> None:
     check(y, expected[part], mesh, P(None, "a"))
     z = shardload.load(url, mesh, P("b", "a"), verify="full", **given)
     check(z, expected, mesh, P("b", "a"))
+
+
+def test_a_file_of_the_netcdf_library(comm: Any, shared: Shared) -> None:
+    (shared.folder / "b").mkdir(exist_ok=True)
+    path = on_root(comm, lambda: netcdf4(shared.folder / "b", cube()))
+    x = shardload.load(f"{shared.url}/b/{Path(path).name}:/{NAME}", mesh_of(), P("a", "b"), storage=shared.storage)
+    check(x, ramp(cube()), mesh_of(), P("a", "b"))
 
 
 def test_a_rank_that_reads_nothing_asks_for_nothing(shared: Shared) -> None:

@@ -399,7 +399,7 @@ def test_messages_are_split(
     monkeypatch.setattr(PLAN, "MAX_MESSAGE_NBYTES", nbytes)
     for spec, verify in share((P("b", "a"), P("a")), VERIFY):
         made = shardload.plan(path, mesh_of(), spec, readers=readers, verify=verify)
-        sent = [part for parts in made.schedule.remote_parts(comm.rank).values() for part in parts]
+        sent = [part for parts in made.schedule.incoming(comm.rank).values() for part in parts]
         assert all(part.region.size * 4 <= nbytes for part in sent)
         check(made.execute(), values, mesh_of(), spec, (spec, verify))
     spec = P("b", "a")

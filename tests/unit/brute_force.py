@@ -216,7 +216,7 @@ def simulate(case: Case, plan: Schedule) -> Counter[str]:
     counts: Counter[str] = Counter()
     sent: dict[tuple[int, int], list[tuple[Region, int]]] = {}
     for sender in range(case.n_ranks):
-        for read in plan.owned_blocks(sender):
+        for read in plan.outgoing(sender):
             counts["reads"] += 1
             assert read.region.size > 0
             assert Region.whole(case.shape).contains(read.region), f"{read.region} reaches outside the array"
@@ -237,14 +237,14 @@ def simulate(case: Case, plan: Schedule) -> Counter[str]:
                     counts["moved"] += part.region.size
 
     for rank in range(case.n_ranks):
-        expected = {s: [(p.region, p.shard) for p in parts] for s, parts in plan.remote_parts(rank).items()}
+        expected = {s: [(p.region, p.shard) for p in parts] for s, parts in plan.incoming(rank).items()}
         got = {s: messages for (s, receiver), messages in sent.items() if receiver == rank}
         assert got == expected, f"rank {rank} gets {got}, but waits for {expected}"
-        assert all(p.rank == s for s, parts in plan.remote_parts(rank).items() for p in parts)
+        assert all(p.rank == s for s, parts in plan.incoming(rank).items() for p in parts)
         for shard, buffer in buffers[rank].items():
             region = plan.shards.region(shard)
             true = region.intersect(Region.whole(case.shape))
-            assert plan.true_region(shard) == true
+            assert plan.target(shard) == true
             wanted, once = np.full(region.shape, -1), np.zeros(region.shape, dtype=int)
             if true is not None:
                 wanted[true.slices(region.start)] = table[true.slices()]
@@ -259,7 +259,7 @@ def chunks_read(plan: Schedule, chunks: Grid, rank: int) -> list[list[int]]:
     numbers = cell_numbers(chunks)
     return [
         np.unique(np.concatenate([numbers[p.region.slices()].ravel() for p in read.parts])).tolist()
-        for read in plan.owned_blocks(rank)
+        for read in plan.outgoing(rank)
     ]
 
 
@@ -269,7 +269,7 @@ def elements_read(plan: Schedule, rank: int) -> int:
     What lies between the parts of a block is not read (`test_what_lies_between_the_shards_of_a_rank_is_not_read`).
     """
     n = 0
-    for read in plan.owned_blocks(rank):
+    for read in plan.outgoing(rank):
         is_needed = np.zeros(read.region.shape, dtype=bool)
         for part in read.parts:
             is_needed[part.region.slices(read.region.start)] = True

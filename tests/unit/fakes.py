@@ -22,10 +22,9 @@ from shardload.planning.selection import select_axes
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.tuning import default_tuning
 from shardload.storage.objects import Ranges
-from shardload.transfer.buffers import Piece, Slots, StagedBlock
-from shardload.transfer.local_pieces import LocalPieces
+from shardload.transfer.buffers import Piece, Resources, Slots, StagedBlock
+from shardload.transfer.pieces import LocalPieces
 from shardload.transfer.reader import SourceReader
-from shardload.transfer.resources import Resources
 
 Array = np.ndarray[Any, Any]
 

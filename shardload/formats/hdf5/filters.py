@@ -55,7 +55,7 @@ def refuse_filters(dataset: OpenDataset, access: Access) -> str | None:
         return None
     chunk = tuple(dataset.creation.get_chunk())
     for k, (number, _, values, label) in enumerate(dataset.stored_filters):
-        refused = refuse_filter(number, label, values, dataset.kind, chunk, access) or _missing(number, label)
+        refused = refuse_filter(number, label, values, dataset.kind, chunk, access) or missing_filter(number, label)
         if refused is not None and not _is_unused(dataset, k):
             return refused
     compressors = [(number, label) for number, _, _, label in dataset.stored_filters if number not in SIZED]
@@ -130,8 +130,8 @@ def _told(number: int, label: bytes) -> str:
     return f"HDF5 filter {number} ({NAMES.get(number) or given or 'unnamed'})"
 
 
-def _missing(number: int, label: bytes) -> str | None:
-    """Why this HDF5 cannot undo a filter; None if it can. HDF5 loads filters from HDF5_PLUGIN_PATH.
+def missing_filter(number: int, label: bytes) -> str | None:
+    """Why this HDF5 cannot undo a filter, in words that follow "holds"; None if it can. HDF5 loads them from HDF5_PLUGIN_PATH.
 
     This check comes last: importing netCDF4 sets that path to filters that are linked to another copy of HDF5.
     """

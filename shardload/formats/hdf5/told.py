@@ -25,9 +25,10 @@ import numpy as np
 from shardload.formats.access import Access
 from shardload.formats.contract.array import ArrayInfo, Properties
 from shardload.formats.contract.by_chunks import chunks_met
-from shardload.formats.contract.format import Source
+from shardload.formats.contract.format import Source, UndecodedError
 from shardload.formats.hdf5.chunks import ChunkPlaces, ChunkTable, open_chunks
 from shardload.formats.hdf5.contiguous import open_contiguous
+from shardload.formats.hdf5.filters import missing_filter
 from shardload.formats.hdf5.in_memory import file_in_memory, file_of, image_of
 from shardload.formats.hdf5.links import Others
 from shardload.formats.hdf5.opened import OpenDataset, OpenFacts, kept
@@ -181,6 +182,9 @@ class ToldSource(Hdf5Source):
         if places is None or stored is None:
             yield self.dataset.id
             return
+        for number, _, _, name in self.dataset.stored_filters:
+            if (why := missing_filter(number, name)) is not None:  # here: the rank that told has it
+                raise UndecodedError(f"{self.info} holds {why}")
         box = chunks_met(part, places.chunk)
         offsets, sizes, masks = places.of(box)
         is_stored = offsets >= 0

@@ -158,10 +158,5 @@ def plan_copy(
 def _runs(layout: SourceLayout) -> Grid:
     """Stand-ins for the chunks of an array that has none: runs of at most 64 KiB, which are worth a read."""
     shape = layout.chunks.shape
-    cell, left = [1] * len(shape), (64 << 10) // layout.file_dtype.itemsize
-    for axis in reversed(range(len(shape))):
-        cell[axis] = max(1, min(shape[axis], left))
-        if cell[axis] < shape[axis]:
-            break
-        left //= max(1, shape[axis])
-    return Grid(shape, tuple(cell), (0,) * len(shape))
+    cell, _ = plan_rows(shape, layout.file_dtype.itemsize, 64 << 10)
+    return Grid(shape, tuple(max(1, n) for n in cell), (0,) * len(shape))

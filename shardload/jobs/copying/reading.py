@@ -34,7 +34,7 @@ from shardload.planning.source_layout import SourceLayout
 from shardload.planning.staging import plan_staging
 from shardload.planning.strategies import plan_direct, plan_shared
 from shardload.transfer.buffers import Piece
-from shardload.transfer.moves import ArrayMove, BlocksToPieces
+from shardload.transfer.moves import ArrayMove
 
 _BLOCKS_IN_CAP = 8
 _MOST_OPEN = 64  # sources
@@ -46,7 +46,7 @@ class CopyMove(ArrayMove):
     """One slab of an array in one round."""
 
     def __init__(self, array: int, slab: Region, layout: SourceLayout, schedule: Schedule, name: str) -> None:
-        super().__init__(array, BlocksToPieces(schedule), layout.dtype, name)
+        super().__init__(array, schedule, layout.dtype, name)
         self.slab, self.layout, self.schedule = slab, layout, schedule
 
 

@@ -112,7 +112,7 @@ class CopyRequest:
         return Access(self.allow_external, frozenset(self.allow_filters), limits, storage=self.storage)
 
     def invocation(self, call: str, title: str) -> Invocation:
-        """See `engine.call.Request`."""
+        """See `engine.call.CallRequest`."""
         return Invocation(
             call, title, {name: repr(value) for name, value in vars(self).items()} | {"source": repr(shown(self.source))}
         )

@@ -31,8 +31,8 @@ from shardload.system.first_error import FirstError
 from shardload.transfer.allocator import empty_pieces
 from shardload.transfer.buffers import Piece
 from shardload.transfer.counters import Counters
-from shardload.transfer.moves import ArrayMove, BlocksToPieces
-from shardload.transfer.shard_pieces import ShardPieces
+from shardload.transfer.moves import ArrayMove
+from shardload.transfer.pieces import ShardPieces
 
 Array = np.ndarray[Any, Any]
 
@@ -40,18 +40,18 @@ Array = np.ndarray[Any, Any]
 def moves_of(loads: Sequence[ArrayLoad]) -> list[ArrayMove]:
     """What moves in a load of these arrays."""
     return [
-        ArrayMove(k, BlocksToPieces(load.layout.schedule), load.plan.dtype, load.name if len(loads) > 1 else "", load.named)
+        ArrayMove(k, load.layout.schedule, load.plan.dtype, load.name if len(loads) > 1 else "", load.named)
         for k, load in enumerate(loads)
     ]
 
 
 def _each(items: Iterable[Any], do: Callable[[Any], None]) -> None:
-    """Do something for each item with a `load`. An error names its array."""
+    """Do something for each load, or each item that has one. An error names its array."""
     for item in items:
         try:
             do(item)
         except Exception:  # a context around each call would take longer than some of the calls
-            with item.load.naming_errors():
+            with getattr(item, "load", item).naming_errors():
                 raise
 
 
@@ -116,40 +116,6 @@ def _close(source: Source | OpenFile, kind: type[BaseException] | None, *_: obje
         source.close()
 
 
-class _OpenArray:
-    """An array of a load that this rank has open, if it reads any block of it.
-
-    Attributes
-    ----------
-    source : Source or None
-        What reads it.
-    contents : State
-        The source's state when it was opened, to compare with the other ranks' sources.
-    """
-
-    def __init__(self, load: ArrayLoad) -> None:
-        self.load = load
-        self.source: Source | None = None
-        self.contents: State = None
-        self._state: State = None
-        self._is_compared = False  # in the end, with how it was
-
-    def open(self, sources: OpenSources, rank: int) -> None:
-        load = self.load
-        if load.layout.schedule.is_owner(rank):
-            self.source = sources.open(load)
-            self._state = self.source.opened_in()
-            self._is_compared = is_compared(load.info.path, rank, load.layout.schedule.first_reader)
-            check_names(load.name, load.named_in, self._state, load.info.path, load.info.dataset)
-        self.contents = load.contents() if load.is_open else self._state
-
-    def check_unchanged(self) -> None:
-        """Raise SourceError if the file has changed since it was opened."""
-        if self.source is not None and self._is_compared:
-            info = self.load.info
-            check_unchanged(str(info), self._state, self.source.state(), info.path, info.dataset)
-
-
 class LoadSource(FileSource):
     """The arrays of a load.
 
@@ -164,8 +130,8 @@ class LoadSource(FileSource):
 
     Attributes
     ----------
-    arrays : list of _OpenArray
-        What was opened of each.
+    contents : list of State
+        The state of each array when it was opened, to compare with the other ranks; None of one that this rank does not read.
     files : dict
         The state of each file with several arrays that this rank has open, by path.
     """
@@ -173,33 +139,46 @@ class LoadSource(FileSource):
     def __init__(self, loads: Sequence[ArrayLoad], rank: int, tuning: Tuning) -> None:
         super().__init__(rank, loads[0].options.checksums, tuning)
         self._loads = loads
-        self.arrays = [_OpenArray(load) for load in loads]
+        self.contents: list[State] = [None] * len(loads)
         self.files: dict[str, State] = {}
 
     def open(self, moves: Sequence[ArrayMove], opened: ExitStack) -> list[OpenArray]:
         """See `FileSource`."""
-        rank = self._rank
-        here = {load.info.path for load in self._loads if load.layout.schedule.is_owner(rank)}
-        sources = OpenSources([load for load in self._loads if load.info.path in here], opened)
-        _each(self.arrays, lambda array: array.open(sources, rank))
-        self.files = sources.states
-        _each(self.arrays, self._check_same_file)
-        opened.push(self._check_unchanged)
-        layouts = [load.layout for load in self._loads]
-        return [
-            OpenArray(array.load.info, array.source, layout.source, layout.schedule, layout.decoding)
-            for array, layout in zip(self.arrays, layouts, strict=True)
-        ]
+        rank, loads = self._rank, self._loads
+        here = {load.info.path for load in loads if load.layout.schedule.is_owner(rank)}
+        sources = OpenSources([load for load in loads if load.info.path in here], opened)
+        arrays: list[OpenArray] = []
+        compared: list[tuple[ArrayLoad, Source, State]] = []  # in the end, with how they were
 
-    def _check_same_file(self, array: _OpenArray) -> None:
+        def open_one(load: ArrayLoad) -> None:
+            layout, info, source = load.layout, load.info, None
+            if layout.schedule.is_owner(rank):
+                source = sources.open(load)
+                state = self.contents[len(arrays)] = source.opened_in()
+                if is_compared(info.path, rank, layout.schedule.first_reader):
+                    compared.append((load, source, state))
+                check_names(load.name, load.named_in, state, info.path, info.dataset)
+            if load.is_open:
+                self.contents[len(arrays)] = load.contents()
+            arrays.append(OpenArray(info, source, layout.source, layout.schedule, layout.decoding))
+
+        _each(loads, open_one)
+        self.files = sources.states
+        _each(loads, self._check_same_file)
+        opened.push(partial(_check_unchanged, compared))
+        return arrays
+
+    def _check_same_file(self, load: ArrayLoad) -> None:
         """Raise SourceError if one rank has read a small array in another file than the one that is open here."""
-        load = array.load
         if isinstance(load.handle, MemorySource) and load.info.path in self.files:
             check_same_file(load.name, load.handle.read_in, self.files[load.info.path], load.info.path, load.info.dataset)
 
-    def _check_unchanged(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            _each(self.arrays, _OpenArray.check_unchanged)
+
+def _check_unchanged(compared: Sequence[tuple[ArrayLoad, Source, State]], kind: type[BaseException] | None, *_: object) -> None:
+    """Raise SourceError if a file has changed since it was opened."""
+    for load, source, before in compared if kind is None else ():
+        with load.naming_errors():
+            check_unchanged(str(load.info), before, source.state(), load.info.path, load.info.dataset)
 
 
 # --- where they go
@@ -265,7 +244,7 @@ class ShardedArray:
         layout, source, counters = self.load.layout, self.load.handle, self.counters
         started = time.perf_counter()
         for section, piece in self.pieces.items():
-            region = layout.schedule.true_region(section)
+            region = layout.schedule.target(section)
             if region is not None and region.size:
                 place, target = layout.source.selection.to_file(region), piece.view(region)
                 view = source.view(place)

@@ -220,10 +220,10 @@ class Loader:
         """What the last agreement sums over the ranks: counts for the report, and numbers that compare the ranks' files."""
         of_stores = counts().since(asked)
         summed = [session.counters.n_checksums, of_stores.requests, of_stores.nbytes, of_stores.retries]
-        for opened, own, proven in zip(source.arrays, target.arrays, checked, strict=True):
+        for contents, own, proven in zip(source.contents, target.arrays, checked, strict=True):
             cost = own.counters
             summed += [cost.chunks_missing, cost.chunks_decoded, cost.nbytes_read, cost.n_checksums]
-            summed += [*to_sums(opened.contents), *proven.counts]
+            summed += [*to_sums(contents), *proven.counts]
         for path in self._paths_of_several:
             summed += to_sums(source.files.get(path))
         return summed

@@ -29,7 +29,7 @@ from shardload.jobs.trees import (
 from shardload.options import FILE, FULL, OWN
 from shardload.planning.region import Region
 from shardload.planning.strategies import ROOT
-from shardload.transfer.messages import sendable
+from shardload.transfer.buffers import sendable
 
 
 class ScatterCall(LoadCall):

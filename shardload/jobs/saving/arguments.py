@@ -169,11 +169,11 @@ class SaveRequest:
 
     @property
     def timeout(self) -> float | None:
-        """See `engine.call.Request`."""
+        """See `engine.call.CallRequest`."""
         return self.options.timeout
 
     def invocation(self, call: str, title: str) -> Invocation:
-        """See `engine.call.Request`. The order of a dict, or of a Dataset, means nothing."""
+        """See `engine.call.CallRequest`. The order of a dict, or of a Dataset, means nothing."""
         told = self.options.describe()
         values = {
             "path": repr(self.path),

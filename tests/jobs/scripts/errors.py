@@ -192,7 +192,7 @@ def _() -> None:
 @case("no memory to pack on rank 0")
 def _() -> None:
     packs = lambda *_: (_ for _ in ()).throw(MemoryError("cannot allocate 512 GiB"))  # noqa: E731
-    patched("shardload.transfer.messages", "_Buffer", packs, lambda: load("fine.h5", P(None, "b", "a"), readers="root"), (0,))
+    patched("shardload.transfer.buffers", "_Buffer", packs, lambda: load("fine.h5", P(None, "b", "a"), readers="root"), (0,))
 
 
 @case("no memory for a checksum on rank 0")

@@ -47,7 +47,7 @@ layout, plan, execute, prepare, local_pieces, group, staging, channels = (
         "planning.schedule",
         "jobs.loading.endpoints",
         "jobs.loading.call",
-        "transfer.local_pieces",
+        "transfer.pieces",
         "comm.group",
         "transfer.buffers",
         "transfer.channels",
@@ -136,9 +136,9 @@ def _(stack: ExitStack) -> None:
 
 def reads_of_rank_0(stack: ExitStack, change: Callable[[Any], Any]) -> None:
     """Let rank 0 send something else than the others expect."""
-    right = plan.Schedule.owned_blocks
+    right = plan.Schedule.outgoing
     if comm.rank == 0:
-        stack.enter_context(patch.object(plan.Schedule, "owned_blocks", lambda self, rank: change(list(right(self, rank)))))
+        stack.enter_context(patch.object(plan.Schedule, "outgoing", lambda self, rank: change(list(right(self, rank)))))
 
 
 @case("two ranks get each other's part", spec=P("a", "b"), readers="root")
@@ -168,7 +168,7 @@ def _(stack: ExitStack) -> None:
 
 @case("the last block dropped by all", spec=P("a", "b"), readers="parallel", dataset="chunked")
 def _(stack: ExitStack) -> None:
-    reads, incoming = plan.Schedule.owned_blocks, plan.Schedule.remote_parts
+    reads, incoming = plan.Schedule.outgoing, plan.Schedule.incoming
 
     def last(self: Any) -> Any:
         return self.blocks.region(self.blocks.n_cells - 1)
@@ -180,8 +180,8 @@ def _(stack: ExitStack) -> None:
         kept = {k: [p for p in parts if not last(self).contains(p.region)] for k, parts in incoming(self, rank).items()}
         return {k: parts for k, parts in kept.items() if parts}
 
-    stack.enter_context(patch.object(plan.Schedule, "owned_blocks", fewer_reads))
-    stack.enter_context(patch.object(plan.Schedule, "remote_parts", fewer_parts))
+    stack.enter_context(patch.object(plan.Schedule, "outgoing", fewer_reads))
+    stack.enter_context(patch.object(plan.Schedule, "incoming", fewer_parts))
 
 
 @case("a reader drops its last block", spec=P("a", "b"), readers="root", dataset="chunked", staging=8192)
@@ -191,10 +191,10 @@ def _(stack: ExitStack) -> None:
 
 @case("a receiver expects a block too few", spec=P("a", "b"), readers="root", dataset="chunked", staging=8192)
 def _(stack: ExitStack) -> None:
-    right = plan.Schedule.remote_parts
+    right = plan.Schedule.incoming
     if comm.rank == 3:
         wrong = lambda self, rank: {k: parts[:-1] for k, parts in right(self, rank).items()}  # noqa: E731
-        stack.enter_context(patch.object(plan.Schedule, "remote_parts", wrong))
+        stack.enter_context(patch.object(plan.Schedule, "incoming", wrong))
 
 
 # --- what goes wrong on the way ---------------------------------------------------------------------------------------

@@ -81,7 +81,7 @@ def carry_out(case: Case, halo: Halo, plan: Schedule) -> None:
     writes = [{s: np.zeros(b.shape, dtype=int) for s, b in mine.items()} for mine in buffers]
     order: dict[tuple[int, int], list[tuple[Region, int]]] = {}
     for sender in range(case.n_ranks):
-        for read in plan.owned_blocks(sender):
+        for read in plan.outgoing(sender):
             assert read.region.size <= plan.max_block_size
             for part in read.parts:
                 assert read.region.contains(part.region)
@@ -98,7 +98,7 @@ def carry_out(case: Case, halo: Halo, plan: Schedule) -> None:
                 if part.rank != sender:
                     order.setdefault((sender, part.rank), []).append((part.region, part.shard))
     for rank in range(case.n_ranks):
-        parts_of = {s: [(p.region, p.shard) for p in parts] for s, parts in plan.remote_parts(rank).items()}
+        parts_of = {s: [(p.region, p.shard) for p in parts] for s, parts in plan.incoming(rank).items()}
         assert parts_of == {s: got for (s, receiver), got in order.items() if receiver == rank}
         for shard, buffer in buffers[rank].items():
             filled = np.zeros(buffer.shape, dtype=int)
@@ -168,7 +168,7 @@ def test_what_a_load_costs(data: st.DataObject) -> None:
             elif not plan.is_merged:
                 assert met >= sum(decoded) and busiest >= max(decoded)
             continue
-        sent = [part for r in range(case.n_ranks) for parts in plan.remote_parts(r).values() for part in parts]
+        sent = [part for r in range(case.n_ranks) for parts in plan.incoming(r).values() for part in parts]
         assert cost.moved_nbytes >= sum(part.region.size for part in sent) * case.itemsize
         assert cost.messages >= len(sent) or not plan.is_never_split
 
@@ -222,5 +222,5 @@ def test_a_contiguous_array_is_read_section_by_section() -> None:
     shards = plan_shards((64, 8), case.axes, case.ranks).with_halo(Halo((2, 0), ("wrap", "wrap")))
     plan = plan_direct(case.layout(has_chunks=False), shards, 4, max_nbytes=1 << 20)
     assert plan.owners == Direct(is_merged=False)
-    assert [str(read.region) for read in plan.owned_blocks(0)] == ["[0:18, 0:8]", "[62:64, 0:8]"]
-    assert [str(read.region) for read in plan.owned_blocks(1)] == ["[14:34, 0:8]"]
+    assert [str(read.region) for read in plan.outgoing(0)] == ["[0:18, 0:8]", "[62:64, 0:8]"]
+    assert [str(read.region) for read in plan.outgoing(1)] == ["[14:34, 0:8]"]

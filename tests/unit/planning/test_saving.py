@@ -10,9 +10,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from shardload.engine.read_back import plan_partners
 from shardload.planning.blocks import run_of
 from shardload.planning.chunk_shapes import plan_chunks
-from shardload.planning.partners import plan_partners
 from shardload.planning.region import Region
 from shardload.planning.saving import (
     StoredArray,

@@ -56,7 +56,7 @@ def test_every_element_arrives_once_from_the_right_place(case: Case) -> None:
     plan = case.plan()
     simulate(case, plan)
     for rank in range(case.n_ranks):
-        regions, around = [read.region for read in plan.owned_blocks(rank)], plan.around(rank)
+        regions, around = [read.region for read in plan.outgoing(rank)], plan.around(rank)
         assert bool(regions) == (around is not None)
         assert around is None or all(around.contains(region) for region in regions), "a file would not be asked about a block"
         assert len(regions) != 1 or around == regions[0]
@@ -67,10 +67,10 @@ def test_every_element_arrives_once_from_the_right_place(case: Case) -> None:
         check_chunks_and_owners(case, plan)
     else:
         for rank in range(case.n_ranks):
-            assert plan.remote_parts(rank) == {}
+            assert plan.incoming(rank) == {}
             assert len(plan.blocks_of(rank)) == 0
             assert plan.is_owner(rank) == bool(held_regions(case)[rank])
-            assert all(part.rank == rank for read in plan.owned_blocks(rank) for part in read.parts)
+            assert all(part.rank == rank for read in plan.outgoing(rank) for part in read.parts)
 
 
 @examples(100)
@@ -117,8 +117,8 @@ class OwnerTakenForRank(Schedule):
 
 
 class OneReplicaOnly(Schedule):
-    def owned_blocks(self, rank: int) -> Iterator[Block]:
-        for read in super().owned_blocks(rank):
+    def outgoing(self, rank: int) -> Iterator[Block]:
+        for read in super().outgoing(rank):
             first: dict[int, Part] = {}
             for part in read.parts:
                 first.setdefault(part.shard, part)
@@ -126,31 +126,31 @@ class OneReplicaOnly(Schedule):
 
 
 class ShardsBeforeBlocks(Schedule):
-    def remote_parts(self, rank: int) -> Mapping[int, Sequence[Part]]:
-        return {s: sorted(parts, key=lambda p: p.shard) for s, parts in super().remote_parts(rank).items()}
+    def incoming(self, rank: int) -> Mapping[int, Sequence[Part]]:
+        return {s: sorted(parts, key=lambda p: p.shard) for s, parts in super().incoming(rank).items()}
 
 
 class PaddingIsRead(Schedule):
-    def true_region(self, shard: int) -> Region | None:
+    def target(self, shard: int) -> Region | None:
         return self.shards.region(shard)
 
 
 class SwappedPlaces(Schedule):
     """Parts go to the right rank but to the region of the transposed shard."""
 
-    def owned_blocks(self, rank: int) -> Iterator[Block]:
-        for read in super().owned_blocks(rank):
+    def outgoing(self, rank: int) -> Iterator[Block]:
+        for read in super().outgoing(rank):
             yield Block(read.region, tuple(Part(p.region, [0, 2, 1, 3][p.shard], p.rank) for p in read.parts))
 
 
 class UnsplitReceives(Schedule):
-    def remote_parts(self, rank: int) -> Mapping[int, Sequence[Part]]:
-        return Schedule.remote_parts(replace(self, max_message_nbytes=1 << 30), rank)
+    def incoming(self, rank: int) -> Mapping[int, Sequence[Part]]:
+        return Schedule.incoming(replace(self, max_message_nbytes=1 << 30), rank)
 
 
 class DirectTwice(Schedule):
-    def owned_blocks(self, rank: int) -> Iterator[Block]:
-        for block in super().owned_blocks(rank):
+    def outgoing(self, rank: int) -> Iterator[Block]:
+        for block in super().outgoing(rank):
             yield from (block, block)
 
 
@@ -266,15 +266,15 @@ def test_who_gets_what_on_a_permuted_mesh_with_replicas_and_padding() -> None:
     def part(start: int, stop: int, shard: int, rank: int) -> Part:
         return Part(Region((start,), (stop,)), shard, rank)
 
-    assert [r.parts for r in plan.owned_blocks(0)] == [(part(0, 2, 0, 1), part(0, 2, 0, 3))]
-    assert [r.parts for r in plan.owned_blocks(2)] == [
+    assert [r.parts for r in plan.outgoing(0)] == [(part(0, 2, 0, 1), part(0, 2, 0, 3))]
+    assert [r.parts for r in plan.outgoing(2)] == [
         (part(2, 3, 0, 1), part(2, 3, 0, 3), part(3, 4, 1, 0), part(3, 4, 1, 2)),
         (part(4, 5, 1, 0), part(4, 5, 1, 2)),
     ]
-    assert list(plan.owned_blocks(1)) == list(plan.owned_blocks(3)) == []
-    assert plan.remote_parts(0) == {2: [part(3, 4, 1, 2), part(4, 5, 1, 2)]}
-    assert plan.remote_parts(1) == plan.remote_parts(3) == {0: [part(0, 2, 0, 0)], 2: [part(2, 3, 0, 2)]}
-    assert plan.remote_parts(2) == {}
+    assert list(plan.outgoing(1)) == list(plan.outgoing(3)) == []
+    assert plan.incoming(0) == {2: [part(3, 4, 1, 2), part(4, 5, 1, 2)]}
+    assert plan.incoming(1) == plan.incoming(3) == {0: [part(0, 2, 0, 0)], 2: [part(2, 3, 0, 2)]}
+    assert plan.incoming(2) == {}
 
 
 # --- grids
@@ -399,7 +399,7 @@ def test_direct_reads_stay_below_the_cap(case: Case, cap: int, is_merged: bool) 
     simulate(replace(case, n_readers=0), plan)
     largest = 0
     for rank in range(case.n_ranks):
-        found = list(zip(plan.owned_blocks(rank), chunks_read(plan, case.chunks, rank), strict=True))
+        found = list(zip(plan.outgoing(rank), chunks_read(plan, case.chunks, rank), strict=True))
         for read, numbers in found:
             largest = max(largest, read.region.size)
             assert read.region.size * case.itemsize <= cap or len(numbers) == 1
@@ -443,7 +443,7 @@ def test_staging_buffers_are_no_larger_than_a_shard() -> None:
     shards = plan_shards(planes.shape, [(), (0,), (1,)], np.arange(64 * 64).reshape(64, 64))
     blocks = plan_blocks(planes, 4, max_nbytes=1 << 20, within=shards.shard_shape)
     plan = Schedule(blocks, shards, 4, 4096, Direct())
-    assert max(read.region.size for read in plan.owned_blocks(17)) == plan.max_block_size <= 1 << 18
+    assert max(read.region.size for read in plan.outgoing(17)) == plan.max_block_size <= 1 << 18
 
 
 @pytest.mark.parametrize(
@@ -476,10 +476,10 @@ def test_a_message_of_more_than_a_gibibyte_is_split() -> None:
     assert MAX_MESSAGE_NBYTES == 1 << 30
     shards = plan_shards((3, 1 << 28), [(), ()], np.array([1]))
     plan = Schedule(Grid((3, 1 << 28), (3, 1 << 28), (0, 0)), shards, 8, 2, Owners())
-    (read,) = plan.owned_blocks(0)
+    (read,) = plan.outgoing(0)
     assert all(p.region.size * 8 <= MAX_MESSAGE_NBYTES for p in read.parts)
     assert sum(p.region.size for p in read.parts) == 3 << 28
-    assert [(p.region, p.shard) for p in read.parts] == [(p.region, p.shard) for p in plan.remote_parts(1)[0]]
+    assert [(p.region, p.shard) for p in read.parts] == [(p.region, p.shard) for p in plan.incoming(1)[0]]
 
 
 @pytest.mark.parametrize("name", FIXED)

@@ -26,11 +26,10 @@ from shardload.planning.selection import select_axes
 from shardload.planning.shards import plan_shards
 from shardload.planning.source_layout import SourceLayout
 from shardload.transfer import channels, exchange
-from shardload.transfer.buffers import Piece, StagedBlock
-from shardload.transfer.local_pieces import LocalPieces
-from shardload.transfer.moves import ArrayMove, BlocksToPieces, PiecesToBlocks
+from shardload.transfer.buffers import Piece, Resources, StagedBlock
+from shardload.transfer.moves import ArrayMove, PiecesToBlocks
+from shardload.transfer.pieces import LocalPieces
 from shardload.transfer.reader import SourceReader
-from shardload.transfer.resources import Resources
 from tests.unit.fakes import FakeSource, pieces_of
 from tests.unit.transfer.network import FakeTransport, Network, Rank, exchange_all, leave_no_memory, ranks_of
 
@@ -91,7 +90,7 @@ class Loads:
         local, resources = LocalPieces(rank.number, pieces), Resources(rank.slots, rank.bell)
         reader = SourceReader(source, layout, local, resources)  # type: ignore[arg-type]
         note = lambda piece: self.complete[rank.number].append((k, piece))  # noqa: E731
-        move = ArrayMove(k, BlocksToPieces(given.schedule), given.values.dtype, f"array {k}")
+        move = ArrayMove(k, given.schedule, given.values.dtype, f"array {k}")
         move.producer, move.targets, move.on_complete, move.seed = reader, pieces, note, self.seeds[k]
         return move
 
@@ -127,7 +126,7 @@ def test_every_part_of_every_array_arrives(way: str, n: int, checksums: bool) ->
         part.region.size * given.values.itemsize
         for given in loads.given
         for rank in range(4)
-        for parts in given.schedule.remote_parts(rank).values()
+        for parts in given.schedule.incoming(rank).values()
         for part in parts
     )
     assert sum(counters.nbytes_received for _, counters in found) == from_others
@@ -231,14 +230,14 @@ def test_a_rank_that_drops_its_last_array(way: str, monkeypatch: pytest.MonkeyPa
 
 def test_a_last_array_that_all_ranks_drop(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if only what is expected were looked at: every element of every target must have come."""
-    right, incoming = exchange._outgoing, BlocksToPieces.incoming
+    right, incoming = exchange._outgoing, Schedule.incoming
     loads = Loads("messages", GIVEN[:3])
     last = loads.given[-1].values.shape
     monkeypatch.setattr(exchange, "_outgoing", lambda arrays, rank: right(arrays[:-1], rank))
     monkeypatch.setattr(
-        BlocksToPieces,
+        Schedule,
         "incoming",
-        lambda self, rank: {} if self.schedule.blocks.shape == last else incoming(self, rank),
+        lambda self, rank: {} if self.blocks.shape == last else incoming(self, rank),
     )
     assert all("0 elements arrived" in str(error) and "of array 2" in str(error) for error in failed(loads))
 

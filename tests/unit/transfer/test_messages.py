@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from shardload.planning.parts import Block, Part
 from shardload.planning.region import Region
-from shardload.transfer.buffers import Piece, Slots, StagedBlock
+from shardload.transfer.buffers import Packer, Piece, Slots, StagedBlock, sendable
 from shardload.transfer.checksum import checksum, identity
-from shardload.transfer.messages import Packer, sendable
 from tests.unit.fakes import TABLE, rows
 
 F4 = np.dtype("f4")

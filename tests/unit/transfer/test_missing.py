@@ -36,7 +36,7 @@ def test_each_chunk_is_counted_by_one_rank_in_one_read(case: Case) -> None:
     plan, counted = case.plan(), Counter[int]()
     for rank in range(case.n_ranks):
         counts = counter_of(plan, rank)
-        for read in plan.owned_blocks(rank):
+        for read in plan.outgoing(rank):
             met = np.fromiter(case.chunks.meeting(read.region), np.int64)
             counted.update(counts(read, met, case.chunks).tolist())
     assert counted == Counter(range(case.chunks.n_cells))
@@ -48,7 +48,7 @@ def test_a_read_of_several_shards_counts_the_chunks_that_begin_in_ones_own() -> 
     plan = Schedule(Grid((6, 4), (6, 4), (0, 0)), shards, 4, 3, Direct(is_merged=True))
     chunks, counted = Grid((6, 4), (1, 4), (0, 0)), []
     for rank in range(3):
-        (read,) = plan.owned_blocks(rank)
+        (read,) = plan.outgoing(rank)
         counted.append(counter_of(plan, rank)(read, np.arange(6), chunks).tolist())
     assert counted == [[0, 1, 4, 5], [2, 3], []]
 

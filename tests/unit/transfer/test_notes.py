@@ -18,10 +18,9 @@ from shardload.planning.region import Region
 from shardload.planning.schedule import Owners, Schedule
 from shardload.planning.shards import plan_shards
 from shardload.transfer.arrivals import Arrivals
-from shardload.transfer.buffers import Piece, Slots, StagedBlock
+from shardload.transfer.buffers import Packer, Piece, Slots, StagedBlock
 from shardload.transfer.channels import ACK, HEAD_SIZE, OFFER, Channels
-from shardload.transfer.messages import Packer
-from shardload.transfer.moves import ArrayMove, BlocksToPieces
+from shardload.transfer.moves import ArrayMove
 from tests.unit.fakes import TABLE
 
 F4 = np.dtype("f4")
@@ -62,7 +61,7 @@ class Ranks:
         self.piece = Piece(Region((0, 2), (8, 4)), np.full((8, 2), -1, F4))
         self.advanced: list[int] = []
         self.complete: list[Piece] = []
-        flow, self.packs = BlocksToPieces(self.plan), Slots(2, 256, self.own[512:])
+        flow, self.packs = self.plan, Slots(2, 256, self.own[512:])
         sent, arriving = (ArrayMove(0, flow, F4, seed=seed) for seed in seeds)
         arriving.targets, arriving.on_complete = {1: self.piece}, self.complete.append
         self.sending = Channels(self.there, [sent], Arrivals([sent]), Packer(self.packs), checksums)
@@ -72,7 +71,7 @@ class Ranks:
 
     def put(self) -> list[Any]:
         """Send both blocks; the notes."""
-        for read in self.plan.owned_blocks(0):
+        for read in self.plan.outgoing(0):
             slot = self.slots.take()
             assert slot is not None
             data = slot.data[: 4 * read.region.size].view(F4).reshape(read.region.shape)
@@ -151,7 +150,7 @@ def test_a_receipt_that_counts_parts_which_no_note_named() -> None:
 
 def test_a_block_that_is_elsewhere_is_brought_into_shared_memory() -> None:
     ranks = Ranks()
-    for read in ranks.plan.owned_blocks(0):
+    for read in ranks.plan.outgoing(0):
         ranks.sending.send(0, StagedBlock(read, [Piece(read.region, TABLE[read.region.slices()])]))
     assert not ranks.sending.is_empty and ranks.there.messages == []
     while ranks.sending.send_queued():
@@ -235,7 +234,7 @@ def test_what_could_not_be_told_is_not_in_the_receipt() -> None:
     with pytest.raises(MemoryError):
         ranks.put()
     assert len(ranks.sending._offered) == 0
-    ranks.sending.give_up(ranks.plan.owned_blocks(0))
+    ranks.sending.give_up(ranks.plan.outgoing(0))
     del ranks.there.tell
     ranks.receipt()
     assert ranks.receiving.is_done

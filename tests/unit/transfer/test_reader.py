@@ -20,9 +20,8 @@ from shardload.planning.parts import Block, Part
 from shardload.planning.region import Region
 from shardload.planning.selection import select_axes
 from shardload.storage.containment import NotAFileError, OutsideError
-from shardload.transfer.buffers import Slots, StagedBlock
+from shardload.transfer.buffers import Resources, Slots, StagedBlock
 from shardload.transfer.reader import SourceReader
-from shardload.transfer.resources import Resources
 from tests.unit.fakes import TABLE, FakeSource, failing_at, failure, fetch, piece_of, reader_of, rows, tune, values_of, whole
 
 Array = np.ndarray[Any, Any]
@@ -118,7 +117,7 @@ def test_a_copy_that_changes_is_an_error_where_checksums_were_asked_for(monkeypa
         copyto(to, what, **options)
         to[(-1,) * to.ndim] += 1
 
-    monkeypatch.setattr("shardload.transfer.local_pieces.np.copyto", wrong)
+    monkeypatch.setattr("shardload.transfer.pieces.np.copyto", wrong)
     for sure in (False, True):
         reader = reader_of(FakeSource(TABLE, (2, 4)), {0: piece_of(rows(0, 8))}, checksums=sure)
         read = Block(rows(0, 2), (Part(rows(0, 1), 0, 0),))

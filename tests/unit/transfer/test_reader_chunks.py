@@ -19,10 +19,9 @@ from shardload.planning.region import Region
 from shardload.planning.selection import Selection, select_axes
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.tuning import Tuning
-from shardload.transfer.buffers import Slots
-from shardload.transfer.local_pieces import LocalPieces
+from shardload.transfer.buffers import Resources, Slots
+from shardload.transfer.pieces import LocalPieces
 from shardload.transfer.reader import SourceReader
-from shardload.transfer.resources import Resources
 from tests.tiers import examples
 from tests.unit.brute_force import Case, cases, chunks_read
 from tests.unit.fakes import (
@@ -447,7 +446,7 @@ def test_a_copy_that_changes_is_an_error_where_checksums_were_asked_for(monkeypa
     source = chunked(WIDE, (2, 3))
     stored = chunks_of(source)
     reader = reader_of(source, {0: piece_of(Region((0, 0), (8, 12)))}, checksums=True)
-    monkeypatch.setattr("shardload.transfer.local_pieces.np.copyto", wrong)
+    monkeypatch.setattr("shardload.transfer.pieces.np.copyto", wrong)
     error = failure(reader, whole(Region((1, 0), (4, 12))))
     assert isinstance(error, PeerError) and "a checksum after the copy differs" in str(error) and stored.boxes
 
@@ -502,15 +501,15 @@ def test_all_ranks_readers_together_read_a_selection(
         tuning = Tuning(min_chunk_nbytes=1, inline_nbytes=inline_nbytes)
         local = LocalPieces(rank, pieces[rank], checksums)
         with resources, SourceReader(source, layout, local, resources, tuning=tuning) as reader:
-            for read in plan.owned_blocks(rank):
+            for read in plan.outgoing(rank):
                 assert reader.has_room(read)
                 block = fetch(reader, read)
                 for part in read.parts:
                     if part.rank != rank:
                         pieces[part.rank][part.shard].view(part.region)[...] = values_of(block, part.region, dtype)
                 block.release()
-        nbytes = 4 * sum(read.region.size for read in plan.owned_blocks(rank))
-        has_gaps = nbytes > 4 * sum(part.region.size for read in plan.owned_blocks(rank) for part in read.parts)
+        nbytes = 4 * sum(read.region.size for read in plan.outgoing(rank))
+        has_gaps = nbytes > 4 * sum(part.region.size for read in plan.outgoing(rank) for part in read.parts)
         if case.is_merged and has_gaps:  # chunks in them are not read, and the library reads what lies around them by itself
             assert reader.counters.nbytes_read <= nbytes
             assert n_threads == 0 or reader.counters.chunks_decoded == decoded
@@ -521,7 +520,7 @@ def test_all_ranks_readers_together_read_a_selection(
             assert max(map(len, stored.boxes), default=0) <= max(1, n_batch) and len(stored.fetched) == decoded
     for mine in pieces:
         for shard, piece in mine.items():
-            true = plan.true_region(shard)
+            true = plan.target(shard)
             wanted = np.full(piece.region.shape, -1, dtype)
             if true is not None:
                 wanted[true.slices(piece.region.start)] = expected[true.slices()]

@@ -11,7 +11,7 @@ from shardload.errors import ShardloadError
 from shardload.planning.halo import Halo
 from shardload.planning.shards import Shards, plan_shards
 from shardload.transfer.buffers import Piece
-from shardload.transfer.shard_pieces import ShardPieces
+from shardload.transfer.pieces import ShardPieces
 
 SHAPE = (6, 4)
 

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from shardload.planning.region import Region
-from shardload.transfer.buffers import Slots
-from shardload.transfer.resources import Resources
+from shardload.transfer.buffers import Resources, Slots
 from tests.unit.fakes import TABLE, FakeSource, chunked, fetch, piece_of, reader_of, rows, tune, values_of, whole
 
 

@@ -18,7 +18,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shardload.errors import ConfigError
-from shardload.transfer.decode import conversion, decode_into
+from shardload.transfer.cast import conversion, decode_into
 from shardload.values.decoding import decoding_of, packed_by, typed
 from tests.tiers import examples
 
