@@ -124,7 +124,7 @@ def plan_array(request: Request, ranks: PlannedRanks, info: ArrayInfo, selection
     owners = {ROOT: Owners(), PARALLEL: Owners(n_readers)}
     schedules |= {mode: plan_shared(source, shards, ranks.n, owners[mode], **caps) for mode in owners}
     layouts = {mode: LoadLayout(source, schedules[mode], ranks.n_threads, decoding) for mode in MODES}
-    mode, why = _choose(layouts, readers, ranks, is_remote(info.path))
+    mode, why = _choose(layouts, readers, ranks, info)
     return Plan(
         info,
         request.sharding,
@@ -352,15 +352,13 @@ def staging_for(request: Request, ranks: PlannedRanks, info: ArrayInfo, source: 
     )
 
 
-def _choose(
-    layouts: Mapping[str, LoadLayout], readers: str | int, ranks: PlannedRanks, is_in_store: bool = False
-) -> tuple[str, str]:
+def _choose(layouts: Mapping[str, LoadLayout], readers: str | int, ranks: PlannedRanks, info: ArrayInfo) -> tuple[str, str]:
     """The way of reading that the caller asked for, or the better one, and the reason for it."""
     if readers == AUTO and not ranks.has_mpi:
         return DIRECT, f"each rank reads what it holds{_cost_without_mpi(ranks)}"
     if readers == AUTO:
         costs = {mode: layouts[mode].cost(0, ranks.n_nodes) for mode in (DIRECT, PARALLEL)}
-        if is_in_store and ranks.n > 1 and not _is_in_order(layouts[DIRECT], costs[DIRECT]):
+        if is_remote(info.path) and ranks.n > 1 and not _is_in_order(layouts[DIRECT], costs[DIRECT], info):
             return PARALLEL, "the file is in a store: each byte is fetched once in the job, in large pieces"
         return choose_mode(costs, ranks.n, is_one_node=ranks.n_nodes == 1)
     if isinstance(readers, int):
@@ -368,9 +366,11 @@ def _choose(
     return readers, f"readers={readers!r} was asked for{'' if readers == DIRECT else _cost_without_mpi(ranks)}"
 
 
-def _is_in_order(layout: LoadLayout, cost: Cost) -> bool:
-    """True if ranks that read what they hold read nothing twice, and each a piece of the file."""
-    cut = layout.schedule.shards.shard_shape[1:] != layout.source.selection.shape[1:]
+def _is_in_order(layout: LoadLayout, cost: Cost, info: ArrayInfo) -> bool:
+    """True if ranks that read what they hold read nothing twice, and each a piece of the file. Zarr has many objects: chunks,
+    or shards, of which a rank then reads some.
+    """
+    cut = layout.schedule.shards.shard_shape[1:] != layout.source.selection.shape[1:] and not info.format.startswith("Zarr")
     return cost.decoded_nbytes == 0 or (not cut and cost.amplification <= _MOST_FETCHED_TWICE)
 
 
