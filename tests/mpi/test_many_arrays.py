@@ -23,7 +23,7 @@ from shardload.engine import session
 from shardload.jobs.loading import array_load, endpoints, execution
 from shardload.jobs.loading.call import LoadCall
 from shardload.options import DEFAULTS, OWN, keywords_of
-from shardload.transfer import resources
+from shardload.transfer import buffers
 from tests.mpi.support import READERS, check, counted, mesh_of, on_root, padded, peak_nbytes, ramp, same_error, unit
 
 EXTRA_NBYTES = 256 << 10  # Python objects, and what h5py makes for itself
@@ -115,7 +115,7 @@ def test_one_of_everything(
     for name in ("begin", "all_same", "agree", "next_tags"):
         counted(monkeypatch, counts, Group, name)
     counted(monkeypatch, counts, session, "exchange")
-    counted(monkeypatch, counts, resources, "Pool")
+    counted(monkeypatch, counts, buffers, "Pool")
     counted(monkeypatch, counts, endpoints, "open_file")
     counted(monkeypatch, counts, array_load, "open_source")
     loaded = load(paths, names, readers=readers)

@@ -261,7 +261,7 @@ def test_info_says_the_range_of_a_coordinate_that_is_no_axis(tmp_path: Path) -> 
             ("time", ("time",), [9, 1, 5]),
             ("lat", ("y", "x"), lat),
             ("mean", ("time",), [2, np.nan, -3]),
-            ("gone", ("y", "x"), np.ma.masked_all((3, 3))),
+            ("gone", ("y", "x"), np.ma.masked_all((3, 3), "f4")),
             ("far", ("large",), np.zeros(20_000)),
         ):
             made = file.createVariable(name, "f4", dims, fill_value=-999.0)
