@@ -64,6 +64,7 @@ def check_alike(resumed: Steps, whole: Steps) -> None:
     np.testing.assert_allclose(*losses, rtol=1e-4)
 
 
+@pytest.mark.thorough
 def test_resumed_on_one_rank(tmp_path: Path) -> None:
     """Wrong if the state counted what was read ahead, or the optimiser began anew: then the loss is another one."""
     whole = train(tmp_path, 2, 5, every=3)
