@@ -229,6 +229,7 @@ def store(request: dict[str, Any]) -> dict[str, Any]:
     before = _resident_nbytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
     last_report.clear()
+    array: Any = None
     if way == FETCH:
         comm.Barrier()
         start, cpu = time.perf_counter(), time.process_time()
@@ -236,10 +237,10 @@ def store(request: dict[str, Any]) -> dict[str, Any]:
         times = {"start": start, "end": time.perf_counter(), "cpu": time.process_time() - cpu}
     else:
         array, times = timed(lambda: store_ways.STORE_WAYS[way](file, sharding, comm))
-        if request["verify"]:
-            verify(array, request["spec"], np.load(file["reference"], mmap_mode="r"))
-        del array
     peak = _resident_nbytes("VmHWM") - before
+    if request["verify"] and way != FETCH:
+        verify(array, request["spec"], np.load(file["reference"], mmap_mode="r"))
+    array = None  # before the next load
     comm.Barrier()
     return {**times, "peak_nbytes": peak, "report": dict(last_report)}
 
