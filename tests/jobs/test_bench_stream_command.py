@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.jobs.launch import Job, run_job
+from tests.tiers import quick_ones
 
 N_STEPS, SHAPE = 50, (6, 8)
 
@@ -55,18 +56,18 @@ def test_json_is_one_document_with_the_figures(file: str) -> None:
     assert found["advice"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "expected"),
-    [
-        (["--window", "one"], 2, "cannot read 'one'; expected steps from the anchor"),
-        (["--steps", "1"], 2, "'--steps'"),
-        (["--batch", "0"], 1, "batch is 0"),
-        (["--batch", "64"], 1, "which make no batch of 64"),
-        (["--along", "day"], 1, "day"),
-        (["--pool", "some"], 1, "pool"),
-        (["--spec", "-,x"], 2, "names 'x', but --mesh has the axes lat"),
-    ],
-)
+WRONG: list[tuple[list[str], int, str]] = [
+    (["--window", "one"], 2, "cannot read 'one'; expected steps from the anchor"),
+    (["--steps", "1"], 2, "'--steps'"),
+    (["--batch", "0"], 1, "batch is 0"),
+    (["--batch", "64"], 1, "which make no batch of 64"),
+    (["--along", "day"], 1, "day"),
+    (["--pool", "some"], 1, "pool"),
+    (["--spec", "-,x"], 2, "names 'x', but --mesh has the axes lat"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "code", "expected"), quick_ones(WRONG, WRONG[3], WRONG[-1]))
 def test_a_wrong_flag_is_an_error_that_says_what_to_type(file: str, arguments: list[str], code: int, expected: str) -> None:
     flags = {"--mesh": "lat=1", "--spec": "-,lat"} | dict(zip(arguments[::2], arguments[1::2], strict=True))
     job = bench(1, file, *(word for pair in flags.items() for word in pair))

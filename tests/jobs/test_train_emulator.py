@@ -57,13 +57,14 @@ def train_until_killed(folder: Path, n_ranks: int) -> Steps:
 def check_alike(resumed: Steps, whole: Steps) -> None:
     """The same samples, and the same losses but for rounding.
 
-    A mean over other parts of a batch is summed in another order, and what differs is carried on: 1e-6 and less was seen.
+    A mean over other parts of a batch is summed in another order, and what differs is carried on: so losses agree within 1e-4.
     """
     assert {step: samples for step, (_, samples) in resumed.items()} == {step: whole[step][1] for step in resumed}
     losses = [[float(of[step][0]) for step in resumed] for of in (resumed, whole)]
     np.testing.assert_allclose(*losses, rtol=1e-4)
 
 
+@pytest.mark.thorough
 def test_resumed_on_one_rank(tmp_path: Path) -> None:
     """Wrong if the state counted what was read ahead, or the optimiser began anew: then the loss is another one."""
     whole = train(tmp_path, 2, 5, every=3)

@@ -19,6 +19,7 @@ from shardload.comm.group import group_of
 from shardload.jobs.streaming import plan
 from shardload.jobs.streaming.plan import EpochRounds
 from tests.mpi.support import mesh_of, on_root, peak_of, unit
+from tests.tiers import quick_ones
 
 pytestmark = pytest.mark.any_library
 
@@ -49,8 +50,7 @@ def path(comm: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(on_root(comm, write))
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
-@pytest.mark.parametrize("shuffle", [None, 1])
+@pytest.mark.parametrize(("shuffle", "prefetch"), quick_ones([(None, 0), (None, 2), (1, 0), (1, 2)], (1, 2)))
 def test_peak(comm: Any, path: str, shuffle: int | None, prefetch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """(13) Wrong if steps were kept after their last sample, a rank held more than its share, or an epoch left something."""
     monkeypatch.setattr(plan, "_ROUND_NBYTES", 1)

@@ -132,7 +132,7 @@ class _Throttle:
         finally:
             with self._changed:
                 self._n -= n
-                self._changed.notify(n)
+                self._changed.notify_all()  # a large one may still have to wait, where a small one need not
 
     def good(self) -> None:
         with self._changed:

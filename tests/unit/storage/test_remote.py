@@ -362,6 +362,7 @@ def test_a_store_that_is_handed_in(server):
         with_store([(memory, "a"), (s3, "b")], None)
 
 
+@pytest.mark.filterwarnings("ignore:os.fork")  # JAX says so, if another test has imported it
 def test_after_a_fork_there_is_an_error_at_once(server):
     stored = opened(server)
     assert stored.nbytes == len(DATA)
