@@ -131,15 +131,14 @@ def _notes(record: Record) -> list[str]:
     if rate is not None:
         lines.append(f"* All clients together fetch {rate / 1e6:.0f} MB/s where nothing is decoded.")
         lines.append(
-            "* Clients and server share the cores, so what fetching and decoding take adds up: the floor, the longer one of both "
+            "* Clients and server share the cores, so fetching and decoding add up: the floor, the longer one of both "
             "alone, is not reached here. With many small chunks the floor's own decoder, in Python, is slow."
         )
     stream = record.get(STREAM)
     if stream and not stream.get("error"):
         local, store = (max(stream["ways"][way]) for way in ("stream-local", "stream-store"))
-        lines.append(
-            f"* A stream of {stream['n_steps']} steps, batches a second: {local:.1f} from the page cache, {store:.1f} from the store."
-        )
+        what = f"* A stream of {stream['n_steps']} steps, batches a second"
+        lines.append(f"{what}: {local:.1f} from the page cache, {store:.1f} from the store.")
     lines += [f"* {way}: {why}" for way, why in record["missing"].items() if why]
     for cell in record["cells"]:
         where = f"{cell['layout']}, {spec_text(cell['spec'])}"
