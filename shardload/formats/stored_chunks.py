@@ -20,10 +20,8 @@ import numpy as np
 
 from shardload.formats.codecs.chains import Chain
 from shardload.formats.contract.chunk_reader import ChunkReader, Encoded, Room, check_box, fresh
-from shardload.storage.objects import Ranges, StoredObject
+from shardload.storage.objects import Ints, Ranges, StoredObject
 from shardload.storage.remote import expect
-
-Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 _LEAST_NBYTES = 1 << 14  # of a request; plain chunks that need shorter ones are fetched and decoded as fast
 

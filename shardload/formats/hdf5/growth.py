@@ -30,7 +30,7 @@ from shardload.formats.growing import Growing
 from shardload.formats.hdf5.growable import spec_of, unfit
 from shardload.formats.hdf5.ledger import Ledger, old_file
 from shardload.formats.hdf5.on_disk import SUPERBLOCK_NBYTES, UnknownStructureError, end_of, with_end
-from shardload.formats.hdf5.sink import Hdf5Chunks, Hdf5Encoder, LedgerCatalog, OneFileSink
+from shardload.formats.hdf5.sink import Hdf5Encoder, Hdf5PlacedChunks, LedgerCatalog, OneFileSink
 from shardload.formats.sink import Catalog, Decode, Ticket
 from shardload.planning.region import Region
 from shardload.storage.changes import GrowingFile, read_changes, state_of_file
@@ -121,7 +121,7 @@ class Hdf5GrowthCatalog(LedgerCatalog):
 
     def __init__(self, sink: Hdf5Growth) -> None:
         chunks = {
-            name: Hdf5Chunks(sink.path, name, array.spec, name, array.in_file(Region.whole(array.spec.shape)).start)
+            name: Hdf5PlacedChunks(sink.path, name, array.spec, name, array.in_file(Region.whole(array.spec.shape)).start)
             for name, array in sink.arrays.items()
         }
         self._sink, self._is_put = sink, False

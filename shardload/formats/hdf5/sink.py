@@ -227,7 +227,7 @@ class LedgerCatalog(Catalog):
         The file, for messages.
     file : NewFile or GrowingFile
         Where its bytes go.
-    chunks : dict of str to Hdf5Chunks
+    chunks : dict of str to Hdf5PlacedChunks
         Where the chunks of each array are.
     alignment : int
         Chunks begin at multiples of this.
@@ -236,7 +236,7 @@ class LedgerCatalog(Catalog):
     """
 
     def __init__(
-        self, path: str, file: NewFile | GrowingFile, chunks: dict[str, Hdf5Chunks], alignment: int, old_nbytes: int = 0
+        self, path: str, file: NewFile | GrowingFile, chunks: dict[str, Hdf5PlacedChunks], alignment: int, old_nbytes: int = 0
     ) -> None:
         self.path, self.chunks, self._file, self._is_finished = path, chunks, file, False
         self.library = LedgerFile(path, Ledger(file, old_nbytes), alignment)
@@ -306,7 +306,9 @@ class Hdf5Catalog(LedgerCatalog):
     """See `Catalog`."""
 
     def __init__(self, sink: Hdf5Sink) -> None:
-        chunks = {name: Hdf5Chunks(sink.path, name, one.spec, sink.stored_names[name]) for name, one in sink.arrays.items()}
+        chunks = {
+            name: Hdf5PlacedChunks(sink.path, name, one.spec, sink.stored_names[name]) for name, one in sink.arrays.items()
+        }
         early = [chunks[name] for name, one in sink.arrays.items() if not one.is_asked]
         file = NewFile(sink.path, sink.mode)
         super().__init__(sink.path, file, chunks, sink.alignment)
@@ -329,7 +331,7 @@ class Hdf5Catalog(LedgerCatalog):
             yield file
 
 
-def _reserve(file: WritableFile, arrays: Sequence[Hdf5Chunks]) -> None:
+def _reserve(file: WritableFile, arrays: Sequence[Hdf5PlacedChunks]) -> None:
     """Have the file system reserve the space of arrays that have their places."""
     arrays = [placed for placed in arrays if placed.sizes.any()]
     if arrays:
@@ -338,7 +340,7 @@ def _reserve(file: WritableFile, arrays: Sequence[Hdf5Chunks]) -> None:
         file.reserve(start, stop)
 
 
-class Hdf5Chunks(PlacedChunks):
+class Hdf5PlacedChunks(PlacedChunks):
     """Where the chunks of one array are, for HDF5 too. An array in one piece counts as one chunk.
 
     Parameters

@@ -18,7 +18,7 @@ def grain_dataset(stream: Stream) -> Any:
     except ImportError as error:
         raise ConfigError("to_grain needs Grain, which cannot be imported here: pip install grain") from error
 
-    class Batches(grain.DatasetIterator):  # type: ignore[misc, unused-ignore]
+    class GrainBatches(grain.DatasetIterator):  # type: ignore[misc, unused-ignore]
         """The batches from a state on."""
 
         def __init__(self) -> None:
@@ -41,11 +41,11 @@ def grain_dataset(stream: Stream) -> Any:
             super().close()
             self._batches.close()
 
-    class Dataset(grain.IterDataset):  # type: ignore[misc, unused-ignore]
+    class GrainDataset(grain.IterDataset):  # type: ignore[misc, unused-ignore]
         """All batches."""
 
         def __iter__(self) -> Iterator[Any]:
-            return Batches()
+            return GrainBatches()
 
         def __reduce__(self) -> NoReturn:
             raise ConfigError(
@@ -56,4 +56,4 @@ def grain_dataset(stream: Stream) -> Any:
         def __str__(self) -> str:
             return repr(stream)
 
-    return Dataset()
+    return GrainDataset()

@@ -376,7 +376,7 @@ class Inline:
         return error
 
     def end(self) -> None:
-        """See `Ahead`."""
+        """See `ReadAhead`."""
         self.close()
 
 
@@ -391,7 +391,7 @@ def _close_left() -> None:
         pair[1].close()
 
 
-class Ahead:
+class ReadAhead:
     """Batches that two threads make ahead.
 
     Parameters
@@ -533,7 +533,7 @@ class Ahead:
             thread.join()
 
 
-_open: weakref.WeakSet[Inline | Ahead] = weakref.WeakSet()
+_open: weakref.WeakSet[Inline | ReadAhead] = weakref.WeakSet()
 
 
 def _end_all() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from shardload.errors import ConfigError
 from shardload.jobs.streaming.grain import grain_dataset
 from shardload.jobs.streaming.plan import StreamPlan
-from shardload.jobs.streaming.reader import Ahead, Batches, Inline, RoundReader, StreamReport
+from shardload.jobs.streaming.reader import Batches, Inline, ReadAhead, RoundReader, StreamReport
 from shardload.system.garbage import let_go
 
 STATE_VERSION = 1
@@ -139,7 +139,7 @@ class StreamIterator:
     def _begin(self) -> None:
         reader = self._stream._make_reader(self._epoch, self._sample)
         self.report, prefetch = reader.report, self._stream.plan.prefetch
-        self._batches = Ahead(reader, prefetch) if prefetch else Inline(reader)
+        self._batches = ReadAhead(reader, prefetch) if prefetch else Inline(reader)
 
     def get_state(self) -> dict[str, Any]:
         """Where the stream is after the batches that were given: plain values for JSON, the same on all ranks."""
