@@ -143,7 +143,7 @@ class SaveRequest:
             raise ConfigError("both shape and plan are given; pass one of them")
         labelled = of_xarray(tree, given, kind, dim if is_append else None) if is_labelled(tree) else None
         if labelled is not None:
-            tree, given = labelled.arrays, labelled.given
+            tree, given = labelled.arrays, labelled.keywords
         arrays, groups = _read_arrays(tree, given, is_append)
         if labelled is not None:
             arrays = [
