@@ -106,7 +106,7 @@ def load(
     allow_filters: Any = DEFAULTS.allow_filters,
     storage: Mapping[str, Any] | None = DEFAULTS.storage,
 ) -> Any:
-    """Load arrays of HDF5, netCDF4 or Zarr files into sharded `jax.Array`s, and check that each shard is where it belongs.
+    """Load arrays of HDF5, netCDF4 or Zarr files into sharded `jax.Array` objects; check that each shard is where it belongs.
 
     One array, or a tree of them in one job: see `dataset`. For a tree, `mesh`, `spec`, `select`, `dtype`, `decode`, `pad`,
     `halo` and `edge` are single values or prefix trees, as `jax.jit` takes for ``in_shardings``: docs/many-arrays.md.
