@@ -149,7 +149,7 @@ class SaveRequest:
             tree = {key_text(key): child for key, child in node_of(tree) or ()}
         labelled = of_xarray(tree, given, kind, dim if is_append else None) if is_labelled(tree) else None
         if labelled is not None:
-            tree, given = labelled.arrays, labelled.given
+            tree, given = labelled.arrays, labelled.keywords
         arrays, groups = _read_arrays(tree, given, is_append)
         if labelled is not None:
             arrays = [
