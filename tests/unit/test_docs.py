@@ -15,7 +15,11 @@ from examples import many_arrays, shuffling
 from shardload.cli.main import app
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "SECURITY.md",
+    *sorted(page for page in (ROOT / "docs").rglob("*.md") if "_build" not in page.parts),
+]
 FOLDERS = ("shardload", "tests", "benchmarks", "examples", "slurm", "docs")
 MADE_BY_THE_READER = {"example.py", "first.py"}
 
@@ -26,21 +30,42 @@ def modules() -> list[str]:
     return [f"/{path.relative_to(ROOT)}" for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
 
 
+def slugs(page: Path) -> set[str]:
+    """What a link may have behind its `#`: the headings of a page, as GitHub and Sphinx name them."""
+    headings = re.findall(
+        r"^#+ (.+)$", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE), re.MULTILINE
+    )
+    texts = [re.sub(r"\[([^\]]+)\]\([^)]*\)", r"\1", heading).strip().lower() for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", text).replace(" ", "-") for text in texts}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_what_a_page_names_exists(page: Path, modules: list[str]) -> None:
-    """Wrong if a file were moved or renamed and a page still sent its reader to the old place."""
+    """Wrong if a file or a heading were moved or renamed and a page still sent its reader to the old place."""
     text = page.read_text()
-    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
-    assert [link for link in links if link and not (page.parent / link).exists()] == []
+    links = [link.partition("#") for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
+    assert [path for path, _, _ in links if path and not (page.parent / path).exists()] == []
+    within = [(page.parent / path if path else page, anchor) for path, _, anchor in links if anchor]
+    assert [f"{to.name}#{anchor}" for to, anchor in within if to.suffix == ".md" and anchor not in slugs(to)] == []
     named = set(re.findall(r"`([\w/.-]+\.py)(?:::\w+)?`", text)) - MADE_BY_THE_READER
     assert [name for name in sorted(named) if not any(module.endswith(f"/{name}") for module in modules)] == []
 
 
-def test_the_index_names_every_page() -> None:
+def pages_below(page: Path) -> set[Path]:
+    """A page, and those of its tables of contents."""
+    entries = [
+        line
+        for block in re.findall(r"^```\{toctree\}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+        for line in block.split()
+    ]
+    names = [entry for entry in entries if (page.parent / f"{entry}.md").exists()]
+    return {page}.union(*(pages_below((page.parent / f"{name}.md").resolve()) for name in names))
+
+
+def test_the_table_of_contents_has_every_page() -> None:
     """Wrong if a page were added that no reader would find."""
-    links = set(re.findall(r"\]\(([^)\s]+)\)", (ROOT / "docs" / "README.md").read_text()))
-    pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")} - {"README.md"}
-    assert pages - links == set()
+    pages = {page for page in PAGES if page.is_relative_to(ROOT / "docs")}
+    assert pages - pages_below(ROOT / "docs" / "index.md") == {ROOT / "docs" / "README.md"}
 
 
 def test_the_plan_of_many_arrays_is_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -342,11 +342,11 @@ def test_shards_that_cannot_be() -> None:
         Shards((4,), (2,), np.zeros(2, dtype=np.int64))
 
 
-@pytest.mark.parametrize("owners", [Owners(3), Owners(-1), Owners(0), Owners(root=2), Owners(root=-1)], ids=str)
+@pytest.mark.parametrize("owners", [Owners(5), Owners(-1), Owners(0), Owners(1, 4), Owners(1, -1), Owners(2, 2)], ids=str)
 def test_plans_that_cannot_be(owners: Owners) -> None:
     shards = plan_shards((4,), [()], np.zeros(1, dtype=np.int64))
-    with pytest.raises(ValueError, match="cannot own the blocks: there are 2 ranks"):
-        Schedule(Grid((4,), (1,), (0,)), shards, 4, 2, owners)
+    with pytest.raises(ValueError, match="cannot own the blocks: there are 4 ranks"):
+        Schedule(Grid((4,), (1,), (0,)), shards, 4, 4, owners)
 
 
 # --- blocks
