@@ -401,6 +401,11 @@ _SAVES = ("save", "plan_save")
 _WRITES = (*_SAVES, "append")
 
 
+def _number_or_date(at: Any) -> Any:
+    """The number of an array without axes; all else as it is."""
+    return at.item() if getattr(at, "ndim", None) == 0 and at.dtype.kind in "iuf" else at
+
+
 _MODES = ("w-", "w")
 _STREAM = ("stream",)
 # An option of each array that is saved: the request of the array has it, and no `Options`.
@@ -460,8 +465,8 @@ _DECLARED = (
         is_kept=False,
     ),
     Option(
-        "progress", None, "A progress bar on rank 0 (None: for large loads in a terminal), or a function.",
-        (*_ARRAYS, *_WRITES), _progress, text=None,
+        "progress", None, "Show a bar on rank 0 (default: for what takes long; without a terminal a line each 30 s).",
+        (*_ARRAYS, *_WRITES), _progress, text=None, flag="--progress",
     ),
     Option(
         "timeout", TIMEOUT, "Seconds after which a call fails if no rank makes progress; None: never.",
@@ -530,11 +535,14 @@ _DECLARED = (
     Option("shape", None, "Shape without padding, which is not written. Or a dict by name.", _WRITES, **_OF_EACH),
     Option("plan", None, "The plan that loaded the array, or a dict by name: padding is not written.", _WRITES, **_OF_EACH),
     Option(
-        "like", None, 'An array whose layout and attributes are taken: "in.h5:/rho". Or a dict by name.', _SAVES, _like,
+        "like", None, 'Save as this array is stored: "in.h5:/rho", or a dict by name. Load: a state of this structure.',
+        ("load", *_SAVES), _like,
         **_OF_EACH,
     ),
     Option("dim", "time", "The axis along which arrays grow: its name in the file, or its number.", ("append",), _axis("dim"),
            is_kept=False),
+    Option("at", None, "Replace the rows from this value of dim's coordinate on: a number or a date.", ("append",),
+           _number_or_date, is_kept=False),
     Option("along", 0, "The axis of the steps of a stream: its name in the file, or its number.", _STREAM, _axis("along"),
            is_kept=False),
     Option(

@@ -268,7 +268,7 @@ def name_axes(
     for name, part in select.items():
         axes = [axis for axis, dim in enumerate(dims) if dim == name]
         if len(axes) != 1:
-            raise ValueError(f"select names the axis {name!r}, but the array {_what_axes(name, len(axes), dims)}")
+            raise ValueError(f"select names the axis {name!r}, but the array {axes_told(name, len(axes), dims)}")
         if isinstance(part, (str, Real)) and not isinstance(part, Integral):
             raise ValueError(
                 f"select has {part!r} on the axis {name!r}; a position is an integer or a slice with step 1. For coordinates "
@@ -293,7 +293,7 @@ def _counts_from_end(part: Any) -> bool:
     return any(isinstance(end, Integral) and end < 0 for end in ends)
 
 
-def _what_axes(name: Any, n_found: int, dims: Sequence[str | None]) -> str:
+def axes_told(name: Any, n_found: int, dims: Sequence[str | None]) -> str:
     """Which axes an array has, and what to pass instead of a name that is not one of them."""
     names = [dim for dim in dims if dim]
     if n_found or not names:

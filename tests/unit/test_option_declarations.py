@@ -86,7 +86,8 @@ COMMANDS: dict[str, Any] = vars(typer.main.get_command(app))["commands"]
 FLAGS = {
     "plan": "dataset select dtype decode pad readers staging allow_external untrusted storage allow_filters processes "
     "ranks_per_node",
-    "verify": "dataset select dtype decode pad readers staging missing allow_external allow_filters untrusted storage verify",
+    "verify": "dataset select dtype decode pad readers staging missing allow_external allow_filters untrusted storage verify "
+    "progress",
     "info": "allow_external allow_filters untrusted storage",
 }
 

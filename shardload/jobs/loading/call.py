@@ -108,6 +108,7 @@ class LoadCall:
         self._tuning = default_tuning()
         self._begun: Call | None = None
         self._planned: dict[tuple[Any, ...], tuple[Plan, Options]] = {}
+        self._named: dict[tuple[Any, ...], Request] = {}
         self._is_abstract = False
         self._read()
 
@@ -291,7 +292,8 @@ class LoadCall:
         """What reads names of axes, and coordinates, if a selection needs them."""
         selections = self._selections()
         room = SEARCHED_NBYTES if any(map(needs_coordinates, selections)) else SMALL_NBYTES
-        return Labeller(finder, room, named_coordinates(selections)) if any(map(is_by_name, selections)) else None
+        is_named = any(map(is_by_name, selections)) or any(request.by_name is not None for request in self.requests)
+        return Labeller(finder, room, named_coordinates(selections)) if is_named else None
 
     def _find_all(self, finder: Finder) -> list[bytes | memoryview]:
         found, sent = list[Any](), FoundMessage()
@@ -332,6 +334,7 @@ class LoadCall:
         if self.tree.is_single:
             return [self._plan_found(self.requests[0], self.tree.places[0], "", found[0], values)]
         self._tuning = self._tuning.for_many(len(found))
+        self._check_names([ArrayInfo.from_dict(told[0]).dims for told in found])
         loads: list[ArrayLoad] = []
         for k, (request, place, keys) in enumerate(zip(self.requests, self.tree.places, self.tree.where, strict=True)):
             where = where_text(keys)
@@ -381,6 +384,7 @@ class LoadCall:
         if is_by_name(options.select):
             options = replace(options, select=positions_of(options.select, info))
         selection = selection_for(options, info)
+        request = self._for_axes(request, info, selection)
         kind: tuple[Any, ...] = (info.shape, info.dtype, info.chunks, info.codec, info.shards, info.format)
         if options.decode:
             kind = (*kind, json.dumps(dict(info.packing)))  # with the types
@@ -393,6 +397,29 @@ class LoadCall:
             self._planned[key] = plan, options
         plan, options = self._planned[key]
         return ArrayLoad(replace(plan, info=info), options, handle, origin, where)
+
+    def _check_names(self, dims: Sequence[Sequence[str | None]]) -> None:
+        """ConfigError if a spec by names of axes has one that no array has. `dims` are those of each array."""
+        there = list(dict.fromkeys(name for names in dims for name in names if name))
+        for request in self.requests:
+            for name in request.by_name or ():
+                if name not in there:
+                    raise ConfigError(
+                        f"the spec {dict(request.by_name or {})} names the axis {name!r}; the arrays have {there}"
+                    )
+
+    def _for_axes(self, request: Request, info: ArrayInfo, selection: Selection) -> Request:
+        """The request, with a spec by names of axes for the axes of this array. Arrays with the same axes share one."""
+        if request.by_name is None:
+            return request
+        asked = id(request)
+        if not self.tree.is_single:  # of several arrays, some may lie along other axes
+            request = replace(request, by_name={name: cut for name, cut in request.by_name.items() if name in info.dims})
+        axes = tuple(info.dims[axis] for axis in selection.kept)
+        key = asked, info.dims, axes
+        if key not in self._named:
+            self._named[key] = request.for_axes(info.dims, axes, str(info))
+        return self._named[key]
 
     def _grow(self, found: list[Any]) -> list[Any]:
         """Replace the patterns by the arrays that were found."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from html import escape
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,11 +35,6 @@ def describe_plan_in_a_line(plan: Plan) -> str:
     taken = f"{plan.readers}, {plan.n_readers} of {plan.n_ranks} ranks read"
     what = f"{shape_text(plan.shape_global)} {plan.dtype} as {plan.decomposition} {spec_text(plan.sharding.spec)}"
     return f"<Plan of {printable(str(plan.info))}: {what} on mesh {mesh_text(plan.sharding)}; {taken}>"
-
-
-def as_html(text: str) -> str:
-    """A text of several lines as HTML for a notebook."""
-    return f"<pre>{escape(text)}</pre>"
 
 
 def mesh_text(sharding: Any) -> str:
@@ -101,6 +95,8 @@ def _decoded(plan: Plan, cost: Cost) -> str:
 def _table(plan: Plan, width: int) -> list[str]:
     """A table with a column for each way of reading."""
     costs = plan.costs
+    if plan.n_ranks == 1 and plan.readers in costs:  # each way is the same
+        costs = {plan.readers: costs[plan.readers]}
     ways = [Column(f"-> {mode}" if mode == plan.readers else mode, is_number=True, lead=mode) for mode in costs]
     rows = [[name, *cells] for name, cells in _quantities(plan, list(costs.values())).items()]
     lines = fit_table([Column(""), *ways], rows, width - 2)

@@ -20,13 +20,14 @@ from shardload.arrays.sharding import describe_decomposition
 from shardload.errors import ConfigError
 from shardload.formats.contract.array import ArrayInfo
 from shardload.jobs.consistency import Version
-from shardload.jobs.loading.describe import as_html, describe_plan, describe_plan_in_a_line
+from shardload.jobs.loading.describe import describe_plan, describe_plan_in_a_line
 from shardload.jobs.loading.report import LoadReport
 from shardload.planning.cost import Cost, plan_cost
 from shardload.planning.schedule import Schedule
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.staging import Staging, plan_staging
 from shardload.system.terminal import WIDTH, width_of_prints
+from shardload.units import as_html
 from shardload.values.decoding import Decoding
 
 NO_DEVICES = "an AbstractMesh has no devices, so there is nothing to execute this plan on: plan over a jax.sharding.Mesh"

@@ -112,6 +112,8 @@ class ScatterCall(LoadCall):
         self.tree = ArrayTree(_tree_of(outline))
         if not self.tree.is_single:
             self.requests = read_requests(self.tree, self._mesh, self._spec, self._given)
+        if any(request.by_name is not None for request in self.requests):
+            raise ConfigError(f"the spec is {self._spec!r}, by names of axes, and an array in memory has none: pass P(...)")
         loads = []
         for k, (request, (info, can_be_viewed, dtype)) in enumerate(zip(self.requests, told, strict=True)):
             where = where_text(self.tree.where[k])

@@ -11,11 +11,11 @@ from shardload.arrays.padding import version_of
 from shardload.arrays.sharding import spec_text
 from shardload.errors import ConfigError, printable
 from shardload.formats.contract.array import ArrayInfo
-from shardload.jobs.loading.describe import as_html, mesh_text, shape_text
+from shardload.jobs.loading.describe import mesh_text, shape_text
 from shardload.jobs.loading.plan import NO_DEVICES, Executor, Plan, staging_of
 from shardload.jobs.loading.report import LoadReport
 from shardload.system.terminal import WIDTH, Column, fit_table, width_of_prints, wrap
-from shardload.units import counted, format_nbytes
+from shardload.units import as_html, counted, format_nbytes
 
 _MOST_LEFT_OUT = 8
 

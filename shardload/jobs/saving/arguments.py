@@ -1,6 +1,6 @@
 """What shall be saved? From what a caller of `save` or `append` wrote to one `SavedArray` for each array, checked.
 
-1. A tree of arrays becomes arrays by their names in the file: nested dicts are groups, and a bare array has one name.
+1. A tree of arrays becomes arrays by their names in the file: the nodes of a pytree are groups, and a bare array has one name.
 2. What belongs to single arrays (chunks, compression, names of axes, attributes, shape) is spread over them as in a load.
 3. `describe` writes everything down as text, so that the ranks can compare it.
 """
@@ -27,10 +27,12 @@ from shardload.formats.sink import Compression
 from shardload.jobs.loading.plan import Plan
 from shardload.jobs.loading.tree_plan import TreePlan
 from shardload.jobs.saving.labelled import is_labelled, of_xarray, refuse_halo
-from shardload.jobs.trees import ArrayTree, refuse_traced
+from shardload.jobs.trees import ArrayTree, key_text, node_of, refuse_traced
 from shardload.options import OPTIONS, PER_SAVE, PER_SAVED_ARRAY, CallOptions, Option, Options
 from shardload.units import shown
 from shardload.values.dates import is_dates
+
+_GROUPS = "The name of a group has / behind it, and '/' is the file"
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,6 +116,8 @@ class SaveRequest:
         ``verify``, ``staging``, ``timeout``, ``progress``.
     dim : str or int
         Of an append: the axis along which the arrays grow.
+    at : object
+        Of an append: from which value of its coordinate on rows are replaced; None: none are.
     left_out : str
         What the arrays in `like` have and the new file will not have, in words for a warning.
     """
@@ -126,6 +130,7 @@ class SaveRequest:
     options: CallOptions
     dim: str | int = ""
     left_out: str = ""
+    at: Any = None
 
     @classmethod
     def of(cls, path: Any, tree: Any, given: Mapping[str, Any], call: str = "save") -> SaveRequest:
@@ -139,6 +144,8 @@ class SaveRequest:
         kind = "zarr" if is_append else format_for(target, given["format"])
         if given["shape"] is not None and given["plan"] is not None:
             raise ConfigError("both shape and plan are given; pass one of them")
+        if not isinstance(tree, Mapping) and not is_labelled(tree) and node_of(tree) is not None:  # a NamedTuple, a list, ...
+            tree = {key_text(key): child for key, child in node_of(tree) or ()}
         labelled = of_xarray(tree, given, kind, dim if is_append else None) if is_labelled(tree) else None
         if labelled is not None:
             tree, given = labelled.arrays, labelled.keywords
@@ -153,7 +160,8 @@ class SaveRequest:
                 for array in arrays
             ]
             groups["/"] = dict(labelled.of_file) | dict(groups.get("/", {}))
-        return cls(target, kind, mode, arrays, groups, options, dim if is_append else "")
+        at = OPTIONS["at"].check(given["at"])
+        return cls(target, kind, mode, arrays, groups, options, dim if is_append else "", at=at)
 
     @property
     def names(self) -> list[str]:
@@ -177,6 +185,7 @@ class SaveRequest:
             "format": self.format,
             "mode": self.mode,
             "dim": repr(self.dim),
+            "at": repr(self.at),
             **{option.name: option.text(getattr(self.options, option.name)) for option in PER_SAVE if option.text},
             "attrs of groups": _text_of(self.group_attrs),
         }
@@ -247,7 +256,9 @@ def _read_arrays(tree: Any, given: Mapping[str, Any], is_append: bool) -> tuple[
         except ConfigError as error:
             if option.name != "attrs":
                 raise
-            raise ConfigError(f"{error}. The name of a group has / behind it, and '/' is the file") from None
+            plain = {key: value for key, value in attrs.items() if not isinstance(value, Mapping)}
+            fix = f"Attributes of the file: attrs={{'/': {plain}}}" if plain else ""
+            raise ConfigError(f"{error}. {fix or _GROUPS}") from None
         for place, value in zip(names.places, each, strict=True):
             asked[place.dataset][option.name] = _read_option(option, place.dataset, value)
             if option.name == "compression":
@@ -284,11 +295,6 @@ _TREES: dict[str, Callable[..., bool]] = {"compression": lambda value, _: "name"
 def _arrays_of(tree: Any, dataset: Any) -> dict[str, Any]:
     """Arrays by their full names."""
     if not isinstance(tree, Mapping):
-        if isinstance(tree, (list, tuple)):
-            raise ConfigError(
-                f"a {type(tree).__name__} of arrays has no names; expected a jax.Array, or a dict of them by their names in "
-                "the file, such as {'rho': rho, 'g/vel': vel}"
-            )
         if not isinstance(dataset, str) or (not dataset.strip("/") and dataset != "/"):
             raise ConfigError(f"dataset is {dataset!r}; expected the array's name in the file, such as 'rho' or 'group/rho'")
         return {"/" + dataset.strip("/"): tree}
@@ -315,6 +321,8 @@ def _named_in(group: Mapping[Any, Any], above: str) -> Iterator[tuple[str, Any]]
         name = f"{above}/{key.strip('/')}"
         if isinstance(value, Mapping):
             yield from _named_in(value, name)
+        elif node_of(value) is not None:  # any other pytree
+            yield from _named_in({key_text(key): child for key, child in node_of(value) or () if child is not None}, name)
         else:
             yield name, value
 
@@ -323,10 +331,12 @@ def _checked(name: str, x: Any) -> Any:
     """An array that can be saved: of NumPy, without what a subclass adds."""
     if isinstance(x, jax.core.Tracer):
         raise ConfigError(f"'{name}' is traced: it has no values yet. Call save outside of jax.jit")
+    if isinstance(x, (bool, int, float, complex, np.generic)):
+        x = np.asarray(x)
     if not isinstance(x, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
         raise ConfigError(
-            f"'{name}' is a {type(x).__name__}; expected a jax.Array (or a NumPy array that is the same on every rank). Pass "
-            "numpy.asarray of numbers, x.data of an object of xarray (or a Dataset in place of the dict), a dict of arrays"
+            f"'{name}' is a {type(x).__name__}; expected a jax.Array, a number, a NumPy array (the same on every rank), "
+            "or a tree of them. Pass x.data of an object of xarray (or a Dataset in place of the dict)"
         )
     if isinstance(x, np.ma.MaskedArray) and np.ma.is_masked(x):
         raise ConfigError(
