@@ -46,10 +46,13 @@ nb_execution_raise_on_error = True
 nb_execution_timeout = 300
 nb_merge_streams = True
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Simulated devices wait for each other; on a busy machine for longer than XLA allows them.
+os.environ.setdefault("XLA_FLAGS", "--xla_cpu_collective_call_terminate_timeout_seconds=600")
 os.environ["PYTHONPATH"] = str(ROOT)  # for the kernels
 
 # --- reference
 autosummary_generate = True
+default_role = "py:obj"  # `load` in a docstring is a link
 autodoc_typehints = "none"  # the docstrings say what may be passed
 autodoc_member_order = "bysource"
 numpydoc_show_class_members = False
@@ -65,9 +68,7 @@ html_show_sourcelink = False
 html_copy_source = False
 html_theme_options = {
     "navbar_align": "left",
-    "navbar_persistent": [],
-    "navbar_center": ["navbar-nav"],
-    "navbar_end": ["search-field", "theme-switcher"],
+    "navbar_end": ["theme-switcher"],
     "header_links_before_dropdown": 6,
     "show_prev_next": True,
     "secondary_sidebar_items": ["page-toc"],
@@ -96,6 +97,11 @@ def outside(app: Sphinx, docname: str, source: list[str]) -> None:
     source[0] = re.sub(r"(?<!!)\[([^\]]+)\]\(([^)\s]+)\)", rewritten, source[0])
 
 
+def pages_in_docstrings(app: Sphinx, what: str, name: str, thing: object, options: object, lines: list[str]) -> None:
+    """Where a docstring names a page of docs/, the site has a link."""
+    lines[:] = [re.sub(r"docs/([\w/-]+)\.md", r":doc:`/\1`", line) for line in lines]
+
+
 class Help(Directive):
     """What a command prints for ``--help``: ``{help} plan``."""
 
@@ -117,5 +123,6 @@ class Help(Directive):
 def setup(app: Sphinx) -> dict[str, bool]:
     """What this site has beyond Sphinx."""
     app.connect("source-read", outside)
+    app.connect("autodoc-process-docstring", pages_in_docstrings)
     app.add_directive("help", Help)
     return {"parallel_read_safe": True}

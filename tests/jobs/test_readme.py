@@ -42,6 +42,10 @@ def test_the_example_prints_what_the_readme_says(tmp_path: Path) -> None:
         rho = file["rho"][...].astype("f8")
         np.testing.assert_allclose(saved["delta"][...], rho / rho.mean() - 1, rtol=1e-4, atol=1e-4)
         assert saved["delta"].compression == "gzip"
+    command = re.search(r"`shardload (plan rho.h5 [^`]*)`", README.read_text())
+    assert command is not None
+    planned = run_job(["-m", "shardload", *command[1].split()], 1, cwd=tmp_path, timeout=240)
+    assert planned.returncode == 0 and "a=32, b=2" in planned.stdout, planned.stderr
 
 
 def test_the_page_is_short() -> None:
