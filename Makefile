@@ -69,10 +69,14 @@ define stage
   printf '\n*** stopped: stage "%s" failed (exit %s) after %s s\n' '$(1)' $$code $$((SECONDS - began)) >&2; exit 1; }
 endef
 
+# What a GPU machine mostly has not, with what it needs, for Python 3.12: zarr brings numcodecs and google-crc32c. 30 MB.
+GPU_WHEELS := .gpu-wheels
+GPU_PLATFORMS := $(foreach n,28 27 24 17 5,--platform manylinux_2_$(n)_x86_64) --platform manylinux2014_x86_64
+
 RELEASE := .venv-release
 WHEEL := .venv-wheel
 
-.PHONY: help demo bench clients docs release-check setup packages lint test test-all test-plain test-mpi test-openmpi test-oldest test-slurm test-doctests clean
+.PHONY: help demo bench gpu-check gpu-wheels clients docs release-check setup packages lint test test-all test-plain test-mpi test-openmpi test-oldest test-slurm test-doctests clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -83,6 +87,17 @@ demo: $(VENV)/.demo-$(KEY) ## see it work: 4 processes on this machine
 
 bench: $(VENV)/.bench-$(KEY) ## times beside today's ways: tables and a plot in benchmarks/results (a quarter of an hour)
 	@$(PY) -m benchmarks all $(ARGS)
+
+# By the Python that has JAX for the GPU, with the packages of .gpu-wheels behind its own; if it has no JAX, by .venv on the CPU.
+gpu-check: ## one GPU: all kinds of loads, rates of copies, a stream beside a matrix product (some minutes)
+	@python='$(PYTHON)'; "$$python" -c 'import jax' 2>/dev/null || { $(MAKE) $(VENV)/.demo-$(KEY); python=$(PY); }; \
+	$(if $(filter file,$(origin JAX_PLATFORMS)),env -u JAX_PLATFORMS )"$$python" benchmarks/gpu.py $(ARGS)
+
+gpu-wheels: ## wheels for `make gpu-check` on a machine without a network, into .gpu-wheels
+	@rm -rf $(GPU_WHEELS)
+	@$(PYTHON) -m pip download -q --only-binary=:all: --python-version 3.12 --implementation cp $(GPU_PLATFORMS) \
+		-d $(GPU_WHEELS) zarr deflate zstandard cftime
+	@du -sh $(GPU_WHEELS)
 
 clients: $(VENV)/.test-$(KEY) ## other libraries take what is loaded: each in an environment of its own (docs/clients.md; some minutes)
 	@$(PY) -m tests.clients $(ARGS)
@@ -155,7 +170,7 @@ test-oldest: $(OLDEST)/.installed-$(KEY) ## tests/mpi on N ranks with the oldest
 	@SHARDLOAD_SHARED_MEMORY=0 WAYS_HALF=1 $(call must,messages,2) $(call share,3/8,2) $(call quick,TESTS_QUICK=1 TESTS_TURN=oldest) $(OLDEST)/bin/python $(JOB) -n $(N) --timeout $(SECONDS_OF_A_STAGE) -- $(SUITE) $(call without,any_version) $(WAYS) -W ignore $(ARGS)
 
 clean: ## remove what this Makefile and the tools made
-	rm -rf docs/_build docs/reference/api $(VENV) $(OLDEST) $(OPENMPI) $(RELEASE) $(WHEEL) .uv .venv-clients .venv-heat build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache .test-logs
+	rm -rf docs/_build docs/reference/api $(VENV) $(OLDEST) $(OPENMPI) $(RELEASE) $(WHEEL) $(GPU_WHEELS) .uv .venv-clients .venv-heat build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache .test-logs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- environments ------------------------------------------------------------------------------------------------------

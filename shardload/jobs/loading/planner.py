@@ -119,8 +119,11 @@ def plan_array(request: Request, ranks: PlannedRanks, info: ArrayInfo, selection
     nbytes = math.prod(source.selection.shape) * source.file_dtype.itemsize
     most_readers = count_readers(nbytes, ranks.n, ranks.n_nodes, ranks.tuning.reader_nbytes)
     n_readers = min(readers, ranks.n) if isinstance(readers, int) else most_readers
-    caps = {"max_nbytes": max_nbytes, "per_owner": ranks.tuning.blocks_per_owner}
-    schedules = {DIRECT: plan_direct(source, shards, ranks.n, max_nbytes=max_nbytes)}
+    caps: dict[str, Any] = {"max_nbytes": max_nbytes}
+    if info.shards is not None and info.chunks is not None and is_remote(info.path):
+        caps["per_shard"] = [info.shards[k] // info.chunks[k] for k in source.selection.kept]
+    schedules = {DIRECT: plan_direct(source, shards, ranks.n, **caps)}
+    caps["per_owner"] = ranks.tuning.blocks_per_owner
     owners = {ROOT: Owners(), PARALLEL: Owners(n_readers)}
     schedules |= {mode: plan_shared(source, shards, ranks.n, owners[mode], **caps) for mode in owners}
     layouts = {mode: LoadLayout(source, schedules[mode], ranks.n_threads, decoding) for mode in MODES}
