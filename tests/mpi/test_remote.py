@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import traceback
 from collections import Counter
 from functools import partial
@@ -15,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload import SourceError
+from shardload.jobs.streaming.plan import EpochRounds
 from tests.mpi.support import check, mesh_of, on_root, same_error
 from tests.servers import ObjectServer
 
@@ -87,6 +89,31 @@ def test_each_byte_is_fetched_once_in_large_pieces(comm, server, name, spec):
     report = plan.report
     assert report.n_requests >= len(asked) and report.nbytes_fetched >= values.nbytes and report.n_retries == 0
     assert f"{report.n_requests} requests, " in str(report)
+
+
+@pytest.mark.parametrize("name", ["run.h5:/turned", "run.zarr:/x"])
+def test_what_later_rounds_of_a_stream_need_is_fetched_meanwhile(server, monkeypatch, name):
+    """Once, while nobody asks for another batch."""
+    monkeypatch.setattr("shardload.jobs.streaming.plan._ROUND_NBYTES", 1 << 18)
+    stream = shardload.stream(f"s3://bucket/{name}", mesh_of(), P(None, "a", "b"), batch=4, storage=server.storage, prefetch=0)
+    n_rounds = len(EpochRounds(stream.plan, 0, 0).rounds)
+    assert n_rounds >= 15
+
+    def fetched(there: Any) -> int:
+        return sum(request.nbytes for request in there.gets("run.h5") + there.gets("/c/"))
+
+    def wait(there: Any) -> None:
+        while fetched(there) < 6 * SOME.nbytes // n_rounds:  # else the time limit of tests
+            time.sleep(0.01)
+
+    server.on_server(lambda there: there.clear())
+    with iter(stream) as batches:
+        first = next(batches)
+        server.on_server(wait)
+        found = [first, *batches]
+    assert server.on_server(fetched) <= 1.06 * SOME.nbytes
+    for k, batch in enumerate(found):
+        check(batch, SOME[4 * k : 4 * k + 4], mesh_of(), P(None, "a", "b"))
 
 
 def test_a_rank_that_reads_nothing_asks_for_nothing(server):

@@ -102,13 +102,20 @@ class ZarrChunks(StoredChunks):
     ) -> None:
         counts = tuple(-(-n // m) for n, m in zip(shape, layout.chunk_shape, strict=True))
         super().__init__(counts, dtype, Chain(layout.stages, math.prod(layout.chunk_shape) * dtype.itemsize), fill)
-        self._folder, self._prefix, self._layout = folder, prefix, layout
+        self._folder, self._prefix, self._layout, self._is_closed = folder, prefix, layout, False
 
     def _key(self, at: tuple[int, ...]) -> str:
         return self._prefix + self._layout.key(at)
 
+    def expect(self, boxes: Iterator[Sequence[range]]) -> None:
+        """See `ChunkReader`: until it is closed, which may be before all is read."""
+        super().expect(itertools.takewhile(lambda _: not self._is_closed, boxes))
+
     def close(self) -> None:
         """Close what is kept open."""
+        self._is_closed = True
+        if isinstance(self._folder, RemoteFolder):
+            self._folder.forget(self._prefix)
 
 
 class ChunkFiles(ZarrChunks):
@@ -131,7 +138,8 @@ class ChunkFiles(ZarrChunks):
     def expect(self, boxes: Iterator[Sequence[range]]) -> None:
         """See `ChunkReader`: the same objects are fetched ahead."""
         if isinstance(self._folder, RemoteFolder):
-            keys = (self._key(at) for box in boxes for at in itertools.product(*box))
+            open_boxes = itertools.takewhile(lambda _: not self._is_closed, boxes)
+            keys = (self._key(at) for box in open_boxes for at in itertools.product(*box))
             self._folder.expect(keys, self.chain.most_stored_nbytes, self.chain.nbytes)
 
 
@@ -199,6 +207,7 @@ class ShardFiles(ZarrChunks):
 
     def close(self) -> None:
         """Close the shards that are kept open."""
+        super().close()
         with self._lock:
             self._shards.clear()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any
 from zlib import crc32
@@ -19,6 +20,7 @@ from shardload.errors import ConfigError, printable
 from shardload.formats.access import Access, Limits
 from shardload.formats.contract.array import ArrayInfo, some
 from shardload.formats.contract.format import OpenFile
+from shardload.formats.diagnosis import as_source_error
 from shardload.formats.likeness import KEEP, Overrides, attrs_for, bounds_of, spec_like
 from shardload.formats.lookup import open_file, split_path
 from shardload.formats.saving import SUFFIXES, check_target, format_for, make_sink, refused_group
@@ -28,9 +30,10 @@ from shardload.jobs.described import Described, describe_arrays, find_arrays, fo
 from shardload.options import AUTO, CHECKSUM, FILE, FULL, INDEX, OPTIONS, TIMEOUT
 from shardload.planning.chunk_shapes import growing_chunks
 from shardload.planning.region import Region
-from shardload.planning.selection import Selection, select_axes
+from shardload.planning.selection import Between, Near, Selection, name_axes, needs_coordinates, select_axes
 from shardload.planning.source_layout import SourceLayout
 from shardload.storage.remote import StorageOptions, shown
+from shardload.values.dates import has_dates, in_numbers
 
 STAGING_NBYTES = 512 << 20
 PAGE_NBYTES = 4096  # clients of a file system on several nodes may lose each other's bytes in a page
@@ -265,7 +268,7 @@ def _plan_arrays(
     valueless = {name for name, (_, properties, _) in described.items() if properties.is_dimension}
     described = {name: array for name, array in described.items() if name not in valueless}
     _check_request(request, {name: described[name] for name in main})
-    by_name = _selection_by_name(request.select, {name: described[name] for name in main})
+    by_name = _selection_by_name(_in_positions(request.select, file, described), {name: described[name] for name in main})
     selections = {}
     for name, (info, properties, _) in described.items():
         parts: Any = tuple(by_name.get(dim, slice(None)) for dim in properties.dims)
@@ -345,6 +348,32 @@ def without_what_is_refused(
     if not kept or not notes:
         raise error
     return kept, replace(about, texts=texts), notes
+
+
+def _in_positions(select: Any, file: OpenFile, described: Mapping[str, Described]) -> Any:
+    """A selection with positions in place of values of coordinates. ConfigError if these say none, or coordinates differ."""
+    if not needs_coordinates(select):
+        return select
+    positions = dict(select)
+    for dim, part in select.items():
+        if not isinstance(part, Near | Between):
+            continue
+        found: list[Any] = []
+        for name, (info, properties, _) in described.items():
+            if name.rpartition("/")[2] != dim or properties.dims != (dim,) or properties.texts is not None:
+                continue
+            with as_source_error(info.path, name), closing(file.open(name)) as source:
+                values = np.asarray(source.plain(Region.whole(info.shape)))
+            try:
+                asked = in_numbers(part, dim, properties.attrs, values.dtype) if has_dates(part) else part
+                found += name_axes({dim: asked}, (dim,), {dim: values})
+            except ValueError as error:
+                raise ConfigError(f"{error} ({info})") from None
+        if not found or found.count(found[0]) < len(found):
+            what = "no coordinate of that name" if not found else "several coordinates of that name, which differ"
+            raise ConfigError(f"select has {part} on the axis {dim!r}, but among what is copied is {what}. Pass positions")
+        positions[dim] = found[0]
+    return positions
 
 
 def _selection_by_name(select: Any, main: Mapping[str, Described]) -> dict[Any, Any]:

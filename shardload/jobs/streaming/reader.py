@@ -26,6 +26,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Protocol
 
 import jax
@@ -35,13 +36,14 @@ from shardload.comm.group import Group
 from shardload.comm.mpi import thread_level
 from shardload.engine.session import Round, Session, shared_nbytes
 from shardload.errors import PeerError, ShardloadError, SourceError, StallError
-from shardload.jobs.streaming.endpoints import BatchTarget, StreamSource, moves_of
+from shardload.jobs.streaming.endpoints import BatchTarget, StreamMove, StreamSource, moves_of
 from shardload.jobs.streaming.plan import EpochRounds, RoundReadings, StreamPlan
+from shardload.storage.remote import is_remote
 from shardload.system.garbage import let_go
-from shardload.transfer.moves import ArrayMove
 from shardload.units import counted, format_nbytes
 
 _FAREWELL_SECONDS = 5.0  # `close` waits so long for ranks that still compute; the farewell goes on without it
+_ROUNDS_AHEAD = 8  # that are fetched from a store, as far as there is memory for it, while one is decoded
 
 
 @dataclass(frozen=True)
@@ -165,6 +167,7 @@ class RoundReader:
         self._runs: deque[_EpochRun] = deque()  # those of which batches are still to be made
         self._run_being_read: _EpochRun | None = None
         self._pending: deque[RoundReadings] = deque()
+        self._near: list[tuple[RoundReadings, list[StreamMove]]] = []  # rounds that were told to what fetches, with this one
         self._opened = ExitStack()
         self.n_ready = self.n_made = 0
         self.report = StreamReport()
@@ -224,9 +227,9 @@ class RoundReader:
         self.n_ready = run.first + self._pending[0].batch if self._pending else run.end
 
     def _read(self, run: _EpochRun, round_: RoundReadings) -> None:
-        moves: list[ArrayMove] = []
+        moves: list[StreamMove] = []
         with self._session.errors:
-            moves = moves_of(self.plan, run.epoch, round_)
+            moves = self._moves(run, round_)
         staged = Round(moves, self.plan.staging, self._group.size > 1)
         try:
             self._session.move(staged, self._source, self._target)
@@ -242,6 +245,18 @@ class RoundReader:
         self.report.chunks_decoded += decoded
         self.report.nbytes_read += nbytes
         self._target.take(staged)
+
+    def _moves(self, run: _EpochRun, round_: RoundReadings) -> list[StreamMove]:
+        """What moves in a round. Of arrays in stores also what moves in the next ones."""
+        if not any(is_remote(array.info.path) for array in self.plan.arrays):
+            return moves_of(self.plan, run.epoch, round_)
+        near = [round_, *islice(self._pending, _ROUNDS_AHEAD)]
+        known = {id(each): (each, moves) for each, moves in self._near}
+        self._near = [known.get(id(each)) or (each, moves_of(self.plan, run.epoch, each)) for each in near]
+        moves = self._near[0][1]
+        for move in moves:
+            move.later = [each for _, later in self._near[1:] for each in later if each.array == move.array]
+        return moves
 
     def _needed_for(self, run: _EpochRun, round_: RoundReadings) -> str:
         """For which sample of which batch a round of one reading is done."""
