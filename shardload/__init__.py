@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     )
     from shardload.formats.concatenation import Concatenation
     from shardload.jobs.contents import open
+    from shardload.jobs.copying.copy import CopyReport, copy
     from shardload.jobs.joining.concat import concat
     from shardload.jobs.joining.join import join
     from shardload.jobs.joining.request import JoinReport
@@ -66,6 +67,7 @@ __all__ = [
     "AppendReport",
     "Concatenation",
     "ConfigError",
+    "CopyReport",
     "JoinReport",
     "LeftOutWarning",
     "LoadReport",
@@ -90,6 +92,7 @@ __all__ = [
     "append",
     "between",
     "concat",
+    "copy",
     "initialize",
     "join",
     "load",
@@ -125,6 +128,8 @@ _HOMES = {
     "JoinReport": "jobs.joining.request",
     "Concatenation": "formats.concatenation",
     "concat": "jobs.joining.concat",
+    "copy": "jobs.copying.copy",
+    "CopyReport": "jobs.copying.copy",
     "join": "jobs.joining.join",
     "open": "jobs.contents",
     "to_xarray": "jobs.loading.labelled",

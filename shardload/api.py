@@ -27,6 +27,7 @@ from shardload.errors import ConfigError
 from shardload.jobs.loading.call import LoadCall
 from shardload.jobs.loading.plan import Plan
 from shardload.jobs.loading.scattering import ScatterCall
+from shardload.jobs.loading.state import load_state
 from shardload.jobs.loading.tree_plan import TreePlan
 from shardload.jobs.loading.verifying import VerifyCall
 from shardload.jobs.streaming.request import open_stream
@@ -67,6 +68,7 @@ class _LoadOptions(_ScatterOptions, total=False):
     untrusted: bool
     allow_filters: Any
     storage: Mapping[str, Any] | None
+    like: Any
 
 
 class _PlanOptions(_LoadOptions, total=False):
@@ -79,14 +81,15 @@ def load(
     path: Single, mesh: Any, spec: Any = None, *, dataset: str | None = None, **options: Unpack[_LoadOptions]
 ) -> jax.Array: ...
 @overload
-def load(path: Any, mesh: Any, spec: Any = None, *, dataset: Any = None, **options: Unpack[_LoadOptions]) -> Any: ...
+def load(path: Any, mesh: Any = None, spec: Any = None, *, dataset: Any = None, **options: Unpack[_LoadOptions]) -> Any: ...
 
 
 def load(
     path: Any,
-    mesh: Any,
+    mesh: Any = None,
     spec: Any = None,
     *,
+    like: Any = DEFAULTS.like,
     dataset: Any = DEFAULTS.dataset,
     select: Any = DEFAULTS.select,
     dtype: Any = DEFAULTS.dtype,
@@ -106,7 +109,7 @@ def load(
     allow_filters: Any = DEFAULTS.allow_filters,
     storage: Mapping[str, Any] | None = DEFAULTS.storage,
 ) -> Any:
-    """Load arrays of HDF5, netCDF4 or Zarr files into sharded `jax.Array`s, and check that each shard is where it belongs.
+    """Load arrays of HDF5, netCDF4 or Zarr files into sharded `jax.Array` objects; check that each shard is where it belongs.
 
     One array, or a tree of them in one job: see `dataset`. For a tree, `mesh`, `spec`, `select`, `dtype`, `decode`, `pad`,
     `halo` and `edge` are single values or prefix trees, as `jax.jit` takes for ``in_shardings``: docs/many-arrays.md.
@@ -125,8 +128,12 @@ def load(
         what `concat` returns.
     mesh : jax.sharding.Mesh or NamedSharding
         The mesh of devices. Or a NamedSharding, which has both the mesh and the spec.
-    spec : PartitionSpec, optional
-        Which mesh axes cut which array axis: ``P("a", "b")``. Leave it out with a NamedSharding.
+    like : pytree, optional
+        In place of `mesh`, `spec` and `dataset`: a state as it was saved (dicts, NamedTuples, dataclasses, an optimizer's
+        state), or of `jax.ShapeDtypeStruct`. What is returned has its structure, shardings and kinds of numbers.
+    spec : PartitionSpec or dict, optional
+        Which mesh axes cut which array axis: ``P("a", "b")``. Or by names of the file's axes, ``{"lat": "a", "lon": "b"}``: the
+        others are whole. Leave it out with a NamedSharding.
     dataset : str or tree of str, optional
         Name of the array in the file. Optional if the file has exactly one array. A dict, list or other tree of names gives the
         same tree of arrays; ``"group/*"`` and ``"*"`` give nested dicts of all arrays below.
@@ -169,8 +176,9 @@ def load(
     comm : mpi4py.MPI.Comm, optional
         The ranks that take part: at least every process of the mesh. Default: COMM_WORLD.
     progress : bool or callable, optional
-        True shows a progress bar on rank 0; None shows it for large loads in a terminal or a notebook. Or a function
-        ``(done_nbytes, total_nbytes)``, called on every rank.
+        True shows a progress bar on rank 0; None shows it for large loads in a terminal (also under mpiexec and srun on this
+        machine) or a notebook, and elsewhere prints a line each 30 s. Or a function ``(done_nbytes, total_nbytes)``, called on
+        every rank.
     timeout : float or None
         Seconds. If nothing moves on any rank for this long, every rank raises `StallError`, which names the late ranks. None:
         wait for ever.
@@ -225,7 +233,12 @@ def load(
     >>> x.shape, float(x.sum())
     ((8, 8, 4), 256.0)
     """
-    with LoadCall("load", path, mesh, spec, keywords_of("load", locals())).begin() as call:
+    given = keywords_of("load", locals())
+    if given.pop("like") is not None:
+        if (mesh, spec, dataset) != (None, None, None):
+            raise ConfigError("like is given, which says what to load and where: leave out mesh, spec and dataset")
+        return load_state(path, like, given)
+    with LoadCall("load", path, mesh, spec, given).begin() as call:
         return call.load()
 
 
@@ -310,9 +323,10 @@ def stream(
     ----------
     path, mesh, dataset
         As in `load`. With a tree of names each batch is such a tree; two leaves may name the same array, which is read once.
-    spec : PartitionSpec, optional
+    spec : PartitionSpec or dict, optional
         Which mesh axes cut which axis of a *batch*: samples first, then the axis of the window if it has one (never cut), then
-        the other axes of the array. ``P("data", None, "lat")``. A spec for several arrays has the window's axis if one of them
+        the other axes of the array. ``P("data", None, "lat")``. By names of axes, ``{"time": "data", "lat": "lat"}``: that of
+        the steps stands for the samples. A spec for several arrays has the window's axis if one of them
         has it; it is passed over where an array has none.
     along : str or int
         The axis of the steps, by its name in the file or its number there.
@@ -571,9 +585,10 @@ def save(
     path : str or PathLike
         The new file: ``"out.h5"``, ``"out.nc"`` or ``"out.zarr"``, in a folder that all nodes see; or ``"s3://bucket/out.zarr"``,
         where nothing is yet.
-    tree : jax.Array, dict of them, xarray.Dataset or xarray.DataArray
-        The arrays by their names in the file, groups included: ``{"rho": rho, "g/vel": vel}``; nested dicts are groups. Each
-        has a NamedSharding; or it is a NumPy array, or an array on one device of each process, the same on all ranks. An object
+    tree : jax.Array, dict of them, any pytree, xarray.Dataset or xarray.DataArray
+        The arrays by their names in the file, groups included: ``{"rho": rho, "g/vel": vel}``; nested dicts are groups, and so
+        are other nodes of a pytree: the array of ``state.opt[0].mu`` is ``"opt/0/mu"``. Each has a NamedSharding; or it is a
+        number, a NumPy array, or an array on one device of each process, the same on all ranks. An object
         of xarray also says names of axes, attributes and coordinates; what is passed beside it wins (docs/values.md).
     dataset : str
         The name of an array that is passed by itself.
@@ -692,6 +707,7 @@ def append(
     tree: Any,
     *,
     dim: str | int = _APPEND.dim,
+    at: Any = _APPEND.at,
     dataset: str = _APPEND.dataset,
     shape: Any = _APPEND.shape,
     plan: Any = _APPEND.plan,
@@ -720,7 +736,11 @@ def append(
         array (values as stored: not decoded), but any length along `dim`, the same for all. Pass all arrays that share the axis
         `dim`, its coordinate too. Of an object of xarray, the variables with the axis `dim` are taken.
     dim : str or int
-        The axis: its name in the store, or its number if the axes have no names.
+        The axis: its name in the store, or its number if the axes have no names. By its name, its coordinate must go on in the
+        direction that it has: time does not go backwards.
+    at : float or date, optional
+        Replace the rows from this value of the coordinate of `dim` on, as after a restart from an older checkpoint. A date is
+        as in `near`. In Zarr a kill among the last writes leaves the rows before `at` alone.
     dataset : str
         The name of an array that is passed by itself.
     shape : tuple of int, optional, or dict by name

@@ -6,6 +6,7 @@ import itertools
 import re
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from html import escape
 from numbers import Integral
 from typing import Any
 
@@ -33,6 +34,23 @@ def parse_nbytes(text: object, name: str = "staging") -> int:
     if n <= 0:
         raise ConfigError(f"{name} is {text!r}; expected more than 0 bytes, such as '256MiB'")
     return n
+
+
+class Report:
+    """What a call did, as a sentence: in a terminal, in a log, in a notebook. A subclass has `__str__`."""
+
+    def __repr__(self) -> str:
+        """In one line."""
+        return f"<{type(self).__name__}: {self}>"
+
+    def _repr_html_(self) -> str:
+        """HTML for a notebook: the text."""
+        return as_html(str(self))
+
+
+def as_html(text: str) -> str:
+    """A text of several lines as HTML for a notebook."""
+    return f"<pre>{escape(text)}</pre>"
 
 
 def counted(n: int, what: str) -> str:

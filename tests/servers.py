@@ -79,7 +79,7 @@ class ObjectServer:
         self.ends, self.lock = threading.Event(), threading.Lock()
         self.random = random.Random(1)
         handler = type("Handler", (_Handler,), {"owner": self})
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self._server = _Server(("127.0.0.1", 0), handler)
         self._server.daemon_threads, self._server.block_on_close = True, False
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
 
@@ -145,6 +145,10 @@ class ObjectServer:
         with self.lock:
             self.log.clear()
             self.headers.clear()
+
+
+class _Server(http.server.ThreadingHTTPServer):
+    request_queue_size = 256  # else the system drops some of many connections made at once
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):

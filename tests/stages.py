@@ -69,6 +69,7 @@ LANES = (
         make("pytest: 4 ranks with Open MPI", "test-openmpi", "N=4"),
         make("pytest: 2 ranks with the oldest versions", "test-oldest", "N=2"),
         make("doctests", "test-doctests"),
+        *((make("the site of docs/", "docs"),) if os.environ.get("ALL") else ()),
         make("pytest: 4 ranks", "test-mpi", "N=4"),
     ),
     (make("pytest: slurm", "test-slurm", in_memory=False),),  # each node has a /dev/shm of its own

@@ -1,7 +1,7 @@
 """Draw the README's figure: `python docs/figures/way_of_the_data.py` (needs matplotlib) writes the .svg beside this file.
 
-A file of compressed planes is read once, by four readers; every block is cut along the shards' edges; every part goes to the
-process that holds its pencil. Drawn from shardload's own plan of a small array: the cuts and arrows are computed, not painted.
+Four ranks decode the planes of a file, each plane once, and cut what they have along the edges of the shards: each rank has a
+part of each pencil. Which rank has which planes is shardload's own plan of a small array.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from matplotlib.colors import to_rgb
 from matplotlib.patches import FancyArrowPatch, Polygon, Rectangle
 
 from shardload.planning.blocks import plan_blocks
-from shardload.planning.schedule import Grid, Owners, Schedule, plan_shards
+from shardload.planning.grid import Grid
+from shardload.planning.schedule import Owners, Schedule
+from shardload.planning.shards import plan_shards
 
 matplotlib.rcParams["svg.hashsalt"] = "shardload"  # else every run gives other ids to the same picture
 
@@ -54,55 +56,53 @@ def box(ax: plt.Axes, start: tuple[int, ...], stop: tuple[int, ...], at: tuple[f
 
 
 def main() -> None:
-    """Three columns: chunks in the file, blocks in the readers, pencils on the devices."""
+    """Three columns: chunks in the file, blocks in the ranks that decode them, pencils on the devices; a line for each part."""
     plan = schedule()
-    fig, ax = plt.subplots(figsize=(10, 4.3))
+    fig, ax = plt.subplots(figsize=(10, 4.6), facecolor="white")
     ax.set_axis_off()
     ax.set_aspect("equal")
-    ax.set_xlim(0, 30)
-    ax.set_ylim(-1.6, 11.3)
-    title = dict(ha="center", va="bottom", fontsize=10.5, color=INK, weight="bold")
-    note = dict(ha="center", va="top", fontsize=9, color=INK)
+    ax.set_xlim(0, 32)
+    ax.set_ylim(-2.2, 11.6)
+    title = dict(ha="center", va="bottom", fontsize=11, color=INK, weight="bold")
+    note = dict(ha="center", va="top", fontsize=9.5, color=INK)
 
     unit = 0.55
     for rank in reversed(range(N_RANKS)):
         for block in reversed(plan.blocks_of(rank)):
             for i in reversed(range(plan.blocks.region(block).start[0], plan.blocks.region(block).stop[0])):
-                box(ax, (i, 0, 0), (i + 0.8, 8, 8), (0.2, 6.2), unit, COLORS[rank])
-    ax.text(3.6, 10.0, "file: compressed planes", **title)
-    ax.text(3.6, 0.9, "each chunk is decoded once,\nby the rank whose colour it has", **note)
+                box(ax, (i, 0, 0), (i + 0.8, 8, 8), (0.2, 6.4), unit, COLORS[rank])
+    ax.text(3.9, 10.9, "file: compressed planes", **title)
+    ax.text(3.6, -0.4, "each plane is decoded once, by the\nrank whose colour it has", **note)
 
-    side, gap = 1.7, 0.75
-    corners = {}
-    for rank in range(N_RANKS):
-        low = 8.0 - rank * (side + gap)
-        ax.text(11.2, low + side / 2, f"rank {rank}", ha="right", va="center", fontsize=9, color=INK)
+    side, step = 1.7, 2.5
+    tops = [8.3 - k * step for k in range(N_RANKS)]  # of ranks, and of pencils
+    unit, width = 0.33, 4
+    pencil_at = [(25.2, low + side / 2 + unit * width / 2 - 0.3) for low in tops]
+    for rank, low in enumerate(tops):
+        ax.text(11.6, low + side / 2, f"rank {rank}", ha="right", va="center", fontsize=10, color=INK)
         for shard in range(N_RANKS):
             row, column = divmod(shard, 2)
-            x, y = 11.6 + column * side / 2, low + (1 - row) * side / 2
+            x, y = 12 + column * side / 2, low + (1 - row) * side / 2
             ax.add_patch(Rectangle((x, y), side / 2, side / 2, facecolor=COLORS[rank], edgecolor="white", linewidth=1.5))
-        corners[rank] = (11.6 + side, low + side / 2)
-        ax.add_patch(FancyArrowPatch((8.4, 5.0), (9.4, low + side / 2), arrowstyle="-", color="#bbbbbb", linewidth=0.8))
-    ax.text(12.6, 10.0, "blocks, cut for the shards", **title)
-    ax.text(12.6, 0.2, "staging: a few blocks per rank,\nhowever large the array", **note)
+            ax.text(x + side / 4, y + side / 4, str(shard), ha="center", va="center", fontsize=8, color="white")
+            begin = (12 + side + 0.15, low + side / 2 + 0.27 * (1.5 - shard))
+            end = (pencil_at[shard][0] - 0.35, pencil_at[shard][1] - unit * width / 2 + 0.27 * (1.5 - rank))
+            ax.add_patch(
+                FancyArrowPatch(begin, end, arrowstyle="-|>", mutation_scale=7, color=COLORS[rank], shrinkA=0, shrinkB=0)
+            )
+    ax.text(12.8, 10.9, "ranks: decode, cut", **title)
+    ax.text(12.6, -0.4, "a few planes at a\ntime in memory", **note)
+    ax.text(19.6, -0.4, "every rank sends a part\nto every device", **note)
 
-    unit = 0.42
-    origin = (20.6, 7.3)
-    for shard in (1, 0, 3, 2):  # back to front, so that nearer boxes cover farther ones
-        region = plan.shards.region(shard)
-        row, column = divmod(shard, 2)
+    for shard in range(N_RANKS):
         for rank in reversed(range(N_RANKS)):
-            planes = [plan.blocks.region(b) for b in plan.blocks_of(rank)]
-            start = (planes[0].start[0], region.start[1] + row * 2.5, region.start[2] + column * 2.5)
-            stop = (planes[-1].stop[0], region.stop[1] + row * 2.5, region.stop[2] + column * 2.5)
-            box(ax, start, stop, origin, unit, COLORS[rank])
-    for rank, (x, y) in corners.items():
-        target = (20.1, 7.2 - rank * 1.2)
-        ax.add_patch(
-            FancyArrowPatch((x + 0.2, y), target, arrowstyle="-|>", mutation_scale=9, color=COLORS[rank], linewidth=1.4)
+            planes = [plan.blocks.region(block) for block in plan.blocks_of(rank)]
+            box(ax, (planes[0].start[0], 0, 0), (planes[-1].stop[0], width, width), pencil_at[shard], unit, COLORS[rank])
+        ax.text(
+            pencil_at[shard][0] + unit * 9.3, tops[shard] + side / 2, f"device {shard}", va="center", fontsize=10, color=INK
         )
-    ax.text(25, 10.0, "pencils: one shard per device", **title)
-    ax.text(25, 0.9, "each piece is matched to the index\nthat JAX asks for, or refused", **note)
+    ax.text(27.5, 10.9, "devices: one pencil each", **title)
+    ax.text(28.2, -0.4, "each part is matched to the index\nthat JAX asks for, or refused", **note)
     here = Path(__file__).parent
     fig.savefig(here / "way_of_the_data.svg", bbox_inches="tight", metadata={"Date": None})
     plt.close(fig)

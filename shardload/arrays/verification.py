@@ -40,7 +40,7 @@ from shardload.planning.shards import Shards
 from shardload.planning.source_layout import SourceLayout
 from shardload.transfer.buffers import view_of
 from shardload.transfer.checksum import checksum, join_sums, sum_shard
-from shardload.units import counted, format_nbytes
+from shardload.units import Report, counted, format_nbytes
 from shardload.values.decoding import Decoding
 
 _MOST_REGIONS = 8  # per process, for "file"
@@ -51,8 +51,8 @@ _COUNTED = ("n_shards", "n_devices", "n_boxes", "n_elements", "n_padding", "nbyt
 Array = np.ndarray[Any, Any]
 
 
-@dataclass(frozen=True)
-class VerifyReport:
+@dataclass(frozen=True, repr=False)
+class VerifyReport(Report):
     """What was proven of an array, in the whole job.
 
     Attributes
@@ -94,8 +94,9 @@ class VerifyReport:
         """For a person: one line."""
         parts = [f"verified by {self.how}: {counted(self.n_shards, 'shard')} where JAX asks for them"]
         if self.n_parts or self.n_devices:
-            sums = f"{counted(self.n_parts, 'part')} and {counted(self.n_devices, 'device shard')}"
-            parts.append(f"{sums} with the right checksum")
+            sums = [counted(self.n_parts, "part")] if self.n_parts else []
+            sums += [counted(self.n_devices, "device shard")] if self.n_devices else []
+            parts.append(f"{' and '.join(sums)} with the right checksum")
         if self.n_boxes or self.n_padding:
             elements, regions = counted(self.n_elements, "element"), counted(self.n_boxes, "region")
             again = f"{elements} ({format_nbytes(self.nbytes_reread)}) in {regions}"

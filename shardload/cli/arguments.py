@@ -44,16 +44,22 @@ def parse_mesh(text: str) -> dict[str, int]:
     return axes
 
 
-def parse_spec(text: str, axes: Mapping[str, int]) -> tuple[str | tuple[str, ...] | None, ...]:
-    """What `jax.sharding.PartitionSpec` takes, from ``--spec``, checked against the mesh axes.
+def parse_spec(text: str, axes: Mapping[str, int]) -> Any:
+    """What `jax.sharding.PartitionSpec` takes, or a spec by names of axes, from ``--spec``, checked against the mesh axes.
 
-    >>> parse_spec("-,a,b+c", {"a": 2, "b": 2, "c": 2})
-    (None, 'a', ('b', 'c'))
+    >>> parse_spec("-,a,b+c", {"a": 2, "b": 2, "c": 2}), parse_spec("lat=a,lon=b", {"a": 2, "b": 2})
+    ((None, 'a', ('b', 'c')), {'lat': 'a', 'lon': 'b'})
     """
+    if "=" in text:
+        pairs = [part.rpartition("=") for part in text.split(",")]
+        dims = [name.strip() for name, _, _ in pairs]
+        if not all(dims) or len(set(dims)) < len(dims):
+            raise wrong("--spec", f"cannot read {text!r}: each axis of the array once, with =. Type --spec lat=a,lon=b")
+        return dict(zip(dims, parse_spec(",".join(part for _, _, part in pairs), axes), strict=True))
     parts: list[str | tuple[str, ...] | None] = []
     seen: set[str] = set()
     for part in text.split(","):
-        if part.strip() == "-":
+        if part.strip() in ("-", "None"):
             parts.append(None)
             continue
         names = tuple(name.strip() for name in part.split("+"))
@@ -68,22 +74,29 @@ def parse_spec(text: str, axes: Mapping[str, int]) -> tuple[str | tuple[str, ...
     return tuple(parts)
 
 
-def parse_select(text: str) -> tuple[slice | int | EllipsisType, ...] | dict[str, slice | int]:
+def parse_select(text: str) -> tuple[slice | int | EllipsisType, ...] | dict[str, Any]:
     """A NumPy-style basic index, or positions by names of axes, from ``--select``; what it means is for the library to say.
+
+    By names also values of coordinates: a date or a number with a point is the nearest one, and ``..`` is between two.
 
     >>> parse_select("0,:,10:20")
     (0, slice(None, None, None), slice(10, 20, None))
     >>> parse_select("time=-1,lat=10:50")
     {'time': -1, 'lat': slice(10, 50, None)}
+    >>> parse_select("time=2001-06-15T12,lat=30..60,lon=12.5")
+    {'time': near('2001-06-15T12'), 'lat': between(30, 60), 'lon': near(12.5)}
     """
     parts: list[slice | int | EllipsisType] = []
-    named: dict[str, slice | int] = {}
+    named: dict[str, Any] = {}
     for piece in text.strip("[] ").split(","):
         name, equals, typed = piece.rpartition("=")
-        part = _position(typed.strip())
+        part: Any = _position(typed.strip())
+        if part is None and equals:
+            part = _coordinate(typed.strip())
         if part is None or bool(equals) != ("=" in text) or (equals and (not name.strip() or part is ...)):
-            fix = "Each axis takes an integer, a slice or '...': positions that count from 0, not the values of coordinates"
-            how = f'{fix}. Type for example --select "0,:,10:20", or "time=-1,lat=10:50" by names of axes'
+            fix = "Each axis takes an integer, a slice or '...': positions that count from 0"
+            how = f'{fix}. Type for example --select "0,:,10:20"; by names of axes "time=-1,lat=10:50", or by their '
+            how += 'coordinates "time=2001-06..2001-08,lat=52.5"'
             raise wrong("--select", f"cannot read {piece.strip()!r} in {text!r}. {how}")
         if name.strip() in named:
             raise wrong("--select", f"{text!r} has the axis {name.strip()!r} twice; give each axis once")
@@ -103,6 +116,27 @@ def _position(text: str) -> slice | int | EllipsisType | None:
         bounds = [int(bound) if bound.strip() else None for bound in text.split(":")]
         return slice(*bounds) if len(bounds) > 2 else slice(bounds[0], bounds[1])
     except (ValueError, TypeError):
+        return None
+
+
+def _coordinate(text: str) -> Any:
+    """What of a coordinate is asked for; None if it cannot be read. A month is all of it."""
+    from shardload.planning.selection import between, near
+
+    low, dots, high = text.partition("..")
+    ends = [_number_or_date(end) for end in (low, high or low)]
+    if None in ends:
+        return None
+    is_month = not dots and re.fullmatch(r"\d{4}-\d{1,2}", text) is not None
+    return between(*ends) if dots or is_month else near(ends[0])
+
+
+def _number_or_date(text: str) -> int | float | str | None:
+    if re.fullmatch(r"\d{4}-\d{1,2}(-\d{1,2}([T ]\d{1,2}(:\d{1,2}){0,2})?)?", text):
+        return text
+    try:
+        return int(text) if re.fullmatch(r"[+-]?\d+", text) else float(text)
+    except ValueError:
         return None
 
 
@@ -221,6 +255,17 @@ _PARSERS: dict[str, tuple[str, Callable[[str], Any]]] = {
 }
 
 
+_SWITCHES = ("decode", "progress")  # which can be switched off, too
+# The groups of options in ``--help``.
+_PANELS: dict[str, tuple[str, ...]] = {
+    "Which values": ("dataset", "select", "dtype", "decode", "pad", "missing"),
+    "Batches": ("along", "batch", "window", "shuffle", "pool", "prefetch", "border", "gaps"),
+    "The new file": ("chunks", "shards", "compression", "unlimited", "format", "mode"),
+    "How it is done": ("readers", "staging", "verify", "progress", "processes", "ranks_per_node"),
+    "Trust, and stores": ("allow_external", "allow_filters", "untrusted", "storage"),
+}
+
+
 def completes(*words: str) -> Callable[[str], list[str]]:
     """What completes a flag that takes one of `words`.
 
@@ -291,19 +336,22 @@ def takes(*names: str, **defaults: Any) -> Callable[[Callable[..., None]], Calla
 def _parameter(name: str, default: Any = ..., help: str = "", *aliases: str) -> inspect.Parameter:
     option = OPTIONS[name]
     words: dict[str, Any] = {"autocompletion": completes(*option.choices)} if option.choices else {}
+    words |= {"rich_help_panel": next(panel for panel, members in _PANELS.items() if name in members)}
+    words["metavar"] = "WORD" if option.choices else "TEXT"
     kind: Any = str
     if name == "dataset":
-        kind = list[str]
-    elif isinstance(option.default, bool) or name == "decode":
-        kind = bool
+        kind, words["metavar"] = list[str], "NAME"
+    elif isinstance(option.default, bool) or name in _SWITCHES:
+        kind, words["metavar"] = bool, ""
     elif name in ("processes", "ranks_per_node", "batch", "shuffle", "prefetch"):
-        kind = int
+        kind, words["metavar"] = int, "N"
     elif name in _PARSERS:
         kind, words = (
             list[Any] if name == "storage" else Any,
             words | dict(zip(("metavar", "parser"), _PARSERS[name], strict=True)),
         )
-    flags = ["--decode/--no-decode" if name == "decode" else option.flag or f"--{name}", *aliases]
+    flag = option.flag or f"--{name}"
+    flags = [f"{flag}/{flag.replace('--', '--no-', 1)}" if name in _SWITCHES else flag, *aliases]
     default = option.default if default is ... else default
     default = ",".join(default) if isinstance(default, tuple) else default
     declared: Any = Annotated[

@@ -31,7 +31,7 @@ def run(out: IO[str], file: str, axes: Mapping[str, int], parts: Any, n: int, st
     how |= {"decode": bool(how["decode"]), "epochs": None}
     with mesh_of(axes) as mesh:
         began = time.perf_counter()
-        opened = stream(file, mesh, PartitionSpec(*parts), **how)
+        opened = stream(file, mesh, parts if isinstance(parts, dict) else PartitionSpec(*parts), **how)
         plan, group = opened.plan, group_of()
         found = _measure(opened, group, began, n, step)
     if group.rank == 0:

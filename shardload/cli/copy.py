@@ -11,13 +11,11 @@ from typing import IO, Any
 
 from shardload.cli.arguments import as_typed
 from shardload.comm.mpi import world_rank_and_size
-from shardload.engine.file_target import WriteCounts
 from shardload.errors import printable
 from shardload.formats.lookup import split_path
 from shardload.jobs.copying.copy import CopyReport, copy_file
 from shardload.jobs.joining.concat import concat
 from shardload.system.terminal import tell, width_of, wrap
-from shardload.units import counted, format_nbytes
 
 
 def run(out: IO[str], source: str, target: str, *, along: str | None, only_plan: bool, as_json: bool, **given: Any) -> None:
@@ -50,20 +48,8 @@ def run(out: IO[str], source: str, target: str, *, along: str | None, only_plan:
         return
     for note in report.notes:
         print(f"shardload: {printable(note)}", file=sys.stderr, flush=True)
-    lines = report.plan.describe(target) if report.written is None else [_summary(report, report.written, target)]
+    lines = report.plan.describe(target) if report.written is None else [f"{target}: {report}"]
     tell("\n".join(part for line in lines for part in wrap(printable(as_typed(line)), width_of(out), "", "    ")), out)
-
-
-def _summary(report: CopyReport, written: WriteCounts, target: str) -> str:
-    plan, seconds = report.plan, max(report.seconds, 1e-9)
-    text = (
-        f"{target}: {counted(len(plan.names), 'array')}, {format_nbytes(plan.nbytes)} "
-        f"({format_nbytes(written.nbytes_stored)} stored) in {seconds:.1f} s, {format_nbytes(int(written.nbytes / seconds))}/s "
-        f"on {counted(plan.n_ranks, 'rank')}"
-    )
-    if written.n_read_back:
-        text += f"; {written.n_read_back:,} of {written.n_chunks:,} chunks read back, {written.n_decoded:,} decoded"
-    return text
 
 
 def _as_json(report: CopyReport) -> str:

@@ -18,13 +18,13 @@ from shardload.units import counted, format_nbytes
 _COLUMNS = [Column("array"), Column("shape"), Column("dtype"), Column("values", lead="")]
 
 
-def run(out: IO[str], files: Sequence[str], *, axis: str | None, as_json: bool, **given: Any) -> None:
+def run(out: IO[str], files: Sequence[str], *, axis: str | None, as_json: bool, progress: bool | None, **given: Any) -> None:
     """Join, and print what was done."""
     if len(files) < 2:
         raise wrong("PART... WHOLE", "type the parts in their order, then the new file: shardload join a.nc b.nc whole.nc")
     *parts, whole = files
     which: Any = int(axis) if axis is not None and axis.isascii() and axis.isdecimal() else axis
-    report = join_files(JoinRequest.check(whole, parts, axis=which, **given))
+    report = join_files(JoinRequest.check(whole, parts, axis=which, **given), progress)
     if as_json:
         tell(json.dumps({"ok": True, **asdict(report)}, indent=2), out)
         return

@@ -33,9 +33,9 @@ MeshText = Annotated[
 ]
 SpecText = Annotated[
     str,
-    typer.Option(metavar="NAME,...", help="Mesh axis of each array axis; - for none, a+b for two."),
+    typer.Option(metavar="NAME,...", help="Mesh axis of each array axis; - for none, a+b for two. By names: lat=a,lon=b."),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text, also of what went wrong.")]
+AsJson = Annotated[bool, typer.Option("--json", metavar="", help="Print JSON instead of text, also of what went wrong.")]
 _MODE = ("w-", "w-: the new file must not exist; w: it is replaced, when all is written.")
 _ALL_ARRAYS = (None, 'Names of arrays; "group/*" for all below (default: all of the file).')
 
@@ -87,7 +87,7 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _every_command(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+        bool, typer.Option("--version", metavar="", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Load HDF5, netCDF4 and Zarr arrays into sharded jax.Arrays on many processes.
@@ -117,6 +117,10 @@ def _every_command(
     [bold]Check how a job is started[/bold] (with the job's own launcher and flags):
 
       srun --mpi=pmi2 -n 4 shardload doctor
+
+    [bold]Complete commands and options with the tab key:[/bold]
+
+      shardload --install-completion
     """
 
 
@@ -189,6 +193,8 @@ def plan(file: File, mesh: MeshText, spec: SpecText, as_json: AsJson = False, **
 
       shardload plan run.zarr:/u --mesh n=8 --spec n --select "-1,..." --pad 0
 
+      shardload plan era5.nc:/t2m --mesh a=4 --spec lat=a --select "time=2001-06"
+
       shardload plan run.h5 --mesh a=2,b=2 --spec a+b --json
 
       shardload plan run.h5 --mesh a=4,b=2 --spec a,b --processes 1
@@ -208,7 +214,7 @@ def plan(file: File, mesh: MeshText, spec: SpecText, as_json: AsJson = False, **
 @app.command()
 @takes(
     *("dataset", "select", "dtype", "decode", "pad", "readers", "staging", "missing", "allow_external", "allow_filters"),
-    *("untrusted", "storage", "verify"),
+    *("untrusted", "storage", "verify", "progress"),
     verify=(OPTIONS["how"].default, OPTIONS["verify"].help, "--how"),
 )
 def verify(file: File, mesh: MeshText, spec: SpecText, as_json: AsJson = False, **how: Any) -> None:
@@ -258,18 +264,18 @@ def bench_stream(
     file: File,
     mesh: MeshText,
     spec: Annotated[str, typer.Option(metavar="NAME,...", help="Of a batch: samples, window if there is one, the other axes.")],
-    steps: Annotated[int, typer.Option(min=2, help="Batches to take; after a minute no more.")] = 20,
-    step_ms: Annotated[float, typer.Option(min=0, help="How long your program computes with a batch.")] = 0,
+    steps: Annotated[int, typer.Option(min=2, metavar="N", help="Batches to take; after a minute no more.")] = 20,
+    step_ms: Annotated[float, typer.Option(min=0, metavar="MS", help="How long your program computes with a batch.")] = 0,
     as_json: AsJson = False,
     **how: Any,
 ) -> None:
-    """Measure how fast batches of a file come, for at most a minute, and say what would be faster: chunks, pool, batch.
+    r"""Measure how fast batches of a file come, for at most a minute, and say what would be faster: chunks, pool, batch.
 
     Takes what shardload.stream takes. For example:
 
-      mpiexec -n 4 shardload bench-stream era5.zarr:/t2m --mesh data=2,lat=2
-      --spec data,-,-,lat --along time --batch 8 --window -1,0 --shuffle 1
-      --step-ms 50
+      mpiexec -n 4 shardload bench-stream era5.zarr:/t2m --mesh data=2,lat=2 \
+        --spec data,-,-,lat --along time --batch 8 --window -1,0 --shuffle 1 \
+        --step-ms 50
     """
     axes = parse_mesh(mesh)
     parts = parse_spec(spec, axes)
@@ -282,7 +288,7 @@ def bench_stream(
 @app.command()
 @takes(
     *("dataset", "select", "dtype", "chunks", "shards", "compression", "unlimited", "format", "mode", "staging", "verify"),
-    *("allow_external", "allow_filters", "untrusted", "storage"),
+    *("allow_external", "allow_filters", "untrusted", "storage", "progress"),
     dataset=_ALL_ARRAYS,
     chunks=(KEEP, "New chunks: a size for each axis (keep: as in IN)."),
     shards=(KEEP, "Zarr: files of so many elements, a multiple of the chunks."),
@@ -298,30 +304,39 @@ def copy(
     target: Annotated[str, typer.Argument(metavar="OUT", help="The new file: .h5, .nc or .zarr.")],
     along: Annotated[
         str | None,
-        typer.Option(help="Of a pattern: the axis along which the files follow each other (default: the one that can grow)."),
+        typer.Option(
+            metavar="AXIS",
+            help="Of a pattern: the axis along which the files follow each other (default: the one that can grow).",
+        ),
     ] = None,
     resume: Annotated[
         bool,
-        typer.Option("--resume", help="Go on with what a copy to Zarr that was killed has left; begin if there is nothing."),
+        typer.Option(
+            "--resume", metavar="", help="Go on with what a copy to Zarr that was killed has left; begin if there is nothing."
+        ),
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done, and write nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", metavar="", help="Print what would be done, and write nothing.")
+    ] = False,
     as_json: AsJson = False,
     **how: Any,
 ) -> None:
-    """Copy a file into other chunks, another compression, another format: on all processes, whatever its size.
+    r"""Copy a file into other chunks, another compression, another format: on all processes, whatever its size.
 
     Needs neither devices nor JAX, and not even mpiexec. Names of axes, attributes
     and coordinates are carried over. OUT has its name only when it is whole.
 
     For example:
 
-      mpiexec -n 8 shardload copy run.h5 run.zarr --chunks 128,128,128 --compression zstd
+      mpiexec -n 8 shardload copy run.h5 run.zarr --chunks 128,128,128 \
+        --compression zstd
 
-      shardload copy run.nc rho.h5 --dataset rho --select "time=-1" --dtype float32
+      shardload copy run.nc rho.h5 --dataset rho --select "time=-1"
 
-      shardload copy run.h5 run.zarr --chunks 64,64,64 --shards 512,512,512 --dry-run
+      shardload copy run.h5 run.zarr --chunks 64,64,64 --shards 512,512,512
 
-      mpiexec -n 8 shardload copy "era5_*.nc" era5.zarr --along time --chunks 24,90,180
+      mpiexec -n 8 shardload copy "era5_*.nc" era5.zarr --along time \
+        --chunks 24,90,180
     """
     with one_message(as_json) as out:
         from shardload.cli.copy import run
@@ -331,12 +346,15 @@ def copy(
 
 
 @app.command()
-@takes("dataset", "mode", "allow_external", dataset=_ALL_ARRAYS, mode=_MODE)
+@takes("dataset", "mode", "allow_external", "progress", dataset=_ALL_ARRAYS, mode=_MODE)
 def join(
     files: Annotated[list[str], typer.Argument(metavar="PART... WHOLE", help="HDF5 or netCDF4; the new file: .h5 or .nc.")],
     axis: Annotated[
         str | None,
-        typer.Option(help="The axis along which they follow each other, by name, or number (default: the one that can grow)."),
+        typer.Option(
+            metavar="AXIS",
+            help="The axis along which they follow each other, by name, or number (default: the one that can grow).",
+        ),
     ] = None,
     stack: Annotated[
         str | None, typer.Option(metavar="NAME", help="In place of --axis: a new axis, of which each part is one step.")
@@ -366,7 +384,9 @@ def join(
 
 
 @app.command()
-def demo(size: Annotated[int, typer.Option(min=8, help="Elements along each axis of the FFT field.")] = 256) -> None:
+def demo(
+    size: Annotated[int, typer.Option(min=8, metavar="N", help="Elements along each axis of the FFT field.")] = 256,
+) -> None:
     r"""Load climate data and a SIZE^3 field, check every element, do an FFT, and compare times with other ways to load.
 
     Needs pip install 'shardload\[demo]'. Writes the SIZE^3 field twice into a
@@ -388,8 +408,10 @@ def demo(size: Annotated[int, typer.Option(min=8, help="Elements along each axis
 
 @app.command()
 def doctor(
-    timeout: Annotated[float, typer.Option(min=1, help="After so many seconds a waiting rank says for what, and exits.")] = 60,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    timeout: Annotated[
+        float, typer.Option(min=1, metavar="SECONDS", help="After so many seconds a waiting rank says for what, and exits.")
+    ] = 60,
+    as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Check how this job was started: what each rank sees, what is wrong, and the option that fixes it.
 

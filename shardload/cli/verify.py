@@ -28,7 +28,7 @@ from shardload.units import counted
 _MOST_DEVICES = 4096  # of a process: JAX takes 5 s to simulate so many, 37 s for 10,000
 
 
-def run(out: IO[str], file: str, axes: Mapping[str, int], parts: tuple[Any, ...], as_json: bool, **how: Any) -> None:
+def run(out: IO[str], file: str, axes: Mapping[str, int], parts: Any, as_json: bool, **how: Any) -> None:
     """Load, verify, and print on rank 0 what was checked.
 
     Collective: yes, all processes of the job.
@@ -49,7 +49,7 @@ def run(out: IO[str], file: str, axes: Mapping[str, int], parts: tuple[Any, ...]
     n_devices = math.prod(axes.values())
     how["decode"] = bool(how["decode"])  # None would warn of packed numbers, which nobody gets here
     with mesh_of(axes) as mesh:
-        made = plan(file, mesh, PartitionSpec(*parts), **how)
+        made = plan(file, mesh, parts if isinstance(parts, dict) else PartitionSpec(*parts), **how)
         made.execute()
     if group_of().rank == 0:
         tell(_as_json(made, n_devices) if as_json else "\n".join(_lines(made, n_devices, width_of(out))), out)

@@ -54,19 +54,23 @@ class Growing(Encoder):
     ----------
     axis : int
         The axis.
-    old_shape : tuple of int
+    stored_shape : tuple of int
         The shape that the array has.
+    old_shape : tuple of int
+        The shape of what stays of it: the same, unless rows are replaced.
     base : int
         Where what comes begins, in the old array.
     """
 
     axis: int
+    stored_shape: tuple[int, ...]
     old_shape: tuple[int, ...]
     base: int
 
-    def begin(self, old_shape: tuple[int, ...], axis: int, unit: int, n_new: int) -> tuple[int, ...]:
+    def begin(self, known: Mapping[str, Any], axis: int, unit: int, n_new: int) -> tuple[int, ...]:
         """Set the attributes; returns the shape of what comes. `unit` is how many rows are written as a whole."""
-        self.axis, self.old_shape = axis, tuple(int(n) for n in old_shape)
+        self.axis, self.old_shape = axis, tuple(int(n) for n in known["shape"])
+        self.stored_shape = tuple(int(n) for n in known.get("stored_shape", self.old_shape))
         self.base = self.old // unit * unit
         shape = list(self.old_shape)
         shape[axis] = self.old + n_new - self.base
@@ -74,7 +78,7 @@ class Growing(Encoder):
 
     @property
     def old(self) -> int:
-        """The old length along the axis."""
+        """How many old rows stay."""
         return self.old_shape[self.axis]
 
     @property

@@ -1,20 +1,26 @@
-"""How far is the load? Rank 0 shows a bar of text, in a terminal or below the cell of a notebook.
+"""How far is the call? Rank 0 shows a bar of text, in a terminal (that of mpiexec or srun, too) or below a notebook's cell.
 
-By default it shows nothing for short loads, or without a terminal or notebook.
+By default it shows nothing for short loads. Without a terminal or notebook, a line tells of what takes longer than 30 s.
 """
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from shardload.errors import printable
 from shardload.options import Progress
 from shardload.system.terminal import width_of
+from shardload.units import format_nbytes
 
 # A load of this size takes about a second with a slow codec. For shorter loads a bar would only flicker.
 _WORTH_SHOWING_NBYTES = 256 << 20
+_SECONDS_OF_A_LINE = 30
+_LAUNCHERS = ("mpiexec", "mpirun", "srun", "prterun", "orterun")
+_MOST_PARENTS = 6  # between a launcher and what it starts: proxies, shells
 _WORTH_SHOWING_FILES = 100  # to look at them takes a second
 
 
@@ -78,9 +84,9 @@ def _shown(progress: Progress, name: str, total: int, is_bytes: bool) -> Iterato
 
         yield call
         return
-    is_notebook = _is_notebook()
-    if progress is None and not is_notebook and (sys.stderr is None or not sys.stderr.isatty()):
-        yield _ignore
+    is_notebook, is_terminal = _is_notebook(), sys.stderr is not None and (sys.stderr.isatty() or launcher_has_terminal())
+    if progress is None and not is_notebook and not is_terminal:
+        yield _told_at_times(name, total, is_bytes)
         return
     from rich.console import Console  # imported late: a job without a terminal never needs it
     from rich.markup import escape
@@ -93,10 +99,47 @@ def _shown(progress: Progress, name: str, total: int, is_bytes: bool) -> Iterato
         columns = [BarColumn(16), *columns, TimeRemainingColumn()]
     room = max(8, width - (44 if width >= 60 else 18))  # the width that the columns leave for the name
     # In a notebook it is a line of text too: rich's own bar would need ipywidgets there.
-    console = Console(stderr=True, width=width, force_jupyter=False, force_terminal=is_notebook or None)
+    console = Console(stderr=True, width=width, force_jupyter=False, force_terminal=is_notebook or is_terminal or None)
     with Bar(TextColumn("{task.description}"), *columns, console=console) as bar:
         task = bar.add_task(escape(_short(printable(name), room)), total=total)
         yield lambda more: bar.advance(task, more)
+
+
+def _told_at_times(name: str, total: int, is_bytes: bool) -> Callable[[int], None]:
+    """What prints a line each 30 s, for the log of a job."""
+    done, began = 0, time.monotonic()
+    told = began
+
+    def call(more: int) -> None:
+        nonlocal done, told
+        done += more
+        now = time.monotonic()
+        if now - told >= _SECONDS_OF_A_LINE and sys.stderr is not None:
+            told = now
+            text = format_nbytes if is_bytes else str
+            share = f"{100 * done // max(1, total)} %"
+            print(
+                f"shardload: {printable(name)}: {text(done)} of {text(total)}, {share}, after {now - began:.0f} s",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    return call
+
+
+def launcher_has_terminal() -> bool:
+    """True if mpiexec, mpirun or srun has started this process in a terminal of this machine, and passes on what it prints."""
+    process = os.getppid()
+    for _ in range(_MOST_PARENTS):
+        try:
+            with open(f"/proc/{process}/stat") as file:
+                command, _, rest = file.read().partition("(")[2].rpartition(")")
+            if command.startswith(_LAUNCHERS):
+                return os.readlink(f"/proc/{process}/fd/2").startswith(("/dev/pts/", "/dev/tty"))
+            process = int(rest.split()[1])
+        except (OSError, ValueError, IndexError):
+            return False
+    return False
 
 
 def _short(text: str, room: int) -> str:

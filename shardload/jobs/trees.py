@@ -141,11 +141,23 @@ def is_one_spec(value: Any) -> bool:
     if value is None or isinstance(value, PartitionSpec):
         return True
     if is_plain_tuple(value):
-        return all(
-            entry is None or isinstance(entry, str) or (isinstance(entry, tuple) and all(isinstance(n, str) for n in entry))
-            for entry in value
-        )
-    return is_one(value)
+        return all(map(_is_entry, value))
+    return is_one(value) or is_spec_by_names(value)
+
+
+def is_spec_by_names(value: Any) -> bool:
+    """True for a spec by names of axes, ``{"lat": "a"}``, and no tree of specs, of which none is a text.
+
+    >>> is_spec_by_names({"lat": "a", "lon": None}), is_spec_by_names({"rho": ("a", None)})
+    (True, False)
+    """
+    is_spec = isinstance(value, Mapping) and all(map(_is_entry, value.values()))
+    return is_spec and any(isinstance(entry, str) for entry in value.values())
+
+
+def _is_entry(entry: Any) -> bool:
+    """True for what a spec has for an axis."""
+    return entry is None or isinstance(entry, str) or (isinstance(entry, tuple) and all(isinstance(n, str) for n in entry))
 
 
 def rebuilt(tree: Any, children: Sequence[Any]) -> Any:
@@ -158,6 +170,26 @@ def node_of(tree: Any) -> list[tuple[Any, Any]] | None:
     """The children of a node, each with its key; None for a leaf."""
     found = _node(tree)
     return None if found is None else found[0]
+
+
+def named_leaves(tree: Any, above: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of a tree, each with the name of its array in a file: the keys that lead to it, with ``/`` between them.
+
+    >>> list(named_leaves({"opt": (1, {"mu": 2})}))
+    [('opt/0', 1), ('opt/1/mu', 2)]
+    """
+    children = node_of(tree)
+    if children is None:
+        if tree is not None:
+            yield above, tree
+        return
+    for key, child in children:
+        yield from named_leaves(child, f"{above}/{key_text(key)}".lstrip("/"))
+
+
+def key_text(key: Any) -> str:
+    """A key of `jax.tree_util` as a part of a name: without brackets, dots and quotes."""
+    return str(next((getattr(key, name) for name in ("name", "key", "idx") if hasattr(key, name)), key)).strip("/")
 
 
 Node = tuple[list[tuple[Any, Any]], Any]

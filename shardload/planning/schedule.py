@@ -42,7 +42,7 @@ class Owners:
     n : int
         Number of owners.
     root : int
-        The rank of the only owner, if there is one.
+        The rank of the only owner; 0 if there are several.
     """
 
     n: int = 1
@@ -62,7 +62,7 @@ class Owners:
         return range(0) if owner is None else range(owner * n_blocks // self.n, (owner + 1) * n_blocks // self.n)
 
     def owner_at(self, rank: int, n_ranks: int) -> int | None:
-        """The inverse: the owner that a rank is; None if it is no owner."""
+        """The owner that a rank is: the inverse of `rank_of`; None if it is none."""
         owner = -((self.root - rank) * self.n // n_ranks)  # the first one whose rank is not below this one
         return owner if 0 <= owner < self.n and self.rank_of(owner, n_ranks) == rank else None
 
@@ -82,7 +82,7 @@ class Direct:
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """Which rank owns which block, and which parts of shards lie in it: the `Flow` of a load.
+    """Which rank owns which block, and which parts of shards lie in it: the `Flow` (`transfer.moves`) of a load.
 
     Parameters
     ----------
@@ -95,7 +95,7 @@ class Schedule:
     n_ranks : int
         Number of ranks in the job.
     owners : Owners or Direct
-        Which ranks own the blocks.
+        Which ranks own the blocks. With `Direct` none does: every rank reads for itself.
     max_message_nbytes : int
         Cap on a message, in addition to `MAX_MESSAGE_NBYTES`.
     """
@@ -109,7 +109,10 @@ class Schedule:
 
     def __post_init__(self) -> None:
         owners = self.owners
-        if isinstance(owners, Owners) and not (1 <= owners.n <= self.n_ranks and 0 <= owners.root <= self.n_ranks - owners.n):
+        if not isinstance(owners, Owners):
+            return
+        n_roots = self.n_ranks if owners.n == 1 else 1  # several owners are spread over all ranks, from rank 0 on
+        if not (1 <= owners.n <= self.n_ranks and 0 <= owners.root < n_roots):
             raise ValueError(f"{owners} cannot own the blocks: there are {self.n_ranks} ranks")
 
     @property
@@ -129,7 +132,7 @@ class Schedule:
 
     @property
     def extent(self) -> tuple[int, ...]:
-        """Along each axis, the elements that are cut into blocks: those of the array, of a section, or of what a rank holds."""
+        """Elements along each axis that are cut into blocks: of the array, of a section, or of a box around the sections."""
         if not self.is_direct:
             return self.blocks.shape
         return self.shards.reach if self.is_merged else self.shards.section_shape
@@ -157,7 +160,7 @@ class Schedule:
     def owner(self, block: Any) -> Any:
         """The rank that owns a block, or an array of them for an array of blocks; -1 if every rank may read it."""
         if not isinstance(self.owners, Owners):
-            return block * 0 - 1
+            return block * 0 - 1  # -1, or an array of them
         return self.owners.of_block(block, self.blocks.n_cells, self.n_ranks)
 
     @property
@@ -167,7 +170,7 @@ class Schedule:
         return self.shards.holder(0, 0) if owner < 0 else owner
 
     def blocks_of(self, rank: int) -> range:
-        """The blocks that only this rank owns: the inverse of `owner`."""
+        """The blocks that a rank owns: the inverse of `owner`; none if every rank may read them."""
         if not isinstance(self.owners, Owners):
             return range(0)
         return self.owners.blocks_of(rank, self.blocks.n_cells, self.n_ranks)
@@ -181,8 +184,8 @@ class Schedule:
         if not self.is_direct:
             blocks = self.blocks_of(rank)
             return self.blocks.around(blocks) if blocks else None
-        held = [region for section in self.targets(rank) if (region := self.target(section)) is not None]
-        return _box_around(held) if held else None
+        regions = [region for section in self.targets(rank) if (region := self.target(section)) is not None]
+        return _box_around(regions) if regions else None
 
     def outgoing(self, rank: int) -> Iterator[Block]:
         """The blocks that a rank owns, in file order, each with its parts. `Part.rank` is the rank that holds the piece."""
@@ -190,42 +193,44 @@ class Schedule:
             yield from self._merged_blocks(rank)
         elif self.is_direct:
             for section in self.targets(rank):
-                held = self.target(section)
-                for block in self.blocks.meeting(held) if held else ():
-                    region = self.blocks.region(block).intersect(held) if held else None
+                whole = self.target(section)
+                for number in self.blocks.meeting(whole) if whole else ():
+                    region = self.blocks.region(number).intersect(whole) if whole else None
                     if region is not None:
                         yield Block(region, (Part(region, section, rank),))
         else:
-            for block in self.blocks_of(rank):
-                yield Block(self.blocks.region(block), self._parts_of(block))
+            for number in self.blocks_of(rank):
+                yield Block(self.blocks.region(number), self._parts_of(number))
 
     def _merged_blocks(self, rank: int) -> Iterator[Block]:
         """Each block once, with a part for each section that it meets. There may be gaps between the parts."""
-        block, section = (numbers.tolist() for numbers in self.pairs_of(rank))
-        for number, pairs in itertools.groupby(zip(block, section, strict=True), key=lambda pair: pair[0]):
+        numbers, sections = self.pairs_of(rank)
+        pairs = zip(numbers.tolist(), sections.tolist(), strict=True)
+        for number, pairs_of_block in itertools.groupby(pairs, key=lambda pair: pair[0]):
             bounds = self.blocks.bounds(number)
-            parts = tuple(self._part(bounds, met, rank) for _, met in pairs)
+            parts = tuple(self._part(bounds, section, rank) for _, section in pairs_of_block)
             yield Block(_box_around([part.region for part in parts]), parts)
 
-    def _parts_of(self, block: int) -> Sequence[Part]:
+    def _parts_of(self, number: int) -> Sequence[Part]:
         """The parts of all pieces that meet a block, with the rank of each piece."""
-        shards, region, n_holders = self.shards, self.blocks.region(block), self.shards.n_holders
+        shards, region, n_holders = self.shards, self.blocks.region(number), self.shards.n_holders
         if n_holders is None or not self.is_never_split:
             return tuple(
-                Part(piece, section, holder)
+                Part(message, section, holder)
                 for section in shards.grid.meeting(region)
                 for holder in shards.holders(shards.shard_of(section))
-                for piece in self.messages(region, section)
+                for message in self.messages(region, section)
             )
-        met, counts, bounds = shards.grid.meeting_axes(region), shards.grid.counts, self.blocks.bounds(block)
+        met, counts, bounds = shards.grid.meeting_axes(region), shards.grid.counts, self.blocks.bounds(number)
 
-        def make(i: int) -> Part:
-            i, k = divmod(i, n_holders)
+        def make(k: int) -> Part:
+            """Part `k`: of the sections that meet the block, in C order, each has a part for each holder."""
+            place, holder = divmod(k, n_holders)
             section, stride = 0, 1
             for axis, count in zip(reversed(met), reversed(counts), strict=True):
-                i, step = divmod(i, len(axis))
+                place, step = divmod(place, len(axis))
                 section, stride = section + axis[step] * stride, stride * count
-            return self._part(bounds, section, shards.holder(shards.shard_of(section), k))
+            return self._part(bounds, section, shards.holder(shards.shard_of(section), holder))
 
         return Parts(make, range(math.prod(map(len, met)) * n_holders))
 
@@ -233,48 +238,47 @@ class Schedule:
         """The parts of a rank's pieces that lie in blocks of other ranks, by owner, in the order of the owner's blocks."""
         if self.is_direct:
             return {}
-        block, section = self.pairs_of(rank)
-        owner = self.owner(block)
+        numbers, sections = self.pairs_of(rank)
+        owners = self.owner(numbers)
         # Owners ascend with blocks, so the pairs of one owner are contiguous.
-        starts = np.flatnonzero(np.diff(owner, prepend=-1)).tolist()
-        stops = [*starts, len(owner)][1:]
-        pairs_of = {sender: range(a, b) for sender, a, b in zip(owner[starts].tolist(), starts, stops, strict=True)}
-        pairs_of.pop(rank, None)
+        starts = np.flatnonzero(np.diff(owners, prepend=-1)).tolist()
+        stops = [*starts, len(owners)][1:]
+        pairs_by_owner = {owner: range(a, b) for owner, a, b in zip(owners[starts].tolist(), starts, stops, strict=True)}
+        pairs_by_owner.pop(rank, None)
         if not self.is_never_split:
             return {
-                sender: [
-                    Part(region, int(section[k]), sender)
+                owner: [
+                    Part(message, int(sections[k]), owner)
                     for k in pairs
-                    for region in self.messages(self.blocks.region(int(block[k])), int(section[k]))
+                    for message in self.messages(self.blocks.region(int(numbers[k])), int(sections[k]))
                 ]
-                for sender, pairs in pairs_of.items()
+                for owner, pairs in pairs_by_owner.items()
             }
 
         def make(k: int) -> Part:
-            return self._part(self.blocks.bounds(int(block[k])), int(section[k]), int(owner[k]))
+            return self._part(self.blocks.bounds(int(numbers[k])), int(sections[k]), int(owners[k]))
 
-        return {sender: Parts(make, pairs) for sender, pairs in pairs_of.items()}
+        return {owner: Parts(make, pairs) for owner, pairs in pairs_by_owner.items()}
 
     # --- parts
 
     def pairs_of(self, rank: int) -> tuple[IntArray, IntArray]:
         """The pairs of a block and a section of this rank's shards that share elements, ordered by block, then section."""
-        blocks, sections = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
+        numbers, sections = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
         for section in self.targets(rank):
-            held = self.target(section)
-            if held is not None:
-                met = np.fromiter(self.blocks.meeting(held), np.int64)
-                blocks.append(met)
-                sections.append(np.full(len(met), section))
-        block, section_ = np.concatenate(blocks), np.concatenate(sections)
-        order = np.lexsort((section_, block))
-        return block[order], section_[order]
+            region = self.target(section)
+            if region is not None:
+                numbers.append(np.fromiter(self.blocks.meeting(region), np.int64))
+                sections.append(np.full(len(numbers[-1]), section))
+        blocks_of_pairs, sections_of_pairs = np.concatenate(numbers), np.concatenate(sections)
+        order = np.lexsort((sections_of_pairs, blocks_of_pairs))
+        return blocks_of_pairs[order], sections_of_pairs[order]
 
-    def _part(self, block: list[tuple[int, int]], section: int, rank: int) -> Part:
-        """The part that a block (given by its bounds) and a section have in common, if it is one message."""
-        met = list(zip(block, self.shards.grid.bounds(section), strict=True))
-        start = tuple([max(a, c) for (a, _), (c, _) in met])
-        return Part(Region(start, tuple([min(b, d) for (_, b), (_, d) in met])), section, rank)
+    def _part(self, bounds: list[tuple[int, int]], section: int, rank: int) -> Part:
+        """The part that a block and a section have in common, if it is one message. `bounds` are those of the block."""
+        both = list(zip(bounds, self.shards.grid.bounds(section), strict=True))
+        start = tuple([max(a, c) for (a, _), (c, _) in both])
+        return Part(Region(start, tuple([min(b, d) for (_, b), (_, d) in both])), section, rank)
 
     @cached_property
     def is_never_split(self) -> bool:
@@ -286,11 +290,11 @@ class Schedule:
         """Upper bound on the bytes of a part."""
         return math.prod(map(min, self.blocks.cell, self.blocks.shape, self.shards.section_shape)) * self.itemsize
 
-    def messages(self, block: Region, section: int) -> Iterator[Region]:
+    def messages(self, region: Region, section: int) -> Iterator[Region]:
         """The region that a block and a section have in common, cut into messages."""
-        region = block.intersect(self.shards.section(section))
+        common = region.intersect(self.shards.section(section))
         cap = min(self.max_message_nbytes, MAX_MESSAGE_NBYTES)
-        return iter(()) if region is None else region.split(max(1, cap // self.itemsize))
+        return iter(()) if common is None else common.split(max(1, cap // self.itemsize))
 
 
 def _box_around(regions: Sequence[Region]) -> Region:

@@ -127,6 +127,13 @@ def select_axes(
                 low, high = low % size, low % size + 1
         except TypeError:
             dim = dims[axis] if dims and dims[axis] else "lat"
+            if isinstance(part, (list, tuple, np.ndarray)) and len(part) and np.asarray(part).dtype.kind in "iu":
+                first, n = part[0], len(part)
+                raise ValueError(
+                    f"select has {shown(part)} on axis {name}; each axis takes a slice with step 1 or an integer. Load each of "
+                    f"these positions as an array of its own, in one call, and put them together by jax.numpy.stack: "
+                    f"dataset=[NAME] * {n}, select=[{{{dim!r}: {first}}}, ...]"
+                ) from None
             raise ValueError(
                 f"select has {shown(part)} on axis {name}; each axis takes a slice with step 1 or an integer, as in "
                 f"select=np.s_[0, 10:20]. For coordinates and dates pass select={{{dim!r}: shardload.near(VALUE)}} or "
@@ -268,7 +275,7 @@ def name_axes(
     for name, part in select.items():
         axes = [axis for axis, dim in enumerate(dims) if dim == name]
         if len(axes) != 1:
-            raise ValueError(f"select names the axis {name!r}, but the array {_what_axes(name, len(axes), dims)}")
+            raise ValueError(f"select names the axis {name!r}, but the array {axes_told(name, len(axes), dims)}")
         if isinstance(part, (str, Real)) and not isinstance(part, Integral):
             raise ValueError(
                 f"select has {part!r} on the axis {name!r}; a position is an integer or a slice with step 1. For coordinates "
@@ -293,7 +300,7 @@ def _counts_from_end(part: Any) -> bool:
     return any(isinstance(end, Integral) and end < 0 for end in ends)
 
 
-def _what_axes(name: Any, n_found: int, dims: Sequence[str | None]) -> str:
+def axes_told(name: Any, n_found: int, dims: Sequence[str | None]) -> str:
     """Which axes an array has, and what to pass instead of a name that is not one of them."""
     names = [dim for dim in dims if dim]
     if n_found or not names:

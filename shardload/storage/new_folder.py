@@ -335,6 +335,12 @@ class AddedFolder(NewFolder):
                     os.unlink(path)
             raise
 
+    def remove(self, keys: Iterable[str]) -> None:
+        """Remove objects of the old folder that nobody reads any more."""
+        for key in keys:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(os.path.join(self.old, key))
+
     def replace(self, keys: Mapping[str, str], before: Mapping[str, bytes]) -> None:
         """Put small objects in the place of old ones, one after the other. If one fails, those before it are put back.
 

@@ -31,24 +31,25 @@ def block(marker: str, page: Path = README) -> str:
     return found[1]
 
 
-def without_folders(text: str) -> str:
-    """Paths differ from machine to machine; files and everything else do not."""
-    return re.sub(r"[^' ]*/([^'/ ]+\.nc)", r".../\1", text)
-
-
 def test_the_example_prints_what_the_readme_says(tmp_path: Path) -> None:
     script = tmp_path / "example.py"
     script.write_text(block("example"))
-    job = run_job([str(script)], 4, timeout=240)
+    job = run_job([str(script)], 4, cwd=tmp_path, timeout=240)
     assert job.returncode == 0, job.stderr
-    printed = [line.rstrip() for line in job.stdout.splitlines() if not line.startswith("[Gloo]")]
-    promised = [line.rstrip() for line in block("output").splitlines()]
-    shown = [" ".join(without_folders(line).split()) for line in printed if line]
-    assert shown == [" ".join(line.split()) for line in promised if line]
+    printed = [line for line in job.stdout.splitlines() if line and not line.startswith("[Gloo]")]
+    assert printed == block("output").splitlines()
+    with h5py.File(tmp_path / "rho.h5") as file, h5py.File(tmp_path / "delta.h5") as saved:
+        rho = file["rho"][...].astype("f8")
+        np.testing.assert_allclose(saved["delta"][...], rho / rho.mean() - 1, rtol=1e-4, atol=1e-4)
+        assert saved["delta"].compression == "gzip"
+    command = re.search(r"`shardload (plan rho.h5 [^`]*)`", README.read_text())
+    assert command is not None
+    planned = run_job(["-m", "shardload", *command[1].split()], 1, cwd=tmp_path, timeout=240)
+    assert planned.returncode == 0 and "a=32, b=2" in planned.stdout, planned.stderr
 
 
-def test_the_example_fits_on_fifteen_lines() -> None:
-    assert len(block("example").splitlines()) <= 15
+def test_the_page_is_short() -> None:
+    assert len(block("example").splitlines()) <= 20 and len(README.read_text().splitlines()) <= 150
 
 
 HEAD = """
@@ -57,20 +58,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 shardload.initialize()
 mesh = Mesh(np.array(jax.devices()), ("a",))
 """
-
-
-def test_load_transform_and_save(tmp_path: Path) -> None:
-    """What is saved is NumPy's transform; h5py reads it."""
-    values = np.random.default_rng(0).standard_normal((8, 12, 5), np.float32)
-    with h5py.File(tmp_path / "rho.h5", "w") as file:
-        file["rho"] = values
-    (tmp_path / "save.py").write_text(HEAD + block("save"))
-    job = run_job([str(tmp_path / "save.py")], 2, cwd=tmp_path, timeout=240)
-    assert job.returncode == 0, job.stderr
-    with h5py.File(tmp_path / "modes.h5") as file:
-        np.testing.assert_allclose(file["modes"][...], np.fft.fftn(values), rtol=1e-4, atol=1e-4)
-        np.testing.assert_array_equal(file["fields/rho"][...], values)
-        assert file["modes"].compression == "gzip"
 
 
 def test_batches_of_a_stream(tmp_path: Path) -> None:
@@ -88,8 +75,8 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     """docs/save.md: each run adds three rows to those of the run before."""
     head = HEAD.replace('Mesh(np.array(jax.devices()), ("a",))', 'Mesh(np.array(jax.devices()).reshape(2, -1), ("a", "b"))')
     (tmp_path / "run.py").write_text(head + block("restart", ROOT / "docs" / "save.md"))
-    for n_ranks in (4, 2):
-        job = run_job([str(tmp_path / "run.py")], n_ranks, cwd=tmp_path, timeout=240)
+    for n_ranks, n_devices in ((2, 1), (1, 4)):
+        job = run_job([str(tmp_path / "run.py")], n_ranks, cwd=tmp_path, timeout=240, devices_per_process=n_devices)
         assert job.returncode == 0, job.stderr
     with h5py.File(tmp_path / "run.nc") as file:
         np.testing.assert_array_equal(file["time"], 50 * np.arange(7))
@@ -151,9 +138,8 @@ def test_the_scripts_of_the_pages_run_without_mpi(tmp_path: Path, n_devices: int
     command = command_for(sys.executable, arguments, env)
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
-    shape, shard = {1: ((240, 37, 49), (96, 64, 32)), 8: ((240, 38, 49), (96, 16, 16))}[n_devices]
-    *_, warmer = block("output").splitlines()  # the same few degrees on any mesh, or padding was counted
+    shard = {1: (96, 64, 32), 8: (96, 16, 16)}[n_devices]
     said = done.stdout.splitlines()
-    assert f"{shape} {warmer[warmer.index('P(') :]}" in said
+    assert block("output").strip() in said  # the same on any mesh
     assert said.count(f"I am 0 of 1, I hold {shard} of (96, 64, 32); the mean is 0.50") == n_devices
     assert f"field  (96, 64, 32) float32, shard {shard} on each of {n_devices} devices" in said

@@ -495,6 +495,93 @@ def test_chunks_that_a_killed_append_left_are_replaced(ranks: Any, shared_tmp_pa
     on_root(ranks, lambda: look(path, values))
 
 
+# --- the order of the coordinate
+
+
+@pytest.mark.parametrize("kind", ["v3", "v3 shards", "v2", "HDF5", "netCDF4"])
+@pytest.mark.parametrize(("n_old", "first", "n_new"), [(12, 7, 2), (9, 4, 8), (5, 5, 2), (6, 0, 3)])
+def test_rows_are_replaced(ranks: Any, shared_tmp_path: Path, kind: str, n_old: int, first: int, n_new: int) -> None:
+    """Wrong if a row before `at` changed, one behind it stayed, or a file of chunks that has no place any more."""
+    is_file = kind in FILES
+    path = shared_tmp_path / {"HDF5": "run.h5", "netCDF4": "run.nc"}.get(kind, "run.zarr")
+    values = ramp((first + n_new, Y, X), "float32")
+    old = np.concatenate([values[:first], -1 - ramp((n_old - first, Y, X), "float32")])
+    on_root(ranks, lambda: make_file(path, old, kind) if is_file else make(path, old, **KINDS[kind]))
+    new = tree_of(values, first, P(None, "a"))
+    report = shardload.append(path, new, at=float(_times(first + 1)[first]))
+    assert report.grown["/g/rho"] == (n_old, first + n_new) and report.kept["/g/rho"] == first
+    assert ("replaced" in str(report)) == (first < n_old)
+    on_root(ranks, lambda: look_file(path, values) if is_file else look(path, values))
+    if is_file:
+        return
+
+    def lengthen() -> None:
+        """Make it as long as it was: what comes has the fill value, and not what was there."""
+        array = zarr.open_array(str(path / "g" / "rho"), mode="r+")
+        array.resize((40, Y, X))
+        assert (array[first + n_new :] == array.fill_value).all()
+
+    on_root(ranks, lengthen)
+
+
+@pytest.mark.parametrize("name", ["run.h5", "run.zarr"])
+@pytest.mark.parametrize("spec", [None, P("a"), P()])
+def test_time_does_not_go_backwards(ranks: Any, shared_tmp_path: Path, name: str, spec: Any) -> None:
+    """Wrong if a row got a time before the last one, or if the file changed."""
+    path, rho = shared_tmp_path / name, put(ramp((2, Y, X), "float32"), mesh_of(), P(None, "a"))
+    n = mesh_of().size
+
+    def time(*values: float, dtype: str = "float32") -> Any:
+        one = np.array(values, dtype)
+        return one if spec is None or len(one) % n else put(one, mesh_of(), spec)
+
+    dims = {"rho": ("time", "y", "x"), "time": ("time",)}
+    how = {"dims": dims, "unlimited": "time"} if path.suffix == ".h5" else {"dims": dims}
+    shardload.save(path, {"rho": rho, "time": time(0.26, 0.28)}, attrs={"time": {"units": "hours since 2001-01-01"}}, **how)
+    shardload.append(path, {"rho": rho, "time": time(0.30, 0.32)})
+    before = on_root(ranks, lambda: files(path) if path.is_dir() else path.read_bytes())
+
+    def refused(times: Any, *words: str, **how: Any) -> None:
+        same_error(ranks, lambda: shardload.append(path, {"rho": rho, "time": times}, **how), ConfigError, *words)
+
+    refused(
+        time(0.28, 0.30),
+        "'/time'",
+        "ends with 2001-01-01T00:19:12",
+        "begins with 2001-01-01T00:16:48",
+        "at='2001-01-01T00:16:48'",
+    )
+    refused(time(0.32, 0.34), "ends with", "append(..., at=")
+    refused(time(0.36, 0.34), "then 2001-01-01T00:20:24")
+    refused(time(0.30, 0.32), "begins with", at=0.32)
+    refused(time(0.30, 0.32), "no date", at="soon")
+    refused(time(0.30, 0.32), "dim is a number", at=0.3, dim=0)
+    assert on_root(ranks, lambda: files(path) if path.is_dir() else path.read_bytes()) == before
+    shardload.append(path, {"rho": 2 * rho, "time": time(0.28, 0.29)}, at=0.28)  # of float32 it is another number
+    found = shardload.load(path, mesh_of(), P(), dataset=["rho", "time"])
+    np.testing.assert_array_equal(found[1], np.array([0.26, 0.28, 0.29], "float32"))
+    np.testing.assert_array_equal(found[0][1:], 2 * ramp((2, Y, X), "float32"))
+    if path.suffix == ".h5":
+        shardload.append(path, {"rho": rho, "time": time(0.36, 0.34)}, dim=0)  # by number: rows without an order
+
+
+def test_replacing_is_killed(comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if a store that was killed while files of chunks are replaced had a row that is neither old nor new."""
+    path, values = shared_tmp_path / "run.zarr", ramp((9, Y, X), "float32")
+    on_root(comm, lambda: make(path, values))
+
+    def fails(*_: Any) -> None:
+        raise OSError(28, "of this test")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(new_folder.AddedFolder, "add", fails)
+        new = tree_of(values * 2, 5, P(None, "a"))
+        same_error(
+            comm, lambda: shardload.append(path, new, at=float(_times(6)[5])), SourceError, "of this test", "the first 5 alone"
+        )
+    on_root(comm, lambda: look(path, values[:5]))
+
+
 # --- what is refused
 
 
@@ -685,12 +772,17 @@ def test_old_values_that_cannot_be_read(ranks: Any, shared_tmp_path: Path, monke
     on_root(ranks, lambda: make_file(path, values[:7], kind) if kind == "HDF5" else make(path, values[:7], **KINDS[kind]))
     tree = tree_of(values, 7, P(None, "a"), mesh_of())
 
-    def fails(*_: Any) -> Any:
+    source: Any = Hdf5Source if kind == "HDF5" else ZarrSource
+    plain = source.plain
+
+    def fails(self: Any, region: Any) -> Any:
+        if region.ndim == 1:  # the coordinate, which is looked at before
+            return plain(self, region)
         raise OSError(5, os.strerror(5))
 
-    monkeypatch.setattr(Hdf5Source if kind == "HDF5" else ZarrSource, "plain", fails)
+    monkeypatch.setattr(source, "plain", fails)
     says = f"in '{path}', which share a chunk or shard with new ones, cannot be read: elements "
-    same_error(ranks, lambda: shardload.append(path, tree), SourceError, "old values of '/g/", says, "Nothing was appended")
+    same_error(ranks, lambda: shardload.append(path, tree), SourceError, "old values of '/g/rho'", says, "Nothing was appended")
     monkeypatch.undo()
     assert on_disk(ranks, shared_tmp_path) == [path.name]
     on_root(ranks, lambda: (look_file if kind == "HDF5" else look)(path, values[:7]))

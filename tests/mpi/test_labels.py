@@ -52,6 +52,54 @@ def path(comm: Any, shared_tmp_path: Path) -> str:
     return where
 
 
+def test_a_list_of_positions(comm: Any, path: str) -> None:
+    """What the error about a list says to type: wrong if an array of the list were another one."""
+    mesh, positions = mesh_of(), (1, 0, 1)
+    how: dict[str, Any] = {"decode": True, "pad": -3}
+    same_error(
+        comm,
+        lambda: shardload.load(path, mesh, P("a"), dataset="t", select={"time": [1, 0, 1]}, **how),
+        ConfigError,
+        "{'time': 1}",
+    )
+    each = shardload.load(path, mesh, P("a"), dataset=["t"] * 3, select=[{"time": t} for t in positions], **how)
+    for x, t in zip(each, positions, strict=True):
+        check(x, padded(climate().t.values[t], mesh, P("a"), -3), mesh, P("a"))
+
+
+def test_a_spec_by_names_of_axes(comm: Any, path: str) -> None:
+    """Wrong if an axis were cut by its number in the file, or by nothing."""
+    made, mesh = climate(), mesh_of()
+    for select, spec, wanted in (
+        (None, {"lon": "b", "lat": "a"}, P(None, "a", "b")),
+        ({"time": 1}, {"lat": ("a", "b")}, P(("a", "b"))),
+        ((slice(None), 2), {"time": None, "lon": "a"}, P(None, "a")),
+    ):
+        values = made.t.values.astype("f4") if select is None else made.t.values[select if isinstance(select, tuple) else 1]
+        x = shardload.load(path, mesh, spec, dataset="t", select=select, decode=True, pad=-3, verify="full")
+        check(x, padded(values, mesh, wanted, -3), mesh, wanted, select)
+    both = shardload.load(path, mesh, {"lat": "a"}, dataset=["t", "lat", "lon"], decode=True, pad=0, dtype="float32")
+    assert [x.sharding.spec for x in both] == [P(None, "a"), P("a"), P()]
+    n = shardload.plan(path, mesh, {"lon": "a"}, dataset="*", decode=True, pad=0, dtype="float32")
+    assert {where: leaf.sharding.spec for where, leaf in zip(n.where, n.leaves, strict=True)}["['t']"] == P(None, None, "a")
+    how = {"along": "time", "batch": mesh.shape["a"], "window": (0, 1), "decode": True, "pad": 0}
+    with iter(shardload.stream(path, mesh, {"time": "a", "lat": "b"}, dataset="t", **how)) as batches:  # type: ignore[arg-type]
+        batch = next(batches)
+    assert batch.sharding.is_equivalent_to(NamedSharding(mesh, P("a", None, "b")), 4)
+
+    def refused(spec: Any, *words: str, **how: Any) -> None:
+        same_error(
+            comm, lambda: shardload.load(path, mesh, spec, **{"dataset": "t", "decode": True} | how), ConfigError, *words
+        )
+
+    refused({"lats": "a"}, "names the axis 'lats'", "Did you mean 'lat'?")
+    refused({"lats": "a"}, "names the axis 'lats'", "'lat'", dataset=["t", "lon"])
+    refused({"lat": "c"}, "'c'", "mesh has")
+    refused({"lat": "a", "lon": "a"}, "twice")
+    refused({"lat": "a"}, "it is selected away", select={"lat": 0})
+    same_error(comm, lambda: shardload.scatter(made.t.values, mesh, {"lat": "a"}), ConfigError, "an array in memory has none")
+
+
 def test_selected_by_name_and_coordinate(comm: Any, path: str) -> None:
     """Wrong if a rank resolved names by itself, or a kept plan were used for another coordinate."""
     made, mesh = climate(), mesh_of()
@@ -641,7 +689,7 @@ def test_what_nothing_says_of_padding(comm: Any, shared_tmp_path: Path) -> None:
         (lambda ds: ds.stack(z=("lat", "lon")), {}, "an index of several levels, which no file has"),
         (lambda ds: xr.DataTree(ds), {}, "found a DataTree; expected a Dataset"),
         (lambda ds: xr.Dataset(), {}, "there are no arrays to save"),
-        (lambda ds: {"t": ds.t}, {}, "'/t' is a DataArray; expected a jax.Array (or a NumPy array"),
+        (lambda ds: {"t": ds.t}, {}, "'/t' is a DataArray; expected a jax.Array, a number, a NumPy array"),
         (lambda ds: ds.rename(t=3), {}, "a variable is called 3"),
         (lambda ds: ds.rename(t="u/v"), {}, "a variable is called 'u/v'; expected text without '/'"),
         (lambda ds: ds.t.rename("u/v"), {}, "the DataArray is called 'u/v'; expected text without '/'"),

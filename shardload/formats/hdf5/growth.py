@@ -4,9 +4,9 @@ HDF5 itself writes the new metadata, into a ledger on top of the old file. No by
 are on disk elsewhere:
 
 1. `growable.read_file` says how arrays are stored, and refuses what could not grow safely: on one rank, which tells the others.
-2. `Hdf5GrowthCatalog` opens the file on a `Ledger`, and makes each array as short as its whole chunks are, then as long as it
-   will be. So the library has no chunk at the old edge any more, and gives all chunks that come a place behind the end of the
-   file.
+2. `Hdf5GrowthCatalog` opens the file on a `Ledger`, and makes each array as short as its whole chunks are (those of the rows
+   that stay, if rows are replaced), then as long as it will be. So the library has no chunk at the old edge any more, and gives
+   all chunks that come a place behind the end of the file.
 3. All ranks write chunks there, those at the old edge with their old rows. So does the library with new metadata.
 4. `finish` has the library end its work. What it changed before the old end goes into a file of changes. The library reads the
    file as it will be, and so do the ranks that read back.
@@ -47,9 +47,9 @@ class GrowingHdf5Array(Hdf5Encoder, Growing):
     """See `Encoder` and `Growing`."""
 
     def __init__(self, path: str, name: str, known: Json, axis: int, n_new: int) -> None:
-        shape = self.begin(tuple(known["shape"]), axis, known["chunks"][axis], n_new)
+        shape = self.begin(known, axis, known["chunks"][axis], n_new)
         super().__init__(path, name, spec_of(known, shape), known["format"])
-        self.is_asked = True
+        self.is_placed_by_root = True
 
 
 class Hdf5Growth(OneFileSink):
@@ -156,7 +156,7 @@ class Hdf5GrowthCatalog(LedgerCatalog):
     def _shorten(self, file: h5py.File) -> None:
         """Take the chunks at the old edge out of their index: all that come are new then."""
         for name, array in self._sink.arrays.items():
-            if file[name].shape != array.old_shape:
+            if file[name].shape != array.stored_shape:
                 raise changed_meanwhile(self.path)
             file[name].resize(array.base, array.axis)
 

@@ -6,7 +6,7 @@
    row is that of a file of the old store: what a file at the old edge has already is written again, with the new rows.
 3. `commit` moves its files into the old store: those with new names first, which nobody reads; then those at the old edge,
    whose old values are the same; then the metadata, by renames, that of `dim`'s coordinate after the others, and what describes
-   several arrays (consolidated metadata) last.
+   several arrays (consolidated metadata) last. If rows are replaced, the metadata first get the length of what stays.
 4. Before all that a file beside the store, made with O_EXCL, says that an append is at work: `storage.locks`.
 
 docs/design/save.md says what is on disk after a kill.
@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -181,7 +181,7 @@ class GrowthEncoder(ZarrEncoder, Growing):
                 "(array.append), or save to a new store with shardload.save"
             ) from error
         self._per_file = (layout.shards or layout.chunk_shape)[axis]
-        shape = self.begin(tuple(document["shape"]), axis, self._per_file, n_new)
+        shape = self.begin(known, axis, self._per_file, n_new)
         fill = np.frombuffer(bytes.fromhex(known["fill"]), dtype=dtype)[0]
         packed = Compression(layout.codec) if layout.chain else None
         spec = ArraySpec(shape, layout.dtype, layout.chunk_shape, shards=layout.shards, compression=packed)
@@ -200,6 +200,13 @@ class GrowthEncoder(ZarrEncoder, Growing):
         counts[self.axis] = index[self.axis]
         start = [0 if axis == self.axis else k for axis, k in enumerate(index)]
         return [tuple(a + b for a, b in zip(start, more, strict=True)) for more in np.ndindex(*counts)]
+
+    def files_behind(self) -> Iterator[str]:
+        """The name of each file in the old store that only has rows behind the new end."""
+        new, stored = (-(-shape[self.axis] // self._per_file) for shape in (self.new_shape, self.stored_shape))
+        grid = [max(0, stored - new) if k == self.axis else n for k, n in enumerate(self.shard_grid)]
+        for index in np.ndindex(*grid):
+            yield self.layout.key(tuple(k + new * (axis == self.axis) for axis, k in enumerate(index)))
 
     def files(self) -> Iterator[tuple[str, str, bool]]:
         """Each file: its name here, its name in the old store, and whether that has one of this name with values."""
@@ -250,7 +257,7 @@ class GrowthCatalog(ZarrCatalog):
     """See `Catalog`."""
 
     def __init__(self, sink: GrowthSink) -> None:
-        self._grows, self._new_keys = sink, dict[str, str]()
+        self._grows, self._new_keys, self._short_keys = sink, dict[str, str](), dict[str, str]()
         super().__init__(sink)
         try:
             self._seen = self._look()
@@ -280,30 +287,55 @@ class GrowthCatalog(ZarrCatalog):
     def finish(self) -> None:
         """See `Catalog`. The new metadata are beside the store too, but for their place."""
         super().finish()
-        shapes = {name: list(one.new_shape) for name, one in self._grows.arrays.items()}
-        own = {self._grows.metadata_key(name): name for name in shapes}
         with named(self._grows.path):
-            for k, (key, (text, _)) in enumerate(self._seen.items()):
-                document = json.loads(text)
-                if key in own:
-                    document["shape"] = shapes[own[key]]
-                for name, shape in _shapes_in(key, document, shapes):
-                    shape[:] = shapes[name]
-                self._new_keys[key] = f"{GROWTH_MARK}-{k}"
-                self._folder.put(self._new_keys[key], json.dumps(document, indent=2).encode())
+            self._new_keys = self._put_documents("", {name: one.new_shape for name, one in self._grows.arrays.items()})
+            if any(one.old_shape != one.stored_shape for one in self._grows.arrays.values()):
+                kept = {name: one.old_shape for name, one in self._grows.arrays.items()}
+                self._short_keys = self._put_documents("short-", kept)
             self._folder.sync()
 
+    def _put_documents(self, kind: str, shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
+        """The metadata with these shapes, beside the store: by key in it, the key here."""
+        keys, own = {}, {self._grows.metadata_key(name): name for name in shapes}
+        for k, (key, (text, _)) in enumerate(self._seen.items()):
+            document = json.loads(text)
+            if key in own:
+                document["shape"] = list(shapes[own[key]])
+            for name, shape in _shapes_in(key, document, shapes):
+                shape[:] = shapes[name]
+            keys[key] = f"{GROWTH_MARK}-{kind}{k}"
+            self._folder.put(keys[key], json.dumps(document, indent=2).encode())
+        return keys
+
     def commit(self) -> None:
-        """See `Catalog`."""
+        """See `Catalog`. If rows are replaced, the store first has those alone that stay."""
         if not self._is_finished:
             raise ValueError("finish the catalog first")
         folder = self._grows.folder
         with named(self._grows.path):
             self._refuse_changed()
-            folder.add(self._moves(at_edge=False), self._moves(at_edge=True))
-            self._refuse_changed()
-            folder.replace(self._new_keys, {key: text for key, (text, _) in self._seen.items()})
+            if self._short_keys:
+                folder.replace(self._short_keys, {key: text for key, (text, _) in self._seen.items()})
+                self._seen = self._look()
+            try:
+                folder.add(self._moves(at_edge=False), self._moves(at_edge=True))
+                self._refuse_changed()
+                folder.replace(self._new_keys, {key: text for key, (text, _) in self._seen.items()})
+            except OSError as error:
+                if self._short_keys:
+                    raise self._half_replaced(error) from error
+                raise
+            for name, array in self._grows.arrays.items():
+                folder.remove(os.path.join(name.strip("/"), key) for key in array.files_behind())
         self.abandon()
+
+    def _half_replaced(self, error: OSError) -> SourceError:
+        path, n = self._grows.path, max(array.old for array in self._grows.arrays.values())
+        return SourceError(
+            f"rows of '{path}' could not be replaced ({error.strerror or error}). It now has the first {n:,} alone, those "
+            "before the ones to replace. Append the others again, without at=",
+            path=path,
+        )
 
     def _moves(self, at_edge: bool) -> Iterator[tuple[str, str]]:
         """Key here and in the store, of the objects at the old edge, or of the others."""

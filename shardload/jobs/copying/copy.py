@@ -14,7 +14,7 @@ import json
 import os
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, repeat
@@ -28,21 +28,22 @@ from shardload.engine.call import Call, begin_request
 from shardload.engine.file_target import FileTarget, WriteCounts
 from shardload.engine.session import Round, Session
 from shardload.errors import ConfigError
+from shardload.formats.likeness import KEEP
 from shardload.formats.sink import Sink
 from shardload.jobs.copying.plan import CopyPlan, plan_copy
 from shardload.jobs.copying.reading import CopyRounds, CopySource
 from shardload.jobs.copying.request import PAGE_NBYTES, CopyRequest, SourceArray, find, new_sink, without_what_is_refused
 from shardload.jobs.copying.resume import DoneChunks, find_done
 from shardload.jobs.progress import progress_of
-from shardload.options import INDEX
+from shardload.options import AUTO, CHECKSUM, INDEX, TIMEOUT, Progress
 from shardload.planning.staging import Staging
-from shardload.units import counted
+from shardload.units import Report, counted, format_nbytes, number_text
 
 _NO_STAGING = Staging(n_threads=1, n_slots=0, n_pack=0, slot_nbytes=0)
 
 
-@dataclass(frozen=True)
-class CopyReport:
+@dataclass(frozen=True, repr=False)
+class CopyReport(Report):
     """What a copy did, in the whole job.
 
     Attributes
@@ -67,6 +68,112 @@ class CopyReport:
     n_decoded: int = 0
     notes: tuple[str, ...] = ()
     n_resumed: int = 0
+
+    def __str__(self) -> str:
+        """For a person: one line; of a plan some."""
+        plan, written, seconds = self.plan, self.written, max(self.seconds, 1e-9)
+        if written is None:
+            return "\n".join(plan.describe("the copy"))
+        stored, rate = format_nbytes(written.nbytes_stored), format_nbytes(int(written.nbytes / seconds))
+        text = f"{counted(len(plan.names), 'array')}, {format_nbytes(plan.nbytes)} ({stored} stored) in "
+        text += f"{number_text(seconds, 3)} s, {rate}/s on {counted(plan.n_ranks, 'rank')}"
+        if written.n_read_back:
+            text += f"; {written.n_read_back:,} of {written.n_chunks:,} chunks read back, {written.n_decoded:,} decoded"
+        return text
+
+
+def copy(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    dataset: str | Sequence[str] = (),
+    select: Any = None,
+    dtype: Any = None,
+    chunks: Any = KEEP,
+    shards: Any = KEEP,
+    compression: Any = KEEP,
+    unlimited: Any = (),
+    format: str | None = None,
+    mode: str = "w-",
+    staging: str | int = AUTO,
+    verify: str = CHECKSUM,
+    resume: bool = False,
+    only_plan: bool = False,
+    progress: Progress = None,
+    timeout: float | None = TIMEOUT,
+    comm: Any = None,
+    **trust: Any,
+) -> CopyReport:
+    """Copy a file into other chunks, another compression, another format, by all ranks: what ``shardload copy`` does.
+
+    Names of axes, attributes and coordinates are carried over. The new file has its name only when it is whole.
+
+    Collective: yes, over `comm`. It needs neither devices nor `initialize`.
+
+    Parameters
+    ----------
+    source, target : str or PathLike
+        The file, with or without the name of an array (``"in.h5:/rho"``), and the new one. Or what `concat` returns.
+    dataset : str or sequence of str
+        Names of arrays, and patterns such as ``"group/*"``; by default all arrays.
+    select, dtype : object, optional
+        As in `load`. By names of axes, a selection counts for every array that has them.
+    chunks, shards : tuple of int, "keep" or None
+        A size for each axis; None: in one piece.
+    compression : str, dict, "keep" or None
+        As in `save`.
+    unlimited : str, int or tuple of them
+        Axes that can grow, beside those that can in the source.
+    format, mode, staging, verify, progress, timeout, comm
+        As in `save`; `verify` is ``"checksum"``, ``"full"`` or ``"index"``.
+    resume : bool
+        True goes on with what a copy to Zarr that was killed has left.
+    only_plan : bool
+        True writes nothing.
+    **trust
+        `allow_external`, `allow_filters`, `untrusted` and `storage`, as in `load`.
+
+    Returns
+    -------
+    CopyReport
+        What was planned, and what was written.
+
+    Raises
+    ------
+    ConfigError, SourceError, VerifyError, PeerError, StallError
+        As `save` does.
+
+    Examples
+    --------
+    >>> import h5py, numpy as np, shardload
+    >>> with h5py.File("in.h5", "w") as file:
+    ...     file["rho"] = np.arange(24.0).reshape(4, 6)
+    >>> report = shardload.copy("in.h5", "out.h5", chunks=(2, 3), compression="gzip", mode="w")
+    >>> with h5py.File("out.h5") as file:
+    ...     file["rho"].chunks, file["rho"].compression, float(file["rho"][3, 5])
+    ((2, 3), 'gzip', 23.0)
+    """
+    names = (dataset,) if isinstance(dataset, str) else tuple(dataset)
+    axes = (unlimited,) if isinstance(unlimited, str | int) else tuple(unlimited)
+    layout: dict[str, Any] = {
+        "chunks": chunks,
+        "shards": shards,
+        "compression": compression,
+        "unlimited": axes,
+        "format": format,
+        "mode": mode,
+    }
+    how: dict[str, Any] = {
+        "dataset": names,
+        "select": select,
+        "dtype": dtype,
+        "staging": staging,
+        "verify": verify,
+        "resume": resume,
+    }
+    call: dict[str, Any] = {"comm": comm, "only_plan": only_plan, "progress": progress, "timeout": timeout}
+    path = os.fspath(source) if isinstance(source, os.PathLike) else source
+    return copy_file(path, os.fspath(target), **layout, **how, **call, **trust)
 
 
 def copy_file(

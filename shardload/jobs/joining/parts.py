@@ -44,6 +44,7 @@ from shardload.planning.selection import select_axes
 from shardload.storage.local import state_of
 from shardload.values.dates import recounted
 from shardload.values.decoding import ATTRIBUTES
+from shardload.values.order import direction_of, first_break
 
 if TYPE_CHECKING:
     from shardload.formats.hdf5.joined import JoinedFile, PlacedPart
@@ -306,6 +307,12 @@ class Parts:
         if not self._joined:
             shapes = some([f"'{printable(name)}' {member.info.shape}" for name, member in numbers.items()])
             raise ConfigError(f"no array of '{self._paths[0]}' has {self._axis_told}: {shapes}")
+        if len(self._paths) > 1 and not self._ask.dataset and all(len(numbers[name].shapes) == 1 for name in self._joined):
+            told = [f"'{printable(name)}' in '{self._paths[next(iter(numbers[name].shapes))]}'" for name in self._joined]
+            raise ConfigError(
+                f"no array is in two of the parts, so that nothing goes on from one to the next: {some(told)}. Pass the parts "
+                "of one file; arrays of several files are loaded in one call: docs/many-arrays.md"
+            )
         self._check_presence()
         lengths = {k: shape[axis] for name, axis in self._joined.items() for k, shape in numbers[name].shapes.items()}
         for name, axis in self._joined.items():
@@ -500,15 +507,11 @@ class Parts:
     def _check_direction(self, member: _Member, blocks: Sequence[Array]) -> None:
         """ConfigError unless the coordinate goes on in the direction that it has in each part."""
         there = [(k, block) for k, block in zip(member.shapes, blocks, strict=True) if len(block)]
-        if any(block.dtype.kind not in "iuf" for block in blocks) or not there:
+        rises = direction_of([block for _, block in there])
+        if rises is None:
             return
-        rises = all((block[1:] > block[:-1]).all() for _, block in there)
-        if not rises and not all((block[1:] < block[:-1]).all() for _, block in there):
-            return  # it has no direction
-        if rises and all(len(block) == 1 for _, block in there):
-            rises = len(there) < 2 or bool(there[1][1][0] > there[0][1][0])
         for (k, block), (k_next, after) in itertools.pairwise(there):
-            if not (after[0] > block[-1] if rises else after[0] < block[-1]):
+            if first_break(np.concatenate([block[-1:], after[:1]]), rises) is not None:
                 raise ConfigError(
                     f"'{printable(member.name)}' does not go on from part to part: '{self._paths[k]}' ends with {block[-1]}, "
                     f"and '{self._paths[k_next]}', the next one, begins with {after[0]}. Pass the parts in their order, each "

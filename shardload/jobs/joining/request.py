@@ -11,7 +11,7 @@ from typing import Any
 
 from shardload.errors import ConfigError
 from shardload.formats.saving import SUFFIXES
-from shardload.units import counted, format_nbytes
+from shardload.units import Report, counted, format_nbytes
 
 _SUFFIXES = tuple(suffix for suffix in SUFFIXES if suffix != ".zarr")
 _NUMBER = re.compile(r"\d+")
@@ -144,8 +144,8 @@ class Row:
     how: str
 
 
-@dataclass(frozen=True)
-class JoinReport:
+@dataclass(frozen=True, repr=False)
+class JoinReport(Report):
     """What was joined.
 
     Attributes

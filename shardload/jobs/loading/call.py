@@ -46,7 +46,7 @@ from shardload.jobs.loading.planner import PlannedRanks, plan_array, read_in_tur
 from shardload.jobs.loading.request import Request, mesh_of, read_requests
 from shardload.jobs.loading.tree_plan import TreePlan
 from shardload.jobs.trees import ArrayTree, Place, in_array, is_one, keys_text, naming_errors, where_text
-from shardload.options import AUTO, OPTIONS, TIMEOUT, Options
+from shardload.options import AUTO, OPTIONS, TIMEOUT, CallOptions, Options
 from shardload.planning.region import Region
 from shardload.planning.selection import (
     Between,
@@ -70,7 +70,7 @@ _SHARE_OF_STAGING = 4  # values that are sent with the metadata: as read, as sen
 _OWN_NAMES = {
     "path",
     "sharding",
-    *(option.name for option in OPTIONS.values() if not option.is_shared),
+    *(option.name for option in OPTIONS.values() if option.is_per_array),
 }  # may differ from array to array
 _MOST_TOLD = 8  # arrays in a message
 
@@ -108,6 +108,7 @@ class LoadCall:
         self._tuning = default_tuning()
         self._begun: Call | None = None
         self._planned: dict[tuple[Any, ...], tuple[Plan, Options]] = {}
+        self._named: dict[tuple[Any, ...], Request] = {}
         self._is_abstract = False
         self._read()
 
@@ -138,6 +139,11 @@ class LoadCall:
 
     # --- all ranks together
 
+    @property
+    def _options(self) -> CallOptions:
+        """The options of the call, which all arrays have."""
+        return self.requests[0].options
+
     @contextmanager
     def begin(self) -> Iterator[Self]:
         """Hold the group of ranks until the call ends. Collective, except for a plan over an abstract mesh."""
@@ -149,7 +155,7 @@ class LoadCall:
         if self._is_abstract and self.error is None:
             self.error = ConfigError(f"{self.kind} needs a mesh of devices, found an AbstractMesh: pass a jax.sharding.Mesh")
         asked = self._invocation()
-        timeout = self.requests[0].options.timeout if self.requests else TIMEOUT
+        timeout = self._options.timeout if self.requests else TIMEOUT
         how: dict[str, Any] = {"comm": self._given.get("comm"), "timeout": timeout, "process": jax.process_index}
         with begin_call(asked, self.error, watched_as=self._what(self.tree.places[0])["path"], **how) as begun:
             self._begun = begun
@@ -268,7 +274,7 @@ class LoadCall:
 
         With names of axes and coordinates if a selection may name them.
         """
-        options, tuning = self.requests[0].options, self._tuning
+        options, tuning = self._options, self._tuning
         if self._begun is not None and self._begun.group.size == 1:  # there is no other rank that would have to open the file
             tuning = replace(tuning, small_nbytes=min(tuning.small_nbytes, tuning.tiny_nbytes))
         most_nbytes = options.staging_nbytes // _SHARE_OF_STAGING
@@ -286,7 +292,8 @@ class LoadCall:
         """What reads names of axes, and coordinates, if a selection needs them."""
         selections = self._selections()
         room = SEARCHED_NBYTES if any(map(needs_coordinates, selections)) else SMALL_NBYTES
-        return Labeller(finder, room, named_coordinates(selections)) if any(map(is_by_name, selections)) else None
+        is_named = any(map(is_by_name, selections)) or any(request.by_name is not None for request in self.requests)
+        return Labeller(finder, room, named_coordinates(selections)) if is_named else None
 
     def _find_all(self, finder: Finder) -> list[bytes | memoryview]:
         found, sent = list[Any](), FoundMessage()
@@ -327,6 +334,7 @@ class LoadCall:
         if self.tree.is_single:
             return [self._plan_found(self.requests[0], self.tree.places[0], "", found[0], values)]
         self._tuning = self._tuning.for_many(len(found))
+        self._check_names([ArrayInfo.from_dict(told[0]).dims for told in found])
         loads: list[ArrayLoad] = []
         for k, (request, place, keys) in enumerate(zip(self.requests, self.tree.places, self.tree.where, strict=True)):
             where = where_text(keys)
@@ -376,6 +384,7 @@ class LoadCall:
         if is_by_name(options.select):
             options = replace(options, select=positions_of(options.select, info))
         selection = selection_for(options, info)
+        request = self._for_axes(request, info, selection)
         kind: tuple[Any, ...] = (info.shape, info.dtype, info.chunks, info.codec, info.shards, info.format)
         if options.decode:
             kind = (*kind, json.dumps(dict(info.packing)))  # with the types
@@ -388,6 +397,29 @@ class LoadCall:
             self._planned[key] = plan, options
         plan, options = self._planned[key]
         return ArrayLoad(replace(plan, info=info), options, handle, origin, where)
+
+    def _check_names(self, dims: Sequence[Sequence[str | None]]) -> None:
+        """ConfigError if a spec by names of axes has one that no array has. `dims` are those of each array."""
+        there = list(dict.fromkeys(name for names in dims for name in names if name))
+        for request in self.requests:
+            for name in request.by_name or ():
+                if name not in there:
+                    raise ConfigError(
+                        f"the spec {dict(request.by_name or {})} names the axis {name!r}; the arrays have {there}"
+                    )
+
+    def _for_axes(self, request: Request, info: ArrayInfo, selection: Selection) -> Request:
+        """The request, with a spec by names of axes for the axes of this array. Arrays with the same axes share one."""
+        if request.by_name is None:
+            return request
+        asked = id(request)
+        if not self.tree.is_single:  # of several arrays, some may lie along other axes
+            request = replace(request, by_name={name: cut for name, cut in request.by_name.items() if name in info.dims})
+        axes = tuple(info.dims[axis] for axis in selection.kept)
+        key = asked, info.dims, axes
+        if key not in self._named:
+            self._named[key] = request.for_axes(info.dims, axes, str(info))
+        return self._named[key]
 
     def _grow(self, found: list[Any]) -> list[Any]:
         """Replace the patterns by the arrays that were found."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -20,13 +20,14 @@ from shardload.arrays.sharding import describe_decomposition
 from shardload.errors import ConfigError
 from shardload.formats.contract.array import ArrayInfo
 from shardload.jobs.consistency import Version
-from shardload.jobs.loading.describe import as_html, describe_plan, describe_plan_in_a_line
+from shardload.jobs.loading.describe import describe_plan, describe_plan_in_a_line
 from shardload.jobs.loading.report import LoadReport
 from shardload.planning.cost import Cost, plan_cost
 from shardload.planning.schedule import Schedule
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.staging import Staging, plan_staging
 from shardload.system.terminal import WIDTH, width_of_prints
+from shardload.units import as_html
 from shardload.values.decoding import Decoding
 
 NO_DEVICES = "an AbstractMesh has no devices, so there is nothing to execute this plan on: plan over a jax.sharding.Mesh"
@@ -47,12 +48,15 @@ class LoadLayout:
         How stored numbers become values; None if they are only cast.
     n_threads : int
         Chunks that a rank may decode at once, if `staging` has room.
+    ahead_nbytes : int
+        Bytes of stored values that a reader may have fetched from a store, beside `staging`, before it needs them.
     """
 
     source: SourceLayout
     schedule: Schedule
     n_threads: int = 1
     decoding: Decoding | None = None
+    ahead_nbytes: int = 0
 
     def staging(self, cap_nbytes: int) -> Staging:
         """How the memory under a cap is used if this array is loaded alone."""
@@ -61,7 +65,8 @@ class LoadLayout:
     def cost(self, cap_nbytes: int, n_nodes: int = 1) -> Cost:
         """What a load costs; with a cap of 0 there are no staging buffers."""
         n_blocks = self.staging(cap_nbytes).n_blocks if cap_nbytes else 0
-        return plan_cost(self.schedule, self.source, staging_blocks=n_blocks, is_one_node=n_nodes == 1)
+        cost = plan_cost(self.schedule, self.source, staging_blocks=n_blocks, is_one_node=n_nodes == 1)
+        return replace(cost, peak_nbytes=cost.peak_nbytes + min(self.ahead_nbytes, cost.reader_nbytes))
 
     @property
     def nbytes(self) -> int:
@@ -206,6 +211,11 @@ class Plan:
     def nbytes(self) -> int:
         """Bytes of the jax.Array, each counted once."""
         return math.prod(self.shape_global) * self.dtype.itemsize
+
+    @property
+    def ahead_nbytes(self) -> int:
+        """Bytes that a rank may have fetched from a store before it needs them, beside `staging`; 0 for local files."""
+        return self._layout.ahead_nbytes
 
     @property
     def pieces_nbytes(self) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 
 from shardload.arrays.verification import VerifyReport
 from shardload.transfer.counters import Counters
-from shardload.units import counted, format_nbytes, number_text
+from shardload.units import Report, counted, format_nbytes, number_text
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,8 @@ class Phase:
     nbytes: int
 
 
-@dataclass(frozen=True)
-class ArrayReport:
+@dataclass(frozen=True, repr=False)
+class ArrayReport(Report):
     """What a load did for one array of a tree, in the whole job.
 
     Attributes
@@ -48,8 +48,8 @@ class ArrayReport:
         return f"{self.where} {self.name}: {decoded}{missing}{format_nbytes(self.nbytes_read)} read; {self.proven}"
 
 
-@dataclass(frozen=True)
-class LoadReport:
+@dataclass(frozen=True, repr=False)
+class LoadReport(Report):
     """What an executed plan did.
 
     Attributes

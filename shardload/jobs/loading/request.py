@@ -6,7 +6,7 @@ arrays here; arrays for which the caller passed the same share a `Request`. Noth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +25,8 @@ from shardload.jobs.trees import (
     text_of,
     where_text,
 )
-from shardload.options import OPTIONS, OWN, Options
+from shardload.options import OPTIONS, PER_LOADED_ARRAY, Options
+from shardload.planning.selection import axes_told
 
 _DATASET = OPTIONS["dataset"]
 
@@ -44,12 +45,37 @@ class Request:
         What every rank must pass alike, by the name of the argument.
     devices_per_rank : int
         For an abstract mesh: the number of consecutive devices that belong to one process.
+    by_name : mapping of str to str or tuple of str, optional
+        A spec by names of axes. Until `for_axes` knows these, the sharding cuts nothing.
     """
 
     sharding: NamedSharding
     options: Options
     text: Mapping[str, str]
     devices_per_rank: int = 1
+    by_name: Mapping[Any, Any] | None = None
+
+    def for_axes(self, dims: Sequence[str | None], axes: Sequence[str | None], what: str) -> Request:
+        """A copy whose spec is that of an array with these axes, if it is by names: `axes` of the array's `dims` are left.
+
+        Raises
+        ------
+        ConfigError
+            If the array has no such axis, or it was selected away.
+        """
+        if self.by_name is None:
+            return self
+        for name in self.by_name:
+            if axes.count(name) != 1:
+                why = (
+                    "is selected away: pass a slice of it"
+                    if name in dims
+                    else f"{what} {axes_told(name, axes.count(name), dims)}"
+                )
+                raise ConfigError(f"the spec {dict(self.by_name)} names the axis {name!r}, but {'it ' * (name in dims)}{why}")
+        last = max((at for at, dim in enumerate(axes) if self.by_name.get(dim)), default=-1)
+        spec = PartitionSpec(*(self.by_name.get(dim) for dim in axes[: last + 1]))
+        return replace(self, sharding=NamedSharding(self.sharding.mesh, spec), by_name=None)
 
     def but(self, **options: Any) -> Request:
         """A copy with other options. The text is still that of what the caller passed."""
@@ -79,7 +105,7 @@ def read_requests(tree: ArrayTree, mesh: Any, spec: Any, given: Mapping[str, Any
     """
     processes = given.get("processes")
     options = {name: value for name, value in given.items() if OPTIONS[name].is_kept and name != "dataset"}
-    own = [option for option in OWN if option.name in options]
+    own = [option for option in PER_LOADED_ARRAY if option.name in options]
     values = {
         o.name: tree.spread(
             o.name, options[o.name], o.is_one or is_one, is_tree_of_selections if o.may_be_dict else None, o.default
@@ -111,21 +137,27 @@ def _read(given: dict[str, Any], processes: Any) -> Request:
     options = dict(given)
     mesh, spec = options.pop("mesh"), options.pop("spec")
     n = devices_per_process(mesh_of(mesh), processes)
-    sharding = read_sharding(mesh, spec)
+    by_name = dict(sorted(spec.items())) if isinstance(spec, Mapping) else None
+    sharding = read_sharding(mesh, spec if by_name is None else tuple(by_name.values()))
+    text = describe_sharding(sharding)
+    if by_name is not None:
+        text = f"{text} by the names {', '.join(map(repr, by_name))}"
+        sharding = NamedSharding(sharding.mesh, PartitionSpec())
     for name in ("select", "pad", "edge"):
         refuse_traced(name, options.get(name))
     checked = Options.check(**options)
-    return Request(sharding, checked, {"sharding": describe_sharding(sharding), **checked.describe()}, n)
+    return Request(sharding, checked, {"sharding": text, **checked.describe()}, n, by_name)
 
 
 def _read_pattern(given: dict[str, Any], processes: Any) -> Request:
     """The same for all arrays below a group. Of trees the first values are checked; the others when the arrays are known."""
-    kinds = {option.name: option.is_one or is_one for option in OWN} | {"mesh": is_one, "spec": is_one_spec}
+    kinds = {option.name: option.is_one or is_one for option in PER_LOADED_ARRAY} | {"mesh": is_one, "spec": is_one_spec}
     trees = {name: value for name, value in given.items() if name in kinds}
     leaves = {name: jax.tree_util.tree_leaves(value, is_leaf=kinds[name]) or [None] for name, value in trees.items()}
     first = _read(given | {name: values[0] for name, values in leaves.items()}, processes)
     text = {"sharding": f"{_tree_text(given['mesh'], _mesh_text)}, {_tree_text(given['spec'], repr)}"}
-    text |= {option.name: _tree_text(trees[option.name], repr) for option in OWN if option.text and option.name in trees}
+    of_arrays = [option.name for option in PER_LOADED_ARRAY if option.text and option.name in trees]
+    text |= {name: _tree_text(trees[name], repr) for name in of_arrays}
     return replace(first, text={**first.text, **text})
 
 

@@ -11,11 +11,11 @@ from shardload.arrays.padding import version_of
 from shardload.arrays.sharding import spec_text
 from shardload.errors import ConfigError, printable
 from shardload.formats.contract.array import ArrayInfo
-from shardload.jobs.loading.describe import as_html, mesh_text, shape_text
+from shardload.jobs.loading.describe import mesh_text, shape_text
 from shardload.jobs.loading.plan import NO_DEVICES, Executor, Plan, staging_of
 from shardload.jobs.loading.report import LoadReport
 from shardload.system.terminal import WIDTH, Column, fit_table, width_of_prints, wrap
-from shardload.units import counted, format_nbytes
+from shardload.units import as_html, counted, format_nbytes
 
 _MOST_LEFT_OUT = 8
 
@@ -59,12 +59,14 @@ class TreePlan:
 
     @property
     def peak_nbytes(self) -> int:
-        """Host memory of the fullest rank, at most: its pieces of all arrays, and the buffers that they share."""
+        """Host memory of the fullest rank, at most: its pieces of all arrays, the buffers that they share, and what is fetched
+        ahead from stores.
+        """
         plans = self.leaves
         pieces = sum(plan.pieces_nbytes for plan in plans)
         used = staging_of(plans)
         blocks = used.n_blocks * used.slot_nbytes
-        return pieces + min(blocks, self.staging_nbytes)
+        return pieces + min(blocks, self.staging_nbytes) + max(plan.ahead_nbytes for plan in plans)
 
     @property
     def report(self) -> LoadReport | None:

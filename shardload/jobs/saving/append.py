@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +30,7 @@ from shardload.errors import ConfigError, ShardloadError, SourceError
 from shardload.formats.contract.array import some
 from shardload.formats.contract.dtypes import native_dtype
 from shardload.formats.contract.format import Source, open_alone
+from shardload.formats.diagnosis import as_source_error
 from shardload.formats.growing import HOW_TO_GROW, Growing
 from shardload.formats.lookup import open_file
 from shardload.formats.sink import Sink
@@ -37,19 +39,23 @@ from shardload.jobs.saving.plan import SavePlan, alignment_of, plan_into, shards
 from shardload.jobs.saving.save import SaveReport, Saving, planned
 from shardload.planning.region import Region
 from shardload.planning.rounds import Item, plan_rounds
+from shardload.planning.selection import Between
 from shardload.storage.leftovers import ROOTS, refuse_leftover
 from shardload.storage.remote import shown
 from shardload.system.interruption import let_interruption_pass
 from shardload.transfer.counters import Counters
 from shardload.transfer.moves import ArrayMove
-from shardload.values.dates import counted, is_dates
+from shardload.values.dates import as_dates, counted, has_dates, in_numbers, is_dates
+from shardload.values.order import direction_of, first_break
 
 _log = logging.getLogger("shardload")
 
 Array = np.ndarray[Any, Any]
+_NOWHERE = np.iinfo(np.int64).max  # the bits of a value that another process has
+_ROWS_OF_ORDER = 1024  # the last rows of a coordinate, which say in what direction it goes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class AppendReport(SaveReport):
     """What an append did. Counts and bytes are those that were written: chunks at the old edge count as a whole.
 
@@ -59,15 +65,20 @@ class AppendReport(SaveReport):
         The axis.
     grown : mapping of str to (int, int)
         Old and new length of each array along it.
+    kept : mapping of str to int
+        How many of its old rows stayed: fewer than the old length if rows were replaced.
     """
 
     dim: str | int
     grown: Mapping[str, tuple[int, int]]
+    kept: Mapping[str, int]
 
     def __str__(self) -> str:
         """For a person: one line."""
-        lengths = sorted(set(self.grown.values()))
-        how = ", ".join(f"{old:,} to {new:,}" for old, new in lengths)
+        lengths = sorted({(*self.grown[name], kept) for name, kept in self.kept.items()})
+        how = ", ".join(
+            f"{old:,} to {new:,}" + (f" (rows from {kept:,} on replaced)" if kept < old else "") for old, new, kept in lengths
+        )
         return f"appended along {self.dim!r}, {how}: {super().__str__().replace('saved ', '', 1)}"
 
 
@@ -75,6 +86,7 @@ def _make(asked: SaveRequest, known: Any, group: Group) -> tuple[SaveRequest, Sa
     """See `save.planned`."""
     asked = replace(asked, arrays=[_in_numbers(one, asked.path, known["arrays"]) for one in asked.arrays])
     axes, dimensions = _check(asked, known["arrays"])
+    asked = replace(asked, orders={name: (*order, known["arrays"][name]["attrs"]) for name, order in known["orders"].items()})
     sink = _sink(asked, known, axes, dimensions, group)
     arrays = [replace(one, dtype=sink.arrays[one.name].spec.dtype) for one in asked.arrays]
     asked = replace(asked, arrays=arrays)
@@ -100,6 +112,7 @@ def append(path: Any, tree: Any, given: Mapping[str, Any], comm: Any) -> AppendR
     """See `shardload.append`. Collective."""
     started = time.perf_counter()
     with planned("append", path, tree, given, comm, _read, _make) as (group, asked, plan, digest):
+        _check_orders(asked, group)
         report: AppendReport = _Appending(group, asked, plan, digest).run(started)
         _log.info("%s", report)
         return report
@@ -126,12 +139,110 @@ def _read(asked: SaveRequest) -> Any:
     if os.path.isfile(path):
         from shardload.formats.hdf5.growable import read_file
 
-        return read_file(path, names)
+        return _with_orders(asked, read_file(path, names))
     if not any(os.path.lexists(os.path.join(path, name)) for name in ROOTS):
         raise SourceError(f"'{path}' is no Zarr store: it has none of {', '.join(ROOTS)}", path=path)
     from shardload.formats.zarr.growth import read_store
 
-    return read_store(path, names)
+    return _with_orders(asked, read_store(path, names))
+
+
+def _with_orders(asked: SaveRequest, known: dict[str, Any]) -> dict[str, Any]:
+    """How arrays are stored, and the ``"orders"`` of the coordinates of the axis: whether each rises, and its last value.
+
+    If rows are replaced, all arrays with that axis have the length of what stays for their shape.
+    """
+    arrays, orders, path, dim, at = known["arrays"], {}, asked.path, asked.dim, asked.at
+    for name in asked.names:
+        stored = arrays.get(name)
+        if stored is None or stored["dims"] is None or list(stored["dims"]) != [dim] or name.rpartition("/")[2] != dim:
+            continue
+        n = stored["shape"][0]
+        values = _coordinate(path, name, Region((0 if at is not None else max(0, n - _ROWS_OF_ORDER),), (n,)))
+        if at is not None:
+            values = values[: _n_before(at, f"'{name}' in '{path}'", str(dim), values, stored)]
+            for other in arrays.values():
+                if stored["scopes"][0] is not None and stored["scopes"][0] in other["scopes"]:
+                    axis = other["scopes"].index(stored["scopes"][0])
+                    other["stored_shape"] = tuple(other["shape"])
+                    other["shape"] = (*other["shape"][:axis], len(values), *other["shape"][axis + 1 :])
+        if len(values) and (rises := direction_of([values])) is not None:
+            orders[name] = (rises if len(values) > 1 else None, values[-1])
+    if at is not None and not isinstance(dim, str):
+        raise ConfigError(f"at is {at!r}, a value of a coordinate, but dim is a number, {dim}. Pass the name of the axis")
+    if at is not None and (without := [name for name in asked.names if "stored_shape" not in arrays.get(name, "stored_shape")]):
+        raise ConfigError(
+            f"at is {at!r}, but '{without[0]}' in '{path}' has no coordinate {dim!r} among the arrays that are passed, so that "
+            "nothing says which row that is. Pass it too; or make the arrays shorter by h5py or zarr, and leave out at="
+        )
+    return known | {"orders": orders}
+
+
+def _coordinate(path: str, name: str, region: Region) -> Array:
+    """Values of a coordinate in the file. On rank 0."""
+    with as_source_error(path, name), closing(open_alone(open_file(os.path.realpath(path)), name)) as source:
+        values = np.asarray(source.plain(region)).reshape(region.shape)
+    return values.astype(values.dtype.newbyteorder("="), copy=False)
+
+
+def _n_before(at: Any, where: str, dim: str, values: Array, stored: Mapping[str, Any]) -> int:
+    """How many values of a coordinate come before `at`. ConfigError if that has no answer."""
+    rises, low = direction_of([values]), at
+    if stored["packed"] or (rises is None and len(values)):
+        why = "holds packed numbers" if stored["packed"] else "does not go in one direction"
+        raise ConfigError(f"at is {at!r}, but {where} {why}, so that nothing says which row that is. Mend it by h5py or zarr")
+    try:
+        if has_dates(Between(at, at)):
+            low = cast(Between, in_numbers(Between(at, at), dim, stored["attrs"], values.dtype)).low
+    except ValueError as error:
+        raise ConfigError(f"at is {at!r}, which says no place in {where}: {error}") from None
+    # A thousandth of a step: 3 * 0.1 is 0.3, and so is 0.3 of float32.
+    slack = float(np.abs(np.diff(values.astype("f8"))).min(initial=np.inf)) / 1000 if values.dtype.kind == "f" else 0
+    slack = slack if math.isfinite(slack) else 1e-6 * abs(low)
+    return int(np.count_nonzero(values < low - slack if rises else values > low + slack))
+
+
+def _check_orders(asked: SaveRequest, group: Group) -> None:
+    """ConfigError on all ranks unless each coordinate of the axis goes on as it did. Collective."""
+    error: ConfigError | None = None
+    for one in asked.arrays:
+        if one.name in asked.orders:
+            values = np.asarray(one.x) if one.is_everywhere else _gathered(one, group)
+            try:
+                _check_order(one, asked, values[: one.shape[0]], *asked.orders[one.name])
+            except ConfigError as wrong:
+                error = error or wrong
+    if asked.orders:
+        group.agree(error)
+
+
+def _gathered(one: SavedArray, group: Group) -> Array:
+    """The values of a sharded coordinate, of which each process has some. Collective."""
+    bits = np.full(one.x.shape, _NOWHERE)
+    for shard in one.x.addressable_shards:
+        held = np.asarray(shard.data)
+        bits[shard.index] = held.astype("f8" if held.dtype.kind == "f" else "i8").view("i8")
+    return group.least_ints(bits).view("f8" if one.dtype.kind == "f" else "i8")
+
+
+def _check_order(
+    one: SavedArray, asked: SaveRequest, new: Array, rises: bool | None, last: Any, attrs: Mapping[str, Any]
+) -> None:
+    values = np.concatenate([[last], new]).astype(np.asarray(last).dtype)
+    rises = bool(len(values) < 2 or values[1] > values[0]) if rises is None else rises
+    at = first_break(values, rises)
+    if at is None:
+        return
+    before, after = as_dates(values[at - 1 : at + 1], attrs) or values[at - 1 : at + 1]
+    told = f"ends with {before}, and what is to be appended begins with {after}"
+    shown_at = after if isinstance(after, np.generic) else repr(after)
+    fix = f"To replace the rows from there on, as after a restart from an older checkpoint: append(..., at={shown_at})"
+    if at > 1:
+        told, fix = f"has an order, and what is to be appended has {before}, then {after}", "Sort it"
+    raise ConfigError(
+        f"'{one.name}' in '{asked.path}' {told}: searches by its values would find wrong rows. {fix}. If its rows have no "
+        f"order, pass the number of the axis, such as dim=0, in place of its name"
+    )
 
 
 def _in_numbers(one: SavedArray, path: str, found: Mapping[str, Any]) -> SavedArray:
@@ -277,8 +388,9 @@ class _Appending(Saving):
 
     def _report(self, written: WriteCounts, counters: Counters, started: float) -> AppendReport:
         made = super()._report(written, counters, started)
-        grown = {name: (one.old, one.new_shape[one.axis]) for name, one in self._grows.items()}
-        return AppendReport(**vars(made), dim=self._asked.dim, grown=grown)
+        grown = {name: (one.stored_shape[one.axis], one.new_shape[one.axis]) for name, one in self._grows.items()}
+        kept = {name: one.old for name, one in self._grows.items()}
+        return AppendReport(**vars(made), dim=self._asked.dim, grown=grown, kept=kept)
 
     def _run(self, session: Session, source: DeviceSource, target: FileTarget) -> None:
         """The rounds of a save, then those of what else is in their files, of which ranks have different numbers."""
@@ -323,9 +435,9 @@ class _Appending(Saving):
             if name not in self._sources:
                 opened = open_alone(open_file(os.path.realpath(path)), name)  # unchecked: what a load refuses may still grow
                 source = self._opened.enter_context(closing(opened))
-                if source.info.shape != array.old_shape:
+                if source.info.shape != array.stored_shape:
                     raise ConfigError(
-                        f"'{name}' in '{path}' has the shape {source.info.shape} here, on rank 0 {array.old_shape}. Nothing "
+                        f"'{name}' in '{path}' has the shape {source.info.shape} here, on rank 0 {array.stored_shape}. Nothing "
                         "was appended; run it again, when nobody else writes to it"
                     )
                 self._sources[name] = source

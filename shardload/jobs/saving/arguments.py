@@ -1,6 +1,6 @@
 """What shall be saved? From what a caller of `save` or `append` wrote to one `SavedArray` for each array, checked.
 
-1. A tree of arrays becomes arrays by their names in the file: nested dicts are groups, and a bare array has one name.
+1. A tree of arrays becomes arrays by their names in the file: the nodes of a pytree are groups, and a bare array has one name.
 2. What belongs to single arrays (chunks, compression, names of axes, attributes, shape) is spread over them as in a load.
 3. `describe` writes everything down as text, so that the ranks can compare it.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any, Self
 
@@ -27,12 +27,12 @@ from shardload.formats.sink import Compression
 from shardload.jobs.loading.plan import Plan
 from shardload.jobs.loading.tree_plan import TreePlan
 from shardload.jobs.saving.labelled import is_labelled, of_xarray, refuse_halo
-from shardload.jobs.trees import ArrayTree, refuse_traced
-from shardload.options import EACH_SAVED, OPTIONS, Option, Options
+from shardload.jobs.trees import ArrayTree, key_text, node_of, refuse_traced
+from shardload.options import OPTIONS, PER_SAVE, PER_SAVED_ARRAY, CallOptions, Option, Options
 from shardload.units import shown
 from shardload.values.dates import is_dates
 
-_SHARED = ("verify", "staging", "timeout", "progress", "storage")
+_GROUPS = "The name of a group has / behind it, and '/' is the file"
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,10 +112,15 @@ class SaveRequest:
         The arrays, in the order of the file.
     group_attrs : mapping
         Attributes of groups, by their full names; ``"/"`` is the file.
-    options : Options
+    options : CallOptions
         ``verify``, ``staging``, ``timeout``, ``progress``.
     dim : str or int
         Of an append: the axis along which the arrays grow.
+    at : object
+        Of an append: from which value of its coordinate on rows are replaced; None: none are.
+    orders : mapping
+        Of an append: of each coordinate of that axis whether it rises (None: it has one value), the last value that stays, and
+        attributes.
     left_out : str
         What the arrays in `like` have and the new file will not have, in words for a warning.
     """
@@ -125,15 +130,17 @@ class SaveRequest:
     mode: str
     arrays: list[SavedArray]
     group_attrs: Mapping[str, Mapping[str, Any]]
-    options: Options
+    options: CallOptions
     dim: str | int = ""
     left_out: str = ""
+    at: Any = None
+    orders: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, path: Any, tree: Any, given: Mapping[str, Any], call: str = "save") -> SaveRequest:
         """The checked arguments. `given` are the keywords of the call; ConfigError says which is wrong."""
         given = {option.name: option.default for option in OPTIONS.values()} | dict(given)
-        options = Options.check(**{name: given[name] for name in _SHARED if name in given})
+        options = Options.check(**{option.name: given[option.name] for option in PER_SAVE})
         is_append = call == "append"
         mode, dim = "w" if is_append else OPTIONS["mode"].check(given["mode"]), OPTIONS["dim"].check(given["dim"])
         target = _target(path)
@@ -141,9 +148,11 @@ class SaveRequest:
         kind = "zarr" if is_append else format_for(target, given["format"])
         if given["shape"] is not None and given["plan"] is not None:
             raise ConfigError("both shape and plan are given; pass one of them")
+        if not isinstance(tree, Mapping) and not is_labelled(tree) and node_of(tree) is not None:  # a NamedTuple, a list, ...
+            tree = {key_text(key): child for key, child in node_of(tree) or ()}
         labelled = of_xarray(tree, given, kind, dim if is_append else None) if is_labelled(tree) else None
         if labelled is not None:
-            tree, given = labelled.arrays, labelled.given
+            tree, given = labelled.arrays, labelled.keywords
         arrays, groups = _read_arrays(tree, given, is_append)
         if labelled is not None:
             arrays = [
@@ -155,7 +164,8 @@ class SaveRequest:
                 for array in arrays
             ]
             groups["/"] = dict(labelled.of_file) | dict(groups.get("/", {}))
-        return cls(target, kind, mode, arrays, groups, options, dim if is_append else "")
+        at = OPTIONS["at"].check(given["at"])
+        return cls(target, kind, mode, arrays, groups, options, dim if is_append else "", at=at)
 
     @property
     def names(self) -> list[str]:
@@ -174,13 +184,13 @@ class SaveRequest:
 
     def invocation(self, call: str, title: str) -> Invocation:
         """See `engine.call.CallRequest`. The order of a dict, or of a Dataset, means nothing."""
-        told = self.options.describe()
         values = {
             "path": repr(self.path),
             "format": self.format,
             "mode": self.mode,
             "dim": repr(self.dim),
-            **{name: told[name] for name in _SHARED if name in told},
+            "at": repr(self.at),
+            **{option.name: option.text(getattr(self.options, option.name)) for option in PER_SAVE if option.text},
             "attrs of groups": _text_of(self.group_attrs),
         }
         arrays = sorted(self.arrays, key=lambda array: array.name)
@@ -242,7 +252,7 @@ def _read_arrays(tree: Any, given: Mapping[str, Any], is_append: bool) -> tuple[
     plan = given["plan"].plans if isinstance(given["plan"], TreePlan) else given["plan"]
     values = dict(given) | {"attrs": attrs, "plan": plan}
     asked: dict[str, dict[str, Any]] = {name: {} for name in leaves}
-    for option in EACH_SAVED:
+    for option in PER_SAVED_ARRAY:
         is_for_all = option.name == "attrs" and not isinstance(tree, Mapping)
         is_one = _is_always if is_for_all or option.is_one is None else option.is_one
         try:
@@ -250,7 +260,9 @@ def _read_arrays(tree: Any, given: Mapping[str, Any], is_append: bool) -> tuple[
         except ConfigError as error:
             if option.name != "attrs":
                 raise
-            raise ConfigError(f"{error}. The name of a group has / behind it, and '/' is the file") from None
+            plain = {key: value for key, value in attrs.items() if not isinstance(value, Mapping)}
+            fix = f"Attributes of the file: attrs={{'/': {plain}}}" if plain else ""
+            raise ConfigError(f"{error}. {fix or _GROUPS}") from None
         for place, value in zip(names.places, each, strict=True):
             asked[place.dataset][option.name] = _read_option(option, place.dataset, value)
             if option.name == "compression":
@@ -287,11 +299,6 @@ _TREES: dict[str, Callable[..., bool]] = {"compression": lambda value, _: "name"
 def _arrays_of(tree: Any, dataset: Any) -> dict[str, Any]:
     """Arrays by their full names."""
     if not isinstance(tree, Mapping):
-        if isinstance(tree, (list, tuple)):
-            raise ConfigError(
-                f"a {type(tree).__name__} of arrays has no names; expected a jax.Array, or a dict of them by their names in "
-                "the file, such as {'rho': rho, 'g/vel': vel}"
-            )
         if not isinstance(dataset, str) or (not dataset.strip("/") and dataset != "/"):
             raise ConfigError(f"dataset is {dataset!r}; expected the array's name in the file, such as 'rho' or 'group/rho'")
         return {"/" + dataset.strip("/"): tree}
@@ -318,6 +325,8 @@ def _named_in(group: Mapping[Any, Any], above: str) -> Iterator[tuple[str, Any]]
         name = f"{above}/{key.strip('/')}"
         if isinstance(value, Mapping):
             yield from _named_in(value, name)
+        elif node_of(value) is not None:  # any other pytree
+            yield from _named_in({key_text(key): child for key, child in node_of(value) or () if child is not None}, name)
         else:
             yield name, value
 
@@ -326,10 +335,12 @@ def _checked(name: str, x: Any) -> Any:
     """An array that can be saved: of NumPy, without what a subclass adds."""
     if isinstance(x, jax.core.Tracer):
         raise ConfigError(f"'{name}' is traced: it has no values yet. Call save outside of jax.jit")
+    if isinstance(x, (bool, int, float, complex, np.generic)):
+        x = np.asarray(x)
     if not isinstance(x, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
         raise ConfigError(
-            f"'{name}' is a {type(x).__name__}; expected a jax.Array (or a NumPy array that is the same on every rank). Pass "
-            "numpy.asarray of numbers, x.data of an object of xarray (or a Dataset in place of the dict), a dict of arrays"
+            f"'{name}' is a {type(x).__name__}; expected a jax.Array, a number, a NumPy array (the same on every rank), "
+            "or a tree of them. Pass x.data of an object of xarray (or a Dataset in place of the dict)"
         )
     if isinstance(x, np.ma.MaskedArray) and np.ma.is_masked(x):
         raise ConfigError(

@@ -60,6 +60,7 @@ class StreamCall(LoadCall):
 
     def __init__(self, path: Any, mesh: Any, spec: Any, given: Mapping[str, Any]) -> None:
         self.specs: list[PartitionSpec] = []
+        self.by_name: list[Mapping[str, Any] | None] = []
         self.windows: list[Window] = []
         self.stacks: list[tuple[str, list[int]]] = []
         self.scales: list[Any] = []
@@ -135,7 +136,13 @@ class StreamCall(LoadCall):
         any_axis = any(isinstance(window, tuple) for window in self.windows)
         shardings = []
         for mesh, spec, window, where in zip(meshes, specs, self.windows, tree.where, strict=True):
-            sharding = read_sharding(mesh, spec)
+            is_named = isinstance(spec, Mapping)
+            self.by_name.append(spec if is_named else None)
+            sharding = read_sharding(mesh, tuple(spec.values()) if is_named else spec)
+            if is_named:  # `_leaf_request` makes the spec, of the names that the array has
+                self.specs.append(PartitionSpec())
+                shardings.append(NamedSharding(sharding.mesh, PartitionSpec()))
+                continue
             spec = of_samples = sharding.spec
             if isinstance(window, tuple) or (is_shared and any_axis):
                 of_samples = _without_window(spec, has_batch, where_text(where))
@@ -151,6 +158,7 @@ class StreamCall(LoadCall):
         k = next(k for k, other in enumerate(self.tree.places) if other is place)
         own = {**vars(self.sampling), "window": self.windows[k], "scale": self.scales[k], "stack": self._given["stack"]}
         texts = {name: (OPTIONS[name].text or repr)(value) for name, value in own.items()}
+        texts["spec"] = repr(sorted((self.by_name[k] or {}).items()))
         return super()._describe(place, request) | texts
 
     def _labeller(self, finder: Finder) -> Labeller | None:
@@ -159,7 +167,8 @@ class StreamCall(LoadCall):
         along, names = self._given["along"], named_coordinates(selections)
         steps = {step for window in self.windows for step in (window if isinstance(window, tuple) else (window,))}
         looks_for_gaps = len(steps) > 1 and self._given["gaps"] != IGNORE
-        if not (looks_for_gaps or isinstance(along, str) or self.stacks or any(map(is_by_name, selections))):
+        by_name = any(map(is_by_name, selections)) or any(self.by_name)
+        if not (looks_for_gaps or isinstance(along, str) or self.stacks or by_name):
             return None
         return Labeller(finder, SEARCHED_NBYTES, names, axis=along if looks_for_gaps else None)
 
@@ -183,9 +192,33 @@ class StreamCall(LoadCall):
             options = replace(options, select=positions_of(options.select, info))
         selection, where = selection_for(options, info), where_text(self.tree.where[k])
         stack = next((name for name, leaves in self.stacks if k in leaves), None)
+        if (by_name := self.by_name[k]) is not None:
+            request, self.specs[k] = self._of_names(replace(request, by_name=by_name), k, info, selection, stack)
         if stack is not None and stack not in info.dims:
             request = self._without_stack(request, k)
         return LeafRequest(request, info, selection, place.path, where, self.specs[k], self.windows[k], self.scales[k], values)
+
+    def _of_names(
+        self, request: Request, k: int, info: ArrayInfo, selection: Selection, stack: str | None
+    ) -> tuple[Request, PartitionSpec]:
+        """The request of a leaf whose spec is by names of axes, and its spec: that of the stream's axis cuts the samples."""
+        along = self._given["along"]
+        axes = [info.dims[axis] for axis in selection.kept]
+        entries = [*request.for_axes(info.dims, axes, str(info)).sharding.spec]
+        entries += [None] * (len(axes) - len(entries))
+        if isinstance(along, str):
+            position = axes.index(along) if along in axes else None
+        else:
+            position = next((at for at, axis in enumerate(selection.kept) if axis == along % len(info.shape)), None)
+        of_samples = None if position is None else entries.pop(position)
+        if of_samples is not None and self._given["batch"] is None:
+            raise ConfigError(
+                f"batch is None, so there is no axis of samples that the spec could cut along {along!r}: pass batch="
+            )
+        behind = [None] * (stack is not None and stack not in info.dims) + entries
+        whole = [of_samples] * (self._given["batch"] is not None) + [None] * isinstance(self.windows[k], tuple)
+        sharding = NamedSharding(request.sharding.mesh, PartitionSpec(of_samples, *behind))
+        return replace(request, sharding=sharding, by_name=None), PartitionSpec(*whole, *behind)
 
     def _without_stack(self, request: Request, k: int) -> Request:
         """The request of a leaf of a stack: the spec has the new axis, which the array has not."""
@@ -215,7 +248,7 @@ class StreamCall(LoadCall):
         """Plan the stream on all ranks. Collective."""
         plan: StreamPlan = self.call.plan(self.find, self._make_plan, lambda plan: repr(plan.fingerprint))
         asked, title = self.call.asked, f"batches of {plan.arrays[0].info}"
-        comm, digest, timeout = self._given["comm"], f"{asked.digest:016x}", self.requests[0].options.timeout
+        comm, digest, timeout = self._given["comm"], f"{asked.digest:016x}", self._options.timeout
 
         def make_reader(epoch: int, sample: int, n_batches: int | None = None) -> RoundReader:
             where = {"stream": digest, "epoch": str(epoch), "sample": str(sample), "n_batches": str(n_batches)}

@@ -3,7 +3,7 @@
 1. `expect` takes an iterator over what will be read (`Wanted`), in that order. It is followed as far as what was fetched, and
    not yet read, fits into 56 MiB of the process: so an index is searched, and memory taken, as the reading goes on.
 2. Of an object some 16 MiB are taken together: sorted, small gaps closed, cut into pieces of 8 MiB (`plan_pieces`). The last
-   piece waits for what follows it.
+   piece waits for what is taken next: so where pieces are cut depends on nothing but what was told.
 3. Whoever needs what was not fetched yet does not wait for its turn.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -20,7 +21,7 @@ from shardload.storage.objects import Ints
 from shardload.system.interruption import let_interruption_pass
 
 PIECE_NBYTES = 8 << 20  # of a request: one connection to S3 gives about 60 MB/s
-_MOST_AHEAD_NBYTES, _AT_ONCE_NBYTES = 56 << 20, 16 << 20
+MOST_AHEAD_NBYTES, _AT_ONCE_NBYTES = 56 << 20, 16 << 20
 _MOST_GAP_NBYTES, _MOST_WASTE, _LEAST_WASTE_NBYTES = 1 << 20, 0.05, 1 << 15
 
 
@@ -59,7 +60,7 @@ class Holder(Protocol):
     """An object, or a folder of them: what is fetched of it waits there."""
 
     def fetch_ahead(self, wanted: list[Any], has_more: bool) -> None:
-        """Begin to fetch what was told; `has_more`: what comes next may join the last request."""
+        """Begin to fetch what was told, and what still waits; `has_more`: what comes next may join the last request."""
         ...
 
 
@@ -83,6 +84,7 @@ class Ahead:
     def __init__(self, run: Callable[[Callable[[], None]], Any]) -> None:
         self._run, self._lock, self._pulling = run, threading.Lock(), threading.Lock()
         self._expected, self._nbytes = deque[Iterator[Wanted]](), 0
+        self._last: Holder | None = None  # whose last request waits
 
     def expect(self, wanted: Iterator[Wanted]) -> None:
         """Told what will be read, in about this order, after what was told before."""
@@ -94,23 +96,23 @@ class Ahead:
         """Some bytes are fetched from now on; negative: they were read, and there is room again."""
         with self._lock:
             self._nbytes += nbytes
-            has_room = nbytes < 0 and self._expected and self._nbytes + _AT_ONCE_NBYTES <= _MOST_AHEAD_NBYTES
+            has_room = nbytes < 0 and self._expected and self._nbytes + _AT_ONCE_NBYTES <= MOST_AHEAD_NBYTES
         if has_room:
             self._run(self._pull_all)
 
     def need(self, is_there: Callable[[], bool]) -> None:
-        """Begin to fetch what comes next, though there is no room for it, unless what is needed is there. `is_there` has what
-        waits fetched, too.
-        """
+        """Begin to fetch what comes next, though there is no room for it, unless what is needed was asked for."""
         with self._pulling:
-            while not is_there() and self._pull(2 * _MOST_AHEAD_NBYTES):
-                pass
+            while not is_there():
+                if not self._pull(2 * MOST_AHEAD_NBYTES):
+                    self._settle([], None)
+                    return
 
     def _pull_all(self) -> None:
         has_more = True
         while has_more:
             with self._pulling:
-                has_more = self._pull(_MOST_AHEAD_NBYTES)
+                has_more = self._pull(MOST_AHEAD_NBYTES)
 
     def _pull(self, most_nbytes: int) -> bool:
         """Begin to fetch what comes next. False if that is nothing, or too much."""
@@ -119,20 +121,32 @@ class Ahead:
                 return False
             wanted = self._expected[0]
         found, nbytes = list[Wanted](), 0
-        try:
+        with _who_reads_says_so():
             for part in wanted:
                 found.append(part)
                 nbytes += part.nbytes
                 if nbytes >= _AT_ONCE_NBYTES:
                     break
-            has_more = nbytes >= _AT_ONCE_NBYTES
-            for holder in dict.fromkeys(part.holder for part in found):
-                parts = [part.what for part in found if part.holder is holder]
-                holder.fetch_ahead(parts, has_more and holder is found[-1].holder)
-        except Exception as error:  # who reads it says so
-            let_interruption_pass(error)
-            has_more = False
+        has_more = nbytes >= _AT_ONCE_NBYTES
         if not has_more:
             with self._lock:
                 self._expected.popleft()
+        self._settle(found, found[-1].holder if has_more else None)
         return True
+
+    def _settle(self, found: list[Wanted], last: Holder | None) -> None:
+        """Have it fetched, and what waits, but for the last request of `last`."""
+        holders = dict.fromkeys(filter(None, [self._last, *(part.holder for part in found)]))
+        self._last = last
+        for holder in holders:
+            with _who_reads_says_so():
+                holder.fetch_ahead([part.what for part in found if part.holder is holder], holder is last)
+
+
+@contextmanager
+def _who_reads_says_so() -> Iterator[None]:
+    """Errors are those of who reads it: they are met again there."""
+    try:
+        yield
+    except Exception as error:
+        let_interruption_pass(error)

@@ -176,7 +176,7 @@ class RemoteObject:
         self._open, self.pin  # noqa: B018
         found, lacking = self._found(requests)
         if lacking:
-            ahead().need(lambda: self._is_there(lacking))
+            ahead().need(lambda: not self._found(lacking)[1])
             more, lacking = self._found(lacking)
             found += more
         if lacking:
@@ -199,21 +199,17 @@ class RemoteObject:
             for start, stop, left in plan_pieces(offsets, sizes)
         ]
 
-    def _is_there(self, requests: Sequence[tuple[int, int, int]]) -> bool:
-        """Whether all of it was asked for, maybe just now, because it had to wait for what follows."""
-        self.fetch_ahead([], has_more=False)
-        return not self._found(requests)[1]
-
     def fetch_ahead(self, wanted: list[tuple[Ints, Ints]], has_more: bool) -> None:
         """See `ahead.Holder`: offsets and sizes."""
         with self._lock:
-            wanted, self._waiting = [*self._waiting, *wanted], []
+            waited, self._waiting = self._waiting, []
+        wanted = [*waited, *wanted]
         if self._client is None or not wanted:
             return
         offsets, sizes = map(np.concatenate, zip(*wanted, strict=True))
         pieces = plan_pieces(offsets, sizes)
         start, stop, _ = pieces[-1]
-        if has_more and stop - start < PIECE_NBYTES:
+        if has_more and stop - start < PIECE_NBYTES and not any((offsets == start).any() for offsets, _ in waited):  # once
             begin, end = np.maximum(offsets, start), np.minimum(offsets + sizes, stop)
             with self._lock:
                 self._waiting.append((begin[begin < end], (end - begin)[begin < end]))
@@ -312,6 +308,12 @@ class RemoteFolder:
         """
         self._is_told = True
         ahead().expect(Wanted(self, nbytes, (key, most_nbytes, nbytes)) for key in keys)
+
+    def forget(self, prefix: str) -> None:
+        """Nobody will read what was fetched ahead of keys that begin so."""
+        with self._lock:
+            held = [self._ahead.pop(key) for key in list(self._ahead) if key.startswith(prefix)]
+        ahead().add(-sum(nbytes for _, nbytes in held))
 
     def fetch_ahead(self, wanted: list[tuple[str, int, int]], has_more: bool) -> None:
         """See `ahead.Holder`: keys, the most bytes of each, and about how many it has."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -79,9 +80,10 @@ WRONG: list[tuple[Callable[[str], Any], tuple[str, ...], str]] = [
     (parse_mesh, ("a=4,a=2",), "'a' twice"),
     # JAX failed with a C++ cast that did not fit, or took all memory.
     (parse_mesh, ("a=99999999999", "a=4096,b=8192"), r"is a mesh of [\d,]+ devices; expected at most 16,777,216"),
-    (lambda text: parse_spec(text, MESH), ("c", "a,,b", "", "a+", "None,a"), "--spec -,a,b"),
+    (lambda text: parse_spec(text, MESH), ("c", "a,,b", "", "a+"), "--spec -,a,b"),
     (lambda text: parse_spec(text, MESH), ("a,a",), "'a' twice"),
-    (parse_select, ("", "x", "0,,1", "1:2:3:4", "1.5", "a:b", "t=1,3", "=1"), '0,:,10:20", or "time=-1,lat=10:50" by names'),
+    (parse_select, ("", "x", "0,,1", "1:2:3:4", "1.5", "a:b", "t=1,3", "=1", "t=x", "t=1..x"), '"time=-1,lat=10:50", or by'),
+    (lambda text: parse_spec(text, MESH), ("lat=a,b", "=a", "lat=a,lat=b"), "--spec lat=a,lon=b"),
     (parse_select, ("time=0,lat=3:5,time=-1",), "'time' twice"),
     (parse_pad, ("zero",), "not a number"),
 ]
@@ -346,6 +348,58 @@ def test_plan_for_processes_of_several_devices(file: str, processes: tuple[str, 
     plan = json.loads(out)
     assert plan["n_ranks"] == int(processes[1] if processes else 8)
     assert (plan["costs"]["direct"]["chunks_decoded"], plan["costs"]["parallel"]["chunks_decoded"]) == (decoded, 12)
+
+
+def test_plan_of_a_group(file: str) -> None:
+    code, out, _ = run("plan", f"{file}:fields", "--mesh", "a=2", "--spec", "a", "--json")
+    assert code == 0 and [array["dataset"] for array in json.loads(out)["arrays"]] == ["/fields/density"]
+    code, _, err = run("plan", f"{file}:field", "--mesh", "a=2", "--spec", "a")
+    assert code == 1 and "'/fields/density'" in err
+
+
+def test_plan_says_if_the_load_needs_64_bits(tmp_path: Path) -> None:
+    """Wrong if a plan were printed without a word, and the load of it were an error."""
+    with h5py.File(tmp_path / "a.h5", "w") as h5:
+        h5["x"], h5["y"] = np.arange(4.0), np.arange(4.0, dtype="f4")
+    how = ("--mesh", "a=2", "--spec", "a")
+    told = {name: run("plan", f"{tmp_path / 'a.h5'}:/{name}", *how)[1] for name in "xy"}
+    assert "JAX_ENABLE_X64=1" in told["x"] and "--dtype float32" in told["x"] and "X64" not in told["y"]
+    assert "X64" not in run("plan", f"{tmp_path / 'a.h5'}:/x", *how, "--dtype", "float32")[1]
+    assert json.loads(run("plan", f"{tmp_path / 'a.h5'}:/x", *how, "--json")[1])["needs_64_bits"] is True
+
+
+def test_a_spec_and_a_selection_by_names(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as h5:
+        h5["t"] = np.zeros((12, 6), "f4")
+        for axis, (name, values) in enumerate((("time", np.arange(12.0) * 15), ("lat", np.linspace(60, 10, 6)))):
+            h5[name] = values
+            h5[name].make_scale(name)
+            h5["t"].dims[axis].attach_scale(h5[name])
+        h5["time"].attrs["units"] = "days since 2001-01-01"
+    how = ("plan", f"{tmp_path / 'a.h5'}:/t", "--mesh", "a=2", "--json", "--pad", "0")
+
+    def shape(*more: str) -> list[int]:
+        code, out, err = run(*how, *more)
+        assert code == 0, err
+        return list(json.loads(out)["shape"])
+
+    assert shape("--spec", "lat=a", "--select", "time=2001-02") == [1, 6]
+    assert shape("--spec", "None,a", "--select", "time=2001-02..2001-03-20,lat=20..55") == [3, 4]
+    assert shape("--spec", "a", "--select", "time=2001-01-31T06:00,lat=1:3") == [2]
+    code, _, err = run(*how, "--spec", "lon=a")
+    assert code == 1 and "names the axis 'lon'" in err
+
+
+@pytest.mark.parametrize("command", ["info", "plan", "verify", "bench-stream", "copy", "join", "demo", "doctor"])
+def test_examples_can_be_pasted(command: str) -> None:
+    """Wrong if an example were wrapped without a backslash, or a switch said that it takes a value."""
+    code, out, _ = run(command, "--help")
+    lines = [line.rstrip() for line in out.splitlines()]
+    assert code == 0
+    for line, after in itertools.pairwise(lines):
+        if line.startswith(("   shardload", "   mpiexec", "     --")):
+            assert not after.strip() or line.endswith("\\"), line
+    assert not [line for line in lines if "<bool>" in line and "--help" not in line]
 
 
 def test_plan_pads_when_told_to(file: str) -> None:

@@ -376,6 +376,18 @@ def test_whole_numbers_of_64_bits_are_compared_exactly(tmp_path: Path) -> None:
         shardload.join(str(tmp_path / "other.nc"), paths[1:])
 
 
+def test_files_that_have_no_array_in_common(snapshot: list[str], tmp_path: Path) -> None:
+    """Wrong if they became one file with the arrays of both, each from one part."""
+    other = str(tmp_path / "other.h5")
+    with h5py.File(other, "w") as file:
+        file["gas/rho"] = np.arange(6.0)
+    with pytest.raises(
+        ConfigError, match=r"no array is in two of the parts.*'/dm/pos' in '.*snap.0.h5'.*'/gas/rho' in '.*other"
+    ):
+        shardload.join(str(tmp_path / "all.h5"), [snapshot[0], other])
+    assert not (tmp_path / "all.h5").exists()
+
+
 def test_a_part_that_leads_to_the_new_file(snapshot: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would consist of itself."""
     first, second = str(tmp_path / "first.h5"), str(tmp_path / "second.h5")

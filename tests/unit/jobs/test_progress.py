@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
+from shardload.jobs import progress
 from shardload.jobs.progress import progress_of
 
 LARGE = 1 << 30
@@ -73,3 +77,34 @@ def test_a_function_is_told_on_every_rank() -> None:
     seen: list[tuple[int, int]] = []
     load(lambda *told: seen.append(told), 100, rank=3)
     assert seen == [(25, 100), (100, 100)]
+
+
+def test_a_line_each_30_seconds_without_a_terminal(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """Wrong if a job of hours said nothing in its log, or a line came for each part."""
+    now = iter([0.0, 10.0, 31.0, 40.0, 62.0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(now))
+    monkeypatch.setattr(progress, "launcher_has_terminal", lambda: False)
+    with progress_of(None, "'/rho'", LARGE, 0) as advance:
+        for _ in range(4):
+            advance(LARGE // 4)
+    assert capfd.readouterr().err.splitlines() == [
+        "shardload: rank 0: '/rho': 512.0 MiB of 1.0 GiB, 50 %, after 31 s",
+        "shardload: rank 0: '/rho': 1.0 GiB of 1.0 GiB, 100 %, after 62 s",
+    ]
+
+
+@pytest.mark.parametrize("name", ["mpiexec.hydra", "bash"])
+@pytest.mark.parametrize("has_terminal", [True, False])
+def test_the_terminal_of_a_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, has_terminal: bool) -> None:
+    """Wrong if a bar were shown in a log, or none in the terminal in which mpiexec was typed."""
+    launcher, terminal, pipe = tmp_path / name, *os.openpty()[:2]
+    launcher.write_text(
+        f"#!/bin/sh\n{sys.executable} -c 'from shardload.jobs.progress import launcher_has_terminal as has; print(has())'\n"
+    )
+    launcher.chmod(0o755)
+    made = subprocess.run(
+        [str(launcher)], stdout=subprocess.PIPE, stderr=pipe if has_terminal else subprocess.DEVNULL, text=True, timeout=300
+    )
+    os.close(terminal)
+    os.close(pipe)
+    assert made.stdout.strip() == str(has_terminal and name != "bash")

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import h5py
+import jax
 import netCDF4
 import numpy as np
 import pytest
 import xarray
 import zarr
+from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload.jobs.saving.arguments import SavedArray
@@ -228,3 +230,20 @@ def test_variables_that_attributes_name(tmp_path: Path, suffix: str) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             shardload.plan_save(tmp_path / f"new{suffix}", more, like={"t": f"{tmp_path}/in.nc:/t"}, dims=more_dims)
+
+
+@pytest.mark.parametrize("plan_name", [None, "t", "g/t"])
+def test_the_plan_of_an_array_of_xarray_in_a_group(tmp_path: Path, plan_name: str | None) -> None:
+    """Wrong if the plan were not found by the array's name, so that nothing said that the values were decoded."""
+    packed = np.arange(8, dtype="f4")
+    with h5py.File(tmp_path / "in.h5", "w") as file:
+        file["t"] = packed
+        file["t"].attrs["scale_factor"] = np.float32(0.5)
+    like = f"{tmp_path}/in.h5:/t"
+    plan = shardload.plan(like, jax.make_mesh((1,), ("a",)), P("a"), decode=True)
+    computed = xarray.DataArray(plan.execute() + 1, dims="x")  # a load returned other values
+    plans = plan if plan_name is None else {plan_name: plan}
+    shardload.save(tmp_path / "out.h5", computed, dataset="g/t", plan=plans, like=like)
+    with h5py.File(tmp_path / "out.h5") as file:
+        np.testing.assert_array_equal(file["g/t"][()], packed * np.float32(0.5) + 1)
+        assert "scale_factor" not in file["g/t"].attrs

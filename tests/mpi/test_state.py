@@ -1,0 +1,105 @@
+"""Does the state of a program come back as it was saved, with its structure, shardings and numbers?"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import h5py
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardload
+from shardload import ConfigError
+from tests.mpi.support import check, mesh_of, on_root, ramp, same_error, unit
+from tests.mpi.test_save import put
+
+pytestmark = pytest.mark.any_library
+
+
+class Adam(NamedTuple):
+    count: Any
+    mu: Any
+    nothing: Any = None
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclasses.dataclass
+class Run:
+    time: float
+    fields: Any
+    opt: Any
+
+    def tree_flatten_with_keys(self) -> tuple[Any, None]:
+        key = jax.tree_util.GetAttrKey
+        return [(key(name), getattr(self, name)) for name in ("time", "fields", "opt")], None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, children: Any) -> Run:
+        return cls(*children)
+
+
+def state_of(scale: int = 1) -> Run:
+    mesh, n = mesh_of(), 2 * unit()
+    rho, vel = ramp((n, n + 1), "float32") * scale, -ramp((n, 3), "int32") * scale
+    return Run(
+        0.1 * scale,
+        {"rho": put(rho, mesh, P("a")), "gas/vel": put(vel, mesh, P(None))},
+        (Adam(jnp.asarray(7 * scale, "int32"), [put(rho + 1, mesh, P("b"))]), (), {"steps": 2**40 * scale, "done": scale == 1}),
+    )
+
+
+@pytest.mark.parametrize("name", ["state.h5", "state.zarr"])
+def test_a_state_comes_back(comm: Any, shared_tmp_path: Path, name: str) -> None:
+    """Wrong if a leaf came from another array, had another sharding, or a number were rounded."""
+    path, state, mesh = shared_tmp_path / name, state_of(), mesh_of()
+    shardload.save(path, state)
+
+    def names() -> None:
+        with h5py.File(path) as file:
+            found = list[str]()
+            file.visit(found.append)
+            arrays = {name for name in found if isinstance(file[name], h5py.Dataset)}
+            assert arrays == {
+                *("time", "fields/rho", "fields/gas/vel", "opt/0/count", "opt/0/mu/0", "opt/2/steps", "opt/2/done")
+            }
+            assert float(file["time"][()]) == 0.1 and int(file["opt/2/steps"][()]) == 2**40
+
+    if path.suffix == ".h5":
+        on_root(comm, names)
+    other = state_of(3)
+    abstract = jax.tree_util.tree_map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) if isinstance(x, jax.Array) else x, other
+    )
+    for like in (other, abstract):
+        found = shardload.load(path, like=like)
+        assert jax.tree_util.tree_structure(found) == jax.tree_util.tree_structure(state)
+        for mine, wanted in zip(jax.tree_util.tree_leaves(found), jax.tree_util.tree_leaves(state), strict=True):
+            assert type(mine) is type(wanted)
+            if isinstance(getattr(wanted, "sharding", None), NamedSharding):
+                assert mine.sharding == wanted.sharding
+            np.testing.assert_array_equal(
+                np.asarray(mine.addressable_data(0)) if isinstance(mine, jax.Array) else mine,
+                np.asarray(wanted.addressable_data(0)) if isinstance(wanted, jax.Array) else wanted,
+            )
+        check(found.fields["rho"], ramp((2 * unit(), 2 * unit() + 1), "float32"), mesh, P("a"))
+
+
+def test_a_state_that_is_not_in_the_file(comm: Any, shared_tmp_path: Path) -> None:
+    path = shared_tmp_path / "state.h5"
+    state = state_of()
+    shardload.save(path, state)
+
+    def refused(like: Any, *words: str, **how: Any) -> None:
+        same_error(comm, lambda: shardload.load(path, **{"like": like} | how), ConfigError, *words)
+
+    refused({"time": 1.0, "step": 3}, "has no '/step'", "/opt/0/count")
+    refused({"opt": {"2": {"steps": np.zeros(3)}}}, "'opt/2/steps'", "int64 ()", "float64 (3,)")
+    refused(Run(0.0, {"rho": jnp.zeros(3, "float32")}, None), "'fields/rho'", "(3,)")
+    refused({"time": 0.0}, "leave out mesh", mesh=mesh_of())
+    refused((), "a tree with leaves")
