@@ -261,7 +261,7 @@ class RoundReader:
     def _needed_for(self, run: _EpochRun, round_: RoundReadings) -> str:
         """For which sample of which batch a round of one reading is done."""
         ((array, reading),) = round_.readings
-        steps, samples = run.epoch.readings[array].uses(reading)
+        _, steps, samples = run.epoch.readings[array].uses(reading, reading + 1)
         first, size = int(samples.min()), self.plan.batch
         step, anchor = int(steps[samples == first][0]), int(run.epoch.anchors[first])
         epoch, sample = run.epoch.epoch, run.epoch.first_sample + first
