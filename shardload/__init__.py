@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from shardload.formats.concatenation import Concatenation
     from shardload.jobs.contents import open
     from shardload.jobs.copying.copy import CopyReport, copy
+    from shardload.jobs.dataset.loading import load_dataset
     from shardload.jobs.joining.concat import concat
     from shardload.jobs.joining.join import join
     from shardload.jobs.joining.request import JoinReport
@@ -96,6 +97,7 @@ __all__ = [
     "initialize",
     "join",
     "load",
+    "load_dataset",
     "mask",
     "near",
     "open",
@@ -132,6 +134,7 @@ _HOMES = {
     "CopyReport": "jobs.copying.copy",
     "join": "jobs.joining.join",
     "open": "jobs.contents",
+    "load_dataset": "jobs.dataset.loading",
     "to_xarray": "jobs.loading.labelled",
     **dict.fromkeys(("between", "near"), "planning.selection"),
     **dict.fromkeys(("append", "load", "mask", "plan", "plan_save", "save", "scatter", "stream", "unpad", "verify"), "api"),

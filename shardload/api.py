@@ -852,9 +852,9 @@ def unpad(x: Any, plan: Any = None, *, sharding: Any = None, numpy: bool = False
 
     Parameters
     ----------
-    x : jax.Array
+    x : jax.Array, xarray.Dataset or xarray.DataArray
         An array that `load`, `scatter` or `Plan.execute` returned, or one that was computed from it and has its shape. Or a
-        tree of them (lists, dicts, any pytree).
+        tree of them (lists, dicts, any pytree). What `load_dataset` returned, and what was computed from it, needs no `plan`.
     plan : Plan, TreePlan or tuple of int, optional
         For an array that was computed from a loaded one: the plan that it was loaded by, or its shape without padding. For a
         tree: the same tree of these, or the TreePlan.
@@ -867,7 +867,7 @@ def unpad(x: Any, plan: Any = None, *, sharding: Any = None, numpy: bool = False
     Returns
     -------
     jax.Array or ndarray
-        Shape `Plan.shape`, dtype of `x`. For a tree: the same tree.
+        Shape `Plan.shape`, dtype of `x`. For a tree: the same tree. For an object of xarray: one without padding.
 
     Raises
     ------
@@ -895,6 +895,10 @@ def unpad(x: Any, plan: Any = None, *, sharding: Any = None, numpy: bool = False
         raise ConfigError("numpy=True and a sharding were given; a NumPy array has no sharding: pass one of them")
 
     def one(name: str, x: Any, given: Any) -> Any:
+        if hasattr(x, "xindexes"):  # an object of xarray
+            from shardload.jobs.dataset.loading import unpad_labelled
+
+            return unpad_labelled(x, given, one)
         extent = _extent(name, x, given)
         check_exists(x, name)
         return to_numpy(x, extent, name) if numpy else cut_out(x, extent, sharding, name)
@@ -905,7 +909,7 @@ def unpad(x: Any, plan: Any = None, *, sharding: Any = None, numpy: bool = False
 def _each(one: Callable[[str, Any, Any], Any], x: Any, plan: Any) -> Any:
     """Call `one` with the name of each array (or plan) of a tree, the array, and what is given for it."""
     tree: Any
-    x, plan = (given.plans if isinstance(given, TreePlan) else given for given in (x, plan))
+    x, plan = (given.plans if isinstance(given, TreePlan) and not hasattr(x, "xindexes") else given for given in (x, plan))
     leaves, tree = jax.tree_util.tree_flatten_with_path(x)
     if not leaves:
         raise ConfigError(f"x is {x!r}, which has no arrays; expected a jax.Array, or a tree of them")

@@ -76,13 +76,19 @@ def to_xarray(tree: Any, plan: Any) -> Any:
     >>> found.dims, found.coords["x"].values
     (('x', 'dim_1'), array([2., 3., 4.]))
     """
-    try:
-        import xarray
-    except ImportError:
-        raise ConfigError("to_xarray needs xarray. Type: pip install 'shardload[xarray]'") from None
+    xarray = import_xarray("to_xarray")
     found = _wrap_tree(xarray, tree, plan.plans if isinstance(plan, TreePlan) else plan, ())
     _warn_of_long_attributes(plan)
     return found
+
+
+def import_xarray(call: str) -> Any:
+    """The package; ConfigError if it is not installed."""
+    try:
+        import xarray
+    except ImportError:
+        raise ConfigError(f"{call} needs xarray. Type: pip install 'shardload[xarray]'") from None
+    return xarray
 
 
 def _warn_of_long_attributes(plan: Any) -> None:

@@ -91,6 +91,9 @@ def of_xarray(tree: Any, keywords: Mapping[str, Any], kind: str, grow_along: str
         raise ConfigError(f"dim is {grow_along!r}; the axes of the object that is appended are {axes}. Pass one of these")
     plans = _plans(keywords["plan"])
     lengths = _lengths(content, keywords["shape"], plans)
+    for dim, index in tree.xindexes.items():
+        if hasattr(index, "n_unpadded"):  # that of `load_dataset`
+            lengths.note(dim, index.n, index.n_unpadded)
     _add_left_out(content, plans)
     if grow_along is not None:
         content.variables = {name: x for name, x in content.variables.items() if grow_along in x.dims}

@@ -1,0 +1,1 @@
+"""One call: files of a climate model as a Dataset of xarray."""

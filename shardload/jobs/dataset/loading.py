@@ -1,0 +1,203 @@
+"""How are files of a climate model loaded as one Dataset of xarray, in one call? By `concat`, a load, and `to_xarray`.
+
+1. Rank 0 says which variables of the file are data, and along which axes they lie; all ranks agree.
+2. They are loaded together, each by what `select` and `spec` say of its axes, and wrapped by `to_xarray`.
+3. Dates are decoded, and an axis with padding gets an index that knows the file's rows alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from shardload.arrays.padding import loaded_as
+from shardload.comm.agreement import Invocation
+from shardload.engine.call import begin_call
+from shardload.errors import ConfigError, LeftOutWarning
+from shardload.formats.concatenation import Concatenation
+from shardload.formats.contract.array import some
+from shardload.formats.lookup import split_path
+from shardload.jobs.contents import open as open_contents
+from shardload.jobs.joining.concat import concat
+from shardload.jobs.loading.call import LoadCall
+from shardload.jobs.loading.labelled import import_xarray, to_xarray
+from shardload.options import OPTIONS, with_defaults
+from shardload.planning.selection import Near
+from shardload.system.caller import warn_once
+
+_OF_COORDINATES = ("bounds", "climatology")  # attributes of coordinates that name other arrays
+_OPENS = ("allow_external", "untrusted", "allow_filters", "storage")
+Axes = dict[str, list[str | None]]
+
+
+def load_dataset(
+    files: Any,
+    mesh: Any,
+    spec: Any = None,
+    *,
+    along: str | int | None = None,
+    dataset: str | Sequence[str] | None = None,
+    select: Any = None,
+    decode: Any = True,
+    **options: Any,
+) -> Any:
+    """Load the variables of a file, or of many, as an `xarray.Dataset` over sharded arrays; values and dates decoded.
+
+    The coordinates, dates and attributes are those of `xarray.open_mfdataset`. Along an axis with padding, coordinates go on
+    with NaN (dates with NaT), and the index knows the file's rows alone: ``.sel`` never gives padding, also with
+    ``method="nearest"``; and `unpad` takes the Dataset, and what was computed from it.
+
+    Collective: yes, over `comm`. Every rank passes the same arguments, and all return or all raise the same error.
+
+    Parameters
+    ----------
+    files : str, PathLike, or sequence of them
+        A file, a group in it (``"run.nc:/atmosphere"``), a URL; or several files or a pattern, ``"era5_*.nc"``, as for
+        `concat`.
+    mesh : jax.sharding.Mesh
+        The mesh of devices.
+    spec : dict or PartitionSpec, optional
+        ``{"lat": "a"}`` cuts each variable that has the axis. By default all are whole on each device.
+    along : str or int, optional
+        The axis along which several files follow each other.
+    dataset : str or sequence of str, optional
+        The variables. By default all of the file (of the group) that hold numbers and are no coordinates, nor the bounds of
+        one.
+    select : dict, optional
+        As in `load`, by names of axes; each variable takes what it has of them.
+    decode : bool, "valid" or None
+        As in `load`.
+    **options
+        All other options of `load`, but `halo` and `edge`. With `pad`, NaN is what xarray leaves out of means.
+
+    Returns
+    -------
+    xarray.Dataset
+        Times that are data variables, not coordinates, stay numbers.
+
+    Warns
+    -----
+    LeftOutWarning
+        On rank 0: names the variables that hold no numbers.
+
+    Raises
+    ------
+    ConfigError, SourceError, PeerError, StallError
+        As `load`, `concat` and `to_xarray` do.
+
+    Examples
+    --------
+    >>> import jax, numpy as np, shardload, xarray
+    >>> from jax.sharding import Mesh
+    >>> shardload.initialize()
+    >>> if jax.process_index() == 0:
+    ...     time = ("time", [0.0, 6.0], {"units": "hours since 2000-01-01"})
+    ...     made = xarray.Dataset({"t": (("time", "lat"), np.ones((2, 8), "f4"))}, {"time": time, "lat": np.arange(8.0)})
+    ...     made.to_netcdf("climate.nc", engine="h5netcdf")
+    >>> ds = shardload.load_dataset("climate.nc", Mesh(np.array(jax.devices()), "a"), {"lat": "a"})
+    >>> ds.t.dims, str(ds.time.values[1])[:13], float(ds.t.sel(lat=5.2, method="nearest").sum())
+    (('time', 'lat'), '2000-01-01T06', 2.0)
+    """
+    xarray = import_xarray("load_dataset")
+    given = with_defaults("plan", options)
+    is_one = isinstance(files, Concatenation) or (isinstance(files, str | os.PathLike) and "*" not in os.fspath(files))
+    if not is_one or (along is not None and not isinstance(files, Concatenation)):
+        files = concat(files, along, **{name: given[name] for name in ("allow_external", "timeout", "comm")})
+    names = [dataset] if isinstance(dataset, str) else dataset
+    asked = Invocation("load_dataset", f"load_dataset of {files}"[:80], {"path": str(files), "dataset": repr(names)})
+    opens = {name: given[name] for name in _OPENS}
+    with begin_call(asked, None, comm=given["comm"], timeout=OPTIONS["timeout"].check(given["timeout"])) as call:
+        found: Axes = call.plan(lambda: json.dumps(_variables(files, names, opens)), json.loads, str)
+    full = {name.rpartition("/")[2]: name for name in found}
+    axes = {name: found[full[name]] for name in full}
+    parts, cuts = _of_each("select", select, axes), _of_each("spec", None if isinstance(spec, PartitionSpec) else spec, axes)
+    given |= {"dataset": full, "select": {name: part or None for name, part in parts.items()}, "decode": decode}
+    specs = {  # integers and `near` drop an axis
+        name: PartitionSpec(*(cuts[name].get(dim) for dim in dims if not isinstance(parts[name].get(dim), Integral | Near)))
+        for name, dims in axes.items()
+    }
+    path = files if isinstance(files, Concatenation) else split_path(os.fspath(files))[0]
+    with LoadCall("plan", path, mesh, spec if isinstance(spec, PartitionSpec) else specs, given).begin() as begun:
+        plan: Any = begun.hand_out(begun.plan())
+    if any(any(each.extent.halo) for each in plan.leaves):
+        raise ConfigError("load_dataset takes no halo, with which rows are in an array more than once: use load and to_xarray")
+    return _with_dates(xarray, to_xarray(plan.execute(), plan), plan)
+
+
+def _variables(path: Any, names: Sequence[str] | None, opens: Mapping[str, Any]) -> Axes:
+    """The full names of the variables to load, and the names of their axes. Runs on rank 0."""
+    contents, group = open_contents(path, **opens), (split_path(str(path))[1] or "").strip("/")
+    group = f"/{group}" if group else ""
+    if names is not None:
+        try:
+            return {info.dataset: list(info.dims) for info in (contents[f"{group}/{name}"] for name in names)}
+        except KeyError as error:
+            raise ConfigError(error.args[0]) from None
+    infos = [info for info in contents.values() if info.dataset.rpartition("/")[0] == group and not info.is_dimension]
+    coords = [coord for info in infos for coord in info.coords.values()]
+    others = {coord.dataset for coord in coords} | {
+        f"{group}/{coord.attrs.get(k)}" for coord in coords for k in _OF_COORDINATES
+    }
+    data = {info.dataset: list(info.dims) for info in infos if not info.refused and info.dataset not in others}
+    if refused := [info.dataset for info in infos if info.refused]:
+        warn_once(f"'{path}': left out, because they hold no numbers: {some(refused)}", LeftOutWarning, 0)
+    if not data:
+        raise ConfigError(
+            f"'{path}' has no data variables in its group '{group}/'; its arrays are {some(list(contents)) or 'none'}"
+        )
+    return data
+
+
+def _of_each(what: str, by_axis: Any, axes: Axes) -> dict[str, dict[str | None, Any]]:
+    """What each variable has of a dict by names of axes. ConfigError if none has one of these."""
+    if not isinstance(by_axis, Mapping | None):
+        raise ConfigError(f"{what} is {by_axis!r}; expected a dict by names of axes, since variables have different ones")
+    there = list(dict.fromkeys(dim for dims in axes.values() for dim in dims if dim))
+    for name in by_axis or ():
+        if name not in there:
+            raise ConfigError(f"{what} names the axis {name!r}; the variables have {some(there) or 'none with a name'}")
+    return {name: {dim: by_axis[dim] for dim in dims if by_axis and dim in by_axis} for name, dims in axes.items()}
+
+
+def _with_dates(xarray: Any, found: Any, plan: Any) -> Any:
+    """The Dataset with decoded dates, and with all coordinates also along axes with padding."""
+    data = {name: one for name, one in found.variables.items() if isinstance(one.data, jax.Array)}
+    stand_ins = {name: np.broadcast_to(np.zeros((), each.dtype), each.shape) for name, each in plan.plans.items()}
+    unpadded = xarray.decode_cf(to_xarray(stand_ins, plan).drop_vars(list(data)), mask_and_scale=False)
+    coords, indexes = dict(unpadded.variables), dict(unpadded.xindexes)
+    tails = {dim: (0, found.sizes[dim] - n) for dim, n in unpadded.sizes.items() if found.sizes.get(dim, n) != n}
+    for name, one in unpadded.variables.items() if tails else ():
+        from shardload.jobs.dataset.padded_index import PaddedIndex  # imports xarray
+
+        coords[name] = one.to_base_variable().pad({dim: tail for dim, tail in tails.items() if dim in one.dims})
+        if name in tails and name in indexes:
+            indexes[name] = PaddedIndex(indexes[name], found.sizes[name])
+    made = xarray.Dataset(data, xarray.Coordinates(coords, indexes=indexes), found.attrs)
+    return made.set_coords([name for name in found.coords if name in data])
+
+
+def unpad_labelled(tree: Any, plan: Any, unpad_one: Callable[[str, Any, Any], Any]) -> Any:
+    """An object of xarray without padding. `unpad_one` takes an array's name, the array, and its plan or shape."""
+    if not hasattr(tree, "data_vars"):  # a DataArray
+        name = "x" if tree.name is None else tree.name
+        return unpad_labelled(tree.to_dataset(name=name), {name: plan}, unpad_one)[name].rename(tree.name)
+    lengths, made, plans = dict[str, int](), dict[str, Any](), getattr(plan, "plans", plan) or {}
+    for dim, index in tree.xindexes.items():
+        last = np.flatnonzero(tree.coords[dim].notnull().values)[-1:]  # `to_xarray` pads with NaN
+        lengths[dim] = getattr(index, "n_unpadded", int(last[0]) + 1 if len(last) else 0)
+    for name, one in tree.variables.items():
+        if isinstance(one.data, jax.Array):
+            shape = tuple(lengths[dim] for dim in one.dims if dim in lengths)
+            is_unknown = loaded_as(one.data) is not None or len(shape) < one.ndim
+            values = unpad_one(f"'{name}'", one.data, plans.get(name) or (None if is_unknown else shape))
+            made[name] = one.dims, values, one.attrs, one.encoding
+            lengths |= dict(zip(one.dims, values.shape, strict=True))
+    rest = tree.drop_vars(list(made)).isel({dim: slice(n) for dim, n in lengths.items()}, missing_dims="ignore")
+    return rest.assign(made).set_coords([name for name in tree.coords if name in made])

@@ -1,0 +1,171 @@
+"""Is what `load_dataset` gives what xarray opens, sharded, and do labels never give padding?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import h5py
+import jax
+import numpy as np
+import pandas as pd
+import pytest
+import xarray as xr
+from jax.sharding import PartitionSpec as P
+
+import shardload
+from shardload import ConfigError, between, near
+from tests.mpi.support import mesh_of, on_root, same_error, unit
+
+pytestmark = pytest.mark.any_library
+N_FILES = 3
+UNITS = "hours since 2000-01-01"
+
+
+def climate(n_lat: int) -> xr.Dataset:
+    """Packed values, a variable without time, bounds, coordinates of integers and of two axes; longer than it is wide."""
+    n = 2 * N_FILES, n_lat, unit()
+    values = np.arange(np.prod(n), dtype="i2").reshape(n)
+    made = xr.Dataset(
+        {
+            "t": (("time", "lat", "lon"), values * np.float32(0.5), {"units": "K"}),
+            "orog": (("lat", "lon"), np.arange(n[1] * n[2], dtype="f4").reshape(n[1:]), {"units": "m"}),
+            "time_bnds": (("time", "nv"), np.arange(2.0 * n[0]).reshape(-1, 2)),
+        },
+        coords={
+            "time": ("time", pd.date_range("2000-01-30", periods=n[0])),
+            "lat": ("lat", np.linspace(60, 40, n[1]), {"units": "degrees_north"}),
+            "lon": ("lon", np.arange(n[2], dtype="i4") * 10),
+            "height": (("lat", "lon"), np.arange(n[1] * n[2], dtype="i4").reshape(n[1:])),
+        },
+        attrs={"title": "a run"},
+    )
+    made["time"].attrs["bounds"] = "time_bnds"
+    made["t"].encoding.update(dtype="i2", scale_factor=np.float32(0.5), _FillValue=np.int16(-1))
+    return made
+
+
+def write(comm: Any, folder: Path, n_lat: int) -> list[str]:
+    made = climate(n_lat)  # on every rank: it asks for JAX's devices
+    paths = [str(folder / f"run_{k}.nc") for k in range(N_FILES)]
+
+    def files() -> None:
+        for k, path in enumerate(paths):
+            made.isel(time=slice(2 * k, 2 * k + 2)).to_netcdf(
+                path, engine="h5netcdf", encoding={"time": {"dtype": "i8", "units": UNITS}}
+            )
+
+    on_root(comm, files)
+    return paths
+
+
+def opened(paths: list[str]) -> xr.Dataset:
+    """What xarray has of the files, without the bounds."""
+    how: dict[str, Any] = {"data_vars": "minimal", "coords": "minimal", "compat": "override", "join": "exact"}
+    with xr.open_mfdataset(paths, engine="h5netcdf", **how) as found:
+        return found.drop_vars("time_bnds").load()
+
+
+def gathered(ds: xr.Dataset) -> xr.Dataset:
+    """The same with NumPy arrays, whole on each process."""
+    return shardload.unpad(ds, numpy=True)
+
+
+def test_files_are_one_dataset(comm: Any, shared_tmp_path: Path) -> None:
+    paths = write(comm, shared_tmp_path, 2 * unit())
+    wanted, mesh = opened(paths), mesh_of()
+    for files, along in ((str(shared_tmp_path / "run_*.nc"), "time"), (paths, "time"), (shardload.concat(paths, "time"), None)):
+        ds = shardload.load_dataset(files, mesh, {"lat": "a", "lon": "b"}, along=along)
+        assert isinstance(ds.t.data, jax.Array) and ds.t.data.sharding.spec == P(None, "a", "b")
+        assert ds.orog.data.sharding.spec == P("a", "b")
+        xr.testing.assert_identical(gathered(ds), wanted)
+    one = shardload.load_dataset(paths[0], mesh, {"lon": "b"}, dataset="t", select={"time": near("2000-01-31"), "lat": 1})
+    xr.testing.assert_identical(
+        gathered(one), wanted[["t"]].isel(time=1, lat=1).drop_attrs(deep=False).assign_attrs(wanted.attrs)
+    )
+
+
+def test_each_variable_takes_what_it_has_of_a_selection(comm: Any, shared_tmp_path: Path) -> None:
+    paths = write(comm, shared_tmp_path, 2 * unit())
+    select = {"time": between("2000-01-31", "2000-02-02"), "lat": slice(0, unit())}
+    ds = shardload.load_dataset(paths, mesh_of(), {"lat": "a"}, along="time", select=select, verify="full")
+    wanted = opened(paths).sel(time=slice("2000-01-31", "2000-02-02")).isel(lat=slice(0, unit()))
+    xr.testing.assert_identical(gathered(ds), wanted)
+
+
+def test_labels_never_give_padding(comm: Any, shared_tmp_path: Path) -> None:
+    """Wrong if the index had NaN, of which `nearest` makes an error, or numbers for the padding, which it would find."""
+    n = 2 * unit() + 1
+    paths = write(comm, shared_tmp_path, n)
+    wanted = opened(paths)
+    mesh = mesh_of()
+    ds = shardload.load_dataset(paths, mesh, {"lat": ("a", "b"), "time": None}, along="time", pad=float("nan"))
+    padded = ds.sizes["lat"] > n
+    assert padded == (len(jax.devices()) > 1)
+    assert np.isnan(ds.lat.values[n:]).all() and np.isnan(ds.height.values[n:]).all() and "lon" in ds.coords
+    for labels in ({"lat": -90.0}, {"lat": 90.0}, {"lat": 51.3}, {"lat": [41.0, 59.0]}, {"time": "2031-01-01"}):
+        found, right = (each.sel(labels, method="nearest") for each in (ds, wanted))  # type: ignore[arg-type]
+        for name in labels:
+            np.testing.assert_array_equal(found[name], right[name])
+    for ends in (slice(None, 0), slice(55, None), slice(55, 45), slice(None)):
+        assert ds.sel(lat=ends).sizes == wanted.sel(lat=ends).sizes
+    assert (ds * 2 + ds).sizes == ds.sizes and ds.isel(lat=slice(2, None)).sel(lat=0, method="nearest").lat == 40
+    assert ds.isel(lat=[1, 2, 3]).sel(lat=0, method="nearest").lat == wanted.lat[3]
+    assert ds.rename(lat="y").sel(y=100, method="nearest").y == 60
+    np.testing.assert_array_equal(ds.isel(lat=slice(2, n)).lat, wanted.lat[2:])
+    xr.testing.assert_identical(gathered(ds), wanted)
+    xr.testing.assert_identical(gathered(2 * ds), 2 * wanted)
+    alone = shardload.unpad(2 * ds.t, numpy=True)
+    xr.testing.assert_identical(alone, 2 * wanted.t)
+    half = shardload.unpad(ds.orog.rename("h"), sharding=jax.sharding.NamedSharding(mesh, P()))
+    assert half.shape == (n, unit()) and isinstance(half.data, jax.Array) and half.name == "h"
+
+
+def test_means_and_groups_leave_padding_out(comm: Any, shared_tmp_path: Path) -> None:
+    """Along time, whose rows with NaT belong to no month; and of what has the axis still, the padding can be taken off."""
+    paths = write(comm, shared_tmp_path, 2 * unit() + 1)
+    mesh = mesh_of(names=("a",))
+    wanted = opened(paths)
+    ds = shardload.load_dataset(paths, mesh, {"time": "a"}, along="time", dataset="t", pad=float("nan"))
+    months = ds.t.groupby("time.month").mean("time").compute()
+    xr.testing.assert_allclose(gathered(months), wanted.t.groupby("time.month").mean("time"))
+    mean = ds.t.mean(("lat", "lon"))
+    assert mean.sizes["time"] == ds.sizes["time"]
+    xr.testing.assert_allclose(gathered(mean), wanted.t.mean(("lat", "lon")))
+
+
+def test_a_dataset_with_padding_is_saved_without_it(comm: Any, shared_tmp_path: Path) -> None:
+    n = 2 * unit() + 1
+    paths = write(comm, shared_tmp_path, n)
+    ds = shardload.load_dataset(paths, mesh_of(), {"lat": ("a", "b")}, along="time", pad=float("nan"))
+    out = shared_tmp_path / "out.nc"
+    shardload.save(out, 2 * ds)
+    with xr.open_dataset(out, engine="h5netcdf") as saved:
+        xr.testing.assert_equal(saved.load(), 2 * opened(paths))
+
+
+def test_a_group_and_what_holds_no_numbers(comm: Any, shared_tmp_path: Path) -> None:
+    path = str(shared_tmp_path / "g.h5")
+
+    def groups() -> None:
+        with h5py.File(path, "w") as file:
+            for name in ("a", "b"):
+                file[f"{name}/rho"] = np.arange(4 * unit(), dtype="f4").reshape(4, -1)
+            file["a/names"] = ["x", "y"]
+
+    on_root(comm, groups)
+    if comm.rank == 0:
+        with pytest.warns(shardload.LeftOutWarning, match="/a/names"):
+            ds = shardload.load_dataset(f"{path}:/a", mesh_of())
+    else:
+        ds = shardload.load_dataset(f"{path}:/a", mesh_of())
+    assert list(ds.variables) == ["rho"] and ds.rho.dims == ("dim_0", "dim_1")
+    for call, *says in (
+        (lambda: shardload.load_dataset(path, mesh_of()), "has no data variables"),
+        (lambda: shardload.load_dataset(path, mesh_of(), dataset="rho"), "holds no array '/rho'", "/a/rho"),
+        (lambda: shardload.load_dataset(f"{path}:/b", mesh_of(), select={"tim": 0}), "select names the axis 'tim'"),
+        (lambda: shardload.load_dataset(f"{path}:/b", mesh_of(), {"lat": "a"}), "spec names the axis 'lat'"),
+        (lambda: shardload.load_dataset(f"{path}:/b", mesh_of(), select=slice(2)), "expected a dict by names of axes"),
+        (lambda: shardload.load_dataset(f"{path}:/b", mesh_of(), P("a"), halo=1, edge=0), "takes no halo"),
+    ):
+        same_error(comm, call, ConfigError, *says)
