@@ -313,7 +313,8 @@ class StreamPlan:
         ahead = f", {format_nbytes(MOST_AHEAD_NBYTES)} fetched ahead" if in_store else ""
         lines.append(
             f"  memory of the job: {format_nbytes(held_nbytes)} of steps, {self.prefetch + 1} x "
-            f"{format_nbytes(self.batch_nbytes)} of batches; of each rank up to {format_nbytes(self.staging_nbytes)} of buffers{ahead}"
+            f"{format_nbytes(self.batch_nbytes)} of batches; of each rank up to {format_nbytes(self.staging_nbytes)} of buffers"
+            f"{ahead}"
         )
         return "\n".join(lines)
 
