@@ -309,12 +309,18 @@ def filter_names(given: Any) -> tuple[str, ...]:
     return tuple(sorted(names))
 
 
+_HEADER = "default_headers."
+
+
 def _storage(storage: Any) -> StorageOptions:
     """Its values may be keys, and are in no message."""
     from shardload.storage.remote.address import StorageOptions
 
     try:
-        return StorageOptions(dict(storage or {}))
+        options = dict(storage or {})
+        for name in [name for name in options if str(name).startswith(_HEADER)]:  # as a command line has them
+            options.setdefault("default_headers", {})[name.removeprefix(_HEADER)] = options.pop(name)
+        return StorageOptions(options)
     except (TypeError, ValueError):
         raise ConfigError(
             f"storage is a {type(storage).__name__}; expected a dict of options of the store, such as {{'region': 'us-west-2'}}"

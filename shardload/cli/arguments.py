@@ -214,6 +214,8 @@ def parse_storage(text: str) -> tuple[str, str]:
 
     >>> parse_storage("region=us-west-2")
     ('region', 'us-west-2')
+
+    A header of requests is ``default_headers.NAME=VALUE``.
     """
     name, equals, value = text.partition("=")
     if not equals or not name.strip():
@@ -286,6 +288,8 @@ def as_typed(message: str) -> str:
     ('only chunks are compressed. Pass --chunks 64,64', "Pass --axis, one of 'time', 'lat'")
     >>> as_typed("Pass storage={'region': 'us-west-2'}, or storage={'skip_signature': True}")
     'Pass --storage region=us-west-2, or --storage skip_signature=true'
+    >>> as_typed("Pass storage={'default_headers': {'authorization': ...}}")
+    'Pass --storage default_headers.authorization=...'
     """
     return _KEYWORD.sub(lambda match: _flag(match[1], match[2]), message)
 
@@ -294,13 +298,16 @@ _OF_COPIES = ("axis", "chunks", "compression", "format", "mode", "resume", "shar
 _OF_STREAMS = ("along", "batch", "border", "gaps", "pool", "prefetch", "shuffle", "window")
 _FLAGS = {name: option.flag for name, option in OPTIONS.items() if option.flag}
 _FLAGS |= {name: f"--{name}" for name in (*_OF_COPIES, *_OF_STREAMS)}
-_KEYWORD = re.compile(rf"(?<![\w.\"'/-])({'|'.join(_FLAGS)})=((?:'[^']*'|\"[^\"]*\"|\([\d, ]*\)|\{{[^{{}}]*\}}|[\w.]*\w)?)")
+_KEYWORD = re.compile(
+    rf"(?<![\w.\"'/-])({'|'.join(_FLAGS)})=((?:'[^']*'|\"[^\"]*\"|\([\d, ]*\)|\{{(?:[^{{}}]|\{{[^{{}}]*\}})*\}}|[\w.]*\w)?)"
+)
 
 
 def _flag(name: str, value: str) -> str:
     bare = value.strip("'\"")
     if bare.startswith("{"):
-        pairs = re.findall(r"'(\w+)': '?([\w./:-]+)", bare)
+        bare = re.sub(r"['\"](\w+)['\"]: \{['\"](\w+)['\"]", r"'\1.\2'", bare).replace("}", "")
+        pairs = re.findall(r"'([\w.]+)': '?([\w./:-]+)", bare)
         return " ".join(f"{_FLAGS[name]} {key}={'true' if typed == 'True' else typed}" for key, typed in pairs)
     if bare.startswith("("):
         bare = bare.strip("(),").replace(" ", "")

@@ -21,7 +21,7 @@ from shardload.formats.lookup import find_array, open_file, split_path
 from shardload.jobs.contents import groups_of
 from shardload.options import OPTIONS, filter_names
 from shardload.storage.leftovers import Leftover, find_leftover
-from shardload.storage.remote import shown
+from shardload.storage.remote import without_secrets
 from shardload.system.terminal import Column, fit_table, tell, width_of, wrap
 from shardload.units import counted, format_nbytes
 from shardload.values.dates import as_dates
@@ -105,7 +105,7 @@ def _facts(array: ArrayInfo) -> dict[str, str]:
 
 def _print_table(out: IO[str], path: str, arrays: Sequence[ArrayInfo]) -> None:
     kind = f"{arrays[0].format}, {counted(len(arrays), 'array')}" if arrays else "no arrays"
-    lines = wrap(f"{printable(shown(path))}: {kind}", width_of(out))
+    lines = wrap(f"{printable(without_secrets(path))}: {kind}", width_of(out))
     rows = [[array.dataset, *_facts(array).values(), _notes(array)] for array in arrays]
     columns = [k for k in range(len(_COLUMNS)) if any(row[k] for row in rows)]  # no title above nothing
     cells = [[printable(row[k]) for k in columns] for row in rows]
@@ -122,9 +122,9 @@ def _print_elsewhere(out: IO[str], path: str, arrays: Sequence[ArrayInfo], acces
         links = {name: to for name, to in links.items() if not any(f"{a.dataset}/".startswith(f"{name}/") for a in arrays)}
         if links:
             names = some([f"{name} (to {to})" for name, to in links.items()])
-            texts.append(f"links, not listed: {names}; shardload info {shown(path)}:/NAME shows what one leads to")
+            texts.append(f"links, not listed: {names}; shardload info {without_secrets(path)}:/NAME shows what one leads to")
         if owners := [f"{name} ({', '.join(attrs)})" for name, attrs in groups.items() if attrs]:
-            texts.append(f"attributes of groups: {some(owners)}; shardload info {shown(path)}:/GROUP shows them")
+            texts.append(f"attributes of groups: {some(owners)}; shardload info {without_secrets(path)}:/GROUP shows them")
     for text in texts:
         tell("\n".join(wrap(printable(text), width_of(out))), out)
 

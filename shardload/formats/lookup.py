@@ -41,7 +41,7 @@ from shardload.planning.region import Region
 from shardload.planning.tuning import Tuning
 from shardload.storage.changes import complete_append
 from shardload.storage.leftovers import refuse_leftover
-from shardload.storage.remote import is_remote, open_remote, shown
+from shardload.storage.remote import is_remote, open_remote, without_secrets
 from shardload.system.interruption import let_interruption_pass
 
 State = tuple[int, ...] | None
@@ -228,7 +228,7 @@ class _CheckedFile(OpenFile):
     """An open file of any format. Its errors are SourceErrors, but for ``KeyError(dataset)``."""
 
     def __init__(self, path: str, access: Access, planned: ArrayInfo | None = None) -> None:
-        self._path = shown(path)
+        self._path = without_secrets(path)
         file_format = format_of(path, access, planned)
         with as_source_error(path):
             self._file = file_format.open_file(path, access)
@@ -522,7 +522,7 @@ def format_of(path: str, access: Access = STRICT, planned: ArrayInfo | None = No
         if is_remote(path):
             raise ConfigError(
                 f"untrusted=True opens a file in another process, which gets no keys and reads no store: download "
-                f"'{shown(path)}' and load that, or leave out untrusted=True"
+                f"'{without_secrets(path)}' and load that, or leave out untrusted=True"
             )
         if isinstance(path, Concatenation):
             raise ConfigError(
@@ -545,19 +545,16 @@ def format_of(path: str, access: Access = STRICT, planned: ArrayInfo | None = No
 
 
 def _claiming_url(url: str, access: Access, planned: ArrayInfo | None) -> tuple[Format | None, list[str]]:
-    """What `registry.claiming` gives for a URL. If that names no file of a known kind, its first bytes are asked for."""
-    is_named = not is_remote(url) or url.rstrip("/").lower().endswith((".zarr", ".zip", ".json", ".json.zst"))
+    """What `registry.claiming` gives for a URL. If its text does not tell, its first bytes are asked for."""
     found, failed = registry.claiming(lambda file_format: file_format.claims_url(url), plugins_first=True)
-    if is_named or found is None or found.name != "Zarr":  # which takes any
+    if found is not None or not is_remote(url):
         return found, failed
     if planned is not None:
-        kind = "Zarr" if planned.format.startswith("Zarr") else "HDF5"
-        return registry.claiming(lambda file_format: file_format.name == kind)
+        return registry.claiming(lambda file_format: file_format.describes(planned), plugins_first=True)
     head = b""
     with suppress(OSError), closing(open_remote(url, access.storage).object()) as stored:  # what a store needs, Zarr says
         head = stored.read_at_most(0, _HEAD_NBYTES)
-    by_head = registry.claiming(lambda file_format: file_format.claims_head(head))[0]
-    return by_head or found, failed
+    return registry.claiming(lambda file_format: file_format.claims_head(head), plugins_first=True)
 
 
 @contextmanager

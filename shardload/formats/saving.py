@@ -9,7 +9,7 @@ from typing import Any
 from shardload.errors import ConfigError
 from shardload.formats.netcdf import unreadable_name
 from shardload.formats.sink import ArraySpec, Sink
-from shardload.storage.remote import StorageOptions, is_remote, shown
+from shardload.storage.remote import StorageOptions, is_remote, without_secrets
 
 FORMATS = ("hdf5", "netcdf4", "zarr", "zarr2")
 _SUFFIXES = {
@@ -94,7 +94,7 @@ def make_sink(
     kind, path = format_for(path, format), os.fspath(path)
     if "://" in path and not (kind.startswith("zarr") and is_remote(path)):
         what = "a URL of S3, Google or Azure, to which Zarr is saved alone: name it .zarr" if is_remote(path) else "a URL"
-        raise ConfigError(f"'{shown(path)}' is {what}. Or save to a file in a folder, and upload it")
+        raise ConfigError(f"'{without_secrets(path)}' is {what}. Or save to a file in a folder, and upload it")
     full: dict[str, ArraySpec] = {}
     for name, spec in specs.items():
         full_name = "/" + name.strip("/")

@@ -20,7 +20,7 @@ from shardload.formats.labelling import labelled, list_labelled, read_labels
 from shardload.formats.labels import OnDemand
 from shardload.formats.lookup import absolute, find_array, open_file, split_path
 from shardload.options import OPTIONS, filter_names
-from shardload.storage.remote import shown, with_store
+from shardload.storage.remote import with_store, without_secrets
 
 _MOST_VALUES = 1 << 16  # of an attribute
 _MOST_LABELLED = 1000  # arrays of a file whose labels are read at once: a millisecond each
@@ -41,7 +41,7 @@ class Contents(Mapping[str, ArrayInfo]):
     """
 
     def __init__(self, path: str, infos: list[ArrayInfo], group: str, access: Access) -> None:
-        self.path, self._place, self._infos = shown(path), path, {info.dataset: info for info in infos}
+        self.path, self._place, self._infos = without_secrets(path), path, {info.dataset: info for info in infos}
         self._group, self._access = group, access
 
     @cached_property

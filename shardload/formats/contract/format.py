@@ -191,14 +191,18 @@ class Format(abc.ABC):
         """Open a file that exists."""
 
     def claims_url(self, url: str) -> bool:
-        """True if `url`, which has a ``://``, is for this format. Decides by the text alone. Never raises."""
+        """True if `url`, which has a ``://``, is for this format, surely. Decides by the text alone. Never raises."""
         return False
 
     def claims_head(self, head: bytes) -> bool:
-        """True if an object in a store that begins with these bytes is for this format. Asked if its URL does not tell. Never
-        raises.
+        """True if an object in a store that begins with these bytes is for this format; empty: there is no such object. Asked
+        if its URL does not tell. Never raises.
         """
         return False
+
+    def describes(self, info: ArrayInfo) -> bool:
+        """True if the description of an array is this format's."""
+        return info.format.startswith(self.name)
 
     def claims_object(self, obj: object) -> bool:
         """True if `obj` is an open array or an open group of this format's library. Never raises."""

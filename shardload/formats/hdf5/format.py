@@ -12,7 +12,7 @@ import h5py
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.access import STRICT, Access
 from shardload.formats.concatenation import SCHEME, Concatenation
-from shardload.formats.contract.array import MOST_NAMED, some
+from shardload.formats.contract.array import MOST_NAMED, ArrayInfo, some
 from shardload.formats.contract.format import Format, OpenFile, Source
 from shardload.formats.hdf5.file import ConcatenatedFile, Hdf5File
 from shardload.formats.hdf5.in_store import StoreFile
@@ -20,7 +20,7 @@ from shardload.formats.hdf5.links import place_of
 from shardload.formats.hdf5.opened import OpenFacts
 from shardload.formats.hdf5.raw_file import has_signature, signature_at
 from shardload.storage.containment import Fence, NotAFileError, open_file
-from shardload.storage.remote import is_remote, shown
+from shardload.storage.remote import is_remote, without_secrets
 
 _SUFFIXES = (".h5", ".hdf5", ".hdf", ".he5", ".h5ad", ".nc", ".nc4", ".cdf", ".mat")
 
@@ -47,11 +47,15 @@ class Hdf5Format(Format):
 
     def claims_url(self, url: str) -> bool:
         """True if the object has a name that HDF5 and netCDF4 files have, or several files stand for one."""
-        return url.startswith(SCHEME) or (is_remote(url) and shown(url).lower().endswith(_SUFFIXES))
+        return url.startswith(SCHEME) or (is_remote(url) and without_secrets(url).lower().endswith(_SUFFIXES))
 
     def claims_head(self, head: bytes) -> bool:
         """True if the HDF5 signature is in it."""
         return signature_at(lambda at, nbytes: head[at : at + nbytes], lambda: len(head)) is not None
+
+    def describes(self, info: ArrayInfo) -> bool:
+        """True for HDF5 and netCDF4."""
+        return info.format in ("HDF5", "netCDF4")
 
     def open_file(self, path: str, access: Access = STRICT) -> OpenFile:
         """Open the file."""

@@ -18,7 +18,7 @@ from shardload.formats.hdf5.source import Hdf5Source
 from shardload.formats.hdf5.told import StoreSource, ToldSource
 from shardload.storage.block_cache import BlockCache
 from shardload.storage.containment import Fence
-from shardload.storage.remote import open_remote, shown
+from shardload.storage.remote import open_remote, without_secrets
 
 
 class StoreFile(Hdf5File):
@@ -35,7 +35,7 @@ class StoreFile(Hdf5File):
     _kind_of_source = StoreSource
 
     def __init__(self, url: str, access: Access) -> None:
-        self._path, self._access = shown(url), access
+        self._path, self._access = without_secrets(url), access
         self._fence = Fence(("://",))  # no folder: nothing is inside
         self._remote = open_remote(url, access.storage)
 

@@ -29,7 +29,7 @@ from shardload.storage.leftovers import ROOTS
 from shardload.storage.local import LocalFile, state_of
 from shardload.storage.memory import MemoryObject
 from shardload.storage.objects import Content, StoredObject
-from shardload.storage.remote import is_remote, open_remote, shown
+from shardload.storage.remote import is_remote, open_remote, without_secrets
 
 SUFFIXES = (".json", ".json.zst")
 
@@ -86,7 +86,7 @@ class ReferenceFolder:
     """
 
     def __init__(self, path: str, access: Access) -> None:
-        self.name, self._path, self._access = shown(path), path, access
+        self.name, self._path, self._access = without_secrets(path), path, access
         stored: Any = open_remote(path, access.storage).object() if is_remote(path) else LocalFile(access.open_file(path), path)
         content = stored.read_at_most(0, _FIRST_NBYTES)  # as the first read of an object at a URL: one request
         content += stored.read_at_most(len(content), stored.nbytes - len(content))
@@ -155,7 +155,9 @@ class ReferenceFolder:
         if is_remote(url):
             is_inside = url.startswith(f"{above}/") and ".." not in unquote(url).split("/")
             if not is_inside and not self._access.allow_external:
-                raise OutsideError(f"'{self.name}' refers to '{shown(url)}', outside of its own folder; {TARGET_HINT}")
+                raise OutsideError(
+                    f"'{self.name}' refers to '{without_secrets(url)}', outside of its own folder; {TARGET_HINT}"
+                )
             return open_remote(url, self._access.storage).object()
         path = re.sub("^(file|local)://", "", url)
         if "://" in path:

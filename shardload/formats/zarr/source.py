@@ -39,7 +39,7 @@ from shardload.formats.zarr.codecs import refuse_codecs
 from shardload.formats.zarr.making import float_of_base64, properties_of
 from shardload.formats.zarr.metadata import grid_of, is_stacked, n_in_shard, names_of
 from shardload.formats.zarr.nodes import ArrayNode, BrokenNode, GroupNode, UnknownCodecError, quiet
-from shardload.formats.zarr.references import is_references
+from shardload.formats.zarr.references import SUFFIXES, is_references
 from shardload.formats.zarr.store import (
     WatchedStore,
     open_store,
@@ -49,7 +49,7 @@ from shardload.formats.zarr.store import (
 from shardload.planning.region import Region
 from shardload.storage.leftovers import ROOTS
 from shardload.storage.objects import NoListingError
-from shardload.storage.remote import RemoteFolder, is_remote, shown
+from shardload.storage.remote import RemoteFolder, is_remote, without_secrets
 from shardload.values.decoding import ATTRIBUTES, Packing, typed
 
 _MARKS = (*ROOTS, ".zmetadata")
@@ -225,8 +225,12 @@ class ZarrFormat(Format):
             return False
 
     def claims_url(self, url: str) -> bool:
-        """True for any URL that objects are read by: its content is not looked at."""
-        return is_remote(url)
+        """True if the URL of a store has a name that Zarr stores and sets of references have."""
+        return is_remote(url) and without_secrets(url).rstrip("/").lower().endswith((".zarr", ".zip", *SUFFIXES))
+
+    def claims_head(self, head: bytes) -> bool:
+        """True: a store is no object, and any object may lie at the URL of one. Other formats are asked before."""
+        return True
 
     def claims_object(self, obj: object) -> bool:
         """True if `obj` is a `zarr.Array` or a `zarr.Group`."""
@@ -234,7 +238,7 @@ class ZarrFormat(Format):
 
     def open_file(self, path: str, access: Access = STRICT) -> OpenFile:
         """Open the store."""
-        return _ZarrStore(open_store(path, access), shown(path), access)
+        return _ZarrStore(open_store(path, access), without_secrets(path), access)
 
     def open_object(self, obj: Any, access: Access = STRICT) -> Source:
         """Make a source of an open `zarr.Array`."""

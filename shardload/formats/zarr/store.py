@@ -37,7 +37,7 @@ from shardload.formats.zarr.references import SUFFIXES, ReferenceFolder, is_refe
 from shardload.storage.containment import TARGET_HINT, Fence, OutsideError
 from shardload.storage.local import LocalFolder, state_of
 from shardload.storage.objects import NoListingError, ObjectFolder
-from shardload.storage.remote import RemoteFolder, is_remote, open_remote, shown
+from shardload.storage.remote import RemoteFolder, is_remote, open_remote, without_secrets
 
 State = tuple[int, ...] | None
 
@@ -332,7 +332,7 @@ def open_store(path: str, access: Access = STRICT) -> WatchedStore:
     is_url = is_remote(path)
     if is_url or is_references(path):
         nothing = zarr.storage.MemoryStore(read_only=True)
-        if is_url and not shown(path).lower().endswith(SUFFIXES):
+        if is_url and not without_secrets(path).lower().endswith(SUFFIXES):
             return WatchedStore(nothing, folder=open_remote(path, access.storage).folder())
         return WatchedStore(nothing, folder=ReferenceFolder(path, access))
     if os.path.isdir(path):

@@ -32,7 +32,7 @@ from shardload.planning.chunk_shapes import growing_chunks
 from shardload.planning.region import Region
 from shardload.planning.selection import Between, Near, Selection, name_axes, needs_coordinates, select_axes
 from shardload.planning.source_layout import SourceLayout
-from shardload.storage.remote import StorageOptions, shown
+from shardload.storage.remote import StorageOptions, without_secrets
 from shardload.values.dates import has_dates, in_numbers
 
 STAGING_NBYTES = 512 << 20
@@ -117,7 +117,9 @@ class CopyRequest:
     def invocation(self, call: str, title: str) -> Invocation:
         """See `engine.call.CallRequest`."""
         return Invocation(
-            call, title, {name: repr(value) for name, value in vars(self).items()} | {"source": repr(shown(self.source))}
+            call,
+            title,
+            {name: repr(value) for name, value in vars(self).items()} | {"source": repr(without_secrets(self.source))},
         )
 
 

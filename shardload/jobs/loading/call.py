@@ -60,7 +60,7 @@ from shardload.planning.selection import (
 )
 from shardload.planning.strategies import DIRECT
 from shardload.planning.tuning import default_tuning
-from shardload.storage.remote import shown, with_store
+from shardload.storage.remote import with_store, without_secrets
 from shardload.system.garbage import collections_wait
 from shardload.system.interruption import let_interruption_pass
 from shardload.values.dates import has_dates, in_numbers
@@ -578,7 +578,7 @@ class FoundMessage:
 def describe_path(path: Any) -> str:
     """A path or an open array as ranks compare it, and as messages name it."""
     if isinstance(path, (str, os.PathLike)):
-        return repr(shown(os.path.expanduser(os.fspath(path))))
+        return repr(without_secrets(os.path.expanduser(os.fspath(path))))
     # An open array: its name in the file is enough, because the file's name may differ from rank to rank.
     kind = "NumPy array" if isinstance(path, np.ndarray) else type(path).__name__
     return f"an open {kind} named {getattr(path, 'name', None)!r}"

@@ -41,7 +41,7 @@ from shardload.planning.region import Region
 from shardload.planning.rounds import Item, plan_rounds
 from shardload.planning.selection import Between
 from shardload.storage.leftovers import ROOTS, refuse_leftover
-from shardload.storage.remote import shown
+from shardload.storage.remote import without_secrets
 from shardload.system.interruption import let_interruption_pass
 from shardload.transfer.counters import Counters
 from shardload.transfer.moves import ArrayMove
@@ -131,7 +131,9 @@ def _read(asked: SaveRequest) -> Any:
     """
     path = asked.path
     if "://" in path:
-        raise ConfigError(f"'{shown(path)}' is a URL; append writes to files and folders only. Append there, and upload it")
+        raise ConfigError(
+            f"'{without_secrets(path)}' is a URL; append writes to files and folders only. Append there, and upload it"
+        )
     refuse_leftover(path)
     if not os.path.exists(path):
         raise SourceError(f"'{path}' does not exist, so nothing can be appended to it. Make it with shardload.save", path=path)

@@ -14,7 +14,7 @@ objects  `RemoteObject`, `RemoteFolder`
 obstore is imported by `open_remote`, so never for local files.
 """
 
-from shardload.storage.remote.address import StorageOptions, is_remote, shown, with_store
+from shardload.storage.remote.address import StorageOptions, is_remote, with_store, without_secrets
 from shardload.storage.remote.ahead import MOST_AHEAD_NBYTES, PIECE_NBYTES
 from shardload.storage.remote.client import Counts, Pin, RemoteChangedError, RemoteError, counts
 from shardload.storage.remote.objects import Remote, RemoteFolder, RemoteObject, expect, open_remote
@@ -34,6 +34,6 @@ __all__ = [
     "expect",
     "is_remote",
     "open_remote",
-    "shown",
     "with_store",
+    "without_secrets",
 ]

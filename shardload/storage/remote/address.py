@@ -110,11 +110,11 @@ def with_store(paths: Any, options: Mapping[str, Any] | None) -> tuple[Any, Mapp
     return (found, {**(options or {}), "store": stores[0]}) if stores else (paths, options)
 
 
-def shown(url: str) -> str:
+def without_secrets(url: str) -> str:
     """A URL without what may be secret: user, password, query, fragment.
 
-    >>> shown("https://me:pw@host/a.h5?X-Amz-Signature=1"), shown("s3://bucket/a?b.h5"), shown("a.h5")
-    ('https://host/a.h5', 's3://bucket/a?b.h5', 'a.h5')
+    >>> [without_secrets(url) for url in ("https://me:pw@host/a.h5?X-Amz-Signature=1", "s3://bucket/a?b.h5", "a.h5")]
+    ['https://host/a.h5', 's3://bucket/a?b.h5', 'a.h5']
     """
     scheme, found, rest = url.partition("://")
     if not found or scheme.lower() not in _SCHEMES:
@@ -130,7 +130,7 @@ def address_of(url: str, options: Mapping[str, Any]) -> Address:
     try:
         import obstore.store as stores
     except ImportError:
-        what = f"'{shown(url)}' is read with obstore, which is not installed"
+        what = f"'{without_secrets(url)}' is read with obstore, which is not installed"
         raise ConfigError(f"{what}: pip install 'shardload[remote]'") from None
     ours = {name: value for name, value in options.items() if name in _OURS}
     requests = _count(ours.get("requests", 16))
@@ -152,7 +152,7 @@ def address_of(url: str, options: Mapping[str, Any]) -> Address:
             parts = urlsplit(url)
             if parts.username or parts.password:
                 raise ConfigError(
-                    f"'{shown(url)}' has a user or password in it. Pass them as a header: "
+                    f"'{without_secrets(url)}' has a user or password in it. Pass them as a header: "
                     'storage={"default_headers": {"authorization": ...}}'
                 )
             if config:
@@ -164,7 +164,7 @@ def address_of(url: str, options: Mapping[str, Any]) -> Address:
         elif not kind:
             raise ConfigError(f"'{url}' is of a store that was handed in before: pass (store, key) again")
         elif not bucket:
-            raise ConfigError(f"'{shown(url)}' names no bucket: s3://bucket/key is expected")
+            raise ConfigError(f"'{without_secrets(url)}' names no bucket: s3://bucket/key is expected")
         else:
             store = getattr(stores, kind)(bucket, client_options=client, retry_config=_NO_RETRIES, **config)
     except ConfigError:
@@ -172,8 +172,8 @@ def address_of(url: str, options: Mapping[str, Any]) -> Address:
     except Exception as error:  # obstore's text may quote values
         failed = _why_not(error, options)
     if failed:
-        raise ConfigError(f"'{shown(url)}' cannot be reached with storage={StorageOptions(options)}: {failed}")
-    return Address(store, key.strip("/"), shown(url), requests)
+        raise ConfigError(f"'{without_secrets(url)}' cannot be reached with storage={StorageOptions(options)}: {failed}")
+    return Address(store, key.strip("/"), without_secrets(url), requests)
 
 
 def _count(value: Any) -> int:
@@ -214,7 +214,7 @@ def _root_of(store: Any) -> str:
     kind = type(store).__name__
     with_bucket = {"S3Store": "s3", "GCSStore": "gs", "AzureStore": "az"}
     if kind == "HTTPStore":
-        return f"{shown(store.url).rstrip('/')}/"
+        return f"{without_secrets(store.url).rstrip('/')}/"
     if kind not in with_bucket:
         return _GIVEN
     config = dict(store.config)

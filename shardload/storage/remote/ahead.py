@@ -1,10 +1,10 @@
 """What is fetched before it is asked for, in which requests? What a reader says that it will read.
 
 1. `expect` takes an iterator over what will be read (`Wanted`), in that order. It is followed as far as what was fetched, and
-   not yet read, fits into 56 MiB of the process: so an index is searched, and memory taken, as the reading goes on.
+   not yet read, fits into 48 MiB of the process: so an index is searched, and memory taken, as the reading goes on.
 2. Of an object some 16 MiB are taken together: sorted, small gaps closed, cut into pieces of 8 MiB (`plan_pieces`). The last
    piece waits for what is taken next: so where pieces are cut depends on nothing but what was told.
-3. Whoever needs what was not fetched yet does not wait for its turn.
+3. Whoever needs what was not fetched yet does not wait for its turn: then it is 64 MiB, and more where the order was another.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shardload.storage.objects import Ints
 from shardload.system.interruption import let_interruption_pass
 
 PIECE_NBYTES = 8 << 20  # of a request: one connection to S3 gives about 60 MB/s
-MOST_AHEAD_NBYTES, _AT_ONCE_NBYTES = 56 << 20, 16 << 20
+MOST_AHEAD_NBYTES, _AT_ONCE_NBYTES = 48 << 20, 16 << 20
 _MOST_GAP_NBYTES, _MOST_WASTE, _LEAST_WASTE_NBYTES = 1 << 20, 0.05, 1 << 15
 
 

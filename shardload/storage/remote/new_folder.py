@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 from shardload.errors import ConfigError
-from shardload.storage.remote.address import address_of, shown
+from shardload.storage.remote.address import address_of, without_secrets
 from shardload.storage.remote.client import Client
 from shardload.storage.remote.objects import RemoteFolder
 from shardload.storage.target import FOLDER_MARK
@@ -47,7 +47,7 @@ class NewRemoteFolder(RemoteFolder):
     def __init__(self, url: str, mode: str, options: Mapping[str, Any]) -> None:
         if url.lower().startswith("http"):
             raise ConfigError(
-                f"'{shown(url)}' is on an HTTP server, to which nothing is saved. Save to a folder, and upload it"
+                f"'{without_secrets(url)}' is on an HTTP server, to which nothing is saved. Save to a folder, and upload it"
             )
         super().__init__(Client(address_of(url, options)))
         self._mode, self._mark, self._last = mode, b"", ("", b"")

@@ -14,7 +14,9 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 
+from shardload.cli.arguments import parse_storage
 from shardload.errors import ConfigError, ShardloadWarning
+from shardload.options import Options
 from shardload.storage.objects import Ranges
 from shardload.storage.remote import (
     RemoteChangedError,
@@ -286,6 +288,12 @@ def test_an_error_says_its_cause_and_nothing_secret(server, scheme, cause, caplo
 def test_no_connection(server, url, options, said):
     with pytest.raises(RemoteError, match=said):
         open_remote(url.format(host=server.url.partition("//")[2]), options).object().pin  # noqa: B018
+
+
+def test_a_header_from_a_command_line(server):
+    options = Options.check(storage=[parse_storage("default_headers.x-lab=TOP=1")]).storage
+    assert open_remote(f"{server.url}/bucket/run.h5", options).object().nbytes == len(DATA)
+    assert server.headers[0]["x-lab"] == "TOP=1" and "TOP" not in repr(options)
 
 
 def test_no_keys(server, monkeypatch):
