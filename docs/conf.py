@@ -113,7 +113,7 @@ class Help(Directive):
 
         from shardload.cli.main import app
 
-        made = CliRunner().invoke(app, [*self.arguments, "--help"], env={"COLUMNS": "88", "NO_COLOR": "1", "TERM": "dumb"})
+        made = CliRunner().invoke(app, [*self.arguments, "--help"], env={"COLUMNS": "80", "NO_COLOR": "1", "TERM": "dumb"})
         if made.exit_code:
             raise self.error(f"shardload {' '.join(self.arguments)} --help: {made.output}")
         text = f"$ shardload {' '.join([*self.arguments, '--help'])}\n" + made.stdout.strip("\n")
