@@ -355,10 +355,10 @@ class FileTarget:
         sizes = [(chunk.array, chunk.number, chunk.nbytes_stored, chunk.stored.mask) for chunk in chunks if not self._errors]
         message = np.array([bool(self._errors), *chain(*sizes)], dtype=np.int64)
         messages = self._group.gather_rows(message)
-        must_stop, *offsets = self._group.scatter_rows(None if messages is None else self._answers(messages)).tolist()
-        if must_stop:
+        answer: list[int] = self._group.scatter_rows(None if messages is None else self._answers(messages)).tolist()
+        if answer[0]:
             self._agree()
-        return offsets
+        return answer[1:]
 
     def _answers(self, messages: list[Int64s]) -> list[Int64s]:
         """On rank 0: ``[must_stop, offset of each chunk]``, for ``[has_failed, (array, number, nbytes, mask) of each]``."""

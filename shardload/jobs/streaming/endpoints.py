@@ -201,18 +201,17 @@ class BatchTarget:
         move.targets = {}
 
     def _keep_cut(self, move: Any, cut: int, flow: BatchFlow) -> None:
-        axis = move.of.schedule.axis
+        axis, runs = move.of.schedule.axis, flow.runs
+        from_axis = (axis, *(k for k in range(flow.ndim) if k != axis))
+        places, ends = runs.column.tolist(), (runs.last // self._plan.batch).tolist()
         for shard in flow.schedule.shards.shards_of(self._rank):
             if flow.schedule.held(shard) is None:
                 continue
-            runs = flow.runs[flow.schedule.part_of_batch(shard)]
-            for k, (place, start, last) in enumerate(
-                zip(runs.column.tolist(), runs.start.tolist(), runs.last.tolist(), strict=True)
-            ):
-                key = move.epoch, move.array, move.places[place], cut, shard
-                piece = move.targets[move.batches.number(cut, flow.number(shard, k))]
-                self._steps.setdefault(key, Steps()).add(start, np.moveaxis(piece.data, axis, 0))
-                self._ends.setdefault((move.epoch, last // self._plan.batch), []).append((key, start))
+            for run in flow.runs_of(shard).tolist():
+                key, start = (move.epoch, move.array, move.places[places[run]], cut, shard), runs.steps[run][0]
+                piece = move.targets[move.batches.number(cut, flow.number(shard, run))]
+                self._steps.setdefault(key, Steps()).add(start, piece.data.transpose(from_axis))
+                self._ends.setdefault((move.epoch, ends[run]), []).append((key, start))
 
     def batch(self, epoch: EpochRounds, number: int) -> list[jax.Array]:
         """Make the arrays of a batch, and let go of the steps that no later batch needs. Collective: no.
