@@ -66,6 +66,7 @@ html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_show_sourcelink = False
 html_copy_source = False
+html_sidebars = {"index": [], "choose": []}
 html_theme_options = {
     "navbar_align": "left",
     "navbar_end": ["theme-switcher"],
@@ -113,7 +114,7 @@ class Help(Directive):
 
         from shardload.cli.main import app
 
-        made = CliRunner().invoke(app, [*self.arguments, "--help"], env={"COLUMNS": "88", "NO_COLOR": "1", "TERM": "dumb"})
+        made = CliRunner().invoke(app, [*self.arguments, "--help"], env={"COLUMNS": "80", "NO_COLOR": "1", "TERM": "dumb"})
         if made.exit_code:
             raise self.error(f"shardload {' '.join(self.arguments)} --help: {made.output}")
         text = f"$ shardload {' '.join([*self.arguments, '--help'])}\n" + made.stdout.strip("\n")
