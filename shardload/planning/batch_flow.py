@@ -325,7 +325,7 @@ class SharedFlow:
         return target * len(self.flows) + cut
 
     def _numbered(self, cut: int, part: Part) -> Part:
-        return Part(part.region, self.number(cut, part.shard), part.rank)
+        return Part(part.region, self.number(cut, part.target), part.rank)
 
     def outgoing(self, rank: int) -> Iterator[Block]:
         """See `Flow`."""

@@ -58,6 +58,7 @@ def plan_blocks(
     within: Sequence[int] | None = None,
     max_cells: int = 1 << 62,
     per_owner: int = BLOCKS_PER_OWNER,
+    per_shard: Sequence[int] | None = None,
 ) -> Grid:
     """Group chunks into blocks, which a rank reads or writes at once.
 
@@ -81,6 +82,8 @@ def plan_blocks(
     per_owner : int
         Fewest blocks for each owner. With fewer than `BLOCKS_PER_OWNER` all owners have equally many blocks, or there are as
         many blocks as otherwise.
+    per_shard : sequence of int, optional
+        Chunks along each axis of an object in a store: a block lies in one, where a cube of chunks mostly is one run of bytes.
 
     Examples
     --------
@@ -89,6 +92,8 @@ def plan_blocks(
     (16, 512, 512)
     >>> plan_blocks(planes, 4, max_nbytes=64 << 20, n_owners=8, per_owner=1).cell
     (64, 512, 512)
+    >>> plan_blocks(Grid((8, 8), (1, 1), (0, 0)), 4, max_nbytes=16, n_owners=1, per_shard=(4, 4)).cell
+    (2, 2)
     """
     counts = chunks.counts
     extent = chunks.shape if within is None else [min(n, w) for n, w in zip(chunks.shape, within, strict=True)]
@@ -97,7 +102,9 @@ def plan_blocks(
     reach = list(counts)  # chunks along each axis that one block can meet: all of them, or those that one shard meets
     if within is not None:
         reach = [min(n, -(-e // c) + 1) for n, e, c in zip(counts, extent, chunks.cell, strict=True)]
-    if n_owners is None:
+    if per_shard is not None:
+        grouped = _cube(per_shard, room if n_owners is None else min(room, chunks.n_cells // (BLOCKS_PER_OWNER * n_owners)))
+    elif n_owners is None:
         grouped = _group(counts, reach, room)
     else:
         for n in range(min(per_owner, BLOCKS_PER_OWNER), BLOCKS_PER_OWNER + 1):
@@ -119,6 +126,23 @@ def _group(counts: Sequence[int], reach: Sequence[int], room: int) -> list[int]:
         grouped[axis] = max(1, counts[axis])
         room //= max(1, reach[axis])
     return grouped
+
+
+def _cube(per_shard: Sequence[int], room: int) -> list[int]:
+    """How many chunks along each axis form a block of at most `room` of them, as even as may be, without rest in a shard.
+
+    >>> _cube((4, 4, 4), 20), _cube((3, 10), 31), _cube((4, 4), 1)
+    ([4, 2, 2], [3, 10], [1, 1])
+    """
+    cube, axes = [1] * len(per_shard), list(range(len(per_shard)))
+    while axes:
+        axis = axes.pop(0)
+        rest = per_shard[axis] // cube[axis]
+        factor = next((k for k in range(2, rest + 1) if rest % k == 0), room + 1)
+        if math.prod(cube) * factor <= room:
+            cube[axis] *= factor
+            axes.append(axis)
+    return cube
 
 
 def count_runs(shape: Sequence[int], extent: Sequence[int]) -> int:

@@ -127,6 +127,13 @@ def select_axes(
                 low, high = low % size, low % size + 1
         except TypeError:
             dim = dims[axis] if dims and dims[axis] else "lat"
+            if isinstance(part, (list, tuple, np.ndarray)) and len(part) and np.asarray(part).dtype.kind in "iu":
+                first, n = part[0], len(part)
+                raise ValueError(
+                    f"select has {shown(part)} on axis {name}; each axis takes a slice with step 1 or an integer. Load each of "
+                    f"these positions as an array of its own, in one call, and put them together by jax.numpy.stack: "
+                    f"dataset=[NAME] * {n}, select=[{{{dim!r}: {first}}}, ...]"
+                ) from None
             raise ValueError(
                 f"select has {shown(part)} on axis {name}; each axis takes a slice with step 1 or an integer, as in "
                 f"select=np.s_[0, 10:20]. For coordinates and dates pass select={{{dim!r}: shardload.near(VALUE)}} or "

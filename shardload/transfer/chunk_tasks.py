@@ -112,8 +112,9 @@ class ChunkTasks:
         return [partial(self._read_boxes, staged, boxes[k::n]) for k in range(n)]
 
     def expect(self, blocks: Iterable[Block]) -> None:
-        """Tell the reader what these blocks need, in the order in which tasks read it."""
-        found = (self._in_file(box) for block in blocks for box, _, _ in self._needed(block, self._boxes(block.region)))
+        """Tell the reader what these blocks need, in their order; where all of a block is needed, as one box."""
+        boxes = ((block, [tuple(self._layout.chunks.meeting_axes(block.region))]) for block in blocks)
+        found = (self._in_file(box) for block, whole in boxes for box, _, _ in self._needed(block, whole))
         self._reader.expect(found)
 
     def _boxes(self, region: Region) -> Iterator[Box]:
@@ -123,7 +124,7 @@ class ChunkTasks:
         return cut_box(axes, most)
 
     def _needed(self, block: Block, boxes: Iterable[Box]) -> Iterator[tuple[Box, Region, Met]]:
-        """Those boxes that parts of a block need, and single chunks of those that they need no more than a part of."""
+        """Those boxes that parts of a block need, and smaller ones of those that they need no more than a part of."""
         for box in boxes:
             region = self._region(block, box)
             met = [(part, common) for part in block.parts if (common := part.region.intersect(region)) is not None]
@@ -131,10 +132,10 @@ class ChunkTasks:
                 continue
             # Shards do not overlap; replicas have equal regions.
             is_whole = sum(common.size for common in {common for _, common in met}) == region.size
-            if math.prod(map(len, box)) == 1 or is_whole:
+            if (n := math.prod(map(len, box))) == 1 or is_whole:
                 yield box, region, met
             else:
-                yield from self._needed(block, _ones(box))
+                yield from self._needed(block, cut_box(box, n // 2))
 
     def _read_boxes(self, staged: StagedBlock, boxes: Iterable[Box], counters: Counters) -> None:
         for box, region, met in self._needed(staged.block, boxes):

@@ -42,6 +42,10 @@ def test_the_example_prints_what_the_readme_says(tmp_path: Path) -> None:
         rho = file["rho"][...].astype("f8")
         np.testing.assert_allclose(saved["delta"][...], rho / rho.mean() - 1, rtol=1e-4, atol=1e-4)
         assert saved["delta"].compression == "gzip"
+    command = re.search(r"`shardload (plan rho.h5 [^`]*)`", README.read_text())
+    assert command is not None
+    planned = run_job(["-m", "shardload", *command[1].split()], 1, cwd=tmp_path, timeout=240)
+    assert planned.returncode == 0 and "a=32, b=2" in planned.stdout, planned.stderr
 
 
 def test_the_page_is_short() -> None:
@@ -71,8 +75,8 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     """docs/save.md: each run adds three rows to those of the run before."""
     head = HEAD.replace('Mesh(np.array(jax.devices()), ("a",))', 'Mesh(np.array(jax.devices()).reshape(2, -1), ("a", "b"))')
     (tmp_path / "run.py").write_text(head + block("restart", ROOT / "docs" / "save.md"))
-    for n_ranks in (4, 2):
-        job = run_job([str(tmp_path / "run.py")], n_ranks, cwd=tmp_path, timeout=240)
+    for n_ranks, n_devices in ((2, 1), (1, 4)):
+        job = run_job([str(tmp_path / "run.py")], n_ranks, cwd=tmp_path, timeout=240, devices_per_process=n_devices)
         assert job.returncode == 0, job.stderr
     with h5py.File(tmp_path / "run.nc") as file:
         np.testing.assert_array_equal(file["time"], 50 * np.arange(7))

@@ -52,6 +52,21 @@ def path(comm: Any, shared_tmp_path: Path) -> str:
     return where
 
 
+def test_a_list_of_positions(comm: Any, path: str) -> None:
+    """What the error about a list says to type: wrong if an array of the list were another one."""
+    mesh, positions = mesh_of(), (1, 0, 1)
+    how: dict[str, Any] = {"decode": True, "pad": -3}
+    same_error(
+        comm,
+        lambda: shardload.load(path, mesh, P("a"), dataset="t", select={"time": [1, 0, 1]}, **how),
+        ConfigError,
+        "{'time': 1}",
+    )
+    each = shardload.load(path, mesh, P("a"), dataset=["t"] * 3, select=[{"time": t} for t in positions], **how)
+    for x, t in zip(each, positions, strict=True):
+        check(x, padded(climate().t.values[t], mesh, P("a"), -3), mesh, P("a"))
+
+
 def test_a_spec_by_names_of_axes(comm: Any, path: str) -> None:
     """Wrong if an axis were cut by its number in the file, or by nothing."""
     made, mesh = climate(), mesh_of()
@@ -674,7 +689,7 @@ def test_what_nothing_says_of_padding(comm: Any, shared_tmp_path: Path) -> None:
         (lambda ds: ds.stack(z=("lat", "lon")), {}, "an index of several levels, which no file has"),
         (lambda ds: xr.DataTree(ds), {}, "found a DataTree; expected a Dataset"),
         (lambda ds: xr.Dataset(), {}, "there are no arrays to save"),
-        (lambda ds: {"t": ds.t}, {}, "'/t' is a DataArray; expected a jax.Array (or a NumPy array"),
+        (lambda ds: {"t": ds.t}, {}, "'/t' is a DataArray; expected a jax.Array, a number, a NumPy array"),
         (lambda ds: ds.rename(t=3), {}, "a variable is called 3"),
         (lambda ds: ds.rename(t="u/v"), {}, "a variable is called 'u/v'; expected text without '/'"),
         (lambda ds: ds.t.rename("u/v"), {}, "the DataArray is called 'u/v'; expected text without '/'"),

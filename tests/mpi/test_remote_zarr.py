@@ -33,6 +33,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "fortran": {"zarr_format": 2, "chunks": (3, 5, 7), "order": "F"},
     "sharded": {"chunks": (2, 3, 4), "shards": (4, 6, 12)},
 }
+CUBES = (64, 64, 128)  # 2 shards of 512 chunks of 2 KiB
 
 
 class Bucket:
@@ -49,6 +50,9 @@ class Bucket:
             group = zarr.open_group(self.folder / f"bucket/{name}.zarr", mode="w", zarr_format=options.get("zarr_format", 3))
             made = {key: value for key, value in options.items() if key != "zarr_format"}
             group.create_array(NAME, shape=cube(), dtype="f4", **made)[...] = ramp(cube())
+        group = zarr.open_group(self.folder / "bucket/cubes.zarr", mode="w")
+        cubes = {"chunks": (8, 8, 8), "shards": (64, 64, 64), "compressors": None}
+        group.create_array(NAME, shape=CUBES, dtype="f4", **cubes)[...] = ramp(CUBES)
         self.server = ObjectServer(self.folder)
         self.server.__enter__()
         return self.server.url, self.server.storage
@@ -89,6 +93,23 @@ def bucket(comm: Any, shared_tmp_path: Path) -> Iterator[Bucket]:
     made = Bucket(comm, shared_tmp_path)
     yield made
     made.end()
+
+
+@pytest.mark.parametrize("readers", ["direct", "parallel"])
+@pytest.mark.parametrize("spec", [P("a"), P(None, "a", "b")])
+def test_chunks_of_a_shard_are_fetched_together(bucket, monkeypatch, readers, spec):
+    """They lie in Morton order, and are read, here 32 at once, in an order in which those of a request follow each other."""
+    monkeypatch.setattr("shardload.storage.remote.ahead._AT_ONCE_NBYTES", 1 << 16)
+    plan = shardload.plan(
+        "s3://bucket/cubes.zarr", mesh_of(), spec, dataset=NAME, storage=bucket.storage, readers=readers, pad=0
+    )
+    bucket.asked()
+    check(plan.execute(), ramp(CUBES), mesh_of(), spec)
+    asked = [request for request in bucket.asked() if "/c/" in request.key]
+    n_copies = plan.n_replicas if readers == "direct" else 1
+    index_nbytes = 2 * 4 * (16 * 512 + 4)
+    assert len(asked) <= 40
+    assert sum(request.nbytes for request in asked) <= 1.05 * n_copies * 4 * np.prod(CUBES) + index_nbytes
 
 
 def is_chunk(request: Request) -> bool:

@@ -330,11 +330,11 @@ class GrowthCatalog(ZarrCatalog):
         self.abandon()
 
     def _half_replaced(self, error: OSError) -> SourceError:
-        kept = sorted({array.old for array in self._grows.arrays.values()})
+        path, n = self._grows.path, max(array.old for array in self._grows.arrays.values())
         return SourceError(
-            f"rows of '{self._grows.path}' could not be replaced ({error.strerror or error}): it has the first {kept[-1]:,} alone "
-            "now, those before the ones to replace. Append the others again, without at=",
-            path=self._grows.path,
+            f"rows of '{path}' could not be replaced ({error.strerror or error}). It now has the first {n:,} alone, those "
+            "before the ones to replace. Append the others again, without at=",
+            path=path,
         )
 
     def _moves(self, at_edge: bool) -> Iterator[tuple[str, str]]:

@@ -36,7 +36,7 @@ from shardload.planning.source_layout import SourceLayout
 from shardload.planning.staging import ample_staging, least_staging, least_together
 from shardload.planning.strategies import DIRECT, MODES, PARALLEL, ROOT, plan_direct, plan_shared
 from shardload.planning.tuning import Tuning, default_tuning
-from shardload.storage.remote import is_remote
+from shardload.storage.remote import MOST_AHEAD_NBYTES, is_remote
 from shardload.units import format_nbytes
 from shardload.values.decoding import VALID, Decoding, decoding_of
 
@@ -119,11 +119,15 @@ def plan_array(request: Request, ranks: PlannedRanks, info: ArrayInfo, selection
     nbytes = math.prod(source.selection.shape) * source.file_dtype.itemsize
     most_readers = count_readers(nbytes, ranks.n, ranks.n_nodes, ranks.tuning.reader_nbytes)
     n_readers = min(readers, ranks.n) if isinstance(readers, int) else most_readers
-    caps = {"max_nbytes": max_nbytes, "per_owner": ranks.tuning.blocks_per_owner}
-    schedules = {DIRECT: plan_direct(source, shards, ranks.n, max_nbytes=max_nbytes)}
+    caps: dict[str, Any] = {"max_nbytes": max_nbytes}
+    if info.shards is not None and info.chunks is not None and is_remote(info.path):
+        caps["per_shard"] = [info.shards[k] // info.chunks[k] for k in source.selection.kept]
+    schedules = {DIRECT: plan_direct(source, shards, ranks.n, **caps)}
+    caps["per_owner"] = ranks.tuning.blocks_per_owner
     owners = {ROOT: Owners(), PARALLEL: Owners(n_readers)}
     schedules |= {mode: plan_shared(source, shards, ranks.n, owners[mode], **caps) for mode in owners}
-    layouts = {mode: LoadLayout(source, schedules[mode], ranks.n_threads, decoding) for mode in MODES}
+    ahead_nbytes = MOST_AHEAD_NBYTES if is_remote(info.path) else 0
+    layouts = {mode: LoadLayout(source, schedules[mode], ranks.n_threads, decoding, ahead_nbytes) for mode in MODES}
     mode, why = _choose(layouts, readers, ranks, info)
     return Plan(
         info,

@@ -51,6 +51,7 @@ from shardload.values.order import direction_of, first_break
 _log = logging.getLogger("shardload")
 
 Array = np.ndarray[Any, Any]
+_NOWHERE = np.iinfo(np.int64).max  # the bits of a value that another process has
 _ROWS_OF_ORDER = 1024  # the last rows of a coordinate, which say in what direction it goes
 
 
@@ -85,9 +86,7 @@ def _make(asked: SaveRequest, known: Any, group: Group) -> tuple[SaveRequest, Sa
     """See `save.planned`."""
     asked = replace(asked, arrays=[_in_numbers(one, asked.path, known["arrays"]) for one in asked.arrays])
     axes, dimensions = _check(asked, known["arrays"])
-    for one in asked.arrays:
-        if order := known["orders"].get(one.name):
-            _check_order(one, asked, known["arrays"][one.name]["attrs"], *order)
+    asked = replace(asked, orders={name: (*order, known["arrays"][name]["attrs"]) for name, order in known["orders"].items()})
     sink = _sink(asked, known, axes, dimensions, group)
     arrays = [replace(one, dtype=sink.arrays[one.name].spec.dtype) for one in asked.arrays]
     asked = replace(asked, arrays=arrays)
@@ -113,6 +112,7 @@ def append(path: Any, tree: Any, given: Mapping[str, Any], comm: Any) -> AppendR
     """See `shardload.append`. Collective."""
     started = time.perf_counter()
     with planned("append", path, tree, given, comm, _read, _make) as (group, asked, plan, digest):
+        _check_orders(asked, group)
         report: AppendReport = _Appending(group, asked, plan, digest).run(started)
         _log.info("%s", report)
         return report
@@ -202,11 +202,33 @@ def _n_before(at: Any, where: str, dim: str, values: Array, stored: Mapping[str,
     return int(np.count_nonzero(values < low - slack if rises else values > low + slack))
 
 
-def _check_order(one: SavedArray, asked: SaveRequest, attrs: Mapping[str, Any], rises: bool | None, last: Any) -> None:
-    """ConfigError unless a coordinate goes on as it did. Each rank looks at its own part of one that is sharded."""
-    shards = {0: one.x} if one.is_everywhere else {shard.index[0].start or 0: shard.data for shard in one.x.addressable_shards}
-    parts = [np.asarray(shards[start])[: max(0, one.shape[0] - start)] for start in sorted(shards)]
-    values = np.concatenate([[last], *parts]).astype(np.asarray(last).dtype)
+def _check_orders(asked: SaveRequest, group: Group) -> None:
+    """ConfigError on all ranks unless each coordinate of the axis goes on as it did. Collective."""
+    error: ConfigError | None = None
+    for one in asked.arrays:
+        if one.name in asked.orders:
+            values = np.asarray(one.x) if one.is_everywhere else _gathered(one, group)
+            try:
+                _check_order(one, asked, values[: one.shape[0]], *asked.orders[one.name])
+            except ConfigError as wrong:
+                error = error or wrong
+    if asked.orders:
+        group.agree(error)
+
+
+def _gathered(one: SavedArray, group: Group) -> Array:
+    """The values of a sharded coordinate, of which each process has some. Collective."""
+    bits = np.full(one.x.shape, _NOWHERE)
+    for shard in one.x.addressable_shards:
+        held = np.asarray(shard.data)
+        bits[shard.index] = held.astype("f8" if held.dtype.kind == "f" else "i8").view("i8")
+    return group.least_ints(bits).view("f8" if one.dtype.kind == "f" else "i8")
+
+
+def _check_order(
+    one: SavedArray, asked: SaveRequest, new: Array, rises: bool | None, last: Any, attrs: Mapping[str, Any]
+) -> None:
+    values = np.concatenate([[last], new]).astype(np.asarray(last).dtype)
     rises = bool(len(values) < 2 or values[1] > values[0]) if rises is None else rises
     at = first_break(values, rises)
     if at is None:

@@ -26,6 +26,7 @@ from shardload.planning.sample_order import ORDER_VERSION, SampleOrder
 from shardload.planning.schedule import Schedule
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.staging import Staging, plan_staging
+from shardload.storage.remote import MOST_AHEAD_NBYTES, is_remote
 from shardload.units import counted, format_nbytes
 from shardload.values.decoding import Decoding
 
@@ -308,9 +309,11 @@ class StreamPlan:
             lines.append(f"  going on from a state: reads at most {min(1, n_steps / order.n_steps):.0%} of the steps first")
         n_times, n_rounds, held_nbytes = self.cost
         lines.append(f"  chunks decoded in epoch 0: {n_times:.2f} times each, in {counted(n_rounds, 'round')}")
+        in_store = any(is_remote(array.info.path) for array in self.arrays)
+        ahead = f", {format_nbytes(MOST_AHEAD_NBYTES)} fetched ahead" if in_store else ""
         lines.append(
             f"  memory of the job: {format_nbytes(held_nbytes)} of steps, {self.prefetch + 1} x "
-            f"{format_nbytes(self.batch_nbytes)} of batches; of each rank up to {format_nbytes(self.staging_nbytes)} of buffers"
+            f"{format_nbytes(self.batch_nbytes)} of batches; of each rank up to {format_nbytes(self.staging_nbytes)} of buffers{ahead}"
         )
         return "\n".join(lines)
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import zarr
 
+import shardload
 from tests.unit.blocked import run_without
 from tests.unit.cli.test_main import run, unwrapped
 
@@ -59,6 +60,34 @@ def test_bounds_stay_as_their_coordinate_does(tmp_path: Path) -> None:
     with h5py.File(out) as opened:
         np.testing.assert_array_equal(opened["time_bnds"][...], seconds[1:, None] + np.arange(2), strict=True)
         assert opened["time_bnds"].chunks == (4, 2) and (opened["t"].dtype, opened["t"].chunks) == ("f4", (2, 1))
+
+
+def test_what_is_between_two_dates(tmp_path: Path) -> None:
+    """Wrong if dates were taken for positions, or by another array's coordinate."""
+    before = tmp_path / "a.h5"
+    with h5py.File(before, "w") as made:
+        made["t"] = np.arange(12 * 6, dtype="f4").reshape(12, 6)
+        for axis, (name, values) in enumerate((("time", np.arange(12.0) * 15), ("lat", np.linspace(60, 10, 6)))):
+            made[name] = values
+            made[name].make_scale(name)
+            made["t"].dims[axis].attach_scale(made[name])
+        made["time"].attrs["units"] = "days since 2001-01-01"
+    code, _, said = run("copy", str(before), str(tmp_path / "b.h5"), "--select", "time=2001-02..2001-03-20,lat=20..55")
+    assert code == 0, said
+    report = shardload.copy(
+        before,
+        tmp_path / "c.h5",
+        dataset="t",
+        select={"time": shardload.between("2001-02", "2001-03-20"), "lat": shardload.near(42)},
+    )
+    assert str(report).startswith("3 arrays, ") and repr(report) == f"<CopyReport: {report}>"
+    wanted = np.arange(12 * 6, dtype="f4").reshape(12, 6)[3:6]
+    with h5py.File(tmp_path / "b.h5") as found, h5py.File(tmp_path / "c.h5") as other:
+        np.testing.assert_array_equal(found["t"], wanted[:, 1:5])
+        np.testing.assert_array_equal(found["time"], [45, 60, 75])
+        np.testing.assert_array_equal(other["t"], wanted[:, 2])
+    code, _, said = run("copy", str(before), str(tmp_path / "d.h5"), "--select", "time=1999-02..1999-03")
+    assert code == 1 and "no coordinate is in that range" in unwrapped(said) and not (tmp_path / "d.h5").exists()
 
 
 def test_links_into_other_files_are_named(file: str, tmp_path: Path) -> None:
@@ -119,11 +148,7 @@ def test_json_says_what_was_written(file: str, tmp_path: Path) -> None:
         (["--select", "0"], 1, "select has positions, and there are 2 arrays"),
         (["--select", "99", "--dataset", "rho"], 1, "select has 99 on axis 0, which has 12 elements"),
         (["--select", "time=0"], 1, "there are: none with a name. Select by positions, such as --select 0,:"),
-        (
-            ["--select", "lat=35.5"],
-            2,
-            "cannot read 'lat=35.5' in 'lat=35.5'. Each axis takes an integer, a slice or '...': positions",
-        ),
+        (["--select", "lat=35.5"], 1, "select has near(35.5) on the axis 'lat', but among what is copied is no coordinate"),
         (["--compression", "what", "--chunks", "2,2,2"], 1, "is 'what'"),
         (["--mode", "a"], 1, "mode is 'a'"),
         (["--verify", "file"], 1, "verify is 'file'"),

@@ -14,8 +14,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from shardload.formats.contract.array import ArrayInfo
-from shardload.jobs.loading.describe import as_html, describe_plan, describe_plan_in_a_line
+from shardload.jobs.loading.describe import describe_plan, describe_plan_in_a_line
 from shardload.planning.cost import Cost
+from shardload.units import as_html
 
 INFO = ArrayInfo("run.h5", "/rho", "HDF5", (512, 512, 512), "float64", (1, 512, 512), "gzip+shuffle")
 ROOT = Cost(1, 512, 1 << 30, 1.0, 1 << 30, 1536, 3 << 28, 300 << 20)

@@ -91,15 +91,15 @@ def test_each_step_reaches_each_shard_that_needs_it(case: Case) -> None:
             assert flow.around(rank).contains(block.region)  # type: ignore[union-attr]
             assert block.parts, "a block that nobody needs would be read"
             for part in block.parts:
-                target = flow.target(part.shard)
+                target = flow.target(part.target)
                 assert target is not None and target.contains(part.region) and block.region.contains(part.region)
-                into = pieces[part.rank][part.shard][slices_of(part.region, target.start)]
+                into = pieces[part.rank][part.target][slices_of(part.region, target.start)]
                 assert (into == -1).all(), "sent twice"
                 into[...] = data[part.region.slices()]
                 if part.rank != rank:
-                    sent[part.rank].setdefault(rank, []).append((part.region, part.shard))
+                    sent[part.rank].setdefault(rank, []).append((part.region, part.target))
     for rank in ranks:
-        promised = {peer: [(part.region, part.shard) for part in parts] for peer, parts in flow.incoming(rank).items()}
+        promised = {peer: [(part.region, part.target) for part in parts] for peer, parts in flow.incoming(rank).items()}
         assert promised == sent[rank]
         for number, piece in pieces[rank].items():
             np.testing.assert_array_equal(piece, data[flow.target(number).slices()])  # type: ignore[union-attr]
@@ -145,15 +145,15 @@ def test_a_block_that_several_cuts_share(case: Case, data: st.DataObject) -> Non
         assert set(regions) == needed
         for block in shared.outgoing(rank):
             for part in block.parts:
-                target = shared.target(part.shard)
+                target = shared.target(part.target)
                 assert target is not None and block.region.contains(part.region)
-                into = pieces[part.rank, part.shard][slices_of(part.region, target.start)]
+                into = pieces[part.rank, part.target][slices_of(part.region, target.start)]
                 assert (into == -1).all(), "sent twice"
                 into[...] = array[part.region.slices()]
                 if part.rank != rank:
-                    sent[part.rank].setdefault(rank, []).append((part.region, part.shard))
+                    sent[part.rank].setdefault(rank, []).append((part.region, part.target))
     for rank in range(n_ranks):
-        promised = {peer: [(part.region, part.shard) for part in parts] for peer, parts in shared.incoming(rank).items()}
+        promised = {peer: [(part.region, part.target) for part in parts] for peer, parts in shared.incoming(rank).items()}
         assert promised == sent[rank]
     for (_, number), piece in pieces.items():
         np.testing.assert_array_equal(piece, array[shared.target(number).slices()])  # type: ignore[union-attr]

@@ -196,6 +196,12 @@ def test_no_select_is_all() -> None:
         ((0, -6), (4, 5), IndexError, r"select has -6 on axis 1, which has 5 elements"),
         (0, (0,), IndexError, r"select has 0 on axis 0, which has 0 elements"),
         (None, (4,), None, ""),
+        (
+            ([3, 1], 0),
+            (4, 5),
+            ValueError,
+            r"select has \[3, 1\] on axis 0; .* dataset=\[NAME\] \* 2, select=\[\{'lat': 3\}, ...\]",
+        ),
         ((None, 0), (4, 5), ValueError, r"select has None on axis 0; each axis takes a slice with step 1 or an integer"),
         ([0, 2], (4, 5), ValueError, r"select has \[0, 2\] on axis 0"),
         (([0, 2], 1), (4, 5), ValueError, r"select has \[0, 2\] on axis 0"),
