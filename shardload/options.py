@@ -358,9 +358,9 @@ class Option:
         Turns the stored value into the text that ranks compare. None: ranks may pass different values.
     is_kept : bool
         True if `Options` has it. If False, the function handles the option itself.
-    is_shared : bool
-        True if it belongs to the whole call, so that it is the same for all arrays of a job. If False, the caller may pass a
-        prefix tree of values, which `jobs.trees` spreads over the arrays: nothing else is needed for that.
+    is_per_array : bool
+        True if the caller may pass a prefix tree of values, which `jobs.trees` spreads over the arrays. If False it is of the
+        call, and one value for all arrays: a field of `CallOptions`, if any.
     is_one : callable, optional
         For an option of an array: True for a single value. By default whatever JAX takes for a leaf of a tree, or None, is one.
         Needed if a single value may be a tuple, list or dict.
@@ -382,7 +382,7 @@ class Option:
     check: Callable[[Any], Any] = _as_it_is
     text: Callable[[Any], str] | None = repr
     is_kept: bool = True
-    is_shared: bool = True
+    is_per_array: bool = False
     is_one: Callable[[Any], bool] | None = None
     may_be_dict: bool = False
     choices: tuple[str, ...] = ()
@@ -409,7 +409,7 @@ def _number_or_date(at: Any) -> Any:
 _MODES = ("w-", "w")
 _STREAM = ("stream",)
 # An option of each array that is saved: the request of the array has it, and no `Options`.
-_OF_EACH: Mapping[str, Any] = {"is_shared": False, "is_kept": False, "is_one": _is_no_dict}
+_OF_EACH: Mapping[str, Any] = {"is_per_array": True, "is_kept": False, "is_one": _is_no_dict}
 
 
 def _in_writes(default: Any) -> Mapping[str, Any]:
@@ -420,24 +420,24 @@ _DECLARED = (
     Option(
         "dataset", None, 'Name of the array, or several names; "group/*" or "*" for all below.', (*_READ, *_WRITES),
         _name("dataset", "a name inside the file such as '/density', or a dict or list of names"),
-        is_shared=False, flag="--dataset", other_defaults=_in_writes("data"),
+        is_per_array=True, flag="--dataset", other_defaults=_in_writes("data"),
     ),
     Option(
         "select", None, 'Load a part, as NumPy would index it: "0,:,10:20"; or by names: "time=-1"', _READ, _select,
-        is_shared=False, is_one=_is_one_selection, may_be_dict=True, flag="--select",
+        is_per_array=True, is_one=_is_one_selection, may_be_dict=True, flag="--select",
     ),
-    Option("dtype", None, "Cast to this type: float32", _PLANNED, _dtype, str, is_shared=False, flag="--dtype"),
+    Option("dtype", None, "Cast to this type: float32", _PLANNED, _dtype, str, is_per_array=True, flag="--dtype"),
     Option(
         "decode", None, "Apply scale_factor, add_offset and fill values.", _READ,
-        _choice("decode", DECODE, _OF_DECODE), str, is_shared=False, flag="--decode",
+        _choice("decode", DECODE, _OF_DECODE), str, is_per_array=True, flag="--decode",
     ),
-    Option("pad", None, "Pad axes that do not divide evenly with this value: 0", _PLANNED, is_shared=False, flag="--pad"),
+    Option("pad", None, "Pad axes that do not divide evenly with this value: 0", _PLANNED, is_per_array=True, flag="--pad"),
     Option(
-        "halo", 0, "Rows of its neighbours that each shard has on either side.", _FILE, _halo, is_shared=False,
+        "halo", 0, "Rows of its neighbours that each shard has on either side.", _FILE, _halo, is_per_array=True,
         is_one=_is_one_halo,
     ),
     Option(
-        "edge", "wrap", "What a halo has beyond the ends of the array: wrap, edge or a value.", _FILE, _edge, is_shared=False,
+        "edge", "wrap", "What a halo has beyond the ends of the array: wrap, edge or a value.", _FILE, _edge, is_per_array=True,
         is_one=_is_one_halo,
     ),
     Option(
@@ -551,7 +551,7 @@ _DECLARED = (
     ),
     Option(
         "window", None, "Steps of a sample, counted from its anchor: 1, (-1, 0); None: the anchor alone.", _STREAM, _window,
-        is_shared=False, is_kept=False, is_one=_is_one_window,
+        is_per_array=True, is_kept=False, is_one=_is_one_window,
     ),
     Option(
         "shuffle", None, "Seed of a random order; None: samples ascend.", _STREAM,
@@ -585,11 +585,11 @@ _DECLARED = (
     ),
     Option(
         "scale", None, "Mean and standard deviation: values become (x - mean) / deviation.", _STREAM, _scale, _scale_text,
-        is_shared=False, is_kept=False, is_one=is_plain_tuple,
+        is_per_array=True, is_kept=False, is_one=is_plain_tuple,
     ),
     Option(
         "stack", None, "Make one array of a tree of them, along this axis: a new one, or one that they have.", _STREAM,
-        _name("stack", "the name of an axis, such as 'channel'"), is_shared=False, is_kept=False,
+        _name("stack", "the name of an axis, such as 'channel'"), is_per_array=True, is_kept=False,
     ),
 )  # fmt: skip
 
@@ -600,9 +600,10 @@ OPTIONS: Mapping[str, Option] = MappingProxyType({option.name: option for option
 DEFAULTS = SimpleNamespace(**{option.name: option.default for option in _DECLARED})
 _KEPT = tuple(option for option in _DECLARED if option.is_kept)
 _NAMES = frozenset(option.name for option in _KEPT)
-# Options of single arrays that are loaded, of which a caller may pass prefix trees. (The tree of names is another matter.)
-OWN = tuple(option for option in _KEPT if not option.is_shared and option.name != "dataset")
-EACH_SAVED = tuple(option for option in _DECLARED if option.is_one is _is_no_dict)  # the same of those that are saved
+# Of which a caller of `load` may pass prefix trees, and a caller of `save`. (The tree of names is another matter.)
+PER_LOADED_ARRAY = tuple(option for option in _KEPT if option.is_per_array and option.name != "dataset")
+PER_SAVED_ARRAY = tuple(option for option in _DECLARED if option.is_one is _is_no_dict)
+PER_SAVE = tuple(option for option in _KEPT if not option.is_per_array and "save" in option.calls)
 
 
 def defaults_of(call: str) -> SimpleNamespace:
@@ -624,22 +625,12 @@ def with_defaults(call: str, given: Mapping[str, Any]) -> dict[str, Any]:
     return defaults | dict(given)
 
 
-@dataclass(frozen=True)
-class Options:
-    """The options of one call, checked.
+@dataclass(frozen=True, kw_only=True)
+class CallOptions:
+    """The options of one call, checked: what acts for all of its arrays at once sees these alone.
 
     Attributes
     ----------
-    dataset : str or None
-        Name of the array in the file.
-    select : object
-        As the caller passed it; its meaning depends on the array's shape.
-    dtype : dtype or None
-        The dtype to cast to; None keeps the file's.
-    decode : bool, "valid" or None
-        True if stored numbers are decoded by their attributes, ``"valid"`` also by the valid range; None: not, with a warning.
-    pad : object
-        Fill value for axes that do not divide evenly; None refuses them.
     readers : str or int
         ``"root"``, ``"parallel"``, ``"direct"``, ``"auto"``, or how many ranks read.
     staging : str or int
@@ -658,18 +649,10 @@ class Options:
         True if only helper processes open and decode the file.
     allow_filters : tuple of str
         Names and numbers of filters (codecs) to use although damaged data may crash them, sorted; or ``"all"``.
-    halo : int, tuple or dict
-        Rows of its neighbours that each shard has on either side: on every axis that is cut, per axis, or by axis.
     storage : StorageOptions
         How stores are reached. Ranks compare the names, not the values.
-    edge : str, number, tuple or dict
-        What a halo has beyond the ends of the array: ``"wrap"``, ``"edge"`` or a value; for all axes, per axis, or by axis.
     """
 
-    dataset: str | None
-    select: Any
-    dtype: np.dtype[Any] | None
-    pad: Any
     readers: str | int
     staging: str | int
     verify: str
@@ -679,9 +662,6 @@ class Options:
     allow_external: bool = DEFAULTS.allow_external
     untrusted: bool = DEFAULTS.untrusted
     allow_filters: tuple[str, ...] = DEFAULTS.allow_filters
-    decode: bool | str | None = DEFAULTS.decode
-    halo: int | tuple[int, ...] | dict[int, int] = DEFAULTS.halo
-    edge: Any = DEFAULTS.edge
     storage: StorageOptions = field(default_factory=lambda: _storage(None))
 
     @property
@@ -711,6 +691,37 @@ class Options:
     def checksums(self) -> bool:
         """True if each part is checksummed from block to piece."""
         return self.verify != INDEX
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(CallOptions):
+    """The options of one array, checked: its own, and those of its call.
+
+    Attributes
+    ----------
+    dataset : str or None
+        Name of the array in the file.
+    select : object
+        As the caller passed it; its meaning depends on the array's shape.
+    dtype : dtype or None
+        The dtype to cast to; None keeps the file's.
+    decode : bool, "valid" or None
+        True if stored numbers are decoded by their attributes, ``"valid"`` also by the valid range; None: not, with a warning.
+    pad : object
+        Fill value for axes that do not divide evenly; None refuses them.
+    halo : int, tuple or dict
+        Rows of its neighbours that each shard has on either side: on every axis that is cut, per axis, or by axis.
+    edge : str, number, tuple or dict
+        What a halo has beyond the ends of the array: ``"wrap"``, ``"edge"`` or a value; for all axes, per axis, or by axis.
+    """
+
+    dataset: str | None
+    select: Any
+    dtype: np.dtype[Any] | None
+    pad: Any
+    decode: bool | str | None = DEFAULTS.decode
+    halo: int | tuple[int, ...] | dict[int, int] = DEFAULTS.halo
+    edge: Any = DEFAULTS.edge
 
     @classmethod
     def check(cls, **given: Any) -> Options:

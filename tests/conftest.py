@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import functools
 import gc
 import hashlib
 import os
@@ -37,7 +38,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import hypothesis
 import numpy as np
 import pytest
 from mpi4py import MPI
@@ -50,6 +50,7 @@ GARBAGE = 20_000  # objects until garbage is looked for
 ALIKE = {
     "any_library": "the same whichever MPI library there is: left out with Open MPI",
     "any_version": "the same in every version of JAX and the others: left out with the oldest",
+    "any_number": "the same on 2 ranks as on 4: left out on 4 by `make test`, if it has it on 2 with the oldest versions",
 }
 
 # `make test` leaves these to `make test-all`: whole tests, and combinations of parameters (see `_each_value_once`).
@@ -156,17 +157,8 @@ def _no_load_was_padded() -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "programs(name, ...): needs these programs; left out without them, fails in CI")
-    # Under MPI all ranks must try the same examples, and none may give up on its own because it is slow.
-    together: dict[str, Any] = {"database": None, "suppress_health_check": list(hypothesis.HealthCheck)}
-    hypothesis.settings.register_profile(
-        "shardload",
-        deadline=None,  # the machine may be busy; pytest-timeout is the limit
-        derandomize=SIZE > 1 or "CI" in os.environ,
-        print_blob=True,
-        max_examples=30 if IS_QUICK else 100,
-        **(together if SIZE > 1 else {}),
-    )
-    hypothesis.settings.load_profile("shardload")
+    if SIZE == 1:
+        _load_profile()
     for name, why in {**ALIKE, "thorough": THOROUGH, "each_value": EACH_VALUE}.items():
         config.addinivalue_line("markers", f"{name}: {why}")
     # What runs is chosen below. pytest-mpi's own choice would skip all of tests/mpi in plain runs: to it a folder of
@@ -177,6 +169,19 @@ def pytest_configure(config: pytest.Config) -> None:
         if MPI.COMM_WORLD.rank:
             config.option.xmlpath = None  # rank 0 writes the report
         config.pluginmanager.register(Ranks(config.stash[STDERR]), "shardload-ranks")
+
+
+def _load_profile() -> None:
+    import hypothesis  # half a second on each rank, and tests/mpi do without it: ranks would try different examples
+
+    hypothesis.settings.register_profile(
+        "shardload",
+        deadline=None,  # the machine may be busy; pytest-timeout is the limit
+        derandomize="CI" in os.environ,
+        print_blob=True,
+        max_examples=30 if IS_QUICK else 100,
+    )
+    hypothesis.settings.load_profile("shardload")
 
 
 STDERR = pytest.StashKey[int]()
@@ -225,7 +230,12 @@ DROPPED = pytest.StashKey[dict[str, int]]()
 
 
 def _folder(item: pytest.Item) -> str:
-    return item.path.relative_to(TESTS).parts[0] if item.path.is_relative_to(TESTS) else ""
+    return _folder_of(item.path)
+
+
+@functools.cache  # of some thousand tests
+def _folder_of(path: Path) -> str:
+    return path.relative_to(TESTS).parts[0] if path.is_relative_to(TESTS) else ""
 
 
 def _elsewhere(item: pytest.Item, config: pytest.Config) -> str | None:
@@ -249,7 +259,7 @@ def _elsewhere(item: pytest.Item, config: pytest.Config) -> str | None:
 
 
 def _is_its_turn(item: pytest.Item, stage: str) -> bool:
-    """Whether this stage of ``make test`` has the test: 4 ranks have all that they can, and of the other stages one.
+    """Whether this stage of ``make test`` has the test: of the others one, and 4 ranks unless those are 4 as well.
 
     Which one, the test's name says. (`make test-all` has each test in all.)
     """
@@ -261,7 +271,9 @@ def _is_its_turn(item: pytest.Item, stage: str) -> bool:
         *(["oldest"] if not item.get_closest_marker("any_version") and least <= 2 else []),
         *(["one"] if least == 1 else []),
     ]
-    return stage in others and others.index(stage) == _number("turn" + _test(item), len(others))
+    turn = others[_number("turn" + _test(item), len(others))] if others else ""
+    elsewhere = ("openmpi", "oldest") if item.get_closest_marker("any_number") else ("openmpi",)
+    return turn == stage or (stage == "four" and turn not in elsewhere)
 
 
 def _shared_to_us(items: list[pytest.Item]) -> set[pytest.Item]:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Container, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import hypothesis
 import pytest
+
+if TYPE_CHECKING:
+    import hypothesis
 
 __all__ = ["IS_QUICK", "examples", "quick_ones", "some_of", "thorough"]
 
@@ -24,6 +26,8 @@ def thorough(values: Iterable[Any], these: Container[Any]) -> list[Any]:
 
 def examples(n: int, **settings: Any) -> hypothesis.settings:
     """So many examples, in `make test` a fourth."""
+    import hypothesis  # not on ranks: see `_load_profile` in tests/conftest.py
+
     return hypothesis.settings(max_examples=-(-n // 4) if IS_QUICK else n, **settings)
 
 

@@ -60,7 +60,7 @@ def save_section(record: Record | None) -> str:
         row += [_text(seconds(cell, way), ratio(cell, way)) for way in ways]
         row += [_mib(peak_nbytes(cell, OURS)), _mib(peak_nbytes(cell, "gather", 0))]
         lines.append("| " + " | ".join(row) + " |")
-    lines += ["", "![Times of other ways over that of shardload, by file, sharding and ranks](figures/save.svg)"]
+    lines += ["", "![Times of other ways over that of shardload, by file, sharding and ranks](../figures/save.svg)"]
     orbax = [(cell, took) for cell in cells if (took := seconds(cell, "orbax")) is not None]
     if orbax:
         told = ", ".join(f"{took:.2f} s (`{spec_text(cell['spec'])}`, {cell['ranks']} ranks)" for cell, took in orbax)

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.cases.cells import OURS
 from benchmarks.cases.streams import MAP, MEMORY, STREAM_LAYOUTS, STREAM_PEERS, STREAM_WAYS
-from benchmarks.runs.streams import figure, rate
+from benchmarks.runs.streams import figure, rate, rate_from_first
 
 Record = dict[str, Any]
 MIB = 1 << 20
@@ -36,7 +36,8 @@ def streams_section(record: Record | None) -> str:
         "the row says so. Batches a second, of peers with how many times as long they take as shardload (`~`: no whole epoch "
         "was run). The other figures are of shardload / the fastest peer: how often each chunk is decoded in an epoch, CPU "
         "seconds of all ranks for an epoch, part of the time that the program waits for batches, memory of all ranks beyond "
-        "what they had before (MiB). Of memory: the rate of shardload as a part of that with batches that are in memory.",
+        "what they had before (MiB). Of memory: the rate of shardload, from the first batch on, as a part of that with batches "
+        "that are in memory.",
         "",
         "| | chunks | " + " | ".join((OURS, *STREAM_PEERS)) + " | decodes | CPU, s | of memory | stalled | MiB |",
         "|---|---|" + "--:|" * (len(STREAM_PEERS) + 6),
@@ -93,8 +94,8 @@ def best_peer(cell: Record) -> str | None:
 
 
 def part_of_memory(cell: Record) -> float | None:
-    """Our rate over that with batches in memory."""
-    ours, most = rate(cell["ways"].get(OURS)), rate(cell["ways"].get(MEMORY))
+    """Our rate over that with batches in memory, both from the first batch on: they are there before the clock starts."""
+    ours, most = rate_from_first(cell["ways"].get(OURS)), rate_from_first(cell["ways"].get(MEMORY))
     return ours / most if ours and most else None
 
 

@@ -201,6 +201,7 @@ class Measurement:
         run: Record = {
             "n": n,
             "seconds": took,
+            "first": max(r["first"] for r in replies) - min(r["opened"] for r in replies),
             "cpu_seconds": sum(r["cpu"] for r in replies),
             "waited": sum(r["waited"] / (r["end"] - r["opened"]) for r in replies) / len(replies),
             "decodes_per_chunk": None if n_decoded is None else n_decoded / (part * self.file.n_chunks),
@@ -224,6 +225,12 @@ def rate(took: Record | None) -> float | None:
     """Batches a second: the median of the runs."""
     runs = (took or {}).get("runs")
     return median([run["n"] / run["seconds"] for run in runs]) if runs else None
+
+
+def rate_from_first(took: Record | None) -> float | None:
+    """The same from the first batch on: what a long run has."""
+    runs = [run for run in (took or {}).get("runs", ()) if "first" in run and run["n"] > 1]
+    return median([(run["n"] - 1) / (run["seconds"] - run["first"]) for run in runs]) if runs else None
 
 
 def figure(took: Record, name: str) -> float | None:

@@ -10,6 +10,7 @@ import numpy as np
 
 from shardload.arrays.local_shards import LocalShards
 from shardload.arrays.sharding import layout_shards, read_spec, verify_layout
+from shardload.comm.watchdog import Activity
 from shardload.errors import PeerError
 from shardload.planning.parts import Block
 from shardload.planning.shards import Shards, plan_shards
@@ -47,9 +48,9 @@ class ShardSender:
         """See `Producer`."""
         return True
 
-    def now(self) -> tuple[int, str]:
+    def activity(self) -> Activity:
         """See `Producer`."""
-        return self._n, ""
+        return Activity(self._n)
 
     def start(self, block: Block) -> StagedBlock:
         """See `Producer`."""
@@ -59,7 +60,7 @@ class ShardSender:
             if part.rank != self._rank:
                 tiles.append(Piece(part.region, values))
                 continue
-            into = self._targets[part.shard].view(part.region)
+            into = self._targets[part.target].view(part.region)
             np.copyto(into, values, casting="no")
             if self._checksums and checksum(into) != checksum(values):
                 raise PeerError(

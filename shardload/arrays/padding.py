@@ -128,7 +128,7 @@ def remember(array: jax.Array, extent: Extent, is_decoded: bool | None = None) -
     _loaded[id(array)] = LoadedArray(extent, is_decoded)
     weakref.finalize(array, _loaded.pop, id(array), None).atexit = False
     if not extent.is_whole:
-        axes = tuple(k for k, (own, n) in enumerate(zip(extent.shape, extent.shape_global, strict=True)) if own != n)
+        axes = tuple(k for k, (n, padded) in enumerate(zip(extent.shape, extent.shape_global, strict=True)) if n != padded)
         _padded.setdefault(axes, {})[_lengths(array, axes)] = extent
 
 
@@ -150,8 +150,8 @@ def padded_like(array: jax.Array) -> Extent | None:
     does not matter: when it goes depends on garbage collection, and on whether it was donated.
     """
     for axes, extents in _padded.items():
-        if axes[-1] < array.ndim and (found := extents.get(_lengths(array, axes))) is not None:
-            return found
+        if axes[-1] < array.ndim and (extent := extents.get(_lengths(array, axes))) is not None:
+            return extent
     return None
 
 
@@ -166,7 +166,7 @@ def check_exists(array: jax.Array, name: str) -> None:
         raise ConfigError(f"{name} was deleted (donated to a jitted function?), so it has no values. Call unpad before that")
 
 
-def extent_of(array: jax.Array, given: Extent | Sequence[int] | None, name: str) -> Extent:
+def extent_of(array: jax.Array, extent: Extent | Sequence[int] | None, name: str) -> Extent:
     """The extent of an array.
 
     Parameters
@@ -183,7 +183,7 @@ def extent_of(array: jax.Array, given: Extent | Sequence[int] | None, name: str)
     ConfigError
         If the array is not known, or what is given does not fit it.
     """
-    if given is None:
+    if extent is None:
         known = loaded_as(array)
         if known is None:
             raise ConfigError(
@@ -192,20 +192,20 @@ def extent_of(array: jax.Array, given: Extent | Sequence[int] | None, name: str)
                 "plan too, or the shape without padding: mask(x, plan), unpad(x, (1000, 3))"
             )
         return known.extent
-    if not isinstance(given, Extent):
-        given = _extent_of_shape(array, given, name)
-    if given.shape_global != array.shape:
+    if not isinstance(extent, Extent):
+        extent = _extent_of_shape(array, extent, name)
+    if extent.shape_global != array.shape:
         raise ConfigError(
-            f"{name} has shape {array.shape}, but an array of this plan has shape {given.shape_global}. Pass the plan that it "
+            f"{name} has shape {array.shape}, but an array of this plan has shape {extent.shape_global}. Pass the plan that it "
             "was loaded by"
         )
-    return given
+    return extent
 
 
-def _extent_of_shape(array: jax.Array, given: Any, name: str) -> Extent:
-    numbers = given if isinstance(given, (tuple, list)) else (given,)
+def _extent_of_shape(array: jax.Array, shape: Any, name: str) -> Extent:
+    numbers = shape if isinstance(shape, (tuple, list)) else (shape,)
     if not all(isinstance(n, (int, np.integer)) and not isinstance(n, bool) for n in numbers):
-        what = "a tree" if isinstance(given, (dict, list)) else repr(given)
+        what = "a tree" if isinstance(shape, (dict, list)) else repr(shape)
         raise ConfigError(
             f"the plan or shape is {what}; expected the Plan of {name}, or its shape without padding, such as (1000, 3). If it "
             "is the plan of a tree, pass the Plan of this array: plan.plans['name']"
@@ -277,10 +277,10 @@ def to_numpy(array: jax.Array, extent: Extent, name: str) -> Array:
 
 def _place(out: Array, data: Array, places: list[Index]) -> None:
     """Copy the values of a shard to where they belong; `places` is -1 for what belongs nowhere."""
-    own = [np.flatnonzero(along >= 0) for along in places]
-    into = [along[at] for along, at in zip(places, own, strict=True)]
-    if all(len(at) for at in own):
-        out[_index(into)] = data[_index(own)]
+    unpadded = [np.flatnonzero(along >= 0) for along in places]
+    into = [along[at] for along, at in zip(places, unpadded, strict=True)]
+    if all(len(at) for at in unpadded):
+        out[_index(into)] = data[_index(unpadded)]
 
 
 def _index(along: list[Index]) -> Any:
@@ -377,8 +377,8 @@ def _cut_on_devices(array: jax.Array, extent: Extent, sharding: NamedSharding) -
     apart = array
     if isinstance(array.sharding, NamedSharding):
         auto = _auto(array.sharding)
-        own = [put_shard(shard.data, shard.device, auto) for shard in array.addressable_shards]
-        apart = jax.make_array_from_single_device_arrays(array.shape, auto, own, dtype=array.dtype)
+        shards = [put_shard(shard.data, shard.device, auto) for shard in array.addressable_shards]
+        apart = jax.make_array_from_single_device_arrays(array.shape, auto, shards, dtype=array.dtype)
     target = _auto(sharding)
     with jax.set_mesh(_auto_mesh(sharding)):  # JAX compiles for the caller's mesh otherwise
         cut = _cutter(extent, target)(apart)
@@ -412,11 +412,11 @@ def _cut(extent: Extent, sharding: NamedSharding, x: Any) -> Any:
         bits = jax.lax.bitcast_convert_type(x, f"uint{jnp.finfo(x.dtype).bits}")  # type: ignore[no-untyped-call]
         cut = jax.lax.optimization_barrier(_cut(extent, sharding, jax.lax.optimization_barrier(bits)))
         return jax.lax.bitcast_convert_type(cut, x.dtype)
-    for axis, (n, cuts, held, halo) in enumerate(zip(extent.shape, extent.cuts, extent.shard_shape, extent.halo, strict=True)):
+    for axis, (n, cuts, rows, halo) in enumerate(zip(extent.shape, extent.cuts, extent.shard_shape, extent.halo, strict=True)):
         if halo:
             before, after = x.shape[:axis], x.shape[axis + 1 :]
-            x = x.reshape(*before, cuts, held, *after)
-            x = jax.lax.slice_in_dim(x, halo, held - halo, axis=axis + 1)
-            x = x.reshape(*before, cuts * (held - 2 * halo), *after)
+            x = x.reshape(*before, cuts, rows, *after)
+            x = jax.lax.slice_in_dim(x, halo, rows - halo, axis=axis + 1)
+            x = x.reshape(*before, cuts * (rows - 2 * halo), *after)
         x = jax.lax.slice_in_dim(x, 0, n, axis=axis)
     return jax.lax.with_sharding_constraint(x, sharding)

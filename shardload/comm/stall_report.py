@@ -29,14 +29,14 @@ class RankState:
         Number of the call, and a count of the progress in it.
     phase : str
         Phase of the call.
-    reading : str
-        What the rank is reading from the file; empty: nothing.
+    doing : str
+        What its threads have in hand, such as "reading chunk (1, 2) of '/x' in 'f.h5'"; empty: nothing.
     """
 
     call: int
     count: int
     phase: str = ""
-    reading: str = ""
+    doing: str = ""
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,11 @@ class RankStates:
         for phase in dict.fromkeys(state.phase for state in self.lost.values()):
             lost = [rank for rank, state in self.lost.items() if state.phase == phase]
             said.append(f"{first_ranks(lost)} {_are(lost)} held up or gone: not heard of any more (last phase: {phase})")
-        reading = {rank: state.reading for rank, state in self.heard.items() if state.reading}
-        said += [f"rank {rank} is reading {what}" for rank, what in [*reading.items()][:_MOST_NAMED]]
-        if len(reading) > _MOST_NAMED:
-            said.append(f"{len(reading) - _MOST_NAMED} more ranks are reading")
-        phases = [state.phase for state in self.heard.values() if not state.reading]
+        doing = {rank: state.doing for rank, state in self.heard.items() if state.doing}
+        said += [f"rank {rank} is {what}" for rank, what in [*doing.items()][:_MOST_NAMED]]
+        if len(doing) > _MOST_NAMED:
+            said.append(f"{len(doing) - _MOST_NAMED} more ranks are reading or writing")
+        phases = [state.phase for state in self.heard.values() if not state.doing]
         other = "other " if said else ""
         for phase in dict.fromkeys(phases):
             n = phases.count(phase)

@@ -27,7 +27,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from shardload.comm.stall_report import NOTICE_SECONDS, RankState, RankStates, notice_of, text_of, text_of_departed
 from shardload.comm.tracebacks import share
@@ -73,6 +73,21 @@ def beat_seconds(timeout: float | None, size: int) -> float:
     return longest if timeout is None else min(timeout / _BEATS, longest)
 
 
+class Activity(NamedTuple):
+    """What the threads of a rank do.
+
+    Attributes
+    ----------
+    n_done : int
+        Grows with what they have done, in any unit.
+    doing : str
+        What they have in hand, such as "reading chunk (1, 2) of '/x' in 'f.h5'"; empty: nothing.
+    """
+
+    n_done: int = 0
+    doing: str = ""
+
+
 class Watchdog:
     """Watches the progress of all ranks, on one of them.
 
@@ -108,7 +123,7 @@ class Watchdog:
         self._call, self._count, self._n_seen = 0, 0, 0
         self._what, self._phase = "initialize()", "begin"  # until a call says what it is
         self._timeout: float | None = None
-        self._now: Callable[[], tuple[int, str]] = _nothing
+        self._activity: Callable[[], Activity] = Activity
         self._states: dict[int, RankState] = {}  # on the monitor: the latest state of each rank
         self._heard: dict[int, int] = {}  # ... and the beat at which it came
         self._interval = self._due = 0.0
@@ -141,7 +156,7 @@ class Watchdog:
         self._raise_stall()
         self._call += 1
         self._count, self._phase, self._what, self._timeout = 0, "begin", what, timeout
-        self._now, self._n_seen = _nothing, 0
+        self._activity, self._n_seen = Activity, 0
         self._heard.clear()
         self._start_beats()
 
@@ -155,13 +170,13 @@ class Watchdog:
         self._count += 1
 
     @contextmanager
-    def attend(self, now: Callable[[], tuple[int, str]]) -> Iterator[None]:
-        """Call `now` at each beat. It returns a number that grows with reading, and what is being read (empty: nothing)."""
-        self._now, self._n_seen = now, 0
+    def attend(self, activity: Callable[[], Activity]) -> Iterator[None]:
+        """Ask at each beat what the threads of this rank do."""
+        self._activity, self._n_seen = activity, 0
         try:
             yield
         finally:
-            self._now = _nothing
+            self._activity = Activity
 
     def look(self) -> None:
         """Call this in each iteration of a wait. StallError if a stall was detected."""
@@ -183,11 +198,11 @@ class Watchdog:
         self._is_said = False
 
     def _state(self) -> RankState:
-        n_read, reading = self._now()
-        if n_read != self._n_seen:
-            self._n_seen = n_read
+        n_done, doing = self._activity()
+        if n_done != self._n_seen:
+            self._n_seen = n_done
             self._count += 1
-        return RankState(self._call, self._count, self._phase, reading[:_LONGEST_NAME])
+        return RankState(self._call, self._count, self._phase, doing[:_LONGEST_NAME])
 
     def _beat(self) -> None:
         self._due = self._clock() + self._interval
@@ -195,7 +210,7 @@ class Watchdog:
         mine = self._state()
         _log.debug(
             "rank %d, call %d, %s: step %d, phase %s%s",
-            *(self._rank, mine.call, self._what, mine.count, mine.phase, mine.reading and f", reading {mine.reading}"),
+            *(self._rank, mine.call, self._what, mine.count, mine.phase, mine.doing and f", {mine.doing}"),
         )
         patience = math.inf if self._timeout is None else math.ceil(self._timeout / self._interval)
         self._n_still += 1
@@ -205,7 +220,7 @@ class Watchdog:
             self._note(self._rank, mine)
             ranks = self._ranks()
             if self._timeout is not None and self._n_still >= patience + _NOTICE_BEATS:
-                late = sorted([*ranks.absent, *ranks.lost, *(r for r, state in ranks.heard.items() if state.reading)])
+                late = sorted([*ranks.absent, *ranks.lost, *(r for r, state in ranks.heard.items() if state.doing)])
                 self._give_up(text_of(self._what, self._timeout, ranks), late[0] if late else None)
             if self._n_still * self._interval >= NOTICE_SECONDS:
                 self._warn(self._n_still, ranks)
@@ -215,7 +230,7 @@ class Watchdog:
         if self._rank == 1 and self._n_unanswered * self._interval >= NOTICE_SECONDS:
             self._warn(self._n_unanswered, _NO_MONITOR)
         self._n_unanswered += 1
-        self._mailbox.send(0, {"kind": _BEAT, "state": [mine.call, mine.count, mine.phase, mine.reading]})
+        self._mailbox.send(0, {"kind": _BEAT, "state": [mine.call, mine.count, mine.phase, mine.doing]})
 
     def _judge_departed(self) -> None:
         """Give up if a rank has departed before it took part in the collective that this rank waits for."""
@@ -285,7 +300,3 @@ class Watchdog:
             error = StallError(text, rank=late)
             share(error, self._rank, self._size, shows=self._rank == (1 if late == 0 else 0))
             raise error
-
-
-def _nothing() -> tuple[int, str]:
-    return 0, ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,6 +13,7 @@ import numpy as np
 from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.contract.format import Source
 from shardload.formats.memory import MemorySource
+from shardload.planning.parts import Block
 from shardload.planning.schedule import Schedule
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.tuning import Tuning, default_tuning
@@ -71,6 +72,10 @@ class FileSource(ABC):
     def open(self, moves: Sequence[ArrayMove], opened: ExitStack) -> list[OpenArray]:
         """Open the arrays of a round. `opened` closes them when all has moved, or they stay open for later rounds."""
 
+    def coming(self, move: ArrayMove) -> Iterable[Block]:
+        """The blocks of an array in a store that this rank reads next, in order, as far as nothing was told of them."""
+        return move.flow.outgoing(self._rank)
+
     def stage(self, moves: Sequence[ArrayMove], resources: Resources, opened: ExitStack) -> None:
         """See `SourceEndpoint`."""
         for move, array in zip(moves, self.open(moves, opened), strict=True):
@@ -100,7 +105,7 @@ class FileSource(ABC):
             convert=conversion(array.decoding),
         )
         if in_store:
-            reader.expect(move.flow.outgoing(self._rank))
+            reader.expect(self.coming(move))
         opened.enter_context(reader)
         opened.push(partial(_interrupt, source))  # runs first: the reader waits for threads that read
         return reader

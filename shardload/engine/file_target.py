@@ -1,10 +1,13 @@
-"""How is one new file the target of rounds? All ranks write it together, of chunks that each has in memory.
+"""How do all ranks write one new file in rounds, of chunks that each has in memory?
 
-Steps 2 to 10 of docs/design/save.md, for chunks that come from anywhere: from the shards of arrays, or from another file.
+Steps 2 to 10 of docs/design/save.md, for chunks that come from anywhere: from the shards of arrays, or from another file. Read
+`formats.sink` first: a `Sink` is what the format plans of the file; its `Catalog` is the open temporary of rank 0, which gives
+chunks their places; a `Ticket` is what rank 0 tells the others of it. Each rank has an `Encoder` for each array, a `Writer`.
 
-1. `begin`: rank 0 makes the temporary, and all open it.
-2. `take`, for each round: threads encode its chunks while the values of the next round are made. The sizes go to rank 0, which
-   says where the chunks go, and the offsets come back. The threads write while the next round is encoded.
+1. `begin`: rank 0 makes the temporary file, and all open it.
+2. `take`, for each round: threads encode its chunks while the values of the next round are made, and write those whose places
+   are known before. The sizes of the others go to rank 0, which says where they go, and the offsets come back. The threads
+   write them while the next round is encoded.
 3. `end`: all wait for the disk (fsync); rank 0 writes the metadata; each rank reads back what another one has written
    (`read_back`); rank 0 gives the file its name.
 
@@ -17,7 +20,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -29,6 +32,7 @@ import deflate
 import numpy as np
 
 from shardload.comm.group import Group
+from shardload.comm.watchdog import Activity
 from shardload.engine.read_back import WIDTH, ReadBack, checksum_of_values, plan_partners
 from shardload.engine.session import Round
 from shardload.errors import StallError
@@ -46,13 +50,14 @@ from shardload.transfer.moves import ArrayMove
 _N_COLUMNS = 4  # integers that rank 0 gets of a chunk: array, number, stored bytes, mask
 _LEAVE_SECONDS = 5.0  # for ending what threads do, and removing the temporary, when the file system may hang
 _TASKS_A_THREAD = 4  # tasks of a round for each thread, so that all end at about the same time
-_DECODED_IN_FILE = 16  # one chunk in so many is decoded by verify="file"
+_DECODE_EVERY = 16  # with verify="file" one chunk in so many is decoded
 
 Array = np.ndarray[Any, Any]
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
 Result = TypeVar("Result")
 
-_DOING = {"encode": "encoding", "write": "writing"}  # in words, what a thread does in these phases
+# What a thread does with a chunk: the phase whose seconds it counts for, in words, and how.
+_Step = tuple[str, str, Callable[["Chunk"], None]]
 
 
 @dataclass(slots=True, eq=False)
@@ -64,10 +69,14 @@ class Chunk:
     name : str
         Full name of its array, as in `Sink.arrays`.
     region : Region
-        The chunk's elements, up to the array's edge. Of an array in one piece: any region that is one run of the file, such as
+        The chunk's elements, up to the array's edge. Of a contiguous array: any region that is one run of the file, such as
         rows of the first axis.
     values : ndarray
         Of the region's shape and the array's type, with any strides.
+    array, number : int
+        The number of the array, and of the chunk in its grid; of a contiguous array, of the first element.
+    is_sampled : bool
+        Whether another rank shall decode it, to verify it.
     """
 
     name: str
@@ -77,7 +86,7 @@ class Chunk:
     array: int = -1
     number: int = -1
     nbytes: int = 0
-    is_decoded: bool = False
+    is_sampled: bool = False
     stored: Any = None
     offset: int = -1
     crc: int = 0
@@ -97,7 +106,7 @@ class WriteCounts:
     Attributes
     ----------
     n_chunks, nbytes, nbytes_stored : int
-        Chunks (and pieces of arrays without chunks), bytes of their values, bytes in the file.
+        Chunks (and runs of contiguous arrays), bytes of their values, bytes in the file.
     n_read_back, n_decoded : int
         How many were read back by another rank, and how many of them were decoded.
     seconds : mapping of str to float
@@ -160,7 +169,7 @@ class FileTarget:
         self._pool = Pool(self._n_threads, "shardload-save")
         self._encoders = list(sink.arrays.values())
         self._numbers = {name: number for number, name in enumerate(sink.arrays)}
-        self._asks = any(encoder.is_asked for encoder in self._encoders)  # whether rank 0 places chunks
+        self._root_places = any(encoder.is_placed_by_root for encoder in self._encoders)
         self._ring = _Ring(round_nbytes)
         self._ticket = Ticket("")
         self._writer: Any = None
@@ -173,7 +182,7 @@ class FileTarget:
         self._seconds = dict.fromkeys(("encode", "write", "sync", "finish", "read back"), 0.0)
         self._lock = threading.Lock()
         self._doing: dict[int, tuple[str, Chunk]] = {}
-        self._n_steps = self._n_given = 0
+        self._n_steps = self._n_checked = 0
         self._sampled: set[int] = set()  # arrays of which a chunk is decoded
 
     def __enter__(self) -> Self:
@@ -225,7 +234,7 @@ class FileTarget:
         self._group.watch.enter("write")
 
     def make_room(self, moves: Sequence[ArrayMove]) -> None:
-        """See `TargetEndpoint`. The memory is that of the round which was the third before."""
+        """See `TargetEndpoint`. The memory is that of the round three before."""
         if len(self._batches) == KEPT_ROUNDS:
             self._wait(self._batches.popleft().tasks)
         self._ring.begin_round()
@@ -234,22 +243,27 @@ class FileTarget:
             move.targets = {number: self._ring.piece(region, move.dtype) for number, region in regions if region is not None}
 
     def take(self, round_: Round) -> None:
-        """Have the chunks of a round encoded, and those of the round before written, which are encoded by now."""
+        """Have the chunks of a round encoded, and written where their places are known.
+
+        Those of the round before which rank 0 places are written now: they are encoded, so that their sizes are known.
+        """
         before, batch = self._batches[-1] if self._batches else None, _Batch()
         self._group.watch.enter("write")
         self._tell_progress()
         self._batches.append(batch)
         with self._errors:
             batch.chunks = [self._checked(chunk) for chunk in round_.values() if chunk.region.size]
-            batch.tasks = self._share_out(batch.chunks, encode=self._encode_one, write=self._put_one)
+            batch.tasks = self._share_out(
+                batch.chunks, [("encode", "encoding", self._encode_one), ("write", "writing", self._put_if_placed)]
+            )
         if before is not None:
-            self._settle(before)
+            self._place_and_write(before)
 
     def end(self) -> WriteCounts:
         """Finish the file, read it back, and give it its name."""
         group = self._group
         if self._batches:
-            self._settle(self._batches[-1], is_last=True)
+            self._place_and_write(self._batches[-1], is_last=True)
         for batch in self._batches:
             self._wait(batch.tasks)
         self._tell_progress()
@@ -303,28 +317,31 @@ class FileTarget:
             if run is None:
                 raise ValueError(f"region {chunk.region} of '{chunk.name}', of shape {encoder.spec.shape}, is not one run")
             chunk.number = run[0]
-        chunk.is_decoded = self._is_decoded(chunk.array)
+        chunk.is_sampled = self._sample(chunk.array)
         return chunk
 
-    def _is_decoded(self, array: int) -> bool:
-        """Whether another rank shall decode the next chunk, which is of this array."""
-        is_decoded = self._verify == FULL or (self._verify == FILE and self._n_given % _DECODED_IN_FILE == 0)
-        self._n_given += 1
-        if not is_decoded and array not in self._sampled and self._verify != INDEX:
+    def _sample(self, array: int) -> bool:
+        """Choose whether another rank shall decode the next chunk, which is of this array, and note it."""
+        is_sampled = self._verify == FULL or (self._verify == FILE and self._n_checked % _DECODE_EVERY == 0)
+        self._n_checked += 1
+        if not is_sampled and array not in self._sampled and self._verify != INDEX:
             # The first of this rank, and the first of some arrays: those of the other ranks are other arrays'.
-            is_decoded = not self._sampled or array % self._group.size == self._group.rank
-        if is_decoded:
+            is_sampled = not self._sampled or array % self._group.size == self._group.rank
+        if is_sampled:
             self._sampled.add(array)
-        return is_decoded
+        return is_sampled
 
-    def _settle(self, batch: _Batch, is_last: bool = False) -> None:
-        """Have the chunks written that were encoded, where rank 0 says. Raises what went wrong on any rank. Collective."""
+    def _place_and_write(self, batch: _Batch, is_last: bool = False) -> None:
+        """Have encoded chunks written where rank 0 says, and note all of the batch, for who reads it back.
+
+        Raises what went wrong on any rank. Collective.
+        """
         self._wait(batch.tasks)
-        if self._asks:
-            asked = [chunk for chunk in batch.chunks if self._encoders[chunk.array].is_asked]
-            for chunk, offset in zip(asked, self._places(asked), strict=True):
+        if self._root_places:
+            chunks = [chunk for chunk in batch.chunks if self._encoders[chunk.array].is_placed_by_root]
+            for chunk, offset in zip(chunks, self._offsets_of(chunks), strict=True):
                 chunk.offset = offset
-            batch.tasks = self._share_out(asked, write=self._put_one)
+            batch.tasks = self._share_out(chunks, [("write", "writing", self._put_if_placed)])
         elif not is_last:  # else all agree when the disk has it
             self._agree()
         if not self._errors:
@@ -333,27 +350,29 @@ class FileTarget:
                 self._rows.append(np.array([chunk.row for chunk in batch.chunks], dtype=np.int64).reshape(-1, WIDTH))
         batch.chunks = []
 
-    def _places(self, asked: Sequence[Chunk]) -> list[int]:
+    def _offsets_of(self, chunks: Sequence[Chunk]) -> list[int]:
         """Where chunks go. Raises what went wrong on any rank. Collective."""
-        sizes = [(chunk.array, chunk.number, chunk.nbytes_stored, chunk.stored.mask) for chunk in asked if not self._errors]
-        told = self._group.gather_rows(np.array([bool(self._errors), *chain(*sizes)], dtype=np.int64))
-        answer = self._group.scatter_rows(None if told is None else self._answers(told))
+        sizes = [(chunk.array, chunk.number, chunk.nbytes_stored, chunk.stored.mask) for chunk in chunks if not self._errors]
+        message = np.array([bool(self._errors), *chain(*sizes)], dtype=np.int64)
+        messages = self._group.gather_rows(message)
+        answer: list[int] = self._group.scatter_rows(None if messages is None else self._answers(messages)).tolist()
         if answer[0]:
             self._agree()
-        offsets: list[int] = answer[1:].tolist()
-        return offsets
+        return answer[1:]
 
-    def _answers(self, told: list[Int64s]) -> list[Int64s]:
-        """On rank 0: what each rank is told, whether to stop, and where its chunks go."""
-        rows = [row[1:].reshape(-1, _N_COLUMNS) for row in told]
-        asked, offsets = np.concatenate(rows), np.zeros(sum(map(len, rows)), dtype=np.int64)
-        if not any(row[0] for row in told):
+    def _answers(self, messages: list[Int64s]) -> list[Int64s]:
+        """On rank 0: ``[must_stop, offset of each chunk]``, for ``[has_failed, (array, number, nbytes, mask) of each]``."""
+        rows_by_rank = [message[1:].reshape(-1, _N_COLUMNS) for message in messages]
+        rows, has_failed = np.concatenate(rows_by_rank), any(message[0] for message in messages)
+        offsets = np.zeros(len(rows), dtype=np.int64)
+        if not has_failed:
             with self._errors:
-                for array in np.unique(asked[:, 0]).tolist():
-                    which = np.flatnonzero(asked[:, 0] == array)
-                    offsets[which] = self._catalog.allocate(self._encoders[array].name, *asked[which, 1:].T)
-        must_stop = [int(bool(self._errors) or any(row[0] for row in told))]
-        return [np.concatenate([must_stop, part]) for part in np.split(offsets, np.cumsum(list(map(len, rows)))[:-1])]
+                for array in np.unique(rows[:, 0]).tolist():
+                    of_array = np.flatnonzero(rows[:, 0] == array)
+                    offsets[of_array] = self._catalog.allocate(self._encoders[array].name, *rows[of_array, 1:].T)
+        must_stop = [int(bool(self._errors) or has_failed)]
+        ends = np.cumsum([len(rows) for rows in rows_by_rank])
+        return [np.concatenate([must_stop, offsets_of_rank]) for offsets_of_rank in np.split(offsets, ends[:-1])]
 
     def _read_back(self) -> list[int]:
         """Read back what another rank has written: how many chunks, and how many were decoded. Collective."""
@@ -385,20 +404,19 @@ class FileTarget:
 
     # --- the thread that owns it waits for the others
 
-    def _now(self) -> tuple[int, str]:
-        """A number that grows with the work of the threads, and what they do."""
+    def _activity(self) -> Activity:
         try:
             what, chunk = next(iter(self._doing.values()))
         except (StopIteration, RuntimeError):  # nothing, or another thread has changed it just now
-            return self._n_steps, ""
-        return self._n_steps, f"{what} {chunk.region} of '{chunk.name}' in '{self._sink.path}'"
+            return Activity(self._n_steps)
+        return Activity(self._n_steps, f"{what} {chunk.region} of '{chunk.name}' in '{self._sink.path}'")
 
     def _wait(self, futures: Sequence[Future[Any]]) -> None:
         """Return when all have ended. Their errors are not raised. StallError if nothing moves."""
         if all(future.done() for future in futures):
             return
         watch = self._group.watch
-        with watch.attend(self._now):
+        with watch.attend(self._activity):
             while wait(futures, min(0.5, watch.nap_seconds)).not_done:
                 watch.look()
         watch.moved()
@@ -422,20 +440,20 @@ class FileTarget:
         finally:
             self._seconds[phase] += time.perf_counter() - started
 
-    def _share_out(self, chunks: Sequence[Chunk], **steps: Callable[[Chunk], None]) -> list[Future[None]]:
-        """Start tasks that do some steps with some chunks each."""
+    def _share_out(self, chunks: Sequence[Chunk], steps: Sequence[_Step]) -> list[Future[None]]:
+        """Start tasks that do some steps, in this order, with some chunks each."""
         n = min(len(chunks), _TASKS_A_THREAD * self._n_threads)
         return [self._pool.submit(self._do, chunks[k::n], steps) for k in range(n)]
 
     # --- its threads
 
-    def _do(self, chunks: Sequence[Chunk], steps: Mapping[str, Callable[[Chunk], None]]) -> None:
+    def _do(self, chunks: Sequence[Chunk], steps: Sequence[_Step]) -> None:
         """Do some steps with each chunk, until one fails, or another rank has failed."""
         for chunk in chunks:
-            for phase, step in steps.items():
+            for phase, words, step in steps:
                 if self._is_stopped:
                     return
-                self._doing[id(chunk)] = _DOING[phase], chunk
+                self._doing[id(chunk)] = words, chunk
                 started = time.perf_counter()
                 try:
                     step(chunk)
@@ -450,20 +468,20 @@ class FileTarget:
 
     def _encode_one(self, chunk: Chunk) -> None:
         encoder = self._encoders[chunk.array]
-        if chunk.is_decoded:
+        if chunk.is_sampled:
             chunk.values_crc = checksum_of_values(chunk.values)
         stored = encoder.encode(chunk.region, chunk.values)
         chunk.values, chunk.stored, chunk.nbytes_stored = None, stored, stored.nbytes
         if self._verify != INDEX:
             chunk.crc = int(deflate.crc32(memoryview(stored.data).cast("B")))
-        if not encoder.is_asked:
+        if not encoder.is_placed_by_root:
             places, spec = self._ticket.places[encoder.name], encoder.spec
-            in_one_piece = spec.chunks is None
-            chunk.offset = places[0] + chunk.number * spec.dtype.itemsize if in_one_piece else places[chunk.number]
+            is_contiguous = spec.chunks is None
+            chunk.offset = places[0] + chunk.number * spec.dtype.itemsize if is_contiguous else places[chunk.number]
 
-    def _put_one(self, chunk: Chunk) -> None:
+    def _put_if_placed(self, chunk: Chunk) -> None:
         if chunk.offset < 0:
-            return  # rank 0 has to say where it goes
+            return  # rank 0 has to say first where it goes: `_place_and_write`
         stored, chunk.stored = chunk.stored, None
         self._writer.put(chunk.name, chunk.number, chunk.offset, stored)
         with self._lock:

@@ -36,7 +36,7 @@ from shardload.system.scratch import shared_scratch
 from shardload.transfer.checksum import checksum
 
 WIDTH = 6
-"""Integers of a row: number of the array, number of the chunk (of a part of an array in one piece: its first element, in C
+"""Integers of a row: number of the array, number of the chunk (of a part of a contiguous array: its first element, in C
 order), offset, bytes, CRC-32 of the bytes, and CRC-32 of the values, or -1 if they are not decoded."""
 
 _ANY_FILTER = Access(allow_filters=frozenset({"all"}))

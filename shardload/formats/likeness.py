@@ -47,7 +47,7 @@ class Overrides:
     dtype : dtype or None
         Type of the new array; None as in the source, also its byte order.
     chunks, shards : tuple of int, None or ``"keep"``
-        None for an array in one piece, or without shards. With other chunks, shards are those that are asked for, or none.
+        None for a contiguous array, or without shards. With other chunks, shards are those that are asked for, or none.
     compression : object
         What `Compression.of` takes, or ``"keep"``. With another one there are no checksums.
     unlimited : tuple of int
@@ -62,7 +62,7 @@ class Overrides:
 
 
 def spec_like(
-    info: ArrayInfo, found: Properties, selection: Selection, kind: str, asked: Overrides
+    info: ArrayInfo, properties: Properties, selection: Selection, kind: str, overrides: Overrides
 ) -> tuple[ArraySpec, list[str]]:
     """The spec of an array of format `kind` (`saving.FORMATS`) that is like one of another file; and what was left out.
 
@@ -71,41 +71,41 @@ def spec_like(
     ConfigError
         If a value that marks missing data is none of the type that is asked for, or no array can be compressed like this one.
     """
-    kept, notes, attrs = selection.kept, list(found.unread), dict(found.attrs)
+    kept, notes, attrs = selection.kept, list(properties.unread), dict(properties.attrs)
     layout: dict[str, Any] = {}
     fill = None
-    if found.texts is not None:
+    if properties.texts is not None:
         if kind != "hdf5" and attrs.pop("_FillValue", None) is not None:
             notes.append(f"attribute '_FillValue' of {info} (which is text)")
-        texts, n_axes = _texts_like(info, found.texts, selection, kind)
+        texts, n_axes = _texts_like(info, properties.texts, selection, kind)
         if n_axes < len(kept):
-            notes.append(f"the axis {found.dims[kept[-1]]!r} of {info} (of the characters of each text)")
+            notes.append(f"the axis {properties.dims[kept[-1]]!r} of {info} (of the characters of each text)")
         kept, shape, dtype = kept[:n_axes], texts.shape, texts.dtype
         layout["texts"] = texts
         attrs, _, lost = attrs_for(kind, str(info), attrs)
     else:
-        shape, dtype = selection.shape, found.dtype if asked.dtype is None else asked.dtype
-        if asked.dtype is not None:
-            attrs = {key: _attr_cast(info, key, value, found.dtype, dtype) for key, value in attrs.items()}
+        shape, dtype = selection.shape, properties.dtype if overrides.dtype is None else overrides.dtype
+        if overrides.dtype is not None:
+            attrs = {key: _attr_cast(info, key, value, properties.dtype, dtype) for key, value in attrs.items()}
         if kind == "netcdf4" and dtype.kind == "b":  # which has no booleans: xarray writes them so, and reads them again
             if attrs.pop("_FillValue", None) is not None:  # xarray would take what is missing for True
                 notes.append(f"attribute '_FillValue' of {info} (one of two values, which cannot mark missing ones)")
             dtype, attrs = np.dtype("i1"), {**attrs, "dtype": "bool"}
-        attrs, fill, lost = attrs_for(kind, str(info), attrs, dtype, found.fill_value)
-        if asked.dtype is not None and fill is not None:
+        attrs, fill, lost = attrs_for(kind, str(info), attrs, dtype, properties.fill_value)
+        if overrides.dtype is not None and fill is not None:
             fill = cast_value(fill, dtype)  # without one: all chunks are written, so that it only pads
-        layout |= _layout_like(info, found, kept, kind, asked)
-    grows = {n for n, k in enumerate(kept) if k in found.unlimited} | set(asked.unlimited)
-    can_grow = not kind.startswith("zarr") and (found.texts is not None or layout["chunks"] or asked.unlimited)
+        layout |= _layout_like(info, properties, kept, kind, overrides)
+    grows = {n for n, k in enumerate(kept) if k in properties.unlimited} | set(overrides.unlimited)
+    can_grow = not kind.startswith("zarr") and (properties.texts is not None or layout["chunks"] or overrides.unlimited)
     if kind == "hdf5":  # the only one that says of axes more than names
         layout["scales"], layout["axis_labels"] = (
-            tuple(of_axes[k] for k in kept) if of_axes else () for of_axes in (found.scales, found.axis_labels)
+            tuple(of_axes[k] for k in kept) if of_axes else () for of_axes in (properties.scales, properties.axis_labels)
         )
-        layout["scale_name"] = found.scale_name
+        layout["scale_name"] = properties.scale_name
     spec = ArraySpec(
         shape=shape,
         dtype=dtype,
-        dims=tuple(found.dims[k] for k in kept),
+        dims=tuple(properties.dims[k] for k in kept),
         attrs=attrs,
         fill_value=fill,
         unlimited=tuple(sorted(grows)) if can_grow else (),
@@ -114,23 +114,25 @@ def spec_like(
     return spec, [f"{what} was left out" for what in (*notes, *lost)]
 
 
-def _layout_like(info: ArrayInfo, found: Properties, kept: Sequence[int], kind: str, asked: Overrides) -> dict[str, Any]:
+def _layout_like(
+    info: ArrayInfo, properties: Properties, kept: Sequence[int], kind: str, overrides: Overrides
+) -> dict[str, Any]:
     """Chunks, shards, compression and checksums, for `ArraySpec`."""
-    chunks: Any = asked.chunks
-    shards: Any = asked.shards
+    chunks: Any = overrides.chunks
+    shards: Any = overrides.shards
     if isinstance(shards, str):
         shards = info.shards if isinstance(chunks, str) and kind == "zarr" and info.shards is not None else None
         shards = None if shards is None else tuple(shards[k] for k in kept)
     if isinstance(chunks, str):
         chunks = None if info.chunks is None else tuple(info.chunks[k] for k in kept)
-    if not (isinstance(asked.compression, str) and asked.compression == KEEP):
-        return {"chunks": chunks, "shards": shards, "compression": Compression.of(asked.compression)}
+    if not (isinstance(overrides.compression, str) and overrides.compression == KEEP):
+        return {"chunks": chunks, "shards": shards, "compression": Compression.of(overrides.compression)}
     if chunks is None:  # if chunks are given up, so is what is done to them
         return {"chunks": None, "shards": shards}
-    if isinstance(found.compression, str):
-        raise ConfigError(f"{info} {found.compression}. Pass compression='gzip', or compression=None")
-    compression = Compression.of(found.compression)
-    return {"chunks": chunks, "shards": shards, "compression": compression, "checksum": found.checksum}
+    if isinstance(properties.compression, str):
+        raise ConfigError(f"{info} {properties.compression}. Pass compression='gzip', or compression=None")
+    compression = Compression.of(properties.compression)
+    return {"chunks": chunks, "shards": shards, "compression": compression, "checksum": properties.checksum}
 
 
 def _texts_like(
@@ -191,36 +193,36 @@ def attrs_for(
     >>> attrs_for("zarr", "x", {"_FillValue": np.float32(-9)}, f4, 0.0)
     ({'_FillValue': 'AAAAAAAAIsA='}, 0.0, [])
     """
-    found = dict(attrs)
+    attributes = dict(attrs)
     if dtype is not None and kind in ("netcdf4", "zarr2"):  # their fill value marks missing data
-        fill = found.pop("_FillValue", None)
+        fill = attributes.pop("_FillValue", None)
     if kind.startswith("zarr"):
-        marker = found.pop("_FillValue", None) if dtype is not None else None
-        found, notes = _converted(name, found, lambda _, value: _plain(value))
+        marker = attributes.pop("_FillValue", None) if dtype is not None else None
+        attributes, notes = _converted(name, attributes, lambda _, value: _plain(value))
         if marker is not None:
-            found["_FillValue"] = _as_xarray(marker)
-        return found, fill, notes
+            attributes["_FillValue"] = _as_xarray(marker)
+        return attributes, fill, notes
 
-    def held(key: str, value: Any) -> Any:
+    def as_hdf5(key: str, value: Any) -> Any:
         typed = _typed(value)
         why = refused_attribute(key, typed, is_netcdf=kind == "netcdf4")
         if why is not None:
             raise ValueError(why)
         return typed
 
-    found, notes = _converted(name, found, held)
-    return found, fill, notes
+    attributes, notes = _converted(name, attributes, as_hdf5)
+    return attributes, fill, notes
 
 
 def _converted(name: str, attrs: Mapping[str, Any], convert: Callable[[str, Any], Any]) -> tuple[dict[str, Any], list[str]]:
     """Attributes as a format has them, and those that it has not, in words."""
-    found, notes = {}, []
+    converted, notes = {}, []
     for key, value in attrs.items():
         try:
-            found[key] = convert(key, value)
+            converted[key] = convert(key, value)
         except (TypeError, ValueError) as error:
             notes.append(f"attribute {key!r} of {name} ({error})")
-    return found, notes
+    return converted, notes
 
 
 def marked(kind: str, name: str, attrs: Mapping[str, Any], dtype: np.dtype[Any]) -> tuple[dict[str, Any], Any]:
@@ -239,19 +241,19 @@ def marked(kind: str, name: str, attrs: Mapping[str, Any], dtype: np.dtype[Any])
     >>> marked("netcdf4", "/x", {"_FillValue": 1e20, "units": "K"}, np.dtype("f4"))
     ({'units': 'K'}, np.float32(1e+20))
     """
-    found = dict(attrs)
-    value = found.pop("_FillValue", None)
+    others = dict(attrs)
+    value = others.pop("_FillValue", None)
     if value is None:
-        return found, None
+        return others, None
     if kind == "zarr" and _is_as_xarray(value, dtype):
-        return found | {"_FillValue": value}, None
+        return others | {"_FillValue": value}, None
     marker = cast_value(value, dtype) if np.size(value) == 1 else None
     if marker is None and kind != "hdf5":
         raise ConfigError(f"the fill value of {name!r} is {value!r}; expected one value of type {dtype}")
     marker = value if marker is None else marker
     if kind in ("netcdf4", "zarr2"):
-        return found, marker
-    return found | {"_FillValue": _as_xarray(marker) if kind == "zarr" else marker}, None
+        return others, marker
+    return others | {"_FillValue": _as_xarray(marker) if kind == "zarr" else marker}, None
 
 
 def _as_xarray(value: Any) -> Any:
@@ -297,8 +299,8 @@ def same_value(one: Any, other: Any) -> bool:
 
 def bounds_of(name: str, properties: Properties) -> list[str]:
     """The full names of what CF calls the bounds of a coordinate, in the coordinate's group."""
-    above, told = name.rpartition("/")[0], (properties.attrs.get(key) for key in ("bounds", "climatology"))
-    return [f"{above}/{one}" for text in told for one in names_in(as_text(text))]
+    above, texts = name.rpartition("/")[0], (properties.attrs.get(key) for key in ("bounds", "climatology"))
+    return [f"{above}/{word}" for text in texts for word in names_in(as_text(text))]
 
 
 def named_by(attrs: Mapping[str, Any]) -> list[str]:
@@ -317,14 +319,14 @@ def named_beside(dataset: str, attrs: Mapping[str, Any]) -> list[list[str]]:
     >>> named_beside("/a/x", {"coordinates": "lat /b/lon"})
     [['/a/lat', '/lat'], ['/b/lon']]
     """
-    found = []
+    candidates = []
     for name in named_by(attrs):
         above, places = dataset, []
         while above and not name.startswith("/"):
             above = above.rpartition("/")[0]
             places.append(f"{above}/{name}")
-        found.append(places or [name])
-    return found
+        candidates.append(places or [name])
+    return candidates
 
 
 def _plain(value: Any) -> Any:

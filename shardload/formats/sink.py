@@ -93,7 +93,7 @@ class ArraySpec:
     dtype : dtype
         Type of the values, in the byte order in which they are stored.
     chunks : tuple of int or None
-        Elements of a chunk along each axis, at most those of the array; None for an array in one piece.
+        Elements of a chunk along each axis, at most those of the array; None for a contiguous array.
     shards : tuple of int or None
         Zarr: elements of a shard file along each axis, a multiple of `chunks`.
     compression : Compression or None
@@ -212,7 +212,7 @@ def with_dims(specs: Mapping[str, ArraySpec]) -> dict[str, ArraySpec]:
     """
     taken = {dim for spec in specs.values() for dim in spec.dims or () if dim}
     made: dict[tuple[int, int, bool], str] = {}
-    found = {}
+    with_names = {}
     for name, spec in specs.items():
         seen: dict[tuple[int, bool], int] = {}
         dims = []
@@ -227,8 +227,8 @@ def with_dims(specs: Mapping[str, ArraySpec]) -> dict[str, ArraySpec]:
                     taken.add(made[key])
                 dim = made[key]
             dims.append(dim)
-        found[name] = replace(spec, dims=tuple(dims))
-    return found
+        with_names[name] = replace(spec, dims=tuple(dims))
+    return with_names
 
 
 def unopened_by_xarray(specs: Mapping[str, ArraySpec]) -> list[tuple[str, str]]:
@@ -242,19 +242,19 @@ def unopened_by_xarray(specs: Mapping[str, ArraySpec]) -> list[tuple[str, str]]:
     []
     """
     first: dict[tuple[str, str], tuple[int, str]] = {}
-    found: dict[tuple[str, str], str] = {}
+    clashes: dict[tuple[str, str], str] = {}
     for name, spec in specs.items():
         for dim, n in zip(spec.dims or (), spec.shape, strict=False):
             axis = (name.rpartition("/")[0], dim or "")
             known, other = first.setdefault(axis, (n, name))
             if dim and known != n:
-                found.setdefault(axis, f"axis {dim!r} has {n} elements in '{name}', but {known} in '{other}'")
+                clashes.setdefault(axis, f"axis {dim!r} has {n} elements in '{name}', but {known} in '{other}'")
     numbers = {
         f"axis {dim!r} of '{name}' has the name of '{group}/{dim}', a single number"
         for (group, dim), (_, name) in first.items()
         if dim and f"{group}/{dim}" in specs and not specs[f"{group}/{dim}"].shape
     }
-    return [*((what, ONE_LENGTH) for what in found.values()), *((what, _ONE_NAME) for what in sorted(numbers))]
+    return [*((what, ONE_LENGTH) for what in clashes.values()), *((what, _ONE_NAME) for what in sorted(numbers))]
 
 
 def _example(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -263,7 +263,7 @@ def _example(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One chunk as it will be stored, or the bytes of a region of an array in one piece.
+    """One chunk as it will be stored, or the bytes of a region of a contiguous array.
 
     Attributes
     ----------
@@ -289,13 +289,13 @@ class Encoder(abc.ABC):
     ----------
     info : ArrayInfo
         The array as it will be, for planning: its chunks are the units of `encode`, as they are those of decoding.
-    is_asked : bool
+    is_placed_by_root : bool
         True if the catalog must be asked where a chunk goes, because that depends on the sizes of others. Otherwise
         `Ticket.places` has it.
     """
 
-    def __init__(self, path: str, name: str, spec: ArraySpec, format: str, codec: str, *, is_asked: bool) -> None:
-        self.name, self.spec, self.is_asked = name, spec, is_asked
+    def __init__(self, path: str, name: str, spec: ArraySpec, format: str, codec: str, *, is_placed_by_root: bool) -> None:
+        self.name, self.spec, self.is_placed_by_root = name, spec, is_placed_by_root
         dtype = native_dtype(spec.dtype).name
         self.info = ArrayInfo(path, name, format, spec.shape, dtype, chunks=spec.chunks, codec=codec, shards=spec.shards)
 
@@ -401,7 +401,7 @@ class PlacedChunks:
         return which, sizes
 
     def check_complete(self) -> None:
-        """ValueError if a chunk has no place. An array in one piece has its own from the beginning, or no elements."""
+        """ValueError if a chunk has no place. A contiguous array has its own from the beginning, or no elements."""
         absent = np.flatnonzero(self.sizes == 0)
         if len(absent) and self.grid:
             first = unravel(int(absent[0]), self.grid)
@@ -418,7 +418,7 @@ class Ticket:
         Path of the temporary file or folder. It has a random word, which is in there too: a rank that finds another file
         notices.
     places : mapping
-        Where the chunks of the arrays are for which that is known already. An array in one piece counts as one chunk.
+        Where the chunks of the arrays are for which that is known already. A contiguous array counts as one chunk.
     """
 
     temporary: str
@@ -431,9 +431,9 @@ class Ticket:
     @classmethod
     def from_json(cls, text: str) -> Ticket:
         """The inverse of `to_json`."""
-        found = json.loads(text)
-        places = {name: Places(**one) for name, one in found["places"].items()}
-        return cls(found["temporary"], places)
+        fields = json.loads(text)
+        places = {name: Places(**one) for name, one in fields["places"].items()}
+        return cls(fields["temporary"], places)
 
 
 class Catalog(abc.ABC):
@@ -495,7 +495,7 @@ class Writer:
         self._is_open = True
 
     def put(self, name: str, number: int, offset: int, stored: Stored) -> None:
-        """Write one chunk, or a run of an array in one piece.
+        """Write one chunk, or a run of a contiguous array.
 
         Raises SourceError, with file, array and chunk, if it cannot be written.
         """

@@ -1,7 +1,7 @@
 """How are stored chunks read and decoded, whatever the format? Each format says where they are; the rest is the same.
 
 1. `StoredChunks.locate` says in which objects the chunks of a box are, at which offsets, in how many bytes. Each format has its
-   own: an index of HDF5, the index of a Zarr shard, the parts of a virtual dataset.
+   own: an index of HDF5, the index of a Zarr shard, references to ranges of other files.
 2. `fetch` compares these with the objects' sizes, and with the most bytes that such a chunk can have, and reads them with few
    requests.
 3. `decode` undoes the codecs (`codecs.chains`) straight into the caller's buffer. The values of a missing chunk are the fill
@@ -21,13 +21,13 @@ import numpy as np
 from shardload.formats.codecs.chains import Chain
 from shardload.formats.contract.chunk_reader import ChunkReader, Encoded, Room, check_box, fresh
 from shardload.storage.objects import Ints, Ranges, StoredObject
-from shardload.storage.remote import expect
+from shardload.storage.remote import expect as read_ahead
 
 _LEAST_NBYTES = 1 << 14  # of a request; plain chunks that need shorter ones are fetched and decoded as fast
 
 
 @dataclass(slots=True)
-class Extents:
+class ChunkRanges:
     """Where one object stores its chunks of a box.
 
     Attributes
@@ -39,7 +39,7 @@ class Extents:
     numbers : ndarray or None
         The numbers of these chunks in the box; None for all of them, in C order.
     skipped : mapping
-        Of the chunks with these numbers in the box, the codecs that were left out when they were stored.
+        By a chunk's number in the box: the stages of the chain that were left out when it was stored.
     """
 
     stored: StoredObject
@@ -68,8 +68,11 @@ class StoredChunks(ChunkReader):
         self.counts, self.dtype, self.chain, self.fill = counts, dtype, chain, fill
 
     @abc.abstractmethod
-    def locate(self, box: Sequence[range]) -> list[Extents]:
-        """Where the stored chunks of a box are, which is in the grid. OSError or ValueError if that cannot be told."""
+    def locate(self, box: Sequence[range]) -> list[ChunkRanges]:
+        """Where the stored chunks of a box are, which is in the grid. A chunk that no `ChunkRanges` has is missing.
+
+        OSError or ValueError if that cannot be told.
+        """
 
     def fetch(self, box: Sequence[range], room: Room = fresh) -> Encoded:
         """Read a box of chunks as they are stored.
@@ -82,40 +85,42 @@ class StoredChunks(ChunkReader):
             If the box is outside the grid, or a chunk is declared longer than such a chunk can be.
         """
         check_box(box, self.counts)
-        extents = self.locate(box)
-        for extent in extents:
-            self._check_within_object(extent)
-        ranges = [Ranges(extent.offsets, extent.sizes, extent.stored.most_gap_nbytes) for extent in extents]
+        of_objects = self.locate(box)
+        for chunks in of_objects:
+            self._check_within_object(chunks)
+        ranges = [Ranges(chunks.offsets, chunks.sizes, chunks.stored.most_gap_nbytes) for chunks in of_objects]
         memory, begin = room(sum(wanted.nbytes for wanted in ranges)), 0
-        if len(extents) == 1 and extents[0].numbers is None:
-            return Encoded(extents[0].stored.read_ranges(ranges[0], memory), extents[0].skipped)
-        data: list[Any] = [None] * math.prod(map(len, box))
+        if len(of_objects) == 1 and of_objects[0].numbers is None:
+            return Encoded(of_objects[0].stored.read_ranges(ranges[0], memory), of_objects[0].skipped)
+        encoded: list[Any] = [None] * math.prod(map(len, box))
         skipped: dict[int, frozenset[int]] = {}
-        for extent, wanted in zip(extents, ranges, strict=True):
-            pieces = extent.stored.read_ranges(wanted, memory[begin : begin + wanted.nbytes])
+        for chunks, wanted in zip(of_objects, ranges, strict=True):
+            buffers = chunks.stored.read_ranges(wanted, memory[begin : begin + wanted.nbytes])
             begin += wanted.nbytes
-            numbers = range(len(data)) if extent.numbers is None else extent.numbers.tolist()
-            for number, piece in zip(numbers, pieces, strict=True):
-                data[number] = piece
-            skipped.update(extent.skipped)
-        return Encoded(data, skipped)
+            numbers = range(len(encoded)) if chunks.numbers is None else chunks.numbers.tolist()
+            for number, buffer in zip(numbers, buffers, strict=True):
+                encoded[number] = buffer
+            skipped.update(chunks.skipped)
+        return Encoded(encoded, skipped)
 
     def expect(self, boxes: Iterator[Sequence[range]]) -> None:
         """See `ChunkReader`: the same ranges are fetched ahead, in larger pieces."""
-        expect((extent.stored, extent.offsets, extent.sizes) for box in boxes for extent in self.locate(box))
+        read_ahead((chunks.stored, chunks.offsets, chunks.sizes) for box in boxes for chunks in self.locate(box))
 
-    def _check_within_object(self, extent: Extents) -> None:
-        offsets, sizes = extent.offsets.view(np.uint64), extent.sizes.view(np.uint64)  # what is negative is far too large
+    def _check_within_object(self, chunks: ChunkRanges) -> None:
+        offsets, sizes = chunks.offsets.view(np.uint64), chunks.sizes.view(np.uint64)  # what is negative is far too large
         if not len(offsets):
             return
-        most, end_of_object = self.chain.most_stored_nbytes, extent.stored.nbytes
+        most, end_of_object = self.chain.most_stored_nbytes, chunks.stored.nbytes
         largest, last = (int(sizes[0]), int(offsets[0])) if len(sizes) == 1 else (int(sizes.max()), int(offsets.max()))
         if largest > most:
             raise ValueError(
                 f"a chunk is declared to be stored in {largest} bytes; its codecs can make {most} at most of the "
                 f"{self.chain.nbytes} that it has: the index of chunks is damaged"
             )
-        stop = last + largest if last + largest <= end_of_object or last > end_of_object else int((offsets + sizes).max())
+        stop = last + largest  # at most: where the last chunk would end if it were the largest
+        if stop > end_of_object >= last:
+            stop = int((offsets + sizes).max())
         if stop > end_of_object:
             raise OSError(f"the file ends at byte {end_of_object}, but a chunk is stored up to byte {stop}")
 
@@ -140,15 +145,16 @@ class StoredChunks(ChunkReader):
         if self.chain.names:
             return False
         check_box(box, self.counts)
-        extents = self.locate(box)
-        if len(extents) != 1 or extents[0].numbers is not None:
+        of_objects = self.locate(box)
+        if len(of_objects) != 1 or of_objects[0].numbers is not None:
             return False
-        offsets, sizes = extents[0].offsets, extents[0].sizes
+        (chunks,) = of_objects
+        offsets, sizes = chunks.offsets, chunks.sizes
         ranges = Ranges(offsets, sizes, most_gap=0)
         if ranges.nbytes != out.nbytes or not ranges.are_in_order or len(ranges.requests) * _LEAST_NBYTES > ranges.nbytes:
             return False
         if len(sizes) > 1 and (sizes != self.chain.nbytes).any():
             return False
-        self._check_within_object(extents[0])
-        extents[0].stored.read_ranges(ranges, out.reshape(-1).view(np.uint8))
+        self._check_within_object(chunks)
+        chunks.stored.read_ranges(ranges, out.reshape(-1).view(np.uint8))
         return True

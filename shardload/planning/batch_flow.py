@@ -2,16 +2,19 @@
 
 The array of the file, (..., steps, ...), is cut into *columns*: all of it between two borders of chunks along the stream's
 axis. A round reads some columns. The batch, (samples, ...), is cut into shards. A rank receives of each column the steps that
-samples of its shards need, as runs of steps that follow each other, each run once for each of its shards.
+samples of its shards need, as runs of steps that follow each other, each run once for each of its shards. A block is read by a
+rank that needs it, if all readers then have equally many: what one rank alone needs is not sent.
 
 Pure, like `schedule`; ranks with the same integers make the same flow, each at the cost of its own work.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -63,45 +66,57 @@ class BatchSchedule:
             (*rest.stop[:k], stop, *rest.stop[k:]),
         )
 
-    def held(self, shard: int) -> Region | None:
-        """What a shard has of the other axes of the array, without padding; None if that is nothing."""
-        if shard not in self._held:
-            region = self.shards.region(shard)
-            self._held[shard] = Region(region.start[1:], region.stop[1:]).intersect(Region.whole(self.rest.shape))
-        return self._held[shard]
+    @cached_property
+    def n_tiles(self) -> int:
+        """Into how many tiles the other axes are cut. Shard `n_tiles * i + k` has tile `k` of part `i` of the samples."""
+        return math.prod(self.shards.cuts[1:])
 
     @cached_property
-    def _held(self) -> dict[int, Region | None]:
-        """Of the shards that this rank has asked for: every round asks again."""
-        return {}
+    def tiles(self) -> list[Region | None]:
+        """What each tile has of the other axes of the array, without padding; None if that is nothing."""
+        regions, whole = map(self.shards.region, range(self.n_tiles)), Region.whole(self.rest.shape)
+        return [Region(region.start[1:], region.stop[1:]).intersect(whole) for region in regions]
 
-    def part_of_batch(self, shard: int) -> int:
-        """Which part of the samples of a batch a shard has, from 0 to `n_parts`."""
-        return self.shards.grid.index(shard)[0]
+    def held(self, shard: int) -> Region | None:
+        """What a shard has of the other axes of the array, without padding; None if that is nothing."""
+        return self.tiles[shard % self.n_tiles]
 
-    @property
-    def n_parts(self) -> int:
-        """Into how many parts the samples of a batch are cut."""
-        return self.shards.cuts[0]
+    @cached_property
+    def cells(self) -> list[Region]:
+        """The cells of `rest`."""
+        return [self.rest.region(cell) for cell in range(self.rest.n_cells)]
+
+    @cached_property
+    def met(self) -> list[list[tuple[int, Region]]]:
+        """The tiles that have something of each cell of `rest`, ascending, and what they have in common."""
+        found: list[list[tuple[int, Region]]] = [[] for _ in self.cells]
+        for tile, held in enumerate(self.tiles):
+            for cell, common in () if held is None else self.cells_of(held):
+                found[cell].append((tile, common))
+        return found
+
+    def cells_of(self, held: Region) -> Iterator[tuple[int, Region]]:
+        """The cells of `rest` that have something of a region, and what they have in common."""
+        for cell in self.rest.meeting(held):
+            common = self.cells[cell].intersect(held)
+            if common is not None:
+                yield cell, common
 
     def part_of_samples(self, slots: IntArray) -> IntArray:
         """The part of the batch in which each slot lies."""
         return slots // self.shards.shard_shape[0]
 
-    @cached_property
-    def max_block_size(self) -> int:
-        """Most elements of a block."""
-        return int(np.prod([min(c, n) for c, n in zip(self.blocks.cell, self.blocks.shape, strict=True)]))
-
 
 @dataclass(frozen=True, eq=False)
 class Runs:
-    """Steps that follow each other in a column, for one part of the batch.
+    """Steps that follow each other in a column, each for one part of the batch. They ascend by column, part and step.
 
     Attributes
     ----------
     column : ndarray of int
-        The place of each run's column among those of the round; they ascend.
+        The place of each run's column among those of the round.
+    part : ndarray of int
+        Which part of the samples of a batch needs it.
     start, stop : ndarray of int
         The steps of each run.
     last : ndarray of int
@@ -109,6 +124,7 @@ class Runs:
     """
 
     column: IntArray
+    part: IntArray
     start: IntArray
     stop: IntArray
     last: IntArray
@@ -117,33 +133,86 @@ class Runs:
         return len(self.column)
 
     @classmethod
-    def of(cls, column: IntArray, step: IntArray, sample: IntArray, most: int = 1 << 30) -> Runs:
-        """The runs of at most `most` steps of some steps, which ascend in each column; each may be given for several samples.
+    def of(cls, column: IntArray, part: IntArray, step: IntArray, sample: IntArray, most: int = 1 << 30) -> Runs:
+        """The runs of at most `most` steps of some steps, each of which may be given for several samples.
 
-        >>> runs = Runs.of(np.array([0, 0, 0, 0, 1]), np.array([3, 4, 4, 6, 7]), np.array([9, 2, 5, 1, 3]))
-        >>> list(zip(runs.column.tolist(), runs.start.tolist(), runs.stop.tolist(), runs.last.tolist()))
-        [(0, 3, 5, 9), (0, 6, 7, 1), (1, 7, 8, 3)]
+        >>> column, part, step = np.array([0, 0, 0, 0, 1]), np.array([1, 1, 1, 1, 0]), np.array([3, 4, 4, 6, 7])
+        >>> runs = Runs.of(column, part, step, np.array([9, 2, 5, 1, 3]))
+        >>> list(zip(*(each.tolist() for each in (runs.column, runs.part, runs.start, runs.stop, runs.last))))
+        [(0, 1, 3, 5, 9), (0, 1, 6, 7, 1), (1, 0, 7, 8, 3)]
         """
-        is_new = np.ones(len(step), dtype=bool)
-        is_new[1:] = (np.diff(step) != 0) | (np.diff(column) != 0)
-        last = np.maximum.reduceat(sample, np.flatnonzero(is_new)) if len(step) else sample
-        column, step = column[is_new], step[is_new]
-        begins = np.ones(len(step), dtype=bool)
-        begins[1:] = (np.diff(step) != 1) | (np.diff(column) != 0)
+        order = np.lexsort((step, part, column))
+        column, part, step, sample = column[order], part[order], step[order], sample[order]
+        is_other = _differs(column) | _differs(part)
+        first = np.flatnonzero(is_other | _differs(step))  # of each step
+        sample = np.maximum.reduceat(sample, first) if len(first) else sample
+        column, part, step, is_other = column[first], part[first], step[first], is_other[first]
+        begins = is_other | (np.diff(step, prepend=0) != 1)
         if most < len(step):
             place = np.arange(len(step)) - np.maximum.accumulate(np.where(begins, np.arange(len(step)), 0))
             begins |= place % most == 0
         first = np.flatnonzero(begins)
-        end = np.append(first[1:], len(step))[: len(first)] - 1
-        last_sample = np.maximum.reduceat(last, first) if len(first) else last
-        return cls(column[first], step[first], step[end] + 1, last_sample)
+        n_steps = np.diff(first, append=len(step))
+        last = np.maximum.reduceat(sample, first) if len(first) else sample
+        return cls(column[first], part[first], step[first], step[first] + n_steps, last)
+
+    @cached_property
+    def steps(self) -> list[tuple[int, int]]:
+        """The first step of each run, and the one behind its last."""
+        return list(zip(self.start.tolist(), self.stop.tolist(), strict=True))
+
+    @cached_property
+    def of_column(self) -> list[list[tuple[int, int]]]:
+        """The runs of each column: their numbers and parts."""
+        found: list[list[tuple[int, int]]] = [[] for _ in range(int(self.column.max(initial=-1)) + 1)]
+        for run, (column, part) in enumerate(zip(self.column.tolist(), self.part.tolist(), strict=True)):
+            found[column].append((run, part))
+        return found
+
+
+def _differs(numbers: IntArray) -> np.ndarray[Any, np.dtype[np.bool]]:
+    """Where a number is not the one before it."""
+    differs: np.ndarray[Any, np.dtype[np.bool]] = np.diff(numbers, prepend=-1) != 0
+    return differs
+
+
+def share_blocks(schedule: BatchSchedule, runs: Runs, n_columns: int) -> IntArray:
+    """The rank that reads each block of a round: one that needs it itself, as long as all readers have equally many."""
+    first = np.searchsorted(runs.column, np.arange(n_columns + 1))
+    n_met = np.array([len(met) for met in schedule.met])
+    tiles = np.array([tile for met in schedule.met for tile, _ in met])
+    place, cell = np.divmod(np.arange(n_columns * schedule.rest.n_cells), schedule.rest.n_cells)
+    run = first[place] + (place + cell) % np.diff(first)[place]  # of several that need it, each in its turn
+    tile = tiles[(np.cumsum(n_met) - n_met)[cell] + place % n_met[cell]]
+    needs = schedule.shards.holder_of(runs.part[run] * schedule.n_tiles + tile, place)
+    return _level(needs, schedule.owners, schedule.n_ranks)
+
+
+def _level(wanted: IntArray, owners: Owners, n_ranks: int) -> IntArray:
+    """The owner of each of some blocks: the wanted one, or another one that has fewer than its share.
+
+    >>> _level(np.array([3, 3, 0, 3]), Owners(4), 4), _level(np.array([1, 1, 0]), Owners(2), 4)
+    (array([3, 1, 0, 2]), array([2, 2, 0]))
+    """
+    owners = Owners(min(owners.n, len(wanted)), owners.root)
+    ranks: IntArray = owners.rank_of(np.arange(owners.n), n_ranks)
+    room = np.diff(np.arange(owners.n + 1) * len(wanted) // owners.n, append=0)  # the last is of those that read nothing
+    room[-1] = 0
+    owner = np.minimum(np.searchsorted(ranks, wanted), owners.n - 1)
+    owner = np.where(ranks[owner] == wanted, owner, owners.n)
+    order = np.argsort(owner, kind="stable")
+    number = np.arange(len(owner)) - np.searchsorted(owner[order], owner[order])  # among the blocks with the same owner
+    stays = np.empty(len(owner), dtype=bool)
+    stays[order] = number < room[owner[order]]
+    owner[~stays] = np.repeat(np.arange(owners.n + 1), room - np.bincount(owner[stays], minlength=owners.n + 1))
+    return ranks[owner]
 
 
 @dataclass(frozen=True, eq=False)
 class BatchFlow:
     """The `Flow` of an array in one round: the owners of the blocks of some columns send, the holders of shards receive.
 
-    A target is a run of steps of a shard.
+    A target is a run of a tile: number ``run * n_tiles + tile``.
 
     Parameters
     ----------
@@ -151,13 +220,16 @@ class BatchFlow:
         Blocks, owners and shards.
     columns : sequence of int
         The columns that are read, by their place along the stream's axis.
-    runs : sequence of Runs
+    runs : Runs
         What each part of the batch needs.
+    owners : ndarray of int
+        The rank that reads each block: those of the first column, then those of the next one.
     """
 
     schedule: BatchSchedule
     columns: Sequence[int]
-    runs: Sequence[Runs]
+    runs: Runs
+    owners: IntArray
 
     is_direct = False
 
@@ -170,33 +242,9 @@ class BatchFlow:
         """A box around all that a rank ever reads."""
         return Region.whole(self.schedule.blocks.shape)
 
-    @cached_property
-    def _most_runs(self) -> int:
-        return max(map(len, self.runs), default=0)
-
-    @cached_property
-    def _n_blocks(self) -> int:
-        return len(self.columns) * self.schedule.rest.n_cells
-
-    @cached_property
-    def _owners(self) -> Owners:
-        """The ranks that read in this round: no more than there are blocks."""
-        owners = self.schedule.owners
-        return Owners(min(owners.n, self._n_blocks), owners.root)
-
-    @property
-    def n_readers(self) -> int:
-        """Number of ranks that read in this round."""
-        return self._owners.n
-
-    def owner(self, block: int) -> int:
-        """The rank that reads a block of the round."""
-        rank: int = self._owners.of_block(block, self._n_blocks, self.schedule.n_ranks)
-        return rank
-
-    def blocks_of(self, rank: int) -> range:
+    def blocks_of(self, rank: int) -> list[int]:
         """The blocks that a rank reads."""
-        return self._owners.blocks_of(rank, self._n_blocks, self.schedule.n_ranks)
+        return np.flatnonzero(self.owners == rank).tolist()
 
     def _bounds(self, place: int) -> tuple[int, int]:
         """The steps of a column."""
@@ -204,39 +252,25 @@ class BatchFlow:
         start = self.columns[place] * cell[axis] - phase[axis]
         return max(0, start), min(self.schedule.blocks.shape[axis], start + cell[axis])
 
-    @staticmethod
-    def _of(runs: Runs, place: int) -> tuple[int, int]:
-        a, b = np.searchsorted(runs.column, (place, place + 1)).tolist()
-        return a, b
-
     def outgoing(self, rank: int) -> Iterator[Block]:
         """See `Flow`."""
         for block in self.blocks_of(rank):
-            if parts := self.parts_of(block):
-                yield Block(self.region(block), tuple(parts))
+            yield Block(self.region(block), tuple(self.parts_of(block)))
 
     def region(self, block: int) -> Region:
         """The region of a block of the round."""
-        place, number = divmod(block, self.schedule.rest.n_cells)
-        return self.schedule.with_steps(self.schedule.rest.region(number), *self._bounds(place))
+        place, cell = divmod(block, self.schedule.rest.n_cells)
+        return self.schedule.with_steps(self.schedule.cells[cell], *self._bounds(place))
 
-    def parts_of(self, block: int) -> list[Part]:
+    def parts_of(self, block: int) -> Iterator[Part]:
         """Which parts of a block of the round go where."""
         schedule = self.schedule
-        shards = schedule.shards
-        place, number = divmod(block, schedule.rest.n_cells)
-        rest = schedule.rest.region(number)
-        parts = []
-        for shard in shards.grid.meeting(Region((0, *rest.start), (shards.shape_global[0], *rest.stop))):
-            held = schedule.held(shard)
-            common = None if held is None else held.intersect(rest)
-            if common is None:
-                continue
-            runs = self.runs[schedule.part_of_batch(shard)]
-            for k in range(*self._of(runs, place)):
-                region = schedule.with_steps(common, int(runs.start[k]), int(runs.stop[k]))
-                parts += [Part(region, self.number(shard, k), holder) for holder in shards.holders(shard)]
-        return parts
+        place, cell = divmod(block, schedule.rest.n_cells)
+        for run, part in self.runs.of_column[place]:
+            for tile, common in schedule.met[cell]:
+                region = schedule.with_steps(common, *self.runs.steps[run])
+                for holder in schedule.shards.holders(part * schedule.n_tiles + tile):
+                    yield Part(region, run * schedule.n_tiles + tile, holder)
 
     def incoming(self, rank: int) -> Mapping[int, Sequence[Part]]:
         """See `Flow`."""
@@ -244,41 +278,41 @@ class BatchFlow:
 
     def awaited(self, rank: int) -> Iterator[tuple[int, int, Part]]:
         """What comes from other ranks, in any order: the block, the target, and the part, whose rank is the sender."""
-        schedule, n_rest = self.schedule, self.schedule.rest.n_cells
-        for shard in schedule.shards.shards_of(rank):
-            held = schedule.held(shard)
-            if held is None:
-                continue
-            runs = self.runs[schedule.part_of_batch(shard)]
-            met = [(number, held.intersect(schedule.rest.region(number))) for number in schedule.rest.meeting(held)]
-            for k, (place, start, stop) in enumerate(
-                zip(runs.column.tolist(), runs.start.tolist(), runs.stop.tolist(), strict=True)
-            ):
-                for number, common in met:
-                    block = place * n_rest + number
-                    sender = self.owner(block)
-                    if sender != rank and common is not None:
-                        target = self.number(shard, k)
-                        yield block, target, Part(schedule.with_steps(common, start, stop), target, sender)
+        schedule, n_cells = self.schedule, self.schedule.rest.n_cells
+        for shard, held in self._held_by(rank):
+            runs = self.runs_of(shard)
+            for cell, common in schedule.cells_of(held):
+                blocks = self.runs.column[runs] * n_cells + cell
+                senders = self.owners[blocks]
+                for k in np.flatnonzero(senders != rank).tolist():
+                    run = int(runs[k])
+                    number, region = self.number(shard, run), schedule.with_steps(common, *self.runs.steps[run])
+                    yield int(blocks[k]), number, Part(region, number, int(senders[k]))
+
+    def _held_by(self, rank: int) -> Iterator[tuple[int, Region]]:
+        """The shards of a rank that have something of the array, and what of its other axes."""
+        for shard in self.schedule.shards.shards_of(rank):
+            held = self.schedule.held(shard)
+            if held is not None:
+                yield shard, held
+
+    def runs_of(self, shard: int) -> IntArray:
+        """The runs that a shard needs."""
+        return np.flatnonzero(self.runs.part == shard // self.schedule.n_tiles)
 
     def number(self, shard: int, run: int) -> int:
         """The number of the target for a run of a shard."""
-        return shard * self._most_runs + run
+        return run * self.schedule.n_tiles + shard % self.schedule.n_tiles
 
     def target(self, number: int) -> Region | None:
         """See `Flow`."""
-        shard, k = divmod(number, self._most_runs)
-        held, runs = self.schedule.held(shard), self.runs[self.schedule.part_of_batch(shard)]
-        return None if held is None else self.schedule.with_steps(held, int(runs.start[k]), int(runs.stop[k]))
+        run, tile = divmod(number, self.schedule.n_tiles)
+        held = self.schedule.tiles[tile]
+        return None if held is None else self.schedule.with_steps(held, *self.runs.steps[run])
 
     def targets(self, rank: int) -> list[int]:
         """See `Flow`."""
-        return [
-            self.number(shard, k)
-            for shard in self.schedule.shards.shards_of(rank)
-            if self.schedule.held(shard) is not None
-            for k in range(len(self.runs[self.schedule.part_of_batch(shard)]))
-        ]
+        return [self.number(shard, run) for shard, _ in self._held_by(rank) for run in self.runs_of(shard).tolist()]
 
 
 def _by_sender(parts: Iterable[Part]) -> dict[int, list[Part]]:
@@ -307,16 +341,11 @@ class SharedFlow:
         """See `Flow`."""
         return self.flows[0].ndim
 
-    @property
-    def n_readers(self) -> int:
-        """Number of ranks that read in this round."""
-        return self.flows[0].n_readers
-
     def around(self, rank: int) -> Region | None:
         """A box around all that a rank ever reads."""
         return self.flows[0].around(rank)
 
-    def blocks_of(self, rank: int) -> range:
+    def blocks_of(self, rank: int) -> list[int]:
         """The blocks that a rank reads."""
         return self.flows[0].blocks_of(rank)
 
@@ -325,14 +354,13 @@ class SharedFlow:
         return target * len(self.flows) + cut
 
     def _numbered(self, cut: int, part: Part) -> Part:
-        return Part(part.region, self.number(cut, part.shard), part.rank)
+        return Part(part.region, self.number(cut, part.target), part.rank)
 
     def outgoing(self, rank: int) -> Iterator[Block]:
         """See `Flow`."""
         for block in self.blocks_of(rank):
-            parts = [self._numbered(cut, part) for cut, flow in enumerate(self.flows) for part in flow.parts_of(block)]
-            if parts:
-                yield Block(self.flows[0].region(block), tuple(parts))
+            parts = (self._numbered(cut, part) for cut, flow in enumerate(self.flows) for part in flow.parts_of(block))
+            yield Block(self.flows[0].region(block), tuple(parts))
 
     def incoming(self, rank: int) -> Mapping[int, Sequence[Part]]:
         """See `Flow`."""

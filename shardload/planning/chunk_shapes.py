@@ -78,7 +78,7 @@ def growing_chunks(shape: Sequence[int], axis: int, itemsize: int) -> tuple[int,
 
 
 def plan_rows(shape: tuple[int, ...], itemsize: int, most_nbytes: int, page: int = 1) -> tuple[tuple[int, ...], bool]:
-    """Units of an array in one piece, which are runs of the file, of about so many bytes; and whether all begin at multiples of
+    """Units of a contiguous array, which are runs of the file, of about so many bytes; and whether all begin at multiples of
     `page` bytes.
 
     >>> plan_rows((512, 512, 512), 4, 4 << 20), plan_rows((3, 5), 8, 4 << 20), plan_rows((3, 5), 8, 4 << 20, page=4096)

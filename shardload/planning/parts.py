@@ -18,21 +18,21 @@ _MAX_KEPT = 4096
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Elements that go from one block to one piece.
+    """Elements that go from one block to one target.
 
     Attributes
     ----------
     region : Region
-        The elements, in global coordinates: all inside the block and inside the shard.
-    shard : int
-        The shard whose piece they belong to; with a halo, the section of a shard (`Shards.sections_of`).
+        The elements, in global coordinates: all inside the block and inside the target.
+    target : int
+        The number of what they fill (`Flow.target`): in a load of a section of a shard, in a save of a block.
     rank : int
-        The rank at the other end: in the list of a block, the rank that holds the piece; in the list of a piece, the rank that
-        owns the block.
+        The rank at the other end: in the list of a block, the rank that fills the target; in the list of a target, the rank
+        that stages the block.
     """
 
     region: Region
-    shard: int
+    target: int
     rank: int
 
 

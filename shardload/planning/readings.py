@@ -11,9 +11,9 @@ Chunks of 4 steps, batches of 2 samples, and each sample is a step and the step 
 >>> readings = Readings(np.arange(1, 8), batch=2, offsets=(-1, 0), chunk=4, horizon=3)
 >>> readings.chunks.tolist(), readings.batches.tolist()
 ([0, 1], [0, 1])
->>> steps, samples = readings.uses(1)
->>> steps.tolist(), samples.tolist()
-([4, 4, 5, 5, 6, 6, 7], [3, 4, 4, 5, 5, 6, 6])
+>>> places, steps, samples = readings.uses(1, 2)
+>>> places.tolist(), steps.tolist(), samples.tolist()
+([0, 0, 0, 0, 0, 0, 0], [4, 4, 5, 5, 6, 6, 7], [3, 4, 4, 5, 5, 6, 6])
 """
 
 from __future__ import annotations
@@ -84,10 +84,14 @@ class Readings:
     def __len__(self) -> int:
         return len(self.chunks)
 
-    def uses(self, reading: int) -> tuple[Ints, Ints]:
-        """The steps of a reading, and the sample for which each is kept: pairs, by step, then sample."""
-        pairs = slice(self._starts[reading], self._starts[reading + 1])
-        return self._steps[pairs], self._samples[pairs]
+    def uses(self, first: int, stop: int) -> tuple[Ints, Ints, Ints]:
+        """Of some readings that follow each other: the place of each among them, a step, and a sample for which it is kept.
+
+        They ascend by place, then step, then sample.
+        """
+        pairs = slice(self._starts[first], self._starts[stop])
+        places = np.repeat(np.arange(stop - first), np.diff(self._starts[first : stop + 1]))
+        return places, self._steps[pairs], self._samples[pairs]
 
     def stays(self) -> tuple[Ints, Ints]:
         """The reading of each step that is kept, and the last sample for which it is."""

@@ -25,7 +25,7 @@ from shardload.planning.rounds import Item, RoundMemory, least_memory, plan_memo
 from shardload.planning.schedule import Owners, Schedule
 from shardload.planning.shards import Shards
 
-_LEAST_RUN_NBYTES = 64 << 10  # of an array in one piece: shorter runs are collected by one rank
+_LEAST_RUN_NBYTES = 64 << 10  # of a contiguous array: shorter runs are collected by one rank
 _BLOCK_NBYTES, _MOST_FILE_NBYTES = 4 << 20, 64 << 20
 _PAGE_NBYTES = 4096  # clients of Lustre and NFS on different nodes must not write to the same page
 _PACKS = 6
@@ -40,7 +40,7 @@ class StoredArray:
     shape : tuple of int
         Without padding.
     chunks : tuple of int or None
-        Elements of a chunk along each axis; None for an array in one piece.
+        Elements of a chunk along each axis; None for a contiguous array.
     itemsize : int
         Bytes per element.
     is_packed : bool
@@ -65,9 +65,9 @@ class WriteLayout:
     array : StoredArray
         The array.
     units : Grid
-        What one rank writes: blocks of chunks, chunks, or files of them; of an array in one piece, runs of the file.
+        What one rank writes: blocks of chunks, chunks, or files of them; of a contiguous array, runs of the file.
     chunks : Grid
-        What is encoded at once: the chunks; of an array in one piece, the units.
+        What is encoded at once: the chunks; of a contiguous array, the units.
     shards : Shards
         Which rank holds which shard.
     schedule : Schedule or None
@@ -185,7 +185,7 @@ def _is_spread(unit: StoredArray, shards: Shards, n_ranks: int) -> bool:
 
 
 def _runs_in_shards(unit: StoredArray, shards: Shards, page: int, most_nbytes: int) -> Grid | None:
-    """Cells of an array in one piece that are runs of the file and lie in one shard; None if they would be too short, or if two
+    """Cells of a contiguous array that are runs of the file and lie in one shard; None if they would be too short, or if two
     nodes would write to a page.
     """
     shape, held = unit.shape, [min(s, n) for s, n in zip(shards.shard_shape, unit.shape, strict=True)]

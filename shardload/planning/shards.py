@@ -139,6 +139,12 @@ class Shards:
         _, rank, first = self._by_shard
         return int(rank[first[shard] + k])
 
+    def holder_of(self, shards: IntArray, turns: IntArray) -> IntArray:
+        """A rank that holds each of some shards: of several each in its turn."""
+        _, rank, first = self._by_shard
+        found: IntArray = rank[first[shards] + turns % np.diff(first)[shards]]
+        return found
+
     def shards_of(self, rank: int) -> tuple[int, ...]:
         """The shards that a rank holds, ascending, each once."""
         shard, first = self._by_rank

@@ -47,11 +47,11 @@ class Arrivals:
 
     def view(self, array: int, part: Part, region: Region) -> Array:
         """The memory of `region` in the target of a part."""
-        return self._moves[array].targets[part.shard].view(region)
+        return self._moves[array].targets[part.target].view(region)
 
     def count(self, array: int, part: Part, region: Region) -> None:
         """Count `region` of a part, which is in its target now."""
-        move, left, target = self._moves[array], self._n_left[array], part.shard
+        move, left, target = self._moves[array], self._n_left[array], part.target
         left[target] -= region.size
         if self._on_progress is not None and not self.errors:
             with self.errors:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from shardload.comm.group import Group
+from shardload.comm.watchdog import Activity
 from shardload.planning.parts import Block
 from shardload.system.first_error import FirstError
 from shardload.transfer.arrivals import Arrivals
@@ -97,16 +98,16 @@ class _Exchange:
         self.under_way: deque[tuple[int, StagedBlock]] = deque()
         self.has_sent_receipts = False
 
-    def _now(self) -> tuple[int, str]:
-        """Return how much has been staged of all arrays, and a text that says what is being read."""
-        found = [move.producer.now() for move in self.moves]
-        return sum(n for n, _ in found), next((text for _, text in found if text), "")
+    def _activity(self) -> Activity:
+        """What the threads of all arrays do."""
+        activities = [move.producer.activity() for move in self.moves]
+        return Activity(sum(each.n_done for each in activities), next((each.doing for each in activities if each.doing), ""))
 
     def run(self) -> None:
         self.watch.enter("exchange")
         self.channels.expect()
         n_idle = 0
-        with self.watch.attend(self._now):
+        with self.watch.attend(self._activity):
             while not (self.has_sent_receipts and self.channels.is_done):
                 if self._step():
                     self.watch.moved()

@@ -39,9 +39,8 @@ def counter_of(plan: Schedule, rank: int) -> Counter:
         if not plan.is_direct:
             return _beginning_in(read.region, numbers, chunks)
         shards = plan.shards
-        own = [
-            shards.own(part.shard, part.region) for part in read.parts if shards.holders(shards.shard_of(part.shard))[0] == rank
-        ]
+        first_held = (part for part in read.parts if shards.holders(shards.shard_of(part.target))[0] == rank)
+        own = [shards.own(part.target, part.region) for part in first_held]
         begin = (_beginning_in(region, numbers, chunks) for region in own if region is not None)
         return np.sort(np.concatenate([numbers[:0], *begin]))
 

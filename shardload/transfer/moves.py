@@ -16,6 +16,7 @@ from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
+from shardload.comm.watchdog import Activity
 from shardload.planning.grid import IntArray
 from shardload.planning.parts import Block, Part
 from shardload.planning.region import Region
@@ -35,8 +36,8 @@ class Producer(Protocol):
         """True if `start` has a buffer for this block."""
         ...
 
-    def now(self) -> tuple[int, str]:
-        """Return a number that grows with progress, and a text that says what is being read (empty: nothing)."""
+    def activity(self) -> Activity:
+        """What its threads do, for the watchdog."""
         ...
 
     def start(self, block: Block) -> StagedBlock:

@@ -53,7 +53,7 @@ class LocalPieces:
         """The view of `region` in a piece, if no other rank or shard needs it and it has no gaps; else None."""
         if len(parts) != 1 or parts[0].rank != self._rank or not parts[0].region.contains(region):
             return None
-        view = self._pieces[parts[0].shard].view(region)
+        view = self._pieces[parts[0].target].view(region)
         return view if view.flags.c_contiguous else None
 
     def is_own(self, part: Part) -> bool:
@@ -62,7 +62,7 @@ class LocalPieces:
 
     def view(self, part: Part, region: Region) -> Array:
         """The memory of `region` in the piece of an own part."""
-        return self._pieces[part.shard].view(region)
+        return self._pieces[part.target].view(region)
 
     def deliver(self, parts: Iterable[Part], region: Region, values: Array, counters: Counters) -> None:
         """Copy this rank's parts of `region`, whose values these are, into its pieces. PeerError as for `copy`."""

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from shardload.comm.watchdog import Activity
 from shardload.errors import SourceError
 from shardload.formats.contract.format import ChangedError, Source, UndecodedError
 from shardload.formats.untrusted.answers import HelperError
@@ -51,7 +52,7 @@ class Naming:
 
     @contextmanager
     def at(self, region: Region) -> Iterator[None]:
-        """Note that this thread reads a region of the file, so that `now` can say so."""
+        """Note that this thread reads a region of the file, so that `activity` can say so."""
         self._reading[threading.get_ident()] = region
         try:
             yield
@@ -60,11 +61,11 @@ class Naming:
             with self._lock:
                 self._n_read += 1
 
-    def now(self) -> tuple[int, str]:
-        """Return how many chunks and blocks have been read, and what is being read (the oldest read; empty: nothing)."""
+    def activity(self) -> Activity:
+        """How many chunks and blocks have been read, and the oldest of those that are being read."""
         for region in [*self._reading.values()][:1]:
-            return self._n_read, self.being_read(region)
-        return self._n_read, ""
+            return Activity(self._n_read, f"reading {self.being_read(region)}")
+        return Activity(self._n_read)
 
     def index(self, region: Region) -> tuple[int, ...]:
         """The index of the chunk in which a region begins, in the file's grid of chunks."""

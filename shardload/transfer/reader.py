@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from functools import partial
 
+from shardload.comm.watchdog import Activity
 from shardload.errors import ShardloadError, StallError
 from shardload.formats.contract.chunk_reader import ChunkReader
 from shardload.formats.contract.format import Source
@@ -98,9 +99,9 @@ class SourceReader:
         """Told which blocks will be read, in this order, of a file in a store: they are fetched ahead."""
         self._ways.expect(blocks)
 
-    def now(self) -> tuple[int, str]:
-        """Return how many chunks and blocks have been read, and what is being read (the oldest read; empty: nothing)."""
-        return self._names.now()
+    def activity(self) -> Activity:
+        """See `Producer`."""
+        return self._names.activity()
 
     @property
     def n_at_once(self) -> int:

@@ -114,17 +114,17 @@ def recounted(values: np.ndarray[Any, Any], attrs: Mapping[str, Any], wanted: Ma
     array([365, 366], dtype=int32)
     """
     try:
-        given, axis = _Axis.of(attrs), _Axis.of(wanted)
+        axis_before, axis = _Axis.of(attrs), _Axis.of(wanted)
     except ValueError:
         raise ValueError("these are no units of time that have a length of their own and a known calendar") from None
-    if given.calendar != axis.calendar:
-        raise ValueError(f"one is of the calendar {given.calendar!r}, the other of {axis.calendar!r}")
-    times, step, zero = values.reshape(-1), given.unit / axis.unit, (given.zero - axis.zero) / axis.unit
-    found = np.array(times)
+    if axis_before.calendar != axis.calendar:
+        raise ValueError(f"one is of the calendar {axis_before.calendar!r}, the other of {axis.calendar!r}")
+    times, step, zero = values.reshape(-1), axis_before.unit / axis.unit, (axis_before.zero - axis.zero) / axis.unit
+    numbers = np.array(times)
     for k, number in enumerate(times):
         if values.dtype.kind != "f" or np.isfinite(number):
-            found[k] = _as_type(_exact(number) * step + zero, values.dtype, axis.unit, axis.text)
-    return found.reshape(values.shape)
+            numbers[k] = _as_type(_exact(number) * step + zero, values.dtype, axis.unit, axis.text)
+    return numbers.reshape(values.shape)
 
 
 def as_dates(numbers: Iterable[Any], attrs: Mapping[str, Any]) -> list[str]:
@@ -162,19 +162,19 @@ def counted(values: np.ndarray[Any, Any], attrs: Mapping[str, Any], dtype: np.dt
     >>> counted(np.array(["2000-01-02", "2000-03-01"], "M8[D]"), {"units": "hours since 2000-01-01"}, np.dtype("i4"))
     array([  24, 1440], dtype=int32)
     """
-    found = np.zeros(values.shape, dtype)
+    numbers = np.zeros(values.shape, dtype)
     is_time = ~np.isnat(values) if values.dtype.kind in "mM" else np.ones(values.shape, bool)
     if not is_time.all():
         if dtype.kind != "f" and dtype != np.int64:
             raise ValueError(f"NaT is among them, which {dtype} does not have")
-        found[~is_time] = np.nan if dtype.kind == "f" else np.iinfo(np.int64).min
+        numbers[~is_time] = np.nan if dtype.kind == "f" else np.iinfo(np.int64).min
     if values.dtype.kind == "m":
         exact, unit, text = _spans(values[is_time], attrs)
     else:
         axis = _Axis.of(attrs)
         exact, unit, text = [axis.span(date).begin for date in values[is_time]], axis.unit, axis.text
-    found[is_time] = [_as_type(count, dtype, unit, text) for count in exact]
-    return found
+    numbers[is_time] = [_as_type(count, dtype, unit, text) for count in exact]
+    return numbers
 
 
 def _spans(values: np.ndarray[Any, Any], attrs: Mapping[str, Any]) -> tuple[list[Fraction], Fraction, Callable[[Any], str]]:
@@ -193,10 +193,10 @@ def _spans(values: np.ndarray[Any, Any], attrs: Mapping[str, Any]) -> tuple[list
 def _as_type(count: Fraction, dtype: np.dtype[Any], unit: Fraction, text: Callable[[Any], str]) -> Any:
     """A number of an axis, exactly, or as the nearest one of floating point. ValueError if that is another time."""
     if dtype.kind == "f":
-        found = _rounded(count, dtype)
-        if not np.isfinite(found) or abs(_exact(found) - count) * unit > _MOST_ROUNDED:
+        rounded = _rounded(count, dtype)
+        if not np.isfinite(rounded) or abs(_exact(rounded) - count) * unit > _MOST_ROUNDED:
             raise ValueError(f"{text(count)} would be rounded by more than a millisecond, as {dtype}")
-        return found
+        return rounded
     limits = np.iinfo(dtype)
     if count.denominator != 1 or not limits.min <= count <= limits.max:
         raise ValueError(f"{text(count)} is {float(count):g} in these units, which {dtype} does not have")
@@ -267,24 +267,24 @@ class _Axis:
     @classmethod
     def of(cls, attrs: Mapping[str, Any]) -> _Axis:
         units, calendar = attrs.get("units"), attrs.get("calendar", "")
-        found = _UNITS.fullmatch(units) if isinstance(units, str) else None
-        if found is None:
+        match = _UNITS.fullmatch(units) if isinstance(units, str) else None
+        if match is None:
             has = f"the units {units!r}" if isinstance(units, str) else "no units"
             raise ValueError(
                 f"its coordinate has {has}; dates need those of time, such as 'days since 2000-01-01'. Pass numbers"
             )
-        told = f"its coordinate has the units {units!r}"
+        has_units = f"its coordinate has the units {units!r}"
         name = calendar.strip().lower() if isinstance(calendar, str) else repr(calendar)
         name = _CALENDARS.get(name, name)
         if name not in _KNOWN:
             raise ValueError(f"its coordinate has the calendar {calendar!r}; expected one of {', '.join(_KNOWN)}. Pass numbers")
-        unit, date = _SECONDS.get(found[1].lower()), _read(found[2])
+        unit, date = _SECONDS.get(match[1].lower()), _read(match[2])
         if unit is None:
             raise ValueError(
-                f"{told}: {found[1]!r} is no unit with a length of its own, from nanoseconds to days. Pass numbers"
+                f"{has_units}: {match[1]!r} is no unit with a length of its own, from nanoseconds to days. Pass numbers"
             )
         if date is None:
-            raise ValueError(f"{told}, of which the date cannot be read. Pass numbers")
+            raise ValueError(f"{has_units}, of which the date cannot be read. Pass numbers")
         return cls(unit, _seconds(date, name)[0], name)
 
     def span(self, date: Any) -> _Span:
@@ -326,13 +326,13 @@ def _seconds_of(date: Any, calendar: str) -> tuple[Fraction, Fraction, int]:
         begin, _, _ = _seconds_of(str(date), calendar)  # an instant, as in pandas
         return begin, begin, 0
     if isinstance(date, str):
-        found = _read(date.strip())
-        if found is None or len(found["year"].lstrip("+-")) < 4:
+        match = _read(date.strip())
+        if match is None or len(match["year"].lstrip("+-")) < 4:
             raise ValueError(
                 f"{date!r} is no date that can be read; expected one such as '2001-06-15', '2001-06-15T12:30' or '2001-06'"
             )
-        begin, length = _seconds(found, calendar)
-        lacks = 2 if found["month"] is None else 1 if found["day"] is None else 0
+        begin, length = _seconds(match, calendar)
+        lacks = 2 if match["month"] is None else 1 if match["day"] is None else 0
         return begin, begin + length, lacks
     if isinstance(date, datetime.datetime) and date.tzinfo is not None:
         date = date.astimezone(datetime.UTC)
@@ -341,14 +341,14 @@ def _seconds_of(date: Any, calendar: str) -> tuple[Fraction, Fraction, int]:
             f"a {type(date).__name__} is neither a number in the units of the coordinate nor a date. Pass text such as "
             "'2001-06-15', an object of datetime or cftime, or numpy.datetime64"
         )
-    given: Any = date
-    year, month, day, hour, minute, second = (int(getattr(given, key, 0)) for key in _FIELDS)
-    told = str(getattr(given, "calendar", "") or calendar).lower()
-    own = _CALENDARS.get(told, told)
-    is_modern = {own, calendar} <= {"standard", "proleptic_gregorian"} and (year, month, day) >= _REFORM
-    if own != calendar and not is_modern:
-        raise ValueError(f"this is a date of the calendar {own!r}, the axis has {calendar!r}. Pass text, or such a date")
-    parts = Fraction(int(getattr(given, "microsecond", 0)), 10**6) + Fraction(int(getattr(given, "nanosecond", 0)), 10**9)
+    fields: Any = date
+    year, month, day, hour, minute, second = (int(getattr(fields, key, 0)) for key in _FIELDS)
+    name = str(getattr(fields, "calendar", "") or calendar).lower()
+    of_date = _CALENDARS.get(name, name)
+    is_modern = {of_date, calendar} <= {"standard", "proleptic_gregorian"} and (year, month, day) >= _REFORM
+    if of_date != calendar and not is_modern:
+        raise ValueError(f"this is a date of the calendar {of_date!r}, the axis has {calendar!r}. Pass text, or such a date")
+    parts = Fraction(int(getattr(fields, "microsecond", 0)), 10**6) + Fraction(int(getattr(fields, "nanosecond", 0)), 10**9)
     whole = _whole(calendar, year, month, day, hour, minute, second) + parts
     return whole, whole, 0
 
@@ -358,18 +358,18 @@ def _read(text: str) -> re.Match[str] | None:
     month or year alone. None if it is no date, or may be several.
     """
     other = _OTHER_DATE.match(text)
-    found = _DATE.fullmatch(text if other is None else "-".join(filter(None, other.groups())) + text[other.end() :])
-    if found is None or (found["zone"] or " ")[0] not in "+-" or found["hour"] or found.string[found.start("zone") - 1] == " ":
-        return found
+    match = _DATE.fullmatch(text if other is None else "-".join(filter(None, other.groups())) + text[other.end() :])
+    if match is None or (match["zone"] or " ")[0] not in "+-" or match["hour"] or match.string[match.start("zone") - 1] == " ":
+        return match
     return None  # "2000-01-01+01:30" may be a zone or a time of day
 
 
-def _seconds(found: re.Match[str], calendar: str) -> tuple[Fraction, Fraction]:
+def _seconds(match: re.Match[str], calendar: str) -> tuple[Fraction, Fraction]:
     """Where a date that was read begins, and how long it is, in seconds of UTC. ValueError if there is no such date."""
-    year, month, day, hour, minute, second = (None if found[key] is None else int(found[key]) for key in _FIELDS)
+    year, month, day, hour, minute, second = (None if match[key] is None else int(match[key]) for key in _FIELDS)
     y, m, d = year or 0, 1 if month is None else month, 1 if day is None else day
-    zone = int(found["zone_hour"] or 0) * 3600 + int(found["zone_minute"] or 0) * 60
-    begin = _whole(calendar, y, m, d, hour or 0, minute or 0, second or 0) + (zone if found["zone_sign"] == "-" else -zone)
+    zone = int(match["zone_hour"] or 0) * 3600 + int(match["zone_minute"] or 0) * 60
+    begin = _whole(calendar, y, m, d, hour or 0, minute or 0, second or 0) + (zone if match["zone_sign"] == "-" else -zone)
     length = Fraction(0)
     if month is None or day is None:
         first = (y + 1, 1, 1) if month is None or m == 12 else (y, m + 1, 1)
@@ -380,10 +380,10 @@ def _seconds(found: re.Match[str], calendar: str) -> tuple[Fraction, Fraction]:
         length = Fraction(3600)
     elif second is None:
         length = Fraction(60)
-    elif not found["part"]:
+    elif not match["part"]:
         length = Fraction(1)
     else:
-        begin += Fraction(int(found["part"]), 10 ** len(found["part"]))
+        begin += Fraction(int(match["part"]), 10 ** len(match["part"]))
     return begin, length
 
 

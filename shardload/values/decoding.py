@@ -135,18 +135,18 @@ class Decoding:
     def _nothing(self, stored: Array, converted: Array) -> Array | None:
         """Where there is no value, as far as this is known before scaling."""
         # xarray compares converted numbers, not stored ones: of 64-bit integers, neighbours of the fill value are masked, too.
-        found: Array | None = None
+        mask: Array | None = None
         for fill in self.fills:
-            found = _or(found, converted == fill)
-        return found if self.is_valid_decoded else _or(found, self._invalid(stored))
+            mask = _or(mask, converted == fill)
+        return mask if self.is_valid_decoded else _or(mask, self._invalid(stored))
 
     def _invalid(self, values: Array) -> Array | None:
-        found: Array | None = None if self.low is None else np.asarray(values < self.low)
-        return found if self.high is None else _or(found, values > self.high)
+        mask: Array | None = None if self.low is None else np.asarray(values < self.low)
+        return mask if self.high is None else _or(mask, values > self.high)
 
 
-def _or(found: Array | None, more: Array | None) -> Array | None:
-    return more if found is None else found if more is None else np.asarray(found | more)
+def _or(mask: Array | None, other: Array | None) -> Array | None:
+    return other if mask is None else mask if other is None else np.asarray(mask | other)
 
 
 def decoding_of(dtype: np.dtype[Any], packing: Packing, name: str, with_valid: bool = False) -> Decoding | None:
@@ -202,13 +202,13 @@ def packed_by(dtype: np.dtype[Any], packing: Packing) -> list[str]:
     ['scale_factor=0.5']
     """
     neutral = {"scale_factor": 1, "add_offset": 0}
-    found = [
+    texts = [
         f"{key}={packing[key][1][0] if len(packing[key][1]) == 1 else packing[key][1]}"
         for key in neutral
         if key in packing and list(packing[key][1]) not in ([], [neutral[key]])
     ]
     sign = next(iter(packing["_Unsigned"][1]), None) if "_Unsigned" in packing else None
-    return found + ([f"_Unsigned={sign}"] if (dtype.kind, sign) in (("i", "true"), ("u", "false")) else [])
+    return texts + ([f"_Unsigned={sign}"] if (dtype.kind, sign) in (("i", "true"), ("u", "false")) else [])
 
 
 class _Rules:
@@ -238,15 +238,15 @@ class _Rules:
             raise self._refused(f"its attribute {key} is the text {values[0]!r}, expected a number")
         if kind == _NUMBER:  # Python's numbers take the type of the array that they meet
             return list(values)
-        found: Any = np.dtype(kind)
-        return [found.type(complex(*v)) if found.kind == "c" else found.type(v) for v in values]
+        dtype: Any = np.dtype(kind)
+        return [dtype.type(complex(*v)) if dtype.kind == "c" else dtype.type(v) for v in values]
 
     def one(self, key: str) -> Any:
         """The number of an attribute; None if it is absent."""
-        found = self.numbers(key)
-        if len(found) > 1 or (found and np.asarray(found[0]).dtype.kind not in "iuf"):
-            raise self._refused(f"its attribute {key} is {np.asarray(found).tolist()}, expected one number")
-        return found[0] if found else None
+        numbers = self.numbers(key)
+        if len(numbers) > 1 or (numbers and np.asarray(numbers[0]).dtype.kind not in "iuf"):
+            raise self._refused(f"its attribute {key} is {np.asarray(numbers).tolist()}, expected one number")
+        return numbers[0] if numbers else None
 
     def settle(self) -> tuple[np.dtype[Any], list[Any], bool]:
         """The true type of the stored numbers, the fill values in that type, and whether any is declared."""
@@ -254,16 +254,16 @@ class _Rules:
         has_fill = False
         for key in _FILLS:
             # An array, as xarray makes one: this gives Python's numbers a type.
-            found = list(np.ravel(self.numbers(key))) if key in self._packing else []
-            fills[key] = [number for number in found if number == number]
+            numbers = list(np.ravel(self.numbers(key))) if key in self._packing else []
+            fills[key] = [number for number in numbers if number == number]
             has_fill |= bool(fills[key]) or (key in self._packing and self._dtype.kind not in "iu")  # also without a number
         other = self._other()
         stored_as = self._dtype if other is None else other
         if other is not None:  # only `_FillValue` is converted, as in xarray
-            own = fills["_FillValue"]
-            converted = [np.asarray(number).astype(self._dtype).view(stored_as)[()] for number in own]
+            fill_values = fills["_FillValue"]
+            converted = [np.asarray(number).astype(self._dtype).view(stored_as)[()] for number in fill_values]
             # Where a `missing_value` is the same, xarray drops it.
-            fills["missing_value"] = [number for number in fills["missing_value"] if number not in own]
+            fills["missing_value"] = [number for number in fills["missing_value"] if number not in fill_values]
             fills["_FillValue"] = [number.item() for number in converted] if other.kind == "u" else converted
         return stored_as, [*fills["missing_value"], *fills["_FillValue"]], has_fill
 

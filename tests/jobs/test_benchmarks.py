@@ -163,6 +163,7 @@ def test_every_way_of_saving_is_verified_and_reported(tmp_path: Path) -> None:
     assert '| zarr-sharded | `P(None, "a", "b")` | 2 |' in table
 
 
+@pytest.mark.thorough  # what is saved is loaded, and compared as it is above
 def test_a_way_that_saves_wrong_values_is_found_and_left_out(tmp_path: Path) -> None:
     reference = reference_of(tmp_path, 16)
     cells = [Cell("hdf5-gzip-planes", "-,a,b", 2), Cell("zarr-zstd-cubes", "a,b", 2)]

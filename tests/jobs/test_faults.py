@@ -11,7 +11,7 @@ import pytest
 
 from tests.jobs import faults
 from tests.jobs.launch import ROOT, run_job
-from tests.tiers import quick_ones, thorough
+from tests.tiers import quick_ones
 
 
 # With the other library, every third: what breaks is the file, or the memory. Of the ways of reading, `make test` takes
@@ -24,7 +24,7 @@ def test_all_ranks_see_the_same(tmp_path: Path, mpi: str, every: int, third: int
     faults.check_survivors(faults.survivors(tmp_path, cases, mpi, third), cases, third)
 
 
-@pytest.mark.parametrize("phase", thorough(faults.DEATHS, ["assembly"]))
+@pytest.mark.parametrize("phase", quick_ones(faults.DEATHS, "reading"))
 def test_a_rank_that_is_killed_ends_the_job(tmp_path: Path, phase: str) -> None:
     """Wrong if the others waited for it, or processes or files of ours were left."""
     before = ours_in_shared_memory()

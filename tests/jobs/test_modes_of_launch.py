@@ -20,7 +20,7 @@ from tests.jobs.launch import PATHS, job_environment, mpiexec_of, run_job
 from tests.jobs.preloaded import command_for
 from tests.mpi.support import ramp
 from tests.ports import free_ports
-from tests.tiers import IS_QUICK, thorough
+from tests.tiers import IS_QUICK, quick_ones, thorough
 
 SCRIPTS = Path(__file__).parent / "scripts"
 # mpi4py itself warns of the launches that are tried here; what shardload does then must not rest on that.
@@ -50,7 +50,7 @@ def field(tmp_path: Path) -> str:
 @pytest.mark.parametrize(
     ("n", "devices", "mpi"),
     # test_ways_of_travelling has six ranks
-    [(3, 2, "mpich"), (1, 4, "mpich"), pytest.param(2, 3, "openmpi", marks=pytest.mark.thorough)],
+    quick_ones([(3, 2, "mpich"), (1, 4, "mpich"), (2, 3, "openmpi")], (3, 2, "mpich")),
 )
 def test_ranks_and_devices(tmp_path: Path, n: int, devices: int, mpi: str) -> None:
     """Wrong if a rank were taken for a device, or a number of ranks that is no power of 2 for one that is."""
@@ -223,7 +223,10 @@ def test_launcher_of_the_other_library(field: str) -> None:
 # --- no MPI library at all --------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["no library", "no mpi4py"])
+WITHOUT = ["no library", "no mpi4py"]
+
+
+@pytest.fixture(params=WITHOUT)
 def without_mpi(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, str]:
     """An environment in which mpi4py finds no MPI library, or is not there itself."""
     if request.param == "no library":
@@ -289,12 +292,12 @@ def does_all_without_mpi(said: list[list[dict[str, Any]]], n_nodes: int = 1) -> 
         assert "through JAX's coordinator" in too_much["text"] and "under MPI, or pass readers='direct'" in too_much["text"]
 
 
+@pytest.mark.parametrize("without_mpi", quick_ones(WITHOUT, "no mpi4py"), indirect=True)
 def test_several_jax_processes_without_mpi(field: str, without_mpi: dict[str, str]) -> None:
     """Wrong if values did not come through JAX's store, or one that fails left the others waiting."""
     address = f"127.0.0.1:{free_ports(1)[0]}"
-    env = without_mpi | {"SHARDLOAD_RANKS_PER_NODE": "1"}
-    said = together(field, [["jax", address, "2", str(k)] for k in range(2)], [env] * 2)
-    does_all_without_mpi(said, n_nodes=2)
+    said = together(field, [["jax", address, "2", str(k)] for k in range(2)], [without_mpi] * 2)
+    does_all_without_mpi(said)
 
 
 def test_given_coordinator(field: str) -> None:
@@ -349,14 +352,6 @@ def test_a_process_that_is_not_there_without_mpi(field: str, what: str, text: st
         for process in started:
             process.kill()
             process.communicate()
-
-
-def test_slurm_without_mpi(field: str) -> None:
-    """Wrong if the tasks of srun, where MPI is switched off, stayed alone, or met at another port than each other."""
-    step = {"SHARDLOAD_MPI": "0", "SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "3", "SLURM_STEP_NUM_TASKS": "2"}
-    step |= {"SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NODELIST": "no-such-host[1-2]", "SLURM_NODEID": "0"}
-    envs = [{**step, "SLURM_PROCID": str(k), "SLURM_LOCALID": str(k)} for k in range(2)]
-    does_all_without_mpi(together(field, [["initialize"]] * 2, envs))
 
 
 def test_part_of_a_coordinator(field: str) -> None:

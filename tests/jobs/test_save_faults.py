@@ -48,5 +48,5 @@ def test_a_file_system_that_hangs(tmp_path: Path) -> None:
     assert {one["rank"] for one in said} == {0, 1}, job.tail()
     assert {one["type"] for one in said} == {"StallError"}
     assert len({one["text"] for one in said}) == 1
-    assert "rank 1" in said[0]["text"] and "writing [" in said[0]["text"] and "'/new'" in said[0]["text"], said
+    assert "rank 1 is writing [" in said[0]["text"] and "'/new'" in said[0]["text"], said
     assert left(tmp_path) == []

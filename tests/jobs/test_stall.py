@@ -34,12 +34,13 @@ CASES: dict[str, tuple[int, bool, int | None, tuple[str, ...]]] = {
 OPEN_MPI = ("thread parallel", "absent")
 LEFT = ("0", "1,3")
 SAVING = ("saving encode", "saving metadata", "saving interrupted")
-# Left to `make test-all`: what is like "thread parallel", like a rank that never starts (test_modes_of_launch), with MPICH, the
-# same with the other library, and what is like rank 0 that leaves.
+# Left to `make test-all`: what is like "thread parallel", like a rank that never starts (test_modes_of_launch), with MPICH, in
+# a scatter like "absent", the same with the other library, and what is like rank 0 that leaves.
 THOROUGH = (
     ("thread direct", "mpich", 4),
     ("absent_at_first", "mpich", 4),
     ("absent", "mpich", 4),
+    ("scatter", "mpich", 4),
     ("thread parallel", "openmpi", 4),
     ("left 1,3", "mpich", 4),
 )

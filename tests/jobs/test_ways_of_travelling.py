@@ -11,6 +11,8 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+import pytest
+
 from tests.jobs.launch import ROOT, run_job
 from tests.tiers import IS_QUICK
 
@@ -48,7 +50,7 @@ def run_suite(
 
 def test_memory_that_one_rank_cannot_share(tmp_path: Path) -> None:
     """Wrong if the ranks disagreed: some would send notes of memory that others cannot see."""
-    found = run_suite(tmp_path, FEW, 4, {"WAYS_WITHOUT": "1"}, share="0/4" if IS_QUICK else "")
+    found = run_suite(tmp_path, FEW, 4, {"WAYS_WITHOUT": "1"}, share="0/8" if IS_QUICK else "")
     assert [one.get("segments refused", 0) > 0 for one in found] == [False, True, False, False]
     for one in found:
         assert one["messages sent"] > 20 and "notes sent" not in one, one
@@ -56,16 +58,18 @@ def test_memory_that_one_rank_cannot_share(tmp_path: Path) -> None:
 
 def test_many_threads_several_devices_and_both_ways_in_one_load(tmp_path: Path) -> None:
     """Wrong if chunks that threads decode beside each other got into each other's way, a block left before its last one, a rank
-    that gets notes from some and messages from others lost one of them (ranks 0 and 1 share memory), or a rank with several
-    pieces put what a note names into one of the others."""
-    env = {"WAYS_THREADS": "3", "SHARDLOAD_RANKS_PER_NODE": "2"}
+    that gets notes from some and messages from others lost one of them, ranks that follow each other were taken to be on one
+    node (ranks 0 and 2 are), or a rank with several pieces put what a note names into one of the others."""
+    env = {"WAYS_THREADS": "3", "SHARDLOAD_RANKS_PER_NODE": "0,1,0"}
     first, second, third = run_suite(tmp_path, FEW, 3, env, devices=2, share="0/2" if IS_QUICK else "")
     for found in (first, second, third):
-        assert min(found["boxes decoded"], found["messages sent"]) > 50, found
-    for found in (first, second):
-        assert found["notes sent"] > 20 and found["tiles taken"] > 50, found
+        assert found["boxes decoded"] > 50 and found["messages sent"] > 20, found
+    assert "notes sent" not in second, second
+    for found in (first, third):
+        assert min(found["notes sent"], found["tiles taken"]) > 10, found
 
 
+@pytest.mark.thorough
 def test_nodes_of_different_sizes(tmp_path: Path) -> None:
     """Wrong if ranks that follow each other were taken to be on one node: six ranks on five nodes. Saves on six ranks run here
     too, for this job's sake."""
@@ -75,6 +79,6 @@ def test_nodes_of_different_sizes(tmp_path: Path) -> None:
         "test_values": "test_tiny_staging and chunks1",
         "test_saves_on_six_ranks": "test_a_grid_of_saves",
     }
-    found = run_suite(tmp_path, which, 6, env, share="0/4" if IS_QUICK else "0/2")
+    found = run_suite(tmp_path, which, 6, env, share="0/2")
     assert ["notes sent" in one for one in found] == [False, True, False, True, False, False]  # ranks 1 and 3 share memory
     assert min(one["messages sent"] for one in found) > 10, found

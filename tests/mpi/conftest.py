@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from mpi4py import MPI
 
 from tests.mpi.sources import SOURCES
 from tests.mpi.support import cube, on_root
+
+if MPI.COMM_WORLD.size > 1:  # xarray would import it on each rank, for half a second, to ask whether an array is one of its own
+    sys.modules["dask"] = None  # type: ignore[assignment]
 
 
 @pytest.fixture(scope="session")

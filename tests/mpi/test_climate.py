@@ -15,7 +15,7 @@ import shardload
 from examples import climate as example
 from tests.mpi.support import mesh_of, on_root, share
 
-pytestmark = pytest.mark.any_library
+pytestmark = [pytest.mark.any_library, pytest.mark.any_number]
 
 
 def test_means_and_centres_are_those_of_xarray(comm: Any, shared_tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from tests.mpi.support import READERS, check, cube, mesh_of, on_root, padded, ra
 from tests.mpi.test_values import X64
 from tests.packed import VARIABLES, by_netcdf4, by_to_zarr, open_by_xarray
 
-pytestmark = pytest.mark.any_library
+pytestmark = [pytest.mark.any_library, pytest.mark.any_number]
 
 Array = np.ndarray[Any, Any]
 

@@ -26,7 +26,7 @@ from shardload.jobs.loading.call import LoadCall
 from shardload.planning.tuning import tuned
 from tests.mpi.support import check, mesh_of, on_root, padded, same_error, sharding_of, unit
 
-pytestmark = pytest.mark.any_library
+pytestmark = [pytest.mark.any_library, pytest.mark.any_number]
 
 
 def climate() -> xr.Dataset:

@@ -22,7 +22,7 @@ from shardload.comm.group import Group, group_of
 from shardload.engine import session
 from shardload.jobs.loading import array_load, endpoints, execution
 from shardload.jobs.loading.call import LoadCall
-from shardload.options import DEFAULTS, OWN, keywords_of
+from shardload.options import DEFAULTS, PER_LOADED_ARRAY, keywords_of
 from shardload.transfer import buffers
 from tests.mpi.support import READERS, check, counted, mesh_of, on_root, padded, peak_nbytes, ramp, same_error, unit
 
@@ -68,7 +68,7 @@ def load_many(arrays: list[tuple[Any, Any, Any, dict[str, Any]]], comm: Any = No
     """Load arrays of which each has a path, a mesh, a spec and keywords of `load`."""
     paths, meshes, specs, given = map(list, zip(*arrays, strict=True))
     options = keywords_of("load", vars(DEFAULTS) | given[0] | {"comm": comm, "dataset": [one["dataset"] for one in given]})
-    options |= {o.name: [one.get(o.name, o.default) for one in given] for o in OWN}
+    options |= {o.name: [one.get(o.name, o.default) for one in given] for o in PER_LOADED_ARRAY}
     with LoadCall("load", paths, meshes, specs, options).begin() as call:
         return call.load_all()
 

@@ -17,7 +17,7 @@ import shardload
 from examples import many_arrays as example
 from tests.mpi.support import on_root
 
-pytestmark = pytest.mark.any_library
+pytestmark = [pytest.mark.any_library, pytest.mark.any_number]
 
 
 @pytest.mark.parametrize("devices", [1, -1], ids=["in order", "reversed"])

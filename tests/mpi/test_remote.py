@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+import time
 import traceback
+import weakref
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +19,8 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload import SourceError
+from shardload.jobs.streaming.plan import EpochRounds
+from shardload.storage.remote.client import Client
 from tests.mpi.support import check, mesh_of, on_root, same_error
 from tests.servers import ObjectServer
 
@@ -87,6 +93,66 @@ def test_each_byte_is_fetched_once_in_large_pieces(comm, server, name, spec):
     report = plan.report
     assert report.n_requests >= len(asked) and report.nbytes_fetched >= values.nbytes and report.n_retries == 0
     assert f"{report.n_requests} requests, " in str(report)
+
+
+class Live:
+    """Bytes of bodies that are in memory now, and the most that were."""
+
+    def __init__(self, monkeypatch: Any) -> None:
+        self.lock, self.now, self.most, get = threading.Lock(), 0, 0, Client.get
+
+        def watched(*arguments: Any) -> Any:
+            answer = get(*arguments)
+            self.add(len(answer.data))
+            weakref.finalize(answer.data, self.add, -len(answer.data))
+            return answer
+
+        monkeypatch.setattr(Client, "get", watched)
+
+    def add(self, nbytes: int) -> None:
+        with self.lock:
+            self.now += nbytes
+            self.most = max(self.most, self.now)
+
+
+@pytest.mark.parametrize("spec", [P("a", "b"), P(None, "a", "b")])
+@pytest.mark.parametrize("name", ["run.h5:/x", "run.h5:/contiguous", "run.h5:/turned", "run.zarr:/x"])
+def test_memory_of_what_is_fetched_is_bounded_and_in_the_plan(comm, server, monkeypatch, name, spec):
+    """Here all is a 32nd of what it is: 64 MiB beside the memory of a local load, 56 of them fetched before they are needed."""
+    plan = shardload.plan(f"s3://bucket/{name}", mesh_of(), spec, storage=server.storage, pad=0, staging="4MiB")
+    assert plan.ahead_nbytes == 56 << 20 and "56.0 MiB at most fetched ahead" in str(plan)
+    without = replace(plan._layouts["parallel"], ahead_nbytes=0).cost(plan.staging_nbytes)
+    assert plan.costs["parallel"].peak_nbytes == without.peak_nbytes + min(56 << 20, without.reader_nbytes)
+    for limit, nbytes in (("MOST_AHEAD_NBYTES", 56 << 15), ("_AT_ONCE_NBYTES", 16 << 15), ("PIECE_NBYTES", 8 << 15)):
+        monkeypatch.setattr(f"shardload.storage.remote.ahead.{limit}", nbytes)
+    live = Live(monkeypatch)
+    check(plan.execute(), VALUES if name == "run.h5:/x" else SOME, mesh_of(), spec)
+    assert max(comm.allgather(live.most)) <= 64 << 15
+
+
+@pytest.mark.parametrize("name", ["run.h5:/turned", "run.zarr:/x"])
+def test_what_later_rounds_of_a_stream_need_is_fetched_meanwhile(server, monkeypatch, name):
+    """Once, while nobody asks for another batch."""
+    monkeypatch.setattr("shardload.jobs.streaming.plan._ROUND_NBYTES", 1 << 18)
+    stream = shardload.stream(f"s3://bucket/{name}", mesh_of(), P(None, "a", "b"), batch=4, storage=server.storage, prefetch=0)
+    n_rounds = len(EpochRounds(stream.plan, 0, 0).rounds)
+    assert n_rounds >= 15
+
+    def fetched(there: Any) -> int:
+        return sum(request.nbytes for request in there.gets("run.h5") + there.gets("/c/"))
+
+    def wait(there: Any) -> None:
+        while fetched(there) < 6 * SOME.nbytes // n_rounds:  # else the time limit of tests
+            time.sleep(0.01)
+
+    server.on_server(lambda there: there.clear())
+    with iter(stream) as batches:
+        first = next(batches)
+        server.on_server(wait)
+        found = [first, *batches]
+    assert server.on_server(fetched) <= 1.06 * SOME.nbytes
+    for k, batch in enumerate(found):
+        check(batch, SOME[4 * k : 4 * k + 4], mesh_of(), P(None, "a", "b"))
 
 
 def test_a_rank_that_reads_nothing_asks_for_nothing(server):

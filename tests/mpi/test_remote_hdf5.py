@@ -19,7 +19,7 @@ from tests.mpi.support import check, cube, mesh_of, on_root, ramp, same_error
 from tests.servers import ObjectServer, Request
 
 obstore = pytest.importorskip("obstore")
-pytestmark = pytest.mark.any_library
+pytestmark = [pytest.mark.any_library, pytest.mark.any_number]
 
 SPECS = {"pencils": P(None, "a", "b"), "slabs": P("a"), "copies": P()}
 

@@ -25,7 +25,7 @@ from tests.mpi.support import DECOMPOSITIONS, check, cube, distinct, mesh_of, on
 from tests.servers import ObjectServer, Request
 
 pytest.importorskip("obstore")
-pytestmark = pytest.mark.any_library
+pytestmark = [pytest.mark.any_library, pytest.mark.any_number]
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "v2": {"zarr_format": 2, "chunks": (3, 5, 7)},

@@ -881,7 +881,7 @@ def _swapped(start: Callable[..., Any]) -> Callable[..., Any]:
             tile.data = np.flip(tile.data)
         for part in block.parts:
             if part.rank == self._rank:
-                view = self._targets[part.shard].view(part.region)
+                view = self._targets[part.target].view(part.region)
                 view[...] = np.flip(view).copy()
         return found
 

@@ -123,7 +123,7 @@ def test_a_damaged_chunk(comm: Any, path: Path, groups: list[Group], prefetch: i
     data = stream(path, dataset={"good": "x", "bad": "bad"}, prefetch=prefetch, shuffle=shuffle, pool="4KiB")
     columns = data.order() // CHUNK_STEPS
     first = int(np.flatnonzero(columns == DAMAGED)[0])
-    n, slot = divmod(first, BATCH)
+    n, sample = divmod(first, BATCH)
     given = 0
     with pytest.raises(SourceError) as caught, iter(data) as batches:
         for batch in batches:
@@ -132,7 +132,7 @@ def test_a_damaged_chunk(comm: Any, path: Path, groups: list[Group], prefetch: i
             given += 1
     text = str(caught.value)
     assert given == n
-    assert f"slot {slot} of batch {n} (step {data.order()[first]}," in text
+    assert f"sample {sample} of batch {n} (step {data.order()[first]}," in text
     assert caught.value.dataset == "/bad" and caught.value.chunk == (DAMAGED, 0, 1)
     assert same_on_all(comm, [type(caught.value).__name__, text, given])
     assert not open_files(path)

@@ -75,14 +75,14 @@ def test_ctrl_c_while_a_thread_is_at_work(
 
 def test_an_unforeseen_error_in_a_thread(comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if only the rank that has it raised it."""
-    whole = writing.FileTarget._put_one
+    whole = writing.FileTarget._put_if_placed
 
     def put_one(self: Any, one: Any) -> None:
         if comm.rank == comm.size // 2 and one.name == "/gzip":
             raise RuntimeError("the disk is on fire")
         whole(self, one)
 
-    monkeypatch.setattr(writing.FileTarget, "_put_one", put_one)
+    monkeypatch.setattr(writing.FileTarget, "_put_if_placed", put_one)
     same_error(comm, lambda: write(comm, shared_tmp_path / "out.h5"), PeerError, "the disk is on fire")
     assert on_disk(comm, shared_tmp_path) == []
 

@@ -43,7 +43,7 @@ SURVIVED = (
     [
         pytest.param("mpich", "raise", "RuntimeError: rank 1: the scratch disk is full", marks=pytest.mark.thorough),
         ("openmpi", "raise", "RuntimeError: rank 1: the scratch disk is full"),
-        ("mpich", "exit", "SystemExit: rank 1: no such option"),
+        pytest.param("mpich", "exit", "SystemExit: rank 1: no such option", marks=pytest.mark.thorough),
         ("mpich", "kill", "Killed"),
         ("mpich", "cancel", "Terminated"),
     ],

@@ -225,19 +225,19 @@ def simulate(case: Case, plan: Schedule) -> Counter[str]:
             for part in read.parts:
                 assert read.region.contains(part.region) and part.region.size > 0
                 assert plan.is_direct or part.region.size * case.itemsize <= plan.max_message_nbytes, "a long message"
-                assert part.shard in buffers[part.rank], f"rank {part.rank} does not hold shard {part.shard}"
-                origin = plan.shards.region(part.shard).start
+                assert part.target in buffers[part.rank], f"rank {part.rank} does not hold shard {part.target}"
+                origin = plan.shards.region(part.target).start
                 place = part.region.slices(origin)
-                assert buffers[part.rank][part.shard][place].shape == part.region.shape, f"{part} reaches outside"
-                buffers[part.rank][part.shard][place] = block[part.region.slices(read.region.start)]
-                writes[part.rank][part.shard][place] += 1
+                assert buffers[part.rank][part.target][place].shape == part.region.shape, f"{part} reaches outside"
+                buffers[part.rank][part.target][place] = block[part.region.slices(read.region.start)]
+                writes[part.rank][part.target][place] += 1
                 if part.rank != sender:
-                    sent.setdefault((sender, part.rank), []).append((part.region, part.shard))
+                    sent.setdefault((sender, part.rank), []).append((part.region, part.target))
                     counts["messages"] += 1
                     counts["moved"] += part.region.size
 
     for rank in range(case.n_ranks):
-        expected = {s: [(p.region, p.shard) for p in parts] for s, parts in plan.incoming(rank).items()}
+        expected = {s: [(p.region, p.target) for p in parts] for s, parts in plan.incoming(rank).items()}
         got = {s: messages for (s, receiver), messages in sent.items() if receiver == rank}
         assert got == expected, f"rank {rank} gets {got}, but waits for {expected}"
         assert all(p.rank == s for s, parts in plan.incoming(rank).items() for p in parts)

@@ -71,7 +71,7 @@ def write_all(
                     first = ravel(region.start, one.spec.shape) if region.size else 0
                     at = ticket.places[name][0] + first * one.spec.dtype.itemsize
                     puts += [(name, first, at, stored)] if region.size else []
-                elif one.is_asked:
+                elif one.is_placed_by_root:
                     asked.setdefault(name, []).append((one.number(region), stored))
                 else:
                     puts.append((name, one.number(region), ticket.places[name][one.number(region)], stored))

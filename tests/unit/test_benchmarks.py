@@ -237,7 +237,7 @@ def test_the_page_on_saving_has_what_the_record_says(tmp_path: Path) -> None:
     plot_saves(record, tmp_path / "save.svg")
     assert "hdf5-contiguous" in (tmp_path / "save.svg").read_text()
     folder = Path(saves.__file__).parents[1]
-    page, records = folder.parent / "docs" / "save.md", read_records(folder / "results")
+    page, records = folder.parent / "docs" / "explanation" / "speed.md", read_records(folder / "results")
     assert section_of(page, "save") == save_section(records.get("save"))
     assert section_of(page, "copy") == copy_section(records.get("copy"))
 

@@ -7,10 +7,18 @@ import io
 import re
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
+import h5py
+import jax
+import numpy as np
 import pytest
+import xarray
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from typer.testing import CliRunner
 
+import shardload
 from examples import many_arrays, shuffling
 from shardload.cli.main import app
 
@@ -21,7 +29,7 @@ PAGES = [
     *sorted(page for page in (ROOT / "docs").rglob("*.md") if "_build" not in page.parts),
 ]
 FOLDERS = ("shardload", "tests", "benchmarks", "examples", "slurm", "docs")
-MADE_BY_THE_READER = {"example.py", "first.py"}
+MADE_BY_THE_READER = {"anomaly.py", "example.py", "first.py", "spectrum.py"}
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +66,7 @@ def pages_below(page: Path) -> set[Path]:
         for block in re.findall(r"^```\{toctree\}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
         for line in block.split()
     ]
-    names = [entry for entry in entries if (page.parent / f"{entry}.md").exists()]
+    names = [entry.strip("<>") for entry in entries if (page.parent / f"{entry.strip('<>')}.md").exists()]
     return {page}.union(*(pages_below((page.parent / f"{name}.md").resolve()) for name in names))
 
 
@@ -66,6 +74,45 @@ def test_the_table_of_contents_has_every_page() -> None:
     """Wrong if a page were added that no reader would find."""
     pages = {page for page in PAGES if page.is_relative_to(ROOT / "docs")}
     assert pages - pages_below(ROOT / "docs" / "index.md") == {ROOT / "docs" / "README.md"}
+
+
+def test_the_reference_has_every_name() -> None:
+    pages = "".join((ROOT / "docs" / "reference" / f"{name}.md").read_text() for name in ("api", "errors"))
+    named = re.findall(r"^   (\w+)$|^\.\. autoexception:: (\w+)$", pages, re.MULTILINE)
+    assert sorted(first or second for first, second in named) == sorted(shardload.__all__)
+
+
+def test_messages_of_the_page_are_those_of_the_code() -> None:
+    """Wrong if a message were put in other words and nobody found it on the page any more."""
+    table = (ROOT / "docs" / "reference" / "errors.md").read_text().partition("<!-- messages")[2].partition("\n## ")[0]
+    first = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
+    pieces = [piece for cell in first for piece in re.findall("`([^`]+)`", cell)]
+    code = "".join(path.read_text() for path in (ROOT / "shardload").rglob("*.py"))
+    code = re.sub(r'"\s*\n\s*f?"', "", code)  # a message on several lines
+    assert len(pieces) > 20 and [piece for piece in pieces if piece not in code] == []
+
+
+def test_paraview_finds_the_field(tmp_path: Path) -> None:
+    """The .xdmf of the page names an array of the file, with its shape and type; times of the netCDF file are dates."""
+    page = ROOT / "docs" / "paraview.md"
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("a",))
+    rho = jax.device_put(np.arange(24, dtype="f4").reshape(2, 3, 4), NamedSharding(mesh, P("a")))
+    names = {"shardload": shardload, "jax": jax, "rho": rho, "t2m": rho}
+    names |= {"hours": 6.0 * np.arange(2), "lat": np.linspace(-90, 90, 3), "lon": 90.0 * np.arange(4)}
+    with contextlib.chdir(tmp_path):
+        exec(block("xdmf", page), names)
+        exec(block("cf", page), names)
+        grid = ElementTree.parse("rho.xdmf").getroot().find("Domain/Grid")
+        assert grid is not None
+        item = grid.find("Attribute/DataItem")
+        assert item is not None and item.text is not None
+        file, _, name = item.text.partition(":/")
+        with h5py.File(file) as opened:
+            assert tuple(map(int, item.attrib["Dimensions"].split())) == opened[name].shape == (2, 3, 4)
+            assert int(item.attrib["Precision"]) == opened[name].dtype.itemsize
+        assert [of.text for of in grid.findall("Geometry/DataItem")] == ["0 0 0", "0.5 1.0 2.0"]
+        with xarray.open_dataset("t2m.nc", engine="h5netcdf") as dataset:
+            assert dataset["time"].values[1] == np.datetime64("2001-01-01T06:00")
 
 
 def test_the_plan_of_many_arrays_is_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,9 +128,9 @@ def test_the_plan_of_many_arrays_is_real(tmp_path: Path, monkeypatch: pytest.Mon
     assert printed == promised
 
 
-def block(marker: str) -> str:
-    """The fenced block of docs/streams.md after an HTML comment that starts with `marker`."""
-    found = re.search(rf"<!-- {marker}[^\n]*-->\n```\w*\n(.*?)```", (ROOT / "docs" / "streams.md").read_text(), re.DOTALL)
+def block(marker: str, page: Path = ROOT / "docs" / "streams.md") -> str:
+    """The fenced block of a page after an HTML comment that starts with `marker`."""
+    found = re.search(rf"<!-- {marker}[^\n]*-->\n```\w*\n(.*?)```", page.read_text(), re.DOTALL)
     assert found is not None, marker
     return found[1]
 

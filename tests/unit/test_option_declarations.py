@@ -18,7 +18,7 @@ import shardload
 from shardload import api
 from shardload.cli.arguments import as_typed
 from shardload.cli.main import app
-from shardload.options import AUTO, OPTIONS, Options
+from shardload.options import AUTO, OPTIONS, CallOptions, Options
 from shardload.planning.strategies import MODES
 from tests.options_table import document
 
@@ -118,6 +118,8 @@ def test_the_table_in_the_docs() -> None:
 def test_each_default_passes_its_own_check_and_each_option_of_a_load_has_a_field() -> None:
     kept = {option.name for option in OPTIONS.values() if option.is_kept}
     assert kept == set(Options.__dataclass_fields__)
+    of_call = {name for name in kept if not OPTIONS[name].is_per_array}
+    assert of_call == set(CallOptions.__dataclass_fields__)  # else one array's value would count for all
     assert Options.check() == Options.check(**{n: o.default for n, o in OPTIONS.items() if o.is_kept})
     with pytest.raises(TypeError, match="no such option: stagin"):
         Options.check(stagin=1)

@@ -23,7 +23,10 @@ def test_what_is_given_is_kept() -> None:
         dataset="/rho", select=(0, ...), dtype=">f4", pad=0, readers=np.int64(3), staging="1kB", verify="checksum",
         progress=False, timeout=60,
     )  # fmt: skip
-    assert options == Options("/rho", (0, ...), np.dtype("f4"), 0, 3, 1000, "checksum", False, 60.0)
+    assert options == Options(
+        dataset="/rho", select=(0, ...), dtype=np.dtype("f4"), pad=0, readers=3, staging=1000, verify="checksum",
+        progress=False, timeout=60.0,
+    )  # fmt: skip
     assert options.checksums
     assert options.dtype is not None and options.dtype.isnative and type(options.readers) is int
 

@@ -97,9 +97,15 @@ def test_each_test_has_its_turn_in_one_stage(items: list[pytest.Function], monke
         for item in items:
             if item.originalname in turns and conftest._is_its_turn(item, stage):
                 turns[item.originalname].add(stage)
-    assert all(conftest._is_its_turn(item, "") for item in items), "4 ranks, and `make test-all`"
+    assert all(conftest._is_its_turn(item, "") for item in items), "`make test-all`"
+    for item in items:
+        if item.originalname in turns:
+            assert conftest._is_its_turn(item, "four") == (turns[item.originalname] != {"openmpi"}), "on 4 ranks once"
     assert all(len(turns[name]) == 1 for name in NAMES), turns
     assert "openmpi" not in turns["test_any_library"]
+    marked = items[0]
+    marked.add_marker(pytest.mark.any_number)
+    assert conftest._is_its_turn(marked, "four") == (turns[marked.originalname] == {"one"}), "on 2 ranks instead"
     assert turns["test_any_version"] == turns["test_three_ranks"] == {"openmpi"}
 
 

@@ -191,7 +191,7 @@ class EncodeChain:
         return data.copy() if is_scratch else data
 
     def _packed(self, values: np.ndarray[Any, Any]) -> Bytes:
-        # First, because in an array in one piece nothing else is done for a chunk.
+        # First, because in a contiguous array nothing else is done for a chunk.
         if values.dtype == self._dtype and values.flags.c_contiguous and self._chunk_shape in (None, values.shape):
             return values.reshape(-1).view(np.uint8)
         if native_dtype(values.dtype) != native_dtype(self._dtype):

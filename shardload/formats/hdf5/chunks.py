@@ -30,7 +30,7 @@ from shardload.formats.hdf5.filters import stage_of
 from shardload.formats.hdf5.opened import OpenDataset, kept
 from shardload.formats.hdf5.raw_file import swap_size
 from shardload.formats.hdf5.unwrapped import are_edges_plain
-from shardload.formats.stored_chunks import Extents, StoredChunks
+from shardload.formats.stored_chunks import ChunkRanges, StoredChunks
 from shardload.planning.batches import cut_box
 from shardload.planning.region import Region
 
@@ -242,7 +242,7 @@ class Hdf5Chunks(StoredChunks):
         super().__init__(places.counts, dtype, chain, fill_value(dataset, dtype))
         self._places, self._identifier = places, dataset.id
 
-    def locate(self, box: Sequence[range]) -> list[Extents]:
+    def locate(self, box: Sequence[range]) -> list[ChunkRanges]:
         """Where the chunks of a box are in the file."""
         offsets, sizes, masks = self._places.of(box)
         numbers = None
@@ -251,7 +251,7 @@ class Hdf5Chunks(StoredChunks):
             offsets, sizes = offsets[numbers], sizes[numbers]
         if self._places.raw is None:
             raise ValueError("only HDF5 may read the file")
-        return [Extents(self._places.raw, offsets, sizes, numbers, self._skipped(masks))]
+        return [ChunkRanges(self._places.raw, offsets, sizes, numbers, self._skipped(masks))]
 
     def _skipped(self, masks: Masks) -> dict[int, frozenset[int]]:
         if not (masks[0] if len(masks) == 1 else masks.any()):

@@ -49,7 +49,7 @@ class GrowingHdf5Array(Hdf5Encoder, Growing):
     def __init__(self, path: str, name: str, known: Json, axis: int, n_new: int) -> None:
         shape = self.begin(known, axis, known["chunks"][axis], n_new)
         super().__init__(path, name, spec_of(known, shape), known["format"])
-        self.is_asked = True
+        self.is_placed_by_root = True
 
 
 class Hdf5Growth(OneFileSink):

@@ -85,8 +85,8 @@ class Pipeline:
             self.creation.set_chunk(spec.chunks)
             steps = self._add_filters()
         # Without filters all chunks have one size, so HDF5 gives each its place when the dataset is made.
-        self.is_asked = (spec.chunks is not None and self.creation.get_nfilters() > 0) or bool(spec.unlimited)
-        self.creation.set_alloc_time(h5py.h5d.ALLOC_TIME_INCR if self.is_asked else h5py.h5d.ALLOC_TIME_EARLY)
+        self.is_placed_by_root = (spec.chunks is not None and self.creation.get_nfilters() > 0) or bool(spec.unlimited)
+        self.creation.set_alloc_time(h5py.h5d.ALLOC_TIME_INCR if self.is_placed_by_root else h5py.h5d.ALLOC_TIME_EARLY)
         fill = np.zeros((), spec.dtype)[()] if spec.fill_value is None else spec.fill_value
         self._by_library, self._local = steps is None, threading.local()
         self._chain = EncodeChain(steps or [], spec.chunks, spec.dtype, fill)

@@ -1,7 +1,7 @@
 """How is an HDF5 or netCDF4 file written by many processes, without parallel HDF5? One makes the metadata, all put chunks.
 
 1. One rank creates the file on a `Ledger`: the HDF5 library writes its metadata there.
-2. For each filtered chunk the library is asked to write that many bytes, and the ledger notes where. Arrays in one piece and
+2. For each filtered chunk the library is asked to write that many bytes, and the ledger notes where. Contiguous arrays and
    chunks without filters get their places when they are made, because their sizes are known.
 3. Any rank writes chunks at these offsets into the temporary file (`Hdf5Writer`).
 4. `Hdf5Catalog.finish` writes the metadata, the superblock last. Then it opens the file with the HDF5 library itself, and
@@ -57,7 +57,7 @@ class Hdf5Encoder(Encoder):
 
     def __init__(self, path: str, name: str, spec: ArraySpec, flavour: str) -> None:
         self.pipeline = Pipeline(name, spec)
-        super().__init__(path, name, spec, flavour, self.pipeline.codec, is_asked=self.pipeline.is_asked)
+        super().__init__(path, name, spec, flavour, self.pipeline.codec, is_placed_by_root=self.pipeline.is_placed_by_root)
 
     def _encode(self, values: np.ndarray[Any, Any]) -> Stored:
         return self.pipeline.encode(values)
@@ -309,7 +309,7 @@ class Hdf5Catalog(LedgerCatalog):
         chunks = {
             name: Hdf5PlacedChunks(sink.path, name, one.spec, sink.stored_names[name]) for name, one in sink.arrays.items()
         }
-        early = [chunks[name] for name, one in sink.arrays.items() if not one.is_asked]
+        early = [chunks[name] for name, one in sink.arrays.items() if not one.is_placed_by_root]
         file = NewFile(sink.path, sink.mode)
         super().__init__(sink.path, file, chunks, sink.alignment)
         try:
@@ -341,7 +341,7 @@ def _reserve(file: WritableFile, arrays: Sequence[Hdf5PlacedChunks]) -> None:
 
 
 class Hdf5PlacedChunks(PlacedChunks):
-    """Where the chunks of one array are, for HDF5 too. An array in one piece counts as one chunk.
+    """Where the chunks of one array are, for HDF5 too. A contiguous array counts as one chunk.
 
     Parameters
     ----------

@@ -24,7 +24,7 @@ from shardload.formats.codecs.chains import Chain
 from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.contract.chunk_reader import Encoded, Room, check_box, fresh
 from shardload.formats.contract.dtypes import native_dtype
-from shardload.formats.stored_chunks import Extents, StoredChunks
+from shardload.formats.stored_chunks import ChunkRanges, StoredChunks
 from shardload.formats.zarr.metadata import MOST_INDEX_NBYTES, NotCovered, ZarrLayout, layout_of
 from shardload.formats.zarr.nodes import ArrayNode
 from shardload.formats.zarr.references import ReferenceFolder
@@ -102,24 +102,31 @@ class ZarrChunks(StoredChunks):
     ) -> None:
         counts = tuple(-(-n // m) for n, m in zip(shape, layout.chunk_shape, strict=True))
         super().__init__(counts, dtype, Chain(layout.stages, math.prod(layout.chunk_shape) * dtype.itemsize), fill)
-        self._folder, self._prefix, self._layout = folder, prefix, layout
+        self._folder, self._prefix, self._layout, self._is_closed = folder, prefix, layout, False
 
     def _key(self, at: tuple[int, ...]) -> str:
         return self._prefix + self._layout.key(at)
 
+    def expect(self, boxes: Iterator[Sequence[range]]) -> None:
+        """See `ChunkReader`: until it is closed, which may be before all is read."""
+        super().expect(itertools.takewhile(lambda _: not self._is_closed, boxes))
+
     def close(self) -> None:
         """Close what is kept open."""
+        self._is_closed = True
+        if isinstance(self._folder, RemoteFolder):
+            self._folder.forget(self._prefix)
 
 
 class ChunkFiles(ZarrChunks):
     """Chunks each of which is an object."""
 
-    def locate(self, box: Sequence[range]) -> list[Extents]:
-        """Where a single chunk is; nothing for several, each of which is an object of its own, and at a URL."""
+    def locate(self, box: Sequence[range]) -> list[ChunkRanges]:
+        """Where a single chunk is. Of several, and at a URL, none: `fetch` and `expect` look them up by their keys."""
         if math.prod(map(len, box)) != 1 or isinstance(self._folder, RemoteFolder):
             return []
         stored = self._folder.open(self._key(tuple(axis.start for axis in box)))
-        return [] if stored is None else [Extents(stored, np.zeros(1, np.int64), np.array([stored.nbytes]))]
+        return [] if stored is None else [ChunkRanges(stored, np.zeros(1, np.int64), np.array([stored.nbytes]))]
 
     def fetch(self, box: Sequence[range], room: Room = fresh) -> Encoded:
         """Read chunks as they are stored: see `StoredChunks.fetch`."""
@@ -131,7 +138,8 @@ class ChunkFiles(ZarrChunks):
     def expect(self, boxes: Iterator[Sequence[range]]) -> None:
         """See `ChunkReader`: the same objects are fetched ahead."""
         if isinstance(self._folder, RemoteFolder):
-            keys = (self._key(at) for box in boxes for at in itertools.product(*box))
+            open_boxes = itertools.takewhile(lambda _: not self._is_closed, boxes)
+            keys = (self._key(at) for box in open_boxes for at in itertools.product(*box))
             self._folder.expect(keys, self.chain.most_stored_nbytes, self.chain.nbytes)
 
 
@@ -140,20 +148,20 @@ class ReferencedChunks(ZarrChunks):
 
     _folder: ReferenceFolder
 
-    def locate(self, box: Sequence[range]) -> list[Extents]:
-        """Where the chunks of a box are: an `Extents` for each object that has some."""
-        found: dict[int, tuple[StoredObject, list[tuple[int, int, int]]]] = {}
+    def locate(self, box: Sequence[range]) -> list[ChunkRanges]:
+        """Where the chunks of a box are: `ChunkRanges` for each object that has some."""
+        by_object: dict[int, tuple[StoredObject, list[tuple[int, int, int]]]] = {}
         n = 0
         for number, at in enumerate(itertools.product(*box)):
             n += 1
             if (place := self._folder.place(self._key(at))) is not None:
                 stored, offset, nbytes = place
-                found.setdefault(id(stored), (stored, []))[1].append((number, offset, nbytes))
-        extents = []
-        for stored, places in found.values():
+                by_object.setdefault(id(stored), (stored, []))[1].append((number, offset, nbytes))
+        of_objects = []
+        for stored, places in by_object.values():
             numbers, offsets, sizes = np.array(places, dtype=np.int64).T
-            extents.append(Extents(stored, offsets, sizes, None if len(places) == n else numbers))
-        return extents
+            of_objects.append(ChunkRanges(stored, offsets, sizes, None if len(places) == n else numbers))
+        return of_objects
 
 
 class ShardFiles(ZarrChunks):
@@ -172,11 +180,11 @@ class ShardFiles(ZarrChunks):
         self._lock = threading.Lock()  # protects the table; never held while a file is read
         self._shards: OrderedDict[tuple[int, ...], _Shard] = OrderedDict()
 
-    def locate(self, box: Sequence[range]) -> list[Extents]:
+    def locate(self, box: Sequence[range]) -> list[ChunkRanges]:
         """Where the chunks of a box are in the shards that have them."""
         numbers = np.arange(math.prod(map(len, box))).reshape(tuple(map(len, box)))
         axes = [range(axis.start // n, -(-axis.stop // n)) for axis, n in zip(box, self._per_shard, strict=True)]
-        extents: list[Extents] = []
+        of_shards: list[ChunkRanges] = []
         for at in itertools.product(*axes):
             shard = self._shard(at)
             if shard.stored is None or shard.index is None:
@@ -193,11 +201,13 @@ class ShardFiles(ZarrChunks):
                 raise ValueError(f"the index of '{self._key(at)}' has a chunk at {places[is_stored].max()}: it is damaged")
             offsets, sizes = places[is_stored].astype(np.int64).T
             is_all = len(offsets) == numbers.size
-            extents.append(Extents(shard.stored, offsets, sizes, None if is_all else numbers[here].reshape(-1)[is_stored]))
-        return extents
+            stored_numbers = None if is_all else numbers[here].reshape(-1)[is_stored]
+            of_shards.append(ChunkRanges(shard.stored, offsets, sizes, stored_numbers))
+        return of_shards
 
     def close(self) -> None:
         """Close the shards that are kept open."""
+        super().close()
         with self._lock:
             self._shards.clear()
 

@@ -59,8 +59,8 @@ class ZarrEncoder(Encoder):
     """See `Encoder`."""
 
     def __init__(self, path: str, name: str, spec: ArraySpec, document: Json, layout: ZarrLayout, fill: Any) -> None:
-        is_asked = layout.per_shard is not None
-        super().__init__(path, name, spec, f"Zarr v{layout.version}", layout.codec, is_asked=is_asked)
+        is_placed_by_root = layout.per_shard is not None
+        super().__init__(path, name, spec, f"Zarr v{layout.version}", layout.codec, is_placed_by_root=is_placed_by_root)
         self.document, self.layout = document, layout
         self._chain = EncodeChain(layout.steps, spec.chunks, spec.dtype, fill)
 
@@ -148,9 +148,9 @@ class ZarrSink(Sink):
             else:
                 self.arrays[name] = ZarrEncoder.new(path, name, checked, version)
         # (Several ranks write a shard: its file is whole at the end only.)
-        self._about = None if any(one.is_asked for one in self.arrays.values()) else about
+        self._about = None if any(one.is_placed_by_root for one in self.arrays.values()) else about
         self.folder = self.new_folder()
-        if not self.folder.has_parts and (sharded := [name for name, one in self.arrays.items() if one.is_asked]):
+        if not self.folder.has_parts and (sharded := [name for name, one in self.arrays.items() if one.is_placed_by_root]):
             raise ConfigError(
                 f"'{sharded[0]}' has shards, of which several ranks write each, and an object of a store is put as a whole. "
                 "Leave out shards=, with chunks of some MiB; or save to a folder, and upload it"
@@ -183,7 +183,7 @@ class ZarrSink(Sink):
 
         def put(name: str, number: int, offset: int, data: Any) -> None:
             array = self.arrays[name]
-            if array.is_asked:
+            if array.is_placed_by_root:
                 folder.write_at(array.key_of(number), data, offset)
             else:
                 folder.put(array.key_of(number), data)
@@ -313,8 +313,8 @@ class ZarrCatalog(Catalog):
         self._sink, self._folder, self._is_finished = sink, sink.folder, False
         with named(sink.path):
             address = self._folder.create()
-        self.ticket = Ticket(address, {n: Places([0], [0], 0) for n, e in sink.arrays.items() if not e.is_asked})
-        self._shards = {name: _Shards(one) for name, one in sink.arrays.items() if one.is_asked}
+        self.ticket = Ticket(address, {n: Places([0], [0], 0) for n, e in sink.arrays.items() if not e.is_placed_by_root})
+        self._shards = {name: _Shards(one) for name, one in sink.arrays.items() if one.is_placed_by_root}
 
     def allocate(self, name: str, numbers: Sequence[int] | Int64s, nbytes: Sequence[int] | Int64s, masks: Any = 0) -> Int64s:
         """See `Catalog`."""

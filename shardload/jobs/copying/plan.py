@@ -23,7 +23,7 @@ from shardload.planning.staging import least_staging
 from shardload.units import counted, format_nbytes, number_text
 
 _LEAST_READING_NBYTES = 4 << 20
-_RUN_NBYTES = 4 << 20  # of an array in one piece
+_RUN_NBYTES = 4 << 20  # of a contiguous array
 
 
 @dataclass(frozen=True)

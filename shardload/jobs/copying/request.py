@@ -59,7 +59,7 @@ class CopyRequest:
         As in `Overrides`; of the new arrays that have chunks.
     unlimited : tuple of str or int
         Axes that can grow, beside those that can in the source: by name, or by number in the new arrays that are no
-        coordinates. Every array that has an axis of that name can grow along it, coordinates too. Arrays in one piece get
+        coordinates. Every array that has an axis of that name can grow along it, coordinates too. Contiguous arrays get
         chunks for it.
     format, mode : str
         As for `make_sink`.
@@ -177,18 +177,18 @@ class Beside:
     groups: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
-def new_sink(request: CopyRequest, found: Sequence[SourceArray], beside: Beside | None, n_nodes: int) -> Sink:
+def new_sink(request: CopyRequest, sources: Sequence[SourceArray], beside: Beside | None, n_nodes: int) -> Sink:
     """The sink of the new file; on other ranks than 0 without what is `beside`."""
-    about = {} if beside is None else describe(request, found, beside)
+    about = {} if beside is None else describe(request, sources, beside)
     beside = beside or Beside()
-    specs, groups = {array.name: array.spec for array in found} | beside.texts, beside.groups
+    specs, groups = {array.name: array.spec for array in sources} | beside.texts, beside.groups
     alignment = PAGE_NBYTES if n_nodes > 1 else 1
     how: dict[str, Any] = {"format": request.format, "mode": request.mode, "alignment": alignment, "about": about}
     how |= {"storage": request.storage, "attrs": groups.get("/", {}), "group_attrs": groups}
     return make_sink(request.target, specs, **how)
 
 
-def describe(request: CopyRequest, found: Sequence[SourceArray], beside: Beside) -> dict[str, str]:
+def describe(request: CopyRequest, sources: Sequence[SourceArray], beside: Beside) -> dict[str, str]:
     """What a job that resumes must have in common with the one that was killed, on rank 0: in words, for messages."""
     path = split_path(request.source)[0]
     about = {
@@ -199,7 +199,7 @@ def describe(request: CopyRequest, found: Sequence[SourceArray], beside: Beside)
             [(name, spec.attrs, spec.dims, np.asarray(spec.texts).tolist()) for name, spec in beside.texts.items()]
         ),
     }
-    for array in found:
+    for array in sources:
         name = array.info.dataset
         about[f"size and time of the source ('{name}')"] = repr(None if array.state is None else array.state[:2])
         if array.info.n_parts and array.info.parts is not None:
@@ -225,16 +225,16 @@ def find(request: CopyRequest) -> tuple[list[SourceArray], Beside, list[str]]:
 
     def refuse(_: str, error: ConfigError) -> None:
         with open_file(path, request.access) as file:
-            told = _links_told(file.links(), "") if "*" in names else []
-        raise ConfigError(f"{error} ({told[0]})") if told else error from None
+            left_out = _links_told(file.links(), "") if "*" in names else []
+        raise ConfigError(f"{error} ({left_out[0]})") if left_out else error from None
 
     infos = find_arrays(path, names, request.access, refuse)
     with open_file(path, request.access) as file:
         links = file.links() if "*" in names else {}
         copied = {link for link in links if any(f"{name}/".startswith(f"{link}/") for name in infos)}
         notes = _links_told({link: to for link, to in links.items() if link not in copied})
-        if told := [f"'{printable(link)}' (to {printable(links[link])})" for link in sorted(copied)]:
-            notes.append(f"links became copies of what they lead to: {some(told)}")
+        if copies := [f"'{printable(link)}' (to {printable(links[link])})" for link in sorted(copied)]:
+            notes.append(f"links became copies of what they lead to: {some(copies)}")
         return _plan_arrays(request, file, infos, "*" in names, notes)
 
 
@@ -242,10 +242,10 @@ def _links_told(links: Mapping[str, str], all_and: str = "--dataset '*' ") -> li
     """What is said of links, which a copy of all arrays does not follow, and the other flags to type."""
     if not links:
         return []
-    told = ", ".join(f"'{printable(name)}' (to {printable(to)})" for name, to in links.items())
+    texts = ", ".join(f"'{printable(name)}' (to {printable(to)})" for name, to in links.items())
     name = printable(next(iter(links)).lstrip("/"))
     how = f"{all_and}--dataset '{name}', or '{name}/*' for a group"
-    return [f"links were left out: {told}. To copy what they lead to, name it, too: {how}"]
+    return [f"links were left out: {texts}. To copy what they lead to, name it, too: {how}"]
 
 
 def _plan_arrays(
@@ -276,7 +276,7 @@ def _plan_arrays(
         selections[name] = _select(info, request.select if is_by_position else parts, properties.dims)
     dims = {name: [described[name][1].dims[k] for k in selection.kept] for name, selection in selections.items()}
     growing = _growing_axes(request.unlimited, dims, main)
-    found, texts = [], dict[str, ArraySpec]()
+    sources, texts = [], dict[str, ArraySpec]()
     for name, (info, properties, state) in described.items():
         is_text = properties.texts is not None
         wanted = _asked_of(request, info, selections[name], name in main, growing[name])
@@ -293,19 +293,19 @@ def _plan_arrays(
         if is_text:
             texts[target] = spec
         else:
-            found.append(SourceArray(info, selections[name], target, spec, state))
-    if not found:
+            sources.append(SourceArray(info, selections[name], target, spec, state))
+    if not sources:
         raise ConfigError(f"'{request.source}' holds no arrays that could be copied")
-    _check_layout(request, [array for array in found if array.info.dataset in main])
+    _check_layout(request, [array for array in sources if array.info.dataset in main])
     if kind.startswith("zarr"):  # as of a netCDF file of a run that died: a copy has the rows that are there
-        unopened = unopened_by_xarray({array.full_name: array.spec for array in found})
+        unopened = unopened_by_xarray({array.full_name: array.spec for array in sources})
         notes += [f"{what}: xarray opens no group with both" for what, _ in unopened]
-    axes = {dim for spec in [*(array.spec for array in found), *texts.values()] for dim in spec.dims or ()}
+    axes = {dim for spec in [*(array.spec for array in sources), *texts.values()] for dim in spec.dims or ()}
     for name in sorted(valueless if is_all else ()):
         if name.rpartition("/")[2] not in axes:
             notes.append(f"the dimension '{name}' was left out: no array of the new file has it")
     used = {""} | {name.strip("/")[:k] for name in described for k, c in enumerate(name.strip("/")) if c == "/"}
-    arrays, groups = [array.full_name for array in found] + list(texts), {}
+    arrays, groups = [array.full_name for array in sources] + list(texts), {}
     attributes, unread = file.groups()
     for group, attrs in attributes.items():
         why = None
@@ -318,11 +318,11 @@ def _plan_arrays(
             what = f"the attributes of group {group!r}" if attrs else f"the group {group!r}"
             notes.append(f"{what}, {why}, {'were' if attrs else 'was'} left out")
     notes += [f"{what} was left out" for what in unread]
-    return found, Beside(texts, groups), notes
+    return sources, Beside(texts, groups), notes
 
 
 def without_what_is_refused(
-    request: CopyRequest, found: list[SourceArray], about: Beside, error: ConfigError
+    request: CopyRequest, sources: list[SourceArray], about: Beside, error: ConfigError
 ) -> tuple[list[SourceArray], Beside, list[str]]:
     """What the new file's format can hold, if `error` says that it cannot hold all; and what it cannot, in words. Raises the
     error if that is an array that was named, or none is left.
@@ -343,7 +343,7 @@ def without_what_is_refused(
             return False
         return True
 
-    kept = [array for array in found if is_held(array.full_name, array.spec)]
+    kept = [array for array in sources if is_held(array.full_name, array.spec)]
     texts = {name: spec for name, spec in about.texts.items() if is_held(name, spec)}
     if not kept or not notes:
         raise error
@@ -424,16 +424,16 @@ def _growing_axes(
     """
     growing: set[tuple[str, int]] = set()
     for axis in unlimited:
-        found: set[tuple[str, int]] = set()
+        named: set[tuple[str, int]] = set()
         names: set[str | None] = {axis} if isinstance(axis, str) else set()
         if isinstance(axis, int):
-            found = {(name, axis % len(dims[name])) for name in main if -len(dims[name]) <= axis < len(dims[name])}
-            names = {dims[name][k] for name, k in found}
-        found |= {(name, k) for name, of_array in dims.items() for k, dim in enumerate(of_array) if dim and dim in names}
-        if not found:
+            named = {(name, axis % len(dims[name])) for name in main if -len(dims[name]) <= axis < len(dims[name])}
+            names = {dims[name][k] for name, k in named}
+        named |= {(name, k) for name, of_array in dims.items() for k, dim in enumerate(of_array) if dim and dim in names}
+        if not named:
             there = some([f"{name} ({', '.join(str(dim or '-') for dim in dims[name])})" for name in main])
             raise ConfigError(f"unlimited is {axis!r}, an axis that no array of the new file has: {there}")
-        growing |= found
+        growing |= named
     return {name: tuple(k for k in range(len(of_array)) if (name, k) in growing) for name, of_array in dims.items()}
 
 

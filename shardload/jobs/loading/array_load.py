@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +19,7 @@ from shardload.formats.lookup import absolute, open_source
 from shardload.jobs.consistency import State, as_planned, contents_of, is_open
 from shardload.jobs.loading.plan import LoadLayout, Plan
 from shardload.jobs.trees import in_array, naming_errors
-from shardload.options import Options
+from shardload.options import CallOptions, Options
 
 _UNNAMED = nullcontext()
 
@@ -125,3 +125,8 @@ class ArrayLoad:
     def as_planned(self, source: Source) -> Source:
         """Return `source` if its shape, dtype and chunks are the plan's; otherwise close it and raise SourceError."""
         return as_planned(source, self.info, is_decoded=self.layout.decoding is not None)
+
+
+def options_of(loads: Sequence[ArrayLoad]) -> CallOptions:
+    """The options of the call, which all its arrays have."""
+    return loads[0].options

@@ -46,7 +46,7 @@ from shardload.jobs.loading.planner import PlannedRanks, plan_array, read_in_tur
 from shardload.jobs.loading.request import Request, mesh_of, read_requests
 from shardload.jobs.loading.tree_plan import TreePlan
 from shardload.jobs.trees import ArrayTree, Place, in_array, is_one, keys_text, naming_errors, where_text
-from shardload.options import AUTO, OPTIONS, TIMEOUT, Options
+from shardload.options import AUTO, OPTIONS, TIMEOUT, CallOptions, Options
 from shardload.planning.region import Region
 from shardload.planning.selection import (
     Between,
@@ -70,7 +70,7 @@ _SHARE_OF_STAGING = 4  # values that are sent with the metadata: as read, as sen
 _OWN_NAMES = {
     "path",
     "sharding",
-    *(option.name for option in OPTIONS.values() if not option.is_shared),
+    *(option.name for option in OPTIONS.values() if option.is_per_array),
 }  # may differ from array to array
 _MOST_TOLD = 8  # arrays in a message
 
@@ -139,6 +139,11 @@ class LoadCall:
 
     # --- all ranks together
 
+    @property
+    def _options(self) -> CallOptions:
+        """The options of the call, which all arrays have."""
+        return self.requests[0].options
+
     @contextmanager
     def begin(self) -> Iterator[Self]:
         """Hold the group of ranks until the call ends. Collective, except for a plan over an abstract mesh."""
@@ -150,7 +155,7 @@ class LoadCall:
         if self._is_abstract and self.error is None:
             self.error = ConfigError(f"{self.kind} needs a mesh of devices, found an AbstractMesh: pass a jax.sharding.Mesh")
         asked = self._invocation()
-        timeout = self.requests[0].options.timeout if self.requests else TIMEOUT
+        timeout = self._options.timeout if self.requests else TIMEOUT
         how: dict[str, Any] = {"comm": self._given.get("comm"), "timeout": timeout, "process": jax.process_index}
         with begin_call(asked, self.error, watched_as=self._what(self.tree.places[0])["path"], **how) as begun:
             self._begun = begun
@@ -269,7 +274,7 @@ class LoadCall:
 
         With names of axes and coordinates if a selection may name them.
         """
-        options, tuning = self.requests[0].options, self._tuning
+        options, tuning = self._options, self._tuning
         if self._begun is not None and self._begun.group.size == 1:  # there is no other rank that would have to open the file
             tuning = replace(tuning, small_nbytes=min(tuning.small_nbytes, tuning.tiny_nbytes))
         most_nbytes = options.staging_nbytes // _SHARE_OF_STAGING

@@ -11,12 +11,14 @@ import numpy as np
 from shardload.arrays.sharding import spec_text
 from shardload.errors import printable
 from shardload.planning.cost import Cost
+from shardload.storage.remote import PIECE_NBYTES, is_remote
 from shardload.system.terminal import WIDTH, Column, fit_table, wrap, wrap_parts
 from shardload.units import counted, format_nbytes
 
 if TYPE_CHECKING:
     from shardload.jobs.loading.plan import Plan
 
+_AT_ONCE, _LATENCY_SECONDS, _CONNECTION_NBYTES = 16, 0.02, 60 * 10**6  # of a store as it is assumed to be: S3 in its region
 _WIDE = 60  # from this width on, names have a column of their own
 
 
@@ -58,9 +60,11 @@ def _facts(plan: Plan) -> dict[str, str]:
     cast = "" if plan.decoded_dtype is None else f" decoded to {plan.decoded_dtype}"
     cast += f" cast to {plan.dtype}" if str(plan.dtype) != str(plan.decoded_dtype or info.dtype) else ""
     chunks = "no chunks (any part can be read)" if info.chunks is None else f"chunks {shape_text(info.chunks)}, {info.codec}"
+    store = {"store": _store(plan)} if is_remote(info.path) else {}
     replicas = f", {plan.n_replicas} replicas" if plan.n_replicas > 1 else ""
     return {
         "file": printable(info.path),
+        **store,
         "array": f"{shape_text(plan.shape)}{selected}{padded}, {info.dtype}{cast}, {format_nbytes(plan.nbytes)}; {chunks}",
         "sharding": f"{plan.decomposition}: {spec_text(plan.sharding.spec)} on mesh {mesh_text(plan.sharding)}{replicas}; "
         f"shard {shape_text(plan.shard_shape)}, {format_nbytes(shard_nbytes)}" + (f"; halo {halo}" if halo else ""),
@@ -69,6 +73,21 @@ def _facts(plan: Plan) -> dict[str, str]:
         + (f", because of chunks of {format_nbytes(nbytes_chunk)}" if plan.staging_is_raised else ""),
         "taken": f"{plan.readers}: {plan.why}",
     }
+
+
+def _store(plan: Plan) -> str:
+    """What is asked of a store, and how long that takes where nothing else does."""
+    info, cost = plan.info, plan.costs[plan.readers]
+    per_object = math.prod(info.shards or info.chunks or (1,)) * np.dtype(info.dtype).itemsize
+    n_objects = -(-cost.decoded_nbytes // max(1, per_object)) if info.format.startswith("Zarr") else 0
+    n = n_objects if n_objects and info.shards is None else -(-cost.decoded_nbytes // PIECE_NBYTES) + n_objects
+    share = cost.reader_nbytes / max(1, cost.decoded_nbytes)
+    seconds = -(-n * share // _AT_ONCE) * _LATENCY_SECONDS + cost.reader_nbytes / (_AT_ONCE * _CONNECTION_NBYTES)
+    return (
+        f"some {counted(n, 'request')} for {format_nbytes(cost.decoded_nbytes)}, fewer of both if compression helps; "
+        f"{_AT_ONCE} at a time of each reader, {format_nbytes(plan.ahead_nbytes)} at most fetched ahead; "
+        f"{seconds:.2g} s at {_LATENCY_SECONDS * 1000:.0f} ms each and {_CONNECTION_NBYTES // 10**6} MB/s a connection"
+    )
 
 
 def _quantities(plan: Plan, costs: Sequence[Cost]) -> dict[str, list[str]]:

@@ -24,7 +24,7 @@ from shardload.formats.contract.format import OpenFile, Source
 from shardload.formats.lookup import file_of, open_file
 from shardload.formats.memory import MemorySource
 from shardload.jobs.consistency import State, check_names, check_same_file, check_unchanged, is_compared, is_open
-from shardload.jobs.loading.array_load import ArrayLoad
+from shardload.jobs.loading.array_load import ArrayLoad, options_of
 from shardload.options import fill_value
 from shardload.planning.tuning import Tuning
 from shardload.system.first_error import FirstError
@@ -83,7 +83,10 @@ class OpenSources:
 
     @staticmethod
     def _file_of(load: ArrayLoad, handle: Any) -> Any:
-        """A key that is equal for arrays of one file; None if the array is not in a file that is opened here."""
+        """A key that is equal for arrays of one file; None if the array is not in a file that is opened here.
+
+        What `access` has must be of the call: arrays with other values would open their file twice.
+        """
         is_path = isinstance(handle, (str, os.PathLike)) and not is_open(handle)
         return (file_of(os.fspath(handle)), load.options.access) if is_path else None
 
@@ -137,7 +140,7 @@ class LoadSource(FileSource):
     """
 
     def __init__(self, loads: Sequence[ArrayLoad], rank: int, tuning: Tuning) -> None:
-        super().__init__(rank, loads[0].options.checksums, tuning)
+        super().__init__(rank, options_of(loads).checksums, tuning)
         self._loads = loads
         self.contents: list[State] = [None] * len(loads)
         self.files: dict[str, State] = {}

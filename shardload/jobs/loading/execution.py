@@ -31,7 +31,7 @@ from shardload.engine.session import Round, Session, shared_nbytes
 from shardload.errors import ConfigError, PackedWarning
 from shardload.formats.contract.array import some
 from shardload.jobs.consistency import N_SUMS, State, check_same, to_sums, version_in, version_of_state
-from shardload.jobs.loading.array_load import ArrayLoad
+from shardload.jobs.loading.array_load import ArrayLoad, options_of
 from shardload.jobs.loading.endpoints import DeviceTarget, LoadSource, OpenSources, moves_of
 from shardload.jobs.loading.plan import staging_of
 from shardload.jobs.loading.report import ArrayReport, LoadReport, Phase, join_proven, phases_of
@@ -75,7 +75,7 @@ def execute(comm: Any, loads: Sequence[ArrayLoad], agreed: Invocation, tuning: T
     tuning : Tuning
         The tuning constants when the plans were made.
     """
-    started, timeout = time.perf_counter(), loads[0].options.timeout
+    started, timeout = time.perf_counter(), options_of(loads).timeout
     name = _name_of(loads)
     asked = replace(agreed, kind="execute", title=f"execute() of the plan for {name}")
     with begin_call(asked, None, comm=comm, timeout=timeout, watched_as=name) as begun:
@@ -105,7 +105,7 @@ class Loader:
 
     def __init__(self, group: Group, loads: Sequence[ArrayLoad], agreed: Invocation, tuning: Tuning) -> None:
         self._group, self._loads, self._agreed, self._tuning = group, list(loads), agreed, tuning
-        self._options = loads[0].options
+        self._options = options_of(loads)
         self._name = _name_of(loads)
 
     def run(self, started: float) -> LoadResult:
@@ -114,7 +114,7 @@ class Loader:
         group.watch.begin(self._name, options.timeout)
         uses_shared_memory = not self._is_here and self._uses_shared_memory
         nbytes = (shared_nbytes(self._staging) if self._reads else 0) if uses_shared_memory else None
-        checked, asked = [ShardFindings() for _ in loads], counts()
+        checked, requests_before = [ShardFindings() for _ in loads], counts()
         with Session(group, f"{self._agreed.digest:016x}", shared_nbytes=nbytes, checksums=options.checksums) as session:
             target = DeviceTarget(loads, group.rank, session.errors)
             source = LoadSource(loads, group.rank, self._tuning)
@@ -134,10 +134,10 @@ class Loader:
             if not session.errors:
                 group.watch.enter("verify")
                 with session.errors:
-                    held = [{piece.region: piece.data for piece in own.shards.values()} for own in target.arrays]
-                    checked = self._check([own.array for own in target.arrays], held)
+                    pieces = [{piece.region: piece.data for piece in sharded.shards.values()} for sharded in target.arrays]
+                    checked = self._check([sharded.array for sharded in target.arrays], pieces)
             group.watch.enter("agree")
-            totals = group.agree(session.errors.take(), self._counts(session, source, target, checked, asked))
+            totals = group.agree(session.errors.take(), self._counts(session, source, target, checked, requests_before))
             loaded = self._finish(totals, session, target, checked, started)
         group.watch.close()
         if _log.isEnabledFor(logging.INFO):
@@ -148,7 +148,7 @@ class Loader:
         """Compare arrays, in the order of the loads, with their files."""
         group, loads = self._group, self._loads
         states: list[State] = [None] * len(loads)
-        found, errors = [ShardFindings() for _ in loads], FirstError()
+        findings, errors = [ShardFindings() for _ in loads], FirstError()
         group.watch.begin(self._name, self._options.timeout)
         group.watch.enter("verify")
         with errors:
@@ -159,9 +159,9 @@ class Loader:
         for load, of_array in zip(loads, _split_evenly(sums, len(loads)), strict=True):
             check_same(load.name, of_array, load.info.path, load.info.dataset, is_open=True)
         with errors:
-            found = self._check(arrays, [{}] * len(loads), seed)
-        counts = group.agree(errors.take(), [number for of_array in found for number in of_array.counts])
-        proven = self._agree(found, _split_evenly(counts, len(found)))
+            findings = self._check(arrays, [{}] * len(loads), seed)
+        counts = group.agree(errors.take(), [number for of_array in findings for number in of_array.counts])
+        proven = self._agree(findings, _split_evenly(counts, len(findings)))
         group.watch.close()
         return proven
 
@@ -209,19 +209,19 @@ class Loader:
         checked = []
         with ExitStack() as opened:
             sources = OpenSources(self._loads, opened)
-            for load, array, held in zip(self._loads, arrays, pieces, strict=True):
+            for load, array, pieces_of_load in zip(self._loads, arrays, pieces, strict=True):
                 with load.naming_errors():
-                    checked.append(load.verifier(sources.open_again, seed).check(array, self._group.rank, held))
+                    checked.append(load.verifier(sources.open_again, seed).check(array, self._group.rank, pieces_of_load))
         return checked
 
     def _counts(
-        self, session: Session, source: LoadSource, target: DeviceTarget, checked: list[ShardFindings], asked: Counts
+        self, session: Session, source: LoadSource, target: DeviceTarget, checked: list[ShardFindings], requests_before: Counts
     ) -> list[int]:
         """What the last agreement sums over the ranks: counts for the report, and numbers that compare the ranks' files."""
-        of_stores = counts().since(asked)
+        of_stores = counts().since(requests_before)
         summed = [session.counters.n_checksums, of_stores.requests, of_stores.nbytes, of_stores.retries]
-        for contents, own, proven in zip(source.contents, target.arrays, checked, strict=True):
-            cost = own.counters
+        for contents, sharded, proven in zip(source.contents, target.arrays, checked, strict=True):
+            cost = sharded.counters
             summed += [cost.chunks_missing, cost.chunks_decoded, cost.nbytes_read, cost.n_checksums]
             summed += [*to_sums(contents), *proven.counts]
         for path in self._paths_of_several:
@@ -234,7 +234,7 @@ class Loader:
         self, totals: list[int], session: Session, target: DeviceTarget, checked: list[ShardFindings], started: float
     ) -> LoadResult:
         """Check that all read the same file, warn, and make the result. `totals`: the sums of `_counts` over the ranks."""
-        arrays = [own.array for own in target.arrays if own.array is not None]
+        arrays = [sharded.array for sharded in target.arrays if sharded.array is not None]
         if len(arrays) < len(self._loads):
             raise ConfigError("nothing was loaded")
         n_files = len(self._paths_of_several)
@@ -254,11 +254,11 @@ class Loader:
         proven = self._agree(checked, [sums[_N_COSTS + N_SUMS :] for sums in of_arrays])
         costs = [sums[:_N_COSTS] for sums in of_arrays]
         counters = Counters()
-        for part in (session.counters, *(own.counters for own in target.arrays)):
+        for part in (session.counters, *(sharded.counters for sharded in target.arrays)):
             counters.add(part)
-        self._settle_missing([n_missing for n_missing, *_ in costs], [own.counters for own in target.arrays])
+        self._settle_missing([n_missing for n_missing, *_ in costs], [sharded.counters for sharded in target.arrays])
         self._warn_of_packed()
-        device = Phase(sum(own.device_seconds for own in target.arrays), target.nbytes)
+        device = Phase(sum(sharded.device_seconds for sharded in target.arrays), target.nbytes)
         n_missing, n_decoded, nbytes_read, n_checksums = map(sum, zip(*costs, strict=True))
         reports = [
             ArrayReport(keys_text(load.where), str(load.info), decoded, nbytes, missing, verified)
@@ -287,12 +287,12 @@ class Loader:
 
     def _warn_of_packed(self) -> None:
         """Warn once if stored numbers were loaded that are not the values, and the caller did not say that this is meant."""
-        asked = [load for load in self._loads if load.options.decode is None and load.info.packing]
-        found = [(load.name, packed_by(np.dtype(load.info.dtype), load.info.packing)) for load in asked]
-        told = [f"{name} ({', '.join(how)})" for name, how in found if how]
-        if told:
+        undecoded = [load for load in self._loads if load.options.decode is None and load.info.packing]
+        packed = [(load.name, packed_by(np.dtype(load.info.dtype), load.info.packing)) for load in undecoded]
+        texts = [f"{name} ({', '.join(how)})" for name, how in packed if how]
+        if texts:
             text = (
-                f"these numbers are packed, and were loaded as they are stored: {some(told)}. Pass decode=True to apply that "
+                f"these numbers are packed, and were loaded as they are stored: {some(texts)}. Pass decode=True to apply that "
                 "and the fill values, decode=False if the stored numbers are meant"
             )
             warn_once(text, PackedWarning, self._group.rank)
@@ -300,17 +300,19 @@ class Loader:
     def _settle_missing(self, n_missing: list[int], counters: list[Counters]) -> None:
         """Warn or raise, as the caller asked, now that all ranks know how many chunks are missing."""
         how = self._options.missing
-        found = [(load, own, n) for load, own, n in zip(self._loads, counters, n_missing, strict=True) if n]
-        if how == "fill" or not found:
+        incomplete = [(load, of_load, n) for load, of_load, n in zip(self._loads, counters, n_missing, strict=True) if n]
+        if how == "fill" or not incomplete:
             return
-        first = self._group.least_ints(np.array([fold_first(own.missing) for _, own, _ in found], dtype=np.int64).reshape(-1))
+        first = self._group.least_ints(
+            np.array([fold_first(of_load.missing) for _, of_load, _ in incomplete], dtype=np.int64).reshape(-1)
+        )
         texts = []
-        for (load, _, n), least in zip(found, first.reshape(len(found), -1).tolist(), strict=True):
+        for (load, _, n), least in zip(incomplete, first.reshape(len(incomplete), -1).tolist(), strict=True):
             source = load.layout.source
             text = describe_missing(n, unfold_first(least), load.info, source.selection, source.chunks)
             texts.append(f"{load.where}: {text}" if load.where else text)
         more = f"; and in {len(texts) - _MOST_TOLD} more arrays" if len(texts) > _MOST_TOLD else ""
-        settle_missing("; ".join(texts[:_MOST_TOLD]) + more, how, self._group.rank, found[0][0].info)
+        settle_missing("; ".join(texts[:_MOST_TOLD]) + more, how, self._group.rank, incomplete[0][0].info)
 
 
 def _split_evenly(numbers: list[int], n: int) -> list[list[int]]:

@@ -110,12 +110,12 @@ def _wrap_tree(xarray: Any, tree: Any, plan: Any, where: Where) -> Any:
     keys = [key for key, _ in children or ()]
     if not keys or set(keys) != set(plans):
         here = f" at {text_of(where)}" if where else ""
-        told = f"{type(tree).__name__} and {type(plan).__name__}"
+        kinds = f"{type(tree).__name__} and {type(plan).__name__}"
         if keys and plans:
-            told = f"arrays {', '.join(map(str, keys))} and plans {', '.join(map(str, plans))}"
+            kinds = f"arrays {', '.join(map(str, keys))} and plans {', '.join(map(str, plans))}"
         raise ConfigError(
             f"expected arrays and the plan that loaded them{here}, both alone or both in a tree with the same keys; found "
-            f"{told}. Pass what load returned, and what shardload.plan returns for the same arguments; with one array of a "
+            f"{kinds}. Pass what load returned, and what shardload.plan returns for the same arguments; with one array of a "
             "tree, its plan: plan.plans['name']"
         )
     wrapped = [_wrap_tree(xarray, child, plans[key], (*where, key)) for key, child in children or ()]
@@ -159,9 +159,9 @@ def _dataset(xarray: Any, wrapped: dict[str, Any], infos: Mapping[str, ArrayInfo
     values = {key: array.variable for key, array in wrapped.items() if key not in coords}
     # A variable with the name of its axis would become an index, for which xarray copies all values to each process.
     plain = {key: values.pop(key) for key in list(values) if key in lengths}
-    own = [key for key in values if known.get(key) == infos[key].dataset or _is_coordinate_of_group(infos[key])]
-    found = xarray.Dataset(values, coords, _of_all([info.group_attrs for info in infos.values()])).set_coords(own)
-    return found.assign_coords(xarray.Coordinates(plain, indexes={})) if plain else found
+    of_group = [key for key in values if known.get(key) == infos[key].dataset or _is_coordinate_of_group(infos[key])]
+    dataset = xarray.Dataset(values, coords, _of_all([info.group_attrs for info in infos.values()])).set_coords(of_group)
+    return dataset.assign_coords(xarray.Coordinates(plain, indexes={})) if plain else dataset
 
 
 def _is_coordinate_of_group(info: ArrayInfo) -> bool:
@@ -203,9 +203,9 @@ def _wrap(xarray: Any, array: Any, plan: Plan) -> Any:
     }
     attrs, encoding = _split(info.attrs) if plan.is_decoded else (_own(info.attrs), {})
     attrs.pop(_NAMES_OF_COORDINATES, None)
-    found = xarray.DataArray(array, dims=kept, coords=coords, attrs=attrs, name=info.dataset.rpartition("/")[2])
-    found.encoding.update(encoding)
-    return found
+    wrapped = xarray.DataArray(array, dims=kept, coords=coords, attrs=attrs, name=info.dataset.rpartition("/")[2])
+    wrapped.encoding.update(encoding)
+    return wrapped
 
 
 def _check_version(plan: Plan, array: Any = None) -> None:
@@ -285,29 +285,29 @@ def coordinates_of(plan: Plan, n: Mapping[str, int]) -> dict[str, Cut]:
     """
     _check_version(plan)
     dims, selection = _dims(plan), plan._layout.source.selection
-    found = {}
+    coordinates = {}
     for name, one in plan.info.coords.items():
         if one.values is None:
             continue
-        own = _own_axes(name, one.dims, one.values.shape, plan)
-        cut = None if own is None else _cut(one.values, own, dims, selection, n)
-        if own is not None and cut is not None:
-            found[name] = Cut(*cut, *_split(one.attrs), frozenset(own))
-    return found
+        axes = _own_axes(name, one.dims, one.values.shape, plan)
+        cut = None if axes is None else _cut(one.values, axes, dims, selection, n)
+        if axes is not None and cut is not None:
+            coordinates[name] = Cut(*cut, *_split(one.attrs), frozenset(axes))
+    return coordinates
 
 
-def _own_axes(coordinate: str, own: Sequence[str | None], own_shape: Sequence[int], plan: Plan) -> tuple[str, ...] | None:
+def _own_axes(coordinate: str, names: Sequence[str | None], lengths: Sequence[int], plan: Plan) -> tuple[str, ...] | None:
     """The names of a coordinate's axes among those of its array; None if they are not there, or more than one way fits.
 
     Axes without names are found by their lengths, as the array has them one after the other.
     """
     dims, shape = _dims(plan), plan.info.shape
-    if None not in own:
-        return tuple(map(str, own)) if set(own) <= set(dims) else None
+    if None not in names:
+        return tuple(map(str, names)) if set(names) <= set(dims) else None
     fitting = [
         tuple(dims[axis] for axis in axes)
-        for axes in combinations(range(len(dims)), len(own))
-        if all(shape[axis] == n and name in (None, dims[axis]) for axis, name, n in zip(axes, own, own_shape, strict=True))
+        for axes in combinations(range(len(dims)), len(names))
+        if all(shape[axis] == n and name in (None, dims[axis]) for axis, name, n in zip(axes, names, lengths, strict=True))
     ]
     if coordinate in dims:  # the axis of its name, or none
         return (coordinate,) if (coordinate,) in fitting else None
@@ -325,8 +325,8 @@ def _split(attrs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """
     applied = (key for key in ATTRIBUTES if key in attrs and key not in VALID_RANGE)
     encoding = {key: attrs[key] for key in applied if key != "dtype" or attrs[key] == "bool"}
-    own = {key: value for key, value in attrs.items() if key not in (*encoding, _NAMES_OF_COORDINATES)}
-    return _own(own), _own(encoding)
+    plain = {key: value for key, value in attrs.items() if key not in (*encoding, _NAMES_OF_COORDINATES)}
+    return _own(plain), _own(encoding)
 
 
 def _own(attrs: Mapping[str, Any]) -> dict[str, Any]:
@@ -335,16 +335,16 @@ def _own(attrs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _cut(
-    values: np.ndarray[Any, Any], own: tuple[str, ...], dims: list[str], selection: Selection, n: Mapping[str, int]
+    values: np.ndarray[Any, Any], axes: tuple[str, ...], dims: list[str], selection: Selection, n: Mapping[str, int]
 ) -> tuple[list[str], np.ndarray[Any, Any]] | None:
     """The names of the axes and the values of a coordinate of a selected and padded array; None if it cannot be padded."""
     region = selection.region
     index: list[Any] = []
-    for name in own:
+    for name in axes:
         axis = dims.index(name)
         index.append(slice(region.start[axis], region.stop[axis]) if name in n else region.start[axis])
     cut = np.array(values[tuple(index)])  # a copy: the caller may write to it
-    names = [name for name in own if name in n]
+    names = [name for name in axes if name in n]
     more = [(0, n[name] - size) for name, size in zip(names, cut.shape, strict=True)]
     if any(tail for _, tail in more):
         if cut.dtype.kind != "f":

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -48,12 +48,15 @@ class LoadLayout:
         How stored numbers become values; None if they are only cast.
     n_threads : int
         Chunks that a rank may decode at once, if `staging` has room.
+    ahead_nbytes : int
+        Bytes of stored values that a reader may have fetched from a store, beside `staging`, before it needs them.
     """
 
     source: SourceLayout
     schedule: Schedule
     n_threads: int = 1
     decoding: Decoding | None = None
+    ahead_nbytes: int = 0
 
     def staging(self, cap_nbytes: int) -> Staging:
         """How the memory under a cap is used if this array is loaded alone."""
@@ -62,7 +65,8 @@ class LoadLayout:
     def cost(self, cap_nbytes: int, n_nodes: int = 1) -> Cost:
         """What a load costs; with a cap of 0 there are no staging buffers."""
         n_blocks = self.staging(cap_nbytes).n_blocks if cap_nbytes else 0
-        return plan_cost(self.schedule, self.source, staging_blocks=n_blocks, is_one_node=n_nodes == 1)
+        cost = plan_cost(self.schedule, self.source, staging_blocks=n_blocks, is_one_node=n_nodes == 1)
+        return replace(cost, peak_nbytes=cost.peak_nbytes + min(self.ahead_nbytes, cost.reader_nbytes))
 
     @property
     def nbytes(self) -> int:
@@ -207,6 +211,11 @@ class Plan:
     def nbytes(self) -> int:
         """Bytes of the jax.Array, each counted once."""
         return math.prod(self.shape_global) * self.dtype.itemsize
+
+    @property
+    def ahead_nbytes(self) -> int:
+        """Bytes that a rank may have fetched from a store before it needs them, beside `staging`; 0 for local files."""
+        return self._layout.ahead_nbytes
 
     @property
     def pieces_nbytes(self) -> int:

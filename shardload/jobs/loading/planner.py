@@ -36,7 +36,7 @@ from shardload.planning.source_layout import SourceLayout
 from shardload.planning.staging import ample_staging, least_staging, least_together
 from shardload.planning.strategies import DIRECT, MODES, PARALLEL, ROOT, plan_direct, plan_shared
 from shardload.planning.tuning import Tuning, default_tuning
-from shardload.storage.remote import is_remote
+from shardload.storage.remote import MOST_AHEAD_NBYTES, is_remote
 from shardload.units import format_nbytes
 from shardload.values.decoding import VALID, Decoding, decoding_of
 
@@ -126,7 +126,8 @@ def plan_array(request: Request, ranks: PlannedRanks, info: ArrayInfo, selection
     caps["per_owner"] = ranks.tuning.blocks_per_owner
     owners = {ROOT: Owners(), PARALLEL: Owners(n_readers)}
     schedules |= {mode: plan_shared(source, shards, ranks.n, owners[mode], **caps) for mode in owners}
-    layouts = {mode: LoadLayout(source, schedules[mode], ranks.n_threads, decoding) for mode in MODES}
+    ahead_nbytes = MOST_AHEAD_NBYTES if is_remote(info.path) else 0
+    layouts = {mode: LoadLayout(source, schedules[mode], ranks.n_threads, decoding, ahead_nbytes) for mode in MODES}
     mode, why = _choose(layouts, readers, ranks, info)
     return Plan(
         info,

@@ -25,7 +25,7 @@ from shardload.jobs.trees import (
     text_of,
     where_text,
 )
-from shardload.options import OPTIONS, OWN, Options
+from shardload.options import OPTIONS, PER_LOADED_ARRAY, Options
 from shardload.planning.selection import axes_told
 
 _DATASET = OPTIONS["dataset"]
@@ -105,7 +105,7 @@ def read_requests(tree: ArrayTree, mesh: Any, spec: Any, given: Mapping[str, Any
     """
     processes = given.get("processes")
     options = {name: value for name, value in given.items() if OPTIONS[name].is_kept and name != "dataset"}
-    own = [option for option in OWN if option.name in options]
+    own = [option for option in PER_LOADED_ARRAY if option.name in options]
     values = {
         o.name: tree.spread(
             o.name, options[o.name], o.is_one or is_one, is_tree_of_selections if o.may_be_dict else None, o.default
@@ -151,12 +151,13 @@ def _read(given: dict[str, Any], processes: Any) -> Request:
 
 def _read_pattern(given: dict[str, Any], processes: Any) -> Request:
     """The same for all arrays below a group. Of trees the first values are checked; the others when the arrays are known."""
-    kinds = {option.name: option.is_one or is_one for option in OWN} | {"mesh": is_one, "spec": is_one_spec}
+    kinds = {option.name: option.is_one or is_one for option in PER_LOADED_ARRAY} | {"mesh": is_one, "spec": is_one_spec}
     trees = {name: value for name, value in given.items() if name in kinds}
     leaves = {name: jax.tree_util.tree_leaves(value, is_leaf=kinds[name]) or [None] for name, value in trees.items()}
     first = _read(given | {name: values[0] for name, values in leaves.items()}, processes)
     text = {"sharding": f"{_tree_text(given['mesh'], _mesh_text)}, {_tree_text(given['spec'], repr)}"}
-    text |= {option.name: _tree_text(trees[option.name], repr) for option in OWN if option.text and option.name in trees}
+    of_arrays = [option.name for option in PER_LOADED_ARRAY if option.text and option.name in trees]
+    text |= {name: _tree_text(trees[name], repr) for name in of_arrays}
     return replace(first, text={**first.text, **text})
 
 

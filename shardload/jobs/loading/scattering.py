@@ -26,7 +26,7 @@ from shardload.jobs.trees import (
     text_of,
     where_text,
 )
-from shardload.options import FILE, FULL, OWN
+from shardload.options import FILE, FULL, PER_LOADED_ARRAY
 from shardload.planning.region import Region
 from shardload.planning.strategies import ROOT
 from shardload.transfer.buffers import sendable
@@ -49,7 +49,7 @@ class ScatterCall(LoadCall):
     def __init__(self, array: Any, mesh: Any, spec: Any, given: dict[str, Any]) -> None:
         self._array, self._root = array, given["root"]
         self._has_tree = not (is_one(mesh) and is_one_spec(spec)) or any(
-            not (option.is_one or is_one)(given[option.name]) for option in OWN if option.name in given
+            not (option.is_one or is_one)(given[option.name]) for option in PER_LOADED_ARRAY if option.name in given
         )
         self._sources: list[MemorySource] | None = None
         super().__init__("scatter", "", mesh, spec, given | {"readers": ROOT})

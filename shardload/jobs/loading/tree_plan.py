@@ -59,12 +59,14 @@ class TreePlan:
 
     @property
     def peak_nbytes(self) -> int:
-        """Host memory of the fullest rank, at most: its pieces of all arrays, and the buffers that they share."""
+        """Host memory of the fullest rank, at most: its pieces of all arrays, the buffers that they share, and what is fetched
+        ahead from stores.
+        """
         plans = self.leaves
         pieces = sum(plan.pieces_nbytes for plan in plans)
         used = staging_of(plans)
         blocks = used.n_blocks * used.slot_nbytes
-        return pieces + min(blocks, self.staging_nbytes)
+        return pieces + min(blocks, self.staging_nbytes) + max(plan.ahead_nbytes for plan in plans)
 
     @property
     def report(self) -> LoadReport | None:

@@ -28,12 +28,11 @@ from shardload.jobs.loading.plan import Plan
 from shardload.jobs.loading.tree_plan import TreePlan
 from shardload.jobs.saving.labelled import is_labelled, of_xarray, refuse_halo
 from shardload.jobs.trees import ArrayTree, key_text, node_of, refuse_traced
-from shardload.options import EACH_SAVED, OPTIONS, Option, Options
+from shardload.options import OPTIONS, PER_SAVE, PER_SAVED_ARRAY, CallOptions, Option, Options
 from shardload.units import shown
 from shardload.values.dates import is_dates
 
 _GROUPS = "The name of a group has / behind it, and '/' is the file"
-_SHARED = ("verify", "staging", "timeout", "progress", "storage")
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,7 +112,7 @@ class SaveRequest:
         The arrays, in the order of the file.
     group_attrs : mapping
         Attributes of groups, by their full names; ``"/"`` is the file.
-    options : Options
+    options : CallOptions
         ``verify``, ``staging``, ``timeout``, ``progress``.
     dim : str or int
         Of an append: the axis along which the arrays grow.
@@ -131,7 +130,7 @@ class SaveRequest:
     mode: str
     arrays: list[SavedArray]
     group_attrs: Mapping[str, Mapping[str, Any]]
-    options: Options
+    options: CallOptions
     dim: str | int = ""
     left_out: str = ""
     at: Any = None
@@ -141,7 +140,7 @@ class SaveRequest:
     def of(cls, path: Any, tree: Any, given: Mapping[str, Any], call: str = "save") -> SaveRequest:
         """The checked arguments. `given` are the keywords of the call; ConfigError says which is wrong."""
         given = {option.name: option.default for option in OPTIONS.values()} | dict(given)
-        options = Options.check(**{name: given[name] for name in _SHARED if name in given})
+        options = Options.check(**{option.name: given[option.name] for option in PER_SAVE})
         is_append = call == "append"
         mode, dim = "w" if is_append else OPTIONS["mode"].check(given["mode"]), OPTIONS["dim"].check(given["dim"])
         target = _target(path)
@@ -185,14 +184,13 @@ class SaveRequest:
 
     def invocation(self, call: str, title: str) -> Invocation:
         """See `engine.call.CallRequest`. The order of a dict, or of a Dataset, means nothing."""
-        told = self.options.describe()
         values = {
             "path": repr(self.path),
             "format": self.format,
             "mode": self.mode,
             "dim": repr(self.dim),
             "at": repr(self.at),
-            **{name: told[name] for name in _SHARED if name in told},
+            **{option.name: option.text(getattr(self.options, option.name)) for option in PER_SAVE if option.text},
             "attrs of groups": _text_of(self.group_attrs),
         }
         arrays = sorted(self.arrays, key=lambda array: array.name)
@@ -254,7 +252,7 @@ def _read_arrays(tree: Any, given: Mapping[str, Any], is_append: bool) -> tuple[
     plan = given["plan"].plans if isinstance(given["plan"], TreePlan) else given["plan"]
     values = dict(given) | {"attrs": attrs, "plan": plan}
     asked: dict[str, dict[str, Any]] = {name: {} for name in leaves}
-    for option in EACH_SAVED:
+    for option in PER_SAVED_ARRAY:
         is_for_all = option.name == "attrs" and not isinstance(tree, Mapping)
         is_one = _is_always if is_for_all or option.is_one is None else option.is_one
         try:

@@ -106,7 +106,7 @@ def of_xarray(tree: Any, keywords: Mapping[str, Any], kind: str, grow_along: str
         encoded, of_file = _encode(content, values, shapes, kind, plans)
     full_names = {name: content.full_name(name) for name in content.variables}
     data = [full_names[name] for name in content.variables if name not in content.coords]
-    overrides = {
+    overrides: dict[str, Any] = {
         key: dict.fromkeys(data, keywords[key])
         for key, default in _OF_DATA.items()
         if not isinstance(keywords[key], Mapping) and keywords[key] != default

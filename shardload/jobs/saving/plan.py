@@ -100,7 +100,7 @@ class SavePlan:
 
     @cached_property
     def _lines(self) -> list[tuple[str, str]]:
-        found = [("file", f"{self.format}; the name {_MODES[self.mode]}; {format_nbytes(self.nbytes)} of values")]
+        lines = [("file", f"{self.format}; the name {_MODES[self.mode]}; {format_nbytes(self.nbytes)} of values")]
         for one, travels, chosen, layout in zip(self.arrays, self.travels, self._chosen, self._layouts, strict=True):
             sizes = " x ".join(map(str, one.chunks or ()))
             how = f"{counted(layout.chunks.n_cells, 'chunk')} of {sizes}" if one.chunks else "in one piece"
@@ -111,13 +111,13 @@ class SavePlan:
             if travels:
                 way = f"parts travel to the ranks that write{slowly}"
             shape = " x ".join(map(str, one.shape)) or "one value"
-            found.append((one.dataset.lstrip("/") or "/", f"{shape} {one.dtype}, {how}{packed}; {way}"))
+            lines.append((one.dataset.lstrip("/") or "/", f"{shape} {one.dtype}, {how}{packed}; {way}"))
         ranks = counted(self.n_ranks, "rank")
         nodes = f" on {self.n_nodes} nodes" if self.n_nodes > 1 else ""
-        found.append(("ranks", f"{ranks}{nodes}, {counted(self.n_threads, 'thread')} each; {counted(self.n_rounds, 'round')}"))
-        found.append(("memory", f"{format_nbytes(self.memory_nbytes)} of {format_nbytes(self.staging_nbytes)} per rank"))
-        found.append(("verify", _VERIFY[self.verify]))
-        return found
+        lines.append(("ranks", f"{ranks}{nodes}, {counted(self.n_threads, 'thread')} each; {counted(self.n_rounds, 'round')}"))
+        lines.append(("memory", f"{format_nbytes(self.memory_nbytes)} of {format_nbytes(self.staging_nbytes)} per rank"))
+        lines.append(("verify", _VERIFY[self.verify]))
+        return lines
 
     def __str__(self) -> str:
         """Text for a person, as wide as the terminal."""
@@ -149,7 +149,7 @@ _VERIFY = {
 }
 
 
-def plan_file(asked: SaveRequest, group: Group) -> SavePlan:
+def plan_file(request: SaveRequest, group: Group) -> SavePlan:
     """Plan the save of all arrays. Not collective, when `Group.machine` and `Group.processes` are known.
 
     Raises
@@ -158,17 +158,18 @@ def plan_file(asked: SaveRequest, group: Group) -> SavePlan:
         If the format cannot hold an array, if a chunk does not fit in the staging memory, or if JAX and MPI do not see the same
         processes.
     """
-    of_array = shards_of(asked, group)
+    of_array = shards_of(request, group)
     specs, chosen = {}, []
-    _check_unlimited(asked)
-    for one, shards in zip(asked.arrays, of_array, strict=True):
-        specs[one.name], is_chosen = _spec(one, shards, asked.format, asked.options.staging_nbytes)
+    _check_unlimited(request)
+    for one, shards in zip(request.arrays, of_array, strict=True):
+        specs[one.name], is_chosen = _spec(one, shards, request.format, request.options.staging_nbytes)
         chosen.append(is_chosen)
-    _check_axes(asked.format, specs)
+    _check_axes(request.format, specs)
     alignment = alignment_of(group)
-    how: dict[str, Any] = {"format": asked.format, "mode": asked.mode, "alignment": alignment, "storage": asked.options.storage}
-    sink = make_sink(asked.path, specs, attrs=asked.group_attrs.get("/", {}), group_attrs=asked.group_attrs, **how)
-    return plan_into(sink, asked, of_array, group, chosen)
+    attrs, storage = request.group_attrs, request.options.storage
+    how: dict[str, Any] = {"format": request.format, "mode": request.mode, "alignment": alignment, "storage": storage}
+    sink = make_sink(request.path, specs, attrs=attrs.get("/", {}), group_attrs=attrs, **how)
+    return plan_into(sink, request, of_array, group, chosen)
 
 
 def alignment_of(group: Group) -> int:
@@ -176,15 +177,15 @@ def alignment_of(group: Group) -> int:
     return _PAGE_NBYTES if group.machine.n_nodes > 1 else 1
 
 
-def shards_of(asked: SaveRequest, group: Group) -> list[Shards]:
+def shards_of(request: SaveRequest, group: Group) -> list[Shards]:
     """Which rank holds which shard of each array. ConfigError if they cannot be saved by these ranks."""
     processes = rank_of_process(group)
-    return [shards_of_array(one.x, processes, group.rank, group.size) for one in asked.arrays]
+    return [shards_of_array(one.x, processes, group.rank, group.size) for one in request.arrays]
 
 
 def plan_into(
     sink: Sink,
-    asked: SaveRequest,
+    request: SaveRequest,
     of_array: Sequence[Shards],
     group: Group,
     chosen: Sequence[bool],
@@ -194,8 +195,8 @@ def plan_into(
     machine = group.machine
     per_node = machine.ranks_per_node if machine.n_nodes > 1 else None
     layouts = []
-    for one, shards in zip(asked.arrays, of_array, strict=True):
-        spec, cap = sink.arrays[one.name].spec, asked.options.staging_nbytes
+    for one, shards in zip(request.arrays, of_array, strict=True):
+        spec, cap = sink.arrays[one.name].spec, request.options.staging_nbytes
         is_packed = spec.compression is not None or spec.checksum
         shape = one.shape if one.name in first else spec.shape
         stored = StoredArray(shape, spec.chunks, spec.dtype.itemsize, is_packed, spec.shards)
@@ -203,12 +204,12 @@ def plan_into(
     if not group.has_mpi and machine.n_nodes > 1:
         sent = [layout.array for layout in layouts if layout.schedule is not None]
         check_sent("save", sum(math.prod(one.shape) * one.itemsize for one in sent))
-    cap = _staging(asked, layouts, machine.memory_nbytes // _SHARE)
+    cap = _staging(request, layouts, machine.memory_nbytes // _SHARE)
     memory = plan_save_memory(layouts, cap, machine.n_threads)
     return SavePlan(
-        path=asked.path,
+        path=request.path,
         format=next(iter(sink.arrays.values())).info.format,
-        mode="a" if first else asked.mode,
+        mode="a" if first else request.mode,
         arrays=tuple(replace(one.info, dtype=_dtype_text(one.spec.dtype)) for one in sink.arrays.values()),
         travels=tuple(layout.schedule is not None for layout in layouts),
         n_ranks=group.size,
@@ -217,7 +218,7 @@ def plan_into(
         has_mpi=group.has_mpi,
         staging_nbytes=cap,
         memory_nbytes=min(memory.nbytes, cap),
-        verify=asked.options.verify,
+        verify=request.options.verify,
         _chosen=tuple(chosen),
         _sink=sink,
         _layouts=tuple(layouts),
@@ -238,10 +239,10 @@ def _check_axes(kind: str, specs: Mapping[str, ArraySpec]) -> None:
         raise ConfigError(f"{what}. {fix}")
 
 
-def _check_unlimited(asked: SaveRequest) -> None:
+def _check_unlimited(request: SaveRequest) -> None:
     """ConfigError if no array has an axis of a name that shall be able to grow."""
-    known = {dim for one in asked.arrays for dim in one.dims or () if dim}
-    for one in asked.arrays:
+    known = {dim for one in request.arrays for dim in one.dims or () if dim}
+    for one in request.arrays:
         for name in one.unlimited:
             if isinstance(name, str) and name not in known:
                 has = (
@@ -254,15 +255,15 @@ def _check_unlimited(asked: SaveRequest) -> None:
 
 def _unlimited(one: SavedArray) -> tuple[int, ...]:
     """The axes of an array that can grow, by number. Of a name that another array has, none."""
-    found = set()
+    axes = set()
     for axis in one.unlimited:
         if isinstance(axis, str):
-            found |= {k for k, dim in enumerate(one.dims or ()) if dim == axis}
+            axes |= {k for k, dim in enumerate(one.dims or ()) if dim == axis}
         elif -len(one.shape) <= axis < len(one.shape):
-            found.add(axis % len(one.shape))
+            axes.add(axis % len(one.shape))
         else:
             raise ConfigError(f"unlimited of '{one.name}' is axis {axis}; expected one of an array of shape {one.shape}")
-    return tuple(sorted(found))
+    return tuple(sorted(axes))
 
 
 def _spec(one: SavedArray, shards: Shards, kind: str, cap_nbytes: int) -> tuple[ArraySpec, bool]:
@@ -295,20 +296,20 @@ def _spec(one: SavedArray, shards: Shards, kind: str, cap_nbytes: int) -> tuple[
     )
 
 
-def _staging(asked: SaveRequest, layouts: Sequence[WriteLayout], room: int) -> int:
+def _staging(request: SaveRequest, layouts: Sequence[WriteLayout], room: int) -> int:
     """The staging cap in bytes: what was asked for, or what the chunks need if that is "auto"."""
-    needed, cap = least_save_memory(layouts), asked.options.staging_nbytes
+    needed, cap = least_save_memory(layouts), request.options.staging_nbytes
     if needed <= cap:
         return cap
-    is_auto = asked.options.staging == AUTO
+    is_auto = request.options.staging == AUTO
     if is_auto and needed <= room:
         return needed
     k = max(range(len(layouts)), key=lambda k: layouts[k].unit_nbytes)
-    found = format_nbytes(cap)
+    cap_text = format_nbytes(cap)
     if is_auto:
-        found = f"'auto', at most {format_nbytes(room)}: a quarter of the memory that a process may use here"
+        cap_text = f"'auto', at most {format_nbytes(room)}: a quarter of the memory that a process may use here"
     raise ConfigError(
-        f"what a rank writes at once of '{asked.arrays[k].name}' is {format_nbytes(layouts[k].unit_nbytes)} (a chunk, or a "
-        f"file of chunks), and saving it takes {format_nbytes(needed)}, but staging is {found}. Pass smaller chunks, or "
+        f"what a rank writes at once of '{request.arrays[k].name}' is {format_nbytes(layouts[k].unit_nbytes)} (a chunk, or a "
+        f"file of chunks), and saving it takes {format_nbytes(needed)}, but staging is {cap_text}. Pass smaller chunks, or "
         f"staging='{-(-needed // (1 << 20))}MiB'"
     )

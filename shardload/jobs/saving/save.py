@@ -67,7 +67,7 @@ class SaveReport(Report):
     seconds : float
         Seconds on this rank.
     n_arrays, n_chunks : int
-        Arrays, and chunks of them (a part of an array in one piece counts as a chunk), in the whole job.
+        Arrays, and chunks of them (a part of a contiguous array counts as a chunk), in the whole job.
     nbytes, nbytes_stored : int
         Bytes of the values, and of the stored chunks, in the whole job.
     nbytes_sent : int
@@ -110,15 +110,15 @@ Find = Callable[[SaveRequest], Any]
 Make = Callable[[SaveRequest, Any, Group], tuple[SaveRequest, SavePlan]]
 
 
-def _find(asked: SaveRequest) -> Any:
+def _find(request: SaveRequest) -> Any:
     """On rank 0: what is taken from the arrays in `like`."""
-    return read_like({array.name: array.like for array in asked.arrays if array.like is not None})
+    return read_like({array.name: array.like for array in request.arrays if array.like is not None})
 
 
-def _make(asked: SaveRequest, found: Any, group: Group) -> tuple[SaveRequest, SavePlan]:
+def _make(request: SaveRequest, likes: Any, group: Group) -> tuple[SaveRequest, SavePlan]:
     """On every rank: the plan, and the request with what is taken from existing arrays."""
-    asked = apply_like(asked, found) if found else asked
-    return asked, plan_file(asked, group)
+    request = apply_like(request, likes) if likes else request
+    return request, plan_file(request, group)
 
 
 @contextmanager
@@ -168,11 +168,11 @@ def plan_save(path: Any, tree: Any, given: Mapping[str, Any], comm: Any) -> Save
 def save(path: Any, tree: Any, given: Mapping[str, Any], comm: Any) -> SaveReport:
     """See `shardload.save`. Collective."""
     started = time.perf_counter()
-    with planned("save", path, tree, given, comm) as (group, asked, plan, digest):
-        without = [one.name for one in asked.arrays if isinstance(one.x, jax.ShapeDtypeStruct)]
+    with planned("save", path, tree, given, comm) as (group, request, plan, digest):
+        without = [one.name for one in request.arrays if isinstance(one.x, jax.ShapeDtypeStruct)]
         if without:
             raise ConfigError(f"'{without[0]}' is a jax.ShapeDtypeStruct, which has no values: it can be planned only")
-        report: SaveReport = Saving(group, asked, plan, digest).run(started)
+        report: SaveReport = Saving(group, request, plan, digest).run(started)
         _log.info("%s", report)
         return report
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
@@ -27,6 +27,7 @@ from shardload.jobs.consistency import State, as_planned, check_unchanged, is_co
 from shardload.jobs.streaming.plan import EpochRounds, Leaf, RoundReadings, Stack, StreamArray, StreamPlan
 from shardload.options import pad_value
 from shardload.planning.batch_flow import BatchFlow, SharedFlow
+from shardload.planning.parts import Block
 from shardload.planning.region import Region
 from shardload.system.scratch import aligned_bytes
 from shardload.transfer.buffers import Piece
@@ -39,19 +40,19 @@ _Key = tuple[EpochRounds, int, int, int, int]  # epoch, and the numbers of array
 
 
 class StreamMove(ArrayMove):
-    """What moves of one array in a round."""
+    """What moves of one array in a round; `later` is what moves of it in the next ones."""
 
     def __init__(
         self, array: int, of: StreamArray, flows: Sequence[BatchFlow], epoch: EpochRounds, places: Sequence[int]
     ) -> None:
         self.of, self.flows, self.epoch, self.places = of, flows, epoch, places
-        self.batches = SharedFlow(flows)
+        self.batches, self.later, self.is_told = SharedFlow(flows), list[StreamMove](), False
         super().__init__(array, self.batches, of.source.dtype, str(of.info))
 
 
-def moves_of(plan: StreamPlan, epoch: EpochRounds, round_: RoundReadings) -> list[ArrayMove]:
+def moves_of(plan: StreamPlan, epoch: EpochRounds, round_: RoundReadings) -> list[StreamMove]:
     """What moves in a round."""
-    moves: list[ArrayMove] = []
+    moves: list[StreamMove] = []
     for array, of in enumerate(plan.arrays):
         places = [k for number, k in round_.readings if number == array]
         if places:
@@ -81,10 +82,17 @@ class StreamSource(FileSource):
         opened.push(lambda kind, *_: self._count(moves) if kind is None else None)
         found = []
         for move in moves:
-            reads = bool(move.batches.blocks_of(self._rank))
+            reads = any(each.batches.blocks_of(self._rank) for each in (move, *move.later))
             source = self._source(move.array) if reads else None
             found.append(OpenArray(move.of.info, source, move.of.source, move.batches, move.of.decoding))
         return found
+
+    def coming(self, move: Any) -> Iterable[Block]:
+        """See `FileSource`: of later rounds, too, which are fetched while this one is decoded."""
+        for each in (move, *move.later):
+            if not each.is_told:
+                each.is_told = True
+                yield from each.flow.outgoing(self._rank)
 
     def _count(self, moves: Sequence[StreamMove]) -> None:
         for move in moves:
@@ -193,18 +201,17 @@ class BatchTarget:
         move.targets = {}
 
     def _keep_cut(self, move: Any, cut: int, flow: BatchFlow) -> None:
-        axis = move.of.schedule.axis
+        axis, runs = move.of.schedule.axis, flow.runs
+        from_axis = (axis, *(k for k in range(flow.ndim) if k != axis))
+        places, ends = runs.column.tolist(), (runs.last // self._plan.batch).tolist()
         for shard in flow.schedule.shards.shards_of(self._rank):
             if flow.schedule.held(shard) is None:
                 continue
-            runs = flow.runs[flow.schedule.part_of_batch(shard)]
-            for k, (place, start, last) in enumerate(
-                zip(runs.column.tolist(), runs.start.tolist(), runs.last.tolist(), strict=True)
-            ):
-                key = move.epoch, move.array, move.places[place], cut, shard
-                piece = move.targets[move.batches.number(cut, flow.number(shard, k))]
-                self._steps.setdefault(key, Steps()).add(start, np.moveaxis(piece.data, axis, 0))
-                self._ends.setdefault((move.epoch, last // self._plan.batch), []).append((key, start))
+            for run in flow.runs_of(shard).tolist():
+                key, start = (move.epoch, move.array, move.places[places[run]], cut, shard), runs.steps[run][0]
+                piece = move.targets[move.batches.number(cut, flow.number(shard, run))]
+                self._steps.setdefault(key, Steps()).add(start, piece.data.transpose(from_axis))
+                self._ends.setdefault((move.epoch, ends[run]), []).append((key, start))
 
     def batch(self, epoch: EpochRounds, number: int) -> list[jax.Array]:
         """Make the arrays of a batch, and let go of the steps that no later batch needs. Collective: no.

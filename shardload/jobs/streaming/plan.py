@@ -20,18 +20,19 @@ from shardload.arrays.sharding import spec_text
 from shardload.formats.concatenation import Concatenation
 from shardload.formats.contract.array import ArrayInfo
 from shardload.options import Options
-from shardload.planning.batch_flow import BatchFlow, BatchSchedule, Runs
+from shardload.planning.batch_flow import BatchFlow, BatchSchedule, Runs, share_blocks
 from shardload.planning.readings import Readings
 from shardload.planning.sample_order import ORDER_VERSION, SampleOrder
 from shardload.planning.schedule import Schedule
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.staging import Staging, plan_staging
+from shardload.storage.remote import MOST_AHEAD_NBYTES, is_remote
 from shardload.units import counted, format_nbytes
 from shardload.values.decoding import Decoding
 
 Array = np.ndarray[Any, Any]
 
-_ROUND_NBYTES = 4 << 20  # of each reader: less is not worth two agreements
+_ROUND_NBYTES = 8 << 20  # of each reader: less is not worth two agreements
 # Of each reader: small ones take up to half a millisecond each, and the first batch waits for a whole round.
 _ROUND_BLOCKS = 256
 _RUN_NBYTES = 1 << 18  # of a piece that holds steps of a shuffled stream: all are let go together
@@ -308,9 +309,11 @@ class StreamPlan:
             lines.append(f"  going on from a state: reads at most {min(1, n_steps / order.n_steps):.0%} of the steps first")
         n_times, n_rounds, held_nbytes = self.cost
         lines.append(f"  chunks decoded in epoch 0: {n_times:.2f} times each, in {counted(n_rounds, 'round')}")
+        in_store = any(is_remote(array.info.path) for array in self.arrays)
+        ahead = f", {format_nbytes(MOST_AHEAD_NBYTES)} fetched ahead" if in_store else ""
         lines.append(
             f"  memory of the job: {format_nbytes(held_nbytes)} of steps, {self.prefetch + 1} x "
-            f"{format_nbytes(self.batch_nbytes)} of batches; of each rank up to {format_nbytes(self.staging_nbytes)} of buffers"
+            f"{format_nbytes(self.batch_nbytes)} of batches; of each rank up to {format_nbytes(self.staging_nbytes)} of buffers{ahead}"
         )
         return "\n".join(lines)
 
@@ -410,22 +413,17 @@ class EpochRounds:
 
     def flows(self, array: int, places: Sequence[int]) -> list[BatchFlow]:
         """What moves of an array in a round, of which `places` are the readings, for each of its cuts."""
-        return [self._flow(array, places, schedule) for schedule in self._plan.arrays[array].cuts]
-
-    def _flow(self, array: int, places: Sequence[int], schedule: BatchSchedule) -> BatchFlow:
-        plan, readings = self._plan, self.readings[array]
-        uses = [readings.uses(k) for k in places]
-        column = np.repeat(np.arange(len(places)), [len(steps) for steps, _ in uses])
-        step = np.concatenate([steps for steps, _ in uses])
-        sample = np.concatenate([samples for _, samples in uses])
-        part = schedule.part_of_samples(sample % plan.batch)
-        step_nbytes = plan.arrays[array].step_nbytes * schedule.shards.cuts[0] // max(1, schedule.shards.n_shards)
-        most = 1 << 30 if plan.sample_order.seed is None else max(1, _RUN_NBYTES // max(1, step_nbytes))
-        runs = [
-            Runs.of(column[is_of], step[is_of], sample[is_of], most)
-            for is_of in (part == number for number in range(schedule.n_parts))
-        ]
-        return BatchFlow(schedule, [int(readings.chunks[k]) for k in places], runs)
+        of, readings = self._plan.arrays[array], self.readings[array]
+        column, step, sample = readings.uses(places[0], places[-1] + 1)
+        columns = readings.chunks[places[0] : places[-1] + 1].tolist()
+        made: list[BatchFlow] = []
+        for schedule in of.cuts:
+            step_nbytes = of.step_nbytes * schedule.shards.cuts[0] // max(1, schedule.shards.n_shards)
+            most = 1 << 30 if self._plan.sample_order.seed is None else max(1, _RUN_NBYTES // max(1, step_nbytes))
+            runs = Runs.of(column, schedule.part_of_samples(sample % self._plan.batch), step, sample, most)
+            owners = made[0].owners if made else share_blocks(schedule, runs, len(columns))
+            made.append(BatchFlow(schedule, columns, runs, owners))
+        return made
 
     @cached_property
     def most_held_nbytes(self) -> int:

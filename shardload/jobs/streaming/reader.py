@@ -3,7 +3,8 @@
 Without prefetch all is done inside `next`: rounds until the batch is there, then the batch. With it there are two threads:
 
 - the *reader* does the rounds, one after the other, in the same order on all ranks. It alone calls MPI, over a communicator
-  that nobody else has. It begins a round when all batches before the last round's are made: it holds the steps of two rounds.
+  that nobody else has. Round r + 1 starts once every batch that precedes the first batch of round r is made. So steps of at
+  most two rounds are in memory.
 - the *maker* makes batches of steps, and hands them to the devices, as long as fewer than `prefetch` wait for the program. It
   calls no MPI.
 
@@ -25,6 +26,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Protocol
 
 import jax
@@ -34,13 +36,14 @@ from shardload.comm.group import Group
 from shardload.comm.mpi import thread_level
 from shardload.engine.session import Round, Session, shared_nbytes
 from shardload.errors import PeerError, ShardloadError, SourceError, StallError
-from shardload.jobs.streaming.endpoints import BatchTarget, StreamSource, moves_of
+from shardload.jobs.streaming.endpoints import BatchTarget, StreamMove, StreamSource, moves_of
 from shardload.jobs.streaming.plan import EpochRounds, RoundReadings, StreamPlan
+from shardload.storage.remote import is_remote
 from shardload.system.garbage import let_go
-from shardload.transfer.moves import ArrayMove
 from shardload.units import counted, format_nbytes
 
 _FAREWELL_SECONDS = 5.0  # `close` waits so long for ranks that still compute; the farewell goes on without it
+_ROUNDS_AHEAD = 8  # that are fetched from a store, as far as there is memory for it, while one is decoded
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,10 @@ class _EpochRun:
 
 @contextmanager
 def _together(group: Group, timeout: float | None, what: str) -> Iterator[None]:
-    """For what all ranks do together: the watchdog looks on. No method: an error keeps a generator, and it would the reader."""
+    """For what all ranks do together: the watchdog looks on.
+
+    A function, not a method: a traceback keeps this generator alive, and a method would keep the reader with its buffers.
+    """
     with group.call(timeout):
         group.watch.begin(what, timeout)
         try:
@@ -159,8 +165,9 @@ class RoundReader:
         self._target = BatchTarget(plan, group.rank)
         self._planned = _runs(plan, epoch, first_sample, n_batches)
         self._runs: deque[_EpochRun] = deque()  # those of which batches are still to be made
-        self._last: _EpochRun | None = None  # the one that is read
+        self._run_being_read: _EpochRun | None = None
         self._pending: deque[RoundReadings] = deque()
+        self._near: list[tuple[RoundReadings, list[StreamMove]]] = []  # rounds that were told to what fetches, with this one
         self._opened = ExitStack()
         self.n_ready = self.n_made = 0
         self.report = StreamReport()
@@ -184,17 +191,16 @@ class RoundReader:
         atexit.unregister(_end_all)
         atexit.register(_end_all)
 
-    @property
-    def next_batch(self) -> int | None:
-        """The first batch that needs the next round; None if there is no round any more."""
+    def first_batch_of_next_round(self) -> int | None:
+        """The number of the first batch that needs the next round; None if there is none. Plans the next epoch if need be."""
         while not self._pending:
             run = next(self._planned, None)
             if run is None:
                 return None
             self._pending.extend(run.epoch.rounds)
             self._runs.append(run)
-            self._last = run
-        return 0 if self._last is None else self._last.first + self._pending[0].batch
+            self._run_being_read = run
+        return 0 if self._run_being_read is None else self._run_being_read.first + self._pending[0].batch
 
     def read_round(self) -> None:
         """Do the next round. Collective.
@@ -204,7 +210,7 @@ class RoundReader:
         ShardloadError
             The same on all ranks. If it is an error of the file, all batches that do not need the chunk are ready.
         """
-        batch, run = self.next_batch, self._last
+        batch, run = self.first_batch_of_next_round(), self._run_being_read
         if batch is None or run is None:
             return
         round_ = self._pending.popleft()
@@ -221,9 +227,9 @@ class RoundReader:
         self.n_ready = run.first + self._pending[0].batch if self._pending else run.end
 
     def _read(self, run: _EpochRun, round_: RoundReadings) -> None:
-        moves: list[ArrayMove] = []
+        moves: list[StreamMove] = []
         with self._session.errors:
-            moves = moves_of(self.plan, run.epoch, round_)
+            moves = self._moves(run, round_)
         staged = Round(moves, self.plan.staging, self._group.size > 1)
         try:
             self._session.move(staged, self._source, self._target)
@@ -240,29 +246,41 @@ class RoundReader:
         self.report.nbytes_read += nbytes
         self._target.take(staged)
 
+    def _moves(self, run: _EpochRun, round_: RoundReadings) -> list[StreamMove]:
+        """What moves in a round. Of arrays in stores also what moves in the next ones."""
+        if not any(is_remote(array.info.path) for array in self.plan.arrays):
+            return moves_of(self.plan, run.epoch, round_)
+        near = [round_, *islice(self._pending, _ROUNDS_AHEAD)]
+        known = {id(each): (each, moves) for each, moves in self._near}
+        self._near = [known.get(id(each)) or (each, moves_of(self.plan, run.epoch, each)) for each in near]
+        moves = self._near[0][1]
+        for move in moves:
+            move.later = [each for _, later in self._near[1:] for each in later if each.array == move.array]
+        return moves
+
     def _needed_for(self, run: _EpochRun, round_: RoundReadings) -> str:
-        """For which slot of which batch a round of one reading is done."""
+        """For which sample of which batch a round of one reading is done."""
         ((array, reading),) = round_.readings
-        steps, samples = run.epoch.readings[array].uses(reading)
+        _, steps, samples = run.epoch.readings[array].uses(reading, reading + 1)
         first, size = int(samples.min()), self.plan.batch
         step, anchor = int(steps[samples == first][0]), int(run.epoch.anchors[first])
         epoch, sample = run.epoch.epoch, run.epoch.first_sample + first
         return (
-            f"It is needed for slot {first % size} of batch {run.first + first // size} (step {step}, of the sample at step "
+            f"It is needed for sample {first % size} of batch {run.first + first // size} (step {step}, for the anchor "
             f"{anchor}; sample {sample} of epoch {epoch})"
         )
 
-    def parting(self, n_given: int, left_with: str) -> PeerError | None:
+    def farewell_error(self, n_given: int, exit_reason: str) -> PeerError | None:
         """What the others are told if they wait for more of this rank; None if no round is left."""
-        batch = self.next_batch
+        batch = self.first_batch_of_next_round()
         if batch is None:
             return None
         return PeerError(
-            f"the program has left the stream after {n_given} batches{left_with}, but others go on, and all ranks read the "
+            f"the program has left the stream after {n_given} batches{exit_reason}, but others go on, and all ranks read the "
             f"chunks for batch {batch} together: take the same number of batches on all ranks"
         )
 
-    def farewell(self, error: BaseException | None = None) -> None:
+    def say_farewell(self, error: BaseException | None = None) -> None:
         """Take part in the agreement with which another rank's next round, or its farewell, begins. Collective."""
         if self._group.size > 1:
             with _together(self._group, self._timeout, f"the end of {self._title}"):
@@ -303,7 +321,7 @@ def _runs(plan: StreamPlan, epoch: int, sample: int, left: int | None) -> Iterat
         epoch, sample = epoch + 1, 0
 
 
-def _told(error: BaseException | None) -> str:
+def _reason_of(error: BaseException | None) -> str:
     """With what a program has left a stream."""
     return "" if error is None else f" with {type(error).__name__}: {error}"
 
@@ -316,7 +334,14 @@ class Batches(Protocol):
         ...
 
     def close(self, error: BaseException | None = None, wait: bool = True) -> None:
-        """End the stream on this rank: `error` is what the program left it with. Not collective."""
+        """End the stream on this rank: `error` is what the program left it with. Not collective.
+
+        With `wait` it waits some seconds for threads, if there are any.
+        """
+        ...
+
+    def end(self) -> None:
+        """Close, and wait until threads have ended, however long it takes."""
         ...
 
 
@@ -326,7 +351,7 @@ class Inline:
     def __init__(self, reader: RoundReader) -> None:
         self._reader: RoundReader | None = reader
         self._thread = threading.get_ident()
-        self._is_agreed = False  # all ranks have the same error
+        self._is_error_shared = False  # all ranks have it, so that nobody waits
         _open.add(self)
         try:
             reader.begin()
@@ -340,11 +365,11 @@ class Inline:
         if reader is None:
             return None
         try:
-            while reader.n_made >= reader.n_ready and reader.next_batch is not None:
+            while reader.n_made >= reader.n_ready and reader.first_batch_of_next_round() is not None:
                 reader.read_round()
             return reader.make_batch()
         except ShardloadError:
-            self._is_agreed = True
+            self._is_error_shared = True
             raise
         finally:
             reader.report.waited_seconds += time.perf_counter() - began
@@ -352,23 +377,23 @@ class Inline:
     def close(self, error: BaseException | None = None, wait: bool = True) -> None:
         """See `Batches`."""
         reader, self._reader = self._reader, None
-        _close_left()
+        _close_readers()
         if reader is None:
             return
         if threading.get_ident() == self._thread or thread_level() in ("", "MULTIPLE"):
-            if isinstance(error, Exception) and not self._is_agreed:
-                error = self._part(reader, error)
+            if isinstance(error, Exception) and not self._is_error_shared:
+                error = self._say_farewell(reader, error)
             reader.close(error)
         else:
-            _left.append((self._thread, reader))  # garbage is collected in any thread, and only one may call MPI
+            _readers_to_close.append((self._thread, reader))  # garbage is collected in any thread, and only one may call MPI
 
     @staticmethod
-    def _part(reader: RoundReader, error: Exception) -> Exception:
+    def _say_farewell(reader: RoundReader, error: Exception) -> Exception:
         """Tell the others with what this rank leaves, when they come to the next round; what `RoundReader.close` is to know."""
-        parting = reader.parting(reader.n_made, _told(error))
+        farewell = reader.farewell_error(reader.n_made, _reason_of(error))
         try:
-            if parting is not None:
-                reader.farewell(parting)
+            if farewell is not None:
+                reader.say_farewell(farewell)
         except StallError as stall:
             return stall
         except ShardloadError:
@@ -376,18 +401,18 @@ class Inline:
         return error
 
     def end(self) -> None:
-        """See `ReadAhead`."""
+        """See `Batches`."""
         self.close()
 
 
-_left: list[tuple[int, RoundReader]] = []
+_readers_to_close: list[tuple[int, RoundReader]] = []  # each with the thread that may
 
 
-def _close_left() -> None:
+def _close_readers() -> None:
     """Close the readers that were dropped in other threads, as far as they are of this one."""
     mine = threading.get_ident()
-    for pair in [pair for pair in _left if pair[0] == mine]:
-        _left.remove(pair)
+    for pair in [pair for pair in _readers_to_close if pair[0] == mine]:
+        _readers_to_close.remove(pair)
         pair[1].close()
 
 
@@ -409,26 +434,26 @@ class ReadAhead:
         self._is_stopped = False
         self._is_read = self._is_made = False  # the threads have come to their ends
         self._error: BaseException | None = None  # why
-        self._left_with = ""
+        self._exit_reason = ""
         self._n_given = 0
         self._threads = [
-            threading.Thread(target=self._run, args=(run, reader), name=f"shardload-stream-{name}", daemon=True)
-            for name, run in (("reader", self._read), ("maker", self._make))
+            threading.Thread(target=self._run, args=(main, reader), name=f"shardload-stream-{name}", daemon=True)
+            for name, main in (("reader", self._read), ("maker", self._make))
         ]
         _open.add(self)
         for thread in self._threads:
             thread.start()
 
-    def _run(self, run: Callable[[RoundReader], None], reader: RoundReader) -> None:
+    def _run(self, main: Callable[[RoundReader], None], reader: RoundReader) -> None:
         """What a thread does."""
         try:
-            run(reader)
+            main(reader)
         except BaseException as error:
             let_go(error)
             with self._changed:
                 self._error = self._error or error
         with self._changed:
-            if run == self._make:
+            if main == self._make:
                 self._is_made = True
             else:
                 self._is_read = True
@@ -447,7 +472,7 @@ class ReadAhead:
             reader.begin()
             self._read_all(reader)
             try:
-                reader.farewell(self._parting(reader))
+                reader.say_farewell(self._error or reader.farewell_error(self._n_given, self._exit_reason))
             except StallError:
                 raise
             except ShardloadError:
@@ -457,15 +482,11 @@ class ReadAhead:
 
     def _read_all(self, reader: RoundReader) -> None:
         began = 0  # the first batch of the round before
-        while (batch := reader.next_batch) is not None and self._wait(lambda: reader.n_made >= began):  # noqa: B023
+        while (batch := reader.first_batch_of_next_round()) is not None and self._wait(lambda: reader.n_made >= began):  # noqa: B023
             reader.read_round()
             began = batch
             with self._changed:
                 self._changed.notify_all()
-
-    def _parting(self, reader: RoundReader) -> BaseException | None:
-        """What the other ranks are told if they wait for more of this one."""
-        return self._error or reader.parting(self._n_given, self._left_with)
 
     # --- the maker
 
@@ -518,7 +539,7 @@ class ReadAhead:
         ends by itself: at the latest when nothing has moved for `timeout` seconds. The end of the interpreter waits for it.
         """
         with self._changed:
-            self._left_with = _told(error)
+            self._exit_reason = _reason_of(error)
             self._is_stopped = True
             self._batches.clear()
             self._changed.notify_all()
@@ -527,13 +548,13 @@ class ReadAhead:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def end(self) -> None:
-        """Close, and wait until the threads have ended, however long it takes."""
+        """See `Batches`."""
         self.close()
         for thread in self._threads:
             thread.join()
 
 
-_open: weakref.WeakSet[Inline | ReadAhead] = weakref.WeakSet()
+_open: weakref.WeakSet[Batches] = weakref.WeakSet()
 
 
 def _end_all() -> None:

@@ -248,7 +248,7 @@ class StreamCall(LoadCall):
         """Plan the stream on all ranks. Collective."""
         plan: StreamPlan = self.call.plan(self.find, self._make_plan, lambda plan: repr(plan.fingerprint))
         asked, title = self.call.asked, f"batches of {plan.arrays[0].info}"
-        comm, digest, timeout = self._given["comm"], f"{asked.digest:016x}", self.requests[0].options.timeout
+        comm, digest, timeout = self._given["comm"], f"{asked.digest:016x}", self._options.timeout
 
         def make_reader(epoch: int, sample: int, n_batches: int | None = None) -> RoundReader:
             where = {"stream": digest, "epoch": str(epoch), "sample": str(sample), "n_batches": str(n_batches)}

@@ -15,10 +15,13 @@ obstore is imported by `open_remote`, so never for local files.
 """
 
 from shardload.storage.remote.address import StorageOptions, is_remote, shown, with_store
+from shardload.storage.remote.ahead import MOST_AHEAD_NBYTES, PIECE_NBYTES
 from shardload.storage.remote.client import Counts, Pin, RemoteChangedError, RemoteError, counts
 from shardload.storage.remote.objects import Remote, RemoteFolder, RemoteObject, expect, open_remote
 
 __all__ = [
+    "MOST_AHEAD_NBYTES",
+    "PIECE_NBYTES",
     "Counts",
     "Pin",
     "Remote",

@@ -21,7 +21,7 @@ from shardload.storage.objects import Ints
 from shardload.system.interruption import let_interruption_pass
 
 PIECE_NBYTES = 8 << 20  # of a request: one connection to S3 gives about 60 MB/s
-_MOST_AHEAD_NBYTES, _AT_ONCE_NBYTES = 56 << 20, 16 << 20
+MOST_AHEAD_NBYTES, _AT_ONCE_NBYTES = 56 << 20, 16 << 20
 _MOST_GAP_NBYTES, _MOST_WASTE, _LEAST_WASTE_NBYTES = 1 << 20, 0.05, 1 << 15
 
 
@@ -96,7 +96,7 @@ class Ahead:
         """Some bytes are fetched from now on; negative: they were read, and there is room again."""
         with self._lock:
             self._nbytes += nbytes
-            has_room = nbytes < 0 and self._expected and self._nbytes + _AT_ONCE_NBYTES <= _MOST_AHEAD_NBYTES
+            has_room = nbytes < 0 and self._expected and self._nbytes + _AT_ONCE_NBYTES <= MOST_AHEAD_NBYTES
         if has_room:
             self._run(self._pull_all)
 
@@ -104,7 +104,7 @@ class Ahead:
         """Begin to fetch what comes next, though there is no room for it, unless what is needed was asked for."""
         with self._pulling:
             while not is_there():
-                if not self._pull(2 * _MOST_AHEAD_NBYTES):
+                if not self._pull(2 * MOST_AHEAD_NBYTES):
                     self._settle([], None)
                     return
 
@@ -112,7 +112,7 @@ class Ahead:
         has_more = True
         while has_more:
             with self._pulling:
-                has_more = self._pull(_MOST_AHEAD_NBYTES)
+                has_more = self._pull(MOST_AHEAD_NBYTES)
 
     def _pull(self, most_nbytes: int) -> bool:
         """Begin to fetch what comes next. False if that is nothing, or too much."""

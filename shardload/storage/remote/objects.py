@@ -309,6 +309,12 @@ class RemoteFolder:
         self._is_told = True
         ahead().expect(Wanted(self, nbytes, (key, most_nbytes, nbytes)) for key in keys)
 
+    def forget(self, prefix: str) -> None:
+        """Nobody will read what was fetched ahead of keys that begin so."""
+        with self._lock:
+            held = [self._ahead.pop(key) for key in list(self._ahead) if key.startswith(prefix)]
+        ahead().add(-sum(nbytes for _, nbytes in held))
+
     def fetch_ahead(self, wanted: list[tuple[str, int, int]], has_more: bool) -> None:
         """See `ahead.Holder`: keys, the most bytes of each, and about how many it has."""
         with self._lock:

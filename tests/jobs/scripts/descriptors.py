@@ -20,10 +20,12 @@ from mpi4py import MPI
 
 import shardload
 from tests.mpi.support import check, mesh_of, on_root, ramp
+from tests.tiers import IS_QUICK
 from tests.tuning import tune
 
 SHAPE, CHUNKS = (16, 24, 20), (8, 12, 10)  # two chunks for each of 4 ranks
 WAYS = (("chunks.h5", "parallel"), ("plain.h5", "parallel"), ("chunks.zarr", "parallel"), ("chunks.h5", "direct"))
+WAYS = WAYS[:: 2 if IS_QUICK else 1]
 MOST = 12  # descriptors that a load needs at the same time, and a few more
 
 comm = MPI.COMM_WORLD

@@ -74,7 +74,7 @@ def threads() -> None:
     right = {0: 0, 1: 0}
     sharding = NamedSharding(mesh_of(), P(None, "a", "b"))
     field = jax.device_put(jnp.zeros((8, 8 * comm.size, 8 * comm.size)), sharding)
-    rolling = jax.jit(lambda x: jax.lax.fori_loop(0, 300, lambda _, y: jnp.roll(y, 1, axis=1) + 1, x))(field)
+    rolling = jax.jit(lambda x: jax.lax.fori_loop(0, 100, lambda _, y: jnp.roll(y, 1, axis=1) + 1, x))(field)
 
     def work(k: int) -> None:
         for _ in range(4):
@@ -86,7 +86,7 @@ def threads() -> None:
         thread.start()
     for thread in started:
         thread.join()
-    computed = all(bool((shard.data == 300).all()) for shard in rolling.addressable_shards)
+    computed = all(bool((shard.data == 100).all()) for shard in rolling.addressable_shards)
     outcomes = [on_one_communicator(own) for own in (comm.Dup(), comm)]
     load()
     print(json.dumps({"right": right, "computed": computed, "outcomes": outcomes}), flush=True)

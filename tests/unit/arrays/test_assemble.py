@@ -1,4 +1,4 @@
-"""Is every shard the one that JAX asked for? On eight devices, in a process of their own: see `eight_devices`."""
+"""Is every shard the one that JAX asked for? On eight devices: see `tests.unit.eight_devices`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,6 @@ from jax.sharding import PartitionSpec as P
 from shardload.arrays.assemble import assemble
 from shardload.errors import ShardloadError
 from shardload.planning.region import Region
-from tests.unit.eight_devices import CHECKS, outcome
-
-
-@pytest.mark.parametrize("name", [n for n in CHECKS if n.startswith("assemble_")])
-def test_on_eight_devices(name: str) -> None:
-    assert not outcome(name), outcome(name)
 
 
 def test_what_jax_makes_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,15 +26,9 @@ from shardload.arrays.sharding import (
 )
 from shardload.errors import ConfigError
 from shardload.planning.shards import plan_shards
-from tests.unit.eight_devices import CHECKS, outcome
 
 MESH = AbstractMesh((2, 4), ("a", "b"))
 UNCONSTRAINED = P.UNCONSTRAINED
-
-
-@pytest.mark.parametrize("name", [n for n in CHECKS if n.startswith("layout_")])
-def test_on_eight_devices(name: str) -> None:
-    assert not outcome(name), outcome(name)
 
 
 def one_device(*axes: str) -> Mesh:

@@ -10,13 +10,13 @@ import pytest
 
 from shardload.comm.stall_report import RankState, RankStates, text_of
 from shardload.comm.tracebacks import text_of as shown_of
-from shardload.comm.watchdog import Watchdog, beat_seconds
+from shardload.comm.watchdog import Activity, Watchdog, beat_seconds
 from shardload.errors import PeerError, StallError
 from tests.unit.waiting import BEAT, TICK, TIMEOUT, FakeMailbox, Job, Post
 
 
-def reading(chunk: str, n: int = 0) -> Callable[[], tuple[int, str]]:
-    return lambda: (n, chunk)
+def reading(chunk: str, n: int = 0) -> Callable[[], Activity]:
+    return lambda: Activity(n, f"reading {chunk}")
 
 
 # --- when
@@ -269,7 +269,7 @@ def test_slow_is_not_still(rank: int, how: str) -> None:
     job = Job()
     n_read = 0
     watch = job.watches[rank]
-    with watch.attend(lambda: (n_read, "chunk")):
+    with watch.attend(lambda: Activity(n_read, "reading chunk")):
         for k in range(12):
             job.wait(0.99 * TIMEOUT)
             assert not job.raised, k
@@ -406,12 +406,14 @@ def test_each_beat_is_a_line_in_the_log(caplog: pytest.LogCaptureFixture) -> Non
 
 
 def test_of_many_ranks_a_few_are_named() -> None:
-    heard = {rank: RankState(1, 1, "exchange", f"chunk ({rank},)") for rank in range(10)}
+    heard = {rank: RankState(1, 1, "exchange", f"reading chunk ({rank},)") for rank in range(10)}
+    heard[0] = RankState(1, 1, "write", "writing [0:4] of '/x'")
     lost = {rank: RankState(1, 1, "open") for rank in range(10, 20)}
     text = text_of("'f.h5'", 900, RankStates(range(20, 4000), lost, heard))
     assert "ranks 20, 21, 22, 23 and 3976 more did not come to this call, or are held up" in text
     assert "ranks 10, 11, 12, 13 and 6 more are held up or gone" in text
-    assert "rank 3 is reading chunk (3,)" in text and "rank 4 is" not in text and "6 more ranks are reading" in text
+    assert "rank 0 is writing [0:4] of '/x'; " in text and "rank 3 is reading chunk (3,)" in text and "rank 4 is" not in text
+    assert "6 more ranks are reading or writing" in text
     assert len(text) < 1500
 
 

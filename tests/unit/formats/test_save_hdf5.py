@@ -150,7 +150,7 @@ def test_arrays_in_one_piece(tmp_path: Path, shape: tuple[int, ...]) -> None:
         for name, expected in values.items():
             assert file[name].dtype == expected.dtype and file[name].chunks is None
             np.testing.assert_array_equal(file[name][()], expected)
-            assert not sink.arrays[f"/{name}"].is_asked
+            assert not sink.arrays[f"/{name}"].is_placed_by_root
 
 
 def test_chunks_are_where_the_library_says(tmp_path: Path) -> None:

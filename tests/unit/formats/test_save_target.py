@@ -82,7 +82,8 @@ def test_no_room_for_a_chunk(tmp_path: Path, name: str, code: int, monkeypatch: 
         one = sink.arrays["/rho"]
         region = one.region((3, 0))
         stored = one.encode(region, VALUES[region.slices()])
-        offset = int(catalog.allocate("/rho", [3], [stored.nbytes])[0]) if one.is_asked else catalog.ticket.places["/rho"][3]
+        asks = one.is_placed_by_root
+        offset = int(catalog.allocate("/rho", [3], [stored.nbytes])[0]) if asks else catalog.ticket.places["/rho"][3]
         monkeypatch.setattr(target.os, "pwrite", torn)
         with pytest.raises(SourceError) as caught:
             writer.put("/rho", 3, offset, stored)
@@ -169,7 +170,7 @@ def test_chunks_that_come_twice_or_never(tmp_path: Path, name: str) -> None:
     """Wrong if a file could get its name whose chunks are not all there, or two chunks one place."""
     sink = a_sink(tmp_path, name, "w-")
     with sink.create() as catalog:
-        if sink.arrays["/rho"].is_asked:
+        if sink.arrays["/rho"].is_placed_by_root:
             catalog.allocate("/rho", [3], [10])
             for numbers in ([3], [1, 1], [5], [-1]):
                 with pytest.raises(ValueError, match=r"has a place already|has chunks 0 to 4"):

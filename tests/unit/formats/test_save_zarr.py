@@ -394,7 +394,7 @@ def test_a_sync_while_other_threads_write(tmp_path: Path, monkeypatch: pytest.Mo
         monkeypatch.setattr(new_file, "put_at", put_at)
         for index in np.ndindex(*one.spec.grid):
             stored, number = one.encode(one.region(index), values[one.region(index).slices()]), one.number(one.region(index))
-            offset = catalog.allocate("/x", [number], [stored.nbytes])[0] if one.is_asked else 0
+            offset = catalog.allocate("/x", [number], [stored.nbytes])[0] if one.is_placed_by_root else 0
             writer.put("/x", number, int(offset), stored)
         writer.sync()
         assert not writer._storage._unsynced

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardload.errors import ConfigError, PeerError, SourceError
 from shardload.jobs.trees import ArrayTree, Place, in_array, is_one_spec, is_tree_of_selections, where_text
-from shardload.options import OPTIONS, OWN
+from shardload.options import OPTIONS, PER_LOADED_ARRAY
 from shardload.planning.selection import near
 
 Pair = namedtuple("Pair", "left right")
@@ -38,7 +38,7 @@ def test_one_name_is_no_tree() -> None:
 )
 def test_a_named_tuple_is_a_tree(name: str, values: Any) -> None:
     """Wrong if the values of two arrays were taken for those of the axes of both; a tuple without names is one value."""
-    option = next((option for option in OWN if option.name == name), None)
+    option = next((option for option in PER_LOADED_ARRAY if option.name == name), None)
     is_single = is_one_spec if option is None or option.is_one is None else option.is_one
     tree = ArrayTree.join("a.h5", Pair("x", "y"))
     assert tree.spread(name, Pair(*values), is_single) == list(values)
@@ -110,12 +110,12 @@ def test_what_is_one_value() -> None:
     for tree in ((P("a"), P("b")), [P("a")], {"x": P()}, [None, P()]):
         assert not is_one_spec(tree), tree
     select = OPTIONS["select"]
-    assert select.is_one is not None and select in OWN
+    assert select.is_one is not None and select in PER_LOADED_ARRAY
     for one in (0, slice(3), ..., (0, slice(2, 4)), (..., 1), None, np.int64(3)):
         assert select.is_one(one), one
     for tree in ({"x": 0}, [0, 1], ((0,), (slice(3),))):
         assert not select.is_one(tree), tree
-    assert [option.name for option in OWN][:4] == ["select", "dtype", "decode", "pad"]
+    assert [option.name for option in PER_LOADED_ARRAY][:4] == ["select", "dtype", "decode", "pad"]
 
 
 def test_names_with_slashes_and_defaults() -> None:

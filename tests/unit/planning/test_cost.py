@@ -19,7 +19,6 @@ from shardload.planning.source_layout import SourceLayout
 from shardload.planning.strategies import DIRECT, PARALLEL
 from tests.tiers import examples
 from tests.unit.brute_force import Case, cases, chunks_read, elements_read, every_way, flat_index, held_regions, simulate
-from tests.unit.eight_devices import CHECKS, outcome
 
 
 @examples(150)
@@ -106,11 +105,6 @@ def test_distance_of_runs_against_elements(case: Case) -> None:
 
 
 # --- which way
-
-
-@pytest.mark.parametrize("name", [n for n in CHECKS if n.startswith("load_")])
-def test_on_eight_devices(name: str) -> None:
-    assert not outcome(name), outcome(name)
 
 
 def plan_all(

@@ -87,18 +87,18 @@ def carry_out(case: Case, halo: Halo, plan: Schedule) -> None:
                 assert read.region.contains(part.region)
                 assert part.region.size > 0
                 assert plan.is_direct or part.region.size * case.itemsize <= plan.max_message_nbytes
-                whole, shard = shards.section(part.shard), shards.shard_of(part.shard)
+                whole, shard = shards.section(part.target), shards.shard_of(part.target)
                 assert whole.contains(part.region)
-                held = shards.place_of(part.shard)
+                held = shards.place_of(part.target)
                 place = part.region.slices([s - p + o for s, p, o in zip(
                     whole.start, held.start, shards.region(shard).start, strict=True
                 )])  # fmt: skip
                 buffers[part.rank][shard][place] = table[part.region.slices()]
                 writes[part.rank][shard][place] += 1
                 if part.rank != sender:
-                    order.setdefault((sender, part.rank), []).append((part.region, part.shard))
+                    order.setdefault((sender, part.rank), []).append((part.region, part.target))
     for rank in range(case.n_ranks):
-        parts_of = {s: [(p.region, p.shard) for p in parts] for s, parts in plan.incoming(rank).items()}
+        parts_of = {s: [(p.region, p.target) for p in parts] for s, parts in plan.incoming(rank).items()}
         assert parts_of == {s: got for (s, receiver), got in order.items() if receiver == rank}
         for shard, buffer in buffers[rank].items():
             filled = np.zeros(buffer.shape, dtype=int)

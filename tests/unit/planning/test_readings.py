@@ -81,7 +81,7 @@ def test_readings_are_what_they_should_be(case: Case) -> None:
     assert len(readings) == len(readings.chunks) == len(readings.batches)
     found = []
     for k in range(len(readings)):
-        steps, samples = readings.uses(k)
+        _, steps, samples = readings.uses(k, k + 1)
         found.append(
             (int(readings.batches[k]), int(readings.chunks[k]), list(zip(steps.tolist(), samples.tolist(), strict=True)))
         )

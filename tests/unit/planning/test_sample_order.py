@@ -241,7 +241,7 @@ def most_held(order: SampleOrder, chunk: int, batch: int) -> int:
     readings = Readings(order.epoch(0), batch=batch, offsets=window, chunk=chunk, horizon=order.horizon(batch, chunk))
     change = np.zeros(len(order.anchors) // batch + 3, dtype=np.int64)
     for k in range(len(readings)):
-        steps, of_samples = readings.uses(k)
+        _, steps, of_samples = readings.uses(k, k + 1)
         last = {step: sample // batch for step, sample in zip(steps.tolist(), of_samples.tolist(), strict=True)}
         change[readings.batches[k]] += len(last)
         np.subtract.at(change, np.array(list(last.values())) + 1, 1)

@@ -121,13 +121,13 @@ class OneReplicaOnly(Schedule):
         for read in super().outgoing(rank):
             first: dict[int, Part] = {}
             for part in read.parts:
-                first.setdefault(part.shard, part)
+                first.setdefault(part.target, part)
             yield Block(read.region, tuple(first.values()))
 
 
 class ShardsBeforeBlocks(Schedule):
     def incoming(self, rank: int) -> Mapping[int, Sequence[Part]]:
-        return {s: sorted(parts, key=lambda p: p.shard) for s, parts in super().incoming(rank).items()}
+        return {s: sorted(parts, key=lambda p: p.target) for s, parts in super().incoming(rank).items()}
 
 
 class PaddingIsRead(Schedule):
@@ -140,7 +140,7 @@ class SwappedPlaces(Schedule):
 
     def outgoing(self, rank: int) -> Iterator[Block]:
         for read in super().outgoing(rank):
-            yield Block(read.region, tuple(Part(p.region, [0, 2, 1, 3][p.shard], p.rank) for p in read.parts))
+            yield Block(read.region, tuple(Part(p.region, [0, 2, 1, 3][p.target], p.rank) for p in read.parts))
 
 
 class UnsplitReceives(Schedule):
@@ -404,7 +404,7 @@ def test_direct_reads_stay_below_the_cap(case: Case, cap: int, is_merged: bool) 
             largest = max(largest, read.region.size)
             assert read.region.size * case.itemsize <= cap or len(numbers) == 1
         for shard in [None] if is_merged else shards.shards_of(rank):
-            decoded = [n for read, numbers in found for n in numbers if shard in (None, read.parts[0].shard)]
+            decoded = [n for read, numbers in found for n in numbers if shard in (None, read.parts[0].target)]
             assert len(decoded) == len(set(decoded))
     assert largest <= plan.max_block_size
     cell_nbytes = math.prod(map(min, case.cell, within)) * case.itemsize
@@ -479,7 +479,7 @@ def test_a_message_of_more_than_a_gibibyte_is_split() -> None:
     (read,) = plan.outgoing(0)
     assert all(p.region.size * 8 <= MAX_MESSAGE_NBYTES for p in read.parts)
     assert sum(p.region.size for p in read.parts) == 3 << 28
-    assert [(p.region, p.shard) for p in read.parts] == [(p.region, p.shard) for p in plan.incoming(1)[0]]
+    assert [(p.region, p.target) for p in read.parts] == [(p.region, p.target) for p in plan.incoming(1)[0]]
 
 
 @pytest.mark.parametrize("name", FIXED)

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shardload.comm.watchdog import Activity
 from shardload.errors import PeerError, ShardloadError
 from shardload.planning.grid import Grid
 from shardload.planning.parts import Block
@@ -311,15 +312,15 @@ class PieceProducer:
     def has_room(self, block: Block) -> bool:
         return True
 
-    def now(self) -> tuple[int, str]:
-        return 0, ""
+    def activity(self) -> Activity:
+        return Activity()
 
     def start(self, block: Block) -> Any:
         tiles = [Piece(piece.region, piece.data) for piece in self.pieces.values()]
         for part in block.parts:
             if part.rank == self.rank:
                 (tile,) = (tile for tile in tiles if tile.region.contains(part.region))
-                self.targets[part.shard].view(part.region)[...] = tile.view(part.region)
+                self.targets[part.target].view(part.region)[...] = tile.view(part.region)
         return StagedBlock(block, tiles)
 
 

@@ -506,7 +506,7 @@ def test_all_ranks_readers_together_read_a_selection(
                 block = fetch(reader, read)
                 for part in read.parts:
                     if part.rank != rank:
-                        pieces[part.rank][part.shard].view(part.region)[...] = values_of(block, part.region, dtype)
+                        pieces[part.rank][part.target].view(part.region)[...] = values_of(block, part.region, dtype)
                 block.release()
         nbytes = 4 * sum(read.region.size for read in plan.outgoing(rank))
         has_gaps = nbytes > 4 * sum(part.region.size for read in plan.outgoing(rank) for part in read.parts)

@@ -31,13 +31,13 @@ def test_whether_a_slot_is_needed_is_found_out_once_for_each_read(monkeypatch: p
 def test_what_is_being_read_can_be_asked_for(inline: int, monkeypatch: pytest.MonkeyPatch) -> None:
     tune(monkeypatch, inline_nbytes=inline)
     seen: list[tuple[int, str]] = []
-    source = FakeSource(TABLE, (2, 4), lambda region: seen.append(reader.now()))  # type: ignore[arg-type, func-returns-value]
+    source = FakeSource(TABLE, (2, 4), lambda region: seen.append(reader.activity()))  # type: ignore[arg-type, func-returns-value]
     with reader_of(source, {0: piece_of(rows(0, 8))}) as reader:
-        assert reader.now() == (0, "")
+        assert reader.activity() == (0, "")
         fetch(reader, whole(rows(2, 4)))
         fetch(reader, whole(rows(2, 6)))
-        assert reader.now() == (2, "")
-    assert seen == [(0, "chunk (1, 0) of '/rho' in 'f.h5'"), (1, "elements [2:6, 0:4] of '/rho' in 'f.h5'")]
+        assert reader.activity() == (2, "")
+    assert seen == [(0, "reading chunk (1, 0) of '/rho' in 'f.h5'"), (1, "reading elements [2:6, 0:4] of '/rho' in 'f.h5'")]
 
 
 def test_after_a_stall_a_read_that_never_ends_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
