@@ -350,6 +350,13 @@ def test_plan_for_processes_of_several_devices(file: str, processes: tuple[str, 
     assert (plan["costs"]["direct"]["chunks_decoded"], plan["costs"]["parallel"]["chunks_decoded"]) == (decoded, 12)
 
 
+def test_a_plan_for_one_process_has_one_way_to_read(file: str) -> None:
+    """Wrong if it had a table of three equal columns."""
+    code, out, _ = run("plan", f"{file}:fields/density", "--mesh", "a=1", "--spec", "a")
+    assert code == 0 and "-> direct" in out and "parallel" not in out
+    assert "parallel" in run("plan", f"{file}:fields/density", "--mesh", "a=2", "--spec", "a")[1]
+
+
 def test_plan_of_a_group(file: str) -> None:
     code, out, _ = run("plan", f"{file}:fields", "--mesh", "a=2", "--spec", "a", "--json")
     assert code == 0 and [array["dataset"] for array in json.loads(out)["arrays"]] == ["/fields/density"]
