@@ -78,7 +78,7 @@ class RankStates:
 def text_of(what: str, timeout: float, ranks: object) -> str:
     """The error message of a stalled call: `what` it does, the seconds without progress, and who is late.
 
-    >>> wait, read = RankState(1, 2, "exchange"), RankState(1, 3, "exchange", "chunk (0, 1) of '/x' in 'f.h5'")
+    >>> wait, read = RankState(1, 2, "exchange"), RankState(1, 3, "exchange", "reading chunk (0, 1) of '/x' in 'f.h5'")
     >>> print(text_of("'f.h5'", 30, RankStates(heard={0: wait, 1: wait, 2: read})))  # doctest: +ELLIPSIS
     nothing has moved for 30 s (call: 'f.h5'): rank 2 is reading chunk (0, 1) of '/x' in 'f.h5'; 2 other ranks wait (phase:
     exchange). ...

@@ -60,10 +60,10 @@ def write(comm: Any, folder: Path, n_lat: int) -> list[str]:
 
 
 def opened(paths: list[str]) -> xr.Dataset:
-    """What xarray has of the files, without the bounds."""
+    """What xarray has of the files, without the bounds: as from open_mfdataset, which needs dask."""
     how: dict[str, Any] = {"data_vars": "minimal", "coords": "minimal", "compat": "override", "join": "exact"}
-    with xr.open_mfdataset(paths, engine="h5netcdf", **how) as found:
-        return found.drop_vars("time_bnds").load()
+    parts = [xr.load_dataset(path, engine="h5netcdf") for path in paths]
+    return xr.combine_by_coords(parts, **how).drop_vars("time_bnds")
 
 
 def gathered(ds: xr.Dataset) -> xr.Dataset:

@@ -54,6 +54,6 @@ def test_parts_are_a_sequence() -> None:
     assert list(parts) == [part(2), part(3), part(4), part(5)] == list(reversed(parts))[::-1]
     assert parts == (part(2), part(3), part(4), part(5)) and parts != [part(2)] and parts != [part(3)] * 4
     assert parts[1:3] == (part(3), part(4)) and parts[-1] == part(5) and len(parts) == 4
-    assert math.prod(p.shard for p in parts) == 120 and parts != 4
+    assert math.prod(p.target for p in parts) == 120 and parts != 4
     with pytest.raises(IndexError):
         parts[4]
