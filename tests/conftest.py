@@ -212,7 +212,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     dropped: dict[str, list[pytest.Item]] = {}
     reasons = {item: _elsewhere(item, config) for item in items}
     if IS_QUICK:
-        marked = [item for item in items if item.get_closest_marker("each_value")]
+        marked = [item for item in items if item.get_closest_marker("each_value") or _is_combined(item)]
         reasons.update(dict.fromkeys({*marked} - _each_value_once(marked), "left to `make test-all`"))
     ours = _shared_to_us([item for item in items if reasons[item] is None])
     for item in items:
@@ -292,6 +292,11 @@ def _shared_to_us(items: list[pytest.Item]) -> set[pytest.Item]:
         numbers = [(_number(item.nodeid, n_parts) - k) % n_parts for item in some]
         ours.update(item for item, number in zip(some, numbers, strict=True) if number == min(numbers) or number == 0)
     return ours
+
+
+def _is_combined(item: pytest.Item) -> bool:
+    """True for a test of tests/unit with several parameters, of which each combination is a test."""
+    return _folder(item) == "unit" and len([*item.iter_markers("parametrize")]) > 1
 
 
 def _test(item: pytest.Item) -> str:

@@ -25,6 +25,7 @@ from benchmarks.cases.streams import (
 from benchmarks.peers import stream_run
 from benchmarks.peers.streamers import WAYS, Asked, Feed, missing
 from benchmarks.reports.streams import fixed_cpu_ms, plot_streams, stream_goals, streams_section
+from tests.tiers import quick_ones
 
 N_STEPS = 80
 ONE = {"data": 1, "lat": 1, "lon": 1}
@@ -59,7 +60,7 @@ def test_values_follow_from_their_place(files: dict[str, Any]) -> None:
     assert not np.array_equal(step, array[4])
 
 
-@pytest.mark.parametrize("way", [way for way in STREAM_WAYS if way != "mosaic"])
+@pytest.mark.parametrize("way", quick_ones([way for way in STREAM_WAYS if way != "mosaic"], "shardload", "slice"))
 def test_each_way_gives_the_samples_that_it_names(files: dict[str, Any], way: str) -> None:
     how: dict[str, Any] = {"shuffled": way != "grain", "has_window": way not in ("tensorstore", "memory")}
     if why := missing(way):
