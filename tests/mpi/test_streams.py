@@ -10,6 +10,7 @@ import itertools
 import json
 import math
 import shutil
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -524,6 +525,10 @@ def test_scale_is_what_numpy_computes(comm: Any, files: dict[str, str]) -> None:
             check(batch[name], padded(expected, mesh, specs[name], -7), mesh, specs[name], name)
 
     take(comm, ds, compare)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        stream(files["a.nc"], mesh, P("a"), dataset="t2m", dtype="f4", scale=(np.float32(30), 7))
+    assert [w.category for w in said] == [shardload.PackedWarning] * (comm.rank == 0)
     packed = stream(files["a.nc"], mesh, P("a"), dataset="t2m", decode=True, scale=(np.float32(30), 7))
     expected = (decoded_by_numpy(files["a.nc"]) - np.float32(30)) / np.float32(7)
     take(comm, packed, comparer(expected, mesh, P("a")), 2)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -29,7 +29,7 @@ from shardload.comm.group import Group
 from shardload.engine.call import begin_call
 from shardload.engine.session import Round, Session, shared_nbytes
 from shardload.errors import ConfigError, PackedWarning
-from shardload.formats.contract.array import some
+from shardload.formats.contract.array import ArrayInfo, some
 from shardload.jobs.consistency import N_SUMS, State, check_same, to_sums, version_in, version_of_state
 from shardload.jobs.loading.array_load import ArrayLoad, options_of
 from shardload.jobs.loading.endpoints import DeviceTarget, LoadSource, OpenSources, moves_of
@@ -37,6 +37,7 @@ from shardload.jobs.loading.plan import staging_of
 from shardload.jobs.loading.report import ArrayReport, LoadReport, Phase, join_proven, phases_of
 from shardload.jobs.progress import progress_of
 from shardload.jobs.trees import keys_text
+from shardload.options import Options
 from shardload.planning.region import Region
 from shardload.planning.staging import Staging
 from shardload.planning.tuning import Tuning
@@ -257,7 +258,7 @@ class Loader:
         for part in (session.counters, *(sharded.counters for sharded in target.arrays)):
             counters.add(part)
         self._settle_missing([n_missing for n_missing, *_ in costs], [sharded.counters for sharded in target.arrays])
-        self._warn_of_packed()
+        warn_of_packed([(load.name, load.info, load.options) for load in self._loads], self._group.rank)
         device = Phase(sum(sharded.device_seconds for sharded in target.arrays), target.nbytes)
         n_missing, n_decoded, nbytes_read, n_checksums = map(sum, zip(*costs, strict=True))
         reports = [
@@ -285,18 +286,6 @@ class Loader:
         names = [(load.name, load.layout.schedule.shards, load.layout.nbytes) for load in self._loads]
         return agree_all(self._group, self._options.verify, names, checked, sums)
 
-    def _warn_of_packed(self) -> None:
-        """Warn once if stored numbers were loaded that are not the values, and the caller did not say that this is meant."""
-        undecoded = [load for load in self._loads if load.options.decode is None and load.info.packing]
-        packed = [(load.name, packed_by(np.dtype(load.info.dtype), load.info.packing)) for load in undecoded]
-        texts = [f"{name} ({', '.join(how)})" for name, how in packed if how]
-        if texts:
-            text = (
-                f"these numbers are packed, and were loaded as they are stored: {some(texts)}. Pass decode=True to apply that "
-                "and the fill values, decode=False if the stored numbers are meant"
-            )
-            warn_once(text, PackedWarning, self._group.rank)
-
     def _settle_missing(self, n_missing: list[int], counters: list[Counters]) -> None:
         """Warn or raise, as the caller asked, now that all ranks know how many chunks are missing."""
         how = self._options.missing
@@ -319,3 +308,16 @@ def _split_evenly(numbers: list[int], n: int) -> list[list[int]]:
     """The numbers of each of `n` arrays, which all have equally many."""
     n_each = len(numbers) // n
     return [numbers[k * n_each : (k + 1) * n_each] for k in range(n)]
+
+
+def warn_of_packed(arrays: Iterable[tuple[str, ArrayInfo, Options]], rank: int) -> None:
+    """Warn once if stored numbers are given that are not the values, and the caller did not say that this is meant."""
+    undecoded = [(name, info) for name, info, options in arrays if options.decode is None and info.packing]
+    packed = [(name, packed_by(np.dtype(info.dtype), info.packing)) for name, info in undecoded]
+    texts = [f"{name} ({', '.join(how)})" for name, how in packed if how]
+    if texts:
+        text = (
+            f"these numbers are packed, and were loaded as they are stored: {some(texts)}. Pass decode=True to apply that "
+            "and the fill values, decode=False if the stored numbers are meant"
+        )
+        warn_once(text, PackedWarning, rank)

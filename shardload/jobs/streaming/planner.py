@@ -422,8 +422,8 @@ class StreamPlanner:
         dtype, rest = array.source.dtype, array.schedule.rest.shape
         if dtype.kind not in "fc":
             raise ConfigError(
-                f"scale{where} needs floating-point values, but those of {array.info} are {dtype}: pass dtype='float32', or "
-                "decode=True if they are packed"
+                f"scale{where} needs floating-point values, but those of {array.info} are {dtype}: pass "
+                + ("decode=True, dtype='float32': they are packed" if array.info.packing else "dtype='float32'")
             )
         for values in scale:
             fits = len(values.shape) <= len(rest) and all(

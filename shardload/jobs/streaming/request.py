@@ -26,6 +26,7 @@ from shardload.formats.labelling import Labeller
 from shardload.formats.lookup import Finder, open_source
 from shardload.jobs.consistency import checksum_of_samples
 from shardload.jobs.loading.call import SEARCHED_NBYTES, FoundMessage, LoadCall, positions_of
+from shardload.jobs.loading.execution import warn_of_packed
 from shardload.jobs.loading.planner import selection_for
 from shardload.jobs.loading.request import Request
 from shardload.jobs.streaming.plan import StreamPlan
@@ -247,6 +248,7 @@ class StreamCall(LoadCall):
     def open(self) -> Stream:
         """Plan the stream on all ranks. Collective."""
         plan: StreamPlan = self.call.plan(self.find, self._make_plan, lambda plan: repr(plan.fingerprint))
+        warn_of_packed([(str(array.info), array.info, array.options) for array in plan.arrays], self.call.group.rank)
         asked, title = self.call.asked, f"batches of {plan.arrays[0].info}"
         comm, digest, timeout = self._given["comm"], f"{asked.digest:016x}", self._options.timeout
 
