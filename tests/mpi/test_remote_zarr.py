@@ -222,8 +222,8 @@ def test_a_shard_that_changes_while_it_is_read(comm: Any, bucket: Bucket) -> Non
         with lock:
             if found == key:
                 seen.append(found)
-            if len(seen) == 2:
-                path.write_bytes(path.read_bytes()[::-1])
+                if len(seen) == 2:  # once: turned round again it would be what it was
+                    path.write_bytes(path.read_bytes()[::-1])
         return False
 
     bucket.on_server(set_faults(only=change) if comm.rank == 0 else None)
