@@ -36,7 +36,7 @@ def parse_nbytes(text: object, name: str = "staging") -> int:
     return n
 
 
-class Report:
+class PrintedReport:
     """What a call did, as a sentence: in a terminal, in a log, in a notebook. A subclass has `__str__`."""
 
     def __repr__(self) -> str:

@@ -40,7 +40,7 @@ from shardload.planning.shards import Shards
 from shardload.planning.source_layout import SourceLayout
 from shardload.transfer.buffers import view_of
 from shardload.transfer.checksum import checksum, join_sums, sum_shard
-from shardload.units import Report, counted, format_nbytes
+from shardload.units import PrintedReport, counted, format_nbytes
 from shardload.values.decoding import Decoding
 
 _MOST_REGIONS = 8  # per process, for "file"
@@ -52,7 +52,7 @@ Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, repr=False)
-class VerifyReport(Report):
+class VerifyReport(PrintedReport):
     """What was proven of an array, in the whole job.
 
     Attributes

@@ -37,13 +37,13 @@ from shardload.jobs.copying.resume import DoneChunks, find_done
 from shardload.jobs.progress import progress_of
 from shardload.options import AUTO, CHECKSUM, INDEX, TIMEOUT, Progress
 from shardload.planning.staging import Staging
-from shardload.units import Report, counted, format_nbytes, number_text
+from shardload.units import PrintedReport, counted, format_nbytes, number_text
 
 _NO_STAGING = Staging(n_threads=1, n_slots=0, n_pack=0, slot_nbytes=0)
 
 
 @dataclass(frozen=True, repr=False)
-class CopyReport(Report):
+class CopyReport(PrintedReport):
     """What a copy did, in the whole job.
 
     Attributes
@@ -153,27 +153,27 @@ def copy(
     ...     file["rho"].chunks, file["rho"].compression, float(file["rho"][3, 5])
     ((2, 3), 'gzip', 23.0)
     """
-    names = (dataset,) if isinstance(dataset, str) else tuple(dataset)
-    axes = (unlimited,) if isinstance(unlimited, str | int) else tuple(unlimited)
-    layout: dict[str, Any] = {
-        "chunks": chunks,
-        "shards": shards,
-        "compression": compression,
-        "unlimited": axes,
-        "format": format,
-        "mode": mode,
-    }
-    how: dict[str, Any] = {
-        "dataset": names,
-        "select": select,
-        "dtype": dtype,
-        "staging": staging,
-        "verify": verify,
-        "resume": resume,
-    }
-    call: dict[str, Any] = {"comm": comm, "only_plan": only_plan, "progress": progress, "timeout": timeout}
-    path = os.fspath(source) if isinstance(source, os.PathLike) else source
-    return copy_file(path, os.fspath(target), **layout, **how, **call, **trust)
+    return copy_file(
+        os.fspath(source) if isinstance(source, os.PathLike) else source,
+        os.fspath(target),
+        dataset=(dataset,) if isinstance(dataset, str) else tuple(dataset),
+        select=select,
+        dtype=dtype,
+        chunks=chunks,
+        shards=shards,
+        compression=compression,
+        unlimited=(unlimited,) if isinstance(unlimited, str | int) else tuple(unlimited),
+        format=format,
+        mode=mode,
+        staging=staging,
+        verify=verify,
+        resume=resume,
+        only_plan=only_plan,
+        progress=progress,
+        timeout=timeout,
+        comm=comm,
+        **trust,
+    )
 
 
 def copy_file(

@@ -11,7 +11,7 @@ from typing import Any
 
 from shardload.errors import ConfigError
 from shardload.formats.saving import SUFFIXES
-from shardload.units import Report, counted, format_nbytes
+from shardload.units import PrintedReport, counted, format_nbytes
 
 _SUFFIXES = tuple(suffix for suffix in SUFFIXES if suffix != ".zarr")
 _NUMBER = re.compile(r"\d+")
@@ -145,7 +145,7 @@ class Row:
 
 
 @dataclass(frozen=True, repr=False)
-class JoinReport(Report):
+class JoinReport(PrintedReport):
     """What was joined.
 
     Attributes

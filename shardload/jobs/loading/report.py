@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 
 from shardload.arrays.verification import VerifyReport
 from shardload.transfer.counters import Counters
-from shardload.units import Report, counted, format_nbytes, number_text
+from shardload.units import PrintedReport, counted, format_nbytes, number_text
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Phase:
 
 
 @dataclass(frozen=True, repr=False)
-class ArrayReport(Report):
+class ArrayReport(PrintedReport):
     """What a load did for one array of a tree, in the whole job.
 
     Attributes
@@ -49,7 +49,7 @@ class ArrayReport(Report):
 
 
 @dataclass(frozen=True, repr=False)
-class LoadReport(Report):
+class LoadReport(PrintedReport):
     """What an executed plan did.
 
     Attributes

@@ -44,7 +44,7 @@ from shardload.planning.tuning import default_tuning
 from shardload.system.caller import warn_once
 from shardload.transfer.counters import Counters
 from shardload.transfer.moves import ArrayMove, PiecesToBlocks
-from shardload.units import Report, counted, format_nbytes, number_text
+from shardload.units import PrintedReport, counted, format_nbytes, number_text
 
 _log = logging.getLogger("shardload")
 
@@ -57,7 +57,7 @@ _NOTHING_SAVED = (
 
 
 @dataclass(frozen=True, repr=False)
-class SaveReport(Report):
+class SaveReport(PrintedReport):
     """What a save did.
 
     Attributes
