@@ -23,8 +23,7 @@ from typing import Any
 import numpy as np
 
 from shardload.errors import PeerError, ShardloadError
-from shardload.formats.contract.by_chunks import copy_chunks
-from shardload.formats.contract.chunk_reader import ChunkReader, Encoded
+from shardload.formats.contract.chunk_reader import ChunkReader, Encoded, copy_chunks
 from shardload.formats.contract.dtypes import settle_bools
 from shardload.planning.batches import cut_box
 from shardload.planning.grid import numbers_in
