@@ -12,9 +12,7 @@ import shardload
 from shardload.cli.info import to_json
 from shardload.errors import printable
 from shardload.formats.lookup import open_file, split_path
-from shardload.jobs.loading.describe import describe_plan
-from shardload.jobs.loading.plan import Plan
-from shardload.jobs.loading.tree_plan import TreePlan
+from shardload.jobs.loading.plan import Plan, TreePlan, describe_plan
 from shardload.options import Options
 from shardload.system.terminal import tell, width_of, wrap
 

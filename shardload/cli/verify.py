@@ -20,8 +20,7 @@ from shardload.comm.group import group_of
 from shardload.comm.launch import initialize
 from shardload.comm.mpi import world_rank_and_size
 from shardload.errors import ConfigError, printable
-from shardload.jobs.loading.plan import Plan
-from shardload.jobs.loading.tree_plan import TreePlan
+from shardload.jobs.loading.plan import Plan, TreePlan
 from shardload.system.terminal import tell, width_of, wrap, wrap_parts
 from shardload.units import counted
 
