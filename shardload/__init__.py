@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from shardload.jobs.loading.report import LoadReport
     from shardload.jobs.loading.tree_plan import TreePlan
     from shardload.jobs.saving.append import AppendReport
+    from shardload.jobs.saving.background import BackgroundSave
     from shardload.jobs.saving.plan import SavePlan
     from shardload.jobs.saving.save import SaveReport
     from shardload.jobs.streaming.plan import StreamPlan
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AppendReport",
+    "BackgroundSave",
     "Concatenation",
     "ConfigError",
     "CopyReport",
@@ -118,6 +120,7 @@ _HOMES = {
     "LoadReport": "jobs.loading.report",
     "Plan": "jobs.loading.plan",
     "AppendReport": "jobs.saving.append",
+    "BackgroundSave": "jobs.saving.background",
     "SavePlan": "jobs.saving.plan",
     "SaveReport": "jobs.saving.save",
     "Stream": "jobs.streaming.stream",

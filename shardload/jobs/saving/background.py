@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import concurrent.futures.thread  # see `_wait_at_exit`
+import concurrent.futures.thread  # noqa: F401 (see `_wait_at_exit`)
 import logging
 import threading
 from collections.abc import Callable
@@ -80,7 +80,12 @@ def _wait_at_exit() -> None:
     Python waits for a thread that is no daemon, and calls what `atexit` has, only after it has closed its executors. Of what is
     registered here the last is called first: before `concurrent.futures.thread`, which registers itself when it is imported.
     """
-    threading._register_atexit(lambda: [save._thread.join() for save in _unfinished])  # type: ignore[attr-defined]
+    threading._register_atexit(_join_all)  # type: ignore[attr-defined]
+
+
+def _join_all() -> None:
+    for save in list(_unfinished):
+        save._thread.join()
 
 
 def wait_for_unfinished() -> None:
