@@ -25,9 +25,9 @@ from shardload.errors import ConfigError, SourceError
 from shardload.formats.contract.dtypes import native_dtype
 from shardload.formats.hdf5.dimensions import check_netcdf, name_axes, netcdf_names, write_attrs
 from shardload.formats.hdf5.file import open_explained
-from shardload.formats.hdf5.in_memory import file_in_memory
+from shardload.formats.hdf5.filters import Pipeline
 from shardload.formats.hdf5.ledger import Ledger, LedgerFile, limit_cache
-from shardload.formats.hdf5.pipeline import Pipeline
+from shardload.formats.hdf5.opened import file_in_memory
 from shardload.formats.sink import (
     ArraySpec,
     Catalog,
