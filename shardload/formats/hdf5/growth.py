@@ -37,7 +37,7 @@ from shardload.storage.changes import GrowingFile, read_changes, state_of_file
 from shardload.storage.containment import open_file
 from shardload.storage.local import LocalFile
 from shardload.storage.locks import changed_meanwhile
-from shardload.storage.new_file import Change, WritableFile
+from shardload.storage.target import Change, WritableFile
 
 Json = dict[str, Any]
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
