@@ -13,8 +13,8 @@ from shardload.cli.arguments import as_typed
 from shardload.comm.mpi import world_rank_and_size
 from shardload.errors import printable
 from shardload.formats.lookup import split_path
-from shardload.jobs.copying.copy import CopyReport, copy_file
-from shardload.jobs.joining.concat import concat
+from shardload.jobs.copying.copy import CopyReport, copy
+from shardload.jobs.joining.join import concat
 from shardload.system.terminal import tell, width_of, wrap
 
 
@@ -32,7 +32,7 @@ def run(out: IO[str], source: str, target: str, *, along: str | None, only_plan:
     as_json : bool
         Print one JSON document in place of text.
     **given
-        Keywords of `CopyRequest.check`.
+        Keywords of `shardload.copy`.
     """
     rank = world_rank_and_size()[0]
     path, name = split_path(source)
@@ -40,7 +40,7 @@ def run(out: IO[str], source: str, target: str, *, along: str | None, only_plan:
         given["dataset"] = (name,) if name else given["dataset"]
         names = {"dataset": given["dataset"], "allow_external": given["allow_external"]}
         source = concat(path, int(along) if along is not None and along.isdecimal() else along, **names)
-    report = copy_file(source, target, only_plan=only_plan, **given)
+    report = copy(source, target, only_plan=only_plan, **given)
     if rank:
         return
     if as_json:

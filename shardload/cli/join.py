@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import IO, Any
 
 from shardload.cli.arguments import wrong
-from shardload.errors import printable
-from shardload.jobs.joining.join import join_files
-from shardload.jobs.joining.request import JoinRequest
+from shardload.errors import LeftOutWarning, printable
+from shardload.jobs.joining.join import join
 from shardload.system.terminal import Column, fit_table, tell, width_of, wrap
 from shardload.units import counted, format_nbytes
 
 _COLUMNS = [Column("array"), Column("shape"), Column("dtype"), Column("values", lead="")]
 
 
-def run(out: IO[str], files: Sequence[str], *, axis: str | None, as_json: bool, progress: bool | None, **given: Any) -> None:
+def run(out: IO[str], files: Sequence[str], *, axis: str | None, as_json: bool, **given: Any) -> None:
     """Join, and print what was done."""
     if len(files) < 2:
         raise wrong("PART... WHOLE", "type the parts in their order, then the new file: shardload join a.nc b.nc whole.nc")
     *parts, whole = files
     which: Any = int(axis) if axis is not None and axis.isascii() and axis.isdecimal() else axis
-    report = join_files(JoinRequest.check(whole, parts, axis=which, **given), progress)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", LeftOutWarning)  # all notes are printed below
+        report = join(whole, parts, axis=which, **given)
     if as_json:
         tell(json.dumps({"ok": True, **asdict(report)}, indent=2), out)
         return
