@@ -38,7 +38,7 @@ from shardload.formats.lookup import open_file, split_path
 from shardload.formats.sink import ArraySpec
 from shardload.jobs.described import describe_arrays, find_arrays, found_by_name, take_along
 from shardload.jobs.joining.request import PartsRequest, Row
-from shardload.jobs.progress import progress_over_files
+from shardload.jobs.progress import progress_of
 from shardload.options import Progress
 from shardload.planning.region import Region
 from shardload.planning.selection import select_axes
@@ -193,7 +193,7 @@ class Parts:
                 raise error
             empty.setdefault(group, []).append(error)  # a part may have no stars
 
-        with progress_over_files(progress, f"parts of {whole}", len(self._paths)) as advance:
+        with progress_of(progress, f"parts of {whole}", len(self._paths), is_bytes=False) as advance:
             for k, path in enumerate(self._paths):
                 self.versions[path] = state_of(path)
                 infos = find_arrays(path, self._ask.dataset or ("*",), self._access, note_empty)
