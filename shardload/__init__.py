@@ -49,8 +49,7 @@ if TYPE_CHECKING:
     from shardload.jobs.contents import open
     from shardload.jobs.copying.copy import CopyReport, copy
     from shardload.jobs.dataset.loading import load_dataset
-    from shardload.jobs.joining.concat import concat
-    from shardload.jobs.joining.join import join
+    from shardload.jobs.joining.join import concat, join
     from shardload.jobs.joining.request import JoinReport
     from shardload.jobs.loading.labelled import to_xarray
     from shardload.jobs.loading.plan import Plan
@@ -132,7 +131,7 @@ _HOMES = {
     "initialize": "comm.launch",
     "JoinReport": "jobs.joining.request",
     "Concatenation": "formats.concatenation",
-    "concat": "jobs.joining.concat",
+    "concat": "jobs.joining.join",
     "copy": "jobs.copying.copy",
     "CopyReport": "jobs.copying.copy",
     "join": "jobs.joining.join",

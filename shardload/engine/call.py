@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from shardload.comm.agreement import Invocation
 from shardload.comm.group import Group, group_of
@@ -155,29 +155,17 @@ def begin_call(
             del error, refusal  # see `Call.plan`
 
 
-class CallRequest(Protocol):
-    """The arguments of a call, checked, on one rank."""
-
-    @property
-    def timeout(self) -> float | None:
-        """Seconds after which the call fails if no rank makes progress."""
-        ...
-
-    def invocation(self, call: str, title: str) -> Invocation:
-        """What must be the same on every rank, as text."""
-        ...
-
-
 @contextmanager
 def begin_request(
-    call: str, title: str, read: Callable[[], CallRequest], *, comm: Any, process: Callable[[], int] | None = None
+    call: str, title: str, read: Callable[[], Any], *, comm: Any, process: Callable[[], int] | None = None
 ) -> Iterator[tuple[Call, Any]]:
     """Read the arguments of a call, and begin it. Collective: yes.
 
-    Gives the call and the request. What is wrong with the arguments, on any rank, is raised by `Call.plan` on all ranks: the
-    request is None then.
+    `read` returns the checked arguments, an object with a ``timeout``, and with a method ``invocation(call, title)`` that says
+    what must be the same on every rank. Gives the call and that object. What is wrong with the arguments, on any rank, is
+    raised by `Call.plan` on all ranks: it is None then.
     """
-    request: CallRequest | None = None
+    request: Any = None
     error: BaseException | None = None
     try:
         request = read()

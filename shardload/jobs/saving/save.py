@@ -34,7 +34,7 @@ from shardload.errors import ConfigError, LeftOutWarning, PaddingWarning, Shardl
 from shardload.jobs.progress import progress_of
 from shardload.jobs.saving.arguments import SaveRequest
 from shardload.jobs.saving.background import BackgroundSave, wait_for_unfinished
-from shardload.jobs.saving.like import apply_like, read_like
+from shardload.jobs.saving.like import read_like
 from shardload.jobs.saving.plan import SavePlan, plan_file
 from shardload.options import INDEX
 from shardload.planning.blocks import aligned
@@ -108,28 +108,19 @@ class SaveReport(PrintedReport):
         )
 
 
-Find = Callable[[SaveRequest], Any]
-Make = Callable[[SaveRequest, Any, Group], tuple[SaveRequest, SavePlan]]
-
-
-def _find(request: SaveRequest) -> Any:
-    """On rank 0: what is taken from the arrays in `like`."""
-    return read_like({array.name: array.like for array in request.arrays if array.like is not None})
-
-
-def _make(request: SaveRequest, likes: Any, group: Group) -> tuple[SaveRequest, SavePlan]:
-    """On every rank: the plan, and the request with what is taken from existing arrays."""
-    request = apply_like(request, likes) if likes else request
-    return request, plan_file(request, group)
-
-
 @contextmanager
 def planned(
-    call: str, path: Any, tree: Any, given: Mapping[str, Any], comm: Any, find: Find = _find, make: Make = _make
+    call: str,
+    path: Any,
+    tree: Any,
+    given: Mapping[str, Any],
+    comm: Any,
+    find: Callable[[SaveRequest], Any] = read_like,
+    make: Callable[[SaveRequest, Any, Group], tuple[SaveRequest, SavePlan]] = plan_file,
 ) -> Iterator[tuple[Group, SaveRequest, SavePlan, str]]:
     """Check the arguments, plan, and agree on both. Inside, all ranks are in one call.
 
-    `find` reads on rank 0 what existing files say; `make` plans on every rank.
+    `find` reads on rank 0 what existing files say; `make` plans on every rank, and completes the request.
     """
     title = f"{'append to' if call == 'append' else 'save as'} {path!r}"
 
