@@ -52,9 +52,8 @@ if TYPE_CHECKING:
     from shardload.jobs.joining.join import concat, join
     from shardload.jobs.joining.request import JoinReport
     from shardload.jobs.loading.labelled import to_xarray
-    from shardload.jobs.loading.plan import Plan
+    from shardload.jobs.loading.plan import Plan, TreePlan
     from shardload.jobs.loading.report import LoadReport
-    from shardload.jobs.loading.tree_plan import TreePlan
     from shardload.jobs.saving.append import AppendReport
     from shardload.jobs.saving.background import BackgroundSave
     from shardload.jobs.saving.plan import SavePlan
@@ -126,7 +125,7 @@ _HOMES = {
     "StreamIterator": "jobs.streaming.stream",
     "StreamPlan": "jobs.streaming.plan",
     "StreamReport": "jobs.streaming.reader",
-    "TreePlan": "jobs.loading.tree_plan",
+    "TreePlan": "jobs.loading.plan",
     "VerifyReport": "arrays.verification",
     "initialize": "comm.launch",
     "JoinReport": "jobs.joining.request",
