@@ -16,7 +16,6 @@ import numpy as np
 
 from shardload.errors import ShardloadWarning
 from shardload.storage.objects import Bytes, Content, Ints, NoListingError, Ranges, StoredObject
-from shardload.storage.remote.address import address_of
 from shardload.storage.remote.ahead import PIECE_NBYTES, Wanted, plan_pieces
 from shardload.storage.remote.client import Answer, Client, Pin, RemoteChangedError, RemoteError, ahead
 
@@ -46,7 +45,7 @@ def open_remote(url: str, options: Mapping[str, Any] | None = None) -> RemoteFol
     ConfigError
         If an option is not known, the URL names no bucket, a profile is not there, or obstore is not installed.
     """
-    return RemoteFolder(Client(address_of(url, options or {})))
+    return RemoteFolder(Client(url, options or {}))
 
 
 class _Piece:
@@ -178,7 +177,7 @@ class RemoteObject:
         ]
 
     def fetch_ahead(self, wanted: list[tuple[Ints, Ints]], has_more: bool) -> None:
-        """See `ahead.Holder`: offsets and sizes."""
+        """See `ahead.Wanted`: offsets and sizes."""
         with self._lock:
             waited, self._waiting = self._waiting, []
         wanted = [*waited, *wanted]
@@ -298,7 +297,7 @@ class RemoteFolder:
         ahead().add(-sum(nbytes for _, nbytes in held))
 
     def fetch_ahead(self, wanted: list[tuple[str, int, int]], has_more: bool) -> None:
-        """See `ahead.Holder`: keys, the most bytes of each, and about how many it has."""
+        """See `ahead.Wanted`: keys, the most bytes of each, and about how many it has."""
         with self._lock:
             wanted, told = [one for one in wanted if one[0] not in self._early], {key for key, _, _ in wanted}
             self._early -= told
