@@ -232,7 +232,7 @@ import sys
 from mpi4py import MPI
 from shardload.cli.doctor import run as doctor
 
-right = checks.scatter
+right = doctor.scatter
 
 def scatter(array, *args, **more):
     if MPI.COMM_WORLD.rank == 0:
@@ -240,7 +240,7 @@ def scatter(array, *args, **more):
             raise OSError(24, "Too many open files")
     return right(array, *args, **more)
 
-checks.scatter = scatter
+doctor.scatter = scatter
 sys.exit(doctor.run(100))
 """
     job = run_job(["-W", "error", "-c", program], 3, timeout=240, env=ENV)
