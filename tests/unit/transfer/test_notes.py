@@ -76,7 +76,9 @@ class Ranks:
             assert slot is not None
             data = slot[: 4 * read.region.size].view(F4).reshape(read.region.shape)
             data[...] = TABLE[read.region.slices()]
-            block = StagedBlock(read, [Piece(read.region, data)], slot, self.slots.is_shared, lambda slot=slot: self.slots.give(slot))
+            block = StagedBlock(
+                read, [Piece(read.region, data)], slot, self.slots.is_shared, lambda slot=slot: self.slots.give(slot)
+            )
             self.sending.send(0, block)
             self.sending.send_queued()
         return [note for _, note in self.there.messages]
