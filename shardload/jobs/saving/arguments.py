@@ -178,11 +178,11 @@ class SaveRequest:
 
     @property
     def timeout(self) -> float | None:
-        """See `engine.call.CallRequest`."""
+        """See `engine.call.begin_request`."""
         return self.options.timeout
 
     def invocation(self, call: str, title: str) -> Invocation:
-        """See `engine.call.CallRequest`. The order of a dict, or of a Dataset, means nothing."""
+        """See `engine.call.begin_request`. The order of a dict, or of a Dataset, means nothing."""
         values = {
             "path": repr(self.path),
             "format": self.format,

@@ -219,7 +219,7 @@ def _() -> None:
 def _() -> None:
     call = lambda: load("fine.h5", readers="parallel", staging="8KiB")  # noqa: E731
     with tuned(min_chunk_nbytes=1):
-        patched("shardload.transfer.chunk_tasks", "settle_bools", full, call, (1,))
+        patched("shardload.transfer.reader", "settle_bools", full, call, (1,))
 
 
 @case("metadata cannot be read on rank 0")
