@@ -6,7 +6,7 @@
 4. `make` plans them, on every rank, from what `find` returned. The ranks compare their arguments and plans.
 5. A `Loader` loads what is planned; or `hand_out` gives the plan to the caller, who may execute it later.
 
-A call of `verify` (`verifying`) and one of `scatter` (`scattering`) go the same way, with other arguments and another source.
+Calls of `verify` and `scatter` (`given_arrays`) go the same way, with other arguments and another source.
 """
 
 from __future__ import annotations

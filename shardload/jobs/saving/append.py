@@ -22,7 +22,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from shardload.arrays.disassemble import DeviceSource
+from shardload.arrays.local_shards import DeviceSource
 from shardload.comm.group import Group
 from shardload.engine.file_target import Chunk, FileTarget, WriteCounts
 from shardload.engine.session import Round, Session
