@@ -12,7 +12,7 @@ from shardload.arrays.local_shards import LocalShards
 from shardload.arrays.sharding import layout_shards, read_spec, verify_layout
 from shardload.comm.watchdog import Activity
 from shardload.errors import PeerError
-from shardload.planning.parts import Block
+from shardload.planning.schedule import Block
 from shardload.planning.shards import Shards, plan_shards
 from shardload.transfer.buffers import Piece, StagedBlock
 from shardload.transfer.checksum import checksum

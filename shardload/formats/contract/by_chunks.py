@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from shardload.formats.contract.chunk_reader import ChunkReader, Scratch
-from shardload.planning.batches import cut_box, stretches
+from shardload.planning.grid import cut_box, stretches
 from shardload.planning.region import Region
 
 _AT_ONCE_NBYTES = 1 << 20  # decoded, of small chunks that are read together

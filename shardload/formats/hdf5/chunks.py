@@ -31,7 +31,7 @@ from shardload.formats.hdf5.opened import OpenDataset, kept
 from shardload.formats.hdf5.raw_file import swap_size
 from shardload.formats.hdf5.unwrapped import are_edges_plain
 from shardload.formats.stored_chunks import ChunkRanges, StoredChunks
-from shardload.planning.batches import cut_box
+from shardload.planning.grid import cut_box
 from shardload.planning.region import Region
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]

@@ -48,6 +48,7 @@ from shardload.jobs.loading.tree_plan import TreePlan
 from shardload.jobs.trees import ArrayTree, Place, in_array, is_one, keys_text, naming_errors, where_text
 from shardload.options import AUTO, OPTIONS, TIMEOUT, CallOptions, Options
 from shardload.planning.region import Region
+from shardload.planning.schedule import DIRECT
 from shardload.planning.selection import (
     Between,
     Near,
@@ -58,7 +59,6 @@ from shardload.planning.selection import (
     needs_coordinates,
     select_axes,
 )
-from shardload.planning.strategies import DIRECT
 from shardload.planning.tuning import default_tuning
 from shardload.storage.remote import with_store, without_secrets
 from shardload.system.garbage import collections_wait
