@@ -52,10 +52,10 @@ if TYPE_CHECKING:
     from shardload.jobs.joining.join import concat, join
     from shardload.jobs.joining.request import JoinReport
     from shardload.jobs.loading.labelled import to_xarray
-    from shardload.jobs.loading.plan import Plan
+    from shardload.jobs.loading.plan import Plan, TreePlan
     from shardload.jobs.loading.report import LoadReport
-    from shardload.jobs.loading.tree_plan import TreePlan
     from shardload.jobs.saving.append import AppendReport
+    from shardload.jobs.saving.background import BackgroundSave
     from shardload.jobs.saving.plan import SavePlan
     from shardload.jobs.saving.save import SaveReport
     from shardload.jobs.streaming.plan import StreamPlan
@@ -65,6 +65,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AppendReport",
+    "BackgroundSave",
     "Concatenation",
     "ConfigError",
     "CopyReport",
@@ -117,13 +118,14 @@ _HOMES = {
     "LoadReport": "jobs.loading.report",
     "Plan": "jobs.loading.plan",
     "AppendReport": "jobs.saving.append",
+    "BackgroundSave": "jobs.saving.background",
     "SavePlan": "jobs.saving.plan",
     "SaveReport": "jobs.saving.save",
     "Stream": "jobs.streaming.stream",
     "StreamIterator": "jobs.streaming.stream",
     "StreamPlan": "jobs.streaming.plan",
     "StreamReport": "jobs.streaming.reader",
-    "TreePlan": "jobs.loading.tree_plan",
+    "TreePlan": "jobs.loading.plan",
     "VerifyReport": "arrays.verification",
     "initialize": "comm.launch",
     "JoinReport": "jobs.joining.request",

@@ -20,9 +20,7 @@ from shardload.comm.launch import initialize
 from shardload.comm.mpi import world_rank_and_size
 from shardload.errors import ConfigError, printable
 from shardload.formats.lookup import open_file, split_path
-from shardload.jobs.loading.describe import describe_plan
-from shardload.jobs.loading.plan import Plan
-from shardload.jobs.loading.tree_plan import TreePlan
+from shardload.jobs.loading.plan import Plan, TreePlan, describe_plan
 from shardload.options import Options
 from shardload.system.terminal import tell, width_of, wrap, wrap_parts
 from shardload.units import counted

@@ -104,6 +104,18 @@ class Call:
 
 
 @contextmanager
+def watched(group: Group, what: str, timeout: float | None) -> Iterator[ConfigError | None]:
+    """For what all ranks do together: the watchdog looks on. Gives an error if the call must be refused."""
+    with group.call(timeout) as refusal:
+        group.watch.begin(what, timeout)
+        try:
+            yield refusal
+        finally:
+            if not group.watch.is_stalled:
+                group.watch.close()
+
+
+@contextmanager
 def begin_call(
     asked: Invocation,
     error: BaseException | None,
@@ -131,8 +143,7 @@ def begin_call(
         Returns the number of this process in JAX, for calls about arrays on devices.
     """
     group = group_of(comm, timeout)
-    with outer_exception(), group.call(timeout) as refusal:
-        group.watch.begin(watched_as or asked.title, timeout)
+    with outer_exception(), watched(group, watched_as or asked.title, timeout) as refusal:
         _ = group.machine  # collective the first time, and here every rank is present
         if process is not None:
             group.processes(process())
@@ -142,8 +153,6 @@ def begin_call(
         finally:
             call._error = None
             del error, refusal  # see `Call.plan`
-            if not group.watch.is_stalled:
-                group.watch.close()
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from shardload.transfer.cast import conversion
 from shardload.transfer.missing import counter_of
 from shardload.transfer.moves import ArrayMove
 from shardload.transfer.pieces import LocalPieces
-from shardload.transfer.reader import SourceReader
+from shardload.transfer.reader import SourceReader, open_reader
 from shardload.values.decoding import Decoding
 
 
@@ -95,7 +95,7 @@ class FileSource(ABC):
         in_store = array.source is not None and is_remote(array.info.path)
         if in_store:  # also tiny chunks are fetched ahead
             tuning = replace(tuning, min_chunk_nbytes=0)
-        reader = SourceReader(
+        reader = open_reader(
             source,
             layout,
             LocalPieces(self._rank, move.targets, self._checksums),

@@ -26,7 +26,7 @@ import shardload
 from shardload import ConfigError, SourceError, VerifyError
 from shardload.formats.hdf5.source import Hdf5Source
 from shardload.formats.zarr import growth
-from shardload.formats.zarr.growth import GrowthCatalog, GrowthEncoder
+from shardload.formats.zarr.growth import GrowthEncoder, GrowthSink
 from shardload.formats.zarr.source import ZarrSource
 from shardload.jobs.saving.append import _Appending
 from shardload.storage import new_folder
@@ -683,7 +683,7 @@ def test_a_store_that_takes_the_place_of_this_one(
     """Wrong if old rows at the edge were put into a new store that has the same metadata, as one of the same run has."""
     path, other, values = shared_tmp_path / "run.zarr", shared_tmp_path / "new.zarr", ramp((7, Y, X), "float32")
     on_root(ranks, lambda: make(path, values[:5], version=version))
-    commit = GrowthCatalog.commit
+    commit = GrowthSink.commit
 
     def replaced(self: Any) -> None:
         make(other, -values[:5], version=version)
@@ -691,7 +691,7 @@ def test_a_store_that_takes_the_place_of_this_one(
         other.rename(path)
         commit(self)
 
-    monkeypatch.setattr(GrowthCatalog, "commit", replaced)
+    monkeypatch.setattr(GrowthSink, "commit", replaced)
     same_error(ranks, lambda: shardload.append(path, tree_of(values, 5, P())), ConfigError, "changed by somebody else")
     on_root(ranks, lambda: look(path, -values[:5]))
     assert on_disk(ranks, shared_tmp_path) == ["run.zarr"]

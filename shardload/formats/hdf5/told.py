@@ -24,14 +24,13 @@ import numpy as np
 
 from shardload.formats.access import Access
 from shardload.formats.contract.array import ArrayInfo, Properties
-from shardload.formats.contract.by_chunks import chunks_met
+from shardload.formats.contract.chunk_reader import chunks_met
 from shardload.formats.contract.format import Source, UndecodedError
 from shardload.formats.hdf5.chunks import ChunkPlaces, ChunkTable, open_chunks
 from shardload.formats.hdf5.contiguous import open_contiguous
 from shardload.formats.hdf5.filters import missing_filter
-from shardload.formats.hdf5.in_memory import file_in_memory, file_of, image_of
 from shardload.formats.hdf5.links import Others
-from shardload.formats.hdf5.opened import OpenDataset, OpenFacts, kept
+from shardload.formats.hdf5.opened import OpenDataset, OpenFacts, file_in_memory, file_of, image_of, kept
 from shardload.formats.hdf5.source import Hdf5Source
 from shardload.formats.labels import Labels
 from shardload.planning.region import Region

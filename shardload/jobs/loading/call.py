@@ -6,7 +6,7 @@
 4. `make` plans them, on every rank, from what `find` returned. The ranks compare their arguments and plans.
 5. A `Loader` loads what is planned; or `hand_out` gives the plan to the caller, who may execute it later.
 
-A call of `verify` (`verifying`) and one of `scatter` (`scattering`) go the same way, with other arguments and another source.
+Calls of `verify` and `scatter` (`given_arrays`) go the same way, with other arguments and another source.
 """
 
 from __future__ import annotations
@@ -38,13 +38,11 @@ from shardload.formats.labels import Labels, OnDemand
 from shardload.formats.lookup import Finder, FoundArray
 from shardload.formats.memory import MemorySource
 from shardload.jobs.consistency import State, check_names, check_unchanged
-from shardload.jobs.loading.array_load import ArrayLoad
-from shardload.jobs.loading.describe import describe_job
+from shardload.jobs.loading.endpoints import ArrayLoad
 from shardload.jobs.loading.execution import Loader, LoadResult, execute
-from shardload.jobs.loading.plan import Plan
+from shardload.jobs.loading.plan import Plan, TreePlan, describe_job
 from shardload.jobs.loading.planner import PlannedRanks, plan_array, read_in_turn, selection_of, staging_together
 from shardload.jobs.loading.request import Request, mesh_of, read_requests
-from shardload.jobs.loading.tree_plan import TreePlan
 from shardload.jobs.trees import ArrayTree, Place, in_array, is_one, keys_text, naming_errors, where_text
 from shardload.options import AUTO, OPTIONS, TIMEOUT, CallOptions, Options
 from shardload.planning.region import Region

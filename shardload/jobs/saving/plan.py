@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from shardload.arrays.disassemble import shards_of_array
+from shardload.arrays.local_shards import shards_of_array
 from shardload.comm.group import Group
 from shardload.comm.launch import rank_of_process
 from shardload.comm.store import RATE, check_sent

@@ -23,7 +23,7 @@ from shardload.comm.mpi import world
 from shardload.comm.shared_memory import Segment
 from shardload.planning.tuning import default_tuning
 from shardload.transfer import channels
-from shardload.transfer.chunk_tasks import ChunkTasks
+from shardload.transfer.reader import BoxReader
 from tests.tuning import as_large, as_usual
 
 # Large arrays, with chunks of a byte; and exchanges that choose their own way. What these move is not counted.
@@ -56,7 +56,7 @@ counted(channels.Channel, "expect", "senders")
 counted(channels.SharedMemoryChannel, "_send", "notes sent")
 counted(channels.MessageChannel, "send", "messages sent")
 counted(channels.SharedMemoryChannel, "_copy", "tiles taken")
-counted(ChunkTasks, "_read", "boxes decoded")
+counted(BoxReader, "_read", "boxes decoded")
 
 machine_of = group.Group.machine.fget
 create = Segment.create
