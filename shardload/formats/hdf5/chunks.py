@@ -26,16 +26,15 @@ import h5py
 import numpy as np
 from h5py._objects import phil  # HDF5's lock in h5py, which its raw reads did not always take (h5py issue 2764)
 
+from shardload.formats.codecs.algorithms import decode_byte_order
 from shardload.formats.codecs.chains import Chain
-from shardload.formats.codecs.transforms import decode_byte_order
-from shardload.formats.contract.by_chunks import chunks_met
-from shardload.formats.contract.chunk_reader import Encoded, Room, check_box, fresh
+from shardload.formats.contract.chunk_reader import Encoded, Room, check_box, chunks_met, fresh
 from shardload.formats.contract.dtypes import is_added
 from shardload.formats.hdf5.chunk_index import MOST_ENTRIES, ChunkTree, DamagedIndexError, tree_of
 from shardload.formats.hdf5.filters import stage_of
 from shardload.formats.hdf5.opened import OpenDataset, are_edges_plain, file_in_memory, kept, number_of, swap_size
 from shardload.formats.stored_chunks import ChunkRanges, StoredChunks
-from shardload.planning.batches import cut_box
+from shardload.planning.grid import cut_box
 from shardload.planning.region import Region
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]

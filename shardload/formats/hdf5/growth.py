@@ -29,7 +29,7 @@ import h5py
 import numpy as np
 
 from shardload.errors import ConfigError, SourceError
-from shardload.formats.codecs.transforms import numcodecs
+from shardload.formats.codecs.algorithms import numcodecs
 from shardload.formats.contract.dtypes import dtype_text, is_added, native_dtype, refusal
 from shardload.formats.growing import HOW_TO_GROW, Growing, meaning_of
 from shardload.formats.hdf5.filters import Pipeline, create_type

@@ -21,8 +21,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from shardload.formats.codecs.table import HDF5_CODECS
-from shardload.formats.codecs.words import compression_told
+from shardload.formats.codecs.table import HDF5_CODECS, compression_told
 from shardload.formats.contract.array import MOST_KEPT, NOTHING, TOLD, ArrayInfo, Properties, json_value
 from shardload.formats.contract.dtypes import dtype_text, native_dtype, refusal, unaddressable
 from shardload.formats.hdf5.filters import LOSSY, NAMES, name_of, parameters_of, refuse_filters

@@ -18,8 +18,7 @@ import h5py
 import numpy as np
 
 from shardload.formats.contract.array import ArrayInfo, Properties
-from shardload.formats.contract.by_chunks import a_few_chunks, index_in_parts, read_by_chunks
-from shardload.formats.contract.chunk_reader import ChunkReader
+from shardload.formats.contract.chunk_reader import ChunkReader, a_few_chunks, index_in_parts, read_by_chunks
 from shardload.formats.contract.dtypes import check_request
 from shardload.formats.contract.format import ChangedError, Source, UndecodedError
 from shardload.formats.hdf5.chunks import ChunkPlaces, fill_value, leaves_gaps, open_chunks

@@ -24,7 +24,7 @@ import numpy as np
 
 from shardload.formats.access import Access
 from shardload.formats.contract.array import ArrayInfo, Properties
-from shardload.formats.contract.by_chunks import chunks_met
+from shardload.formats.contract.chunk_reader import chunks_met
 from shardload.formats.contract.format import Source, UndecodedError
 from shardload.formats.hdf5.chunks import ChunkPlaces, ChunkTable, open_chunks
 from shardload.formats.hdf5.contiguous import open_contiguous

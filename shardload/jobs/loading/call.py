@@ -46,8 +46,13 @@ from shardload.jobs.loading.request import Request, mesh_of, read_requests
 from shardload.jobs.trees import ArrayTree, Place, in_array, is_one, keys_text, naming_errors, where_text
 from shardload.options import AUTO, OPTIONS, TIMEOUT, CallOptions, Options
 from shardload.planning.region import Region
-from shardload.planning.selection import Selection, is_by_name, named_coordinates, needs_coordinates
-from shardload.planning.strategies import DIRECT
+from shardload.planning.schedule import DIRECT
+from shardload.planning.selection import (
+    Selection,
+    is_by_name,
+    named_coordinates,
+    needs_coordinates,
+)
 from shardload.planning.tuning import default_tuning
 from shardload.storage.remote import with_store, without_secrets
 from shardload.system.garbage import collections_wait

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from shardload.errors import ConfigError, PeerError, SourceError
-from shardload.formats.untrusted.answers import HelperError
+from shardload.formats.contract.format import HelperError
 from shardload.planning.grid import Grid
-from shardload.planning.parts import Block, Part
 from shardload.planning.region import Region
+from shardload.planning.schedule import Block, Part
 from shardload.planning.selection import select_axes
 from shardload.storage.containment import NotAFileError, OutsideError
 from shardload.transfer.buffers import Resources, Slots, StagedBlock
