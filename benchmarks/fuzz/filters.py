@@ -181,7 +181,7 @@ def fuzz_filters(
 
 def _import_all() -> None:
     """Import what reading needs, which each child would otherwise do for itself; starts no thread."""
-    for name in ("hdf5.format", "memory", "zarr.source"):
+    for name in ("hdf5.file", "memory", "zarr.source"):
         importlib.import_module(f"shardload.formats.{name}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -31,7 +31,7 @@ from benchmarks.throttle import Cluster, Limits
 from benchmarks.throttle.links import Links, check_rate
 from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.lookup import list_arrays
-from shardload.jobs.loading.planner import PlannedRanks, plan_array, selection_for
+from shardload.jobs.loading.planner import PlannedRanks, plan_array, selection_of
 from shardload.jobs.loading.request import Request
 from shardload.options import Options
 from shardload.planning.tuning import Tuning
@@ -154,7 +154,7 @@ def replan(record: dict[str, Any]) -> dict[str, Any]:
         sharding = NamedSharding(AbstractMesh(mesh_shape(cell["spec"], n), ("a", "b")), P(*names))
         options = Options.check()
         request, ranks = Request(sharding, options, {}), PlannedRanks(0, n, n_nodes=cell["nodes"], tuning=Tuning())
-        plan = plan_array(request, ranks, info, selection_for(options, info))
+        plan = plan_array(request, ranks, info, selection_of(options.select, info))
         auto = plan.readers if plan.readers != "parallel" else f"parallel {plan.n_readers}"
         cells.append({**cell, "auto": auto})
     timed = [cell for cell in cells if cell["auto"] in times(cell)]

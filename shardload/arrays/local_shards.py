@@ -61,6 +61,10 @@ class LocalShards:
         """The devices of this process that hold a shard."""
         return [device for device, _ in self._copies[number]]
 
+    def copy_to_host(self) -> None:
+        """From now on, hold copies in host memory: the program may donate or delete its array."""
+        self._copies = {n: [(device, np.array(data)) for device, data in copies] for n, copies in self._copies.items()}
+
     def view(self, number: int, region: Region, copy: int = 0) -> Array:
         """The values of a region of a shard, as one of the devices that hold it has them."""
         data = self._copies[number][copy][1]

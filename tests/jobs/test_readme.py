@@ -72,9 +72,9 @@ def test_batches_of_a_stream(tmp_path: Path) -> None:
 
 
 def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
-    """docs/save.md: each run adds three rows to those of the run before."""
+    """docs/append.md: each run adds three rows to those of the run before."""
     head = HEAD.replace('Mesh(np.array(jax.devices()), ("a",))', 'Mesh(np.array(jax.devices()).reshape(2, -1), ("a", "b"))')
-    (tmp_path / "run.py").write_text(head + block("restart", ROOT / "docs" / "save.md"))
+    (tmp_path / "run.py").write_text(head + block("restart", ROOT / "docs" / "append.md"))
     for n_ranks, n_devices in ((2, 1), (1, 4)):
         job = run_job([str(tmp_path / "run.py")], n_ranks, cwd=tmp_path, timeout=240, devices_per_process=n_devices)
         assert job.returncode == 0, job.stderr

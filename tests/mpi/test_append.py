@@ -26,9 +26,8 @@ import shardload
 from shardload import ConfigError, SourceError, VerifyError
 from shardload.formats.hdf5.source import Hdf5Source
 from shardload.formats.zarr import growth
-from shardload.formats.zarr.growth import GrowthCatalog, GrowthEncoder
+from shardload.formats.zarr.growth import GrowthEncoder, GrowthSink
 from shardload.formats.zarr.source import ZarrSource
-from shardload.jobs.copying.copy import copy_file
 from shardload.jobs.saving.append import _Appending
 from shardload.storage import new_folder
 from shardload.storage.leftovers import find_leftover
@@ -253,7 +252,7 @@ def test_what_does_not_fit_into_a_file(ranks: Any, shared_tmp_path: Path) -> Non
     same_error(ranks, lambda: shardload.append(new, one, dim=0), ConfigError, "a user block", "shardload copy")
     assert on_root(ranks, lambda: files(shared_tmp_path)) == before
     copy = shared_tmp_path / "copy.h5"
-    copy_file(str(new), str(copy), timeout=60.0, comm=ranks, progress=False)
+    shardload.copy(str(new), str(copy), timeout=60.0, comm=ranks, progress=False)
     shardload.append(copy, one, dim=0)
 
     def look() -> None:
@@ -283,7 +282,7 @@ def test_texts_along_the_axis(ranks: Any, shared_tmp_path: Path) -> None:
         "--dataset NAME`, with each array to keep, makes a file without it",
     )
     same_error(ranks, lambda: shardload.append(old, last, dim="Time"), ConfigError, *says)
-    copy_file(str(old), str(new), dataset=("T2",), timeout=60.0, comm=ranks, progress=False)
+    shardload.copy(str(old), str(new), dataset=("T2",), timeout=60.0, comm=ranks, progress=False)
     shardload.append(new, last, dim="Time")
 
     def look() -> None:
@@ -315,7 +314,7 @@ def test_a_copy_that_can_grow(ranks: Any, shared_tmp_path: Path, name: str, axis
 
     on_root(ranks, make)
     dataset = () if axis == "time" else ("rho",) if has_names else ("rho", "time")
-    copy_file(str(old), str(new), dataset=dataset, unlimited=(axis,), timeout=60.0, comm=ranks, progress=False)
+    shardload.copy(str(old), str(new), dataset=dataset, unlimited=(axis,), timeout=60.0, comm=ranks, progress=False)
     # Two rows, then one: the new chunks are not full after either.
     for part in (slice(4, 6), slice(6, 7)):
         rows = {"rho": put(values[part], mesh_of(), P(None, "a")), "time": _times(7)[part]}
@@ -721,7 +720,7 @@ def test_a_store_that_takes_the_place_of_this_one(
     """Wrong if old rows at the edge were put into a new store that has the same metadata, as one of the same run has."""
     path, other, values = shared_tmp_path / "run.zarr", shared_tmp_path / "new.zarr", ramp((7, Y, X), "float32")
     on_root(ranks, lambda: make(path, values[:5], version=version))
-    commit = GrowthCatalog.commit
+    commit = GrowthSink.commit
 
     def replaced(self: Any) -> None:
         make(other, -values[:5], version=version)
@@ -729,7 +728,7 @@ def test_a_store_that_takes_the_place_of_this_one(
         other.rename(path)
         commit(self)
 
-    monkeypatch.setattr(GrowthCatalog, "commit", replaced)
+    monkeypatch.setattr(GrowthSink, "commit", replaced)
     same_error(ranks, lambda: shardload.append(path, tree_of(values, 5, P())), ConfigError, "changed by somebody else")
     on_root(ranks, lambda: look(path, -values[:5]))
     assert on_disk(ranks, shared_tmp_path) == ["run.zarr"]

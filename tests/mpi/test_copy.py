@@ -22,8 +22,7 @@ import shardload
 from shardload import ConfigError, SourceError
 from shardload.engine.session import Session
 from shardload.jobs.copying import plan as copy_plan
-from shardload.jobs.copying.copy import CopyReport, copy_file
-from shardload.jobs.copying.reading import CopyRounds
+from shardload.jobs.copying.reading import CopySource
 from shardload.storage.leftovers import find_leftover
 from tests.mpi.support import mesh_of, on_root, ramp, same_error
 
@@ -88,8 +87,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copy_plan, "_LEAST_READING_NBYTES", 1 << 14)
 
 
-def copy(comm: Any, source: Path | str, target: Path, **options: Any) -> CopyReport:
-    return copy_file(str(source), str(target), timeout=60.0, comm=comm, progress=False, **options)
+def copy(comm: Any, source: Path | str, target: Path, **options: Any) -> shardload.CopyReport:
+    return shardload.copy(str(source), str(target), timeout=60.0, comm=comm, progress=False, **options)
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -267,7 +266,7 @@ def test_a_plan_says_how_often_chunks_are_decoded(comm: Any, shared_tmp_path: Pa
     """Wrong if the number differed from what is really decoded."""
     before, after, values = planes
     options = {"staging": 60_000, "chunks": (24, 5, 4)}
-    planned = copy_file(str(before), str(after), timeout=60.0, comm=comm, only_plan=True, **options)
+    planned = shardload.copy(str(before), str(after), timeout=60.0, comm=comm, only_plan=True, **options)
     comm.barrier()
     assert os.listdir(shared_tmp_path) == ["in.h5"]
     assert planned.plan.arrays[0].factor > 1
@@ -495,14 +494,14 @@ def test_a_source_that_changes_meanwhile(comm: Any, shared_tmp_path: Path, monke
     """Wrong if the copy were a mixture."""
     before = shared_tmp_path / "in.h5"
     on_root(comm, lambda: make_h5(before, chunks=(4, 5, 6), compression="gzip"))
-    chunks = CopyRounds._chunks
+    chunks = CopySource._chunks
 
     def change(self: Any, moves: Any) -> Any:
         if comm.rank == 0:
             os.utime(before, ns=(time.time_ns(), time.time_ns() + 10**9))
         yield from chunks(self, moves)
 
-    monkeypatch.setattr(CopyRounds, "_chunks", change)
+    monkeypatch.setattr(CopySource, "_chunks", change)
     target = shared_tmp_path / "out.h5"
     options = {"staging": 60_000, "dataset": ("rho",)}  # no other array is opened later and finds it
     same_error(comm, lambda: copy(comm, before, target, **options), SourceError, "changed while it was read")
@@ -570,7 +569,7 @@ def test_a_copy_that_was_stopped_goes_on(comm: Any, shared_tmp_path: Path, stopp
     assert f"shardload copy IN {target} --resume" in str(find_leftover(str(left_of(target))))
     comm.barrier()
     report = copy(comm, before, target, staging=100_000, resume=True, verify="full", **options)
-    n_all = sum(int(np.prod(spec.grid)) for spec in report.plan.specs)
+    n_all = sum(int(np.prod(array.spec.grid)) for array in report.plan.found)
     assert report.written is not None
     assert 0 < report.n_resumed < n_all
     assert report.written.n_chunks == report.written.n_read_back == n_all - report.n_resumed

@@ -20,7 +20,7 @@ import shardload
 from shardload import ConfigError, PeerError, SourceError
 from shardload.comm.group import Group, group_of
 from shardload.engine import session
-from shardload.jobs.loading import array_load, endpoints, execution
+from shardload.jobs.loading import endpoints, execution
 from shardload.jobs.loading.call import LoadCall
 from shardload.options import DEFAULTS, PER_LOADED_ARRAY, keywords_of
 from shardload.transfer import buffers
@@ -117,7 +117,7 @@ def test_one_of_everything(
     counted(monkeypatch, counts, session, "exchange")
     counted(monkeypatch, counts, buffers, "Pool")
     counted(monkeypatch, counts, endpoints, "open_file")
-    counted(monkeypatch, counts, array_load, "open_source")
+    counted(monkeypatch, counts, endpoints, "open_source")
     loaded = load(paths, names, readers=readers)
     reads = readers != "root" or comm.rank == 0
     expected = {"begin": 1, "all_same": 1, "agree": n_agreed, "exchange": 1, "Pool": 1, "open_file": int(reads)}

@@ -20,8 +20,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from shardload.formats.hdf5.opened import OpenDataset
-from shardload.formats.hdf5.raw_file import swap_size
+from shardload.formats.hdf5.opened import OpenDataset, swap_size
 from shardload.planning.blocks import NEAR_NBYTES
 from shardload.planning.region import Region
 from shardload.storage.objects import Ints, Ranges, StoredObject

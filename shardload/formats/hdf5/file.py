@@ -1,8 +1,12 @@
-"""What is in an HDF5 or netCDF4 file that is open?
+"""Which files are HDF5 or netCDF4, how are they opened, and what is in them? On disk, or as an object of a store.
 
-1. `Hdf5File` is one open file. A name is looked up through soft and external links (`links.follow`), `describe` turns the
+1. `Hdf5Format` claims files, and opens them.
+2. `Hdf5File` is one open file. A name is looked up through soft and external links (`links.follow`), `describe` turns the
    dataset's metadata into an `ArrayInfo`, and a `Hdf5Source` reads its values.
-2. `OtherFiles` opens the datasets of which a virtual one consists, each as if it were loaded from its own file.
+3. `OtherFiles` opens the datasets of which a virtual one consists, each as if it were loaded from its own file.
+4. `StoreFile` is a file in an object store, or on an HTTP server. It sends no request before something is asked that was not
+   told. The rank that finds the arrays opens it; HDF5 reads it as a file object (`BlockCache`), through blocks that are kept.
+   To the others that rank tells where chunks are (`told`).
 """
 
 from __future__ import annotations
@@ -17,26 +21,36 @@ from typing import Any, ClassVar
 
 import h5py
 
-from shardload.errors import SourceError, printable
-from shardload.formats.access import Access
-from shardload.formats.concatenation import Concatenation
-from shardload.formats.contract.array import MOST_NAMED, ArrayInfo, group_info
+from shardload.errors import ConfigError, SourceError, printable
+from shardload.formats.access import STRICT, Access
+from shardload.formats.concatenation import SCHEME, Concatenation
+from shardload.formats.contract.array import MOST_NAMED, ArrayInfo, group_info, some
 from shardload.formats.contract.dtypes import native_dtype
-from shardload.formats.contract.format import ChangedError, OpenFile, Source
+from shardload.formats.contract.format import ChangedError, Format, OpenFile, Source
 from shardload.formats.hdf5.chunks import fill_value
-from shardload.formats.hdf5.in_memory import ImageFacts
-from shardload.formats.hdf5.links import LostError, Others, SearchPath, follow, look_through, open_other, versions_of
-from shardload.formats.hdf5.making import attribute_names, groups_of
-from shardload.formats.hdf5.metadata import NON_COORDINATE, describe, stands_for_axis
-from shardload.formats.hdf5.names import decoded, encoded, names_below
-from shardload.formats.hdf5.opened import OpenDataset, OpenFacts, close_all, kept
-from shardload.formats.hdf5.raw_file import open_to_read, type_of_values
+from shardload.formats.hdf5.links import LostError, Others, SearchPath, follow, look_through, open_other, place_of, versions_of
+from shardload.formats.hdf5.metadata import NON_COORDINATE, attribute_names, describe, groups_of, stands_for_axis
+from shardload.formats.hdf5.opened import (
+    ImageFacts,
+    OpenDataset,
+    OpenFacts,
+    close_all,
+    decoded,
+    encoded,
+    has_signature,
+    kept,
+    names_below,
+    open_to_read,
+    signature_at,
+    type_of_values,
+)
 from shardload.formats.hdf5.source import Hdf5Source
 from shardload.formats.hdf5.tiles import Versions, code_of, find_boxes, tell_parts
+from shardload.formats.hdf5.told import StoreSource, ToldSource
 from shardload.storage.block_cache import BlockCache
-from shardload.storage.containment import Fence, OutsideError, open_file
+from shardload.storage.containment import Fence, NotAFileError, OutsideError, open_file
 from shardload.storage.local import state_of
-from shardload.storage.remote import RemoteError
+from shardload.storage.remote import RemoteError, is_remote, open_remote, without_secrets
 
 _MOST_NAMES = 1 << 17  # names to read for the message about a name that does not exist
 _ERRORS = (KeyError, OSError, RuntimeError, ValueError)
@@ -424,3 +438,126 @@ def _likest_first(names: list[str], like: str) -> list[str]:
     below = itertools.islice((name for name in names if name.startswith(like + "/")), MOST_NAMED)
     near = [*below, *difflib.get_close_matches(like, names, n=MOST_NAMED)]
     return list(dict.fromkeys([*near, *names]))
+
+
+class StoreFile(Hdf5File):
+    """A file in a store, which is opened when it is first needed.
+
+    Parameters
+    ----------
+    url : str
+        Its URL.
+    access : Access
+        What the caller allows, with the options of the store.
+    """
+
+    _kind_of_source = StoreSource
+
+    def __init__(self, url: str, access: Access) -> None:
+        self._path, self._access = without_secrets(url), access
+        self._fence = Fence(("://",))  # no folder: nothing is inside
+        self._remote = open_remote(url, access.storage)
+
+    @kept
+    def _facts(self) -> OpenFacts:
+        cache = BlockCache(self._remote.object())
+        start = signature_at(cache.read_at_most, lambda: cache.nbytes)
+        if start is None:
+            raise SourceError(
+                f"'{self._path}' is not an HDF5 file: it begins with {cache.read_at_most(0, 8)!r}", path=self._path
+            )
+        cache.start = start
+        return OpenFacts(open_explained(self._path, cache), stored=cache)
+
+    @kept
+    def _file(self) -> Any:
+        return self._facts.file
+
+    def open(self, dataset: str, planned: ArrayInfo | None = None) -> Hdf5Source:
+        """Open a dataset: in the file, or by what was told of it."""
+        if planned is None or planned.parts is None:
+            return super().open(dataset, planned)
+
+        def open_whole() -> Hdf5Source:
+            return super(StoreFile, self).open(dataset)
+
+        return ToldSource(planned, self._remote.object(planned.parts["pin"]), self._access, open_whole)
+
+    def state(self) -> tuple[int, ...] | None:
+        """The version of the object; None if nothing was read of it yet. All ranks read the version that was told."""
+        return super().state() if "_facts" in self.__dict__ else None
+
+    def close(self) -> None:
+        """Close the file, if it was opened."""
+        if "_facts" in self.__dict__:
+            super().close()
+
+
+_SUFFIXES = (".h5", ".hdf5", ".hdf", ".he5", ".h5ad", ".nc", ".nc4", ".cdf", ".mat")
+
+
+class Hdf5Format(Format):
+    """HDF5 files, with any layout, and any filter that the installed HDF5 library can decode."""
+
+    name = "HDF5"
+
+    def claims_path(self, path: str) -> bool:
+        """True if the file has the HDF5 signature."""
+        try:
+            file = open_file(path)
+        except (NotAFileError, FileNotFoundError, NotADirectoryError, PermissionError, ValueError):
+            return False
+        try:
+            return has_signature(file)
+        finally:
+            os.close(file)
+
+    def claims_object(self, obj: object) -> bool:
+        """True if `obj` is an `h5py.Dataset`, group or file."""
+        return isinstance(obj, h5py.Dataset | h5py.Group)
+
+    def claims_url(self, url: str) -> bool:
+        """True if the object has a name that HDF5 and netCDF4 files have, or several files stand for one."""
+        return url.startswith(SCHEME) or (is_remote(url) and without_secrets(url).lower().endswith(_SUFFIXES))
+
+    def claims_head(self, head: bytes) -> bool:
+        """True if the HDF5 signature is in it."""
+        return signature_at(lambda at, nbytes: head[at : at + nbytes], lambda: len(head)) is not None
+
+    def describes(self, info: ArrayInfo) -> bool:
+        """True for HDF5 and netCDF4."""
+        return info.format in ("HDF5", "netCDF4")
+
+    def open_file(self, path: str, access: Access = STRICT) -> OpenFile:
+        """Open the file."""
+        if isinstance(path, Concatenation):
+            return ConcatenatedFile(path, access)
+        if path.startswith(SCHEME):
+            raise SourceError(
+                f"'{path}' is the text of a concatenation, which does not lead to its files. Pass what shardload.concat "
+                "returned, and the name of an array as dataset=",
+                path=path,
+            )
+        return StoreFile(path, access) if "://" in path else Hdf5File.at(path, access)
+
+    def open_object(self, obj: Any, access: Access = STRICT) -> Source:
+        """Make a source of an open `h5py.Dataset`."""
+        if not obj:
+            raise SourceError(
+                f"the {type(obj).__module__.partition('.')[0]}.{type(obj).__name__} handed in is closed, so nothing "
+                "can be read from it. Keep its file open during the load, or pass the path of the file."
+            )
+        facts, path = OpenFacts(obj.file, is_ours=False), str(obj.file.filename)
+        file = Hdf5File(facts, path, access, Fence.around_file(place_of(facts), access.allow_external))
+        if isinstance(obj, h5py.Group):
+            infos = file.list_below(obj, obj.name or "", most=MOST_NAMED)
+            names = some([repr(info.dataset) for info in itertools.islice(infos, MOST_NAMED + 1)]) or "none"
+            raise ConfigError(
+                f"'{obj.name}' in '{path}' is a group, not an array. Pass group['name'] with a name of an array in it: {names}."
+            )
+        closing = contextlib.ExitStack()
+        closing.callback(facts.close)
+        return file.source(facts.dataset(obj.id), str(obj.name or "<unnamed>"), closing)
+
+
+FORMAT = Hdf5Format()

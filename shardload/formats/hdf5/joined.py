@@ -23,11 +23,9 @@ import numpy as np
 
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.access import STRICT, Access
-from shardload.formats.hdf5.in_memory import ImageFacts, file_in_memory
+from shardload.formats.hdf5.filters import let_list_grow
 from shardload.formats.hdf5.links import look_through
-from shardload.formats.hdf5.names import encoded
-from shardload.formats.hdf5.opened import OpenFacts
-from shardload.formats.hdf5.pipeline import let_list_grow
+from shardload.formats.hdf5.opened import ImageFacts, OpenFacts, encoded, file_in_memory
 from shardload.formats.hdf5.sink import Hdf5Catalog, Hdf5Encoder, Hdf5Sink
 from shardload.formats.sink import ArraySpec
 from shardload.planning.region import Region

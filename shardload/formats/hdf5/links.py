@@ -35,9 +35,16 @@ from shardload.errors import printable
 from shardload.formats.access import STRICT, Access
 from shardload.formats.hdf5.chunks import ChunkPlaces
 from shardload.formats.hdf5.filters import refuse_filters
-from shardload.formats.hdf5.names import decoded, encoded
-from shardload.formats.hdf5.opened import OpenDataset, OpenFacts, OpenParts, close_all, inode_of
-from shardload.formats.hdf5.raw_file import has_signature
+from shardload.formats.hdf5.opened import (
+    OpenDataset,
+    OpenFacts,
+    OpenParts,
+    close_all,
+    decoded,
+    encoded,
+    has_signature,
+    inode_of,
+)
 from shardload.formats.hdf5.tiles import Behind, Names, version_of
 from shardload.storage.containment import TARGET_HINT, Fence, OutsideError, why_not_a_file
 from shardload.storage.local import LocalFile, state_of

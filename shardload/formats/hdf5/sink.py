@@ -25,9 +25,9 @@ from shardload.errors import ConfigError, SourceError
 from shardload.formats.contract.dtypes import native_dtype
 from shardload.formats.hdf5.dimensions import check_netcdf, name_axes, netcdf_names, write_attrs
 from shardload.formats.hdf5.file import open_explained
-from shardload.formats.hdf5.in_memory import file_in_memory
+from shardload.formats.hdf5.filters import Pipeline
 from shardload.formats.hdf5.ledger import Ledger, LedgerFile, limit_cache
-from shardload.formats.hdf5.pipeline import Pipeline
+from shardload.formats.hdf5.opened import file_in_memory
 from shardload.formats.sink import (
     ArraySpec,
     Catalog,
@@ -44,9 +44,8 @@ from shardload.planning.grid import unravel
 from shardload.storage.changes import GrowingFile
 from shardload.storage.containment import Fence
 from shardload.storage.local import LocalFolder
-from shardload.storage.new_file import Change, NewFile, WritableFile
 from shardload.storage.objects import ObjectFolder
-from shardload.storage.target import Target, check_mark, named
+from shardload.storage.target import Change, NewFile, Target, WritableFile, check_mark, named
 
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
 _AT_ONCE = 4096  # chunks

@@ -26,10 +26,8 @@ from shardload.formats.hdf5.chunks import ChunkPlaces, fill_value, leaves_gaps, 
 from shardload.formats.hdf5.contiguous import Hdf5Contiguous, open_contiguous
 from shardload.formats.hdf5.filters import NAMES
 from shardload.formats.hdf5.links import Others
-from shardload.formats.hdf5.making import properties_of
-from shardload.formats.hdf5.metadata import group_attrs_of, labels_of
-from shardload.formats.hdf5.opened import OpenDataset, kept
-from shardload.formats.hdf5.raw_file import BFLOAT16, type_in_file
+from shardload.formats.hdf5.metadata import group_attrs_of, labels_of, properties_of
+from shardload.formats.hdf5.opened import BFLOAT16, OpenDataset, kept, type_in_file
 from shardload.formats.hdf5.tiles import Opener, Tiles, find_boxes
 from shardload.formats.labels import Labels
 from shardload.planning.region import Region

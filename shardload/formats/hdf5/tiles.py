@@ -34,8 +34,7 @@ from shardload.formats.contract.chunk_reader import ChunkReader, Encoded, Room, 
 from shardload.formats.contract.dtypes import native_dtype, refusal
 from shardload.formats.contract.format import ChangedError, Source
 from shardload.formats.hdf5.chunks import fill_value
-from shardload.formats.hdf5.opened import OpenDataset
-from shardload.formats.hdf5.raw_file import type_of_values
+from shardload.formats.hdf5.opened import OpenDataset, type_of_values
 from shardload.planning.region import Region
 from shardload.storage.local import state_of
 

@@ -29,9 +29,8 @@ from shardload.formats.contract.format import Source, UndecodedError
 from shardload.formats.hdf5.chunks import ChunkPlaces, ChunkTable, open_chunks
 from shardload.formats.hdf5.contiguous import open_contiguous
 from shardload.formats.hdf5.filters import missing_filter
-from shardload.formats.hdf5.in_memory import file_in_memory, file_of, image_of
 from shardload.formats.hdf5.links import Others
-from shardload.formats.hdf5.opened import OpenDataset, OpenFacts, kept
+from shardload.formats.hdf5.opened import OpenDataset, OpenFacts, file_in_memory, file_of, image_of, kept
 from shardload.formats.hdf5.source import Hdf5Source
 from shardload.formats.labels import Labels
 from shardload.planning.region import Region

@@ -38,32 +38,20 @@ from shardload.formats.labels import Labels, OnDemand
 from shardload.formats.lookup import Finder, FoundArray
 from shardload.formats.memory import MemorySource
 from shardload.jobs.consistency import State, check_names, check_unchanged
-from shardload.jobs.loading.array_load import ArrayLoad
-from shardload.jobs.loading.describe import describe_job
+from shardload.jobs.loading.endpoints import ArrayLoad
 from shardload.jobs.loading.execution import Loader, LoadResult, execute
-from shardload.jobs.loading.plan import Plan
-from shardload.jobs.loading.planner import PlannedRanks, plan_array, read_in_turn, selection_for, staging_together
+from shardload.jobs.loading.plan import Plan, TreePlan, describe_job
+from shardload.jobs.loading.planner import PlannedRanks, plan_array, read_in_turn, selection_of, staging_together
 from shardload.jobs.loading.request import Request, mesh_of, read_requests
-from shardload.jobs.loading.tree_plan import TreePlan
 from shardload.jobs.trees import ArrayTree, Place, in_array, is_one, keys_text, naming_errors, where_text
 from shardload.options import AUTO, OPTIONS, TIMEOUT, CallOptions, Options
 from shardload.planning.region import Region
 from shardload.planning.schedule import DIRECT
-from shardload.planning.selection import (
-    Between,
-    Near,
-    Selection,
-    is_by_name,
-    name_axes,
-    named_coordinates,
-    needs_coordinates,
-    select_axes,
-)
+from shardload.planning.selection import Selection, is_by_name, named_coordinates, needs_coordinates
 from shardload.planning.tuning import default_tuning
 from shardload.storage.remote import with_store, without_secrets
 from shardload.system.garbage import collections_wait
 from shardload.system.interruption import let_interruption_pass
-from shardload.values.dates import has_dates, in_numbers
 
 SEARCHED_NBYTES = 1 << 24  # of a coordinate in which a selection is searched
 _SHARE_OF_STAGING = 4  # values that are sent with the metadata: as read, as sent, as received, and as much again in MPI
@@ -381,9 +369,7 @@ class LoadCall:
             As in `ArrayLoad`.
         """
         options, is_sent = request.options, origin is not None
-        if is_by_name(options.select):
-            options = replace(options, select=positions_of(options.select, info))
-        selection = selection_for(options, info)
+        selection = selection_of(options.select, info)
         request = self._for_axes(request, info, selection)
         kind: tuple[Any, ...] = (info.shape, info.dtype, info.chunks, info.codec, info.shards, info.format)
         if options.decode:
@@ -497,41 +483,15 @@ def _read_names(handle: Any, info: ArrayInfo, access: Access, brief: Labels | No
     return labels
 
 
-def _index_of(select: Any, info: ArrayInfo) -> tuple[Any, ...]:
-    """The NumPy-style index of an array for a selection by names of its axes. ValueError if there is none."""
-    # Of that axis alone: an array that has its name may lie along another one.
-    coords = {name: coord for name, coord in info.coords.items() if coord.dims in ((name,), (None,))}
-    parts = dict(select)
-    for name, part in parts.items():
-        values = coords[name].values if name in coords else None
-        if isinstance(part, Near | Between) and values is not None and values.dtype.kind in "iuf" and has_dates(part):
-            parts[name] = in_numbers(part, name, coords[name].attrs, values.dtype)
-    return name_axes(parts, info.dims, {name: coord.values for name, coord in coords.items()}, info.shape)
-
-
-def positions_of(select: Any, info: ArrayInfo) -> tuple[Any, ...]:
-    """The index that a selection means in an array; ConfigError if there is none."""
-    try:
-        return _index_of(select, info)
-    except ValueError as error:
-        raise ConfigError(f"{error} ({info} has shape {info.shape})") from None
-
-
-def _selected(info: ArrayInfo, select: Any) -> Selection | None:
-    """What a selection means for an array; None if it means nothing."""
-    try:
-        return select_axes(_index_of(select, info) if is_by_name(select) else select, info.shape)
-    except (ValueError, IndexError):
-        return None
-
-
 def _look(
     complete: Callable[[ArrayInfo, Source | None], ArrayInfo], select: Any, info: ArrayInfo, source: Source | None
 ) -> tuple[ArrayInfo, Region | None]:
     """What `find` wants of an array: its metadata, and the region of a selection; None if it means nothing (`make` says so)."""
     info = complete(info, source)
-    selection = _selected(info, select)
-    return info, None if selection is None else selection.region
+    try:
+        return info, selection_of(select, info).region
+    except ConfigError:
+        return info, None
 
 
 def _last(states: list[State]) -> State:

@@ -31,8 +31,7 @@ from shardload.engine.session import Round, Session, shared_nbytes
 from shardload.errors import ConfigError, PackedWarning
 from shardload.formats.contract.array import ArrayInfo, some
 from shardload.jobs.consistency import N_SUMS, State, check_same, to_sums, version_in, version_of_state
-from shardload.jobs.loading.array_load import ArrayLoad, options_of
-from shardload.jobs.loading.endpoints import DeviceTarget, LoadSource, OpenSources, moves_of
+from shardload.jobs.loading.endpoints import ArrayLoad, DeviceTarget, LoadSource, OpenSources, moves_of
 from shardload.jobs.loading.plan import staging_of
 from shardload.jobs.loading.report import ArrayReport, LoadReport, Phase, join_proven, phases_of
 from shardload.jobs.progress import progress_of
@@ -76,7 +75,7 @@ def execute(comm: Any, loads: Sequence[ArrayLoad], agreed: Invocation, tuning: T
     tuning : Tuning
         The tuning constants when the plans were made.
     """
-    started, timeout = time.perf_counter(), options_of(loads).timeout
+    started, timeout = time.perf_counter(), loads[0].options.timeout
     name = _name_of(loads)
     asked = replace(agreed, kind="execute", title=f"execute() of the plan for {name}")
     with begin_call(asked, None, comm=comm, timeout=timeout, watched_as=name) as begun:
@@ -106,7 +105,7 @@ class Loader:
 
     def __init__(self, group: Group, loads: Sequence[ArrayLoad], agreed: Invocation, tuning: Tuning) -> None:
         self._group, self._loads, self._agreed, self._tuning = group, list(loads), agreed, tuning
-        self._options = options_of(loads)
+        self._options = loads[0].options
         self._name = _name_of(loads)
 
     def run(self, started: float) -> LoadResult:

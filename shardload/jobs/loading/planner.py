@@ -30,13 +30,14 @@ from shardload.planning.blocks import BLOCKS_PER_OWNER, LONGEST_ROW_NBYTES, plan
 from shardload.planning.cost import Cost, choose_mode, count_readers
 from shardload.planning.grid import Grid
 from shardload.planning.schedule import DIRECT, MODES, PARALLEL, ROOT, Owners, Schedule, plan_direct, plan_shared
-from shardload.planning.selection import Selection, select_axes
+from shardload.planning.selection import Between, Near, Selection, is_by_name, name_axes, select_axes
 from shardload.planning.shards import Shards
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.staging import ample_staging, least_staging, least_together
 from shardload.planning.tuning import Tuning, default_tuning
 from shardload.storage.remote import MOST_AHEAD_NBYTES, is_remote
 from shardload.units import format_nbytes
+from shardload.values.dates import has_dates, in_numbers
 from shardload.values.decoding import VALID, Decoding, decoding_of
 
 # Memory of one reading rank, in blocks: three staging buffers, two buffers of packed parts, and about as much again in the
@@ -98,12 +99,24 @@ def max_block_nbytes(ranks: PlannedRanks, staging_nbytes: int, nbytes: int = 0) 
     return min(cap, staging_nbytes // _BLOCKS_HELD)
 
 
-def selection_for(options: Options, info: ArrayInfo) -> Selection:
-    """The elements of an array that are loaded. ConfigError if the array has no such elements."""
+def selection_of(select: Any, info: ArrayInfo) -> Selection:
+    """The elements that a selection means in an array. ConfigError if the array has no such elements."""
     try:
-        return select_axes(options.select, info.shape, info.dims)
+        return select_axes(_index_of(select, info) if is_by_name(select) else select, info.shape, info.dims)
     except (ValueError, IndexError) as error:
         raise ConfigError(f"{error} ({info} has shape {info.shape})") from None
+
+
+def _index_of(select: Any, info: ArrayInfo) -> tuple[Any, ...]:
+    """The NumPy-style index of an array for a selection by names of its axes. ValueError if there is none."""
+    # Of that axis alone: an array that has its name may lie along another one.
+    coords = {name: coord for name, coord in info.coords.items() if coord.dims in ((name,), (None,))}
+    parts = dict(select)
+    for name, part in parts.items():
+        values = coords[name].values if name in coords else None
+        if isinstance(part, Near | Between) and values is not None and values.dtype.kind in "iuf" and has_dates(part):
+            parts[name] = in_numbers(part, name, coords[name].attrs, values.dtype)
+    return name_axes(parts, info.dims, {name: coord.values for name, coord in coords.items()}, info.shape)
 
 
 def plan_array(request: Request, ranks: PlannedRanks, info: ArrayInfo, selection: Selection) -> Plan:

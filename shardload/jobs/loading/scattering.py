@@ -11,8 +11,8 @@ import numpy as np
 from shardload.errors import ConfigError
 from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.memory import MemorySource
-from shardload.jobs.loading.array_load import ArrayLoad
 from shardload.jobs.loading.call import LoadCall, share_staging
+from shardload.jobs.loading.endpoints import ArrayLoad
 from shardload.jobs.loading.planner import plan_scatter
 from shardload.jobs.loading.request import read_requests
 from shardload.jobs.trees import (

@@ -9,8 +9,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardload.errors import ConfigError
-from shardload.jobs.loading.array_load import ArrayLoad
 from shardload.jobs.loading.call import LoadCall
+from shardload.jobs.loading.endpoints import ArrayLoad
 from shardload.jobs.trees import ArrayTree, Place, in_array, text_of
 from shardload.options import OPTIONS
 

@@ -139,7 +139,7 @@ def _read(asked: SaveRequest) -> Any:
         raise SourceError(f"'{path}' does not exist, so nothing can be appended to it. Make it with shardload.save", path=path)
     names = [one.name for one in asked.arrays]
     if os.path.isfile(path):
-        from shardload.formats.hdf5.growable import read_file
+        from shardload.formats.hdf5.growth import read_file
 
         return _with_orders(asked, read_file(path, names))
     if not any(os.path.lexists(os.path.join(path, name)) for name in ROOTS):

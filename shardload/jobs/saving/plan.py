@@ -22,6 +22,7 @@ from shardload.formats.likeness import marked
 from shardload.formats.saving import make_sink
 from shardload.formats.sink import ArraySpec, Sink, unopened_by_xarray
 from shardload.jobs.saving.arguments import SavedArray, SaveRequest
+from shardload.jobs.saving.like import Model, apply_like
 from shardload.options import AUTO
 from shardload.planning.blocks import plan_chunks
 from shardload.planning.saving import (
@@ -149,8 +150,9 @@ _VERIFY = {
 }
 
 
-def plan_file(request: SaveRequest, group: Group) -> SavePlan:
-    """Plan the save of all arrays. Not collective, when `Group.machine` and `Group.processes` are known.
+def plan_file(request: SaveRequest, likes: Mapping[str, Model], group: Group) -> tuple[SaveRequest, SavePlan]:
+    """Plan the save of all arrays, with what is taken from existing ones. Not collective, when `Group.machine` and
+    `Group.processes` are known.
 
     Raises
     ------
@@ -158,6 +160,7 @@ def plan_file(request: SaveRequest, group: Group) -> SavePlan:
         If the format cannot hold an array, if a chunk does not fit in the staging memory, or if JAX and MPI do not see the same
         processes.
     """
+    request = apply_like(request, likes) if likes else request
     of_array = shards_of(request, group)
     specs, chosen = {}, []
     _check_unlimited(request)
@@ -169,7 +172,7 @@ def plan_file(request: SaveRequest, group: Group) -> SavePlan:
     attrs, storage = request.group_attrs, request.options.storage
     how: dict[str, Any] = {"format": request.format, "mode": request.mode, "alignment": alignment, "storage": storage}
     sink = make_sink(request.path, specs, attrs=attrs.get("/", {}), group_attrs=attrs, **how)
-    return plan_into(sink, request, of_array, group, chosen)
+    return request, plan_into(sink, request, of_array, group, chosen)
 
 
 def alignment_of(group: Group) -> int:
@@ -210,7 +213,7 @@ def plan_into(
         path=request.path,
         format=next(iter(sink.arrays.values())).info.format,
         mode="a" if first else request.mode,
-        arrays=tuple(replace(one.info, dtype=_dtype_text(one.spec.dtype)) for one in sink.arrays.values()),
+        arrays=tuple(replace(one.info, dtype=native_dtype(one.spec.dtype).name) for one in sink.arrays.values()),
         travels=tuple(layout.schedule is not None for layout in layouts),
         n_ranks=group.size,
         n_nodes=machine.n_nodes,
@@ -225,10 +228,6 @@ def plan_into(
         _memory=memory,
         _rounds=plan_save_rounds(layouts, memory.round_nbytes),
     )
-
-
-def _dtype_text(dtype: np.dtype[Any]) -> str:
-    return native_dtype(dtype).name
 
 
 def _check_axes(kind: str, specs: Mapping[str, ArraySpec]) -> None:

@@ -4,6 +4,5 @@
 - `plan`: which arrays are read, in which order, in which rounds.
 - `endpoints`: files that stay open, and the memory from which batches are made.
 - `reader`: the rounds, and the threads that do them ahead of the program.
-- `grain`: the batches as a source of Grain.
-- `stream`: what the caller gets: `Stream` and its iterator.
+- `stream`: what the caller gets: `Stream` and its iterator; also as a source of Grain.
 """

@@ -8,8 +8,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
@@ -28,9 +28,8 @@ from shardload.jobs.loading.planner import (
     staging_for,
 )
 from shardload.jobs.loading.request import Request
-from shardload.jobs.streaming.gaps import gaps_in
 from shardload.jobs.streaming.plan import Leaf, Stack, StreamArray, StreamPlan
-from shardload.jobs.streaming.sampling import IGNORE, Sampling, Window
+from shardload.options import OPTIONS
 from shardload.planning.batch_flow import BatchSchedule
 from shardload.planning.blocks import plan_blocks
 from shardload.planning.grid import Grid
@@ -44,6 +43,32 @@ from shardload.units import format_nbytes
 _SHARE_OF_SELECTION = 10  # pool="auto" is a tenth of what is selected
 _LEAST_POOL = 3  # blocks of pool="auto": with less, blocks are not mixed
 _MOST_POOL_NBYTES = 64 << 30
+_LONGEST = 1.5  # of the differences of a coordinate, times the median: what is longer is a gap
+Window = int | tuple[int, ...]
+IGNORE = "ignore"  # of `gaps`
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The options of a stream that no load has. `shardload.stream` says what they mean.
+
+    `window` and `scale`, which each array of a batch has for itself, are not among them.
+    """
+
+    along: str | int
+    batch: int | None
+    shuffle: int | None
+    epochs: int | None
+    remainder: str
+    border: str
+    gaps: str
+    pool: int | str
+    prefetch: int
+
+    @classmethod
+    def check(cls, given: Mapping[str, Any]) -> Sampling:
+        """Check the options. ConfigError names the one that is wrong."""
+        return cls(**{field.name: OPTIONS[field.name].check(given[field.name]) for field in fields(cls)})
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,19 +78,23 @@ class LeafRequest:
     Attributes
     ----------
     request : Request
-        Sharding of the samples (without an axis of a window), and options.
+        Sharding of the samples (without the axes of a window and a stack), and options.
     info : ArrayInfo
         The array's metadata.
     selection : Selection
         Its elements.
+    axis : int
+        The stream's axis among those of the selected array.
     handle : object
         The path or object that opens it.
     where : str
         Its place in the tree, for messages.
     spec : PartitionSpec
-        Of a batch, as the caller passed it.
+        Of a batch.
     window : int or tuple of int
         Its steps.
+    has_new_axis : bool
+        Whether it is in a stack along an axis that the array has not.
     scale : (ndarray, ndarray) or None
         As the caller passed it.
     sum_of_values : int or None
@@ -75,10 +104,12 @@ class LeafRequest:
     request: Request
     info: ArrayInfo
     selection: Selection
+    axis: int
     handle: Any
     where: str
     spec: PartitionSpec
     window: Window
+    has_new_axis: bool
     scale: tuple[Any, Any] | None
     sum_of_values: int | None
 
@@ -97,6 +128,31 @@ class LeafRequest:
     def cut(self) -> tuple[Any, ...]:
         """Leaves of an array with the same cut hold the same steps on the same ranks."""
         return self.request.sharding, self.request.options.pad is None
+
+    @property
+    def rest(self) -> list[int]:
+        """The file's axes that a step has."""
+        return [axis for k, axis in enumerate(self.selection.kept) if k != self.axis]
+
+
+def stream_axis(along: str | int, info: ArrayInfo, selection: Selection) -> int:
+    """The stream's axis among those of the selected array. ConfigError if it is none of them."""
+    kept = selection.kept
+    n, names = len(info.shape), [name for name in info.dims if name is not None]
+    if isinstance(along, str):
+        if along not in names:
+            have = f"has axes named {', '.join(map(repr, names))}" if names else "has no names of axes"
+            raise ConfigError(f"along is {along!r}, but {info} {have}. Pass one of its {n} axes, by its number: along=0")
+        axis = info.dims.index(along)
+    else:
+        axis = along + n if along < 0 else along
+        if not 0 <= axis < n:
+            raise ConfigError(f"along is {along}, but {info} has shape {info.shape}: pass an axis of it")
+    if axis not in kept:
+        raise ConfigError(
+            f"select takes one index of axis {axis} of {info}, along which the stream goes: pass a slice, or another along="
+        )
+    return int(kept.index(axis))
 
 
 def _cuts_of(leaves: Sequence[LeafRequest]) -> list[tuple[Any, ...]]:
@@ -223,32 +279,13 @@ class StreamPlanner:
 
     # --- arrays
 
-    def _axis(self, leaf: LeafRequest) -> int:
-        """The stream's axis among those of the selected array."""
-        along, info, kept = self._sampling.along, leaf.info, leaf.selection.kept
-        n, names = len(info.shape), [name for name in info.dims if name is not None]
-        if isinstance(along, str):
-            if along not in names:
-                have = f"has axes named {', '.join(map(repr, names))}" if names else "has no names of axes"
-                raise ConfigError(f"along is {along!r}, but {info} {have}. Pass one of its {n} axes, by its number: along=0")
-            axis = info.dims.index(along)
-        else:
-            axis = along + n if along < 0 else along
-            if not 0 <= axis < n:
-                raise ConfigError(f"along is {along}, but {info} has shape {info.shape}: pass an axis of it")
-        if axis not in kept:
-            raise ConfigError(
-                f"select takes one index of axis {axis} of {info}, along which the stream goes: pass a slice, or another along="
-            )
-        return int(kept.index(axis))
-
     def _array(self, leaves: Sequence[LeafRequest]) -> StreamArray:
         """The array that these leaves have in common."""
         leaf = leaves[0]
         request, info, ranks = leaf.request, leaf.info, self._ranks
         decoding = decoding_for(request.options, info)
         source = source_layout_of(request.options, info, leaf.selection, decoding)
-        axis = self._axis(leaf)
+        axis = leaf.axis
         blocks = self._blocks(source, axis, staging_for(request, ranks, info, source))
         readers = request.options.readers
         owners = Owners(min(readers, ranks.n) if isinstance(readers, int) else 1 if readers == "root" else ranks.n)
@@ -291,8 +328,7 @@ class StreamPlanner:
     def _refuse_spec(self, leaf: LeafRequest, n_rest: int) -> None:
         """Raise ConfigError for a spec of more axes than a batch has."""
         has_batch, has_window = self._sampling.batch is not None, isinstance(leaf.window, tuple)
-        is_stacked = any(leaf is self._leaves[k] and name not in leaf.info.dims for name, ks in self._stacks for k in ks)
-        axes = ["samples"] * has_batch + ["the window"] * has_window + ["the axis of stack"] * is_stacked
+        axes = ["samples"] * has_batch + ["the window"] * has_window + ["the axis of stack"] * leaf.has_new_axis
         spec = leaf.spec
         n, what = len(axes) + n_rest, "a batch" if has_batch else "a step"
         told = f": {', '.join(axes)}, then {n_rest} axes of a step" if axes else ""
@@ -386,10 +422,10 @@ class StreamPlanner:
         if len(has_axis) > 1:
             without = next(leaf.info for leaf in asked if name not in leaf.info.dims)
             raise ConfigError(f"stack is {name!r}, an axis that some arrays have, but {without} has not: pass another name")
-        n_before = len(first.shape) - len(self._rest(asked[0]))  # axes of samples and window
+        n_before = len(first.shape) - len(asked[0].rest)  # axes of samples and window
         axis, is_new = n_before, not has_axis.pop()
         if not is_new:
-            kept = self._rest(asked[0])
+            kept = asked[0].rest
             if asked[0].info.dims.index(name) not in kept:
                 raise ConfigError(
                     f"stack is {name!r}, which is the axis of the stream or one that select drops: pass another axis"
@@ -412,11 +448,6 @@ class StreamPlanner:
         whole = NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
         return Stack(tuple(members), axis, is_new, whole, shape)
 
-    def _rest(self, leaf: LeafRequest) -> list[int]:
-        """The file's axes that a step has."""
-        kept = leaf.selection.kept
-        return [axis for k, axis in enumerate(kept) if k != self._axis(leaf)]
-
     def _scale(self, scale: tuple[Any, Any], array: StreamArray, where: str) -> tuple[Any, Any]:
         """A scale with an axis for each axis of a step."""
         dtype, rest = array.source.dtype, array.schedule.rest.shape
@@ -437,3 +468,43 @@ class StreamPlanner:
                 )
         mean, deviation = (values.astype(dtype).reshape((1,) * (len(rest) - values.ndim) + values.shape) for values in scale)
         return mean, deviation
+
+
+def find_gaps(values: np.ndarray[tuple[int], np.dtype[np.float64]]) -> Ints:
+    """The steps before which a coordinate has a gap: it goes on by more than 1.5 times the median, or back.
+
+        time      0   6  12  18  48  54
+                                ^ a gap: 30, where most differences are 6
+
+    >>> find_gaps(np.array([0.0, 6, 12, 18, 48, 54])), find_gaps(np.array([3.0, 2, 1, 2]))
+    (array([4]), array([3]))
+    """
+    if len(values) < 2:
+        return np.empty(0, dtype=np.int64)
+    differences = np.diff(values)
+    median = np.median(differences)
+    if not median or not np.isfinite(median):  # it counts nothing
+        return np.empty(0, dtype=np.int64)
+    is_regular = (differences / median > 0) & (differences / median <= _LONGEST)
+    return np.flatnonzero(~is_regular) + 1
+
+
+def gaps_in(array: StreamArray, is_error: bool) -> Ints:
+    """The gaps of an array's steps; none if they have no coordinate of numbers. ConfigError if there may be none."""
+    selection, info = array.source.selection, array.info
+    axis = selection.kept[array.schedule.axis]
+    name = info.dims[axis]
+    values = None if name is None or name not in info.coords else info.coords[name].values
+    if values is None or values.shape != (info.shape[axis],) or values.dtype.kind not in "iuf":
+        return np.empty(0, dtype=np.int64)
+    values = values[selection.region.start[axis] : selection.region.stop[axis]].astype(np.float64)
+    gaps = find_gaps(values)
+    if is_error and len(gaps):
+        k = int(gaps[0])
+        more = f", and {len(gaps) - 1} more gaps" if len(gaps) > 1 else ""
+        raise ConfigError(
+            f"{name!r} of {info} has a gap between steps {k - 1} and {k} of the selection: it goes from {values[k - 1]:.12g} "
+            f"to {values[k]:.12g}, and by {np.median(np.diff(values)):.12g} from most steps to the next{more}. Pass "
+            "gaps='skip' to leave out the samples whose window reaches over one, or gaps='ignore' if that is no matter"
+        )
+    return gaps

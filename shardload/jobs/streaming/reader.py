@@ -24,7 +24,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol
@@ -34,6 +34,7 @@ import numpy as np
 
 from shardload.comm.group import Group
 from shardload.comm.mpi import thread_level
+from shardload.engine.call import watched
 from shardload.engine.session import Round, Session, shared_nbytes
 from shardload.errors import PeerError, ShardloadError, SourceError, StallError
 from shardload.jobs.streaming.endpoints import BatchTarget, StreamMove, StreamSource, moves_of
@@ -108,21 +109,6 @@ class _EpochRun:
         return self.first + self.epoch.n_batches
 
 
-@contextmanager
-def _together(group: Group, timeout: float | None, what: str) -> Iterator[None]:
-    """For what all ranks do together: the watchdog looks on.
-
-    A function, not a method: a traceback keeps this generator alive, and a method would keep the reader with its buffers.
-    """
-    with group.call(timeout):
-        group.watch.begin(what, timeout)
-        try:
-            yield
-        finally:
-            if not group.watch.is_stalled:
-                group.watch.close()
-
-
 class RoundReader:
     """The rounds of a stream on one rank, from some sample on.
 
@@ -180,7 +166,7 @@ class RoundReader:
         """Make the session. Collective."""
         plan, group = self.plan, self._group
         self._opened.callback(group.free)
-        with _together(group, self._timeout, f"the beginning of {self._title}"):
+        with watched(group, f"the beginning of {self._title}", self._timeout):
             _ = group.machine
             nbytes = shared_nbytes(plan.staging) if group.size > 1 else None
             session = Session(group, self._digest, shared_nbytes=nbytes, checksums=plan.arrays[0].options.checksums)
@@ -215,7 +201,7 @@ class RoundReader:
             return
         round_ = self._pending.popleft()
         try:
-            with _together(self._group, self._timeout, f"batch {batch} of {self._title}"):
+            with watched(self._group, f"batch {batch} of {self._title}", self._timeout):
                 self._read(run, round_)
         except SourceError:
             if len(round_.readings) == 1:
@@ -283,7 +269,7 @@ class RoundReader:
     def say_farewell(self, error: BaseException | None = None) -> None:
         """Take part in the agreement with which another rank's next round, or its farewell, begins. Collective."""
         if self._group.size > 1:
-            with _together(self._group, self._timeout, f"the end of {self._title}"):
+            with watched(self._group, f"the end of {self._title}", self._timeout):
                 self._group.agree(error)
 
     def close(self, error: BaseException | None = None) -> None:

@@ -1,9 +1,10 @@
 """How does a call of `stream` come from its arguments to a plan? In the steps of a load, with batches in place of arrays.
 
-1. The arguments are read as those of a load. The spec is that of a batch; the axis of a window, which is never cut, is taken
-   out of it, so that the samples and the other axes of the array are left.
+1. The arguments are read as those of a load.
 2. Rank 0 finds the arrays, with the names of their axes and a checksum of some values.
-3. Every rank makes the same `StreamPlan`: leaves that name the same array, in one dtype, read it once.
+3. The spec is that of a batch; the axes of a window and of a stack, which are never cut, are taken out of it, so that the
+   samples and the other axes of the array are left.
+4. Every rank makes the same `StreamPlan`: leaves that name the same array, in one dtype, read it once.
 """
 
 from __future__ import annotations
@@ -16,23 +17,22 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardload.arrays.sharding import read_sharding, spec_text
+from shardload.arrays.sharding import spec_text
 from shardload.comm.agreement import Invocation
-from shardload.comm.mpi import thread_level, world_rank_and_size
-from shardload.engine.call import begin_call, unforeseen
+from shardload.comm.mpi import check_threads
+from shardload.engine.call import begin_call
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.labelling import Labeller
 from shardload.formats.lookup import Finder, open_source
 from shardload.jobs.consistency import checksum_of_samples
-from shardload.jobs.loading.call import SEARCHED_NBYTES, FoundMessage, LoadCall, positions_of
+from shardload.jobs.loading.call import SEARCHED_NBYTES, FoundMessage, LoadCall
 from shardload.jobs.loading.execution import warn_of_packed
-from shardload.jobs.loading.planner import selection_for
+from shardload.jobs.loading.planner import selection_of
 from shardload.jobs.loading.request import Request
 from shardload.jobs.streaming.plan import StreamPlan
-from shardload.jobs.streaming.planner import LeafRequest, StreamPlanner
+from shardload.jobs.streaming.planner import IGNORE, LeafRequest, Sampling, StreamPlanner, Window, stream_axis
 from shardload.jobs.streaming.reader import RoundReader
-from shardload.jobs.streaming.sampling import IGNORE, Sampling, Window
 from shardload.jobs.streaming.stream import Stream
 from shardload.jobs.trees import ArrayTree, Place, is_one, is_one_spec, naming_errors, where_text
 from shardload.options import FILE, FULL, OPTIONS
@@ -42,51 +42,27 @@ from shardload.planning.schedule import DIRECT
 from shardload.planning.selection import Selection, is_by_name, named_coordinates
 
 
-def _without_window(spec: Any, has_batch: bool, where: str) -> Any:
-    """A spec without the entry of the window's axis."""
-    entries = list(spec)
-    k = 1 if has_batch else 0
-    if len(entries) > k:
-        if entries[k] is not None:
-            raise ConfigError(
-                f"the spec{where.removeprefix('array ')} {spec_text(entries)} cuts the axis of the window, axis {k} of a "
-                f"batch, which stays whole: pass {spec_text([*entries[:k], None, *entries[k + 1 :]])}"
-            )
-        del entries[k]
-    return PartitionSpec(*entries)
-
-
 class StreamCall(LoadCall):
     """One call of `stream` on this rank."""
 
     def __init__(self, path: Any, mesh: Any, spec: Any, given: Mapping[str, Any]) -> None:
-        self.specs: list[PartitionSpec] = []
-        self.by_name: list[Mapping[str, Any] | None] = []
         self.windows: list[Window] = []
         self.stacks: list[tuple[str, list[int]]] = []
         self.scales: list[Any] = []
         self.sampling: Sampling | None = None
         super().__init__("stream", path, mesh, spec, given)
 
-    def _read(self) -> None:
-        try:
-            self.sampling = Sampling.check(self._given)
-            if self.sampling.prefetch:
-                _check_threads(self._given["comm"])
-            tree = self._join()
-            if tree.has_patterns:
-                raise ConfigError("a stream needs the names of its arrays: pass dataset= with a name, or a dict of names")
-            self.windows, self.scales = self._spread("window", tree), self._spread("scale", tree)
-            self.stacks = self._read_stacks(tree)
-            self._mesh, self._spec = self._of_samples(tree, self.sampling.batch is not None), None
-            self._refuse_what_only_a_load_does()
-        except ConfigError as error:
-            self.error = error
-            return
-        except Exception as error:
-            self.error = unforeseen(error)
-            return
-        super()._read()
+    def _join(self) -> ArrayTree:
+        self.sampling = Sampling.check(self._given)
+        if self.sampling.prefetch:
+            check_threads(self._given["comm"], "prefetch", "prefetch=0")
+        tree = super()._join()
+        if tree.has_patterns:
+            raise ConfigError("a stream needs the names of its arrays: pass dataset= with a name, or a dict of names")
+        self.windows, self.scales = self._spread("window", tree), self._spread("scale", tree)
+        self.stacks = self._read_stacks(tree)
+        self._refuse_what_only_a_load_does()
+        return tree
 
     def _spread(self, name: str, tree: ArrayTree) -> list[Any]:
         """The checked value of an option for each array."""
@@ -130,36 +106,11 @@ class StreamCall(LoadCall):
                 "number"
             )
 
-    def _of_samples(self, tree: ArrayTree, has_batch: bool) -> Any:
-        """The shardings of batches without the axis of their window."""
-        meshes, specs = tree.spread("mesh", self._mesh), tree.spread("spec", self._spec, is_one_spec)
-        is_shared = is_one(self._mesh) and is_one_spec(self._spec)
-        any_axis = any(isinstance(window, tuple) for window in self.windows)
-        shardings = []
-        for mesh, spec, window, where in zip(meshes, specs, self.windows, tree.where, strict=True):
-            is_named = isinstance(spec, Mapping)
-            self.by_name.append(spec if is_named else None)
-            sharding = read_sharding(mesh, tuple(spec.values()) if is_named else spec)
-            if is_named:  # `_leaf_request` makes the spec, of the names that the array has
-                self.specs.append(PartitionSpec())
-                shardings.append(NamedSharding(sharding.mesh, PartitionSpec()))
-                continue
-            spec = of_samples = sharding.spec
-            if isinstance(window, tuple) or (is_shared and any_axis):
-                of_samples = _without_window(spec, has_batch, where_text(where))
-            self.specs.append(spec if isinstance(window, tuple) else of_samples)
-            entries = [*of_samples] if has_batch else [None, *of_samples]
-            while entries and entries[-1] is None:  # so that leaves which are cut in the same way are read together
-                entries.pop()
-            shardings.append(NamedSharding(sharding.mesh, PartitionSpec(*entries), memory_kind=sharding.memory_kind))
-        return tree.build(shardings)
-
     def _describe(self, place: Place, request: Request) -> dict[str, str]:
         """See `LoadCall`."""
         k = next(k for k, other in enumerate(self.tree.places) if other is place)
         own = {**vars(self.sampling), "window": self.windows[k], "scale": self.scales[k], "stack": self._given["stack"]}
         texts = {name: (OPTIONS[name].text or repr)(value) for name, value in own.items()}
-        texts["spec"] = repr(sorted((self.by_name[k] or {}).items()))
         return super()._describe(place, request) | texts
 
     def _labeller(self, finder: Finder) -> Labeller | None:
@@ -168,7 +119,7 @@ class StreamCall(LoadCall):
         along, names = self._given["along"], named_coordinates(selections)
         steps = {step for window in self.windows for step in (window if isinstance(window, tuple) else (window,))}
         looks_for_gaps = len(steps) > 1 and self._given["gaps"] != IGNORE
-        by_name = any(map(is_by_name, selections)) or any(self.by_name)
+        by_name = any(map(is_by_name, selections)) or any(request.by_name is not None for request in self.requests)
         if not (looks_for_gaps or isinstance(along, str) or self.stacks or by_name):
             return None
         return Labeller(finder, SEARCHED_NBYTES, names, axis=along if looks_for_gaps else None)
@@ -187,52 +138,66 @@ class StreamCall(LoadCall):
 
     def _leaf_request(self, k: int, info: ArrayInfo, values: int | None) -> LeafRequest:
         """What the k-th leaf asks of its array."""
-        request, place = self.requests[k], self.tree.places[k]
-        options = request.options
-        if is_by_name(options.select):
-            options = replace(options, select=positions_of(options.select, info))
-        selection, where = selection_for(options, info), where_text(self.tree.where[k])
+        request, place, window = self.requests[k], self.tree.places[k], self.windows[k]
+        selection, where = selection_of(request.options.select, info), where_text(self.tree.where[k])
+        axis = stream_axis(self._given["along"], info, selection)
         stack = next((name for name, leaves in self.stacks if k in leaves), None)
-        if (by_name := self.by_name[k]) is not None:
-            request, self.specs[k] = self._of_names(replace(request, by_name=by_name), k, info, selection, stack)
-        if stack is not None and stack not in info.dims:
-            request = self._without_stack(request, k)
-        return LeafRequest(request, info, selection, place.path, where, self.specs[k], self.windows[k], self.scales[k], values)
+        has_new_axis = stack is not None and stack not in info.dims
+        spec = self._spec_of(request, k, info, selection, axis, has_new_axis)
+        sharding = self._of_samples(request.sharding, spec, isinstance(window, tuple), has_new_axis, where)
+        request = replace(request, sharding=sharding, by_name=None)
+        return LeafRequest(
+            request, info, selection, axis, place.path, where, spec, window, has_new_axis, self.scales[k], values
+        )
 
-    def _of_names(
-        self, request: Request, k: int, info: ArrayInfo, selection: Selection, stack: str | None
-    ) -> tuple[Request, PartitionSpec]:
-        """The request of a leaf whose spec is by names of axes, and its spec: that of the stream's axis cuts the samples."""
-        along = self._given["along"]
+    def _spec_of(
+        self, request: Request, k: int, info: ArrayInfo, selection: Selection, axis: int, has_new_axis: bool
+    ) -> PartitionSpec:
+        """The spec of the k-th leaf of a batch. By names of axes, that of the stream's axis cuts the samples."""
+        has_batch, has_window = self._given["batch"] is not None, isinstance(self.windows[k], tuple)
+        if request.by_name is None:
+            spec = [*request.sharding.spec]
+            is_shared = is_one(self._mesh) and is_one_spec(self._spec)
+            if is_shared and not has_window and any(isinstance(window, tuple) for window in self.windows):
+                del spec[has_batch : has_batch + 1]  # it has an entry for the windows of other leaves
+            return PartitionSpec(*spec)
         axes = [info.dims[axis] for axis in selection.kept]
         entries = [*request.for_axes(info.dims, axes, str(info)).sharding.spec]
         entries += [None] * (len(axes) - len(entries))
-        if isinstance(along, str):
-            position = axes.index(along) if along in axes else None
-        else:
-            position = next((at for at, axis in enumerate(selection.kept) if axis == along % len(info.shape)), None)
-        of_samples = None if position is None else entries.pop(position)
-        if of_samples is not None and self._given["batch"] is None:
+        of_samples = entries.pop(axis)
+        if of_samples is not None and not has_batch:
             raise ConfigError(
-                f"batch is None, so there is no axis of samples that the spec could cut along {along!r}: pass batch="
+                f"batch is None, so there is no axis of samples that the spec could cut along {self._given['along']!r}: pass "
+                "batch="
             )
-        behind = [None] * (stack is not None and stack not in info.dims) + entries
-        whole = [of_samples] * (self._given["batch"] is not None) + [None] * isinstance(self.windows[k], tuple)
-        sharding = NamedSharding(request.sharding.mesh, PartitionSpec(of_samples, *behind))
-        return replace(request, sharding=sharding, by_name=None), PartitionSpec(*whole, *behind)
+        return PartitionSpec(*[of_samples] * has_batch, *[None] * has_window, *[None] * has_new_axis, *entries)
 
-    def _without_stack(self, request: Request, k: int) -> Request:
-        """The request of a leaf of a stack: the spec has the new axis, which the array has not."""
-        sharding = request.sharding
-        entries = [*sharding.spec]
-        if any(entries[1:2]):
-            raise ConfigError(
-                f"{spec_text(self.specs[k])} cuts the new axis of stack, which lies behind those of samples and window: leave "
-                "it whole, by None"
-            )
-        del entries[1:2]
-        spec = PartitionSpec(*entries)
-        return replace(request, sharding=NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind))
+    def _of_samples(
+        self, sharding: NamedSharding, spec: PartitionSpec, has_window: bool, has_new_axis: bool, where: str
+    ) -> NamedSharding:
+        """The sharding of what is read for a batch: an axis of samples, and those of a step of the array."""
+        has_batch = self._given["batch"] is not None
+        entries = [*spec]
+        if has_window:
+            if any(entries[has_batch : has_batch + 1]):
+                whole = [*entries[:has_batch], None, *entries[has_batch + 1 :]]
+                raise ConfigError(
+                    f"the spec{where.removeprefix('array ')} {spec_text(spec)} cuts the axis of the window, axis "
+                    f"{int(has_batch)} of a batch, which stays whole: pass {spec_text(whole)}"
+                )
+            del entries[has_batch : has_batch + 1]
+        if not has_batch:
+            entries.insert(0, None)
+        if has_new_axis:
+            if any(entries[1:2]):
+                raise ConfigError(
+                    f"{spec_text(spec)} cuts the new axis of stack, which lies behind those of samples and window: leave it "
+                    "whole, by None"
+                )
+            del entries[1:2]
+        while entries and entries[-1] is None:  # so that leaves which are cut in the same way are read together
+            entries.pop()
+        return NamedSharding(sharding.mesh, PartitionSpec(*entries), memory_kind=sharding.memory_kind)
 
     def _make_plan(self, told: Any) -> StreamPlan:
         """The plan, from what rank 0 has found."""
@@ -273,17 +238,6 @@ def _sum_of_values(handle: Any, info: ArrayInfo, request: Request) -> int | None
         return None
     finally:
         source.close()
-
-
-def _check_threads(comm: Any) -> None:
-    """Raise ConfigError if a thread of a stream may not call MPI, and would have to."""
-    n_ranks = world_rank_and_size()[1] if comm is None else comm.size
-    if n_ranks > 1 and thread_level() not in ("", "MULTIPLE"):
-        raise ConfigError(
-            "prefetch needs an MPI that several threads may call (THREAD_MULTIPLE), and this one was started with "
-            f"THREAD_{thread_level()}: leave out mpi4py.rc.thread_level, MPI4PY_RC_THREAD_LEVEL and MPI.Init_thread, or pass "
-            "prefetch=0"
-        )
 
 
 def open_stream(path: Any, mesh: Any, spec: Any, given: Mapping[str, Any]) -> Stream:

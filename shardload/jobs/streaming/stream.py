@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
-from typing import Any, Self
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn, Self
 
 import numpy as np
 
 from shardload.errors import ConfigError
-from shardload.jobs.streaming.grain import grain_dataset
 from shardload.jobs.streaming.plan import StreamPlan
 from shardload.jobs.streaming.reader import Batches, Inline, ReadAhead, RoundReader, StreamReport
 from shardload.system.garbage import let_go
@@ -70,7 +69,7 @@ class Stream:
         ConfigError
             If Grain is not installed.
         """
-        return grain_dataset(self)
+        return _grain_dataset(self)
 
     def __repr__(self) -> str:
         return f"<{self.plan!r}>"
@@ -197,3 +196,51 @@ class StreamIterator:
         batches, self._batches = self._batches, None
         if batches is not None:
             batches.close(error)
+
+
+def _grain_dataset(stream: Stream) -> Any:
+    """The batches of a stream as a ``grain.IterDataset``. ConfigError if Grain is not installed."""
+    try:
+        import grain
+    except ImportError as error:
+        raise ConfigError("to_grain needs Grain, which cannot be imported here: pip install grain") from error
+
+    class GrainBatches(grain.DatasetIterator):  # type: ignore[misc, unused-ignore]
+        """The batches from a state on."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self._batches = iter(stream)
+
+        def __next__(self) -> Any:
+            return next(self._batches)
+
+        def get_state(self) -> dict[str, Any]:
+            return self._batches.get_state()
+
+        def set_state(self, state: dict[str, Any]) -> None:
+            fresh = iter(stream)
+            fresh.set_state(state)
+            self._batches.close()
+            self._batches = fresh
+
+        def close(self) -> None:
+            super().close()
+            self._batches.close()
+
+    class GrainDataset(grain.IterDataset):  # type: ignore[misc, unused-ignore]
+        """All batches."""
+
+        def __iter__(self) -> Iterator[Any]:
+            return GrainBatches()
+
+        def __reduce__(self) -> NoReturn:
+            raise ConfigError(
+                "a stream is read by the ranks of an MPI job, not by processes that Grain starts, and it is read ahead already "
+                "(prefetch=2): leave mp_prefetch out"
+            )
+
+        def __str__(self) -> str:
+            return repr(stream)
+
+    return GrainDataset()

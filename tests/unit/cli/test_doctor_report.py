@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 
 from shardload.cli.doctor import run as doctor
-from shardload.cli.doctor.checks import Check
 from shardload.cli.doctor.facts import Facts, before_jax, from_json, to_json, with_jax
-from shardload.cli.doctor.report import Report, as_json, as_text
 from shardload.cli.doctor.rules import ERROR, NOTE, Finding, diagnose
+from shardload.cli.doctor.run import Check, Report, as_json, as_text
 from tests.unit.cli.test_doctor import alone, job, singleton
 from tests.unit.copies import run_copy
 

@@ -397,7 +397,7 @@ def test_a_spec_and_a_selection_by_names(tmp_path: Path) -> None:
     assert code == 1 and "names the axis 'lon'" in err
 
 
-@pytest.mark.parametrize("command", ["info", "plan", "verify", "bench-stream", "copy", "join", "demo", "doctor"])
+@pytest.mark.parametrize("command", ["info", "plan", "verify", "bench-stream", "copy", "join", "doctor"])
 def test_examples_can_be_pasted(command: str) -> None:
     """Wrong if an example were wrapped without a backslash, or a switch said that it takes a value."""
     code, out, _ = run(command, "--help")
@@ -491,7 +491,6 @@ FULL = [
     ["copy", "FILE:/x", "OUT.h5", "--dry-run"],
     ["verify", "FILE:/x", "--mesh", "a=1", "--spec", "a"],
     ["doctor"],
-    ["demo", "--size", "8"],
 ]
 
 

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from shardload.formats.contract.array import ArrayInfo
-from shardload.jobs.loading.describe import describe_plan, describe_plan_in_a_line
+from shardload.jobs.loading.plan import describe_plan, describe_plan_in_a_line
 from shardload.planning.cost import Cost
 from shardload.units import as_html
 
