@@ -510,6 +510,10 @@ _DECLARED = (
         flag="--ranks-per-node",
     ),
     Option(
+        "background", False, "Return when the arrays are copied, and write in a thread.", ("save",),
+        _choice("background", (True, False)), str,
+    ),
+    Option(
         "mode", "w-", "w-: the name must not exist. w: what has it is replaced.", _SAVES, _choice("mode", _MODES),
         is_kept=False, choices=_MODES,
     ),
@@ -657,6 +661,8 @@ class CallOptions:
         Names and numbers of filters (codecs) to use although damaged data may crash them, sorted; or ``"all"``.
     storage : StorageOptions
         How stores are reached. Ranks compare the names, not the values.
+    background : bool
+        True if a save goes on in a thread.
     """
 
     readers: str | int
@@ -669,6 +675,7 @@ class CallOptions:
     untrusted: bool = DEFAULTS.untrusted
     allow_filters: tuple[str, ...] = DEFAULTS.allow_filters
     storage: StorageOptions = field(default_factory=lambda: _storage(None))
+    background: bool = False
 
     @property
     def staging_nbytes(self) -> int:

@@ -87,6 +87,17 @@ def thread_level() -> str:
     return {getattr(mpi, f"THREAD_{name}"): name for name in names}.get(mpi.Query_thread(), "MULTIPLE")
 
 
+def check_threads(comm: Any, option: str, instead: str) -> None:
+    """Raise ConfigError if a thread of an option's own may not call MPI, and would have to. `instead`: what to pass."""
+    n_ranks = world_rank_and_size()[1] if comm is None else comm.size
+    if n_ranks > 1 and thread_level() not in ("", "MULTIPLE"):
+        raise ConfigError(
+            f"{option} needs an MPI that several threads may call (THREAD_MULTIPLE), and this one was started with "
+            f"THREAD_{thread_level()}: leave out mpi4py.rc.thread_level, MPI4PY_RC_THREAD_LEVEL and MPI.Init_thread, or pass "
+            f"{instead}"
+        )
+
+
 def check_communicator(comm: Any) -> None:
     """Raise ConfigError unless `comm` is an intracommunicator that includes this rank."""
     mpi = _running_mpi()

@@ -26,8 +26,7 @@ from shardload.errors import ConfigError, SourceError
 from shardload.storage.containment import NotAFileError, open_file
 from shardload.storage.local import LocalFile
 from shardload.storage.locks import AppendLock, changed_meanwhile, take_lock, wait_for
-from shardload.storage.new_file import Change, WritableFile
-from shardload.storage.target import GROWTH_MARK, MARK_NBYTES, Target, mark, named, sync_folder
+from shardload.storage.target import GROWTH_MARK, MARK_NBYTES, Change, Target, WritableFile, mark, named, sync_folder
 
 _log = logging.getLogger("shardload")
 

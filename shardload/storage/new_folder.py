@@ -14,7 +14,7 @@ import fcntl
 import json
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import IO, Any
 from weakref import WeakValueDictionary
 
@@ -23,13 +23,13 @@ from shardload.storage.containment import Fence
 from shardload.storage.leftovers import METADATA, ROOTS
 from shardload.storage.local import LocalFolder
 from shardload.storage.locks import AppendLock, take_lock
-from shardload.storage.new_file import WritableFile
 from shardload.storage.objects import UnsyncedError
 from shardload.storage.target import (
     FOLDER_MARK,
     GROWTH_MARK,
     MARK_NBYTES,
     Target,
+    WritableFile,
     check_mark,
     mark,
     not_undone,
@@ -42,14 +42,6 @@ _PART = ".part"
 _MOST_OPEN = 64  # files that wait for their fsync
 _MOST_BEHIND = 4096  # writes into them
 _MOST_BEHIND_NBYTES = 64 << 20  # if another job may go on: about what a kill costs a rank
-
-
-class _OpenFile(WritableFile):
-    """A file that is written to. It is closed with its last reference, so that no thread loses it while it writes."""
-
-    def __init__(self, path: str, final: str, flags: int, key: str) -> None:
-        super().__init__(path, os.O_CREAT | os.O_WRONLY | flags)
-        self.path, self.final, self.key = path, final, key  # its name, and the one that it gets when it is on disk
 
 
 class NewFolder(LocalFolder):
@@ -73,8 +65,9 @@ class NewFolder(LocalFolder):
         self._target = Target(path, mode, is_folder=True, known=ROOTS)
         self._mark: IO[bytes] | None = None  # locked
         self._lock = threading.Lock()
-        self._opened: WeakValueDictionary[str, _OpenFile] = WeakValueDictionary()  # those of `write_at`: they share an fsync
-        self._unsynced: dict[str, _OpenFile] = {}
+        # By key. A file is closed with its last reference, so that no thread loses it while it writes.
+        self._opened: WeakValueDictionary[str, WritableFile] = WeakValueDictionary()  # those of `write_at`: they share an fsync
+        self._unsynced: dict[str, WritableFile] = {}
         self._n_behind = self._nbytes_behind = 0
         self._made = set[str]()  # folders that are there
         self._new_names = set[str]()  # folders with new names that are not synced
@@ -196,7 +189,7 @@ class NewFolder(LocalFolder):
 
     def put(self, key: str, data: Any) -> None:
         """See `WritableFolder`."""
-        self._write(self._open_new(key, os.O_EXCL), data, 0)
+        self._write(key, self._open_new(key, os.O_EXCL), data, 0)
 
     def write_at(self, key: str, data: Any, offset: int) -> None:
         """See `WritableFolder`."""
@@ -206,14 +199,13 @@ class NewFolder(LocalFolder):
             file = self._open_new(key)  # without the lock: a file server takes its time
             with self._lock:
                 file = self._opened.setdefault(key, file)
-        self._write(file, data, offset)
+        self._write(key, file, data, offset)
 
-    def _open_new(self, key: str, flags: int = 0) -> _OpenFile:
-        final = os.path.join(self.path, key)
-        self._make_folder(os.path.dirname(final))
-        path = final if self._about is None else final + _PART
-        file = _OpenFile(path, final, flags, key)
-        folder = os.path.dirname(final)
+    def _open_new(self, key: str, flags: int = 0) -> WritableFile:
+        path = os.path.join(self.path, key)
+        folder = os.path.dirname(path)
+        self._make_folder(folder)
+        file = WritableFile(path if self._about is None else path + _PART, os.O_CREAT | os.O_WRONLY | flags)
         with self._lock:  # not before: a sync of another thread would not be one of this name
             while len(folder) > len(self.path) and folder not in self._new_names:
                 self._new_names.add(folder)
@@ -228,31 +220,33 @@ class NewFolder(LocalFolder):
                 os.mkdir(folder)
             self._made.add(folder)
 
-    def _write(self, file: _OpenFile, data: Any, offset: int) -> None:
+    def _write(self, key: str, file: WritableFile, data: Any, offset: int) -> None:
         file.write_at(data, offset)
         with self._lock:
-            self._unsynced[file.key] = file  # not before, so that a sync of another thread does not end it
+            self._unsynced[key] = file  # not before, so that a sync of another thread does not end it
             self._n_behind += 1
             self._nbytes_behind += memoryview(data).nbytes
             is_long = self._about is not None and self._nbytes_behind >= _MOST_BEHIND_NBYTES
             is_late = len(self._unsynced) >= _MOST_OPEN or self._n_behind >= _MOST_BEHIND or is_long
-            files = self._take() if is_late else []
+            files = self._take() if is_late else {}
         self._sync_files(files)
 
-    def _take(self) -> list[_OpenFile]:
+    def _take(self) -> dict[str, WritableFile]:
         """The files that were written to, for the caller to sync. With the lock."""
-        files, self._unsynced = [*self._unsynced.values()], {}
+        files, self._unsynced = self._unsynced, {}
         self._n_behind = self._nbytes_behind = 0
         return files
 
-    def _sync_files(self, files: Sequence[_OpenFile]) -> None:
-        for file in files:
+    def _sync_files(self, files: Mapping[str, WritableFile]) -> None:
+        """Wait until files are on disk, which then get their names."""
+        for key, file in files.items():
+            path = os.path.join(self.path, key)
             try:
                 file.sync()
-                if file.final != file.path:
-                    os.rename(file.path, file.final)
+                if self._about is not None:
+                    os.rename(path + _PART, path)
             except OSError as error:
-                raise UnsyncedError(error, file.key) from error
+                raise UnsyncedError(error, key) from error
 
     def sync(self) -> None:
         """See `WritableFolder`."""

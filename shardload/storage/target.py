@@ -1,7 +1,8 @@
 """How does a new file come into being without harm to an old one? Beside its name, under a name that says what it is.
 
 1. `Target.create` makes a temporary beside the target: ``out.h5.3f9a12c07b5d4e86.unfinished``. No other process has its name.
-2. Bytes are put into it at offsets (`put_at`), and what cannot be written is an error that names file, array and chunk.
+2. Many ranks write to one file: each puts bytes at offsets (`WritableFile`), and what cannot be written is an error that names
+   file, array and chunk. `NewFile` is the file on the rank that makes it.
 3. `Target.commit` gives it the target's name: by a rename that replaces (``mode="w"``), or by a call that refuses a name that
    is taken (``"w-"``), which decides between two saves at the same time.
 
@@ -20,11 +21,12 @@ import secrets
 import shlex
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from shardload.errors import ConfigError, SourceError
 from shardload.storage.containment import kind_of
+from shardload.storage.local import LocalFile
 from shardload.storage.objects import UnsyncedError
 
 MODES = ("w-", "w")
@@ -369,3 +371,83 @@ def _remove(path: str) -> None:
             shutil.rmtree(path, ignore_errors=True)
             if not os.path.lexists(path):
                 return
+
+
+Change = tuple[int, bytes]
+"""An offset, and the bytes that will be there."""
+
+
+class WritableFile(LocalFile):
+    """An open file that is written, too. It is no link, and must exist, unless `flags` say something else."""
+
+    def __init__(self, path: str, flags: int = os.O_RDWR) -> None:
+        super().__init__(os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666), path)
+
+    @property
+    def descriptor(self) -> int:
+        """For the locks of the system."""
+        return self._descriptor
+
+    def write_at(self, data: Any, offset: int) -> None:
+        """Write some bytes, all of them."""
+        put_at(self._descriptor, data, offset)
+
+    def resize(self, nbytes: int) -> None:
+        """Cut it, or make it longer."""
+        os.ftruncate(self._descriptor, nbytes)
+
+    def reserve(self, start: int, stop: int) -> int:
+        """Ask the file system for the space of these bytes: see `reserve`."""
+        return reserve(self._descriptor, start, stop)
+
+    def sync(self) -> None:
+        """Wait until it is on disk."""
+        os.fsync(self._descriptor)
+
+
+class NewFile(WritableFile):
+    """A new file, open on the rank that makes it. `discard` removes it, unless it was published.
+
+    Parameters
+    ----------
+    path : str
+        The name that it will have.
+    mode : str
+        See `Target`.
+
+    Attributes
+    ----------
+    temporary : str
+        Its name until then. Other ranks open it, and compare its first bytes (`check_mark`).
+    """
+
+    def __init__(self, path: str, mode: str) -> None:
+        self._target = Target(path, mode)
+        self.temporary = self._target.create()
+        try:
+            with named(path):
+                super().__init__(self.temporary)
+                self.write_at(mark(self._target.token, path), 0)
+        except BaseException:
+            self.discard()
+            raise
+
+    def finish(self, nbytes: int, changes: Iterable[Change]) -> None:
+        """Write what makes the file a file, when all else is there; and close it."""
+        self.resize(nbytes)
+        self.sync()
+        for offset, data in changes:
+            self.write_at(data, offset)
+        self.sync()
+        sync_folder(self._target.folder)
+        self.close()
+
+    def publish(self) -> None:
+        """Give the finished file its name. ConfigError if the name is taken."""
+        self._target.commit()
+
+    def discard(self) -> None:
+        """Remove it, unless it was published. May be called again. Never raises OSError."""
+        with contextlib.suppress(OSError):
+            self.close()
+        self._target.abandon()

@@ -21,7 +21,7 @@ from shardload.transfer.buffers import Piece, Resources, Slots
 from shardload.transfer.exchange import exchange
 from shardload.transfer.moves import ArrayMove
 from shardload.transfer.pieces import LocalPieces
-from shardload.transfer.reader import SourceReader
+from shardload.transfer.reader import open_reader
 from tests.mpi.support import grid_shape
 from tests.unit.fakes import FakeSource
 
@@ -64,7 +64,7 @@ def test_many_arrays_in_one_exchange(comm: Any, is_shared: bool, checksums: bool
         pieces = {shard: Piece(region, np.full(region.shape, 99, values.dtype)) for shard, region in regions.items()}
         source = FakeSource(values, block)
         layout = SourceLayout(select_axes(None, values.shape), schedule.blocks, None, values.dtype, values.dtype)
-        reader = SourceReader(source, layout, LocalPieces(group.rank, pieces), resources)  # type: ignore[arg-type]
+        reader = open_reader(source, layout, LocalPieces(group.rank, pieces), resources)  # type: ignore[arg-type]
         readers.append(reader)
         move = ArrayMove(len(arrays), schedule, values.dtype, seed=11)
         move.producer, move.targets, move.on_complete = reader, pieces, complete.append

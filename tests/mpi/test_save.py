@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload import ConfigError, LeftOutWarning, PaddingWarning, PeerError, ShardloadError, SourceError, VerifyError
-from shardload.arrays.disassemble import ShardSender
+from shardload.arrays.local_shards import ShardSender
 from shardload.comm.collectives import MpiCollectives
 from shardload.comm.group import group_of
 from shardload.comm.shared_memory import Segment

@@ -52,7 +52,7 @@ from shardload.storage.changes import GrowingFile, complete_append, read_changes
 from shardload.storage.containment import open_file
 from shardload.storage.local import LocalFile
 from shardload.storage.locks import changed_meanwhile
-from shardload.storage.new_file import Change, WritableFile
+from shardload.storage.target import Change, WritableFile
 
 Json = dict[str, Any]
 SUPERBLOCK_NBYTES = 64  # of a file, which have its end, and the checksum

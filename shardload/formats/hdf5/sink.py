@@ -43,9 +43,8 @@ from shardload.planning.grid import unravel
 from shardload.storage.changes import GrowingFile
 from shardload.storage.containment import Fence
 from shardload.storage.local import LocalFolder
-from shardload.storage.new_file import Change, NewFile, WritableFile
 from shardload.storage.objects import ObjectFolder
-from shardload.storage.target import Target, check_mark, named
+from shardload.storage.target import Change, NewFile, Target, WritableFile, check_mark, named
 
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
 _AT_ONCE = 4096  # chunks

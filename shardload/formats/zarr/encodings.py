@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,9 +20,7 @@ _NAMES = {3: ("gzip", "zstd", "blosc"), 2: ("gzip", "zstd", "blosc", "lz4")}
 
 
 def document_of(name: str, spec: ArraySpec, version: int) -> Json:
-    """The metadata of an array with a checked spec, in format 2 without attributes and names of axes. ConfigError if this
-    version of the format cannot say it.
-    """
+    """The metadata of an array with a checked spec. ConfigError if this version of the format cannot say it."""
     chunks = spec.chunks or tuple(max(1, n) for n in spec.shape)
     return (_document_2 if version == 2 else _document_3)(name, spec, chunks)
 
@@ -90,6 +89,7 @@ def _document_2(name: str, spec: ArraySpec, chunks: tuple[int, ...]) -> Json:
         "filters": [{"id": "shuffle", "elementsize": itemsize}] if is_shuffled else None,
         "dimension_separator": ".",
         "compressor": compressor,
+        "attributes": plain_attrs(name, spec.attrs) | {"_ARRAY_DIMENSIONS": list(spec.dims or ())},
     }
 
 
@@ -117,8 +117,17 @@ def _fill(value: Any) -> Any:
 
 
 def group_document(version: int, attrs: Mapping[str, Any]) -> Json:
-    """The metadata of a group; in format 2 without the attributes."""
-    return {"zarr_format": 2} if version == 2 else {"zarr_format": 3, "node_type": "group", "attributes": dict(attrs)}
+    """The metadata of a group."""
+    return {"zarr_format": version, **({"node_type": "group"} if version == 3 else {}), "attributes": dict(attrs)}
+
+
+def files_of(folder: str, document: Json) -> dict[str, Json]:
+    """The files of metadata that say what a document of an array or group says, by their keys, in the order to write them."""
+    if document["zarr_format"] == 3:
+        return {os.path.join(folder, "zarr.json"): document}
+    others = {key: value for key, value in document.items() if key != "attributes"}
+    own = ".zarray" if "shape" in document else ".zgroup"
+    return {os.path.join(folder, ".zattrs"): document["attributes"], os.path.join(folder, own): others}
 
 
 def plain_attrs(name: str, attrs: Mapping[str, Any]) -> Json:

@@ -29,7 +29,7 @@ from shardload.formats.growing import Growing, meaning_of
 from shardload.formats.sink import ArraySpec, Catalog, Compression
 from shardload.formats.zarr.metadata import Json, NotCovered, ZarrLayout
 from shardload.formats.zarr.nodes import ArrayNode, BrokenNode
-from shardload.formats.zarr.sink import ZarrCatalog, ZarrEncoder, ZarrSink, groups_above
+from shardload.formats.zarr.sink import ZarrEncoder, ZarrSink, groups_above
 from shardload.formats.zarr.store import WatchedStore, open_store
 from shardload.planning.grid import unravel
 from shardload.storage.leftovers import ROOTS
@@ -243,60 +243,54 @@ class GrowthSink(ZarrSink):
         self.version = next(iter(arrays.values()))["metadata"]["zarr_format"]
         self.arrays = {name: GrowthEncoder(path, name, array, axes[name], n_new[name]) for name, array in arrays.items()}
         self.folder = AddedFolder(path)
+        self._short_keys = dict[str, str]()  # of metadata with the length of what stays, if rows are replaced
 
     def create(self) -> Catalog:
         """See `Sink`."""
-        return GrowthCatalog(self)
+        super().create()
+        try:
+            self._seen = self._look()
+            for name, array in self.arrays.items():
+                document = array.old_document | json.loads(self._seen[self.metadata_key(name)][0])
+                if json.dumps(document) != json.dumps(array.old_document):  # as text, because NaN is not equal to itself
+                    raise changed_meanwhile(self.path)
+        except BaseException:
+            self.abandon()
+            raise
+        return self
 
     def metadata_key(self, name: str) -> str:
         """The object with an array's metadata."""
         return os.path.join(name.strip("/"), "zarr.json" if self.version == 3 else ".zarray")
 
-
-class GrowthCatalog(ZarrCatalog):
-    """See `Catalog`."""
-
-    def __init__(self, sink: GrowthSink) -> None:
-        self._grows, self._new_keys, self._short_keys = sink, dict[str, str](), dict[str, str]()
-        super().__init__(sink)
-        try:
-            self._seen = self._look()
-            for name, array in sink.arrays.items():
-                document = array.old_document | json.loads(self._seen[sink.metadata_key(name)][0])
-                if json.dumps(document) != json.dumps(array.old_document):  # as text, because NaN is not equal to itself
-                    raise changed_meanwhile(self._grows.path)
-        except BaseException:
-            self.abandon()
-            raise
-
     def _look(self) -> dict[str, tuple[bytes, Any]]:
         """The metadata that will change, in that order: coordinates after other arrays, what describes several arrays last. As
         they are in the store, and when they were written: a store that has taken the place of this one may have the same.
         """
-        store, arrays, seen = open_store(self._grows.folder.old, Access(allow_external=True)), self._grows.arrays, {}
+        store, arrays, seen = open_store(self.folder.old, Access(allow_external=True)), self.arrays, {}
         names = sorted(arrays, key=lambda name: (len(arrays[name].old_shape) == 1, name))
         keys = [key for key, _ in _shared_documents(store, arrays)]
-        with named(self._grows.path):
-            for key in [*map(self._grows.metadata_key, names), *keys]:
+        with named(self.path):
+            for key in [*map(self.metadata_key, names), *keys]:
                 state, text = store.state(key), store.read(key)
                 if text is None:
-                    raise changed_meanwhile(self._grows.path)
+                    raise changed_meanwhile(self.path)
                 seen[key] = (text, state)
         return seen
 
     def finish(self) -> None:
         """See `Catalog`. The new metadata are beside the store too, but for their place."""
         super().finish()
-        with named(self._grows.path):
-            self._new_keys = self._put_documents("", {name: one.new_shape for name, one in self._grows.arrays.items()})
-            if any(one.old_shape != one.stored_shape for one in self._grows.arrays.values()):
-                kept = {name: one.old_shape for name, one in self._grows.arrays.items()}
+        with named(self.path):
+            self._new_keys = self._put_documents("", {name: one.new_shape for name, one in self.arrays.items()})
+            if any(one.old_shape != one.stored_shape for one in self.arrays.values()):
+                kept = {name: one.old_shape for name, one in self.arrays.items()}
                 self._short_keys = self._put_documents("short-", kept)
-            self._folder.sync()
+            self.folder.sync()
 
     def _put_documents(self, kind: str, shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
         """The metadata with these shapes, beside the store: by key in it, the key here."""
-        keys, own = {}, {self._grows.metadata_key(name): name for name in shapes}
+        keys, own = {}, {self.metadata_key(name): name for name in shapes}
         for k, (key, (text, _)) in enumerate(self._seen.items()):
             document = json.loads(text)
             if key in own:
@@ -304,15 +298,15 @@ class GrowthCatalog(ZarrCatalog):
             for name, shape in _shapes_in(key, document, shapes):
                 shape[:] = shapes[name]
             keys[key] = f"{GROWTH_MARK}-{kind}{k}"
-            self._folder.put(keys[key], json.dumps(document, indent=2).encode())
+            self.folder.put(keys[key], json.dumps(document, indent=2).encode())
         return keys
 
     def commit(self) -> None:
         """See `Catalog`. If rows are replaced, the store first has those alone that stay."""
         if not self._is_finished:
             raise ValueError("finish the catalog first")
-        folder = self._grows.folder
-        with named(self._grows.path):
+        folder = self.folder
+        with named(self.path):
             self._refuse_changed()
             if self._short_keys:
                 folder.replace(self._short_keys, {key: text for key, (text, _) in self._seen.items()})
@@ -325,12 +319,12 @@ class GrowthCatalog(ZarrCatalog):
                 if self._short_keys:
                     raise self._half_replaced(error) from error
                 raise
-            for name, array in self._grows.arrays.items():
+            for name, array in self.arrays.items():
                 folder.remove(os.path.join(name.strip("/"), key) for key in array.files_behind())
         self.abandon()
 
     def _half_replaced(self, error: OSError) -> SourceError:
-        path, n = self._grows.path, max(array.old for array in self._grows.arrays.values())
+        path, n = self.path, max(array.old for array in self.arrays.values())
         return SourceError(
             f"rows of '{path}' could not be replaced ({error.strerror or error}). It now has the first {n:,} alone, those "
             "before the ones to replace. Append the others again, without at=",
@@ -339,11 +333,11 @@ class GrowthCatalog(ZarrCatalog):
 
     def _moves(self, at_edge: bool) -> Iterator[tuple[str, str]]:
         """Key here and in the store, of the objects at the old edge, or of the others."""
-        for name, array in self._grows.arrays.items():
+        for name, array in self.arrays.items():
             for source, there, is_edge in array.files():
                 if is_edge == at_edge:
                     yield os.path.join(name.strip("/"), source), os.path.join(name.strip("/"), there)
 
     def _refuse_changed(self) -> None:
         if self._look() != self._seen:
-            raise changed_meanwhile(self._grows.path)
+            raise changed_meanwhile(self.path)

@@ -27,8 +27,7 @@ from shardload.formats.access import Access
 from shardload.storage.containment import TARGET_HINT, OutsideError
 from shardload.storage.leftovers import ROOTS
 from shardload.storage.local import LocalFile, state_of
-from shardload.storage.memory import MemoryObject
-from shardload.storage.objects import Content, StoredObject
+from shardload.storage.objects import Content, MemoryObject, StoredObject
 from shardload.storage.remote import is_remote, open_remote, without_secrets
 
 SUFFIXES = (".json", ".json.zst")

@@ -3,7 +3,7 @@
 1. Without shards a chunk is a file of its own: nobody is asked where it goes.
 2. The chunks of a shard are encoded by anyone. The catalog gives each its offset by a running sum, and at the end writes the
    index behind the last one, with its CRC-32C.
-3. The store is a folder with a temporary name, or at its URL, without metadata. `ZarrCatalog.finish` writes that of the arrays,
+3. The store is a folder with a temporary name, or at its URL, without metadata. `ZarrSink.finish` writes that of the arrays,
    then that of the groups, the root's last.
 """
 
@@ -37,7 +37,7 @@ from shardload.formats.sink import (
     Writer,
     with_dims,
 )
-from shardload.formats.zarr.encodings import document_of, fill_of, group_document, plain_attrs
+from shardload.formats.zarr.encodings import document_of, files_of, fill_of, group_document, plain_attrs
 from shardload.formats.zarr.metadata import Json, ZarrLayout
 from shardload.planning.grid import unravel
 from shardload.storage.leftovers import METADATA
@@ -89,8 +89,8 @@ class ZarrEncoder(Encoder):
         return os.path.join(self.name.strip("/"), self.layout.key(self.shard_of(unravel(number, self.spec.grid))))
 
 
-class ZarrSink(Sink):
-    """A new Zarr store in a folder.
+class ZarrSink(Sink, Catalog):
+    """A new Zarr store in a folder. On the rank that calls `create` it is the catalog, too.
 
     Parameters
     ----------
@@ -143,7 +143,10 @@ class ZarrSink(Sink):
             if checked.texts is not None:
                 self._texts[name] = checked
             elif checked.chunks is None and checked.shape and 0 not in checked.shape:
-                _check_single(name, checked)
+                if math.prod(checked.shape) * checked.dtype.itemsize > 2**31 - 1:
+                    raise ConfigError(
+                        f"'{name}' has {checked.shape} elements and no chunks: one rank would have to hold it. Pass chunks="
+                    )
                 self.arrays[name] = ZarrEncoder.new(path, name, replace(checked, chunks=checked.shape), version)  # one chunk
             else:
                 self.arrays[name] = ZarrEncoder.new(path, name, checked, version)
@@ -158,10 +161,6 @@ class ZarrSink(Sink):
         for name in specs:
             if why := refused_name(name):
                 raise ConfigError(f"an array is called '{name}', {why}. Rename it")
-
-    def create(self) -> Catalog:
-        """See `Sink`."""
-        return ZarrCatalog(self)
 
     def take_up(self) -> dict[str, Bools] | None:
         """See `Sink`."""
@@ -217,6 +216,67 @@ class ZarrSink(Sink):
         """See `Sink`."""
         return self.arrays[name].key_of(number)
 
+    # --- as the catalog
+
+    def create(self) -> Catalog:
+        """See `Sink`."""
+        with named(self.path):
+            address = self.folder.create()
+        self._is_finished = False
+        self._shards = {name: _Shards(one) for name, one in self.arrays.items() if one.is_placed_by_root}
+        self.ticket = Ticket(address, {name: Places([0], [0], 0) for name in self.arrays if name not in self._shards})
+        return self
+
+    def allocate(self, name: str, numbers: Sequence[int] | Int64s, nbytes: Sequence[int] | Int64s, masks: Any = 0) -> Int64s:
+        """See `Catalog`."""
+        return self._shards[name].allocate(numbers, nbytes)
+
+    def finish(self) -> None:
+        """See `Catalog`."""
+        if self._is_finished:
+            raise ValueError("the catalog is finished")
+        with named(self.path):
+            for name in self.arrays:
+                if name in self._shards:
+                    self._write_indexes(self._shards[name])
+                else:
+                    self._check_keys(name)
+            *documents, last = (
+                (key, content if isinstance(content, bytes) else json.dumps(content, indent=2, allow_nan=False).encode())
+                for key, content in self.documents()
+            )
+            for key, content in documents:
+                if key not in self.taken_up:  # the values of an array of text
+                    self.folder.put(key, content)
+            self.folder.finish(*last)
+        self._is_finished = True
+
+    def _write_indexes(self, shards: _Shards) -> None:
+        shards.check_complete()
+        grid = shards.encoder.shard_grid
+        for number in range(math.prod(grid)):
+            at = unravel(number, grid)
+            key = os.path.join(shards.name.strip("/"), shards.encoder.layout.key(at))
+            if self.folder.version(key) is None:
+                raise FileNotFoundError(errno.ENOENT, f"'{key}' is gone")
+            self.folder.write_at(key, shards.index(at), int(shards.ends[number]))
+
+    def _check_keys(self, name: str) -> None:
+        """ValueError unless each chunk has an object."""
+        n, n_here = math.prod(self.arrays[name].spec.grid), sum(1 for _ in self.folder.keys(name.strip("/")))
+        if n_here != n:
+            raise ValueError(f"'{name}' has {n_here} files in place of one for each of its {n} chunks")
+
+    def commit(self) -> None:
+        """See `Catalog`."""
+        if not self._is_finished:
+            raise ValueError("finish the catalog first")
+        self.folder.publish()
+
+    def abandon(self, *, keeps: bool = False) -> None:
+        """See `Catalog`."""
+        self.folder.discard(keeps=keeps)
+
     def documents(self) -> Iterator[tuple[str, Any]]:
         """The files of metadata, in the order in which they are written: name in the store, and content. Arrays of text are
         among them, with their chunks, as bytes.
@@ -226,12 +286,7 @@ class ZarrSink(Sink):
             groups = set()
         documents: dict[str, Any] = {}  # those of arrays, then of groups; "", the root, is the last
         for name, array in self.arrays.items():
-            folder = name.strip("/")
-            if self.version == 3:
-                documents[os.path.join(folder, "zarr.json")] = array.document
-            else:
-                attrs = plain_attrs(name, array.spec.attrs) | {"_ARRAY_DIMENSIONS": list(array.spec.dims or ())}
-                documents |= {os.path.join(folder, ".zattrs"): attrs, os.path.join(folder, ".zarray"): array.document}
+            documents |= files_of(name.strip("/"), array.document)
         for name, spec in self._texts.items():
             for file, content in _written(spec, self.version).items():
                 key = os.path.join(name.strip("/"), file)
@@ -240,11 +295,9 @@ class ZarrSink(Sink):
                 else:
                     yield key, content
         for folder in sorted(groups, reverse=True):
-            attrs = self.attrs if not folder else self.group_attrs.get(folder, {})
-            if self.version == 2:
-                documents[os.path.join(folder, ".zattrs")] = attrs
-            key = os.path.join(folder, "zarr.json" if self.version == 3 else ".zgroup")
-            documents[key] = group_document(self.version, attrs)
+            documents |= files_of(
+                folder, group_document(self.version, self.group_attrs.get(folder, {}) if folder else self.attrs)
+            )
         if groups:  # all in one, as zarr-python's `consolidate_metadata` has it
             last = next(reversed(documents))
             root = documents.pop(last)
@@ -301,82 +354,16 @@ def refused_name(name: str) -> str | None:
     return None
 
 
-def _check_single(name: str, spec: ArraySpec) -> None:
-    if math.prod(spec.shape) * spec.dtype.itemsize > 2**31 - 1:
-        raise ConfigError(f"'{name}' has {spec.shape} elements and no chunks: one rank would have to hold it. Pass chunks=")
-
-
-class ZarrCatalog(Catalog):
-    """See `Catalog`."""
-
-    def __init__(self, sink: ZarrSink) -> None:
-        self._sink, self._folder, self._is_finished = sink, sink.folder, False
-        with named(sink.path):
-            address = self._folder.create()
-        self.ticket = Ticket(address, {n: Places([0], [0], 0) for n, e in sink.arrays.items() if not e.is_placed_by_root})
-        self._shards = {name: _Shards(one) for name, one in sink.arrays.items() if one.is_placed_by_root}
-
-    def allocate(self, name: str, numbers: Sequence[int] | Int64s, nbytes: Sequence[int] | Int64s, masks: Any = 0) -> Int64s:
-        """See `Catalog`."""
-        return self._shards[name].allocate(numbers, nbytes)
-
-    def finish(self) -> None:
-        """See `Catalog`."""
-        if self._is_finished:
-            raise ValueError("the catalog is finished")
-        with named(self._sink.path):
-            for name, one in self._sink.arrays.items():
-                if name in self._shards:
-                    self._write_indexes(name, one)
-                else:
-                    self._check_keys(name, one)
-            *documents, last = (
-                (key, content if isinstance(content, bytes) else json.dumps(content, indent=2, allow_nan=False).encode())
-                for key, content in self._sink.documents()
-            )
-            for key, content in documents:
-                if key not in self._sink.taken_up:  # the values of an array of text
-                    self._folder.put(key, content)
-            self._folder.finish(*last)
-        self._is_finished = True
-
-    def _write_indexes(self, name: str, one: ZarrEncoder) -> None:
-        shards, grid = self._shards[name], one.shard_grid
-        shards.check_complete()
-        for number in range(math.prod(grid)):
-            at = unravel(number, grid)
-            key = os.path.join(name.strip("/"), one.layout.key(at))
-            if self._folder.version(key) is None:
-                raise FileNotFoundError(errno.ENOENT, f"'{key}' is gone")
-            self._folder.write_at(key, shards.index(at), int(shards.ends[number]))
-
-    def _check_keys(self, name: str, one: ZarrEncoder) -> None:
-        """ValueError unless each chunk has an object."""
-        n, n_here = math.prod(one.spec.grid), sum(1 for _ in self._folder.keys(name.strip("/")))
-        if n_here != n:
-            raise ValueError(f"'{name}' has {n_here} files in place of one for each of its {n} chunks")
-
-    def commit(self) -> None:
-        """See `Catalog`."""
-        if not self._is_finished:
-            raise ValueError("finish the catalog first")
-        self._folder.publish()
-
-    def abandon(self, *, keeps: bool = False) -> None:
-        """See `Catalog`."""
-        self._folder.discard(keeps=keeps)
-
-
 class _Shards(PlacedChunks):
     """Where the chunks of one sharded array are in their shard files."""
 
     def __init__(self, one: ZarrEncoder) -> None:
         super().__init__(one.name, one.spec.grid)
-        self._one, self.ends = one, np.zeros(math.prod(one.shard_grid), dtype=np.int64)
+        self.encoder, self.ends = one, np.zeros(math.prod(one.shard_grid), dtype=np.int64)
 
     def allocate(self, numbers: Any, nbytes: Any) -> Int64s:
         which, sizes = self.checked(numbers, nbytes)
-        one, per = self._one, self._one.layout.per_shard or ()
+        one, per = self.encoder, self.encoder.layout.per_shard or ()
         index = np.unravel_index(which, one.spec.grid)
         shard = np.ravel_multi_index([k // n for k, n in zip(index, per, strict=True)], one.shard_grid)
         # A running sum in each shard: of all chunks in the order of their shards, less the sum where the shard begins.
@@ -392,7 +379,7 @@ class _Shards(PlacedChunks):
         """The index of a shard: offset and length of each chunk in C order, then the CRC-32C. Chunks outside of the array are
         missing.
         """
-        one, per = self._one, self._one.layout.per_shard or ()
+        one, per = self.encoder, self.encoder.layout.per_shard or ()
         table = np.full((*per, 2), _MISSING, dtype="<u8")
         box = tuple(slice(k * n, min((k + 1) * n, m)) for k, n, m in zip(at, per, one.spec.grid, strict=True))
         sizes, offsets = self.sizes.reshape(one.spec.grid)[box], self.offsets.reshape(one.spec.grid)[box]

@@ -333,7 +333,7 @@ def open_store(path: str, access: Access = STRICT) -> WatchedStore:
     if is_url or is_references(path):
         nothing = zarr.storage.MemoryStore(read_only=True)
         if is_url and not without_secrets(path).lower().endswith(SUFFIXES):
-            return WatchedStore(nothing, folder=open_remote(path, access.storage).folder())
+            return WatchedStore(nothing, folder=open_remote(path, access.storage))
         return WatchedStore(nothing, folder=ReferenceFolder(path, access))
     if os.path.isdir(path):
         refuse_parquet(path)

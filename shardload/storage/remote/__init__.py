@@ -1,8 +1,7 @@
 """How are objects in stores read: in S3, Google, Azure, on an HTTP server?
 
-    opened = open_remote("s3://bucket/run.h5", {"region": "us-west-2", "skip_signature": True})
-    with closing(opened.object()) as stored: ...     # a `StoredObject`
-    folder = opened.folder()                         # an `ObjectFolder`: keys below that URL
+    folder = open_remote("s3://bucket/run.h5", {"region": "us-west-2", "skip_signature": True})
+    with closing(folder.object()) as stored: ...     # a `StoredObject`; `folder` has the keys below that URL (`ObjectFolder`)
 
 ``(obstore store, key)`` becomes, where a call begins, a URL and ``{"store": store}`` (`with_store`): below, all are URLs.
 
@@ -17,14 +16,13 @@ obstore is imported by `open_remote`, so never for local files.
 from shardload.storage.remote.address import StorageOptions, is_remote, with_store, without_secrets
 from shardload.storage.remote.ahead import MOST_AHEAD_NBYTES, PIECE_NBYTES
 from shardload.storage.remote.client import Counts, Pin, RemoteChangedError, RemoteError, counts
-from shardload.storage.remote.objects import Remote, RemoteFolder, RemoteObject, expect, open_remote
+from shardload.storage.remote.objects import RemoteFolder, RemoteObject, expect, open_remote
 
 __all__ = [
     "MOST_AHEAD_NBYTES",
     "PIECE_NBYTES",
     "Counts",
     "Pin",
-    "Remote",
     "RemoteChangedError",
     "RemoteError",
     "RemoteFolder",

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import urlsplit
 
 from shardload.errors import ConfigError
@@ -66,17 +66,6 @@ class StorageOptions(Mapping[str, Any]):
         return f"{{{', '.join(sorted(self._values))}}}"
 
 
-class Address(NamedTuple):
-    """A store of obstore, the key in it (of an object, or of what lies above others), both as text for people, and how many
-    requests may be under way.
-    """
-
-    store: Any
-    key: str
-    name: str
-    requests: int
-
-
 def is_remote(path: Any) -> bool:
     """True for the URL of a store.
 
@@ -125,8 +114,10 @@ def without_secrets(url: str) -> str:
     return f"{scheme}://{host.rpartition('@')[2]}{slash}{key}"
 
 
-def address_of(url: str, options: Mapping[str, Any]) -> Address:
-    """What a URL names. ConfigError if that cannot be told, or obstore is not installed."""
+def address_of(url: str, options: Mapping[str, Any]) -> tuple[Any, str, str, int]:
+    """What a URL names: a store of obstore, the key in it (of an object, or of what lies above others), both as text for
+    people, and how many requests may be under way. ConfigError if that cannot be told, or obstore is not installed.
+    """
     try:
         import obstore.store as stores
     except ImportError:
@@ -135,7 +126,7 @@ def address_of(url: str, options: Mapping[str, Any]) -> Address:
     ours = {name: value for name, value in options.items() if name in _OURS}
     requests = _count(ours.get("requests", 16))
     if (store := ours.get("store")) is not None and url.startswith(root := _root_of(store)):
-        return Address(_without_retries(store), url.removeprefix(root).strip("/"), url, requests)
+        return _without_retries(store), url.removeprefix(root).strip("/"), url, requests
     scheme, _, rest = url.partition("://")
     kind, scheme = _SCHEMES[scheme.lower()], scheme.lower()
     client = {**_TIMEOUTS, **{name: value for name, value in options.items() if name in _OF_CLIENT}}
@@ -173,7 +164,7 @@ def address_of(url: str, options: Mapping[str, Any]) -> Address:
         failed = _why_not(error, options)
     if failed:
         raise ConfigError(f"'{without_secrets(url)}' cannot be reached with storage={StorageOptions(options)}: {failed}")
-    return Address(store, key.strip("/"), without_secrets(url), requests)
+    return store, key.strip("/"), without_secrets(url), requests
 
 
 def _count(value: Any) -> int:

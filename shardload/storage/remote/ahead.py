@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -56,18 +56,14 @@ def plan_pieces(offsets: Ints, sizes: Ints) -> list[tuple[int, int, int]]:
     return pieces
 
 
-class Holder(Protocol):
-    """An object, or a folder of them: what is fetched of it waits there."""
-
-    def fetch_ahead(self, wanted: list[Any], has_more: bool) -> None:
-        """Begin to fetch what was told, and what still waits; `has_more`: what comes next may join the last request."""
-        ...
-
-
 class Wanted(NamedTuple):
-    """Of one holder: what it understands, and how many bytes that is about."""
+    """What will be read of one object or folder, in words that its `fetch_ahead` understands, and how many bytes that is about.
 
-    holder: Holder
+    ``holder.fetch_ahead(whats, has_more)`` begins to fetch it, and what waits there; `has_more`: what comes next may join the
+    last request.
+    """
+
+    holder: Any
     nbytes: int
     what: Any
 
@@ -84,7 +80,7 @@ class Ahead:
     def __init__(self, run: Callable[[Callable[[], None]], Any]) -> None:
         self._run, self._lock, self._pulling = run, threading.Lock(), threading.Lock()
         self._expected, self._nbytes = deque[Iterator[Wanted]](), 0
-        self._last: Holder | None = None  # whose last request waits
+        self._last: Any = None  # whose last request waits
 
     def expect(self, wanted: Iterator[Wanted]) -> None:
         """Told what will be read, in about this order, after what was told before."""
@@ -134,7 +130,7 @@ class Ahead:
         self._settle(found, found[-1].holder if has_more else None)
         return True
 
-    def _settle(self, found: list[Wanted], last: Holder | None) -> None:
+    def _settle(self, found: list[Wanted], last: Any) -> None:
         """Have it fetched, and what waits, but for the last request of `last`."""
         holders = dict.fromkeys(filter(None, [self._last, *(part.holder for part in found)]))
         self._last = last

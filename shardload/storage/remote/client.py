@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardload.storage.objects import Bytes
-from shardload.storage.remote.address import Address
+from shardload.storage.remote.address import address_of
 from shardload.storage.remote.ahead import Ahead
 from shardload.system.thread_pool import Pool
 
@@ -173,13 +173,15 @@ class Client:
 
     Parameters
     ----------
-    address : Address
-        Its key is put before those that are asked for.
+    url : str
+        What it names is put before the keys that are asked for.
+    options : mapping
+        How the store is reached.
     """
 
-    def __init__(self, address: Address) -> None:
-        self._store, self._base, self._name = address.store, address.key, address.name
-        self._throttle, self._has_answered = _Throttle(address.requests), False
+    def __init__(self, url: str, options: Mapping[str, Any]) -> None:
+        self._store, self._base, self._name, most = address_of(url, options)
+        self._throttle, self._has_answered = _Throttle(most), False
 
     def __repr__(self) -> str:
         return f"Client('{self._name}')"
@@ -298,6 +300,7 @@ def _pin_of(meta: Any) -> Pin:
 
 
 _PUBLIC = "If it is public, pass storage={'skip_signature': True}"
+_STATUS = {"FileNotFoundError": 404, "PreconditionError": 412, "AlreadyExistsError": 412}
 _CAUSES = {  # of S3 by their code, whatever the status
     "ExpiredToken": (400, "the session token has expired. Get a new one, and load again"),
     "InvalidAccessKeyId": (403, f"the store does not know the access key. {_PUBLIC}"),
@@ -306,6 +309,27 @@ _CAUSES = {  # of S3 by their code, whatever the status
     "NoSuchBucket": (404, "there is no such bucket"),
 }
 
+_BELOW = (  # words of obstore's errors without a status, in that order: what to say, and whether it may pass
+    (
+        "Range request not supported|NotPartial",
+        "the server does not answer with a range of it, but with all. Download it, and load the file",
+        False,
+    ),
+    ("Could not parse path", "its key has an empty, '.' or '..' part, which is not supported", False),
+    (
+        "certificate|InvalidMessage|InvalidContentType|AlertReceived|Tls|tls",
+        "no TLS connection: the certificate is not trusted, or there is no TLS at that port. For an own authority pass "
+        "storage={'root_certificate': text of its PEM file}",
+        False,
+    ),
+    ("proxy|tunnel", "the proxy cannot be used. Look at HTTPS_PROXY, or pass storage={'proxy_url': ...}", True),
+    ("dns error", "the name of its server is not known", True),
+    ("kind: Timeout|TimedOut", "nothing came for a long time", True),
+    ("IncompleteBody|kind: Interrupted", "the connection ended too early", True),
+    ("kind: Connect", "no connection to its server. Is the address right, and a proxy needed?", True),
+    ("HttpError", "the connection failed", True),
+)
+
 
 def _meaning(error: Exception) -> _Failure:
     """What obstore says, in words that hold nothing secret: a status, a code of S3, or the kind of what went wrong below."""
@@ -313,11 +337,7 @@ def _meaning(error: Exception) -> _Failure:
         return _Failure(0, "its body was cut short", True)
     text = str(error)
     found = re.search(r"status code: (\d{3})", text)
-    status = (
-        int(found[1])
-        if found
-        else {"FileNotFoundError": 404, "PreconditionError": 412, "AlreadyExistsError": 412}.get(type(error).__name__, 0)
-    )
+    status = int(found[1]) if found else _STATUS.get(type(error).__name__, 0)
     code = (re.search(r"<Code>(\w{1,60})</Code>", text) or ["", ""])[1]
     region = re.search(r"<Region>([\w-]{1,40})</Region>", text)
     if "169.254.169.254" in text or "metadata.google.internal" in text or "computeMetadata" in text:
@@ -346,25 +366,7 @@ def _meaning(error: Exception) -> _Failure:
     if status:
         return _Failure(status, f"the server answers {status} {code}".rstrip(), status in _PASSING)
     text = re.sub(r"\w+://\S+", "", text)  # words of a key would be taken for causes
-    if "Range request not supported" in text or "NotPartial" in text:
-        return _Failure(0, "the server does not answer with a range of it, but with all. Download it, and load the file", False)
-    if "Could not parse path" in text:
-        return _Failure(0, "its key has an empty, '.' or '..' part, which is not supported", False)
-    if re.search("certificate|InvalidMessage|InvalidContentType|AlertReceived|Tls|tls", text):
-        return _Failure(
-            0,
-            "no TLS connection: the certificate is not trusted, or there is no TLS at that port. For an own authority pass "
-            "storage={'root_certificate': text of its PEM file}",
-            False,
-        )
-    for word, said in (
-        ("proxy|tunnel", "the proxy cannot be used. Look at HTTPS_PROXY, or pass storage={'proxy_url': ...}"),
-        ("dns error", "the name of its server is not known"),
-        ("kind: Timeout|TimedOut", "nothing came for a long time"),
-        ("IncompleteBody|kind: Interrupted", "the connection ended too early"),
-        ("kind: Connect", "no connection to its server. Is the address right, and a proxy needed?"),
-        ("HttpError", "the connection failed"),
-    ):
-        if re.search(word, text):
-            return _Failure(0, said, True)
+    for words, said, passes in _BELOW:
+        if re.search(words, text):
+            return _Failure(0, said, passes)
     return _Failure(0, f"its store gives an answer that is not understood ({type(error).__name__})", False)

@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 from shardload.errors import ConfigError
-from shardload.storage.remote.address import address_of, without_secrets
+from shardload.storage.remote.address import without_secrets
 from shardload.storage.remote.client import Client
 from shardload.storage.remote.objects import RemoteFolder
 from shardload.storage.target import FOLDER_MARK
@@ -49,7 +49,7 @@ class NewRemoteFolder(RemoteFolder):
             raise ConfigError(
                 f"'{without_secrets(url)}' is on an HTTP server, to which nothing is saved. Save to a folder, and upload it"
             )
-        super().__init__(Client(address_of(url, options)))
+        super().__init__(Client(url, options))
         self._mode, self._mark, self._last = mode, b"", ("", b"")
 
     # --- on one rank

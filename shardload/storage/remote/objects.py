@@ -16,7 +16,6 @@ import numpy as np
 
 from shardload.errors import ShardloadWarning
 from shardload.storage.objects import Bytes, Content, Ints, NoListingError, Ranges, StoredObject
-from shardload.storage.remote.address import address_of
 from shardload.storage.remote.ahead import PIECE_NBYTES, Wanted, plan_pieces
 from shardload.storage.remote.client import Answer, Client, Pin, RemoteChangedError, RemoteError, ahead
 
@@ -38,37 +37,15 @@ def expect(wanted: Iterator[tuple[StoredObject, Ints, Ints]]) -> None:
     ahead().expect(found())
 
 
-class Remote:
-    """What a URL names, before anything is asked: an object, or what lies above others. No request is sent to make it.
-
-    Parameters
-    ----------
-    client : Client
-        Sends requests.
-    """
-
-    def __init__(self, client: Client) -> None:
-        self._client = client
-        self.name = client.name("")
-
-    def object(self, pin: Pin | tuple[int, str] | None = None) -> RemoteObject:
-        """The object, as the version that another rank has seen (`RemoteObject.pin`), or as the one that is there now."""
-        return RemoteObject(self._client, "", None if pin is None else Pin(*pin))
-
-    def folder(self) -> RemoteFolder:
-        """The objects below it."""
-        return RemoteFolder(self._client)
-
-
-def open_remote(url: str, options: Mapping[str, Any] | None = None) -> Remote:
-    """The object or folder of a URL. Sends no request.
+def open_remote(url: str, options: Mapping[str, Any] | None = None) -> RemoteFolder:
+    """What a URL names, before anything is asked: an object (`RemoteFolder.object`), or what lies above others.
 
     Raises
     ------
     ConfigError
         If an option is not known, the URL names no bucket, a profile is not there, or obstore is not installed.
     """
-    return Remote(Client(address_of(url, options or {})))
+    return RemoteFolder(Client(url, options or {}))
 
 
 class _Piece:
@@ -200,7 +177,7 @@ class RemoteObject:
         ]
 
     def fetch_ahead(self, wanted: list[tuple[Ints, Ints]], has_more: bool) -> None:
-        """See `ahead.Holder`: offsets and sizes."""
+        """See `ahead.Wanted`: offsets and sizes."""
         with self._lock:
             waited, self._waiting = self._waiting, []
         wanted = [*waited, *wanted]
@@ -268,13 +245,17 @@ def _in_pieces(
 
 
 class RemoteFolder:
-    """The objects below a URL, by their keys (`ObjectFolder`)."""
+    """The objects below a URL, by their keys (`ObjectFolder`). No request is sent to make it."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
         self.name = client.name("")
         self._lock, self._ahead = threading.Lock(), dict[str, tuple[Future[Answer], int]]()
         self._is_told, self._early = False, set[str]()  # what was read before it was fetched ahead is not fetched again
+
+    def object(self, pin: Pin | tuple[int, str] | None = None) -> RemoteObject:
+        """That at the URL itself: as the version that another rank has seen (`RemoteObject.pin`), or as it is now."""
+        return RemoteObject(self._client, "", None if pin is None else Pin(*pin))
 
     def version(self, key: str) -> State | None:
         """See `ObjectFolder`. One request."""
@@ -316,7 +297,7 @@ class RemoteFolder:
         ahead().add(-sum(nbytes for _, nbytes in held))
 
     def fetch_ahead(self, wanted: list[tuple[str, int, int]], has_more: bool) -> None:
-        """See `ahead.Holder`: keys, the most bytes of each, and about how many it has."""
+        """See `ahead.Wanted`: keys, the most bytes of each, and about how many it has."""
         with self._lock:
             wanted, told = [one for one in wanted if one[0] not in self._early], {key for key, _, _ in wanted}
             self._early -= told

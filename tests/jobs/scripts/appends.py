@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload.engine.read_back import ReadBack
-from shardload.formats.zarr.growth import GrowthCatalog
+from shardload.formats.zarr.growth import GrowthSink
 from shardload.storage.changes import GrowingFile
 from shardload.storage.new_folder import AddedFolder
 
@@ -44,13 +44,13 @@ def main(folder: Path, phase: str) -> None:
     phases: dict[str, tuple[int, Any, str, int, str]] = {
         "put": (n - 1, os, "pwrite", 1, ""),
         "read back": (n - 1, ReadBack, "_compare_stored", 1, ""),
-        "commit": (0, GrowthCatalog, "commit", 1, ""),
+        "commit": (0, GrowthSink, "commit", 1, ""),
         "first new chunk": (0, os, "replace", 2, ""),
         "edge": (0, AddedFolder, "replace", 1, ""),
         "metadata": (0, os, "replace", 1, "zarr.json"),
         "second metadata": (0, os, "replace", 2, "zarr.json"),
         "consolidated": (0, os, "replace", 3, "zarr.json"),
-        "end": (0, GrowthCatalog, "abandon", 1, ""),
+        "end": (0, GrowthSink, "abandon", 1, ""),
     }
     file = next(name for name in ("run.zarr", "run.h5") if (folder / name).exists())
     # What rank 0 syncs: the new end; then the mark, changes, and the head.

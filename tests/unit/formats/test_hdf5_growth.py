@@ -26,7 +26,7 @@ from shardload.errors import ConfigError, SourceError
 from shardload.formats.hdf5.growth import Hdf5GrowthCatalog, read_file
 from shardload.formats.hdf5.ledger import Ledger, LedgerFile
 from shardload.formats.lookup import find_array, format_of
-from shardload.storage import locks, new_file
+from shardload.storage import locks, target
 from shardload.storage.changes import changes_of, complete_append
 from shardload.storage.leftovers import find_leftover
 from tests.tiers import quick_ones
@@ -647,7 +647,7 @@ def test_a_write_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """Wrong if an error at any write left a lock, a longer file, or one that the next append cannot complete."""
     path = tmp_path / "d" / "x.h5"
     path.parent.mkdir()
-    right, n_marked = new_file.put_at, 0
+    right, n_marked = target.put_at, 0
     for fails_at in range(1, 200):
         shutil.rmtree(path.parent)
         path.parent.mkdir()
@@ -661,7 +661,7 @@ def test_a_write_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             right(descriptor, data, offset)
 
         with monkeypatch.context() as patch:
-            patch.setattr(new_file, "put_at", put)
+            patch.setattr(target, "put_at", put)
             try:
                 grow(path, VALUES)
             except SourceError as error:

@@ -27,7 +27,7 @@ from shardload.formats.hdf5.growth import read_file
 from shardload.formats.lookup import open_source
 from shardload.formats.saving import make_sink
 from shardload.formats.sink import ArraySpec, Compression, Places, Stored
-from shardload.storage import new_file
+from shardload.storage import target
 from tests.tiers import some_of
 from tests.unit.files import read_all
 from tests.unit.saving import put_whole, quick_fsync, ramp, save, write_all  # noqa: F401
@@ -118,12 +118,12 @@ def test_space_is_reserved_for_what_has_its_place(tmp_path: Path, monkeypatch: p
         asked.append((os.readlink(f"/proc/self/fd/{descriptor}"), start, stop))
         return target_reserve(descriptor, start, stop)
 
-    target_reserve = new_file.reserve
+    target_reserve = target.reserve
     values = {"z": ramp((30, 40, 50), "f4"), "plain": ramp((40, 50, 60), "f8"), "run": ramp((50, 60, 70), "i2")}
     specs = {"z": spec("f4", "gzip", (7, 8, 9), (30, 40, 50)), "plain": spec("f8", None, (8, 10, 12), (40, 50, 60))}
     specs["run"] = spec("i2", None, None, (50, 60, 70))
     save(tmp_path / "without.h5", values, specs)
-    monkeypatch.setattr(new_file, "reserve", reserve)
+    monkeypatch.setattr(target, "reserve", reserve)
     save(tmp_path / "x.h5", values, specs)
     ((where, start, stop),) = asked
     assert os.path.basename(where).startswith("x.h5.")

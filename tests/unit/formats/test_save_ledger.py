@@ -19,7 +19,7 @@ from shardload.formats.hdf5 import ledger as ledger_module
 from shardload.formats.hdf5.ledger import HEAD_NBYTES, Ledger
 from shardload.formats.saving import make_sink
 from shardload.formats.sink import ArraySpec, Compression, Sink
-from shardload.storage.new_file import WritableFile
+from shardload.storage.target import WritableFile
 from tests.jobs.launch import ROOT
 from tests.tiers import quick_ones
 from tests.unit.copies import run_copy

@@ -25,7 +25,7 @@ from shardload.formats.likeness import marked
 from shardload.formats.lookup import open_source
 from shardload.formats.saving import format_for, make_sink
 from shardload.formats.sink import ArraySpec, Compression, Ticket
-from shardload.storage import new_file, new_folder, target
+from shardload.storage import new_folder, target
 from tests.tiers import quick_ones, some_of
 from tests.unit.saving import quick_fsync, ramp, save, write_all  # noqa: F401
 
@@ -379,7 +379,7 @@ def test_a_sync_right_before_a_file_is_made(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_sync_while_other_threads_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sharded: bool) -> None:
     """Wrong if a file was closed that a thread writes to: its bytes would go into the one that gets its number."""
-    values, write, n_written = ramp(SHAPE, "f4"), new_file.put_at, 0
+    values, write, n_written = ramp(SHAPE, "f4"), target.put_at, 0
     sink = make_sink(str(tmp_path / "x.zarr"), {"x": spec("f4", None, shards=SHARDS if sharded else None)})
     one = sink.arrays["/x"]
     with sink.create() as catalog, sink.writer(catalog.ticket) as writer:
@@ -391,7 +391,7 @@ def test_a_sync_while_other_threads_write(tmp_path: Path, monkeypatch: pytest.Mo
             write(descriptor, data, offset)
             n_written += 1
 
-        monkeypatch.setattr(new_file, "put_at", put_at)
+        monkeypatch.setattr(target, "put_at", put_at)
         for index in np.ndindex(*one.spec.grid):
             stored, number = one.encode(one.region(index), values[one.region(index).slices()]), one.number(one.region(index))
             offset = catalog.allocate("/x", [number], [stored.nbytes])[0] if one.is_placed_by_root else 0

@@ -77,7 +77,7 @@ def test_ranges_are_those_of_the_object(server, scheme):
 @pytest.mark.parametrize("scheme", ["http", "s3"])
 def test_a_folder(server, scheme):
     url = "s3://bucket/s" if scheme == "s3" else f"{server.url}/bucket/s"
-    folder = open_remote(url, server.storage if scheme == "s3" else {}).folder()
+    folder = open_remote(url, server.storage if scheme == "s3" else {})
     contents = folder.read_many(["c/1", "c/2", "c/0"], 1 << 25)
     assert [None if content is None else bytes(content) for content in contents] == [DATA, None, b"0123"]
     with pytest.raises(ValueError, match=r"'c/1' has 20000000 bytes, what is stored there 1000 at most"):

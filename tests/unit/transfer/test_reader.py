@@ -16,8 +16,8 @@ import pytest
 from shardload.errors import ConfigError, PeerError, SourceError
 from shardload.formats.contract.format import HelperError
 from shardload.planning.grid import Grid
-from shardload.planning.parts import Block, Part
 from shardload.planning.region import Region
+from shardload.planning.schedule import Block, Part
 from shardload.planning.selection import select_axes
 from shardload.storage.containment import NotAFileError, OutsideError
 from shardload.transfer.buffers import Resources, Slots, StagedBlock
@@ -94,7 +94,7 @@ def test_any_other_block_is_staged_and_what_stays_here_is_delivered(read: Block,
     with reader_of(source, {0: piece}, slots=slots, checksums=checksums) as reader:
         block = fetch(reader, read)
     assert len(source.reads) == 1 and not np.shares_memory(source.outs[0], piece.data)
-    assert block.slot is not None and np.shares_memory(source.outs[0], block.slot.data)
+    assert block.slot is not None and np.shares_memory(source.outs[0], block.slot)
     np.testing.assert_array_equal(values_of(block, read.region, "f4"), TABLE[read.region.slices()])
     wanted = np.full((8, 4), -1.0)
     for part in read.parts:
@@ -235,7 +235,7 @@ def test_values_that_cannot_be_sent_as_they_are_are_staged(shown: Array) -> None
     source = FakeSource(TABLE, shows=shown)
     block = fetch(reader_of(source), whole(rows(0, 8), rank=1))
     (tile,) = block.tiles
-    assert block.slot is not None and np.shares_memory(tile.data, block.slot.data)
+    assert block.slot is not None and np.shares_memory(tile.data, block.slot)
     assert not np.shares_memory(tile.data, shown) and tile.data.dtype.isnative
     np.testing.assert_array_equal(tile.data, TABLE)
 
@@ -311,7 +311,7 @@ def test_a_short_block_uses_the_front_of_a_slot() -> None:
         block = fetch(reader, whole(region, rank=1))
         (tile,) = block.tiles
         np.testing.assert_array_equal(tile.data, TABLE[region.slices()])
-        assert block.slot is not None and tile.data.ctypes.data == block.slot.data.ctypes.data
+        assert block.slot is not None and tile.data.ctypes.data == block.slot.ctypes.data
         assert tile.data.flags.c_contiguous
         block.release()
 

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from shardload.errors import ConfigError, PeerError, SourceError
 from shardload.formats.contract.chunk_reader import Encoded
 from shardload.planning.grid import Grid
-from shardload.planning.parts import Block, Part
 from shardload.planning.region import Region
+from shardload.planning.schedule import Block, Part
 from shardload.planning.selection import Selection, select_axes
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.tuning import Tuning
 from shardload.transfer.buffers import Resources, Slots
 from shardload.transfer.pieces import LocalPieces
-from shardload.transfer.reader import SourceReader
+from shardload.transfer.reader import open_reader
 from tests.tiers import examples
 from tests.unit.brute_force import Case, cases, chunks_read
 from tests.unit.fakes import (
@@ -123,7 +123,7 @@ def test_what_travels_is_copied_into_the_slot() -> None:
     np.testing.assert_array_equal(piece.data, data[:6])
     values = values_of(block, rows(6, 12, 6), "f4")
     np.testing.assert_array_equal(values, data[6:])
-    assert np.shares_memory(values, block.slot.data)
+    assert np.shares_memory(values, block.slot)
     assert reader.counters.chunks_decoded == 6 and reader.counters.nbytes_copied == 2 * 6 * 6 * 4
     block.release()
     assert slots.has_room()
@@ -137,10 +137,10 @@ def test_chunks_that_follow_each_other_are_decoded_in_the_slot() -> None:
     with reader_of(source, {0: piece}, slots=Slots(1, 7 * 80), n_threads=3) as reader:
         block = fetch(reader, read)
     (tile,) = block.tiles
-    assert block.slot is not None and tile.region == read.region and np.shares_memory(tile.data, block.slot.data)
+    assert block.slot is not None and tile.region == read.region and np.shares_memory(tile.data, block.slot)
     np.testing.assert_array_equal(piece.data, data[1:4])
     np.testing.assert_array_equal(values_of(block, read.parts[1].region, "f4"), data[3:8, 1:, 2:])
-    inside = [np.shares_memory(out, block.slot.data) for out in chunks_of(source).outs]
+    inside = [np.shares_memory(out, block.slot) for out in chunks_of(source).outs]
     wanted = [index >= (3, 0, 0) for index in chunks_of(source).fetched]
     assert len(inside) == 7 and sorted(inside) == sorted(wanted)
 
@@ -184,7 +184,7 @@ def test_a_replica_elsewhere_is_staged_and_delivered_here() -> None:
     source = chunked(TABLE, (2, 4))
     piece = piece_of(rows(0, 2))
     block = fetch(reader_of(source, {0: piece}), Block(rows(0, 2), (Part(rows(0, 2), 0, 0), Part(rows(0, 2), 0, 1))))
-    assert block.slot is not None and np.shares_memory(chunks_of(source).outs[0], block.slot.data)
+    assert block.slot is not None and np.shares_memory(chunks_of(source).outs[0], block.slot)
     np.testing.assert_array_equal(piece.data, TABLE[:2])
     np.testing.assert_array_equal(values_of(block, rows(0, 2), "f4"), TABLE[:2])
 
@@ -227,8 +227,8 @@ def test_casts(dtype: str, n_threads: int) -> None:
         block = fetch(reader, read)
     np.testing.assert_array_equal(piece.data, TABLE[:3].astype(to), strict=True)
     np.testing.assert_array_equal(values_of(block, rows(3, 8), to), TABLE[3:].astype(to), strict=True)
-    assert block.slot is not None and all(np.shares_memory(t.data, block.slot.data) for t in block.tiles)
-    assert not any(np.shares_memory(out, block.slot.data) for out in chunks_of(source).outs), "decoded in the file's dtype"
+    assert block.slot is not None and all(np.shares_memory(t.data, block.slot) for t in block.tiles)
+    assert not any(np.shares_memory(out, block.slot) for out in chunks_of(source).outs), "decoded in the file's dtype"
     assert reader.counters.nbytes_read == TABLE.nbytes
 
 
@@ -500,7 +500,7 @@ def test_all_ranks_readers_together_read_a_selection(
         resources = Resources(slots, n_threads=max(1, n_threads), batch_nbytes=batch_nbytes)
         tuning = Tuning(min_chunk_nbytes=1, inline_nbytes=inline_nbytes)
         local = LocalPieces(rank, pieces[rank], checksums)
-        with resources, SourceReader(source, layout, local, resources, tuning=tuning) as reader:
+        with resources, open_reader(source, layout, local, resources, tuning=tuning) as reader:
             for read in plan.outgoing(rank):
                 assert reader.has_room(read)
                 block = fetch(reader, read)
