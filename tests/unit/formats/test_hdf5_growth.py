@@ -24,7 +24,8 @@ import xarray as xr
 
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.hdf5.growth import Hdf5GrowthCatalog, read_file
-from shardload.formats.hdf5.ledger import Ledger, LedgerFile
+from shardload.formats.hdf5.ledger import Ledger
+from shardload.formats.hdf5.sink import LedgerCatalog
 from shardload.formats.lookup import find_array, format_of
 from shardload.storage import locks, target
 from shardload.storage.changes import changes_of, complete_append
@@ -697,16 +698,16 @@ def _shifted(self: Any, name: str, starts: Any, sizes: Any, masks: Any) -> Any:
     return _place(self, name, starts, sizes, masks)
 
 
-_place = LedgerFile.place
+_place = LedgerCatalog.place
 
 
 @pytest.mark.parametrize(
     ("holder", "name", "wrong", "error", "words"),
     [
-        (LedgerFile, "place", _swapped, (SourceError, RuntimeError), "chunk|twice"),
-        (LedgerFile, "place", _shifted, (SourceError, RuntimeError), "chunk|twice"),
+        (LedgerCatalog, "place", _swapped, (SourceError, RuntimeError), "chunk|twice"),
+        (LedgerCatalog, "place", _shifted, (SourceError, RuntimeError), "chunk|twice"),
         (Hdf5GrowthCatalog, "_shorten", lambda self, file: None, ConfigError, "among old bytes"),
-        (Hdf5GrowthCatalog, "_give_end_back", lambda self, end: None, ConfigError, "among old bytes"),
+        (Hdf5GrowthCatalog, "_give_end_back", lambda self: None, ConfigError, "among old bytes"),
         (Ledger, "changes", lambda self: [(0, os.pread(self.file.descriptor, 512, 0))], SourceError, "shape"),
     ],
 )
@@ -751,15 +752,3 @@ def test_a_lock_that_is_lost_as_it_is_shared(tmp_path: Path, monkeypatch: pytest
     assert [one.name for one in tmp_path.iterdir()] == ["x.h5"]
     with h5py.File(path) as file:
         assert len(file["time"]) == 6
-
-
-def test_names_of_axes_that_are_damaged_beside_it(tmp_path: Path) -> None:
-    """Wrong if an attribute of another array ended the process: HDF5's own function takes these numbers for addresses."""
-    path = tmp_path / "a.h5"
-    with h5py.File(path, "w", libver="earliest") as file:
-        file["other"] = np.zeros((2, 3))
-        file["other"].attrs["DIMENSION_LIST"] = np.full(2, 1 << 40)
-        file["other"].attrs["DIMENSION_LABELS"] = np.full(2, 1 << 40)
-        file.create_dataset("a", data=np.arange(3.0), chunks=(2,), maxshape=(None,)).dims[0].label = "t"
-    found = read_file(str(path), ["/a"])["arrays"]
-    assert found["/other"]["dims"] == [None, None] and found["/a"]["dims"] == ["t"]
