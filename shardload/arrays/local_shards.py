@@ -17,8 +17,8 @@ from shardload.arrays.sharding import layout_shards, read_spec, verify_layout
 from shardload.comm.group import Group
 from shardload.comm.watchdog import Activity
 from shardload.errors import PeerError, ShardloadError, VerifyError
-from shardload.planning.parts import Block
 from shardload.planning.region import Region
+from shardload.planning.schedule import Block
 from shardload.planning.shards import Shards, plan_shards
 from shardload.transfer.buffers import Piece, StagedBlock, view_of
 from shardload.transfer.checksum import checksum

@@ -40,7 +40,7 @@ from shardload.formats.sink import Sink, Ticket
 from shardload.options import FILE, FULL, INDEX
 from shardload.planning.blocks import aligned, run_of
 from shardload.planning.region import Region
-from shardload.planning.rounds import KEPT_ROUNDS
+from shardload.planning.staging import KEPT_ROUNDS
 from shardload.storage.target import named
 from shardload.system.first_error import FirstError
 from shardload.system.thread_pool import Pool

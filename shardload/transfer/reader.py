@@ -26,10 +26,9 @@ from shardload.errors import PeerError, ShardloadError, StallError
 from shardload.formats.contract.chunk_reader import ChunkReader, Encoded, copy_chunks
 from shardload.formats.contract.dtypes import settle_bools
 from shardload.formats.contract.format import Source
-from shardload.planning.batches import cut_box
-from shardload.planning.grid import numbers_in
-from shardload.planning.parts import Block, Part
+from shardload.planning.grid import cut_box, numbers_in
 from shardload.planning.region import Region
+from shardload.planning.schedule import Block, Part
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.tuning import Tuning, default_tuning
 from shardload.storage.remote import RemoteError
@@ -236,10 +235,11 @@ class BlockReader(SourceReader):
 
     def _parts_alone(self, block: Block) -> list[Block]:
         """The parts of a block as blocks, if it has parts of this rank with gaps between them, which nobody needs."""
-        has_gaps = len(block.parts) > 1 and sum(part.region.size for part in block.parts) < block.region.size
-        if not has_gaps or self._local.sends(block.parts) or self._share_chunks(block):
+        if self._local.sends(block.parts):
             return []
-        return [Block(part.region, (part,)) for part in block.parts]
+        parts = tuple(block.parts)
+        has_gaps = len(parts) > 1 and sum(part.region.size for part in parts) < block.region.size
+        return [Block(part.region, (part,)) for part in parts] if has_gaps and not self._share_chunks(block) else []
 
     def _read_block(self, staged: StagedBlock, counters: Counters) -> None:
         block = staged.block

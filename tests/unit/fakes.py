@@ -15,9 +15,8 @@ import pytest
 from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.contract.chunk_reader import ChunkReader, Encoded, Room, fresh
 from shardload.planning.grid import Grid
-from shardload.planning.parts import Block, Part
 from shardload.planning.region import Region
-from shardload.planning.schedule import Schedule
+from shardload.planning.schedule import Block, Part, Schedule
 from shardload.planning.selection import select_axes
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.tuning import default_tuning

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from shardload.planning.batches import cut_box, stretches
+from shardload.planning.grid import cut_box, stretches
 from shardload.planning.region import Region
 from shardload.system.scratch import empty_bytes
 

@@ -13,12 +13,11 @@ from shardload.comm.topology import Topology
 from shardload.errors import ConfigError
 from shardload.formats.sink import Sink
 from shardload.jobs.copying.request import PAGE_NBYTES, STAGING_NBYTES, CopyRequest, SourceArray
-from shardload.planning.chunk_shapes import plan_rows
+from shardload.planning.blocks import plan_rows
 from shardload.planning.copying import CopiedArray, SlabLayout, count_rounds, plan_array
 from shardload.planning.grid import Grid
-from shardload.planning.rounds import RoundMemory, least_memory, plan_memory
 from shardload.planning.source_layout import SourceLayout
-from shardload.planning.staging import least_staging
+from shardload.planning.staging import RoundMemory, least_memory, least_staging, plan_memory
 from shardload.units import counted, format_nbytes, number_text
 
 _LEAST_READING_NBYTES = 4 << 20

@@ -29,11 +29,10 @@ from shardload.options import INDEX
 from shardload.planning.copying import plan_copy_rounds
 from shardload.planning.grid import Grid
 from shardload.planning.region import Region
-from shardload.planning.schedule import Owners, Schedule
+from shardload.planning.schedule import Owners, Schedule, plan_direct, plan_shared
 from shardload.planning.shards import Shards
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.staging import plan_staging
-from shardload.planning.strategies import plan_direct, plan_shared
 from shardload.transfer.moves import ArrayMove
 
 _BLOCKS_IN_CAP = 8

@@ -26,7 +26,7 @@ from shardload.formats.sink import ArraySpec, Compression, Sink, unopened_by_xar
 from shardload.jobs.consistency import State
 from shardload.jobs.described import Described, describe_arrays, find_arrays, found_by_name, read_values, take_along
 from shardload.options import AUTO, CHECKSUM, FILE, FULL, INDEX, OPTIONS, TIMEOUT
-from shardload.planning.chunk_shapes import growing_chunks
+from shardload.planning.blocks import growing_chunks
 from shardload.planning.region import Region
 from shardload.planning.selection import Between, Near, Selection, name_axes, needs_coordinates, select_axes
 from shardload.planning.source_layout import SourceLayout

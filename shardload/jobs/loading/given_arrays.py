@@ -33,7 +33,7 @@ from shardload.jobs.trees import (
 )
 from shardload.options import FILE, FULL, OPTIONS, PER_LOADED_ARRAY
 from shardload.planning.region import Region
-from shardload.planning.strategies import ROOT
+from shardload.planning.schedule import ROOT
 from shardload.transfer.buffers import sendable
 
 

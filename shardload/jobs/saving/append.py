@@ -38,8 +38,8 @@ from shardload.jobs.saving.arguments import SavedArray, SaveRequest
 from shardload.jobs.saving.plan import SavePlan, alignment_of, plan_into, shards_of
 from shardload.jobs.saving.save import SaveReport, Saving, planned
 from shardload.planning.region import Region
-from shardload.planning.rounds import Item, plan_rounds
 from shardload.planning.selection import Between
+from shardload.planning.staging import Item, plan_rounds
 from shardload.storage.leftovers import ROOTS, refuse_leftover
 from shardload.storage.remote import without_secrets
 from shardload.system.interruption import let_interruption_pass

@@ -24,8 +24,7 @@ from shardload.formats.sink import ArraySpec, Sink, unopened_by_xarray
 from shardload.jobs.saving.arguments import SavedArray, SaveRequest
 from shardload.jobs.saving.like import Model, apply_like
 from shardload.options import AUTO
-from shardload.planning.chunk_shapes import plan_chunks
-from shardload.planning.rounds import Item, RoundMemory
+from shardload.planning.blocks import plan_chunks
 from shardload.planning.saving import (
     StoredArray,
     WriteLayout,
@@ -35,6 +34,7 @@ from shardload.planning.saving import (
     plan_save_rounds,
 )
 from shardload.planning.shards import Shards
+from shardload.planning.staging import Item, RoundMemory
 from shardload.system.terminal import width_of_prints, wrap
 from shardload.units import counted, format_nbytes
 

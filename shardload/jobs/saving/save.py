@@ -38,9 +38,8 @@ from shardload.jobs.saving.plan import SavePlan, plan_file
 from shardload.options import INDEX
 from shardload.planning.blocks import aligned
 from shardload.planning.region import Region
-from shardload.planning.rounds import Item
 from shardload.planning.saving import count_packs, part_nbytes
-from shardload.planning.staging import Staging
+from shardload.planning.staging import Item, Staging
 from shardload.planning.tuning import default_tuning
 from shardload.system.caller import warn_once
 from shardload.transfer.counters import Counters

@@ -38,8 +38,8 @@ from shardload.jobs.trees import ArrayTree, Place, is_one, is_one_spec, naming_e
 from shardload.options import FILE, FULL, OPTIONS
 from shardload.planning.grid import Grid
 from shardload.planning.region import Region
+from shardload.planning.schedule import DIRECT
 from shardload.planning.selection import Selection, is_by_name, named_coordinates
-from shardload.planning.strategies import DIRECT
 
 
 class StreamCall(LoadCall):

@@ -21,6 +21,7 @@ import pytest
 from shardload.comm import group
 from shardload.comm.mpi import world
 from shardload.comm.shared_memory import Segment
+from shardload.comm.transport import MpiTransport
 from shardload.planning.tuning import default_tuning
 from shardload.transfer import channels
 from shardload.transfer.reader import BoxReader
@@ -53,9 +54,9 @@ def counted(kind: type, method: str, name: str) -> None:
 
 
 counted(channels.Channel, "expect", "senders")
-counted(channels.SharedMemoryChannel, "_send", "notes sent")
-counted(channels.MessageChannel, "send", "messages sent")
-counted(channels.SharedMemoryChannel, "_copy", "tiles taken")
+counted(channels.Channel, "_offer", "notes sent")
+counted(MpiTransport, "send", "messages sent")
+counted(channels.Channel, "_copy", "tiles taken")
 counted(BoxReader, "_read", "boxes decoded")
 
 machine_of = group.Group.machine.fget

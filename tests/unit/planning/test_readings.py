@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardload.planning.readings import Readings
-from shardload.planning.sample_order import SampleOrder, block_steps, spread_in
+from shardload.planning.sample_order import Readings, SampleOrder, block_steps, spread_in
 from tests.tiers import examples
 
 

@@ -20,9 +20,8 @@ import pytest
 from shardload.comm.watchdog import Activity
 from shardload.errors import PeerError, ShardloadError
 from shardload.planning.grid import Grid
-from shardload.planning.parts import Block
 from shardload.planning.region import Region
-from shardload.planning.schedule import Owners, Schedule
+from shardload.planning.schedule import Block, Owners, Schedule
 from shardload.planning.selection import select_axes
 from shardload.planning.shards import plan_shards
 from shardload.planning.source_layout import SourceLayout

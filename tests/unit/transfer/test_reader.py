@@ -16,8 +16,8 @@ import pytest
 from shardload.errors import ConfigError, PeerError, SourceError
 from shardload.formats.contract.format import HelperError
 from shardload.planning.grid import Grid
-from shardload.planning.parts import Block, Part
 from shardload.planning.region import Region
+from shardload.planning.schedule import Block, Part
 from shardload.planning.selection import select_axes
 from shardload.storage.containment import NotAFileError, OutsideError
 from shardload.transfer.buffers import Resources, Slots, StagedBlock
