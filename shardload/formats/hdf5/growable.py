@@ -16,7 +16,6 @@ import numpy as np
 
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.contract.dtypes import dtype_text, is_added, native_dtype, refusal
-from shardload.formats.growing import HOW_TO_GROW, meaning_of
 from shardload.formats.hdf5.attributes import is_scale, scales_of
 from shardload.formats.hdf5.in_memory import file_in_memory
 from shardload.formats.hdf5.ledger import old_file
@@ -27,7 +26,7 @@ from shardload.formats.hdf5.opened import OpenDataset, OpenFacts
 from shardload.formats.hdf5.pipeline import Pipeline, create_type
 from shardload.formats.hdf5.raw_file import file_number, has_signature, type_of_values
 from shardload.formats.hdf5.unwrapped import are_edges_plain
-from shardload.formats.sink import ArraySpec, Compression
+from shardload.formats.sink import HOW_TO_GROW, ArraySpec, Compression, meaning_of
 from shardload.storage.changes import complete_append, state_of_file
 from shardload.storage.containment import open_file
 from shardload.storage.local import LocalFile

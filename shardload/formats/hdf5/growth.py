@@ -26,12 +26,11 @@ from typing import Any
 import h5py
 import numpy as np
 
-from shardload.formats.growing import Growing
 from shardload.formats.hdf5.growable import spec_of, unfit
 from shardload.formats.hdf5.ledger import Ledger, old_file
 from shardload.formats.hdf5.on_disk import SUPERBLOCK_NBYTES, UnknownStructureError, end_of, with_end
 from shardload.formats.hdf5.sink import Hdf5Encoder, Hdf5PlacedChunks, LedgerCatalog, OneFileSink
-from shardload.formats.sink import Catalog, Decode, Ticket
+from shardload.formats.sink import Catalog, Decode, Growing, Ticket
 from shardload.planning.region import Region
 from shardload.storage.changes import GrowingFile, read_changes, state_of_file
 from shardload.storage.containment import open_file

@@ -51,13 +51,6 @@ class GroupNode:
 
 
 @dataclass(frozen=True)
-class BrokenNode:
-    """A folder that cannot be read, or metadata, for this reason."""
-
-    error: Exception
-
-
-@dataclass(frozen=True)
 class ArrayNode:
     """An array.
 
@@ -156,7 +149,8 @@ class ArrayNode:
         return np.asarray(self.fill, self.dtype)[()]
 
 
-Node = ArrayNode | GroupNode | BrokenNode
+Node = ArrayNode | GroupNode | Exception
+"""What is in a folder, or why it, or its metadata, cannot be read."""
 
 
 def parse_node(read: Callable[[str], bytes | None]) -> ArrayNode | GroupNode | None:

@@ -31,9 +31,8 @@ from shardload.formats.contract.array import some
 from shardload.formats.contract.dtypes import native_dtype
 from shardload.formats.contract.format import Source, open_alone
 from shardload.formats.diagnosis import as_source_error
-from shardload.formats.growing import HOW_TO_GROW, Growing
 from shardload.formats.lookup import open_file
-from shardload.formats.sink import Sink
+from shardload.formats.sink import HOW_TO_GROW, Growing, Sink
 from shardload.jobs.saving.arguments import SavedArray, SaveRequest
 from shardload.jobs.saving.plan import SavePlan, alignment_of, plan_into, shards_of
 from shardload.jobs.saving.save import SaveReport, Saving, planned
