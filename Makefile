@@ -83,7 +83,7 @@ help: ## list the targets
 	@printf '  variables: N=4 (ranks), ARGS="-k name" (for pytest; for bench "--size 512"), PYTHON=python3.12\n'
 
 demo: $(VENV)/.demo-$(KEY) ## see it work: 4 processes on this machine
-	@$(PY) $(JOB) -n $(N) --timeout 600 -- -m shardload demo
+	@$(PY) $(JOB) -n $(N) --timeout 600 -- examples/demo.py
 
 bench: $(VENV)/.bench-$(KEY) ## times beside today's ways: tables and a plot in benchmarks/results (a quarter of an hour)
 	@$(PY) -m benchmarks all $(ARGS)

@@ -17,8 +17,7 @@ import argparse
 
 import numpy as np
 
-from shardload.planning.readings import Readings
-from shardload.planning.sample_order import SampleOrder, block_steps, spread_in
+from shardload.planning.sample_order import Readings, SampleOrder, block_steps, spread_in
 
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0)
 WINDOWS = {"1 step": (0,), "window (-1, 0, 1)": (-1, 0, 1)}

@@ -49,14 +49,13 @@ if TYPE_CHECKING:
     from shardload.jobs.contents import open
     from shardload.jobs.copying.copy import CopyReport, copy
     from shardload.jobs.dataset.loading import load_dataset
-    from shardload.jobs.joining.concat import concat
-    from shardload.jobs.joining.join import join
+    from shardload.jobs.joining.join import concat, join
     from shardload.jobs.joining.request import JoinReport
     from shardload.jobs.loading.labelled import to_xarray
-    from shardload.jobs.loading.plan import Plan
+    from shardload.jobs.loading.plan import Plan, TreePlan
     from shardload.jobs.loading.report import LoadReport
-    from shardload.jobs.loading.tree_plan import TreePlan
     from shardload.jobs.saving.append import AppendReport
+    from shardload.jobs.saving.background import BackgroundSave
     from shardload.jobs.saving.plan import SavePlan
     from shardload.jobs.saving.save import SaveReport
     from shardload.jobs.streaming.plan import StreamPlan
@@ -66,6 +65,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AppendReport",
+    "BackgroundSave",
     "Concatenation",
     "ConfigError",
     "CopyReport",
@@ -118,18 +118,19 @@ _HOMES = {
     "LoadReport": "jobs.loading.report",
     "Plan": "jobs.loading.plan",
     "AppendReport": "jobs.saving.append",
+    "BackgroundSave": "jobs.saving.background",
     "SavePlan": "jobs.saving.plan",
     "SaveReport": "jobs.saving.save",
     "Stream": "jobs.streaming.stream",
     "StreamIterator": "jobs.streaming.stream",
     "StreamPlan": "jobs.streaming.plan",
     "StreamReport": "jobs.streaming.reader",
-    "TreePlan": "jobs.loading.tree_plan",
+    "TreePlan": "jobs.loading.plan",
     "VerifyReport": "arrays.verification",
     "initialize": "comm.launch",
     "JoinReport": "jobs.joining.request",
     "Concatenation": "formats.concatenation",
-    "concat": "jobs.joining.concat",
+    "concat": "jobs.joining.join",
     "copy": "jobs.copying.copy",
     "CopyReport": "jobs.copying.copy",
     "join": "jobs.joining.join",

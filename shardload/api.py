@@ -25,11 +25,9 @@ import numpy as np
 from shardload.arrays.padding import Extent, check_exists, cut_out, extent_of, make_mask, to_numpy
 from shardload.errors import ConfigError
 from shardload.jobs.loading.call import LoadCall
-from shardload.jobs.loading.plan import Plan
-from shardload.jobs.loading.scattering import ScatterCall
+from shardload.jobs.loading.given_arrays import ScatterCall, VerifyCall
+from shardload.jobs.loading.plan import Plan, TreePlan
 from shardload.jobs.loading.state import load_state
-from shardload.jobs.loading.tree_plan import TreePlan
-from shardload.jobs.loading.verifying import VerifyCall
 from shardload.jobs.streaming.request import open_stream
 from shardload.jobs.streaming.stream import Stream
 from shardload.options import DEFAULTS, Progress, defaults_of, keywords_of, with_defaults
@@ -37,7 +35,6 @@ from shardload.options import DEFAULTS, Progress, defaults_of, keywords_of, with
 if TYPE_CHECKING:
     from shardload.jobs.saving.append import AppendReport
     from shardload.jobs.saving.plan import SavePlan
-    from shardload.jobs.saving.save import SaveReport
 
 _SAVE = defaults_of("save")
 _APPEND = defaults_of("append")
@@ -572,8 +569,9 @@ def save(
     timeout: float | None = _SAVE.timeout,
     progress: Progress = _SAVE.progress,
     storage: Mapping[str, Any] | None = _SAVE.storage,
+    background: bool = _SAVE.background,
     comm: Any = _SAVE.comm,
-) -> SaveReport:
+) -> Any:
     """Save sharded arrays as one ordinary HDF5, netCDF4 or Zarr file, which all ranks write together, without parallel HDF5.
 
     The file has its name only when it is whole, on disk, and read back. Until then what had the name is as it was.
@@ -635,13 +633,18 @@ def save(
         As in `load`.
     storage : dict, optional
         As in `load`, if `path` is a URL.
+    background : bool
+        True: return when this rank's shards are copied into host memory, which takes that much memory, and write in a thread.
+        The arrays may then be donated or deleted. All ranks pass the same. The next save or append, and the end of the
+        program, wait for it.
     comm : mpi4py.MPI.Comm, optional
         As in `load`.
 
     Returns
     -------
     SaveReport
-        What was done. ``print`` shows it.
+        What was done. ``print`` shows it. With `background`, a `BackgroundSave`: its ``wait()`` returns the report or raises
+        the error of the save; without it, the next save does.
 
     Raises
     ------

@@ -38,7 +38,7 @@ import zarr.registry
 from benchmarks.fuzz.filter_files import FilterCase, FilterKind, filter_case, filter_kinds
 from shardload.formats import lookup as sources
 from shardload.formats.access import Access
-from shardload.formats.contract.by_chunks import read_by_chunks
+from shardload.formats.contract.chunk_reader import read_by_chunks
 from shardload.formats.hdf5 import filters as hdf5_filters
 from shardload.formats.zarr import codecs as zarr_codecs
 from shardload.planning.region import Region
@@ -181,7 +181,7 @@ def fuzz_filters(
 
 def _import_all() -> None:
     """Import what reading needs, which each child would otherwise do for itself; starts no thread."""
-    for name in ("hdf5.format", "memory", "zarr.source"):
+    for name in ("hdf5.file", "memory", "zarr.source"):
         importlib.import_module(f"shardload.formats.{name}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

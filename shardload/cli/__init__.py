@@ -2,5 +2,5 @@
 
 main       declares all commands; open this first
 arguments  the options that several commands take, and how an error is said
-info, plan, verify, copy, join, demo, doctor   what each of them does, and prints
+info, loads (plan, verify), bench_stream, copies (copy, join), doctor   what each command does, and prints
 """

@@ -154,9 +154,13 @@ def parse_pad(text: str) -> int | float:
     raise wrong("--pad", f"{text!r} is not a number. Type for example --pad 0")
 
 
-def parse_readers(text: str) -> str | int:
-    """A way of reading, or how many processes read, from ``--readers``; the library says which ways there are."""
-    return int(text) if text.isascii() and text.isdecimal() else text
+def parse_word(text: str) -> str | int:
+    """A word or a whole number: a way of reading or how many read (``--readers``), an axis by name or number (``--along``).
+
+    >>> parse_word("parallel"), parse_word("-1"), parse_word("time")
+    ('parallel', -1, 'time')
+    """
+    return int(text) if re.fullmatch(r"-?[0-9]+", text.strip()) else text.strip()
 
 
 def parse_sizes(flag: str, text: str) -> tuple[int, ...] | str | None:
@@ -184,10 +188,9 @@ def parse_axes(text: str) -> tuple[str | int, ...]:
     """
     parts = [part.strip() for part in text.split(",")]
     if not all(parts):
-        raise wrong(
-            "--unlimited", f"cannot read {text!r}. Type for example --unlimited time, or --unlimited 0 for the first axis"
-        )
-    return tuple(int(part) if re.fullmatch(r"-?[0-9]+", part) else part for part in parts)
+        fix = "Type for example --unlimited time, or --unlimited 0 for the first axis"
+        raise wrong("--unlimited", f"cannot read {text!r}. {fix}")
+    return tuple(map(parse_word, parts))
 
 
 def parse_compression(text: str) -> Any:
@@ -198,7 +201,7 @@ def parse_compression(text: str) -> Any:
     >>> parse_compression("blosc(zstd):5+bitshuffle")
     {'name': 'blosc', 'level': 5, 'shuffle': False, 'options': {'cname': 'zstd', 'bitshuffle': True}}
     """
-    from shardload.formats.codecs.words import compression_typed
+    from shardload.formats.codecs.table import compression_typed
 
     word = text.strip().lower()
     if word in ("none", KEEP):
@@ -223,11 +226,6 @@ def parse_storage(text: str) -> tuple[str, str]:
     return name.strip(), value
 
 
-def parse_along(text: str) -> str | int:
-    """An axis by name or number, from ``--along``."""
-    return int(text) if re.fullmatch(r"-?[0-9]+", text.strip()) else text.strip()
-
-
 def parse_window(text: str) -> int | tuple[int, ...]:
     """Steps of a sample, from ``--window``; several, or one with a comma, give an axis.
 
@@ -246,12 +244,12 @@ KEEP = "keep"
 _PARSERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "select": ("TEXT", parse_select),
     "pad": ("NUMBER", parse_pad),
-    "readers": ("WAY|N", parse_readers),
+    "readers": ("WAY|N", parse_word),
     "chunks": ("N,...|none", partial(parse_sizes, "--chunks")),
     "shards": ("N,...|none", partial(parse_sizes, "--shards")),
     "compression": ("NAME[:LEVEL][+shuffle]|none", parse_compression),
     "unlimited": ("AXIS,...", parse_axes),
-    "along": ("AXIS", parse_along),
+    "along": ("AXIS", parse_word),
     "window": ("STEP,...", parse_window),
     "storage": ("NAME=VALUE", parse_storage),
 }

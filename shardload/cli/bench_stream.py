@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from shardload.api import stream
 from shardload.cli.info import to_json
-from shardload.cli.verify import mesh_of
+from shardload.cli.loads import mesh_of
 from shardload.comm.group import Group, group_of
 from shardload.jobs.streaming.plan import EpochRounds, StreamPlan
 from shardload.jobs.streaming.stream import Stream

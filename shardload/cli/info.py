@@ -13,13 +13,13 @@ import numpy as np
 
 from shardload.cli.arguments import as_typed
 from shardload.errors import ConfigError, ShardloadError, printable
-from shardload.formats.access import Access, Limits
+from shardload.formats.access import Access
 from shardload.formats.contract.array import ArrayInfo, some
 from shardload.formats.labelling import list_labelled, read_labels
 from shardload.formats.labels import Coordinate
-from shardload.formats.lookup import find_array, open_file, split_path
-from shardload.jobs.contents import groups_of
-from shardload.options import OPTIONS, filter_names
+from shardload.formats.lookup import open_file, split_path
+from shardload.jobs.contents import arrays_in, groups_of
+from shardload.options import Options
 from shardload.storage.leftovers import Leftover, find_leftover
 from shardload.storage.remote import without_secrets
 from shardload.system.terminal import Column, fit_table, tell, width_of, wrap
@@ -30,57 +30,27 @@ from shardload.values.decoding import ATTRIBUTES, decoding_of, packed_by
 _MOST_LABELLED = 256  # arrays whose axes' names are looked up, a millisecond each; of a file with more, no groups' attributes
 
 
-def run(
-    out: IO[str], file: str, as_json: bool, allow_external: bool, allow_filters: str, untrusted: bool, storage: Any
-) -> None:
-    """Print what is in a file, a group or an array."""
-    path, dataset = split_path(file)
-    limits, checked = Limits() if untrusted else None, OPTIONS["storage"].check(storage)
-    access = Access(allow_external, frozenset(filter_names(allow_filters)), limits, storage=checked)
-    left = find_leftover(path)
-    arrays = list_labelled(path, access, _MOST_LABELLED) if left is None or left.is_whole else []
-    if left is not None:
-        _print_leftover(out, left, arrays, as_json)
+def run(out: IO[str], file: str, as_json: bool, **trust: Any) -> None:
+    """Print what is in a file, a group or an array. `trust` is what the file may do, as in `load`."""
+    path, access = split_path(file)[0], Options.check(**trust).access
+    if (left := find_leftover(path)) is not None:
+        _print_leftover(out, left, list_labelled(path, access, _MOST_LABELLED) if left.is_whole else [], as_json)
         return
-    attrs: Sequence[tuple[str, str]] = []
-    is_one = False
-    if dataset is not None:
-        pattern = dataset.strip("/")
-        group = f"/{pattern.removesuffix('*').strip('/')}".rstrip("/")
-        if pattern == "*" or pattern.endswith("/*"):
-            arrays = list_labelled(path, access, _MOST_LABELLED, group) or [find_array(path, dataset, access)]
-        elif (below := _below_group(path, pattern, arrays, access)) is not None:
-            arrays, attrs = below
-        else:  # list_arrays also has what find_array refuses, and find_array what is behind links
-            named = [array for array in arrays if array.dataset == f"/{pattern}"]
-            arrays = named or [find_array(path, dataset, access, is_counted=True)]
-            if arrays[0].labels is None and not arrays[0].refused:
-                arrays = [replace(arrays[0], labels=read_labels(path, arrays[0], access))]
-            is_one = True
+    arrays, name, is_one = arrays_in(file, access, _MOST_LABELLED)
+    if is_one and arrays[0].labels is None and not arrays[0].refused:
+        arrays = [replace(arrays[0], labels=read_labels(path, arrays[0], access))]
     if as_json:
         tell(to_json([_described(array) for array in arrays]), out)
     elif is_one:
         _print_rows(out, _rows_of_array(arrays[0]))
     else:
         _print_table(out, path, arrays)
-        _print_rows(out, attrs)
-        if dataset is None:
+        if name:
+            groups, unread = groups_of(path, access)
+            left_out = [("not shown", text) for text in unread if f"'{name}' (" in text]
+            _print_rows(out, [*_rows_of_attrs(groups.get(name, {})), *left_out])
+        else:
             _print_elsewhere(out, path, arrays, access)
-
-
-def _below_group(
-    path: str, name: str, arrays: Sequence[ArrayInfo], access: Access
-) -> tuple[list[ArrayInfo], Sequence[tuple[str, str]]] | None:
-    """The arrays below a group, and rows of its attributes; None if nothing is called so, or an array."""
-    full = f"/{name}"
-    if any(array.dataset == full for array in arrays):
-        return None
-    below = list_labelled(path, access, _MOST_LABELLED, full.rstrip("/"))
-    groups, unread = groups_of(path, access)
-    if not below and full not in groups:
-        return None
-    left_out = [("not shown", text) for text in unread if f"'{full}' (" in text]
-    return below, [*_rows_of_attrs(groups.get(full, {})), *left_out]
 
 
 _COLUMNS = (

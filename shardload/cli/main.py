@@ -1,4 +1,4 @@
-"""Which commands are there, and what do they take? info, plan, verify, bench-stream, copy, join, demo, doctor.
+"""Which commands are there, and what do they take? info, plan, verify, bench-stream, copy, join, doctor.
 
 Each command imports what it needs when it runs, so that ``--help`` does not wait for JAX. A wrong option ends with exit code 2
 and says what to type. A `ShardloadError` ends with exit code 1 and its message alone, without a traceback.
@@ -20,9 +20,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from shardload.cli.arguments import KEEP, one_message, parse_mesh, parse_spec, takes
+from shardload.cli.arguments import KEEP, one_message, parse_mesh, parse_spec, parse_word, takes
 from shardload.comm.environment import launched, task
-from shardload.errors import ConfigError
 from shardload.options import OPTIONS
 from shardload.system.terminal import OutputError, cannot_print, say_error, tell
 
@@ -109,10 +108,6 @@ def _every_command(
     [bold]Make one file of several[/bold] (without a copy of the values):
 
       shardload join era5_2001.nc era5_2002.nc era5.nc --axis time
-
-    [bold]Try it on example data:[/bold]
-
-      mpiexec -n 4 python -m shardload demo
 
     [bold]Check how a job is started[/bold] (with the job's own launcher and flags):
 
@@ -206,9 +201,9 @@ def plan(file: File, mesh: MeshText, spec: SpecText, as_json: AsJson = False, **
     axes = parse_mesh(mesh)
     parts = parse_spec(spec, axes)
     with one_message(as_json) as out:
-        from shardload.cli.plan import run
+        from shardload.cli.loads import run_plan
 
-        run(out, file, axes, parts, as_json, **_with_names(how))
+        run_plan(out, file, axes, parts, as_json, **_with_names(how))
 
 
 @app.command()
@@ -234,9 +229,9 @@ def verify(file: File, mesh: MeshText, spec: SpecText, as_json: AsJson = False, 
     axes = parse_mesh(mesh)
     parts = parse_spec(spec, axes)
     with one_message(as_json) as out:
-        from shardload.cli.verify import run
+        from shardload.cli.loads import run_verify
 
-        run(out, file, axes, parts, as_json, **_with_names(how))
+        run_verify(out, file, axes, parts, as_json, **_with_names(how))
 
 
 @app.command("bench-stream")
@@ -303,8 +298,9 @@ def copy(
     source: Annotated[str, typer.Argument(metavar="IN[:/DATASET]", help="HDF5, netCDF4 or Zarr; or a pattern of files.")],
     target: Annotated[str, typer.Argument(metavar="OUT", help="The new file: .h5, .nc or .zarr.")],
     along: Annotated[
-        str | None,
+        Any,
         typer.Option(
+            parser=parse_word,
             metavar="AXIS",
             help="Of a pattern: the axis along which the files follow each other (default: the one that can grow).",
         ),
@@ -339,10 +335,10 @@ def copy(
         --chunks 24,90,180
     """
     with one_message(as_json) as out:
-        from shardload.cli.copy import run
+        from shardload.cli.copies import run_copy
 
         how |= {"dataset": tuple(how["dataset"] or ()), "unlimited": how["unlimited"] or (), "resume": resume}
-        run(out, source, target, along=along, only_plan=dry_run, as_json=as_json, **how)
+        run_copy(out, source, target, along=along, only_plan=dry_run, as_json=as_json, **how)
 
 
 @app.command()
@@ -350,8 +346,9 @@ def copy(
 def join(
     files: Annotated[list[str], typer.Argument(metavar="PART... WHOLE", help="HDF5 or netCDF4; the new file: .h5 or .nc.")],
     axis: Annotated[
-        str | None,
+        Any,
         typer.Option(
+            parser=parse_word,
             metavar="AXIS",
             help="The axis along which they follow each other, by name, or number (default: the one that can grow).",
         ),
@@ -378,32 +375,9 @@ def join(
     if launched(os.environ)[1] > 1 and task(os.environ) > 0:  # of a job, the first task alone works
         return
     with one_message(as_json) as out:
-        from shardload.cli.join import run
+        from shardload.cli.copies import run_join
 
-        run(out, files, axis=axis, stack=stack, as_json=as_json, **how)
-
-
-@app.command()
-def demo(
-    size: Annotated[int, typer.Option(min=8, metavar="N", help="Elements along each axis of the FFT field.")] = 256,
-) -> None:
-    r"""Load climate data and a SIZE^3 field, check every element, do an FFT, and compare times with other ways to load.
-
-    Needs pip install 'shardload\[demo]'. Writes the SIZE^3 field twice into a
-    temporary folder and removes it.
-
-    For example:
-
-      mpiexec -n 4 python -m shardload demo
-
-      mpiexec -n 2 python -m shardload demo --size 128
-    """
-    with one_message() as out:
-        try:
-            from shardload.cli.demo import run
-        except ModuleNotFoundError as error:
-            raise ConfigError(f"the demo needs {error.name}. Type: pip install 'shardload[demo]'") from None
-        run(out, size)
+        run_join(out, files, axis=axis, stack=stack, as_json=as_json, **how)
 
 
 @app.command()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from shardload.comm.agreement import Invocation
 from shardload.comm.group import Group, group_of
@@ -104,6 +104,18 @@ class Call:
 
 
 @contextmanager
+def watched(group: Group, what: str, timeout: float | None) -> Iterator[ConfigError | None]:
+    """For what all ranks do together: the watchdog looks on. Gives an error if the call must be refused."""
+    with group.call(timeout) as refusal:
+        group.watch.begin(what, timeout)
+        try:
+            yield refusal
+        finally:
+            if not group.watch.is_stalled:
+                group.watch.close()
+
+
+@contextmanager
 def begin_call(
     asked: Invocation,
     error: BaseException | None,
@@ -131,8 +143,7 @@ def begin_call(
         Returns the number of this process in JAX, for calls about arrays on devices.
     """
     group = group_of(comm, timeout)
-    with outer_exception(), group.call(timeout) as refusal:
-        group.watch.begin(watched_as or asked.title, timeout)
+    with outer_exception(), watched(group, watched_as or asked.title, timeout) as refusal:
         _ = group.machine  # collective the first time, and here every rank is present
         if process is not None:
             group.processes(process())
@@ -142,33 +153,19 @@ def begin_call(
         finally:
             call._error = None
             del error, refusal  # see `Call.plan`
-            if not group.watch.is_stalled:
-                group.watch.close()
-
-
-class CallRequest(Protocol):
-    """The arguments of a call, checked, on one rank."""
-
-    @property
-    def timeout(self) -> float | None:
-        """Seconds after which the call fails if no rank makes progress."""
-        ...
-
-    def invocation(self, call: str, title: str) -> Invocation:
-        """What must be the same on every rank, as text."""
-        ...
 
 
 @contextmanager
 def begin_request(
-    call: str, title: str, read: Callable[[], CallRequest], *, comm: Any, process: Callable[[], int] | None = None
+    call: str, title: str, read: Callable[[], Any], *, comm: Any, process: Callable[[], int] | None = None
 ) -> Iterator[tuple[Call, Any]]:
     """Read the arguments of a call, and begin it. Collective: yes.
 
-    Gives the call and the request. What is wrong with the arguments, on any rank, is raised by `Call.plan` on all ranks: the
-    request is None then.
+    `read` returns the checked arguments, an object with a ``timeout``, and with a method ``invocation(call, title)`` that says
+    what must be the same on every rank. Gives the call and that object. What is wrong with the arguments, on any rank, is
+    raised by `Call.plan` on all ranks: it is None then.
     """
-    request: CallRequest | None = None
+    request: Any = None
     error: BaseException | None = None
     try:
         request = read()

@@ -13,8 +13,7 @@ import numpy as np
 from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.contract.format import Source
 from shardload.formats.memory import MemorySource
-from shardload.planning.parts import Block
-from shardload.planning.schedule import Schedule
+from shardload.planning.schedule import Block, Schedule
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.tuning import Tuning, default_tuning
 from shardload.storage.remote import is_remote
@@ -23,7 +22,7 @@ from shardload.transfer.cast import conversion
 from shardload.transfer.missing import counter_of
 from shardload.transfer.moves import ArrayMove
 from shardload.transfer.pieces import LocalPieces
-from shardload.transfer.reader import SourceReader
+from shardload.transfer.reader import SourceReader, open_reader
 from shardload.values.decoding import Decoding
 
 
@@ -95,7 +94,7 @@ class FileSource(ABC):
         in_store = array.source is not None and is_remote(array.info.path)
         if in_store:  # also tiny chunks are fetched ahead
             tuning = replace(tuning, min_chunk_nbytes=0)
-        reader = SourceReader(
+        reader = open_reader(
             source,
             layout,
             LocalPieces(self._rank, move.targets, self._checksums),

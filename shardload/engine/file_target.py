@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any, Self, TypeVar
@@ -40,7 +40,7 @@ from shardload.formats.sink import Sink, Ticket
 from shardload.options import FILE, FULL, INDEX
 from shardload.planning.blocks import aligned, run_of
 from shardload.planning.region import Region
-from shardload.planning.rounds import KEPT_ROUNDS
+from shardload.planning.staging import KEPT_ROUNDS
 from shardload.storage.target import named
 from shardload.system.first_error import FirstError
 from shardload.system.thread_pool import Pool
@@ -121,14 +121,6 @@ class WriteCounts:
     seconds: dict[str, float]
 
 
-@dataclass(eq=False)
-class _Batch:
-    """The chunks of one round on this rank, and the tasks of threads that have them in hand."""
-
-    chunks: list[Chunk] = field(default_factory=list)
-    tasks: list[Future[None]] = field(default_factory=list)
-
-
 class FileTarget:
     """The `TargetEndpoint` of a new file, on one rank. `begin`, `take` and `end` are collective.
 
@@ -170,13 +162,16 @@ class FileTarget:
         self._encoders = list(sink.arrays.values())
         self._numbers = {name: number for number, name in enumerate(sink.arrays)}
         self._root_places = any(encoder.is_placed_by_root for encoder in self._encoders)
-        self._ring = _Ring(round_nbytes)
+        # Memory for the values of rounds, in buffers that are used in turn, each from its beginning.
+        self._round_nbytes, self._buffers = round_nbytes, list[Array]()
+        self._turn = self._n_used = 0
         self._ticket = Ticket("")
         self._writer: Any = None
         self._catalog: Any = None  # on rank 0
         self._is_at_work = False  # rank 0's catalog is in use by a thread
         self._is_stopped = False  # threads shall begin nothing more
-        self._batches: deque[_Batch] = deque()  # whose values may still be in use
+        self._tasks: deque[list[Future[None]]] = deque()  # of threads, for each round whose values may still be in use
+        self._chunks: list[Chunk] = []  # of the last round: rank 0 has to say yet where some go
         self._rows: list[Int64s] = []  # of what is written, for who reads it back
         self._n_chunks = self._nbytes = self._nbytes_stored = self._n_told = 0
         self._seconds = dict.fromkeys(("encode", "write", "sync", "finish", "read back"), 0.0)
@@ -235,37 +230,45 @@ class FileTarget:
 
     def make_room(self, moves: Sequence[ArrayMove]) -> None:
         """See `TargetEndpoint`. The memory is that of the round three before."""
-        if len(self._batches) == KEPT_ROUNDS:
-            self._wait(self._batches.popleft().tasks)
-        self._ring.begin_round()
+        if len(self._tasks) == KEPT_ROUNDS:
+            self._wait(self._tasks.popleft())
+        if not self._buffers:
+            self._buffers = [aligned_empty((self._round_nbytes,), np.dtype(np.uint8)) for _ in range(KEPT_ROUNDS)]
+        self._turn, self._n_used = (self._turn + 1) % KEPT_ROUNDS, 0
         for move in moves:
             regions = ((number, move.flow.target(number)) for number in move.flow.targets(self._group.rank))
-            move.targets = {number: self._ring.piece(region, move.dtype) for number, region in regions if region is not None}
+            move.targets = {number: self._piece(region, move.dtype) for number, region in regions if region is not None}
+
+    def _piece(self, region: Region, dtype: np.dtype[Any]) -> Piece:
+        """Memory for the values of a region. ValueError if the round has no more."""
+        nbytes = region.size * dtype.itemsize
+        data = self._buffers[self._turn][self._n_used : self._n_used + nbytes]
+        self._n_used += aligned(nbytes)
+        return Piece(region, data.view(dtype).reshape(region.shape))
 
     def take(self, round_: Round) -> None:
         """Have the chunks of a round encoded, and written where their places are known.
 
         Those of the round before which rank 0 places are written now: they are encoded, so that their sizes are known.
         """
-        before, batch = self._batches[-1] if self._batches else None, _Batch()
+        before, self._chunks = self._chunks, []
         self._group.watch.enter("write")
         self._tell_progress()
-        self._batches.append(batch)
+        self._tasks.append([])
         with self._errors:
-            batch.chunks = [self._checked(chunk) for chunk in round_.values() if chunk.region.size]
-            batch.tasks = self._share_out(
-                batch.chunks, [("encode", "encoding", self._encode_one), ("write", "writing", self._put_if_placed)]
-            )
-        if before is not None:
-            self._place_and_write(before)
+            self._chunks = [self._checked(chunk) for chunk in round_.values() if chunk.region.size]
+            steps: list[_Step] = [("encode", "encoding", self._encode_one), ("write", "writing", self._put_if_placed)]
+            self._tasks[-1] = self._share_out(self._chunks, steps)
+        if len(self._tasks) > 1:
+            self._place_and_write(before, -2)
 
     def end(self) -> WriteCounts:
         """Finish the file, read it back, and give it its name."""
         group = self._group
-        if self._batches:
-            self._place_and_write(self._batches[-1], is_last=True)
-        for batch in self._batches:
-            self._wait(batch.tasks)
+        if self._tasks:
+            self._place_and_write(self._chunks, -1)
+        for tasks in self._tasks:
+            self._wait(tasks)
         self._tell_progress()
         if self._writer is not None and not self._errors:
             group.watch.enter("sync")
@@ -331,24 +334,23 @@ class FileTarget:
             self._sampled.add(array)
         return is_sampled
 
-    def _place_and_write(self, batch: _Batch, is_last: bool = False) -> None:
-        """Have encoded chunks written where rank 0 says, and note all of the batch, for who reads it back.
+    def _place_and_write(self, chunks: Sequence[Chunk], turn: int) -> None:
+        """Have the encoded chunks of a round (-1: the last one) written where rank 0 says, and note them to be read back.
 
         Raises what went wrong on any rank. Collective.
         """
-        self._wait(batch.tasks)
+        self._wait(self._tasks[turn])
         if self._root_places:
-            chunks = [chunk for chunk in batch.chunks if self._encoders[chunk.array].is_placed_by_root]
-            for chunk, offset in zip(chunks, self._offsets_of(chunks), strict=True):
+            placed = [chunk for chunk in chunks if self._encoders[chunk.array].is_placed_by_root]
+            for chunk, offset in zip(placed, self._offsets_of(placed), strict=True):
                 chunk.offset = offset
-            batch.tasks = self._share_out(chunks, [("write", "writing", self._put_if_placed)])
-        elif not is_last:  # else all agree when the disk has it
+            self._tasks[turn] = self._share_out(placed, [("write", "writing", self._put_if_placed)])
+        elif turn != -1:  # else all agree when the disk has it
             self._agree()
         if not self._errors:
-            self._n_chunks += len(batch.chunks)
+            self._n_chunks += len(chunks)
             if self._verify != INDEX:
-                self._rows.append(np.array([chunk.row for chunk in batch.chunks], dtype=np.int64).reshape(-1, WIDTH))
-        batch.chunks = []
+                self._rows.append(np.array([chunk.row for chunk in chunks], dtype=np.int64).reshape(-1, WIDTH))
 
     def _offsets_of(self, chunks: Sequence[Chunk]) -> list[int]:
         """Where chunks go. Raises what went wrong on any rank. Collective."""
@@ -487,25 +489,3 @@ class FileTarget:
         with self._lock:
             self._nbytes += chunk.nbytes
             self._nbytes_stored += chunk.nbytes_stored
-
-
-class _Ring:
-    """Memory for the values of rounds, in buffers of `nbytes` that are used in turn."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._nbytes = nbytes
-        self._buffers: list[Array] = []
-        self._turn = self._offset = 0
-
-    def begin_round(self) -> None:
-        """Use the buffer that was used longest ago."""
-        if not self._buffers:
-            self._buffers = [aligned_empty((self._nbytes,), np.dtype(np.uint8)) for _ in range(KEPT_ROUNDS)]
-        self._turn, self._offset = (self._turn + 1) % KEPT_ROUNDS, 0
-
-    def piece(self, region: Region, dtype: np.dtype[Any]) -> Piece:
-        """Memory for the values of a region. ValueError if the round has no more."""
-        nbytes = region.size * dtype.itemsize
-        data = self._buffers[self._turn][self._offset : self._offset + nbytes]
-        self._offset += aligned(nbytes)
-        return Piece(region, data.view(dtype).reshape(region.shape))

@@ -51,7 +51,7 @@ class Entry(NamedTuple):
 
 
 _OWN = (
-    Entry("HDF5", "shardload.formats.hdf5.format:FORMAT"),
+    Entry("HDF5", "shardload.formats.hdf5.file:FORMAT"),
     Entry("Zarr", "shardload.formats.zarr.source:FORMAT"),
 )
 _warned: set[Entry] = set()

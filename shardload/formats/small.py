@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 
 from shardload.formats.contract.array import ArrayInfo, nbytes_of
-from shardload.formats.contract.by_chunks import chunks_met, read_by_chunks
+from shardload.formats.contract.chunk_reader import chunks_met, read_by_chunks
 from shardload.formats.contract.format import Source
 from shardload.planning.blocks import count_runs
-from shardload.planning.rates import START_SECONDS, one_reader_seconds
 from shardload.planning.region import Region
-from shardload.planning.tuning import Tuning
+from shardload.planning.tuning import START_SECONDS, Tuning, one_reader_seconds
 
 _WORTH_BATCHES = 8  # chunks of a small array from which they are read in batches, not by the format's library
 

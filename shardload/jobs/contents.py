@@ -14,12 +14,12 @@ from functools import cached_property, partial
 from typing import Any
 
 from shardload.errors import ConfigError, ShardloadError, printable
-from shardload.formats.access import Access, Limits
+from shardload.formats.access import Access
 from shardload.formats.contract.array import ArrayInfo, json_value, some
 from shardload.formats.labelling import labelled, list_labelled, read_labels
 from shardload.formats.labels import OnDemand
 from shardload.formats.lookup import absolute, find_array, open_file, split_path
-from shardload.options import OPTIONS, filter_names
+from shardload.options import Options
 from shardload.storage.remote import with_store, without_secrets
 
 _MOST_VALUES = 1 << 16  # of an attribute
@@ -143,25 +143,28 @@ def open(  # a public name: `shardload.open`
     path, storage = with_store(path, storage)
     if not isinstance(path, str | os.PathLike):
         raise ConfigError(f"open takes the path of a file, found {type(path).__name__}. Pass the path, such as 'data.nc'")
-    for name, value in (("allow_external", allow_external), ("untrusted", untrusted)):
-        OPTIONS[name].check(value)
-    limits, checked = Limits() if untrusted else None, OPTIONS["storage"].check(storage)
-    access = Access(allow_external, frozenset(filter_names(allow_filters)), limits, storage=checked)
-    return read_contents(os.fspath(path), access)
+    how = {"allow_external": allow_external, "untrusted": untrusted, "allow_filters": allow_filters, "storage": storage}
+    access = Options.check(**how).access
+    infos, name, _ = arrays_in(os.fspath(path), access, _MOST_LABELLED)
+    file = split_path(os.fspath(path))[0]
+    return Contents(file, [_on_demand(file, info, access) for info in infos], name or "/", access)
 
 
-def read_contents(path: str, access: Access) -> Contents:
-    """What `open` returns, for a checked `Access`."""
+def arrays_in(path: str, access: Access, n_labelled: int) -> tuple[list[ArrayInfo], str, bool]:
+    """The arrays that a path names: all of a file, those below a group, or one. Also that name (empty for a file), and whether
+    it is that of an array. Of up to so many arrays the labels are there, of the others not yet.
+    """
     file, name = split_path(path)
-    infos, group = list_labelled(file, access, _MOST_LABELLED), ""
-    if name is not None:
-        full = "/" + name.strip("/")
-        group = full.removesuffix("*").rstrip("/")
-        named = [info for info in infos if info.dataset == full]
-        infos = named or list_labelled(file, access, _MOST_LABELLED, group)
-        if not infos and group not in groups_of(file, access)[0]:
-            infos = [find_array(file, full, access, is_counted=True)]
-    return Contents(file, [_on_demand(file, info, access) for info in infos], group or "/", access)
+    infos = list_labelled(file, access, n_labelled)
+    if name is None:
+        return infos, "", False
+    full = "/" + name.strip("/")
+    group = full.removesuffix("*").rstrip("/")
+    if named := [info for info in infos if info.dataset == full]:  # also what `find_array` refuses
+        return named, full, True
+    if (below := list_labelled(file, access, n_labelled, group)) or (group or "/") in groups_of(file, access)[0]:
+        return below, group or "/", False
+    return [find_array(file, full, access, is_counted=True)], full, True
 
 
 def groups_of(path: str, access: Access) -> tuple[Mapping[str, Mapping[str, Any]], list[str]]:

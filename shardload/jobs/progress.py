@@ -25,51 +25,32 @@ _WORTH_SHOWING_FILES = 100  # to look at them takes a second
 
 
 def progress_of(
-    progress: Progress, name: str | Callable[[], str], total_nbytes: int, rank: int
+    progress: Progress, name: str | Callable[[], str], total: int, rank: int = 0, *, is_bytes: bool = True
 ) -> AbstractContextManager[Callable[[int], None]]:
-    """Give the function to call with the bytes of each part that has arrived.
+    """Give the function to call with the bytes of each part that has arrived, or with how many more files are done.
 
     Parameters
     ----------
     progress : bool, callable or None
-        As given to `load`. True shows a bar, False shows none, None shows one for a large load in a terminal or notebook. A
-        function gets ``(done_nbytes, total_nbytes)`` of this rank's pieces, on every rank.
+        As given to `load`. True shows a bar, False shows none, None shows one for a large load, or for many files, in a
+        terminal or notebook. A function gets ``(done, total)``, of bytes those of this rank's pieces, on every rank.
     name : str or callable
-        Name of the array that is loaded, or what makes it if it is shown.
-    total_nbytes : int
-        Bytes of this rank's pieces.
+        Name of the array that is loaded, or what is made of the files; or what makes it if it is shown.
+    total : int
+        Bytes of this rank's pieces, or files.
     rank : int
         Only rank 0 shows a bar.
+    is_bytes : bool
+        False: files are counted.
     """
-    if not callable(progress) and (
-        rank != 0 or progress is False or (progress is None and total_nbytes < _WORTH_SHOWING_NBYTES)
-    ):
+    least = _WORTH_SHOWING_NBYTES if is_bytes else _WORTH_SHOWING_FILES
+    if not callable(progress) and (rank != 0 or progress is False or (progress is None and total < least)):
         return _UNSEEN
-    return _shown(progress, f"rank 0: {name if isinstance(name, str) else name()}", total_nbytes, True)
+    title = name if isinstance(name, str) else name()
+    return _shown(progress, f"rank 0: {title}" if is_bytes else title, total, is_bytes)
 
 
-def progress_over_files(progress: Progress, name: str, n_files: int) -> AbstractContextManager[Callable[[int], None]]:
-    """The same for one process that goes through files: give the function to call with how many more are done.
-
-    Parameters
-    ----------
-    progress : bool, callable or None
-        As above. None shows a bar for many files. A function gets ``(n_done, n_files)``.
-    name : str
-        What is made of them.
-    n_files : int
-        How many there are.
-    """
-    if not callable(progress) and (progress is False or (progress is None and n_files < _WORTH_SHOWING_FILES)):
-        return _UNSEEN
-    return _shown(progress, name, n_files, False)
-
-
-def _ignore(nbytes: int) -> None:
-    """Progress that nobody sees."""
-
-
-_UNSEEN: AbstractContextManager[Callable[[int], None]] = nullcontext(_ignore)
+_UNSEEN: AbstractContextManager[Callable[[int], None]] = nullcontext(lambda n: None)
 
 
 @contextmanager

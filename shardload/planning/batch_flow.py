@@ -11,7 +11,7 @@ Pure, like `schedule`; ranks with the same integers make the same flow, each at 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -19,9 +19,8 @@ from typing import Any
 import numpy as np
 
 from shardload.planning.grid import Grid, IntArray
-from shardload.planning.parts import Block, Part
 from shardload.planning.region import Region
-from shardload.planning.schedule import Owners
+from shardload.planning.schedule import Block, Owners, Part
 from shardload.planning.shards import Shards
 
 
@@ -209,8 +208,8 @@ def _level(wanted: IntArray, owners: Owners, n_ranks: int) -> IntArray:
 
 
 @dataclass(frozen=True, eq=False)
-class BatchFlow:
-    """The `Flow` of an array in one round: the owners of the blocks of some columns send, the holders of shards receive.
+class CutFlow:
+    """What goes where in one round if the batch is cut in one way: runs of steps, from the owners of blocks to the shards.
 
     A target is a run of a tile: number ``run * n_tiles + tile``.
 
@@ -231,36 +230,13 @@ class BatchFlow:
     runs: Runs
     owners: IntArray
 
-    is_direct = False
-
-    @property
-    def ndim(self) -> int:
-        """See `Flow`."""
-        return len(self.schedule.blocks.shape)
-
-    def around(self, rank: int) -> Region | None:
-        """A box around all that a rank ever reads."""
-        return Region.whole(self.schedule.blocks.shape)
-
-    def blocks_of(self, rank: int) -> list[int]:
-        """The blocks that a rank reads."""
-        return np.flatnonzero(self.owners == rank).tolist()
-
-    def _bounds(self, place: int) -> tuple[int, int]:
-        """The steps of a column."""
-        cell, phase, axis = self.schedule.blocks.cell, self.schedule.blocks.phase, self.schedule.axis
-        start = self.columns[place] * cell[axis] - phase[axis]
-        return max(0, start), min(self.schedule.blocks.shape[axis], start + cell[axis])
-
-    def outgoing(self, rank: int) -> Iterator[Block]:
-        """See `Flow`."""
-        for block in self.blocks_of(rank):
-            yield Block(self.region(block), tuple(self.parts_of(block)))
-
     def region(self, block: int) -> Region:
         """The region of a block of the round."""
         place, cell = divmod(block, self.schedule.rest.n_cells)
-        return self.schedule.with_steps(self.schedule.cells[cell], *self._bounds(place))
+        length, phase, axis = self.schedule.blocks.cell, self.schedule.blocks.phase, self.schedule.axis
+        start = self.columns[place] * length[axis] - phase[axis]
+        stop = min(self.schedule.blocks.shape[axis], start + length[axis])
+        return self.schedule.with_steps(self.schedule.cells[cell], max(0, start), stop)
 
     def parts_of(self, block: int) -> Iterator[Part]:
         """Which parts of a block of the round go where."""
@@ -271,10 +247,6 @@ class BatchFlow:
                 region = schedule.with_steps(common, *self.runs.steps[run])
                 for holder in schedule.shards.holders(part * schedule.n_tiles + tile):
                     yield Part(region, run * schedule.n_tiles + tile, holder)
-
-    def incoming(self, rank: int) -> Mapping[int, Sequence[Part]]:
-        """See `Flow`."""
-        return _by_sender(part for _, _, part in sorted(self.awaited(rank), key=lambda item: item[:2]))
 
     def awaited(self, rank: int) -> Iterator[tuple[int, int, Part]]:
         """What comes from other ranks, in any order: the block, the target, and the part, whose rank is the sender."""
@@ -305,53 +277,46 @@ class BatchFlow:
         return run * self.schedule.n_tiles + shard % self.schedule.n_tiles
 
     def target(self, number: int) -> Region | None:
-        """See `Flow`."""
+        """The elements that a target needs; None if it needs none."""
         run, tile = divmod(number, self.schedule.n_tiles)
         held = self.schedule.tiles[tile]
         return None if held is None else self.schedule.with_steps(held, *self.runs.steps[run])
 
     def targets(self, rank: int) -> list[int]:
-        """See `Flow`."""
+        """The targets that a rank fills."""
         return [self.number(shard, run) for shard, _ in self._held_by(rank) for run in self.runs_of(shard).tolist()]
 
 
-def _by_sender(parts: Iterable[Part]) -> dict[int, list[Part]]:
-    found: dict[int, list[Part]] = {}
-    for part in parts:
-        found.setdefault(part.rank, []).append(part)
-    return found
-
-
 @dataclass(frozen=True, eq=False)
-class SharedFlow:
-    """The flows of batches that are cut in several ways, as one `Flow`: a block is read once, and goes to the shards of all.
+class BatchFlow:
+    """The `Flow` of an array in one round, for batches that are cut in one way or several: each block is read once for all.
 
     Parameters
     ----------
-    flows : sequence of BatchFlow
+    cuts : sequence of CutFlow
         With the same columns, blocks and owners.
     """
 
-    flows: Sequence[BatchFlow]
+    cuts: Sequence[CutFlow]
 
     is_direct = False
 
     @property
     def ndim(self) -> int:
         """See `Flow`."""
-        return self.flows[0].ndim
+        return len(self.cuts[0].schedule.blocks.shape)
 
     def around(self, rank: int) -> Region | None:
         """A box around all that a rank ever reads."""
-        return self.flows[0].around(rank)
+        return Region.whole(self.cuts[0].schedule.blocks.shape)
 
     def blocks_of(self, rank: int) -> list[int]:
         """The blocks that a rank reads."""
-        return self.flows[0].blocks_of(rank)
+        return np.flatnonzero(self.cuts[0].owners == rank).tolist()
 
     def number(self, cut: int, target: int) -> int:
-        """The number of the target that has a number in the flow of one of the cuts."""
-        return target * len(self.flows) + cut
+        """The number of the target that has a number in one of the cuts."""
+        return target * len(self.cuts) + cut
 
     def _numbered(self, cut: int, part: Part) -> Part:
         return Part(part.region, self.number(cut, part.target), part.rank)
@@ -359,23 +324,26 @@ class SharedFlow:
     def outgoing(self, rank: int) -> Iterator[Block]:
         """See `Flow`."""
         for block in self.blocks_of(rank):
-            parts = (self._numbered(cut, part) for cut, flow in enumerate(self.flows) for part in flow.parts_of(block))
-            yield Block(self.flows[0].region(block), tuple(parts))
+            parts = (self._numbered(k, part) for k, cut in enumerate(self.cuts) for part in cut.parts_of(block))
+            yield Block(self.cuts[0].region(block), tuple(parts))
 
     def incoming(self, rank: int) -> Mapping[int, Sequence[Part]]:
         """See `Flow`."""
         awaited = [
-            (block, cut, target, self._numbered(cut, part))
-            for cut, flow in enumerate(self.flows)
-            for block, target, part in flow.awaited(rank)
+            (block, k, target, self._numbered(k, part))
+            for k, cut in enumerate(self.cuts)
+            for block, target, part in cut.awaited(rank)
         ]
-        return _by_sender(part for *_, part in sorted(awaited, key=lambda item: item[:3]))
+        found: dict[int, list[Part]] = {}
+        for *_, part in sorted(awaited, key=lambda item: item[:3]):
+            found.setdefault(part.rank, []).append(part)
+        return found
 
     def target(self, number: int) -> Region | None:
         """See `Flow`."""
-        target, cut = divmod(number, len(self.flows))
-        return self.flows[cut].target(target)
+        target, cut = divmod(number, len(self.cuts))
+        return self.cuts[cut].target(target)
 
     def targets(self, rank: int) -> list[int]:
         """See `Flow`."""
-        return [self.number(cut, target) for cut, flow in enumerate(self.flows) for target in flow.targets(rank)]
+        return [self.number(k, target) for k, cut in enumerate(self.cuts) for target in cut.targets(rank)]

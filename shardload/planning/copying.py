@@ -24,8 +24,8 @@ import numpy as np
 from shardload.planning.blocks import aligned
 from shardload.planning.grid import Grid
 from shardload.planning.region import Region
-from shardload.planning.rounds import Item, plan_rounds
 from shardload.planning.shards import Shards
+from shardload.planning.staging import Item, plan_rounds
 
 _MOST_TRIED = 20_000  # shapes of a slab
 _ENOUGH_NBYTES = 8 << 20  # of a slab: larger ones save no more work per slab

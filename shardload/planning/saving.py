@@ -17,13 +17,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from shardload.planning.blocks import aligned, plan_blocks
-from shardload.planning.chunk_shapes import SHARE_OF_CAP, plan_rows
+from shardload.planning.blocks import SHARE_OF_CAP, aligned, plan_blocks, plan_rows
 from shardload.planning.grid import Grid
 from shardload.planning.region import Region
-from shardload.planning.rounds import Item, RoundMemory, least_memory, plan_memory, plan_rounds
 from shardload.planning.schedule import Owners, Schedule
 from shardload.planning.shards import Shards
+from shardload.planning.staging import Item, RoundMemory, least_memory, plan_memory, plan_rounds
 
 _LEAST_RUN_NBYTES = 64 << 10  # of a contiguous array: shorter runs are collected by one rank
 _BLOCK_NBYTES, _MOST_FILE_NBYTES = 4 << 20, 64 << 20

@@ -17,17 +17,67 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 
+from shardload.planning.blocks import BLOCKS_PER_OWNER, NEAR_NBYTES, count_runs, most_chunks, plan_blocks, run_stride
 from shardload.planning.grid import Grid, IntArray
-from shardload.planning.parts import Block, Part, Parts
 from shardload.planning.region import Region
 from shardload.planning.shards import Shards
+from shardload.planning.source_layout import SourceLayout
+
+_MAX_KEPT = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Elements that go from one block to one target.
+
+    Attributes
+    ----------
+    region : Region
+        The elements, in global coordinates: all inside the block and inside the target.
+    target : int
+        The number of what they fill (`Flow.target`): in a load of a section of a shard, in a save of a block.
+    rank : int
+        The rank at the other end: in the list of a block, the rank that fills the target; in the list of a target, the rank
+        that stages the block.
+    """
+
+    region: Region
+    target: int
+    rank: int
+
+
+class Parts(Iterable[Part]):
+    """Parts in order, made anew in each iteration; a short list is kept, because it is iterated over several times.
+
+    A block that a million ranks share is planned as fast as a block that two ranks share.
+    """
+
+    def __init__(self, make: Callable[[], Iterator[Part]], n: int) -> None:
+        self._make, self._n = make, n
+        self._kept: tuple[Part, ...] | None = None
+
+    def __iter__(self) -> Iterator[Part]:
+        if self._n > _MAX_KEPT:
+            return self._make()
+        if self._kept is None:
+            self._kept = tuple(self._make())
+        return iter(self._kept)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One block of the file, and its parts, in the order in which they are sent."""
+
+    region: Region
+    parts: Iterable[Part]
+
 
 # MPI counts are C ints, and some transports are slow or wrong near their limits: half of 2 GiB is safe everywhere.
 MAX_MESSAGE_NBYTES = 1 << 30
@@ -200,41 +250,29 @@ class Schedule:
                         yield Block(region, (Part(region, section, rank),))
         else:
             for number in self.blocks_of(rank):
-                yield Block(self.blocks.region(number), self._parts_of(number))
+                region = self.blocks.region(number)
+                n_parts = self.shards.grid.n_meeting(region) * self.shards.most_holders
+                yield Block(region, Parts(partial(self._parts_of, region), n_parts))
 
     def _merged_blocks(self, rank: int) -> Iterator[Block]:
         """Each block once, with a part for each section that it meets. There may be gaps between the parts."""
-        numbers, sections = self.pairs_of(rank)
-        pairs = zip(numbers.tolist(), sections.tolist(), strict=True)
+        pairs = zip(*(each.tolist() for each in self.pairs_of(rank)), strict=True)
         for number, pairs_of_block in itertools.groupby(pairs, key=lambda pair: pair[0]):
-            bounds = self.blocks.bounds(number)
-            parts = tuple(self._part(bounds, section, rank) for _, section in pairs_of_block)
+            block, sections = self.blocks.region(number), [section for _, section in pairs_of_block]
+            common = [(block.intersect(self.shards.section(section)), section) for section in sections]
+            parts = tuple(Part(region, section, rank) for region, section in common if region is not None)
             yield Block(_box_around([part.region for part in parts]), parts)
 
-    def _parts_of(self, number: int) -> Sequence[Part]:
+    def _parts_of(self, region: Region) -> Iterator[Part]:
         """The parts of all pieces that meet a block, with the rank of each piece."""
-        shards, region, n_holders = self.shards, self.blocks.region(number), self.shards.n_holders
-        if n_holders is None or not self.is_never_split:
-            return tuple(
-                Part(message, section, holder)
-                for section in shards.grid.meeting(region)
-                for holder in shards.holders(shards.shard_of(section))
-                for message in self.messages(region, section)
-            )
-        met, counts, bounds = shards.grid.meeting_axes(region), shards.grid.counts, self.blocks.bounds(number)
+        shards = self.shards
+        for section in shards.grid.meeting(region):
+            messages = list(self.messages(region, section))
+            for holder in shards.holders(shards.shard_of(section)):
+                for message in messages:
+                    yield Part(message, section, holder)
 
-        def make(k: int) -> Part:
-            """Part `k`: of the sections that meet the block, in C order, each has a part for each holder."""
-            place, holder = divmod(k, n_holders)
-            section, stride = 0, 1
-            for axis, count in zip(reversed(met), reversed(counts), strict=True):
-                place, step = divmod(place, len(axis))
-                section, stride = section + axis[step] * stride, stride * count
-            return self._part(bounds, section, shards.holder(shards.shard_of(section), holder))
-
-        return Parts(make, range(math.prod(map(len, met)) * n_holders))
-
-    def incoming(self, rank: int) -> Mapping[int, Sequence[Part]]:
+    def incoming(self, rank: int) -> Mapping[int, Iterable[Part]]:
         """The parts of a rank's pieces that lie in blocks of other ranks, by owner, in the order of the owner's blocks."""
         if self.is_direct:
             return {}
@@ -243,22 +281,14 @@ class Schedule:
         # Owners ascend with blocks, so the pairs of one owner are contiguous.
         starts = np.flatnonzero(np.diff(owners, prepend=-1)).tolist()
         stops = [*starts, len(owners)][1:]
-        pairs_by_owner = {owner: range(a, b) for owner, a, b in zip(owners[starts].tolist(), starts, stops, strict=True)}
-        pairs_by_owner.pop(rank, None)
-        if not self.is_never_split:
-            return {
-                owner: [
-                    Part(message, int(sections[k]), owner)
-                    for k in pairs
-                    for message in self.messages(self.blocks.region(int(numbers[k])), int(sections[k]))
-                ]
-                for owner, pairs in pairs_by_owner.items()
-            }
+        by_owner = zip(owners[starts].tolist(), starts, stops, strict=True)
 
-        def make(k: int) -> Part:
-            return self._part(self.blocks.bounds(int(numbers[k])), int(sections[k]), int(owners[k]))
+        def make(owner: int, start: int, stop: int) -> Iterator[Part]:
+            for number, section in zip(numbers[start:stop].tolist(), sections[start:stop].tolist(), strict=True):
+                for message in self.messages(self.blocks.region(number), section):
+                    yield Part(message, section, owner)
 
-        return {owner: Parts(make, pairs) for owner, pairs in pairs_by_owner.items()}
+        return {owner: Parts(partial(make, owner, a, b), b - a) for owner, a, b in by_owner if owner != rank}
 
     # --- parts
 
@@ -273,17 +303,6 @@ class Schedule:
         blocks_of_pairs, sections_of_pairs = np.concatenate(numbers), np.concatenate(sections)
         order = np.lexsort((sections_of_pairs, blocks_of_pairs))
         return blocks_of_pairs[order], sections_of_pairs[order]
-
-    def _part(self, bounds: list[tuple[int, int]], section: int, rank: int) -> Part:
-        """The part that a block and a section have in common, if it is one message. `bounds` are those of the block."""
-        both = list(zip(bounds, self.shards.grid.bounds(section), strict=True))
-        start = tuple([max(a, c) for (a, _), (c, _) in both])
-        return Part(Region(start, tuple([min(b, d) for (_, b), (_, d) in both])), section, rank)
-
-    @cached_property
-    def is_never_split(self) -> bool:
-        """True if every part fits into one message."""
-        return self.max_part_nbytes <= min(self.max_message_nbytes, MAX_MESSAGE_NBYTES)
 
     @cached_property
     def max_part_nbytes(self) -> int:
@@ -301,3 +320,79 @@ def _box_around(regions: Sequence[Region]) -> Region:
     """The smallest box around some regions, at least one."""
     start, stop = zip(*[region.start for region in regions], strict=True), zip(*[r.stop for r in regions], strict=True)
     return Region(tuple(map(min, start)), tuple(map(max, stop)))
+
+
+ROOT, PARALLEL, DIRECT = "root", "parallel", "direct"
+MODES = (ROOT, PARALLEL, DIRECT)
+
+
+def plan_direct(
+    layout: SourceLayout, shards: Shards, n_ranks: int, *, max_nbytes: int, per_shard: Sequence[int] | None = None
+) -> Schedule:
+    """Every rank reads what it holds. Blocks are read once for all shards of a rank if reading each shard by itself costs more.
+
+    That is so if a chunk may lie in two shards, or if runs are so close that the gaps between them are read too. Otherwise each
+    shard is read by itself: without a copy if it lies in the file as in memory, and the first shard is complete early.
+
+    Parameters
+    ----------
+    layout : SourceLayout
+        How the array lies in its file.
+    shards : Shards
+        Which rank holds which shard.
+    n_ranks : int
+        Number of ranks in the job.
+    max_nbytes : int
+        Cap on a block.
+    per_shard : sequence of int, optional
+        As for `plan_blocks`.
+    """
+    is_merged = shards.sections_held > 1 and _shares_reads(layout, shards)
+    blocks = _cut_blocks(layout, max_nbytes, within=shards.reach if is_merged else shards.section_shape, per_shard=per_shard)
+    return Schedule(blocks, shards, layout.dtype.itemsize, n_ranks, Direct(is_merged))
+
+
+def _shares_reads(layout: SourceLayout, shards: Shards) -> bool:
+    """True if something that is read at once may lie in two sections of a rank."""
+    chunks, extent = layout.chunks, shards.shard_shape
+    if shards.has_halo:  # sections overlap
+        return layout.has_chunks
+    if layout.has_chunks:
+        axes = zip(shards.cuts, extent, chunks.cell, chunks.phase, strict=True)
+        return any(n > 1 and (phase or e % cell) for n, e, cell, phase in axes)
+    is_near = run_stride(chunks.shape, extent) * layout.file_dtype.itemsize <= NEAR_NBYTES
+    return count_runs(chunks.shape, extent) > 1 and is_near
+
+
+def plan_shared(
+    layout: SourceLayout,
+    shards: Shards,
+    n_ranks: int,
+    owners: Owners,
+    *,
+    max_nbytes: int,
+    per_owner: int = BLOCKS_PER_OWNER,
+    per_shard: Sequence[int] | None = None,
+) -> Schedule:
+    """Some ranks own the blocks, and parts are sent between them and the ranks that hold the pieces.
+
+    Parameters
+    ----------
+    layout, shards, n_ranks, max_nbytes
+        As for `plan_direct`.
+    owners : Owners
+        The ranks that own blocks.
+    per_owner : int
+        Fewest blocks for each of them, as for `plan_blocks`; `per_shard` too.
+    """
+    blocks = _cut_blocks(layout, max_nbytes, n_owners=owners.n, per_owner=per_owner, per_shard=per_shard)
+    return Schedule(blocks, shards, layout.dtype.itemsize, n_ranks, owners)
+
+
+def _cut_blocks(layout: SourceLayout, max_nbytes: int, **how: Any) -> Grid:
+    """Blocks that fit into a staging buffer of `max_nbytes`, with all chunks that they meet."""
+    max_cells = most_chunks(layout.chunk_size * layout.wide_itemsize, max_nbytes) if layout.has_chunks else 1 << 62
+    blocks = plan_blocks(layout.chunks, layout.wide_itemsize, max_nbytes=max_nbytes, max_cells=max_cells, **how)
+    if how.get("per_shard") is None:
+        return blocks
+    return replace(blocks, phase=tuple(o % c for o, c in zip(layout.selection.offset, blocks.cell, strict=True)))

@@ -119,7 +119,7 @@ def check_format(
     ...         for name, values in arrays.items():
     ...             file[name] = values
     >>> import h5py, tempfile
-    >>> from shardload.formats.hdf5.format import FORMAT
+    >>> from shardload.formats.hdf5.file import FORMAT
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     check_format(FORMAT, write, folder=folder, dtypes=["float32"], shapes=[(6, 6)])
     """

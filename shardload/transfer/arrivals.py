@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from shardload.errors import PeerError, ShardloadError
-from shardload.planning.parts import Part
 from shardload.planning.region import Region
+from shardload.planning.schedule import Part
 from shardload.system.first_error import FirstError
 from shardload.transfer.counters import Counters
 from shardload.transfer.moves import ArrayMove
@@ -45,28 +45,28 @@ class Arrivals:
         self._n_left = [{number: _size(move.flow.target(number)) for number in move.targets} for move in moves]
         self.errors, self.counters = FirstError(), Counters()
 
-    def view(self, array: int, part: Part, region: Region) -> Array:
-        """The memory of `region` in the target of a part."""
-        return self._moves[array].targets[part.target].view(region)
+    def view(self, array: int, part: Part) -> Array:
+        """The memory of a part in its target."""
+        return self._moves[array].targets[part.target].view(part.region)
 
-    def count(self, array: int, part: Part, region: Region) -> None:
-        """Count `region` of a part, which is in its target now."""
-        move, left, target = self._moves[array], self._n_left[array], part.target
-        left[target] -= region.size
+    def count(self, array: int, part: Part) -> None:
+        """Count a part, which is in its target now."""
+        move, left, target, size = self._moves[array], self._n_left[array], part.target, part.region.size
+        left[target] -= size
         if self._on_progress is not None and not self.errors:
             with self.errors:
-                self._on_progress(region.size * move.dtype.itemsize)
+                self._on_progress(size * move.dtype.itemsize)
         if left[target] == 0 and move.on_complete is not None and not self.errors:
             try:
                 move.on_complete(move.targets[target])
             except Exception as error:
                 self.errors.keep(move.explain(error))
 
-    def receive(self, array: int, part: Part, region: Region, is_summed: bool) -> None:
+    def receive(self, array: int, part: Part, is_summed: bool) -> None:
         """Count a part that came from another rank. `is_summed`: whether its checksum was computed."""
-        self.counters.nbytes_received += region.size * self._moves[array].dtype.itemsize
+        self.counters.nbytes_received += part.region.size * self._moves[array].dtype.itemsize
         self.counters.n_checksums += is_summed
-        self.count(array, part, region)
+        self.count(array, part)
 
     def check_coverage(self) -> None:
         """Check that every element of every target has arrived. One that nobody sent holds whatever was in memory before."""

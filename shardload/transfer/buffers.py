@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -23,15 +22,14 @@ import numpy as np
 from shardload.comm.shared_memory import Bell, Segment
 from shardload.errors import StallError
 from shardload.planning.blocks import aligned
-from shardload.planning.parts import Block
 from shardload.planning.region import Region
+from shardload.planning.schedule import Block
 from shardload.planning.tuning import default_tuning
 from shardload.system.scratch import ThreadScratch, aligned_bytes
 from shardload.system.thread_pool import Pool
 
 Array = np.ndarray[Any, Any]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-_NOT_SHARED: Mapping[int, Segment] = MappingProxyType({})
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
@@ -60,20 +58,16 @@ class Piece:
 
 
 @dataclass
-class Slot:
-    """One buffer for one block."""
-
-    data: Bytes
-    is_shared: bool
-
-
-@dataclass
 class StagedBlock:
-    """One block in memory. Each part for another rank lies in one of the `tiles`; those for this rank's pieces are there."""
+    """One block in memory. Each part for another rank lies in one of the `tiles`; those for this rank's pieces are there.
+
+    `is_shared`: whether other processes of this machine can read the tiles, which then lie in the `slot`.
+    """
 
     block: Block
     tiles: list[Piece] = field(default_factory=list)
-    slot: Slot | None = None
+    slot: Bytes | None = None
+    is_shared: bool = False
     release: Callable[[], None] = lambda: None
     n_sending: int = 0
     tasks: list[Future[None]] = field(default_factory=list)
@@ -87,11 +81,6 @@ class StagedBlock:
         for task in self.tasks:
             task.result()
         return self
-
-    @property
-    def is_shared(self) -> bool:
-        """True if other processes of this machine can read the tiles."""
-        return self.slot is not None and self.slot.is_shared
 
     def view(self, region: Region) -> Array:
         """The values of a part. ValueError if they are not here."""
@@ -117,16 +106,18 @@ class Slots:
     ----------
     n_taken : int
         Number of buffers in use.
+    is_shared : bool
+        Whether they lie in shared memory.
     """
 
     def __init__(self, n: int, nbytes: int, shared: Bytes | None = None) -> None:
-        self.nbytes = nbytes
+        self.nbytes, self.is_shared = nbytes, shared is not None
         self._n_left = n if shared is None else 0
-        self._free: list[Slot] = []
+        self._free: list[Bytes] = []
         self.n_taken = self._n_most = 0
         if shared is not None:
             size = aligned(nbytes)
-            self._free = [Slot(shared[k * size : k * size + nbytes], True) for k in reversed(range(n))]
+            self._free = [shared[k * size : k * size + nbytes] for k in reversed(range(n))]
 
     @property
     def peak_nbytes(self) -> int:
@@ -137,7 +128,7 @@ class Slots:
         """True if a buffer is free."""
         return bool(self._free) or self._n_left > 0
 
-    def take(self) -> Slot | None:
+    def take(self) -> Bytes | None:
         """Take a free buffer, the last used first (its memory is warm). Return None if none is free."""
         if not self.has_room():
             return None
@@ -146,9 +137,9 @@ class Slots:
         if self._free:
             return self._free.pop()
         self._n_left -= 1
-        return Slot(aligned_empty((self.nbytes,), np.dtype(np.uint8)), False)
+        return aligned_empty((self.nbytes,), np.dtype(np.uint8))
 
-    def give(self, slot: Slot) -> None:
+    def give(self, slot: Bytes) -> None:
         """Give a buffer back."""
         self.n_taken -= 1
         self._free.append(slot)
@@ -168,7 +159,7 @@ def sendable(view: Array) -> bool:
 class _Buffer:
     """A slot that parts are packed into, one after the other. It is given back when all of them have been sent."""
 
-    slot: Slot
+    slot: Bytes
     n_used: int = 0
     n_sending: int = 0
 
@@ -195,7 +186,7 @@ class Packer:
             if found is None:
                 return None
             buffer = found
-            data = buffer.slot.data[buffer.n_used : buffer.n_used + view.nbytes].view(view.dtype).reshape(view.shape)
+            data = buffer.slot[buffer.n_used : buffer.n_used + view.nbytes].view(view.dtype).reshape(view.shape)
             np.copyto(data, view, casting="no")
             buffer.n_used += aligned(view.nbytes)
             self._last = (block.block, region, data, buffer)
@@ -247,10 +238,10 @@ class Resources:
         batch_nbytes: int | None = None,
         *,
         pack_slots: Slots | None = None,
-        segments: Mapping[int, Segment] = _NOT_SHARED,
+        segments: Mapping[int, Segment] | None = None,
     ) -> None:
-        self.slots, self.pack_slots = slots, Slots(0, 0) if pack_slots is None else pack_slots
-        self.bell, self.segments, self.n_threads = Bell() if bell is None else bell, segments, n_threads
+        self.slots, self.pack_slots = slots, pack_slots or Slots(0, 0)
+        self.bell, self.segments, self.n_threads = bell or Bell(), segments or {}, n_threads
         self.batch_nbytes = default_tuning().batch_nbytes if batch_nbytes is None else batch_nbytes
         self.pool = Pool(n_threads, "shardload-read")
         self.scratch = ThreadScratch()

@@ -1,12 +1,12 @@
 """How do parts travel between this rank and the others, and how does each know that all have arrived?
 
 `Channels` is what an exchange sees: `send`, `receive`, `wait`. Below it there is one `Channel` for each other rank, for both
-directions. It is one of two kinds, and nothing else knows of which:
+directions. Values go in one of two ways, and nothing else knows in which:
 
-- `SharedMemoryChannel`, to a rank of the same machine: the sender makes an *offer*, a note that names for every part the region
-  and the place of its values in the sender's shared memory. The receiver copies the values out of it and acknowledges the
-  offer; then the slot is used again.
-- `MessageChannel`, to any other rank: an MPI message carries the values, straight from the block if they lie there without
+- to a rank of the same machine, with which this one shares memory: the sender makes an *offer*, a note that names for every
+  part the region and the place of its values in the sender's shared memory. The receiver copies the values out of it and
+  acknowledges the offer; then the slot is used again.
+- to any other rank: an MPI message carries the values, straight from the block if they lie there without
   gaps, otherwise packed. (MPI could send with gaps too, but MPICH then moves a few KiB per call: measured, packing is 10 times
   faster.) The message is received straight into the target, when it has come.
 
@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import os
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -33,7 +32,7 @@ from shardload.comm.collectives import Backoff
 from shardload.comm.shared_memory import Bell
 from shardload.comm.transport import Integers, Receive, Transport
 from shardload.errors import PeerError
-from shardload.planning.parts import Block, Part
+from shardload.planning.schedule import Block, Part
 from shardload.transfer.arrivals import DEFECT, Arrivals
 from shardload.transfer.buffers import Packer, StagedBlock
 from shardload.transfer.checksum import checksum, identity, seed_of
@@ -92,8 +91,7 @@ class Channels:
         """The channel to and from a rank."""
         channel = self._channels.get(rank)
         if channel is None:
-            kind = SharedMemoryChannel if self.transport.shares_memory(rank) else MessageChannel
-            channel = self._channels[rank] = kind(self, rank)
+            channel = self._channels[rank] = Channel(self, rank)
         return channel
 
     def close(self) -> None:
@@ -231,7 +229,7 @@ class Channels:
         bell.wait(seconds)
 
 
-class Channel(ABC):
+class Channel:
     """How parts travel between this rank and one other, with the counts and receipts of both directions.
 
     Parameters
@@ -240,15 +238,19 @@ class Channel(ABC):
         The channels of this exchange.
     rank : int
         The other rank.
-    """
 
-    uses_messages = False  # or else notes alone, after each of which the other rank wakes this one
+    Attributes
+    ----------
+    uses_messages : bool
+        True if values travel as messages; False if as offers, after each of which the other rank wakes this one.
+    """
 
     def __init__(self, common: Channels, rank: int) -> None:
         self.rank, self._common, self._transport, self._checksums = rank, common, common.transport, common.checksums
+        self.uses_messages = not common.transport.shares_memory(rank)
         self._n_sent = self._identity = 0
         self._sent_sums: list[int] = []
-        self.expected: list[tuple[int, Sequence[Part]]] = []  # of each array
+        self.expected: list[tuple[int, Iterable[Part]]] = []  # of each array
         self._following = _in_order(self.expected)  # of these, what has not begun to come
         self._n_expected = self._n_seen = 0  # parts; and those that have come, or that offers have named
         self._expected_identity = 0
@@ -257,23 +259,26 @@ class Channel(ABC):
 
     # --- to the other rank
 
-    def together(self, block: StagedBlock, parts: Sequence[Part]) -> Iterable[Sequence[Part]]:
+    def together(self, block: StagedBlock, parts: list[Part]) -> list[list[Part]]:
         """The parts of a block in groups, each of which is sent at once."""
-        return ([part] for part in parts)
+        return [[part] for part in parts] if self.uses_messages or not block.is_shared else [parts]
 
     def send(self, array: int, block: StagedBlock, parts: Sequence[Part]) -> bool:
         """Send parts of a block. Return False if there is no room to pack them. `one_less` is called when they have left."""
         views = [block.view(part.region) for part in parts]
         done: Callable[[], None] = partial(one_less, block)
         packed = None
-        if not self._can_send(block, views[0]):
+        if not (views[0].flags.c_contiguous if self.uses_messages else block.is_shared):
             packed = self._common.packer.pack(block, parts[0].region)
             if packed is None:
                 return False
             views, done = [packed[0]], packed[1]
         seed = self._common.seeds[array]
         sums = [checksum(view, seed) for view in views] if self._checksums else []
-        self._send(array, parts, views, done)
+        if self.uses_messages:
+            self._transport.send(self.rank, views[0], done)
+        else:
+            self._offer(array, parts, views, done)
         # Now that they were sent: a receipt must not count a part that could not be sent.
         for part in parts:
             self._identity = identity(part.region, seed, self._identity)
@@ -283,13 +288,11 @@ class Channel(ABC):
             one_less(block)  # the part was copied, so it no longer needs the block
         return True
 
-    @abstractmethod
-    def _can_send(self, block: StagedBlock, view: Array) -> bool:
-        """True if values of a block can be sent from where they lie."""
-
-    @abstractmethod
-    def _send(self, array: int, parts: Sequence[Part], views: Sequence[Array], on_done: Callable[[], None]) -> None:
-        """Send parts from memory that stays as it is until `on_done` is called."""
+    def _offer(self, array: int, parts: Sequence[Part], views: Sequence[Array], on_done: Callable[[], None]) -> None:
+        rows: list[int] = []
+        for part, view in zip(parts, views, strict=True):
+            rows += [*part.region.start, *part.region.stop, self._transport.place_of(view), *view.strides]
+        self._common.offer(self.rank, len(parts), array, rows, on_done)
 
     def send_receipt(self, went_well: bool) -> None:
         """Send the receipt: no more parts follow it."""
@@ -300,32 +303,74 @@ class Channel(ABC):
 
     def expect(self) -> None:
         """Get ready for the expected parts."""
-        for array, parts in self.expected:
-            for part in parts:
-                self._expected_identity = identity(part.region, self._common.seeds[array], self._expected_identity)
-            self._n_expected += len(parts)
+        for _, array, part in _in_order(self.expected):
+            self._expected_identity = identity(part.region, self._common.seeds[array], self._expected_identity)
+            self._n_expected += 1
         self._sums = [0] * (self._n_expected if self._checksums else 0)
 
     def take(self, nbytes: int, receive: Receive) -> None:
-        """Receive a message with values. In this base class none is expected: report it, and throw it away."""
-        self._common.arrivals.report_list(None, self.rank)
-        receive(np.empty(nbytes, dtype=np.uint8), partial(self._see, 1))
+        """Receive a message with the values of the next part. One that is not expected is reported, and thrown away."""
+        number, array, part = next(self._following, (0, -1, None)) if self.uses_messages else (0, -1, None)
+        view = None if part is None else self._common.arrivals.view(array, part)
+        if part is None or view is None or view.nbytes != nbytes:
+            self._common.arrivals.report_list(None, self.rank)
+            receive(np.empty(nbytes, dtype=np.uint8), partial(self._see, 1))
+        else:
+            receive(view, partial(self._received, number, array, part, view))
+
+    def _received(self, number: int, array: int, part: Part, view: Array) -> None:
+        with self._common.arrivals.errors:
+            self._arrived(number, array, part, view)
+        self._see(1)
 
     def look(self, offer: Integers) -> None:
-        """Copy what an offer names, and acknowledge it. In this base class no offer is expected: report it as an error."""
-        self._common.arrivals.report_list(None, self.rank)
+        """Copy what an offer names out of the sender's memory, and acknowledge it. What is not expected is reported."""
+        started = time.perf_counter()
+        arrivals, array, n_parts = self._common.arrivals, int(offer[3]), int(offer[2])
+        n = self._common.moves[array].flow.ndim if 0 <= array < len(self._common.moves) else 0
+        rows = offer[HEAD_SIZE:].tolist()
+        width = 3 * n + 1
+        if self.uses_messages or len(rows) != n_parts * width:
+            arrivals.report_list(None, self.rank)
+            rows.clear()
+        for k in range(0, len(rows), width):
+            with arrivals.errors:  # the sender waits for an answer
+                self._copy(array, rows[k : k + width], n)
+        arrivals.counters.copy_seconds += time.perf_counter() - started
         self._transport.tell(self.rank, np.array([ACK, offer[1]], dtype=np.int64))
+        self._see(n_parts)
+
+    def _copy(self, array: int, row: list[int], n: int) -> None:
+        """Copy the values of the next part, which a row of an offer names."""
+        arrivals = self._common.arrivals
+        number, of, part = next(self._following, (0, -1, None))
+        if part is None or of != array or row[: 2 * n] != [*part.region.start, *part.region.stop]:
+            arrivals.report_list(None if part is None else part.region, self.rank, array)
+            return
+        target = arrivals.view(array, part)
+        try:
+            values = self._transport.look(self.rank, target.shape, target.dtype, row[2 * n], row[2 * n + 1 :])
+        except (TypeError, ValueError):  # outside the sender's memory
+            arrivals.report_list(part.region, self.rank, array)
+            return
+        np.copyto(target, values, casting="no")
+        self._arrived(number, array, part, target)
 
     def _arrived(self, number: int, array: int, part: Part, view: Array) -> None:
         """Count a part that is in its target."""
         if self._checksums:
             self._sums[number] = checksum(view, self._common.seeds[array])
-        self._common.arrivals.receive(array, part, part.region, self._checksums)
+        self._common.arrivals.receive(array, part, self._checksums)
 
     def end(self, receipt: Integers) -> None:
-        """Take the receipt: no more parts than it counts will come. It may overtake messages with values."""
+        """Take the receipt: no more parts than it counts will come. It may overtake messages with values.
+
+        Notes come in order, so nothing follows it where there are offers: not even parts that it counts and no offer named.
+        """
         self._receipt = receipt[1:].tolist()
         self._see(0)
+        if not self.uses_messages:
+            self._common.closed(self)
 
     def _see(self, n_parts: int) -> None:
         """Count parts that have come."""
@@ -352,89 +397,7 @@ class Channel(ABC):
                 arrivals.report_sum(array, part, self.rank, ours, theirs)
 
 
-class MessageChannel(Channel):
-    """Sends each part as a message. It is received straight into its target (derived datatypes, no unpacking)."""
-
-    uses_messages = True
-
-    def _can_send(self, block: StagedBlock, view: Array) -> bool:
-        return view.flags.c_contiguous
-
-    def _send(self, array: int, parts: Sequence[Part], views: Sequence[Array], on_done: Callable[[], None]) -> None:
-        for view in views:  # one
-            self._transport.send(self.rank, view, on_done)
-
-    def take(self, nbytes: int, receive: Receive) -> None:
-        """See `Channel`. The messages of a rank come in the order of its parts."""
-        number, array, part = next(self._following, (0, -1, None))
-        view = None if part is None else self._common.arrivals.view(array, part, part.region)
-        if part is None or view is None or view.nbytes != nbytes:
-            super().take(nbytes, receive)
-        else:
-            receive(view, partial(self._received, number, array, part, view))
-
-    def _received(self, number: int, array: int, part: Part, view: Array) -> None:
-        with self._common.arrivals.errors:
-            self._arrived(number, array, part, view)
-        self._see(1)
-
-
-class SharedMemoryChannel(Channel):
-    """Sends an offer. The receiver copies the values out of the sender's memory, from where the offer says they lie."""
-
-    def together(self, block: StagedBlock, parts: Sequence[Part]) -> Iterable[Sequence[Part]]:
-        """See `Channel`."""
-        return [parts] if block.is_shared else super().together(block, parts)
-
-    def _can_send(self, block: StagedBlock, view: Array) -> bool:
-        return block.is_shared
-
-    def _send(self, array: int, parts: Sequence[Part], views: Sequence[Array], on_done: Callable[[], None]) -> None:
-        rows: list[int] = []
-        for part, view in zip(parts, views, strict=True):
-            rows += [*part.region.start, *part.region.stop, self._transport.place_of(view), *view.strides]
-        self._common.offer(self.rank, len(parts), array, rows, on_done)
-
-    def look(self, offer: Integers) -> None:
-        """See `Channel`. Copies the values out of the sender's memory."""
-        started = time.perf_counter()
-        arrivals, array, n_parts = self._common.arrivals, int(offer[3]), int(offer[2])
-        n = self._common.moves[array].flow.ndim if 0 <= array < len(self._common.moves) else 0
-        rows = offer[HEAD_SIZE:].tolist()
-        width = 3 * n + 1
-        if len(rows) != n_parts * width:
-            arrivals.report_list(None, self.rank)
-            rows.clear()
-        for k in range(0, len(rows), width):
-            with arrivals.errors:  # the sender waits for an answer
-                self._copy(array, rows[k : k + width], n)
-        arrivals.counters.copy_seconds += time.perf_counter() - started
-        self._transport.tell(self.rank, np.array([ACK, offer[1]], dtype=np.int64))
-        self._see(n_parts)
-
-    def end(self, receipt: Integers) -> None:
-        """See `Channel`. Notes come in order, so nothing follows: not even parts that the receipt counts and no offer named."""
-        super().end(receipt)
-        self._common.closed(self)
-
-    def _copy(self, array: int, row: list[int], n: int) -> None:
-        """Copy the values of the next part, which a row of an offer names."""
-        arrivals = self._common.arrivals
-        number, of, part = next(self._following, (0, -1, None))
-        if part is None or of != array or row[: 2 * n] != [*part.region.start, *part.region.stop]:
-            arrivals.report_list(None if part is None else part.region, self.rank, array)
-            return
-        target = arrivals.view(array, part, part.region)
-        try:
-            values = self._transport.look(self.rank, target.shape, target.dtype, row[2 * n], row[2 * n + 1 :])
-        except (TypeError, ValueError):  # outside the sender's memory
-            arrivals.report_list(part.region, self.rank, array)
-            return
-        np.copyto(target, values, casting="no")
-        self._arrived(number, array, part, target)
-
-
-def _in_order(expected: Sequence[tuple[int, Sequence[Part]]]) -> Iterator[tuple[int, int, Part]]:
+def _in_order(expected: Sequence[tuple[int, Iterable[Part]]]) -> Iterator[tuple[int, int, Part]]:
     """The expected parts in the order in which they come: number, array, part."""
     every = ((array, part) for array, parts in expected for part in parts)
     return ((number, array, part) for number, (array, part) in enumerate(every))

@@ -22,7 +22,7 @@ from typing import Any
 
 from shardload.comm.group import Group
 from shardload.comm.watchdog import Activity
-from shardload.planning.parts import Block
+from shardload.planning.schedule import Block
 from shardload.system.first_error import FirstError
 from shardload.transfer.arrivals import Arrivals
 from shardload.transfer.buffers import Packer, Resources, StagedBlock
@@ -157,7 +157,7 @@ class _Exchange:
             self.moves[array].fail(error)
         for part in staged.block.parts:
             if part.rank == self.rank:
-                self.arrivals.count(array, part, part.region)
+                self.arrivals.count(array, part)
         self.channels.send(array, staged)
 
     def _fail(self, error: Exception) -> None:

@@ -15,9 +15,8 @@ import numpy as np
 from shardload.errors import MissingChunksWarning, SourceError
 from shardload.formats.contract.array import ArrayInfo
 from shardload.planning.grid import Grid
-from shardload.planning.parts import Block
 from shardload.planning.region import Region
-from shardload.planning.schedule import Schedule
+from shardload.planning.schedule import Block, Schedule
 from shardload.planning.selection import Selection
 from shardload.system.caller import warn_once
 from shardload.transfer.counters import MOST_NAMED

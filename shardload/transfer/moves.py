@@ -18,9 +18,8 @@ import numpy as np
 
 from shardload.comm.watchdog import Activity
 from shardload.planning.grid import IntArray
-from shardload.planning.parts import Block, Part
 from shardload.planning.region import Region
-from shardload.planning.schedule import Schedule
+from shardload.planning.schedule import Block, Part, Schedule
 from shardload.transfer.buffers import Piece, StagedBlock
 
 
@@ -60,7 +59,7 @@ class Flow(Protocol):
         """The blocks that a rank stages, in order. Each part names the rank that receives it and that rank's target."""
         ...
 
-    def incoming(self, rank: int) -> Mapping[int, Sequence[Part]]:
+    def incoming(self, rank: int) -> Mapping[int, Iterable[Part]]:
         """The parts that a rank receives from each other rank, in the order in which that rank sends them."""
         ...
 

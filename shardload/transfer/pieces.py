@@ -10,17 +10,18 @@ array. Without a halo a shard is one section. What is not in the file is filled 
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from shardload.errors import PeerError, ShardloadError
 from shardload.planning.grid import unravel
-from shardload.planning.parts import Part
 from shardload.planning.region import Region
+from shardload.planning.schedule import Part
 from shardload.planning.shards import Shards
 from shardload.transfer.buffers import Piece, view_of
 from shardload.transfer.checksum import checksum
@@ -49,11 +50,12 @@ class LocalPieces:
         """True if another rank needs one of these parts."""
         return not all(map(self.is_own, parts))
 
-    def in_place(self, parts: Sequence[Part], region: Region) -> Array | None:
+    def in_place(self, parts: Iterable[Part], region: Region) -> Array | None:
         """The view of `region` in a piece, if no other rank or shard needs it and it has no gaps; else None."""
-        if len(parts) != 1 or parts[0].rank != self._rank or not parts[0].region.contains(region):
+        part, *others = itertools.islice(parts, 2)
+        if others or not self.is_own(part) or not part.region.contains(region):
             return None
-        view = self._pieces[parts[0].target].view(region)
+        view = self.view(part, region)
         return view if view.flags.c_contiguous else None
 
     def is_own(self, part: Part) -> bool:

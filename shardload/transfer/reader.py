@@ -1,7 +1,7 @@
 """How does one rank turn its blocks of the file into blocks in memory, inside the staging cap?
 
-1. If the source hands out whole chunks as they are stored, threads decode them one by one (`chunk_tasks`). Otherwise the
-   format's library reads whole blocks, one at a time (`block_tasks`).
+1. If the source hands out whole chunks as they are stored, threads decode them, a box of chunks at a time (`BoxReader`).
+   Otherwise the format's library reads whole blocks, one at a time (`BlockReader`).
 2. The thread that read a block copies the parts of this rank's own pieces (`pieces`). Parts for other ranks wait in a
    staging buffer.
 3. Blocks are returned in the order in which they were started. What was really read is counted. The error of a failed read
@@ -10,33 +10,168 @@
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable, Iterable
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from functools import partial
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
 
 from shardload.comm.watchdog import Activity
-from shardload.errors import ShardloadError, StallError
-from shardload.formats.contract.chunk_reader import ChunkReader
+from shardload.errors import PeerError, ShardloadError, StallError
+from shardload.formats.contract.chunk_reader import ChunkReader, Encoded, copy_chunks
+from shardload.formats.contract.dtypes import settle_bools
 from shardload.formats.contract.format import Source
-from shardload.planning.parts import Block
+from shardload.planning.grid import cut_box, numbers_in
+from shardload.planning.region import Region
+from shardload.planning.schedule import Block, Part
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.tuning import Tuning, default_tuning
+from shardload.storage.remote import RemoteError
+from shardload.system.interruption import let_interruption_pass
 from shardload.system.thread_pool import done_here
-from shardload.transfer.block_tasks import BlockTasks
-from shardload.transfer.buffers import Resources, StagedBlock
+from shardload.transfer.buffers import Piece, Resources, StagedBlock, sendable, view_of
 from shardload.transfer.cast import Convert, cast_into
-from shardload.transfer.chunk_tasks import ChunkTasks
 from shardload.transfer.counters import Counters
-from shardload.transfer.missing import Counter, count_by_region
+from shardload.transfer.missing import Counter, chunk_numbers, count_by_region
 from shardload.transfer.pieces import LocalPieces
 from shardload.transfer.read_errors import Naming
 
+Array = np.ndarray[Any, Any]
+Box = tuple[range, ...]
+Met = Sequence[tuple[Part, Region]]  # parts that a box meets, and what they have in common with it
+Task = Callable[[Counters], None]
 
-class SourceReader:
+
+class SourceReader(ABC):
     """Reads the blocks of one rank from one open source. A context manager: leaving it waits for the tasks that were started.
 
-    A job makes one reader for each of its arrays; all readers share the same resources.
+    A job makes one reader for each of its arrays (`open_reader`); all readers share the same resources.
+
+    Attributes
+    ----------
+    n_at_a_time : int
+        Number of tasks that run at once.
+    counters : Counters
+        What was read.
+    """
+
+    n_at_a_time = 1
+
+    def __init__(
+        self,
+        source: Source,
+        layout: SourceLayout,
+        local: LocalPieces,
+        resources: Resources,
+        *,
+        tuning: Tuning,
+        counts: Counter,
+        convert: Convert,
+    ) -> None:
+        self._source, self._layout, self._local, self._resources = source, layout, local, resources
+        self._inline_nbytes, self._counts, self._convert = tuning.inline_nbytes, counts, convert
+        self._names = Naming(source, layout.selection, layout.chunks if layout.has_chunks else None)
+        self._scratch = resources.scratch
+        self._tasks: list[Future[None]] = []  # tasks that were started and may not have ended
+        self._lock = threading.Lock()
+        self.counters = Counters()
+
+    def __enter__(self) -> SourceReader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # The tasks call this object when they are done: a reference cycle that would keep the pieces' memory alive.
+        tasks, self._tasks = self._tasks, []
+        running = [task for task in tasks if not task.cancel()]
+        if kind is None or not issubclass(kind, StallError):  # after a stall a task may never end
+            wait(running)
+
+    @abstractmethod
+    def expect(self, blocks: Iterable[Block]) -> None:
+        """Told which blocks will be read, in this order, of a file in a store: they are fetched ahead."""
+
+    @abstractmethod
+    def _needs_slot(self, block: Block) -> bool:
+        """True if a block needs a staging buffer."""
+
+    @abstractmethod
+    def _tasks_of(self, staged: StagedBlock) -> list[Task]:
+        """The tasks that read a block; they may run at the same time."""
+
+    def activity(self) -> Activity:
+        """See `Producer`."""
+        return self._names.activity()
+
+    @property
+    def n_at_once(self) -> int:
+        """Number of blocks to start before the first is done: one for each thread, and one that waits to be delivered."""
+        return self.n_at_a_time + 1
+
+    def has_room(self, block: Block) -> bool:
+        """True if a staging buffer is free for this block, or it needs none."""
+        return self._resources.slots.has_room() or not self._needs_slot(block)
+
+    def start(self, block: Block) -> StagedBlock:
+        """Begin to read one block. When it is done, the parts of this rank's own pieces are in place."""
+        if not all(block.region.contains(part.region) for part in block.parts):
+            raise ValueError(f"a part reaches outside its block {block.region}: the plan is wrong")
+        staged, slots = StagedBlock(block), self._resources.slots
+        if self._needs_slot(block):
+            slot = slots.take()
+            if slot is None:
+                raise ValueError("no slot is free")
+            staged.slot, staged.is_shared, staged.release = slot, slots.is_shared, partial(slots.give, slot)
+        work = self._tasks_of(staged)
+        self._tasks = [task for task in self._tasks if not task.done()]
+        is_free = len(self._tasks) < self.n_at_a_time
+        if is_free and block.region.size * self._layout.file_dtype.itemsize <= self._inline_nbytes:
+            staged.tasks = [done_here(self._run, task, block) for task in work]
+            return staged
+        staged.tasks = [self._resources.pool.submit(self._run, task, block) for task in work]
+        for task in staged.tasks:  # ring when the future is done, not when its work ends: who waits checks `done` at once
+            task.add_done_callback(self._tell)
+        self._tasks += staged.tasks
+        return staged
+
+    def _tell(self, _: Future[None]) -> None:
+        self._resources.bell.ring()
+
+    def _run(self, work: Task, block: Block) -> None:
+        counters = Counters()
+        try:
+            work(counters)
+        except (ShardloadError, MemoryError):
+            raise
+        except Exception as error:
+            raise self._names.explain(error, block.region) from error
+        finally:
+            with self._lock:
+                self.counters.add(counters)
+
+    def _in_slot(self, staged: StagedBlock) -> Array:
+        """The memory of a block in its staging buffer."""
+        if staged.slot is None:
+            raise ValueError("only a staged block can be filled")
+        region, dtype = staged.block.region, self._layout.dtype
+        return staged.slot[: region.size * dtype.itemsize].view(dtype).reshape(region.shape)
+
+
+def open_reader(
+    source: Source,
+    layout: SourceLayout,
+    local: LocalPieces,
+    resources: Resources,
+    *,
+    tuning: Tuning | None = None,
+    counts: Counter = count_by_region,
+    convert: Convert = cast_into,
+) -> SourceReader:
+    """The reader of one array: chunk by chunk, if the source has a reader of chunks and these are not too small for that.
 
     Parameters
     ----------
@@ -55,101 +190,309 @@ class SourceReader:
     convert : callable, optional
         Turns stored numbers into values (`cast.conversion`). By default a cast.
     """
-
-    def __init__(
-        self,
-        source: Source,
-        layout: SourceLayout,
-        local: LocalPieces,
-        resources: Resources,
-        *,
-        tuning: Tuning | None = None,
-        counts: Counter = count_by_region,
-        convert: Convert = cast_into,
-    ) -> None:
-        tuning = tuning or default_tuning()
-        self._names = Naming(source, layout.selection, layout.chunks if layout.has_chunks else None)
-        self._resources, self._inline_nbytes = resources, tuning.inline_nbytes
-        self._itemsize = layout.file_dtype.itemsize
+    tuning = tuning or default_tuning()
+    chunk_reader = None
+    if layout.has_chunks and layout.chunk_nbytes >= tuning.min_chunk_nbytes:
         try:
-            chunk_reader = _chunk_reader(source, layout, tuning)
+            chunk_reader = source.chunk_reader()
         except (OSError, RuntimeError) as error:
-            raise error if isinstance(error, ShardloadError) else self._names.unreadable(error) from error
-        shared = (layout, local, resources.scratch, self._names, counts, convert)
-        if chunk_reader is None:
-            self._ways: BlockTasks | ChunkTasks = BlockTasks(source, *shared)
-        else:
-            batch_nbytes = resources.batch_nbytes if layout.chunk_nbytes <= tuning.batched_chunk_nbytes else 0
-            self._ways = ChunkTasks(chunk_reader, *shared, resources.n_threads, batch_nbytes)
-        self._tasks: list[Future[None]] = []  # tasks that were started and may not have ended
-        self._lock = threading.Lock()
-        self.counters = Counters()
+            if isinstance(error, ShardloadError):
+                raise
+            raise Naming(source, layout.selection, layout.chunks).unreadable(error) from error
+    if chunk_reader is None:
+        return BlockReader(source, layout, local, resources, tuning=tuning, counts=counts, convert=convert)
+    return BoxReader(chunk_reader, source, layout, local, resources, tuning=tuning, counts=counts, convert=convert)
 
-    def __enter__(self) -> SourceReader:
-        return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # The tasks call this object when they are done: a reference cycle that would keep the pieces' memory alive.
-        tasks, self._tasks = self._tasks, []
-        running = [task for task in tasks if not task.cancel()]
-        if kind is None or not issubclass(kind, StallError):  # after a stall a task may never end
-            wait(running)
+# --- by the format's library
+
+
+class BlockReader(SourceReader):
+    """Has the format's own library read blocks, one at a time: `Source.read_into` is never called in parallel.
+
+    If the values are in memory already (`scatter`), the block is a view and nothing is copied. Otherwise the library reads the
+    block: into the piece if the block lies there without gaps, else into a staging buffer.
+    """
+
+    def __init__(self, *given: Any, **how: Any) -> None:
+        super().__init__(*given, **how)
+        self._library = threading.Lock()
+
+    def _needs_slot(self, block: Block) -> bool:
+        return self._in_place(block) is None and self._view(block) is None
+
+    def _tasks_of(self, staged: StagedBlock) -> list[Task]:
+        return [partial(self._read_alone, staged)]
+
+    def _read_alone(self, staged: StagedBlock, counters: Counters) -> None:
+        with self._library:
+            self._read_block(staged, counters)
 
     def expect(self, blocks: Iterable[Block]) -> None:
-        """Told which blocks will be read, in this order, of a file in a store: they are fetched ahead."""
-        self._ways.expect(blocks)
+        """Tell the source what these blocks need, in the order in which it is read."""
+        regions = (part.region for block in blocks for part in (self._parts_alone(block) or [block]))
+        self._source.expect_in_order(map(self._layout.selection.to_file, regions))
 
-    def activity(self) -> Activity:
-        """See `Producer`."""
-        return self._names.activity()
+    def _parts_alone(self, block: Block) -> list[Block]:
+        """The parts of a block as blocks, if it has parts of this rank with gaps between them, which nobody needs."""
+        if self._local.sends(block.parts):
+            return []
+        parts = tuple(block.parts)
+        has_gaps = len(parts) > 1 and sum(part.region.size for part in parts) < block.region.size
+        return [Block(part.region, (part,)) for part in parts] if has_gaps and not self._share_chunks(block) else []
 
-    @property
-    def n_at_once(self) -> int:
-        """Number of blocks to start before the first is done: one for each thread, and one that waits to be delivered."""
-        return self._ways.n_at_a_time + 1
+    def _read_block(self, staged: StagedBlock, counters: Counters) -> None:
+        block = staged.block
+        if parts := self._parts_alone(block):
+            for part in parts:
+                self._read_block(StagedBlock(part, slot=staged.slot), counters)
+            return
+        own = self._in_place(block)
+        if own is not None:
+            self._read(block, own, counters)
+            return
+        values = self._view(block)
+        if values is None:
+            values = self._fill(staged, counters)
+        staged.tiles.append(Piece(block.region, values))
+        self._local.deliver(block.parts, block.region, values, counters)
 
-    def has_room(self, block: Block) -> bool:
-        """True if a staging buffer is free for this block, or it needs none."""
-        return self._resources.slots.has_room() or not self._ways.needs_slot(block)
+    def _share_chunks(self, block: Block) -> bool:
+        """True if some chunks have several parts of a block: read part by part, they would be decoded several times."""
+        layout = self._layout
+        n_of_parts = sum(layout.chunks.n_meeting(part.region) for part in block.parts) if layout.has_chunks else 0
+        return n_of_parts > layout.chunks.n_meeting(block.region)
 
-    def start(self, block: Block) -> StagedBlock:
-        """Begin to read one block. When it is done, the parts of this rank's own pieces are in place."""
-        if not all(block.region.contains(part.region) for part in block.parts):
-            raise ValueError(f"a part reaches outside its block {block.region}: the plan is wrong")
-        staged, slots = StagedBlock(block), self._resources.slots
-        if self._ways.needs_slot(block):
-            slot = slots.take()
-            if slot is None:
-                raise ValueError("no slot is free")
-            staged.slot, staged.release = slot, partial(slots.give, slot)
-        work = self._ways.tasks(staged)
-        self._tasks = [task for task in self._tasks if not task.done()]
-        is_free = len(self._tasks) < self._ways.n_at_a_time
-        if is_free and block.region.size * self._itemsize <= self._inline_nbytes:
-            staged.tasks = [done_here(self._run, task, block) for task in work]
-            return staged
-        staged.tasks = [self._resources.pool.submit(self._run, task, block) for task in work]
-        for task in staged.tasks:  # ring when the future is done, not when its work ends: who waits checks `done` at once
-            task.add_done_callback(self._tell)
-        self._tasks += staged.tasks
-        return staged
+    def _in_place(self, block: Block) -> Array | None:
+        """The region of the block in this rank's own piece, if the values can be read straight into it; else None."""
+        return None if self._layout.casts else self._local.in_place(block.parts, block.region)
 
-    def _tell(self, _: Future[None]) -> None:
-        self._resources.bell.ring()
+    def _view(self, block: Block) -> Array | None:
+        """The values themselves, where they are in memory already and can be sent from there."""
+        if not self._has_views:
+            return None
+        selection = self._layout.selection
+        view = self._source.view(selection.to_file(block.region))
+        return None if view is None else selection.drop_axes(view)
 
-    def _run(self, work: Callable[[Counters], None], block: Block) -> None:
-        counters = Counters()
-        try:
-            work(counters)
-        except (ShardloadError, MemoryError):
-            raise
-        except Exception as error:
-            raise self._names.explain(error, block.region) from error
-        finally:
-            with self._lock:
-                self.counters.add(counters)
+    @cached_property
+    def _has_views(self) -> bool:
+        """Whether all blocks can be sent from where they are.
+
+        Asked of the whole array, because the parts of some blocks must not overtake those of others: parts of a view are packed
+        when there is room, those of a slot leave at once.
+        """
+        whole = None if self._layout.casts else self._source.view(self._layout.selection.region)
+        return whole is not None and sendable(whole)
+
+    def _fill(self, staged: StagedBlock, counters: Counters) -> Array:
+        region, data = staged.block.region, self._in_slot(staged)
+        if not self._layout.casts:
+            self._read(staged.block, data, counters)
+            return data
+        raw = self._scratch.array("block", region.shape, self._layout.file_dtype)
+        self._read(staged.block, raw, counters)
+        self._convert(raw, data, self._names.elements(self._layout.selection.to_file(region)))
+        return data
+
+    def _read(self, block: Block, out: Array, counters: Counters) -> None:
+        layout, region = self._layout, block.region
+        place = layout.selection.to_file(region)
+        started = time.perf_counter()
+        with self._names.at(region):
+            self._source.read_into(place, out.reshape(place.shape))
+            settle_bools(out)
+        seconds = time.perf_counter() - started
+        if layout.has_chunks:
+            counters.chunks_decoded += layout.chunks.n_meeting(region)
+            counters.decode_seconds += seconds  # the library does not say how much of this was reading
+        else:
+            counters.read_seconds += seconds
+        counters.nbytes_read += region.size * layout.file_dtype.itemsize
+        indices = self._source.missing(place)
+        if indices and layout.chunk_shape is not None:
+            numbers = chunk_numbers(indices, layout.selection, layout.chunk_shape, layout.chunks)
+            counters.add_missing(self._counts(block, numbers, layout.chunks))
+        elif indices:  # an array without chunks has one, number 0, whose first element is the array's
+            counters.add_missing(self._counts(block, np.array([0]), layout.chunks))
 
 
-def _chunk_reader(source: Source, layout: SourceLayout, tuning: Tuning) -> ChunkReader | None:
-    """The source's chunk reader; None if it has none, or if chunks are too small to be decoded one by one."""
-    return source.chunk_reader() if layout.has_chunks and layout.chunk_nbytes >= tuning.min_chunk_nbytes else None
+# --- chunk by chunk
+
+
+class BoxReader(SourceReader):
+    """Decodes stored chunks in several threads, a box of them at a time: many small ones, or one large one.
+
+    They are fetched with few requests, and decoded
+
+    1. straight into a piece, if all of them belong to that piece and lie there as in the file;
+    2. else into the block's staging buffer, if other ranks need them and they lie there as in the file, as planes do;
+    3. else into the scratch memory of the thread, which is still in the core's cache when it is copied into the pieces, and
+       into the staging buffer for other ranks.
+
+    If anything is wrong with a box of several chunks, they are read one by one. So an error names its chunk.
+    """
+
+    def __init__(
+        self, chunk_reader: ChunkReader, source: Source, layout: SourceLayout, *given: Any, tuning: Tuning, **how: Any
+    ) -> None:
+        super().__init__(source, layout, *given, tuning=tuning, **how)
+        self._reader, self.n_at_a_time = chunk_reader, self._resources.n_threads
+        self._room = partial(self._scratch.bytes, "stored")
+        batch_nbytes = self._resources.batch_nbytes if layout.chunk_nbytes <= tuning.batched_chunk_nbytes else 0
+        self._chunks_per_box = batch_nbytes // max(1, layout.chunk_nbytes)
+        selection, chunk_shape = layout.selection, layout.chunk_shape or ()
+        self._chunk_shape = chunk_shape
+        self._first_chunk = tuple(a // c for a, c in zip(selection.region.start, chunk_shape, strict=True))
+        kept, n = set(selection.kept), len(chunk_shape)
+        # Of a buffer with an axis for each axis of the box, then one for each axis of a chunk: what the selection keeps.
+        inside = (slice(None) if k in kept else selection.region.start[k] % chunk_shape[k] for k in range(n))
+        self._kept: tuple[Any, ...] = (*(slice(None) if k in kept else 0 for k in range(n)), *inside, ...)
+
+    def _needs_slot(self, block: Block) -> bool:
+        return self._local.sends(block.parts)
+
+    def _tasks_of(self, staged: StagedBlock) -> list[Task]:
+        if staged.slot is not None:
+            staged.tiles.append(Piece(staged.block.region, self._in_slot(staged)))
+        axes = self._layout.chunks.meeting_axes(staged.block.region)
+        most = max(1, min(self._chunks_per_box, -(-math.prod(map(len, axes)) // self.n_at_a_time)))
+        boxes = list(cut_box(axes, most))  # of chunks that are read together
+        # Each task takes every n-th box, so that all end at about the same time.
+        n = min(self.n_at_a_time, len(boxes))
+        return [partial(self._read_boxes, staged, boxes[k::n]) for k in range(n)]
+
+    def expect(self, blocks: Iterable[Block]) -> None:
+        """Tell the reader what these blocks need, in their order; where all of a block is needed, as one box."""
+        boxes = ((block, [tuple(self._layout.chunks.meeting_axes(block.region))]) for block in blocks)
+        found = (self._in_file(box) for block, whole in boxes for box, _, _ in self._needed(block, whole))
+        self._reader.expect(found)
+
+    def _needed(self, block: Block, boxes: Iterable[Box]) -> Iterator[tuple[Box, Region, Met]]:
+        """Those boxes that parts of a block need, and smaller ones of those that they need no more than a part of."""
+        for box in boxes:
+            region = self._region(block, box)
+            met = [(part, common) for part in block.parts if (common := part.region.intersect(region)) is not None]
+            if not met:  # it lies between the shards of this rank
+                continue
+            # Shards do not overlap; replicas have equal regions.
+            is_whole = sum(common.size for common in {common for _, common in met}) == region.size
+            if (n := math.prod(map(len, box))) == 1 or is_whole:
+                yield box, region, met
+            else:
+                yield from self._needed(block, cut_box(box, n // 2))
+
+    def _read_boxes(self, staged: StagedBlock, boxes: Iterable[Box], counters: Counters) -> None:
+        for box, region, met in self._needed(staged.block, boxes):
+            self._read_box(staged, box, region, met, counters)
+
+    def _read_box(self, staged: StagedBlock, box: Box, region: Region, met: Met, counters: Counters) -> None:
+        with self._names.at(region):
+            try:
+                self._read(staged, box, region, met, counters)
+                return
+            except (MemoryError, PeerError):
+                raise
+            except Exception as error:
+                let_interruption_pass(error)
+                is_one = math.prod(map(len, box)) == 1 or isinstance(error, RemoteError)  # which was tried often enough
+                if is_one and isinstance(error, ShardloadError):
+                    raise
+                if is_one:
+                    raise self._names.unreadable(error, region, self._names.index(region)) from error
+        self._read_boxes(staged, cut_box(box, 1), counters)
+
+    def _region(self, block: Block, box: Box) -> Region:
+        """What a block has of a box of chunks."""
+        chunks, whole = self._layout.chunks, block.region
+        axes = list(zip(box, chunks.cell, chunks.phase, whole.start, whole.stop, strict=True))
+        return Region(
+            tuple([max(axis.start * c - p, low) for axis, c, p, low, _ in axes]),
+            tuple([min(axis.stop * c - p, high) for axis, c, p, _, high in axes]),
+        )
+
+    def _read(self, staged: StagedBlock, box: Box, region: Region, met: Met, counters: Counters) -> None:
+        """Read a box of chunks and deliver its values: all of them, or none."""
+        layout, local, n = self._layout, self._local, math.prod(map(len, box))
+        started = time.perf_counter()
+        own = [(common, local.view(part, common)) for part, common in met if local.is_own(part)]
+        sent = {common for part, common in met if not local.is_own(part)}
+        place = None
+        if sent:
+            place = staged.tiles[0].view(region)
+        elif len(own) == 1 and own[0][0] == region:
+            place = own[0][1]
+        target = None if place is None else self._as_chunks(place, box)
+        is_in_place = target is not None
+        if target is None:
+            target = self._scratch.array("chunk", (n, *self._chunk_shape), layout.file_dtype)
+        in_file = self._in_file(box)
+        encoded: Encoded | None = None
+        if not (layout.codec == "none" and self._reader.read_plain(in_file, target)):
+            encoded = self._reader.fetch(in_file, self._room)
+        fetched = time.perf_counter()
+        if encoded is not None:
+            self._reader.decode(encoded, target)
+        settle_bools(target)
+        decoded = time.perf_counter()
+        if not is_in_place:
+            own += [(common, staged.tiles[0].view(common)) for common in sent]
+        if not is_in_place or sent:
+            values = target.reshape((*map(len, in_file), *self._chunk_shape))[self._kept]
+            self._deliver(values, box, region, own, counters)
+        counters.read_seconds += fetched - started
+        counters.decode_seconds += decoded - fetched
+        counters.copy_seconds += time.perf_counter() - decoded
+        counters.chunks_decoded += n
+        counters.nbytes_read += region.size * layout.file_dtype.itemsize
+        self._count_stored(staged, box, encoded, target, counters)
+
+    def _count_stored(self, staged: StagedBlock, box: Box, encoded: Encoded | None, target: Array, counters: Counters) -> None:
+        if encoded is None:
+            counters.nbytes_stored += target.nbytes
+        elif not encoded.has_missing:
+            counters.nbytes_stored += sum(map(len, encoded.data))
+        else:
+            counters.nbytes_stored += sum(len(data) for data in encoded.data if data is not None)
+            is_missing = [data is None for data in encoded.data]
+            numbers = numbers_in(box, self._layout.chunks.counts)[is_missing]
+            counters.add_missing(self._counts(staged.block, numbers, self._layout.chunks))
+
+    def _in_file(self, box: Box) -> list[range]:
+        """A box of the file's grid of chunks, from one of the grid of the loaded array."""
+        axes = [range(first, first + 1) for first in self._first_chunk]
+        for k, axis in zip(self._layout.selection.kept, box, strict=True):
+            axes[k] = range(self._first_chunk[k] + axis.start, self._first_chunk[k] + axis.stop)
+        return axes
+
+    def _as_chunks(self, view: Array, box: Box) -> Array | None:
+        """The memory of a region as whole chunks, one after the other, if they lie there like that; else None."""
+        layout, n = self._layout, [len(axis) for axis in box]
+        if layout.casts or view.size != layout.chunk_size * math.prod(n) or not view.flags.c_contiguous:
+            return None
+        ndim = len(box)
+        cut = view.reshape([size for pair in zip(n, layout.chunks.cell, strict=True) for size in pair])
+        chunks = cut.transpose([*range(0, 2 * ndim, 2), *range(1, 2 * ndim, 2)])
+        return chunks if chunks.flags.c_contiguous else None
+
+    def _deliver(
+        self, values: Array, box: Box, region: Region, copies: Iterable[tuple[Region, Array]], counters: Counters
+    ) -> None:
+        """Copy decoded values of a box, chunk after chunk, to where regions of them belong."""
+        layout, cell, phase = self._layout, self._layout.chunks.cell, self._layout.chunks.phase
+        if not (layout.casts or self._local.has_checksums):
+            for common, into in copies:
+                copy_chunks(values, box, cell, common, into, phase)
+                counters.nbytes_copied += into.nbytes
+            return
+        if math.prod(map(len, box)) == 1:
+            first = [axis.start * c - p for axis, c, p in zip(box, cell, phase, strict=True)]
+            joined = values[(0,) * len(box)][(*region.slices(first), ...)]
+        else:
+            joined = self._scratch.array("joined", region.shape, layout.file_dtype)
+            copy_chunks(values, box, cell, region, joined, phase)
+        if layout.casts:
+            raw, joined = joined, self._scratch.array("cast", region.shape, layout.dtype)
+            self._convert(raw, joined, self._names.elements(layout.selection.to_file(region)))
+        for common, into in copies:
+            self._local.copy(common, view_of(joined, common, region), into, counters)

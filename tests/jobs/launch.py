@@ -111,7 +111,7 @@ def run_job(
     Parameters
     ----------
     program : path, or sequence of arguments
-        A script, or arguments for the interpreter such as ``["-m", "shardload", "demo"]``.
+        A script, or arguments for the interpreter such as ``["-m", "shardload", "doctor"]``.
     n : int
         Ranks.
     timeout : float

@@ -190,18 +190,17 @@ import sys, time
 from unittest import mock
 from mpi4py import MPI
 from shardload.cli.doctor import run as doctor
-from shardload.cli.doctor import checks
 
 def fail(*args, **more):
     raise MemoryError("this rank has no memory left")
 
 spoil = {{
-    "devices": lambda: mock.patch.object(checks.jax, "devices", fail),
-    "hang": lambda: mock.patch.object(checks, "_all_reduce", lambda devices: time.sleep(600)),
+    "devices": lambda: mock.patch.object(doctor.jax, "devices", fail),
+    "hang": lambda: mock.patch.object(doctor, "_all_reduce", lambda devices: time.sleep(600)),
 }}
 if MPI.COMM_WORLD.rank == {rank}:
     spoil[{what!r}]().start()
-sys.exit(doctor.run({timeout}, json=True))
+sys.exit(doctor.run({timeout}, is_json=True))
 """
 
 
@@ -232,9 +231,8 @@ def test_a_scatter_that_one_rank_cannot_do() -> None:
 import sys
 from mpi4py import MPI
 from shardload.cli.doctor import run as doctor
-from shardload.cli.doctor import checks
 
-right = checks.scatter
+right = doctor.scatter
 
 def scatter(array, *args, **more):
     if MPI.COMM_WORLD.rank == 0:
@@ -242,7 +240,7 @@ def scatter(array, *args, **more):
             raise OSError(24, "Too many open files")
     return right(array, *args, **more)
 
-checks.scatter = scatter
+doctor.scatter = scatter
 sys.exit(doctor.run(100))
 """
     job = run_job(["-W", "error", "-c", program], 3, timeout=240, env=ENV)

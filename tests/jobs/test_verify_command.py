@@ -27,13 +27,13 @@ def file(tmp_path: Path) -> str:
 # What Gloo does when JAX's processes meet: it writes to the descriptor, in pieces, past Python.
 NOISY = """
 import os, sys
-from shardload.cli import main as cli, verify as verify_command
+from shardload.cli import loads, main as cli
 
-def plan(*args, plan=verify_command.plan, **options):
+def plan(*args, plan=loads.plan, **options):
     os.write(1, b"[Gloo] Rank 0 is connected to ")
     return plan(*args, **options)
 
-verify_command.plan = plan
+loads.plan = plan
 sys.argv[0] = "shardload"
 cli.main()
 """

@@ -81,7 +81,7 @@ def test_small_array_comes_with_its_metadata(
     def opens(*_: Any) -> None:
         raise PermissionError("nobody but rank 0 opens it")
 
-    monkeypatch.setattr(importlib.import_module("shardload.jobs.loading.array_load"), "open_source", opens)
+    monkeypatch.setattr(importlib.import_module("shardload.jobs.loading.endpoints"), "open_source", opens)
     tune(small_nbytes=values.nbytes)
     load = partial(shardload.load, files[source], mesh, dataset=NAME)
     check(load(P("b", "a")), values, mesh, P("b", "a"))
@@ -190,7 +190,7 @@ def test_ranks_that_differ_when_each_reads_by_itself(files: dict[str, str], comm
 def test_one_rank_that_cannot_read_its_own_part(files: dict[str, str], comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if the ranks that could read had gone on with their arrays, or if one that cannot left the others waiting."""
     values, mesh, name = ramp(cube()), mesh_of(), "open_source"
-    module = importlib.import_module("shardload.jobs.loading.array_load")
+    module = importlib.import_module("shardload.jobs.loading.endpoints")
 
     def fails(*_: Any) -> None:
         raise OSError("no such disk here")
@@ -402,7 +402,7 @@ def test_a_file_that_changes_when_it_has_been_opened(
             os.rename(path, shared_tmp_path / "gone")
             os.rename(other, path)
 
-    module = importlib.import_module("shardload.formats.lookup" if is_small else "shardload.jobs.loading.array_load")
+    module = importlib.import_module("shardload.formats.lookup" if is_small else "shardload.jobs.loading.endpoints")
     name = "values_of" if is_small else "open_source"
     right = getattr(module, name)
 
@@ -434,7 +434,7 @@ def test_a_zip_file_that_is_replaced_while_it_is_opened(
 ) -> None:
     """Wrong if some ranks read the old file, and others the new one."""
     path, other = map(Path, on_root(comm, lambda: [str(one) for one in make_pair(shared_tmp_path, "zip")]))
-    module = importlib.import_module("shardload.jobs.loading.array_load")
+    module = importlib.import_module("shardload.jobs.loading.endpoints")
     right = module.open_source
 
     def open_in_turn(*arguments: Any, **options: Any) -> Any:

@@ -21,7 +21,6 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload import ConfigError, SourceError
-from shardload.jobs.copying.copy import copy_file
 from tests.mpi.support import check, grid_shape, on_root, ramp, same_error
 
 LENGTHS = (("c", 2001, 7), ("a", 2002, 4), ("b", 2003, 9))  # in the order of time
@@ -114,7 +113,7 @@ def test_chunks_that_do_not_end_with_their_file(comm: Any, shared_tmp_path: Path
 
 def test_copy(comm: Any, years: shardload.Concatenation, shared_tmp_path: Path) -> None:
     target = str(shared_tmp_path / "all.zarr")
-    report = copy_file(years, target, comm=comm, chunks=(4, 6, 8), dataset=("t2m", "flux"))
+    report = shardload.copy(years, target, comm=comm, chunks=(4, 6, 8), dataset=("t2m", "flux"))
     group = zarr.open_group(target, mode="r")
     np.testing.assert_array_equal(group["t2m"][...], DATA.astype("i2"))
     np.testing.assert_array_equal(group["flux"][...], np.moveaxis(DATA, 0, 1))

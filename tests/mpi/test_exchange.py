@@ -21,7 +21,7 @@ from shardload.transfer.buffers import Piece, Resources, Slots
 from shardload.transfer.exchange import exchange
 from shardload.transfer.moves import ArrayMove
 from shardload.transfer.pieces import LocalPieces
-from shardload.transfer.reader import SourceReader
+from shardload.transfer.reader import open_reader
 from tests.mpi.support import grid_shape
 from tests.unit.fakes import FakeSource
 
@@ -52,7 +52,7 @@ def test_many_arrays_in_one_exchange(comm: Any, is_shared: bool, checksums: bool
         (np.arange(7000, 7000 + 24 * n * n, dtype="f4").reshape(4 * n, 6 * n), (2, 6 * n), [(0,), (1,)], n),
     ]
     nbytes = max(int(np.prod(block)) * values.itemsize for values, block, *_ in given)
-    segments = group.shared_memory(4 * aligned(nbytes)) if is_shared else {}
+    segments = group.node.shared_memory(4 * aligned(nbytes)) if is_shared else {}
     own = segments.get(group.rank)
     slots = Slots(2, nbytes, None if own is None else own.data)
     packs = Slots(2, nbytes, None if own is None else own.data[2 * aligned(nbytes) :])
@@ -64,7 +64,7 @@ def test_many_arrays_in_one_exchange(comm: Any, is_shared: bool, checksums: bool
         pieces = {shard: Piece(region, np.full(region.shape, 99, values.dtype)) for shard, region in regions.items()}
         source = FakeSource(values, block)
         layout = SourceLayout(select_axes(None, values.shape), schedule.blocks, None, values.dtype, values.dtype)
-        reader = SourceReader(source, layout, LocalPieces(group.rank, pieces), resources)  # type: ignore[arg-type]
+        reader = open_reader(source, layout, LocalPieces(group.rank, pieces), resources)  # type: ignore[arg-type]
         readers.append(reader)
         move = ArrayMove(len(arrays), schedule, values.dtype, seed=11)
         move.producer, move.targets, move.on_complete = reader, pieces, complete.append

@@ -6,6 +6,7 @@ The arrays are passed as lists, with a mesh and options of its own for each; `lo
 from __future__ import annotations
 
 import gc
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import shardload
 from shardload import ConfigError, PeerError, SourceError
 from shardload.comm.group import Group, group_of
 from shardload.engine import session
-from shardload.jobs.loading import array_load, endpoints, execution
+from shardload.jobs.loading import endpoints, execution
 from shardload.jobs.loading.call import LoadCall
 from shardload.options import DEFAULTS, PER_LOADED_ARRAY, keywords_of
 from shardload.transfer import buffers
@@ -70,7 +71,7 @@ def load_many(arrays: list[tuple[Any, Any, Any, dict[str, Any]]], comm: Any = No
     options = keywords_of("load", vars(DEFAULTS) | given[0] | {"comm": comm, "dataset": [one["dataset"] for one in given]})
     options |= {o.name: [one.get(o.name, o.default) for one in given] for o in PER_LOADED_ARRAY}
     with LoadCall("load", paths, meshes, specs, options).begin() as call:
-        return call.load_all()
+        return call.loader(call.plan()).run(time.perf_counter())
 
 
 def load(paths: dict[str, str], names: tuple[str, ...], comm: Any = None, **common: Any) -> execution.LoadResult:
@@ -117,7 +118,7 @@ def test_one_of_everything(
     counted(monkeypatch, counts, session, "exchange")
     counted(monkeypatch, counts, buffers, "Pool")
     counted(monkeypatch, counts, endpoints, "open_file")
-    counted(monkeypatch, counts, array_load, "open_source")
+    counted(monkeypatch, counts, endpoints, "open_source")
     loaded = load(paths, names, readers=readers)
     reads = readers != "root" or comm.rank == 0
     expected = {"begin": 1, "all_same": 1, "agree": n_agreed, "exchange": 1, "Pool": 1, "open_file": int(reads)}

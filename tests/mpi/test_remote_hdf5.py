@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload.errors import SourceError
-from shardload.jobs.copying.copy import copy_file
 from tests.mpi.sources import CHUNKS, NAME, netcdf4
 from tests.mpi.support import check, cube, mesh_of, on_root, ramp, same_error
 from tests.servers import ObjectServer, Request
@@ -210,7 +209,7 @@ def test_copies(comm: Any, shared: Shared, shared_tmp_path: Path) -> None:
     url, path = shared.write("run.nc", climate)
     target = shared_tmp_path / "copy.h5"
     shared.log()
-    copy_file(url, str(target), timeout=60.0, comm=comm, progress=False, storage=shared.storage)
+    shardload.copy(url, str(target), timeout=60.0, comm=comm, progress=False, storage=shared.storage)
     asked = shared.log()
     with h5py.File(path) as file, h5py.File(target) as copied:
         for name in ("time", "t2m", "name"):

@@ -19,7 +19,6 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload import ConfigError, MissingChunksWarning, SourceError
-from shardload.jobs.copying.copy import copy_file
 from tests.mpi.sources import NAME
 from tests.mpi.support import DECOMPOSITIONS, check, cube, distinct, mesh_of, on_root, ramp, same_error
 from tests.servers import ObjectServer, Request
@@ -164,7 +163,7 @@ def test_everything_that_takes_a_path(comm: Any, bucket: Bucket, shared_tmp_path
     steps = shardload.stream(f"{url}:/{NAME}", mesh, P(), along=0, batch=2, window=(0,), shuffle=None, **how)
     batch = next(iter(steps))
     np.testing.assert_array_equal(np.asarray(batch).reshape(2, *cube()[1:]), ramp(cube())[:2])
-    copy_file(url, str(shared_tmp_path / "copy.h5"), comm=comm, **how)
+    shardload.copy(url, str(shared_tmp_path / "copy.h5"), comm=comm, **how)
     y = shardload.load(str(shared_tmp_path / "copy.h5"), mesh, spec, dataset=NAME)
     check(y, ramp(cube()), mesh, spec)
 
@@ -284,7 +283,7 @@ def test_a_save_to_a_new_store(comm: Any, bucket: Bucket, format: str) -> None:
 
 def test_a_store_that_is_an_array(comm: Any, bucket: Bucket) -> None:
     """Of which all metadata are those of the root, so that it is read back without."""
-    copy_file(f"{bucket.local('v3')}/{NAME}", "s3://bucket/one.zarr", comm=comm, storage=bucket.storage)
+    shardload.copy(f"{bucket.local('v3')}/{NAME}", "s3://bucket/one.zarr", comm=comm, storage=bucket.storage)
     np.testing.assert_array_equal(zarr.open_array(bucket.local("one"), mode="r")[...], ramp(cube()))
 
 

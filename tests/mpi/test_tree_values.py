@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload import ConfigError, PackedWarning, SourceError, VerifyError, between, near
-from shardload.transfer.chunk_tasks import ChunkTasks
+from shardload.transfer.reader import BoxReader
 from tests.mpi.support import check, cube, mesh_of, on_root, padded, ramp, refuse_reads, same_error, unit
 from tests.mpi.test_decode import by_xarray
 from tests.mpi.test_halo import with_halos
@@ -147,13 +147,13 @@ def test_small_chunks_are_decoded_in_batches(
 ) -> None:
     """Wrong if a batch left values as they are stored, above all where they are as long as the decoded ones."""
     path, made = small_chunks(comm, shared_tmp_path, kind)
-    read, right = [], ChunkTasks._read
+    read, right = [], BoxReader._read
 
     def spy(self: Any, staged: Any, box: Any, *more: Any) -> None:
         right(self, staged, box, *more)
         read.append((self._layout.is_decoded, math.prod(map(len, box)) > 1))
 
-    monkeypatch.setattr(ChunkTasks, "_read", spy)
+    monkeypatch.setattr(BoxReader, "_read", spy)
     names, dtype = {"p": "plain", "s": "same", "w": "wider"}, {"p": None, "s": None, "w": "float32"}
     for spec in (P("a", "b"), P(None, None, ("b", "a")), P()):
         for readers in ("parallel", "direct"):

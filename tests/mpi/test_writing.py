@@ -16,7 +16,6 @@ from shardload import PeerError, VerifyError
 from shardload.comm.group import group_of
 from shardload.engine import file_target as writing
 from shardload.formats.sink import Encoder
-from shardload.jobs.copying.copy import copy_file
 from tests.mpi.support import on_disk, ramp, same_error
 
 pytestmark = pytest.mark.any_library
@@ -67,7 +66,7 @@ def test_ctrl_c_while_a_thread_is_at_work(
     monkeypatch.setattr(writing.Pool, "close", close)
     monkeypatch.setattr(writing.FileTarget, "_wait", wait)
     with pytest.raises(Stopped):
-        copy_file(f"{source}:/gzip", str(path), shards=(8, 6, 4) if kind == "zarr" else "keep", comm=own, progress=False)
+        shardload.copy(f"{source}:/gzip", str(path), shards=(8, 6, 4) if kind == "zarr" else "keep", comm=own, progress=False)
     monkeypatch.undo()
     own.Free()
     assert on_disk(comm, shared_tmp_path) == ["in.h5"]

@@ -14,11 +14,20 @@ from hypothesis import strategies as st
 from shardload.planning.blocks import plan_blocks
 from shardload.planning.grid import Grid
 from shardload.planning.region import Region
-from shardload.planning.schedule import MAX_MESSAGE_NBYTES, Direct, Owners, Schedule
+from shardload.planning.schedule import (
+    DIRECT,
+    MAX_MESSAGE_NBYTES,
+    PARALLEL,
+    ROOT,
+    Direct,
+    Owners,
+    Schedule,
+    plan_direct,
+    plan_shared,
+)
 from shardload.planning.selection import Selection
 from shardload.planning.shards import Shards, plan_shards
 from shardload.planning.source_layout import SourceLayout
-from shardload.planning.strategies import DIRECT, PARALLEL, ROOT, plan_direct, plan_shared
 
 MAX_SIZE = 1500  # elements of the global array
 MAX_DEVICES = 24

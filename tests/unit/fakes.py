@@ -15,16 +15,15 @@ import pytest
 from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.contract.chunk_reader import ChunkReader, Encoded, Room, fresh
 from shardload.planning.grid import Grid
-from shardload.planning.parts import Block, Part
 from shardload.planning.region import Region
-from shardload.planning.schedule import Schedule
+from shardload.planning.schedule import Block, Part, Schedule
 from shardload.planning.selection import select_axes
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.tuning import default_tuning
 from shardload.storage.objects import Ranges
 from shardload.transfer.buffers import Piece, Resources, Slots, StagedBlock
 from shardload.transfer.pieces import LocalPieces
-from shardload.transfer.reader import SourceReader
+from shardload.transfer.reader import SourceReader, open_reader
 
 Array = np.ndarray[Any, Any]
 
@@ -210,7 +209,7 @@ def reader_of(source: FakeSource, pieces: dict[int, Piece] | None = None, **more
     layout = SourceLayout(selection, more.pop("chunks", chunks), source.info.chunks, source.dtype, dtype)
     local = LocalPieces(0, pieces or {}, more.pop("checksums", False))
     resources = more.pop("resources", None) or Resources(slots, more.pop("bell", None), more.pop("n_threads", 1))
-    return SourceReader(source, layout, local, resources, **more)
+    return open_reader(source, layout, local, resources, **more)
 
 
 def tune(monkeypatch: pytest.MonkeyPatch, **sizes: int) -> None:

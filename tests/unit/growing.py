@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardload.formats.hdf5.growable import read_file
-from shardload.formats.hdf5.growth import Hdf5Growth
+from shardload.formats.hdf5.growth import Hdf5Growth, read_file
 from tests.unit.saving import write_all
 
 Array = np.ndarray[Any, Any]

@@ -19,7 +19,7 @@ from shardload import api
 from shardload.cli.arguments import as_typed
 from shardload.cli.main import app
 from shardload.options import AUTO, OPTIONS, CallOptions, Options
-from shardload.planning.strategies import MODES
+from shardload.planning.schedule import MODES
 from tests.options_table import document
 
 CALLS = ("load", "plan", "scatter", "stream", "verify", "save", "plan_save", "append")

@@ -3,7 +3,8 @@
 HDF5 tells where its chunks are one by one, each as an object of Python: 1.3 microseconds for each, on every rank that reads.
 The index of most files is a version 1 B-tree: nodes of some 60 entries, which NumPy takes as they are, in a tenth of that time.
 
-1. Read the object header of the dataset (`on_disk`), and find the message that says where its B-tree is.
+1. Read the object header of the dataset, of version 1 or 2, in all its blocks, and find the message that says where its B-tree
+   is.
 2. Read the nodes level by level, down to the leaves: those below which a box of chunks may be, because the chunks are in the
    order of their positions. A leaf has an entry for each chunk: size, filter mask, position and address. The nodes of a level
    are read at once: of an object in a store that takes as long as reading one.
@@ -11,7 +12,8 @@ The index of most files is a version 1 B-tree: nodes of some 60 entries, which N
    entry has those between its key and the next one. If a key is wrong, a search ends in another node, finds nothing there, and
    HDF5 gives fill values, without an error. Chunks that share bytes of the file are damage too.
 
-Source: HDF5 File Format Specification, version 3.0, sections III.A.1 (version 1 B-trees) and IV.A.2.i (layout message).
+Source: HDF5 File Format Specification, version 3.0, sections III.A.1 (version 1 B-trees), IV.A (object headers) and IV.A.2.i
+(layout message).
 """
 
 from __future__ import annotations
@@ -23,9 +25,12 @@ from typing import Any
 
 import numpy as np
 
-from shardload.formats.hdf5.on_disk import DATASPACE, LAYOUT, UNDEFINED, read_header
 from shardload.storage.objects import Ranges, StoredObject
 
+UNDEFINED = 2**64 - 1  # an address that is none
+_DATASPACE, _LAYOUT, _CONTINUATION = 0x01, 0x08, 0x10  # messages of an object header
+_SHARED = 2  # a bit of a message's flags: its content is elsewhere
+_MOST_BLOCKS, _MOST_HEADER_NBYTES = 1024, 1 << 20  # of a header; all of its messages are kept
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 Entries = np.ndarray[Any, Any]
 MOST_ENTRIES = 1 << 17  # chunks to look for at once: they take 50 bytes for each, twice
@@ -198,6 +203,42 @@ def _is_before(one: Ints, other: Ints) -> np.ndarray[Any, np.dtype[np.bool_]]:
     return is_less
 
 
+def _messages_of(stored: StoredObject, address: int) -> list[tuple[int, bytes]]:
+    """The messages of an object header that are in it: type and content. ValueError if it is of an unknown kind, or damaged.
+
+    Checksums are not looked at: HDF5 does that when it opens a dataset.
+    """
+    head = stored.read_at_most(address, 16)
+    is_newer = head.startswith(b"OHDR\2")
+    if is_newer:
+        flags, at = head[5], 6 + (16 if head[5] & 32 else 0) + (4 if head[5] & 16 else 0)
+        width, prefix = 1 << (flags & 3), 6 if flags & 4 else 4
+        blocks = [(address + at + width, int.from_bytes(stored.read_at_most(address + at, width), "little"))]
+    elif head[:1] == b"\1":
+        prefix, blocks = 8, [(address + 16, int.from_bytes(head[8:12], "little"))]
+    else:
+        raise ValueError(f"an object header that begins with {head[:4]!r} at {address}")
+    found = []
+    for k, (start, nbytes) in enumerate(blocks):  # grows: each continuation is one more block
+        if k > _MOST_BLOCKS or sum(length for _, length in blocks) > _MOST_HEADER_NBYTES:
+            raise ValueError(f"an object header that is too long, at {start}")
+        data, at = stored.read_at_most(start, nbytes), 0
+        if len(data) < nbytes:
+            raise ValueError(f"an object header that is cut off, at {start}")
+        while at + prefix <= nbytes:  # what is left may be a gap that is too short for a message
+            kind, size, flags = struct.unpack_from("<BHB" if is_newer else "<HHB", data, at)
+            content = data[at + prefix : at + prefix + size]
+            if len(content) < size:
+                raise ValueError(f"an object header with a message that is too long, at {start + at}")
+            if not flags & _SHARED:
+                found.append((kind, content))
+            if kind == _CONTINUATION:  # in the newer version with a mark before its messages, and a checksum behind
+                start_next, nbytes_next = struct.unpack_from("<QQ", content)
+                blocks.append((start_next + 4, nbytes_next - 8) if is_newer else (start_next, nbytes_next))
+            at += prefix + size
+    return found
+
+
 def tree_of(stored: StoredObject, header: int, chunk: Sequence[int]) -> ChunkTree | None:
     """The index of a dataset; None if it is of another kind, or anything is unusual.
 
@@ -214,17 +255,17 @@ def tree_of(stored: StoredObject, header: int, chunk: Sequence[int]) -> ChunkTre
     largest: tuple[int, ...] = (UNDEFINED,) * ndim
     found = None
     try:
-        for message in read_header(stored.read_at_most, header):
-            if message.kind == DATASPACE and not message.is_shared:
-                version, n_axes, flags = message.data[:3]
+        for kind, content in _messages_of(stored, header):
+            if kind == _DATASPACE:
+                version, n_axes, flags = content[:3]
                 first = (8 if version == 1 else 4) + (8 * ndim if flags & 1 else 0)
                 if n_axes == ndim:
-                    largest = struct.unpack_from(f"<{ndim}Q", message.data, first)
-            if message.kind == LAYOUT:
-                version, layout, n_axes = message.data[:3]
-                if message.is_shared or (version, layout, n_axes) != (3, _CHUNKED, ndim + 1):
+                    largest = struct.unpack_from(f"<{ndim}Q", content, first)
+            if kind == _LAYOUT:
+                version, layout, n_axes = content[:3]
+                if (version, layout, n_axes) != (3, _CHUNKED, ndim + 1):
                     return None
-                root, *_, itemsize = struct.unpack_from(f"<Q{ndim + 1}I", message.data, 3)
+                root, *_, itemsize = struct.unpack_from(f"<Q{ndim + 1}I", content, 3)
                 found = (root, itemsize) if itemsize else None
     except (struct.error, IndexError, OSError, ValueError):
         return None

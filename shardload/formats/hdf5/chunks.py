@@ -4,14 +4,21 @@
    It asks the file's own index (`chunk_index`), or else HDF5, which lists all chunks in a microsecond each.
 2. `open_chunks` accepts a dataset if this package can do all that HDF5 would do: the type and every filter are known.
 3. `Hdf5Chunks` reads the bytes without HDF5 and without its lock, and undoes the filters (`stored_chunks`).
+
+The HDF5 library does not always list a chunk where it is. If exactly one axis of a dataset can grow, the newer rules
+(``libver="latest"``) index its chunks as an "extensible array". That numbers them along the growing axis first. But
+``H5Dchunk_iter`` turns these numbers into positions as if the axes were in order. So if the growing axis is not the first one,
+it gives chunks the positions of others (seen in HDF5 1.14.4 and 2.0.0). Reading values is right. `_true_place` puts that right;
+a later library may list all chunks where they are, so this one is tried out.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,19 +26,15 @@ import h5py
 import numpy as np
 from h5py._objects import phil  # HDF5's lock in h5py, which its raw reads did not always take (h5py issue 2764)
 
+from shardload.formats.codecs.algorithms import decode_byte_order
 from shardload.formats.codecs.chains import Chain
-from shardload.formats.codecs.transforms import decode_byte_order
-from shardload.formats.contract.by_chunks import chunks_met
-from shardload.formats.contract.chunk_reader import Encoded, Room, check_box, fresh
+from shardload.formats.contract.chunk_reader import Encoded, Room, check_box, chunks_met, fresh
 from shardload.formats.contract.dtypes import is_added
 from shardload.formats.hdf5.chunk_index import MOST_ENTRIES, ChunkTree, DamagedIndexError, tree_of
-from shardload.formats.hdf5.chunk_order import true_place
 from shardload.formats.hdf5.filters import stage_of
-from shardload.formats.hdf5.opened import OpenDataset, kept
-from shardload.formats.hdf5.raw_file import swap_size
-from shardload.formats.hdf5.unwrapped import are_edges_plain
+from shardload.formats.hdf5.opened import OpenDataset, are_edges_plain, file_in_memory, kept, number_of, swap_size
 from shardload.formats.stored_chunks import ChunkRanges, StoredChunks
-from shardload.planning.batches import cut_box
+from shardload.planning.grid import cut_box
 from shardload.planning.region import Region
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
@@ -99,6 +102,33 @@ class ChunkTable:
             column[at] = np.asarray(values).astype(column.dtype)[is_inside]
 
 
+def list_chunks(
+    identifier: h5py.h5d.DatasetID, take: Callable[[Ints, Ints, Ints, Ints], None], at_once: int, n_most: int | None = None
+) -> None:
+    """Give what HDF5 says of all stored chunks, so many at once: first elements (a row each), offsets, sizes, masks.
+
+    `n_most` is the number of chunks that the dataset may have, if it is known.
+    """
+    told: list[Any] = []
+
+    def hand_on() -> None:
+        if told:
+            starts, masks, offsets, sizes = zip(*told, strict=True)
+            told.clear()
+            at = np.fromiter(itertools.chain.from_iterable(starts), np.int64).reshape(len(offsets), -1)
+            take(at, np.array(offsets), np.array(sizes), np.array(masks))
+
+    def note(chunk: Any) -> None:
+        told.append(chunk)
+        if len(told) >= at_once:
+            hand_on()
+
+    with phil:
+        # A function in Python takes as long for each chunk as HDF5 itself: only if the list must not grow.
+        identifier.chunk_iter(note if n_most is None or n_most > at_once else told.append)
+        hand_on()
+
+
 class ChunkPlaces:
     """Where the chunks of one open, chunked dataset are. Safe to use from several threads at once.
 
@@ -108,9 +138,11 @@ class ChunkPlaces:
         The dataset.
     expected : Region, optional
         Chunks that meet it will be asked for, and hardly any other.
+    known : ChunkTable, optional
+        Where some are. No other may be asked for.
     """
 
-    def __init__(self, dataset: OpenDataset, expected: Region | None = None) -> None:
+    def __init__(self, dataset: OpenDataset, expected: Region | None = None, known: ChunkTable | None = None) -> None:
         creation = dataset.creation
         self.raw, self._dataset, self._expected = dataset.raw, dataset, expected
         self.chunk: tuple[int, ...] = tuple(creation.get_chunk())
@@ -121,7 +153,7 @@ class ChunkPlaces:
         reach_over = [axis for axis, (n, c) in enumerate(zip(dataset.shape, self.chunk, strict=True)) if n % c]
         self._plain_axes = reach_over if reach_over and self.filters and are_edges_plain(creation) else []
         self._lock = threading.Lock()
-        self._table: ChunkTable | None = None
+        self._table, self._is_told = known, known is not None
 
     @kept
     def _tree(self) -> ChunkTree | None:
@@ -152,11 +184,19 @@ class ChunkPlaces:
         return box
 
     def _listed(self, box: Sequence[range]) -> ChunkTable:
+        if self._is_told:
+            raise ValueError(f"chunks {tuple(box)} were not asked for when the file was open")
         table = ChunkTable.empty(box)
         if not math.prod(table.offsets.shape):
             return table
         if self._tree is None:
-            self._list_by_library(table)
+            put_right, chunk = _true_place(self._dataset), np.array(self.chunk)
+
+            def note(starts: Ints, *told: Any) -> None:
+                true = starts if put_right is None else np.array(put_right(starts.T)).T
+                table.note(true // chunk, *told)
+
+            list_chunks(self._dataset.id, note, _TOLD_AT_ONCE, math.prod(self.counts))
         else:
             for part in cut_box(box, MOST_ENTRIES):
                 positions, entries = self._tree.chunks_in(part)
@@ -165,29 +205,6 @@ class ChunkPlaces:
             if box[axis].stop == self.counts[axis]:
                 table.masks.swapaxes(0, axis)[-1] = self.no_filter
         return table
-
-    def _list_by_library(self, table: ChunkTable) -> None:
-        put_right = true_place(self._dataset)
-        told: list[Any] = []
-
-        def note() -> None:
-            if told:
-                offsets, masks, places, sizes = zip(*told, strict=True)
-                told.clear()
-                listed = np.fromiter(itertools.chain.from_iterable(offsets), np.int64).reshape(-1, len(self.chunk)).T
-                axes = listed if put_right is None else np.array(put_right(listed))
-                positions = axes.T // np.array(self.chunk)
-                table.note(positions, places, sizes, masks)
-
-        def tell(chunk: Any) -> None:
-            told.append(chunk)
-            if len(told) >= _TOLD_AT_ONCE:
-                note()
-
-        with phil:
-            # A function in Python takes as long for each chunk as HDF5 itself: only if the list must not grow.
-            self._dataset.id.chunk_iter(told.append if math.prod(self.counts) <= _TOLD_AT_ONCE else tell)
-            note()
 
     def missing(self, region: Region) -> list[tuple[int, ...]]:
         """The missing chunks that meet a non-empty region."""
@@ -277,3 +294,59 @@ class Hdf5Chunks(StoredChunks):
             with phil:
                 data.append(None if offset == _NOWHERE else self._identifier.read_direct_chunk(place)[1])
         return Encoded(data, self._skipped(masks))
+
+
+Place = tuple[int, ...]
+_EXTENSIBLE_ARRAY = 4  # H5D_CHUNK_IDX_EARRAY
+
+
+def _true_place(dataset: h5py.Dataset) -> Callable[[Any], tuple[Any, ...]] | None:
+    """How positions of chunks (their first elements) in the library's list, as an array for each axis, become the true ones;
+    None if they are the true ones. ValueError if the list cannot be used.
+    """
+    chunk, most = tuple(dataset.chunks), tuple(dataset.maxshape)
+    growing = [axis for axis, n in enumerate(most) if n is None]
+    if len(growing) != 1 or growing[0] == 0:
+        return None
+    counts = [1 if n is None else max(1, -(-n // c)) for n, c in zip(most, chunk, strict=True)]
+    if math.prod(counts[: growing[0]]) == 1:
+        return None  # there is nothing before the growing axis, so both orders are the same
+    kind = number_of("H5Dget_chunk_index_type", dataset.id)
+    if kind not in (None, _EXTENSIBLE_ARRAY) or _is_in_order():
+        return None
+    return functools.partial(_put_right, chunk, counts, growing[0])
+
+
+def _put_right(chunk: Place, counts: list[int], growing: int, place: Any) -> tuple[Any, ...]:
+    """The true position of a chunk of an extensible array, or of many (arrays of positions along each axis).
+
+    `counts` are the chunks along each axis when all axes are as long as they can be; of the growing axis it does not count.
+
+    >>> _put_right((2, 5), [3, 1], 1, (0, 20)), _put_right((2, 5, 1), [3, 1, 4], 1, (0, 5, 3))
+    ((2, 5), (2, 0, 3))
+    """
+    number: Any = 0
+    for at, c, n in zip(place[growing:], chunk[growing:], (1, *counts[growing + 1 :]), strict=True):
+        number = number * n + at // c
+    true: list[Any] = [0] * len(chunk)
+    for axis in reversed([axis for axis in range(len(chunk)) if axis != growing]):
+        number, true[axis] = divmod(number, counts[axis])
+    true[growing] = number
+    return tuple(k * c for k, c in zip(true, chunk, strict=True))
+
+
+@functools.cache
+def _is_in_order() -> bool:
+    """True if the library lists the chunks of an extensible array where they are; ValueError if neither there nor where
+    `_put_right` expects them.
+    """
+    shape, chunk, place = (6, 4, 5), (2, 2, 1), (4, 2, 3)
+    with phil, file_in_memory(libver="latest") as file:
+        dataset = file.create_dataset("x", shape, "u1", maxshape=(6, None, 7), chunks=chunk)
+        dataset[tuple(slice(at, at + c) for at, c in zip(place, chunk, strict=True))] = np.uint8(1)
+        told: list[Any] = []
+        dataset.id.chunk_iter(told.append)
+    listed = tuple(told[0].chunk_offset)
+    if place not in (listed, _put_right(chunk, [3, 1, 7], 1, listed)):
+        raise ValueError(f"the HDF5 library lists a chunk at {listed} that is at {place}")
+    return listed == place

@@ -35,9 +35,16 @@ from shardload.errors import printable
 from shardload.formats.access import STRICT, Access
 from shardload.formats.hdf5.chunks import ChunkPlaces
 from shardload.formats.hdf5.filters import refuse_filters
-from shardload.formats.hdf5.names import decoded, encoded
-from shardload.formats.hdf5.opened import OpenDataset, OpenFacts, OpenParts, close_all, inode_of
-from shardload.formats.hdf5.raw_file import has_signature
+from shardload.formats.hdf5.opened import (
+    OpenDataset,
+    OpenFacts,
+    OpenParts,
+    close_all,
+    decoded,
+    encoded,
+    has_signature,
+    inode_of,
+)
 from shardload.formats.hdf5.tiles import Behind, Names, version_of
 from shardload.storage.containment import TARGET_HINT, Fence, OutsideError, why_not_a_file
 from shardload.storage.local import LocalFile, state_of
@@ -162,18 +169,12 @@ def follow(facts: OpenFacts, name: str, fence: Fence) -> tuple[Any, list[OpenFac
     opened: list[OpenFacts] = []
     try:
         found, address = _walk(facts, encoded(name), fence, opened)
-    except BaseException as error:
+    except BaseException:
         close_all(opened)
-        if isinstance(error, _NotThereError):
-            raise KeyError(name) from None
         raise
     if isinstance(found, h5py.h5d.DatasetID):
         return (opened or [facts])[-1].dataset(found, address), opened
     return h5py.Group(found) if isinstance(found, h5py.h5g.GroupID) else found, opened
-
-
-class _NotThereError(Exception):
-    """The caller's file has no such name (and no link was followed)."""
 
 
 def _walk(file: OpenFacts, name: bytes, fence: Fence, opened: list[OpenFacts]) -> tuple[Any, int]:
@@ -189,7 +190,9 @@ def _walk(file: OpenFacts, name: bytes, fence: Fence, opened: list[OpenFacts]) -
         here += b"/" + part
         found = _link_at(at, part, here)
         if found is None:
-            raise LostError(f"{link}, which cannot be opened (there is no such name)") if is_of_link else _NotThereError
+            raise (
+                LostError(f"{link}, which cannot be opened (there is no such name)") if is_of_link else KeyError(decoded(name))
+            )
         told = f"'{_shown(here)}' in '{file.file.filename}' is a link to"
         kind, target = found
         if kind == h5py.h5l.TYPE_HARD:

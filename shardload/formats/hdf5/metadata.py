@@ -1,36 +1,164 @@
-"""What is known about an HDF5 dataset without reading its values?
+"""What is known of an HDF5 dataset without reading its values?
 
-`describe` turns its metadata into an `ArrayInfo`. It also decides what cannot be loaded, and why, so that the reading code need
-not.
+1. `describe` turns its metadata into an `ArrayInfo`. It also decides what cannot be loaded, and why, so that the reading code
+   need not.
+2. `labels_of` has the names of its axes and its attributes, for people and for decoding, as plain Python.
+3. `properties_of` has what another dataset like it needs: its filters with their options, its attributes as typed. A copy must
+   not change their types: a float32 that became a float64 would be another number.
+
+No attribute is read before its type was looked at. HDF5's functions for dimension scales take attributes of any type for those
+that they write, and there are types that h5py cannot read: both then read memory that is not theirs, and the process crashes.
+So `read` looks at type and size first, and reads text and numbers only. `scales_of` and `axis_texts_of` do what HDF5's
+functions for dimension scales do. Nothing calls these for a file that was not written here.
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import h5py
 import numpy as np
 
-from shardload.formats.contract.array import MOST_KEPT, NOTHING, TOLD, ArrayInfo, json_value
-from shardload.formats.contract.dtypes import native_dtype, refusal, unaddressable
-from shardload.formats.hdf5.attributes import (
-    UnreadableError,
-    author_s,
-    axis_texts_of,
-    has,
-    is_plain,
-    is_scale,
-    names_of,
-    plain,
-    read,
-    scales_of,
-)
-from shardload.formats.hdf5.filters import name_of, refuse_filters
+from shardload.formats.codecs.table import HDF5_CODECS, compression_told
+from shardload.formats.contract.array import MOST_KEPT, NOTHING, TOLD, ArrayInfo, Properties, json_value
+from shardload.formats.contract.dtypes import dtype_text, native_dtype, refusal, unaddressable
+from shardload.formats.hdf5.filters import LOSSY, NAMES, name_of, parameters_of, refuse_filters
 from shardload.formats.hdf5.links import Others
-from shardload.formats.hdf5.opened import OpenDataset
-from shardload.formats.hdf5.raw_file import type_of_values
+from shardload.formats.hdf5.opened import OpenDataset, decoded, encoded, names_below, type_of_values
 from shardload.formats.labels import Coordinate, Labels, Note, names_in
 from shardload.values.decoding import ATTRIBUTES, TEXTS, Packing, typed
+
+_MOST_PLAIN_NBYTES = 1 << 16
+_NUMBERS = (h5py.h5t.INTEGER, h5py.h5t.FLOAT, h5py.h5t.ENUM)
+_ERRORS = (KeyError, OSError, RuntimeError, TypeError, ValueError)
+
+
+# What HDF5 and the netCDF library keep in attributes for themselves.
+_HIDDEN = {"CLASS", "NAME", "REFERENCE_LIST", "DIMENSION_LIST", "DIMENSION_LABELS", "_NCProperties", "_nc3_strict"}
+
+
+def names_of(owner: Any) -> list[str]:
+    """The names of all attributes. Only they are looked at, not the attributes."""
+    names: list[bytes] = []
+    if h5py.h5a.get_num_attrs(owner.id):
+        h5py.h5a.iterate(owner.id, names.append)
+    return [decoded(name) for name in names]
+
+
+def is_hidden(owner: h5py.Dataset | h5py.Group, key: str) -> bool:
+    """True for an attribute that is no author's. HDF5 needs CLASS and NAME for dimension scales only; others have their own."""
+    return key.startswith("_Netcdf4") or (key in _HIDDEN and (key not in ("CLASS", "NAME") or is_scale(owner)))
+
+
+def author_s(owner: h5py.Dataset | h5py.Group, most_nbytes: int) -> dict[str, Any]:
+    """All attributes but those that HDF5 and the netCDF library keep for themselves, as h5py gives them; a `Note` in the place
+    of one that is not read.
+    """
+    return {key: read(owner, key, most_nbytes) for key in names_of(owner) if not is_hidden(owner, key)}
+
+
+def has(owner: Any, key: str) -> bool:
+    """True if there is such an attribute: as ``key in owner.attrs``, in a third of the time."""
+    return bool(h5py.h5a.exists(owner.id, key.encode()))
+
+
+def is_plain(owner: Any, key: str) -> bool:
+    """True if an attribute is numbers, or text of a fixed length."""
+    kind = h5py.h5a.open(owner.id, key.encode()).get_type()
+    return kind.get_class() in _NUMBERS or (kind.get_class() == h5py.h5t.STRING and not kind.is_variable_str())
+
+
+def read(owner: Any, key: str, most_nbytes: int) -> Any:
+    """An attribute as h5py gives it: text or numbers. If it is something else, longer, or damaged, a `Note` that says so."""
+    try:
+        found = h5py.h5a.open(owner.id, key.encode())  # UnicodeError, a ValueError, for a name that is not UTF-8
+        kind = found.get_type()
+        nbytes = found.get_space().get_simple_extent_npoints() * kind.get_size()
+        if nbytes > most_nbytes:
+            return Note(f"{nbytes} bytes, not shown")
+        if not _is_readable(kind):
+            return Note("neither text nor numbers")
+        return owner.attrs[key]
+    except _ERRORS as error:
+        return Note(f"unreadable ({error})")
+
+
+def _is_readable(kind: Any) -> bool:
+    """True for text, numbers, and small arrays of numbers."""
+    while kind.get_class() == h5py.h5t.ARRAY:
+        kind = kind.get_super()
+        if kind.get_class() == h5py.h5t.STRING:
+            return False
+    if kind.get_class() in (h5py.h5t.COMPOUND, getattr(h5py.h5t, "COMPLEX", None)):
+        return bool(kind.dtype.kind == "c")
+    return kind.get_class() in (*_NUMBERS, h5py.h5t.STRING)
+
+
+def scales_of(dataset: OpenDataset) -> tuple[list[list[tuple[str, Any]]], str]:
+    """The dimension scales of each axis, in order: the full name of each, and the open dataset; and why there are none, or not
+    all.
+
+    A scale with several names has that in the dataset's group. What has none was deleted, although HDF5 may still open it.
+    """
+    none: list[Any] = [[] for _ in dataset.shape or ()]
+    if not has(dataset, "DIMENSION_LIST"):
+        return none, ""
+    try:
+        found = h5py.h5a.open(dataset.id, b"DIMENSION_LIST")
+        kind = found.get_type()
+        is_list = kind.get_class() == h5py.h5t.VLEN and kind.get_super().equal(h5py.h5t.STD_REF_OBJ)
+        if not is_list or found.shape != (len(none),):
+            return none, "DIMENSION_LIST is of another type than HDF5's dimension scales have"
+        told = [list(references) for references in dataset.attrs["DIMENSION_LIST"]]
+    except _ERRORS as error:
+        return none, f"DIMENSION_LIST is unreadable ({error})"
+    each = [[_scale(dataset, reference) for reference in references] for references in told]
+    gone = [axis for axis, scales in enumerate(each) if None in scales]
+    there = [[scale for scale in scales if scale is not None] for scales in each]
+    return there, f"the dimension scales of axes {gone} are not in the file" if gone else ""
+
+
+def _scale(dataset: OpenDataset, reference: h5py.Reference) -> tuple[str, Any] | None:
+    """What a reference leads to, if that is a dimension scale with a name."""
+    try:
+        found = h5py.h5r.dereference(reference, dataset.id) if reference else None
+        if not isinstance(found, h5py.h5d.DatasetID) or not is_scale(h5py.Dataset(found)):
+            return None
+        names = dataset.facts.places.get(int(h5py.h5o.get_info(found).addr), ())
+    except _ERRORS:
+        return None
+    above = str(dataset.name or "").rpartition("/")[0]
+    nearest = sorted(names, key=lambda name: name.rpartition("/")[0] != above)[:1]
+    return (nearest[0], h5py.Dataset(found)) if nearest else None
+
+
+def is_scale(dataset: h5py.Dataset) -> bool:
+    """True for a dimension scale, as for HDF5: by a text of fixed length."""
+    return bool(plain(dataset, "CLASS") == "DIMENSION_SCALE")
+
+
+def plain(owner: Any, key: str) -> Any:
+    """An attribute that is numbers, or text of a fixed length, as plain Python; None if there is no such one."""
+    if not has(owner, key) or not is_plain(owner, key):
+        return None
+    value = read(owner, key, _MOST_PLAIN_NBYTES)
+    return None if isinstance(value, h5py.Empty | Note) else json_value(value)
+
+
+def axis_texts_of(dataset: h5py.Dataset) -> tuple[list[str], str]:
+    """The label of each axis of a dataset, empty for an axis without one; and why they are not read."""
+    none = [""] * len(dataset.shape or ())
+    if not has(dataset, "DIMENSION_LABELS"):
+        return none, ""
+    texts = read(dataset, "DIMENSION_LABELS", _MOST_PLAIN_NBYTES)
+    if isinstance(texts, Note):
+        return none, f"DIMENSION_LABELS is {texts}"
+    if not isinstance(texts, np.ndarray) or texts.shape != (len(none),) or texts.dtype.kind not in "SO":
+        return none, "DIMENSION_LABELS is not a text for each axis"
+    return list(map(decoded, texts)), ""
+
 
 _HELPERS = (2, 3)  # filters that rearrange or check bytes; listed after the filter that compresses
 
@@ -80,7 +208,7 @@ def describe(dataset: OpenDataset, path: str, name: str, others: Others, in_full
         chunks, filters = others.smallest_chunk(len(dataset.shape)), others.filters
     shape, chunks = (*(dataset.shape or ()), *inner), chunks and (*chunks, *inner)
     refused = refused or unaddressable(shape, chunks)
-    attributes, packing = _attributes(dataset, in_full)
+    attributes, packing = _meaning(dataset, in_full)
     is_coordinate = is_scale(dataset)
     return ArrayInfo(
         path=path,
@@ -225,7 +353,7 @@ def _codec(filters: list[tuple[int, int, Any, bytes]]) -> str:
     return "+".join(name_of(number, label) for number, _, _, label in ordered) or "none"
 
 
-def _attributes(dataset: h5py.Dataset, texts: bool) -> tuple[dict[str, Any], Packing]:
+def _meaning(dataset: h5py.Dataset, texts: bool) -> tuple[dict[str, Any], Packing]:
     """The attributes that change what values mean, for people and for decoding. No other is read."""
     told: dict[str, Any] = {}
     packing: dict[str, Any] = {}
@@ -238,15 +366,153 @@ def _attributes(dataset: h5py.Dataset, texts: bool) -> tuple[dict[str, Any], Pac
             if key in ATTRIBUTES:
                 packing[key] = ["unreadable", ["text, or another type that is no number"]]
             continue
-        why, value = "", None
-        try:
-            value = read(dataset, key, _MOST_ATTRIBUTE_NBYTES)
-        except UnreadableError as error:
-            why = str(error)
+        value = read(dataset, key, _MOST_ATTRIBUTE_NBYTES)
         if isinstance(value, h5py.Empty):  # so the netCDF library stores a list of no numbers
             value = np.zeros(0, value.dtype) if value.dtype.kind in "iuf" else None
+        why = str(value) if isinstance(value, Note) else ""
         if key in TOLD:
             told[key] = why or json_value(value)
-        if key in ATTRIBUTES and (why or value is not None):
+        if key in ATTRIBUTES and value is not None:
             packing[key] = ["unreadable", [why]] if why else typed(value)
     return told, packing
+
+
+_MOST_NBYTES = 1 << 20  # of one attribute, or the values of an array of text
+_OF_TEXT = {1, 2, 3}  # filters that HDF5 has itself
+_ARGUMENTS = {6: slice(0, 2), 4: slice(0, 2), 32008: slice(3, None), 5: slice(0, 0), 32000: slice(0, 0)}  # the caller's own
+
+
+def properties_of(dataset: OpenDataset, filters: list[tuple[int, int, Any, bytes]] | None = None) -> Properties:
+    """The properties of an open dataset. `filters` are those of the datasets behind a virtual one."""
+    creation, labels = dataset.creation, labels_of(dataset)
+    attrs, unread = _typed_attributes(dataset, str(dataset.name))
+    if isinstance(why := labels.attrs.get(NO_NAMES), Note):
+        unread.append(f"what axes of '{dataset.name}' are called ({why})")
+    kind, inner = dataset.element  # whose axes, of small arrays as elements, have neither scales nor labels
+    number = kind.dtype
+    if h5py.check_enum_dtype(number) is not None:
+        unread.append(f"what the numbers of '{dataset.name}' stand for (an enumeration)")
+    dtype = type_of_values(kind)
+    dtype = dtype if refusal(dtype) is not None else np.dtype(dtype_text(dtype))
+    compression, checksum = _compression(dataset.stored_filters if filters is None else filters, dtype.kind)
+    fill, last = None, str(dataset.name or "").rpartition("/")[2]
+    if creation.fill_value_defined() == h5py.h5d.FILL_VALUE_USER_DEFINED and refusal(number) is None:
+        value = np.zeros((), native_dtype(number))
+        try:
+            creation.get_fill_value(value)
+            fill = value.astype(native_dtype(dtype))[()]
+        except (OSError, TypeError) as error:  # HDF5 does not convert that of bit fields, and of small arrays
+            unread.append(f"the fill value of '{dataset.name}' ({error})")
+    scales = tuple(tuple(name for name, scale in of_axis if not stands_for_axis(scale)) for of_axis in scales_of(dataset)[0])
+    if "_FillValue" in attrs:
+        value = np.asarray(attrs["_FillValue"])
+        attrs["_FillValue"] = value.reshape(-1)[0] if value.size == 1 else attrs["_FillValue"]
+    found = Properties.of(
+        labels,
+        dtype,
+        attrs,
+        compression=compression,
+        checksum=checksum,
+        fill_value=fill,
+        unlimited=tuple(k for k, n in enumerate(dataset.maxshape or ()) if n is None),
+        is_dimension=stands_for_axis(dataset),
+        unread=tuple(unread),
+        stored_name=last if last.startswith(NON_COORDINATE) else None,
+        texts=_texts(dataset),
+        scales=(*scales, *[()] * len(inner)),
+        axis_labels=(*axis_texts_of(dataset)[0], *[""] * len(inner)),
+        scale_name=plain(dataset, "NAME") if is_scale(dataset) else None,
+    )
+    return replace(found, coordinates=tuple(dict.fromkeys([*found.coordinates, *(one for axis in scales for one in axis)])))
+
+
+def _texts(dataset: OpenDataset) -> np.ndarray[Any, Any] | None:
+    """The values of a short array of text; None for another one. HDF5 finds them in this file, and needs no plugin."""
+    kind, creation = dataset.kind, dataset.creation
+    if kind.get_class() != h5py.h5t.STRING or dataset.shape is None:
+        return None
+    n = max(dataset.size, math.prod(dataset.chunks or ()))
+    is_here = creation.get_layout() != h5py.h5d.VIRTUAL and not creation.get_external_count()
+    if not is_here or n * kind.get_size() > _MOST_NBYTES or not {number for number, *_ in dataset.stored_filters} <= _OF_TEXT:
+        return None
+    found = np.empty(dataset.shape, dataset.dtype)  # whose metadata say how text is encoded
+    if found.size:
+        dataset.read_direct(found)
+    return found
+
+
+def groups_of(file: h5py.File) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """The attributes of all groups of a file; and what could not be read."""
+    attrs, unread = _typed_attributes(file["/"], "/")
+    found = {"/": attrs}
+    names, lost = names_below(file["/"])
+    for name in names:
+        try:
+            thing = file[encoded(name)]
+        except (KeyError, OSError, RuntimeError, ValueError) as error:
+            lost[name] = str(error)
+            continue
+        if isinstance(thing, h5py.Group):
+            found[f"/{name}"], more = _typed_attributes(thing, f"/{name}")
+            unread += more
+        elif isinstance(thing, h5py.Datatype):
+            unread.append(f"the named type '/{name}'")
+    unread += [f"what is in '/{name}' ({why})" for name, why in lost.items()]
+    return found, unread
+
+
+def attribute_names(group: h5py.Group) -> list[str]:
+    """The names of the author's attributes of a group."""
+    return [key for key in names_of(group) if not is_hidden(group, key)]
+
+
+def _typed_attributes(owner: Any, name: str) -> tuple[dict[str, Any], list[str]]:
+    """The author's attributes as h5py gives them; and what could not be read."""
+    try:
+        attrs = author_s(owner, _MOST_NBYTES)
+    except (OSError, RuntimeError) as error:
+        return {}, [f"what attributes '{name}' has ({error})"]
+    unread = [f"attribute {key!r} of '{name}' ({value})" for key, value in attrs.items() if isinstance(value, Note)]
+    attrs = {key: value for key, value in attrs.items() if not isinstance(value, Note)}
+    for key, value in attrs.items():
+        kind = h5py.h5a.open(owner.id, key.encode()).get_type()
+        if isinstance(value, bytes) and kind.get_cset() == h5py.h5t.CSET_UTF8:  # h5py writes bytes as ASCII
+            attrs[key] = np.array(value, kind.dtype)
+        if h5py.check_enum_dtype(kind.dtype) is not None:
+            unread.append(f"what the numbers of attribute {key!r} of '{name}' stand for (an enumeration)")
+    return attrs, unread
+
+
+def _compression(filters: list[tuple[int, int, Any, bytes]], kind: str) -> tuple[dict[str, Any] | str | None, bool]:
+    """The compression of values of this kind, as in `Properties`, and whether there is a checksum."""
+    numbers = {number for number, *_ in filters}
+    rest = [(number, tuple(int(v) for v in values)) for number, _, values, _ in filters if number not in (2, 3)]
+    names = [NAMES.get(number, str(number)) for number, _ in rest]
+    why = _changing(*rest[0], kind) if len(rest) == 1 else ""
+    return why or compression_told(names, 2 in numbers, lambda: _options(*rest[0])), 3 in numbers
+
+
+def _changing(number: int, values: tuple[int, ...], kind: str) -> str:
+    """Why a filter is not used for a copy of what it has encoded, in words that follow the array's name; empty if it is.
+
+    The values that a lossy filter gives are not those that it was given, also if it has been used on them before: what is
+    rounded to the least value of a chunk is rounded to another one in chunks of another shape.
+    """
+    if number in LOSSY or (number == 6 and kind == "f"):
+        return f"is encoded by {NAMES[number]}, which could change the values once more"
+    if number not in NAMES:
+        return f"is encoded by HDF5 filter {number}, of which is not known whether it changes values"
+    return ""
+
+
+def _options(number: int, values: tuple[int, ...]) -> dict[str, Any]:
+    """Level, shuffle inside of the filter, and what else it was told."""
+    codec, told = HDF5_CODECS.get(number), parameters_of(number, values)
+    if codec is not None and told is not None:
+        return codec.told(told)
+    if number == 32004 and values in ((), (0,)):
+        return {}
+    if number == 6:  # of integers: as many bits as a chunk needs, for none is to be lost
+        return {"options": {"cd_values": (values[0], 0)}}
+    own = values[_ARGUMENTS.get(number, slice(None))]
+    return {"options": {"cd_values": own} if own else {}}

@@ -2,21 +2,246 @@
 
 A call of the HDF5 library takes 1 to 10 microseconds. For a thousand small datasets that was most of the time. So `OpenFacts`
 has what is the same for all datasets of a file, and an `OpenDataset` has what never changes while a load has it open.
+
+`OpenFacts.raw` says which files may be read without the HDF5 library: plain files that are open for reading only. (A writer
+keeps chunks in memory that are not in the file yet.) `swap_size` says which types NumPy takes as they are in the file. If there
+is any doubt, the library reads. Reads are positional, on a duplicate of HDF5's own descriptor. So they read the same open file
+even if it was renamed or replaced since, threads share no file offset, and no lock of HDF5 or Python is held. If the caller
+closes the file during a load, the duplicate's number cannot come to mean another file.
+
+An object has as many names as hard links lead to it; HDF5 tells of one. Names are bytes to HDF5: mostly UTF-8, and text here.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
+import itertools
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from hashlib import blake2b
 from typing import Any, Generic, TypeVar, overload
 
 import h5py
+import ml_dtypes
+import numpy as np
+from h5py._objects import phil
 
-from shardload.formats.hdf5.names import places_in
-from shardload.formats.hdf5.raw_file import file_number, open_to_read, stored_file
+from shardload.storage.local import LocalFile
 from shardload.storage.objects import StoredObject
+
+_SIGNATURE = b"\x89HDF\r\n\x1a\n"
+
+
+def open_to_read(path: str) -> h5py.File:
+    """``h5py.File(path, "r")``. HDF5 does not try again if a signal comes while it opens or locks the file."""
+    while True:
+        try:
+            return h5py.File(path, "r")
+        except InterruptedError:
+            continue
+
+
+def stored_file(file: h5py.File) -> LocalFile | None:
+    """The bytes of a plain file that is open for reading only; None for any other file."""
+    below = file.id
+    is_plain = below.get_access_plist().get_driver() == h5py.h5fd.SEC2
+    is_plain = is_plain and below.get_intent() == h5py.h5f.ACC_RDONLY  # not SWMR either
+    return LocalFile(os.dup(below.get_vfd_handle())) if is_plain else None
+
+
+def has_signature(descriptor: int) -> bool:
+    """True if an open file is one of HDF5."""
+    file = LocalFile(os.dup(descriptor))
+    return signature_at(file.read_at_most, lambda: file.nbytes) is not None
+
+
+def signature_at(read: Callable[[int, int], bytes], nbytes: Callable[[], int]) -> int | None:
+    """Where HDF5's signature is: at byte 0, 512, 1024, 2048, ... None if nowhere."""
+    at = 0
+    while at == 0 or at < nbytes():
+        if read(at, len(_SIGNATURE)) == _SIGNATURE:
+            return at
+        at = 2 * at or 512
+    return None
+
+
+def file_number(identifier: Any) -> Any:
+    """HDF5's number of the file that an object is in; another one than that of the open file, if one is mounted in it."""
+    return h5py.h5o.get_info(identifier).fileno
+
+
+BFLOAT16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+
+
+@functools.lru_cache(maxsize=64)
+def type_in_file(dtype: np.dtype[Any]) -> Any:
+    """HDF5's type for values of `dtype`. A bfloat16 is a float of 16 bits with the exponent of a float32."""
+    if dtype not in (BFLOAT16, BFLOAT16.newbyteorder()):
+        return h5py.h5t.py_create(dtype, logical=True)
+    kind = (h5py.h5t.IEEE_F16LE if dtype.isnative == (sys.byteorder == "little") else h5py.h5t.IEEE_F16BE).copy()
+    kind.set_fields(15, 7, 8, 0, 7)
+    kind.set_ebias(127)
+    return kind
+
+
+def type_of_values(kind: Any) -> np.dtype[Any]:
+    """NumPy's type for values of a type in the file: h5py's, which takes bfloat16 for float32, but for that."""
+    found: np.dtype[Any] = kind.dtype
+    for one in (BFLOAT16, BFLOAT16.newbyteorder()) if kind.get_class() == h5py.h5t.FLOAT and kind.get_size() == 2 else ():
+        found = one if kind.equal(type_in_file(one)) else found
+    return found
+
+
+def swap_size(in_file: Any, dtype: np.dtype[Any]) -> int | None:
+    """How bytes of the type `in_file` (h5py's identifier) become values of `dtype`, a native type.
+
+    Returns
+    -------
+    int or None
+        0: they are the same. n > 1: reverse each group of n bytes (the real or imaginary part of a complex number is a group).
+        None: HDF5 has to convert them, or may have to.
+    """
+    part = dtype.itemsize // (2 if dtype.kind == "c" else 1)
+    for is_native in (True, False):
+        if any(in_file.equal(one) for one in _known_types(dtype, is_native)):
+            return 0 if is_native or part == 1 else part
+    return None
+
+
+@functools.lru_cache(maxsize=64)
+def _known_types(dtype: np.dtype[Any], is_native: bool) -> tuple[Any, ...]:
+    """HDF5's types in the file whose values NumPy can take as they are, or with their bytes reversed."""
+    known = [type_in_file(dtype if is_native else dtype.newbyteorder())]
+    order = "LE" if is_native == (sys.byteorder == "little") else "BE"
+    if dtype.kind == "u":
+        known.append(getattr(h5py.h5t, f"STD_B{8 * dtype.itemsize}{order}"))  # bit fields
+    if dtype.kind == "c":
+        name = f"COMPLEX_IEEE_F{4 * dtype.itemsize}{order}"  # the complex type of HDF5 2.0
+        known += [getattr(h5py.h5t, name)] if hasattr(h5py.h5t, name) else []
+    return tuple(known)
+
+
+_ERRORS = (KeyError, OSError, RuntimeError, ValueError)
+
+
+def encoded(name: str) -> bytes:
+    """The name of an object as HDF5 stores it: UTF-8, whatever the locale's encoding, in which names of files are."""
+    return name.encode("utf-8", "surrogateescape")
+
+
+def decoded(name: str | bytes) -> str:
+    """The inverse of `encoded`. h5py gives bytes for names that are not UTF-8, and text for others."""
+    return name if isinstance(name, str) else name.decode("utf-8", "surrogateescape")
+
+
+def names_below(group: h5py.Group, most: int | None = None) -> tuple[list[str], dict[str, str]]:
+    """The names of all objects below a group to which hard links alone lead, in HDF5's order; and those of groups that HDF5
+    cannot read, with the reason. What is in a group has one name, however many the group has. With `most`, each object has one
+    name, and no more links than `most` are read.
+
+    Raises
+    ------
+    RuntimeError
+        If HDF5 cannot read `group` itself.
+    """
+    links, lost = _links_below(group, most)
+    if most is None:
+        return [name for name, _ in links], lost
+    first: dict[int, str] = {}
+    for name, address in links:
+        first.setdefault(address, name)
+    return list(first.values()), lost
+
+
+def places_in(file: h5py.File) -> dict[int, list[str]]:
+    """The full names of each object of a file, by its address. HDF5 would search the whole file for each single one."""
+    places: dict[int, list[str]] = {}
+    for name, address in _links_below(file["/"], None)[0]:
+        places.setdefault(address, []).append(f"/{name}")
+    return places
+
+
+def _links_below(group: h5py.Group, most: int | None) -> tuple[list[tuple[str, int]], dict[str, str]]:
+    """Hard links below a group, each with the address of its object; and groups that HDF5 cannot read, with the reason.
+
+    Not by HDF5's own visit: one object that it cannot read ends that, also one whose index of chunks is damaged.
+    """
+    links: list[tuple[str, int]] = []
+    lost: dict[str, str] = {}
+    groups = {int(h5py.h5o.get_info(group.id).addr)}
+    todo = [("", iter(_links_in(group.id)))]
+    while todo and (most is None or len(links) < most):
+        name, address = next(todo[-1][1], ("", 0))
+        if not name:
+            todo.pop()
+            continue
+        name = f"{todo[-1][0]}{name}"
+        links.append((name, address))
+        if address in groups:
+            continue
+        try:
+            opened = h5py.h5o.open(group.id, encoded(name))
+        except _ERRORS:  # who opens it is told
+            continue
+        if isinstance(opened, h5py.h5g.GroupID):
+            groups.add(address)
+            try:
+                todo.append((f"{name}/", iter(_links_in(opened))))
+            except _ERRORS as error:
+                lost[name] = str(error)
+    return links, lost
+
+
+def _links_in(group: h5py.h5g.GroupID) -> list[tuple[str, int]]:
+    """The hard links in a group."""
+    links: list[tuple[str, int]] = []
+
+    def keep(name: bytes, link: Any) -> None:  # h5py hands the same `link` in for the next one
+        if link.type == h5py.h5l.TYPE_HARD:
+            links.append((decoded(name), int(link.u)))
+
+    group.links.iterate(keep, info=True)
+    return links
+
+
+_PLAIN_EDGES = 2  # H5D_CHUNK_DONT_FILTER_PARTIAL_CHUNKS
+
+
+def are_edges_plain(creation: Any) -> bool | None:
+    """True if the chunks over a dataset's edge are not filtered, by its creation properties; None if HDF5 does not say."""
+    options = number_of("H5Pget_chunk_opts", creation)
+    return None if options is None else bool(options & _PLAIN_EDGES)
+
+
+def number_of(function: str, identifier: Any) -> int | None:
+    """The number that a function of HDF5 tells about an object; None if the library does not say.
+
+    Parameters
+    ----------
+    function : str
+        A function of an identifier and a pointer to an unsigned integer.
+    identifier : h5py.h5d.DatasetID, h5py.h5p.PropDCID, ...
+        The object.
+    """
+    ask, found = _function(function), ctypes.c_uint()
+    with phil:
+        return None if ask is None or ask(identifier.id, ctypes.byref(found)) < 0 else found.value
+
+
+@functools.cache
+def _function(name: str) -> Callable[..., int] | None:
+    """A function of the library that h5py is linked with."""
+    try:
+        found = getattr(ctypes.CDLL(h5py.h5d.__file__), name)
+    except (AttributeError, OSError):
+        return None
+    found.argtypes, found.restype = (ctypes.c_int64, ctypes.POINTER(ctypes.c_uint)), ctypes.c_int
+    return found  # type: ignore[no-any-return]
+
 
 _MOST_PARTS = 32  # HDF5 takes 570 KiB for each open file
 T = TypeVar("T")
@@ -57,6 +282,8 @@ class OpenFacts:
 
     Attributes
     ----------
+    name : str
+        What tells it from others of the same `state`.
     among : OpenParts or None
         What this file is a part of: its own parts are kept there, too, so that one number limits all.
     opened_in : tuple of int or None
@@ -64,14 +291,23 @@ class OpenFacts:
     """
 
     def __init__(self, file: h5py.File, is_ours: bool = True, stored: StoredObject | None = None) -> None:
-        self.file, self._is_ours, self._in_store = file, is_ours, stored
+        self.file, self._is_ours, self._in_store, self.name = file, is_ours, stored, str(file.filename)
         self.among: OpenParts | None = None
+        self._of_image: tuple[int, ...] | None = None
         self.opened_in = self.state()
 
     @classmethod
     def at(cls, path: str) -> OpenFacts:
         """Open a file for reading only. Raises OSError as h5py."""
         return cls(open_to_read(path))
+
+    @classmethod
+    def of_image(cls, image: bytes) -> OpenFacts:
+        """A file that is open from its bytes, which never change: its state is their number, and a digest."""
+        facts = cls(h5py.File(h5py.h5f.open_file_image(image)))
+        facts.name = ""  # HDF5 has another one each time
+        facts._of_image = facts.opened_in = len(image), int.from_bytes(blake2b(image, digest_size=7).digest(), "little")
+        return facts
 
     def dataset(self, identifier: Any, address: int | None = None) -> OpenDataset:
         """A dataset of this file that was opened."""
@@ -95,14 +331,9 @@ class OpenFacts:
     def state(self) -> tuple[int, ...] | None:
         """The state of the open file, if it is a plain one, open for reading only; else None. Never raises."""
         try:
-            return None if self.stored is None else self.stored.version
+            return self._of_image if self.stored is None else self.stored.version
         except (OSError, RuntimeError, ValueError):  # it was closed
             return None
-
-    @property
-    def name(self) -> str:
-        """What tells it from others of the same `state`."""
-        return str(self.file.filename)
 
     @kept
     def places(self) -> dict[int, list[str]]:
@@ -267,3 +498,22 @@ class OpenDataset(h5py.Dataset):  # type: ignore[misc]  # h5py has no types
     def header(self) -> int | None:
         """Where its object header is; None if that is not known, or addresses do not have the usual length."""
         return self._address if self.facts.creation.get_sizes() == (8, 8) else None
+
+
+_numbers = itertools.count()
+
+
+def file_in_memory(**how: Any) -> h5py.File:
+    """A new file in memory. `how` goes to `h5py.File`."""
+    return h5py.File(f"shardload {next(_numbers)}", "w", driver="core", backing_store=False, **how)
+
+
+def image_of(file: h5py.File) -> bytes:
+    """The bytes of a file."""
+    file.flush()
+    return bytes(file.id.get_file_image())
+
+
+def file_of(image: bytes) -> h5py.File:
+    """A file of these bytes, which may be written to."""
+    return h5py.File(h5py.h5f.open_file_image(image, flags=h5py.h5f.FILE_IMAGE_OPEN_RW))

@@ -1,5 +1,4 @@
 """How does a file become one in another layout or format, without a device?
 
-`request` says what, `plan` in which slabs, `reading` reads them, and `copy` has them written by a `FileTarget`. `resume` goes
-on with what a kill has left.
+`request` says what, `plan` in which slabs, `reading` reads them, and `copy` has them written by a `FileTarget`.
 """

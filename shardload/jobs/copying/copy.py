@@ -14,7 +14,7 @@ import json
 import os
 import pickle
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, repeat
@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from shardload.comm.environment import mpi_is_off
-from shardload.comm.singletons import refuse_singletons
+from shardload.comm.mpi import refuse_singletons
 from shardload.engine.call import Call, begin_request
 from shardload.engine.file_target import FileTarget, WriteCounts
 from shardload.engine.session import Round, Session
@@ -31,9 +31,8 @@ from shardload.errors import ConfigError
 from shardload.formats.likeness import KEEP
 from shardload.formats.sink import Sink
 from shardload.jobs.copying.plan import CopyPlan, plan_copy
-from shardload.jobs.copying.reading import CopyRounds, CopySource
-from shardload.jobs.copying.request import PAGE_NBYTES, CopyRequest, SourceArray, find, new_sink, without_what_is_refused
-from shardload.jobs.copying.resume import DoneChunks, find_done
+from shardload.jobs.copying.reading import CopySource, find_done
+from shardload.jobs.copying.request import PAGE_NBYTES, CopyRequest, find, new_sink, without_what_is_refused
 from shardload.jobs.progress import progress_of
 from shardload.options import AUTO, CHECKSUM, INDEX, TIMEOUT, Progress
 from shardload.planning.staging import Staging
@@ -75,7 +74,7 @@ class CopyReport(PrintedReport):
         if written is None:
             return "\n".join(plan.describe("the copy"))
         stored, rate = format_nbytes(written.nbytes_stored), format_nbytes(int(written.nbytes / seconds))
-        text = f"{counted(len(plan.names), 'array')}, {format_nbytes(plan.nbytes)} ({stored} stored) in "
+        text = f"{counted(len(plan.found), 'array')}, {format_nbytes(plan.nbytes)} ({stored} stored) in "
         text += f"{number_text(seconds, 3)} s, {rate}/s on {counted(plan.n_ranks, 'rank')}"
         if written.n_read_back:
             text += f"; {written.n_read_back:,} of {written.n_chunks:,} chunks read back, {written.n_decoded:,} decoded"
@@ -153,111 +152,74 @@ def copy(
     ...     file["rho"].chunks, file["rho"].compression, float(file["rho"][3, 5])
     ((2, 3), 'gzip', 23.0)
     """
-    return copy_file(
-        os.fspath(source) if isinstance(source, os.PathLike) else source,
-        os.fspath(target),
-        dataset=(dataset,) if isinstance(dataset, str) else tuple(dataset),
+    started = time.perf_counter()
+    read = partial(
+        CopyRequest.check,
+        source,
+        target,
+        dataset=dataset,
         select=select,
         dtype=dtype,
         chunks=chunks,
         shards=shards,
         compression=compression,
-        unlimited=(unlimited,) if isinstance(unlimited, str | int) else tuple(unlimited),
+        unlimited=unlimited,
         format=format,
         mode=mode,
         staging=staging,
         verify=verify,
         resume=resume,
-        only_plan=only_plan,
-        progress=progress,
         timeout=timeout,
-        comm=comm,
         **trust,
     )
-
-
-def copy_file(
-    source: str,
-    target: str,
-    *,
-    comm: Any = None,
-    only_plan: bool = False,
-    progress: bool | Callable[[int, int], None] | None = None,
-    **given: Any,
-) -> CopyReport:
-    """Copy arrays of a file into a new file. Collective: yes.
-
-    Parameters
-    ----------
-    source, target : str
-        Paths; the source may name an array (``"in.h5:/rho"``).
-    comm : mpi4py.MPI.Comm, optional
-        The ranks; default: COMM_WORLD, or this process alone.
-    only_plan : bool
-        True to write nothing.
-    progress : bool, callable or None
-        As in `load`.
-    **given
-        Options of `CopyRequest.check`, the same on all ranks.
-
-    Raises
-    ------
-    ConfigError, SourceError, PeerError, VerifyError, StallError
-        On all ranks the same. Nothing was saved, and what had the name of the target is as it was.
-    """
-    started = time.perf_counter()
-    read = partial(CopyRequest.check, source, target, **given)
     with begin_request("copy", f"copy of '{source}'", read, comm=comm) as (call, request):
         if comm is None and call.group.size == 1 and not mpi_is_off(os.environ):
             refuse_singletons()  # each would write the whole file
-        found, sink, plan = _plan(call, request)
+        sink, plan = _plan(call, request)
         if only_plan:
             return CopyReport(plan, notes=plan.notes)
-        return _copy(call, request, found, sink, plan, progress, started)
+        return _copy(call, request, sink, plan, progress, started)
 
 
-def _plan(call: Call, request: CopyRequest) -> tuple[list[SourceArray], Sink, CopyPlan]:
+def _plan(call: Call, request: CopyRequest) -> tuple[Sink, CopyPlan]:
     """Rank 0 looks for the arrays, all ranks plan. Collective: yes."""
     group, n_nodes = call.group, call.group.machine.n_nodes
     on_root: list[Sink] = []
 
     def look() -> bytes:
-        found, beside, notes = find(request)
+        found, groups, notes = find(request)
         try:
-            sink = new_sink(request, found, beside, n_nodes)
+            sink = new_sink(request, found, groups, n_nodes)
         except ConfigError as error:
-            found, beside, more = without_what_is_refused(request, found, beside, error)
+            found, more = without_what_is_refused(request, found, error)
             notes += more
-            sink = new_sink(request, found, beside, n_nodes)
+            sink = new_sink(request, found, groups, n_nodes)
         on_root.append(sink)
-        return pickle.dumps(([array.for_others() for array in found], notes))
+        return pickle.dumps(([array.for_others() for array in found if not array.is_text], notes))
 
-    def make(told: bytes) -> tuple[list[SourceArray], Sink, CopyPlan]:
+    def make(told: bytes) -> tuple[Sink, CopyPlan]:
         found, notes = pickle.loads(told)  # of this job's rank 0, never of a file
         sink = on_root[0] if on_root else new_sink(request, found, None, n_nodes)
-        return found, sink, plan_copy(request, found, sink, group.size, group.machine, notes)
+        return sink, plan_copy(request, found, sink, group.size, group.machine, notes)
 
     return call.plan(look, make, lambda made: json.dumps(made[-1].to_dict(), default=str))
 
 
-def _copy(
-    call: Call, request: CopyRequest, found: list[SourceArray], sink: Sink, planned: CopyPlan, progress: Any, started: float
-) -> CopyReport:
+def _copy(call: Call, request: CopyRequest, sink: Sink, plan: CopyPlan, progress: Any, started: float) -> CopyReport:
     """Copy what was planned. Collective: yes."""
-    group = call.group
-    notes = list(planned.notes)
-    done = DoneChunks(planned.specs)
+    group, notes, memory = call.group, list(plan.notes), plan.memory
+    done, n_done = find_done(group, sink, plan) if request.resume else [], 0
     if request.resume:
-        done = find_done(group, sink, [array.full_name for array in found], planned.specs)
-        there = f"{done.n:,} of {done.n_all:,} chunks were there already, and were not read back"
-        notes += [there if done.n else "no chunk was left of an earlier copy, so this one began anew"]
-    rounds, memory = CopyRounds(group, found, planned, done), planned.memory
-    shared = memory.moving_nbytes + PAGE_NBYTES if any(array.is_together for array in planned.arrays) else None
-    checksums, (n_rounds, nbytes) = request.verify != INDEX, rounds.totals()
+        n_done, n_all = (sum(int(count(flags)) for flags in done) for count in (np.count_nonzero, np.size))
+        there = f"{n_done:,} of {n_all:,} chunks were there already, and were not read back"
+        notes += [there if n_done else "no chunk was left of an earlier copy, so this one began anew"]
+    shared = memory.moving_nbytes + PAGE_NBYTES if any(array.is_together for array in plan.arrays) else None
+    source = CopySource(group, request, plan, done)
+    checksums, (n_rounds, nbytes) = request.verify != INDEX, source.totals()
     n_most = -int(group.least_ints(np.array([-n_rounds]))[0])  # of the rank that has most rounds
     with (
         progress_of(progress, f"copy to {request.target}", nbytes, group.rank) as advance,
-        CopySource(group, request, found) as source,
+        source,
         Session(group, f"{call.asked.digest:016x}", shared_nbytes=shared, checksums=checksums) as session,
         FileTarget(
             group,
@@ -270,15 +232,15 @@ def _copy(
         ) as target,
     ):
         target.begin()
-        session.run(chain(rounds, repeat(Round((), _NO_STAGING, False), n_most - n_rounds)), source, target)
+        session.run(chain(source.rounds(), repeat(Round((), _NO_STAGING, False), n_most - n_rounds)), source, target)
         with session.errors:
             source.check_unchanged()
         written = target.end()
     n_decoded, *missing = group.agree(None, [source.n_decoded, *source.n_missing])
     lost = [
         f"{counted(n, 'chunk')} of {array.info} {'are' if n != 1 else 'is'} not stored, and the copy has the fill value"
-        for array, n in zip(found, missing, strict=True)
+        for array, n in zip(plan.found, missing, strict=True)
         if n
     ]
     seconds = time.perf_counter() - started
-    return CopyReport(planned, written, seconds, n_decoded, (*notes, *lost), done.n)
+    return CopyReport(plan, written, seconds, n_decoded, (*notes, *lost), n_done)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any
 
@@ -11,15 +11,13 @@ import numpy as np
 
 from shardload.comm.topology import Topology
 from shardload.errors import ConfigError
-from shardload.formats.contract.array import ArrayInfo
-from shardload.formats.sink import ArraySpec, Sink
+from shardload.formats.sink import Sink
 from shardload.jobs.copying.request import PAGE_NBYTES, STAGING_NBYTES, CopyRequest, SourceArray
-from shardload.planning.chunk_shapes import plan_rows
+from shardload.planning.blocks import plan_rows
 from shardload.planning.copying import CopiedArray, SlabLayout, count_rounds, plan_array
 from shardload.planning.grid import Grid
-from shardload.planning.rounds import RoundMemory, least_memory, plan_memory
 from shardload.planning.source_layout import SourceLayout
-from shardload.planning.staging import least_staging
+from shardload.planning.staging import RoundMemory, least_memory, least_staging, plan_memory
 from shardload.units import counted, format_nbytes, number_text
 
 _LEAST_READING_NBYTES = 4 << 20
@@ -32,14 +30,10 @@ class CopyPlan:
 
     Attributes
     ----------
-    names : tuple of str
-        Names of the arrays in the target.
-    infos : tuple of ArrayInfo
-        They in the source.
-    specs : tuple of ArraySpec
-        They in the target, as it will be.
+    found : tuple of SourceArray
+        The arrays, with their specs in the target as it will be.
     arrays : tuple of SlabLayout
-        Slabs.
+        Their slabs.
     memory : RoundMemory
         How a rank uses its staging memory.
     staging_nbytes : int
@@ -50,9 +44,7 @@ class CopyPlan:
         What is left out.
     """
 
-    names: tuple[str, ...]
-    infos: tuple[ArrayInfo, ...]
-    specs: tuple[ArraySpec, ...]
+    found: tuple[SourceArray, ...]
     arrays: tuple[SlabLayout, ...]
     memory: RoundMemory
     staging_nbytes: int
@@ -67,18 +59,17 @@ class CopyPlan:
 
     def describe(self, target: str) -> list[str]:
         """The plan, for people: lines."""
-        arrays, ranks = counted(len(self.names), "array"), counted(self.n_ranks, "rank")
+        arrays, ranks = counted(len(self.found), "array"), counted(self.n_ranks, "rank")
         rounds = counted(self.n_rounds, "round")
         lines = [f"copy of {arrays}, {format_nbytes(self.nbytes)}, to '{target}' on {ranks}, {rounds}"]
-        for name, info, spec, one in zip(self.names, self.infos, self.specs, self.arrays, strict=True):
+        for array, one in zip(self.found, self.arrays, strict=True):
             way = "all ranks read a slab together" if one.is_together else "each slab is read by one rank"
             if one.slabs.n_cells == 1 and not one.is_together:
                 way = "one rank reads it"
             elif one.slabs.n_cells:
                 way += f", {one.slabs.n_cells} slabs of {_text(tuple(map(min, one.slabs.cell, one.slabs.shape)))}"
-            lines.append(
-                f"{name}: {_text(spec.shape)} {spec.dtype}, chunks {_text(info.chunks)} -> {_text(spec.chunks)}; {way}"
-            )
+            spec, chunks = array.spec, f"chunks {_text(array.info.chunks)} -> {_text(array.spec.chunks)}"
+            lines.append(f"{array.name}: {_text(spec.shape)} {spec.dtype}, {chunks}; {way}")
             if one.unit.is_decoded and one.factor > 1:
                 lines.append(
                     f"  each chunk of the source is decoded {number_text(one.factor, 2)} times: slabs with whole chunks "
@@ -97,19 +88,19 @@ class CopyPlan:
         """The plan as JSON's types."""
         arrays = [
             {
-                "name": name,
-                "source": info.dataset,
-                "shape": spec.shape,
-                "dtype": str(spec.dtype),
-                "chunks_before": info.chunks,
-                "chunks": spec.chunks,
-                "shards": spec.shards,
+                "name": array.name,
+                "source": array.info.dataset,
+                "shape": array.spec.shape,
+                "dtype": str(array.spec.dtype),
+                "chunks_before": array.info.chunks,
+                "chunks": array.spec.chunks,
+                "shards": array.spec.shards,
                 "slab": one.slabs.cell,
                 "n_slabs": one.slabs.n_cells,
                 "is_together": one.is_together,
                 "decoded": one.factor,
             }
-            for name, info, spec, one in zip(self.names, self.infos, self.specs, self.arrays, strict=True)
+            for array, one in zip(self.found, self.arrays, strict=True)
         ]
         sizes = {"nbytes": self.nbytes, "staging_nbytes": self.staging_nbytes, "memory_nbytes": self.memory.nbytes}
         return {"arrays": arrays, **sizes, "n_ranks": self.n_ranks, "n_rounds": self.n_rounds, "notes": self.notes}
@@ -124,11 +115,10 @@ def plan_copy(
 ) -> CopyPlan:
     """The plan of a copy. ConfigError if it does not fit into the staging memory."""
     page = PAGE_NBYTES if machine.n_nodes > 1 else 1
-    units, specs = [], []
-    reading = _LEAST_READING_NBYTES
-    for one in found:
-        spec = sink.arrays[one.full_name].spec
-        layout = one.layout()
+    units, reading = [], _LEAST_READING_NBYTES
+    arrays = tuple(replace(array, spec=sink.arrays[array.full_name].spec) for array in found)
+    for one in arrays:
+        spec, layout = one.spec, one.layout()
         if spec.chunks is None:
             unit, fits = plan_rows(spec.shape, layout.dtype.itemsize, _RUN_NBYTES, page)
         else:
@@ -137,9 +127,8 @@ def plan_copy(
             fits = True
         chunks = layout.chunks if one.info.chunks is not None else _runs(layout)
         units.append(CopiedArray(spec.shape, unit, chunks, one.info.chunks is not None, layout.dtype.itemsize, not fits))
-        specs.append(spec)
         reading = max(reading, least_staging(layout))
-    name, largest = max(((one.name, unit.unit_nbytes) for one, unit in zip(found, units, strict=True)), key=itemgetter(1))
+    name, largest = max(((one.name, unit.unit_nbytes) for one, unit in zip(arrays, units, strict=True)), key=itemgetter(1))
     least = least_memory(largest, largest, reading)
     staging = max(STAGING_NBYTES, least) if isinstance(request.staging, str) else request.staging
     if staging < least:
@@ -149,10 +138,9 @@ def plan_copy(
             f"staging='{-(-least >> 20)}MiB', or smaller chunks="
         )
     memory = plan_memory(staging, largest, largest, reading, machine.n_threads)
-    arrays = tuple(plan_array(unit, n_ranks, memory.round_nbytes) for unit in units)
-    names, infos = tuple(one.name for one in found), tuple(one.info for one in found)
-    n_rounds = count_rounds(arrays, n_ranks, memory.round_nbytes)
-    return CopyPlan(names, infos, tuple(specs), arrays, memory, staging, n_ranks, n_rounds, tuple(notes))
+    slabs = tuple(plan_array(unit, n_ranks, memory.round_nbytes) for unit in units)
+    n_rounds = count_rounds(slabs, n_ranks, memory.round_nbytes)
+    return CopyPlan(arrays, slabs, memory, staging, n_ranks, n_rounds, tuple(notes))
 
 
 def _runs(layout: SourceLayout) -> Grid:

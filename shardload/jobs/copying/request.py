@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any
 from zlib import crc32
@@ -20,15 +19,14 @@ from shardload.errors import ConfigError, printable
 from shardload.formats.access import Access, Limits
 from shardload.formats.contract.array import ArrayInfo, some
 from shardload.formats.contract.format import OpenFile
-from shardload.formats.diagnosis import as_source_error
 from shardload.formats.likeness import KEEP, Overrides, attrs_for, bounds_of, spec_like
 from shardload.formats.lookup import open_file, split_path
 from shardload.formats.saving import SUFFIXES, check_target, format_for, make_sink, refused_group
 from shardload.formats.sink import ArraySpec, Compression, Sink, unopened_by_xarray
 from shardload.jobs.consistency import State
-from shardload.jobs.described import Described, describe_arrays, find_arrays, found_by_name, take_along
+from shardload.jobs.described import Described, describe_arrays, find_arrays, found_by_name, read_values, take_along
 from shardload.options import AUTO, CHECKSUM, FILE, FULL, INDEX, OPTIONS, TIMEOUT
-from shardload.planning.chunk_shapes import growing_chunks
+from shardload.planning.blocks import growing_chunks
 from shardload.planning.region import Region
 from shardload.planning.selection import Between, Near, Selection, name_axes, needs_coordinates, select_axes
 from shardload.planning.source_layout import SourceLayout
@@ -37,6 +35,8 @@ from shardload.values.dates import has_dates, in_numbers
 
 STAGING_NBYTES = 512 << 20
 PAGE_NBYTES = 4096  # clients of a file system on several nodes may lose each other's bytes in a page
+
+Groups = Mapping[str, Mapping[str, Any]]  # attributes of groups, by name
 
 
 @dataclass(frozen=True)
@@ -94,18 +94,21 @@ class CopyRequest:
     timeout: float | None = TIMEOUT
 
     @classmethod
-    def check(cls, source: str, target: str, **given: Any) -> CopyRequest:
+    def check(cls, source: str | os.PathLike[str], target: str | os.PathLike[str], **given: Any) -> CopyRequest:
         """The request, with its options checked. ConfigError names what was found and what is expected."""
+        dataset, unlimited = given.get("dataset", ()), given.get("unlimited", ())
+        given["dataset"] = (dataset,) if isinstance(dataset, str) else tuple(dataset)
+        given["unlimited"] = (unlimited,) if isinstance(unlimited, str | int) else tuple(unlimited)
         names = ("dtype", "staging", "verify", "allow_external", "allow_filters", "untrusted", "storage", "mode")
         checked = {name: OPTIONS[name].check(given[name]) for name in names if name in given}
         if given.get("verify") == FILE:
             raise ConfigError(f"verify is {FILE!r}; expected one of {INDEX!r}, {CHECKSUM!r}, {FULL!r}")
-        for name in given.get("dataset", ()):
+        for name in given["dataset"]:
             if not name.strip("/ "):
                 raise ConfigError(f"dataset is {name!r}; expected the name of an array, such as '/rho', or '*'")
         if checked.get("dtype") is not None:
             checked["dtype"] = checked["dtype"].name
-        return cls(source, os.path.expanduser(target), **{**given, **checked})
+        return cls(os.fspath(source), os.path.expanduser(os.fspath(target)), **{**given, **checked})
 
     @property
     def access(self) -> Access:
@@ -115,7 +118,7 @@ class CopyRequest:
         return Access(self.allow_external, frozenset(self.allow_filters), limits, storage=self.storage)
 
     def invocation(self, call: str, title: str) -> Invocation:
-        """See `engine.call.CallRequest`."""
+        """See `engine.call.begin_request`."""
         return Invocation(
             call,
             title,
@@ -136,7 +139,7 @@ class SourceArray:
     name : str
         Name in the target.
     spec : ArraySpec
-        In the target; on other ranks than 0 without attributes.
+        In the target; on other ranks than 0 without attributes. Arrays of text are on rank 0 alone.
     state : State
         Of the source's file, on rank 0.
     """
@@ -158,50 +161,38 @@ class SourceArray:
         return SourceLayout.cut(selection, self.info.chunks, np.dtype(self.info.dtype), dtype, self.info.codec)
 
     @property
+    def is_text(self) -> bool:
+        """True for an array of text, which the new file's metadata have: no rank copies it."""
+        return self.spec.texts is not None
+
+    @property
     def full_name(self) -> str:
         """Name in `Sink.arrays`."""
         return "/" + self.name.strip("/")
 
 
-@dataclass(frozen=True)
-class Beside:
-    """What rank 0 alone knows of the new file.
-
-    Attributes
-    ----------
-    texts : dict
-        Arrays of text, by name.
-    groups : dict
-        The attributes of the groups.
-    """
-
-    texts: dict[str, ArraySpec] = field(default_factory=dict)
-    groups: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-
-def new_sink(request: CopyRequest, sources: Sequence[SourceArray], beside: Beside | None, n_nodes: int) -> Sink:
-    """The sink of the new file; on other ranks than 0 without what is `beside`."""
-    about = {} if beside is None else describe(request, sources, beside)
-    beside = beside or Beside()
-    specs, groups = {array.name: array.spec for array in sources} | beside.texts, beside.groups
+def new_sink(request: CopyRequest, sources: Sequence[SourceArray], groups: Groups | None, n_nodes: int) -> Sink:
+    """The sink of the new file; on other ranks than 0 without the attributes of groups, and without text."""
+    about = {} if groups is None else describe(request, sources, groups)
+    specs, groups = {array.full_name: array.spec for array in sources}, groups or {}
     alignment = PAGE_NBYTES if n_nodes > 1 else 1
     how: dict[str, Any] = {"format": request.format, "mode": request.mode, "alignment": alignment, "about": about}
     how |= {"storage": request.storage, "attrs": groups.get("/", {}), "group_attrs": groups}
     return make_sink(request.target, specs, **how)
 
 
-def describe(request: CopyRequest, sources: Sequence[SourceArray], beside: Beside) -> dict[str, str]:
+def describe(request: CopyRequest, sources: Sequence[SourceArray], groups: Groups) -> dict[str, str]:
     """What a job that resumes must have in common with the one that was killed, on rank 0: in words, for messages."""
     path = split_path(request.source)[0]
     about = {
         "the source": os.path.realpath(path) if "://" not in path else path,
         "the format": format_for(request.target, request.format),
-        "the digest of attributes of groups": _digest(sorted(beside.groups.items(), key=str)),
-        "the digest of arrays of text": _digest(
-            [(name, spec.attrs, spec.dims, np.asarray(spec.texts).tolist()) for name, spec in beside.texts.items()]
-        ),
+        "the digest of attributes of groups": _digest(sorted(groups.items(), key=str)),
     }
-    for array in sources:
+    texts = [(array.full_name, array.spec) for array in sources if array.is_text]
+    told = [(name, spec.attrs, spec.dims, np.asarray(spec.texts).tolist()) for name, spec in texts]
+    about["the digest of arrays of text"] = _digest(told)
+    for array in [array for array in sources if not array.is_text]:
         name = array.info.dataset
         about[f"size and time of the source ('{name}')"] = repr(None if array.state is None else array.state[:2])
         if array.info.n_parts and array.info.parts is not None:
@@ -216,7 +207,7 @@ def _digest(value: Any) -> str:
     return f"{crc32(repr(value).encode()):08x}"
 
 
-def find(request: CopyRequest) -> tuple[list[SourceArray], Beside, list[str]]:
+def find(request: CopyRequest) -> tuple[list[SourceArray], Groups, list[str]]:
     """On rank 0: the arrays, the attributes of groups, and notes of what is left out."""
     _check_target(request)
     path, inside = split_path(request.source)
@@ -224,14 +215,11 @@ def find(request: CopyRequest) -> tuple[list[SourceArray], Beside, list[str]]:
     names = list(request.dataset) or ([inside] if inside else ["*"])
     if inside and request.dataset:
         raise ConfigError(f"'{request.source}' names an array, and dataset={request.dataset[0]!r} names another. Leave one out")
-
-    def refuse(_: str, error: ConfigError) -> None:
-        with open_file(path, request.access) as file:
-            left_out = _links_told(file.links(), "") if "*" in names else []
-        raise ConfigError(f"{error} ({left_out[0]})") if left_out else error from None
-
-    infos = find_arrays(path, names, request.access, refuse)
+    infos, empty = find_arrays(path, names, request.access)
     with open_file(path, request.access) as file:
+        for error in empty.values():
+            left_out = _links_told(file.links(), "") if "*" in names else []
+            raise ConfigError(f"{error} ({left_out[0]})") if left_out else error
         links = file.links() if "*" in names else {}
         copied = {link for link in links if any(f"{name}/".startswith(f"{link}/") for name in infos)}
         notes = _links_told({link: to for link, to in links.items() if link not in copied})
@@ -252,7 +240,7 @@ def _links_told(links: Mapping[str, str], all_and: str = "--dataset '*' ") -> li
 
 def _plan_arrays(
     request: CopyRequest, file: OpenFile, infos: dict[str, ArrayInfo], is_all: bool, notes: list[str]
-) -> tuple[list[SourceArray], Beside, list[str]]:
+) -> tuple[list[SourceArray], Groups, list[str]]:
     """What is made of each array."""
     kind = format_for(request.target, request.format)
     described, lost = describe_arrays(file, infos)
@@ -278,36 +266,33 @@ def _plan_arrays(
         selections[name] = _select(info, request.select if is_by_position else parts, properties.dims)
     dims = {name: [described[name][1].dims[k] for k in selection.kept] for name, selection in selections.items()}
     growing = _growing_axes(request.unlimited, dims, main)
-    sources, texts = [], dict[str, ArraySpec]()
-    for name, (info, properties, state) in described.items():
-        is_text = properties.texts is not None
+    numbers_first = sorted(described.items(), key=lambda item: item[1][1].texts is not None)
+    sources = []
+    for name, (info, properties, state) in numbers_first:
         wanted = _asked_of(request, info, selections[name], name in main, growing[name])
         properties, lost = found_by_name(kind, name, properties, described)
         try:
             spec, more = spec_like(info, properties, selections[name], kind, wanted)
         except ConfigError as error:
-            if not is_text:
+            if properties.texts is None:
                 raise
             notes.append(f"{info} was left out: it holds {error}")
             continue
         notes += more + lost
         target = "/data" if name == "/" and not kind.startswith("zarr") else name
-        if is_text:
-            texts[target] = spec
-        else:
-            sources.append(SourceArray(info, selections[name], target, spec, state))
-    if not sources:
+        sources.append(SourceArray(info, selections[name], target, spec, state))
+    if all(array.is_text for array in sources):
         raise ConfigError(f"'{request.source}' holds no arrays that could be copied")
-    _check_layout(request, [array for array in sources if array.info.dataset in main])
+    _check_layout(request, [array for array in sources if array.info.dataset in main and not array.is_text])
     if kind.startswith("zarr"):  # as of a netCDF file of a run that died: a copy has the rows that are there
-        unopened = unopened_by_xarray({array.full_name: array.spec for array in sources})
+        unopened = unopened_by_xarray({array.full_name: array.spec for array in sources if not array.is_text})
         notes += [f"{what}: xarray opens no group with both" for what, _ in unopened]
-    axes = {dim for spec in [*(array.spec for array in sources), *texts.values()] for dim in spec.dims or ()}
+    axes = {dim for array in sources for dim in array.spec.dims or ()}
     for name in sorted(valueless if is_all else ()):
         if name.rpartition("/")[2] not in axes:
             notes.append(f"the dimension '{name}' was left out: no array of the new file has it")
     used = {""} | {name.strip("/")[:k] for name in described for k, c in enumerate(name.strip("/")) if c == "/"}
-    arrays, groups = [array.full_name for array in sources] + list(texts), {}
+    arrays, groups = [array.full_name for array in sources], {}
     attributes, unread = file.groups()
     for group, attrs in attributes.items():
         why = None
@@ -320,36 +305,31 @@ def _plan_arrays(
             what = f"the attributes of group {group!r}" if attrs else f"the group {group!r}"
             notes.append(f"{what}, {why}, {'were' if attrs else 'was'} left out")
     notes += [f"{what} was left out" for what in unread]
-    return sources, Beside(texts, groups), notes
+    return sources, groups, notes
 
 
 def without_what_is_refused(
-    request: CopyRequest, sources: list[SourceArray], about: Beside, error: ConfigError
-) -> tuple[list[SourceArray], Beside, list[str]]:
-    """What the new file's format can hold, if `error` says that it cannot hold all; and what it cannot, in words. Raises the
-    error if that is an array that was named, or none is left.
+    request: CopyRequest, sources: list[SourceArray], error: ConfigError
+) -> tuple[list[SourceArray], list[str]]:
+    """The arrays that the new file's format can hold, if `error` says that it cannot hold all; and the others, in words. Raises
+    the error if that is an array that was named, or none is left.
     """
     named = {f"/{name.strip('/')}" for name in (*request.dataset, split_path(request.source)[1] or "*")}
-    notes: list[str] = []
-
-    def is_held(name: str, spec: ArraySpec) -> bool:
-        plain = replace(spec, chunks=None, shards=None, compression=None, checksum=False, unlimited=())
-        stand_in = ArraySpec((), np.dtype("i1"))
-        specs = {name: plain} if spec.texts is None else {name: plain, "/a": stand_in}
+    kept, notes = [], []
+    for array in sources:
+        spec = replace(array.spec, chunks=None, shards=None, compression=None, checksum=False, unlimited=())
+        specs = {array.full_name: spec} | ({"/a": ArraySpec((), np.dtype("i1"))} if array.is_text else {})
         try:
             make_sink(request.target, specs, format=request.format, mode=request.mode, storage=request.storage)
         except ConfigError as why:
-            if name in named:
+            if array.full_name in named:
                 raise error from None
-            notes.append(f"'{name}' was left out: {why}")
-            return False
-        return True
-
-    kept = [array for array in sources if is_held(array.full_name, array.spec)]
-    texts = {name: spec for name, spec in about.texts.items() if is_held(name, spec)}
-    if not kept or not notes:
+            notes.append(f"'{array.full_name}' was left out: {why}")
+        else:
+            kept.append(array)
+    if all(array.is_text for array in kept) or not notes:
         raise error
-    return kept, replace(about, texts=texts), notes
+    return kept, notes
 
 
 def _in_positions(select: Any, file: OpenFile, described: Mapping[str, Described]) -> Any:
@@ -364,8 +344,7 @@ def _in_positions(select: Any, file: OpenFile, described: Mapping[str, Described
         for name, (info, properties, _) in described.items():
             if name.rpartition("/")[2] != dim or properties.dims != (dim,) or properties.texts is not None:
                 continue
-            with as_source_error(info.path, name), closing(file.open(name)) as source:
-                values = np.asarray(source.plain(Region.whole(info.shape)))
+            values = read_values(file, name)
             try:
                 asked = in_numbers(part, dim, properties.attrs, values.dtype) if has_dates(part) else part
                 found += name_axes({dim: asked}, (dim,), {dim: values})

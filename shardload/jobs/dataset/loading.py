@@ -25,7 +25,7 @@ from shardload.formats.concatenation import Concatenation
 from shardload.formats.contract.array import some
 from shardload.formats.lookup import split_path
 from shardload.jobs.contents import open as open_contents
-from shardload.jobs.joining.concat import concat
+from shardload.jobs.joining.join import concat
 from shardload.jobs.loading.call import LoadCall
 from shardload.jobs.loading.labelled import import_xarray, to_xarray
 from shardload.options import OPTIONS, with_defaults

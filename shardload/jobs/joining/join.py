@@ -1,23 +1,33 @@
 """How do several files become one, without a copy of their values? By a small HDF5 file that says where they are.
 
-The new file has the arrays that go on from part to part as virtual datasets of HDF5, which every program reads. What they are
-together is said by `Parts`. The new file is written, each part is looked up in it, and it gets its name (`JoinedFile`).
+That file has the arrays that go on from part to part as virtual datasets of HDF5, which every program reads. What they are
+together is said by `Parts`. `join` writes it: each part is looked up in it, and it gets its name (`JoinedFile`). For `concat`
+rank 0 makes it in memory, and all ranks get its bytes.
 """
 
 from __future__ import annotations
 
 import os
+import pickle
+import zlib
 from collections.abc import Collection, Sequence
+from hashlib import blake2b
 from typing import Any
 
+from shardload.engine.call import begin_request
 from shardload.errors import ConfigError, LeftOutWarning, SourceError, printable
 from shardload.formats.access import Access
-from shardload.formats.lookup import list_arrays
-from shardload.formats.saving import format_for
+from shardload.formats.concatenation import SCHEME, Concatenation
+from shardload.formats.lookup import absolute, list_arrays
+from shardload.formats.saving import SUFFIXES, format_for
 from shardload.jobs.joining.parts import Parts
-from shardload.jobs.joining.request import JoinReport, JoinRequest
-from shardload.options import OPTIONS, Progress
+from shardload.jobs.joining.request import JoinReport, PartsRequest
+from shardload.options import OPTIONS, TIMEOUT, Progress
+from shardload.storage.containment import Fence
 from shardload.system.caller import warn_once
+from shardload.units import counted
+
+_SUFFIXES = tuple(suffix for suffix in SUFFIXES if suffix != ".zarr")
 
 
 def join(
@@ -85,49 +95,33 @@ def join(
     SourceError
         If a part cannot be opened, or the file cannot be written.
     """
-    how: dict[str, Any] = {"axis": axis, "stack": stack, "dataset": dataset, "mode": mode, "allow_external": allow_external}
-    return join_files(JoinRequest.check(path, parts, **how), OPTIONS["progress"].check(progress), is_warned=True)
-
-
-def join_files(request: JoinRequest, progress: Progress = None, *, is_warned: bool = False) -> JoinReport:
-    """Join files. Not collective: one process does it.
-
-    Parameters
-    ----------
-    request : JoinRequest
-        What is asked for.
-    progress : bool, callable or None
-        As for `join`.
-    is_warned : bool
-        True to warn of what is left out.
-
-    Raises
-    ------
-    ConfigError
-        If the parts do not belong together, or the axis is not theirs.
-    SourceError
-        If a part cannot be opened, or the new file cannot be written.
-    """
-    parts, path = Parts(request.parts), request.path
-    if os.path.realpath(path) in map(os.path.realpath, parts.paths):
-        raise ConfigError(f"'{path}' is the new file, and one of the parts. Choose another name")
-    parts.look(progress, path)
-    parts.check()
-    joined = parts.describe(format_for(path))
-    _keep_values(path, joined.places, Access(request.parts.allow_external))
-    folder = os.path.dirname(os.path.realpath(path))  # mode "w" replaces what a link leads to
+    request = PartsRequest.check(parts, axis, stack=stack, dataset=dataset, allow_external=allow_external)
+    whole = os.path.expanduser(os.fspath(path))
+    if not whole.lower().endswith(_SUFFIXES):
+        raise ConfigError(
+            f"'{whole}' would be an HDF5 file: only HDF5 has arrays that lie in other files. Expected one of the suffixes "
+            f"{', '.join(_SUFFIXES)}"
+        )
+    joined, advance = Parts(request), OPTIONS["progress"].check(progress)
+    if os.path.realpath(whole) in map(os.path.realpath, joined.paths):
+        raise ConfigError(f"'{whole}' is the new file, and one of the parts. Choose another name")
+    joined.look(advance, whole)
+    joined.check()
+    joined.describe(format_for(whole))
+    _keep_values(whole, joined.places, Access(allow_external))
+    folder = os.path.dirname(os.path.realpath(whole))  # mode "w" replaces what a link leads to
     names, outside = {}, set()
     for part in joined.paths:
         real = os.path.realpath(part)
         is_inside = real.startswith(folder.rstrip(os.sep) + os.sep)
         names[part] = os.path.relpath(real, folder) if is_inside else real
         outside |= set() if is_inside else {part}
-    file = joined.file(path, names, request.mode)
-    if is_warned and joined.news:
-        warn_once(f"'{path}': {'; '.join(joined.news)}", LeftOutWarning, 0)
-    file.write(joined.values, lambda: joined.check_unchanged(path))
+    file = joined.file(whole, names, mode)
+    if joined.news:
+        warn_once(f"'{whole}': {'; '.join(joined.news)}", LeftOutWarning, 0)
+    file.write(joined.values, lambda: joined.check_unchanged(whole))
     needs_external = any(part.path in outside for placed in joined.places.values() for part in placed)
-    return JoinReport(path, len(names), joined.axis, joined.rows, joined.notes, joined.nbytes, needs_external)
+    return JoinReport(whole, len(names), joined.axis, tuple(joined.rows), joined.notes, joined.nbytes, needs_external)
 
 
 def _keep_values(path: str, virtual: Collection[str], access: Access) -> None:
@@ -145,3 +139,102 @@ def _keep_values(path: str, virtual: Collection[str], access: Access) -> None:
             f"'{path}' exists, and has values of '{printable(lost[0])}' itself: is it one of the parts? The new file "
             "comes in addition to them. Choose another name for it; if this file is not wanted, remove it first"
         )
+
+
+def concat(
+    parts: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    along: str | int | None = None,
+    *,
+    stack: str | None = None,
+    dataset: str | Sequence[str] | None = None,
+    allow_external: bool = False,
+    progress: Progress = None,
+    timeout: float | None = TIMEOUT,
+    comm: Any = None,
+) -> Concatenation:
+    """Take several files for one, wherever a path is taken: ``load``, ``plan``, ``stream``, ``verify``, ``open``, a copy.
+
+    Nothing is written. Rank 0 opens each file once, and what it has found goes to all ranks: which arrays go on from file to
+    file, and which are the same in all, by the rules of `join`. A file that changes afterwards is an error of the load.
+
+    Collective: yes, over `comm`. Every rank passes the same arguments, and all return or all raise the same error.
+
+    Parameters
+    ----------
+    parts : str, path-like or sequence of them
+        HDF5 and netCDF4 files in their order along the axis. Or a pattern, ``"era5_*.nc"`` (``**``: folders, too): its files
+        are put into the order of the coordinate of the axis; without one, into that of the numbers in their names.
+    along : str or int, optional
+        The axis along which they follow each other, as `axis` of `join`.
+    stack, dataset, allow_external, progress
+        As in `join`. A load of what was found does not need `allow_external` again.
+    timeout, comm
+        As in `load`.
+
+    Returns
+    -------
+    Concatenation
+        A path, for this process and its ranks. Its ``parts`` are the files, its ``summary`` says what they are together.
+
+    Warns
+    -----
+    LeftOutWarning
+        On rank 0: names what was left out.
+
+    Raises
+    ------
+    ConfigError
+        No file matches, or they do not belong together, or are in another order.
+    SourceError
+        A file cannot be opened, or changed meanwhile.
+
+    Examples
+    --------
+    >>> import h5py, jax, numpy as np, shardload
+    >>> from jax.sharding import Mesh, PartitionSpec as P
+    >>> shardload.initialize()
+    >>> if jax.process_index() == 0:
+    ...     for k in range(3):
+    ...         with h5py.File(f"run.{k}.h5", "w") as file:
+    ...             file["mass"] = np.arange(4 * k, 4 * k + 4, dtype="float32")
+    >>> run = shardload.concat("run.*.h5")
+    >>> shardload.load(run, Mesh(np.array(jax.devices()), "a"), P()).shape
+    (12,)
+    """
+
+    def read() -> PartsRequest:
+        OPTIONS["progress"].check(progress)
+        how = {"stack": stack, "dataset": dataset, "allow_external": allow_external}
+        return PartsRequest.check(parts, along, word="along", timeout=OPTIONS["timeout"].check(timeout), **how)
+
+    with begin_request("concat", f"concat of {parts!r}"[:80], read, comm=comm) as (call, request):
+        found: Concatenation = call.plan(lambda: pickle.dumps(_find(request, progress)), pickle.loads, str)  # of this rank 0
+        return found
+
+
+def _find(request: PartsRequest, progress: Progress) -> Concatenation:
+    """What the files are together. Runs on rank 0."""
+    joined = Parts(request)
+    joined.look(progress, request.told)
+    joined.check()
+    joined.describe()
+    names = {path: absolute(path) for path in joined.paths}
+    folders = {folder for path in names.values() for folder in Fence.around_file(path, request.allow_external).folders}
+    fence = Fence(tuple(sorted(folders)))
+    image = joined.file(SCHEME, names).image(joined.values, fence)
+    joined.check_unchanged(request.told)
+    versions = tuple((names[path], joined.versions[path] or (0, 0)) for path in joined.paths)
+    digest = blake2b(repr((versions, tuple(joined.rows))).encode(), digest_size=4).hexdigest()
+    name = f"{SCHEME}{_ends(joined)} ({counted(len(names), 'file')} along {joined.axis}, {digest})"
+    if joined.news:
+        warn_once(f"'{name}': {'; '.join(joined.news)}", LeftOutWarning, 0)
+    shapes = [[os.path.basename(path) for path in names], [(row.name, row.shape) for row in joined.rows], joined.lengths()]
+    told = f"{counted(len(names), 'file')}, {_ends(joined)}, CRC {zlib.crc32(repr(shapes).encode()):08x}"
+    report = JoinReport(name, len(names), joined.axis, tuple(joined.rows), joined.notes, joined.nbytes, False)
+    return Concatenation(name, image, versions, fence, told, str(report))
+
+
+def _ends(joined: Parts) -> str:
+    """The names of the first and the last file."""
+    first, last = (os.path.basename(joined.paths[k]) for k in (0, -1))
+    return first if len(joined.paths) == 1 else f"{first} to {last}"

@@ -10,7 +10,8 @@ which of their arrays go on from part to part, in which order, and what is the s
    What belongs to an array that is named (coordinates, bounds, CF's grid mapping) is joined with it.
 4. The values of the coordinate of the axis are kept. It goes on in one direction: else parts are twice there, or in another
    order. If parts count time from different days, it is counted from the first one's.
-5. `Parts.describe` says all of that as an HDF5 file with virtual datasets: what it has itself, and what lies in which part.
+5. `Parts.describe` and `Parts.file` say all of that as an HDF5 file with virtual datasets: what it has itself, and what lies
+   in which part.
 
 `join` writes that file; a load of what `concat` returns reads it from memory.
 """
@@ -21,7 +22,6 @@ import itertools
 import os
 import shlex
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -31,13 +31,12 @@ from shardload.errors import ConfigError, SourceError, printable
 from shardload.formats.access import Access
 from shardload.formats.contract.array import ArrayInfo, Properties, nbytes_of, some
 from shardload.formats.contract.format import OpenFile
-from shardload.formats.diagnosis import as_source_error
 from shardload.formats.likeness import Overrides, as_text, attrs_for, bounds_of, same_value, spec_like
 from shardload.formats.lookup import open_file, split_path
 from shardload.formats.sink import ArraySpec
-from shardload.jobs.described import describe_arrays, find_arrays, found_by_name, take_along
+from shardload.jobs.described import describe_arrays, find_arrays, found_by_name, read_values, take_along
 from shardload.jobs.joining.request import PartsRequest, Row
-from shardload.jobs.progress import progress_over_files
+from shardload.jobs.progress import progress_of
 from shardload.options import Progress
 from shardload.planning.region import Region
 from shardload.planning.selection import select_axes
@@ -106,100 +105,69 @@ class _Member:
         return found
 
 
-@dataclass(frozen=True)
-class Joined:
-    """The file that the parts are together.
+class Parts:
+    """Some files: `look` at them, `check` that they belong together, `describe` the file that they are together.
 
     Attributes
     ----------
     paths : tuple of str
-        The parts as the caller named them, in their order.
+        The parts as the caller named them, in their order; before `check`, those of a pattern in the order of the numbers in
+        their names.
+    versions : dict of str to tuple of int
+        Size and time of each part, before it was opened for the first time.
     axis : str or int
         The axis along which they follow each other.
-    is_netcdf : bool
-        Whether it is a netCDF4 file.
     specs : dict of str to ArraySpec
-        Its arrays, by their full names.
+        The arrays of the file that they are together, by their full names.
     places : dict
         Where the values of an array lie in parts (`PlacedPart.path` is one of `paths`), if they do.
     values : dict
         The values that it has itself.
-    groups : dict
-        The attributes of its groups, and of the file (``"/"``).
-    rows, notes : tuple
-        As in `JoinReport`.
-    news : tuple of str
-        The notes that a caller is warned of.
+    rows : list of Row
+        What became of each array.
     nbytes : int
         Bytes of all values.
-    versions : dict of str to tuple of int
-        Size and time of each part, before it was opened for the first time.
-    steps : tuple
-        Of each array along the axis the lengths that the parts have of it.
-    """
-
-    paths: tuple[str, ...]
-    axis: str | int
-    is_netcdf: bool
-    specs: dict[str, ArraySpec]
-    places: dict[str, list[PlacedPart]]
-    values: dict[str, list[tuple[Region, Array]]]
-    groups: dict[str, dict[str, Any]]
-    rows: tuple[Row, ...]
-    notes: tuple[str, ...]
-    news: tuple[str, ...]
-    nbytes: int
-    versions: Mapping[str, tuple[int, ...] | None]
-    steps: tuple[tuple[int, ...], ...]
-
-    def file(self, path: str, names: Mapping[str, str], mode: str = "w-") -> JoinedFile:
-        """The file at a path. `names` has the name by which it leads to each part."""
-        # Here, because nothing else of the package needs the writer.
-        from shardload.formats.hdf5.joined import JoinedFile
-
-        places = {name: [replace(part, path=names[part.path]) for part in placed] for name, placed in self.places.items()}
-        groups = dict(self.groups)
-        how: dict[str, Any] = {"mode": mode, "is_netcdf": self.is_netcdf, "attrs": groups.pop("/", {})}
-        return JoinedFile(path, self.specs, places, group_attrs=groups, **how)
-
-    def check_unchanged(self, what: str) -> None:
-        """Raise SourceError if a part is not the one that was looked at: values that are kept of it may be old."""
-        for path, version in self.versions.items():
-            if state_of(path) != version:
-                raise SourceError(
-                    f"'{path}' has changed while it was joined, or was replaced. '{what}' was not made, because what it says "
-                    "of that part may be old. Join the files again when nothing writes to them any more",
-                    path=path,
-                )
-
-
-class Parts:
-    """Some files: `look` at them, `check` that they belong together, `describe` what they are together.
-
-    Attributes
-    ----------
-    paths : tuple of str
-        As the caller named them; those of a pattern in the order of the numbers in their names.
     """
 
     def __init__(self, request: PartsRequest) -> None:
         self._ask = request
-        self._paths = self.paths = request.find()
-        self._order = list(range(len(self.paths)))
+        self._paths = request.find()  # by the number of the part
+        self._order = list(range(len(self._paths)))
         self._access = Access(request.allow_external)
         self._kind = "hdf5"
         self._members: dict[str, _Member] = {}
         self._groups: dict[str, dict[int, Mapping[str, Any]]] = {}  # attributes of each group, by the number of the part
         self._notes: dict[str, None] = {}
         self._expected: dict[str, None] = {}  # notes that are no news: history differs, a dimension is not used
-        self._axis: str | int = 0
+        self.axis: str | int = 0
         self._joined: dict[str, int] = {}  # arrays that go on from part to part, with the number of the axis
         self._stored: dict[str, Array] = {}  # values of arrays along the axis that the new file has itself
-        self._versions: dict[str, tuple[int, ...] | None] = {}  # of the parts, before they were opened for the first time
+        self.versions: dict[str, tuple[int, ...] | None] = {}
+        self.specs: dict[str, ArraySpec] = {}
+        self.places: dict[str, list[PlacedPart]] = {}
+        self.values: dict[str, list[tuple[Region, Array]]] = {}
+        self.rows: list[Row] = []
+        self._group_attrs: dict[str, dict[str, Any]] = {}
+        self.nbytes = 0
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """See above."""
+        return tuple(self._paths[k] for k in self._order)
+
+    @property
+    def news(self) -> tuple[str, ...]:
+        """The notes that a caller is warned of."""
+        return tuple(self._notes)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was left out."""
+        return (*self._notes, *self._expected)
 
     @property
     def _axis_told(self) -> str:
-        return f"the axis {self._axis!r}" if isinstance(self._axis, str) else f"an axis {self._axis}"
+        return f"the axis {self.axis!r}" if isinstance(self.axis, str) else f"an axis {self.axis}"
 
     def _differs(
         self, what: str, member: _Member, k: int, told: tuple[Any, Any], k0: int | None = None, fix: str = ""
@@ -216,21 +184,19 @@ class Parts:
     def look(self, progress: Progress, whole: str) -> None:
         """Take in all parts. `whole` is what they will be, for who looks on."""
         self._check_apart()
-        empty: dict[str, list[ConfigError]] = {}  # groups, and why parts have no arrays in them
-
-        def note_empty(group: str, error: ConfigError) -> None:
-            if not group:
-                raise error
-            empty.setdefault(group, []).append(error)  # a part may have no stars
-
-        with progress_over_files(progress, f"parts of {whole}", len(self._paths)) as advance:
+        lacking: dict[str, list[ConfigError]] = {}  # groups, and why parts have no arrays in them
+        with progress_of(progress, f"parts of {whole}", len(self._paths), is_bytes=False) as advance:
             for k, path in enumerate(self._paths):
-                self._versions[path] = state_of(path)
-                infos = find_arrays(path, self._ask.dataset or ("*",), self._access, note_empty)
+                self.versions[path] = state_of(path)
+                infos, empty = find_arrays(path, self._ask.dataset or ("*",), self._access)
+                for group, error in empty.items():
+                    if not group:
+                        raise error
+                    lacking.setdefault(group, []).append(error)  # a part may have no stars
                 with open_file(path, self._access) as file:
                     self._take_file(k, path, file, infos)
                 advance(1)
-        if lost := [errors[0] for errors in empty.values() if len(errors) == len(self._paths)]:
+        if lost := [errors[0] for errors in lacking.values() if len(errors) == len(self._paths)]:
             raise lost[0]
 
     def _check_apart(self) -> None:
@@ -299,11 +265,11 @@ class Parts:
 
     def check(self) -> None:
         """Find the axis, and make sure that the parts belong together."""
-        self._axis = self._find_axis()
+        self.axis = self._find_axis()
         if self._ask.is_pattern:
             self._sort()
         numbers = {name: member for name, member in self._members.items() if not member.texts}
-        self._joined = {name: k for name, member in numbers.items() if (k := member.axis_of(self._axis)) is not None}
+        self._joined = {name: k for name, member in numbers.items() if (k := member.axis_of(self.axis)) is not None}
         if not self._joined:
             shapes = some([f"'{printable(name)}' {member.info.shape}" for name, member in numbers.items()])
             raise ConfigError(f"no array of '{self._paths[0]}' has {self._axis_told}: {shapes}")
@@ -357,7 +323,7 @@ class Parts:
     def _sort(self) -> None:
         """Put the parts that a pattern found into the order of the coordinate of the axis, if they have one."""
         for member in self._members.values():
-            if not member.is_coordinate_of(self._axis) or len(member.shapes) < len(self._paths):
+            if not member.is_coordinate_of(self.axis) or len(member.shapes) < len(self._paths):
                 continue
             blocks = dict(zip(member.shapes, self._counted(member, member), strict=True))
             if any(block.dtype.kind not in "iuf" for block in blocks.values()):
@@ -376,7 +342,7 @@ class Parts:
         """What belongs together is in the same parts. Without names of axes, an array belongs to those of its group."""
         expected: dict[str, tuple[str, set[int]]] = {}
         for name in self._joined:
-            key = "" if isinstance(self._axis, str) else name.rpartition("/")[0]
+            key = "" if isinstance(self.axis, str) else name.rpartition("/")[0]
             parts = set(self._members[name].shapes)
             first, known = expected.setdefault(key, (name, parts))
             if parts != known:
@@ -386,10 +352,10 @@ class Parts:
                     f"'{printable(absent)}' is not in '{self._paths[lacking]}', which has '{printable(present)}': joined, they "
                     "would no longer belong together, row by row. Leave that part out, or name the arrays to join with dataset="
                 )
-        if isinstance(self._axis, str):
+        if isinstance(self.axis, str):
             ((first, known),) = expected.values()
             if lacks := set(range(len(self._paths))) - known:
-                raise ConfigError(f"'{self._paths[min(lacks)]}' has no '{printable(first)}', and no array along {self._axis!r}")
+                raise ConfigError(f"'{self._paths[min(lacks)]}' has no '{printable(first)}', and no array along {self.axis!r}")
 
     def _check_shapes(self, member: _Member, axis: int, expected: Mapping[int, int]) -> None:
         """`expected` has the length of an axis with a name, by the number of the part."""
@@ -399,15 +365,15 @@ class Parts:
                 told = self._own_shape(member, first), self._own_shape(member, shape)
                 only = "With a new axis they may not" if self._ask.stack is not None else f"They may along axis {axis} only"
                 raise self._differs("shape", member, k, told, fix=f"{only}: name the arrays to join with dataset=")
-            if isinstance(self._axis, str) and shape[axis] != expected[k]:
+            if isinstance(self.axis, str) and shape[axis] != expected[k]:
                 raise ConfigError(
-                    f"{self._axis!r} has {shape[axis]} elements in '{printable(member.name)}' of '{self._paths[k]}', and "
+                    f"{self.axis!r} has {shape[axis]} elements in '{printable(member.name)}' of '{self._paths[k]}', and "
                     f"{expected[k]} in another array there: is the file whole? If these are two axes of one name, name the "
                     "arrays to join with dataset="
                 )
-        if isinstance(self._axis, str) and member.properties.dims.count(self._axis) > 1:
+        if isinstance(self.axis, str) and member.properties.dims.count(self.axis) > 1:
             raise ConfigError(
-                f"'{printable(member.name)}' has the axis {self._axis!r} twice: what is between two parts is in neither. Name "
+                f"'{printable(member.name)}' has the axis {self.axis!r} twice: what is between two parts is in neither. Name "
                 "the arrays to join with dataset="
             )
 
@@ -450,7 +416,7 @@ class Parts:
         """The values along the axis that are stored: those of its coordinate and of its bounds, and single numbers."""
         for name, axis in self._joined.items():
             member = self._members[name]
-            if member.is_coordinate_of(self._axis):
+            if member.is_coordinate_of(self.axis):
                 blocks = self._counted(member, member)
                 self._check_direction(member, blocks)
                 self._stored[name] = np.concatenate(blocks)
@@ -493,16 +459,9 @@ class Parts:
 
     def _read(self, k: int, member: _Member, region: Region | None = None) -> Array:
         """The values of an array in a part, or those of a region of it; with the new axis, if it gets it."""
-        path, shape = self._paths[k], member.shapes[k]
-        whole = Region.whole(self._own_shape(member, shape))
-        with (
-            open_file(path, self._access) as file,
-            closing(file.open(member.name)) as source,
-            as_source_error(path, member.name),
-        ):
-            values = np.asarray(source.plain(whole if region is None else region))
-        values = values.reshape(shape if region is None else region.shape)
-        return values.astype(values.dtype.newbyteorder("="), copy=False)
+        with open_file(self._paths[k], self._access) as file:
+            values = read_values(file, member.name, region)
+        return values.reshape(member.shapes[k]) if region is None else values
 
     def _check_direction(self, member: _Member, blocks: Sequence[Array]) -> None:
         """ConfigError unless the coordinate goes on in the direction that it has in each part."""
@@ -520,16 +479,12 @@ class Parts:
 
     # --- 5: what they are together
 
-    def describe(self, kind: str | None = None) -> Joined:
-        """The file that the parts are together: ``"netcdf4"`` or ``"hdf5"``, by default what the first part is."""
+    def describe(self, kind: str | None = None) -> None:
+        """What is in the file that the parts are together: ``"netcdf4"`` or ``"hdf5"``, by default what the parts are."""
         from shardload.formats.hdf5.joined import PlacedPart
 
         is_netcdf = all(member.info.format.startswith("netCDF4") for member in self._members.values())
         self._kind = kind or ("netcdf4" if is_netcdf else "hdf5")
-        specs: dict[str, ArraySpec] = {}
-        places: dict[str, list[PlacedPart]] = {}
-        values: dict[str, list[tuple[Region, Array]]] = {}
-        rows, nbytes = [], 0
         for name, member in self._members.items():
             k, axis, full = next(iter(member.shapes)), self._joined.get(name), name if name != "/" else "/data"
             regions = {k: Region.whole(member.info.shape)} if axis is None else member.regions(axis)
@@ -539,32 +494,51 @@ class Parts:
             where = "all parts" if n == len(self._paths) else f"{n} of {len(self._paths)} parts"
             if member.texts:
                 is_same = all(np.array_equal(text, member.texts[k]) for text in member.texts.values())
-                if not is_same or member.axis_of(self._axis) is not None:
+                if not is_same or member.axis_of(self.axis) is not None:
                     why = f"has {self._axis_told}" if is_same else "differs from part to part"
                     self._note(f"'{printable(name)}' was left out: it is text, and {why}")
                     continue
                 how = "stored here, the same in all parts"
             elif name in self._stored:
-                values[full], how = [(whole, self._stored[name])], f"stored here, from {where}"
+                self.values[full], how = [(whole, self._stored[name])], f"stored here, from {where}"
             elif axis is None and (nbytes_of(member.info, shape) <= _STORED_NBYTES or not shape):
-                values[full], how = [(whole, self._read(k, member))], f"stored here, the same in {where}"
+                self.values[full], how = [(whole, self._read(k, member))], f"stored here, the same in {where}"
             else:
                 own = member.properties.stored_name
                 stored_name = name if own is None else f"{name.rpartition('/')[0]}/{own}"
-                places[full] = [
+                self.places[full] = [
                     PlacedPart(self._paths[k], stored_name, region, self._own_shape(member, region.shape))
                     for k, region in regions.items()
                 ]
                 how = f"{'' if axis is not None else 'the same '}in {where}"
-            specs[full] = self._spec(member, shape)
-            nbytes += 0 if member.texts else nbytes_of(member.info, shape)
-            rows.append(Row(name, shape, member.info.dtype, how))
-        groups = {group: self._group_attrs(group, attrs) for group, attrs in self._groups.items()}
-        paths, news = tuple(self._paths[k] for k in self._order), tuple(self._notes)
-        how_told = tuple(rows), (*news, *self._expected), news, nbytes
-        lengths = [tuple(shape[axis] for shape in self._members[name].shapes.values()) for name, axis in self._joined.items()]
-        is_netcdf = self._kind == "netcdf4"
-        return Joined(paths, self._axis, is_netcdf, specs, places, values, groups, *how_told, self._versions, tuple(lengths))
+            self.specs[full] = self._spec(member, shape)
+            self.nbytes += 0 if member.texts else nbytes_of(member.info, shape)
+            self.rows.append(Row(name, shape, member.info.dtype, how))
+        self._group_attrs = {group: self._attrs_of(group, attrs) for group, attrs in self._groups.items()}
+
+    def file(self, path: str, names: Mapping[str, str], mode: str = "w-") -> JoinedFile:
+        """The file at a path. `names` has the name by which it leads to each part."""
+        # Here, because nothing else of the package needs the writer.
+        from shardload.formats.hdf5.joined import JoinedFile
+
+        places = {name: [replace(part, path=names[part.path]) for part in placed] for name, placed in self.places.items()}
+        groups, is_netcdf = dict(self._group_attrs), self._kind == "netcdf4"
+        attrs = groups.pop("/", {})
+        return JoinedFile(path, self.specs, places, mode=mode, is_netcdf=is_netcdf, attrs=attrs, group_attrs=groups)
+
+    def check_unchanged(self, what: str) -> None:
+        """Raise SourceError if a part is not the one that was looked at: values that are kept of it may be old."""
+        for path, version in self.versions.items():
+            if state_of(path) != version:
+                raise SourceError(
+                    f"'{path}' has changed while it was joined, or was replaced. '{what}' was not made, because what it says "
+                    "of that part may be old. Join the files again when nothing writes to them any more",
+                    path=path,
+                )
+
+    def lengths(self) -> list[tuple[int, ...]]:
+        """Of each array along the axis the lengths that the parts have of it."""
+        return [tuple(shape[axis] for shape in self._members[name].shapes.values()) for name, axis in self._joined.items()]
 
     def _spec(self, member: _Member, shape: tuple[int, ...]) -> ArraySpec:
         of_first = next(iter(member.attrs.values()))  # as its times are counted
@@ -578,7 +552,7 @@ class Parts:
         self._note(*(f"{what} was left out" for what in member.properties.unread), *lost, *notes)
         return spec
 
-    def _group_attrs(self, group: str, attrs: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    def _attrs_of(self, group: str, attrs: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
         what = "the file" if group == "/" else f"group '{group}'"
         everywhere = {k: attrs.get(k, {}) for k in range(len(self._paths))}
         found, _, notes = attrs_for(self._kind, f"group '{group}'", self._common(what, everywhere))

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shardload.comm.agreement import Invocation
 from shardload.errors import ConfigError
-from shardload.formats.saving import SUFFIXES
+from shardload.options import TIMEOUT
 from shardload.units import PrintedReport, counted, format_nbytes
 
-_SUFFIXES = tuple(suffix for suffix in SUFFIXES if suffix != ".zarr")
 _NUMBER = re.compile(r"\d+")
 
 
@@ -35,6 +35,8 @@ class PartsRequest:
         Whether parts may refer to files outside their folders.
     word : str
         The caller's argument that names the axis.
+    timeout : float or None
+        Seconds after which `concat` fails if no rank makes progress.
     """
 
     parts: str | tuple[str, ...]
@@ -43,6 +45,7 @@ class PartsRequest:
     stack: str | None = None
     allow_external: bool = False
     word: str = "axis"
+    timeout: float | None = TIMEOUT
 
     @classmethod
     def check(
@@ -78,6 +81,10 @@ class PartsRequest:
         """The files in a word, for messages."""
         return self.parts if isinstance(self.parts, str) else f"{self.parts[0]} ..."
 
+    def invocation(self, call: str, title: str) -> Invocation:
+        """See `engine.call.begin_request`."""
+        return Invocation(call, title, {name: repr(value) for name, value in vars(self).items()})
+
     def find(self) -> tuple[str, ...]:
         """The files: those of a pattern in the order of the numbers in their names. ConfigError if it matches none."""
         if not isinstance(self.parts, str):
@@ -89,37 +96,6 @@ class PartsRequest:
             )
         texts = {path: _NUMBER.split(path) for path in found}
         return tuple(sorted(found, key=lambda path: (texts[path], [int(n) for n in _NUMBER.findall(path)])))
-
-
-@dataclass(frozen=True)
-class JoinRequest:
-    """What a caller of `join` asks for.
-
-    Attributes
-    ----------
-    path : str
-        The new file.
-    parts : PartsRequest
-        What it shall be made of.
-    mode : str
-        ``"w-"`` or ``"w"``.
-    """
-
-    path: str
-    parts: PartsRequest
-    mode: str = "w-"
-
-    @classmethod
-    def check(cls, path: Any, parts: Any, *, mode: str = "w-", **more: Any) -> JoinRequest:
-        """The request, with its options checked. ConfigError names what was found and what is expected."""
-        asked = PartsRequest.check(parts, **more)
-        target = os.path.expanduser(os.fspath(path))
-        if not target.lower().endswith(_SUFFIXES):
-            raise ConfigError(
-                f"'{target}' would be an HDF5 file: only HDF5 has arrays that lie in other files. Expected one of the suffixes "
-                f"{', '.join(_SUFFIXES)}"
-            )
-        return cls(target, asked, mode)
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,9 @@
 In the order of a call:
 
 1. `call` is one call, from its arguments to arrays; `request` checks what is asked of each; `trees` spreads trees of arguments.
-2. `planner` makes a `plan` (of several arrays a `tree_plan`) from the metadata and the arguments.
-3. `execution` loads one or many arrays, each an `array_load`. `scattering` and `verifying` are other calls.
+2. `planner` makes a `plan`, which can be printed, from the metadata and the arguments.
+3. `execution` loads one or many arrays, between the ends that `endpoints` has. `given_arrays` has other calls.
 4. `report` says what was done.
 
-`describe` prints a plan. `labelled` gives loaded arrays their names of axes. Read `call` first.
+`labelled` gives loaded arrays their names of axes. Read `call` first.
 """

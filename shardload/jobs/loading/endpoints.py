@@ -1,4 +1,8 @@
-"""What are the two ends of a load? A `LoadSource` opens its arrays, and a `DeviceTarget` makes `jax.Array`s of them."""
+"""What is one array of a load, as all ranks know it, and what are the two ends of a load?
+
+An `ArrayLoad` has the array's plan, its options, and what opens it. A `LoadSource` opens the arrays, and a `DeviceTarget` makes
+`jax.Array`s of them.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,8 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,14 +23,27 @@ from shardload.arrays.assemble import EarlyPieces, assemble
 from shardload.arrays.padding import remember
 from shardload.engine.file_source import FileSource, OpenArray
 from shardload.engine.session import Round, Session
-from shardload.errors import StallError
+from shardload.errors import StallError, printable
+from shardload.formats.access import Access
+from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.contract.dtypes import settle_bools
 from shardload.formats.contract.format import OpenFile, Source
-from shardload.formats.lookup import file_of, open_file
+from shardload.formats.labels import OnDemand
+from shardload.formats.lookup import file_of, open_file, open_source
 from shardload.formats.memory import MemorySource
-from shardload.jobs.consistency import State, check_names, check_same_file, check_unchanged, is_compared, is_open
-from shardload.jobs.loading.array_load import ArrayLoad, options_of
-from shardload.options import fill_value
+from shardload.jobs.consistency import (
+    State,
+    as_planned,
+    check_names,
+    check_same_file,
+    check_unchanged,
+    contents_of,
+    is_compared,
+    is_open,
+)
+from shardload.jobs.loading.plan import LoadLayout, Plan
+from shardload.jobs.trees import in_array, naming_errors
+from shardload.options import Options, fill_value
 from shardload.planning.tuning import Tuning
 from shardload.system.first_error import FirstError
 from shardload.transfer.allocator import empty_pieces
@@ -35,6 +53,85 @@ from shardload.transfer.moves import ArrayMove
 from shardload.transfer.pieces import ShardPieces
 
 Array = np.ndarray[Any, Any]
+_UNNAMED = nullcontext()
+
+
+@dataclass(frozen=True, eq=False)
+class ArrayLoad:
+    """One array of a job.
+
+    Attributes
+    ----------
+    plan : Plan
+        Its plan. Arrays of the same kind share its layouts.
+    options : Options
+        Its options.
+    handle : object
+        A path, an open array, or a source in memory (None on the ranks that do not have it).
+    origin : object
+        The path that opens the file, if `handle` is a source that has the values already.
+    where : str
+        Which array of a tree it is, for messages: ``"array ['gas']"``; empty if it is the only one.
+    """
+
+    plan: Plan
+    options: Options
+    handle: Any
+    origin: Any = None
+    where: str = ""
+
+    @property
+    def info(self) -> ArrayInfo:
+        """Metadata of the array in its file."""
+        return self.plan.info
+
+    @property
+    def name(self) -> str:
+        """The array as messages name it."""
+        return f"{self.where}, {self.info}" if self.where else str(self.info)
+
+    @property
+    def layout(self) -> LoadLayout:
+        """How it lies in its file and over the ranks."""
+        return self.plan._layout
+
+    @property
+    def is_open(self) -> bool:
+        """True if the caller has the array open or in memory on every rank."""
+        return is_open(self.handle)
+
+    def named(self, error: BaseException) -> BaseException:
+        """An error of this array, which names it if there are others."""
+        return in_array(self.where, error, f"'{printable(self.info.dataset)}'")
+
+    def naming_errors(self) -> AbstractContextManager[None]:
+        """Let errors that are raised inside name this array."""
+        return naming_errors(self.where, f"'{printable(self.info.dataset)}'") if self.where else _UNNAMED
+
+    @property
+    def is_here(self) -> bool:
+        """True if every rank has all values in memory, as they are to be loaded: they came with the metadata."""
+        return self.origin is not None and not self.layout.source.casts
+
+    @property
+    def read_in(self) -> State:
+        """The state of the file in which values that are in memory already were read; None if that is not known."""
+        return self.handle.read_in if self.origin is not None else None
+
+    def contents(self) -> State:
+        """A fingerprint of the open array, to compare with those of the other ranks."""
+        source_layout = self.layout.source
+        with closing(self.open_source(self.handle)) as source:
+            chunks = source_layout.chunks if source_layout.has_chunks else None
+            return contents_of(source, self.handle, source_layout.selection, chunks)
+
+    def open_source(self, handle: Any, access: Access | None = None) -> Source:
+        """Open the array by a path or object. Raises as `as_planned`."""
+        return self.as_planned(open_source(handle, self.info.dataset, access or self.options.access, self.info))
+
+    def as_planned(self, source: Source) -> Source:
+        """Return `source` if its shape, dtype and chunks are the plan's; otherwise close it and raise SourceError."""
+        return as_planned(source, self.info, is_decoded=self.layout.decoding is not None)
 
 
 def moves_of(loads: Sequence[ArrayLoad]) -> list[ArrayMove]:
@@ -140,7 +237,7 @@ class LoadSource(FileSource):
     """
 
     def __init__(self, loads: Sequence[ArrayLoad], rank: int, tuning: Tuning) -> None:
-        super().__init__(rank, options_of(loads).checksums, tuning)
+        super().__init__(rank, loads[0].options.checksums, tuning)
         self._loads = loads
         self.contents: list[State] = [None] * len(loads)
         self.files: dict[str, State] = {}
@@ -160,21 +257,24 @@ class LoadSource(FileSource):
                 state = self.contents[len(arrays)] = source.opened_in()
                 if is_compared(info.path, rank, layout.schedule.first_reader):
                     compared.append((load, source, state))
-                check_names(load.name, load.named_in, state, info.path, info.dataset)
+                # The labels are there if a selection by names was looked up in them.
+                labels = info.labels.brief if isinstance(info.labels, OnDemand) else info.labels
+                check_names(load.name, None if labels is None else labels.read_in, state, info.path, info.dataset)
             if load.is_open:
                 self.contents[len(arrays)] = load.contents()
             arrays.append(OpenArray(info, source, layout.source, layout.schedule, layout.decoding))
 
+        def check_small(load: ArrayLoad) -> None:
+            """Raise SourceError if one rank has read a small array in another file than the one that is open here."""
+            info, handle = load.info, load.handle
+            if isinstance(handle, MemorySource) and info.path in sources.states:
+                check_same_file(load.name, handle.read_in, sources.states[info.path], info.path, info.dataset)
+
         _each(loads, open_one)
         self.files = sources.states
-        _each(loads, self._check_same_file)
+        _each(loads, check_small)
         opened.push(partial(_check_unchanged, compared))
         return arrays
-
-    def _check_same_file(self, load: ArrayLoad) -> None:
-        """Raise SourceError if one rank has read a small array in another file than the one that is open here."""
-        if isinstance(load.handle, MemorySource) and load.info.path in self.files:
-            check_same_file(load.name, load.handle.read_in, self.files[load.info.path], load.info.path, load.info.dataset)
 
 
 def _check_unchanged(compared: Sequence[tuple[ArrayLoad, Source, State]], kind: type[BaseException] | None, *_: object) -> None:

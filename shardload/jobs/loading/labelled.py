@@ -19,8 +19,7 @@ from shardload.errors import ConfigError, SourceError
 from shardload.formats.contract.array import ArrayInfo, some
 from shardload.formats.labels import Labels, Note, OnDemand, names_in
 from shardload.jobs.consistency import version_of_state
-from shardload.jobs.loading.plan import Plan
-from shardload.jobs.loading.tree_plan import TreePlan
+from shardload.jobs.loading.plan import Plan, TreePlan
 from shardload.jobs.trees import Where, node_of, rebuilt, text_of
 from shardload.planning.selection import Selection
 from shardload.system.caller import warn_once

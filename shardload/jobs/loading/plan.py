@@ -1,4 +1,4 @@
-"""What will a load do? The caller inspects a `Plan`, prints it and executes it.
+"""What will a load do? The caller inspects a `Plan` of one array, or a `TreePlan` of many, prints it and executes it.
 
 A plan has facts only: it is frozen, and holds no group of ranks and no open file. An executor is passed in for `Plan.execute`;
 it finds the ranks by their communicator when it is called.
@@ -16,21 +16,24 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from shardload.arrays.padding import Extent, version_of
-from shardload.arrays.sharding import describe_decomposition
-from shardload.errors import ConfigError
+from shardload.arrays.sharding import describe_decomposition, spec_text
+from shardload.errors import ConfigError, printable
 from shardload.formats.contract.array import ArrayInfo
 from shardload.jobs.consistency import Version
-from shardload.jobs.loading.describe import describe_plan, describe_plan_in_a_line
 from shardload.jobs.loading.report import LoadReport
 from shardload.planning.cost import Cost, plan_cost
 from shardload.planning.schedule import Schedule
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.staging import Staging, plan_staging
-from shardload.system.terminal import WIDTH, width_of_prints
-from shardload.units import as_html
+from shardload.storage.remote import PIECE_NBYTES, is_remote
+from shardload.system.terminal import WIDTH, Column, fit_table, width_of_prints, wrap, wrap_parts
+from shardload.units import as_html, counted, format_nbytes
 from shardload.values.decoding import Decoding
 
 NO_DEVICES = "an AbstractMesh has no devices, so there is nothing to execute this plan on: plan over a jax.sharding.Mesh"
+_MOST_LEFT_OUT = 8
+_AT_ONCE, _LATENCY_SECONDS, _CONNECTION_NBYTES = 16, 0.02, 60 * 10**6  # of a store as it is assumed to be: S3 in its region
+_WIDE = 60  # from this width on, names have a column of their own
 Executor = Callable[[], Any]  # returns what was loaded: `arrays`, `report`
 
 
@@ -229,7 +232,9 @@ class Plan:
 
     def __repr__(self) -> str:
         """One line."""
-        return describe_plan_in_a_line(self)
+        taken = f"{self.readers}, {self.n_readers} of {self.n_ranks} ranks read"
+        what = f"{shape_text(self.shape_global)} {self.dtype} as {self.decomposition} {spec_text(self.sharding.spec)}"
+        return f"<Plan of {printable(str(self.info))}: {what} on mesh {mesh_text(self.sharding)}; {taken}>"
 
     def _repr_html_(self) -> str:
         """HTML for a notebook: the text."""
@@ -261,8 +266,240 @@ class Plan:
         return array
 
 
+@dataclass(frozen=True, eq=False, repr=False)
+class TreePlan:
+    """What a load of a tree of arrays will do: inspect it, print it, `execute` it.
+
+    Attributes
+    ----------
+    plans : pytree of Plan
+        The plan of each array, in the structure that the result will have. Each can also be executed by itself.
+    where : tuple of str
+        The place of each array in the tree (``"['gas']"``), in JAX's order of the leaves.
+    left_out : tuple of ArrayInfo
+        Arrays below a group that was named with ``*`` which are no part of the tree, because they hold no numbers.
+    report : LoadReport or None
+        The report of the last `execute`; None before.
+    """
+
+    plans: Any
+    where: tuple[str, ...]
+    left_out: tuple[ArrayInfo, ...] = ()
+    _executor: Executor | None = field(default=None, kw_only=True)
+    _reports: list[LoadReport] = field(default_factory=list, init=False)
+
+    @property
+    def leaves(self) -> list[Plan]:
+        """The plans in JAX's order."""
+        return list(jax.tree_util.tree_leaves(self.plans))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays, with padding, each counted once."""
+        return sum(plan.nbytes for plan in self.leaves)
+
+    @property
+    def staging_nbytes(self) -> int:
+        """Cap on each process's host memory beyond its own pieces, for all arrays together."""
+        return self.leaves[0].staging_nbytes
+
+    @property
+    def peak_nbytes(self) -> int:
+        """Host memory of the fullest rank, at most: its pieces of all arrays, the buffers that they share, and what is fetched
+        ahead from stores.
+        """
+        plans = self.leaves
+        pieces = sum(plan.pieces_nbytes for plan in plans)
+        used = staging_of(plans)
+        blocks = used.n_blocks * used.slot_nbytes
+        return pieces + min(blocks, self.staging_nbytes) + max(plan.ahead_nbytes for plan in plans)
+
+    @property
+    def report(self) -> LoadReport | None:
+        """The report of the last `execute`; None before."""
+        return self._reports[-1] if self._reports else None
+
+    def __str__(self) -> str:
+        """Text for a person, as wide as the terminal: a row per array, then totals."""
+        return self.describe(width_of_prints())
+
+    def describe(self, width: int) -> str:
+        """The same, `width` columns wide."""
+        columns, rows = self._table()
+        lines = wrap(self._title(), width, "", "  ")
+        lines += fit_table(columns, [[printable(cell) for cell in row] for row in rows], width)
+        for text in self._totals():
+            lines += wrap(text, width, "", "  ")
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        """One line."""
+        return f"<TreePlan of {len(self.where)} arrays: {format_nbytes(self.nbytes)}>"
+
+    def _repr_html_(self) -> str:
+        """HTML for a notebook: the text."""
+        return as_html(self.describe(WIDTH))
+
+    def _title(self) -> str:
+        first = self.leaves[0]
+        files = sorted({plan.info.path for plan in self.leaves})
+        more = f" and {counted(len(files) - 1, 'more file')}" if len(files) > 1 else ""
+        what, ranks = counted(len(self.where), "array"), counted(first.n_ranks, "rank")
+        return f"load {what} of {printable(files[0])}{more} on mesh {mesh_text(first.sharding)}, {ranks}"
+
+    def _table(self) -> tuple[list[Column], list[list[str]]]:
+        columns = [Column("array"), Column("shape", lead=""), Column("dtype", lead=""), Column("size", is_number=True)]
+        columns += [Column("readers"), Column("name"), Column("spec"), Column("shard"), Column("decoded", is_number=True)]
+        rows = []
+        for where, plan in zip(self.where, self.leaves, strict=True):
+            cost = plan.costs[plan.readers]
+            padded = f" padded to {shape_text(plan.shape_global)}" if plan.shape_global != plan.shape else ""
+            is_chunked = plan.info.chunks is not None
+            decoded = counted(cost.chunks_decoded, "chunk") if is_chunked else format_nbytes(cost.decoded_nbytes)
+            readers = f"{plan.readers}, {plan.n_readers}"
+            row = [where, shape_text(plan.shape) + padded, str(plan.dtype), format_nbytes(plan.nbytes), readers]
+            rows.append([*row, plan.info.dataset, spec_text(plan.sharding.spec), shape_text(plan.shard_shape), decoded])
+        return columns, rows
+
+    def _totals(self) -> list[str]:
+        n_chunks = sum(plan.costs[plan.readers].chunks_decoded for plan in self.leaves)
+        totals = [
+            f"total: {format_nbytes(self.nbytes)}, {counted(n_chunks, 'chunk')} decoded in the job",
+            f"peak host memory of a rank: {format_nbytes(self.peak_nbytes)}, at most; staging cap for all arrays together "
+            f"{format_nbytes(self.staging_nbytes)}",
+        ]
+        if self.left_out:
+            names = [f"'{printable(info.dataset)}' ({info.refused})" for info in self.left_out[:_MOST_LEFT_OUT]]
+            more = len(self.left_out) - len(names)
+            totals.append(f"left out, because they hold no numbers: {', '.join(names)}{f' and {more} more' if more else ''}")
+        return totals
+
+    def execute(self) -> Any:
+        """Load the arrays. Collective: yes, over the ranks that planned. May be called again.
+
+        Returns
+        -------
+        pytree of jax.Array
+            As from `load`.
+
+        Raises
+        ------
+        SourceError, PeerError, ConfigError
+            On every rank. Nothing is loaded then.
+        """
+        if self._executor is None:
+            raise ConfigError(NO_DEVICES)
+        loaded = self._executor()
+        self._reports[:] = [loaded.report]
+        for plan, array in zip(self.leaves, loaded.arrays, strict=True):
+            plan._versions[:] = [version_of(array)]
+        return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(self.plans), loaded.arrays)
+
+
 def staging_of(plans: Sequence[Plan]) -> Staging:
     """How some arrays together use the memory under their cap."""
     layouts = list({id(plan._layout): plan._layout for plan in plans}.values())
     n_threads = max(layout.n_threads for layout in layouts)
     return plan_staging([(layout.schedule, layout.source) for layout in layouts], plans[0].staging_nbytes, n_threads)
+
+
+# --- for people, and for the comparison of the ranks
+
+
+def describe_plan(plan: Plan, width: int = WIDTH) -> str:
+    """A plan as text that fits `width` columns: what is loaded, and a table of the cost of each way of reading."""
+    lines = wrap(f"load '{printable(plan.info.dataset)}', {plan.info.format}", width, "", "  ")
+    for name, text in _facts(plan).items():
+        first = f"  {name:<10}" if width >= _WIDE else f"  {name}  "
+        parts = [text] if name in ("file", "taken") else text.split("; ")
+        lines += wrap_parts(parts, width, first, None if width >= _WIDE else "    ")
+    return "\n".join([*lines, "", *_table(plan, width)])
+
+
+def mesh_text(sharding: Any) -> str:
+    """The axes of a sharding's mesh."""
+    return ", ".join(f"{name}={size}" for name, size in sharding.mesh.shape.items()) or "(none)"
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    """A shape in brackets, without a comma after a single number."""
+    return "(" + ", ".join(map(str, shape)) + ")"
+
+
+def _facts(plan: Plan) -> dict[str, str]:
+    info = plan.info
+    shard_nbytes = math.prod(plan.shard_shape) * plan.dtype.itemsize
+    nbytes_chunk = math.prod(info.chunks or ()) * np.dtype(info.dtype).itemsize if plan.staging_is_raised else 0
+    halo = plan.halo_text
+    padded = f", padded to {shape_text(plan.shape_padded)}" if plan.shape_padded != plan.shape else ""
+    padded += f", with halos {shape_text(plan.shape_global)}" if halo else ""
+    selected = f" of {shape_text(info.shape)}" if plan.shape != info.shape else ""
+    cast = "" if plan.decoded_dtype is None else f" decoded to {plan.decoded_dtype}"
+    cast += f" cast to {plan.dtype}" if str(plan.dtype) != str(plan.decoded_dtype or info.dtype) else ""
+    chunks = "no chunks (any part can be read)" if info.chunks is None else f"chunks {shape_text(info.chunks)}, {info.codec}"
+    store = {"store": _store(plan)} if is_remote(info.path) else {}
+    replicas = f", {plan.n_replicas} replicas" if plan.n_replicas > 1 else ""
+    return {
+        "file": printable(info.path),
+        **store,
+        "array": f"{shape_text(plan.shape)}{selected}{padded}, {info.dtype}{cast}, {format_nbytes(plan.nbytes)}; {chunks}",
+        "sharding": f"{plan.decomposition}: {spec_text(plan.sharding.spec)} on mesh {mesh_text(plan.sharding)}{replicas}; "
+        f"shard {shape_text(plan.shard_shape)}, {format_nbytes(shard_nbytes)}" + (f"; halo {halo}" if halo else ""),
+        "ranks": f"{plan.n_ranks}{f' on {plan.n_nodes:,} nodes' if plan.n_nodes > 1 else ''}, {plan.n_readers} of them read; "
+        f"staging cap {format_nbytes(plan.staging_nbytes)} per rank"
+        + (f", because of chunks of {format_nbytes(nbytes_chunk)}" if plan.staging_is_raised else ""),
+        "taken": f"{plan.readers}: {plan.why}",
+    }
+
+
+def _store(plan: Plan) -> str:
+    """What is asked of a store, and how long that takes where nothing else does."""
+    info, cost = plan.info, plan.costs[plan.readers]
+    per_object = math.prod(info.shards or info.chunks or (1,)) * np.dtype(info.dtype).itemsize
+    n_objects = -(-cost.decoded_nbytes // max(1, per_object)) if info.format.startswith("Zarr") else 0
+    n = n_objects if n_objects and info.shards is None else -(-cost.decoded_nbytes // PIECE_NBYTES) + n_objects
+    share = cost.reader_nbytes / max(1, cost.decoded_nbytes)
+    seconds = -(-n * share // _AT_ONCE) * _LATENCY_SECONDS + cost.reader_nbytes / (_AT_ONCE * _CONNECTION_NBYTES)
+    return (
+        f"some {counted(n, 'request')} for {format_nbytes(cost.decoded_nbytes)}, fewer of both if compression helps; "
+        f"{_AT_ONCE} at a time of each reader, {format_nbytes(plan.ahead_nbytes)} at most fetched ahead; "
+        f"{seconds:.2g} s at {_LATENCY_SECONDS * 1000:.0f} ms each and {_CONNECTION_NBYTES // 10**6} MB/s a connection"
+    )
+
+
+def _decoded(plan: Plan, cost: Cost) -> str:
+    """What all ranks together decode or, without chunks, read."""
+    if plan.info.chunks is None:
+        return format_nbytes(cost.decoded_nbytes)
+    is_whole = cost.decoded_nbytes >= cost.chunks_decoded * math.prod(plan.info.chunks) * np.dtype(plan.info.dtype).itemsize
+    return ("" if is_whole else "parts of ") + counted(cost.chunks_decoded, "chunk")
+
+
+def _table(plan: Plan, width: int) -> list[str]:
+    """A table with a column for each way of reading, and a row for each quantity."""
+    of_ways = plan.costs
+    if plan.n_ranks == 1 and plan.readers in of_ways:  # each way is the same
+        of_ways = {plan.readers: of_ways[plan.readers]}
+    ways = [Column(f"-> {mode}" if mode == plan.readers else mode, is_number=True, lead=mode) for mode in of_ways]
+    costs = of_ways.values()
+    rows = [
+        ["readers", *(f"{c.n_readers:,}" for c in costs)],
+        ["decoded", *(_decoded(plan, c) for c in costs)],
+        ["amplification", *(f"{c.amplification:.2f}x" for c in costs)],
+        ["per reader", *(format_nbytes(c.reader_nbytes) for c in costs)],
+        ["messages", *(f"{'<= ' if c.messages else ''}{c.messages:,}" for c in costs)],
+        ["between ranks", *(f"{'<= ' if c.messages else ''}{format_nbytes(c.moved_nbytes)}" for c in costs)],
+        ["peak host", *(format_nbytes(c.peak_nbytes) for c in costs)],
+    ]
+    lines = fit_table([Column(""), *ways], rows, width - 2)
+    return [f"  {line}" for line in lines]
+
+
+def describe_job(plan: Plan) -> str:
+    """The plan as the text that ranks compare: every rank must have planned the same."""
+    schedule, shards = plan.schedule, plan.schedule.shards
+    halo = f", halo {plan.halo_text}" if plan.halo_text else ""
+    return (
+        f"{plan.readers} of {plan.shape} {plan.dtype} as {plan.shape_global}, blocks {schedule.blocks}, {schedule.owners} of "
+        f"{schedule.n_ranks} ranks, shards {shards.cuts} on ranks {shards.describe_ranks()}{halo}"
+    )

@@ -24,8 +24,7 @@ from shardload.formats.contract.array import some
 from shardload.formats.contract.dtypes import dtype_text, refusal
 from shardload.formats.saving import check_target, format_for
 from shardload.formats.sink import Compression
-from shardload.jobs.loading.plan import Plan
-from shardload.jobs.loading.tree_plan import TreePlan
+from shardload.jobs.loading.plan import Plan, TreePlan
 from shardload.jobs.saving.labelled import is_labelled, of_xarray, refuse_halo
 from shardload.jobs.trees import ArrayTree, key_text, node_of, refuse_traced
 from shardload.options import OPTIONS, PER_SAVE, PER_SAVED_ARRAY, CallOptions, Option, Options
@@ -179,11 +178,11 @@ class SaveRequest:
 
     @property
     def timeout(self) -> float | None:
-        """See `engine.call.CallRequest`."""
+        """See `engine.call.begin_request`."""
         return self.options.timeout
 
     def invocation(self, call: str, title: str) -> Invocation:
-        """See `engine.call.CallRequest`. The order of a dict, or of a Dataset, means nothing."""
+        """See `engine.call.begin_request`. The order of a dict, or of a Dataset, means nothing."""
         values = {
             "path": repr(self.path),
             "format": self.format,

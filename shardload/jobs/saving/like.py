@@ -7,7 +7,6 @@ coordinates, and what its attributes name, or theirs.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,16 +15,14 @@ import numpy as np
 from shardload.errors import ConfigError, ShardloadError
 from shardload.formats.access import STRICT
 from shardload.formats.contract.array import ArrayInfo, Properties, some
-from shardload.formats.diagnosis import as_source_error
 from shardload.formats.labelling import SMALL_NBYTES
 from shardload.formats.likeness import KEEP, Overrides, named_beside, spec_like
 from shardload.formats.lookup import find_array, open_file
 from shardload.formats.netcdf import NETCDF_TYPES
 from shardload.formats.sink import ArraySpec, units_of
-from shardload.jobs.described import describe_array, take_along
+from shardload.jobs.described import describe_array, read_values, take_along
 from shardload.jobs.saving.arguments import SavedArray, SaveRequest
 from shardload.options import AUTO
-from shardload.planning.region import Region
 from shardload.planning.selection import select_axes
 from shardload.values.decoding import OF_STORED, PACKING
 
@@ -33,7 +30,7 @@ _MOST_BESIDE_NBYTES = 1 << 20  # of the values of all that belongs to an array
 
 
 @dataclass(frozen=True)
-class _Model:
+class Model:
     """An existing array: its name; by name the metadata of it and of what belongs to it; and the values of that, if small."""
 
     name: str
@@ -42,25 +39,25 @@ class _Model:
     notes: list[str]
 
 
-def read_like(like: Mapping[str, str]) -> dict[str, _Model]:
-    """What is taken from existing arrays, by their paths. `like` has these by the names of the new ones. Rank 0 calls it.
+def read_like(asked: SaveRequest) -> dict[str, Model]:
+    """What is taken from existing arrays, by their paths. Rank 0 calls it.
 
     Raises
     ------
     SourceError, ConfigError
         If there is no such array.
     """
-    models: dict[str, _Model] = {}
-    for name, path in like.items():
-        if path not in models:
+    models: dict[str, Model] = {}
+    for array in asked.arrays:
+        if array.like is not None and array.like not in models:
             try:
-                models[path] = _read(path)
+                models[array.like] = _read(array.like)
             except ConfigError as error:
-                raise ConfigError(f"like of '{name}': {error}") from None
+                raise ConfigError(f"like of '{array.name}': {error}") from None
     return models
 
 
-def _read(path: str) -> _Model:
+def _read(path: str) -> Model:
     info = find_array(path)
     with open_file(info.path, STRICT) as file:
         described = {info.dataset: describe_array(file, info.dataset, info)}
@@ -71,16 +68,15 @@ def _read(path: str) -> _Model:
             if name == info.dataset or properties.texts is not None or nbytes > min(SMALL_NBYTES, room):
                 continue
             try:
-                with closing(file.open(name)) as source, as_source_error(info.path, name):
-                    values[name] = np.asarray(source.plain(Region.whole(other.shape))).reshape(other.shape)
+                values[name] = read_values(file, name)
             except ShardloadError as error:  # the array itself can be loaded all the same
                 notes.append(f"'{name}' cannot be read: {error}")
             room -= nbytes
         arrays = {name: (replace(other, labels=None), properties) for name, (other, properties, _) in described.items()}
-        return _Model(info.dataset, arrays, values, notes)
+        return Model(info.dataset, arrays, values, notes)
 
 
-def apply_like(asked: SaveRequest, models: Mapping[str, _Model]) -> SaveRequest:
+def apply_like(asked: SaveRequest, models: Mapping[str, Model]) -> SaveRequest:
     """The arguments, with what existing arrays have where the caller passed nothing; and their coordinates.
 
     Every rank calls this. `models` is what `read_like` returned on rank 0.
@@ -125,7 +121,7 @@ def _is_other(first: SavedArray, second: SavedArray) -> bool:
     )
 
 
-def _like(array: SavedArray, model: _Model, kind: str) -> tuple[SavedArray, list[str]]:
+def _like(array: SavedArray, model: Model, kind: str) -> tuple[SavedArray, list[str]]:
     """The array, with what the other one has where nothing was passed; and what it cannot have."""
     info, properties = model.arrays[model.name]
     chunks = KEEP if array.chunks == AUTO else array.chunks
@@ -188,7 +184,7 @@ def _is_decoded(array: SavedArray, kind: str, attrs: Mapping[str, Any]) -> bool:
 
 
 def _coordinates(
-    array: SavedArray, model: _Model, kind: str, passed: Collection[str]
+    array: SavedArray, model: Model, kind: str, passed: Collection[str]
 ) -> Iterator[tuple[SavedArray | None, list[str]]]:
     """What belongs to the other array, as arrays beside this one; and what of it this one cannot have.
 

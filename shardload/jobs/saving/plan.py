@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from shardload.arrays.disassemble import shards_of_array
+from shardload.arrays.local_shards import shards_of_array
 from shardload.comm.group import Group
 from shardload.comm.launch import rank_of_process
 from shardload.comm.store import RATE, check_sent
@@ -22,9 +22,9 @@ from shardload.formats.likeness import marked
 from shardload.formats.saving import make_sink
 from shardload.formats.sink import ArraySpec, Sink, unopened_by_xarray
 from shardload.jobs.saving.arguments import SavedArray, SaveRequest
+from shardload.jobs.saving.like import Model, apply_like
 from shardload.options import AUTO
-from shardload.planning.chunk_shapes import plan_chunks
-from shardload.planning.rounds import Item, RoundMemory
+from shardload.planning.blocks import plan_chunks
 from shardload.planning.saving import (
     StoredArray,
     WriteLayout,
@@ -34,6 +34,7 @@ from shardload.planning.saving import (
     plan_save_rounds,
 )
 from shardload.planning.shards import Shards
+from shardload.planning.staging import Item, RoundMemory
 from shardload.system.terminal import width_of_prints, wrap
 from shardload.units import counted, format_nbytes
 
@@ -149,8 +150,9 @@ _VERIFY = {
 }
 
 
-def plan_file(request: SaveRequest, group: Group) -> SavePlan:
-    """Plan the save of all arrays. Not collective, when `Group.machine` and `Group.processes` are known.
+def plan_file(request: SaveRequest, likes: Mapping[str, Model], group: Group) -> tuple[SaveRequest, SavePlan]:
+    """Plan the save of all arrays, with what is taken from existing ones. Not collective, when `Group.machine` and
+    `Group.processes` are known.
 
     Raises
     ------
@@ -158,18 +160,21 @@ def plan_file(request: SaveRequest, group: Group) -> SavePlan:
         If the format cannot hold an array, if a chunk does not fit in the staging memory, or if JAX and MPI do not see the same
         processes.
     """
+    request = apply_like(request, likes) if likes else request
     of_array = shards_of(request, group)
     specs, chosen = {}, []
-    _check_unlimited(request)
+    known = {dim for one in request.arrays for dim in one.dims or () if dim}
     for one, shards in zip(request.arrays, of_array, strict=True):
-        specs[one.name], is_chosen = _spec(one, shards, request.format, request.options.staging_nbytes)
+        specs[one.name], is_chosen = _spec(one, shards, request.format, request.options.staging_nbytes, _unlimited(one, known))
         chosen.append(is_chosen)
-    _check_axes(request.format, specs)
+    if request.format.startswith("zarr"):  # netCDF's sink says so itself; in plain HDF5 two axes of one name are two
+        for what, fix in unopened_by_xarray(specs):
+            raise ConfigError(f"{what}. {fix}")
     alignment = alignment_of(group)
     attrs, storage = request.group_attrs, request.options.storage
     how: dict[str, Any] = {"format": request.format, "mode": request.mode, "alignment": alignment, "storage": storage}
     sink = make_sink(request.path, specs, attrs=attrs.get("/", {}), group_attrs=attrs, **how)
-    return plan_into(sink, request, of_array, group, chosen)
+    return request, plan_into(sink, request, of_array, group, chosen)
 
 
 def alignment_of(group: Group) -> int:
@@ -210,7 +215,7 @@ def plan_into(
         path=request.path,
         format=next(iter(sink.arrays.values())).info.format,
         mode="a" if first else request.mode,
-        arrays=tuple(replace(one.info, dtype=_dtype_text(one.spec.dtype)) for one in sink.arrays.values()),
+        arrays=tuple(replace(one.info, dtype=native_dtype(one.spec.dtype).name) for one in sink.arrays.values()),
         travels=tuple(layout.schedule is not None for layout in layouts),
         n_ranks=group.size,
         n_nodes=machine.n_nodes,
@@ -227,37 +232,19 @@ def plan_into(
     )
 
 
-def _dtype_text(dtype: np.dtype[Any]) -> str:
-    return native_dtype(dtype).name
+def _unlimited(one: SavedArray, known: Collection[str]) -> tuple[int, ...]:
+    """The axes of an array that can grow, by number; none, of a name that another array has.
 
-
-def _check_axes(kind: str, specs: Mapping[str, ArraySpec]) -> None:
-    """ConfigError if xarray would not open a group of Zarr. (netCDF's sink says so itself, and in plain HDF5 two axes of one
-    name are two for readers.)
+    ConfigError if no array has an axis of that name (`known`), or this one none of that number.
     """
-    for what, fix in unopened_by_xarray(specs) if kind.startswith("zarr") else ():
-        raise ConfigError(f"{what}. {fix}")
-
-
-def _check_unlimited(request: SaveRequest) -> None:
-    """ConfigError if no array has an axis of a name that shall be able to grow."""
-    known = {dim for one in request.arrays for dim in one.dims or () if dim}
-    for one in request.arrays:
-        for name in one.unlimited:
-            if isinstance(name, str) and name not in known:
-                has = (
-                    f"the axes are called {', '.join(sorted(map(repr, known)))}"
-                    if known
-                    else "no axis has a name: pass dims= too"
-                )
-                raise ConfigError(f"unlimited of '{one.name}' is {name!r}; {has}")
-
-
-def _unlimited(one: SavedArray) -> tuple[int, ...]:
-    """The axes of an array that can grow, by number. Of a name that another array has, none."""
     axes = set()
     for axis in one.unlimited:
         if isinstance(axis, str):
+            if axis not in known:
+                called = f"the axes are called {', '.join(sorted(map(repr, known)))}"
+                raise ConfigError(
+                    f"unlimited of '{one.name}' is {axis!r}; {called if known else 'no axis has a name: pass dims= too'}"
+                )
             axes |= {k for k, dim in enumerate(one.dims or ()) if dim == axis}
         elif -len(one.shape) <= axis < len(one.shape):
             axes.add(axis % len(one.shape))
@@ -266,9 +253,9 @@ def _unlimited(one: SavedArray) -> tuple[int, ...]:
     return tuple(sorted(axes))
 
 
-def _spec(one: SavedArray, shards: Shards, kind: str, cap_nbytes: int) -> tuple[ArraySpec, bool]:
+def _spec(one: SavedArray, shards: Shards, kind: str, cap_nbytes: int, unlimited: tuple[int, ...]) -> tuple[ArraySpec, bool]:
     """How an array is stored, and whether its chunks were chosen here."""
-    chunks, is_chosen, unlimited = one.chunks, False, _unlimited(one)
+    chunks, is_chosen = one.chunks, False
     if chunks == AUTO:
         chunks = None
         needs_chunks = one.compression is not None or kind.startswith("zarr") or unlimited

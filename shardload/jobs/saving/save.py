@@ -23,23 +23,23 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardload.arrays.disassemble import DeviceSource
-from shardload.arrays.local_shards import LocalShards, check_replicas
+from shardload.arrays.local_shards import DeviceSource, LocalShards, check_replicas
 from shardload.comm.group import Group
-from shardload.engine.call import begin_request
+from shardload.comm.mpi import check_threads
+from shardload.engine.call import begin_request, watched
 from shardload.engine.file_target import Chunk, FileTarget, WriteCounts
 from shardload.engine.session import Round, Session, shared_nbytes
 from shardload.errors import ConfigError, LeftOutWarning, PaddingWarning, ShardloadWarning
 from shardload.jobs.progress import progress_of
 from shardload.jobs.saving.arguments import SaveRequest
-from shardload.jobs.saving.like import apply_like, read_like
+from shardload.jobs.saving.background import BackgroundSave, wait_for_unfinished
+from shardload.jobs.saving.like import read_like
 from shardload.jobs.saving.plan import SavePlan, plan_file
 from shardload.options import INDEX
 from shardload.planning.blocks import aligned
 from shardload.planning.region import Region
-from shardload.planning.rounds import Item
 from shardload.planning.saving import count_packs, part_nbytes
-from shardload.planning.staging import Staging
+from shardload.planning.staging import Item, Staging
 from shardload.planning.tuning import default_tuning
 from shardload.system.caller import warn_once
 from shardload.transfer.counters import Counters
@@ -106,31 +106,29 @@ class SaveReport(PrintedReport):
         )
 
 
-Find = Callable[[SaveRequest], Any]
-Make = Callable[[SaveRequest, Any, Group], tuple[SaveRequest, SavePlan]]
-
-
-def _find(request: SaveRequest) -> Any:
-    """On rank 0: what is taken from the arrays in `like`."""
-    return read_like({array.name: array.like for array in request.arrays if array.like is not None})
-
-
-def _make(request: SaveRequest, likes: Any, group: Group) -> tuple[SaveRequest, SavePlan]:
-    """On every rank: the plan, and the request with what is taken from existing arrays."""
-    request = apply_like(request, likes) if likes else request
-    return request, plan_file(request, group)
-
-
 @contextmanager
 def planned(
-    call: str, path: Any, tree: Any, given: Mapping[str, Any], comm: Any, find: Find = _find, make: Make = _make
+    call: str,
+    path: Any,
+    tree: Any,
+    given: Mapping[str, Any],
+    comm: Any,
+    find: Callable[[SaveRequest], Any] = read_like,
+    make: Callable[[SaveRequest, Any, Group], tuple[SaveRequest, SavePlan]] = plan_file,
 ) -> Iterator[tuple[Group, SaveRequest, SavePlan, str]]:
     """Check the arguments, plan, and agree on both. Inside, all ranks are in one call.
 
-    `find` reads on rank 0 what existing files say; `make` plans on every rank.
+    `find` reads on rank 0 what existing files say; `make` plans on every rank, and completes the request.
     """
     title = f"{'append to' if call == 'append' else 'save as'} {path!r}"
-    read = partial(SaveRequest.of, path, tree, given, call)
+
+    def read() -> SaveRequest:
+        if call != "plan_save":
+            wait_for_unfinished()
+        if given.get("background") is True:
+            check_threads(comm, "background", "background=False")
+        return SaveRequest.of(path, tree, given, call)
+
     with begin_request(call, title, read, comm=comm, process=jax.process_index) as (begun, request):
         group = begun.group
 
@@ -165,23 +163,44 @@ def plan_save(path: Any, tree: Any, given: Mapping[str, Any], comm: Any) -> Save
         return plan
 
 
-def save(path: Any, tree: Any, given: Mapping[str, Any], comm: Any) -> SaveReport:
+def save(path: Any, tree: Any, given: Mapping[str, Any], comm: Any) -> SaveReport | BackgroundSave:
     """See `shardload.save`. Collective."""
     started = time.perf_counter()
     with planned("save", path, tree, given, comm) as (group, request, plan, digest):
         without = [one.name for one in request.arrays if isinstance(one.x, jax.ShapeDtypeStruct)]
         if without:
             raise ConfigError(f"'{without[0]}' is a jax.ShapeDtypeStruct, which has no values: it can be planned only")
-        report: SaveReport = Saving(group, request, plan, digest).run(started)
-        _log.info("%s", report)
-        return report
+        if not request.options.background:
+            return _logged(Saving(group, request, plan, digest).run(started))
+        own, timeout = group.duplicate(request.timeout), request.timeout
+
+        def write(on_copied: Callable[[], None]) -> SaveReport:
+            try:
+                with watched(own, f"save as {path!r} in the background", timeout):
+                    return _logged(Saving(own, request, plan, digest, on_copied).run(started))
+            finally:
+                own.free()
+
+        return BackgroundSave(plan.path, write)
+
+
+def _logged(report: SaveReport) -> SaveReport:
+    _log.info("%s", report)
+    return report
 
 
 class Saving:
     """One rank's part of one save. Every method is collective."""
 
-    def __init__(self, group: Group, asked: SaveRequest, plan: SavePlan, digest: str) -> None:
-        self._group, self._asked, self._plan, self._digest = group, asked, plan, digest
+    def __init__(
+        self,
+        group: Group,
+        asked: SaveRequest,
+        plan: SavePlan,
+        digest: str,
+        on_copied: Callable[[], None] | None = None,
+    ) -> None:
+        self._group, self._asked, self._plan, self._digest, self._on_copied = group, asked, plan, digest, on_copied
         self._layouts, self._options = plan._layouts, asked.options
         self._shards: list[LocalShards] = []
         schedules = {k: layout.schedule for k, layout in enumerate(self._layouts)}
@@ -205,6 +224,10 @@ class Saving:
                     LocalShards(one.x, layout.shards, group.rank)
                     for one, layout in zip(self._asked.arrays, self._layouts, strict=True)
                 ]
+                if self._on_copied is not None:
+                    for shards in self._shards:
+                        shards.copy_to_host()
+                    self._on_copied()
                 nbytes = sum(layout.nbytes_of(group.rank) for layout in self._layouts)
                 advance = opened.enter_context(progress_of(options.progress, f"'{plan.path}'", nbytes, group.rank))
             self._compare_replicas(session)

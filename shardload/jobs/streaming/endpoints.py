@@ -26,9 +26,9 @@ from shardload.formats.lookup import open_source
 from shardload.jobs.consistency import State, as_planned, check_unchanged, is_compared
 from shardload.jobs.streaming.plan import EpochRounds, Leaf, RoundReadings, Stack, StreamArray, StreamPlan
 from shardload.options import pad_value
-from shardload.planning.batch_flow import BatchFlow, SharedFlow
-from shardload.planning.parts import Block
+from shardload.planning.batch_flow import BatchFlow, CutFlow
 from shardload.planning.region import Region
+from shardload.planning.schedule import Block
 from shardload.system.scratch import aligned_bytes
 from shardload.transfer.buffers import Piece
 from shardload.transfer.counters import Counters
@@ -43,10 +43,10 @@ class StreamMove(ArrayMove):
     """What moves of one array in a round; `later` is what moves of it in the next ones."""
 
     def __init__(
-        self, array: int, of: StreamArray, flows: Sequence[BatchFlow], epoch: EpochRounds, places: Sequence[int]
+        self, array: int, of: StreamArray, flows: Sequence[CutFlow], epoch: EpochRounds, places: Sequence[int]
     ) -> None:
         self.of, self.flows, self.epoch, self.places = of, flows, epoch, places
-        self.batches, self.later, self.is_told = SharedFlow(flows), list[StreamMove](), False
+        self.batches, self.later, self.is_told = BatchFlow(flows), list[StreamMove](), False
         super().__init__(array, self.batches, of.source.dtype, str(of.info))
 
 
@@ -200,9 +200,9 @@ class BatchTarget:
             self._keep_cut(move, cut, flow)
         move.targets = {}
 
-    def _keep_cut(self, move: Any, cut: int, flow: BatchFlow) -> None:
+    def _keep_cut(self, move: Any, cut: int, flow: CutFlow) -> None:
         axis, runs = move.of.schedule.axis, flow.runs
-        from_axis = (axis, *(k for k in range(flow.ndim) if k != axis))
+        from_axis = (axis, *(k for k in range(move.flow.ndim) if k != axis))
         places, ends = runs.column.tolist(), (runs.last // self._plan.batch).tolist()
         for shard in flow.schedule.shards.shards_of(self._rank):
             if flow.schedule.held(shard) is None:

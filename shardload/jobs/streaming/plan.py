@@ -1,7 +1,7 @@
 """What will a stream read, in which order, and in which rounds? Frozen facts, the same on every rank.
 
-An epoch is planned when it begins, because all of its samples are known then (`planning.readings`). Readings that follow each
-other are put into one round until the round is worth its two agreements and every reader has a block.
+An epoch is planned when it begins, because all of its samples are known then (`Readings`). Readings that follow each other are
+put into one round until the round is worth its two agreements and every reader has a block.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from shardload.arrays.sharding import spec_text
 from shardload.formats.concatenation import Concatenation
 from shardload.formats.contract.array import ArrayInfo
 from shardload.options import Options
-from shardload.planning.batch_flow import BatchFlow, BatchSchedule, Runs, share_blocks
-from shardload.planning.readings import Readings
-from shardload.planning.sample_order import ORDER_VERSION, SampleOrder
+from shardload.planning.batch_flow import BatchSchedule, CutFlow, Runs, share_blocks
+from shardload.planning.sample_order import ORDER_VERSION, Readings, SampleOrder
 from shardload.planning.schedule import Schedule
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.staging import Staging, plan_staging
@@ -357,14 +356,18 @@ class EpochRounds:
         The samples, in the order in which they are given.
     n_batches : int
         How many batches they are.
+    first_batch : int
+        The number of the first of them among all that are given.
     readings : list of Readings
         When which column of each array is read.
     rounds : list of RoundReadings
         All rounds.
     """
 
-    def __init__(self, plan: StreamPlan, epoch: int, first_sample: int, n_batches: int | None = None) -> None:
-        self._plan, self.epoch, self.first_sample = plan, epoch, first_sample
+    def __init__(
+        self, plan: StreamPlan, epoch: int, first_sample: int, n_batches: int | None = None, first_batch: int = 0
+    ) -> None:
+        self._plan, self.epoch, self.first_sample, self.first_batch = plan, epoch, first_sample, first_batch
         anchors = plan.sample_order.epoch(epoch)[first_sample:]
         self.n_batches = plan.n_batches(len(anchors)) if n_batches is None else n_batches
         self.anchors = anchors[: self.n_batches * plan.batch]
@@ -412,18 +415,18 @@ class EpochRounds:
         """The batch for which each reading of a round is made."""
         return [int(self.readings[array].batches[k]) for array, k in round_.readings]
 
-    def flows(self, array: int, places: Sequence[int]) -> list[BatchFlow]:
+    def flows(self, array: int, places: Sequence[int]) -> list[CutFlow]:
         """What moves of an array in a round, of which `places` are the readings, for each of its cuts."""
         of, readings = self._plan.arrays[array], self.readings[array]
         column, step, sample = readings.uses(places[0], places[-1] + 1)
         columns = readings.chunks[places[0] : places[-1] + 1].tolist()
-        made: list[BatchFlow] = []
+        made: list[CutFlow] = []
         for schedule in of.cuts:
             step_nbytes = of.step_nbytes * schedule.shards.cuts[0] // max(1, schedule.shards.n_shards)
             most = 1 << 30 if self._plan.sample_order.seed is None else max(1, _RUN_NBYTES // max(1, step_nbytes))
             runs = Runs.of(column, schedule.part_of_samples(sample % self._plan.batch), step, sample, most)
             owners = made[0].owners if made else share_blocks(schedule, runs, len(columns))
-            made.append(BatchFlow(schedule, columns, runs, owners))
+            made.append(CutFlow(schedule, columns, runs, owners))
         return made
 
     @cached_property

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardload.arrays.sharding import spec_text
 from shardload.comm.agreement import Invocation
-from shardload.comm.mpi import thread_level, world_rank_and_size
+from shardload.comm.mpi import check_threads
 from shardload.engine.call import begin_call
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.contract.array import ArrayInfo
@@ -38,8 +38,8 @@ from shardload.jobs.trees import ArrayTree, Place, is_one, is_one_spec, naming_e
 from shardload.options import FILE, FULL, OPTIONS
 from shardload.planning.grid import Grid
 from shardload.planning.region import Region
+from shardload.planning.schedule import DIRECT
 from shardload.planning.selection import Selection, is_by_name, named_coordinates
-from shardload.planning.strategies import DIRECT
 
 
 class StreamCall(LoadCall):
@@ -55,7 +55,7 @@ class StreamCall(LoadCall):
     def _join(self) -> ArrayTree:
         self.sampling = Sampling.check(self._given)
         if self.sampling.prefetch:
-            _check_threads(self._given["comm"])
+            check_threads(self._given["comm"], "prefetch", "prefetch=0")
         tree = super()._join()
         if tree.has_patterns:
             raise ConfigError("a stream needs the names of its arrays: pass dataset= with a name, or a dict of names")
@@ -238,17 +238,6 @@ def _sum_of_values(handle: Any, info: ArrayInfo, request: Request) -> int | None
         return None
     finally:
         source.close()
-
-
-def _check_threads(comm: Any) -> None:
-    """Raise ConfigError if a thread of a stream may not call MPI, and would have to."""
-    n_ranks = world_rank_and_size()[1] if comm is None else comm.size
-    if n_ranks > 1 and thread_level() not in ("", "MULTIPLE"):
-        raise ConfigError(
-            "prefetch needs an MPI that several threads may call (THREAD_MULTIPLE), and this one was started with "
-            f"THREAD_{thread_level()}: leave out mpi4py.rc.thread_level, MPI4PY_RC_THREAD_LEVEL and MPI.Init_thread, or pass "
-            "prefetch=0"
-        )
 
 
 def open_stream(path: Any, mesh: Any, spec: Any, given: Mapping[str, Any]) -> Stream:

@@ -176,7 +176,7 @@ def full(*_: Any) -> None:
 
 @case("open fails on ranks 1 and 3 alone")
 def _() -> None:
-    patched("shardload.jobs.loading.array_load", "open_source", gone, lambda: load(readers="parallel"), (1, 3))
+    patched("shardload.jobs.loading.endpoints", "open_source", gone, lambda: load(readers="parallel"), (1, 3))
 
 
 @case("no memory for the pieces on rank 1")
@@ -219,7 +219,7 @@ def _() -> None:
 def _() -> None:
     call = lambda: load("fine.h5", readers="parallel", staging="8KiB")  # noqa: E731
     with tuned(min_chunk_nbytes=1):
-        patched("shardload.transfer.chunk_tasks", "settle_bools", full, call, (1,))
+        patched("shardload.transfer.reader", "settle_bools", full, call, (1,))
 
 
 @case("metadata cannot be read on rank 0")
@@ -249,7 +249,7 @@ class Slow:
 @case("a slow reader meets the damaged chunk last")
 def _() -> None:
     call = lambda: load("damaged.h5", P("b", "a"), readers="parallel", staging="3KiB")  # noqa: E731
-    patched("shardload.jobs.loading.array_load", "open_source", lambda *a: Slow(open_source(*a)), call, (1, 2))
+    patched("shardload.jobs.loading.endpoints", "open_source", lambda *a: Slow(open_source(*a)), call, (1, 2))
 
 
 # --- ranks that pass something else -----------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ BAD = (1, 2, 0)  # the chunk that is damaged in the files that are
 DAMAGED = -1  # in place of a rank: nothing happens but that the file is what it is
 
 comm = MPI.COMM_WORLD
-execute = importlib.import_module("shardload.jobs.loading.array_load")
+execute = importlib.import_module("shardload.jobs.loading.endpoints")
 THIRD = os.environ.get("FAULTS_THIRD")  # of the ways of reading: for the first fault; for the next fault it is the next third
 as_large(batched_chunk_nbytes=0)  # faults happen at a chunk
 

@@ -84,7 +84,7 @@ def too_much(path: str) -> None:
 
 def patched_load(path: str, seen: str, readers: str | int) -> None:
     """Load where one process sees no such file, which only it finds out."""
-    execute = importlib.import_module("shardload.jobs.loading.array_load")
+    execute = importlib.import_module("shardload.jobs.loading.endpoints")
     before = execute.open_source
     execute.open_source = lambda _, *more: before(seen, *more)
     try:

@@ -21,9 +21,10 @@ import pytest
 from shardload.comm import group
 from shardload.comm.mpi import world
 from shardload.comm.shared_memory import Segment
+from shardload.comm.transport import MpiTransport
 from shardload.planning.tuning import default_tuning
 from shardload.transfer import channels
-from shardload.transfer.chunk_tasks import ChunkTasks
+from shardload.transfer.reader import BoxReader
 from tests.tuning import as_large, as_usual
 
 # Large arrays, with chunks of a byte; and exchanges that choose their own way. What these move is not counted.
@@ -53,10 +54,10 @@ def counted(kind: type, method: str, name: str) -> None:
 
 
 counted(channels.Channel, "expect", "senders")
-counted(channels.SharedMemoryChannel, "_send", "notes sent")
-counted(channels.MessageChannel, "send", "messages sent")
-counted(channels.SharedMemoryChannel, "_copy", "tiles taken")
-counted(ChunkTasks, "_read", "boxes decoded")
+counted(channels.Channel, "_offer", "notes sent")
+counted(MpiTransport, "send", "messages sent")
+counted(channels.Channel, "_copy", "tiles taken")
+counted(BoxReader, "_read", "boxes decoded")
 
 machine_of = group.Group.machine.fget
 create = Segment.create

@@ -193,7 +193,7 @@ def _(stack: ExitStack) -> None:
 def _(stack: ExitStack) -> None:
     right = plan.Schedule.incoming
     if comm.rank == 3:
-        wrong = lambda self, rank: {k: parts[:-1] for k, parts in right(self, rank).items()}  # noqa: E731
+        wrong = lambda self, rank: {k: tuple(parts)[:-1] for k, parts in right(self, rank).items()}  # noqa: E731
         stack.enter_context(patch.object(plan.Schedule, "incoming", wrong))
 
 

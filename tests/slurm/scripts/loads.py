@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload.comm.group import group_of
+from shardload.comm.transport import MpiTransport
 from shardload.transfer import channels
 from tests.jobs.scripts import ways  # small arrays travel as large ones do
 from tests.jobs.scripts.modes import write_files
@@ -25,7 +26,7 @@ from tests.mpi.support import check, cube, mesh_of, on_root, ramp
 
 notes: set[int] = set()
 messages: set[int] = set()
-right_note, right_message = channels.SharedMemoryChannel._send, channels.MessageChannel.send
+right_note, right_message = channels.Channel._offer, MpiTransport.send
 
 
 def note(self: Any, *arguments: Any) -> Any:
@@ -33,13 +34,13 @@ def note(self: Any, *arguments: Any) -> Any:
     return right_note(self, *arguments)
 
 
-def message(self: Any, *arguments: Any) -> Any:
-    messages.add(self.rank)
-    return right_message(self, *arguments)
+def message(self: Any, rank: int, *arguments: Any) -> Any:
+    messages.add(rank)
+    return right_message(self, rank, *arguments)
 
 
-channels.SharedMemoryChannel._send = note  # type: ignore[method-assign]
-channels.MessageChannel.send = message  # type: ignore[method-assign]
+channels.Channel._offer = note  # type: ignore[method-assign]
+MpiTransport.send = message  # type: ignore[method-assign]
 
 
 def permuted(devices: Sequence[Any]) -> list[Any]:

@@ -11,7 +11,7 @@ import pytest
 from tests.unit.blocked import run_without
 
 HEAVY = ("jax", "jaxlib", "mpi4py", "h5py", "zarr", "numcodecs", "numpy")
-ASKED = [["--help"], ["--version"], *([name, "--help"] for name in ("info", "plan", "verify", "copy", "demo", "doctor"))]
+ASKED = [["--help"], ["--version"], *([name, "--help"] for name in ("info", "plan", "verify", "copy", "doctor"))]
 COMMANDS = f"""
 import contextlib, io, json, os, sys
 from shardload.cli.main import main

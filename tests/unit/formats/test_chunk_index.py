@@ -16,7 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 import shardload
 from shardload.errors import SourceError
-from shardload.formats.contract.by_chunks import read_by_chunks
+from shardload.formats.contract.chunk_reader import read_by_chunks
 from shardload.formats.hdf5.chunk_index import DamagedIndexError, tree_of
 from shardload.formats.lookup import open_source
 from shardload.planning.region import Region
@@ -112,6 +112,20 @@ def test_another_kind_of_index(tmp_path: Path) -> None:
     """Wrong if an index of a newer kind were read as a tree."""
     path = make(tmp_path / "x.h5", "latest", (40, 30), (8, 10))
     assert listed(path) is None
+
+
+@pytest.mark.parametrize("limits", [None, (9, 5)])
+def test_headers_of_the_newer_kind(tmp_path: Path, limits: Any) -> None:
+    """Wrong if the numbers in front of the messages (creation order, limits on attributes) were taken for messages."""
+    creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    if limits:
+        creation.set_attr_phase_change(*limits)
+    path = make(tmp_path / "x.h5", "v108", (40, 30), (8, 10), dcpl=creation, track_order=True)
+    assert listed(path) == said_by_hdf5(path)
+    content, header, chunk = Path(path).read_bytes(), header_of(path), (8, 10)
+    assert tree_of(ObjectInMemory(content), header, chunk) is not None
+    assert tree_of(ObjectInMemory(content), header + 4, chunk) is None
+    assert tree_of(ObjectInMemory(content[: header + 40]), header, chunk) is None
 
 
 def test_what_a_damaged_file_says(tmp_path: Path) -> None:

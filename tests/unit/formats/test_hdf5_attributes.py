@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import shardload
-from shardload.formats.hdf5 import names as names_module
 from shardload.formats.hdf5 import opened
+from shardload.formats.hdf5 import opened as names_module
 from shardload.formats.lookup import find_array, open_source
 from shardload.jobs import contents
 from tests.jobs.launch import ROOT

@@ -23,8 +23,7 @@ import pytest
 import xarray as xr
 
 from shardload.errors import ConfigError, SourceError
-from shardload.formats.hdf5.growable import read_file
-from shardload.formats.hdf5.growth import Hdf5GrowthCatalog
+from shardload.formats.hdf5.growth import Hdf5GrowthCatalog, read_file
 from shardload.formats.hdf5.ledger import Ledger, LedgerFile
 from shardload.formats.lookup import find_array, format_of
 from shardload.storage import locks, target

@@ -121,7 +121,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Callable[[h5py.File], None]]] = {
 
 
 def write_bfloat16(file: h5py.File) -> None:
-    from shardload.formats.hdf5.raw_file import BFLOAT16, type_in_file
+    from shardload.formats.hdf5.opened import BFLOAT16, type_in_file
 
     space = h5py.h5s.create_simple(SHAPE)
     made = h5py.h5d.create(file.create_group("g").id, b"x", type_in_file(BFLOAT16), space)

@@ -27,7 +27,7 @@ from shardload.formats.contract.array import ArrayInfo, json_value
 from shardload.formats.contract.dtypes import refusal
 from shardload.formats.contract.format import Format, Source
 from shardload.formats.diagnosis import no_arrays_below
-from shardload.formats.hdf5 import format as hdf5_module
+from shardload.formats.hdf5 import file as hdf5_module
 from shardload.formats.lookup import Finder, find_array, list_arrays, open_source, split_path
 from shardload.formats.memory import MemorySource
 from shardload.jobs.loading.call import describe_path

@@ -23,7 +23,7 @@ from h5py._objects import phil
 from shardload.errors import ConfigError, SourceError
 from shardload.formats import Region
 from shardload.formats.codecs.chains import EncodeChain
-from shardload.formats.hdf5.growable import read_file
+from shardload.formats.hdf5.growth import read_file
 from shardload.formats.lookup import open_source
 from shardload.formats.saving import make_sink
 from shardload.formats.sink import ArraySpec, Compression, Places, Stored
@@ -296,7 +296,7 @@ def test_the_library_is_locked_where_it_encodes(tmp_path: Path) -> None:
     values, held = ramp((1, 4, 4), "i4"), list[bool]()
     encoder = make_sink(str(tmp_path / "x.h5"), {"x": spec("i4", "lzf", (1, 4, 4), values.shape)}).arrays["/x"]
     first = encoder.encode(encoder.region((0, 0, 0)), values)
-    mine: Any = encoder.pipeline._local  # type: ignore[attr-defined]
+    mine: Any = encoder._local  # type: ignore[attr-defined]
     real = mine.dataset
 
     def read(at: tuple[int, ...]) -> Any:

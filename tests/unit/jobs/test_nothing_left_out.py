@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import zarr
 
-from shardload.jobs.copying.copy import copy_file
+import shardload
 
 Key = tuple[Any, ...]
 TARGETS = {"out.h5": "hdf5", "out.nc": "netcdf4", "out.zarr": "zarr", "two.zarr": "zarr2"}
@@ -449,6 +449,6 @@ def test_nothing_is_left_out_without_a_word(tmp_path: Path, source: str, target:
         warnings.simplefilter("ignore")  # zarr-python's, about types that other programs may not know
         SOURCES[source](before)
     kind = TARGETS[target]
-    made = copy_file(str(before), str(after), format=kind, compression=None, verify="full")
+    made = shardload.copy(str(before), str(after), format=kind, compression=None, verify="full")
     notes = "\n".join(made.notes)
     assert lost(inventory(before), inventory(after), notes, kind) == [], notes

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardload.planning.batch_flow import BatchFlow, BatchSchedule, Runs, SharedFlow, share_blocks
+from shardload.planning.batch_flow import BatchFlow, BatchSchedule, CutFlow, Runs, share_blocks
 from shardload.planning.grid import Grid
 from shardload.planning.schedule import Owners
 from shardload.planning.shards import plan_shards
@@ -31,11 +31,24 @@ class Case:
     batch: int
     most: int
 
-    def flow(self) -> BatchFlow:
+    def cut(self) -> CutFlow:
         column, step, sample = np.array(self.uses, dtype=np.int64).reshape(-1, 3).T
         part = self.schedule.part_of_samples(sample % self.batch)
         runs = Runs.of(column, part, step, sample, self.most)
-        return BatchFlow(self.schedule, self.columns, runs, share_blocks(self.schedule, runs, len(self.columns)))
+        return CutFlow(self.schedule, self.columns, runs, share_blocks(self.schedule, runs, len(self.columns)))
+
+    def flow(self) -> BatchFlow:
+        return BatchFlow([self.cut()])
+
+    def cut_otherwise(self, draw: Any) -> CutFlow:
+        """The same blocks with another sharding of the batch."""
+        n_ranks, rest = self.schedule.n_ranks, self.schedule.shards.shape_global[1:]
+        parts = draw(st.integers(1, 2)), draw(st.integers(1, 3))
+        ranks = draw(st.lists(st.integers(0, n_ranks - 1), min_size=math.prod(parts), max_size=math.prod(parts)))
+        shape = self.batch * parts[0], rest[0], -(-rest[1] // parts[1]) * parts[1]
+        shards = plan_shards(shape, [(0,), (), (1,)], np.array(ranks).reshape(parts))
+        other = replace(self.schedule, shards=shards)
+        return replace(Case(other, self.columns, self.uses, shape[0], self.most).cut(), owners=self.cut().owners)
 
 
 @st.composite
@@ -77,83 +90,48 @@ def slices_of(region: Any, origin: Sequence[int]) -> tuple[slice, ...]:
 
 
 @examples(150)
-@given(cases())
-def test_each_step_reaches_each_shard_that_needs_it(case: Case) -> None:
-    """Wrong if a part were sent twice, to another shard or with other steps, or the two ends of a message disagreed on it."""
-    schedule, flow = case.schedule, case.flow()
-    shape, axis = schedule.blocks.shape, schedule.axis
-    data = np.arange(math.prod(shape)).reshape(shape)
-    ranks = range(schedule.n_ranks)
-    pieces = [{number: np.full(flow.target(number).shape, -1) for number in flow.targets(rank)} for rank in ranks]  # type: ignore[union-attr]
+@given(cases(), st.data())
+def test_each_step_reaches_each_shard_that_needs_it(case: Case, data: st.DataObject) -> None:
+    """Wrong if a part were sent twice, to another shard or cut or with other steps, a block were read twice, or the two ends of
+    a message disagreed on it.
+    """
+    schedule, cuts = case.schedule, [case.cut()]
+    if data.draw(st.booleans()):
+        cuts.append(case.cut_otherwise(data.draw))
+    flow, axis, ranks = BatchFlow(cuts), schedule.axis, range(schedule.n_ranks)
+    array = np.arange(math.prod(schedule.blocks.shape)).reshape(schedule.blocks.shape)
+    targets = {(rank, number): flow.target(number) for rank in ranks for number in flow.targets(rank)}
+    pieces = {key: np.full(target.shape, -1) for key, target in targets.items()}  # type: ignore[union-attr]
     sent: list[dict[int, list[Any]]] = [{} for _ in ranks]
     for rank in ranks:
         for block in flow.outgoing(rank):
             assert flow.around(rank).contains(block.region)  # type: ignore[union-attr]
             assert block.parts, "a block that nobody needs would be read"
             for part in block.parts:
-                target = flow.target(part.target)
+                target = targets[part.rank, part.target]
                 assert target is not None and target.contains(part.region) and block.region.contains(part.region)
-                into = pieces[part.rank][part.target][slices_of(part.region, target.start)]
-                assert (into == -1).all(), "sent twice"
-                into[...] = data[part.region.slices()]
-                if part.rank != rank:
-                    sent[part.rank].setdefault(rank, []).append((part.region, part.target))
-    for rank in ranks:
-        promised = {peer: [(part.region, part.target) for part in parts] for peer, parts in flow.incoming(rank).items()}
-        assert promised == sent[rank]
-        for number, piece in pieces[rank].items():
-            np.testing.assert_array_equal(piece, data[flow.target(number).slices()])  # type: ignore[union-attr]
-        # What has come is what samples in the shards of this rank need, step by step.
-        for shard in schedule.shards.shards_of(rank):
-            lower, upper = schedule.shards.region(shard).start, schedule.shards.region(shard).stop
-            needed = {(p, step) for p, step, sample in case.uses if lower[0] <= sample % case.batch < upper[0]}
-            runs, of_shard = flow.runs, flow.runs_of(shard)
-            came = [(int(runs.column[k]), step) for k in of_shard for step in range(runs.start[k], runs.stop[k])]
-            assert sorted(came) == sorted(needed)
-            if schedule.held(shard) is not None:
-                starts = [flow.target(flow.number(shard, k)).start[axis] for k in of_shard.tolist()]  # type: ignore[union-attr]
-                assert starts == runs.start[of_shard].tolist()
-
-
-@examples(80)
-@given(cases(), st.data())
-def test_a_block_that_several_cuts_share(case: Case, data: st.DataObject) -> None:
-    """Wrong if a cut's parts went to another one's targets, a block were read twice, or the ends of a message disagreed."""
-    schedule, flow = case.schedule, case.flow()
-    n_ranks, rest = schedule.n_ranks, schedule.shards.shape_global[1:]
-    parts = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 3))
-    ranks = data.draw(st.lists(st.integers(0, n_ranks - 1), min_size=math.prod(parts), max_size=math.prod(parts)))
-    shape = case.batch * parts[0], rest[0], -(-rest[1] // parts[1]) * parts[1]
-    shards = plan_shards(shape, [(0,), (), (1,)], np.array(ranks).reshape(parts))
-    other = BatchSchedule(schedule.blocks, schedule.axis, shards, n_ranks, schedule.owners)
-    shared = SharedFlow([flow, replace(Case(other, case.columns, case.uses, shape[0], case.most).flow(), owners=flow.owners)])
-    array = np.arange(math.prod(schedule.blocks.shape)).reshape(schedule.blocks.shape)
-    sent: list[dict[int, list[Any]]] = [{} for _ in range(n_ranks)]
-    pieces: dict[tuple[int, int], Any] = {}
-    for rank in range(n_ranks):
-        assert shared.targets(rank) == sorted(shared.targets(rank), key=lambda number: number % 2)
-        for number in shared.targets(rank):
-            target = shared.target(number)
-            assert target == shared.flows[number % 2].target(number // 2) and target is not None
-            pieces[rank, number] = np.full(target.shape, -1)
-    for rank in range(n_ranks):
-        regions = [block.region for block in shared.outgoing(rank)]
-        needed = {block.region for each in shared.flows for block in each.outgoing(rank)}
-        assert set(regions) == needed
-        for block in shared.outgoing(rank):
-            for part in block.parts:
-                target = shared.target(part.target)
-                assert target is not None and block.region.contains(part.region)
                 into = pieces[part.rank, part.target][slices_of(part.region, target.start)]
                 assert (into == -1).all(), "sent twice"
                 into[...] = array[part.region.slices()]
                 if part.rank != rank:
                     sent[part.rank].setdefault(rank, []).append((part.region, part.target))
-    for rank in range(n_ranks):
-        promised = {peer: [(part.region, part.target) for part in parts] for peer, parts in shared.incoming(rank).items()}
+    for rank in ranks:
+        promised = {peer: [(part.region, part.target) for part in parts] for peer, parts in flow.incoming(rank).items()}
         assert promised == sent[rank]
-    for (_, number), piece in pieces.items():
-        np.testing.assert_array_equal(piece, array[shared.target(number).slices()])  # type: ignore[union-attr]
+    for key, piece in pieces.items():
+        np.testing.assert_array_equal(piece, array[targets[key].slices()])  # type: ignore[union-attr]
+    # What has come is what samples in the shards of a rank need, step by step.
+    cut, runs = cuts[0], cuts[0].runs
+    for rank in ranks:
+        for shard in schedule.shards.shards_of(rank):
+            lower, upper = schedule.shards.region(shard).start, schedule.shards.region(shard).stop
+            needed = {(p, step) for p, step, sample in case.uses if lower[0] <= sample % case.batch < upper[0]}
+            of_shard = cut.runs_of(shard)
+            came = [(int(runs.column[k]), step) for k in of_shard for step in range(runs.start[k], runs.stop[k])]
+            assert sorted(came) == sorted(needed)
+            if schedule.held(shard) is not None:
+                starts = [targets[rank, flow.number(0, cut.number(shard, k))].start[axis] for k in of_shard.tolist()]  # type: ignore[union-attr]
+                assert starts == runs.start[of_shard].tolist()
 
 
 @examples(80)
@@ -183,7 +161,7 @@ def test_a_block_that_one_rank_needs_is_read_by_it(n_ranks: int) -> None:
         uses = tuple((k, int(step), int(np.flatnonzero(steps == step)[0])) for k, step in enumerate(np.sort(steps)))
         flow = Case(schedule, tuple(np.sort(steps).tolist()), uses, 2 * n_ranks, 1 << 30).flow()
         holders = [shards.holders(sample % (2 * n_ranks) // 2) for _, _, sample in uses]
-        n_read_by_holder = sum(int(owner) in holder for owner, holder in zip(flow.owners, holders, strict=True))
+        n_read_by_holder = sum(int(owner) in holder for owner, holder in zip(flow.cuts[0].owners, holders, strict=True))
         if n_replicas == 1:
             assert n_read_by_holder == len(uses) and not any(flow.incoming(rank) for rank in range(n_ranks))
         assert n_read_by_holder >= len(uses) / 2

@@ -15,9 +15,8 @@ from shardload.planning.blocks import plan_blocks
 from shardload.planning.cost import plan_cost
 from shardload.planning.halo import Halo, SectionGrid
 from shardload.planning.region import Region
-from shardload.planning.schedule import MAX_MESSAGE_NBYTES, Direct, Schedule
+from shardload.planning.schedule import MAX_MESSAGE_NBYTES, Direct, Schedule, plan_direct
 from shardload.planning.shards import plan_shards
-from shardload.planning.strategies import plan_direct
 from tests.tiers import examples
 from tests.unit.brute_force import Case, cases, cell_numbers, chunks_read, every_way, flat_index, grids
 
@@ -170,7 +169,7 @@ def test_what_a_load_costs(data: st.DataObject) -> None:
             continue
         sent = [part for r in range(case.n_ranks) for parts in plan.incoming(r).values() for part in parts]
         assert cost.moved_nbytes >= sum(part.region.size for part in sent) * case.itemsize
-        assert cost.messages >= len(sent) or not plan.is_never_split
+        assert cost.messages >= len(sent) or plan.max_part_nbytes > plan.max_message_nbytes
 
 
 @examples(60)

@@ -21,10 +21,10 @@ modules = {name: importlib.import_module("shardload.planning." + name) for name 
 shape, f4 = (128, 128, 128), np.dtype("f4")
 layout = modules["source_layout"].SourceLayout.cut(modules["selection"].select_axes(None, shape), (1, 128, 128), f4, f4, "gzip")
 shards = modules["shards"].plan_shards(shape, [(), (0,), (1,)], np.arange(4).reshape(2, 2))
-strategies, owners = modules["strategies"], modules["schedule"].Owners(4)
+scheduling, owners = modules["schedule"], modules["schedule"].Owners(4)
 schedules = {
-    "direct": strategies.plan_direct(layout, shards, 4, max_nbytes=1 << 20),
-    "parallel": strategies.plan_shared(layout, shards, 4, owners, max_nbytes=1 << 20),
+    "direct": scheduling.plan_direct(layout, shards, 4, max_nbytes=1 << 20),
+    "parallel": scheduling.plan_shared(layout, shards, 4, owners, max_nbytes=1 << 20),
 }
 costs = {mode: modules["cost"].plan_cost(schedule, layout) for mode, schedule in schedules.items()}
 staging = modules["staging"].plan_staging([(schedules["parallel"], layout)], 64 << 20)

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardload.planning.readings import Readings
-from shardload.planning.sample_order import SampleOrder, _mixed, block_steps, random_words, spread_in
+from shardload.planning.sample_order import Readings, SampleOrder, _mixed, block_steps, random_words, spread_in
 from tests.tiers import examples
 
 MASK = 2**64 - 1

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from shardload.engine.read_back import plan_partners
-from shardload.planning.blocks import run_of
-from shardload.planning.chunk_shapes import plan_chunks
+from shardload.planning.blocks import plan_chunks, run_of
 from shardload.planning.region import Region
 from shardload.planning.saving import (
     StoredArray,

@@ -1,16 +1,11 @@
-"""What can the table of ranks and shards tell, and are lists of parts sequences?"""
+"""What can the table of ranks and shards tell?"""
 
 from __future__ import annotations
-
-import math
 
 import numpy as np
 import pytest
 from hypothesis import given
 
-from shardload.planning.parts import Part
-from shardload.planning.region import Region
-from shardload.planning.schedule import Parts
 from shardload.planning.shards import Shards, plan_shards
 from tests.tiers import examples
 from tests.unit.brute_force import Case, cases
@@ -44,16 +39,3 @@ def test_ranks_below_zero_are_no_ranks() -> None:
 def test_tables_are_told_apart(case: Case) -> None:
     shards, again, other = (plan_shards(case.shape_global, case.axes, case.ranks + k) for k in (0, 0, 1))
     assert shards.describe_ranks() == again.describe_ranks() != other.describe_ranks()
-
-
-def test_parts_are_a_sequence() -> None:
-    def part(i: int) -> Part:
-        return Part(Region((i,), (i + 1,)), i, 0)
-
-    parts = Parts(part, range(2, 6))
-    assert list(parts) == [part(2), part(3), part(4), part(5)] == list(reversed(parts))[::-1]
-    assert parts == (part(2), part(3), part(4), part(5)) and parts != [part(2)] and parts != [part(3)] * 4
-    assert parts[1:3] == (part(3), part(4)) and parts[-1] == part(5) and len(parts) == 4
-    assert math.prod(p.target for p in parts) == 120 and parts != 4
-    with pytest.raises(IndexError):
-        parts[4]

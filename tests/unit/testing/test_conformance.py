@@ -37,7 +37,7 @@ from shardload.formats import (
     native_dtype,
     state_of,
 )
-from shardload.formats.hdf5.format import FORMAT as HDF5
+from shardload.formats.hdf5.file import FORMAT as HDF5
 from shardload.formats.memory import MemorySource
 from shardload.formats.zarr.source import FORMAT as ZARR
 from shardload.testing import ConformanceError, check_format, check_source

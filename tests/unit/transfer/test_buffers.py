@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from shardload.planning.blocks import aligned
-from shardload.planning.parts import Block
 from shardload.planning.region import Region
+from shardload.planning.schedule import Block
 from shardload.transfer.buffers import Piece, Slots, StagedBlock, aligned_empty, view_of
 from tests.unit.fakes import TABLE, piece_of, rows
 
@@ -40,10 +40,10 @@ def test_slots_are_as_many_as_said_and_never_overlap(is_shared: bool, nbytes: in
     taken = []
     while slots.has_room():
         slot = slots.take()
-        assert slot is not None and slot.is_shared == is_shared
-        assert slot.data.nbytes == nbytes and slot.data.ctypes.data % 64 == 0
-        assert memory is None or np.shares_memory(slot.data, memory)
-        assert not any(np.shares_memory(slot.data, other.data) for other in taken)
+        assert slot is not None and slots.is_shared == is_shared
+        assert slot.nbytes == nbytes and slot.ctypes.data % 64 == 0
+        assert memory is None or np.shares_memory(slot, memory)
+        assert not any(np.shares_memory(slot, other) for other in taken)
         taken.append(slot)
     assert len(taken) == 3 and slots.take() is None
     assert slots.peak_nbytes == 3 * nbytes
@@ -89,15 +89,6 @@ def test_the_values_of_a_part_are_in_one_tile() -> None:
     assert np.shares_memory(block.view(inside), TABLE)
     with pytest.raises(ValueError, match="is not in the block"):
         block.view(rows(2, 4))
-
-
-def test_a_block_is_shared_where_its_slot_is() -> None:
-    block = StagedBlock(Block(rows(0, 2), ()))
-    assert not block.is_shared
-    block.slot = Slots(1, 64, shared_memory(1, 64)).take()
-    assert block.is_shared
-    block.slot = Slots(1, 64).take()
-    assert not block.is_shared
 
 
 def test_a_view_of_no_axes_is_still_an_array() -> None:

@@ -20,9 +20,8 @@ import pytest
 from shardload.comm.watchdog import Activity
 from shardload.errors import PeerError, ShardloadError
 from shardload.planning.grid import Grid
-from shardload.planning.parts import Block
 from shardload.planning.region import Region
-from shardload.planning.schedule import Owners, Schedule
+from shardload.planning.schedule import Block, Owners, Schedule
 from shardload.planning.selection import select_axes
 from shardload.planning.shards import plan_shards
 from shardload.planning.source_layout import SourceLayout
@@ -30,7 +29,7 @@ from shardload.transfer import channels, exchange
 from shardload.transfer.buffers import Piece, Resources, StagedBlock
 from shardload.transfer.moves import ArrayMove, PiecesToBlocks
 from shardload.transfer.pieces import LocalPieces
-from shardload.transfer.reader import SourceReader
+from shardload.transfer.reader import SourceReader, open_reader
 from tests.unit.fakes import FakeSource, pieces_of
 from tests.unit.transfer.network import FakeTransport, Network, Rank, exchange_all, leave_no_memory, ranks_of
 
@@ -89,7 +88,7 @@ class Loads:
         source, shape = FakeSource(given.values, given.block), given.values.shape
         layout = SourceLayout(select_axes(None, shape), given.schedule.blocks, None, source.dtype, given.values.dtype)
         local, resources = LocalPieces(rank.number, pieces), Resources(rank.slots, rank.bell)
-        reader = SourceReader(source, layout, local, resources)  # type: ignore[arg-type]
+        reader = open_reader(source, layout, local, resources)  # type: ignore[arg-type]
         note = lambda piece: self.complete[rank.number].append((k, piece))  # noqa: E731
         move = ArrayMove(k, given.schedule, given.values.dtype, f"array {k}")
         move.producer, move.targets, move.on_complete, move.seed = reader, pieces, note, self.seeds[k]
@@ -160,8 +159,8 @@ def test_reading_goes_on_with_the_next_array_while_parts_still_travel(way: str) 
         last_is_begun.set()
 
     for arrays in loads.arrays:
-        arrays[1].producer._ways._source.fails = begin  # type: ignore[attr-defined]
-        assert arrays[1].producer._ways._source.reads == []  # type: ignore[attr-defined]
+        arrays[1].producer._source.fails = begin  # type: ignore[attr-defined]
+        assert arrays[1].producer._source.reads == []  # type: ignore[attr-defined]
     network = Network(may_arrive=lambda sender, receiver: last_is_begun.is_set())
     assert [error for error, _ in loads.run(network)] == [None] * 4
     loads.check()
@@ -178,7 +177,7 @@ def failed(loads: Loads, checksums: bool = False) -> list[BaseException]:
 def test_a_reader_that_fails_keeps_its_promises(way: str) -> None:
     """Wrong if a rank waited for ever for what comes after the failure, or took what it has for all there is."""
     loads = Loads(way)
-    loads.arrays[2][0].producer._ways._source.fails = lambda region: OSError("gone")  # type: ignore[attr-defined]
+    loads.arrays[2][0].producer._source.fails = lambda region: OSError("gone")  # type: ignore[attr-defined]
     found = [error for error, _ in loads.run()]
     assert isinstance(found[2], ShardloadError) and "gone" in str(found[2])
     assert [found[k] for k in (0, 1, 3)] == [None] * 3, "these agree with rank 2 that it failed"
@@ -268,7 +267,7 @@ def test_nothing_overtakes_what_waits_for_the_same_rank(way: str, n_slots: int) 
     """
     loads = Loads(way, [GIVEN[1], GIVEN[0], GIVEN[3]], n_slots=n_slots)
     for arrays in loads.arrays:
-        arrays[1].producer._ways._source.shows = GIVEN[0].values  # type: ignore[attr-defined]
+        arrays[1].producer._source.shows = GIVEN[0].values  # type: ignore[attr-defined]
     assert [error for error, _ in loads.run()] == [None] * 4
     loads.check()
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardload.planning.parts import Block, Part
 from shardload.planning.region import Region
+from shardload.planning.schedule import Block, Part
 from shardload.transfer.buffers import Packer, Piece, Slots, StagedBlock, sendable
 from shardload.transfer.checksum import checksum, identity
 from tests.unit.fakes import TABLE, rows

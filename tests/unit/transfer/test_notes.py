@@ -74,9 +74,11 @@ class Ranks:
         for read in self.plan.outgoing(0):
             slot = self.slots.take()
             assert slot is not None
-            data = slot.data[: 4 * read.region.size].view(F4).reshape(read.region.shape)
+            data = slot[: 4 * read.region.size].view(F4).reshape(read.region.shape)
             data[...] = TABLE[read.region.slices()]
-            block = StagedBlock(read, [Piece(read.region, data)], slot, lambda slot=slot: self.slots.give(slot))
+            block = StagedBlock(
+                read, [Piece(read.region, data)], slot, self.slots.is_shared, lambda slot=slot: self.slots.give(slot)
+            )
             self.sending.send(0, block)
             self.sending.send_queued()
         return [note for _, note in self.there.messages]

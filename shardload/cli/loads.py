@@ -1,4 +1,4 @@
-"""Does this file load correctly on this machine? ``shardload verify``: load it, compare it with the file, print the result."""
+"""What do ``shardload plan`` and ``shardload verify`` print? The plan of a load, for a mesh without devices; what it proved."""
 
 from __future__ import annotations
 
@@ -11,24 +11,73 @@ from typing import IO, Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from shardload.api import plan
 from shardload.cli.info import to_json
-from shardload.cli.plan import described, described_each
 from shardload.comm.group import group_of
 from shardload.comm.launch import initialize
 from shardload.comm.mpi import world_rank_and_size
 from shardload.errors import ConfigError, printable
-from shardload.jobs.loading.plan import Plan
-from shardload.jobs.loading.tree_plan import TreePlan
+from shardload.formats.lookup import open_file, split_path
+from shardload.jobs.loading.plan import Plan, TreePlan, describe_plan
+from shardload.options import Options
 from shardload.system.terminal import tell, width_of, wrap, wrap_parts
 from shardload.units import counted
 
 _MOST_DEVICES = 4096  # of a process: JAX takes 5 s to simulate so many, 37 s for 10,000
 
 
-def run(out: IO[str], file: str, axes: Mapping[str, int], parts: Any, as_json: bool, **how: Any) -> None:
+def run_plan(out: IO[str], file: str, axes: Mapping[str, int], spec: Any, as_json: bool, **how: Any) -> None:
+    """Plan, and print the plan."""
+    mesh = AbstractMesh(tuple(axes.values()), tuple(axes))
+    if how.get("dataset") is None:
+        file, how["dataset"] = _of_group(file, how)
+    made = plan(file, mesh, spec if isinstance(spec, dict) else PartitionSpec(*spec), **how)
+    if isinstance(made, TreePlan):
+        totals = {name: getattr(made, name) for name in ("nbytes", "peak_nbytes", "staging_nbytes")}
+        tell(to_json(_described(made) | totals) if as_json else made.describe(width_of(out)), out)
+    else:
+        tell(to_json(_described(made)) if as_json else describe_plan(made, width_of(out)), out)
+    leaves = made.leaves if isinstance(made, TreePlan) else [made]
+    if not as_json and (wide := [leaf for leaf in leaves if _needs_64_bits(leaf)]):
+        fix = f"JAX_ENABLE_X64=1 in the environment, or --dtype {_NARROW.get(wide[0].dtype.kind, 'int32')} if its values fit"
+        text = f"'{wide[0].info.dataset}' would be {wide[0].dtype}: the load needs JAX's 64-bit types, by {fix}"
+        tell("\n" + "\n".join(wrap(printable(text), width_of(out), "", "  ")), out)
+
+
+_NARROW = {"f": "float32", "c": "complex64", "u": "uint32"}
+
+
+def _needs_64_bits(plan: Plan) -> bool:
+    return plan.dtype.kind in "iufc" and plan.dtype.itemsize // (2 if plan.dtype.kind == "c" else 1) > 4
+
+
+def _of_group(file: str, how: Mapping[str, Any]) -> tuple[str, str | None]:
+    """The file and the pattern for all arrays of a group, if FILE:NAME names one; else the same, and None."""
+    path, name = split_path(file)
+    if name is None or name.endswith("*"):
+        return file, None
+    access = Options.check(**{key: how[key] for key in ("allow_external", "allow_filters", "untrusted", "storage")}).access
+    with open_file(path, access) as opened:
+        group = f"/{name.strip('/')}".rstrip("/")
+        names = [info.dataset for info in opened.list_arrays()]
+    is_group = group not in names and any(known.startswith(f"{group}/") for known in names)
+    return (path, f"{group}/*".lstrip("/")) if is_group else (file, None)
+
+
+def _described(made: Plan | TreePlan) -> dict[str, Any]:
+    """What a plan says of its array, for JSON; or of each array of a tree, and which were left out."""
+    if isinstance(made, TreePlan):
+        arrays = [{"where": where, **_described(leaf)} for where, leaf in zip(made.where, made.leaves, strict=True)]
+        return {"arrays": arrays, "left_out": [info.dataset for info in made.left_out]}
+    names = ("shape", "shape_global", "chunks", "decomposition", "shard_shape", "n_ranks", "readers", "n_readers", "why")
+    told = {"path": made.info.path, "dataset": made.info.dataset, "dtype": made.dtype}
+    told |= {name: getattr(made, name) for name in names} | {"needs_64_bits": _needs_64_bits(made)}
+    return {**told, "costs": {mode: asdict(cost) for mode, cost in made.costs.items()}}
+
+
+def run_verify(out: IO[str], file: str, axes: Mapping[str, int], parts: Any, as_json: bool, **how: Any) -> None:
     """Load, verify, and print on rank 0 what was checked.
 
     Collective: yes, all processes of the job.
@@ -90,7 +139,7 @@ def _lines(made: Plan | TreePlan, n_devices: int, width: int) -> list[str]:
 def _as_json(made: Plan | TreePlan, n_devices: int) -> str:
     report = asdict(made.report) if made.report else {}
     arrays = report.pop("arrays", ())
-    told = described_each(made) if isinstance(made, TreePlan) else described(made)
+    told = _described(made)
     for of_array, array in zip(told.get("arrays", ()), arrays, strict=True):
         of_array["proven"] = array["proven"]
     return to_json({"ok": True, "n_devices": n_devices, **told, "proven": report.pop("proven", None), "report": report})

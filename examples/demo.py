@@ -1,32 +1,33 @@
-"""Does it work here, and is it faster than the usual way to load? What ``mpiexec -n 4 python -m shardload demo`` runs.
+"""Does it work here, and is it faster than the usual way to load? ``make demo``, or ``mpiexec -n 4 python examples/demo.py``.
 
 1. Climate data (netCDF, from the PyPI package iris-sample-data), loaded as slabs, pencils and blocks.
 2. A SIZE^3 field, saved to a gzip HDF5 file and to a zstd Zarr store, chunked by planes, and loaded as pencils for a 3-D FFT.
-   The FFT (``examples/pencil_fft.py``) is saved, and compared with `numpy.fft.fftn`.
+   The FFT (``pencil_fft.py``) is saved, and compared with `numpy.fft.fftn`.
 3. The same load in the way that tutorials show, timed in the same manner.
 
 What each load gives is compared with the file, element by element, by `shardload.verify`. All numbers that are printed were
-measured in this run.
+measured in this run. ``--size 128`` takes another field. It needs ``pip install 'shardload[mpich,demo]'``.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import ModuleType
-from typing import IO, Any
+from typing import Any
 
 import h5py
 import iris_sample_data
 import jax
 import numpy as np
+import pencil_fft
 import zarr
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -57,14 +58,13 @@ _COLUMNS = (
 class _Demo:
     """What all steps share, and the rows of the table that is printed at the end."""
 
-    def __init__(self, group: Group, out: IO[str], mesh: Mesh) -> None:
-        self.group, self.out, self.mesh = group, out, mesh
+    def __init__(self, group: Group, mesh: Mesh) -> None:
+        self.group, self.mesh = group, mesh
         self.rows: list[tuple[str, ...]] = []
 
     def say(self, text: str) -> None:
         if self.group.rank == 0:
-            width = width_of(self.out)
-            tell("\n".join(line for part in text.split("\n") for line in wrap(part, width, "", "  ")), self.out)
+            tell("\n".join(line for part in text.split("\n") for line in wrap(part, width_of(sys.stdout), "", "  ")))
 
     def timed(self, load: Callable[[], jax.Array]) -> tuple[jax.Array, str]:
         """Time `load` as stated below the table. Returns its last array and the median seconds."""
@@ -97,15 +97,13 @@ class _Demo:
         return x
 
 
-def run(out: IO[str], size: int = 256) -> None:
+def run(size: int = 256) -> None:
     """Run the demo on all processes of this job.
 
     Collective: yes, all processes of the job.
 
     Parameters
     ----------
-    out : text stream
-        What it prints on.
     size : int
         Elements along each axis of the FFT field, rounded up to a multiple of the mesh axes.
 
@@ -115,17 +113,16 @@ def run(out: IO[str], size: int = 256) -> None:
         If a load was not exact, or the FFT not correct.
     """
     shardload.initialize()
-    pencil_fft = _pencil_fft()
-    demo = _Demo(group_of(), out, pencil_fft.square_mesh())
+    demo = _Demo(group_of(), pencil_fft.square_mesh())
     axes = ", ".join(f"{name}={n}" for name, n in demo.mesh.shape.items())
     demo.say(f"ranks: {demo.group.size}, mesh: {axes}, jax: {jax.__version__}\n")
     for file, dataset, specs in _FIELDS:
         for spec in specs:
             demo.load(Path(iris_sample_data.path, file), dataset, spec)
     with _shared_folder(demo.group) as folder:
-        _save_load_and_transform(demo, folder, size, pencil_fft)
+        _save_load_and_transform(demo, folder, size)
     if demo.group.rank == 0:
-        tell("\n".join(["", *fit_table(_COLUMNS, demo.rows, width_of(out))]), out)
+        tell("\n".join(["", *fit_table(_COLUMNS, demo.rows, width_of(sys.stdout))]))
     demo.say(
         f"\nseconds: slowest rank, median of {_REPEATS} runs after one warm-up run, file in the page cache\n"
         "chunk reads: chunks decoded by all ranks together / chunks in the array\n\n"
@@ -133,7 +130,7 @@ def run(out: IO[str], size: int = 256) -> None:
     )
 
 
-def _save_load_and_transform(demo: _Demo, folder: Path, size: int, pencil_fft: ModuleType) -> None:
+def _save_load_and_transform(demo: _Demo, folder: Path, size: int) -> None:
     """Save the field, load it from both formats, do the FFT, and time the usual way to load."""
     step = math.lcm(*demo.mesh.devices.shape)
     n = -(-size // step) * step
@@ -196,16 +193,6 @@ def _spec_text(spec: Any) -> str:
     return f"P({', '.join(names)})"
 
 
-def _pencil_fft() -> ModuleType:
-    """The example, from the installed package or from the checkout."""
-    package = Path(__file__).parents[1]
-    path = next(path for path in (package, package.parent) if (path / "examples" / "pencil_fft.py").is_file())
-    spec: Any = spec_from_file_location("pencil_fft", path / "examples" / "pencil_fft.py")
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @contextmanager
 def _shared_folder(group: Group) -> Iterator[Path]:
     """A temporary folder that all ranks see, which rank 0 removes."""
@@ -216,3 +203,9 @@ def _shared_folder(group: Group) -> Iterator[Path]:
             raise ConfigError(f"ranks {blind} do not see {folder}. Set TMPDIR to a folder that all nodes share.")
         yield folder
         group.agree(None)  # before it is removed, no rank may still be reading
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", type=int, default=256, help="elements along each axis of the FFT field")
+    run(parser.parse_args().size)

@@ -1,0 +1,91 @@
+"""What do ``shardload copy`` and ``shardload join`` take, and print? No device, no JAX."""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import IO, Any
+
+from shardload.cli.arguments import as_typed, wrong
+from shardload.comm.mpi import world_rank_and_size
+from shardload.errors import LeftOutWarning, printable
+from shardload.formats.lookup import split_path
+from shardload.jobs.copying.copy import CopyReport, copy
+from shardload.jobs.joining.join import concat, join
+from shardload.system.terminal import Column, fit_table, tell, width_of, wrap
+from shardload.units import counted, format_nbytes
+
+_COLUMNS = [Column("array"), Column("shape"), Column("dtype"), Column("values", lead="")]
+
+
+def run_copy(
+    out: IO[str], source: str, target: str, *, along: str | int | None, only_plan: bool, as_json: bool, **given: Any
+) -> None:
+    """Copy, and print on rank 0 what was done. Collective: yes.
+
+    Parameters
+    ----------
+    source, target : str
+        The file, with or without the name of an array, or a pattern of files that are one; and the new file.
+    along : str or None
+        The axis along which the files of a pattern follow each other, by name or number.
+    only_plan : bool
+        True to print the plan and write nothing.
+    as_json : bool
+        Print one JSON document in place of text.
+    **given
+        Keywords of `shardload.copy`.
+    """
+    rank = world_rank_and_size()[0]
+    path, name = split_path(source)
+    if glob.has_magic(path) and "://" not in path and not os.path.exists(path):
+        given["dataset"] = (name,) if name else given["dataset"]
+        names = {"dataset": given["dataset"], "allow_external": given["allow_external"]}
+        source = concat(path, along, **names)
+    report = copy(source, target, only_plan=only_plan, **given)
+    if rank:
+        return
+    if as_json:
+        tell(_as_json(report), out)
+        return
+    for note in report.notes:
+        print(f"shardload: {printable(note)}", file=sys.stderr, flush=True)
+    lines = report.plan.describe(target) if report.written is None else [f"{target}: {report}"]
+    tell("\n".join(part for line in lines for part in wrap(printable(as_typed(line)), width_of(out), "", "    ")), out)
+
+
+def _as_json(report: CopyReport) -> str:
+    told: dict[str, Any] = {"ok": True, "plan": report.plan.to_dict()}
+    if report.written is not None:
+        told |= {"written": asdict(report.written), "seconds": report.seconds, "chunks_decoded": report.n_decoded}
+        told |= {"chunks_resumed": report.n_resumed, "notes": report.notes}
+    return json.dumps(told, indent=2)
+
+
+def run_join(out: IO[str], files: Sequence[str], *, axis: str | int | None, as_json: bool, **given: Any) -> None:
+    """Join, and print what was done."""
+    if len(files) < 2:
+        raise wrong("PART... WHOLE", "type the parts in their order, then the new file: shardload join a.nc b.nc whole.nc")
+    *parts, whole = files
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", LeftOutWarning)  # all notes are printed below
+        report = join(whole, parts, axis=axis, **given)
+    if as_json:
+        tell(json.dumps({"ok": True, **asdict(report)}, indent=2), out)
+        return
+    for note in report.notes:
+        print(f"shardload: {printable(note)}", file=sys.stderr, flush=True)
+    width = width_of(out)
+    head = f"{report.path}: {counted(report.n_parts, 'file')} along axis {report.axis!r}, "
+    head += f"{counted(len(report.rows), 'array')}, {format_nbytes(report.nbytes)}"
+    rows = [[printable(row.name), str(row.shape), row.dtype, row.how] for row in report.rows]
+    lines = [*wrap(printable(head), width, "", "    "), *fit_table(_COLUMNS, rows, width)]
+    if report.needs_external:
+        text = "parts are outside the folder of the new file: loads need --allow-external, or allow_external=True"
+        lines += wrap(text, width, "", "    ")
+    tell("\n".join(lines), out)

@@ -1,0 +1,239 @@
+"""How do calls of `scatter` and `verify` go, whose arguments are arrays?
+
+Of a `scatter` only the rank that has the arrays knows their tree. A `verify` plans the load that would give its arrays.
+"""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from shardload.errors import ConfigError
+from shardload.formats.contract.array import ArrayInfo
+from shardload.formats.memory import MemorySource
+from shardload.jobs.loading.call import LoadCall, share_staging
+from shardload.jobs.loading.endpoints import ArrayLoad
+from shardload.jobs.loading.planner import plan_scatter
+from shardload.jobs.loading.request import read_requests
+from shardload.jobs.trees import (
+    ArrayTree,
+    Place,
+    Where,
+    in_array,
+    is_one,
+    is_one_spec,
+    naming_errors,
+    node_of,
+    text_of,
+    where_text,
+)
+from shardload.options import FILE, FULL, OPTIONS, PER_LOADED_ARRAY
+from shardload.planning.region import Region
+from shardload.planning.schedule import ROOT
+from shardload.transfer.buffers import sendable
+
+
+class ScatterCall(LoadCall):
+    """One call that gives every process its shards of arrays which one rank has, on this rank.
+
+    That rank sends the outline of its tree with the metadata. Dicts, lists and tuples are nodes. A list or tuple outside of a
+    dict is one array, as NumPy makes it, unless `spec` is a tree.
+
+    Parameters
+    ----------
+    array : array_like, tree or callable
+        On the root: the arrays, or a function that returns them.
+    mesh, spec, given
+        As the caller passed them.
+    """
+
+    def __init__(self, array: Any, mesh: Any, spec: Any, given: dict[str, Any]) -> None:
+        self._array, self._root = array, given["root"]
+        self._has_tree = not (is_one(mesh) and is_one_spec(spec)) or any(
+            not (option.is_one or is_one)(given[option.name]) for option in PER_LOADED_ARRAY if option.name in given
+        )
+        self._sources: list[MemorySource] | None = None
+        super().__init__("scatter", "", mesh, spec, given | {"readers": ROOT})
+
+    def _join(self) -> ArrayTree:
+        verify = self._given["verify"]
+        if verify in (FILE, FULL):
+            raise ConfigError(f"verify is {verify!r}, but scatter has no file to read again; expected 'index' or 'checksum'")
+        return ArrayTree(Place("", None, is_pattern=self._has_tree))
+
+    def _what(self, _: Place) -> dict[str, str]:
+        return {"path": f"scatter from rank {self._root!r}"}
+
+    def scatter(self) -> Any:
+        """Agree on the root, plan, and move: the arrays in the structure of the root's tree. Collective."""
+        self.call.settle()  # before any message from the root: the ranks may not agree on who it is
+        root, size = self._root, self.call.group.size
+        if isinstance(root, bool) or not isinstance(root, (int, np.integer)) or not 0 <= root < size:
+            raise ConfigError(f"root is {root!r}; expected a rank from 0 to {size - 1}")
+        return self.load(int(root))
+
+    def find(self) -> list[bytes | memoryview]:
+        """Make the arrays, and describe them as text. Runs on the root."""
+        array = self._array() if callable(self._array) else self._array
+        leaves, structure = _flatten(array, self._has_tree)
+        if not leaves:
+            raise ConfigError(f"array is {array!r}, a tree without an array: there is nothing to scatter")
+        self._sources, told = [], []
+        for where, value in leaves:
+            with naming_errors(where_text(where)):
+                source = MemorySource(self._as_array(value))
+            self._sources.append(source)
+            view = source.view(Region.whole(source.info.shape))
+            told.append([source.info.to_json(), view is not None and sendable(view), str(source.dtype)])
+        return [pickle.dumps((structure, told))]
+
+    def _as_array(self, value: Any) -> np.ndarray[Any, Any]:
+        """What the root has, as NumPy makes an array of it."""
+        if value is None:
+            raise ConfigError(
+                f"array is None on rank {self._root}, the root. Pass the array there, or root= the rank that has it"
+            )
+        try:
+            return value if isinstance(value, np.ma.MaskedArray) else np.asarray(value)  # `MemorySource` looks at the mask
+        except jax.errors.TracerArrayConversionError:
+            raise ConfigError(
+                f"array is traced on rank {self._root}: it has no values yet. Call scatter outside of jax.jit; inside, "
+                "jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec)) shards an array"
+            ) from None
+        except ValueError as error:
+            raise ConfigError(
+                f"array is a {type(value).__name__} on rank {self._root}, of which NumPy makes no array: {error} A list is one "
+                "array by itself; to scatter several, pass a dict of arrays, or a list of specs"
+            ) from None
+
+    def make(self, text: Any) -> list[ArrayLoad]:
+        """Plan the scatter of all arrays. Runs on every rank."""
+        structure, told = pickle.loads(bytes(text))  # of this job's root, never of a file
+        self.tree = ArrayTree(jax.tree_util.tree_unflatten(structure, [Place("", None) for _ in told]))
+        if not self.tree.is_single:
+            self.requests = read_requests(self.tree, self._mesh, self._spec, self._given)
+        if any(request.by_name is not None for request in self.requests):
+            raise ConfigError(f"the spec is {self._spec!r}, by names of axes, and an array in memory has none: pass P(...)")
+        loads = []
+        for k, (request, (info, can_be_viewed, dtype)) in enumerate(zip(self.requests, told, strict=True)):
+            where = where_text(self.tree.where[k])
+            with naming_errors(where):
+                wanted = request.options.dtype
+                # Not `in (None, ...)`: NumPy takes None for float64 where it compares types.
+                as_it_is = can_be_viewed and (wanted is None or wanted == np.dtype(dtype))
+                source = None if self._sources is None else self._sources[k]
+                ranks = self.ranks_for(request)
+                plan = plan_scatter(request, ranks, ArrayInfo.from_json(info), int(self._root), as_it_is)
+                loads.append(ArrayLoad(plan, request.options, source, where=where))
+        request = self.requests[0]
+        return share_staging(request, self.ranks_for(request), loads) if len(loads) > 1 else loads
+
+
+def _flatten(value: Any, has_tree: bool) -> tuple[list[tuple[Where, Any]], Any]:
+    """The arrays of a tree, each with its place, and its structure. A list or tuple outside of a dict is one array, unless
+    `has_tree`.
+    """
+
+    def is_node(node: Any) -> bool:
+        if isinstance(node, np.ndarray) or hasattr(node, "__array__"):
+            return False
+        if isinstance(node, (list, tuple)) and (has_tree if node is value else any(map(_has_array, node))):
+            return True
+        # Another node of JAX's, also a named tuple: NumPy would make one array of it, of its parts or of the object.
+        is_other = type(node) not in (dict, list, tuple) and node_of(node) is not None and _has_array(node)
+        return isinstance(node, dict) or is_other
+
+    def has_known_keys(node: Any) -> bool:
+        return not isinstance(node, dict) or all(type(key) in (str, int) for key in node)
+
+    def is_leaf(node: Any) -> bool:
+        return not is_node(node) or type(node) not in (dict, list, tuple) or not has_known_keys(node)
+
+    leaves, structure = jax.tree_util.tree_flatten_with_path(value, is_leaf=is_leaf)
+    for where, node in leaves:
+        if not has_known_keys(node):
+            raise ConfigError(f"array{text_of(where)} has keys such as {next(iter(node))!r}; scatter takes text and integers")
+        if is_node(node):
+            raise ConfigError(f"array{text_of(where)} is a {type(node).__name__}; scatter takes trees of dict, list and tuple")
+    return leaves, structure
+
+
+def _has_array(value: Any) -> bool:
+    return any(hasattr(leaf, "__array__") for leaf in jax.tree_util.tree_leaves(value))
+
+
+class VerifyCall(LoadCall):
+    """One call that compares arrays with their files, on this rank. The arguments are as the caller passed them."""
+
+    def __init__(self, x: Any, path: Any, given: dict[str, Any]) -> None:
+        self._x, self._text = x, "nothing"
+        super().__init__("verify", path, None, None, given | {"verify": given["how"]})
+
+    def _join(self) -> ArrayTree:
+        leaves = jax.tree_util.tree_flatten_with_path(self._x)[0] or [((), self._x)]
+        for where, array in leaves:
+            _check_values(f"x{text_of(where)}", array)
+        OPTIONS["how"].check(self._given["how"])  # `Options` would call it by the other name
+        seed = self._given["seed"]
+        if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or seed < 0:
+            raise ConfigError(f"seed is {seed!r}; expected an integer, 0 or more")
+        tree = super()._join()
+        tree.spread("x", self._x)
+        texts = (f"{text_of(where)} an array of shape {array.shape}, {array.dtype}".strip() for where, array in leaves)
+        self._text, self._mesh = "; ".join(texts), jax.tree_util.tree_map(_sharding_of, self._x)
+        return tree
+
+    def _what(self, place: Place) -> dict[str, str]:
+        return {**super()._what(place), "x": self._text, "seed": str(self._given["seed"])}
+
+    def verify(self) -> Any:
+        """Plan, and compare: what was proven of each array, in the structure of the tree. Collective."""
+        loads = self.plan()
+        return self.tree.build(self.loader(loads).verify(self._arrays(), int(self._given["seed"])))
+
+    def _arrays(self) -> list[Any]:
+        """The caller's arrays, in the order of the tree."""
+        if self.tree.is_single:
+            return [self._x]
+        arrays = self.tree.spread("x", self._x)
+        n = len(jax.tree_util.tree_leaves(self._x))
+        if n != len(arrays):
+            raise ConfigError(
+                f"x has {n} arrays, but dataset and path name {len(arrays)}. Pass one array for each name, in a tree with the "
+                "same keys"
+            )
+        return arrays
+
+    def make(self, told: Any) -> list[ArrayLoad]:
+        """Plan the loads that would give these arrays."""
+        loads = super().make(told)
+        for x, load in zip(self._arrays(), loads, strict=True):
+            if (load.plan.shape_global, load.plan.dtype) != (x.shape, x.dtype):
+                error = ConfigError(
+                    f"x has shape {x.shape} and is {x.dtype}, but a load of {load.info} with these arguments has shape "
+                    f"{load.plan.shape_global} and is {load.plan.dtype}. Pass the same select=, dtype=, decode=, pad= and "
+                    "halo= as to the load"
+                )
+                raise in_array(load.where, error)
+        return loads
+
+
+def _check_values(name: str, x: Any) -> None:
+    """Raise ConfigError if something is no array, or has no values that could be compared."""
+    if not isinstance(x, jax.Array):
+        raise ConfigError(f"{name} is a {type(x).__name__}; expected a jax.Array")
+    if isinstance(x, jax.core.Tracer):
+        raise ConfigError(f"{name} is traced: it has no values yet. Call verify outside of jax.jit")
+    if x.is_deleted():
+        raise ConfigError(f"{name} was deleted (donated to a jitted function?), so it has no values. Verify it before that")
+
+
+def _sharding_of(x: Any) -> Any:
+    """Its sharding; for an array on a single device, the same as a NamedSharding over a mesh of one device."""
+    if isinstance(x.sharding, jax.sharding.SingleDeviceSharding):
+        return NamedSharding(Mesh(np.array(list(x.sharding.device_set)), ("device",)), PartitionSpec())
+    return x.sharding
