@@ -31,8 +31,8 @@ from shardload.formats.zarr.nodes import ArrayNode
 from shardload.formats.zarr.sink import ZarrEncoder, ZarrSink, groups_above
 from shardload.formats.zarr.store import WatchedStore, open_store
 from shardload.planning.grid import unravel
+from shardload.storage.changes import changed_meanwhile
 from shardload.storage.leftovers import ROOTS
-from shardload.storage.locks import changed_meanwhile
 from shardload.storage.new_folder import AddedFolder
 from shardload.storage.target import GROWTH_MARK, named
 

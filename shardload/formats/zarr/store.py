@@ -31,8 +31,7 @@ from zarr.core.sync import sync
 
 from shardload.errors import SourceError, is_unread
 from shardload.formats.access import STRICT, Access
-from shardload.formats.zarr.codecs import checked
-from shardload.formats.zarr.nodes import ArrayNode, GroupNode, Node, parse_node
+from shardload.formats.zarr.nodes import ArrayNode, GroupNode, Node, checked, parse_node
 from shardload.formats.zarr.references import SUFFIXES, ReferenceFolder, is_references, refuse_parquet
 from shardload.storage.containment import TARGET_HINT, Fence, OutsideError
 from shardload.storage.local import LocalFolder, state_of
