@@ -191,20 +191,27 @@ def test_every_layout_sharding_and_edge(ranks: Any, shared_tmp_path: Path, kind:
 
 
 @pytest.mark.any_version
-def test_a_file_axis_by_number_and_without_values(ranks: Any, shared_tmp_path: Path) -> None:
-    """Wrong if an axis in the middle, or one with a limit, could not grow; or a dimension without values stayed behind."""
+def test_rows_one_by_one_by_number_and_without_values(ranks: Any, shared_tmp_path: Path) -> None:
+    """Wrong if an append did not begin where the one before it has ended; if an axis without a name, one in the middle, or one
+    with a limit could not grow; or a dimension without values stayed behind.
+    """
     path, values = shared_tmp_path / "run.h5", ramp((7, 5, X), "int16")
+    stores = {shared_tmp_path / "chunks.zarr": None, shared_tmp_path / "shards.zarr": (6, 8, 32)}
 
     def begin() -> None:
         with h5py.File(path, "w") as file:
             file.create_dataset("x", data=values[:, :1], chunks=(3, 2, 16), maxshape=(7, 5, None))
+        for store, shards in stores.items():
+            root = zarr.open_group(str(store), mode="w")
+            root.create_array("x", data=np.ascontiguousarray(values[:, :1]), chunks=(3, 4, 16), shards=shards)
         xarray.Dataset({"rho": (("time", "x"), values[:3, 0])}).to_netcdf(
             shared_tmp_path / "run.nc", engine="h5netcdf", unlimited_dims=["time"]
         )
 
     on_root(ranks, begin)
     for k in range(1, 5):
-        shardload.append(path, put(values[:, k : k + 1], mesh_of(), P(None, None, "a")), dim=-2, dataset="x")
+        for one in (path, *stores):
+            shardload.append(one, put(values[:, k : k + 1], mesh_of(), P(None, None, "a")), dim=-2, dataset="x")
         x = shardload.load(path, mesh_of(), P(None, None, "a"), dataset="x")  # and leaves no lock
         assert x.shape == (7, k + 1, X)
     more = put(values[:, :1], mesh_of(), P(None, None, "a"))
@@ -219,7 +226,8 @@ def test_a_file_axis_by_number_and_without_values(ranks: Any, shared_tmp_path: P
     rho = put(values[3:, 0], mesh_of(), P(None, "a"))
     assert shardload.append(shared_tmp_path / "run.nc", {"rho": rho}).grown == {"/rho": (3, 7)}
 
-    compare(ranks, path, {"x": values})
+    for one in (path, *stores):
+        compare(ranks, one, {"x": values})
     compare(ranks, shared_tmp_path / "run.nc", {"rho": values[:, 0]})
     assert on_root(ranks, lambda: h5py.File(shared_tmp_path / "run.nc")["time"].shape) == (7,)
 
@@ -321,20 +329,6 @@ def test_a_copy_that_can_grow(ranks: Any, shared_tmp_path: Path, name: str, axis
                 assert opened.encoding["unlimited_dims"] == {"time"} and dict(opened.sizes)["time"] == 7
 
     on_root(ranks, look)
-
-
-@pytest.mark.parametrize("shards", [(6, 8, 32), None], ids=["shards", "chunks"])
-def test_rows_one_by_one_and_by_number(ranks: Any, shared_tmp_path: Path, shards: Any) -> None:
-    """Wrong if an append did not begin where the one before it has ended, or an axis without a name could not grow."""
-    path, values = shared_tmp_path / "run.zarr", ramp((7, 5, X), "int16")
-
-    def begin() -> None:
-        zarr.create_array(str(path), data=np.ascontiguousarray(values[:, :1]), chunks=(3, 4, 16), shards=shards)
-
-    on_root(ranks, begin)
-    for k in range(1, 5):
-        shardload.append(path, put(values[:, k : k + 1], mesh_of(), P(None, None, "a")), dim=-2, dataset="/")
-    on_root(ranks, lambda: np.testing.assert_array_equal(np.asarray(zarr.open_array(str(path), mode="r")[...]), values))
 
 
 def test_after_a_save_and_with_padding(ranks: Any, shared_tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """What will a stream read, in which order, and in which rounds? Frozen facts, the same on every rank.
 
-An epoch is planned when it begins, because all of its samples are known then (`planning.sample_order`). Readings that follow
-each other are put into one round until the round is worth its two agreements and every reader has a block.
+An epoch is planned when it begins, because all of its samples are known then (`Readings`). Readings that follow each other are
+put into one round until the round is worth its two agreements and every reader has a block.
 """
 
 from __future__ import annotations

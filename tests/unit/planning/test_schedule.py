@@ -89,7 +89,6 @@ PADDED = Case((5, 3), ((0,), (1,)), SQUARE.T, 4, (2, 2), (0, 0), 2, block_nbytes
 DIRECT = Case((5, 6), ((0,), (1,)), SQUARE, 4, (2, 4), (1, 3), 0, block_nbytes=1)
 TWO_EACH = Case((8,), ((1, 0),), SQUARE // 2, 2, (3,), (0,), 2, block_nbytes=1)
 COLUMNS = Case((4, 4), ((), (0,)), np.array([0, 0, 1, 1]), 2, (1, 4), (0, 0), 2, block_nbytes=1)
-FIXED = {"uneven": UNEVEN, "replicas": REPLICAS, "padded": PADDED, "direct": DIRECT, "two each": TWO_EACH, "columns": COLUMNS}
 
 
 class OwnerRoundsDown(Schedule):
@@ -479,8 +478,3 @@ def test_a_message_of_more_than_a_gibibyte_is_split() -> None:
     assert all(p.region.size * 8 <= MAX_MESSAGE_NBYTES for p in read.parts)
     assert sum(p.region.size for p in read.parts) == 3 << 28
     assert [(p.region, p.target) for p in read.parts] == [(p.region, p.target) for p in plan.incoming(1)[0]]
-
-
-@pytest.mark.parametrize("name", FIXED)
-def test_the_hand_picked_cases_are_right(name: str) -> None:
-    simulate(FIXED[name], FIXED[name].plan())
