@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from shardload.planning.blocks import plan_blocks
 from shardload.planning.cost import plan_cost
-from shardload.planning.halo import Halo, SectionGrid
 from shardload.planning.region import Region
 from shardload.planning.schedule import MAX_MESSAGE_NBYTES, Schedule, plan_direct
-from shardload.planning.shards import plan_shards
+from shardload.planning.shards import Halo, SectionGrid, plan_shards
 from tests.tiers import examples
 from tests.unit.brute_force import Case, cases, cell_numbers, chunks_read, every_way, flat_index, grids
 
