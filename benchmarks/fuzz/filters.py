@@ -38,7 +38,7 @@ import zarr.registry
 from benchmarks.fuzz.filter_files import FilterCase, FilterKind, filter_case, filter_kinds
 from shardload.formats import lookup as sources
 from shardload.formats.access import Access
-from shardload.formats.contract.by_chunks import read_by_chunks
+from shardload.formats.contract.chunk_reader import read_by_chunks
 from shardload.formats.hdf5 import filters as hdf5_filters
 from shardload.formats.zarr import codecs as zarr_codecs
 from shardload.planning.region import Region

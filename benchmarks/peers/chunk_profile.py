@@ -22,8 +22,8 @@ import numcodecs
 import numpy as np
 import zstandard
 
-from shardload.formats.codecs.transforms import decode_shuffle
-from shardload.formats.contract.by_chunks import copy_rows
+from shardload.formats.codecs.algorithms import decode_shuffle
+from shardload.formats.contract.chunk_reader import copy_rows
 from shardload.formats.lookup import open_source
 from shardload.planning.grid import cut_box
 

@@ -201,7 +201,7 @@ def parse_compression(text: str) -> Any:
     >>> parse_compression("blosc(zstd):5+bitshuffle")
     {'name': 'blosc', 'level': 5, 'shuffle': False, 'options': {'cname': 'zstd', 'bitshuffle': True}}
     """
-    from shardload.formats.codecs.words import compression_typed
+    from shardload.formats.codecs.table import compression_typed
 
     word = text.strip().lower()
     if word in ("none", KEEP):

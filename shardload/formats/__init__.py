@@ -20,8 +20,7 @@ The names that this package exports are for writing a format in a package of its
 
 from shardload.formats.access import STRICT, Access
 from shardload.formats.contract.array import ArrayInfo
-from shardload.formats.contract.by_chunks import read_by_chunks
-from shardload.formats.contract.chunk_reader import ChunkReader, Encoded, Scratch
+from shardload.formats.contract.chunk_reader import ChunkReader, Encoded, Scratch, read_by_chunks
 from shardload.formats.contract.dtypes import check_request, native_dtype, refusal, unaddressable
 from shardload.formats.contract.format import Format, OpenFile, Source
 from shardload.planning.region import Region

@@ -19,7 +19,7 @@ from shardload.errors import ConfigError, ShardloadError, SourceError, is_unread
 from shardload.formats.concatenation import Concatenation
 from shardload.formats.contract.array import GROUP, NOTHING, ArrayInfo, nbytes_of, some
 from shardload.formats.contract.dtypes import refusal
-from shardload.formats.untrusted.answers import HelperError
+from shardload.formats.contract.format import HelperError
 from shardload.storage.containment import NotAFileError, OutsideError, open_file
 from shardload.storage.leftovers import ROOTS, find_leftover
 from shardload.storage.objects import NoListingError

@@ -23,7 +23,7 @@ from typing import Any, Self
 import numpy as np
 
 from shardload.errors import ConfigError
-from shardload.formats.codecs.words import compression_typed, has_own_shuffle
+from shardload.formats.codecs.table import compression_typed, has_own_shuffle
 from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.contract.dtypes import cast_value, native_dtype, refusal
 from shardload.planning.grid import ravel, unravel

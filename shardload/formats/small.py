@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from shardload.formats.contract.array import ArrayInfo, nbytes_of
-from shardload.formats.contract.by_chunks import chunks_met, read_by_chunks
+from shardload.formats.contract.chunk_reader import chunks_met, read_by_chunks
 from shardload.formats.contract.format import Source
 from shardload.planning.blocks import count_runs
 from shardload.planning.region import Region

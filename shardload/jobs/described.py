@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from contextlib import closing
 from dataclasses import replace
+from typing import Any
+
+import numpy as np
 
 from shardload.errors import ConfigError, SourceError, printable
 from shardload.formats.access import Access
@@ -15,6 +18,9 @@ from shardload.formats.labels import names_in
 from shardload.formats.likeness import as_text, named_beside
 from shardload.formats.lookup import Finder
 from shardload.jobs.consistency import State
+from shardload.planning.region import Region
+
+Array = np.ndarray[Any, Any]
 
 Described = tuple[ArrayInfo, Properties, State]
 
@@ -30,14 +36,20 @@ def describe_array(file: OpenFile, name: str, expected: ArrayInfo | None = None)
         return info, properties, source.opened_in()
 
 
-def find_arrays(
-    path: str, names: Iterable[str], access: Access, on_empty: Callable[[str, ConfigError], None]
-) -> dict[str, ArrayInfo]:
-    """The arrays of a file with these names, or below the groups of patterns; also those that hold no numbers.
+def read_values(file: OpenFile, name: str, region: Region | None = None) -> Array:
+    """Stored values of an array, or of a region of it, as the format's library reads them, in the machine's byte order."""
+    with closing(file.open(name)) as source, as_source_error(source.info.path, name):
+        region = Region.whole(source.info.shape) if region is None else region
+        values = np.asarray(source.plain(region)).reshape(region.shape)
+    return values.astype(values.dtype.newbyteorder("="), copy=False)
 
-    `on_empty` gets each group below which there are none, and the error about it, which it may raise.
+
+def find_arrays(path: str, names: Iterable[str], access: Access) -> tuple[dict[str, ArrayInfo], dict[str, ConfigError]]:
+    """The arrays of a file with these names, or below the groups of patterns; also those that hold no numbers. And the errors
+    about groups below which there are none.
     """
     infos: dict[str, ArrayInfo] = {}
+    empty: dict[str, ConfigError] = {}
     with Finder(access, tells=True) as finder:
         for name in names:
             if name != "*" and not name.endswith("/*"):
@@ -48,10 +60,10 @@ def find_arrays(
             try:
                 below, left_out = finder.find_below(path, group, with_dimensions=True)
             except ConfigError as error:
-                on_empty(group, error)
+                empty[group] = error
                 continue
             infos |= {info.dataset: info for info in [*(array.info for array in below), *left_out]}
-    return infos
+    return infos, empty
 
 
 def describe_arrays(file: OpenFile, infos: Mapping[str, ArrayInfo]) -> tuple[dict[str, Described], list[str]]:

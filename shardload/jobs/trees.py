@@ -304,7 +304,34 @@ class ArrayTree:
         """
         if self._structure is None or is_one(value):
             return [value] * len(self.places)
-        return list(_Spreading(name, is_one, is_tree, default).walk(self._outline, value))
+
+        def walk(outline: Any, value: Any, where: Where) -> Iterator[Any]:
+            """The values of the places of an outline, to which these keys lead."""
+            is_dict = is_tree is not None and isinstance(value, Mapping)
+            if isinstance(outline, Place):
+                if not (outline.is_pattern or is_one(value) or is_dict or _node(value) is None):
+                    text = repr(value)
+                    raise ConfigError(
+                        f"{name}{text_of(where)} is {text[:77]}, a tree, but there is one array at that place. Pass one value"
+                    )
+                yield value
+                return
+            children = node_of(outline) or []
+            keys = [key for key, _ in children]
+            if isinstance(value, Mapping) and not is_one(value):
+                value = _with_groups(value, keys, f"{name}{text_of(where)}")
+            is_leaf = is_one(value) or (is_tree is not None and is_dict and not is_tree(value, keys))
+            of_value = None if is_leaf else node_of(dict(value) if isinstance(value, Mapping) else value)
+            if of_value is None:
+                yield from [value] * len(jax.tree_util.tree_leaves(outline))
+                return
+            other = "dataset" if name == "x" else "the arrays"
+            needed = default if isinstance(value, Mapping) else NEEDED
+            values = _matching(name, of_value, children, where, other, needed)
+            for (key, child), part in zip(children, values, strict=True):
+                yield from walk(child, part, (*where, key))
+
+        return list(walk(self._outline, value, ()))
 
     def grow(self, names: Mapping[int, Sequence[str]]) -> ArrayTree:
         """The tree with a nested dict in the place of each pattern.
@@ -339,41 +366,6 @@ class ArrayTree:
         if self._structure is None:
             return values[0]
         return jax.tree_util.tree_unflatten(self._structure, list(values))
-
-
-@dataclass(frozen=True, eq=False)
-class _Spreading:
-    """How the values of an option are spread: see `ArrayTree.spread`."""
-
-    name: str
-    is_one: Callable[[Any], bool]
-    is_tree: Callable[[Mapping[Any, Any], Sequence[Any]], bool] | None
-    default: Any
-
-    def walk(self, outline: Any, value: Any, where: Where = ()) -> Iterator[Any]:
-        """The values of the places of an outline, to which these keys lead."""
-        name, is_one, is_tree = self.name, self.is_one, self.is_tree
-        is_dict = is_tree is not None and isinstance(value, Mapping)
-        if isinstance(outline, Place):
-            if not (outline.is_pattern or is_one(value) or is_dict or _node(value) is None):
-                text = repr(value)
-                raise ConfigError(
-                    f"{name}{text_of(where)} is {text[:77]}, a tree, but there is one array at that place. Pass one value"
-                )
-            yield value
-            return
-        children = node_of(outline) or []
-        if isinstance(value, Mapping) and not is_one(value):
-            value = _with_groups(value, [key for key, _ in children], f"{name}{text_of(where)}")
-        is_leaf = is_one(value) or (is_tree is not None and is_dict and not is_tree(value, [key for key, _ in children]))
-        of_value = None if is_leaf else node_of(dict(value) if isinstance(value, Mapping) else value)
-        if of_value is None:
-            yield from [value] * sum(1 for _ in _places(outline))
-            return
-        other = "dataset" if name == "x" else "the arrays"
-        values = _matching(name, of_value, children, where, other, self.default if isinstance(value, Mapping) else NEEDED)
-        for (key, child), part in zip(children, values, strict=True):
-            yield from self.walk(child, part, (*where, key))
 
 
 def _join(path: Any, dataset: Any, where: Where) -> Any:
@@ -443,15 +435,6 @@ def refuse_traced(name: str, value: Any) -> None:
         parts = value
     for part in parts:
         refuse_traced(name, part)
-
-
-def _places(outline: Any) -> Iterator[Place]:
-    """The leaves of a tree of places."""
-    if isinstance(outline, Place):
-        yield outline
-        return
-    for _, child in node_of(outline) or ():
-        yield from _places(child)
 
 
 def _matching(

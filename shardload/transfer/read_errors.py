@@ -10,8 +10,7 @@ import numpy as np
 
 from shardload.comm.watchdog import Activity
 from shardload.errors import SourceError
-from shardload.formats.contract.format import ChangedError, Source, UndecodedError
-from shardload.formats.untrusted.answers import HelperError
+from shardload.formats.contract.format import ChangedError, HelperError, Source, UndecodedError
 from shardload.planning.grid import Grid
 from shardload.planning.region import Region
 from shardload.planning.selection import Selection

@@ -6,6 +6,7 @@ The arrays are passed as lists, with a mesh and options of its own for each; `lo
 from __future__ import annotations
 
 import gc
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,7 @@ def load_many(arrays: list[tuple[Any, Any, Any, dict[str, Any]]], comm: Any = No
     options = keywords_of("load", vars(DEFAULTS) | given[0] | {"comm": comm, "dataset": [one["dataset"] for one in given]})
     options |= {o.name: [one.get(o.name, o.default) for one in given] for o in PER_LOADED_ARRAY}
     with LoadCall("load", paths, meshes, specs, options).begin() as call:
-        return call.load_all()
+        return call.loader(call.plan()).run(time.perf_counter())
 
 
 def load(paths: dict[str, str], names: tuple[str, ...], comm: Any = None, **common: Any) -> execution.LoadResult:

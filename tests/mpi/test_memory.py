@@ -291,7 +291,7 @@ FAULTS = {
     "buffers": "shardload.jobs.saving.save.LocalShards",
     "create": "shardload.formats.hdf5.sink.Hdf5Sink.create",
     "open": "shardload.formats.hdf5.sink.Hdf5Sink.writer",
-    "exchange": "shardload.arrays.disassemble.ShardSender.start",
+    "exchange": "shardload.arrays.local_shards.ShardSender.start",
     "encode": "shardload.formats.hdf5.sink.Hdf5Encoder._encode",
     "place": "shardload.formats.hdf5.sink.Hdf5Catalog.allocate",
     "put": "shardload.formats.hdf5.sink.Hdf5Writer.put",

@@ -67,18 +67,12 @@ class Check:
     text: str
 
 
-@dataclass(frozen=True)
-class Report:
-    """Facts, findings and checks of a job; the same on every rank."""
+Result = tuple[list[Facts], list[Finding], list[Check]]
 
-    rows: Sequence[Facts]
-    findings: Sequence[Finding]
-    checks: Sequence[Check]
 
-    @property
-    def is_ok(self) -> bool:
-        """Whether loads will work: no error, and no check that failed."""
-        return not any(finding.level == ERROR for finding in self.findings) and all(c.ok is not False for c in self.checks)
+def is_ok(findings: Sequence[Finding], checks: Sequence[Check]) -> bool:
+    """Whether loads will work: no error, and no check that failed."""
+    return not any(finding.level == ERROR for finding in findings) and all(check.ok is not False for check in checks)
 
 
 def run(timeout: float, is_json: bool = False) -> int:
@@ -103,18 +97,18 @@ def run(timeout: float, is_json: bool = False) -> int:
     with own_stdout() as out, Deadline(timeout).watching() as deadline:
         facts = _start_mpi(os.environ)
         deadline.who = f"rank {facts.rank} on {facts.host}" if facts.size > 1 else f"task {facts.task} on {facts.host}"
-        report = _examine(facts, deadline)
+        result = _examine(facts, deadline)
         group = group_of()
         try:
             if facts.task == 0 if group.size == 1 else group.rank == 0:
-                tell(as_json(report) if is_json else as_text(report, width_of(out)), out)
+                tell(as_json(*result) if is_json else as_text(*result, width_of(out)), out)
         finally:  # many launchers end all tasks as soon as one exits with 1: not before the printing rank is done
             deadline.at = "rank 0 to print"
             if group.size > 1:
                 group.gather_int(0)
             elif facts.task and facts.n_launched > 1:
                 time.sleep(_LINGER_SECONDS)
-    return 0 if report.is_ok else 1
+    return 0 if is_ok(*result[1:]) else 1
 
 
 def _start_mpi(environ: Mapping[str, str]) -> Facts:
@@ -125,19 +119,19 @@ def _start_mpi(environ: Mapping[str, str]) -> Facts:
         return before_jax(environ)
 
 
-def _examine(facts: Facts, deadline: Deadline) -> Report:
+def _examine(facts: Facts, deadline: Deadline) -> Result:
     if not facts.mpi_problem:
         deadline.at = "the ranks of this node"
         facts = with_node(facts, group_of())
     is_apart = facts.mpi_size == 1 and facts.n_launched > 1
     if is_apart and not facts.mpi_problem:  # singletons: nothing to run checks with
-        return Report([facts], diagnose([facts]), [])
+        return [facts], diagnose([facts]), []
     deadline.at = "JAX to start on all ranks"
     try:
         initialize()
     except ShardloadError as error:
         if is_apart:  # neither MPI nor JAX connects the tasks
-            return Report([facts], diagnose([facts]), [])
+            return [facts], diagnose([facts]), []
         facts = replace(facts, jax_problem=str(error))
     else:
         facts = with_jax(facts)
@@ -150,7 +144,7 @@ def _examine(facts: Facts, deadline: Deadline) -> Report:
         nodes[_node_of(row)].append(row)
     rows = [replace(row, node=tuple(other.rank for other in nodes[_node_of(row)])) for row in rows]
     findings = diagnose(rows)
-    return Report(rows, findings, run_checks(group, deadline, any(finding.level == ERROR for finding in findings)))
+    return rows, findings, run_checks(group, deadline, not is_ok(findings, []))
 
 
 def _node_of(row: Facts) -> str | tuple[int, ...]:
@@ -292,39 +286,40 @@ def _scatter(devices: list[Any]) -> str:
 # --- what is printed
 
 
-def as_json(report: Report) -> str:
+def as_json(rows: Sequence[Facts], findings: Sequence[Finding], checks: Sequence[Check]) -> str:
     """For scripts."""
-    parts = asdict(report)
-    return json.dumps({"ok": report.is_ok, "ranks": parts.pop("rows"), **parts}, indent=2)
+    parts: dict[str, Sequence[Any]] = {"ranks": rows, "findings": findings, "checks": checks}
+    told = {name: [asdict(one) for one in part] for name, part in parts.items()}
+    return json.dumps({"ok": is_ok(findings, checks), **told}, indent=2)
 
 
-def as_text(report: Report, width: int = WIDTH) -> str:
+def as_text(rows: Sequence[Facts], findings: Sequence[Finding], checks: Sequence[Check], width: int = WIDTH) -> str:
     """For people, in `width` columns: a table of what differs between ranks, then what all ranks have in common."""
-    cells = {title: [printable(show(row)) for row in report.rows] for title, show in _COLUMNS.items()}
+    cells = {title: [printable(show(row)) for row in rows] for title, show in _COLUMNS.items()}
     common = {title: texts[0] for title, texts in cells.items() if title not in _ALWAYS and len(set(texts)) == 1}
     shown = [title for title in cells if title not in common]
-    rows = [list(row) for row in zip(*(cells[title] for title in shown), strict=True)]
-    lines = [*fit_table([Column(title) for title in shown], rows, width), ""]
+    table = [list(row) for row in zip(*(cells[title] for title in shown), strict=True)]
+    lines = [*fit_table([Column(title) for title in shown], table, width), ""]
     lines += _paragraphs([(title, text) for title, text in common.items() if text], width)
     said = {True: "ok    ", False: "FAILED", None: "-     "}
-    lines += _paragraphs([(f"{said[check.ok]}  {check.name}", check.text) for check in report.checks], width)
-    for finding in report.findings:
+    lines += _paragraphs([(f"{said[check.ok]}  {check.name}", check.text) for check in checks], width)
+    for finding in findings:
         where = ranks_text(finding.ranks)
-        where = "" if len(finding.ranks) == len(report.rows) or where in finding.text else f" ({where})"
+        where = "" if len(finding.ranks) == len(rows) or where in finding.text else f" ({where})"
         lines += _paragraph(f"{finding.level}: ".ljust(9), finding.text + where, width)
         lines += _paragraph("   -> ".ljust(9), finding.fix, width)
-    return "\n".join([*lines, *([""] if report.findings else []), *wrap(_summary(report), width, "", "  ")])
+    return "\n".join([*lines, *([""] if findings else []), *wrap(_summary(rows, findings, checks), width, "", "  ")])
 
 
-def _summary(report: Report) -> str:
-    rows, levels = report.rows, [finding.level for finding in report.findings]
-    levels += ["failed check" for check in report.checks if check.ok is False]
+def _summary(rows: Sequence[Facts], findings: Sequence[Finding], checks: Sequence[Check]) -> str:
+    levels = [finding.level for finding in findings]
+    levels += ["failed check" for check in checks if check.ok is False]
     said = ", ".join(counted(levels.count(level), level) for level in dict.fromkeys(levels))
     n_nodes = len({row.node[0] for row in rows})
     job = f"{counted(len(rows), 'rank')} on {counted(n_nodes, 'node')}, {counted(rows[0].n_devices, 'device')}"
     if rows[0].size == 1 and rows[0].n_launched > 1:
         job = f"{rows[0].n_launched} tasks, each a job of its own"
-    return f"{'OK' if report.is_ok else 'FAILED'}: {job}{'; ' if said else ''}{said}"
+    return f"{'OK' if is_ok(findings, checks) else 'FAILED'}: {job}{'; ' if said else ''}{said}"
 
 
 def _paragraphs(texts: Sequence[tuple[str, str]], width: int) -> list[str]:

@@ -1,8 +1,7 @@
 """How do stored bytes become values, and values such bytes? With well-maintained libraries, outside a format's lock.
 
-table        one object for each codec: its names and numbers, whether it is safe on damaged data, how it decodes and encodes
-words        how a caller says how an array is compressed
+table        one object for each codec: its names and numbers, whether it is safe on damaged data, how it decodes and encodes;
+             how a caller says how an array is compressed
 chains       the codecs of one array, one after the other: `Chain` decodes, `EncodeChain` encodes
-compressors  gzip, zlib, Zstandard, Blosc, LZ4
-transforms   shuffle, byte order, checksums
+algorithms   shuffle, byte order, checksums; gzip, zlib, Zstandard, Blosc, LZ4
 """

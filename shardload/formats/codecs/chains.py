@@ -69,8 +69,8 @@ class Chain:
     Examples
     --------
     >>> import zlib
-    >>> from shardload.formats.codecs.compressors import decode_zlib
-    >>> from shardload.formats.codecs.transforms import decode_shuffle
+    >>> from shardload.formats.codecs.algorithms import decode_zlib
+    >>> from shardload.formats.codecs.algorithms import decode_shuffle
     >>> chain = Chain([decode_zlib(), decode_shuffle(2)], nbytes=4)
     >>> out = np.empty((2, 2), "<u2")
     >>> chain.decode([zlib.compress(bytes([1, 2, 0, 1])), zlib.compress(bytes(4))], out)

@@ -1,19 +1,84 @@
-"""Which codecs are there? One object for each: its names, whether it is safe on damaged data, and how it works both ways.
+"""Which codecs are there, and how is it said how an array is compressed?
 
-`hdf5.filters` translates between these objects and an HDF5 file's filters with their ``cd_values``; `zarr.codecs` between them
-and what Zarr's metadata says.
+One object for each codec: its names, whether it is safe on damaged data, and how it works both ways. `hdf5.filters` translates
+between these objects and an HDF5 file's filters with their ``cd_values``; `zarr.codecs` between them and what Zarr's metadata
+says.
+
+How an array is compressed is said in the words of `sink.Compression`, the same for every format; a caller may write them as one
+text, as in a shell. A format lists the codecs of a chunk and reads their options; what these mean together is decided here. If
+a new array cannot be compressed like that, it is said why.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from shardload.errors import ConfigError
-from shardload.formats.codecs import compressors, transforms
+from shardload.formats.codecs import algorithms
 from shardload.formats.codecs.chains import Stage, Step
-from shardload.formats.codecs.words import has_own_shuffle
+
+_TYPED = re.compile(
+    r"(?P<name>[a-z0-9]+)(\((?P<inner>[a-z0-9]+)\))?(:(?P<level>-?\d+))?(?P<shuffle>\+shuffle|\+bitshuffle)?", re.ASCII
+)
+
+
+def has_own_shuffle(name: str) -> bool:
+    """True for a compressor that shuffles bytes itself, and does so unless it is told not to."""
+    return name == "blosc"
+
+
+def compression_typed(text: str) -> dict[str, Any] | None:
+    """The keywords of `sink.Compression` that a text says, ``NAME(CODEC):LEVEL+shuffle``; None if it cannot be read.
+
+    >>> compression_typed("gzip:6+shuffle"), compression_typed("gzip 6")
+    ({'name': 'gzip', 'level': 6, 'shuffle': True}, None)
+    >>> compression_typed("gzip(6)") is None, compression_typed("zstd+bitshuffle") is None  # Blosc alone has these inside
+    (True, True)
+    >>> compression_typed("blosc(zstd):5+bitshuffle")
+    {'name': 'blosc', 'level': 5, 'shuffle': False, 'options': {'cname': 'zstd', 'bitshuffle': True}}
+    """
+    found = _TYPED.fullmatch(text.strip().lower())
+    if found is None or (not has_own_shuffle(found["name"]) and (found["inner"] or found["shuffle"] == "+bitshuffle")):
+        return None
+    options: dict[str, Any] = {} if found["inner"] is None else {"cname": found["inner"]}
+    if found["shuffle"] == "+bitshuffle":
+        options["bitshuffle"] = True
+    is_shuffled = found["shuffle"] == "+shuffle" or (has_own_shuffle(found["name"]) and found["shuffle"] is None)
+    level = None if found["level"] is None else int(found["level"])
+    told: dict[str, Any] = {"name": found["name"], "level": level, "shuffle": is_shuffled}
+    return {**told, "options": options} if options else told
+
+
+def compression_told(
+    names: Sequence[str], is_shuffled: bool, options: Callable[[], Mapping[str, Any]]
+) -> dict[str, Any] | str | None:
+    """The keywords of `sink.Compression`; None for an array that is not compressed; text as in `Properties`.
+
+    Parameters
+    ----------
+    names : sequence of str
+        The compressors of a chunk, in order: no shuffle, no checksum.
+    is_shuffled : bool
+        Whether there is a shuffle of its own in front of them.
+    options : callable
+        The other keywords, of an array with one compressor.
+
+    Examples
+    --------
+    >>> compression_told(["gzip"], True, lambda: {"level": 4})
+    {'name': 'gzip', 'shuffle': True, 'level': 4}
+    >>> compression_told([], False, dict), compression_told(["zstd", "gzip"], False, dict)
+    (None, 'is encoded by zstd, then by gzip; a new array has one compressor')
+    """
+    if not names:
+        return {"name": "none", "shuffle": True} if is_shuffled else None
+    if len(names) > 1:
+        return f"is encoded by {', then by '.join(names)}; a new array has one compressor"
+    return {"name": names[0], "shuffle": is_shuffled, **options()}
+
 
 BLOSC_CODES = {"blosclz": 0, "lz4": 1, "lz4hc": 2, "zlib": 4, "zstd": 5}
 """The compressors inside of Blosc, with its numbers for them."""
@@ -128,26 +193,27 @@ _BLOSC_OPTIONS = frozenset({"cname", "clevel", "shuffle", "blocksize", "typesize
 
 CODECS = (
     Codec("gzip", 1, None, "", _LEVEL, True, levels=(4, 0, 9),
-          decoder=lambda told: compressors.decode_zlib(), encoder=lambda told: compressors.encode_zlib(told.level)),
+          decoder=lambda told: algorithms.decode_zlib(), encoder=lambda told: algorithms.encode_zlib(told.level)),
     Codec("gzip", None, "zlib", "2n", _LEVEL, True, levels=(4, 0, 9),
-          decoder=lambda told: compressors.decode_zlib(), encoder=lambda told: compressors.encode_zlib(told.level)),
+          decoder=lambda told: algorithms.decode_zlib(), encoder=lambda told: algorithms.encode_zlib(told.level)),
     Codec("gzip", None, "gzip", "23n", _LEVEL, True, levels=(4, 0, 9),
-          decoder=lambda told: compressors.decode_gzip(), encoder=lambda told: compressors.encode_gzip(told.level)),
+          decoder=lambda told: algorithms.decode_gzip(), encoder=lambda told: algorithms.encode_gzip(told.level)),
     Codec("zstd", 32015, "zstd", "23n", _LEVEL | {"checksum"}, True, levels=(3, 0, 22),
-          decoder=lambda told: compressors.decode_zstd(), encoder=lambda told: compressors.encode_zstd(told.level)),
+          decoder=lambda told: algorithms.decode_zstd(), encoder=lambda told: algorithms.encode_zstd(told.level)),
     Codec("blosc", 32001, "blosc", "23n", _BLOSC_OPTIONS, True, levels=(5, 0, 9),
-          decoder=lambda told: compressors.decode_blosc(),
-          encoder=lambda told: compressors.encode_blosc(told.inner, told.level, told.shuffle, told.itemsize)),
+          decoder=lambda told: algorithms.decode_blosc(),
+          encoder=lambda told: algorithms.encode_blosc(told.inner, told.level, told.shuffle, told.itemsize)),
     Codec("lz4", 32004, is_safe=True,
-          decoder=lambda told: compressors.decode_lz4(), encoder=lambda told: compressors.encode_lz4()),
-    Codec("lz4", None, "lz4", "2", frozenset({"acceleration"}), True, encoder=lambda told: transforms.numcodecs().lz4.compress),
+          decoder=lambda told: algorithms.decode_lz4(), encoder=lambda told: algorithms.encode_lz4()),
+    Codec("lz4", None, "lz4", "2", frozenset({"acceleration"}), True,
+          encoder=lambda told: algorithms.numcodecs().lz4.compress),
     Codec("shuffle", 2, "shuffle", "2n", frozenset({"elementsize"}), True, is_sized=True,
-          decoder=lambda told: transforms.decode_shuffle(told.itemsize),
-          encoder=lambda told: transforms.encode_shuffle(told.itemsize)),
+          decoder=lambda told: algorithms.decode_shuffle(told.itemsize),
+          encoder=lambda told: algorithms.encode_shuffle(told.itemsize)),
     Codec("fletcher32", 3, "fletcher32", is_safe=True, is_sized=True,
-          decoder=lambda told: transforms.decode_fletcher32(), encoder=lambda told: transforms.encode_fletcher32()),
+          decoder=lambda told: algorithms.decode_fletcher32(), encoder=lambda told: algorithms.encode_fletcher32()),
     Codec("crc32c", None, "crc32c", "3", is_safe=True, is_sized=True,
-          decoder=lambda told: transforms.decode_crc32c(), encoder=lambda told: transforms.encode_crc32c()),
+          decoder=lambda told: algorithms.decode_crc32c(), encoder=lambda told: algorithms.encode_crc32c()),
     # What only a format's library decodes: HDF5's own filters, those of hdf5plugin, and codecs of zarr-python.
     Codec("szip", 4),
     Codec("nbit", 5, is_sized=True),

@@ -2,7 +2,6 @@
 
 array         what is known of an array: `ArrayInfo`, `Properties`
 format        `Format`, `OpenFile`, `Source`: what a format implements
-chunk_reader  reads and decodes stored chunks in several threads
-by_chunks     reads a region chunk by chunk
+chunk_reader  reads and decodes stored chunks in several threads, or a region chunk by chunk
 dtypes        which values JAX can hold
 """

@@ -30,6 +30,10 @@ class UndecodedError(ValueError):
     """A chunk is encoded in a way that is not decoded here, though it may be whole. The text says what reads it."""
 
 
+class HelperError(OSError):
+    """A helper process died, took too long, needed too much memory, or gave an impossible answer."""
+
+
 class Source(abc.ABC):
     """One open array. Not collective: each reading rank opens its own.
 

@@ -29,10 +29,10 @@ import h5py
 import numpy as np
 
 from shardload.errors import ConfigError, SourceError
-from shardload.formats.codecs.transforms import numcodecs
+from shardload.formats.codecs.algorithms import numcodecs
 from shardload.formats.contract.dtypes import dtype_text, is_added, native_dtype, refusal
 from shardload.formats.growing import HOW_TO_GROW, Growing, meaning_of
-from shardload.formats.hdf5.filters import Pipeline, create_type
+from shardload.formats.hdf5.filters import Hdf5Encoder, create_type
 from shardload.formats.hdf5.ledger import Ledger, old_file
 from shardload.formats.hdf5.metadata import axes_of, is_scale, properties_of, scales_of, stands_for_axis
 from shardload.formats.hdf5.opened import (
@@ -45,7 +45,7 @@ from shardload.formats.hdf5.opened import (
     has_signature,
     type_of_values,
 )
-from shardload.formats.hdf5.sink import Hdf5Encoder, Hdf5PlacedChunks, LedgerCatalog, OneFileSink
+from shardload.formats.hdf5.sink import Hdf5PlacedChunks, LedgerCatalog, OneFileSink
 from shardload.formats.sink import ArraySpec, Catalog, Compression, Decode, Ticket
 from shardload.planning.region import Region
 from shardload.storage.changes import GrowingFile, complete_append, read_changes, state_of_file
@@ -234,7 +234,7 @@ def _check_filters(where: str, name: str, known: Json, filters: list[tuple[int, 
     try:
         if isinstance(known["compression"], str):
             raise ConfigError(f"'{name}' {known['compression']}")
-        mine = Pipeline(name, spec_of(known, chunks))
+        mine = Hdf5Encoder("", name, spec_of(known, chunks))
         with file_in_memory() as trial:
             space = h5py.h5s.create_simple(chunks)
             made = _filters(h5py.Dataset(h5py.h5d.create(trial.id, b"x", mine.kind, space, mine.creation)))

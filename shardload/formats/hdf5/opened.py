@@ -282,6 +282,8 @@ class OpenFacts:
 
     Attributes
     ----------
+    name : str
+        What tells it from others of the same `state`.
     among : OpenParts or None
         What this file is a part of: its own parts are kept there, too, so that one number limits all.
     opened_in : tuple of int or None
@@ -289,14 +291,23 @@ class OpenFacts:
     """
 
     def __init__(self, file: h5py.File, is_ours: bool = True, stored: StoredObject | None = None) -> None:
-        self.file, self._is_ours, self._in_store = file, is_ours, stored
+        self.file, self._is_ours, self._in_store, self.name = file, is_ours, stored, str(file.filename)
         self.among: OpenParts | None = None
+        self._of_image: tuple[int, ...] | None = None
         self.opened_in = self.state()
 
     @classmethod
     def at(cls, path: str) -> OpenFacts:
         """Open a file for reading only. Raises OSError as h5py."""
         return cls(open_to_read(path))
+
+    @classmethod
+    def of_image(cls, image: bytes) -> OpenFacts:
+        """A file that is open from its bytes, which never change: its state is their number, and a digest."""
+        facts = cls(h5py.File(h5py.h5f.open_file_image(image)))
+        facts.name = ""  # HDF5 has another one each time
+        facts._of_image = facts.opened_in = len(image), int.from_bytes(blake2b(image, digest_size=7).digest(), "little")
+        return facts
 
     def dataset(self, identifier: Any, address: int | None = None) -> OpenDataset:
         """A dataset of this file that was opened."""
@@ -320,14 +331,9 @@ class OpenFacts:
     def state(self) -> tuple[int, ...] | None:
         """The state of the open file, if it is a plain one, open for reading only; else None. Never raises."""
         try:
-            return None if self.stored is None else self.stored.version
+            return self._of_image if self.stored is None else self.stored.version
         except (OSError, RuntimeError, ValueError):  # it was closed
             return None
-
-    @property
-    def name(self) -> str:
-        """What tells it from others of the same `state`."""
-        return str(self.file.filename)
 
     @kept
     def places(self) -> dict[int, list[str]]:
@@ -500,20 +506,6 @@ _numbers = itertools.count()
 def file_in_memory(**how: Any) -> h5py.File:
     """A new file in memory. `how` goes to `h5py.File`."""
     return h5py.File(f"shardload {next(_numbers)}", "w", driver="core", backing_store=False, **how)
-
-
-class ImageFacts(OpenFacts):
-    """A file that is open from its bytes, which never change."""
-
-    name = ""  # HDF5 has another one each time
-
-    def __init__(self, image: bytes) -> None:
-        self._state = len(image), int.from_bytes(blake2b(image, digest_size=7).digest(), "little")
-        super().__init__(h5py.File(h5py.h5f.open_file_image(image)))
-
-    def state(self) -> tuple[int, ...]:
-        """The number of bytes, and a digest of them."""
-        return self._state
 
 
 def image_of(file: h5py.File) -> bytes:

@@ -23,19 +23,18 @@ import numpy as np
 
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.contract.dtypes import native_dtype
+from shardload.formats.hdf5.chunks import list_chunks
 from shardload.formats.hdf5.dimensions import check_netcdf, name_axes, netcdf_names, write_attrs
 from shardload.formats.hdf5.file import open_explained
-from shardload.formats.hdf5.filters import Pipeline
+from shardload.formats.hdf5.filters import Hdf5Encoder
 from shardload.formats.hdf5.ledger import Ledger, LedgerFile, limit_cache
 from shardload.formats.hdf5.opened import file_in_memory
 from shardload.formats.sink import (
     ArraySpec,
     Catalog,
-    Encoder,
     PlacedChunks,
     Places,
     Sink,
-    Stored,
     Ticket,
     Writer,
     with_dims,
@@ -49,17 +48,6 @@ from shardload.storage.target import Change, NewFile, Target, WritableFile, chec
 
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
 _AT_ONCE = 4096  # chunks
-
-
-class Hdf5Encoder(Encoder):
-    """See `Encoder`."""
-
-    def __init__(self, path: str, name: str, spec: ArraySpec, flavour: str) -> None:
-        self.pipeline = Pipeline(name, spec)
-        super().__init__(path, name, spec, flavour, self.pipeline.codec, is_placed_by_root=self.pipeline.is_placed_by_root)
-
-    def _encode(self, values: np.ndarray[Any, Any]) -> Stored:
-        return self.pipeline.encode(values)
 
 
 class OneFileSink(Sink):
@@ -202,11 +190,11 @@ class Hdf5Sink(OneFileSink):
     def _make(self, group: h5py.Group, last: str, name: str, array: Hdf5Encoder, is_trial: bool) -> None:
         most = tuple(h5py.h5s.UNLIMITED if k in array.spec.unlimited else n for k, n in enumerate(array.spec.shape))
         space = h5py.h5s.create_simple(array.spec.shape, most) if array.spec.shape else h5py.h5s.create(h5py.h5s.SCALAR)
-        creation = array.pipeline.creation
+        creation = array.creation
         if is_trial:  # without places for values
             creation = creation.copy()
             creation.set_alloc_time(h5py.h5d.ALLOC_TIME_INCR if array.spec.chunks else h5py.h5d.ALLOC_TIME_LATE)
-        h5py.h5d.create(group.id, last.encode(), array.pipeline.kind, space, creation)
+        h5py.h5d.create(group.id, last.encode(), array.kind, space, creation)
 
 
 @contextmanager
@@ -421,19 +409,11 @@ class Hdf5PlacedChunks(PlacedChunks):
 
     def _each(self, dataset: h5py.h5d.DatasetID, take: Callable[[Int64s, Int64s, Int64s, Int64s], None]) -> None:
         """Give what HDF5 says of all stored chunks from `origin` on, some at a time: numbers, offsets, sizes, masks."""
-        rows: list[tuple[int, ...]] = []
 
-        def hand_on() -> None:
-            some = np.array(rows, dtype=np.int64).reshape(-1, len(self.grid) + 3)
-            rows.clear()
-            some[:, :-3] -= self._origin
-            some = some[np.all(some[:, :-3] >= 0, axis=1)]
-            take(np.ravel_multi_index(tuple((some[:, :-3] // self._chunks).T), self.grid), *some[:, -3:].T)
+        def note(starts: Int64s, offsets: Int64s, sizes: Int64s, masks: Int64s) -> None:
+            starts = starts - self._origin
+            is_new = np.all(starts >= 0, axis=1)
+            which = np.ravel_multi_index(tuple((starts[is_new] // self._chunks).T), self.grid)
+            take(which, offsets[is_new], sizes[is_new], masks[is_new])
 
-        def note(chunk: Any) -> None:
-            rows.append((*chunk.chunk_offset, chunk.byte_offset, chunk.size, chunk.filter_mask))
-            if len(rows) == _AT_ONCE:
-                hand_on()
-
-        dataset.chunk_iter(note)
-        hand_on()
+        list_chunks(dataset, note, _AT_ONCE)

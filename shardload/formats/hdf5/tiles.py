@@ -29,8 +29,16 @@ import h5py
 import numpy as np
 
 from shardload.formats.contract.array import ArrayInfo
-from shardload.formats.contract.by_chunks import chunks_met, read_by_chunks, region_of
-from shardload.formats.contract.chunk_reader import ChunkReader, Encoded, Room, check_box, fresh
+from shardload.formats.contract.chunk_reader import (
+    ChunkReader,
+    Encoded,
+    Room,
+    check_box,
+    chunks_met,
+    fresh,
+    read_by_chunks,
+    region_of,
+)
 from shardload.formats.contract.dtypes import native_dtype, refusal
 from shardload.formats.contract.format import ChangedError, Source
 from shardload.formats.hdf5.chunks import fill_value

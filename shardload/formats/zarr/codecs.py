@@ -17,7 +17,7 @@ import numcodecs
 
 from shardload.errors import printable
 from shardload.formats.access import Access
-from shardload.formats.codecs.compressors import blosc_error, check_blosc
+from shardload.formats.codecs.algorithms import blosc_error, check_blosc
 from shardload.formats.codecs.table import BLOSC_SHUFFLES, ZARR_CODECS, Codec, Parameters
 
 SURVIVED = frozenset(name for name, codec in ZARR_CODECS.items() if codec.is_safe)

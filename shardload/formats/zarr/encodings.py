@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from shardload.errors import ConfigError
-from shardload.formats.codecs.table import ZARR_CODECS
-from shardload.formats.codecs.words import has_own_shuffle
+from shardload.formats.codecs.table import ZARR_CODECS, has_own_shuffle
 from shardload.formats.contract.dtypes import dtype_text, is_added
 from shardload.formats.sink import ArraySpec, Compression
 from shardload.formats.zarr.codecs import options_of

@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from shardload.formats.codecs.table import ZARR_CODECS
-from shardload.formats.codecs.words import compression_told
+from shardload.formats.codecs.table import ZARR_CODECS, compression_told
 from shardload.formats.contract.array import Properties
 from shardload.formats.contract.dtypes import is_added, native_dtype, refusal
 from shardload.formats.labels import Labels

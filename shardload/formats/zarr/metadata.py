@@ -19,9 +19,9 @@ import numpy as np
 
 from shardload.errors import ConfigError
 from shardload.formats.access import STRICT, Access
+from shardload.formats.codecs.algorithms import decode_byte_order, decode_crc32c
 from shardload.formats.codecs.chains import Stage, Step
 from shardload.formats.codecs.table import BLOSC_CODES, ZARR_CODECS, Codec, Parameters
-from shardload.formats.codecs.transforms import decode_byte_order, decode_crc32c
 from shardload.formats.contract.dtypes import native_dtype, refusal
 from shardload.formats.zarr.codecs import SIZED, SURVIVED, parameters_of
 

@@ -29,8 +29,7 @@ import zarr.buffer
 from shardload.errors import ConfigError, SourceError, is_unread
 from shardload.formats.access import STRICT, Access
 from shardload.formats.contract.array import MOST_KEPT, TOLD, ArrayInfo, Properties, group_info, json_value, some
-from shardload.formats.contract.by_chunks import a_few_chunks, chunks_met, index_in_parts, read_by_chunks
-from shardload.formats.contract.chunk_reader import ChunkReader
+from shardload.formats.contract.chunk_reader import ChunkReader, a_few_chunks, chunks_met, index_in_parts, read_by_chunks
 from shardload.formats.contract.dtypes import check_request, native_dtype, refusal, unaddressable
 from shardload.formats.contract.format import Format, OpenFile, Source
 from shardload.formats.labels import Coordinate, Labels, names_in

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any
 from zlib import crc32
@@ -20,13 +19,12 @@ from shardload.errors import ConfigError, printable
 from shardload.formats.access import Access, Limits
 from shardload.formats.contract.array import ArrayInfo, some
 from shardload.formats.contract.format import OpenFile
-from shardload.formats.diagnosis import as_source_error
 from shardload.formats.likeness import KEEP, Overrides, attrs_for, bounds_of, spec_like
 from shardload.formats.lookup import open_file, split_path
 from shardload.formats.saving import SUFFIXES, check_target, format_for, make_sink, refused_group
 from shardload.formats.sink import ArraySpec, Compression, Sink, unopened_by_xarray
 from shardload.jobs.consistency import State
-from shardload.jobs.described import Described, describe_arrays, find_arrays, found_by_name, take_along
+from shardload.jobs.described import Described, describe_arrays, find_arrays, found_by_name, read_values, take_along
 from shardload.options import AUTO, CHECKSUM, FILE, FULL, INDEX, OPTIONS, TIMEOUT
 from shardload.planning.blocks import growing_chunks
 from shardload.planning.region import Region
@@ -217,14 +215,11 @@ def find(request: CopyRequest) -> tuple[list[SourceArray], Groups, list[str]]:
     names = list(request.dataset) or ([inside] if inside else ["*"])
     if inside and request.dataset:
         raise ConfigError(f"'{request.source}' names an array, and dataset={request.dataset[0]!r} names another. Leave one out")
-
-    def refuse(_: str, error: ConfigError) -> None:
-        with open_file(path, request.access) as file:
-            left_out = _links_told(file.links(), "") if "*" in names else []
-        raise ConfigError(f"{error} ({left_out[0]})") if left_out else error from None
-
-    infos = find_arrays(path, names, request.access, refuse)
+    infos, empty = find_arrays(path, names, request.access)
     with open_file(path, request.access) as file:
+        for error in empty.values():
+            left_out = _links_told(file.links(), "") if "*" in names else []
+            raise ConfigError(f"{error} ({left_out[0]})") if left_out else error
         links = file.links() if "*" in names else {}
         copied = {link for link in links if any(f"{name}/".startswith(f"{link}/") for name in infos)}
         notes = _links_told({link: to for link, to in links.items() if link not in copied})
@@ -349,8 +344,7 @@ def _in_positions(select: Any, file: OpenFile, described: Mapping[str, Described
         for name, (info, properties, _) in described.items():
             if name.rpartition("/")[2] != dim or properties.dims != (dim,) or properties.texts is not None:
                 continue
-            with as_source_error(info.path, name), closing(file.open(name)) as source:
-                values = np.asarray(source.plain(Region.whole(info.shape)))
+            values = read_values(file, name)
             try:
                 asked = in_numbers(part, dim, properties.attrs, values.dtype) if has_dates(part) else part
                 found += name_axes({dim: asked}, (dim,), {dim: values})

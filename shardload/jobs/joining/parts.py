@@ -22,7 +22,6 @@ import itertools
 import os
 import shlex
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -32,11 +31,10 @@ from shardload.errors import ConfigError, SourceError, printable
 from shardload.formats.access import Access
 from shardload.formats.contract.array import ArrayInfo, Properties, nbytes_of, some
 from shardload.formats.contract.format import OpenFile
-from shardload.formats.diagnosis import as_source_error
 from shardload.formats.likeness import Overrides, as_text, attrs_for, bounds_of, same_value, spec_like
 from shardload.formats.lookup import open_file, split_path
 from shardload.formats.sink import ArraySpec
-from shardload.jobs.described import describe_arrays, find_arrays, found_by_name, take_along
+from shardload.jobs.described import describe_arrays, find_arrays, found_by_name, read_values, take_along
 from shardload.jobs.joining.request import PartsRequest, Row
 from shardload.jobs.progress import progress_of
 from shardload.options import Progress
@@ -186,21 +184,19 @@ class Parts:
     def look(self, progress: Progress, whole: str) -> None:
         """Take in all parts. `whole` is what they will be, for who looks on."""
         self._check_apart()
-        empty: dict[str, list[ConfigError]] = {}  # groups, and why parts have no arrays in them
-
-        def note_empty(group: str, error: ConfigError) -> None:
-            if not group:
-                raise error
-            empty.setdefault(group, []).append(error)  # a part may have no stars
-
+        lacking: dict[str, list[ConfigError]] = {}  # groups, and why parts have no arrays in them
         with progress_of(progress, f"parts of {whole}", len(self._paths), is_bytes=False) as advance:
             for k, path in enumerate(self._paths):
                 self.versions[path] = state_of(path)
-                infos = find_arrays(path, self._ask.dataset or ("*",), self._access, note_empty)
+                infos, empty = find_arrays(path, self._ask.dataset or ("*",), self._access)
+                for group, error in empty.items():
+                    if not group:
+                        raise error
+                    lacking.setdefault(group, []).append(error)  # a part may have no stars
                 with open_file(path, self._access) as file:
                     self._take_file(k, path, file, infos)
                 advance(1)
-        if lost := [errors[0] for errors in empty.values() if len(errors) == len(self._paths)]:
+        if lost := [errors[0] for errors in lacking.values() if len(errors) == len(self._paths)]:
             raise lost[0]
 
     def _check_apart(self) -> None:
@@ -463,16 +459,9 @@ class Parts:
 
     def _read(self, k: int, member: _Member, region: Region | None = None) -> Array:
         """The values of an array in a part, or those of a region of it; with the new axis, if it gets it."""
-        path, shape = self._paths[k], member.shapes[k]
-        whole = Region.whole(self._own_shape(member, shape))
-        with (
-            open_file(path, self._access) as file,
-            closing(file.open(member.name)) as source,
-            as_source_error(path, member.name),
-        ):
-            values = np.asarray(source.plain(whole if region is None else region))
-        values = values.reshape(shape if region is None else region.shape)
-        return values.astype(values.dtype.newbyteorder("="), copy=False)
+        with open_file(self._paths[k], self._access) as file:
+            values = read_values(file, member.name, region)
+        return values.reshape(member.shapes[k]) if region is None else values
 
     def _check_direction(self, member: _Member, blocks: Sequence[Array]) -> None:
         """ConfigError unless the coordinate goes on in the direction that it has in each part."""

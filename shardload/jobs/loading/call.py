@@ -6,7 +6,7 @@
 4. `make` plans them, on every rank, from what `find` returned. The ranks compare their arguments and plans.
 5. A `Loader` loads what is planned; or `hand_out` gives the plan to the caller, who may execute it later.
 
-A call of `verify` (`verifying`) and one of `scatter` (`scattering`) go the same way, with other arguments and another source.
+Calls of `verify` and `scatter` (`given_arrays`) go the same way, with other arguments and another source.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, Self
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from shardload.comm.agreement import Invocation
 from shardload.comm.launch import rank_of_process
@@ -35,7 +35,7 @@ from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.contract.format import Source
 from shardload.formats.labelling import SMALL_NBYTES, Labeller, read_labels
 from shardload.formats.labels import Labels, OnDemand
-from shardload.formats.lookup import Finder, FoundArray
+from shardload.formats.lookup import Finder, FoundArray, absolute
 from shardload.formats.memory import MemorySource
 from shardload.jobs.consistency import State, check_names, check_unchanged
 from shardload.jobs.loading.endpoints import ArrayLoad
@@ -47,7 +47,12 @@ from shardload.jobs.trees import ArrayTree, Place, in_array, is_one, keys_text, 
 from shardload.options import AUTO, OPTIONS, TIMEOUT, CallOptions, Options
 from shardload.planning.region import Region
 from shardload.planning.schedule import DIRECT
-from shardload.planning.selection import Selection, is_by_name, named_coordinates, needs_coordinates
+from shardload.planning.selection import (
+    Selection,
+    is_by_name,
+    named_coordinates,
+    needs_coordinates,
+)
 from shardload.planning.tuning import default_tuning
 from shardload.storage.remote import with_store, without_secrets
 from shardload.system.garbage import collections_wait
@@ -96,7 +101,6 @@ class LoadCall:
         self._tuning = default_tuning()
         self._begun: Call | None = None
         self._planned: dict[tuple[Any, ...], tuple[Plan, Options]] = {}
-        self._named: dict[tuple[Any, ...], Request] = {}
         self._is_abstract = False
         self._read()
 
@@ -218,13 +222,9 @@ class LoadCall:
 
     def load(self, root: int | None = None) -> Any:
         """Do `plan`, and load what is planned: the arrays in the structure of the tree. Collective."""
-        loaded = self.load_all(root)
-        return self.tree.build(loaded.arrays)
-
-    def load_all(self, root: int | None = None) -> LoadResult:
-        """Do `plan`, and load what is planned: the arrays in order, what was proven, and the report. Collective."""
         started = time.perf_counter()
-        return self.loader(self.plan(root)).run(started)
+        loads = self.plan(root)
+        return self.tree.build(self.loader(loads).run(started).arrays)
 
     def loader(self, loads: list[ArrayLoad]) -> Loader:
         """What loads the planned arrays, inside this call."""
@@ -239,7 +239,8 @@ class LoadCall:
 
     def hand_out(self, loads: list[ArrayLoad]) -> Plan | TreePlan:
         """The plan for the caller, with the executor that can do it later; each array of a tree has one of its own, too."""
-        loads = [load.anywhere for load in loads]
+        is_path = (str, os.PathLike)  # the working folder may be another one when the plan is executed
+        loads = [replace(load, handle=absolute(load.handle)) if isinstance(load.handle, is_path) else load for load in loads]
         plans = [_with_names(load) for load in loads]
         run: Callable[[], LoadResult] | None = None
         if self._begun is not None:
@@ -272,13 +273,9 @@ class LoadCall:
         with Finder(options.access, *how, tells=True) as finder:
             return self._find_all(finder)
 
-    def _selections(self) -> list[Any]:
-        """All selections: if one is by names of axes, these names are looked up."""
-        return [*(request.options.select for request in self.requests), self._given.get("select")]
-
     def _labeller(self, finder: Finder) -> Labeller | None:
         """What reads names of axes, and coordinates, if a selection needs them."""
-        selections = self._selections()
+        selections = [*(request.options.select for request in self.requests), self._given.get("select")]
         room = SEARCHED_NBYTES if any(map(needs_coordinates, selections)) else SMALL_NBYTES
         is_named = any(map(is_by_name, selections)) or any(request.by_name is not None for request in self.requests)
         return Labeller(finder, room, named_coordinates(selections)) if is_named else None
@@ -294,7 +291,7 @@ class LoadCall:
             return info if labeller is None else labeller.label(path, info, source)
 
         for place, keys, request in zip(self.tree.places, self.tree.where, self.requests, strict=True):
-            state = partial(_last, states) if self.tree.is_single else partial(finder.state_of, place.path)
+            state = states.pop if self.tree.is_single else partial(finder.state_of, place.path)
             with naming_errors(where_text(keys)):
                 if not place.is_pattern:
                     look = partial(_look, partial(complete, place.path), request.options.select)
@@ -370,13 +367,14 @@ class LoadCall:
         """
         options, is_sent = request.options, origin is not None
         selection = selection_of(options.select, info)
-        request = self._for_axes(request, info, selection)
         kind: tuple[Any, ...] = (info.shape, info.dtype, info.chunks, info.codec, info.shards, info.format)
         if options.decode:
             kind = (*kind, json.dumps(dict(info.packing)))  # with the types
-        key = (id(request), is_sent, selection, *kind)
+        key = (id(request), is_sent, selection, None if request.by_name is None else info.dims, *kind)
         if key not in self._planned:
-            mine = request.but(readers=DIRECT) if is_sent and self._ranks is not None else request  # no rank needs to send any
+            mine = self._for_axes(request, info, selection)
+            if is_sent and self._ranks is not None:
+                mine = replace(mine, options=replace(options, readers=DIRECT))  # no rank needs to send any
             plan = plan_array(mine, self.ranks_for(request), info, selection)
             if options.staging_nbytes != plan.staging_nbytes:
                 options = replace(options, staging=plan.staging_nbytes)
@@ -395,17 +393,12 @@ class LoadCall:
                     )
 
     def _for_axes(self, request: Request, info: ArrayInfo, selection: Selection) -> Request:
-        """The request, with a spec by names of axes for the axes of this array. Arrays with the same axes share one."""
+        """The request, with a spec by names of axes for the axes of this array."""
         if request.by_name is None:
             return request
-        asked = id(request)
         if not self.tree.is_single:  # of several arrays, some may lie along other axes
             request = replace(request, by_name={name: cut for name, cut in request.by_name.items() if name in info.dims})
-        axes = tuple(info.dims[axis] for axis in selection.kept)
-        key = asked, info.dims, axes
-        if key not in self._named:
-            self._named[key] = request.for_axes(info.dims, axes, str(info))
-        return self._named[key]
+        return request.for_axes(info.dims, [info.dims[axis] for axis in selection.kept], str(info))
 
     def _grow(self, found: list[Any]) -> list[Any]:
         """Replace the patterns by the arrays that were found."""
@@ -423,7 +416,7 @@ class LoadCall:
                 continue
             info, array = by_name[id(place.pattern), place.dataset]
             if not info.shape:  # it has no axis that could be cut, and the spec is that of the other arrays
-                requests[k] = requests[k].whole
+                requests[k] = _whole(requests[k])
             new_found.append(array)
         self.tree, self.requests = grown, requests
         return new_found
@@ -440,6 +433,12 @@ class LoadCall:
         error.args = (text,)
 
 
+def _whole(request: Request) -> Request:
+    """A copy by which each device gets the whole array."""
+    sharding = request.sharding
+    return replace(request, sharding=NamedSharding(sharding.mesh, PartitionSpec(), memory_kind=sharding.memory_kind))
+
+
 def share_staging(request: Request, ranks: PlannedRanks, loads: list[ArrayLoad]) -> list[ArrayLoad]:
     """The same loads under one staging cap, which is that of the array that needs most.
 
@@ -454,7 +453,15 @@ def share_staging(request: Request, ranks: PlannedRanks, loads: list[ArrayLoad])
 
     staging = max(load.options.staging_nbytes for load in loads)
     staging = staging_together(list({id(load.layout): load.layout for load in loads}.values()), staging, most_nbytes)
-    return [load.with_staging(staging) for load in loads]
+    return [_under(load, staging) for load in loads]
+
+
+def _under(load: ArrayLoad, staging: int) -> ArrayLoad:
+    """The same load under another staging cap."""
+    if staging == load.options.staging_nbytes:
+        return load
+    plan = replace(load.plan, staging_nbytes=staging, staging_is_raised=True)
+    return replace(load, plan=plan, options=replace(load.options, staging=staging))
 
 
 def _describe_loads(loads: Sequence[ArrayLoad]) -> str:
@@ -492,10 +499,6 @@ def _look(
         return info, selection_of(select, info).region
     except ConfigError:
         return info, None
-
-
-def _last(states: list[State]) -> State:
-    return states[-1] if states else None
 
 
 class FoundMessage:

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,6 @@ import numpy as np
 
 from shardload.arrays.assemble import EarlyPieces, assemble
 from shardload.arrays.padding import remember
-from shardload.arrays.verification import Verifier
 from shardload.engine.file_source import FileSource, OpenArray
 from shardload.engine.session import Round, Session
 from shardload.errors import StallError, printable
@@ -30,7 +29,7 @@ from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.contract.dtypes import settle_bools
 from shardload.formats.contract.format import OpenFile, Source
 from shardload.formats.labels import OnDemand
-from shardload.formats.lookup import absolute, file_of, open_file, open_source
+from shardload.formats.lookup import file_of, open_file, open_source
 from shardload.formats.memory import MemorySource
 from shardload.jobs.consistency import (
     State,
@@ -101,13 +100,6 @@ class ArrayLoad:
         """True if the caller has the array open or in memory on every rank."""
         return is_open(self.handle)
 
-    @property
-    def named_in(self) -> State:
-        """The state of the file in which a selection by names was looked up; None if there is no such selection."""
-        labels = self.info.labels
-        known = labels.brief if isinstance(labels, OnDemand) else labels  # read for a selection by names alone
-        return None if known is None else known.read_in
-
     def named(self, error: BaseException) -> BaseException:
         """An error of this array, which names it if there are others."""
         return in_array(self.where, error, f"'{printable(self.info.dataset)}'")
@@ -126,30 +118,12 @@ class ArrayLoad:
         """The state of the file in which values that are in memory already were read; None if that is not known."""
         return self.handle.read_in if self.origin is not None else None
 
-    def with_staging(self, nbytes: int) -> ArrayLoad:
-        """The same load under another staging cap."""
-        if nbytes == self.options.staging_nbytes:
-            return self
-        plan = replace(self.plan, staging_nbytes=nbytes, staging_is_raised=True)
-        return replace(self, plan=plan, options=replace(self.options, staging=nbytes))
-
-    @property
-    def anywhere(self) -> ArrayLoad:
-        """The same load, whatever the working folder is when it is done."""
-        return replace(self, handle=absolute(self.handle)) if isinstance(self.handle, (str, os.PathLike)) else self
-
     def contents(self) -> State:
         """A fingerprint of the open array, to compare with those of the other ranks."""
         source_layout = self.layout.source
         with closing(self.open_source(self.handle)) as source:
             chunks = source_layout.chunks if source_layout.has_chunks else None
             return contents_of(source, self.handle, source_layout.selection, chunks)
-
-    def verifier(self, open_: Callable[[ArrayLoad, Any], Source], seed: int = 0) -> Verifier:
-        """The verifier that compares an array with the file of this plan, which `open_` opens again."""
-        layout = self.layout
-        open_again = partial(open_, self, self.handle if self.origin is None else self.origin)
-        return Verifier(self.name, layout.schedule, layout.source, layout.decoding, self.options, seed, open_again)
 
     def open_source(self, handle: Any, access: Access | None = None) -> Source:
         """Open the array by a path or object. Raises as `as_planned`."""
@@ -283,21 +257,24 @@ class LoadSource(FileSource):
                 state = self.contents[len(arrays)] = source.opened_in()
                 if is_compared(info.path, rank, layout.schedule.first_reader):
                     compared.append((load, source, state))
-                check_names(load.name, load.named_in, state, info.path, info.dataset)
+                # The labels are there if a selection by names was looked up in them.
+                labels = info.labels.brief if isinstance(info.labels, OnDemand) else info.labels
+                check_names(load.name, None if labels is None else labels.read_in, state, info.path, info.dataset)
             if load.is_open:
                 self.contents[len(arrays)] = load.contents()
             arrays.append(OpenArray(info, source, layout.source, layout.schedule, layout.decoding))
 
+        def check_small(load: ArrayLoad) -> None:
+            """Raise SourceError if one rank has read a small array in another file than the one that is open here."""
+            info, handle = load.info, load.handle
+            if isinstance(handle, MemorySource) and info.path in sources.states:
+                check_same_file(load.name, handle.read_in, sources.states[info.path], info.path, info.dataset)
+
         _each(loads, open_one)
         self.files = sources.states
-        _each(loads, self._check_same_file)
+        _each(loads, check_small)
         opened.push(partial(_check_unchanged, compared))
         return arrays
-
-    def _check_same_file(self, load: ArrayLoad) -> None:
-        """Raise SourceError if one rank has read a small array in another file than the one that is open here."""
-        if isinstance(load.handle, MemorySource) and load.info.path in self.files:
-            check_same_file(load.name, load.handle.read_in, self.files[load.info.path], load.info.path, load.info.dataset)
 
 
 def _check_unchanged(compared: Sequence[tuple[ArrayLoad, Source, State]], kind: type[BaseException] | None, *_: object) -> None:

@@ -16,14 +16,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
 import numpy as np
 
 from shardload.arrays.padding import loaded_as
-from shardload.arrays.verification import ShardFindings, VerifyReport, agree_all
+from shardload.arrays.verification import ShardFindings, Verifier, VerifyReport, agree_all
 from shardload.comm.agreement import Invocation
 from shardload.comm.group import Group
 from shardload.engine.call import begin_call
@@ -112,8 +112,11 @@ class Loader:
         """Load the arrays. The report counts seconds from `started`, a value of `time.perf_counter`."""
         group, loads, options = self._group, self._loads, self._options
         group.watch.begin(self._name, options.timeout)
-        uses_shared_memory = not self._is_here and self._uses_shared_memory
-        nbytes = (shared_nbytes(self._staging) if self._reads else 0) if uses_shared_memory else None
+        schedules = [load.layout.schedule for load in loads]
+        shares = [made.max_block_size * made.itemsize for made in schedules if not made.is_direct]  # of blocks that are sent
+        nbytes = None
+        if not self._is_here and max(shares, default=-1) >= self._tuning.worth_sharing_nbytes:
+            nbytes = shared_nbytes(self._staging) if any(made.is_owner(group.rank) for made in schedules) else 0
         checked, requests_before = [ShardFindings() for _ in loads], counts()
         with Session(group, f"{self._agreed.digest:016x}", shared_nbytes=nbytes, checksums=options.checksums) as session:
             target = DeviceTarget(loads, group.rank, session.errors)
@@ -128,7 +131,7 @@ class Loader:
                         target.fill(session)
                 else:
                     moves = moves_of(loads)
-                    session.run([Round(moves, self._staging, not self._is_direct)], source, target)
+                    session.run([Round(moves, self._staging, bool(shares))], source, target)
                     for move in moves if not session.errors else ():
                         target.arrays[move.array].counters = move.producer.counters
             if not session.errors:
@@ -183,23 +186,6 @@ class Loader:
         """How all arrays together use the memory under the cap."""
         return staging_of([load.plan for load in self._loads])
 
-    @property
-    def _is_direct(self) -> bool:
-        """True if no rank sends values to another."""
-        return all(load.layout.schedule.is_direct for load in self._loads)
-
-    @property
-    def _uses_shared_memory(self) -> bool:
-        """True if the ranks of a machine pass blocks in shared memory."""
-        least = self._tuning.worth_sharing_nbytes
-        schedules = [load.layout.schedule for load in self._loads]
-        return any(not made.is_direct and made.max_block_size * made.itemsize >= least for made in schedules)
-
-    @property
-    def _reads(self) -> bool:
-        """True if this rank reads any block."""
-        return any(load.layout.schedule.is_owner(self._group.rank) for load in self._loads)
-
     # --- what this rank does
 
     def _check(
@@ -210,8 +196,11 @@ class Loader:
         with ExitStack() as opened:
             sources = OpenSources(self._loads, opened)
             for load, array, pieces_of_load in zip(self._loads, arrays, pieces, strict=True):
+                layout, handle = load.layout, load.handle if load.origin is None else load.origin
+                again = partial(sources.open_again, load, handle)
+                how = (load.name, layout.schedule, layout.source, layout.decoding, load.options, seed, again)
                 with load.naming_errors():
-                    checked.append(load.verifier(sources.open_again, seed).check(array, self._group.rank, pieces_of_load))
+                    checked.append(Verifier(*how).check(array, self._group.rank, pieces_of_load))
         return checked
 
     def _counts(

@@ -232,7 +232,9 @@ class Plan:
 
     def __repr__(self) -> str:
         """One line."""
-        return describe_plan_in_a_line(self)
+        taken = f"{self.readers}, {self.n_readers} of {self.n_ranks} ranks read"
+        what = f"{shape_text(self.shape_global)} {self.dtype} as {self.decomposition} {spec_text(self.sharding.spec)}"
+        return f"<Plan of {printable(str(self.info))}: {what} on mesh {mesh_text(self.sharding)}; {taken}>"
 
     def _repr_html_(self) -> str:
         """HTML for a notebook: the text."""
@@ -414,13 +416,6 @@ def describe_plan(plan: Plan, width: int = WIDTH) -> str:
     return "\n".join([*lines, "", *_table(plan, width)])
 
 
-def describe_plan_in_a_line(plan: Plan) -> str:
-    """A plan in one line, for its `repr`."""
-    taken = f"{plan.readers}, {plan.n_readers} of {plan.n_ranks} ranks read"
-    what = f"{shape_text(plan.shape_global)} {plan.dtype} as {plan.decomposition} {spec_text(plan.sharding.spec)}"
-    return f"<Plan of {printable(str(plan.info))}: {what} on mesh {mesh_text(plan.sharding)}; {taken}>"
-
-
 def mesh_text(sharding: Any) -> str:
     """The axes of a sharding's mesh."""
     return ", ".join(f"{name}={size}" for name, size in sharding.mesh.shape.items()) or "(none)"
@@ -472,19 +467,6 @@ def _store(plan: Plan) -> str:
     )
 
 
-def _quantities(plan: Plan, costs: Sequence[Cost]) -> dict[str, list[str]]:
-    """A row for each quantity with its value for each way."""
-    return {
-        "readers": [f"{c.n_readers:,}" for c in costs],
-        "decoded": [_decoded(plan, c) for c in costs],
-        "amplification": [f"{c.amplification:.2f}x" for c in costs],
-        "per reader": [format_nbytes(c.reader_nbytes) for c in costs],
-        "messages": [f"{'<= ' if c.messages else ''}{c.messages:,}" for c in costs],
-        "between ranks": [f"{'<= ' if c.messages else ''}{format_nbytes(c.moved_nbytes)}" for c in costs],
-        "peak host": [format_nbytes(c.peak_nbytes) for c in costs],
-    }
-
-
 def _decoded(plan: Plan, cost: Cost) -> str:
     """What all ranks together decode or, without chunks, read."""
     if plan.info.chunks is None:
@@ -494,12 +476,21 @@ def _decoded(plan: Plan, cost: Cost) -> str:
 
 
 def _table(plan: Plan, width: int) -> list[str]:
-    """A table with a column for each way of reading."""
-    costs = plan.costs
-    if plan.n_ranks == 1 and plan.readers in costs:  # each way is the same
-        costs = {plan.readers: costs[plan.readers]}
-    ways = [Column(f"-> {mode}" if mode == plan.readers else mode, is_number=True, lead=mode) for mode in costs]
-    rows = [[name, *cells] for name, cells in _quantities(plan, list(costs.values())).items()]
+    """A table with a column for each way of reading, and a row for each quantity."""
+    of_ways = plan.costs
+    if plan.n_ranks == 1 and plan.readers in of_ways:  # each way is the same
+        of_ways = {plan.readers: of_ways[plan.readers]}
+    ways = [Column(f"-> {mode}" if mode == plan.readers else mode, is_number=True, lead=mode) for mode in of_ways]
+    costs = of_ways.values()
+    rows = [
+        ["readers", *(f"{c.n_readers:,}" for c in costs)],
+        ["decoded", *(_decoded(plan, c) for c in costs)],
+        ["amplification", *(f"{c.amplification:.2f}x" for c in costs)],
+        ["per reader", *(format_nbytes(c.reader_nbytes) for c in costs)],
+        ["messages", *(f"{'<= ' if c.messages else ''}{c.messages:,}" for c in costs)],
+        ["between ranks", *(f"{'<= ' if c.messages else ''}{format_nbytes(c.moved_nbytes)}" for c in costs)],
+        ["peak host", *(format_nbytes(c.peak_nbytes) for c in costs)],
+    ]
     lines = fit_table([Column(""), *ways], rows, width - 2)
     return [f"  {line}" for line in lines]
 

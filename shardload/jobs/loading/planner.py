@@ -204,14 +204,17 @@ def read_in_turn(ranks: PlannedRanks, plans: Sequence[Plan]) -> list[Plan]:
 
     A rank then opens fewer arrays, and there are fewer and larger blocks. Arrays of one layout and reader share the new one.
     """
-    many = [k for k, plan in enumerate(plans) if _is_worth_turns(plan)]
-    owners = {owners for k in many if isinstance(owners := plans[k].schedule.owners, Owners)}
+    nbytes, owners = dict[int, int](), set[Owners]()
+    for k, plan in enumerate(plans):
+        n, of_plan = math.prod(plan.shape) * plan.dtype.itemsize, plan.schedule.owners
+        if isinstance(of_plan, Owners) and of_plan.n > 1 and 0 < n <= _IN_TURN_NBYTES:
+            nbytes[k] = n
+            owners.add(of_plan)
     if len(owners) != 1:
         return list(plans)
     (shared,) = owners
-    nbytes = [math.prod(plans[k].shape) * plans[k].dtype.itemsize for k in many]
-    readers = dict(zip(many, share_out(nbytes, shared.n), strict=True))
-    per_owner = replace(ranks.tuning, blocks_per_owner=BLOCKS_PER_OWNER).for_many(len(many) // shared.n).blocks_per_owner
+    readers = dict(zip(nbytes, share_out(list(nbytes.values()), shared.n), strict=True))
+    per_owner = replace(ranks.tuning, blocks_per_owner=BLOCKS_PER_OWNER).for_many(len(nbytes) // shared.n).blocks_per_owner
     planned: dict[tuple[int, int], Plan] = {}
     turns = list(plans)
     for k, plan in enumerate(plans):
@@ -244,12 +247,6 @@ def share_out(sizes: Sequence[int], n_readers: int) -> list[int | None]:
     if np.bincount(readers, weights=nbytes).max() * n_readers > _UNEVEN * total:
         return [None] * len(sizes)
     return [*readers.tolist(), *[None] * (len(sizes) - n)]
-
-
-def _is_worth_turns(plan: Plan) -> bool:
-    owners = plan.schedule.owners
-    is_shared = isinstance(owners, Owners) and owners.n > 1
-    return is_shared and 0 < math.prod(plan.shape) * plan.dtype.itemsize <= _IN_TURN_NBYTES
 
 
 def _read_by(ranks: PlannedRanks, plan: Plan, rank: int, per_owner: int) -> Plan:

@@ -77,16 +77,6 @@ class Request:
         spec = PartitionSpec(*(self.by_name.get(dim) for dim in axes[: last + 1]))
         return replace(self, sharding=NamedSharding(self.sharding.mesh, spec), by_name=None)
 
-    def but(self, **options: Any) -> Request:
-        """A copy with other options. The text is still that of what the caller passed."""
-        return replace(self, options=replace(self.options, **options))
-
-    @property
-    def whole(self) -> Request:
-        """A copy by which each device gets the whole array."""
-        kind = self.sharding.memory_kind
-        return replace(self, sharding=NamedSharding(self.sharding.mesh, PartitionSpec(), memory_kind=kind))
-
 
 def read_requests(tree: ArrayTree, mesh: Any, spec: Any, given: Mapping[str, Any]) -> list[Request]:
     """Check the arguments, and return what is asked of each place of a tree.

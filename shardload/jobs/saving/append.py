@@ -22,7 +22,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from shardload.arrays.disassemble import DeviceSource
+from shardload.arrays.local_shards import DeviceSource
 from shardload.comm.group import Group
 from shardload.engine.file_target import Chunk, FileTarget, WriteCounts
 from shardload.engine.session import Round, Session
@@ -30,10 +30,10 @@ from shardload.errors import ConfigError, ShardloadError, SourceError
 from shardload.formats.contract.array import some
 from shardload.formats.contract.dtypes import native_dtype
 from shardload.formats.contract.format import Source, open_alone
-from shardload.formats.diagnosis import as_source_error
 from shardload.formats.growing import HOW_TO_GROW, Growing
 from shardload.formats.lookup import open_file
 from shardload.formats.sink import Sink
+from shardload.jobs.described import read_values
 from shardload.jobs.saving.arguments import SavedArray, SaveRequest
 from shardload.jobs.saving.plan import SavePlan, alignment_of, plan_into, shards_of
 from shardload.jobs.saving.save import SaveReport, Saving, planned
@@ -160,7 +160,9 @@ def _with_orders(asked: SaveRequest, known: dict[str, Any]) -> dict[str, Any]:
         if stored is None or stored["dims"] is None or list(stored["dims"]) != [dim] or name.rpartition("/")[2] != dim:
             continue
         n = stored["shape"][0]
-        values = _coordinate(path, name, Region((0 if at is not None else max(0, n - _ROWS_OF_ORDER),), (n,)))
+        first = 0 if at is not None else max(0, n - _ROWS_OF_ORDER)
+        with open_file(os.path.realpath(path)) as file:
+            values = read_values(file, name, Region((first,), (n,)))
         if at is not None:
             values = values[: _n_before(at, f"'{name}' in '{path}'", str(dim), values, stored)]
             for other in arrays.values():
@@ -178,13 +180,6 @@ def _with_orders(asked: SaveRequest, known: dict[str, Any]) -> dict[str, Any]:
             "nothing says which row that is. Pass it too; or make the arrays shorter by h5py or zarr, and leave out at="
         )
     return known | {"orders": orders}
-
-
-def _coordinate(path: str, name: str, region: Region) -> Array:
-    """Values of a coordinate in the file. On rank 0."""
-    with as_source_error(path, name), closing(open_alone(open_file(os.path.realpath(path)), name)) as source:
-        values = np.asarray(source.plain(region)).reshape(region.shape)
-    return values.astype(values.dtype.newbyteorder("="), copy=False)
 
 
 def _n_before(at: Any, where: str, dim: str, values: Array, stored: Mapping[str, Any]) -> int:

@@ -2,7 +2,7 @@
 
 The opposite direction of `loading.labelled`. xarray is not imported: whoever has such an object has imported it.
 
-1. Each axis gets its length without padding, by its name: from plans, shapes, and arrays that a load returned (`_Lengths`).
+1. Each axis gets its length without padding, by its name: from plans, shapes, and arrays that a load returned (`Lengths`).
 2. NumPy values are cut to it. Coordinates that `to_xarray` left out, because no integers can pad them, come from the plan.
 3. xarray's own encoder says what a file has of them: numbers for dates, and attributes. It never sees values that are sharded.
 4. What a caller passed for all arrays at once and coordinates cannot have (chunks of three axes) is for the others.
@@ -32,6 +32,9 @@ _OF_DATA = {"chunks": AUTO, "shards": None, "dims": None, "like": None}
 # Encodings of a file that was read. They are not written again: values are not packed, and dates get units.
 _OF_DATES = {*UNITS, "dtype"}
 _OF_FILES = PACKING | _OF_DATES | {"missing_value", "char_dim_name"}
+
+
+Lengths = dict[str, dict[int, int]]  # of axes without padding, by their names and their lengths with it
 
 
 @dataclass(frozen=True)
@@ -92,12 +95,12 @@ def of_xarray(tree: Any, keywords: Mapping[str, Any], kind: str, grow_along: str
     lengths = _lengths(content, keywords["shape"], plans)
     for dim, index in tree.xindexes.items():
         if hasattr(index, "n_unpadded"):  # that of `load_dataset`
-            lengths.note(dim, index.n, index.n_unpadded)
+            _note(lengths, dim, index.n, index.n_unpadded)
     _add_left_out(content, plans)
     if grow_along is not None:
         content.variables = {name: x for name, x in content.variables.items() if grow_along in x.dims}
     shapes = {
-        name: tuple(lengths.of(name, dim, n) for dim, n in zip(variable.dims, variable.shape, strict=True))
+        name: tuple(_unpadded(lengths, name, dim, n) for dim, n in zip(variable.dims, variable.shape, strict=True))
         for name, variable in content.variables.items()
     }
     values = {name: _cut(name, variable, shapes[name]) for name, variable in content.variables.items()}
@@ -218,38 +221,33 @@ def _plan_of(full_name: str, plans: Mapping[str, Plan]) -> Plan | None:
     return next((plans[name] for name in names if name in plans), None)
 
 
-class _Lengths:
-    """The lengths of axes without padding, by their names and their lengths with it."""
-
-    def __init__(self) -> None:
-        self._by_axis: dict[str, dict[int, int]] = {}
-
-    def note(self, dim: str, n: int, n_unpadded: int) -> None:
-        """An axis of `n` elements has so many without padding. ConfigError if it is known with others."""
-        before = self._by_axis.setdefault(dim, {}).setdefault(n, n_unpadded)
-        if before != n_unpadded:
-            raise ConfigError(
-                f"the axis '{dim}' of {n} elements has {before} without padding by one array or plan, and {n_unpadded} by "
-                "another. Save these arrays in files of their own"
-            )
-
-    def of(self, name: str, dim: str, n: int) -> int:
-        """Elements of an axis without padding. ConfigError if nothing says which are padding."""
-        lengths = self._by_axis.get(dim, {})
-        if n in lengths:
-            return lengths[n]
-        padded = {n_padded: n_unpadded for n_padded, n_unpadded in lengths.items() if n_padded != n_unpadded}
-        if not padded or n in lengths.values():
-            return n
-        n_padded, n_unpadded = next(iter(padded.items()))
+def _note(lengths: Lengths, dim: str, n: int, n_unpadded: int) -> None:
+    """An axis of `n` elements has so many without padding. ConfigError if it is known with others."""
+    before = lengths.setdefault(dim, {}).setdefault(n, n_unpadded)
+    if before != n_unpadded:
         raise ConfigError(
-            f"'{name}' has {n} elements along '{dim}', which has {n_padded} where it was loaded, {n_unpadded} of them without "
-            "padding, so nothing says which of these are padding. Select with select= in the load, or pass shape="
+            f"the axis '{dim}' of {n} elements has {before} without padding by one array or plan, and {n_unpadded} by "
+            "another. Save these arrays in files of their own"
         )
 
 
-def _lengths(content: _Content, shape: Any, plans: Mapping[str, Plan]) -> _Lengths:
-    lengths = _Lengths()
+def _unpadded(lengths: Lengths, name: str, dim: str, n: int) -> int:
+    """Elements of an axis without padding. ConfigError if nothing says which are padding."""
+    known = lengths.get(dim, {})
+    if n in known:
+        return known[n]
+    padded = {n_padded: n_unpadded for n_padded, n_unpadded in known.items() if n_padded != n_unpadded}
+    if not padded or n in known.values():
+        return n
+    n_padded, n_unpadded = next(iter(padded.items()))
+    raise ConfigError(
+        f"'{name}' has {n} elements along '{dim}', which has {n_padded} where it was loaded, {n_unpadded} of them without "
+        "padding, so nothing says which of these are padding. Select with select= in the load, or pass shape="
+    )
+
+
+def _lengths(content: _Content, shape: Any, plans: Mapping[str, Plan]) -> Lengths:
+    lengths: Lengths = {}
     names = ArrayTree.of_names("", [f"/{content.full_name(name)}" for name in content.variables])
     each_shape = names.spread("shape", shape, lambda value: not isinstance(value, Mapping), default=None)
     shapes = {place.dataset.rpartition("/")[2]: one for place, one in zip(names.places, each_shape, strict=True)}
@@ -260,7 +258,7 @@ def _lengths(content: _Content, shape: Any, plans: Mapping[str, Plan]) -> _Lengt
         for dim, n_with_halo, n_padded, n_unpadded in each:
             if n_with_halo != n_padded and any(x.sizes.get(dim) == n_with_halo for x in content.variables.values()):
                 refuse_halo(next(name for name, x in content.variables.items() if dim in x.dims), plan.extent)
-            lengths.note(dim, n_padded, n_unpadded)
+            _note(lengths, dim, n_padded, n_unpadded)
     for name, variable in content.variables.items():
         if shapes[name] is not None:
             extent = extent_of(variable, shapes[name], f"'{name}'")
@@ -270,7 +268,7 @@ def _lengths(content: _Content, shape: Any, plans: Mapping[str, Plan]) -> _Lengt
         else:
             continue
         for dim, n_padded, n_unpadded in zip(variable.dims, variable.shape, extent.shape, strict=True):
-            lengths.note(dim, n_padded, n_unpadded)
+            _note(lengths, dim, n_padded, n_unpadded)
     return lengths
 
 

@@ -7,7 +7,6 @@ coordinates, and what its attributes name, or theirs.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,17 +15,15 @@ import numpy as np
 from shardload.errors import ConfigError, ShardloadError
 from shardload.formats.access import STRICT
 from shardload.formats.contract.array import ArrayInfo, Properties, some
-from shardload.formats.diagnosis import as_source_error
 from shardload.formats.growing import units_of
 from shardload.formats.labelling import SMALL_NBYTES
 from shardload.formats.likeness import KEEP, Overrides, named_beside, spec_like
 from shardload.formats.lookup import find_array, open_file
 from shardload.formats.netcdf import NETCDF_TYPES
 from shardload.formats.sink import ArraySpec
-from shardload.jobs.described import describe_array, take_along
+from shardload.jobs.described import describe_array, read_values, take_along
 from shardload.jobs.saving.arguments import SavedArray, SaveRequest
 from shardload.options import AUTO
-from shardload.planning.region import Region
 from shardload.planning.selection import select_axes
 from shardload.values.decoding import OF_STORED, PACKING
 
@@ -72,8 +69,7 @@ def _read(path: str) -> Model:
             if name == info.dataset or properties.texts is not None or nbytes > min(SMALL_NBYTES, room):
                 continue
             try:
-                with closing(file.open(name)) as source, as_source_error(info.path, name):
-                    values[name] = np.asarray(source.plain(Region.whole(other.shape))).reshape(other.shape)
+                values[name] = read_values(file, name)
             except ShardloadError as error:  # the array itself can be loaded all the same
                 notes.append(f"'{name}' cannot be read: {error}")
             room -= nbytes

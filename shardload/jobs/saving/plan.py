@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from shardload.arrays.disassemble import shards_of_array
+from shardload.arrays.local_shards import shards_of_array
 from shardload.comm.group import Group
 from shardload.comm.launch import rank_of_process
 from shardload.comm.store import RATE, check_sent
@@ -163,11 +163,13 @@ def plan_file(request: SaveRequest, likes: Mapping[str, Model], group: Group) ->
     request = apply_like(request, likes) if likes else request
     of_array = shards_of(request, group)
     specs, chosen = {}, []
-    _check_unlimited(request)
+    known = {dim for one in request.arrays for dim in one.dims or () if dim}
     for one, shards in zip(request.arrays, of_array, strict=True):
-        specs[one.name], is_chosen = _spec(one, shards, request.format, request.options.staging_nbytes)
+        specs[one.name], is_chosen = _spec(one, shards, request.format, request.options.staging_nbytes, _unlimited(one, known))
         chosen.append(is_chosen)
-    _check_axes(request.format, specs)
+    if request.format.startswith("zarr"):  # netCDF's sink says so itself; in plain HDF5 two axes of one name are two
+        for what, fix in unopened_by_xarray(specs):
+            raise ConfigError(f"{what}. {fix}")
     alignment = alignment_of(group)
     attrs, storage = request.group_attrs, request.options.storage
     how: dict[str, Any] = {"format": request.format, "mode": request.mode, "alignment": alignment, "storage": storage}
@@ -230,33 +232,19 @@ def plan_into(
     )
 
 
-def _check_axes(kind: str, specs: Mapping[str, ArraySpec]) -> None:
-    """ConfigError if xarray would not open a group of Zarr. (netCDF's sink says so itself, and in plain HDF5 two axes of one
-    name are two for readers.)
+def _unlimited(one: SavedArray, known: Collection[str]) -> tuple[int, ...]:
+    """The axes of an array that can grow, by number; none, of a name that another array has.
+
+    ConfigError if no array has an axis of that name (`known`), or this one none of that number.
     """
-    for what, fix in unopened_by_xarray(specs) if kind.startswith("zarr") else ():
-        raise ConfigError(f"{what}. {fix}")
-
-
-def _check_unlimited(request: SaveRequest) -> None:
-    """ConfigError if no array has an axis of a name that shall be able to grow."""
-    known = {dim for one in request.arrays for dim in one.dims or () if dim}
-    for one in request.arrays:
-        for name in one.unlimited:
-            if isinstance(name, str) and name not in known:
-                has = (
-                    f"the axes are called {', '.join(sorted(map(repr, known)))}"
-                    if known
-                    else "no axis has a name: pass dims= too"
-                )
-                raise ConfigError(f"unlimited of '{one.name}' is {name!r}; {has}")
-
-
-def _unlimited(one: SavedArray) -> tuple[int, ...]:
-    """The axes of an array that can grow, by number. Of a name that another array has, none."""
     axes = set()
     for axis in one.unlimited:
         if isinstance(axis, str):
+            if axis not in known:
+                called = f"the axes are called {', '.join(sorted(map(repr, known)))}"
+                raise ConfigError(
+                    f"unlimited of '{one.name}' is {axis!r}; {called if known else 'no axis has a name: pass dims= too'}"
+                )
             axes |= {k for k, dim in enumerate(one.dims or ()) if dim == axis}
         elif -len(one.shape) <= axis < len(one.shape):
             axes.add(axis % len(one.shape))
@@ -265,9 +253,9 @@ def _unlimited(one: SavedArray) -> tuple[int, ...]:
     return tuple(sorted(axes))
 
 
-def _spec(one: SavedArray, shards: Shards, kind: str, cap_nbytes: int) -> tuple[ArraySpec, bool]:
+def _spec(one: SavedArray, shards: Shards, kind: str, cap_nbytes: int, unlimited: tuple[int, ...]) -> tuple[ArraySpec, bool]:
     """How an array is stored, and whether its chunks were chosen here."""
-    chunks, is_chosen, unlimited = one.chunks, False, _unlimited(one)
+    chunks, is_chosen = one.chunks, False
     if chunks == AUTO:
         chunks = None
         needs_chunks = one.compression is not None or kind.startswith("zarr") or unlimited

@@ -23,8 +23,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardload.arrays.disassemble import DeviceSource
-from shardload.arrays.local_shards import LocalShards, check_replicas
+from shardload.arrays.local_shards import DeviceSource, LocalShards, check_replicas
 from shardload.comm.group import Group
 from shardload.comm.mpi import check_threads
 from shardload.engine.call import begin_request, watched

@@ -356,14 +356,18 @@ class EpochRounds:
         The samples, in the order in which they are given.
     n_batches : int
         How many batches they are.
+    first_batch : int
+        The number of the first of them among all that are given.
     readings : list of Readings
         When which column of each array is read.
     rounds : list of RoundReadings
         All rounds.
     """
 
-    def __init__(self, plan: StreamPlan, epoch: int, first_sample: int, n_batches: int | None = None) -> None:
-        self._plan, self.epoch, self.first_sample = plan, epoch, first_sample
+    def __init__(
+        self, plan: StreamPlan, epoch: int, first_sample: int, n_batches: int | None = None, first_batch: int = 0
+    ) -> None:
+        self._plan, self.epoch, self.first_sample, self.first_batch = plan, epoch, first_sample, first_batch
         anchors = plan.sample_order.epoch(epoch)[first_sample:]
         self.n_batches = plan.n_batches(len(anchors)) if n_batches is None else n_batches
         self.anchors = anchors[: self.n_batches * plan.batch]

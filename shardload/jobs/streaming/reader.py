@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -96,19 +96,6 @@ class StreamReport:
         )
 
 
-@dataclass(frozen=True)
-class _EpochRun:
-    """The rounds of an epoch, and the number of its first batch among all that are given."""
-
-    epoch: EpochRounds
-    first: int
-
-    @property
-    def end(self) -> int:
-        """The number of the first batch of the next run."""
-        return self.first + self.epoch.n_batches
-
-
 class RoundReader:
     """The rounds of a stream on one rank, from some sample on.
 
@@ -149,9 +136,9 @@ class RoundReader:
     ) -> None:
         self.plan, self._group, self._timeout, self._digest = plan, group, timeout, digest
         self._target = BatchTarget(plan, group.rank)
-        self._planned = _runs(plan, epoch, first_sample, n_batches)
-        self._runs: deque[_EpochRun] = deque()  # those of which batches are still to be made
-        self._run_being_read: _EpochRun | None = None
+        self._planned = _epochs(plan, epoch, first_sample, n_batches)
+        self._epochs: deque[EpochRounds] = deque()  # those of which batches are still to be made
+        self._epoch_being_read: EpochRounds | None = None
         self._pending: deque[RoundReadings] = deque()
         self._near: list[tuple[RoundReadings, list[StreamMove]]] = []  # rounds that were told to what fetches, with this one
         self._opened = ExitStack()
@@ -180,13 +167,13 @@ class RoundReader:
     def first_batch_of_next_round(self) -> int | None:
         """The number of the first batch that needs the next round; None if there is none. Plans the next epoch if need be."""
         while not self._pending:
-            run = next(self._planned, None)
-            if run is None:
+            epoch = next(self._planned, None)
+            if epoch is None:
                 return None
-            self._pending.extend(run.epoch.rounds)
-            self._runs.append(run)
-            self._run_being_read = run
-        return 0 if self._run_being_read is None else self._run_being_read.first + self._pending[0].batch
+            self._pending.extend(epoch.rounds)
+            self._epochs.append(epoch)
+            self._epoch_being_read = epoch
+        return 0 if self._epoch_being_read is None else self._epoch_being_read.first_batch + self._pending[0].batch
 
     def read_round(self) -> None:
         """Do the next round. Collective.
@@ -196,26 +183,26 @@ class RoundReader:
         ShardloadError
             The same on all ranks. If it is an error of the file, all batches that do not need the chunk are ready.
         """
-        batch, run = self.first_batch_of_next_round(), self._run_being_read
-        if batch is None or run is None:
+        batch, epoch = self.first_batch_of_next_round(), self._epoch_being_read
+        if batch is None or epoch is None:
             return
         round_ = self._pending.popleft()
         try:
             with watched(self._group, f"batch {batch} of {self._title}", self._timeout):
-                self._read(run, round_)
+                self._read(epoch, round_)
         except SourceError:
             if len(round_.readings) == 1:
                 raise
             self._session.release()  # buffers that the failed exchange may still have
-            self._pending.extendleft(reversed(round_.one_by_one(run.epoch.batches_of(round_))))
+            self._pending.extendleft(reversed(round_.one_by_one(epoch.batches_of(round_))))
             return
         self.report.rounds += 1
-        self.n_ready = run.first + self._pending[0].batch if self._pending else run.end
+        self.n_ready = epoch.first_batch + (self._pending[0].batch if self._pending else epoch.n_batches)
 
-    def _read(self, run: _EpochRun, round_: RoundReadings) -> None:
+    def _read(self, epoch: EpochRounds, round_: RoundReadings) -> None:
         moves: list[StreamMove] = []
         with self._session.errors:
-            moves = self._moves(run, round_)
+            moves = self._moves(epoch, round_)
         staged = Round(moves, self.plan.staging, self._group.size > 1)
         try:
             self._session.move(staged, self._source, self._target)
@@ -225,35 +212,34 @@ class RoundReader:
             decoded, nbytes = self._session.agree(counts)
         except SourceError as error:
             if len(round_.readings) == 1:
-                error.args = (f"{error}\n{self._needed_for(run, round_)}",)
+                error.args = (f"{error}\n{self._needed_for(epoch, round_)}",)
             raise
         self._source.n_decoded = self._source.nbytes_read = 0
         self.report.chunks_decoded += decoded
         self.report.nbytes_read += nbytes
         self._target.take(staged)
 
-    def _moves(self, run: _EpochRun, round_: RoundReadings) -> list[StreamMove]:
+    def _moves(self, epoch: EpochRounds, round_: RoundReadings) -> list[StreamMove]:
         """What moves in a round. Of arrays in stores also what moves in the next ones."""
         if not any(is_remote(array.info.path) for array in self.plan.arrays):
-            return moves_of(self.plan, run.epoch, round_)
+            return moves_of(self.plan, epoch, round_)
         near = [round_, *islice(self._pending, _ROUNDS_AHEAD)]
         known = {id(each): (each, moves) for each, moves in self._near}
-        self._near = [known.get(id(each)) or (each, moves_of(self.plan, run.epoch, each)) for each in near]
+        self._near = [known.get(id(each)) or (each, moves_of(self.plan, epoch, each)) for each in near]
         moves = self._near[0][1]
         for move in moves:
             move.later = [each for _, later in self._near[1:] for each in later if each.array == move.array]
         return moves
 
-    def _needed_for(self, run: _EpochRun, round_: RoundReadings) -> str:
+    def _needed_for(self, epoch: EpochRounds, round_: RoundReadings) -> str:
         """For which sample of which batch a round of one reading is done."""
         ((array, reading),) = round_.readings
-        _, steps, samples = run.epoch.readings[array].uses(reading, reading + 1)
+        _, steps, samples = epoch.readings[array].uses(reading, reading + 1)
         first, size = int(samples.min()), self.plan.batch
-        step, anchor = int(steps[samples == first][0]), int(run.epoch.anchors[first])
-        epoch, sample = run.epoch.epoch, run.epoch.first_sample + first
+        step, anchor = int(steps[samples == first][0]), int(epoch.anchors[first])
         return (
-            f"It is needed for sample {first % size} of batch {run.first + first // size} (step {step}, for the anchor "
-            f"{anchor}; sample {sample} of epoch {epoch})"
+            f"It is needed for sample {first % size} of batch {epoch.first_batch + first // size} (step {step}, for the anchor "
+            f"{anchor}; sample {epoch.first_sample + first} of epoch {epoch.epoch})"
         )
 
     def farewell_error(self, n_given: int, exit_reason: str) -> PeerError | None:
@@ -280,26 +266,26 @@ class RoundReader:
 
     def make_batch(self) -> Batch | None:
         """Make the next batch of steps that are there; None at the end."""
-        while self._runs and self.n_made >= self._runs[0].end:
-            self._runs.popleft()
-        if not self._runs:
+        while self._epochs and self.n_made >= self._epochs[0].first_batch + self._epochs[0].n_batches:
+            self._epochs.popleft()
+        if not self._epochs:
             return None
-        run, size = self._runs[0], self.plan.batch
-        number = self.n_made - run.first
-        arrays = self._target.batch(run.epoch, number)
+        epoch, size = self._epochs[0], self.plan.batch
+        number = self.n_made - epoch.first_batch
+        arrays = self._target.batch(epoch, number)
         self.n_made += 1
         first = number * size
-        return Batch(arrays, run.epoch.anchors[first : first + size], run.epoch.epoch, run.epoch.first_sample + first)
+        return Batch(arrays, epoch.anchors[first : first + size], epoch.epoch, epoch.first_sample + first)
 
 
-def _runs(plan: StreamPlan, epoch: int, sample: int, left: int | None) -> Iterator[_EpochRun]:
+def _epochs(plan: StreamPlan, epoch: int, sample: int, left: int | None) -> Iterator[EpochRounds]:
     """The epochs from some sample on, or only the next batches. Each is planned when it is asked for."""
     first = 0
     while left != 0 and (plan.epochs is None or epoch < plan.epochs):
         n_batches = plan.n_batches(plan.n_samples - sample)
-        rounds = EpochRounds(plan, epoch, sample, n_batches if left is None else min(left, n_batches))
+        rounds = EpochRounds(plan, epoch, sample, n_batches if left is None else min(left, n_batches), first)
         if rounds.n_batches:
-            yield _EpochRun(rounds, first)
+            yield rounds
         elif not sample:
             return  # no epoch has a batch
         first += rounds.n_batches
@@ -310,25 +296,6 @@ def _runs(plan: StreamPlan, epoch: int, sample: int, left: int | None) -> Iterat
 def _reason_of(error: BaseException | None) -> str:
     """With what a program has left a stream."""
     return "" if error is None else f" with {type(error).__name__}: {error}"
-
-
-class Batches(Protocol):
-    """Batches of a `RoundReader`, one after the other."""
-
-    def next(self) -> Batch | None:
-        """The next batch; None at the end."""
-        ...
-
-    def close(self, error: BaseException | None = None, wait: bool = True) -> None:
-        """End the stream on this rank: `error` is what the program left it with. Not collective.
-
-        With `wait` it waits some seconds for threads, if there are any.
-        """
-        ...
-
-    def end(self) -> None:
-        """Close, and wait until threads have ended, however long it takes."""
-        ...
 
 
 class Inline:
@@ -346,7 +313,7 @@ class Inline:
             raise
 
     def next(self) -> Batch | None:
-        """See `Batches`. Collective."""
+        """The next batch; None at the end. Collective."""
         reader, began = self._reader, time.perf_counter()
         if reader is None:
             return None
@@ -361,12 +328,15 @@ class Inline:
             reader.report.waited_seconds += time.perf_counter() - began
 
     def close(self, error: BaseException | None = None, wait: bool = True) -> None:
-        """See `Batches`."""
+        """End the stream on this rank: `error` is what the program left it with. Not collective."""
         reader, self._reader = self._reader, None
-        _close_readers()
+        mine = threading.get_ident()
+        for pair in [pair for pair in _readers_to_close if pair[0] == mine]:  # that were dropped in other threads
+            _readers_to_close.remove(pair)
+            pair[1].close()
         if reader is None:
             return
-        if threading.get_ident() == self._thread or thread_level() in ("", "MULTIPLE"):
+        if mine == self._thread or thread_level() in ("", "MULTIPLE"):
             if isinstance(error, Exception) and not self._is_error_shared:
                 error = self._say_farewell(reader, error)
             reader.close(error)
@@ -386,20 +356,10 @@ class Inline:
             pass  # the program's own error is the one to see
         return error
 
-    def end(self) -> None:
-        """See `Batches`."""
-        self.close()
+    end = close
 
 
 _readers_to_close: list[tuple[int, RoundReader]] = []  # each with the thread that may
-
-
-def _close_readers() -> None:
-    """Close the readers that were dropped in other threads, as far as they are of this one."""
-    mine = threading.get_ident()
-    for pair in [pair for pair in _readers_to_close if pair[0] == mine]:
-        _readers_to_close.remove(pair)
-        pair[1].close()
 
 
 class ReadAhead:
@@ -477,9 +437,14 @@ class ReadAhead:
     # --- the maker
 
     def _make(self, reader: RoundReader) -> None:
+        def is_my_turn() -> bool:
+            has_room = len(self._batches) < self._prefetch
+            can_or_never_will = self._is_read or self._error is not None or reader.n_made < reader.n_ready
+            return self._is_stopped or (has_room and can_or_never_will)
+
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._is_stopped or (self._has_room and self._has_more(reader)))
+                self._changed.wait_for(is_my_turn)
                 if self._is_stopped or reader.n_made >= reader.n_ready:
                     return
             batch = reader.make_batch()
@@ -489,18 +454,10 @@ class ReadAhead:
                 self._changed.notify_all()
             del batch  # it is the program's
 
-    @property
-    def _has_room(self) -> bool:
-        return len(self._batches) < self._prefetch
-
-    def _has_more(self, reader: RoundReader) -> bool:
-        """Whether a batch can be made, or none will be any more."""
-        return self._is_read or self._error is not None or reader.n_made < reader.n_ready
-
     # --- the program
 
     def next(self) -> Batch | None:
-        """See `Batches`."""
+        """The next batch; None at the end."""
         began = time.perf_counter()
         with self._changed:
             self._changed.wait_for(lambda: self._batches or self._is_made or self._is_stopped)
@@ -519,7 +476,7 @@ class ReadAhead:
         return batch
 
     def close(self, error: BaseException | None = None, wait: bool = True) -> None:
-        """See `Batches`. The threads end after the round that is under way, and after the farewell.
+        """End the stream on this rank, as `Inline.close`. The threads end after the round that is under way, and the farewell.
 
         Other ranks may compute for a while before they take part in that, or never come. Then the reader is left to itself, and
         ends by itself: at the latest when nothing has moved for `timeout` seconds. The end of the interpreter waits for it.
@@ -534,13 +491,13 @@ class ReadAhead:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def end(self) -> None:
-        """See `Batches`."""
+        """Close, and wait until the threads have ended, however long it takes."""
         self.close()
         for thread in self._threads:
             thread.join()
 
 
-_open: weakref.WeakSet[Batches] = weakref.WeakSet()
+_open: weakref.WeakSet[Inline | ReadAhead] = weakref.WeakSet()
 
 
 def _end_all() -> None:

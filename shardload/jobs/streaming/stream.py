@@ -10,7 +10,7 @@ import numpy as np
 
 from shardload.errors import ConfigError
 from shardload.jobs.streaming.plan import StreamPlan
-from shardload.jobs.streaming.reader import Batches, Inline, ReadAhead, RoundReader, StreamReport
+from shardload.jobs.streaming.reader import Inline, ReadAhead, RoundReader, StreamReport
 from shardload.system.garbage import let_go
 
 STATE_VERSION = 1
@@ -91,7 +91,7 @@ class StreamIterator:
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
         self._epoch = self._sample = 0
-        self._batches: Batches | None = None
+        self._batches: Inline | ReadAhead | None = None
         self._is_closed = self._is_at_end = False
         self.report = StreamReport()
         self.index: np.ndarray[Any, Any] | None = None
@@ -118,8 +118,10 @@ class StreamIterator:
             raise ConfigError("this iterator is closed: make a new one, iter(stream), and give it the state")
         try:
             if self._batches is None:
-                self._begin()
-            batch = None if self._batches is None else self._batches.next()
+                reader = self._stream._make_reader(self._epoch, self._sample)
+                self.report, prefetch = reader.report, self._stream.plan.prefetch
+                self._batches = ReadAhead(reader, prefetch) if prefetch else Inline(reader)
+            batch = self._batches.next()
         except BaseException as error:
             self._end(error)
             let_go(error)
@@ -134,11 +136,6 @@ class StreamIterator:
             self._epoch, self._sample = batch.epoch + 1, 0
         self.index, self.mask = batch.anchors, np.arange(plan.batch) < n_samples
         return self._stream._build(batch.arrays)
-
-    def _begin(self) -> None:
-        reader = self._stream._make_reader(self._epoch, self._sample)
-        self.report, prefetch = reader.report, self._stream.plan.prefetch
-        self._batches = ReadAhead(reader, prefetch) if prefetch else Inline(reader)
 
     def get_state(self) -> dict[str, Any]:
         """Where the stream is after the batches that were given: plain values for JSON, the same on all ranks."""

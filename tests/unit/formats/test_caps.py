@@ -40,7 +40,7 @@ import shardload
 from shardload.cli.main import app
 from shardload.errors import SourceError
 from shardload.formats.access import Access, Limits
-from shardload.formats.contract.by_chunks import a_few_chunks
+from shardload.formats.contract.chunk_reader import a_few_chunks
 from shardload.formats.hdf5.filters import NAMES, n_compressors
 from shardload.formats.hdf5.source import Hdf5Source
 from shardload.formats.lookup import find_array, list_arrays, open_source

@@ -16,10 +16,20 @@ import numcodecs
 import numpy as np
 import pytest
 
-from shardload.formats.codecs import transforms
+from shardload.formats.codecs import algorithms
+from shardload.formats.codecs.algorithms import (
+    decode_blosc,
+    decode_byte_order,
+    decode_crc32c,
+    decode_fletcher32,
+    decode_gzip,
+    decode_lz4,
+    decode_shuffle,
+    decode_zlib,
+    decode_zstd,
+    encode_lz4,
+)
 from shardload.formats.codecs.chains import Chain, Stage
-from shardload.formats.codecs.compressors import decode_blosc, decode_gzip, decode_lz4, decode_zlib, decode_zstd, encode_lz4
-from shardload.formats.codecs.transforms import decode_byte_order, decode_crc32c, decode_fletcher32, decode_shuffle
 
 Encode = Callable[[bytes], bytes]
 
@@ -291,13 +301,13 @@ def test_shuffled_chunks_of_other_lengths_are_refused(lengths: tuple[int, ...]) 
 
 
 def test_so_many_shuffled_chunks_that_blosc_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, real, undo = [], transforms._unshuffle_by_blosc, decode_shuffle(4).undo
+    asked, real, undo = [], algorithms._unshuffle_by_blosc, decode_shuffle(4).undo
 
     def by_blosc(data: Any, out: Any, itemsize: int) -> None:
         asked.append(len(out))
         real(data, out, itemsize)
 
-    monkeypatch.setattr(transforms, "_unshuffle_by_blosc", by_blosc)
+    monkeypatch.setattr(algorithms, "_unshuffle_by_blosc", by_blosc)
     for n in (1024, 1025):
         stored = np.arange(n * 8, dtype=np.uint32).view(np.uint8).reshape(n, 32)
         out = np.zeros_like(stored)

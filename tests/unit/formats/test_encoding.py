@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import zstandard
 
-from shardload.formats.codecs import compressors
+from shardload.formats.codecs import algorithms
+from shardload.formats.codecs.algorithms import encode_zstd
 from shardload.formats.codecs.chains import EncodeChain, Step
-from shardload.formats.codecs.compressors import encode_zstd
 
 LEVELS = (-7, 0, 1, 3, 9, 19, 22)
 SIZES = (1, 255, 256, 257, 4096, 65_791, 65_792, 100_000)  # a frame declares its size in 1, 2 or 4 bytes
@@ -22,7 +22,7 @@ SIZES = (1, 255, 256, 257, 4096, 65_791, 65_792, 100_000)  # a frame declares it
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads begin anew."""
-    monkeypatch.setattr(compressors, "_encoder_of_thread", compressors._ZstdOfThread())
+    monkeypatch.setattr(algorithms, "_of_thread", algorithms._ZstdOfThread())
 
 
 def bytes_of(n: int, seed: int = 0) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -89,7 +89,7 @@ def test_threads_encode_at_the_same_time() -> None:
         together.wait(30)
         found = [bytes(steps[k // 8 % 2](bytes_of(50_000 - k, 100 * mine + k))) for k in range(32)]
         together.wait(30)  # so that no thread does the work of two
-        return compressors._encoder_of_thread.compress, found
+        return algorithms._of_thread.compress, found
 
     with ThreadPoolExecutor(n_threads) as pool:
         found = list(pool.map(work, range(n_threads)))

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardload.formats.hdf5 import contiguous as hdf5_contiguous
-from shardload.formats.hdf5.contiguous import Hdf5Contiguous, merged_axes, open_contiguous
+from shardload.formats.hdf5 import source as hdf5_contiguous
 from shardload.formats.hdf5.opened import OpenFacts
+from shardload.formats.hdf5.source import Hdf5Contiguous, merged_axes, open_contiguous
 from shardload.formats.lookup import open_source
 from shardload.planning.region import Region
 from shardload.storage.local import LocalFile

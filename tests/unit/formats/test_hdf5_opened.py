@@ -12,7 +12,7 @@ import pytest
 from shardload import SourceError
 from shardload.formats import Region, small
 from shardload.formats.access import STRICT
-from shardload.formats.contract.by_chunks import read_by_chunks
+from shardload.formats.contract.chunk_reader import read_by_chunks
 from shardload.formats.hdf5 import source as hdf5
 from shardload.formats.lookup import Finder, open_file
 from shardload.planning.tuning import Tuning

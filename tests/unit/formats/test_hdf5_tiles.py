@@ -18,8 +18,7 @@ import zstandard
 
 from shardload.errors import SourceError
 from shardload.formats.contract.array import ArrayInfo
-from shardload.formats.contract.by_chunks import read_by_chunks
-from shardload.formats.contract.chunk_reader import ChunkReader, box_of
+from shardload.formats.contract.chunk_reader import ChunkReader, box_of, read_by_chunks
 from shardload.formats.contract.format import ChangedError
 from shardload.formats.hdf5 import links, tiles
 from shardload.formats.hdf5 import opened as opened_module

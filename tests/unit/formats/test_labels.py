@@ -19,11 +19,12 @@ import shardload
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.access import Access, Limits
 from shardload.formats.contract.array import ArrayInfo
+from shardload.formats.contract.format import HelperError
 from shardload.formats.labelling import Labeller, read_labels
 from shardload.formats.labels import Note, from_plain, to_plain
 from shardload.formats.lookup import Finder, find_array
 from shardload.formats.untrusted import source as untrusted_source
-from shardload.formats.untrusted.answers import HelperError, labels_of
+from shardload.formats.untrusted.source import labels_of
 from shardload.jobs import contents
 from tests.unit.blocked import run_without
 

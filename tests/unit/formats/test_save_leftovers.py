@@ -51,7 +51,7 @@ def left_after(folder: Path, kind: str, phase: str) -> str:
         write_all(sink, catalog, dict.fromkeys(sink.arrays, VALUES))
     if phase == "finish":
         catalog.finish()
-    (catalog._folder if hasattr(catalog, "_folder") else catalog._file)._target.temporary = None  # so that nothing removes it
+    (catalog.folder if hasattr(catalog, "folder") else catalog._file)._target.temporary = None  # so that nothing removes it
     return str(catalog.ticket.temporary)
 
 

@@ -27,13 +27,12 @@ import zarr
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.access import Access, Limits
 from shardload.formats.contract.array import ArrayInfo
-from shardload.formats.contract.format import Source, open_alone
+from shardload.formats.contract.format import HelperError, Source, open_alone
 from shardload.formats.lookup import Finder, find_array, list_arrays, open_file, open_source
 from shardload.formats.untrusted import helper as helper_module
 from shardload.formats.untrusted import source as untrusted
-from shardload.formats.untrusted.answers import HelperError, info_of
 from shardload.formats.untrusted.helper import Helper
-from shardload.formats.untrusted.source import UntrustedFile
+from shardload.formats.untrusted.source import UntrustedFile, info_of
 from shardload.planning.region import Region
 from shardload.planning.tuning import default_tuning
 from shardload.storage.containment import NotAFileError, OutsideError

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from shardload.formats.contract.array import ArrayInfo
-from shardload.jobs.loading.plan import describe_plan, describe_plan_in_a_line
+from shardload.jobs.loading.plan import Plan, describe_plan
 from shardload.planning.cost import Cost
 from shardload.units import as_html
 
@@ -113,7 +113,7 @@ def test_one_arrow_at_the_way_that_is_taken(readers: str) -> None:
 
 
 def test_in_a_line() -> None:
-    line = describe_plan_in_a_line(Fake(info=replace(INFO, dataset="/a\nb\x1b[2J")))
+    line = Plan.__repr__(Fake(info=replace(INFO, dataset="/a\nb\x1b[2J")))
     assert line == (
         r"<Plan of '/a\nb\x1b[2J' in 'run.h5': (512, 512, 512) float64 as pencil P(None, 'x', 'y') on mesh x=2, y=2; "
         "parallel, 4 of 4 ranks read>"

@@ -22,11 +22,18 @@ from tests.tiers import quick_ones
 
 
 def test_attributes_of_json_that_are_no_arrays(tmp_path: Path) -> None:
-    """Wrong if like= failed, or left out a value, where the array that it names has attributes that NumPy has no type for."""
-    attrs = {"rows": [[1, 2], [3]], "large": 10**30, "mixed": [1, "a"], "object": {"a": [1, {}]}}
+    """Wrong if like= failed, or left out a value, where the array that it names has attributes that NumPy has no type for; or
+    if HDF5, which does not have them, were refused.
+    """
+    attrs = {"rows": [[1, 2], [3]], "large": 10**30, "mixed": [1, "a"], "object": {"a": [1, {}]}, "no": None, "units": "K"}
     zarr.open_group(tmp_path / "in.zarr", mode="w").create_array("x", shape=(4,), dtype="f4").attrs.update(attrs)
-    shardload.save(tmp_path / "out.zarr", np.zeros(4, "f4"), like=f"{tmp_path}/in.zarr:/x", dataset="x")
+    how: dict[str, Any] = {"like": f"{tmp_path}/in.zarr:/x", "dataset": "x"}
+    shardload.save(tmp_path / "out.zarr", np.zeros(4, "f4"), **how)
     assert dict(zarr.open_group(tmp_path / "out.zarr")["x"].attrs) == attrs
+    with pytest.warns(shardload.LeftOutWarning, match="attribute 'no'"):
+        shardload.save(tmp_path / "out.h5", np.zeros(4, "f4"), **how)
+    with h5py.File(tmp_path / "out.h5") as file:
+        assert dict(file["x"].attrs) == {"units": "K"}
 
 
 @pytest.mark.parametrize("name", ["out.h5", "out.nc", "out.zarr"])
@@ -100,19 +107,6 @@ def test_two_arrays_in_like_with_coordinates_of_one_name(tmp_path: Path, units: 
     shardload.save(tmp_path / "groups.nc", {"u": tree["u"], "g/v": tree["v"]}, like={"u": like["u"], "g/v": like["v"]})
     shardload.save(tmp_path / "out.nc", tree | {"t": np.arange(3)}, like=like, dims={"t": ("t",)})
     assert shardload.open(tmp_path / "out.nc")["u"].coords["t"].values.tolist() == [0, 1, 2]
-
-
-def test_null_of_json_in_like(tmp_path: Path) -> None:
-    """Wrong if another Zarr store lost it, or if HDF5, which does not have it, were refused."""
-    made = zarr.open_group(tmp_path / "in.zarr", mode="w").create_array("x", shape=(4,), dtype="f4")
-    made.attrs.update({"no": None, "units": "K"})
-    how: dict[str, Any] = {"like": f"{tmp_path}/in.zarr:/x", "dataset": "x"}
-    shardload.save(tmp_path / "out.zarr", np.arange(4, dtype="f4"), **how)
-    with pytest.warns(shardload.LeftOutWarning, match="attribute 'no'"):
-        shardload.save(tmp_path / "out.h5", np.arange(4, dtype="f4"), **how)
-    assert dict(zarr.open_group(tmp_path / "out.zarr")["x"].attrs) == {"no": None, "units": "K"}
-    with h5py.File(tmp_path / "out.h5") as file:
-        assert dict(file["x"].attrs) == {"units": "K"}
 
 
 def test_decoded_values_like_those_that_were_unsigned(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from shardload.errors import ConfigError, PeerError, SourceError
-from shardload.formats.untrusted.answers import HelperError
+from shardload.formats.contract.format import HelperError
 from shardload.planning.grid import Grid
 from shardload.planning.region import Region
 from shardload.planning.schedule import Block, Part

@@ -1,4 +1,6 @@
-"""A rank is killed in the middle of an append: what it grows has its old length and values, and what is left names itself."""
+"""A rank is killed in the middle of a save or an append, or its file system hangs: what was there is whole, and what is left
+names itself.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,59 @@ import xarray
 import zarr
 
 from shardload.storage.leftovers import find_leftover
-from tests.jobs.launch import ROOT, run_job
-from tests.tiers import quick_ones
+from shardload.storage.target import temporary_of
+from tests.jobs.launch import ROOT, Job, run_job
+from tests.tiers import quick_ones, thorough
 
-SCRIPT = Path(__file__).parent / "scripts" / "appends.py"
+SCRIPT = Path(__file__).parent / "scripts" / "writes.py"
 VALUES = np.arange(9 * 8 * 5, dtype="float32").reshape(9, 8, 5)
+
+
+def write(folder: Path, what: str, phase: str) -> Job:
+    return run_job([SCRIPT, folder, what, phase], 2, timeout=240, env={"PYTHONPATH": str(ROOT)})
+
+
+def killed(folder: Path, what: str, phase: str) -> None:
+    job = write(folder, what, phase)
+    assert job.returncode != 0, job.tail()
+    assert "Traceback" not in job.stderr, job.tail()
+
+
+# --- a save
+
+
+def left(folder: Path) -> list[str]:
+    """What a save left beside the old file, which is whole."""
+    with h5py.File(folder / "out.h5") as file:
+        assert list(file) == ["old"]
+        values = file["old"][...]
+    np.testing.assert_array_equal(values, np.arange(values.size, dtype="float32").reshape(values.shape))
+    found = sorted(path.name for path in folder.iterdir() if path.name != "out.h5")
+    for name in found:
+        assert temporary_of(str(folder / name)) == (str(folder / "out.h5"), "unfinished"), name
+    return found
+
+
+@pytest.mark.parametrize("phase", thorough(["put", "finish", "read back", "commit"], ["put", "read back"]))
+def test_a_save_that_is_killed(tmp_path: Path, phase: str) -> None:
+    """Wrong if the name led to half a file, or to none, or what was left could be taken for a file before it was whole."""
+    killed(tmp_path, "save", phase)
+    (name,) = left(tmp_path)
+    assert h5py.is_hdf5(tmp_path / name) == (phase in ("read back", "commit"))
+
+
+def test_a_file_system_that_hangs(tmp_path: Path) -> None:
+    """Wrong if a rank waited for ever for a thread that writes, or the error did not say which rank writes what."""
+    job = write(tmp_path, "save", "hang")
+    said = [line for lines in job.said() for line in lines]
+    assert {one["rank"] for one in said} == {0, 1}, job.tail()
+    assert {one["type"] for one in said} == {"StallError"}
+    assert len({one["text"] for one in said}) == 1
+    assert "rank 1 is writing [" in said[0]["text"] and "'/new'" in said[0]["text"], said
+    assert left(tmp_path) == []
+
+
+# --- an append
 
 
 def make(path: Path) -> None:
@@ -52,20 +102,18 @@ STATES = [
 
 
 @pytest.mark.parametrize(("phase", "expected"), quick_ones(STATES, STATES[1], STATES[3], STATES[5]))
-def test_a_rank_that_is_killed(tmp_path: Path, phase: str, expected: tuple[int, int, int]) -> None:
+def test_an_append_that_is_killed(tmp_path: Path, phase: str, expected: tuple[int, int, int]) -> None:
     """Wrong if a reader saw a row without its values, the old rows changed, or the next append did not know of this one."""
     path = tmp_path / "run.zarr"
     make(path)
-    job = run_job([SCRIPT, tmp_path, phase], 2, timeout=240, env={"PYTHONPATH": str(ROOT)})
-    assert job.returncode != 0, job.tail()
-    assert "Traceback" not in job.stderr, job.tail()
+    killed(tmp_path, "append", phase)
     assert lengths(path) == expected
     left = {one.name: find_leftover(str(one)) for one in tmp_path.iterdir() if one != path}
     assert sorted(one.what for one in left.values() if one) in (["appended", "appending"], ["appending", "unfinished"])
     assert all(one is not None and one.target == str(path) and not one.is_whole for one in left.values()), left
 
 
-def test_a_rank_that_is_killed_at_a_file(tmp_path: Path) -> None:
+def test_an_append_to_a_file_that_is_killed(tmp_path: Path) -> None:
     """In the middle of the last writes. Wrong if the next one that opens the file did not find all rows, or h5py found some.
 
     tests/unit/formats/test_hdf5_growth.py looks at every state of the file; here a real process ends.
@@ -76,9 +124,7 @@ def test_a_rank_that_is_killed_at_a_file(tmp_path: Path) -> None:
         file.create_dataset("time", data=np.arange(5.0), chunks=(3,), maxshape=(None,)).make_scale("time")
         for name in ("rho", "time"):
             file[name].dims[0].label = "time"
-    job = run_job([SCRIPT, tmp_path, "changes"], 2, timeout=240, env={"PYTHONPATH": str(ROOT)})
-    assert job.returncode != 0, job.tail()
-    assert "Traceback" not in job.stderr, job.tail()
+    killed(tmp_path, "append", "changes")
     assert not h5py.is_hdf5(path)
     left = {one.name: find_leftover(str(one)) for one in tmp_path.iterdir() if one != path}
     assert sorted(one.what for one in left.values() if one) == ["appending", "changes"]

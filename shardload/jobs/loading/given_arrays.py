@@ -1,12 +1,16 @@
-"""How does a call of `scatter` come from its arguments to a plan? Only the rank that has the arrays knows their tree."""
+"""How do calls of `scatter` and `verify` go, whose arguments are arrays?
+
+Of a `scatter` only the rank that has the arrays knows their tree. A `verify` plans the load that would give its arrays.
+"""
 
 from __future__ import annotations
 
-import json
+import pickle
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardload.errors import ConfigError
 from shardload.formats.contract.array import ArrayInfo
@@ -19,6 +23,7 @@ from shardload.jobs.trees import (
     ArrayTree,
     Place,
     Where,
+    in_array,
     is_one,
     is_one_spec,
     naming_errors,
@@ -26,7 +31,7 @@ from shardload.jobs.trees import (
     text_of,
     where_text,
 )
-from shardload.options import FILE, FULL, PER_LOADED_ARRAY
+from shardload.options import FILE, FULL, OPTIONS, PER_LOADED_ARRAY
 from shardload.planning.region import Region
 from shardload.planning.schedule import ROOT
 from shardload.transfer.buffers import sendable
@@ -74,18 +79,17 @@ class ScatterCall(LoadCall):
     def find(self) -> list[bytes | memoryview]:
         """Make the arrays, and describe them as text. Runs on the root."""
         array = self._array() if callable(self._array) else self._array
-        leaves: list[tuple[str, Any]] = []
-        outline = _outline_of(array, self._has_tree, (), leaves)
+        leaves, structure = _flatten(array, self._has_tree)
         if not leaves:
             raise ConfigError(f"array is {array!r}, a tree without an array: there is nothing to scatter")
         self._sources, told = [], []
         for where, value in leaves:
-            with naming_errors(where):
+            with naming_errors(where_text(where)):
                 source = MemorySource(self._as_array(value))
             self._sources.append(source)
             view = source.view(Region.whole(source.info.shape))
             told.append([source.info.to_json(), view is not None and sendable(view), str(source.dtype)])
-        return [json.dumps([outline, told]).encode()]
+        return [pickle.dumps((structure, told))]
 
     def _as_array(self, value: Any) -> np.ndarray[Any, Any]:
         """What the root has, as NumPy makes an array of it."""
@@ -108,8 +112,8 @@ class ScatterCall(LoadCall):
 
     def make(self, text: Any) -> list[ArrayLoad]:
         """Plan the scatter of all arrays. Runs on every rank."""
-        outline, told = json.loads(bytes(text))
-        self.tree = ArrayTree(_tree_of(outline))
+        structure, told = pickle.loads(bytes(text))  # of this job's root, never of a file
+        self.tree = ArrayTree(jax.tree_util.tree_unflatten(structure, [Place("", None) for _ in told]))
         if not self.tree.is_single:
             self.requests = read_requests(self.tree, self._mesh, self._spec, self._given)
         if any(request.by_name is not None for request in self.requests):
@@ -129,37 +133,107 @@ class ScatterCall(LoadCall):
         return share_staging(request, self.ranks_for(request), loads) if len(loads) > 1 else loads
 
 
-def _outline_of(value: Any, has_tree: bool, where: Where, leaves: list[tuple[str, Any]]) -> Any:
-    """The structure of a tree in JSON's types; its arrays are appended to `leaves`, each with its place."""
-    is_node = isinstance(value, dict) or (
-        isinstance(value, (list, tuple)) and (has_tree if not where else any(map(_has_array, value)))
-    )
-    children = None if isinstance(value, np.ndarray) or hasattr(value, "__array__") else node_of(value)
-    # Another node of JAX's, also a named tuple: NumPy would make one array of it, of its parts or of the object.
-    is_other = children is not None and type(value) not in (dict, list, tuple) and _has_array(value)
-    if not (is_node or is_other):
-        leaves.append((where_text(where), value))
-        return len(leaves) - 1
-    if children is None or type(value) not in (dict, list, tuple):
-        raise ConfigError(f"array{text_of(where)} is a {type(value).__name__}; scatter takes trees of dict, list and tuple")
-    if isinstance(value, dict) and not all(type(key) in (str, int) for key in value):
-        raise ConfigError(f"array{text_of(where)} has keys such as {next(iter(value))!r}; scatter takes text and integers")
-    found = [_outline_of(child, has_tree, (*where, key), leaves) for key, child in children]
-    if isinstance(value, dict):
-        return {"dict": [[key.key, one] for (key, _), one in zip(children, found, strict=True)]}
-    return {type(value).__name__: found}
+def _flatten(value: Any, has_tree: bool) -> tuple[list[tuple[Where, Any]], Any]:
+    """The arrays of a tree, each with its place, and its structure. A list or tuple outside of a dict is one array, unless
+    `has_tree`.
+    """
+
+    def is_node(node: Any) -> bool:
+        if isinstance(node, np.ndarray) or hasattr(node, "__array__"):
+            return False
+        if isinstance(node, (list, tuple)) and (has_tree if node is value else any(map(_has_array, node))):
+            return True
+        # Another node of JAX's, also a named tuple: NumPy would make one array of it, of its parts or of the object.
+        is_other = type(node) not in (dict, list, tuple) and node_of(node) is not None and _has_array(node)
+        return isinstance(node, dict) or is_other
+
+    def has_known_keys(node: Any) -> bool:
+        return not isinstance(node, dict) or all(type(key) in (str, int) for key in node)
+
+    def is_leaf(node: Any) -> bool:
+        return not is_node(node) or type(node) not in (dict, list, tuple) or not has_known_keys(node)
+
+    leaves, structure = jax.tree_util.tree_flatten_with_path(value, is_leaf=is_leaf)
+    for where, node in leaves:
+        if not has_known_keys(node):
+            raise ConfigError(f"array{text_of(where)} has keys such as {next(iter(node))!r}; scatter takes text and integers")
+        if is_node(node):
+            raise ConfigError(f"array{text_of(where)} is a {type(node).__name__}; scatter takes trees of dict, list and tuple")
+    return leaves, structure
 
 
 def _has_array(value: Any) -> bool:
     return any(hasattr(leaf, "__array__") for leaf in jax.tree_util.tree_leaves(value))
 
 
-def _tree_of(outline: Any) -> Any:
-    """The inverse of `_outline_of`, with places as leaves."""
-    if isinstance(outline, int):
-        return Place("", None)
-    ((kind, children),) = outline.items()
-    if kind == "dict":
-        return {key: _tree_of(child) for key, child in children}
-    made = [_tree_of(child) for child in children]
-    return made if kind == "list" else tuple(made)
+class VerifyCall(LoadCall):
+    """One call that compares arrays with their files, on this rank. The arguments are as the caller passed them."""
+
+    def __init__(self, x: Any, path: Any, given: dict[str, Any]) -> None:
+        self._x, self._text = x, "nothing"
+        super().__init__("verify", path, None, None, given | {"verify": given["how"]})
+
+    def _join(self) -> ArrayTree:
+        leaves = jax.tree_util.tree_flatten_with_path(self._x)[0] or [((), self._x)]
+        for where, array in leaves:
+            _check_values(f"x{text_of(where)}", array)
+        OPTIONS["how"].check(self._given["how"])  # `Options` would call it by the other name
+        seed = self._given["seed"]
+        if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or seed < 0:
+            raise ConfigError(f"seed is {seed!r}; expected an integer, 0 or more")
+        tree = super()._join()
+        tree.spread("x", self._x)
+        texts = (f"{text_of(where)} an array of shape {array.shape}, {array.dtype}".strip() for where, array in leaves)
+        self._text, self._mesh = "; ".join(texts), jax.tree_util.tree_map(_sharding_of, self._x)
+        return tree
+
+    def _what(self, place: Place) -> dict[str, str]:
+        return {**super()._what(place), "x": self._text, "seed": str(self._given["seed"])}
+
+    def verify(self) -> Any:
+        """Plan, and compare: what was proven of each array, in the structure of the tree. Collective."""
+        loads = self.plan()
+        return self.tree.build(self.loader(loads).verify(self._arrays(), int(self._given["seed"])))
+
+    def _arrays(self) -> list[Any]:
+        """The caller's arrays, in the order of the tree."""
+        if self.tree.is_single:
+            return [self._x]
+        arrays = self.tree.spread("x", self._x)
+        n = len(jax.tree_util.tree_leaves(self._x))
+        if n != len(arrays):
+            raise ConfigError(
+                f"x has {n} arrays, but dataset and path name {len(arrays)}. Pass one array for each name, in a tree with the "
+                "same keys"
+            )
+        return arrays
+
+    def make(self, told: Any) -> list[ArrayLoad]:
+        """Plan the loads that would give these arrays."""
+        loads = super().make(told)
+        for x, load in zip(self._arrays(), loads, strict=True):
+            if (load.plan.shape_global, load.plan.dtype) != (x.shape, x.dtype):
+                error = ConfigError(
+                    f"x has shape {x.shape} and is {x.dtype}, but a load of {load.info} with these arguments has shape "
+                    f"{load.plan.shape_global} and is {load.plan.dtype}. Pass the same select=, dtype=, decode=, pad= and "
+                    "halo= as to the load"
+                )
+                raise in_array(load.where, error)
+        return loads
+
+
+def _check_values(name: str, x: Any) -> None:
+    """Raise ConfigError if something is no array, or has no values that could be compared."""
+    if not isinstance(x, jax.Array):
+        raise ConfigError(f"{name} is a {type(x).__name__}; expected a jax.Array")
+    if isinstance(x, jax.core.Tracer):
+        raise ConfigError(f"{name} is traced: it has no values yet. Call verify outside of jax.jit")
+    if x.is_deleted():
+        raise ConfigError(f"{name} was deleted (donated to a jitted function?), so it has no values. Verify it before that")
+
+
+def _sharding_of(x: Any) -> Any:
+    """Its sharding; for an array on a single device, the same as a NamedSharding over a mesh of one device."""
+    if isinstance(x.sharding, jax.sharding.SingleDeviceSharding):
+        return NamedSharding(Mesh(np.array(list(x.sharding.device_set)), ("device",)), PartitionSpec())
+    return x.sharding
