@@ -31,7 +31,6 @@ import numpy as np
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.codecs.algorithms import numcodecs
 from shardload.formats.contract.dtypes import dtype_text, is_added, native_dtype, refusal
-from shardload.formats.growing import HOW_TO_GROW, Growing, meaning_of
 from shardload.formats.hdf5.filters import Hdf5Encoder, create_type
 from shardload.formats.hdf5.ledger import old_file
 from shardload.formats.hdf5.metadata import axes_of, is_scale, properties_of, scales_of, stands_for_axis
@@ -46,12 +45,11 @@ from shardload.formats.hdf5.opened import (
     type_of_values,
 )
 from shardload.formats.hdf5.sink import Hdf5PlacedChunks, LedgerCatalog, OneFileSink
-from shardload.formats.sink import ArraySpec, Catalog, Compression, Decode, Ticket
+from shardload.formats.sink import HOW_TO_GROW, ArraySpec, Catalog, Compression, Decode, Growing, Ticket, meaning_of
 from shardload.planning.region import Region
-from shardload.storage.changes import GrowingFile, complete_append, read_changes, state_of_file
+from shardload.storage.changes import GrowingFile, changed_meanwhile, complete_append, read_changes, state_of_file
 from shardload.storage.containment import open_file
 from shardload.storage.local import LocalFile
-from shardload.storage.locks import changed_meanwhile
 from shardload.storage.target import Change, WritableFile
 
 Json = dict[str, Any]

@@ -27,7 +27,7 @@ from shardload.formats.hdf5.growth import Hdf5GrowthCatalog, read_file
 from shardload.formats.hdf5.ledger import Ledger
 from shardload.formats.hdf5.sink import LedgerCatalog
 from shardload.formats.lookup import find_array, format_of
-from shardload.storage import locks, target
+from shardload.storage import target
 from shardload.storage.changes import changes_of, complete_append
 from shardload.storage.leftovers import find_leftover
 from tests.tiers import quick_ones
@@ -258,7 +258,7 @@ def test_two_processes_complete_it(marked: Disk) -> None:
 
 def test_one_that_is_not_killed_is_waited_for(marked: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if a reader wrote while the append itself does."""
-    monkeypatch.setattr(locks, "_WAIT_SECONDS", 0.2)
+    monkeypatch.setattr("shardload.storage.changes._WAIT_SECONDS", 0.2)
     (changes,) = marked.folder.glob("*.changes")
     data = marked.path.read_bytes()
     with changes.open("r+b") as lock:
@@ -547,7 +547,7 @@ def test_another_program_has_it_open(tmp_path: Path, monkeypatch: pytest.MonkeyP
             sink.create()
         assert "Close it" in str(found.value) and [one.name for one in tmp_path.iterdir()] == ["x.h5"]
     # While chunks are written others can read, and none can write. The end waits for them, but not for ever.
-    monkeypatch.setattr(locks, "_WAIT_SECONDS", 0.2)
+    monkeypatch.setattr("shardload.storage.changes._WAIT_SECONDS", 0.2)
     sink = sink_of(path, VALUES)
     with sink.create() as catalog:
         with h5py.File(path) as reader:
