@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import json
@@ -474,7 +475,7 @@ def test_each_index_and_each_inner_chunk_is_read_and_decoded_once(
         list(pool.map(lambda index: place(source, out, index), chunk_indices(source)))
     np.testing.assert_array_equal(out, data)
     # 4 x 3 shards, one of them gone; 8 x 6 chunks inside the array, 2 x 2 of them in the one that is gone
-    assert len(reads.opened) == len(set(reads.opened)) == 12
+    assert len(reads.opened) == len(set(reads.opened)) == 11
     assert len(reads.parts) == len(set(reads.parts)) == 11 + 44
     indices = [part for part in reads.parts if part[2] == 4 * 16 + 4]
     assert len({name for name, _, _ in indices}) == len(indices) == 11
@@ -615,6 +616,12 @@ def metadata_of(tmp_path: Path, zarr_format: Any, **options: Any) -> dict[str, A
     return found
 
 
+def check_not_covered(good: dict[str, Any], changes: list[dict[str, Any]]) -> None:
+    for change in changes:
+        with contextlib.suppress(NotCovered):
+            pytest.fail(f"{change} was taken for {layout_of(good | change, np.dtype('int32'))}")
+
+
 def test_unknown_metadata_of_format_3_is_not_covered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     good = metadata_of(tmp_path, 3, chunks=(2, 3), shards=(4, 6))
     shards = good["codecs"][0]["configuration"]
@@ -651,12 +658,7 @@ def test_unknown_metadata_of_format_3_is_not_covered(tmp_path: Path, monkeypatch
             )
         ),
     ]
-    for change in changes:
-        try:
-            layout = layout_of(good | change, np.dtype("int32"))
-        except NotCovered:
-            continue
-        pytest.fail(f"{change} was taken for {layout}")
+    check_not_covered(good, changes)
     monkeypatch.setattr(zarr_layout, "MOST_INDEX_NBYTES", 63)
     with pytest.raises(NotCovered, match="an index of 4 chunks in each shard"):
         layout_of(good, np.dtype("int32"))
@@ -676,12 +678,7 @@ def test_unknown_metadata_of_format_2_is_not_covered(tmp_path: Path) -> None:
         {"filters": [{"id": "zlib", "level": 1, "strategy": 0}]},
         {"filters": [{"id": "shuffle", "elementsize": 0}]},
     ]
-    for change in changes:
-        try:
-            layout = layout_of(good | change, np.dtype("int32"))
-        except NotCovered:
-            continue
-        pytest.fail(f"{change} was taken for {layout}")
+    check_not_covered(good, changes)
 
 
 def test_metadata_in_its_short_forms(tmp_path: Path) -> None:

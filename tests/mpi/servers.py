@@ -1,0 +1,60 @@
+"""A server of objects that rank 0 has, and all ranks read from and write to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tests.mpi.support import on_root
+from tests.servers import ObjectServer, Request
+
+
+class SharedServer:
+    """The files in a folder, on a server of rank 0. Requests say which rank sent them.
+
+    `write` makes the first files, on rank 0. `storage` is for ``s3://``, `of_http` for URLs that begin with `url`. With
+    `in_memory` the files are read once, for large ones: then change `ObjectServer.objects` in place of the files.
+    """
+
+    def __init__(self, comm: Any, folder: Path, write: Callable[[], object] = lambda: None, *, in_memory: bool = False) -> None:
+        self.comm, self.folder, self.server, self._in_memory = comm, folder, None, in_memory
+        self.url, storage = on_root(comm, partial(self._start, write))
+        self.of_http = {"user_agent": f"rank {comm.rank}"}
+        self.storage = {**storage, **self.of_http}
+
+    def _start(self, write: Callable[[], object]) -> tuple[str, dict[str, Any]]:
+        write()
+        files = [path for path in self.folder.rglob("*") if path.is_file()] if self._in_memory else []
+        kept = {str(path.relative_to(self.folder)): path.read_bytes() for path in files}
+        self.server: Any = ObjectServer(kept or self.folder)
+        self.server.__enter__()
+        return self.server.url, self.server.storage
+
+    def on_server(self, do: Callable[[Any], Any]) -> Any:
+        """What `do` returns of the server on rank 0, when all ranks are here, on all ranks."""
+        self.comm.barrier()
+        found = on_root(self.comm, lambda: do(self.server))
+        self.comm.barrier()
+        return found
+
+    def fails(self, **faults: Any) -> None:
+        """Set `Faults`."""
+        self.on_server(lambda server: vars(server.faults).update(faults))
+
+    def asked(self) -> list[Request]:
+        """What was asked for since the last call."""
+
+        def take(server: ObjectServer) -> list[Request]:
+            found = list(server.log)
+            server.clear()
+            return found
+
+        return list(self.on_server(take))
+
+    def end(self) -> None:
+        """End the server."""
+        self.comm.barrier()
+        if self.server is not None:
+            self.server.__exit__()
