@@ -34,7 +34,7 @@ from shardload.jobs.copying.plan import CopyPlan, plan_copy
 from shardload.jobs.copying.reading import CopySource, find_done
 from shardload.jobs.copying.request import PAGE_NBYTES, CopyRequest, find, new_sink, without_what_is_refused
 from shardload.jobs.progress import progress_of
-from shardload.options import AUTO, CHECKSUM, INDEX, TIMEOUT, Progress
+from shardload.options import AUTO, CHECKSUM, TIMEOUT, Progress
 from shardload.planning.staging import Staging
 from shardload.units import PrintedReport, counted, format_nbytes, number_text
 
@@ -169,6 +169,7 @@ def copy(
         staging=staging,
         verify=verify,
         resume=resume,
+        progress=progress,
         timeout=timeout,
         **trust,
     )
@@ -178,7 +179,7 @@ def copy(
         sink, plan = _plan(call, request)
         if only_plan:
             return CopyReport(plan, notes=plan.notes)
-        return _copy(call, request, sink, plan, progress, started)
+        return _copy(call, request, sink, plan, started)
 
 
 def _plan(call: Call, request: CopyRequest) -> tuple[Sink, CopyPlan]:
@@ -205,7 +206,7 @@ def _plan(call: Call, request: CopyRequest) -> tuple[Sink, CopyPlan]:
     return call.plan(look, make, lambda made: json.dumps(made[-1].to_dict(), default=str))
 
 
-def _copy(call: Call, request: CopyRequest, sink: Sink, plan: CopyPlan, progress: Any, started: float) -> CopyReport:
+def _copy(call: Call, request: CopyRequest, sink: Sink, plan: CopyPlan, started: float) -> CopyReport:
     """Copy what was planned. Collective: yes."""
     group, notes, memory = call.group, list(plan.notes), plan.memory
     done, n_done = find_done(group, sink, plan) if request.resume else [], 0
@@ -215,18 +216,18 @@ def _copy(call: Call, request: CopyRequest, sink: Sink, plan: CopyPlan, progress
         notes += [there if n_done else "no chunk was left of an earlier copy, so this one began anew"]
     shared = memory.moving_nbytes + PAGE_NBYTES if any(array.is_together for array in plan.arrays) else None
     source = CopySource(group, request, plan, done)
-    checksums, (n_rounds, nbytes) = request.verify != INDEX, source.totals()
+    options, (n_rounds, nbytes) = request.options, source.totals()
     n_most = -int(group.least_ints(np.array([-n_rounds]))[0])  # of the rank that has most rounds
     with (
-        progress_of(progress, f"copy to {request.target}", nbytes, group.rank) as advance,
+        progress_of(options.progress, f"copy to {request.target}", nbytes, group.rank) as advance,
         source,
-        Session(group, f"{call.asked.digest:016x}", shared_nbytes=shared, checksums=checksums) as session,
+        Session(group, f"{call.asked.digest:016x}", shared_nbytes=shared, checksums=options.checksums) as session,
         FileTarget(
             group,
             sink,
             session.errors,
             round_nbytes=memory.round_nbytes,
-            verify=request.verify,
+            verify=options.verify,
             n_threads=memory.n_threads,
             on_progress=advance,
         ) as target,

@@ -25,7 +25,6 @@ from shardload.formats.sink import Sink
 from shardload.jobs.consistency import State, as_planned, check_same_file, check_unchanged
 from shardload.jobs.copying.plan import CopyPlan
 from shardload.jobs.copying.request import CopyRequest
-from shardload.options import INDEX
 from shardload.planning.copying import plan_copy_rounds
 from shardload.planning.grid import Grid
 from shardload.planning.region import Region
@@ -74,7 +73,7 @@ class CopySource(FileSource):
     """
 
     def __init__(self, group: Group, request: CopyRequest, plan: CopyPlan, done: Sequence[Bools]) -> None:
-        super().__init__(group.rank, request.verify != INDEX)
+        super().__init__(group.rank, request.options.checksums)
         self._n_ranks, self._request, self._plan, self._found = group.size, request, plan, plan.found
         self._done = done
         self._file: OpenFile | None = None
@@ -109,7 +108,7 @@ class CopySource(FileSource):
         if array not in self._sources:
             info, state = self._found[array].info, self._found[array].state
             if self._file is None:
-                self._file = open_file(self._request.source, self._request.access, info)
+                self._file = open_file(self._request.source, self._request.options.access, info)
             source = as_planned(self._file.open(info.dataset, info), info, "rank 0 found")
             self._sources[array] = source, source.opened_in()
             check_same_file(str(info), state, self._sources[array][1], info.path, info.dataset)
